@@ -1,0 +1,1 @@
+"""MATHS: pure functions in registries."""

@@ -1,0 +1,1 @@
+"""BENCHMARKS: both sides in one run, with the ratio."""

@@ -1,0 +1,1 @@
+"""STAGE 6: versioned weights to the generators."""

@@ -1,0 +1,1 @@
+"""STAGE 3: the bounded, staleness-tracked buffer and its ledger."""

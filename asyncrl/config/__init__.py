@@ -1,0 +1,1 @@
+"""WHAT A RUN IS TOLD: frozen structs from TOML."""

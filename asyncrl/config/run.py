@@ -1,0 +1,120 @@
+"""The whole of what a run is told, and what follows from it."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from msgspec import Meta
+
+from asyncrl.config.algorithm import AlgorithmConfig, LearnerConfig
+from asyncrl.config.stages import (
+    AdditionTask,
+    BroadcastConfig,
+    BufferConfig,
+    GenerateConfig,
+    ModelConfig,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PackingConfig,
+    PositiveFloat,
+    PositiveInt,
+    RewardConfig,
+    ScratchModel,
+    TaskConfig,
+    TransportConfig,
+    _Stage,
+)
+
+
+class EvalConfig(_Stage):
+    """Sampled accuracy on held-out prompts."""
+
+    at_start: bool = True
+    at_end: bool = True
+    every_steps: NonNegativeInt = 0
+    """0: only at start and end. An evaluation in between runs beside training and does not stop it."""
+    num_prompts: PositiveInt = 256
+    samples_per_prompt: PositiveInt = 1
+    temperature: NonNegativeFloat | None = None
+    """None: as in training."""
+
+
+class CheckpointConfig(_Stage):
+    """When the run can be picked up again from."""
+
+    every_steps: NonNegativeInt = 50
+    """0: only at the end and on request."""
+    keep_last: PositiveInt = 2
+
+
+class SupervisionConfig(_Stage):
+    """How deaths and stalls are met."""
+
+    heartbeat_s: PositiveFloat = 1.0
+    heartbeat_timeout_s: PositiveFloat = 60.0
+    """A process silent for this long is taken for dead, killed and restarted."""
+    start_timeout_s: PositiveFloat = 300.0
+    max_deaths: NonNegativeInt = 5
+    """More deaths than this within `death_window_s` end the run, with the reason."""
+    death_window_s: PositiveFloat = 300.0
+    backoff_s: PositiveFloat = 0.5
+    """Before the first restart; doubles with each further death in the window, up to 30 s."""
+    stall_timeout_s: PositiveFloat = 600.0
+    """Nothing generated, scored or trained for this long: say who waits for whom, and exit non-zero."""
+    drain_timeout_s: PositiveFloat = 120.0
+    drain: Literal["discard", "finish"] = "discard"
+    """At a drain, groups in flight are left for a resume, or finished and trained first."""
+
+
+class ObserveConfig(_Stage):
+    """Where metrics go besides metrics.jsonl."""
+
+    tensorboard: bool = False
+    wandb: Literal["off", "offline", "online"] = "off"
+    wandb_project: str = "asyncrl"
+    trace: bool = False
+    """Write trace.json (Chrome / Perfetto) at the end."""
+    log_level: Literal["DEBUG", "INFO", "WARNING"] = "INFO"
+
+
+class RunConfig(_Stage):
+    """A run, whole. Decoded from TOML by config/load.py; the resolved form lies in the run folder."""
+
+    name: str = "run"
+    folder: str = "runs"
+    """The run lives in `folder/name`."""
+    seed: NonNegativeInt = 0
+    num_steps: PositiveInt = 100
+    """Optimizer steps; the run ends with this version."""
+    task: TaskConfig = AdditionTask()
+    model: ModelConfig = ScratchModel()
+    generate: GenerateConfig = GenerateConfig()
+    reward: RewardConfig = RewardConfig()
+    buffer: BufferConfig = BufferConfig()
+    packing: PackingConfig = PackingConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    learner: LearnerConfig = LearnerConfig()
+    broadcast: BroadcastConfig = BroadcastConfig()
+    transport: TransportConfig = TransportConfig()
+    eval: EvalConfig = EvalConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    supervision: SupervisionConfig = SupervisionConfig()
+    observe: ObserveConfig = ObserveConfig()
+    launcher: Literal["local"] = "local"
+    max_run_s: Annotated[float, Meta(ge=0)] = 0.0
+    """Drain and checkpoint after this long; 0: no limit."""
+
+    @property
+    def samples_per_step(self) -> int:
+        """Samples one optimizer step consumes: groups_per_step x group_size."""
+        return self.algorithm.groups_per_step * self.algorithm.group_size
+
+    @property
+    def most_groups_ahead(self) -> int:
+        """Most groups issued and not yet trained: (max_staleness + 1) x groups_per_step."""
+        return (self.buffer.max_staleness + 1) * self.algorithm.groups_per_step
+
+    @property
+    def most_samples_in_flight(self) -> int:
+        """Most samples issued and not yet trained: most_groups_ahead x group_size."""
+        return self.most_groups_ahead * self.algorithm.group_size

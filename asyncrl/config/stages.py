@@ -1,0 +1,306 @@
+"""What each stage is told. One struct a stage; variants by the tag `kind`; every knob has one owner."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from msgspec import Meta, Struct
+
+PositiveInt = Annotated[int, Meta(ge=1)]
+NonNegativeInt = Annotated[int, Meta(ge=0)]
+PositiveFloat = Annotated[float, Meta(gt=0)]
+NonNegativeFloat = Annotated[float, Meta(ge=0)]
+Fraction = Annotated[float, Meta(gt=0, le=1)]
+
+
+class _Stage(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What every config struct has in common."""
+
+
+class _Variant(_Stage, tag_field="kind"):
+    """One of several under the same field, told apart by `kind`."""
+
+
+# -- model ---------------------------------------------------------------------------------------------------------------
+
+
+class WarmStart(_Stage):
+    """A short supervised training before version 0, on the task's own worked examples (train split only)."""
+
+    steps: PositiveInt
+    batch_size: PositiveInt = 256
+    learning_rate: PositiveFloat = 1e-3
+
+
+class ScratchModel(_Variant, tag="scratch"):
+    """A small Llama with random weights and a character tokenizer, made when the run starts."""
+
+    hidden_size: PositiveInt = 128
+    num_layers: PositiveInt = 4
+    num_heads: PositiveInt = 4
+    num_kv_heads: PositiveInt | None = None
+    """None: as many as `num_heads`."""
+    intermediate_size: PositiveInt | None = None
+    """None: 4 x hidden_size."""
+    max_positions: PositiveInt = 512
+    tie_embeddings: bool = True
+    warm_start: WarmStart | None = None
+
+
+class PretrainedModel(_Variant, tag="pretrained"):
+    """Any Hugging Face causal language model in a local folder."""
+
+    path: str
+    """Folder with config.json, safetensors and tokenizer; `asyncrl model import` makes one from a GGUF."""
+    trust_remote_code: bool = False
+
+
+ModelConfig = ScratchModel | PretrainedModel
+
+# -- tasks ---------------------------------------------------------------------------------------------------------------
+
+
+class AdditionTask(_Variant, tag="addition"):
+    """`12+34=` -> `46`, all pairs of numbers of `digits` digits, split by seed; the smallest task that shows learning."""
+
+    digits: Annotated[int, Meta(ge=1, le=4)] = 2
+    held_out: PositiveInt = 512
+    """Pairs that are never trained on, in the warm start neither."""
+
+
+class ReasoningGymTask(_Variant, tag="reasoning_gym"):
+    """A reasoning-gym family, strict scoring (0.99 and above is right), duplicates removed, held-out split."""
+
+    family: str = "chain_sum"
+    family_options: dict[str, int | float | str | bool | list[int | float | str]] = {}
+    size: PositiveInt = 2000
+    """Problems generated before duplicates are removed."""
+    held_out: PositiveInt = 200
+    shots: NonNegativeInt = 3
+    """Worked examples shown as chat turns before the problem, taken from neither split."""
+    system_prompt: str = ""
+
+
+class JsonlTask(_Variant, tag="jsonl"):
+    """One JSON object a line; any file of prompts and answers."""
+
+    path: str
+    prompt_field: str = "question"
+    answer_field: str = "answer"
+    answer_regex: str = ""
+    """Where given, its first group taken from the answer field is the reference answer (GSM8K: `#### (.+)`)."""
+    held_out_path: str = ""
+    """Empty: `held_out` lines are taken from `path`, by seed."""
+    held_out: NonNegativeInt = 200
+    shots: NonNegativeInt = 0
+    system_prompt: str = ""
+    chat: bool = True
+    """False: the prompt field is the text itself."""
+
+
+class PythonTask(_Variant, tag="python"):
+    """A user's own task: `module:function`, called with the run's seed, returns a `TaskData`."""
+
+    path: str
+
+
+TaskConfig = AdditionTask | ReasoningGymTask | JsonlTask | PythonTask
+
+# -- generate ------------------------------------------------------------------------------------------------------------
+
+
+class TransformersEngineConfig(_Variant, tag="transformers"):
+    """The embedded engine: continuous batching in slots over a transformers causal LM."""
+
+    num_slots: PositiveInt = 32
+    max_sequence_tokens: PositiveInt = 512
+    """Prompt and response together; longer requests are refused."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    device: str = "cpu"
+    num_threads: PositiveInt = 1
+
+
+class FakeEngineConfig(_Variant, tag="fake"):
+    """No model: deterministic tokens, scripted lengths and latencies; load-tests everything else."""
+
+    num_slots: PositiveInt = 32
+    max_sequence_tokens: PositiveInt = 4096
+    token_latency_s: NonNegativeFloat = 0.001
+    """One decode step of the whole batch."""
+    length_distribution: Literal["fixed", "uniform", "lognormal"] = "lognormal"
+    mean_tokens: PositiveFloat = 64.0
+    sigma: PositiveFloat = 1.0
+    """Of the log-normal's logarithm."""
+    vocabulary_size: PositiveInt = 64
+    load_latency_s: NonNegativeFloat = 0.0
+    fail_every: NonNegativeInt = 0
+    """Every n-th request fails; 0 switches it off."""
+
+
+EngineConfig = TransformersEngineConfig | FakeEngineConfig
+
+
+class SamplingConfig(_Stage):
+    """How training samples are drawn."""
+
+    max_new_tokens: PositiveInt = 64
+    temperature: PositiveFloat = 1.0
+    top_p: Fraction = 1.0
+    top_k: NonNegativeInt = 0
+    """0 switches it off."""
+
+
+class GenerateConfig(_Stage):
+    """Generators and how new weights reach requests in flight."""
+
+    num_workers: NonNegativeInt = 2
+    """0: only outside code submits samples."""
+    engine: EngineConfig = TransformersEngineConfig()
+    sampling: SamplingConfig = SamplingConfig()
+    kv: Literal["keep", "recompute"] = "keep"
+    """What happens to the KV cache of requests in flight when new weights come in."""
+    in_flight_updates: bool = True
+    """False: a generator takes new weights only between requests."""
+
+
+# -- reward --------------------------------------------------------------------------------------------------------------
+
+
+class AnswerMatchReward(_Variant, tag="answer_match"):
+    """1 when the extracted answer equals the reference, else 0."""
+
+    mode: Literal["exact", "numeric", "regex", "math"] = "exact"
+    """`math` is math-verify; `regex` full-matches the reference as a pattern."""
+    extract: str = ""
+    """Regex whose first group (last match) is the answer; empty: the whole completion, stripped."""
+    weight: float = 1.0
+    name: str = ""
+
+
+class FormatCheckReward(_Variant, tag="format_check"):
+    """1 when the whole completion matches the pattern, else 0."""
+
+    pattern: str
+    weight: float = 1.0
+    name: str = ""
+
+
+class CodeExecReward(_Variant, tag="code_exec"):
+    """Fraction of the reference's tests that the completion's Python passes, inside a sandbox."""
+
+    sandbox: Literal["bubblewrap", "none"] = "bubblewrap"
+    """`none` runs model-written code with this user's rights: only where that is acceptable."""
+    cpu_s: PositiveFloat = 5.0
+    wall_s: PositiveFloat = 10.0
+    memory_bytes: PositiveInt = 1 << 30
+    output_bytes: PositiveInt = 1 << 20
+    all_or_nothing: bool = False
+    weight: float = 1.0
+    name: str = ""
+
+
+class ReasoningGymReward(_Variant, tag="reasoning_gym"):
+    """The family's own scorer, strict: 1 at a score of `threshold` and above, else 0."""
+
+    threshold: Fraction = 0.99
+    extract: str = r"<answer>(.*?)</answer>"
+    weight: float = 1.0
+    name: str = ""
+
+
+class PythonReward(_Variant, tag="python"):
+    """A user's own function `module:function`, sync or async: (prompt, text) -> float; see reward/registry.py."""
+
+    path: str
+    weight: float = 1.0
+    name: str = ""
+
+
+RewardFunctionConfig = AnswerMatchReward | FormatCheckReward | CodeExecReward | ReasoningGymReward | PythonReward
+
+
+class RewardConfig(_Stage):
+    """Reward workers and what they compute: the weighted sum of `functions`."""
+
+    num_workers: NonNegativeInt = 1
+    functions: tuple[RewardFunctionConfig, ...] = (AnswerMatchReward(),)
+    timeout_s: PositiveFloat = 30.0
+    """One sample's rewards together; past it the sample is failed."""
+    concurrency: PositiveInt = 2
+    """Samples one worker scores at once, each in a process of its own."""
+
+
+# -- buffer --------------------------------------------------------------------------------------------------------------
+
+
+class BufferConfig(_Stage):
+    """The bounded, staleness-tracked experience buffer."""
+
+    max_staleness: NonNegativeInt = 2
+    """Eta: no token older than this many versions is ever trained. 0 is synchronous, exactly."""
+    policy: Literal["wait", "drop", "mask"] = "wait"
+    """What happens to a group about to pass eta: wait for it, drop it, or train it with its old tokens masked."""
+    reissue_dropped: bool = True
+    """Give a dropped or failed group's prompt to the generators again, as a new group."""
+    max_group_retries: NonNegativeInt = 3
+    """How often a group may be handed out again after its generator died."""
+    max_running_groups: NonNegativeInt = 0
+    """Most groups issued and not yet ready; 0: as the generators' slots allow."""
+    min_group_members: PositiveInt = 2
+    """Scored members a group needs to be trained when others failed; at most the group size."""
+    ledger: Literal["disk", "memory"] = "disk"
+    """`memory` is for benchmarks: nothing survives the process."""
+
+
+# -- packing, broadcast, transport ---------------------------------------------------------------------------------------
+
+
+class PackingConfig(_Stage):
+    """How samples share micro-batches."""
+
+    tokens_per_row: PositiveInt = 4096
+    """Token budget of one micro-batch; a longer single sample is an error before it is generated."""
+
+
+class SharedMemoryMedium(_Variant, tag="shared_memory"):
+    """Double-buffered, one copy out, one copy in; same machine."""
+
+
+class FilesMedium(_Variant, tag="files"):
+    """Safetensors in a folder; any shared storage."""
+
+    folder: str = ""
+    """Empty: `weights/` in the run folder."""
+    keep_last: PositiveInt = 2
+
+
+class ZeroMQMedium(_Variant, tag="zeromq"):
+    """Chunks from the learner over TCP; any number of machines."""
+
+    bind: str = "tcp://127.0.0.1:*"
+    chunk_bytes: PositiveInt = 4 << 20
+
+
+MediumConfig = SharedMemoryMedium | FilesMedium | ZeroMQMedium
+
+
+class BroadcastConfig(_Stage):
+    """How new weights reach the generators."""
+
+    medium: MediumConfig = SharedMemoryMedium()
+    dtype: Literal["model", "float32", "bfloat16"] = "model"
+    """Of the bytes sent; `model`: as the learner holds them."""
+    probe_tolerance: NonNegativeFloat = 0.05
+    """Probe logprobs further apart than this, generator against learner, are an alarm."""
+
+
+class TransportConfig(_Stage):
+    """The data and control channels."""
+
+    kind: Literal["ipc", "tcp"] = "ipc"
+    host: str = "127.0.0.1"
+    """Only with `tcp`; anything but loopback opens the run to the network (CURVE keys still apply)."""
+    encryption: Literal["curve", "plain"] = "curve"
+    window: PositiveInt = 64
+    """Most messages sent and not yet acknowledged, per connection and direction."""
+    max_message_bytes: PositiveInt = 256 << 20

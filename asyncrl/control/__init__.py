@@ -1,0 +1,1 @@
+"""RUN LIFE: lifecycle, supervisor, launcher, API."""

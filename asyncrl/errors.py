@@ -1,0 +1,55 @@
+"""Every error a user of asyncrl can meet, classified once, at the boundary where it happens.
+
+Wrong input is `ConfigError`. A broken invariant inside asyncrl is an `AssertionError` (a bug, never caught). Everything the
+outside world does to us is one of the other classes. A message says what happened, the numbers, what is allowed, what to do.
+"""
+
+from __future__ import annotations
+
+
+class AsyncRLError(Exception):
+    """Base of every error that asyncrl raises on purpose."""
+
+
+class ConfigError(AsyncRLError, ValueError):
+    """The user asked for something that cannot be: the message names the field, the value, what is allowed."""
+
+
+class GenerationError(AsyncRLError):
+    """An engine could not serve a request or take new weights."""
+
+
+class RewardError(AsyncRLError):
+    """A reward could not be computed; the sample is failed with this reason and the run goes on."""
+
+
+class TransportError(AsyncRLError):
+    """A channel could not be opened, or a peer refused or broke the protocol."""
+
+
+class ConnectionClosed(TransportError):
+    """The other end of a connection is gone; whatever it had not acknowledged is the caller's to hand out again."""
+
+
+class CodecError(TransportError):
+    """Bytes that are not a message of this protocol: truncated, oversized, of an unknown type or version."""
+
+
+class BroadcastError(AsyncRLError):
+    """A weight version could not be published or fetched, or its fingerprint did not match."""
+
+
+class LearnerError(AsyncRLError):
+    """A step could not be taken (non-finite loss, say); the batch is saved where the message says."""
+
+
+class LedgerError(AsyncRLError):
+    """The ledger on disk cannot be used as it is (locked by another run, of another schema, damaged)."""
+
+
+class LaunchError(AsyncRLError):
+    """A process could not be started, or died more often than the config allows."""
+
+
+class RunError(AsyncRLError):
+    """A run ended without reaching its goal; the message is the recorded reason."""

@@ -1,0 +1,1 @@
+"""STAGE 1: engines, admission, rollout."""

@@ -1,0 +1,112 @@
+"""The engine contract: what turns token ids into token ids, logprobs and versions.
+
+Invariants, for every implementation (tests/contract/test_engine.py runs over all of them):
+- A token's logprob is that of the distribution it was sampled from: after temperature, top-k and top-p.
+- A token's version is that of the weights that computed its distribution; versions never decrease within a request.
+- The same request (prompt, sampling, seed) under the same weights gives the same tokens, whatever else is in the batch.
+- `load_weights` never loses a request: those in flight go on with the new weights, with the KV cache kept (`keep`) or computed
+  anew from prompt and tokens so far (`recompute`: later logprobs equal those of a fresh forward under the new weights).
+- After `abort` the request's stream ends with reason `abort`; tokens streamed before stay valid.
+
+Called by generate/rollout.py and generate/worker.py; never by anything outside this stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+from asyncrl.schema.samples import FinishReason, SamplingParams
+
+KVPolicy = Literal["keep", "recompute"]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRequest:
+    """One completion to generate."""
+
+    request_id: str
+    prompt_ids: tuple[int, ...]
+    sampling: SamplingParams
+    seed: int
+    group_key: str = ""
+    """Requests with the same non-empty key have the same prompt and may share its prefill."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenChunk:
+    """One or more tokens of one request, in order."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    versions: tuple[int, ...]
+    finish_reason: FinishReason | None = None
+    """Set on the last chunk, which may be empty of tokens."""
+
+
+class Engine(Protocol):
+    """A generator of tokens with versioned weights."""
+
+    @property
+    def version(self) -> int:
+        """Version of the weights that sample now; -1 before the first `load_weights`."""
+        ...
+
+    @property
+    def num_slots(self) -> int:
+        """Most requests that run at once; more may be submitted and wait inside."""
+        ...
+
+    @property
+    def num_running(self) -> int:
+        """Requests submitted and not finished."""
+        ...
+
+    async def start(self) -> None:
+        """Load the model; ready to submit on return. Raises GenerationError."""
+        ...
+
+    def submit(self, request: EngineRequest) -> AsyncIterator[TokenChunk]:
+        """Start a request and return its stream. Closing the stream early aborts the request.
+
+        Raises:
+            GenerationError: Prompt empty, token id outside the vocabulary, or prompt plus `max_new_tokens` beyond the limit.
+        """
+        ...
+
+    def abort(self, request_id: str) -> None:
+        """End a request; unknown and finished ids are ignored."""
+        ...
+
+    async def pause(self) -> None:
+        """Stop at a token boundary; requests stay in flight. Returns once no forward is running."""
+        ...
+
+    async def resume(self) -> None:
+        """Go on after `pause`."""
+        ...
+
+    async def load_weights(self, version: int, tensors: Mapping[str, Any], kv: KVPolicy) -> float:
+        """Replace the weights in place at a token boundary.
+
+        Args:
+            version: The version the tensors are.
+            tensors: Name to CPU tensor, names as in the model's state dict; tied tensors may be absent. Shapes must match.
+            kv: What happens to requests in flight.
+
+        Returns:
+            Milliseconds during which no token was generated.
+
+        Raises:
+            GenerationError: A name or shape does not fit; the old weights are still whole.
+        """
+        ...
+
+    async def score(self, token_ids: Sequence[int]) -> list[float]:
+        """Return the logprob of each token after the first under the current weights, temperature 1 (the probe)."""
+        ...
+
+    async def close(self) -> None:
+        """Abort everything and release the model."""
+        ...

@@ -1,0 +1,1 @@
+"""STAGE 5: the policy and its optimizer."""

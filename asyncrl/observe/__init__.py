@@ -1,0 +1,1 @@
+"""WHAT WE SEE: log, metrics, spans, sinks."""

@@ -1,0 +1,1 @@
+"""STAGE 4: whole samples into token-budgeted rows."""

@@ -1,0 +1,1 @@
+"""STAGE 2: rewards in worker processes."""

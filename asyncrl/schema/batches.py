@@ -1,0 +1,80 @@
+"""What travels between the controller and the learner: one optimizer step's worth of packed samples, and what became of it.
+
+A row is one micro-batch: several whole samples laid end to end, L tokens. Position t of `behaviour_logprobs`, `versions` and
+`loss_mask` belongs to token t itself (not to the next one); prompt tokens have mask 0, version -1, logprob 0.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from asyncrl.schema.samples import ScoredGroup
+
+
+class PackedSample(msgspec.Struct, frozen=True):
+    """Where one sample lies in the batch, and what advantage computation needs of it."""
+
+    group_id: int
+    index: int
+    row: int
+    start: int
+    """Offset of its first prompt token in the row."""
+    prompt_tokens: int
+    response_tokens: int
+    """Tokens after the prompt, tool output included."""
+    reward: float
+    oldest_version: int
+    """The smallest version among its trained tokens."""
+
+
+class PackedRow(msgspec.Struct, frozen=True):
+    """L tokens of whole samples, end to end. All arrays little-endian."""
+
+    token_ids: bytes
+    """int32 [L]."""
+    position_ids: bytes
+    """int32 [L], restarting at 0 with each sample."""
+    segment_ids: bytes
+    """int32 [L], ordinal of the sample within the row; attention and loss stay inside a segment."""
+    loss_mask: bytes
+    """uint8 [L], 1 on the tokens that are trained."""
+    behaviour_logprobs: bytes
+    """float32 [L]."""
+    versions: bytes
+    """int32 [L]."""
+    rank: int = 0
+    """Learner rank that trains this row."""
+
+
+class StepBatch(msgspec.Struct, frozen=True, tag="step_batch"):
+    """Controller to learner: train exactly this at optimizer step `step`, which makes version `step + 1`."""
+
+    step: int
+    samples: tuple[PackedSample, ...]
+    rows: tuple[PackedRow, ...]
+    num_trained_tokens: int
+    """Sum of the loss masks over all rows and ranks: the denominator of a token mean."""
+    temperature: float
+    """That the samples were drawn at; the learner divides its logits by it."""
+    replay: bool = False
+    """True when this step was trained before on this line of checkpoints and is repeated after a crash."""
+
+
+class StepDone(msgspec.Struct, frozen=True, tag="step_done"):
+    """Learner to controller: the optimizer step is done and its version exists."""
+
+    step: int
+    version: int
+    """`step + 1`."""
+    metrics: dict[str, float]
+    started_s: float
+    finished_s: float
+    waited_s: float = 0.0
+    """How long the learner had nothing to train before this step."""
+
+
+class GroupsTaken(msgspec.Struct, frozen=True, tag="groups_taken"):
+    """Controller to an outside learner: one step's worth of scored groups, oldest first."""
+
+    step: int
+    groups: tuple[ScoredGroup, ...]

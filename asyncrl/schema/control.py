@@ -1,0 +1,106 @@
+"""What processes tell each other about themselves, and what the controller tells them to do."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+PROTOCOL = 1
+"""Raised whenever a peer of the number before could misread us; checked at hello."""
+
+ProcessKind = Literal["controller", "generator", "reward", "learner", "client"]
+
+
+class Hello(msgspec.Struct, frozen=True, tag="hello"):
+    """First words of whoever connects."""
+
+    protocol: int
+    kind: ProcessKind
+    name: str
+    """Unique within the run and stable over restarts, `generator-0`."""
+    incarnation: str
+    """Unique to this start of the process; another one under the same name replaces it."""
+    pid: int
+
+
+class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
+    """Any process to the controller, every `control.heartbeat_s`: alive, and what it is doing."""
+
+    name: str
+    sent_s: float
+    waiting_for: str = ""
+    """Empty while it works; else what it waits for, in words: `weights of version 3`, `a batch`."""
+    waiting_since_s: float = 0.0
+    gauges: dict[str, float] = {}
+    """Named as in observe/metrics.py: tokens generated so far, running requests, idle seconds, resident bytes."""
+
+
+class LearnerReady(msgspec.Struct, frozen=True, tag="learner_ready"):
+    """Learner to controller: model loaded or resumed; I stand at `version` and the model's folder can be opened."""
+
+    version: int
+    model_folder: str
+    """Config and tokenizer (and first weights) in Hugging Face layout, for the generators."""
+    metrics: dict[str, float] = {}
+    """Of the warm start, where there was one."""
+
+
+class LoadModel(msgspec.Struct, frozen=True, tag="load_model"):
+    """Controller to generator: open this folder and get the engine ready."""
+
+    model_folder: str
+
+
+class EngineReady(msgspec.Struct, frozen=True, tag="engine_ready"):
+    """Generator to controller: the engine is up and can take this much at once."""
+
+    generator: str
+    num_slots: int
+    version: int
+    """Version of the weights it holds, -1 when none yet."""
+
+
+class Pause(msgspec.Struct, frozen=True, tag="pause"):
+    """Stop generating; requests in flight stay where they are."""
+
+
+class Resume(msgspec.Struct, frozen=True, tag="resume"):
+    """Go on where Pause stopped."""
+
+
+class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
+    """Finish what cannot wait, close, and exit with 0."""
+
+    reason: str = ""
+
+
+class AbortGroup(msgspec.Struct, frozen=True, tag="abort_group"):
+    """Controller to generator: nobody wants this group any more."""
+
+    group_id: int
+
+
+class Checkpoint(msgspec.Struct, frozen=True, tag="checkpoint"):
+    """Controller to learner: write a checkpoint of the version you hold once you reach it."""
+
+    version: int
+    controller_json: str = ""
+    """The controller's own part (data position, issued count), stored beside the model."""
+
+
+class CheckpointDone(msgspec.Struct, frozen=True, tag="checkpoint_done"):
+    """Learner to controller: the checkpoint is complete and on disk."""
+
+    version: int
+    folder: str
+    seconds: float
+
+
+class Fault(msgspec.Struct, frozen=True, tag="fault"):
+    """Any process to the controller: I cannot go on; fatal says whether a restart could help."""
+
+    name: str
+    reason: str
+    fatal: bool
+    """True where a restart would meet the same end (non-finite loss, wrong config)."""

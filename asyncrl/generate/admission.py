@@ -20,9 +20,7 @@ from typing import Any
 _NO_LIMIT = 1 << 62
 
 
-def capacity(
-    *, max_running: int, running: int, accepted: int, version: int, max_staleness: int, groups_per_step: int
-) -> int:
+def capacity(*, max_running: int, running: int, accepted: int, version: int, max_staleness: int, groups_per_step: int) -> int:
     """Return how many more groups may start; may be negative.
 
     Source: AReaL (arXiv 2505.24298), staleness control of the rollout controller.

@@ -1,0 +1,149 @@
+"""Scored groups into the one StepBatch that the learner trains: rows of whole samples with everything the loss needs per token.
+
+Invariants: the same groups and arguments give the same bytes; `samples` is in the order of the groups given and by member index;
+within a row samples keep that order; prompt tokens, tool output and tokens older than `mask_below` have mask 0; prompt tokens
+have version -1 and logprob 0. Pure numpy, no torch. Called by the controller once per step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncrl.packing.pack import pack_lengths
+from asyncrl.schema.batches import PackedRow, PackedSample, StepBatch
+from asyncrl.schema.samples import (
+    ScoredGroup,
+    ScoredSample,
+    ids_from_bytes,
+    logprobs_from_bytes,
+    mask_from_bytes,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Unpacked:
+    """One sample as arrays; T response tokens after P prompt tokens."""
+
+    scored: ScoredSample
+    prompt_ids: NDArray[np.int32]
+    token_ids: NDArray[np.int32]
+    versions: NDArray[np.int32]
+    loss_mask: NDArray[np.uint8]
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt_ids) + len(self.token_ids)
+
+
+def pack_step(
+    step: int,
+    groups: Sequence[ScoredGroup],
+    *,
+    tokens_per_row: int,
+    temperature: float,
+    mask_below: int = 0,
+    replay: bool = False,
+    num_ranks: int = 1,
+) -> StepBatch:
+    """Lay the samples of one step into rows.
+
+    Args:
+        step: The optimizer step.
+        groups: Its groups, in the order in which they are to be trained.
+        tokens_per_row: Token budget of a row.
+        temperature: That the samples were drawn at.
+        mask_below: Tokens of a version under this one get mask 0 (policy `mask`); their sample stays, for its group's advantage.
+        replay: Passed on.
+        num_ranks: Learner ranks that the rows are spread over, as evenly as whole rows allow.
+
+    Returns:
+        The batch.
+
+    Raises:
+        ConfigError: A sample is longer than `tokens_per_row`.
+    """
+    samples = [_unpack(scored, mask_below) for group in groups for scored in group.members]
+    bins = pack_lengths([sample.num_tokens for sample in samples], tokens_per_row)
+    ranks = _spread([sum(samples[i].num_tokens for i in members) for members in bins], num_ranks)
+    placed: list[PackedSample | None] = [None] * len(samples)
+    rows = []
+    for row, (members, rank) in enumerate(zip(bins, ranks, strict=True)):
+        rows.append(_row([samples[i] for i in members], rank))
+        start = 0
+        for i in members:
+            placed[i] = _place(samples[i], row, start)
+            start += samples[i].num_tokens
+    return StepBatch(
+        step=step,
+        samples=tuple(sample for sample in placed if sample is not None),
+        rows=tuple(rows),
+        num_trained_tokens=sum(int(sample.loss_mask.sum()) for sample in samples),
+        temperature=temperature,
+        replay=replay,
+    )
+
+
+def _unpack(scored: ScoredSample, mask_below: int) -> _Unpacked:
+    sample = scored.sample
+    versions = ids_from_bytes(sample.versions)
+    loss_mask = mask_from_bytes(sample.loss_mask, sample.num_tokens)
+    if mask_below > 0:
+        loss_mask = loss_mask * (versions >= mask_below)
+    return _Unpacked(scored, ids_from_bytes(sample.prompt_ids), ids_from_bytes(sample.token_ids), versions, loss_mask)
+
+
+def _place(sample: _Unpacked, row: int, start: int) -> PackedSample:
+    trained = sample.versions[sample.loss_mask > 0]
+    return PackedSample(
+        group_id=sample.scored.sample.group_id,
+        index=sample.scored.sample.index,
+        row=row,
+        start=start,
+        prompt_tokens=len(sample.prompt_ids),
+        response_tokens=len(sample.token_ids),
+        reward=sample.scored.reward,
+        oldest_version=int(trained.min()) if len(trained) else -1,
+    )
+
+
+def _row(samples: list[_Unpacked], rank: int) -> PackedRow:
+    length = sum(sample.num_tokens for sample in samples)
+    token_ids = np.empty(length, dtype="<i4")
+    position_ids = np.empty(length, dtype="<i4")
+    segment_ids = np.empty(length, dtype="<i4")
+    versions = np.full(length, -1, dtype="<i4")
+    loss_mask = np.zeros(length, dtype=np.uint8)
+    logprobs = np.zeros(length, dtype="<f4")
+    start = 0
+    for segment, sample in enumerate(samples):
+        response, end = start + len(sample.prompt_ids), start + sample.num_tokens
+        token_ids[start:response] = sample.prompt_ids
+        token_ids[response:end] = sample.token_ids
+        position_ids[start:end] = np.arange(end - start)
+        segment_ids[start:end] = segment
+        versions[response:end] = sample.versions
+        loss_mask[response:end] = sample.loss_mask
+        logprobs[response:end] = logprobs_from_bytes(sample.scored.sample.logprobs)
+        start = end
+    return PackedRow(
+        token_ids=token_ids.tobytes(),
+        position_ids=position_ids.tobytes(),
+        segment_ids=segment_ids.tobytes(),
+        loss_mask=loss_mask.tobytes(),
+        behaviour_logprobs=logprobs.tobytes(),
+        versions=versions.tobytes(),
+        rank=rank,
+    )
+
+
+def _spread(loads: list[int], num_ranks: int) -> list[int]:
+    """Return a rank for every row: longest first, back and forth, so that counts differ by at most one and loads by little."""
+    ranks = [0] * len(loads)
+    for turn, row in enumerate(sorted(range(len(loads)), key=lambda row: (-loads[row], row))):
+        lap, place = divmod(turn, num_ranks)
+        ranks[row] = place if lap % 2 == 0 else num_ranks - 1 - place
+    return ranks

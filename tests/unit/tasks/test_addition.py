@@ -1,0 +1,51 @@
+import pytest
+
+from asyncrl.config.stages import AdditionTask
+from asyncrl.errors import ConfigError
+from asyncrl.tasks.addition import build_addition
+from asyncrl.tasks.task import alphabet_of
+
+
+@pytest.mark.parametrize(("digits", "total"), [(1, 100), (2, 8100)])
+def test_the_splits_are_disjoint_and_together_are_all_pairs(digits, total):
+    task = build_addition(AdditionTask(digits=digits, held_out=20), seed=4)
+    train, held_out = {p.text for p in task.train}, {p.text for p in task.held_out}
+    assert not train & held_out
+    assert (len(train), len(held_out)) == (total - 20, 20)
+
+
+def test_prompts_are_plain_sums_and_answers_are_right():
+    task = build_addition(AdditionTask(), seed=0)
+    for prompt in (*task.train[:300], *task.held_out):
+        first, second = prompt.text.removesuffix("=").split("+")
+        assert prompt.answer == str(int(first) + int(second))
+        assert len(first) == len(second) == 2
+    assert set(alphabet_of([*task.train, *task.held_out])) <= set(task.alphabet)
+    assert len({p.prompt_id for p in (*task.train, *task.held_out)}) == 8100
+
+
+def test_worked_examples_never_show_a_held_out_pair():
+    task = build_addition(AdditionTask(held_out=4000), seed=0)
+    held_out = {p.text for p in task.held_out}
+    assert len(task.worked_examples) == 4100
+    assert not held_out & {question for question, _ in task.worked_examples}
+    assert all(answer == prompt.answer for (_, answer), prompt in zip(task.worked_examples, task.train, strict=True))
+
+
+def test_the_seed_decides_the_split():
+    first, again, other = (build_addition(AdditionTask(), seed=seed).held_out for seed in (1, 1, 2))
+    assert first == again
+    assert first != other
+
+
+def test_four_digits_are_not_listed_in_memory():
+    task = build_addition(AdditionTask(digits=4), seed=0)
+    assert len(task.train) == 9000**2 - 512
+    assert task.train[-1] == task.train[len(task.train) - 1]
+    with pytest.raises(IndexError):
+        task.train[len(task.train)]
+
+
+def test_holding_everything_out_is_refused_with_the_limit():
+    with pytest.raises(ConfigError, match=r"under 100.*got 512"):
+        build_addition(AdditionTask(digits=1), seed=0)

@@ -1,0 +1,89 @@
+import json
+
+import pytest
+
+from asyncrl.config.stages import JsonlTask
+from asyncrl.errors import ConfigError
+from asyncrl.tasks.jsonl_task import build_jsonl
+
+
+def write(path, records):
+    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    return str(path)
+
+
+def problems(count, start=0):
+    return [
+        {"question": f"What is {n} + {n}?", "answer": f"{n} and {n} make {2 * n}.\n#### {2 * n}"}
+        for n in range(start, start + count)
+    ]
+
+
+def test_answer_regex_takes_the_reference_out_of_the_solution(tmp_path):
+    task = build_jsonl(JsonlTask(path=write(tmp_path / "a.jsonl", problems(20)), answer_regex=r"#### (.+)", held_out=5), 0)
+    assert (len(task.train), len(task.held_out)) == (15, 5)
+    for prompt in task.train:
+        number = int(prompt.messages[-1].content.split()[2])
+        assert prompt.answer == str(2 * number)
+        assert json.loads(prompt.reference_json)["question"] == prompt.messages[-1].content
+
+
+def test_repeated_problems_are_one_and_splits_are_disjoint(tmp_path):
+    path = write(tmp_path / "a.jsonl", problems(10) * 3)
+    task = build_jsonl(JsonlTask(path=path, held_out=4, shots=2), 0)
+    train, held_out = ({p.messages[-1].content for p in split} for split in (task.train, task.held_out))
+    shots = {m.content for m in task.train[0].messages[:-1] if m.role == "user"}
+    assert (len(train), len(held_out), len(shots)) == (4, 4, 2)
+    assert not train & held_out
+    assert not shots & (train | held_out)
+
+
+def test_a_held_out_file_is_taken_whole_and_its_problems_leave_the_train_split(tmp_path):
+    train_path, test_path = write(tmp_path / "a.jsonl", problems(10)), write(tmp_path / "b.jsonl", problems(4, start=8))
+    task = build_jsonl(JsonlTask(path=train_path, held_out_path=test_path), 0)
+    assert (len(task.train), len(task.held_out)) == (8, 4)
+
+
+def test_shots_show_the_whole_solution(tmp_path):
+    path = write(tmp_path / "a.jsonl", problems(10))
+    config = JsonlTask(path=path, held_out=2, shots=1, answer_regex="#### (.+)", system_prompt="Think.")
+    messages = build_jsonl(config, 0).train[0].messages
+    assert [m.role for m in messages] == ["system", "user", "assistant", "user"]
+    assert "make" in messages[2].content
+
+
+def test_plain_prompts_are_the_field_itself_and_give_worked_examples(tmp_path):
+    path = write(tmp_path / "a.jsonl", [{"q": f"{n}>", "a": n + 1} for n in range(9)])
+    task = build_jsonl(JsonlTask(path=path, prompt_field="q", answer_field="a", chat=False, held_out=3), 0)
+    assert all(p.text.endswith(">") and not p.messages for p in task.train)
+    assert task.worked_examples == [(p.text, p.answer) for p in task.train]
+    assert task.alphabet == "0123456789>"
+
+
+@pytest.mark.parametrize(
+    ("text", "fields", "message"),
+    [
+        ('{"question": "a", "answer": "b"}\n\n{oops', {}, r"a.jsonl:3: not JSON"),
+        ("[1]", {}, r"a.jsonl:1: a line must be a JSON object, got list"),
+        ('{"q": "a", "answer": "b"}', {}, r"a.jsonl:1: no field 'question' \(task.prompt_field\); this line has answer, q"),
+        ('{"question": "a", "answer": ["b"]}', {}, r"a.jsonl:1: field 'answer'.* got list"),
+        (
+            '{"question": "a", "answer": "b"}',
+            {"answer_regex": "#### (.+)"},
+            r"a.jsonl:1: task.answer_regex .* in 'b'",
+        ),
+        ('{"question": "a", "answer": "b"}', {"answer_regex": "####"}, "needs a group"),
+        ('{"question": "a", "answer": "b"}', {"answer_regex": "("}, "not a regular expression"),
+        ('{"question": "a", "answer": "b"}', {"held_out": 1}, "lower task.held_out"),
+        ("\n \n", {}, "holds no problems"),
+    ],
+)
+def test_complaints_name_the_line_and_the_field(tmp_path, text, fields, message):
+    (tmp_path / "a.jsonl").write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        build_jsonl(JsonlTask(path=str(tmp_path / "a.jsonl"), **fields), 0)
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"nowhere.jsonl: No such file"):
+        build_jsonl(JsonlTask(path=str(tmp_path / "nowhere.jsonl")), 0)

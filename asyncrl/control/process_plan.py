@@ -1,0 +1,37 @@
+"""Which processes a run wants, and what each one is started with; pure, from the config alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from asyncrl.config.run import RunConfig
+from asyncrl.config.stages import TransformersEngineConfig
+from asyncrl.control.launcher import ProcessSpec, stage_spec
+from asyncrl.control.life_events import ProcessPlan
+from asyncrl.schema.control import ProcessKind
+
+
+def plan_processes(config: RunConfig) -> list[ProcessPlan]:
+    """Return the learner (unless outside code is it), the reward workers and the generators, in the order they are started."""
+    plan = [ProcessPlan("learner", "learner")] if config.learner.kind == "builtin" else []
+    plan += [ProcessPlan(f"reward-{number}", "reward") for number in range(config.reward.num_workers)]
+    plan += [ProcessPlan(f"generator-{number}", "generator") for number in range(config.generate.num_workers)]
+    return plan
+
+
+def num_threads(config: RunConfig, kind: ProcessKind) -> int:
+    """Return how many OpenMP threads a process of this kind may use."""
+    if kind == "learner":
+        return config.learner.num_threads
+    engine = config.generate.engine
+    return engine.num_threads if kind == "generator" and isinstance(engine, TransformersEngineConfig) else 1
+
+
+def spec_maker(config: RunConfig, run_folder: Path) -> Callable[[str, ProcessKind, int], ProcessSpec]:
+    """Return what `Supervisor` takes as `spec_for`: the stage processes of this run."""
+
+    def spec_for(name: str, kind: ProcessKind, incarnation: int) -> ProcessSpec:
+        return stage_spec(kind, name, run_folder, incarnation, num_threads(config, kind))
+
+    return spec_for

@@ -1,0 +1,119 @@
+"""Who waits for whom, and since when: the one line of the live display, and the report of a run in which nothing moves.
+
+A wait is told by the process that waits (its Heartbeat), and by the controller for itself and for its queues; the chain is found
+here: from the learner backwards along the data, each link waiting for what the next one should deliver.
+Pure but for the little memory of when something last moved. Called by the controller, on every heartbeat interval.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from asyncrl.schema.control import Heartbeat
+
+UPSTREAM = ("learner", "controller", "reward", "generator")
+"""Against the flow of the data: each waits for what comes after it, and the last for the first (weights)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Somebody waits for something."""
+
+    who: str
+    what: str
+    since_s: float
+
+    def text(self, now: float) -> str:
+        """Return it in words: `learner waits for a batch since 14 s`."""
+        return f"{self.who} waits for {self.what} since {max(now - self.since_s, 0.0):.0f} s"
+
+
+@dataclass(frozen=True, slots=True)
+class StallReport:
+    """Nothing moved for too long."""
+
+    stalled_s: float
+    chain: str
+    queues: str
+
+    @property
+    def reason(self) -> str:
+        """Return the sentence that the run ends with."""
+        return f"nothing moved for {self.stalled_s:.0f} s (supervision.stall_timeout_s): {self.chain}; {self.queues}"
+
+
+def waits_of(heartbeats: Iterable[Heartbeat]) -> list[Wait]:
+    """Return what the processes themselves say they wait for."""
+    return [Wait(beat.name, beat.waiting_for, beat.waiting_since_s) for beat in heartbeats if beat.waiting_for]
+
+
+def wait_chain(waits: Sequence[Wait], now: float, *, longest: int = 6) -> str:
+    """Return the waits as one line, from the learner back along the data, links joined by ` <- `.
+
+    Args:
+        waits: Every wait known, in any order.
+        now: Clock seconds.
+        longest: Links shown; of one kind of process with the same complaint only the one that waits longest is, with a count.
+    """
+    links: dict[tuple[int, str], list[Wait]] = {}
+    for wait in waits:
+        links.setdefault((_place(wait.who), wait.what), []).append(wait)
+    texts = []
+    for (_, _), alike in sorted(links.items(), key=lambda item: (item[0][0], min(wait.since_s for wait in item[1]))):
+        first = min(alike, key=lambda wait: wait.since_s)
+        others = f" (and {len(alike) - 1} more)" if len(alike) > 1 else ""
+        texts.append(first.text(now) + others)
+    shown = texts[:longest] + ([f"{len(texts) - longest} more"] if len(texts) > longest else [])
+    return " <- ".join(shown)
+
+
+def _place(who: str) -> int:
+    kind = who.partition("-")[0]
+    return UPSTREAM.index(kind) if kind in UPSTREAM else len(UPSTREAM)
+
+
+class Watchdog:
+    """Remembers when something last moved, and barks when nothing has for too long.
+
+    Example:
+        >>> dog = Watchdog(stall_timeout_s=600.0, now=0.0)
+        >>> dog.moved("trained", now=5.0)
+        >>> dog.check(10.0, [], {}) is None
+        True
+    """
+
+    def __init__(self, stall_timeout_s: float, now: float) -> None:
+        self._timeout_s = stall_timeout_s
+        self._moved_s: dict[str, float] = {}
+        self._since_s = now
+        self._held = False
+
+    def moved(self, what: str, now: float) -> None:
+        """Note progress: `generated`, `scored`, `trained`, `prepared`, `live`, whatever tells that the run moves."""
+        self._moved_s[what] = now
+        self._since_s = max(self._since_s, now)
+
+    def hold(self, now: float, *, held: bool) -> None:
+        """Stop or restart the count: nothing is expected to move in a paused run."""
+        self._held = held
+        self._since_s = now
+
+    def check(self, now: float, waits: Sequence[Wait], queues: Mapping[str, int]) -> StallReport | None:
+        """Return a report when nothing moved for `stall_timeout_s`, else None.
+
+        Args:
+            now: Clock seconds.
+            waits: Everybody's waits, the controller's own among them.
+            queues: Depth by name, `ready`, `running`, `scoring`.
+        """
+        stalled_s = now - self._since_s
+        if self._held or stalled_s <= self._timeout_s:
+            return None
+        chain = wait_chain(waits, now) or f"nobody says what it waits for; last seen: {self._last_moves(now)}"
+        depths = ", ".join(f"{count} {name}" for name, count in queues.items())
+        return StallReport(stalled_s, chain, f"queues: {depths or 'none'}")
+
+    def _last_moves(self, now: float) -> str:
+        moves = sorted(self._moved_s.items(), key=lambda item: item[1])
+        return ", ".join(f"{what} {now - at_s:.0f} s ago" for what, at_s in moves) or "nothing at all"

@@ -1,0 +1,155 @@
+"""Who did what from when to when: one `Span` a line in spans.jsonl, and the Chrome / Perfetto trace made of them.
+
+The controller writes every span: generators, reward workers and the learner time themselves and say so in the messages they send
+anyway, so no process opens a second file, and all times are of clocks anchored alike (clock.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from asyncrl.observe.steps import read_lines
+from asyncrl.schema.batches import StepDone
+from asyncrl.schema.samples import Sample, Score
+from asyncrl.schema.weights import VersionLive, WeightsAvailable
+
+SPANS_FILE = "spans.jsonl"
+TRACE_FILE = "trace.json"
+
+GENERATE: Final = "generate"
+SCORE: Final = "score"
+STEP: Final = "step"
+WAIT: Final = "wait"
+PUBLISH: Final = "publish"
+SWAP: Final = "swap"
+CHECKPOINT: Final = "checkpoint"
+EVALUATE: Final = "evaluate"
+PHASE: Final = "phase"
+
+
+class Span(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One stretch of work."""
+
+    name: str
+    start_s: float
+    """Clock seconds."""
+    end_s: float
+    process: str
+    attributes: dict[str, float | str] = {}
+
+
+def span(name: str, start: float, end: float, process: str, **attributes: float | str) -> Span:
+    """Return a span; an end before its start (clocks of two machines) counts as the start."""
+    return Span(name, start, max(start, end), process, attributes)
+
+
+def sample_span(sample: Sample) -> Span:
+    """Return the generation of one sample."""
+    oldest, newest = _version_range(sample.versions)
+    return span(
+        GENERATE,
+        sample.started_s,
+        sample.finished_s,
+        sample.generator,
+        group=sample.group_id,
+        index=sample.index,
+        tokens=sample.num_tokens,
+        oldest_version=oldest,
+        newest_version=newest,
+        purpose=sample.purpose,
+    )
+
+
+def score_span(score: Score) -> Span:
+    """Return the judging of one sample."""
+    return span(
+        SCORE, score.started_s, score.finished_s, score.worker, group=score.group_id, index=score.index, reward=score.reward
+    )
+
+
+def step_spans(done: StepDone, process: str = "learner") -> list[Span]:
+    """Return an optimizer step, and the wait for its batch before it where there was one."""
+    spans = [span(STEP, done.started_s, done.finished_s, process, step=done.step, version=done.version)]
+    if done.waited_s > 0:
+        spans.insert(0, span(WAIT, done.started_s - done.waited_s, done.started_s, process, step=done.step))
+    return spans
+
+
+def publish_span(available: WeightsAvailable, process: str = "learner") -> Span:
+    """Return how long the learner stood still to publish a version; ends when it became fetchable."""
+    start = available.published_s - available.blocked_ms / 1000
+    return span(PUBLISH, start, available.published_s, process, version=available.version)
+
+
+def swap_span(live: VersionLive) -> Span:
+    """Return a generator's fetch and swap of a version; ends when it was live."""
+    start = live.live_s - (live.fetch_ms + live.swap_ms) / 1000
+    return span(SWAP, start, live.live_s, live.generator, version=live.version, fetch_ms=live.fetch_ms, swap_ms=live.swap_ms)
+
+
+def read_spans(run_folder: Path) -> Iterator[Span]:
+    """Yield the spans of a run in the order in which they were written."""
+    return read_lines(run_folder / SPANS_FILE, Span)
+
+
+def write_trace(run_folder: Path) -> Path:
+    """Write trace.json beside spans.jsonl, for chrome://tracing or ui.perfetto.dev, and return its path."""
+    path = run_folder / TRACE_FILE
+    path.write_bytes(msgspec.json.encode({"traceEvents": list(trace_events(read_spans(run_folder))), "displayTimeUnit": "ms"}))
+    return path
+
+
+class TraceEvent(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One entry of the trace event format: `X` a complete event, `M` a name for a process or a row. Times in microseconds."""
+
+    name: str
+    ph: str
+    pid: int
+    tid: int = 0
+    ts: float = 0.0
+    dur: float = 0.0
+    args: dict[str, float | str] = {}
+
+
+def trace_events(spans: Iterable[Span]) -> list[TraceEvent]:
+    """Return spans as trace events: a process each, overlapping spans of one process on rows of their own."""
+    ordered = sorted(spans, key=lambda item: (item.start_s, item.end_s))
+    if not ordered:
+        return []
+    origin_s = ordered[0].start_s
+    pids = {name: number for number, name in enumerate(sorted({item.process for item in ordered}), start=1)}
+    events = [TraceEvent("process_name", "M", pid, args={"name": name}) for name, pid in pids.items()]
+    rows_busy_until: dict[str, list[float]] = {name: [] for name in pids}
+    for item in ordered:
+        row = first_free_row(rows_busy_until[item.process], item.start_s, item.end_s)
+        events.append(
+            TraceEvent(
+                item.name,
+                "X",
+                pids[item.process],
+                row,
+                round((item.start_s - origin_s) * 1e6, 3),
+                round((item.end_s - item.start_s) * 1e6, 3),
+                item.attributes,
+            )
+        )
+    return events
+
+
+def first_free_row(busy_until_s: list[float], start_s: float, end_s: float) -> int:
+    """Return the first row that is free at `start_s` and occupy it until `end_s`; rows are added as needed."""
+    for row, until_s in enumerate(busy_until_s):
+        if until_s <= start_s:
+            busy_until_s[row] = end_s
+            return row
+    busy_until_s.append(end_s)
+    return len(busy_until_s) - 1
+
+
+def _version_range(versions: bytes) -> tuple[int, int]:
+    values = memoryview(versions).cast("i") if versions else [-1]
+    return min(values), max(values)

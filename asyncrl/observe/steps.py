@@ -1,0 +1,103 @@
+"""One line per optimizer step and per evaluation: what `run.steps()` yields and what steps.jsonl and eval.jsonl hold.
+
+Written by the controller through `JsonLines`; read by report.py, display.py, `asyncrl status` and users (`asyncrl.StepReport`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Generic, TypeVar
+
+import msgspec
+
+STEPS_FILE = "steps.jsonl"
+EVAL_FILE = "eval.jsonl"
+
+
+class StepReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What one optimizer step was like."""
+
+    step: int
+    """Trained version `step` and made version `step + 1`."""
+    version: int
+    """`step + 1`, the version that this step made."""
+    time_s: float
+    """Clock seconds at which the step was done."""
+    reward_mean: float
+    reward_std: float = 0.0
+    staleness_mean: float = 0.0
+    """Over the trained samples, in versions; of a sample: of its oldest trained token."""
+    staleness_max: int = 0
+    generated_tokens_per_s: float = 0.0
+    trained_tokens_per_s: float = 0.0
+    groups_ready: int = 0
+    groups_running: int = 0
+    groups_scoring: int = 0
+    learner_idle: float = 0.0
+    """Fraction of the time since the step before in which the learner had nothing to train."""
+    generators_idle: float = 0.0
+    """Mean over generators of the fraction of that time in which nothing was being generated."""
+    dropped: dict[str, int] = {}
+    """Groups dropped since the run began, by reason."""
+    weight_sync_ms: float = 0.0
+    """From publish to live, the slowest generator of the newest version that all of them have."""
+    metrics: dict[str, float] = {}
+    """Everything else, named as in observe/metrics.py."""
+
+
+class EvalReport(msgspec.Struct, frozen=True, kw_only=True):
+    """Sampled accuracy on held-out prompts under one version."""
+
+    version: int
+    accuracy: float
+    """Fraction of samples whose reward counts as right."""
+    num_samples: int
+    reward_mean: float = 0.0
+    started_s: float = 0.0
+    finished_s: float = 0.0
+
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+
+class JsonLines(Generic[T]):
+    """Appends structs to a file, one JSON object a line; each line is on its way to the disk when `write` returns."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("ab", buffering=0)
+        self._encoder = msgspec.json.Encoder()
+
+    def write(self, row: T) -> None:
+        """Append one row in one system call: a reader sees whole lines."""
+        self._file.write(self._encoder.encode(row) + b"\n")
+
+    def close(self) -> None:
+        """Close the file; safe to repeat."""
+        self._file.close()
+
+
+def read_lines(path: Path, kind: type[T]) -> Iterator[T]:
+    """Yield the rows of a JSON-lines file; none where it does not exist. A torn last line is left out.
+
+    Raises:
+        msgspec.ValidationError: A whole line is not of this kind.
+    """
+    if not path.exists():
+        return
+    decoder = msgspec.json.Decoder(kind)
+    with path.open("rb") as file:
+        for line in file:
+            if line.endswith(b"\n"):
+                yield decoder.decode(line)
+
+
+def read_steps(run_folder: Path) -> list[StepReport]:
+    """Return the steps of a run in order; of a step repeated after a crash the last line counts."""
+    newest = {report.step: report for report in read_lines(run_folder / STEPS_FILE, StepReport)}
+    return [newest[step] for step in sorted(newest)]
+
+
+def read_evals(run_folder: Path) -> list[EvalReport]:
+    """Return the evaluations of a run, by version."""
+    return sorted(read_lines(run_folder / EVAL_FILE, EvalReport), key=lambda report: (report.version, report.finished_s))

@@ -7,11 +7,10 @@ instructions; the supervisor carries them out. Plain values: no behaviour here.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from asyncrl.schema.control import ProcessKind
+from asyncrl.schema.status import Phase
 
-Phase = Literal["starting", "warming", "evaluating", "running", "paused", "draining", "stopped", "failed"]
 FINAL_PHASES: frozenset[Phase] = frozenset({"stopped", "failed"})
 
 

@@ -32,7 +32,6 @@ from asyncrl.control.life_events import (
     Instruction,
     KillProcess,
     PauseRequested,
-    Phase,
     ProcessExited,
     ProcessFault,
     ProcessPlan,
@@ -47,6 +46,7 @@ from asyncrl.control.life_events import (
     StopRequested,
 )
 from asyncrl.schema.control import ProcessKind
+from asyncrl.schema.status import Phase
 
 ProcessState = Literal["planned", "starting", "up", "ready", "dying", "restarting", "gone"]
 

@@ -31,7 +31,6 @@ from asyncrl.control.life_events import (
     Event,
     Instruction,
     KillProcess,
-    Phase,
     ProcessExited,
     ProcessStarted,
     StartProcess,
@@ -41,6 +40,7 @@ from asyncrl.control.pids import PIDS_FILE, PidRecord, PidTable, write_pids
 from asyncrl.control.signs_of_life import SignsOfLife
 from asyncrl.errors import LaunchError
 from asyncrl.schema.control import Heartbeat, ProcessKind
+from asyncrl.schema.status import Phase
 
 log = logging.getLogger(__name__)
 

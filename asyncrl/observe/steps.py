@@ -43,7 +43,7 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     weight_sync_ms: float = 0.0
     """From publish to live, the slowest generator of the newest version that all of them have."""
     metrics: dict[str, float] = {}
-    """Everything else, named as in observe/metrics.py."""
+    """Everything else, named as in observe/metrics.py; finite values only (`metrics.finite`)."""
 
 
 class EvalReport(msgspec.Struct, frozen=True, kw_only=True):

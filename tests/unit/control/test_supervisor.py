@@ -14,11 +14,12 @@ from asyncrl.clock import VirtualClock
 from asyncrl.config.run import SupervisionConfig
 from asyncrl.control.launch_fake import FakeLauncher
 from asyncrl.control.launcher import ProcessSpec
-from asyncrl.control.life_events import DrainRequested, Phase, ProcessFault, ProcessPlan, ProcessReady, StopRequested
+from asyncrl.control.life_events import DrainRequested, ProcessFault, ProcessPlan, ProcessReady, StopRequested
 from asyncrl.control.lifecycle import Lifecycle
 from asyncrl.control.pids import read_pids
 from asyncrl.control.supervisor import Supervisor, SupervisorCallbacks
 from asyncrl.schema.control import Heartbeat, ProcessKind
+from asyncrl.schema.status import Phase
 
 PLAN = [ProcessPlan("learner", "learner"), ProcessPlan("generator-0", "generator")]
 CONFIG = SupervisionConfig(backoff_s=2.0, max_deaths=2, heartbeat_s=1.0, heartbeat_timeout_s=10.0, start_timeout_s=30.0)

@@ -1,0 +1,166 @@
+"""Every metric there is: name, unit, meaning. The one place; docs/observability.md holds the same table, and a test compares.
+
+Names are `stage/noun_unit`, or the field's own word where it has one. A family ends in `/*`: the last part of the name is chosen
+at run time (a drop reason, a staleness, a process). Metrics are returned as values by whoever computes them, never recorded
+inside the maths; the controller hands one dict a step to the sinks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One row of the table."""
+
+    name: str
+    unit: str
+    meaning: str
+
+    @property
+    def is_family(self) -> bool:
+        """Return whether the last part of the name is free."""
+        return self.name.endswith("/*")
+
+
+_ROWS = (
+    # What the policy earns
+    ("reward/mean", "reward", "mean over the samples of the step"),
+    ("reward/std", "reward", "standard deviation over the samples of the step"),
+    ("reward/max", "reward", "largest of the step"),
+    ("reward/min", "reward", "smallest of the step"),
+    ("reward/group_std_mean", "reward", "mean over groups of the standard deviation inside the group"),
+    ("reward/zero_spread_fraction", "fraction", "groups whose rewards are all equal: they teach nothing"),
+    ("reward_part/*", "reward", "mean of one configured reward, unweighted, by its name"),
+    ("advantage/mean", "1", "mean over the samples of the step"),
+    ("advantage/std", "1", "standard deviation over the samples of the step"),
+    ("advantage/max", "1", "largest of the step"),
+    ("advantage/min", "1", "smallest of the step"),
+    ("eval/accuracy", "fraction", "held-out samples whose reward counts as right"),
+    ("eval/reward_mean", "reward", "mean reward of held-out samples"),
+    # How the policy moves
+    ("kl/mean", "nat", "k3 estimate of KL(behaviour || learner), mean over trained tokens"),
+    ("kl/max", "nat", "largest k3 of a token"),
+    ("kl/k1", "nat", "k1 estimate of KL(behaviour || learner), mean over trained tokens"),
+    ("kl/reference_mean", "nat", "k3 estimate of KL(learner || reference), where there is a reference model"),
+    ("policy/loss", "1", "the objective that is minimised, penalties included"),
+    ("policy/entropy", "nat", "mean entropy of the learner's distribution over trained tokens"),
+    ("policy/clip_fraction", "fraction", "trained tokens at which the clip holds the gradient back"),
+    ("policy/dual_clip_fraction", "fraction", "trained tokens at which the dual clip does"),
+    ("policy/grad_norm", "1", "global gradient norm before clipping, mean over the updates of the step"),
+    ("policy/learning_rate", "1", "of the last update"),
+    ("policy/updates", "updates", "optimizer updates in the step"),
+    ("value/loss", "1", "loss of the critic, where there is one"),
+    ("value/explained_var", "fraction", "1 - var(return - value) / var(return)"),
+    # How far the data is from the policy
+    ("ratio/mean", "1", "importance ratio learner / behaviour before the step, mean over trained tokens"),
+    ("ratio/max", "1", "largest of a token"),
+    ("ratio/min", "1", "smallest of a token"),
+    ("ratio/ess", "fraction", "effective sample size of the ratios (Kish), as a fraction of the tokens"),
+    ("ratio/capped_fraction", "fraction", "trained tokens whose off-policy correction met its cap"),
+    ("ratio/correction_mean", "1", "mean off-policy correction weight after capping"),
+    ("ratio/chi2_token", "1", "chi-squared divergence over tokens: mean ratio squared, minus 1"),
+    ("ratio/chi2_sequence", "1", "the same over whole sequences"),
+    ("ratio/perplexity", "1", "perplexity of the learner over that of the behaviour policy"),
+    ("staleness/mean", "versions", "mean over trained samples; of a sample: of its oldest trained token"),
+    ("staleness/max", "versions", "largest over trained samples; never above buffer.max_staleness"),
+    ("staleness/token_mean", "versions", "mean over trained tokens"),
+    ("staleness/token_max", "versions", "largest over trained tokens"),
+    ("staleness/in_flight_mean", "versions", "part that grew while the sample was generated, mean over samples"),
+    ("staleness/in_flight_max", "versions", "largest in-flight part"),
+    ("staleness/in_queue_mean", "versions", "part that grew after it was generated, mean over samples"),
+    ("staleness/in_queue_max", "versions", "largest in-queue part"),
+    ("staleness/masked_tokens", "tokens", "left out of the loss for being too old (buffer.policy mask)"),
+    ("staleness/histogram/*", "fraction", "trained tokens of exactly this staleness"),
+    ("dropped/*", "groups", "dropped since the run began, by reason"),
+    ("failed/*", "groups", "failed since the run began, by reason"),
+    # What the data looks like
+    ("data/response_tokens_mean", "tokens", "mean response length of trained samples"),
+    ("data/response_tokens_max", "tokens", "longest response of the step"),
+    ("data/prompt_tokens_mean", "tokens", "mean prompt length of trained samples"),
+    ("data/truncated_fraction", "fraction", "trained samples that ended at the length limit"),
+    ("data/packing_fill", "fraction", "share of the rows' token budget that samples fill"),
+    ("data/rows", "rows", "micro-batches of the step"),
+    ("data/samples", "samples", "trained in the step"),
+    ("data/trained_tokens", "tokens", "with loss mask 1 in the step"),
+    ("bias/length_ratio", "1", "mean length trained over mean length generated since the run began; 1 is no selection"),
+    ("bias/reward_gap", "reward", "mean reward trained minus mean reward scored since the run began; 0 is no selection"),
+    # How fast it goes
+    (
+        "throughput/tokens_per_sec",
+        "tokens/s",
+        "prompt and response tokens through the learner, over the time since the last step",
+    ),
+    ("throughput/generated_tokens_per_sec", "tokens/s", "response tokens finished by all generators, over the same time"),
+    ("throughput/trained_tokens_per_sec", "tokens/s", "tokens with loss mask 1, over the same time"),
+    ("throughput/samples_per_sec", "samples/s", "trained, over the same time"),
+    ("throughput/learner_tokens_per_sec", "tokens/s", "tokens through the learner over the time it worked"),
+    ("idle/learner", "fraction", "time since the step before in which the learner had nothing to train"),
+    ("idle/generators", "fraction", "the same for having nothing to generate, mean over generators"),
+    ("time/step_s", "s", "from the step before to this one"),
+    ("time/train_s", "s", "the learner's work on the step"),
+    ("time/wait_s", "s", "the learner's wait for the batch"),
+    ("time/proximal_s", "s", "forward passes for the proximal policy"),
+    ("time/update_s", "s", "forward and backward passes and optimizer updates"),
+    ("time/generate_mean_s", "s", "from submit to finish of a sample, mean over trained samples"),
+    ("time/score_mean_s", "s", "judging of a sample, mean over trained samples"),
+    ("time/checkpoint_s", "s", "the newest checkpoint"),
+    ("queue/ready", "groups", "complete and waiting to be trained"),
+    ("queue/running", "groups", "being generated"),
+    ("queue/scoring", "groups", "being judged"),
+    ("queue/wait_mean_s", "s", "from ready to taken, mean over groups of the step"),
+    ("queue/wait_max_s", "s", "longest of them"),
+    ("weights/sync_ms", "ms", "from published to live on the slowest generator"),
+    ("weights/blocked_ms", "ms", "the learner stood still to publish"),
+    ("weights/fetch_ms", "ms", "a generator's fetch of the bytes, slowest"),
+    ("weights/swap_ms", "ms", "a generator's token generation stood still, slowest"),
+    ("weights/probe_error", "nat", "largest difference of a probe logprob after a swap, generator against learner"),
+    # What it takes
+    ("memory/allocated_gb", "GB", "held by the learner: on its device, or resident on a CPU"),
+    ("memory/peak_gb", "GB", "most the learner ever held"),
+    ("memory/resident_gb/*", "GB", "resident memory of one process, by name"),
+    ("deaths/*", "deaths", "processes that died since the run began, by kind"),
+    ("refused/messages", "messages", "malformed, oversized or wrongly keyed messages since the run began"),
+    ("refused/samples", "samples", "submitted by outside code and refused since the run began"),
+    ("warm_start/loss", "nat", "last loss of the supervised warm start"),
+    ("warm_start/steps", "steps", "of the supervised warm start"),
+    ("warm_start/seconds", "s", "that it took"),
+    # Gauges of a process's heartbeat
+    ("process/tokens_generated", "tokens", "sampled by this generator since it started"),
+    ("process/requests_running", "requests", "in flight in this generator's engine"),
+    ("process/samples_scored", "samples", "judged by this worker since it started"),
+    ("process/idle_s", "s", "with nothing to do since it started"),
+    ("process/busy_s", "s", "with something to do since it started"),
+    ("process/resident_bytes", "bytes", "resident memory"),
+    ("process/version", "version", "of the weights it holds"),
+)
+
+METRICS: dict[str, Metric] = {name: Metric(name, unit, meaning) for name, unit, meaning in _ROWS}
+"""Name (or family) to its row."""
+
+
+def find_metric(name: str) -> Metric | None:
+    """Return the row that `name` belongs to, or None where the table has none."""
+    if name in METRICS:
+        return METRICS[name]
+    stem, _, last = name.rpartition("/")
+    return METRICS.get(f"{stem}/*") if last else None
+
+
+def unknown_names(names: Iterable[str]) -> list[str]:
+    """Return the names that the table does not know, sorted."""
+    return sorted({name for name in names if find_metric(name) is None})
+
+
+def finite(values: Mapping[str, float]) -> dict[str, float]:
+    """Return the values that JSON has a word for: neither infinite nor NaN."""
+    return {name: value for name, value in values.items() if math.isfinite(value)}
+
+
+def metric_table() -> str:
+    """Return the table as Markdown, for docs/observability.md."""
+    rows = [f"| `{metric.name}` | {metric.unit} | {metric.meaning} |" for metric in METRICS.values()]
+    return "\n".join(["| metric | unit | meaning |", "|---|---|---|", *rows])

@@ -1,0 +1,33 @@
+"""Metrics to Weights & Biases, online or into RUN/wandb for a later `wandb sync`. The only file that imports wandb."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+import wandb
+
+from asyncrl.config.run import RunConfig
+
+
+class WandbSink:
+    """Logs to one wandb run, which goes by the name of ours."""
+
+    def __init__(self, config: RunConfig, run_folder: Path) -> None:
+        self._run = wandb.init(
+            project=config.observe.wandb_project,
+            name=config.name,
+            dir=str(run_folder),
+            mode="online" if config.observe.wandb == "online" else "offline",
+            config=msgspec.to_builtins(config),
+            settings=wandb.Settings(silent=True, console="off", disable_git=True, save_code=False, x_disable_stats=True),
+        )
+
+    def write(self, step: int, time_s: float, values: Mapping[str, float]) -> None:
+        """Log one step; wandb refuses steps that go backwards, so a step repeated after a crash counts once."""
+        self._run.log({**values, "time_s": time_s}, step=step)
+
+    def close(self) -> None:
+        """Hand everything over and end wandb's own process."""
+        self._run.finish()

@@ -1,17 +1,21 @@
 """The weight-medium contract: how the bytes of a version get from the learner to a generator.
 
+A version is one flat run of bytes (layout.py). The learner owns two slots, each as large as a version; publisher.py copies the
+tensors into one of them and fingerprints it, and the medium makes it fetchable from there. Media differ in nothing else.
+
 Invariants, for every implementation (tests/contract/test_medium.py runs over all of them):
-- `publish` blocks the caller for one copy of the bytes at most (the snapshot); everything else happens on the publisher's thread.
-- A fetch returns the whole of one version with a matching fingerprint, or raises: never a mixture.
+- Publishing blocks the learner for one copy of the bytes (the snapshot into a slot); everything else is done on other threads.
+- A fetch yields the whole of one version with a matching fingerprint, or raises: never a mixture.
 - The learner never waits for a subscriber; one that is too slow gets `BroadcastError` and fetches the newest instead.
-- Memory is bounded: the model plus two buffers at most, on either side.
+- Memory is bounded: the model plus two slots at most for the learner, the model plus one staging buffer for a generator.
+- What a killed process left behind is removed by the next writer of the same run.
 
 Called by broadcast/publisher.py (in the learner) and broadcast/subscriber.py (in a generator).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import threading
 from typing import TYPE_CHECKING, Protocol
 
 from asyncrl.schema.weights import WeightsAvailable, WeightsManifest
@@ -19,37 +23,69 @@ from asyncrl.schema.weights import WeightsAvailable, WeightsManifest
 if TYPE_CHECKING:
     import torch
 
+NUM_SLOTS = 2
+
 
 class MediumWriter(Protocol):
-    """The learner's end."""
+    """The learner's end. `overwrite` runs on the learner's thread and is quick; `commit` runs on the publisher's."""
 
-    def stage(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Copy the tensors out (cast to the manifest's dtypes); on return the caller may change them."""
+    keeps_slots: bool
+    """Whether a committed version is read out of its slot, which then is free only once a newer version is committed."""
+
+    def open(self, manifest: WeightsManifest) -> tuple[torch.Tensor, ...]:
+        """Return the slots: NUM_SLOTS flat uint8 tensors of `manifest.total_bytes`, zeroed.
+
+        Raises:
+            BroadcastError: There is no room for them.
+        """
         ...
 
-    def commit(self, version: int) -> tuple[str, str]:
-        """Make the staged version fetchable; runs off the learner's thread. Returns (location, fingerprint)."""
+    def busy_slots(self) -> frozenset[int]:
+        """Return the slots that a subscriber is fetching from right now, as far as the medium knows."""
+        ...
+
+    def overwrite(self, slot: int, version: int) -> None:
+        """Make what the slot holds unfetchable; the caller is about to write `version` over it."""
+        ...
+
+    def commit(self, slot: int, version: int, fingerprint: str) -> str:
+        """Make `version`, now whole in `slot`, fetchable.
+
+        Returns:
+            The location, as `WeightsAvailable.location` carries it.
+
+        Raises:
+            BroadcastError: It could not be made fetchable (disk full, say); older versions are untouched.
+        """
         ...
 
     def close(self) -> None:
-        """Remove what nobody needs any more."""
+        """Release threads, memory and whatever nobody may fetch after the learner is gone. Safe to repeat."""
         ...
 
 
 class MediumReader(Protocol):
     """A generator's end."""
 
-    def fetch(self, available: WeightsAvailable, into: memoryview) -> None:
-        """Fill `into` (manifest.total_bytes) with the version's bytes; runs on a thread.
+    def fetch(self, available: WeightsAvailable, into: memoryview, cancelled: threading.Event) -> str:
+        """Fill `into` (`manifest.total_bytes`, uint8) with the version's bytes; blocking, runs on a thread.
+
+        Args:
+            available: What was announced.
+            into: Staging buffer; holds nothing of value when this raises.
+            cancelled: Checked at least every second; set, the fetch gives up.
+
+        Returns:
+            The fingerprint of what is in `into` now; the caller compares it with the announced one.
 
         Raises:
-            BroadcastError: The version is gone, overwritten while reading, or its fingerprint does not match.
+            BroadcastError: The version is gone, was overwritten while reading, or the fetch was cancelled.
         """
         ...
 
     def close(self) -> None:
-        """Release handles."""
+        """Release handles. Safe to repeat."""
         ...
 
 
-__all__ = ["MediumReader", "MediumWriter", "WeightsManifest"]
+__all__ = ["NUM_SLOTS", "MediumReader", "MediumWriter"]

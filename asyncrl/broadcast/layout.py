@@ -1,0 +1,183 @@
+"""The flat layout of a version: named tensors as one run of bytes, and back without a copy.
+
+Invariants:
+- Every tensor starts at a multiple of 64 bytes; the gaps are zero, so equal tensors have equal bytes and equal fingerprints.
+- Tensors that share their memory (tied embeddings) are in the layout once, under the first of their names.
+- The layout follows from names, shapes, order and dtypes alone: every version of a run has the same one.
+
+Called by publisher.py (make, copy out) and subscriber.py (view).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from math import prod
+from typing import Literal
+
+import torch
+
+from asyncrl.errors import BroadcastError
+from asyncrl.schema.weights import TensorEntry, WeightsManifest
+
+ALIGNMENT_BYTES = 64
+PIECE_BYTES = 4 << 20
+"""Large tensors are copied in pieces of this size, so that what is hashed behind the copy is still in the cache."""
+
+SendDType = Literal["model", "float32", "bfloat16"]
+
+DTYPE_OF_NAME = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+NAME_OF_DTYPE = {dtype: name for name, dtype in DTYPE_OF_NAME.items()}
+
+
+def make_manifest(tensors: Mapping[str, torch.Tensor], dtype: SendDType = "model") -> WeightsManifest:
+    """Lay out `tensors` in their order, tied ones once.
+
+    Args:
+        tensors: Name to tensor, any device and strides, as in the model's state dict.
+        dtype: What floating-point tensors are sent as; `model`: as they are. Others keep their own dtype.
+
+    Returns:
+        The manifest.
+
+    Raises:
+        BroadcastError: There is no tensor, or one has a dtype that has no name in safetensors.
+    """
+    entries: list[TensorEntry] = []
+    seen: set[tuple[object, ...]] = set()
+    offset = 0
+    for name, tensor in tensors.items():
+        identity = _memory_identity(tensor)
+        if identity in seen:
+            continue
+        if tensor.numel():
+            seen.add(identity)
+        sent_as = _sent_dtype(name, tensor, dtype)
+        num_bytes = tensor.numel() * sent_as.itemsize
+        entries.append(TensorEntry(name, tuple(tensor.shape), NAME_OF_DTYPE[sent_as], offset, num_bytes))
+        offset += -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    if not offset:
+        raise BroadcastError("there are no weights to publish: the model has no tensors")
+    return WeightsManifest(tuple(entries), offset)
+
+
+def view_tensors(flat: torch.Tensor, manifest: WeightsManifest) -> dict[str, torch.Tensor]:
+    """Return the tensors that lie in `flat`, sharing its memory.
+
+    Args:
+        flat: uint8 [manifest.total_bytes], contiguous.
+        manifest: Its layout.
+
+    Raises:
+        BroadcastError: The manifest does not describe `flat`.
+    """
+    check_manifest(manifest)
+    if flat.numel() != manifest.total_bytes:
+        raise BroadcastError(f"the buffer has {flat.numel()} bytes, the manifest describes {manifest.total_bytes}")
+    return {
+        entry.name: flat[entry.offset : entry.offset + entry.num_bytes].view(DTYPE_OF_NAME[entry.dtype]).view(entry.shape)
+        for entry in manifest.entries
+    }
+
+
+def check_manifest(manifest: WeightsManifest) -> None:
+    """Refuse a manifest from outside whose entries overlap, leave the buffer or contradict themselves.
+
+    Raises:
+        BroadcastError: Naming the first such entry.
+    """
+    end = 0
+    for entry in manifest.entries:
+        dtype = DTYPE_OF_NAME.get(entry.dtype)
+        if dtype is None:
+            raise BroadcastError(f"tensor {entry.name!r} has dtype {entry.dtype!r}; known are {', '.join(DTYPE_OF_NAME)}")
+        fits = min(entry.shape, default=0) >= 0 and entry.num_bytes == prod(entry.shape) * dtype.itemsize
+        if not fits or entry.offset % ALIGNMENT_BYTES or entry.offset < end:
+            raise BroadcastError(
+                f"tensor {entry.name!r} (shape {entry.shape}, {entry.dtype}, {entry.num_bytes} bytes at {entry.offset}) does not "
+                f"fit its own numbers or overlaps what ends at {end}"
+            )
+        end = entry.offset + entry.num_bytes
+    if end > manifest.total_bytes:
+        raise BroadcastError(f"the last tensor ends at {end}, the layout at {manifest.total_bytes}")
+
+
+def check_tensors(tensors: Mapping[str, torch.Tensor], manifest: WeightsManifest) -> None:
+    """Check that `tensors` can be copied into the layout.
+
+    Raises:
+        BroadcastError: One is missing or has another shape than when the layout was made.
+    """
+    for entry in manifest.entries:
+        tensor = tensors.get(entry.name)
+        if tensor is None:
+            raise BroadcastError(f"tensor {entry.name!r} is in the layout of this run and not among those to publish")
+        if tuple(tensor.shape) != entry.shape:
+            raise BroadcastError(
+                f"tensor {entry.name!r} has shape {tuple(tensor.shape)}; the layout of this run has {entry.shape}"
+            )
+
+
+def copy_out(
+    tensors: Mapping[str, torch.Tensor],
+    manifest: WeightsManifest,
+    views: Mapping[str, torch.Tensor],
+    on_copied: Callable[[int], None],
+) -> None:
+    """Copy `tensors` into `views` of a flat buffer, from its start to its end, casting on the way.
+
+    Args:
+        tensors: Those that `check_tensors` accepted.
+        manifest: The layout.
+        views: What `view_tensors` returned for the buffer.
+        on_copied: Told after every piece how many bytes from the start are final.
+    """
+    with torch.no_grad():
+        for entry in manifest.entries:
+            for source, target, end in _pieces(tensors[entry.name], views[entry.name], entry.offset):
+                target.copy_(source)
+                on_copied(end)
+
+
+def _pieces(source: torch.Tensor, target: torch.Tensor, offset: int) -> Iterator[tuple[torch.Tensor, torch.Tensor, int]]:
+    """Yield source, target and end offset of each piece."""
+    num_bytes = target.numel() * target.itemsize
+    if num_bytes <= PIECE_BYTES or not source.is_contiguous():
+        yield source, target, offset + num_bytes
+        return
+    step = PIECE_BYTES // target.itemsize
+    from_flat, to_flat = source.view(-1), target.view(-1)
+    for start in range(0, to_flat.numel(), step):
+        piece = to_flat[start : start + step]
+        yield from_flat[start : start + step], piece, offset + (start + piece.numel()) * piece.itemsize
+
+
+def _sent_dtype(name: str, tensor: torch.Tensor, dtype: SendDType) -> torch.dtype:
+    own: torch.dtype = tensor.dtype
+    if own not in NAME_OF_DTYPE:
+        raise BroadcastError(f"tensor {name!r} has dtype {own}, which cannot be sent; known are {', '.join(DTYPE_OF_NAME)}")
+    if dtype == "model" or not own.is_floating_point:
+        return own
+    return torch.float32 if dtype == "float32" else torch.bfloat16
+
+
+def _memory_identity(tensor: torch.Tensor) -> tuple[object, ...]:
+    """Equal for two tensors that are the very same elements."""
+    return (
+        tensor.device,
+        tensor.untyped_storage().data_ptr(),
+        tensor.storage_offset(),
+        tuple(tensor.shape),
+        tensor.stride(),
+        tensor.dtype,
+    )

@@ -1,0 +1,432 @@
+"""Version hand-off, decided purely: which slot takes the next version, which version is fetched next, who is forgotten.
+
+Three machines, all `handle(event, now) -> list[instruction]`:
+- `PublisherState`, the learner's slots. Every requested version ends in exactly one of: committed (and later retired),
+  superseded (a newer one took its slot before its commit began) or failed. The learner never waits: with one slot being
+  committed there is always another to write to. Announced versions only grow.
+- `SubscriberBoard`, who fetches what from the learner, for media that can see it. A slot in use is spared for as long as its
+  subscriber keeps asking, PIN_LIMIT_S at most: a slow one is not starved by a fast learner, a dead one holds nothing.
+- `SubscriberState`, a generator. One version is live, one at most is on its way; the latest announcement wins (one learner's only
+  grow; a learner that went back to a checkpoint starts lower); nothing at or below the live version is fetched; a failed fetch is
+  repeated with back-off, or left for a later announcement if there is one.
+
+Called by publisher.py, zeromq.py and subscriber.py.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Literal
+
+from asyncrl.errors import BroadcastError
+
+# -- publisher -----------------------------------------------------------------------------------------------------------
+
+SlotPhase = Literal["free", "staged", "committing", "committed"]
+
+
+@dataclass(frozen=True, slots=True)
+class PublishRequested:
+    """The learner has a new version; `busy_slots` are being fetched from."""
+
+    version: int
+    busy_slots: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """The version can be fetched."""
+
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class CommitFailed:
+    """The version could not be made fetchable."""
+
+    version: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Copy `version` into `slot`, over `overwritten` (-1: nothing fetchable was there)."""
+
+    slot: int
+    version: int
+    overwritten: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """Hash `version` (behind its copy, where that is still going on) and make it fetchable."""
+
+    slot: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Announce:
+    """Tell everyone that `version` can be fetched."""
+
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """Forget `version`: it was never announced and never will be."""
+
+    version: int
+    reason: str
+
+
+PublisherEvent = PublishRequested | Committed | CommitFailed
+PublisherInstruction = Stage | Commit | Announce | Drop
+
+
+@dataclass(slots=True)
+class _Slot:
+    phase: SlotPhase = "free"
+    version: int = -1
+
+
+class PublisherState:
+    """The learner's slots.
+
+    Example:
+        >>> state = PublisherState(num_slots=2, keeps_slots=True)
+        >>> state.handle(PublishRequested(1), now=0.0)
+        [Stage(slot=0, version=1, overwritten=-1), Commit(slot=0, version=1)]
+        >>> state.handle(Committed(1), now=0.1)
+        [Announce(version=1)]
+    """
+
+    def __init__(self, num_slots: int, keeps_slots: bool) -> None:
+        assert num_slots >= 2, "with one slot the learner would wait for every commit"
+        self._slots = [_Slot() for _ in range(num_slots)]
+        self._keeps_slots = keeps_slots
+        self._story: deque[str] = deque(maxlen=20)
+        self.newest_requested = -1
+        self.newest_announced = -1
+
+    @property
+    def num_unfinished(self) -> int:
+        """Versions staged or being committed."""
+        return sum(slot.phase in {"staged", "committing"} for slot in self._slots)
+
+    def handle(self, event: PublisherEvent, now: float) -> list[PublisherInstruction]:
+        """Take `event` in and return what to do now, in order.
+
+        Raises:
+            BroadcastError: A version was requested that is not newer than the last.
+        """
+        self._story.append(f"{now:.3f} {event}")
+        match event:
+            case PublishRequested():
+                return self._request(event)
+            case Committed(version):
+                slot = self._committing(version)
+                slot.phase = "committed" if self._keeps_slots else "free"
+                slot.version = version if self._keeps_slots else -1
+                self.newest_announced = version
+                return [Announce(version), *self._next_commit()]
+            case CommitFailed(version, reason):
+                slot = self._committing(version)
+                slot.phase, slot.version = "free", -1
+                return [Drop(version, reason), *self._next_commit()]
+
+    def check_invariants(self) -> None:
+        """Assert what must hold between events."""
+        held = [slot.version for slot in self._slots if slot.phase != "free"]
+        assert len(held) == len(set(held)), self._told("a version is in two slots")
+        assert sum(slot.phase == "committing" for slot in self._slots) <= 1, self._told("two commits at once")
+        assert self.num_unfinished != 1 or self._is_committing, self._told("a staged version waits for nobody")
+        assert self.newest_announced <= self.newest_requested, self._told("announced what was never requested")
+        assert all(slot.version <= self.newest_announced for slot in self._slots if slot.phase == "committed"), self._told(
+            "committed and not announced"
+        )
+
+    @property
+    def _is_committing(self) -> bool:
+        return any(slot.phase == "committing" for slot in self._slots)
+
+    def _request(self, event: PublishRequested) -> list[PublisherInstruction]:
+        if event.version <= self.newest_requested:
+            raise BroadcastError(
+                f"version {event.version} was published after version {self.newest_requested}; versions only grow, a learner "
+                f"that goes back to a checkpoint needs a new publisher"
+            )
+        index = self._choose_slot(event.busy_slots)
+        slot = self._slots[index]
+        dropped = [Drop(slot.version, f"superseded by {event.version}")] if slot.phase == "staged" else []
+        overwritten = slot.version if slot.phase == "committed" else -1
+        slot.phase, slot.version = "staged", event.version
+        self.newest_requested = event.version
+        return [*dropped, Stage(index, event.version, overwritten), *self._next_commit()]
+
+    def _choose_slot(self, busy_slots: frozenset[int]) -> int:
+        """Free before superseded before committed; of the committed, one nobody fetches from, and the oldest."""
+        rank = {"free": 0, "staged": 1, "committed": 2}
+        open_slots = [index for index, slot in enumerate(self._slots) if slot.phase != "committing"]
+        return min(
+            open_slots,
+            key=lambda i: (rank[self._slots[i].phase], i in busy_slots, self._slots[i].version, i),
+        )
+
+    def _next_commit(self) -> list[PublisherInstruction]:
+        staged = [(slot.version, index) for index, slot in enumerate(self._slots) if slot.phase == "staged"]
+        if self._is_committing or not staged:
+            return []
+        version, index = min(staged)
+        self._slots[index].phase = "committing"
+        return [Commit(index, version)]
+
+    def _committing(self, version: int) -> _Slot:
+        for slot in self._slots:
+            if slot.phase == "committing" and slot.version == version:
+                return slot
+        raise AssertionError(self._told(f"version {version} is not being committed"))
+
+    def _told(self, what: str) -> str:
+        return f"{what}: {self._slots}; " + " | ".join(self._story)
+
+
+# -- who fetches from the publisher ----------------------------------------------------------------------------------------
+
+SILENT_AFTER_S = 3.0
+"""A subscriber that asked for nothing for this long no longer spares its slot."""
+PIN_LIMIT_S = 120.0
+"""No fetch spares its slot for longer than this."""
+MAX_SUBSCRIBERS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkAsked:
+    """A subscriber asked for a part of a version."""
+
+    subscriber: bytes
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class FetchOver:
+    """It asked for the last part, or nothing can be sent to it any more."""
+
+    subscriber: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time has passed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Forget:
+    """The subscriber counts no more; it is welcome to ask again."""
+
+    subscriber: bytes
+
+
+@dataclass(slots=True)
+class _Fetch:
+    version: int
+    since_s: float
+    asked_s: float
+
+
+class SubscriberBoard:
+    """Who fetches which version, bounded in number and in time."""
+
+    def __init__(self) -> None:
+        self._fetches: dict[bytes, _Fetch] = {}
+
+    def __len__(self) -> int:
+        """Return the number of subscribers remembered."""
+        return len(self._fetches)
+
+    def handle(self, event: ChunkAsked | FetchOver | Tick, now: float) -> list[Forget]:
+        """Take `event` in and return who is forgotten."""
+        match event:
+            case ChunkAsked(subscriber, version):
+                fetch = self._fetches.get(subscriber)
+                if fetch is None or fetch.version != version:
+                    self._fetches[subscriber] = _Fetch(version, now, now)
+                else:
+                    fetch.asked_s = now
+                return self._forget(list(self._fetches)[: max(0, len(self._fetches) - MAX_SUBSCRIBERS)])
+            case FetchOver(subscriber):
+                return self._forget([subscriber] if subscriber in self._fetches else [])
+            case Tick():
+                return self._forget([name for name, fetch in self._fetches.items() if now - fetch.asked_s > SILENT_AFTER_S])
+
+    def versions_in_use(self, now: float) -> frozenset[int]:
+        """Return the versions worth sparing at `now`."""
+        return frozenset(
+            fetch.version
+            for fetch in self._fetches.values()
+            if now - fetch.asked_s <= SILENT_AFTER_S and now - fetch.since_s <= PIN_LIMIT_S
+        )
+
+    def check_invariants(self) -> None:
+        """Assert what must hold between events."""
+        assert len(self._fetches) <= MAX_SUBSCRIBERS
+        assert all(fetch.since_s <= fetch.asked_s for fetch in self._fetches.values())
+
+    def _forget(self, names: list[bytes]) -> list[Forget]:
+        for name in names:
+            del self._fetches[name]
+        return [Forget(name) for name in names]
+
+
+# -- subscriber ------------------------------------------------------------------------------------------------------------
+
+MAX_ATTEMPTS = 8
+FIRST_RETRY_S = 0.05
+LONGEST_RETRY_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Announced:
+    """A version can be fetched."""
+
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class FetchDone:
+    """All bytes of the version arrived and its fingerprint matches."""
+
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class FetchFailed:
+    """The version did not arrive."""
+
+    version: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class WentLive:
+    """The engine samples with the version now; the staging buffer is free again."""
+
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """Fetch `version` now."""
+
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class GoLive:
+    """Hand the staged `version` to the engine; no fetch starts before it went live."""
+
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class RetryAt:
+    """Send a Tick at this time."""
+
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class GiveUp:
+    """`version` failed MAX_ATTEMPTS times and nothing else was announced; the live version goes on serving."""
+
+    version: int
+    reason: str
+
+
+SubscriberEvent = Announced | FetchDone | FetchFailed | WentLive | Tick
+SubscriberInstruction = Fetch | GoLive | RetryAt | GiveUp
+
+
+@dataclass(slots=True)
+class SubscriberState:
+    """A generator's side of the hand-off.
+
+    Example:
+        >>> state = SubscriberState()
+        >>> state.handle(Announced(3), now=0.0), state.handle(Tick(), now=0.0)
+        ([], [Fetch(version=3)])
+        >>> state.handle(Announced(4), now=0.1), state.handle(FetchFailed(3, "overwritten"), now=0.1)
+        ([], [])
+        >>> state.handle(Tick(), now=0.1)
+        [Fetch(version=4)]
+    """
+
+    live: int = -1
+    wanted: int = -1
+    """Version of the latest announcement that was above the live one."""
+    fetching: int | None = None
+    staged: int | None = None
+    """Whole in the staging buffer, not yet live."""
+    attempts: int = 0
+    """Failed fetches of `wanted` since its latest announcement."""
+    announced_while_fetching: bool = False
+    """The fetch on its way was overtaken by an announcement, perhaps of the same version from another place."""
+    retry_at_s: float | None = None
+    given_up: bool = False
+    _story: deque[str] = field(default_factory=lambda: deque(maxlen=20))
+
+    def handle(self, event: SubscriberEvent, now: float) -> list[SubscriberInstruction]:
+        """Take `event` in and return what to do now. Only a Tick starts a fetch: send one when free to carry it out."""
+        self._story.append(f"{now:.3f} {event}")
+        match event:
+            case Announced(version):
+                self._want(version)
+            case FetchDone(version):
+                self._expect(self.fetching == version, f"version {version} is not being fetched")
+                self.fetching, self.staged = None, version
+                return [GoLive(version)]
+            case FetchFailed(version, reason):
+                self._expect(self.fetching == version, f"version {version} is not being fetched")
+                self.fetching = None
+                if not self.announced_while_fetching:
+                    return self._after_failure(reason, now)
+            case WentLive(version):
+                self._expect(self.staged == version, f"version {version} is not staged")
+                self.staged, self.live = None, version
+            case Tick():
+                return self._next_fetch(now)
+        return []
+
+    def check_invariants(self) -> None:
+        """Assert what must hold between events."""
+        self._expect(self.fetching is None or self.staged is None, "the staging buffer is written to while the engine reads it")
+        for version in (self.fetching, self.staged):
+            self._expect(version is None or self.live < version, "on its way and not newer than live")
+        self._expect(self.attempts <= MAX_ATTEMPTS, "tried too often")
+
+    def _want(self, version: int) -> None:
+        if version <= self.live:
+            return
+        self.wanted, self.attempts, self.retry_at_s, self.given_up = version, 0, None, False
+        self.announced_while_fetching = self.fetching is not None
+
+    def _after_failure(self, reason: str, now: float) -> list[SubscriberInstruction]:
+        self.attempts += 1
+        if self.attempts >= MAX_ATTEMPTS:
+            self.given_up = True
+            return [GiveUp(self.wanted, reason)]
+        self.retry_at_s = now + min(LONGEST_RETRY_S, FIRST_RETRY_S * 2 ** (self.attempts - 1))
+        return [RetryAt(self.retry_at_s)]
+
+    def _next_fetch(self, now: float) -> list[SubscriberInstruction]:
+        is_occupied = self.fetching is not None or self.staged is not None
+        if is_occupied or self.given_up or self.wanted <= self.live:
+            return []
+        if self.retry_at_s is not None and now < self.retry_at_s:
+            return [RetryAt(self.retry_at_s)]
+        self.fetching, self.announced_while_fetching, self.retry_at_s = self.wanted, False, None
+        return [Fetch(self.wanted)]
+
+    def _expect(self, holds: bool, what: str) -> None:
+        assert holds, f"{what}: {self}"

@@ -1,0 +1,217 @@
+"""A generator's end of the broadcast: which version to fetch, the buffer it arrives in, and the check before it goes live.
+
+Owns the medium's reader, one staging buffer as large as a version, and one fetching thread.
+
+Invariants:
+- Tensors are handed out only once all bytes are here and their fingerprint is the announced one; until then whoever holds the old
+  version is not disturbed.
+- The tensors are views of the staging buffer: valid until the next `fetch` or `next_version`, which says that the engine is done
+  with them.
+- A fetch that fails is repeated with back-off, for a later announcement if there is one (SubscriberState decides).
+
+Called by generate/worker.py, through pipeline.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from asyncrl.broadcast.layout import check_manifest, view_tensors
+from asyncrl.broadcast.media import kind_of, open_reader
+from asyncrl.broadcast.state import (
+    Announced,
+    Fetch,
+    FetchDone,
+    FetchFailed,
+    GiveUp,
+    RetryAt,
+    SubscriberEvent,
+    SubscriberInstruction,
+    SubscriberState,
+    Tick,
+    WentLive,
+)
+from asyncrl.broadcast.zeromq import CurveKeys
+from asyncrl.clock import Clock, SystemClock
+from asyncrl.config.stages import BroadcastConfig
+from asyncrl.errors import BroadcastError
+from asyncrl.schema.weights import WeightsAvailable
+
+
+@dataclass(frozen=True, slots=True)
+class FetchedVersion:
+    """A version that is whole and verified."""
+
+    available: WeightsAvailable
+    tensors: Mapping[str, torch.Tensor]
+    """CPU tensors, views of the staging buffer, valid until the next fetch; tied tensors under one name."""
+    fetch_ms: float
+
+
+class Subscriber:
+    """Fetches versions for one engine.
+
+    Args:
+        config: The medium; the same as the publisher's.
+        run_folder: Of this run.
+        clock: For back-off.
+        curve_keys: This generator's keys, for the `zeromq` medium.
+
+    Example:
+        >>> subscriber.announce(available)  # whenever one arrives  # doctest: +SKIP
+        >>> fetched = await subscriber.next_version()  # in the loop that swaps  # doctest: +SKIP
+        >>> await engine.load_weights(fetched.available.version, fetched.tensors, "keep")  # doctest: +SKIP
+    """
+
+    def __init__(
+        self, config: BroadcastConfig, run_folder: Path, clock: Clock | None = None, curve_keys: CurveKeys | None = None
+    ) -> None:
+        self._medium = kind_of(config.medium)
+        self._reader = open_reader(config.medium, run_folder, curve_keys)
+        self._clock: Clock = clock or SystemClock()
+        self._state = SubscriberState()
+        self._wanted: WeightsAvailable | None = None
+        self._announced = asyncio.Event()
+        self._staging: torch.Tensor | None = None
+        self._cancelled = threading.Event()
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="asyncrl-subscriber")
+
+    def announce(self, available: WeightsAvailable) -> None:
+        """Take note of a version; call on the event loop, at any time. The latest announcement above the live version wins.
+
+        Raises:
+            BroadcastError: It is of another medium, or its manifest contradicts itself.
+        """
+        if available.medium != self._medium:
+            raise BroadcastError(f"version {available.version} lies in {available.medium!r}, this run uses {self._medium!r}")
+        check_manifest(available.manifest)
+        if available.version > self._state.live:
+            self._wanted = available
+        self._handle(Announced(available.version))
+        self._announced.set()
+
+    async def next_version(self) -> FetchedVersion:
+        """Wait for a version newer than the last one handed out, fetch and verify it.
+
+        Calling it says that the engine is done with the tensors handed out before. Cancelling it stops the fetch.
+
+        Returns:
+            The version, whole.
+
+        Raises:
+            BroadcastError: The latest announced version could not be fetched after several attempts. The next call waits for
+                another announcement.
+        """
+        self._release_staged()
+        while True:
+            match self._state.handle(Tick(), self._clock.now()):
+                case [Fetch()]:
+                    if (fetched := await self._fetch_once()) is not None:
+                        return fetched
+                case [RetryAt(at_s)]:
+                    await self._until_announced(at_s - self._clock.now())
+                case _:
+                    await self._until_announced()
+
+    async def fetch(self, available: WeightsAvailable) -> Mapping[str, torch.Tensor]:
+        """Fetch and verify exactly this version.
+
+        Returns:
+            Name to tensor, as `FetchedVersion.tensors`.
+
+        Raises:
+            BroadcastError: It could not be fetched, is not newer than the last one fetched, or another was announced meanwhile.
+        """
+        self._release_staged()
+        if available.version <= self._state.live:
+            raise BroadcastError(f"version {available.version} is not newer than {self._state.live}, which was fetched before")
+        self.announce(available)
+        fetched = await self.next_version()
+        if fetched.available != available:
+            raise BroadcastError(
+                f"version {fetched.available.version} was announced while version {available.version} was fetched"
+            )
+        return fetched.tensors
+
+    def close(self) -> None:
+        """Stop a fetch under way and release everything; tensors handed out stay valid. Safe to repeat."""
+        self._cancelled.set()
+        self._executor.shutdown(wait=True)
+        self._reader.close()
+
+    async def _fetch_once(self) -> FetchedVersion | None:
+        """Fetch what is wanted; None where it is to be tried again."""
+        assert self._wanted is not None
+        available = self._wanted
+        started_s = time.perf_counter()
+        staging = self._staging_for(available.manifest.total_bytes)
+        try:
+            await self._on_thread(available, staging.numpy().data)
+        except BroadcastError as error:
+            _raise_given_up(self._handle(FetchFailed(available.version, str(error))))
+            return None
+        except asyncio.CancelledError:
+            self._handle(FetchFailed(available.version, "cancelled"))
+            raise
+        self._handle(FetchDone(available.version))
+        tensors = view_tensors(staging, available.manifest)
+        return FetchedVersion(available, tensors, (time.perf_counter() - started_s) * 1e3)
+
+    async def _on_thread(self, available: WeightsAvailable, into: memoryview) -> None:
+        """Fetch and compare fingerprints; on cancellation the thread is told to stop, and the next fetch queues behind it."""
+        cancelled = self._cancelled = threading.Event()
+
+        def fetch() -> None:
+            found = self._reader.fetch(available, into, cancelled)
+            if found != available.fingerprint:
+                raise BroadcastError(
+                    f"version {available.version} arrived damaged: fingerprint {found}, announced was {available.fingerprint}"
+                )
+
+        try:
+            await asyncio.get_running_loop().run_in_executor(self._executor, fetch)
+        except asyncio.CancelledError:
+            cancelled.set()
+            raise
+
+    def _staging_for(self, num_bytes: int) -> torch.Tensor:
+        if self._staging is None or self._staging.numel() != num_bytes:
+            self._staging = None
+            self._staging = torch.zeros(num_bytes, dtype=torch.uint8)
+        return self._staging
+
+    async def _until_announced(self, timeout_s: float | None = None) -> None:
+        """Wait for the next announcement, or until the time has passed on the clock."""
+        self._announced.clear()
+        if timeout_s is None:
+            await self._announced.wait()
+            return
+        async with asyncio.TaskGroup() as waiting:
+            alarm = waiting.create_task(self._ring_after(timeout_s))
+            await self._announced.wait()
+            alarm.cancel()
+
+    async def _ring_after(self, timeout_s: float) -> None:
+        await self._clock.sleep(timeout_s)
+        self._announced.set()
+
+    def _release_staged(self) -> None:
+        if self._state.staged is not None:
+            self._handle(WentLive(self._state.staged))
+
+    def _handle(self, event: SubscriberEvent) -> list[SubscriberInstruction]:
+        return self._state.handle(event, self._clock.now())
+
+
+def _raise_given_up(instructions: list[SubscriberInstruction]) -> None:
+    for instruction in instructions:
+        if isinstance(instruction, GiveUp):
+            raise BroadcastError(f"version {instruction.version} could not be fetched: {instruction.reason}")

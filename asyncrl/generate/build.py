@@ -1,0 +1,69 @@
+"""From config to an engine and to what turns prompts into its tokens: one row a kind, heavy imports only for the kind chosen.
+
+Called by generate/worker.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import cast
+
+from asyncrl.clock import Clock
+from asyncrl.config.run import RunConfig
+from asyncrl.config.stages import FakeEngineConfig, PretrainedModel, TransformersEngineConfig
+from asyncrl.errors import ConfigError
+from asyncrl.generate.engine import Engine
+from asyncrl.generate.fake_engine import FakeEngine
+from asyncrl.generate.prompt_codec import ByteCodec, PromptCodec, TokenizerCodec
+
+Built = tuple[Engine, PromptCodec]
+
+
+def build_engine(config: RunConfig, model_folder: Path, clock: Clock) -> Built:
+    """Make the configured engine, not yet started; slow, run it on a thread.
+
+    Raises:
+        ConfigError: No engine of that kind is built.
+        GenerationError: The tokenizer cannot be loaded.
+    """
+    kind = config.generate.engine.__struct_config__.tag
+    if kind not in _BUILDERS:
+        raise ConfigError(f"generate.engine.kind {kind!r} is not built yet; built are {sorted(map(str, _BUILDERS))}")
+    return _BUILDERS[kind](config, model_folder, clock)
+
+
+async def start_engine(config: RunConfig, model_folder: Path, clock: Clock) -> Built:
+    """Make the configured engine and start it. Raises as `build_engine` and `Engine.start`."""
+    engine, codec = await asyncio.to_thread(build_engine, config, model_folder, clock)
+    await engine.start()
+    return engine, codec
+
+
+def _transformers(config: RunConfig, model_folder: Path, clock: Clock) -> Built:
+    del clock
+    module = import_module("asyncrl.generate.transformers_engine")
+    trust = isinstance(config.model, PretrainedModel) and config.model.trust_remote_code
+    engine_config = cast("TransformersEngineConfig", config.generate.engine)
+    engine = module.TransformersEngine(engine_config, model_folder, trust_remote_code=trust)
+    return engine, TokenizerCodec(model_folder, trust_remote_code=trust)
+
+
+def _fake(config: RunConfig, model_folder: Path, clock: Clock) -> Built:
+    del model_folder
+    engine_config = cast("FakeEngineConfig", config.generate.engine)
+    return FakeEngine(engine_config, clock), ByteCodec(engine_config.vocabulary_size)
+
+
+def _vllm(config: RunConfig, model_folder: Path, clock: Clock) -> Built:
+    del config, model_folder, clock
+    raise ConfigError("vllm engine not built yet; use generate.engine.kind = 'transformers'")
+
+
+_BUILDERS: dict[object, Callable[[RunConfig, Path, Clock], Built]] = {
+    "transformers": _transformers,
+    "fake": _fake,
+    "vllm": _vllm,
+}

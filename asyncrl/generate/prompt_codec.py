@@ -1,0 +1,87 @@
+"""Prompts into token ids and completions into text: by the model's own tokenizer, or, for the fake engine, by bytes.
+
+Completions are decoded once, for rewards and people; training uses the sampled ids and never this text.
+Called by generate/rollout.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Protocol
+
+from asyncrl.errors import GenerationError
+from asyncrl.schema.samples import Prompt, ids_from_bytes
+
+
+class PromptCodec(Protocol):
+    """Tokenises prompts and decodes completions."""
+
+    def encode(self, prompt: Prompt) -> tuple[int, ...]:
+        """Return the prompt's token ids. Raises GenerationError if it cannot be tokenised."""
+        ...
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return a completion's text, without special tokens."""
+        ...
+
+
+class TokenizerCodec:
+    """The tokenizer in the model's folder, loaded when the first prompt needs it."""
+
+    def __init__(self, model_folder: Path, *, trust_remote_code: bool = False) -> None:
+        self._model_folder = model_folder
+        self._trust_remote_code = trust_remote_code
+        self._tokenizer: Any = None
+
+    def encode(self, prompt: Prompt) -> tuple[int, ...]:
+        """Return `token_ids` as given, `messages` by the chat template, or `text` as the tokenizer does it."""
+        if prompt.token_ids:
+            return tuple(ids_from_bytes(prompt.token_ids).tolist())
+        tokenizer = self._loaded()
+        try:
+            if prompt.messages:
+                turns = [{"role": message.role, "content": message.content} for message in prompt.messages]
+                ids = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=True, return_dict=False)
+            else:
+                ids = tokenizer(prompt.text)["input_ids"]
+        except Exception as error:
+            raise GenerationError(f"prompt {prompt.prompt_id!r} cannot be tokenised: {type(error).__name__}: {error}") from error
+        return tuple(ids)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text, special tokens left out and spaces left as they are."""
+        text: str = self._loaded().decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return text
+
+    def _loaded(self) -> Any:  # noqa: ANN401 - transformers is untyped
+        if self._tokenizer is None:
+            auto_tokenizer = import_module("transformers").AutoTokenizer
+            try:
+                self._tokenizer = auto_tokenizer.from_pretrained(
+                    self._model_folder, local_files_only=True, trust_remote_code=self._trust_remote_code
+                )
+            except Exception as error:
+                raise GenerationError(
+                    f"cannot load a tokenizer from {self._model_folder}: {type(error).__name__}: {error}"
+                ) from error
+        return self._tokenizer
+
+
+class ByteCodec:
+    """No tokenizer: one token a byte, folded into the vocabulary; text is the ids, separated by spaces."""
+
+    def __init__(self, vocabulary_size: int) -> None:
+        self._vocabulary_size = vocabulary_size
+
+    def encode(self, prompt: Prompt) -> tuple[int, ...]:
+        """Return `token_ids` as given, else the bytes of the text (or of all messages)."""
+        if prompt.token_ids:
+            return tuple(ids_from_bytes(prompt.token_ids).tolist())
+        text = "\n".join(message.content for message in prompt.messages) if prompt.messages else prompt.text
+        return tuple(byte % self._vocabulary_size for byte in text.encode())
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the ids as words."""
+        return " ".join(map(str, token_ids))

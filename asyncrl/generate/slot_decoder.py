@@ -1,0 +1,155 @@
+"""The decode loop's one step: refill free slots, run the model once, draw a token a row, see who is done.
+
+Owns every request between submit and its last token. Synchronous, no threads, no clocks: generate/decode_thread.py runs it.
+
+Invariants:
+- A free slot is refilled before the next step whenever a request waits; requests start in the order they came.
+- A prompt's last token is never prefilled but fed by the first step, so that all tokens come from one path.
+- Prompt keys and values are shared inside a group only if they were computed under the current weights.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from asyncrl.errors import GenerationError
+from asyncrl.generate.engine import KVPolicy, TokenChunk
+from asyncrl.generate.sampling import SamplingBatch, sample, sampling_batch
+from asyncrl.generate.slot_model import SlotModel
+from asyncrl.generate.slots import InFlight, SlotTable
+from asyncrl.schema.samples import SamplingParams
+
+_IDLE = SamplingParams(max_new_tokens=1)
+
+
+@dataclass(frozen=True, slots=True)
+class Emission:
+    """News of one request."""
+
+    request_id: str
+    news: TokenChunk | GenerationError
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the request is over with this."""
+        return isinstance(self.news, GenerationError) or self.news.finish_reason is not None
+
+
+class SlotDecoder:
+    """Continuous batching over a `SlotModel`.
+
+    Example:
+        >>> decoder = SlotDecoder(model, num_slots=32)      # doctest: +SKIP
+        >>> decoder.submit(InFlight(request, frozenset()))  # doctest: +SKIP
+        >>> while decoder.has_work:                         # doctest: +SKIP
+        ...     finished = decoder.step()
+    """
+
+    def __init__(self, model: SlotModel, num_slots: int) -> None:
+        self._model = model
+        self._slots = SlotTable(num_slots, model.num_rows)
+        self._waiting: deque[InFlight] = deque()
+        self._by_id: dict[str, InFlight] = {}
+        self._sampling: SamplingBatch | None = None
+        self._epoch = 0
+        self.version = -1
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any request is unfinished."""
+        return bool(self._by_id)
+
+    def submit(self, flight: InFlight) -> None:
+        """Queue a request."""
+        self._by_id[flight.request.request_id] = flight
+        self._waiting.append(flight)
+
+    def abort(self, request_id: str) -> list[Emission]:
+        """End a request, if it is still there, with the tokens it has."""
+        flight = self._by_id.get(request_id)
+        if flight is None:
+            return []
+        if flight.row < 0:
+            self._waiting.remove(flight)
+        return [self._finish(flight, flight.take_chunk("abort"))]
+
+    def abort_all(self) -> list[Emission]:
+        """End every request."""
+        return [emission for request_id in list(self._by_id) for emission in self.abort(request_id)]
+
+    def step(self) -> list[Emission]:
+        """Refill the slots and generate one token in each; return the requests that ended."""
+        self._refill()
+        flights = self._slots.occupants
+        if not flights:
+            return []
+        logits_RV = self._model.decode(self._slots.tokens_R, self._slots.positions_R)
+        if self._sampling is None:
+            self._sampling = self._sampling_of_rows()
+        tokens_R, logprobs_R = sample(logits_RV, self._sampling, self._slots.ordinals_R)
+        ended = (self._take(flight, tokens_R[flight.row], logprobs_R[flight.row]) for flight in flights)
+        return [emission for emission in ended if emission is not None]
+
+    def chunks(self) -> list[Emission]:
+        """Return what running requests generated since they were last asked."""
+        return [Emission(f.request.request_id, f.take_chunk()) for f in self._slots.occupants if f.has_news]
+
+    def load_weights(self, version: int, tensors: Mapping[str, torch.Tensor], kv: KVPolicy) -> None:
+        """Go on with other weights; raises GenerationError, with the old ones whole, if they do not fit."""
+        self._model.load_weights(tensors)
+        self.version = version
+        self._epoch += 1
+        if kv == "recompute":
+            self._model.prefill((flight.row, flight.all_ids[:-1]) for flight in self._slots.occupants)
+            self._slots.renew_donors(self._epoch)
+
+    def score(self, token_ids: tuple[int, ...]) -> list[float]:
+        """Return the logprob of each token after the first under the current weights, temperature 1."""
+        return self._model.score(token_ids)
+
+    def _take(self, flight: InFlight, token_id: int, logprob: float) -> Emission | None:
+        if not math.isfinite(logprob):
+            reason = f"the model gave non-finite logits under version {self.version}, after {len(flight.token_ids)} tokens"
+            return self._finish(flight, GenerationError(reason))
+        finish_reason = flight.add(token_id, logprob, self.version)
+        if finish_reason is not None:
+            return self._finish(flight, flight.take_chunk(finish_reason))
+        self._slots.advance(flight, token_id)
+        return None
+
+    def _finish(self, flight: InFlight, news: TokenChunk | GenerationError) -> Emission:
+        if flight.row >= 0:
+            self._slots.release(flight)
+            self._sampling = None
+        del self._by_id[flight.request.request_id]
+        return Emission(flight.request.request_id, news)
+
+    def _refill(self) -> None:
+        """Place waiting requests; prefill each distinct prompt once and copy it to the others of its group."""
+        if not self._waiting or not self._slots.num_free:
+            return
+        to_prefill: list[InFlight] = []
+        to_copy: dict[int, list[InFlight]] = {}
+        while self._waiting and self._slots.num_free:
+            flight = self._waiting.popleft()
+            source = self._slots.donor_row(flight, self._epoch)
+            self._slots.place(flight, self._epoch, source)
+            if source is None:
+                to_prefill.append(flight)
+            elif source != flight.row:
+                to_copy.setdefault(source, []).append(flight)
+        self._model.prefill((flight.row, flight.request.prompt_ids[:-1]) for flight in to_prefill)
+        for source, flights in to_copy.items():
+            self._model.cache.copy_row(source, [f.row for f in flights], len(flights[0].request.prompt_ids) - 1)
+        self._sampling = None
+
+    def _sampling_of_rows(self) -> SamplingBatch:
+        params, seeds = [_IDLE] * self._model.num_rows, [0] * self._model.num_rows
+        for flight in self._slots.occupants:
+            params[flight.row], seeds[flight.row] = flight.request.sampling, flight.request.seed
+        return sampling_batch(params, seeds, self._model.device)

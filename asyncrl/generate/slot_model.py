@@ -1,0 +1,233 @@
+"""A transformers causal LM driven over a `SlotCache`: decode a token for every row, prefill pieces, score, take new weights.
+
+Owns the model and the cache. The model's own forward runs unchanged; only its attention is ours, plugged in through transformers'
+attention interface, which hands the `slot_plan` argument down to `_slot_attention`.
+
+Invariants:
+- `decode` always runs all rows and `prefill` always runs a length that follows from each piece alone, so that no matrix product's
+  shape, and so no bit of a row's result, depends on what else is in the batch.
+- Used from one thread only, after `load`. New weights are copied in between two forwards or not at all.
+
+R rows, V vocabulary, T tokens. Called by generate/slot_decoder.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import AttentionInterface, AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
+
+from asyncrl.errors import GenerationError
+from asyncrl.generate.slot_cache import AttentionPlan, DecodePlan, Piece, PrefillPlan, SlotCache, WholePlan
+from asyncrl.generate.weights_in_place import WeightsInPlace
+
+_ATTENTION: Final = "asyncrl_slots"
+_REFUSED_ARGUMENTS: Final = ("softcap", "position_bias", "s_aux")
+_PIECE_TOKENS: Final = 256
+"""A prompt longer than this is prefilled in several forwards."""
+_SHORT_TOKENS: Final = 32
+"""Pieces up to this long share forwards of `_SHORT_FORWARD` tokens, longer ones of `_PIECE_TOKENS`."""
+_SHORT_FORWARD: Final = 64
+
+
+def _slot_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    slot_plan: AttentionPlan | None = None,
+    **kwargs: object,
+) -> tuple[torch.Tensor, None]:
+    """Attend as the plan says; the signature is transformers' attention interface."""
+    del attention_mask
+    if slot_plan is None:
+        raise GenerationError(
+            f"{type(module).__name__} does not hand attention arguments through, so the transformers engine cannot run this model"
+        )
+    for name in _REFUSED_ARGUMENTS:
+        if kwargs.get(name) is not None:
+            raise GenerationError(f"{type(module).__name__} attends with {name}, which the transformers engine cannot do")
+    window, cache = kwargs.get("sliding_window"), getattr(slot_plan, "cache", None)
+    if isinstance(window, int) and cache is not None and window <= cache.idle_position:
+        raise GenerationError(
+            f"the model attends within a sliding window of {window} tokens and generate.engine.max_sequence_tokens reaches "
+            f"{cache.idle_position + 1}: set it to at most {window}"
+        )
+    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    return slot_plan.attend(module.layer_idx, query, key, value, scale), None  # type: ignore[arg-type]
+
+
+def rows_for(num_slots: int) -> int:
+    """Return how many rows a batch of `num_slots` is padded to.
+
+    Element-wise kernels work on whole vectors and finish the remainder by other code, whose last bit may differ: with such a
+    row count there is no remainder, and all rows are treated alike.
+    """
+    if num_slots >= 32:
+        return -(-num_slots // 32) * 32
+    return max(8, 1 << (num_slots - 1).bit_length())
+
+
+class SlotModel:
+    """The model, its cache, and the forwards that generation consists of."""
+
+    def __init__(self, model: Any, num_slots: int, max_tokens: int, device: str) -> None:  # noqa: ANN401 - transformers is untyped
+        self._model = model
+        self.device = torch.device(device)
+        self.num_rows = rows_for(num_slots)
+        self.cache = SlotCache(self.num_rows, max_tokens, self.device)
+        self.vocabulary_size = int(model.get_input_embeddings().weight.shape[0])
+        self.end_ids = _end_ids(model)
+        self._weights = WeightsInPlace(model)
+
+    @classmethod
+    def load(
+        cls, folder: Path, *, num_slots: int, max_tokens: int, dtype: str, device: str, trust_remote_code: bool = False
+    ) -> SlotModel:
+        """Open a Hugging Face folder and run one decode to see that the model can be driven this way.
+
+        Raises:
+            GenerationError: The folder cannot be opened, or the model's attention cannot be replaced.
+        """
+        AttentionInterface.register(_ATTENTION, _slot_attention)
+        transformers_logging.disable_progress_bar()
+        try:
+            model = AutoModelForCausalLM.from_pretrained(
+                folder,
+                dtype=getattr(torch, dtype),
+                local_files_only=True,
+                trust_remote_code=trust_remote_code,
+                attn_implementation=_ATTENTION,
+            )
+        except (OSError, ValueError, KeyError) as error:
+            raise GenerationError(f"cannot open the model folder {folder}: {error}") from error
+        _refuse_other_mixers(model.config)
+        slot_model = cls(model.eval().to(device), num_slots, max_tokens, device)
+        slot_model.warm_up()
+        return slot_model
+
+    def warm_up(self) -> None:
+        """Run one decode of idle rows: allocates the cache and meets every refusal before any request does."""
+        idle = np.zeros(self.num_rows, dtype=np.int64)
+        self.decode(idle, np.full(self.num_rows, -1, dtype=np.int64))
+        if not self.cache.num_bytes:
+            raise GenerationError(
+                f"{type(self._model).__name__} never called the replaced attention: the transformers engine cannot run it"
+            )
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the bytes of weights and cache."""
+        return self._weights.num_bytes + self.cache.num_bytes
+
+    @torch.inference_mode()
+    def decode(self, tokens_R: NDArray[np.int64], positions_R: NDArray[np.int64]) -> torch.Tensor:
+        """Feed one token a row.
+
+        Args:
+            tokens_R: Ids; anything valid in idle rows.
+            positions_R: Position of that token in its sequence; -1 for an idle row.
+
+        Returns:
+            Logits [R, V] of each row's next token; meaningless in idle rows.
+        """
+        idle = positions_R < 0
+        attend = np.where(idle, 0, positions_R)
+        plan = DecodePlan(
+            self.cache,
+            write_positions_R=np.where(idle, self.cache.idle_position, positions_R),
+            attend_positions_R=attend,
+            num_blocks=int(attend.max()) // self.cache.block_tokens + 1,
+        )
+        return self._forward(tokens_R.reshape(-1, 1), attend.reshape(-1, 1), plan)[:, 0]
+
+    @torch.inference_mode()
+    def prefill(self, sequences: Iterable[tuple[int, Sequence[int]]]) -> None:
+        """Fill rows' caches with sequences from position 0 on.
+
+        Args:
+            sequences: Row and token ids; empty sequences are fine.
+        """
+        for pieces, num_tokens in _forwards(sequences):
+            plan = PrefillPlan(self.cache, pieces, num_tokens)
+            tokens = np.zeros(num_tokens, dtype=np.int64)
+            ids = [token for piece in pieces for token in piece.token_ids]
+            tokens[: len(ids)] = ids
+            self._forward(tokens.reshape(1, -1), plan.positions().reshape(1, -1), plan, logits_to_keep=1)
+
+    @torch.inference_mode()
+    def score(self, token_ids: Sequence[int]) -> list[float]:
+        """Return the logprob of each token after the first, temperature 1."""
+        ids = np.asarray(token_ids, dtype=np.int64)
+        logits_TV = self._forward(ids.reshape(1, -1), np.arange(len(ids)).reshape(1, -1), WholePlan())[0, :-1].float()
+        logprobs_TV = torch.log_softmax(logits_TV, dim=-1)
+        chosen: list[float] = logprobs_TV.gather(1, torch.from_numpy(ids[1:, None]).to(self.device)).squeeze(1).tolist()
+        return chosen
+
+    def load_weights(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Copy new weights in; see `WeightsInPlace.load`."""
+        self._weights.load(tensors)
+
+    def _forward(
+        self, tokens: NDArray[np.int64], positions: NDArray[np.int64], plan: AttentionPlan, logits_to_keep: int = 0
+    ) -> torch.Tensor:
+        logits: torch.Tensor = self._model(
+            input_ids=torch.from_numpy(tokens).to(self.device),
+            position_ids=torch.from_numpy(positions).to(self.device),
+            use_cache=False,
+            logits_to_keep=logits_to_keep,
+            slot_plan=plan,
+        ).logits
+        return logits
+
+
+def _forwards(sequences: Iterable[tuple[int, Sequence[int]]]) -> list[tuple[tuple[Piece, ...], int]]:
+    """Cut sequences into pieces and lay them into forwards; a piece's forward length follows from its own length."""
+    whole: list[tuple[tuple[Piece, ...], int]] = []
+    tails: dict[int, list[Piece]] = {_SHORT_FORWARD: [], _PIECE_TOKENS: []}
+    for row, token_ids in sequences:
+        for start in range(0, len(token_ids), _PIECE_TOKENS):
+            piece = Piece(row, start, tuple(token_ids[start : start + _PIECE_TOKENS]))
+            if len(piece.token_ids) == _PIECE_TOKENS:
+                whole.append(((piece,), _PIECE_TOKENS))
+            else:
+                tails[_SHORT_FORWARD if len(piece.token_ids) <= _SHORT_TOKENS else _PIECE_TOKENS].append(piece)
+    for num_tokens, pieces in tails.items():
+        whole.extend((packed, num_tokens) for packed in _pack(pieces, num_tokens))
+    return whole
+
+
+def _pack(pieces: list[Piece], num_tokens: int) -> list[tuple[Piece, ...]]:
+    packs: list[tuple[Piece, ...]] = []
+    pack: list[Piece] = []
+    room = num_tokens
+    for piece in pieces:
+        if len(piece.token_ids) > room:
+            packs.append(tuple(pack))
+            pack, room = [], num_tokens
+        pack.append(piece)
+        room -= len(piece.token_ids)
+    return [*packs, tuple(pack)] if pack else packs
+
+
+def _refuse_other_mixers(config: Any) -> None:  # noqa: ANN401 - transformers is untyped
+    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    if kinds:
+        raise GenerationError(f"the transformers engine runs attention layers only; this model also has {sorted(kinds)}")
+
+
+def _end_ids(model: Any) -> frozenset[int]:  # noqa: ANN401 - transformers is untyped
+    end = model.generation_config.eos_token_id if model.generation_config is not None else None
+    if end is None:
+        end = getattr(model.config, "eos_token_id", None)
+    if end is None:
+        return frozenset()
+    return frozenset([end] if isinstance(end, int) else end)

@@ -1,0 +1,73 @@
+"""New weights into a running model, in place: everything is checked before anything is touched.
+
+Tied parameters (one storage, several names) may come under any of their names, or under several that agree.
+Called by generate/slot_model.py between two forwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from asyncrl.errors import GenerationError
+
+_SHOWN = 5
+
+
+class WeightsInPlace:
+    """The parameters and persistent buffers of one model, by name."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._tensors: dict[str, torch.Tensor] = {name: tensor.detach() for name, tensor in model.state_dict().items()}
+        by_storage: dict[tuple[int, int], list[str]] = {}
+        for name, tensor in self._tensors.items():
+            by_storage.setdefault((tensor.data_ptr(), tensor.numel()), []).append(name)
+        self._tied = tuple(tuple(names) for names in by_storage.values())
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the bytes of all tensors, tied ones once."""
+        return sum(self._tensors[names[0]].numel() * self._tensors[names[0]].element_size() for names in self._tied)
+
+    def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Copy every tensor in, cast to the model's dtype.
+
+        Args:
+            tensors: Name to tensor, names as in the model's state dict. Of tied names one is enough.
+
+        Raises:
+            GenerationError: A name is unknown or missing, a shape differs, or tied names disagree; nothing was changed.
+        """
+        unknown = [name for name in tensors if name not in self._tensors]
+        if unknown:
+            raise GenerationError(
+                f"new weights have {len(unknown)} tensors this model does not have: {_some(unknown)}; "
+                f"it has {len(self._tensors)}, among them {_some(list(self._tensors))}"
+            )
+        missing = [names[0] for names in self._tied if not any(name in tensors for name in names)]
+        if missing:
+            raise GenerationError(
+                f"new weights lack {len(missing)} of the model's {len(self._tied)} tensors: {_some(missing)}; send all of them"
+            )
+        for name, tensor in tensors.items():
+            if tuple(tensor.shape) != tuple(self._tensors[name].shape):
+                raise GenerationError(
+                    f"new weights: {name} has shape {tuple(tensor.shape)}, the model's is {tuple(self._tensors[name].shape)}"
+                )
+        self._refuse_disagreement(tensors)
+        with torch.no_grad():
+            for names in self._tied:
+                given = next(name for name in names if name in tensors)
+                self._tensors[given].copy_(tensors[given])
+
+    def _refuse_disagreement(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        for names in self._tied:
+            first, *others = [name for name in names if name in tensors]
+            for other in others:
+                if not torch.equal(tensors[first], tensors[other]):
+                    raise GenerationError(f"new weights: {first} and {other} are one tensor in this model but differ")
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")

@@ -1,3 +1,76 @@
-"""asyncrl: asynchronous, off-policy-tolerant reinforcement learning for language models."""
+"""asyncrl: asynchronous, off-policy-tolerant reinforcement learning for language models.
+
+`Run` owns a run, `connect` joins one; everything exported here is typed and stable. Nothing is imported before it is used, so that
+`import asyncrl` costs nothing and brings in no torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from asyncrl.broadcast.publisher import Publisher as WeightPublisher
+    from asyncrl.client import Run, RunClient, connect
+    from asyncrl.config.load import load_config, parse_config
+    from asyncrl.config.run import RunConfig
+    from asyncrl.errors import AsyncRLError, ConfigError, LaunchError, RunError
+    from asyncrl.observe.steps import EvalReport, StepReport
+    from asyncrl.schema.batches import GroupsTaken
+    from asyncrl.schema.samples import ChatMessage, Prompt, Sample, ScoredGroup, ScoredSample
+    from asyncrl.schema.status import ExternalGroup, RunStatus, SubmitResult
+    from asyncrl.schema.weights import WeightsAvailable, WeightsManifest
+    from asyncrl.tasks.task import TaskData
+
+_HOMES = {
+    "asyncrl.client": ("Run", "RunClient", "connect"),
+    "asyncrl.config.load": ("load_config", "parse_config"),
+    "asyncrl.config.run": ("RunConfig",),
+    "asyncrl.errors": ("AsyncRLError", "ConfigError", "LaunchError", "RunError"),
+    "asyncrl.observe.steps": ("EvalReport", "StepReport"),
+    "asyncrl.schema.batches": ("GroupsTaken",),
+    "asyncrl.schema.samples": ("ChatMessage", "Prompt", "Sample", "ScoredGroup", "ScoredSample"),
+    "asyncrl.schema.status": ("ExternalGroup", "RunStatus", "SubmitResult"),
+    "asyncrl.schema.weights": ("WeightsAvailable", "WeightsManifest"),
+    "asyncrl.tasks.task": ("TaskData",),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+__all__ = [
+    "AsyncRLError",
+    "ChatMessage",
+    "ConfigError",
+    "EvalReport",
+    "ExternalGroup",
+    "GroupsTaken",
+    "LaunchError",
+    "Prompt",
+    "Run",
+    "RunClient",
+    "RunConfig",
+    "RunError",
+    "RunStatus",
+    "Sample",
+    "ScoredGroup",
+    "ScoredSample",
+    "StepReport",
+    "SubmitResult",
+    "TaskData",
+    "WeightPublisher",
+    "WeightsAvailable",
+    "WeightsManifest",
+    "connect",
+    "load_config",
+    "parse_config",
+]
+
+
+def __getattr__(name: str) -> object:
+    """Import an exported name from where it lives, the first time it is asked for."""
+    if name == "WeightPublisher":
+        return importlib.import_module("asyncrl.broadcast.publisher").Publisher
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'asyncrl' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOME_OF[name]), name)

@@ -33,14 +33,18 @@ model_app = typer.Typer(no_args_is_help=True, help="Bring in models.")
 app.add_typer(model_app, name="model")
 
 RunArgument = Annotated[Path | None, typer.Argument(help="Run folder; left out: the newest under runs/.", metavar="[RUN]")]
-SetOption = Annotated[list[str], typer.Option("--set", metavar="A.B=VALUE", help="Lay one value over the config; may be repeated.")]
+SetOption = Annotated[
+    list[str], typer.Option("--set", metavar="A.B=VALUE", help="Lay one value over the config; may be repeated.")
+]
 
 
 @app.command()
 def run(
     config: Annotated[Path, typer.Argument(help="TOML config; see configs/.")],
     overrides: SetOption = [],  # noqa: B006 - typer copies it
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved config and what follows from it; start nothing.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the resolved config and what follows from it; start nothing.")
+    ] = False,
     plain: Annotated[bool, typer.Option("--plain", help="One line a step instead of the live display.")] = False,
 ) -> None:
     """Train: start a run and follow it. Ctrl-C once drains and checkpoints, twice stops at once."""
@@ -75,7 +79,9 @@ def resume(
 
 
 @app.command()
-def status(folder: RunArgument = None, as_json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False) -> None:
+def status(
+    folder: RunArgument = None, as_json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False
+) -> None:
     """Show where a live run stands and who waits for whom."""
     _print_status(_run(_ask(_newest(folder), "status")), as_json=as_json)
 
@@ -234,7 +240,9 @@ def _print_status(status: RunStatus, *, as_json: bool) -> None:
         if key == "processes":
             for process in value:
                 waiting = f"waits for {process['waiting_for']} ({process['waiting_s']:.0f} s)" if process["waiting_for"] else ""
-                print(f"  {process['name']:14} pid {process['pid']:<8} {process['state']:10} deaths {process['deaths']} {waiting}")
+                print(
+                    f"  {process['name']:14} pid {process['pid']:<8} {process['state']:10} deaths {process['deaths']} {waiting}"
+                )
         elif value not in ("", None, {}, []):
             print(f"{key:18} {value}")
 

@@ -52,7 +52,9 @@ class RunClient:
     async def __aenter__(self) -> Self:
         endpoint = read_endpoint(self.run_folder)
         if endpoint is None:
-            raise LaunchError(f"{self.run_folder} has no live run (no api.json); start one with `asyncrl run` or `asyncrl resume`")
+            raise LaunchError(
+                f"{self.run_folder} has no live run (no api.json); start one with `asyncrl run` or `asyncrl resume`"
+            )
         await self._open(endpoint)
         try:
             await self.status()
@@ -61,9 +63,7 @@ class RunClient:
             raise LaunchError(f"the run in {self.run_folder} does not answer ({error}); `asyncrl resume` picks it up") from error
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         await self._close()
 
     async def status(self) -> RunStatus:
@@ -207,7 +207,9 @@ class Run(RunClient):
         ...         print(step.version, step.reward_mean)
     """
 
-    def __init__(self, config: RunConfig | dict[str, Any] | str | Path | None = None, *, resume: str | Path | None = None) -> None:
+    def __init__(
+        self, config: RunConfig | dict[str, Any] | str | Path | None = None, *, resume: str | Path | None = None
+    ) -> None:
         self.config = _resolve(config, resume)
         super().__init__(resume if resume is not None else Path(self.config.folder) / self.config.name)
         self._resumed = resume is not None
@@ -223,9 +225,7 @@ class Run(RunClient):
             raise
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         ended = asyncio.get_running_loop().create_task(self._leave(polite=error is None))  # noqa: TID251 - shielded below
         while not ended.done():
             with contextlib.suppress(asyncio.CancelledError):
@@ -273,7 +273,9 @@ class Run(RunClient):
                         raise LaunchError(_tail_of(self.run_folder / "logs" / "controller.log", self._controller.returncode))
                     await asyncio.sleep(0.02)
         except TimeoutError as error:
-            raise LaunchError(f"the controller did not answer within {START_TIMEOUT_S:.0f} s; see {self.run_folder}/logs") from error
+            raise LaunchError(
+                f"the controller did not answer within {START_TIMEOUT_S:.0f} s; see {self.run_folder}/logs"
+            ) from error
         return endpoint
 
     async def _leave(self, *, polite: bool) -> None:

@@ -1,7 +1,7 @@
 """Sampled accuracy on held-out prompts: which prompt goes where, what came back, when it is done.
 
 Owns the one evaluation that is going on, if any. Evaluation samples take the same road as training samples (generator, reward
-worker) but never enter the ledger or the buffer. Invariant: every prompt is pending, out at one generator, being scored, or
+worker) but never enter the ledger or the buffer; their group ids are negative, so that nothing confuses them. Invariant: every prompt is pending, out at one generator, being scored, or
 judged; a generator that dies gives its prompts back. The seeds do not depend on the version, so that two evaluations differ by
 the weights alone. Called by control/controller.py; pure but for the list of results.
 """
@@ -15,9 +15,6 @@ from asyncrl.config.run import RunConfig
 from asyncrl.observe.steps import EvalReport
 from asyncrl.schema.ids import derive_seed
 from asyncrl.schema.samples import GroupWork, Prompt, Sample, SampleFailure, SamplingParams, Score, ScoreRequest
-
-WORK_AHEAD = 2
-"""Groups per generator slot row that wait inside the generator, so that its slots never starve."""
 
 
 class Evaluation:
@@ -35,10 +32,11 @@ class Evaluation:
         self.version = version
         self._started_s = now
         self._per_prompt = config.eval.samples_per_prompt
-        self._prompts = tuple(prompts[: config.eval.num_prompts])
-        self._pending = deque(range(len(self._prompts)))
+        chosen = prompts[: config.eval.num_prompts]
+        self._by_group = {-1 - index: prompt for index, prompt in enumerate(chosen)}
+        self._pending = deque(self._by_group)
         self._out: dict[int, str] = {}
-        self._missing = {index: set(range(self._per_prompt)) for index in range(len(self._prompts))}
+        self._missing = {group_id: set(range(self._per_prompt)) for group_id in self._by_group}
         self._rewards: list[float] = []
         self._num_failed = 0
         self._seed = derive_seed(config.seed, "evaluation")
@@ -57,29 +55,24 @@ class Evaluation:
         """Take the next pending prompt for this generator; None when there is none."""
         if not self._pending:
             return None
-        index = self._pending.popleft()
-        self._out[index] = generator
-        members = tuple(sorted(self._missing[index]))
-        return GroupWork(index, 1, self._prompts[index], members, self._sampling, self._seed, purpose="eval")
-
-    def give_back(self, work: GroupWork) -> None:
-        """Put a prompt back that could not be sent after all."""
-        self._out.pop(work.group_id, None)
-        self._pending.appendleft(work.group_id)
+        group_id = self._pending.popleft()
+        self._out[group_id] = generator
+        members = tuple(sorted(self._missing[group_id]))
+        return GroupWork(group_id, 1, self._by_group[group_id], members, self._sampling, self._seed, purpose="eval")
 
     def generator_lost(self, name: str) -> None:
         """Hand its prompts out again."""
-        for index in [index for index, holder in self._out.items() if holder == name]:
-            del self._out[index]
-            if self._missing[index]:
-                self._pending.append(index)
+        for group_id in [group_id for group_id, holder in self._out.items() if holder == name]:
+            del self._out[group_id]
+            if self._missing[group_id]:
+                self._pending.append(group_id)
 
     def take_sample(self, sample: Sample) -> ScoreRequest | None:
         """Turn a finished sample into a request for its reward; None where it is not awaited."""
         if sample.index not in self._missing.get(sample.group_id, ()):
             return None
         return ScoreRequest(
-            sample.group_id, sample.index, sample.attempt, self._prompts[sample.group_id], sample.text,
+            sample.group_id, sample.index, sample.attempt, self._by_group[sample.group_id], sample.text,
             sample.finish_reason, sample.num_tokens, purpose="eval",
         )  # fmt: skip
 

@@ -1,0 +1,253 @@
+"""The controller's data path: prompts out to generators, samples and scores in, everything between the wire and the buffer.
+
+Owns nothing that decides: admission says who gets a group, the buffer says what a sample means, this joins their words to
+connections. Invariants: a message is acknowledged exactly once, and only when the ledger holds what it brought (evaluation
+samples, which the ledger does not know, at once); every group sent is either in an outbox, at a generator, or in the buffer.
+
+Everything here returns at once and runs on the controller's event loop. Called by control/controller.py.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable
+
+from asyncrl.buffer.buffer import Buffer, Receipt, WorkOrder
+from asyncrl.buffer.events import BufferInstruction, GroupMoved, Reissue, ScoreMember
+from asyncrl.clock import Clock
+from asyncrl.config.run import RunConfig
+from asyncrl.control.evaluation import Evaluation, sampling_of
+from asyncrl.control.peers import Peers, ScoringDesk
+from asyncrl.generate.admission import (
+    Admission,
+    AdmissionEvent,
+    AdmissionInstruction,
+    GeneratorLost,
+    GeneratorReady,
+    GroupAdded,
+    GroupGone,
+    GroupIsReady,
+    GroupLost,
+    IssueGroup,
+    IssueReturned,
+    MembersFinished,
+    MembersStarted,
+    Paused,
+    Resumed,
+    VersionIsLive,
+)
+from asyncrl.schema.samples import GroupWork, Sample, SampleFailure, Score
+from asyncrl.schema.status import ExternalGroup, SubmitResult
+from asyncrl.tasks.sampler import PromptSequence
+
+log = logging.getLogger(__name__)
+
+EVALUATION_ROOM = 2
+"""Evaluation samples a generator may hold, in multiples of its slots."""
+
+
+class Flow:
+    """Groups on their way out and samples on their way in."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        buffer: Buffer,
+        admission: Admission,
+        prompts: PromptSequence,
+        peers: Peers,
+        clock: Clock,
+        cursor: int,
+    ) -> None:
+        """Join the parts; `cursor` is the number of prompts drawn before a resume."""
+        self.buffer = buffer
+        self.admission = admission
+        self.evaluation: Evaluation | None = None
+        self.desk = ScoringDesk()
+        self.refused_samples = 0
+        self.generated_tokens = 0
+        self.changed: Callable[[], None] = lambda: None
+        """Called whenever a step may have become possible."""
+        self._config = config
+        self._prompts = prompts
+        self._peers = peers
+        self._clock = clock
+        self._cursor = cursor
+        self._sampling = sampling_of(config)
+        self._evaluation_held = False
+        self._outboxes: dict[str, deque[GroupWork]] = defaultdict(deque)
+
+    # -- generators ------------------------------------------------------------------------------------------------------
+
+    def generator_ready(self, name: str, num_slots: int, version: int) -> None:
+        """Take a generator in; it gets work once its version is 0 or more."""
+        self._outboxes[name].clear()
+        self._tell(GeneratorReady(name, num_slots, version))
+
+    def version_live(self, name: str, version: int) -> None:
+        """Note that a generator samples with this version."""
+        self._tell(VersionIsLive(name, version))
+        self.pump()
+
+    def generator_dead(self, name: str) -> None:
+        """Hand out again whatever it held."""
+        self._outboxes.pop(name, None)
+        self._tell(GeneratorLost(name))
+        if self.evaluation is not None:
+            self.evaluation.generator_lost(name)
+        self.follow(self.buffer.generator_lost(name, self._clock.now()))
+        self.pump()
+
+    def reward_worker_dead(self, name: str) -> None:
+        """Ask others for the scores it owed."""
+        for verdict in self.desk.worker_lost(name):
+            self.take_score(verdict, lambda: None)
+        self.pump()
+
+    def hold(self, *, evaluation_too: bool) -> None:
+        """Issue no training group until `release`; with `evaluation_too`, nothing at all."""
+        self._evaluation_held = evaluation_too
+        self._tell(Paused())
+
+    def release(self) -> None:
+        """Issue again."""
+        self._evaluation_held = False
+        self._tell(Resumed())
+        self.pump()
+
+    def start_evaluation(self, evaluation: Evaluation) -> None:
+        """Send this evaluation's prompts out beside whatever else is going on."""
+        self.evaluation = evaluation
+        self.pump()
+
+    # -- what comes in ---------------------------------------------------------------------------------------------------
+
+    def take_sample(self, sample: Sample, ack: Callable[[], None]) -> None:
+        """Store a finished sample and ask for its reward."""
+        self.generated_tokens += sample.num_tokens
+        if sample.purpose == "eval":
+            request = self.evaluation.take_sample(sample) if self.evaluation is not None else None
+            if request is not None:
+                self.desk.ask(request)
+            ack()
+        else:
+            self._settle(self.buffer.add_sample(sample, self._clock.now(), ack), ack)
+        self._tell(MembersFinished(sample.generator))
+        self.pump()
+
+    def take_failure(self, failure: SampleFailure, generator: str, ack: Callable[[], None]) -> None:
+        """Note a member that will never come."""
+        if failure.purpose == "eval":
+            if self.evaluation is not None:
+                self.evaluation.take_verdict(failure)
+            ack()
+        else:
+            self._settle(self.buffer.add_failure(failure, self._clock.now(), ack), ack)
+        self._tell(MembersFinished(generator))
+        self.pump()
+
+    def take_score(self, score: Score, ack: Callable[[], None]) -> None:
+        """Store a reward, or the reason why there is none."""
+        self.desk.answered(score)
+        if score.purpose == "eval":
+            if self.evaluation is not None:
+                self.evaluation.take_verdict(score)
+            ack()
+        else:
+            self._settle(self.buffer.add_score(score, self._clock.now(), ack), ack)
+        self.pump()
+
+    def submit(self, group: ExternalGroup) -> SubmitResult:
+        """Take in a group that outside code generated."""
+        submitter = group.samples[0].generator if group.samples else "outside"
+        receipt = self.buffer.submit_group(group.prompt, group.samples, submitter, self._clock.now())
+        if receipt.status == "refused":
+            self.refused_samples += len(group.samples)
+            return SubmitResult(group_id=-1, refused=receipt.reason)
+        self._tell(GroupAdded())
+        self.follow(receipt.instructions)
+        self.pump()
+        group_ids = [item.group_id for item in receipt.instructions if isinstance(item, ScoreMember)]
+        return SubmitResult(group_id=group_ids[0] if group_ids else -1)
+
+    # -- what goes out ---------------------------------------------------------------------------------------------------
+
+    def ask_outstanding_scores(self) -> None:
+        """After a resume: ask again for every score that had not come."""
+        for request in self.buffer.outstanding_scores():
+            self.desk.ask(request)
+
+    def follow(self, instructions: Iterable[BufferInstruction]) -> None:
+        """Carry out what the buffer asks for."""
+        for item in instructions:
+            if isinstance(item, ScoreMember):
+                self.desk.ask(self.buffer.score_request(item.group_id, item.index))
+            elif isinstance(item, Reissue):
+                self._tell(GroupLost(item.group_id, len(item.indices), item.version))
+            elif isinstance(item, GroupMoved):
+                self._note_move(item)
+
+    def pump(self) -> None:
+        """Send what can be sent: evaluation prompts, groups that found a window full, reward requests."""
+        self._place_evaluation()
+        for name, outbox in self._outboxes.items():
+            peer = self._peers.get(name)
+            while outbox and peer is not None and peer.connection.try_send(outbox[0]):
+                outbox.popleft()
+        self.desk.dispatch(self._peers.of("reward"))
+        self.changed()
+
+    def _note_move(self, move: GroupMoved) -> None:
+        if move.after == "ready" and move.before in {"running", "scoring"}:
+            self._tell(GroupIsReady())
+        elif move.after in {"dropped", "failed"}:
+            log.debug("group %d %s: %s", move.group_id, move.after, move.reason)
+            self._tell(GroupGone(was_ready=move.before not in {"running", "scoring"}))
+
+    def _settle(self, receipt: Receipt, ack: Callable[[], None]) -> None:
+        if receipt.status != "stored":
+            ack()
+        if receipt.status == "refused":
+            self.refused_samples += 1
+            log.warning("refused a sample: %s", receipt.reason)
+        self.follow(receipt.instructions)
+
+    def _tell(self, event: AdmissionEvent) -> None:
+        for instruction in self.admission.handle(event, self._clock.now()):
+            self._issue(instruction)
+
+    def _issue(self, instruction: AdmissionInstruction) -> None:
+        order = self._new_group(instruction) if isinstance(instruction, IssueGroup) else self.buffer.reissue(
+            instruction.group_id, instruction.generator, instruction.version, self._clock.now()
+        )  # fmt: skip
+        if order is None:
+            if isinstance(instruction, IssueGroup):
+                self._tell(IssueReturned(instruction.generator))
+            else:
+                self._tell(MembersFinished(instruction.generator, instruction.num_members))
+            return
+        self._outboxes[instruction.generator].append(
+            GroupWork(order.group_id, order.attempt, order.prompt, order.indices, self._sampling, self._config.seed)
+        )
+
+    def _new_group(self, instruction: IssueGroup) -> WorkOrder | None:
+        prompt = self.buffer.next_returned_prompt()
+        if prompt is None:
+            prompt = self._prompts[self._cursor]
+            self._cursor += 1
+        return self.buffer.issue(prompt, instruction.generator, instruction.version, self._clock.now(), cursor=self._cursor)
+
+    def _place_evaluation(self) -> None:
+        evaluation = self.evaluation
+        if evaluation is None or self._evaluation_held:
+            return
+        for peer in self._peers.of("generator"):
+            if peer.live_version < evaluation.version:
+                continue
+            while self.admission.members_on(peer.name) < EVALUATION_ROOM * peer.num_slots:
+                work = evaluation.next_work(peer.name)
+                if work is None:
+                    return
+                self._outboxes[peer.name].append(work)
+                self._tell(MembersStarted(peer.name, len(work.indices)))

@@ -1,0 +1,237 @@
+"""THE MAP: who sends what to whom, and the one place where stages are wired to channels.
+
+    prompts --> generate --> reward --> buffer --> packing --> learner --> broadcast --> (generate)
+                   1            2          3          4           5            6
+
+Every process has one connection, to the controller, with two lanes that never hold each other up. A hop is bounded by the
+receiver's acknowledgements (`transport.window`); nothing is dropped for lack of room.
+
+| hop | message | from -> to | lane | waits for | unblocked by | acknowledged when |
+|---|---|---|---|---|---|---|
+| 0 | LoadModel | controller -> generator | control | the learner's model folder | LearnerReady | received |
+| 1 | GroupWork | controller -> generator | data | a place under the staleness bound, room in the slots | VersionLive, a ready group | its last sample is sent |
+| 2 | Sample, SampleFailure | generator -> controller | data | the window | ledger commit | committed to the ledger |
+| 3 | ScoreRequest | controller -> reward worker | data | the worker's window | Score | its score is sent |
+| 4 | Score | reward worker -> controller | data | the window | ledger commit | committed to the ledger |
+| 5 | StepBatch | controller -> learner | data | B groups (and those whose last chance it is), one step ahead | Score, StepDone | the step is done |
+| 6 | StepDone, CheckpointDone | learner -> controller | control | nothing | | received |
+| 7 | WeightsAvailable | learner -> controller -> generators | control | nothing | | received |
+| 8 | the weights' bytes | learner -> generator | the medium | nothing: never the learner | | fingerprint matches |
+| 9 | VersionLive | generator -> controller | control | nothing | | received |
+| - | Heartbeat, Fault | everyone -> controller | control | nothing | | received |
+| - | Pause, Resume, Checkpoint, Shutdown | controller -> everyone | control | nothing | | received |
+
+Each process of a run is `python -m asyncrl.pipeline KIND NAME RUN_FOLDER`; the controller starts all others. This file changes in
+the same commit as any hop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import signal
+import sys
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from asyncrl.clock import Clock, SystemClock
+from asyncrl.config.load import load_config
+from asyncrl.config.run import RunConfig
+from asyncrl.errors import AsyncRLError, ConfigError, ConnectionClosed, LearnerError
+from asyncrl.observe.log import set_up_logging
+from asyncrl.schema.control import PROTOCOL, Fault, Hello, ProcessKind
+from asyncrl.tasks.registry import build_task
+from asyncrl.tasks.sampler import PromptSequence
+from asyncrl.transport.channel import Connection, Lane
+from asyncrl.transport.endpoint import open_connection, open_listener
+
+if TYPE_CHECKING:
+    from asyncrl.schema.weights import Probe, WeightsAvailable
+
+log = logging.getLogger("asyncrl")
+
+ENDPOINT_FILE = "endpoint"
+"""In the run folder: the address that the run's processes connect to."""
+EXIT_OK, EXIT_FAILED, EXIT_FAULT = 0, 1, 3
+
+
+# -- the controller ------------------------------------------------------------------------------------------------------
+
+
+async def run_controller(config: RunConfig, run_folder: Path, clock: Clock, owner_gone: asyncio.Event) -> bool:
+    """Wire and run the controller of one run; return whether the run ended well."""
+    from asyncrl.buffer.buffer import open_run
+    from asyncrl.control.controller import Controller
+    from asyncrl.control.feed import LearnerFeed
+    from asyncrl.control.flow import Flow
+    from asyncrl.control.launch_local import LocalLauncher
+    from asyncrl.control.peers import Peers
+    from asyncrl.control.reporter import Reporter
+    from asyncrl.generate.admission import Admission, AdmissionLimits
+    from asyncrl.observe.sinks import open_sinks
+
+    task = build_task(config.task, config.seed)
+    buffer = open_run(config, run_folder, clock.now())
+    counts = buffer.counts()
+    limits = AdmissionLimits(
+        groups_per_step=config.algorithm.groups_per_step,
+        group_size=config.algorithm.group_size,
+        max_staleness=config.buffer.max_staleness,
+        max_running_groups=config.buffer.max_running_groups,
+        max_groups=config.num_steps * config.algorithm.groups_per_step,
+    )
+    admission = Admission(limits, running=counts.running + counts.scoring, accepted=counts.ready + counts.taken + counts.trained)
+    peers = Peers()
+    flow = Flow(config, buffer, admission, PromptSequence(task.train, config.seed), peers, clock, buffer.prompt_cursor)
+    feed = LearnerFeed(config, flow, clock)
+    reporter = Reporter(config, run_folder, open_sinks(config, run_folder), clock)
+    listener = await open_listener(config.transport, run_folder)
+    (run_folder / ENDPOINT_FILE).write_text(listener.address, encoding="utf-8")
+    controller = Controller(
+        config, run_folder, listener, LocalLauncher(), flow, feed, peers, reporter, list(task.held_out), clock,
+        resumed=counts.issued > 0,
+    )  # fmt: skip
+    return await controller.run(owner_gone)
+
+
+# -- the stages ----------------------------------------------------------------------------------------------------------
+
+
+async def _generator(config: RunConfig, run_folder: Path, connection: Connection, clock: Clock) -> None:
+    from asyncrl.broadcast.subscriber import Subscriber
+    from asyncrl.generate.worker import run_generator
+
+    subscriber = Subscriber(config.broadcast, run_folder)
+
+    async def fetch_weights(available: WeightsAvailable) -> Mapping[str, Any]:
+        return await subscriber.fetch(available) if available.manifest.total_bytes else {}
+
+    try:
+        await run_generator(config, run_folder, connection, clock, fetch_weights)
+    finally:
+        subscriber.close()
+
+
+async def _reward_worker(config: RunConfig, run_folder: Path, connection: Connection, clock: Clock) -> None:
+    from asyncrl.reward.worker import run_reward_worker
+
+    await run_reward_worker(config, run_folder, connection, clock)
+
+
+async def _learner(config: RunConfig, run_folder: Path, connection: Connection, clock: Clock) -> None:
+    from asyncrl.broadcast.publisher import Publisher
+    from asyncrl.learner.worker import run_learner
+
+    loop = asyncio.get_running_loop()
+    task = build_task(config.task, config.seed)
+
+    def announce(available: WeightsAvailable) -> None:
+        loop.call_soon_threadsafe(connection.try_send, available, Lane.CONTROL)
+
+    publisher = Publisher(config.broadcast, run_folder, announce, clock)
+
+    def publish(version: int, named_tensors: Mapping[str, Any], probe: Probe | None) -> float:
+        return publisher.publish(version, named_tensors, probe)
+
+    try:
+        await run_learner(
+            config, run_folder, connection, clock,
+            publish=publish, warm_start_examples=lambda: list(task.worked_examples), alphabet=task.alphabet,
+        )  # fmt: skip
+    finally:
+        publisher.close()
+
+
+Stage = Callable[[RunConfig, Path, Connection, Clock], Awaitable[None]]
+STAGES: dict[ProcessKind, Stage] = {"generator": _generator, "reward": _reward_worker, "learner": _learner}
+
+
+async def run_stage(kind: ProcessKind, name: str, config: RunConfig, run_folder: Path, clock: Clock) -> int:
+    """Connect to the controller, run one stage until it is told to stop, and return the exit code.
+
+    An error of the outside world is told to the controller as a Fault before the process ends.
+    """
+    hello = Hello(PROTOCOL, kind, name, secrets.token_hex(8), os.getpid())
+    address = (run_folder / ENDPOINT_FILE).read_text(encoding="utf-8")
+    connection = await open_connection(address, hello, config.transport, run_folder)
+    try:
+        await STAGES[kind](config, run_folder, connection, clock)
+    except ConnectionClosed:
+        log.info("the controller is gone")
+    except Exception as error:  # noqa: BLE001 - the boundary of a process: whatever it was is told, logged, and ends it
+        await _report_fault(name, error, connection)
+        return EXIT_FAULT
+    finally:
+        await connection.close()
+    return EXIT_OK
+
+
+async def _report_fault(name: str, error: Exception, connection: Connection) -> None:
+    """Tell the controller why this process ends; errors of our own kinds would only come again after a restart."""
+    causes = list(_leaves(error))
+    if all(isinstance(cause, ConnectionClosed) for cause in causes):
+        log.info("the controller is gone")
+        return
+    log.error("%s cannot go on", name, exc_info=error)
+    reason = "; ".join(f"{type(cause).__name__}: {cause}" for cause in causes)
+    fatal = any(isinstance(cause, ConfigError | LearnerError) for cause in causes)
+    connection.try_send(Fault(name, reason, fatal=fatal), Lane.CONTROL)
+    await connection.flush(2.0)
+
+
+def _leaves(error: BaseException) -> Iterator[BaseException]:
+    """Yield the errors inside nested task groups' exceptions."""
+    if isinstance(error, BaseExceptionGroup):
+        for inner in error.exceptions:
+            yield from _leaves(inner)
+    else:
+        yield error
+
+
+# -- entry point ---------------------------------------------------------------------------------------------------------
+
+
+async def _main(kind: ProcessKind, name: str, run_folder: Path) -> int:
+    config = load_config(run_folder / "config.toml")
+    set_up_logging(name, config.observe.log_level)
+    clock = SystemClock()
+    if kind != "controller":
+        from asyncrl.control.parent_watch import ignore_interrupts, watch_parent
+
+        ignore_interrupts()
+        watch_parent()
+        return await run_stage(kind, name, config, run_folder, clock)
+    owner_gone = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGTERM, owner_gone.set)
+    loop.add_signal_handler(signal.SIGINT, lambda: None)
+    await loop.connect_read_pipe(lambda: _EndOfInput(owner_gone), sys.stdin)
+    return EXIT_OK if await run_controller(config, run_folder, clock, owner_gone) else EXIT_FAILED
+
+
+class _EndOfInput(asyncio.Protocol):
+    """Sets an event when standard input ends: whoever held it open is gone."""
+
+    def __init__(self, ended: asyncio.Event) -> None:
+        self._ended = ended
+
+    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - asyncio's signature
+        self._ended.set()
+
+
+def main() -> None:
+    """Run one process of a run: `python -m asyncrl.pipeline KIND NAME RUN_FOLDER`."""
+    kind, name, folder = sys.argv[1:4]
+    try:
+        code = asyncio.run(_main(kind, name, Path(folder)))  # type: ignore[arg-type]
+    except AsyncRLError as error:
+        print(f"asyncrl: {error}", file=sys.stderr)  # noqa: T201 - the log is not set up where the config is wrong
+        code = EXIT_FAILED
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,95 @@
+"""Who may generate when, and for how long nobody did.
+
+`WeightsGate` keeps groups and weight swaps apart where `in_flight_updates` is off; `IdleMeter` measures time without a request.
+Called by generate/worker.py, on its event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from asyncrl.clock import Clock
+
+
+class WeightsGate:
+    """Many groups at once, or one swap; a waiting swap goes before groups that have not started."""
+
+    def __init__(self) -> None:
+        self._changed = asyncio.Condition()
+        self._num_groups = 0
+        self._swap_wanted = False
+
+    @asynccontextmanager
+    async def group(self) -> AsyncIterator[None]:
+        """Hold off swaps; wait for one that is wanted or under way."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: not self._swap_wanted)
+            self._num_groups += 1
+        try:
+            yield
+        finally:
+            self._num_groups -= 1
+            async with self._changed:
+                self._changed.notify_all()
+
+    @asynccontextmanager
+    async def swap(self) -> AsyncIterator[None]:
+        """Hold off new groups and wait until those that run are done."""
+        self._swap_wanted = True
+        try:
+            async with self._changed:
+                await self._changed.wait_for(lambda: self._num_groups == 0)
+            yield
+        finally:
+            self._swap_wanted = False
+            async with self._changed:
+                self._changed.notify_all()
+
+
+class IdleMeter:
+    """Adds up the time in which nothing ran."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._num_running = 0
+        self._since_s = clock.now()
+        self._idle_s = 0.0
+        self._busy_s = 0.0
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing runs now."""
+        return self._num_running == 0
+
+    @property
+    def since_s(self) -> float:
+        """Clock seconds at which it last became idle or busy."""
+        return self._since_s
+
+    def begin(self) -> None:
+        """Note that one more thing runs."""
+        if self._num_running == 0:
+            self._turn()
+        self._num_running += 1
+
+    def end(self) -> None:
+        """Note that one thing is done."""
+        self._num_running -= 1
+        if self._num_running == 0:
+            self._turn(was_idle=False)
+
+    def totals_s(self) -> tuple[float, float]:
+        """Return idle and busy seconds up to now."""
+        now_s = self._clock.now()
+        running_s = now_s - self._since_s
+        return (self._idle_s + running_s, self._busy_s) if self.is_idle else (self._idle_s, self._busy_s + running_s)
+
+    def _turn(self, *, was_idle: bool = True) -> None:
+        now_s = self._clock.now()
+        if was_idle:
+            self._idle_s += now_s - self._since_s
+        else:
+            self._busy_s += now_s - self._since_s
+        self._since_s = now_s

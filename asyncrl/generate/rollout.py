@@ -1,0 +1,121 @@
+"""From a group of work to its samples: tokenise once, submit every member, hand each result on as it finishes.
+
+Invariants:
+- Every member of the work gives exactly one Sample or SampleFailure, whatever the prompt, the tokenizer or the engine does.
+- A sample's ids are those the engine sampled; its text is only for rewards and people.
+- Members are submitted together, so that the engine prefills their prompt once.
+
+Called by generate/worker.py, one call a group.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from asyncrl.clock import Clock
+from asyncrl.errors import GenerationError
+from asyncrl.generate.engine import Engine, EngineRequest, TokenChunk
+from asyncrl.generate.prompt_codec import PromptCodec
+from asyncrl.schema.ids import derive_seed
+from asyncrl.schema.samples import GroupWork, Sample, SampleFailure, ids_to_bytes, logprobs_to_bytes
+
+SendResult = Callable[[Sample | SampleFailure], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """What turns work into samples: an engine, a codec, and where results go."""
+
+    engine: Engine
+    codec: PromptCodec
+    clock: Clock
+    generator: str
+    """Name that samples carry."""
+    send: SendResult
+    count_tokens: Callable[[int], None] = lambda _: None
+    """Told of new tokens as they come, long before their sample is finished."""
+
+    async def run_group(self, work: GroupWork) -> None:
+        """Generate the members that `work` names and send each result; returns once the last one was handed to `send`.
+
+        Raises:
+            ConnectionClosed: From `send`; members still running are aborted then, and likewise on cancellation.
+        """
+        try:
+            prompt_ids = self.codec.encode(work.prompt)
+        except GenerationError as error:
+            for index in work.indices:
+                await self.send(_failure(work, index, str(error)))
+            return
+        async with asyncio.TaskGroup() as members:
+            for index in work.indices:
+                members.create_task(self._run_member(work, index, prompt_ids), name=request_id_of(work, index))
+
+    def abort_group(self, work: GroupWork) -> None:
+        """End the group's members; each becomes a SampleFailure."""
+        for index in work.indices:
+            self.engine.abort(request_id_of(work, index))
+
+    async def _run_member(self, work: GroupWork, index: int, prompt_ids: tuple[int, ...]) -> None:
+        started_s = self.clock.now()
+        try:
+            chunk = await self._complete(_request(work, index, prompt_ids))
+            text = self.codec.decode(chunk.token_ids)
+        except GenerationError as error:
+            await self.send(_failure(work, index, str(error)))
+            return
+        if chunk.finish_reason is None or chunk.finish_reason == "abort":
+            await self.send(_failure(work, index, f"aborted after {len(chunk.token_ids)} tokens"))
+            return
+        await self.send(
+            Sample(
+                group_id=work.group_id,
+                index=index,
+                attempt=work.attempt,
+                prompt_ids=ids_to_bytes(list(prompt_ids)),
+                token_ids=ids_to_bytes(list(chunk.token_ids)),
+                logprobs=logprobs_to_bytes(list(chunk.logprobs)),
+                versions=ids_to_bytes(list(chunk.versions)),
+                finish_reason=chunk.finish_reason,
+                text=text,
+                generator=self.generator,
+                started_s=started_s,
+                finished_s=self.clock.now(),
+                purpose=work.purpose,
+            )
+        )
+
+    async def _complete(self, request: EngineRequest) -> TokenChunk:
+        """Return the whole completion as one chunk."""
+        token_ids: list[int] = []
+        logprobs: list[float] = []
+        versions: list[int] = []
+        finish_reason = None
+        async for chunk in self.engine.submit(request):
+            self.count_tokens(len(chunk.token_ids))
+            token_ids.extend(chunk.token_ids)
+            logprobs.extend(chunk.logprobs)
+            versions.extend(chunk.versions)
+            finish_reason = chunk.finish_reason
+        return TokenChunk(tuple(token_ids), tuple(logprobs), tuple(versions), finish_reason)
+
+
+def request_id_of(work: GroupWork, index: int) -> str:
+    """Return the id under which the engine knows this member in this attempt."""
+    return f"{work.purpose}.g{work.group_id}.{index}.{work.attempt}"
+
+
+def _request(work: GroupWork, index: int, prompt_ids: tuple[int, ...]) -> EngineRequest:
+    return EngineRequest(
+        request_id=request_id_of(work, index),
+        prompt_ids=prompt_ids,
+        sampling=work.sampling,
+        seed=derive_seed(work.seed, work.group_id, index),
+        group_key=f"{work.purpose}.g{work.group_id}",
+    )
+
+
+def _failure(work: GroupWork, index: int, reason: str) -> SampleFailure:
+    return SampleFailure(work.group_id, index, work.attempt, stage="generate", reason=reason, purpose=work.purpose)

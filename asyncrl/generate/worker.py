@@ -1,0 +1,280 @@
+"""The generator process: groups in, samples out, new weights whenever there are some.
+
+Owns the engine from LoadModel to Shutdown, and four loops over one connection:
+- orders (CONTROL): load the model, pause, resume, abort a group, note the newest version, shut down;
+- groups (DATA): one task a group, at most as many as the channel's window; a group is acknowledged when its last result is sent;
+- weights: fetch the newest version announced (those in between are skipped), swap, probe, report VersionLive;
+- heartbeat: what it does or waits for, and its gauges.
+
+Invariant: whatever the prompts, a group ends in results; only a failing engine or weights that do not fit end the process.
+Called by pipeline.py, which binds `fetch_weights` (stages do not import each other).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
+
+from asyncrl.clock import Clock
+from asyncrl.config.run import RunConfig
+from asyncrl.config.stages import FakeEngineConfig
+from asyncrl.errors import BroadcastError, ConnectionClosed
+from asyncrl.generate.activity import IdleMeter, WeightsGate
+from asyncrl.generate.build import start_engine
+from asyncrl.generate.engine import Engine
+from asyncrl.generate.rollout import Rollout
+from asyncrl.schema.control import AbortGroup, EngineReady, Heartbeat, LoadModel, Pause, Resume, Shutdown
+from asyncrl.schema.samples import GroupWork, Sample, SampleFailure, ids_from_bytes, logprobs_from_bytes
+from asyncrl.schema.weights import Probe, VersionLive, WeightsAvailable
+from asyncrl.transport.channel import Connection, Delivery, Lane
+
+if TYPE_CHECKING:
+    import torch
+
+log = logging.getLogger(__name__)
+
+FetchWeights = Callable[[WeightsAvailable], Awaitable[Mapping[str, "torch.Tensor"]]]
+
+
+async def run_generator(
+    config: RunConfig,
+    run_folder: Path,
+    connection: Connection,
+    clock: Clock,
+    fetch_weights: FetchWeights,
+    name: str = "generator-0",
+) -> None:
+    """Serve until Shutdown arrives or the connection closes.
+
+    Args:
+        config: Of the run.
+        run_folder: Of the run; unused here, part of every process's signature.
+        connection: To the controller.
+        clock: Times samples and heartbeats.
+        fetch_weights: Returns the tensors of a version, whole and verified, or raises BroadcastError when it is gone.
+        name: This process's name, as it said at hello.
+
+    Raises:
+        GenerationError: The model cannot be loaded, or a version's weights do not fit it.
+        ConfigError: The configured engine is not built.
+    """
+    del run_folder
+    worker = GeneratorWorker(config, connection, clock, fetch_weights, name)
+    try:
+        await worker.run()
+    except BaseExceptionGroup as group:
+        faults = group.split(ConnectionClosed)[1]
+        if faults is not None:
+            raise _first_of(faults) from group
+        log.info("the connection to the controller is closed")
+    finally:
+        await worker.close()
+
+
+class GeneratorWorker:
+    """One generator's state and loops; `run_generator` is the way in."""
+
+    def __init__(self, config: RunConfig, connection: Connection, clock: Clock, fetch_weights: FetchWeights, name: str) -> None:
+        self._config = config
+        self._connection = connection
+        self._clock = clock
+        self._fetch_weights = fetch_weights
+        self._name = name
+        self._rollout: Rollout | None = None
+        self._is_ready = asyncio.Event()
+        self._newest: WeightsAvailable | None = None
+        self._weights_news = asyncio.Event()
+        self._gate = WeightsGate()
+        self._idle = IdleMeter(clock)
+        self._work: dict[int, GroupWork] = {}
+        self._is_paused = False
+        self._num_tokens = 0
+        self._process = psutil.Process()
+
+    async def run(self) -> None:
+        """Run the four loops until the orders end."""
+        async with asyncio.TaskGroup() as loops:
+            background = [
+                loops.create_task(self._serve_groups(), name="groups"),
+                loops.create_task(self._follow_weights(), name="weights"),
+                loops.create_task(self._beat(), name="heartbeat"),
+            ]
+            try:
+                await self._obey()
+            finally:
+                for loop in background:
+                    loop.cancel()
+
+    async def close(self) -> None:
+        """Close the engine, if there is one."""
+        if self._rollout is not None:
+            await self._rollout.engine.close()
+
+    async def _obey(self) -> None:
+        """Carry out orders until Shutdown."""
+        while True:
+            delivery = await self._connection.receive(Lane.CONTROL)
+            match delivery.message:
+                case LoadModel(model_folder=folder):
+                    await self._load(Path(folder))
+                case WeightsAvailable() as available:
+                    if self._newest is None or available.version > self._newest.version:
+                        self._newest = available
+                        self._weights_news.set()
+                case Pause():
+                    await self._set_paused(True)
+                case Resume():
+                    await self._set_paused(False)
+                case AbortGroup(group_id=group_id):
+                    if self._rollout is not None and group_id in self._work:
+                        self._rollout.abort_group(self._work[group_id])
+                case Shutdown(reason=reason):
+                    log.info("shutting down: %s", reason or "asked to")
+                    delivery.ack()
+                    return
+                case other:
+                    log.warning("a generator has no use for %s", type(other).__name__)
+            delivery.ack()
+
+    async def _load(self, folder: Path) -> None:
+        if self._rollout is None:
+            engine, codec = await start_engine(self._config, folder, self._clock)
+            self._rollout = Rollout(engine, codec, self._clock, self._name, self._send_result, self._count_tokens)
+            if self._is_paused:
+                await engine.pause()
+            self._is_ready.set()
+            log.info("engine ready with %d slots, model from %s", engine.num_slots, folder)
+        engine = self._rollout.engine
+        await self._connection.send(EngineReady(self._name, engine.num_slots, engine.version), Lane.CONTROL)
+
+    async def _set_paused(self, paused: bool) -> None:
+        self._is_paused = paused
+        if self._rollout is not None:
+            await (self._rollout.engine.pause() if paused else self._rollout.engine.resume())
+
+    async def _serve_groups(self) -> None:
+        await self._is_ready.wait()
+        async with asyncio.TaskGroup() as groups:
+            while True:
+                delivery = await self._connection.receive(Lane.DATA)
+                if isinstance(delivery.message, GroupWork):
+                    work = delivery.message
+                    groups.create_task(self._serve_group(work, delivery), name=f"group-{work.group_id}")
+                else:
+                    log.warning("a generator has no use for %s", type(delivery.message).__name__)
+                    delivery.ack()
+
+    async def _serve_group(self, work: GroupWork, delivery: Delivery) -> None:
+        assert self._rollout is not None
+        self._work[work.group_id] = work
+        try:
+            if self._config.generate.in_flight_updates:
+                await self._roll_out(self._rollout, work)
+            else:
+                async with self._gate.group():
+                    await self._roll_out(self._rollout, work)
+        finally:
+            if self._work.get(work.group_id) is work:
+                del self._work[work.group_id]
+        delivery.ack()
+
+    async def _roll_out(self, rollout: Rollout, work: GroupWork) -> None:
+        self._idle.begin()
+        try:
+            await rollout.run_group(work)
+        finally:
+            self._idle.end()
+
+    async def _send_result(self, result: Sample | SampleFailure) -> None:
+        await self._connection.send(result, Lane.DATA)
+
+    def _count_tokens(self, num_tokens: int) -> None:
+        self._num_tokens += num_tokens
+
+    async def _follow_weights(self) -> None:
+        """Take the newest version whenever there is a newer one."""
+        await self._is_ready.wait()
+        assert self._rollout is not None
+        engine = self._rollout.engine
+        while True:
+            await self._weights_news.wait()
+            self._weights_news.clear()
+            available = self._newest
+            if available is not None and available.version > engine.version:
+                await self._take(engine, available)
+
+    async def _take(self, engine: Engine, available: WeightsAvailable) -> None:
+        before_s = self._clock.now()
+        try:
+            tensors = await self._fetch_weights(available)
+        except BroadcastError as error:
+            log.warning("version %d was not fetched, the newest will be: %s", available.version, error)
+            return
+        fetch_ms = (self._clock.now() - before_s) * 1000
+        kv = self._config.generate.kv
+        if self._config.generate.in_flight_updates:
+            swap_ms = await engine.load_weights(available.version, tensors, kv)
+        else:
+            async with self._gate.swap():
+                swap_ms = await engine.load_weights(available.version, tensors, kv)
+        live_s = self._clock.now()
+        probe_error = await self._probe_error(engine, available.probe)
+        await self._connection.send(
+            VersionLive(available.version, self._name, live_s, fetch_ms, swap_ms, probe_error), Lane.CONTROL
+        )
+
+    async def _probe_error(self, engine: Engine, probe: Probe | None) -> float:
+        """Return how far the engine's probe logprobs are from the learner's; -1 where there is nothing to compare."""
+        if probe is None or isinstance(self._config.generate.engine, FakeEngineConfig):
+            return -1.0
+        ours = await engine.score(ids_from_bytes(probe.token_ids).tolist())
+        error = max((abs(a - b) for a, b in zip(ours, logprobs_from_bytes(probe.logprobs).tolist(), strict=True)), default=0.0)
+        if error > self._config.broadcast.probe_tolerance:
+            log.warning(
+                "probe logprobs are %.4f from the learner's (broadcast.probe_tolerance is %.4f): wrong weights or precision",
+                error,
+                self._config.broadcast.probe_tolerance,
+            )
+        return error
+
+    async def _beat(self) -> None:
+        while True:
+            waiting_for = self._waiting_for()
+            idle_s, busy_s = self._idle.totals_s()
+            rollout = self._rollout
+            gauges = {
+                "process/tokens_generated": float(self._num_tokens),
+                "process/requests_running": float(rollout.engine.num_running if rollout is not None else 0),
+                "process/idle_s": idle_s,
+                "process/busy_s": busy_s,
+                "process/resident_bytes": float(self._process.memory_info().rss),
+                "process/version": float(rollout.engine.version if rollout is not None else -1),
+            }
+            since_s = self._idle.since_s if waiting_for else 0.0
+            beat = Heartbeat(self._name, self._clock.now(), waiting_for, since_s, gauges)
+            self._connection.try_send(beat, Lane.CONTROL)
+            await self._clock.sleep(self._config.supervision.heartbeat_s)
+
+    def _waiting_for(self) -> str:
+        if self._rollout is None:
+            return "a model to load"
+        if self._is_paused:
+            return "resume"
+        if self._work and self._idle.is_idle:
+            return "a weight swap to end"
+        if self._idle.is_idle:
+            return "weights of version 0" if self._rollout.engine.version < 0 else "a group"
+        return ""
+
+
+def _first_of(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """Return the first error inside: the one whose message helps."""
+    first: BaseException = group
+    while isinstance(first, BaseExceptionGroup):
+        first = first.exceptions[0]
+    return first

@@ -1,0 +1,164 @@
+"""Whole runs through the Python API: real processes, real sockets, a real model."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+
+import pytest
+from conftest import recorded_pids
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import asyncrl
+from asyncrl.buffer.ledger_reader import LedgerReader
+from asyncrl.schema.status import RunStatus
+
+pytestmark = pytest.mark.timeout(240)
+
+
+async def _finish(run: asyncrl.Run) -> tuple[list[asyncrl.StepReport], RunStatus]:
+    reports = [report async for report in run.steps()]
+    return reports, await run.status()
+
+
+def _balanced(status: RunStatus) -> bool:
+    groups = dict(status.groups)
+    return groups.pop("issued") == sum(groups.values())
+
+
+async def test_a_run_trains_every_step_and_leaves_what_it_promises(tiny):
+    async with asyncrl.Run(tiny()) as run:
+        reports, status = await _finish(run)
+        evaluations = await run.evaluations()
+    assert [report.version for report in reports] == [1, 2, 3, 4, 5]
+    assert max(report.staleness_max for report in reports) <= 2
+    assert status.phase == "stopped", status.reason
+    assert status.groups["trained"] == 5 * 4
+    assert _balanced(status)
+    assert [evaluation.version for evaluation in evaluations] == [0, 5]
+    assert AutoModelForCausalLM.from_pretrained(status.checkpoint).config.hidden_size == 32
+    assert AutoTokenizer.from_pretrained(status.checkpoint)("1+2=")["input_ids"]
+    names = {path.name for path in run.run_folder.iterdir()}
+    assert {"reward.png", "timeline.png", "metrics.jsonl", "steps.jsonl", "eval.jsonl", "ledger.sqlite", "config.toml"} <= names
+    assert "api.json" not in names
+    metrics = [json.loads(line) for line in (run.run_folder / "metrics.jsonl").read_text().splitlines()]
+    assert metrics
+
+
+async def test_pause_holds_the_version_and_resume_goes_on(tiny):
+    async with asyncrl.Run(tiny(num_steps=30, eval__at_start=False)) as run:
+        steps = run.steps()
+        await anext(steps)
+        paused = await run.pause()
+        assert paused.phase == "paused"
+        async with asyncio.timeout(60):
+            while (await run.status()).processes[0].waiting_for == "":
+                await asyncio.sleep(0.05)
+        held = (await run.status()).version
+        await asyncio.sleep(1.0)
+        assert (await run.status()).version == held
+        await run.resume()
+        async with asyncio.timeout(60):
+            async for report in steps:
+                if report.version > held + 1:
+                    break
+        await run.drain()
+
+
+async def test_another_process_can_join_and_drain_a_run(tiny):
+    async with asyncrl.Run(tiny(num_steps=10_000, eval__at_start=False, eval__at_end=False)) as run:
+        async with asyncrl.connect(run.run_folder) as guest:
+            async for report in guest.steps():
+                if report.version >= 2:
+                    break
+            folder = await guest.checkpoint()
+            assert AutoModelForCausalLM.from_pretrained(folder)
+            ended = await guest.drain()
+        assert ended.phase == "stopped"
+        assert _balanced(ended)
+
+
+async def test_a_cancelled_run_leaves_nothing_behind(tiny):
+    async def train() -> None:
+        async with asyncrl.Run(tiny(num_steps=10_000)) as run:
+            async for _ in run.steps():
+                started.set()
+
+    started = asyncio.Event()
+    async with asyncio.TaskGroup() as group:
+        task = group.create_task(train())
+        await asyncio.wait_for(started.wait(), 120)
+        task.cancel()
+
+
+@pytest.mark.parametrize("victim", ["generator-0", "reward-0", "learner"])
+async def test_a_killed_process_is_replaced_and_the_run_finishes(tiny, victim):
+    async with asyncrl.Run(tiny(num_steps=12, generate__num_workers=2, eval__at_start=False, eval__at_end=False)) as run:
+        seen = {}
+        async for report in run.steps():
+            seen[report.version] = report
+            if report.version == 4 and victim not in seen:
+                seen[victim] = os.kill(recorded_pids(run.run_folder)[victim], signal.SIGKILL)
+        status = await run.status()
+    assert status.phase == "stopped", status.reason
+    assert status.version == 12
+    assert _balanced(status)
+    assert {process.name: process.deaths for process in status.processes}[victim] == 1
+    with LedgerReader(run.run_folder / "ledger.sqlite") as ledger:
+        trained = [group_id for step in ledger.steps() for group_id in step.group_ids]
+    assert len(trained) == len(set(trained)) == 12 * 4
+
+
+async def test_a_run_killed_outright_resumes_and_trains_no_group_twice(tiny):
+    config = tiny(num_steps=8, eval__at_start=False, eval__at_end=False)
+    async with asyncrl.Run(config) as run:
+        async for report in run.steps():
+            if report.version == 5:
+                break
+        for pid in [json.loads((run.run_folder / "api.json").read_text())["pid"], *recorded_pids(run.run_folder).values()]:
+            os.kill(pid, signal.SIGKILL)
+    async with asyncrl.Run(resume=run.run_folder) as again:
+        reports, status = await _finish(again)
+    assert status.phase == "stopped", status.reason
+    assert status.version == 8
+    assert _balanced(status)
+    assert {report.version for report in reports} == set(range(1, 9))
+    with LedgerReader(run.run_folder / "ledger.sqlite") as ledger:
+        trained = [group_id for step in ledger.steps() for group_id in step.group_ids]
+    assert len(trained) == len(set(trained)) == 8 * 4
+
+
+async def test_a_reward_that_raises_fails_its_samples_and_the_run_goes_on(tiny, tmp_path):
+    (tmp_path / "my_reward.py").write_text(
+        "def sometimes(prompt, text):\n"
+        "    if prompt.prompt_id.endswith(('3', '7')):\n"
+        "        raise ValueError('not this one')\n"
+        "    return float(text.strip() == prompt.answer)\n"
+    )
+    functions = [{"kind": "python", "path": f"{tmp_path / 'my_reward.py'}:sometimes"}]
+    async with asyncrl.Run(tiny(reward__functions=functions, buffer__reissue_dropped=False)) as run:
+        _, status = await _finish(run)
+    assert status.phase == "stopped", status.reason
+    assert status.groups["trained"] == 20
+    assert _balanced(status)
+
+
+async def test_too_many_deaths_end_the_run_with_the_reason(tiny):
+    settings = {"kind": "pretrained", "path": "/nowhere/at/all"}
+    async with asyncrl.Run(tiny(model=settings)) as run:
+        with pytest.raises(asyncrl.RunError, match="nowhere"):
+            await run.wait()
+
+
+def test_a_folder_that_holds_a_run_is_not_overwritten(tiny, tmp_path):
+    (tmp_path / "tiny").mkdir()
+    (tmp_path / "tiny" / "config.toml").write_text("")
+
+    async def start() -> None:
+        async with asyncrl.Run(tiny()):
+            pass
+
+    with pytest.raises(asyncrl.ConfigError, match="already holds a run"):
+        asyncio.run(start())

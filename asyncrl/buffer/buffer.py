@@ -1,18 +1,71 @@
-"""The buffer as the controller sees it. (Signatures first; bodies follow.)
+"""The buffer as the controller sees it: decisions (state), books (ledger) and payloads in memory, joined.
 
-Every method returns at once. `on_committed` is called on the event loop once the ledger holds what the call recorded.
+Invariants: whatever the state machine decides is in the same unit of the ledger as what caused it; `on_committed` runs once that
+unit is on disk, on the event loop, and only then is a message acknowledged or a batch sent. At most (eta + 1) x B groups of payloads
+are in memory, besides those of steps taken and not yet trained. Samples that are not what they say are refused with a reason and
+never raise into the run.
+
+Nothing here waits, except `write` of a ledger that falls behind. Called by the controller (control/), the transport bench and
+plan/simulate.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
-from asyncrl.buffer.events import BufferInstruction
-from asyncrl.schema.samples import Prompt, Sample, SampleFailure, Score, ScoredGroup, ScoreRequest
+import msgspec
 
-OnCommitted = Callable[[], None]
+from asyncrl.buffer.events import (
+    BufferEvent,
+    BufferInstruction,
+    ExternalGroupAdded,
+    GeneratorGone,
+    GroupDropped,
+    GroupIssued,
+    GroupMoved,
+    GroupPlaced,
+    LearnerRestarted,
+    NotEnough,
+    Reissue,
+    ReturnPrompt,
+    SampleFailed,
+    SampleFinished,
+    SampleScored,
+    StepsForgotten,
+    StepTrained,
+    TakeGroups,
+    TakeStep,
+    Wait,
+)
+from asyncrl.buffer.ledger import CallSoon, SqliteLedger
+from asyncrl.buffer.records import (
+    FailureRecord,
+    ForgetRecord,
+    IssuedRecord,
+    Ledger,
+    MemoryLedger,
+    MovedRecord,
+    OnCommitted,
+    PlacedRecord,
+    Record,
+    RestartedRecord,
+    SampleRecord,
+    ScoreRecord,
+    StepParams,
+    TakenRecord,
+    TrainedRecord,
+)
+from asyncrl.buffer.restore import HeldGroup, Restored, restore
+from asyncrl.buffer.staleness import StalenessFigures, VersionCounts, staleness_figures
+from asyncrl.buffer.state import BufferLimits, BufferState, Counts
+from asyncrl.buffer.validate import SampleRefusedError, examine
+from asyncrl.config.run import RunConfig
+from asyncrl.errors import LedgerError
+from asyncrl.schema.samples import Prompt, Sample, SampleFailure, Score, ScoredGroup, ScoredSample, ScoreRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,76 +79,510 @@ class WorkOrder:
 
 
 @dataclass(frozen=True, slots=True)
-class Receipt:
-    """What became of a sample, a score or a failure. `stored` and `refused` may carry instructions; ack in every case."""
+class ReturnedPrompt:
+    """A prompt to be issued again: pass `replaces` on to `issue`."""
 
-    status: Literal["stored", "duplicate", "refused"]
-    reason: str = ""
-    instructions: Sequence[BufferInstruction] = ()
+    prompt: Prompt
+    replaces: int
 
 
 @dataclass(frozen=True, slots=True)
-class StalenessFigures:
-    """See buffer/staleness.py."""
+class Receipt:
+    """What became of something that came in; `on_committed` runs in every case, so acknowledge there and nowhere else."""
+
+    status: Literal["stored", "duplicate", "refused"]
+    reason: str = ""
+    """Of `refused`."""
+    instructions: Sequence[BufferInstruction] = ()
+    """Also with `refused`: the member of an invalid sample has failed."""
+    group_id: int = -1
+    """With `submit_group`: the id the group was given."""
 
 
 @dataclass(frozen=True, slots=True)
 class TakenStep:
-    """One step's groups, to be packed: packing.tensors.pack_step(step, groups, ...)."""
+    """One step's groups, by group id, to be packed with these very parameters."""
 
     step: int
     groups: tuple[ScoredGroup, ...]
-    mask_below: int
-    tokens_per_row: int
-    temperature: float
+    params: StepParams
     replay: bool
     staleness: StalenessFigures
     instructions: Sequence[BufferInstruction] = ()
+    """Groups dropped on the way."""
 
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """Why there is no step yet."""
+    """Why there is no step yet; ask again when a group became ready or failed."""
 
     step: int
     reason: str
     group_ids: tuple[int, ...] = ()
+    """The groups it waits for, where it waits for certain ones."""
     instructions: Sequence[BufferInstruction] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Counts:
-    """Groups per state; `issued` is the sum of all."""
-
-    issued: int
-    running: int
-    scoring: int
-    ready: int
-    taken: int
-    trained: int
-    dropped: dict[str, int] = field(default_factory=dict)
-    failed: dict[str, int] = field(default_factory=dict)
-
-
 class Buffer:
-    """State, ledger and payloads joined."""
+    """State, ledger and payloads of one run.
 
-    def issue(self, prompt: Prompt, generator: str, version: int, now: float, *, cursor: int = 0) -> WorkOrder: ...
-    def reissue(self, group_id: int, generator: str, version: int, now: float) -> WorkOrder | None: ...
-    def add_sample(self, sample: Sample, now: float, on_committed: OnCommitted | None = None) -> Receipt: ...
-    def add_score(self, score: Score, now: float, on_committed: OnCommitted | None = None) -> Receipt: ...
-    def add_failure(self, failure: SampleFailure, now: float, on_committed: OnCommitted | None = None) -> Receipt: ...
-    def submit_group(self, prompt: Prompt, samples: Sequence[Sample], submitter: str, now: float) -> Receipt: ...
-    def score_request(self, group_id: int, index: int) -> ScoreRequest: ...
-    def outstanding_scores(self) -> list[ScoreRequest]: ...
-    def version_published(self, version: int) -> None: ...
-    def take(self, step: int, now: float, on_committed: OnCommitted | None = None) -> TakenStep | Waiting: ...
-    def mark_trained(self, step: int, now: float, on_committed: OnCommitted | None = None) -> Sequence[BufferInstruction]: ...
-    def learner_restarted(self, version: int, now: float) -> tuple[int, ...]: ...
-    def generator_lost(self, name: str, now: float) -> Sequence[BufferInstruction]: ...
-    def next_returned_prompt(self) -> Prompt | None: ...
-    def forget(self, before_step: int) -> None: ...
-    def counts(self) -> Counts: ...
-    def check(self) -> None: ...
-    async def flush(self, timeout_s: float) -> bool: ...
-    def close(self) -> None: ...
+    Args:
+        state: The machine; already restored where the ledger holds something.
+        ledger: The books.
+        tokens_per_row: Row budget recorded with each step; longer samples are refused.
+        temperature: Recorded with each step.
+        restored: What the ledger held besides the state.
+
+    Example:
+        >>> from asyncrl.schema.samples import Prompt
+        >>> buffer = Buffer(BufferState(BufferLimits(groups_per_step=1, max_staleness=0)), MemoryLedger())
+        >>> buffer.issue(Prompt("p0"), "generator-0", version=0, group_size=4, now=0.0).indices
+        (0, 1, 2, 3)
+    """
+
+    def __init__(
+        self,
+        state: BufferState,
+        ledger: Ledger,
+        *,
+        tokens_per_row: int = 0,
+        temperature: float = 1.0,
+        restored: Restored | None = None,
+    ) -> None:
+        self.state = state
+        self.ledger = ledger
+        self._tokens_per_row = tokens_per_row
+        self._temperature = temperature
+        restored = restored or Restored({}, {}, {}, newest_version=0, cursor=0)
+        self._held = restored.held
+        self._returned = restored.returned
+        self._params = restored.step_params
+        self._taken: dict[int, tuple[ScoredGroup, ...]] = {}
+        self.newest_version = restored.newest_version
+        """No sample can hold a token of a later version."""
+        self.cursor = restored.cursor
+        """Where the prompt source stands."""
+
+    # -- generation ------------------------------------------------------------------------------------------------------
+
+    def issue(
+        self,
+        prompt: Prompt,
+        generator: str,
+        *,
+        version: int,
+        group_size: int,
+        now: float,
+        cursor: int | None = None,
+        replaces: int | None = None,
+    ) -> WorkOrder:
+        """Enter a new group, after admission said so.
+
+        Args:
+            prompt: What is to be answered.
+            generator: Who gets it.
+            version: Live on that generator.
+            group_size: Members.
+            now: Clock seconds.
+            cursor: Where the prompt source stands after this prompt; None: unchanged.
+            replaces: Where `prompt` is that of `returned_prompt()`, its group.
+
+        Raises:
+            AssertionError: There is no place for a group of that version; admission is broken.
+        """
+        assert self.state.has_place(version), f"no place for a group of version {version}: {self.counts()}"
+        self.cursor = self.cursor if cursor is None else cursor
+        self.newest_version = max(self.newest_version, version)
+        retries = self.state.returned.get(replaces, 0) if replaces is not None else 0
+        group_id = self.state.next_group_id
+        self.state.handle(GroupIssued(group_id, prompt.prompt_id, group_size, generator, version, replaces), now)
+        if replaces is not None:
+            self._returned.pop(replaces, None)
+        self._held[group_id] = HeldGroup(prompt)
+        record = IssuedRecord(group_id, prompt, generator, version, group_size, now, retries, replaces, self.cursor)
+        self.ledger.write((record,))
+        return WorkOrder(group_id, 0, prompt, tuple(range(group_size)))
+
+    def reissue(self, group_id: int, generator: str, *, version: int, now: float) -> WorkOrder | None:
+        """Hand the missing members of a group out again; None where none is missing any more."""
+        group = self.state.groups.get(group_id)
+        if group is None or group.state != "running":
+            return None
+        self.state.handle(GroupPlaced(group_id, generator, version), now)
+        self.ledger.write((PlacedRecord(group_id, generator, version, group.attempt, now),))
+        return WorkOrder(group_id, group.attempt, self._held[group_id].prompt, group.pending)
+
+    def generator_lost(self, name: str, now: float) -> Sequence[BufferInstruction]:
+        """Note a generator's death; `Reissue` for what to hand out again, `GroupMoved` for what could not be saved."""
+        lost = [group for group in self.state.groups.values() if group.state == "running" and group.generator == name]
+        failing = {group.group_id: (group.pending, group.attempt) for group in lost}
+        instructions = self.state.handle(GeneratorGone(name), now)
+        saved = {instruction.group_id for instruction in instructions if isinstance(instruction, Reissue)}
+        reason = f"generator {name} died once too often"
+        failures: list[Record] = [
+            FailureRecord(group_id, index, attempt, "generate", reason, now)
+            for group_id, (indices, attempt) in failing.items()
+            if group_id not in saved
+            for index in indices
+        ]
+        self._write(failures, instructions, now)
+        return instructions
+
+    def version_published(self, version: int) -> None:
+        """Note that samples may hold tokens of this version from now on."""
+        self.newest_version = max(self.newest_version, version)
+
+    def returned_prompt(self) -> ReturnedPrompt | None:
+        """Return the prompt that should be issued next because its group was dropped or failed; stays until it is issued."""
+        for group_id, prompt in self._returned.items():
+            return ReturnedPrompt(prompt, group_id)
+        return None
+
+    def unplaced(self) -> list[Reissue]:
+        """Return what is with no generator and must be handed out again (after a resume), oldest first."""
+        return self.state.unplaced()
+
+    # -- samples and scores ----------------------------------------------------------------------------------------------
+
+    def add_sample(self, sample: Sample, now: float, on_committed: OnCommitted | None = None) -> Receipt:
+        """Hold a generated member and ask for its score.
+
+        An invalid sample of a member that is still awaited fails that member, with the reason; the group goes on without it.
+        """
+        standing = self.state.member_state(sample.group_id, sample.index)
+        if standing != "pending":
+            return self._not_wanted(sample.group_id, sample.index, standing, on_committed)
+        try:
+            counts = examine(sample, newest_version=self.newest_version, max_tokens=self._tokens_per_row)
+        except SampleRefusedError as error:
+            reason = f"invalid sample from {sample.generator}: {error}"
+            failure = SampleFailure(sample.group_id, sample.index, sample.attempt, "generate", reason)
+            instructions = self._fail(failure, now, on_committed)
+            return Receipt("refused", reason, instructions)
+        instructions = self.state.handle(SampleFinished(sample.group_id, sample.index, counts), now)
+        self._held[sample.group_id].samples[sample.index] = sample
+        self._write([SampleRecord(sample, counts[0][0], counts[-1][0], now)], instructions, now, on_committed)
+        return Receipt("stored", instructions=instructions)
+
+    def add_score(self, score: Score, now: float, on_committed: OnCommitted | None = None) -> Receipt:
+        """Enter a reward, or why there is none."""
+        standing = self.state.member_state(score.group_id, score.index)
+        if standing != "generated":
+            return self._not_wanted(score.group_id, score.index, standing, on_committed)
+        error = score.error or ("" if math.isfinite(score.reward) else f"the reward is {score.reward}")
+        if error:
+            failure = SampleFailure(score.group_id, score.index, score.attempt, "reward", error)
+            return Receipt("stored", instructions=self._fail(failure, now, on_committed))
+        held = self._held[score.group_id]
+        held.scored[score.index] = ScoredSample(held.samples[score.index], score.reward, score.parts)
+        instructions = self.state.handle(SampleScored(score.group_id, score.index), now)
+        self._write([ScoreRecord(score, now)], instructions, now, on_committed)
+        return Receipt("stored", instructions=instructions)
+
+    def add_failure(self, failure: SampleFailure, now: float, on_committed: OnCommitted | None = None) -> Receipt:
+        """Enter that a member will never be trained."""
+        standing = self.state.member_state(failure.group_id, failure.index)
+        if standing not in {"pending", "generated"}:
+            return self._not_wanted(failure.group_id, failure.index, standing, on_committed)
+        return Receipt("stored", instructions=self._fail(failure, now, on_committed))
+
+    def submit_group(
+        self, prompt: Prompt, samples: Sequence[Sample], submitter: str, now: float, on_committed: OnCommitted | None = None
+    ) -> Receipt:
+        """Take in a whole group that outside code generated; it is checked and scored like any other.
+
+        Group id and member indices in `samples` are replaced by new ones; the receipt names the group. It is refused, with
+        nothing changed, where a sample is invalid or where there is no place for a group as old as that.
+        """
+        try:
+            counts = [examine(sample, newest_version=self.newest_version, max_tokens=self._tokens_per_row) for sample in samples]
+        except SampleRefusedError as error:
+            return Receipt("refused", f"invalid sample from {submitter}: {error}")
+        if not samples or len({sample.prompt_ids for sample in samples}) != 1:
+            return Receipt("refused", f"a group is 1 or more samples of one prompt; got {len(samples)} samples")
+        oldest = min(each[0][0] for each in counts)
+        if not self.state.has_place(oldest):
+            return Receipt("refused", f"no place for a group with tokens of version {oldest} now; try again after the next step")
+        instructions, group_id = self._enter_external(prompt, samples, counts, submitter, now, on_committed)
+        return Receipt("stored", instructions=instructions, group_id=group_id)
+
+    def score_request(self, group_id: int, index: int) -> ScoreRequest:
+        """Return the message that asks a reward worker for a member's score."""
+        held = self._held[group_id]
+        sample = held.samples[index]
+        return ScoreRequest(
+            group_id,
+            index,
+            sample.attempt,
+            held.prompt,
+            sample.text,
+            sample.finish_reason,
+            sample.num_tokens,
+            sample.purpose,
+        )
+
+    def outstanding_scores(self) -> list[ScoreRequest]:
+        """Return a request for every member that is generated and not scored (after a resume, or when all reward workers died)."""
+        return [self.score_request(member.group_id, member.index) for member in self.state.unscored()]
+
+    # -- steps -----------------------------------------------------------------------------------------------------------
+
+    def take(self, step: int, now: float, on_committed: OnCommitted | None = None) -> TakenStep | Waiting:
+        """Take the groups of `step`, or say what it waits for.
+
+        Args:
+            step: The next one, or one of `learner_restarted`'s, which gives the very same groups again.
+            now: Clock seconds.
+            on_committed: Send the batch to the learner only from here: a step that is trained must be in the books.
+
+        Raises:
+            LedgerError: A step to be repeated has lost its payloads.
+        """
+        *dropped, decision = self.state.handle(TakeStep(step), now)
+        if isinstance(decision, TakeGroups):
+            if decision.repeat:
+                return self._repeat(decision, on_committed)
+            return self._first_take(decision, dropped, now, on_committed)
+        if dropped:
+            self._write([], dropped, now)
+        if isinstance(decision, Wait):
+            return Waiting(step, decision.reason, decision.group_ids, dropped)
+        assert isinstance(decision, NotEnough)
+        return Waiting(step, f"{decision.have} of {decision.need} groups are ready for step {step}", (), dropped)
+
+    def mark_trained(self, step: int, now: float, on_committed: OnCommitted | None = None) -> Sequence[BufferInstruction]:
+        """Note that the optimizer step is done; harmless when repeated."""
+        instructions = self.state.handle(StepTrained(step), now)
+        self._taken.pop(step, None)
+        group_ids = tuple(moved.group_id for moved in instructions if isinstance(moved, GroupMoved))
+        self.ledger.write((TrainedRecord(step, group_ids, now),) if group_ids else (), on_committed)
+        return instructions
+
+    def learner_restarted(self, version: int, now: float) -> tuple[int, ...]:
+        """Note that the learner stands at `version` (at the start, after a resume, after its death).
+
+        Returns:
+            The steps to take again, in order, before any new one; empty at a fresh start.
+
+        Raises:
+            LedgerError: The checkpoint and the ledger do not belong together.
+        """
+        first, last = min(self.state.steps, default=self.state.next_step), self.state.next_step
+        if not first <= version <= last:
+            raise LedgerError(
+                f"the learner stands at version {version}, but the ledger can repeat steps {first} to {last - 1} and go on from {last}: "
+                f"the checkpoint is not of this run, or older than the oldest one kept"
+            )
+        self.state.handle(LearnerRestarted(version), now)
+        if last:
+            self.ledger.write((RestartedRecord(version, now),))
+        self.newest_version = max(self.newest_version, version)
+        return self.state.steps_to_repeat()
+
+    def drop_group(self, group_id: int, reason: str, now: float) -> Sequence[BufferInstruction]:
+        """Drop a live group on somebody's decision; the reason goes into the books."""
+        instructions = self.state.handle(GroupDropped(group_id, reason), now)
+        self._write([], instructions, now)
+        return instructions
+
+    def forget(self, before_step: int, now: float) -> None:
+        """Let go of payloads of steps before this one: call with the version of the OLDEST checkpoint kept."""
+        self.state.handle(StepsForgotten(before_step), now)
+        for step in [step for step in self._params if step < before_step]:
+            del self._params[step]
+        self.ledger.write((ForgetRecord(before_step),))
+
+    # -- the books -------------------------------------------------------------------------------------------------------
+
+    def counts(self) -> Counts:
+        """Return the groups per state."""
+        return self.state.counts()
+
+    def check(self) -> None:
+        """Compare state, payloads and ledger; waits for the ledger to catch up.
+
+        Raises:
+            AssertionError: They do not say the same: something was lost or counted twice.
+        """
+        self.state.check_invariants()
+        assert self._held.keys() == self.state.groups.keys(), "payloads are held of other groups than the live ones"
+        self.ledger.sync()
+        counts = self.counts()
+        expected = {
+            "running": counts.running,
+            "scoring": counts.scoring,
+            "ready": counts.ready,
+            "taken": counts.taken,
+            "trained": counts.trained,
+            "dropped": sum(counts.dropped.values()),
+            "failed": sum(counts.failed.values()),
+        }
+        on_disk = self.ledger.state_counts()
+        assert on_disk == {state: count for state, count in expected.items() if count}, f"ledger has {on_disk}, state {expected}"
+
+    def close(self) -> None:
+        """Commit everything and release the ledger."""
+        self.ledger.close()
+
+    # -- inside ----------------------------------------------------------------------------------------------------------
+
+    def _not_wanted(self, group_id: int, index: int, standing: str, on_committed: OnCommitted | None) -> Receipt:
+        self.ledger.write((), on_committed)
+        if standing == "unknown":
+            return Receipt("refused", f"there is no member g{group_id}.{index}")
+        if standing == "pending":
+            return Receipt("refused", f"g{group_id}.{index} has no sample yet that could be scored")
+        return Receipt("duplicate")
+
+    def _fail(self, failure: SampleFailure, now: float, on_committed: OnCommitted | None) -> Sequence[BufferInstruction]:
+        instructions = self.state.handle(SampleFailed(failure.group_id, failure.index, failure.reason), now)
+        record = FailureRecord(failure.group_id, failure.index, failure.attempt, failure.stage, failure.reason, now)
+        self._write([record], instructions, now, on_committed)
+        held = self._held.get(failure.group_id)
+        if held is not None:
+            held.samples.pop(failure.index, None)
+        return instructions
+
+    def _write(
+        self,
+        records: list[Record],
+        instructions: Sequence[BufferInstruction],
+        now: float,
+        on_committed: OnCommitted | None = None,
+    ) -> None:
+        """Write what happened and the moves that follow from it as one unit; let go of payloads of groups that are over."""
+        for instruction in instructions:
+            if isinstance(instruction, GroupMoved):
+                records.append(self._moved_record(instruction, now))
+        if records or on_committed is not None:
+            self.ledger.write(records, on_committed)
+
+    def _moved_record(self, moved: GroupMoved, now: float) -> MovedRecord:
+        returns = -1
+        if moved.after in {"dropped", "failed"}:
+            held = self._held.pop(moved.group_id)
+            returns = self.state.returned.get(moved.group_id, -1)
+            if returns >= 0:
+                self._returned[moved.group_id] = held.prompt
+        return MovedRecord(moved.group_id, moved.before, moved.after, moved.reason, now, returns)
+
+    def _enter_external(
+        self,
+        prompt: Prompt,
+        samples: Sequence[Sample],
+        counts: list[VersionCounts],
+        submitter: str,
+        now: float,
+        on_committed: OnCommitted | None,
+    ) -> tuple[Sequence[BufferInstruction], int]:
+        group_id = self.state.next_group_id
+        instructions = self.state.handle(ExternalGroupAdded(group_id, prompt.prompt_id, submitter, tuple(counts)), now)
+        held = self._held[group_id] = HeldGroup(prompt)
+        version = self.state.groups[group_id].version
+        records: list[Record] = [
+            IssuedRecord(group_id, prompt, submitter, version, len(samples), now, cursor=self.cursor, external=True)
+        ]
+        for index, (sample, each) in enumerate(zip(samples, counts, strict=True)):
+            held.samples[index] = msgspec.structs.replace(
+                sample, group_id=group_id, index=index, generator=submitter, purpose="train"
+            )
+            records.append(SampleRecord(held.samples[index], each[0][0], each[-1][0], now))
+        self._write(records, instructions, now, on_committed)
+        return instructions, group_id
+
+    def _first_take(
+        self, decision: TakeGroups, dropped: Sequence[BufferInstruction], now: float, on_committed: OnCommitted | None
+    ) -> TakenStep:
+        step, figures = decision.step, decision.staleness
+        assert figures is not None
+        params = self._params[step] = StepParams(decision.mask_below, self._tokens_per_row, self._temperature)
+        groups = self._taken[step] = tuple(self._scored_group(group_id) for group_id in decision.group_ids)
+        taken = TakenRecord(step, decision.group_ids, params, figures.token_max, now)
+        self._write([taken], dropped, now, on_committed)
+        return TakenStep(step, groups, params, decision.replay, figures, dropped)
+
+    def _repeat(self, decision: TakeGroups, on_committed: OnCommitted | None) -> TakenStep:
+        step, params = decision.step, self._params[decision.step]
+        groups = self._taken.get(step)
+        if groups is None:
+            groups = self._taken[step] = tuple(self.ledger.load_groups(decision.group_ids))
+        figures = staleness_figures(
+            step,
+            (
+                examine(scored.sample, newest_version=self.newest_version, max_tokens=0)
+                for group in groups
+                for scored in group.members
+            ),
+            mask_below=decision.mask_below,
+        )
+        self.ledger.write((), on_committed)
+        return TakenStep(step, groups, params, decision.replay, figures)
+
+    def _scored_group(self, group_id: int) -> ScoredGroup:
+        held = self._held.pop(group_id)
+        return ScoredGroup(group_id, held.prompt, tuple(held.scored[index] for index in sorted(held.scored)))
+
+
+def open_buffer(
+    config: RunConfig,
+    run_folder: Path,
+    *,
+    call_soon: CallSoon | None = None,
+    on_failure: Callable[[LedgerError], None] | None = None,
+) -> Buffer:
+    """Open the buffer of a run, new or resumed: whatever its ledger holds is there again.
+
+    After that, in this order: `learner_restarted` with the learner's version, `unplaced` to admission, `outstanding_scores` to the
+    reward workers.
+
+    Args:
+        config: The run's config.
+        run_folder: Where `ledger.sqlite` lies or will lie.
+        call_soon: `loop.call_soon_threadsafe`, where callbacks are to run on the event loop.
+        on_failure: Called once, the same way, when the ledger cannot be written any more.
+
+    Raises:
+        LedgerError: Another run has the ledger open, it belongs to another config, or it is damaged.
+    """
+    algorithm = config.algorithm
+    limits = BufferLimits(
+        groups_per_step=algorithm.groups_per_step,
+        max_staleness=config.buffer.max_staleness,
+        policy=config.buffer.policy,
+        min_group_members=config.buffer.min_group_members,
+        max_group_retries=config.buffer.max_group_retries,
+        reissue_dropped=config.buffer.reissue_dropped,
+    )
+    state = BufferState(limits)
+    ledger: Ledger
+    restored = None
+    if config.buffer.ledger == "memory":
+        ledger = MemoryLedger()
+    else:
+        identity = {"groups_per_step": str(algorithm.groups_per_step), "group_size": str(algorithm.group_size)}
+        ledger = SqliteLedger(run_folder / "ledger.sqlite", identity=identity, call_soon=call_soon, on_failure=on_failure)
+        try:
+            restored = restore(ledger.path, state)
+        except BaseException:
+            ledger.close()
+            raise
+    return Buffer(
+        state,
+        ledger,
+        tokens_per_row=config.packing.tokens_per_row,
+        temperature=config.generate.sampling.temperature,
+        restored=restored,
+    )
+
+
+__all__ = [
+    "Buffer",
+    "BufferEvent",
+    "Receipt",
+    "ReturnPrompt",
+    "ReturnedPrompt",
+    "TakenStep",
+    "Waiting",
+    "WorkOrder",
+    "open_buffer",
+]

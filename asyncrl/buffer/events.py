@@ -1,7 +1,6 @@
 """What can happen to the buffer, and what it asks for: the words that buffer/state.py is spoken to in.
 
-Pure values. `version_counts` is a tuple of (version, number of trained tokens), ascending by version and never empty: all that
-staleness needs of a sample's tokens.
+Pure values, no behaviour.
 """
 
 from __future__ import annotations
@@ -9,9 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from asyncrl.buffer.staleness import StalenessFigures, VersionCounts
+
 GroupState = Literal["running", "scoring", "ready", "taken", "trained", "dropped", "failed"]
 MemberState = Literal["pending", "generated", "scored", "failed"]
-VersionCounts = tuple[tuple[int, int], ...]
 
 # -- events --------------------------------------------------------------------------------------------------------------
 
@@ -184,6 +184,10 @@ class TakeGroups:
     """Tokens of a version under this one get loss mask 0."""
     replay: bool
     """The step was trained before on this line of checkpoints."""
+    repeat: bool = False
+    """The step was taken before, trained or not."""
+    staleness: StalenessFigures | None = None
+    """None on a repeat."""
 
 
 @dataclass(frozen=True, slots=True)

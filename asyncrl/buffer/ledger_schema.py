@@ -1,0 +1,237 @@
+"""The tables of the ledger file, and how each kind of record becomes rows. See docs/buffer.md for what each column is for."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import msgspec
+
+from asyncrl.buffer.records import (
+    FailureRecord,
+    ForgetRecord,
+    IssuedRecord,
+    MovedRecord,
+    PlacedRecord,
+    Record,
+    RestartedRecord,
+    SampleRecord,
+    ScoreRecord,
+    TakenRecord,
+    TrainedRecord,
+)
+
+SCHEMA_VERSION = 1
+_MEMBERS = 1 << 20
+"""More than any group has; (group_id, index) is one integer key, so that rows of a group lie together."""
+
+TABLES = """
+CREATE TABLE meta (name TEXT PRIMARY KEY, value TEXT NOT NULL);
+CREATE TABLE groups (
+    group_id INTEGER PRIMARY KEY, prompt_id TEXT NOT NULL, prompt BLOB NOT NULL, generator TEXT NOT NULL, version INTEGER NOT NULL,
+    attempt INTEGER NOT NULL, size INTEGER NOT NULL, state TEXT NOT NULL, reason TEXT NOT NULL, step INTEGER,
+    retries INTEGER NOT NULL, replaces INTEGER, returns INTEGER NOT NULL, cursor INTEGER NOT NULL, external INTEGER NOT NULL,
+    issued_s REAL NOT NULL, ready_s REAL);
+CREATE INDEX groups_by_state ON groups (state, reason);
+CREATE TABLE samples (
+    key INTEGER PRIMARY KEY, attempt INTEGER NOT NULL, generator TEXT NOT NULL, oldest INTEGER, newest INTEGER,
+    num_tokens INTEGER NOT NULL, finish_reason TEXT NOT NULL, state TEXT NOT NULL, reward REAL, parts TEXT, stage TEXT, failure TEXT,
+    worker TEXT, started_s REAL, finished_s REAL, stored_s REAL NOT NULL, settled_s REAL);
+CREATE TABLE payloads (key INTEGER PRIMARY KEY, body BLOB NOT NULL);
+CREATE TABLE steps (
+    step INTEGER PRIMARY KEY, group_ids TEXT NOT NULL, state TEXT NOT NULL, params TEXT NOT NULL, max_staleness INTEGER NOT NULL,
+    trained_before INTEGER NOT NULL, taken_s REAL NOT NULL, trained_s REAL);
+CREATE TABLE events (id INTEGER PRIMARY KEY, at_s REAL NOT NULL, group_id INTEGER, what TEXT NOT NULL, detail TEXT NOT NULL);
+CREATE INDEX events_by_group ON events (group_id);
+"""
+
+_EVENT = "INSERT INTO events (at_s, group_id, what, detail) VALUES (?, ?, ?, ?)"
+_FAILED = (
+    "INSERT INTO samples (key, attempt, generator, num_tokens, finish_reason, state, stage, failure, stored_s, settled_s)"
+    " VALUES (?, ?, '', 0, '', 'failed', ?, ?, ?, ?) ON CONFLICT (key) DO UPDATE SET"
+    " state = 'failed', stage = excluded.stage, failure = excluded.failure, settled_s = excluded.settled_s"
+)
+
+_encoder = msgspec.msgpack.Encoder()
+_json = msgspec.json.Encoder()
+
+
+def sample_key(group_id: int, index: int) -> int:
+    """Return the row key of a member; keys of one group are consecutive."""
+    return group_id * _MEMBERS + index
+
+
+def split_key(key: int) -> tuple[int, int]:
+    """Return (group_id, index) of a row key."""
+    return divmod(key, _MEMBERS)
+
+
+def insert(connection: sqlite3.Connection, records: Iterable[Record]) -> None:
+    """Write records inside the open transaction.
+
+    Records of groups and members are written kind by kind, for speed, in an order in which rows exist before they are changed;
+    records of steps change many rows at once, so everything before them is written first.
+    """
+    by_kind: dict[type, list[Any]] = {}
+    for record in records:
+        if type(record) in _STEP_WRITERS:
+            _insert_by_kind(connection, by_kind)
+            by_kind = {}
+            _STEP_WRITERS[type(record)](connection, record)
+        else:
+            by_kind.setdefault(type(record), []).append(record)
+    _insert_by_kind(connection, by_kind)
+
+
+def _insert_by_kind(connection: sqlite3.Connection, by_kind: dict[type, list[Any]]) -> None:
+    for kind, writer in _WRITERS:
+        if of_kind := by_kind.get(kind):
+            writer(connection, of_kind)
+
+
+def _issued(connection: sqlite3.Connection, records: Sequence[IssuedRecord]) -> None:
+    connection.executemany(
+        "INSERT INTO groups (group_id, prompt_id, prompt, generator, version, attempt, size, state, reason, retries, replaces,"
+        " returns, cursor, external, issued_s) VALUES (?, ?, ?, ?, ?, 0, ?, 'running', '', ?, ?, -1, ?, ?, ?)",
+        [
+            (
+                r.group_id,
+                r.prompt.prompt_id,
+                _encoder.encode(r.prompt),
+                r.generator,
+                r.version,
+                r.size,
+                r.retries,
+                r.replaces,
+                r.cursor,
+                r.external,
+                r.now,
+            )
+            for r in records
+        ],
+    )
+    connection.executemany(_EVENT, [(r.now, r.group_id, "issued", f"{r.generator} v{r.version}") for r in records])
+
+
+def _placed(connection: sqlite3.Connection, records: Sequence[PlacedRecord]) -> None:
+    connection.executemany(
+        "UPDATE groups SET generator = ?, version = min(version, ?), attempt = ? WHERE group_id = ?",
+        [(r.generator, r.version, r.attempt, r.group_id) for r in records],
+    )
+    events = [(r.now, r.group_id, "issued again", f"{r.generator} v{r.version} attempt {r.attempt}") for r in records]
+    connection.executemany(_EVENT, events)
+
+
+def _samples(connection: sqlite3.Connection, records: Sequence[SampleRecord]) -> None:
+    rows = []
+    payloads = []
+    for record in records:
+        sample = record.sample
+        key = sample_key(sample.group_id, sample.index)
+        payloads.append((key, _encoder.encode(sample)))
+        rows.append((
+            key,
+            sample.attempt,
+            sample.generator,
+            record.oldest,
+            record.newest,
+            sample.num_tokens,
+            sample.finish_reason,
+            sample.started_s,
+            sample.finished_s,
+            record.now,
+        ))
+    connection.executemany(
+        "INSERT OR IGNORE INTO samples (key, attempt, generator, oldest, newest, num_tokens, finish_reason, state, started_s,"
+        " finished_s, stored_s) VALUES (?, ?, ?, ?, ?, ?, ?, 'generated', ?, ?, ?)",
+        rows,
+    )
+    connection.executemany("INSERT OR IGNORE INTO payloads (key, body) VALUES (?, ?)", payloads)
+
+
+def _scores(connection: sqlite3.Connection, records: Sequence[ScoreRecord]) -> None:
+    connection.executemany(
+        "UPDATE samples SET state = 'scored', reward = ?, parts = ?, worker = ?, settled_s = ? WHERE key = ? AND state = 'generated'",
+        [
+            (
+                r.score.reward,
+                _json.encode(r.score.parts).decode(),
+                r.score.worker,
+                r.now,
+                sample_key(r.score.group_id, r.score.index),
+            )
+            for r in records
+        ],
+    )
+
+
+def _failures(connection: sqlite3.Connection, records: Sequence[FailureRecord]) -> None:
+    rows = [(sample_key(r.group_id, r.index), r.attempt, r.stage, r.reason, r.now, r.now) for r in records]
+    connection.executemany(_FAILED, rows)
+
+
+def _moved(connection: sqlite3.Connection, records: Sequence[MovedRecord]) -> None:
+    connection.executemany(
+        "UPDATE groups SET state = ?, reason = ?, returns = ?, ready_s = CASE ? WHEN 'ready' THEN ? ELSE ready_s END WHERE group_id = ?",
+        [(r.after, r.reason, r.returns, r.after, r.now, r.group_id) for r in records],
+    )
+    connection.executemany(_EVENT, [(r.now, r.group_id, r.after, r.reason) for r in records])
+
+
+def _taken(connection: sqlite3.Connection, r: TakenRecord) -> None:
+    connection.execute(
+        "INSERT INTO steps (step, group_ids, state, params, max_staleness, trained_before, taken_s)"
+        " VALUES (?, ?, 'taken', ?, ?, 0, ?)",
+        (r.step, _json.encode(r.group_ids).decode(), _json.encode(r.params).decode(), r.max_staleness, r.now),
+    )
+    rows = [(r.step, group_id) for group_id in r.group_ids]
+    connection.executemany("UPDATE groups SET state = 'taken', step = ? WHERE group_id = ?", rows)
+    connection.executemany(_EVENT, [(r.now, group_id, "taken", f"step {r.step}") for group_id in r.group_ids])
+
+
+def _trained(connection: sqlite3.Connection, r: TrainedRecord) -> None:
+    connection.execute("UPDATE steps SET state = 'trained', trained_before = 1, trained_s = ? WHERE step = ?", (r.now, r.step))
+    connection.executemany("UPDATE groups SET state = 'trained' WHERE group_id = ?", [(group_id,) for group_id in r.group_ids])
+    connection.executemany(_EVENT, [(r.now, group_id, "trained", f"step {r.step}") for group_id in r.group_ids])
+
+
+def _restarted(connection: sqlite3.Connection, r: RestartedRecord) -> None:
+    connection.execute("UPDATE steps SET state = 'trained', trained_before = 1 WHERE step < ?", (r.version,))
+    connection.execute("UPDATE groups SET state = 'trained' WHERE state = 'taken' AND step < ?", (r.version,))
+    connection.execute("UPDATE steps SET state = 'taken' WHERE step >= ?", (r.version,))
+    connection.execute("UPDATE groups SET state = 'taken' WHERE state = 'trained' AND step >= ?", (r.version,))
+    connection.execute(_EVENT, (r.now, None, "learner restarted", f"version {r.version}"))
+
+
+def _forget(connection: sqlite3.Connection, r: ForgetRecord) -> None:
+    before_step = max(r.before_step, forgotten_before(connection))
+    gone = connection.execute(
+        "SELECT group_id FROM groups WHERE (state = 'trained' AND step < ? AND step >= ?) OR state IN ('dropped', 'failed')",
+        (before_step, forgotten_before(connection)),
+    ).fetchall()
+    ranges = [(sample_key(group_id, 0), sample_key(group_id + 1, 0)) for (group_id,) in gone]
+    connection.executemany("DELETE FROM payloads WHERE key >= ? AND key < ?", ranges)
+    connection.execute("INSERT OR REPLACE INTO meta (name, value) VALUES ('forgotten_before', ?)", (str(before_step),))
+
+
+def forgotten_before(connection: sqlite3.Connection) -> int:
+    """Return the step before which payloads are gone."""
+    row = connection.execute("SELECT value FROM meta WHERE name = 'forgotten_before'").fetchone()
+    return int(row[0]) if row else 0
+
+
+_WRITERS: tuple[tuple[type, Callable[[sqlite3.Connection, Any], None]], ...] = (
+    (IssuedRecord, _issued),
+    (PlacedRecord, _placed),
+    (SampleRecord, _samples),
+    (ScoreRecord, _scores),
+    (FailureRecord, _failures),
+    (MovedRecord, _moved),
+)
+_STEP_WRITERS: dict[type, Callable[[sqlite3.Connection, Any], None]] = {
+    TakenRecord: _taken,
+    TrainedRecord: _trained,
+    RestartedRecord: _restarted,
+    ForgetRecord: _forget,
+}

@@ -1,0 +1,92 @@
+"""How old the tokens of one step are: figures for people and metrics, from version counts alone.
+
+Staleness of a token at step k is k minus its version; that of a sample is that of its oldest trained token. The in-flight part of a
+sample's staleness is newest minus oldest version (it grew while the sample was generated), the in-queue part is k minus newest.
+Pure; called by buffer/state.py at a take and by buffer/buffer.py at a replay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+VersionCounts = tuple[tuple[int, int], ...]
+"""(version, number of trained tokens) of one sample, ascending by version, never empty: all that staleness needs to know."""
+
+
+@dataclass(frozen=True, slots=True)
+class StalenessFigures:
+    """Of the trained tokens of one step; masked ones are counted apart. All zero for no sample."""
+
+    num_samples: int = 0
+    num_tokens: int = 0
+    masked_tokens: int = 0
+    """Older than eta, weight 0 (policy `mask`)."""
+    token_mean: float = 0.0
+    token_max: int = 0
+    sample_mean: float = 0.0
+    sample_max: int = 0
+    in_flight_mean: float = 0.0
+    in_flight_max: int = 0
+    in_queue_mean: float = 0.0
+    in_queue_max: int = 0
+    queue_mean_s: float = 0.0
+    """From `ready` to `taken`, over groups."""
+    queue_max_s: float = 0.0
+    token_histogram: dict[int, int] = field(default_factory=dict)
+    """Staleness to number of trained tokens."""
+    sample_histogram: dict[int, int] = field(default_factory=dict)
+
+
+def staleness_figures(
+    step: int, samples: Iterable[VersionCounts], *, mask_below: int = 0, queue_s: Sequence[float] = ()
+) -> StalenessFigures:
+    """Return the figures of a step.
+
+    Args:
+        step: The optimizer step, which trains version `step`.
+        samples: Version counts of every scored sample of the step.
+        mask_below: Tokens of a version under this one are masked.
+        queue_s: Seconds each group was ready before it was taken.
+    """
+    tokens: dict[int, int] = {}
+    oldest: dict[int, int] = {}
+    in_flight: list[int] = []
+    in_queue: list[int] = []
+    masked = 0
+    for counts in samples:
+        trained = counts
+        if counts[0][0] < mask_below:
+            masked += sum(count for version, count in counts if version < mask_below)
+            trained = tuple(pair for pair in counts if pair[0] >= mask_below)
+            if not trained:
+                continue
+        for version, count in trained:
+            tokens[step - version] = tokens.get(step - version, 0) + count
+        first, last = trained[0][0], trained[-1][0]
+        oldest[step - first] = oldest.get(step - first, 0) + 1
+        in_flight.append(last - first)
+        in_queue.append(step - last)
+    num_tokens, num_samples = sum(tokens.values()), len(in_flight)
+    return StalenessFigures(
+        num_samples=num_samples,
+        num_tokens=num_tokens,
+        masked_tokens=masked,
+        token_mean=_histogram_mean(tokens),
+        token_max=max(tokens, default=0),
+        sample_mean=_histogram_mean(oldest),
+        sample_max=max(oldest, default=0),
+        in_flight_mean=sum(in_flight) / max(num_samples, 1),
+        in_flight_max=max(in_flight, default=0),
+        in_queue_mean=sum(in_queue) / max(num_samples, 1),
+        in_queue_max=max(in_queue, default=0),
+        queue_mean_s=sum(queue_s) / max(len(queue_s), 1),
+        queue_max_s=max(queue_s, default=0.0),
+        token_histogram=dict(sorted(tokens.items())),
+        sample_histogram=dict(sorted(oldest.items())),
+    )
+
+
+def _histogram_mean(histogram: dict[int, int]) -> float:
+    total = sum(histogram.values())
+    return sum(value * count for value, count in histogram.items()) / total if total else 0.0

@@ -1,0 +1,478 @@
+"""The buffer's decisions: which state every group is in, and which groups a step takes.
+
+Owns the ledger states. Every group ever issued is in exactly one of: running, scoring, ready, taken, trained, dropped(reason),
+failed(reason); `issued` is the sum of all, always. Running, scoring and ready groups are `Group`s; taken and trained ones are the
+group ids of their step; dropped and failed ones are a count by reason.
+
+Invariants (`check_invariants`): conservation; a step has exactly B groups and no group is in two steps; steps are taken in order,
+without a gap; a step once taken keeps its groups for ever, so that it can be repeated after the learner died; no trained token is
+older than eta at its step, under any policy, whatever happened.
+
+Pure: `handle(event, now) -> list[instruction]`. Called by buffer/buffer.py and by plan/simulate.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from asyncrl.buffer.events import (
+    BufferEvent,
+    BufferInstruction,
+    ExternalGroupAdded,
+    GeneratorGone,
+    GroupDropped,
+    GroupIssued,
+    GroupMoved,
+    GroupPlaced,
+    GroupState,
+    LearnerRestarted,
+    MemberState,
+    NotEnough,
+    Reissue,
+    ReturnPrompt,
+    SampleFailed,
+    SampleFinished,
+    SampleScored,
+    ScoreMember,
+    StepsForgotten,
+    StepTrained,
+    TakeGroups,
+    TakeStep,
+    Wait,
+)
+from asyncrl.buffer.group import Group
+from asyncrl.buffer.selection import Aged, Choice, choose_by_deadline, choose_oldest
+from asyncrl.buffer.staleness import staleness_figures
+
+Policy = Literal["wait", "drop", "mask"]
+STALE = "stale"
+"""The reason of a group that would have been older than eta."""
+
+
+@dataclass(frozen=True, slots=True)
+class BufferLimits:
+    """What the buffer is configured with."""
+
+    groups_per_step: int
+    """B."""
+    max_staleness: int
+    """Eta."""
+    policy: Policy = "wait"
+    min_group_members: int = 1
+    """Scored members that a group needs; at most its size counts."""
+    max_group_retries: int = 3
+    """How often a group is handed out again after its generator died, and a failed group's prompt issued again."""
+    reissue_dropped: bool = True
+
+
+@dataclass(slots=True)
+class StepRecord:
+    """The groups of one step, for ever the same."""
+
+    step: int
+    group_ids: tuple[int, ...]
+    mask_below: int
+    max_staleness: int = 0
+    """Of any token it trains."""
+    trained: bool = False
+    trained_before: bool = False
+    """It was trained at least once; repeating it is a replay."""
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """Groups per state; `issued` is the sum of all others."""
+
+    issued: int = 0
+    running: int = 0
+    scoring: int = 0
+    ready: int = 0
+    taken: int = 0
+    trained: int = 0
+    dropped: dict[str, int] = field(default_factory=dict)
+    """By reason."""
+    failed: dict[str, int] = field(default_factory=dict)
+    """By reason."""
+
+    @property
+    def held(self) -> int:
+        """Return the places held: everything but dropped and failed."""
+        return self.running + self.scoring + self.ready + self.taken + self.trained
+
+    @property
+    def total(self) -> int:
+        """Return the sum over all states, which must equal `issued`."""
+        return self.held + sum(self.dropped.values()) + sum(self.failed.values())
+
+
+class BufferState:
+    """The state machine.
+
+    Args:
+        limits: B, eta, policy and the rest.
+
+    Example:
+        >>> state = BufferState(BufferLimits(groups_per_step=1, max_staleness=0))
+        >>> _ = state.handle(GroupIssued(0, "p", 1, "generator-0", 0), now=0.0)
+        >>> _ = state.handle(SampleFinished(0, 0, ((0, 5),)), now=1.0)
+        >>> _ = state.handle(SampleScored(0, 0), now=2.0)
+        >>> state.handle(TakeStep(0), now=3.0)[-1].group_ids
+        (0,)
+    """
+
+    def __init__(self, limits: BufferLimits) -> None:
+        self.limits = limits
+        self.groups: dict[int, Group] = {}
+        """Running, scoring and ready groups by id, in order of issue."""
+        self.steps: dict[int, StepRecord] = {}
+        """Taken and trained steps that may still be repeated."""
+        self.next_group_id = 0
+        self.next_step = 0
+        """Steps taken so far; the next new one."""
+        self.returned: dict[int, int] = {}
+        """Dropped and failed groups whose prompt waits to be issued again, and how often it failed."""
+        self._forgotten_trained = 0
+        self._dropped: Counter[str] = Counter()
+        self._failed: Counter[str] = Counter()
+        self._story: deque[tuple[float, BufferEvent]] = deque(maxlen=256)
+        self._handlers: dict[type, Callable[[Any, float], list[BufferInstruction]]] = {
+            GroupIssued: self._group_issued,
+            GroupPlaced: self._group_placed,
+            ExternalGroupAdded: self._external_group_added,
+            SampleFinished: self._sample_finished,
+            SampleScored: self._sample_scored,
+            SampleFailed: self._sample_failed,
+            GeneratorGone: self._generator_gone,
+            TakeStep: self._take_step,
+            StepTrained: self._step_trained,
+            LearnerRestarted: self._learner_restarted,
+            GroupDropped: self._group_dropped,
+            StepsForgotten: self._steps_forgotten,
+        }
+
+    def handle(self, event: BufferEvent, now: float) -> list[BufferInstruction]:
+        """Take note of `event` and return what follows from it, in order.
+
+        Repeats are harmless: a sample, score or failure of a member that is past it, or of a group that is over, changes nothing.
+
+        Raises:
+            AssertionError: The event cannot follow what happened before; the message tells the group's recent story.
+        """
+        self._story.append((now, event))
+        return self._handlers[type(event)](event, now)
+
+    def restore(
+        self,
+        groups: Iterable[Group],
+        steps: Iterable[StepRecord],
+        *,
+        next_group_id: int,
+        dropped: dict[str, int],
+        failed: dict[str, int],
+        returned: dict[int, int],
+        forgotten_steps: int,
+    ) -> None:
+        """Fill an empty machine from a ledger; running groups are with nobody and must be placed again."""
+        assert not self.next_group_id and not self.next_step, "restore is for an empty machine"
+        self.groups = {group.group_id: group for group in groups}
+        self.steps = {record.step: record for record in steps}
+        self.next_group_id = next_group_id
+        self.next_step = max(self.steps, default=forgotten_steps - 1) + 1
+        self.returned = dict(returned)
+        self._forgotten_trained = forgotten_steps * self.limits.groups_per_step
+        self._dropped, self._failed = Counter(dropped), Counter(failed)
+        for group in self.groups.values():
+            group.attempt += group.state == "running"
+            group.generator = "" if group.state == "running" else group.generator
+
+    # -- questions -------------------------------------------------------------------------------------------------------
+
+    def counts(self) -> Counts:
+        """Return the groups per state."""
+        live = Counter(group.state for group in self.groups.values())
+        sizes = Counter[bool]()
+        for record in self.steps.values():
+            sizes[record.trained] += len(record.group_ids)
+        return Counts(
+            issued=self.next_group_id,
+            running=live["running"],
+            scoring=live["scoring"],
+            ready=live["ready"],
+            taken=sizes[False],
+            trained=sizes[True] + self._forgotten_trained,
+            dropped=dict(self._dropped),
+            failed=dict(self._failed),
+        )
+
+    def member_state(self, group_id: int, index: int) -> MemberState | Literal["over", "unknown"]:
+        """Return where a member stands; `over` where its group is taken, trained, dropped or failed."""
+        group = self.groups.get(group_id)
+        if group is None:
+            return "over" if 0 <= group_id < self.next_group_id else "unknown"
+        return group.members[index] if 0 <= index < group.size else "unknown"
+
+    def has_place(self, version: int) -> bool:
+        """Return whether one more group with tokens as old as `version` can be held and still be trained in time."""
+        held = len(self.groups) + self.next_step * self.limits.groups_per_step
+        return (version + self.limits.max_staleness + 1) * self.limits.groups_per_step - held > 0
+
+    def unplaced(self) -> list[Reissue]:
+        """Return what must be handed out again and is with nobody, oldest first."""
+        waiting = [group for group in self.groups.values() if group.state == "running" and not group.generator]
+        return [Reissue(group.group_id, group.attempt, group.pending, group.version) for group in waiting]
+
+    def unscored(self) -> list[ScoreMember]:
+        """Return every member that is generated and has no score yet."""
+        return [ScoreMember(group.group_id, index) for group in self.groups.values() for index in group.unscored]
+
+    def steps_to_repeat(self) -> tuple[int, ...]:
+        """Return the steps taken and not (or no longer) trained, in order."""
+        return tuple(step for step, record in sorted(self.steps.items()) if not record.trained)
+
+    def story(self, group_id: int) -> str:
+        """Return the recent events that name this group, one a line."""
+        told = [f"{now:.3f} {event}" for now, event in self._story if getattr(event, "group_id", None) == group_id]
+        return "\n".join(told) or "(nothing recent)"
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError where the books do not balance."""
+        counts, limits = self.counts(), self.limits
+        assert counts.total == counts.issued, f"{counts.issued} groups issued, but {counts}"
+        expected_steps = list(range(self.next_step - len(self.steps), self.next_step))
+        assert sorted(self.steps) == expected_steps, f"steps {sorted(self.steps)}, next is {self.next_step}"
+        in_steps = [group_id for record in self.steps.values() for group_id in record.group_ids]
+        assert len(set(in_steps)) == len(in_steps), "a group is in two steps"
+        assert not self.groups.keys() & set(in_steps), "a taken group is still live"
+        for record in self.steps.values():
+            assert len(record.group_ids) == limits.groups_per_step, f"{record} has not {limits.groups_per_step} groups"
+            assert 0 <= record.max_staleness <= limits.max_staleness, f"{record} is older than {limits.max_staleness}"
+        for group in self.groups.values():
+            self._check_group(group)
+
+    def _check_group(self, group: Group) -> None:
+        story = f"{group}\n{self.story(group.group_id)}"
+        assert group.group_id < self.next_group_id, story
+        assert len(group.members) == group.size == len(group.version_counts), story
+        if group.state == "running":
+            assert group.pending, story
+        elif group.state == "scoring":
+            assert not group.pending and group.unscored, story
+        else:
+            assert group.state == "ready" and len(group.scored) >= self._members_needed(group), story
+            assert not group.pending and not group.unscored, story
+
+    # -- groups ----------------------------------------------------------------------------------------------------------
+
+    def _group_issued(self, event: GroupIssued, now: float) -> list[BufferInstruction]:
+        assert event.group_id == self.next_group_id, f"group ids have no gap: {self.next_group_id} is next, not {event.group_id}"
+        retries = self.returned.pop(event.replaces, 0) if event.replaces is not None else 0
+        self.next_group_id += 1
+        self.groups[event.group_id] = Group(
+            event.group_id,
+            event.prompt_id,
+            event.size,
+            event.version,
+            now,
+            generator=event.generator,
+            retries=retries,
+        )
+        return []
+
+    def _group_placed(self, event: GroupPlaced, _: float) -> list[BufferInstruction]:
+        group = self._running(event.group_id)
+        group.generator = event.generator
+        group.version = min(group.version, event.version)
+        group.refresh_age()
+        return []
+
+    def _external_group_added(self, event: ExternalGroupAdded, now: float) -> list[BufferInstruction]:
+        assert event.group_id == self.next_group_id, f"group ids have no gap: {self.next_group_id} is next, not {event.group_id}"
+        self.next_group_id += 1
+        group = Group(
+            event.group_id,
+            event.prompt_id,
+            len(event.version_counts),
+            min(counts[0][0] for counts in event.version_counts),
+            now,
+            generator=event.submitter,
+            external=True,
+            members=["generated"] * len(event.version_counts),
+            version_counts=list(event.version_counts),
+        )
+        self.groups[event.group_id] = group
+        return [*(ScoreMember(group.group_id, index) for index in group.unscored), self._move(group, "scoring", now)]
+
+    def _generator_gone(self, event: GeneratorGone, now: float) -> list[BufferInstruction]:
+        instructions: list[BufferInstruction] = []
+        for group in list(self.groups.values()):
+            if group.state != "running" or group.generator != event.generator:
+                continue
+            group.generator = ""
+            group.attempt += 1
+            group.losses += 1
+            if group.losses <= self.limits.max_group_retries:
+                instructions.append(Reissue(group.group_id, group.attempt, group.pending, group.version))
+                continue
+            reason = f"generator died {group.losses} times"
+            for index in group.pending:
+                instructions += self._sample_failed(SampleFailed(group.group_id, index, reason), now)
+        return instructions
+
+    def _group_dropped(self, event: GroupDropped, now: float) -> list[BufferInstruction]:
+        group = self.groups.get(event.group_id)
+        assert group is not None, f"group {event.group_id} is not live\n{self.story(event.group_id)}"
+        return self._end(group, "dropped", event.reason, now)
+
+    # -- members ---------------------------------------------------------------------------------------------------------
+
+    def _sample_finished(self, event: SampleFinished, now: float) -> list[BufferInstruction]:
+        group = self.groups.get(event.group_id)
+        if group is None or group.members[event.index] != "pending":
+            return []
+        group.members[event.index] = "generated"
+        group.version_counts[event.index] = event.version_counts
+        instructions: list[BufferInstruction] = [ScoreMember(event.group_id, event.index)]
+        return instructions + self._advance(group, now)
+
+    def _sample_scored(self, event: SampleScored, now: float) -> list[BufferInstruction]:
+        group = self.groups.get(event.group_id)
+        if group is None or group.members[event.index] != "generated":
+            return []
+        group.members[event.index] = "scored"
+        return self._advance(group, now)
+
+    def _sample_failed(self, event: SampleFailed, now: float) -> list[BufferInstruction]:
+        group = self.groups.get(event.group_id)
+        if group is None or group.members[event.index] not in {"pending", "generated"}:
+            return []
+        group.members[event.index] = "failed"
+        group.last_failure = event.reason
+        return self._advance(group, now)
+
+    def _advance(self, group: Group, now: float) -> list[BufferInstruction]:
+        """Move a group on as far as its members allow."""
+        if "pending" in group.members:
+            return []
+        group.refresh_age()
+        if "generated" in group.members:
+            return [self._move(group, "scoring", now)] if group.state == "running" else []
+        if len(group.scored) >= self._members_needed(group):
+            return [self._move(group, "ready", now)]
+        return self._end(group, "failed", group.last_failure, now)
+
+    def _members_needed(self, group: Group) -> int:
+        return max(1, min(self.limits.min_group_members, group.size))
+
+    def _move(self, group: Group, after: GroupState, now: float) -> GroupMoved:
+        before, group.state = group.state, after
+        if after == "ready":
+            group.ready_s = now
+        return GroupMoved(group.group_id, before, after)
+
+    def _end(self, group: Group, after: Literal["dropped", "failed"], reason: str, _: float) -> list[BufferInstruction]:
+        del self.groups[group.group_id]
+        (self._dropped if after == "dropped" else self._failed)[reason] += 1
+        instructions: list[BufferInstruction] = [GroupMoved(group.group_id, group.state, after, reason)]
+        retries = group.retries + (after == "failed")
+        if self.limits.reissue_dropped and not group.external and retries <= self.limits.max_group_retries:
+            self.returned[group.group_id] = retries
+            instructions.append(ReturnPrompt(group.group_id, group.prompt_id))
+        return instructions
+
+    def _running(self, group_id: int) -> Group:
+        group = self.groups.get(group_id)
+        assert group is not None and group.state == "running", f"group {group_id} is not running\n{self.story(group_id)}"
+        return group
+
+    # -- steps -----------------------------------------------------------------------------------------------------------
+
+    def _take_step(self, event: TakeStep, now: float) -> list[BufferInstruction]:
+        if event.step < self.next_step:
+            return [self._repeat(event.step)]
+        assert event.step == self.next_step, f"step {self.next_step} is next, not {event.step}"
+        instructions = self._drop_stale(event.step, now)
+        ready = [group for group in self.groups.values() if group.state == "ready"]
+        choice = self._choose(event.step, [(group.oldest, group.group_id) for group in ready])
+        if choice.take:
+            return [*instructions, self._take(event.step, choice.take, now)]
+        if choice.wait_for:
+            return [*instructions, Wait(event.step, choice.wait_for, self._why(event.step, choice))]
+        return [*instructions, NotEnough(event.step, len(ready), self.limits.groups_per_step)]
+
+    def _choose(self, step: int, ready: list[Aged]) -> Choice:
+        limits = self.limits
+        if limits.policy != "wait":
+            return choose_oldest(ready, limits.groups_per_step)
+        unfinished = [(group.oldest, group.group_id) for group in self.groups.values() if group.state != "ready"]
+        return choose_by_deadline(
+            step, ready, unfinished, max_staleness=limits.max_staleness, groups_per_step=limits.groups_per_step
+        )
+
+    def _drop_stale(self, step: int, now: float) -> list[BufferInstruction]:
+        """Drop every ready group that could not be trained at `step` without breaking the bound; the last guard of eta."""
+        oldest_allowed = step - self.limits.max_staleness
+        masks = self.limits.policy == "mask"
+        instructions: list[BufferInstruction] = []
+        for group in list(self.groups.values()):
+            if group.state == "ready" and (group.newest if masks else group.oldest) < oldest_allowed:
+                instructions += self._end(group, "dropped", STALE, now)
+        return instructions
+
+    def _take(self, step: int, group_ids: tuple[int, ...], now: float) -> TakeGroups:
+        groups = [self.groups.pop(group_id) for group_id in group_ids]
+        mask_below = max(0, step - self.limits.max_staleness) if self.limits.policy == "mask" else 0
+        figures = staleness_figures(
+            step,
+            (counts for group in groups for counts in group.trainable_counts),
+            mask_below=mask_below,
+            queue_s=[now - group.ready_s for group in groups],
+        )
+        assert figures.token_max <= self.limits.max_staleness, f"step {step} would train a token {figures.token_max} versions old"
+        self.steps[step] = StepRecord(step, group_ids, mask_below, figures.token_max)
+        self.next_step += 1
+        return TakeGroups(step, group_ids, mask_below, replay=False, staleness=figures)
+
+    def _repeat(self, step: int) -> TakeGroups:
+        record = self.steps.get(step)
+        assert record is not None, f"step {step} cannot be repeated: steps before {min(self.steps, default=0)} are forgotten"
+        assert not record.trained, f"step {step} is trained; it is repeated only after LearnerRestarted"
+        return TakeGroups(step, record.group_ids, record.mask_below, replay=record.trained_before, repeat=True)
+
+    def _why(self, step: int, choice: Choice) -> str:
+        num = len(choice.wait_for)
+        groups = f"{num} group{'s' * (num > 1)}"
+        if choice.due_by == step:
+            return f"step {step} is the last chance of {groups} not finished yet"
+        return f"step {step} must leave room for {groups} not finished yet that must be trained by step {choice.due_by}"
+
+    def _step_trained(self, event: StepTrained, _: float) -> list[BufferInstruction]:
+        record = self.steps.get(event.step)
+        if record is None:
+            assert event.step < self.next_step, f"step {event.step} was never taken; {self.next_step} is next"
+            return []
+        moved: list[BufferInstruction] = []
+        if not record.trained:
+            moved = [GroupMoved(group_id, "taken", "trained") for group_id in record.group_ids]
+        record.trained = record.trained_before = True
+        return moved
+
+    def _learner_restarted(self, event: LearnerRestarted, _: float) -> list[BufferInstruction]:
+        assert event.version <= self.next_step, (
+            f"the learner stands at version {event.version}, but only {self.next_step} steps were taken"
+        )
+        first = min(self.steps, default=self.next_step)
+        assert event.version >= first, f"the learner stands at version {event.version}, but steps before {first} are forgotten"
+        for step in range(first, event.version):
+            self.steps[step].trained = self.steps[step].trained_before = True
+        for step in range(event.version, self.next_step):
+            self.steps[step].trained = False
+        return []
+
+    def _steps_forgotten(self, event: StepsForgotten, _: float) -> list[BufferInstruction]:
+        for step in [step for step in self.steps if step < event.before_step]:
+            assert self.steps[step].trained, f"step {step} is taken and not trained; it cannot be forgotten"
+            self._forgotten_trained += len(self.steps.pop(step).group_ids)
+        return []

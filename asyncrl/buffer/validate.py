@@ -1,0 +1,89 @@
+"""Is this sample what it says? The checks that every sample passes before it is held, whoever made it.
+
+Pure; called by buffer/buffer.py once a sample, on the controller's event loop, so it stays in the microseconds.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from asyncrl.buffer.staleness import VersionCounts
+from asyncrl.schema.samples import Sample, ids_from_bytes, logprobs_from_bytes
+
+LOGPROB_SLACK = 1e-3
+"""Log-probabilities may exceed 0 by this much: rounding of a log-softmax in low precision."""
+
+
+class SampleRefusedError(ValueError):
+    """The sample contradicts itself; the message says how."""
+
+
+def examine(sample: Sample, *, newest_version: int, max_tokens: int) -> VersionCounts:
+    """Check a sample's arrays and count its trained tokens by version.
+
+    Args:
+        sample: As it came in.
+        newest_version: No token can be of a later version: it does not exist yet.
+        max_tokens: Most tokens of prompt and response together; 0: no limit.
+
+    Returns:
+        Version counts over the tokens with loss mask 1.
+
+    Raises:
+        SampleRefusedError: Lengths disagree, a value is impossible, or there is nothing to train.
+    """
+    num_tokens = _check_lengths(sample, max_tokens)
+    _check_values(sample)
+    versions = sample.versions
+    if not sample.loss_mask and versions == versions[:4] * num_tokens:
+        counts: VersionCounts = ((int.from_bytes(versions[:4], "little", signed=True), num_tokens),)
+    else:
+        counts = _count_versions(sample)
+    if counts[0][0] < 0 or counts[-1][0] > newest_version:
+        raise SampleRefusedError(
+            f"versions span {counts[0][0]} to {counts[-1][0]}, but only 0 to {newest_version} were ever published"
+        )
+    return counts
+
+
+def _check_lengths(sample: Sample, max_tokens: int) -> int:
+    num_bytes, prompt_bytes = len(sample.token_ids), len(sample.prompt_ids)
+    if num_bytes % 4 or prompt_bytes % 4 or not num_bytes or not prompt_bytes:
+        raise SampleRefusedError(
+            f"prompt_ids has {prompt_bytes} bytes and token_ids {num_bytes}; each must be 4 x tokens, 1 or more"
+        )
+    num_tokens = num_bytes // 4
+    if len(sample.logprobs) != num_bytes or len(sample.versions) != num_bytes:
+        raise SampleRefusedError(
+            f"{num_tokens} tokens, but {len(sample.logprobs) / 4:g} logprobs and {len(sample.versions) / 4:g} versions"
+        )
+    if sample.loss_mask and len(sample.loss_mask) != num_tokens:
+        raise SampleRefusedError(f"{num_tokens} tokens, but a loss mask of {len(sample.loss_mask)}")
+    total = num_tokens + prompt_bytes // 4
+    if max_tokens and total > max_tokens:
+        raise SampleRefusedError(f"{total} tokens with its prompt; at most {max_tokens} fit into a row (packing.tokens_per_row)")
+    return num_tokens
+
+
+def _check_values(sample: Sample) -> None:
+    lowest = min(int(np.minimum.reduce(ids_from_bytes(ids))) for ids in (sample.token_ids, sample.prompt_ids))
+    if lowest < 0:
+        raise SampleRefusedError(f"token id {lowest} is negative")
+    logprobs = logprobs_from_bytes(sample.logprobs)
+    # NaN fails both comparisons: the reductions pass it on.
+    highest, least = float(np.maximum.reduce(logprobs)), float(np.minimum.reduce(logprobs))
+    if not (highest <= LOGPROB_SLACK and least > -np.inf):
+        raise SampleRefusedError(f"logprobs span {least:g} to {highest:g}; they must be finite and at most 0")
+
+
+def _count_versions(sample: Sample) -> VersionCounts:
+    versions = ids_from_bytes(sample.versions)
+    if sample.loss_mask:
+        mask = np.frombuffer(sample.loss_mask, dtype=np.uint8)
+        if int(np.maximum.reduce(mask)) > 1:
+            raise SampleRefusedError("the loss mask has values other than 0 and 1")
+        versions = versions[mask > 0]
+        if not len(versions):
+            raise SampleRefusedError("its loss mask is 0 everywhere: there is nothing to train")
+    values, counts = np.unique(versions, return_counts=True)
+    return tuple(zip(values.tolist(), counts.tolist(), strict=True))

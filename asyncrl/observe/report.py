@@ -1,0 +1,259 @@
+"""Pictures of a run: reward.png (did it learn, and from how old data) and timeline.png (do generation and training overlap).
+
+Drawn from steps.jsonl, eval.jsonl, spans.jsonl and config.toml of the run folder, live or ended; by `asyncrl report`, and at the
+end of a run by whoever follows it. The only file that imports matplotlib; its figures are its own, so any thread may call it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+from matplotlib.ticker import MaxNLocator
+
+from asyncrl.config.load import load_config
+from asyncrl.config.run import RunConfig
+from asyncrl.observe.spans import CHECKPOINT, GENERATE, PUBLISH, SCORE, STEP, SWAP, WAIT, Span, read_spans
+from asyncrl.observe.steps import EvalReport, StepReport, read_evals, read_steps
+from asyncrl.observe.timeline import Lane, choose_window, lanes_of, mean_occupancy, occupancy, running_mean
+
+REWARD_FILE = "reward.png"
+TIMELINE_FILE = "timeline.png"
+
+INK, FAINT, GRID = "#1f2933", "#8a949e", "#e4e7eb"
+GENERATE_COLOURS = ("#9ec5f4", "#6ba4e7")
+"""Alternate from one version to the next."""
+REWARD_COLOUR, LEARN_COLOURS, WAIT_COLOUR = "#f0b95b", ("#3f9b6c", "#57b986"), "#eceff2"
+SWAP_COLOUR, STALE_COLOUR, CHECKPOINT_COLOUR = "#b4338a", "#d1495b", "#6b7280"
+
+Axes = Any
+"""matplotlib's; it carries no types."""
+
+
+def write_report(run_folder: Path) -> dict[str, Path]:
+    """Draw every picture that the run has data for.
+
+    Args:
+        run_folder: A run, live or ended.
+
+    Returns:
+        Name (`reward`, `timeline`) to path; a picture without data is absent.
+    """
+    paths: dict[str, Path] = {}
+    steps, evals = read_steps(run_folder), read_evals(run_folder)
+    config = load_config(run_folder / "config.toml") if (run_folder / "config.toml").exists() else RunConfig()
+    if steps:
+        paths["reward"] = run_folder / REWARD_FILE
+        _save(draw_reward(steps, evals, config), paths["reward"])
+    lanes = lanes_of(read_spans(run_folder))
+    if any(lane.named(STEP) for lane in lanes):
+        paths["timeline"] = run_folder / TIMELINE_FILE
+        _save(draw_timeline(lanes, config.name), paths["timeline"])
+    return paths
+
+
+# -- reward --------------------------------------------------------------------------------------------------------------
+
+
+def draw_reward(steps: Sequence[StepReport], evals: Sequence[EvalReport], config: RunConfig) -> Figure:
+    """Return reward and held-out accuracy over the policy version, staleness below."""
+    figure = Figure(figsize=(9.5, 6.0), layout="constrained")
+    above, below = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
+    versions = [report.version for report in steps]
+    width = max(3, len(steps) // 12)
+    above.plot(versions, [report.reward_mean for report in steps], ".", color=GENERATE_COLOURS[0], ms=5, label="reward of a step")
+    smooth = running_mean([report.reward_mean for report in steps], width)
+    above.plot(versions, smooth, color="#2868b8", lw=2.2, label=f"mean of {width} steps")
+    _draw_evals(above, evals)
+    above.set_ylabel("mean reward")
+    above.legend(loc="lower right", frameon=False)
+    above.set_title(f"{config.name}: reward over policy version", loc="left", color=INK, fontweight="bold")
+
+    eta = config.buffer.max_staleness
+    below.fill_between(versions, [report.staleness_max for report in steps], step="mid", color="#f7d9dd", label="max")
+    below.plot(versions, [report.staleness_mean for report in steps], color=STALE_COLOUR, lw=1.8, label="mean")
+    below.axhline(eta, color=INK, lw=1, ls=(0, (4, 3)))
+    below.annotate(f"bound η = {eta}", (1, eta), xycoords=("axes fraction", "data"), xytext=(-4, 3),
+                   textcoords="offset points", ha="right", fontsize=9, color=INK)  # fmt: skip
+    below.set_ylim(0, max(eta, *(report.staleness_max for report in steps)) + 0.7)
+    below.set_ylabel("staleness\n(versions)")
+    below.set_xlabel("policy version (optimizer steps)")
+    below.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=5))
+    below.xaxis.set_major_locator(MaxNLocator(integer=True))
+    below.legend(loc="upper left", frameon=False, ncols=2)
+    for axes in (above, below):
+        _plain_axes(axes)
+    return figure
+
+
+def _draw_evals(axes: Axes, evals: Sequence[EvalReport]) -> None:
+    if not evals:
+        return
+    versions, accuracies = [item.version for item in evals], [item.accuracy for item in evals]
+    axes.plot(versions, accuracies, "D--", color=LEARN_COLOURS[0], lw=1, ms=8, mec="white", label="held-out accuracy", zorder=5)
+    for item in (evals[0], evals[-1]) if len(evals) > 1 else evals:
+        text = axes.annotate(f"{item.accuracy:.2f}", (item.version, item.accuracy), xytext=(0, -19), textcoords="offset points",
+                             ha="center", fontweight="bold", color=LEARN_COLOURS[0], zorder=6)  # fmt: skip
+        text.set_bbox({"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1})
+    axes.margins(y=0.12)
+
+
+# -- timeline ------------------------------------------------------------------------------------------------------------
+
+
+def draw_timeline(lanes: Sequence[Lane], title: str) -> Figure:
+    """Return swim lanes of a stretch that can be read, and the whole run as a strip below."""
+    steps = [item for lane in lanes for item in lane.named(STEP)]
+    window = choose_window(steps)
+    figure = Figure(figsize=(13, 2.6 + 0.95 * len(lanes)), layout="constrained")
+    detail, strip = figure.subplots(2, 1, height_ratios=[3.2, 1.3])
+    origin = min(item.start_s for lane in lanes for spans in lane.spans.values() for item in spans)
+    for row, lane in enumerate(reversed(lanes)):
+        _draw_lane(detail, lane, row, window, origin)
+    _draw_handovers(detail, list(reversed(lanes)), window, origin)
+    _label_lanes(detail, [lane.process for lane in reversed(lanes)])
+    detail.set_xlim(window[0] - origin, window[1] - origin)
+    shown_s = window[1] - window[0]
+    figure.suptitle(f"{title}: who does what, {shown_s:.1f} s of it", x=0.008, ha="left", color=INK, fontweight="bold")
+    _draw_legend(figure)
+
+    _draw_strip(strip, lanes, window, origin)
+    strip.set_title("the whole run: share of each that is busy", loc="left", color=INK, fontsize=10)
+    strip.set_xlabel("seconds since the first span")
+    return figure
+
+
+def _draw_lane(axes: Axes, lane: Lane, row: int, window: tuple[float, float], origin: float) -> None:
+    if lane.kind == "learner":
+        _draw_learner(axes, lane, row, window, origin)
+    elif lane.kind == "generator":
+        _draw_generator(axes, lane, row, window, origin)
+    else:
+        _fill_occupancy(axes, lane.named(SCORE), row, window, origin, REWARD_COLOUR)
+
+
+def _draw_learner(axes: Axes, lane: Lane, row: int, window: tuple[float, float], origin: float) -> None:
+    for item in _inside(lane.named(WAIT), window):
+        axes.broken_barh([_bar(item, origin)], (row + 0.2, 0.5), facecolor=WAIT_COLOUR, edgecolor=FAINT, hatch="////", lw=0)
+    for item in _inside(lane.named(CHECKPOINT), window):
+        axes.broken_barh([_bar(item, origin)], (row + 0.1, 0.1), color=CHECKPOINT_COLOUR, lw=0)
+    shown_s = window[1] - window[0]
+    for item in _inside(lane.named(STEP), window):
+        step = int(item.attributes.get("step", 0))
+        axes.broken_barh([_bar(item, origin)], (row + 0.12, 0.66), color=LEARN_COLOURS[step % 2], lw=0)
+        middle = (max(item.start_s, window[0]) + min(item.end_s, window[1])) / 2
+        if min(item.end_s, window[1]) - max(item.start_s, window[0]) > shown_s / 45:
+            axes.text(
+                middle - origin, row + 0.45, str(step), ha="center", va="center", color="white", fontsize=9, fontweight="bold"
+            )
+
+
+def _draw_generator(axes: Axes, lane: Lane, row: int, window: tuple[float, float], origin: float) -> None:
+    swaps = lane.named(SWAP)
+    borders = [-np.inf, *(item.end_s for item in swaps), np.inf]
+    versions = [int(swaps[0].attributes.get("version", 1)) - 1 if swaps else 0]
+    versions += [int(item.attributes.get("version", 0)) for item in swaps]
+    for version, since, until in zip(versions, borders[:-1], borders[1:], strict=True):
+        part = (max(since, window[0]), min(until, window[1]))
+        if part[0] < part[1]:
+            _fill_occupancy(axes, lane.named(GENERATE), row, part, origin, GENERATE_COLOURS[version % 2])
+            if part[1] - part[0] > (window[1] - window[0]) / 35:
+                axes.text(sum(part) / 2 - origin, row + 0.06, f"v{version}", ha="center", va="bottom", fontsize=8.5, color=INK)
+    for item in _inside(swaps, window):
+        start, length = _bar(item, origin)
+        axes.broken_barh([(start, max(length, (window[1] - window[0]) / 500))], (row, 0.86), color=SWAP_COLOUR, lw=0, zorder=4)
+
+
+def _fill_occupancy(axes: Axes, spans: Sequence[Span], row: int, window: tuple[float, float], origin: float, colour: str) -> None:
+    """Fill the lane as high as the share of its busiest moment that runs."""
+    if not spans:
+        return
+    times, open_now = occupancy(spans)
+    most = max(int(open_now.max()), 1)
+    first, last = np.searchsorted(times, window)
+    before = open_now[first - 1] if first > 0 else 0
+    shown_times = np.concatenate([[window[0]], times[first:last], [window[1]]]) - origin
+    after = open_now[last - 1] if last > 0 else 0
+    shown = np.concatenate([[before], open_now[first:last], [after]])
+    axes.fill_between(shown_times, row, row + 0.82 * shown / most, step="post", color=colour, lw=0)
+
+
+def _draw_handovers(axes: Axes, lanes_upwards: Sequence[Lane], window: tuple[float, float], origin: float) -> None:
+    """Join each publish to the swaps that it led to."""
+    rows = {lane.process: row for row, lane in enumerate(lanes_upwards)}
+    published = {
+        item.attributes.get("version"): (item.end_s, rows[lane.process])
+        for lane in lanes_upwards
+        for item in _inside(lane.named(PUBLISH), window)
+    }
+    for lane in lanes_upwards:
+        for item in _inside(lane.named(SWAP), window):
+            if item.attributes.get("version") in published:
+                at_s, row = published[item.attributes["version"]]
+                axes.plot([at_s - origin, item.end_s - origin], [row + 0.8, rows[lane.process]], color=SWAP_COLOUR, lw=0.9,
+                          alpha=0.55, zorder=3)  # fmt: skip
+
+
+def _draw_strip(axes: Axes, lanes: Sequence[Lane], window: tuple[float, float], origin: float) -> None:
+    end = max(item.end_s for lane in lanes for spans in lane.spans.values() for item in spans)
+    edges = np.linspace(origin, max(end, origin + 1e-3), 500)
+    kinds = [("generator", GENERATE, GENERATE_COLOURS[1], "generators"), ("reward", SCORE, REWARD_COLOUR, "reward")]
+    kinds.append(("learner", STEP, LEARN_COLOURS[0], "learner"))
+    for row, (kind, name, colour, _) in enumerate(reversed(kinds)):
+        spans = [item for lane in lanes if lane.kind == kind for item in lane.named(name)]
+        share = mean_occupancy(spans, edges)
+        top = max(float(np.quantile(share, 0.99)), 1e-9) if kind != "learner" else 1.0
+        height = 0.85 * np.minimum(share / top, 1.0)
+        axes.fill_between(edges[:-1] - origin, row, row + height, step="post", color=colour, lw=0)
+    _label_lanes(axes, [label for *_, label in reversed(kinds)])
+    axes.axvspan(window[0] - origin, window[1] - origin, color=INK, alpha=0.1, lw=0)
+    axes.set_xlim(0, edges[-1] - origin)
+
+
+def _label_lanes(axes: Axes, names: Sequence[str]) -> None:
+    axes.set_ylim(0, len(names))
+    axes.set_yticks([row + 0.4 for row in range(len(names))], names)
+    axes.tick_params(axis="y", length=0)
+    for row in range(1, len(names)):
+        axes.axhline(row - 0.06, color=GRID, lw=0.8, zorder=0)
+    _plain_axes(axes, grid=False)
+    axes.spines["left"].set_visible(False)
+
+
+def _draw_legend(figure: Figure) -> None:
+    entries = [
+        Patch(color=GENERATE_COLOURS[1], label="samples in flight (v: version that samples)"),
+        Patch(color=SWAP_COLOUR, label="weights fetched and swapped in"),
+        Patch(color=REWARD_COLOUR, label="samples being judged"),
+        Patch(color=LEARN_COLOURS[0], label="optimizer step"),
+        Patch(facecolor=WAIT_COLOUR, edgecolor=FAINT, hatch="////", lw=0, label="learner waits for a batch"),
+    ]
+    figure.legend(handles=entries, loc="outside lower center", ncols=len(entries), frameon=False, fontsize=9)
+
+
+def _inside(spans: Sequence[Span], window: tuple[float, float]) -> list[Span]:
+    return [item for item in spans if item.end_s >= window[0] and item.start_s <= window[1]]
+
+
+def _bar(item: Span, origin: float) -> tuple[float, float]:
+    return item.start_s - origin, item.end_s - item.start_s
+
+
+def _plain_axes(axes: Axes, *, grid: bool = True) -> None:
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color(FAINT)
+    axes.tick_params(colors=INK)
+    if grid:
+        axes.grid(color=GRID, lw=0.8)
+        axes.set_axisbelow(True)
+
+
+def _save(figure: Figure, path: Path) -> None:
+    """Replace the picture at once: somebody may be looking at it."""
+    aside = path.with_name(f".{path.name}.tmp")
+    figure.savefig(aside, dpi=130, format="png", facecolor="white")
+    aside.replace(path)

@@ -1,6 +1,7 @@
 """How far the data is from the policy that trains on it. Pure, without gradient; masked tokens never count.
 
-Legend: N tokens, S sequences; rho = learner / behaviour, log rho = learner - behaviour. Called by learner/step.py and experiments.
+Legend: N tokens, S sequences; rho = learner / behaviour, log rho = learner - behaviour. Called by learner/step.py and
+experiments.
 """
 
 from __future__ import annotations

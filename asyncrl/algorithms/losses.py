@@ -1,7 +1,7 @@
 """Policy losses: pure functions `(LossInputs, LossConfig) -> LossOutputs`, one row of `LOSSES` each.
 
-Invariants: at ratio 1 the gradient of every loss is the policy gradient (times the correction weight); a masked token has gradient
-exactly 0. Called by learner/step.py through the registry.
+Invariants: at ratio 1 the gradient of every loss is the policy gradient (times the correction weight); a masked token has
+gradient exactly 0. Called by learner/step.py through the registry.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """What every loss takes and gives.
 
-Legend: N tokens of one micro-batch laid end to end (trained tokens and, where a caller has them, masked ones), S sequences of it.
-Log-probabilities are of the sampled token, natural logarithm, at the sampling temperature. Three policies: `behaviour` sampled the
-token, `proximal` is the learner before this step's first update, `current` carries the gradient.
+Legend: N tokens of one micro-batch laid end to end (trained tokens and, where a caller has them, masked ones), S sequences of
+it. Log-probabilities are of the sampled token, natural logarithm, at the sampling temperature. Three policies: `behaviour`
+sampled the token, `proximal` is the learner before this step's first update, `current` carries the gradient.
 
-Invariants: whatever stands at a masked token (NaN too) changes no value and no gradient; advantages, proximal and behaviour carry no
-gradient; the loss of a micro-batch is its numerator over the *global* denominator, so that losses and gradients of micro-batches
-and ranks add up.
+Invariants: whatever stands at a masked token (NaN too) changes no value and no gradient; advantages, proximal and behaviour
+carry no gradient; the loss of a micro-batch is its numerator over the *global* denominator, so that losses and gradients of
+micro-batches and ranks add up.
 
 Called by learner/step.py and by outside losses.
 """

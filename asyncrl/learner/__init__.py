@@ -1,1 +1,1 @@
-"""STAGE 5: the policy and its optimizer."""
+"""Stage 5: the policy, its optimizer, one step at a time."""

@@ -1,4 +1,4 @@
-"""Published implementations' numbers (numbers/README.md), values and gradients. A case is skipped only with a reason in this file."""
+"""Numbers of published implementations (numbers/README.md), values and gradients."""
 
 import json
 from pathlib import Path

@@ -1,0 +1,150 @@
+"""Checkpoints of the learner: a Hugging Face folder, with what training needs to go on beside it.
+
+    checkpoints/step-000050/          AutoModelForCausalLM.from_pretrained opens it
+        config.json model.safetensors tokenizer.json ...
+        trainer/optimizer.safetensors moments, update counts, master weights
+        trainer/rng.safetensors       torch's random state, one tensor a device
+        trainer/state.json            version, the controller's own part; written last
+
+Invariants: a folder of the final name is complete (it is written under another name, synced and renamed); whatever else lies there is
+ignored and, once a newer one is complete, removed; no pickle. Called by learner/worker.py and learner/start.py.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel
+
+from asyncrl.errors import LearnerError
+from asyncrl.learner.model import save_model
+from asyncrl.learner.optim import PolicyOptimizer
+
+PREFIX = "step-"
+PARTIAL = ".partial-"
+STATE_FORMAT = 1
+
+
+class TrainerState(msgspec.Struct, frozen=True):
+    """`trainer/state.json`."""
+
+    version: int
+    controller_json: str = ""
+    """The controller's own part, as it gave it."""
+    format: int = STATE_FORMAT
+
+
+def save_checkpoint(
+    folder: Path, model: PreTrainedModel, tokenizer: Any, optimizer: PolicyOptimizer, state: TrainerState, keep_last: int  # noqa: ANN401
+) -> Path:
+    """Write a checkpoint and remove what it makes superfluous.
+
+    Args:
+        folder: `RUN/checkpoints`; made where it is missing.
+        model: The policy at `state.version`.
+        tokenizer: Its tokenizer.
+        optimizer: Its optimizer.
+        state: Everything else.
+        keep_last: How many complete checkpoints stay.
+
+    Returns:
+        The checkpoint's own folder. One that is there already for this version is replaced.
+    """
+
+    def fill(partial: Path) -> None:
+        save_model(model, tokenizer, partial)
+        trainer = partial / "trainer"
+        trainer.mkdir()
+        optimizer.save(trainer / "optimizer.safetensors")
+        save_file(_rng_state(), trainer / "rng.safetensors")
+        (trainer / "state.json").write_bytes(msgspec.json.encode(state))
+
+    target = write_folder(folder / f"{PREFIX}{state.version:06d}", fill)
+    _remove_old(folder, keep_last)
+    return target
+
+
+def latest_checkpoint(folder: Path) -> Path | None:
+    """Return the newest complete checkpoint under `RUN/checkpoints`, or None."""
+    complete = _complete(folder)
+    return complete[-1] if complete else None
+
+
+def load_trainer(checkpoint: Path, optimizer: PolicyOptimizer) -> TrainerState:
+    """Take over optimizer and random state of a checkpoint whose model is loaded already.
+
+    Raises:
+        LearnerError: The checkpoint is of another format or of another model.
+    """
+    trainer = checkpoint / "trainer"
+    state = msgspec.json.decode((trainer / "state.json").read_bytes(), type=TrainerState)
+    if state.format != STATE_FORMAT:
+        raise LearnerError(f"{checkpoint} has format {state.format}, this version of asyncrl reads {STATE_FORMAT}")
+    optimizer.load(trainer / "optimizer.safetensors")
+    _restore_rng(load_file(trainer / "rng.safetensors"))
+    return state
+
+
+def write_folder(target: Path, fill: Callable[[Path], None]) -> Path:
+    """Make a folder whole or not at all: fill one of another name, sync its files, rename it.
+
+    Args:
+        target: The final name; a folder already there is replaced.
+        fill: Writes into the folder it is given.
+
+    Returns:
+        `target`.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = target.parent / f"{PARTIAL}{target.name}"
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
+    fill(partial)
+    for path in [*partial.rglob("*"), partial]:
+        _sync(path)
+    if target.exists():
+        shutil.rmtree(target)
+    partial.rename(target)
+    _sync(target.parent)
+    return target
+
+
+def _complete(folder: Path) -> list[Path]:
+    found = [path for path in folder.glob(f"{PREFIX}*") if (path / "trainer" / "state.json").is_file()]
+    return sorted(found, key=lambda path: int(path.name.removeprefix(PREFIX)))
+
+
+def _remove_old(folder: Path, keep_last: int) -> None:
+    for path in [*_complete(folder)[:-keep_last], *folder.glob(f"{PARTIAL}*")]:
+        shutil.rmtree(path)
+
+
+def _sync(path: Path) -> None:
+    if path.is_symlink():
+        return
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _rng_state() -> dict[str, torch.Tensor]:
+    states = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        states |= {f"cuda:{index}": state for index, state in enumerate(torch.cuda.get_rng_state_all())}
+    return states
+
+
+def _restore_rng(states: dict[str, torch.Tensor]) -> None:
+    torch.set_rng_state(states["cpu"])
+    for index in range(torch.cuda.device_count()):
+        if f"cuda:{index}" in states:
+            torch.cuda.set_rng_state(states[f"cuda:{index}"], index)

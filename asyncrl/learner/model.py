@@ -1,0 +1,198 @@
+"""The policy: made from scratch or opened from a local folder, always with packed attention; and its forward over a packed row.
+
+Invariants: nothing is ever fetched from a network; dropout is off (the importance ratio of an update's first forward is 1
+only where the forward is a function of weights and tokens); a folder written here opens with
+`AutoModelForCausalLM.from_pretrained`. Called by learner/worker.py, learner/warm_start.py, learner/step.py.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from asyncrl.config.algorithm import LearnerConfig
+from asyncrl.config.stages import PretrainedModel, ScratchModel
+from asyncrl.errors import ConfigError
+from asyncrl.learner.attention import PACKED_ATTENTION
+from asyncrl.learner.logprobs import token_logprobs
+from asyncrl.learner.rows import Row
+from asyncrl.learner.tokenizer import character_tokenizer
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+HEAD_TOLERANCE = 1e-3
+
+transformers.utils.logging.disable_progress_bar()
+
+
+def build_scratch(config: ScratchModel, alphabet: str, seed: int) -> tuple[PreTrainedModel, Any]:
+    """Make a small Llama with random weights and its character tokenizer.
+
+    Args:
+        config: Sizes.
+        alphabet: Every character a prompt or completion may hold.
+        seed: Of the weights.
+
+    Returns:
+        float32 model on the CPU, tokenizer.
+    """
+    tokenizer = character_tokenizer(alphabet)
+    llama = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=config.hidden_size,
+        num_hidden_layers=config.num_layers,
+        num_attention_heads=config.num_heads,
+        num_key_value_heads=config.num_kv_heads or config.num_heads,
+        intermediate_size=config.intermediate_size or 4 * config.hidden_size,
+        max_position_embeddings=config.max_positions,
+        tie_word_embeddings=config.tie_embeddings,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = LlamaForCausalLM(llama)
+    return model, tokenizer
+
+
+def open_model(folder: Path, config: LearnerConfig, *, trust_remote_code: bool = False) -> PreTrainedModel:
+    """Open a Hugging Face folder with packed attention, on the learner's device and in its dtype, ready to train.
+
+    Raises:
+        ConfigError: The folder is missing something, or the model cannot be trained on packed rows.
+    """
+    check_folder(folder)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=DTYPES[config.dtype],
+            attn_implementation=PACKED_ATTENTION,
+            local_files_only=True,
+            trust_remote_code=trust_remote_code,
+        )
+    except (ValueError, OSError, RuntimeError) as error:
+        raise ConfigError(f"cannot open the model in {folder}: {error}") from error
+    return made_ready(model, config)
+
+
+def made_ready(model: PreTrainedModel, config: LearnerConfig) -> PreTrainedModel:
+    """Move a model to device and dtype, set packed attention, switch dropout off, and check that its head is understood."""
+    model.set_attn_implementation(PACKED_ATTENTION)
+    model.to(device=config.device, dtype=DTYPES[config.dtype])
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    model.train()
+    if config.gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    _check_head(model)
+    return model
+
+
+def open_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> Any:  # noqa: ANN401 - transformers' own class
+    """Open the tokenizer of a folder that `check_folder` let pass."""
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
+    except (ValueError, OSError, RuntimeError) as error:
+        raise ConfigError(f"cannot open the tokenizer in {folder}: {error}") from error
+
+
+def check_folder(folder: Path) -> None:
+    """Refuse a folder that is not a Hugging Face causal language model.
+
+    Raises:
+        ConfigError: Names the folder and what is missing.
+    """
+    advice = "`asyncrl model import` makes such a folder from a GGUF or a Hugging Face checkout"
+    if not folder.is_dir():
+        raise ConfigError(f"model.path: there is no folder {folder}; {advice}")
+    missing = [] if (folder / "config.json").is_file() else ["config.json"]
+    if not any(folder.glob("*.safetensors")):
+        missing.append("*.safetensors")
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        missing.append(f"a tokenizer ({' or '.join(TOKENIZER_FILES[:3])})")
+    if missing:
+        raise ConfigError(f"model.path: {folder} has no {', no '.join(missing)}; {advice}")
+
+
+def save_model(model: PreTrainedModel, tokenizer: Any, folder: Path) -> None:  # noqa: ANN401
+    """Write model and tokenizer into an existing folder, in Hugging Face layout."""
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def link_pretrained(config: PretrainedModel, folder: Path) -> None:
+    """Fill `folder` with the pretrained folder's small files, and links to its weights."""
+    source = Path(config.path).resolve()
+    for path in source.iterdir():
+        if path.suffix == ".safetensors":
+            (folder / path.name).symlink_to(path)
+        elif path.is_file() and path.suffix in {".json", ".txt", ".model", ".jinja", ".py"}:
+            shutil.copyfile(path, folder / path.name)
+
+
+def row_logprobs(
+    model: PreTrainedModel, row: Row, *, temperature: float, chunk_tokens: int, entropy_gradient: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run the policy over a row.
+
+    Args:
+        model: From `open_model` or `made_ready`.
+        row: On the model's device.
+        temperature: See `token_logprobs`.
+        chunk_tokens: See `token_logprobs`.
+        entropy_gradient: See `token_logprobs`.
+
+    Returns:
+        Log-probability of each target and entropy of the distribution it was drawn from, float32 [M] each.
+    """
+    output = model.base_model(
+        input_ids=row.input_ids.unsqueeze(0),
+        position_ids=row.position_ids.unsqueeze(0),
+        use_cache=False,
+        packed_layout=row.layout,
+    )
+    return token_logprobs(
+        output.last_hidden_state[0].index_select(0, row.hidden_index),
+        row.target_ids,
+        model.get_output_embeddings(),
+        temperature=temperature,
+        chunk_tokens=chunk_tokens,
+        entropy_gradient=entropy_gradient,
+    )
+
+
+@torch.no_grad()
+def sequence_logprobs(model: PreTrainedModel, token_ids: torch.Tensor) -> torch.Tensor:
+    """Return float32 [T - 1], the log-probability of each token after the first, at temperature 1 (the probe).
+
+    Args:
+        model: The policy.
+        token_ids: int64 [T], on the model's device.
+    """
+    hidden = model.base_model(input_ids=token_ids[:-1].unsqueeze(0), use_cache=False).last_hidden_state[0]
+    logprobs, _ = token_logprobs(
+        hidden, token_ids[1:], model.get_output_embeddings(), temperature=1.0, chunk_tokens=len(token_ids)
+    )
+    return logprobs
+
+
+@torch.no_grad()
+def _check_head(model: PreTrainedModel) -> None:
+    """Refuse models that do more to their logits than the output layer does (soft caps, scales)."""
+    token_ids = torch.arange(min(8, model.config.get_text_config().vocab_size), device=model.device)
+    logits = model(input_ids=token_ids.unsqueeze(0), use_cache=False).logits[0, :-1].float()
+    expected = logits.log_softmax(-1).gather(-1, token_ids[1:, None]).squeeze(-1)
+    error = (expected - sequence_logprobs(model, token_ids)).abs().max().item()
+    if error > HEAD_TOLERANCE:
+        raise ConfigError(
+            f"{json.dumps(model.config.model_type)} cannot be trained: its logits are not those of its output layer "
+            f"(largest difference {error:.2g}, allowed {HEAD_TOLERANCE:g}); it probably scales or caps them"
+        )

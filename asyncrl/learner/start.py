@@ -1,0 +1,89 @@
+"""Where the learner stands when its process begins: at the newest checkpoint, at the run's initial model, or at nothing yet.
+
+Invariant: what is made here once (random weights, warm start) is made once a run: `RUN/model` is written whole or not at all, and a
+restart before the first checkpoint starts from it. Called by learner/worker.py, off the event loop.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from asyncrl.config.run import RunConfig
+from asyncrl.config.stages import PretrainedModel, ScratchModel
+from asyncrl.learner.checkpoint import TrainerState, latest_checkpoint, load_trainer, write_folder
+from asyncrl.learner.model import build_scratch, check_folder, link_pretrained, made_ready, open_model, open_tokenizer, save_model
+from asyncrl.learner.optim import PolicyOptimizer
+from asyncrl.learner.warm_start import tokenise, warm_start
+
+log = logging.getLogger(__name__)
+
+Examples = Callable[[], Sequence[tuple[str, str]]]
+"""Makes the task's worked examples, (prompt, completion) each; called only where there is a warm start to do."""
+
+
+@dataclass(slots=True)
+class Standing:
+    """A policy ready to train."""
+
+    model: PreTrainedModel
+    tokenizer: Any
+    optimizer: PolicyOptimizer
+    version: int
+    model_folder: Path
+    """`RUN/model`."""
+    checkpoint: Path | None = None
+    """The checkpoint it comes from; None at version 0."""
+    state: TrainerState = field(default_factory=lambda: TrainerState(version=0))
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Of the warm start, where there was one just now."""
+
+
+def prepare_standing(config: RunConfig, run_folder: Path, examples: Examples, alphabet: str) -> Standing:
+    """Load or make the policy.
+
+    Args:
+        config: `model`, `learner`, `seed` and `num_steps` are read.
+        run_folder: The run; `model/` is written into it the first time.
+        examples: For the warm start of a scratch model.
+        alphabet: For the tokenizer of a scratch model.
+
+    Raises:
+        ConfigError: The model's folder is not usable, or the warm start has no examples.
+    """
+    folder, metrics = run_folder / "model", {}
+    if not (folder / "config.json").is_file():
+        metrics = _make_model_folder(config, folder, examples, alphabet)
+    checkpoint = latest_checkpoint(run_folder / "checkpoints")
+    trusted = isinstance(config.model, PretrainedModel) and config.model.trust_remote_code
+    model = open_model(checkpoint or folder, config.learner, trust_remote_code=trusted)
+    optimizer = PolicyOptimizer(model.named_parameters(), config.learner, config.num_steps)
+    state = load_trainer(checkpoint, optimizer) if checkpoint else TrainerState(version=0)
+    log.info("standing at version %d, from %s", state.version, checkpoint or folder)
+    tokenizer = open_tokenizer(folder, trust_remote_code=trusted)
+    return Standing(model, tokenizer, optimizer, state.version, folder, checkpoint, state, metrics)
+
+
+def _make_model_folder(config: RunConfig, folder: Path, examples: Examples, alphabet: str) -> dict[str, float]:
+    if isinstance(config.model, PretrainedModel):
+        pretrained = config.model
+        check_folder(Path(pretrained.path))
+        write_folder(folder, lambda partial: link_pretrained(pretrained, partial))
+        return {}
+    return _make_scratch(config, config.model, folder, examples, alphabet)
+
+
+def _make_scratch(config: RunConfig, scratch: ScratchModel, folder: Path, examples: Examples, alphabet: str) -> dict[str, float]:
+    model, tokenizer = build_scratch(scratch, alphabet, config.seed)
+    metrics: dict[str, float] = {}
+    if scratch.warm_start is not None:
+        made_ready(model, config.learner.__class__(device=config.learner.device))
+        worked = tokenise(examples(), tokenizer)
+        metrics = warm_start(model, worked, scratch.warm_start, config.learner, config.seed)
+    write_folder(folder, lambda partial: save_model(model.cpu(), tokenizer, partial))
+    return metrics

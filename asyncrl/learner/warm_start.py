@@ -1,0 +1,130 @@
+"""A short supervised training of a scratch model on the task's own worked examples, before version 0 exists.
+
+Cross-entropy on completion and end-of-sequence, token mean; seeded, so that the same config gives the same version 0. The learning
+rate rises over the first tenth and then falls along a cosine to a tenth. Called by learner/start.py.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import PreTrainedModel
+
+from asyncrl.config.algorithm import LearnerConfig
+from asyncrl.config.stages import WarmStart
+from asyncrl.errors import ConfigError, LearnerError
+from asyncrl.learner.model import row_logprobs
+from asyncrl.learner.optim import PolicyOptimizer
+from asyncrl.learner.rows import Row, prepare_row
+from asyncrl.schema.batches import PackedRow, PackedSample
+
+log = logging.getLogger(__name__)
+
+LOG_EVERY = 50
+FINAL_RATE_SHARE = 0.1
+WARMUP_SHARE = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """A worked example as tokens; the end-of-sequence token belongs to the completion."""
+
+    prompt_ids: NDArray[np.int32]
+    completion_ids: NDArray[np.int32]
+
+
+def tokenise(examples: Sequence[tuple[str, str]], tokenizer: Any) -> list[Example]:  # noqa: ANN401 - transformers' class
+    """Turn (prompt, completion) texts into tokens, end-of-sequence appended."""
+
+    def ids(text: str) -> list[int]:
+        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    eos = [tokenizer.eos_token_id]
+    return [
+        Example(np.array(ids(prompt), dtype=np.int32), np.array(ids(completion) + eos, dtype=np.int32))
+        for prompt, completion in examples
+    ]
+
+
+def warm_start(
+    model: PreTrainedModel, examples: Sequence[Example], config: WarmStart, learner: LearnerConfig, seed: int
+) -> dict[str, float]:
+    """Train the model in place.
+
+    Args:
+        model: From `made_ready`.
+        examples: Drawn from without replacement within a batch.
+        config: Steps, batch size, learning rate.
+        learner: Threads' worth of everything else: betas, clipping, chunking.
+        seed: Of the draw.
+
+    Returns:
+        `warm_start/first_loss`, `warm_start/last_loss` (nats a token), `warm_start/examples` (distinct ones there were).
+
+    Raises:
+        ConfigError: There are no examples.
+        LearnerError: The loss is not finite.
+    """
+    if not examples:
+        raise ConfigError("model.warm_start: this task has no worked examples; remove warm_start or choose another task")
+    optimizer = PolicyOptimizer(model.named_parameters(), _optimizer_config(config, learner), config.steps)
+    rng = np.random.default_rng(seed)
+    losses = []
+    for step in range(config.steps):
+        drawn = rng.choice(len(examples), size=min(config.batch_size, len(examples)), replace=False)
+        row = _row([examples[index] for index in drawn]).to(model.device)
+        logprobs, _ = row_logprobs(model, row, temperature=1.0, chunk_tokens=learner.logprob_chunk_tokens)
+        loss = -logprobs.mean()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.clip()
+        optimizer.step(step)
+        losses.append(loss.item())
+        if not np.isfinite(losses[-1]):
+            raise LearnerError(f"warm start: loss {losses[-1]} at step {step}; lower model.warm_start.learning_rate")
+        if step % LOG_EVERY == 0 or step == config.steps - 1:
+            log.info("warm start step %d of %d: loss %.3f", step + 1, config.steps, losses[-1])
+    return {
+        "warm_start/first_loss": losses[0],
+        "warm_start/last_loss": float(np.mean(losses[-10:])),
+        "warm_start/examples": float(len(examples)),
+    }
+
+
+def _optimizer_config(config: WarmStart, learner: LearnerConfig) -> LearnerConfig:
+    return LearnerConfig(
+        learning_rate=config.learning_rate,
+        min_learning_rate_ratio=FINAL_RATE_SHARE,
+        warmup_steps=max(1, int(config.steps * WARMUP_SHARE)),
+        betas=learner.betas,
+        epsilon=learner.epsilon,
+        weight_decay=learner.weight_decay,
+        max_grad_norm=learner.max_grad_norm,
+    )
+
+
+def _row(examples: list[Example]) -> Row:
+    """Lay examples end to end in one row; every token of a completion is a target."""
+    samples, start = [], 0
+    for group_id, example in enumerate(examples):
+        sizes = len(example.prompt_ids), len(example.completion_ids)
+        samples.append(PackedSample(group_id, 0, 0, start, *sizes, reward=0.0, oldest_version=0))
+        start += sum(sizes)
+    parts = [part for example in examples for part in (example.prompt_ids, example.completion_ids)]
+    mask = np.concatenate([np.full(len(part), position % 2, dtype=np.uint8) for position, part in enumerate(parts)])
+    row = PackedRow(
+        token_ids=np.concatenate(parts).astype("<i4").tobytes(),
+        position_ids=b"",
+        segment_ids=b"",
+        loss_mask=mask.tobytes(),
+        behaviour_logprobs=np.zeros(len(mask), dtype="<f4").tobytes(),
+        versions=b"",
+    )
+    prepared = prepare_row(row, list(enumerate(samples)))
+    assert prepared is not None
+    return prepared

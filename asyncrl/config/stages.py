@@ -173,6 +173,8 @@ class AnswerMatchReward(_Variant, tag="answer_match"):
     """`math` is math-verify; `regex` full-matches the reference as a pattern."""
     extract: str = ""
     """Regex whose first group (last match) is the answer; empty: the whole completion, stripped."""
+    tolerance: NonNegativeFloat = 1e-6
+    """Only `numeric`: largest difference allowed, relative to max(1, |reference|)."""
     weight: float = 1.0
     name: str = ""
 
@@ -228,6 +230,8 @@ class RewardConfig(_Stage):
     """One sample's rewards together; past it the sample is failed."""
     concurrency: PositiveInt = 2
     """Samples one worker scores at once, each in a process of its own."""
+    process_memory_bytes: PositiveInt = 4 << 30
+    """Data one scoring process may hold; a sample that needs more is failed and the process replaced."""
 
 
 # -- buffer --------------------------------------------------------------------------------------------------------------

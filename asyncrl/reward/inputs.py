@@ -1,0 +1,79 @@
+"""What a reward function sees, and the small steps several of them share. Imported by every reward; imports none of them."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Awaitable, Callable
+from types import ModuleType
+
+import msgspec
+
+from asyncrl.errors import ConfigError, RewardError
+from asyncrl.schema.samples import FinishReason, Prompt
+
+
+class RewardInput(msgspec.Struct, frozen=True):
+    """One completion, and the problem it answers."""
+
+    prompt: Prompt
+    text: str
+    """The decoded completion, without special tokens."""
+    finish_reason: FinishReason
+    num_tokens: int
+
+
+RewardFunction = Callable[[RewardInput], "float | Awaitable[float]"]
+"""Judges one sample; sync or async; what it raises fails the sample with that reason."""
+
+
+def compile_pattern(pattern: str, field: str) -> re.Pattern[str]:
+    """Compile a pattern from the config; `.` matches newlines too.
+
+    Raises:
+        ConfigError: It is not a regular expression; the message names `field`.
+    """
+    try:
+        return re.compile(pattern, re.DOTALL)
+    except re.error as error:
+        raise ConfigError(f"{field}: {pattern!r} is not a regular expression: {error}") from error
+
+
+def compile_extract(pattern: str, field: str) -> re.Pattern[str] | None:
+    """Compile an extraction pattern, which must have a group; None where it is empty. Raises as `compile_pattern`."""
+    if not pattern:
+        return None
+    compiled = compile_pattern(pattern, field)
+    if compiled.groups < 1:
+        raise ConfigError(f"{field}: {pattern!r} has no group; put the answer in parentheses, as in r'<answer>(.*?)</answer>'")
+    return compiled
+
+
+def extract_answer(text: str, pattern: re.Pattern[str] | None) -> str | None:
+    """Return the answer in a completion, stripped.
+
+    Args:
+        text: The completion.
+        pattern: Its first group in the last match is the answer; None takes the whole text.
+
+    Returns:
+        The answer, or None where nothing matches.
+    """
+    if pattern is None:
+        return text.strip()
+    last = None
+    for last in pattern.finditer(text):
+        pass
+    return None if last is None or last.group(1) is None else last.group(1).strip()
+
+
+def import_optional(module: str, kind: str) -> ModuleType:
+    """Import a package that only one reward needs.
+
+    Raises:
+        RewardError: It is not installed; the message says which extra brings it.
+    """
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        raise RewardError(f"reward {kind} needs the package {error.name}: pip install 'asyncrl[tasks]'") from error

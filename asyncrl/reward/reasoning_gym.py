@@ -1,0 +1,202 @@
+"""1 where a reasoning-gym family's own scorer is satisfied (0.99 and above by default), else 0, with its known holes closed.
+
+`prompt.reference_json` is `{"family", "family_options", "entry"}` as tasks/reasoning_gym_task.py writes it, or a bare entry.
+
+Several families' scorers take things that are no answer: a list of candidates, an answer with junk behind it, anything at all
+(game_of_life_halting). Others pass the model's text to `eval` or to sympy's evaluating parser, which would run model-written code in this
+process. So a text that is not the reference answer itself reaches the scorer only in the family's own shape (`_SHAPES`).
+tests/unit/reward/test_reasoning_gym.py tries every family of the installed version against the same probes.
+
+What no scorer can close: in some families a constant answer is often right (letter_counting, syllogism, gcd).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any, Protocol
+
+from asyncrl.config.stages import ReasoningGymReward
+from asyncrl.errors import RewardError
+from asyncrl.reward.inputs import RewardFunction, RewardInput, compile_extract, extract_answer, import_optional
+
+Entry = dict[str, Any]
+Shape = Callable[[str, Entry], bool]
+"""(answer, entry) -> whether the answer has the form of one answer of this family."""
+
+_MAX_EXPRESSION_CHARS = 500
+_TOKEN = re.compile(r"[A-Za-z_][A-Za-z_0-9]*|\d+(?:\.\d+)?|\*\*|\S")
+_FUNCTIONS = frozenset([
+    "sin",
+    "cos",
+    "tan",
+    "asin",
+    "acos",
+    "atan",
+    "sinh",
+    "cosh",
+    "tanh",
+    "exp",
+    "log",
+    "ln",
+    "sqrt",
+    "pi",
+    "E",
+    "C",
+])
+_OPERATORS = frozenset(["+", "-", "*", "/", "**", "^", "(", ")"])
+_FRACTION = re.compile(r"\$?\s*(?:\\[dt]?frac\s*\{\s*-?\d+\s*\}\s*\{\s*-?\d+\s*\}|-?\d+\s*/\s*-?\d+)\s*\$?")
+_NUMBER = re.compile(r"[-+]?[$€£]?\d[\d,]*(?:\.\d+)?%?\.?")
+_LOCK_BUTTONS = re.compile(r"\w+(?:\s*(?:→|->|,)\s*\w+)*")
+
+
+class _Dataset(Protocol):
+    def score_answer(self, answer: str | None, entry: Entry) -> float: ...
+
+
+def build_reasoning_gym(config: ReasoningGymReward) -> RewardFunction:
+    """Build the strict scorer; the family comes with each prompt.
+
+    Raises:
+        ConfigError: `extract` is not a regular expression with a group.
+        RewardError: reasoning-gym is not installed.
+    """
+    extract = compile_extract(config.extract, "reward.functions reasoning_gym extract")
+    import_optional("reasoning_gym", "reasoning_gym")
+
+    def score(sample: RewardInput) -> float:
+        family, options_json, entry = _parse_reference(sample.prompt.reference_json, sample.prompt.prompt_id)
+        answer = extract_answer(sample.text, extract)
+        if not answer:
+            return 0.0
+        return float(_score_one(_dataset(family, options_json), family, entry, answer) >= config.threshold)
+
+    return score
+
+
+def _score_one(dataset: _Dataset, family: str, entry: Entry, answer: str) -> float:
+    reference = entry.get("answer")
+    if not _has_shape(family, answer, entry):
+        return 0.0
+    try:
+        return float(dataset.score_answer(answer, entry))
+    except Exception as error:
+        # Some scorers raise on an answer they cannot read. That is a wrong answer, unless they cannot read their own either.
+        if reference is not None and _reference_scores(dataset, entry, str(reference)):
+            return 0.0
+        raise RewardError(f"the scorer of reasoning-gym's {family} raised {type(error).__name__}: {error}") from error
+
+
+def _reference_scores(dataset: _Dataset, entry: Entry, reference: str) -> bool:
+    try:
+        dataset.score_answer(reference, entry)
+    except Exception:  # noqa: BLE001 - the question is only whether it does
+        return False
+    return True
+
+
+def _parse_reference(reference_json: str, prompt_id: str) -> tuple[str, str, Entry]:
+    """Return family, its options as canonical JSON, and the entry."""
+    try:
+        reference = json.loads(reference_json)
+        wrapped = "entry" in reference
+        entry = reference["entry"] if wrapped else reference
+        family = reference["family"] if wrapped else entry["metadata"]["source_dataset"]
+        options_json = json.dumps(reference.get("family_options", {}) if wrapped else {}, sort_keys=True)
+    except (ValueError, KeyError, TypeError) as error:
+        raise RewardError(f"prompt {prompt_id!r}: reference_json holds no reasoning-gym entry ({error!r})") from error
+    return family, options_json, _tuples(entry) if family in _TUPLE_FAMILIES else entry
+
+
+@lru_cache(maxsize=32)
+def _dataset(family: str, options_json: str) -> _Dataset:
+    """Return a dataset of the family, for its scorer: some judge by their own config."""
+    factory = import_optional("reasoning_gym.factory", "reasoning_gym")
+    if family not in factory.DATASETS:
+        raise RewardError(f"reasoning-gym has no family {family!r}; it has: {', '.join(sorted(factory.DATASETS))}")
+    try:
+        dataset: _Dataset = factory.create_dataset(family, seed=0, size=1, **json.loads(options_json))
+    except (TypeError, AssertionError, ValueError) as error:
+        raise RewardError(f"reasoning-gym refused the options {options_json} of {family!r}: {error}") from error
+    return dataset
+
+
+# -- shapes --------------------------------------------------------------------------------------------------------------
+
+
+def _has_shape(family: str, answer: str, entry: Entry) -> bool:
+    shape = _SHAPES.get(family)
+    return shape is None or answer == str(entry.get("answer")).strip() or shape(answer, entry)
+
+
+def _never(_answer: str, _entry: Entry) -> bool:
+    """Only the reference answer itself is right."""
+    return False
+
+
+def _same_case_folded(answer: str, entry: Entry) -> bool:
+    return answer.casefold() == str(entry["answer"]).strip().casefold()
+
+
+def _same_words(answer: str, entry: Entry) -> bool:
+    return len(answer.split()) == len(str(entry["answer"]).split())
+
+
+def _same_statements(answer: str, entry: Entry) -> bool:
+    return _statements(answer) == _statements(str(entry["answer"]))
+
+
+def _statements(text: str) -> list[str]:
+    parts = re.split(r"\s*,\s*(?:and\s+)?|\s+and\s+", text.strip().rstrip(".").casefold())
+    return sorted(" ".join(part.split()) for part in parts if part)
+
+
+def _expression(answer: str, _entry: Entry) -> bool:
+    """Whether it is one algebraic expression of numbers, one-letter variables and the usual functions, safe to be evaluated."""
+    if len(answer) > _MAX_EXPRESSION_CHARS:
+        return False
+    return all(
+        token in _OPERATORS or token in _FUNCTIONS or token[0].isdigit() or (len(token) == 1 and token.isalpha())
+        for token in _TOKEN.findall(answer)
+    )
+
+
+def _pattern(pattern: str | re.Pattern[str]) -> Shape:
+    compiled = re.compile(pattern)
+    return lambda answer, _entry: compiled.fullmatch(answer) is not None
+
+
+_SHAPES: dict[str, Shape] = {
+    # The scorer compares truth values of texts: every text is true.
+    "game_of_life_halting": _same_case_folded,
+    # The scorer passes other texts to eval, and pays less than 1 for them anyway.
+    "string_insertion": _never,
+    "spiral_matrix": _never,
+    "binary_matrix": _never,
+    # eval or sympy's parser, and many right answers.
+    "n_queens": _pattern(r"[Q_\s]+"),
+    "countdown": _expression,
+    "puzzle24": _expression,
+    "simple_integration": _expression,
+    "intermediate_integration": _expression,
+    "polynomial_multiplication": _expression,
+    # The scorer looks for an answer anywhere in the text, or ignores what it cannot read.
+    "fraction_simplification": _pattern(_FRACTION),
+    "gsm_symbolic": _pattern(_NUMBER),
+    "knights_knaves": _same_statements,
+    "letter_jumble": _same_words,
+    "quantum_lock": _pattern(_LOCK_BUTTONS),
+    "sokoban": _pattern(r"[UDLR]+"),
+    "survo": _same_words,
+}
+
+_TUPLE_FAMILIES = frozenset({"arc_agi", "rearc"})
+"""Their scorers compare tuples, which JSON turns into lists."""
+
+
+def _tuples(value: Any) -> Any:  # noqa: ANN401 - plain nested JSON values
+    if isinstance(value, dict):
+        return {key: _tuples(item) for key, item in value.items()}
+    return tuple(_tuples(item) for item in value) if isinstance(value, list) else value

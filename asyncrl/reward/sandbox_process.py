@@ -1,0 +1,177 @@
+"""One confined interpreter, seen from the scoring process: frames to and from its driver, under one deadline and one memory limit.
+
+Owns the process, both pipe ends and the file that catches its error output. Reading never takes more than `max_frame_bytes`;
+waiting never goes past the deadline; while it waits it adds up the resident memory of everything inside, because rlimits count
+each process alone. `close` kills and reaps, whatever state things are in.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import struct
+import subprocess
+import time
+from pathlib import Path
+from typing import IO
+
+from asyncrl.errors import RewardError
+
+_WATCH_INTERVAL_S = 0.05
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+
+Frame = dict[str, object]
+
+
+class ProgramStopped(Exception):  # noqa: N818 - the program's fault, not ours: it scores what it passed so far
+    """The confined interpreter ran into a limit or ended; the message says which."""
+
+
+class Confined:
+    """A running driver (inside.py). Not thread-safe; the deadline starts with the object.
+
+    `beside` is a driver whose pipes this one has taken over: both share its deadline, and their memory counts together.
+    """
+
+    def __init__(
+        self,
+        process: subprocess.Popen[bytes],
+        read_fd: int,
+        write_fd: int,
+        errors: IO[bytes],
+        wall_s: float,
+        memory_bytes: int,
+        max_frame_bytes: int,
+        beside: Confined | None = None,
+    ) -> None:
+        self.read_fd, self.write_fd = read_fd, write_fd
+        self._process, self._errors, self._beside = process, errors, beside
+        self._wall_s, self._deadline_s = wall_s, beside._deadline_s if beside else time.monotonic() + wall_s
+        self._memory_bytes, self._max_frame_bytes = memory_bytes, max_frame_bytes
+        self._watched_s = time.monotonic()
+        self._unsent = b""
+        for fd in (read_fd, write_fd):
+            os.set_blocking(fd, False)
+
+    def send(self, frame: Frame) -> None:
+        """Queue a frame; what the pipe does not take at once goes out while waiting in `receive` or `flush`."""
+        payload = json.dumps(frame).encode()
+        self._unsent += struct.pack("<I", len(payload)) + payload
+        self._write_some()
+
+    def flush(self) -> None:
+        """Wait until everything queued is in the pipe. Raises as `receive`."""
+        while self._unsent:
+            self._wait()
+
+    def receive(self) -> Frame:
+        """Return the driver's next frame.
+
+        Raises:
+            ProgramStopped: The deadline passed, memory ran over, the driver is gone, or it sent something that is no frame.
+            RewardError: The sandbox itself could not start.
+        """
+        (size,) = struct.unpack("<I", self._read_exactly(4))
+        if size > self._max_frame_bytes:
+            raise ProgramStopped(f"sent {size} bytes at once, {self._max_frame_bytes} are allowed")
+        try:
+            frame = json.loads(self._read_exactly(size))
+        except (ValueError, RecursionError) as error:
+            raise ProgramStopped(f"sent something that is no frame: {error}") from error
+        if not isinstance(frame, dict):
+            raise ProgramStopped("sent something that is no frame")
+        return frame
+
+    def lend_pipes(self) -> tuple[int, int]:
+        """Make both pipe ends blocking, for another process to take over once `flush` is done; return (read, write)."""
+        for fd in (self.read_fd, self.write_fd):
+            os.set_blocking(fd, True)
+        return self.read_fd, self.write_fd
+
+    def check(self) -> None:
+        """Raise ProgramStopped where the deadline or the memory limit is passed."""
+        now_s = time.monotonic()
+        if now_s > self._deadline_s:
+            raise ProgramStopped(f"ran past {self._wall_s:g} s")
+        if now_s - self._watched_s >= _WATCH_INTERVAL_S:
+            resident_bytes = self._resident_bytes()
+            self._watched_s = time.monotonic()
+            if resident_bytes > self._memory_bytes:
+                raise ProgramStopped(f"its processes hold {resident_bytes} bytes, {self._memory_bytes} are allowed")
+
+    def close(self) -> None:
+        """Kill everything inside, reap it, close the pipes. Safe to repeat."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.kill()
+        self._process.wait()
+        for fd in (self.read_fd, self.write_fd):
+            if fd >= 0:
+                os.close(fd)
+        self.read_fd = self.write_fd = -1
+        self._errors.close()
+
+    def _resident_bytes(self) -> int:
+        return resident_bytes_of_tree(self._process.pid) + (self._beside._resident_bytes() if self._beside else 0)
+
+    def _read_exactly(self, size: int) -> bytes:
+        chunks = bytearray()
+        while len(chunks) < size:
+            try:
+                chunk = os.read(self.read_fd, min(size - len(chunks), 1 << 20))
+            except BlockingIOError:
+                self._wait()
+                continue
+            if not chunk:
+                raise self._gone()
+            chunks += chunk
+        return bytes(chunks)
+
+    def _wait(self) -> None:
+        """Sleep until a pipe is ready or it is time to look at the limits again."""
+        self.check()
+        poll = select.poll()
+        poll.register(self.read_fd, select.POLLIN)
+        if self._unsent:
+            poll.register(self.write_fd, select.POLLOUT)
+        left_s = min(_WATCH_INTERVAL_S, max(self._deadline_s - time.monotonic(), 0))
+        poll.poll(left_s * 1000 + 1)
+        self._write_some()
+
+    def _write_some(self) -> None:
+        try:
+            while self._unsent:
+                self._unsent = self._unsent[os.write(self.write_fd, self._unsent) :]
+        except BlockingIOError:
+            pass
+        except BrokenPipeError:
+            self._unsent = b""  # the reading side reports it
+
+    def _gone(self) -> Exception:
+        """Return what to raise now that the driver has closed its pipe: the sandbox's own failure, or the program's doing."""
+        try:
+            status = self._process.wait(timeout=1)
+        except subprocess.TimeoutExpired:
+            return ProgramStopped("its driver closed the pipe")
+        self._errors.seek(0)
+        said = self._errors.read(1000).decode("utf-8", "replace").strip()
+        if status == 1 and said.startswith("bwrap:"):
+            return RewardError(f"the sandbox could not start: {said}")
+        return ProgramStopped(f"its driver ended with status {status}" + (f": {said}" if said else ""))
+
+
+def resident_bytes_of_tree(pid: int) -> int:
+    """Return the resident memory of a process and all its descendants; those that end meanwhile count 0."""
+    total, pids = 0, [pid]
+    while pids:
+        folder = Path("/proc", str(pids.pop()))
+        try:
+            total += int((folder / "statm").read_text(encoding="ascii").split()[1]) * _PAGE_BYTES
+            for task in (folder / "task").iterdir():
+                pids += map(int, (task / "children").read_text(encoding="ascii").split())
+        except OSError:
+            continue
+    return total

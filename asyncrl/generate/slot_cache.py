@@ -76,7 +76,7 @@ class SlotCache:
         blocks = -(-num_tokens // self.block_tokens)
         rows = torch.tensor(list(targets), device=self.device)
         for storage in (*self._keys.values(), *self._values.values()):
-            storage[:blocks, rows] = storage[:blocks, source : source + 1]
+            storage[:blocks, rows] = storage[:blocks, source : source + 1].clone()
 
 
 @dataclass(slots=True)

@@ -148,7 +148,7 @@ class TransformersEngine:
                 stream.put(emission.news)
 
     def _lose_all(self, fault: GenerationError) -> None:
-        self._hear([Emission(request_id, fault) for request_id in list(self._streams)])
+        self._hear([Emission(request_id, GenerationError(str(fault))) for request_id in list(self._streams)])
 
     def _check(self, request: EngineRequest) -> None:
         self._check_ids(request.prompt_ids, f"request {request.request_id}")

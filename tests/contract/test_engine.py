@@ -1,0 +1,536 @@
+"""The engine contract, over every engine; what needs a real model, over the transformers engine alone."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from asyncrl.clock import SystemClock
+from asyncrl.config.stages import FakeEngineConfig, TransformersEngineConfig
+from asyncrl.errors import GenerationError
+from asyncrl.generate.engine import Engine, EngineRequest
+from asyncrl.generate.fake_engine import FakeEngine
+from asyncrl.generate.transformers_engine import TransformersEngine
+from asyncrl.schema.samples import SamplingParams
+
+VOCABULARY = 64
+SLOTS = 4
+MAX_TOKENS = 256
+END = 1
+
+
+def make_model(seed: int, *, tied: bool = True, scale: float = 1.0, hidden: int = 32) -> LlamaForCausalLM:
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        tie_word_embeddings=tied,
+        bos_token_id=None,
+        eos_token_id=END,
+        pad_token_id=None,
+        initializer_range=0.2 * scale,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tied")
+    make_model(0).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def untied_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("untied")
+    make_model(0, tied=False).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+async def transformers_engine(model_folder: Path):
+    engine = TransformersEngine(TransformersEngineConfig(num_slots=SLOTS, max_sequence_tokens=MAX_TOKENS), model_folder)
+    await engine.start()
+    yield engine
+    await engine.close()
+
+
+@pytest.fixture(params=["transformers", "fake"])
+async def engine(request: pytest.FixtureRequest, model_folder: Path):
+    made: Engine
+    if request.param == "fake":
+        config = FakeEngineConfig(
+            num_slots=SLOTS,
+            max_sequence_tokens=MAX_TOKENS,
+            vocabulary_size=VOCABULARY,
+            token_latency_s=0.0005,
+            length_distribution="uniform",
+            mean_tokens=30,
+        )
+        made = FakeEngine(config, SystemClock())
+    else:
+        made = TransformersEngine(TransformersEngineConfig(num_slots=SLOTS, max_sequence_tokens=MAX_TOKENS), model_folder)
+    await made.start()
+    yield made
+    await made.close()
+
+
+@dataclass
+class Completion:
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+
+
+def make_request(name: str, seed: int = 0, prompt: tuple[int, ...] = (5, 6, 7), group_key: str = "", **sampling) -> EngineRequest:
+    sampling = {"max_new_tokens": 20, "ignore_eos": True, **sampling}
+    return EngineRequest(name, prompt, SamplingParams(**sampling), seed, group_key)
+
+
+async def collect(stream) -> Completion:
+    completion = Completion()
+    async for chunk in stream:
+        assert completion.finish_reason is None
+        assert len(chunk.token_ids) == len(chunk.logprobs) == len(chunk.versions)
+        completion.token_ids += chunk.token_ids
+        completion.logprobs += chunk.logprobs
+        completion.versions += chunk.versions
+        completion.finish_reason = chunk.finish_reason
+    return completion
+
+
+async def collect_all(engine: Engine, requests: list[EngineRequest]) -> list[Completion]:
+    async with asyncio.TaskGroup() as tasks:
+        running = [tasks.create_task(collect(engine.submit(request))) for request in requests]
+    return [task.result() for task in running]
+
+
+def crowd(num: int) -> list[EngineRequest]:
+    return [
+        make_request(
+            f"other{i}",
+            seed=100 + i,
+            prompt=tuple((i + j) % VOCABULARY for j in range(1 + 9 * i % 80)),
+            max_new_tokens=5 + 7 * i % 40,
+        )
+        for i in range(num)
+    ]
+
+
+def tensors_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
+
+
+def reference_logprobs(model, prompt: tuple[int, ...], token_ids: list[int], temperature: float = 1.0) -> list[float]:
+    with torch.inference_mode():
+        ids = torch.tensor([[*prompt, *token_ids]])
+        logits = model(ids).logits[0, len(prompt) - 1 : -1] / temperature
+    return logits.log_softmax(-1).gather(1, torch.tensor(token_ids)[:, None]).squeeze(1).tolist()
+
+
+# -- every engine --------------------------------------------------------------------------------------------------------
+
+
+async def test_completion_has_a_logprob_and_a_version_for_every_token(engine: Engine) -> None:
+    await engine.load_weights(0, tensors_of(make_model(0)), "keep")
+    completion = await collect(engine.submit(make_request("a", max_new_tokens=12)))
+    assert len(completion.token_ids) == 12
+    assert completion.versions == [0] * 12
+    assert all(logprob <= 0 for logprob in completion.logprobs)
+    assert completion.finish_reason == "length"
+    assert engine.num_running == 0
+
+
+async def test_version_is_minus_one_before_the_first_weights(engine: Engine) -> None:
+    completion = await collect(engine.submit(make_request("a", max_new_tokens=3)))
+    assert engine.version == -1
+    assert completion.versions == [-1] * 3
+
+
+async def test_same_request_gives_same_tokens_alone_and_in_a_crowd(engine: Engine) -> None:
+    request = make_request("a", seed=3, max_new_tokens=40)
+    alone = await collect(engine.submit(request))
+    *_, crowded = await collect_all(engine, [*crowd(3 * SLOTS), request])
+    assert (crowded.token_ids, crowded.logprobs) == (alone.token_ids, alone.logprobs)
+
+
+async def test_other_seed_gives_other_tokens(engine: Engine) -> None:
+    one, other = await collect_all(engine, [make_request("a", seed=1), make_request("b", seed=2)])
+    assert one.token_ids != other.token_ids
+
+
+async def test_slots_are_refilled_until_every_request_is_done(engine: Engine) -> None:
+    requests = crowd(5 * SLOTS)
+    completions = await collect_all(engine, requests)
+    assert [len(c.token_ids) for c in completions] == [r.sampling.max_new_tokens for r in requests]
+    assert engine.num_running == 0
+
+
+async def test_abort_ends_the_stream_and_keeps_earlier_tokens(engine: Engine) -> None:
+    request = make_request("a", max_new_tokens=100)
+    whole = await collect(engine.submit(request))
+    stream = engine.submit(request)
+    engine.abort("a")
+    engine.abort("unknown")
+    aborted = await collect(stream)
+    assert aborted.finish_reason == "abort"
+    assert aborted.token_ids == whole.token_ids[: len(aborted.token_ids)]
+    assert engine.num_running == 0
+
+
+async def test_abort_of_a_waiting_request_leaves_the_running_ones(engine: Engine) -> None:
+    streams = [engine.submit(make_request(f"r{i}", max_new_tokens=30)) for i in range(SLOTS + 1)]
+    engine.abort(f"r{SLOTS}")
+    *running, waiting = [await collect(stream) for stream in streams]
+    assert waiting.finish_reason == "abort"
+    assert waiting.token_ids == []
+    assert [len(c.token_ids) for c in running] == [30] * SLOTS
+
+
+async def test_closing_a_stream_aborts_its_request(engine: Engine) -> None:
+    stream = engine.submit(make_request("a", max_new_tokens=100))
+    await stream.aclose()
+    again = await collect_all(engine, [make_request(f"b{i}") for i in range(2 * SLOTS)])
+    assert all(c.finish_reason == "length" for c in again)
+    assert engine.num_running == 0
+
+
+async def test_paused_engine_generates_nothing_and_goes_on_where_it_stopped(engine: Engine) -> None:
+    requests = [make_request(f"r{i}", seed=i, max_new_tokens=60) for i in range(SLOTS + 2)]
+    undisturbed = await collect_all(engine, requests)
+    async with asyncio.TaskGroup() as tasks:
+        running = [tasks.create_task(collect(engine.submit(request))) for request in requests]
+        await asyncio.sleep(0)
+        await engine.pause()
+        await engine.score([1, 2, 3])
+        assert engine.num_running == len(requests)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(asyncio.shield(running[0]), 0.1)
+        await engine.resume()
+    assert [task.result() for task in running] == undisturbed
+
+
+async def test_weights_may_be_loaded_while_paused(engine: Engine) -> None:
+    await engine.pause()
+    stream = engine.submit(make_request("a", max_new_tokens=5))
+    await engine.load_weights(7, tensors_of(make_model(7)), "keep")
+    await engine.resume()
+    assert (await collect(stream)).versions == [7] * 5
+
+
+@pytest.mark.parametrize("kv", ["keep", "recompute"])
+async def test_versions_never_decrease_when_weights_change_in_flight(engine: Engine, kv) -> None:
+    await engine.load_weights(0, tensors_of(make_model(0)), kv)
+    async with asyncio.TaskGroup() as tasks:
+        requests = [make_request(f"r{i}", seed=i, max_new_tokens=100) for i in range(2 * SLOTS)]
+        running = [tasks.create_task(collect(engine.submit(request))) for request in requests]
+        await asyncio.sleep(0)
+        for version in range(1, 4):
+            assert await engine.load_weights(version, tensors_of(make_model(version)), kv) >= 0
+            assert engine.version == version
+    completions = [task.result() for task in running]
+    assert all(c.versions == sorted(c.versions) for c in completions)
+    assert all(len(c.token_ids) == 100 for c in completions)
+    assert completions[-1].versions == [3] * 100
+
+
+@pytest.mark.parametrize(
+    ("request_", "expected"),
+    [
+        (make_request("a", prompt=()), "no prompt tokens"),
+        (make_request("a", prompt=(5, VOCABULARY)), "outside the vocabulary"),
+        (make_request("a", prompt=(-1,)), "outside the vocabulary"),
+        (make_request("a", prompt=(5,) * 200, max_new_tokens=57), r"200 tokens plus max_new_tokens 57 .*256"),
+        (make_request("a", max_new_tokens=0), "new"),
+    ],
+)
+async def test_bad_request_is_refused_with_the_numbers(engine: Engine, request_: EngineRequest, expected: str) -> None:
+    with pytest.raises(GenerationError, match=expected):
+        engine.submit(request_)
+    assert engine.num_running == 0
+
+
+async def test_request_id_in_use_is_refused(engine: Engine) -> None:
+    stream = engine.submit(make_request("a"))
+    with pytest.raises(GenerationError, match="running already"):
+        engine.submit(make_request("a"))
+    await collect(stream)
+    await collect(engine.submit(make_request("a")))
+
+
+async def test_close_ends_every_stream_with_abort(engine: Engine) -> None:
+    streams = [engine.submit(make_request(f"r{i}", max_new_tokens=100)) for i in range(2 * SLOTS)]
+    await engine.close()
+    completions = [await collect(stream) for stream in streams]
+    assert {c.finish_reason for c in completions} == {"abort"}
+
+
+# -- with a real model ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {},
+        {"temperature": 0.7},
+        {"temperature": 1.3, "top_p": 0.8},
+        {"top_k": 5},
+        {"temperature": 0.9, "top_k": 12, "top_p": 0.6},
+    ],
+)
+async def test_behaviour_logprobs_are_those_of_a_plain_forward(transformers_engine, sampling) -> None:
+    requests = [
+        make_request(f"r{i}", seed=i, prompt=tuple(range(2, 3 + 11 * i)), max_new_tokens=40, **sampling) for i in range(SLOTS + 1)
+    ]
+    completions = await collect_all(transformers_engine, requests)
+    model = make_model(0)
+    for request, completion in zip(requests, completions, strict=True):
+        ids = torch.tensor([[*request.prompt_ids, *completion.token_ids]])
+        with torch.inference_mode():
+            logits = model(ids).logits[0, len(request.prompt_ids) - 1 : -1] / sampling.get("temperature", 1.0)
+        expected = [
+            slow_filtered_logprob(row, token, sampling.get("top_k", 0), sampling.get("top_p", 1.0))
+            for row, token in zip(logits.double(), completion.token_ids, strict=True)
+        ]
+        assert completion.logprobs == pytest.approx(expected, abs=1e-5)
+
+
+def slow_filtered_logprob(logits: torch.Tensor, token: int, top_k: int, top_p: float) -> float:
+    """One position, the long way: sort, keep k, keep the head of mass p, renormalise."""
+    order = logits.argsort(descending=True).tolist()
+    kept = order[:top_k] if top_k else order
+    weights = {i: float(torch.exp(logits[i] - logits.max())) for i in kept}
+    total, mass, nucleus = sum(weights.values()), 0.0, []
+    for i in kept:
+        if mass >= top_p * total:
+            break
+        nucleus.append(i)
+        mass += weights[i]
+    assert token in nucleus
+    return float(torch.log(torch.tensor(weights[token] / sum(weights[i] for i in nucleus), dtype=torch.float64)))
+
+
+async def test_temperature_zero_is_greedy_with_logprob_zero(transformers_engine) -> None:
+    completion = await collect(transformers_engine.submit(make_request("a", temperature=0.0, max_new_tokens=15)))
+    ids = [5, 6, 7]
+    model = make_model(0)
+    for _ in range(15):
+        with torch.inference_mode():
+            ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+    assert completion.token_ids == ids[3:]
+    assert completion.logprobs == [0.0] * 15
+
+
+async def test_recompute_gives_the_logprobs_of_a_fresh_forward_under_the_new_weights(transformers_engine) -> None:
+    completions, new = await update_in_flight(transformers_engine, "recompute")
+    for request, completion in completions:
+        reference = reference_logprobs(new, request.prompt_ids, completion.token_ids)
+        first = completion.versions.index(1)
+        assert completion.logprobs[first:] == pytest.approx(reference[first:], abs=1e-5)
+
+
+async def test_keep_goes_on_over_the_keys_and_values_of_the_old_weights(transformers_engine) -> None:
+    completions, new = await update_in_flight(transformers_engine, "keep")
+    old = make_model(0)
+    for request, completion in completions:
+        first = completion.versions.index(1)
+        if first == 0:
+            continue
+        ids = [*request.prompt_ids, *completion.token_ids]
+        boundary = len(request.prompt_ids) + first - 1
+        with torch.inference_mode():
+            cache = DynamicCache(config=old.config)
+            old(torch.tensor([ids[:boundary]]), past_key_values=cache, use_cache=True)
+            logits = new(torch.tensor([ids[boundary:-1]]), past_key_values=cache, use_cache=True).logits[0]
+        expected = logits.log_softmax(-1).gather(1, torch.tensor(ids[boundary + 1 :])[:, None]).squeeze(1).tolist()
+        assert completion.logprobs[first:] == pytest.approx(expected, abs=1e-5)
+        fresh = reference_logprobs(new, request.prompt_ids, completion.token_ids)[first:]
+        assert completion.logprobs[first:] != pytest.approx(fresh, abs=1e-3)
+
+
+async def update_in_flight(engine, kv):
+    """Load version 0, let some requests run, load version 1 once each running one has tokens."""
+    await engine.load_weights(0, tensors_of(make_model(0)), kv)
+    new = make_model(1)
+    requests = [make_request(f"r{i}", seed=i, prompt=tuple(range(2, 12 + i)), max_new_tokens=240) for i in range(SLOTS)]
+    streams = [engine.submit(request) for request in requests]
+    first_chunks = [await anext(stream) for stream in streams]
+    await engine.load_weights(1, tensors_of(new), kv)
+    completions = []
+    for request, stream, first in zip(requests, streams, first_chunks, strict=True):
+        completion = await collect(stream)
+        completion.token_ids[:0] = first.token_ids
+        completion.logprobs[:0] = first.logprobs
+        completion.versions[:0] = first.versions
+        completions.append((request, completion))
+    assert all(set(c.versions) == {0, 1} for _, c in completions)
+    return completions, new
+
+
+async def test_group_members_share_a_prefill_and_lose_no_bit_by_it(transformers_engine) -> None:
+    prompt = tuple(range(2, 40))
+    apart = await collect_all(transformers_engine, [make_request(f"a{i}", i, prompt) for i in range(2 * SLOTS)])
+    shared = await collect_all(transformers_engine, [make_request(f"b{i}", i, prompt, "g") for i in range(2 * SLOTS)])
+    assert shared == apart
+
+
+async def test_shared_prefill_is_not_used_under_other_weights(transformers_engine) -> None:
+    prompt = tuple(range(2, 40))
+    await collect(transformers_engine.submit(make_request("a", prompt=prompt, group_key="g")))
+    new = make_model(1)
+    await transformers_engine.load_weights(1, tensors_of(new), "keep")
+    later = await collect(transformers_engine.submit(make_request("b", prompt=prompt, group_key="g")))
+    assert later.logprobs == pytest.approx(reference_logprobs(new, prompt, later.token_ids), abs=1e-5)
+
+
+async def test_stop_ids_end_a_completion_and_are_part_of_it(transformers_engine) -> None:
+    free = await collect(transformers_engine.submit(make_request("a", max_new_tokens=60)))
+    stop = free.token_ids[7]
+    stopped = await collect(
+        transformers_engine.submit(make_request("b", max_new_tokens=60, ignore_eos=False, stop_token_ids=(stop,)))
+    )
+    end = min(free.token_ids.index(i) for i in (stop, END) if i in free.token_ids)
+    assert stopped.token_ids == free.token_ids[: end + 1]
+    assert stopped.finish_reason == "stop"
+
+
+async def test_the_models_own_end_token_ends_a_completion_unless_ignored(transformers_engine) -> None:
+    requests = [make_request(f"r{i}", seed=i, max_new_tokens=100, ignore_eos=False) for i in range(20)]
+    for completion in await collect_all(transformers_engine, requests):
+        assert END not in completion.token_ids[:-1]
+        assert completion.finish_reason == ("stop" if completion.token_ids[-1] == END else "length")
+
+
+async def test_score_is_a_plain_forward_at_temperature_one(transformers_engine) -> None:
+    ids = list(range(3, 60))
+    scored = await transformers_engine.score(ids)
+    assert scored == pytest.approx(reference_logprobs(make_model(0), (ids[0],), ids[1:]), abs=1e-5)
+
+
+async def test_weights_that_do_not_fit_leave_the_old_ones_whole(transformers_engine) -> None:
+    before = await transformers_engine.score([3, 4, 5, 6])
+    good = tensors_of(make_model(1))
+    name = "model.layers.1.mlp.up_proj.weight"
+    bad = {
+        "lack": {key: tensor for key, tensor in good.items() if key != name},
+        "does not have": {**good, "model.extra.weight": torch.zeros(2)},
+        "shape": {**good, name: torch.zeros(3, 3)},
+        "differ": {**good, "lm_head.weight": good["model.embed_tokens.weight"] + 1},
+    }
+    for message, tensors in bad.items():
+        with pytest.raises(GenerationError, match=message):
+            await transformers_engine.load_weights(1, tensors, "keep")
+        assert transformers_engine.version == -1
+        assert await transformers_engine.score([3, 4, 5, 6]) == before
+
+
+@pytest.mark.parametrize("with_head", [False, True])
+async def test_tied_head_follows_the_embedding(transformers_engine, with_head: bool) -> None:
+    new = make_model(1)
+    tensors = dict(new.state_dict()) if with_head else tensors_of(new)
+    await transformers_engine.load_weights(1, tensors, "keep")
+    assert await transformers_engine.score([3, 4, 5]) == pytest.approx(reference_logprobs(new, (3,), [4, 5]), abs=1e-5)
+
+
+async def test_untied_head_is_needed_and_taken(untied_folder: Path) -> None:
+    engine = TransformersEngine(TransformersEngineConfig(num_slots=SLOTS, max_sequence_tokens=MAX_TOKENS), untied_folder)
+    await engine.start()
+    new = make_model(1, tied=False)
+    with pytest.raises(GenerationError, match=r"lm_head\.weight"):
+        await engine.load_weights(1, tensors_of(new), "keep")
+    await engine.load_weights(1, dict(new.state_dict()), "keep")
+    assert await engine.score([3, 4, 5]) == pytest.approx(reference_logprobs(new, (3,), [4, 5]), abs=1e-5)
+    await engine.close()
+
+
+async def test_twenty_updates_in_flight_do_not_grow_the_process(tmp_path: Path) -> None:
+    model = make_model(0, hidden=384)
+    model.save_pretrained(tmp_path)
+    model_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
+    engine = TransformersEngine(TransformersEngineConfig(num_slots=SLOTS, max_sequence_tokens=MAX_TOKENS), tmp_path)
+    await engine.start()
+    tensors = tensors_of(model)
+    process = psutil.Process()
+    resident = []
+    for version in range(25):
+        streams = [engine.submit(make_request(f"v{version}.{i}", i, max_new_tokens=4)) for i in range(SLOTS)]
+        await engine.load_weights(version, tensors, "recompute")
+        for stream in streams:
+            await collect(stream)
+        resident.append(process.memory_info().rss)
+    await engine.close()
+    assert resident[-1] - resident[4] < 2 * model_bytes
+
+
+async def test_non_finite_logits_fail_the_request_and_not_the_engine(transformers_engine) -> None:
+    broken = {name: torch.full_like(tensor, torch.nan) for name, tensor in tensors_of(make_model(0)).items()}
+    await transformers_engine.load_weights(1, broken, "keep")
+    with pytest.raises(GenerationError, match="non-finite logits under version 1"):
+        await collect(transformers_engine.submit(make_request("a")))
+    new = make_model(1)
+    await transformers_engine.load_weights(2, tensors_of(new), "keep")
+    after = await collect(transformers_engine.submit(make_request("b")))
+    assert after.logprobs == pytest.approx(reference_logprobs(new, (5, 6, 7), after.token_ids), abs=1e-5)
+
+
+async def test_another_architecture_runs_unchanged(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=256,
+        initializer_range=0.2,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    model = Qwen3ForCausalLM(config).eval()
+    model.save_pretrained(tmp_path)
+    engine = TransformersEngine(TransformersEngineConfig(num_slots=SLOTS, max_sequence_tokens=MAX_TOKENS), tmp_path)
+    await engine.start()
+    completion = await collect(engine.submit(make_request("a", prompt=tuple(range(40)), max_new_tokens=50)))
+    await engine.close()
+    assert completion.logprobs == pytest.approx(reference_logprobs(model, tuple(range(40)), completion.token_ids), abs=1e-5)
+
+
+async def test_missing_model_folder_is_a_generation_error(tmp_path: Path) -> None:
+    engine = TransformersEngine(TransformersEngineConfig(), tmp_path / "nothing")
+    with pytest.raises(GenerationError, match="cannot open the model folder"):
+        await engine.start()
+    await engine.close()
+
+
+async def test_sliding_window_shorter_than_the_sequences_is_refused(tmp_path: Path) -> None:
+    config = Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        use_sliding_window=True,
+        sliding_window=16,
+        max_window_layers=1,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(tmp_path)
+    engine = TransformersEngine(TransformersEngineConfig(num_slots=SLOTS, max_sequence_tokens=MAX_TOKENS), tmp_path)
+    with pytest.raises(GenerationError, match="sliding window of 16 tokens"):
+        await engine.start()
+    await engine.close()

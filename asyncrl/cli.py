@@ -144,9 +144,11 @@ def trace(folder: RunArgument = None) -> None:
 def bench(
     name: Annotated[str, typer.Argument(help="transport, broadcast, engine or pipeline.")],
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")] = False,
-    rounds: Annotated[int, typer.Option(help="Interleaved rounds; medians are reported. 0: the benchmark's own.", min=0)] = 0,
+    rounds: Annotated[
+        int, typer.Option(help="Interleaved rounds, of which medians are taken. 0: the benchmark's own number.", min=0)
+    ] = 0,
 ) -> None:
-    """Measure one part against its plain counterpart, both sides in the same run."""
+    """Measure one part against its plain counterpart, both sides interleaved in the same run."""
     from asyncrl.bench.registry import run_benchmark
 
     result = run_benchmark(name, rounds)
@@ -154,9 +156,9 @@ def bench(
         print(json.dumps(result))
         return
     for figure, value in result["figures"].items():
-        print(f"{figure:40} {value:,.4g}" if isinstance(value, (int, float)) else f"{figure:40} {value}")
+        print(f"{figure:44} {value:,.4g}" if isinstance(value, (int, float)) else f"{figure:44} {value}")
     for ratio, row in result["ratios"].items():
-        print(f"{ratio:40} {row['value']}   goal {row['goal']}   {'holds' if row['holds'] else 'DOES NOT HOLD'}")
+        print(f"{ratio:44} {row['value']}   goal {row['goal']}   {'holds' if row['holds'] else 'DOES NOT HOLD'}")
 
 
 @app.command()

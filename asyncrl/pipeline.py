@@ -30,7 +30,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import secrets
 import signal
 import sys
 from collections.abc import Awaitable, Callable, Iterator, Mapping
@@ -40,13 +39,13 @@ from typing import TYPE_CHECKING, Any
 from asyncrl.clock import Clock, SystemClock
 from asyncrl.config.load import load_config
 from asyncrl.config.run import RunConfig
-from asyncrl.errors import AsyncRLError, ConfigError, ConnectionClosed, LearnerError
+from asyncrl.errors import AsyncRLError, ConfigError, ConnectionClosed, LearnerError, LedgerError
 from asyncrl.observe.log import set_up_logging
-from asyncrl.schema.control import PROTOCOL, Fault, Hello, ProcessKind
+from asyncrl.schema.control import Fault, ProcessKind
 from asyncrl.tasks.registry import build_task
 from asyncrl.tasks.sampler import PromptSequence
 from asyncrl.transport.channel import Connection, Lane
-from asyncrl.transport.endpoint import open_connection, open_listener
+from asyncrl.transport.open import new_hello, open_connection, open_listener
 
 if TYPE_CHECKING:
     from asyncrl.schema.weights import Probe, WeightsAvailable
@@ -63,7 +62,7 @@ EXIT_OK, EXIT_FAILED, EXIT_FAULT = 0, 1, 3
 
 async def run_controller(config: RunConfig, run_folder: Path, clock: Clock, owner_gone: asyncio.Event) -> bool:
     """Wire and run the controller of one run; return whether the run ended well."""
-    from asyncrl.buffer.buffer import open_run
+    from asyncrl.buffer.buffer import open_buffer
     from asyncrl.control.controller import Controller
     from asyncrl.control.feed import LearnerFeed
     from asyncrl.control.flow import Flow
@@ -74,7 +73,8 @@ async def run_controller(config: RunConfig, run_folder: Path, clock: Clock, owne
     from asyncrl.observe.sinks import open_sinks
 
     task = build_task(config.task, config.seed)
-    buffer = open_run(config, run_folder, clock.now())
+    loop = asyncio.get_running_loop()
+    buffer = open_buffer(config, run_folder, call_soon=loop.call_soon_threadsafe, on_failure=_ledger_failed)
     counts = buffer.counts()
     limits = AdmissionLimits(
         groups_per_step=config.algorithm.groups_per_step,
@@ -85,7 +85,7 @@ async def run_controller(config: RunConfig, run_folder: Path, clock: Clock, owne
     )
     admission = Admission(limits, running=counts.running + counts.scoring, accepted=counts.ready + counts.taken + counts.trained)
     peers = Peers()
-    flow = Flow(config, buffer, admission, PromptSequence(task.train, config.seed), peers, clock, buffer.prompt_cursor)
+    flow = Flow(config, buffer, admission, PromptSequence(task.train, config.seed), peers, clock)
     feed = LearnerFeed(config, flow, clock)
     reporter = Reporter(config, run_folder, open_sinks(config, run_folder), clock)
     listener = await open_listener(config.transport, run_folder)
@@ -97,10 +97,16 @@ async def run_controller(config: RunConfig, run_folder: Path, clock: Clock, owne
     return await controller.run(owner_gone)
 
 
+def _ledger_failed(error: LedgerError) -> None:
+    """End the controller at once: what the ledger cannot hold must not be acknowledged. The run can be resumed."""
+    log.critical("%s", error)
+    os._exit(EXIT_FAULT)
+
+
 # -- the stages ----------------------------------------------------------------------------------------------------------
 
 
-async def _generator(config: RunConfig, run_folder: Path, connection: Connection, clock: Clock) -> None:
+async def _generator(config: RunConfig, run_folder: Path, connection: Connection, clock: Clock, name: str) -> None:
     from asyncrl.broadcast.subscriber import Subscriber
     from asyncrl.generate.worker import run_generator
 
@@ -110,18 +116,18 @@ async def _generator(config: RunConfig, run_folder: Path, connection: Connection
         return await subscriber.fetch(available) if available.manifest.total_bytes else {}
 
     try:
-        await run_generator(config, run_folder, connection, clock, fetch_weights)
+        await run_generator(config, run_folder, connection, clock, fetch_weights, name)
     finally:
         subscriber.close()
 
 
-async def _reward_worker(config: RunConfig, run_folder: Path, connection: Connection, clock: Clock) -> None:
+async def _reward_worker(config: RunConfig, run_folder: Path, connection: Connection, clock: Clock, name: str) -> None:
     from asyncrl.reward.worker import run_reward_worker
 
     await run_reward_worker(config, run_folder, connection, clock)
 
 
-async def _learner(config: RunConfig, run_folder: Path, connection: Connection, clock: Clock) -> None:
+async def _learner(config: RunConfig, run_folder: Path, connection: Connection, clock: Clock, name: str) -> None:
     from asyncrl.broadcast.publisher import Publisher
     from asyncrl.learner.worker import run_learner
 
@@ -145,7 +151,7 @@ async def _learner(config: RunConfig, run_folder: Path, connection: Connection, 
         publisher.close()
 
 
-Stage = Callable[[RunConfig, Path, Connection, Clock], Awaitable[None]]
+Stage = Callable[[RunConfig, Path, Connection, Clock, str], Awaitable[None]]
 STAGES: dict[ProcessKind, Stage] = {"generator": _generator, "reward": _reward_worker, "learner": _learner}
 
 
@@ -154,11 +160,10 @@ async def run_stage(kind: ProcessKind, name: str, config: RunConfig, run_folder:
 
     An error of the outside world is told to the controller as a Fault before the process ends.
     """
-    hello = Hello(PROTOCOL, kind, name, secrets.token_hex(8), os.getpid())
     address = (run_folder / ENDPOINT_FILE).read_text(encoding="utf-8")
-    connection = await open_connection(address, hello, config.transport, run_folder)
+    connection = await open_connection(address, new_hello(kind, name), config.transport, run_folder)
     try:
-        await STAGES[kind](config, run_folder, connection, clock)
+        await STAGES[kind](config, run_folder, connection, clock, name)
     except ConnectionClosed:
         log.info("the controller is gone")
     except Exception as error:  # noqa: BLE001 - the boundary of a process: whatever it was is told, logged, and ends it

@@ -28,7 +28,6 @@ from asyncrl.control.life_events import (
     EvaluationDone,
     Event,
     PauseRequested,
-    Phase,
     ProcessFault,
     ProcessReady,
     ResumeRequested,
@@ -60,7 +59,7 @@ from asyncrl.schema.control import (
     Shutdown,
 )
 from asyncrl.schema.samples import Prompt, Sample, SampleFailure, Score
-from asyncrl.schema.status import ENDED, ExternalGroup, ProcessStatus, RunStatus, SubmitResult
+from asyncrl.schema.status import ENDED, ExternalGroup, Phase, ProcessStatus, RunStatus, SubmitResult
 from asyncrl.schema.weights import VersionLive, WeightsAvailable
 from asyncrl.transport.channel import Connection, Delivery, Lane, Listener
 
@@ -155,6 +154,7 @@ class Controller:
                     group.create_task(self._tick(), name="tick"),
                     group.create_task(self._stop_when(owner_gone), name="owner"),
                 ]
+                self._flow.pick_up()
                 supervising = group.create_task(self._supervisor.run(), name="supervisor")
                 await self._ending.wait()
                 await self._say_goodbye()
@@ -178,10 +178,8 @@ class Controller:
                 peer.connection.try_send(Shutdown(reason), Lane.CONTROL)
 
     async def _close_books(self) -> None:
-        if not await self._flow.buffer.flush(SHUTDOWN_S):
-            log.error("the ledger did not take everything within %.0f s", SHUTDOWN_S)
-        self._flow.buffer.check()
-        self._flow.buffer.close()
+        await asyncio.to_thread(self._flow.buffer.check)
+        await asyncio.to_thread(self._flow.buffer.close)
         await self._reporter.close(self._run_folder)
 
     async def _stop_when(self, owner_gone: asyncio.Event) -> None:
@@ -449,7 +447,7 @@ class Controller:
         delivery.ack()
         log.info("checkpoint of version %d: %s (%.1f s)", done.version, done.folder, done.seconds)
         self._checkpoint_folder, self._checkpointed_version = done.folder, done.version
-        self._flow.buffer.forget(oldest_checkpoint(Path(done.folder).parent))
+        self._flow.buffer.forget(oldest_checkpoint(Path(done.folder).parent), self._clock.now())
         for waiter in self._checkpoint_waiters:
             if not waiter.done():
                 waiter.set_result(done.folder)

@@ -49,7 +49,7 @@ class LearnerFeed:
         self._incarnation = 0
         self._outside_started_s = 0.0
         if config.learner.kind == "external":
-            self.version = self._next_step = flow.buffer.next_step
+            self.version = self._next_step = flow.buffer.state.next_step
 
     @property
     def idle(self) -> bool:
@@ -124,9 +124,9 @@ class LearnerFeed:
         return pack_step(
             taken.step,
             taken.groups,
-            tokens_per_row=taken.tokens_per_row,
-            temperature=taken.temperature,
-            mask_below=taken.mask_below,
+            tokens_per_row=taken.params.tokens_per_row,
+            temperature=taken.params.temperature,
+            mask_below=taken.params.mask_below,
             replay=taken.replay,
         )
 

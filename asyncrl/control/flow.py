@@ -51,16 +51,9 @@ class Flow:
     """Groups on their way out and samples on their way in."""
 
     def __init__(
-        self,
-        config: RunConfig,
-        buffer: Buffer,
-        admission: Admission,
-        prompts: PromptSequence,
-        peers: Peers,
-        clock: Clock,
-        cursor: int,
+        self, config: RunConfig, buffer: Buffer, admission: Admission, prompts: PromptSequence, peers: Peers, clock: Clock
     ) -> None:
-        """Join the parts; `cursor` is the number of prompts drawn before a resume."""
+        """Join the parts."""
         self.buffer = buffer
         self.admission = admission
         self.evaluation: Evaluation | None = None
@@ -73,7 +66,6 @@ class Flow:
         self._prompts = prompts
         self._peers = peers
         self._clock = clock
-        self._cursor = cursor
         self._sampling = sampling_of(config)
         self._evaluation_held = False
         self._outboxes: dict[str, deque[GroupWork]] = defaultdict(deque)
@@ -132,7 +124,7 @@ class Flow:
                 self.desk.ask(request)
             ack()
         else:
-            self._settle(self.buffer.add_sample(sample, self._clock.now(), ack), ack)
+            self._settle(self.buffer.add_sample(sample, self._clock.now(), ack))
         self._tell(MembersFinished(sample.generator))
         self.pump()
 
@@ -143,7 +135,7 @@ class Flow:
                 self.evaluation.take_verdict(failure)
             ack()
         else:
-            self._settle(self.buffer.add_failure(failure, self._clock.now(), ack), ack)
+            self._settle(self.buffer.add_failure(failure, self._clock.now(), ack))
         self._tell(MembersFinished(generator))
         self.pump()
 
@@ -155,7 +147,7 @@ class Flow:
                 self.evaluation.take_verdict(score)
             ack()
         else:
-            self._settle(self.buffer.add_score(score, self._clock.now(), ack), ack)
+            self._settle(self.buffer.add_score(score, self._clock.now(), ack))
         self.pump()
 
     def submit(self, group: ExternalGroup) -> SubmitResult:
@@ -168,15 +160,15 @@ class Flow:
         self._tell(GroupAdded())
         self.follow(receipt.instructions)
         self.pump()
-        group_ids = [item.group_id for item in receipt.instructions if isinstance(item, ScoreMember)]
-        return SubmitResult(group_id=group_ids[0] if group_ids else -1)
+        return SubmitResult(group_id=receipt.group_id)
 
     # -- what goes out ---------------------------------------------------------------------------------------------------
 
-    def ask_outstanding_scores(self) -> None:
-        """After a resume: ask again for every score that had not come."""
+    def pick_up(self) -> None:
+        """After a resume: ask again for every score that had not come, hand out again every group that is with nobody."""
         for request in self.buffer.outstanding_scores():
             self.desk.ask(request)
+        self.follow(self.buffer.unplaced())
 
     def follow(self, instructions: Iterable[BufferInstruction]) -> None:
         """Carry out what the buffer asks for."""
@@ -205,9 +197,7 @@ class Flow:
             log.debug("group %d %s: %s", move.group_id, move.after, move.reason)
             self._tell(GroupGone(was_ready=move.before not in {"running", "scoring"}))
 
-    def _settle(self, receipt: Receipt, ack: Callable[[], None]) -> None:
-        if receipt.status != "stored":
-            ack()
+    def _settle(self, receipt: Receipt) -> None:
         if receipt.status == "refused":
             self.refused_samples += 1
             log.warning("refused a sample: %s", receipt.reason)
@@ -219,7 +209,7 @@ class Flow:
 
     def _issue(self, instruction: AdmissionInstruction) -> None:
         order = self._new_group(instruction) if isinstance(instruction, IssueGroup) else self.buffer.reissue(
-            instruction.group_id, instruction.generator, instruction.version, self._clock.now()
+            instruction.group_id, instruction.generator, version=instruction.version, now=self._clock.now()
         )  # fmt: skip
         if order is None:
             if isinstance(instruction, IssueGroup):
@@ -232,11 +222,22 @@ class Flow:
         )
 
     def _new_group(self, instruction: IssueGroup) -> WorkOrder | None:
-        prompt = self.buffer.next_returned_prompt()
-        if prompt is None:
-            prompt = self._prompts[self._cursor]
-            self._cursor += 1
-        return self.buffer.issue(prompt, instruction.generator, instruction.version, self._clock.now(), cursor=self._cursor)
+        returned = self.buffer.returned_prompt()
+        cursor = self.buffer.cursor
+        if returned is not None:
+            prompt = returned.prompt
+        else:
+            prompt = self._prompts[cursor]
+            cursor += 1
+        return self.buffer.issue(
+            prompt,
+            instruction.generator,
+            version=instruction.version,
+            group_size=self._config.algorithm.group_size,
+            now=self._clock.now(),
+            cursor=cursor,
+            replaces=returned.replaces if returned else None,
+        )
 
     def _place_evaluation(self) -> None:
         evaluation = self.evaluation

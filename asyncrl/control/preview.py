@@ -65,7 +65,7 @@ def count_parameters(config: RunConfig) -> int:
     heads = raw["num_attention_heads"]
     return _llama_parameters(
         raw["hidden_size"], raw["num_hidden_layers"], heads, raw.get("num_key_value_heads") or heads,
-        raw["intermediate_size"], raw["vocab_size"], raw.get("tie_word_embeddings", False),
+        raw["intermediate_size"], raw["vocab_size"], bool(raw.get("tie_word_embeddings", False)),
     )  # fmt: skip
 
 

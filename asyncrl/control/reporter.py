@@ -15,7 +15,9 @@ from pathlib import Path
 
 import msgspec
 
-from asyncrl.buffer.buffer import Counts, TakenStep
+from asyncrl.buffer.buffer import TakenStep
+from asyncrl.buffer.staleness import StalenessFigures
+from asyncrl.buffer.state import Counts
 from asyncrl.clock import Clock
 from asyncrl.config.run import RunConfig
 from asyncrl.control.flow import Flow
@@ -104,7 +106,7 @@ class Reporter:
 
     def note_taken(self, taken: TakenStep) -> None:
         """Remember a step's staleness until it is done."""
-        self._staleness[taken.step] = taken.staleness.metrics()
+        self._staleness[taken.step] = _staleness_metrics(taken.staleness)
         for step in sorted(self._staleness)[:-REMEMBERED_STEPS]:
             del self._staleness[step]
 
@@ -271,3 +273,21 @@ def _step_report(done: StepDone, metrics: dict[str, float], counts: Counts, now:
         weight_sync_ms=metrics.get("weights/sync_ms", 0.0),
         metrics=metrics,
     )
+
+
+def _staleness_metrics(figures: StalenessFigures) -> dict[str, float]:
+    tokens = max(sum(figures.token_histogram.values()), 1)
+    return {
+        "staleness/mean": figures.sample_mean,
+        "staleness/max": float(figures.sample_max),
+        "staleness/token_mean": figures.token_mean,
+        "staleness/token_max": float(figures.token_max),
+        "staleness/in_flight_mean": figures.in_flight_mean,
+        "staleness/in_flight_max": float(figures.in_flight_max),
+        "staleness/in_queue_mean": figures.in_queue_mean,
+        "staleness/in_queue_max": float(figures.in_queue_max),
+        "staleness/masked_tokens": float(figures.masked_tokens),
+        "queue/wait_mean_s": figures.queue_mean_s,
+        "queue/wait_max_s": figures.queue_max_s,
+        **{f"staleness/histogram/{age}": count / tokens for age, count in figures.token_histogram.items()},
+    }

@@ -1,9 +1,9 @@
 """The buffer as the controller sees it: decisions (state), books (ledger) and payloads in memory, joined.
 
 Invariants: whatever the state machine decides is in the same unit of the ledger as what caused it; `on_committed` runs once that
-unit is on disk, on the event loop, and only then is a message acknowledged or a batch sent. At most (eta + 1) x B groups of payloads
-are in memory, besides those of steps taken and not yet trained. Samples that are not what they say are refused with a reason and
-never raise into the run.
+unit is on disk, on the event loop, and only then is a message acknowledged or a batch sent. At most (eta + 1) x B groups of
+payloads are in memory, besides those of steps taken and not yet trained. Samples that are not what they say are refused with a
+reason and never raise into the run.
 
 Nothing here waits, except `write` of a ledger that falls behind. Called by the controller (control/), the transport bench and
 plan/simulate.
@@ -13,14 +13,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import msgspec
 
 from asyncrl.buffer.events import (
-    BufferEvent,
     BufferInstruction,
     ExternalGroupAdded,
     GeneratorGone,
@@ -31,7 +28,6 @@ from asyncrl.buffer.events import (
     LearnerRestarted,
     NotEnough,
     Reissue,
-    ReturnPrompt,
     SampleFailed,
     SampleFinished,
     SampleScored,
@@ -59,68 +55,16 @@ from asyncrl.buffer.records import (
     TakenRecord,
     TrainedRecord,
 )
+from asyncrl.buffer.replies import Receipt, ReturnedPrompt, TakenStep, Waiting, WorkOrder
 from asyncrl.buffer.restore import HeldGroup, Restored, restore
-from asyncrl.buffer.staleness import StalenessFigures, VersionCounts, staleness_figures
+from asyncrl.buffer.staleness import VersionCounts, staleness_figures
 from asyncrl.buffer.state import BufferLimits, BufferState, Counts
 from asyncrl.buffer.validate import SampleRefusedError, examine
 from asyncrl.config.run import RunConfig
 from asyncrl.errors import LedgerError
 from asyncrl.schema.samples import Prompt, Sample, SampleFailure, Score, ScoredGroup, ScoredSample, ScoreRequest
 
-
-@dataclass(frozen=True, slots=True)
-class WorkOrder:
-    """What a GroupWork message needs besides sampling parameters and seed."""
-
-    group_id: int
-    attempt: int
-    prompt: Prompt
-    indices: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class ReturnedPrompt:
-    """A prompt to be issued again: pass `replaces` on to `issue`."""
-
-    prompt: Prompt
-    replaces: int
-
-
-@dataclass(frozen=True, slots=True)
-class Receipt:
-    """What became of something that came in; `on_committed` runs in every case, so acknowledge there and nowhere else."""
-
-    status: Literal["stored", "duplicate", "refused"]
-    reason: str = ""
-    """Of `refused`."""
-    instructions: Sequence[BufferInstruction] = ()
-    """Also with `refused`: the member of an invalid sample has failed."""
-    group_id: int = -1
-    """With `submit_group`: the id the group was given."""
-
-
-@dataclass(frozen=True, slots=True)
-class TakenStep:
-    """One step's groups, by group id, to be packed with these very parameters."""
-
-    step: int
-    groups: tuple[ScoredGroup, ...]
-    params: StepParams
-    replay: bool
-    staleness: StalenessFigures
-    instructions: Sequence[BufferInstruction] = ()
-    """Groups dropped on the way."""
-
-
-@dataclass(frozen=True, slots=True)
-class Waiting:
-    """Why there is no step yet; ask again when a group became ready or failed."""
-
-    step: int
-    reason: str
-    group_ids: tuple[int, ...] = ()
-    """The groups it waits for, where it waits for certain ones."""
-    instructions: Sequence[BufferInstruction] = ()
+__all__ = ["Buffer", "Counts", "Receipt", "ReturnedPrompt", "TakenStep", "Waiting", "WorkOrder", "open_buffer"]
 
 
 class Buffer:
@@ -203,7 +147,7 @@ class Buffer:
         self.ledger.write((record,))
         return WorkOrder(group_id, 0, prompt, tuple(range(group_size)))
 
-    def reissue(self, group_id: int, generator: str, *, version: int, now: float) -> WorkOrder | None:
+    def reissue(self, group_id: int, generator: str, version: int, now: float) -> WorkOrder | None:
         """Hand the missing members of a group out again; None where none is missing any more."""
         group = self.state.groups.get(group_id)
         if group is None or group.state != "running":
@@ -292,7 +236,7 @@ class Buffer:
         """Take in a whole group that outside code generated; it is checked and scored like any other.
 
         Group id and member indices in `samples` are replaced by new ones; the receipt names the group. It is refused, with
-        nothing changed, where a sample is invalid or where there is no place for a group as old as that.
+        nothing changed and `on_committed` not called, where a sample is invalid or there is no place for a group as old as that.
         """
         try:
             counts = [examine(sample, newest_version=self.newest_version, max_tokens=self._tokens_per_row) for sample in samples]
@@ -322,7 +266,7 @@ class Buffer:
         )
 
     def outstanding_scores(self) -> list[ScoreRequest]:
-        """Return a request for every member that is generated and not scored (after a resume, or when all reward workers died)."""
+        """Return a request for every member generated and not scored (after a resume, or when all reward workers died)."""
         return [self.score_request(member.group_id, member.index) for member in self.state.unscored()]
 
     # -- steps -----------------------------------------------------------------------------------------------------------
@@ -370,8 +314,8 @@ class Buffer:
         first, last = min(self.state.steps, default=self.state.next_step), self.state.next_step
         if not first <= version <= last:
             raise LedgerError(
-                f"the learner stands at version {version}, but the ledger can repeat steps {first} to {last - 1} and go on from {last}: "
-                f"the checkpoint is not of this run, or older than the oldest one kept"
+                f"the learner stands at version {version}, but the ledger repeats steps from {first} on and {last} were taken: "
+                "the checkpoint is not of this run, or older than the oldest one kept"
             )
         self.state.handle(LearnerRestarted(version), now)
         if last:
@@ -451,9 +395,7 @@ class Buffer:
         on_committed: OnCommitted | None = None,
     ) -> None:
         """Write what happened and the moves that follow from it as one unit; let go of payloads of groups that are over."""
-        for instruction in instructions:
-            if isinstance(instruction, GroupMoved):
-                records.append(self._moved_record(instruction, now))
+        records.extend(self._moved_record(moved, now) for moved in instructions if isinstance(moved, GroupMoved))
         if records or on_committed is not None:
             self.ledger.write(records, on_committed)
 
@@ -532,8 +474,8 @@ def open_buffer(
 ) -> Buffer:
     """Open the buffer of a run, new or resumed: whatever its ledger holds is there again.
 
-    After that, in this order: `learner_restarted` with the learner's version, `unplaced` to admission, `outstanding_scores` to the
-    reward workers.
+    After that, in this order: `learner_restarted` with the learner's version, `unplaced` to admission, `outstanding_scores` to
+    the reward workers.
 
     Args:
         config: The run's config.
@@ -573,16 +515,3 @@ def open_buffer(
         temperature=config.generate.sampling.temperature,
         restored=restored,
     )
-
-
-__all__ = [
-    "Buffer",
-    "BufferEvent",
-    "Receipt",
-    "ReturnPrompt",
-    "ReturnedPrompt",
-    "TakenStep",
-    "Waiting",
-    "WorkOrder",
-    "open_buffer",
-]

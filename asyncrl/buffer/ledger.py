@@ -1,9 +1,10 @@
 """The books on disk: one SQLite file (WAL) in the run folder, written by one thread that commits in groups.
 
-Whatever is queued when the thread comes round is one transaction, so the commit rate adapts to the load by itself. The file is locked
-while a run has it open (an advisory lock on a file beside it, freed by the kernel whatever kills the process); readers such as
-`asyncrl inspect` need no lock. `synchronous = NORMAL`: a commit is in the operating system's hands, so it survives `kill -9` of any
-process; a power cut can lose the newest commits but never leaves half of one or a damaged file. See docs/buffer.md.
+Whatever is queued when the thread comes round is one transaction, so the commit rate adapts to the load by itself. The file
+is locked while a run has it open (an advisory lock on a file beside it, freed by the kernel whatever kills the process);
+readers such as `asyncrl inspect` need no lock. `synchronous = NORMAL`: a commit is in the operating system's hands, so it
+survives `kill -9` of any process; a power cut can lose the newest commits but never leaves half of one or a damaged file. See
+docs/buffer.md.
 
 Owns the thread and both files. Called by buffer/buffer.py.
 """

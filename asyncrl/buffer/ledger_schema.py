@@ -29,15 +29,15 @@ _MEMBERS = 1 << 20
 TABLES = """
 CREATE TABLE meta (name TEXT PRIMARY KEY, value TEXT NOT NULL);
 CREATE TABLE groups (
-    group_id INTEGER PRIMARY KEY, prompt_id TEXT NOT NULL, prompt BLOB NOT NULL, generator TEXT NOT NULL, version INTEGER NOT NULL,
-    attempt INTEGER NOT NULL, size INTEGER NOT NULL, state TEXT NOT NULL, reason TEXT NOT NULL, step INTEGER,
-    retries INTEGER NOT NULL, replaces INTEGER, returns INTEGER NOT NULL, cursor INTEGER NOT NULL, external INTEGER NOT NULL,
+    group_id INTEGER PRIMARY KEY, prompt_id TEXT NOT NULL, prompt BLOB NOT NULL, generator TEXT NOT NULL,
+    version INTEGER NOT NULL, attempt INTEGER NOT NULL, size INTEGER NOT NULL, state TEXT NOT NULL, reason TEXT NOT NULL,
+    step INTEGER, retries INTEGER NOT NULL, replaces INTEGER, returns INTEGER NOT NULL, cursor INTEGER NOT NULL, external INTEGER NOT NULL,
     issued_s REAL NOT NULL, ready_s REAL);
 CREATE INDEX groups_by_state ON groups (state, reason);
 CREATE TABLE samples (
     key INTEGER PRIMARY KEY, attempt INTEGER NOT NULL, generator TEXT NOT NULL, oldest INTEGER, newest INTEGER,
-    num_tokens INTEGER NOT NULL, finish_reason TEXT NOT NULL, state TEXT NOT NULL, reward REAL, parts TEXT, stage TEXT, failure TEXT,
-    worker TEXT, started_s REAL, finished_s REAL, stored_s REAL NOT NULL, settled_s REAL);
+    num_tokens INTEGER NOT NULL, finish_reason TEXT NOT NULL, state TEXT NOT NULL, reward REAL, parts TEXT, stage TEXT,
+    failure TEXT, worker TEXT, started_s REAL, finished_s REAL, stored_s REAL NOT NULL, settled_s REAL);
 CREATE TABLE payloads (key INTEGER PRIMARY KEY, body BLOB NOT NULL);
 CREATE TABLE steps (
     step INTEGER PRIMARY KEY, group_ids TEXT NOT NULL, state TEXT NOT NULL, params TEXT NOT NULL, max_staleness INTEGER NOT NULL,
@@ -152,7 +152,8 @@ def _samples(connection: sqlite3.Connection, records: Sequence[SampleRecord]) ->
 
 def _scores(connection: sqlite3.Connection, records: Sequence[ScoreRecord]) -> None:
     connection.executemany(
-        "UPDATE samples SET state = 'scored', reward = ?, parts = ?, worker = ?, settled_s = ? WHERE key = ? AND state = 'generated'",
+        "UPDATE samples SET state = 'scored', reward = ?, parts = ?, worker = ?, settled_s = ?"
+        " WHERE key = ? AND state = 'generated'",
         [
             (
                 r.score.reward,
@@ -173,7 +174,8 @@ def _failures(connection: sqlite3.Connection, records: Sequence[FailureRecord]) 
 
 def _moved(connection: sqlite3.Connection, records: Sequence[MovedRecord]) -> None:
     connection.executemany(
-        "UPDATE groups SET state = ?, reason = ?, returns = ?, ready_s = CASE ? WHEN 'ready' THEN ? ELSE ready_s END WHERE group_id = ?",
+        "UPDATE groups SET state = ?, reason = ?, returns = ?, ready_s = CASE ? WHEN 'ready' THEN ? ELSE ready_s END"
+        " WHERE group_id = ?",
         [(r.after, r.reason, r.returns, r.after, r.now, r.group_id) for r in records],
     )
     connection.executemany(_EVENT, [(r.now, r.group_id, r.after, r.reason) for r in records])

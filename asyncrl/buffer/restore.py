@@ -22,7 +22,6 @@ from asyncrl.buffer.validate import examine
 from asyncrl.errors import LedgerError
 from asyncrl.schema.samples import Prompt, Sample, ScoredSample
 
-_LIVE = "state IN ('running', 'scoring', 'ready')"
 _sample_decoder = msgspec.msgpack.Decoder(Sample)
 _prompt_decoder = msgspec.msgpack.Decoder(Prompt)
 _parts_decoder = msgspec.json.Decoder(dict[str, float])
@@ -93,7 +92,7 @@ def _live_groups(connection: sqlite3.Connection, newest: int) -> tuple[list[Grou
     groups, held = [], {}
     rows = connection.execute(
         "SELECT group_id, prompt_id, prompt, generator, version, attempt, size, state, retries, external, issued_s, ready_s"
-        f" FROM groups WHERE {_LIVE} ORDER BY group_id"
+        " FROM groups WHERE state IN ('running', 'scoring', 'ready') ORDER BY group_id"
     ).fetchall()
     for group_id, prompt_id, prompt, generator, version, attempt, size, state, retries, external, issued_s, ready_s in rows:
         group = Group(

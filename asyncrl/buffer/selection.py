@@ -1,10 +1,11 @@
 """Which ready groups a step takes, by policy: the rules alone, over (oldest version, group id) pairs.
 
-A group's deadline is `oldest version + eta`, the last step that may train it. Under `wait`, B groups a step and B only, it is not
-enough that a step takes the groups whose deadline it is: groups of one later deadline may be more than B. A step must leave behind,
-for every later step k', at most `(k' - step) * B` groups due by k' (Hall's condition); admission sees to it that this can always be
-done. Taking ready groups earliest deadline first does it whenever it can be done at all, so the rule is: earliest deadline first,
-unless too few of those due by some k' are ready, then wait for the others. Proof in docs/buffer.md.
+A group's deadline is `oldest version + eta`, the last step that may train it. Under `wait`, with B groups a step and B only,
+it is not enough that a step takes the groups whose deadline it is: those of one later deadline may be more than B. A step
+must leave behind, for every later step k', at most `(k' - step) * B` groups due by k' (Hall's condition); admission sees to
+it that this can always be done. Taking ready groups earliest deadline first does it whenever it can be done at all, so the
+rule is: earliest deadline first, unless too few of those due by some k' are ready; then wait for the others. Proof in
+docs/buffer.md.
 
 Pure; called by buffer/state.py.
 """

@@ -176,7 +176,7 @@ class BufferState:
         forgotten_steps: int,
     ) -> None:
         """Fill an empty machine from a ledger; running groups are with nobody and must be placed again."""
-        assert not self.next_group_id and not self.next_step, "restore is for an empty machine"
+        assert self.next_group_id == 0, "restore is for an empty machine"
         self.groups = {group.group_id: group for group in groups}
         self.steps = {record.step: record for record in steps}
         self.next_group_id = next_group_id
@@ -259,10 +259,13 @@ class BufferState:
         if group.state == "running":
             assert group.pending, story
         elif group.state == "scoring":
-            assert not group.pending and group.unscored, story
+            assert group.unscored, story
+            assert not group.pending, story
         else:
-            assert group.state == "ready" and len(group.scored) >= self._members_needed(group), story
-            assert not group.pending and not group.unscored, story
+            assert group.state == "ready", story
+            assert group.scored, story
+            assert not group.pending, story
+            assert not group.unscored, story
 
     # -- groups ----------------------------------------------------------------------------------------------------------
 
@@ -384,7 +387,8 @@ class BufferState:
 
     def _running(self, group_id: int) -> Group:
         group = self.groups.get(group_id)
-        assert group is not None and group.state == "running", f"group {group_id} is not running\n{self.story(group_id)}"
+        assert group is not None, f"group {group_id} is not live\n{self.story(group_id)}"
+        assert group.state == "running", f"{group}\n{self.story(group_id)}"
         return group
 
     # -- steps -----------------------------------------------------------------------------------------------------------

@@ -1,12 +1,13 @@
-"""Which generator gets the next group, and whether there may be one: AReaL's rule, with the version that is live on the generator.
+"""Which generator gets the next group, and whether there may be one: AReaL's rule, with the version live on the generator.
 
-Owns the counts of places: `accepted` (ready, taken or trained) and `running` (issued and not yet ready), and how many members each
-generator holds. A group may start on generator g while `(live_version_g + max_staleness + 1) * B - (accepted + running) > 0`. The
-version is the generator's, not the learner's: the group's oldest token will carry it, and only so does the staleness proof in
-docs/buffer.md hold while new weights are on their way.
+Owns the counts of places: `accepted` (ready, taken or trained) and `running` (issued and not yet ready), and how many members
+each generator holds. A group may start on generator g while
+`(live_version_g + max_staleness + 1) * B - (accepted + running) > 0`. The version is the generator's, not the learner's: the group's oldest token will carry it, and only so does the
+staleness proof in docs/buffer.md hold while new weights are on their way.
 
-Invariants: every place is held by exactly one live group; a dropped or failed group gives its place back; a group that is handed
-out again keeps its place and goes first, oldest first, and only to a generator that is at least at the group's version.
+Invariants: every place is held by exactly one live group; a dropped or failed group gives its place back; a group that is
+handed out again keeps its place and goes first, oldest first, and only to a generator that is at least at the group's
+version.
 
 Pure: `handle(event, now) -> list[instruction]`. Called by the controller and by plan/simulate with the very same events.
 """
@@ -255,26 +256,20 @@ class Admission:
 
     def why_nothing(self) -> str:
         """Return in words why no group is issued now; empty when one could be."""
-        if self.paused:
-            return "paused"
-        if not self._generators:
-            return "no generator is ready"
-        if self.exhausted:
-            return "no prompt is left"
-        serving = [generator for generator in self._generators.values() if generator.version >= 0]
-        if not serving:
-            return "no generator has weights yet"
-        if self._max_groups is not None and self.accepted + self.running >= self._max_groups:
-            return "every group the run needs is issued"
-        newest = max(generator.version for generator in serving)
-        if self._capacity_at(newest) <= 0:
-            return (
-                f"the staleness bound: {self.accepted + self.running} groups hold a place, "
-                f"version {newest} allows {(newest + self.limits.max_staleness + 1) * self.limits.groups_per_step}"
-            )
-        if not any(self._has_room(generator) and self._capacity_at(generator.version) > 0 for generator in serving):
-            return "every generator that may get a group has its slots full"
-        return ""
+        held = self.accepted + self.running
+        newest = max((generator.version for generator in self._generators.values()), default=-1)
+        allowed = (newest + self.limits.max_staleness + 1) * self.limits.groups_per_step
+        reasons = (
+            (self.paused, "paused"),
+            (not self._generators, "no generator is ready"),
+            (self.exhausted, "no prompt is left"),
+            (newest < 0, "no generator has weights yet"),
+            (self._max_groups is not None and held >= self._max_groups, "every group the run needs is issued"),
+            (held >= allowed, f"the staleness bound: {held} groups hold a place, version {newest} allows {allowed}"),
+            (self._capacity_at(newest) <= 0, f"{self.running} groups are running, the most that may"),
+            (self._next_for_new() is None, "every generator that may get a group has its slots full"),
+        )
+        return next((reason for applies, reason in reasons if applies), "")
 
     def members_on(self, generator: str) -> int:
         """Return how many members this generator holds; 0 where it is unknown."""
@@ -311,6 +306,12 @@ class Admission:
         free = [g for g in self._generators.values() if g.version >= min_version and self._has_room(g)]
         return min(free, key=lambda g: (g.load, -g.version, g.name)) if free else None
 
+    def _next_for_new(self) -> _Generator | None:
+        # The rule allows every version from one on, and that one is found by division.
+        lowest = (self.accepted + self.running) // self.limits.groups_per_step - self.limits.max_staleness
+        generator = self._least_loaded(max(lowest, 0))
+        return generator if generator is not None and self._capacity_at(generator.version) > 0 else None
+
     def _place_lost(self, instructions: list[AdmissionInstruction]) -> None:
         for lost in sorted(self._lost.values(), key=lambda lost: lost.group_id):
             generator = self._least_loaded(max(lost.version, 0))
@@ -322,11 +323,8 @@ class Admission:
 
     def _place_new(self, instructions: list[AdmissionInstruction]) -> None:
         while not self.exhausted:
-            # Capacity grows with the version by whole steps, so the lowest version with a place left is found by division.
-            held = self.accepted + self.running
-            lowest = held // self.limits.groups_per_step - self.limits.max_staleness
-            generator = self._least_loaded(max(lowest, 0))
-            if generator is None or self._capacity_at(generator.version) <= 0:
+            generator = self._next_for_new()
+            if generator is None:
                 return
             generator.members += self.limits.group_size
             self.running += 1

@@ -1,6 +1,7 @@
 """Which samples share a row: best-fit-decreasing into a token budget.
 
-Pure and deterministic: the same lengths give the same rows, on every machine. A length is never split. Called by packing/tensors.py.
+Pure and deterministic: the same lengths give the same rows, on every machine. A length is never split. Called by
+packing/tensors.py.
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ class Mismatch:
     ratio_mean: float
     """Mean of rho."""
     ratio_max: float
+    ratio_min: float
     ess: float
     """Effective sample size of the unbounded rho, as a fraction."""
     kl_k1: float
@@ -34,7 +35,7 @@ class Mismatch:
     chi2_sequence: float
     """Mean over sequences of (product of rho)^2, minus 1."""
     perplexity_ratio: float
-    """Mean over sequences of exp(mean(behaviour - learner))."""
+    """Mean over sequences of exp(mean(behaviour - learner)): the learner's perplexity over the behaviour policy's."""
 
 
 @torch.no_grad()
@@ -61,6 +62,7 @@ def mismatch(
     return Mismatch(
         ratio_mean=rho.mean().item(),
         ratio_max=rho.max().item(),
+        ratio_min=rho.min().item(),
         ess=effective_sample_size(rho, torch.ones_like(rho, dtype=torch.bool)).item(),
         kl_k1=-log_rho.mean().item(),
         kl_k3=k3.mean().item(),

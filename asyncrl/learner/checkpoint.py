@@ -6,8 +6,8 @@
         trainer/rng.safetensors       torch's random state, one tensor a device
         trainer/state.json            version, the controller's own part; written last
 
-Invariants: a folder of the final name is complete (it is written under another name, synced and renamed); whatever else lies there is
-ignored and, once a newer one is complete, removed; no pickle. Called by learner/worker.py and learner/start.py.
+Invariants: a folder of the final name is complete (it is written under another name, synced and renamed); whatever else lies
+there is ignored and, once a newer one is complete, removed; no pickle. Called by learner/worker.py and learner/start.py.
 """
 
 from __future__ import annotations
@@ -42,7 +42,12 @@ class TrainerState(msgspec.Struct, frozen=True):
 
 
 def save_checkpoint(
-    folder: Path, model: PreTrainedModel, tokenizer: Any, optimizer: PolicyOptimizer, state: TrainerState, keep_last: int  # noqa: ANN401
+    folder: Path,
+    model: PreTrainedModel,
+    tokenizer: Any,  # noqa: ANN401 - transformers has no one class
+    optimizer: PolicyOptimizer,
+    state: TrainerState,
+    keep_last: int,
 ) -> Path:
     """Write a checkpoint and remove what it makes superfluous.
 

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from asyncrl.errors import LearnerError
 from asyncrl.learner.attention import SequenceLayout, build_layout
 from asyncrl.schema.batches import PackedRow, PackedSample, StepBatch
 from asyncrl.schema.samples import ids_from_bytes, logprobs_from_bytes
@@ -68,7 +69,7 @@ def prepare(batch: StepBatch) -> PreparedBatch:
     """Decode a batch. CPU only, no model needed; safe on any thread.
 
     Raises:
-        ValueError: Arrays of a row differ in length, or a sample lies outside its row.
+        LearnerError: Arrays of a row differ in length, or a sample lies outside its row.
     """
     members: list[list[tuple[int, PackedSample]]] = [[] for _ in batch.rows]
     for index, sample in enumerate(batch.samples):
@@ -88,12 +89,14 @@ def prepare_row(row: PackedRow, members: list[tuple[int, PackedSample]]) -> Row 
     mask = np.frombuffer(row.loss_mask, dtype=np.uint8)
     logprobs = logprobs_from_bytes(row.behaviour_logprobs)
     if not len(token_ids) == len(mask) == len(logprobs):
-        raise ValueError(f"arrays of a row differ in length: {len(token_ids)} tokens, {len(mask)} mask, {len(logprobs)} logprobs")
+        raise LearnerError(
+            f"arrays of a row differ in length: {len(token_ids)} tokens, {len(mask)} of mask, {len(logprobs)} logprobs"
+        )
     builder = _RowBuilder(token_ids)
     for index, sample in members:
         end = sample.start + sample.prompt_tokens + sample.response_tokens
         if end > len(token_ids):
-            raise ValueError(f"sample g{sample.group_id}.{sample.index} ends at {end}, its row at {len(token_ids)}")
+            raise LearnerError(f"sample g{sample.group_id}.{sample.index} ends at {end}, its row at {len(token_ids)}")
         builder.add(index, sample, np.flatnonzero(mask[sample.start : end]))
     return builder.build(logprobs)
 
@@ -118,7 +121,7 @@ class _RowBuilder:
         if not len(trained):
             return
         if trained[0] == 0:
-            raise ValueError(
+            raise LearnerError(
                 f"sample g{sample.group_id}.{sample.index}: its first token has nothing before it and cannot be trained"
             )
         length, prompt = int(trained[-1]), min(sample.prompt_tokens, int(trained[-1]))

@@ -1,19 +1,24 @@
 """Where the learner stands when its process begins: at the newest checkpoint, at the run's initial model, or at nothing yet.
 
-Invariant: what is made here once (random weights, warm start) is made once a run: `RUN/model` is written whole or not at all, and a
-restart before the first checkpoint starts from it. Called by learner/worker.py, off the event loop.
+Invariant: what is made here once (random weights, warm start) is made once a run: `RUN/model` is written whole or not at all,
+and a restart before the first checkpoint starts from it. Called by learner/worker.py, off the event loop.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable, Sequence
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel
 
+from asyncrl.config.algorithm import LearnerConfig
 from asyncrl.config.run import RunConfig
 from asyncrl.config.stages import PretrainedModel, ScratchModel
 from asyncrl.learner.checkpoint import TrainerState, latest_checkpoint, load_trainer, write_folder
@@ -82,8 +87,26 @@ def _make_scratch(config: RunConfig, scratch: ScratchModel, folder: Path, exampl
     model, tokenizer = build_scratch(scratch, alphabet, config.seed)
     metrics: dict[str, float] = {}
     if scratch.warm_start is not None:
-        made_ready(model, config.learner.__class__(device=config.learner.device))
-        worked = tokenise(examples(), tokenizer)
-        metrics = warm_start(model, worked, scratch.warm_start, config.learner, config.seed)
+        made_ready(model, LearnerConfig(device=config.learner.device))
+        worked, started_s = tokenise(examples(), tokenizer), time.perf_counter()
+        with _threads(num_cores()):
+            metrics = warm_start(model, worked, scratch.warm_start, config.learner, config.seed)
+        metrics["warm_start/seconds"] = time.perf_counter() - started_s
     write_folder(folder, lambda partial: save_model(model.cpu(), tokenizer, partial))
     return metrics
+
+
+def num_cores() -> int:
+    """Return how many cores this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@contextlib.contextmanager
+def _threads(count: int) -> Iterator[None]:
+    """Give torch `count` threads for a while: before version 0 every other process only waits."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -27,7 +27,7 @@ from asyncrl.algorithms.types import Denominators, LossConfig, LossInputs
 from asyncrl.config.algorithm import AlgorithmConfig
 from asyncrl.config.run import RunConfig
 from asyncrl.errors import LearnerError
-from asyncrl.learner.measure import StepTokens, TokenRecord
+from asyncrl.learner.measure import StepTokens, TokenRecord, batch_metrics
 from asyncrl.learner.model import row_logprobs
 from asyncrl.learner.optim import PolicyOptimizer
 from asyncrl.learner.rows import PreparedBatch, Row
@@ -72,7 +72,7 @@ def train_step(
     advantages = _advantages(batch, config.algorithm)
     updates = _split_updates(rows, config.learner.minibatches) * config.learner.epochs
     proximal = None if len(updates) == 1 else _proximal_logprobs(model, rows, batch, config)
-    tokens, losses, norms, rate = StepTokens(), [], [], 0.0
+    tokens, losses, norms, rate = StepTokens(len(rows), config.algorithm.correction_cap), [], [], 0.0
     for update in updates:
         losses.append(_accumulate(model, update, advantages, proximal, batch, config, tokens))
         norms.append(optimizer.clip())
@@ -81,12 +81,13 @@ def train_step(
             raise LearnerError(_describe_failure(batch, losses[-1], norms[-1], failed_folder))
         rate = optimizer.step(batch.step)
     metrics = (
-        _reward_metrics(batch)
+        batch_metrics(batch, advantages)
         | tokens.metrics()
         | {
             "policy/loss": float(np.mean(losses)),
             "policy/grad_norm": float(np.mean(norms)),
             "policy/learning_rate": rate,
+            "policy/updates": float(len(updates)),
         }
     )
     return StepResult(batch.step + 1, batch.num_trained_tokens, metrics)
@@ -128,7 +129,7 @@ def _accumulate(
         outputs = loss_function(inputs, loss_config)
         outputs.loss.backward()  # type: ignore[no-untyped-call]
         total += outputs.loss.item()
-        tokens.add(TokenRecord.of(inputs, outputs))
+        tokens.add(TokenRecord.of(inputs, outputs, proximal_is_learner=config.algorithm.proximal == "recompute"))
     return total
 
 
@@ -169,16 +170,6 @@ def _checked(prepared: PreparedBatch, device: torch.device) -> tuple[StepBatch, 
     if targets != batch.num_trained_tokens:
         raise LearnerError(f"step {batch.step} promises {batch.num_trained_tokens} trained tokens and its rows hold {targets}")
     return batch, [row.to(device) for row in prepared.rows]
-
-
-def _reward_metrics(batch: StepBatch) -> dict[str, float]:
-    rewards = np.array([sample.reward for sample in batch.samples])
-    return {
-        "reward/mean": float(rewards.mean()),
-        "reward/std": float(rewards.std()),
-        "reward/max": float(rewards.max()),
-        "reward/min": float(rewards.min()),
-    }
 
 
 def _describe_failure(batch: StepBatch, loss: float, norm: float, failed_folder: Path | None) -> str:

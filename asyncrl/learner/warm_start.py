@@ -1,7 +1,7 @@
 """A short supervised training of a scratch model on the task's own worked examples, before version 0 exists.
 
-Cross-entropy on completion and end-of-sequence, token mean; seeded, so that the same config gives the same version 0. The learning
-rate rises over the first tenth and then falls along a cosine to a tenth. Called by learner/start.py.
+Cross-entropy on completion and end-of-sequence, token mean; seeded, so that the same config gives the same version 0. The
+learning rate rises over the first tenth and then falls along a cosine to a tenth. Called by learner/start.py.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
@@ -61,11 +60,11 @@ def warm_start(
         model: From `made_ready`.
         examples: Drawn from without replacement within a batch.
         config: Steps, batch size, learning rate.
-        learner: Threads' worth of everything else: betas, clipping, chunking.
+        learner: Everything else of an optimizer: betas, clipping, chunking.
         seed: Of the draw.
 
     Returns:
-        `warm_start/first_loss`, `warm_start/last_loss` (nats a token), `warm_start/examples` (distinct ones there were).
+        `warm_start/loss` (nats a token, mean of the last ten steps) and `warm_start/steps`.
 
     Raises:
         ConfigError: There are no examples.
@@ -89,11 +88,7 @@ def warm_start(
             raise LearnerError(f"warm start: loss {losses[-1]} at step {step}; lower model.warm_start.learning_rate")
         if step % LOG_EVERY == 0 or step == config.steps - 1:
             log.info("warm start step %d of %d: loss %.3f", step + 1, config.steps, losses[-1])
-    return {
-        "warm_start/first_loss": losses[0],
-        "warm_start/last_loss": float(np.mean(losses[-10:])),
-        "warm_start/examples": float(len(examples)),
-    }
+    return {"warm_start/loss": float(np.mean(losses[-10:])), "warm_start/steps": float(config.steps)}
 
 
 def _optimizer_config(config: WarmStart, learner: LearnerConfig) -> LearnerConfig:

@@ -130,6 +130,7 @@ _ROWS = (
     ("warm_start/seconds", "s", "that it took"),
     # Gauges of a process's heartbeat
     ("process/tokens_generated", "tokens", "sampled by this generator since it started"),
+    ("process/tokens_trained", "tokens", "trained by this learner since it started"),
     ("process/requests_running", "requests", "in flight in this generator's engine"),
     ("process/samples_scored", "samples", "judged by this worker since it started"),
     ("process/idle_s", "s", "with nothing to do since it started"),

@@ -112,9 +112,9 @@ def _row(samples):
     zeros = [np.zeros(len(sample["prompt"])) for sample in samples]
 
     def joined(name, dtype):
-        return np.concatenate([part for zero, sample in zip(zeros, samples, strict=True) for part in (zero, sample[name])]).astype(
-            dtype
-        )
+        return np.concatenate([
+            part for zero, sample in zip(zeros, samples, strict=True) for part in (zero, sample[name])
+        ]).astype(dtype)
 
     tokens = np.concatenate([part for sample in samples for part in (sample["prompt"], sample["response"])])
     lengths = [_length(sample) for sample in samples]

@@ -1,0 +1,302 @@
+"""The learner process: batches in, versions out.
+
+Owns the policy from start to Shutdown, one thread on which everything that touches it runs (start, steps, publishing,
+checkpoints), and four loops over one connection:
+- batches (DATA): decode the next step's batch on a thread while the step before still trains; at most one is ready;
+- steps: write a checkpoint that is due, else train the batch that is ready, publish the version, report StepDone, acknowledge;
+- orders (CONTROL): checkpoint, shut down;
+- heartbeat: what it does or waits for, and its gauges.
+
+Invariants: steps are trained in order, each once on one line of checkpoints (a repeat is answered and not trained); the
+learner waits for batches and for nothing else: publishing blocks for one copy of the weights; Shutdown lets the step in hand
+finish. Called by pipeline.py, which binds `publish`, `warm_start_examples` and `alphabet` (stages do not import each other).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import psutil
+import torch
+
+from asyncrl.clock import Clock
+from asyncrl.config.run import RunConfig
+from asyncrl.errors import ConnectionClosed, LearnerError
+from asyncrl.learner.checkpoint import TrainerState, save_checkpoint
+from asyncrl.learner.probe import make_probe
+from asyncrl.learner.rows import PreparedBatch, prepare
+from asyncrl.learner.start import Examples, Standing, prepare_standing
+from asyncrl.learner.step import StepResult, train_step
+from asyncrl.schema.batches import StepBatch, StepDone
+from asyncrl.schema.control import Checkpoint, CheckpointDone, Heartbeat, LearnerReady, Pause, Resume, Shutdown
+from asyncrl.schema.weights import Probe
+from asyncrl.transport.channel import Connection, Delivery, Lane
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+Publish = Callable[[int, Mapping[str, torch.Tensor], Probe | None], float]
+"""(version, tensors, probe) -> milliseconds blocked; the tensors may change once it has returned."""
+
+FAILED_FOLDER = "failed"
+REMEMBERED_STEPS = 8
+"""Finished steps whose StepDone can be given again as it was."""
+
+
+async def run_learner(
+    config: RunConfig,
+    run_folder: Path,
+    connection: Connection,
+    clock: Clock,
+    *,
+    publish: Publish,
+    warm_start_examples: Examples,
+    alphabet: str,
+    name: str = "learner",
+) -> None:
+    """Serve until Shutdown arrives or the connection closes.
+
+    Args:
+        config: Of the run.
+        run_folder: Of the run; `model/`, `checkpoints/` and `failed/` in it are the learner's.
+        connection: To the controller.
+        clock: Times steps and heartbeats.
+        publish: Makes a version fetchable; called on the learner's own thread.
+        warm_start_examples: Worked (prompt, completion) texts of the task's train split.
+        alphabet: Every character of the task's prompts and completions, for scratch models.
+        name: This process's name, as it said at hello.
+
+    Raises:
+        ConfigError: The model cannot be opened or made.
+        LearnerError: A step could not be taken, or came out of order.
+        BroadcastError: A version could not be published.
+    """
+    worker = LearnerWorker(config, run_folder, connection, clock, publish, name)
+    try:
+        await worker.run(warm_start_examples, alphabet)
+    except BaseExceptionGroup as group:
+        faults = group.split(ConnectionClosed)[1]
+        if faults is not None:
+            raise _first_of(faults) from group
+        log.info("the connection to the controller is closed")
+    finally:
+        await worker.close()
+
+
+@dataclass(slots=True)
+class _Ready:
+    """A decoded batch and the delivery to acknowledge when its step is done."""
+
+    prepared: PreparedBatch
+    delivery: Delivery
+
+
+class LearnerWorker:
+    """The learner's state and loops; `run_learner` is the way in."""
+
+    def __init__(
+        self, config: RunConfig, run_folder: Path, connection: Connection, clock: Clock, publish: Publish, name: str
+    ) -> None:
+        self._config = config
+        self._run_folder = run_folder
+        self._connection = connection
+        self._clock = clock
+        self._publish = publish
+        self._name = name
+        self._thread = ThreadPoolExecutor(1, "asyncrl-learner", torch.set_num_threads, (config.learner.num_threads,))
+        self._standing: Standing | None = None
+        self._ready: _Ready | None = None
+        self._checkpoint: Checkpoint | None = None
+        self._is_ending = False
+        self._news = asyncio.Event()
+        """A batch is ready, a checkpoint is asked for, or the end has come."""
+        self._room = asyncio.Event()
+        """The next batch may be decoded."""
+        self._done: dict[int, StepDone] = {}
+        self._num_tokens = 0
+        self._idle_s = 0.0
+        self._idle_since_s: float | None = None
+        self._started_s = clock.now()
+        self._process = psutil.Process()
+
+    async def run(self, examples: Examples, alphabet: str) -> None:
+        """Get the policy ready, then run the loops until the orders end."""
+        async with asyncio.TaskGroup() as loops:
+            background = [
+                loops.create_task(self._beat(), name="heartbeat"),
+                loops.create_task(self._obey(), name="orders"),
+            ]
+            await self._start(examples, alphabet)
+            background.append(loops.create_task(self._prefetch(), name="batches"))
+            try:
+                await self._serve()
+            finally:
+                for loop in background:
+                    loop.cancel()
+
+    async def close(self) -> None:
+        """Wait for the thread to finish what it is at, and end it."""
+        await asyncio.to_thread(self._thread.shutdown)
+
+    # -- loops -----------------------------------------------------------------------------------------------------------
+
+    async def _start(self, examples: Examples, alphabet: str) -> None:
+        standing = await self._on_thread(lambda: prepare_standing(self._config, self._run_folder, examples, alphabet))
+        self._standing = standing
+        await self._on_thread(self._publish_version)
+        ready = LearnerReady(standing.version, str(standing.model_folder), standing.metrics)
+        await self._connection.send(ready, Lane.CONTROL)
+
+    async def _obey(self) -> None:
+        """Note orders; `_serve` carries them out between steps."""
+        while not self._is_ending:
+            delivery = await self._connection.receive(Lane.CONTROL)
+            match delivery.message:
+                case Checkpoint() as wanted:
+                    self._checkpoint = wanted
+                case Shutdown(reason=reason):
+                    log.info("shutting down: %s", reason or "asked to")
+                    self._is_ending = True
+                case Pause() | Resume():
+                    pass
+                case other:
+                    log.warning("the learner has no use for %s", type(other).__name__)
+            delivery.ack()
+            self._news.set()
+
+    async def _prefetch(self) -> None:
+        """Decode one batch ahead."""
+        while True:
+            delivery = await self._connection.receive(Lane.DATA)
+            if not isinstance(delivery.message, StepBatch):
+                log.warning("the learner has no use for %s", type(delivery.message).__name__)
+                delivery.ack()
+                continue
+            prepared = await asyncio.to_thread(prepare, delivery.message)
+            while self._ready is not None:
+                self._room.clear()
+                await self._room.wait()
+            self._ready = _Ready(prepared, delivery)
+            self._news.set()
+
+    async def _serve(self) -> None:
+        """Do what is due, one thing after the other, until the end."""
+        waiting_from_s = self._clock.now()
+        while not self._is_ending:
+            if self._checkpoint is not None and self._checkpoint.version <= self._policy.version:
+                wanted, self._checkpoint = self._checkpoint, None
+                await self._write_checkpoint(wanted)
+            elif self._ready is not None:
+                ready, self._ready = self._ready, None
+                self._room.set()
+                await self._take_step(ready, waiting_from_s)
+                waiting_from_s = self._clock.now()
+            else:
+                await self._wait_for_news()
+
+    async def _wait_for_news(self) -> None:
+        self._idle_since_s = self._clock.now()
+        self._news.clear()
+        await self._news.wait()
+        self._idle_s += self._clock.now() - self._idle_since_s
+        self._idle_since_s = None
+
+    async def _beat(self) -> None:
+        while True:
+            now = self._clock.now()
+            idle_s = self._idle_s + (0.0 if self._idle_since_s is None else now - self._idle_since_s)
+            gauges = {
+                "process/tokens_trained": float(self._num_tokens),
+                "process/idle_s": idle_s,
+                "process/busy_s": now - self._started_s - idle_s,
+                "process/resident_bytes": float(self._process.memory_info().rss),
+                "process/version": float(-1 if self._standing is None else self._standing.version),
+            }
+            waiting_for = "" if self._idle_since_s is None else f"the batch of step {self._policy.version}"
+            beat = Heartbeat(self._name, now, waiting_for, self._idle_since_s or 0.0, gauges)
+            self._connection.try_send(beat, Lane.CONTROL)
+            await self._clock.sleep(self._config.supervision.heartbeat_s)
+
+    # -- steps and checkpoints -------------------------------------------------------------------------------------------
+
+    async def _take_step(self, ready: _Ready, waiting_from_s: float) -> None:
+        """Train a batch and say so; one that was trained before is only answered."""
+        step = ready.prepared.batch.step
+        if step > self._policy.version:
+            raise LearnerError(f"step {step} came while the learner stands at version {self._policy.version}: steps go in order")
+        if step == self._policy.version:
+            started_s = self._clock.now()
+            result = await self._on_thread(lambda: self._train(ready.prepared))
+            finished_s, waited_s = self._clock.now(), started_s - waiting_from_s
+            await self._on_thread(self._publish_version)
+            self._num_tokens += result.num_tokens
+            metrics = result.metrics | self._memory()
+            self._remember(StepDone(step, result.version, metrics, started_s, finished_s, waited_s))
+        now = self._clock.now()
+        await self._connection.send(self._done.get(step, StepDone(step, step + 1, {}, now, now)), Lane.CONTROL)
+        ready.delivery.ack()
+
+    def _train(self, prepared: PreparedBatch) -> StepResult:
+        policy = self._policy
+        failed = self._run_folder / FAILED_FOLDER
+        result = train_step(policy.model, policy.optimizer, prepared, self._config, failed_folder=failed)
+        policy.version = result.version
+        return result
+
+    def _publish_version(self) -> float:
+        policy = self._policy
+        probe = make_probe(policy.model, self._config.generate.engine.max_sequence_tokens)
+        return self._publish(policy.version, dict(policy.model.named_parameters()), probe)
+
+    async def _write_checkpoint(self, wanted: Checkpoint) -> None:
+        """Write the version that exists now, unless it is on disk already, and say where it is."""
+        started_s = self._clock.now()
+        folder = await self._on_thread(lambda: self._save(wanted))
+        seconds = self._clock.now() - started_s
+        await self._connection.send(CheckpointDone(self._policy.version, str(folder), seconds), Lane.CONTROL)
+
+    def _save(self, wanted: Checkpoint) -> Path:
+        policy = self._policy
+        state = TrainerState(policy.version, wanted.controller_json)
+        if policy.checkpoint is None or policy.state != state:
+            folder, keep_last = self._run_folder / "checkpoints", self._config.checkpoint.keep_last
+            policy.checkpoint = save_checkpoint(folder, policy.model, policy.tokenizer, policy.optimizer, state, keep_last)
+            policy.state = state
+        return policy.checkpoint
+
+    # -- small things ----------------------------------------------------------------------------------------------------
+
+    @property
+    def _policy(self) -> Standing:
+        assert self._standing is not None, "the policy is used before it is ready"
+        return self._standing
+
+    async def _on_thread(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+    def _remember(self, done: StepDone) -> None:
+        self._done[done.step] = done
+        self._done.pop(done.step - REMEMBERED_STEPS, None)
+
+    def _memory(self) -> dict[str, float]:
+        """Return what the learner holds, in GB, on its device or (on a CPU) resident."""
+        device = self._policy.model.device
+        if device.type == "cuda":
+            held, peak = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
+            return {"memory/allocated_gb": held / 1e9, "memory/peak_gb": peak / 1e9}
+        return {"memory/allocated_gb": self._process.memory_info().rss / 1e9}
+
+
+def _first_of(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """Return the first error inside: the one whose message helps."""
+    first: BaseException = group
+    while isinstance(first, BaseExceptionGroup):
+        first = first.exceptions[0]
+    return first

@@ -21,7 +21,7 @@ import torch
 import xxhash
 
 from asyncrl.broadcast.fingerprint import CHUNK_BYTES
-from asyncrl.broadcast.medium import NUM_SLOTS
+from asyncrl.broadcast.medium import NUM_SLOTS, VersionUnavailableError
 from asyncrl.config.stages import FilesMedium
 from asyncrl.errors import BroadcastError
 from asyncrl.schema.weights import WeightsAvailable, WeightsManifest
@@ -112,7 +112,9 @@ class FilesReader:
                 data_start = _check_header(file, available.manifest)
                 return _read_tensors(file, data_start, available, into, cancelled)
         except FileNotFoundError as error:
-            raise BroadcastError(f"version {available.version} is no longer in {self._folder}; fetch the newest") from error
+            raise VersionUnavailableError(
+                f"version {available.version} is no longer in {self._folder}; fetch the newest"
+            ) from error
         except OSError as error:
             raise BroadcastError(f"{path} cannot be read: {error.strerror}") from error
 
@@ -188,7 +190,7 @@ def _read_tensors(
             _read_fully(file, chunk)
             digest.update(chunk)
             if cancelled.is_set():
-                raise BroadcastError(f"the fetch of version {available.version} was cancelled")
+                raise VersionUnavailableError(f"the fetch of version {available.version} was cancelled")
     _zero_gap(into[end:], digest)
     return str(digest.hexdigest())
 

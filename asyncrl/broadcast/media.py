@@ -11,30 +11,30 @@ from pathlib import Path
 from asyncrl.broadcast.files import FilesReader, FilesWriter
 from asyncrl.broadcast.medium import MediumReader, MediumWriter
 from asyncrl.broadcast.shared_memory import SharedMemoryReader, SharedMemoryWriter
-from asyncrl.broadcast.zeromq import CurveKeys, ZeroMQReader, ZeroMQWriter
+from asyncrl.broadcast.zeromq import CurveKeys, ZeroMQReader, ZeroMQWriter, keys_of_run
 from asyncrl.config.stages import FilesMedium, MediumConfig, SharedMemoryMedium, ZeroMQMedium
 
 
 def open_writer(config: MediumConfig, run_folder: Path, curve_keys: CurveKeys | None = None) -> MediumWriter:
-    """Return the learner's end of the configured medium; keys matter to `zeromq` only."""
+    """Return the learner's end of the configured medium. Keys matter to `zeromq` only; None: the run's own, if it has any."""
     match config:
         case SharedMemoryMedium():
             return SharedMemoryWriter(run_folder)
         case FilesMedium():
             return FilesWriter(config, run_folder)
         case ZeroMQMedium():
-            return ZeroMQWriter(config, curve_keys)
+            return ZeroMQWriter(config, curve_keys or keys_of_run(run_folder))
 
 
 def open_reader(config: MediumConfig, run_folder: Path, curve_keys: CurveKeys | None = None) -> MediumReader:
-    """Return a generator's end of the configured medium; keys matter to `zeromq` only."""
+    """Return a generator's end of the configured medium. Keys matter to `zeromq` only; None: the run's own, if it has any."""
     match config:
         case SharedMemoryMedium():
             return SharedMemoryReader(run_folder)
         case FilesMedium():
             return FilesReader(config, run_folder)
         case ZeroMQMedium():
-            return ZeroMQReader(config, curve_keys)
+            return ZeroMQReader(config, curve_keys or keys_of_run(run_folder))
 
 
 def kind_of(config: MediumConfig) -> str:

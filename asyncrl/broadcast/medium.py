@@ -18,12 +18,17 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING, Protocol
 
+from asyncrl.errors import BroadcastError
 from asyncrl.schema.weights import WeightsAvailable, WeightsManifest
 
 if TYPE_CHECKING:
     import torch
 
 NUM_SLOTS = 2
+
+
+class VersionUnavailableError(BroadcastError):
+    """The version cannot be had any more under this announcement: only another announcement helps, no second attempt."""
 
 
 class MediumWriter(Protocol):
@@ -79,7 +84,8 @@ class MediumReader(Protocol):
             The fingerprint of what is in `into` now; the caller compares it with the announced one.
 
         Raises:
-            BroadcastError: The version is gone, was overwritten while reading, or the fetch was cancelled.
+            VersionUnavailableError: The version is gone, was overwritten while reading, does not come, or the fetch was cancelled.
+            BroadcastError: What arrived is damaged or could not be read; a second attempt may go better.
         """
         ...
 
@@ -88,4 +94,4 @@ class MediumReader(Protocol):
         ...
 
 
-__all__ = ["NUM_SLOTS", "MediumReader", "MediumWriter"]
+__all__ = ["NUM_SLOTS", "MediumReader", "MediumWriter", "VersionUnavailableError"]

@@ -67,7 +67,7 @@ class Publisher:
         run_folder: Of this run; names what is left behind by a killed learner, and where files go.
         on_available: Called on the publisher's thread for each version that can be fetched.
         clock: For `published_s`.
-        curve_keys: The learner's keys, for the `zeromq` medium; None leaves its connections unencrypted.
+        curve_keys: For the `zeromq` medium; None: the run's own (RUN/keys), or no encryption where it has none.
 
     Example:
         >>> publisher = Publisher(config.broadcast, run_folder, on_available, clock)  # doctest: +SKIP

@@ -28,7 +28,7 @@ import torch
 from numpy.typing import NDArray
 
 from asyncrl.broadcast.fingerprint import copy_and_fingerprint
-from asyncrl.broadcast.medium import NUM_SLOTS
+from asyncrl.broadcast.medium import NUM_SLOTS, VersionUnavailableError
 from asyncrl.errors import BroadcastError
 from asyncrl.schema.weights import WeightsAvailable, WeightsManifest
 
@@ -117,9 +117,9 @@ class SharedMemoryReader:
 
         def check() -> None:
             if header[_sequence_at(slot)] != sequence:
-                raise BroadcastError(f"version {available.version} was overwritten while it was read; fetch the newest")
+                raise VersionUnavailableError(f"version {available.version} was overwritten while it was read; fetch the newest")
             if cancelled.is_set():
-                raise BroadcastError(f"the fetch of version {available.version} was cancelled")
+                raise VersionUnavailableError(f"the fetch of version {available.version} was cancelled")
 
         start = HEADER_BYTES + slot * slot_bytes
         return copy_and_fingerprint(memoryview(segment)[start : start + len(into)], into, check)
@@ -138,7 +138,7 @@ class SharedMemoryReader:
             with path.open("rb") as file:
                 self._segment = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except (OSError, ValueError) as error:
-            raise BroadcastError(f"shared-memory segment {location} is gone ({error}); is its learner still running?") from error
+            raise VersionUnavailableError(f"shared-memory segment {location} is gone ({error}); is its learner alive?") from error
         self._location = location
         return self._segment
 
@@ -198,7 +198,9 @@ def _find_version(header: NDArray[np.int64], version: int) -> tuple[int, int]:
         if sequence % 2 == 0 and header[_version_at(slot)] == version and header[_sequence_at(slot)] == sequence:
             return slot, sequence
     held = [int(header[_version_at(slot)]) for slot in range(NUM_SLOTS)]
-    raise BroadcastError(f"version {version} is not in shared memory any more (the slots are for {held}); fetch the newest")
+    raise VersionUnavailableError(
+        f"version {version} is not in shared memory any more (the slots are for {held}); fetch the newest"
+    )
 
 
 def _sequence_at(slot: int) -> int:

@@ -306,6 +306,8 @@ class FetchFailed:
 
     version: int
     reason: str
+    is_final: bool = False
+    """Whether another attempt under the same announcement is of no use."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -338,7 +340,7 @@ class RetryAt:
 
 @dataclass(frozen=True, slots=True)
 class GiveUp:
-    """`version` failed MAX_ATTEMPTS times and nothing else was announced; the live version goes on serving."""
+    """`version` is gone or failed MAX_ATTEMPTS times, and nothing else was announced; the live version goes on serving."""
 
     version: int
     reason: str
@@ -386,11 +388,11 @@ class SubscriberState:
                 self._expect(self.fetching == version, f"version {version} is not being fetched")
                 self.fetching, self.staged = None, version
                 return [GoLive(version)]
-            case FetchFailed(version, reason):
+            case FetchFailed(version, reason, is_final):
                 self._expect(self.fetching == version, f"version {version} is not being fetched")
                 self.fetching = None
                 if not self.announced_while_fetching:
-                    return self._after_failure(reason, now)
+                    return self._after_failure(reason, is_final, now)
             case WentLive(version):
                 self._expect(self.staged == version, f"version {version} is not staged")
                 self.staged, self.live = None, version
@@ -411,9 +413,9 @@ class SubscriberState:
         self.wanted, self.attempts, self.retry_at_s, self.given_up = version, 0, None, False
         self.announced_while_fetching = self.fetching is not None
 
-    def _after_failure(self, reason: str, now: float) -> list[SubscriberInstruction]:
+    def _after_failure(self, reason: str, is_final: bool, now: float) -> list[SubscriberInstruction]:
         self.attempts += 1
-        if self.attempts >= MAX_ATTEMPTS:
+        if is_final or self.attempts >= MAX_ATTEMPTS:
             self.given_up = True
             return [GiveUp(self.wanted, reason)]
         self.retry_at_s = now + min(LONGEST_RETRY_S, FIRST_RETRY_S * 2 ** (self.attempts - 1))

@@ -7,7 +7,7 @@ Invariants:
   version is not disturbed.
 - The tensors are views of the staging buffer: valid until the next `fetch` or `next_version`, which says that the engine is done
   with them.
-- A fetch that fails is repeated with back-off, for a later announcement if there is one (SubscriberState decides).
+- What arrived damaged is fetched again, with back-off; what is gone is given up for the next announcement (SubscriberState).
 
 Called by generate/worker.py, through pipeline.py.
 """
@@ -26,6 +26,7 @@ import torch
 
 from asyncrl.broadcast.layout import check_manifest, view_tensors
 from asyncrl.broadcast.media import kind_of, open_reader
+from asyncrl.broadcast.medium import VersionUnavailableError
 from asyncrl.broadcast.state import (
     Announced,
     Fetch,
@@ -63,7 +64,7 @@ class Subscriber:
         config: The medium; the same as the publisher's.
         run_folder: Of this run.
         clock: For back-off.
-        curve_keys: This generator's keys, for the `zeromq` medium.
+        curve_keys: For the `zeromq` medium; None: the run's own (RUN/keys), or no encryption where it has none.
 
     Example:
         >>> subscriber.announce(available)  # whenever one arrives  # doctest: +SKIP
@@ -107,8 +108,8 @@ class Subscriber:
             The version, whole.
 
         Raises:
-            BroadcastError: The latest announced version could not be fetched after several attempts. The next call waits for
-                another announcement.
+            BroadcastError: The latest announced version is gone, or could not be fetched after several attempts. The next call
+                waits for another announcement.
         """
         self._release_staged()
         while True:
@@ -156,7 +157,8 @@ class Subscriber:
         try:
             await self._on_thread(available, staging.numpy().data)
         except BroadcastError as error:
-            _raise_given_up(self._handle(FetchFailed(available.version, str(error))))
+            failure = FetchFailed(available.version, str(error), isinstance(error, VersionUnavailableError))
+            _raise_given_up(self._handle(failure))
             return None
         except asyncio.CancelledError:
             self._handle(FetchFailed(available.version, "cancelled"))

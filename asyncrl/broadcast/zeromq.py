@@ -20,6 +20,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -29,11 +30,12 @@ import zmq
 import zmq.utils.z85
 
 from asyncrl.broadcast.chunks import MAX_REQUEST_BYTES, ChunkReply, ChunkRequest, Download
-from asyncrl.broadcast.medium import NUM_SLOTS
+from asyncrl.broadcast.medium import NUM_SLOTS, VersionUnavailableError
 from asyncrl.broadcast.state import ChunkAsked, FetchOver, SubscriberBoard, Tick
 from asyncrl.config.stages import ZeroMQMedium
 from asyncrl.errors import BroadcastError
 from asyncrl.schema.weights import WeightsAvailable, WeightsManifest
+from asyncrl.transport.security import CLIENT_FILE, KEYS_FOLDER, load_client_keys
 
 WINDOW = 4
 SEND_QUEUE = 2 * WINDOW
@@ -52,6 +54,18 @@ class CurveKeys:
     secret: bytes
     peers: tuple[bytes, ...]
     """Public keys of the other end: whoever may fetch (learner's end), or the learner's, one (generator's end)."""
+
+
+def keys_of_run(run_folder: Path) -> CurveKeys | None:
+    """Return the keys of a run whose channels are encrypted, None for one without keys.
+
+    Every process of a run holds the same client pair (transport/security.py), so both ends show it and believe no other.
+    """
+    if not (run_folder / KEYS_FOLDER / CLIENT_FILE).exists():
+        return None
+    keys = load_client_keys(run_folder)
+    public = keys.public.encode()
+    return CurveKeys(public, keys.secret.encode(), (public,))
 
 
 @dataclass(slots=True)
@@ -230,9 +244,9 @@ class ZeroMQReader:
                     digest.update(into[hashed : download.whole_until])
                     hashed = download.whole_until
                 elif cancelled.is_set():
-                    raise BroadcastError(f"the fetch of version {available.version} was cancelled")
+                    raise VersionUnavailableError(f"the fetch of version {available.version} was cancelled")
                 elif time.monotonic() - last_progress_s > STALLED_AFTER_S:
-                    raise BroadcastError(
+                    raise VersionUnavailableError(
                         f"version {available.version} stalled: no bytes from {available.location} for {STALLED_AFTER_S:.0f} s "
                         f"({download.whole_until} of {len(into)} here); is the learner alive and reachable, do the keys match?"
                     )
@@ -277,7 +291,7 @@ class ZeroMQReader:
         except msgspec.DecodeError as error:
             raise BroadcastError(f"{available.location} answered what is no answer: {error}") from error
         if reply.gone:
-            raise BroadcastError(f"version {available.version} can no longer be fetched: {reply.gone}; fetch the newest")
+            raise VersionUnavailableError(f"version {available.version} can no longer be fetched: {reply.gone}; fetch the newest")
         if len(parts) != 1 or len(parts[0].buffer) != reply.num_bytes or reply.version != available.version:
             raise BroadcastError(f"{available.location} answered with {len(parts)} parts that do not fit {reply}")
         if not download.take(reply.offset, reply.num_bytes):

@@ -1,0 +1,421 @@
+"""What the ZeroMQ channels do when the network, the peer or a stranger misbehaves."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import os
+import random
+import stat
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+import zmq
+import zmq.asyncio
+
+from asyncrl.config.stages import TransportConfig
+from asyncrl.errors import ConfigError, ConnectionClosed, TransportError
+from asyncrl.schema.codec import encode
+from asyncrl.schema.control import Heartbeat
+from asyncrl.schema.samples import SampleFailure
+from asyncrl.transport.channel import Connection, Lane
+from asyncrl.transport.connector import ZmqConnector
+from asyncrl.transport.endpoint import Item, Parcel
+from asyncrl.transport.link import LinkLimits
+from asyncrl.transport.listener import ZmqListener
+from asyncrl.transport.open import new_hello, open_connection, open_listener
+from asyncrl.transport.packets import build_greeting, build_parcel
+from asyncrl.transport.security import load_client_keys, make_keys
+
+LIMITS = LinkLimits(
+    window=32, max_message_bytes=1 << 20, ping_s=0.05, reconnect_after_s=0.5, silence_timeout_s=5.0, give_up_s=20.0
+)
+WAIT_S = 20.0
+
+
+@contextlib.asynccontextmanager
+async def closing(*things):
+    try:
+        yield
+    finally:
+        for thing in things:
+            await thing.close()
+
+
+def failure(number: int, reason: str = "") -> SampleFailure:
+    return SampleFailure(group_id=number, index=0, attempt=1, stage="generate", reason=reason)
+
+
+def make_listener(address: str, keys=None, limits: LinkLimits = LIMITS, **more) -> ZmqListener:
+    return ZmqListener(address, new_hello("controller", "controller"), limits, keys, **more)
+
+
+async def connect(address: str, name: str = "generator-0", limits: LinkLimits = LIMITS) -> tuple[ZmqConnector, Connection]:
+    connector = ZmqConnector(address, new_hello("generator", name), limits)
+    return connector, await connector.connect(WAIT_S)
+
+
+async def accept(listener: ZmqListener) -> Connection:
+    return await asyncio.wait_for(listener.accept(), WAIT_S)
+
+
+async def produce(connection: Connection, count: int) -> None:
+    for number in range(count):
+        await connection.send(failure(number, "x" * (number % 700)))
+
+
+async def consume(connection: Connection, count: int, after_each=lambda number: None) -> list[int]:
+    numbers = []
+    for _ in range(count):
+        delivery = await asyncio.wait_for(connection.receive(), WAIT_S)
+        numbers.append(delivery.message.group_id)
+        delivery.ack()
+        after_each(delivery.message.group_id)
+    return numbers
+
+
+async def until(is_so: Callable[[], bool]) -> None:
+    """Counters and windows have no event to await."""
+    async with asyncio.timeout(WAIT_S):
+        while not is_so():  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+
+
+class CuttingProxy:
+    """Relays TCP and cuts every connection, mid-stream, when told to."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+        self._writers: list[asyncio.StreamWriter] = []
+        self.num_cuts = 0
+
+    async def __aenter__(self) -> CuttingProxy:
+        self._server = await asyncio.start_server(self._relay, "127.0.0.1", 0)
+        self.address = f"tcp://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._server.close()
+        self.cut()
+        await self._server.wait_closed()
+
+    def cut(self) -> None:
+        self.num_cuts += 1
+        for writer in self._writers:
+            writer.transport.abort()
+        self._writers.clear()
+
+    async def _relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        out_reader, out_writer = await asyncio.open_connection("127.0.0.1", self._port)
+        self._writers += [writer, out_writer]
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._pipe(reader, out_writer))
+            tasks.create_task(self._pipe(out_reader, writer))
+
+    @staticmethod
+    async def _pipe(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError):
+            while chunk := await reader.read(1000):
+                writer.write(chunk)
+                await writer.drain()
+        writer.transport.abort()
+
+
+async def test_a_link_that_breaks_again_and_again_loses_and_repeats_nothing():
+    count = 1500
+    listener = make_listener("tcp://127.0.0.1:*")
+    async with closing(listener), CuttingProxy(int(listener.address.rsplit(":", 1)[1])) as proxy:
+        connector, far = await connect(proxy.address)
+        near = await accept(listener)
+        async with closing(connector):
+
+            def cut_at_times(number: int) -> None:
+                if number % 300 == 150:
+                    proxy.cut()
+
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(produce(far, count))
+                tasks.create_task(produce(near, count))
+                outward = tasks.create_task(consume(near, count, cut_at_times))
+                inward = tasks.create_task(consume(far, count))
+            assert proxy.num_cuts == 5
+            assert outward.result() == inward.result() == list(range(count))
+            assert await far.flush(WAIT_S)
+            assert await near.flush(WAIT_S)
+
+
+async def test_a_connector_that_loses_its_socket_comes_back_into_the_same_connection():
+    listener = make_listener("tcp://127.0.0.1:*")
+    async with closing(listener):
+        connector, far = await connect(listener.address)
+        async with closing(connector):
+            near = await accept(listener)
+            await far.send(failure(0))
+            delivery = await asyncio.wait_for(near.receive(), WAIT_S)
+            connector.break_link()
+            await far.send(failure(1))
+            await near.send(failure(2))
+            delivery.ack()
+            assert await consume(near, 1) == [1]
+            assert await consume(far, 1) == [2]
+            assert await far.flush(WAIT_S)
+            assert near.unacknowledged() == 0 or await near.flush(WAIT_S)
+
+
+async def test_a_restarted_listener_is_sent_what_was_not_acknowledged(tmp_path):
+    address = f"ipc://{tmp_path}/s"
+    first = make_listener(address)
+    connector, far = await connect(address)
+    async with closing(connector):
+        near = await accept(first)
+        for number in range(5):
+            await far.send(failure(number))
+        assert await consume(near, 2) == [0, 1]
+        await until(lambda: far.unacknowledged() == 3)
+        kill_without_goodbye(first)
+        second = make_listener(address)
+        async with closing(second):
+            near = await accept(second)
+            assert far.unacknowledged() == 3
+            await far.send(failure(5))
+            assert await consume(near, 4) == [2, 3, 4, 5]
+            assert await far.flush(WAIT_S)
+            assert far.peer.incarnation == second._hello.incarnation
+            await near.send(failure(9))
+            assert await consume(far, 1) == [9]
+    first._context.term()
+
+
+def kill_without_goodbye(listener: ZmqListener) -> None:
+    """What the kernel does for a process that is killed: sockets gone, nothing said."""
+    listener._timer.cancel()
+    listener._watch.close()
+    listener._socket.close(0)
+
+
+async def test_a_silent_peer_is_given_up_and_may_come_back_as_a_new_connection():
+    limits = dataclasses.replace(LIMITS, silence_timeout_s=0.2)
+    listener = make_listener("tcp://127.0.0.1:*", limits=limits)
+    async with closing(listener):
+        connector, far = await connect(listener.address, limits=dataclasses.replace(LIMITS, ping_s=0.5, reconnect_after_s=2.0))
+        async with closing(connector):
+            near = await accept(listener)
+            with pytest.raises(ConnectionClosed, match="silent"):
+                await asyncio.wait_for(near.receive(), WAIT_S)
+            await far.send(failure(1))
+            assert await consume(await accept(listener), 1) == [1]
+
+
+async def test_a_connector_gives_up_on_a_listener_that_stays_away(tmp_path):
+    limits = dataclasses.replace(LIMITS, give_up_s=0.2)
+    listener = make_listener(f"ipc://{tmp_path}/s", limits=limits)
+    connector, far = await connect(listener.address, limits=limits)
+    async with closing(connector):
+        await accept(listener)
+        kill_without_goodbye(listener)
+        with pytest.raises(ConnectionClosed, match="no listener"):
+            await asyncio.wait_for(far.receive(), WAIT_S)
+    listener._context.term()
+
+
+async def test_a_connection_closed_by_the_listener_stays_closed():
+    listener = make_listener("tcp://127.0.0.1:*")
+    async with closing(listener):
+        connector, far = await connect(listener.address)
+        async with closing(connector):
+            await (await accept(listener)).close()
+            with pytest.raises(ConnectionClosed, match="closed by the peer"):
+                await asyncio.wait_for(far.receive(), WAIT_S)
+
+
+async def test_a_peer_that_the_listener_does_not_want_is_told_why():
+    listener = make_listener("tcp://127.0.0.1:*", judge=lambda hello: f"{hello.name} is not of this run")
+    async with closing(listener):
+        with pytest.raises(TransportError, match="generator-0 is not of this run"):
+            await connect(listener.address)
+        assert listener.refused.unknown_peer == 1
+
+
+async def test_connecting_to_nobody_fails_in_time(tmp_path):
+    connector = ZmqConnector(f"ipc://{tmp_path}/nobody", new_hello("client", "c"), LIMITS)
+    with pytest.raises(TransportError, match="no welcome"):
+        await connector.connect(0.05)
+
+
+async def test_an_address_that_is_taken_cannot_be_listened_on():
+    listener = make_listener("tcp://127.0.0.1:*")
+    async with closing(listener):
+        with pytest.raises(TransportError, match="cannot listen on"):
+            make_listener(listener.address)
+
+
+@pytest.mark.parametrize("wire", ["tcp", "ipc"])
+async def test_a_wrong_key_is_refused_and_counted(tmp_path, wire):
+    config = TransportConfig(kind=wire, encryption="curve")
+    listener = await open_listener(config, tmp_path / "ours", limits=LIMITS)
+    async with closing(listener):
+        make_keys(tmp_path / "theirs")
+        right = load_client_keys(tmp_path / "ours")
+        wrong_client = msgspec.structs.replace(load_client_keys(tmp_path / "theirs"), listener_public=right.listener_public)
+        with pytest.raises(TransportError, match="key"):
+            await ZmqConnector(listener.address, new_hello("client", "c"), LIMITS, wrong_client).connect(5.0)
+        assert listener.refused.unauthenticated >= 1
+        wrong_listener = load_client_keys(tmp_path / "theirs")
+        with pytest.raises(TransportError, match="no welcome"):
+            await ZmqConnector(listener.address, new_hello("client", "c"), LIMITS, wrong_listener).connect(0.3)
+        with pytest.raises(TransportError, match="no welcome"):
+            await ZmqConnector(listener.address, new_hello("client", "c"), LIMITS).connect(0.3)
+        assert listener.refused.unauthenticated >= 3
+        far = await open_connection(listener.address, new_hello("client", "c"), config, tmp_path / "ours", WAIT_S, LIMITS)
+        async with closing(far):
+            await far.send(failure(1))
+            assert await consume(await accept(listener), 1) == [1]
+
+
+def malformed_packets(rng: random.Random, session: str, count: int) -> list[list[bytes]]:
+    """Random bytes, truncated, bit-flipped, mis-shaped and oversized packets, none of which is a parcel of a known session."""
+    parcel = Parcel(
+        ([1, 2], []), [Item(Lane.DATA, seq, frames := encode(failure(seq, "y" * 50)), len(frames[0])) for seq in range(3)]
+    )
+    real = [bytes(frame) for frame in build_parcel(session, parcel)]
+    packets: list[list[bytes]] = []
+    for number in range(count):
+        kind = number % 6
+        if kind == 0:
+            packets.append([rng.randbytes(rng.randrange(0, 200)) for _ in range(rng.randrange(1, 4))])
+        elif kind == 1:
+            packets.append([real[0][: rng.randrange(len(real[0]))], *real[1:]])
+        elif kind == 2:
+            flipped = bytearray(real[0])
+            flipped[rng.randrange(len(flipped))] ^= 1 << rng.randrange(8)
+            packets.append([bytes(flipped), *real[1:]])
+        elif kind == 3:
+            packets.append([real[0], real[1][:-1] if rng.random() < 0.5 else real[1] + b"z"])
+        elif kind == 4:
+            packets.append([real[0]] if rng.random() < 0.5 else [*real, b"one too many"])
+        elif number % 120 == 5:
+            packets.append([real[0], bytes(LIMITS.max_packet_bytes + 1)])
+        else:
+            packets.append([b""])
+    return packets
+
+
+async def test_ten_thousand_malformed_packets_are_counted_and_a_good_peer_works_on():
+    count = 10_000
+    rng = random.Random(17)
+    listener = make_listener("tcp://127.0.0.1:*")
+    context = zmq.asyncio.Context()
+    async with closing(listener):
+        connector, far = await connect(listener.address)
+        near = await accept(listener)
+        async with closing(connector):
+            socket = context.socket(zmq.DEALER)
+            socket.linger = 0
+            socket.sndhwm = socket.rcvhwm = 0
+            socket.connect(listener.address)
+            packets = malformed_packets(rng, near_session(listener), count)
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(produce(far, 500))
+                received = tasks.create_task(consume(near, 500))
+                tasks.create_task(send_all(socket, packets))
+            assert received.result() == list(range(500))
+            await until(lambda: listener.refused.total >= count)
+            assert listener.refused.total == count
+            assert listener.refused.malformed > count // 3
+            assert listener.refused.oversized >= count // 120
+            assert await far.flush(WAIT_S)
+            socket.close()
+    context.term()
+
+
+async def send_all(socket: zmq.asyncio.Socket, packets: list[list[bytes]]) -> None:
+    for packet in packets:
+        await socket.send_multipart(packet)
+
+
+def near_session(listener: ZmqListener) -> str:
+    (peer,) = listener._by_name.values()
+    return peer.session
+
+
+async def test_a_known_peer_that_sends_an_unreadable_message_stays_connected():
+    listener = make_listener("tcp://127.0.0.1:*")
+    context = zmq.asyncio.Context()
+    async with closing(listener):
+        socket = context.socket(zmq.DEALER)
+        socket.linger = 0
+        socket.connect(listener.address)
+        await socket.send(build_greeting(new_hello("client", "c"), "token", "", LIMITS.terms))
+        near = await accept(listener)
+        session = near_session(listener)
+        good = encode(failure(1))
+        bodies = [
+            b"\x81\xa4type\xa5nonsense",
+            os.urandom(50),
+            bytes(good[0])[:-3],
+            bytes(LIMITS.max_message_bytes + 1),
+            bytes(good[0]),
+        ]
+        items = [Item(Lane.DATA, seq, [body], len(body)) for seq, body in enumerate(bodies)]
+        for item in items:
+            await socket.send_multipart(build_parcel(session, Parcel(([], []), [item])))
+        assert await consume(near, 1) == [1]
+        assert listener.refused.malformed == 3
+        assert listener.refused.oversized == 1
+        socket.close()
+    context.term()
+
+
+@pytest.mark.parametrize("opening", [b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 100, b"\x00" * 100])
+async def test_bytes_that_are_not_zeromq_do_no_harm(opening):
+    listener = make_listener("tcp://127.0.0.1:*")
+    async with closing(listener):
+        _, writer = await asyncio.open_connection("127.0.0.1", int(listener.address.rsplit(":", 1)[1]))
+        writer.write(opening)
+        await writer.drain()
+        connector, far = await connect(listener.address)
+        async with closing(connector):
+            await far.send(failure(1))
+            assert await consume(await accept(listener), 1) == [1]
+        writer.close()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
+
+
+async def test_keys_and_sockets_are_private_and_gone_after_close(tmp_path):
+    listener = await open_listener(TransportConfig(kind="ipc"), tmp_path)
+    socket_folder = Path(listener.address.removeprefix("ipc://")).parent
+    assert len(listener.address) <= 100
+    assert stat.S_IMODE(socket_folder.stat().st_mode) == 0o700
+    assert stat.S_IMODE((tmp_path / "keys").stat().st_mode) == 0o700
+    assert {stat.S_IMODE(file.stat().st_mode) for file in (tmp_path / "keys").iterdir()} == {0o600}
+    await listener.close()
+    assert not socket_folder.exists()
+
+
+async def test_a_resumed_run_keeps_its_keys_and_open_key_files_are_refused(tmp_path):
+    assert make_keys(tmp_path) == make_keys(tmp_path)
+    (tmp_path / "keys" / "client.key").chmod(0o644)
+    with pytest.raises(ConfigError, match="others can read"):
+        load_client_keys(tmp_path)
+    with pytest.raises(ConfigError, match="made when the run starts"):
+        load_client_keys(tmp_path / "elsewhere")
+
+
+async def test_an_idle_connection_makes_few_turns_of_the_event_loop():
+    limits = dataclasses.replace(LIMITS, ping_s=10.0)
+    listener = make_listener("tcp://127.0.0.1:*", limits=limits)
+    async with closing(listener):
+        connector, far = await connect(listener.address, limits=limits)
+        async with closing(connector):
+            near = await accept(listener)
+            await far.send(Heartbeat("generator-0", 1.0), Lane.CONTROL)
+            (await asyncio.wait_for(near.receive(Lane.CONTROL), WAIT_S)).ack()
+            assert await far.flush(WAIT_S)
+            before_s = os.times()
+            await asyncio.sleep(0.5)
+            after_s = os.times()
+            assert after_s.user + after_s.system - before_s.user - before_s.system < 0.1

@@ -1,13 +1,14 @@
-"""The share of a task's tests that the completion's Python passes, run in a sandbox and judged outside it.
+r"""The share of a task's tests that the completion's Python passes, run in a sandbox and judged outside it.
 
 `prompt.reference_json` is `{"tests": [...]}`; a test is one of
-- `{"stdin": "2 3\\n", "stdout": "5\\n"}`: the program is run as a script; trailing white space does not count;
-- `{"function": "add", "args": [2, 3], "kwargs": {}, "expected": 5, "tolerance": 1e-9}`: the function is called and what it returns
-  compared as JSON (a tuple equals a list, `True` is not 1); `"Solution().add"` calls a method of a fresh object;
+- `{"stdin": "2 3\n", "stdout": "5\n"}`: the program is run as a script; trailing white space does not count;
+- `{"function": "add", "args": [2, 3], "kwargs": {}, "expected": 5, "tolerance": 1e-9}`: the function is called and what
+  it returns compared as JSON (a tuple equals a list, `True` is not 1); `"Solution().add"` calls a method of a fresh object;
 - `{"code": "assert add(2, 3) == 5"}`, or the bare string: test code, which sees the program's names as remote objects.
 
-Expected values of the first two never enter a sandbox, and test code runs in a sandbox of its own: see inside.py.
+Expected values of the first two never enter a sandbox, and test code runs in a sandbox of its own: see inside/.
 """
+# ruff: noqa: ANN401 - expected values are of any kind
 
 from __future__ import annotations
 
@@ -15,6 +16,7 @@ import json
 import math
 import re
 from fractions import Fraction
+from typing import Any
 
 import msgspec
 
@@ -28,6 +30,7 @@ _FENCE = re.compile(r"^[ \t]*```[ \t]*(python3?|py)?[ \t]*\r?\n(.*?)(?:^[ \t]*``
 _CALLABLE = re.compile(r"(\w+)(?:\(\)\.(\w+))?")
 _SAFE_INT = 1 << 53
 _MAX_UNORDERED = 2000
+_SEQUENCES = frozenset({"tuple", "deque", "set", "frozenset"})
 
 
 class CodeTest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -178,7 +181,7 @@ def _judge(sandbox: Sandbox, candidate: Confined, tests: list[CodeTest]) -> int:
     return passed
 
 
-# -- values, as inside.py sends them -------------------------------------------------------------------------------------
+# -- values, as inside/ sends them -------------------------------------------------------------------------------------
 
 
 def _encoded(value: object) -> object:
@@ -199,31 +202,32 @@ def _same_reply(value: object, test: CodeTest) -> bool:
         return False
 
 
-def _same(value: object, expected: object, tolerance: float) -> bool:
+def _same(value: Any, expected: Any, tolerance: float) -> bool:
     if isinstance(value, dict):
         return _same_tagged(str(value["t"]), value["v"], expected, tolerance)
     if isinstance(value, list):
         return isinstance(expected, list) and _same_items(value, expected, tolerance)
     if isinstance(value, bool) or isinstance(expected, bool) or value is None or isinstance(value, str):
         return type(value) is type(expected) and value == expected
-    return isinstance(expected, (int, float)) and _same_number(value, expected, tolerance)  # type: ignore[arg-type]
+    return isinstance(expected, (int, float)) and _same_number(value, expected, tolerance)
 
 
-def _same_tagged(tag: str, inner: object, expected: object, tolerance: float) -> bool:
+def _same_tagged(tag: str, inner: Any, expected: Any, tolerance: float) -> bool:
     if tag == "int":
-        return type(expected) is int and int(str(inner), 16) == expected
+        return type(expected) is int and int(inner, 16) == expected
     if tag in {"fraction", "decimal"}:
-        return _same_number(float(Fraction(str(inner))), expected, tolerance)  # type: ignore[arg-type]
+        return _same_number(float(Fraction(inner)), expected, tolerance)
+    if tag == "dict":
+        items = {_json_key(key): value for key, value in inner}
+        same_keys = isinstance(expected, dict) and items.keys() == expected.keys()
+        return same_keys and all(_same(items[key], expected[key], tolerance) for key in items)
+    if not isinstance(expected, list):
+        return False
     if tag == "range":
-        return isinstance(expected, list) and len(span := range(*inner)) == len(expected) and list(span) == expected  # type: ignore[misc]
-    if tag in {"tuple", "deque"}:
-        return isinstance(expected, list) and _same_items(inner, expected, tolerance)  # type: ignore[arg-type]
-    if tag in {"set", "frozenset"}:
-        return isinstance(expected, list) and _same_unordered(inner, expected, tolerance)  # type: ignore[arg-type]
-    if tag == "dict" and isinstance(expected, dict):
-        items = {_json_key(key): value for key, value in inner}  # type: ignore[attr-defined]
-        return items.keys() == expected.keys() and all(_same(items[key], expected[key], tolerance) for key in items)
-    return False
+        span = range(*inner)
+        return len(span) == len(expected) and list(span) == expected
+    same_items = _same_unordered if tag in {"set", "frozenset"} else _same_items
+    return tag in _SEQUENCES and same_items(inner, expected, tolerance)
 
 
 def _same_number(value: float, expected: float, tolerance: float) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
+from collections import deque
 from collections.abc import Awaitable, Callable
 from types import ModuleType
 
@@ -61,10 +62,8 @@ def extract_answer(text: str, pattern: re.Pattern[str] | None) -> str | None:
     """
     if pattern is None:
         return text.strip()
-    last = None
-    for last in pattern.finditer(text):
-        pass
-    return None if last is None or last.group(1) is None else last.group(1).strip()
+    last = deque(pattern.finditer(text), maxlen=1)
+    return last[0][1].strip() if last and last[0][1] is not None else None
 
 
 def import_optional(module: str, kind: str) -> ModuleType:

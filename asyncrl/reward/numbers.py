@@ -1,4 +1,4 @@
-"""Reading a quantity the way people and models write it: `1,234.50`, `$3`, `3/4`, `1 1/2`, `\\frac{3}{4}`, `12 km`, `5e-3`, `50%`.
+r"""Reading a quantity as people and models write it: `1,234.50`, `$3`, `3/4`, `1 1/2`, `\frac{3}{4}`, `12 km`, `5e-3`, `50%`.
 
 Exact arithmetic (fractions) throughout, so that tolerance is the only source of slack. A text with two numbers is no quantity.
 """

@@ -1,9 +1,9 @@
 """Scores samples in child processes, so that no reward ever runs on an event loop, hangs a worker or takes it down.
 
 Invariants: every `score` returns a Score, with a reward or with the reason why there is none; a sample's process is killed once
-`timeout_s` has passed since its turn came; a process that dies, hangs or runs out of memory costs the one sample it was at, the others
-it was sent go to its replacement. Processes are warm and reused. Cheap rewards are sent several at a time (`_batch_size`): at
-most about 20 ms of work waits behind one process while others are idle.
+`timeout_s` has passed since its turn came; a process that dies, hangs or runs out of memory costs the one sample it was at, and
+the others that it was sent go to its replacement. Processes are warm and reused. Cheap rewards are sent several at a time
+(`_batch_size`): at most about 20 ms of work waits behind one process while others are idle.
 
 Called by reward/worker.py.
 """
@@ -100,9 +100,11 @@ class RewardPool:
         try:
             async with asyncio.TaskGroup() as group:
                 starts = [group.create_task(self._start()) for _ in range(self._config.concurrency)]
-        except BaseException as error:
-            await self._kill_all()
-            raise _first_cause(error) from None
+        except BaseExceptionGroup as group:
+            raise _first_cause(group) from None
+        finally:
+            if len(self._processes) < self._config.concurrency:
+                await self._kill_all()
         await self._tasks.__aenter__()
         self._slots = [self._tasks.create_task(self._serve(start.result())) for start in starts]
         return self

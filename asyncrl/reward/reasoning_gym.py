@@ -3,8 +3,9 @@
 `prompt.reference_json` is `{"family", "family_options", "entry"}` as tasks/reasoning_gym_task.py writes it, or a bare entry.
 
 Several families' scorers take things that are no answer: a list of candidates, an answer with junk behind it, anything at all
-(game_of_life_halting). Others pass the model's text to `eval` or to sympy's evaluating parser, which would run model-written code in this
-process. So a text that is not the reference answer itself reaches the scorer only in the family's own shape (`_SHAPES`).
+(game_of_life_halting). Others pass the model's text to `eval` or to sympy's evaluating parser, which would run model-written
+code in this process. So a text that is not the reference answer itself reaches the scorer only in the
+family's own shape (`_SHAPES`).
 tests/unit/reward/test_reasoning_gym.py tries every family of the installed version against the same probes.
 
 What no scorer can close: in some families a constant answer is often right (letter_counting, syllogism, gcd).
@@ -28,25 +29,8 @@ Shape = Callable[[str, Entry], bool]
 
 _MAX_EXPRESSION_CHARS = 500
 _TOKEN = re.compile(r"[A-Za-z_][A-Za-z_0-9]*|\d+(?:\.\d+)?|\*\*|\S")
-_FUNCTIONS = frozenset([
-    "sin",
-    "cos",
-    "tan",
-    "asin",
-    "acos",
-    "atan",
-    "sinh",
-    "cosh",
-    "tanh",
-    "exp",
-    "log",
-    "ln",
-    "sqrt",
-    "pi",
-    "E",
-    "C",
-])
-_OPERATORS = frozenset(["+", "-", "*", "/", "**", "^", "(", ")"])
+_FUNCTIONS = frozenset({"sin", "cos", "tan", "asin", "acos", "atan", "sinh", "cosh", "tanh", "exp", "log", "ln", "sqrt", "pi"})
+_OPERATORS = frozenset({"+", "-", "*", "/", "**", "^", "(", ")"})
 _FRACTION = re.compile(r"\$?\s*(?:\\[dt]?frac\s*\{\s*-?\d+\s*\}\s*\{\s*-?\d+\s*\}|-?\d+\s*/\s*-?\d+)\s*\$?")
 _NUMBER = re.compile(r"[-+]?[$€£]?\d[\d,]*(?:\.\d+)?%?\.?")
 _LOCK_BUTTONS = re.compile(r"\w+(?:\s*(?:→|->|,)\s*\w+)*")

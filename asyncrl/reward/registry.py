@@ -52,8 +52,8 @@ def build_rewards(config: RewardConfig) -> tuple[NamedReward, ...]:
     for function in config.functions:
         if isinstance(function, CodeExecReward) and function.wall_s >= config.timeout_s:
             raise ConfigError(
-                f"reward.functions code_exec: wall_s ({function.wall_s:g}) must be under reward.timeout_s ({config.timeout_s:g}), "
-                f"or a slow program fails its sample instead of scoring 0"
+                f"reward.functions code_exec: wall_s ({function.wall_s:g}) must be under timeout_s ({config.timeout_s:g}): "
+                f"a slow program would fail its sample instead of scoring 0"
             )
     return tuple(
         NamedReward(name, function.weight, build_reward(function))

@@ -1,10 +1,10 @@
 """The sandbox that model-written Python runs in: bubblewrap, built so that nothing is trusted to hold on its own.
 
-What a program finds inside: no network, no process but its own, no file of this machine but `/usr` (and the interpreter, where that
-is elsewhere) read-only, `/tmp` of 64 MiB in memory, no environment, no capabilities, no way to a new user namespace, and where
+What a program finds inside: no network, no process but its own, no file of this machine but `/usr` (and the interpreter, where
+that is elsewhere) read-only, `/tmp` of 64 MiB in memory, no environment, no capabilities, no way to a new user namespace, and where
 pyseccomp is installed no socket, ptrace, keyring or bpf call either. As root the whole thing runs as uid 65534. Limits: CPU time,
 address space, file size, open files and processes by rlimit, per test; wall time and the memory of all its processes together by
-the scoring process, which kills it (sandbox_process.py). bubblewrap dies with the scoring process, and all inside with bubblewrap.
+the scoring process, which kills it (sandbox_process.py). bubblewrap dies with the scoring process, and all inside with it.
 
 `probe_sandbox` runs a program for real and says what is missing; `open_sandbox` refuses where it does not work, unless the
 config says `sandbox = "none"`. Called by code_exec.py and by `asyncrl doctor`.
@@ -25,43 +25,18 @@ from pathlib import Path
 from typing import Literal
 
 from asyncrl.errors import RewardError
-from asyncrl.reward.sandbox_process import Confined, ProgramStopped
+from asyncrl.reward.inside import bootstrap
+from asyncrl.reward.sandbox_process import Confined, ConfinedPipes, ProgramStopped
 
 NOBODY = 65534
 SCRATCH_BYTES = 64 << 20
 MAX_PROCESSES = 32
 MAX_OPEN_FILES = 64
 INSTALL_HINT = "install bubblewrap 0.7 or later (apt-get install bubblewrap, dnf install bubblewrap)"
-_INSIDE = Path(__file__).with_name("inside.py")
-_REFUSED_CALLS = [
-    "socket",
-    "connect",
-    "bind",
-    "listen",
-    "accept",
-    "accept4",
-    "ptrace",
-    "process_vm_readv",
-    "process_vm_writev",
-    "pidfd_getfd",
-    "keyctl",
-    "add_key",
-    "request_key",
-    "bpf",
-    "perf_event_open",
-    "userfaultfd",
-    "io_uring_setup",
-    "unshare",
-    "setns",
-    "mount",
-    "umount2",
-    "pivot_root",
-    "memfd_create",
-    "shmget",
-    "msgget",
-    "semget",
-    "mq_open",
-]
+_REFUSED_CALLS = """
+    socket connect bind listen accept accept4 ptrace process_vm_readv process_vm_writev pidfd_getfd keyctl add_key request_key bpf
+    perf_event_open userfaultfd io_uring_setup unshare setns mount umount2 pivot_root memfd_create shmget msgget semget mq_open
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +89,7 @@ class Sandbox:
     interpreter: Interpreter | None
 
     def launch(self, setup: dict[str, object], beside: Confined | None = None) -> Confined:
-        """Start one driver (inside.py) and hand it its first frame.
+        """Start one driver (inside/) and hand it its first frame.
 
         Args:
             setup: Role and program; the limits are added.
@@ -127,11 +102,12 @@ class Sandbox:
         child_read, write_fd = os.pipe()
         read_fd, child_write = os.pipe()
         fds = [child_read, child_write, *lent_fds]
+        drop_root = self.interpreter is not None and os.geteuid() == 0
         filter_fd = _filter_fd() if self.interpreter else None
         errors = tempfile.TemporaryFile()  # noqa: SIM115 - Confined owns and closes it
-        python = [*self._python(), "-I", "-S", "-c", _inside_source(), str(child_read), str(child_write), str(self._max_frame)]
+        python = [*self._python(), "-I", "-S", "-c", bootstrap(), str(child_read), str(child_write), str(self._max_frame)]
         try:
-            process = subprocess.Popen(
+            process = subprocess.Popen(  # noqa: S603 - our own command line
                 python if self.interpreter is None else [*_bubblewrap(self.interpreter, filter_fd), *python],
                 stdin=subprocess.DEVNULL,
                 stdout=errors,
@@ -139,7 +115,9 @@ class Sandbox:
                 cwd="/",
                 pass_fds=fds if filter_fd is None else [*fds, filter_fd],
                 start_new_session=True,
-                **(_DROP_ROOT if self.interpreter and os.geteuid() == 0 else {}),
+                user=NOBODY if drop_root else None,
+                group=NOBODY if drop_root else None,
+                extra_groups=[] if drop_root else None,
             )
         except OSError as error:
             for fd in (write_fd, read_fd):
@@ -150,7 +128,11 @@ class Sandbox:
             for fd in (child_read, child_write, *(() if filter_fd is None else (filter_fd,))):
                 os.close(fd)
         confined = Confined(
-            process, read_fd, write_fd, errors, self.limits.wall_s, self.limits.memory_bytes, self._max_frame, beside
+            ConfinedPipes(process, read_fd, write_fd, errors),
+            self.limits.wall_s,
+            self.limits.memory_bytes,
+            self._max_frame,
+            beside,
         )
         limits = self.limits.rlimits(confined=self.interpreter is not None)
         confined.send({**setup, "limits": limits, "output_bytes": self.limits.output_bytes})
@@ -163,9 +145,6 @@ class Sandbox:
     def _max_frame(self) -> int:
         """Output as JSON: at most 6 characters a byte, and some room for the frame itself."""
         return 6 * self.limits.output_bytes + 4096
-
-
-_DROP_ROOT: dict[str, object] = {"user": NOBODY, "group": NOBODY, "extra_groups": []}
 
 
 def open_sandbox(kind: Literal["bubblewrap", "none"], limits: SandboxLimits) -> Sandbox:
@@ -254,12 +233,8 @@ def _bubblewrap(interpreter: Interpreter, filter_fd: int | None) -> list[str]:
 
 @cache
 def _bubblewrap_help() -> str:
-    return subprocess.run(["bwrap", "--help"], capture_output=True, text=True, timeout=30, check=False).stdout
-
-
-@cache
-def _inside_source() -> str:
-    return _INSIDE.read_text(encoding="utf-8")
+    command = [shutil.which("bwrap") or "bwrap", "--help"]
+    return subprocess.run(command, capture_output=True, text=True, timeout=30, check=False).stdout  # noqa: S603
 
 
 def _filter_fd() -> int | None:
@@ -280,7 +255,7 @@ def _filter_program() -> bytes | None:
     except (ImportError, OSError, RuntimeError):
         return None
     calls = seccomp.SyscallFilter(seccomp.ALLOW)
-    for name in _REFUSED_CALLS:
+    for name in _REFUSED_CALLS.split():
         calls.add_rule(seccomp.ERRNO(1), name)
     with tempfile.TemporaryFile() as file:
         calls.export_bpf(file)

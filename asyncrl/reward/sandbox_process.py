@@ -1,4 +1,4 @@
-"""One confined interpreter, seen from the scoring process: frames to and from its driver, under one deadline and one memory limit.
+"""One confined interpreter, seen from outside: frames to and from its driver, under one deadline and one memory limit.
 
 Owns the process, both pipe ends and the file that catches its error output. Reading never takes more than `max_frame_bytes`;
 waiting never goes past the deadline; while it waits it adds up the resident memory of everything inside, because rlimits count
@@ -16,7 +16,7 @@ import struct
 import subprocess
 import time
 from pathlib import Path
-from typing import IO
+from typing import IO, NamedTuple
 
 from asyncrl.errors import RewardError
 
@@ -30,30 +30,32 @@ class ProgramStopped(Exception):  # noqa: N818 - the program's fault, not ours: 
     """The confined interpreter ran into a limit or ended; the message says which."""
 
 
+class ConfinedPipes(NamedTuple):
+    """What a launch leaves behind, for `Confined` to own."""
+
+    process: subprocess.Popen[bytes]
+    read_fd: int
+    write_fd: int
+    errors: IO[bytes]
+    """Where the process writes its standard error."""
+
+
 class Confined:
-    """A running driver (inside.py). Not thread-safe; the deadline starts with the object.
+    """A running driver (inside/). Not thread-safe; the deadline starts with the object.
 
     `beside` is a driver whose pipes this one has taken over: both share its deadline, and their memory counts together.
     """
 
     def __init__(
-        self,
-        process: subprocess.Popen[bytes],
-        read_fd: int,
-        write_fd: int,
-        errors: IO[bytes],
-        wall_s: float,
-        memory_bytes: int,
-        max_frame_bytes: int,
-        beside: Confined | None = None,
+        self, pipes: ConfinedPipes, wall_s: float, memory_bytes: int, max_frame_bytes: int, beside: Confined | None = None
     ) -> None:
-        self.read_fd, self.write_fd = read_fd, write_fd
-        self._process, self._errors, self._beside = process, errors, beside
-        self._wall_s, self._deadline_s = wall_s, beside._deadline_s if beside else time.monotonic() + wall_s
-        self._memory_bytes, self._max_frame_bytes = memory_bytes, max_frame_bytes
+        self.read_fd, self.write_fd = pipes.read_fd, pipes.write_fd
+        self.deadline_s: float = beside.deadline_s if beside else time.monotonic() + wall_s
+        self._process, self._errors, self._beside = pipes.process, pipes.errors, beside
+        self._wall_s, self._memory_bytes, self._max_frame_bytes = wall_s, memory_bytes, max_frame_bytes
         self._watched_s = time.monotonic()
         self._unsent = b""
-        for fd in (read_fd, write_fd):
+        for fd in (self.read_fd, self.write_fd):
             os.set_blocking(fd, False)
 
     def send(self, frame: Frame) -> None:
@@ -94,10 +96,10 @@ class Confined:
     def check(self) -> None:
         """Raise ProgramStopped where the deadline or the memory limit is passed."""
         now_s = time.monotonic()
-        if now_s > self._deadline_s:
+        if now_s > self.deadline_s:
             raise ProgramStopped(f"ran past {self._wall_s:g} s")
         if now_s - self._watched_s >= _WATCH_INTERVAL_S:
-            resident_bytes = self._resident_bytes()
+            resident_bytes = self.resident_bytes()
             self._watched_s = time.monotonic()
             if resident_bytes > self._memory_bytes:
                 raise ProgramStopped(f"its processes hold {resident_bytes} bytes, {self._memory_bytes} are allowed")
@@ -114,8 +116,9 @@ class Confined:
         self.read_fd = self.write_fd = -1
         self._errors.close()
 
-    def _resident_bytes(self) -> int:
-        return resident_bytes_of_tree(self._process.pid) + (self._beside._resident_bytes() if self._beside else 0)
+    def resident_bytes(self) -> int:
+        """Return what all processes inside hold in memory, those of `beside` included."""
+        return resident_bytes_of_tree(self._process.pid) + (self._beside.resident_bytes() if self._beside else 0)
 
     def _read_exactly(self, size: int) -> bytes:
         chunks = bytearray()
@@ -137,7 +140,7 @@ class Confined:
         poll.register(self.read_fd, select.POLLIN)
         if self._unsent:
             poll.register(self.write_fd, select.POLLOUT)
-        left_s = min(_WATCH_INTERVAL_S, max(self._deadline_s - time.monotonic(), 0))
+        left_s = min(_WATCH_INTERVAL_S, max(self.deadline_s - time.monotonic(), 0))
         poll.poll(left_s * 1000 + 1)
         self._write_some()
 

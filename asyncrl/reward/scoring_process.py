@@ -46,7 +46,7 @@ class ScoringProcess:
         """
         ours, theirs = socket.socketpair()
         try:
-            process = subprocess.Popen(
+            process = subprocess.Popen(  # noqa: ASYNC220, S603 - a few ms, our own command line
                 [sys.executable, "-m", "asyncrl.reward.child", str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
                 stdout=2,

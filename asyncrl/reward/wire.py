@@ -1,7 +1,7 @@
 """What the pool and its scoring processes say to each other: msgpack frames over a socket pair, no pickle.
 
-One conversation: `Begin`, `Ready`, then for every `RewardInput` one `Judgement`, in order. A frame is 4 bytes little-endian length
-and the payload.
+One conversation: `Begin`, `Ready`, then for every `RewardInput` one `Judgement`, in order. A frame is its length in 4 bytes,
+little-endian, and the payload.
 """
 
 from __future__ import annotations

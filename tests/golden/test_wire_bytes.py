@@ -1,0 +1,163 @@
+"""The bytes of every message, as committed in wire_bytes.json: what an older or newer process can read stays readable.
+
+A change that fails here either adds a field with a default (regenerate with `python tests/golden/test_wire_bytes.py`, once the
+decode tests have passed with the old file) or breaks the protocol (raise `PROTOCOL` as well).
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from asyncrl.errors import CodecError
+from asyncrl.schema import batches, control, samples, weights
+from asyncrl.schema.codec import MESSAGE_TYPES, OUT_OF_BAND_BYTES, decode, encode
+from asyncrl.schema.samples import ids_to_bytes, logprobs_to_bytes
+
+WIRE_BYTES = Path(__file__).with_name("wire_bytes.json")
+
+_PROMPT = samples.Prompt(
+    "addition/train/4711",
+    text="12+30=",
+    messages=(samples.ChatMessage("user", "12+30="),),
+    token_ids=ids_to_bytes([5, 6, 7]),
+    answer="42",
+    reference_json='{"a": 1}',
+)
+_SAMPLING = samples.SamplingParams(max_new_tokens=8, temperature=0.7, top_p=0.9, top_k=50, stop_token_ids=(2,), ignore_eos=True)
+_SAMPLE = samples.Sample(
+    group_id=17,
+    index=3,
+    attempt=1,
+    prompt_ids=ids_to_bytes([5, 6, 7]),
+    token_ids=ids_to_bytes([8, 9]),
+    logprobs=logprobs_to_bytes([-0.5, -1.25]),
+    versions=ids_to_bytes([0, 1]),
+    finish_reason="stop",
+    text="42",
+    generator="generator-0",
+    started_s=10.5,
+    finished_s=11.25,
+    loss_mask=bytes([1, 0]),
+)
+_GROUP = samples.ScoredGroup(17, _PROMPT, (samples.ScoredSample(_SAMPLE, 1.0, {"exact": 1.0}),))
+_LONG_ROW = np.arange(OUT_OF_BAND_BYTES // 4, dtype="<i4")
+_ROW = batches.PackedRow(
+    token_ids=ids_to_bytes([5, 8]),
+    position_ids=ids_to_bytes([0, 1]),
+    segment_ids=ids_to_bytes([0, 0]),
+    loss_mask=bytes([0, 1]),
+    behaviour_logprobs=logprobs_to_bytes([0.0, -0.5]),
+    versions=ids_to_bytes([-1, 4]),
+    rank=1,
+)
+
+MESSAGES = {
+    "group_work": samples.GroupWork(17, 1, _PROMPT, (0, 1, 2, 3), _SAMPLING, seed=7, purpose="eval"),
+    "sample": _SAMPLE,
+    "sample_failure": samples.SampleFailure(17, 3, 2, "generate", "engine died"),
+    "score_request": samples.ScoreRequest(17, 3, 1, _PROMPT, "42", "stop", 2),
+    "score": samples.Score(17, 3, 1, 1.0, {"exact": 1.0}, "", "reward-0", 11.5, 11.75),
+    "scored_group": _GROUP,
+    "groups_taken": batches.GroupsTaken(5, (_GROUP,)),
+    "step_batch": batches.StepBatch(4, (batches.PackedSample(17, 3, 0, 0, 1, 1, 1.0, 4),), (_ROW,), 1, 0.7, replay=True),
+    "step_batch_long": batches.StepBatch(
+        4, (), (msgspec.structs.replace(_ROW, token_ids=_LONG_ROW.tobytes(), versions=_LONG_ROW[::-1].tobytes()),), 1, 0.7
+    ),
+    "step_done": batches.StepDone(4, 5, {"loss/policy": 0.25}, 20.0, 21.5, 0.5),
+    "weights_available": weights.WeightsAvailable(
+        5,
+        "files",
+        "/run/weights",
+        weights.WeightsManifest((weights.TensorEntry("lm_head.weight", (4, 2), "F32", 0, 32),), 32),
+        "00ff",
+        21.5,
+        1.5,
+        weights.Probe(ids_to_bytes([1, 2]), logprobs_to_bytes([-0.5])),
+    ),
+    "version_live": weights.VersionLive(5, "generator-0", 22.0, 12.5, 1.5, 1e-6),
+    "heartbeat": control.Heartbeat("generator-0", 30.0, "weights of version 3", 29.0, {"tokens": 5.0}),
+    "learner_ready": control.LearnerReady(0, "/run/model", {"warm_up/accuracy": 0.5}),
+    "load_model": control.LoadModel("/run/model"),
+    "engine_ready": control.EngineReady("generator-0", 32, -1),
+    "pause": control.Pause(),
+    "resume": control.Resume(),
+    "shutdown": control.Shutdown("done"),
+    "abort_group": control.AbortGroup(17),
+    "checkpoint": control.Checkpoint(5, '{"issued": 18}'),
+    "checkpoint_done": control.CheckpointDone(5, "/run/checkpoints/step-000005", 0.5),
+    "fault": control.Fault("learner-0", "loss is nan", True),
+}
+
+
+def fingerprint(frames) -> list[str]:
+    """Hex of each frame; a long one by its first and last bytes and its length."""
+    texts = [bytes(frame).hex() for frame in frames]
+    return [text if len(text) <= 4096 else f"{text[:64]}..{len(text) // 2} bytes..{text[-64:]}" for text in texts]
+
+
+def committed_frames(name: str) -> list[bytes]:
+    texts = json.loads(WIRE_BYTES.read_text())[name]
+    return [bytes.fromhex(text) for text in texts]
+
+
+SHORT = [name for name in MESSAGES if not name.endswith("_long")]
+
+
+def test_every_message_type_has_golden_bytes():
+    assert {type(message) for message in MESSAGES.values()} == set(MESSAGE_TYPES)
+    assert set(json.loads(WIRE_BYTES.read_text())) == set(MESSAGES)
+
+
+@pytest.mark.parametrize("name", MESSAGES)
+def test_a_message_encodes_to_the_committed_bytes(name):
+    assert fingerprint(encode(MESSAGES[name])) == json.loads(WIRE_BYTES.read_text())[name]
+
+
+@pytest.mark.parametrize("name", SHORT)
+def test_the_committed_bytes_decode_to_the_message(name):
+    assert decode(committed_frames(name)) == MESSAGES[name]
+
+
+def test_large_arrays_travel_as_their_own_frames_without_a_copy():
+    message = MESSAGES["step_batch_long"]
+    frames = encode(message)
+    assert len(frames) == 3
+    assert frames[1] is message.rows[0].token_ids
+    assert frames[2] is message.rows[0].versions
+    assert decode(frames) == message
+
+
+@pytest.mark.parametrize("name", SHORT)
+def test_bytes_of_an_older_process_without_the_newer_defaulted_fields_still_decode(name):
+    message = MESSAGES[name]
+    fields = msgspec.msgpack.decode(committed_frames(name)[0])
+    defaults = {}
+    for field in msgspec.structs.fields(message):
+        if not field.required:
+            del fields[field.encode_name]
+            has_factory = field.default_factory is not msgspec.NODEFAULT
+            defaults[field.name] = field.default_factory() if has_factory else field.default
+    assert decode([msgspec.msgpack.encode(fields)]) == msgspec.structs.replace(message, **defaults)
+
+
+@pytest.mark.parametrize("name", SHORT)
+def test_bytes_of_a_newer_process_with_a_field_we_do_not_know_still_decode(name):
+    fields = msgspec.msgpack.decode(committed_frames(name)[0])
+    assert decode([msgspec.msgpack.encode({**fields, "of_tomorrow": [1, {"x": b"y"}]})]) == MESSAGES[name]
+
+
+@pytest.mark.parametrize("name", SHORT)
+def test_no_truncation_of_a_message_decodes(name):
+    (whole,) = committed_frames(name)
+    for size in range(len(whole)):
+        with pytest.raises(CodecError):
+            decode([whole[:size]])
+
+
+if __name__ == "__main__":
+    WIRE_BYTES.write_text(json.dumps({name: fingerprint(encode(message)) for name, message in MESSAGES.items()}, indent=1) + "\n")

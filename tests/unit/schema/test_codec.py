@@ -1,0 +1,134 @@
+from __future__ import annotations
+
+import os
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncrl.errors import CodecError
+from asyncrl.schema.codec import OUT_OF_BAND_BYTES, decode, encode
+from asyncrl.schema.control import Heartbeat, Pause
+from asyncrl.schema.samples import Prompt, Sample, SampleFailure, ScoredGroup, ScoredSample
+
+
+def make_sample(num_tokens: int, prompt_tokens: int = 3) -> Sample:
+    return Sample(
+        group_id=1,
+        index=0,
+        attempt=1,
+        prompt_ids=os.urandom(4 * prompt_tokens),
+        token_ids=os.urandom(4 * num_tokens),
+        logprobs=os.urandom(4 * num_tokens),
+        versions=os.urandom(4 * num_tokens),
+        finish_reason="length",
+        text="so it goes",
+        generator="generator-0",
+        started_s=1.0,
+        finished_s=2.0,
+    )
+
+
+def make_group(*members: Sample) -> ScoredGroup:
+    return ScoredGroup(1, Prompt("p", text="question"), tuple(ScoredSample(member, 1.0, {"a": 0.5}) for member in members))
+
+
+@given(st.integers(0, 50), st.integers(0, 3), st.text(), st.sampled_from(["generate", "reward"]))
+def test_what_is_encoded_is_decoded(group_id, index, reason, stage):
+    message = SampleFailure(group_id, index, 1, stage, reason)
+    assert decode(encode(message)) == message
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 1024, OUT_OF_BAND_BYTES // 4 - 1, OUT_OF_BAND_BYTES // 4, 50_000])
+def test_samples_of_any_length_survive(num_tokens):
+    sample = make_sample(num_tokens)
+    frames = encode(sample)
+    assert len(frames) == (4 if 4 * num_tokens >= OUT_OF_BAND_BYTES else 1)
+    assert decode(frames) == sample
+    assert decode([memoryview(frame) for frame in frames]) == sample
+
+
+def test_large_arrays_deep_inside_a_message_leave_the_map():
+    group = make_group(make_sample(10), make_sample(20_000), make_sample(5, prompt_tokens=30_000))
+    frames = encode(group)
+    assert len(frames) == 5
+    assert decode(frames) == group
+
+
+def test_decoded_arrays_are_bytes_whatever_the_frames_were():
+    frames = [memoryview(bytearray(frame)) for frame in encode(make_sample(20_000))]
+    assert type(decode(frames).token_ids) is bytes
+
+
+def test_a_message_over_the_limit_is_not_encoded():
+    with pytest.raises(CodecError, match=r"Sample takes 24\d\d\d\d bytes, the limit is 1000"):
+        encode(make_sample(20_000), max_bytes=1000)
+    with pytest.raises(CodecError, match="limit is 100"):
+        encode(make_sample(100), max_bytes=100)
+
+
+def test_a_message_over_the_limit_is_not_decoded():
+    for frames in (encode(make_sample(100)), encode(make_sample(20_000))):
+        with pytest.raises(CodecError, match="limit is 100"):
+            decode(frames, max_bytes=100)
+
+
+def test_what_cannot_travel_is_named():
+    with pytest.raises(CodecError, match="Heartbeat cannot be encoded"):
+        encode(Heartbeat("x", 0.0, gauges={"depth": object()}))
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        b"",
+        b"\xc1",
+        b"\xc0",
+        b"\x91" * 100_000,
+        b"\xdd\xff\xff\xff\xff",
+        b"\xdf\xff\xff\xff\xff",
+        b"\xc6\xff\xff\xff\xff",
+        b"\x81\xa4type\xa2\xff\xfe",
+        msgspec.msgpack.encode({"type": "of_another_world"}),
+        msgspec.msgpack.encode({"type": "pause"}) + b"\x00",
+        msgspec.msgpack.encode({"type": "abort_group"}),
+        msgspec.msgpack.encode({"type": "abort_group", "group_id": "17"}),
+        msgspec.msgpack.encode({"type": "shutdown", "reason": b"bytes"}),
+    ],
+)
+def test_bytes_that_are_no_message_raise_codec_error(frame):
+    with pytest.raises(CodecError):
+        decode([frame])
+    with pytest.raises(CodecError):
+        decode([frame, b"another"])
+
+
+def test_no_frames_are_no_message():
+    with pytest.raises(CodecError, match="at least one frame"):
+        decode([])
+
+
+def test_frames_must_be_those_the_map_points_to():
+    frames = encode(make_sample(20_000))
+    with pytest.raises(CodecError):
+        decode(frames[:-1])
+    with pytest.raises(CodecError, match="belong to no field"):
+        decode([*frames, b"one more"])
+    with pytest.raises(CodecError, match="belong to no field"):
+        decode([*encode(Pause()), b"one more"])
+    twice = bytes(frames[0]).replace(b"\x00\x00\x00\x02", b"\x00\x00\x00\x01")
+    with pytest.raises(CodecError, match="points to frame 1"):
+        decode([twice, *frames[1:]])
+
+
+@given(st.data())
+def test_a_message_with_flipped_bits_decodes_to_a_message_or_raises_codec_error(data):
+    frames = [bytearray(frame) for frame in encode(make_group(make_sample(3), make_sample(OUT_OF_BAND_BYTES // 4)))]
+    for _ in range(data.draw(st.integers(1, 4))):
+        at = data.draw(st.integers(0, len(frames[0]) - 1))
+        frames[0][at] ^= 1 << data.draw(st.integers(0, 7))
+    try:
+        decode(frames)
+    except CodecError:
+        return

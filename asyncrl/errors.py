@@ -27,7 +27,7 @@ class TransportError(AsyncRLError):
     """A channel could not be opened, or a peer refused or broke the protocol."""
 
 
-class ConnectionClosed(TransportError):
+class ConnectionClosed(TransportError):  # noqa: N818 - an ending, and often no error
     """The other end of a connection is gone; whatever it had not acknowledged is the caller's to hand out again."""
 
 

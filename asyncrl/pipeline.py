@@ -8,12 +8,12 @@ receiver's acknowledgements (`transport.window`); nothing is dropped for lack of
 
 | hop | message | from -> to | lane | waits for | unblocked by | acknowledged when |
 |---|---|---|---|---|---|---|
-| 0 | LoadModel | controller -> generator | control | the learner's model folder | LearnerReady | received |
-| 1 | GroupWork | controller -> generator | data | a place under the staleness bound, room in the slots | VersionLive, a ready group | its last sample is sent |
-| 2 | Sample, SampleFailure | generator -> controller | data | the window | ledger commit | committed to the ledger |
-| 3 | ScoreRequest | controller -> reward worker | data | the worker's window | Score | its score is sent |
-| 4 | Score | reward worker -> controller | data | the window | ledger commit | committed to the ledger |
-| 5 | StepBatch | controller -> learner | data | B groups (and those whose last chance it is), one step ahead | Score, StepDone | the step is done |
+| 0 | LoadModel | controller -> generator | control | a model folder | LearnerReady | received |
+| 1 | GroupWork | controller -> generator | data | a place under eta, free slots | VersionLive, a ready group | last sample sent |
+| 2 | Sample, SampleFailure | generator -> controller | data | the window | ledger commit | committed |
+| 3 | ScoreRequest | controller -> reward worker | data | the window | Score | its score is sent |
+| 4 | Score | reward worker -> controller | data | the window | ledger commit | committed |
+| 5 | StepBatch | controller -> learner | data | B groups; one step ahead | Score, StepDone | the step is done |
 | 6 | StepDone, CheckpointDone | learner -> controller | control | nothing | | received |
 | 7 | WeightsAvailable | learner -> controller -> generators | control | nothing | | received |
 | 8 | the weights' bytes | learner -> generator | the medium | nothing: never the learner | | fingerprint matches |
@@ -63,7 +63,7 @@ EXIT_OK, EXIT_FAILED, EXIT_FAULT = 0, 1, 3
 async def run_controller(config: RunConfig, run_folder: Path, clock: Clock, owner_gone: asyncio.Event) -> bool:
     """Wire and run the controller of one run; return whether the run ended well."""
     from asyncrl.buffer.buffer import open_buffer
-    from asyncrl.control.controller import Controller
+    from asyncrl.control.controller import Controller, RunParts
     from asyncrl.control.feed import LearnerFeed
     from asyncrl.control.flow import Flow
     from asyncrl.control.launch_local import LocalLauncher
@@ -90,11 +90,11 @@ async def run_controller(config: RunConfig, run_folder: Path, clock: Clock, owne
     reporter = Reporter(config, run_folder, open_sinks(config, run_folder), clock)
     listener = await open_listener(config.transport, run_folder)
     (run_folder / ENDPOINT_FILE).write_text(listener.address, encoding="utf-8")
-    controller = Controller(
-        config, run_folder, listener, LocalLauncher(), flow, feed, peers, reporter, list(task.held_out), clock,
+    parts = RunParts(
+        config, run_folder, listener, LocalLauncher(), peers, flow, feed, reporter, list(task.held_out), clock,
         resumed=counts.issued > 0,
     )  # fmt: skip
-    return await controller.run(owner_gone)
+    return await Controller(parts).run(owner_gone)
 
 
 def _ledger_failed(error: LedgerError) -> None:
@@ -145,7 +145,7 @@ async def _learner(config: RunConfig, run_folder: Path, connection: Connection, 
     try:
         await run_learner(
             config, run_folder, connection, clock,
-            publish=publish, warm_start_examples=lambda: list(task.worked_examples), alphabet=task.alphabet,
+            publish=publish, warm_start_examples=lambda: list(task.worked_examples), alphabet=task.alphabet, name=name,
         )  # fmt: skip
     finally:
         publisher.close()

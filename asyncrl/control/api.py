@@ -116,17 +116,60 @@ async def serve_api(control: RunControl, run_folder: Path, host: str = "127.0.0.
         await runner.cleanup()
 
 
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
 def _routes(control: RunControl) -> list[web.RouteDef]:
-    async def status(_: web.Request) -> web.Response:
-        return _packed(control.status())
+    acts = {
+        "pause": control.pause,
+        "resume": control.resume,
+        "checkpoint": control.checkpoint,
+        "drain": control.drain,
+        "stop": control.stop,
+        "take": control.take,
+    }
+    return [
+        web.get("/status", _answering(control.status)),
+        web.get("/evaluations", _answering(control.evaluations)),
+        web.get("/metrics", _metrics(control)),
+        web.get("/steps", _steps(control)),
+        web.post("/submit", _taking(ExternalGroup, control.submit)),
+        web.post("/trained", _taking(ExternalStep, lambda body: control.trained(body.step, body.metrics))),
+        web.post("/weights", _taking(ExternalWeights, lambda body: control.announce_weights(body.available, body.model_folder))),
+        *(web.post(f"/{name}", _acting(act)) for name, act in acts.items()),
+    ]
 
-    async def evaluations(_: web.Request) -> web.Response:
-        return _packed(control.evaluations())
 
-    async def metrics(_: web.Request) -> web.Response:
+def _answering(ask: Callable[[], Any]) -> Handler:
+    async def answer(_: web.Request) -> web.StreamResponse:
+        return _packed(ask())
+
+    return answer
+
+
+def _acting(act: Callable[[], Awaitable[Any]]) -> Handler:
+    async def answer(_: web.Request) -> web.StreamResponse:
+        return _packed(await act())
+
+    return answer
+
+
+def _taking(kind: type[Any], act: Callable[[Any], Awaitable[Any]]) -> Handler:
+    async def answer(request: web.Request) -> web.StreamResponse:
+        return _packed(await act(msgspec.msgpack.decode(await request.read(), type=kind)))
+
+    return answer
+
+
+def _metrics(control: RunControl) -> Handler:
+    async def answer(_: web.Request) -> web.StreamResponse:
         return web.Response(text=control.metrics_text())
 
-    async def steps(request: web.Request) -> web.StreamResponse:
+    return answer
+
+
+def _steps(control: RunControl) -> Handler:
+    async def answer(request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
         await response.prepare(request)
         async for report in control.steps_from(int(request.query.get("first", "0"))):
@@ -134,44 +177,14 @@ def _routes(control: RunControl) -> list[web.RouteDef]:
         await response.write_eof()
         return response
 
-    async def submit(request: web.Request) -> web.Response:
-        return _packed(await control.submit(await _body(request, ExternalGroup)))
-
-    async def trained(request: web.Request) -> web.Response:
-        body = await _body(request, ExternalStep)
-        await control.trained(body.step, body.metrics)
-        return _packed(True)
-
-    async def weights(request: web.Request) -> web.Response:
-        body = await _body(request, ExternalWeights)
-        await control.announce_weights(body.available, body.model_folder)
-        return _packed(True)
-
-    def plain(act: Callable[[], Awaitable[Any]]) -> Callable[[web.Request], Awaitable[web.Response]]:
-        async def answer(_: web.Request) -> web.Response:
-            return _packed(await act())
-
-        return answer
-
-    acts = {"pause": control.pause, "resume": control.resume, "checkpoint": control.checkpoint, "drain": control.drain,
-            "stop": control.stop, "take": control.take}  # fmt: skip
-    return [
-        web.get("/status", status),
-        web.get("/evaluations", evaluations),
-        web.get("/metrics", metrics),
-        web.get("/steps", steps),
-        web.post("/submit", submit),
-        web.post("/trained", trained),
-        web.post("/weights", weights),
-        *(web.post(f"/{name}", plain(act)) for name, act in acts.items()),
-    ]
+    return answer
 
 
 def _guard(token: str) -> Any:  # noqa: ANN401 - aiohttp's middleware type is private
     expected = f"Bearer {token}".encode()
 
     @web.middleware
-    async def guard(request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]) -> web.StreamResponse:
+    async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
         if not hmac.compare_digest(request.headers.get("Authorization", "").encode(), expected):
             return web.Response(status=401, text="a bearer token is needed; it is in the run folder's api.json")
         try:
@@ -182,10 +195,6 @@ def _guard(token: str) -> Any:  # noqa: ANN401 - aiohttp's middleware type is pr
             return web.Response(status=400, text=str(error))
 
     return guard
-
-
-async def _body(request: web.Request, kind: type[Any]) -> Any:  # noqa: ANN401 - the struct asked for
-    return msgspec.msgpack.decode(await request.read(), type=kind)
 
 
 def _packed(answer: object) -> web.Response:

@@ -1,9 +1,10 @@
 """Sampled accuracy on held-out prompts: which prompt goes where, what came back, when it is done.
 
 Owns the one evaluation that is going on, if any. Evaluation samples take the same road as training samples (generator, reward
-worker) but never enter the ledger or the buffer; their group ids are negative, so that nothing confuses them. Invariant: every prompt is pending, out at one generator, being scored, or
-judged; a generator that dies gives its prompts back. The seeds do not depend on the version, so that two evaluations differ by
-the weights alone. Called by control/controller.py; pure but for the list of results.
+worker) but never enter the ledger or the buffer; their group ids are negative, so that nothing confuses them. Invariant: every
+prompt is pending, out at one generator, being scored, or judged; a generator that dies gives its prompts back. The seeds do not
+depend on the version, so that two evaluations differ by the weights alone. Called by control/controller.py; pure but for the list
+of results.
 """
 
 from __future__ import annotations

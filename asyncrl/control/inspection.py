@@ -89,8 +89,8 @@ def _story_text(story: GroupStory | SampleStory) -> str:
         _table(
             ("sample", "state", "reward", "tokens", "versions", "finish", "generator", "failure"),
             [
-                (f"g{row.group_id}.{row.index}", row.state, row.reward, row.num_tokens, f"{row.oldest_version}-{row.newest_version}",
-                 row.finish_reason, row.generator, row.failure)
+                (f"g{row.group_id}.{row.index}", row.state, row.reward, row.num_tokens,
+                 f"{row.oldest_version}-{row.newest_version}", row.finish_reason, row.generator, row.failure)
                 for row in group.samples
             ],
         ),
@@ -103,9 +103,7 @@ def _story_text(story: GroupStory | SampleStory) -> str:
 def _sample_lines(story: SampleStory) -> list[str]:
     sample, row = story.sample, story.row
     if sample is None:
-        return [
-            f"g{row.group_id}.{row.index}: its tokens are no longer kept ({row.failure or 'trained before the oldest checkpoint'})"
-        ]
+        return [f"g{row.group_id}.{row.index}: its tokens are not kept ({row.failure or 'trained before the oldest checkpoint'})"]
     ids, logprobs, versions = (
         ids_from_bytes(sample.token_ids),
         logprobs_from_bytes(sample.logprobs),

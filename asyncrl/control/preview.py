@@ -34,6 +34,7 @@ def derived(config: RunConfig) -> dict[str, str]:
     algorithm, engine = config.algorithm, config.generate.engine
     parameters = count_parameters(config)
     learner_bytes = parameters * BYTES[config.learner.dtype] * 4
+    sent_bytes = parameters * BYTES[_sent_dtype(config)]
     engine_bytes = parameters * BYTES[getattr(engine, "dtype", "float32")] + _kv_bytes(config)
     return {
         "groups per step": f"{algorithm.groups_per_step}",
@@ -48,7 +49,7 @@ def derived(config: RunConfig) -> dict[str, str]:
         "parameters": f"{parameters:,}",
         "learner memory": f"{_mib(learner_bytes)} + activations  (weights, gradients, two Adam moments, {config.learner.dtype})",
         "memory of each generator": f"{_mib(engine_bytes)}  (weights and KV cache)",
-        "bytes of one weight version": f"{_mib(parameters * BYTES[_sent_dtype(config)])}  ({config.broadcast.medium.__struct_config__.tag})",
+        "bytes of one weight version": f"{_mib(sent_bytes)}  ({config.broadcast.medium.__struct_config__.tag})",
         "processes": f"1 controller, {config.generate.num_workers} generators, {config.reward.num_workers} reward workers, "
         + ("1 learner" if config.learner.kind == "builtin" else "learner outside"),
     }
@@ -69,7 +70,7 @@ def count_parameters(config: RunConfig) -> int:
     )  # fmt: skip
 
 
-def _llama_parameters(hidden: int, layers: int, heads: int, kv_heads: int, intermediate: int, vocab: int, tied: bool) -> int:  # noqa: PLR0913, FBT001
+def _llama_parameters(hidden: int, layers: int, heads: int, kv_heads: int, intermediate: int, vocab: int, tied: bool) -> int:
     attention = hidden * hidden * 2 + 2 * hidden * (hidden // heads) * kv_heads
     block = attention + 3 * hidden * intermediate + 2 * hidden
     return layers * block + vocab * hidden * (1 if tied else 2) + hidden

@@ -1,0 +1,163 @@
+"""What the HTTP API may ask of a run: one method a route, over the controller. Called by control/api.py on the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING
+
+from asyncrl.control.life_events import DrainRequested, Event, PauseRequested, ResumeRequested, StopRequested
+from asyncrl.control.watchdog import wait_chain
+from asyncrl.errors import RunError
+from asyncrl.observe.steps import EvalReport, StepReport
+from asyncrl.schema.batches import GroupsTaken
+from asyncrl.schema.control import LoadModel
+from asyncrl.schema.status import ENDED, ExternalGroup, ProcessStatus, RunStatus, SubmitResult
+from asyncrl.schema.weights import WeightsAvailable
+from asyncrl.transport.channel import Lane
+
+if TYPE_CHECKING:
+    from asyncrl.control.controller import Controller
+
+
+class RunApi:
+    """`RunControl` (see api.py) over a live controller."""
+
+    def __init__(self, controller: Controller) -> None:
+        self._run = controller
+
+    def status(self) -> RunStatus:
+        """Return the run as it is now."""
+        now, counts = self._run.clock.now(), self._run.flow.buffer.counts()
+        groups = {state: getattr(counts, state) for state in ("issued", "running", "scoring", "ready", "taken", "trained")}
+        groups |= {"dropped": sum(counts.dropped.values()), "failed": sum(counts.failed.values())}
+        evaluations = self._run.reporter.evaluations
+        return RunStatus(
+            name=self._run.config.name,
+            run_folder=str(self._run.run_folder),
+            phase=self._visible_phase(),
+            reason=self._run.lifecycle.reason,
+            version=self._run.feed.version,
+            num_steps=self._run.config.num_steps,
+            groups=groups,
+            dropped={**counts.dropped, **counts.failed},
+            processes=tuple(self._process_status(now)),
+            waiting=wait_chain(self._run.waits(now), now),
+            accuracy_before=evaluations[0].accuracy if evaluations else None,
+            accuracy_after=evaluations[-1].accuracy if len(evaluations) > 1 else None,
+            checkpoint=self._run.checkpoints.folder,
+            refused_messages=self._run.listener.refused.total,
+            refused_samples=self._run.flow.refused_samples,
+            uptime_s=now - self._run.started_s,
+        )
+
+    def _visible_phase(self) -> str:
+        """Return the phase; an ended run still shows `draining` until its books are closed."""
+        return "draining" if self._run.lifecycle.phase in ENDED and not self._run.over.is_set() else self._run.lifecycle.phase
+
+    def _process_status(self, now: float) -> list[ProcessStatus]:
+        rows = []
+        for record in self._run.lifecycle.processes.values():
+            beat = self._run.supervisor.heartbeats.get(record.name)
+            pid = self._run.supervisor.pids.get(record.name)
+            waiting = beat is not None and bool(beat.waiting_for)
+            rows.append(
+                ProcessStatus(
+                    name=record.name,
+                    kind=record.kind,
+                    pid=pid.pid if pid else 0,
+                    state=record.state,
+                    deaths=len(record.exit_codes),
+                    waiting_for=beat.waiting_for if beat and waiting else "",
+                    waiting_s=now - beat.waiting_since_s if beat and waiting else 0.0,
+                )
+            )
+        return rows
+
+    def evaluations(self) -> list[EvalReport]:
+        """Return the evaluations so far."""
+        return list(self._run.reporter.evaluations)
+
+    async def steps_from(self, first: int) -> AsyncIterator[StepReport]:
+        """Yield reports from step `first` until the run has ended."""
+        sent = 0
+        while True:
+            reports = self._run.reporter.steps
+            while sent < len(reports):
+                report = reports[sent]
+                sent += 1
+                if report.step >= first:
+                    yield report
+            if self._run.over.is_set():
+                return
+            self._run.moved.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(1.0):
+                    await self._run.moved.wait()
+
+    def metrics_text(self) -> str:
+        """Return the newest metrics in Prometheus' text form."""
+        return self._run.reporter.prometheus_text()
+
+    async def pause(self) -> RunStatus:
+        """Hold the run."""
+        return self._request(PauseRequested())
+
+    async def resume(self) -> RunStatus:
+        """Go on."""
+        return self._request(ResumeRequested())
+
+    async def drain(self) -> RunStatus:
+        """End the run in good order; return once it has ended."""
+        self._request(DrainRequested())
+        await self._run.over.wait()
+        return self.status()
+
+    async def stop(self) -> RunStatus:
+        """End the run at once; return once it has ended."""
+        self._request(StopRequested())
+        await self._run.over.wait()
+        return self.status()
+
+    def _request(self, event: Event) -> RunStatus:
+        refusal = self._run.lifecycle.refusal(event)
+        if refusal:
+            raise RunError(refusal)
+        self._run.supervisor.post(event)
+        return self.status()
+
+    async def checkpoint(self) -> str:
+        """Write a checkpoint; return its folder."""
+        return await self._run.checkpoints.wait_for_next(self._run.feed.version)
+
+    async def submit(self, group: ExternalGroup) -> SubmitResult:
+        """Take in a group generated elsewhere."""
+        if self._run.lifecycle.over:
+            raise RunError("the run is over")
+        return self._run.flow.submit(group)
+
+    async def take(self) -> GroupsTaken:
+        """Hand the next step's groups to an outside learner."""
+        self._only_external()
+        return await self._run.feed.take_outside(self._run.ending)
+
+    async def trained(self, step: int, metrics: dict[str, float]) -> None:
+        """Note that an outside learner has done a step."""
+        self._only_external()
+        now = self._run.clock.now()
+        self._run.step_done(self._run.feed.outside_step(step, metrics, now))
+
+    async def announce_weights(self, available: WeightsAvailable, model_folder: str) -> None:
+        """Tell the generators about a version that an outside learner has published."""
+        self._only_external()
+        if model_folder and not self._run.model_folder:
+            self._run.model_folder = model_folder
+        for generator in self._run.peers.of("generator"):
+            if generator.num_slots == 0 and self._run.model_folder:
+                generator.connection.try_send(LoadModel(self._run.model_folder), Lane.CONTROL)
+        self._run.spread(available)
+
+    def _only_external(self) -> None:
+        if self._run.config.learner.kind != "external":
+            raise RunError('this run has its own learner; set learner.kind = "external" to train outside')

@@ -1,0 +1,102 @@
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from asyncrl.control.doctor import (
+    GIB,
+    available_cores,
+    diagnose,
+    installed_version,
+    judge_cores,
+    judge_curve,
+    judge_disk,
+    judge_memory,
+    judge_open_files,
+    judge_openmp,
+    judge_packages,
+    judge_python,
+    judge_shared_memory,
+)
+
+
+def test_an_old_interpreter_is_named_with_the_least_that_works():
+    finding = judge_python((3, 10, 4))
+    assert (finding.ok, finding.detail) == (False, "3.10.4")
+    assert "3.11" in finding.advice
+    assert judge_python((3, 13, 0)).ok
+
+
+def test_one_core_cannot_overlap_anything():
+    assert not judge_cores(1.0).ok
+    assert "nothing overlaps" in judge_cores(1.0).advice
+    assert judge_cores(2.0).ok
+    assert available_cores() > 0
+
+
+def test_a_containers_memory_limit_counts_where_it_is_lower():
+    assert judge_memory(20 * GIB, None).ok
+    tight = judge_memory(20 * GIB, 2 * GIB)
+    assert not tight.ok
+    assert "20.0 GiB available, container limit 2.0 GiB" in tight.detail
+
+
+@pytest.mark.parametrize(
+    ("environment", "ok"),
+    [
+        ({}, True),
+        ({"OMP_WAIT_POLICY": "PASSIVE"}, True),
+        ({"OMP_WAIT_POLICY": "ACTIVE"}, False),
+        ({"OMP_PROC_BIND": "true"}, False),
+    ],
+)
+def test_spinning_and_pinned_threads_are_warned_of(environment, ok):
+    assert judge_openmp(environment).ok is ok
+
+
+def test_limits_are_judged_with_their_numbers():
+    assert judge_open_files(-1).ok
+    assert not judge_open_files(256).ok
+    assert "256" in judge_open_files(256).detail
+    assert not judge_disk(GIB).ok
+    assert not judge_shared_memory(Path("/no/such/folder")).ok
+
+
+def test_packages_are_judged_against_what_the_metadata_asks_for():
+    installed = {"torch": "2.13.0+cpu", "numpy": "1.9", "ray": "2.60.0"}
+    asked = [
+        "torch>=2.8",
+        "numpy>=2.0",
+        'ray>=2.50; extra == "ray"',
+        'wandb>=0.25; extra == "wandb"',
+        'pytest>=9; extra == "dev"',
+        'asyncrl[ray,tasks]; extra == "dev"',
+    ]
+    findings = {finding.name: finding for finding in judge_packages(asked, installed.get)}
+    assert list(findings) == ["torch", "numpy", "ray", "wandb"]
+    assert (findings["torch"].ok, findings["torch"].required) == (True, True)
+    assert findings["numpy"].detail == "1.9 (at least 2.0)"
+    assert (findings["ray"].ok, findings["ray"].required) == (True, False)
+    assert findings["wandb"].detail.startswith("not installed")
+    assert "asyncrl[wandb]" in findings["wandb"].advice
+
+
+def test_the_installed_version_is_read_without_an_import():
+    assert installed_version("msgspec")
+    assert installed_version("no-such-distribution") is None
+
+
+def test_curve_is_asked_of_the_real_library():
+    assert judge_curve().ok
+
+
+def test_a_diagnosis_is_whole_and_imports_nothing_heavy_here():
+    code = "import sys; from asyncrl.control.doctor import diagnose; print('torch' in sys.modules, 'zmq' in sys.modules)"
+    imported = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert imported.stdout.split() == ["False", "False"]
+    findings = diagnose()
+    names = [finding.name for finding in findings]
+    assert len(set(names)) == len(names)
+    assert {"python", "cores", "memory", "torch devices", "zeromq curve", "sandbox", "disk", "transformers"} <= set(names)
+    assert all(finding.advice for finding in findings)

@@ -272,8 +272,8 @@ class Run(RunClient):
         endpoint = None
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
-                while self._controller.returncode is None and (endpoint := read_endpoint(self.run_folder)) is None:
-                    await asyncio.sleep(0.02)  # noqa: ASYNC110 - another process's file is awaited
+                while self._controller.returncode is None and (endpoint := read_endpoint(self.run_folder)) is None:  # noqa: ASYNC110
+                    await asyncio.sleep(0.02)
         except TimeoutError as error:
             raise LaunchError(
                 f"the controller did not answer within {START_TIMEOUT_S:.0f} s; see {self.run_folder}/logs"

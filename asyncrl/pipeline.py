@@ -124,7 +124,7 @@ async def _generator(config: RunConfig, run_folder: Path, connection: Connection
 async def _reward_worker(config: RunConfig, run_folder: Path, connection: Connection, clock: Clock, name: str) -> None:
     from asyncrl.reward.worker import run_reward_worker
 
-    await run_reward_worker(config, run_folder, connection, clock)
+    await run_reward_worker(config, run_folder, connection, clock, name)
 
 
 async def _learner(config: RunConfig, run_folder: Path, connection: Connection, clock: Clock, name: str) -> None:

@@ -62,7 +62,12 @@ def no_process_left():
     assert not left, f"processes left behind: {[process.cmdline() for process in left if process.is_running()]}"
 
 
-def recorded_pids(run_folder: Path) -> dict[str, int]:
+@pytest.fixture
+def recorded_pids():
     """Pids by process name, from the run's own record."""
-    table = json.loads((run_folder / "pids.json").read_text())
-    return {name: record["pid"] for name, record in table["processes"].items()}
+
+    def read(run_folder: Path) -> dict[str, int]:
+        table = json.loads((run_folder / "pids.json").read_text())
+        return {name: record["pid"] for name, record in table["processes"].items()}
+
+    return read

@@ -8,7 +8,6 @@ import os
 import signal
 
 import pytest
-from conftest import recorded_pids
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import asyncrl
@@ -94,7 +93,7 @@ async def test_a_cancelled_run_leaves_nothing_behind(tiny):
 
 
 @pytest.mark.parametrize("victim", ["generator-0", "reward-0", "learner"])
-async def test_a_killed_process_is_replaced_and_the_run_finishes(tiny, victim):
+async def test_a_killed_process_is_replaced_and_the_run_finishes(tiny, recorded_pids, victim):
     async with asyncrl.Run(tiny(num_steps=12, generate__num_workers=2, eval__at_start=False, eval__at_end=False)) as run:
         seen = {}
         async for report in run.steps():
@@ -111,7 +110,7 @@ async def test_a_killed_process_is_replaced_and_the_run_finishes(tiny, victim):
     assert len(trained) == len(set(trained)) == 12 * 4
 
 
-async def test_a_run_killed_outright_resumes_and_trains_no_group_twice(tiny):
+async def test_a_run_killed_outright_resumes_and_trains_no_group_twice(tiny, recorded_pids):
     config = tiny(num_steps=8, eval__at_start=False, eval__at_end=False)
     async with asyncrl.Run(config) as run:
         async for report in run.steps():

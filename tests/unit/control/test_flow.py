@@ -1,0 +1,228 @@
+"""The controller's data path over in-process channels: real admission, real buffer, a ledger in memory."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from asyncrl.buffer.buffer import Buffer
+from asyncrl.buffer.records import MemoryLedger
+from asyncrl.buffer.state import BufferLimits, BufferState
+from asyncrl.clock import VirtualClock
+from asyncrl.config.load import parse_config
+from asyncrl.control.evaluation import Evaluation
+from asyncrl.control.feed import LearnerFeed
+from asyncrl.control.flow import Flow
+from asyncrl.control.peers import MOST_LOSSES, Peers, ScoringDesk
+from asyncrl.errors import RunError
+from asyncrl.generate.admission import Admission, AdmissionLimits
+from asyncrl.schema.batches import StepBatch, StepDone
+from asyncrl.schema.control import PROTOCOL, Hello
+from asyncrl.schema.samples import (
+    GroupWork,
+    Prompt,
+    Sample,
+    Score,
+    ScoreRequest,
+    ids_to_bytes,
+    logprobs_to_bytes,
+)
+from asyncrl.schema.status import ExternalGroup
+from asyncrl.tasks.sampler import PromptSequence
+from asyncrl.transport.inprocess import InProcessListener
+
+B, G, ETA = 2, 2, 1
+
+
+def _hello(kind, name):
+    return Hello(PROTOCOL, kind, name, f"{name}-1", 0)
+
+
+def _sample(work: GroupWork, index: int, generator: str = "generator-0", version: int = 0) -> Sample:
+    return Sample(
+        work.group_id, index, work.attempt, ids_to_bytes([1, 2]), ids_to_bytes([3, 4]), logprobs_to_bytes([-0.1, -0.2]),
+        ids_to_bytes([version, version]), "stop", "46", generator, 0.0, 1.0, purpose=work.purpose,
+    )  # fmt: skip
+
+
+def _score(request: ScoreRequest, reward: float = 1.0) -> Score:
+    return Score(request.group_id, request.index, request.attempt, reward, worker="reward-0", purpose=request.purpose)
+
+
+class Bench:
+    """A flow with one generator and one reward worker at the other ends."""
+
+    def __init__(self) -> None:
+        self.config = parse_config({
+            "num_steps": 4,
+            "algorithm": {"groups_per_step": B, "group_size": G},
+            "buffer": {"max_staleness": ETA},
+            "eval": {"num_prompts": 3},
+        })
+        self.clock = VirtualClock()
+        self.peers = Peers()
+        self.buffer = Buffer(BufferState(BufferLimits(groups_per_step=B, max_staleness=ETA)), MemoryLedger(), tokens_per_row=64)
+        prompts = PromptSequence([Prompt(f"p{i}", text=f"{i}=", answer="46") for i in range(50)], seed=0)
+        admission = Admission(AdmissionLimits(groups_per_step=B, group_size=G, max_staleness=ETA, max_groups=4 * B))
+        self.flow = Flow(self.config, self.buffer, admission, prompts, self.peers, self.clock)
+        self.listener = InProcessListener(_hello("controller", "controller"))
+
+    async def join(self, kind, name):
+        far = await self.listener.connect(_hello(kind, name))
+        peer = self.peers.add(await self.listener.accept())
+        return far, peer
+
+    async def with_generator(self, version: int = 0, slots: int = 64):
+        far, peer = await self.join("generator", "generator-0")
+        peer.num_slots, peer.live_version = slots, version
+        self.flow.generator_ready("generator-0", slots, version)
+        self.flow.pump()
+        return far
+
+    def score_everything(self) -> None:
+        """Answer every reward request that is waiting, as if a worker had."""
+        for request in self.buffer.outstanding_scores():
+            self.flow.take_score(_score(request), lambda: None)
+
+
+async def _works(far, count: int) -> list[GroupWork]:
+    works = []
+    async with asyncio.timeout(5):
+        while len(works) < count:
+            works.append((await far.receive()).message)
+    return works
+
+
+async def test_groups_are_issued_up_to_the_staleness_bound():
+    bench = Bench()
+    far = await bench.with_generator()
+    works = await _works(far, (ETA + 1) * B)
+    assert [work.group_id for work in works] == [0, 1, 2, 3]
+    assert all(work.indices == (0, 1) for work in works)
+    assert bench.buffer.counts().running == 4
+
+
+async def test_a_sample_is_acknowledged_and_its_reward_asked_for():
+    bench = Bench()
+    far = await bench.with_generator()
+    reward, _ = await bench.join("reward", "reward-0")
+    (work,) = await _works(far, 1)
+    acked = []
+    bench.flow.take_sample(_sample(work, 0), lambda: acked.append(True))
+    request = (await asyncio.wait_for(reward.receive(), 5)).message
+    assert isinstance(request, ScoreRequest)
+    assert (request.group_id, request.index, request.text) == (work.group_id, 0, "46")
+    assert acked == [True]
+
+
+async def test_a_dead_generators_groups_go_to_another():
+    bench = Bench()
+    far = await bench.with_generator()
+    works = await _works(far, 4)
+    bench.flow.take_sample(_sample(works[0], 0), lambda: None)
+    other, peer = await bench.join("generator", "generator-1")
+    peer.num_slots, peer.live_version = 64, 0
+    bench.flow.generator_dead("generator-0")
+    bench.flow.generator_ready("generator-1", 64, 0)
+    bench.flow.pump()
+    again = await _works(other, 4)
+    assert {work.group_id: work.indices for work in again} == {0: (1,), 1: (0, 1), 2: (0, 1), 3: (0, 1)}
+    assert all(work.attempt > 0 for work in again)
+
+
+async def test_a_full_step_goes_to_the_learner_and_a_restarted_learner_gets_the_very_same():
+    bench = Bench()
+    far = await bench.with_generator()
+    for work in await _works(far, 4):
+        for index in work.indices:
+            bench.flow.take_sample(_sample(work, index), lambda: None)
+    bench.score_everything()
+    feed = LearnerFeed(bench.config, bench.flow, bench.clock)
+    bench.flow.changed = feed.wake
+    learner, peer = await bench.join("learner", "learner")
+    async with asyncio.TaskGroup() as group:
+        running = group.create_task(feed.run())
+        feed.hold(False)
+        feed.learner_ready(peer.connection, 0)
+        first = (await asyncio.wait_for(learner.receive(), 5)).message
+        assert isinstance(first, StepBatch)
+        assert first.step == 0
+        assert sorted({sample.group_id for sample in first.samples}) == [0, 1]
+        feed.learner_dead()
+        replacement, peer = await bench.join("learner", "learner")
+        feed.learner_ready(peer.connection, 0)
+        again = (await asyncio.wait_for(replacement.receive(), 5)).message
+        assert again.rows == first.rows
+        assert feed.step_done(StepDone(0, 1, {}, 0.0, 1.0))
+        assert not feed.step_done(StepDone(0, 1, {}, 0.0, 1.0))
+        running.cancel()
+    assert bench.buffer.counts().trained == B
+    bench.buffer.check()
+
+
+async def test_an_outside_learner_takes_a_step_at_a_time():
+    bench = Bench()
+    far = await bench.with_generator()
+    for work in await _works(far, 4):
+        for index in work.indices:
+            bench.flow.take_sample(_sample(work, index), lambda: None)
+    bench.score_everything()
+    config = parse_config({"num_steps": 4, "learner": {"kind": "external"}, "algorithm": {"groups_per_step": B, "group_size": G}})
+    feed = LearnerFeed(config, bench.flow, bench.clock)
+    feed.hold(False)
+    ending = asyncio.Event()
+    taken = await asyncio.wait_for(feed.take_outside(ending), 5)
+    assert [len(group.members) for group in taken.groups] == [G, G]
+    with pytest.raises(RunError, match="report it with `trained`"):
+        await feed.take_outside(ending)
+    feed.step_done(feed.outside_step(0, {}, 1.0))
+    with pytest.raises(RunError, match="not in hand"):
+        feed.outside_step(0, {}, 1.0)
+
+
+async def test_an_outside_group_is_checked_and_takes_a_place():
+    bench = Bench()
+    work = GroupWork(0, 0, Prompt("mine", text="1+1="), (0, 1), bench.flow._sampling, 0)
+    good = ExternalGroup(work.prompt, (_sample(work, 0, "me"), _sample(work, 1, "me")))
+    assert bench.flow.submit(good).group_id == 0
+    late = ExternalGroup(work.prompt, (_sample(work, 0, "me", version=9),))
+    refused = bench.flow.submit(late)
+    assert refused.group_id == -1
+    assert "version" in refused.refused
+    assert bench.flow.refused_samples == 1
+
+
+async def test_an_evaluation_survives_its_generator_and_never_enters_the_ledger():
+    bench = Bench()
+    bench.flow.hold(evaluation_too=False)
+    far = await bench.with_generator()
+    evaluation = Evaluation(bench.config, [Prompt(f"h{i}", text="1=", answer="46") for i in range(5)], 0, 0.0)
+    bench.flow.start_evaluation(evaluation)
+    works = await _works(far, 3)
+    assert all(work.purpose == "eval" and work.group_id < 0 for work in works)
+    other, peer = await bench.join("generator", "generator-1")
+    peer.num_slots, peer.live_version = 64, 0
+    bench.flow.generator_ready("generator-1", 64, 0)
+    bench.peers.remove(bench.peers.get("generator-0"))
+    bench.flow.generator_dead("generator-0")
+    for work in await _works(other, 3):
+        request = evaluation.take_sample(_sample(work, 0, "generator-1"))
+        evaluation.take_verdict(_score(request, reward=float(work.group_id == -1)))
+    assert evaluation.done
+    assert evaluation.report(2.0).accuracy == pytest.approx(1 / 3)
+    assert bench.buffer.counts().issued == 0
+
+
+async def test_a_sample_that_kills_reward_workers_is_given_up():
+    listener = InProcessListener(_hello("controller", "controller"))
+    peers, desk = Peers(), ScoringDesk()
+    desk.ask(ScoreRequest(1, 0, 1, Prompt("p"), "x", "stop", 1))
+    verdicts = []
+    for _ in range(MOST_LOSSES):
+        await listener.connect(_hello("reward", "reward-0"))
+        peers.add(await listener.accept())
+        desk.dispatch(peers.of("reward"))
+        verdicts = desk.worker_lost("reward-0")
+    assert len(desk) == 0
+    assert "died" in verdicts[0].error

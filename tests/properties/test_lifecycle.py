@@ -1,0 +1,165 @@
+"""Whatever happens to a run, in whatever order, its life stays consistent."""
+
+from __future__ import annotations
+
+import itertools
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asyncrl.config.run import SupervisionConfig
+from asyncrl.control.life_events import (
+    AnnounceDead,
+    Begin,
+    Drained,
+    DrainRequested,
+    DrainTimeout,
+    EndRun,
+    EnterPhase,
+    EvaluationDone,
+    Event,
+    Instruction,
+    KillProcess,
+    PauseRequested,
+    ProcessExited,
+    ProcessFault,
+    ProcessPlan,
+    ProcessReady,
+    ProcessSilent,
+    ProcessStarted,
+    ResumeRequested,
+    Stalled,
+    StartProcess,
+    StartTimeout,
+    StepsDone,
+    StopRequested,
+)
+from asyncrl.control.lifecycle import IllegalTransitionError, Lifecycle
+
+PLAN = [ProcessPlan("learner", "learner"), ProcessPlan("generator-0", "generator"), ProcessPlan("reward-0", "reward")]
+KINDS = {item.name: item.kind for item in PLAN}
+NAMES = st.sampled_from(sorted(KINDS))
+
+NEXT_PHASES = {
+    "starting": {"warming", "draining", "stopped", "failed"},
+    "warming": {"evaluating", "running", "draining", "stopped", "failed"},
+    "evaluating": {"running", "paused", "draining", "stopped", "failed"},
+    "running": {"evaluating", "paused", "draining", "stopped", "failed"},
+    "paused": {"evaluating", "running", "draining", "stopped", "failed"},
+    "draining": {"stopped", "failed"},
+    "stopped": set(),
+    "failed": set(),
+}
+
+EVENTS: st.SearchStrategy[Event] = st.one_of(
+    st.builds(ProcessStarted, NAMES, st.integers(1, 4)),
+    st.builds(ProcessReady, NAMES),
+    NAMES.flatmap(
+        lambda name: st.builds(ProcessExited, st.just(name), st.just(KINDS[name]), st.integers(-15, 3), st.integers(0, 4))
+    ),
+    st.builds(ProcessSilent, NAMES, st.just(61.0)),
+    st.builds(StartTimeout, NAMES, st.just(301.0)),
+    st.builds(ProcessFault, NAMES, st.just("broken"), st.just(False)),
+    st.sampled_from([EvaluationDone(), StepsDone(), PauseRequested(), ResumeRequested(), Drained()]),
+)
+ENDINGS: st.SearchStrategy[Event] = st.sampled_from([
+    DrainRequested(),
+    DrainTimeout(121.0),
+    StopRequested(),
+    Stalled("nothing moves"),
+    ProcessFault("learner", "loss is nan", fatal=True),
+])  # fmt: skip
+
+
+def live_through(life: Lifecycle, events: list[tuple[Event, float]]) -> list[list[Instruction]]:
+    """Tell the lifecycle all of it, checking it after each event; what cannot come must leave it as it was."""
+    now, answers = 0.0, []
+    for event, passed_s in events:
+        now += passed_s
+        before = (life.phase, [(item.state, item.incarnation) for item in life.processes.values()])
+        try:
+            answers.append(life.handle(event, now))
+        except IllegalTransitionError:
+            assert before == (life.phase, [(item.state, item.incarnation) for item in life.processes.values()])
+            answers.append([])
+        life.check_invariants()
+    return answers
+
+
+def a_life(draw_evaluate: bool, max_deaths: int) -> Lifecycle:
+    config = SupervisionConfig(max_deaths=max_deaths, death_window_s=50.0)
+    return Lifecycle(PLAN, config, evaluate_first=draw_evaluate, evaluate_last=draw_evaluate)
+
+
+HISTORIES = st.lists(st.tuples(st.one_of(EVENTS, EVENTS, EVENTS, ENDINGS), st.floats(0, 20)), max_size=60)
+
+
+@settings(max_examples=300, deadline=None)
+@given(HISTORIES, st.booleans(), st.integers(0, 4))
+def test_invariants_hold_and_the_run_ends_at_most_once(
+    history: list[tuple[Event, float]], evaluate: bool, max_deaths: int
+) -> None:
+    answers = live_through(a_life(evaluate, max_deaths), [(Begin(), 0.0), *history])
+    flat = [item for answer in answers for item in answer]
+    ends = [index for index, item in enumerate(flat) if isinstance(item, EndRun)]
+    assert len(ends) <= 1
+    if ends:
+        assert flat[ends[0] + 1 :] == []
+
+
+@settings(max_examples=300, deadline=None)
+@given(HISTORIES, st.booleans(), st.integers(0, 4))
+def test_phases_follow_only_the_arrows_of_the_drawing(
+    history: list[tuple[Event, float]], evaluate: bool, max_deaths: int
+) -> None:
+    answers = live_through(a_life(evaluate, max_deaths), [(Begin(), 0.0), *history])
+    entered = [item.phase for answer in answers for item in answer if isinstance(item, EnterPhase)]
+    assert entered[0] == "starting"
+    for before, after in itertools.pairwise(entered):
+        assert after in NEXT_PHASES[before], entered
+
+
+@settings(max_examples=300, deadline=None)
+@given(HISTORIES, st.integers(0, 4))
+def test_every_restart_follows_its_announced_death_with_the_next_incarnation(
+    history: list[tuple[Event, float]], max_deaths: int
+) -> None:
+    answers = live_through(a_life(False, max_deaths), [(Begin(), 0.0), *history])
+    started = dict.fromkeys(KINDS, 0)
+    announced = dict.fromkeys(KINDS, 0)
+    for item in (item for answer in answers for item in answer):
+        if isinstance(item, AnnounceDead):
+            announced[item.name] += 1
+        if isinstance(item, StartProcess):
+            started[item.name] += 1
+            assert item.incarnation == started[item.name]
+            assert announced[item.name] == started[item.name] - 1
+            assert (item.delay_s > 0) == (item.incarnation > 1)
+
+
+@settings(max_examples=300, deadline=None)
+@given(HISTORIES, st.integers(0, 4))
+def test_a_process_is_killed_at_most_once_an_incarnation(history: list[tuple[Event, float]], max_deaths: int) -> None:
+    life = a_life(False, max_deaths)
+    killed: set[tuple[str, int]] = set()
+    now = 0.0
+    for event, passed_s in [(Begin(), 0.0), *history]:
+        now += passed_s
+        try:
+            answer = life.handle(event, now)
+        except IllegalTransitionError:
+            continue
+        for item in answer:
+            if isinstance(item, KillProcess):
+                incarnation = (item.name, life.processes[item.name].incarnation)
+                assert incarnation not in killed
+                killed.add(incarnation)
+
+
+@settings(max_examples=200, deadline=None)
+@given(HISTORIES, st.booleans())
+def test_every_live_run_can_still_be_stopped(history: list[tuple[Event, float]], evaluate: bool) -> None:
+    life = a_life(evaluate, 4)
+    live_through(life, [(Begin(), 0.0), *history])
+    life.handle(StopRequested(), 1e6)
+    assert life.over

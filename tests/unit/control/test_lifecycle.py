@@ -1,0 +1,236 @@
+"""Run life, phase by phase and death by death."""
+
+from __future__ import annotations
+
+import pytest
+
+from asyncrl.config.run import SupervisionConfig
+from asyncrl.control.life_events import (
+    AnnounceDead,
+    Begin,
+    Drained,
+    DrainRequested,
+    DrainTimeout,
+    EndRun,
+    EnterPhase,
+    EvaluationDone,
+    Event,
+    Instruction,
+    KillProcess,
+    PauseRequested,
+    ProcessExited,
+    ProcessFault,
+    ProcessPlan,
+    ProcessReady,
+    ProcessSilent,
+    ProcessStarted,
+    ResumeRequested,
+    Stalled,
+    StartProcess,
+    StartTimeout,
+    StepsDone,
+    StopRequested,
+)
+from asyncrl.control.lifecycle import LONGEST_BACKOFF_S, IllegalTransitionError, Lifecycle
+from asyncrl.schema.status import Phase
+
+PLAN = [ProcessPlan("learner", "learner"), ProcessPlan("generator-0", "generator"), ProcessPlan("generator-1", "generator")]
+CONFIG = SupervisionConfig(max_deaths=3, death_window_s=100.0, backoff_s=1.0)
+
+
+class Told:
+    """A lifecycle and a clock that ticks once an event; invariants are checked after each."""
+
+    def __init__(self, *, evaluate: bool = False, config: SupervisionConfig = CONFIG) -> None:
+        self.life = Lifecycle(PLAN, config, evaluate_first=evaluate, evaluate_last=evaluate, logs_folder="RUN/logs")
+        self.now = 0.0
+
+    def __call__(self, *events: Event) -> list[Instruction]:
+        instructions: list[Instruction] = []
+        for event in events:
+            self.now += 1.0
+            instructions += self.life.handle(event, self.now)
+            self.life.check_invariants()
+        return instructions
+
+    def up(self) -> Told:
+        self(Begin(), *(ProcessStarted(item.name, 1) for item in PLAN), *(ProcessReady(item.name) for item in PLAN))
+        return self
+
+
+def phases(instructions: list[Instruction]) -> list[Phase]:
+    return [item.phase for item in instructions if isinstance(item, EnterPhase)]
+
+
+def test_begin_starts_every_process_at_once() -> None:
+    starts = [item for item in Told()(Begin()) if isinstance(item, StartProcess)]
+    assert [(item.name, item.incarnation, item.delay_s) for item in starts] == [(item.name, 1, 0.0) for item in PLAN]
+
+
+def test_goal_without_evaluation_passes_through_every_phase_in_order() -> None:
+    told = Told()
+    started = told(Begin(), *(ProcessStarted(item.name, 1) for item in PLAN), *(ProcessReady(item.name) for item in PLAN))
+    ended = told(StepsDone(), Drained())
+    assert phases(started + ended) == ["starting", "warming", "running", "draining", "stopped"]
+    assert ended[-1] == EndRun(ok=True, reason="goal reached")
+
+
+def test_evaluation_stands_before_and_after_training() -> None:
+    told = Told(evaluate=True).up()
+    assert told.life.phase == "evaluating"
+    assert phases(told(EvaluationDone(), StepsDone(), EvaluationDone(), Drained())) == [
+        "running",
+        "evaluating",
+        "draining",
+        "stopped",
+    ]
+
+
+def test_warming_ends_with_one_ready_process_of_every_kind() -> None:
+    told = Told()
+    told(Begin(), *(ProcessStarted(item.name, 1) for item in PLAN), ProcessReady("learner"))
+    assert told.life.phase == "warming"
+    assert phases(told(ProcessReady("generator-1"))) == ["running"]
+
+
+def test_run_without_processes_of_its_own_is_running_at_once() -> None:
+    life = Lifecycle([], CONFIG)
+    assert phases(life.handle(Begin(), 0.0)) == ["starting", "warming", "running"]
+
+
+def test_pause_and_resume_come_back_to_the_phase_that_was_left() -> None:
+    told = Told(evaluate=True).up()
+    assert phases(told(PauseRequested(), ResumeRequested())) == ["paused", "evaluating"]
+    told(EvaluationDone())
+    assert phases(told(PauseRequested(), PauseRequested(), ResumeRequested(), ResumeRequested())) == ["paused", "running"]
+
+
+def test_goal_reached_while_paused_is_acted_on_when_the_run_goes_on() -> None:
+    told = Told().up()
+    assert phases(told(PauseRequested(), StepsDone())) == ["paused"]
+    assert phases(told(ResumeRequested())) == ["draining"]
+
+
+@pytest.mark.parametrize("before", [[], [PauseRequested()]])
+def test_drain_is_taken_at_any_time_of_a_live_run(before: list[Event]) -> None:
+    told = Told().up()
+    told(*before)
+    assert phases(told(DrainRequested("Ctrl-C"), DrainRequested("Ctrl-C again"), Drained())) == ["draining", "stopped"]
+    assert told.life.reason == "Ctrl-C"
+
+
+def test_drain_during_warming_skips_running() -> None:
+    told = Told()
+    told(Begin(), DrainRequested())
+    assert phases(told(*(ProcessStarted(item.name, 1) for item in PLAN), *(ProcessReady(item.name) for item in PLAN))) == []
+    assert told.life.phase == "draining"
+
+
+def test_stop_ends_at_once_and_well() -> None:
+    assert Told().up()(StopRequested("stop requested"))[-1] == EndRun(ok=True, reason="stop requested")
+
+
+def test_drain_timeout_and_stall_end_badly() -> None:
+    told = Told().up()
+    assert told(DrainRequested(), DrainTimeout(130.0))[-1] == EndRun(
+        ok=False, reason="draining took 130 s, longer than supervision.drain_timeout_s allows"
+    )
+    assert Told().up()(Stalled("learner waits for a batch"))[-1] == EndRun(ok=False, reason="learner waits for a batch")
+
+
+def test_death_is_announced_before_its_restart() -> None:
+    instructions = Told().up()(ProcessExited("generator-0", "generator", -9, 1))
+    assert instructions == [
+        AnnounceDead("generator-0", "generator", "generator-0 exited with signal 9"),
+        StartProcess("generator-0", "generator", 2, 1.0),
+    ]
+
+
+def test_back_off_doubles_with_each_death_in_the_window_and_is_bounded() -> None:
+    told = Told(config=SupervisionConfig(max_deaths=20, death_window_s=1000.0, backoff_s=1.0)).up()
+    delays = []
+    for incarnation in range(1, 9):
+        (_, start) = told(ProcessExited("learner", "learner", 1, incarnation))
+        assert isinstance(start, StartProcess)
+        delays.append(start.delay_s)
+        told(ProcessStarted("learner", incarnation + 1))
+    assert delays == [1.0, 2.0, 4.0, 8.0, 16.0, LONGEST_BACKOFF_S, LONGEST_BACKOFF_S, LONGEST_BACKOFF_S]
+
+
+def test_deaths_outside_the_window_are_forgotten() -> None:
+    told = Told().up()
+    for incarnation in range(1, 12):
+        told(ProcessExited("learner", "learner", 1, incarnation), ProcessStarted("learner", incarnation + 1))
+        told.now += 101.0
+    assert told.life.phase == "running"
+
+
+def test_one_death_too_many_names_processes_codes_and_log() -> None:
+    told = Told().up()
+    told(ProcessExited("generator-0", "generator", -9, 1), ProcessStarted("generator-0", 2))
+    told(ProcessExited("learner", "learner", 1, 1), ProcessStarted("learner", 2))
+    told(ProcessExited("learner", "learner", 1, 2), ProcessStarted("learner", 3))
+    *_, end = told(ProcessExited("learner", "learner", 1, 3))
+    assert end == EndRun(
+        ok=False,
+        reason="4 deaths within 100 s, allowed are 3 (supervision.max_deaths): learner ended with code 1, code 1, code 1; "
+        "generator-0 ended with signal 9; the last: learner exited with code 1; see RUN/logs/learner.log",
+    )
+
+
+def test_silent_process_is_killed_once_and_dies_of_it() -> None:
+    told = Told().up()
+    (kill,) = told(ProcessSilent("learner", 61.0), ProcessSilent("learner", 62.0))
+    assert kill == KillProcess("learner", "learner sent no heartbeat for 61 s")
+    announced = told(ProcessExited("learner", "learner", -9, 1))[0]
+    assert announced == AnnounceDead("learner", "learner", "learner sent no heartbeat for 61 s")
+
+
+def test_start_timeout_of_a_process_that_became_ready_is_ignored() -> None:
+    assert Told().up()(StartTimeout("learner", 301.0)) == []
+
+
+def test_fault_that_a_restart_may_mend_kills_and_restarts() -> None:
+    told = Told().up()
+    instructions = told(
+        ProcessFault("generator-0", "out of memory", fatal=False), ProcessExited("generator-0", "generator", 1, 1)
+    )
+    assert [type(item) for item in instructions] == [KillProcess, AnnounceDead, StartProcess]
+
+
+def test_fatal_fault_ends_the_run_with_its_reason() -> None:
+    assert Told().up()(ProcessFault("learner", "loss is nan", fatal=True))[-1] == EndRun(ok=False, reason="learner: loss is nan")
+
+
+def test_exit_of_an_earlier_incarnation_changes_nothing() -> None:
+    told = Told().up()
+    told(ProcessExited("learner", "learner", 1, 1), ProcessStarted("learner", 2))
+    assert told(ProcessExited("learner", "learner", 1, 1)) == []
+
+
+def test_nothing_is_restarted_after_the_end() -> None:
+    told = Told().up()
+    told(StopRequested())
+    assert told(*(ProcessExited(item.name, item.kind, 0, 1) for item in PLAN), StopRequested(), Drained(), StepsDone()) == []
+
+
+@pytest.mark.parametrize("event", [Drained(), EvaluationDone(), Begin(), ProcessReady("nobody")])
+def test_what_cannot_come_is_refused_with_the_recent_story(event: Event) -> None:
+    told = Told().up()
+    with pytest.raises(IllegalTransitionError, match=r"recent story:\n.*Begin"):
+        told(event)
+    assert told.life.phase == "running"
+
+
+def test_user_learns_beforehand_why_a_request_cannot_be_met() -> None:
+    told = Told()
+    told(Begin())
+    assert told.life.refusal(PauseRequested()) == "only a running run can be paused; this one is starting"
+    assert not told.life.refusal(DrainRequested())
+    told(StopRequested("enough"))
+    assert told.life.refusal(DrainRequested()) == "the run is over (stopped: enough)"
+
+
+def test_two_processes_of_one_name_are_refused() -> None:
+    with pytest.raises(ValueError, match="unique"):
+        Lifecycle([PLAN[0], PLAN[0]], CONFIG)

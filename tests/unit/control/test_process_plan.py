@@ -1,0 +1,33 @@
+"""Which processes a config asks for, and with how many threads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from asyncrl.config.load import parse_config
+from asyncrl.config.run import RunConfig
+from asyncrl.control.pids import PidRecord, PidTable, read_pids, write_pids
+from asyncrl.control.process_plan import plan_processes, spec_maker
+
+
+def test_plan_has_the_learner_the_reward_workers_and_the_generators() -> None:
+    names = [item.name for item in plan_processes(RunConfig())]
+    assert names == ["learner", "reward-0", "generator-0", "generator-1"]
+
+
+def test_outside_learner_and_outside_generators_are_not_started() -> None:
+    config = parse_config({"learner": {"kind": "external"}, "generate": {"num_workers": 0}})
+    assert [item.name for item in plan_processes(config)] == ["reward-0"]
+
+
+def test_every_kind_gets_the_threads_its_config_gives_it(tmp_path: Path) -> None:
+    config = parse_config({"learner": {"num_threads": 3}, "generate": {"engine": {"kind": "transformers", "num_threads": 2}}})
+    spec_for = spec_maker(config, tmp_path)
+    assert [spec_for(f"{kind}-0", kind, 1).num_threads for kind in ("learner", "generator", "reward")] == [3, 2, 1]
+
+
+def test_pids_are_read_back_as_written(tmp_path: Path) -> None:
+    table = PidTable(controller=1, processes={"learner": PidRecord("learner", "learner", 42, 2, 1.5)})
+    write_pids(tmp_path / "pids.json", table)
+    assert read_pids(tmp_path) == table
+    assert [path.name for path in tmp_path.iterdir()] == ["pids.json"]

@@ -1,0 +1,239 @@
+"""`asyncrl bench transport`: samples of 1,024 tokens from a producer process into the buffer, acknowledged once in the ledger.
+
+Sides, one after another in every round, each with a producer process of its own:
+- `bare`: the same encoded bytes through a plain, blocking pyzmq PUSH/PULL pair over ipc; nothing is decoded or kept.
+- `memory`: our channel over the same plain ipc, decode, buffer, ledger in memory, acknowledgement.
+- `durable`: our channel as a run has it by default (ipc with CURVE), decode, buffer, ledger on disk, acknowledgement.
+- `ray_queue`: the same encoded bytes through `ray.util.queue.Queue`, `put` in a Ray task and `get` here; left out without Ray.
+
+A side's time runs from its first sample here to its last one committed and acknowledged (bare, Ray: received).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import math
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import zmq
+
+from asyncrl.bench.result import BenchResult, Ratio, interleaved, ratio
+from asyncrl.buffer.buffer import Buffer
+from asyncrl.buffer.ledger import SqliteLedger
+from asyncrl.buffer.records import MemoryLedger
+from asyncrl.buffer.state import BufferLimits, BufferState
+from asyncrl.config.stages import TransportConfig
+from asyncrl.schema.codec import encode
+from asyncrl.schema.samples import Prompt, Sample, ids_to_bytes, logprobs_to_bytes
+from asyncrl.transport.channel import Connection
+from asyncrl.transport.open import new_hello, open_connection, open_listener
+
+DEFAULT_ROUNDS = 5
+NUM_TOKENS = 1024
+GROUP_SIZE = 8
+NUM_SAMPLES = 8000
+NUM_RAY_SAMPLES = 400
+VS_PYZMQ_GOAL = 0.33
+VS_RAY_QUEUE_GOAL = 20.0
+DURABLE_GOAL_PER_S = 3000.0
+PLAIN = TransportConfig(encryption="plain")
+DEFAULT = TransportConfig()
+
+_TIMEOUT_S = 120.0
+
+
+def run(rounds: int = 0) -> BenchResult:
+    """Measure and return medians.
+
+    Args:
+        rounds: Measured rounds, after one that warms up; 0: 5.
+    """
+    rounds = rounds or DEFAULT_ROUNDS
+    sides: dict[str, Callable[[], float]] = {
+        "bare": _bare_rate,
+        "memory": lambda: _channel_rate(PLAIN, is_durable=False),
+        "durable": lambda: _channel_rate(DEFAULT, is_durable=True),
+    }
+    with _ray_queue() as ray_rate:
+        if ray_rate is not None:
+            sides["ray_queue"] = ray_rate
+        rates = interleaved(sides, rounds)
+    figures = {"sample_bytes": float(len(encode(_sample(0))[0])), "rounds": float(rounds)}
+    figures |= {f"{name}_samples_per_s": round(rate, 1) for name, rate in rates.items()}
+    return BenchResult("transport", figures, _ratios(rates))
+
+
+def _ratios(rates: dict[str, float]) -> dict[str, Ratio]:
+    ray_rate = rates.get("ray_queue", math.inf)
+    return {
+        "vs_pyzmq": ratio(round(rates["memory"] / rates["bare"], 3), VS_PYZMQ_GOAL),
+        "vs_ray_queue": ratio(round(rates["durable"] / ray_rate, 2), VS_RAY_QUEUE_GOAL),
+        "durable_vs_goal": ratio(round(rates["durable"] / DURABLE_GOAL_PER_S, 3), 1.0),
+    }
+
+
+def _sample(number: int) -> Sample:
+    rng = np.random.default_rng(7)
+    return Sample(
+        group_id=number // GROUP_SIZE,
+        index=number % GROUP_SIZE,
+        attempt=0,
+        prompt_ids=ids_to_bytes(rng.integers(0, 50_000, 64, dtype=np.int32)),
+        token_ids=ids_to_bytes(rng.integers(0, 50_000, NUM_TOKENS, dtype=np.int32)),
+        logprobs=logprobs_to_bytes(-rng.random(NUM_TOKENS, dtype=np.float32)),
+        versions=ids_to_bytes(np.zeros(NUM_TOKENS, dtype=np.int32)),
+        finish_reason="stop",
+        text="word " * (NUM_TOKENS * 4 // 5),
+        generator="generator-0",
+        started_s=1.0,
+        finished_s=2.0,
+    )
+
+
+def _bare_rate() -> float:
+    """Return samples per second of a blocking PUSH/PULL pair."""
+    with tempfile.TemporaryDirectory(prefix="asyncrl-") as folder, zmq.Context() as context, context.socket(zmq.PULL) as socket:
+        address = f"ipc://{folder}/bare"
+        socket.bind(address)
+        with _producer("bare", address, folder):
+            socket.recv()
+            started_s = time.perf_counter()
+            for _ in range(NUM_SAMPLES - 1):
+                socket.recv()
+            return (NUM_SAMPLES - 1) / (time.perf_counter() - started_s)
+
+
+def _channel_rate(config: TransportConfig, *, is_durable: bool) -> float:
+    """Return samples per second through channel, buffer and ledger."""
+    gc.collect()
+    with tempfile.TemporaryDirectory(prefix="asyncrl-") as folder:
+        return asyncio.run(_receive_all(config, Path(folder), is_durable))
+
+
+async def _receive_all(config: TransportConfig, folder: Path, is_durable: bool) -> float:
+    loop = asyncio.get_running_loop()
+    ledger = SqliteLedger(folder / "ledger.sqlite", call_soon=loop.call_soon_threadsafe) if is_durable else MemoryLedger()
+    buffer = Buffer(BufferState(BufferLimits(groups_per_step=NUM_SAMPLES // GROUP_SIZE, max_staleness=0)), ledger)
+    for number in range(NUM_SAMPLES // GROUP_SIZE):
+        buffer.issue(Prompt(f"bench/{number}"), "generator-0", version=0, group_size=GROUP_SIZE, now=0.0)
+    ledger.sync()
+    listener = await open_listener(config, folder)
+    try:
+        with _producer(config.encryption, listener.address, str(folder)):
+            connection = await asyncio.wait_for(listener.accept(), _TIMEOUT_S)
+            return await _store_all(connection, buffer, loop)
+    finally:
+        await listener.close()
+        ledger.close()
+
+
+async def _store_all(connection: Connection, buffer: Buffer, loop: asyncio.AbstractEventLoop) -> float:
+    """Take every sample in, as the controller does; return the rate until the last one is acknowledged."""
+    delivery = await connection.receive()
+    started_s = loop.time()
+    for _ in range(NUM_SAMPLES - 1):
+        buffer.add_sample(delivery.message, loop.time(), delivery.ack)
+        delivery = await connection.receive()
+    committed = loop.create_future()
+
+    def finish() -> None:
+        delivery.ack()
+        committed.set_result(loop.time())
+
+    receipt = buffer.add_sample(delivery.message, loop.time(), finish)
+    assert receipt.status == "stored", receipt
+    finished_s = await asyncio.wait_for(committed, _TIMEOUT_S)
+    counts = buffer.counts()
+    assert counts.scoring == counts.issued, f"not every sample is in the buffer: {counts}"
+    return (NUM_SAMPLES - 1) / (finished_s - started_s)
+
+
+@contextmanager
+def _producer(kind: str, address: str, folder: str) -> Iterator[None]:
+    """Run this module as the producer process; it ends by itself once everything is sent and acknowledged."""
+    process = subprocess.Popen([sys.executable, "-m", "asyncrl.bench.transport", kind, address, folder])
+    try:
+        yield
+    except BaseException:
+        process.kill()
+        raise
+    finally:
+        process.wait(_TIMEOUT_S)
+
+
+def _produce_bare(address: str) -> None:
+    payload = encode(_sample(0))[0]
+    with zmq.Context() as context, context.socket(zmq.PUSH) as socket:
+        socket.connect(address)
+        for _ in range(NUM_SAMPLES):
+            socket.send(payload)
+
+
+async def _produce_samples(config: TransportConfig, address: str, folder: Path) -> None:
+    first = _sample(0)
+    samples = [
+        msgspec.structs.replace(first, group_id=number // GROUP_SIZE, index=number % GROUP_SIZE) for number in range(NUM_SAMPLES)
+    ]
+    connection = await open_connection(address, new_hello("generator", "generator-0"), config, folder)
+    for sample in samples:
+        await connection.send(sample)
+    await connection.flush(_TIMEOUT_S)
+    await connection.close()
+
+
+@contextmanager
+def _ray_queue() -> Iterator[Callable[[], float] | None]:
+    """Start Ray on this machine and yield a function that measures its queue; None where Ray is not installed."""
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    try:
+        import ray
+        from ray.util.queue import Queue
+    except ImportError:
+        yield None
+        return
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="error")
+    payload = encode(_sample(0))[0]
+
+    @ray.remote(num_cpus=0)
+    def produce(queue: Queue, count: int) -> None:
+        for _ in range(count):
+            queue.put(payload)
+
+    def measure() -> float:
+        queue = Queue(maxsize=DEFAULT.window, actor_options={"num_cpus": 0})
+        done = produce.remote(queue, NUM_RAY_SAMPLES)
+        queue.get()
+        started_s = time.perf_counter()
+        for _ in range(NUM_RAY_SAMPLES - 1):
+            queue.get()
+        rate = (NUM_RAY_SAMPLES - 1) / (time.perf_counter() - started_s)
+        ray.get(done)
+        queue.shutdown()
+        return rate
+
+    try:
+        yield measure
+    finally:
+        ray.shutdown()
+
+
+def _main(kind: str, address: str, folder: str) -> None:
+    """Be the producer process."""
+    if kind == "bare":
+        _produce_bare(address)
+    else:
+        asyncio.run(_produce_samples(PLAIN if kind == "plain" else DEFAULT, address, Path(folder)))
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])

@@ -13,6 +13,8 @@ import msgspec
 
 STEPS_FILE = "steps.jsonl"
 EVAL_FILE = "eval.jsonl"
+MOST_LINE_BYTES = 1 << 20
+"""Longer lines than this are never written."""
 
 
 class StepReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,7 +67,9 @@ class JsonLines(Generic[T]):
     """Appends structs to a file, one JSON object a line; each line is on its way to the disk when `write` returns."""
 
     def __init__(self, path: Path) -> None:
+        """Open `path` for appending; a torn last line, of a writer that was killed, is cut off."""
         self._file = path.open("ab", buffering=0)
+        self._file.truncate(_end_of_last_line(path))
         self._encoder = msgspec.json.Encoder()
 
     def write(self, row: T) -> None:
@@ -75,6 +79,15 @@ class JsonLines(Generic[T]):
     def close(self) -> None:
         """Close the file; safe to repeat."""
         self._file.close()
+
+
+def _end_of_last_line(path: Path) -> int:
+    """Return the size up to and with the last newline."""
+    with path.open("rb") as file:
+        size = file.seek(0, 2)
+        start = max(size - MOST_LINE_BYTES, 0)
+        file.seek(start)
+        return start + file.read().rfind(b"\n") + 1
 
 
 def read_lines(path: Path, kind: type[T]) -> Iterator[T]:

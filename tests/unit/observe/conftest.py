@@ -15,7 +15,7 @@ from asyncrl.observe.steps import EVAL_FILE, STEPS_FILE, EvalReport, JsonLines, 
 START_S = 1_700_000_000.0
 
 
-def made_up_spans(num_steps: int = 60, seed: int = 1) -> list[Span]:
+def made_up_spans(num_steps: int = 60, num_slots: int = 32, seed: int = 1) -> list[Span]:
     rng = random.Random(seed)
     spans: list[Span] = []
     now = START_S + 12.0
@@ -30,7 +30,7 @@ def made_up_spans(num_steps: int = 60, seed: int = 1) -> list[Span]:
             live = now + rng.uniform(0.05, 0.2)
             spans.append(span(SWAP, live - 0.03, live, f"generator-{number}", version=step + 1))
     for number in range(2):
-        for slot in range(32):
+        for slot in range(num_slots):
             at = START_S + 5.0 + rng.uniform(0, 1)
             while at < now:
                 length = min(rng.lognormvariate(-0.2, 0.6), 4.0)
@@ -69,7 +69,7 @@ def made_up_steps(num_steps: int = 60, seed: int = 1) -> list[StepReport]:
 @pytest.fixture
 def run_folder(tmp_path: Path) -> Path:
     (tmp_path / "config.toml").write_text(dump_config(RunConfig(name="quickstart", num_steps=60)))
-    for file, rows in ((STEPS_FILE, made_up_steps()), (SPANS_FILE, made_up_spans())):
+    for file, rows in ((STEPS_FILE, made_up_steps()), (SPANS_FILE, made_up_spans(num_steps=20, num_slots=6))):
         lines: JsonLines[StepReport | Span] = JsonLines(tmp_path / file)
         for row in rows:
             lines.write(row)

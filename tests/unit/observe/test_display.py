@@ -1,0 +1,93 @@
+"""Following a run: lines for a pipe, a picture for a terminal, the reason when it failed."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from asyncrl.errors import RunError
+from asyncrl.observe.display import follow_run, render
+from asyncrl.observe.steps import StepReport, read_steps
+from asyncrl.observe.view import RunView
+from asyncrl.schema.status import ProcessStatus, RunStatus
+
+
+class PlayedRun:
+    """A run that plays the steps of a folder back at once."""
+
+    def __init__(self, run_folder: Path, failure: str = "") -> None:
+        self.run_folder = run_folder
+        self.failure = failure
+        self.version = 0
+
+    async def status(self) -> RunStatus:
+        over = self.version == 60
+        return RunStatus(
+            name="played [one]",
+            run_folder=str(self.run_folder),
+            phase=("failed" if self.failure else "stopped") if over else "running",
+            reason=self.failure if over else "",
+            version=self.version,
+            num_steps=60,
+            checkpoint="checkpoints/step-000060" if over else "",
+            waiting="learner waits for a batch since 3 s",
+            processes=(ProcessStatus("learner", "learner", 1, "ready", 0, "a batch", 3.0),),
+        )
+
+    async def steps(self, first: int = 0) -> AsyncIterator[StepReport]:
+        for report in read_steps(self.run_folder)[first:]:
+            self.version = report.version
+            yield report
+        if self.failure:
+            raise RunError(self.failure)
+
+
+async def followed(run: PlayedRun, *, plain: bool) -> str:
+    out = io.StringIO()
+    await follow_run(run, plain=plain, console=Console(file=out, width=100, force_terminal=not plain))
+    return out.getvalue()
+
+
+async def test_pipe_gets_one_line_a_step_and_the_outcome(run_folder: Path) -> None:
+    lines = (await followed(PlayedRun(run_folder), plain=True)).splitlines()
+    assert sum(line.startswith("step ") for line in lines) == 60
+    assert "held-out accuracy 0.270 (version 0) -> 0.840 (version 60), 256 samples each" in lines
+    assert f"reward      {run_folder / 'reward.png'}" in lines
+    assert "checkpoint  checkpoints/step-000060" in lines
+    assert lines[-1] == "stopped"
+
+
+async def test_terminal_gets_the_panel(run_folder: Path) -> None:
+    out = await followed(PlayedRun(run_folder), plain=False)
+    assert "played [one]" in out
+    assert "staleness" in out
+
+
+async def test_failed_run_raises_its_reason_after_the_summary(run_folder: Path) -> None:
+    with pytest.raises(RunError, match="too many deaths"):
+        await followed(PlayedRun(run_folder, failure="too many deaths"), plain=True)
+
+
+async def test_panel_says_who_waits_and_fits_its_width(run_folder: Path) -> None:
+    view, run = RunView(), PlayedRun(run_folder)
+    for report in read_steps(run_folder):
+        view.take_step(report)
+    view.take_status(await run.status())
+    console = Console(file=io.StringIO(), width=80)
+    with console.capture() as captured:
+        console.print(render(view))
+    text = captured.get()
+    assert "learner waits for a batch since 3 s" in text
+    assert "3 groups ready  40 running  2 scoring" in text
+    assert {len(line) for line in text.splitlines()} == {80}
+
+
+def test_view_of_a_run_that_has_not_answered_yet_can_be_drawn() -> None:
+    console = Console(file=io.StringIO(), width=80)
+    with console.capture() as captured:
+        console.print(render(RunView()))
+    assert captured.get().strip() == "starting"

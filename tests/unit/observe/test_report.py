@@ -1,0 +1,38 @@
+"""Pictures are drawn from what a run folder holds, and from no more than that."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from asyncrl.observe.report import MOST_GENERATORS_SHOWN, draw_timeline, write_report
+from asyncrl.observe.spans import GENERATE, SPANS_FILE, STEP, Span
+from asyncrl.observe.steps import EVAL_FILE, STEPS_FILE
+from asyncrl.observe.timeline import lanes_of
+
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+def test_both_pictures_of_a_whole_run(run_folder: Path) -> None:
+    paths = write_report(run_folder)
+    assert paths == {"reward": run_folder / "reward.png", "timeline": run_folder / "timeline.png"}
+    assert all(path.read_bytes().startswith(PNG) for path in paths.values())
+    assert not list(run_folder.glob(".*.tmp"))
+
+
+def test_run_without_evaluations_and_spans_has_its_reward(run_folder: Path) -> None:
+    (run_folder / EVAL_FILE).unlink()
+    (run_folder / SPANS_FILE).unlink()
+    assert list(write_report(run_folder)) == ["reward"]
+
+
+def test_run_that_never_stepped_has_no_picture(run_folder: Path) -> None:
+    for file in (STEPS_FILE, SPANS_FILE):
+        (run_folder / file).unlink()
+    assert write_report(run_folder) == {}
+
+
+def test_many_generators_are_not_all_drawn_and_the_title_says_so() -> None:
+    spans = [Span(GENERATE, 0.0, 1.0, f"generator-{number}") for number in range(64)] + [Span(STEP, 0.0, 1.0, "learner")]
+    figure = draw_timeline(lanes_of(spans), "big")
+    assert figure.get_suptitle().endswith(f"({64 - MOST_GENERATORS_SHOWN} more generators not shown)")
+    assert len(figure.axes[0].get_yticks()) == MOST_GENERATORS_SHOWN + 1

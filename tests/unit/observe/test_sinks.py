@@ -1,0 +1,78 @@
+"""Every destination of metrics gets what it is handed."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+
+from asyncrl.config.load import parse_config
+from asyncrl.config.run import RunConfig
+from asyncrl.observe.sink_prometheus import render_prometheus
+from asyncrl.observe.sink_tensorboard import TensorBoardSink
+from asyncrl.observe.sinks import MetricSinks, open_sinks
+
+
+def test_metrics_file_has_one_line_a_step(tmp_path: Path) -> None:
+    sinks = open_sinks(RunConfig(), tmp_path)
+    sinks.write(0, 1.0, {"reward/mean": 0.5})
+    sinks.write(1, 2.0, {"reward/mean": 0.75, "kl/max": math.inf})
+    sinks.close()
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert rows == [
+        {"step": 0, "time_s": 1.0, "metrics": {"reward/mean": 0.5}},
+        {"step": 1, "time_s": 2.0, "metrics": {"reward/mean": 0.75}},
+    ]
+
+
+def test_tensorboard_gets_every_scalar(tmp_path: Path) -> None:
+    sink = TensorBoardSink(tmp_path / "tb")
+    sink.write(3, 100.0, {"reward/mean": 0.5, "staleness/max": 2.0})
+    sink.close()
+    (file,) = (tmp_path / "tb").iterdir()
+    events = [event for event in EventFileLoader(str(file)).Load() if event.summary.value]
+    assert events[0].step == 3
+    assert {value.tag for value in events[0].summary.value} == {"reward/mean", "staleness/max"}
+
+
+def test_unknown_name_is_told_once_and_kept(caplog: pytest.LogCaptureFixture) -> None:
+    sinks = MetricSinks([])
+    with caplog.at_level(logging.WARNING):
+        for step in range(3):
+            sinks.write(step, 0.0, {"reward/mena": 1.0})
+    assert [record.message for record in caplog.records] == ["metrics that observe/metrics.py does not list: reward/mena"]
+    assert "asyncrl_reward_mena 1.0" in sinks.prometheus_text()
+
+
+def test_prometheus_text_has_help_type_and_labels() -> None:
+    text = render_prometheus({"reward/mean": 0.5, "dropped/too_old": 3, 'dropped/a "b"': 1, "kl/max": math.inf})
+    assert "# TYPE asyncrl_reward_mean gauge\nasyncrl_reward_mean 0.5\n" in text
+    assert text.count("# TYPE asyncrl_dropped gauge") == 1
+    assert 'asyncrl_dropped{key="too_old"} 3.0\n' in text
+    assert r'asyncrl_dropped{key="a \"b\""} 1.0' in text
+    assert "asyncrl_kl_max +Inf" in text
+    assert "# HELP asyncrl_dropped dropped since the run began, by reason (groups)" in text
+
+
+def test_prometheus_keeps_the_newest_value_of_each_metric(tmp_path: Path) -> None:
+    sinks = open_sinks(RunConfig(), tmp_path)
+    sinks.write(0, 0.0, {"reward/mean": 0.1, "eval/accuracy": 0.2})
+    sinks.write(1, 0.0, {"reward/mean": 0.3})
+    sinks.close()
+    text = sinks.prometheus_text()
+    assert "asyncrl_reward_mean 0.3" in text
+    assert "asyncrl_eval_accuracy 0.2" in text
+    assert "asyncrl_step 1.0" in text
+
+
+@pytest.mark.slow
+def test_wandb_offline_needs_no_network_and_leaves_no_process(tmp_path: Path) -> None:
+    pytest.importorskip("wandb")
+    sinks = open_sinks(parse_config({"observe": {"wandb": "offline"}}), tmp_path)
+    sinks.write(0, 1.0, {"reward/mean": 0.5})
+    sinks.close()
+    assert list(tmp_path.glob("wandb/offline-run-*/*.wandb"))

@@ -31,8 +31,8 @@ CREATE TABLE meta (name TEXT PRIMARY KEY, value TEXT NOT NULL);
 CREATE TABLE groups (
     group_id INTEGER PRIMARY KEY, prompt_id TEXT NOT NULL, prompt BLOB NOT NULL, generator TEXT NOT NULL,
     version INTEGER NOT NULL, attempt INTEGER NOT NULL, size INTEGER NOT NULL, state TEXT NOT NULL, reason TEXT NOT NULL,
-    step INTEGER, retries INTEGER NOT NULL, replaces INTEGER, returns INTEGER NOT NULL, cursor INTEGER NOT NULL, external INTEGER NOT NULL,
-    issued_s REAL NOT NULL, ready_s REAL);
+    step INTEGER, retries INTEGER NOT NULL, replaces INTEGER, returns INTEGER NOT NULL, cursor INTEGER NOT NULL,
+    external INTEGER NOT NULL, issued_s REAL NOT NULL, ready_s REAL);
 CREATE INDEX groups_by_state ON groups (state, reason);
 CREATE TABLE samples (
     key INTEGER PRIMARY KEY, attempt INTEGER NOT NULL, generator TEXT NOT NULL, oldest INTEGER, newest INTEGER,

@@ -192,10 +192,10 @@ class Flow:
 
     def _note_move(self, move: GroupMoved) -> None:
         if move.after == "ready" and move.before in {"running", "scoring"}:
-            self._tell(GroupIsReady())
+            self._tell(GroupIsReady(move.group_id))
         elif move.after in {"dropped", "failed"}:
             log.debug("group %d %s: %s", move.group_id, move.after, move.reason)
-            self._tell(GroupGone(was_ready=move.before not in {"running", "scoring"}))
+            self._tell(GroupGone(move.group_id, was_ready=move.before not in {"running", "scoring"}))
 
     def _settle(self, receipt: Receipt) -> None:
         if receipt.status == "refused":
@@ -217,6 +217,8 @@ class Flow:
             else:
                 self._tell(MembersFinished(instruction.generator, instruction.num_members))
             return
+        if not isinstance(instruction, IssueGroup) and len(order.indices) < instruction.num_members:
+            self._tell(MembersFinished(instruction.generator, instruction.num_members - len(order.indices)))
         self._outboxes[instruction.generator].append(
             GroupWork(order.group_id, order.attempt, order.prompt, order.indices, self._sampling, self._config.seed)
         )

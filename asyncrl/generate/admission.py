@@ -2,8 +2,8 @@
 
 Owns the counts of places: `accepted` (ready, taken or trained) and `running` (issued and not yet ready), and how many members
 each generator holds. A group may start on generator g while
-`(live_version_g + max_staleness + 1) * B - (accepted + running) > 0`. The version is the generator's, not the learner's: the group's oldest token will carry it, and only so does the
-staleness proof in docs/buffer.md hold while new weights are on their way.
+`(live_version_g + max_staleness + 1) * B - (accepted + running) > 0`. The version is the generator's, not the learner's: the
+group's oldest token will carry it, and only so does the staleness proof in docs/buffer.md hold while new weights are on their way.
 
 Invariants: every place is held by exactly one live group; a dropped or failed group gives its place back; a group that is
 handed out again keeps its place and goes first, oldest first, and only to a generator that is at least at the group's
@@ -95,11 +95,14 @@ class MembersStarted:
 class GroupIsReady:
     """A running group became ready."""
 
+    group_id: int
+
 
 @dataclass(frozen=True, slots=True)
 class GroupGone:
     """A group was dropped or failed and gives its place back."""
 
+    group_id: int
     was_ready: bool = False
     """True where it had been reported ready."""
 
@@ -173,7 +176,10 @@ class IssueGroup:
 
 @dataclass(frozen=True, slots=True)
 class ReissueGroup:
-    """Send the missing members of this group to this generator; `num_members` slots are already counted."""
+    """Send the missing members of this group to this generator.
+
+    `num_members` slots are already counted; where fewer are missing by now, answer MembersFinished with the difference.
+    """
 
     group_id: int
     generator: str
@@ -353,11 +359,14 @@ class Admission:
         if generator is not None:
             generator.members += event.num_members
 
-    def _group_is_ready(self, _: GroupIsReady) -> None:
+    def _group_is_ready(self, event: GroupIsReady) -> None:
+        # Late samples of a dead generator can complete a group that still waits to be handed out again.
+        self._lost.pop(event.group_id, None)
         self.running -= 1
         self.accepted += 1
 
     def _group_gone(self, event: GroupGone) -> None:
+        self._lost.pop(event.group_id, None)
         if event.was_ready:
             self.accepted -= 1
         else:

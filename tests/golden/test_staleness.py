@@ -73,7 +73,7 @@ def test_admission_issues_exactly_what_areal_would_still_allow(case):
         if event == "submit" or (event in ("accept", "reject") and not admission.running):
             continue
         admission.handle(Paused(), 0.0)
-        admission.handle({"accept": GroupIsReady(), "reject": GroupGone()}.get(event) or VersionIsLive("g", argument[0]), 0.0)
+        admission.handle({"accept": GroupIsReady(0), "reject": GroupGone(0)}.get(event) or VersionIsLive("g", argument[0]), 0.0)
         room = admission.capacity_on("g")
         assert len(admission.handle(Resumed(), 0.0)) == max(room, 0)
         assert admission.capacity_on("g") == min(room, 0)

@@ -1,0 +1,459 @@
+"""Random lives of a run: admission, buffer and ledger together, with deaths, crashes, duplicates and lagging weights.
+
+The world plays generators, reward workers and the learner. The ledger holds units back until the world commits them, so that a crash
+loses what was written and not yet committed, as a killed process would.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections import deque
+from pathlib import Path
+
+import msgspec
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from asyncrl.buffer.buffer import Buffer, open_buffer
+from asyncrl.buffer.events import GroupMoved, Reissue
+from asyncrl.buffer.replies import TakenStep
+from asyncrl.config.load import parse_config
+from asyncrl.generate.admission import (
+    Admission,
+    AdmissionLimits,
+    GeneratorLost,
+    GeneratorReady,
+    GroupAdded,
+    GroupGone,
+    GroupIsReady,
+    GroupLost,
+    IssueGroup,
+    MembersFinished,
+    Paused,
+    Resumed,
+    VersionIsLive,
+)
+from asyncrl.schema.samples import Prompt, Sample, SampleFailure, Score, ids_to_bytes, logprobs_to_bytes
+
+
+class HoldingLedger:
+    """Passes units on when told to; what it still holds is lost with it."""
+
+    def __init__(self, inner):
+        self.inner = inner
+        self.held = deque()
+
+    def write(self, records, on_committed=None):
+        self.held.append((list(records), on_committed))
+
+    def commit(self, num_units=None):
+        callbacks = []
+        for _ in range(len(self.held) if num_units is None else min(num_units, len(self.held))):
+            records, on_committed = self.held.popleft()
+            self.inner.write(records)
+            if on_committed is not None:
+                callbacks.append(on_committed)
+        if callbacks:
+            self.inner.sync()
+        for callback in callbacks:
+            callback()
+
+    def sync(self, timeout_s=60.0):
+        self.commit()
+        self.inner.sync(timeout_s)
+
+    def state_counts(self):
+        return self.inner.state_counts()
+
+    def load_groups(self, group_ids):
+        self.sync()
+        return self.inner.load_groups(group_ids)
+
+    def close(self):
+        self.commit()
+        self.inner.close()
+
+    def crash(self):
+        self.held.clear()
+        self.inner.close()
+
+
+class RunLife(RuleBasedStateMachine):
+    """One run. `policy` is fixed by the subclasses below."""
+
+    policy = "wait"
+
+    @initialize(
+        groups_per_step=st.integers(1, 3),
+        group_size=st.integers(1, 3),
+        max_staleness=st.integers(0, 3),
+        num_slots=st.lists(st.integers(1, 5), min_size=1, max_size=3),
+        min_group_members=st.integers(1, 2),
+        reissue=st.booleans(),
+        on_disk=st.booleans(),
+    )
+    def start(self, groups_per_step, group_size, max_staleness, num_slots, min_group_members, reissue, on_disk):
+        self.folder = Path(tempfile.mkdtemp())
+        self.config = parse_config({
+            "algorithm": {"groups_per_step": groups_per_step, "group_size": group_size},
+            "buffer": {
+                "max_staleness": max_staleness,
+                "policy": self.policy,
+                "min_group_members": min_group_members,
+                "reissue_dropped": reissue,
+                "ledger": "disk" if on_disk else "memory",
+            },
+        })
+        self.on_disk = on_disk
+        self.num_slots = {f"g{i}": slots for i, slots in enumerate(num_slots)}
+        self.now = 0.0
+        self.learner_version = 0
+        self.oldest_checkpoint = 0
+        self.newest_ever = 0
+        self.to_train = deque()
+        self.delivered = {}
+        self.acknowledged = set()
+        self.open()
+        self.buffer.learner_restarted(0, self.now)
+        for name in self.num_slots:
+            self.generator_ready(name, 0)
+
+    def open(self):
+        self.buffer: Buffer = open_buffer(self.config, self.folder)
+        self.buffer.ledger = HoldingLedger(self.buffer.ledger)
+        counts = self.buffer.counts()
+        algorithm, buffer = self.config.algorithm, self.config.buffer
+        limits = AdmissionLimits(algorithm.groups_per_step, algorithm.group_size, buffer.max_staleness)
+        self.admission = Admission(limits, counts.running + counts.scoring, counts.ready + counts.taken + counts.trained)
+        self.live = {}
+        self.orders = {}
+
+    # -- the world -------------------------------------------------------------------------------------------------------
+
+    def tell(self, event):
+        for instruction in self.admission.handle(event, self.now):
+            if isinstance(instruction, IssueGroup):
+                self.issue(instruction)
+            else:
+                order = self.buffer.reissue(instruction.group_id, instruction.generator, instruction.version, self.now)
+                missing = order.indices if order else ()
+                self.give(instruction.generator, order)
+                if len(missing) < instruction.num_members:
+                    self.tell(MembersFinished(instruction.generator, instruction.num_members - len(missing)))
+
+    def issue(self, instruction):
+        returned = self.buffer.returned_prompt()
+        cursor = self.buffer.cursor + (returned is None)
+        order = self.buffer.issue(
+            returned.prompt if returned else Prompt(f"p{cursor}"),
+            instruction.generator,
+            version=instruction.version,
+            group_size=self.config.algorithm.group_size,
+            now=self.now,
+            cursor=cursor,
+            replaces=returned.replaces if returned else None,
+        )
+        self.give(instruction.generator, order)
+
+    def give(self, generator, order):
+        if order is not None:
+            for index in order.indices:
+                self.orders[order.group_id, index] = (generator, order.attempt, self.live[generator])
+
+    def follow(self, instructions):
+        for item in instructions:
+            if isinstance(item, Reissue):
+                self.tell(GroupLost(item.group_id, len(item.indices), item.version))
+            elif isinstance(item, GroupMoved) and item.after == "ready":
+                self.tell(GroupIsReady(item.group_id))
+            elif isinstance(item, GroupMoved) and item.after in {"dropped", "failed"}:
+                assert self.policy != "wait" or item.reason != "stale", f"wait dropped {item}"
+                self.tell(GroupGone(item.group_id, was_ready=item.before == "ready"))
+
+    def generator_ready(self, name, version):
+        self.live[name] = version
+        self.tell(GeneratorReady(name, self.num_slots[name], version))
+
+    def sample(self, key, oldest, newest, attempt=0, generator="g0"):
+        return Sample(
+            *key,
+            attempt,
+            ids_to_bytes([1]),
+            ids_to_bytes([2, 3]),
+            logprobs_to_bytes([-0.5, -0.25]),
+            ids_to_bytes([oldest, newest]),
+            "stop",
+            "x",
+            generator,
+            0.0,
+            self.now,
+        )
+
+    def pick(self, items, number):
+        items = sorted(items)
+        return items[number % len(items)]
+
+    # -- rules -----------------------------------------------------------------------------------------------------------
+
+    @rule(number=st.integers(0, 99), first=st.integers(0, 3), second=st.integers(0, 3))
+    @precondition(lambda self: self.orders)
+    def member_finishes(self, number, first, second):
+        key = self.pick(self.orders, number)
+        generator, attempt, version = self.orders.pop(key)
+        newest = self.live.get(generator, version)
+        oldest = min(version + first, newest)
+        sample = self.sample(key, oldest, min(oldest + second, newest), attempt, generator)
+        receipt = self.buffer.add_sample(sample, self.now, lambda: self.acknowledged.add(key))
+        assert receipt.status in {"stored", "duplicate"}, receipt
+        self.follow(receipt.instructions)
+        self.tell(MembersFinished(generator))
+
+    @rule(number=st.integers(0, 99))
+    @precondition(lambda self: self.orders)
+    def member_fails(self, number):
+        key = self.pick(self.orders, number)
+        generator, attempt, _ = self.orders.pop(key)
+        receipt = self.buffer.add_failure(SampleFailure(*key, attempt, "generate", "would not"), self.now)
+        self.follow(receipt.instructions)
+        self.tell(MembersFinished(generator))
+
+    @rule(number=st.integers(0, 99))
+    @precondition(lambda self: self.orders)
+    def member_is_invalid(self, number):
+        key = self.pick(self.orders, number)
+        generator, attempt, version = self.orders.pop(key)
+        sample = msgspec.structs.replace(self.sample(key, version, version, attempt, generator), versions=b"\0\0\0\0")
+        receipt = self.buffer.add_sample(sample, self.now)
+        assert receipt.status == "refused"
+        self.follow(receipt.instructions)
+        self.tell(MembersFinished(generator))
+
+    @rule(number=st.integers(0, 99), good=st.booleans())
+    @precondition(lambda self: self.buffer.state.unscored())
+    def score_comes(self, number, good):
+        self.score(self.pick([(r.group_id, r.index) for r in self.buffer.outstanding_scores()], number), "" if good else "raised")
+
+    @rule()
+    def all_scores_come(self):
+        for request in self.buffer.outstanding_scores():
+            self.score((request.group_id, request.index))
+
+    def score(self, key, error=""):
+        receipt = self.buffer.add_score(Score(*key, 0, 1.0, error=error), self.now)
+        assert receipt.status == "stored"
+        self.follow(receipt.instructions)
+
+    @rule(group_id=st.integers(-1, 30), index=st.integers(-1, 3))
+    def duplicates_and_strangers_change_nothing(self, group_id, index):
+        if self.buffer.state.member_state(group_id, index) in {"pending", "generated"}:
+            return
+        before = self.buffer.counts()
+        sample = self.sample((group_id, index), 0, 0)
+        assert self.buffer.add_sample(sample, self.now).status in {"duplicate", "refused"}
+        assert self.buffer.add_score(Score(group_id, index, 0, 1.0), self.now).status in {"duplicate", "refused"}
+        assert self.buffer.add_failure(SampleFailure(group_id, index, 0, "reward", "x"), self.now).status != "stored"
+        assert self.buffer.counts() == before
+
+    @rule(number=st.integers(0, 9), behind=st.integers(0, 3))
+    @precondition(lambda self: self.live)
+    def weights_arrive(self, number, behind):
+        name = self.pick(self.live, number)
+        version = max(self.live[name], self.learner_version - behind)
+        self.live[name] = version
+        self.tell(VersionIsLive(name, version))
+
+    @rule(number=st.integers(0, 9))
+    @precondition(lambda self: self.live)
+    def generator_dies(self, number):
+        name = self.pick(self.live, number)
+        del self.live[name]
+        self.orders = {key: order for key, order in self.orders.items() if order[0] != name}
+        self.tell(GeneratorLost(name))
+        self.follow(self.buffer.generator_lost(name, self.now))
+
+    @rule(number=st.integers(0, 9))
+    @precondition(lambda self: len(self.live) < len(self.num_slots))
+    def generator_returns(self, number):
+        self.generator_ready(self.pick(self.num_slots.keys() - self.live.keys(), number), self.learner_version)
+
+    @rule()
+    @precondition(lambda self: len(self.to_train) < 2)
+    def learner_asks(self):
+        step = self.learner_version + len(self.to_train)
+        committed = []
+        taken = self.buffer.take(step, self.now, lambda: committed.append(step))
+        self.follow(taken.instructions)
+        if isinstance(taken, TakenStep):
+            self.buffer.ledger.commit()
+            assert committed == [step]
+            self.deliver(taken)
+
+    def deliver(self, taken):
+        eta, masks = self.config.buffer.max_staleness, taken.params.mask_below
+        group_ids = tuple(group.group_id for group in taken.groups)
+        assert len(group_ids) == self.config.algorithm.groups_per_step
+        assert group_ids == tuple(sorted(group_ids))
+        assert taken.staleness.token_max <= eta
+        for group in taken.groups:
+            versions = [v for m in group.members for v in memoryview(m.sample.versions).cast("i")]
+            assert [v for v in versions if v >= max(masks, 0)], "nothing left to train"
+            assert all(taken.step - v <= eta for v in versions if v >= masks)
+        if eta == 0:
+            assert set(taken.staleness.token_histogram) == {0}
+        assert self.delivered.setdefault(taken.step, group_ids) == group_ids, "a repeated step has other groups"
+        assert len({g for ids in self.delivered.values() for g in ids}) == len(self.delivered) * len(group_ids)
+        self.to_train.append(taken.step)
+
+    @rule(lands=st.booleans())
+    @precondition(lambda self: self.to_train)
+    def step_is_done(self, lands):
+        step = self.to_train.popleft()
+        self.learner_version = step + 1
+        self.newest_ever = max(self.newest_ever, self.learner_version)
+        if lands:
+            self.buffer.mark_trained(step, self.now)
+            self.buffer.mark_trained(step, self.now)
+            self.buffer.version_published(step + 1)
+        else:
+            self.restart_learner(self.learner_version)
+
+    @rule(back=st.integers(0, 3))
+    def learner_dies(self, back):
+        if self.on_disk:
+            self.restart_learner(max(self.oldest_checkpoint, self.learner_version - back))
+
+    def restart_learner(self, version):
+        self.learner_version = version
+        self.to_train.clear()
+        steps = self.buffer.learner_restarted(version, self.now)
+        assert steps == tuple(range(version, self.buffer.state.next_step))
+
+    @rule()
+    def checkpoint_ages(self):
+        trained = min((step for step, r in self.buffer.state.steps.items() if not r.trained), default=self.buffer.state.next_step)
+        self.oldest_checkpoint = max(self.oldest_checkpoint, min(self.learner_version, trained))
+        self.buffer.forget(self.oldest_checkpoint, self.now)
+
+    @rule(size=st.integers(1, 3), behind=st.integers(0, 4))
+    def outsider_submits(self, size, behind):
+        version = max(0, self.learner_version - behind)
+        samples = [self.sample((0, 0), version, version, generator="outside") for _ in range(size)]
+        receipt = self.buffer.submit_group(Prompt("theirs"), samples, "outside", self.now)
+        if receipt.status == "stored":
+            self.tell(GroupAdded())
+            self.follow(receipt.instructions)
+
+    @rule(number=st.integers(0, 99))
+    @precondition(lambda self: self.buffer.state.groups)
+    def somebody_drops_a_group(self, number):
+        group_id = self.pick(self.buffer.state.groups, number)
+        for key in [key for key in self.orders if key[0] == group_id]:
+            self.tell(MembersFinished(self.orders.pop(key)[0]))
+        self.follow(self.buffer.drop_group(group_id, "asked for", self.now))
+
+    @rule()
+    def pause_and_resume(self):
+        self.tell(Paused())
+        self.tell(Resumed())
+
+    @rule(num_units=st.integers(1, 5))
+    def ledger_commits(self, num_units):
+        self.buffer.ledger.commit(num_units)
+
+    @rule(back=st.integers(0, 3))
+    @precondition(lambda self: self.on_disk)
+    def everything_is_killed(self, back):
+        """The controller loses what it had not committed; the learner comes back from a checkpoint, the generators empty."""
+        self.buffer.ledger.crash()
+        self.open()
+        self.buffer.check()
+        for key in self.acknowledged:
+            assert self.buffer.state.member_state(*key) not in {"pending", "unknown"}, f"{key} was acknowledged and is lost"
+        self.restart_learner(max(self.oldest_checkpoint, self.learner_version - back))
+        self.follow(self.buffer.unplaced())
+        for name in self.num_slots:
+            self.generator_ready(name, self.learner_version)
+
+    @rule()
+    def books_are_compared(self):
+        self.buffer.check()
+
+    @invariant()
+    def all_is_accounted_for(self):
+        if not hasattr(self, "buffer"):
+            return
+        self.now += 1.0
+        self.buffer.state.check_invariants()
+        self.admission.check_invariants()
+        counts = self.buffer.counts()
+        assert self.admission.running == counts.running + counts.scoring
+        assert self.admission.accepted == counts.ready + counts.taken + counts.trained
+        most = (self.newest_ever + self.config.buffer.max_staleness + 1) * self.config.algorithm.groups_per_step
+        assert counts.held <= most
+
+    def teardown(self):
+        if hasattr(self, "buffer"):
+            self.finish_everything()
+            self.buffer.check()
+            self.buffer.close()
+            shutil.rmtree(self.folder)
+
+    def finish_everything(self):
+        """No deadlock: when everybody does their work, ten more steps are trained."""
+        goal = self.buffer.state.next_step + 10
+        for _ in range(2000):
+            for name in self.num_slots:
+                if name not in self.live:
+                    self.generator_ready(name, self.learner_version)
+                if self.live[name] < self.learner_version:
+                    self.live[name] = self.learner_version
+                    self.tell(VersionIsLive(name, self.learner_version))
+            while self.orders:
+                self.member_finishes_now()
+            self.all_scores_come()
+            while len(self.to_train) < 2:
+                before = len(self.to_train)
+                self.learner_asks()
+                if len(self.to_train) == before:
+                    break
+            if self.to_train:
+                self.step_is_done(lands=True)
+            if self.learner_version >= goal:
+                return
+        raise AssertionError(f"stuck at version {self.learner_version} of {goal}: {self.buffer.counts()}")
+
+    def member_finishes_now(self):
+        key = min(self.orders)
+        generator, attempt, version = self.orders.pop(key)
+        receipt = self.buffer.add_sample(self.sample(key, version, version, attempt, generator), self.now)
+        self.follow(receipt.instructions)
+        self.tell(MembersFinished(generator))
+
+
+class WaitLife(RunLife):
+    policy = "wait"
+
+
+class DropLife(RunLife):
+    policy = "drop"
+
+
+class MaskLife(RunLife):
+    policy = "mask"
+
+
+MAX = 5
+BOUNDS = settings(
+    max_examples=MAX,
+    stateful_step_count=60,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+for life in (WaitLife, DropLife, MaskLife):
+    life.TestCase.settings = BOUNDS
+
+TestWaitPolicy = WaitLife.TestCase
+TestDropPolicy = DropLife.TestCase
+TestMaskPolicy = MaskLife.TestCase

@@ -84,7 +84,7 @@ def open_model(folder: Path, config: LearnerConfig, *, trust_remote_code: bool =
 
 def made_ready(model: PreTrainedModel, config: LearnerConfig) -> PreTrainedModel:
     """Move a model to device and dtype, set packed attention, switch dropout off, and check that its head is understood."""
-    model.set_attn_implementation(PACKED_ATTENTION)
+    use_packed_attention(model)
     model.to(device=config.device, dtype=DTYPES[config.dtype])
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
@@ -94,6 +94,12 @@ def made_ready(model: PreTrainedModel, config: LearnerConfig) -> PreTrainedModel
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     _check_head(model)
     return model
+
+
+def use_packed_attention(model: PreTrainedModel) -> None:
+    """Switch a model to packed attention; without it a packed row would be read as one text."""
+    if model.config._attn_implementation != PACKED_ATTENTION:  # noqa: SLF001 - transformers has no public reader
+        model.set_attn_implementation(PACKED_ATTENTION)
 
 
 def open_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> Any:  # noqa: ANN401 - transformers' own class
@@ -153,6 +159,7 @@ def row_logprobs(
     Returns:
         Log-probability of each target and entropy of the distribution it was drawn from, float32 [M] each.
     """
+    assert model.config._attn_implementation == PACKED_ATTENTION, "see use_packed_attention"  # noqa: SLF001
     output = model.base_model(
         input_ids=row.input_ids.unsqueeze(0),
         position_ids=row.position_ids.unsqueeze(0),

@@ -32,6 +32,11 @@ def learning_rate_at(step: int, config: LearnerConfig, num_steps: int) -> float:
     return config.learning_rate * (floor + (1.0 - floor) * 0.5 * (1.0 + math.cos(math.pi * progress)))
 
 
+def build_optimizer(model: torch.nn.Module, config: LearnerConfig, num_steps: int) -> PolicyOptimizer:
+    """Return the optimizer of a model's trainable parameters; `num_steps` is where a cosine schedule ends."""
+    return PolicyOptimizer(model.named_parameters(), config, num_steps)
+
+
 class PolicyOptimizer:
     """AdamW over a model's trainable parameters.
 
@@ -109,7 +114,7 @@ class PolicyOptimizer:
 
 def _master_of(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
     """Return the parameter itself, or a float32 copy that takes over its gradients as they come."""
-    if parameter.dtype == torch.float32:
+    if parameter.dtype in {torch.float32, torch.float64}:
         return parameter
     master = torch.nn.Parameter(parameter.detach().float())
 

@@ -20,10 +20,10 @@ from transformers import PreTrainedModel
 
 from asyncrl.config.algorithm import LearnerConfig
 from asyncrl.config.run import RunConfig
-from asyncrl.config.stages import PretrainedModel, ScratchModel
+from asyncrl.config.stages import PretrainedModel
 from asyncrl.learner.checkpoint import TrainerState, latest_checkpoint, load_trainer, write_folder
 from asyncrl.learner.model import build_scratch, check_folder, link_pretrained, made_ready, open_model, open_tokenizer, save_model
-from asyncrl.learner.optim import PolicyOptimizer
+from asyncrl.learner.optim import PolicyOptimizer, build_optimizer
 from asyncrl.learner.warm_start import tokenise, warm_start
 
 log = logging.getLogger(__name__)
@@ -49,7 +49,9 @@ class Standing:
     """Of the warm start, where there was one just now."""
 
 
-def prepare_standing(config: RunConfig, run_folder: Path, examples: Examples, alphabet: str) -> Standing:
+def prepare_standing(
+    config: RunConfig, run_folder: Path, examples: Examples, alphabet: str, stopped: Callable[[], bool] = lambda: False
+) -> Standing:
     """Load or make the policy.
 
     Args:
@@ -57,40 +59,40 @@ def prepare_standing(config: RunConfig, run_folder: Path, examples: Examples, al
         run_folder: The run; `model/` is written into it the first time.
         examples: For the warm start of a scratch model.
         alphabet: For the tokenizer of a scratch model.
+        stopped: Asked now and then during the warm start.
 
     Raises:
         ConfigError: The model's folder is not usable, or the warm start has no examples.
+        StartAbandoned: `stopped` said so.
     """
     folder, metrics = run_folder / "model", {}
     if not (folder / "config.json").is_file():
-        metrics = _make_model_folder(config, folder, examples, alphabet)
+        metrics = _make_model_folder(config, folder, examples, alphabet, stopped)
     checkpoint = latest_checkpoint(run_folder / "checkpoints")
     trusted = isinstance(config.model, PretrainedModel) and config.model.trust_remote_code
     model = open_model(checkpoint or folder, config.learner, trust_remote_code=trusted)
-    optimizer = PolicyOptimizer(model.named_parameters(), config.learner, config.num_steps)
+    optimizer = build_optimizer(model, config.learner, config.num_steps)
     state = load_trainer(checkpoint, optimizer) if checkpoint else TrainerState(version=0)
     log.info("standing at version %d, from %s", state.version, checkpoint or folder)
     tokenizer = open_tokenizer(folder, trust_remote_code=trusted)
     return Standing(model, tokenizer, optimizer, state.version, folder, checkpoint, state, metrics)
 
 
-def _make_model_folder(config: RunConfig, folder: Path, examples: Examples, alphabet: str) -> dict[str, float]:
+def _make_model_folder(
+    config: RunConfig, folder: Path, examples: Examples, alphabet: str, stopped: Callable[[], bool]
+) -> dict[str, float]:
     if isinstance(config.model, PretrainedModel):
         pretrained = config.model
         check_folder(Path(pretrained.path))
         write_folder(folder, lambda partial: link_pretrained(pretrained, partial))
         return {}
-    return _make_scratch(config, config.model, folder, examples, alphabet)
-
-
-def _make_scratch(config: RunConfig, scratch: ScratchModel, folder: Path, examples: Examples, alphabet: str) -> dict[str, float]:
-    model, tokenizer = build_scratch(scratch, alphabet, config.seed)
+    model, tokenizer = build_scratch(config.model, alphabet, config.seed)
     metrics: dict[str, float] = {}
-    if scratch.warm_start is not None:
+    if config.model.warm_start is not None:
         made_ready(model, LearnerConfig(device=config.learner.device))
         worked, started_s = tokenise(examples(), tokenizer), time.perf_counter()
         with _threads(num_cores()):
-            metrics = warm_start(model, worked, scratch.warm_start, config.learner, config.seed)
+            metrics = warm_start(model, worked, config.model.warm_start, config.learner, config.seed, stopped)
         metrics["warm_start/seconds"] = time.perf_counter() - started_s
     write_folder(folder, lambda partial: save_model(model.cpu(), tokenizer, partial))
     return metrics

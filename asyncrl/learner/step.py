@@ -28,9 +28,9 @@ from asyncrl.config.algorithm import AlgorithmConfig
 from asyncrl.config.run import RunConfig
 from asyncrl.errors import LearnerError
 from asyncrl.learner.measure import StepTokens, TokenRecord, batch_metrics
-from asyncrl.learner.model import row_logprobs
+from asyncrl.learner.model import row_logprobs, use_packed_attention
 from asyncrl.learner.optim import PolicyOptimizer
-from asyncrl.learner.rows import PreparedBatch, Row
+from asyncrl.learner.rows import PreparedBatch, Row, prepare
 from asyncrl.schema.batches import StepBatch
 
 
@@ -48,7 +48,7 @@ class StepResult:
 def train_step(
     model: PreTrainedModel,
     optimizer: PolicyOptimizer,
-    prepared: PreparedBatch,
+    batch: StepBatch | PreparedBatch,
     config: RunConfig,
     *,
     failed_folder: Path | None = None,
@@ -56,9 +56,9 @@ def train_step(
     """Train one batch.
 
     Args:
-        model: The policy at version `step`; changed in place.
+        model: The policy at version `step`; changed in place, and switched to packed attention if it has another.
         optimizer: Of this model.
-        prepared: The batch, from `rows.prepare`.
+        batch: As it came, or decoded already (`rows.prepare`).
         config: `algorithm` and `learner` are read.
         failed_folder: Where the batch is saved if loss or gradient is not finite; None: nowhere.
 
@@ -68,7 +68,9 @@ def train_step(
     Raises:
         LearnerError: Nothing to train, or a loss or gradient is not finite (the weights are those before the update).
     """
+    prepared = batch if isinstance(batch, PreparedBatch) else prepare(batch)
     batch, rows = _checked(prepared, model.device)
+    use_packed_attention(model)
     advantages = _advantages(batch, config.algorithm)
     updates = _split_updates(rows, config.learner.minibatches) * config.learner.epochs
     proximal = None if len(updates) == 1 else _proximal_logprobs(model, rows, batch, config)

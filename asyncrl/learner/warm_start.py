@@ -7,7 +7,7 @@ learning rate rises over the first tenth and then falls along a cosine to a tent
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,10 @@ log = logging.getLogger(__name__)
 LOG_EVERY = 50
 FINAL_RATE_SHARE = 0.1
 WARMUP_SHARE = 0.1
+
+
+class StartAbandoned(Exception):  # noqa: N818 - not an error: somebody asked for the end
+    """The learner was told to end before it had a version 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +56,12 @@ def tokenise(examples: Sequence[tuple[str, str]], tokenizer: Any) -> list[Exampl
 
 
 def warm_start(
-    model: PreTrainedModel, examples: Sequence[Example], config: WarmStart, learner: LearnerConfig, seed: int
+    model: PreTrainedModel,
+    examples: Sequence[Example],
+    config: WarmStart,
+    learner: LearnerConfig,
+    seed: int,
+    stopped: Callable[[], bool] = lambda: False,
 ) -> dict[str, float]:
     """Train the model in place.
 
@@ -62,6 +71,7 @@ def warm_start(
         config: Steps, batch size, learning rate.
         learner: Everything else of an optimizer: betas, clipping, chunking.
         seed: Of the draw.
+        stopped: Asked before every step.
 
     Returns:
         `warm_start/loss` (nats a token, mean of the last ten steps) and `warm_start/steps`.
@@ -69,6 +79,7 @@ def warm_start(
     Raises:
         ConfigError: There are no examples.
         LearnerError: The loss is not finite.
+        StartAbandoned: `stopped` said so.
     """
     if not examples:
         raise ConfigError("model.warm_start: this task has no worked examples; remove warm_start or choose another task")
@@ -76,6 +87,8 @@ def warm_start(
     rng = np.random.default_rng(seed)
     losses = []
     for step in range(config.steps):
+        if stopped():
+            raise StartAbandoned(f"stopped at warm start step {step} of {config.steps}; the next start begins again")
         drawn = rng.choice(len(examples), size=min(config.batch_size, len(examples)), replace=False)
         row = _row([examples[index] for index in drawn]).to(model.device)
         logprobs, _ = row_logprobs(model, row, temperature=1.0, chunk_tokens=learner.logprob_chunk_tokens)

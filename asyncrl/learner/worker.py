@@ -33,6 +33,7 @@ from asyncrl.learner.probe import make_probe
 from asyncrl.learner.rows import PreparedBatch, prepare
 from asyncrl.learner.start import Examples, Standing, prepare_standing
 from asyncrl.learner.step import StepResult, train_step
+from asyncrl.learner.warm_start import StartAbandoned
 from asyncrl.schema.batches import StepBatch, StepDone
 from asyncrl.schema.control import Checkpoint, CheckpointDone, Heartbeat, LearnerReady, Pause, Resume, Shutdown
 from asyncrl.schema.weights import Probe
@@ -133,22 +134,27 @@ class LearnerWorker:
                 loops.create_task(self._beat(), name="heartbeat"),
                 loops.create_task(self._obey(), name="orders"),
             ]
-            await self._start(examples, alphabet)
-            background.append(loops.create_task(self._prefetch(), name="batches"))
             try:
+                await self._start(examples, alphabet)
+                background.append(loops.create_task(self._prefetch(), name="batches"))
                 await self._serve()
+            except StartAbandoned as abandoned:
+                log.info("%s", abandoned)
             finally:
                 for loop in background:
                     loop.cancel()
 
     async def close(self) -> None:
         """Wait for the thread to finish what it is at, and end it."""
+        self._is_ending = True
         await asyncio.to_thread(self._thread.shutdown)
 
     # -- loops -----------------------------------------------------------------------------------------------------------
 
     async def _start(self, examples: Examples, alphabet: str) -> None:
-        standing = await self._on_thread(lambda: prepare_standing(self._config, self._run_folder, examples, alphabet))
+        standing = await self._on_thread(
+            lambda: prepare_standing(self._config, self._run_folder, examples, alphabet, lambda: self._is_ending)
+        )
         self._standing = standing
         await self._on_thread(self._publish_version)
         ready = LearnerReady(standing.version, str(standing.model_folder), standing.metrics)

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from asyncrl.algorithms.types import Denominators, LossConfig, LossInputs
 from asyncrl.algorithms.losses import LOSSES
+from asyncrl.algorithms.types import Denominators, LossConfig, LossInputs
 from asyncrl.learner.attention import PACKED_ATTENTION
 from asyncrl.learner.model import row_logprobs
 from asyncrl.learner.rows import prepare

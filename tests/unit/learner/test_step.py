@@ -1,0 +1,225 @@
+"""What one optimizer step does, against a slow float64 reference and in its corner cases."""
+
+import math
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from asyncrl.errors import LearnerError
+from asyncrl.learner.attention import PACKED_ATTENTION
+from asyncrl.learner.rows import prepare
+from asyncrl.learner.step import train_step
+from asyncrl.schema.batches import StepBatch
+
+
+def reference_loss(model, samples, cap, temperature):
+    """Decoupled PPO at its first update, GRPO advantages, token mean: loops over samples and tokens in float64.
+
+    (transformers normalises in float32 whatever the model is, hence the tolerances below.)
+    """
+    model.set_attn_implementation("eager")
+    rewards = {}
+    for sample in samples:
+        rewards.setdefault(sample["group_id"], []).append(sample["reward"])
+    total, count = torch.zeros((), dtype=torch.float64), 0
+    for sample in samples:
+        group = rewards[sample["group_id"]]
+        mean = sum(group) / len(group)
+        deviation = math.sqrt(sum((reward - mean) ** 2 for reward in group) / (len(group) - 1))
+        advantage = (sample["reward"] - mean) / (deviation + 1e-6)
+        ids = [*sample["prompt"].tolist(), *sample["response"].tolist()]
+        logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0] / temperature
+        for offset, trained in enumerate(sample["mask"]):
+            if not trained:
+                continue
+            position = len(sample["prompt"]) + offset
+            logprob = logits[position - 1].log_softmax(-1)[ids[position]]
+            weight = min(math.exp(logprob.item() - float(sample["logprobs"][offset])), cap)
+            total = total - weight * advantage * torch.exp(logprob - logprob.detach())
+            count += 1
+    model.set_attn_implementation(PACKED_ATTENTION)
+    return total / count
+
+
+def captured_gradients(model):
+    gradients = {}
+    for name, parameter in model.named_parameters():
+        parameter.register_hook(lambda gradient, name=name: gradients.__setitem__(name, gradients.get(name, 0) + gradient))
+    return gradients
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.8])
+def test_loss_and_gradients_equal_a_slow_float64_reference(kit, temperature):
+    samples = kit.samples(groups=3, group_size=3)
+    config = kit.config({"correction_cap": 1.1})
+    model = kit.model().double()
+    expected = reference_loss(model, samples, 1.1, temperature)
+    expected.backward()
+    wanted = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    gradients = captured_gradients(model)
+    prepared = prepare(kit.batch(samples, tokens_per_row=40, temperature=temperature))
+    result = train_step(model, kit.optimizer(model, config), prepared, config)
+    assert result.metrics["policy/loss"] == pytest.approx(expected.item(), abs=1e-7)
+    for name, gradient in wanted.items():
+        torch.testing.assert_close(gradients[name], gradient, rtol=1e-5, atol=1e-7)
+
+
+def test_samples_with_higher_rewards_become_likelier(kit):
+    config = kit.config({"group_size": 2}, {"learning_rate": 3e-3})
+    samples = kit.samples(groups=4, group_size=2, response=(3, 6))
+    for sample in samples:
+        sample["reward"] = float(sample["index"])
+    model = kit.model()
+    optimizer = kit.optimizer(model, config)
+    for step in range(8):
+        train_step(model, optimizer, prepare(kit.batch(samples, step=step)), config)
+    after = train_step(model, optimizer, prepare(kit.batch(samples, step=8)), config)
+    assert after.version == 9
+    assert after.metrics["policy/loss"] < -0.05
+
+
+def test_equal_rewards_leave_the_weights_alone(kit):
+    config, model = kit.config(), kit.model()
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    prepared = prepare(kit.batch(kit.samples(reward=1.0)))
+    result = train_step(model, kit.optimizer(model, config), prepared, config)
+    assert result.metrics["policy/grad_norm"] == 0.0
+    assert result.metrics["reward/zero_spread_fraction"] == 1.0
+    assert all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
+
+
+def test_the_same_batch_gives_the_same_bits(kit):
+    config, outcomes = kit.config({}, {"epochs": 2, "minibatches": 2}), []
+    for _ in range(2):
+        model = kit.model()
+        optimizer = kit.optimizer(model, config)
+        results = [train_step(model, optimizer, prepare(kit.batch(kit.samples(), 40, step=step)), config) for step in range(2)]
+        outcomes.append((results, [parameter.detach().clone() for parameter in model.parameters()]))
+    assert outcomes[0][0] == outcomes[1][0]
+    assert all(torch.equal(old, new) for old, new in zip(outcomes[0][1], outcomes[1][1], strict=True))
+
+
+def test_several_updates_clip_against_the_policy_before_the_step(kit):
+    config = kit.config({"clip_low": 0.01, "clip_high": 0.01}, {"epochs": 3, "minibatches": 2, "learning_rate": 1e-2})
+    model = kit.model()
+    prepared = prepare(kit.batch(kit.samples(), tokens_per_row=40))
+    result = train_step(model, kit.optimizer(model, config), prepared, config)
+    assert result.metrics["policy/updates"] == 6
+    assert result.metrics["policy/clip_fraction"] > 0.1
+
+
+def test_ratio_metrics_are_of_the_policy_before_the_step(kit):
+    samples = kit.samples()
+    config = kit.config({}, {"epochs": 3, "learning_rate": 1e-2})
+    single = train_step(kit.model(), kit.optimizer(kit.model(), config), prepare(kit.batch(samples)), kit.config())
+    model = kit.model()
+    several = train_step(model, kit.optimizer(model, config), prepare(kit.batch(samples)), config)
+    for name in ("ratio/mean", "ratio/ess", "kl/mean", "ratio/correction_mean"):
+        assert several.metrics[name] == pytest.approx(single.metrics[name], rel=1e-5)
+
+
+def test_proximal_behaviour_is_plain_ppo(kit):
+    samples = kit.samples()
+    config = kit.config({"proximal": "behaviour", "clip_low": 0.01, "clip_high": 0.01})
+    model = kit.model()
+    result = train_step(model, kit.optimizer(model, config), prepare(kit.batch(samples)), config)
+    assert result.metrics["ratio/correction_mean"] == pytest.approx(1.0)
+    assert result.metrics["policy/clip_fraction"] > 0.1
+
+
+def test_non_finite_loss_stops_with_the_batch_saved_and_the_weights_untouched(kit, tmp_path):
+    samples = kit.samples()
+    samples[0]["reward"] = math.nan
+    batch, config, model = kit.batch(samples, step=7), kit.config(), kit.model()
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    with pytest.raises(LearnerError, match=r"step 7: loss nan.*step-7\.msgpack"):
+        train_step(model, kit.optimizer(model, config), prepare(batch), config, failed_folder=tmp_path / "failed")
+    assert all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
+    saved = msgspec.msgpack.decode((tmp_path / "failed" / "step-7.msgpack").read_bytes(), type=StepBatch)
+    assert saved.rows == batch.rows
+    assert saved.step == 7
+
+
+def test_non_finite_gradient_stops_too(kit):
+    config, model = kit.config(), kit.model()
+    with torch.no_grad():
+        model.get_output_embeddings().weight[3] = math.inf
+    with pytest.raises(LearnerError, match="the weights were not changed"):
+        train_step(model, kit.optimizer(model, config), prepare(kit.batch(kit.samples())), config)
+
+
+def test_a_step_without_a_trained_token_is_refused(kit):
+    samples = kit.samples()
+    for sample in samples:
+        sample["mask"][:] = 0
+    model, config = kit.model(), kit.config()
+    with pytest.raises(LearnerError, match="nothing to train"):
+        train_step(model, kit.optimizer(model, config), prepare(kit.batch(samples)), config)
+
+
+def test_a_wrong_token_count_is_refused(kit):
+    model, config = kit.model(), kit.config()
+    batch = msgspec.structs.replace(kit.batch(kit.samples()), num_trained_tokens=1)
+    with pytest.raises(LearnerError, match="promises 1 trained tokens"):
+        train_step(model, kit.optimizer(model, config), prepare(batch), config)
+
+
+def test_fully_masked_samples_still_count_for_their_group_s_advantage(kit):
+    """Policy `mask`: a sample too old to train keeps its part in the group mean."""
+    samples = kit.samples(groups=1, group_size=3)
+    for sample, reward in zip(samples, (0.0, 1.0, 1.0), strict=True):
+        sample["reward"] = reward
+    samples[0]["mask"][:] = 0
+    model, config = kit.model(), kit.config({"advantage": "dr_grpo"})
+    result = train_step(model, kit.optimizer(model, config), prepare(kit.batch(samples)), config)
+    assert result.metrics["advantage/max"] == pytest.approx(1 / 3)
+    assert result.metrics["policy/grad_norm"] > 0
+
+
+def test_entropy_bonus_raises_the_entropy(kit):
+    samples = kit.samples(reward=1.0)
+    entropies = []
+    for coefficient in (0.0, 1.0):
+        config = kit.config({"entropy_coefficient": coefficient}, {"learning_rate": 1e-2})
+        model = kit.model(initializer_range=0.5)
+        optimizer = kit.optimizer(model, config)
+        for step in range(6):
+            result = train_step(model, optimizer, prepare(kit.batch(samples, step=step)), config)
+        entropies.append(result.metrics["policy/entropy"])
+    assert entropies[1] > entropies[0] + 0.01
+
+
+@pytest.mark.parametrize("checkpointing", [True, False])
+def test_gradient_checkpointing_changes_nothing(kit, checkpointing):
+    config, plain, model = kit.config(), kit.model(), kit.model()
+    if checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    for trained in (plain, model):
+        train_step(trained, kit.optimizer(trained, config), prepare(kit.batch(kit.samples())), config)
+    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), model.parameters(), strict=True))
+
+
+def test_bfloat16_learns_updates_smaller_than_its_own_step(kit):
+    """Master weights: a thousandth of a percent a step is lost in bfloat16, and not here."""
+    config = kit.config({}, {"dtype": "bfloat16", "learning_rate": 1e-6, "max_grad_norm": 1e9})
+    model = kit.model(dtype="bfloat16")
+    optimizer = kit.optimizer(model, config)
+    masters = [parameter.detach().clone() for parameter in optimizer._trained.values()]
+    train_step(model, optimizer, prepare(kit.batch(kit.samples(), tokens_per_row=30)), config)
+    moved = [not torch.equal(old, new) for old, new in zip(masters, optimizer._trained.values(), strict=True)]
+    assert all(moved)
+    for name, parameter in model.named_parameters():
+        assert parameter.dtype == torch.bfloat16
+        assert torch.equal(parameter, optimizer._trained[name].to(torch.bfloat16))
+
+
+def test_every_metric_is_in_the_table(kit):
+    from asyncrl.observe.metrics import unknown_names
+
+    model, config = kit.model(), kit.config()
+    result = train_step(model, kit.optimizer(model, config), prepare(kit.batch(kit.samples())), config)
+    assert unknown_names(result.metrics) == []
+    assert np.isfinite(list(result.metrics.values())).all()

@@ -1,0 +1,231 @@
+"""The learner process over an in-process channel: what the controller sees."""
+
+import asyncio
+import contextlib
+
+import msgspec
+import torch
+from safetensors.torch import load_file
+
+from asyncrl.clock import SystemClock
+from asyncrl.config.algorithm import LearnerConfig
+from asyncrl.config.run import RunConfig, SupervisionConfig
+from asyncrl.config.stages import ScratchModel, WarmStart
+from asyncrl.errors import AsyncRLError, ConfigError, LearnerError
+from asyncrl.learner.worker import run_learner
+from asyncrl.schema.batches import StepDone
+from asyncrl.schema.control import PROTOCOL, Checkpoint, CheckpointDone, Heartbeat, Hello, LearnerReady, Shutdown
+from asyncrl.schema.samples import ids_from_bytes, logprobs_from_bytes
+from asyncrl.transport.channel import Lane
+from asyncrl.transport.inprocess import InProcessListener
+
+ALPHABET = "abcdefghijklmnopqrstu"
+CONFIG = RunConfig(
+    model=ScratchModel(hidden_size=32, num_layers=1, num_heads=2),
+    learner=LearnerConfig(learning_rate=1e-3, warmup_steps=1),
+    supervision=SupervisionConfig(heartbeat_s=0.02),
+)
+TIMEOUT_S = 20
+
+
+class Controller:
+    """The other end: keeps heartbeats apart from news, and notes what was published."""
+
+    def __init__(self, connection):
+        self.connection = connection
+        self.heartbeats = []
+        self.published = {}
+
+    def publish(self, version, tensors, probe):
+        self.published[version] = ({name: tensor.detach().clone() for name, tensor in tensors.items()}, probe)
+        return 0.0
+
+    async def news(self, kind):
+        async with asyncio.timeout(TIMEOUT_S):
+            while True:
+                delivery = await self.connection.receive(Lane.CONTROL)
+                delivery.ack()
+                if isinstance(delivery.message, Heartbeat):
+                    self.heartbeats.append(delivery.message)
+                else:
+                    assert isinstance(delivery.message, kind), delivery.message
+                    return delivery.message
+
+    async def heartbeat(self, wanted):
+        async with asyncio.timeout(TIMEOUT_S):
+            while True:
+                delivery = await self.connection.receive(Lane.CONTROL)
+                delivery.ack()
+                if isinstance(delivery.message, Heartbeat) and wanted(delivery.message):
+                    return delivery.message
+
+    async def ended(self):
+        async with asyncio.timeout(TIMEOUT_S):
+            return await self.task
+
+    async def step(self, batch):
+        await self.connection.send(batch)
+        return await self.news(StepDone)
+
+
+async def outcome_of(running):
+    """Return what ended it: an error, or None."""
+    try:
+        await running
+    except AsyncRLError as error:
+        return error
+    return None
+
+
+@contextlib.asynccontextmanager
+async def learner(run_folder, config=CONFIG, examples=list):
+    listener = InProcessListener(Hello(PROTOCOL, "controller", "controller", "a", 1))
+    near = await listener.connect(Hello(PROTOCOL, "learner", "learner", "a", 2))
+    controller = Controller(await listener.accept())
+    running = run_learner(
+        config, run_folder, near, SystemClock(),
+        publish=controller.publish, warm_start_examples=examples, alphabet=ALPHABET,
+    )  # fmt: skip
+    async with asyncio.TaskGroup() as group:
+        controller.task = group.create_task(outcome_of(running))
+        yield controller
+        if not controller.task.done():
+            await controller.connection.send(Shutdown(), Lane.CONTROL)
+            assert await controller.ended() is None
+    await listener.close()
+
+
+async def test_steps_make_versions_that_are_published_with_a_probe(kit, tmp_path):
+    async with learner(tmp_path) as controller:
+        ready = await controller.news(LearnerReady)
+        assert (ready.version, ready.model_folder) == (0, str(tmp_path / "model"))
+        for step in range(3):
+            done = await controller.step(kit.batch(kit.samples(seed=step), step=step))
+            assert (done.step, done.version) == (step, step + 1)
+            assert done.finished_s >= done.started_s
+            assert done.metrics["memory/allocated_gb"] > 0
+        assert sorted(controller.published) == [0, 1, 2, 3]
+        initial = load_file(tmp_path / "model" / "model.safetensors")
+        assert all(torch.equal(initial[name], tensor) for name, tensor in controller.published[0][0].items())
+        probes = [logprobs_from_bytes(probe.logprobs) for _, probe in controller.published.values()]
+        tokens = ids_from_bytes(controller.published[0][1].token_ids)
+        assert all(len(probe) == len(tokens) - 1 for probe in probes)
+        assert (probes[0] != probes[3]).any()
+
+
+async def test_batches_are_acknowledged_once_their_step_is_done(kit, tmp_path):
+    async with learner(tmp_path) as controller:
+        await controller.news(LearnerReady)
+        for step in range(3):
+            await controller.connection.send(kit.batch(kit.samples(seed=step), step=step))
+        for step in range(3):
+            assert (await controller.news(StepDone)).step == step
+        assert await controller.connection.flush(TIMEOUT_S)
+        assert controller.connection.unacknowledged() == 0
+
+
+async def test_a_repeated_step_is_answered_and_not_trained(kit, tmp_path):
+    async with learner(tmp_path) as controller:
+        await controller.news(LearnerReady)
+        batch = kit.batch(kit.samples())
+        first = await controller.step(batch)
+        again = await controller.step(msgspec.structs.replace(batch, replay=True))
+        assert again == first
+        assert sorted(controller.published) == [0, 1]
+
+
+async def test_a_step_out_of_order_ends_the_learner(kit, tmp_path):
+    async with learner(tmp_path) as controller:
+        await controller.news(LearnerReady)
+        await controller.connection.send(kit.batch(kit.samples(), step=2))
+        error = await controller.ended()
+    assert isinstance(error, LearnerError)
+    assert "step 2 came while the learner stands at version 0" in str(error)
+
+
+async def test_non_finite_loss_ends_the_learner_with_the_batch_saved(kit, tmp_path):
+    samples = kit.samples()
+    samples[0]["reward"] = float("nan")
+    async with learner(tmp_path) as controller:
+        await controller.news(LearnerReady)
+        await controller.connection.send(kit.batch(samples))
+        assert isinstance(await controller.ended(), LearnerError)
+    assert (tmp_path / "failed" / "step-0.msgpack").is_file()
+
+
+async def test_a_restart_goes_on_from_the_checkpoint_to_the_same_bits(kit, tmp_path):
+    batches = [kit.batch(kit.samples(seed=step), step=step) for step in range(4)]
+    async with learner(tmp_path / "whole") as controller:
+        await controller.news(LearnerReady)
+        for batch in batches:
+            await controller.step(batch)
+        expected = controller.published[4][0]
+    async with learner(tmp_path / "parts") as controller:
+        await controller.news(LearnerReady)
+        for batch in batches[:2]:
+            await controller.step(batch)
+        await controller.connection.send(Checkpoint(2, '{"a": 1}'), Lane.CONTROL)
+        done = await controller.news(CheckpointDone)
+        assert (done.version, done.folder) == (2, str(tmp_path / "parts" / "checkpoints" / "step-000002"))
+        await controller.step(batches[2])
+    async with learner(tmp_path / "parts") as controller:
+        assert (await controller.news(LearnerReady)).version == 2
+        assert list(controller.published) == [2]
+        for batch in batches[2:]:
+            await controller.step(batch)
+        got = controller.published[4][0]
+    assert all(torch.equal(expected[name], got[name]) for name in expected)
+
+
+async def test_a_checkpoint_waits_for_its_version(kit, tmp_path):
+    async with learner(tmp_path) as controller:
+        await controller.news(LearnerReady)
+        await controller.connection.send(Checkpoint(1), Lane.CONTROL)
+        assert (await controller.step(kit.batch(kit.samples()))).version == 1
+        assert (await controller.news(CheckpointDone)).version == 1
+
+
+async def test_heartbeats_say_what_is_waited_for(kit, tmp_path):
+    async with learner(tmp_path) as controller:
+        await controller.news(LearnerReady)
+        beat = await controller.heartbeat(lambda beat: beat.waiting_for)
+        assert beat.waiting_for == "the batch of step 0"
+        assert beat.waiting_since_s <= beat.sent_s
+        await controller.connection.send(kit.batch(kit.samples()))
+        beat = await controller.heartbeat(lambda beat: beat.gauges["process/version"] == 1 and beat.waiting_for)
+        assert beat.waiting_for == "the batch of step 1"
+        assert beat.gauges["process/tokens_trained"] > 0
+        assert beat.gauges["process/idle_s"] > 0
+
+
+async def test_a_warm_start_reports_itself_and_beats_meanwhile(tmp_path):
+    model = ScratchModel(hidden_size=32, num_layers=1, num_heads=2, warm_start=WarmStart(steps=5, batch_size=4))
+    config = msgspec.structs.replace(CONFIG, model=model)
+    async with learner(tmp_path, config, lambda: [("ab", "c"), ("ac", "d")]) as controller:
+        ready = await controller.news(LearnerReady)
+        assert ready.metrics["warm_start/steps"] == 5
+        assert controller.heartbeats
+        assert all(beat.waiting_for == "" for beat in controller.heartbeats)
+
+
+async def test_shutdown_interrupts_a_long_warm_start(tmp_path):
+    model = ScratchModel(hidden_size=32, num_layers=1, num_heads=2, warm_start=WarmStart(steps=10**6, batch_size=2))
+    config = msgspec.structs.replace(CONFIG, model=model)
+    async with learner(tmp_path, config, lambda: [("ab", "c"), ("ac", "d")]) as controller:
+        await controller.heartbeat(lambda beat: True)
+    assert not (tmp_path / "model").exists()
+
+
+async def test_a_model_that_cannot_be_opened_is_a_config_error(tmp_path):
+    from asyncrl.config.stages import PretrainedModel
+
+    config = msgspec.structs.replace(CONFIG, model=PretrainedModel(path=str(tmp_path / "missing")))
+    async with learner(tmp_path, config) as controller:
+        assert isinstance(await controller.ended(), ConfigError)
+
+
+async def test_a_closed_connection_ends_the_learner_quietly(tmp_path):
+    async with learner(tmp_path) as controller:
+        await controller.news(LearnerReady)
+        await controller.connection.close()
+        assert await controller.ended() is None

@@ -1,0 +1,22 @@
+"""Every config in configs/ and experiments/ loads, and survives being written to a run folder and read back."""
+
+from pathlib import Path
+
+import pytest
+
+from asyncrl.config.load import dump_config, load_config
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIGS = sorted([*(ROOT / "configs").glob("*.toml"), *(ROOT / "experiments").glob("*/*.toml")])
+
+
+def test_the_documented_configs_are_there():
+    assert {"quickstart.toml", "smollm2.toml", "gsm8k.toml"} <= {path.name for path in CONFIGS}
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_config_loads_and_round_trips(path, tmp_path):
+    config = load_config(path)
+    resolved = tmp_path / "config.toml"
+    resolved.write_text(dump_config(config), encoding="utf-8")
+    assert load_config(resolved) == config

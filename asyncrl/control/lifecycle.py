@@ -75,7 +75,7 @@ class ProcessRecord:
     deaths_s: list[float] = field(default_factory=list)
     """When it died, within the window."""
     exit_codes: list[int] = field(default_factory=list)
-    """Of every incarnation that ended."""
+    """Of every incarnation that died: one death each; ends after the run's end are none."""
     last_words: str = ""
     """Why it was killed or said it would die; empty where nobody knows."""
 
@@ -273,10 +273,10 @@ class Lifecycle:
         stale = event.incarnation not in {0, record.incarnation}
         if stale or record.state not in _ALIVE | {"restarting"}:
             return []
-        record.exit_codes.append(event.code)
         if self.over:
             record.state = "gone"
             return []
+        record.exit_codes.append(event.code)
         record.deaths_s.append(now)
         why = record.last_words or f"{record.name} exited with {_exit_text(event.code)}"
         instructions: list[Instruction] = [AnnounceDead(record.name, record.kind, why)]

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 from asyncrl.schema.control import Heartbeat
 
+PATIENCE_WITH_WORK = 6
+"""Times the stall time-out, while some process says that it works: a warm start or a long step moves nothing that others see."""
 UPSTREAM = ("learner", "controller", "reward", "generator")
 """Against the flow of the data: each waits for what comes after it, and the last for the first (weights)."""
 
@@ -46,6 +48,11 @@ class StallReport:
 def waits_of(heartbeats: Iterable[Heartbeat]) -> list[Wait]:
     """Return what the processes themselves say they wait for."""
     return [Wait(beat.name, beat.waiting_for, beat.waiting_since_s) for beat in heartbeats if beat.waiting_for]
+
+
+def working_of(heartbeats: Iterable[Heartbeat]) -> list[str]:
+    """Return the names of the processes that say they wait for nothing."""
+    return [beat.name for beat in heartbeats if not beat.waiting_for]
 
 
 def wait_chain(waits: Sequence[Wait], now: float, *, longest: int = 6) -> str:
@@ -99,18 +106,24 @@ class Watchdog:
         self._held = held
         self._since_s = now
 
-    def check(self, now: float, waits: Sequence[Wait], queues: Mapping[str, int]) -> StallReport | None:
+    def check(
+        self, now: float, waits: Sequence[Wait], queues: Mapping[str, int], working: Sequence[str] = ()
+    ) -> StallReport | None:
         """Return a report when nothing moved for `stall_timeout_s`, else None.
+
+        While somebody says that it works, a stall is one only after PATIENCE_WITH_WORK times as long.
 
         Args:
             now: Clock seconds.
             waits: Everybody's waits, the controller's own among them.
             queues: Depth by name, `ready`, `running`, `scoring`.
+            working: Names of processes that wait for nothing.
         """
         stalled_s = now - self._since_s
-        if self._held or stalled_s <= self._timeout_s:
+        if self._held or stalled_s <= self._timeout_s * (PATIENCE_WITH_WORK if working else 1):
             return None
         chain = wait_chain(waits, now) or f"nobody says what it waits for; last seen: {self._last_moves(now)}"
+        chain += f"; at work, as they say: {', '.join(working)}" if working else ""
         depths = ", ".join(f"{count} {name}" for name, count in queues.items())
         return StallReport(stalled_s, chain, f"queues: {depths or 'none'}")
 

@@ -126,7 +126,7 @@ def _print_line(console: Console, line: str) -> None:
 
 
 def closing_lines(run_folder: Path, status: RunStatus | None) -> list[str]:
-    """Draw the run's pictures and return what a user wants to know at its end."""
+    """Return what a user wants to know at the end of a run: accuracy, pictures, checkpoint, outcome."""
     evals = read_evals(run_folder)
     lines = []
     if len(evals) > 1:
@@ -135,14 +135,25 @@ def closing_lines(run_folder: Path, status: RunStatus | None) -> list[str]:
             f"held-out accuracy {first.accuracy:.3f} (version {first.version}) -> {last.accuracy:.3f} (version {last.version}), "
             f"{last.num_samples} samples each"
         )
-    if (run_folder / STEPS_FILE).exists():
-        pictures = importlib.import_module("asyncrl.observe.report")  # matplotlib is slow to import, and only the end needs it
-        lines += [f"{name:<12}{path}" for name, path in pictures.write_report(run_folder).items()]
+    lines += [f"{name:<12}{path}" for name, path in _pictures(run_folder).items()]
     if status is not None and status.checkpoint:
         lines.append(f"{'checkpoint':<12}{status.checkpoint}")
     if status is not None and status.phase in ENDED:
         lines.append(f"{status.phase}{f': {status.reason}' if status.reason else ''}")
     return lines
+
+
+def _pictures(run_folder: Path) -> dict[str, Path]:
+    """Return the run's pictures, drawn anew only where the controller has not done it at the end (it was killed, say)."""
+    steps = run_folder / STEPS_FILE
+    if not steps.exists():
+        return {}
+    drawn = {name: run_folder / f"{name}.png" for name in ("reward", "timeline")}
+    if all(path.exists() and path.stat().st_mtime_ns >= steps.stat().st_mtime_ns for path in drawn.values()):
+        return drawn
+    report = importlib.import_module("asyncrl.observe.report")  # matplotlib is slow to import, and only the end needs it
+    paths: dict[str, Path] = report.write_report(run_folder)
+    return paths
 
 
 # -- drawing -------------------------------------------------------------------------------------------------------------

@@ -24,9 +24,16 @@ class WandbSink:
             settings=wandb.Settings(silent=True, console="off", disable_git=True, save_code=False, x_disable_stats=True),
         )
 
+        self._run.define_metric("version")
+        self._run.define_metric("*", step_metric="version")
+
     def write(self, step: int, time_s: float, values: Mapping[str, float]) -> None:
-        """Log one step; wandb refuses steps that go backwards, so a step repeated after a crash counts once."""
-        self._run.log({**values, "time_s": time_s}, step=step)
+        """Log one step.
+
+        Charts run over `version`, a value of ours: wandb's own step must not go backwards, and an evaluation of an earlier
+        version may end later.
+        """
+        self._run.log({**values, "version": step, "time_s": time_s})
 
     def close(self) -> None:
         """Hand everything over and end wandb's own process."""

@@ -91,18 +91,31 @@ def _end_of_last_line(path: Path) -> int:
 
 
 def read_lines(path: Path, kind: type[T]) -> Iterator[T]:
-    """Yield the rows of a JSON-lines file; none where it does not exist. A torn last line is left out.
+    """Yield the rows of a JSON-lines file; none where it does not exist.
+
+    Lines that are not JSON are left out: a writer that was killed tears its last one, and another may have gone on behind it.
 
     Raises:
-        msgspec.ValidationError: A whole line is not of this kind.
+        msgspec.ValidationError: A line is JSON and not of this kind.
     """
     if not path.exists():
         return
     decoder = msgspec.json.Decoder(kind)
     with path.open("rb") as file:
         for line in file:
-            if line.endswith(b"\n"):
-                yield decoder.decode(line)
+            row = _decoded(decoder, line)
+            if row is not None:
+                yield row
+
+
+def _decoded(decoder: msgspec.json.Decoder[T], line: bytes) -> T | None:
+    """Return the row, or None where the line is torn."""
+    try:
+        return decoder.decode(line) if line.endswith(b"\n") else None
+    except msgspec.ValidationError:
+        raise
+    except msgspec.DecodeError:
+        return None
 
 
 def read_steps(run_folder: Path) -> list[StepReport]:

@@ -212,6 +212,7 @@ def test_nothing_is_restarted_after_the_end() -> None:
     told = Told().up()
     told(StopRequested())
     assert told(*(ProcessExited(item.name, item.kind, 0, 1) for item in PLAN), StopRequested(), Drained(), StepsDone()) == []
+    assert all(record.exit_codes == [] for record in told.life.processes.values()), "ending with the run is no death"
 
 
 @pytest.mark.parametrize("event", [Drained(), EvaluationDone(), Begin(), ProcessReady("nobody")])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from asyncrl.control.watchdog import Wait, Watchdog, wait_chain, waits_of
+from asyncrl.control.watchdog import Wait, Watchdog, wait_chain, waits_of, working_of
 from asyncrl.schema.control import Heartbeat
 
 
@@ -70,3 +70,13 @@ def test_stall_without_a_known_wait_tells_what_moved_last() -> None:
     report = dog.check(20.0, [], {})
     assert report is not None
     assert report.chain == "nobody says what it waits for; last seen: scored 19 s ago, generated 18 s ago"
+
+
+def test_process_that_says_it_works_is_given_longer_but_not_for_ever() -> None:
+    dog = Watchdog(stall_timeout_s=10.0, now=0.0)
+    beats = [Heartbeat("learner", 5.0), Heartbeat("generator-0", 5.0, waiting_for="work", waiting_since_s=3.0)]
+    assert working_of(beats) == ["learner"]
+    assert dog.check(60.0, waits_of(beats), {}, working_of(beats)) is None
+    report = dog.check(61.0, waits_of(beats), {}, working_of(beats))
+    assert report is not None
+    assert report.chain == "generator-0 waits for work since 58 s; at work, as they say: learner"

@@ -61,6 +61,13 @@ async def test_pipe_gets_one_line_a_step_and_the_outcome(run_folder: Path) -> No
     assert lines[-1] == "stopped"
 
 
+async def test_pictures_that_the_controller_drew_are_not_drawn_again(run_folder: Path) -> None:
+    for name in ("reward", "timeline"):
+        (run_folder / f"{name}.png").write_bytes(b"drawn")
+    await followed(PlayedRun(run_folder), plain=True)
+    assert (run_folder / "reward.png").read_bytes() == b"drawn"
+
+
 async def test_terminal_gets_the_panel(run_folder: Path) -> None:
     out = await followed(PlayedRun(run_folder), plain=False)
     assert "played [one]" in out

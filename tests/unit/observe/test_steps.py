@@ -69,3 +69,10 @@ def test_evaluations_are_in_order_of_version(tmp_path: Path) -> None:
     rows = [EvalReport(version=version, accuracy=0.5, num_samples=4) for version in (60, 0, 30)]
     write(tmp_path / EVAL_FILE, *rows)
     assert [row.version for row in read_evals(tmp_path)] == [0, 30, 60]
+
+
+def test_line_that_goes_on_behind_a_torn_one_is_left_out_and_the_rest_is_read(tmp_path: Path) -> None:
+    write(tmp_path / STEPS_FILE, report(0), report(1), report(2))
+    first, second, third = (tmp_path / STEPS_FILE).read_bytes().splitlines(keepends=True)
+    (tmp_path / STEPS_FILE).write_bytes(first + second[:17] + second + third)
+    assert read_steps(tmp_path) == [report(0), report(2)]

@@ -1,0 +1,41 @@
+"""Every metric name that is written anywhere in the package is a row of the table."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import asyncrl
+from asyncrl.observe.metrics import METRICS, unknown_names
+
+PACKAGE = Path(asyncrl.__file__).parent
+STAGES = {name.partition("/")[0] for name in METRICS}
+NAME = re.compile(rf"(?:{'|'.join(sorted(STAGES))})/[a-z_0-9/]+\*?")
+
+
+def names_in(source: str) -> Iterator[str]:
+    """Yield the strings that look like metric names; of an f-string `dropped/{reason}` a member of the family."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.JoinedStr):
+            text = "".join(part.value if isinstance(part, ast.Constant) else "x" for part in node.values)  # type: ignore[misc]
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            text = node.value
+        else:
+            continue
+        if NAME.fullmatch(text) and not text.endswith("/"):
+            yield text
+
+
+def test_names_in_code_are_in_the_table() -> None:
+    strangers = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        if path.name != "metrics.py" and (unknown := unknown_names(names_in(path.read_text(encoding="utf-8")))):
+            strangers[str(path.relative_to(PACKAGE))] = unknown
+    assert not strangers, f"add rows to observe/metrics.py for {strangers}"
+
+
+def test_names_are_found_in_plain_and_formatted_strings() -> None:
+    source = 'a = {"reward/mena": 1}\nb = f"dropped/{reason}"\nc = "not a metric/"\n'
+    assert sorted(names_in(source)) == ["dropped/x", "reward/mena"]

@@ -11,6 +11,7 @@ Invariants:
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from pathlib import Path
@@ -80,7 +81,8 @@ class FilesWriter:
             _fsync_folder(self._folder)
             self._remove_old(version)
         except OSError as error:
-            writing.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                writing.unlink(missing_ok=True)
             raise BroadcastError(f"version {version} could not be written to {self._folder}: {error.strerror}") from error
         return str(target)
 
@@ -112,9 +114,7 @@ class FilesReader:
                 data_start = _check_header(file, available.manifest)
                 return _read_tensors(file, data_start, available, into, cancelled)
         except FileNotFoundError as error:
-            raise VersionUnavailableError(
-                f"version {available.version} is no longer in {self._folder}; fetch the newest"
-            ) from error
+            raise VersionUnavailableError(f"version {available.version} is gone from {self._folder}; fetch the newest") from error
         except OSError as error:
             raise BroadcastError(f"{path} cannot be read: {error.strerror}") from error
 

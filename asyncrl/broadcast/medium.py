@@ -84,7 +84,8 @@ class MediumReader(Protocol):
             The fingerprint of what is in `into` now; the caller compares it with the announced one.
 
         Raises:
-            VersionUnavailableError: The version is gone, was overwritten while reading, does not come, or the fetch was cancelled.
+            VersionUnavailableError: The version is gone, was overwritten while reading, does not come, or the fetch was
+                cancelled.
             BroadcastError: What arrived is damaged or could not be read; a second attempt may go better.
         """
         ...

@@ -142,9 +142,9 @@ class Publisher:
             BroadcastError: One could not be published.
         """
         with self._changed:
-            done = self._changed.wait_for(lambda: not self._state.num_unfinished, timeout_s)
+            done = self._changed.wait_for(lambda: self._failure or not self._state.num_unfinished, timeout_s)
         self._raise_failure()
-        return done
+        return bool(done)
 
     def close(self) -> None:
         """Finish what is published, then release everything. Safe to repeat.

@@ -112,7 +112,7 @@ class SharedMemoryReader:
         slot_bytes = int(header[_SLOT_BYTES])
         is_whole = len(segment) == HEADER_BYTES + NUM_SLOTS * slot_bytes and slot_bytes >= available.manifest.total_bytes
         if header[_MAGIC] != MAGIC or not is_whole:
-            raise BroadcastError(f"{available.location} is not a segment for {available.manifest.total_bytes} bytes of weights")
+            raise VersionUnavailableError(f"{available.location} is not a segment for {available.manifest.total_bytes} bytes")
         slot, sequence = _find_version(header, available.version)
 
         def check() -> None:
@@ -133,7 +133,7 @@ class SharedMemoryReader:
             return self._segment
         path = Path(location)
         if path.parent != segment_folder(self._run_folder) or not path.name.startswith(segment_prefix(self._run_folder)):
-            raise BroadcastError(f"{location} is not a shared-memory segment of this run")
+            raise VersionUnavailableError(f"{location} is not a shared-memory segment of this run")
         try:
             with path.open("rb") as file:
                 self._segment = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -198,9 +198,7 @@ def _find_version(header: NDArray[np.int64], version: int) -> tuple[int, int]:
         if sequence % 2 == 0 and header[_version_at(slot)] == version and header[_sequence_at(slot)] == sequence:
             return slot, sequence
     held = [int(header[_version_at(slot)]) for slot in range(NUM_SLOTS)]
-    raise VersionUnavailableError(
-        f"version {version} is not in shared memory any more (the slots are for {held}); fetch the newest"
-    )
+    raise VersionUnavailableError(f"version {version} has left shared memory (the slots are for {held}); fetch the newest")
 
 
 def _sequence_at(slot: int) -> int:

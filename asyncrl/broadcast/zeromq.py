@@ -225,9 +225,10 @@ class ZeroMQWriter:
 class ZeroMQReader:
     """A generator's end; a connection for each fetch."""
 
-    def __init__(self, config: ZeroMQMedium, keys: CurveKeys | None = None) -> None:
+    def __init__(self, config: ZeroMQMedium, keys: CurveKeys | None = None, stalled_after_s: float = STALLED_AFTER_S) -> None:
         self._config = config
         self._keys = keys
+        self._stalled_after_s = stalled_after_s
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
 
     def fetch(self, available: WeightsAvailable, into: memoryview, cancelled: threading.Event) -> str:
@@ -245,9 +246,9 @@ class ZeroMQReader:
                     hashed = download.whole_until
                 elif cancelled.is_set():
                     raise VersionUnavailableError(f"the fetch of version {available.version} was cancelled")
-                elif time.monotonic() - last_progress_s > STALLED_AFTER_S:
+                elif time.monotonic() - last_progress_s > self._stalled_after_s:
                     raise VersionUnavailableError(
-                        f"version {available.version} stalled: no bytes from {available.location} for {STALLED_AFTER_S:.0f} s "
+                        f"version {available.version} stalled: nothing from {available.location} for {self._stalled_after_s:g} s "
                         f"({download.whole_until} of {len(into)} here); is the learner alive and reachable, do the keys match?"
                     )
         return str(digest.hexdigest())

@@ -1,0 +1,88 @@
+"""The other process of test_medium.py: a publisher or a subscriber that can be killed. Run as a script; told what to do in argv.
+
+Announcements travel over its standard input or output, one JSON object a line, as the controller would carry them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+
+import msgspec
+import torch
+
+from asyncrl.broadcast.publisher import Publisher
+from asyncrl.broadcast.subscriber import Subscriber
+from asyncrl.clock import SystemClock
+from asyncrl.config.stages import BroadcastConfig
+from asyncrl.errors import BroadcastError
+from asyncrl.schema.weights import WeightsAvailable
+
+
+class Order(msgspec.Struct):
+    """Fetch this."""
+
+    config: BroadcastConfig
+    run_folder: str
+    available: WeightsAvailable
+
+
+class Fetched(msgspec.Struct):
+    """What became of one order."""
+
+    version: int
+    values: list[float]
+    """Every distinct value among the tensors; one where the version is whole."""
+    error: str = ""
+
+
+def tensors_of(version: int, num_values: int) -> dict[str, torch.Tensor]:
+    """Tensors that are all `version`, so that a mixture shows."""
+    return {f"layer.{index}": torch.full((num_values,), float(version)) for index in range(4)}
+
+
+def say(message: object) -> None:
+    sys.stdout.buffer.write(msgspec.json.encode(message) + b"\n")
+    sys.stdout.buffer.flush()
+
+
+async def subscribe() -> None:
+    """Carry out every order that comes in, with one subscriber a run, and say what arrived."""
+    subscribers: dict[str, Subscriber] = {}
+    while line := await asyncio.to_thread(sys.stdin.buffer.readline):
+        order = msgspec.json.decode(line, type=Order)
+        if order.run_folder not in subscribers:
+            subscribers[order.run_folder] = Subscriber(order.config, Path(order.run_folder))
+        try:
+            tensors = await subscribers[order.run_folder].fetch(order.available)
+        except BroadcastError as error:
+            say(Fetched(order.available.version, [], str(error)))
+            continue
+        values = torch.cat([tensor.unique() for tensor in tensors.values()]).unique()
+        say(Fetched(order.available.version, values.tolist()))
+    for subscriber in subscribers.values():
+        subscriber.close()
+
+
+def publish(config: BroadcastConfig, run_folder: Path, num_values: int, num_versions: int) -> None:
+    """Publish versions as fast as it goes; announce each; wait for the end of standard input before closing."""
+    publisher = Publisher(config, run_folder, say, SystemClock())
+    for version in range(1, num_versions + 1):
+        publisher.publish(version, tensors_of(version, num_values))
+    publisher.flush(30)
+    sys.stdin.buffer.read()
+    publisher.close()
+
+
+def main() -> None:
+    role, *arguments = sys.argv[1:]
+    if role == "subscribe":
+        asyncio.run(subscribe())
+    else:
+        config_json, run_folder, *numbers = arguments
+        publish(msgspec.json.decode(config_json, type=BroadcastConfig), Path(run_folder), *map(int, numbers))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,582 @@
+"""The weight-medium contract, over every medium, with a second process at the other end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+import zmq
+from safetensors import safe_open
+
+from asyncrl.broadcast.layout import make_manifest, view_tensors
+from asyncrl.broadcast.media import open_reader
+from asyncrl.broadcast.publisher import Publisher
+from asyncrl.broadcast.shared_memory import HEADER_BYTES, remove_leftover_segments, segment_folder, segment_prefix
+from asyncrl.broadcast.subscriber import Subscriber
+from asyncrl.broadcast.zeromq import CurveKeys, ZeroMQReader
+from asyncrl.clock import SystemClock
+from asyncrl.config.stages import BroadcastConfig, FilesMedium, SharedMemoryMedium, ZeroMQMedium
+from asyncrl.errors import BroadcastError
+from asyncrl.schema.weights import Probe, WeightsAvailable
+
+PEER = Path(__file__).with_name("medium_peer.py")
+TIMEOUT_S = 30
+MEDIA = {
+    "shared_memory": SharedMemoryMedium(),
+    "files": FilesMedium(keep_last=2),
+    "zeromq": ZeroMQMedium(chunk_bytes=64 << 10),
+}
+NUM_VALUES = 100_000
+
+
+class Order(msgspec.Struct):
+    config: BroadcastConfig
+    run_folder: str
+    available: WeightsAvailable
+
+
+class Fetched(msgspec.Struct):
+    version: int
+    values: list[float]
+    error: str = ""
+
+
+class Peer:
+    """The second process, and the lines it says."""
+
+    def __init__(self, *arguments: str) -> None:
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+        self.process = subprocess.Popen(
+            [sys.executable, str(PEER), *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
+        )
+        self._lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self._listener = threading.Thread(target=self._listen)
+        self._listener.start()
+
+    def _listen(self) -> None:
+        for line in self.process.stdout:
+            self._lines.put(line)
+        self._lines.put(b"")
+
+    def tell(self, message: object) -> None:
+        self.process.stdin.write(msgspec.json.encode(message) + b"\n")
+        self.process.stdin.flush()
+
+    def hear(self, kind: type) -> object | None:
+        line = self._lines.get(timeout=TIMEOUT_S)
+        return msgspec.json.decode(line, type=kind) if line else None
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait(timeout=TIMEOUT_S)
+
+    def close(self) -> None:
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.close()
+        self.process.wait(timeout=TIMEOUT_S)
+        self._listener.join(timeout=TIMEOUT_S)
+        self.process.stdout.close()
+
+
+@pytest.fixture(params=MEDIA)
+def config(request) -> BroadcastConfig:
+    return BroadcastConfig(medium=MEDIA[request.param])
+
+
+@pytest.fixture
+def learner(config, tmp_path) -> Iterator[Learner]:
+    learner = Learner(config, tmp_path)
+    yield learner
+    learner.publisher.close()
+
+
+class Generators:
+    """Two long-lived subscriber processes; one that was killed is replaced when it is next needed."""
+
+    def __init__(self) -> None:
+        self._peers: dict[int, Peer] = {}
+
+    def tell(self, number: int, config: BroadcastConfig, run_folder: Path, available: WeightsAvailable) -> Peer:
+        if number in self._peers and self._peers[number].process.poll() is not None:
+            self._peers.pop(number).close()
+        if number not in self._peers:
+            self._peers[number] = Peer("subscribe")
+        self._peers[number].tell(Order(config, str(run_folder), available))
+        return self._peers[number]
+
+    def fetch(self, config: BroadcastConfig, run_folder: Path, available: WeightsAvailable) -> Fetched:
+        return self.tell(0, config, run_folder, available).hear(Fetched)
+
+    def close(self) -> None:
+        for peer in self._peers.values():
+            peer.close()
+
+
+@pytest.fixture(scope="module")
+def generators() -> Iterator[Generators]:
+    generators = Generators()
+    yield generators
+    generators.close()
+
+
+@pytest.fixture
+def publisher_process(config, tmp_path) -> Iterator[Peer]:
+    """A learner of its own that publishes for as long as it lives."""
+    peer = Peer("publish", msgspec.json.encode(config).decode(), str(tmp_path), "400000", "1000000")
+    yield peer
+    peer.kill()
+    peer.close()
+
+
+class Learner:
+    """A publisher and what it announced."""
+
+    def __init__(self, config: BroadcastConfig, run_folder: Path, keys: CurveKeys | None = None) -> None:
+        self.announced: queue.SimpleQueue[WeightsAvailable] = queue.SimpleQueue()
+        self.publisher = Publisher(config, run_folder, self.announced.put, SystemClock(), keys)
+
+    def publish(self, version: int, num_values: int = NUM_VALUES) -> WeightsAvailable:
+        """Publish and wait for the announcement."""
+        self.publisher.publish(version, tensors_of(version, num_values))
+        return self.announced.get(timeout=TIMEOUT_S)
+
+
+def tensors_of(version: int, num_values: int = NUM_VALUES) -> dict[str, torch.Tensor]:
+    return {f"layer.{index}": torch.full((num_values,), float(version)) for index in range(4)}
+
+
+def fetch(config: BroadcastConfig, run_folder: Path, available: WeightsAvailable) -> dict[str, torch.Tensor]:
+    """Fetch once, with a subscriber of its own."""
+
+    async def once() -> dict[str, torch.Tensor]:
+        subscriber = Subscriber(config, run_folder)
+        try:
+            return {name: tensor.clone() for name, tensor in (await subscriber.fetch(available)).items()}
+        finally:
+            subscriber.close()
+
+    return asyncio.run(once())
+
+
+def test_every_version_arrives_whole_in_another_process(config, tmp_path, learner, generators):
+    for version in range(5):
+        assert generators.fetch(config, tmp_path, learner.publish(version)) == Fetched(version, [float(version)])
+
+
+def test_what_arrives_is_bit_identical_whatever_the_dtypes(config, tmp_path, learner):
+    tensors = {
+        "embed": torch.randn(313, 7).to(torch.bfloat16),
+        "norm": torch.tensor([float("inf"), -0.0, 1e-45]),
+        "count": torch.arange(5),
+        "nothing": torch.zeros(0, 3),
+    }
+    probe = Probe(b"\x01\x00\x00\x00", b"")
+    learner.publisher.publish(7, tensors, probe)
+    available = learner.announced.get(timeout=TIMEOUT_S)
+    arrived = fetch(config, tmp_path, available)
+    assert (available.version, available.probe, available.medium) == (7, probe, config.medium.__struct_config__.tag)
+    for name, tensor in tensors.items():
+        assert arrived[name].dtype == tensor.dtype
+        assert torch.equal(arrived[name].view(torch.uint8), tensor.view(torch.uint8))
+
+
+def test_the_learner_may_change_its_weights_as_soon_as_publish_returns(config, tmp_path, learner):
+    tensors = tensors_of(1)
+    learner.publisher.publish(1, tensors)
+    for tensor in tensors.values():
+        tensor.fill_(99.0)
+    arrived = fetch(config, tmp_path, learner.announced.get(timeout=TIMEOUT_S))
+    assert all(torch.equal(arrived[name], expected) for name, expected in tensors_of(1).items())
+
+
+def test_a_racing_publisher_never_yields_a_mixture(config, tmp_path, publisher_process):
+    """The publisher goes as fast as it can; whatever is fetched is one version, or an error that says so."""
+
+    async def race() -> int:
+        subscriber = Subscriber(config, tmp_path)
+        whole = 0
+        for _ in range(60):
+            available = await asyncio.to_thread(publisher_process.hear, WeightsAvailable)
+            with contextlib.suppress(BroadcastError):
+                tensors = await subscriber.fetch(available)
+                assert {float(value) for tensor in tensors.values() for value in tensor.unique()} == {float(available.version)}
+                whole += 1
+        subscriber.close()
+        return whole
+
+    assert asyncio.run(race()) >= 1
+
+
+def test_a_late_joiner_gets_the_newest(config, tmp_path, learner, generators):
+    for version in range(1, 6):
+        available = learner.publish(version)
+    assert generators.fetch(config, tmp_path, available) == Fetched(5, [5.0])
+
+
+def test_several_generators_fetch_the_same_version(config, tmp_path, learner, generators):
+    available = learner.publish(3)
+    peers = [generators.tell(number, config, tmp_path, available) for number in range(2)]
+    assert [peer.hear(Fetched) for peer in peers] == [Fetched(3, [3.0])] * 2
+
+
+def test_a_version_long_gone_is_a_clear_error_and_the_newest_still_comes(config, tmp_path, learner, generators):
+    first = learner.publish(1)
+    for version in (2, 3, 4):
+        newest = learner.publish(version)
+    assert "version 1" in generators.fetch(config, tmp_path, first).error
+    assert generators.fetch(config, tmp_path, newest) == Fetched(4, [4.0])
+
+
+def test_a_subscriber_killed_in_the_middle_disturbs_nobody(config, tmp_path, learner, generators):
+    generators.tell(1, config, tmp_path, learner.publish(1, num_values=2_000_000)).kill()
+    for version in (2, 3, 4):
+        available = learner.publish(version, num_values=2_000_000)
+    assert generators.fetch(config, tmp_path, available) == Fetched(4, [4.0])
+
+
+def test_a_stopped_subscriber_does_not_hold_the_publisher_up(config, tmp_path, learner, generators):
+    assert generators.fetch(config, tmp_path, learner.publish(1)).error == ""
+    peer = generators.tell(0, config, tmp_path, learner.publish(2))
+    peer.process.send_signal(signal.SIGSTOP)
+    try:
+        started_s = time.monotonic()
+        for version in range(3, 23):
+            available = learner.publish(version)
+        assert time.monotonic() - started_s < 10
+    finally:
+        peer.process.send_signal(signal.SIGCONT)
+    assert peer.hear(Fetched).version == 2
+    assert generators.fetch(config, tmp_path, available) == Fetched(22, [22.0])
+
+
+def test_memory_stays_at_two_slots_however_many_versions_there_are(config, tmp_path, learner):
+    num_values = 1_000_000
+    learner.publish(1, num_values)
+    learner.publish(2, num_values)
+    before = resident_bytes()
+    for version in range(3, 15):
+        learner.publish(version, num_values)
+    assert resident_bytes() - before < make_manifest(tensors_of(1, num_values)).total_bytes
+
+
+def resident_bytes() -> int:
+    fields = Path("/proc/self/statm").read_text(encoding="ascii").split()
+    return int(fields[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_a_killed_publisher_leaves_a_whole_version_or_an_error_and_the_next_one_cleans_up(config, tmp_path, publisher_process):
+    for _ in range(3):
+        available = publisher_process.hear(WeightsAvailable)
+    publisher_process.kill()
+    while (later := publisher_process.hear(WeightsAvailable)) is not None:
+        available = later
+    whole_or_error = read(config, tmp_path, available)
+    assert whole_or_error in ({float(available.version)}, set())
+
+    learner = Learner(config, tmp_path)
+    assert read(config, tmp_path, learner.publish(1)) == {1.0}
+    learner.publisher.close()
+    assert left_behind(tmp_path) <= {"version-00000001.safetensors"}
+
+
+def read(config: BroadcastConfig, run_folder: Path, available: WeightsAvailable) -> set[float]:
+    """Return the distinct values that one fetch yields, none where it fails as promised."""
+    if isinstance(config.medium, ZeroMQMedium):
+        reader = ZeroMQReader(config.medium, stalled_after_s=0.5)
+    else:
+        reader = open_reader(config.medium, run_folder)
+    into = torch.zeros(available.manifest.total_bytes, dtype=torch.uint8)
+    try:
+        found = reader.fetch(available, into.numpy().data, threading.Event())
+    except BroadcastError:
+        return set()
+    finally:
+        reader.close()
+    assert found == available.fingerprint
+    return {float(value) for tensor in view_tensors(into, available.manifest).values() for value in tensor.unique()}
+
+
+def test_nothing_is_left_behind_after_close(config, tmp_path):
+    learner = Learner(config, tmp_path)
+    for version in range(1, 8):
+        learner.publish(version)
+    learner.publisher.close()
+    learner.publisher.close()
+    kept = {"version-00000006.safetensors", "version-00000007.safetensors"}
+    assert left_behind(tmp_path) == (kept if isinstance(config.medium, FilesMedium) else set())
+
+
+def left_behind(run_folder: Path) -> set[str]:
+    segments = segment_folder(run_folder).glob(f"{segment_prefix(run_folder)}*")
+    return {path.name for path in run_folder.rglob("*") if path.is_file()} | {path.name for path in segments}
+
+
+class ImpatientClock:
+    """A clock on which every wait is over at once."""
+
+    def __init__(self) -> None:
+        self._now_s = 0.0
+
+    def now(self) -> float:
+        return self._now_s
+
+    async def sleep(self, delay_s: float) -> None:
+        self._now_s += max(delay_s, 0.0)
+
+
+async def test_a_flipped_byte_never_goes_live_and_the_version_comes_once_the_bytes_are_right(config, tmp_path, learner):
+    subscriber = Subscriber(config, tmp_path, ImpatientClock())
+    await subscriber.fetch(learner.publish(1))
+    second = learner.publish(2)
+    with flipped_byte(learner, second), pytest.raises(BroadcastError, match="arrived damaged"):
+        await subscriber.fetch(second)
+    repaired = await subscriber.fetch(second)
+    assert torch.equal(repaired["layer.3"], tensors_of(2)["layer.3"])
+    subscriber.close()
+
+
+@contextlib.contextmanager
+def flipped_byte(learner: Learner, available: WeightsAvailable) -> Iterator[None]:
+    """Damage one byte of a committed version where it lies; put it right afterwards."""
+    if available.medium == "zeromq":
+        slots = [slot for slot in learner.publisher._flats if np.frombuffer(slot, np.float32)[0] == available.version]
+        target = slots[0]
+        target[1000] ^= 1
+        yield
+        target[1000] ^= 1
+        return
+    path = Path(available.location)
+    offset = 1000 + (HEADER_BYTES if available.medium == "shared_memory" else 1000)
+    if available.medium == "shared_memory":
+        slot_bytes = (path.stat().st_size - HEADER_BYTES) // 2
+        offset += slot_bytes
+    flip(path, offset)
+    yield
+    flip(path, offset)
+
+
+def flip(path: Path, offset: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)
+        file.seek(offset)
+        file.write(bytes([byte[0] ^ 1]))
+
+
+async def test_the_newest_of_several_announcements_is_what_goes_live(config, tmp_path, learner):
+    subscriber = Subscriber(config, tmp_path)
+    for version in (1, 2, 3):
+        subscriber.announce(learner.publish(version))
+    fetched = await subscriber.next_version()
+    assert fetched.available.version == 3
+    assert fetched.fetch_ms > 0
+    subscriber.close()
+
+
+async def test_a_cancelled_fetch_leaves_the_subscriber_usable(config, tmp_path, learner):
+    subscriber = Subscriber(config, tmp_path)
+    waiting = asyncio.timeout(0.01)
+    with pytest.raises(TimeoutError):
+        async with waiting:
+            await subscriber.next_version()
+    tensors = await subscriber.fetch(learner.publish(1))
+    assert torch.equal(tensors["layer.1"], tensors_of(1)["layer.1"])
+    subscriber.close()
+
+
+async def test_announcements_of_another_medium_and_of_old_versions_are_refused(config, tmp_path, learner):
+    subscriber = Subscriber(config, tmp_path)
+    available = learner.publish(4)
+    await subscriber.fetch(available)
+    with pytest.raises(BroadcastError, match="not newer"):
+        await subscriber.fetch(available)
+    with pytest.raises(BroadcastError, match="carrier_pigeon"):
+        subscriber.announce(msgspec.structs.replace(available, version=5, medium="carrier_pigeon"))
+    subscriber.close()
+
+
+def test_bytes_travel_as_the_configured_dtype(config, tmp_path):
+    learner = Learner(msgspec.structs.replace(config, dtype="bfloat16"), tmp_path)
+    fetched = fetch(config, tmp_path, learner.publish(3))
+    assert fetched["layer.0"].dtype == torch.bfloat16
+    assert bool((fetched["layer.0"] == 3).all())
+    learner.publisher.close()
+
+
+# -- what one medium alone must hold ---------------------------------------------------------------------------------------
+
+
+def test_weight_files_open_with_safetensors(tmp_path):
+    learner = Learner(BroadcastConfig(medium=FilesMedium()), tmp_path)
+    available = learner.publish(12, num_values=33)
+    with safe_open(available.location, framework="pt") as file:
+        assert file.metadata()["fingerprint"] == available.fingerprint
+        assert {name: file.get_tensor(name).tolist() for name in file.keys()} == {  # noqa: SIM118 - not a dict
+            name: tensor.tolist() for name, tensor in tensors_of(12, 33).items()
+        }
+    learner.publisher.close()
+
+
+def test_a_truncated_weight_file_is_a_clear_error(tmp_path):
+    config = BroadcastConfig(medium=FilesMedium())
+    learner = Learner(config, tmp_path)
+    available = learner.publish(1, num_values=1000)
+    path = Path(available.location)
+    for keep_bytes in (0, 4, 100, path.stat().st_size - 1):
+        os.truncate(path, keep_bytes)
+        assert read(config, tmp_path, available) == set()
+    learner.publisher.close()
+
+
+def test_a_full_disk_is_told_to_the_learner_at_the_next_publish(tmp_path):
+    (tmp_path / "weights").mkdir()
+    learner = Learner(BroadcastConfig(medium=FilesMedium()), tmp_path)
+    learner.publish(1)
+    (tmp_path / "weights" / f".writing-2-{os.getpid()}").mkdir()
+    learner.publisher.publish(2, tensors_of(2))
+    with pytest.raises(BroadcastError, match="version 2 was not published"):
+        learner.publisher.flush(TIMEOUT_S)
+    assert learner.publish(3).version == 3
+    learner.publisher.close()
+
+
+def test_a_shared_memory_location_of_another_run_is_refused(tmp_path):
+    config = BroadcastConfig()
+    learner = Learner(config, tmp_path / "one")
+    available = learner.publish(1)
+    with pytest.raises(BroadcastError, match="not a shared-memory segment of this run"):
+        fetch(config, tmp_path / "two", available)
+    learner.publisher.close()
+    assert remove_leftover_segments(tmp_path / "one") == []
+
+
+def curve_keys() -> tuple[CurveKeys, CurveKeys]:
+    """Return the learner's and a generator's."""
+    learner, generator = zmq.curve_keypair(), zmq.curve_keypair()
+    return CurveKeys(*learner, peers=(generator[0],)), CurveKeys(*generator, peers=(learner[0],))
+
+
+async def test_weights_over_zeromq_come_through_with_the_right_keys_only(tmp_path):
+    config = BroadcastConfig(medium=MEDIA["zeromq"])
+    learner_keys, generator_keys = curve_keys()
+    learner = Learner(config, tmp_path, learner_keys)
+    available = learner.publish(1)
+    welcome = Subscriber(config, tmp_path, curve_keys=generator_keys)
+    assert torch.equal((await welcome.fetch(available))["layer.0"], tensors_of(1)["layer.0"])
+    welcome.close()
+    stranger_pair = zmq.curve_keypair()
+    stranger = CurveKeys(*stranger_pair, peers=(learner_keys.public,))
+    for keys in (None, stranger):
+        refused = ZeroMQReader(config.medium, keys, stalled_after_s=0.5)
+        into = memoryview(bytearray(available.manifest.total_bytes))
+        with pytest.raises(BroadcastError, match="do the keys match"):
+            await asyncio.to_thread(refused.fetch, available, into, threading.Event())
+        refused.close()
+    learner.publisher.close()
+
+
+async def test_malformed_requests_are_counted_and_the_service_goes_on(tmp_path):
+    config = BroadcastConfig(medium=MEDIA["zeromq"])
+    learner = Learner(config, tmp_path)
+    available = learner.publish(1)
+    context = zmq.Context()
+    dealer = context.socket(zmq.DEALER)
+    dealer.connect(available.location)
+    bad = [b"", b"\xff" * 40, b"\x85\xa4type\xadchunk_request", msgspec.msgpack.encode({"type": "chunk_request", "version": -1})]
+    request = {"type": "chunk_request", "version": 1, "fingerprint": available.fingerprint}
+    bad += [
+        msgspec.msgpack.encode(request | {"offset": offset, "num_bytes": size}) for offset, size in ((0, 1 << 30), (1 << 40, 8))
+    ]
+    for number in range(600):
+        dealer.send(bad[number % len(bad)])
+    dealer.send_multipart([b"two", b"frames"])
+    dealer.send(msgspec.msgpack.encode(request | {"offset": 0, "num_bytes": 64}))
+    assert await asyncio.to_thread(dealer.poll, TIMEOUT_S * 1000)
+    assert len(dealer.recv_multipart()) == 2
+    assert learner.publisher._writer.refused == 601
+    assert read(config, tmp_path, available) == {1.0}
+    dealer.close(linger=0)
+    context.term()
+    learner.publisher.close()
+
+
+class BreakingProxy:
+    """A TCP relay that cuts its first connection after some bytes."""
+
+    def __init__(self, target_port: int, cut_after_bytes: int) -> None:
+        self._target_port = target_port
+        self._left = cut_after_bytes
+        self.cuts = 0
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        to_reader, to_writer = await asyncio.open_connection("127.0.0.1", self._target_port)
+        async with asyncio.TaskGroup() as relays:
+            relays.create_task(self._relay(reader, to_writer, counted=False))
+            relays.create_task(self._relay(to_reader, writer, counted=True))
+
+    async def _relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, counted: bool) -> None:
+        try:
+            while chunk := await reader.read(65536):
+                self._left -= len(chunk) * counted
+                if self._left < 0 and not self.cuts:
+                    self.cuts += 1
+                    writer.transport.abort()
+                    break
+                writer.write(chunk)
+                await writer.drain()
+        except ConnectionError:
+            pass
+        finally:
+            writer.close()
+
+
+async def test_a_broken_connection_is_taken_up_again(tmp_path):
+    config = BroadcastConfig(medium=MEDIA["zeromq"])
+    learner = Learner(config, tmp_path)
+    available = learner.publish(1)
+    proxy = BreakingProxy(int(available.location.rsplit(":", 1)[1]), cut_after_bytes=500_000)
+    server = await asyncio.start_server(proxy.serve, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    subscriber = Subscriber(config, tmp_path)
+    async with asyncio.timeout(TIMEOUT_S):
+        tensors = await subscriber.fetch(msgspec.structs.replace(available, location=f"tcp://127.0.0.1:{port}"))
+    assert torch.equal(tensors["layer.3"], tensors_of(1)["layer.3"])
+    assert proxy.cuts == 1
+    subscriber.close()
+    server.close()
+    await server.wait_closed()
+    learner.publisher.close()
+
+
+async def test_a_slow_generator_is_not_starved_by_a_fast_learner(tmp_path):
+    """While it keeps asking for version 1, newer ones take turns in the other slot."""
+    config = BroadcastConfig(medium=MEDIA["zeromq"])
+    learner = Learner(config, tmp_path)
+    available = learner.publish(1)
+    context = zmq.Context()
+    dealer = context.socket(zmq.DEALER)
+    dealer.connect(available.location)
+    request = {"type": "chunk_request", "version": 1, "fingerprint": available.fingerprint, "offset": 0, "num_bytes": 1024}
+    for version in range(2, 8):
+        dealer.send(msgspec.msgpack.encode(request))
+        assert await asyncio.to_thread(dealer.poll, TIMEOUT_S * 1000)
+        header, part = dealer.recv_multipart()
+        assert "gone" not in msgspec.msgpack.decode(header) or not msgspec.msgpack.decode(header)["gone"]
+        assert np.frombuffer(part, np.float32)[0] == 1.0
+        learner.publish(version)
+    dealer.close(linger=0)
+    context.term()
+    learner.publisher.close()

@@ -1,0 +1,123 @@
+import msgspec
+import pytest
+import torch
+
+from asyncrl.broadcast.layout import (
+    ALIGNMENT_BYTES,
+    PIECE_BYTES,
+    check_manifest,
+    check_tensors,
+    copy_out,
+    make_manifest,
+    view_tensors,
+)
+from asyncrl.errors import BroadcastError
+from asyncrl.schema.weights import TensorEntry, WeightsManifest
+
+
+def copied(tensors, dtype="model"):
+    manifest = make_manifest(tensors, dtype)
+    flat = torch.zeros(manifest.total_bytes, dtype=torch.uint8)
+    views = view_tensors(flat, manifest)
+    copy_out(tensors, manifest, views, lambda _: None)
+    return manifest, flat, views
+
+
+def test_tensors_of_any_shape_and_dtype_come_back_bit_for_bit():
+    tensors = {
+        "matrix": torch.randn(17, 5),
+        "half": torch.randn(33).to(torch.bfloat16),
+        "scalar": torch.tensor(3, dtype=torch.int64),
+        "empty": torch.zeros(0, 4),
+        "mask": torch.tensor([True, False, True]),
+    }
+    _, _, views = copied(tensors)
+    assert list(views) == list(tensors)
+    for name, tensor in tensors.items():
+        assert views[name].dtype == tensor.dtype
+        assert torch.equal(views[name], tensor)
+
+
+def test_entries_are_aligned_and_gaps_are_zero():
+    manifest, flat, _ = copied({"a": torch.full((3,), 7, dtype=torch.uint8), "b": torch.full((1,), 7, dtype=torch.uint8)})
+    assert [entry.offset for entry in manifest.entries] == [0, ALIGNMENT_BYTES]
+    assert manifest.total_bytes == 2 * ALIGNMENT_BYTES
+    assert int(flat.sum()) == 4 * 7
+
+
+def test_tied_tensors_travel_once_under_their_first_name():
+    embedding = torch.randn(6, 4)
+    manifest = make_manifest({"embed": embedding, "layer": torch.randn(4), "head": embedding})
+    assert [entry.name for entry in manifest.entries] == ["embed", "layer"]
+
+
+def test_equal_but_separate_tensors_both_travel():
+    manifest = make_manifest({"a": torch.zeros(4), "b": torch.zeros(4), "c": torch.zeros(0), "d": torch.zeros(0)})
+    assert [entry.name for entry in manifest.entries] == ["a", "b", "c", "d"]
+
+
+def test_cast_applies_to_floating_point_only():
+    tensors = {"weight": torch.randn(9), "steps": torch.arange(3)}
+    manifest, _, views = copied(tensors, "bfloat16")
+    assert [entry.dtype for entry in manifest.entries] == ["BF16", "I64"]
+    assert torch.equal(views["weight"], tensors["weight"].to(torch.bfloat16))
+    assert [entry.dtype for entry in make_manifest({"w": torch.zeros(2, dtype=torch.float16)}, "float32").entries] == ["F32"]
+
+
+def test_large_and_transposed_tensors_are_copied_whole_and_progress_ends_at_the_end():
+    wide = torch.arange(PIECE_BYTES // 4 + 100, dtype=torch.float32)
+    tensors = {"wide": wide, "turned": torch.randn(50, 7).t(), "turned_wide": wide.view(4, -1).t()}
+    manifest = make_manifest(tensors)
+    views = view_tensors(torch.zeros(manifest.total_bytes, dtype=torch.uint8), manifest)
+    marks = []
+    copy_out(tensors, manifest, views, marks.append)
+    assert all(torch.equal(views[name], tensor) for name, tensor in tensors.items())
+    assert marks == sorted(marks)
+    assert marks[-1] == manifest.entries[-1].offset + manifest.entries[-1].num_bytes
+
+
+def test_parameters_that_need_gradients_are_copied_without_a_graph():
+    parameter = torch.nn.Parameter(torch.randn(3))
+    _, _, views = copied({"p": parameter})
+    assert not views["p"].requires_grad
+
+
+def test_views_share_memory_with_the_buffer():
+    _, flat, views = copied({"a": torch.ones(4)})
+    flat.zero_()
+    assert torch.equal(views["a"], torch.zeros(4))
+
+
+@pytest.mark.parametrize("tensors", [{}, {"z": torch.zeros(2, dtype=torch.complex64)}])
+def test_what_cannot_be_laid_out_is_refused(tensors):
+    with pytest.raises(BroadcastError):
+        make_manifest(tensors)
+
+
+def test_other_names_or_shapes_than_the_run_has_are_refused():
+    manifest = make_manifest({"a": torch.zeros(2), "b": torch.zeros(3)})
+    with pytest.raises(BroadcastError, match="'b'"):
+        check_tensors({"a": torch.zeros(2)}, manifest)
+    with pytest.raises(BroadcastError, match=r"\(4,\)"):
+        check_tensors({"a": torch.zeros(2), "b": torch.zeros(4)}, manifest)
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [
+        (TensorEntry("a", (2,), "F32", 0, 12),),
+        (TensorEntry("a", (2,), "F32", 8, 8),),
+        (TensorEntry("a", (2,), "F99", 0, 8),),
+        (TensorEntry("a", (-2,), "F32", 0, -8),),
+        (TensorEntry("a", (40,), "F32", 0, 160),),
+        (TensorEntry("a", (16,), "F32", 0, 64), TensorEntry("b", (2,), "F32", 0, 8)),
+    ],
+)
+def test_a_manifest_that_contradicts_itself_is_refused(entries):
+    with pytest.raises(BroadcastError):
+        check_manifest(WeightsManifest(entries, 128))
+
+
+def test_a_manifest_survives_the_wire():
+    manifest = make_manifest({"a": torch.randn(3, 4), "b": torch.zeros((), dtype=torch.bfloat16)})
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(manifest), type=WeightsManifest) == manifest

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from asyncrl.errors import ConfigError
 
@@ -58,6 +58,11 @@ class ImportedModel:
     dtype: str
     num_parameters: int
 
+    def __str__(self) -> str:
+        """Return one line for people."""
+        stored = f", stored as {self.quantisation}" if self.quantisation != "none" else ""
+        return f"{self.folder}: {self.architecture}, {self.num_parameters:,} parameters, {self.dtype}, from {self.source}{stored}"
+
 
 def import_model(
     source: str | Path, destination: str | Path, *, dtype: SavedDtype | None = None, force: bool = False
@@ -77,6 +82,8 @@ def import_model(
         ConfigError: The source is none of these, cannot be carried over exactly, or the destination is taken.
     """
     destination = Path(destination)
+    if dtype not in {None, *get_args(SavedDtype)}:
+        raise ConfigError(f"dtype must be one of {', '.join(get_args(SavedDtype))}, got {dtype!r}")
     _check_destination(destination, force=force)
     destination.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{destination.name}.partial-", dir=destination.parent) as scratch:

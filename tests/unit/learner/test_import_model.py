@@ -234,6 +234,8 @@ def test_unusable_sources_say_what_is_wrong(tmp_path):
     ]:
         with pytest.raises(ConfigError, match=message):
             import_model(tmp_path / source, tmp_path / "out")
+    with pytest.raises(ConfigError, match="float32, bfloat16, got 'float16'"):
+        import_model(tmp_path / "not.gguf", tmp_path / "out", dtype="float16")
     assert not (tmp_path / "out").exists()
 
 

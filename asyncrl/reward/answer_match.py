@@ -21,6 +21,9 @@ from asyncrl.reward.numbers import same_quantity
 Matcher = Callable[[str, str], bool]
 """(answer, reference) -> equal; both stripped and not empty."""
 
+_DELIMITER = re.compile(r"\$|\\boxed|\\\(|\\\[")
+_WORD = re.compile(r"(?<![\\A-Za-z])(?!(?:sin|cos|tan|log|ln|exp|sqrt|pi)(?![A-Za-z]))[A-Za-z]{2,}")
+
 
 def build_answer_match(config: AnswerMatchReward) -> RewardFunction:
     """Build the match of one mode.
@@ -66,14 +69,15 @@ def _build_math_match() -> Matcher:
         logging.getLogger(name).setLevel(logging.ERROR)
 
     def parse(text: str) -> list[object]:
-        return list(math_verify.parse(text, parsing_timeout=None))
+        # Outside dollars only numbers are read, and of `1 + x` only the 1.
+        bare = _DELIMITER.search(text) is None and _WORD.search(text) is None
+        readings = (f"${text}$", text) if bare else (text,)
+        return next((found for reading in readings if (found := math_verify.parse(reading, parsing_timeout=None))), [])
 
     def matches(answer: str, reference: str) -> bool:
-        # A bare `x + 1` or `(1, 2)` is only taken for mathematics between dollars.
-        gold = parse(reference) or parse(f"${reference}$")
+        gold = parse(reference)
         if not gold:
             raise RewardError(f"math-verify cannot read the reference answer {reference!r}")
-        target = parse(answer) or parse(f"${answer}$")
-        return bool(math_verify.verify(gold, target, timeout_seconds=None))
+        return bool(math_verify.verify(gold, parse(answer), timeout_seconds=None))
 
     return matches

@@ -1,10 +1,11 @@
 """The sandbox that model-written Python runs in: bubblewrap, built so that nothing is trusted to hold on its own.
 
 What a program finds inside: no network, no process but its own, no file of this machine but `/usr` (and the interpreter, where
-that is elsewhere) read-only, `/tmp` of 64 MiB in memory, no environment, no capabilities, no way to a new user namespace, and where
-pyseccomp is installed no socket, ptrace, keyring or bpf call either. As root the whole thing runs as uid 65534. Limits: CPU time,
-address space, file size, open files and processes by rlimit, per test; wall time and the memory of all its processes together by
-the scoring process, which kills it (sandbox_process.py). bubblewrap dies with the scoring process, and all inside with it.
+that is elsewhere) read-only, `/tmp` of 64 MiB in memory, no environment, no capabilities, no way to a new user namespace, and
+where pyseccomp is installed no socket, ptrace, keyring or bpf call either. As root the whole thing runs as uid 65534. Limits: CPU
+time, address space, file size, open files and processes by rlimit, per test; wall time and the memory of all its processes
+together by the scoring process, which kills it (sandbox_process.py). bubblewrap dies with the scoring process, and all inside
+with it.
 
 `probe_sandbox` runs a program for real and says what is missing; `open_sandbox` refuses where it does not work, unless the
 config says `sandbox = "none"`. Called by code_exec.py and by `asyncrl doctor`.

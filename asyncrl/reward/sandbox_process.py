@@ -58,6 +58,11 @@ class Confined:
         for fd in (self.read_fd, self.write_fd):
             os.set_blocking(fd, False)
 
+    @property
+    def pid(self) -> int:
+        """Process id of what was launched; everything inside is below it."""
+        return self._process.pid
+
     def send(self, frame: Frame) -> None:
         """Queue a frame; what the pipe does not take at once goes out while waiting in `receive` or `flush`."""
         payload = json.dumps(frame).encode()

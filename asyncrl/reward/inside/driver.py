@@ -149,7 +149,7 @@ def passes(candidate: Pipe, frame: Frame) -> bool:
             return True
         peer.ended = "ended" in loaded
     except BaseException:  # noqa: BLE001 - any exception out of the test is a failure of the test
-        pass
+        return False
     finally:
         if not peer.ended:
             close_session(candidate)
@@ -183,7 +183,11 @@ ROLES: dict[str, dict[str, Callable[[Pipe, Frame, Frame], None]]] = {
 
 
 def drive(pipe: Pipe) -> str | None:
-    """Serve one operation after the other until the outside closes the pipe; return the program to run as a script, if told to."""
+    """Serve one operation after the other until the outside closes the pipe.
+
+    Returns:
+        In a fork that is to run the program as a script, the program; at the end, None.
+    """
     setup = pipe.read()
     roles = ROLES[setup["role"]]
     while True:

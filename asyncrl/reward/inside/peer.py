@@ -126,7 +126,9 @@ def raise_like(type_name: str, message: str) -> None:
     """Raise the built-in exception of that name; anything else as RuntimeError."""
     kind = getattr(builtins, str(type_name), None)
     if not (isinstance(kind, type) and issubclass(kind, Exception)):
-        raise RuntimeError(f"{type_name}: {message}")
+        raise RuntimeError(  # noqa: TRY004 - it stands for whatever the program raised
+            f"{type_name}: {message}"
+        )
     try:
         error: Exception = kind(message)
     except TypeError:

@@ -31,8 +31,10 @@ class Pipe:
         return frame
 
     def write(self, frame: Frame) -> None:
-        """Send a frame."""
+        """Send a frame, or raise ValueError where it is larger than the other end takes."""
         payload = json.dumps(frame).encode()
+        if len(payload) > self.max_bytes:
+            raise ValueError(f"frame of {len(payload)} bytes, {self.max_bytes} are allowed")
         left = memoryview(struct.pack("<I", len(payload)) + payload)
         while left:
             left = left[os.write(self.write_fd, left) :]

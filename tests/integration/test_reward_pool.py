@@ -1,0 +1,291 @@
+"""The pool of scoring processes and the worker around it, with real processes."""
+
+import asyncio
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from asyncrl.clock import SystemClock
+from asyncrl.config.run import RunConfig, SupervisionConfig
+from asyncrl.config.stages import AnswerMatchReward, FormatCheckReward, PythonReward, RewardConfig
+from asyncrl.errors import ConfigError, RewardError
+from asyncrl.reward.pool import RewardPool
+from asyncrl.reward.worker import run_reward_worker
+from asyncrl.schema.control import PROTOCOL, Heartbeat, Hello, Shutdown
+from asyncrl.schema.samples import Prompt, Score, ScoreRequest
+from asyncrl.transport.channel import Lane
+from asyncrl.transport.inprocess import InProcessListener
+
+ON_DEMAND = PythonReward(path="scoring_functions:on_demand", name="demand")
+
+
+@pytest.fixture(autouse=True)
+def user_modules(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+
+
+def request(text: str, index: int = 0, answer: str = "46") -> ScoreRequest:
+    return ScoreRequest(7, index, 1, Prompt("p", answer=answer), text, "stop", 3, "eval")
+
+
+def pool_of(*functions, **options) -> RewardPool:
+    return RewardPool(RewardConfig(**{"functions": functions, "concurrency": 1, **options}), SystemClock(), "reward-9")
+
+
+async def all_scores(pool: RewardPool, texts: list[str]) -> list[Score]:
+    async with asyncio.timeout(60), asyncio.TaskGroup() as group:
+        tasks = [group.create_task(pool.score(request(text, index))) for index, text in enumerate(texts)]
+    return [task.result() for task in tasks]
+
+
+async def test_scores_carry_sum_parts_and_identity():
+    functions = (
+        AnswerMatchReward(weight=2.0),
+        FormatCheckReward(pattern="[0-9]+", weight=0.5),
+        PythonReward(path="scoring_functions:is_right", weight=0.25, name="mine"),
+        PythonReward(path="scoring_functions:slowly", weight=0.125, name="slow"),
+    )
+    async with pool_of(*functions) as pool:
+        right, wrong = await all_scores(pool, ["46", "45"])
+    assert right.reward == 3.0
+    assert right.parts == {"answer_match": 1.0, "format_check": 1.0, "mine": 1.0, "slow": 2.0}
+    assert (right.group_id, right.index, right.attempt, right.purpose, right.worker, right.error) == (
+        7,
+        0,
+        1,
+        "eval",
+        "reward-9",
+        "",
+    )
+    assert 0 < right.started_s <= right.finished_s
+    assert (wrong.reward, wrong.index) == (0.75, 1)
+
+
+async def test_what_raises_fails_its_sample_with_type_and_message():
+    async with pool_of(ON_DEMAND) as pool:
+        raised, fine = await all_scores(pool, ["raise", "fine"])
+        assert raised.error == "demand: KeyError: 'no such thing'"
+        assert (fine.error, fine.reward) == ("", 1.0)
+        assert (pool.counts.scored, pool.counts.failed, pool.counts.replaced) == (1, 1, 0)
+
+
+async def test_what_ends_its_process_costs_one_sample_only():
+    async with pool_of(ON_DEMAND) as pool:
+        before = pool.pids
+        scores = await all_scores(pool, ["fine", "die", "fine", "kill", "fine", "exit", "fine"])
+        assert [score.reward for score in scores if not score.error] == [1.0] * 4
+        assert scores[1].error == "its scoring process died: exit status 3"
+        assert scores[3].error == "its scoring process died: killed by SIGKILL"
+        assert "SystemExit" in scores[5].error or "exit status 1" in scores[5].error
+        assert pool.counts.replaced >= 2
+        assert pool.pids != before
+
+
+@pytest.mark.parametrize("how", ["hang", "backtrack"])
+async def test_what_hangs_is_killed_at_the_time_limit(how):
+    async with pool_of(ON_DEMAND, timeout_s=0.5) as pool:
+        hung, fine = await all_scores(pool, [how, "fine"])
+        assert hung.error == "timed out: not scored within reward.timeout_s (0.5 s)"
+        assert fine.reward == 1.0
+        assert pool.counts.replaced == 1
+
+
+async def test_an_async_function_that_waits_for_ever_is_killed_too():
+    async with pool_of(PythonReward(path="scoring_functions:hang_async"), timeout_s=0.5) as pool:
+        (hung,) = await all_scores(pool, ["x"])
+        assert hung.error.startswith("timed out")
+
+
+async def test_memory_hog_is_failed_and_its_process_replaced():
+    async with pool_of(ON_DEMAND, process_memory_bytes=512 << 20) as pool:
+        hog, fine = await all_scores(pool, ["hog", "fine"])
+        assert hog.error == "MemoryError: over reward.process_memory_bytes"
+        assert fine.reward == 1.0
+        assert pool.counts.replaced == 1
+
+
+async def test_printing_rewards_do_no_harm_and_torch_is_not_imported():
+    async with pool_of(ON_DEMAND) as pool:
+        printed, torch = await all_scores(pool, ["print", "torch"])
+    assert printed.reward == 1.0
+    assert torch.reward == 0.0
+
+
+async def test_processes_are_kept_warm_and_used_side_by_side():
+    async with pool_of(ON_DEMAND, concurrency=2, timeout_s=20.0) as pool:
+        hanging = asyncio.create_task(pool.score(request("hang")))  # noqa: TID251 - cancelled below
+        scores = await all_scores(pool, ["pid"] * 5)
+        hanging.cancel()
+        assert len({score.reward for score in scores}) == 1
+        assert scores[0].reward in pool.pids
+
+
+async def test_loop_stays_free_while_samples_are_scored():
+    async with pool_of(ON_DEMAND, timeout_s=1.0) as pool, asyncio.TaskGroup() as group:
+        hung = group.create_task(pool.score(request("backtrack")))
+        slowest_s = 0.0
+        while not hung.done():
+            before_s = time.monotonic()
+            await asyncio.sleep(0.01)
+            slowest_s = max(slowest_s, time.monotonic() - before_s)
+    assert slowest_s < 0.5
+
+
+async def test_closing_leaves_no_process():
+    async with pool_of(ON_DEMAND, concurrency=2) as pool, asyncio.TaskGroup() as group:
+        hung = group.create_task(pool.score(request("hang")))
+        await all_scores(pool, ["fine"])
+        pids = pool.pids
+        hung.cancel()
+    assert len(pids) == 2
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+async def test_scoring_processes_die_with_a_killed_worker():
+    code = """
+import asyncio, os, sys
+from asyncrl.clock import SystemClock
+from asyncrl.config.stages import PythonReward, RewardConfig
+from asyncrl.reward.pool import RewardPool
+from asyncrl.schema.samples import Prompt, ScoreRequest
+async def main():
+    async with RewardPool(RewardConfig(functions=(PythonReward(path="time:sleep"),), concurrency=1), SystemClock()) as pool:
+        print(*pool.pids, flush=True)
+        await asyncio.Event().wait()
+asyncio.run(main())
+"""
+    owner = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    pid = int(await asyncio.to_thread(owner.stdout.readline))
+    owner.kill()
+    owner.communicate()
+    async with asyncio.timeout(10):
+        while Path(f"/proc/{pid}").exists() and "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text():
+            await asyncio.sleep(0.02)
+
+
+@pytest.mark.parametrize(
+    ("path", "kind", "said"),
+    [
+        ("scoring_functions:nope", ConfigError, "has no function 'nope'; it has: .*length"),
+        ("no_such:f", ConfigError, "no module named 'no_such'"),
+    ],
+)
+async def test_what_cannot_be_built_is_said_at_the_start(path, kind, said):
+    with pytest.raises(kind, match=said):
+        async with pool_of(PythonReward(path=path)):
+            pass
+
+
+async def test_scores_2000_exact_matches_a_second():
+    """A third of it here, because the machines that run tests are shared; the figure is in docs/rewards.md."""
+    async with pool_of(AnswerMatchReward()) as pool:
+        started_s = time.monotonic()
+        scores = await all_scores(pool, ["46", "45"] * 1000)
+        seconds = time.monotonic() - started_s
+    assert sum(score.reward for score in scores) == 1000
+    assert len(scores) / seconds > 700
+
+
+# -- the worker ----------------------------------------------------------------------------------------------------------
+
+
+class Desk:
+    """The controller's end of a worker under test."""
+
+    def __init__(self, connection):
+        self.connection = connection
+
+    async def score_of(self) -> Score:
+        while True:
+            delivery = await self.connection.receive(Lane.DATA)
+            delivery.ack()
+            return delivery.message
+
+    async def beat_where(self, condition) -> Heartbeat:
+        while True:
+            delivery = await self.connection.receive(Lane.CONTROL)
+            delivery.ack()
+            if isinstance(delivery.message, Heartbeat) and condition(delivery.message):
+                return delivery.message
+
+
+def run_config(*functions, **options) -> RunConfig:
+    reward = RewardConfig(**{"functions": functions, "concurrency": 1, **options})
+    return RunConfig(reward=reward, supervision=SupervisionConfig(heartbeat_s=0.05))
+
+
+async def start_worker(group, config, tmp_path):
+    listener = InProcessListener(Hello(PROTOCOL, "controller", "controller", "a", os.getpid()))
+    connection = await listener.connect(Hello(PROTOCOL, "reward", "reward-0", "b", os.getpid()))
+    desk = Desk(await listener.accept())
+    worker = group.create_task(run_reward_worker(config, tmp_path, connection, SystemClock(), "reward-0"))
+    return desk, worker, listener
+
+
+async def test_worker_scores_acknowledges_beats_and_shuts_down(tmp_path):
+    async with asyncio.timeout(60), asyncio.TaskGroup() as group:
+        desk, worker, listener = await start_worker(group, run_config(ON_DEMAND), tmp_path)
+        starting = await desk.beat_where(lambda beat: True)
+        assert starting.waiting_for == "its scoring processes to start"
+        await desk.beat_where(lambda beat: beat.waiting_for == "a sample to score")
+        for index, text in enumerate(["fine", "raise", "die", "fine"]):
+            await desk.connection.send(request(text, index))
+        scores = {score.index: score for score in [await desk.score_of() for _ in range(4)]}
+        assert sorted(scores) == [0, 1, 2, 3]
+        assert [bool(scores[index].error) for index in range(4)] == [False, True, True, False]
+        assert all(score.worker == "reward-0" and score.purpose == "eval" for score in scores.values())
+        assert await desk.connection.flush(5.0)
+        beat = await desk.beat_where(lambda beat: beat.gauges["process/samples_scored"] == 2)
+        assert beat.gauges["process/samples_failed"] == 2
+        assert beat.gauges["process/resident_bytes"] > 0
+        await desk.connection.send(Shutdown("done"), Lane.CONTROL)
+        await worker
+        await listener.close()
+
+
+async def test_worker_has_many_in_flight_but_not_more_than_its_bound(tmp_path):
+    async with asyncio.timeout(60), asyncio.TaskGroup() as group:
+        desk, worker, listener = await start_worker(group, run_config(AnswerMatchReward()), tmp_path)
+
+        async def feed():
+            for index in range(300):
+                await desk.connection.send(request("46", index))
+
+        feeding = group.create_task(feed())
+        assert sorted([(await desk.score_of()).index for _ in range(300)]) == list(range(300))
+        await feeding
+        await desk.connection.send(Shutdown(), Lane.CONTROL)
+        await worker
+        await listener.close()
+
+
+async def test_worker_ends_when_the_controller_is_gone(tmp_path):
+    async with asyncio.timeout(60), asyncio.TaskGroup() as group:
+        desk, worker, listener = await start_worker(group, run_config(ON_DEMAND), tmp_path)
+        await desk.connection.send(request("hang"))
+        await desk.beat_where(lambda beat: beat.gauges["process/samples_scoring"] == 1)
+        await listener.close()
+        await worker
+
+
+async def test_worker_raises_what_its_config_has_wrong(tmp_path):
+    config = msgspec.structs.replace(run_config(PythonReward(path="scoring_functions:nope")))
+    listener = InProcessListener(Hello(PROTOCOL, "controller", "controller", "a", os.getpid()))
+    connection = await listener.connect(Hello(PROTOCOL, "reward", "reward-0", "b", os.getpid()))
+    with pytest.raises(ConfigError, match="has no function 'nope'"):
+        await run_reward_worker(config, tmp_path, connection, SystemClock())
+    await listener.close()
+
+
+async def test_sandbox_that_is_missing_stops_the_worker_with_advice(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", "/nowhere")
+    from asyncrl.config.stages import CodeExecReward
+
+    with pytest.raises(RewardError, match="apt-get install bubblewrap"):
+        async with pool_of(CodeExecReward()):
+            pass

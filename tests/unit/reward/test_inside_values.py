@@ -12,11 +12,22 @@ from hypothesis import strategies as st
 from asyncrl.reward.inside.peer import judge_may, raise_like, replace_contents
 from asyncrl.reward.inside.values import Remote, Wire
 
-atoms = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary() | st.fractions() | st.complex_numbers(allow_nan=False)  # fmt: skip
+atoms = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False)
+    | st.text()
+    | st.binary()
+    | st.fractions()
+    | st.complex_numbers(allow_nan=False)
+)
 hashables = st.recursive(atoms, lambda inner: st.tuples(inner) | st.frozensets(inner), max_leaves=4)
 values = st.recursive(
-    hashables, lambda inner: st.lists(inner) | st.dictionaries(hashables, inner) | st.sets(hashables) | st.tuples(inner, inner), max_leaves=8
-)  # fmt: skip
+    hashables,
+    lambda inner: st.lists(inner) | st.dictionaries(hashables, inner) | st.sets(hashables) | st.tuples(inner, inner),
+    max_leaves=8,
+)
 
 
 def carried(value):
@@ -97,8 +108,16 @@ def test_judge_serves_calls_and_public_attributes_only():
 
 
 @pytest.mark.parametrize(
-    ("name", "expected"), [("KeyError", KeyError), ("AssertionError", AssertionError), ("SystemExit", RuntimeError), ("MyOwn", RuntimeError), ("UnicodeDecodeError", RuntimeError), ("print", RuntimeError)]
-)  # fmt: skip
+    ("name", "expected"),
+    [
+        ("KeyError", KeyError),
+        ("AssertionError", AssertionError),
+        ("SystemExit", RuntimeError),
+        ("MyOwn", RuntimeError),
+        ("UnicodeDecodeError", RuntimeError),
+        ("print", RuntimeError),
+    ],
+)
 def test_exceptions_come_back_by_built_in_name(name, expected):
     with pytest.raises(expected):
         raise_like(name, "why")

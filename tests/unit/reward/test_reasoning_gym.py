@@ -55,7 +55,20 @@ def test_reference_answers_pay_and_what_is_no_answer_does_not(family):
     assert score(entry, str(reference), tagged=False) == 0.0
 
 
-@pytest.mark.parametrize("family", ["string_insertion", "spiral_matrix", "binary_matrix", "n_queens", "countdown", "puzzle24", "simple_integration", "intermediate_integration", "polynomial_multiplication"])  # fmt: skip
+@pytest.mark.parametrize(
+    "family",
+    [
+        "string_insertion",
+        "spiral_matrix",
+        "binary_matrix",
+        "n_queens",
+        "countdown",
+        "puzzle24",
+        "simple_integration",
+        "intermediate_integration",
+        "polynomial_multiplication",
+    ],
+)
 def test_scorers_that_evaluate_text_never_see_code(family, tmp_path):
     entry, witness = entry_of(family), tmp_path / "ran"
     for code in (
@@ -97,7 +110,7 @@ def test_threshold_below_the_family_score_pays():
 
 
 def test_wrong_references_are_errors_that_name_the_prompt():
-    with pytest.raises(RewardError, match="'p'.*no reasoning-gym entry"):
+    with pytest.raises(RewardError, match=r"'p'.*no reasoning-gym entry"):
         score({"x": 1}, "1")
-    with pytest.raises(RewardError, match="no family 'nope'; it has: .*chain_sum"):
+    with pytest.raises(RewardError, match=r"no family 'nope'; it has: .*chain_sum"):
         score({"family": "nope", "entry": {"answer": "1"}}, "1")

@@ -48,8 +48,9 @@ def test_weighted_sum_of_sync_and_async_parts():
 
 
 @pytest.mark.parametrize(
-    ("value", "said"), [(None, "None, which is not a number"), ("1", "not a finite number"), (float("nan"), "nan"), (10**400, "not a number")]
-)  # fmt: skip
+    ("value", "said"),
+    [(None, "None, which is not a number"), ("1", "not a finite number"), (float("nan"), "nan"), (10**400, "not a number")],
+)
 def test_what_is_no_finite_number_fails_the_sample(value, said):
     with pytest.raises(RewardError, match=said):
         weighted_sum(of(("bad", 1.0, lambda _: value)), SAMPLE, resolve)
@@ -73,7 +74,7 @@ def test_unknown_user_paths_say_what_is_there():
         build_reward(PythonReward(path="nocolon"))
     with pytest.raises(ConfigError, match="no module named 'no_such_module'"):
         build_reward(PythonReward(path="no_such_module:f"))
-    with pytest.raises(ConfigError, match="has no function 'nope'; it has: .*truediv"):
+    with pytest.raises(ConfigError, match=r"has no function 'nope'; it has: .*truediv"):
         build_reward(PythonReward(path="operator:nope"))
 
 

@@ -53,7 +53,6 @@ def run(rounds: int = 0) -> BenchResult:
 async def _measure(rounds: int) -> BenchResult:
     transformers_logging.disable_progress_bar()
     torch.set_num_threads(1)
-    rng = np.random.default_rng(0)
     model = _model()
     with tempfile.TemporaryDirectory(prefix="asyncrl-bench-") as folder:
         model.save_pretrained(folder)

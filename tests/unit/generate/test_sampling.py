@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from asyncrl.generate.counter_random import seed_word, uniforms
+from asyncrl.generate.sampling import filtered_logprobs, sample, sampling_batch
+from asyncrl.schema.samples import SamplingParams
+
+ROWS = 8
+
+
+def params(**sampling) -> SamplingParams:
+    return SamplingParams(max_new_tokens=4, **sampling)
+
+
+def ordinals(value: int, rows: int = ROWS) -> np.ndarray:
+    return np.full(rows, value, dtype=np.uint64)
+
+
+def test_uniforms_are_spread_evenly_over_seeds_and_over_positions() -> None:
+    over_positions = uniforms(seed_word(7), np.arange(20_000, dtype=np.uint64))
+    over_seeds = uniforms(np.arange(20_000, dtype=np.uint64), np.zeros(1, dtype=np.uint64))
+    for draws in (over_positions, over_seeds):
+        assert draws.min() >= 0
+        assert draws.max() < 1
+        counts, _ = np.histogram(draws, bins=20, range=(0, 1))
+        assert abs(counts - 1000).max() < 150
+        assert abs(np.corrcoef(draws[:-1], draws[1:])[0, 1]) < 0.03
+
+
+def test_draw_depends_on_seed_and_position_and_not_on_the_row() -> None:
+    logits = torch.randn(1, 50).repeat(ROWS, 1)
+    batch = sampling_batch([params()] * ROWS, [11] * ROWS)
+    tokens, logprobs = sample(logits, batch, ordinals(3))
+    assert len(set(tokens)) == 1
+    assert len(set(logprobs)) == 1
+    drawn = {tuple(sample(logits, batch, ordinals(i))[0]) for i in range(30)}
+    assert len(drawn) > 5
+
+
+def test_frequencies_follow_the_distribution() -> None:
+    rows = 20_000
+    logits = torch.tensor([[2.0, 1.0, 0.0, -1.0]]).repeat(rows, 1)
+    tokens, _ = sample(logits, sampling_batch([params(temperature=0.5)] * rows, range(rows)), ordinals(0, rows))
+    expected = torch.softmax(torch.tensor([2.0, 1.0, 0.0, -1.0]) / 0.5, -1)
+    seen = np.bincount(tokens, minlength=4) / rows
+    assert seen == pytest.approx(expected.tolist(), abs=0.012)
+
+
+def test_logprob_is_of_the_filtered_and_renormalised_distribution() -> None:
+    logits = torch.log(torch.tensor([[0.4, 0.3, 0.2, 0.1]])).repeat(4, 1)
+    batch = sampling_batch([params(), params(top_k=2), params(top_p=0.6), params(top_k=3, top_p=0.5)], range(4))
+    probabilities = filtered_logprobs(logits, batch).exp()
+    expected = [[0.4, 0.3, 0.2, 0.1], [4 / 7, 3 / 7, 0, 0], [4 / 7, 3 / 7, 0, 0], [4 / 7, 3 / 7, 0, 0]]
+    assert probabilities.tolist() == [pytest.approx(row, abs=1e-6) for row in expected]
+
+
+def test_top_p_keeps_the_most_likely_token_however_small_it_is() -> None:
+    logits = torch.log(torch.tensor([[0.1, 0.6, 0.3]]))
+    assert filtered_logprobs(logits, sampling_batch([params(top_p=0.01)], [0])).exp().tolist() == [[0, 1, 0]]
+
+
+def test_filtered_tokens_are_never_drawn() -> None:
+    rows = 5000
+    logits = torch.randn(1, 30).repeat(rows, 1)
+    tokens, logprobs = sample(logits, sampling_batch([params(top_k=3)] * rows, range(rows)), ordinals(0, rows))
+    assert set(tokens) == set(logits[0].topk(3).indices.tolist())
+    assert all(math.isfinite(value) for value in logprobs)
+
+
+def test_rows_keep_their_own_parameters() -> None:
+    logits = torch.randn(4, 40)
+    rows = [params(temperature=0.0), params(top_k=1), params(top_p=0.3, temperature=2.0), params()]
+    together_tokens, together_logprobs = sample(logits, sampling_batch(rows, range(4)), ordinals(0, 4))
+    for row, own in enumerate(rows):
+        tokens, logprobs = sample(logits[row : row + 1], sampling_batch([own], [row]), ordinals(0, 1))
+        assert (tokens, logprobs) == ([together_tokens[row]], [together_logprobs[row]])
+    assert together_tokens[:2] == logits[:2].argmax(-1).tolist()
+    assert together_logprobs[:2] == [0.0, 0.0]
+
+
+def test_top_k_beyond_the_vocabulary_keeps_everything() -> None:
+    logits = torch.randn(1, 5)
+    kept = filtered_logprobs(logits, sampling_batch([params(top_k=100)], [0]))
+    assert torch.equal(kept, logits.log_softmax(-1))
+
+
+def test_logits_are_left_as_they_were() -> None:
+    logits = torch.randn(2, 9)
+    before = logits.clone()
+    sample(logits, sampling_batch([params(top_k=2, temperature=0.3), params(top_p=0.5)], [0, 1]), ordinals(0, 2))
+    assert torch.equal(logits, before)
+
+
+def test_non_finite_logits_give_a_non_finite_logprob_and_a_valid_token() -> None:
+    tokens, logprobs = sample(torch.full((1, 6), torch.nan), sampling_batch([params()], [0]), ordinals(0, 1))
+    assert 0 <= tokens[0] < 6
+    assert not math.isfinite(logprobs[0])

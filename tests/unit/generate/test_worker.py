@@ -1,0 +1,329 @@
+"""The generator process over an in-process channel: the test is the controller."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from asyncrl.clock import SystemClock
+from asyncrl.config.run import RunConfig, SupervisionConfig
+from asyncrl.config.stages import FakeEngineConfig, GenerateConfig, TransformersEngineConfig
+from asyncrl.errors import BroadcastError, ConnectionClosed, GenerationError
+from asyncrl.generate.worker import run_generator
+from asyncrl.schema.control import PROTOCOL, AbortGroup, EngineReady, Heartbeat, Hello, LoadModel, Pause, Resume, Shutdown
+from asyncrl.schema.samples import (
+    ChatMessage,
+    GroupWork,
+    Prompt,
+    Sample,
+    SampleFailure,
+    SamplingParams,
+    ids_from_bytes,
+    ids_to_bytes,
+    logprobs_from_bytes,
+    logprobs_to_bytes,
+)
+from asyncrl.schema.weights import Probe, VersionLive, WeightsAvailable, WeightsManifest
+from asyncrl.transport.channel import Lane
+from asyncrl.transport.inprocess import InProcessListener
+
+FAKE = FakeEngineConfig(num_slots=8, max_sequence_tokens=64, token_latency_s=0.0, length_distribution="fixed", mean_tokens=5)
+ENDLESS = FakeEngineConfig(num_slots=8, max_sequence_tokens=64, token_latency_s=1000.0)
+SLOW = FakeEngineConfig(num_slots=8, max_sequence_tokens=64, token_latency_s=0.02, length_distribution="fixed", mean_tokens=10)
+
+
+class Controller:
+    """The test's end of the connection."""
+
+    def __init__(self, connection) -> None:
+        self.connection = connection
+
+    async def order(self, message) -> None:
+        await self.connection.send(message, Lane.CONTROL)
+
+    async def load(self) -> EngineReady:
+        await self.order(LoadModel("model"))
+        return await self.report(EngineReady)
+
+    async def report(self, kind, is_it=lambda message: True):
+        async with asyncio.timeout(20):
+            while True:
+                delivery = await self.connection.receive(Lane.CONTROL)
+                delivery.ack()
+                if isinstance(delivery.message, kind) and is_it(delivery.message):
+                    return delivery.message
+
+    async def sees_requests_running(self) -> None:
+        await self.report(Heartbeat, lambda beat: beat.gauges["process/requests_running"] > 0)
+
+    async def results(self, num: int) -> list[Sample | SampleFailure]:
+        found = []
+        async with asyncio.timeout(20):
+            for _ in range(num):
+                delivery = await self.connection.receive(Lane.DATA)
+                delivery.ack()
+                found.append(delivery.message)
+        return sorted(found, key=lambda result: (result.group_id, result.index))
+
+
+@asynccontextmanager
+async def generator(engine=FAKE, fetch=None, **generate):
+    async def fetch_nothing(available):
+        return {}
+
+    config = RunConfig(generate=GenerateConfig(engine=engine, **generate), supervision=SupervisionConfig(heartbeat_s=0.02))
+    listener = InProcessListener(Hello(PROTOCOL, "controller", "controller", "1", 1))
+    connection = await listener.connect(Hello(PROTOCOL, "generator", "generator-7", "1", 2))
+    controller = Controller(await listener.accept())
+    async with asyncio.TaskGroup() as tasks:
+        running = tasks.create_task(
+            run_generator(config, Path(), connection, SystemClock(), fetch or fetch_nothing, name="generator-7")
+        )
+        yield controller
+        with suppress(ConnectionClosed):
+            await controller.order(Shutdown("test over"))
+        async with asyncio.timeout(20):
+            await running
+    await listener.close()
+
+
+def work(group_id: int = 1, prompt: Prompt | None = None, members: int = 3, max_new_tokens: int = 20) -> GroupWork:
+    prompt = prompt or Prompt("p", text="abc")
+    return GroupWork(group_id, 1, prompt, tuple(range(members)), SamplingParams(max_new_tokens=max_new_tokens), seed=9)
+
+
+def available(version: int, probe: Probe | None = None) -> WeightsAvailable:
+    return WeightsAvailable(version, "shared_memory", "somewhere", WeightsManifest((), 0), "", 0.0, probe=probe)
+
+
+async def test_every_member_of_a_group_comes_back_and_then_the_group_is_acknowledged() -> None:
+    async with generator() as controller:
+        ready = await controller.load()
+        assert (ready.generator, ready.num_slots, ready.version) == ("generator-7", 8, -1)
+        await controller.connection.send(work())
+        samples = await controller.results(3)
+        assert [s.index for s in samples] == [0, 1, 2]
+        assert all(isinstance(s, Sample) and s.generator == "generator-7" and s.finish_reason == "stop" for s in samples)
+        assert [s.num_tokens for s in samples] == [5, 5, 5]
+        assert ids_from_bytes(samples[0].prompt_ids).tolist() == [byte % 64 for byte in b"abc"]
+        assert len({s.token_ids for s in samples}) == 3
+        assert await controller.connection.flush(10)
+
+
+async def test_a_group_handed_out_again_gives_the_same_tokens() -> None:
+    async with generator() as controller:
+        await controller.load()
+        await controller.connection.send(work())
+        first = await controller.results(3)
+        await controller.connection.send(work())
+        again = await controller.results(3)
+        assert [s.token_ids for s in again] == [s.token_ids for s in first]
+
+
+async def test_new_weights_go_live_and_stamp_later_samples() -> None:
+    async with generator() as controller:
+        await controller.load()
+        await controller.order(available(4))
+        live = await controller.report(VersionLive)
+        assert (live.version, live.generator, live.probe_error) == (4, "generator-7", -1.0)
+        await controller.connection.send(work())
+        for sample in await controller.results(3):
+            assert set(ids_from_bytes(sample.versions).tolist()) == {4}
+
+
+async def test_versions_in_between_are_skipped() -> None:
+    fetched = []
+    go_on = asyncio.Event()
+
+    async def fetch(announced):
+        fetched.append(announced.version)
+        await go_on.wait()
+        return {}
+
+    async with generator(fetch=fetch) as controller:
+        await controller.load()
+        for version in range(5):
+            await controller.order(available(version))
+        assert await controller.connection.flush(10)
+        go_on.set()
+        await controller.report(VersionLive, lambda live: live.version == 4)
+        assert fetched[-1] == 4
+        assert len(fetched) <= 2
+
+
+async def test_a_version_that_is_gone_is_left_for_a_newer_one() -> None:
+    async def fetch(announced):
+        if announced.version == 1:
+            raise BroadcastError("overwritten")
+        return {}
+
+    async with generator(fetch=fetch) as controller:
+        await controller.load()
+        await controller.order(available(1))
+        assert await controller.connection.flush(10)
+        await controller.order(available(2))
+        assert (await controller.report(VersionLive)).version == 2
+
+
+async def test_without_in_flight_updates_a_running_group_keeps_one_version() -> None:
+    async with generator(SLOW, in_flight_updates=False) as controller:
+        await controller.load()
+        await controller.order(available(0))
+        await controller.report(VersionLive)
+        await controller.connection.send(work(1))
+        await controller.sees_requests_running()
+        await controller.order(available(1))
+        assert await controller.connection.flush(0) is False
+        await controller.connection.send(work(2))
+        results = await controller.results(6)
+        assert [set(ids_from_bytes(s.versions).tolist()) for s in results] == [{0}] * 3 + [{1}] * 3
+
+
+async def test_prompt_that_is_too_long_fails_with_the_numbers() -> None:
+    async with generator() as controller:
+        await controller.load()
+        await controller.connection.send(work(prompt=Prompt("p", text="x" * 50)))
+        for failure in await controller.results(3):
+            assert isinstance(failure, SampleFailure)
+            assert failure.stage == "generate"
+            assert "50 tokens" in failure.reason
+            assert "20" in failure.reason
+            assert "64" in failure.reason
+
+
+async def test_aborted_group_fails_and_is_acknowledged() -> None:
+    async with generator(ENDLESS) as controller:
+        await controller.load()
+        await controller.connection.send(work())
+        await controller.sees_requests_running()
+        await controller.order(AbortGroup(1))
+        assert all("aborted" in failure.reason for failure in await controller.results(3))
+        assert await controller.connection.flush(10)
+
+
+async def test_paused_generator_says_what_it_waits_for_and_goes_on() -> None:
+    async with generator(SLOW) as controller:
+        await controller.load()
+        await controller.order(Pause())
+        await controller.connection.send(work())
+        await controller.report(Heartbeat, lambda beat: beat.waiting_for == "resume")
+        await controller.order(Resume())
+        assert len(await controller.results(3)) == 3
+
+
+async def test_generator_ends_when_the_connection_closes() -> None:
+    async with generator(ENDLESS) as controller:
+        await controller.load()
+        await controller.connection.send(work())
+        await controller.sees_requests_running()
+        await controller.connection.close()
+
+
+# -- with a real model and tokenizer -------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    small_model(0).save_pretrained(path)
+    return path
+
+
+def small_model(seed: int) -> LlamaForCausalLM:
+    torch.manual_seed(seed)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=32,
+            hidden_size=16,
+            intermediate_size=32,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            max_position_embeddings=64,
+            tie_word_embeddings=True,
+            bos_token_id=None,
+            eos_token_id=None,
+            initializer_range=0.3,
+        )
+    ).eval()
+
+
+REAL = TransformersEngineConfig(num_slots=4, max_sequence_tokens=32)
+IDS = Prompt("p", token_ids=ids_to_bytes([3, 4, 5]))
+
+
+def probe_of(model) -> Probe:
+    ids = torch.arange(2, 12)
+    with torch.inference_mode():
+        logprobs = model(ids[None]).logits[0, :-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0]
+    return Probe(ids_to_bytes(ids.tolist()), logprobs_to_bytes(logprobs.tolist()))
+
+
+async def test_probe_agrees_after_a_swap_and_tells_wrong_weights(folder: Path) -> None:
+    right, wrong = small_model(1), small_model(2)
+
+    async def fetch(announced):
+        return right.state_dict()
+
+    async with generator(REAL, fetch) as controller:
+        await controller.order(LoadModel(str(folder)))
+        await controller.report(EngineReady)
+        await controller.order(available(0, probe_of(right)))
+        assert 0 <= (await controller.report(VersionLive)).probe_error < 1e-5
+        await controller.order(available(1, probe_of(wrong)))
+        assert (await controller.report(VersionLive)).probe_error > 0.1
+
+
+async def test_prompt_that_cannot_be_tokenised_fails_with_the_reason(folder: Path) -> None:
+    async with generator(REAL) as controller:
+        await controller.order(LoadModel(str(folder)))
+        await controller.report(EngineReady)
+        chat = Prompt("p", messages=(ChatMessage("user", "hello"),))
+        for prompt in (Prompt("p", text="hello"), chat, Prompt("p", text="")):
+            await controller.connection.send(work(prompt=prompt, members=2))
+            for failure in await controller.results(2):
+                assert isinstance(failure, SampleFailure)
+                assert "cannot load a tokenizer" in failure.reason
+
+
+async def test_weights_that_do_not_fit_end_the_generator_with_the_reason(folder: Path) -> None:
+    with pytest.raises(BaseExceptionGroup) as caught:  # noqa: PT012
+        async with generator(REAL) as controller:
+            await controller.order(LoadModel(str(folder)))
+            await controller.report(EngineReady)
+            await controller.order(available(0))
+            await controller.report(VersionLive)
+    assert caught.group_contains(GenerationError, match="new weights lack")
+
+
+async def test_samples_carry_the_logprobs_of_the_tokens_they_carry(folder: Path) -> None:
+    async with generator(REAL) as controller:
+        write_tokenizer(folder)
+        await controller.order(LoadModel(str(folder)))
+        await controller.report(EngineReady)
+        await controller.connection.send(work(prompt=Prompt("p", text="d e f"), max_new_tokens=10))
+        for sample in await controller.results(3):
+            assert isinstance(sample, Sample)
+            ids = [*ids_from_bytes(sample.prompt_ids).tolist(), *ids_from_bytes(sample.token_ids).tolist()]
+            assert ids[:3] == [3, 4, 5]
+            assert len(sample.text.split()) == 10
+            with torch.inference_mode():
+                logits = small_model(0)(torch.tensor([ids])).logits[0, 2:-1]
+            expected = logits.log_softmax(-1).gather(1, torch.tensor(ids[3:])[:, None])[:, 0].tolist()
+            assert logprobs_from_bytes(sample.logprobs).tolist() == pytest.approx(expected, abs=1e-5)
+
+
+def write_tokenizer(folder: Path) -> None:
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Whitespace
+    from transformers import PreTrainedTokenizerFast
+
+    words = [chr(ord("a") + i) if i < 26 else f"w{i}" for i in range(32)]
+    tokenizer = Tokenizer(WordLevel({word: i for i, word in enumerate(words)}, unk_token="a"))
+    tokenizer.pre_tokenizer = Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="a").save_pretrained(folder)

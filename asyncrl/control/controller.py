@@ -41,7 +41,7 @@ from asyncrl.control.process_plan import plan_processes, spec_maker
 from asyncrl.control.reporter import Reporter
 from asyncrl.control.run_api import RunApi
 from asyncrl.control.supervisor import Supervisor, SupervisorCallbacks
-from asyncrl.control.watchdog import Wait, Watchdog, waits_of
+from asyncrl.control.watchdog import Wait, Watchdog, waits_of, working_of
 from asyncrl.errors import ConnectionClosed
 from asyncrl.schema.batches import StepDone
 from asyncrl.schema.codec import Message
@@ -225,7 +225,7 @@ class Controller:
             self._finish_evaluation()
             now = self.clock.now()
             self.reporter.tick()
-            stall = self.watchdog.check(now, self.waits(now), self._queues())
+            stall = self.watchdog.check(now, self.waits(now), self._queues(), working_of(self.supervisor.heartbeats.values()))
             if stall is not None:
                 self.post(Stalled(stall.reason))
             limit_s = self.config.max_run_s
@@ -254,7 +254,7 @@ class Controller:
 
     def _on_phase(self, phase: Phase) -> None:
         self.moved.set()
-        self.watchdog.hold(self.clock.now(), held=phase == "paused")
+        self.watchdog.hold(self.clock.now(), held=phase in {"paused", "starting", "warming"})
         self.feed.hold(phase in {"paused", "draining", "starting", "warming"} or (phase == "evaluating" and self._reached_goal()))
         if phase == "paused":
             self.flow.hold(evaluation_too=True)

@@ -60,7 +60,7 @@ class LearnerFeed:
         """Something has changed: a step may be possible now."""
         self._wake.set()
 
-    def hold(self, held: bool) -> None:  # noqa: FBT001 - a switch
+    def hold(self, held: bool) -> None:
         """Send nothing while held; what was sent is still done."""
         self._held = held
         self.wake()

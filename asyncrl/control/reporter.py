@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +22,7 @@ from asyncrl.clock import Clock
 from asyncrl.config.run import RunConfig
 from asyncrl.control.flow import Flow
 from asyncrl.control.peers import Peers
+from asyncrl.observe.metrics import finite
 from asyncrl.observe.sinks import MetricSinks
 from asyncrl.observe.spans import (
     SPANS_FILE,
@@ -87,7 +88,7 @@ class Reporter:
         self._deaths: Counter[str] = Counter()
         self._last_step_s = clock.now()
         self._last_generated = 0
-        self._last_idle: dict[str, float] = {}
+        self._idle: defaultdict[str, _Idle] = defaultdict(_Idle)
         self._generated, self._scored, self._trained = _Totals(), _Totals(), _Totals()
 
     # -- what is seen ----------------------------------------------------------------------------------------------------
@@ -131,7 +132,7 @@ class Reporter:
     def note_death(self, name: str, kind: ProcessKind) -> None:
         """Count a process that died and forget what its counters said."""
         self._deaths[kind] += 1
-        self._last_idle.pop(name, None)
+        self._idle.pop(name, None)
         self._sync_ms.pop(name, None)
 
     def note_warm_start(self, metrics: Mapping[str, float]) -> None:
@@ -167,7 +168,7 @@ class Reporter:
             },
             **self._selection_bias(),
             "idle/learner": min(done.waited_s / elapsed_s, 1.0),
-            "idle/generators": self._idle_share([peer.name for peer in peers.of("generator")], heartbeats, elapsed_s),
+            "idle/generators": self._idle_share([peer.name for peer in peers.of("generator")], heartbeats),
             "time/step_s": elapsed_s,
             "time/train_s": done.finished_s - done.started_s,
             "time/wait_s": done.waited_s,
@@ -239,14 +240,27 @@ class Reporter:
     def _record(self, item: Span) -> None:
         self._spans_file.write(self._encoder.encode(item) + b"\n")
 
-    def _idle_share(self, names: list[str], heartbeats: Mapping[str, Heartbeat], elapsed_s: float) -> float:
-        """Return the mean fraction of the time since the last step in which a generator had no request running."""
-        shares = []
-        for name in names:
-            idle_s = heartbeats[name].gauges.get("process/idle_s", 0.0) if name in heartbeats else 0.0
-            shares.append(min(max(idle_s - self._last_idle.get(name, 0.0), 0.0) / elapsed_s, 1.0))
-            self._last_idle[name] = idle_s
+    def _idle_share(self, names: list[str], heartbeats: Mapping[str, Heartbeat]) -> float:
+        """Return the mean share of the time between their last two heartbeats in which generators had nothing to generate."""
+        shares = [self._idle[name].share_at(heartbeats[name]) for name in names if name in heartbeats]
         return sum(shares) / len(shares) if shares else 0.0
+
+
+@dataclass(slots=True)
+class _Idle:
+    """A process's idle share, from one heartbeat to the next."""
+
+    sent_s: float = 0.0
+    idle_s: float = 0.0
+    share: float = 0.0
+
+    def share_at(self, beat: Heartbeat) -> float:
+        idle_s = beat.gauges.get("process/idle_s", 0.0)
+        if beat.sent_s > self.sent_s:
+            if self.sent_s:
+                self.share = min(max(idle_s - self.idle_s, 0.0) / (beat.sent_s - self.sent_s), 1.0)
+            self.sent_s, self.idle_s = beat.sent_s, idle_s
+        return self.share
 
 
 def _by_name(stage: str, counts: Mapping[str, int]) -> dict[str, float]:
@@ -271,7 +285,7 @@ def _step_report(done: StepDone, metrics: dict[str, float], counts: Counts, now:
         generators_idle=metrics["idle/generators"],
         dropped={**counts.dropped, **counts.failed},
         weight_sync_ms=metrics.get("weights/sync_ms", 0.0),
-        metrics=metrics,
+        metrics=finite(metrics),
     )
 
 

@@ -1,0 +1,155 @@
+"""The command line as a user meets it: a real terminal process, real signals."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from asyncrl.config.load import dump_config
+
+pytestmark = pytest.mark.timeout(240)
+
+
+def _asyncrl(*arguments: object, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "asyncrl", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
+
+
+def _write(config, folder: Path) -> Path:
+    path = folder / "config-of-test.toml"
+    path.write_text(dump_config(config))
+    return path
+
+
+class Following:
+    """`asyncrl run` in the background, its output line by line."""
+
+    def __init__(self, config: Path) -> None:
+        command = [sys.executable, "-m", "asyncrl", "run", str(config), "--plain"]
+        self.process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        )
+        self.lines: list[str] = []
+
+    def until(self, pattern: str) -> str:
+        """Read output until a line matches."""
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.append(line)
+            if re.search(pattern, line):
+                return line
+        raise AssertionError(f"{pattern!r} never came; the output was:\n{''.join(self.lines)}")
+
+    def rest(self) -> int:
+        """Read the rest of the output and return the exit code."""
+        assert self.process.stdout is not None
+        self.lines += self.process.stdout.readlines()
+        self.process.stdout.close()
+        return self.process.wait(60)
+
+    def family(self) -> list[psutil.Process]:
+        """The process and everything below it."""
+        return [psutil.Process(self.process.pid), *psutil.Process(self.process.pid).children(recursive=True)]
+
+
+def _all_gone(processes: list[psutil.Process]) -> bool:
+    _, alive = psutil.wait_procs(processes, timeout=20)
+    return not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+
+
+@pytest.fixture
+def endless(tiny, tmp_path):
+    return _write(tiny(num_steps=100_000, eval__at_start=False, eval__at_end=False, checkpoint__every_steps=0), tmp_path)
+
+
+def test_one_interrupt_drains_and_checkpoints_and_the_run_resumes(endless, tmp_path):
+    following = Following(endless)
+    following.until(r"\b2/100000|version\D+2\b|step\D+2\b")
+    family = following.family()
+    os.kill(following.process.pid, signal.SIGINT)
+    assert following.rest() == 0, "".join(following.lines)
+    assert _all_gone(family)
+    run_folder = tmp_path / "tiny"
+    checkpoints = sorted((run_folder / "checkpoints").glob("step-*"))
+    assert checkpoints, "a drain writes a checkpoint"
+    reached = int(checkpoints[-1].name.removeprefix("step-"))
+    resumed = _asyncrl("resume", run_folder, "--plain", "--set", f"num_steps={reached + 2}")
+    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+    overview = json.loads(_asyncrl("inspect", run_folder, "--json").stdout)
+    assert overview["steps"][-1]["step"] == reached + 1
+    assert {row["state"] for row in overview["states"]} <= {"trained", "ready", "scoring", "running"}
+
+
+def test_two_interrupts_stop_at_once_and_leave_nothing_running(endless, tmp_path):
+    following = Following(endless)
+    following.until(r"\b1/100000|version\D+1\b|step\D+1\b")
+    family = following.family()
+    os.kill(following.process.pid, signal.SIGINT)
+    time.sleep(0.05)
+    os.kill(following.process.pid, signal.SIGINT)
+    following.rest()
+    assert _all_gone(family)
+    again = _asyncrl("resume", tmp_path / "tiny", "--plain", "--set", "num_steps=3")
+    assert again.returncode in {0, 1}, again.stderr
+
+
+def test_killing_the_command_line_outright_leaves_nothing_running(endless):
+    following = Following(endless)
+    following.until(r"\b1/100000|version\D+1\b|step\D+1\b")
+    family = following.family()
+    os.kill(following.process.pid, signal.SIGKILL)
+    following.rest()
+    assert _all_gone(family)
+
+
+def test_status_and_drain_from_another_terminal(endless, tmp_path):
+    following = Following(endless)
+    following.until(r"\b1/100000|version\D+1\b|step\D+1\b")
+    run_folder = tmp_path / "tiny"
+    status = json.loads(_asyncrl("status", run_folder, "--json").stdout)
+    assert status["phase"] == "running"
+    assert {process["name"] for process in status["processes"]} == {"learner", "generator-0", "reward-0"}
+    assert "paused" in _asyncrl("pause", run_folder).stdout
+    assert "running" in _asyncrl("resume", run_folder).stdout
+    assert Path(_asyncrl("checkpoint", run_folder).stdout.strip()).is_dir()
+    assert "stopped" in _asyncrl("drain", run_folder).stdout
+    assert following.rest() == 0
+
+
+def test_dry_run_prints_the_config_and_what_follows_from_it(tiny, tmp_path):
+    answer = _asyncrl("run", _write(tiny(), tmp_path), "--dry-run", "--set", "buffer.max_staleness=3")
+    assert answer.returncode == 0, answer.stderr
+    assert "max_staleness = 3" in answer.stdout
+    assert re.search(r"most samples in flight\s+64\b", answer.stdout)
+    assert not (tmp_path / "tiny").exists()
+
+
+def test_a_wrong_config_is_one_clear_line(tmp_path):
+    wrong = tmp_path / "wrong.toml"
+    wrong.write_text("[buffer]\nmax_stalenes = 1\n")
+    answer = _asyncrl("run", wrong)
+    assert answer.returncode == 2
+    assert "max_stalenes" in answer.stderr
+    assert len(answer.stderr.strip().splitlines()) == 1
+
+
+def test_a_failed_run_exits_with_one_and_says_why(tiny, tmp_path):
+    model = {"kind": "pretrained", "path": str(tmp_path / "no-such-model")}
+    answer = _asyncrl("run", _write(tiny(model=model), tmp_path), "--plain")
+    assert answer.returncode == 1
+    assert "no-such-model" in answer.stdout + answer.stderr
+
+
+def test_asking_a_run_that_is_not_there_says_what_to_do(tmp_path):
+    answer = _asyncrl("status", tmp_path)
+    assert answer.returncode == 2
+    assert "no run folder" in answer.stderr

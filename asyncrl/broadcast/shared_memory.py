@@ -9,13 +9,12 @@ Invariants:
   that sees it odd, or changed since it began, has been overtaken and raises. Readers write nothing, so a dead one holds nothing.
   On processors that reorder stores the fingerprint is what refuses a mixture.
 - All pages are reserved when the segment is made: a full /dev/shm is an error then, not a SIGBUS in the middle of a step.
-- The segment is unlinked at close; one left by a killed learner, by the next start of the same run. Whoever has it mapped can go
-  on reading.
+- The segment is unlinked at close; one left by a killed learner, by the next start of the same run (segments.py). Whoever has it
+  mapped can go on reading.
 """
 
 from __future__ import annotations
 
-import hashlib
 import mmap
 import os
 import secrets
@@ -29,10 +28,10 @@ from numpy.typing import NDArray
 
 from asyncrl.broadcast.fingerprint import copy_and_fingerprint
 from asyncrl.broadcast.medium import NUM_SLOTS, VersionUnavailableError
+from asyncrl.broadcast.segments import note_path, remove_leftover_segments, segment_folder, segment_prefix
 from asyncrl.errors import BroadcastError
 from asyncrl.schema.weights import WeightsAvailable, WeightsManifest
 
-SHARED_FOLDER = Path("/dev/shm")  # noqa: S108 - POSIX shared memory, not a temporary file
 HEADER_BYTES = mmap.PAGESIZE
 MAGIC = 0x4C5243_4E595341  # "ASYNCRL" read as little-endian
 _MAGIC, _SLOT_BYTES, _SLOTS = 0, 1, 2
@@ -62,7 +61,7 @@ class SharedMemoryWriter:
         self._path = segment_folder(self._run_folder) / f"{segment_prefix(self._run_folder)}{secrets.token_hex(4)}"
         segment = _make_segment(self._path, HEADER_BYTES + NUM_SLOTS * slot_bytes)
         note = SegmentNote(str(self._path), os.getpid())
-        _note_path(self._run_folder).write_bytes(msgspec.json.encode(note))
+        note_path(self._run_folder).write_bytes(msgspec.json.encode(note))
         self._header = np.frombuffer(segment, np.int64, count=HEADER_BYTES // 8)
         self._header[_SLOT_BYTES] = slot_bytes
         for slot in range(NUM_SLOTS):
@@ -93,7 +92,7 @@ class SharedMemoryWriter:
         """Unlink the segment; the memory is freed once the last mapping is gone."""
         if self._path is not None:
             self._path.unlink(missing_ok=True)
-            _note_path(self._run_folder).unlink(missing_ok=True)
+            note_path(self._run_folder).unlink(missing_ok=True)
         self._header = None
 
 
@@ -141,31 +140,6 @@ class SharedMemoryReader:
             raise VersionUnavailableError(f"shared-memory segment {location} is gone ({error}); is its learner alive?") from error
         self._location = location
         return self._segment
-
-
-def segment_folder(run_folder: Path) -> Path:
-    """Return where this machine keeps shared memory."""
-    return SHARED_FOLDER if SHARED_FOLDER.is_dir() else run_folder.resolve() / "weights"
-
-
-def segment_prefix(run_folder: Path) -> str:
-    """Return what the names of all segments of this run, and of no other, begin with."""
-    return f"asyncrl-{hashlib.blake2b(bytes(run_folder.resolve()), digest_size=8).hexdigest()}-"
-
-
-def remove_leftover_segments(run_folder: Path) -> list[Path]:
-    """Unlink what killed learners of this run left behind; return the paths."""
-    leftovers = sorted(segment_folder(run_folder).glob(f"{segment_prefix(run_folder)}*"))
-    for path in leftovers:
-        path.unlink(missing_ok=True)
-    _note_path(run_folder).unlink(missing_ok=True)
-    return leftovers
-
-
-def _note_path(run_folder: Path) -> Path:
-    folder = run_folder / "weights"
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder / "shared_memory.json"
 
 
 def _make_segment(path: Path, num_bytes: int) -> mmap.mmap:

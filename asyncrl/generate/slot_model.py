@@ -31,9 +31,8 @@ _ATTENTION: Final = "asyncrl_slots"
 _REFUSED_ARGUMENTS: Final = ("softcap", "position_bias", "s_aux")
 _PIECE_TOKENS: Final = 256
 """A prompt longer than this is prefilled in several forwards."""
-_SHORT_TOKENS: Final = 32
-"""Pieces up to this long share forwards of `_SHORT_FORWARD` tokens, longer ones of `_PIECE_TOKENS`."""
-_SHORT_FORWARD: Final = 64
+_FORWARD_TOKENS: Final = ((16, 32), (64, 64), (128, 128), (_PIECE_TOKENS, _PIECE_TOKENS))
+"""(longest piece, length of the forward that pieces up to that long share)."""
 
 
 def _slot_attention(
@@ -192,14 +191,14 @@ class SlotModel:
 def _forwards(sequences: Iterable[tuple[int, Sequence[int]]]) -> list[tuple[tuple[Piece, ...], int]]:
     """Cut sequences into pieces and lay them into forwards; a piece's forward length follows from its own length."""
     whole: list[tuple[tuple[Piece, ...], int]] = []
-    tails: dict[int, list[Piece]] = {_SHORT_FORWARD: [], _PIECE_TOKENS: []}
+    tails: dict[int, list[Piece]] = {num_tokens: [] for _, num_tokens in _FORWARD_TOKENS}
     for row, token_ids in sequences:
         for start in range(0, len(token_ids), _PIECE_TOKENS):
             piece = Piece(row, start, tuple(token_ids[start : start + _PIECE_TOKENS]))
             if len(piece.token_ids) == _PIECE_TOKENS:
                 whole.append(((piece,), _PIECE_TOKENS))
             else:
-                tails[_SHORT_FORWARD if len(piece.token_ids) <= _SHORT_TOKENS else _PIECE_TOKENS].append(piece)
+                tails[next(num for longest, num in _FORWARD_TOKENS if len(piece.token_ids) <= longest)].append(piece)
     for num_tokens, pieces in tails.items():
         whole.extend((packed, num_tokens) for packed in _pack(pieces, num_tokens))
     return whole

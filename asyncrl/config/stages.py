@@ -28,6 +28,9 @@ class WarmStart(_Stage):
     """A short supervised training before version 0, on the task's own worked examples (train split only)."""
 
     steps: PositiveInt
+    """At most this many; the learning rate's schedule is laid over them."""
+    until_accuracy: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    """Stop once the model gives the worked answer with this probability, mean of the last 8 batches; 0: never early."""
     batch_size: PositiveInt = 256
     learning_rate: PositiveFloat = 1e-3
 

@@ -1,17 +1,20 @@
 """A short supervised training of a scratch model on the task's own worked examples, before version 0 exists.
 
-Cross-entropy on completion and end-of-sequence, token mean; seeded, so that the same config gives the same version 0. The
-learning rate rises over the first tenth and then falls along a cosine to a tenth. Called by learner/start.py.
+Cross-entropy on completion and end-of-sequence, token mean; ends early at a given accuracy, where asked to; seeded, so that the
+same config gives the same version 0. The learning rate rises over the first tenth and then falls along a cosine to a tenth.
+Called by learner/start.py.
 """
 
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
@@ -28,6 +31,8 @@ log = logging.getLogger(__name__)
 LOG_EVERY = 50
 FINAL_RATE_SHARE = 0.1
 WARMUP_SHARE = 0.1
+ACCURACY_BATCHES = 8
+"""Batches that the accuracy is averaged over."""
 
 
 class StartAbandoned(Exception):  # noqa: N818 - not an error: somebody asked for the end
@@ -74,7 +79,8 @@ def warm_start(
         stopped: Asked before every step.
 
     Returns:
-        `warm_start/loss` (nats a token, mean of the last ten steps) and `warm_start/steps`.
+        `warm_start/loss` (nats a token, mean of the last ten steps), `warm_start/accuracy` (of the last batches, before they
+        were trained on) and `warm_start/steps` taken.
 
     Raises:
         ConfigError: There are no examples.
@@ -85,12 +91,14 @@ def warm_start(
         raise ConfigError("model.warm_start: this task has no worked examples; remove warm_start or choose another task")
     optimizer = PolicyOptimizer(model.named_parameters(), _optimizer_config(config, learner), config.steps)
     rng = np.random.default_rng(seed)
-    losses = []
+    losses: list[float] = []
+    accuracies: deque[float] = deque(maxlen=ACCURACY_BATCHES)
     for step in range(config.steps):
         if stopped():
             raise StartAbandoned(f"stopped at warm start step {step} of {config.steps}; the next start begins again")
         drawn = rng.choice(len(examples), size=min(config.batch_size, len(examples)), replace=False)
-        row = _row([examples[index] for index in drawn]).to(model.device)
+        drawn_examples = [examples[index] for index in drawn]
+        row = _row(drawn_examples).to(model.device)
         logprobs, _ = row_logprobs(model, row, temperature=1.0, chunk_tokens=learner.logprob_chunk_tokens)
         loss = -logprobs.mean()
         loss.backward()  # type: ignore[no-untyped-call]
@@ -99,9 +107,27 @@ def warm_start(
         losses.append(loss.item())
         if not np.isfinite(losses[-1]):
             raise LearnerError(f"warm start: loss {losses[-1]} at step {step}; lower model.warm_start.learning_rate")
-        if step % LOG_EVERY == 0 or step == config.steps - 1:
-            log.info("warm start step %d of %d: loss %.3f", step + 1, config.steps, losses[-1])
-    return {"warm_start/loss": float(np.mean(losses[-10:])), "warm_start/steps": float(config.steps)}
+        accuracies.append(_sampled_accuracy(logprobs, drawn_examples))
+        done = step == config.steps - 1 or _reached(accuracies, config.until_accuracy)
+        if step % LOG_EVERY == 0 or done:
+            log.info("warm start step %d of %d: loss %.3f, accuracy %.3f", step + 1, config.steps, losses[-1], accuracies[-1])
+        if done:
+            break
+    return {
+        "warm_start/loss": float(np.mean(losses[-10:])),
+        "warm_start/accuracy": float(np.mean(accuracies)),
+        "warm_start/steps": float(len(losses)),
+    }
+
+
+def _sampled_accuracy(logprobs: torch.Tensor, examples: Sequence[Example]) -> float:
+    """Return the mean probability that sampling at temperature 1 gives the worked completion, end included."""
+    sizes = [len(example.completion_ids) for example in examples]
+    return float(np.mean([part.sum().exp().item() for part in torch.split(logprobs.detach(), sizes)]))
+
+
+def _reached(accuracies: deque[float], wanted: float) -> bool:
+    return wanted > 0 and len(accuracies) == ACCURACY_BATCHES and float(np.mean(accuracies)) >= wanted
 
 
 def _optimizer_config(config: WarmStart, learner: LearnerConfig) -> LearnerConfig:

@@ -126,6 +126,7 @@ _ROWS = (
     ("refused/messages", "messages", "malformed, oversized or wrongly keyed messages since the run began"),
     ("refused/samples", "samples", "submitted by outside code and refused since the run began"),
     ("warm_start/loss", "nat", "last loss of the supervised warm start"),
+    ("warm_start/accuracy", "fraction", "probability of the worked answer in its last batches"),
     ("warm_start/steps", "steps", "of the supervised warm start"),
     ("warm_start/seconds", "s", "that it took"),
     # Gauges of a process's heartbeat

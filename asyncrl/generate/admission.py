@@ -3,7 +3,7 @@
 Owns the counts of places: `accepted` (ready, taken or trained) and `running` (issued and not yet ready), and how many members
 each generator holds. A group may start on generator g while
 `(live_version_g + max_staleness + 1) * B - (accepted + running) > 0`. The version is the generator's, not the learner's: the
-group's oldest token will carry it, and only so does the staleness proof in docs/buffer.md hold while new weights are on their way.
+group's oldest token will carry it, and only so does the staleness proof in docs/buffer.md hold while weights are on their way.
 
 Invariants: every place is held by exactly one live group; a dropped or failed group gives its place back; a group that is
 handed out again keeps its place and goes first, oldest first, and only to a generator that is at least at the group's

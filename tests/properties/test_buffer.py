@@ -1,7 +1,7 @@
 """Random lives of a run: admission, buffer and ledger together, with deaths, crashes, duplicates and lagging weights.
 
-The world plays generators, reward workers and the learner. The ledger holds units back until the world commits them, so that a crash
-loses what was written and not yet committed, as a killed process would.
+The world plays generators, reward workers and the learner. The ledger holds units back until the world commits them, so that a
+crash loses what was written and not yet committed, as a killed process would.
 """
 
 from __future__ import annotations
@@ -444,9 +444,8 @@ class MaskLife(RunLife):
     policy = "mask"
 
 
-MAX = 5
 BOUNDS = settings(
-    max_examples=MAX,
+    max_examples=25,
     stateful_step_count=60,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],

@@ -1,16 +1,14 @@
-"""Version hand-off, decided purely: which slot takes the next version, which version is fetched next, who is forgotten.
+"""Version hand-off, decided purely: which slot takes the next version, and which version is fetched next.
 
-Three machines, all `handle(event, now) -> list[instruction]`:
+Two machines, both `handle(event, now) -> list[instruction]`:
 - `PublisherState`, the learner's slots. Every requested version ends in exactly one of: committed (and later retired),
   superseded (a newer one took its slot before its commit began) or failed. The learner never waits: with one slot being
   committed there is always another to write to. Announced versions only grow.
-- `SubscriberBoard`, who fetches what from the learner, for media that can see it. A slot in use is spared for as long as its
-  subscriber keeps asking, PIN_LIMIT_S at most: a slow one is not starved by a fast learner, a dead one holds nothing.
 - `SubscriberState`, a generator. One version is live, one at most is on its way; the latest announcement wins (one learner's only
   grow; a learner that went back to a checkpoint starts lower); nothing at or below the live version is fetched; a failed fetch is
   repeated with back-off, or left for a later announcement if there is one.
 
-Called by publisher.py, zeromq.py and subscriber.py.
+Called by publisher.py and subscriber.py; board.py knows who fetches.
 """
 
 from __future__ import annotations
@@ -192,98 +190,16 @@ class PublisherState:
         return f"{what}: {self._slots}; " + " | ".join(self._story)
 
 
-# -- who fetches from the publisher ----------------------------------------------------------------------------------------
-
-SILENT_AFTER_S = 3.0
-"""A subscriber that asked for nothing for this long no longer spares its slot."""
-PIN_LIMIT_S = 120.0
-"""No fetch spares its slot for longer than this."""
-MAX_SUBSCRIBERS = 4096
-
-
-@dataclass(frozen=True, slots=True)
-class ChunkAsked:
-    """A subscriber asked for a part of a version."""
-
-    subscriber: bytes
-    version: int
-
-
-@dataclass(frozen=True, slots=True)
-class FetchOver:
-    """It asked for the last part, or nothing can be sent to it any more."""
-
-    subscriber: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Tick:
-    """Time has passed."""
-
-
-@dataclass(frozen=True, slots=True)
-class Forget:
-    """The subscriber counts no more; it is welcome to ask again."""
-
-    subscriber: bytes
-
-
-@dataclass(slots=True)
-class _Fetch:
-    version: int
-    since_s: float
-    asked_s: float
-
-
-class SubscriberBoard:
-    """Who fetches which version, bounded in number and in time."""
-
-    def __init__(self) -> None:
-        self._fetches: dict[bytes, _Fetch] = {}
-
-    def __len__(self) -> int:
-        """Return the number of subscribers remembered."""
-        return len(self._fetches)
-
-    def handle(self, event: ChunkAsked | FetchOver | Tick, now: float) -> list[Forget]:
-        """Take `event` in and return who is forgotten."""
-        match event:
-            case ChunkAsked(subscriber, version):
-                fetch = self._fetches.get(subscriber)
-                if fetch is None or fetch.version != version:
-                    self._fetches[subscriber] = _Fetch(version, now, now)
-                else:
-                    fetch.asked_s = now
-                return self._forget(list(self._fetches)[: max(0, len(self._fetches) - MAX_SUBSCRIBERS)])
-            case FetchOver(subscriber):
-                return self._forget([subscriber] if subscriber in self._fetches else [])
-            case Tick():
-                return self._forget([name for name, fetch in self._fetches.items() if now - fetch.asked_s > SILENT_AFTER_S])
-
-    def versions_in_use(self, now: float) -> frozenset[int]:
-        """Return the versions worth sparing at `now`."""
-        return frozenset(
-            fetch.version
-            for fetch in self._fetches.values()
-            if now - fetch.asked_s <= SILENT_AFTER_S and now - fetch.since_s <= PIN_LIMIT_S
-        )
-
-    def check_invariants(self) -> None:
-        """Assert what must hold between events."""
-        assert len(self._fetches) <= MAX_SUBSCRIBERS
-        assert all(fetch.since_s <= fetch.asked_s for fetch in self._fetches.values())
-
-    def _forget(self, names: list[bytes]) -> list[Forget]:
-        for name in names:
-            del self._fetches[name]
-        return [Forget(name) for name in names]
-
-
 # -- subscriber ------------------------------------------------------------------------------------------------------------
 
 MAX_ATTEMPTS = 8
 FIRST_RETRY_S = 0.05
 LONGEST_RETRY_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time has passed."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,9 +29,10 @@ import xxhash
 import zmq
 import zmq.utils.z85
 
+from asyncrl.broadcast.board import ChunkAsked, FetchOver, SubscriberBoard
 from asyncrl.broadcast.chunks import MAX_REQUEST_BYTES, ChunkReply, ChunkRequest, Download
 from asyncrl.broadcast.medium import NUM_SLOTS, VersionUnavailableError
-from asyncrl.broadcast.state import ChunkAsked, FetchOver, SubscriberBoard, Tick
+from asyncrl.broadcast.state import Tick
 from asyncrl.config.stages import ZeroMQMedium
 from asyncrl.errors import BroadcastError
 from asyncrl.schema.weights import WeightsAvailable, WeightsManifest

@@ -3,11 +3,11 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from asyncrl.broadcast.board import ChunkAsked, FetchOver, SubscriberBoard
 from asyncrl.broadcast.chunks import Download
 from asyncrl.broadcast.state import (
     Announce,
     Announced,
-    ChunkAsked,
     Commit,
     CommitFailed,
     Committed,
@@ -15,13 +15,11 @@ from asyncrl.broadcast.state import (
     Fetch,
     FetchDone,
     FetchFailed,
-    FetchOver,
     GiveUp,
     PublisherState,
     PublishRequested,
     RetryAt,
     Stage,
-    SubscriberBoard,
     SubscriberState,
     Tick,
     WentLive,
@@ -34,9 +32,7 @@ from asyncrl.broadcast.state import (
     st.integers(2, 4),
     st.lists(st.tuples(st.sampled_from(["publish", "commit", "fail"]), st.sets(st.integers(0, 3)), st.integers(1, 3))),
 )
-def test_every_published_version_ends_announced_or_dropped_and_the_newest_is_never_superseded(  # noqa: C901 - a branch an event
-    keeps_slots, num_slots, moves
-):
+def test_every_published_version_ends_announced_or_dropped_and_the_newest_is_never_superseded(keeps_slots, num_slots, moves):
     state = PublisherState(num_slots, keeps_slots)
     published, announced, dropped, committing = [], [], [], []
 
@@ -83,7 +79,7 @@ def test_every_published_version_ends_announced_or_dropped_and_the_newest_is_nev
         max_size=60,
     )
 )
-def test_a_generator_only_moves_forward_and_always_reaches_what_is_announced_last(moves):  # noqa: C901, PLR0912 - a branch an event
+def test_a_generator_only_moves_forward_and_always_reaches_what_is_announced_last(moves):  # noqa: PLR0912 - a branch an event
     state, now, latest, live = SubscriberState(), 0.0, 0, [-1]
 
     def handle(event):

@@ -1,14 +1,11 @@
 import pytest
 
+from asyncrl.broadcast.board import MAX_SUBSCRIBERS, PIN_LIMIT_S, SILENT_AFTER_S, ChunkAsked, FetchOver, Forget, SubscriberBoard
 from asyncrl.broadcast.state import (
     FIRST_RETRY_S,
     MAX_ATTEMPTS,
-    MAX_SUBSCRIBERS,
-    PIN_LIMIT_S,
-    SILENT_AFTER_S,
     Announce,
     Announced,
-    ChunkAsked,
     Commit,
     CommitFailed,
     Committed,
@@ -16,15 +13,12 @@ from asyncrl.broadcast.state import (
     Fetch,
     FetchDone,
     FetchFailed,
-    FetchOver,
-    Forget,
     GiveUp,
     GoLive,
     PublisherState,
     PublishRequested,
     RetryAt,
     Stage,
-    SubscriberBoard,
     SubscriberState,
     Tick,
     WentLive,

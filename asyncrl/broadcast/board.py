@@ -1,7 +1,7 @@
 """Who fetches what from the learner, decided purely, for media that can see it.
 
 Invariants:
-- A version in use is worth sparing for as long as its subscriber keeps asking, PIN_LIMIT_S at most: a slow generator is not starved
+- A version in use is worth sparing while its subscriber keeps asking, PIN_LIMIT_S at most: a slow generator is not starved
   by a fast learner, a dead one holds nothing.
 - At most MAX_SUBSCRIBERS are remembered; the oldest is forgotten first.
 

@@ -62,6 +62,7 @@ EXIT_OK, EXIT_FAILED, EXIT_FAULT = 0, 1, 3
 
 async def run_controller(config: RunConfig, run_folder: Path, clock: Clock, owner_gone: asyncio.Event) -> bool:
     """Wire and run the controller of one run; return whether the run ended well."""
+    from asyncrl.broadcast.segments import remove_leftover_segments
     from asyncrl.buffer.buffer import open_buffer
     from asyncrl.control.controller import Controller, RunParts
     from asyncrl.control.feed import LearnerFeed
@@ -94,7 +95,10 @@ async def run_controller(config: RunConfig, run_folder: Path, clock: Clock, owne
         config, run_folder, listener, LocalLauncher(), peers, flow, feed, reporter, list(task.held_out), clock,
         resumed=counts.issued > 0,
     )  # fmt: skip
-    return await Controller(parts).run(owner_gone)
+    try:
+        return await Controller(parts).run(owner_gone)
+    finally:
+        remove_leftover_segments(run_folder)
 
 
 def _ledger_failed(error: LedgerError) -> None:

@@ -262,6 +262,8 @@ class Controller:
         elif phase == "running":
             self._tell_generators(Resume())
             self.flow.release()
+            if self._reached_goal():
+                self._goal()
         elif phase == "evaluating":
             self._tell_generators(Resume())
             self.flow.hold(evaluation_too=False)

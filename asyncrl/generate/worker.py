@@ -123,9 +123,9 @@ class GeneratorWorker:
                 case LoadModel(model_folder=folder):
                     await self._load(Path(folder))
                 case WeightsAvailable() as available:
-                    if self._newest is None or available.version > self._newest.version:
-                        self._newest = available
-                        self._weights_news.set()
+                    # The last word counts, not the largest number: a learner back from a checkpoint starts lower, elsewhere.
+                    self._newest = available
+                    self._weights_news.set()
                 case Pause():
                     await self._set_paused(True)
                 case Resume():

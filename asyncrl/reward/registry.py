@@ -9,12 +9,10 @@ Invariants: names are unique within a run and the same in every process; the sum
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import math
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from types import ModuleType
 from typing import NamedTuple, cast
 
 from asyncrl.config.stages import (
@@ -26,6 +24,7 @@ from asyncrl.config.stages import (
     RewardConfig,
     RewardFunctionConfig,
 )
+from asyncrl.config.user_code import load_function
 from asyncrl.errors import ConfigError, RewardError
 from asyncrl.reward.answer_match import build_answer_match
 from asyncrl.reward.code_exec import build_code_exec
@@ -147,31 +146,12 @@ def _free_name(kind: str, taken: set[str]) -> str:
 
 
 def _build_python(config: PythonReward) -> RewardFunction:
-    module_name, colon, function_name = config.path.partition(":")
-    if not colon or not module_name or not function_name:
-        raise ConfigError(f"reward path takes module:function, got {config.path!r}")
-    module = _import_user_module(module_name, config.path)
-    user_function = getattr(module, function_name, None)
-    if not callable(user_function):
-        known = sorted(name for name, value in vars(module).items() if callable(value) and not name.startswith("_"))
-        raise ConfigError(
-            f"reward path {config.path!r}: {module_name} has no function {function_name!r}; it has: {', '.join(known)}"
-        )
+    user_function = load_function(config.path, "reward path")
 
     def score(sample: RewardInput) -> float | Awaitable[float]:
         return cast("float | Awaitable[float]", user_function(sample.prompt, sample.text))
 
     return score
-
-
-def _import_user_module(module_name: str, path: str) -> ModuleType:
-    try:
-        return importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"reward path {path!r}: no module named {error.name!r}; it must be importable from the working directory, "
-            f"PYTHONPATH or the environment's packages"
-        ) from error
 
 
 _BUILDERS: dict[type, Callable[..., RewardFunction]] = {

@@ -34,7 +34,7 @@ def test_a_function_of_the_working_directory_is_called_with_the_seed(module):
 @pytest.mark.parametrize(
     ("path", "message"),
     [
-        ("my_colours", "must be 'module:function'"),
+        ("my_colours", "takes module:function"),
         ("no_such_module:f", "cannot import 'no_such_module'"),
         ("my_colours:absent", "no function 'absent'"),
         ("my_colours:number", "no function 'number'"),

@@ -1,0 +1,69 @@
+"""A user's own function, named in a config: `package.module:function`, or `path/to/file.py:function`.
+
+Called where the function is wanted (tasks, rewards), in that process. Runs the user's module, as an import does.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from asyncrl.errors import ConfigError
+
+
+def load_function(path: str, field: str) -> Callable[..., Any]:
+    """Import what `path` names.
+
+    Args:
+        path: `module:function`, the module importable from the working directory too, or `file.py:function`.
+        field: The config field, for messages.
+
+    Returns:
+        The function.
+
+    Raises:
+        ConfigError: The path is not of that form, the module cannot be imported, or it has no such function.
+    """
+    module_name, colon, function_name = path.rpartition(":")
+    if not (module_name and colon and function_name):
+        raise ConfigError(f"{field} takes module:function or file.py:function, got {path!r}")
+    module = _load_file(Path(module_name), path, field) if module_name.endswith(".py") else _load_module(module_name, path, field)
+    function: Callable[..., Any] | None = getattr(module, function_name, None)
+    if function is None or not callable(function):
+        known = ", ".join(name for name in vars(module) if not name.startswith("_") and callable(getattr(module, name)))
+        raise ConfigError(f"{field} {path!r}: {module_name} has no function {function_name!r}; it has {known or 'none'}")
+    return function
+
+
+def _load_module(module_name: str, path: str, field: str) -> ModuleType:
+    working_directory = str(Path.cwd())
+    if working_directory not in sys.path:
+        sys.path.append(working_directory)
+    try:
+        return importlib.import_module(module_name)
+    except ImportError as error:
+        raise ConfigError(
+            f"{field} {path!r}: cannot import {module_name!r} ({error}); it must be importable from the working directory, "
+            "PYTHONPATH or the environment's packages"
+        ) from error
+
+
+def _load_file(file: Path, path: str, field: str) -> ModuleType:
+    if not file.is_file():
+        raise ConfigError(f"{field} {path!r}: there is no file {file}")
+    name = f"asyncrl_user_{file.stem}"
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except ImportError as error:
+        raise ConfigError(f"{field} {path!r}: {file} cannot be imported: {error}") from error
+    return module

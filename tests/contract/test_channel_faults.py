@@ -80,7 +80,7 @@ async def consume(connection: Connection, count: int, after_each=lambda number: 
 async def until(is_so: Callable[[], bool]) -> None:
     """Counters and windows have no event to await."""
     async with asyncio.timeout(WAIT_S):
-        while not is_so():  # noqa: ASYNC110
+        while not is_so():
             await asyncio.sleep(0.001)
 
 

@@ -1,7 +1,7 @@
 """The staleness bound under `wait`: in whatever order groups finish and weights arrive, nothing is ever too old or stuck.
 
 Pure: admission and buffer state alone, groups of one member that finish and are scored in one go, so that many schedules are
-tried. The next take happens only when the buffer allows it; a step is trained and its version published at once, or one step later.
+tried. A step is taken only when the buffer allows it, up to one ahead of the step being trained.
 """
 
 from __future__ import annotations

@@ -1,0 +1,314 @@
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from asyncrl.buffer.buffer import Buffer, TakenStep, Waiting, open_buffer
+from asyncrl.buffer.events import GroupMoved, Reissue, ScoreMember
+from asyncrl.buffer.ledger_reader import LedgerReader
+from asyncrl.config.load import parse_config
+from asyncrl.errors import LedgerError
+from asyncrl.schema.samples import Prompt, Sample, SampleFailure, Score, ids_to_bytes, logprobs_to_bytes
+
+
+def _config(**buffer):
+    return parse_config({
+        "algorithm": {"groups_per_step": 1, "group_size": 2},
+        "buffer": {"max_staleness": 1, "min_group_members": 1, **buffer},
+    })
+
+
+def _sample(group_id, index, version=0, **changes):
+    sample = Sample(
+        group_id,
+        index,
+        0,
+        ids_to_bytes([1, 2]),
+        ids_to_bytes([3, 4]),
+        logprobs_to_bytes([-0.5, -0.5]),
+        ids_to_bytes([version] * 2),
+        "stop",
+        "text",
+        "g0",
+        0.0,
+        1.0,
+    )
+    return msgspec.structs.replace(sample, **changes)
+
+
+@pytest.fixture(params=["disk", "memory"])
+def buffer(request, tmp_path):
+    buffer = open_buffer(_config(ledger=request.param), tmp_path)
+    yield buffer
+    buffer.check()
+    buffer.close()
+
+
+@pytest.fixture
+def reopen(tmp_path):
+    """Return a function that opens the same folder again, closing what was open."""
+    opened: list[Buffer] = []
+
+    def again(**changes):
+        for buffer in opened:
+            buffer.close()
+        opened.append(open_buffer(_config(**changes), tmp_path))
+        opened[-1].check()
+        return opened[-1]
+
+    yield again
+    opened[-1].close()
+
+
+def _issue(buffer, version=0, name="p"):
+    return buffer.issue(
+        Prompt(name, text="1+1="), "g0", version=version, group_size=2, now=0.0, cursor=buffer.cursor + 1
+    ).group_id
+
+
+def _finish(buffer, group_id, version=0):
+    for index in range(2):
+        buffer.add_sample(_sample(group_id, index, version), 1.0)
+        buffer.add_score(Score(group_id, index, 0, float(index), {"exact": float(index)}), 2.0)
+
+
+def test_a_group_from_prompt_to_trained(buffer):
+    order = buffer.issue(Prompt("p", text="1+1="), "g0", version=0, group_size=2, now=0.0)
+    assert (order.group_id, order.attempt, order.indices, order.prompt.text) == (0, 0, (0, 1), "1+1=")
+    assert buffer.add_sample(_sample(0, 0), 1.0).instructions == [ScoreMember(0, 0)]
+    assert buffer.score_request(0, 0).text == "text"
+    _finish(buffer, 0)
+    taken = buffer.take(0, 5.0)
+    assert isinstance(taken, TakenStep)
+    assert [(m.sample.index, m.reward) for m in taken.groups[0].members] == [(0, 0.0), (1, 1.0)]
+    assert (taken.params.temperature, taken.params.tokens_per_row, taken.staleness.queue_mean_s) == (1.0, 4096, 3.0)
+    assert [moved.after for moved in buffer.mark_trained(0, 6.0)] == ["trained"]
+    assert buffer.counts().trained == 1
+
+
+def test_everything_is_acknowledged_after_it_is_committed_and_repeats_too(buffer):
+    acknowledged = []
+    group = _issue(buffer)
+    for _ in range(2):
+        buffer.add_sample(_sample(group, 0), 1.0, lambda: acknowledged.append("sample"))
+        buffer.add_score(Score(group, 0, 0, 1.0), 2.0, lambda: acknowledged.append("score"))
+    buffer.add_failure(SampleFailure(group, 1, 0, "generate", "no"), 3.0, lambda: acknowledged.append("failure"))
+    buffer.add_sample(_sample(99, 0), 1.0, lambda: acknowledged.append("stranger"))
+    buffer.take(0, 4.0, lambda: acknowledged.append("taken"))
+    buffer.mark_trained(0, 5.0, lambda: acknowledged.append("trained"))
+    buffer.ledger.close()
+    assert acknowledged == ["sample", "score", "sample", "score", "failure", "stranger", "taken", "trained"]
+
+
+def test_an_invalid_sample_fails_its_member_and_the_group_goes_on(buffer):
+    group = _issue(buffer)
+    receipt = buffer.add_sample(_sample(group, 0, logprobs=b""), 1.0)
+    assert receipt.status == "refused"
+    assert receipt.reason.startswith("invalid sample from g0: 2 tokens, but 0 logprobs")
+    _finish(buffer, group)
+    taken = buffer.take(0, 2.0)
+    assert [m.sample.index for m in taken.groups[0].members] == [1]
+
+
+def test_a_version_that_was_never_published_is_refused_until_it_is(buffer):
+    first, second = _issue(buffer), _issue(buffer)
+    assert buffer.add_sample(_sample(first, 0, version=1), 1.0).status == "refused"
+    buffer.version_published(1)
+    assert buffer.add_sample(_sample(second, 0, version=1), 1.0).status == "stored"
+
+
+@pytest.mark.parametrize("score", [{"error": "timed out"}, {"reward": float("nan")}])
+def test_a_reward_that_is_none_fails_the_member(buffer, score):
+    group = _issue(buffer)
+    buffer.add_sample(_sample(group, 0), 1.0)
+    buffer.add_score(msgspec.structs.replace(Score(group, 0, 0, 1.0), **score), 2.0)
+    buffer.add_sample(_sample(group, 1), 1.0)
+    assert buffer.add_score(Score(group, 1, 0, 1.0), 2.0).instructions == [GroupMoved(group, "scoring", "ready")]
+    assert len(buffer.take(0, 3.0).groups[0].members) == 1
+
+
+def test_the_prompt_of_a_failed_group_comes_back_until_it_is_issued(buffer):
+    group = _issue(buffer, name="again")
+    for index in range(2):
+        buffer.add_failure(SampleFailure(group, index, 0, "generate", "no"), 1.0)
+    for _ in range(2):
+        assert (buffer.returned_prompt().prompt.prompt_id, buffer.returned_prompt().replaces) == ("again", group)
+    buffer.issue(buffer.returned_prompt().prompt, "g0", version=0, group_size=2, now=2.0, replaces=group)
+    assert buffer.returned_prompt() is None
+
+
+def test_a_lost_generators_groups_are_handed_out_again_without_what_is_held(buffer):
+    group = _issue(buffer)
+    buffer.add_sample(_sample(group, 0), 1.0)
+    assert buffer.generator_lost("g0", 2.0) == [Reissue(group, 1, (1,), 0)]
+    order = buffer.reissue(group, "g1", 0, 3.0)
+    assert (order.attempt, order.indices) == (1, (1,))
+    buffer.add_sample(_sample(group, 1), 4.0)
+    assert buffer.reissue(group, "g1", 0, 5.0) is None
+
+
+def test_issuing_without_a_place_is_a_bug(buffer):
+    for _ in range(2):
+        _issue(buffer)
+    with pytest.raises(AssertionError, match="no place for a group of version 0"):
+        _issue(buffer)
+
+
+def test_a_group_from_outside_is_checked_scored_and_taken(buffer):
+    samples = [_sample(7, 7, generator="whoever") for _ in range(3)]
+    receipt = buffer.submit_group(Prompt("theirs"), samples, "notebook", 1.0)
+    assert (receipt.status, receipt.group_id) == ("stored", 0)
+    for request in buffer.outstanding_scores():
+        buffer.add_score(Score(request.group_id, request.index, 0, 1.0), 2.0)
+    taken = buffer.take(0, 3.0)
+    assert [(m.sample.group_id, m.sample.index, m.sample.generator) for m in taken.groups[0].members] == [
+        (0, 0, "notebook"),
+        (0, 1, "notebook"),
+        (0, 2, "notebook"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("samples", "reason"),
+    [
+        ([], "1 or more samples"),
+        ([_sample(0, 0), _sample(0, 1, prompt_ids=ids_to_bytes([9]))], "of one prompt"),
+        ([_sample(0, 0, version=3)], "only 0 to 0 were ever published"),
+    ],
+)
+def test_a_group_from_outside_that_is_wrong_is_refused_and_nothing_changes(buffer, samples, reason):
+    receipt = buffer.submit_group(Prompt("theirs"), samples, "notebook", 1.0)
+    assert receipt.status == "refused"
+    assert reason in receipt.reason
+    assert buffer.counts().issued == 0
+
+
+def test_a_group_from_outside_needs_a_place(buffer):
+    for _ in range(2):
+        _issue(buffer)
+    assert "no place" in buffer.submit_group(Prompt("theirs"), [_sample(0, 0)], "notebook", 1.0).reason
+
+
+def test_waiting_says_for_what(buffer):
+    assert buffer.take(0, 1.0) == Waiting(0, "0 of 1 groups are ready for step 0", (), [])
+
+
+def test_a_memory_ledger_cannot_repeat_a_trained_step(tmp_path):
+    buffer = open_buffer(_config(ledger="memory"), tmp_path)
+    _finish(buffer, _issue(buffer))
+    buffer.take(0, 1.0)
+    assert isinstance(buffer.take(0, 1.0), TakenStep)
+    buffer.mark_trained(0, 2.0)
+    assert buffer.learner_restarted(0, 3.0) == (0,)
+    with pytest.raises(LedgerError, match=r"buffer.ledger is 'memory'"):
+        buffer.take(0, 4.0)
+
+
+# -- resume --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_resumed_run_goes_on_where_the_books_say(reopen):
+    buffer = reopen()
+    running, scoring = _issue(buffer, name="a"), _issue(buffer, name="b")
+    buffer.add_sample(_sample(running, 1), 1.0)
+    for index in range(2):
+        buffer.add_sample(_sample(scoring, index), 1.0)
+    buffer.add_score(Score(scoring, 0, 0, 0.75, {"exact": 0.75}), 2.0)
+
+    buffer = reopen()
+    assert (buffer.counts().running, buffer.counts().scoring, buffer.cursor) == (1, 1, 2)
+    assert buffer.unplaced() == [Reissue(running, 1, (0,), 0)]
+    assert [(r.group_id, r.index) for r in buffer.outstanding_scores()] == [(running, 1), (scoring, 1)]
+    buffer.add_score(Score(scoring, 1, 0, 0.25), 3.0)
+    taken = buffer.take(0, 4.0)
+    assert [(m.reward, m.parts) for m in taken.groups[0].members] == [(0.75, {"exact": 0.75}), (0.25, {})]
+    assert buffer.reissue(running, "g1", 0, 5.0).indices == (0,)
+
+
+def test_steps_after_the_checkpoint_are_repeated_with_the_very_same_groups(reopen):
+    buffer = reopen()
+    for step in range(3):
+        _finish(buffer, _issue(buffer, version=step), version=step)
+        if step < 2:
+            first = buffer.take(step, 1.0)
+            buffer.mark_trained(step, 2.0)
+    unfinished = buffer.take(2, 3.0)
+
+    buffer = reopen()
+    assert buffer.learner_restarted(1, 4.0) == (1, 2)
+    again = buffer.take(1, 5.0)
+    assert (again.groups, again.params, again.replay) == (first.groups, first.params, True)
+    assert again.staleness.token_histogram == first.staleness.token_histogram
+    assert (buffer.take(2, 6.0).groups, buffer.take(2, 6.0).replay) == (unfinished.groups, False)
+    buffer.mark_trained(1, 7.0)
+    buffer.mark_trained(2, 7.0)
+    buffer.check()
+    assert buffer.counts().trained == 3
+
+
+def test_a_step_the_learner_finished_unheard_is_trained_after_a_resume(reopen):
+    buffer = reopen()
+    _finish(buffer, _issue(buffer))
+    buffer.take(0, 1.0)
+    buffer = reopen()
+    assert buffer.learner_restarted(1, 2.0) == ()
+    buffer.check()
+    assert buffer.counts().trained == 1
+
+
+@pytest.mark.parametrize("version", [0, 3])
+def test_a_checkpoint_that_does_not_belong_to_the_ledger_is_refused(reopen, version):
+    buffer = reopen()
+    for step in range(2):
+        _finish(buffer, _issue(buffer, version=step), version=step)
+        buffer.take(step, 1.0)
+        buffer.mark_trained(step, 2.0)
+    buffer.forget(1, 3.0)
+    buffer = reopen()
+    with pytest.raises(LedgerError, match=f"stands at version {version}"):
+        buffer.learner_restarted(version, 4.0)
+    assert buffer.learner_restarted(1, 4.0) == (1,)
+
+
+def test_a_prompt_to_be_issued_again_and_the_reasons_survive_a_resume(reopen):
+    buffer = reopen()
+    for _ in range(2):
+        group = _issue(buffer, name="again")
+        for index in range(2):
+            buffer.add_failure(SampleFailure(group, index, 0, "generate", "no"), 1.0)
+    buffer.issue(buffer.returned_prompt().prompt, "g0", version=0, group_size=2, now=2.0, replaces=0)
+    buffer = reopen()
+    assert buffer.counts().failed == {"no": 2}
+    assert buffer.returned_prompt().replaces == 1
+
+
+def test_a_lower_eta_after_a_resume_holds_for_what_was_there_before(reopen):
+    buffer = reopen(max_staleness=3)
+    for _ in range(2):
+        _finish(buffer, _issue(buffer))
+    buffer.take(0, 1.0)
+    buffer.mark_trained(0, 2.0)
+    buffer = reopen(max_staleness=0)
+    waiting = buffer.take(1, 3.0)
+    assert isinstance(waiting, Waiting)
+    assert buffer.counts().dropped == {"stale": 1}
+
+
+def test_another_group_size_cannot_resume(reopen, tmp_path):
+    reopen().close()
+    with pytest.raises(LedgerError, match="group_size = 2, this run has 3"):
+        open_buffer(parse_config({"algorithm": {"groups_per_step": 1, "group_size": 3}}), tmp_path)
+
+
+def test_the_ledger_tells_a_samples_whole_story(reopen, tmp_path):
+    buffer = reopen()
+    group = _issue(buffer)
+    buffer.generator_lost("g0", 0.5)
+    buffer.reissue(group, "g1", 0, 0.6)
+    _finish(buffer, group)
+    buffer.take(0, 3.0)
+    buffer.mark_trained(0, 4.0)
+    buffer.check()
+    story = LedgerReader(tmp_path).sample(group, 1)
+    assert [event.what for event in story.group.events] == ["issued", "issued again", "scoring", "ready", "taken", "trained"]
+    assert (story.row.state, story.row.reward, story.sample.text) == ("scored", 1.0, "text")

@@ -1,0 +1,277 @@
+"""The ledger file: what is acknowledged survives, what is not is whole or absent, and nobody else may write it."""
+
+from __future__ import annotations
+
+import signal
+import sqlite3
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from asyncrl.buffer.ledger import SqliteLedger
+from asyncrl.buffer.ledger_reader import LedgerReader
+from asyncrl.buffer.records import (
+    FailureRecord,
+    ForgetRecord,
+    IssuedRecord,
+    MemoryLedger,
+    MovedRecord,
+    RestartedRecord,
+    SampleRecord,
+    ScoreRecord,
+    StepParams,
+    TakenRecord,
+    TrainedRecord,
+)
+from asyncrl.errors import LedgerError
+from asyncrl.schema.samples import Prompt, Sample, Score, ids_to_bytes, logprobs_to_bytes
+
+PARAMS = StepParams(0, 4096, 1.0)
+
+
+def _sample(group_id, index=0):
+    tokens = ids_to_bytes([group_id, index, 7])
+    return Sample(
+        group_id,
+        index,
+        0,
+        ids_to_bytes([1]),
+        tokens,
+        logprobs_to_bytes([-1.0] * 3),
+        ids_to_bytes([0] * 3),
+        "stop",
+        "x",
+        "g0",
+        1.0,
+        2.0,
+    )
+
+
+def _ready(group_id, now=1.0):
+    return [
+        IssuedRecord(group_id, Prompt(f"p{group_id}", text="1+1="), "g0", 0, 1, now),
+        SampleRecord(_sample(group_id), 0, 0, now),
+        ScoreRecord(Score(group_id, 0, 0, 0.5, {"exact": 0.5}, worker="r0"), now),
+        MovedRecord(group_id, "running", "scoring", "", now),
+        MovedRecord(group_id, "scoring", "ready", "", now),
+    ]
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "ledger.sqlite"
+
+
+@pytest.fixture
+def ledger(path):
+    ledger = SqliteLedger(path, identity={"group_size": "1"})
+    yield ledger
+    ledger.close()
+
+
+@pytest.fixture(params=["memory", "disk"])
+def either(request, path):
+    ledger = MemoryLedger() if request.param == "memory" else SqliteLedger(path)
+    yield ledger
+    ledger.close()
+
+
+def test_state_counts_follow_every_kind_of_move(either):
+    for group_id in range(4):
+        either.write(_ready(group_id))
+    either.write([IssuedRecord(4, Prompt("p4"), "g0", 0, 1, 1.0)])
+    either.write([FailureRecord(4, 0, 0, "generate", "timeout", 2.0), MovedRecord(4, "running", "failed", "timeout", 2.0)])
+    either.write([TakenRecord(0, (0, 1), PARAMS, 0, 3.0)])
+    either.write([TrainedRecord(0, (0, 1), 4.0), TakenRecord(1, (2, 3), PARAMS, 1, 4.0)])
+    either.sync()
+    assert either.state_counts() == {"trained": 2, "taken": 2, "failed": 1}
+    either.write([RestartedRecord(0, 5.0)])
+    either.sync()
+    assert either.state_counts() == {"taken": 4, "failed": 1}
+    either.write([RestartedRecord(2, 6.0), ForgetRecord(1)])
+    either.sync()
+    assert either.state_counts() == {"trained": 4, "failed": 1}
+
+
+def test_callbacks_run_in_order_once_their_unit_is_committed(path, ledger):
+    seen = []
+
+    def committed(group_id):
+        with sqlite3.connect(path) as connection:
+            seen.append((
+                group_id,
+                connection.execute("SELECT count(*) FROM groups WHERE group_id = ?", (group_id,)).fetchone()[0],
+            ))
+
+    for group_id in range(20):
+        ledger.write(_ready(group_id), lambda group_id=group_id: committed(group_id))
+    ledger.close()
+    assert seen == [(group_id, 1) for group_id in range(20)]
+
+
+def test_an_empty_unit_calls_back_after_everything_before_it(ledger):
+    order = []
+    ledger.write(_ready(0), lambda: order.append("first"))
+    ledger.write((), lambda: order.append("second"))
+    ledger.close()
+    assert order == ["first", "second"]
+
+
+async def test_callbacks_run_on_the_event_loop(path):
+    import asyncio
+
+    loop, threads, done = asyncio.get_running_loop(), [], asyncio.Event()
+    ledger = SqliteLedger(path, call_soon=loop.call_soon_threadsafe)
+    ledger.write(_ready(0), lambda: (threads.append(threading.current_thread()), done.set()))
+    await asyncio.wait_for(done.wait(), 5.0)
+    ledger.close()
+    assert threads == [threading.main_thread()]
+
+
+def test_a_full_queue_makes_the_writer_wait_and_loses_nothing(path):
+    ledger, committed = SqliteLedger(path, max_queued=5), []
+    for group_id in range(100):
+        ledger.write(_ready(group_id), lambda group_id=group_id: committed.append(group_id))
+    ledger.close()
+    assert committed == list(range(100))
+    assert LedgerReader(path).counts()[0].groups == 100
+
+
+def test_groups_come_back_with_their_payloads_in_the_order_asked_for(ledger):
+    for group_id in range(3):
+        ledger.write(_ready(group_id))
+    groups = ledger.load_groups([2, 0])
+    assert [group.group_id for group in groups] == [2, 0]
+    assert groups[0].members[0].sample == _sample(2)
+    assert (groups[0].members[0].reward, groups[0].members[0].parts, groups[0].prompt.text) == (0.5, {"exact": 0.5}, "1+1=")
+
+
+def test_the_first_sample_and_the_first_score_win(ledger):
+    ledger.write([*_ready(0), SampleRecord(_sample(0, 0), 9, 9, 5.0), ScoreRecord(Score(0, 0, 1, 0.0), 5.0)])
+    assert ledger.load_groups([0])[0].members[0].reward == 0.5
+
+
+def test_forgotten_payloads_are_gone_and_their_rows_stay(path, ledger):
+    for group_id in range(2):
+        ledger.write(_ready(group_id))
+    ledger.write([TakenRecord(0, (0,), PARAMS, 0, 2.0), TakenRecord(1, (1,), PARAMS, 1, 2.0)])
+    ledger.write([TrainedRecord(0, (0,), 3.0), TrainedRecord(1, (1,), 3.0), ForgetRecord(1)])
+    assert len(ledger.load_groups([1])) == 1
+    with pytest.raises(LedgerError, match="payloads of group 0 are gone"):
+        ledger.load_groups([0])
+    story = LedgerReader(path).sample(0, 0)
+    assert (story.sample, story.row.reward, story.group.step) == (None, 0.5, 0)
+
+
+def test_a_second_run_on_the_same_folder_is_refused(path, ledger):
+    with pytest.raises(LedgerError, match=r"in use by another run \(process \d+\)"):
+        SqliteLedger(path)
+    ledger.close()
+    SqliteLedger(path).close()
+
+
+def test_a_ledger_of_another_config_is_refused(path, ledger):
+    ledger.close()
+    with pytest.raises(LedgerError, match="made with group_size = 1, this run has 4"):
+        SqliteLedger(path, identity={"group_size": "4"})
+    SqliteLedger(path, identity={"group_size": "1"}).close()
+
+
+def test_a_file_that_is_no_ledger_is_refused_and_left_alone(path):
+    path.write_bytes(b"something else entirely, long enough to be looked at" * 50)
+    with pytest.raises(LedgerError, match="damaged"):
+        SqliteLedger(path)
+    assert path.read_bytes().startswith(b"something else")
+
+
+def test_a_failed_commit_is_told_once_and_every_later_call_says_so(path):
+    failures, told = [], threading.Event()
+    ledger = SqliteLedger(path, on_failure=lambda error: (failures.append(error), told.set()))
+    ledger.write([TakenRecord(0, (), PARAMS, 0, 1.0)])
+    ledger.write([TakenRecord(0, (), PARAMS, 0, 1.0)], lambda: pytest.fail("never committed"))
+    assert told.wait(5.0)
+    with pytest.raises(LedgerError, match="commit failed"):
+        ledger.write(_ready(0))
+    with pytest.raises(LedgerError, match="commit failed"):
+        ledger.sync()
+    ledger.close()
+    assert len(failures) == 1
+
+
+def test_a_closed_ledger_says_so(ledger):
+    ledger.close()
+    with pytest.raises(LedgerError, match="is closed"):
+        ledger.write(_ready(0))
+
+
+CHILD = """
+import sys
+from pathlib import Path
+from asyncrl.buffer.ledger import SqliteLedger
+from asyncrl.buffer.records import IssuedRecord, MovedRecord, SampleRecord
+from asyncrl.schema.samples import Prompt, Sample
+ledger = SqliteLedger(Path(sys.argv[1]))
+tokens = bytes(4096)
+def acknowledged(group_id):
+    sys.stdout.write(f"{group_id}\\n")
+    sys.stdout.flush()
+for group_id in range(1_000_000):
+    sample = Sample(group_id, 0, 0, tokens, tokens, tokens, tokens, "stop", "", "g", 0.0, 1.0)
+    records = [IssuedRecord(group_id, Prompt("p"), "g", 0, 1, 0.0), SampleRecord(sample, 0, 0, 0.0)]
+    records.append(MovedRecord(group_id, "running", "scoring", "", 0.0))
+    ledger.write(records, lambda group_id=group_id: acknowledged(group_id))
+"""
+
+
+def test_killed_outright_it_holds_everything_acknowledged_and_only_whole_units(path):
+    child = subprocess.Popen([sys.executable, "-c", CHILD, str(path)], stdout=subprocess.PIPE)
+    acknowledged = [int(child.stdout.readline()) for _ in range(300)]
+    child.send_signal(signal.SIGKILL)
+    acknowledged += [int(line) for line in child.stdout.read().split(b"\n")[:-1]]
+    child.stdout.close()
+    assert child.wait(10.0) == -signal.SIGKILL
+
+    SqliteLedger(path).close()
+    with sqlite3.connect(path) as connection:
+        groups = {row[0] for row in connection.execute("SELECT group_id FROM groups")}
+        whole = {
+            row[0]
+            for row in connection.execute(
+                "SELECT g.group_id FROM groups g JOIN samples s ON s.key = g.group_id << 20 JOIN payloads p USING (key)"
+                " WHERE g.state = 'scoring' AND length(p.body) > 16384"
+            )
+        }
+        assert connection.execute("PRAGMA integrity_check").fetchone() == ("ok",)
+    connection.close()
+    assert set(acknowledged) <= groups
+    assert groups == whole == set(range(len(groups)))
+
+
+def test_a_reader_answers_while_a_run_writes(path, ledger):
+    for group_id in range(3):
+        ledger.write(_ready(group_id, now=float(group_id)))
+    ledger.write([IssuedRecord(3, Prompt("p0"), "g1", 2, 2, 5.0, replaces=0, cursor=4)])
+    ledger.write([FailureRecord(3, 1, 0, "reward", "raised", 6.0), TakenRecord(0, (0, 1), PARAMS, 1, 7.0)])
+    ledger.sync()
+    with LedgerReader(path.parent) as reader:
+        assert {count.state: count.groups for count in reader.counts()} == {"ready": 1, "running": 1, "taken": 2}
+        prompts = reader.prompts()
+        assert (prompts[0].prompt_id, prompts[0].groups, prompts[0].mean_reward, prompts[0].mean_tokens) == ("p0", 2, 0.5, 3.0)
+        assert [(v.version, v.samples, v.tokens, v.mean_reward) for v in reader.versions()] == [(0, 3, 9, 0.5)]
+        assert [(s.step, s.state, s.group_ids, s.max_staleness) for s in reader.steps()] == [(0, "taken", (0, 1), 1)]
+        story = reader.sample(0, 0)
+        assert [event.what for event in story.group.events] == ["issued", "scoring", "ready", "taken"]
+        assert (story.group.replaced_by, story.row.reward_worker, story.sample) == (3, "r0", _sample(0))
+        assert reader.sample(3, 1).row.failure == "reward: raised"
+        with pytest.raises(LedgerError, match="no group 9; 4 were issued"):
+            reader.group(9)
+        with pytest.raises(LedgerError, match="neither sample nor failure yet"):
+            reader.sample(3, 0)
+        assert reader.meta()["group_size"] == "1"
+
+
+def test_reading_where_there_is_no_ledger_says_so(tmp_path):
+    with pytest.raises(LedgerError, match="there is no ledger at"):
+        LedgerReader(tmp_path)

@@ -1,0 +1,271 @@
+from __future__ import annotations
+
+import pytest
+
+from asyncrl.buffer.events import (
+    ExternalGroupAdded,
+    GeneratorGone,
+    GroupDropped,
+    GroupIssued,
+    GroupMoved,
+    GroupPlaced,
+    LearnerRestarted,
+    NotEnough,
+    Reissue,
+    ReturnPrompt,
+    SampleFailed,
+    SampleFinished,
+    SampleScored,
+    ScoreMember,
+    StepsForgotten,
+    StepTrained,
+    TakeGroups,
+    TakeStep,
+    Wait,
+)
+from asyncrl.buffer.state import BufferLimits, BufferState
+
+
+class Machine:
+    """A state machine whose books are checked after every event."""
+
+    def __init__(self, **limits):
+        self.state = BufferState(BufferLimits(**{"groups_per_step": 1, "max_staleness": 1, **limits}))
+        self.now = 0.0
+
+    def __call__(self, event):
+        self.now += 1.0
+        instructions = self.state.handle(event, self.now)
+        self.state.check_invariants()
+        return instructions
+
+    def issue(self, version=0, size=1, replaces=None, generator="g0"):
+        group_id = self.state.next_group_id
+        self(GroupIssued(group_id, f"p{group_id}", size, generator, version, replaces))
+        return group_id
+
+    def ready(self, version=0, size=1, oldest=None):
+        group_id = self.issue(version, size)
+        for index in range(size):
+            self(SampleFinished(group_id, index, ((version if oldest is None else oldest, 1),)))
+            self(SampleScored(group_id, index))
+        return group_id
+
+    def take(self, step):
+        return self(TakeStep(step))[-1]
+
+
+def test_a_group_goes_from_running_to_scoring_to_ready():
+    machine = Machine()
+    group = machine.issue(size=2)
+    assert machine(SampleFinished(group, 0, ((0, 3),))) == [ScoreMember(group, 0)]
+    assert machine(SampleScored(group, 0)) == []
+    assert machine(SampleFinished(group, 1, ((0, 3),))) == [ScoreMember(group, 1), GroupMoved(group, "running", "scoring")]
+    assert machine(SampleScored(group, 1)) == [GroupMoved(group, "scoring", "ready")]
+
+
+def test_counts_add_up_and_say_where_everything_is():
+    machine = Machine(reissue_dropped=False, max_staleness=9)
+    machine.ready()
+    machine.take(0)
+    machine(StepTrained(0))
+    machine.ready()
+    machine.take(1)
+    machine.ready()
+    machine.issue()
+    machine(SampleFinished(machine.issue(), 0, ((0, 1),)))
+    machine(SampleFailed(machine.issue(), 0, "timeout"))
+    machine(GroupDropped(machine.issue(), "drained"))
+    counts = machine.state.counts()
+    assert (counts.running, counts.scoring, counts.ready, counts.taken, counts.trained) == (1, 1, 1, 1, 1)
+    assert (counts.dropped, counts.failed, counts.issued, counts.total) == ({"drained": 1}, {"timeout": 1}, 7, 7)
+
+
+def test_a_group_is_ready_with_enough_scored_members_and_failed_with_fewer():
+    machine = Machine(min_group_members=2)
+    enough, short = machine.issue(size=3), machine.issue(size=3)
+    for group, failures in ((enough, 1), (short, 2)):
+        for index in range(failures):
+            machine(SampleFailed(group, index, "raised"))
+        for index in range(failures, 3):
+            machine(SampleFinished(group, index, ((0, 1),)))
+            last = machine(SampleScored(group, index))
+        assert last[0].after == ("ready" if group == enough else "failed")
+
+
+def test_more_members_than_a_group_has_are_never_asked_for():
+    machine = Machine(min_group_members=4)
+    machine.ready(size=1)
+    assert isinstance(machine.take(0), TakeGroups)
+
+
+def test_duplicates_change_nothing_whatever_became_of_the_group():
+    machine = Machine()
+    group = machine.ready()
+    for _ in range(2):
+        assert machine(SampleFinished(group, 0, ((0, 1),))) == []
+        assert machine(SampleScored(group, 0)) == []
+        assert machine(SampleFailed(group, 0, "late")) == []
+        if group in machine.state.groups:
+            machine.take(0)
+    assert machine.state.counts().taken == 1
+
+
+def test_a_dead_generators_members_are_missing_and_its_finished_ones_are_kept():
+    machine = Machine()
+    group = machine.issue(size=3, version=4)
+    machine(SampleFinished(group, 1, ((4, 1),)))
+    assert machine(GeneratorGone("g0")) == [Reissue(group, 1, (0, 2), 4)]
+    machine(GroupPlaced(group, "g1", 5))
+    assert machine(GeneratorGone("g0")) == []
+    assert machine(GeneratorGone("g1")) == [Reissue(group, 2, (0, 2), 4)]
+
+
+def test_a_group_whose_generators_keep_dying_fails_with_that_reason():
+    machine = Machine(max_group_retries=1, reissue_dropped=False)
+    group = machine.issue()
+    assert isinstance(machine(GeneratorGone("g0"))[0], Reissue)
+    machine(GroupPlaced(group, "g1", 0))
+    assert machine(GeneratorGone("g1")) == [GroupMoved(group, "running", "failed", "generator died 2 times")]
+
+
+def test_wait_never_drops_and_names_the_groups_it_waits_for():
+    machine = Machine(max_staleness=1)
+    slow, _ = machine.issue(version=0), machine.ready(version=0)
+    assert isinstance(machine.take(0), TakeGroups)
+    machine.ready(version=1)
+    wait = machine.take(1)
+    assert isinstance(wait, Wait)
+    assert wait.group_ids == (slow,)
+    assert wait.reason == "step 1 is the last chance of 1 group not finished yet"
+    machine(SampleFinished(slow, 0, ((0, 1),)))
+    machine(SampleScored(slow, 0))
+    assert machine.take(1).group_ids == (slow,)
+
+
+def test_too_few_ready_groups_say_how_many():
+    machine = Machine(groups_per_step=3)
+    machine.ready()
+    assert machine.take(0) == NotEnough(0, 1, 3)
+
+
+def test_drop_lets_go_of_groups_past_eta_and_returns_their_prompt():
+    machine = Machine(policy="drop", max_staleness=0)
+    machine.ready()
+    machine.take(0)
+    machine(StepTrained(0))
+    old, new = machine.ready(version=0), machine.ready(version=1)
+    *dropped, taken = machine(TakeStep(1))
+    assert dropped == [GroupMoved(old, "ready", "dropped", "stale"), ReturnPrompt(old, f"p{old}")]
+    assert taken.group_ids == (new,)
+
+
+def _at_step_2(**limits):
+    """Return a machine whose steps 0 and 1 are trained."""
+    machine = Machine(**limits)
+    for step in range(2):
+        machine.ready(version=step)
+        assert isinstance(machine.take(step), TakeGroups)
+        machine(StepTrained(step))
+    return machine
+
+
+def test_mask_trains_what_is_young_enough_and_drops_a_group_with_nothing_left():
+    machine = _at_step_2(policy="mask", max_staleness=1)
+    mixed = machine.issue(version=0)
+    machine(SampleFinished(mixed, 0, ((0, 5), (1, 3), (2, 1))))
+    machine(SampleScored(mixed, 0))
+    gone = machine.ready(version=0)
+    *dropped, taken = machine(TakeStep(2))
+    assert dropped[0] == GroupMoved(gone, "ready", "dropped", "stale")
+    assert (taken.group_ids, taken.mask_below) == ((mixed,), 1)
+    assert (taken.staleness.masked_tokens, taken.staleness.token_max, taken.staleness.num_tokens) == (5, 1, 4)
+
+
+def test_the_bound_holds_under_wait_even_for_a_group_that_should_not_exist():
+    machine = _at_step_2(max_staleness=1)
+    old = machine.ready(version=0)
+    *dropped, decision = machine(TakeStep(2))
+    assert dropped[0] == GroupMoved(old, "ready", "dropped", "stale")
+    assert decision == NotEnough(2, 0, 1)
+
+
+def test_eta_0_is_synchronous_exactly():
+    machine = Machine(groups_per_step=2, max_staleness=0)
+    first, second = machine.ready(), machine.issue()
+    assert isinstance(machine.take(0), Wait)
+    machine(SampleFinished(second, 0, ((0, 1),)))
+    machine(SampleScored(second, 0))
+    assert machine.take(0).group_ids == (first, second)
+    assert machine.take(1) == NotEnough(1, 0, 2)
+    assert not machine.state.has_place(0)
+    assert machine.state.has_place(1)
+
+
+def test_the_next_step_can_be_taken_while_one_is_training():
+    machine = Machine()
+    first, second = machine.ready(), machine.ready()
+    assert machine.take(0).group_ids == (first,)
+    taken = machine.take(1)
+    assert (taken.group_ids, taken.staleness.token_max) == ((second,), 1)
+    assert machine.state.counts().taken == 2
+
+
+def test_a_restarted_learner_gets_the_same_steps_again():
+    machine = _at_step_2(max_staleness=9)
+    machine.ready()
+    machine.take(2)
+    machine(LearnerRestarted(1))
+    assert machine.state.steps_to_repeat() == (1, 2)
+    again = machine.take(1)
+    assert (again.group_ids, again.replay, again.repeat) == ((1,), True, True)
+    assert not machine.take(2).replay
+    assert machine.state.counts().trained == 1
+
+
+def test_steps_before_the_learners_version_are_trained_even_if_it_never_said_so():
+    machine = Machine()
+    machine.ready()
+    machine.take(0)
+    machine(LearnerRestarted(1))
+    assert machine.state.counts().trained == 1
+
+
+def test_forgotten_steps_stay_counted_and_cannot_be_repeated():
+    machine = _at_step_2()
+    machine(StepsForgotten(1))
+    assert machine.state.counts().trained == 2
+    with pytest.raises(AssertionError, match="steps before 1 are forgotten"):
+        machine(LearnerRestarted(0))
+
+
+def test_failed_prompts_come_back_a_limited_number_of_times():
+    machine = Machine(max_group_retries=2)
+    group, returned = machine.issue(), 0
+    while True:
+        instructions = machine(SampleFailed(group, 0, "raised"))
+        if not any(isinstance(item, ReturnPrompt) for item in instructions):
+            break
+        returned += 1
+        group = machine.issue(replaces=group)
+    assert returned == 2
+
+
+def test_a_group_from_outside_is_scored_and_taken_like_any_other():
+    machine = Machine()
+    instructions = machine(ExternalGroupAdded(0, "theirs", "me", (((0, 2),), ((0, 3),))))
+    assert instructions == [ScoreMember(0, 0), ScoreMember(0, 1), GroupMoved(0, "running", "scoring")]
+    machine(SampleScored(0, 0))
+    machine(SampleScored(0, 1))
+    assert machine.take(0).staleness.num_tokens == 5
+
+
+def test_impossible_events_raise_with_the_groups_story():
+    machine = Machine()
+    group = machine.ready()
+    with pytest.raises(AssertionError, match=r"SampleScored\(group_id=0, index=0\)"):
+        machine.state.handle(GroupPlaced(group, "g1", 0), 9.0)
+    with pytest.raises(AssertionError, match="step 0 is next, not 3"):
+        machine.state.handle(TakeStep(3), 9.0)
+    with pytest.raises(AssertionError, match="1 is next, not 5"):
+        machine.state.handle(GroupIssued(5, "p", 1, "g0", 0), 9.0)

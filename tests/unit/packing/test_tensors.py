@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+import numpy as np
+
+from asyncrl.packing.tensors import pack_step
+from asyncrl.schema.samples import (
+    Prompt,
+    Sample,
+    ScoredGroup,
+    ScoredSample,
+    ids_from_bytes,
+    ids_to_bytes,
+    logprobs_from_bytes,
+    logprobs_to_bytes,
+)
+
+
+def _scored(group_id, index, prompt, tokens, versions, reward=0.0, loss_mask=b""):
+    sample = Sample(
+        group_id,
+        index,
+        0,
+        ids_to_bytes(prompt),
+        ids_to_bytes(tokens),
+        logprobs_to_bytes([-0.1 * (t + 1) for t in range(len(tokens))]),
+        ids_to_bytes(versions),
+        "stop",
+        "",
+        "g0",
+        0.0,
+        1.0,
+        loss_mask,
+    )
+    return ScoredSample(sample, reward)
+
+
+GROUPS = [
+    ScoredGroup(4, Prompt("a"), (_scored(4, 0, [1, 2], [10, 11, 12], [3, 3, 4], 1.0), _scored(4, 1, [1, 2], [13, 14], [4, 4]))),
+    ScoredGroup(7, Prompt("b"), (_scored(7, 2, [5], [20, 21], [2, 5], 0.5, bytes([0, 1])),)),
+]
+
+
+def test_rows_hold_whole_samples_with_everything_aligned_to_its_token():
+    batch = pack_step(5, GROUPS, tokens_per_row=8, temperature=0.7)
+
+    assert [(s.group_id, s.index, s.row, s.start, s.prompt_tokens, s.response_tokens) for s in batch.samples] == [
+        (4, 0, 0, 0, 2, 3),
+        (4, 1, 1, 0, 2, 2),
+        (7, 2, 0, 5, 1, 2),
+    ]
+    row = batch.rows[0]
+    assert ids_from_bytes(row.token_ids).tolist() == [1, 2, 10, 11, 12, 5, 20, 21]
+    assert ids_from_bytes(row.position_ids).tolist() == [0, 1, 2, 3, 4, 0, 1, 2]
+    assert ids_from_bytes(row.segment_ids).tolist() == [0, 0, 0, 0, 0, 1, 1, 1]
+    assert ids_from_bytes(row.versions).tolist() == [-1, -1, 3, 3, 4, -1, 2, 5]
+    assert list(row.loss_mask) == [0, 0, 1, 1, 1, 0, 0, 1]
+    np.testing.assert_allclose(logprobs_from_bytes(row.behaviour_logprobs), [0, 0, -0.1, -0.2, -0.3, 0, -0.1, -0.2], rtol=1e-6)
+    assert (batch.step, batch.temperature, batch.num_trained_tokens, batch.replay) == (5, 0.7, 6, False)
+    assert [s.reward for s in batch.samples] == [1.0, 0.0, 0.5]
+
+
+def test_oldest_version_is_that_of_trained_tokens_only():
+    batch = pack_step(5, GROUPS, tokens_per_row=8, temperature=1.0)
+
+    assert [s.oldest_version for s in batch.samples] == [3, 4, 5]
+
+
+def test_tokens_older_than_the_mask_are_not_trained_and_their_sample_stays():
+    batch = pack_step(9, GROUPS, tokens_per_row=100, temperature=1.0, mask_below=5)
+
+    assert batch.num_trained_tokens == 1
+    assert [s.oldest_version for s in batch.samples] == [-1, -1, 5]
+    assert len(batch.rows) == 1
+
+
+def test_the_same_groups_give_the_same_batch():
+    first, second = (pack_step(5, GROUPS, tokens_per_row=8, temperature=1.0) for _ in range(2))
+
+    assert first == second
+
+
+def test_rows_are_spread_over_ranks_evenly():
+    groups = [ScoredGroup(g, Prompt("p"), (_scored(g, 0, [1], list(range(10 + g)), [0] * (10 + g)),)) for g in range(8)]
+
+    batch = pack_step(0, groups, tokens_per_row=20, temperature=1.0, num_ranks=3)
+
+    loads = [sum(len(r.token_ids) for r in batch.rows if r.rank == rank) for rank in range(3)]
+    counts = [sum(r.rank == rank for r in batch.rows) for rank in range(3)]
+    assert max(counts) - min(counts) <= 1
+    assert min(loads) > 0

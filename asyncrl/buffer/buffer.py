@@ -38,6 +38,7 @@ from asyncrl.buffer.events import (
     Wait,
 )
 from asyncrl.buffer.ledger import CallSoon, SqliteLedger
+from asyncrl.buffer.payloads import Payloads
 from asyncrl.buffer.records import (
     FailureRecord,
     ForgetRecord,
@@ -56,13 +57,13 @@ from asyncrl.buffer.records import (
     TrainedRecord,
 )
 from asyncrl.buffer.replies import Receipt, ReturnedPrompt, TakenStep, Waiting, WorkOrder
-from asyncrl.buffer.restore import HeldGroup, Restored, restore
+from asyncrl.buffer.restore import Restored, restore
 from asyncrl.buffer.staleness import VersionCounts, staleness_figures
 from asyncrl.buffer.state import BufferLimits, BufferState, Counts
 from asyncrl.buffer.validate import SampleRefusedError, examine
 from asyncrl.config.run import RunConfig
 from asyncrl.errors import LedgerError
-from asyncrl.schema.samples import Prompt, Sample, SampleFailure, Score, ScoredGroup, ScoredSample, ScoreRequest
+from asyncrl.schema.samples import Prompt, Sample, SampleFailure, Score, ScoreRequest
 
 __all__ = ["Buffer", "Counts", "Receipt", "ReturnedPrompt", "TakenStep", "Waiting", "WorkOrder", "open_buffer"]
 
@@ -98,10 +99,9 @@ class Buffer:
         self._tokens_per_row = tokens_per_row
         self._temperature = temperature
         restored = restored or Restored({}, {}, {}, newest_version=0, cursor=0)
-        self._held = restored.held
+        self._payloads = Payloads(restored.held)
         self._returned = restored.returned
         self._params = restored.step_params
-        self._taken: dict[int, tuple[ScoredGroup, ...]] = {}
         self.newest_version = restored.newest_version
         """No sample can hold a token of a later version."""
         self.cursor = restored.cursor
@@ -142,7 +142,7 @@ class Buffer:
         self.state.handle(GroupIssued(group_id, prompt.prompt_id, group_size, generator, version, replaces), now)
         if replaces is not None:
             self._returned.pop(replaces, None)
-        self._held[group_id] = HeldGroup(prompt)
+        self._payloads.open(group_id, prompt)
         record = IssuedRecord(group_id, prompt, generator, version, group_size, now, retries, replaces, self.cursor)
         self.ledger.write((record,))
         return WorkOrder(group_id, 0, prompt, tuple(range(group_size)))
@@ -154,7 +154,7 @@ class Buffer:
             return None
         self.state.handle(GroupPlaced(group_id, generator, version), now)
         self.ledger.write((PlacedRecord(group_id, generator, version, group.attempt, now),))
-        return WorkOrder(group_id, group.attempt, self._held[group_id].prompt, group.pending)
+        return WorkOrder(group_id, group.attempt, self._payloads.groups[group_id].prompt, group.pending)
 
     def generator_lost(self, name: str, now: float) -> Sequence[BufferInstruction]:
         """Note a generator's death; `Reissue` for what to hand out again, `GroupMoved` for what could not be saved."""
@@ -204,7 +204,7 @@ class Buffer:
             instructions = self._fail(failure, now, on_committed)
             return Receipt("refused", reason, instructions)
         instructions = self.state.handle(SampleFinished(sample.group_id, sample.index, counts), now)
-        self._held[sample.group_id].samples[sample.index] = sample
+        self._payloads.groups[sample.group_id].samples[sample.index] = sample
         self._write([SampleRecord(sample, counts[0][0], counts[-1][0], now)], instructions, now, on_committed)
         return Receipt("stored", instructions=instructions)
 
@@ -217,8 +217,7 @@ class Buffer:
         if error:
             failure = SampleFailure(score.group_id, score.index, score.attempt, "reward", error)
             return Receipt("stored", instructions=self._fail(failure, now, on_committed))
-        held = self._held[score.group_id]
-        held.scored[score.index] = ScoredSample(held.samples[score.index], score.reward, score.parts)
+        self._payloads.score(score)
         instructions = self.state.handle(SampleScored(score.group_id, score.index), now)
         self._write([ScoreRecord(score, now)], instructions, now, on_committed)
         return Receipt("stored", instructions=instructions)
@@ -252,18 +251,7 @@ class Buffer:
 
     def score_request(self, group_id: int, index: int) -> ScoreRequest:
         """Return the message that asks a reward worker for a member's score."""
-        held = self._held[group_id]
-        sample = held.samples[index]
-        return ScoreRequest(
-            group_id,
-            index,
-            sample.attempt,
-            held.prompt,
-            sample.text,
-            sample.finish_reason,
-            sample.num_tokens,
-            sample.purpose,
-        )
+        return self._payloads.score_request(group_id, index)
 
     def outstanding_scores(self) -> list[ScoreRequest]:
         """Return a request for every member generated and not scored (after a resume, or when all reward workers died)."""
@@ -297,7 +285,7 @@ class Buffer:
     def mark_trained(self, step: int, now: float, on_committed: OnCommitted | None = None) -> Sequence[BufferInstruction]:
         """Note that the optimizer step is done; harmless when repeated."""
         instructions = self.state.handle(StepTrained(step), now)
-        self._taken.pop(step, None)
+        self._payloads.steps.pop(step, None)
         group_ids = tuple(moved.group_id for moved in instructions if isinstance(moved, GroupMoved))
         self.ledger.write((TrainedRecord(step, group_ids, now),) if group_ids else (), on_committed)
         return instructions
@@ -349,7 +337,7 @@ class Buffer:
             AssertionError: They do not say the same: something was lost or counted twice.
         """
         self.state.check_invariants()
-        assert self._held.keys() == self.state.groups.keys(), "payloads are held of other groups than the live ones"
+        assert self._payloads.groups.keys() == self.state.groups.keys(), "payloads are held of other groups than the live ones"
         self.ledger.sync()
         counts = self.counts()
         expected = {
@@ -382,9 +370,7 @@ class Buffer:
         instructions = self.state.handle(SampleFailed(failure.group_id, failure.index, failure.reason), now)
         record = FailureRecord(failure.group_id, failure.index, failure.attempt, failure.stage, failure.reason, now)
         self._write([record], instructions, now, on_committed)
-        held = self._held.get(failure.group_id)
-        if held is not None:
-            held.samples.pop(failure.index, None)
+        self._payloads.drop_member(failure.group_id, failure.index)
         return instructions
 
     def _write(
@@ -402,10 +388,10 @@ class Buffer:
     def _moved_record(self, moved: GroupMoved, now: float) -> MovedRecord:
         returns = -1
         if moved.after in {"dropped", "failed"}:
-            held = self._held.pop(moved.group_id)
+            prompt = self._payloads.drop_group(moved.group_id)
             returns = self.state.returned.get(moved.group_id, -1)
             if returns >= 0:
-                self._returned[moved.group_id] = held.prompt
+                self._returned[moved.group_id] = prompt
         return MovedRecord(moved.group_id, moved.before, moved.after, moved.reason, now, returns)
 
     def _enter_external(
@@ -419,7 +405,7 @@ class Buffer:
     ) -> tuple[Sequence[BufferInstruction], int]:
         group_id = self.state.next_group_id
         instructions = self.state.handle(ExternalGroupAdded(group_id, prompt.prompt_id, submitter, tuple(counts)), now)
-        held = self._held[group_id] = HeldGroup(prompt)
+        held = self._payloads.open(group_id, prompt)
         version = self.state.groups[group_id].version
         records: list[Record] = [
             IssuedRecord(group_id, prompt, submitter, version, len(samples), now, cursor=self.cursor, external=True)
@@ -438,16 +424,16 @@ class Buffer:
         step, figures = decision.step, decision.staleness
         assert figures is not None
         params = self._params[step] = StepParams(decision.mask_below, self._tokens_per_row, self._temperature)
-        groups = self._taken[step] = tuple(self._scored_group(group_id) for group_id in decision.group_ids)
+        groups = self._payloads.take(step, decision.group_ids)
         taken = TakenRecord(step, decision.group_ids, params, figures.token_max, now)
         self._write([taken], dropped, now, on_committed)
         return TakenStep(step, groups, params, decision.replay, figures, dropped)
 
     def _repeat(self, decision: TakeGroups, on_committed: OnCommitted | None) -> TakenStep:
         step, params = decision.step, self._params[decision.step]
-        groups = self._taken.get(step)
+        groups = self._payloads.steps.get(step)
         if groups is None:
-            groups = self._taken[step] = tuple(self.ledger.load_groups(decision.group_ids))
+            groups = self._payloads.steps[step] = tuple(self.ledger.load_groups(decision.group_ids))
         figures = staleness_figures(
             step,
             (
@@ -459,10 +445,6 @@ class Buffer:
         )
         self.ledger.write((), on_committed)
         return TakenStep(step, groups, params, decision.replay, figures)
-
-    def _scored_group(self, group_id: int) -> ScoredGroup:
-        held = self._held.pop(group_id)
-        return ScoredGroup(group_id, held.prompt, tuple(held.scored[index] for index in sorted(held.scored)))
 
 
 def open_buffer(

@@ -7,7 +7,7 @@ without a sample are generated again, samples without a score are scored again. 
 from __future__ import annotations
 
 import sqlite3
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -16,6 +16,7 @@ from asyncrl.buffer.events import GroupState
 from asyncrl.buffer.group import Group
 from asyncrl.buffer.ledger import connect_read_only
 from asyncrl.buffer.ledger_schema import forgotten_before, sample_key, split_key
+from asyncrl.buffer.payloads import HeldGroup
 from asyncrl.buffer.records import StepParams
 from asyncrl.buffer.state import BufferState, StepRecord
 from asyncrl.buffer.validate import examine
@@ -25,15 +26,6 @@ from asyncrl.schema.samples import Prompt, Sample, ScoredSample
 _sample_decoder = msgspec.msgpack.Decoder(Sample)
 _prompt_decoder = msgspec.msgpack.Decoder(Prompt)
 _parts_decoder = msgspec.json.Decoder(dict[str, float])
-
-
-@dataclass(slots=True)
-class HeldGroup:
-    """Payloads of a live group: generated members, of which some are scored."""
-
-    prompt: Prompt
-    samples: dict[int, Sample] = field(default_factory=dict)
-    scored: dict[int, ScoredSample] = field(default_factory=dict)
 
 
 @dataclass(slots=True)

@@ -15,9 +15,9 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from asyncrl.buffer.books import STALE, BufferLimits, Counts, Policy, StepRecord
 from asyncrl.buffer.events import (
     BufferEvent,
     BufferInstruction,
@@ -44,68 +44,11 @@ from asyncrl.buffer.events import (
     Wait,
 )
 from asyncrl.buffer.group import Group
+from asyncrl.buffer.invariants import check_group, check_steps
 from asyncrl.buffer.selection import Aged, Choice, choose_by_deadline, choose_oldest
 from asyncrl.buffer.staleness import staleness_figures
 
-Policy = Literal["wait", "drop", "mask"]
-STALE = "stale"
-"""The reason of a group that would have been older than eta."""
-
-
-@dataclass(frozen=True, slots=True)
-class BufferLimits:
-    """What the buffer is configured with."""
-
-    groups_per_step: int
-    """B."""
-    max_staleness: int
-    """Eta."""
-    policy: Policy = "wait"
-    min_group_members: int = 1
-    """Scored members that a group needs; at most its size counts."""
-    max_group_retries: int = 3
-    """How often a group is handed out again after its generator died, and a failed group's prompt issued again."""
-    reissue_dropped: bool = True
-
-
-@dataclass(slots=True)
-class StepRecord:
-    """The groups of one step, for ever the same."""
-
-    step: int
-    group_ids: tuple[int, ...]
-    mask_below: int
-    max_staleness: int = 0
-    """Of any token it trains."""
-    trained: bool = False
-    trained_before: bool = False
-    """It was trained at least once; repeating it is a replay."""
-
-
-@dataclass(frozen=True, slots=True)
-class Counts:
-    """Groups per state; `issued` is the sum of all others."""
-
-    issued: int = 0
-    running: int = 0
-    scoring: int = 0
-    ready: int = 0
-    taken: int = 0
-    trained: int = 0
-    dropped: dict[str, int] = field(default_factory=dict)
-    """By reason."""
-    failed: dict[str, int] = field(default_factory=dict)
-    """By reason."""
-
-    @property
-    def held(self) -> int:
-        """Return the places held: everything but dropped and failed."""
-        return self.running + self.scoring + self.ready + self.taken + self.trained
-
-    @property
-    def total(self) -> int:
-        """Return the sum over all states, which must equal `issued`."""
-        return self.held + sum(self.dropped.values()) + sum(self.failed.values())
+__all__ = ["STALE", "BufferLimits", "BufferState", "Counts", "Policy", "StepRecord"]
 
 
 class BufferState:
@@ -239,33 +182,14 @@ class BufferState:
 
     def check_invariants(self) -> None:
         """Raise AssertionError where the books do not balance."""
-        counts, limits = self.counts(), self.limits
+        counts = self.counts()
         assert counts.total == counts.issued, f"{counts.issued} groups issued, but {counts}"
-        expected_steps = list(range(self.next_step - len(self.steps), self.next_step))
-        assert sorted(self.steps) == expected_steps, f"steps {sorted(self.steps)}, next is {self.next_step}"
-        in_steps = [group_id for record in self.steps.values() for group_id in record.group_ids]
-        assert len(set(in_steps)) == len(in_steps), "a group is in two steps"
-        assert not self.groups.keys() & set(in_steps), "a taken group is still live"
-        for record in self.steps.values():
-            assert len(record.group_ids) == limits.groups_per_step, f"{record} has not {limits.groups_per_step} groups"
-            assert 0 <= record.max_staleness <= limits.max_staleness, f"{record} is older than {limits.max_staleness}"
+        check_steps(self.steps, self.next_step, self.limits)
+        taken = {group_id for record in self.steps.values() for group_id in record.group_ids}
+        assert not self.groups.keys() & taken, "a taken group is still live"
         for group in self.groups.values():
-            self._check_group(group)
-
-    def _check_group(self, group: Group) -> None:
-        story = f"{group}\n{self.story(group.group_id)}"
-        assert group.group_id < self.next_group_id, story
-        assert len(group.members) == group.size == len(group.version_counts), story
-        if group.state == "running":
-            assert group.pending, story
-        elif group.state == "scoring":
-            assert group.unscored, story
-            assert not group.pending, story
-        else:
-            assert group.state == "ready", story
-            assert group.scored, story
-            assert not group.pending, story
-            assert not group.unscored, story
+            assert group.group_id < self.next_group_id, f"{group} was never issued"
+            check_group(group, self.story(group.group_id))
 
     # -- groups ----------------------------------------------------------------------------------------------------------
 

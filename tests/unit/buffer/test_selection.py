@@ -26,7 +26,7 @@ def test_a_younger_group_is_taken_while_an_unfinished_one_has_time():
 
 
 def test_a_step_waits_when_more_groups_are_due_later_than_later_steps_can_take():
-    """Two groups are due by step 2, one a step: step 1 must take one of them, so a younger one would cost the other its chance."""
+    """Two groups are due by step 2, one a step: were step 1 to take a younger one, one of them would miss its chance."""
     choice = _choose(1, ready=[(1, 8)], unfinished=[(0, 3), (0, 4)])
     assert (choice.take, choice.wait_for, choice.due_by) == ((), (3, 4), 2)
 

@@ -1,0 +1,66 @@
+"""What the buffer is configured with, what it keeps of a step, and what it counts: plain values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+Policy = Literal["wait", "drop", "mask"]
+STALE = "stale"
+"""The reason of a group that would have been older than eta."""
+
+
+@dataclass(frozen=True, slots=True)
+class BufferLimits:
+    """What the buffer is configured with."""
+
+    groups_per_step: int
+    """B."""
+    max_staleness: int
+    """Eta."""
+    policy: Policy = "wait"
+    min_group_members: int = 1
+    """Scored members that a group needs; at most its size counts."""
+    max_group_retries: int = 3
+    """How often a group is handed out again after its generator died, and a failed group's prompt issued again."""
+    reissue_dropped: bool = True
+
+
+@dataclass(slots=True)
+class StepRecord:
+    """The groups of one step, for ever the same."""
+
+    step: int
+    group_ids: tuple[int, ...]
+    mask_below: int
+    max_staleness: int = 0
+    """Of any token it trains."""
+    trained: bool = False
+    trained_before: bool = False
+    """It was trained at least once; repeating it is a replay."""
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """Groups per state; `issued` is the sum of all others."""
+
+    issued: int = 0
+    running: int = 0
+    scoring: int = 0
+    ready: int = 0
+    taken: int = 0
+    trained: int = 0
+    dropped: dict[str, int] = field(default_factory=dict)
+    """By reason."""
+    failed: dict[str, int] = field(default_factory=dict)
+    """By reason."""
+
+    @property
+    def held(self) -> int:
+        """Return the places held: everything but dropped and failed."""
+        return self.running + self.scoring + self.ready + self.taken + self.trained
+
+    @property
+    def total(self) -> int:
+        """Return the sum over all states, which must equal `issued`."""
+        return self.held + sum(self.dropped.values()) + sum(self.failed.values())

@@ -63,7 +63,7 @@ EXIT_OK, EXIT_FAILED, EXIT_FAULT = 0, 1, 3
 async def run_controller(config: RunConfig, run_folder: Path, clock: Clock, owner_gone: asyncio.Event) -> bool:
     """Wire and run the controller of one run; return whether the run ended well."""
     from asyncrl.broadcast.segments import remove_leftover_segments
-    from asyncrl.buffer.buffer import open_buffer
+    from asyncrl.buffer.opening import open_buffer
     from asyncrl.control.controller import Controller, RunParts
     from asyncrl.control.feed import LearnerFeed
     from asyncrl.control.flow import Flow

@@ -12,8 +12,7 @@ plan/simulate.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
 import msgspec
 
@@ -37,14 +36,12 @@ from asyncrl.buffer.events import (
     TakeStep,
     Wait,
 )
-from asyncrl.buffer.ledger import CallSoon, SqliteLedger
 from asyncrl.buffer.payloads import Payloads
 from asyncrl.buffer.records import (
     FailureRecord,
     ForgetRecord,
     IssuedRecord,
     Ledger,
-    MemoryLedger,
     MovedRecord,
     OnCommitted,
     PlacedRecord,
@@ -57,15 +54,14 @@ from asyncrl.buffer.records import (
     TrainedRecord,
 )
 from asyncrl.buffer.replies import Receipt, ReturnedPrompt, TakenStep, Waiting, WorkOrder
-from asyncrl.buffer.restore import Restored, restore
+from asyncrl.buffer.restore import Restored
 from asyncrl.buffer.staleness import VersionCounts, staleness_figures
-from asyncrl.buffer.state import BufferLimits, BufferState, Counts
+from asyncrl.buffer.state import BufferState, Counts
 from asyncrl.buffer.validate import SampleRefusedError, examine
-from asyncrl.config.run import RunConfig
 from asyncrl.errors import LedgerError
 from asyncrl.schema.samples import Prompt, Sample, SampleFailure, Score, ScoreRequest
 
-__all__ = ["Buffer", "Counts", "Receipt", "ReturnedPrompt", "TakenStep", "Waiting", "WorkOrder", "open_buffer"]
+__all__ = ["Buffer", "Counts", "Receipt", "ReturnedPrompt", "TakenStep", "Waiting", "WorkOrder"]
 
 
 class Buffer:
@@ -445,55 +441,3 @@ class Buffer:
         )
         self.ledger.write((), on_committed)
         return TakenStep(step, groups, params, decision.replay, figures)
-
-
-def open_buffer(
-    config: RunConfig,
-    run_folder: Path,
-    *,
-    call_soon: CallSoon | None = None,
-    on_failure: Callable[[LedgerError], None] | None = None,
-) -> Buffer:
-    """Open the buffer of a run, new or resumed: whatever its ledger holds is there again.
-
-    After that, in this order: `learner_restarted` with the learner's version, `unplaced` to admission, `outstanding_scores` to
-    the reward workers.
-
-    Args:
-        config: The run's config.
-        run_folder: Where `ledger.sqlite` lies or will lie.
-        call_soon: `loop.call_soon_threadsafe`, where callbacks are to run on the event loop.
-        on_failure: Called once, the same way, when the ledger cannot be written any more.
-
-    Raises:
-        LedgerError: Another run has the ledger open, it belongs to another config, or it is damaged.
-    """
-    algorithm = config.algorithm
-    limits = BufferLimits(
-        groups_per_step=algorithm.groups_per_step,
-        max_staleness=config.buffer.max_staleness,
-        policy=config.buffer.policy,
-        min_group_members=config.buffer.min_group_members,
-        max_group_retries=config.buffer.max_group_retries,
-        reissue_dropped=config.buffer.reissue_dropped,
-    )
-    state = BufferState(limits)
-    ledger: Ledger
-    restored = None
-    if config.buffer.ledger == "memory":
-        ledger = MemoryLedger()
-    else:
-        identity = {"groups_per_step": str(algorithm.groups_per_step), "group_size": str(algorithm.group_size)}
-        ledger = SqliteLedger(run_folder / "ledger.sqlite", identity=identity, call_soon=call_soon, on_failure=on_failure)
-        try:
-            restored = restore(ledger.path, state)
-        except BaseException:
-            ledger.close()
-            raise
-    return Buffer(
-        state,
-        ledger,
-        tokens_per_row=config.packing.tokens_per_row,
-        temperature=config.generate.sampling.temperature,
-        restored=restored,
-    )

@@ -16,8 +16,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from asyncrl.buffer.buffer import Buffer, open_buffer
+from asyncrl.buffer.buffer import Buffer
 from asyncrl.buffer.events import GroupMoved, Reissue
+from asyncrl.buffer.opening import open_buffer
 from asyncrl.buffer.replies import TakenStep
 from asyncrl.config.load import parse_config
 from asyncrl.generate.admission import (

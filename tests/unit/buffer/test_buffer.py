@@ -3,9 +3,10 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from asyncrl.buffer.buffer import Buffer, TakenStep, Waiting, open_buffer
+from asyncrl.buffer.buffer import Buffer, TakenStep, Waiting
 from asyncrl.buffer.events import GroupMoved, Reissue, ScoreMember
 from asyncrl.buffer.ledger_reader import LedgerReader
+from asyncrl.buffer.opening import open_buffer
 from asyncrl.config.load import parse_config
 from asyncrl.errors import LedgerError
 from asyncrl.schema.samples import Prompt, Sample, SampleFailure, Score, ids_to_bytes, logprobs_to_bytes

@@ -308,6 +308,6 @@ class TransportConfig(_Stage):
     host: str = "127.0.0.1"
     """Only with `tcp`; anything but loopback opens the run to the network (CURVE keys still apply)."""
     encryption: Literal["curve", "plain"] = "curve"
-    window: PositiveInt = 64
+    window: PositiveInt = 256
     """Most messages sent and not yet acknowledged, per connection and direction."""
     max_message_bytes: PositiveInt = 256 << 20

@@ -158,8 +158,11 @@ class Controller:
                 self.flow.pick_up()
                 supervising = group.create_task(self.supervisor.run(), name="supervisor")
                 await self.ending.wait()
-                await self._say_goodbye()
-                await self.supervisor.shutdown(SHUTDOWN_S)
+                for peer in self.peers.all():
+                    self._say_goodbye(peer)
+                # A process that has not connected yet is still importing and holds nothing worth waiting for.
+                everyone_heard = len(self.peers.all()) == len(self.supervisor.pids)
+                await self.supervisor.shutdown(SHUTDOWN_S if everyone_heard else 1.0)
                 await supervising
                 for task in background:
                     task.cancel()
@@ -172,11 +175,9 @@ class Controller:
                     await owner_gone.wait()
         return self._ok
 
-    async def _say_goodbye(self) -> None:
-        reason = self.lifecycle.reason
-        for peer in self.peers.all():
-            with contextlib.suppress(ConnectionClosed):
-                peer.connection.try_send(Shutdown(reason), Lane.CONTROL)
+    def _say_goodbye(self, peer: Peer) -> None:
+        with contextlib.suppress(ConnectionClosed):
+            peer.connection.try_send(Shutdown(self.lifecycle.reason), Lane.CONTROL)
 
     async def _close_books(self) -> None:
         await asyncio.to_thread(self.flow.buffer.check)
@@ -270,7 +271,10 @@ class Controller:
             self._start_evaluation(self.feed.version)
         elif phase == "draining":
             self.flow.hold(evaluation_too=True)
-            self.feed.on_idle = self._write_last_checkpoint
+            if self.config.learner.kind == "external":
+                self.post(Drained())
+            else:
+                self.feed.on_idle = self._write_last_checkpoint
         else:
             self.flow.hold(evaluation_too=True)
 
@@ -284,7 +288,7 @@ class Controller:
 
     def _write_last_checkpoint(self) -> None:
         """Called once the learner has nothing in hand while draining."""
-        if self.config.learner.kind == "external" or self.checkpoints.version >= self.feed.version:
+        if self.checkpoints.version >= self.feed.version:
             self.post(Drained())
         else:
             self.checkpoints.ask(self.feed.version)
@@ -313,7 +317,9 @@ class Controller:
 
     def _on_connected(self, peer: Peer) -> None:
         log.info("%s connected (pid %d)", peer.name, peer.connection.peer.pid)
-        if peer.kind == "reward":
+        if self.ending.is_set():
+            self._say_goodbye(peer)
+        elif peer.kind == "reward":
             self.post(ProcessReady(peer.name))
             self.flow.pump()
         elif peer.kind == "generator" and self.model_folder:

@@ -46,6 +46,7 @@ class LearnerFeed:
         self._learner: Connection | None = None
         self._next_step = 0
         self._held = True
+        self._sending = False
         self._incarnation = 0
         self._outside_started_s = 0.0
         if config.learner.kind == "external":
@@ -54,7 +55,7 @@ class LearnerFeed:
     @property
     def idle(self) -> bool:
         """Return whether every step that was sent is done."""
-        return self._next_step <= max(self.version, 0)
+        return not self._sending and self._next_step <= max(self.version, 0)
 
     def wake(self) -> None:
         """Something has changed: a step may be possible now."""
@@ -92,9 +93,11 @@ class LearnerFeed:
         while True:
             await self._wake.wait()
             self._wake.clear()
+            self._sending = True
             while self._may_send() and await self._send_next():
                 pass
-            if self.on_idle is not None and self.idle and (self._learner is not None or self._config.learner.kind == "external"):
+            self._sending = False
+            if self.on_idle is not None and self.idle and self._learner is not None:
                 on_idle, self.on_idle = self.on_idle, None
                 on_idle()
 
@@ -111,7 +114,7 @@ class LearnerFeed:
         if taken is None:
             return False
         batch = await asyncio.to_thread(self._pack, taken)
-        if incarnation != self._incarnation:
+        if self._held or incarnation != self._incarnation:
             return True
         self._next_step = taken.step + 1
         try:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 from asyncrl.control.life_events import DrainRequested, Event, PauseRequested, ResumeRequested, StopRequested
@@ -19,6 +20,10 @@ from asyncrl.transport.channel import Lane
 
 if TYPE_CHECKING:
     from asyncrl.control.controller import Controller
+
+
+LOOK_AGAIN_S = 0.5
+"""Several requests share one event; none waits longer than this for a change that another has seen first."""
 
 
 class RunApi:
@@ -81,19 +86,24 @@ class RunApi:
 
     async def steps_from(self, first: int) -> AsyncIterator[StepReport]:
         """Yield reports from step `first` until the run has ended."""
-        sent = 0
-        while True:
-            reports = self._run.reporter.steps
+        reports, sent = self._run.reporter.steps, 0
+        while sent < len(reports) or not self._run.over.is_set():
             while sent < len(reports):
                 report = reports[sent]
                 sent += 1
                 if report.step >= first:
                     yield report
-            if self._run.over.is_set():
-                return
+            await self._until_moved(partial(self._has_more, sent))
+
+    def _has_more(self, sent: int) -> bool:
+        return len(self._run.reporter.steps) > sent or self._run.over.is_set()
+
+    async def _until_moved(self, reached: Callable[[], bool]) -> None:
+        """Wait until a step or a phase has made this true."""
+        while not reached():
             self._run.moved.clear()
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(1.0):
+                async with asyncio.timeout(LOOK_AGAIN_S):
                     await self._run.moved.wait()
 
     def metrics_text(self) -> str:
@@ -101,8 +111,10 @@ class RunApi:
         return self._run.reporter.prometheus_text()
 
     async def pause(self) -> RunStatus:
-        """Hold the run."""
-        return self._request(PauseRequested())
+        """Hold the run; return once no step is in hand any more."""
+        self._request(PauseRequested())
+        await self._until_moved(lambda: self._run.feed.idle or self._run.lifecycle.phase != "paused")
+        return self.status()
 
     async def resume(self) -> RunStatus:
         """Go on."""

@@ -27,7 +27,7 @@ class Checkpoints:
     def ask(self, version: int) -> bool:
         """Ask the learner for a checkpoint of the version it holds, `version` or a little later; False where there is none."""
         learner = self._peers.get("learner")
-        return learner is not None and learner.connection.try_send(Checkpoint(version), Lane.CONTROL)
+        return learner is not None and learner.offer(Checkpoint(version), Lane.CONTROL)
 
     async def wait_for_next(self, version: int) -> str:
         """Ask for a checkpoint and return its folder once it is complete.

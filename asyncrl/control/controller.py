@@ -176,8 +176,7 @@ class Controller:
         return self._ok
 
     def _say_goodbye(self, peer: Peer) -> None:
-        with contextlib.suppress(ConnectionClosed):
-            peer.connection.try_send(Shutdown(self.lifecycle.reason), Lane.CONTROL)
+        peer.offer(Shutdown(self.lifecycle.reason), Lane.CONTROL)
 
     async def _close_books(self) -> None:
         await asyncio.to_thread(self.flow.buffer.check)
@@ -323,7 +322,7 @@ class Controller:
             self.post(ProcessReady(peer.name))
             self.flow.pump()
         elif peer.kind == "generator" and self.model_folder:
-            peer.connection.try_send(LoadModel(self.model_folder), Lane.CONTROL)
+            peer.offer(LoadModel(self.model_folder), Lane.CONTROL)
 
     def _on_sample(self, _: Peer, delivery: Delivery) -> None:
         sample = delivery.message
@@ -367,7 +366,7 @@ class Controller:
         self.flow.buffer.version_published(ready.version)
         for generator in self.peers.of("generator"):
             if generator.num_slots == 0:
-                generator.connection.try_send(LoadModel(self.model_folder), Lane.CONTROL)
+                generator.offer(LoadModel(self.model_folder), Lane.CONTROL)
         self.post(ProcessReady(peer.name))
         if self._reached_goal():
             self._goal()
@@ -379,9 +378,9 @@ class Controller:
         peer.num_slots = ready.num_slots
         self.flow.generator_ready(peer.name, ready.num_slots, ready.version)
         if self.lifecycle.phase == "paused":
-            peer.connection.try_send(Pause(), Lane.CONTROL)
+            peer.offer(Pause(), Lane.CONTROL)
         if self._weights is not None:
-            peer.connection.try_send(self._weights, Lane.CONTROL)
+            peer.offer(self._weights, Lane.CONTROL)
         self.post(ProcessReady(peer.name))
 
     def _on_weights(self, _: Peer, delivery: Delivery) -> None:
@@ -457,8 +456,7 @@ class Controller:
     def _tell_generators(self, message: Message) -> None:
         for peer in self.peers.of("generator"):
             if peer.num_slots:
-                with contextlib.suppress(ConnectionClosed):
-                    peer.connection.try_send(message, Lane.CONTROL)
+                peer.offer(message, Lane.CONTROL)
 
     def waits(self, now: float) -> list[Wait]:
         """Return who waits for what, the controller's own wait for a full step among them."""

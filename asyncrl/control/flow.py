@@ -185,7 +185,7 @@ class Flow:
         self._place_evaluation()
         for name, outbox in self._outboxes.items():
             peer = self._peers.get(name)
-            while outbox and peer is not None and peer.connection.try_send(outbox[0]):
+            while outbox and peer is not None and peer.offer(outbox[0]):
                 outbox.popleft()
         self.desk.dispatch(self._peers.of("reward"))
         self.changed()

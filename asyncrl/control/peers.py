@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
+from asyncrl.errors import ConnectionClosed
+from asyncrl.schema.codec import Message
 from asyncrl.schema.control import Heartbeat, ProcessKind
 from asyncrl.schema.samples import Purpose, Score, ScoreRequest
-from asyncrl.transport.channel import Connection
+from asyncrl.transport.channel import Connection, Lane
 
 MOST_LOSSES = 3
 RewardKey = tuple[Purpose, int, int]
@@ -29,6 +31,13 @@ class Peer:
     """Generators: from EngineReady."""
     live_version: int = -1
     """Generators: from VersionLive."""
+
+    def offer(self, message: Message, lane: Lane = Lane.DATA) -> bool:
+        """Send a message if the window has room and the peer is still there; return whether it went out."""
+        try:
+            return self.connection.try_send(message, lane)
+        except ConnectionClosed:
+            return False
 
 
 class Peers:
@@ -84,7 +93,7 @@ class ScoringDesk:
         """Send waiting requests, oldest first, to the worker with the least to do, while one has room."""
         while self._waiting and workers:
             worker = min(workers, key=lambda peer: peer.connection.unacknowledged())
-            if not worker.connection.try_send(self._waiting[0]):
+            if not worker.offer(self._waiting[0]):
                 return
             request = self._waiting.popleft()
             self._out[_key(request)] = (worker.name, request)

@@ -167,7 +167,7 @@ class RunApi:
             self._run.model_folder = model_folder
         for generator in self._run.peers.of("generator"):
             if generator.num_slots == 0 and self._run.model_folder:
-                generator.connection.try_send(LoadModel(self._run.model_folder), Lane.CONTROL)
+                generator.offer(LoadModel(self._run.model_folder), Lane.CONTROL)
         self._run.spread(available)
 
     def _only_external(self) -> None:

@@ -111,8 +111,8 @@ def _long_tail(folder: Path, name: str, *, max_staleness: int, token_latency_s: 
         "folder": str(folder),
         "num_steps": 1000,
         "generate": {"num_workers": 2, "sampling": {"max_new_tokens": 2000},
-                     "engine": {"kind": "fake", "num_slots": 64, "token_latency_s": token_latency_s, "mean_tokens": 64.0, "sigma": 1.0,
-                                "max_sequence_tokens": 4096}},
+                     "engine": {"kind": "fake", "num_slots": 64, "token_latency_s": token_latency_s,
+                                "mean_tokens": 64.0, "sigma": 1.0, "max_sequence_tokens": 4096}},
         "algorithm": {"groups_per_step": 16, "group_size": 4},
         "learner": {"kind": "external"},
         "buffer": {"max_staleness": max_staleness},
@@ -166,7 +166,7 @@ async def _controller_under_load(folder: Path) -> dict[str, float]:
     settings["reward"] = {"num_workers": 1}
     async with Run(parse_config(settings)) as live:
         await _train_outside(live, 0.2, 3)
-        controller = psutil.Process((await _endpoint_pid(live)))
+        controller = psutil.Process(await _endpoint_pid(live))
         most_running = 0
         cpu_s, started_s = _cpu_seconds(controller), time.perf_counter()
         trained_before = (await live.status()).groups["trained"]

@@ -9,7 +9,7 @@ from msgspec import Meta
 from asyncrl.config.stages import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, _Stage
 
 
-class AlgorithmConfig(_Stage):
+class AlgorithmConfig(_Stage, frozen=True):
     """Advantage, loss and off-policy correction, by name."""
 
     groups_per_step: PositiveInt = 32
@@ -33,7 +33,7 @@ class AlgorithmConfig(_Stage):
     entropy_coefficient: float = 0.0
 
 
-class LearnerConfig(_Stage):
+class LearnerConfig(_Stage, frozen=True):
     """Optimizer and precision. One `kind` owns the step: ours, or outside code that takes scored groups."""
 
     kind: Literal["builtin", "external"] = "builtin"

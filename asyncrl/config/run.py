@@ -26,7 +26,7 @@ from asyncrl.config.stages import (
 )
 
 
-class EvalConfig(_Stage):
+class EvalConfig(_Stage, frozen=True):
     """Sampled accuracy on held-out prompts."""
 
     at_start: bool = True
@@ -39,7 +39,7 @@ class EvalConfig(_Stage):
     """None: as in training."""
 
 
-class CheckpointConfig(_Stage):
+class CheckpointConfig(_Stage, frozen=True):
     """When the run can be picked up again from."""
 
     every_steps: NonNegativeInt = 50
@@ -47,7 +47,7 @@ class CheckpointConfig(_Stage):
     keep_last: PositiveInt = 2
 
 
-class SupervisionConfig(_Stage):
+class SupervisionConfig(_Stage, frozen=True):
     """How deaths and stalls are met."""
 
     heartbeat_s: PositiveFloat = 1.0
@@ -66,7 +66,7 @@ class SupervisionConfig(_Stage):
     """At a drain, groups in flight are left for a resume, or finished and trained first."""
 
 
-class ObserveConfig(_Stage):
+class ObserveConfig(_Stage, frozen=True):
     """Where metrics go besides metrics.jsonl."""
 
     tensorboard: bool = False
@@ -77,7 +77,7 @@ class ObserveConfig(_Stage):
     log_level: Literal["DEBUG", "INFO", "WARNING"] = "INFO"
 
 
-class RunConfig(_Stage):
+class RunConfig(_Stage, frozen=True):
     """A run, whole. Decoded from TOML by config/load.py; the resolved form lies in the run folder."""
 
     name: str = "run"

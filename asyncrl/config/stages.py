@@ -17,14 +17,14 @@ class _Stage(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What every config struct has in common."""
 
 
-class _Variant(_Stage, tag_field="kind"):
+class _Variant(_Stage, frozen=True, tag_field="kind"):
     """One of several under the same field, told apart by `kind`."""
 
 
 # -- model ---------------------------------------------------------------------------------------------------------------
 
 
-class WarmStart(_Stage):
+class WarmStart(_Stage, frozen=True):
     """A short supervised training before version 0, on the task's own worked examples (train split only)."""
 
     steps: PositiveInt
@@ -35,7 +35,7 @@ class WarmStart(_Stage):
     learning_rate: PositiveFloat = 1e-3
 
 
-class ScratchModel(_Variant, tag="scratch"):
+class ScratchModel(_Variant, frozen=True, tag="scratch"):
     """A small Llama with random weights and a character tokenizer, made when the run starts."""
 
     hidden_size: PositiveInt = 128
@@ -50,7 +50,7 @@ class ScratchModel(_Variant, tag="scratch"):
     warm_start: WarmStart | None = None
 
 
-class PretrainedModel(_Variant, tag="pretrained"):
+class PretrainedModel(_Variant, frozen=True, tag="pretrained"):
     """Any Hugging Face causal language model in a local folder."""
 
     path: str
@@ -63,7 +63,7 @@ ModelConfig = ScratchModel | PretrainedModel
 # -- tasks ---------------------------------------------------------------------------------------------------------------
 
 
-class AdditionTask(_Variant, tag="addition"):
+class AdditionTask(_Variant, frozen=True, tag="addition"):
     """`12+34=` -> `46`, all pairs of numbers of `digits` digits, split by seed; the smallest task that shows learning."""
 
     digits: Annotated[int, Meta(ge=1, le=4)] = 2
@@ -71,7 +71,7 @@ class AdditionTask(_Variant, tag="addition"):
     """Pairs that are never trained on, in the warm start neither."""
 
 
-class ReasoningGymTask(_Variant, tag="reasoning_gym"):
+class ReasoningGymTask(_Variant, frozen=True, tag="reasoning_gym"):
     """A reasoning-gym family, strict scoring (0.99 and above is right), duplicates removed, held-out split."""
 
     family: str = "chain_sum"
@@ -84,7 +84,7 @@ class ReasoningGymTask(_Variant, tag="reasoning_gym"):
     system_prompt: str = ""
 
 
-class JsonlTask(_Variant, tag="jsonl"):
+class JsonlTask(_Variant, frozen=True, tag="jsonl"):
     """One JSON object a line; any file of prompts and answers."""
 
     path: str
@@ -101,7 +101,7 @@ class JsonlTask(_Variant, tag="jsonl"):
     """False: the prompt field is the text itself."""
 
 
-class PythonTask(_Variant, tag="python"):
+class PythonTask(_Variant, frozen=True, tag="python"):
     """A user's own task: `module:function`, called with the run's seed, returns a `TaskData`."""
 
     path: str
@@ -112,7 +112,7 @@ TaskConfig = AdditionTask | ReasoningGymTask | JsonlTask | PythonTask
 # -- generate ------------------------------------------------------------------------------------------------------------
 
 
-class TransformersEngineConfig(_Variant, tag="transformers"):
+class TransformersEngineConfig(_Variant, frozen=True, tag="transformers"):
     """The embedded engine: continuous batching in slots over a transformers causal LM."""
 
     num_slots: PositiveInt = 32
@@ -123,7 +123,7 @@ class TransformersEngineConfig(_Variant, tag="transformers"):
     num_threads: PositiveInt = 1
 
 
-class FakeEngineConfig(_Variant, tag="fake"):
+class FakeEngineConfig(_Variant, frozen=True, tag="fake"):
     """No model: deterministic tokens, scripted lengths and latencies; load-tests everything else."""
 
     num_slots: PositiveInt = 32
@@ -143,7 +143,7 @@ class FakeEngineConfig(_Variant, tag="fake"):
 EngineConfig = TransformersEngineConfig | FakeEngineConfig
 
 
-class SamplingConfig(_Stage):
+class SamplingConfig(_Stage, frozen=True):
     """How training samples are drawn."""
 
     max_new_tokens: PositiveInt = 64
@@ -153,7 +153,7 @@ class SamplingConfig(_Stage):
     """0 switches it off."""
 
 
-class GenerateConfig(_Stage):
+class GenerateConfig(_Stage, frozen=True):
     """Generators and how new weights reach requests in flight."""
 
     num_workers: NonNegativeInt = 2
@@ -169,7 +169,7 @@ class GenerateConfig(_Stage):
 # -- reward --------------------------------------------------------------------------------------------------------------
 
 
-class AnswerMatchReward(_Variant, tag="answer_match"):
+class AnswerMatchReward(_Variant, frozen=True, tag="answer_match"):
     """1 when the extracted answer equals the reference, else 0."""
 
     mode: Literal["exact", "numeric", "regex", "math"] = "exact"
@@ -182,7 +182,7 @@ class AnswerMatchReward(_Variant, tag="answer_match"):
     name: str = ""
 
 
-class FormatCheckReward(_Variant, tag="format_check"):
+class FormatCheckReward(_Variant, frozen=True, tag="format_check"):
     """1 when the whole completion matches the pattern, else 0."""
 
     pattern: str
@@ -190,7 +190,7 @@ class FormatCheckReward(_Variant, tag="format_check"):
     name: str = ""
 
 
-class CodeExecReward(_Variant, tag="code_exec"):
+class CodeExecReward(_Variant, frozen=True, tag="code_exec"):
     """Fraction of the reference's tests that the completion's Python passes, inside a sandbox."""
 
     sandbox: Literal["bubblewrap", "none"] = "bubblewrap"
@@ -204,7 +204,7 @@ class CodeExecReward(_Variant, tag="code_exec"):
     name: str = ""
 
 
-class ReasoningGymReward(_Variant, tag="reasoning_gym"):
+class ReasoningGymReward(_Variant, frozen=True, tag="reasoning_gym"):
     """The family's own scorer, strict: 1 at a score of `threshold` and above, else 0."""
 
     threshold: Fraction = 0.99
@@ -213,7 +213,7 @@ class ReasoningGymReward(_Variant, tag="reasoning_gym"):
     name: str = ""
 
 
-class PythonReward(_Variant, tag="python"):
+class PythonReward(_Variant, frozen=True, tag="python"):
     """A user's own function `module:function`, sync or async: (prompt, text) -> float; see reward/registry.py."""
 
     path: str
@@ -224,7 +224,7 @@ class PythonReward(_Variant, tag="python"):
 RewardFunctionConfig = AnswerMatchReward | FormatCheckReward | CodeExecReward | ReasoningGymReward | PythonReward
 
 
-class RewardConfig(_Stage):
+class RewardConfig(_Stage, frozen=True):
     """Reward workers and what they compute: the weighted sum of `functions`."""
 
     num_workers: NonNegativeInt = 1
@@ -240,7 +240,7 @@ class RewardConfig(_Stage):
 # -- buffer --------------------------------------------------------------------------------------------------------------
 
 
-class BufferConfig(_Stage):
+class BufferConfig(_Stage, frozen=True):
     """The bounded, staleness-tracked experience buffer."""
 
     max_staleness: NonNegativeInt = 2
@@ -262,18 +262,18 @@ class BufferConfig(_Stage):
 # -- packing, broadcast, transport ---------------------------------------------------------------------------------------
 
 
-class PackingConfig(_Stage):
+class PackingConfig(_Stage, frozen=True):
     """How samples share micro-batches."""
 
     tokens_per_row: PositiveInt = 4096
     """Token budget of one micro-batch; a longer single sample is an error before it is generated."""
 
 
-class SharedMemoryMedium(_Variant, tag="shared_memory"):
+class SharedMemoryMedium(_Variant, frozen=True, tag="shared_memory"):
     """Double-buffered, one copy out, one copy in; same machine."""
 
 
-class FilesMedium(_Variant, tag="files"):
+class FilesMedium(_Variant, frozen=True, tag="files"):
     """Safetensors in a folder; any shared storage."""
 
     folder: str = ""
@@ -281,7 +281,7 @@ class FilesMedium(_Variant, tag="files"):
     keep_last: PositiveInt = 2
 
 
-class ZeroMQMedium(_Variant, tag="zeromq"):
+class ZeroMQMedium(_Variant, frozen=True, tag="zeromq"):
     """Chunks from the learner over TCP; any number of machines."""
 
     bind: str = "tcp://127.0.0.1:*"
@@ -291,7 +291,7 @@ class ZeroMQMedium(_Variant, tag="zeromq"):
 MediumConfig = SharedMemoryMedium | FilesMedium | ZeroMQMedium
 
 
-class BroadcastConfig(_Stage):
+class BroadcastConfig(_Stage, frozen=True):
     """How new weights reach the generators."""
 
     medium: MediumConfig = SharedMemoryMedium()
@@ -301,7 +301,7 @@ class BroadcastConfig(_Stage):
     """Probe logprobs further apart than this, generator against learner, are an alarm."""
 
 
-class TransportConfig(_Stage):
+class TransportConfig(_Stage, frozen=True):
     """The data and control channels."""
 
     kind: Literal["ipc", "tcp"] = "ipc"

@@ -7,18 +7,6 @@ member was handed out (1 at first; more after a generator died). A repeat of a m
 from __future__ import annotations
 
 import hashlib
-from typing import NamedTuple
-
-
-class SampleKey(NamedTuple):
-    """Names one member of one group, for ever."""
-
-    group_id: int
-    index: int
-
-    def __str__(self) -> str:
-        """Return the form that logs and `asyncrl inspect` show, `g17.3`."""
-        return f"g{self.group_id}.{self.index}"
 
 
 def derive_seed(*parts: int | str) -> int:

@@ -12,8 +12,6 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.schema.ids import SampleKey
-
 FinishReason = Literal["stop", "length", "abort"]
 Purpose = Literal["train", "eval"]
 
@@ -96,11 +94,6 @@ class Sample(msgspec.Struct, frozen=True, tag="sample"):
     loss_mask: bytes = b""
     """uint8 [T], 0 on tokens the policy did not write (tool output); empty means all ones."""
     purpose: Purpose = "train"
-
-    @property
-    def key(self) -> SampleKey:
-        """Return the identity of this sample."""
-        return SampleKey(self.group_id, self.index)
 
     @property
     def num_tokens(self) -> int:

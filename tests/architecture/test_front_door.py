@@ -11,7 +11,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_importing_the_cli_loads_no_heavy_library():
-    code = "import sys, asyncrl.cli; print([name for name in ('torch', 'transformers', 'ray', 'wandb', 'aiohttp', 'matplotlib') if name in sys.modules])"
+    heavy = ("torch", "transformers", "ray", "wandb", "aiohttp", "matplotlib")
+    code = f"import sys, asyncrl.cli; print([name for name in {heavy} if name in sys.modules])"
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert answer.stdout.strip() == "[]"
 

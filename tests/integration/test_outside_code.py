@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import time
 
 import pytest
 
 import asyncrl
+from asyncrl.clock import SystemClock
 from asyncrl.schema.samples import ids_to_bytes, logprobs_to_bytes
 
 pytestmark = pytest.mark.timeout(120)
@@ -32,7 +32,7 @@ def outside(tiny):
 
 
 def _available(version: int) -> asyncrl.WeightsAvailable:
-    return asyncrl.WeightsAvailable(version, "none", "", asyncrl.WeightsManifest((), 0), "", time.time())
+    return asyncrl.WeightsAvailable(version, "none", "", asyncrl.WeightsManifest((), 0), "", SystemClock().now())
 
 
 async def test_an_outside_learner_takes_every_step_and_none_is_too_old(outside):

@@ -1,0 +1,60 @@
+"""Run every benchmark and write RESULTS.md: `python experiments/benchmarks/run.py [NAME ...]`."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+from datetime import date
+from pathlib import Path
+
+from asyncrl.bench.registry import BENCHMARKS, run_benchmark
+
+HERE = Path(__file__).parent
+
+
+def main() -> None:
+    names = sys.argv[1:] or list(BENCHMARKS)
+    store = HERE / "results.json"
+    results = json.loads(store.read_text()) if store.exists() else {}
+    for name in names:
+        print(f"running {name}", file=sys.stderr, flush=True)
+        results[name] = run_benchmark(name) | {"date": date.today().isoformat(), "machine": machine()}
+        store.write_text(json.dumps(results, indent=1) + "\n")
+    (HERE / "RESULTS.md").write_text(table(results))
+    print(table(results))
+
+
+def machine() -> str:
+    described = Path("/proc/cpuinfo").read_text().splitlines()
+    model = next((line.split(":")[1].strip() for line in described if line.startswith("model name")), platform.processor())
+    return f"{os.cpu_count()} cores, {model}, Python {platform.python_version()}"
+
+
+def table(results: dict) -> str:
+    lines = [
+        "# Results",
+        "",
+        "Made by `python experiments/benchmarks/run.py`; one benchmark alone by `asyncrl bench NAME --json`. Both sides of a",
+        "ratio are measured in one run, in turns; medians of the rounds. Not run on a GPU.",
+    ]
+    for name, result in results.items():
+        lines += [
+            "",
+            f"## {name}",
+            "",
+            f"{result['date']}, {result['machine']}",
+            "",
+            "| ratio | value | goal | holds |",
+            "|---|---|---|---|",
+        ]
+        for ratio, row in result["ratios"].items():
+            lines.append(f"| `{ratio}` | {row['value']:.3g} | {row['goal']:g} | {'yes' if row['holds'] else 'no'} |")
+        lines += ["", "| figure | value |", "|---|---|"]
+        lines += [f"| `{figure}` | {value:,.4g} |" for figure, value in result["figures"].items()]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    main()

@@ -202,12 +202,12 @@ def _lock(path: Path) -> int:
 
 def _open(path: Path, identity: dict[str, str], synchronous: str) -> sqlite3.Connection:
     connection = sqlite3.connect(path, timeout=30.0, isolation_level=None, check_same_thread=False)
-    # A payload of 12 KB then lies on one page instead of four, which is measurably faster to write.
-    connection.execute("PRAGMA page_size = 16384")
+    # Large pages keep a payload on one page; rare checkpoints (every 256 MB of log) wait for the disk less often.
+    connection.execute("PRAGMA page_size = 65536")
     connection.execute("PRAGMA journal_mode = WAL")
     connection.execute(f"PRAGMA synchronous = {synchronous}")
     connection.execute("PRAGMA wal_autocheckpoint = 4000")
-    connection.execute("PRAGMA journal_size_limit = 134217728")
+    connection.execute("PRAGMA journal_size_limit = 268435456")
     tables = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
     if not tables:
         _create(connection, identity)

@@ -51,6 +51,11 @@ from asyncrl.buffer.staleness import staleness_figures
 __all__ = ["STALE", "BufferLimits", "BufferState", "Counts", "Policy", "StepRecord"]
 
 
+MOST_REASONS = 32
+OTHER_REASONS = "other reasons"
+"""What is counted once there are that many: the words of an error may be new each time, and counts are kept for the whole run."""
+
+
 class BufferState:
     """The state machine.
 
@@ -126,7 +131,7 @@ class BufferState:
         self.next_step = max(self.steps, default=forgotten_steps - 1) + 1
         self.returned = dict(returned)
         self._forgotten_trained = forgotten_steps * self.limits.groups_per_step
-        self._dropped, self._failed = Counter(dropped), Counter(failed)
+        self._dropped, self._failed = _summed(dropped), _summed(failed)
         for group in self.groups.values():
             group.attempt += group.state == "running"
             group.generator = "" if group.state == "running" else group.generator
@@ -301,7 +306,8 @@ class BufferState:
 
     def _end(self, group: Group, after: Literal["dropped", "failed"], reason: str, _: float) -> list[BufferInstruction]:
         del self.groups[group.group_id]
-        (self._dropped if after == "dropped" else self._failed)[reason] += 1
+        counter = self._dropped if after == "dropped" else self._failed
+        counter[reason if reason in counter or len(counter) < MOST_REASONS else OTHER_REASONS] += 1
         instructions: list[BufferInstruction] = [GroupMoved(group.group_id, group.state, after, reason)]
         retries = group.retries + (after == "failed")
         if self.limits.reissue_dropped and not group.external and retries <= self.limits.max_group_retries:
@@ -404,3 +410,11 @@ class BufferState:
             assert self.steps[step].trained, f"step {step} is taken and not trained; it cannot be forgotten"
             self._forgotten_trained += len(self.steps.pop(step).group_ids)
         return []
+
+
+def _summed(counts: dict[str, int]) -> Counter[str]:
+    """Return the counts by reason, those of the rarest together where there are too many."""
+    summed = Counter(dict(Counter(counts).most_common(MOST_REASONS)))
+    if rest := sum(counts.values()) - summed.total():
+        summed[OTHER_REASONS] += rest
+    return summed

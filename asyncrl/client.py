@@ -58,8 +58,10 @@ class RunClient:
         await self._open(endpoint)
         try:
             await self.status()
-        except RunError as error:
+        except BaseException as error:
             await self._close()
+            if not isinstance(error, RunError):
+                raise
             raise LaunchError(f"the run in {self.run_folder} does not answer ({error}); `asyncrl resume` picks it up") from error
         return self
 
@@ -229,11 +231,17 @@ class Run(RunClient):
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        ended = asyncio.get_running_loop().create_task(self._leave(polite=error is None))
-        while not ended.done():
-            with contextlib.suppress(asyncio.CancelledError):
-                await asyncio.shield(ended)
-        ended.result()
+        loop = asyncio.get_running_loop()
+        leaving = [loop.create_task(self._leave(polite=error is None))]
+        while not leaving[0].done():
+            try:
+                await asyncio.shield(leaving[0])
+            except asyncio.CancelledError:
+                leaving.append(loop.create_task(self._hurry()))
+        for task in leaving:
+            await task
+        if len(leaving) > 1:
+            raise asyncio.CancelledError
 
     async def wait(self) -> RunStatus:
         """Wait until the run has ended and return its last status.
@@ -252,12 +260,12 @@ class Run(RunClient):
                 f"{self.run_folder} already holds a run: `asyncrl resume {self.run_folder}` goes on with it, "
                 "`--set name=...` starts another"
             )
+        if is_live(self.run_folder):
+            raise LaunchError(f"{self.run_folder} already runs; `asyncrl stop {self.run_folder}` first")
         self.run_folder.mkdir(parents=True, exist_ok=True)
         config_file.write_text(dump_config(self.config), encoding="utf-8")
 
     async def _start_controller(self) -> asyncio.subprocess.Process:
-        if is_live(self.run_folder):
-            raise LaunchError(f"{self.run_folder} already runs; `asyncrl stop {self.run_folder}` first")
         (self.run_folder / "api.json").unlink(missing_ok=True)
         logs = self.run_folder / "logs"
         logs.mkdir(exist_ok=True)
@@ -290,6 +298,11 @@ class Run(RunClient):
         finally:
             await self._close()
             await self._end_controller()
+
+    async def _hurry(self) -> None:
+        """Turn a drain that is under way into a stop."""
+        with contextlib.suppress(RunError):
+            await self.stop()
 
     async def _end_controller(self) -> None:
         """Close its standard input, which tells it to go; kill it where it does not."""

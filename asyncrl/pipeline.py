@@ -28,11 +28,13 @@ the same commit as any hop.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
 import sys
 from collections.abc import Awaitable, Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,7 +43,7 @@ from asyncrl.config.load import load_config
 from asyncrl.config.run import RunConfig
 from asyncrl.errors import AsyncRLError, ConfigError, ConnectionClosed, LearnerError, LedgerError
 from asyncrl.observe.log import set_up_logging
-from asyncrl.schema.control import Fault, ProcessKind
+from asyncrl.schema.control import Fault, Hello, ProcessKind
 from asyncrl.tasks.registry import build_task
 from asyncrl.tasks.sampler import PromptSequence
 from asyncrl.transport.channel import Connection, Lane
@@ -69,6 +71,7 @@ async def run_controller(config: RunConfig, run_folder: Path, clock: Clock, owne
     from asyncrl.control.flow import Flow
     from asyncrl.control.launch_local import LocalLauncher
     from asyncrl.control.peers import Peers
+    from asyncrl.control.process_plan import plan_processes
     from asyncrl.control.reporter import Reporter
     from asyncrl.generate.admission import Admission, AdmissionLimits
     from asyncrl.observe.sinks import open_sinks
@@ -89,7 +92,12 @@ async def run_controller(config: RunConfig, run_folder: Path, clock: Clock, owne
     flow = Flow(config, buffer, admission, PromptSequence(task.train, config.seed), peers, clock)
     feed = LearnerFeed(config, flow, clock)
     reporter = Reporter(config, run_folder, open_sinks(config, run_folder), clock)
-    listener = await open_listener(config.transport, run_folder)
+    planned = {(item.name, item.kind) for item in plan_processes(config)}
+
+    def judge(hello: Hello) -> str:
+        return "" if (hello.name, hello.kind) in planned else f"this run has no {hello.kind} named {hello.name!r}"
+
+    listener = await open_listener(config.transport, run_folder, judge=judge)
     (run_folder / ENDPOINT_FILE).write_text(listener.address, encoding="utf-8")
     parts = RunParts(
         config, run_folder, listener, LocalLauncher(), peers, flow, feed, reporter, list(task.held_out), clock,
@@ -98,6 +106,7 @@ async def run_controller(config: RunConfig, run_folder: Path, clock: Clock, owne
     try:
         return await Controller(parts).run(owner_gone)
     finally:
+        await listener.close()
         remove_leftover_segments(run_folder)
 
 
@@ -138,8 +147,15 @@ async def _learner(config: RunConfig, run_folder: Path, connection: Connection, 
     loop = asyncio.get_running_loop()
     task = build_task(config.task, config.seed)
 
+    published: asyncio.Queue[WeightsAvailable] = asyncio.Queue()
+
     def announce(available: WeightsAvailable) -> None:
-        loop.call_soon_threadsafe(connection.try_send, available, Lane.CONTROL)
+        loop.call_soon_threadsafe(published.put_nowait, available)
+
+    async def tell_controller() -> None:
+        with contextlib.suppress(ConnectionClosed):
+            while True:
+                await connection.send(await published.get(), Lane.CONTROL)
 
     publisher = Publisher(config.broadcast, run_folder, announce, clock)
 
@@ -147,10 +163,13 @@ async def _learner(config: RunConfig, run_folder: Path, connection: Connection, 
         return publisher.publish(version, named_tensors, probe)
 
     try:
-        await run_learner(
-            config, run_folder, connection, clock,
-            publish=publish, warm_start_examples=lambda: list(task.worked_examples), alphabet=task.alphabet, name=name,
-        )  # fmt: skip
+        async with asyncio.TaskGroup() as group:
+            telling = group.create_task(tell_controller(), name="announcements")
+            await run_learner(
+                config, run_folder, connection, clock,
+                publish=publish, warm_start_examples=lambda: list(task.worked_examples), alphabet=task.alphabet, name=name,
+            )  # fmt: skip
+            telling.cancel()
     finally:
         publisher.close()
 
@@ -187,8 +206,10 @@ async def _report_fault(name: str, error: Exception, connection: Connection) -> 
     log.error("%s cannot go on", name, exc_info=error)
     reason = "; ".join(f"{type(cause).__name__}: {cause}" for cause in causes)
     fatal = any(isinstance(cause, ConfigError | LearnerError) for cause in causes)
-    connection.try_send(Fault(name, reason, fatal=fatal), Lane.CONTROL)
-    await connection.flush(2.0)
+    with contextlib.suppress(ConnectionClosed, TimeoutError):
+        async with asyncio.timeout(2.0):
+            await connection.send(Fault(name, reason, fatal=fatal), Lane.CONTROL)
+            await connection.flush(2.0)
 
 
 def _leaves(error: BaseException) -> Iterator[BaseException]:
@@ -208,10 +229,11 @@ async def _main(kind: ProcessKind, name: str, run_folder: Path) -> int:
     set_up_logging(name, config.observe.log_level)
     clock = SystemClock()
     if kind != "controller":
+        from asyncrl.broadcast.segments import remove_leftover_segments
         from asyncrl.control.parent_watch import ignore_interrupts, watch_parent
 
         ignore_interrupts()
-        watch_parent()
+        watch_parent(partial(remove_leftover_segments, run_folder) if kind == "learner" else None)
         return await run_stage(kind, name, config, run_folder, clock)
     owner_gone = asyncio.Event()
     loop = asyncio.get_running_loop()

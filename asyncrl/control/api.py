@@ -102,7 +102,8 @@ async def serve_api(control: RunControl, run_folder: Path, host: str = "127.0.0.
     token = secrets.token_urlsafe(32)
     app = web.Application(middlewares=[_guard(token)], client_max_size=MAX_BODY_BYTES)
     app.add_routes(_routes(control))
-    runner = web.AppRunner(app, access_log=None, shutdown_timeout=5.0)
+    # A caller that hangs up is not worked for any longer: a step taken for nobody could never be reported as trained.
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=5.0, handler_cancellation=True)
     await runner.setup()
     try:
         site = web.TCPSite(runner, host, 0)

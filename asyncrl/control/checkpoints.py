@@ -11,7 +11,6 @@ from pathlib import Path
 from asyncrl.control.peers import Peers
 from asyncrl.errors import RunError
 from asyncrl.schema.control import Checkpoint, CheckpointDone
-from asyncrl.transport.channel import Lane
 
 
 class Checkpoints:
@@ -27,7 +26,10 @@ class Checkpoints:
     def ask(self, version: int) -> bool:
         """Ask the learner for a checkpoint of the version it holds, `version` or a little later; False where there is none."""
         learner = self._peers.get("learner")
-        return learner is not None and learner.offer(Checkpoint(version), Lane.CONTROL)
+        if learner is None:
+            return False
+        learner.tell(Checkpoint(version))
+        return True
 
     async def wait_for_next(self, version: int) -> str:
         """Ask for a checkpoint and return its folder once it is complete.

@@ -42,7 +42,7 @@ from asyncrl.control.reporter import Reporter
 from asyncrl.control.run_api import RunApi
 from asyncrl.control.supervisor import Supervisor, SupervisorCallbacks
 from asyncrl.control.watchdog import Wait, Watchdog, waits_of, working_of
-from asyncrl.errors import ConnectionClosed
+from asyncrl.errors import AsyncRLError, ConnectionClosed, LedgerError
 from asyncrl.schema.batches import StepDone
 from asyncrl.schema.codec import Message
 from asyncrl.schema.control import (
@@ -149,14 +149,14 @@ class Controller:
         """
         async with serve_api(RunApi(self), self.run_folder):
             async with asyncio.TaskGroup() as group:
+                self.flow.pick_up()
+                supervising = group.create_task(self.supervisor.run(), name="supervisor")
                 background = [
                     group.create_task(self._accept(group), name="accept"),
-                    group.create_task(self.feed.run(), name="feed"),
+                    group.create_task(self._feed(), name="feed"),
                     group.create_task(self._tick(), name="tick"),
                     group.create_task(self._stop_when(owner_gone), name="owner"),
                 ]
-                self.flow.pick_up()
-                supervising = group.create_task(self.supervisor.run(), name="supervisor")
                 await self.ending.wait()
                 for peer in self.peers.all():
                     self._say_goodbye(peer)
@@ -175,8 +175,14 @@ class Controller:
                     await owner_gone.wait()
         return self._ok
 
+    async def _feed(self) -> None:
+        try:
+            await self.feed.run()
+        except AsyncRLError as error:
+            self.post(ProcessFault("learner", f"its next step cannot be sent: {error}", fatal=True))
+
     def _say_goodbye(self, peer: Peer) -> None:
-        peer.offer(Shutdown(self.lifecycle.reason), Lane.CONTROL)
+        peer.tell(Shutdown(self.lifecycle.reason))
 
     async def _close_books(self) -> None:
         await asyncio.to_thread(self.flow.buffer.check)
@@ -195,7 +201,10 @@ class Controller:
                 connection = await self.listener.accept()
             except ConnectionClosed:
                 return
+            before = self.peers.get(connection.peer.name)
             peer = self.peers.add(connection)
+            if before is not None:
+                self.post(ProcessFault(peer.name, "its connection broke, and what was on its way is lost", fatal=False))
             for lane in Lane:
                 group.create_task(self._serve(peer, connection, lane), name=f"serve-{peer.name}-{lane.name}")
             self._on_connected(peer)
@@ -221,6 +230,8 @@ class Controller:
         """Do what no message sets off: windows that opened, evaluations that ended, stalls, the time limit."""
         while True:
             await self.clock.sleep(TICK_S)
+            for peer in self.peers.all():
+                peer.tell_rest()
             self.flow.pump()
             self._finish_evaluation()
             now = self.clock.now()
@@ -255,7 +266,9 @@ class Controller:
     def _on_phase(self, phase: Phase) -> None:
         self.moved.set()
         self.watchdog.hold(self.clock.now(), held=phase in {"paused", "starting", "warming"})
-        self.feed.hold(phase in {"paused", "draining", "starting", "warming"} or (phase == "evaluating" and self._reached_goal()))
+        # A run at its goal has only such steps to send as a learner that went back to a checkpoint must repeat.
+        repeating = phase == "draining" and self.lifecycle.goal_reached
+        self.feed.hold(phase not in {"running", "evaluating"} and not repeating)
         if phase == "paused":
             self.flow.hold(evaluation_too=True)
             self._tell_generators(Pause())
@@ -300,7 +313,7 @@ class Controller:
 
     def _finish_evaluation(self) -> None:
         evaluation = self.flow.evaluation
-        if evaluation is None or not evaluation.done:
+        if evaluation is None or not evaluation.done or self.lifecycle.phase == "paused":
             return
         self.flow.evaluation = None
         report = evaluation.report(self.clock.now())
@@ -322,7 +335,7 @@ class Controller:
             self.post(ProcessReady(peer.name))
             self.flow.pump()
         elif peer.kind == "generator" and self.model_folder:
-            peer.offer(LoadModel(self.model_folder), Lane.CONTROL)
+            peer.tell(LoadModel(self.model_folder))
 
     def _on_sample(self, _: Peer, delivery: Delivery) -> None:
         sample = delivery.message
@@ -360,14 +373,22 @@ class Controller:
         ready = delivery.message
         assert isinstance(ready, LearnerReady)
         delivery.ack()
+        if self.peers.get(peer.name) is not peer:
+            return
         self.model_folder = ready.model_folder
         self.reporter.note_warm_start(ready.metrics)
-        self.feed.learner_ready(peer.connection, ready.version)
+        try:
+            self.feed.learner_ready(peer.connection, ready.version)
+        except LedgerError as error:
+            self.post(ProcessFault(peer.name, str(error), fatal=True))
+            return
         self.flow.buffer.version_published(ready.version)
         for generator in self.peers.of("generator"):
             if generator.num_slots == 0:
-                generator.offer(LoadModel(self.model_folder), Lane.CONTROL)
+                generator.tell(LoadModel(self.model_folder))
         self.post(ProcessReady(peer.name))
+        if self.lifecycle.phase == "draining":
+            self.feed.on_idle = self._write_last_checkpoint
         if self._reached_goal():
             self._goal()
 
@@ -375,12 +396,14 @@ class Controller:
         ready = delivery.message
         assert isinstance(ready, EngineReady)
         delivery.ack()
+        if self.peers.get(peer.name) is not peer or peer.num_slots:
+            return  # it died meanwhile, or was told twice to load: taking it in again would forget the groups it was given
         peer.num_slots = ready.num_slots
         self.flow.generator_ready(peer.name, ready.num_slots, ready.version)
         if self.lifecycle.phase == "paused":
-            peer.offer(Pause(), Lane.CONTROL)
+            peer.tell(Pause())
         if self._weights is not None:
-            peer.offer(self._weights, Lane.CONTROL)
+            peer.tell(self._weights)
         self.post(ProcessReady(peer.name))
 
     def _on_weights(self, _: Peer, delivery: Delivery) -> None:
@@ -456,7 +479,7 @@ class Controller:
     def _tell_generators(self, message: Message) -> None:
         for peer in self.peers.of("generator"):
             if peer.num_slots:
-                peer.offer(message, Lane.CONTROL)
+                peer.tell(message)
 
     def waits(self, now: float) -> list[Wait]:
         """Return who waits for what, the controller's own wait for a full step among them."""

@@ -49,8 +49,10 @@ class LearnerFeed:
         self._sending = False
         self._incarnation = 0
         self._outside_started_s = 0.0
+        self._outside_turn = asyncio.Lock()
         if config.learner.kind == "external":
-            self.version = self._next_step = flow.buffer.state.next_step
+            state = flow.buffer.state
+            self.version = self._next_step = min(state.steps_to_repeat(), default=state.next_step)
 
     @property
     def idle(self) -> bool:
@@ -156,6 +158,10 @@ class LearnerFeed:
         Raises:
             RunError: The run ended, reached its last step, or the step before is not reported as trained.
         """
+        async with self._outside_turn:
+            return await self._take_in_turn(ending)
+
+    async def _take_in_turn(self, ending: asyncio.Event) -> GroupsTaken:
         if self._next_step > self.version:
             raise RunError(f"step {self._next_step - 1} is taken and not trained yet; report it with `trained` first")
         if self._next_step >= self._config.num_steps:

@@ -129,6 +129,11 @@ class Lifecycle:
         return self.phase in FINAL_PHASES
 
     @property
+    def goal_reached(self) -> bool:
+        """Return whether the last step's version has existed, even if a learner has gone back behind it since."""
+        return self._goal_reached
+
+    @property
     def story(self) -> list[str]:
         """Return the last events and what they led to, oldest first."""
         return list(self._story)

@@ -14,7 +14,7 @@ from collections.abc import Callable
 PARENT_GONE_EXIT_CODE = 113
 
 
-def watch_parent(on_gone: Callable[[], None] | None = None, input_fd: int = 0) -> threading.Thread:
+def watch_parent(on_gone: Callable[[], object] | None = None, input_fd: int = 0) -> threading.Thread:
     """Start a daemon thread that ends this process, and its process group if it leads one, at the end of `input_fd`.
 
     Args:
@@ -34,7 +34,7 @@ def ignore_interrupts() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-def _watch(on_gone: Callable[[], None] | None, input_fd: int) -> None:
+def _watch(on_gone: Callable[[], object] | None, input_fd: int) -> None:
     while _read(input_fd):
         pass
     try:

@@ -31,6 +31,7 @@ class Peer:
     """Generators: from EngineReady."""
     live_version: int = -1
     """Generators: from VersionLive."""
+    _untold: deque[Message] = field(default_factory=deque)
 
     def offer(self, message: Message, lane: Lane = Lane.DATA) -> bool:
         """Send a message if the window has room and the peer is still there; return whether it went out."""
@@ -38,6 +39,16 @@ class Peer:
             return self.connection.try_send(message, lane)
         except ConnectionClosed:
             return False
+
+    def tell(self, message: Message) -> None:
+        """Give an order: it goes out now or, where the window is full, in its turn with a later `tell_rest`."""
+        self._untold.append(message)
+        self.tell_rest()
+
+    def tell_rest(self) -> None:
+        """Send the orders that found the window full, oldest first."""
+        while self._untold and self.offer(self._untold[0], Lane.CONTROL):
+            self._untold.popleft()
 
 
 class Peers:
@@ -92,8 +103,9 @@ class ScoringDesk:
     def dispatch(self, workers: list[Peer]) -> None:
         """Send waiting requests, oldest first, to the worker with the least to do, while one has room."""
         while self._waiting and workers:
-            worker = min(workers, key=lambda peer: peer.connection.unacknowledged())
-            if not worker.offer(self._waiting[0]):
+            by_load = sorted(workers, key=lambda peer: peer.connection.unacknowledged())
+            worker = next((peer for peer in by_load if peer.offer(self._waiting[0])), None)
+            if worker is None:
                 return
             request = self._waiting.popleft()
             self._out[_key(request)] = (worker.name, request)

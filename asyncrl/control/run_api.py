@@ -16,7 +16,6 @@ from asyncrl.schema.batches import GroupsTaken
 from asyncrl.schema.control import LoadModel
 from asyncrl.schema.status import ENDED, ExternalGroup, ProcessStatus, RunStatus, SubmitResult
 from asyncrl.schema.weights import WeightsAvailable
-from asyncrl.transport.channel import Lane
 
 if TYPE_CHECKING:
     from asyncrl.control.controller import Controller
@@ -111,9 +110,10 @@ class RunApi:
         return self._run.reporter.prometheus_text()
 
     async def pause(self) -> RunStatus:
-        """Hold the run; return once no step is in hand any more."""
+        """Hold the run; return once no step is in hand any more (an outside learner's step is in the caller's own hands)."""
         self._request(PauseRequested())
-        await self._until_moved(lambda: self._run.feed.idle or self._run.lifecycle.phase != "paused")
+        if self._run.config.learner.kind == "builtin":
+            await self._until_moved(lambda: self._run.feed.idle or self._run.lifecycle.phase != "paused")
         return self.status()
 
     async def resume(self) -> RunStatus:
@@ -157,17 +157,21 @@ class RunApi:
     async def trained(self, step: int, metrics: dict[str, float]) -> None:
         """Note that an outside learner has done a step."""
         self._only_external()
+        if self._run.lifecycle.over:
+            raise RunError("the run is over")
         now = self._run.clock.now()
         self._run.step_done(self._run.feed.outside_step(step, metrics, now))
 
     async def announce_weights(self, available: WeightsAvailable, model_folder: str) -> None:
         """Tell the generators about a version that an outside learner has published."""
         self._only_external()
+        if self._run.lifecycle.over:
+            return
         if model_folder and not self._run.model_folder:
             self._run.model_folder = model_folder
         for generator in self._run.peers.of("generator"):
             if generator.num_slots == 0 and self._run.model_folder:
-                generator.offer(LoadModel(self._run.model_folder), Lane.CONTROL)
+                generator.tell(LoadModel(self._run.model_folder))
         self._run.spread(available)
 
     def _only_external(self) -> None:

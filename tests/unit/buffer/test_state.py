@@ -23,7 +23,7 @@ from asyncrl.buffer.events import (
     TakeStep,
     Wait,
 )
-from asyncrl.buffer.state import BufferLimits, BufferState
+from asyncrl.buffer.state import MOST_REASONS, OTHER_REASONS, BufferLimits, BufferState
 
 
 class Machine:
@@ -269,3 +269,14 @@ def test_impossible_events_raise_with_the_groups_story():
         machine.state.handle(TakeStep(3), 9.0)
     with pytest.raises(AssertionError, match="1 is next, not 5"):
         machine.state.handle(GroupIssued(5, "p", 1, "g0", 0), 9.0)
+
+
+def test_reasons_that_are_new_each_time_are_counted_together_from_some_number_on():
+    state = BufferState(BufferLimits(groups_per_step=1, max_staleness=200))
+    for group_id in range(2 * MOST_REASONS):
+        state.handle(GroupIssued(group_id, "p", 1, "generator-0", 0), now=0.0)
+        state.handle(SampleFailed(group_id, 0, f"cannot parse {group_id}"), now=0.0)
+    failed = state.counts().failed
+    assert len(failed) == MOST_REASONS + 1
+    assert failed[OTHER_REASONS] == MOST_REASONS
+    state.check_invariants()

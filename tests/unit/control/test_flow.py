@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 
 import pytest
 
@@ -179,6 +180,42 @@ async def test_an_outside_learner_takes_a_step_at_a_time():
     feed.step_done(feed.outside_step(0, {}, 1.0))
     with pytest.raises(RunError, match="not in hand"):
         feed.outside_step(0, {}, 1.0)
+
+
+async def test_a_step_that_outside_code_took_and_did_not_train_is_handed_out_again_after_a_restart():
+    bench = Bench()
+    far = await bench.with_generator()
+    for work in await _works(far, 4):
+        for index in work.indices:
+            bench.flow.take_sample(_sample(work, index), lambda: None)
+    bench.score_everything()
+    bench.buffer.take(0, 0.0)
+    config = parse_config({"num_steps": 4, "learner": {"kind": "external"}, "algorithm": {"groups_per_step": B, "group_size": G}})
+    feed = LearnerFeed(config, bench.flow, bench.clock)
+    assert feed.version == 0
+
+
+async def test_two_outside_takers_never_get_the_same_groups():
+    bench = Bench()
+    far = await bench.with_generator()
+    for work in await _works(far, 4):
+        for index in work.indices:
+            bench.flow.take_sample(_sample(work, index), lambda: None)
+    bench.score_everything()
+    config = parse_config({"num_steps": 4, "learner": {"kind": "external"}, "algorithm": {"groups_per_step": B, "group_size": G}})
+    feed = LearnerFeed(config, bench.flow, bench.clock)
+    taken = []
+
+    async def take() -> None:
+        with contextlib.suppress(RunError):
+            taken.append(await feed.take_outside(asyncio.Event()))
+
+    async with asyncio.timeout(5), asyncio.TaskGroup() as group:
+        for _ in range(2):
+            group.create_task(take())
+        await asyncio.sleep(0)
+        feed.hold(False)
+    assert [groups.step for groups in taken] == [0]
 
 
 async def test_an_outside_group_is_checked_and_takes_a_place():

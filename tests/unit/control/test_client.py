@@ -1,0 +1,81 @@
+"""The client against a served API whose run never ends by itself: hanging up and being cancelled."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from asyncrl.client import Run, connect
+from asyncrl.config.load import parse_config
+from asyncrl.control.api import serve_api
+from asyncrl.schema.status import RunStatus
+
+
+class Endless:
+    """A run that drains for ever and ends when it is stopped; only what these tests ask is here."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        self.changed = asyncio.Event()
+        self.over = asyncio.Event()
+
+    def __getattr__(self, name):
+        return lambda *_: None
+
+    def status(self) -> RunStatus:
+        return RunStatus(name="r", run_folder="r", phase="running")
+
+    async def drain(self) -> RunStatus:
+        self._note("drain")
+        await self.over.wait()
+        return self.status()
+
+    async def stop(self) -> RunStatus:
+        self._note("stop")
+        self.over.set()
+        return self.status()
+
+    async def take(self) -> None:
+        self._note("take")
+        try:
+            await self.over.wait()
+        except asyncio.CancelledError:
+            self._note("take hung up")
+            raise
+
+    def _note(self, what: str) -> None:
+        self.asked.append(what)
+        self.changed.set()
+
+    async def until(self, what: str) -> None:
+        async with asyncio.timeout(5):
+            while what not in self.asked:
+                self.changed.clear()
+                await self.changed.wait()
+
+
+async def test_cancelling_while_a_run_drains_stops_it_and_the_cancellation_goes_on(tmp_path):
+    control = Endless()
+    run = Run(parse_config({"folder": str(tmp_path), "name": "r"}))
+
+    async def leave() -> None:
+        await run.__aexit__(None, None, None)
+
+    async with serve_api(control, tmp_path) as endpoint, asyncio.TaskGroup() as group:
+        await run._open(endpoint)
+        leaving = group.create_task(leave())
+        await control.until("drain")
+        leaving.cancel()
+        await asyncio.wait({leaving}, timeout=5)
+    assert leaving.cancelled()
+    assert control.asked == ["drain", "stop"]
+
+
+async def test_a_take_whose_caller_hangs_up_is_not_carried_out_for_nobody(tmp_path):
+    control = Endless()
+    async with serve_api(control, tmp_path), connect(tmp_path) as guest:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.1):
+                await guest.take()
+        await control.until("take hung up")

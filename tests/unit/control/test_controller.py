@@ -1,0 +1,227 @@
+"""The controller over in-process channels and a launcher without processes: what it does when others die or repeat themselves."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TypeVar
+
+from asyncrl.buffer.opening import open_buffer
+from asyncrl.clock import SystemClock
+from asyncrl.config.load import parse_config
+from asyncrl.control.controller import Controller, RunParts
+from asyncrl.control.feed import LearnerFeed
+from asyncrl.control.flow import Flow
+from asyncrl.control.launch_fake import FakeLauncher
+from asyncrl.control.life_events import DrainRequested
+from asyncrl.control.peers import Peers
+from asyncrl.control.reporter import Reporter
+from asyncrl.generate.admission import Admission, AdmissionLimits
+from asyncrl.observe.sinks import open_sinks
+from asyncrl.schema.batches import StepBatch, StepDone
+from asyncrl.schema.codec import Message
+from asyncrl.schema.control import PROTOCOL, Checkpoint, CheckpointDone, EngineReady, Hello, LearnerReady, LoadModel
+from asyncrl.schema.samples import GroupWork, Prompt, Sample, Score, ScoreRequest, ids_to_bytes, logprobs_to_bytes
+from asyncrl.schema.weights import VersionLive
+from asyncrl.tasks.sampler import PromptSequence
+from asyncrl.transport.channel import Connection, Lane
+from asyncrl.transport.inprocess import InProcessListener
+
+T = TypeVar("T", bound=Message)
+B = G = 2
+ETA = 1
+NUM_STEPS = 2
+
+
+class World:
+    """A controller whose processes are the test."""
+
+    def __init__(self, folder: Path, window: int = 64) -> None:
+        config = parse_config({
+            "num_steps": NUM_STEPS,
+            "algorithm": {"groups_per_step": B, "group_size": G},
+            "buffer": {"max_staleness": ETA},
+            "generate": {"num_workers": 1, "engine": {"kind": "fake", "num_slots": 64}},
+            "eval": {"at_start": False, "at_end": False},
+            "checkpoint": {"every_steps": 0},
+            "supervision": {"backoff_s": 0.01},
+        })  # fmt: skip
+        clock, peers = SystemClock(), Peers()
+        self.launcher = FakeLauncher()
+        self.buffer = open_buffer(config, folder, call_soon=asyncio.get_running_loop().call_soon_threadsafe)
+        prompts = PromptSequence([Prompt(f"p{i}", text=f"{i}=", answer="46") for i in range(50)], seed=0)
+        admission = Admission(AdmissionLimits(B, G, ETA, max_groups=NUM_STEPS * B))
+        flow = Flow(config, self.buffer, admission, prompts, peers, clock)
+        reporter = Reporter(config, folder, open_sinks(config, folder), clock)
+        self.listener = InProcessListener(_hello("controller", "controller"), window)
+        self.controller = Controller(
+            RunParts(
+                config, folder, self.listener, self.launcher, peers, flow, LearnerFeed(config, flow, clock), reporter, [], clock,
+                resumed=False,
+            )
+        )  # fmt: skip
+
+    async def join(self, kind: str, name: str) -> Connection:
+        return await self.listener.connect(_hello(kind, name))
+
+    async def start(self, version: int = 0) -> tuple[Connection, Connection, Connection]:
+        """Bring up learner, reward worker and generator at this version."""
+        await self.launcher.started("generator-0")
+        learner, reward, generator = [
+            await self.join(kind, name)
+            for kind, name in (("learner", "learner"), ("reward", "reward-0"), ("generator", "generator-0"))
+        ]
+        await learner.send(LearnerReady(version, "model"), Lane.CONTROL)
+        await _next(generator, LoadModel)
+        await generator.send(EngineReady("generator-0", 64, -1), Lane.CONTROL)
+        await generator.send(VersionLive(version, "generator-0", 0.0, 0.0, 0.0), Lane.CONTROL)
+        return learner, reward, generator
+
+    async def until(self, phase: str) -> None:
+        async with asyncio.timeout(5):
+            while self.controller.lifecycle.phase != phase:
+                await asyncio.sleep(0.01)
+
+    async def restart_learner(self, version: int) -> Connection:
+        self.launcher.history[0].exit(-9)
+        await self.launcher.started("learner", 2)
+        learner = await self.join("learner", "learner")
+        await learner.send(LearnerReady(version, "model"), Lane.CONTROL)
+        return learner
+
+
+@asynccontextmanager
+async def _running(folder: Path, window: int = 64) -> AsyncIterator[World]:
+    world = World(folder, window)
+    try:
+        async with asyncio.TaskGroup() as group:
+            run = group.create_task(world.controller.run(asyncio.Event()))
+            yield world
+            run.cancel()
+    finally:
+        world.controller.reporter.steps.clear()  # nothing to draw
+        await world.controller.reporter.close(folder)
+        world.buffer.close()
+
+
+def _hello(kind: str, name: str) -> Hello:
+    return Hello(PROTOCOL, kind, name, f"{name}-1", 0)  # type: ignore[arg-type]
+
+
+async def _next(connection: Connection, kind: type[T], lane: Lane = Lane.CONTROL) -> T:
+    async with asyncio.timeout(5):
+        while True:
+            delivery = await connection.receive(lane)
+            delivery.ack()
+            if isinstance(delivery.message, kind):
+                return delivery.message
+
+
+async def _generate(generator: Connection, reward: Connection, count: int) -> list[int]:
+    """Answer that many groups and their reward requests; return the groups' ids."""
+    group_ids = []
+    for _ in range(count):
+        work = await _next(generator, GroupWork, Lane.DATA)
+        group_ids.append(work.group_id)
+        for index in work.indices:
+            await generator.send(
+                Sample(
+                    work.group_id, index, work.attempt, ids_to_bytes([1, 2]), ids_to_bytes([3, 4]),
+                    logprobs_to_bytes([-0.1, -0.2]), ids_to_bytes([0, 0]), "stop", "46", "generator-0", 0.0, 1.0,
+                )
+            )  # fmt: skip
+            request = await _next(reward, ScoreRequest, Lane.DATA)
+            await reward.send(Score(request.group_id, request.index, request.attempt, 1.0, worker="reward-0"))
+    return group_ids
+
+
+async def _train(learner: Connection, steps: range) -> None:
+    for step in steps:
+        assert (await _next(learner, StepBatch, Lane.DATA)).step == step
+        await learner.send(StepDone(step, step + 1, {}, 0.0, 1.0), Lane.CONTROL)
+
+
+async def test_a_learner_that_dies_over_the_last_checkpoint_repeats_its_steps_and_writes_it(tmp_path):
+    async with _running(tmp_path) as world:
+        learner, reward, generator = await world.start()
+        await _generate(generator, reward, NUM_STEPS * B)
+        await _train(learner, range(NUM_STEPS))
+        await world.until("draining")
+        assert (await _next(learner, Checkpoint)).version == NUM_STEPS
+        again = await world.restart_learner(version=0)
+        await _train(again, range(NUM_STEPS))
+        assert (await _next(again, Checkpoint)).version == NUM_STEPS
+        await again.send(CheckpointDone(NUM_STEPS, str(tmp_path / "checkpoints" / "step-000002"), 0.1), Lane.CONTROL)
+        await asyncio.wait_for(world.controller.ending.wait(), 5)
+        assert (world.controller.lifecycle.phase, world.controller.feed.version) == ("stopped", NUM_STEPS)
+
+
+async def test_a_drain_whose_learner_dies_over_the_checkpoint_asks_the_next_one(tmp_path):
+    async with _running(tmp_path) as world:
+        learner, _, _ = await world.start()
+        await world.until("running")
+        world.controller.post(DrainRequested())
+        await _next(learner, Checkpoint)
+        again = await world.restart_learner(version=0)
+        assert (await _next(again, Checkpoint)).version == 0
+
+
+async def test_an_ended_run_sends_no_further_step(tmp_path):
+    async with _running(tmp_path) as world:
+        learner, reward, generator = await world.start()
+        await world.until("running")
+        world.controller.post(DrainRequested())
+        await _next(learner, Checkpoint)
+        await _generate(generator, reward, B)
+        await learner.send(CheckpointDone(0, str(tmp_path / "checkpoints" / "step-000000"), 0.1), Lane.CONTROL)
+        await asyncio.wait_for(world.controller.ending.wait(), 5)
+        world.controller.feed.wake()
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert world.buffer.counts().taken == 0
+
+
+async def test_a_generator_that_says_twice_that_it_is_ready_keeps_the_groups_it_was_given(tmp_path):
+    async with _running(tmp_path, window=1) as world:
+        _, reward, generator = await world.start()
+        await world.until("running")
+        await generator.send(EngineReady("generator-0", 64, 0), Lane.CONTROL)
+        assert await _generate(generator, reward, (ETA + 1) * B) == [0, 1, 2, 3]
+
+
+async def test_a_process_that_comes_back_over_a_new_connection_is_replaced(tmp_path):
+    async with _running(tmp_path) as world:
+        await world.start()
+        await world.until("running")
+        await world.join("generator", "generator-0")
+        process = await asyncio.wait_for(world.launcher.started("generator-0", 2), 5)
+        assert process.alive
+
+
+async def test_a_checkpoint_that_is_not_of_this_run_ends_it_with_the_reason(tmp_path):
+    async with _running(tmp_path) as world:
+        await world.launcher.started("learner")
+        learner = await world.join("learner", "learner")
+        await learner.send(LearnerReady(7, "model"), Lane.CONTROL)
+        await asyncio.wait_for(world.controller.ending.wait(), 5)
+        assert "learner stands at version 7" in world.controller.lifecycle.reason
+
+
+async def test_orders_find_their_way_through_a_full_window(tmp_path):
+    async with _running(tmp_path, window=1) as world:
+        learner, _, _ = await world.start()
+        await world.until("running")
+        for version in (0, 0, 0):
+            world.controller.checkpoints.ask(version)
+        for _ in range(3):
+            await _next(learner, Checkpoint)
+
+
+async def test_an_owner_that_is_gone_before_the_run_begins_ends_it_in_good_order(tmp_path):
+    world, owner_gone = World(tmp_path), asyncio.Event()
+    owner_gone.set()
+    await asyncio.wait_for(world.controller.run(owner_gone), 10)
+    assert world.controller.lifecycle.phase == "stopped"
+    assert world.launcher.alive == []

@@ -56,6 +56,7 @@ log = logging.getLogger("asyncrl")
 
 ENDPOINT_FILE = "endpoint"
 """In the run folder: the address that the run's processes connect to."""
+GENERATOR_NICENESS = 10
 EXIT_OK, EXIT_FAILED, EXIT_FAULT = 0, 1, 3
 
 
@@ -123,6 +124,8 @@ async def _generator(config: RunConfig, run_folder: Path, connection: Connection
     from asyncrl.broadcast.subscriber import Subscriber
     from asyncrl.generate.worker import run_generator
 
+    # Where cores are short the learner goes first: while it works generation is ahead, and when it waits they have all cores.
+    os.nice(GENERATOR_NICENESS)
     subscriber = Subscriber(config.broadcast, run_folder)
 
     async def fetch_weights(available: WeightsAvailable) -> Mapping[str, Any]:

@@ -78,18 +78,19 @@ def _sides(folder: Path, number: int) -> dict[str, Callable[[], Awaitable[float]
 
 
 def _quickstart(folder: Path, name: str, *, max_staleness: int) -> dict[str, Any]:
-    """Return the quickstart's model and task, without evaluation and with a warm start just long enough for real lengths."""
+    """Return the quickstart's model, task and algorithm, with a warm start just long enough for answers of the right length."""
     return {
         "name": name,
         "folder": str(folder),
-        "num_steps": 40,
+        "num_steps": 60,
         "task": {"kind": "addition", "digits": 2},
-        "model": {"kind": "scratch", "hidden_size": 128, "num_layers": 4, "num_heads": 4, "max_positions": 32,
-                  "warm_start": {"steps": 60, "batch_size": 128}},
+        "model": {"kind": "scratch", "hidden_size": 128, "num_layers": 2, "num_heads": 4, "max_positions": 64,
+                  "warm_start": {"steps": 60, "batch_size": 64, "learning_rate": 2e-3}},
         "generate": {"num_workers": 2, "engine": {"kind": "transformers", "num_slots": 64, "max_sequence_tokens": 16},
-                     "sampling": {"max_new_tokens": 6}},
-        "algorithm": {"groups_per_step": 32, "group_size": 8},
-        "learner": {"learning_rate": 5e-4},
+                     "sampling": {"max_new_tokens": 4}},
+        "packing": {"tokens_per_row": 512},
+        "algorithm": {"groups_per_step": 64, "group_size": 4, "proximal": "behaviour"},
+        "learner": {"learning_rate": 1e-4},
         "buffer": {"max_staleness": max_staleness},
         "eval": {"at_start": False, "at_end": False},
         "checkpoint": {"every_steps": 0},

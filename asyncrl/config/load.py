@@ -100,6 +100,11 @@ def check_config(config: RunConfig) -> None:
                 f"generate.engine.max_sequence_tokens ({engine.max_sequence_tokens}) must be at most model.max_positions "
                 f"({model.max_positions})"
             )
+    if config.generate.num_workers == 0 and (config.eval.at_start or config.eval.at_end or config.eval.every_steps):
+        raise ConfigError(
+            "generate.num_workers is 0, so nobody can generate evaluation samples: set eval.at_start = false, "
+            "eval.at_end = false and eval.every_steps = 0"
+        )
     if not config.reward.functions:
         raise ConfigError(
             "reward.functions is empty: name at least one reward, for example [[reward.functions]] kind = 'answer_match'"

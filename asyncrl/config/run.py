@@ -62,8 +62,6 @@ class SupervisionConfig(_Stage, frozen=True):
     stall_timeout_s: PositiveFloat = 600.0
     """Nothing generated, scored or trained for this long: say who waits for whom, and exit non-zero."""
     drain_timeout_s: PositiveFloat = 120.0
-    drain: Literal["discard", "finish"] = "discard"
-    """At a drain, groups in flight are left for a resume, or finished and trained first."""
 
 
 class ObserveConfig(_Stage, frozen=True):

@@ -283,7 +283,8 @@ class Controller:
             self._start_evaluation(self.feed.version)
         elif phase == "draining":
             self.flow.hold(evaluation_too=True)
-            if self.config.learner.kind == "external":
+            if self.config.learner.kind == "external" or self.feed.version < 0:
+                # An outside learner's step stays taken for a resume; a learner that never was ready has nothing to save.
                 self.post(Drained())
             else:
                 self.feed.on_idle = self._write_last_checkpoint

@@ -43,6 +43,8 @@ from asyncrl.schema.weights import VersionLive, WeightsAvailable
 
 log = logging.getLogger(__name__)
 
+STEPS_WITH_METRICS = 1000
+"""Newest steps whose metrics stay in memory; metrics.jsonl and steps.jsonl have them all."""
 REMEMBERED_STEPS = 8
 """Taken steps whose staleness figures are kept until they are done."""
 
@@ -179,8 +181,7 @@ class Reporter:
         }
         report = _step_report(done, metrics, counts, now)
         self._last_step_s, self._last_generated = now, flow.generated_tokens
-        self.steps.append(report)
-        self._steps_file.write(report)
+        self._keep(report)
         for item in step_spans(done):
             self._record(item)
         self._sinks.write(done.version, now, metrics)
@@ -189,6 +190,16 @@ class Reporter:
             done.version, self._config.num_steps, report.reward_mean, report.staleness_mean, report.staleness_max,
             report.groups_ready, report.generated_tokens_per_s, report.trained_tokens_per_s,
         )  # fmt: skip
+
+    def _keep(self, report: StepReport) -> None:
+        """Add a step, unless it is one that a learner back from a checkpoint has repeated; let go of old steps' metrics."""
+        if self.steps and report.step <= self.steps[-1].step:
+            return
+        self.steps.append(report)
+        self._steps_file.write(report)
+        if len(self.steps) > STEPS_WITH_METRICS:
+            old = self.steps[-STEPS_WITH_METRICS - 1]
+            self.steps[-STEPS_WITH_METRICS - 1] = msgspec.structs.replace(old, metrics={})
 
     def _rates(self, done: StepDone, generated_tokens: int, elapsed_s: float) -> dict[str, float]:
         """Return tokens and samples per second since the step before."""

@@ -152,7 +152,12 @@ class RunApi:
     async def take(self) -> GroupsTaken:
         """Hand the next step's groups to an outside learner."""
         self._only_external()
-        return await self._run.feed.take_outside(self._run.ending)
+        try:
+            return await self._run.feed.take_outside(self._run.ending)
+        except RunError as error:
+            if not self._run.lifecycle.over:
+                raise
+            raise RunError(f"{error}: {self._run.lifecycle.reason}") from error
 
     async def trained(self, step: int, metrics: dict[str, float]) -> None:
         """Note that an outside learner has done a step."""

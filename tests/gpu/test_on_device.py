@@ -1,0 +1,112 @@
+"""What only an accelerator can show: the device gives what the CPU gives. Reported as not run where there is none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from asyncrl.broadcast.publisher import Publisher
+from asyncrl.broadcast.subscriber import Subscriber
+from asyncrl.clock import SystemClock
+from asyncrl.config.load import parse_config
+from asyncrl.config.stages import BroadcastConfig, TransformersEngineConfig
+from asyncrl.generate.engine import EngineRequest
+from asyncrl.generate.transformers_engine import TransformersEngine
+from asyncrl.learner.model import made_ready
+from asyncrl.learner.optim import build_optimizer
+from asyncrl.learner.step import train_step
+from asyncrl.packing.tensors import pack_step
+from asyncrl.schema.samples import (
+    Prompt,
+    Sample,
+    SamplingParams,
+    ScoredGroup,
+    ScoredSample,
+    ids_to_bytes,
+    logprobs_to_bytes,
+)
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="not run on a GPU: there is none here"),
+]
+
+
+@pytest.fixture
+def model_folder(tmp_path: Path) -> Path:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        max_position_embeddings=128, bos_token_id=None, eos_token_id=1, pad_token_id=None, initializer_range=0.2,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+async def _generate(folder: Path, device: str) -> tuple[list[int], list[float]]:
+    engine = TransformersEngine(TransformersEngineConfig(num_slots=4, max_sequence_tokens=96, device=device), folder)
+    await engine.start()
+    try:
+        await engine.load_weights(0, AutoModelForCausalLM.from_pretrained(folder).state_dict(), "keep")
+        ids, logprobs = [], []
+        request = EngineRequest("r", (5, 6, 7), SamplingParams(max_new_tokens=32, temperature=0.0, ignore_eos=True), 7)
+        async for chunk in engine.submit(request):
+            ids += chunk.token_ids
+            logprobs += chunk.logprobs
+        return ids, [*logprobs, *await engine.score([5, 6, 7, *ids])]
+    finally:
+        await engine.close()
+
+
+async def test_the_engine_on_a_device_agrees_with_the_cpu(model_folder):
+    ids, logprobs = await _generate(model_folder, "cpu")
+    device_ids, device_logprobs = await _generate(model_folder, "cuda")
+    assert device_ids == ids
+    assert device_logprobs == pytest.approx(logprobs, abs=1e-3)
+
+
+def _batch():
+    members = tuple(
+        ScoredSample(
+            Sample(0, index, 0, ids_to_bytes([5, 6, 7]), ids_to_bytes([8 + index, 9, 10]), logprobs_to_bytes([-2.0, -3.0, -4.0]),
+                   ids_to_bytes([0, 0, 0]), "stop", "", "g", 0.0, 1.0),
+            float(index % 2),
+        )
+        for index in range(4)
+    )  # fmt: skip
+    return pack_step(0, [ScoredGroup(0, Prompt("p"), members)], tokens_per_row=64, temperature=1.0)
+
+
+def _trained(folder: Path, device: str) -> dict[str, torch.Tensor]:
+    config = parse_config({"learner": {"device": device, "learning_rate": 1e-2, "warmup_steps": 0}})
+    model = made_ready(AutoModelForCausalLM.from_pretrained(folder).to(device), config.learner)
+    train_step(model, build_optimizer(model, config.learner, 10), _batch(), config)
+    return {name: tensor.detach().cpu() for name, tensor in model.state_dict().items()}
+
+
+def test_a_step_on_a_device_agrees_with_the_cpu(model_folder):
+    on_cpu, on_device = _trained(model_folder, "cpu"), _trained(model_folder, "cuda")
+    for name, tensor in on_cpu.items():
+        assert torch.allclose(on_device[name], tensor, atol=1e-2), name
+
+
+@pytest.mark.parametrize("medium", ["shared_memory", "files", "zeromq"])
+async def test_weights_leave_a_device_whole(model_folder, tmp_path, medium):
+    import msgspec
+
+    config = msgspec.convert({"medium": {"kind": medium}}, BroadcastConfig)
+    model = AutoModelForCausalLM.from_pretrained(model_folder).to("cuda")
+    announced = []
+    publisher, subscriber = Publisher(config, tmp_path, announced.append, SystemClock()), Subscriber(config, tmp_path)
+    try:
+        publisher.publish(0, dict(model.named_parameters()))
+        assert publisher.flush(30.0)
+        tensors = await subscriber.fetch(announced[0])
+        for name, parameter in model.named_parameters():
+            assert torch.equal(tensors[name], parameter.detach().cpu()), name
+    finally:
+        subscriber.close()
+        publisher.close()

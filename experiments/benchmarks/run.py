@@ -1,4 +1,4 @@
-"""Run every benchmark and write RESULTS.md: `python experiments/benchmarks/run.py [NAME ...]`."""
+"""Run every benchmark and write RESULTS.md: `python experiments/benchmarks/run.py [NAME[:ROUNDS] ...]`."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ def main() -> None:
     names = sys.argv[1:] or list(BENCHMARKS)
     store = HERE / "results.json"
     results = json.loads(store.read_text()) if store.exists() else {}
-    for name in names:
+    for asked in names:
+        name, _, rounds = asked.partition(":")
         print(f"running {name}", file=sys.stderr, flush=True)
-        results[name] = run_benchmark(name) | {"date": date.today().isoformat(), "machine": machine()}
+        results[name] = run_benchmark(name, int(rounds or 0)) | {"date": date.today().isoformat(), "machine": machine()}
         store.write_text(json.dumps(results, indent=1) + "\n")
     (HERE / "RESULTS.md").write_text(table(results))
     print(table(results))

@@ -16,7 +16,11 @@ def test_plan_has_the_learner_the_reward_workers_and_the_generators() -> None:
 
 
 def test_outside_learner_and_outside_generators_are_not_started() -> None:
-    config = parse_config({"learner": {"kind": "external"}, "generate": {"num_workers": 0}, "eval": {"at_start": False, "at_end": False}})
+    config = parse_config({
+        "learner": {"kind": "external"},
+        "generate": {"num_workers": 0},
+        "eval": {"at_start": False, "at_end": False},
+    })
     assert [item.name for item in plan_processes(config)] == ["reward-0"]
 
 

@@ -22,6 +22,7 @@ def main() -> None:
         name, _, rounds = asked.partition(":")
         print(f"running {name}", file=sys.stderr, flush=True)
         results[name] = run_benchmark(name, int(rounds or 0)) | {"date": date.today().isoformat(), "machine": machine()}
+        results[name]["command"] = f"python experiments/benchmarks/run.py {asked}"
         store.write_text(json.dumps(results, indent=1) + "\n")
     (HERE / "RESULTS.md").write_text(table(results))
     print(table(results))

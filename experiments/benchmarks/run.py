@@ -46,7 +46,7 @@ def table(results: dict) -> str:
             "",
             f"## {name}",
             "",
-            f"{result['date']}, {result['machine']}",
+            f"{result['date']}, {result['machine']}, `{result['command']}`",
             "",
             "| ratio | value | goal | holds |",
             "|---|---|---|---|",

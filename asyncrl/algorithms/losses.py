@@ -11,7 +11,8 @@ from collections.abc import Callable
 import torch
 
 from asyncrl.algorithms.aggregation import AGGREGATIONS
-from asyncrl.algorithms.ratios import CORRECTIONS, log_ratio, no_correction
+from asyncrl.algorithms.corrections import correct
+from asyncrl.algorithms.ratios import log_ratio
 from asyncrl.algorithms.types import LossConfig, LossInputs, LossOutputs
 
 Loss = Callable[[LossInputs, LossConfig], LossOutputs]
@@ -26,7 +27,7 @@ def ppo_clip(inputs: LossInputs, config: LossConfig) -> LossOutputs:
     Source: Schulman et al. (arXiv 1707.06347), equation 7; clip-higher: DAPO (arXiv 2503.14476); dual clip: Ye et al.
     (arXiv 1912.09729), equation 5.
     """
-    return _finish(inputs, config, _clipped_objective(inputs, config), no_correction(inputs, config))
+    return _finish(inputs, config, _clipped_objective(inputs, config), correct(inputs, ()).weights)
 
 
 def decoupled_ppo(inputs: LossInputs, config: LossConfig) -> LossOutputs:
@@ -36,7 +37,7 @@ def decoupled_ppo(inputs: LossInputs, config: LossConfig) -> LossOutputs:
 
     Source: Hilton et al. (arXiv 2110.00641), equation 4; AReaL (arXiv 2505.24298), equation 5.
     """
-    return _finish(inputs, config, _clipped_objective(inputs, config), CORRECTIONS[config.correction](inputs, config))
+    return _finish(inputs, config, _clipped_objective(inputs, config), correct(inputs, config.corrections).weights)
 
 
 LOSSES: dict[str, Loss] = {"ppo_clip": ppo_clip, "decoupled_ppo": decoupled_ppo}

@@ -2,11 +2,12 @@
 
 Legend: N tokens of one micro-batch laid end to end (trained tokens and, where a caller has them, masked ones), S sequences of
 it. Log-probabilities are of the sampled token, natural logarithm, at the sampling temperature. Three policies: `behaviour`
-sampled the token, `proximal` is the learner before this step's first update, `current` carries the gradient.
+sampled the token, `proximal` is the learner before this step's first update, `current` carries the gradient; a frozen
+`reference` where there is one.
 
-Invariants: whatever stands at a masked token (NaN too) changes no value and no gradient; advantages, proximal and behaviour
-carry no gradient; the loss of a micro-batch is its numerator over the *global* denominator, so that losses and gradients of
-micro-batches and ranks add up.
+Invariants: whatever stands at a masked token (NaN too) changes no value and no gradient; advantages, proximal, behaviour and
+reference carry no gradient; the loss of a micro-batch is its numerator over the *global* denominator, so that losses and
+gradients of micro-batches and ranks add up.
 
 Called by learner/step.py and by outside losses.
 """
@@ -17,7 +18,8 @@ from dataclasses import dataclass
 
 import torch
 
-from asyncrl.config.algorithm import AlgorithmConfig
+from asyncrl.config.algorithm import AlgorithmConfig, KLConfig
+from asyncrl.config.corrections import CorrectionConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +32,19 @@ class Denominators:
     """Sequences with at least one trained token."""
     constant: float = 1.0
     """Divides the sum over a sequence, where the aggregation says so (a longest length, say)."""
+
+
+@dataclass(frozen=True, slots=True)
+class CorrectionOutputs:
+    """What corrections say about each token. Detached."""
+
+    weights: torch.Tensor
+    """float [N], multiplies the token's loss; 0 where the token is dropped or masked."""
+    kept: torch.Tensor
+    """bool [N], false where a correction dropped the token; false at masked tokens."""
+    clip_low: float | None = None
+    """Takes the place of the config's clip range for this update (m2po_clip)."""
+    clip_high: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +68,14 @@ class LossInputs:
     denominators: Denominators
     entropy: torch.Tensor | None = None
     """float [N], of the current policy's distribution; with gradient where `entropy_coefficient` is not 0."""
+    reference_logprobs: torch.Tensor | None = None
+    """float [N], where there is a reference."""
+    versions: torch.Tensor | None = None
+    """int64 [N], the version that sampled each token; -1 where unknown."""
+    learner_version: int = 0
+    """The version that `proximal_logprobs` are of."""
+    corrections: CorrectionOutputs | None = None
+    """Where they were computed for the whole update before; None: the loss computes them from its config."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,27 +88,44 @@ class LossConfig:
     """Distance of the upper clipping bound from 1."""
     dual_clip: float | None = None
     """c of dual clip, at least 1; None switches it off."""
-    correction: str = "none"
-    """A name in CORRECTIONS."""
-    correction_cap: float = 2.0
-    """Upper bound of an importance weight."""
-    correction_floor: float = 0.0
-    """Lower bound of an importance weight."""
+    max_ratio: float = 5.0
+    """Absolute upper bound of a detached ratio (CISPO, AIPO)."""
+    min_ratio: float = 0.0
+    """Absolute lower bound of the same."""
+    tau_positive: float = 1.0
+    """SAPO."""
+    tau_negative: float = 1.05
+    """SAPO."""
+    corrections: tuple[CorrectionConfig, ...] = ()
     aggregation: str = "token-mean"
     """A name in AGGREGATIONS."""
+    denominator: str = "all"
+    """`all` or `kept`; with `kept` the caller's denominators count kept tokens and sequences only."""
     entropy_coefficient: float = 0.0
+    kl: KLConfig | None = None
+    """Where it is in the loss."""
+    kl_coefficient: float = 0.0
+    """The coefficient in force (adaptive or fixed)."""
 
     @classmethod
-    def of(cls, algorithm: AlgorithmConfig) -> LossConfig:
-        """Return the part of a run's config that losses read."""
+    def of(cls, algorithm: AlgorithmConfig, kl_coefficient: float | None = None) -> LossConfig:
+        """Return the part of a run's config that losses read; the KL coefficient is the config's own where none is given."""
+        kl = algorithm.kl if algorithm.kl is not None and algorithm.kl.where == "loss" else None
+        if kl_coefficient is None:
+            kl_coefficient = kl.coefficient if kl is not None else 0.0
         return cls(
             clip_low=algorithm.clip_low,
             clip_high=algorithm.clip_high,
             dual_clip=algorithm.dual_clip,
-            correction=algorithm.correction,
-            correction_cap=algorithm.correction_cap,
+            max_ratio=algorithm.max_ratio,
+            tau_positive=algorithm.tau_positive,
+            tau_negative=algorithm.tau_negative,
+            corrections=algorithm.corrections,
             aggregation=algorithm.aggregation,
+            denominator=algorithm.denominator,
             entropy_coefficient=algorithm.entropy_coefficient,
+            kl=kl,
+            kl_coefficient=kl_coefficient,
         )
 
 
@@ -96,11 +136,15 @@ class LossOutputs:
     loss: torch.Tensor
     """float [], this micro-batch's share of the update's loss."""
     weights: torch.Tensor
-    """float [N], importance weight that multiplied each token's loss."""
+    """float [N], correction weight that multiplied each token's loss."""
     clipped: torch.Tensor
     """bool [N], the clipped term was the larger one."""
     dual_clipped: torch.Tensor
     """bool [N], dual clip bounded the token."""
+    kept: torch.Tensor | None = None
+    """bool [N], false where a correction dropped the token; None: all trained tokens are kept."""
+    reference_kl: torch.Tensor | None = None
+    """float [N], estimate of KL(current || reference), without coefficient; None where there is no penalty in the loss."""
 
 
 def segment_sum(values: torch.Tensor, sequence_ids: torch.Tensor, num_sequences: int) -> torch.Tensor:

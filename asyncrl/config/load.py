@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 import tomli_w
 
+from asyncrl.config.algorithm_rules import check_algorithm
 from asyncrl.config.run import RunConfig
 from asyncrl.config.stages import ScratchModel, TransformersEngineConfig
 from asyncrl.errors import ConfigError
@@ -73,6 +74,7 @@ def check_config(config: RunConfig) -> None:
     Raises:
         ConfigError: Two fields contradict each other; the message names both.
     """
+    check_algorithm(config.algorithm, config.learner)
     group_size = config.algorithm.group_size
     if config.buffer.min_group_members > max(group_size, 2):
         raise ConfigError(
@@ -105,7 +107,7 @@ def check_config(config: RunConfig) -> None:
             "generate.num_workers is 0, so nobody can generate evaluation samples: set eval.at_start = false, "
             "eval.at_end = false and eval.every_steps = 0"
         )
-    if not config.reward.functions:
+    if not config.reward.functions and not config.inference.reward_models:
         raise ConfigError(
             "reward.functions is empty: name at least one reward, for example [[reward.functions]] kind = 'answer_match'"
         )

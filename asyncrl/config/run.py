@@ -12,6 +12,7 @@ from asyncrl.config.stages import (
     BroadcastConfig,
     BufferConfig,
     GenerateConfig,
+    InferenceConfig,
     ModelConfig,
     NonNegativeFloat,
     NonNegativeInt,
@@ -88,6 +89,7 @@ class RunConfig(_Stage, frozen=True):
     model: ModelConfig = ScratchModel()
     generate: GenerateConfig = GenerateConfig()
     reward: RewardConfig = RewardConfig()
+    inference: InferenceConfig = InferenceConfig()
     buffer: BufferConfig = BufferConfig()
     packing: PackingConfig = PackingConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
@@ -103,9 +105,15 @@ class RunConfig(_Stage, frozen=True):
     """Drain and checkpoint after this long; 0: no limit."""
 
     @property
+    def needs_inference(self) -> bool:
+        """Return whether inference workers are started: a reward model is named, or the reference runs there."""
+        on_worker = self.algorithm.needs_reference and self.algorithm.reference.where == "worker"
+        return on_worker or bool(self.inference.reward_models)
+
+    @property
     def samples_per_step(self) -> int:
-        """Samples one optimizer step consumes: groups_per_step x group_size."""
-        return self.algorithm.groups_per_step * self.algorithm.group_size
+        """Samples one optimizer step consumes: groups_per_step x members_per_group."""
+        return self.algorithm.groups_per_step * self.algorithm.members_per_group
 
     @property
     def most_groups_ahead(self) -> int:
@@ -114,5 +122,5 @@ class RunConfig(_Stage, frozen=True):
 
     @property
     def most_samples_in_flight(self) -> int:
-        """Most samples issued and not yet trained: most_groups_ahead x group_size."""
-        return self.most_groups_ahead * self.algorithm.group_size
+        """Most samples issued and not yet trained: most_groups_ahead x members_per_group."""
+        return self.most_groups_ahead * self.algorithm.members_per_group

@@ -47,6 +47,8 @@ class ScratchModel(_Variant, frozen=True, tag="scratch"):
     """None: 4 x hidden_size."""
     max_positions: PositiveInt = 512
     tie_embeddings: bool = True
+    fp32_head: bool = False
+    """The output layer runs in float32, in the learner and in the engine alike (one side alone is worse than none)."""
     warm_start: WarmStart | None = None
 
 
@@ -56,6 +58,8 @@ class PretrainedModel(_Variant, frozen=True, tag="pretrained"):
     path: str
     """Folder with config.json, safetensors and tokenizer; `asyncrl model import` makes one from a GGUF."""
     trust_remote_code: bool = False
+    fp32_head: bool = False
+    """The output layer runs in float32, in the learner and in the engine alike (one side alone is worse than none)."""
 
 
 ModelConfig = ScratchModel | PretrainedModel
@@ -101,13 +105,26 @@ class JsonlTask(_Variant, frozen=True, tag="jsonl"):
     """False: the prompt field is the text itself."""
 
 
+class PreferencesTask(_Variant, frozen=True, tag="preferences"):
+    """A file of preferences, one JSON object a line: prompt, chosen and rejected answer. Trained offline by DPO."""
+
+    path: str
+    prompt_field: str = "prompt"
+    chosen_field: str = "chosen"
+    rejected_field: str = "rejected"
+    held_out: NonNegativeInt = 0
+    system_prompt: str = ""
+    chat: bool = True
+    """False: the prompt field is the text itself."""
+
+
 class PythonTask(_Variant, frozen=True, tag="python"):
     """A user's own task: `module:function`, called with the run's seed, returns a `TaskData`."""
 
     path: str
 
 
-TaskConfig = AdditionTask | ReasoningGymTask | JsonlTask | PythonTask
+TaskConfig = AdditionTask | ReasoningGymTask | JsonlTask | PreferencesTask | PythonTask
 
 # -- generate ------------------------------------------------------------------------------------------------------------
 
@@ -140,7 +157,15 @@ class FakeEngineConfig(_Variant, frozen=True, tag="fake"):
     """Every n-th request fails; 0 switches it off."""
 
 
-EngineConfig = TransformersEngineConfig | FakeEngineConfig
+class ReplayEngineConfig(_Variant, frozen=True, tag="replay"):
+    """Gives back the chosen and rejected answers of a preferences task instead of generating: offline DPO, same pipeline."""
+
+    num_slots: PositiveInt = 256
+    max_sequence_tokens: PositiveInt = 2048
+    """Prompt and answer together; a longer pair is a failed group, with the reason."""
+
+
+EngineConfig = TransformersEngineConfig | FakeEngineConfig | ReplayEngineConfig
 
 
 class SamplingConfig(_Stage, frozen=True):
@@ -213,6 +238,26 @@ class ReasoningGymReward(_Variant, frozen=True, tag="reasoning_gym"):
     name: str = ""
 
 
+class OverlongPenalty(_Variant, frozen=True, tag="overlong"):
+    """DAPO's soft punishment of long answers: 0 up to max_tokens - buffer_tokens, then down to -1 linearly, never below.
+
+    Source: DAPO (arXiv 2503.14476), equation 13.
+    """
+
+    max_tokens: PositiveInt
+    """Usually generate.sampling.max_new_tokens."""
+    buffer_tokens: PositiveInt
+    weight: float = 1.0
+    name: str = ""
+
+
+class PreferenceReward(_Variant, frozen=True, tag="preference"):
+    """1 for the chosen answer of a preferences task, 0 for the rejected one."""
+
+    weight: float = 1.0
+    name: str = ""
+
+
 class PythonReward(_Variant, frozen=True, tag="python"):
     """A user's own function `module:function`, sync or async: (prompt, text) -> float; see reward/registry.py."""
 
@@ -221,7 +266,15 @@ class PythonReward(_Variant, frozen=True, tag="python"):
     name: str = ""
 
 
-RewardFunctionConfig = AnswerMatchReward | FormatCheckReward | CodeExecReward | ReasoningGymReward | PythonReward
+RewardFunctionConfig = (
+    AnswerMatchReward
+    | FormatCheckReward
+    | CodeExecReward
+    | ReasoningGymReward
+    | OverlongPenalty
+    | PreferenceReward
+    | PythonReward
+)
 
 
 class RewardConfig(_Stage, frozen=True):
@@ -235,6 +288,40 @@ class RewardConfig(_Stage, frozen=True):
     """Samples one worker scores at once, each in a process of its own."""
     process_memory_bytes: PositiveInt = 4 << 30
     """Data one scoring process may hold; a sample that needs more is failed and the process replaced."""
+
+
+# -- inference -----------------------------------------------------------------------------------------------------------
+
+
+class RewardModel(_Stage, frozen=True):
+    """Any sequence-classification checkpoint with one output, read at the last token."""
+
+    name: str
+    """Of its part in the rewards."""
+    path: str
+    """Hugging Face folder, tokenizer of the policy."""
+    weight: float = 1.0
+    normalise: Literal["none", "running"] = "none"
+    """`running`: minus the mean, over the deviation, of the scores seen so far by that worker; after `mean` and `std`."""
+    mean: float = 0.0
+    std: PositiveFloat = 1.0
+    """Scores are (score - mean) / std."""
+    clip: PositiveFloat | None = None
+    """Then held in [-clip, clip]."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+
+
+class InferenceConfig(_Stage, frozen=True):
+    """Workers that run reference and reward models forward only, beside generation; started where something needs them."""
+
+    num_workers: PositiveInt = 1
+    reward_models: tuple[RewardModel, ...] = ()
+    tokens_per_batch: PositiveInt = 8192
+    """Tokens of one packed forward pass."""
+    device: str = "cpu"
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the reference."""
+    num_threads: PositiveInt = 1
 
 
 # -- buffer --------------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from asyncrl.algorithms.advantages import FloatArray
+from asyncrl.algorithms.advantage_types import FloatArray
 from asyncrl.algorithms.diagnostics import mismatch
 from asyncrl.algorithms.types import LossInputs, LossOutputs
 from asyncrl.schema.batches import StepBatch

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from asyncrl.algorithms.names import check_names
 from asyncrl.config.algorithm import LearnerConfig
 from asyncrl.config.run import RunConfig
 from asyncrl.config.stages import PretrainedModel
@@ -66,7 +65,6 @@ def prepare_standing(
         ConfigError: The algorithm has an unknown name, the model's folder is not usable, or the warm start has no examples.
         StartAbandoned: `stopped` said so.
     """
-    check_names(config.algorithm)
     folder, metrics = run_folder / "model", {}
     if not (folder / "config.json").is_file():
         metrics = _make_model_folder(config, folder, examples, alphabet, stopped)

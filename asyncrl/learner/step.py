@@ -21,7 +21,8 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from asyncrl.algorithms.advantages import ADVANTAGES, AdvantageInputs, FloatArray
+from asyncrl.algorithms.advantage_types import AdvantageConfig, AdvantageInputs, FloatArray
+from asyncrl.algorithms.advantages import ADVANTAGES
 from asyncrl.algorithms.losses import LOSSES
 from asyncrl.algorithms.types import Denominators, LossConfig, LossInputs
 from asyncrl.config.algorithm import AlgorithmConfig
@@ -74,7 +75,7 @@ def train_step(
     advantages = _advantages(batch, config.algorithm)
     updates = _split_updates(rows, config.learner.minibatches) * config.learner.epochs
     proximal = None if len(updates) == 1 else _proximal_logprobs(model, rows, batch, config)
-    tokens, losses, norms, rate = StepTokens(len(rows), config.algorithm.correction_cap), [], [], 0.0
+    tokens, losses, norms, rate = StepTokens(len(rows), 2.0), [], [], 0.0
     for update in updates:
         losses.append(_accumulate(model, update, advantages, proximal, batch, config, tokens))
         norms.append(optimizer.clip())
@@ -161,7 +162,8 @@ def _split_updates(rows: list[Row], minibatches: int) -> list[list[Row]]:
 def _advantages(batch: StepBatch, algorithm: AlgorithmConfig) -> FloatArray:
     rewards = np.array([sample.reward for sample in batch.samples], dtype=np.float64)
     group_ids = np.array([sample.group_id for sample in batch.samples])
-    return ADVANTAGES[algorithm.advantage](AdvantageInputs(rewards, group_ids, epsilon=algorithm.advantage_epsilon))
+    inputs = AdvantageInputs(rewards, group_ids, np.ones((len(rewards), 1), dtype=bool))
+    return ADVANTAGES[algorithm.advantage](inputs, AdvantageConfig.of(algorithm)).advantages[:, 0]
 
 
 def _checked(prepared: PreparedBatch, device: torch.device) -> tuple[StepBatch, list[Row]]:

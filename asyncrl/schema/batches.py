@@ -25,6 +25,12 @@ class PackedSample(msgspec.Struct, frozen=True):
     reward: float
     oldest_version: int
     """The smallest version among its trained tokens."""
+    is_greedy: bool = False
+    """The greedy baseline of its group (ReMax): its reward counts, none of its tokens is trained."""
+    pair: int = -1
+    """Number of the preference pair it belongs to, within the batch; -1: none."""
+    is_chosen: bool = False
+    """Whether it is the better one of its pair."""
 
 
 class PackedRow(msgspec.Struct, frozen=True):
@@ -44,6 +50,8 @@ class PackedRow(msgspec.Struct, frozen=True):
     """int32 [L]."""
     rank: int = 0
     """Learner rank that trains this row."""
+    reference_logprobs: bytes = b""
+    """float32 [L], 0 on prompt tokens; empty where the batch brings none."""
 
 
 class StepBatch(msgspec.Struct, frozen=True, tag="step_batch"):

@@ -32,7 +32,7 @@ from asyncrl.schema.control import (
     Resume,
     Shutdown,
 )
-from asyncrl.schema.samples import GroupWork, Sample, SampleFailure, Score, ScoredGroup, ScoreRequest
+from asyncrl.schema.samples import GroupWork, InferRequest, InferResult, Sample, SampleFailure, Score, ScoredGroup, ScoreRequest
 from asyncrl.schema.weights import VersionLive, WeightsAvailable
 
 Message = (
@@ -40,6 +40,8 @@ Message = (
     | Sample
     | SampleFailure
     | ScoreRequest
+    | InferRequest
+    | InferResult
     | Score
     | ScoredGroup
     | GroupsTaken

@@ -9,7 +9,7 @@ import msgspec
 PROTOCOL = 1
 """Raised whenever a peer of the number before could misread us; checked at hello."""
 
-ProcessKind = Literal["controller", "generator", "reward", "learner", "client"]
+ProcessKind = Literal["controller", "generator", "reward", "inference", "learner", "client"]
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):

@@ -67,6 +67,8 @@ class GroupWork(msgspec.Struct, frozen=True, tag="group_work"):
     seed: int
     """The run's seed; a member's own is `derive_seed(seed, group_id, index)`."""
     purpose: Purpose = "train"
+    greedy_index: int = -1
+    """The member that is drawn greedily, as a baseline (ReMax); -1: none."""
 
 
 class Sample(msgspec.Struct, frozen=True, tag="sample"):
@@ -141,6 +143,40 @@ class Score(msgspec.Struct, frozen=True, tag="score"):
     started_s: float = 0.0
     finished_s: float = 0.0
     purpose: Purpose = "train"
+    reference_logprobs: bytes = b""
+    """float32 [T], from an inference worker's reference model; empty where the run has none there."""
+
+
+class InferRequest(msgspec.Struct, frozen=True, tag="infer_request"):
+    """Controller to inference worker: run the named models over this completion, forward only."""
+
+    group_id: int
+    index: int
+    attempt: int
+    prompt_ids: bytes
+    """int32."""
+    token_ids: bytes
+    """int32 [T]."""
+    temperature: float = 1.0
+    """That the tokens were drawn at; the reference divides its logits by it."""
+    purpose: Purpose = "train"
+
+
+class InferResult(msgspec.Struct, frozen=True, tag="infer_result"):
+    """Inference worker to controller: what its models say, or why they cannot."""
+
+    group_id: int
+    index: int
+    attempt: int
+    reference_logprobs: bytes = b""
+    """float32 [T]; empty where the run has no reference there."""
+    rewards: dict[str, float] = {}
+    """Each reward model by name, normalised, unweighted."""
+    error: str = ""
+    worker: str = ""
+    started_s: float = 0.0
+    finished_s: float = 0.0
+    purpose: Purpose = "train"
 
 
 class ScoredSample(msgspec.Struct, frozen=True):
@@ -149,6 +185,8 @@ class ScoredSample(msgspec.Struct, frozen=True):
     sample: Sample
     reward: float
     parts: dict[str, float] = {}
+    reference_logprobs: bytes = b""
+    """float32 [T], or empty."""
 
 
 class ScoredGroup(msgspec.Struct, frozen=True, tag="scored_group"):

@@ -1,0 +1,190 @@
+"""Which algorithm names there are and which go together: the tables that config checking needs without importing torch.
+
+The functions behind the names are in asyncrl/algorithms; a test compares the tables with its registries. Called by
+config/load.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from asyncrl.config.algorithm import AlgorithmConfig
+from asyncrl.config.corrections import (
+    WEIGHTING,
+    WHOLE_UPDATE,
+    MaskedGeometric,
+    MaskedSequence,
+    MaskedToken,
+    OffPolicySequenceMask,
+    TruncatedSequence,
+    TruncatedToken,
+)
+from asyncrl.config.learner import LearnerConfig
+from asyncrl.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class AdvantageRule:
+    """What an advantage asks of the rest of the config."""
+
+    needs_critic: bool = False
+    needs_groups: bool = False
+    """Compares the members of a group, so a group of one teaches nothing."""
+    reads_token_rewards: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LossRule:
+    """What a loss asks of the rest of the config."""
+
+    own_importance_weight: bool = False
+    """Weighs tokens by current / behaviour itself; a weighting correction would count that twice."""
+    uses_proximal: bool = True
+
+
+ADVANTAGE_RULES = {
+    "grpo": AdvantageRule(needs_groups=True),
+    "dr_grpo": AdvantageRule(needs_groups=True),
+    "rloo": AdvantageRule(needs_groups=True),
+    "opo": AdvantageRule(needs_groups=True),
+    "reinforce_pp": AdvantageRule(reads_token_rewards=True),
+    "reinforce_pp_baseline": AdvantageRule(needs_groups=True),
+    "remax": AdvantageRule(),
+    "reward": AdvantageRule(),
+    "gae": AdvantageRule(needs_critic=True, reads_token_rewards=True),
+    "vtrace": AdvantageRule(needs_critic=True, reads_token_rewards=True),
+}
+LOSS_RULES = {
+    "ppo_clip": LossRule(),
+    "decoupled_ppo": LossRule(),
+    "gspo": LossRule(),
+    "gspo_token": LossRule(),
+    "cispo": LossRule(),
+    "sapo": LossRule(),
+    "reinforce": LossRule(uses_proximal=False),
+    "importance_sampling": LossRule(own_importance_weight=True, uses_proximal=False),
+    "aipo": LossRule(own_importance_weight=True, uses_proximal=False),
+    "topr": LossRule(own_importance_weight=True, uses_proximal=False),
+}
+
+
+def check_algorithm(algorithm: AlgorithmConfig, learner: LearnerConfig) -> None:
+    """Refuse unknown names and mixes that cannot work.
+
+    Raises:
+        ConfigError: Names the fields, what they say, and what to write instead.
+    """
+    _check_name("advantage", algorithm.advantage, ADVANTAGE_RULES)
+    _check_name("loss", algorithm.loss, LOSS_RULES)
+    _check_bands(algorithm)
+    if algorithm.kind == "dpo":
+        _check_preferences(algorithm)
+        return
+    _check_advantage(algorithm)
+    _check_corrections(algorithm, learner)
+    if algorithm.aggregation == "constant" and algorithm.aggregation_constant == 1.0:
+        raise ConfigError(
+            "algorithm.aggregation = 'constant' divides by algorithm.aggregation_constant, which is not set: give the longest "
+            "response allowed (generate.sampling.max_new_tokens)"
+        )
+
+
+def _check_name(field: str, name: str, known: dict[str, AdvantageRule] | dict[str, LossRule]) -> None:
+    if name not in known and ":" not in name:
+        raise ConfigError(
+            f"algorithm.{field} must be one of {', '.join(known)}, or your own function as module:function, got {name!r}"
+        )
+
+
+def _check_advantage(algorithm: AlgorithmConfig) -> None:
+    name, rule = algorithm.advantage, ADVANTAGE_RULES.get(algorithm.advantage, AdvantageRule())
+    known = algorithm.advantage in ADVANTAGE_RULES
+    if rule.needs_critic and algorithm.critic is None:
+        raise ConfigError(f"algorithm.advantage = {name!r} needs a critic: add an [algorithm.critic] table")
+    if known and not rule.needs_critic and algorithm.critic is not None:
+        with_critic = ", ".join(name for name, rule in ADVANTAGE_RULES.items() if rule.needs_critic)
+        raise ConfigError(
+            f"algorithm.advantage = {name!r} has no use for a critic: take {with_critic}, or drop [algorithm.critic]"
+        )
+    if rule.needs_groups and algorithm.group_size < 2:
+        raise ConfigError(
+            f"algorithm.advantage = {name!r} compares the samples of a group; algorithm.group_size must be at least 2, got "
+            f"{algorithm.group_size}"
+        )
+    if algorithm.dynamic_sampling and algorithm.group_size < 2:
+        raise ConfigError("algorithm.dynamic_sampling drops groups without spread; algorithm.group_size must be at least 2")
+    if algorithm.kl is not None and algorithm.kl.where == "reward" and known and not rule.reads_token_rewards:
+        readers = ", ".join(name for name, rule in ADVANTAGE_RULES.items() if rule.reads_token_rewards)
+        raise ConfigError(
+            f"algorithm.kl.where = 'reward' changes token rewards, which algorithm.advantage = {name!r} does not read; take "
+            f"one of {readers}, or kl.where = 'loss'"
+        )
+
+
+def _check_corrections(algorithm: AlgorithmConfig, learner: LearnerConfig) -> None:
+    rule = LOSS_RULES.get(algorithm.loss, LossRule())
+    weighting = [item for item in algorithm.corrections if _weighs(item)]
+    if rule.own_importance_weight and weighting and algorithm.kind == "policy":
+        raise ConfigError(
+            f"algorithm.loss = {algorithm.loss!r} has its importance weight inside, and the correction "
+            f"{_kind(weighting[0])!r} would count it twice: set algorithm.corrections to masks only, or to []"
+        )
+    if len(weighting) > 1:
+        raise ConfigError(
+            f"algorithm.corrections has {len(weighting)} importance weights ({', '.join(map(_kind, weighting))}); their product "
+            "is no importance weight: keep one"
+        )
+    if (
+        algorithm.denominator == "kept"
+        and learner.minibatches * learner.epochs > 1
+        and any(isinstance(item, OffPolicySequenceMask) for item in algorithm.corrections)
+    ):
+        raise ConfigError(
+            "algorithm.denominator = 'kept' must know before an update which tokens opsm keeps, and with several updates a step "
+            "that depends on the update: take denominator = 'all', or learner.minibatches = learner.epochs = 1"
+        )
+
+
+def _check_bands(algorithm: AlgorithmConfig) -> None:
+    for item in algorithm.corrections:
+        if isinstance(item, MaskedToken | MaskedSequence | MaskedGeometric) and item.low >= item.high:
+            raise ConfigError(
+                f"algorithm.corrections: {_kind(item)} keeps ratios in [low, high]; low ({item.low}) must be under high "
+                f"({item.high})"
+            )
+        if isinstance(item, TruncatedToken | TruncatedSequence) and item.floor > item.cap:
+            raise ConfigError(f"algorithm.corrections: {_kind(item)} has floor {item.floor} over cap {item.cap}")
+
+
+def _check_preferences(algorithm: AlgorithmConfig) -> None:
+    preference = algorithm.preference
+    if algorithm.group_size < 2:
+        raise ConfigError(
+            f"algorithm.kind = 'dpo' makes pairs inside a group; algorithm.group_size must be at least 2, got {algorithm.group_size}"
+        )
+    if algorithm.critic is not None:
+        raise ConfigError("algorithm.kind = 'dpo' has no use for algorithm.critic: drop it")
+    if algorithm.kl is not None:
+        raise ConfigError(
+            "algorithm.kind = 'dpo' is held to the reference by preference.beta and has no use for algorithm.kl: drop it"
+        )
+    if preference.pairs == "threshold" and preference.chosen_at_least <= preference.rejected_at_most:
+        raise ConfigError(
+            f"algorithm.preference.chosen_at_least ({preference.chosen_at_least}) must be over rejected_at_most "
+            f"({preference.rejected_at_most})"
+        )
+    if preference.loss == "ipo" and preference.label_smoothing:
+        raise ConfigError("algorithm.preference.label_smoothing is of the sigmoid loss; ipo has none: set it to 0")
+
+
+def _weighs(item: object) -> bool:
+    return isinstance(item, WEIGHTING) or (isinstance(item, MaskedSequence | MaskedGeometric) and item.weight != "none")
+
+
+def _kind(item: object) -> str:
+    return str(type(item).__struct_config__.tag)  # type: ignore[attr-defined]
+
+
+def looks_at_whole_update(algorithm: AlgorithmConfig) -> bool:
+    """Return whether corrections must see every token of an update before its first micro-batch."""
+    return algorithm.denominator == "kept" or any(isinstance(item, WHOLE_UPDATE) for item in algorithm.corrections)

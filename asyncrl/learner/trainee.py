@@ -1,0 +1,53 @@
+"""Everything that one optimizer step reads and changes, together.
+
+Called by learner/step.py, learner/worker.py, learner/checkpoint.py and experiments.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import msgspec
+import torch
+from transformers import PreTrainedModel
+
+from asyncrl.learner.optim import PolicyOptimizer
+from asyncrl.learner.ranks import OneRank, Ranks
+from asyncrl.learner.rows import Row
+
+
+class Reference(Protocol):
+    """The frozen policy on the learner's devices."""
+
+    def logprobs(self, row: Row, temperature: float) -> torch.Tensor:
+        """Return float32 [M], log-probability of each target of the row, without gradient."""
+        ...
+
+
+class StepMemory(msgspec.Struct):
+    """What a step remembers of those before it; saved in checkpoints, so that a replayed step is the same step."""
+
+    kl_coefficient: float = -1.0
+    """The adaptive coefficient in force; negative: the config's own, not adapted yet."""
+    recipe: str = ""
+    """What `kind = "auto"` picked last; empty: nothing yet."""
+    measured: dict[str, float] = {}
+    """What it picks the next from."""
+    loss_scale: float = 0.0
+    """Of float16; 0: not begun."""
+
+
+@dataclass(slots=True)
+class Trainee:
+    """A policy in training."""
+
+    model: PreTrainedModel
+    optimizer: PolicyOptimizer
+    reference: Reference | None = None
+    critic: torch.nn.Module | None = None
+    """Value head or separate model; see learner/critic.py."""
+    critic_optimizer: PolicyOptimizer | None = None
+    """None where there is no critic."""
+    ranks: Ranks = field(default_factory=OneRank)
+    memory: StepMemory = field(default_factory=StepMemory)

@@ -9,10 +9,9 @@ import torch
 
 from asyncrl.algorithms.advantages import ADVANTAGES, AdvantageInputs
 from asyncrl.algorithms.aggregation import AGGREGATIONS
-from asyncrl.algorithms.diagnostics import entropy_of_logits, mismatch
 from asyncrl.algorithms.kl import KL_ESTIMATORS, capped
 from asyncrl.algorithms.losses import LOSSES
-from asyncrl.algorithms.ratios import CORRECTIONS, effective_sample_size
+from asyncrl.algorithms.ratios import effective_sample_size
 from asyncrl.algorithms.types import Denominators, LossConfig, LossInputs
 
 NUMBERS = Path(__file__).parent / "numbers"
@@ -175,48 +174,3 @@ def test_kl(case):
     assert_close(case, "grad_logprobs", logprobs.grad)
     expected = torch.tensor(case["expected"]["kl_per_token"], dtype=torch.float64)
     np.testing.assert_allclose((kl * mask).detach(), expected * mask, **TOLERANCE[case["dtype"]])
-
-
-@pytest.mark.parametrize("case", cases("offpolicy_metrics", lambda case: case["name"].startswith("offpolicy")))
-def test_off_policy_metrics(case):
-    inputs = flat_inputs(case)
-    measured = mismatch(
-        inputs.proximal_logprobs, inputs.behaviour_logprobs, inputs.mask, inputs.sequence_ids, inputs.num_sequences
-    )
-    by_name = {
-        "kl": measured.kl_k1,
-        "k3_kl": measured.kl_k3,
-        "chi2_token": measured.chi2_token,
-        "chi2_seq": measured.chi2_sequence,
-        "ppl_ratio": measured.perplexity_ratio,
-    }
-    for name, got in by_name.items():
-        assert_close(case, name, got)
-
-
-@pytest.mark.parametrize("case", cases("offpolicy_metrics", lambda case: case["name"].startswith("is-metrics")))
-def test_importance_weight_metrics(case):
-    inputs = flat_inputs(case)
-    weights = CORRECTIONS[f"tis_{case['params']['level']}"](inputs, loss_config(case))
-    kept = weights[inputs.mask]
-    assert_close(case, "mean", kept.mean())
-    assert_close(case, "std", kept.std(correction=0))
-    assert_close(case, "eff_sample_size", effective_sample_size(weights, inputs.mask))
-
-
-@pytest.mark.parametrize("case", cases("entropy"))
-def test_entropy(case):
-    logits = matrix(case, "logits").requires_grad_()
-    if "token_ids" in case["inputs"]:
-        ids = torch.tensor(case["inputs"]["token_ids"])
-        logprobs = (logits / case["params"]["temperature"]).log_softmax(-1).gather(-1, ids.unsqueeze(-1)).squeeze(-1)
-        assert_close(case, "logprobs", logprobs)
-        return
-    entropy = entropy_of_logits(logits)
-    mask = matrix(case, "mask") if "mask" in case["inputs"] else torch.ones(entropy.shape)
-    assert_close(case, "entropy_per_token", entropy * mask)
-    if "loss" in case["expected"]:
-        loss = (entropy * mask).sum() / mask.sum()
-        loss.backward()
-        assert_close(case, "loss", loss)
-        assert_close(case, "grad_logits", logits.grad)

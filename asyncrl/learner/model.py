@@ -7,28 +7,21 @@ only where the forward is a function of weights and tokens); a folder written he
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from asyncrl.config.algorithm import LearnerConfig
 from asyncrl.config.stages import PretrainedModel, ScratchModel
 from asyncrl.errors import ConfigError
-from asyncrl.learner.attention import PACKED_ATTENTION
-from asyncrl.learner.logprobs import token_logprobs
 from asyncrl.learner.rows import Row
 from asyncrl.learner.tokenizer import character_tokenizer
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
-HEAD_TOLERANCE = 1e-3
-
-transformers.utils.logging.disable_progress_bar()
+from asyncrl.models.attention import PACKED_ATTENTION
+from asyncrl.models.causal import DTYPES, check_folder, check_head, use_packed_attention
+from asyncrl.models.logprobs import token_logprobs
 
 
 def build_scratch(config: ScratchModel, alphabet: str, seed: int) -> tuple[PreTrainedModel, Any]:
@@ -92,14 +85,8 @@ def made_ready(model: PreTrainedModel, config: LearnerConfig) -> PreTrainedModel
     model.train()
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    _check_head(model)
+    check_head(model)
     return model
-
-
-def use_packed_attention(model: PreTrainedModel) -> None:
-    """Switch a model to packed attention; without it a packed row would be read as one text."""
-    if model.config._attn_implementation != PACKED_ATTENTION:  # noqa: SLF001 - transformers has no public reader
-        model.set_attn_implementation(PACKED_ATTENTION)
 
 
 def open_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> Any:  # noqa: ANN401 - transformers' own class
@@ -108,24 +95,6 @@ def open_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> Any:  # 
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
     except (ValueError, OSError, RuntimeError) as error:
         raise ConfigError(f"cannot open the tokenizer in {folder}: {error}") from error
-
-
-def check_folder(folder: Path) -> None:
-    """Refuse a folder that is not a Hugging Face causal language model.
-
-    Raises:
-        ConfigError: Names the folder and what is missing.
-    """
-    advice = "`asyncrl model import` makes such a folder from a GGUF or a Hugging Face checkout"
-    if not folder.is_dir():
-        raise ConfigError(f"model.path: there is no folder {folder}; {advice}")
-    missing = [] if (folder / "config.json").is_file() else ["config.json"]
-    if not any(folder.glob("*.safetensors")):
-        missing.append("*.safetensors")
-    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
-        missing.append(f"a tokenizer ({' or '.join(TOKENIZER_FILES[:3])})")
-    if missing:
-        raise ConfigError(f"model.path: {folder} has no {', no '.join(missing)}; {advice}")
 
 
 def save_model(model: PreTrainedModel, tokenizer: Any, folder: Path) -> None:  # noqa: ANN401
@@ -174,32 +143,3 @@ def row_logprobs(
         chunk_tokens=chunk_tokens,
         entropy_gradient=entropy_gradient,
     )
-
-
-@torch.no_grad()
-def sequence_logprobs(model: PreTrainedModel, token_ids: torch.Tensor) -> torch.Tensor:
-    """Return float32 [T - 1], the log-probability of each token after the first, at temperature 1 (the probe).
-
-    Args:
-        model: The policy.
-        token_ids: int64 [T], on the model's device.
-    """
-    hidden = model.base_model(input_ids=token_ids[:-1].unsqueeze(0), use_cache=False).last_hidden_state[0]
-    logprobs, _ = token_logprobs(
-        hidden, token_ids[1:], model.get_output_embeddings(), temperature=1.0, chunk_tokens=len(token_ids)
-    )
-    return logprobs
-
-
-@torch.no_grad()
-def _check_head(model: PreTrainedModel) -> None:
-    """Refuse models that do more to their logits than the output layer does (soft caps, scales)."""
-    token_ids = torch.arange(min(8, model.config.get_text_config().vocab_size), device=model.device)
-    logits = model(input_ids=token_ids.unsqueeze(0), use_cache=False).logits[0, :-1].float()
-    expected = logits.log_softmax(-1).gather(-1, token_ids[1:, None]).squeeze(-1)
-    error = (expected - sequence_logprobs(model, token_ids)).abs().max().item()
-    if error > HEAD_TOLERANCE:
-        raise ConfigError(
-            f"{json.dumps(model.config.model_type)} cannot be trained: its logits are not those of its output layer "
-            f"(largest difference {error:.2g}, allowed {HEAD_TOLERANCE:g}); it probably scales or caps them"
-        )

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from asyncrl.learner.model import sequence_logprobs
+from asyncrl.models.causal import sequence_logprobs
 from asyncrl.schema.samples import ids_to_bytes, logprobs_to_bytes
 from asyncrl.schema.weights import Probe
 

@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from asyncrl.errors import LearnerError
-from asyncrl.learner.attention import SequenceLayout, build_layout
+from asyncrl.models.attention import SequenceLayout, build_layout
 from asyncrl.schema.batches import PackedRow, PackedSample, StepBatch
 from asyncrl.schema.samples import ids_from_bytes, logprobs_from_bytes
 

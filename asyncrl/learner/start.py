@@ -22,9 +22,10 @@ from asyncrl.config.algorithm import LearnerConfig
 from asyncrl.config.run import RunConfig
 from asyncrl.config.stages import PretrainedModel
 from asyncrl.learner.checkpoint import TrainerState, latest_checkpoint, load_trainer, write_folder
-from asyncrl.learner.model import build_scratch, check_folder, link_pretrained, made_ready, open_model, open_tokenizer, save_model
+from asyncrl.learner.model import build_scratch, link_pretrained, made_ready, open_model, open_tokenizer, save_model
 from asyncrl.learner.optim import PolicyOptimizer, build_optimizer
 from asyncrl.learner.warm_start import tokenise, warm_start
+from asyncrl.models.causal import check_folder
 
 log = logging.getLogger(__name__)
 

@@ -29,9 +29,10 @@ from asyncrl.config.algorithm import AlgorithmConfig
 from asyncrl.config.run import RunConfig
 from asyncrl.errors import LearnerError
 from asyncrl.learner.measure import StepTokens, TokenRecord, batch_metrics
-from asyncrl.learner.model import row_logprobs, use_packed_attention
+from asyncrl.learner.model import row_logprobs
 from asyncrl.learner.optim import PolicyOptimizer
 from asyncrl.learner.rows import PreparedBatch, Row, prepare
+from asyncrl.models.causal import use_packed_attention
 from asyncrl.schema.batches import StepBatch
 
 

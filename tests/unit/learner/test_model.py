@@ -8,11 +8,11 @@ from asyncrl.config.algorithm import LearnerConfig
 from asyncrl.config.run import RunConfig
 from asyncrl.config.stages import PretrainedModel, ScratchModel, WarmStart
 from asyncrl.errors import ConfigError
-from asyncrl.learner.attention import PACKED_ATTENTION
 from asyncrl.learner.model import build_scratch, made_ready, open_model, open_tokenizer, save_model
 from asyncrl.learner.start import prepare_standing
 from asyncrl.learner.tokenizer import character_tokenizer
 from asyncrl.learner.warm_start import StartAbandoned, tokenise, warm_start
+from asyncrl.models.attention import PACKED_ATTENTION
 
 SMALL = ScratchModel(hidden_size=32, num_layers=1, num_heads=2, max_positions=32)
 ALPHABET = "0123456789+="

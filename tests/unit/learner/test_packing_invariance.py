@@ -5,10 +5,10 @@ import torch
 
 from asyncrl.algorithms.losses import LOSSES
 from asyncrl.algorithms.types import Denominators, LossConfig, LossInputs
-from asyncrl.learner.attention import PACKED_ATTENTION
 from asyncrl.learner.model import row_logprobs
 from asyncrl.learner.rows import prepare
 from asyncrl.learner.step import train_step
+from asyncrl.models.attention import PACKED_ATTENTION
 
 
 def gradients(model, batch):

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from asyncrl.errors import LearnerError
-from asyncrl.learner.attention import PACKED_ATTENTION
 from asyncrl.learner.rows import prepare
 from asyncrl.learner.step import train_step
+from asyncrl.models.attention import PACKED_ATTENTION
 from asyncrl.schema.batches import StepBatch
 
 

@@ -9,7 +9,7 @@ Invariants: the output at a token depends on the tokens of its own sample up to 
 copies of a shared prompt have gradient 0 at their queries, and the gradients of their keys and values are added up in the one
 stored token.
 
-Registered with transformers under `PACKED_ATTENTION`; learner/model.py asks for it by that name and passes `packed_layout`.
+Registered with transformers under `PACKED_ATTENTION`; causal.py asks for it by that name; a forward passes `packed_layout`.
 
 Legend: N tokens, S sequences, M slots of all buckets together, n sequences of a bucket, T its padded length, H heads, D head
 size.

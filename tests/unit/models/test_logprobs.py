@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from asyncrl.learner.logprobs import token_logprobs
+from asyncrl.models.logprobs import token_logprobs
 
 
 class Head(torch.nn.Linear):

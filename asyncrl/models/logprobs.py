@@ -2,7 +2,7 @@
 
 The head runs over chunks of tokens; where there is more than one chunk, a chunk's logits are thrown away after the forward
 and computed again in the backward, so that at most one chunk of logits exists at any time. Arithmetic after the head is
-float32 (float64 where the model is). Only the positions handed in see the head. Called by learner/model.py.
+float32 (float64 where the model is). Only the positions handed in see the head. Called by learner/ and inference/.
 """
 
 from __future__ import annotations

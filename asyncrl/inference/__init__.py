@@ -1,0 +1,1 @@
+"""STAGE 2b: reference and reward models, forward only, beside the rules."""

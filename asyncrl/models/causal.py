@@ -1,0 +1,87 @@
+"""Causal language models with packed attention: what a folder must hold, and what of a model's forward can be relied on.
+
+Invariants: nothing is ever fetched from a network; a model that does more to its logits than its output layer does is refused,
+because logprobs.py runs the output layer by itself. Called by learner/ and inference/.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+import transformers
+from transformers import PreTrainedModel
+
+from asyncrl.errors import ConfigError
+from asyncrl.models.attention import PACKED_ATTENTION
+from asyncrl.models.logprobs import token_logprobs
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+HEAD_TOLERANCE = 1e-3
+
+transformers.utils.logging.disable_progress_bar()
+
+
+def check_folder(folder: Path) -> None:
+    """Refuse a folder that is not a Hugging Face causal language model.
+
+    Raises:
+        ConfigError: Names the folder and what is missing.
+    """
+    advice = "`asyncrl model import` makes such a folder from a GGUF or a Hugging Face checkout"
+    if not folder.is_dir():
+        raise ConfigError(f"model.path: there is no folder {folder}; {advice}")
+    missing = missing_weights(folder)
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        missing.append(f"a tokenizer ({' or '.join(TOKENIZER_FILES[:3])})")
+    if missing:
+        raise ConfigError(f"model.path: {folder} has no {', no '.join(missing)}; {advice}")
+
+
+def missing_weights(folder: Path) -> list[str]:
+    """Return which of config and weights a folder does not have."""
+    missing = [] if (folder / "config.json").is_file() else ["config.json"]
+    if not any(folder.glob("*.safetensors")):
+        missing.append("*.safetensors")
+    return missing
+
+
+def use_packed_attention(model: PreTrainedModel) -> None:
+    """Switch a model to packed attention; without it a packed row would be read as one text."""
+    if model.config._attn_implementation != PACKED_ATTENTION:  # noqa: SLF001 - transformers has no public reader
+        model.set_attn_implementation(PACKED_ATTENTION)
+
+
+@torch.no_grad()
+def sequence_logprobs(model: PreTrainedModel, token_ids: torch.Tensor) -> torch.Tensor:
+    """Return float32 [T - 1], the log-probability of each token after the first, at temperature 1 (the probe).
+
+    Args:
+        model: The policy.
+        token_ids: int64 [T], on the model's device.
+    """
+    hidden = model.base_model(input_ids=token_ids[:-1].unsqueeze(0), use_cache=False).last_hidden_state[0]
+    logprobs, _ = token_logprobs(
+        hidden, token_ids[1:], model.get_output_embeddings(), temperature=1.0, chunk_tokens=len(token_ids)
+    )
+    return logprobs
+
+
+@torch.no_grad()
+def check_head(model: PreTrainedModel) -> None:
+    """Refuse models that do more to their logits than the output layer does (soft caps, scales).
+
+    Raises:
+        ConfigError: Says how far the logits are from those of the output layer.
+    """
+    token_ids = torch.arange(min(8, model.config.get_text_config().vocab_size), device=model.device)
+    logits = model(input_ids=token_ids.unsqueeze(0), use_cache=False).logits[0, :-1].float()
+    expected = logits.log_softmax(-1).gather(-1, token_ids[1:, None]).squeeze(-1)
+    error = (expected - sequence_logprobs(model, token_ids)).abs().max().item()
+    if error > HEAD_TOLERANCE:
+        raise ConfigError(
+            f"{json.dumps(model.config.model_type)} cannot be trained or judged: its logits are not those of its output layer "
+            f"(largest difference {error:.2g}, allowed {HEAD_TOLERANCE:g}); it probably scales or caps them"
+        )

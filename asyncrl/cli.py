@@ -42,6 +42,7 @@ SetOption = Annotated[
 @app.command()
 def run(
     config: Annotated[Path, typer.Argument(help="TOML config; see configs/.")],
+    presets: Annotated[list[Path], typer.Argument(help="More TOML laid over it, such as configs/algorithms/gspo.toml.")] = [],  # noqa: B006 - typer copies it
     overrides: SetOption = [],  # noqa: B006 - typer copies it
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the resolved config and what follows from it; start nothing.")
@@ -51,7 +52,7 @@ def run(
     """Train: start a run and follow it. Ctrl-C once drains and checkpoints, twice stops at once."""
     from asyncrl.config.load import load_config
 
-    resolved = load_config(config, overrides)
+    resolved = load_config(config, overrides, presets)
     if dry_run:
         from asyncrl.control.preview import describe
 

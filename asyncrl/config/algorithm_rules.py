@@ -160,7 +160,7 @@ def _check_preferences(algorithm: AlgorithmConfig) -> None:
     preference = algorithm.preference
     if algorithm.group_size < 2:
         raise ConfigError(
-            f"algorithm.kind = 'dpo' makes pairs inside a group; algorithm.group_size must be at least 2, got {algorithm.group_size}"
+            f"algorithm.kind = 'dpo' makes pairs: algorithm.group_size must be at least 2, got {algorithm.group_size}"
         )
     if algorithm.critic is not None:
         raise ConfigError("algorithm.kind = 'dpo' has no use for algorithm.critic: drop it")

@@ -13,16 +13,21 @@ import msgspec
 import tomli_w
 
 from asyncrl.config.algorithm_rules import check_algorithm
+from asyncrl.config.explain import explained
 from asyncrl.config.run import RunConfig
 from asyncrl.config.stages import ScratchModel, TransformersEngineConfig
 from asyncrl.errors import ConfigError
 
 
-def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> RunConfig:
-    """Read a TOML file, lay `overrides` over it, check everything.
+def load_config(
+    path: str | Path, overrides: list[str] | tuple[str, ...] = (), presets: list[Path] | tuple[Path, ...] = ()
+) -> RunConfig:
+    """Read a TOML file, lay `presets` and `overrides` over it, check everything.
 
     Args:
         path: The TOML file.
+        presets: TOML files laid over it one after the other: tables merge, but one that names its
+            `kind` and anything that is no table is replaced (configs/algorithms/).
         overrides: `a.b=value` each; the value is TOML, or a bare string where it is not.
 
     Returns:
@@ -31,18 +36,12 @@ def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -
     Raises:
         ConfigError: The file is missing or not TOML, a field is unknown, a value is out of range or does not go with another.
     """
-    path = Path(path)
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"cannot read config {path}: {error.strerror}; see configs/ for examples") from error
-    try:
-        raw = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{path} is not TOML: {error}") from error
+    raw = _read(Path(path))
+    for preset in presets:
+        raw = _merged(raw, _read(preset))
     for override in overrides:
         _lay_over(raw, override)
-    return parse_config(raw, source=str(path))
+    return parse_config(raw, source=" + ".join(map(str, (path, *presets))))
 
 
 def parse_config(raw: dict[str, Any], source: str = "config") -> RunConfig:
@@ -54,7 +53,7 @@ def parse_config(raw: dict[str, Any], source: str = "config") -> RunConfig:
     try:
         config = msgspec.convert(raw, RunConfig)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{source}: {error}") from error
+        raise ConfigError(f"{source}: {explained(error, raw, RunConfig)}") from error
     check_config(config)
     return config
 
@@ -116,6 +115,29 @@ def check_config(config: RunConfig) -> None:
 def dump_config(config: RunConfig) -> str:
     """Return the config as TOML that `load_config` reads back to the same value."""
     return tomli_w.dumps(_without_none(msgspec.to_builtins(config)))
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot read config {path}: {error.strerror}; see configs/ for examples") from error
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path} is not TOML: {error}") from error
+
+
+def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    """Return `below` with `above` laid over it: tables merge, but one that names its `kind` takes the place of the one below."""
+    merged = dict(below)
+    for key, value in above.items():
+        under = merged.get(key)
+        if isinstance(under, dict) and isinstance(value, dict) and "kind" not in value:
+            merged[key] = _merged(under, value)
+        else:
+            merged[key] = value
+    return merged
 
 
 def _without_none(value: Any) -> Any:  # noqa: ANN401 - plain nested TOML values

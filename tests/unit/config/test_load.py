@@ -66,3 +66,77 @@ def test_a_missing_or_broken_file_is_named(tmp_path):
     (tmp_path / "broken.toml").write_text("a = = 1")
     with pytest.raises(ConfigError, match="is not TOML"):
         load_config(tmp_path / "broken.toml")
+
+
+def test_a_preset_merges_tables_and_replaces_those_that_name_their_kind(tmp_path):
+    base, preset = tmp_path / "base.toml", tmp_path / "preset.toml"
+    base.write_text(
+        "num_steps = 7\n[algorithm]\ndual_clip = 3.0\nkind = 'policy'\n[learner]\nlearning_rate = 0.5\nwarmup_steps = 3\n"
+    )
+    preset.write_text("[algorithm]\nkind = 'policy'\nloss = 'gspo'\n[learner]\nlearning_rate = 0.25\n")
+
+    config = load_config(base, ["algorithm.clip_low=0.1"], presets=[preset])
+
+    assert (config.num_steps, config.learner.learning_rate, config.learner.warmup_steps) == (7, 0.25, 3)
+    assert (config.algorithm.loss, config.algorithm.dual_clip, config.algorithm.clip_low) == ("gspo", None, 0.1)
+
+
+IMPOSSIBLE = {
+    "gae without a critic": ({"advantage": "gae"}, "needs a critic"),
+    "a critic nobody reads": ({"advantage": "grpo", "critic": {}}, "no use for a critic"),
+    "grpo on groups of one": ({"group_size": 1}, "group_size must be at least 2"),
+    "dpo on groups of one": ({"kind": "dpo", "group_size": 1}, "makes pairs"),
+    "dpo with a critic": ({"kind": "dpo", "critic": {}}, "no use for algorithm.critic"),
+    "dpo with a penalty": ({"kind": "dpo", "kl": {}}, "no use for algorithm.kl"),
+    "ipo with smoothing": ({"kind": "dpo", "preference": {"loss": "ipo", "label_smoothing": 0.1}}, "label_smoothing"),
+    "thresholds reversed": (
+        {"kind": "dpo", "preference": {"pairs": "threshold", "chosen_at_least": 0.0, "rejected_at_most": 1.0}},
+        "must be over rejected_at_most",
+    ),
+    "icepop bounds reversed": (
+        {"corrections": [{"kind": "icepop", "low": 2.0, "high": 0.5}]},
+        "low \\(2.0\\) must be under high",
+    ),
+    "floor over cap": ({"corrections": [{"kind": "tis_token", "cap": 1.0, "floor": 2.0}]}, "floor 2.0 over cap 1.0"),
+    "two importance weights": ({"corrections": [{"kind": "tis_token"}, {"kind": "icepop"}]}, "keep one"),
+    "weight counted twice": ({"loss": "aipo"}, "count it twice"),
+    "kl in a reward nobody reads": ({"kl": {"where": "reward"}}, "kl.where = 'loss'"),
+    "constant without a constant": ({"aggregation": "constant"}, "aggregation_constant"),
+    "dynamic sampling on groups of one": (
+        {"advantage": "reward", "group_size": 1, "dynamic_sampling": True},
+        "dynamic_sampling drops groups",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", IMPOSSIBLE)
+def test_impossible_mixes_are_refused_when_the_config_is_read(name):
+    algorithm, message = IMPOSSIBLE[name]
+    with pytest.raises(ConfigError, match=message):
+        parse_config({"algorithm": algorithm, "buffer": {"min_group_members": 1}})
+
+
+@pytest.mark.parametrize(("field", "known"), [("advantage", "reinforce_pp_baseline"), ("loss", "gspo_token")])
+def test_an_unknown_name_lists_the_known_ones(field, known):
+    with pytest.raises(ConfigError, match=f"algorithm.{field} must be one of .*{known}.*got 'grop'"):
+        parse_config({"algorithm": {field: "grop"}})
+
+
+def test_an_unknown_correction_lists_the_known_ones():
+    with pytest.raises(ConfigError, match=r"icepop.*m2po_mask"):
+        parse_config({"algorithm": {"corrections": [{"kind": "icepopp"}]}})
+
+
+@pytest.mark.parametrize(
+    ("raw", "known"),
+    [
+        ({"task": {"kind": "additon"}}, "known are addition, reasoning_gym, jsonl"),
+        ({"algorithm": {"aggregation": "token_mean"}}, "known are .*token-mean"),
+        ({"generate": {"engine": {"kind": "fake", "slots": 3}}}, "known are .*num_slots"),
+        ({"learner": {"lr": 1e-3}}, "known are .*learning_rate"),
+        ({"algorithm": {"kl": {"where": "los"}}}, "known are loss, reward"),
+    ],
+)
+def test_a_name_that_is_not_known_is_answered_with_those_that_are(raw, known):
+    with pytest.raises(ConfigError, match=known):
+        parse_config(raw)

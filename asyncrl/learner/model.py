@@ -8,6 +8,7 @@ only where the forward is a function of weights and tokens); a folder written he
 from __future__ import annotations
 
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -113,9 +114,21 @@ def link_pretrained(config: PretrainedModel, folder: Path) -> None:
             shutil.copyfile(path, folder / path.name)
 
 
-def row_logprobs(
+@dataclass(frozen=True, slots=True)
+class RowOutputs:
+    """What one forward of the policy over a row gives."""
+
+    logprobs: torch.Tensor
+    """float32 [M] (float64 of a float64 model), log-probability of each target."""
+    entropy: torch.Tensor
+    """As `logprobs`, of the distribution that each target was drawn from."""
+    hidden: torch.Tensor
+    """[M, D], what the output layer saw of each target: the state before it."""
+
+
+def run_row(
     model: PreTrainedModel, row: Row, *, temperature: float, chunk_tokens: int, entropy_gradient: bool = False
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> RowOutputs:
     """Run the policy over a row.
 
     Args:
@@ -124,22 +137,35 @@ def row_logprobs(
         temperature: See `token_logprobs`.
         chunk_tokens: See `token_logprobs`.
         entropy_gradient: See `token_logprobs`.
-
-    Returns:
-        Log-probability of each target and entropy of the distribution it was drawn from, float32 [M] each.
     """
-    assert model.config._attn_implementation == PACKED_ATTENTION, "see use_packed_attention"  # noqa: SLF001
-    output = model.base_model(
-        input_ids=row.input_ids.unsqueeze(0),
-        position_ids=row.position_ids.unsqueeze(0),
-        use_cache=False,
-        packed_layout=row.layout,
-    )
-    return token_logprobs(
-        output.last_hidden_state[0].index_select(0, row.hidden_index),
+    hidden = row_hidden(model.base_model, row)
+    logprobs, entropy = token_logprobs(
+        hidden,
         row.target_ids,
         model.get_output_embeddings(),
         temperature=temperature,
         chunk_tokens=chunk_tokens,
         entropy_gradient=entropy_gradient,
     )
+    return RowOutputs(logprobs, entropy, hidden)
+
+
+def row_logprobs(
+    model: PreTrainedModel, row: Row, *, temperature: float, chunk_tokens: int, entropy_gradient: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return log-probability and entropy at each target of a row, see `run_row`."""
+    outputs = run_row(model, row, temperature=temperature, chunk_tokens=chunk_tokens, entropy_gradient=entropy_gradient)
+    return outputs.logprobs, outputs.entropy
+
+
+def row_hidden(body: PreTrainedModel, row: Row) -> torch.Tensor:
+    """Return [M, D], the last hidden state of the token before each target; `body` is a model without its output layer."""
+    assert body.config._attn_implementation == PACKED_ATTENTION, "see use_packed_attention"  # noqa: SLF001
+    output = body(
+        input_ids=row.input_ids.unsqueeze(0),
+        position_ids=row.position_ids.unsqueeze(0),
+        use_cache=False,
+        packed_layout=row.layout,
+    )
+    hidden: torch.Tensor = output.last_hidden_state[0].index_select(0, row.hidden_index)
+    return hidden

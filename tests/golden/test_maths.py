@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 
-from asyncrl.algorithms.advantages import ADVANTAGES, AdvantageInputs
 from asyncrl.algorithms.aggregation import AGGREGATIONS
 from asyncrl.algorithms.kl import KL_ESTIMATORS, capped
 from asyncrl.algorithms.losses import LOSSES
@@ -136,30 +135,6 @@ def test_loss_aggregation(case):
     value.backward()
     assert_close(case, "loss", value)
     assert_close(case, "grad_loss_matrix", loss.grad)
-
-
-ADVANTAGE_OF = {"grpo": "grpo", "group-norm": "grpo", "dr-grpo": "dr_grpo", "rloo": "rloo"}
-
-
-def advantage_name(case):
-    """Families of issue 3 (opo, reinforce) have no function yet and are not collected."""
-    stem = case["name"].replace("-singleton", "").replace("-eps1e5", "").rsplit("-", 2)[0]
-    return ADVANTAGE_OF.get(stem)
-
-
-@pytest.mark.parametrize("case", cases("advantages", advantage_name))
-def test_advantages(case):
-    inputs = AdvantageInputs(
-        rewards=np.asarray(case["inputs"]["rewards"], dtype=np.float64),
-        group_ids=np.asarray(case["inputs"]["group_ids"]),
-        epsilon=case["params"].get("eps", 1e-6),
-        singleton_keeps_reward=True,
-    )
-    advantages = ADVANTAGES[advantage_name(case)](inputs)
-    if "row_advantages" in case["expected"]:
-        assert_close(case, "row_advantages", advantages)
-    else:
-        assert_close(case, "advantages", advantages[:, None] * np.asarray(case["inputs"]["mask"]))
 
 
 @pytest.mark.parametrize("case", cases("kl", lambda case: "estimator" in case["params"]))

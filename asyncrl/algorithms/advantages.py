@@ -1,59 +1,210 @@
-"""How good each sample was, compared with the others of its prompt. No torch: runs on rewards before any tensor exists.
+"""How good each sample, or each of its tokens, was. No torch: runs on rewards, and a critic's values, before any loss exists.
 
-Invariants: only samples with the same group id influence each other; order of samples and of groups does not matter; a group of
-one has advantage 0 (nothing to compare it with), unless `singleton_keeps_reward` says what verl does. Called by learner/step.py.
+Three kinds: of samples against the others of their prompt (grpo, dr_grpo, rloo, opo, reinforce_pp_baseline), of samples alone
+(remax, reward), of tokens (reinforce_pp, gae, vtrace; their recursions are in returns.py).
+
+Legend: S samples, G groups, T tokens of a sample.
+
+Invariants: order of samples and of groups does not matter; a group of one has advantage 0 in the first kind (nothing to compare
+it with), unless `singleton_keeps_reward` says what verl does; samples without a trained token still count in their group's mean;
+with `whiten`, all trained tokens of the step influence each other, else only samples of one group do. Called by learner/step.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 
+from asyncrl.algorithms import returns as recursions
 from asyncrl.algorithms.advantage_types import Advantage, AdvantageConfig, AdvantageInputs, AdvantageOutputs, FloatArray
+from asyncrl.algorithms.groups import Groups
+from asyncrl.algorithms.whitening import whitened
+from asyncrl.config.user_code import load_function
+from asyncrl.errors import ConfigError
 
 
 def grpo(inputs: AdvantageInputs, config: AdvantageConfig) -> AdvantageOutputs:
-    """Return (R - group mean) / (unbiased group standard deviation + epsilon), [S].
+    """Return (R - group mean) / (unbiased group standard deviation + epsilon) at every trained token.
 
     Source: DeepSeekMath (arXiv 2402.03300), section 4.1; unbiased deviation as in verl, OpenRLHF, AReaL, TRL.
     """
-
-    def of_group(rewards: FloatArray) -> FloatArray:
-        deviation: FloatArray = (rewards - rewards.mean()) / (rewards.std(ddof=1) + config.epsilon)
-        return deviation
-
-    return _per_group(inputs, config, of_group, singleton_scale=1.0 / (1.0 + config.epsilon))
+    groups = Groups.of(inputs.group_ids)
+    centred_S = groups.minus_mean(inputs.rewards)
+    variance_S = groups.sum(centred_S**2) / np.maximum(groups.sizes - 1, 1)
+    advantages_S = centred_S / (np.sqrt(variance_S) + config.epsilon)
+    return _of_groups(advantages_S, inputs, config, groups, singleton_scale=1.0 / (1.0 + config.epsilon))
 
 
 def dr_grpo(inputs: AdvantageInputs, config: AdvantageConfig) -> AdvantageOutputs:
-    """Return R - group mean, [S].
+    """Return R - group mean at every trained token.
 
     Source: Dr. GRPO (arXiv 2503.20783), section 3.2.
     """
-    return _per_group(inputs, config, lambda rewards: rewards - rewards.mean())
+    groups = Groups.of(inputs.group_ids)
+    return _of_groups(groups.minus_mean(inputs.rewards), inputs, config, groups)
 
 
 def rloo(inputs: AdvantageInputs, config: AdvantageConfig) -> AdvantageOutputs:
-    """Return R - mean of the other samples of the group, [S].
+    """Return R - mean of the other samples of the group at every trained token.
 
     Source: Kool et al. 2019; Ahmadian et al. (arXiv 2402.14740), equation 8.
     """
-    return _per_group(inputs, config, lambda rewards: (rewards - rewards.mean()) * (len(rewards) / (len(rewards) - 1)))
+    groups = Groups.of(inputs.group_ids)
+    centred_S = groups.minus_mean(inputs.rewards)
+    return _of_groups(centred_S * groups.sizes / np.maximum(groups.sizes - 1, 1), inputs, config, groups)
 
 
-ADVANTAGES: dict[str, Advantage] = {"grpo": grpo, "dr_grpo": dr_grpo, "rloo": rloo}
+def opo(inputs: AdvantageInputs, config: AdvantageConfig) -> AdvantageOutputs:
+    """Return R - sum(L_j R_j) / sum(L_j) over the group at every trained token; L_j is a sample's number of trained tokens.
+
+    Source: OPO (arXiv 2505.23585), the optimal baseline where a gradient's squared norm grows with length.
+    """
+    groups = Groups.of(inputs.group_ids)
+    lengths_S = inputs.mask.sum(axis=1).astype(np.float64)
+    return _of_groups(groups.minus_mean(inputs.rewards, lengths_S), inputs, config, groups)
 
 
-def _per_group(
-    inputs: AdvantageInputs, config: AdvantageConfig, of_group: Callable[[FloatArray], FloatArray], singleton_scale: float = 1.0
+def reinforce_pp(inputs: AdvantageInputs, config: AdvantageConfig) -> AdvantageOutputs:
+    """Return the discounted return of each trained token, whitened over all trained tokens of the step.
+
+    Source: REINFORCE++ (arXiv 2501.03262); verl `compute_reinforce_plus_plus_outcome_advantage`.
+    """
+    returns_ST = recursions.discounted_returns(_token_rewards(inputs), inputs.mask, config.gamma)
+    return AdvantageOutputs(whitened(returns_ST, inputs.mask, biased=config.biased_variance))
+
+
+def reinforce_pp_baseline(inputs: AdvantageInputs, config: AdvantageConfig) -> AdvantageOutputs:
+    """Return R - group mean at every trained token, whitened over all trained tokens of the step.
+
+    Source: REINFORCE++ (arXiv 2501.03262), baseline form; unbiased variance as in verl, biased (`biased_variance`) as in
+    OpenRLHF's `reinforce_baseline`.
+    """
+    groups = Groups.of(inputs.group_ids)
+    centred_S = groups.minus_mean(inputs.rewards)
+    return _of_groups(centred_S, inputs, config, groups, whiten=True)
+
+
+def remax(inputs: AdvantageInputs, config: AdvantageConfig) -> AdvantageOutputs:
+    """Return R - reward of the group's greedy sample at every trained token.
+
+    Source: ReMax (arXiv 2310.10505), algorithm 1.
+    """
+    assert inputs.greedy_rewards is not None, "remax needs greedy_rewards"
+    return _broadcast(inputs.rewards - inputs.greedy_rewards, inputs, config)
+
+
+def reward(inputs: AdvantageInputs, config: AdvantageConfig) -> AdvantageOutputs:
+    """Return R at every trained token.
+
+    Source: REINFORCE without baseline (Williams 1992).
+    """
+    return _broadcast(inputs.rewards, inputs, config)
+
+
+def gae(inputs: AdvantageInputs, config: AdvantageConfig) -> AdvantageOutputs:
+    """Return GAE over the trained tokens, gaps skipped, and the returns; only the advantages are whitened.
+
+    Source: Schulman et al. (arXiv 1506.02438), equation 16; over tokens as in verl and AReaL.
+    """
+    assert inputs.values is not None, "gae needs values"
+    outputs = recursions.gae(
+        _token_rewards(inputs), inputs.values, inputs.mask, gamma=config.gamma, gae_lambda=config.gae_lambda, gaps="skip"
+    )
+    return _whitened_if_told(outputs, inputs, config)
+
+
+def vtrace(inputs: AdvantageInputs, config: AdvantageConfig) -> AdvantageOutputs:
+    """Return V-trace over the trained tokens, gaps skipped, and its value targets; only the advantages are whitened.
+
+    The advantages carry the importance weight min(proximal / behaviour, vtrace_rho): a loss or correction that weighs tokens too
+    would count it twice.
+
+    Source: IMPALA (arXiv 1802.01561), equation 1 and section 4.2.
+    """
+    assert inputs.values is not None, "vtrace needs values"
+    assert inputs.log_ratios is not None, "vtrace needs log_ratios"
+    outputs = recursions.vtrace(
+        _token_rewards(inputs),
+        inputs.values,
+        inputs.log_ratios,
+        inputs.mask,
+        gamma=config.gamma,
+        rho_bar=config.vtrace_rho,
+        c_bar=config.vtrace_c,
+    )
+    return _whitened_if_told(outputs, inputs, config)
+
+
+ADVANTAGES: dict[str, Advantage] = {
+    "grpo": grpo,
+    "dr_grpo": dr_grpo,
+    "rloo": rloo,
+    "opo": opo,
+    "reinforce_pp": reinforce_pp,
+    "reinforce_pp_baseline": reinforce_pp_baseline,
+    "remax": remax,
+    "reward": reward,
+    "gae": gae,
+    "vtrace": vtrace,
+}
+
+
+def load_advantage(name: str) -> Advantage:
+    """Return the advantage of that name, or a user's own.
+
+    Args:
+        name: A name in ADVANTAGES, `module:function` or `file.py:function`.
+
+    Raises:
+        ConfigError: No such name (the known ones are listed), or the user's function cannot be imported.
+    """
+    if name in ADVANTAGES:
+        return ADVANTAGES[name]
+    if ":" not in name:
+        known = ", ".join(ADVANTAGES)
+        raise ConfigError(f"algorithm.advantage must be one of {known}, or your own function as module:function, got {name!r}")
+    advantage: Advantage = load_function(name, "algorithm.advantage")
+    return advantage
+
+
+def _of_groups(
+    advantages_S: FloatArray,
+    inputs: AdvantageInputs,
+    config: AdvantageConfig,
+    groups: Groups,
+    *,
+    singleton_scale: float = 1.0,
+    whiten: bool = False,
 ) -> AdvantageOutputs:
-    advantages = np.zeros(len(inputs.rewards), dtype=np.float64)
-    for group_id in np.unique(inputs.group_ids):
-        members = np.flatnonzero(inputs.group_ids == group_id)
-        rewards = inputs.rewards[members]
-        if len(members) > 1:
-            advantages[members] = of_group(rewards)
-        elif config.singleton_keeps_reward:
-            advantages[members] = rewards * singleton_scale
-    return AdvantageOutputs(np.where(inputs.mask, advantages[:, None], 0.0))
+    """Broadcast over trained tokens; groups of one get 0 and stay out of the whitening, or keep their reward."""
+    alone_S = groups.sizes == 1
+    if config.singleton_keeps_reward:
+        advantages_S = np.where(alone_S, inputs.rewards * singleton_scale, advantages_S)
+        told_ST = inputs.mask
+    else:
+        advantages_S = np.where(alone_S, 0.0, advantages_S)
+        told_ST = inputs.mask & ~alone_S[:, None]
+    advantages_ST = np.where(told_ST, advantages_S[:, None], 0.0)
+    if whiten or config.whiten:
+        advantages_ST = whitened(advantages_ST, told_ST, biased=config.biased_variance)
+    return AdvantageOutputs(advantages_ST)
+
+
+def _broadcast(advantages_S: FloatArray, inputs: AdvantageInputs, config: AdvantageConfig) -> AdvantageOutputs:
+    return _whitened_if_told(AdvantageOutputs(np.where(inputs.mask, advantages_S[:, None], 0.0)), inputs, config)
+
+
+def _whitened_if_told(outputs: AdvantageOutputs, inputs: AdvantageInputs, config: AdvantageConfig) -> AdvantageOutputs:
+    if not config.whiten:
+        return outputs
+    return AdvantageOutputs(whitened(outputs.advantages, inputs.mask, biased=config.biased_variance), outputs.returns)
+
+
+def _token_rewards(inputs: AdvantageInputs) -> FloatArray:
+    """Return [S, T]: those given, or each sample's reward on its last trained token."""
+    if inputs.token_rewards is not None:
+        return inputs.token_rewards
+    rewards_ST = np.zeros(inputs.mask.shape)
+    trained_S = np.flatnonzero(inputs.mask.any(axis=1))
+    last_S = inputs.mask.shape[1] - 1 - np.argmax(inputs.mask[trained_S, ::-1], axis=1)
+    rewards_ST[trained_S, last_S] = inputs.rewards[trained_S]
+    return rewards_ST

@@ -1,0 +1,194 @@
+"""Numbers of published advantages, value losses and overlong penalties (numbers/README.md). An unknown case name fails."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from asyncrl.algorithms import returns
+from asyncrl.algorithms.advantage_types import AdvantageConfig, AdvantageInputs
+from asyncrl.algorithms.advantages import ADVANTAGES
+from asyncrl.algorithms.returns import Trajectories
+from asyncrl.algorithms.shaping import overlong_penalty
+from asyncrl.algorithms.types import Denominators
+from asyncrl.algorithms.values import ValueInputs, value_loss
+
+NUMBERS = Path(__file__).parent / "numbers"
+TOLERANCE = {"float64": {"rtol": 1e-6, "atol": 1e-8}, "float32": {"rtol": 2e-5, "atol": 2e-6}}
+
+
+def cases(family):
+    return [pytest.param(case, id=case["name"]) for case in json.loads((NUMBERS / f"{family}.json").read_text())["cases"]]
+
+
+def stem(case):
+    """`rloo-singleton` of `rloo-singleton-verl-s0`."""
+    return case["name"].rsplit("-", 2)[0]
+
+
+def peer(case):
+    return case["name"].rsplit("-", 2)[1]
+
+
+def array(case, name, dtype=np.float64):
+    return np.asarray(case["inputs"][name], dtype=dtype)
+
+
+def assert_all(case, got):
+    """Every expected key is there and close, and nothing is compared by broadcasting."""
+    assert set(got) == set(case["expected"])
+    for name, value in got.items():
+        expected, value = np.asarray(case["expected"][name], dtype=np.float64), np.asarray(value, dtype=np.float64)
+        assert value.shape == expected.shape, name
+        np.testing.assert_allclose(value, expected, **TOLERANCE[case["dtype"]], err_msg=name)
+
+
+ADVANTAGE_OF = {
+    "grpo": ("grpo", {}),
+    "grpo-eps1e5": ("grpo", {}),
+    "group-norm": ("grpo", {}),
+    "grpo-singleton": ("grpo", {"singleton_keeps_reward": True}),
+    "dr-grpo": ("dr_grpo", {}),
+    "rloo": ("rloo", {}),
+    "rloo-singleton": ("rloo", {"singleton_keeps_reward": True}),
+    "opo": ("opo", {}),
+    "reinforce-pp": ("reinforce_pp", {}),
+    "reinforce-pp-baseline": ("reinforce_pp_baseline", {}),
+    "reinforce-baseline": ("reinforce_pp_baseline", {"biased_variance": True}),
+}
+
+
+@pytest.mark.parametrize("case", cases("advantages"))
+def test_advantages(case):
+    name, options = ADVANTAGE_OF[stem(case)]
+    params, has_tokens = case["params"], "token_rewards" in case["inputs"]
+    num_samples = len(case["inputs"]["token_rewards" if has_tokens else "rewards"])
+    inputs = AdvantageInputs(
+        rewards=np.full(num_samples, np.nan) if has_tokens else array(case, "rewards"),
+        group_ids=array(case, "group_ids", np.int64) if "group_ids" in case["inputs"] else np.arange(num_samples),
+        mask=array(case, "mask", np.bool_) if "mask" in case["inputs"] else np.ones((num_samples, 1), dtype=bool),
+        token_rewards=array(case, "token_rewards") if has_tokens else None,
+    )
+    config = AdvantageConfig(epsilon=params.get("eps", 1e-6), gamma=params.get("gamma", 1.0), **options)
+    advantages = ADVANTAGES[name](inputs, config).advantages
+    got = {"row_advantages": advantages[:, 0]} if "row_advantages" in case["expected"] else {"advantages": advantages}
+    if has_tokens:
+        got["returns"] = returns.discounted_returns(inputs.token_rewards, inputs.mask, config.gamma)
+    assert_all(case, got)
+
+
+def episodes(case):
+    return Trajectories.of_episodes(
+        array(case, "rewards"),
+        array(case, "values"),
+        array(case, "next_values"),
+        array(case, "done", np.bool_),
+        array(case, "terminated", np.bool_),
+        case["params"]["gamma"],
+    )
+
+
+def gae_over_steps(case):
+    of_rows = returns.gae_of_trajectories(episodes(case), case["params"]["lam"])
+    return {"advantages": of_rows.advantages, "returns": of_rows.returns}
+
+
+def gae_discounting_gaps(case):
+    params = case["params"]
+    rewards, values, mask = array(case, "token_rewards"), array(case, "values"), array(case, "mask", np.bool_)
+    outputs = returns.gae(rewards, values, mask, gamma=params["gamma"], gae_lambda=params["lam"], gaps="discount")
+    return {"advantages": outputs.advantages, "returns": outputs.returns}
+
+
+def gae_skipping_gaps(case):
+    mask = array(case, "mask", np.bool_)
+    nothing = np.full(len(mask), np.nan)
+    inputs = AdvantageInputs(nothing, np.arange(len(mask)), mask, array(case, "token_rewards"), array(case, "values"))
+    options = {"gamma": case["params"]["gamma"], "gae_lambda": case["params"]["lam"]}
+    outputs = ADVANTAGES["gae"](inputs, AdvantageConfig(**options))
+    white = ADVANTAGES["gae"](inputs, AdvantageConfig(**options, whiten=True))
+    np.testing.assert_array_equal(white.returns, outputs.returns)
+    got = {"advantages": outputs.advantages, "returns": outputs.returns, "advantages_whitened": white.advantages}
+    return {name: got[name] for name in got if name in case["expected"]}
+
+
+GAE_OF = {
+    "gae-skip-gaps": gae_skipping_gaps,
+    "gae-discount-gaps": gae_discounting_gaps,
+    "gae-plain": gae_over_steps,
+    "gae-plain-done": gae_over_steps,
+}
+
+
+@pytest.mark.parametrize("case", cases("gae"))
+def test_gae(case):
+    assert_all(case, GAE_OF[stem(case)](case))
+
+
+def vtrace_of_torchrl(case):
+    params = case["params"]
+    return episodes(case), params["rho_bar"]
+
+
+def vtrace_of_torchbeast(case):
+    rows = Trajectories.of_discounts(
+        array(case, "rewards"), array(case, "values"), array(case, "bootstrap_values"), array(case, "discounts")
+    )
+    return rows, case["params"]["pg_rho_bar"]
+
+
+VTRACE_OF = {
+    ("vtrace", "torchrl"): vtrace_of_torchrl,
+    ("vtrace-done", "torchrl"): vtrace_of_torchrl,
+    ("vtrace", "torchbeast"): vtrace_of_torchbeast,
+}
+
+
+@pytest.mark.parametrize("case", cases("vtrace"))
+def test_vtrace(case):
+    rows, pg_rho_bar = VTRACE_OF[stem(case), peer(case)](case)
+    log_ratios = array(case, "logprobs") - array(case, "behaviour_logprobs")
+    params = case["params"]
+    outputs = returns.vtrace_of_trajectories(
+        rows, log_ratios, rho_bar=params["rho_bar"], c_bar=params["c_bar"], pg_rho_bar=pg_rho_bar
+    )
+    assert_all(case, {"vs": outputs.returns, "pg_advantages": outputs.advantages})
+
+
+@pytest.mark.parametrize("case", cases("value_loss"))
+def test_value_loss(case):
+    assert stem(case) == f"value-clip-{case['params']['aggregation']}"
+    mask_BT = torch.tensor(case["inputs"]["mask"], dtype=torch.bool)
+    values = torch.tensor(case["inputs"]["values"], dtype=torch.float64, requires_grad=True)
+    inputs = ValueInputs(
+        values=values.reshape(-1),
+        old_values=torch.tensor(case["inputs"]["old_values"], dtype=torch.float64).reshape(-1),
+        returns=torch.tensor(case["inputs"]["returns"], dtype=torch.float64).reshape(-1),
+        mask=mask_BT.reshape(-1),
+        sequence_ids=torch.arange(len(mask_BT)).repeat_interleave(mask_BT.shape[1]),
+        num_sequences=len(mask_BT),
+        denominators=Denominators(int(mask_BT.sum()), int(mask_BT.any(dim=1).sum())),
+    )
+    outputs = value_loss(inputs, clip=case["params"]["clip"], aggregation=case["params"]["aggregation"])
+    outputs.loss.backward()
+    got = {"loss": outputs.loss.item(), "grad_values": values.grad.numpy()}
+    if "clip_fraction" in case["expected"]:
+        got["clip_fraction"] = outputs.clipped.sum().item() / int(mask_BT.sum())
+    assert_all(case, got)
+    assert (values.grad[~mask_BT] == 0).all()
+
+
+@pytest.mark.parametrize("case", cases("overlong"))
+def test_overlong_penalty(case):
+    assert stem(case) == "overlong-floored"
+    params, lengths, rewards = case["params"], case["inputs"]["lengths"], case["inputs"]["rewards"]
+    penalties = [params["factor"] * overlong_penalty(length, params["max_length"], params["buffer"]) for length in lengths]
+    assert_all(
+        case,
+        {
+            "rewards": [reward + penalty for reward, penalty in zip(rewards, penalties, strict=True)],
+            "penalised": sum(penalty < 0 for penalty in penalties),
+        },
+    )

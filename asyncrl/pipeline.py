@@ -83,7 +83,7 @@ async def run_controller(config: RunConfig, run_folder: Path, clock: Clock, owne
     counts = buffer.counts()
     limits = AdmissionLimits(
         groups_per_step=config.algorithm.groups_per_step,
-        group_size=config.algorithm.group_size,
+        group_size=config.algorithm.members_per_group,
         max_staleness=config.buffer.max_staleness,
         max_running_groups=config.buffer.max_running_groups,
         max_groups=config.num_steps * config.algorithm.groups_per_step,

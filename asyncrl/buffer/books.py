@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from asyncrl.algorithms.screening import Screen
+
 Policy = Literal["wait", "drop", "mask"]
 STALE = "stale"
 """The reason of a group that would have been older than eta."""
@@ -24,6 +26,10 @@ class BufferLimits:
     max_group_retries: int = 3
     """How often a group is handed out again after its generator died, and a failed group's prompt issued again."""
     reissue_dropped: bool = True
+    screen: Screen = field(default_factory=Screen)
+    """Which groups are worth a step."""
+    max_resamples: int = 20
+    """Groups the screen may drop one after the other, in multiples of B; then it lets pass what comes."""
 
 
 @dataclass(slots=True)

@@ -11,11 +11,11 @@ plan/simulate.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import msgspec
 
+from asyncrl.algorithms.screening import members_of, trained_members
 from asyncrl.buffer.events import (
     BufferInstruction,
     ExternalGroupAdded,
@@ -57,7 +57,7 @@ from asyncrl.buffer.replies import Receipt, ReturnedPrompt, TakenStep, Waiting, 
 from asyncrl.buffer.restore import Restored
 from asyncrl.buffer.staleness import VersionCounts, staleness_figures
 from asyncrl.buffer.state import BufferState, Counts
-from asyncrl.buffer.validate import SampleRefusedError, examine
+from asyncrl.buffer.validate import SampleRefusedError, examine, score_error
 from asyncrl.errors import LedgerError
 from asyncrl.schema.samples import Prompt, Sample, SampleFailure, Score, ScoreRequest
 
@@ -199,7 +199,8 @@ class Buffer:
             failure = SampleFailure(sample.group_id, sample.index, sample.attempt, "generate", reason)
             instructions = self._fail(failure, now, on_committed)
             return Receipt("refused", reason, instructions)
-        instructions = self.state.handle(SampleFinished(sample.group_id, sample.index, counts), now)
+        truncated = sample.finish_reason == "length"
+        instructions = self.state.handle(SampleFinished(sample.group_id, sample.index, counts, truncated), now)
         self._payloads.groups[sample.group_id].samples[sample.index] = sample
         self._write([SampleRecord(sample, counts[0][0], counts[-1][0], now)], instructions, now, on_committed)
         return Receipt("stored", instructions=instructions)
@@ -209,12 +210,11 @@ class Buffer:
         standing = self.state.member_state(score.group_id, score.index)
         if standing != "generated":
             return self._not_wanted(score.group_id, score.index, standing, on_committed)
-        error = score.error or ("" if math.isfinite(score.reward) else f"the reward is {score.reward}")
-        if error:
+        if error := score_error(score, self._payloads.num_tokens(score.group_id, score.index)):
             failure = SampleFailure(score.group_id, score.index, score.attempt, "reward", error)
             return Receipt("stored", instructions=self._fail(failure, now, on_committed))
         self._payloads.score(score)
-        instructions = self.state.handle(SampleScored(score.group_id, score.index), now)
+        instructions = self.state.handle(SampleScored(score.group_id, score.index, score.reward), now)
         self._write([ScoreRecord(score, now)], instructions, now, on_committed)
         return Receipt("stored", instructions=instructions)
 
@@ -239,6 +239,9 @@ class Buffer:
             return Receipt("refused", f"invalid sample from {submitter}: {error}")
         if not samples or len({sample.prompt_ids for sample in samples}) != 1:
             return Receipt("refused", f"a group is 1 or more samples of one prompt; got {len(samples)} samples")
+        greedy = self.state.limits.screen.greedy_index
+        if greedy >= len(samples):
+            return Receipt("refused", f"member {greedy} of a group is its greedy baseline (ReMax); got {len(samples)} samples")
         oldest = min(each[0][0] for each in counts)
         if not self.state.has_place(oldest):
             return Receipt("refused", f"no place for a group with tokens of version {oldest} now; try again after the next step")
@@ -400,7 +403,9 @@ class Buffer:
         on_committed: OnCommitted | None,
     ) -> tuple[Sequence[BufferInstruction], int]:
         group_id = self.state.next_group_id
-        instructions = self.state.handle(ExternalGroupAdded(group_id, prompt.prompt_id, submitter, tuple(counts)), now)
+        truncated = tuple(index for index, sample in enumerate(samples) if sample.finish_reason == "length")
+        added = ExternalGroupAdded(group_id, prompt.prompt_id, submitter, tuple(counts), truncated)
+        instructions = self.state.handle(added, now)
         held = self._payloads.open(group_id, prompt)
         version = self.state.groups[group_id].version
         records: list[Record] = [
@@ -419,7 +424,9 @@ class Buffer:
     ) -> TakenStep:
         step, figures = decision.step, decision.staleness
         assert figures is not None
-        params = self._params[step] = StepParams(decision.mask_below, self._tokens_per_row, self._temperature)
+        params = self._params[step] = StepParams(
+            decision.mask_below, self._tokens_per_row, self._temperature, self.state.limits.screen
+        )
         groups = self._payloads.take(step, decision.group_ids)
         taken = TakenRecord(step, decision.group_ids, params, figures.token_max, now)
         self._write([taken], dropped, now, on_committed)
@@ -435,7 +442,9 @@ class Buffer:
             (
                 examine(scored.sample, newest_version=self.newest_version, max_tokens=0)
                 for group in groups
+                for trained in [trained_members(members_of(group), params.screen)]
                 for scored in group.members
+                if scored.sample.index in trained
             ),
             mask_below=decision.mask_below,
         )

@@ -48,6 +48,8 @@ class ExternalGroupAdded:
     submitter: str
     version_counts: tuple[VersionCounts, ...]
     """One per member."""
+    truncated: tuple[int, ...] = ()
+    """Members cut off by the length limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +59,8 @@ class SampleFinished:
     group_id: int
     index: int
     version_counts: VersionCounts
+    truncated: bool = False
+    """Cut off by the length limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +69,7 @@ class SampleScored:
 
     group_id: int
     index: int
+    reward: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,4 +213,15 @@ class NotEnough:
     need: int
 
 
-BufferInstruction = ScoreMember | GroupMoved | Reissue | ReturnPrompt | TakeGroups | Wait | NotEnough
+@dataclass(frozen=True, slots=True)
+class ScreenLifted:
+    """From this group on, groups are ready though the screen objects to them, until one comes that it likes."""
+
+    group_id: int
+    reason: str
+    """What it says about this one."""
+    num_dropped: int
+    """Groups dropped one after the other before."""
+
+
+BufferInstruction = ScoreMember | GroupMoved | Reissue | ReturnPrompt | TakeGroups | Wait | NotEnough | ScreenLifted

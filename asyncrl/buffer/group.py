@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from asyncrl.algorithms.screening import Member, Screen, trained_members
 from asyncrl.buffer.events import GroupState, MemberState
 from asyncrl.buffer.staleness import VersionCounts
 
@@ -29,10 +30,16 @@ class Group:
     state: GroupState = "running"
     members: list[MemberState] = field(default_factory=list)
     version_counts: list[VersionCounts | None] = field(default_factory=list)
+    rewards: dict[int, float] = field(default_factory=dict)
+    """Of scored members."""
+    truncated: set[int] = field(default_factory=set)
+    """Members cut off by the length limit."""
+    trained: tuple[int, ...] | None = None
+    """Members whose tokens will be trained; None before the group is ready."""
     ready_s: float = 0.0
     last_failure: str = ""
     oldest: int = 0
-    """Of the members that may be trained; `version` while some are still being generated."""
+    """Of the members that may be trained (once ready: that are); `version` while some are still being generated."""
     newest: int = 0
 
     def __post_init__(self) -> None:
@@ -53,20 +60,31 @@ class Group:
 
     @property
     def scored(self) -> tuple[int, ...]:
-        """Return the members that can be trained."""
+        """Return the members that have a reward."""
         return tuple(index for index, state in enumerate(self.members) if state == "scored")
 
     @property
     def trainable_counts(self) -> list[VersionCounts]:
-        """Return the version counts of the scored members, by index."""
-        return [counts for index in self.scored if (counts := self.version_counts[index]) is not None]
+        """Return the version counts of the members that are trained, by index."""
+        trained = self.scored if self.trained is None else self.trained
+        return [counts for index in trained if (counts := self.version_counts[index]) is not None]
+
+    @property
+    def judged(self) -> tuple[Member, ...]:
+        """Return the scored members as screening sees them."""
+        return tuple(Member(index, self.rewards.get(index, 0.0), index in self.truncated) for index in self.scored)
+
+    def settle(self, screen: Screen) -> None:
+        """Note which members are trained, and how old those are."""
+        self.trained = trained_members(self.judged, screen)
+        self.refresh_age()
 
     def refresh_age(self) -> None:
         """Work `oldest` and `newest` out anew."""
         held = [
             counts
-            for state, counts in zip(self.members, self.version_counts, strict=True)
-            if counts is not None and state in {"generated", "scored"}
+            for index, (state, counts) in enumerate(zip(self.members, self.version_counts, strict=True))
+            if counts is not None and (state in {"generated", "scored"} if self.trained is None else index in self.trained)
         ]
         self.newest = max((counts[-1][0] for counts in held), default=self.version)
         oldest = min((counts[0][0] for counts in held), default=self.version)

@@ -21,6 +21,8 @@ def check_group(group: Group, story: str) -> None:
     assert group.state == "ready", told
     assert group.scored, told
     assert not group.unscored, told
+    assert group.trained is not None, told
+    assert set(group.trained) <= set(group.scored), told
 
 
 def check_steps(steps: dict[int, StepRecord], next_step: int, limits: BufferLimits) -> None:

@@ -22,7 +22,7 @@ from typing import Literal
 
 import msgspec
 
-from asyncrl.buffer.ledger_schema import SCHEMA_VERSION, TABLES, insert, sample_key
+from asyncrl.buffer.ledger_schema import MIGRATIONS, SCHEMA_VERSION, TABLES, insert, sample_key
 from asyncrl.buffer.records import OnCommitted, Record
 from asyncrl.errors import LedgerError
 from asyncrl.schema.samples import Prompt, Sample, ScoredGroup, ScoredSample
@@ -211,6 +211,7 @@ def _open(path: Path, identity: dict[str, str], synchronous: str) -> sqlite3.Con
     tables = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
     if not tables:
         _create(connection, identity)
+    _migrate(connection)
     _check_identity(path, connection, identity)
     return connection
 
@@ -220,6 +221,19 @@ def _create(connection: sqlite3.Connection, identity: dict[str, str]) -> None:
     meta = {**identity, "schema": str(SCHEMA_VERSION)}
     connection.executemany("INSERT INTO meta (name, value) VALUES (?, ?)", meta.items())
     connection.execute("COMMIT")
+
+
+def _migrate(connection: sqlite3.Connection) -> None:
+    """Bring a ledger of an older schema up to this one, in one transaction."""
+    row = connection.execute("SELECT value FROM meta WHERE name = 'schema'").fetchone()
+    schema, added = row[0] if row else "", ""
+    while schema in MIGRATIONS:
+        added += MIGRATIONS[schema]
+        schema = str(int(schema) + 1)
+    if added:
+        connection.executescript(f"BEGIN IMMEDIATE;{added}")
+        connection.execute("UPDATE meta SET value = ? WHERE name = 'schema'", (schema,))
+        connection.execute("COMMIT")
 
 
 def _check_identity(path: Path, connection: sqlite3.Connection, identity: dict[str, str]) -> None:
@@ -234,15 +248,20 @@ def _load_group(connection: sqlite3.Connection, group_id: int) -> ScoredGroup:
     if row is None:
         raise LedgerError(f"group {group_id} is not in the ledger")
     rows = connection.execute(
-        "SELECT s.reward, s.parts, p.body FROM samples s LEFT JOIN payloads p ON p.key = s.key"
-        " WHERE s.key >= ? AND s.key < ? AND s.state = 'scored' ORDER BY s.key",
+        "SELECT s.reward, s.parts, p.body, r.body FROM samples s LEFT JOIN payloads p ON p.key = s.key"
+        " LEFT JOIN reference_logprobs r ON r.key = s.key WHERE s.key >= ? AND s.key < ? AND s.state = 'scored' ORDER BY s.key",
         (sample_key(group_id, 0), sample_key(group_id + 1, 0)),
     ).fetchall()
-    if any(body is None for _, _, body in rows):
+    if any(body is None for _, _, body, _ in rows):
         raise LedgerError(f"the payloads of group {group_id} are gone: it was trained before the oldest checkpoint kept")
     members = tuple(
-        ScoredSample(msgspec.msgpack.decode(body, type=Sample), reward, msgspec.json.decode(parts, type=dict[str, float]))
-        for reward, parts, body in rows
+        ScoredSample(
+            msgspec.msgpack.decode(body, type=Sample),
+            reward,
+            msgspec.json.decode(parts, type=dict[str, float]),
+            reference or b"",
+        )
+        for reward, parts, body, reference in rows
     )
     return ScoredGroup(group_id, msgspec.msgpack.decode(row[0], type=Prompt), members)
 

@@ -23,13 +23,19 @@ from asyncrl.buffer.records import (
     TrainedRecord,
 )
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 _MEMBERS = 1 << 20
 """More than any group has; (group_id, index) is one integer key, so that rows of a group lie together."""
 
 ROWS_PER_STATEMENT = 32
 
-TABLES = """
+_REFERENCE = """
+CREATE TABLE reference_logprobs (key INTEGER PRIMARY KEY, body BLOB NOT NULL);
+"""
+MIGRATIONS = {"1": _REFERENCE}
+"""From each older schema, what the next one adds."""
+
+TABLES = f"""
 CREATE TABLE meta (name TEXT PRIMARY KEY, value TEXT NOT NULL);
 CREATE TABLE groups (
     group_id INTEGER PRIMARY KEY, prompt_id TEXT NOT NULL, prompt BLOB NOT NULL, generator TEXT NOT NULL,
@@ -47,7 +53,7 @@ CREATE TABLE steps (
     trained_before INTEGER NOT NULL, taken_s REAL NOT NULL, trained_s REAL);
 CREATE TABLE events (id INTEGER PRIMARY KEY, at_s REAL NOT NULL, group_id INTEGER, what TEXT NOT NULL, detail TEXT NOT NULL);
 CREATE INDEX events_by_group ON events (group_id);
-"""
+{_REFERENCE}"""
 
 _EVENT = "INSERT INTO events (at_s, group_id, what, detail) VALUES (?, ?, ?, ?)"
 _FAILED = (
@@ -184,6 +190,11 @@ def _scores(connection: sqlite3.Connection, records: Sequence[ScoreRecord]) -> N
             for r in records
         ],
     )
+    references = [
+        (sample_key(r.score.group_id, r.score.index), r.score.reference_logprobs) for r in records if r.score.reference_logprobs
+    ]
+    if references:
+        _insert_many(connection, "INSERT OR IGNORE INTO reference_logprobs (key, body) VALUES ", "(?, ?)", references)
 
 
 def _failures(connection: sqlite3.Connection, records: Sequence[FailureRecord]) -> None:
@@ -233,6 +244,7 @@ def _forget(connection: sqlite3.Connection, r: ForgetRecord) -> None:
     ).fetchall()
     ranges = [(sample_key(group_id, 0), sample_key(group_id + 1, 0)) for (group_id,) in gone]
     connection.executemany("DELETE FROM payloads WHERE key >= ? AND key < ?", ranges)
+    connection.executemany("DELETE FROM reference_logprobs WHERE key >= ? AND key < ?", ranges)
     connection.execute("INSERT OR REPLACE INTO meta (name, value) VALUES ('forgotten_before', ?)", (str(before_step),))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from asyncrl.algorithms.screening import Screen
 from asyncrl.buffer.books import BufferLimits
 from asyncrl.buffer.buffer import Buffer
 from asyncrl.buffer.ledger import CallSoon, SqliteLedger
@@ -44,6 +45,8 @@ def open_buffer(
         min_group_members=config.buffer.min_group_members,
         max_group_retries=config.buffer.max_group_retries,
         reissue_dropped=config.buffer.reissue_dropped,
+        screen=Screen.of(algorithm),
+        max_resamples=algorithm.max_resamples,
     )
     state = BufferState(limits)
     ledger: Ledger
@@ -51,7 +54,7 @@ def open_buffer(
     if config.buffer.ledger == "memory":
         ledger = MemoryLedger()
     else:
-        identity = {"groups_per_step": str(algorithm.groups_per_step), "group_size": str(algorithm.group_size)}
+        identity = {"groups_per_step": str(algorithm.groups_per_step), "group_size": str(algorithm.members_per_group)}
         ledger = SqliteLedger(run_folder / "ledger.sqlite", identity=identity, call_soon=call_soon, on_failure=on_failure)
         try:
             restored = restore(ledger.path, state)

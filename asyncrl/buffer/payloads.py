@@ -35,7 +35,7 @@ class Payloads:
     def score(self, score: Score) -> None:
         """Join a held sample and its reward."""
         held = self.groups[score.group_id]
-        held.scored[score.index] = ScoredSample(held.samples[score.index], score.reward, score.parts)
+        held.scored[score.index] = ScoredSample(held.samples[score.index], score.reward, score.parts, score.reference_logprobs)
 
     def drop_member(self, group_id: int, index: int) -> None:
         """Let go of a failed member; its group may be over already."""
@@ -50,6 +50,10 @@ class Payloads:
         """Make these groups those of `step`, failed members left out."""
         taken = self.steps[step] = tuple(self._scored(group_id) for group_id in group_ids)
         return taken
+
+    def num_tokens(self, group_id: int, index: int) -> int:
+        """Return T of a held member."""
+        return self.groups[group_id].samples[index].num_tokens
 
     def score_request(self, group_id: int, index: int) -> ScoreRequest:
         """Return the message that asks for a held member's score."""

@@ -13,6 +13,7 @@ from typing import Protocol
 
 import msgspec
 
+from asyncrl.algorithms.screening import Screen
 from asyncrl.buffer.events import GroupState
 from asyncrl.errors import LedgerError
 from asyncrl.schema.samples import Prompt, Sample, Score, ScoredGroup
@@ -26,6 +27,7 @@ class StepParams(msgspec.Struct, frozen=True):
     mask_below: int
     tokens_per_row: int
     temperature: float
+    screen: Screen = Screen()
 
 
 @dataclass(slots=True)
@@ -68,7 +70,7 @@ class SampleRecord:
 
 @dataclass(slots=True)
 class ScoreRecord:
-    """A member's reward."""
+    """A member's reward, and its reference log-probabilities where the score brings some."""
 
     score: Score
     now: float

@@ -110,21 +110,24 @@ def _live_groups(connection: sqlite3.Connection, newest: int) -> tuple[list[Grou
 def _fill_members(connection: sqlite3.Connection, group: Group, prompt: Prompt, newest: int) -> HeldGroup:
     held = HeldGroup(prompt)
     rows = connection.execute(
-        "SELECT s.key, s.state, s.reward, s.parts, s.failure, p.body FROM samples s LEFT JOIN payloads p ON p.key = s.key"
-        " WHERE s.key >= ? AND s.key < ?",
+        "SELECT s.key, s.state, s.reward, s.parts, s.failure, p.body, r.body FROM samples s"
+        " LEFT JOIN payloads p ON p.key = s.key LEFT JOIN reference_logprobs r ON r.key = s.key WHERE s.key >= ? AND s.key < ?",
         (sample_key(group.group_id, 0), sample_key(group.group_id + 1, 0)),
     ).fetchall()
-    for key, state, reward, parts, failure, body in rows:
+    for key, state, reward, parts, failure, body, reference in rows:
         _, index = split_key(key)
         group.members[index] = state
         if state == "failed":
             group.last_failure = failure
             continue
         sample = _sample_decoder.decode(body)
+        if sample.finish_reason == "length":
+            group.truncated.add(index)
         group.version_counts[index] = examine(sample, newest_version=newest, max_tokens=0)
         held.samples[index] = sample
         if state == "scored":
-            held.scored[index] = ScoredSample(sample, reward, _parts_decoder.decode(parts))
+            group.rewards[index] = reward
+            held.scored[index] = ScoredSample(sample, reward, _parts_decoder.decode(parts), reference or b"")
     group.refresh_age()
     return held
 

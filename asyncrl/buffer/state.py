@@ -2,7 +2,8 @@
 
 Owns the ledger states. Every group ever issued is in exactly one of: running, scoring, ready, taken, trained, dropped(reason),
 failed(reason); `issued` is the sum of all, always. Running, scoring and ready groups are `Group`s; taken and trained ones are the
-group ids of their step; dropped and failed ones are a count by reason.
+group ids of their step; dropped and failed ones are a count by reason. A group that is scored and teaches nothing (screening) is
+dropped instead of becoming ready and its prompt is not issued again, but only so many in a row: then the run takes what it gets.
 
 Invariants (`check_invariants`): conservation; a step has exactly B groups and no group is in two steps; steps are taken in order,
 without a gap; a step once taken keeps its groups for ever, so that it can be repeated after the learner died; no trained token is
@@ -17,6 +18,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
+from asyncrl.algorithms.screening import objection
 from asyncrl.buffer.books import STALE, BufferLimits, Counts, Policy, StepRecord
 from asyncrl.buffer.events import (
     BufferEvent,
@@ -37,6 +39,7 @@ from asyncrl.buffer.events import (
     SampleFinished,
     SampleScored,
     ScoreMember,
+    ScreenLifted,
     StepsForgotten,
     StepTrained,
     TakeGroups,
@@ -82,6 +85,8 @@ class BufferState:
         """Steps taken so far; the next new one."""
         self.returned: dict[int, int] = {}
         """Dropped and failed groups whose prompt waits to be issued again, and how often it failed."""
+        self._screened_in_row = 0
+        """Groups that the screen objected to since it last liked one; in this process."""
         self._forgotten_trained = 0
         self._dropped: Counter[str] = Counter()
         self._failed: Counter[str] = Counter()
@@ -135,6 +140,8 @@ class BufferState:
         for group in self.groups.values():
             group.attempt += group.state == "running"
             group.generator = "" if group.state == "running" else group.generator
+            if group.state == "ready":
+                group.settle(self.limits.screen)
 
     # -- questions -------------------------------------------------------------------------------------------------------
 
@@ -233,6 +240,7 @@ class BufferState:
             external=True,
             members=["generated"] * len(event.version_counts),
             version_counts=list(event.version_counts),
+            truncated=set(event.truncated),
         )
         self.groups[event.group_id] = group
         return [*(ScoreMember(group.group_id, index) for index in group.unscored), self._move(group, "scoring", now)]
@@ -266,6 +274,8 @@ class BufferState:
             return []
         group.members[event.index] = "generated"
         group.version_counts[event.index] = event.version_counts
+        if event.truncated:
+            group.truncated.add(event.index)
         instructions: list[BufferInstruction] = [ScoreMember(event.group_id, event.index)]
         return instructions + self._advance(group, now)
 
@@ -274,14 +284,17 @@ class BufferState:
         if group is None or group.members[event.index] != "generated":
             return []
         group.members[event.index] = "scored"
+        group.rewards[event.index] = event.reward
         return self._advance(group, now)
 
     def _sample_failed(self, event: SampleFailed, now: float) -> list[BufferInstruction]:
         group = self.groups.get(event.group_id)
         if group is None or group.members[event.index] not in {"pending", "generated"}:
             return []
+        greedy = self.limits.screen.greedy_index
+        if not 0 <= greedy < group.size or group.members[greedy] != "failed":
+            group.last_failure = event.reason
         group.members[event.index] = "failed"
-        group.last_failure = event.reason
         return self._advance(group, now)
 
     def _advance(self, group: Group, now: float) -> list[BufferInstruction]:
@@ -291,12 +304,30 @@ class BufferState:
         group.refresh_age()
         if "generated" in group.members:
             return [self._move(group, "scoring", now)] if group.state == "running" else []
-        if len(group.scored) >= self._members_needed(group):
-            return [self._move(group, "ready", now)]
-        return self._end(group, "failed", group.last_failure, now)
+        if reason := self._why_failed(group):
+            return self._end(group, "failed", reason, now)
+        return self._screened(group, now)
 
-    def _members_needed(self, group: Group) -> int:
-        return max(1, min(self.limits.min_group_members, group.size))
+    def _why_failed(self, group: Group) -> str:
+        """Return why too few members can be trained, or nothing."""
+        greedy = self.limits.screen.greedy_index
+        has_baseline = greedy >= 0
+        if has_baseline and greedy not in group.scored:
+            return f"no greedy baseline: {group.last_failure or 'it has no such member'}"
+        needed = max(1, min(self.limits.min_group_members, group.size - has_baseline))
+        return (group.last_failure or "no reason given") if len(group.scored) - has_baseline < needed else ""
+
+    def _screened(self, group: Group, now: float) -> list[BufferInstruction]:
+        """Make a scored group ready, or drop it where it teaches nothing and not too many before it did not either."""
+        limits = self.limits
+        group.settle(limits.screen)
+        reason = objection(group.judged, limits.screen)
+        num_before, self._screened_in_row = self._screened_in_row, self._screened_in_row + 1 if reason else 0
+        most = limits.max_resamples * limits.groups_per_step
+        if reason and num_before < most:
+            return self._end(group, "dropped", reason, now, returns=False)
+        lifted = [ScreenLifted(group.group_id, reason, most)] if reason and num_before == most else []
+        return [*lifted, self._move(group, "ready", now)]
 
     def _move(self, group: Group, after: GroupState, now: float) -> GroupMoved:
         before, group.state = group.state, after
@@ -304,13 +335,15 @@ class BufferState:
             group.ready_s = now
         return GroupMoved(group.group_id, before, after)
 
-    def _end(self, group: Group, after: Literal["dropped", "failed"], reason: str, _: float) -> list[BufferInstruction]:
+    def _end(
+        self, group: Group, after: Literal["dropped", "failed"], reason: str, _: float, *, returns: bool = True
+    ) -> list[BufferInstruction]:
         del self.groups[group.group_id]
         counter = self._dropped if after == "dropped" else self._failed
         counter[reason if reason in counter or len(counter) < MOST_REASONS else OTHER_REASONS] += 1
         instructions: list[BufferInstruction] = [GroupMoved(group.group_id, group.state, after, reason)]
         retries = group.retries + (after == "failed")
-        if self.limits.reissue_dropped and not group.external and retries <= self.limits.max_group_retries:
+        if returns and self.limits.reissue_dropped and not group.external and retries <= self.limits.max_group_retries:
             self.returned[group.group_id] = retries
             instructions.append(ReturnPrompt(group.group_id, group.prompt_id))
         return instructions

@@ -1,14 +1,16 @@
-"""Is this sample what it says? The checks that every sample passes before it is held, whoever made it.
+"""Is this sample what it says? The checks that every sample and score passes before it is held, whoever made it.
 
 Pure; called by buffer/buffer.py once a sample, on the controller's event loop, so it stays in the microseconds.
 """
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from asyncrl.buffer.staleness import VersionCounts
-from asyncrl.schema.samples import Sample, ids_from_bytes, logprobs_from_bytes
+from asyncrl.schema.samples import Sample, Score, ids_from_bytes, logprobs_from_bytes
 
 LOGPROB_SLACK = 1e-3
 """Log-probabilities may exceed 0 by this much: rounding of a log-softmax in low precision."""
@@ -44,6 +46,21 @@ def examine(sample: Sample, *, newest_version: int, max_tokens: int) -> VersionC
             f"versions span {counts[0][0]} to {counts[-1][0]}, but only 0 to {newest_version} were ever published"
         )
     return counts
+
+
+def score_error(score: Score, num_tokens: int) -> str:
+    """Return what is wrong with a reward worker's answer for a sample of `num_tokens`, or nothing."""
+    if score.error:
+        return score.error
+    if not math.isfinite(score.reward):
+        return f"the reward is {score.reward}"
+    if not score.reference_logprobs:
+        return ""
+    if len(score.reference_logprobs) != 4 * num_tokens:
+        return f"{num_tokens} tokens, but {len(score.reference_logprobs) / 4:g} reference logprobs"
+    if not np.isfinite(logprobs_from_bytes(score.reference_logprobs)).all():
+        return "reference logprobs are not all finite"
+    return ""
 
 
 def _check_lengths(sample: Sample, max_tokens: int) -> int:

@@ -138,7 +138,7 @@ class AlgorithmConfig(_Stage, frozen=True):
     @property
     def has_greedy_baseline(self) -> bool:
         """Return whether each group has one more member, drawn greedily and never trained (ReMax)."""
-        return self.advantage == "remax"
+        return self.advantage == "remax" and self.kind != "dpo"
 
     @property
     def members_per_group(self) -> int:

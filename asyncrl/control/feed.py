@@ -133,6 +133,7 @@ class LearnerFeed:
             temperature=taken.params.temperature,
             mask_below=taken.params.mask_below,
             replay=taken.replay,
+            screen=taken.params.screen,
         )
 
     async def _take(self, step: int) -> TakenStep | None:

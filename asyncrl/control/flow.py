@@ -13,8 +13,10 @@ import logging
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
 
+import msgspec
+
 from asyncrl.buffer.buffer import Buffer, Receipt, WorkOrder
-from asyncrl.buffer.events import BufferInstruction, GroupMoved, Reissue, ScoreMember
+from asyncrl.buffer.events import BufferInstruction, GroupMoved, Reissue, ScoreMember, ScreenLifted
 from asyncrl.clock import Clock
 from asyncrl.config.run import RunConfig
 from asyncrl.control.evaluation import Evaluation, sampling_of
@@ -67,6 +69,7 @@ class Flow:
         self._peers = peers
         self._clock = clock
         self._sampling = sampling_of(config)
+        self._greedy_index = buffer.state.limits.screen.greedy_index
         self._evaluation_held = False
         self._outboxes: dict[str, deque[GroupWork]] = defaultdict(deque)
 
@@ -179,6 +182,12 @@ class Flow:
                 self._tell(GroupLost(item.group_id, len(item.indices), item.version))
             elif isinstance(item, GroupMoved):
                 self._note_move(item)
+            elif isinstance(item, ScreenLifted):
+                log.warning(
+                    "%d groups in a row taught nothing (%s) and were dropped; from group %d on such groups are trained all the same "
+                    "(algorithm.max_resamples): the task is too easy, too hard, or its answers do not fit",
+                    item.num_dropped, item.reason, item.group_id,
+                )  # fmt: skip
 
     def pump(self) -> None:
         """Send what can be sent: evaluation prompts, groups that found a window full, reward requests."""
@@ -219,9 +228,8 @@ class Flow:
             return
         if not isinstance(instruction, IssueGroup) and len(order.indices) < instruction.num_members:
             self._tell(MembersFinished(instruction.generator, instruction.num_members - len(order.indices)))
-        self._outboxes[instruction.generator].append(
-            GroupWork(order.group_id, order.attempt, order.prompt, order.indices, self._sampling, self._config.seed)
-        )
+        work = GroupWork(order.group_id, order.attempt, order.prompt, order.indices, self._sampling, self._config.seed)
+        self._outboxes[instruction.generator].append(msgspec.structs.replace(work, greedy_index=self._greedy_index))
 
     def _new_group(self, instruction: IssueGroup) -> WorkOrder | None:
         returned = self.buffer.returned_prompt()
@@ -235,7 +243,7 @@ class Flow:
             prompt,
             instruction.generator,
             version=instruction.version,
-            group_size=self._config.algorithm.group_size,
+            group_size=self._config.algorithm.members_per_group,
             now=self._clock.now(),
             cursor=cursor,
             replaces=returned.replaces if returned else None,

@@ -38,7 +38,7 @@ def derived(config: RunConfig) -> dict[str, str]:
     engine_bytes = parameters * BYTES[getattr(engine, "dtype", "float32")] + _kv_bytes(config)
     return {
         "groups per step": f"{algorithm.groups_per_step}",
-        "samples per step": f"{config.samples_per_step}  ({algorithm.groups_per_step} groups x {algorithm.group_size})",
+        "samples per step": f"{config.samples_per_step}  ({algorithm.groups_per_step} groups x {algorithm.members_per_group})",
         "most groups issued and not trained": (
             f"{config.most_groups_ahead}  ((max_staleness {config.buffer.max_staleness} + 1) x {algorithm.groups_per_step})"
         ),

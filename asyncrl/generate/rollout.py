@@ -2,6 +2,7 @@
 
 Invariants:
 - Every member of the work gives exactly one Sample or SampleFailure, whatever the prompt, the tokenizer or the engine does.
+- The member `greedy_index` is drawn at temperature 0, all others as the work says.
 - A sample's ids are those the engine sampled; its text is only for rewards and people.
 - Members are submitted together, so that the engine prefills their prompt once.
 
@@ -13,6 +14,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+
+import msgspec
 
 from asyncrl.clock import Clock
 from asyncrl.errors import GenerationError
@@ -108,10 +111,11 @@ def request_id_of(work: GroupWork, index: int) -> str:
 
 
 def _request(work: GroupWork, index: int, prompt_ids: tuple[int, ...]) -> EngineRequest:
+    sampling = msgspec.structs.replace(work.sampling, temperature=0.0) if index == work.greedy_index else work.sampling
     return EngineRequest(
         request_id=request_id_of(work, index),
         prompt_ids=prompt_ids,
-        sampling=work.sampling,
+        sampling=sampling,
         seed=derive_seed(work.seed, work.group_id, index),
         group_key=f"{work.purpose}.g{work.group_id}",
     )

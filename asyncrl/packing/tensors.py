@@ -1,8 +1,9 @@
 """Scored groups into the one StepBatch that the learner trains: rows of whole samples with everything the loss needs per token.
 
 Invariants: the same groups and arguments give the same bytes; `samples` is in the order of the groups given and by member index;
-within a row samples keep that order; prompt tokens, tool output and tokens older than `mask_below` have mask 0; prompt tokens
-have version -1 and logprob 0. Pure numpy, no torch. Called by the controller once per step.
+within a row samples keep that order; the two samples of a preference pair share a row; prompt tokens, tool output, tokens older
+than `mask_below` and samples that are not trained (packing/roles.py) have mask 0; prompt tokens have version -1 and logprob 0.
+Pure numpy, no torch. Called by the controller once per step.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from asyncrl.algorithms.screening import Screen
 from asyncrl.packing.pack import pack_lengths
+from asyncrl.packing.roles import Role, roles_of, units_of
 from asyncrl.schema.batches import PackedRow, PackedSample, StepBatch
 from asyncrl.schema.samples import (
     ScoredGroup,
@@ -28,11 +31,15 @@ from asyncrl.schema.samples import (
 class _Unpacked:
     """One sample as arrays; T response tokens after P prompt tokens."""
 
-    scored: ScoredSample
+    role: Role
     prompt_ids: NDArray[np.int32]
     token_ids: NDArray[np.int32]
     versions: NDArray[np.int32]
     loss_mask: NDArray[np.uint8]
+
+    @property
+    def scored(self) -> ScoredSample:
+        return self.role.scored
 
     @property
     def num_tokens(self) -> int:
@@ -48,6 +55,7 @@ def pack_step(
     mask_below: int = 0,
     replay: bool = False,
     num_ranks: int = 1,
+    screen: Screen = Screen(),  # noqa: B008 - frozen
 ) -> StepBatch:
     """Lay the samples of one step into rows.
 
@@ -59,15 +67,19 @@ def pack_step(
         mask_below: Tokens of a version under this one get mask 0 (policy `mask`); their sample stays, for its group's advantage.
         replay: Passed on.
         num_ranks: Learner ranks that the rows are spread over, as evenly as whole rows allow.
+        screen: Says which samples are trained, and which make pairs.
 
     Returns:
         The batch.
 
     Raises:
-        ConfigError: A sample is longer than `tokens_per_row`.
+        ConfigError: A sample or pair is longer than `tokens_per_row`, or a step of preferences has no pair.
     """
-    samples = [_unpack(scored, mask_below) for group in groups for scored in group.members]
-    bins = pack_lengths([sample.num_tokens for sample in samples], tokens_per_row)
+    roles = roles_of(step, groups, screen)
+    samples = [_unpack(role, mask_below) for role in roles]
+    units = units_of(roles)
+    packed = pack_lengths([sum(samples[i].num_tokens for i in unit) for unit in units], tokens_per_row)
+    bins = sorted(sorted(i for unit in members for i in units[unit]) for members in packed)
     ranks = _spread([sum(samples[i].num_tokens for i in members) for members in bins], num_ranks)
     placed: list[PackedSample | None] = [None] * len(samples)
     rows = []
@@ -87,13 +99,15 @@ def pack_step(
     )
 
 
-def _unpack(scored: ScoredSample, mask_below: int) -> _Unpacked:
-    sample = scored.sample
+def _unpack(role: Role, mask_below: int) -> _Unpacked:
+    sample = role.scored.sample
     versions = ids_from_bytes(sample.versions)
     loss_mask = mask_from_bytes(sample.loss_mask, sample.num_tokens)
     if mask_below > 0:
         loss_mask = loss_mask * (versions >= mask_below)
-    return _Unpacked(scored, ids_from_bytes(sample.prompt_ids), ids_from_bytes(sample.token_ids), versions, loss_mask)
+    if not role.is_trained:
+        loss_mask = np.zeros_like(loss_mask)
+    return _Unpacked(role, ids_from_bytes(sample.prompt_ids), ids_from_bytes(sample.token_ids), versions, loss_mask)
 
 
 def _place(sample: _Unpacked, row: int, start: int) -> PackedSample:
@@ -107,6 +121,9 @@ def _place(sample: _Unpacked, row: int, start: int) -> PackedSample:
         response_tokens=len(sample.token_ids),
         reward=sample.scored.reward,
         oldest_version=int(trained.min()) if len(trained) else -1,
+        is_greedy=sample.role.is_greedy,
+        pair=sample.role.pair,
+        is_chosen=sample.role.is_chosen,
     )
 
 
@@ -137,7 +154,21 @@ def _row(samples: list[_Unpacked], rank: int) -> PackedRow:
         behaviour_logprobs=logprobs.tobytes(),
         versions=versions.tobytes(),
         rank=rank,
+        reference_logprobs=_reference_logprobs(samples),
     )
+
+
+def _reference_logprobs(samples: list[_Unpacked]) -> bytes:
+    """Return those of a row; nothing where a trained sample brings none, so that no 0 is taken for a logprob."""
+    brought = [len(sample.scored.reference_logprobs) > 0 for sample in samples]
+    if not any(brought) or not all(has or not sample.loss_mask.any() for has, sample in zip(brought, samples, strict=True)):
+        return b""
+    parts = []
+    for sample in samples:
+        response = logprobs_from_bytes(sample.scored.reference_logprobs)
+        parts += [np.zeros(len(sample.prompt_ids), "<f4"), response if len(response) else np.zeros(len(sample.token_ids), "<f4")]
+    reference_logprobs: bytes = np.concatenate(parts).tobytes()
+    return reference_logprobs
 
 
 def _spread(loads: list[int], num_ranks: int) -> list[int]:

@@ -263,7 +263,7 @@ def test_a_group_from_outside_is_scored_and_taken_like_any_other():
 def test_impossible_events_raise_with_the_groups_story():
     machine = Machine()
     group = machine.ready()
-    with pytest.raises(AssertionError, match=r"SampleScored\(group_id=0, index=0\)"):
+    with pytest.raises(AssertionError, match=r"SampleScored\(group_id=0, index=0, reward=0.0\)"):
         machine.state.handle(GroupPlaced(group, "g1", 0), 9.0)
     with pytest.raises(AssertionError, match="step 0 is next, not 3"):
         machine.state.handle(TakeStep(3), 9.0)

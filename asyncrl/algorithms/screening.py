@@ -1,0 +1,97 @@
+"""Which members of a scored group are trained, and whether the group is worth a step at all.
+
+One answer for everybody who asks: the buffer drops groups that teach nothing and counts the age of trained tokens only, packing
+masks and pairs. Pure Python, no torch. Called by buffer/state.py, buffer/buffer.py and packing/roles.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from asyncrl.algorithms.pairs import Pair, choose_pairs
+from asyncrl.config.algorithm import AlgorithmConfig, PreferenceConfig
+from asyncrl.schema.samples import ScoredGroup
+
+NO_SPREAD = "no spread"
+"""Every member has the same reward: advantages inside the group are 0."""
+NO_PAIR = "no pair"
+"""No two members make a preference pair."""
+TRUNCATED = "truncated"
+"""Every member was cut off by the length limit, and such members are not trained."""
+SCREENED = (NO_SPREAD, NO_PAIR, TRUNCATED)
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A scored member, as far as screening looks at it."""
+
+    index: int
+    reward: float
+    truncated: bool
+
+
+class Screen(msgspec.Struct, frozen=True):
+    """What the algorithm asks of a group; kept with every step, so that a repeated step is the same step."""
+
+    drop_equal: bool = False
+    """Dynamic sampling."""
+    mask_truncated: bool = False
+    greedy_index: int = -1
+    """The member that is only a baseline; -1: none."""
+    preference: PreferenceConfig | None = None
+    """Of DPO: only paired members are trained."""
+
+    @classmethod
+    def of(cls, algorithm: AlgorithmConfig) -> Screen:
+        """Return the screen of a config."""
+        return cls(
+            drop_equal=algorithm.dynamic_sampling,
+            mask_truncated=algorithm.mask_truncated,
+            greedy_index=algorithm.group_size if algorithm.has_greedy_baseline else -1,
+            preference=algorithm.preference if algorithm.kind == "dpo" else None,
+        )
+
+
+def members_of(group: ScoredGroup) -> tuple[Member, ...]:
+    """Return a scored group's members."""
+    return tuple(Member(scored.sample.index, scored.reward, scored.sample.finish_reason == "length") for scored in group.members)
+
+
+def pairs_among(members: Sequence[Member], screen: Screen) -> tuple[Pair, ...]:
+    """Return the preference pairs; none without DPO."""
+    if screen.preference is None:
+        return ()
+    return choose_pairs({member.index: member.reward for member in _whole(members, screen)}, screen.preference)
+
+
+def trained_members(members: Sequence[Member], screen: Screen) -> tuple[int, ...]:
+    """Return the indices of the members whose tokens are trained, ascending.
+
+    Left out are the greedy baseline, members cut off (where they are masked), and with DPO all that are in no pair. A group in
+    which every member was cut off is trained whole: it comes this far only when the buffer had to take what there is.
+    """
+    if screen.preference is not None:
+        return tuple(sorted(index for pair in pairs_among(members, screen) for index in pair))
+    sampled = [member for member in members if member.index != screen.greedy_index]
+    return tuple(sorted(member.index for member in _whole(sampled, screen) or sampled))
+
+
+def objection(members: Sequence[Member], screen: Screen) -> str:
+    """Return why this group should not be trained, or nothing.
+
+    Source: DAPO (arXiv 2503.14476), section 3.2 (dynamic sampling) and 3.4 (overlong filtering).
+    """
+    if screen.preference is not None:
+        return "" if pairs_among(members, screen) else NO_PAIR
+    if not _whole([member for member in members if member.index != screen.greedy_index], screen):
+        return TRUNCATED
+    if screen.drop_equal and len({member.reward for member in members}) == 1:
+        return NO_SPREAD
+    return ""
+
+
+def _whole(members: Sequence[Member], screen: Screen) -> list[Member]:
+    return [member for member in members if not (screen.mask_truncated and member.truncated)]

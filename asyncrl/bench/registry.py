@@ -13,6 +13,8 @@ BENCHMARKS: dict[str, str] = {
     "broadcast": "asyncrl.bench.broadcast",
     "engine": "asyncrl.bench.engine",
     "pipeline": "asyncrl.bench.pipeline",
+    "packing": "asyncrl.bench.packing",
+    "learner": "asyncrl.bench.learner",
 }
 """Name to module; each has `run(rounds: int = 0) -> BenchResult`, where 0 rounds means the benchmark's own number."""
 

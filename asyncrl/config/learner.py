@@ -47,5 +47,5 @@ class LearnerConfig(_Stage, frozen=True):
     """Learner processes that share each step (FSDP2)."""
     logprobs: Literal["chunked", "fused"] = "chunked"
     """How the output layer runs: over chunks of tokens, or in one kernel without logits (a library's, CUDA only)."""
-    logprob_chunk_tokens: PositiveInt = 1024
+    logprob_chunk_tokens: PositiveInt = 512
     """Tokens whose logits exist at once."""

@@ -1,0 +1,179 @@
+"""One run with a lag that is forced: step k trains on samples of version max(0, k - lag), made by the real engine.
+
+Everything but the processes is the production code: the transformers engine samples, `pack_step` packs, `train_step` trains. A
+schedule of old weights stands in for the channels, so that the lag is what it says and nothing else differs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import torch
+
+from asyncrl.config.algorithm import AlgorithmConfig
+from asyncrl.config.load import load_config, validated
+from asyncrl.config.run import RunConfig
+from asyncrl.control.evaluation import sampling_of
+from asyncrl.errors import LearnerError
+from asyncrl.generate.engine import EngineRequest
+from asyncrl.generate.transformers_engine import TransformersEngine
+from asyncrl.learner.start import prepare_standing
+from asyncrl.learner.step import train_step
+from asyncrl.packing.tensors import pack_step
+from asyncrl.schema.ids import derive_seed
+from asyncrl.schema.samples import Prompt, Sample, ScoredGroup, ScoredSample, ids_to_bytes, logprobs_to_bytes
+from asyncrl.tasks.registry import build_task
+from asyncrl.tasks.sampler import PromptSequence
+
+HERE = Path(__file__).parent
+EVALUATE_EVERY = 20
+EVALUATION_PROMPTS = 256
+
+
+class Cell(msgspec.Struct, frozen=True):
+    """What is run."""
+
+    method: str
+    lag: int
+    seed: int
+    num_steps: int
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """What came of it."""
+
+    cell: Cell
+    accuracy: list[float]
+    """Sampled, on held-out prompts, before step 0 and then every EVALUATE_EVERY steps and at the end."""
+    kl_max: float
+    """Largest mean k3 KL(behaviour || learner) of a step."""
+    ess_min: float
+    recipes: dict[str, int]
+    """Steps per recipe, of `auto`."""
+    fault: str
+    """Why it ended early; empty where it did not."""
+    seconds: float
+
+
+def config_of(cell: Cell, algorithm: dict[str, object]) -> RunConfig:
+    """Return the run's config."""
+    base = load_config(HERE / "config.toml")
+    changed = msgspec.to_builtins(base.algorithm) | algorithm
+    return validated(
+        msgspec.structs.replace(
+            base, algorithm=msgspec.convert(changed, AlgorithmConfig), num_steps=cell.num_steps, seed=cell.seed
+        )
+    )
+
+
+@dataclass(slots=True)
+class _Loop:
+    """The engine and what it needs to turn prompts into scored groups."""
+
+    config: RunConfig
+    engine: TransformersEngine
+    tokenizer: object
+
+    async def groups(self, prompts: list[Prompt], first_group: int, group_size: int) -> list[ScoredGroup]:
+        """Sample and judge `group_size` completions of each prompt."""
+        async with asyncio.TaskGroup() as tasks:
+            waiting = [
+                [tasks.create_task(self._sample(prompt, first_group + number, index)) for index in range(group_size)]
+                for number, prompt in enumerate(prompts)
+            ]
+        return [
+            ScoredGroup(first_group + number, prompt, tuple(task.result() for task in members))
+            for number, (prompt, members) in enumerate(zip(prompts, waiting, strict=True))
+        ]
+
+    async def _sample(self, prompt: Prompt, group_id: int, index: int) -> ScoredSample:
+        prompt_ids = tuple(self.tokenizer(prompt.text)["input_ids"])  # type: ignore[operator]
+        seed = derive_seed(self.config.seed, group_id, index)
+        request = EngineRequest(f"{group_id}.{index}", prompt_ids, sampling_of(self.config), seed, group_key=str(group_id))
+        ids: list[int] = []
+        logprobs: list[float] = []
+        versions: list[int] = []
+        reason = None
+        async for chunk in self.engine.submit(request):
+            ids += chunk.token_ids
+            logprobs += chunk.logprobs
+            versions += chunk.versions
+            reason = chunk.finish_reason
+        assert reason is not None
+        text = self.tokenizer.decode(ids, skip_special_tokens=True)  # type: ignore[attr-defined]
+        sample = Sample(
+            group_id, index, 1, ids_to_bytes(list(prompt_ids)), ids_to_bytes(ids), logprobs_to_bytes(logprobs),
+            ids_to_bytes(versions), reason, text, "loop", 0.0, 0.0,
+        )  # fmt: skip
+        return ScoredSample(sample, float(text.strip() == prompt.answer))
+
+
+def make_model(folder: Path) -> None:
+    """Make the model that all cells start from: the warm start of seed 0, in `folder`/model."""
+    config = load_config(HERE / "config.toml")
+    task = build_task(config.task, config.seed)
+    prepare_standing(config, folder, lambda: list(task.worked_examples), task.alphabet)
+
+
+def run_cell(cell: Cell, algorithm: dict[str, object], folder: Path) -> Outcome:
+    """Run one cell on this process's one thread."""
+    torch.set_num_threads(1)
+    return asyncio.run(_run_cell(cell, algorithm, folder))
+
+
+async def _run_cell(cell: Cell, algorithm: dict[str, object], folder: Path) -> Outcome:
+    loop = asyncio.get_running_loop()
+    started_s = loop.time()
+    config = config_of(cell, algorithm)
+    task = build_task(config.task, 0)
+    prompts = PromptSequence(task.train, config.seed)
+    held_out = list(task.held_out)[:EVALUATION_PROMPTS]
+    standing = prepare_standing(config, folder, list, task.alphabet)
+    trainee = standing.trainee
+    engine = TransformersEngine(config.generate.engine, folder / "model")  # type: ignore[arg-type]
+    await engine.start()
+    source = _Loop(config, engine, standing.tokenizer)
+    past = deque([_copy(trainee.model)], maxlen=cell.lag + 1)
+    accuracy, kl, ess, recipes, fault = [], [0.0], [1.0], {}, ""
+    sampled_by = -1
+    for step in range(cell.num_steps):
+        if step % EVALUATE_EVERY == 0:
+            accuracy.append(await _accuracy(source, step, past[-1], held_out))
+            sampled_by = step
+        version = max(0, step - cell.lag)
+        if version != sampled_by:
+            await engine.load_weights(version, past[0], "keep")
+            sampled_by = version
+        groups_per_step = config.algorithm.groups_per_step
+        first = step * groups_per_step
+        chosen = [prompts[first + number] for number in range(groups_per_step)]
+        groups = await source.groups(chosen, first, config.algorithm.group_size)
+        batch = pack_step(step, groups, tokens_per_row=config.packing.tokens_per_row, temperature=1.0)
+        try:
+            metrics = train_step(trainee, batch, config).metrics
+        except LearnerError as error:
+            fault = str(error).partition(";")[0]
+            break
+        kl.append(metrics["kl/mean"])
+        ess.append(metrics["ratio/ess"])
+        if trainee.memory.recipe:
+            recipes[trainee.memory.recipe] = recipes.get(trainee.memory.recipe, 0) + 1
+        past.append(_copy(trainee.model))
+    accuracy.append(await _accuracy(source, cell.num_steps, past[-1], held_out))
+    await engine.close()
+    return Outcome(cell, accuracy, max(kl), min(ess), recipes, fault, loop.time() - started_s)
+
+
+async def _accuracy(source: _Loop, version: int, weights: dict[str, torch.Tensor], held_out: list[Prompt]) -> float:
+    await source.engine.load_weights(version, weights, "keep")
+    groups = await source.groups(held_out, 10_000_000 * (version + 1), 1)
+    return float(np.mean([group.members[0].reward for group in groups]))
+
+
+def _copy(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}

@@ -1,0 +1,37 @@
+"""What is compared: each a change to the `[algorithm]` table of config.toml."""
+
+from __future__ import annotations
+
+TIS = {"kind": "tis_token", "cap": 2.0}
+
+METHODS: dict[str, dict[str, object]] = {
+    # No correction: the data is taken for the current policy's own.
+    "reinforce": {"loss": "reinforce", "corrections": []},
+    "ppo, behaviour ignored": {"loss": "ppo_clip", "proximal": "recompute", "corrections": []},
+    # One ratio, current / behaviour, that does both jobs.
+    "ppo against behaviour": {"loss": "ppo_clip", "proximal": "behaviour", "corrections": []},
+    "gspo": {"loss": "gspo", "proximal": "behaviour", "corrections": [], "aggregation": "seq-mean-token-mean"},
+    "cispo": {"loss": "cispo", "proximal": "behaviour", "corrections": []},
+    "sapo": {"loss": "sapo", "proximal": "behaviour", "corrections": [], "aggregation": "seq-mean-token-mean"},
+    "importance sampling": {"loss": "importance_sampling", "corrections": []},
+    "aipo": {"loss": "aipo", "max_ratio": 5.0, "corrections": []},
+    "topr": {"loss": "topr", "corrections": []},
+    # Decoupled: a proximal policy and a correction beside it.
+    "decoupled + tis token": {"loss": "decoupled_ppo", "corrections": [TIS]},
+    "decoupled + tis sequence": {"loss": "decoupled_ppo", "corrections": [{"kind": "tis_sequence", "cap": 2.0}]},
+    "decoupled + icepop": {"loss": "decoupled_ppo", "corrections": [{"kind": "icepop", "low": 0.5, "high": 2.0}]},
+    "decoupled + geometric mask": {
+        "loss": "decoupled_ppo",
+        "corrections": [TIS, {"kind": "masked_geometric", "low": 0.5, "high": 2.0}],
+    },
+    "decoupled + opsm": {"loss": "decoupled_ppo", "corrections": [TIS, {"kind": "opsm", "threshold": 0.1}]},
+    "decoupled + staleness weight": {"loss": "decoupled_ppo", "corrections": [TIS, {"kind": "staleness_weight", "decay": 0.9}]},
+    "log-linear proximal + tis": {"loss": "decoupled_ppo", "proximal": "loglinear", "corrections": [TIS]},
+    "m2po mask": {"loss": "ppo_clip", "proximal": "behaviour", "corrections": [{"kind": "m2po_mask", "threshold": 0.04}]},
+    "m2po clip": {"loss": "ppo_clip", "proximal": "behaviour", "corrections": [{"kind": "m2po_clip", "threshold": 0.04}]},
+    "auto": {"kind": "auto"},
+}
+UNCORRECTED = ("reinforce", "ppo, behaviour ignored")
+"""Expected to collapse at high lag; every other is expected not to."""
+SUBSET = ("reinforce", "decoupled + tis token")
+"""What CI runs."""

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.algorithms.screening import Screen
-from asyncrl.packing.pack import pack_lengths
+from asyncrl.packing.balance import RankPlan, rows_of_ranks
 from asyncrl.packing.roles import Role, roles_of, units_of
 from asyncrl.schema.batches import PackedRow, PackedSample, StepBatch
 from asyncrl.schema.samples import (
@@ -54,7 +54,7 @@ def pack_step(
     temperature: float,
     mask_below: int = 0,
     replay: bool = False,
-    num_ranks: int = 1,
+    ranks: RankPlan = RankPlan(),  # noqa: B008 - frozen
     screen: Screen = Screen(),  # noqa: B008 - frozen
 ) -> StepBatch:
     """Lay the samples of one step into rows.
@@ -66,7 +66,7 @@ def pack_step(
         temperature: That the samples were drawn at.
         mask_below: Tokens of a version under this one get mask 0 (policy `mask`); their sample stays, for its group's advantage.
         replay: Passed on.
-        num_ranks: Learner ranks that the rows are spread over, as evenly as whole rows allow.
+        ranks: Learner ranks that the rows are spread over, in turns of rows of like cost (packing/balance.py).
         screen: Says which samples are trained, and which make pairs.
 
     Returns:
@@ -78,12 +78,13 @@ def pack_step(
     roles = roles_of(step, groups, screen)
     samples = [_unpack(role, mask_below) for role in roles]
     units = units_of(roles)
-    packed = pack_lengths([sum(samples[i].num_tokens for i in unit) for unit in units], tokens_per_row)
-    bins = sorted(sorted(i for unit in members for i in units[unit]) for members in packed)
-    ranks = _spread([sum(samples[i].num_tokens for i in members) for members in bins], num_ranks)
+    sizes_U = [sum(samples[i].num_tokens for i in unit) for unit in units]
+    costs_U = [ranks.cost.of(samples[i].num_tokens for i in unit if samples[i].loss_mask.any()) for unit in units]
+    ranked = rows_of_ranks(sizes_U, costs_U, tokens_per_row, ranks.num_ranks)
+    bins = [sorted(i for unit in row.members for i in units[unit]) for row in ranked]
     placed: list[PackedSample | None] = [None] * len(samples)
     rows = []
-    for row, (members, rank) in enumerate(zip(bins, ranks, strict=True)):
+    for row, (members, rank) in enumerate(zip(bins, [row.rank for row in ranked], strict=True)):
         rows.append(_row([samples[i] for i in members], rank))
         start = 0
         for i in members:
@@ -169,12 +170,3 @@ def _reference_logprobs(samples: list[_Unpacked]) -> bytes:
         parts += [np.zeros(len(sample.prompt_ids), "<f4"), response if len(response) else np.zeros(len(sample.token_ids), "<f4")]
     reference_logprobs: bytes = np.concatenate(parts).tobytes()
     return reference_logprobs
-
-
-def _spread(loads: list[int], num_ranks: int) -> list[int]:
-    """Return a rank for every row: longest first, back and forth, so that counts differ by at most one and loads by little."""
-    ranks = [0] * len(loads)
-    for turn, row in enumerate(sorted(range(len(loads)), key=lambda row: (-loads[row], row))):
-        lap, place = divmod(turn, num_ranks)
-        ranks[row] = place if lap % 2 == 0 else num_ranks - 1 - place
-    return ranks

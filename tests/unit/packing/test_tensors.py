@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from asyncrl.packing.balance import RankPlan
 from asyncrl.packing.tensors import pack_step
 from asyncrl.schema.samples import (
     Prompt,
@@ -82,7 +83,7 @@ def test_the_same_groups_give_the_same_batch():
 def test_rows_are_spread_over_ranks_evenly():
     groups = [ScoredGroup(g, Prompt("p"), (_scored(g, 0, [1], list(range(10 + g)), [0] * (10 + g)),)) for g in range(8)]
 
-    batch = pack_step(0, groups, tokens_per_row=20, temperature=1.0, num_ranks=3)
+    batch = pack_step(0, groups, tokens_per_row=20, temperature=1.0, ranks=RankPlan(3))
 
     loads = [sum(len(r.token_ids) for r in batch.rows if r.rank == rank) for rank in range(3)]
     counts = [sum(r.rank == rank for r in batch.rows) for rank in range(3)]

@@ -1,22 +1,97 @@
-"""Off-policy corrections, one function a kind, applied together.."""
+"""Off-policy corrections: from each kind of config struct to its function, and all of a run's applied together.
+
+Legend: N tokens of a micro-batch or of a whole update (its micro-batches laid end to end, sequences numbered through), S
+sequences; rho = proximal / behaviour. A correction is `(LossInputs, its struct) -> CorrectionOutputs`.
+
+Invariants: everything is detached; a token that is masked or dropped weighs exactly 0; a correction without a weight gives 1; on
+policy every correction gives weight 1 and keeps all. The corrections in config/corrections.WHOLE_UPDATE mean something else on a
+part of an update, so the caller runs `correct` on the whole of it and hands each micro-batch its slice.
+
+Called by algorithms/loss_terms.py and learner/step.py.
+"""
 
 from __future__ import annotations
 
-import torch
+import functools
+from collections.abc import Callable
+from typing import Any
 
-from asyncrl.algorithms.ratios import log_ratio, sequence_ratio
+from asyncrl.algorithms.corrections_importance import icepop, masked_geometric, masked_sequence, tis_sequence, tis_token
+from asyncrl.algorithms.corrections_m2po import m2po_clip, m2po_mask
+from asyncrl.algorithms.corrections_masks import opsm, staleness_mask, staleness_weight, veto
 from asyncrl.algorithms.types import CorrectionOutputs, LossInputs, masked
-from asyncrl.config.corrections import CorrectionConfig, TruncatedSequence, TruncatedToken
+from asyncrl.config.corrections import (
+    CorrectionConfig,
+    MaskedGeometric,
+    MaskedSequence,
+    MaskedToken,
+    OffPolicySequenceMask,
+    PythonCorrection,
+    SecondMomentClip,
+    SecondMomentMask,
+    StalenessMask,
+    StalenessWeight,
+    TruncatedSequence,
+    TruncatedToken,
+    Veto,
+)
+from asyncrl.config.user_code import load_function
+
+Correction = Callable[[LossInputs, Any], CorrectionOutputs]
+
+
+def python(inputs: LossInputs, config: PythonCorrection) -> CorrectionOutputs:
+    """Ask a user's own function; its answer is detached by `correct` like any other.
+
+    Raises:
+        ConfigError: The path names no function.
+    """
+    outputs: CorrectionOutputs = _user_function(config.path)(inputs, config)
+    return outputs
+
+
+CORRECTIONS: dict[type, Correction] = {
+    TruncatedToken: tis_token,
+    TruncatedSequence: tis_sequence,
+    MaskedToken: icepop,
+    MaskedSequence: masked_sequence,
+    MaskedGeometric: masked_geometric,
+    Veto: veto,
+    OffPolicySequenceMask: opsm,
+    SecondMomentMask: m2po_mask,
+    SecondMomentClip: m2po_clip,
+    StalenessWeight: staleness_weight,
+    StalenessMask: staleness_mask,
+    PythonCorrection: python,
+}
 
 
 def correct(inputs: LossInputs, corrections: tuple[CorrectionConfig, ...]) -> CorrectionOutputs:
-    """Return the product of the corrections' weights, and the tokens that all of them keep."""
-    weights = inputs.mask.to(inputs.behaviour_logprobs.dtype)
+    """Apply all corrections: weights multiply, a token stays where all keep it, the narrowest clip range wins.
+
+    Args:
+        inputs: A micro-batch, or a whole update laid end to end. `logprobs` are read by `opsm` and `m2po_clip` only, as the
+            current policy's.
+        corrections: In any order; none of them sees another's answer.
+
+    Returns:
+        Weights and kept tokens [N], detached; the clip range where a correction sets one.
+    """
+    weights, kept = inputs.mask.to(inputs.behaviour_logprobs.dtype), inputs.mask
+    clip_low, clip_high = None, None
     for item in corrections:
-        if isinstance(item, TruncatedToken):
-            log_rho = log_ratio(inputs.proximal_logprobs, inputs.behaviour_logprobs, inputs.mask).detach()
-            weights = weights * log_rho.exp().clamp(item.floor, item.cap)
-        elif isinstance(item, TruncatedSequence):
-            weights_S = sequence_ratio(inputs.proximal_logprobs, inputs.behaviour_logprobs, inputs)
-            weights = weights * weights_S.clamp(item.floor, item.cap)[inputs.sequence_ids]
-    return CorrectionOutputs(masked(weights, inputs.mask), inputs.mask & torch.ones_like(inputs.mask))
+        outputs = CORRECTIONS[type(item)](inputs, item)
+        kept = kept & outputs.kept
+        weights = weights * masked(outputs.weights.detach(), inputs.mask)
+        clip_low, clip_high = _narrower(clip_low, outputs.clip_low), _narrower(clip_high, outputs.clip_high)
+    return CorrectionOutputs(masked(weights, kept), kept, clip_low, clip_high)
+
+
+def _narrower(first: float | None, second: float | None) -> float | None:
+    return min((value for value in (first, second) if value is not None), default=None)
+
+
+@functools.cache
+def _user_function(path: str) -> Callable[..., Any]:
+    """One import a process: a file named by its path would run again at every micro-batch."""
+    return load_function(path, "algorithm.corrections.path")

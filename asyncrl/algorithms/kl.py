@@ -1,7 +1,10 @@
-"""Estimators of KL(policy || reference) from the sampled token alone, one value a token.
+"""Estimators of KL(policy || reference) from the sampled token alone, one value a token, and what a penalty makes of them.
 
-k1 is unbiased and may be negative; k2 is biased, low variance; k3 is unbiased and never negative. `cap` bounds a value to
-[-cap, cap], with gradient 0 outside. Source: Schulman 2020, "Approximating KL divergence". Called by algorithms/diagnostics.py.
+Legend: N tokens, d = logprobs - reference. k1 is unbiased and may be negative; k2 is biased, low variance; k3 is unbiased and
+never negative. That is said of the values: differentiated as they stand on the policy's own samples, k1's gradient is zero on
+average, k3's is that of KL(reference || policy), and k2's is the unbiased one. Source: Schulman 2020, "Approximating KL
+divergence"; on the gradients: Liu et al. 2025 (arXiv 2510.01555). Called by algorithms/loss_terms.py, diagnostics.py and
+learner/step.py.
 """
 
 from __future__ import annotations
@@ -10,7 +13,14 @@ from collections.abc import Callable
 
 import torch
 
+from asyncrl.algorithms.ratios import LOG_RATIO_LIMIT, log_ratio
+from asyncrl.algorithms.types import masked
+from asyncrl.config.algorithm import KLConfig
+
 KLEstimator = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+MAX_ADAPTIVE_ERROR = 0.2
+"""Bound of the relative error that the adaptive coefficient answers to."""
 
 
 def k1(logprobs: torch.Tensor, reference_logprobs: torch.Tensor) -> torch.Tensor:
@@ -24,14 +34,88 @@ def k2(logprobs: torch.Tensor, reference_logprobs: torch.Tensor) -> torch.Tensor
 
 
 def k3(logprobs: torch.Tensor, reference_logprobs: torch.Tensor) -> torch.Tensor:
-    """Return exp(-d) - 1 + d."""
-    difference = logprobs - reference_logprobs
+    """Return exp(-d) - 1 + d, with d held within plus and minus LOG_RATIO_LIMIT (verl does the same)."""
+    difference = (logprobs - reference_logprobs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     return torch.expm1(-difference) + difference
 
 
 KL_ESTIMATORS: dict[str, KLEstimator] = {"k1": k1, "k2": k2, "k3": k3}
 
 
-def capped(kl: torch.Tensor, cap: float) -> torch.Tensor:
-    """Return `kl` bounded to [-cap, cap]."""
-    return kl.clamp(-cap, cap)
+def capped(kl: torch.Tensor, cap: float | None) -> torch.Tensor:
+    """Return `kl` bounded to [-cap, cap], with gradient 0 outside; None: as it is.
+
+    Source: verl `kl_penalty` (k3), AReaL `KLEstimator` and OpenRLHF `compute_approx_kl` (all three), each with cap 10.
+    """
+    return kl if cap is None else kl.clamp(-cap, cap)
+
+
+def kl_penalty(
+    logprobs: torch.Tensor,
+    proximal_logprobs: torch.Tensor,
+    reference_logprobs: torch.Tensor,
+    mask: torch.Tensor,
+    config: KLConfig,
+) -> torch.Tensor:
+    """Return the penalty [N] to add to the loss, without coefficient; 0 at masked tokens.
+
+    `config.gradient` says what is differentiated. `own`: the estimator. `k2`: the value stays the estimator's, the gradient is
+    that of k2, d (straight through), and 0 where the cap holds the value. `ratio`: the estimator times current / proximal, with
+    the gradient through both; unbiased where the proximal policy sampled the token.
+
+    Args:
+        logprobs: float [N], current policy, with gradient.
+        proximal_logprobs: float [N]; read only where `config.gradient` is `ratio`.
+        reference_logprobs: float [N].
+        mask: bool [N].
+        config: `estimator`, `gradient` and `cap` are read.
+
+    Source: `k2`: verl's `k3+` and the gradient analysis of arXiv 2510.01555; `ratio`: DeepSeek-V3.2 (arXiv 2512.02556), TRL
+    `use_bias_correction_kl`.
+    """
+    current, reference = masked(logprobs, mask), masked(reference_logprobs.detach(), mask)
+    free = KL_ESTIMATORS[config.estimator](current, reference)
+    value = capped(free, config.cap)
+    if config.gradient == "k2":
+        inside = torch.ones_like(mask) if config.cap is None else free.detach().abs() <= config.cap
+        square = masked(k2(current, reference), inside)
+        return value.detach() + square - square.detach()
+    if config.gradient == "ratio":
+        return value * log_ratio(logprobs, proximal_logprobs.detach(), mask).exp()
+    return value
+
+
+@torch.no_grad()
+def kl_for_rewards(
+    logprobs: torch.Tensor, reference_logprobs: torch.Tensor, mask: torch.Tensor, config: KLConfig
+) -> torch.Tensor:
+    """Return the estimate [N] to take from each token's reward, times the coefficient; detached, 0 at masked tokens.
+
+    Args:
+        logprobs: float [N], of the policy that the KL is of: the proximal one.
+        reference_logprobs: float [N].
+        mask: bool [N].
+        config: `estimator` and `cap` are read.
+
+    Source: InstructGPT (arXiv 2203.02155), equation 2; verl `apply_kl_penalty`.
+    """
+    return capped(KL_ESTIMATORS[config.estimator](masked(logprobs, mask), masked(reference_logprobs, mask)), config.cap)
+
+
+def next_coefficient(coefficient: float, *, measured_kl: float, target: float, horizon: int, num_samples: int) -> float:
+    """Return the KL coefficient after a step whose mean KL was measured.
+
+    coefficient * (1 + e * n), e = clip(measured_kl / target - 1, -0.2, 0.2), n = num_samples / horizon, at most 1 (beyond 5 the
+    coefficient would turn negative).
+
+    Args:
+        coefficient: The one in force, over 0.
+        measured_kl: Mean over the step's trained tokens.
+        target: Over 0.
+        horizon: Samples.
+        num_samples: Samples of the step.
+
+    Source: Ziegler et al. 2019 (arXiv 1909.08593), section 2.2; verl `AdaptiveKLController`.
+    """
+    error = min(max(measured_kl / target - 1.0, -MAX_ADAPTIVE_ERROR), MAX_ADAPTIVE_ERROR)
+    return coefficient * (1.0 + error * min(num_samples / horizon, 1.0))

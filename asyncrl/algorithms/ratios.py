@@ -1,4 +1,7 @@
-"""Importance ratios between two policies, bounded so that `exp` stays finite. Called by losses, corrections and diagnostics."""
+"""Importance ratios between two policies, bounded so that `exp` stays finite. Called by losses, corrections and diagnostics.
+
+Legend: N tokens, S sequences. Statistics of a sequence are over the tokens a mask names.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +18,26 @@ def log_ratio(numerator: torch.Tensor, denominator: torch.Tensor, mask: torch.Te
     return masked(numerator - denominator, mask).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
-def sequence_ratio(numerator: torch.Tensor, denominator: torch.Tensor, inputs: LossInputs) -> torch.Tensor:
-    """Return [S], the product of numerator / denominator over each sequence's trained tokens, detached."""
-    difference = masked(numerator.detach() - denominator.detach(), inputs.mask)
-    log_product_S = segment_sum(difference, inputs.sequence_ids, inputs.num_sequences)
-    return log_product_S.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+def bounded_exp(log_values: torch.Tensor) -> torch.Tensor:
+    """Return exp of values held within plus and minus LOG_RATIO_LIMIT, with gradient 0 outside."""
+    return log_values.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+
+
+def log_rho(inputs: LossInputs) -> torch.Tensor:
+    """Return proximal - behaviour [N], detached and unbounded, 0 at masked tokens."""
+    return masked(inputs.proximal_logprobs.detach() - inputs.behaviour_logprobs.detach(), inputs.mask)
+
+
+def sequence_sum(values: torch.Tensor, inputs: LossInputs) -> torch.Tensor:
+    """Return [S], the sum of `values` [N] over each sequence's trained tokens."""
+    return segment_sum(masked(values, inputs.mask), inputs.sequence_ids, inputs.num_sequences)
+
+
+def sequence_mean(values: torch.Tensor, mask: torch.Tensor, inputs: LossInputs) -> torch.Tensor:
+    """Return [S], the mean of `values` [N] over each sequence's tokens in `mask` [N]; 0 where there is none."""
+    sums_S = segment_sum(masked(values, mask), inputs.sequence_ids, inputs.num_sequences)
+    lengths_S = segment_sum(mask.to(values.dtype), inputs.sequence_ids, inputs.num_sequences)
+    return sums_S / lengths_S.clamp(min=1)
 
 
 def effective_sample_size(weights: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 from asyncrl.config.algorithm import AlgorithmConfig
 from asyncrl.config.corrections import (
-    WEIGHTING,
     WHOLE_UPDATE,
     MaskedGeometric,
     MaskedSequence,
@@ -18,6 +17,7 @@ from asyncrl.config.corrections import (
     OffPolicySequenceMask,
     TruncatedSequence,
     TruncatedToken,
+    is_importance_weight,
 )
 from asyncrl.config.learner import LearnerConfig
 from asyncrl.errors import ConfigError
@@ -123,7 +123,7 @@ def _check_advantage(algorithm: AlgorithmConfig) -> None:
 
 def _check_corrections(algorithm: AlgorithmConfig, learner: LearnerConfig) -> None:
     rule = LOSS_RULES.get(algorithm.loss, LossRule())
-    weighting = [item for item in algorithm.corrections if _weighs(item)]
+    weighting = [item for item in algorithm.corrections if is_importance_weight(item)]
     if rule.own_importance_weight and weighting and algorithm.kind == "policy":
         raise ConfigError(
             f"algorithm.loss = {algorithm.loss!r} has its importance weight inside, and the correction "
@@ -175,10 +175,6 @@ def _check_preferences(algorithm: AlgorithmConfig) -> None:
         )
     if preference.loss == "ipo" and preference.label_smoothing:
         raise ConfigError("algorithm.preference.label_smoothing is of the sigmoid loss; ipo has none: set it to 0")
-
-
-def _weighs(item: object) -> bool:
-    return isinstance(item, WEIGHTING) or (isinstance(item, MaskedSequence | MaskedGeometric) and item.weight != "none")
 
 
 def _kind(item: object) -> str:

@@ -116,4 +116,10 @@ WHOLE_UPDATE = (SecondMomentMask, SecondMomentClip)
 WEIGHTING = (TruncatedToken, TruncatedSequence, MaskedToken)
 """Corrections whose weight is an importance weight (masked_sequence and masked_geometric too, unless `weight` is none)."""
 
+
+def is_importance_weight(item: CorrectionConfig) -> bool:
+    """Return whether a correction of ours weighs tokens by rho; of a user's own nothing is known."""
+    return isinstance(item, WEIGHTING) or (isinstance(item, MaskedSequence | MaskedGeometric) and item.weight != "none")
+
+
 Probability = Annotated[float, Meta(ge=0, le=1)]

@@ -54,7 +54,8 @@ class Trajectories:
         cls, rewards: FloatArray, values: FloatArray, bootstrap_values: FloatArray, discounts: FloatArray
     ) -> Trajectories:
         """Return rows whose `discounts` [S, T] are 0 where an episode ends; `bootstrap_values` [S] come last (IMPALA)."""
-        return cls(rewards, values, _one_later(values, bootstrap_values), discounts, discounts)
+        next_values = np.concatenate([values, bootstrap_values[:, None]], axis=1)[:, 1:]
+        return cls(rewards, values, next_values, discounts, discounts)
 
     @classmethod
     def of_samples(cls, rewards: FloatArray, values: FloatArray, gamma: float) -> Trajectories:
@@ -160,8 +161,8 @@ def vtrace_of_trajectories(
     weights = np.exp(np.clip(log_ratios, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
     deltas = _bounded(weights, rho_bar) * (rows.rewards + rows.bootstrap_discounts * rows.next_values - rows.values)
     targets = rows.values + backwards(deltas, rows.trace_discounts * _bounded(weights, c_bar))
-    goes_on = rows.trace_discounts > 0.0
-    next_targets = np.where(goes_on, _one_later(targets, rows.next_values[:, -1:]), rows.next_values)
+    next_targets = rows.next_values.copy()
+    next_targets[:, :-1] = np.where(rows.trace_discounts[:, :-1] > 0.0, targets[:, 1:], rows.next_values[:, :-1])
     differences = rows.rewards + rows.bootstrap_discounts * next_targets - rows.values
     return AdvantageOutputs(_bounded(weights, pg_rho_bar) * differences, targets)
 
@@ -207,11 +208,6 @@ def _places_on_the_left(mask: Mask) -> Mask:
     lengths_S = mask.sum(axis=1)
     places: Mask = np.arange(lengths_S.max(initial=0)) < lengths_S[:, None]
     return places
-
-
-def _one_later(values: FloatArray, last: FloatArray) -> FloatArray:
-    moved: FloatArray = np.concatenate([values[:, 1:], last.reshape(-1, 1)], axis=1)[:, : values.shape[1]]
-    return moved
 
 
 def _bounded(weights: FloatArray, bound: float | None) -> FloatArray:

@@ -1,0 +1,239 @@
+"""Recursions over tokens against plain loops, and the identities between them. Masked tokens hold NaN throughout."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from asyncrl.algorithms import ratios, returns
+from asyncrl.algorithms.returns import Trajectories
+
+NUMBERS = st.floats(-3, 3, width=32)
+FRACTIONS = st.floats(0, 1)
+CLOSE = {"rtol": 1e-9, "atol": 1e-9}
+quick = settings(max_examples=60, deadline=None)
+
+
+@st.composite
+def rows_of(draw, count, ends=0):
+    """`count` arrays [S, T] with NaN where the mask, which comes last, is false; `ends` bool arrays before it."""
+    shape = draw(st.tuples(st.integers(1, 4), st.integers(1, 7)))
+    mask = draw(hnp.arrays(np.bool_, shape))
+    arrays = [np.where(mask, draw(hnp.arrays(np.float64, shape, elements=NUMBERS)), np.nan) for _ in range(count)]
+    return *arrays, *(draw(hnp.arrays(np.bool_, shape)) for _ in range(ends)), mask
+
+
+def slow_returns(rewards, mask, gamma):
+    out = np.zeros(mask.shape)
+    for s in range(mask.shape[0]):
+        later = 0.0
+        for t in reversed(range(mask.shape[1])):
+            if mask[s, t]:
+                later = rewards[s, t] + gamma * later
+                out[s, t] = later
+    return out
+
+
+def slow_gae(rewards, values, mask, gamma, gae_lambda, gaps):
+    advantages, targets = np.zeros(mask.shape), np.zeros(mask.shape)
+    for s in range(mask.shape[0]):
+        next_value = next_advantage = 0.0
+        for t in reversed(range(mask.shape[1])):
+            if mask[s, t]:
+                delta = rewards[s, t] + gamma * next_value - values[s, t]
+                next_advantage = delta + gamma * gae_lambda * next_advantage
+                next_value = values[s, t]
+                advantages[s, t], targets[s, t] = next_advantage, next_advantage + next_value
+            elif gaps == "discount":
+                next_advantage = gamma * next_value + gamma * gae_lambda * next_advantage
+                next_value = 0.0
+    return advantages, targets
+
+
+def slow_vtrace(rewards, values, log_ratios, mask, gamma, rho_bar, c_bar):
+    """The n-step sum of IMPALA's equation 1, term by term, over the trained tokens of a row."""
+    advantages, targets = np.zeros(mask.shape), np.zeros(mask.shape)
+    for s in range(mask.shape[0]):
+        tokens = np.flatnonzero(mask[s])
+        weights = [float(np.exp(log_ratios[s, t])) for t in tokens]
+        value = [values[s, t] for t in tokens] + [0.0]
+        reward = [rewards[s, t] for t in tokens]
+        vs = [0.0] * (len(tokens) + 1)
+        for start in range(len(tokens)):
+            vs[start], trace = value[start], 1.0
+            for later in range(start, len(tokens)):
+                delta = min(weights[later], rho_bar) * (reward[later] + gamma * value[later + 1] - value[later])
+                vs[start] += gamma ** (later - start) * trace * delta
+                trace *= min(weights[later], c_bar)
+        for i, t in enumerate(tokens):
+            targets[s, t] = vs[i]
+            advantages[s, t] = min(weights[i], rho_bar) * (reward[i] + gamma * vs[i + 1] - value[i])
+    return advantages, targets
+
+
+@quick
+@given(rows=rows_of(1), gamma=FRACTIONS)
+def test_returns_are_those_of_a_loop(rows, gamma):
+    np.testing.assert_allclose(returns.discounted_returns(*rows, gamma), slow_returns(*rows, gamma), **CLOSE)
+
+
+@pytest.mark.parametrize("gaps", ["skip", "discount"])
+@quick
+@given(rows=rows_of(2), gamma=FRACTIONS, gae_lambda=FRACTIONS)
+def test_gae_is_that_of_a_loop(gaps, rows, gamma, gae_lambda):
+    outputs = returns.gae(*rows, gamma=gamma, gae_lambda=gae_lambda, gaps=gaps)
+    advantages, targets = slow_gae(*rows, gamma, gae_lambda, gaps)
+    np.testing.assert_allclose(outputs.advantages, advantages, **CLOSE)
+    np.testing.assert_allclose(outputs.returns, targets, **CLOSE)
+
+
+@quick
+@given(rows=rows_of(3), gamma=FRACTIONS, rho_bar=st.floats(0.1, 4), c_bar=st.floats(0.1, 4))
+def test_vtrace_is_the_sum_of_the_paper(rows, gamma, rho_bar, c_bar):
+    outputs = returns.vtrace(*rows, gamma=gamma, rho_bar=rho_bar, c_bar=c_bar)
+    advantages, targets = slow_vtrace(*rows, gamma, rho_bar, c_bar)
+    np.testing.assert_allclose(outputs.advantages, advantages, rtol=1e-8, atol=1e-8)
+    np.testing.assert_allclose(outputs.returns, targets, rtol=1e-8, atol=1e-8)
+
+
+@quick
+@given(rows=rows_of(2), gamma=FRACTIONS)
+def test_vtrace_on_policy_is_gae_with_lambda_1(rows, gamma):
+    rewards, values, mask = rows
+    of_vtrace = returns.vtrace(rewards, values, np.where(mask, 0.0, np.nan), mask, gamma=gamma, rho_bar=1.0, c_bar=1.0)
+    of_gae = returns.gae(rewards, values, mask, gamma=gamma, gae_lambda=1.0, gaps="skip")
+    np.testing.assert_allclose(of_vtrace.advantages, of_gae.advantages, **CLOSE)
+    np.testing.assert_allclose(of_vtrace.returns, of_gae.returns, **CLOSE)
+
+
+@quick
+@given(rows=rows_of(2), gamma=FRACTIONS)
+def test_returns_of_gae_with_lambda_1_are_the_discounted_rewards_whatever_the_critic_says(rows, gamma):
+    rewards, values, mask = rows
+    of_gae = returns.gae(rewards, values, mask, gamma=gamma, gae_lambda=1.0, gaps="skip")
+    np.testing.assert_allclose(of_gae.returns, returns.discounted_returns(rewards, mask, gamma), **CLOSE)
+
+
+@quick
+@given(rows=rows_of(1))
+def test_without_discount_a_return_is_the_sum_of_later_rewards(rows):
+    rewards, mask = rows
+    sums = np.cumsum(np.where(mask, rewards, 0.0)[:, ::-1], axis=1)[:, ::-1]
+    np.testing.assert_allclose(returns.discounted_returns(rewards, mask, 1.0), np.where(mask, sums, 0.0), **CLOSE)
+
+
+@quick
+@given(rows=rows_of(2), gamma=FRACTIONS)
+def test_gae_with_lambda_0_is_the_temporal_difference(rows, gamma):
+    rewards, values, mask = rows
+    outputs = returns.gae(rewards, values, mask, gamma=gamma, gae_lambda=0.0, gaps="skip")
+    for s in range(len(mask)):
+        tokens = np.flatnonzero(mask[s])
+        following = np.append(values[s, tokens[1:]], 0.0) if len(tokens) else np.zeros(0)
+        expected = rewards[s, tokens] + gamma * following - values[s, tokens]
+        np.testing.assert_allclose(outputs.advantages[s, tokens], expected, **CLOSE)
+
+
+@quick
+@given(rows=rows_of(2), gamma=st.floats(0.1, 0.9), gae_lambda=st.floats(0.1, 0.9))
+def test_the_two_treatments_of_gaps_agree_where_there_are_none(rows, gamma, gae_lambda):
+    rewards, values, mask = rows
+    padded_on_the_right = np.arange(mask.shape[1]) < mask.sum(axis=1)[:, None]
+    packed = [np.full(mask.shape, np.nan) for _ in range(2)]
+    for target, source in zip(packed, (rewards, values), strict=True):
+        target[padded_on_the_right] = source[mask]
+    options = {"gamma": gamma, "gae_lambda": gae_lambda}
+    skipped = returns.gae(*packed, padded_on_the_right, **options, gaps="skip")
+    discounted = returns.gae(*packed, padded_on_the_right, **options, gaps="discount")
+    np.testing.assert_allclose(skipped.advantages, discounted.advantages, **CLOSE)
+    np.testing.assert_allclose(skipped.returns, discounted.returns, **CLOSE)
+
+
+def test_a_gap_costs_nothing_when_skipped_and_gamma_lambda_a_token_when_not():
+    rewards, values = np.array([[0.0, np.nan, np.nan, 1.0]]), np.array([[0.0, np.nan, np.nan, 0.0]])
+    mask = np.array([[True, False, False, True]])
+    skipped = returns.gae(rewards, values, mask, gamma=0.5, gae_lambda=0.5, gaps="skip")
+    discounted = returns.gae(rewards, values, mask, gamma=0.5, gae_lambda=0.5, gaps="discount")
+    np.testing.assert_allclose(skipped.advantages, [[0.25, 0.0, 0.0, 1.0]])
+    np.testing.assert_allclose(discounted.advantages, [[0.25**3, 0.0, 0.0, 1.0]])
+
+
+@quick
+@given(rows=rows_of(3, ends=2), gamma=st.floats(0.5, 1), gae_lambda=FRACTIONS)
+def test_episodes_in_one_row_do_not_see_each_other(rows, gamma, gae_lambda):
+    """Each episode alone, in a row of its own, gives the same numbers as all of them in one row."""
+    rewards, values, log_ratios, done, terminated, mask = rows
+    rewards, values, log_ratios = (np.where(mask, x, 0.5) for x in (rewards, values, log_ratios))
+    terminated &= done
+    next_values = np.concatenate([values[:, 1:], np.ones((len(values), 1))], axis=1) + 7.0 * done
+    together = Trajectories.of_episodes(rewards, values, next_values, done, terminated, gamma)
+    bounds = {"rho_bar": 1.5, "c_bar": 1.0, "pg_rho_bar": None}
+    of_gae = returns.gae_of_trajectories(together, gae_lambda)
+    of_vtrace = returns.vtrace_of_trajectories(together, log_ratios, **bounds)
+    for s in range(len(values)):
+        ends = [*np.flatnonzero(done[s]), values.shape[1] - 1]
+        start = 0
+        for end in sorted(set(ends)):
+            part = (slice(s, s + 1), slice(start, end + 1))
+            alone = Trajectories.of_episodes(rewards[part], values[part], next_values[part], done[part], terminated[part], gamma)
+            alone_gae = returns.gae_of_trajectories(alone, gae_lambda)
+            alone_vtrace = returns.vtrace_of_trajectories(alone, log_ratios[part], **bounds)
+            np.testing.assert_allclose(of_gae.advantages[part], alone_gae.advantages, **CLOSE)
+            np.testing.assert_allclose(of_gae.returns[part], alone_gae.returns, **CLOSE)
+            np.testing.assert_allclose(of_vtrace.advantages[part], alone_vtrace.advantages, **CLOSE)
+            np.testing.assert_allclose(of_vtrace.returns[part], alone_vtrace.returns, **CLOSE)
+            start = end + 1
+
+
+@quick
+@given(rows=rows_of(2), gamma=st.floats(0.1, 1))
+def test_cut_episodes_of_torchrl_and_discounts_of_torchbeast_agree(rows, gamma):
+    rewards, log_ratios, mask = rows
+    rewards, log_ratios = np.where(mask, rewards, 0.0), np.where(mask, log_ratios, 0.0)
+    values, ends = rewards[::-1] * 0.7, mask
+    after = np.arange(len(values), dtype=np.float64)
+    next_values = np.concatenate([values[:, 1:], after[:, None]], axis=1)
+    by_ends = Trajectories.of_episodes(rewards, values, next_values, ends, ends, gamma)
+    by_discounts = Trajectories.of_discounts(rewards, values, after, np.where(ends, 0.0, gamma))
+    bounds = {"rho_bar": None, "c_bar": 1.2, "pg_rho_bar": 2.0}
+    first = returns.vtrace_of_trajectories(by_ends, log_ratios, **bounds)
+    second = returns.vtrace_of_trajectories(by_discounts, log_ratios, **bounds)
+    np.testing.assert_allclose(first.advantages, second.advantages, **CLOSE)
+    np.testing.assert_allclose(first.returns, second.returns, **CLOSE)
+
+
+def test_unbounded_weights_stay_finite():
+    rows = Trajectories.of_samples(np.ones((1, 2)), np.zeros((1, 2)), 1.0)
+    outputs = returns.vtrace_of_trajectories(rows, np.array([[1e6, -1e6]]), rho_bar=None, c_bar=None, pg_rho_bar=None)
+    assert np.isfinite(outputs.advantages).all()
+    assert np.isfinite(outputs.returns).all()
+    assert outputs.advantages[0, 1] == pytest.approx(np.exp(-returns.LOG_RATIO_LIMIT))
+
+
+def test_the_bound_of_log_ratios_is_that_of_the_losses():
+    assert returns.LOG_RATIO_LIMIT == ratios.LOG_RATIO_LIMIT
+
+
+@quick
+@given(rows=rows_of(1))
+def test_moving_to_the_left_keeps_order_and_is_undone(rows):
+    values, mask = rows
+    moved = returns.to_the_left(values, mask)
+    assert moved.shape == (len(mask), mask.sum(axis=1).max())
+    for s in range(len(mask)):
+        length = mask[s].sum()
+        np.testing.assert_array_equal(moved[s, :length], values[s, mask[s]])
+        assert (moved[s, length:] == 0).all()
+    np.testing.assert_array_equal(returns.to_places(moved, mask), np.where(mask, values, 0.0))
+
+
+@pytest.mark.parametrize("shape", [(0, 0), (0, 3), (2, 0), (2, 3)])
+def test_nothing_trained_gives_zeros(shape):
+    nothing, mask = np.full(shape, np.nan), np.zeros(shape, dtype=bool)
+    for gaps in ("skip", "discount"):
+        outputs = returns.gae(nothing, nothing, mask, gamma=1.0, gae_lambda=1.0, gaps=gaps)
+        np.testing.assert_array_equal(outputs.advantages, np.zeros(shape))
+    np.testing.assert_array_equal(returns.discounted_returns(nothing, mask, 1.0), np.zeros(shape))
+    outputs = returns.vtrace(nothing, nothing, nothing, mask, gamma=1.0, rho_bar=1.0, c_bar=1.0)
+    np.testing.assert_array_equal(outputs.returns, np.zeros(shape))

@@ -13,7 +13,9 @@ import msgspec
 import tomli_w
 
 from asyncrl.config.algorithm_rules import check_algorithm
+from asyncrl.config.data_rules import check_data
 from asyncrl.config.explain import explained
+from asyncrl.config.inference_rules import check_inference
 from asyncrl.config.run import RunConfig
 from asyncrl.config.stages import ScratchModel, TransformersEngineConfig
 from asyncrl.errors import ConfigError
@@ -74,6 +76,8 @@ def check_config(config: RunConfig) -> None:
         ConfigError: Two fields contradict each other; the message names both.
     """
     check_algorithm(config.algorithm, config.learner)
+    check_data(config)
+    check_inference(config)
     group_size = config.algorithm.group_size
     if config.buffer.min_group_members > max(group_size, 2):
         raise ConfigError(

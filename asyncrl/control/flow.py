@@ -20,7 +20,8 @@ from asyncrl.buffer.events import BufferInstruction, GroupMoved, Reissue, ScoreM
 from asyncrl.clock import Clock
 from asyncrl.config.run import RunConfig
 from asyncrl.control.evaluation import Evaluation, sampling_of
-from asyncrl.control.peers import Peers, ScoringDesk
+from asyncrl.control.peers import Peers
+from asyncrl.control.scoring import ScoringDesk, infer_request
 from asyncrl.generate.admission import (
     Admission,
     AdmissionEvent,
@@ -39,7 +40,7 @@ from asyncrl.generate.admission import (
     Resumed,
     VersionIsLive,
 )
-from asyncrl.schema.samples import GroupWork, Sample, SampleFailure, Score
+from asyncrl.schema.samples import GroupWork, InferResult, Sample, SampleFailure, Score, ScoreRequest
 from asyncrl.schema.status import ExternalGroup, SubmitResult
 from asyncrl.tasks.sampler import PromptSequence
 
@@ -59,7 +60,7 @@ class Flow:
         self.buffer = buffer
         self.admission = admission
         self.evaluation: Evaluation | None = None
-        self.desk = ScoringDesk()
+        self.desk = ScoringDesk({model.name: model.weight for model in config.inference.reward_models})
         self.refused_samples = 0
         self.generated_tokens = 0
         self.changed: Callable[[], None] = lambda: None
@@ -94,10 +95,10 @@ class Flow:
         self.follow(self.buffer.generator_lost(name, self._clock.now()))
         self.pump()
 
-    def reward_worker_dead(self, name: str) -> None:
-        """Ask others for the scores it owed."""
-        for verdict in self.desk.worker_lost(name):
-            self.take_score(verdict, lambda: None)
+    def judge_dead(self, name: str) -> None:
+        """Ask others for what a reward or inference worker owed."""
+        for score in self.desk.worker_lost(name):
+            self._enter_score(score, lambda: None)
         self.pump()
 
     def hold(self, *, evaluation_too: bool) -> None:
@@ -124,7 +125,7 @@ class Flow:
         if sample.purpose == "eval":
             request = self.evaluation.take_sample(sample) if self.evaluation is not None else None
             if request is not None:
-                self.desk.ask(request)
+                self._ask_score(request, sample)
             ack()
         else:
             self._settle(self.buffer.add_sample(sample, self._clock.now(), ack))
@@ -142,16 +143,19 @@ class Flow:
         self._tell(MembersFinished(generator))
         self.pump()
 
-    def take_score(self, score: Score, ack: Callable[[], None]) -> None:
-        """Store a reward, or the reason why there is none."""
-        self.desk.answered(score)
-        if score.purpose == "eval":
-            if self.evaluation is not None:
-                self.evaluation.take_verdict(score)
+    def take_answer(self, answer: Score | InferResult, ack: Callable[[], None]) -> Score | None:
+        """Take in what a reward or inference worker says; return the score where it is complete with that.
+
+        An answer that completes nothing is acknowledged at once: were it held back until the other half came, full windows of
+        halves could wait for each other.
+        """
+        score = self.desk.take(answer)
+        if score is None:
             ack()
         else:
-            self._settle(self.buffer.add_score(score, self._clock.now(), ack))
+            self._enter_score(score, ack)
         self.pump()
+        return score
 
     def submit(self, group: ExternalGroup) -> SubmitResult:
         """Take in a group that outside code generated."""
@@ -170,22 +174,23 @@ class Flow:
     def pick_up(self) -> None:
         """After a resume: ask again for every score that had not come, hand out again every group that is with nobody."""
         for request in self.buffer.outstanding_scores():
-            self.desk.ask(request)
+            self._ask_score(request, self.buffer.sample(request.group_id, request.index))
         self.follow(self.buffer.unplaced())
 
     def follow(self, instructions: Iterable[BufferInstruction]) -> None:
         """Carry out what the buffer asks for."""
         for item in instructions:
             if isinstance(item, ScoreMember):
-                self.desk.ask(self.buffer.score_request(item.group_id, item.index))
+                request = self.buffer.score_request(item.group_id, item.index)
+                self._ask_score(request, self.buffer.sample(item.group_id, item.index))
             elif isinstance(item, Reissue):
                 self._tell(GroupLost(item.group_id, len(item.indices), item.version))
             elif isinstance(item, GroupMoved):
                 self._note_move(item)
             elif isinstance(item, ScreenLifted):
                 log.warning(
-                    "%d groups in a row taught nothing (%s) and were dropped; from group %d on such groups are trained all the same "
-                    "(algorithm.max_resamples): the task is too easy, too hard, or its answers do not fit",
+                    "%d groups in a row taught nothing (%s) and were dropped; from group %d on such groups are trained all the "
+                    "same (algorithm.max_resamples): the task is too easy, too hard, or its answers do not fit",
                     item.num_dropped, item.reason, item.group_id,
                 )  # fmt: skip
 
@@ -196,8 +201,27 @@ class Flow:
             peer = self._peers.get(name)
             while outbox and peer is not None and peer.offer(outbox[0]):
                 outbox.popleft()
-        self.desk.dispatch(self._peers.of("reward"))
+        self.desk.dispatch(self._peers)
         self.changed()
+
+    def _ask_score(self, request: ScoreRequest, sample: Sample) -> None:
+        """Ask the rules, the models, or both, as the config and the sample's purpose want it."""
+        config = self._config
+        asks_models = bool(config.inference.reward_models) or (config.has_reference_worker and sample.purpose == "train")
+        self.desk.ask(
+            request if config.has_rules else None,
+            infer_request(sample, self._sampling.temperature) if asks_models else None,
+            self._clock.now(),
+        )
+
+    def _enter_score(self, score: Score, ack: Callable[[], None]) -> None:
+        """Store a reward, or the reason why there is none."""
+        if score.purpose == "eval":
+            if self.evaluation is not None:
+                self.evaluation.take_verdict(score)
+            ack()
+        else:
+            self._settle(self.buffer.add_score(score, self._clock.now(), ack))
 
     def _note_move(self, move: GroupMoved) -> None:
         if move.after == "ready" and move.before in {"running", "scoring"}:

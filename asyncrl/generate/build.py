@@ -13,11 +13,12 @@ from typing import cast
 
 from asyncrl.clock import Clock
 from asyncrl.config.run import RunConfig
-from asyncrl.config.stages import FakeEngineConfig, PretrainedModel, TransformersEngineConfig
+from asyncrl.config.stages import FakeEngineConfig, PretrainedModel, ReplayEngineConfig, TransformersEngineConfig
 from asyncrl.errors import ConfigError
 from asyncrl.generate.engine import Engine
 from asyncrl.generate.fake_engine import FakeEngine
 from asyncrl.generate.prompt_codec import ByteCodec, PromptCodec, TokenizerCodec
+from asyncrl.generate.replay_engine import ReplayCodec, ReplayEngine
 
 Built = tuple[Engine, PromptCodec]
 
@@ -57,6 +58,13 @@ def _fake(config: RunConfig, model_folder: Path, clock: Clock) -> Built:
     return FakeEngine(engine_config, clock), ByteCodec(engine_config.vocabulary_size)
 
 
+def _replay(config: RunConfig, model_folder: Path, clock: Clock) -> Built:
+    del clock
+    trust = isinstance(config.model, PretrainedModel) and config.model.trust_remote_code
+    engine = ReplayEngine(cast("ReplayEngineConfig", config.generate.engine))
+    return engine, ReplayCodec(TokenizerCodec(model_folder, trust_remote_code=trust))
+
+
 def _vllm(config: RunConfig, model_folder: Path, clock: Clock) -> Built:
     del config, model_folder, clock
     raise ConfigError("vllm engine not built yet; use generate.engine.kind = 'transformers'")
@@ -65,5 +73,6 @@ def _vllm(config: RunConfig, model_folder: Path, clock: Clock) -> Built:
 _BUILDERS: dict[object, Callable[[RunConfig, Path, Clock], Built]] = {
     "transformers": _transformers,
     "fake": _fake,
+    "replay": _replay,
     "vllm": _vllm,
 }

@@ -32,6 +32,8 @@ class EngineRequest:
     seed: int
     group_key: str = ""
     """Requests with the same non-empty key have the same prompt and may share its prefill."""
+    answer_ids: tuple[int, ...] = ()
+    """What an engine that replays gives back; others do not look at it."""
 
 
 @dataclass(frozen=True, slots=True)

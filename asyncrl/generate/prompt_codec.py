@@ -26,6 +26,10 @@ class PromptCodec(Protocol):
         """Return a completion's text, without special tokens."""
         ...
 
+    def answer(self, prompt: Prompt, index: int) -> tuple[int, ...]:
+        """Return the tokens that member `index` is to be given back, end of sequence included; none where they are generated."""
+        ...
+
 
 class TokenizerCodec:
     """The tokenizer in the model's folder, loaded when the first prompt needs it."""
@@ -54,6 +58,25 @@ class TokenizerCodec:
         """Return the text, special tokens left out and spaces left as they are."""
         text: str = self._loaded().decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return text
+
+    def answer(self, prompt: Prompt, index: int) -> tuple[int, ...]:  # noqa: ARG002 - the protocol's signature
+        """Return nothing: completions are generated."""
+        return ()
+
+    def encode_answer(self, text: str) -> tuple[int, ...]:
+        """Return a completion's token ids with the end-of-sequence token after them, as a model would have sampled it.
+
+        Raises:
+            GenerationError: It cannot be tokenised, or the tokenizer has no end-of-sequence token.
+        """
+        tokenizer = self._loaded()
+        if tokenizer.eos_token_id is None:
+            raise GenerationError(f"the tokenizer in {self._model_folder} has no end-of-sequence token")
+        try:
+            ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        except Exception as error:
+            raise GenerationError(f"answer {text[:80]!r} cannot be tokenised: {type(error).__name__}: {error}") from error
+        return (*ids, tokenizer.eos_token_id)
 
     def _loaded(self) -> Any:  # noqa: ANN401 - transformers is untyped
         if self._tokenizer is None:
@@ -85,3 +108,7 @@ class ByteCodec:
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the ids as words."""
         return " ".join(map(str, token_ids))
+
+    def answer(self, prompt: Prompt, index: int) -> tuple[int, ...]:  # noqa: ARG002 - the protocol's signature
+        """Return nothing: completions are generated."""
+        return ()

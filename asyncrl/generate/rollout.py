@@ -64,7 +64,8 @@ class Rollout:
     async def _run_member(self, work: GroupWork, index: int, prompt_ids: tuple[int, ...]) -> None:
         started_s = self.clock.now()
         try:
-            chunk = await self._complete(_request(work, index, prompt_ids))
+            answer_ids = self.codec.answer(work.prompt, index)
+            chunk = await self._complete(_request(work, index, prompt_ids, answer_ids))
             text = self.codec.decode(chunk.token_ids)
         except GenerationError as error:
             await self.send(_failure(work, index, str(error)))
@@ -110,7 +111,7 @@ def request_id_of(work: GroupWork, index: int) -> str:
     return f"{work.purpose}.g{work.group_id}.{index}.{work.attempt}"
 
 
-def _request(work: GroupWork, index: int, prompt_ids: tuple[int, ...]) -> EngineRequest:
+def _request(work: GroupWork, index: int, prompt_ids: tuple[int, ...], answer_ids: tuple[int, ...]) -> EngineRequest:
     sampling = msgspec.structs.replace(work.sampling, temperature=0.0) if index == work.greedy_index else work.sampling
     return EngineRequest(
         request_id=request_id_of(work, index),
@@ -118,6 +119,7 @@ def _request(work: GroupWork, index: int, prompt_ids: tuple[int, ...]) -> Engine
         sampling=sampling,
         seed=derive_seed(work.seed, work.group_id, index),
         group_key=f"{work.purpose}.g{work.group_id}",
+        answer_ids=answer_ids,
     )
 
 

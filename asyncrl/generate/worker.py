@@ -22,7 +22,7 @@ import psutil
 
 from asyncrl.clock import Clock
 from asyncrl.config.run import RunConfig
-from asyncrl.config.stages import FakeEngineConfig
+from asyncrl.config.stages import FakeEngineConfig, ReplayEngineConfig
 from asyncrl.errors import BroadcastError, ConnectionClosed
 from asyncrl.generate.activity import IdleMeter, WeightsGate
 from asyncrl.generate.build import start_engine
@@ -230,7 +230,7 @@ class GeneratorWorker:
 
     async def _probe_error(self, engine: Engine, probe: Probe | None) -> float:
         """Return how far the engine's probe logprobs are from the learner's; -1 where there is nothing to compare."""
-        if probe is None or isinstance(self._config.generate.engine, FakeEngineConfig):
+        if probe is None or isinstance(self._config.generate.engine, FakeEngineConfig | ReplayEngineConfig):
             return -1.0
         ours = await engine.score(ids_from_bytes(probe.token_ids).tolist())
         error = max((abs(a - b) for a, b in zip(ours, logprobs_from_bytes(probe.logprobs).tolist(), strict=True)), default=0.0)

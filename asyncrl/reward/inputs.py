@@ -22,6 +22,8 @@ class RewardInput(msgspec.Struct, frozen=True):
     """The decoded completion, without special tokens."""
     finish_reason: FinishReason
     num_tokens: int
+    index: int = 0
+    """Which member of its group it is."""
 
 
 RewardFunction = Callable[[RewardInput], "float | Awaitable[float]"]

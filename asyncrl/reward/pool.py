@@ -199,7 +199,7 @@ def _batch_size(mean_s: float) -> int:
 
 
 def _input(request: ScoreRequest) -> RewardInput:
-    return RewardInput(request.prompt, request.text, request.finish_reason, request.num_tokens)
+    return RewardInput(request.prompt, request.text, request.finish_reason, request.num_tokens, request.index)
 
 
 def _first_cause(error: BaseException) -> BaseException:

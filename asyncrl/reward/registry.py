@@ -19,6 +19,8 @@ from asyncrl.config.stages import (
     AnswerMatchReward,
     CodeExecReward,
     FormatCheckReward,
+    OverlongPenalty,
+    PreferenceReward,
     PythonReward,
     ReasoningGymReward,
     RewardConfig,
@@ -30,6 +32,8 @@ from asyncrl.reward.answer_match import build_answer_match
 from asyncrl.reward.code_exec import build_code_exec
 from asyncrl.reward.format_check import build_format_check
 from asyncrl.reward.inputs import RewardFunction, RewardInput
+from asyncrl.reward.overlong import build_overlong
+from asyncrl.reward.preference import build_preference
 from asyncrl.reward.reasoning_gym import build_reasoning_gym
 
 
@@ -159,5 +163,7 @@ _BUILDERS: dict[type, Callable[..., RewardFunction]] = {
     FormatCheckReward: build_format_check,
     CodeExecReward: build_code_exec,
     ReasoningGymReward: build_reasoning_gym,
+    OverlongPenalty: build_overlong,
+    PreferenceReward: build_preference,
     PythonReward: _build_python,
 }

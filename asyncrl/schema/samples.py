@@ -40,6 +40,13 @@ class Prompt(msgspec.Struct, frozen=True):
     """Whatever else the task's own scorer needs (a reasoning-gym entry, unit tests), as JSON text."""
 
 
+class PreferenceAnswers(msgspec.Struct, frozen=True):
+    """What `Prompt.reference_json` of a preferences task holds, as JSON."""
+
+    chosen: str
+    rejected: str
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How tokens are drawn. Behaviour logprobs are those of the distribution that results from all of it."""
 

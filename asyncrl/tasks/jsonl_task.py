@@ -5,17 +5,16 @@ Invariants: no prompt text is in two of {shots, held-out, train}, repeated lines
 
 from __future__ import annotations
 
-import json
 import random
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from asyncrl.config.stages import JsonlTask
 from asyncrl.errors import ConfigError
 from asyncrl.schema.ids import derive_seed
 from asyncrl.schema.samples import ChatMessage, Prompt
+from asyncrl.tasks.json_lines import JsonLine, read_json_lines, text_of
 from asyncrl.tasks.task import TaskData, alphabet_of
 
 
@@ -79,50 +78,25 @@ def _compiled(answer_regex: str) -> re.Pattern[str] | None:
 
 def _read(path: Path, config: JsonlTask, pattern: re.Pattern[str] | None) -> list[_Record]:
     """Return the file's records, first of each prompt; blank lines are skipped."""
-    try:
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except OSError as error:
-        raise ConfigError(f"cannot read task file {path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"task file {path} is not UTF-8: {error}") from error
     records: dict[str, _Record] = {}
-    for number, line in enumerate(lines, start=1):
-        if line.strip():
-            record = _record(line, number, f"{path}:{number}", config, pattern)
-            records.setdefault(record.question, record)
+    for line in read_json_lines(path):
+        record = _record(line, config, pattern)
+        records.setdefault(record.question, record)
     if not records:
         raise ConfigError(f"task file {path} holds no problems")
     return list(records.values())
 
 
-def _record(line: str, number: int, where: str, config: JsonlTask, pattern: re.Pattern[str] | None) -> _Record:
-    try:
-        fields = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{where}: not JSON: {error}") from error
-    if not isinstance(fields, dict):
-        raise ConfigError(f"{where}: a line must be a JSON object, got {type(fields).__name__}")
-    question = _text(fields, config.prompt_field, "task.prompt_field", where)
-    solution = _text(fields, config.answer_field, "task.answer_field", where)
+def _record(line: JsonLine, config: JsonlTask, pattern: re.Pattern[str] | None) -> _Record:
+    question = text_of(line, config.prompt_field, "task.prompt_field")
+    solution = text_of(line, config.answer_field, "task.answer_field")
     answer = solution
     if pattern is not None:
         match = pattern.search(solution)
         if match is None or match.group(1) is None:
-            raise ConfigError(f"{where}: task.answer_regex {pattern.pattern!r} finds nothing in {solution[-80:]!r}")
+            raise ConfigError(f"{line.where}: task.answer_regex {pattern.pattern!r} finds nothing in {solution[-80:]!r}")
         answer = match.group(1).strip()
-    return _Record(number, question, solution, answer, line.strip())
-
-
-def _text(fields: dict[str, Any], name: str, knob: str, where: str) -> str:
-    """Return a field as text; numbers are written out, anything else is refused."""
-    if name not in fields:
-        raise ConfigError(f"{where}: no field {name!r} ({knob}); this line has {', '.join(sorted(fields)) or 'none'}")
-    value = fields[name]
-    if isinstance(value, str):
-        return value
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        return str(value)
-    raise ConfigError(f"{where}: field {name!r} ({knob}) must be text or a number, got {type(value).__name__}")
+    return _Record(line.number, question, solution, answer, line.text)
 
 
 def _opening(config: JsonlTask, shots: list[_Record]) -> tuple[ChatMessage, ...]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from asyncrl.config.stages import AdditionTask, JsonlTask, PythonTask, ReasoningGymTask, TaskConfig
+from asyncrl.config.stages import AdditionTask, JsonlTask, PreferencesTask, PythonTask, ReasoningGymTask, TaskConfig
 from asyncrl.tasks.addition import build_addition
 from asyncrl.tasks.jsonl_task import build_jsonl
+from asyncrl.tasks.preferences_task import build_preferences
 from asyncrl.tasks.python_task import build_python
 from asyncrl.tasks.reasoning_gym_task import build_reasoning_gym
 from asyncrl.tasks.task import TaskData
@@ -16,6 +17,7 @@ BUILDERS: dict[type[TaskConfig], Callable[[Any, int], TaskData]] = {
     AdditionTask: build_addition,
     ReasoningGymTask: build_reasoning_gym,
     JsonlTask: build_jsonl,
+    PreferencesTask: build_preferences,
     PythonTask: build_python,
 }
 

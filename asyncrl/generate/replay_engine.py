@@ -1,0 +1,144 @@
+"""An engine without a model that gives back given answers: how a file of preferences is trained by the pipeline of online runs.
+
+The answers are tokenised by the run's own tokenizer. Nothing is drawn, so behaviour logprobs are 0 (no loss on preferences reads
+them) and every token carries the version live when it was given back: staleness says how long a pair lay in the buffer.
+
+Invariants: those of generate/engine.py but for sampling; a request waits while the engine is paused or has no version yet, and
+is answered at once otherwise. Called where config says `kind = "replay"`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from asyncrl.config.stages import ReplayEngineConfig
+from asyncrl.errors import GenerationError
+from asyncrl.generate.engine import EngineRequest, KVPolicy, TokenChunk
+from asyncrl.generate.prompt_codec import TokenizerCodec
+from asyncrl.generate.token_stream import TokenStream
+from asyncrl.schema.samples import PreferenceAnswers, Prompt
+
+_answers_decoder = msgspec.json.Decoder(PreferenceAnswers)
+
+
+class ReplayCodec:
+    """A tokenizer that also knows the answers of a preferences task: member 0 is the chosen one, member 1 the rejected one."""
+
+    def __init__(self, tokenizer: TokenizerCodec) -> None:
+        self._tokenizer = tokenizer
+
+    def encode(self, prompt: Prompt) -> tuple[int, ...]:
+        """Return the prompt's token ids; see `PromptCodec.encode`."""
+        return self._tokenizer.encode(prompt)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return an answer's text, without special tokens."""
+        return self._tokenizer.decode(token_ids)
+
+    def answer(self, prompt: Prompt, index: int) -> tuple[int, ...]:
+        """Return the chosen or rejected answer's token ids.
+
+        Raises:
+            GenerationError: The prompt is of no preferences task, or there is no such answer.
+        """
+        try:
+            answers = _answers_decoder.decode(prompt.reference_json)
+        except msgspec.MsgspecError as error:
+            raise GenerationError(
+                f"prompt {prompt.prompt_id!r} has no chosen and rejected answer to give back: {error}"
+            ) from error
+        if index > 1:
+            raise GenerationError(f"prompt {prompt.prompt_id!r} has a chosen answer (0) and a rejected one (1), but none {index}")
+        return self._tokenizer.encode_answer(answers.rejected if index else answers.chosen)
+
+
+class ReplayEngine:
+    """See `asyncrl.generate.engine.Engine`."""
+
+    def __init__(self, config: ReplayEngineConfig) -> None:
+        self._config = config
+        self._version = -1
+        self._is_paused = False
+        self._waiting: dict[str, tuple[EngineRequest, TokenStream]] = {}
+
+    @property
+    def version(self) -> int:
+        """Version given to the last `load_weights`; -1 before the first."""
+        return self._version
+
+    @property
+    def num_slots(self) -> int:
+        """Requests that may wait at once."""
+        return self._config.num_slots
+
+    @property
+    def num_running(self) -> int:
+        """Requests that wait for a version or for `resume`."""
+        return len(self._waiting)
+
+    async def start(self) -> None:
+        """Do nothing: there is no model."""
+
+    def submit(self, request: EngineRequest) -> TokenStream:
+        """Give the request's answer back; see `Engine.submit`."""
+        self._check(request)
+        request_id = request.request_id
+        stream = TokenStream(on_early_close=lambda: self.abort(request_id))
+        self._waiting[request_id] = (request, stream)
+        self._give_back()
+        return stream
+
+    def abort(self, request_id: str) -> None:
+        """End a request; see `Engine.abort`."""
+        if waiting := self._waiting.pop(request_id, None):
+            waiting[1].put(TokenChunk((), (), (), "abort"))
+
+    async def pause(self) -> None:
+        """Give nothing back until `resume`."""
+        self._is_paused = True
+
+    async def resume(self) -> None:
+        """Go on after `pause`."""
+        self._is_paused = False
+        self._give_back()
+
+    async def load_weights(self, version: int, tensors: Mapping[str, Any], kv: KVPolicy) -> float:
+        """Stamp later answers with `version`; the tensors are not looked at and may be missing."""
+        del tensors, kv
+        self._version = version
+        self._give_back()
+        return 0.0
+
+    async def score(self, token_ids: Sequence[int]) -> list[float]:
+        """Raise: there is no model to ask."""
+        raise GenerationError(f"the replay engine holds no model and cannot score {len(token_ids)} tokens")
+
+    async def close(self) -> None:
+        """Abort what waits."""
+        for request_id in list(self._waiting):
+            self.abort(request_id)
+
+    def _give_back(self) -> None:
+        if self._is_paused or self._version < 0:
+            return
+        while self._waiting:
+            request, stream = self._waiting.pop(next(iter(self._waiting)))
+            num_tokens = len(request.answer_ids)
+            stream.put(TokenChunk(request.answer_ids, (0.0,) * num_tokens, (self._version,) * num_tokens, "stop"))
+
+    def _check(self, request: EngineRequest) -> None:
+        prompt, answer, limit = len(request.prompt_ids), len(request.answer_ids), self._config.max_sequence_tokens
+        if not prompt or not answer:
+            raise GenerationError(
+                f"request {request.request_id}: a prompt of {prompt} tokens and an answer of {answer}; need both"
+            )
+        if request.request_id in self._waiting:
+            raise GenerationError(f"request {request.request_id} is running already; request ids must be unique")
+        if prompt + answer > limit:
+            raise GenerationError(
+                f"request {request.request_id}: prompt of {prompt} tokens plus answer of {answer} must fit into "
+                f"generate.engine.max_sequence_tokens ({limit})"
+            )

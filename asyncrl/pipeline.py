@@ -8,11 +8,12 @@ receiver's acknowledgements (`transport.window`); nothing is dropped for lack of
 
 | hop | message | from -> to | lane | waits for | unblocked by | acknowledged when |
 |---|---|---|---|---|---|---|
-| 0 | LoadModel | controller -> generator | control | a model folder | LearnerReady | received |
+| 0 | LoadModel | controller -> generator, inference worker | control | a model folder | LearnerReady | received |
 | 1 | GroupWork | controller -> generator | data | a place under eta, free slots | VersionLive, a ready group | last sample sent |
 | 2 | Sample, SampleFailure | generator -> controller | data | the window | ledger commit | committed |
 | 3 | ScoreRequest | controller -> reward worker | data | the window | Score | its score is sent |
-| 4 | Score | reward worker -> controller | data | the window | ledger commit | committed |
+| 3b | InferRequest | controller -> inference worker | data | the window | InferResult | its result is sent |
+| 4 | Score, InferResult | 3, 3b -> controller | data | the window | ledger commit | committed (half a score: received) |
 | 5 | StepBatch | controller -> learner | data | B groups; one step ahead | Score, StepDone | the step is done |
 | 6 | StepDone, CheckpointDone | learner -> controller | control | nothing | | received |
 | 7 | WeightsAvailable | learner -> controller -> generators | control | nothing | | received |
@@ -41,6 +42,7 @@ from typing import TYPE_CHECKING, Any
 from asyncrl.clock import Clock, SystemClock
 from asyncrl.config.load import load_config
 from asyncrl.config.run import RunConfig
+from asyncrl.config.stages import ReplayEngineConfig
 from asyncrl.errors import AsyncRLError, ConfigError, ConnectionClosed, LearnerError, LedgerError
 from asyncrl.observe.log import set_up_logging
 from asyncrl.schema.control import Fault, Hello, ProcessKind
@@ -56,7 +58,8 @@ log = logging.getLogger("asyncrl")
 
 ENDPOINT_FILE = "endpoint"
 """In the run folder: the address that the run's processes connect to."""
-GENERATOR_NICENESS = 10
+NICENESS = 10
+"""Of everyone who computes beside the learner: where cores are short it goes first."""
 EXIT_OK, EXIT_FAILED, EXIT_FAULT = 0, 1, 3
 
 
@@ -125,11 +128,12 @@ async def _generator(config: RunConfig, run_folder: Path, connection: Connection
     from asyncrl.generate.worker import run_generator
 
     # Where cores are short the learner goes first: while it works generation is ahead, and when it waits they have all cores.
-    os.nice(GENERATOR_NICENESS)
+    os.nice(NICENESS)
     subscriber = Subscriber(config.broadcast, run_folder)
+    holds_weights = not isinstance(config.generate.engine, ReplayEngineConfig)
 
     async def fetch_weights(available: WeightsAvailable) -> Mapping[str, Any]:
-        return await subscriber.fetch(available) if available.manifest.total_bytes else {}
+        return await subscriber.fetch(available) if holds_weights and available.manifest.total_bytes else {}
 
     try:
         await run_generator(config, run_folder, connection, clock, fetch_weights, name)
@@ -141,6 +145,13 @@ async def _reward_worker(config: RunConfig, run_folder: Path, connection: Connec
     from asyncrl.reward.worker import run_reward_worker
 
     await run_reward_worker(config, run_folder, connection, clock, name)
+
+
+async def _inference_worker(config: RunConfig, run_folder: Path, connection: Connection, clock: Clock, name: str) -> None:
+    from asyncrl.inference.worker import run_inference_worker
+
+    os.nice(NICENESS)
+    await run_inference_worker(config, run_folder, connection, clock, name)
 
 
 async def _learner(config: RunConfig, run_folder: Path, connection: Connection, clock: Clock, name: str) -> None:
@@ -178,7 +189,12 @@ async def _learner(config: RunConfig, run_folder: Path, connection: Connection, 
 
 
 Stage = Callable[[RunConfig, Path, Connection, Clock, str], Awaitable[None]]
-STAGES: dict[ProcessKind, Stage] = {"generator": _generator, "reward": _reward_worker, "learner": _learner}
+STAGES: dict[ProcessKind, Stage] = {
+    "generator": _generator,
+    "reward": _reward_worker,
+    "inference": _inference_worker,
+    "learner": _learner,
+}
 
 
 async def run_stage(kind: ProcessKind, name: str, config: RunConfig, run_folder: Path, clock: Clock) -> int:

@@ -252,6 +252,10 @@ class Buffer:
         """Return the message that asks a reward worker for a member's score."""
         return self._payloads.score_request(group_id, index)
 
+    def sample(self, group_id: int, index: int) -> Sample:
+        """Return a held member that is generated and not taken yet."""
+        return self._payloads.groups[group_id].samples[index]
+
     def outstanding_scores(self) -> list[ScoreRequest]:
         """Return a request for every member generated and not scored (after a resume, or when all reward workers died)."""
         return [self.score_request(member.group_id, member.index) for member in self.state.unscored()]

@@ -105,10 +105,19 @@ class RunConfig(_Stage, frozen=True):
     """Drain and checkpoint after this long; 0: no limit."""
 
     @property
+    def has_reference_worker(self) -> bool:
+        """Return whether the reference runs on inference workers: something reads it, and reference.where says so."""
+        return self.algorithm.needs_reference and self.algorithm.reference.where == "worker"
+
+    @property
     def needs_inference(self) -> bool:
         """Return whether inference workers are started: a reward model is named, or the reference runs there."""
-        on_worker = self.algorithm.needs_reference and self.algorithm.reference.where == "worker"
-        return on_worker or bool(self.inference.reward_models)
+        return self.has_reference_worker or bool(self.inference.reward_models)
+
+    @property
+    def has_rules(self) -> bool:
+        """Return whether reward workers score: there are reward functions, or nothing else scores."""
+        return bool(self.reward.functions) or not self.inference.reward_models
 
     @property
     def samples_per_step(self) -> int:

@@ -40,6 +40,7 @@ from asyncrl.control.peers import Peer, Peers
 from asyncrl.control.process_plan import plan_processes, spec_maker
 from asyncrl.control.reporter import Reporter
 from asyncrl.control.run_api import RunApi
+from asyncrl.control.scoring import JudgeKind
 from asyncrl.control.supervisor import Supervisor, SupervisorCallbacks
 from asyncrl.control.watchdog import Wait, Watchdog, waits_of, working_of
 from asyncrl.errors import AsyncRLError, ConnectionClosed, LedgerError
@@ -52,12 +53,13 @@ from asyncrl.schema.control import (
     Heartbeat,
     LearnerReady,
     LoadModel,
+    ModelsReady,
     Pause,
     ProcessKind,
     Resume,
     Shutdown,
 )
-from asyncrl.schema.samples import Prompt, Sample, SampleFailure, Score
+from asyncrl.schema.samples import InferResult, Prompt, Sample, SampleFailure, Score
 from asyncrl.schema.status import Phase
 from asyncrl.schema.weights import VersionLive, WeightsAvailable
 from asyncrl.transport.channel import Connection, Delivery, Lane, Listener
@@ -67,6 +69,8 @@ log = logging.getLogger(__name__)
 TICK_S = 0.25
 SHUTDOWN_S = 10.0
 """For processes to end by themselves once they are told to."""
+SLOW_SCORE_S = 10.0
+"""From here on an unanswered request for a score is somebody's wait."""
 LINGER_S = 30.0
 """How long an ended run still answers questions when its owner does not hang up."""
 
@@ -129,6 +133,8 @@ class Controller:
             Sample: self._on_sample,
             SampleFailure: self._on_failure,
             Score: self._on_score,
+            InferResult: self._on_score,
+            ModelsReady: self._on_models_ready,
             StepDone: self._on_step_done,
             WeightsAvailable: self._on_weights,
             VersionLive: self._on_version_live,
@@ -257,8 +263,8 @@ class Controller:
         self.reporter.note_death(name, kind)
         if kind == "generator":
             self.flow.generator_dead(name)
-        elif kind == "reward":
-            self.flow.reward_worker_dead(name)
+        elif kind in {"reward", "inference"}:
+            self.flow.judge_dead(name)
         elif kind == "learner":
             self.feed.learner_dead()
             self.checkpoints.fail("the learner died")
@@ -335,7 +341,7 @@ class Controller:
         elif peer.kind == "reward":
             self.post(ProcessReady(peer.name))
             self.flow.pump()
-        elif peer.kind == "generator" and self.model_folder:
+        elif peer.kind in {"generator", "inference"} and self.model_folder:
             peer.tell(LoadModel(self.model_folder))
 
     def _on_sample(self, _: Peer, delivery: Delivery) -> None:
@@ -352,11 +358,22 @@ class Controller:
         self.flow.take_failure(failure, peer.name, delivery.ack)
 
     def _on_score(self, _: Peer, delivery: Delivery) -> None:
-        score = delivery.message
-        assert isinstance(score, Score)
+        answer = delivery.message
+        assert isinstance(answer, Score | InferResult)
         self.watchdog.moved("scored", self.clock.now())
-        self.reporter.note_score(score)
-        self.flow.take_score(score, delivery.ack)
+        self.reporter.note_judged(answer)
+        score = self.flow.take_answer(answer, delivery.ack)
+        if score is not None:
+            self.reporter.note_score(score)
+
+    def _on_models_ready(self, peer: Peer, delivery: Delivery) -> None:
+        ready = delivery.message
+        assert isinstance(ready, ModelsReady)
+        delivery.ack()
+        if self.peers.get(peer.name) is peer:
+            log.info("%s: %s ready (%.1f MiB)", peer.name, ", ".join(ready.models), ready.num_bytes / 2**20)
+            self.post(ProcessReady(peer.name))
+            self.flow.pump()
 
     def _on_heartbeat(self, peer: Peer, delivery: Delivery) -> None:
         assert isinstance(delivery.message, Heartbeat)
@@ -384,14 +401,18 @@ class Controller:
             self.post(ProcessFault(peer.name, str(error), fatal=True))
             return
         self.flow.buffer.version_published(ready.version)
-        for generator in self.peers.of("generator"):
-            if generator.num_slots == 0:
-                generator.tell(LoadModel(self.model_folder))
+        self.tell_model_folder()
         self.post(ProcessReady(peer.name))
         if self.lifecycle.phase == "draining":
             self.feed.on_idle = self._write_last_checkpoint
         if self._reached_goal():
             self._goal()
+
+    def tell_model_folder(self) -> None:
+        """Have everyone who waits for the model's folder open it; inference workers take being told twice."""
+        for peer in self.peers.all():
+            if peer.kind == "inference" or (peer.kind == "generator" and peer.num_slots == 0):
+                peer.tell(LoadModel(self.model_folder))
 
     def _on_engine_ready(self, peer: Peer, delivery: Delivery) -> None:
         ready = delivery.message
@@ -490,6 +511,17 @@ class Controller:
         held = self.flow.admission.why_nothing()
         if held and any(wait.who.startswith("generator") for wait in waits):
             waits.append(Wait("admission", held, now))
+        return waits + self._slow_judges(now)
+
+    def _slow_judges(self, now: float) -> list[Wait]:
+        """Return the waits for scores that were asked for long ago, by who owes them."""
+        waits = []
+        kinds: tuple[JudgeKind, ...] = ("reward", "inference")
+        for kind in kinds:
+            since_s = self.flow.desk.open_since_s(kind)
+            if since_s is not None and now - since_s > SLOW_SCORE_S:
+                names = ", ".join(peer.name for peer in self.peers.of(kind)) or f"{kind} workers, of which none is there"
+                waits.append(Wait("controller", f"{self.flow.desk.num_open(kind)} answers of {names}", since_s))
         return waits
 
     def _queues(self) -> dict[str, int]:
@@ -498,5 +530,7 @@ class Controller:
             "ready": counts.ready,
             "running": counts.running,
             "scoring": counts.scoring,
-            "rewards asked for": len(self.flow.desk),
+            "scores asked for": len(self.flow.desk),
+            "of reward workers": self.flow.desk.num_open("reward"),
+            "of inference workers": self.flow.desk.num_open("inference"),
         }

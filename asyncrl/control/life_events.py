@@ -40,7 +40,7 @@ class ProcessStarted:
 
 @dataclass(frozen=True, slots=True)
 class ProcessReady:
-    """The process can do its work: connected, model loaded (learner: LearnerReady; generator: EngineReady; reward: hello)."""
+    """The process can do its work (learner: LearnerReady; generator: EngineReady; inference: ModelsReady; reward: hello)."""
 
     name: str
 

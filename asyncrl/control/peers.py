@@ -1,7 +1,7 @@
-"""Who is connected, and what is out at whom.
+"""Who is connected.
 
-Owns the table of open connections by name. Invariant: a name has at most one connection, the newest. Reward requests are tracked
-until their score comes back, so that those of a dead worker are asked again. Called by control/controller.py.
+Owns the table of open connections by name. Invariant: a name has at most one connection, the newest. Called by
+control/controller.py, control/flow.py and control/scoring.py.
 """
 
 from __future__ import annotations
@@ -12,11 +12,7 @@ from dataclasses import dataclass, field
 from asyncrl.errors import ConnectionClosed
 from asyncrl.schema.codec import Message
 from asyncrl.schema.control import Heartbeat, ProcessKind
-from asyncrl.schema.samples import Purpose, Score, ScoreRequest
 from asyncrl.transport.channel import Connection, Lane
-
-MOST_LOSSES = 3
-RewardKey = tuple[Purpose, int, int]
 
 
 @dataclass(slots=True)
@@ -82,65 +78,3 @@ class Peers:
     def all(self) -> list[Peer]:
         """Return every connected peer."""
         return list(self._by_name.values())
-
-
-@dataclass(slots=True)
-class ScoringDesk:
-    """Reward requests: waiting for a worker with room, or out at one."""
-
-    _waiting: deque[ScoreRequest] = field(default_factory=deque)
-    _out: dict[RewardKey, tuple[str, ScoreRequest]] = field(default_factory=dict)
-    _losses: dict[RewardKey, int] = field(default_factory=dict)
-
-    def __len__(self) -> int:
-        """Return how many requests are not answered yet."""
-        return len(self._waiting) + len(self._out)
-
-    def ask(self, request: ScoreRequest) -> None:
-        """Add a request; `dispatch` sends it."""
-        self._waiting.append(request)
-
-    def dispatch(self, workers: list[Peer]) -> None:
-        """Send waiting requests, oldest first, to the worker with the least to do, while one has room."""
-        while self._waiting and workers:
-            by_load = sorted(workers, key=lambda peer: peer.connection.unacknowledged())
-            worker = next((peer for peer in by_load if peer.offer(self._waiting[0])), None)
-            if worker is None:
-                return
-            request = self._waiting.popleft()
-            self._out[_key(request)] = (worker.name, request)
-
-    def answered(self, score: Score) -> bool:
-        """Close a request; False where it was not out (an answer that came twice)."""
-        self._losses.pop(_key(score), None)
-        return self._out.pop(_key(score), None) is not None
-
-    def worker_lost(self, name: str) -> list[Score]:
-        """Ask again, first of all, what a dead worker had not answered.
-
-        Returns:
-            Verdicts for requests that were out at `MOST_LOSSES` workers as they died: those are failed instead.
-        """
-        lost = [key for key, (worker, _) in self._out.items() if worker == name]
-        given_up = []
-        for key in reversed(lost):
-            request = self._out.pop(key)[1]
-            self._losses[key] = self._losses.get(key, 0) + 1
-            if self._losses[key] < MOST_LOSSES:
-                self._waiting.appendleft(request)
-            else:
-                given_up.append(_failed(request))
-        return given_up
-
-    def num_out(self, name: str) -> int:
-        """Return how many requests a worker holds."""
-        return sum(worker == name for worker, _ in self._out.values())
-
-
-def _failed(request: ScoreRequest) -> Score:
-    reason = f"{MOST_LOSSES} reward workers died while they held this sample"
-    return Score(request.group_id, request.index, request.attempt, 0.0, error=reason, purpose=request.purpose)
-
-
-def _key(message: ScoreRequest | Score) -> RewardKey:
-    return (message.purpose, message.group_id, message.index)

@@ -13,9 +13,15 @@ from asyncrl.schema.control import ProcessKind
 
 
 def plan_processes(config: RunConfig) -> list[ProcessPlan]:
-    """Return the learner (unless outside code is it), the reward workers and the generators, in the order they are started."""
+    """Return the run's processes in the order they are started.
+
+    The learner (unless outside code is it), reward workers where rules score, inference workers where models do, generators.
+    """
     plan = [ProcessPlan("learner", "learner")] if config.learner.kind == "builtin" else []
-    plan += [ProcessPlan(f"reward-{number}", "reward") for number in range(config.reward.num_workers)]
+    if config.has_rules:
+        plan += [ProcessPlan(f"reward-{number}", "reward") for number in range(config.reward.num_workers)]
+    if config.needs_inference:
+        plan += [ProcessPlan(f"inference-{number}", "inference") for number in range(config.inference.num_workers)]
     plan += [ProcessPlan(f"generator-{number}", "generator") for number in range(config.generate.num_workers)]
     return plan
 
@@ -24,6 +30,8 @@ def num_threads(config: RunConfig, kind: ProcessKind) -> int:
     """Return how many OpenMP threads a process of this kind may use."""
     if kind == "learner":
         return config.learner.num_threads
+    if kind == "inference":
+        return config.inference.num_threads
     engine = config.generate.engine
     return engine.num_threads if kind == "generator" and isinstance(engine, TransformersEngineConfig) else 1
 

@@ -38,7 +38,7 @@ from asyncrl.observe.spans import (
 from asyncrl.observe.steps import EVAL_FILE, STEPS_FILE, EvalReport, JsonLines, StepReport, read_evals, read_steps
 from asyncrl.schema.batches import StepDone
 from asyncrl.schema.control import Heartbeat, ProcessKind
-from asyncrl.schema.samples import Sample, Score
+from asyncrl.schema.samples import InferResult, Sample, Score
 from asyncrl.schema.weights import VersionLive, WeightsAvailable
 
 log = logging.getLogger(__name__)
@@ -101,9 +101,12 @@ class Reporter:
         if sample.purpose == "train":
             self._generated.add(tokens=sample.num_tokens)
 
+    def note_judged(self, answer: Score | InferResult) -> None:
+        """Record what a worker did for a sample's score."""
+        self._record(score_span(answer))
+
     def note_score(self, score: Score) -> None:
-        """Record a reward."""
-        self._record(score_span(score))
+        """Count a complete score."""
         if score.purpose == "train" and not score.error:
             self._scored.add(reward=score.reward)
 

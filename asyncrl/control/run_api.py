@@ -13,7 +13,6 @@ from asyncrl.control.watchdog import wait_chain
 from asyncrl.errors import RunError
 from asyncrl.observe.steps import EvalReport, StepReport
 from asyncrl.schema.batches import GroupsTaken
-from asyncrl.schema.control import LoadModel
 from asyncrl.schema.status import ENDED, ExternalGroup, ProcessStatus, RunStatus, SubmitResult
 from asyncrl.schema.weights import WeightsAvailable
 
@@ -174,9 +173,8 @@ class RunApi:
             return
         if model_folder and not self._run.model_folder:
             self._run.model_folder = model_folder
-        for generator in self._run.peers.of("generator"):
-            if generator.num_slots == 0 and self._run.model_folder:
-                generator.tell(LoadModel(self._run.model_folder))
+        if self._run.model_folder:
+            self._run.tell_model_folder()
         self._run.spread(available)
 
     def _only_external(self) -> None:

@@ -14,7 +14,7 @@ from asyncrl.schema.control import Heartbeat
 
 PATIENCE_WITH_WORK = 6
 """Times the stall time-out, while some process says that it works: a warm start or a long step moves nothing that others see."""
-UPSTREAM = ("learner", "controller", "reward", "generator")
+UPSTREAM = ("learner", "controller", "reward", "inference", "generator")
 """Against the flow of the data: each waits for what comes after it, and the last for the first (weights)."""
 
 

@@ -14,7 +14,7 @@ import msgspec
 
 from asyncrl.observe.steps import read_lines
 from asyncrl.schema.batches import StepDone
-from asyncrl.schema.samples import Sample, Score
+from asyncrl.schema.samples import InferResult, Sample, Score
 from asyncrl.schema.weights import VersionLive, WeightsAvailable
 
 SPANS_FILE = "spans.jsonl"
@@ -64,10 +64,11 @@ def sample_span(sample: Sample) -> Span:
     )
 
 
-def score_span(score: Score) -> Span:
-    """Return the judging of one sample."""
+def score_span(answer: Score | InferResult) -> Span:
+    """Return the judging of one sample by one worker."""
+    reward = answer.reward if isinstance(answer, Score) else sum(answer.rewards.values())
     return span(
-        SCORE, score.started_s, score.finished_s, score.worker, group=score.group_id, index=score.index, reward=score.reward
+        SCORE, answer.started_s, answer.finished_s, answer.worker, group=answer.group_id, index=answer.index, reward=reward
     )
 
 

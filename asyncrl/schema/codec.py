@@ -28,6 +28,7 @@ from asyncrl.schema.control import (
     Heartbeat,
     LearnerReady,
     LoadModel,
+    ModelsReady,
     Pause,
     Resume,
     Shutdown,
@@ -52,6 +53,7 @@ Message = (
     | Heartbeat
     | LearnerReady
     | LoadModel
+    | ModelsReady
     | EngineReady
     | Pause
     | Resume

@@ -47,7 +47,7 @@ class LearnerReady(msgspec.Struct, frozen=True, tag="learner_ready"):
 
 
 class LoadModel(msgspec.Struct, frozen=True, tag="load_model"):
-    """Controller to generator: open this folder and get the engine ready."""
+    """Controller to generator or inference worker: open this folder (or what the config names beside it) and get ready."""
 
     model_folder: str
 
@@ -59,6 +59,15 @@ class EngineReady(msgspec.Struct, frozen=True, tag="engine_ready"):
     num_slots: int
     version: int
     """Version of the weights it holds, -1 when none yet."""
+
+
+class ModelsReady(msgspec.Struct, frozen=True, tag="models_ready"):
+    """Inference worker to controller: its models are in memory and it judges what it is sent."""
+
+    worker: str
+    models: tuple[str, ...]
+    num_bytes: int
+    """Of their weights."""
 
 
 class Pause(msgspec.Struct, frozen=True, tag="pause"):

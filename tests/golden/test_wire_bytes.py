@@ -61,6 +61,10 @@ MESSAGES = {
     "sample": _SAMPLE,
     "sample_failure": samples.SampleFailure(17, 3, 2, "generate", "engine died"),
     "score_request": samples.ScoreRequest(17, 3, 1, _PROMPT, "42", "stop", 2),
+    "infer_request": samples.InferRequest(17, 3, 1, ids_to_bytes([5, 6, 7]), ids_to_bytes([8, 9]), 0.7, "eval"),
+    "infer_result": samples.InferResult(
+        17, 3, 1, logprobs_to_bytes([-0.5, -1.0]), {"judge": 0.25}, "", "inference-0", 11.5, 11.75, "eval"
+    ),
     "score": samples.Score(17, 3, 1, 1.0, {"exact": 1.0}, "", "reward-0", 11.5, 11.75),
     "scored_group": _GROUP,
     "groups_taken": batches.GroupsTaken(5, (_GROUP,)),
@@ -83,6 +87,7 @@ MESSAGES = {
     "heartbeat": control.Heartbeat("generator-0", 30.0, "weights of version 3", 29.0, {"tokens": 5.0}),
     "learner_ready": control.LearnerReady(0, "/run/model", {"warm_up/accuracy": 0.5}),
     "load_model": control.LoadModel("/run/model"),
+    "models_ready": control.ModelsReady("inference-0", ("reference", "judge"), 4096),
     "engine_ready": control.EngineReady("generator-0", 32, -1),
     "pause": control.Pause(),
     "resume": control.Resume(),

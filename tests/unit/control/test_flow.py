@@ -15,7 +15,8 @@ from asyncrl.config.load import parse_config
 from asyncrl.control.evaluation import Evaluation
 from asyncrl.control.feed import LearnerFeed
 from asyncrl.control.flow import Flow
-from asyncrl.control.peers import MOST_LOSSES, Peers, ScoringDesk
+from asyncrl.control.peers import Peers
+from asyncrl.control.scoring import MOST_LOSSES, ScoringDesk
 from asyncrl.errors import RunError
 from asyncrl.generate.admission import Admission, AdmissionLimits
 from asyncrl.schema.batches import StepBatch, StepDone
@@ -84,7 +85,7 @@ class Bench:
     def score_everything(self) -> None:
         """Answer every reward request that is waiting, as if a worker had."""
         for request in self.buffer.outstanding_scores():
-            self.flow.take_score(_score(request), lambda: None)
+            self.flow.take_answer(_score(request), lambda: None)
 
 
 async def _works(far, count: int) -> list[GroupWork]:
@@ -254,12 +255,12 @@ async def test_an_evaluation_survives_its_generator_and_never_enters_the_ledger(
 async def test_a_sample_that_kills_reward_workers_is_given_up():
     listener = InProcessListener(_hello("controller", "controller"))
     peers, desk = Peers(), ScoringDesk()
-    desk.ask(ScoreRequest(1, 0, 1, Prompt("p"), "x", "stop", 1))
+    desk.ask(ScoreRequest(1, 0, 1, Prompt("p"), "x", "stop", 1), None, 0.0)
     verdicts = []
     for _ in range(MOST_LOSSES):
         await listener.connect(_hello("reward", "reward-0"))
         peers.add(await listener.accept())
-        desk.dispatch(peers.of("reward"))
+        desk.dispatch(peers)
         verdicts = desk.worker_lost("reward-0")
     assert len(desk) == 0
     assert "died" in verdicts[0].error

@@ -1,0 +1,219 @@
+"""The inference process: completions in, reference log-probabilities and reward-model scores out, forward only.
+
+Owns the judge from LoadModel to Shutdown, one thread on which its models run, and four loops over one connection:
+- orders (CONTROL): load the models, shut down;
+- requests (DATA): put what arrives into the queue, which the channel's window bounds;
+- batches: take what shares a forward pass off the queue, run it on the thread, send the results, acknowledge their requests;
+- heartbeat: what it does or waits for, and its gauges.
+
+Invariants: every request ends in one InferResult, with values or with the reason why there are none; it is acknowledged once its
+result is handed over, so that the controller's window is the only queue there is; only a model that cannot be opened or run ends
+the process. Called by pipeline.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TypeVar
+
+import psutil
+import torch
+
+from asyncrl.clock import Clock
+from asyncrl.config.run import RunConfig
+from asyncrl.errors import ConnectionClosed
+from asyncrl.inference.batching import num_tokens, take_batch
+from asyncrl.inference.judge import Answer, Judge
+from asyncrl.schema.control import Heartbeat, LoadModel, ModelsReady, Shutdown
+from asyncrl.schema.samples import InferRequest, InferResult
+from asyncrl.transport.channel import Connection, Delivery, Lane
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+async def run_inference_worker(
+    config: RunConfig, run_folder: Path, connection: Connection, clock: Clock, name: str = "inference-0"
+) -> None:
+    """Serve until Shutdown arrives or the connection closes.
+
+    Args:
+        config: Of the run.
+        run_folder: Of the run; unused here, part of every process's signature.
+        connection: To the controller.
+        clock: Times batches and heartbeats.
+        name: This process's name, as it said at hello.
+
+    Raises:
+        ConfigError: A model cannot be opened, or is not of the sort its place needs.
+    """
+    del run_folder
+    worker = InferenceWorker(config, connection, clock, name)
+    try:
+        await worker.run()
+    except BaseExceptionGroup as group:
+        fault = _first_fault(group)
+        if fault is not None:
+            raise fault from group
+        log.info("the connection to the controller is closed")
+    finally:
+        await worker.close()
+
+
+class InferenceWorker:
+    """One worker's state and loops; `run_inference_worker` is the way in."""
+
+    def __init__(self, config: RunConfig, connection: Connection, clock: Clock, name: str) -> None:
+        self._config, self._connection, self._clock, self._name = config, connection, clock, name
+        threads = config.inference.num_threads
+        self._thread = ThreadPoolExecutor(1, "asyncrl-inference", torch.set_num_threads, (threads,))
+        self._judge: Judge | None = None
+        self._is_ready = asyncio.Event()
+        self._queue: deque[InferRequest] = deque()
+        self._deliveries: dict[int, Delivery] = {}
+        """By the identity of their requests, which the queue and the batch in hand keep alive."""
+        self._arrived = asyncio.Event()
+        self._started_s = clock.now()
+        self._idle_since_s: float | None = clock.now()
+        self._idle_s = 0.0
+        self._num_judged = 0
+        self._num_failed = 0
+        self._num_tokens = 0
+        self._process = psutil.Process()
+
+    async def run(self) -> None:
+        """Run the four loops until the orders end."""
+        async with asyncio.TaskGroup() as loops:
+            background = [
+                loops.create_task(self._receive(), name="requests"),
+                loops.create_task(self._serve(), name="batches"),
+                loops.create_task(self._beat(), name="heartbeat"),
+            ]
+            try:
+                await self._obey()
+            finally:
+                for loop in background:
+                    loop.cancel()
+
+    async def close(self) -> None:
+        """Wait for the batch in hand, and end the thread."""
+        await asyncio.to_thread(self._thread.shutdown)
+
+    # -- loops -----------------------------------------------------------------------------------------------------------
+
+    async def _obey(self) -> None:
+        while True:
+            delivery = await self._connection.receive(Lane.CONTROL)
+            message = delivery.message
+            if isinstance(message, LoadModel):
+                await self._load(Path(message.model_folder))
+            delivery.ack()
+            if isinstance(message, Shutdown):
+                log.info("shutting down: %s", message.reason or "asked to")
+                return
+
+    async def _load(self, model_folder: Path) -> None:
+        """Open every model; told again (a learner came back), only say that they are there."""
+        if self._judge is None:
+            judge = Judge(self._config, model_folder)
+            await self._on_thread(judge.load_all)
+            self._judge = judge
+            self._is_ready.set()
+        await self._connection.send(ModelsReady(self._name, self._judge.loaded, self._judge.num_bytes), Lane.CONTROL)
+
+    async def _receive(self) -> None:
+        while True:
+            delivery = await self._connection.receive(Lane.DATA)
+            if isinstance(delivery.message, InferRequest):
+                self._queue.append(delivery.message)
+                self._deliveries[id(delivery.message)] = delivery
+                self._arrived.set()
+            else:
+                log.warning("an inference worker has no use for %s", type(delivery.message).__name__)
+                delivery.ack()
+
+    async def _serve(self) -> None:
+        await self._is_ready.wait()
+        while True:
+            while not self._queue:
+                self._arrived.clear()
+                await self._arrived.wait()
+            self._set_idle(False)
+            await self._serve_batch(take_batch(self._queue, self._config.inference.tokens_per_batch))
+            self._set_idle(not self._queue)
+
+    async def _serve_batch(self, requests: list[InferRequest]) -> None:
+        assert self._judge is not None
+        judge, started_s = self._judge, self._clock.now()
+        answers = await self._on_thread(lambda: judge.judge(requests))
+        finished_s = self._clock.now()
+        for request, answer in zip(requests, answers, strict=True):
+            await self._connection.send(_result(request, answer, self._name, started_s, finished_s), Lane.DATA)
+            self._deliveries.pop(id(request)).ack()
+        self._num_judged += len(requests)
+        self._num_failed += sum(bool(answer.error) for answer in answers)
+        self._num_tokens += sum(map(num_tokens, requests))
+
+    async def _beat(self) -> None:
+        while True:
+            waiting_for = self._waiting_for()
+            since_s = (self._idle_since_s or 0.0) if waiting_for else 0.0
+            beat = Heartbeat(self._name, self._clock.now(), waiting_for, since_s, self._gauges())
+            self._connection.try_send(beat, Lane.CONTROL)
+            await self._clock.sleep(self._config.supervision.heartbeat_s)
+
+    # -- small things ----------------------------------------------------------------------------------------------------
+
+    def _gauges(self) -> dict[str, float]:
+        now = self._clock.now()
+        idle_s = self._idle_s + (0.0 if self._idle_since_s is None else now - self._idle_since_s)
+        busy_s = now - self._started_s - idle_s
+        return {
+            "process/samples_scored": float(self._num_judged - self._num_failed),
+            "process/samples_failed": float(self._num_failed),
+            "process/samples_scoring": float(len(self._deliveries)),
+            "process/tokens_judged": float(self._num_tokens),
+            "process/judged_tokens_per_sec": self._num_tokens / busy_s if busy_s > 0 else 0.0,
+            "process/models_loaded": float(len(self._judge.loaded) if self._judge else 0),
+            "process/model_bytes": float(self._judge.num_bytes if self._judge else 0),
+            "process/idle_s": idle_s,
+            "process/busy_s": busy_s,
+            "process/resident_bytes": float(self._process.memory_info().rss),
+        }
+
+    def _waiting_for(self) -> str:
+        if self._judge is None:
+            return "its models to load"
+        return "a sample to judge" if self._idle_since_s is not None else ""
+
+    def _set_idle(self, is_idle: bool) -> None:
+        now = self._clock.now()
+        if is_idle and self._idle_since_s is None:
+            self._idle_since_s = now
+        elif not is_idle and self._idle_since_s is not None:
+            self._idle_s += now - self._idle_since_s
+            self._idle_since_s = None
+
+    async def _on_thread(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+
+def _result(request: InferRequest, answer: Answer, name: str, started_s: float, finished_s: float) -> InferResult:
+    return InferResult(
+        request.group_id, request.index, request.attempt, answer.reference_logprobs, answer.rewards, answer.error,
+        name, started_s, finished_s, request.purpose,
+    )  # fmt: skip
+
+
+def _first_fault(group: BaseExceptionGroup[BaseException]) -> BaseException | None:
+    """Return the first exception in a group that is not the connection's end, or None."""
+    faults: BaseException | None = group.split(ConnectionClosed)[1]
+    while isinstance(faults, BaseExceptionGroup):
+        faults = faults.exceptions[0]
+    return faults

@@ -1,50 +1,341 @@
+"""Every advantage against plain loops, and what holds of all of them. Masked tokens hold NaN throughout."""
+
+from dataclasses import replace
+
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.algorithms.advantages import ADVANTAGES, AdvantageInputs
+from asyncrl.algorithms.advantage_types import AdvantageConfig, AdvantageInputs, AdvantageOutputs
+from asyncrl.algorithms.advantages import ADVANTAGES, load_advantage
+from asyncrl.config.algorithm_rules import ADVANTAGE_RULES
+from asyncrl.errors import ConfigError
 
-samples = st.lists(st.tuples(st.integers(0, 4), st.floats(-10, 10)), min_size=1, max_size=30)
+OF_GROUPS = [name for name, rule in ADVANTAGE_RULES.items() if rule.needs_groups]
+WHITENED = ["reinforce_pp", "reinforce_pp_baseline"]
+SHIFTS = st.lists(st.integers(-20, 20).map(lambda tenths: tenths / 10), min_size=6, max_size=6)
+CLOSE = {"rtol": 1e-7, "atol": 1e-7}
+quick = settings(max_examples=30, deadline=None)
+
+configs = st.builds(
+    AdvantageConfig,
+    epsilon=st.sampled_from([1e-6, 1e-4]),
+    gamma=st.sampled_from([1.0, 0.9]),
+    gae_lambda=st.sampled_from([1.0, 0.8]),
+    vtrace_rho=st.sampled_from([1.0, 2.0]),
+    vtrace_c=st.sampled_from([1.0, 0.5]),
+    whiten=st.booleans(),
+    singleton_keeps_reward=st.booleans(),
+    biased_variance=st.booleans(),
+)
 
 
-def advantages(name, drawn, **options):
-    return ADVANTAGES[name](
-        AdvantageInputs(
-            rewards=np.array([reward for _, reward in drawn]), group_ids=np.array([group for group, _ in drawn]), **options
-        )
+@st.composite
+def steps(draw, token_rewards=None):
+    """Inputs with everything an advantage may read; some samples have gaps, some no trained token at all."""
+    shape = draw(st.tuples(st.integers(1, 7), st.integers(1, 5)))
+    random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    mask = random.random(shape) < draw(st.sampled_from([0.3, 0.7, 1.0]))
+
+    def numbers(shape):
+        return random.integers(-20, 20, shape) / 10
+
+    has_token_rewards = draw(st.booleans()) if token_rewards is None else token_rewards
+    return AdvantageInputs(
+        rewards=numbers(shape[0]),
+        group_ids=random.integers(3, 6, shape[0]),
+        mask=mask,
+        token_rewards=np.where(mask, numbers(shape), np.nan) if has_token_rewards else None,
+        values=np.where(mask, numbers(shape), np.nan),
+        log_ratios=np.where(mask, numbers(shape), np.nan),
+        greedy_rewards=numbers(shape[0]),
     )
 
 
-@pytest.mark.parametrize("name", ADVANTAGES)
-@given(drawn=samples)
-def test_advantages_of_a_group_sum_to_zero(name, drawn):
-    values = advantages(name, drawn)
-    for group in {group for group, _ in drawn}:
-        assert values[[other == group for other, _ in drawn]].sum() == pytest.approx(0, abs=1e-6)
+def slow_sample(name, inputs, config, s):
+    """The number of sample s for advantages that give one a sample, and whether it says anything."""
+    members = [j for j in range(len(inputs.rewards)) if inputs.group_ids[j] == inputs.group_ids[s]]
+    own, all_rewards = float(inputs.rewards[s]), [float(inputs.rewards[j]) for j in members]
+    if name == "reward":
+        return own, True
+    if name == "remax":
+        return own - float(inputs.greedy_rewards[s]), True
+    if len(members) == 1:
+        scale = 1 / (1 + config.epsilon) if name == "grpo" else 1.0
+        return (own * scale, True) if config.singleton_keeps_reward else (0.0, False)
+    mean = sum(all_rewards) / len(members)
+    if name == "grpo":
+        deviation = (sum((other - mean) ** 2 for other in all_rewards) / (len(members) - 1)) ** 0.5
+        return (own - mean) / (deviation + config.epsilon), True
+    if name == "rloo":
+        baseline = (sum(all_rewards) - own) / (len(members) - 1)
+    elif name == "opo":
+        lengths = [int(inputs.mask[j].sum()) for j in members]
+        weighted = sum(length * other for length, other in zip(lengths, all_rewards, strict=True))
+        baseline = weighted / max(sum(lengths), 1)
+    else:
+        baseline = mean
+    return own - baseline, True
+
+
+def slow_tokens(name, inputs, config, s):
+    """The numbers of the trained tokens of sample s for advantages that give one a token: (advantages, returns)."""
+    tokens = [t for t in range(inputs.mask.shape[1]) if inputs.mask[s, t]]
+    if inputs.token_rewards is not None:
+        rewards = [float(inputs.token_rewards[s, t]) for t in tokens]
+    else:
+        rewards = [0.0] * (len(tokens) - 1) + [float(inputs.rewards[s])] * bool(tokens)
+    values = [float(inputs.values[s, t]) for t in tokens] + [0.0]
+    weights = [float(np.exp(inputs.log_ratios[s, t])) for t in tokens]
+    gamma, later, carried = config.gamma, 0.0, 0.0
+    advantages, targets = [0.0] * len(tokens), [0.0] * len(tokens) + [0.0]
+    for i in reversed(range(len(tokens))):
+        delta = rewards[i] + gamma * values[i + 1] - values[i]
+        if name == "reinforce_pp":
+            later = advantages[i] = rewards[i] + gamma * later
+        elif name == "gae":
+            carried = advantages[i] = delta + gamma * config.gae_lambda * carried
+            targets[i] = values[i] + carried
+        else:
+            rho, c = min(weights[i], config.vtrace_rho), min(weights[i], config.vtrace_c)
+            carried = rho * delta + gamma * c * carried
+            targets[i] = values[i] + carried
+            advantages[i] = rho * (rewards[i] + gamma * targets[i + 1] - values[i])
+    return tokens, advantages, targets[:-1]
+
+
+def slow(name, inputs, config):
+    advantages, targets, told = (np.zeros(inputs.mask.shape) for _ in range(3))
+    for s in range(len(inputs.rewards)):
+        if name in ("reinforce_pp", "gae", "vtrace"):
+            tokens, advantages[s, tokens], targets[s, tokens] = slow_tokens(name, inputs, config, s)
+            told[s, tokens] = 1
+        else:
+            number, says = slow_sample(name, inputs, config, s)
+            for t in range(inputs.mask.shape[1]):
+                if inputs.mask[s, t]:
+                    advantages[s, t], told[s, t] = number, says
+    if config.whiten or name in WHITENED:
+        advantages = slow_whitened(advantages, told, config.biased_variance)
+    return advantages, targets if name in ("gae", "vtrace") else None
+
+
+def slow_whitened(advantages, told, biased):
+    numbers = [float(x) for x, says in zip(advantages.ravel(), told.ravel(), strict=True) if says]
+    if not numbers:
+        return advantages
+    mean = sum(numbers) / len(numbers)
+    squares = sum((x - mean) ** 2 for x in numbers)
+    variance = max(squares / len(numbers), 1e-8) if biased else squares / max(len(numbers) - 1, 1) + 1e-8
+    return np.where(told > 0, (advantages - mean) / variance**0.5, 0.0)
+
+
+def only(outputs, rows):
+    return AdvantageOutputs(outputs.advantages[rows], None if outputs.returns is None else outputs.returns[rows])
+
+
+def assert_same(got, expected, **tolerance):
+    np.testing.assert_allclose(got.advantages, expected.advantages, **(tolerance or CLOSE))
+    assert (got.returns is None) == (expected.returns is None)
+    if got.returns is not None:
+        np.testing.assert_allclose(got.returns, expected.returns, **(tolerance or CLOSE))
+
+
+def reordered(inputs, order):
+    fields = {name: getattr(inputs, name) for name in AdvantageInputs.__dataclass_fields__}
+    return AdvantageInputs(**{name: None if field is None else field[order] for name, field in fields.items()})
+
+
+def rewarded(rewards, group_ids, lengths=None):
+    width = max(lengths) if lengths else 1
+    mask = np.arange(width) < np.array(lengths or [1] * len(rewards))[:, None]
+    return AdvantageInputs(np.array(rewards, dtype=np.float64), np.array(group_ids), mask)
+
+
+def test_the_registry_has_the_names_the_config_knows():
+    assert list(ADVANTAGES) == list(ADVANTAGE_RULES)
+
+
+def test_a_critic_is_asked_for_exactly_where_values_are_read():
+    inputs = replace(rewarded([1.0, 2.0], [0, 0]), greedy_rewards=np.zeros(2), log_ratios=np.zeros((2, 1)))
+    for name, rule in ADVANTAGE_RULES.items():
+        if rule.needs_critic:
+            with pytest.raises(AssertionError, match="values"):
+                ADVANTAGES[name](inputs, AdvantageConfig())
+            with_values = replace(inputs, values=np.zeros((2, 1)))
+            assert ADVANTAGES[name](with_values, AdvantageConfig()).returns is not None
+        else:
+            assert ADVANTAGES[name](inputs, AdvantageConfig()).returns is None
 
 
 @pytest.mark.parametrize("name", ADVANTAGES)
-@given(drawn=samples, seed=st.integers(0, 100))
-def test_order_does_not_matter(name, drawn, seed):
-    order = np.random.default_rng(seed).permutation(len(drawn))
-    shuffled = advantages(name, [drawn[index] for index in order])
-    np.testing.assert_allclose(shuffled, advantages(name, drawn)[order], rtol=1e-6, atol=1e-6)
+@quick
+@given(inputs=steps(), config=configs)
+def test_it_is_that_of_a_loop(name, inputs, config):
+    outputs = ADVANTAGES[name](inputs, config)
+    advantages, targets = slow(name, inputs, config)
+    # Whitening next to no spread divides rounding errors by 1e-4.
+    assert_same(outputs, AdvantageOutputs(advantages, targets), rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ADVANTAGES)
-def test_a_group_of_one_has_advantage_zero(name):
-    assert advantages(name, [(0, 5.0), (1, 1.0), (1, 2.0)])[0] == 0.0
+@quick
+@given(inputs=steps(), config=configs)
+def test_an_untrained_token_has_exactly_zero(name, inputs, config):
+    outputs = ADVANTAGES[name](inputs, config)
+    assert outputs.advantages.shape == inputs.mask.shape
+    assert (outputs.advantages[~inputs.mask] == 0).all()
+    assert np.isfinite(outputs.advantages).all()
+    assert outputs.returns is None or (outputs.returns[~inputs.mask] == 0).all()
 
 
 @pytest.mark.parametrize("name", ADVANTAGES)
-def test_equal_rewards_have_advantage_zero(name):
-    assert (advantages(name, [(3, 0.7)] * 5) == 0).all()
+@quick
+@given(inputs=steps(), config=configs, random=st.randoms(use_true_random=False))
+def test_order_of_samples_does_not_matter(name, inputs, config, random):
+    order = list(range(len(inputs.rewards)))
+    random.shuffle(order)
+    shuffled = ADVANTAGES[name](reordered(inputs, order), config)
+    assert_same(shuffled, only(ADVANTAGES[name](inputs, config), order), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ADVANTAGES)
+@quick
+@given(inputs=steps(), config=configs, seed=st.integers(0, 999))
+def test_gaps_put_in_anywhere_change_nothing(name, inputs, config, seed):
+    """Tool output between the tokens of some samples, NaN in it, leaves every trained token its number."""
+    num_samples, width = inputs.mask.shape
+    wider = width + 3
+    random = np.random.default_rng(seed)
+    places = np.array([np.sort(random.permutation(wider)[:width]) for _ in range(num_samples)])
+
+    def spread(field, filler):
+        out = np.full((num_samples, wider), filler, dtype=field.dtype)
+        np.put_along_axis(out, places, field, axis=1)
+        return out
+
+    of_tokens = ("token_rewards", "values", "log_ratios")
+    wide = replace(
+        inputs,
+        mask=spread(inputs.mask, False),
+        **{key: None if getattr(inputs, key) is None else spread(getattr(inputs, key), np.nan) for key in of_tokens},
+    )
+    outputs, plain = ADVANTAGES[name](wide, config), ADVANTAGES[name](inputs, config)
+    np.testing.assert_allclose(outputs.advantages[wide.mask], plain.advantages[inputs.mask], **CLOSE)
+    if plain.returns is not None:
+        np.testing.assert_allclose(outputs.returns[wide.mask], plain.returns[inputs.mask], **CLOSE)
+
+
+@pytest.mark.parametrize("name", OF_GROUPS)
+@quick
+@given(inputs=steps(), config=configs, shifts=SHIFTS)
+def test_a_shift_of_a_groups_rewards_changes_nothing(name, inputs, config, shifts):
+    config = replace(config, singleton_keeps_reward=False)
+    shifted = replace(inputs, rewards=inputs.rewards + np.array(shifts)[inputs.group_ids])
+    assert_same(ADVANTAGES[name](shifted, config), ADVANTAGES[name](inputs, config), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", OF_GROUPS)
+@quick
+@given(inputs=steps(), config=configs)
+def test_a_group_of_one_has_exactly_zero(name, inputs, config):
+    config = replace(config, singleton_keeps_reward=False)
+    ids, counts = np.unique(inputs.group_ids, return_counts=True)
+    alone = np.isin(inputs.group_ids, ids[counts == 1])
+    assert (ADVANTAGES[name](inputs, config).advantages[alone] == 0).all()
+
+
+@pytest.mark.parametrize("name", OF_GROUPS)
+@pytest.mark.parametrize("value", [0.1, 0.7, -1 / 3, 1e9])
+def test_equal_rewards_have_exactly_zero(name, value):
+    """No rounding error is blown up by a tiny deviation."""
+    inputs = rewarded([value] * 7 + [value] * 3, [0] * 7 + [1] * 3, lengths=[1, 2, 3, 4, 5, 6, 7, 8, 9, 10])
+    assert (ADVANTAGES[name](inputs, AdvantageConfig()).advantages == 0).all()
+
+
+@pytest.mark.parametrize("name", ADVANTAGES)
+@quick
+@given(inputs=steps(), config=configs)
+def test_whitened_advantages_have_mean_0_and_variance_1(name, inputs, config):
+    config = replace(config, whiten=True, singleton_keeps_reward=True)
+    plain = ADVANTAGES[name](inputs, replace(config, whiten=False)).advantages[inputs.mask]
+    white = ADVANTAGES[name](inputs, config).advantages[inputs.mask]
+    if len(white) < 2 or plain.std() < 0.05:
+        return
+    assert white.mean() == pytest.approx(0, abs=1e-9)
+    assert white.var(ddof=0 if config.biased_variance else 1) == pytest.approx(1, abs=1e-5)
+
+
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo"])
+@quick
+@given(inputs=steps())
+def test_numbers_of_a_group_sum_to_zero(name, inputs):
+    one_token = replace(inputs, mask=np.ones((len(inputs.rewards), 1), dtype=bool))
+    numbers = ADVANTAGES[name](one_token, AdvantageConfig()).advantages[:, 0]
+    for group in set(inputs.group_ids):
+        assert numbers[inputs.group_ids == group].sum() == pytest.approx(0, abs=1e-9)
+
+
+@quick
+@given(inputs=steps())
+def test_tokens_weighted_by_opo_sum_to_zero(inputs):
+    """Its baseline makes the sum over all tokens of a group zero."""
+    tokens = ADVANTAGES["opo"](inputs, AdvantageConfig()).advantages
+    for group in set(inputs.group_ids):
+        assert tokens[inputs.group_ids == group].sum() == pytest.approx(0, abs=1e-9)
+
+
+@quick
+@given(inputs=steps(token_rewards=False), gamma=st.sampled_from([1.0, 0.5]))
+def test_vtrace_on_policy_is_gae_with_lambda_1(inputs, gamma):
+    config = AdvantageConfig(gamma=gamma, gae_lambda=1.0)
+    on_policy = replace(inputs, log_ratios=np.where(inputs.mask, 0.0, np.nan))
+    assert_same(ADVANTAGES["vtrace"](on_policy, config), ADVANTAGES["gae"](inputs, config))
+
+
+def test_samples_without_a_trained_token_still_count_in_their_groups_mean():
+    inputs = rewarded([1.0, 0.0, -4.0], [0, 0, 0], lengths=[1, 1, 0])
+    np.testing.assert_allclose(ADVANTAGES["dr_grpo"](inputs, AdvantageConfig()).advantages[:, 0], [2.0, 1.0, 0.0])
 
 
 def test_grpo_divides_by_the_unbiased_deviation():
-    np.testing.assert_allclose(advantages("grpo", [(0, 0.0), (0, 2.0)]), [-1 / np.sqrt(2), 1 / np.sqrt(2)], rtol=1e-5)
+    advantages = ADVANTAGES["grpo"](rewarded([0.0, 2.0], [0, 0]), AdvantageConfig()).advantages
+    np.testing.assert_allclose(advantages[:, 0], [-1 / np.sqrt(2), 1 / np.sqrt(2)], rtol=1e-5)
 
 
 def test_rloo_compares_with_the_others():
-    np.testing.assert_allclose(advantages("rloo", [(0, 1.0), (0, 0.0), (0, 0.0)]), [1.0, -0.5, -0.5])
+    advantages = ADVANTAGES["rloo"](rewarded([1.0, 0.0, 0.0], [0, 0, 0]), AdvantageConfig()).advantages
+    np.testing.assert_allclose(advantages[:, 0], [1.0, -0.5, -0.5])
+
+
+def test_a_reward_without_token_rewards_is_on_the_last_trained_token():
+    inputs = rewarded([3.0], [0], lengths=[3])
+    inputs = replace(inputs, mask=np.array([[True, True, False]]), values=np.zeros((1, 3)))
+    outputs = ADVANTAGES["gae"](inputs, AdvantageConfig(gamma=0.5, gae_lambda=0.0))
+    np.testing.assert_allclose(outputs.advantages, [[0.0, 3.0, 0.0]])
+    np.testing.assert_allclose(ADVANTAGES["gae"](inputs, AdvantageConfig(gamma=0.5)).returns, [[1.5, 3.0, 0.0]])
+
+
+def test_a_name_of_the_registry_is_loaded():
+    assert all(load_advantage(name) is function for name, function in ADVANTAGES.items())
+
+
+def test_a_users_own_advantage_is_loaded_by_its_path(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "from asyncrl.algorithms.advantage_types import AdvantageOutputs\n"
+        "def twice(inputs, config):\n"
+        "    return AdvantageOutputs(2.0 * inputs.rewards[:, None] * inputs.mask)\n"
+    )
+    advantage = load_advantage(f"{tmp_path / 'mine.py'}:twice")
+    np.testing.assert_array_equal(advantage(rewarded([1.5], [0], [2]), AdvantageConfig()).advantages, [[3.0, 3.0]])
+
+
+def test_an_unknown_name_is_answered_with_the_known_ones():
+    with pytest.raises(ConfigError, match=r"grpo, dr_grpo, rloo.*module:function, got 'grop'"):
+        load_advantage("grop")
+
+
+def test_a_path_to_nothing_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"algorithm\.advantage .*there is no file"):
+        load_advantage(f"{tmp_path / 'absent.py'}:twice")

@@ -3,8 +3,9 @@
     checkpoints/step-000050/          AutoModelForCausalLM.from_pretrained opens it
         config.json model.safetensors tokenizer.json ...
         trainer/optimizer.safetensors moments, update counts, master weights
+        trainer/critic.safetensors    the critic's parameters, and critic_optimizer.safetensors, where there is one
         trainer/rng.safetensors       torch's random state, one tensor a device
-        trainer/state.json            version, the controller's own part; written last
+        trainer/state.json            version, what steps remember, the controller's own part; written last
 
 Invariants: a folder of the final name is complete (it is written under another name, synced and renamed); whatever else lies
 there is ignored and, once a newer one is complete, removed; no pickle. Called by learner/worker.py and learner/start.py.
@@ -12,6 +13,7 @@ there is ignored and, once a newer one is complete, removed; no pickle. Called b
 
 from __future__ import annotations
 
+import copy
 import os
 import shutil
 from collections.abc import Callable
@@ -21,15 +23,16 @@ from typing import Any
 import msgspec
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import PreTrainedModel
 
 from asyncrl.errors import LearnerError
+from asyncrl.learner.critic import load_critic, save_critic
 from asyncrl.learner.model import save_model
-from asyncrl.learner.optim import PolicyOptimizer
+from asyncrl.learner.trainee import StepMemory, Trainee
 
 PREFIX = "step-"
 PARTIAL = ".partial-"
 STATE_FORMAT = 1
+OPTIMIZER, CRITIC, CRITIC_OPTIMIZER = "optimizer.safetensors", "critic.safetensors", "critic_optimizer.safetensors"
 
 
 class TrainerState(msgspec.Struct, frozen=True):
@@ -39,13 +42,14 @@ class TrainerState(msgspec.Struct, frozen=True):
     controller_json: str = ""
     """The controller's own part, as it gave it."""
     format: int = STATE_FORMAT
+    memory: StepMemory = msgspec.field(default_factory=StepMemory)
+    """What steps remember of those before them."""
 
 
 def save_checkpoint(
     folder: Path,
-    model: PreTrainedModel,
+    trainee: Trainee,
     tokenizer: Any,  # noqa: ANN401 - transformers has no one class
-    optimizer: PolicyOptimizer,
     state: TrainerState,
     keep_last: int,
 ) -> Path:
@@ -53,9 +57,8 @@ def save_checkpoint(
 
     Args:
         folder: `RUN/checkpoints`; made where it is missing.
-        model: The policy at `state.version`.
-        tokenizer: Its tokenizer.
-        optimizer: Its optimizer.
+        trainee: The policy at `state.version`, and what is trained with it.
+        tokenizer: The policy's.
         state: Everything else.
         keep_last: How many complete checkpoints stay.
 
@@ -64,10 +67,13 @@ def save_checkpoint(
     """
 
     def fill(partial: Path) -> None:
-        save_model(model, tokenizer, partial)
+        save_model(trainee.model, tokenizer, partial)
         trainer = partial / "trainer"
         trainer.mkdir()
-        optimizer.save(trainer / "optimizer.safetensors")
+        trainee.optimizer.save(trainer / OPTIMIZER)
+        if trainee.critic is not None and trainee.critic_optimizer is not None:
+            save_critic(trainee.critic, trainer / CRITIC)
+            trainee.critic_optimizer.save(trainer / CRITIC_OPTIMIZER)
         save_file(_rng_state(), trainer / "rng.safetensors")
         (trainer / "state.json").write_bytes(msgspec.json.encode(state))
 
@@ -82,17 +88,21 @@ def latest_checkpoint(folder: Path) -> Path | None:
     return complete[-1] if complete else None
 
 
-def load_trainer(checkpoint: Path, optimizer: PolicyOptimizer) -> TrainerState:
-    """Take over optimizer and random state of a checkpoint whose model is loaded already.
+def load_trainer(checkpoint: Path, trainee: Trainee) -> TrainerState:
+    """Take over optimizer, critic, memory and random state of a checkpoint whose model is loaded already.
 
     Raises:
-        LearnerError: The checkpoint is of another format or of another model.
+        LearnerError: The checkpoint is of another format, of another model, or has no critic and the trainee has one.
     """
     trainer = checkpoint / "trainer"
     state = msgspec.json.decode((trainer / "state.json").read_bytes(), type=TrainerState)
     if state.format != STATE_FORMAT:
         raise LearnerError(f"{checkpoint} has format {state.format}, this version of asyncrl reads {STATE_FORMAT}")
-    optimizer.load(trainer / "optimizer.safetensors")
+    trainee.optimizer.load(trainer / OPTIMIZER)
+    if trainee.critic is not None and trainee.critic_optimizer is not None:
+        load_critic(trainee.critic, trainer / CRITIC)
+        trainee.critic_optimizer.load(trainer / CRITIC_OPTIMIZER)
+    trainee.memory = copy.deepcopy(state.memory)
     _restore_rng(load_file(trainer / "rng.safetensors"))
     return state
 

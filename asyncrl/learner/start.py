@@ -15,15 +15,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
-from transformers import PreTrainedModel
 
 from asyncrl.config.algorithm import LearnerConfig
 from asyncrl.config.run import RunConfig
 from asyncrl.config.stages import PretrainedModel
 from asyncrl.learner.checkpoint import TrainerState, latest_checkpoint, load_trainer, write_folder
+from asyncrl.learner.critic import build_critic, build_critic_optimizer
 from asyncrl.learner.model import build_scratch, link_pretrained, made_ready, open_model, open_tokenizer, save_model
-from asyncrl.learner.optim import PolicyOptimizer, build_optimizer
+from asyncrl.learner.optim import build_optimizer
+from asyncrl.learner.reference import FrozenReference
+from asyncrl.learner.trainee import Trainee
 from asyncrl.learner.warm_start import tokenise, warm_start
 from asyncrl.models.causal import check_folder
 
@@ -37,9 +40,8 @@ Examples = Callable[[], Sequence[tuple[str, str]]]
 class Standing:
     """A policy ready to train."""
 
-    model: PreTrainedModel
+    trainee: Trainee
     tokenizer: Any
-    optimizer: PolicyOptimizer
     version: int
     model_folder: Path
     """`RUN/model`."""
@@ -70,13 +72,43 @@ def prepare_standing(
     if not (folder / "config.json").is_file():
         metrics = _make_model_folder(config, folder, examples, alphabet, stopped)
     checkpoint = latest_checkpoint(run_folder / "checkpoints")
-    trusted = isinstance(config.model, PretrainedModel) and config.model.trust_remote_code
-    model = open_model(checkpoint or folder, config.learner, trust_remote_code=trusted)
-    optimizer = build_optimizer(model, config.learner, config.num_steps)
-    state = load_trainer(checkpoint, optimizer) if checkpoint else TrainerState(version=0)
+    trainee = build_trainee(config, folder, checkpoint)
+    state = load_trainer(checkpoint, trainee) if checkpoint else TrainerState(version=0)
     log.info("standing at version %d, from %s", state.version, checkpoint or folder)
-    tokenizer = open_tokenizer(folder, trust_remote_code=trusted)
-    return Standing(model, tokenizer, optimizer, state.version, folder, checkpoint, state, metrics)
+    tokenizer = open_tokenizer(folder, trust_remote_code=_trusted(config))
+    return Standing(trainee, tokenizer, state.version, folder, checkpoint, state, metrics)
+
+
+def build_trainee(config: RunConfig, model_folder: Path, checkpoint: Path | None = None) -> Trainee:
+    """Open the policy, and what the algorithm needs beside it.
+
+    Args:
+        config: `algorithm`, `learner`, `model` and `num_steps` are read.
+        model_folder: `RUN/model`, the policy at version 0.
+        checkpoint: Where the policy's weights come from; None: from `model_folder`.
+
+    Raises:
+        ConfigError: A folder cannot be opened.
+    """
+    model = open_model(checkpoint or model_folder, config.learner, trust_remote_code=_trusted(config))
+    trainee = Trainee(model, build_optimizer(model, config.learner, config.num_steps))
+    algorithm = config.algorithm
+    if algorithm.needs_reference and algorithm.reference.where == "learner":
+        trainee.reference = _open_reference(config, model_folder)
+    if algorithm.critic is not None:
+        trainee.critic = build_critic(algorithm.critic, config.learner, model, model_folder)
+        trainee.critic_optimizer = build_critic_optimizer(trainee.critic, algorithm.critic, config.learner, config.num_steps)
+    return trainee
+
+
+def _open_reference(config: RunConfig, model_folder: Path) -> FrozenReference:
+    folder = Path(config.algorithm.reference.path or model_folder)
+    plain = msgspec.structs.replace(config.learner, gradient_checkpointing=False)
+    return FrozenReference(open_model(folder, plain, trust_remote_code=_trusted(config)), plain.logprob_chunk_tokens)
+
+
+def _trusted(config: RunConfig) -> bool:
+    return isinstance(config.model, PretrainedModel) and config.model.trust_remote_code
 
 
 def _make_model_folder(

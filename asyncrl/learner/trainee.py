@@ -12,6 +12,7 @@ import msgspec
 import torch
 from transformers import PreTrainedModel
 
+from asyncrl.learner.critic import Critic
 from asyncrl.learner.optim import PolicyOptimizer
 from asyncrl.learner.ranks import OneRank, Ranks
 from asyncrl.learner.rows import Row
@@ -45,8 +46,8 @@ class Trainee:
     model: PreTrainedModel
     optimizer: PolicyOptimizer
     reference: Reference | None = None
-    critic: torch.nn.Module | None = None
-    """Value head or separate model; see learner/critic.py."""
+    critic: Critic | None = None
+    """Value head or separate model."""
     critic_optimizer: PolicyOptimizer | None = None
     """None where there is no critic."""
     ranks: Ranks = field(default_factory=OneRank)

@@ -15,6 +15,7 @@ finish. Called by pipeline.py, which binds `publish`, `warm_start_examples` and 
 from __future__ import annotations
 
 import asyncio
+import copy
 import logging
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -30,9 +31,9 @@ from asyncrl.config.run import RunConfig
 from asyncrl.errors import ConnectionClosed, LearnerError
 from asyncrl.learner.checkpoint import TrainerState, save_checkpoint
 from asyncrl.learner.probe import make_probe
-from asyncrl.learner.rows import PreparedBatch, prepare
+from asyncrl.learner.rows import Division, PreparedBatch, prepare
 from asyncrl.learner.start import Examples, Standing, prepare_standing
-from asyncrl.learner.step import StepResult, train_step
+from asyncrl.learner.step import StepResult, division_of, train_step
 from asyncrl.learner.warm_start import StartAbandoned
 from asyncrl.schema.batches import StepBatch, StepDone
 from asyncrl.schema.control import Checkpoint, CheckpointDone, Heartbeat, LearnerReady, Pause, Resume, Shutdown
@@ -185,7 +186,7 @@ class LearnerWorker:
                 log.warning("the learner has no use for %s", type(delivery.message).__name__)
                 delivery.ack()
                 continue
-            prepared = await asyncio.to_thread(prepare, delivery.message)
+            prepared = await asyncio.to_thread(prepare, delivery.message, self._division)
             while self._ready is not None:
                 self._room.clear()
                 await self._room.wait()
@@ -243,7 +244,7 @@ class LearnerWorker:
             finished_s, waited_s = self._clock.now(), started_s - waiting_from_s
             await self._on_thread(self._publish_version)
             self._num_tokens += result.num_tokens
-            metrics = result.metrics | self._memory()
+            metrics = result.metrics | result.timings_s | self._memory()
             self._remember(StepDone(step, result.version, metrics, started_s, finished_s, waited_s))
         now = self._clock.now()
         await self._connection.send(self._done.get(step, StepDone(step, step + 1, {}, now, now)), Lane.CONTROL)
@@ -252,14 +253,14 @@ class LearnerWorker:
     def _train(self, prepared: PreparedBatch) -> StepResult:
         policy = self._policy
         failed = self._run_folder / FAILED_FOLDER
-        result = train_step(policy.model, policy.optimizer, prepared, self._config, failed_folder=failed)
+        result = train_step(policy.trainee, prepared, self._config, failed_folder=failed)
         policy.version = result.version
         return result
 
     def _publish_version(self) -> float:
         policy = self._policy
-        probe = make_probe(policy.model, self._config.generate.engine.max_sequence_tokens)
-        return self._publish(policy.version, dict(policy.model.named_parameters()), probe)
+        probe = make_probe(policy.trainee.model, self._config.generate.engine.max_sequence_tokens)
+        return self._publish(policy.version, dict(policy.trainee.model.named_parameters()), probe)
 
     async def _write_checkpoint(self, wanted: Checkpoint) -> None:
         """Write the version that exists now, unless it is on disk already, and say where it is."""
@@ -270,10 +271,10 @@ class LearnerWorker:
 
     def _save(self, wanted: Checkpoint) -> Path:
         policy = self._policy
-        state = TrainerState(policy.version, wanted.controller_json)
+        state = TrainerState(policy.version, wanted.controller_json, memory=copy.deepcopy(policy.trainee.memory))
         if policy.checkpoint is None or policy.state != state:
             folder, keep_last = self._run_folder / "checkpoints", self._config.checkpoint.keep_last
-            policy.checkpoint = save_checkpoint(folder, policy.model, policy.tokenizer, policy.optimizer, state, keep_last)
+            policy.checkpoint = save_checkpoint(folder, policy.trainee, policy.tokenizer, state, keep_last)
             policy.state = state
         return policy.checkpoint
 
@@ -287,13 +288,17 @@ class LearnerWorker:
     async def _on_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
+    @property
+    def _division(self) -> Division:
+        return division_of(self._policy.trainee, self._config)
+
     def _remember(self, done: StepDone) -> None:
         self._done[done.step] = done
         self._done.pop(done.step - REMEMBERED_STEPS, None)
 
     def _memory(self) -> dict[str, float]:
         """Return what the learner holds, in GB, on its device or (on a CPU) resident."""
-        device = self._policy.model.device
+        device = self._policy.trainee.model.device
         if device.type == "cuda":
             held, peak = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
             return {"memory/allocated_gb": held / 1e9, "memory/peak_gb": peak / 1e9}

@@ -18,6 +18,7 @@ from asyncrl.generate.transformers_engine import TransformersEngine
 from asyncrl.learner.model import made_ready
 from asyncrl.learner.optim import build_optimizer
 from asyncrl.learner.step import train_step
+from asyncrl.learner.trainee import Trainee
 from asyncrl.packing.tensors import pack_step
 from asyncrl.schema.samples import (
     Prompt,
@@ -83,7 +84,7 @@ def _batch():
 def _trained(folder: Path, device: str) -> dict[str, torch.Tensor]:
     config = parse_config({"learner": {"device": device, "learning_rate": 1e-2, "warmup_steps": 0}})
     model = made_ready(AutoModelForCausalLM.from_pretrained(folder).to(device), config.learner)
-    train_step(model, build_optimizer(model, config.learner, 10), _batch(), config)
+    train_step(Trainee(model, build_optimizer(model, config.learner, 10)), _batch(), config)
     return {name: tensor.detach().cpu() for name, tensor in model.state_dict().items()}
 
 

@@ -16,6 +16,7 @@ from asyncrl.generate.engine import EngineRequest
 from asyncrl.generate.transformers_engine import TransformersEngine
 from asyncrl.learner.optim import build_optimizer
 from asyncrl.learner.step import train_step
+from asyncrl.learner.trainee import Trainee
 from asyncrl.packing.tensors import pack_step
 from asyncrl.schema.ids import derive_seed
 from asyncrl.schema.samples import Sample, ScoredGroup, ScoredSample, ids_to_bytes, logprobs_to_bytes
@@ -65,7 +66,7 @@ async def _plain_loop(config: RunConfig, model_folder: Path) -> dict[str, torch.
                 members.append(ScoredSample(sample, float(text.strip() == prompt.answer)))
             groups.append(ScoredGroup(group_id, prompt, tuple(members)))
         batch = pack_step(step, groups, tokens_per_row=config.packing.tokens_per_row, temperature=1.0)
-        train_step(model, optimizer, batch, config)
+        train_step(Trainee(model, optimizer), batch, config)
     await engine.close()
     return model.state_dict()
 

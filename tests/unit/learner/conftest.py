@@ -11,6 +11,7 @@ from asyncrl.config.algorithm import AlgorithmConfig, LearnerConfig
 from asyncrl.config.run import RunConfig
 from asyncrl.learner.model import made_ready
 from asyncrl.learner.optim import PolicyOptimizer
+from asyncrl.learner.trainee import Trainee
 from asyncrl.schema.batches import PackedRow, PackedSample, StepBatch
 
 VOCABULARY = 23
@@ -51,6 +52,10 @@ def run_config(algorithm=None, learner=None, **rest):
 
 def optimizer_of(model, config):
     return PolicyOptimizer(model.named_parameters(), config.learner, config.num_steps)
+
+
+def trainee_of(model, config):
+    return Trainee(model, optimizer_of(model, config))
 
 
 def random_samples(seed=0, groups=3, group_size=4, prompt=(3, 8), response=(1, 12), reward=None):
@@ -136,6 +141,7 @@ def kit():
         model=tiny_model,
         config=run_config,
         optimizer=optimizer_of,
+        trainee=trainee_of,
         samples=random_samples,
         batch=batch_of,
     )

@@ -19,12 +19,12 @@ def standing_in(folder):
 
 def save(folder, standing, keep_last=2, controller_json=""):
     state = TrainerState(standing.version, controller_json)
-    return save_checkpoint(folder / "checkpoints", standing.model, standing.tokenizer, standing.optimizer, state, keep_last)
+    return save_checkpoint(folder / "checkpoints", standing.trainee, standing.tokenizer, state, keep_last)
 
 
 def train(kit, standing, steps):
     for step in steps:
-        train_step(standing.model, standing.optimizer, kit.batch(kit.samples(seed=step), 60, step=step), CONFIG)
+        train_step(standing.trainee, kit.batch(kit.samples(seed=step), 60, step=step), CONFIG)
         standing.version = step + 1
 
 
@@ -37,8 +37,10 @@ def test_resuming_is_bit_identical_to_not_stopping(kit, tmp_path):
     second = standing_in(tmp_path / "parts")
     assert second.version == 3
     train(kit, second, range(3, 5))
-    assert all(torch.equal(a, b) for a, b in zip(whole.model.parameters(), second.model.parameters(), strict=True))
-    before, after = (standing.optimizer._adamw.state_dict()["state"] for standing in (whole, second))
+    assert all(
+        torch.equal(a, b) for a, b in zip(whole.trainee.model.parameters(), second.trainee.model.parameters(), strict=True)
+    )
+    before, after = (standing.trainee.optimizer._adamw.state_dict()["state"] for standing in (whole, second))
     assert all(torch.equal(before[index][name], after[index][name]) for index in before for name in before[index])
 
 
@@ -48,7 +50,7 @@ def test_a_checkpoint_opens_with_plain_transformers(kit, tmp_path):
     folder = save(tmp_path, standing)
     assert folder.name == "step-000001"
     opened = AutoModelForCausalLM.from_pretrained(folder)
-    assert all(torch.equal(a, b) for a, b in zip(standing.model.parameters(), opened.parameters(), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(standing.trainee.model.parameters(), opened.parameters(), strict=True))
     assert AutoTokenizer.from_pretrained(folder).decode([2, 3]) == "ab"
 
 
@@ -89,7 +91,7 @@ def test_a_half_written_checkpoint_is_ignored_and_then_removed(kit, tmp_path):
 def test_the_controller_s_part_comes_back_as_it_was(tmp_path):
     standing = standing_in(tmp_path)
     folder = save(tmp_path, standing, controller_json='{"position": 17}')
-    assert load_trainer(folder, standing.optimizer).controller_json == '{"position": 17}'
+    assert load_trainer(folder, standing.trainee).controller_json == '{"position": 17}'
 
 
 def test_random_state_is_restored(tmp_path):
@@ -98,7 +100,7 @@ def test_random_state_is_restored(tmp_path):
     folder = save(tmp_path, standing)
     expected = torch.rand(3)
     torch.rand(100)
-    load_trainer(folder, standing.optimizer)
+    load_trainer(folder, standing.trainee)
     assert torch.equal(torch.rand(3), expected)
 
 
@@ -107,7 +109,7 @@ def test_another_format_is_refused(tmp_path):
     folder = save(tmp_path, standing)
     (folder / "trainer" / "state.json").write_text('{"version": 0, "format": 99}')
     with pytest.raises(LearnerError, match="format 99"):
-        load_trainer(folder, standing.optimizer)
+        load_trainer(folder, standing.trainee)
 
 
 def test_no_checkpoint_is_none(tmp_path):

@@ -6,6 +6,7 @@ from asyncrl.errors import LearnerError
 from asyncrl.learner.optim import PolicyOptimizer, learning_rate_at
 from asyncrl.learner.rows import prepare
 from asyncrl.learner.step import train_step
+from asyncrl.learner.trainee import Trainee
 
 
 def test_learning_rate_rises_linearly_then_stays():
@@ -35,20 +36,20 @@ def test_saved_state_goes_on_to_the_same_bits(kit, tmp_path, dtype):
         if step == 2:
             optimizer.save(tmp_path / "optimizer.safetensors")
             halfway = {name: tensor.clone() for name, tensor in whole.state_dict().items()}
-        train_step(whole, optimizer, prepare(kit.batch(kit.samples(seed=step), step=step)), config)
+        train_step(Trainee(whole, optimizer), prepare(kit.batch(kit.samples(seed=step), step=step)), config)
     resumed = kit.model(seed=9, dtype=dtype)
     resumed.load_state_dict(halfway)
     again = kit.optimizer(resumed, config)
     again.load(tmp_path / "optimizer.safetensors")
     for step in (2, 3):
-        train_step(resumed, again, prepare(kit.batch(kit.samples(seed=step), step=step)), config)
+        train_step(Trainee(resumed, again), prepare(kit.batch(kit.samples(seed=step), step=step)), config)
     assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), resumed.parameters(), strict=True))
 
 
 def test_state_of_another_model_is_refused(kit, tmp_path):
     config, model = kit.config(), kit.model()
     optimizer = kit.optimizer(model, config)
-    train_step(model, optimizer, prepare(kit.batch(kit.samples())), config)
+    train_step(Trainee(model, optimizer), prepare(kit.batch(kit.samples())), config)
     optimizer.save(tmp_path / "state.safetensors")
     with pytest.raises(LearnerError, match="not the optimizer state of this model"):
         kit.optimizer(kit.model(hidden_size=16), config).load(tmp_path / "state.safetensors")

@@ -5,9 +5,11 @@ import torch
 
 from asyncrl.algorithms.losses import LOSSES
 from asyncrl.algorithms.types import Denominators, LossConfig, LossInputs
+from asyncrl.config.corrections import TruncatedToken
 from asyncrl.learner.model import row_logprobs
 from asyncrl.learner.rows import prepare
 from asyncrl.learner.step import train_step
+from asyncrl.learner.trainee import Trainee
 from asyncrl.models.attention import PACKED_ATTENTION
 
 
@@ -59,7 +61,7 @@ def test_gradients_agree_to_1e5_in_the_loss_s_own_scale(kit):
         optimizer = kit.optimizer(model, config)
         before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
         recorded = record_gradients(model)
-        result = train_step(model, optimizer, prepare(kit.batch(kit.samples(groups=5), tokens_per_row)), config)
+        result = train_step(Trainee(model, optimizer), prepare(kit.batch(kit.samples(groups=5), tokens_per_row)), config)
         assert any(not torch.equal(before[name], parameter) for name, parameter in model.named_parameters())
         after.append((result, recorded))
     for result, recorded in after[1:]:
@@ -149,5 +151,5 @@ def test_single_update_equals_recomputed_proximal(kit):
         )
         for proximal in (recomputed, current.detach())
     ]
-    first, second = (LOSSES["decoupled_ppo"](given, LossConfig(correction="tis_token")).loss for given in inputs)
+    first, second = (LOSSES["decoupled_ppo"](given, LossConfig(corrections=(TruncatedToken(),))).loss for given in inputs)
     assert torch.equal(first, second)

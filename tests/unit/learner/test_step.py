@@ -7,9 +7,11 @@ import numpy as np
 import pytest
 import torch
 
+from asyncrl.config.corrections import TruncatedToken
 from asyncrl.errors import LearnerError
 from asyncrl.learner.rows import prepare
 from asyncrl.learner.step import train_step
+from asyncrl.learner.trainee import Trainee
 from asyncrl.models.attention import PACKED_ATTENTION
 from asyncrl.schema.batches import StepBatch
 
@@ -53,7 +55,7 @@ def captured_gradients(model):
 @pytest.mark.parametrize("temperature", [1.0, 0.8])
 def test_loss_and_gradients_equal_a_slow_float64_reference(kit, temperature):
     samples = kit.samples(groups=3, group_size=3)
-    config = kit.config({"correction_cap": 1.1})
+    config = kit.config({"corrections": (TruncatedToken(1.1),)})
     model = kit.model().double()
     expected = reference_loss(model, samples, 1.1, temperature)
     expected.backward()
@@ -61,7 +63,7 @@ def test_loss_and_gradients_equal_a_slow_float64_reference(kit, temperature):
     model.zero_grad()
     gradients = captured_gradients(model)
     prepared = prepare(kit.batch(samples, tokens_per_row=40, temperature=temperature))
-    result = train_step(model, kit.optimizer(model, config), prepared, config)
+    result = train_step(kit.trainee(model, config), prepared, config)
     assert result.metrics["policy/loss"] == pytest.approx(expected.item(), abs=1e-7)
     for name, gradient in wanted.items():
         torch.testing.assert_close(gradients[name], gradient, rtol=1e-5, atol=1e-7)
@@ -75,8 +77,8 @@ def test_samples_with_higher_rewards_become_likelier(kit):
     model = kit.model()
     optimizer = kit.optimizer(model, config)
     for step in range(8):
-        train_step(model, optimizer, prepare(kit.batch(samples, step=step)), config)
-    after = train_step(model, optimizer, prepare(kit.batch(samples, step=8)), config)
+        train_step(Trainee(model, optimizer), prepare(kit.batch(samples, step=step)), config)
+    after = train_step(Trainee(model, optimizer), prepare(kit.batch(samples, step=8)), config)
     assert after.version == 9
     assert after.metrics["policy/loss"] < -0.05
 
@@ -85,7 +87,7 @@ def test_equal_rewards_leave_the_weights_alone(kit):
     config, model = kit.config(), kit.model()
     before = [parameter.detach().clone() for parameter in model.parameters()]
     prepared = prepare(kit.batch(kit.samples(reward=1.0)))
-    result = train_step(model, kit.optimizer(model, config), prepared, config)
+    result = train_step(kit.trainee(model, config), prepared, config)
     assert result.metrics["policy/grad_norm"] == 0.0
     assert result.metrics["reward/zero_spread_fraction"] == 1.0
     assert all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
@@ -96,7 +98,9 @@ def test_the_same_batch_gives_the_same_bits(kit):
     for _ in range(2):
         model = kit.model()
         optimizer = kit.optimizer(model, config)
-        results = [train_step(model, optimizer, prepare(kit.batch(kit.samples(), 40, step=step)), config) for step in range(2)]
+        results = [
+            train_step(Trainee(model, optimizer), prepare(kit.batch(kit.samples(), 40, step=step)), config) for step in range(2)
+        ]
         outcomes.append((results, [parameter.detach().clone() for parameter in model.parameters()]))
     assert outcomes[0][0] == outcomes[1][0]
     assert all(torch.equal(old, new) for old, new in zip(outcomes[0][1], outcomes[1][1], strict=True))
@@ -106,7 +110,7 @@ def test_several_updates_clip_against_the_policy_before_the_step(kit):
     config = kit.config({"clip_low": 0.01, "clip_high": 0.01}, {"epochs": 3, "minibatches": 2, "learning_rate": 1e-2})
     model = kit.model()
     prepared = prepare(kit.batch(kit.samples(), tokens_per_row=40))
-    result = train_step(model, kit.optimizer(model, config), prepared, config)
+    result = train_step(kit.trainee(model, config), prepared, config)
     assert result.metrics["policy/updates"] == 6
     assert result.metrics["policy/clip_fraction"] > 0.1
 
@@ -114,9 +118,9 @@ def test_several_updates_clip_against_the_policy_before_the_step(kit):
 def test_ratio_metrics_are_of_the_policy_before_the_step(kit):
     samples = kit.samples()
     config = kit.config({}, {"epochs": 3, "learning_rate": 1e-2})
-    single = train_step(kit.model(), kit.optimizer(kit.model(), config), prepare(kit.batch(samples)), kit.config())
+    single = train_step(kit.trainee(kit.model(), config), prepare(kit.batch(samples)), kit.config())
     model = kit.model()
-    several = train_step(model, kit.optimizer(model, config), prepare(kit.batch(samples)), config)
+    several = train_step(kit.trainee(model, config), prepare(kit.batch(samples)), config)
     for name in ("ratio/mean", "ratio/ess", "kl/mean", "ratio/correction_mean"):
         assert several.metrics[name] == pytest.approx(single.metrics[name], rel=1e-5)
 
@@ -125,7 +129,7 @@ def test_proximal_behaviour_is_plain_ppo(kit):
     samples = kit.samples()
     config = kit.config({"proximal": "behaviour", "clip_low": 0.01, "clip_high": 0.01})
     model = kit.model()
-    result = train_step(model, kit.optimizer(model, config), prepare(kit.batch(samples)), config)
+    result = train_step(kit.trainee(model, config), prepare(kit.batch(samples)), config)
     assert result.metrics["ratio/correction_mean"] == pytest.approx(1.0)
     assert result.metrics["policy/clip_fraction"] > 0.1
 
@@ -136,7 +140,7 @@ def test_non_finite_loss_stops_with_the_batch_saved_and_the_weights_untouched(ki
     batch, config, model = kit.batch(samples, step=7), kit.config(), kit.model()
     before = [parameter.detach().clone() for parameter in model.parameters()]
     with pytest.raises(LearnerError, match=r"step 7: loss nan.*step-7\.msgpack"):
-        train_step(model, kit.optimizer(model, config), prepare(batch), config, failed_folder=tmp_path / "failed")
+        train_step(kit.trainee(model, config), prepare(batch), config, failed_folder=tmp_path / "failed")
     assert all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
     saved = msgspec.msgpack.decode((tmp_path / "failed" / "step-7.msgpack").read_bytes(), type=StepBatch)
     assert saved.rows == batch.rows
@@ -148,7 +152,7 @@ def test_non_finite_gradient_stops_too(kit):
     with torch.no_grad():
         model.get_output_embeddings().weight[3] = math.inf
     with pytest.raises(LearnerError, match="the weights were not changed"):
-        train_step(model, kit.optimizer(model, config), prepare(kit.batch(kit.samples())), config)
+        train_step(kit.trainee(model, config), prepare(kit.batch(kit.samples())), config)
 
 
 def test_a_step_without_a_trained_token_is_refused(kit):
@@ -157,14 +161,14 @@ def test_a_step_without_a_trained_token_is_refused(kit):
         sample["mask"][:] = 0
     model, config = kit.model(), kit.config()
     with pytest.raises(LearnerError, match="nothing to train"):
-        train_step(model, kit.optimizer(model, config), prepare(kit.batch(samples)), config)
+        train_step(kit.trainee(model, config), prepare(kit.batch(samples)), config)
 
 
 def test_a_wrong_token_count_is_refused(kit):
     model, config = kit.model(), kit.config()
     batch = msgspec.structs.replace(kit.batch(kit.samples()), num_trained_tokens=1)
     with pytest.raises(LearnerError, match="promises 1 trained tokens"):
-        train_step(model, kit.optimizer(model, config), prepare(batch), config)
+        train_step(kit.trainee(model, config), prepare(batch), config)
 
 
 def test_fully_masked_samples_still_count_for_their_group_s_advantage(kit):
@@ -174,7 +178,7 @@ def test_fully_masked_samples_still_count_for_their_group_s_advantage(kit):
         sample["reward"] = reward
     samples[0]["mask"][:] = 0
     model, config = kit.model(), kit.config({"advantage": "dr_grpo"})
-    result = train_step(model, kit.optimizer(model, config), prepare(kit.batch(samples)), config)
+    result = train_step(kit.trainee(model, config), prepare(kit.batch(samples)), config)
     assert result.metrics["advantage/max"] == pytest.approx(1 / 3)
     assert result.metrics["policy/grad_norm"] > 0
 
@@ -187,7 +191,7 @@ def test_entropy_bonus_raises_the_entropy(kit):
         model = kit.model(initializer_range=0.5)
         optimizer = kit.optimizer(model, config)
         for step in range(6):
-            result = train_step(model, optimizer, prepare(kit.batch(samples, step=step)), config)
+            result = train_step(Trainee(model, optimizer), prepare(kit.batch(samples, step=step)), config)
         entropies.append(result.metrics["policy/entropy"])
     assert entropies[1] > entropies[0] + 0.01
 
@@ -198,7 +202,7 @@ def test_gradient_checkpointing_changes_nothing(kit, checkpointing):
     if checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     for trained in (plain, model):
-        train_step(trained, kit.optimizer(trained, config), prepare(kit.batch(kit.samples())), config)
+        train_step(kit.trainee(trained, config), prepare(kit.batch(kit.samples())), config)
     assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), model.parameters(), strict=True))
 
 
@@ -208,7 +212,7 @@ def test_bfloat16_learns_updates_smaller_than_its_own_step(kit):
     model = kit.model(dtype="bfloat16")
     optimizer = kit.optimizer(model, config)
     masters = [parameter.detach().clone() for parameter in optimizer._trained.values()]
-    train_step(model, optimizer, prepare(kit.batch(kit.samples(), tokens_per_row=30)), config)
+    train_step(Trainee(model, optimizer), prepare(kit.batch(kit.samples(), tokens_per_row=30)), config)
     moved = [not torch.equal(old, new) for old, new in zip(masters, optimizer._trained.values(), strict=True)]
     assert all(moved)
     for name, parameter in model.named_parameters():
@@ -220,6 +224,6 @@ def test_every_metric_is_in_the_table(kit):
     from asyncrl.observe.metrics import unknown_names
 
     model, config = kit.model(), kit.config()
-    result = train_step(model, kit.optimizer(model, config), prepare(kit.batch(kit.samples())), config)
+    result = train_step(kit.trainee(model, config), prepare(kit.batch(kit.samples())), config)
     assert unknown_names(result.metrics) == []
     assert np.isfinite(list(result.metrics.values())).all()

@@ -7,8 +7,9 @@ import pytest
 from asyncrl.config.load import dump_config, load_config
 
 ROOT = Path(__file__).resolve().parents[2]
-CONFIGS = sorted([*(ROOT / "configs").glob("*.toml"), *(ROOT / "experiments").glob("*/*.toml")])
+CONFIGS = sorted([*(ROOT / "configs").glob("*.toml"), *(ROOT / "experiments").glob("*/config.toml")])
 PRESETS = sorted((ROOT / "configs" / "algorithms").glob("*.toml"))
+LAYERS = sorted((ROOT / "experiments" / "quickstart_algorithms").glob("*.toml"))
 
 
 def test_the_documented_configs_are_there():
@@ -33,3 +34,8 @@ def test_a_preset_goes_over_the_quickstart_and_nothing_of_its_algorithm_stays(pa
     assert config.algorithm.dual_clip is None
     assert config.algorithm.proximal == "recompute"
     assert config.learner.num_threads == 1
+
+
+@pytest.mark.parametrize("path", LAYERS, ids=lambda path: path.stem)
+def test_the_algorithms_of_the_experiment_go_over_the_quickstart(path):
+    assert load_config(ROOT / "configs" / "quickstart.toml", presets=[path]).num_steps == 550

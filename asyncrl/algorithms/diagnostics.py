@@ -1,27 +1,38 @@
-"""How far the data is from the policy that trains on it. Pure, without gradient; masked tokens never count.
+"""How far the data is from the policy that trains on it. Pure, without gradient; the caller leaves masked tokens out.
 
-Legend: N tokens, S sequences; rho = learner / behaviour, log rho = learner - behaviour. Called by learner/step.py and
-experiments.
+Legend: N tokens, S sequences; rho = learner / behaviour, log rho = learner - behaviour. Sums are taken in float64, so that the
+order of tokens, and with it the packing, does not show. Called by learner/token_figures.py and experiments.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
-from asyncrl.algorithms.ratios import LOG_RATIO_LIMIT, effective_sample_size
-from asyncrl.algorithms.types import masked, segment_sum
+from asyncrl.algorithms.quantiles import quantiles
+from asyncrl.algorithms.ratios import LOG_RATIO_LIMIT
+from asyncrl.algorithms.types import segment_sum
+
+STALENESS_BUCKETS = ("0", "1", "2", "3-4", "5-8", "9+")
+"""Versions behind the learner, in the groups that figures are told by."""
+_BUCKET_STARTS = (1, 2, 3, 5, 9)
+RATIO_LEVELS = (0.01, 0.05, 0.5, 0.95, 0.99)
+"""Quantiles of rho that are told."""
 
 
 @dataclass(frozen=True, slots=True)
-class Mismatch:
-    """Learner against behaviour, over the trained tokens of a step. All plain floats."""
+class TokenMismatch:
+    """Two policies over some tokens. All plain floats."""
 
     ratio_mean: float
     """Mean of rho."""
     ratio_max: float
     ratio_min: float
+    ratio_quantiles: tuple[float, ...]
+    """Of rho, at RATIO_LEVELS."""
     ess: float
     """Effective sample size of the unbounded rho, as a fraction."""
     kl_k1: float
@@ -30,47 +41,192 @@ class Mismatch:
     """Mean of rho - log rho - 1."""
     kl_max: float
     """Largest rho - log rho - 1 of a token."""
-    chi2_token: float
+    chi2: float
     """Mean of rho^2, minus 1."""
-    chi2_sequence: float
-    """Mean over sequences of (product of rho)^2, minus 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceMismatch:
+    """Two policies over some sequences; a perplexity is exp(-mean log-probability) of a sequence. All plain floats."""
+
+    chi2: float
+    """Mean of (product of rho)^2, minus 1."""
     perplexity_ratio: float
-    """Mean over sequences of exp(mean(behaviour - learner)): the learner's perplexity over the behaviour policy's."""
+    """Mean of the learner's perplexity over the behaviour policy's."""
+    learner_perplexity: float
+    learner_log_perplexity: float
+    behaviour_perplexity: float
+    behaviour_log_perplexity: float
+    log_perplexity_gap: float
+    """Mean of the learner's log perplexity minus the behaviour policy's."""
+    log_perplexity_gap_abs: float
+    """Mean of its magnitude."""
+    log_perplexity_gap_max: float
+    log_perplexity_gap_min: float
 
 
-@torch.no_grad()
-def mismatch(
-    learner: torch.Tensor, behaviour: torch.Tensor, mask: torch.Tensor, sequence_ids: torch.Tensor, num_sequences: int
-) -> Mismatch:
+@dataclass(frozen=True, slots=True)
+class WeightFigures:
+    """Importance weights as they were applied, and the ratios behind them. All plain floats."""
+
+    mean: float
+    std: float
+    """Of the population."""
+    ess: float
+    """Effective sample size, as a fraction."""
+    high_fraction: float
+    """Share of raw ratios over the cap."""
+    low_fraction: float
+    """Share of raw ratios under 1 / cap."""
+    max: float
+    min: float
+
+
+def _log_rho(learner: torch.Tensor, behaviour: torch.Tensor) -> torch.Tensor:
+    return (learner.detach().double() - behaviour.double()).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+
+
+def _means(*values: torch.Tensor) -> list[float]:
+    """Return the mean of each, all [N], at the cost of one."""
+    means: list[float] = torch.stack(values).mean(dim=1).tolist()
+    return means
+
+
+def token_mismatch(learner: torch.Tensor, behaviour: torch.Tensor) -> TokenMismatch:
     """Compare the learner's log-probabilities [N] with those of the policy that sampled.
 
     Args:
-        learner: float [N], proximal or current.
+        learner: float [N], proximal or current, N at least 1.
         behaviour: float [N].
-        mask: bool [N]; at least one token is true.
-        sequence_ids: int64 [N].
-        num_sequences: S; sequences without a trained token do not count.
 
-    Source: Kish 1965 (effective sample size); Schulman 2020 (k1, k3); verl `compute_offpolicy_metrics` (chi-squared, perplexity).
+    Source: Kish 1965 (effective sample size); Schulman 2020 (k1, k3); verl `compute_offpolicy_metrics` (chi-squared).
     """
-    log_rho = (learner - behaviour)[mask].clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    log_rho = _log_rho(learner, behaviour)
     rho = log_rho.exp()
     k3 = torch.expm1(log_rho) - log_rho
-    lengths_S = segment_sum(mask.to(learner.dtype), sequence_ids, num_sequences)
-    sums_S = segment_sum(masked(learner - behaviour, mask), sequence_ids, num_sequences)[lengths_S > 0]
-    lengths_S = lengths_S[lengths_S > 0]
-    return Mismatch(
-        ratio_mean=rho.mean().item(),
+    mean, second_moment, mean_log, mean_k3 = _means(rho, rho.square(), log_rho, k3)
+    return TokenMismatch(
+        ratio_mean=mean,
         ratio_max=rho.max().item(),
         ratio_min=rho.min().item(),
-        ess=effective_sample_size(rho, torch.ones_like(rho, dtype=torch.bool)).item(),
-        kl_k1=-log_rho.mean().item(),
-        kl_k3=k3.mean().item(),
+        ratio_quantiles=quantiles(rho, RATIO_LEVELS),
+        ess=mean * mean / second_moment,
+        kl_k1=-mean_log,
+        kl_k3=mean_k3,
         kl_max=k3.max().item(),
-        chi2_token=rho.square().mean().item() - 1.0,
-        chi2_sequence=(2.0 * sums_S).clamp(max=2 * LOG_RATIO_LIMIT).exp().mean().item() - 1.0,
-        perplexity_ratio=(-sums_S / lengths_S).exp().mean().item(),
+        chi2=second_moment - 1.0,
     )
+
+
+def divergence(learner: torch.Tensor, behaviour: torch.Tensor) -> tuple[float, float]:
+    """Return the k1 and k3 estimates of KL(behaviour || learner), means over tokens [N], N at least 1.
+
+    Source: Schulman 2020.
+    """
+    log_rho = _log_rho(learner, behaviour)
+    mean_log, mean_k3 = _means(log_rho, torch.expm1(log_rho) - log_rho)
+    return -mean_log, mean_k3
+
+
+def sequence_mismatch(
+    learner: torch.Tensor, behaviour: torch.Tensor, sequence_ids: torch.Tensor, num_sequences: int
+) -> SequenceMismatch:
+    """Compare the learner with the policy that sampled, a sequence at a time.
+
+    Args:
+        learner: float [N], log-probabilities, proximal or current, N at least 1.
+        behaviour: float [N].
+        sequence_ids: int64 [N].
+        num_sequences: S; sequences without a token here do not count.
+
+    Source: verl `compute_offpolicy_metrics`.
+    """
+    lengths_S = segment_sum(torch.ones_like(learner, dtype=torch.float64), sequence_ids, num_sequences)
+    present_S = lengths_S > 0
+    lengths_S = lengths_S[present_S]
+    learner_S = segment_sum(learner.detach().double(), sequence_ids, num_sequences)[present_S] / lengths_S
+    behaviour_S = segment_sum(behaviour.double(), sequence_ids, num_sequences)[present_S] / lengths_S
+    gap_S = behaviour_S - learner_S
+    log_product_S = (-gap_S * lengths_S).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    ratio_S = gap_S.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+    second_moment, ratio, ours, our_log, theirs, their_log, gap, gap_abs = _means(
+        (2.0 * log_product_S).exp(),
+        ratio_S,
+        (-learner_S).exp(),
+        -learner_S,
+        (-behaviour_S).exp(),
+        -behaviour_S,
+        gap_S,
+        gap_S.abs(),
+    )
+    return SequenceMismatch(
+        chi2=second_moment - 1.0,
+        perplexity_ratio=ratio,
+        learner_perplexity=ours,
+        learner_log_perplexity=our_log,
+        behaviour_perplexity=theirs,
+        behaviour_log_perplexity=their_log,
+        log_perplexity_gap=gap,
+        log_perplexity_gap_abs=gap_abs,
+        log_perplexity_gap_max=gap_S.max().item(),
+        log_perplexity_gap_min=gap_S.min().item(),
+    )
+
+
+def weight_figures(weights: torch.Tensor, ratios: torch.Tensor, cap: float, level: Literal["token", "sequence"]) -> WeightFigures:
+    """Describe importance weights.
+
+    Mean, deviation and effective sample size are over tokens at both levels. Fractions are over `ratios`. The extremes are those
+    of the weights at token level, and those of the uncapped products at sequence level.
+
+    Args:
+        weights: float [N], of unmasked tokens, as they multiplied the loss; at least one.
+        ratios: float, before any bound: rho of the same N tokens, or its product over each of S sequences.
+        cap: Where a ratio counts as high; under 1 / cap it counts as low.
+        level: Which of the two `ratios` are.
+
+    Source: Kish 1965; verl `compute_is_metrics`, whose choices these are.
+    """
+    weights, ratios = weights.double(), ratios.double()
+    extremes = weights if level == "token" else ratios
+    mean, second_moment = weights.mean(), weights.square().mean()
+    return WeightFigures(
+        mean=mean.item(),
+        std=weights.std(correction=0).item(),
+        ess=(mean.square() / second_moment).item() if second_moment > 0 else 0.0,
+        high_fraction=(ratios > cap).double().mean().item(),
+        low_fraction=(ratios < 1.0 / cap).double().mean().item(),
+        max=extremes.max().item(),
+        min=extremes.min().item(),
+    )
+
+
+def logprob_gap(learner: torch.Tensor, behaviour: torch.Tensor) -> tuple[float, float, float]:
+    """Compare two computations of what should be the same log-probabilities [N], at least one.
+
+    Returns:
+        Mean and largest magnitude of the difference, and Pearson correlation of the probabilities (NaN where one does
+        not vary).
+
+    Source: MiniMax-M1 2025, section 3.2 (correlation of the probabilities of trainer and engine).
+    """
+    gap = (learner.double() - behaviour.double()).abs()
+    ours, theirs = learner.double().exp(), behaviour.double().exp()
+    ours, theirs = ours - ours.mean(), theirs - theirs.mean()
+    spread = (ours.square().sum() * theirs.square().sum()).sqrt().item()
+    correlation = (ours * theirs).sum().item() / spread if spread > 0 else math.nan
+    return gap.mean().item(), gap.max().item(), correlation
+
+
+def staleness_bucket(staleness: torch.Tensor) -> torch.Tensor:
+    """Return int64 [N], the index into STALENESS_BUCKETS of each staleness [N] in versions; -1 where it is negative (unknown)."""
+    starts = torch.tensor(_BUCKET_STARTS, device=staleness.device, dtype=staleness.dtype)
+    return torch.where(staleness < 0, -1, torch.bucketize(staleness, starts, right=True))
+
+
+def sequence_staleness(staleness: torch.Tensor, sequence_ids: torch.Tensor, num_sequences: int) -> torch.Tensor:
+    """Return [S], the staleness of each sequence's oldest token; -1 where none is known. Takes [N], -1 for unknown."""
+    return staleness.new_full((num_sequences,), -1).scatter_reduce(0, sequence_ids, staleness, "amax")
 
 
 def entropy_of_logits(logits: torch.Tensor) -> torch.Tensor:

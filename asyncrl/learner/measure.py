@@ -1,96 +1,98 @@
-"""What a step's tokens and samples say about it: kept a few floats a token while rows go by, summed up once at the end.
+"""What a step's tokens, samples and pairs say about it: kept while rows go by, summed up once at the end.
 
-Computing once over all tokens keeps every figure independent of how samples share rows. Names are those of observe/metrics.py.
-Called by learner/step.py.
+Computing once over the tokens of all rows and ranks keeps every figure independent of how samples share them. Names are those of
+observe/metrics.py. Called by learner/step.py.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
 
 import numpy as np
 import torch
 
 from asyncrl.algorithms.advantage_types import FloatArray
-from asyncrl.algorithms.diagnostics import mismatch
-from asyncrl.algorithms.types import LossInputs, LossOutputs
+from asyncrl.algorithms.preference import PreferenceOutputs
+from asyncrl.config.corrections import CorrectionConfig
+from asyncrl.learner.ranks import OneRank, Ranks
+from asyncrl.learner.token_figures import step_figures
+from asyncrl.learner.token_records import TokenRecord, gathered
 from asyncrl.schema.batches import StepBatch
 
-
-@dataclass(frozen=True, slots=True)
-class TokenRecord:
-    """One row's trained tokens [M], detached."""
-
-    learner_logprobs: torch.Tensor
-    """Of the learner before the step."""
-    behaviour_logprobs: torch.Tensor
-    entropy: torch.Tensor
-    weights: torch.Tensor
-    clipped: torch.Tensor
-    dual_clipped: torch.Tensor
-    sequence_ids: torch.Tensor
-    num_sequences: int
-
-    @classmethod
-    def of(cls, inputs: LossInputs, outputs: LossOutputs, *, proximal_is_learner: bool) -> TokenRecord:
-        """Return the record of one row's loss; the current policy stands in where no proximal one was computed."""
-        learner = inputs.proximal_logprobs if proximal_is_learner else inputs.logprobs.detach()
-        entropy = torch.zeros_like(learner) if inputs.entropy is None else inputs.entropy.detach()
-        return cls(
-            learner,
-            inputs.behaviour_logprobs,
-            entropy,
-            outputs.weights,
-            outputs.clipped,
-            outputs.dual_clipped,
-            inputs.sequence_ids,
-            inputs.num_sequences,
-        )
+__all__ = ["StepPairs", "StepTokens", "TokenRecord", "batch_metrics"]
 
 
 class StepTokens:
-    """Collects the records of a step."""
+    """Collects the records of a step.
 
-    def __init__(self, rows: int, correction_cap: float) -> None:
+    Example:
+        tokens = StepTokens(len(rows), corrections=algorithm.corrections, ranks=trainee.ranks)
+        tokens.add(TokenRecord.of(inputs, outputs, proximal_is_learner=True))
+        metrics = tokens.metrics()
+    """
+
+    def __init__(self, rows: int, *, corrections: tuple[CorrectionConfig, ...] = (), ranks: Ranks | None = None) -> None:
         """Begin a step.
 
         Args:
-            rows: Rows of one pass over the batch; what is said about the policy before the step is said by the first pass.
-            correction_cap: Where a correction weight counts as capped.
+            rows: Records of one pass over this rank's part of the batch; what is said about the policy before the step is said by
+                the first pass.
+            corrections: Of the step; their cap is where a ratio counts as high.
+            ranks: All ranks' tokens are measured together; None: this process has all of them.
         """
         self._rows = rows
-        self._correction_cap = correction_cap
+        self._corrections = corrections
+        self._ranks: Ranks = OneRank() if ranks is None else ranks
         self._records: list[TokenRecord] = []
 
     def add(self, record: TokenRecord) -> None:
-        """Add one row of one update."""
+        """Add one row of one update; in a step that trains the policy every rank adds at least one, if of no token."""
         self._records.append(record)
 
     def metrics(self) -> dict[str, float]:
-        """Return the step's figures."""
-        first, every = self._records[: self._rows], self._records
-        offsets = np.cumsum([0, *(record.num_sequences for record in first)])
-        ids = torch.cat([record.sequence_ids + int(offset) for record, offset in zip(first, offsets, strict=False)])
-        learner = _joined(first, "learner_logprobs")
-        everywhere = torch.ones_like(learner, dtype=torch.bool)
-        distance = mismatch(learner, _joined(first, "behaviour_logprobs"), everywhere, ids, int(offsets[-1]))
-        weights = _joined(first, "weights")
+        """Return the step's figures, the same on every rank; a collective call. Empty where no token was trained."""
+        if not self._records:
+            return {}
+        every, first = gathered(self._records, self._rows, self._ranks)
+        if not len(first):
+            return {}
+        return {name: value for name, value in step_figures(every, first, self._corrections).items() if not math.isnan(value)}
+
+
+class StepPairs:
+    """Collects what preference losses say over the rows and updates of a step.
+
+    Example:
+        pairs = StepPairs(ranks=trainee.ranks)
+        pairs.add(preference_loss(inputs, algorithm.preference))
+        metrics = pairs.metrics()
+    """
+
+    def __init__(self, *, ranks: Ranks | None = None) -> None:
+        """Begin a step, over these ranks; None: this process has all pairs."""
+        self._ranks: Ranks = OneRank() if ranks is None else ranks
+        self._sums: torch.Tensor | None = None
+
+    def add(self, outputs: PreferenceOutputs) -> None:
+        """Add one row of one update; every rank adds at least one, if of no pair."""
+        figures = (outputs.losses, outputs.correct, outputs.margins, outputs.chosen_rewards, outputs.rejected_rewards)
+        sums = torch.stack([values.double().sum() for values in (torch.ones_like(outputs.margins), *figures)])
+        self._sums = sums if self._sums is None else self._sums + sums
+
+    def metrics(self) -> dict[str, float]:
+        """Return the step's figures, the same on every rank; a collective call. Empty where there was no pair."""
+        assert self._sums is not None, "a rank adds at least one record a step"
+        pairs, *sums = self._ranks.sum(self._sums).tolist()
+        if not pairs:
+            return {}
+        loss, accuracy, margin, chosen, rejected = (value / pairs for value in sums)
         return {
-            "policy/entropy": _joined(first, "entropy").mean().item(),
-            "policy/clip_fraction": _joined(every, "clipped").float().mean().item(),
-            "policy/dual_clip_fraction": _joined(every, "dual_clipped").float().mean().item(),
-            "ratio/mean": distance.ratio_mean,
-            "ratio/max": distance.ratio_max,
-            "ratio/min": distance.ratio_min,
-            "ratio/ess": distance.ess,
-            "ratio/correction_mean": weights.mean().item(),
-            "ratio/capped_fraction": (weights >= self._correction_cap).float().mean().item(),
-            "ratio/chi2_token": distance.chi2_token,
-            "ratio/chi2_sequence": distance.chi2_sequence,
-            "ratio/perplexity": distance.perplexity_ratio,
-            "kl/mean": distance.kl_k3,
-            "kl/max": distance.kl_max,
-            "kl/k1": distance.kl_k1,
+            "dpo/pairs": pairs,
+            "dpo/loss": loss,
+            "dpo/accuracy": accuracy,
+            "dpo/margin": margin,
+            "dpo/chosen_reward": chosen,
+            "dpo/rejected_reward": rejected,
         }
 
 
@@ -128,7 +130,3 @@ def _spread(name: str, values: FloatArray) -> dict[str, float]:
         f"{name}/max": float(values.max()),
         f"{name}/min": float(values.min()),
     }
-
-
-def _joined(records: list[TokenRecord], name: str) -> torch.Tensor:
-    return torch.cat([getattr(record, name) for record in records])

@@ -1,0 +1,105 @@
+"""Off-policy metrics and entropies of published implementations (numbers/README.md)."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from asyncrl.algorithms.diagnostics import entropy_of_logits, sequence_mismatch, token_mismatch, weight_figures
+from asyncrl.algorithms.types import segment_sum
+from asyncrl.models.logprobs import token_logprobs
+
+NUMBERS = Path(__file__).parent / "numbers"
+TOLERANCE = {"float64": {"rtol": 1e-6, "atol": 1e-8}, "float32": {"rtol": 2e-5, "atol": 2e-6}}
+
+
+def cases(family, wanted):
+    loaded = json.loads((NUMBERS / f"{family}.json").read_text())["cases"]
+    return [pytest.param(case, id=case["name"]) for case in loaded if wanted(case)]
+
+
+def matrix(case, name):
+    return torch.tensor(case["inputs"][name], dtype=torch.float64)
+
+
+def assert_close(case, name, got):
+    expected = np.asarray(case["expected"][name], dtype=np.float64)
+    got = got.detach().numpy() if isinstance(got, torch.Tensor) else np.asarray(got, dtype=np.float64)
+    np.testing.assert_allclose(got.reshape(expected.shape), expected, **TOLERANCE[case["dtype"]], err_msg=name)
+
+
+def policies(case):
+    """Return proximal and behaviour log-probabilities [N] of valid tokens, sequence ids [N] and the number of rows."""
+    mask_BT = matrix(case, "mask").bool()
+    rows, width = mask_BT.shape
+    flat = [matrix(case, f"{name}_logprobs")[mask_BT] for name in ("proximal", "behaviour")]
+    return *flat, torch.arange(rows).repeat_interleave(width)[mask_BT.reshape(-1)], rows
+
+
+@pytest.mark.parametrize("case", cases("offpolicy_metrics", lambda case: case["name"].startswith("offpolicy")))
+def test_off_policy_metrics(case):
+    proximal, behaviour, ids, rows = policies(case)
+    tokens, sequences = token_mismatch(proximal, behaviour), sequence_mismatch(proximal, behaviour, ids, rows)
+    by_name = {
+        "kl": tokens.kl_k1,
+        "k3_kl": tokens.kl_k3,
+        "chi2_token": tokens.chi2,
+        "chi2_seq": sequences.chi2,
+        "ppl_ratio": sequences.perplexity_ratio,
+        "training_ppl": sequences.learner_perplexity,
+        "training_log_ppl": sequences.learner_log_perplexity,
+        "rollout_ppl": sequences.behaviour_perplexity,
+        "rollout_log_ppl": sequences.behaviour_log_perplexity,
+        # The peer's difference is rollout's mean log-probability minus training's: the gap of the log perplexities.
+        "log_ppl_diff": sequences.log_perplexity_gap,
+        "log_ppl_abs_diff": sequences.log_perplexity_gap_abs,
+        "log_ppl_diff_max": sequences.log_perplexity_gap_max,
+        "log_ppl_diff_min": sequences.log_perplexity_gap_min,
+    }
+    for name in case["expected"]:
+        assert_close(case, name, by_name[name])
+
+
+@pytest.mark.parametrize("case", cases("offpolicy_metrics", lambda case: case["name"].startswith("is-metrics")))
+def test_importance_weight_metrics(case):
+    proximal, behaviour, ids, rows = policies(case)
+    cap, level = float(case["params"]["cap"]), case["params"]["level"]
+    rho, products = (proximal - behaviour).exp(), segment_sum(proximal - behaviour, ids, rows).exp()
+    ratios, raw_weights = (rho, rho) if level == "token" else (products[ids.unique()], products[ids])
+    weights = raw_weights.clamp(max=cap)
+    figures = weight_figures(weights, ratios, cap, level)
+    by_name = {
+        "mean": figures.mean,
+        "std": figures.std,
+        "eff_sample_size": figures.ess,
+        "ratio_fraction_high": figures.high_fraction,
+        "ratio_fraction_low": figures.low_fraction,
+        "max": figures.max,
+        "min": figures.min,
+    }
+    for name in case["expected"]:
+        assert_close(case, name, by_name[name])
+
+
+@pytest.mark.parametrize("case", cases("entropy", lambda case: "token_ids" not in case["inputs"]))
+def test_entropy(case):
+    logits = matrix(case, "logits").requires_grad_()
+    entropy = entropy_of_logits(logits)
+    mask = matrix(case, "mask") if "mask" in case["inputs"] else torch.ones(entropy.shape)
+    assert_close(case, "entropy_per_token", entropy * mask)
+    if "loss" in case["expected"]:
+        loss = (entropy * mask).sum() / mask.sum()
+        loss.backward()
+        assert_close(case, "loss", loss)
+        assert_close(case, "grad_logits", logits.grad)
+
+
+@pytest.mark.parametrize("case", cases("entropy", lambda case: "token_ids" in case["inputs"]))
+def test_logprobs_of_given_tokens(case):
+    logits = matrix(case, "logits")
+    flat, ids = logits.reshape(-1, logits.shape[-1]), torch.tensor(case["inputs"]["token_ids"]).reshape(-1)
+    temperature = float(case["params"]["temperature"])
+    logprobs, _ = token_logprobs(flat, ids, torch.nn.Identity(), temperature=temperature, chunk_tokens=3)
+    assert_close(case, "logprobs", logprobs)

@@ -21,8 +21,10 @@ from asyncrl.errors import ConfigError
 from asyncrl.learner.rows import Row
 from asyncrl.learner.tokenizer import character_tokenizer
 from asyncrl.models.attention import PACKED_ATTENTION
-from asyncrl.models.causal import DTYPES, check_folder, check_head, use_packed_attention
+from asyncrl.models.causal import DTYPES, check_folder, check_head, run_inside, use_packed_attention
+from asyncrl.models.fused import fused_logprobs
 from asyncrl.models.logprobs import token_logprobs
+from asyncrl.models.output_layer import use_float32_head
 
 
 def build_scratch(config: ScratchModel, alphabet: str, seed: int) -> tuple[PreTrainedModel, Any]:
@@ -56,8 +58,16 @@ def build_scratch(config: ScratchModel, alphabet: str, seed: int) -> tuple[PreTr
     return model, tokenizer
 
 
-def open_model(folder: Path, config: LearnerConfig, *, trust_remote_code: bool = False) -> PreTrainedModel:
+def open_model(
+    folder: Path, config: LearnerConfig, *, trust_remote_code: bool = False, fp32_head: bool = False
+) -> PreTrainedModel:
     """Open a Hugging Face folder with packed attention, on the learner's device and in its dtype, ready to train.
+
+    Args:
+        folder: Config, safetensors and tokenizer.
+        config: Device, dtype and gradient checkpointing are read.
+        trust_remote_code: Of `model` in the run's config.
+        fp32_head: As well.
 
     Raises:
         ConfigError: The folder is missing something, or the model cannot be trained on packed rows.
@@ -73,13 +83,15 @@ def open_model(folder: Path, config: LearnerConfig, *, trust_remote_code: bool =
         )
     except (ValueError, OSError, RuntimeError) as error:
         raise ConfigError(f"cannot open the model in {folder}: {error}") from error
-    return made_ready(model, config)
+    return made_ready(model, config, fp32_head=fp32_head)
 
 
-def made_ready(model: PreTrainedModel, config: LearnerConfig) -> PreTrainedModel:
+def made_ready(model: PreTrainedModel, config: LearnerConfig, *, fp32_head: bool = False) -> PreTrainedModel:
     """Move a model to device and dtype, set packed attention, switch dropout off, and check that its head is understood."""
     use_packed_attention(model)
     model.to(device=config.device, dtype=DTYPES[config.dtype])
+    if fp32_head:
+        use_float32_head(model)
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
@@ -127,7 +139,13 @@ class RowOutputs:
 
 
 def run_row(
-    model: PreTrainedModel, row: Row, *, temperature: float, chunk_tokens: int, entropy_gradient: bool = False
+    model: PreTrainedModel,
+    row: Row,
+    *,
+    temperature: float,
+    chunk_tokens: int,
+    entropy_gradient: bool = False,
+    fused: bool = False,
 ) -> RowOutputs:
     """Run the policy over a row.
 
@@ -136,36 +154,56 @@ def run_row(
         row: On the model's device.
         temperature: See `token_logprobs`.
         chunk_tokens: See `token_logprobs`.
-        entropy_gradient: See `token_logprobs`.
+        entropy_gradient: See `token_logprobs`; not where `fused`.
+        fused: By a library's kernel, see models/fused.py.
     """
-    hidden = row_hidden(model.base_model, row)
-    logprobs, entropy = token_logprobs(
-        hidden,
-        row.target_ids,
-        model.get_output_embeddings(),
-        temperature=temperature,
-        chunk_tokens=chunk_tokens,
-        entropy_gradient=entropy_gradient,
-    )
-    return RowOutputs(logprobs, entropy, hidden)
+    assert not (fused and entropy_gradient), "config/learner_rules.py refuses it"
+
+    def work() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        hidden, head = row_hidden(model.base_model, row), model.get_output_embeddings()
+        if fused:
+            return *fused_logprobs(hidden, row.target_ids, head, temperature=temperature, chunk_tokens=chunk_tokens), hidden
+        logprobs, entropy = token_logprobs(
+            hidden,
+            row.target_ids,
+            head,
+            temperature=temperature,
+            chunk_tokens=chunk_tokens,
+            entropy_gradient=entropy_gradient,
+        )
+        return logprobs, entropy, hidden
+
+    return RowOutputs(*run_inside(model, work))
 
 
 def row_logprobs(
-    model: PreTrainedModel, row: Row, *, temperature: float, chunk_tokens: int, entropy_gradient: bool = False
+    model: PreTrainedModel,
+    row: Row,
+    *,
+    temperature: float,
+    chunk_tokens: int,
+    entropy_gradient: bool = False,
+    fused: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return log-probability and entropy at each target of a row, see `run_row`."""
-    outputs = run_row(model, row, temperature=temperature, chunk_tokens=chunk_tokens, entropy_gradient=entropy_gradient)
+    outputs = run_row(
+        model, row, temperature=temperature, chunk_tokens=chunk_tokens, entropy_gradient=entropy_gradient, fused=fused
+    )
     return outputs.logprobs, outputs.entropy
 
 
 def row_hidden(body: PreTrainedModel, row: Row) -> torch.Tensor:
     """Return [M, D], the last hidden state of the token before each target; `body` is a model without its output layer."""
     assert body.config._attn_implementation == PACKED_ATTENTION, "see use_packed_attention"  # noqa: SLF001
-    output = body(
-        input_ids=row.input_ids.unsqueeze(0),
-        position_ids=row.position_ids.unsqueeze(0),
-        use_cache=False,
-        packed_layout=row.layout,
-    )
-    hidden: torch.Tensor = output.last_hidden_state[0].index_select(0, row.hidden_index)
-    return hidden
+
+    def work() -> torch.Tensor:
+        output = body(
+            input_ids=row.input_ids.unsqueeze(0),
+            position_ids=row.position_ids.unsqueeze(0),
+            use_cache=False,
+            packed_layout=row.layout,
+        )
+        hidden: torch.Tensor = output.last_hidden_state[0].index_select(0, row.hidden_index)
+        return hidden
+
+    return run_inside(body, work)

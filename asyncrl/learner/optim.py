@@ -1,22 +1,30 @@
-"""AdamW with a schedule and clipping, float32 master weights under a bfloat16 model, and a state that is saved without pickle.
+"""AdamW with a schedule, clipping and loss scaling, over float32 master weights, with a state that is saved without pickle.
 
-Invariants: the learning rate is a function of the step number alone, so there is no scheduler state to lose; parameters that
-are not float32 have a float32 copy here which is what the optimizer changes (at RL learning rates a bfloat16 update rounds to
-nothing) and in which the gradients of all micro-batches add up; saving and loading changes no bit. Called by learner/step.py
-and learner/checkpoint.py.
+Invariants: the learning rate is a function of the step number alone, so there is no scheduler state to lose; what the optimizer
+changes is at least float32 (learner/masters.py); saving and loading changes no bit. Called by learner/step.py and
+learner/checkpoint.py.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import get_total_norm
 
 from asyncrl.config.algorithm import LearnerConfig
 from asyncrl.errors import LearnerError
+from asyncrl.learner.lowbit import build_lowbit, plain_state, restore_state
+from asyncrl.learner.masters import HostGradients, Master, buckets_of
+from asyncrl.learner.precision import LossScale
+
+_MASTER, _SCALE = "master", "loss_scale"
+_ADAMW_KINDS = {"step", "exp_avg", "exp_avg_sq"}
 
 
 def learning_rate_at(step: int, config: LearnerConfig, num_steps: int) -> float:
@@ -42,87 +50,168 @@ class PolicyOptimizer:
 
     Example:
         >>> optimizer = PolicyOptimizer(model.named_parameters(), LearnerConfig(), num_steps=100)
-        >>> loss.backward()
+        >>> optimizer.backward(loss)
         >>> norm = optimizer.clip()
-        >>> optimizer.step(0)
+        >>> if math.isfinite(norm):
+        ...     optimizer.step(0)
+        ... elif not optimizer.skip_update():
+        ...     raise LearnerError
     """
 
-    def __init__(self, named_parameters: Iterable[tuple[str, torch.nn.Parameter]], config: LearnerConfig, num_steps: int) -> None:
+    def __init__(
+        self,
+        named_parameters: Iterable[tuple[str, torch.nn.Parameter]],
+        config: LearnerConfig,
+        num_steps: int,
+        shares_scale_of: PolicyOptimizer | None = None,
+    ) -> None:
+        """Take over a model's parameters.
+
+        Args:
+            named_parameters: Those that need no gradient are left alone.
+            config: Optimizer and dtype.
+            num_steps: Where a cosine schedule ends.
+            shares_scale_of: The optimizer that runs the backward pass of a loss whose gradients reach these parameters too (a
+                value head beside its policy); it owns the loss scale.
+        """
         self._config = config
         self._num_steps = num_steps
-        self._model = {name: parameter for name, parameter in named_parameters if parameter.requires_grad}
-        self._trained = {name: _master_of(parameter) for name, parameter in self._model.items()}
-        matrices = [parameter for parameter in self._trained.values() if parameter.ndim >= 2]
-        vectors = [parameter for parameter in self._trained.values() if parameter.ndim < 2]
-        self._adamw = torch.optim.AdamW(
-            [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
-            lr=config.learning_rate,
-            betas=config.betas,
-            eps=config.epsilon,
-            fused=True,
-        )
+        on_host = config.offload_optimizer
+        self._masters = {name: Master(p, on_host=on_host) for name, p in named_parameters if p.requires_grad}
+        masters = list(self._masters.values())
+        buckets = buckets_of(masters) if on_host else [masters]
+        self._adamws = [_build_adamw([master.trained for master in bucket], config) for bucket in buckets]
+        self._host = HostGradients(buckets) if on_host else None
+        self._adamw_of = {id(m.trained): adamw for bucket, adamw in zip(buckets, self._adamws, strict=True) for m in bucket}
+        self._owns_scale = config.dtype == "float16" and shares_scale_of is None
+        self._scale = LossScale() if self._owns_scale else None
+        if shares_scale_of is not None:
+            self._scale = shares_scale_of._scale  # noqa: SLF001 - the same class
+
+    @property
+    def loss_scale(self) -> float:
+        """What losses are multiplied by before the backward pass; 1 but for float16."""
+        return 1.0 if self._scale is None else self._scale.value
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Add the gradients of a loss."""
+        (loss if self._scale is None else loss * self._scale.value).backward()  # type: ignore[no-untyped-call]
 
     def clip(self) -> float:
         """Scale the gradients to at most `max_grad_norm`; return the norm they had (not finite where a gradient was not)."""
-        return torch.nn.utils.clip_grad_norm_(self._trained.values(), self._config.max_grad_norm).item()
+        gradients = [gradient for master in self._masters.values() if (gradient := master.gradient) is not None]
+        norm = _whole(get_total_norm(gradients)) / self.loss_scale
+        factor = (self._config.max_grad_norm / (norm + 1e-6)).clamp(max=1.0).item() / self.loss_scale
+        if factor != 1.0:
+            for gradient in gradients:
+                gradient.mul_(factor)
+        return norm.item()
 
     def step(self, step: int) -> float:
-        """Apply and drop the gradients at the learning rate of optimizer step `step`, and return that rate."""
+        """Apply and drop the clipped gradients at the learning rate of optimizer step `step`, and return that rate."""
         rate = learning_rate_at(step, self._config, self._num_steps)
-        for group in self._adamw.param_groups:
-            group["lr"] = rate
-        self._adamw.step()
+        for adamw in self._adamws:
+            for group in adamw.param_groups:
+                group["lr"] = rate
+        if self._host is None:
+            for master in self._masters.values():
+                master.trained.grad = master.gradient
+            self._adamws[0].step()
+        else:
+            for index in self._host.arrivals():
+                self._adamws[index].step()
+        for master in self._masters.values():
+            master.write_back()
+        if self._scale is not None and self._owns_scale:
+            self._scale.note_update()
         self.zero_grad()
-        with torch.no_grad():
-            for name, parameter in self._model.items():
-                if self._trained[name] is not parameter:
-                    parameter.copy_(self._trained[name])
         return rate
+
+    def skip_update(self) -> bool:
+        """Drop gradients that are not finite; return whether the run may go on.
+
+        It may where float16 overflowed under too large a loss scale, which is halved; not in other dtypes, and not once the
+        scale is at its smallest.
+        """
+        self.zero_grad()
+        return self._scale is not None and (not self._owns_scale or self._scale.shrink())
 
     def zero_grad(self) -> None:
         """Drop all gradients."""
-        self._adamw.zero_grad(set_to_none=True)
+        for master in self._masters.values():
+            master.drop_gradient()
+
+    def named_state(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield everything that has to be saved, each under its kind and its parameter's name, in the parameters' order."""
+        for name, master in self._masters.items():
+            if master.is_copy:
+                yield f"{_MASTER}/{name}", master.trained.detach()
+            for kind, value in plain_state(self._adamw_of[id(master.trained)].state.get(master.trained, {})).items():
+                yield f"{kind}/{name}", value
+        if self._scale is not None and self._owns_scale:
+            yield f"{_SCALE}/", self._scale.to_tensor()
 
     def save(self, path: Path) -> None:
-        """Write moments, update counts and master weights to a safetensors file."""
-        tensors: dict[str, torch.Tensor] = {}
-        for name, parameter in self._trained.items():
-            if parameter is not self._model[name]:
-                tensors[f"master/{name}"] = parameter.detach()
-            for key, value in self._adamw.state.get(parameter, {}).items():
-                tensors[f"{key}/{name}"] = value
-        save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, path)
+        """Write moments, update counts, master weights and the loss scale to a safetensors file."""
+        save_file({name: tensor.cpu().contiguous() for name, tensor in self.named_state()}, path)
 
     def load(self, path: Path) -> None:
-        """Take over what `save` wrote for a model of the same parameters.
+        """Take over what `save` wrote for a model of the same parameters, under the same optimizer and dtype.
 
         Raises:
-            LearnerError: The file belongs to another model.
+            LearnerError: The file belongs to another model or another optimizer.
         """
-        tensors = load_file(path)
-        for key, tensor in tensors.items():
+        states: dict[str, dict[str, torch.Tensor]] = {}
+        for key, tensor in load_file(path).items():
             kind, _, name = key.partition("/")
-            parameter = self._trained.get(name)
-            if parameter is None or tensor.numel() not in {1, parameter.numel()}:
-                raise LearnerError(f"{path} is not the optimizer state of this model: {key} {tuple(tensor.shape)} does not fit")
-            if kind == "master":
-                with torch.no_grad():
-                    parameter.copy_(tensor)
-            else:
-                self._adamw.state[parameter][kind] = tensor.to(parameter.device)
+            states.setdefault(name, {})[kind] = tensor
+        scale = states.pop("", {})
+        if self._scale is not None and self._owns_scale and _SCALE in scale:
+            self._scale.load_tensor(scale[_SCALE])
+        for name, state in states.items():
+            try:
+                self._load_one(self._masters[name], state)
+            except (KeyError, ValueError, RuntimeError) as error:
+                raise LearnerError(f"{path} is not the optimizer state of this model: {name} does not fit ({error})") from error
+
+    def _load_one(self, master: Master, state: dict[str, torch.Tensor]) -> None:
+        values = state.pop(_MASTER, None)
+        if (values is not None) != master.is_copy:
+            raise ValueError(f"it has {'a' if values is not None else 'no'} master weight, this run another dtype or offload")
+        if values is not None:
+            with torch.no_grad():
+                master.trained.copy_(_fitting(values, master.trained))
+        if not state:
+            return
+        adamw = self._adamw_of[id(master.trained)]
+        if self._config.optimizer != "adamw":
+            restore_state(adamw, master.trained, state)
+            return
+        if state.keys() != _ADAMW_KINDS:
+            raise ValueError(f"it has {sorted(state)}, adamw has {sorted(_ADAMW_KINDS)}")
+        for kind, value in state.items():
+            adamw.state[master.trained][kind] = (
+                value.to(master.trained.device) if kind == "step" else _fitting(value, master.trained)
+            )
 
 
-def _master_of(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
-    """Return the parameter itself, or a float32 copy that takes over its gradients as they come."""
-    if parameter.dtype in {torch.float32, torch.float64}:
-        return parameter
-    master = torch.nn.Parameter(parameter.detach().float())
+def _build_adamw(trained: Sequence[torch.nn.Parameter], config: LearnerConfig) -> torch.optim.Optimizer:
+    groups: list[dict[str, Any]] = [
+        {"params": [parameter for parameter in trained if parameter.ndim >= 2], "weight_decay": config.weight_decay},
+        {"params": [parameter for parameter in trained if parameter.ndim < 2], "weight_decay": 0.0},
+    ]
+    if config.optimizer != "adamw":
+        return build_lowbit(groups, config)
+    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, eps=config.epsilon, fused=True)
 
-    def take_over(source: torch.Tensor) -> None:
-        assert source.grad is not None
-        gradient = source.grad.float()
-        master.grad = gradient if master.grad is None else master.grad.add_(gradient)
-        source.grad = None
 
-    parameter.register_post_accumulate_grad_hook(take_over)  # type: ignore[no-untyped-call]
-    return master
+def _fitting(values: torch.Tensor, parameter: torch.nn.Parameter) -> torch.Tensor:
+    """Return the values where the parameter is; ValueError where their shape is not the parameter's."""
+    if values.shape != parameter.shape:
+        raise ValueError(f"{tuple(values.shape)} instead of {tuple(parameter.shape)}")
+    return values.to(parameter.device)
+
+
+def _whole(norm: torch.Tensor) -> torch.Tensor:
+    """Return the norm over all ranks of gradients that are divided over them."""
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm

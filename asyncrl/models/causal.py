@@ -7,7 +7,9 @@ because logprobs.py runs the output layer by itself. Called by learner/ and infe
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 import transformers
@@ -17,9 +19,13 @@ from asyncrl.errors import ConfigError
 from asyncrl.models.attention import PACKED_ATTENTION
 from asyncrl.models.logprobs import token_logprobs
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 HEAD_TOLERANCE = 1e-3
+INSIDE = "asyncrl_run_inside"
+"""Attribute of a divided model: runs a pass with its weights gathered."""
+
+T = TypeVar("T")
 
 transformers.utils.logging.disable_progress_bar()
 
@@ -54,6 +60,17 @@ def use_packed_attention(model: PreTrainedModel) -> None:
         model.set_attn_implementation(PACKED_ATTENTION)
 
 
+def run_inside(model: torch.nn.Module, work: Callable[[], T]) -> T:
+    """Return what `work` returns, which runs parts of `model`, one by one, and calls no more of it afterwards.
+
+    Args:
+        model: A model that is divided over ranks (learner/sharded.py) has all its weights for as long as `work` runs.
+        work: A pass over it; its result is a tensor or a tuple of them.
+    """
+    run: Callable[[Callable[[], T]], T] | None = getattr(model, INSIDE, None)
+    return work() if run is None else run(work)
+
+
 @torch.no_grad()
 def sequence_logprobs(model: PreTrainedModel, token_ids: torch.Tensor) -> torch.Tensor:
     """Return float32 [T - 1], the log-probability of each token after the first, at temperature 1 (the probe).
@@ -62,11 +79,13 @@ def sequence_logprobs(model: PreTrainedModel, token_ids: torch.Tensor) -> torch.
         model: The policy.
         token_ids: int64 [T], on the model's device.
     """
-    hidden = model.base_model(input_ids=token_ids[:-1].unsqueeze(0), use_cache=False).last_hidden_state[0]
-    logprobs, _ = token_logprobs(
-        hidden, token_ids[1:], model.get_output_embeddings(), temperature=1.0, chunk_tokens=len(token_ids)
-    )
-    return logprobs
+
+    def work() -> torch.Tensor:
+        hidden = model.base_model(input_ids=token_ids[:-1].unsqueeze(0), use_cache=False).last_hidden_state[0]
+        head = model.get_output_embeddings()
+        return token_logprobs(hidden, token_ids[1:], head, temperature=1.0, chunk_tokens=len(token_ids))[0]
+
+    return run_inside(model, work)
 
 
 @torch.no_grad()

@@ -1,21 +1,21 @@
 """Log-probabilities of given tokens, and the entropy of their distributions, without a [T, V] tensor for all tokens.
 
 The head runs over chunks of tokens; where there is more than one chunk, a chunk's logits are thrown away after the forward
-and computed again in the backward, so that at most one chunk of logits exists at any time. Arithmetic after the head is
-float32 (float64 where the model is). Only the positions handed in see the head. Called by learner/ and inference/.
+and computed again in the backward, so that at most one chunk of logits, its logarithms of probabilities and its gradient exist
+at any time. Arithmetic after the head is float32 (float64 where the model is). Only the positions handed in see the head.
+
+C chunk tokens, D hidden, M positions, V vocabulary. Called by learner/ and inference/.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-from asyncrl.algorithms.diagnostics import entropy_of_logits
-
-Head = Callable[[torch.Tensor], torch.Tensor]
-"""[C, D] to logits [C, V]."""
+from asyncrl.models.output_layer import Head, for_several_calls
 
 
 def token_logprobs(
@@ -40,9 +40,10 @@ def token_logprobs(
     Returns:
         float32 [M] each (float64 of a float64 model).
     """
+    head = for_several_calls(head)
 
-    def of_chunk(hidden_C: torch.Tensor, targets_C: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return _chunk_logprobs(head(hidden_C), targets_C, temperature, entropy_gradient=entropy_gradient)
+    def of_chunk(hidden_CD: torch.Tensor, targets_C: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return _of_logits(head(hidden_CD), targets_C, temperature, entropy_gradient=entropy_gradient)
 
     if len(hidden) <= chunk_tokens:
         return of_chunk(hidden, target_ids)
@@ -55,15 +56,55 @@ def token_logprobs(
     return torch.cat(logprobs), torch.cat(entropies)
 
 
-def _chunk_logprobs(
-    logits: torch.Tensor, target_ids: torch.Tensor, temperature: float, *, entropy_gradient: bool
+def _of_logits(
+    logits_CV: torch.Tensor, targets_C: torch.Tensor, temperature: float, *, entropy_gradient: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    if temperature != 1.0:
-        logits = logits / temperature
-    logprobs_V = logits.log_softmax(dim=-1)
-    chosen = logprobs_V.gather(-1, target_ids.unsqueeze(-1)).squeeze(-1)
-    if entropy_gradient:
-        return chosen, entropy_of_logits(logits)
-    with torch.no_grad():
-        return chosen, -(logprobs_V.exp() * logprobs_V).sum(dim=-1)
+    logprobs_C, entropy_C = _ChosenAndEntropy.apply(logits_CV, targets_C, temperature)  # type: ignore[no-untyped-call]
+    return logprobs_C, entropy_C if entropy_gradient else entropy_C.detach()
+
+
+class _ChosenAndEntropy(torch.autograd.Function):
+    """Logits to the log-probability of each target and the entropy, keeping one [C, V] tensor for the backward.
+
+    With p the probabilities, T the temperature, H the entropy: d logp(target) / d logits = (onehot(target) - p) / T, and
+    d H / d logits = -p (log p + H) / T.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,  # noqa: ANN401 - torch's own
+        logits_CV: torch.Tensor,
+        targets_C: torch.Tensor,
+        temperature: float,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        scaled_CV = logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32))
+        if temperature != 1.0:
+            scaled_CV = scaled_CV / temperature
+        logprobs_CV = scaled_CV.log_softmax(dim=-1)
+        del scaled_CV
+        entropy_C = logprobs_CV.exp().mul_(logprobs_CV).sum(dim=-1).neg_()
+        ctx.save_for_backward(logprobs_CV, targets_C, entropy_C)
+        ctx.temperature, ctx.logits_dtype = temperature, logits_CV.dtype
+        ctx.set_materialize_grads(False)
+        return logprobs_CV.gather(-1, targets_C.unsqueeze(-1)).squeeze(-1), entropy_C
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(
+        ctx: Any,  # noqa: ANN401 - torch's own
+        grad_logprobs_C: torch.Tensor | None,
+        grad_entropy_C: torch.Tensor | None,
+    ) -> tuple[torch.Tensor | None, None, None]:
+        logprobs_CV, targets_C, entropy_C = ctx.saved_tensors
+        grad_CV = logprobs_CV.exp()
+        if grad_logprobs_C is None:
+            grad_logprobs_C = torch.zeros_like(entropy_C)
+        if grad_entropy_C is None:
+            grad_CV.mul_(-grad_logprobs_C.unsqueeze(-1))
+        else:
+            factor_CV = (logprobs_CV + entropy_C.unsqueeze(-1)).mul_(grad_entropy_C.unsqueeze(-1))
+            grad_CV.mul_(factor_CV.add_(grad_logprobs_C.unsqueeze(-1)).neg_())
+        grad_CV.scatter_add_(-1, targets_C.unsqueeze(-1), grad_logprobs_C.unsqueeze(-1))
+        if ctx.temperature != 1.0:
+            grad_CV.div_(ctx.temperature)
+        return grad_CV.to(ctx.logits_dtype), None, None

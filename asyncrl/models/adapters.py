@@ -1,0 +1,85 @@
+"""Low-rank adapters (LoRA) in a causal model, by peft: put in place alike in learner and engine, switched off for the reference.
+
+Invariants: the model keeps its class; its own parameters are frozen and never change, so they need not be sent or saved again;
+two processes that add adapters with the same config and seed hold the same adapters, on any device. Called by learner/lora.py
+and generate/slot_model.py. The only place that imports peft.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+
+import torch
+from peft import LoraConfig, inject_adapter_in_model
+from peft.tuners.tuners_utils import BaseTunerLayer
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from asyncrl.config.learner import LoRAConfig
+from asyncrl.errors import ConfigError
+
+ADAPTER = "default"
+"""peft's name of the one adapter there is; parameters are called `...lora_A.default.weight`."""
+
+
+def add_adapters(model: PreTrainedModel, config: LoRAConfig, seed: int) -> None:
+    """Freeze the model and put trainable adapters into it, in place; as they start they change nothing it computes.
+
+    Args:
+        model: Without adapters.
+        config: Rank, alpha and which layers.
+        seed: Of the initial values.
+
+    Raises:
+        ConfigError: `target_modules` names no linear layer of this model.
+
+    Source: Hu et al. 2021 (arXiv 2106.09685), section 4.1: B starts at 0, A random (peft's Kaiming uniform).
+    """
+    model.requires_grad_(False)
+    try:
+        inject_adapter_in_model(peft_config(model, config), model, ADAPTER)
+    except ValueError as error:
+        raise ConfigError(f"learner.lora.target_modules {list(config.target_modules)}: {error}") from error
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        is_adapter = f".{ADAPTER}." in name
+        parameter.requires_grad_(is_adapter)
+        if is_adapter:
+            _initialise(name, parameter, generator)
+
+
+def peft_config(model: PreTrainedModel, config: LoRAConfig) -> LoraConfig:
+    """Return the config as peft has it, for this model."""
+    return LoraConfig(
+        r=config.rank,
+        lora_alpha=config.alpha,  # type: ignore[arg-type]
+        lora_dropout=0.0,
+        target_modules=list(config.target_modules) or "all-linear",
+        fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),
+        task_type="CAUSAL_LM",
+    )
+
+
+@contextlib.contextmanager
+def adapters_off(model: PreTrainedModel) -> Iterator[None]:
+    """Make the model its base for a while: the reference, without a second copy."""
+    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+    for layer in layers:
+        layer.enable_adapters(False)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.enable_adapters(True)
+
+
+@torch.no_grad()
+def _initialise(name: str, parameter: torch.nn.Parameter, generator: torch.Generator) -> None:
+    if "lora_A" not in name:
+        parameter.zero_()
+        return
+    values = torch.empty(parameter.shape, dtype=torch.float32)
+    torch.nn.init.kaiming_uniform_(values, a=math.sqrt(5), generator=generator)
+    parameter.copy_(values)

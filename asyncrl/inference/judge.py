@@ -147,5 +147,12 @@ def _reference_opener(config: RunConfig, model_folder: Path) -> dict[str, partia
     is_own = not reference.path
     trusted = is_own and isinstance(config.model, PretrainedModel) and config.model.trust_remote_code
     folder = model_folder if is_own else Path(reference.path)
-    opener = partial(ReferenceModel.open, folder, dtype=inference.dtype, device=inference.device, trust_remote_code=trusted)
+    opener = partial(
+        ReferenceModel.open,
+        folder,
+        dtype=inference.dtype,
+        device=inference.device,
+        fp32_head=config.model.fp32_head,
+        trust_remote_code=trusted,
+    )
     return {REFERENCE: opener}

@@ -19,6 +19,7 @@ from asyncrl.inference.batching import PackedSequences
 from asyncrl.models.attention import PACKED_ATTENTION
 from asyncrl.models.causal import DTYPES, check_head, missing_weights
 from asyncrl.models.logprobs import token_logprobs
+from asyncrl.models.output_layer import use_float32_head
 
 CHUNK_TOKENS = 1024
 """Tokens whose logits exist at once."""
@@ -31,8 +32,17 @@ class ReferenceModel:
         self.model = model
 
     @classmethod
-    def open(cls, folder: Path, *, dtype: str, device: str, trust_remote_code: bool = False) -> ReferenceModel:
+    def open(
+        cls, folder: Path, *, dtype: str, device: str, fp32_head: bool = False, trust_remote_code: bool = False
+    ) -> ReferenceModel:
         """Open a Hugging Face folder.
+
+        Args:
+            folder: With config and safetensors.
+            dtype: Of the weights.
+            device: Where it runs.
+            fp32_head: Its output layer runs in float32, as the policy's does (`model.fp32_head`).
+            trust_remote_code: Whether code in the folder may run.
 
         Raises:
             ConfigError: The folder is missing something, or the model cannot run on packed rows.
@@ -51,6 +61,8 @@ class ReferenceModel:
         except (ValueError, OSError, RuntimeError) as error:
             raise ConfigError(f"algorithm.reference.path: cannot open the model in {folder}: {error}") from error
         model = model.to(device).eval().requires_grad_(False)
+        if fp32_head:
+            use_float32_head(model)
         check_head(model)
         return cls(model)
 

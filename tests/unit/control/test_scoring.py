@@ -1,0 +1,213 @@
+"""The scoring desk: two halves make a score, whatever dies or comes twice on the way."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from asyncrl.control.peers import Peers
+from asyncrl.control.scoring import MOST_LOSSES, ScoringDesk, infer_request, merge_score
+from asyncrl.errors import ConnectionClosed
+from asyncrl.schema.control import PROTOCOL, Hello
+from asyncrl.schema.samples import (
+    InferRequest,
+    InferResult,
+    Prompt,
+    Sample,
+    Score,
+    ScoreRequest,
+    ids_to_bytes,
+    logprobs_to_bytes,
+)
+
+WINDOW = 2
+WEIGHTS = {"judge": 2.0, "style": -0.5}
+
+
+class FakeConnection:
+    """A connection with a window, whose other end is this test."""
+
+    def __init__(self, kind, name):
+        self.peer = Hello(PROTOCOL, kind, name, "a", 1)
+        self.inbox = []
+        self.is_open = True
+
+    def try_send(self, message, lane=None):
+        if not self.is_open:
+            raise ConnectionClosed("gone")
+        if len(self.inbox) >= WINDOW:
+            return False
+        self.inbox.append(message)
+        return True
+
+    def unacknowledged(self, lane=None):
+        return len(self.inbox)
+
+
+def _rules(member=0):
+    return ScoreRequest(1, member, 0, Prompt("p"), "x", "stop", 1)
+
+
+def _models(member=0):
+    return InferRequest(1, member, 0, ids_to_bytes([1]), ids_to_bytes([2]))
+
+
+def _score(member=0, reward=1.0, error=""):
+    return Score(1, member, 0, reward, {"match": reward}, error, "reward-0", 1.0, 2.0)
+
+
+def _result(member=0, error=""):
+    rewards = {} if error else {"judge": 0.25, "style": 1.0}
+    return InferResult(1, member, 0, logprobs_to_bytes([-0.5]), rewards, error, "inference-0", 1.5, 3.0)
+
+
+@pytest.mark.parametrize("first", ["rules", "models"])
+def test_a_score_is_complete_when_both_have_answered_in_either_order(first):
+    desk = ScoringDesk(WEIGHTS)
+    desk.ask(_rules(), _models(), 5.0)
+    answers = [_score(), _result()] if first == "rules" else [_result(), _score()]
+    assert desk.take(answers[0]) is None
+    assert len(desk) == 1
+    score = desk.take(answers[1])
+    assert score is not None
+    assert score.reward == 1.0 + 2.0 * 0.25 - 0.5 * 1.0
+    assert score.parts == {"match": 1.0, "judge": 0.25, "style": 1.0}
+    assert score.reference_logprobs == logprobs_to_bytes([-0.5])
+    assert (score.started_s, score.finished_s, score.worker) == (1.0, 3.0, "reward-0+inference-0")
+    assert len(desk) == 0
+
+
+def test_an_answer_that_comes_twice_completes_nothing():
+    desk = ScoringDesk(WEIGHTS)
+    desk.ask(_rules(), _models(), 0.0)
+    assert desk.take(_score()) is None
+    assert desk.take(_score(reward=9.0)) is None
+    assert desk.take(_result()).parts["match"] == 1.0
+    assert desk.take(_result()) is None
+    assert desk.take(_score()) is None
+
+
+def test_asking_again_for_an_open_score_changes_nothing():
+    desk = ScoringDesk(WEIGHTS)
+    desk.ask(_rules(), _models(), 1.0)
+    desk.take(_score())
+    desk.ask(_rules(), _models(), 2.0)
+    assert (desk.num_open("reward"), desk.num_open("inference"), len(desk)) == (0, 1, 1)
+    assert desk.open_since_s("inference") == 1.0
+    assert desk.open_since_s("reward") is None
+
+
+def test_either_half_alone_is_a_score():
+    desk = ScoringDesk(WEIGHTS)
+    desk.ask(_rules(), None, 0.0)
+    assert desk.take(_result()) is None
+    assert desk.take(_score()) == _score()
+    desk.ask(None, _models(), 0.0)
+    score = desk.take(_result())
+    assert (score.reward, score.worker, score.attempt) == (0.0, "inference-0", 0)
+
+
+def test_an_error_of_either_half_fails_the_sample_with_both_reasons():
+    assert merge_score(_score(error="it raised"), _result(), WEIGHTS).error == "it raised"
+    assert merge_score(_score(), _result(error="too long"), WEIGHTS).error == "too long"
+    assert merge_score(_score(error="it raised"), _result(error="too long"), WEIGHTS).error == "it raised; too long"
+    assert merge_score(None, _result(error="too long"), WEIGHTS).error == "too long"
+
+
+def test_an_evaluation_sample_is_not_taken_for_a_training_sample():
+    desk = ScoringDesk(WEIGHTS)
+    desk.ask(None, _models(), 0.0)
+    sample = Sample(1, 0, 1, b"", b"", b"", b"", "stop", "", "g", 0.0, 1.0, purpose="eval")
+    assert infer_request(sample, 0.5).temperature == 0.5
+    desk.ask(None, infer_request(sample, 1.0), 0.0)
+    assert len(desk) == 2
+
+
+def test_a_sample_that_kills_inference_workers_is_given_up_and_its_other_half_still_counts():
+    desk, peers = ScoringDesk(WEIGHTS), Peers()
+    desk.ask(_rules(), _models(), 0.0)
+    for _ in range(MOST_LOSSES):
+        peers.add(FakeConnection("inference", "inference-0"))
+        desk.dispatch(peers)
+        assert desk.worker_lost("inference-0") == []
+    assert desk.num_open("inference") == 0
+    score = desk.take(_score())
+    assert "3 workers died while they held this sample, the last was inference-0" in score.error
+
+
+class DeskMachine(RuleBasedStateMachine):
+    """Workers that answer in any order, answer twice, die holding requests, and come back."""
+
+    def __init__(self):
+        super().__init__()
+        self.desk, self.peers = ScoringDesk(WEIGHTS), Peers()
+        self.connections, self.asked, self.complete, self.said = {}, {}, [], []
+        for name in ("reward-0", "reward-1", "inference-0", "inference-1"):
+            self._start(name)
+
+    def _start(self, name):
+        self.connections[name] = FakeConnection(name.partition("-")[0], name)
+        self.peers.add(self.connections[name])
+
+    @rule(has_rules=st.booleans(), has_models=st.booleans())
+    def ask(self, has_rules, has_models):
+        member = len(self.asked)
+        has_models = has_models or not has_rules
+        self.asked[member] = (has_rules, has_models)
+        self.desk.ask(_rules(member) if has_rules else None, _models(member) if has_models else None, 0.0)
+
+    @rule()
+    def dispatch(self):
+        self.desk.dispatch(self.peers)
+
+    @rule(name=st.sampled_from(["reward-0", "reward-1", "inference-0", "inference-1"]), at=st.integers(0, WINDOW - 1))
+    def answer(self, name, at):
+        inbox = self.connections[name].inbox
+        if at < len(inbox):
+            member = inbox.pop(at).index
+            answer = _score(member) if name.startswith("reward") else _result(member)
+            self.said.append(answer)
+            self._note(self.desk.take(answer))
+
+    @precondition(lambda self: self.said)
+    @rule(data=st.data())
+    def repeat(self, data):
+        assert self.desk.take(data.draw(st.sampled_from(self.said))) is None
+
+    @rule(name=st.sampled_from(["reward-0", "reward-1", "inference-0", "inference-1"]))
+    def die(self, name):
+        self.peers.remove(self.peers.get(name))
+        self.connections[name].is_open = False
+        for score in self.desk.worker_lost(name):
+            assert score.error
+            self._note(score)
+        self._start(name)
+
+    def _note(self, score):
+        if score is not None:
+            self.complete.append(score.index)
+
+    @invariant()
+    def every_score_is_open_or_complete_once(self):
+        assert len(self.complete) == len(set(self.complete))
+        assert len(self.desk) + len(self.complete) == len(self.asked)
+
+    @invariant()
+    def open_halves_belong_to_open_scores(self):
+        open_members = set(self.asked) - set(self.complete)
+        assert self.desk.num_open("reward") <= sum(self.asked[member][0] for member in open_members)
+        assert self.desk.num_open("inference") <= sum(self.asked[member][1] for member in open_members)
+
+    def teardown(self):
+        for _ in range(4 * len(self.asked) + 4):
+            self.desk.dispatch(self.peers)
+            for name in self.connections:
+                self.answer(name, 0)
+        assert len(self.desk) == 0, "an asked score never became complete"
+        assert self.desk.num_open("reward") == self.desk.num_open("inference") == 0
+
+
+TestDesk = DeskMachine.TestCase
+TestDesk.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

@@ -1,0 +1,114 @@
+"""Reward models of every sort: packed where that is the same, their own forward where it is not."""
+
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    Gemma2Config,
+    Gemma2ForSequenceClassification,
+    Qwen3Config,
+    Qwen3ForSequenceClassification,
+)
+
+from asyncrl.config.stages import RewardModel
+from asyncrl.errors import ConfigError
+from asyncrl.inference.batching import pack
+from asyncrl.inference.reward_model import RewardScorer
+from asyncrl.schema.samples import ids_from_bytes
+
+
+def _open(folder, **settings):
+    return RewardScorer.open(RewardModel(name="judge", path=str(folder), **settings), "cpu")
+
+
+def _sequence(request):
+    return torch.from_numpy(ids_from_bytes(request.prompt_ids + request.token_ids).astype(np.int64))
+
+
+def test_packed_scores_are_those_of_one_sequence_at_a_time_read_at_the_last_token(kit, tmp_path):
+    slow = kit.save_reward_model(tmp_path).double()
+    requests = kit.random_requests()
+    scorer = _open(tmp_path)
+    assert scorer.is_packed
+    for request, score in zip(requests, scorer.scores(pack(requests)), strict=True):
+        with torch.no_grad():
+            hidden = slow.model(_sequence(request)[None]).last_hidden_state[0, -1]
+        assert score == pytest.approx(slow.score(hidden).item(), abs=1e-5)
+
+
+def test_a_sequence_that_ends_in_the_padding_id_is_read_there(kit, tmp_path):
+    model = kit.save_reward_model(tmp_path)
+    ends, goes_on = kit.request([3, 4], [5, 1]), kit.request([3, 4], [5])
+    scores = _open(tmp_path).scores(pack([ends, goes_on]))
+    with torch.no_grad():
+        by_padding_id = model(_sequence(ends)[None]).logits.item()
+    assert by_padding_id == pytest.approx(scores[1], abs=1e-5)
+    assert abs(scores[0] - scores[1]) > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("model_class", "make_config", "is_packed"),
+    [
+        (Qwen3ForSequenceClassification, partial(Qwen3Config, head_dim=8), True),
+        (Gemma2ForSequenceClassification, partial(Gemma2Config, head_dim=8, query_pre_attn_scalar=8, sliding_window=4), False),
+        (BertForSequenceClassification, BertConfig, False),
+    ],
+)
+def test_whatever_the_architecture_scores_are_those_of_its_own_forward(
+    kit, tmp_path, caplog, model_class, make_config, is_packed
+):
+    sizes = {
+        "vocab_size": kit.vocabulary,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 48,
+        "max_position_embeddings": 64,
+        "num_labels": 1,
+        "pad_token_id": 0,
+        "bos_token_id": None,
+        "eos_token_id": 1,
+    }
+    torch.manual_seed(0)
+    model = model_class(make_config(**sizes))
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(0.2 * torch.randn_like(weight))
+    model.eval().save_pretrained(tmp_path)
+    scorer = _open(tmp_path)
+    assert scorer.is_packed == is_packed
+    assert ("one sequence at a time" in caplog.text) != is_packed
+    requests = kit.random_requests(count=6)
+    for request, score in zip(requests, scorer.scores(pack(requests)), strict=True):
+        with torch.no_grad():
+            assert score == pytest.approx(model(_sequence(request)[None]).logits.item(), abs=1e-5)
+
+
+def test_a_model_with_two_outputs_is_refused(kit, tmp_path):
+    kit.save_reward_model(tmp_path, num_labels=2)
+    with pytest.raises(ConfigError, match="'judge': .* has 2 outputs; a reward model has 1"):
+        _open(tmp_path)
+
+
+def test_a_policy_is_not_taken_for_a_reward_model(kit, tmp_path):
+    kit.save_policy(tmp_path, num_labels=1)
+    with pytest.raises(ConfigError, match=r"no weights for score\.weight: it is not a trained reward model"):
+        _open(tmp_path)
+
+
+def test_a_folder_that_is_not_there_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"has no config\.json, no \*\.safetensors"):
+        _open(tmp_path / "nowhere")
+
+
+def test_what_a_model_cannot_judge_is_said_before_it_is_tried(kit, tmp_path):
+    kit.save_reward_model(tmp_path)
+    scorer = _open(tmp_path)
+    assert scorer.refusal(64, kit.vocabulary - 1) == ""
+    assert "outside its vocabulary of 29" in scorer.refusal(4, kit.vocabulary)
+    assert "takes at most 64 tokens, the sample has 65" in scorer.refusal(65, 3)

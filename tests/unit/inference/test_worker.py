@@ -1,0 +1,140 @@
+"""The inference worker over an in-process channel: what the controller sees."""
+
+import asyncio
+import contextlib
+
+import pytest
+
+from asyncrl.clock import SystemClock
+from asyncrl.config.load import parse_config
+from asyncrl.errors import AsyncRLError, ConfigError
+from asyncrl.inference.worker import run_inference_worker
+from asyncrl.schema.control import PROTOCOL, Heartbeat, Hello, LoadModel, ModelsReady, Shutdown
+from asyncrl.schema.samples import GroupWork, Prompt, SamplingParams
+from asyncrl.transport.channel import Lane
+from asyncrl.transport.inprocess import InProcessListener
+
+TIMEOUT_S = 20
+
+
+class Controller:
+    """The other end."""
+
+    def __init__(self, connection, model_folder):
+        self.connection = connection
+        self.model_folder = str(model_folder)
+
+    async def control(self, wanted):
+        async with asyncio.timeout(TIMEOUT_S):
+            while True:
+                delivery = await self.connection.receive(Lane.CONTROL)
+                delivery.ack()
+                if wanted(delivery.message):
+                    return delivery.message
+
+    async def load(self):
+        await self.connection.send(LoadModel(self.model_folder), Lane.CONTROL)
+        return await self.control(lambda message: isinstance(message, ModelsReady))
+
+    async def beat_where(self, wanted):
+        return await self.control(lambda message: isinstance(message, Heartbeat) and wanted(message))
+
+    async def results(self, count):
+        async with asyncio.timeout(TIMEOUT_S):
+            deliveries = [await self.connection.receive() for _ in range(count)]
+        for delivery in deliveries:
+            delivery.ack()
+        return [delivery.message for delivery in deliveries]
+
+
+async def _outcome_of(running):
+    try:
+        await running
+    except AsyncRLError as error:
+        return error
+    return None
+
+
+@contextlib.asynccontextmanager
+async def worker(folder, **inference):
+    config = parse_config({
+        "algorithm": {"kl": {}, "reference": {"where": "worker"}},
+        "inference": {"reward_models": [{"name": "judge", "path": str(folder / "judge")}], **inference},
+        "supervision": {"heartbeat_s": 0.02},
+    })
+    listener = InProcessListener(Hello(PROTOCOL, "controller", "controller", "a", 1))
+    near = await listener.connect(Hello(PROTOCOL, "inference", "inference-0", "a", 2))
+    controller = Controller(await listener.accept(), folder / "model")
+    async with asyncio.TaskGroup() as group:
+        controller.task = group.create_task(_outcome_of(run_inference_worker(config, folder, near, SystemClock())))
+        yield controller
+        if not controller.task.done():
+            await controller.connection.send(Shutdown(), Lane.CONTROL)
+            assert await asyncio.wait_for(controller.task, TIMEOUT_S) is None
+    await listener.close()
+
+
+@pytest.fixture
+def folder(kit, tmp_path):
+    kit.save_policy(tmp_path / "model")
+    kit.save_reward_model(tmp_path / "judge")
+    return tmp_path
+
+
+async def test_requests_are_answered_in_batches_and_acknowledged(kit, folder):
+    async with worker(folder, tokens_per_batch=24) as controller:
+        ready = await controller.load()
+        assert ready.models == ("reference", "judge")
+        assert ready.num_bytes > 0
+        requests = kit.random_requests(count=30)
+        for request in requests:
+            await controller.connection.send(request)
+        results = await controller.results(30)
+        assert [(item.group_id, item.index) for item in results] == [(item.group_id, item.index) for item in requests]
+        assert all(item.error == "" and item.worker == "inference-0" and "judge" in item.rewards for item in results)
+        assert [len(item.reference_logprobs) for item in results] == [len(item.token_ids) for item in requests]
+        assert 1 < len({item.started_s for item in results}) < 30
+        assert await controller.connection.flush(5.0)
+        beat = await controller.beat_where(lambda beat: beat.gauges["process/samples_scored"] == 30)
+        tokens = sum(len(item.prompt_ids + item.token_ids) // 4 for item in requests)
+        assert beat.gauges["process/tokens_judged"] == tokens
+        assert beat.gauges["process/judged_tokens_per_sec"] > 0
+        assert beat.gauges["process/models_loaded"] == 2
+        assert beat.gauges["process/model_bytes"] == ready.num_bytes
+
+
+async def test_it_says_what_it_waits_for_and_keeps_requests_until_its_models_are_there(kit, folder):
+    async with worker(folder) as controller:
+        assert (await controller.beat_where(lambda _: True)).waiting_for == "its models to load"
+        await controller.connection.send(kit.request([3], [4]))
+        await controller.connection.send(GroupWork(1, 0, Prompt("p"), (0,), SamplingParams(max_new_tokens=1), 0))
+        await controller.load()
+        (result,) = await controller.results(1)
+        assert result.error == ""
+        assert (await controller.beat_where(lambda beat: beat.waiting_for == "a sample to judge")).waiting_since_s > 0
+        assert await controller.connection.flush(5.0)
+
+
+async def test_being_told_to_load_twice_opens_nothing_twice(folder):
+    async with worker(folder) as controller:
+        first = await controller.load()
+        assert await controller.load() == first
+
+
+async def test_a_bad_sample_comes_back_as_an_error_and_is_counted(kit, folder):
+    async with worker(folder) as controller:
+        await controller.load()
+        await controller.connection.send(kit.request([3], [kit.vocabulary + 5]))
+        (result,) = await controller.results(1)
+        assert "vocabulary" in result.error
+        beat = await controller.beat_where(lambda beat: beat.gauges["process/samples_failed"] == 1)
+        assert beat.gauges["process/samples_scored"] == 0
+
+
+async def test_a_model_that_cannot_be_opened_ends_the_worker_with_the_reason(folder):
+    (folder / "judge" / "model.safetensors").unlink()
+    async with worker(folder) as controller:
+        await controller.connection.send(LoadModel(controller.model_folder), Lane.CONTROL)
+        error = await asyncio.wait_for(controller.task, TIMEOUT_S)
+        assert isinstance(error, ConfigError)
+        assert "safetensors" in str(error)

@@ -74,10 +74,13 @@ def build_critic(config: CriticConfig, learner: LearnerConfig, policy: PreTraine
     return SeparateCritic(open_model(Path(config.path) if config.path else model_folder, whole).base_model)
 
 
-def build_critic_optimizer(critic: Critic, config: CriticConfig, learner: LearnerConfig, num_steps: int) -> PolicyOptimizer:
-    """Return the critic's optimizer: the learner's, at the critic's learning rate."""
+def build_critic_optimizer(
+    critic: Critic, config: CriticConfig, learner: LearnerConfig, num_steps: int, policy: PolicyOptimizer
+) -> PolicyOptimizer:
+    """Return the critic's optimizer: the learner's, at the critic's learning rate; `policy` is the policy's."""
     own = msgspec.structs.replace(learner, learning_rate=config.learning_rate)
-    return PolicyOptimizer(critic.named_parameters(), own, num_steps)
+    shared = policy if isinstance(critic, ValueHead) else None
+    return PolicyOptimizer(critic.named_parameters(), own, num_steps, shares_scale_of=shared)
 
 
 def save_critic(critic: Critic, path: Path) -> None:
@@ -112,4 +115,5 @@ def _output_layer(hidden_size: int) -> torch.nn.Linear:
 
 
 def _values(output: torch.nn.Linear, hidden: torch.Tensor) -> torch.Tensor:
-    return torch.nn.functional.linear(hidden.to(output.weight), output.weight, output.bias).squeeze(-1)
+    values: torch.Tensor = output(hidden.to(output.weight.dtype)).squeeze(-1)
+    return values

@@ -19,7 +19,7 @@ from asyncrl.learner.token_figures import step_figures
 from asyncrl.learner.token_records import TokenRecord, gathered
 from asyncrl.schema.batches import StepBatch
 
-__all__ = ["StepPairs", "StepTokens", "TokenRecord", "batch_metrics"]
+__all__ = ["StepPairs", "StepTokens", "TokenRecord", "batch_metrics", "batch_staleness"]
 
 
 class StepTokens:
@@ -96,22 +96,24 @@ class StepPairs:
         }
 
 
-def batch_metrics(batch: StepBatch, advantages: FloatArray) -> dict[str, float]:
-    """Return what rewards, advantages and lengths say.
+def batch_metrics(batch: StepBatch, advantages: FloatArray | None) -> dict[str, float]:
+    """Return what rewards, advantages and lengths say; greedy baselines are left out.
 
     Args:
         batch: The step's batch.
-        advantages: [S], in the order of `batch.samples`.
+        advantages: [S], in the order of `batch.samples`; None: the step has none (preferences).
     """
-    samples = batch.samples
+    drawn = [index for index, sample in enumerate(batch.samples) if not sample.is_greedy]
+    samples = [batch.samples[index] for index in drawn]
     rewards = np.array([sample.reward for sample in samples])
     lengths = np.array([sample.response_tokens for sample in samples])
     _, groups, counts = np.unique([sample.group_id for sample in samples], return_inverse=True, return_counts=True)
     means = np.bincount(groups, rewards) / counts
     spreads = np.sqrt(np.bincount(groups, (rewards - means[groups]) ** 2) / counts)
     return {
+        **batch_staleness(batch),
         **_spread("reward", rewards),
-        **_spread("advantage", advantages),
+        **({} if advantages is None else _spread("advantage", advantages[drawn])),
         "reward/group_std_mean": float(spreads.mean()),
         "reward/zero_spread_fraction": float((spreads == 0).mean()),
         "data/samples": float(len(samples)),
@@ -121,6 +123,12 @@ def batch_metrics(batch: StepBatch, advantages: FloatArray) -> dict[str, float]:
         "data/response_tokens_mean": float(lengths.mean()),
         "data/response_tokens_max": float(lengths.max()),
     }
+
+
+def batch_staleness(batch: StepBatch) -> dict[str, float]:
+    """Return mean and largest staleness of the trained samples, each that of its oldest trained token; empty if none is trained."""
+    ages = [batch.step - sample.oldest_version for sample in batch.samples if sample.oldest_version >= 0]
+    return {"staleness/mean": float(np.mean(ages)), "staleness/max": float(max(ages))} if ages else {}
 
 
 def _spread(name: str, values: FloatArray) -> dict[str, float]:

@@ -9,6 +9,7 @@ Legend: S samples of the step, T the most response tokens of one of them, M targ
 from __future__ import annotations
 
 import functools
+import itertools
 from dataclasses import dataclass
 
 import numpy as np
@@ -78,12 +79,12 @@ def build_signals(plan: StepPlan, passes: Passes, ranks: Ranks) -> Signals:
     if passes.values is not None:
         metrics |= _critic_metrics(plan, inputs, outputs)
     planned = plan_corrections(plan, passes, outputs.advantages, ranks) if plan.plans_corrections else None
-    updates, first = [], 0
+    places = itertools.count()
+    updates = []
     for number, rows in enumerate(plan.prepared.updates):
         corrections, denominators = (None, _count(plan, number)) if planned is None else planned[number]
-        dealt = tuple(_deal(plan, passes, outputs, corrections, first + place) for place in range(len(rows)))
+        dealt = tuple(_deal(plan, passes, outputs, corrections, row, next(places)) for row in rows)
         updates.append(Update(dealt, denominators))
-        first += len(rows)
     return Signals(tuple(updates), outputs.advantages, metrics)
 
 
@@ -156,10 +157,10 @@ def _count(plan: StepPlan, number: int) -> Denominators:
 
 
 def _deal(
-    plan: StepPlan, passes: Passes, outputs: AdvantageOutputs, corrections: CorrectionTables | None, place: int
+    plan: StepPlan, passes: Passes, outputs: AdvantageOutputs, corrections: CorrectionTables | None, row: Row, place: int
 ) -> MicroBatch:
-    """Return the micro-batch of the plan's row number `place`."""
-    row, of_row = plan.rows[place], plan.prepared.table.of_row
+    """Return the micro-batch of a row; `place` is its number among the plan's."""
+    of_row = plan.prepared.table.of_row
 
     def known(values: RowValues | None) -> torch.Tensor | None:
         return None if values is None else values[place]

@@ -68,6 +68,8 @@ class StepPlan:
     def needs_proximal(self) -> bool:
         """Return whether the policy runs over the rows before the first update: otherwise its first forward says the same."""
         several = self.num_updates > 1 and self.trains_policy and self.algorithm.proximal == "recompute"
+        if self.algorithm.kind == "dpo":
+            return False
         return several or self.has_token_kl or self.wants_log_ratios or self.plans_corrections
 
     @property

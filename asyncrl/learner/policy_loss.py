@@ -1,6 +1,6 @@
 """One micro-batch's policy loss: what the loss of the config is given.
 
-Called by learner/update.py and learner/planned_corrections.py.
+Called by learner/policy_objective.py and learner/planned_corrections.py.
 
 Legend: M targets of a row.
 """
@@ -17,6 +17,7 @@ from asyncrl.algorithms.proximal import interpolated_proximal
 from asyncrl.algorithms.types import Denominators, LossInputs, LossOutputs
 from asyncrl.learner.model import RowOutputs
 from asyncrl.learner.plan import StepPlan
+from asyncrl.learner.rows import Row
 
 if TYPE_CHECKING:
     from asyncrl.learner.micro_batches import MicroBatch
@@ -36,7 +37,7 @@ def policy_loss(
         proximal_logprobs=proximal_of(plan, logprobs.detach(), behaviour, row.versions, micro.proximal),
         behaviour_logprobs=behaviour,
         advantages=micro.advantages.to(logprobs),
-        mask=torch.full_like(row.target_ids, not row.is_filler, dtype=torch.bool),
+        mask=trained_mask(row),
         sequence_ids=row.sequence_ids,
         num_sequences=row.num_sequences,
         denominators=denominators,
@@ -47,6 +48,11 @@ def policy_loss(
         corrections=micro.corrections,
     )
     return inputs, load_loss_once(plan.algorithm.loss)(inputs, plan.loss_config)
+
+
+def trained_mask(row: Row) -> torch.Tensor:
+    """Return bool [M], which targets count: all, or none of a filler."""
+    return torch.full_like(row.target_ids, not row.is_filler, dtype=torch.bool)
 
 
 def proximal_of(

@@ -189,7 +189,7 @@ def _trained(arrays: _RowArrays, sample: PackedSample) -> NDArray[np.int64]:
 
 def _divide(samples: Sequence[PackedSample], table: TokenTable, minibatches: int) -> NDArray[np.int64]:
     """Return the update of each sample: groups with something to train in at most `minibatches` runs of about equal size."""
-    trained: list[bool] = table.mask.any(axis=1).tolist()
+    trained = np.any(table.mask, axis=1).tolist()
     groups = dict.fromkeys(sample.group_id for sample, some in zip(samples, trained, strict=True) if some)
     num_updates = min(minibatches, len(groups))
     bounds = np.linspace(0, len(groups), num_updates + 1).astype(int)

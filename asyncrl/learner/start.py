@@ -97,7 +97,9 @@ def build_trainee(config: RunConfig, model_folder: Path, checkpoint: Path | None
         trainee.reference = _open_reference(config, model_folder)
     if algorithm.critic is not None:
         trainee.critic = build_critic(algorithm.critic, config.learner, model, model_folder)
-        trainee.critic_optimizer = build_critic_optimizer(trainee.critic, algorithm.critic, config.learner, config.num_steps)
+        trainee.critic_optimizer = build_critic_optimizer(
+            trainee.critic, algorithm.critic, config.learner, config.num_steps, trainee.optimizer
+        )
     return trainee
 
 

@@ -12,22 +12,20 @@ tests.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import msgspec
-import numpy as np
 
-from asyncrl.algorithms.advantage_types import FloatArray
 from asyncrl.algorithms.kl import next_coefficient
 from asyncrl.config.run import RunConfig
 from asyncrl.errors import LearnerError
-from asyncrl.learner.measure import StepTokens, batch_metrics
-from asyncrl.learner.micro_batches import Signals, build_signals
+from asyncrl.learner.measure import batch_metrics
 from asyncrl.learner.passes import run_passes
 from asyncrl.learner.plan import StepPlan, coefficient_in_force
+from asyncrl.learner.policy_objective import PolicyObjective
+from asyncrl.learner.preference_step import PreferenceObjective
 from asyncrl.learner.rows import Division, PreparedBatch, prepare
 from asyncrl.learner.trainee import Trainee
 from asyncrl.learner.update import NonFiniteError, UpdateOutcome, run_update
@@ -69,17 +67,17 @@ def train_step(
     """
     plan = _plan(trainee, batch, config)
     passes = run_passes(trainee, plan)
-    signals = build_signals(plan, passes, trainee.ranks)
-    tokens = StepTokens(len(plan.rows), corrections=plan.algorithm.corrections, ranks=trainee.ranks)
-    started_s, outcomes = time.perf_counter(), list[UpdateOutcome]()
-    for update in signals.updates * config.learner.epochs:
-        try:
-            outcomes.append(run_update(trainee, plan, update, tokens, is_first=not outcomes))
-        except NonFiniteError as error:
-            raise LearnerError(_describe_failure(plan.batch, str(error), failed_folder)) from error
-    timings_s = passes.timings_s | {"time/update_s": time.perf_counter() - started_s}
-    metrics = _metrics(plan, signals, outcomes, tokens)
+    build = PreferenceObjective if plan.algorithm.kind == "dpo" else PolicyObjective
+    objective = build(trainee, plan, passes)
+    outcomes = []
+    try:
+        for _ in range(config.learner.epochs):
+            outcomes += [run_update(trainee, plan, objective, number) for number in range(len(plan.prepared.updates))]
+    except NonFiniteError as error:
+        raise LearnerError(_describe_failure(plan.batch, str(error), failed_folder)) from error
+    metrics = _metrics(plan, objective, outcomes)
     _remember(trainee, plan, metrics)
+    timings_s = passes.timings_s | {"time/update_s": sum(outcome.seconds for outcome in outcomes)}
     return StepResult(plan.batch.step + 1, plan.batch.num_trained_tokens, metrics, timings_s)
 
 
@@ -109,29 +107,31 @@ def _check(prepared: PreparedBatch) -> None:
         raise LearnerError(f"step {batch.step} promises {batch.num_trained_tokens} trained tokens and its rows hold {targets}")
 
 
-def _metrics(plan: StepPlan, signals: Signals, outcomes: Sequence[UpdateOutcome], tokens: StepTokens) -> dict[str, float]:
-    metrics = batch_metrics(plan.batch, _of_samples(plan, signals)) | signals.metrics | {"policy/updates": float(len(outcomes))}
+def _metrics(
+    plan: StepPlan, objective: PolicyObjective | PreferenceObjective, outcomes: Sequence[UpdateOutcome]
+) -> dict[str, float]:
+    advantages = objective.advantages if isinstance(objective, PolicyObjective) else None
+    metrics = batch_metrics(plan.batch, advantages) | objective.metrics() | {"policy/updates": float(len(outcomes))}
     if plan.trains_policy:
-        metrics |= tokens.metrics() | {
-            "policy/loss": float(np.mean([outcome.loss for outcome in outcomes])),
-            "policy/grad_norm": float(np.mean([outcome.grad_norm for outcome in outcomes])),
+        metrics |= {
+            "policy/loss": _mean([outcome.loss for outcome in outcomes]),
+            "policy/grad_norm": _mean([outcome.grad_norm for outcome in outcomes]),
             "policy/learning_rate": outcomes[-1].learning_rate,
         }
+    if plan.learner.dtype == "float16":
+        metrics["policy/skipped_updates"] = float(sum(outcome.is_skipped for outcome in outcomes))
     if plan.algorithm.critic is not None:
         metrics |= {
-            "value/loss": float(np.mean([outcome.value_loss for outcome in outcomes])),
-            "value/grad_norm": float(np.mean([outcome.value_grad_norm for outcome in outcomes])),
+            "value/loss": _mean([outcome.value_loss for outcome in outcomes]),
+            "value/grad_norm": _mean([outcome.value_grad_norm for outcome in outcomes]),
         }
     if plan.algorithm.kl is not None:
         metrics["kl/coefficient"] = plan.kl_coefficient
     return metrics
 
 
-def _of_samples(plan: StepPlan, signals: Signals) -> FloatArray:
-    """Return [S], the mean advantage of each sample's trained tokens."""
-    mask = plan.prepared.table.mask
-    means: FloatArray = np.where(mask, signals.advantages, 0.0).sum(axis=1) / np.maximum(mask.sum(axis=1), 1)
-    return means
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
 
 
 def _remember(trainee: Trainee, plan: StepPlan, metrics: dict[str, float]) -> None:

@@ -211,13 +211,15 @@ def test_bfloat16_learns_updates_smaller_than_its_own_step(kit):
     config = kit.config({}, {"dtype": "bfloat16", "learning_rate": 1e-6, "max_grad_norm": 1e9})
     model = kit.model(dtype="bfloat16")
     optimizer = kit.optimizer(model, config)
-    masters = [parameter.detach().clone() for parameter in optimizer._trained.values()]
+    masters = [master.trained.detach().clone() for master in optimizer._masters.values()]
     train_step(Trainee(model, optimizer), prepare(kit.batch(kit.samples(), tokens_per_row=30)), config)
-    moved = [not torch.equal(old, new) for old, new in zip(masters, optimizer._trained.values(), strict=True)]
+    moved = [
+        not torch.equal(old, new) for old, new in zip(masters, [m.trained for m in optimizer._masters.values()], strict=True)
+    ]
     assert all(moved)
     for name, parameter in model.named_parameters():
         assert parameter.dtype == torch.bfloat16
-        assert torch.equal(parameter, optimizer._trained[name].to(torch.bfloat16))
+        assert torch.equal(parameter, optimizer._masters[name].trained.to(torch.bfloat16))
 
 
 def test_every_metric_is_in_the_table(kit):

@@ -1,0 +1,105 @@
+"""What a step of preference learning minimises: a loss on pairs of samples of one row.
+
+A pair of which nothing of one side is trained any more (its tokens are too old, say) is left out, and not counted. Called by
+learner/step.py and learner/update.py.
+
+Legend: M targets of a row, S samples of a row.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from asyncrl.algorithms.preference import PreferenceInputs, preference_loss
+from asyncrl.errors import LearnerError
+from asyncrl.learner.measure import StepPairs
+from asyncrl.learner.model import run_row
+from asyncrl.learner.passes import Passes
+from asyncrl.learner.plan import StepPlan
+from asyncrl.learner.policy_loss import trained_mask
+from asyncrl.learner.rows import PreparedBatch, Row
+from asyncrl.learner.trainee import Trainee
+
+
+class PreferenceObjective:
+    """One step's preference loss, row by row."""
+
+    def __init__(self, trainee: Trainee, plan: StepPlan, passes: Passes) -> None:
+        """Find the pairs of every update.
+
+        Raises:
+            LearnerError: There is none, or its two samples lie in different rows.
+        """
+        assert passes.reference is not None, "a plan of preferences needs the reference"
+        self._trainee = trainee
+        self._plan = plan
+        self._pair_of_sample = whole_pairs(plan.prepared)
+        self._num_pairs = [
+            len(np.unique(pairs[pairs >= 0]))
+            for number in range(len(plan.prepared.updates))
+            for pairs in [self._pair_of_sample[plan.prepared.update_of_sample == number]]
+        ]
+        if not any(self._num_pairs):
+            raise LearnerError(
+                f"step {plan.batch.step} has no preference pair to train: none of its {len(plan.batch.samples)} samples is of a "
+                "pair whose other side is trained too"
+            )
+        references = iter(passes.reference)
+        self._updates = [[(row, next(references)) for row in rows] for rows in plan.prepared.updates]
+        self._pairs = StepPairs(ranks=trainee.ranks)
+
+    def train_row(self, update: int, place: int) -> torch.Tensor:
+        """Add the gradients of row `place` of an update; return this rank's shares of its loss and of no value loss, [2]."""
+        row, reference = self._updates[update][place]
+        outputs = run_row(
+            self._trainee.model,
+            row,
+            temperature=self._plan.batch.temperature,
+            chunk_tokens=self._plan.learner.logprob_chunk_tokens,
+        )
+        judged = preference_loss(self._inputs(row, outputs.logprobs, reference, update), self._plan.algorithm.preference)
+        self._trainee.optimizer.backward(judged.loss)
+        self._pairs.add(judged)
+        loss = judged.loss.detach().double()
+        return torch.stack([loss, torch.zeros_like(loss)])
+
+    def metrics(self) -> dict[str, float]:
+        """Return what the pairs say; every rank calls."""
+        return self._pairs.metrics()
+
+    def _inputs(self, row: Row, logprobs: torch.Tensor, reference: torch.Tensor, update: int) -> PreferenceInputs:
+        samples = self._plan.batch.samples
+        pair_ids = np.full(row.num_sequences, -1) if row.is_filler else self._pair_of_sample[row.sample_index]
+        is_chosen = [samples[index].is_chosen for index in row.sample_index]
+        return PreferenceInputs(
+            logprobs=logprobs,
+            reference_logprobs=reference.to(logprobs),
+            mask=trained_mask(row),
+            sequence_ids=row.sequence_ids,
+            num_sequences=row.num_sequences,
+            pair_ids=torch.as_tensor(pair_ids, device=logprobs.device),
+            is_chosen=torch.tensor(is_chosen, device=logprobs.device),
+            num_pairs=max(1, self._num_pairs[update]),
+        )
+
+
+def whole_pairs(prepared: PreparedBatch) -> NDArray[np.int64]:
+    """Return [S of the step], the pair of each sample; -1 where it has none, or one side of it has no trained token.
+
+    Raises:
+        LearnerError: The two samples of a pair lie in different rows.
+    """
+    sides: dict[int, list[int]] = {}
+    for index, sample in enumerate(prepared.batch.samples):
+        if sample.pair >= 0 and prepared.update_of_sample[index] >= 0:
+            sides.setdefault(sample.pair, []).append(index)
+    pair_of_sample = np.full(len(prepared.batch.samples), -1, dtype=np.int64)
+    for pair, members in sides.items():
+        rows = {prepared.batch.samples[index].row for index in members}
+        if len(rows) > 1:
+            raise LearnerError(f"the samples of preference pair {pair} lie in rows {sorted(rows)}; a pair must share one")
+        if len({prepared.batch.samples[index].is_chosen for index in members}) == 2:
+            pair_of_sample[members] = pair
+    return pair_of_sample

@@ -7,6 +7,7 @@ only where the forward is a function of weights and tokens); a folder written he
 
 from __future__ import annotations
 
+import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -118,10 +119,14 @@ def save_model(model: PreTrainedModel, tokenizer: Any, folder: Path) -> None:  #
 
 def link_pretrained(config: PretrainedModel, folder: Path) -> None:
     """Fill `folder` with the pretrained folder's small files, and links to its weights."""
-    source = Path(config.path).resolve()
+    link_folder(Path(config.path).resolve(), folder)
+
+
+def link_folder(source: Path, folder: Path, *, relative: bool = False) -> None:
+    """Fill `folder` with the small files of `source`, and links to its weights; `relative` ones survive moving both."""
     for path in source.iterdir():
         if path.suffix == ".safetensors":
-            (folder / path.name).symlink_to(path)
+            (folder / path.name).symlink_to(os.path.relpath(path, folder.resolve()) if relative else path)
         elif path.is_file() and path.suffix in {".json", ".txt", ".model", ".jinja", ".py"}:
             shutil.copyfile(path, folder / path.name)
 

@@ -35,7 +35,7 @@ def sapo(inputs: LossInputs, config: LossConfig) -> LossOutputs:
     """
     ratio = log_ratio(inputs.logprobs, inputs.proximal_logprobs.detach(), inputs.mask).exp()
     advantages = known_advantages(inputs)
-    tau = torch.where(advantages > 0, config.tau_positive, config.tau_negative).to(ratio.dtype)
+    tau = torch.full_like(advantages, config.tau_negative).masked_fill(advantages > 0, config.tau_positive)
     objective = Objective(-advantages * torch.sigmoid(tau * (ratio - 1.0)) * 4.0 / tau, clipped=_nowhere(inputs))
     return finish(inputs, config, objective, corrections_of(inputs, config))
 

@@ -1,0 +1,118 @@
+"""KL estimators: values, and by enumeration over a small vocabulary what their gradients are the gradients of."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncrl.algorithms.kl import KL_ESTIMATORS, kl_for_rewards, kl_penalty, next_coefficient
+from asyncrl.config.algorithm import KLConfig
+
+V = 7
+
+
+def policies(seed):
+    """Log-probabilities [V] of three policies: current (from logits with gradient), proximal, reference."""
+    random = torch.Generator().manual_seed(seed)
+    logits, proximal, reference = torch.randn(3, V, generator=random, dtype=torch.float64).unbind()
+    logits.requires_grad_()
+    return logits, logits.log_softmax(0), proximal.log_softmax(0), reference.log_softmax(0)
+
+
+def expected_gradient(sampler, logits, current, proximal, reference, config):
+    """The exact mean, over tokens drawn from `sampler`, of the penalty's gradient with respect to the logits."""
+    everywhere = torch.ones(V, dtype=torch.bool)
+    penalty = kl_penalty(current, proximal, reference, everywhere, config)
+    return torch.autograd.grad((sampler.detach().exp() * penalty).sum(), logits, retain_graph=True)[0]
+
+
+def divergence_gradient(logits, first, second):
+    return torch.autograd.grad((first.exp() * (first - second)).sum(), logits, retain_graph=True)[0]
+
+
+def option(estimator, gradient, cap=None):
+    return KLConfig(estimator=estimator, gradient=gradient, cap=cap)
+
+
+@pytest.mark.parametrize("estimator", KL_ESTIMATORS)
+def test_with_the_gradient_of_k2_every_estimator_has_the_gradient_of_the_divergence(estimator):
+    logits, current, proximal, reference = policies(0)
+    got = expected_gradient(current, logits, current, proximal, reference, option(estimator, "k2"))
+    torch.testing.assert_close(got, divergence_gradient(logits, current, reference))
+    values = kl_penalty(current, proximal, reference, torch.ones(V, dtype=torch.bool), option(estimator, "k2"))
+    torch.testing.assert_close(values, KL_ESTIMATORS[estimator](current, reference))
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k3"])
+def test_with_the_ratio_samples_of_the_proximal_policy_give_the_gradient_of_the_divergence(estimator):
+    logits, current, proximal, reference = policies(1)
+    got = expected_gradient(proximal, logits, current, proximal, reference, option(estimator, "ratio"))
+    torch.testing.assert_close(got, divergence_gradient(logits, current, reference))
+
+
+def test_left_to_itself_k1_teaches_nothing_and_k3_the_other_direction():
+    logits, current, proximal, reference = policies(2)
+    of_k1 = expected_gradient(current, logits, current, proximal, reference, option("k1", "own"))
+    torch.testing.assert_close(of_k1, torch.zeros_like(of_k1))
+    of_k3 = expected_gradient(current, logits, current, proximal, reference, option("k3", "own"))
+    torch.testing.assert_close(of_k3, divergence_gradient(logits, reference, current))
+
+
+def test_k1_and_k3_are_unbiased():
+    _, current, _, reference = policies(3)
+    divergence = (current.exp() * (current - reference)).sum()
+    for estimator in ("k1", "k3"):
+        torch.testing.assert_close((current.exp() * KL_ESTIMATORS[estimator](current, reference)).sum(), divergence)
+
+
+@pytest.mark.parametrize("gradient", ["own", "k2", "ratio"])
+@pytest.mark.parametrize("estimator", KL_ESTIMATORS)
+def test_beyond_the_cap_the_value_is_the_cap_and_the_gradient_zero(estimator, gradient):
+    current = torch.tensor([-1.0, -14.0, -1.0], dtype=torch.float64, requires_grad=True)
+    reference = torch.tensor([-1.5, -1.0, -14.0], dtype=torch.float64)
+    everywhere = torch.ones(3, dtype=torch.bool)
+    got = kl_penalty(current, current.detach(), reference, everywhere, option(estimator, gradient, cap=5.0))
+    free = KL_ESTIMATORS[estimator](current.detach(), reference)
+    beyond = free.abs() > 5
+    assert beyond.sum() == 2
+    torch.testing.assert_close(got.detach(), free.clamp(-5, 5))
+    (slope,) = torch.autograd.grad(got.sum(), current)
+    # The ratio's own gradient stays: the penalty there is the constant cap times the ratio.
+    torch.testing.assert_close(slope[beyond], got.detach()[beyond] if gradient == "ratio" else torch.zeros(2).double())
+    assert slope[~beyond] != 0
+
+
+@pytest.mark.parametrize("gradient", ["own", "k2", "ratio"])
+@pytest.mark.parametrize("estimator", KL_ESTIMATORS)
+@pytest.mark.parametrize("cap", [None, 10.0])
+def test_far_apart_and_masked_tokens_stay_finite(estimator, gradient, cap):
+    current = torch.tensor([-100.0, 0.0, float("nan")], requires_grad=True)
+    reference = torch.tensor([0.0, -100.0, float("nan")])
+    mask = torch.tensor([True, True, False])
+    got = kl_penalty(current, torch.tensor([0.0, -100.0, 3.0]), reference, mask, option(estimator, gradient, cap))
+    (slope,) = torch.autograd.grad(got.sum(), current)
+    assert torch.isfinite(got).all()
+    assert torch.isfinite(slope).all()
+    assert got[2] == slope[2] == 0
+
+
+def test_kl_for_rewards_is_detached_capped_and_zero_at_masked_tokens():
+    current = torch.tensor([-1.0, -40.0, float("nan")], requires_grad=True)
+    reference = torch.tensor([-3.0, -1.0, -1.0])
+    got = kl_for_rewards(current, reference, torch.tensor([True, True, False]), option("k1", "own", cap=10.0))
+    assert not got.requires_grad
+    assert got.tolist() == [2.0, -10.0, 0.0]
+
+
+def test_the_coefficient_moves_by_the_relative_error_bounded_to_a_fifth():
+    options = {"target": 0.1, "horizon": 1000, "num_samples": 100}
+    assert next_coefficient(0.5, measured_kl=0.11, **options) == pytest.approx(0.5 * (1 + 0.1 * 0.1))
+    assert next_coefficient(0.5, measured_kl=9.0, **options) == pytest.approx(0.5 * 1.02)
+    assert next_coefficient(0.5, measured_kl=-9.0, **options) == pytest.approx(0.5 * 0.98)
+    assert next_coefficient(0.5, measured_kl=0.1, **options) == 0.5
+
+
+@given(measured=st.floats(-1e6, 1e6), samples=st.integers(1, 10**9), horizon=st.integers(1, 10**6))
+def test_the_coefficient_stays_positive_and_within_a_fifth_of_the_last(measured, samples, horizon):
+    got = next_coefficient(2.0, measured_kl=measured, target=0.05, horizon=horizon, num_samples=samples)
+    assert 1.6 - 1e-9 <= got <= 2.4 + 1e-9

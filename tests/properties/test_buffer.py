@@ -16,8 +16,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from asyncrl.algorithms.screening import NO_PAIR, NO_SPREAD, SCREENED, TRUNCATED, members_of, trained_members
 from asyncrl.buffer.buffer import Buffer
-from asyncrl.buffer.events import GroupMoved, Reissue
+from asyncrl.buffer.events import GroupMoved, Reissue, ReturnPrompt, ScreenLifted
 from asyncrl.buffer.opening import open_buffer
 from asyncrl.buffer.replies import TakenStep
 from asyncrl.config.load import parse_config
@@ -82,9 +83,10 @@ class HoldingLedger:
 
 
 class RunLife(RuleBasedStateMachine):
-    """One run. `policy` is fixed by the subclasses below."""
+    """One run. `policy` and `screens` (settings of `algorithm`, one of which is drawn) are fixed by the subclasses below."""
 
     policy = "wait"
+    screens: tuple[dict, ...] = ({},)
 
     @initialize(
         groups_per_step=st.integers(1, 3),
@@ -94,11 +96,15 @@ class RunLife(RuleBasedStateMachine):
         min_group_members=st.integers(1, 2),
         reissue=st.booleans(),
         on_disk=st.booleans(),
+        data=st.data(),
     )
-    def start(self, groups_per_step, group_size, max_staleness, num_slots, min_group_members, reissue, on_disk):
+    def start(self, groups_per_step, group_size, max_staleness, num_slots, min_group_members, reissue, on_disk, data):
         self.folder = Path(tempfile.mkdtemp())
+        screen = data.draw(st.sampled_from(self.screens))
+        if screen.get("dynamic_sampling") or screen.get("kind") == "dpo":
+            group_size = max(group_size, 2)
         self.config = parse_config({
-            "algorithm": {"groups_per_step": groups_per_step, "group_size": group_size},
+            "algorithm": {"groups_per_step": groups_per_step, "group_size": group_size, "advantage": "reward", **screen},
             "buffer": {
                 "max_staleness": max_staleness,
                 "policy": self.policy,
@@ -126,10 +132,13 @@ class RunLife(RuleBasedStateMachine):
         self.buffer.ledger = HoldingLedger(self.buffer.ledger)
         counts = self.buffer.counts()
         algorithm, buffer = self.config.algorithm, self.config.buffer
-        limits = AdmissionLimits(algorithm.groups_per_step, algorithm.group_size, buffer.max_staleness)
+        limits = AdmissionLimits(algorithm.groups_per_step, algorithm.members_per_group, buffer.max_staleness)
         self.admission = Admission(limits, counts.running + counts.scoring, counts.ready + counts.taken + counts.trained)
         self.live = {}
         self.orders = {}
+        self.rewards = {(g.group_id, i): reward for g in self.buffer.state.groups.values() for i, reward in g.rewards.items()}
+        self.cut = {(g.group_id, i) for g in self.buffer.state.groups.values() for i in g.truncated}
+        self.objected_in_row = 0
 
     # -- the world -------------------------------------------------------------------------------------------------------
 
@@ -151,7 +160,7 @@ class RunLife(RuleBasedStateMachine):
             returned.prompt if returned else Prompt(f"p{cursor}"),
             instruction.generator,
             version=instruction.version,
-            group_size=self.config.algorithm.group_size,
+            group_size=self.config.algorithm.members_per_group,
             now=self.now,
             cursor=cursor,
             replaces=returned.replaces if returned else None,
@@ -163,8 +172,37 @@ class RunLife(RuleBasedStateMachine):
             for index in order.indices:
                 self.orders[order.group_id, index] = (generator, order.attempt, self.live[generator])
 
+    def objection(self, group_id):
+        """What the screen should say, worked out from what the world itself sent."""
+        algorithm = self.config.algorithm
+        rewards = {index: reward for (group, index), reward in self.rewards.items() if group == group_id}
+        whole = {index for index in rewards if not (algorithm.mask_truncated and (group_id, index) in self.cut)}
+        if algorithm.kind == "dpo":
+            return "" if len({rewards[index] for index in whole}) > 1 else NO_PAIR
+        if not whole - ({algorithm.group_size} if algorithm.has_greedy_baseline else set()):
+            return TRUNCATED
+        return NO_SPREAD if algorithm.dynamic_sampling and len(set(rewards.values())) == 1 else ""
+
+    def screened(self, item):
+        if item.after != "ready" and item.reason not in SCREENED:
+            return
+        objection = self.objection(item.group_id)
+        most = self.config.algorithm.max_resamples * self.config.algorithm.groups_per_step
+        if item.after == "ready":
+            assert not objection or self.objected_in_row >= most, f"{item} should have been dropped: {objection}"
+        else:
+            assert item.reason == objection
+            assert self.objected_in_row < most, f"{item} is one too many in a row"
+        self.objected_in_row = self.objected_in_row + 1 if objection else 0
+
     def follow(self, instructions):
+        gone = {item.group_id for item in instructions if isinstance(item, GroupMoved) and item.reason in SCREENED}
+        assert not [item for item in instructions if isinstance(item, ReturnPrompt) and item.group_id in gone]
         for item in instructions:
+            if isinstance(item, ScreenLifted):
+                assert self.objection(item.group_id) == item.reason
+            if isinstance(item, GroupMoved):
+                self.screened(item)
             if isinstance(item, Reissue):
                 self.tell(GroupLost(item.group_id, len(item.indices), item.version))
             elif isinstance(item, GroupMoved) and item.after == "ready":
@@ -177,7 +215,7 @@ class RunLife(RuleBasedStateMachine):
         self.live[name] = version
         self.tell(GeneratorReady(name, self.num_slots[name], version))
 
-    def sample(self, key, oldest, newest, attempt=0, generator="g0"):
+    def sample(self, key, oldest, newest, attempt=0, generator="g0", cut=False):
         return Sample(
             *key,
             attempt,
@@ -185,7 +223,7 @@ class RunLife(RuleBasedStateMachine):
             ids_to_bytes([2, 3]),
             logprobs_to_bytes([-0.5, -0.25]),
             ids_to_bytes([oldest, newest]),
-            "stop",
+            "length" if cut else "stop",
             "x",
             generator,
             0.0,
@@ -198,14 +236,16 @@ class RunLife(RuleBasedStateMachine):
 
     # -- rules -----------------------------------------------------------------------------------------------------------
 
-    @rule(number=st.integers(0, 99), first=st.integers(0, 3), second=st.integers(0, 3))
+    @rule(number=st.integers(0, 99), first=st.integers(0, 3), second=st.integers(0, 3), cut=st.booleans())
     @precondition(lambda self: self.orders)
-    def member_finishes(self, number, first, second):
+    def member_finishes(self, number, first, second, cut):
         key = self.pick(self.orders, number)
         generator, attempt, version = self.orders.pop(key)
         newest = self.live.get(generator, version)
         oldest = min(version + first, newest)
-        sample = self.sample(key, oldest, min(oldest + second, newest), attempt, generator)
+        sample = self.sample(key, oldest, min(oldest + second, newest), attempt, generator, cut)
+        if cut and self.buffer.state.member_state(*key) == "pending":
+            self.cut.add(key)
         receipt = self.buffer.add_sample(sample, self.now, lambda: self.acknowledged.add(key))
         assert receipt.status in {"stored", "duplicate"}, receipt
         self.follow(receipt.instructions)
@@ -231,18 +271,21 @@ class RunLife(RuleBasedStateMachine):
         self.follow(receipt.instructions)
         self.tell(MembersFinished(generator))
 
-    @rule(number=st.integers(0, 99), good=st.booleans())
+    @rule(number=st.integers(0, 99), good=st.booleans(), reward=st.integers(0, 1))
     @precondition(lambda self: self.buffer.state.unscored())
-    def score_comes(self, number, good):
-        self.score(self.pick([(r.group_id, r.index) for r in self.buffer.outstanding_scores()], number), "" if good else "raised")
+    def score_comes(self, number, good, reward):
+        key = self.pick([(r.group_id, r.index) for r in self.buffer.outstanding_scores()], number)
+        self.score(key, "" if good else "raised", reward)
 
-    @rule()
-    def all_scores_come(self):
+    @rule(equal=st.booleans())
+    def all_scores_come(self, equal=True):
         for request in self.buffer.outstanding_scores():
-            self.score((request.group_id, request.index))
+            self.score((request.group_id, request.index), reward=1 if equal else request.index % 2)
 
-    def score(self, key, error=""):
-        receipt = self.buffer.add_score(Score(*key, 0, 1.0, error=error), self.now)
+    def score(self, key, error="", reward=1):
+        if not error:
+            self.rewards[key] = float(reward)
+        receipt = self.buffer.add_score(Score(*key, 0, float(reward), error=error), self.now)
         assert receipt.status == "stored"
         self.follow(receipt.instructions)
 
@@ -298,10 +341,11 @@ class RunLife(RuleBasedStateMachine):
         assert group_ids == tuple(sorted(group_ids))
         assert taken.staleness.token_max <= eta
         for group in taken.groups:
-            versions = [v for m in group.members for v in memoryview(m.sample.versions).cast("i")]
-            assert [v for v in versions if v >= max(masks, 0)], "nothing left to train"
+            trained = trained_members(members_of(group), taken.params.screen)
+            versions = [v for m in group.members if m.sample.index in trained for v in memoryview(m.sample.versions).cast("i")]
+            assert self.objection(group.group_id) == NO_PAIR or [v for v in versions if v >= max(masks, 0)], "nothing to train"
             assert all(taken.step - v <= eta for v in versions if v >= masks)
-        if eta == 0:
+        if eta == 0 and taken.staleness.num_tokens:
             assert set(taken.staleness.token_histogram) == {0}
         assert self.delivered.setdefault(taken.step, group_ids) == group_ids, "a repeated step has other groups"
         assert len({g for ids in self.delivered.values() for g in ids}) == len(self.delivered) * len(group_ids)
@@ -445,15 +489,39 @@ class MaskLife(RunLife):
     policy = "mask"
 
 
+PENALTIES = (
+    {"dynamic_sampling": True, "max_resamples": 1},
+    {"dynamic_sampling": True, "max_resamples": 2, "advantage": "remax"},
+    {"mask_truncated": True, "max_resamples": 1},
+    {"mask_truncated": True, "dynamic_sampling": True, "advantage": "remax", "max_resamples": 1},
+)
+PAIRS = (
+    {"kind": "dpo", "max_resamples": 1},
+    {"kind": "dpo", "max_resamples": 1, "mask_truncated": True, "preference": {"pairs": "threshold"}},
+)
+
+
+class ScreenedWaitLife(RunLife):
+    policy = "wait"
+    screens = PENALTIES + PAIRS
+
+
+class ScreenedMaskLife(RunLife):
+    policy = "mask"
+    screens = PENALTIES
+
+
 BOUNDS = settings(
     max_examples=25,
     stateful_step_count=60,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
-for life in (WaitLife, DropLife, MaskLife):
+for life in (WaitLife, DropLife, MaskLife, ScreenedWaitLife, ScreenedMaskLife):
     life.TestCase.settings = BOUNDS
 
 TestWaitPolicy = WaitLife.TestCase
 TestDropPolicy = DropLife.TestCase
 TestMaskPolicy = MaskLife.TestCase
+TestScreenedWaitPolicy = ScreenedWaitLife.TestCase
+TestScreenedMaskPolicy = ScreenedMaskLife.TestCase

@@ -1,10 +1,14 @@
 from __future__ import annotations
 
+import contextlib
+import sqlite3
+
 import msgspec
 import pytest
 
 from asyncrl.buffer.buffer import Buffer, TakenStep, Waiting
 from asyncrl.buffer.events import GroupMoved, Reissue, ScoreMember
+from asyncrl.buffer.ledger import connect_read_only
 from asyncrl.buffer.ledger_reader import LedgerReader
 from asyncrl.buffer.opening import open_buffer
 from asyncrl.config.load import parse_config
@@ -12,9 +16,9 @@ from asyncrl.errors import LedgerError
 from asyncrl.schema.samples import Prompt, Sample, SampleFailure, Score, ids_to_bytes, logprobs_to_bytes
 
 
-def _config(**buffer):
+def _config(algorithm=None, **buffer):
     return parse_config({
-        "algorithm": {"groups_per_step": 1, "group_size": 2},
+        "algorithm": {"groups_per_step": 1, "group_size": 2, **(algorithm or {})},
         "buffer": {"max_staleness": 1, "min_group_members": 1, **buffer},
     })
 
@@ -313,3 +317,113 @@ def test_the_ledger_tells_a_samples_whole_story(reopen, tmp_path):
     story = LedgerReader(tmp_path).sample(group, 1)
     assert [event.what for event in story.group.events] == ["issued", "issued again", "scoring", "ready", "taken", "trained"]
     assert (story.row.state, story.row.reward, story.sample.text) == ("scored", 1.0, "text")
+
+
+# -- screening and what scores bring -------------------------------------------------------------------------------------
+
+DYNAMIC = {"dynamic_sampling": True, "max_resamples": 1}
+
+
+def _finish_equal(buffer, group_id):
+    for index in range(2):
+        buffer.add_sample(_sample(group_id, index), 1.0)
+        receipt = buffer.add_score(Score(group_id, index, 0, 1.0), 2.0)
+    return receipt
+
+
+def test_a_group_without_spread_stays_dropped_over_a_restart_and_its_prompt_does_not_come_back(reopen):
+    buffer = reopen(algorithm=DYNAMIC)
+    group = _issue(buffer)
+    assert _finish_equal(buffer, group).instructions == [GroupMoved(group, "scoring", "dropped", "no spread")]
+    assert buffer.returned_prompt() is None
+
+    buffer = reopen(algorithm=DYNAMIC)
+    assert (buffer.counts().dropped, buffer.counts().held) == ({"no spread": 1}, 0)
+    assert buffer.returned_prompt() is None
+
+
+def test_members_that_are_not_trained_stay_so_over_a_restart(reopen):
+    settings = {"advantage": "remax", "mask_truncated": True, "group_size": 2}
+    buffer = reopen(algorithm=settings)
+    buffer.issue(Prompt("p"), "g0", version=0, group_size=3, now=0.0, cursor=1)
+    for index in range(3):
+        buffer.add_sample(_sample(0, index, finish_reason="length" if index == 0 else "stop"), 1.0)
+        buffer.add_score(Score(0, index, 0, float(index)), 2.0)
+    before = buffer.state.groups[0].trained
+
+    buffer = reopen(algorithm=settings)
+    assert buffer.state.groups[0].trained == before == (1,)
+    taken = buffer.take(0, 3.0)
+    assert (len(taken.groups[0].members), taken.staleness.num_samples) == (3, 1)
+
+    buffer = reopen(algorithm=settings | {"mask_truncated": False})
+    buffer.learner_restarted(0, 4.0)
+    again = buffer.take(0, 5.0)
+    assert again.params == taken.params
+    assert again.staleness.num_samples == 1
+
+
+def test_a_ledger_of_another_number_of_members_is_refused(reopen):
+    reopen()
+    with pytest.raises(LedgerError, match="group_size = 2, this run has 3"):
+        reopen(algorithm={"advantage": "remax"})
+
+
+def test_a_group_from_outside_must_bring_its_greedy_baseline(tmp_path):
+    buffer = open_buffer(_config(algorithm={"advantage": "remax"}, ledger="memory"), tmp_path)
+    receipt = buffer.submit_group(Prompt("theirs"), [_sample(0, 0), _sample(0, 1)], "notebook", 1.0)
+    assert (receipt.status, buffer.counts().issued) == ("refused", 0)
+    assert "member 2 of a group is its greedy baseline" in receipt.reason
+
+
+def test_reference_logprobs_live_as_long_as_their_sample(reopen):
+    reference = logprobs_to_bytes([-1.0, -2.0])
+    buffer = reopen()
+    group = _issue(buffer)
+    for index in range(2):
+        buffer.add_sample(_sample(group, index), 1.0)
+        buffer.add_score(Score(group, index, 0, float(index), reference_logprobs=reference if index else b""), 2.0)
+
+    buffer = reopen()
+    taken = buffer.take(0, 3.0)
+    assert [member.reference_logprobs for member in taken.groups[0].members] == [b"", reference]
+    buffer.mark_trained(0, 4.0)
+    buffer.learner_restarted(0, 5.0)
+    assert [member.reference_logprobs for member in buffer.take(0, 6.0).groups[0].members] == [b"", reference]
+    buffer.mark_trained(0, 7.0)
+    buffer.forget(1, 8.0)
+    buffer.ledger.sync()
+    with connect_read_only(buffer.ledger.path) as connection:
+        assert connection.execute("SELECT count(*) FROM reference_logprobs").fetchone() == (0,)
+
+
+@pytest.mark.parametrize("reference", [logprobs_to_bytes([-1.0]), logprobs_to_bytes([-1.0, float("nan")])])
+def test_reference_logprobs_that_do_not_fit_fail_the_member(buffer, reference):
+    group = _issue(buffer)
+    _finish(buffer, group)
+    other = _issue(buffer)
+    buffer.add_sample(_sample(other, 0), 1.0)
+    buffer.add_score(Score(other, 0, 0, 1.0, reference_logprobs=reference), 2.0)
+    assert buffer.state.member_state(other, 0) == "failed"
+    assert "reference logprobs" in buffer.state.groups[other].last_failure
+
+
+def test_a_ledger_of_the_first_schema_is_brought_up_and_goes_on(reopen, tmp_path):
+    buffer = reopen()
+    _finish(buffer, _issue(buffer))
+    buffer.close()
+    with contextlib.closing(sqlite3.connect(tmp_path / "ledger.sqlite")) as connection, connection:
+        connection.execute("DROP TABLE reference_logprobs")
+        connection.execute("UPDATE meta SET value = '1' WHERE name = 'schema'")
+    buffer = reopen()
+    assert [member.reward for member in buffer.take(0, 3.0).groups[0].members] == [0.0, 1.0]
+    with LedgerReader(tmp_path) as reader:
+        assert reader.meta()["schema"] == "2"
+
+
+def test_a_ledger_of_a_later_schema_is_refused(reopen, tmp_path):
+    reopen().close()
+    with contextlib.closing(sqlite3.connect(tmp_path / "ledger.sqlite")) as connection, connection:
+        connection.execute("UPDATE meta SET value = '3' WHERE name = 'schema'")
+    with pytest.raises(LedgerError, match="schema = 3, this run has 2"):
+        reopen()

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 
+from asyncrl.algorithms.screening import Screen
 from asyncrl.buffer.events import (
     ExternalGroupAdded,
     GeneratorGone,
@@ -17,6 +18,7 @@ from asyncrl.buffer.events import (
     SampleFinished,
     SampleScored,
     ScoreMember,
+    ScreenLifted,
     StepsForgotten,
     StepTrained,
     TakeGroups,
@@ -280,3 +282,104 @@ def test_reasons_that_are_new_each_time_are_counted_together_from_some_number_on
     assert len(failed) == MOST_REASONS + 1
     assert failed[OTHER_REASONS] == MOST_REASONS
     state.check_invariants()
+
+
+# -- screening -----------------------------------------------------------------------------------------------------------
+
+
+def _scored_group(machine, rewards, truncated=(), version=0):
+    group = machine.issue(version, size=len(rewards))
+    for index, reward in enumerate(rewards):
+        machine(SampleFinished(group, index, ((version, 1),), index in truncated))
+        last = machine(SampleScored(group, index, reward))
+    return group, last
+
+
+def test_a_group_without_spread_is_dropped_when_its_last_score_comes_and_its_prompt_is_not_returned():
+    machine = Machine(screen=Screen(drop_equal=True))
+    group, last = _scored_group(machine, [1.0, 1.0])
+    assert last == [GroupMoved(group, "scoring", "dropped", "no spread")]
+    assert machine.state.counts().dropped == {"no spread": 1}
+    assert machine.state.returned == {}
+
+
+def test_a_failure_that_completes_a_group_without_spread_drops_it_too():
+    machine = Machine(screen=Screen(drop_equal=True))
+    group = machine.issue(size=2)
+    machine(SampleFinished(group, 0, ((0, 1),)))
+    machine(SampleScored(group, 0, 1.0))
+    assert machine(SampleFailed(group, 1, "timeout")) == [GroupMoved(group, "running", "dropped", "no spread")]
+
+
+def test_after_enough_drops_in_a_row_groups_are_taken_as_they_come_and_that_is_said_once():
+    machine = Machine(screen=Screen(drop_equal=True), max_resamples=2, max_staleness=9)
+    for _ in range(2):
+        assert _scored_group(machine, [1.0, 1.0])[1][0].after == "dropped"
+    group, last = _scored_group(machine, [1.0, 1.0])
+    assert last == [ScreenLifted(group, "no spread", 2), GroupMoved(group, "scoring", "ready")]
+    group, last = _scored_group(machine, [0.0, 0.0])
+    assert last == [GroupMoved(group, "scoring", "ready")]
+    assert _scored_group(machine, [1.0, 0.0])[1][0].after == "ready"
+    assert _scored_group(machine, [1.0, 1.0])[1][0].after == "dropped"
+
+
+def test_the_limit_of_drops_in_a_row_is_in_multiples_of_the_groups_of_a_step():
+    machine = Machine(screen=Screen(drop_equal=True), max_resamples=2, groups_per_step=3, max_staleness=9)
+    moves = [_scored_group(machine, [1.0, 1.0])[1][-1].after for _ in range(8)]
+    assert moves == ["dropped"] * 6 + ["ready"] * 2
+
+
+def test_a_group_without_its_greedy_member_fails_with_the_reason_of_that_member():
+    machine = Machine(screen=Screen(greedy_index=2))
+    group = machine.issue(size=3)
+    machine(SampleFailed(group, 2, "out of memory"))
+    machine(SampleFailed(group, 0, "timeout"))
+    machine(SampleFinished(group, 1, ((0, 1),)))
+    moved = machine(SampleScored(group, 1, 1.0))
+    assert moved == [
+        GroupMoved(group, "scoring", "failed", "no greedy baseline: out of memory"),
+        ReturnPrompt(group, f"p{group}"),
+    ]
+
+
+def test_the_greedy_member_does_not_count_as_one_that_can_be_trained():
+    machine = Machine(screen=Screen(greedy_index=2), min_group_members=2)
+    group = machine.issue(size=3)
+    machine(SampleFailed(group, 0, "timeout"))
+    for index in (1, 2):
+        machine(SampleFinished(group, index, ((0, 1),)))
+        last = machine(SampleScored(group, index, 1.0))
+    assert last[0] == GroupMoved(group, "scoring", "failed", "timeout")
+
+
+def test_tokens_that_are_not_trained_have_no_age():
+    machine = Machine(screen=Screen(mask_truncated=True, greedy_index=2), max_staleness=1)
+    machine.ready(size=3)
+    machine.take(0)
+    group = machine.issue(size=3)
+    for index, (version, truncated) in enumerate([(0, True), (1, False), (0, False)]):
+        machine(SampleFinished(group, index, ((version, 5),), truncated))
+        machine(SampleScored(group, index, float(index)))
+    assert (machine.state.groups[group].oldest, machine.state.groups[group].trained) == (1, (1,))
+    figures = machine.take(1).staleness
+    assert (figures.num_samples, figures.num_tokens, figures.token_max) == (1, 5, 0)
+
+
+def test_under_mask_a_group_is_stale_once_all_that_is_trained_of_it_is():
+    machine = Machine(screen=Screen(mask_truncated=True), policy="mask", max_staleness=0, reissue_dropped=False)
+    machine(LearnerRestarted(0))
+    fresh = machine.ready(size=2)
+    assert machine.take(0).group_ids == (fresh,)
+    group = machine.issue(size=2)
+    machine(SampleFinished(group, 0, ((0, 1),)))
+    machine(SampleFinished(group, 1, ((1, 1),), truncated=True))
+    for index in range(2):
+        machine(SampleScored(group, index, float(index)))
+    assert machine(TakeStep(1))[0] == GroupMoved(group, "ready", "dropped", "stale")
+
+
+def test_a_group_from_outside_is_screened_like_any_other():
+    machine = Machine(screen=Screen(mask_truncated=True))
+    machine(ExternalGroupAdded(0, "theirs", "outside", (((0, 2),), ((0, 2),)), truncated=(0, 1)))
+    machine(SampleScored(0, 0, 1.0))
+    assert machine(SampleScored(0, 1, 0.0)) == [GroupMoved(0, "scoring", "dropped", "truncated")]

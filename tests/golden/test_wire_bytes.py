@@ -44,7 +44,7 @@ _SAMPLE = samples.Sample(
     finished_s=11.25,
     loss_mask=bytes([1, 0]),
 )
-_GROUP = samples.ScoredGroup(17, _PROMPT, (samples.ScoredSample(_SAMPLE, 1.0, {"exact": 1.0}),))
+_GROUP = samples.ScoredGroup(17, _PROMPT, (samples.ScoredSample(_SAMPLE, 1.0, {"exact": 1.0}, logprobs_to_bytes([-0.5, -1.0])),))
 _LONG_ROW = np.arange(OUT_OF_BAND_BYTES // 4, dtype="<i4")
 _ROW = batches.PackedRow(
     token_ids=ids_to_bytes([5, 8]),
@@ -54,10 +54,11 @@ _ROW = batches.PackedRow(
     behaviour_logprobs=logprobs_to_bytes([0.0, -0.5]),
     versions=ids_to_bytes([-1, 4]),
     rank=1,
+    reference_logprobs=logprobs_to_bytes([0.0, -0.75]),
 )
 
 MESSAGES = {
-    "group_work": samples.GroupWork(17, 1, _PROMPT, (0, 1, 2, 3), _SAMPLING, seed=7, purpose="eval"),
+    "group_work": samples.GroupWork(17, 1, _PROMPT, (0, 1, 2, 3), _SAMPLING, seed=7, purpose="eval", greedy_index=3),
     "sample": _SAMPLE,
     "sample_failure": samples.SampleFailure(17, 3, 2, "generate", "engine died"),
     "score_request": samples.ScoreRequest(17, 3, 1, _PROMPT, "42", "stop", 2),
@@ -65,10 +66,19 @@ MESSAGES = {
     "infer_result": samples.InferResult(
         17, 3, 1, logprobs_to_bytes([-0.5, -1.0]), {"judge": 0.25}, "", "inference-0", 11.5, 11.75, "eval"
     ),
-    "score": samples.Score(17, 3, 1, 1.0, {"exact": 1.0}, "", "reward-0", 11.5, 11.75),
+    "score": samples.Score(
+        17, 3, 1, 1.0, {"exact": 1.0}, "", "reward-0", 11.5, 11.75, reference_logprobs=logprobs_to_bytes([-0.5, -1.0])
+    ),
     "scored_group": _GROUP,
     "groups_taken": batches.GroupsTaken(5, (_GROUP,)),
-    "step_batch": batches.StepBatch(4, (batches.PackedSample(17, 3, 0, 0, 1, 1, 1.0, 4),), (_ROW,), 1, 0.7, replay=True),
+    "step_batch": batches.StepBatch(
+        4,
+        (batches.PackedSample(17, 3, 0, 0, 1, 1, 1.0, 4, pair=0, is_chosen=True, is_greedy=True),),
+        (_ROW,),
+        1,
+        0.7,
+        replay=True,
+    ),
     "step_batch_long": batches.StepBatch(
         4, (), (msgspec.structs.replace(_ROW, token_ids=_LONG_ROW.tobytes(), versions=_LONG_ROW[::-1].tobytes()),), 1, 0.7
     ),

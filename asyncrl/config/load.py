@@ -16,6 +16,7 @@ from asyncrl.config.algorithm_rules import check_algorithm
 from asyncrl.config.data_rules import check_data
 from asyncrl.config.explain import explained
 from asyncrl.config.inference_rules import check_inference
+from asyncrl.config.learner_rules import check_learner
 from asyncrl.config.run import RunConfig
 from asyncrl.config.stages import ScratchModel, TransformersEngineConfig
 from asyncrl.errors import ConfigError
@@ -76,6 +77,7 @@ def check_config(config: RunConfig) -> None:
         ConfigError: Two fields contradict each other; the message names both.
     """
     check_algorithm(config.algorithm, config.learner)
+    check_learner(config.learner, config.algorithm)
     check_data(config)
     check_inference(config)
     group_size = config.algorithm.group_size

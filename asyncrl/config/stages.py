@@ -135,7 +135,7 @@ class TransformersEngineConfig(_Variant, frozen=True, tag="transformers"):
     num_slots: PositiveInt = 32
     max_sequence_tokens: PositiveInt = 512
     """Prompt and response together; longer requests are refused."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     device: str = "cpu"
     num_threads: PositiveInt = 1
 

@@ -48,7 +48,9 @@ def _transformers(config: RunConfig, model_folder: Path, clock: Clock) -> Built:
     module = import_module("asyncrl.generate.transformers_engine")
     trust = isinstance(config.model, PretrainedModel) and config.model.trust_remote_code
     engine_config = cast("TransformersEngineConfig", config.generate.engine)
-    engine = module.TransformersEngine(engine_config, model_folder, trust_remote_code=trust)
+    engine = module.TransformersEngine(
+        engine_config, model_folder, trust_remote_code=trust, fp32_head=config.model.fp32_head, lora=config.learner.lora
+    )
     return engine, TokenizerCodec(model_folder, trust_remote_code=trust)
 
 

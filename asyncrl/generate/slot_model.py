@@ -14,6 +14,7 @@ R rows, V vocabulary, T tokens. Called by generate/slot_decoder.py.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,12 +24,17 @@ from numpy.typing import NDArray
 from transformers import AttentionInterface, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
+from asyncrl.config.learner import LoRAConfig
+from asyncrl.config.stages import TransformersEngineConfig
 from asyncrl.errors import GenerationError
 from asyncrl.generate.slot_cache import AttentionPlan, DecodePlan, Piece, PrefillPlan, SlotCache, WholePlan
 from asyncrl.generate.weights_in_place import WeightsInPlace
+from asyncrl.models.output_layer import use_float32_head
 
 _ATTENTION: Final = "asyncrl_slots"
 _REFUSED_ARGUMENTS: Final = ("softcap", "position_bias", "s_aux")
+_ANY_SEED: Final = 0
+"""Of adapters' values, all of which the first version replaces."""
 _PIECE_TOKENS: Final = 256
 """A prompt longer than this is prefilled in several forwards."""
 _FORWARD_TOKENS: Final = ((16, 32), (64, 64), (128, 128), (_PIECE_TOKENS, _PIECE_TOKENS))
@@ -78,22 +84,44 @@ def rows_for(num_slots: int) -> int:
 class SlotModel:
     """The model, its cache, and the forwards that generation consists of."""
 
-    def __init__(self, model: Any, num_slots: int, max_tokens: int, device: str) -> None:  # noqa: ANN401 - transformers is untyped
+    def __init__(
+        self,
+        model: Any,  # noqa: ANN401 - transformers is untyped
+        num_slots: int,
+        max_tokens: int,
+        device: str,
+        *,
+        adapters_only: bool = False,
+    ) -> None:
         self._model = model
         self.device = torch.device(device)
         self.num_rows = rows_for(num_slots)
         self.cache = SlotCache(self.num_rows, max_tokens, self.device)
         self.vocabulary_size = int(model.get_input_embeddings().weight.shape[0])
         self.end_ids = _end_ids(model)
-        self._weights = WeightsInPlace(model)
+        self._weights = WeightsInPlace(model, trainable_only=adapters_only)
 
     @classmethod
     def load(
-        cls, folder: Path, *, num_slots: int, max_tokens: int, dtype: str, device: str, trust_remote_code: bool = False
+        cls,
+        folder: Path,
+        config: TransformersEngineConfig,
+        *,
+        trust_remote_code: bool = False,
+        fp32_head: bool = False,
+        lora: LoRAConfig | None = None,
     ) -> SlotModel:
         """Open a Hugging Face folder and run one decode to see that the model can be driven this way.
 
+        Args:
+            folder: The model; with adapters, their base.
+            config: Slots, longest sequence, dtype and device are read.
+            trust_remote_code: Of `model` in the run's config.
+            fp32_head: As well.
+            lora: Where the learner trains adapters: new weights are then those alone.
+
         Raises:
+            ConfigError: The adapters or the output layer do not fit the model.
             GenerationError: The folder cannot be opened, or the model's attention cannot be replaced.
         """
         AttentionInterface.register(_ATTENTION, _slot_attention)
@@ -101,7 +129,7 @@ class SlotModel:
         try:
             model = AutoModelForCausalLM.from_pretrained(
                 folder,
-                dtype=getattr(torch, dtype),
+                dtype=getattr(torch, config.dtype),
                 local_files_only=True,
                 trust_remote_code=trust_remote_code,
                 attn_implementation=_ATTENTION,
@@ -109,7 +137,12 @@ class SlotModel:
         except (OSError, ValueError, KeyError) as error:
             raise GenerationError(f"cannot open the model folder {folder}: {error}") from error
         _refuse_other_mixers(model.config)
-        slot_model = cls(model.eval().to(device), num_slots, max_tokens, device)
+        if fp32_head:
+            use_float32_head(model)
+        if lora is not None:
+            import_module("asyncrl.models.adapters").add_adapters(model, lora, _ANY_SEED)
+        num_slots, max_tokens = config.num_slots, config.max_sequence_tokens
+        slot_model = cls(model.eval().to(config.device), num_slots, max_tokens, config.device, adapters_only=lora is not None)
         slot_model.warm_up()
         return slot_model
 

@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 
 import torch
 
+from asyncrl.config.learner import LoRAConfig
 from asyncrl.config.stages import TransformersEngineConfig
 from asyncrl.errors import GenerationError
 from asyncrl.generate.decode_thread import DecodeThread
@@ -36,10 +38,20 @@ class TransformersEngine:
         >>> async for chunk in engine.submit(request): ...                          # doctest: +SKIP
     """
 
-    def __init__(self, config: TransformersEngineConfig, model_folder: Path, *, trust_remote_code: bool = False) -> None:
+    def __init__(
+        self,
+        config: TransformersEngineConfig,
+        model_folder: Path,
+        *,
+        trust_remote_code: bool = False,
+        fp32_head: bool = False,
+        lora: LoRAConfig | None = None,
+    ) -> None:
+        """Note what `start` will load; see `SlotModel.load`."""
         self._config = config
-        self._model_folder = model_folder
-        self._trust_remote_code = trust_remote_code
+        self._load = partial(
+            SlotModel.load, model_folder, config, trust_remote_code=trust_remote_code, fp32_head=fp32_head, lora=lora
+        )
         self._thread = DecodeThread(self._make_decoder, self._hear, self._lose_all)
         self._streams: dict[str, weakref.ref[TokenStream]] = {}
         self._version = -1
@@ -127,14 +139,7 @@ class TransformersEngine:
 
     def _make_decoder(self) -> SlotDecoder:
         torch.set_num_threads(self._config.num_threads)
-        model = SlotModel.load(
-            self._model_folder,
-            num_slots=self._config.num_slots,
-            max_tokens=self._config.max_sequence_tokens,
-            dtype=self._config.dtype,
-            device=self._config.device,
-            trust_remote_code=self._trust_remote_code,
-        )
+        model = self._load()
         self._vocabulary_size, self._end_ids, self._resident_bytes = model.vocabulary_size, model.end_ids, model.num_bytes
         return SlotDecoder(model, self._config.num_slots)
 

@@ -1,6 +1,7 @@
 """New weights into a running model, in place: everything is checked before anything is touched.
 
-Tied parameters (one storage, several names) may come under any of their names, or under several that agree.
+Tied parameters (one storage, several names) may come under any of their names, or under several that agree. Where only adapters
+are trained, new weights are the adapters, and the rest stays as it was opened.
 Called by generate/slot_model.py between two forwards.
 """
 
@@ -16,25 +17,25 @@ _SHOWN = 5
 
 
 class WeightsInPlace:
-    """The parameters and persistent buffers of one model, by name."""
+    """What of one model is replaced: its parameters and persistent buffers, or the trainable parameters alone; by name."""
 
-    def __init__(self, model: torch.nn.Module) -> None:
-        self._tensors: dict[str, torch.Tensor] = {name: tensor.detach() for name, tensor in model.state_dict().items()}
-        by_storage: dict[tuple[int, int], list[str]] = {}
-        for name, tensor in self._tensors.items():
-            by_storage.setdefault((tensor.data_ptr(), tensor.numel()), []).append(name)
-        self._tied = tuple(tuple(names) for names in by_storage.values())
+    def __init__(self, model: torch.nn.Module, *, trainable_only: bool = False) -> None:
+        everything = {name: tensor.detach() for name, tensor in model.state_dict().items()}
+        trainable = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+        self._tensors = {name: tensor for name, tensor in everything.items() if name in trainable or not trainable_only}
+        self._tied = _by_storage(self._tensors)
+        self._num_bytes: int = sum(everything[names[0]].nbytes for names in _by_storage(everything))
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes of all tensors, tied ones once."""
-        return sum(self._tensors[names[0]].numel() * self._tensors[names[0]].element_size() for names in self._tied)
+        """Return the bytes of all the model's tensors, tied ones once."""
+        return self._num_bytes
 
     def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Copy every tensor in, cast to the model's dtype.
 
         Args:
-            tensors: Name to tensor, names as in the model's state dict. Of tied names one is enough.
+            tensors: Name to tensor, names as in the model's state dict: all that is replaced. Of tied names one is enough.
 
         Raises:
             GenerationError: A name is unknown or missing, a shape differs, or tied names disagree; nothing was changed.
@@ -67,6 +68,14 @@ class WeightsInPlace:
             for other in others:
                 if not torch.equal(tensors[first], tensors[other]):
                     raise GenerationError(f"new weights: {first} and {other} are one tensor in this model but differ")
+
+
+def _by_storage(tensors: Mapping[str, torch.Tensor]) -> tuple[tuple[str, ...], ...]:
+    """Return the names, those of one storage together."""
+    found: dict[tuple[int, int], list[str]] = {}
+    for name, tensor in tensors.items():
+        found.setdefault((tensor.data_ptr(), tensor.numel()), []).append(name)
+    return tuple(tuple(names) for names in found.values())
 
 
 def _some(names: Sequence[str]) -> str:

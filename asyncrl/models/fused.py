@@ -51,7 +51,8 @@ def fused_logprobs(
 
 def fused_chosen(hidden: torch.Tensor, target_ids: torch.Tensor, head: torch.nn.Module, temperature: float) -> torch.Tensor:
     """Return float32 [M], the log-probability of each target, by the kernel alone (wherever triton runs)."""
-    weight, bias = head.weight, head.bias
+    weight: Any = head.weight
+    bias: Any = head.bias
     if isinstance(head, Float32Head):
         hidden, weight, bias = hidden.float(), weight.float(), None if bias is None else bias.float()
     if temperature != 1.0:

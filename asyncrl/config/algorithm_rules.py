@@ -31,6 +31,8 @@ class AdvantageRule:
     needs_groups: bool = False
     """Compares the members of a group, so a group of one teaches nothing."""
     reads_token_rewards: bool = False
+    own_importance_weight: bool = False
+    """Carries proximal / behaviour; a loss or correction that weighs tokens would count that twice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +54,7 @@ ADVANTAGE_RULES = {
     "remax": AdvantageRule(),
     "reward": AdvantageRule(),
     "gae": AdvantageRule(needs_critic=True, reads_token_rewards=True),
-    "vtrace": AdvantageRule(needs_critic=True, reads_token_rewards=True),
+    "vtrace": AdvantageRule(needs_critic=True, reads_token_rewards=True, own_importance_weight=True),
 }
 LOSS_RULES = {
     "ppo_clip": LossRule(),
@@ -82,6 +84,7 @@ def check_algorithm(algorithm: AlgorithmConfig, learner: LearnerConfig) -> None:
         return
     _check_advantage(algorithm)
     _check_corrections(algorithm, learner)
+    _check_weight_is_counted_once(algorithm)
     if algorithm.aggregation == "constant" and algorithm.aggregation_constant == 1.0:
         raise ConfigError(
             "algorithm.aggregation = 'constant' divides by algorithm.aggregation_constant, which is not set: give the longest "
@@ -142,6 +145,25 @@ def _check_corrections(algorithm: AlgorithmConfig, learner: LearnerConfig) -> No
         raise ConfigError(
             "algorithm.denominator = 'kept' must know before an update which tokens opsm keeps, and with several updates a step "
             "that depends on the update: take denominator = 'all', or learner.minibatches = learner.epochs = 1"
+        )
+
+
+def _check_weight_is_counted_once(algorithm: AlgorithmConfig) -> None:
+    if not ADVANTAGE_RULES.get(algorithm.advantage, AdvantageRule()).own_importance_weight:
+        return
+    carries = f"algorithm.advantage = {algorithm.advantage!r} carries its importance weight"
+    if algorithm.kind == "auto":
+        raise ConfigError(f"{carries}, and algorithm.kind = 'auto' picks another: take advantage = 'gae', or kind = 'policy'")
+    if LOSS_RULES.get(algorithm.loss, LossRule()).own_importance_weight:
+        raise ConfigError(
+            f"{carries}, and algorithm.loss = {algorithm.loss!r} would count it twice: take loss = 'reinforce' (IMPALA), or "
+            "advantage = 'gae'"
+        )
+    weighting = [_kind(item) for item in algorithm.corrections if is_importance_weight(item)]
+    if weighting:
+        raise ConfigError(
+            f"{carries}, and the correction {weighting[0]!r} would count it twice: set algorithm.corrections to masks only, or "
+            "to [], or take advantage = 'gae'"
         )
 
 

@@ -100,6 +100,12 @@ IMPOSSIBLE = {
     "floor over cap": ({"corrections": [{"kind": "tis_token", "cap": 1.0, "floor": 2.0}]}, "floor 2.0 over cap 1.0"),
     "two importance weights": ({"corrections": [{"kind": "tis_token"}, {"kind": "icepop"}]}, "keep one"),
     "weight counted twice": ({"loss": "aipo"}, "count it twice"),
+    "weight of vtrace and of a correction": ({"advantage": "vtrace", "critic": {}}, "'tis_token' would count it twice"),
+    "weight of vtrace and of a loss": (
+        {"advantage": "vtrace", "critic": {}, "loss": "aipo", "corrections": []},
+        "'aipo' would count it twice",
+    ),
+    "weight of vtrace and what auto picks": ({"advantage": "vtrace", "critic": {}, "kind": "auto"}, "kind = 'policy'"),
     "kl in a reward nobody reads": ({"kl": {"where": "reward"}}, "kl.where = 'loss'"),
     "constant without a constant": ({"aggregation": "constant"}, "aggregation_constant"),
     "dynamic sampling on groups of one": (
@@ -114,6 +120,11 @@ def test_impossible_mixes_are_refused_when_the_config_is_read(name):
     algorithm, message = IMPOSSIBLE[name]
     with pytest.raises(ConfigError, match=message):
         parse_config({"algorithm": algorithm, "buffer": {"min_group_members": 1}})
+
+
+def test_vtrace_goes_with_masks_and_with_losses_that_bring_no_weight():
+    algorithm = {"advantage": "vtrace", "critic": {}, "loss": "reinforce", "corrections": [{"kind": "veto"}]}
+    assert parse_config({"algorithm": algorithm}).algorithm.advantage == "vtrace"
 
 
 @pytest.mark.parametrize(("field", "known"), [("advantage", "reinforce_pp_baseline"), ("loss", "gspo_token")])

@@ -185,9 +185,20 @@ def test_episodes_in_one_row_do_not_see_each_other(rows, gamma, gae_lambda):
             start = end + 1
 
 
+def test_a_cut_episode_is_worth_its_next_value_and_a_terminated_one_nothing():
+    zeros, ones = np.zeros((1, 2)), np.ones((1, 2))
+    done = np.array([[True, False]])
+    for terminated, worth in ((np.zeros_like(done), 0.5 * 8.0), (done, 0.0)):
+        rows = Trajectories.of_episodes(ones, zeros, np.array([[8.0, 4.0]]), done, terminated, 0.5)
+        of_vtrace = returns.vtrace_of_trajectories(rows, zeros, rho_bar=1.0, c_bar=1.0, pg_rho_bar=1.0)
+        for outputs in (returns.gae_of_trajectories(rows, 0.9), of_vtrace):
+            np.testing.assert_allclose(outputs.advantages, [[1.0 + worth, 3.0]])
+            np.testing.assert_allclose(outputs.returns, [[1.0 + worth, 3.0]])
+
+
 @quick
 @given(rows=rows_of(2), gamma=st.floats(0.1, 1))
-def test_cut_episodes_of_torchrl_and_discounts_of_torchbeast_agree(rows, gamma):
+def test_terminated_episodes_of_torchrl_and_discounts_of_torchbeast_agree(rows, gamma):
     rewards, log_ratios, mask = rows
     rewards, log_ratios = np.where(mask, rewards, 0.0), np.where(mask, log_ratios, 0.0)
     values, ends = rewards[::-1] * 0.7, mask

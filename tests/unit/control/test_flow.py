@@ -23,6 +23,8 @@ from asyncrl.schema.batches import StepBatch, StepDone
 from asyncrl.schema.control import PROTOCOL, Hello
 from asyncrl.schema.samples import (
     GroupWork,
+    InferRequest,
+    InferResult,
     Prompt,
     Sample,
     Score,
@@ -55,12 +57,13 @@ def _score(request: ScoreRequest, reward: float = 1.0) -> Score:
 class Bench:
     """A flow with one generator and one reward worker at the other ends."""
 
-    def __init__(self) -> None:
+    def __init__(self, algorithm=None, **settings) -> None:
         self.config = parse_config({
             "num_steps": 4,
-            "algorithm": {"groups_per_step": B, "group_size": G},
+            "algorithm": {"groups_per_step": B, "group_size": G, **(algorithm or {})},
             "buffer": {"max_staleness": ETA},
             "eval": {"num_prompts": 3},
+            **settings,
         })
         self.clock = VirtualClock()
         self.peers = Peers()
@@ -264,3 +267,106 @@ async def test_a_sample_that_kills_reward_workers_is_given_up():
         verdicts = desk.worker_lost("reward-0")
     assert len(desk) == 0
     assert "died" in verdicts[0].error
+
+
+JUDGE = {"reward_models": [{"name": "judge", "path": "/judge", "weight": 2.0}]}
+REFERENCE = {"kl": {}, "reference": {"where": "worker"}}
+
+
+def _result(request: InferRequest, reward: float = 0.25) -> InferResult:
+    logprobs = logprobs_to_bytes([-0.3, -0.4]) if request.purpose == "train" else b""
+    return InferResult(
+        request.group_id, request.index, request.attempt, logprobs, {"judge": reward}, "", "inference-0", purpose=request.purpose
+    )
+
+
+async def _next(far):
+    return (await asyncio.wait_for(far.receive(), 5)).message
+
+
+async def test_rules_and_models_are_asked_at_once_and_the_score_is_complete_when_both_answered():
+    bench = Bench(REFERENCE, inference=JUDGE)
+    far = await bench.with_generator()
+    reward, _ = await bench.join("reward", "reward-0")
+    inference, _ = await bench.join("inference", "inference-0")
+    works = await _works(far, 4)
+    acks = []
+    for num_ready, work in enumerate(works[:B]):
+        for index in work.indices:
+            sample = _sample(work, index)
+            bench.flow.take_sample(sample, lambda: None)
+            score_request, infer_request = await _next(reward), await _next(inference)
+            assert (infer_request.prompt_ids, infer_request.token_ids) == (sample.prompt_ids, sample.token_ids)
+            assert infer_request.temperature == bench.config.generate.sampling.temperature
+            assert bench.flow.take_answer(_score(score_request), lambda: acks.append("rules")) is None
+            assert bench.buffer.counts().ready == num_ready
+            assert bench.flow.take_answer(_result(infer_request), lambda: acks.append("models")).reward == 1.5
+    assert acks == ["rules", "models"] * (B * G)
+    taken = bench.buffer.take(0, 0.0)
+    for group in taken.groups:
+        for member in group.members:
+            assert member.reward == 1.5
+            assert member.parts == {"judge": 0.25}
+            assert member.reference_logprobs == logprobs_to_bytes([-0.3, -0.4])
+    bench.buffer.check()
+
+
+async def test_without_rules_only_the_models_are_asked():
+    bench = Bench(inference=JUDGE, reward={"functions": []})
+    far = await bench.with_generator()
+    reward, _ = await bench.join("reward", "reward-0")
+    inference, _ = await bench.join("inference", "inference-0")
+    (work,) = await _works(far, 1)
+    bench.flow.take_sample(_sample(work, 0), lambda: None)
+    score = bench.flow.take_answer(_result(await _next(inference)), lambda: None)
+    assert score.reward == 0.5
+    assert bench.flow.desk.num_open("reward") == 0
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(reward.receive(), 0.05)
+
+
+async def test_an_evaluation_sample_is_judged_by_reward_models_and_not_by_the_reference():
+    for settings, asks_models in (({"inference": JUDGE}, True), ({}, False)):
+        bench = Bench(REFERENCE, **settings)
+        bench.flow.hold(evaluation_too=False)
+        far = await bench.with_generator()
+        inference, _ = await bench.join("inference", "inference-0")
+        reward, _ = await bench.join("reward", "reward-0")
+        bench.flow.start_evaluation(Evaluation(bench.config, [Prompt("h", text="1=", answer="46")], 0, 0.0))
+        (work,) = await _works(far, 1)
+        bench.flow.take_sample(_sample(work, 0), lambda: None)
+        bench.flow.take_answer(_score(await _next(reward)), lambda: None)
+        assert bench.flow.evaluation.done != asks_models
+        if asks_models:
+            request = await _next(inference)
+            assert request.purpose == "eval"
+            bench.flow.take_answer(_result(request), lambda: None)
+        assert bench.flow.evaluation.report(1.0).reward_mean == (1.5 if asks_models else 1.0)
+
+
+async def test_after_a_resume_both_are_asked_again_for_what_has_no_score():
+    bench = Bench(REFERENCE, inference=JUDGE)
+    far = await bench.with_generator()
+    works = await _works(far, 2)
+    for work in works:
+        bench.flow.take_sample(_sample(work, 0), lambda: None)
+    again = Bench(REFERENCE, inference=JUDGE)
+    again.flow.buffer = bench.buffer
+    again.flow.pick_up()
+    assert (again.flow.desk.num_open("reward"), again.flow.desk.num_open("inference")) == (2, 2)
+    inference, _ = await again.join("inference", "inference-0")
+    again.flow.pump()
+    assert [(await _next(inference)).group_id for _ in range(2)] == [work.group_id for work in works]
+
+
+async def test_what_a_dead_inference_worker_held_is_asked_of_another():
+    bench = Bench(REFERENCE)
+    far = await bench.with_generator()
+    dead, peer = await bench.join("inference", "inference-0")
+    (work,) = await _works(far, 1)
+    bench.flow.take_sample(_sample(work, 0), lambda: None)
+    request = await _next(dead)
+    bench.peers.remove(peer)
+    other, _ = await bench.join("inference", "inference-1")
+    bench.flow.judge_dead("inference-0")
+    assert await _next(other) == request

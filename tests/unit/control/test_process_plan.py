@@ -24,10 +24,33 @@ def test_outside_learner_and_outside_generators_are_not_started() -> None:
     assert [item.name for item in plan_processes(config)] == ["reward-0"]
 
 
+def test_inference_workers_come_with_what_needs_them_and_reward_workers_go_with_their_functions() -> None:
+    judge = {"num_workers": 2, "reward_models": [{"name": "judge", "path": "judge"}]}
+    both = parse_config({"inference": judge})
+    assert [item.kind for item in plan_processes(both)] == ["learner", "reward", "inference", "inference"] + ["generator"] * 2
+    alone = parse_config({"inference": judge, "reward": {"functions": []}})
+    assert {item.kind for item in plan_processes(alone)} == {"learner", "inference", "generator"}
+    here = parse_config({"algorithm": {"kl": {}, "reference": {"where": "learner"}}})
+    there = parse_config({"algorithm": {"kl": {}, "reference": {"where": "worker"}}})
+    assert "inference-0" not in [item.name for item in plan_processes(here)]
+    assert "inference-0" in [item.name for item in plan_processes(there)]
+    unused = parse_config({"algorithm": {"reference": {"where": "worker"}}})
+    assert "inference-0" not in [item.name for item in plan_processes(unused)]
+
+
 def test_every_kind_gets_the_threads_its_config_gives_it(tmp_path: Path) -> None:
-    config = parse_config({"learner": {"num_threads": 3}, "generate": {"engine": {"kind": "transformers", "num_threads": 2}}})
+    config = parse_config({
+        "learner": {"num_threads": 3},
+        "generate": {"engine": {"kind": "transformers", "num_threads": 2}},
+        "inference": {"num_threads": 4},
+    })
     spec_for = spec_maker(config, tmp_path)
-    assert [spec_for(f"{kind}-0", kind, 1).num_threads for kind in ("learner", "generator", "reward")] == [3, 2, 1]
+    assert [spec_for(f"{kind}-0", kind, 1).num_threads for kind in ("learner", "generator", "reward", "inference")] == [
+        3,
+        2,
+        1,
+        4,
+    ]
 
 
 def test_pids_are_read_back_as_written(tmp_path: Path) -> None:

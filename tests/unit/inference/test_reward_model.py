@@ -91,7 +91,7 @@ def test_whatever_the_architecture_scores_are_those_of_its_own_forward(
 
 def test_a_model_with_two_outputs_is_refused(kit, tmp_path):
     kit.save_reward_model(tmp_path, num_labels=2)
-    with pytest.raises(ConfigError, match="'judge': .* has 2 outputs; a reward model has 1"):
+    with pytest.raises(ConfigError, match=r"'judge': .* has 2 outputs; a reward model has 1"):
         _open(tmp_path)
 
 

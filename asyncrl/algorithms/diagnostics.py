@@ -82,14 +82,14 @@ class WeightFigures:
     min: float
 
 
-def _log_rho(learner: torch.Tensor, behaviour: torch.Tensor) -> torch.Tensor:
-    return (learner.detach().double() - behaviour.double()).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+def ratio_terms(learner: torch.Tensor, behaviour: torch.Tensor) -> torch.Tensor:
+    """Return float64 [4, N]: rho, rho^2, -log rho (k1) and rho - log rho - 1 (k3); their means are distances of two policies.
 
-
-def _means(*values: torch.Tensor) -> list[float]:
-    """Return the mean of each, all [N], at the cost of one."""
-    means: list[float] = torch.stack(values).mean(dim=1).tolist()
-    return means
+    Source: Schulman 2020 (k1, k3).
+    """
+    log_rho = (learner.detach().double() - behaviour.double()).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    rho = log_rho.exp()
+    return torch.stack([rho, rho.square(), -log_rho, torch.expm1(log_rho) - log_rho])
 
 
 def token_mismatch(learner: torch.Tensor, behaviour: torch.Tensor) -> TokenMismatch:
@@ -99,33 +99,40 @@ def token_mismatch(learner: torch.Tensor, behaviour: torch.Tensor) -> TokenMisma
         learner: float [N], proximal or current, N at least 1.
         behaviour: float [N].
 
-    Source: Kish 1965 (effective sample size); Schulman 2020 (k1, k3); verl `compute_offpolicy_metrics` (chi-squared).
+    Source: Kish 1965 (effective sample size); verl `compute_offpolicy_metrics` (chi-squared).
     """
-    log_rho = _log_rho(learner, behaviour)
-    rho = log_rho.exp()
-    k3 = torch.expm1(log_rho) - log_rho
-    mean, second_moment, mean_log, mean_k3 = _means(rho, rho.square(), log_rho, k3)
+    terms = ratio_terms(learner, behaviour)
+    mean, second_moment, kl_k1, kl_k3 = terms.mean(dim=1).tolist()
+    rho, k3 = terms[0], terms[3]
     return TokenMismatch(
         ratio_mean=mean,
         ratio_max=rho.max().item(),
         ratio_min=rho.min().item(),
         ratio_quantiles=quantiles(rho, RATIO_LEVELS),
         ess=mean * mean / second_moment,
-        kl_k1=-mean_log,
-        kl_k3=mean_k3,
+        kl_k1=kl_k1,
+        kl_k3=kl_k3,
         kl_max=k3.max().item(),
         chi2=second_moment - 1.0,
     )
 
 
 def divergence(learner: torch.Tensor, behaviour: torch.Tensor) -> tuple[float, float]:
-    """Return the k1 and k3 estimates of KL(behaviour || learner), means over tokens [N], N at least 1.
+    """Return the k1 and k3 estimates of KL(behaviour || learner), means over tokens [N], N at least 1."""
+    k1, k3 = ratio_terms(learner, behaviour)[2:].mean(dim=1).tolist()
+    return k1, k3
 
-    Source: Schulman 2020.
+
+def sequence_terms(log_ratio_sums: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """Return float64 [2, S]: (product of rho)^2, and the learner's perplexity over the behaviour policy's.
+
+    Args:
+        log_ratio_sums: float64 [S], sum of log rho over each sequence.
+        lengths: float64 [S], tokens of each, at least 1.
     """
-    log_rho = _log_rho(learner, behaviour)
-    mean_log, mean_k3 = _means(log_rho, torch.expm1(log_rho) - log_rho)
-    return -mean_log, mean_k3
+    log_products = log_ratio_sums.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    gaps = (-log_ratio_sums / lengths).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    return torch.stack([(2.0 * log_products).exp(), gaps.exp()])
 
 
 def sequence_mismatch(
@@ -147,18 +154,9 @@ def sequence_mismatch(
     learner_S = segment_sum(learner.detach().double(), sequence_ids, num_sequences)[present_S] / lengths_S
     behaviour_S = segment_sum(behaviour.double(), sequence_ids, num_sequences)[present_S] / lengths_S
     gap_S = behaviour_S - learner_S
-    log_product_S = (-gap_S * lengths_S).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    ratio_S = gap_S.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
-    second_moment, ratio, ours, our_log, theirs, their_log, gap, gap_abs = _means(
-        (2.0 * log_product_S).exp(),
-        ratio_S,
-        (-learner_S).exp(),
-        -learner_S,
-        (-behaviour_S).exp(),
-        -behaviour_S,
-        gap_S,
-        gap_S.abs(),
-    )
+    second_moment, ratio = sequence_terms(-gap_S * lengths_S, lengths_S).mean(dim=1).tolist()
+    each = torch.stack([(-learner_S).exp(), -learner_S, (-behaviour_S).exp(), -behaviour_S, gap_S, gap_S.abs()])
+    ours, our_log, theirs, their_log, gap, gap_abs = each.mean(dim=1).tolist()
     return SequenceMismatch(
         chi2=second_moment - 1.0,
         perplexity_ratio=ratio,
@@ -227,6 +225,20 @@ def staleness_bucket(staleness: torch.Tensor) -> torch.Tensor:
 def sequence_staleness(staleness: torch.Tensor, sequence_ids: torch.Tensor, num_sequences: int) -> torch.Tensor:
     """Return [S], the staleness of each sequence's oldest token; -1 where none is known. Takes [N], -1 for unknown."""
     return staleness.new_full((num_sequences,), -1).scatter_reduce(0, sequence_ids, staleness, "amax")
+
+
+def bucket_means(terms: torch.Tensor, buckets: torch.Tensor) -> dict[str, list[float]]:
+    """Return the mean of each of `terms` [Q, N] over every staleness bucket that has any of N, by the bucket's name.
+
+    Args:
+        terms: float64 [Q, N].
+        buckets: int64 [N], as from `staleness_bucket`; -1 is of none.
+    """
+    num_buckets = len(STALENESS_BUCKETS) + 1
+    sums = terms.new_zeros(len(terms), num_buckets).index_add(1, buckets + 1, terms)
+    counts = torch.bincount(buckets + 1, minlength=num_buckets)
+    means = (sums / counts).T[1:].tolist()
+    return {name: mean for name, mean, count in zip(STALENESS_BUCKETS, means, counts[1:].tolist(), strict=True) if count}
 
 
 def entropy_of_logits(logits: torch.Tensor) -> torch.Tensor:

@@ -126,7 +126,7 @@ def batch_metrics(batch: StepBatch, advantages: FloatArray | None) -> dict[str, 
 
 
 def batch_staleness(batch: StepBatch) -> dict[str, float]:
-    """Return mean and largest staleness of the trained samples, each that of its oldest trained token; empty if none is trained."""
+    """Return mean and largest staleness of the trained samples, each that of its oldest trained token; empty if there is none."""
     ages = [batch.step - sample.oldest_version for sample in batch.samples if sample.oldest_version >= 0]
     return {"staleness/mean": float(np.mean(ages)), "staleness/max": float(max(ages))} if ages else {}
 

@@ -7,39 +7,33 @@ every pass (`every`). A figure that nothing is known for is NaN. Called by learn
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 
 from asyncrl.algorithms.diagnostics import (
+    RATIO_LEVELS,
+    STALENESS_BUCKETS,
+    bucket_means,
     divergence,
     logprob_gap,
+    ratio_terms,
     sequence_mismatch,
     sequence_staleness,
+    sequence_terms,
     staleness_bucket,
     token_mismatch,
     weight_figures,
 )
+from asyncrl.algorithms.quantiles import quantiles
 from asyncrl.algorithms.ratios import LOG_RATIO_LIMIT
+from asyncrl.algorithms.types import segment_sum
 from asyncrl.config.corrections import CorrectionConfig, TruncatedSequence, TruncatedToken
 from asyncrl.learner.token_records import Tokens
 
 _QUANTILE_NAMES = ("ratio/p01", "ratio/p05", "ratio/p50", "ratio/p95", "ratio/p99")
 """Of RATIO_LEVELS."""
-_TOKEN_NAMES_BY_STALENESS = (
-    "ratio/mean",
-    *_QUANTILE_NAMES,
-    "ratio/ess",
-    "ratio/chi2_token",
-    "ratio/capped_fraction",
-    "kl/proximal_k1",
-    "kl/proximal_k3",
-    "kl/current_k1",
-    "kl/current_k3",
-    "policy/clip_fraction",
-    "policy/kept_fraction",
-)
-_SEQUENCE_NAMES_BY_STALENESS = ("ratio/chi2_sequence", "ratio/perplexity")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +74,11 @@ def _ratios(first: Tokens, cap: Cap) -> torch.Tensor:
     return log_rho.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
 
 
+def _is_capped(first: Tokens, cap: Cap) -> torch.Tensor:
+    """Return float64 [N], 1 where the token's correction met its cap."""
+    return ((_ratios(first, cap) >= cap.value) & cap.is_applied).double()
+
+
 def _token_figures(every: Tokens, first: Tokens, cap: Cap) -> dict[str, float]:
     clipped, dual_clipped, kept = every.means("clipped", "dual_clipped", "kept")
     tokens = token_mismatch(first["learner_logprobs"], first["behaviour_logprobs"])
@@ -92,7 +91,7 @@ def _token_figures(every: Tokens, first: Tokens, cap: Cap) -> dict[str, float]:
         **dict(zip(_QUANTILE_NAMES, tokens.ratio_quantiles, strict=True)),
         "ratio/ess": tokens.ess,
         "ratio/chi2_token": tokens.chi2,
-        "ratio/capped_fraction": (_ratios(first, cap) >= cap.value).double().mean().item() if cap.is_applied else 0.0,
+        "ratio/capped_fraction": _is_capped(first, cap).mean().item(),
         "kl/mean": tokens.kl_k3,
         "kl/max": tokens.kl_max,
         "kl/k1": tokens.kl_k1,
@@ -171,16 +170,53 @@ def _engine_figures(first: Tokens) -> dict[str, float]:
 
 
 def _by_staleness(every: Tokens, first: Tokens, cap: Cap) -> dict[str, float]:
+    buckets = staleness_bucket(first.staleness)
+    figures = _ratios_by_staleness(first, buckets, cap)
+    figures |= _updates_by_staleness(every, buckets if every is first else staleness_bucket(every.staleness))
+    return figures | _sequences_by_staleness(first)
+
+
+def _ratios_by_staleness(first: Tokens, buckets: torch.Tensor, cap: Cap) -> dict[str, float]:
+    ratios = ratio_terms(first["learner_logprobs"], first["behaviour_logprobs"])
+    proximal = ratio_terms(first["proximal_logprobs"], first["behaviour_logprobs"])
+    means = bucket_means(torch.cat([ratios[:2], proximal[2:], _is_capped(first, cap)[None]]), buckets)
     figures: dict[str, float] = {}
-    of_first = dict(first.in_buckets(staleness_bucket(first.staleness)))
-    of_every = of_first if every is first else dict(every.in_buckets(staleness_bucket(every.staleness)))
-    for bucket, tokens in of_first.items():
-        figures |= _named(_token_figures(of_every[bucket], tokens, cap), _TOKEN_NAMES_BY_STALENESS, bucket)
-    oldest_S = sequence_staleness(first.staleness, first.sequence_ids, first.num_sequences)
-    for bucket, tokens in first.in_buckets(staleness_bucket(oldest_S)[first.sequence_ids]):
-        figures |= _named(_sequence_figures(tokens), _SEQUENCE_NAMES_BY_STALENESS, bucket)
+    for bucket, (mean, second_moment, kl_k1, kl_k3, capped) in means.items():
+        of_bucket = ratios[0][buckets == STALENESS_BUCKETS.index(bucket)]
+        by_name = dict(zip(_QUANTILE_NAMES, quantiles(of_bucket, RATIO_LEVELS), strict=True)) | {
+            "ratio/mean": mean,
+            "ratio/ess": mean * mean / second_moment,
+            "ratio/chi2_token": second_moment - 1.0,
+            "ratio/capped_fraction": capped,
+            "kl/proximal_k1": kl_k1,
+            "kl/proximal_k3": kl_k3,
+        }
+        figures |= _named(by_name, bucket)
     return figures
 
 
-def _named(figures: dict[str, float], names: tuple[str, ...], bucket: str) -> dict[str, float]:
-    return {f"{name}_by_staleness/{bucket}": figures[name] for name in names}
+def _updates_by_staleness(every: Tokens, buckets: torch.Tensor) -> dict[str, float]:
+    current = ratio_terms(every["current_logprobs"], every["behaviour_logprobs"])
+    names = ("kl/current_k1", "kl/current_k3", "policy/clip_fraction", "policy/kept_fraction")
+    means = bucket_means(torch.cat([current[2:], every["clipped"][None], every["kept"][None]]), buckets)
+    return _merged(_named(dict(zip(names, values, strict=True)), bucket) for bucket, values in means.items())
+
+
+def _sequences_by_staleness(first: Tokens) -> dict[str, float]:
+    oldest_S = sequence_staleness(first.staleness, first.sequence_ids, first.num_sequences)
+    log_ratios = first["learner_logprobs"] - first["behaviour_logprobs"]
+    sums_S = segment_sum(log_ratios, first.sequence_ids, first.num_sequences)
+    lengths_S = segment_sum(first["mask"], first.sequence_ids, first.num_sequences)
+    means = bucket_means(sequence_terms(sums_S, lengths_S.clamp(min=1.0)), staleness_bucket(oldest_S))
+    return _merged(
+        _named({"ratio/chi2_sequence": second_moment - 1.0, "ratio/perplexity": perplexity}, bucket)
+        for bucket, (second_moment, perplexity) in means.items()
+    )
+
+
+def _named(figures: dict[str, float], bucket: str) -> dict[str, float]:
+    return {f"{name}_by_staleness/{bucket}": value for name, value in figures.items()}
+
+
+def _merged(parts: Iterable[dict[str, float]]) -> dict[str, float]:
+    return {name: value for part in parts for name, value in part.items()}

@@ -8,12 +8,10 @@ Legend: M tokens of a row, N trained tokens of all ranks, S sequences of all ran
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 
 import torch
 
-from asyncrl.algorithms.diagnostics import STALENESS_BUCKETS
 from asyncrl.algorithms.types import LossInputs, LossOutputs, masked, segment_sum
 from asyncrl.learner.ranks import Ranks
 
@@ -135,13 +133,6 @@ class Tokens:
     def where(self, chosen: torch.Tensor) -> Tokens:
         """Return the tokens at which `chosen` [N] is true."""
         return Tokens(self.table.index_select(1, chosen.nonzero().flatten()), self.num_sequences)
-
-    def in_buckets(self, bucket: torch.Tensor) -> Iterator[tuple[str, Tokens]]:
-        """Yield name and tokens of every staleness bucket that has any; `bucket` int64 [N] is an index, -1 is of none."""
-        counts = torch.bincount(bucket + 1, minlength=len(STALENESS_BUCKETS) + 1)[1:].tolist()
-        for index, (name, count) in enumerate(zip(STALENESS_BUCKETS, counts, strict=True)):
-            if count:
-                yield name, self if count == len(self) else self.where(bucket == index)
 
 
 def gathered(records: list[TokenRecord], rows: int, ranks: Ranks) -> tuple[Tokens, Tokens]:

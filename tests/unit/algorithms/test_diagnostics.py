@@ -1,0 +1,164 @@
+"""Diagnostics against plain Python loops, and what must not change them."""
+
+import math
+import statistics
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asyncrl.algorithms.diagnostics import (
+    STALENESS_BUCKETS,
+    divergence,
+    entropy_of_logits,
+    logprob_gap,
+    sequence_mismatch,
+    sequence_staleness,
+    staleness_bucket,
+    token_mismatch,
+    weight_figures,
+)
+from asyncrl.algorithms.quantiles import quantiles
+
+FLOATS = st.floats(-50, 50, allow_nan=False, width=32)
+
+
+def policies(seed, tokens, spread=0.4):
+    random = torch.Generator().manual_seed(seed)
+    behaviour = -2 + torch.randn(tokens, generator=random, dtype=torch.float64)
+    return behaviour + spread * torch.randn(tokens, generator=random, dtype=torch.float64), behaviour
+
+
+@settings(max_examples=50, deadline=None)
+@given(values=st.lists(FLOATS, min_size=1, max_size=40), levels=st.lists(st.floats(0, 1), min_size=1, max_size=6))
+def test_quantiles_are_numpys(values, levels):
+    got = quantiles(torch.tensor(values), levels)
+    np.testing.assert_allclose(got, np.quantile(np.asarray(values, dtype=np.float64), levels), rtol=1e-6, atol=1e-6)
+
+
+def test_quantiles_work_beyond_two_to_the_24_elements():
+    count = 2**24 + 1
+    values = (torch.arange(count, dtype=torch.int32) % 101).to(torch.int8)
+    with pytest.raises(RuntimeError, match="too large"):
+        torch.quantile(values.to(torch.float32), 0.5)
+    assert quantiles(values, (0.0, 0.05, 0.5, 0.95, 1.0)) == (0.0, 5.0, 50.0, 95.0, 100.0)
+
+
+def test_quantiles_of_one_value_are_that_value():
+    assert quantiles(torch.tensor([3.0]), (0.0, 0.3, 1.0)) == (3.0, 3.0, 3.0)
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 10_000), tokens=st.integers(1, 60))
+def test_token_mismatch_is_that_of_a_loop(seed, tokens):
+    learner, behaviour = policies(seed, tokens)
+    logs = [(a - b).item() for a, b in zip(learner, behaviour, strict=True)]
+    ratios = [math.exp(value) for value in logs]
+    got = token_mismatch(learner, behaviour)
+    assert got.ratio_mean == pytest.approx(statistics.fmean(ratios))
+    assert (got.ratio_min, got.ratio_max) == pytest.approx((min(ratios), max(ratios)))
+    assert got.ratio_quantiles == pytest.approx(np.quantile(ratios, [0.01, 0.05, 0.5, 0.95, 0.99]))
+    assert got.ess == pytest.approx(sum(ratios) ** 2 / (tokens * sum(r * r for r in ratios)))
+    assert got.kl_k1 == pytest.approx(-statistics.fmean(logs), abs=1e-12)
+    k3 = [ratio - log - 1 for ratio, log in zip(ratios, logs, strict=True)]
+    assert got.kl_k3 == pytest.approx(statistics.fmean(k3))
+    assert got.kl_max == pytest.approx(max(k3))
+    assert got.chi2 == pytest.approx(statistics.fmean(r * r for r in ratios) - 1, abs=1e-12)
+    assert divergence(learner, behaviour) == pytest.approx((got.kl_k1, got.kl_k3))
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 10_000), lengths=st.lists(st.integers(0, 7), min_size=1, max_size=8).filter(any))
+def test_sequence_mismatch_is_that_of_a_loop_and_skips_sequences_without_tokens(seed, lengths):
+    learner, behaviour = policies(seed, sum(lengths))
+    ids = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+    got = sequence_mismatch(learner, behaviour, ids, len(lengths))
+    means = []
+    for sequence in range(len(lengths)):
+        if lengths[sequence]:
+            chosen = ids == sequence
+            means.append((learner[chosen].mean().item(), behaviour[chosen].mean().item(), lengths[sequence]))
+    assert got.chi2 == pytest.approx(statistics.fmean(math.exp(2 * n * (a - b)) for a, b, n in means) - 1, abs=1e-12)
+    assert got.perplexity_ratio == pytest.approx(statistics.fmean(math.exp(b - a) for a, b, _ in means))
+    assert got.learner_perplexity == pytest.approx(statistics.fmean(math.exp(-a) for a, _, _ in means))
+    assert got.behaviour_perplexity == pytest.approx(statistics.fmean(math.exp(-b) for _, b, _ in means))
+    assert got.learner_log_perplexity == pytest.approx(-statistics.fmean(a for a, _, _ in means))
+    assert got.behaviour_log_perplexity == pytest.approx(-statistics.fmean(b for _, b, _ in means))
+    gaps = [b - a for a, b, _ in means]
+    assert got.log_perplexity_gap == pytest.approx(statistics.fmean(gaps), abs=1e-12)
+    assert got.log_perplexity_gap_abs == pytest.approx(statistics.fmean(map(abs, gaps)))
+    assert (got.log_perplexity_gap_min, got.log_perplexity_gap_max) == pytest.approx((min(gaps), max(gaps)))
+
+
+def test_equal_policies_are_at_distance_zero():
+    learner, _ = policies(0, 30)
+    tokens, sequences = token_mismatch(learner, learner), sequence_mismatch(learner, learner, torch.arange(30) // 5, 6)
+    assert (tokens.ratio_mean, tokens.ess, tokens.kl_k3, tokens.chi2) == pytest.approx((1.0, 1.0, 0.0, 0.0))
+    assert tokens.ratio_quantiles == (1.0,) * 5
+    assert (sequences.chi2, sequences.perplexity_ratio, sequences.log_perplexity_gap_abs) == pytest.approx((0.0, 1.0, 0.0))
+
+
+def test_policies_far_apart_stay_finite():
+    learner, behaviour = torch.tensor([-0.1, -300.0, -0.2]), torch.tensor([-300.0, -0.1, -0.2])
+    tokens, sequences = token_mismatch(learner, behaviour), sequence_mismatch(learner, behaviour, torch.tensor([0, 1, 1]), 2)
+    figures = [tokens.ratio_max, tokens.chi2, tokens.ess, tokens.kl_max, sequences.chi2, sequences.perplexity_ratio]
+    assert np.isfinite(figures).all()
+
+
+def test_gradients_of_the_learner_are_left_alone():
+    learner, behaviour = policies(0, 5)
+    learner.requires_grad_()
+    assert token_mismatch(learner, behaviour).kl_k3 > 0
+    assert sequence_mismatch(learner, behaviour, torch.zeros(5, dtype=torch.int64), 1).chi2 != 0
+
+
+def test_float32_sums_do_not_depend_on_the_order_of_tokens():
+    learner, behaviour = (values.float() for values in policies(3, 5000))
+    order = torch.randperm(5000, generator=torch.Generator().manual_seed(1))
+    one, other = token_mismatch(learner, behaviour), token_mismatch(learner[order], behaviour[order])
+    assert one.kl_k3 == pytest.approx(other.kl_k3, rel=1e-13)
+    assert one.ratio_quantiles == other.ratio_quantiles
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_weight_figures_of_a_loop(level):
+    weights, ratios = [0.5, 2.0, 2.0, 1.0], [0.4, 2.0, 7.0, 1.0, 0.6]
+    got = weight_figures(torch.tensor(weights), torch.tensor(ratios), 2.0, level)
+    assert got.mean == pytest.approx(statistics.fmean(weights))
+    assert got.std == pytest.approx(statistics.pstdev(weights))
+    assert got.ess == pytest.approx(sum(weights) ** 2 / (4 * sum(w * w for w in weights)))
+    assert got.high_fraction == pytest.approx(1 / 5)
+    assert got.low_fraction == pytest.approx(1 / 5)
+    extremes = (0.5, 2.0) if level == "token" else (0.4, 7.0)
+    assert (got.min, got.max) == pytest.approx(extremes)
+
+
+def test_weights_that_dropped_every_token_have_no_sample_size():
+    assert weight_figures(torch.zeros(3), torch.ones(3), 2.0, "token").ess == 0.0
+
+
+def test_logprob_gap_and_correlation():
+    learner, behaviour = policies(5, 50, spread=0.05)
+    mean, largest, correlation = logprob_gap(learner, behaviour)
+    gaps = (learner - behaviour).abs()
+    assert (mean, largest) == pytest.approx((gaps.mean().item(), gaps.max().item()))
+    assert correlation == pytest.approx(np.corrcoef(learner.exp(), behaviour.exp())[0, 1])
+    assert math.isnan(logprob_gap(learner[:1], behaviour[:1])[2])
+
+
+def test_every_staleness_has_one_bucket():
+    names = {0: "0", 1: "1", 2: "2", 3: "3-4", 4: "3-4", 5: "5-8", 8: "5-8", 9: "9+", 500: "9+"}
+    buckets = staleness_bucket(torch.tensor(list(names))).tolist()
+    assert [STALENESS_BUCKETS[index] for index in buckets] == list(names.values())
+    assert staleness_bucket(torch.tensor([-1])).tolist() == [-1]
+
+
+def test_a_sequence_is_as_stale_as_its_oldest_known_token():
+    staleness, ids = torch.tensor([2, 5, -1, 0, -1]), torch.tensor([0, 0, 0, 1, 3])
+    assert sequence_staleness(staleness, ids, 4).tolist() == [5, 0, -1, -1]
+
+
+def test_entropy_of_uniform_logits_is_the_log_of_their_number():
+    assert entropy_of_logits(torch.zeros(2, 3, 8)).tolist() == pytest.approx(np.full((2, 3), math.log(8)))

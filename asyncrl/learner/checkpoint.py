@@ -14,19 +14,23 @@ there is ignored and, once a newer one is complete, removed; no pickle. Called b
 from __future__ import annotations
 
 import copy
+import itertools
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel
 
 from asyncrl.errors import LearnerError
 from asyncrl.learner.critic import load_critic, save_critic
-from asyncrl.learner.model import save_model
+from asyncrl.learner.divided import is_divided, whole_tensors
+from asyncrl.learner.lora import has_adapters, publishable_tensors, save_policy
+from asyncrl.learner.shards import save_tensors
 from asyncrl.learner.trainee import StepMemory, Trainee
 
 PREFIX = "step-"
@@ -67,7 +71,7 @@ def save_checkpoint(
     """
 
     def fill(partial: Path) -> None:
-        save_model(trainee.model, tokenizer, partial)
+        _save_policy(trainee.model, tokenizer, partial)
         trainer = partial / "trainer"
         trainer.mkdir()
         trainee.optimizer.save(trainer / OPTIMIZER)
@@ -80,6 +84,18 @@ def save_checkpoint(
     target = write_folder(folder / f"{PREFIX}{state.version:06d}", fill)
     _remove_old(folder, keep_last)
     return target
+
+
+def contribute_checkpoint(trainee: Trainee) -> None:
+    """Help rank 0 to gather what it saves: every tensor that `save_checkpoint` makes whole, in the same order."""
+    parts: list[Iterable[tuple[str, torch.Tensor]]] = [
+        publishable_tensors(trainee.model).items(),
+        trainee.optimizer.named_state(),
+    ]
+    if trainee.critic is not None and trainee.critic_optimizer is not None:
+        parts += [trainee.critic.named_parameters(), trainee.critic_optimizer.named_state()]
+    for _ in whole_tensors(itertools.chain.from_iterable(parts)):
+        pass
 
 
 def latest_checkpoint(folder: Path) -> Path | None:
@@ -129,6 +145,21 @@ def write_folder(target: Path, fill: Callable[[Path], None]) -> Path:
     partial.rename(target)
     _sync(target.parent)
     return target
+
+
+def _save_policy(model: PreTrainedModel, tokenizer: Any, folder: Path) -> None:  # noqa: ANN401
+    """Write the policy; of one that is divided over ranks, at most one shard is whole in memory at a time."""
+    tensors = publishable_tensors(model)
+    if not is_divided(tensors.values()):
+        save_policy(model, tokenizer, folder)
+    elif has_adapters(model):
+        save_policy(model, tokenizer, folder, whole=dict(whole_tensors(tensors.items())))
+    else:
+        save_tensors(whole_tensors(tensors.items()), model.config, folder, None, "the policy")
+        model.config.save_pretrained(folder)
+        if model.can_generate():
+            model.generation_config.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
 
 
 def _complete(folder: Path) -> list[Path]:

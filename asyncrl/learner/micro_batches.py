@@ -147,7 +147,11 @@ def _critic_metrics(plan: StepPlan, inputs: AdvantageInputs, outputs: AdvantageO
         raise LearnerError(f"algorithm.advantage = {plan.algorithm.advantage!r} gives no returns to train the critic towards")
     mask = torch.from_numpy(inputs.mask)
     explained = explained_variance(torch.from_numpy(inputs.values), torch.from_numpy(outputs.returns), mask)
-    return {"value/explained_var": explained}
+    return {
+        "value/explained_var": explained,
+        "value/mean": float(inputs.values[inputs.mask].mean()),
+        "value/returns_mean": float(outputs.returns[inputs.mask].mean()),
+    }
 
 
 def _count(plan: StepPlan, number: int) -> Denominators:

@@ -1,16 +1,20 @@
 """What one step is going to do: by which algorithm, on which rows, and what must be known before its first update.
 
-Invariant: a plan follows from batch and config alone, so every rank makes the same one. Called by learner/step.py.
+Invariant: a plan follows from batch, config and memory alone, so every rank makes the same one. Called by learner/step.py.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
+from asyncrl.algorithms.auto import Choice, applied, choose
 from asyncrl.algorithms.types import LossConfig
 from asyncrl.config.algorithm import AlgorithmConfig
 from asyncrl.config.algorithm_rules import looks_at_whole_update
 from asyncrl.config.learner import LearnerConfig
+from asyncrl.config.run import RunConfig
 from asyncrl.learner.rows import PreparedBatch, Row
 from asyncrl.learner.trainee import StepMemory
 from asyncrl.schema.batches import StepBatch
@@ -27,6 +31,8 @@ class StepPlan:
     learner: LearnerConfig
     kl_coefficient: float
     """In force; 0 where there is no penalty."""
+    choice: Choice | None = None
+    """What `auto` picked, and why."""
 
     @property
     def batch(self) -> StepBatch:
@@ -86,6 +92,29 @@ class StepPlan:
     def loss_config(self) -> LossConfig:
         """Return what the loss is told."""
         return LossConfig.of(self.algorithm, self.kl_coefficient)
+
+
+def make_plan(prepared: PreparedBatch, config: RunConfig, memory: StepMemory) -> StepPlan:
+    """Return the plan of a step.
+
+    Args:
+        prepared: On the model's device.
+        config: `algorithm` and `learner` are read.
+        memory: Of the steps before.
+    """
+    algorithm, coefficient = config.algorithm, coefficient_in_force(config.algorithm, memory)
+    if algorithm.kind != "auto":
+        return StepPlan(prepared, algorithm, config.learner, coefficient)
+    choice = choose(memory.measured | staleness_signals(prepared), memory.recipe)
+    return StepPlan(prepared, applied(algorithm, choice.recipe), config.learner, coefficient, choice)
+
+
+def staleness_signals(prepared: PreparedBatch) -> dict[str, float]:
+    """Return mean and largest staleness of the samples to be trained, by metric name."""
+    samples = prepared.batch.samples
+    versions = [samples[index].oldest_version for index in np.flatnonzero(prepared.update_of_sample >= 0)]
+    behind = [prepared.batch.step - version for version in versions if version >= 0]
+    return {"staleness/mean": float(np.mean(behind)), "staleness/max": float(max(behind))} if behind else {}
 
 
 def coefficient_in_force(algorithm: AlgorithmConfig, memory: StepMemory) -> float:

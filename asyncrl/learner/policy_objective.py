@@ -38,6 +38,8 @@ class PolicyObjective:
         self._signals = build_signals(plan, passes, trainee.ranks)
         self._tokens = StepTokens(len(plan.rows), corrections=plan.algorithm.corrections, ranks=trainee.ranks)
         self._rows_trained = 0
+        self._values_clipped: list[torch.Tensor] = []
+        """[2] a row: value targets that the clip holds, and all."""
 
     @property
     def advantages(self) -> FloatArray:
@@ -62,7 +64,11 @@ class PolicyObjective:
 
     def metrics(self) -> dict[str, float]:
         """Return what tokens, critic and penalties say; every rank calls."""
-        return self._signals.metrics | self._tokens.metrics()
+        figures = self._signals.metrics | self._tokens.metrics()
+        if self._values_clipped:
+            num_clipped, num_tokens = self._trainee.ranks.sum(torch.stack(self._values_clipped).sum(dim=0)).tolist()
+            figures["value/clip_fraction"] = num_clipped / num_tokens
+        return figures
 
     def _policy_loss(self, micro: MicroBatch, denominators: Denominators) -> tuple[torch.Tensor | None, RowOutputs | None]:
         plan = self._plan
@@ -124,7 +130,9 @@ class PolicyObjective:
             num_sequences=row.num_sequences,
             denominators=denominators,
         )
-        return value_loss(inputs, clip=algorithm.critic.value_clip, aggregation=algorithm.aggregation).loss
+        outputs = value_loss(inputs, clip=algorithm.critic.value_clip, aggregation=algorithm.aggregation)
+        self._values_clipped.append(torch.stack([outputs.clipped.sum(), inputs.mask.sum()]))
+        return outputs.loss
 
 
 def _shares(loss: torch.Tensor | None, value: torch.Tensor | None) -> torch.Tensor:

@@ -17,16 +17,22 @@ from typing import Any
 
 import msgspec
 import torch
+from transformers import PreTrainedModel
 
 from asyncrl.config.algorithm import LearnerConfig
 from asyncrl.config.run import RunConfig
 from asyncrl.config.stages import PretrainedModel
 from asyncrl.learner.checkpoint import TrainerState, latest_checkpoint, load_trainer, write_folder
+from asyncrl.learner.crew import Crew
 from asyncrl.learner.critic import build_critic, build_critic_optimizer
+from asyncrl.learner.divided import Divider, divider_of
+from asyncrl.learner.lora import adapters_off, open_policy
 from asyncrl.learner.model import build_scratch, link_pretrained, made_ready, open_model, open_tokenizer, save_model
 from asyncrl.learner.optim import build_optimizer
-from asyncrl.learner.reference import FrozenReference
-from asyncrl.learner.trainee import Trainee
+from asyncrl.learner.orders import Begin
+from asyncrl.learner.ranks import OneRank, Ranks
+from asyncrl.learner.reference import AdapterOffReference, FrozenReference
+from asyncrl.learner.trainee import Reference, Trainee
 from asyncrl.learner.warm_start import tokenise, warm_start
 from asyncrl.models.causal import check_folder
 
@@ -53,7 +59,12 @@ class Standing:
 
 
 def prepare_standing(
-    config: RunConfig, run_folder: Path, examples: Examples, alphabet: str, stopped: Callable[[], bool] = lambda: False
+    config: RunConfig,
+    run_folder: Path,
+    examples: Examples,
+    alphabet: str,
+    crew: Crew | None = None,
+    stopped: Callable[[], bool] = lambda: False,
 ) -> Standing:
     """Load or make the policy.
 
@@ -62,6 +73,7 @@ def prepare_standing(
         run_folder: The run; `model/` is written into it the first time.
         examples: For the warm start of a scratch model.
         alphabet: For the tokenizer of a scratch model.
+        crew: The other ranks, who wait for the model on disk; None: there are none.
         stopped: Asked now and then during the warm start.
 
     Raises:
@@ -72,41 +84,59 @@ def prepare_standing(
     if not (folder / "config.json").is_file():
         metrics = _make_model_folder(config, folder, examples, alphabet, stopped)
     checkpoint = latest_checkpoint(run_folder / "checkpoints")
-    trainee = build_trainee(config, folder, checkpoint)
+    ranks = OneRank() if crew is None else crew.muster()
+    if crew is not None:
+        crew.tell(Begin("" if checkpoint is None else str(checkpoint)))
+    trainee = build_trainee(config, folder, checkpoint, ranks)
     state = load_trainer(checkpoint, trainee) if checkpoint else TrainerState(version=0)
     log.info("standing at version %d, from %s", state.version, checkpoint or folder)
     tokenizer = open_tokenizer(folder, trust_remote_code=_trusted(config))
     return Standing(trainee, tokenizer, state.version, folder, checkpoint, state, metrics)
 
 
-def build_trainee(config: RunConfig, model_folder: Path, checkpoint: Path | None = None) -> Trainee:
-    """Open the policy, and what the algorithm needs beside it.
+def build_trainee(config: RunConfig, model_folder: Path, checkpoint: Path | None = None, ranks: Ranks | None = None) -> Trainee:
+    """Open the policy, and what the algorithm needs beside it, divided over the ranks where there are several.
 
     Args:
         config: `algorithm`, `learner`, `model` and `num_steps` are read.
         model_folder: `RUN/model`, the policy at version 0.
         checkpoint: Where the policy's weights come from; None: from `model_folder`.
+        ranks: All call; None: there is one.
 
     Raises:
         ConfigError: A folder cannot be opened.
     """
-    model = open_model(checkpoint or model_folder, config.learner, trust_remote_code=_trusted(config))
-    trainee = Trainee(model, build_optimizer(model, config.learner, config.num_steps))
+    ranks = OneRank() if ranks is None else ranks
+    divide = divider_of(config.learner.device, ranks.size)
+    opened = _opened_whole(config, ranks)
+    model = divide.policy(open_policy(opened, model_folder, checkpoint))
+    trainee = Trainee(model, build_optimizer(model, config.learner, config.num_steps), ranks=ranks)
     algorithm = config.algorithm
     if algorithm.needs_reference and algorithm.reference.where == "learner":
-        trainee.reference = _open_reference(config, model_folder)
+        trainee.reference = _open_reference(opened, model_folder, model, divide)
     if algorithm.critic is not None:
-        trainee.critic = build_critic(algorithm.critic, config.learner, model, model_folder)
+        trainee.critic = divide.critic(build_critic(algorithm.critic, opened.learner, model, model_folder))
         trainee.critic_optimizer = build_critic_optimizer(
             trainee.critic, algorithm.critic, config.learner, config.num_steps, trainee.optimizer
         )
     return trainee
 
 
-def _open_reference(config: RunConfig, model_folder: Path) -> FrozenReference:
-    folder = Path(config.algorithm.reference.path or model_folder)
+def _open_reference(config: RunConfig, model_folder: Path, policy: PreTrainedModel, divide: Divider) -> Reference:
+    """Return the policy without its adapters, where that is the reference, else a second model."""
+    path, chunk_tokens = config.algorithm.reference.path, config.learner.logprob_chunk_tokens
+    if config.learner.lora is not None and not path:
+        return AdapterOffReference(policy, lambda: adapters_off(policy), chunk_tokens)
     plain = msgspec.structs.replace(config.learner, gradient_checkpointing=False)
-    return FrozenReference(open_model(folder, plain, trust_remote_code=_trusted(config)), plain.logprob_chunk_tokens)
+    model = open_model(Path(path or model_folder), plain, trust_remote_code=_trusted(config), fp32_head=config.model.fp32_head)
+    return FrozenReference(divide.policy(model), chunk_tokens)
+
+
+def _opened_whole(config: RunConfig, ranks: Ranks) -> RunConfig:
+    """Return the config to open models with: in host memory where they are then divided, a unit at a time on the device."""
+    if ranks.size == 1:
+        return config
+    return msgspec.structs.replace(config, learner=msgspec.structs.replace(config.learner, device="cpu"))
 
 
 def _trusted(config: RunConfig) -> bool:

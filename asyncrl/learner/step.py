@@ -18,12 +18,13 @@ from pathlib import Path
 
 import msgspec
 
+from asyncrl.algorithms.auto import signals_of
 from asyncrl.algorithms.kl import next_coefficient
 from asyncrl.config.run import RunConfig
 from asyncrl.errors import LearnerError
 from asyncrl.learner.measure import batch_metrics
 from asyncrl.learner.passes import run_passes
-from asyncrl.learner.plan import StepPlan, coefficient_in_force
+from asyncrl.learner.plan import StepPlan, make_plan
 from asyncrl.learner.policy_objective import PolicyObjective
 from asyncrl.learner.preference_step import PreferenceObjective
 from asyncrl.learner.rows import Division, PreparedBatch, prepare
@@ -44,6 +45,8 @@ class StepResult:
     metrics: dict[str, float]
     timings_s: dict[str, float] = field(default_factory=dict, compare=False)
     """By metric name."""
+    recipe_reason: str = ""
+    """Why `kind = "auto"` changed its recipe; empty where it did not."""
 
 
 def train_step(
@@ -76,9 +79,10 @@ def train_step(
     except NonFiniteError as error:
         raise LearnerError(_describe_failure(plan.batch, str(error), failed_folder)) from error
     metrics = _metrics(plan, objective, outcomes)
+    reason = plan.choice.reason if plan.choice is not None and plan.choice.recipe != trainee.memory.recipe else ""
     _remember(trainee, plan, metrics)
     timings_s = passes.timings_s | {"time/update_s": sum(outcome.seconds for outcome in outcomes)}
-    return StepResult(plan.batch.step + 1, plan.batch.num_trained_tokens, metrics, timings_s)
+    return StepResult(plan.batch.step + 1, plan.batch.num_trained_tokens, metrics, timings_s, reason)
 
 
 def division_of(trainee: Trainee, config: RunConfig) -> Division:
@@ -95,8 +99,7 @@ def _plan(trainee: Trainee, batch: StepBatch | PreparedBatch, config: RunConfig)
     use_packed_attention(trainee.model)
     device = trainee.model.device
     prepared = replace(prepared, updates=tuple(tuple(row.to(device) for row in update) for update in prepared.updates))
-    algorithm = config.algorithm
-    return StepPlan(prepared, algorithm, config.learner, coefficient_in_force(algorithm, trainee.memory))
+    return make_plan(prepared, config, trainee.memory)
 
 
 def _check(prepared: PreparedBatch) -> None:
@@ -127,6 +130,8 @@ def _metrics(
         }
     if plan.algorithm.kl is not None:
         metrics["kl/coefficient"] = plan.kl_coefficient
+    if plan.choice is not None:
+        metrics["policy/recipe"] = plan.choice.number
     return metrics
 
 
@@ -136,6 +141,9 @@ def _mean(values: Sequence[float]) -> float:
 
 def _remember(trainee: Trainee, plan: StepPlan, metrics: dict[str, float]) -> None:
     """Note what the next step is decided by."""
+    if plan.choice is not None:
+        trainee.memory.recipe = plan.choice.recipe
+        trainee.memory.measured = signals_of(metrics) or trainee.memory.measured
     kl = plan.algorithm.kl
     if kl is not None and kl.target is not None and "kl/reference_mean" in metrics:
         trainee.memory.kl_coefficient = next_coefficient(

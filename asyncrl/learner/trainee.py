@@ -35,8 +35,6 @@ class StepMemory(msgspec.Struct):
     """What `kind = "auto"` picked last; empty: nothing yet."""
     measured: dict[str, float] = {}
     """What it picks the next from."""
-    loss_scale: float = 0.0
-    """Of float16; 0: not begun."""
 
 
 @dataclass(slots=True)

@@ -30,6 +30,9 @@ from asyncrl.clock import Clock
 from asyncrl.config.run import RunConfig
 from asyncrl.errors import ConnectionClosed, LearnerError
 from asyncrl.learner.checkpoint import TrainerState, save_checkpoint
+from asyncrl.learner.crew import Crew, StartRank
+from asyncrl.learner.lora import publishable_tensors
+from asyncrl.learner.orders import Publish, Save
 from asyncrl.learner.probe import make_probe
 from asyncrl.learner.rows import Division, PreparedBatch, prepare
 from asyncrl.learner.start import Examples, Standing, prepare_standing
@@ -44,9 +47,11 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-Publish = Callable[[int, Mapping[str, torch.Tensor], Probe | None], float]
+PublishVersion = Callable[[int, Mapping[str, torch.Tensor], Probe | None], float]
 """(version, tensors, probe) -> milliseconds blocked; the tensors may change once it has returned."""
 
+NAME = "learner"
+"""What the controller knows all ranks as."""
 FAILED_FOLDER = "failed"
 REMEMBERED_STEPS = 8
 """Finished steps whose StepDone can be given again as it was."""
@@ -58,10 +63,10 @@ async def run_learner(
     connection: Connection,
     clock: Clock,
     *,
-    publish: Publish,
+    publish: PublishVersion,
     warm_start_examples: Examples,
     alphabet: str,
-    name: str = "learner",
+    start_rank: StartRank | None = None,
 ) -> None:
     """Serve until Shutdown arrives or the connection closes.
 
@@ -73,23 +78,25 @@ async def run_learner(
         publish: Makes a version fetchable; called on the learner's own thread.
         warm_start_examples: Worked (prompt, completion) texts of the task's train split.
         alphabet: Every character of the task's prompts and completions, for scratch models.
-        name: This process's name, as it said at hello.
+        start_rank: Starts another rank's process; None is enough where `learner.ranks` is 1.
 
     Raises:
         ConfigError: The model cannot be opened or made.
         LearnerError: A step could not be taken, or came out of order.
         BroadcastError: A version could not be published.
     """
-    worker = LearnerWorker(config, run_folder, connection, clock, publish, name)
+    worker = LearnerWorker(config, run_folder, connection, clock, publish, Crew(config, start_rank))
+    all_well = False
     try:
         await worker.run(warm_start_examples, alphabet)
+        all_well = True
     except BaseExceptionGroup as group:
         faults = group.split(ConnectionClosed)[1]
         if faults is not None:
             raise _first_of(faults) from group
         log.info("the connection to the controller is closed")
     finally:
-        await worker.close()
+        await worker.close(all_well=all_well)
 
 
 @dataclass(slots=True)
@@ -104,14 +111,14 @@ class LearnerWorker:
     """The learner's state and loops; `run_learner` is the way in."""
 
     def __init__(
-        self, config: RunConfig, run_folder: Path, connection: Connection, clock: Clock, publish: Publish, name: str
+        self, config: RunConfig, run_folder: Path, connection: Connection, clock: Clock, publish: PublishVersion, crew: Crew
     ) -> None:
         self._config = config
         self._run_folder = run_folder
         self._connection = connection
         self._clock = clock
         self._publish = publish
-        self._name = name
+        self._crew = crew
         self._thread = ThreadPoolExecutor(1, "asyncrl-learner", torch.set_num_threads, (config.learner.num_threads,))
         self._standing: Standing | None = None
         self._ready: _Ready | None = None
@@ -145,16 +152,17 @@ class LearnerWorker:
                 for loop in background:
                     loop.cancel()
 
-    async def close(self) -> None:
-        """Wait for the thread to finish what it is at, and end it."""
+    async def close(self, *, all_well: bool) -> None:
+        """Wait for the thread to finish what it is at, and end it and the other ranks."""
         self._is_ending = True
         await asyncio.to_thread(self._thread.shutdown)
+        await asyncio.to_thread(lambda: self._crew.close(all_well=all_well))
 
     # -- loops -----------------------------------------------------------------------------------------------------------
 
     async def _start(self, examples: Examples, alphabet: str) -> None:
         standing = await self._on_thread(
-            lambda: prepare_standing(self._config, self._run_folder, examples, alphabet, lambda: self._is_ending)
+            lambda: prepare_standing(self._config, self._run_folder, examples, alphabet, self._crew, lambda: self._is_ending)
         )
         self._standing = standing
         await self._on_thread(self._publish_version)
@@ -227,7 +235,7 @@ class LearnerWorker:
                 "process/version": float(-1 if self._standing is None else self._standing.version),
             }
             waiting_for = "" if self._idle_since_s is None else f"the batch of step {self._policy.version}"
-            beat = Heartbeat(self._name, now, waiting_for, self._idle_since_s or 0.0, gauges)
+            beat = Heartbeat(NAME, now, waiting_for, self._idle_since_s or 0.0, gauges)
             self._connection.try_send(beat, Lane.CONTROL)
             await self._clock.sleep(self._config.supervision.heartbeat_s)
 
@@ -253,14 +261,18 @@ class LearnerWorker:
     def _train(self, prepared: PreparedBatch) -> StepResult:
         policy = self._policy
         failed = self._run_folder / FAILED_FOLDER
+        self._crew.tell(prepared.batch)
         result = train_step(policy.trainee, prepared, self._config, failed_folder=failed)
+        if result.recipe_reason:
+            log.info("step %d trains by %s", result.version - 1, result.recipe_reason)
         policy.version = result.version
         return result
 
     def _publish_version(self) -> float:
         policy = self._policy
+        self._crew.tell(Publish())
         probe = make_probe(policy.trainee.model, self._config.generate.engine.max_sequence_tokens)
-        return self._publish(policy.version, dict(policy.trainee.model.named_parameters()), probe)
+        return self._publish(policy.version, publishable_tensors(policy.trainee.model), probe)
 
     async def _write_checkpoint(self, wanted: Checkpoint) -> None:
         """Write the version that exists now, unless it is on disk already, and say where it is."""
@@ -274,6 +286,7 @@ class LearnerWorker:
         state = TrainerState(policy.version, wanted.controller_json, memory=copy.deepcopy(policy.trainee.memory))
         if policy.checkpoint is None or policy.state != state:
             folder, keep_last = self._run_folder / "checkpoints", self._config.checkpoint.keep_last
+            self._crew.tell(Save())
             policy.checkpoint = save_checkpoint(folder, policy.trainee, policy.tokenizer, state, keep_last)
             policy.state = state
         return policy.checkpoint

@@ -1,5 +1,6 @@
 """A tiny Llama and hand-made batches: what the learner's tests share."""
 
+import contextlib
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,6 +13,7 @@ from asyncrl.config.run import RunConfig
 from asyncrl.learner.model import made_ready
 from asyncrl.learner.optim import PolicyOptimizer
 from asyncrl.learner.trainee import Trainee
+from asyncrl.models.attention import PACKED_ATTENTION
 from asyncrl.schema.batches import PackedRow, PackedSample, StepBatch
 
 VOCABULARY = 23
@@ -80,12 +82,13 @@ def random_samples(seed=0, groups=3, group_size=4, prompt=(3, 8), response=(1, 1
     return samples
 
 
-def batch_of(samples, tokens_per_row=10_000, step=0, temperature=1.0):
-    """First-fit rows of whole samples; a row holds at least one."""
+def batch_of(samples, tokens_per_row=10_000, step=0, temperature=1.0, num_ranks=1):
+    """Rows of whole samples in order, at least one each; rows go to ranks in turn. Samples of a pair must follow each other."""
     rows, packed = [], []
     for sample in samples:
         length = len(sample["prompt"]) + len(sample["response"])
-        if not rows or sum(map(_length, rows[-1])) + length > tokens_per_row:
+        is_second = sample.get("pair", -1) >= 0 and rows and rows[-1][-1].get("pair", -1) == sample["pair"]
+        if not rows or (sum(map(_length, rows[-1])) + length > tokens_per_row and not is_second):
             rows.append([])
         packed.append(
             PackedSample(
@@ -97,13 +100,16 @@ def batch_of(samples, tokens_per_row=10_000, step=0, temperature=1.0):
                 response_tokens=len(sample["response"]),
                 reward=sample["reward"],
                 oldest_version=0,
+                is_greedy=sample.get("is_greedy", False),
+                pair=sample.get("pair", -1),
+                is_chosen=sample.get("is_chosen", False),
             )
         )
         rows[-1].append(sample)
     return StepBatch(
         step=step,
         samples=tuple(packed),
-        rows=tuple(map(_row, rows)),
+        rows=tuple(_row(row, number % num_ranks) for number, row in enumerate(rows)),
         num_trained_tokens=int(sum(sample["mask"].sum() for sample in samples)),
         temperature=temperature,
     )
@@ -113,7 +119,7 @@ def _length(sample):
     return len(sample["prompt"]) + len(sample["response"])
 
 
-def _row(samples):
+def _row(samples, rank):
     zeros = [np.zeros(len(sample["prompt"])) for sample in samples]
 
     def joined(name, dtype):
@@ -129,8 +135,52 @@ def _row(samples):
         segment_ids=np.repeat(np.arange(len(lengths)), lengths).astype("<i4").tobytes(),
         loss_mask=joined("mask", np.uint8).tobytes(),
         behaviour_logprobs=joined("logprobs", "<f4").tobytes(),
-        versions=np.zeros(len(tokens), dtype="<i4").tobytes(),
+        versions=joined("versions", "<i4").tobytes() if "versions" in samples[0] else np.zeros(len(tokens), "<i4").tobytes(),
+        rank=rank,
+        reference_logprobs=joined("reference", "<f4").tobytes() if "reference" in samples[0] else b"",
     )
+
+
+def padded(samples):
+    """Token ids [S, T] and attention mask, padded on the right: what a plain forward takes."""
+    texts = [[*sample["prompt"].tolist(), *sample["response"].tolist()] for sample in samples]
+    width = max(map(len, texts))
+    ids = torch.tensor([text + [0] * (width - len(text)) for text in texts])
+    return ids, torch.tensor([[1] * len(text) + [0] * (width - len(text)) for text in texts])
+
+
+@contextlib.contextmanager
+def eager(model):
+    """Switch a model to transformers' own attention for a while."""
+    model.set_attn_implementation("eager")
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(PACKED_ATTENTION)
+
+
+def plain_logprobs(model, samples, temperature=1.0):
+    """Log-probability of every response token of each sample, by transformers' own forward over a padded batch."""
+    ids, attention = padded(samples)
+    with eager(model):
+        logits = model(input_ids=ids, attention_mask=attention, use_cache=False).logits / temperature
+    logprobs = logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)
+    return _responses(logprobs, samples)
+
+
+def plain_hidden(body, samples):
+    """Last hidden state before every response token of each sample, [response, D]."""
+    ids, attention = padded(samples)
+    with eager(body):
+        hidden = body(input_ids=ids, attention_mask=attention, use_cache=False).last_hidden_state
+    return _responses(hidden[:, :-1], samples)
+
+
+def _responses(values, samples):
+    return [
+        line[len(sample["prompt"]) - 1 : len(sample["prompt"]) - 1 + len(sample["response"])]
+        for line, sample in zip(values, samples, strict=True)
+    ]
 
 
 @pytest.fixture
@@ -144,4 +194,6 @@ def kit():
         trainee=trainee_of,
         samples=random_samples,
         batch=batch_of,
+        plain_logprobs=plain_logprobs,
+        plain_hidden=plain_hidden,
     )

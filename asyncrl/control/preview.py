@@ -6,11 +6,13 @@ Memory figures are first-order sums of what must be resident (formulas in the te
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 
 from asyncrl.config.load import dump_config
 from asyncrl.config.run import RunConfig
 from asyncrl.config.stages import ScratchModel, TransformersEngineConfig
+from asyncrl.control.process_plan import plan_processes
 from asyncrl.errors import ConfigError
 
 BYTES = {"float32": 4, "bfloat16": 2}
@@ -50,9 +52,35 @@ def derived(config: RunConfig) -> dict[str, str]:
         "learner memory": f"{_mib(learner_bytes)} + activations  (weights, gradients, two Adam moments, {config.learner.dtype})",
         "memory of each generator": f"{_mib(engine_bytes)}  (weights and KV cache)",
         "bytes of one weight version": f"{_mib(sent_bytes)}  ({config.broadcast.medium.__struct_config__.tag})",
-        "processes": f"1 controller, {config.generate.num_workers} generators, {config.reward.num_workers} reward workers, "
-        + ("1 learner" if config.learner.kind == "builtin" else "learner outside"),
+        **_inference(config, parameters),
+        "processes": _processes(config),
     }
+
+
+def _processes(config: RunConfig) -> str:
+    counts: Counter[str] = Counter(item.kind for item in plan_processes(config))
+    names = {"generator": "generators", "reward": "reward workers", "inference": "inference workers"}
+    parts = ["1 controller", *(f"{counts[kind]} {plural}" for kind, plural in names.items() if counts[kind])]
+    return ", ".join([*parts, f"{counts['learner']} learner" if counts["learner"] else "learner outside"])
+
+
+def _inference(config: RunConfig, parameters: int) -> dict[str, str]:
+    """Return what an inference worker holds; nothing where there is none."""
+    if not config.needs_inference:
+        return {}
+    sizes = {model.name: _weight_bytes(model.path, "inference.reward_models.path") for model in config.inference.reward_models}
+    if config.has_reference_worker:
+        path = config.algorithm.reference.path
+        own = parameters * BYTES[config.inference.dtype]
+        sizes["reference"] = _weight_bytes(path, "algorithm.reference.path") if path else own
+    return {"memory of each inference worker": f"{_mib(sum(sizes.values()))} + activations  ({', '.join(sizes)})"}
+
+
+def _weight_bytes(path: str, field: str) -> int:
+    files = list(Path(path).glob("*.safetensors"))
+    if not files:
+        raise ConfigError(f"{field} {path!r} has no *.safetensors")
+    return sum(file.stat().st_size for file in files)
 
 
 def count_parameters(config: RunConfig) -> int:

@@ -1,0 +1,87 @@
+"""What the engine is asked for, member by member."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import msgspec
+
+from asyncrl.clock import VirtualClock
+from asyncrl.config.stages import ReplayEngineConfig
+from asyncrl.generate.prompt_codec import ByteCodec, TokenizerCodec
+from asyncrl.generate.replay_engine import ReplayCodec, ReplayEngine
+from asyncrl.generate.rollout import Rollout
+from asyncrl.learner.tokenizer import character_tokenizer
+from asyncrl.schema.samples import (
+    GroupWork,
+    PreferenceAnswers,
+    Prompt,
+    Sample,
+    SampleFailure,
+    SamplingParams,
+    ids_from_bytes,
+    logprobs_from_bytes,
+)
+
+
+class Asked(ReplayEngine):
+    """Remembers requests; answers each with its temperature, in hundredths, as a token."""
+
+    def __init__(self):
+        super().__init__(ReplayEngineConfig())
+        self.requests = []
+
+    def submit(self, request):
+        self.requests.append(request)
+        return super().submit(dataclasses.replace(request, answer_ids=(round(100 * request.sampling.temperature),)))
+
+
+async def results_of(engine, codec, work):
+    results = []
+
+    async def send(result):
+        results.append(result)
+
+    await Rollout(engine, codec, VirtualClock(), "generator-0", send).run_group(work)
+    return sorted(results, key=lambda result: result.index)
+
+
+async def test_only_the_greedy_member_is_drawn_at_temperature_0():
+    engine = Asked()
+    await engine.load_weights(0, {}, "keep")
+    sampling = SamplingParams(max_new_tokens=4, temperature=0.7, top_p=0.9)
+    work = GroupWork(1, 1, Prompt("p", text="abc"), (0, 1, 2), sampling, seed=9, greedy_index=2)
+    samples = await results_of(engine, ByteCodec(128), work)
+    assert [ids_from_bytes(sample.token_ids).tolist() for sample in samples] == [[70], [70], [0]]
+    assert {request.sampling.top_p for request in engine.requests} == {0.9}
+    assert len({request.seed for request in engine.requests}) == 3
+
+
+def preference(chosen, rejected):
+    return Prompt("p", text="1+2=", reference_json=msgspec.json.encode(PreferenceAnswers(chosen, rejected)).decode())
+
+
+async def test_a_file_s_answers_come_back_as_the_samples_of_their_group(tmp_path):
+    character_tokenizer("+=0123").save_pretrained(tmp_path)
+    engine = ReplayEngine(ReplayEngineConfig(max_sequence_tokens=8))
+    await engine.load_weights(5, {}, "keep")
+    work = GroupWork(1, 1, preference("3", "12"), (0, 1), SamplingParams(max_new_tokens=4), seed=9)
+    chosen, rejected = await results_of(engine, ReplayCodec(TokenizerCodec(tmp_path)), work)
+    assert [(sample.text, sample.finish_reason, sample.num_tokens) for sample in (chosen, rejected)] == [
+        ("3", "stop", 2),
+        ("12", "stop", 3),
+    ]
+    assert ids_from_bytes(rejected.versions).tolist() == [5, 5, 5]
+    assert logprobs_from_bytes(rejected.logprobs).tolist() == [0.0, 0.0, 0.0]
+    assert chosen.prompt_ids == rejected.prompt_ids
+
+
+async def test_an_answer_that_is_too_long_fails_with_the_reason_and_the_other_is_kept(tmp_path):
+    character_tokenizer("+=0123").save_pretrained(tmp_path)
+    engine = ReplayEngine(ReplayEngineConfig(max_sequence_tokens=8))
+    await engine.load_weights(0, {}, "keep")
+    work = GroupWork(1, 1, preference("3", "1" * 9), (0, 1), SamplingParams(max_new_tokens=4), seed=9)
+    chosen, rejected = await results_of(engine, ReplayCodec(TokenizerCodec(tmp_path)), work)
+    assert isinstance(chosen, Sample)
+    assert isinstance(rejected, SampleFailure)
+    assert "answer of 10 must fit into generate.engine.max_sequence_tokens (8)" in rejected.reason

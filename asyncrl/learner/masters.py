@@ -16,7 +16,7 @@ import torch
 
 FULL_PRECISION = (torch.float32, torch.float64)
 BUCKET_ELEMENTS = 16 << 20
-"""64 MiB of float32 gradients under way at once; a larger parameter is a bucket of its own."""
+"""64 MiB of float32 gradients, twice over, in staging memory."""
 
 
 class Master:
@@ -59,14 +59,14 @@ class Master:
         source.grad = None
 
 
-def buckets_of(masters: Sequence[Master]) -> list[list[Master]]:
-    """Cut masters, in order, into buckets of about equal size."""
+def buckets_of(masters: Sequence[Master], bucket_elements: int = BUCKET_ELEMENTS) -> list[list[Master]]:
+    """Cut masters, in order, into buckets of at most `bucket_elements` (a larger parameter is one of its own)."""
     buckets: list[list[Master]] = []
     room = 0
     for master in masters:
         if not buckets or master.trained.numel() > room:
             buckets.append([])
-            room = BUCKET_ELEMENTS
+            room = bucket_elements
         buckets[-1].append(master)
         room -= master.trained.numel()
     return buckets

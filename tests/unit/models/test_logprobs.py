@@ -1,5 +1,10 @@
+import hypothesis.extra.numpy as hnp
+import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from asyncrl.models.logprobs import token_logprobs
 
@@ -62,3 +67,57 @@ def test_bfloat16_hidden_states_give_float32_logprobs():
         torch.randn(5, 8, dtype=torch.bfloat16), torch.arange(5), head, temperature=1.0, chunk_tokens=2
     )
     assert logprobs.dtype == entropy.dtype == torch.float32
+
+
+class Sizes(TorchDispatchMode):
+    """Notes the largest tensor that any operation makes."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        outputs = func(*args, **(kwargs or {}))
+        for output in outputs if isinstance(outputs, list | tuple) else [outputs]:
+            if isinstance(output, torch.Tensor):
+                self.largest = max(self.largest, output.numel())
+        return outputs
+
+
+@pytest.mark.parametrize("entropy_gradient", [True, False])
+def test_nothing_larger_than_a_chunk_of_logits_is_made_forward_or_backward(case, entropy_gradient):
+    hidden, targets, head = case
+    with Sizes() as sizes:
+        logprobs, entropy = token_logprobs(
+            hidden, targets, head, temperature=0.7, chunk_tokens=10, entropy_gradient=entropy_gradient
+        )
+        (logprobs.sum() + (entropy.sum() if entropy_gradient else 0.0)).backward()
+    assert sizes.largest == 10 * 200
+
+
+@given(
+    logits=hnp.arrays(np.float64, (4, 6), elements=st.floats(-30, 30)),
+    targets=hnp.arrays(np.int64, 4, elements=st.integers(0, 5)),
+    temperature=st.floats(0.3, 3.0),
+)
+@settings(max_examples=30, deadline=None)
+def test_gradients_of_logprob_and_entropy_are_those_of_autograd(logits, targets, temperature):
+    ours, plain = (torch.tensor(logits, requires_grad=True) for _ in range(2))
+    chosen, wanted = torch.tensor(targets), torch.tensor(targets)
+    logprobs, entropy = token_logprobs(
+        ours, chosen, lambda logits: logits, temperature=temperature, chunk_tokens=3, entropy_gradient=True
+    )
+    table = (plain / temperature).log_softmax(-1)
+    expected = table.gather(-1, wanted[:, None]).squeeze(-1), -(table.exp() * table).sum(-1)
+    torch.testing.assert_close((logprobs, entropy), expected)
+    weights = torch.tensor([0.3, -1.0, 2.0, 0.0])
+    ((logprobs * weights).sum() + (entropy * weights.flip(0)).sum()).backward()
+    ((expected[0] * weights).sum() + (expected[1] * weights.flip(0)).sum()).backward()
+    torch.testing.assert_close(ours.grad, plain.grad)
+
+
+def test_an_entropy_alone_has_its_gradient(case):
+    hidden, targets, head = case
+    _, entropy = token_logprobs(hidden, targets, head, temperature=1.0, chunk_tokens=7, entropy_gradient=True)
+    (gradient,) = torch.autograd.grad(entropy.sum(), hidden)
+    table = head(hidden).log_softmax(-1)
+    (expected,) = torch.autograd.grad(-(table.exp() * table).sum(), hidden)
+    torch.testing.assert_close(gradient, expected)

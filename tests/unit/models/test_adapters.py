@@ -1,0 +1,103 @@
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+from asyncrl.config.learner import LoRAConfig
+from asyncrl.errors import ConfigError
+from asyncrl.models.adapters import adapters_off, add_adapters
+
+IDS = torch.arange(16)[None]
+
+
+def tiny(dtype=torch.float32):
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=50, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=48,
+        max_position_embeddings=32,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).to(dtype)
+
+
+def trainable(model):
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def disturb(model):
+    torch.manual_seed(7)
+    with torch.no_grad():
+        for parameter in trainable(model).values():
+            parameter.add_(torch.randn_like(parameter) * 0.2)
+
+
+def test_they_change_nothing_at_first_and_only_they_are_trained():
+    model, plain = tiny(), tiny()
+    add_adapters(model, LoRAConfig(rank=4), seed=1)
+    assert type(model) is LlamaForCausalLM
+    assert torch.equal(model(IDS).logits, plain(IDS).logits)
+    names = set(trainable(model))
+    assert all(".lora_A.default." in name or ".lora_B.default." in name for name in names)
+    assert len(names) == 2 * 2 * 7, "two matrices for each of seven linear layers in each of two blocks, none at the output"
+    disturb(model)
+    model(IDS).logits.sum().backward()
+    assert {name for name, parameter in model.named_parameters() if parameter.grad is not None} == names
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_switched_off_the_model_is_its_base_bit_for_bit(dtype):
+    model, plain = tiny(dtype), tiny(dtype)
+    add_adapters(model, LoRAConfig(rank=4), seed=1)
+    disturb(model)
+    with_them, names = model(IDS).logits, set(trainable(model))
+    with adapters_off(model):
+        assert torch.equal(model(IDS).logits, plain(IDS).logits)
+    assert torch.equal(model(IDS).logits, with_them)
+    assert not torch.equal(with_them, plain(IDS).logits)
+    assert set(trainable(model)) == names
+
+
+def test_they_come_back_on_after_an_error():
+    model = tiny()
+    add_adapters(model, LoRAConfig(rank=4), seed=1)
+    disturb(model)
+    before = model(IDS).logits
+    with pytest.raises(RuntimeError, match="broken"), adapters_off(model):
+        raise RuntimeError("broken")
+    assert torch.equal(model(IDS).logits, before)
+
+
+def test_the_output_is_base_plus_scaled_product():
+    model = tiny()
+    add_adapters(model, LoRAConfig(rank=4, alpha=12.0, target_modules=("q_proj",)), seed=1)
+    disturb(model)
+    layer, inputs = model.model.layers[0].self_attn.q_proj, torch.randn(5, 32)
+    names = {name: parameter.double() for name, parameter in layer.named_parameters()}
+    a, b = names["lora_A.default.weight"], names["lora_B.default.weight"]
+    expected = inputs.double() @ (names["base_layer.weight"] + 12.0 / 4 * b @ a).T
+    torch.testing.assert_close(layer(inputs).double(), expected, rtol=1e-5, atol=1e-5)
+    assert len(trainable(model)) == 2 * 2
+
+
+def test_the_seed_decides_the_values_whatever_the_dtype_and_the_random_state():
+    first, second, other = tiny(), tiny(torch.bfloat16), tiny()
+    add_adapters(first, LoRAConfig(rank=4), seed=1)
+    torch.manual_seed(99)
+    add_adapters(second, LoRAConfig(rank=4), seed=1)
+    add_adapters(other, LoRAConfig(rank=4), seed=2)
+    pairs = list(zip(trainable(first).values(), trainable(second).values(), trainable(other).values(), strict=True))
+    assert all(torch.equal(one.bfloat16(), two) for one, two, _ in pairs)
+    assert any(not torch.equal(one, three) for one, _, three in pairs)
+
+
+def test_layers_that_are_not_linear_modules_but_act_so_get_them_too():
+    model = GPT2LMHeadModel(
+        GPT2Config(vocab_size=50, n_embd=16, n_layer=1, n_head=2, n_positions=16, bos_token_id=0, eos_token_id=0)
+    ).eval()
+    before = model(IDS).logits
+    add_adapters(model, LoRAConfig(rank=2), seed=0)
+    assert torch.equal(model(IDS).logits, before)
+    assert len(trainable(model)) == 2 * 4
+
+
+def test_a_name_that_no_layer_has_is_refused():
+    with pytest.raises(ConfigError, match=r"learner.lora.target_modules \['query'\]"):
+        add_adapters(tiny(), LoRAConfig(target_modules=("query",)), seed=0)

@@ -1,0 +1,69 @@
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+from asyncrl.errors import ConfigError
+from asyncrl.models.logprobs import token_logprobs
+from asyncrl.models.output_layer import Float32Head, use_float32_head
+
+
+def tiny(dtype, *, tied=True, seed=0):
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=50, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=48,
+        max_position_embeddings=32, tie_word_embeddings=tied, initializer_range=0.2,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).to(dtype).eval()
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_float32_model_gives_the_same_bits_with_and_without(tied):
+    plain, headed, ids = tiny(torch.float32, tied=tied), tiny(torch.float32, tied=tied), torch.arange(20)[None]
+    use_float32_head(headed)
+    assert torch.equal(plain(ids).logits, headed(ids).logits)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_logits_are_float32_and_nearer_to_the_exact_product(dtype):
+    model, ids = tiny(dtype), torch.arange(32)[None]
+    hidden = model.base_model(ids).last_hidden_state
+    exact = hidden.double() @ model.lm_head.weight.double().T
+    half = model(ids).logits
+    use_float32_head(model)
+    full = model(ids).logits
+    assert full.dtype == torch.float32
+    assert half.dtype == dtype
+    errors = [(logits.double() - exact).abs().max().item() for logits in (half, full)]
+    assert errors[1] < 1e-3 * errors[0]
+
+
+def test_weights_stay_tied_and_keep_their_names():
+    model = tiny(torch.bfloat16)
+    names = list(model.state_dict())
+    use_float32_head(model)
+    use_float32_head(model)
+    assert list(model.state_dict()) == names
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert model.lm_head.weight.dtype == torch.bfloat16
+
+
+def test_a_chunked_head_s_gradient_is_that_of_the_whole():
+    torch.manual_seed(0)
+    head = Float32Head(torch.nn.Linear(16, 40).to(torch.bfloat16))
+    hidden, targets = torch.randn(64, 16).to(torch.bfloat16), torch.randint(0, 40, (64,))
+    exact = torch.nn.Linear(16, 40, dtype=torch.float64)
+    exact.load_state_dict({name: tensor.double() for name, tensor in head.state_dict().items()})
+    token_logprobs(hidden, targets, head, temperature=1.0, chunk_tokens=2)[0].sum().backward()
+    token_logprobs(hidden.double(), targets, exact, temperature=1.0, chunk_tokens=64)[0].sum().backward()
+    for ours, truth in zip(head.parameters(), exact.parameters(), strict=True):
+        assert ours.grad.dtype == torch.bfloat16
+        torch.testing.assert_close(ours.grad.double(), truth.grad, rtol=2**-8, atol=1e-4)
+
+
+def test_an_output_layer_that_is_not_linear_is_refused():
+    model = GPT2LMHeadModel(
+        GPT2Config(vocab_size=20, n_embd=16, n_layer=1, n_head=2, n_positions=16, bos_token_id=0, eos_token_id=0)
+    )
+    model.set_output_embeddings(torch.nn.Sequential(model.lm_head))
+    with pytest.raises(ConfigError, match=r"model.fp32_head: .* Sequential"):
+        use_float32_head(model)

@@ -67,6 +67,7 @@ _ROWS = (
     ("policy/grad_norm", "1", "global gradient norm before clipping, mean over the updates of the step"),
     ("policy/learning_rate", "1", "of the last update"),
     ("policy/updates", "updates", "optimizer updates in the step"),
+    ("policy/skipped_updates", "updates", "left out because float16 gradients overflowed"),
     ("policy/recipe", "1", "what kind = auto picked for the step: 0 near, 1 lagging, 2 far"),
     ("value/loss", "1", "loss of the critic, where there is one"),
     ("value/explained_var", "fraction", "1 - var(return - value) / var(return)"),

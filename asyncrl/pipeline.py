@@ -33,6 +33,7 @@ import contextlib
 import logging
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from functools import partial
@@ -60,6 +61,8 @@ ENDPOINT_FILE = "endpoint"
 """In the run folder: the address that the run's processes connect to."""
 NICENESS = 10
 """Of everyone who computes beside the learner: where cores are short it goes first."""
+RANK = "rank"
+"""Kind of a learner process other than rank 0, which starts it; the controller does not know it."""
 EXIT_OK, EXIT_FAILED, EXIT_FAULT = 0, 1, 3
 
 
@@ -154,7 +157,7 @@ async def _inference_worker(config: RunConfig, run_folder: Path, connection: Con
     await run_inference_worker(config, run_folder, connection, clock, name)
 
 
-async def _learner(config: RunConfig, run_folder: Path, connection: Connection, clock: Clock, name: str) -> None:
+async def _learner(config: RunConfig, run_folder: Path, connection: Connection, clock: Clock, _name: str) -> None:
     from asyncrl.broadcast.publisher import Publisher
     from asyncrl.learner.worker import run_learner
 
@@ -181,11 +184,35 @@ async def _learner(config: RunConfig, run_folder: Path, connection: Connection, 
             telling = group.create_task(tell_controller(), name="announcements")
             await run_learner(
                 config, run_folder, connection, clock,
-                publish=publish, warm_start_examples=lambda: list(task.worked_examples), alphabet=task.alphabet, name=name,
+                publish=publish, warm_start_examples=lambda: list(task.worked_examples), alphabet=task.alphabet,
+                start_rank=partial(_start_rank, run_folder),
             )  # fmt: skip
             telling.cancel()
     finally:
         publisher.close()
+
+
+def _start_rank(run_folder: Path, rank: int, address: str) -> subprocess.Popen[bytes]:
+    """Start another rank of the learner, a child of this process in its process group, which ends when this one does."""
+    command = [sys.executable, "-m", "asyncrl.pipeline", RANK, str(rank), str(run_folder), address]
+    return subprocess.Popen(command, stdin=subprocess.PIPE)  # noqa: S603 - this program itself
+
+
+def _run_rank(rank: int, run_folder: Path, address: str) -> int:
+    """Be one of the learner's ranks other than 0, until rank 0 says stop or is gone."""
+    from asyncrl.control.parent_watch import ignore_interrupts, watch_parent
+    from asyncrl.learner.follower import run_follower
+
+    config = load_config(run_folder / "config.toml")
+    set_up_logging(f"learner-{rank}", config.observe.log_level)
+    ignore_interrupts()
+    watch_parent()
+    try:
+        run_follower(config, run_folder, rank, address)
+    except Exception:
+        log.exception("rank %d cannot go on", rank)
+        return EXIT_FAULT
+    return EXIT_OK
 
 
 Stage = Callable[[RunConfig, Path, Connection, Clock, str], Awaitable[None]]
@@ -273,9 +300,11 @@ class _EndOfInput(asyncio.Protocol):
 
 
 def main() -> None:
-    """Run one process of a run: `python -m asyncrl.pipeline KIND NAME RUN_FOLDER`."""
+    """Run one process of a run: `python -m asyncrl.pipeline KIND NAME RUN_FOLDER`, or a learner's rank beside 0."""
     kind, name, folder = sys.argv[1:4]
     try:
+        if kind == RANK:
+            sys.exit(_run_rank(int(name), Path(folder), sys.argv[4]))
         code = asyncio.run(_main(kind, name, Path(folder)))  # type: ignore[arg-type]
     except AsyncRLError as error:
         print(f"asyncrl: {error}", file=sys.stderr)  # noqa: T201 - the log is not set up where the config is wrong

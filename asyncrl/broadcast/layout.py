@@ -15,6 +15,7 @@ from math import prod
 from typing import Literal
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from asyncrl.errors import BroadcastError
 from asyncrl.schema.weights import TensorEntry, WeightsManifest
@@ -144,7 +145,7 @@ def copy_out(
     """
     with torch.no_grad():
         for entry in manifest.entries:
-            for source, target, end in _pieces(tensors[entry.name], views[entry.name], entry.offset):
+            for source, target, end in _pieces(_whole(tensors[entry.name]), views[entry.name], entry.offset):
                 target.copy_(source)
                 on_copied(end)
 
@@ -162,6 +163,11 @@ def _pieces(source: torch.Tensor, target: torch.Tensor, offset: int) -> Iterator
         yield from_flat[start : start + step], piece, offset + (start + piece.numel()) * piece.itemsize
 
 
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor, gathered where it is divided over ranks: one at a time, the other ranks in the same order."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
 def _sent_dtype(name: str, tensor: torch.Tensor, dtype: SendDType) -> torch.dtype:
     own: torch.dtype = tensor.dtype
     if own not in NAME_OF_DTYPE:
@@ -173,6 +179,8 @@ def _sent_dtype(name: str, tensor: torch.Tensor, dtype: SendDType) -> torch.dtyp
 
 def _memory_identity(tensor: torch.Tensor) -> tuple[object, ...]:
     """Equal for two tensors that are the very same elements."""
+    if isinstance(tensor, DTensor):
+        return (*_memory_identity(tensor.to_local()), tuple(tensor.shape))
     return (
         tensor.device,
         tensor.untyped_storage().data_ptr(),

@@ -15,6 +15,7 @@ from asyncrl.buffer.buffer import Buffer, TakenStep, Waiting
 from asyncrl.clock import Clock
 from asyncrl.config.run import RunConfig
 from asyncrl.control.flow import Flow
+from asyncrl.control.process_plan import plan_ranks
 from asyncrl.errors import ConnectionClosed, RunError
 from asyncrl.packing.tensors import pack_step
 from asyncrl.schema.batches import GroupsTaken, StepBatch, StepDone
@@ -42,6 +43,7 @@ class LearnerFeed:
         self._flow = flow
         self._buffer: Buffer = flow.buffer
         self._clock = clock
+        self._ranks = plan_ranks(config)
         self._wake = asyncio.Event()
         self._learner: Connection | None = None
         self._next_step = 0
@@ -133,6 +135,7 @@ class LearnerFeed:
             temperature=taken.params.temperature,
             mask_below=taken.params.mask_below,
             replay=taken.replay,
+            ranks=self._ranks,
             screen=taken.params.screen,
         )
 

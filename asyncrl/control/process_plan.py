@@ -1,14 +1,19 @@
-"""Which processes a run wants, and what each one is started with; pure, from the config alone."""
+"""Which processes a run wants, what each one is started with, and how the learner's ranks share its steps.
+
+All of it follows from the config. The learner is one process here: its rank 0, which starts the others.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
 from asyncrl.config.run import RunConfig
-from asyncrl.config.stages import TransformersEngineConfig
+from asyncrl.config.stages import ScratchModel, TransformersEngineConfig
 from asyncrl.control.launcher import ProcessSpec, stage_spec
 from asyncrl.control.life_events import ProcessPlan
+from asyncrl.packing.balance import CostModel, RankPlan
 from asyncrl.schema.control import ProcessKind
 
 
@@ -24,6 +29,25 @@ def plan_processes(config: RunConfig) -> list[ProcessPlan]:
         plan += [ProcessPlan(f"inference-{number}", "inference") for number in range(config.inference.num_workers)]
     plan += [ProcessPlan(f"generator-{number}", "generator") for number in range(config.generate.num_workers)]
     return plan
+
+
+def plan_ranks(config: RunConfig) -> RankPlan:
+    """Return how a step is spread over the learner's ranks, its costs by the model's hidden size.
+
+    A pretrained model's is read from its folder; where that does not say, only linear layers count.
+    """
+    if config.learner.ranks == 1:
+        return RankPlan()
+    hidden_size = config.model.hidden_size if isinstance(config.model, ScratchModel) else _hidden_size(Path(config.model.path))
+    return RankPlan(config.learner.ranks, CostModel.of_model(hidden_size) if hidden_size else CostModel())
+
+
+def _hidden_size(folder: Path) -> int:
+    try:
+        said = json.loads((folder / "config.json").read_bytes())
+    except (OSError, ValueError):
+        return 0  # the learner says what is wrong with the folder
+    return int(said.get("text_config", said).get("hidden_size", 0))
 
 
 def num_threads(config: RunConfig, kind: ProcessKind) -> int:

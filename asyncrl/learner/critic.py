@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from asyncrl.config.algorithm import CriticConfig
 from asyncrl.config.learner import LearnerConfig
 from asyncrl.errors import LearnerError
+from asyncrl.learner.divided import divided_like, whole_tensors
 from asyncrl.learner.model import open_model, row_hidden
 from asyncrl.learner.optim import PolicyOptimizer
 from asyncrl.learner.rows import Row
@@ -85,7 +86,7 @@ def build_critic_optimizer(
 
 def save_critic(critic: Critic, path: Path) -> None:
     """Write the critic's parameters to a safetensors file."""
-    tensors = {name: parameter.detach().cpu().contiguous() for name, parameter in critic.named_parameters()}
+    tensors = {name: parameter.contiguous() for name, parameter in whole_tensors(critic.named_parameters())}
     save_file(tensors, path)
 
 
@@ -104,7 +105,7 @@ def load_critic(critic: Critic, path: Path) -> None:
         raise LearnerError(f"{path} is of another critic: algorithm.critic.kind and path must stay those of the run")
     with torch.no_grad():
         for name, tensor in stored.items():
-            own[name].copy_(tensor)
+            own[name].copy_(divided_like(tensor, own[name]))
 
 
 def _output_layer(hidden_size: int) -> torch.nn.Linear:

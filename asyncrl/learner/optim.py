@@ -19,6 +19,7 @@ from torch.nn.utils import get_total_norm
 
 from asyncrl.config.algorithm import LearnerConfig
 from asyncrl.errors import LearnerError
+from asyncrl.learner.divided import divided_like, whole_tensors
 from asyncrl.learner.lowbit import build_lowbit, plain_state, restore_state
 from asyncrl.learner.masters import HostGradients, Master, buckets_of
 from asyncrl.learner.precision import LossScale
@@ -134,7 +135,7 @@ class PolicyOptimizer:
         scale is at its smallest.
         """
         self.zero_grad()
-        return self._scale is not None and (not self._owns_scale or self._scale.shrink())
+        return self._scale is not None and self._scale.shrink()
 
     def zero_grad(self) -> None:
         """Drop all gradients."""
@@ -152,8 +153,11 @@ class PolicyOptimizer:
             yield f"{_SCALE}/", self._scale.to_tensor()
 
     def save(self, path: Path) -> None:
-        """Write moments, update counts, master weights and the loss scale to a safetensors file."""
-        save_file({name: tensor.cpu().contiguous() for name, tensor in self.named_state()}, path)
+        """Write moments, update counts, master weights and the loss scale to a safetensors file.
+
+        Of several ranks one calls this, while the others go through `whole_tensors(named_state())`.
+        """
+        save_file({name: tensor.contiguous() for name, tensor in whole_tensors(self.named_state())}, path)
 
     def load(self, path: Path) -> None:
         """Take over what `save` wrote for a model of the same parameters, under the same optimizer and dtype.
@@ -209,7 +213,7 @@ def _fitting(values: torch.Tensor, parameter: torch.nn.Parameter) -> torch.Tenso
     """Return the values where the parameter is; ValueError where their shape is not the parameter's."""
     if values.shape != parameter.shape:
         raise ValueError(f"{tuple(values.shape)} instead of {tuple(parameter.shape)}")
-    return values.to(parameter.device)
+    return divided_like(values, parameter)
 
 
 def _whole(norm: torch.Tensor) -> torch.Tensor:

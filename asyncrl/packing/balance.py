@@ -5,7 +5,7 @@ costliest row. Sorting rows by cost and taking them R at a time makes the sum ov
 can be; within a turn the costlier rows go to the ranks that have had less, which evens out the totals too.
 
 Invariants: the same lengths give the same rows; a row is within the token budget; every rank has the same number of rows,
-unless there are fewer samples than that takes (a rank without a row then runs an empty turn, learner/sharded.py). One rank gets
+unless there are fewer samples than that takes (a rank without a row then runs a filler, learner/rows.py). One rank gets
 exactly the rows of `pack_lengths`. Pure; called by packing/tensors.py.
 
 Legend: R rank, K row, U unit (what is never parted), n tokens of one sample.

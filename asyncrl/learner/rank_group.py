@@ -1,0 +1,139 @@
+"""The learner's ranks as one torch process group: joining it, sums and collections over it, and orders from rank 0 to the rest.
+
+Rank 0 speaks to the controller; the others hear from it alone what comes next, as msgspec-encoded bytes by broadcast. There
+are two groups: one for computing, whose collectives all ranks reach within `timeout_s` of each other or fail, and one for
+orders, in which the others may wait for as long as there is nothing to train.
+
+Invariants: nothing is pickled; everything listens on the loopback interface; a rank that dies closes its connections, which
+fails its peers' collectives at once, and one that hangs fails them after `timeout_s`. Called by learner/crew.py (rank 0) and
+learner/follower.py (the others).
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import psutil
+import torch
+import torch.distributed as dist
+from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
+
+LOOPBACK = "127.0.0.1"
+ORDERS_TIMEOUT = timedelta(days=365)
+"""An idle learner has no orders; a rank 0 that is gone is noticed by its closed connections."""
+
+
+class TorchRanks:
+    """`Ranks` over torch.distributed, and a way for rank 0 to tell the others something.
+
+    Example:
+        >>> with joined_ranks(0, 2, store, "cpu", timeout_s=60.0) as ranks:  # doctest: +SKIP
+        ...     total = ranks.sum(torch.tensor(3.0))
+    """
+
+    def __init__(self, orders: dist.ProcessGroup) -> None:
+        """Stand in the default process group; `orders` is a gloo group of the same ranks."""
+        self._orders = orders
+
+    @property
+    def rank(self) -> int:
+        """Return which this one is."""
+        return dist.get_rank()
+
+    @property
+    def size(self) -> int:
+        """Return how many there are."""
+        return dist.get_world_size()
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the sum of every rank's `values`."""
+        total = values.detach().clone()
+        dist.all_reduce(total, dist.ReduceOp.SUM)
+        return total
+
+    def gather(self, values: torch.Tensor) -> torch.Tensor:
+        """Return every rank's `values` [N_r, ...] end to end, in the order of ranks."""
+        own = values.detach().contiguous()
+        counts_R = self._all_of(torch.tensor([len(own)], device=own.device))
+        most = int(max(count.item() for count in counts_R))
+        padded = own.new_zeros(most, *own.shape[1:])
+        padded[: len(own)] = own
+        parts = self._all_of(padded)
+        return torch.cat([part[: int(count.item())] for part, count in zip(parts, counts_R, strict=True)])
+
+    def tell(self, order: bytes) -> None:
+        """Send the others an order; rank 0 only."""
+        assert self.rank == 0, "orders come from rank 0"
+        dist.broadcast(torch.tensor([len(order)]), 0, group=self._orders)
+        if order:
+            dist.broadcast(torch.frombuffer(bytearray(order), dtype=torch.uint8), 0, group=self._orders)
+
+    def hear(self) -> bytes:
+        """Wait for rank 0's next order."""
+        size = torch.zeros(1, dtype=torch.int64)
+        dist.broadcast(size, 0, group=self._orders)
+        order = torch.empty(int(size.item()), dtype=torch.uint8)
+        if len(order):
+            dist.broadcast(order, 0, group=self._orders)
+        return order.numpy().tobytes()
+
+    def _all_of(self, values: torch.Tensor) -> list[torch.Tensor]:
+        parts = [torch.empty_like(values) for _ in range(self.size)]
+        dist.all_gather(parts, values)
+        return parts
+
+
+@contextmanager
+def joined_ranks(rank: int, size: int, store: Store, device: str, timeout_s: float) -> Iterator[TorchRanks]:
+    """Join the group, and leave it at the end; blocks until all have joined.
+
+    Args:
+        rank: Of this process.
+        size: How many are expected.
+        store: Where they find each other: from `host_store` or `guest_store`.
+        device: `cpu`, or a CUDA device, which this process then uses by default.
+        timeout_s: Most seconds between the first and the last rank's arrival at a collective.
+
+    Raises:
+        torch.distributed.DistError: Not all came within `timeout_s`.
+    """
+    for library in ("GLOO", "NCCL"):
+        os.environ[f"{library}_SOCKET_IFNAME"] = _loopback_interface()
+    timeout = timedelta(seconds=timeout_s)
+    on_gpu = torch.device(device).type == "cuda"
+    if on_gpu:
+        torch.cuda.set_device(device)
+    backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+    try:
+        orders = dist.new_group(backend="gloo", timeout=ORDERS_TIMEOUT)
+        yield TorchRanks(orders)
+    finally:
+        dist.destroy_process_group()
+
+
+def host_store(size: int, timeout_s: float) -> tuple[TCPStore, str]:
+    """Open the store at which `size` ranks meet, and return it with its address, `host:port`."""
+    listening = socket.create_server((LOOPBACK, 0))
+    port = listening.getsockname()[1]
+    store = TCPStore(
+        LOOPBACK, port, size, is_master=True, timeout=timedelta(seconds=timeout_s), wait_for_workers=False,
+        master_listen_fd=listening.detach(),
+    )  # fmt: skip
+    return store, f"{LOOPBACK}:{port}"
+
+
+def guest_store(address: str, size: int, timeout_s: float) -> TCPStore:
+    """Open the store of rank 0 at `address`."""
+    host, _, port = address.rpartition(":")
+    return TCPStore(host, int(port), size, is_master=False, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
+
+
+def _loopback_interface() -> str:
+    """Return the name of the interface that only this machine reaches."""
+    names = [name for name, addresses in psutil.net_if_addrs().items() if any(a.address == LOOPBACK for a in addresses)]
+    return names[0] if names else "lo"

@@ -1,0 +1,145 @@
+"""Models whose weights, gradients and optimizer state are divided over the learner's ranks: FSDP2, prepared by accelerate.
+
+Each decoder layer is a unit that is gathered around its own forward and backward; what is left (embeddings, last norm, output
+layer, tied or not) is one more, gathered around a whole pass. The learner runs a model's parts one by one, so that its output
+layer never sees all tokens at once: `models/causal.run_inside` is how such a pass says that it begins and ends.
+
+Losses are a local numerator over a denominator of all ranks, so gradients are summed over ranks, not averaged, and in float32.
+
+Invariants: parameters keep their names; a parameter is a DTensor between passes; all ranks call everything here in the same
+order. Called by learner/start.py, only where there are several ranks: accelerate takes seconds to import.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar, cast
+
+import torch
+from accelerate.utils import FullyShardedDataParallelPlugin, fsdp2_prepare_model
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.utils._pytree import tree_map_only
+from transformers import PreTrainedModel
+
+from asyncrl.models.causal import INSIDE
+
+T = TypeVar("T")
+M = TypeVar("M", bound=torch.nn.Module)
+
+AXIS = "ranks"
+
+
+class FSDPDivider:
+    """Divides models over the ranks of the default process group."""
+
+    def __init__(self, device: str, num_ranks: int) -> None:
+        """Take the ranks, on devices of this kind, each on its current one."""
+        self._mesh = init_device_mesh(torch.device(device).type, (num_ranks,), mesh_dim_names=(AXIS,))
+
+    def policy(self, model: PreTrainedModel) -> PreTrainedModel:
+        """Divide a policy or reference, in place.
+
+        Args:
+            model: The same on every rank, whole; on its device or on the CPU (a unit at a time then goes to the device).
+        """
+        root = _Root(model)
+        _prepare(root, self._mesh, model)
+        whole_pass = _WholePass(root)
+        for part in (model, model.base_model):
+            setattr(part, INSIDE, whole_pass.run)
+        return model
+
+    def critic(self, critic: M) -> M:
+        """Divide a critic, in place; it has an `output` layer, a unit of its own as its body may be of another dtype."""
+        output, body = cast("torch.nn.Module", critic.output), getattr(critic, "body", None)
+        _prepare(output, self._mesh, None)
+        if body is not None:
+            _prepare(critic, self._mesh, body)
+        return critic
+
+
+class _Root(torch.nn.Module):
+    """What stands for a whole pass over a model; the pass itself is the caller's."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, work: Callable[[], T]) -> T:
+        # FSDP hangs its hooks on what is returned; changing a view in place would drop them.
+        return cast("T", tree_map_only(torch.Tensor, _owning, work()))
+
+
+def _owning(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor._base is None else tensor.clone()  # noqa: SLF001 - the documented mark of a view
+
+
+class _WholePass:
+    """Runs passes inside the root's forward, one at a time; a pass within a pass is part of it."""
+
+    def __init__(self, root: _Root) -> None:
+        self._root = root
+        self._is_inside = False
+
+    def run(self, work: Callable[[], T]) -> T:
+        if self._is_inside:
+            return work()
+        self._is_inside = True
+        try:
+            result: T = self._root(work)
+        finally:
+            self._is_inside = False
+        if not torch.is_grad_enabled():
+            # With no backward to come, nothing else would divide the root's weights again.
+            cast("FSDPModule", self._root).reshard()
+        return result
+
+
+@dataclass(frozen=True, slots=True)
+class _FSDPPlugin:
+    fsdp_plugin: FullyShardedDataParallelPlugin
+
+
+@dataclass(frozen=True, slots=True)
+class _Dimensions:
+    fsdp_dim_names: tuple[str, ...] = (AXIS,)
+
+
+@dataclass(frozen=True, slots=True)
+class _Accelerator:
+    """What `fsdp2_prepare_model` reads of an `Accelerator`; the class itself takes up FSDP on GPUs only, and owns its process."""
+
+    state: _FSDPPlugin
+    torch_device_mesh: DeviceMesh
+    device: torch.device
+    parallelism_config: _Dimensions = _Dimensions()
+    mixed_precision: str = "no"
+    is_main_process: bool = False
+
+
+def _prepare(root: torch.nn.Module, mesh: DeviceMesh, transformer: PreTrainedModel | None) -> None:
+    """Divide `root` in place, the decoder layers of `transformer` as units of their own."""
+    layers = [] if transformer is None else sorted(_layer_classes(transformer))
+    plugin = FullyShardedDataParallelPlugin(  # type: ignore[no-untyped-call]
+        fsdp_version=2,
+        reshard_after_forward=True,
+        auto_wrap_policy="transformer_based_wrap" if layers else "no_wrap",
+        transformer_cls_names_to_wrap=layers,
+        mixed_precision_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32),
+        cpu_ram_efficient_loading=False,
+    )
+    device = torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")
+    prepared: torch.nn.Module = fsdp2_prepare_model(_Accelerator(_FSDPPlugin(plugin), mesh, device), root)
+    for module in prepared.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            # Without it a factor of 1 becomes a pre-multiplied sum, which gloo does not have.
+            module.set_force_sum_reduction_for_comms(True)
+
+
+def _layer_classes(transformer: PreTrainedModel) -> set[str]:
+    """Return the class names of the decoder layers that this model has."""
+    present = {type(module).__name__ for module in transformer.modules()}
+    return set(transformer._no_split_modules or ()) & present  # noqa: SLF001 - transformers has no public reader

@@ -1,0 +1,75 @@
+"""A run whose learner has two ranks: real processes, real collectives, and a rank that is killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+
+import psutil
+import pytest
+from transformers import AutoModelForCausalLM
+
+import asyncrl
+from asyncrl.buffer.ledger_reader import LedgerReader
+
+RANKS = {"learner__ranks": 2, "eval__at_start": False, "eval__at_end": False}
+
+
+@pytest.fixture
+def two_ranks(tiny, tmp_path):
+    """Make configs of two ranks whose rewards differ within any group, so that every step has something to learn."""
+    (tmp_path / "my_reward.py").write_text("def mixed(prompt, text):\n    return float(sum(map(ord, text)) % 5)\n")
+    functions = [{"kind": "python", "path": f"{tmp_path / 'my_reward.py'}:mixed"}]
+
+    def make(**overrides):
+        return tiny(**RANKS, reward__functions=functions, **overrides)
+
+    return make
+
+
+def _followers(run_folder):
+    """Pids of the learner's ranks other than 0: children of the process recorded as the learner."""
+    learner = json.loads((run_folder / "pids.json").read_text())["processes"]["learner"]["pid"]
+    return [child.pid for child in psutil.Process(learner).children()]
+
+
+def _weights(folder):
+    return dict(AutoModelForCausalLM.from_pretrained(folder).named_parameters())
+
+
+def _trained_groups(run_folder):
+    with LedgerReader(run_folder / "ledger.sqlite") as ledger:
+        return [group_id for step in ledger.steps() for group_id in step.group_ids]
+
+
+@pytest.mark.timeout(300)
+async def test_two_ranks_train_publish_and_checkpoint(two_ranks):
+    async with asyncrl.Run(two_ranks(num_steps=4)) as run:
+        followers = set()
+        async for report in run.steps():
+            followers |= set(_followers(run.run_folder)) if report.version < 4 else set()
+        status = await run.status()
+    assert status.phase == "stopped", status.reason
+    assert status.version == 4
+    assert len(followers) == 1
+    assert not any(map(psutil.pid_exists, followers))
+    trained, started = _weights(status.checkpoint), _weights(run.run_folder / "model")
+    assert trained.keys() == started.keys()
+    assert any((trained[name] != started[name]).any() for name in trained)
+
+
+@pytest.mark.timeout(300)
+async def test_a_killed_rank_takes_the_learner_down_and_the_run_goes_on_from_its_checkpoint(two_ranks):
+    async with asyncrl.Run(two_ranks(num_steps=8)) as run:
+        killed = []
+        async for report in run.steps():
+            if report.version == 4 and not killed:
+                killed = _followers(run.run_folder)
+                os.kill(killed[0], signal.SIGKILL)
+        status = await run.status()
+    assert status.phase == "stopped", status.reason
+    assert status.version == 8
+    assert {process.name: process.deaths for process in status.processes}["learner"] == 1
+    trained = _trained_groups(run.run_folder)
+    assert len(trained) == len(set(trained)) == 8 * 4

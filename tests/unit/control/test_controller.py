@@ -11,7 +11,7 @@ from typing import TypeVar
 from asyncrl.buffer.opening import open_buffer
 from asyncrl.clock import SystemClock
 from asyncrl.config.load import parse_config
-from asyncrl.control.controller import Controller, RunParts
+from asyncrl.control.controller import SLOW_SCORE_S, Controller, RunParts
 from asyncrl.control.feed import LearnerFeed
 from asyncrl.control.flow import Flow
 from asyncrl.control.launch_fake import FakeLauncher
@@ -22,8 +22,18 @@ from asyncrl.generate.admission import Admission, AdmissionLimits
 from asyncrl.observe.sinks import open_sinks
 from asyncrl.schema.batches import StepBatch, StepDone
 from asyncrl.schema.codec import Message
-from asyncrl.schema.control import PROTOCOL, Checkpoint, CheckpointDone, EngineReady, Hello, LearnerReady, LoadModel
-from asyncrl.schema.samples import GroupWork, Prompt, Sample, Score, ScoreRequest, ids_to_bytes, logprobs_to_bytes
+from asyncrl.schema.control import PROTOCOL, Checkpoint, CheckpointDone, EngineReady, Hello, LearnerReady, LoadModel, ModelsReady
+from asyncrl.schema.samples import (
+    GroupWork,
+    InferRequest,
+    InferResult,
+    Prompt,
+    Sample,
+    Score,
+    ScoreRequest,
+    ids_to_bytes,
+    logprobs_to_bytes,
+)
 from asyncrl.schema.weights import VersionLive
 from asyncrl.tasks.sampler import PromptSequence
 from asyncrl.transport.channel import Connection, Lane
@@ -38,7 +48,7 @@ NUM_STEPS = 2
 class World:
     """A controller whose processes are the test."""
 
-    def __init__(self, folder: Path, window: int = 64) -> None:
+    def __init__(self, folder: Path, window: int = 64, **settings: object) -> None:
         config = parse_config({
             "num_steps": NUM_STEPS,
             "algorithm": {"groups_per_step": B, "group_size": G},
@@ -47,6 +57,7 @@ class World:
             "eval": {"at_start": False, "at_end": False},
             "checkpoint": {"every_steps": 0},
             "supervision": {"backoff_s": 0.01},
+            **settings,
         })  # fmt: skip
         clock, peers = SystemClock(), Peers()
         self.launcher = FakeLauncher()
@@ -93,8 +104,8 @@ class World:
 
 
 @asynccontextmanager
-async def _running(folder: Path, window: int = 64) -> AsyncIterator[World]:
-    world = World(folder, window)
+async def _running(folder: Path, window: int = 64, **settings: object) -> AsyncIterator[World]:
+    world = World(folder, window, **settings)
     try:
         async with asyncio.TaskGroup() as group:
             run = group.create_task(world.controller.run(asyncio.Event()))
@@ -225,3 +236,40 @@ async def test_an_owner_that_is_gone_before_the_run_begins_ends_it_in_good_order
     await asyncio.wait_for(world.controller.run(owner_gone), 10)
     assert world.controller.lifecycle.phase == "stopped"
     assert world.launcher.alive == []
+
+
+async def test_an_inference_worker_is_waited_for_named_when_it_is_slow_and_asked_again_when_it_dies(tmp_path):
+    judge = {"reward_models": [{"name": "judge", "path": "judge"}]}
+    async with _running(tmp_path, inference=judge, reward={"functions": []}) as world:
+        await world.launcher.started("generator-0")
+        inference = await world.join("inference", "inference-0")
+        learner, generator = await world.join("learner", "learner"), await world.join("generator", "generator-0")
+        await learner.send(LearnerReady(0, "model"), Lane.CONTROL)
+        assert (await _next(inference, LoadModel)).model_folder == "model"
+        await generator.send(EngineReady("generator-0", 64, -1), Lane.CONTROL)
+        await generator.send(VersionLive(0, "generator-0", 0.0, 0.0, 0.0), Lane.CONTROL)
+        await _next(generator, LoadModel)
+        await world.until("warming")
+        await inference.send(ModelsReady("inference-0", ("judge",), 4), Lane.CONTROL)
+        await world.until("running")
+        work = await _next(generator, GroupWork, Lane.DATA)
+        await generator.send(
+            Sample(
+                work.group_id, 0, work.attempt, ids_to_bytes([1]), ids_to_bytes([3]), logprobs_to_bytes([-0.1]),
+                ids_to_bytes([0]), "stop", "46", "generator-0", 0.0, 1.0,
+            )
+        )  # fmt: skip
+        request = await _next(inference, InferRequest, Lane.DATA)
+        now = world.controller.clock.now()
+        assert not [wait for wait in world.controller.waits(now) if "inference" in wait.what]
+        (wait,) = [wait for wait in world.controller.waits(now + SLOW_SCORE_S) if "inference" in wait.what]
+        assert wait.what == "1 answers of inference-0"
+        next(process for process in world.launcher.history if process.spec.name == "inference-0").exit(-9)
+        await world.launcher.started("inference-0", 2)
+        again = await world.join("inference", "inference-0")
+        assert (await _next(again, LoadModel)).model_folder == "model"
+        assert await _next(again, InferRequest, Lane.DATA) == request
+        await again.send(InferResult(request.group_id, 0, request.attempt, b"", {"judge": 0.5}, "", "inference-0"))
+        async with asyncio.timeout(5):
+            while len(world.controller.flow.desk):
+                await asyncio.sleep(0.01)

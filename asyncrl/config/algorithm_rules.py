@@ -15,6 +15,7 @@ from asyncrl.config.corrections import (
     MaskedSequence,
     MaskedToken,
     OffPolicySequenceMask,
+    SecondMomentClip,
     TruncatedSequence,
     TruncatedToken,
     is_importance_weight,
@@ -41,7 +42,11 @@ class LossRule:
 
     own_importance_weight: bool = False
     """Weighs tokens by current / behaviour itself; a weighting correction would count that twice."""
+    weighs_by_rho: bool = False
+    """Weighs tokens by proximal / behaviour where no correction does."""
     uses_proximal: bool = True
+    has_clip_range: bool = False
+    """Clips a token's ratio, in the range that m2po_clip may set."""
 
 
 ADVANTAGE_RULES = {
@@ -57,8 +62,8 @@ ADVANTAGE_RULES = {
     "vtrace": AdvantageRule(needs_critic=True, reads_token_rewards=True, own_importance_weight=True),
 }
 LOSS_RULES = {
-    "ppo_clip": LossRule(),
-    "decoupled_ppo": LossRule(),
+    "ppo_clip": LossRule(has_clip_range=True),
+    "decoupled_ppo": LossRule(weighs_by_rho=True, has_clip_range=True),
     "gspo": LossRule(),
     "gspo_token": LossRule(),
     "cispo": LossRule(),
@@ -85,6 +90,7 @@ def check_algorithm(algorithm: AlgorithmConfig, learner: LearnerConfig) -> None:
     _check_advantage(algorithm)
     _check_corrections(algorithm, learner)
     _check_weight_is_counted_once(algorithm)
+    _check_clip_range(algorithm)
     if algorithm.aggregation == "constant" and algorithm.aggregation_constant == 1.0:
         raise ConfigError(
             "algorithm.aggregation = 'constant' divides by algorithm.aggregation_constant, which is not set: give the longest "
@@ -154,16 +160,33 @@ def _check_weight_is_counted_once(algorithm: AlgorithmConfig) -> None:
     carries = f"algorithm.advantage = {algorithm.advantage!r} carries its importance weight"
     if algorithm.kind == "auto":
         raise ConfigError(f"{carries}, and algorithm.kind = 'auto' picks another: take advantage = 'gae', or kind = 'policy'")
-    if LOSS_RULES.get(algorithm.loss, LossRule()).own_importance_weight:
-        raise ConfigError(
-            f"{carries}, and algorithm.loss = {algorithm.loss!r} would count it twice: take loss = 'reinforce' (IMPALA), or "
-            "advantage = 'gae'"
-        )
     weighting = [_kind(item) for item in algorithm.corrections if is_importance_weight(item)]
     if weighting:
         raise ConfigError(
             f"{carries}, and the correction {weighting[0]!r} would count it twice: set algorithm.corrections to masks only, or "
             "to [], or take advantage = 'gae'"
+        )
+    rule = LOSS_RULES.get(algorithm.loss, LossRule())
+    if rule.own_importance_weight or (rule.weighs_by_rho and algorithm.proximal != "behaviour"):
+        raise ConfigError(
+            f"{carries}, and algorithm.loss = {algorithm.loss!r} would count it twice: take loss = 'reinforce' (IMPALA), or "
+            "advantage = 'gae'"
+        )
+
+
+def _check_clip_range(algorithm: AlgorithmConfig) -> None:
+    if algorithm.kind != "policy" or not any(isinstance(item, SecondMomentClip) for item in algorithm.corrections):
+        return
+    if algorithm.loss in LOSS_RULES and not LOSS_RULES[algorithm.loss].has_clip_range:
+        clipping = ", ".join(name for name, rule in LOSS_RULES.items() if rule.has_clip_range)
+        raise ConfigError(
+            f"the correction 'm2po_clip' sets a clip range, and algorithm.loss = {algorithm.loss!r} has none of a token: take "
+            f"one of {clipping}, or the correction 'm2po_mask'"
+        )
+    if algorithm.proximal == "recompute":
+        raise ConfigError(
+            "the correction 'm2po_clip' bounds current / behaviour, and with algorithm.proximal = 'recompute' the loss clips "
+            "another ratio, which is 1 when the range is chosen: set algorithm.proximal = 'behaviour'"
         )
 
 

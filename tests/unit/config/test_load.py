@@ -105,7 +105,16 @@ IMPOSSIBLE = {
         {"advantage": "vtrace", "critic": {}, "loss": "aipo", "corrections": []},
         "'aipo' would count it twice",
     ),
+    "weight of vtrace and the one that decoupled PPO has without corrections": (
+        {"advantage": "vtrace", "critic": {}, "loss": "decoupled_ppo", "corrections": []},
+        "'decoupled_ppo' would count it twice",
+    ),
     "weight of vtrace and what auto picks": ({"advantage": "vtrace", "critic": {}, "kind": "auto"}, "kind = 'policy'"),
+    "a clip range for a loss that has none": (
+        {"loss": "cispo", "proximal": "behaviour", "corrections": [{"kind": "m2po_clip"}]},
+        "take one of ppo_clip, decoupled_ppo, or the correction 'm2po_mask'",
+    ),
+    "a clip range for a ratio that is 1": ({"corrections": [{"kind": "m2po_clip"}]}, "set algorithm.proximal = 'behaviour'"),
     "kl in a reward nobody reads": ({"kl": {"where": "reward"}}, "kl.where = 'loss'"),
     "constant without a constant": ({"aggregation": "constant"}, "aggregation_constant"),
     "dynamic sampling on groups of one": (

@@ -79,6 +79,13 @@ class TokenRecord:
             num_sequences=inputs.num_sequences,
         )
 
+    @classmethod
+    def without_loss(cls, inputs: LossInputs, *, is_first_update: bool) -> TokenRecord:
+        """Return the record of a row that no policy loss judged (preferences): weights 1, nothing clipped or dropped."""
+        nothing = torch.zeros_like(inputs.mask)
+        outputs = LossOutputs(torch.zeros(()), inputs.mask.to(inputs.logprobs.dtype), nothing, nothing)
+        return cls.of(inputs, outputs, proximal_is_learner=False, is_first_update=is_first_update)
+
 
 def _or_nan(values: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
     return torch.full_like(like, torch.nan) if values is None else values.detach()

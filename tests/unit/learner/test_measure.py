@@ -283,6 +283,30 @@ def test_later_passes_count_for_clipping_and_not_for_the_policy_before_the_step(
     assert got["kl/mean"] == before["kl/mean"]
 
 
+def test_a_row_without_a_policy_loss_still_says_how_far_the_data_is():
+    current, behaviour = torch.tensor([-1.0, -2.0, -3.0]).requires_grad_(), torch.tensor([-1.5, -2.0, math.nan])
+    inputs = LossInputs(
+        logprobs=current,
+        proximal_logprobs=current.detach(),
+        behaviour_logprobs=behaviour,
+        advantages=torch.zeros(3),
+        mask=torch.tensor([True, True, False]),
+        sequence_ids=torch.tensor([0, 1, 1]),
+        num_sequences=2,
+        denominators=Denominators(1, 1),
+        versions=torch.tensor([12, 10, 10]),
+        learner_version=12,
+    )
+    tokens = StepTokens(1)
+    tokens.add(TokenRecord.without_loss(inputs, is_first_update=True))
+    got = tokens.metrics()
+    assert got["kl/k1"] == pytest.approx(-0.25)
+    assert got["ratio/mean_by_staleness/0"] == pytest.approx(math.exp(0.5))
+    assert (got["ratio/correction_mean"], got["policy/clip_fraction"], got["policy/kept_fraction"]) == (1.0, 0.0, 1.0)
+    assert "kl/reference_mean" not in got
+    assert "policy/entropy" not in got
+
+
 def test_nothing_trained_says_nothing():
     nothing = [{**member, "mask": torch.zeros_like(member["mask"])} for member in samples()]
     assert figures([nothing]) == {}

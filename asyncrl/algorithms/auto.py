@@ -1,0 +1,176 @@
+"""`algorithm.kind = "auto"`: picks loss and corrections from how stale, and how far from the learner, the data was measured.
+
+Recipes go from gentle to cautious. A step takes the most cautious one that a signal asks for by passing a limit; it returns to a
+gentler one only when every signal has fallen well under the limit (RETURN), so that noise at a limit does not flip the recipe
+each step. All numbers to tune are in LIMITS. Signals do not depend on the recipe in force: they compare the behaviour policy
+with the learner before the step.
+
+Pure: no clock, no tensors, no memory of its own; the same measurements and last recipe give the same choice. Called by
+learner/plan.py and learner/step.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import msgspec
+
+from asyncrl.config.algorithm import AlgorithmConfig
+from asyncrl.config.corrections import CorrectionConfig, OffPolicySequenceMask, SecondMomentMask, TruncatedToken
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """What takes the place of the config's own; advantage, clip range, aggregation and penalties stay the user's."""
+
+    loss: str
+    corrections: tuple[CorrectionConfig, ...]
+    meaning: str
+
+
+RECIPES = {
+    "near": Recipe("decoupled_ppo", (TruncatedToken(cap=2.0),), "truncated importance weights"),
+    "lagging": Recipe(
+        "decoupled_ppo",
+        (TruncatedToken(cap=2.0), OffPolicySequenceMask(threshold=0.1)),
+        "truncated importance weights, and bad samples that the policy has left are not trained",
+    ),
+    "far": Recipe(
+        "decoupled_ppo",
+        (TruncatedToken(cap=2.0), SecondMomentMask(threshold=0.04)),
+        "truncated importance weights, and the tokens furthest off are dropped until the rest is near",
+    ),
+}
+"""From gentle to cautious.
+
+Source: decoupled PPO, Fu et al. 2025 (AReaL); truncated importance sampling, Yao et al. 2025; off-policy sequence masking,
+DeepSeek-V3.2 2025; second-moment masking, Zheng et al. 2025 (M2PO).
+"""
+RECIPE_NAMES = tuple(RECIPES)
+FIRST = "lagging"
+"""Where mismatch was never measured: its mask is idle on data that is near, and bounds what is not."""
+RETURN = 0.7
+"""A signal lets go of a recipe under this share of the limit that asks for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """Values of one signal over which a recipe is asked for; every signal grows with the distance."""
+
+    metric: str
+    lagging: float
+    far: float
+    is_one_minus: bool = False
+    """The signal is 1 minus the metric."""
+    is_mismatch: bool = True
+    """Whether it is seen in log-probabilities, and not in versions alone."""
+
+    @property
+    def name(self) -> str:
+        """Return what a reason calls it."""
+        return f"1 - {self.metric}" if self.is_one_minus else self.metric
+
+    def value(self, measured: Mapping[str, float]) -> float | None:
+        """Return the signal; infinite where the measurement is not a number, None where there is none."""
+        if self.metric not in measured:
+            return None
+        value = 1.0 - measured[self.metric] if self.is_one_minus else measured[self.metric]
+        return math.inf if math.isnan(value) else value
+
+    def of(self, level: int) -> float:
+        """Return the limit of a recipe, by its place in RECIPE_NAMES."""
+        return (0.0, self.lagging, self.far)[level]
+
+
+LIMITS = (
+    Limit("staleness/mean", lagging=2.0, far=8.0, is_mismatch=False),
+    Limit("staleness/max", lagging=4.0, far=16.0, is_mismatch=False),
+    Limit("kl/mean", lagging=0.005, far=0.03),
+    Limit("ratio/ess", lagging=0.01, far=0.06, is_one_minus=True),
+    Limit("ratio/high_fraction", lagging=0.005, far=0.03),
+    Limit("ratio/chi2_sequence", lagging=10.0, far=1000.0),
+)
+"""If log rho is normal with variance v: kl/mean is v / 2 and 1 - ratio/ess about v. M2PO's mask begins to drop at v = 0.04."""
+SIGNALS = tuple(limit.metric for limit in LIMITS)
+"""Metrics that a choice is made from."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A recipe and why."""
+
+    recipe: str
+    """A name in RECIPES."""
+    reason: str
+    """A sentence with the numbers, for the log."""
+
+    @property
+    def number(self) -> float:
+        """Return `policy/recipe`: its place in RECIPE_NAMES."""
+        return float(RECIPE_NAMES.index(self.recipe))
+
+
+def choose(measured: Mapping[str, float], last: str) -> Choice:
+    """Pick the recipe of a step.
+
+    Args:
+        measured: Metrics by name, of the step before or (staleness) of the batch in hand; only SIGNALS are read, any may lack.
+        last: The recipe before; empty: none.
+
+    Returns:
+        The recipe and the reason.
+    """
+    if not any(limit.is_mismatch and limit.metric in measured for limit in LIMITS):
+        return _unmeasured(measured)
+    asked, asking = _level(measured, 1.0)
+    if last not in RECIPES or asked >= RECIPE_NAMES.index(last):
+        return Choice(RECIPE_NAMES[asked], f"recipe {RECIPE_NAMES[asked]}: {asking or _all_under(measured)}")
+    held, holding = _level(measured, RETURN)
+    level = min(held, RECIPE_NAMES.index(last))
+    if level > asked:
+        return Choice(RECIPE_NAMES[level], f"recipe {RECIPE_NAMES[level]} held: {holding} x {RETURN:g}")
+    return Choice(RECIPE_NAMES[asked], f"recipe {RECIPE_NAMES[asked]} instead of {last}: {asking or _all_under(measured)}")
+
+
+def applied(algorithm: AlgorithmConfig, recipe: str) -> AlgorithmConfig:
+    """Return the config of a step under a recipe: a plain `policy` one, with the recipe's loss and corrections.
+
+    The proximal policy is recomputed (with one update a step that costs nothing), and dropped tokens stay in the denominator.
+    """
+    chosen = RECIPES[recipe]
+    return msgspec.structs.replace(
+        algorithm, kind="policy", loss=chosen.loss, corrections=chosen.corrections, proximal="recompute", denominator="all"
+    )
+
+
+def signals_of(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return the part of a step's metrics that the next choice is made from."""
+    return {name: metrics[name] for name in SIGNALS if name in metrics}
+
+
+def _unmeasured(measured: Mapping[str, float]) -> Choice:
+    asked, asking = _level(measured, 1.0)
+    if asked > RECIPE_NAMES.index(FIRST):
+        return Choice(RECIPE_NAMES[asked], f"recipe {RECIPE_NAMES[asked]}: {asking}, and no mismatch measured yet")
+    return Choice(FIRST, f"recipe {FIRST}: no mismatch measured yet")
+
+
+def _level(measured: Mapping[str, float], share: float) -> tuple[int, str]:
+    """Return the most cautious level that a signal over `share` of its limit asks for, and which signals do."""
+    for level in range(len(RECIPE_NAMES) - 1, 0, -1):
+        over = [
+            f"{limit.name} {value:.3g} is over {limit.of(level):g}"
+            for limit in LIMITS
+            if (value := limit.value(measured)) is not None and value > share * limit.of(level)
+        ]
+        if over:
+            return level, ", ".join(over)
+    return 0, ""
+
+
+def _all_under(measured: Mapping[str, float]) -> str:
+    signals = ((limit, limit.value(measured)) for limit in LIMITS)
+    under = [f"{limit.name} {value:.3g} is not over {limit.lagging:g}" for limit, value in signals if value is not None]
+    return ", ".join(under)

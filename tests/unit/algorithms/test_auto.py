@@ -1,0 +1,137 @@
+"""The adaptive recipe: monotone in every signal, steady at a limit, safe before anything is measured, valid as a config."""
+
+import math
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asyncrl.algorithms.auto import FIRST, LIMITS, RECIPE_NAMES, RETURN, SIGNALS, applied, choose, signals_of
+from asyncrl.config.algorithm import AlgorithmConfig, KLConfig
+from asyncrl.config.algorithm_rules import check_algorithm
+from asyncrl.config.learner import LearnerConfig
+from asyncrl.observe.metrics import METRICS, unknown_names
+
+ON_POLICY = dict.fromkeys(SIGNALS, 0.0) | {"ratio/ess": 1.0}
+
+
+def at(limit, value):
+    """Measurements that are on-policy but for one signal."""
+    return ON_POLICY | {limit.metric: 1.0 - value if limit.is_one_minus else value}
+
+
+def level(measured, last=""):
+    return RECIPE_NAMES.index(choose(measured, last).recipe)
+
+
+def measurements():
+    bounds = {limit.metric: (0.0, 1.0) if limit.is_one_minus else (0.0, 4 * limit.far) for limit in LIMITS}
+    return st.fixed_dictionaries({name: st.floats(low, high) for name, (low, high) in bounds.items()})
+
+
+def test_nothing_measured_takes_the_safe_recipe():
+    choice = choose({}, "")
+    assert choice.recipe == FIRST
+    assert "no mismatch measured yet" in choice.reason
+
+
+def test_staleness_alone_is_not_trusted_to_be_near_but_may_ask_for_more():
+    assert choose({"staleness/mean": 0.0, "staleness/max": 0.0}, "").recipe == FIRST
+    assert choose({"staleness/mean": 12.0, "staleness/max": 12.0}, "").recipe == "far"
+
+
+def test_on_policy_data_is_near_whatever_was_before():
+    for last in ("", *RECIPE_NAMES):
+        assert choose(ON_POLICY, last).recipe == "near"
+
+
+@pytest.mark.parametrize("limit", LIMITS, ids=lambda limit: limit.metric)
+@pytest.mark.parametrize("wanted", [1, 2])
+def test_each_signal_alone_asks_for_caution_and_the_reason_says_its_number(limit, wanted):
+    measured = at(limit, 1.01 * limit.of(wanted))
+    choice = choose(measured, "near")
+    assert choice.recipe == RECIPE_NAMES[wanted]
+    assert choice.number == wanted
+    assert f"{limit.name} {1.01 * limit.of(wanted):.3g} is over {limit.of(wanted):g}" in choice.reason
+    assert choose(at(limit, 0.99 * limit.of(wanted)), "near").number == wanted - 1
+
+
+@pytest.mark.parametrize("limit", LIMITS, ids=lambda limit: limit.metric)
+@pytest.mark.parametrize("held", [1, 2])
+def test_a_recipe_is_held_until_the_signal_is_well_under_its_limit(limit, held):
+    recipe = RECIPE_NAMES[held]
+    between = at(limit, (1 + RETURN) / 2 * limit.of(held))
+    assert choose(between, recipe).recipe == recipe
+    assert "held" in choose(between, recipe).reason
+    assert choose(between, "near").number == held - 1
+    assert choose(at(limit, 0.99 * RETURN * limit.of(held)), recipe).number < held
+
+
+@settings(max_examples=200, deadline=None)
+@given(noise=st.lists(st.floats(RETURN + 0.01, 1.5), min_size=2, max_size=20), limit=st.sampled_from(LIMITS))
+def test_noise_around_a_limit_changes_the_recipe_at_most_once(noise, limit):
+    recipes, last = [], "near"
+    for factor in noise:
+        last = choose(at(limit, min(factor * limit.lagging, 0.99 * limit.far)), last).recipe
+        recipes.append(last)
+    assert sum(before != after for before, after in zip(["near", *recipes], recipes, strict=False)) <= 1
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    one=measurements(),
+    other=measurements(),
+    last=st.sampled_from(("", *RECIPE_NAMES)),
+    after=st.sampled_from(("", *RECIPE_NAMES)),
+)
+def test_more_distance_never_asks_for_less_caution(one, other, last, after):
+    worse = {name: (min if name == "ratio/ess" else max)(one[name], other[name]) for name in SIGNALS}
+    assert level(worse, last) >= level(one, last)
+    order = ("", *RECIPE_NAMES)
+    if order.index(after) >= order.index(last):
+        assert level(one, after) >= level(one, last)
+
+
+@settings(max_examples=100, deadline=None)
+@given(measured=measurements(), last=st.sampled_from(("", *RECIPE_NAMES)))
+def test_the_same_measurements_settle_at_once(measured, last):
+    first = choose(measured, last).recipe
+    assert choose(measured, first).recipe == first
+
+
+@pytest.mark.parametrize("limit", LIMITS, ids=lambda limit: limit.metric)
+@pytest.mark.parametrize("broken", [math.nan, math.inf])
+def test_what_is_not_a_number_asks_for_the_most_caution(limit, broken):
+    value = -broken if limit.is_one_minus else broken
+    assert choose(ON_POLICY | {limit.metric: value}, "near").recipe == "far"
+
+
+def test_a_recipe_of_another_program_version_is_forgotten():
+    assert choose(ON_POLICY, "removed_recipe").recipe == "near"
+
+
+@pytest.mark.parametrize("recipe", RECIPE_NAMES)
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        AlgorithmConfig(kind="auto"),
+        AlgorithmConfig(kind="auto", loss="aipo", corrections=(), denominator="kept", kl=KLConfig()),
+        AlgorithmConfig(kind="auto", loss="gspo", proximal="behaviour", clip_high=0.28, advantage="rloo"),
+    ],
+)
+@pytest.mark.parametrize("updates", [1, 4])
+def test_every_recipe_makes_a_config_that_the_rules_accept_and_keeps_what_is_the_users(recipe, algorithm, updates):
+    made = applied(algorithm, recipe)
+    check_algorithm(made, LearnerConfig(minibatches=updates))
+    assert msgspec.convert(msgspec.to_builtins(made), AlgorithmConfig) == made
+    changed = {name for name in made.__struct_fields__ if getattr(made, name) != getattr(algorithm, name)}
+    assert changed <= {"kind", "loss", "corrections", "proximal", "denominator"}
+    assert made.kind == "policy"
+
+
+def test_signals_are_metrics_of_the_table_and_only_they_are_remembered():
+    assert unknown_names(SIGNALS) == []
+    assert signals_of({"kl/mean": 0.1, "reward/mean": 1.0}) == {"kl/mean": 0.1}
+    meaning = METRICS["policy/recipe"].meaning
+    assert all(f"{number} {name}" in meaning for number, name in enumerate(RECIPE_NAMES))

@@ -1,0 +1,205 @@
+"""Critics: what they see, what they start from, and that they train alone when they should."""
+
+import copy
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from asyncrl.config.algorithm import CriticConfig
+from asyncrl.config.learner import LearnerConfig
+from asyncrl.errors import LearnerError
+from asyncrl.learner.critic import (
+    SeparateCritic,
+    ValueHead,
+    build_critic,
+    build_critic_optimizer,
+    load_critic,
+    save_critic,
+)
+from asyncrl.learner.model import row_hidden
+from asyncrl.learner.rows import prepare
+from asyncrl.learner.step import train_step
+
+KINDS = ["head", "separate"]
+
+
+def critic_of(kit, kind):
+    torch.manual_seed(7)
+    critic = ValueHead(32) if kind == "head" else SeparateCritic(kit.model(seed=4).base_model)
+    torch.nn.init.normal_(critic.output.weight, std=0.3)
+    return critic
+
+
+def ppo_config(kit, kind, learner=None, **critic):
+    own = CriticConfig(**{"kind": kind, "learning_rate": 1e-2, "value_clip": None} | critic)
+    return kit.config({"advantage": "gae", "critic": own}, learner)
+
+
+def trainee_of(kit, model, critic, config):
+    trainee = kit.trainee(model, config)
+    trainee.critic = critic
+    trainee.critic_optimizer = build_critic_optimizer(
+        critic, config.algorithm.critic, config.learner, config.num_steps, trainee.optimizer
+    )
+    return trainee
+
+
+def bits(module):
+    return [parameter.detach().clone() for parameter in module.parameters()]
+
+
+def same(one, other):
+    return all(torch.equal(old, new) for old, new in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_packed_values_equal_those_of_a_padded_batch(kit, kind):
+    model, critic, samples = kit.model(), critic_of(kit, kind), kit.samples(groups=3)
+    body = model.base_model if kind == "head" else critic.body
+    (row,) = prepare(kit.batch(samples)).rows
+    hidden = row_hidden(model.base_model, row) if kind == "head" else None
+    plain = [states @ critic.output.weight[0] + critic.output.bias[0] for states in kit.plain_hidden(body, samples)]
+    expected = torch.cat([values[torch.from_numpy(sample["mask"]).bool()] for values, sample in zip(plain, samples, strict=True)])
+    torch.testing.assert_close(critic(row, hidden), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_new_critic_says_nothing_and_changes_no_first_policy_step(kit, kind):
+    """At 0 everywhere, GAE(1) is the plain return, and no gradient of the values reaches the policy."""
+    samples, config, rewarded = kit.samples(), ppo_config(kit, kind), kit.config({"advantage": "reward"})
+    critic = ValueHead(32) if kind == "head" else SeparateCritic(kit.model(seed=4).base_model)
+    with_critic, plain = kit.model(), kit.model()
+    result = train_step(trainee_of(kit, with_critic, critic, config), kit.batch(samples), config)
+    train_step(kit.trainee(plain, rewarded), kit.batch(samples), rewarded)
+    assert result.metrics["value/mean"] == 0.0
+    for ours, theirs in zip(with_critic.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_warmup_trains_the_critic_and_leaves_the_policy_s_bits(kit, kind):
+    config = ppo_config(kit, kind, {"weight_decay": 0.1}, warmup_steps=2)
+    model, critic = kit.model(), critic_of(kit, kind)
+    trainee = trainee_of(kit, model, critic, config)
+    policy, values = bits(model), bits(critic)
+    for step in range(2):
+        result = train_step(trainee, kit.batch(kit.samples(seed=step), 40, step=step), config)
+        assert same(policy, model.parameters())
+        assert "policy/loss" not in result.metrics
+        assert result.metrics["value/grad_norm"] > 0
+        assert result.version == step + 1
+    assert not same(values, critic.parameters())
+    after = train_step(trainee, kit.batch(kit.samples(seed=2), 40, step=2), config)
+    assert not same(policy, model.parameters())
+    assert after.metrics["policy/grad_norm"] > 0
+
+
+def test_value_losses_of_a_head_reach_the_policy(kit):
+    """With equal returns everywhere the policy loss has no gradient left once advantages are whitened; the head's has."""
+    samples, moved = kit.samples(reward=1.0), []
+    for coefficient in (1e-9, 1.0):
+        config = ppo_config(kit, "head", {"learning_rate": 1e-2, "epsilon": 1e-2}, coefficient=coefficient)
+        model = kit.model()
+        train_step(trainee_of(kit, model, critic_of(kit, "head"), config), kit.batch(samples), config)
+        moved.append(bits(model))
+    assert not same(*moved)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_critic_learns_to_explain_its_returns(kit, kind):
+    samples = kit.samples(groups=4, group_size=2)
+    for sample in samples:
+        sample["reward"] = float(sample["group_id"] % 2)
+    config = ppo_config(kit, kind, warmup_steps=100)
+    trainee = trainee_of(kit, kit.model(), critic_of(kit, kind), config)
+    results = [train_step(trainee, kit.batch(samples, step=step), config).metrics for step in range(25)]
+    assert results[-1]["value/loss"] < 0.5 * results[0]["value/loss"]
+    assert results[-1]["value/explained_var"] > results[0]["value/explained_var"] + 0.2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_saving_and_loading_changes_no_bit(kit, kind, tmp_path):
+    critic, other = critic_of(kit, kind), critic_of(kit, kind)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.add_(1.0)
+    save_critic(critic, tmp_path / "critic.safetensors")
+    load_critic(other, tmp_path / "critic.safetensors")
+    assert same(critic.parameters(), other.parameters())
+
+
+def test_another_critic_s_file_is_refused(kit, tmp_path):
+    save_critic(critic_of(kit, "head"), tmp_path / "critic.safetensors")
+    with pytest.raises(LearnerError, match="is of another critic"):
+        load_critic(critic_of(kit, "separate"), tmp_path / "critic.safetensors")
+    with pytest.raises(LearnerError, match="was written without a critic"):
+        load_critic(critic_of(kit, "head"), tmp_path / "step-000001" / "trainer" / "critic.safetensors")
+
+
+def test_a_separate_critic_starts_from_a_folder_and_its_layer_is_float32(kit, tmp_path):
+    model = kit.model(seed=4)
+    model.save_pretrained(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    critic = build_critic(CriticConfig(), LearnerConfig(dtype="bfloat16"), kit.model(), Path(tmp_path))
+    assert critic.output.weight.dtype == torch.float32
+    assert {parameter.dtype for parameter in critic.body.parameters()} == {torch.bfloat16}
+    stored = model.base_model.layers[0].mlp.up_proj.weight
+    assert torch.equal(critic.body.layers[0].mlp.up_proj.weight, stored.to(torch.bfloat16))
+    (row,) = prepare(kit.batch(kit.samples())).rows
+    assert critic(row, None).dtype == torch.float32
+    assert not critic(row, None).any()
+
+
+def test_an_advantage_without_returns_is_refused(kit, tmp_path):
+    (tmp_path / "own_advantage.py").write_text(
+        "from asyncrl.algorithms.advantage_types import AdvantageOutputs\n"
+        "def plain(inputs, config):\n"
+        "    return AdvantageOutputs(inputs.mask * inputs.rewards[:, None])\n"
+    )
+    own = f"{tmp_path / 'own_advantage.py'}:plain"
+    config = kit.config({"advantage": own, "critic": CriticConfig(kind="head")})
+    trainee = trainee_of(kit, kit.model(), critic_of(kit, "head"), config)
+    with pytest.raises(LearnerError, match="gives no returns to train the critic towards"):
+        train_step(trainee, kit.batch(kit.samples()), config)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_metric_of_a_critic_is_in_the_table(kit, kind):
+    from asyncrl.observe.metrics import unknown_names
+
+    config = ppo_config(kit, kind)
+    trainee = trainee_of(kit, kit.model(), critic_of(kit, kind), config)
+    result = train_step(trainee, kit.batch(kit.samples()), config)
+    assert unknown_names(result.metrics | result.timings_s) == []
+    assert np.isfinite(list(result.metrics.values())).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_same_batch_gives_the_same_bits(kit, kind):
+    config, outcomes = ppo_config(kit, kind, {"epochs": 2, "minibatches": 2}), []
+    for _ in range(2):
+        model, critic = kit.model(), critic_of(kit, kind)
+        trainee = trainee_of(kit, model, critic, config)
+        results = [train_step(trainee, kit.batch(kit.samples(), 40, step=step), config) for step in range(2)]
+        outcomes.append((results, bits(model) + bits(critic)))
+    assert outcomes[0][0] == outcomes[1][0]
+    assert same(outcomes[0][1], outcomes[1][1])
+
+
+def test_vtrace_on_policy_trains_like_gae_of_1(kit):
+    """Behaviour equal to the learner: every weight is 1, and V-trace is GAE with lambda 1."""
+    samples, start = kit.samples(groups=2, group_size=2), kit.model()
+    with torch.no_grad():
+        for sample, logprobs in zip(samples, kit.plain_logprobs(start, samples), strict=True):
+            sample["logprobs"] = logprobs.numpy()
+    weights = []
+    for advantage in ("gae", "vtrace"):
+        critic = critic_of(kit, "separate")
+        config = kit.config({"advantage": advantage, "critic": CriticConfig(value_clip=None)}, {"epsilon": 1e-2})
+        model = copy.deepcopy(start)
+        train_step(trainee_of(kit, model, critic, config), kit.batch(samples, 40), config)
+        weights.append(list(model.parameters()) + list(critic.parameters()))
+    for gae, vtrace in zip(*weights, strict=True):
+        torch.testing.assert_close(gae, vtrace, rtol=0, atol=1e-6)

@@ -136,8 +136,8 @@ def sum_judge(tiny, tmp_path):
     return {"name": "ones", "path": str(tmp_path / "judge"), "weight": 0.5, "normalise": "running", "clip": 2.0}
 
 
-def scored_members(run):
-    """Every scored member in the ledger of a run that has ended, by group and index."""
+def trained_groups(run):
+    """The groups that a run has trained, each once."""
     with LedgerReader(run.run_folder / "ledger.sqlite") as ledger:
         trained = [group_id for step in ledger.steps() for group_id in step.group_ids]
     assert len(trained) == len(set(trained))
@@ -165,9 +165,16 @@ async def test_a_run_is_scored_by_rules_and_models_and_trains_against_the_worker
     assert status.groups["trained"] == 5 * 4
     assert balanced(status)
     assert {process.kind for process in status.processes} == {"learner", "reward", "inference", "generator"}
-    assert len(scored_members(run)) == 5 * 4
-    parts = [report.metrics for report in reports if report.metrics]
-    assert parts
+    with LedgerReader(run.run_folder / "ledger.sqlite") as ledger:
+        members = [member for group_id in trained_groups(run) for member in ledger.group(group_id).samples]
+    assert len(members) == 5 * 4 * 4
+    for member in members:
+        assert set(member.parts) == {"answer_match", "ones"}
+        assert member.reward == pytest.approx(member.parts["answer_match"] + 0.5 * member.parts["ones"])
+    # At version 0 the learner is the reference, so the worker's numbers must be its own; later they are not.
+    divergence = [report.metrics["kl/reference_mean"] for report in reports]
+    assert divergence[0] == pytest.approx(0.0, abs=1e-8)
+    assert divergence[-1] > 1e-7
     spans = [json.loads(line) for line in (run.run_folder / "spans.jsonl").read_text().splitlines()]
     assert {"reward-0", "inference-0"} <= {span["process"] for span in spans}
 
@@ -184,9 +191,9 @@ async def test_an_inference_worker_killed_in_a_run_is_replaced_and_the_books_bal
     assert status.phase == "stopped", status.reason
     assert (status.version, status.groups["trained"]) == (10, 10 * 4)
     assert balanced(status)
-    assert {process.name: process.deaths for process in status.processes}["inference-0"] == 1
+    assert {process.name: process.deaths for process in status.processes}["inference-0"] >= 1
     assert "reward" not in {process.kind for process in status.processes}
-    assert len(scored_members(run)) == 10 * 4
+    assert len(trained_groups(run)) == 10 * 4
 
 
 async def test_a_reward_model_that_cannot_be_opened_ends_the_run_with_the_reason(tiny, tmp_path):

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from asyncrl.config.algorithm import AlgorithmConfig
 from asyncrl.config.corrections import (
+    MASKS_BY_RHO,
     WHOLE_UPDATE,
     MaskedGeometric,
     MaskedSequence,
@@ -91,6 +92,7 @@ def check_algorithm(algorithm: AlgorithmConfig, learner: LearnerConfig) -> None:
     _check_corrections(algorithm, learner)
     _check_weight_is_counted_once(algorithm)
     _check_clip_range(algorithm)
+    _check_masks_see_a_difference(algorithm)
     if algorithm.aggregation == "constant" and algorithm.aggregation_constant == 1.0:
         raise ConfigError(
             "algorithm.aggregation = 'constant' divides by algorithm.aggregation_constant, which is not set: give the longest "
@@ -187,6 +189,15 @@ def _check_clip_range(algorithm: AlgorithmConfig) -> None:
         raise ConfigError(
             "the correction 'm2po_clip' bounds current / behaviour, and with algorithm.proximal = 'recompute' the loss clips "
             "another ratio, which is 1 when the range is chosen: set algorithm.proximal = 'behaviour'"
+        )
+
+
+def _check_masks_see_a_difference(algorithm: AlgorithmConfig) -> None:
+    masks = [_kind(item) for item in algorithm.corrections if isinstance(item, MASKS_BY_RHO)]
+    if algorithm.kind == "policy" and algorithm.proximal == "behaviour" and masks:
+        raise ConfigError(
+            f"the correction {masks[0]!r} compares the proximal with the behaviour policy, and algorithm.proximal = 'behaviour' "
+            "makes them one, so it would drop nothing: set algorithm.proximal = 'recompute'"
         )
 
 

@@ -115,6 +115,8 @@ WHOLE_UPDATE = (SecondMomentMask, SecondMomentClip)
 """Corrections that look at all tokens of an update at once."""
 WEIGHTING = (TruncatedToken, TruncatedSequence, MaskedToken)
 """Corrections whose weight is an importance weight (masked_sequence and masked_geometric too, unless `weight` is none)."""
+MASKS_BY_RHO = (MaskedToken, MaskedSequence, MaskedGeometric, Veto, SecondMomentMask)
+"""Corrections that drop tokens by rho."""
 
 
 def is_importance_weight(item: CorrectionConfig) -> bool:

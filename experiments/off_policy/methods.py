@@ -27,7 +27,8 @@ METHODS: dict[str, dict[str, object]] = {
     "decoupled + opsm": {"loss": "decoupled_ppo", "corrections": [TIS, {"kind": "opsm", "threshold": 0.1}]},
     "decoupled + staleness weight": {"loss": "decoupled_ppo", "corrections": [TIS, {"kind": "staleness_weight", "decay": 0.9}]},
     "log-linear proximal + tis": {"loss": "decoupled_ppo", "proximal": "loglinear", "corrections": [TIS]},
-    "m2po mask": {"loss": "ppo_clip", "proximal": "behaviour", "corrections": [{"kind": "m2po_mask", "threshold": 0.04}]},
+    # As in AReaL: rho decides what is dropped and weighs nothing.
+    "m2po mask": {"loss": "ppo_clip", "corrections": [{"kind": "m2po_mask", "threshold": 0.04}], "denominator": "kept"},
     "m2po clip": {"loss": "ppo_clip", "proximal": "behaviour", "corrections": [{"kind": "m2po_clip", "threshold": 0.04}]},
     "auto": {"kind": "auto"},
 }

@@ -114,6 +114,10 @@ IMPOSSIBLE = {
         {"loss": "cispo", "proximal": "behaviour", "corrections": [{"kind": "m2po_clip"}]},
         "take one of ppo_clip, decoupled_ppo, or the correction 'm2po_mask'",
     ),
+    "a mask by a ratio that is 1": (
+        {"loss": "ppo_clip", "proximal": "behaviour", "corrections": [{"kind": "m2po_mask"}]},
+        "it would drop nothing: set algorithm.proximal = 'recompute'",
+    ),
     "a clip range for a ratio that is 1": ({"corrections": [{"kind": "m2po_clip"}]}, "set algorithm.proximal = 'behaviour'"),
     "kl in a reward nobody reads": ({"kl": {"where": "reward"}}, "kl.where = 'loss'"),
     "constant without a constant": ({"aggregation": "constant"}, "aggregation_constant"),

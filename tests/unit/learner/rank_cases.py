@@ -1,0 +1,136 @@
+"""Training cases that a test runs with one rank and `python rank_cases.py RANK SIZE ADDRESS FOLDER` as one of several.
+
+Not a test: test_sharded.py starts it and compares what rank 0 leaves in FOLDER with its own.
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import conftest as kit
+
+from asyncrl.config.algorithm import CriticConfig
+from asyncrl.config.corrections import MaskedSequence, TruncatedToken
+from asyncrl.learner.checkpoint import TrainerState, contribute_checkpoint, load_trainer, save_checkpoint
+from asyncrl.learner.critic import SeparateCritic, ValueHead, build_critic_optimizer
+from asyncrl.learner.divided import divider_of, whole_tensors
+from asyncrl.learner.rank_group import guest_store, joined_ranks
+from asyncrl.learner.start import build_trainee
+from asyncrl.learner.step import train_step
+from asyncrl.learner.tokenizer import character_tokenizer
+
+TIMEOUT_S = 100.0
+STEPS = 3
+LEARNER = {"learning_rate": 1e-2, "epsilon": 1e-2, "max_grad_norm": 1e9, "logprob_chunk_tokens": 16}
+"""A large epsilon keeps AdamW from turning rounding of tiny gradients into whole steps."""
+DECOUPLED = {"loss": "decoupled_ppo", "corrections": (TruncatedToken(1.1), MaskedSequence()), "entropy_coefficient": 0.01}
+GAE = {"advantage": "gae", "gamma": 0.97, "gae_lambda": 0.9}
+CASES = {
+    "tied": {"sizes": {"tie_word_embeddings": True}, "rows": 60, "algorithm": DECOUPLED},
+    "untied_two_updates": {"rows": 60, "algorithm": DECOUPLED, "learner": {"minibatches": 2}},
+    "clipped": {"rows": 60, "algorithm": DECOUPLED, "learner": {"max_grad_norm": 0.01}},
+    "rows_of_one_sample": {"rows": 1, "algorithm": DECOUPLED},
+    "fewer_rows_than_ranks": {"rows": 10_000, "algorithm": DECOUPLED},
+    "checkpointed_layers": {"rows": 60, "algorithm": DECOUPLED, "learner": {"gradient_checkpointing": True}},
+    "value_head": {"rows": 60, "algorithm": GAE | {"critic": CriticConfig(kind="head", learning_rate=1e-2)}},
+    "separate_critic": {"rows": 60, "algorithm": GAE | {"critic": CriticConfig(kind="separate", learning_rate=1e-2)}},
+}
+"""By name: sizes of the model, tokens of a row, algorithm and learner."""
+
+
+def batch_at(step, tokens_per_row, num_ranks):
+    return kit.batch_of(kit.random_samples(seed=step, groups=4), tokens_per_row, step, temperature=0.9, num_ranks=num_ranks)
+
+
+def trainee_of(case, config, ranks):
+    divide = divider_of("cpu", ranks.size)
+    model = kit.tiny_model(**case.get("sizes", {}))
+    if config.learner.gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    trainee = kit.trainee_of(divide.policy(model), config)
+    trainee.ranks = ranks
+    if (critic := config.algorithm.critic) is not None:
+        made = ValueHead(32) if critic.kind == "head" else SeparateCritic(kit.tiny_model(seed=1).base_model)
+        torch.manual_seed(5)
+        torch.nn.init.normal_(made.output.weight, std=0.1)
+        trainee.critic = divide.critic(made)
+        trainee.critic_optimizer = build_critic_optimizer(trainee.critic, critic, config.learner, 100, trainee.optimizer)
+    return trainee
+
+
+def run_case(name, ranks, tokens_per_row=None):
+    """Train a case; return gradients of the first step and weights after the last, and each step's loss and norm."""
+    case = CASES[name]
+    tokens_per_row = tokens_per_row or case["rows"]
+    config = kit.run_config(case["algorithm"], LEARNER | case.get("learner", {}))
+    trainee, found = trainee_of(case, config, ranks), {}
+    parts = {"policy": (trainee.model, trainee.optimizer), "critic": (trainee.critic, trainee.critic_optimizer)}
+    for step in range(STEPS):
+        result = train_step(trainee, batch_at(step, tokens_per_row, ranks.size), config)
+        figures = [result.metrics["policy/loss"], result.metrics["policy/grad_norm"], result.metrics.get("value/loss", 0.0)]
+        found[f"figures/{step}"] = torch.tensor(figures)
+        for part, (module, optimizer) in parts.items():
+            if module is None:
+                continue
+            if step == 0 and config.learner.minibatches == 1:
+                state = whole_tensors(optimizer.named_state())
+                found |= {f"gradient/{part}/{key}": value / 0.1 for key, value in state if key.startswith("exp_avg/")}
+            if step == STEPS - 1:
+                found |= {f"weight/{part}/{key}": value for key, value in whole_tensors(module.named_parameters())}
+    return found
+
+
+def run_resumed(ranks, folder):
+    """Train a step, save, train two more; then open what was saved and train those two again. Return both ends."""
+    config = kit.run_config(DECOUPLED, LEARNER)
+    trainee, rows = trainee_of(CASES["tied"], config, ranks), CASES["tied"]["rows"]
+    train_step(trainee, batch_at(0, rows, ranks.size), config)
+    saved = folder / "checkpoints" / "step-000001"
+    if ranks.rank == 0:
+        save_checkpoint(folder / "checkpoints", trainee, character_tokenizer("0123456789"), TrainerState(1), 2)
+    else:
+        contribute_checkpoint(trainee)
+    ranks.sum(torch.zeros(1))  # nobody reads before it is written
+    return {
+        **{f"went_on/{key}": value for key, value in two_more(trainee, config, rows)},
+        **{f"resumed/{key}": value for key, value in resumed(saved, config, ranks, rows)},
+    }
+
+
+def resumed(saved, config, ranks, rows):
+    trainee = build_trainee(config, saved, saved, ranks)
+    load_trainer(saved, trainee)
+    return two_more(trainee, config, rows)
+
+
+def two_more(trainee, config, rows):
+    for step in (1, 2):
+        train_step(trainee, batch_at(step, rows, trainee.ranks.size), config)
+    return list(whole_tensors(trainee.model.named_parameters()))
+
+
+def main(rank, size, address, folder):
+    torch.set_num_threads(1)
+    store = guest_store(address, size, TIMEOUT_S)
+    with joined_ranks(rank, size, store, "cpu", TIMEOUT_S) as ranks:
+        found = {f"{name}/{key}": value for name in CASES for key, value in run_case(name, ranks).items()}
+        found |= {f"checkpoint/{key}": value for key, value in run_resumed(ranks, folder).items()}
+        numbers = torch.arange(3 * (rank + 1)).reshape(-1, 3) + 100 * rank
+        found["ranks/gather"], found["ranks/sum"] = ranks.gather(numbers), ranks.sum(torch.tensor([rank + 1.0]))
+        found["ranks/none"] = ranks.gather(torch.zeros(rank))
+        if rank == 0:
+            ranks.tell(b"first")
+            ranks.tell(b"")
+        else:
+            heard = ranks.hear() + b"|" + ranks.hear()
+            (folder / "heard").write_bytes(heard)
+    if rank == 0:
+        save_file({key: value.contiguous() for key, value in found.items()}, folder / "found.safetensors")
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4]))

@@ -1,0 +1,94 @@
+"""Two ranks against one: the same gradients, weights, figures and checkpoints, whatever shares a row or a rank."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from asyncrl.learner.rank_group import host_store
+from asyncrl.learner.ranks import OneRank
+
+pytestmark = pytest.mark.timeout(300)
+
+SCRIPT = Path(__file__).parent / "rank_cases.py"
+_spec = importlib.util.spec_from_file_location("rank_cases", SCRIPT)
+rank_cases = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(rank_cases)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Where two ranks have left what they found; they run all cases once."""
+    folder = tmp_path_factory.mktemp("ranks")
+    _store, address = host_store(2, rank_cases.TIMEOUT_S)
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    peers = [
+        subprocess.Popen([sys.executable, str(SCRIPT), str(rank), "2", address, str(folder)], env=env, stderr=subprocess.PIPE)
+        for rank in (0, 1)
+    ]
+    said = [peer.communicate(timeout=280)[1].decode() for peer in peers]
+    assert [peer.returncode for peer in peers] == [0, 0], "\n".join(said)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def found(folder):
+    return load_file(folder / "found.safetensors")
+
+
+def _part(found, prefix):
+    return {key.removeprefix(prefix): value for key, value in found.items() if key.startswith(prefix)}
+
+
+def _assert_agree(got, expected):
+    """Within 1e-5 of each tensor's largest element."""
+    assert got.keys() == expected.keys()
+    for key, value in expected.items():
+        scale = float(value.abs().max()) or 1.0
+        assert float((got[key] - value).abs().max()) <= 1e-5 * scale, key
+
+
+@pytest.mark.parametrize("name", rank_cases.CASES)
+def test_two_ranks_have_the_gradients_and_weights_of_one(found, name):
+    got = _part(found, f"{name}/")
+    assert any(key.startswith("weight/policy") for key in got)
+    _assert_agree(got, rank_cases.run_case(name, OneRank()))
+
+
+@pytest.mark.parametrize("tokens_per_row", [1, 35, 10_000])
+def test_packing_of_one_rank_does_not_matter_to_two(found, tokens_per_row):
+    _assert_agree(_part(found, "tied/"), rank_cases.run_case("tied", OneRank(), tokens_per_row))
+
+
+def test_gradients_are_worth_comparing(found):
+    gradients = _part(found, "separate_critic/gradient/")
+    assert {key.split("/")[0] for key in gradients} == {"policy", "critic"}
+    assert all(float(gradient.abs().max()) > 1e-6 for gradient in gradients.values())
+
+
+def test_going_on_from_a_checkpoint_of_two_ranks_is_not_stopping_bit_for_bit(found):
+    went_on, resumed = _part(found, "checkpoint/went_on/"), _part(found, "checkpoint/resumed/")
+    assert went_on.keys() == resumed.keys()
+    assert all(torch.equal(went_on[key], resumed[key]) for key in went_on)
+
+
+def test_one_rank_goes_on_from_a_checkpoint_of_two(found, folder):
+    config = rank_cases.kit.run_config(rank_cases.DECOUPLED, rank_cases.LEARNER)
+    saved = folder / "checkpoints" / "step-000001"
+    resumed = dict(rank_cases.resumed(saved, config, OneRank(), rank_cases.CASES["tied"]["rows"]))
+    _assert_agree(resumed, _part(found, "checkpoint/resumed/"))
+
+
+def test_sums_and_collections_are_over_both_ranks(found):
+    assert found["ranks/sum"].tolist() == [3.0]
+    assert found["ranks/gather"].tolist() == [[0, 1, 2], [100, 101, 102], [103, 104, 105]]
+    assert found["ranks/none"].tolist() == [0.0]
+
+
+def test_orders_arrive_as_they_were_told(found, folder):
+    assert (folder / "heard").read_bytes() == b"first|"

@@ -13,9 +13,10 @@ import torch
 from numpy.typing import NDArray
 
 from asyncrl.algorithms.preference import PreferenceInputs, preference_loss
+from asyncrl.algorithms.types import Denominators, LossInputs
 from asyncrl.errors import LearnerError
-from asyncrl.learner.measure import StepPairs
-from asyncrl.learner.model import run_row
+from asyncrl.learner.measure import StepPairs, StepTokens, TokenRecord
+from asyncrl.learner.model import RowOutputs, run_row
 from asyncrl.learner.passes import Passes
 from asyncrl.learner.plan import StepPlan
 from asyncrl.learner.policy_loss import trained_mask
@@ -49,6 +50,8 @@ class PreferenceObjective:
         references = iter(passes.reference)
         self._updates = [[(row, next(references)) for row in rows] for rows in plan.prepared.updates]
         self._pairs = StepPairs(ranks=trainee.ranks)
+        self._tokens = StepTokens(len(plan.rows), ranks=trainee.ranks)
+        self._rows_trained = 0
 
     def train_row(self, update: int, place: int) -> torch.Tensor:
         """Add the gradients of row `place` of an update; return this rank's shares of its loss and of no value loss, [2]."""
@@ -62,12 +65,33 @@ class PreferenceObjective:
         judged = preference_loss(self._inputs(row, outputs.logprobs, reference, update), self._plan.algorithm.preference)
         self._trainee.optimizer.backward(judged.loss)
         self._pairs.add(judged)
+        self._note_tokens(row, outputs, reference)
         loss = judged.loss.detach().double()
         return torch.stack([loss, torch.zeros_like(loss)])
 
     def metrics(self) -> dict[str, float]:
-        """Return what the pairs say; every rank calls."""
-        return self._pairs.metrics()
+        """Return what tokens and pairs say; every rank calls."""
+        return self._tokens.metrics() | self._pairs.metrics()
+
+    def _note_tokens(self, row: Row, outputs: RowOutputs, reference: torch.Tensor) -> None:
+        logprobs = outputs.logprobs.detach()
+        inputs = LossInputs(
+            logprobs=logprobs,
+            proximal_logprobs=logprobs,
+            behaviour_logprobs=row.behaviour_logprobs.to(logprobs),
+            advantages=torch.zeros_like(logprobs),
+            mask=trained_mask(row),
+            sequence_ids=row.sequence_ids,
+            num_sequences=row.num_sequences,
+            denominators=Denominators(1, 1),
+            entropy=outputs.entropy,
+            reference_logprobs=reference.to(logprobs),
+            versions=row.versions,
+            learner_version=self._plan.batch.step,
+        )
+        is_first = self._rows_trained < len(self._plan.prepared.updates[0])
+        self._rows_trained += 1
+        self._tokens.add(TokenRecord.without_loss(inputs, is_first_update=is_first))
 
     def _inputs(self, row: Row, logprobs: torch.Tensor, reference: torch.Tensor, update: int) -> PreferenceInputs:
         samples = self._plan.batch.samples

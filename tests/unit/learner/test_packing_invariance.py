@@ -1,11 +1,21 @@
 """How samples share rows changes neither values nor gradients: packed = unpacked, whatever the row budget."""
 
+import copy
+
+import numpy as np
 import pytest
 import torch
 
 from asyncrl.algorithms.losses import LOSSES
 from asyncrl.algorithms.types import Denominators, LossConfig, LossInputs
-from asyncrl.config.corrections import TruncatedToken
+from asyncrl.config.corrections import (
+    MaskedGeometric,
+    MaskedToken,
+    OffPolicySequenceMask,
+    SecondMomentClip,
+    SecondMomentMask,
+    TruncatedToken,
+)
 from asyncrl.learner.model import row_logprobs
 from asyncrl.learner.rows import prepare
 from asyncrl.learner.step import train_step
@@ -68,6 +78,57 @@ def test_gradients_agree_to_1e5_in_the_loss_s_own_scale(kit):
         for name, gradient in recorded.items():
             torch.testing.assert_close(gradient, after[0][1][name], rtol=0, atol=1e-5)
         assert figures(result) == pytest.approx(figures(after[0][0]), rel=1e-4, abs=1e-5)
+
+
+CORRECTED = {
+    "m2po": {"corrections": (SecondMomentMask(0.01),), "denominator": "kept"},
+    "m2po, two updates": {"corrections": (SecondMomentMask(0.01), TruncatedToken(1.5)), "denominator": "kept"},
+    "m2po clip": {
+        "corrections": (SecondMomentClip(0.01),), "loss": "ppo_clip", "proximal": "behaviour", "denominator": "kept",
+    },
+    "kept, by sequence": {
+        "corrections": (MaskedGeometric(0.97, 1.03),), "denominator": "kept", "aggregation": "seq-mean-token-mean",
+    },
+    "kept, opsm": {"corrections": (OffPolicySequenceMask(0.05),), "denominator": "kept"},
+    "kept, loglinear": {"corrections": (MaskedToken(0.9, 1.1),), "denominator": "kept", "proximal": "loglinear"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CORRECTED)
+def test_corrections_of_a_whole_update_do_not_depend_on_rows(kit, case):
+    """What is dropped, and what the loss divides by, is decided over the update: one row and many rows agree."""
+    learner = {"epsilon": 1e-2, "minibatches": 2 if "two" in case else 1}
+    config, outcomes, start = kit.config(CORRECTED[case], learner), [], kit.model()
+    samples = kit.samples(groups=4, group_size=3)
+    with torch.no_grad():
+        for sample, logprobs in zip(samples, plain_all(start, samples), strict=True):
+            sample["logprobs"] = (logprobs + 0.2 * torch.randn(len(logprobs))).numpy()
+            sample["versions"] = torch.randint(0, 5, (len(logprobs),)).numpy()
+    for tokens_per_row in (10_000, 45, 1):
+        model = copy.deepcopy(start)
+        result = train_step(kit.trainee(model, config), kit.batch(samples, tokens_per_row, step=5), config)
+        outcomes.append((result, list(model.parameters())))
+    (one_row, expected), *others = outcomes
+    assert any(not torch.equal(old, new) for old, new in zip(start.parameters(), expected, strict=True))
+    if case != "m2po clip":
+        assert 0 < one_row.metrics["policy/kept_fraction"] < 1
+    for result, weights in others:
+        assert result.metrics["policy/loss"] == pytest.approx(one_row.metrics["policy/loss"], abs=1e-5)
+        for got, wanted in zip(weights, expected, strict=True):
+            torch.testing.assert_close(got, wanted, rtol=0, atol=1e-6)
+
+
+def plain_all(model, samples):
+    return [plain_logprobs(model, sample | {"mask": np.ones(len(sample["response"]))}) for sample in samples]
+
+
+def test_a_batch_packed_for_several_ranks_trains_alike_on_one(kit):
+    config, weights = kit.config({}, {"minibatches": 2, "epsilon": 1e-2}), []
+    for num_ranks in (1, 3):
+        model = kit.model()
+        train_step(kit.trainee(model, config), kit.batch(kit.samples(groups=4), 45, num_ranks=num_ranks), config)
+        weights.append(list(model.parameters()))
+    assert all(torch.equal(one, three) for one, three in zip(*weights, strict=True))
 
 
 def figures(result):

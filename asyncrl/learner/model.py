@@ -90,7 +90,10 @@ def open_model(
 def made_ready(model: PreTrainedModel, config: LearnerConfig, *, fp32_head: bool = False) -> PreTrainedModel:
     """Move a model to device and dtype, set packed attention, switch dropout off, and check that its head is understood."""
     use_packed_attention(model)
-    model.to(device=config.device, dtype=DTYPES[config.dtype])
+    model.to(device=config.device)
+    # Not model.to(dtype): it would round the rotary frequencies too, and positions far out would turn by whole radians.
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(DTYPES[config.dtype])
     if fp32_head:
         use_float32_head(model)
     for module in model.modules():

@@ -8,7 +8,8 @@ from asyncrl.config.algorithm import LearnerConfig
 from asyncrl.config.run import RunConfig
 from asyncrl.config.stages import PretrainedModel, ScratchModel, WarmStart
 from asyncrl.errors import ConfigError
-from asyncrl.learner.model import build_scratch, made_ready, open_model, open_tokenizer, save_model
+from asyncrl.learner.model import build_scratch, made_ready, open_model, open_tokenizer, row_logprobs, save_model
+from asyncrl.learner.rows import prepare
 from asyncrl.learner.start import prepare_standing
 from asyncrl.learner.tokenizer import character_tokenizer
 from asyncrl.learner.warm_start import StartAbandoned, tokenise, warm_start
@@ -133,7 +134,7 @@ def test_the_initial_model_is_made_once(tmp_path):
     second = prepare_standing(config, tmp_path, never, ALPHABET)
     assert second.metrics == {}
     assert second.version == 0
-    assert all(torch.equal(a, b) for a, b in zip(first.model.parameters(), second.model.parameters(), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(first.trainee.model.parameters(), second.trainee.model.parameters(), strict=True))
 
 
 def test_an_abandoned_warm_start_leaves_no_model_behind(tmp_path):
@@ -149,7 +150,46 @@ def test_a_pretrained_folder_becomes_the_run_s_model(tmp_path):
     save_model(model, tokenizer, tmp_path / "source")
     config = RunConfig(model=PretrainedModel(path=str(tmp_path / "source")))
     standing = prepare_standing(config, tmp_path / "run", list, "")
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), standing.model.parameters(), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), standing.trainee.model.parameters(), strict=True))
     assert open_tokenizer(tmp_path / "run" / "model")("1+2=")["input_ids"] == tokenizer("1+2=")["input_ids"]
     assert (tmp_path / "run" / "model" / "model.safetensors").is_symlink()
     AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_lower_precision_leaves_rotary_frequencies_as_transformers_has_them(tmp_path, dtype):
+    model, tokenizer = build_scratch(SMALL, ALPHABET, seed=0)
+    save_model(model, tokenizer, tmp_path)
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=getattr(torch, dtype))
+    plain.set_attn_implementation(PACKED_ATTENTION)
+    ours, ids = open_model(tmp_path, LearnerConfig(dtype=dtype)), torch.arange(12)[None]
+    assert ours.model.rotary_emb.inv_freq.dtype == torch.float32
+    assert {parameter.dtype for parameter in ours.parameters()} == {getattr(torch, dtype)}
+    with torch.no_grad():
+        assert torch.equal(ours(ids).logits, plain(ids).logits)
+
+
+def test_gradient_checkpointing_changes_no_bit_of_a_packed_row_s_gradients(kit):
+    batch, gradients = kit.batch(kit.samples(groups=2)), []
+    for checkpointing in (False, True):
+        model = made_ready(kit.model(), LearnerConfig(gradient_checkpointing=checkpointing))
+        assert model.is_gradient_checkpointing == checkpointing
+        for row in prepare(batch).rows:
+            logprobs, _ = row_logprobs(model, row, temperature=1.0, chunk_tokens=16)
+            logprobs.exp().sum().backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+def test_a_float32_head_is_in_force_where_it_is_asked_for(tmp_path, kit):
+    model, tokenizer = build_scratch(SMALL, ALPHABET, seed=0)
+    save_model(model, tokenizer, tmp_path)
+    half, full = (open_model(tmp_path, LearnerConfig(dtype="bfloat16"), fp32_head=headed) for headed in (False, True))
+    hidden = torch.randn(9, 32, dtype=torch.bfloat16)
+    exact = hidden.double() @ half.lm_head.weight.double().T
+    errors = [(opened.get_output_embeddings()(hidden).double() - exact).abs().max() for opened in (half, full)]
+    assert errors[1] < 1e-3 * errors[0]
+    (tmp_path / "again").mkdir()
+    save_model(full, tokenizer, tmp_path / "again")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "again", dtype=torch.bfloat16)
+    assert all(torch.equal(a, b) for a, b in zip(half.parameters(), again.parameters(), strict=True))

@@ -1,0 +1,157 @@
+import os
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+from asyncrl.broadcast.publisher import Publisher
+from asyncrl.broadcast.subscriber import Subscriber
+from asyncrl.clock import SystemClock
+from asyncrl.config.learner import LearnerConfig, LoRAConfig
+from asyncrl.config.run import RunConfig
+from asyncrl.config.stages import BroadcastConfig, ScratchModel
+from asyncrl.errors import LearnerError
+from asyncrl.learner.lora import adapters_off, open_policy, publishable_tensors, save_policy
+from asyncrl.learner.model import build_scratch, open_tokenizer, save_model
+from asyncrl.learner.optim import build_optimizer
+from asyncrl.learner.rows import prepare
+from asyncrl.learner.step import train_step
+from asyncrl.learner.trainee import Trainee
+
+ALPHABET = "abcdefghijklmnopqrstu"
+"""As many tokens, with padding and end, as the kit's vocabulary."""
+
+
+def config_of(rank=4, dtype="float32", **learner):
+    return RunConfig(
+        learner=LearnerConfig(lora=LoRAConfig(rank=rank), learning_rate=1e-2, warmup_steps=0, dtype=dtype, **learner)
+    )
+
+
+@pytest.fixture
+def base(tmp_path):
+    model, tokenizer = build_scratch(ScratchModel(hidden_size=32, num_layers=2, num_heads=4, max_positions=64), ALPHABET, 0)
+    folder = tmp_path / "run" / "model"
+    folder.mkdir(parents=True)
+    save_model(model, tokenizer, folder)
+    return folder
+
+
+def train(kit, model, optimizer, config, steps):
+    for step in steps:
+        train_step(Trainee(model, optimizer), prepare(kit.batch(kit.samples(seed=step), step=step)), config)
+
+
+def save(policy, base, name="step-2"):
+    folder = base.parent / "checkpoints" / name
+    folder.mkdir(parents=True)
+    save_policy(policy, open_tokenizer(base), folder)
+    return folder
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_step_trains_the_adapters_and_leaves_the_base_as_it_was(kit, base, dtype):
+    config = config_of(dtype=dtype)
+    policy = open_policy(config, base)
+    before = {name: parameter.detach().clone() for name, parameter in policy.named_parameters()}
+    train(kit, policy, build_optimizer(policy, config.learner, 10), config, range(2))
+    changed = {name for name, parameter in policy.named_parameters() if not torch.equal(parameter, before[name])}
+    assert changed == set(publishable_tensors(policy))
+    plain, ids = AutoModelForCausalLM.from_pretrained(base, dtype=getattr(torch, dtype)), torch.arange(12)[None]
+    plain.set_attn_implementation(policy.config._attn_implementation)
+    with torch.no_grad(), adapters_off(policy):
+        assert torch.equal(policy(ids).logits, plain(ids).logits)
+
+
+def test_a_whole_policy_publishes_every_parameter(base):
+    policy = open_policy(RunConfig(), base)
+    assert set(publishable_tensors(policy)) == {name for name, _ in policy.named_parameters()}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_a_resumed_run_arrives_at_the_same_bits(kit, base, tmp_path, dtype):
+    config = config_of(dtype=dtype)
+    whole = open_policy(config, base)
+    optimizer = build_optimizer(whole, config.learner, 10)
+    train(kit, whole, optimizer, config, range(2))
+    checkpoint = save(whole, base)
+    optimizer.save(tmp_path / "optimizer")
+    train(kit, whole, optimizer, config, range(2, 4))
+    resumed = open_policy(config, base, checkpoint)
+    again = build_optimizer(resumed, config.learner, 10)
+    again.load(tmp_path / "optimizer")
+    train(kit, resumed, again, config, range(2, 4))
+    for (name, one), (_, other) in zip(whole.named_parameters(), resumed.named_parameters(), strict=True):
+        assert torch.equal(one, other), name
+
+
+def test_a_checkpoint_opens_as_the_trained_policy_even_after_the_run_has_moved(kit, base):
+    config = config_of()
+    policy = open_policy(config, base)
+    train(kit, policy, build_optimizer(policy, config.learner, 10), config, range(2))
+    checkpoint = save(policy, base)
+    assert (checkpoint / "model.safetensors").is_symlink()
+    assert os.path.getsize(checkpoint / "adapter_model.safetensors") < os.path.getsize(base / "model.safetensors")
+    moved = base.parent.rename(base.parent.parent / "moved")
+    ids = torch.arange(12)[None]
+    opened = AutoModelForCausalLM.from_pretrained(moved / "checkpoints" / checkpoint.name)
+    by_peft = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(moved / "model"), moved / "checkpoints" / checkpoint.name
+    )
+    with torch.no_grad():
+        expected = policy(ids).logits
+        torch.testing.assert_close(opened(ids).logits, expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(by_peft(ids).logits, expected, rtol=1e-5, atol=1e-5)
+        with adapters_off(policy):
+            assert not torch.allclose(policy(ids).logits, expected, atol=1e-3)
+
+
+def test_a_whole_policy_is_saved_as_before(base, tmp_path):
+    policy = open_policy(RunConfig(), base)
+    (tmp_path / "saved").mkdir()
+    save_policy(policy, open_tokenizer(base), tmp_path / "saved")
+    opened = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    assert all(torch.equal(a, b) for a, b in zip(policy.parameters(), opened.parameters(), strict=True))
+
+
+def test_adapters_of_another_rank_and_none_at_all_are_refused(base):
+    checkpoint = save(open_policy(config_of(), base), base)
+    with pytest.raises(LearnerError, match=r"not those of this model under this learner\.lora"):
+        open_policy(config_of(rank=8), base, checkpoint)
+    with pytest.raises(LearnerError, match=r"has no adapter_model\.safetensors: it was written without learner\.lora"):
+        open_policy(config_of(), base, base)
+
+
+async def test_only_the_adapters_are_broadcast(base, tmp_path):
+    policy = open_policy(config_of(), base)
+    tensors = publishable_tensors(policy)
+    adapter_bytes = sum(tensor.nbytes for tensor in tensors.values())
+    announced = []
+    publisher = Publisher(BroadcastConfig(), tmp_path, announced.append, SystemClock())
+    subscriber = Subscriber(BroadcastConfig(), tmp_path)
+    try:
+        publisher.publish(0, tensors)
+        assert publisher.flush(30.0)
+        fetched = await subscriber.fetch(announced[0])
+        assert set(fetched) == set(tensors)
+        assert all(torch.equal(fetched[name], tensor) for name, tensor in tensors.items())
+        assert sum(tensor.nbytes for tensor in fetched.values()) == adapter_bytes
+        assert adapter_bytes < sum(parameter.nbytes for parameter in policy.parameters()) / 2
+    finally:
+        subscriber.close()
+        publisher.close()
+
+
+def test_gradient_checkpointing_reaches_the_adapters(kit, base):
+    gradients = []
+    for checkpointing in (False, True):
+        policy = open_policy(config_of(gradient_checkpointing=checkpointing), base)
+        torch.manual_seed(0)
+        with torch.no_grad():
+            for tensor in publishable_tensors(policy).values():
+                tensor.add_(torch.randn_like(tensor) * 0.1)
+        policy(torch.arange(12)[None]).logits.sin().sum().backward()
+        gradients.append([parameter.grad for parameter in publishable_tensors(policy).values()])
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+    assert all(torch.count_nonzero(gradient) for gradient in gradients[0])

@@ -7,11 +7,14 @@ import numpy as np
 import pytest
 import torch
 
+from asyncrl.algorithms.auto import applied
+from asyncrl.config.algorithm import KLConfig
 from asyncrl.config.corrections import TruncatedToken
 from asyncrl.errors import LearnerError
+from asyncrl.learner.reference import FrozenReference
 from asyncrl.learner.rows import prepare
 from asyncrl.learner.step import train_step
-from asyncrl.learner.trainee import Trainee
+from asyncrl.learner.trainee import StepMemory, Trainee
 from asyncrl.models.attention import PACKED_ATTENTION
 from asyncrl.schema.batches import StepBatch
 
@@ -229,3 +232,187 @@ def test_every_metric_is_in_the_table(kit):
     result = train_step(kit.trainee(model, config), prepare(kit.batch(kit.samples())), config)
     assert unknown_names(result.metrics) == []
     assert np.isfinite(list(result.metrics.values())).all()
+
+
+def count_forwards(model):
+    """Count how often the transformer runs, from now on."""
+    calls = []
+    model.base_model.register_forward_hook(lambda *_: calls.append(1))
+    return calls
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "learner", "passes"),
+    [
+        ({}, {}, 1),
+        ({"proximal": "behaviour"}, {"epochs": 2}, 2),
+        ({"proximal": "loglinear"}, {"epochs": 2}, 2),
+        ({}, {"epochs": 2}, 3),
+        ({"denominator": "kept"}, {}, 2),
+        ({"kind": "auto"}, {}, 1),
+    ],
+)
+def test_no_pass_is_made_that_nothing_needs(kit, algorithm, learner, passes):
+    config, model = kit.config(algorithm, learner), kit.model()
+    batch, calls = kit.batch(kit.samples(), 45), count_forwards(model)
+    train_step(kit.trainee(model, config), batch, config)
+    assert len(calls) == passes * len(batch.rows)
+
+
+def test_loglinear_proximal_lies_between_behaviour_and_current(kit):
+    """Version 2 of 6: alpha is (6 - 1 - 2) / (6 - 2); the first update's weight is then exp(0.75 (current - behaviour))."""
+    samples, start = kit.samples(groups=2, group_size=3), kit.model().double()
+    for sample in samples:
+        sample["versions"] = np.full(len(sample["response"]), 2)
+    config = kit.config({"proximal": "loglinear", "corrections": (TruncatedToken(10.0),)})
+    current = [values.detach() for values in kit.plain_logprobs(start, samples)]
+    weights = [
+        math.exp(0.75 * (logprobs[token].item() - float(sample["logprobs"][token])))
+        for sample, logprobs in zip(samples, current, strict=True)
+        for token in np.flatnonzero(sample["mask"])
+    ]
+    result = train_step(kit.trainee(start, config), kit.batch(samples, 45, step=6), config)
+    assert result.metrics["ratio/correction_mean"] == pytest.approx(sum(weights) / len(weights), rel=1e-5)
+
+
+def test_remax_takes_the_greedy_sample_s_reward_and_trains_none_of_it(kit):
+    samples = kit.samples(groups=2, group_size=3)
+    for sample in samples:
+        sample["is_greedy"] = sample["index"] == 2
+        if sample["is_greedy"]:
+            sample["mask"][:] = 0
+            sample["reward"] = 0.25
+    config, model = kit.config({"advantage": "remax"}), kit.model()
+    result = train_step(kit.trainee(model, config), kit.batch(samples), config)
+    rewards = [sample["reward"] for sample in samples if not sample["is_greedy"]]
+    assert result.metrics["advantage/mean"] == pytest.approx(np.mean(rewards) - 0.25)
+    assert result.metrics["reward/mean"] == pytest.approx(np.mean(rewards))
+    assert result.metrics["data/samples"] == 4
+    assert result.num_tokens == sum(int(sample["mask"].sum()) for sample in samples)
+
+
+def test_remax_falls_back_to_the_group_s_mean_where_the_greedy_sample_failed(kit):
+    config, model = kit.config({"advantage": "remax"}), kit.model()
+    result = train_step(kit.trainee(model, config), kit.batch(kit.samples()), config)
+    assert result.metrics["advantage/mean"] == pytest.approx(0.0, abs=1e-7)
+
+
+def test_a_group_that_is_masked_whole_changes_nothing(kit):
+    samples, weights = kit.samples(groups=3), []
+    for sample in samples[:4]:
+        sample["mask"][:] = 0
+    for part in (samples, samples[4:]):
+        model, config = kit.model(), kit.config()
+        train_step(kit.trainee(model, config), kit.batch(part), config)
+        weights.append(list(model.parameters()))
+    for with_group, without in zip(*weights, strict=True):
+        torch.testing.assert_close(with_group, without, rtol=0, atol=1e-7)
+
+
+def adaptive_trainee(kit, target):
+    config = kit.config({"kl": KLConfig(coefficient=0.5, target=target, horizon=100)}, {"learning_rate": 1e-2})
+    trainee = kit.trainee(kit.model(), config)
+    trainee.reference = FrozenReference(kit.model(seed=2), 64)
+    return trainee, config
+
+
+@pytest.mark.parametrize(("target", "sign"), [(1e-6, 1.0), (1e6, -1.0)])
+def test_the_adaptive_coefficient_follows_the_measured_kl(kit, target, sign):
+    """Clipped at 0.2: with 12 samples on a horizon of 100 a step changes it by 2.4 percent."""
+    trainee, config = adaptive_trainee(kit, target)
+    used = [train_step(trainee, kit.batch(kit.samples(), step=step), config).metrics["kl/coefficient"] for step in range(3)]
+    factor = 1.0 + sign * 0.2 * 12 / 100
+    assert used == pytest.approx([0.5, 0.5 * factor, 0.5 * factor**2])
+    assert trainee.memory.kl_coefficient == pytest.approx(0.5 * factor**3)
+
+
+def test_a_fixed_coefficient_is_not_remembered(kit):
+    config = kit.config({"kl": KLConfig(coefficient=0.5)})
+    trainee = kit.trainee(kit.model(), config)
+    trainee.reference = FrozenReference(kit.model(seed=2), 64)
+    train_step(trainee, kit.batch(kit.samples()), config)
+    assert trainee.memory == StepMemory()
+
+
+def test_auto_picks_from_what_was_measured_and_says_when_it_changes(kit):
+    config = kit.config({"kind": "auto"})
+    trainee, samples = kit.trainee(kit.model(), config), kit.samples()
+    first = train_step(trainee, kit.batch(samples), config)
+    assert trainee.memory.recipe == "lagging"
+    assert first.metrics["policy/recipe"] == 1
+    assert "no mismatch measured yet" in first.recipe_reason
+    for sample in samples:
+        sample["logprobs"] -= 2.0
+    far = [train_step(trainee, kit.batch(samples, step=step), config) for step in (1, 2)]
+    assert trainee.memory.recipe == "far"
+    assert far[1].metrics["policy/recipe"] == 2
+    assert far[1].metrics["policy/kept_fraction"] < 1.0
+    assert "kl/mean" in (far[0].recipe_reason + far[1].recipe_reason)
+    again = train_step(trainee, kit.batch(samples, step=3), config)
+    assert again.recipe_reason == ""
+
+
+def test_auto_trains_as_the_recipe_it_picks(kit):
+    samples, weights = kit.samples(), []
+    recipe = applied(kit.config({"kind": "auto"}).algorithm, "lagging")
+    for config in (kit.config({"kind": "auto"}), msgspec.structs.replace(kit.config(), algorithm=recipe)):
+        model = kit.model()
+        train_step(kit.trainee(model, config), kit.batch(samples), config)
+        weights.append(list(model.parameters()))
+    assert all(torch.equal(auto, plain) for auto, plain in zip(*weights, strict=True))
+
+
+def test_a_user_s_loss_and_advantage_are_loaded_once(kit, tmp_path):
+    path = tmp_path / "own.py"
+    path.write_text(
+        "from pathlib import Path\n"
+        "from asyncrl.algorithms.advantages import dr_grpo as advantage\n"
+        "from asyncrl.algorithms.losses import LOSSES\n"
+        "loss = LOSSES['reinforce']\n"
+        f"with Path({str(tmp_path / 'loads')!r}).open('a') as log:\n    log.write('x')\n"
+    )
+    config = kit.config({"loss": f"{path}:loss", "advantage": f"{path}:advantage", "corrections": ()})
+    known = kit.config({"loss": "reinforce", "advantage": "dr_grpo", "corrections": ()})
+    own, plain = kit.model(), kit.model()
+    trainee = kit.trainee(own, config)
+    for step in range(2):
+        train_step(trainee, kit.batch(kit.samples(), 30, step=step), config)
+    train_step(kit.trainee(plain, known), kit.batch(kit.samples(), 30), known)
+    assert (tmp_path / "loads").read_text() == "xx"
+    again = kit.model()
+    train_step(kit.trainee(again, config), kit.batch(kit.samples(), 30), config)
+    assert all(torch.equal(a, b) for a, b in zip(again.parameters(), plain.parameters(), strict=True))
+
+
+def test_a_float16_update_that_overflows_is_skipped_and_the_scale_halved(kit):
+    config = kit.config({}, {"dtype": "float16"})
+    model = kit.model()
+    trainee = kit.trainee(model, config)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    handle = model.base_model.layers[0].mlp.up_proj.weight.register_hook(lambda gradient: gradient * math.inf)
+    scale = trainee.optimizer.loss_scale
+    skipped = train_step(trainee, kit.batch(kit.samples()), config)
+    assert skipped.metrics["policy/skipped_updates"] == 1
+    assert trainee.optimizer.loss_scale == scale / 2
+    assert all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
+    handle.remove()
+    made = train_step(trainee, kit.batch(kit.samples(), step=1), config)
+    assert made.metrics["policy/skipped_updates"] == 0
+    assert not any(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
+
+
+def test_timings_are_told_and_are_no_part_of_what_a_step_is(kit):
+    config = kit.config({}, {"epochs": 2})
+    results = [train_step(kit.trainee(kit.model(), config), kit.batch(kit.samples()), config) for _ in range(2)]
+    assert results[0].timings_s.keys() == {"time/proximal_s", "time/update_s"}
+    assert min(results[0].timings_s.values()) > 0
+    assert results[0] == results[1]
+
+
+def test_a_batch_prepared_for_another_division_is_prepared_again(kit):
+    config, weights = kit.config({}, {"minibatches": 2}), []
+    for batch in (kit.batch(kit.samples(), 45), prepare(kit.batch(kit.samples(), 45))):
+        model = kit.model()
+        assert train_step(kit.trainee(model, config), batch, config).metrics["policy/updates"] == 2
+        weights.append(list(model.parameters()))
+    assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))

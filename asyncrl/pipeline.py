@@ -37,6 +37,7 @@ import subprocess
 import sys
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -223,12 +224,22 @@ STAGES: dict[ProcessKind, Stage] = {
     "learner": _learner,
 }
 
+STAGE_MODULES: dict[ProcessKind, str] = {
+    "generator": "asyncrl.generate.worker",
+    "reward": "asyncrl.reward.worker",
+    "inference": "asyncrl.inference.worker",
+    "learner": "asyncrl.learner.worker",
+}
+"""What each stage imports, heavy libraries with it."""
+
 
 async def run_stage(kind: ProcessKind, name: str, config: RunConfig, run_folder: Path, clock: Clock) -> int:
     """Connect to the controller, run one stage until it is told to stop, and return the exit code.
 
     An error of the outside world is told to the controller as a Fault before the process ends.
     """
+    # Before connecting: an event loop that imports for long, as on a busy machine, looks dead to its peer.
+    import_module(STAGE_MODULES[kind])
     address = (run_folder / ENDPOINT_FILE).read_text(encoding="utf-8")
     connection = await open_connection(address, new_hello(kind, name), config.transport, run_folder)
     try:

@@ -13,6 +13,7 @@ def check_learner(learner: LearnerConfig, algorithm: AlgorithmConfig) -> None:
     Raises:
         ConfigError: Names the fields, what they say, and what to write instead.
     """
+    _check_ranks(learner)
     on_cuda = learner.device.startswith("cuda")
     if learner.optimizer == "paged_adamw_8bit" and not on_cuda:
         raise ConfigError(
@@ -30,4 +31,21 @@ def check_learner(learner: LearnerConfig, algorithm: AlgorithmConfig) -> None:
         raise ConfigError(
             f"algorithm.entropy_coefficient is {algorithm.entropy_coefficient} and learner.logprobs = 'fused' has no gradient of "
             "the entropy: set 'chunked'"
+        )
+
+
+def _check_ranks(learner: LearnerConfig) -> None:
+    """Refuse what several ranks do not have."""
+    if learner.ranks == 1:
+        return
+    if learner.device not in {"cpu", "cuda"}:
+        raise ConfigError(
+            f"learner.ranks = {learner.ranks} puts each rank on a device of its own and learner.device is {learner.device!r}: "
+            "set 'cuda' (rank r takes cuda:r) or 'cpu'"
+        )
+    if learner.optimizer != "adamw" or learner.offload_optimizer:
+        raise ConfigError(
+            f"learner.ranks = {learner.ranks} divides the optimizer's state over the ranks, in float32 and on their devices: set "
+            f"learner.optimizer = 'adamw' (is {learner.optimizer!r}) and learner.offload_optimizer = false (is "
+            f"{str(learner.offload_optimizer).lower()})"
         )

@@ -7,7 +7,8 @@ from pathlib import Path
 from asyncrl.config.load import parse_config
 from asyncrl.config.run import RunConfig
 from asyncrl.control.pids import PidRecord, PidTable, read_pids, write_pids
-from asyncrl.control.process_plan import plan_processes, spec_maker
+from asyncrl.control.process_plan import plan_processes, plan_ranks, spec_maker
+from asyncrl.packing.balance import CostModel, RankPlan
 
 
 def test_plan_has_the_learner_the_reward_workers_and_the_generators() -> None:
@@ -58,3 +59,13 @@ def test_pids_are_read_back_as_written(tmp_path: Path) -> None:
     write_pids(tmp_path / "pids.json", table)
     assert read_pids(tmp_path) == table
     assert [path.name for path in tmp_path.iterdir()] == ["pids.json"]
+
+
+def test_ranks_are_one_process_and_share_rows_by_the_models_size(tmp_path: Path) -> None:
+    config = parse_config({"learner": {"ranks": 2}, "model": {"kind": "scratch", "hidden_size": 64}})
+    assert [item.name for item in plan_processes(config)].count("learner") == 1
+    assert plan_ranks(config) == RankPlan(2, CostModel.of_model(64))
+    assert plan_ranks(RunConfig()) == RankPlan(1)
+    (tmp_path / "config.json").write_text('{"hidden_size": 576}')
+    pretrained = parse_config({"learner": {"ranks": 2}, "model": {"kind": "pretrained", "path": str(tmp_path)}})
+    assert plan_ranks(pretrained).cost == CostModel.of_model(576)

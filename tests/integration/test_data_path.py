@@ -1,0 +1,78 @@
+"""Whole runs of what the data path adds to plain groups: preference files, greedy baselines, dynamic sampling."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+import asyncrl
+from asyncrl.buffer.ledger_reader import LedgerReader
+
+pytestmark = pytest.mark.timeout(240)
+
+NO_EVALUATION = {"at_start": False, "at_end": False}
+
+
+def _preferences(path):
+    pairs = [(a, b) for a in range(10) for b in range(10)]
+    lines = [{"prompt": f"{a}+{b}=", "chosen": str(a + b), "rejected": f"0{a + b}"} for a, b in pairs]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return str(path)
+
+
+async def _finish(run):
+    reports = [report async for report in run.steps()]
+    status = await run.status()
+    groups = dict(status.groups)
+    assert status.phase == "stopped", status.reason
+    assert groups.pop("issued") == sum(groups.values())
+    return reports, status
+
+
+async def test_a_file_of_preferences_is_learned_without_generating(tiny, tmp_path):
+    config = tiny(
+        num_steps=40,
+        task={"kind": "preferences", "path": _preferences(tmp_path / "pairs.jsonl"), "chat": False},
+        generate__engine={"kind": "replay", "max_sequence_tokens": 16},
+        reward__functions=[{"kind": "preference"}],
+        algorithm={"kind": "dpo", "groups_per_step": 16, "group_size": 2},
+        learner={"learning_rate": 3e-3, "warmup_steps": 2},
+        eval=NO_EVALUATION,
+    )
+    async with asyncrl.Run(config) as run:
+        reports, status = await _finish(run)
+    accuracy = [report.metrics["dpo/accuracy"] for report in reports]
+    assert accuracy[0] <= 0.75
+    assert sum(accuracy[-5:]) / 5 > 0.9
+    assert reports[-1].metrics["dpo/margin"] > reports[0].metrics["dpo/margin"]
+    assert max(report.staleness_max for report in reports) <= 2
+    assert status.groups["trained"] == 40 * 16
+    with LedgerReader(run.run_folder) as ledger:
+        assert {prompt.groups for prompt in ledger.prompts(limit=200)} <= {6, 7}
+        rewards = {row.index: row.reward for row in ledger.group(0).samples}
+    assert rewards == {0: 1.0, 1: 0.0}
+
+
+async def test_every_group_of_remax_has_a_greedy_baseline_beside_its_samples(tiny):
+    config = tiny(num_steps=3, algorithm={"groups_per_step": 4, "group_size": 2, "advantage": "remax"}, eval=NO_EVALUATION)
+    async with asyncrl.Run(config) as run:
+        reports, _ = await _finish(run)
+    assert len(reports) == 3
+    with LedgerReader(run.run_folder) as ledger:
+        group = ledger.group(0)
+        greedy = [ledger.sample(group_id, 2).sample for group_id in ledger.steps()[0].group_ids]
+    assert group.size == 3
+    assert all(not any(sample.logprobs) for sample in greedy)
+
+
+async def test_groups_without_spread_are_not_trained_while_others_come(tiny):
+    algorithm = {"groups_per_step": 4, "group_size": 4, "dynamic_sampling": True, "max_resamples": 50}
+    async with asyncrl.Run(tiny(num_steps=4, algorithm=algorithm, eval=NO_EVALUATION)) as run:
+        _, status = await _finish(run)
+    with LedgerReader(run.run_folder) as ledger:
+        groups = [ledger.group(group_id) for step in ledger.steps() for group_id in step.group_ids]
+        dropped = {count.reason: count.groups for count in ledger.counts() if count.state == "dropped"}
+    assert len(groups) == 16
+    assert all(len({row.reward for row in group.samples}) > 1 for group in groups)
+    assert dropped == {"no spread": status.groups["dropped"]}

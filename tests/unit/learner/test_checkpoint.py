@@ -1,14 +1,20 @@
+import copy
+
+import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from asyncrl.config.algorithm import AlgorithmConfig, CriticConfig, KLConfig
+from asyncrl.config.learner import LearnerConfig, LoRAConfig
 from asyncrl.config.run import RunConfig
 from asyncrl.config.stages import ScratchModel
 from asyncrl.errors import LearnerError
 from asyncrl.learner.checkpoint import TrainerState, latest_checkpoint, load_trainer, save_checkpoint, write_folder
 from asyncrl.learner.start import prepare_standing
 from asyncrl.learner.step import train_step
+from asyncrl.learner.trainee import StepMemory
 
 CONFIG = RunConfig(model=ScratchModel(hidden_size=32, num_layers=1, num_heads=2))
 ALPHABET = "abcdefghijklmnopqrstu"
@@ -118,3 +124,70 @@ def test_another_format_is_refused(tmp_path):
 
 def test_no_checkpoint_is_none(tmp_path):
     assert latest_checkpoint(tmp_path / "nowhere") is None
+
+
+def everything_config(critic="separate", **learner):
+    """Critic, adaptive penalty and its reference, several updates."""
+    algorithm = AlgorithmConfig(
+        advantage="gae", critic=CriticConfig(kind=critic, warmup_steps=1), kl=KLConfig(target=0.01, horizon=50)
+    )
+    settings = {"learning_rate": 1e-3, "warmup_steps": 1, "minibatches": 2} | learner
+    return msgspec.structs.replace(CONFIG, algorithm=algorithm, learner=LearnerConfig(**settings))
+
+
+def auto_config():
+    return msgspec.structs.replace(CONFIG, algorithm=AlgorithmConfig(kind="auto"))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        everything_config(),
+        everything_config("head"),
+        everything_config(dtype="bfloat16"),
+        everything_config(lora=LoRAConfig(rank=2)),
+        auto_config(),
+    ],
+    ids=["separate critic", "value head", "bfloat16", "adapters", "auto"],
+)
+def test_everything_goes_on_to_the_same_bits(kit, tmp_path, config):
+    """Replayed after a crash, a step is the same step: weights, critic, both optimizers, memory and metrics."""
+
+    def stand(folder):
+        return prepare_standing(config, folder, list, ALPHABET)
+
+    def go(standing, steps):
+        results = []
+        for step in steps:
+            results.append(train_step(standing.trainee, kit.batch(kit.samples(seed=step), 60, step=step), config))
+            standing.version = step + 1
+        return results
+
+    whole, first = stand(tmp_path / "whole"), stand(tmp_path / "parts")
+    expected = go(whole, range(5))
+    go(first, range(3))
+    state = TrainerState(first.version, memory=copy.deepcopy(first.trainee.memory))
+    save_checkpoint(tmp_path / "parts" / "checkpoints", first.trainee, first.tokenizer, state, 1)
+    second = stand(tmp_path / "parts")
+    assert second.trainee.memory == first.trainee.memory != StepMemory()
+    assert go(second, range(3, 5)) == expected[3:]
+    assert second.trainee.memory == whole.trainee.memory
+    for part in ("model", "critic"):
+        ours, theirs = (getattr(standing.trainee, part) for standing in (second, whole))
+        if theirs is not None:
+            assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
+
+
+def test_a_checkpoint_without_a_critic_is_refused_by_a_run_with_one(kit, tmp_path):
+    standing = standing_in(tmp_path)
+    train(kit, standing, range(1))
+    save(tmp_path, standing)
+    with pytest.raises(LearnerError, match="was written without a critic"):
+        prepare_standing(everything_config(), tmp_path, list, ALPHABET)
+
+
+def test_a_checkpoint_from_before_there_was_memory_opens(kit, tmp_path):
+    standing = standing_in(tmp_path)
+    folder = save(tmp_path, standing)
+    (folder / "trainer" / "state.json").write_text('{"version": 0, "controller_json": "", "format": 1}')
+    assert load_trainer(folder, standing.trainee).memory == StepMemory()

@@ -12,11 +12,15 @@ import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from asyncrl.clock import SystemClock
-from asyncrl.config.stages import FakeEngineConfig, TransformersEngineConfig
+from asyncrl.config.learner import LearnerConfig, LoRAConfig
+from asyncrl.config.run import RunConfig
+from asyncrl.config.stages import FakeEngineConfig, ScratchModel, TransformersEngineConfig
 from asyncrl.errors import GenerationError
 from asyncrl.generate.engine import Engine, EngineRequest
 from asyncrl.generate.fake_engine import FakeEngine
 from asyncrl.generate.transformers_engine import TransformersEngine
+from asyncrl.learner.lora import open_policy, publishable_tensors
+from asyncrl.models.logprobs import token_logprobs
 from asyncrl.schema.samples import SamplingParams
 
 VOCABULARY = 64
@@ -534,3 +538,108 @@ async def test_sliding_window_shorter_than_the_sequences_is_refused(tmp_path: Pa
     with pytest.raises(GenerationError, match="sliding window of 16 tokens"):
         await engine.start()
     await engine.close()
+
+
+# -- what is built alike at the learner and in the engine ----------------------------------------------------------------
+
+
+def at_learner(policy, prompt: tuple[int, ...], token_ids: list[int], temperature: float) -> list[float]:
+    """Score a completion as the learner does: hidden states, then the output layer over chunks."""
+    ids = torch.tensor([*prompt, *token_ids])
+    with torch.no_grad():
+        hidden = policy.base_model(input_ids=ids[:-1][None], use_cache=False).last_hidden_state[0, len(prompt) - 1 :]
+        head = policy.get_output_embeddings()
+        return token_logprobs(hidden, ids[len(prompt) :], head, temperature=temperature, chunk_tokens=7)[0].tolist()
+
+
+def learner_folder(tmp_path: Path, dtype: torch.dtype = torch.float32) -> Path:
+    """The contract's model with a tokenizer beside it, which the learner wants to see."""
+    folder = tmp_path / "learner"
+    make_model(0, hidden=64).to(dtype).save_pretrained(folder)
+    (folder / "tokenizer.json").write_text("{}")
+    return folder
+
+
+def disturb(tensors: dict[str, torch.Tensor]) -> None:
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for tensor in tensors.values():
+            tensor.add_(torch.randn_like(tensor) * 0.1)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+async def test_an_engine_given_the_adapters_alone_agrees_with_the_learner(tmp_path: Path, temperature: float) -> None:
+    folder, config = learner_folder(tmp_path), RunConfig(learner=LearnerConfig(lora=LoRAConfig(rank=4)), seed=5)
+    policy = open_policy(config, folder)
+    tensors = publishable_tensors(policy)
+    prompt, completions = (5, 6, 7), []
+    engine = await start_plain_engine(config, folder)
+    try:
+        for version in (0, 1):
+            if version:
+                disturb(tensors)
+            await engine.load_weights(version, {name: tensor.detach().clone() for name, tensor in tensors.items()}, "keep")
+            request = make_request(f"r{version}", max_new_tokens=30, temperature=temperature)
+            completions.append(await collect(engine.submit(request)))
+            expected = at_learner(policy, prompt, completions[-1].token_ids, temperature)
+            assert completions[-1].logprobs == pytest.approx(expected, abs=1e-5)
+    finally:
+        await engine.close()
+    assert completions[0].token_ids != completions[1].token_ids, "the adapters are in force"
+
+
+async def start_plain_engine(config: RunConfig, folder: Path) -> TransformersEngine:
+    """Start the engine with what a generator reads of the run's config; the folder's tokenizer is none."""
+    engine = TransformersEngine(
+        TransformersEngineConfig(num_slots=SLOTS, max_sequence_tokens=MAX_TOKENS, dtype=config.learner.dtype),
+        folder,
+        fp32_head=config.model.fp32_head,
+        lora=config.learner.lora,
+    )
+    await engine.start()
+    return engine
+
+
+async def test_an_engine_with_adapters_refuses_whole_weights_and_stays_as_it_was(tmp_path: Path) -> None:
+    config = RunConfig(learner=LearnerConfig(lora=LoRAConfig(rank=4)))
+    folder = learner_folder(tmp_path)
+    policy = open_policy(config, folder)
+    engine = await start_plain_engine(config, folder)
+    try:
+        whole = {name: parameter.detach().clone() for name, parameter in policy.named_parameters()}
+        with pytest.raises(GenerationError, match="tensors this model does not have"):
+            await engine.load_weights(0, whole, "keep")
+        assert engine.version == -1
+        assert engine.model_bytes > sum(parameter.nbytes for parameter in policy.parameters())
+    finally:
+        await engine.close()
+
+
+async def test_with_float32_heads_a_bfloat16_engine_and_learner_give_the_exact_logprobs_of_their_hidden_states(
+    tmp_path: Path,
+) -> None:
+    torch.manual_seed(0)
+    folder, token_ids = learner_folder(tmp_path, torch.bfloat16), torch.randint(0, VOCABULARY, (200,)).tolist()
+    errors = {}
+    for fp32_head in (False, True):
+        config = RunConfig(model=ScratchModel(fp32_head=fp32_head), learner=LearnerConfig(dtype="bfloat16"))
+        policy = open_policy(config, folder)
+        engine = await start_plain_engine(config, folder)
+        try:
+            generated = torch.tensor(await engine.score(token_ids))
+        finally:
+            await engine.close()
+        trained = torch.tensor(at_learner(policy, tuple(token_ids[:1]), token_ids[1:], 1.0))
+        exact = exact_head(policy, token_ids)
+        errors[fp32_head] = [(side - exact).abs().mean().item() for side in (generated, trained)]
+    assert max(errors[True]) < 1e-5
+    assert min(errors[False]) > 1e-3
+
+
+def exact_head(policy, token_ids: list[int]) -> torch.Tensor:
+    """Logprob of each token after the first, the output layer taken in float64 over the hidden states the policy has."""
+    ids = torch.tensor(token_ids)
+    with torch.no_grad():
+        hidden = policy.base_model(input_ids=ids[:-1][None], use_cache=False).last_hidden_state[0]
+        logits = hidden.double() @ policy.get_output_embeddings().weight.double().T
+    return logits.log_softmax(-1).gather(1, ids[1:, None]).squeeze(1)

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from asyncrl.clock import SystemClock
-from asyncrl.config.algorithm import LearnerConfig
+from asyncrl.config.algorithm import AlgorithmConfig, CriticConfig, KLConfig, LearnerConfig
 from asyncrl.config.run import RunConfig, SupervisionConfig
 from asyncrl.config.stages import ScratchModel, WarmStart
 from asyncrl.errors import AsyncRLError, ConfigError, LearnerError
@@ -229,3 +229,52 @@ async def test_a_closed_connection_ends_the_learner_quietly(tmp_path):
         await controller.news(LearnerReady)
         await controller.connection.close()
         assert await controller.ended() is None
+
+
+async def test_a_step_says_how_long_its_parts_took(kit, tmp_path):
+    config = msgspec.structs.replace(CONFIG, learner=LearnerConfig(learning_rate=1e-3, warmup_steps=1, epochs=2))
+    async with learner(tmp_path, config) as controller:
+        await controller.news(LearnerReady)
+        done = await controller.step(kit.batch(kit.samples()))
+    assert done.metrics["time/proximal_s"] > 0
+    assert done.metrics["time/update_s"] > 0
+    assert done.metrics["policy/updates"] == 2
+
+
+async def test_a_change_of_recipe_is_logged_with_its_reason(kit, tmp_path, caplog):
+    caplog.set_level("INFO", "asyncrl.learner.worker")
+    config = msgspec.structs.replace(CONFIG, algorithm=AlgorithmConfig(kind="auto"))
+    far = kit.samples(seed=1)
+    for sample in far:
+        sample["logprobs"] -= 2.0
+    async with learner(tmp_path, config) as controller:
+        await controller.news(LearnerReady)
+        for step, samples in enumerate([kit.samples(), far, far, far]):
+            await controller.step(kit.batch(samples, step=step))
+    said = [record.getMessage() for record in caplog.records if "recipe" in record.getMessage()]
+    assert said[0].startswith("step 0 trains by recipe lagging")
+    assert any("recipe far" in message for message in said)
+    assert len(said) < 4
+
+
+async def test_critic_and_memory_survive_a_restart(kit, tmp_path):
+    algorithm = AlgorithmConfig(advantage="gae", critic=CriticConfig(kind="separate"), kl=KLConfig(target=0.01, horizon=50))
+    config = msgspec.structs.replace(CONFIG, algorithm=algorithm)
+    batches = [kit.batch(kit.samples(seed=step), step=step) for step in range(3)]
+    async with learner(tmp_path / "whole", config) as controller:
+        await controller.news(LearnerReady)
+        expected = [await controller.step(batch) for batch in batches]
+        weights = controller.published[3][0]
+    async with learner(tmp_path / "parts", config) as controller:
+        await controller.news(LearnerReady)
+        for batch in batches[:2]:
+            await controller.step(batch)
+        await controller.connection.send(Checkpoint(2), Lane.CONTROL)
+        await controller.news(CheckpointDone)
+    async with learner(tmp_path / "parts", config) as controller:
+        assert (await controller.news(LearnerReady)).version == 2
+        done = await controller.step(batches[2])
+        got = controller.published[3][0]
+    assert all(torch.equal(weights[name], got[name]) for name in weights)
+    for name in ("kl/coefficient", "value/loss", "value/explained_var", "policy/loss"):
+        assert done.metrics[name] == expected[2].metrics[name]

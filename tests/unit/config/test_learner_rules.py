@@ -1,5 +1,3 @@
-"""What several learner ranks do not go with."""
-
 import pytest
 
 from asyncrl.config.load import parse_config
@@ -7,18 +5,37 @@ from asyncrl.errors import ConfigError
 
 
 @pytest.mark.parametrize(
-    ("learner", "said"),
+    ("learner", "algorithm", "message"),
     [
-        ({"device": "cuda:0"}, "'cuda:0'.*set 'cuda'"),
-        ({"optimizer": "adamw_8bit"}, r"learner.optimizer = 'adamw' \(is 'adamw_8bit'\)"),
-        ({"offload_optimizer": True}, r"offload_optimizer = false \(is true\)"),
+        ({"optimizer": "paged_adamw_8bit"}, {}, r"pages on CUDA only and learner.device is 'cpu': take 'adamw_8bit'"),
+        (
+            {"optimizer": "paged_adamw_8bit", "device": "cuda", "offload_optimizer": True},
+            {},
+            r"set learner.offload_optimizer = false, or take 'adamw_8bit'",
+        ),
+        ({"logprobs": "fused"}, {}, r"runs on CUDA only and learner.device is 'cpu': set 'chunked'"),
+        (
+            {"logprobs": "fused", "device": "cuda:0"},
+            {"entropy_coefficient": 0.01},
+            r"entropy_coefficient is 0.01 and learner.logprobs = 'fused' has no gradient of the entropy",
+        ),
+        ({"lora": {"rank": 0}}, {}, r"rank"),
+        ({"lora": {"ranks": 8}}, {}, r"ranks"),
+        ({"optimizer": "adam_8bit"}, {}, r"adam_8bit"),
     ],
 )
-def test_ranks_are_refused_with(learner, said):
-    parse_config({"learner": learner})
-    with pytest.raises(ConfigError, match=said):
-        parse_config({"learner": {"ranks": 2} | learner})
+def test_settings_that_cannot_go_together_are_refused(learner, algorithm, message):
+    with pytest.raises(ConfigError, match=message):
+        parse_config({"learner": learner, "algorithm": algorithm})
 
 
-def test_ranks_on_a_cpu_are_allowed():
-    assert parse_config({"learner": {"ranks": 2}}).learner.ranks == 2
+@pytest.mark.parametrize(
+    "learner",
+    [
+        {"optimizer": "paged_adamw_8bit", "device": "cuda"},
+        {"optimizer": "adamw_8bit", "offload_optimizer": True, "dtype": "float16"},
+        {"logprobs": "fused", "device": "cuda", "lora": {"rank": 8, "target_modules": ["q_proj"]}},
+    ],
+)
+def test_settings_that_can_go_together_are_read(learner):
+    assert parse_config({"learner": learner}).learner.kind == "builtin"

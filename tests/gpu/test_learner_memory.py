@@ -1,0 +1,93 @@
+"""The learner's ways to save memory that need a GPU, or are different code there: fused logprobs, pinned and paged optimizers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from asyncrl.config.learner import LearnerConfig
+from asyncrl.learner.model import made_ready
+from asyncrl.learner.optim import PolicyOptimizer
+from asyncrl.models.fused import fused_logprobs
+from asyncrl.models.logprobs import token_logprobs
+from asyncrl.models.output_layer import Float32Head
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="not run on a GPU: there is none here"),
+]
+DEVICE = "cuda"
+NUM_STEPS = 5
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize(
+    ("dtype", "fp32_head", "tolerance"), [("float32", False, 1e-4), ("bfloat16", True, 1e-4), ("bfloat16", False, 5e-2)]
+)
+def test_fused_logprobs_have_the_values_and_gradients_of_chunked_ones(dtype, fp32_head, tolerance, temperature):
+    pytest.importorskip("liger_kernel")
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(128, 3000, device=DEVICE).to(getattr(torch, dtype))
+    head = Float32Head(layer) if fp32_head else layer
+    hidden = torch.randn(300, 128, device=DEVICE).to(layer.weight.dtype).requires_grad_()
+    targets, weights = torch.randint(0, 3000, (300,), device=DEVICE), torch.randn(300, device=DEVICE)
+    results = []
+    for way in (fused_logprobs, token_logprobs):
+        logprobs, entropy = way(hidden, targets, head, temperature=temperature, chunk_tokens=64)
+        gradients = torch.autograd.grad((logprobs * weights).sum(), [hidden, *head.parameters()])
+        results.append((logprobs.detach(), entropy.detach(), *gradients))
+    for fused, chunked in zip(*results, strict=True):
+        scale = chunked.float().abs().max().item()
+        torch.testing.assert_close(fused.float(), chunked.float(), rtol=tolerance, atol=tolerance * scale)
+
+
+def weights_after(dtype: str, **learner) -> dict[str, torch.Tensor]:
+    """A model's weights after a few steps."""
+    config = LearnerConfig(dtype=dtype, device=DEVICE, learning_rate=1e-3, warmup_steps=0, **learner)
+    torch.manual_seed(0)
+    llama = LlamaConfig(
+        vocab_size=64, hidden_size=512, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4,
+        max_position_embeddings=64, bos_token_id=None, eos_token_id=1, pad_token_id=None,
+    )  # fmt: skip
+    model = made_ready(LlamaForCausalLM(llama), config)
+    optimizer, ids = PolicyOptimizer(model.named_parameters(), config, NUM_STEPS), torch.arange(48, device=DEVICE)[None]
+    for step in range(NUM_STEPS):
+        optimizer.backward(torch.nn.functional.cross_entropy(model(input_ids=ids).logits[0, :-1].float(), ids[0, 1:]))
+        optimizer.clip()
+        optimizer.step(step)
+    return {name: parameter.detach().float().cpu() for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw_8bit"])
+def test_an_offloaded_optimizer_arrives_where_the_device_s_own_does(dtype, optimizer):
+    own, offloaded = (weights_after(dtype, optimizer=optimizer, offload_optimizer=offload) for offload in (False, True))
+    for name, tensor in own.items():
+        torch.testing.assert_close(offloaded[name], tensor, rtol=0.0, atol=1e-3 if optimizer == "adamw" else 5e-3, msg=name)
+
+
+def test_a_paged_optimizer_arrives_where_the_unpaged_one_does():
+    plain, paged = (weights_after("bfloat16", optimizer=name) for name in ("adamw_8bit", "paged_adamw_8bit"))
+    for name, tensor in plain.items():
+        torch.testing.assert_close(paged[name], tensor, rtol=0.0, atol=1e-3, msg=name)
+
+
+def test_a_paged_optimizer_s_state_is_saved_and_goes_on_to_the_same_bits(tmp_path):
+    config = LearnerConfig(optimizer="paged_adamw_8bit", device=DEVICE, learning_rate=1e-2, warmup_steps=0)
+    torch.manual_seed(0)
+    start, gradients = torch.randn(512, 512, device=DEVICE), torch.randn(4, 512, 512, device=DEVICE)
+    whole = torch.nn.Parameter(start.clone())
+    stepper = PolicyOptimizer([("p", whole)], config, 10)
+    for step in range(4):
+        if step == 2:
+            stepper.save(tmp_path / "state")
+            resumed = torch.nn.Parameter(whole.detach().clone())
+        whole.grad = gradients[step].clone()
+        stepper.step(step)
+    again = PolicyOptimizer([("p", resumed)], config, 10)
+    again.load(tmp_path / "state")
+    for step in (2, 3):
+        resumed.grad = gradients[step].clone()
+        again.step(step)
+    assert torch.equal(whole, resumed)

@@ -84,7 +84,11 @@ def _policy(trainee: Trainee, plan: StepPlan) -> tuple[RowValues | None, RowValu
     for row in plan.rows:
         if plan.needs_proximal:
             outputs = run_row(
-                trainee.model, row, temperature=plan.batch.temperature, chunk_tokens=plan.learner.logprob_chunk_tokens
+                trainee.model,
+                row,
+                temperature=plan.batch.temperature,
+                chunk_tokens=plan.learner.logprob_chunk_tokens,
+                fused=plan.learner.logprobs == "fused",
             )
             proximal.append(outputs.logprobs)
             hidden = outputs.hidden

@@ -80,6 +80,7 @@ class PolicyObjective:
             temperature=plan.batch.temperature,
             chunk_tokens=plan.learner.logprob_chunk_tokens,
             entropy_gradient=plan.algorithm.entropy_coefficient != 0.0,
+            fused=plan.learner.logprobs == "fused",
         )
         inputs, judged = policy_loss(plan, micro, denominators, outputs)
         is_first = self._rows_trained < len(plan.prepared.updates[0])

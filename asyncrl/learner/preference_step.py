@@ -61,6 +61,7 @@ class PreferenceObjective:
             row,
             temperature=self._plan.batch.temperature,
             chunk_tokens=self._plan.learner.logprob_chunk_tokens,
+            fused=self._plan.learner.logprobs == "fused",
         )
         judged = preference_loss(self._inputs(row, outputs.logprobs, reference, update), self._plan.algorithm.preference)
         self._trainee.optimizer.backward(judged.loss)

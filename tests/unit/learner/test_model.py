@@ -11,6 +11,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.learner.model import build_scratch, made_ready, open_model, open_tokenizer, row_logprobs, save_model
 from asyncrl.learner.rows import prepare
 from asyncrl.learner.start import prepare_standing
+from asyncrl.learner.step import train_step
 from asyncrl.learner.tokenizer import character_tokenizer
 from asyncrl.learner.warm_start import StartAbandoned, tokenise, warm_start
 from asyncrl.models.attention import PACKED_ATTENTION
@@ -134,7 +135,9 @@ def test_the_initial_model_is_made_once(tmp_path):
     second = prepare_standing(config, tmp_path, never, ALPHABET)
     assert second.metrics == {}
     assert second.version == 0
-    assert all(torch.equal(a, b) for a, b in zip(first.trainee.model.parameters(), second.trainee.model.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(first.trainee.model.parameters(), second.trainee.model.parameters(), strict=True)
+    )
 
 
 def test_an_abandoned_warm_start_leaves_no_model_behind(tmp_path):
@@ -193,3 +196,9 @@ def test_a_float32_head_is_in_force_where_it_is_asked_for(tmp_path, kit):
     save_model(full, tokenizer, tmp_path / "again")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "again", dtype=torch.bfloat16)
     assert all(torch.equal(a, b) for a, b in zip(half.parameters(), again.parameters(), strict=True))
+
+
+def test_the_learner_s_choice_of_the_fused_kernel_reaches_the_output_layer(kit):
+    config = kit.config({}, {"logprobs": "fused"})
+    with pytest.raises(ConfigError, match=r"learner.logprobs = 'fused' runs on CUDA"):
+        train_step(kit.trainee(kit.model(), config), prepare(kit.batch(kit.samples())), config)

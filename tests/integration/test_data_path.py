@@ -55,15 +55,22 @@ async def test_a_file_of_preferences_is_learned_without_generating(tiny, tmp_pat
 
 
 async def test_every_group_of_remax_has_a_greedy_baseline_beside_its_samples(tiny):
-    config = tiny(num_steps=3, algorithm={"groups_per_step": 4, "group_size": 2, "advantage": "remax"}, eval=NO_EVALUATION)
+    config = tiny(
+        num_steps=3,
+        algorithm={"groups_per_step": 4, "group_size": 2, "advantage": "remax"},
+        eval=NO_EVALUATION,
+        checkpoint={"every_steps": 1, "keep_last": 3},
+    )
     async with asyncrl.Run(config) as run:
         reports, _ = await _finish(run)
     assert len(reports) == 3
     with LedgerReader(run.run_folder) as ledger:
-        group = ledger.group(0)
-        greedy = [ledger.sample(group_id, 2).sample for group_id in ledger.steps()[0].group_ids]
-    assert group.size == 3
-    assert all(not any(sample.logprobs) for sample in greedy)
+        group_ids = ledger.steps()[-1].group_ids
+        sizes = {ledger.group(group_id).size for group_id in group_ids}
+        drawn, greedy = ([ledger.sample(group_id, index).sample for group_id in group_ids] for index in (0, 2))
+    assert sizes == {3}
+    assert not any(any(sample.logprobs) for sample in greedy)
+    assert all(any(sample.logprobs) for sample in drawn)
 
 
 async def test_groups_without_spread_are_not_trained_while_others_come(tiny):

@@ -23,8 +23,10 @@ import torch.distributed as dist
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 LOOPBACK = "127.0.0.1"
-ORDERS_TIMEOUT = timedelta(days=365)
-"""An idle learner has no orders; a rank 0 that is gone is noticed by its closed connections."""
+PATIENCE = timedelta(days=365)
+"""With a rank 0 that makes a model or has no orders; one that is gone is noticed by its closed connections."""
+MUSTER = "muster"
+"""Key of the store that rank 0 sets when it joins."""
 
 
 class TorchRanks:
@@ -96,7 +98,7 @@ def joined_ranks(rank: int, size: int, store: Store, device: str, timeout_s: flo
         size: How many are expected.
         store: Where they find each other: from `host_store` or `guest_store`.
         device: `cpu`, or a CUDA device, which this process then uses by default.
-        timeout_s: Most seconds between the first and the last rank's arrival at a collective.
+        timeout_s: Most seconds between the first and the last rank's arrival at a collective; rank 0 is waited for.
 
     Raises:
         torch.distributed.DistError: Not all came within `timeout_s`.
@@ -108,9 +110,13 @@ def joined_ranks(rank: int, size: int, store: Store, device: str, timeout_s: flo
     if on_gpu:
         torch.cuda.set_device(device)
     backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
+    if rank == 0:
+        store.set(MUSTER, "now")
+    # Rank 0 may take longer to come here than any collective may take: it makes the model first.
+    store.wait([MUSTER], PATIENCE)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
     try:
-        orders = dist.new_group(backend="gloo", timeout=ORDERS_TIMEOUT)
+        orders = dist.new_group(backend="gloo", timeout=PATIENCE)
         yield TorchRanks(orders)
     finally:
         dist.destroy_process_group()

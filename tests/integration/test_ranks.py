@@ -28,10 +28,10 @@ def two_ranks(tiny, tmp_path):
     return make
 
 
-def _followers(run_folder):
-    """Pids of the learner's ranks other than 0: children of the process recorded as the learner."""
+def _ranks(run_folder):
+    """Pids of the learner's ranks: rank 0 is recorded as the learner, the others are its children."""
     learner = json.loads((run_folder / "pids.json").read_text())["processes"]["learner"]["pid"]
-    return [child.pid for child in psutil.Process(learner).children()]
+    return [learner, *(child.pid for child in psutil.Process(learner).children())]
 
 
 def _weights(folder):
@@ -48,7 +48,7 @@ async def test_two_ranks_train_publish_and_checkpoint(two_ranks):
     async with asyncrl.Run(two_ranks(num_steps=4)) as run:
         followers = set()
         async for report in run.steps():
-            followers |= set(_followers(run.run_folder)) if report.version < 4 else set()
+            followers |= set(_ranks(run.run_folder)[1:]) if report.version < 4 else set()
         status = await run.status()
     assert status.phase == "stopped", status.reason
     assert status.version == 4
@@ -60,14 +60,17 @@ async def test_two_ranks_train_publish_and_checkpoint(two_ranks):
 
 
 @pytest.mark.timeout(300)
-async def test_a_killed_rank_takes_the_learner_down_and_the_run_goes_on_from_its_checkpoint(two_ranks):
+@pytest.mark.parametrize("rank", [1, 0])
+async def test_a_killed_rank_takes_the_others_down_and_the_run_goes_on_from_its_checkpoint(two_ranks, rank):
     async with asyncrl.Run(two_ranks(num_steps=8)) as run:
-        killed = []
+        before = []
         async for report in run.steps():
-            if report.version == 4 and not killed:
-                killed = _followers(run.run_folder)
-                os.kill(killed[0], signal.SIGKILL)
+            if report.version == 4 and not before:
+                before = _ranks(run.run_folder)
+                os.kill(before[rank], signal.SIGKILL)
         status = await run.status()
+    assert len(before) == 2
+    assert not any(map(psutil.pid_exists, before))
     assert status.phase == "stopped", status.reason
     assert status.version == 8
     assert {process.name: process.deaths for process in status.processes}["learner"] == 1

@@ -143,7 +143,7 @@ def test_the_initial_model_is_made_once(tmp_path):
 def test_an_abandoned_warm_start_leaves_no_model_behind(tmp_path):
     model = ScratchModel(hidden_size=32, num_layers=1, num_heads=2, warm_start=WarmStart(steps=3))
     with pytest.raises(StartAbandoned):
-        prepare_standing(RunConfig(model=model), tmp_path, sums, ALPHABET, lambda: True)
+        prepare_standing(RunConfig(model=model), tmp_path, sums, ALPHABET, stopped=lambda: True)
     assert not (tmp_path / "model").exists()
 
 

@@ -1,1 +1,1 @@
-"""Models over packed rows: attention, log-probabilities, and how a folder is opened for them. Shared by learner, inference and engine."""
+"""Models alike in learner, inference and engine: packed attention, log-probabilities, output layer, adapters, folders."""

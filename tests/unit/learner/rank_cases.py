@@ -13,12 +13,13 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import conftest as kit
 
-from asyncrl.config.algorithm import CriticConfig
-from asyncrl.config.corrections import MaskedSequence, TruncatedToken
+from asyncrl.config.algorithm import CriticConfig, KLConfig
+from asyncrl.config.corrections import MaskedSequence, SecondMomentMask, TruncatedToken
 from asyncrl.learner.checkpoint import TrainerState, contribute_checkpoint, load_trainer, save_checkpoint
 from asyncrl.learner.critic import SeparateCritic, ValueHead, build_critic_optimizer
 from asyncrl.learner.divided import divider_of, whole_tensors
 from asyncrl.learner.rank_group import guest_store, joined_ranks
+from asyncrl.learner.reference import FrozenReference
 from asyncrl.learner.start import build_trainee
 from asyncrl.learner.step import train_step
 from asyncrl.learner.tokenizer import character_tokenizer
@@ -29,6 +30,8 @@ LEARNER = {"learning_rate": 1e-2, "epsilon": 1e-2, "max_grad_norm": 1e9, "logpro
 """A large epsilon keeps AdamW from turning rounding of tiny gradients into whole steps."""
 DECOUPLED = {"loss": "decoupled_ppo", "corrections": (TruncatedToken(1.1), MaskedSequence()), "entropy_coefficient": 0.01}
 GAE = {"advantage": "gae", "gamma": 0.97, "gae_lambda": 0.9}
+M2PO = {"corrections": (SecondMomentMask(0.02), TruncatedToken(1.5)), "denominator": "kept"}
+KL_REWARD = KLConfig(coefficient=0.3, estimator="k1", where="reward", target=0.01, horizon=50)
 CASES = {
     "tied": {"sizes": {"tie_word_embeddings": True}, "rows": 60, "algorithm": DECOUPLED},
     "untied_two_updates": {"rows": 60, "algorithm": DECOUPLED, "learner": {"minibatches": 2}},
@@ -38,12 +41,18 @@ CASES = {
     "checkpointed_layers": {"rows": 60, "algorithm": DECOUPLED, "learner": {"gradient_checkpointing": True}},
     "value_head": {"rows": 60, "algorithm": GAE | {"critic": CriticConfig(kind="head", learning_rate=1e-2)}},
     "separate_critic": {"rows": 60, "algorithm": GAE | {"critic": CriticConfig(kind="separate", learning_rate=1e-2)}},
+    "kept_over_an_update": {"rows": 60, "algorithm": M2PO, "learner": {"minibatches": 2}},
+    "kl_in_the_reward": {"rows": 60, "algorithm": GAE | {"critic": CriticConfig(learning_rate=1e-2), "kl": KL_REWARD}},
+    "pairs": {"rows": 60, "algorithm": {"kind": "dpo", "group_size": 4}, "learner": {"minibatches": 2}, "has_pairs": True},
 }
 """By name: sizes of the model, tokens of a row, algorithm and learner."""
 
 
-def batch_at(step, tokens_per_row, num_ranks):
-    return kit.batch_of(kit.random_samples(seed=step, groups=4), tokens_per_row, step, temperature=0.9, num_ranks=num_ranks)
+def batch_at(step, tokens_per_row, num_ranks, *, has_pairs=False):
+    samples = kit.random_samples(seed=step, groups=4)
+    for sample in samples if has_pairs else ():
+        sample |= {"pair": sample["group_id"] if sample["index"] < 2 else -1, "is_chosen": sample["index"] == 1}
+    return kit.batch_of(samples, tokens_per_row, step, temperature=0.9, num_ranks=num_ranks)
 
 
 def trainee_of(case, config, ranks):
@@ -53,6 +62,8 @@ def trainee_of(case, config, ranks):
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     trainee = kit.trainee_of(divide.policy(model), config)
     trainee.ranks = ranks
+    if config.algorithm.needs_reference:
+        trainee.reference = FrozenReference(divide.policy(kit.tiny_model(seed=2)), 16)
     if (critic := config.algorithm.critic) is not None:
         made = ValueHead(32) if critic.kind == "head" else SeparateCritic(kit.tiny_model(seed=1).base_model)
         torch.manual_seed(5)
@@ -70,7 +81,8 @@ def run_case(name, ranks, tokens_per_row=None):
     trainee, found = trainee_of(case, config, ranks), {}
     parts = {"policy": (trainee.model, trainee.optimizer), "critic": (trainee.critic, trainee.critic_optimizer)}
     for step in range(STEPS):
-        result = train_step(trainee, batch_at(step, tokens_per_row, ranks.size), config)
+        batch = batch_at(step, tokens_per_row, ranks.size, has_pairs=case.get("has_pairs", False))
+        result = train_step(trainee, batch, config)
         figures = [result.metrics["policy/loss"], result.metrics["policy/grad_norm"], result.metrics.get("value/loss", 0.0)]
         found[f"figures/{step}"] = torch.tensor(figures)
         for part, (module, optimizer) in parts.items():

@@ -26,6 +26,7 @@ import tempfile
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -84,7 +85,7 @@ def run(rounds: int = 0) -> BenchResult:
 def _measure(rounds: int) -> BenchResult:
     work = _make_work()
     sides = {"packed": _packed_side(work), "padded": _padded_side(work), "bare": _bare_side(work), "trl": _trl_side(work)}
-    seconds = interleaved({name: lambda side=side: seconds_of(side) for name, side in sides.items()}, rounds)
+    seconds = interleaved({name: partial(seconds_of, side) for name, side in sides.items()}, rounds)
     ours, whole = _peak_bytes("chunked"), _peak_bytes("whole")
     rates = {f"{name}_tokens_per_s": work.num_tokens / value for name, value in seconds.items()}
     ratios: dict[str, Ratio] = {

@@ -8,6 +8,7 @@ what others use: padding every sample to the longest of the step, and rows fille
 from __future__ import annotations
 
 import statistics
+from functools import partial
 
 import numpy as np
 
@@ -24,12 +25,9 @@ def run(rounds: int = 0) -> BenchResult:
     """Pack `rounds` (0: 25) sets of lengths."""
     sets = [_lengths(seed) for seed in range(rounds or DEFAULT_ROUNDS)]
     pack_lengths(sets[0], CAPACITY)
-    times_ms, bins, bounds = [], 0, 0
-    for lengths in sets:
-        packed: list[list[int]] = []
-        times_ms.append(1e3 * seconds_of(lambda lengths=lengths, packed=packed: packed.extend(pack_lengths(lengths, CAPACITY))))
-        bins += len(packed)
-        bounds += num_bins_at_least(lengths, CAPACITY)
+    times_ms = [1e3 * seconds_of(partial(pack_lengths, lengths, CAPACITY)) for lengths in sets]
+    bins = sum(len(pack_lengths(lengths, CAPACITY)) for lengths in sets)
+    bounds = sum(num_bins_at_least(lengths, CAPACITY) for lengths in sets)
     tokens = sum(map(sum, sets))
     return BenchResult(
         bench="packing",

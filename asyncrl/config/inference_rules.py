@@ -20,9 +20,7 @@ def check_inference(config: RunConfig) -> None:
     rules = {function.name or str(function.__struct_config__.tag) for function in config.reward.functions}
     for name, count in Counter(model.name for model in config.inference.reward_models).items():
         if not name:
-            raise ConfigError(
-                "inference.reward_models: a reward model needs a name; its part of the reward is shown under it"
-            )
+            raise ConfigError("inference.reward_models: a reward model needs a name; its part of the reward is shown under it")
         if count > 1:
             raise ConfigError(f"inference.reward_models: the name {name!r} is given {count} times; names must be unique")
         if name in rules or name == REFERENCE:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import msgspec
-import numpy as np
 import torch
+from transformers import PreTrainedModel
 
 from asyncrl.config.algorithm import AlgorithmConfig
 from asyncrl.config.load import load_config, validated
@@ -22,6 +24,8 @@ from asyncrl.control.evaluation import sampling_of
 from asyncrl.errors import LearnerError
 from asyncrl.generate.engine import EngineRequest
 from asyncrl.generate.transformers_engine import TransformersEngine
+from asyncrl.learner.model import run_row
+from asyncrl.learner.rows import Division, Row, prepare
 from asyncrl.learner.start import prepare_standing
 from asyncrl.learner.step import train_step
 from asyncrl.packing.tensors import pack_step
@@ -32,7 +36,6 @@ from asyncrl.tasks.sampler import PromptSequence
 
 HERE = Path(__file__).parent
 EVALUATE_EVERY = 20
-EVALUATION_PROMPTS = 256
 
 
 class Cell(msgspec.Struct, frozen=True):
@@ -49,7 +52,8 @@ class Outcome(msgspec.Struct, frozen=True):
 
     cell: Cell
     accuracy: list[float]
-    """Sampled, on held-out prompts, before step 0 and then every EVALUATE_EVERY steps and at the end."""
+    """On held-out prompts, before step 0, every EVALUATE_EVERY steps and at the end: the mean probability that the policy gives
+    the right answer and stops, which is the expected reward, without the noise of sampling."""
     kl_max: float
     """Largest mean k3 KL(behaviour || learner) of a step."""
     ess_min: float
@@ -77,7 +81,9 @@ class _Loop:
 
     config: RunConfig
     engine: TransformersEngine
-    tokenizer: object
+    tokenizer: Any
+    token_ids: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """Of prompts met before."""
 
     async def groups(self, prompts: list[Prompt], first_group: int, group_size: int) -> list[ScoredGroup]:
         """Sample and judge `group_size` completions of each prompt."""
@@ -92,7 +98,7 @@ class _Loop:
         ]
 
     async def _sample(self, prompt: Prompt, group_id: int, index: int) -> ScoredSample:
-        prompt_ids = tuple(self.tokenizer(prompt.text)["input_ids"])  # type: ignore[operator]
+        prompt_ids = self._ids(prompt.text)
         seed = derive_seed(self.config.seed, group_id, index)
         request = EngineRequest(f"{group_id}.{index}", prompt_ids, sampling_of(self.config), seed, group_key=str(group_id))
         ids: list[int] = []
@@ -105,12 +111,17 @@ class _Loop:
             versions += chunk.versions
             reason = chunk.finish_reason
         assert reason is not None
-        text = self.tokenizer.decode(ids, skip_special_tokens=True)  # type: ignore[attr-defined]
+        text = self.tokenizer.decode(ids, skip_special_tokens=True)
         sample = Sample(
             group_id, index, 1, ids_to_bytes(list(prompt_ids)), ids_to_bytes(ids), logprobs_to_bytes(logprobs),
             ids_to_bytes(versions), reason, text, "loop", 0.0, 0.0,
         )  # fmt: skip
         return ScoredSample(sample, float(text.strip() == prompt.answer))
+
+    def _ids(self, text: str) -> tuple[int, ...]:
+        if text not in self.token_ids:
+            self.token_ids[text] = tuple(self.tokenizer(text)["input_ids"])
+        return self.token_ids[text]
 
 
 def make_model(folder: Path) -> None:
@@ -132,19 +143,18 @@ async def _run_cell(cell: Cell, algorithm: dict[str, object], folder: Path) -> O
     config = config_of(cell, algorithm)
     task = build_task(config.task, 0)
     prompts = PromptSequence(task.train, config.seed)
-    held_out = list(task.held_out)[:EVALUATION_PROMPTS]
     standing = prepare_standing(config, folder, list, task.alphabet)
     trainee = standing.trainee
     engine = TransformersEngine(config.generate.engine, folder / "model")  # type: ignore[arg-type]
     await engine.start()
     source = _Loop(config, engine, standing.tokenizer)
+    judged = _judged_row(task.held_out, standing.tokenizer)
     past = deque([_copy(trainee.model)], maxlen=cell.lag + 1)
     accuracy, kl, ess, recipes, fault = [], [0.0], [1.0], {}, ""
     sampled_by = -1
     for step in range(cell.num_steps):
         if step % EVALUATE_EVERY == 0:
-            accuracy.append(await _accuracy(source, step, past[-1], held_out))
-            sampled_by = step
+            accuracy.append(_accuracy(trainee.model, judged))
         version = max(0, step - cell.lag)
         if version != sampled_by:
             await engine.load_weights(version, past[0], "keep")
@@ -164,15 +174,30 @@ async def _run_cell(cell: Cell, algorithm: dict[str, object], folder: Path) -> O
         if trainee.memory.recipe:
             recipes[trainee.memory.recipe] = recipes.get(trainee.memory.recipe, 0) + 1
         past.append(_copy(trainee.model))
-    accuracy.append(await _accuracy(source, cell.num_steps, past[-1], held_out))
+    accuracy.append(_accuracy(trainee.model, judged))
     await engine.close()
     return Outcome(cell, accuracy, max(kl), min(ess), recipes, fault, loop.time() - started_s)
 
 
-async def _accuracy(source: _Loop, version: int, weights: dict[str, torch.Tensor], held_out: list[Prompt]) -> float:
-    await source.engine.load_weights(version, weights, "keep")
-    groups = await source.groups(held_out, 10_000_000 * (version + 1), 1)
-    return float(np.mean([group.members[0].reward for group in groups]))
+def _judged_row(prompts: Sequence[Prompt], tokenizer: Any) -> Row:
+    """Return every prompt with its right answer and the end, packed."""
+    members = []
+    for number, prompt in enumerate(prompts):
+        answer = [*tokenizer(prompt.answer, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+        sample = Sample(
+            number, 0, 1, ids_to_bytes(tokenizer(prompt.text)["input_ids"]), ids_to_bytes(answer),
+            logprobs_to_bytes([0.0] * len(answer)), ids_to_bytes([0] * len(answer)), "stop", "", "", 0.0, 0.0,
+        )  # fmt: skip
+        members.append(ScoredGroup(number, prompt, (ScoredSample(sample, 0.0),)))
+    (update,) = prepare(pack_step(0, members, tokens_per_row=1 << 20, temperature=1.0), Division(1)).updates
+    return update[0]
+
+
+@torch.no_grad()
+def _accuracy(model: PreTrainedModel, judged: Row) -> float:
+    logprobs = run_row(model, judged, temperature=1.0, chunk_tokens=1024).logprobs
+    sums_S = torch.zeros(len(judged.sample_index), dtype=logprobs.dtype).index_add(0, judged.sequence_ids, logprobs)
+    return sums_S.exp().mean().item()
 
 
 def _copy(model: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -54,8 +54,8 @@ def table(results: dict[str, dict[str, float]]) -> str:
     lines = [
         "# The quickstart by four algorithms",
         "",
-        "`python experiments/quickstart_algorithms/run.py`: the quickstart's task, model and processes; only the algorithm differs.",
-        f"Sampled accuracy on 512 held-out sums; the bar is to double and to pass {BAR}.",
+        "`python experiments/quickstart_algorithms/run.py`: the quickstart's task, model and processes; only the algorithm",
+        f"differs. Sampled accuracy on 512 held-out sums; the bar is to double and to pass {BAR}.",
         "",
         "| algorithm | before | after | steps | seconds, whole run |",
         "|---|---|---|---|---|",

@@ -28,7 +28,7 @@ def main() -> None:
     parser.add_argument("--methods", default="", help="comma-separated; default: all")
     parser.add_argument("--lags", default=",".join(map(str, LAGS)))
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--steps", type=int, default=80)
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--out", type=Path, default=HERE)
     arguments = parser.parse_args()

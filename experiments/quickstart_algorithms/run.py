@@ -29,7 +29,8 @@ async def train(name: str, overrides: list[str], folder: Path) -> dict[str, floa
     if status.phase != "stopped":
         raise SystemExit(f"{name}: {status.phase}: {status.reason}")
     lines = (run.run_folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    accuracy = [row["eval/accuracy"] for row in map(json.loads, lines) if "eval/accuracy" in row]
+    rows = [json.loads(line)["metrics"] for line in lines]
+    accuracy = [row["eval/accuracy"] for row in rows if "eval/accuracy" in row]
     return {"before": accuracy[0], "after": accuracy[-1], "steps": config.num_steps, "seconds": time.monotonic() - started_s}
 
 

@@ -39,15 +39,27 @@ format: install
 	$(BIN)/ruff format asyncrl tests experiments
 	$(BIN)/ruff check --fix asyncrl tests experiments
 
+# The learner's benchmark measures TRL beside us: the extra `bench`.
 bench: install
-	for name in transport broadcast engine pipeline; do $(BIN)/asyncrl bench $$name || exit 1; done
+	$(BIN)/pip install -q -e '.[bench]' -c requirements.lock
+	for name in transport broadcast engine pipeline packing learner; do $(BIN)/asyncrl bench $$name || exit 1; done
 
 gpu: install
+	$(BIN)/pip install -q -e '.[dev,fused]' -c requirements.lock
 	bash scripts/gpu_check.sh
 
-# Write the versions that are installed now as the locked set.
+# Write what an empty environment gets, so that nothing installed by hand is locked. Versions stay those of the present lock where
+# there are any; `make lock KEEP=` takes the newest.
+LOCKENV := build/lockenv
+KEEP ?= -c requirements.lock
 lock:
-	$(BIN)/pip freeze --exclude-editable --exclude asyncrl | sed 's/+cpu//' > requirements.lock
+	rm -rf $(LOCKENV)
+	$(PYTHON) -m venv $(LOCKENV)
+	$(LOCKENV)/bin/pip install -q $(TORCH) $(KEEP)
+	$(LOCKENV)/bin/pip install -q -e '.[dev]' $(KEEP)
+	$(LOCKENV)/bin/pip freeze --exclude-editable --exclude asyncrl > $(LOCKENV)/frozen
+	sed 's/+cpu//' $(LOCKENV)/frozen > requirements.lock
+	rm -rf $(LOCKENV)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

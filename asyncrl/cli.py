@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 import typer
 
 from asyncrl import __version__
+from asyncrl.bench.registry import BENCHMARKS
 from asyncrl.errors import AsyncRLError, ConfigError, RunError
 
 if TYPE_CHECKING:
@@ -144,7 +145,7 @@ def trace(folder: RunArgument = None) -> None:
 
 @app.command()
 def bench(
-    name: Annotated[str, typer.Argument(help="transport, broadcast, engine or pipeline.")],
+    name: Annotated[str, typer.Argument(help=f"One of {', '.join(BENCHMARKS)}.")],
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")] = False,
     rounds: Annotated[
         int, typer.Option(help="Interleaved rounds, of which medians are taken. 0: the benchmark's own number.", min=0)

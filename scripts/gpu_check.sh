@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Everything that only an accelerator can show: GPU tests, benchmarks, and a short run on the device.
+# Everything that only an accelerator can show: GPU tests, benchmarks, and short runs on the device.
 # Usage: bash scripts/gpu_check.sh [RESULTS_FOLDER]   (default: gpu-results/; python from $PYTHON, .venv or the PATH)
+# Needs asyncrl[dev,fused]: `make gpu` installs it first. What was skipped is printed at the end and is in skipped.txt.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 out=${1:-gpu-results}
@@ -12,11 +13,26 @@ if not torch.cuda.is_available():
     sys.exit(1)
 print(torch.cuda.get_device_name(0), torch.__version__, torch.version.cuda)
 PY
+rm -f "$out/NOT_RUN"
 rc=0
-"$python" -m pytest -m gpu -v tests/gpu 2>&1 | tee "$out/tests.txt" || rc=1
+
+# on_device NAME [--set ...]: the quickstart with learner and engines on the device.
+on_device() {
+  local name=$1
+  shift
+  "$python" -m asyncrl run configs/quickstart.toml --plain --set folder="$out" --set name="$name" \
+    --set learner.device=cuda --set generate.engine.device=cuda "$@" >"$out/$name.txt" 2>&1 || { echo "FAILED: $name"; rc=1; }
+}
+
+"$python" -m pytest -m gpu -v -rs tests/gpu 2>&1 | tee "$out/tests.txt" || rc=1
 for name in broadcast engine; do
-  "$python" -m asyncrl bench "$name" --json >"$out/bench-$name.json" 2>"$out/bench-$name.log" || rc=1
+  "$python" -m asyncrl bench "$name" --json >"$out/bench-$name.json" 2>"$out/bench-$name.log" || { echo "FAILED: bench $name"; rc=1; }
 done
-"$python" -m asyncrl run configs/quickstart.toml --plain --set folder="$out" --set name=quickstart-gpu \
-  --set learner.device=cuda --set generate.engine.device=cuda >"$out/quickstart.txt" 2>&1 || rc=1
+on_device quickstart-gpu
+on_device quickstart-gpu-lowbit --set num_steps=100 --set learner.dtype=bfloat16 --set generate.engine.dtype=bfloat16 \
+  --set model.fp32_head=true --set learner.logprobs=fused --set learner.optimizer=paged_adamw_8bit
+on_device quickstart-gpu-lora --set num_steps=100 --set learner.lora.rank=8
+
+echo "skipped:"
+grep '^SKIPPED' "$out/tests.txt" | tee "$out/skipped.txt" || echo "nothing"
 exit $rc

@@ -1,7 +1,7 @@
 """Which members of a scored group are trained, and whether the group is worth a step at all.
 
 One answer for everybody who asks: the buffer drops groups that teach nothing and counts the age of trained tokens only, packing
-masks and pairs. Pure Python, no torch. Called by buffer/state.py, buffer/buffer.py and packing/roles.py.
+masks and pairs. Pure Python, no torch. Called by buffer/ and packing/roles.py.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ NO_PAIR = "no pair"
 """No two members make a preference pair."""
 TRUNCATED = "truncated"
 """Every member was cut off by the length limit, and such members are not trained."""
-SCREENED = (NO_SPREAD, NO_PAIR, TRUNCATED)
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,7 +57,7 @@ from asyncrl.buffer.replies import Receipt, ReturnedPrompt, TakenStep, Waiting, 
 from asyncrl.buffer.restore import Restored
 from asyncrl.buffer.staleness import VersionCounts, staleness_figures
 from asyncrl.buffer.state import BufferState, Counts
-from asyncrl.buffer.validate import SampleRefusedError, examine, score_error
+from asyncrl.buffer.validate import SampleRefusedError, examine, group_error, score_error
 from asyncrl.errors import LedgerError
 from asyncrl.schema.samples import Prompt, Sample, SampleFailure, Score, ScoreRequest
 
@@ -237,11 +237,8 @@ class Buffer:
             counts = [examine(sample, newest_version=self.newest_version, max_tokens=self._tokens_per_row) for sample in samples]
         except SampleRefusedError as error:
             return Receipt("refused", f"invalid sample from {submitter}: {error}")
-        if not samples or len({sample.prompt_ids for sample in samples}) != 1:
-            return Receipt("refused", f"a group is 1 or more samples of one prompt; got {len(samples)} samples")
-        greedy = self.state.limits.screen.greedy_index
-        if greedy >= len(samples):
-            return Receipt("refused", f"member {greedy} of a group is its greedy baseline (ReMax); got {len(samples)} samples")
+        if refusal := group_error(samples, self.state.limits.screen, self._tokens_per_row):
+            return Receipt("refused", refusal)
         oldest = min(each[0][0] for each in counts)
         if not self.state.has_place(oldest):
             return Receipt("refused", f"no place for a group with tokens of version {oldest} now; try again after the next step")

@@ -224,4 +224,16 @@ class ScreenLifted:
     """Groups dropped one after the other before."""
 
 
-BufferInstruction = ScoreMember | GroupMoved | Reissue | ReturnPrompt | TakeGroups | Wait | NotEnough | ScreenLifted
+@dataclass(frozen=True, slots=True)
+class ScreenStands:
+    """Many groups in a row could not be trained at all, this one included; sampling goes on."""
+
+    group_id: int
+    reason: str
+    num_dropped: int
+    """Groups dropped one after the other, this one included."""
+
+
+BufferInstruction = (
+    ScoreMember | GroupMoved | Reissue | ReturnPrompt | TakeGroups | Wait | NotEnough | ScreenLifted | ScreenStands
+)

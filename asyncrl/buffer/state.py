@@ -2,8 +2,8 @@
 
 Owns the ledger states. Every group ever issued is in exactly one of: running, scoring, ready, taken, trained, dropped(reason),
 failed(reason); `issued` is the sum of all, always. Running, scoring and ready groups are `Group`s; taken and trained ones are the
-group ids of their step; dropped and failed ones are a count by reason. A group that is scored and teaches nothing (screening) is
-dropped instead of becoming ready and its prompt is not issued again, but only so many in a row: then the run takes what it gets.
+group ids of their step; dropped and failed ones are a count by reason. A group that is scored and teaches nothing
+(buffer/screening.py) is dropped instead of becoming ready, and its prompt is not issued again.
 
 Invariants (`check_invariants`): conservation; a step has exactly B groups and no group is in two steps; steps are taken in order,
 without a gap; a step once taken keeps its groups for ever, so that it can be repeated after the learner died; no trained token is
@@ -18,7 +18,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
-from asyncrl.algorithms.screening import objection
+from asyncrl.algorithms.screening import NO_PAIR
 from asyncrl.buffer.books import STALE, BufferLimits, Counts, Policy, StepRecord
 from asyncrl.buffer.events import (
     BufferEvent,
@@ -39,7 +39,6 @@ from asyncrl.buffer.events import (
     SampleFinished,
     SampleScored,
     ScoreMember,
-    ScreenLifted,
     StepsForgotten,
     StepTrained,
     TakeGroups,
@@ -48,6 +47,7 @@ from asyncrl.buffer.events import (
 )
 from asyncrl.buffer.group import Group
 from asyncrl.buffer.invariants import check_group, check_steps
+from asyncrl.buffer.screening import Screening
 from asyncrl.buffer.selection import Aged, Choice, choose_by_deadline, choose_oldest
 from asyncrl.buffer.staleness import staleness_figures
 
@@ -85,8 +85,7 @@ class BufferState:
         """Steps taken so far; the next new one."""
         self.returned: dict[int, int] = {}
         """Dropped and failed groups whose prompt waits to be issued again, and how often it failed."""
-        self._screened_in_row = 0
-        """Groups that the screen objected to since it last liked one; in this process."""
+        self._screening = Screening(limits)
         self._forgotten_trained = 0
         self._dropped: Counter[str] = Counter()
         self._failed: Counter[str] = Counter()
@@ -318,16 +317,10 @@ class BufferState:
         return (group.last_failure or "no reason given") if len(group.scored) - has_baseline < needed else ""
 
     def _screened(self, group: Group, now: float) -> list[BufferInstruction]:
-        """Make a scored group ready, or drop it where it teaches nothing and not too many before it did not either."""
-        limits = self.limits
-        group.settle(limits.screen)
-        reason = objection(group.judged, limits.screen)
-        num_before, self._screened_in_row = self._screened_in_row, self._screened_in_row + 1 if reason else 0
-        most = limits.max_resamples * limits.groups_per_step
-        if reason and num_before < most:
-            return self._end(group, "dropped", reason, now, returns=False)
-        lifted = [ScreenLifted(group.group_id, reason, most)] if reason and num_before == most else []
-        return [*lifted, self._move(group, "ready", now)]
+        reason, said = self._screening.judge(group)
+        if reason:
+            return [*said, *self._end(group, "dropped", reason, now, returns=False)]
+        return [*said, self._move(group, "ready", now)]
 
     def _move(self, group: Group, after: GroupState, now: float) -> GroupMoved:
         before, group.state = group.state, after
@@ -360,7 +353,7 @@ class BufferState:
         if event.step < self.next_step:
             return [self._repeat(event.step)]
         assert event.step == self.next_step, f"step {self.next_step} is next, not {event.step}"
-        instructions = self._drop_stale(event.step, now)
+        instructions = self._drop_unfit(event.step, now)
         ready = [group for group in self.groups.values() if group.state == "ready"]
         choice = self._choose(event.step, [(group.oldest, group.group_id) for group in ready])
         if choice.take:
@@ -378,13 +371,18 @@ class BufferState:
             step, ready, unfinished, max_staleness=limits.max_staleness, groups_per_step=limits.groups_per_step
         )
 
-    def _drop_stale(self, step: int, now: float) -> list[BufferInstruction]:
-        """Drop every ready group that could not be trained at `step` without breaking the bound; the last guard of eta."""
+    def _drop_unfit(self, step: int, now: float) -> list[BufferInstruction]:
+        """Drop every ready group that could not be trained at `step` without breaking the bound; the last guard of eta.
+
+        So is a group without a pair, which became ready before a resume that asks for preferences.
+        """
         oldest_allowed = step - self.limits.max_staleness
         masks = self.limits.policy == "mask"
         instructions: list[BufferInstruction] = []
-        for group in list(self.groups.values()):
-            if group.state == "ready" and (group.newest if masks else group.oldest) < oldest_allowed:
+        for group in [group for group in self.groups.values() if group.state == "ready"]:
+            if not group.trained:
+                instructions += self._end(group, "dropped", NO_PAIR, now, returns=False)
+            elif (group.newest if masks else group.oldest) < oldest_allowed:
                 instructions += self._end(group, "dropped", STALE, now)
         return instructions
 

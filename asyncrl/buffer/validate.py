@@ -6,9 +6,11 @@ Pure; called by buffer/buffer.py once a sample, on the controller's event loop, 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from asyncrl.algorithms.screening import Screen
 from asyncrl.buffer.staleness import VersionCounts
 from asyncrl.schema.samples import Sample, Score, ids_from_bytes, logprobs_from_bytes
 
@@ -46,6 +48,37 @@ def examine(sample: Sample, *, newest_version: int, max_tokens: int) -> VersionC
             f"versions span {counts[0][0]} to {counts[-1][0]}, but only 0 to {newest_version} were ever published"
         )
     return counts
+
+
+def group_error(samples: Sequence[Sample], screen: Screen, tokens_per_row: int) -> str:
+    """Return why these samples, each of them valid, cannot be a group, or nothing.
+
+    Args:
+        samples: By index.
+        screen: Of the run; two samples of a preference pair share a row, and any two that may be paired are asked to fit.
+        tokens_per_row: Row budget; 0: no limit.
+    """
+    if not samples or len({sample.prompt_ids for sample in samples}) != 1:
+        return f"a group is 1 or more samples of one prompt; got {len(samples)} samples"
+    if screen.greedy_index >= len(samples):
+        return f"member {screen.greedy_index} of a group is its greedy baseline (ReMax); got {len(samples)} samples"
+    longest = tokens_together(samples, screen)
+    if tokens_per_row and longest > tokens_per_row:
+        return (
+            f"its two longest samples have {longest} tokens with their prompts, and a preference pair shares a row of "
+            f"{tokens_per_row} (packing.tokens_per_row)"
+        )
+    return ""
+
+
+def tokens_together(samples: Iterable[Sample], screen: Screen) -> int:
+    """Return the most tokens of a group that may have to share a row: its longest sample, or two where there may be a pair."""
+    sizes, paired = [0], [0, 0]
+    for sample in samples:
+        sizes.append(len(sample.prompt_ids) // 4 + sample.num_tokens)
+        if screen.preference is not None and not (screen.mask_truncated and sample.finish_reason == "length"):
+            paired.append(sizes[-1])
+    return max(max(sizes), sum(sorted(paired)[-2:]))
 
 
 def score_error(score: Score, num_tokens: int) -> str:

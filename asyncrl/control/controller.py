@@ -242,6 +242,7 @@ class Controller:
             self._finish_evaluation()
             now = self.clock.now()
             self.reporter.tick()
+            self.watchdog.sampling_in_vain(bool(self.flow.fruitless))
             stall = self.watchdog.check(now, self.waits(now), self._queues(), working_of(self.supervisor.heartbeats.values()))
             if stall is not None:
                 self.post(Stalled(stall.reason))
@@ -347,7 +348,7 @@ class Controller:
     def _on_sample(self, _: Peer, delivery: Delivery) -> None:
         sample = delivery.message
         assert isinstance(sample, Sample)
-        self.watchdog.moved("generated", self.clock.now())
+        self.watchdog.moved("evaluated" if sample.purpose == "eval" else "generated", self.clock.now())
         self.reporter.note_sample(sample)
         self.flow.take_sample(sample, delivery.ack)
 
@@ -360,7 +361,7 @@ class Controller:
     def _on_score(self, _: Peer, delivery: Delivery) -> None:
         answer = delivery.message
         assert isinstance(answer, Score | InferResult)
-        self.watchdog.moved("scored", self.clock.now())
+        self.watchdog.moved("evaluated" if answer.purpose == "eval" else "scored", self.clock.now())
         self.reporter.note_judged(answer)
         score = self.flow.take_answer(answer, delivery.ack)
         if score is not None:
@@ -508,6 +509,8 @@ class Controller:
         waits = waits_of(self.supervisor.heartbeats.values())
         if self.feed.waiting:
             waits.append(Wait("controller", self.feed.waiting, self.feed.waiting_since_s or now))
+        if self.flow.fruitless:
+            waits.append(Wait("controller", self.flow.fruitless, self.feed.waiting_since_s or now))
         held = self.flow.admission.why_nothing()
         if held and any(wait.who.startswith("generator") for wait in waits):
             waits.append(Wait("admission", held, now))

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 import msgspec
 
 from asyncrl.buffer.buffer import Buffer, Receipt, WorkOrder
-from asyncrl.buffer.events import BufferInstruction, GroupMoved, Reissue, ScoreMember, ScreenLifted
+from asyncrl.buffer.events import BufferInstruction, GroupMoved, Reissue, ScoreMember, ScreenLifted, ScreenStands
 from asyncrl.clock import Clock
 from asyncrl.config.run import RunConfig
 from asyncrl.control.evaluation import Evaluation, sampling_of
@@ -46,6 +46,10 @@ from asyncrl.tasks.sampler import PromptSequence
 
 log = logging.getLogger(__name__)
 
+FRUITLESS_ADVICE = (
+    "and supervision.stall_timeout_s ends a run that trains nothing; look at the rewards, at algorithm.preference (pairs, "
+    "chosen_at_least, rejected_at_most), at algorithm.group_size and generate.sampling.temperature"
+)
 EVALUATION_ROOM = 2
 """Evaluation samples a generator may hold, in multiples of its slots."""
 
@@ -63,6 +67,8 @@ class Flow:
         self.desk = ScoringDesk({model.name: model.weight for model in config.inference.reward_models})
         self.refused_samples = 0
         self.generated_tokens = 0
+        self.fruitless = ""
+        """What has not come for long though samples do, in words: then only a trained step is progress. Else empty."""
         self.changed: Callable[[], None] = lambda: None
         """Called whenever a step may have become possible."""
         self._config = config
@@ -193,6 +199,9 @@ class Flow:
                     "same (algorithm.max_resamples): the task is too easy, too hard, or its answers do not fit",
                     item.num_dropped, item.reason, item.group_id,
                 )  # fmt: skip
+            elif isinstance(item, ScreenStands):
+                self.fruitless = f"a group with a preference pair: {item.num_dropped} in a row had none and were dropped"
+                log.warning("waiting for %s; sampling goes on, %s", self.fruitless, FRUITLESS_ADVICE)
 
     def pump(self) -> None:
         """Send what can be sent: evaluation prompts, groups that found a window full, reward requests."""
@@ -225,6 +234,7 @@ class Flow:
 
     def _note_move(self, move: GroupMoved) -> None:
         if move.after == "ready" and move.before in {"running", "scoring"}:
+            self.fruitless = ""
             self._tell(GroupIsReady(move.group_id))
         elif move.after in {"dropped", "failed"}:
             log.debug("group %d %s: %s", move.group_id, move.after, move.reason)

@@ -14,6 +14,8 @@ from asyncrl.schema.control import Heartbeat
 
 PATIENCE_WITH_WORK = 6
 """Times the stall time-out, while some process says that it works: a warm start or a long step moves nothing that others see."""
+SAMPLING = frozenset({"generated", "scored"})
+"""What is no progress while it comes to nothing."""
 UPSTREAM = ("learner", "controller", "reward", "inference", "generator")
 """Against the flow of the data: each waits for what comes after it, and the last for the first (weights)."""
 
@@ -38,11 +40,12 @@ class StallReport:
     stalled_s: float
     chain: str
     queues: str
+    what: str = "nothing moved"
 
     @property
     def reason(self) -> str:
         """Return the sentence that the run ends with."""
-        return f"nothing moved for {self.stalled_s:.0f} s (supervision.stall_timeout_s): {self.chain}; {self.queues}"
+        return f"{self.what} for {self.stalled_s:.0f} s (supervision.stall_timeout_s): {self.chain}; {self.queues}"
 
 
 def waits_of(heartbeats: Iterable[Heartbeat]) -> list[Wait]:
@@ -95,11 +98,17 @@ class Watchdog:
         self._moved_s: dict[str, float] = {}
         self._since_s = now
         self._held = False
+        self._fruitless = False
 
     def moved(self, what: str, now: float) -> None:
-        """Note progress: `generated`, `scored`, `trained`, `prepared`, `live`, whatever tells that the run moves."""
+        """Note progress: `generated`, `scored`, `trained`, `evaluated`, `live`, whatever tells that the run moves."""
         self._moved_s[what] = now
-        self._since_s = max(self._since_s, now)
+        if not (self._fruitless and what in SAMPLING):
+            self._since_s = max(self._since_s, now)
+
+    def sampling_in_vain(self, in_vain: bool) -> None:
+        """While it is, new samples and scores are no progress, and of those at work only the learner buys time."""
+        self._fruitless = in_vain
 
     def hold(self, now: float, *, held: bool) -> None:
         """Stop or restart the count: nothing is expected to move in a paused run."""
@@ -120,12 +129,15 @@ class Watchdog:
             working: Names of processes that wait for nothing.
         """
         stalled_s = now - self._since_s
+        if self._fruitless:
+            working = [name for name in working if name.partition("-")[0] == "learner"]
         if self._held or stalled_s <= self._timeout_s * (PATIENCE_WITH_WORK if working else 1):
             return None
         chain = wait_chain(waits, now) or f"nobody says what it waits for; last seen: {self._last_moves(now)}"
         chain += f"; at work, as they say: {', '.join(working)}" if working else ""
         depths = ", ".join(f"{count} {name}" for name, count in queues.items())
-        return StallReport(stalled_s, chain, f"queues: {depths or 'none'}")
+        what = "nothing was trained" if self._fruitless else "nothing moved"
+        return StallReport(stalled_s, chain, f"queues: {depths or 'none'}", what)
 
     def _last_moves(self, now: float) -> str:
         moves = sorted(self._moved_s.items(), key=lambda item: item[1])

@@ -38,8 +38,8 @@ def roles_of(step: int, groups: Sequence[ScoredGroup], screen: Screen) -> list[R
         roles += _paired(group, screen, len(roles) // 2)
     if not roles:
         raise ConfigError(
-            f"step {step} has nothing to train: none of its {len(groups)} groups has a preference pair, and "
-            "algorithm.max_resamples is used up; look at the rewards, or at algorithm.preference"
+            f"step {step} has nothing to train: none of its {len(groups)} groups has a preference pair; the buffer gives a step "
+            "only groups that have one, so these come from elsewhere: leave them out (algorithm.preference says what a pair is)"
         )
     return roles
 

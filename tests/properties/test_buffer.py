@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from asyncrl.algorithms.screening import NO_PAIR, NO_SPREAD, SCREENED, TRUNCATED, members_of, trained_members
+from asyncrl.algorithms.screening import NO_PAIR, NO_SPREAD, TRUNCATED, members_of, trained_members
 from asyncrl.buffer.buffer import Buffer
 from asyncrl.buffer.events import GroupMoved, Reissue, ReturnPrompt, ScreenLifted
 from asyncrl.buffer.opening import open_buffer
@@ -38,6 +38,8 @@ from asyncrl.generate.admission import (
     VersionIsLive,
 )
 from asyncrl.schema.samples import Prompt, Sample, SampleFailure, Score, ids_to_bytes, logprobs_to_bytes
+
+SCREENED = {NO_SPREAD, NO_PAIR, TRUNCATED}
 
 
 class HoldingLedger:
@@ -190,9 +192,10 @@ class RunLife(RuleBasedStateMachine):
         most = self.config.algorithm.max_resamples * self.config.algorithm.groups_per_step
         if item.after == "ready":
             assert not objection or self.objected_in_row >= most, f"{item} should have been dropped: {objection}"
+            assert objection != NO_PAIR, f"{item} could not be trained"
         else:
             assert item.reason == objection
-            assert self.objected_in_row < most, f"{item} is one too many in a row"
+            assert objection == NO_PAIR or self.objected_in_row < most, f"{item} is one too many in a row"
         self.objected_in_row = self.objected_in_row + 1 if objection else 0
 
     def follow(self, instructions):

@@ -408,6 +408,32 @@ def test_reference_logprobs_that_do_not_fit_fail_the_member(buffer, reference):
     assert "reference logprobs" in buffer.state.groups[other].last_failure
 
 
+@pytest.mark.parametrize(("num_tokens", "status"), [((2, 58), "stored"), ((60, 61), "refused")])
+def test_a_group_from_outside_whose_pair_could_not_share_a_row_is_refused(tmp_path, num_tokens, status):
+    config = parse_config({
+        "algorithm": {"kind": "dpo", "groups_per_step": 1, "group_size": 2},
+        "generate": {"engine": {"kind": "fake", "max_sequence_tokens": 32}, "sampling": {"max_new_tokens": 8}},
+        "packing": {"tokens_per_row": 64},
+    })
+    buffer = open_buffer(config, tmp_path)
+    samples = [_long_sample(index, num) for index, num in enumerate(num_tokens)]
+    receipt = buffer.submit_group(Prompt("theirs"), samples, "notebook", 1.0)
+    assert receipt.status == status
+    if status == "refused":
+        assert receipt.reason.endswith(
+            "have 125 tokens with their prompts, and a preference pair shares a row of 64 (packing.tokens_per_row)"
+        )
+    buffer.check()
+    buffer.close()
+
+
+def _long_sample(index, num_tokens):
+    return _sample(
+        0, index, token_ids=ids_to_bytes([3] * num_tokens), logprobs=logprobs_to_bytes([-0.5] * num_tokens),
+        versions=ids_to_bytes([0] * num_tokens),
+    )  # fmt: skip
+
+
 def test_a_ledger_of_the_first_schema_is_brought_up_and_goes_on(reopen, tmp_path):
     buffer = reopen()
     _finish(buffer, _issue(buffer))

@@ -19,6 +19,7 @@ from asyncrl.buffer.events import (
     SampleScored,
     ScoreMember,
     ScreenLifted,
+    ScreenStands,
     StepsForgotten,
     StepTrained,
     TakeGroups,
@@ -26,6 +27,7 @@ from asyncrl.buffer.events import (
     Wait,
 )
 from asyncrl.buffer.state import MOST_REASONS, OTHER_REASONS, BufferLimits, BufferState
+from asyncrl.config.algorithm import PreferenceConfig
 
 
 class Machine:
@@ -327,6 +329,31 @@ def test_the_limit_of_drops_in_a_row_is_in_multiples_of_the_groups_of_a_step():
     machine = Machine(screen=Screen(drop_equal=True), max_resamples=2, groups_per_step=3, max_staleness=9)
     moves = [_scored_group(machine, [1.0, 1.0])[1][-1].after for _ in range(8)]
     assert moves == ["dropped"] * 6 + ["ready"] * 2
+
+
+def test_groups_without_a_pair_are_never_ready_and_that_is_said_at_every_multiple_of_the_limit():
+    machine = Machine(screen=Screen(preference=PreferenceConfig()), max_resamples=2, max_staleness=9)
+    said = []
+    for number in range(6):
+        group, last = _scored_group(machine, [1.0, 1.0])
+        assert last[-1] == GroupMoved(group, "scoring", "dropped", "no pair")
+        said += [(number, item) for item in last if isinstance(item, ScreenStands)]
+    assert said == [(n, ScreenStands(n, "no pair", n + 1)) for n in (1, 3, 5)]
+    assert _scored_group(machine, [1.0, 0.0])[1][-1].after == "ready"
+    assert [type(item) for item in _scored_group(machine, [1.0, 1.0])[1]] == [GroupMoved]
+
+
+def test_a_group_that_became_ready_before_pairs_were_asked_for_is_dropped_when_a_step_is_taken():
+    machine = Machine(max_staleness=9)
+    without, _ = _scored_group(machine, [1.0, 1.0])
+    paired, _ = _scored_group(machine, [1.0, 0.0])
+    resumed = Machine(screen=Screen(preference=PreferenceConfig()), max_staleness=9)
+    resumed.state.restore(
+        machine.state.groups.values(), (), next_group_id=2, dropped={}, failed={}, returned={}, forgotten_steps=0
+    )
+    dropped, taken = resumed(TakeStep(0))
+    assert dropped == GroupMoved(without, "ready", "dropped", "no pair")
+    assert taken.group_ids == (paired,)
 
 
 def test_a_group_without_its_greedy_member_fails_with_the_reason_of_that_member():

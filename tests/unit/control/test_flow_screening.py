@@ -91,6 +91,24 @@ async def test_when_nothing_has_spread_the_run_still_comes_to_its_end_and_says_w
     assert "algorithm.max_resamples" in message
 
 
+async def test_a_run_without_pairs_goes_on_sampling_and_says_so_at_every_multiple_until_one_comes(tmp_path, caplog):
+    run = Run(tmp_path, kind="dpo", max_resamples=3)
+    await run.start()
+    with caplog.at_level(logging.WARNING):
+        for _ in range(6 * B):
+            run.answer(await run.next_work(), [1.0, 1.0])
+    assert run.buffer.counts().dropped == {"no pair": 6 * B}
+    assert [record.args[0].partition(":")[2] for record in caplog.records] == [
+        " 6 in a row had none and were dropped",
+        " 12 in a row had none and were dropped",
+    ]
+    for knob in ("algorithm.preference", "algorithm.group_size", "generate.sampling.temperature", "stall_timeout_s"):
+        assert knob in caplog.records[0].getMessage()
+    assert run.flow.fruitless == "a group with a preference pair: 12 in a row had none and were dropped"
+    run.answer(await run.next_work(), [0.0, 1.0])
+    assert (run.flow.fruitless, run.buffer.counts().ready) == ("", 1)
+
+
 @pytest.mark.parametrize(("advantage", "greedy_index", "indices"), [("grpo", -1, (0, 1)), ("remax", 2, (0, 1, 2))])
 async def test_work_names_the_member_that_is_drawn_greedily(tmp_path, advantage, greedy_index, indices):
     run = Run(tmp_path, advantage=advantage)

@@ -54,6 +54,36 @@ def test_any_progress_starts_the_count_again() -> None:
         assert dog.check(float(second + 9), [], {}) is None
 
 
+def test_samples_that_come_to_nothing_are_no_progress_and_the_report_says_what_is_missing() -> None:
+    dog = Watchdog(stall_timeout_s=10.0, now=0.0)
+    dog.moved("generated", 5.0)
+    dog.sampling_in_vain(True)
+    for second in range(6, 15):
+        dog.moved("generated", float(second))
+        dog.moved("scored", float(second))
+    waits = [Wait("controller", "a group with a preference pair: 40 in a row had none", 5.0)]
+    assert dog.check(14.0, waits, {}, working=["generator-0"]) is None
+    assert dog.check(16.0, waits, {}, working=["learner"]) is None
+    report = dog.check(16.0, waits, {}, working=["generator-0"])
+    assert report is not None
+    assert report.reason.startswith(
+        "nothing was trained for 11 s (supervision.stall_timeout_s): controller waits for a group with a preference pair: 40"
+    )
+
+
+def test_a_trained_step_an_evaluation_and_an_end_of_the_drought_are_progress_again() -> None:
+    dog = Watchdog(stall_timeout_s=10.0, now=0.0)
+    dog.sampling_in_vain(True)
+    dog.moved("trained", 8.0)
+    assert dog.check(17.0, [], {}) is None
+    dog.moved("evaluated", 17.0)
+    assert dog.check(26.0, [], {}) is None
+    dog.sampling_in_vain(False)
+    dog.moved("generated", 26.0)
+    assert dog.check(35.0, [], {}) is None
+    assert dog.check(37.0, [], {}) is not None
+
+
 def test_paused_run_is_not_stalled_and_counts_anew_afterwards() -> None:
     dog = Watchdog(stall_timeout_s=10.0, now=0.0)
     dog.hold(5.0, held=True)

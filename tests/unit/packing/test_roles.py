@@ -72,7 +72,7 @@ def test_several_pairs_of_a_group():
 
 
 def test_a_step_of_preferences_without_a_pair_says_what_to_look_at():
-    with pytest.raises(ConfigError, match=r"none of its 1 groups has a preference pair.*algorithm.max_resamples"):
+    with pytest.raises(ConfigError, match=r"none of its 1 groups has a preference pair.*leave them out.*algorithm.preference"):
         pack([group(0, [1.0, 1.0])], DPO)
 
 

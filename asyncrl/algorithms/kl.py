@@ -42,12 +42,12 @@ def k3(logprobs: torch.Tensor, reference_logprobs: torch.Tensor) -> torch.Tensor
 KL_ESTIMATORS: dict[str, KLEstimator] = {"k1": k1, "k2": k2, "k3": k3}
 
 
-def capped(kl: torch.Tensor, cap: float | None) -> torch.Tensor:
-    """Return `kl` bounded to [-cap, cap], with gradient 0 outside; None: as it is.
+def capped(kl: torch.Tensor, cap: float) -> torch.Tensor:
+    """Return `kl` bounded to [-cap, cap], with gradient 0 outside; inf: as it is.
 
     Source: verl `kl_penalty` (k3), AReaL `KLEstimator` and OpenRLHF `compute_approx_kl` (all three), each with cap 10.
     """
-    return kl if cap is None else kl.clamp(-cap, cap)
+    return kl.clamp(-cap, cap)
 
 
 def kl_penalty(
@@ -77,8 +77,7 @@ def kl_penalty(
     free = KL_ESTIMATORS[config.estimator](current, reference)
     value = capped(free, config.cap)
     if config.gradient == "k2":
-        inside = torch.ones_like(mask) if config.cap is None else free.detach().abs() <= config.cap
-        square = masked(k2(current, reference), inside)
+        square = masked(k2(current, reference), free.detach().abs() <= config.cap)
         return value.detach() + square - square.detach()
     if config.gradient == "ratio":
         return value * log_ratio(logprobs, proximal_logprobs.detach(), mask).exp()

@@ -45,12 +45,12 @@ class ValueOutputs:
     """bool [N], the clipped term was strictly larger: the token has no gradient. False at masked tokens."""
 
 
-def value_loss(inputs: ValueInputs, *, clip: float | None, aggregation: str) -> ValueOutputs:
+def value_loss(inputs: ValueInputs, *, clip: float, aggregation: str) -> ValueOutputs:
     """Compute 0.5 max((v - R)^2, (clip(v, old - c, old + c) - R)^2), aggregated.
 
     Args:
         inputs: One micro-batch.
-        clip: c, how far a value moves from its old one before its loss stops falling; None: 0.5 (v - R)^2.
+        clip: c, how far a value moves from its old one before its loss stops falling; inf: 0.5 (v - R)^2.
         aggregation: A name in AGGREGATIONS.
 
     Source: OpenAI baselines `ppo2`; InstructGPT (arXiv 2203.02155); verl `compute_value_loss`.
@@ -59,12 +59,10 @@ def value_loss(inputs: ValueInputs, *, clip: float | None, aggregation: str) -> 
     old_values = masked(inputs.old_values.detach(), inputs.mask)
     returns = masked(inputs.returns.detach(), inputs.mask)
     errors = (values - returns).square()
-    clipped = torch.zeros_like(inputs.mask)
-    if clip is not None:
-        clipped_errors = (values.clamp(old_values - clip, old_values + clip) - returns).square()
-        clipped = clipped_errors.detach() > errors.detach()
-        errors = torch.maximum(errors, clipped_errors)
-    loss = AGGREGATIONS[aggregation](0.5 * errors, inputs.mask, inputs.sequence_ids, inputs.num_sequences, inputs.denominators)
+    clipped_errors = (values.clamp(old_values - clip, old_values + clip) - returns).square()
+    clipped = clipped_errors.detach() > errors.detach()
+    larger = torch.maximum(errors, clipped_errors)
+    loss = AGGREGATIONS[aggregation](0.5 * larger, inputs.mask, inputs.sequence_ids, inputs.num_sequences, inputs.denominators)
     return ValueOutputs(loss, clipped)
 
 

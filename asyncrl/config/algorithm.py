@@ -35,8 +35,8 @@ class KLConfig(_Stage, frozen=True):
     gradient: Literal["own", "k2", "ratio"] = "own"
     """Only in the loss. `k2`: the estimator's value with k2's (unbiased) gradient; `ratio`: times current / behaviour-side ratio
     with the gradient through it (DeepSeek-V3.2)."""
-    cap: PositiveFloat | None = 10.0
-    """Values are held in [-cap, cap], with gradient 0 outside (verl, AReaL, OpenRLHF); None: free (TRL)."""
+    cap: PositiveFloat = 10.0
+    """Values are held in [-cap, cap], with gradient 0 outside (verl, AReaL, OpenRLHF); inf: free (TRL)."""
     target: PositiveFloat | None = None
     """Adapt the coefficient so that the mean KL comes here (Ziegler et al. 2019); None: fixed."""
     horizon: PositiveInt = 10_000
@@ -54,8 +54,8 @@ class CriticConfig(_Stage, frozen=True):
     """Of the separate critic and of a value head."""
     coefficient: PositiveFloat = 0.5
     """Of the value loss beside the policy loss (value head)."""
-    value_clip: PositiveFloat | None = 0.2
-    """Values move at most this far from the old ones before their loss stops falling; None: unclipped."""
+    value_clip: PositiveFloat = 0.2
+    """Values move at most this far from the old ones before their loss stops falling; inf: unclipped."""
     warmup_steps: NonNegativeInt = 0
     """Optimizer steps that train the critic alone."""
 
@@ -80,7 +80,8 @@ class AlgorithmConfig(_Stage, frozen=True):
     """Advantage, loss and off-policy correction, by name."""
 
     kind: Literal["policy", "auto", "dpo"] = "policy"
-    """`policy`: the loss and corrections named here; `auto`: picked from measured staleness and mismatch; `dpo`: `preference`."""
+    """`policy`: the loss and corrections named here; `auto`: picked from measured staleness and mismatch; `dpo`: `preference`,
+    and all that makes a policy loss stays at its default."""
     groups_per_step: PositiveInt = 32
     """B: groups one optimizer step consumes."""
     group_size: PositiveInt = 8
@@ -99,7 +100,9 @@ class AlgorithmConfig(_Stage, frozen=True):
     dynamic_sampling: bool = False
     """Groups whose rewards are all equal are dropped, with that reason in the ledger, and new prompts take their place (DAPO)."""
     max_resamples: PositiveInt = 20
-    """Groups dropped so in a row, in multiples of groups_per_step; then they are trained all the same, with a warning."""
+    """Groups dropped so in a row, in multiples of groups_per_step; then they are trained all the same, with a warning.
+
+    Without a preference pair a group cannot be trained: of such drops there is a warning at every further multiple."""
     mask_truncated: bool = False
     """Samples cut off by the length limit are not trained (DAPO's overlong filtering); they still count in their group's mean."""
 

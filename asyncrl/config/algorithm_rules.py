@@ -48,6 +48,7 @@ class LossRule:
     uses_proximal: bool = True
     has_clip_range: bool = False
     """Clips a token's ratio, in the range that m2po_clip may set."""
+    has_dual_clip: bool = False
 
 
 ADVANTAGE_RULES = {
@@ -63,10 +64,10 @@ ADVANTAGE_RULES = {
     "vtrace": AdvantageRule(needs_critic=True, reads_token_rewards=True, own_importance_weight=True),
 }
 LOSS_RULES = {
-    "ppo_clip": LossRule(has_clip_range=True),
-    "decoupled_ppo": LossRule(weighs_by_rho=True, has_clip_range=True),
-    "gspo": LossRule(),
-    "gspo_token": LossRule(),
+    "ppo_clip": LossRule(has_clip_range=True, has_dual_clip=True),
+    "decoupled_ppo": LossRule(weighs_by_rho=True, has_clip_range=True, has_dual_clip=True),
+    "gspo": LossRule(has_dual_clip=True),
+    "gspo_token": LossRule(has_dual_clip=True),
     "cispo": LossRule(),
     "sapo": LossRule(),
     "reinforce": LossRule(uses_proximal=False),
@@ -74,6 +75,20 @@ LOSS_RULES = {
     "aipo": LossRule(own_importance_weight=True, uses_proximal=False),
     "topr": LossRule(own_importance_weight=True, uses_proximal=False),
 }
+
+UNUSED_BY_DPO = (
+    "advantage",
+    "whiten",
+    "dynamic_sampling",
+    "loss",
+    "dual_clip",
+    "proximal",
+    "corrections",
+    "aggregation",
+    "denominator",
+    "entropy_coefficient",
+)
+"""What says how a policy loss is made: DPO has its own, so each must be left at its default."""
 
 
 def check_algorithm(algorithm: AlgorithmConfig, learner: LearnerConfig) -> None:
@@ -93,11 +108,9 @@ def check_algorithm(algorithm: AlgorithmConfig, learner: LearnerConfig) -> None:
     _check_weight_is_counted_once(algorithm)
     _check_clip_range(algorithm)
     _check_masks_see_a_difference(algorithm)
-    if algorithm.aggregation == "constant" and algorithm.aggregation_constant == 1.0:
-        raise ConfigError(
-            "algorithm.aggregation = 'constant' divides by algorithm.aggregation_constant, which is not set: give the longest "
-            "response allowed (generate.sampling.max_new_tokens)"
-        )
+    _check_dual_clip(algorithm)
+    _check_aggregation(algorithm)
+    _check_kl_and_critic(algorithm)
 
 
 def _check_name(field: str, name: str, known: dict[str, AdvantageRule] | dict[str, LossRule]) -> None:
@@ -192,6 +205,44 @@ def _check_clip_range(algorithm: AlgorithmConfig) -> None:
         )
 
 
+def _check_dual_clip(algorithm: AlgorithmConfig) -> None:
+    known = algorithm.kind == "policy" and algorithm.loss in LOSS_RULES
+    if known and algorithm.dual_clip is not None and not LOSS_RULES[algorithm.loss].has_dual_clip:
+        clipping = ", ".join(name for name, rule in LOSS_RULES.items() if rule.has_dual_clip)
+        raise ConfigError(
+            f"algorithm.dual_clip bounds a clipped loss, and algorithm.loss = {algorithm.loss!r} does not clip: take one of "
+            f"{clipping}, or drop algorithm.dual_clip"
+        )
+
+
+def _check_aggregation(algorithm: AlgorithmConfig) -> None:
+    name, constant = algorithm.aggregation, algorithm.aggregation_constant
+    if name == "constant" and constant == 1.0:
+        raise ConfigError(
+            "algorithm.aggregation = 'constant' divides by algorithm.aggregation_constant, which is not set: give the longest "
+            "response allowed (generate.sampling.max_new_tokens)"
+        )
+    if name != "constant" and constant != 1.0:
+        raise ConfigError(
+            f"algorithm.aggregation_constant ({constant:g}) is read with algorithm.aggregation = 'constant' only (is {name!r}): "
+            "set that, or drop it"
+        )
+
+
+def _check_kl_and_critic(algorithm: AlgorithmConfig) -> None:
+    kl, critic = algorithm.kl, algorithm.critic
+    if kl is not None and kl.where == "reward" and kl.gradient != "own":
+        raise ConfigError(
+            f"algorithm.kl.gradient = {kl.gradient!r} is for algorithm.kl.where = 'loss': a KL in the reward has no gradient; "
+            "drop it, or set kl.where = 'loss'"
+        )
+    if critic is not None and critic.kind == "head" and critic.path:
+        raise ConfigError(
+            f"algorithm.critic.path ({critic.path!r}) is of a critic of its own, and kind = 'head' sits on the policy: set "
+            "critic.kind = 'separate', or drop the path"
+        )
+
+
 def _check_masks_see_a_difference(algorithm: AlgorithmConfig) -> None:
     masks = [_kind(item) for item in algorithm.corrections if isinstance(item, MASKS_BY_RHO)]
     if algorithm.kind == "policy" and algorithm.proximal == "behaviour" and masks:
@@ -213,7 +264,10 @@ def _check_bands(algorithm: AlgorithmConfig) -> None:
 
 
 def _check_preferences(algorithm: AlgorithmConfig) -> None:
-    preference = algorithm.preference
+    preference, default = algorithm.preference, AlgorithmConfig()
+    for field in UNUSED_BY_DPO:
+        if getattr(algorithm, field) != getattr(default, field):
+            raise ConfigError(f"algorithm.kind = 'dpo' has its own loss and makes no use of algorithm.{field}: drop it")
     if algorithm.group_size < 2:
         raise ConfigError(
             f"algorithm.kind = 'dpo' makes pairs: algorithm.group_size must be at least 2, got {algorithm.group_size}"

@@ -29,11 +29,19 @@ def check_data(config: RunConfig) -> None:
 
 
 def _check_penalties(config: RunConfig) -> None:
+    longest = config.generate.sampling.max_new_tokens
     for function in config.reward.functions:
-        if isinstance(function, OverlongPenalty) and function.buffer_tokens > function.max_tokens:
+        if not isinstance(function, OverlongPenalty):
+            continue
+        if function.buffer_tokens > function.max_tokens:
             raise ConfigError(
                 f"reward.functions overlong: buffer_tokens ({function.buffer_tokens}) must be at most max_tokens "
                 f"({function.max_tokens})"
+            )
+        if function.max_tokens > longest:
+            raise ConfigError(
+                f"reward.functions overlong: max_tokens ({function.max_tokens}) must be at most "
+                f"generate.sampling.max_new_tokens ({longest}): no answer gets longer, so the penalty would not reach -1"
             )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+from asyncrl.config.reward_names import reward_names
 from asyncrl.config.run import RunConfig
 from asyncrl.errors import ConfigError
 
@@ -12,12 +13,17 @@ REFERENCE = "reference"
 
 
 def check_inference(config: RunConfig) -> None:
-    """Refuse reward models that could not be told apart from each other, from the rules, or from the reference.
+    """Refuse models that could not be told apart (from each other, from the rules), or that nothing would read.
 
     Raises:
         ConfigError: Names the model and what to change.
     """
-    rules = {function.name or str(function.__struct_config__.tag) for function in config.reward.functions}
+    if config.algorithm.reference.where == "worker" and not config.algorithm.needs_reference:
+        raise ConfigError(
+            "algorithm.reference.where = 'worker' and nothing reads a reference: add [algorithm.kl] or algorithm.kind = 'dpo', "
+            "or drop it"
+        )
+    rules = reward_names(config.reward)
     for name, count in Counter(model.name for model in config.inference.reward_models).items():
         if not name:
             raise ConfigError("inference.reward_models: a reward model needs a name; its part of the reward is shown under it")

@@ -18,7 +18,7 @@ from asyncrl.config.explain import explained
 from asyncrl.config.inference_rules import check_inference
 from asyncrl.config.learner_rules import check_learner
 from asyncrl.config.run import RunConfig
-from asyncrl.config.stages import ScratchModel, TransformersEngineConfig
+from asyncrl.config.run_rules import check_run
 from asyncrl.errors import ConfigError
 
 
@@ -39,7 +39,7 @@ def load_config(
     Raises:
         ConfigError: The file is missing or not TOML, a field is unknown, a value is out of range or does not go with another.
     """
-    raw = _read(Path(path))
+    raw = _in_todays_names(_read(Path(path)))
     for preset in presets:
         raw = _merged(raw, _read(preset))
     for override in overrides:
@@ -80,46 +80,14 @@ def check_config(config: RunConfig) -> None:
     check_learner(config.learner, config.algorithm)
     check_data(config)
     check_inference(config)
-    group_size = config.algorithm.group_size
-    if config.buffer.min_group_members > max(group_size, 2):
-        raise ConfigError(
-            f"buffer.min_group_members must be at most algorithm.group_size ({group_size}), got {config.buffer.min_group_members}"
-        )
-    engine, response = config.generate.engine, config.generate.sampling.max_new_tokens
-    if response >= engine.max_sequence_tokens:
-        raise ConfigError(
-            f"generate.sampling.max_new_tokens ({response}) must be under generate.engine.max_sequence_tokens "
-            f"({engine.max_sequence_tokens}): prompt and response share it"
-        )
-    if engine.max_sequence_tokens > config.packing.tokens_per_row:
-        raise ConfigError(
-            f"packing.tokens_per_row ({config.packing.tokens_per_row}) must be at least generate.engine.max_sequence_tokens "
-            f"({engine.max_sequence_tokens}): a sample is never split"
-        )
-    model = config.model
-    if isinstance(model, ScratchModel):
-        if model.hidden_size % model.num_heads:
-            raise ConfigError(
-                f"model.hidden_size ({model.hidden_size}) must be a multiple of model.num_heads ({model.num_heads})"
-            )
-        if isinstance(engine, TransformersEngineConfig) and engine.max_sequence_tokens > model.max_positions:
-            raise ConfigError(
-                f"generate.engine.max_sequence_tokens ({engine.max_sequence_tokens}) must be at most model.max_positions "
-                f"({model.max_positions})"
-            )
-    if config.generate.num_workers == 0 and (config.eval.at_start or config.eval.at_end or config.eval.every_steps):
-        raise ConfigError(
-            "generate.num_workers is 0, so nobody can generate evaluation samples: set eval.at_start = false, "
-            "eval.at_end = false and eval.every_steps = 0"
-        )
-    if not config.reward.functions and not config.inference.reward_models:
-        raise ConfigError(
-            "reward.functions is empty: name at least one reward, for example [[reward.functions]] kind = 'answer_match'"
-        )
+    check_run(config)
 
 
 def dump_config(config: RunConfig) -> str:
-    """Return the config as TOML that `load_config` reads back to the same value."""
+    """Return the config as TOML that `load_config` reads back to the same value.
+
+    TOML cannot say None, so a field that may be None has it as its default (a test sees to it), and `inf` says "free" elsewhere.
+    """
     return tomli_w.dumps(_without_none(msgspec.to_builtins(config)))
 
 
@@ -132,6 +100,23 @@ def _read(path: Path) -> dict[str, Any]:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path} is not TOML: {error}") from error
+
+
+def _in_todays_names(raw: dict[str, Any]) -> dict[str, Any]:
+    """Return `raw` with `algorithm.correction` and `correction_cap`, of runs made before there were `corrections`, as those.
+
+    ppo_clip had no correction whatever they said, and decoupled_ppo without one was ppo_clip; it now weighs by the bare ratio.
+    """
+    algorithm = raw.get("algorithm")
+    if not isinstance(algorithm, dict) or not {"correction", "correction_cap"} & algorithm.keys() or "corrections" in algorithm:
+        return raw
+    kept = {key: value for key, value in algorithm.items() if key not in {"correction", "correction_cap"}}
+    kind, loss = algorithm.get("correction", "tis_token"), algorithm.get("loss", "decoupled_ppo")
+    if kind == "none" or loss == "ppo_clip":
+        renamed = {"loss": "ppo_clip", "corrections": []}
+    else:
+        renamed = {"corrections": [{"kind": kind, "cap": algorithm.get("correction_cap", 2.0)}]}
+    return raw | {"algorithm": kept | renamed}
 
 
 def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:

@@ -245,7 +245,7 @@ class OverlongPenalty(_Variant, frozen=True, tag="overlong"):
     """
 
     max_tokens: PositiveInt
-    """Usually generate.sampling.max_new_tokens."""
+    """Usually, and at most, generate.sampling.max_new_tokens."""
     buffer_tokens: PositiveInt
     weight: float = 1.0
     name: str = ""

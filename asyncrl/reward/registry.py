@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import NamedTuple, cast
 
+from asyncrl.config.reward_names import reward_names
 from asyncrl.config.stages import (
     AnswerMatchReward,
     CodeExecReward,
@@ -73,24 +73,6 @@ def build_reward(config: RewardFunctionConfig) -> RewardFunction:
     return builder(config)
 
 
-def reward_names(config: RewardConfig) -> tuple[str, ...]:
-    """Return each function's name: as configured, else its kind, with `_2`, `_3`, ... where the kind repeats.
-
-    Raises:
-        ConfigError: Two functions are given the same name.
-    """
-    given = Counter(function.name for function in config.functions if function.name)
-    repeated = sorted(name for name, count in given.items() if count > 1)
-    if repeated:
-        raise ConfigError(f"reward.functions: the name {repeated[0]!r} is given {given[repeated[0]]} times; names must be unique")
-    taken, names = set(given), []
-    for function in config.functions:
-        name = function.name or _free_name(str(function.__struct_config__.tag), taken)
-        taken.add(name)
-        names.append(name)
-    return tuple(names)
-
-
 def weighted_sum(rewards: tuple[NamedReward, ...], sample: RewardInput, resolve: Resolve) -> tuple[float, dict[str, float]]:
     """Call every reward on one sample.
 
@@ -138,15 +120,6 @@ def _checked(name: str, value: object) -> float:
     if isinstance(value, str) or not math.isfinite(number):
         raise RewardError(f"{name}: returned {value!r}, which is not a finite number")
     return number
-
-
-def _free_name(kind: str, taken: set[str]) -> str:
-    if kind not in taken:
-        return kind
-    suffix = 2
-    while f"{kind}_{suffix}" in taken:
-        suffix += 1
-    return f"{kind}_{suffix}"
 
 
 def _build_python(config: PythonReward) -> RewardFunction:

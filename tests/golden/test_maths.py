@@ -254,7 +254,7 @@ def test_sapo(case):
 
 
 def kl_alone(case, params):
-    cap = params.get("cap", 10.0 if peer(case) in {"areal", "openrlhf"} or params["estimator"] == "k3" else None)
+    cap = params.get("cap", 10.0 if peer(case) in {"areal", "openrlhf"} or params["estimator"] == "k3" else float("inf"))
     assert not params.get("unbiased_gradient", False)
     logprobs, mask = matrix(case, "logprobs").requires_grad_(), matrix(case, "mask").bool()
     kl = capped(KL_ESTIMATORS[params["estimator"]](logprobs, matrix(case, "ref_logprobs")), cap)
@@ -274,7 +274,7 @@ def test_kl(case):
         return
     gradient = {"grpo-plus-k3": "own", "grpo-plus-k3-ratio": "ratio"}[variant]
     assert params["kl_times_ratio"] == (gradient == "ratio")
-    kl = KLConfig(coefficient=params["beta"], estimator="k3", gradient=gradient, cap=None)
+    kl = KLConfig(coefficient=params["beta"], estimator="k3", gradient=gradient, cap=float("inf"))
     config = LossConfig(kl=kl, kl_coefficient=params["beta"], **clip_options(params))
     check(case, run_loss("ppo_clip", flat_inputs(case), config))
 

@@ -292,7 +292,7 @@ def test_policies_a_hundred_nats_apart_overflow_nothing(name, shifted, loss_inpu
     near = loss_inputs(0, dtype=torch.float32)
     inputs = replace(near, **{shifted: getattr(near, shifted) + torch.tensor([100.0, -100.0]).repeat(20)})
     for corrections in CORRECTIONS:
-        config = full_config(corrections=corrections, kl=KLConfig(gradient="ratio", cap=None))
+        config = full_config(corrections=corrections, kl=KLConfig(gradient="ratio", cap=float("inf")))
         loss, slope = run(name, inputs, config)
         assert torch.isfinite(loss)
         assert torch.isfinite(slope).all()
@@ -311,7 +311,7 @@ def test_entropy_and_kl_of_dropped_tokens_stay_under_all_and_go_under_kept(loss_
 
 def test_reference_kl_is_the_estimate_without_its_coefficient(loss_inputs):
     inputs = loss_inputs(5)
-    outputs = LOSSES["reinforce"](inputs, LossConfig(kl=KLConfig(estimator="k1", cap=None), kl_coefficient=0.1))
+    outputs = LOSSES["reinforce"](inputs, LossConfig(kl=KLConfig(estimator="k1", cap=float("inf")), kl_coefficient=0.1))
     expected = torch.where(inputs.mask, (inputs.logprobs - inputs.reference_logprobs).detach(), 0.0)
     assert torch.equal(outputs.reference_kl, expected)
     assert LOSSES["reinforce"](inputs, LossConfig()).reference_kl is None

@@ -55,7 +55,7 @@ def slow_value_loss(values, old_values, returns, mask, clip, aggregation):
         v, old, target = values[s, t], old_values[s, t], returns[s, t]
         weight = token_weight(aggregation, mask, s)
         error, slope = (v - target) ** 2, 2 * (v - target)
-        if clip is not None and abs(v - old) > clip:
+        if abs(v - old) > clip:
             bounded = old + clip if v > old else old - clip
             if (bounded - target) ** 2 > error:
                 error, slope, clipped[s, t] = (bounded - target) ** 2, 0.0, True
@@ -65,7 +65,7 @@ def slow_value_loss(values, old_values, returns, mask, clip, aggregation):
 
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
-@pytest.mark.parametrize("clip", [CLIP, None])
+@pytest.mark.parametrize("clip", [CLIP, float("inf")])
 @quick
 @given(batch=batches())
 def test_loss_gradient_and_clipping_are_those_of_a_loop(aggregation, clip, batch):
@@ -104,7 +104,7 @@ def test_losses_and_gradients_of_micro_batches_add_up(aggregation, batch, data):
 def test_at_the_old_values_clipping_changes_nothing(batch):
     values, _, returns, mask = batch
     results = []
-    for clip in (CLIP, None):
+    for clip in (CLIP, float("inf")):
         leaf = torch.tensor(values, requires_grad=True)
         outputs = value_loss(inputs_of(leaf, values.copy(), returns, mask), clip=clip, aggregation="token-mean")
         outputs.loss.backward()

@@ -2,14 +2,69 @@
 
 from __future__ import annotations
 
+import math
 import tomllib
 
 import msgspec
 import pytest
+import tomli_w
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
+from asyncrl.config.corrections import TruncatedSequence, TruncatedToken
 from asyncrl.config.load import dump_config, load_config, parse_config, validated
 from asyncrl.config.run import RunConfig
 from asyncrl.errors import ConfigError
+
+
+def structs_below(kind, seen=None):
+    """Every config struct under a type, each once."""
+    seen = {} if seen is None else seen
+    if isinstance(kind, msgspec.inspect.StructType):
+        if kind.cls in seen:
+            return []
+        seen[kind.cls] = kind
+        for field in kind.fields:
+            structs_below(field.type, seen)
+    for below in (*getattr(kind, "types", ()), *getattr(kind, "item_types", ()), getattr(kind, "item_type", None)):
+        if below is not None:
+            structs_below(below, seen)
+    if isinstance(kind, msgspec.inspect.Metadata):
+        structs_below(kind.type, seen)
+    return list(seen.values())
+
+
+def values_of(kind):
+    """Plain values, as TOML gives them, that convert to a msgspec type; a field is left out as often as not."""
+    return STRATEGIES[type(kind)](kind)
+
+
+def _struct(kind):
+    needed = {field.name: values_of(field.type) for field in kind.fields if field.required}
+    free = {field.name: values_of(field.type) for field in kind.fields if not field.required}
+    return st.fixed_dictionaries(({kind.tag_field: st.just(kind.tag)} if kind.tag_field else {}) | needed, optional=free)
+
+
+def _float(kind):
+    low, high = kind.ge if kind.ge is not None else kind.gt, kind.le if kind.le is not None else kind.lt
+    return st.floats(low, high, allow_nan=False, exclude_min=kind.gt is not None, exclude_max=kind.lt is not None)
+
+
+STRATEGIES = {
+    msgspec.inspect.Metadata: lambda kind: values_of(kind.type),
+    msgspec.inspect.StructType: _struct,
+    msgspec.inspect.UnionType: lambda kind: st.one_of([values_of(member) for member in kind.types]),
+    msgspec.inspect.FloatType: _float,
+    msgspec.inspect.IntType: lambda kind: st.integers(kind.ge, 10**6 if kind.le is None else kind.le),
+    msgspec.inspect.LiteralType: lambda kind: st.sampled_from(kind.values),
+    msgspec.inspect.VarTupleType: lambda kind: st.lists(values_of(kind.item_type), max_size=3),
+    msgspec.inspect.ListType: lambda kind: st.lists(values_of(kind.item_type), max_size=3),
+    msgspec.inspect.TupleType: lambda kind: st.tuples(*map(values_of, kind.item_types)),
+    msgspec.inspect.DictType: lambda kind: st.dictionaries(values_of(kind.key_type), values_of(kind.value_type), max_size=3),
+    msgspec.inspect.StrType: lambda _: st.text(max_size=10),
+    msgspec.inspect.BoolType: lambda _: st.booleans(),
+    msgspec.inspect.NoneType: lambda _: st.none(),
+}
 
 
 def test_a_dumped_config_reads_back_as_itself():
@@ -18,6 +73,58 @@ def test_a_dumped_config_reads_back_as_itself():
         "reward": {"functions": [{"kind": "format_check", "pattern": "a+"}]},
     })
     assert parse_config(tomllib.loads(dump_config(config))) == config
+
+
+def test_what_is_free_is_still_free_once_written_and_read(tmp_path):
+    raw = {"algorithm": {"advantage": "gae", "kl": {"cap": math.inf}, "critic": {"value_clip": math.inf}}}
+    file = tmp_path / "config.toml"
+    file.write_text(dump_config(parse_config(raw)))
+    read = load_config(file).algorithm
+    assert (read.kl.cap, read.critic.value_clip) == (math.inf, math.inf)
+
+
+def test_a_field_that_may_be_none_is_none_by_default_as_toml_cannot_say_it():
+    optional = [
+        (kind.cls.__name__, field.name, field.default)
+        for kind in structs_below(msgspec.inspect.type_info(RunConfig))
+        for field in kind.fields
+        if isinstance(field.type, msgspec.inspect.UnionType)
+        and any(isinstance(member, msgspec.inspect.NoneType) for member in field.type.types)
+    ]
+    assert len(optional) > 5
+    assert [entry for entry in optional if entry[2] is not None] == []
+
+
+@settings(max_examples=60, suppress_health_check=list(HealthCheck))
+@given(values_of(msgspec.inspect.type_info(RunConfig)))
+def test_any_config_of_the_right_types_reads_back_as_itself(raw):
+    config = msgspec.convert(raw, RunConfig)
+    assert msgspec.convert(tomllib.loads(dump_config(config)), RunConfig) == config
+
+
+@pytest.mark.parametrize(
+    ("old", "loss", "corrections"),
+    [
+        ({"correction": "tis_token", "correction_cap": 3.0}, "decoupled_ppo", (TruncatedToken(cap=3.0),)),
+        ({"correction": "tis_sequence"}, "decoupled_ppo", (TruncatedSequence(cap=2.0),)),
+        ({"correction_cap": 4.0}, "decoupled_ppo", (TruncatedToken(cap=4.0),)),
+        ({"correction": "none", "correction_cap": 2.0}, "ppo_clip", ()),
+        ({"loss": "ppo_clip", "correction": "tis_token", "correction_cap": 2.0}, "ppo_clip", ()),
+    ],
+)
+def test_the_config_of_a_run_with_one_correction_still_loads(old, loss, corrections, tmp_path):
+    file = tmp_path / "config.toml"
+    file.write_text(tomli_w.dumps({"name": "old", "algorithm": {"group_size": 4} | old}))
+    algorithm = load_config(file, ["algorithm.groups_per_step=2"]).algorithm
+    assert (algorithm.loss, algorithm.corrections) == (loss, corrections)
+    assert (algorithm.group_size, algorithm.groups_per_step) == (4, 2)
+
+
+def test_old_and_new_names_of_corrections_together_are_refused(tmp_path):
+    file = tmp_path / "config.toml"
+    file.write_text("[algorithm]\ncorrection_cap = 3.0\ncorrections = []\n")
+    with pytest.raises(ConfigError, match="correction_cap"):
+        load_config(file)
 
 
 def test_set_lays_values_over_the_file(tmp_path):
@@ -88,6 +195,23 @@ IMPOSSIBLE = {
     "dpo on groups of one": ({"kind": "dpo", "group_size": 1}, "makes pairs"),
     "dpo with a critic": ({"kind": "dpo", "critic": {}}, "no use for algorithm.critic"),
     "dpo with a penalty": ({"kind": "dpo", "kl": {}}, "no use for algorithm.kl"),
+    "dpo with an advantage": ({"kind": "dpo", "advantage": "rloo"}, "makes no use of algorithm.advantage: drop it"),
+    "dpo with corrections": ({"kind": "dpo", "corrections": []}, "makes no use of algorithm.corrections"),
+    "dpo with whitening": ({"kind": "dpo", "whiten": True}, "makes no use of algorithm.whiten"),
+    "dpo with dynamic sampling": ({"kind": "dpo", "dynamic_sampling": True}, "makes no use of algorithm.dynamic_sampling"),
+    "dpo with an entropy bonus": ({"kind": "dpo", "entropy_coefficient": 0.1}, "makes no use of algorithm.entropy_coefficient"),
+    "dpo with a policy loss": ({"kind": "dpo", "loss": "gspo"}, "makes no use of algorithm.loss"),
+    "dual clip without a clip": (
+        {"loss": "reinforce", "corrections": [], "dual_clip": 3.0},
+        "'reinforce' does not clip: take one",
+    ),
+    "a constant nobody divides by": ({"aggregation_constant": 100}, r"aggregation_constant \(100\) is read with"),
+    "the gradient of a KL in the reward": (
+        {"advantage": "reinforce_pp", "kl": {"where": "reward", "gradient": "k2"}},
+        "a KL in the reward has no gradient",
+    ),
+    "a head from a folder": ({"advantage": "gae", "critic": {"kind": "head", "path": "m"}}, "'head' sits on the policy"),
+    "a reference on a worker nobody asks": ({"reference": {"where": "worker"}}, "nothing reads a reference"),
     "ipo with smoothing": ({"kind": "dpo", "preference": {"loss": "ipo", "label_smoothing": 0.1}}, "label_smoothing"),
     "thresholds reversed": (
         {"kind": "dpo", "preference": {"pairs": "threshold", "chosen_at_least": 0.0, "rejected_at_most": 1.0}},
@@ -133,6 +257,19 @@ def test_impossible_mixes_are_refused_when_the_config_is_read(name):
     algorithm, message = IMPOSSIBLE[name]
     with pytest.raises(ConfigError, match=message):
         parse_config({"algorithm": algorithm, "buffer": {"min_group_members": 1}})
+
+
+def test_nobody_would_tell_inference_workers_of_the_model_where_all_is_outside():
+    outside = {
+        "learner": {"kind": "external"},
+        "generate": {"num_workers": 0},
+        "eval": {"at_start": False, "at_end": False},
+        "inference": {"reward_models": [{"name": "judge", "path": "m"}]},
+    }
+    with pytest.raises(ConfigError, match=r"set model.kind = 'pretrained' and model.path"):
+        parse_config(outside)
+    assert parse_config(outside | {"model": {"kind": "pretrained", "path": "m"}}).needs_inference
+    assert parse_config(outside | {"inference": {}}).generate.num_workers == 0
 
 
 def test_vtrace_goes_with_masks_and_with_losses_that_bring_no_weight():

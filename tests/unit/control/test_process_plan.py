@@ -35,8 +35,6 @@ def test_inference_workers_come_with_what_needs_them_and_reward_workers_go_with_
     there = parse_config({"algorithm": {"kl": {}, "reference": {"where": "worker"}}})
     assert "inference-0" not in [item.name for item in plan_processes(here)]
     assert "inference-0" in [item.name for item in plan_processes(there)]
-    unused = parse_config({"algorithm": {"reference": {"where": "worker"}}})
-    assert "inference-0" not in [item.name for item in plan_processes(unused)]
 
 
 def test_every_kind_gets_the_threads_its_config_gives_it(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ def critic_of(kit, kind):
 
 
 def ppo_config(kit, kind, learner=None, **critic):
-    own = CriticConfig(**{"kind": kind, "learning_rate": 1e-2, "value_clip": None} | critic)
+    own = CriticConfig(**{"kind": kind, "learning_rate": 1e-2, "value_clip": float("inf")} | critic)
     return kit.config({"advantage": "gae", "critic": own}, learner)
 
 
@@ -197,7 +197,7 @@ def test_vtrace_on_policy_trains_like_gae_of_1(kit):
     weights = []
     for advantage in ("gae", "vtrace"):
         critic = critic_of(kit, "separate")
-        config = kit.config({"advantage": advantage, "critic": CriticConfig(value_clip=None)}, {"epsilon": 1e-2})
+        config = kit.config({"advantage": advantage, "critic": CriticConfig(value_clip=float("inf"))}, {"epsilon": 1e-2})
         model = copy.deepcopy(start)
         train_step(trainee_of(kit, model, critic, config), kit.batch(samples, 40), config)
         weights.append(list(model.parameters()) + list(critic.parameters()))

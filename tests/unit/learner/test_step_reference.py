@@ -235,7 +235,7 @@ def test_kl_in_the_reward(kit, tokens_per_row):
     algorithm = {
         "advantage": "gae", "gamma": GAMMA, "gae_lambda": LAMBDA, "corrections": (TruncatedToken(CAP),),
         "critic": CriticConfig(kind="separate", learning_rate=2e-2),
-        "kl": KLConfig(coefficient=0.3, estimator="k1", where="reward", cap=None),
+        "kl": KLConfig(coefficient=0.3, estimator="k1", where="reward", cap=float("inf")),
     }  # fmt: skip
     config = kit.config(algorithm, LEARNER)
     start, reference = kit.model().double(), kit.model(seed=2).double()
@@ -255,7 +255,7 @@ def test_kl_in_the_reward(kit, tokens_per_row):
 @pytest.mark.parametrize("tokens_per_row", PACKINGS)
 @pytest.mark.parametrize("is_brought", [False, True], ids=["a model of its own", "brought by the batch"])
 def test_kl_in_the_loss(kit, tokens_per_row, is_brought):
-    kl = KLConfig(coefficient=0.3, estimator="k3", where="loss", cap=None)
+    kl = KLConfig(coefficient=0.3, estimator="k3", where="loss", cap=float("inf"))
     config = kit.config({"corrections": (TruncatedToken(CAP),), "kl": kl}, LEARNER)
     start, reference = kit.model().double(), kit.model(seed=2).double()
     samples = behaviour_near(kit, start, kit.samples(groups=3, group_size=3))

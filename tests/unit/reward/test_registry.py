@@ -2,10 +2,10 @@ import asyncio
 
 import pytest
 
-from asyncrl.config.stages import AnswerMatchReward, CodeExecReward, FormatCheckReward, PythonReward, RewardConfig
+from asyncrl.config.stages import CodeExecReward, PythonReward, RewardConfig
 from asyncrl.errors import ConfigError, RewardError
 from asyncrl.reward.inputs import RewardInput
-from asyncrl.reward.registry import NamedReward, build_reward, build_rewards, reward_names, weighted_sum
+from asyncrl.reward.registry import NamedReward, build_reward, build_rewards, weighted_sum
 from asyncrl.schema.samples import Prompt
 
 SAMPLE = RewardInput(Prompt("p", answer="46"), "46", "stop", 2)
@@ -17,21 +17,6 @@ def resolve(pending):
 
 def of(*values_by_name):
     return tuple(NamedReward(name, weight, function) for name, weight, function in values_by_name)
-
-
-def test_names_default_to_the_kind_with_a_number_where_it_repeats():
-    functions = (AnswerMatchReward(), FormatCheckReward(pattern=".*"), AnswerMatchReward(), AnswerMatchReward(name="mine"))
-    assert reward_names(RewardConfig(functions=functions)) == ("answer_match", "format_check", "answer_match_2", "mine")
-
-
-def test_default_name_steps_aside_for_a_given_one():
-    functions = (AnswerMatchReward(), AnswerMatchReward(name="answer_match"))
-    assert reward_names(RewardConfig(functions=functions)) == ("answer_match_2", "answer_match")
-
-
-def test_same_name_twice_is_refused():
-    with pytest.raises(ConfigError, match="'x' is given 2 times"):
-        reward_names(RewardConfig(functions=(AnswerMatchReward(name="x"), AnswerMatchReward(name="x"))))
 
 
 def test_weighted_sum_of_sync_and_async_parts():

@@ -1,0 +1,35 @@
+"""What each reward function's part is called. Called by reward/registry.py, and by config/inference_rules.py."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from asyncrl.config.stages import RewardConfig
+from asyncrl.errors import ConfigError
+
+
+def reward_names(config: RewardConfig) -> tuple[str, ...]:
+    """Return each function's name: as configured, else its kind, with `_2`, `_3`, ... where the kind repeats.
+
+    Raises:
+        ConfigError: Two functions are given the same name.
+    """
+    given = Counter(function.name for function in config.functions if function.name)
+    repeated = sorted(name for name, count in given.items() if count > 1)
+    if repeated:
+        raise ConfigError(f"reward.functions: the name {repeated[0]!r} is given {given[repeated[0]]} times; names must be unique")
+    taken, names = set(given), []
+    for function in config.functions:
+        name = function.name or _free_name(str(function.__struct_config__.tag), taken)
+        taken.add(name)
+        names.append(name)
+    return tuple(names)
+
+
+def _free_name(kind: str, taken: set[str]) -> str:
+    if kind not in taken:
+        return kind
+    suffix = 2
+    while f"{kind}_{suffix}" in taken:
+        suffix += 1
+    return f"{kind}_{suffix}"

@@ -9,6 +9,7 @@ import argparse
 import multiprocessing
 import tempfile
 import time
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 
@@ -39,25 +40,26 @@ def main() -> None:
         methods, lags, seeds = list(SUBSET), [0, 16], range(1)
     cells = [Cell(method, lag, seed, arguments.steps) for seed in seeds for lag in lags for method in methods]
     started_s = time.monotonic()
-    outcomes = run_cells(cells, arguments.jobs)
     arguments.out.mkdir(parents=True, exist_ok=True)
-    (arguments.out / "results.json").write_bytes(msgspec.json.format(msgspec.json.encode(outcomes), indent=1))
+    outcomes: list[Outcome] = []
+    for outcome in run_cells(cells, arguments.jobs):
+        outcomes.append(outcome)
+        print(f"{len(outcomes)}/{len(cells)} {_line(outcome)}", flush=True)
+        if len(outcomes) == len(cells) or len(outcomes) % len(methods) == 0:
+            in_order = sorted(outcomes, key=lambda outcome: (outcome.cell.method, outcome.cell.lag, outcome.cell.seed))
+            (arguments.out / "results.json").write_bytes(msgspec.json.format(msgspec.json.encode(in_order), indent=1))
     write_report(outcomes, arguments.out, time.monotonic() - started_s)
 
 
-def run_cells(cells: list[Cell], jobs: int) -> list[Outcome]:
-    """Run all cells, `jobs` at a time, each on one thread; all start from the same model."""
+def run_cells(cells: list[Cell], jobs: int) -> Iterator[Outcome]:
+    """Run all cells, `jobs` at a time, each on one thread, and yield them as they end; all start from the same model."""
     with tempfile.TemporaryDirectory(prefix="asyncrl-off-policy-") as name:
         folder = Path(name)
         make_model(folder)
-        outcomes: list[Outcome] = []
         with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
             futures = [pool.submit(run_cell, cell, METHODS[cell.method], folder) for cell in cells]
-            for done, future in enumerate(as_completed(futures), 1):
-                outcome = future.result()
-                outcomes.append(outcome)
-                print(f"{done}/{len(cells)} {_line(outcome)}", flush=True)
-    return sorted(outcomes, key=lambda outcome: (outcome.cell.method, outcome.cell.lag, outcome.cell.seed))
+            for future in as_completed(futures):
+                yield future.result()
 
 
 def _line(outcome: Outcome) -> str:

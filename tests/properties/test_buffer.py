@@ -105,8 +105,9 @@ class RunLife(RuleBasedStateMachine):
         screen = data.draw(st.sampled_from(self.screens))
         if screen.get("dynamic_sampling") or screen.get("kind") == "dpo":
             group_size = max(group_size, 2)
+        advantage = {} if screen.get("kind") == "dpo" else {"advantage": "reward"}
         self.config = parse_config({
-            "algorithm": {"groups_per_step": groups_per_step, "group_size": group_size, "advantage": "reward", **screen},
+            "algorithm": {"groups_per_step": groups_per_step, "group_size": group_size, **advantage, **screen},
             "buffer": {
                 "max_staleness": max_staleness,
                 "policy": self.policy,
@@ -460,7 +461,7 @@ class RunLife(RuleBasedStateMachine):
                     self.tell(VersionIsLive(name, self.learner_version))
             while self.orders:
                 self.member_finishes_now()
-            self.all_scores_come()
+            self.all_scores_come(equal=self.config.algorithm.kind != "dpo")
             while len(self.to_train) < 2:
                 before = len(self.to_train)
                 self.learner_asks()

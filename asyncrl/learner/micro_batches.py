@@ -53,7 +53,9 @@ class Update:
 
     micro_batches: tuple[MicroBatch, ...]
     denominators: Denominators
-    """Over all ranks."""
+    """Of the policy loss, over all ranks; of kept tokens where `algorithm.denominator` is `kept`."""
+    value_denominators: Denominators
+    """Of the value loss, over all ranks: it is taken at every trained token, whatever corrections drop."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,9 +84,10 @@ def build_signals(plan: StepPlan, passes: Passes, ranks: Ranks) -> Signals:
     places = itertools.count()
     updates = []
     for number, rows in enumerate(plan.prepared.updates):
-        corrections, denominators = (None, _count(plan, number)) if planned is None else planned[number]
+        trained = _count(plan, number)
+        corrections, denominators = (None, trained) if planned is None else planned[number]
         dealt = tuple(_deal(plan, passes, outputs, corrections, row, next(places)) for row in rows)
-        updates.append(Update(dealt, denominators))
+        updates.append(Update(dealt, denominators, value_denominators=trained))
     return Signals(tuple(updates), outputs.advantages, metrics)
 
 
@@ -155,6 +158,7 @@ def _critic_metrics(plan: StepPlan, inputs: AdvantageInputs, outputs: AdvantageO
 
 
 def _count(plan: StepPlan, number: int) -> Denominators:
+    """Return what an update trains, over all ranks."""
     lines = plan.prepared.update_of_sample == number
     num_tokens = int(plan.prepared.table.mask[lines].sum())
     return Denominators(num_tokens, int(lines.sum()), plan.algorithm.aggregation_constant)

@@ -52,15 +52,15 @@ class PolicyObjective:
     def train_row(self, update: int, place: int) -> torch.Tensor:
         """Add the gradients of row `place` of an update; return this rank's shares of policy and value loss, [2]."""
         signals = self._signals.updates[update]
-        micro, denominators = signals.micro_batches[place], signals.denominators
-        loss, outputs = self._policy_loss(micro, denominators)
+        micro, of_values = signals.micro_batches[place], signals.value_denominators
+        loss, outputs = self._policy_loss(micro, signals.denominators)
         if isinstance(self._trainee.critic, ValueHead):
-            value = self._head_loss(micro, denominators, outputs)
+            value = self._head_loss(micro, of_values, outputs)
             self._backward_together(loss, value)
             return _shares(loss, value)
         if loss is not None:
             self._trainee.optimizer.backward(loss)
-        return _shares(loss, self._train_critic(micro, denominators))
+        return _shares(loss, self._train_critic(micro, of_values))
 
     def metrics(self) -> dict[str, float]:
         """Return what tokens, critic and penalties say; every rank calls."""

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from asyncrl.config.algorithm import CriticConfig
+from asyncrl.config.corrections import MaskedToken
 from asyncrl.config.learner import LearnerConfig
 from asyncrl.errors import LearnerError
 from asyncrl.learner.critic import (
@@ -105,6 +106,35 @@ def test_value_losses_of_a_head_reach_the_policy(kit):
         train_step(trainee_of(kit, model, critic_of(kit, "head"), config), kit.batch(samples), config)
         moved.append(bits(model))
     assert not same(*moved)
+
+
+@pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-mean"])
+@pytest.mark.parametrize("band", [(0.9, 1.1), (90.0, 91.0)], ids=["some kept", "none kept"])
+def test_what_corrections_drop_is_no_matter_to_the_critic(kit, band, aggregation):
+    """The value loss is over all trained tokens, so its denominator is too, in one row or many."""
+    outcomes = []
+    for denominator, tokens_per_row in (("all", 10_000), ("kept", 10_000), ("kept", 30)):
+        own = CriticConfig(value_clip=float("inf"))
+        config = kit.config(
+            {
+                "advantage": "gae",
+                "critic": own,
+                "corrections": (MaskedToken(*band),),
+                "denominator": denominator,
+                "aggregation": aggregation,
+            },
+            {"minibatches": 2, "epsilon": 1e-2},
+        )
+        critic = critic_of(kit, "separate")
+        result = train_step(trainee_of(kit, kit.model(), critic, config), kit.batch(kit.samples(), tokens_per_row), config)
+        assert (result.metrics["policy/kept_fraction"] > 0.0) == (band[0] < 1.0)
+        assert result.metrics["policy/kept_fraction"] < 0.7
+        outcomes.append((result.metrics["value/loss"], result.metrics["value/grad_norm"], bits(critic)))
+    for loss, norm, weights in outcomes[1:]:
+        assert loss == pytest.approx(outcomes[0][0], rel=1e-5)
+        assert norm == pytest.approx(outcomes[0][1], rel=1e-5)
+        for ours, expected in zip(weights, outcomes[0][2], strict=True):
+            torch.testing.assert_close(ours, expected, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -173,7 +173,6 @@ class RunApi:
             return
         if model_folder and not self._run.model_folder:
             self._run.model_folder = model_folder
-        if self._run.model_folder:
             self._run.tell_model_folder()
         self._run.spread(available)
 

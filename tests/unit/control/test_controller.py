@@ -18,11 +18,22 @@ from asyncrl.control.launch_fake import FakeLauncher
 from asyncrl.control.life_events import DrainRequested
 from asyncrl.control.peers import Peers
 from asyncrl.control.reporter import Reporter
+from asyncrl.control.run_api import RunApi
 from asyncrl.generate.admission import Admission, AdmissionLimits
 from asyncrl.observe.sinks import open_sinks
 from asyncrl.schema.batches import StepBatch, StepDone
 from asyncrl.schema.codec import Message
-from asyncrl.schema.control import PROTOCOL, Checkpoint, CheckpointDone, EngineReady, Hello, LearnerReady, LoadModel, ModelsReady
+from asyncrl.schema.control import (
+    PROTOCOL,
+    Checkpoint,
+    CheckpointDone,
+    EngineReady,
+    Hello,
+    LearnerReady,
+    LoadModel,
+    ModelsReady,
+    Pause,
+)
 from asyncrl.schema.samples import (
     GroupWork,
     InferRequest,
@@ -34,7 +45,7 @@ from asyncrl.schema.samples import (
     ids_to_bytes,
     logprobs_to_bytes,
 )
-from asyncrl.schema.weights import VersionLive
+from asyncrl.schema.weights import VersionLive, WeightsAvailable, WeightsManifest
 from asyncrl.tasks.sampler import PromptSequence
 from asyncrl.transport.channel import Connection, Lane
 from asyncrl.transport.inprocess import InProcessListener
@@ -273,3 +284,20 @@ async def test_an_inference_worker_is_waited_for_named_when_it_is_slow_and_asked
         async with asyncio.timeout(5):
             while len(world.controller.flow.desk):
                 await asyncio.sleep(0.01)
+
+
+async def test_an_outside_learners_versions_make_inference_workers_open_the_model_once(tmp_path):
+    judge = {"reward_models": [{"name": "judge", "path": "judge"}]}
+    async with _running(tmp_path, inference=judge, reward={"functions": []}, learner={"kind": "external"}) as world:
+        await world.launcher.started("generator-0")
+        inference = await world.join("inference", "inference-0")
+        async with asyncio.timeout(5):
+            while world.controller.peers.get("inference-0") is None:
+                await asyncio.sleep(0.01)
+        api = RunApi(world.controller)
+        for version in range(3):
+            available = WeightsAvailable(version, "none", "", WeightsManifest((), 0), "", float(version))
+            await api.announce_weights(available, "model")
+        world.controller.peers.get("inference-0").tell(Pause())
+        told = [await inference.receive(Lane.CONTROL) for _ in range(2)]
+        assert [delivery.message for delivery in told] == [LoadModel("model"), Pause()]

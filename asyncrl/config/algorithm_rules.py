@@ -46,6 +46,7 @@ class LossRule:
     weighs_by_rho: bool = False
     """Weighs tokens by proximal / behaviour where no correction does."""
     uses_proximal: bool = True
+    """Weighs tokens by current / proximal, which starts each step at 1 only where the proximal policy is recomputed."""
     has_clip_range: bool = False
     """Clips a token's ratio, in the range that m2po_clip may set."""
     has_dual_clip: bool = False
@@ -186,6 +187,12 @@ def _check_weight_is_counted_once(algorithm: AlgorithmConfig) -> None:
         raise ConfigError(
             f"{carries}, and algorithm.loss = {algorithm.loss!r} would count it twice: take loss = 'reinforce' (IMPALA), or "
             "advantage = 'gae'"
+        )
+    if rule.uses_proximal and algorithm.proximal != "recompute":
+        raise ConfigError(
+            f"{carries} up to the learner before the step, and with algorithm.proximal = {algorithm.proximal!r} the ratio of "
+            f"algorithm.loss = {algorithm.loss!r} would count it twice: set algorithm.proximal = 'recompute' with loss = "
+            "'ppo_clip', or take loss = 'reinforce' (IMPALA), or advantage = 'gae'"
         )
 
 

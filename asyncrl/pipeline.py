@@ -86,7 +86,7 @@ async def run_controller(config: RunConfig, run_folder: Path, clock: Clock, owne
 
     task = build_task(config.task, config.seed)
     loop = asyncio.get_running_loop()
-    buffer = open_buffer(config, run_folder, call_soon=loop.call_soon_threadsafe, on_failure=_ledger_failed)
+    buffer = open_buffer(config, run_folder, call_soon=loop.call_soon_threadsafe, on_failure=_ledger_failed, now=clock.now())
     counts = buffer.counts()
     limits = AdmissionLimits(
         groups_per_step=config.algorithm.groups_per_step,

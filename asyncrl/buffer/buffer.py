@@ -54,7 +54,7 @@ from asyncrl.buffer.records import (
     TrainedRecord,
 )
 from asyncrl.buffer.replies import Receipt, ReturnedPrompt, TakenStep, Waiting, WorkOrder
-from asyncrl.buffer.restore import Restored
+from asyncrl.buffer.restore import Restored, without_reference
 from asyncrl.buffer.staleness import VersionCounts, staleness_figures
 from asyncrl.buffer.state import BufferState, Counts
 from asyncrl.buffer.validate import SampleRefusedError, examine, group_error, score_error
@@ -72,6 +72,7 @@ class Buffer:
         ledger: The books.
         tokens_per_row: Row budget recorded with each step; longer samples are refused.
         temperature: Recorded with each step.
+        needs_reference: Scores must bring reference log-probabilities: the reference is on inference workers.
         restored: What the ledger held besides the state.
 
     Example:
@@ -88,16 +89,19 @@ class Buffer:
         *,
         tokens_per_row: int = 0,
         temperature: float = 1.0,
+        needs_reference: bool = False,
         restored: Restored | None = None,
     ) -> None:
         self.state = state
         self.ledger = ledger
         self._tokens_per_row = tokens_per_row
         self._temperature = temperature
-        restored = restored or Restored({}, {}, {}, newest_version=0, cursor=0)
+        self._needs_reference = needs_reference
+        restored = restored or Restored({}, {}, {}, frozenset(), newest_version=0, cursor=0)
         self._payloads = Payloads(restored.held)
         self._returned = restored.returned
         self._params = restored.step_params
+        self._without_reference = restored.steps_without_reference
         self.newest_version = restored.newest_version
         """No sample can hold a token of a later version."""
         self.cursor = restored.cursor
@@ -210,7 +214,8 @@ class Buffer:
         standing = self.state.member_state(score.group_id, score.index)
         if standing != "generated":
             return self._not_wanted(score.group_id, score.index, standing, on_committed)
-        if error := score_error(score, self._payloads.num_tokens(score.group_id, score.index)):
+        num_tokens = self._payloads.num_tokens(score.group_id, score.index)
+        if error := score_error(score, num_tokens, needs_reference=self._needs_reference):
             failure = SampleFailure(score.group_id, score.index, score.attempt, "reward", error)
             return Receipt("stored", instructions=self._fail(failure, now, on_committed))
         self._payloads.score(score)
@@ -254,7 +259,7 @@ class Buffer:
         return self._payloads.groups[group_id].samples[index]
 
     def outstanding_scores(self) -> list[ScoreRequest]:
-        """Return a request for every member generated and not scored (after a resume, or when all reward workers died)."""
+        """Return a request for every member generated and not scored yet, by rules or by models: all that a resume asks again."""
         return [self.score_request(member.group_id, member.index) for member in self.state.unscored()]
 
     # -- steps -----------------------------------------------------------------------------------------------------------
@@ -297,7 +302,8 @@ class Buffer:
             The steps to take again, in order, before any new one; empty at a fresh start.
 
         Raises:
-            LedgerError: The checkpoint and the ledger do not belong together.
+            LedgerError: The checkpoint and the ledger do not belong together, or steps to repeat lack the reference's
+                log-probabilities, which this run does not ask of the learner.
         """
         first, last = min(self.state.steps, default=self.state.next_step), self.state.next_step
         if not first <= version <= last:
@@ -309,7 +315,10 @@ class Buffer:
         if last:
             self.ledger.write((RestartedRecord(version, now),))
         self.newest_version = max(self.newest_version, version)
-        return self.state.steps_to_repeat()
+        to_repeat = self.state.steps_to_repeat()
+        if self._needs_reference and (reason := without_reference(self._without_reference, to_repeat)):
+            raise LedgerError(reason)
+        return to_repeat
 
     def drop_group(self, group_id: int, reason: str, now: float) -> Sequence[BufferInstruction]:
         """Drop a live group on somebody's decision; the reason goes into the books."""

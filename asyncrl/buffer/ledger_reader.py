@@ -117,7 +117,7 @@ class SampleStory(msgspec.Struct, frozen=True):
     group: GroupStory
     row: SampleRow
     sample: Sample | None
-    """The payload; None where it failed, or was trained long enough ago."""
+    """The payload; None where it failed, its group was dropped or failed, or it was trained long enough ago."""
 
 
 class LedgerReader:

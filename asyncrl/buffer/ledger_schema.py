@@ -16,6 +16,7 @@ from asyncrl.buffer.records import (
     MovedRecord,
     PlacedRecord,
     Record,
+    RescoreRecord,
     RestartedRecord,
     SampleRecord,
     ScoreRecord,
@@ -32,8 +33,11 @@ ROWS_PER_STATEMENT = 32
 _REFERENCE = """
 CREATE TABLE reference_logprobs (key INTEGER PRIMARY KEY, body BLOB NOT NULL);
 """
-MIGRATIONS = {"1": _REFERENCE}
-"""From each older schema, what the next one adds."""
+_LET_GO = """
+DELETE FROM payloads WHERE key >> 20 IN (SELECT group_id FROM groups WHERE state IN ('dropped', 'failed'));
+"""
+MIGRATIONS = {"1": _REFERENCE + _LET_GO}
+"""From each older schema, what makes it the next one."""
 
 TABLES = f"""
 CREATE TABLE meta (name TEXT PRIMARY KEY, value TEXT NOT NULL);
@@ -209,6 +213,14 @@ def _moved(connection: sqlite3.Connection, records: Sequence[MovedRecord]) -> No
         [(r.after, r.reason, r.returns, r.after, r.now, r.group_id) for r in records],
     )
     connection.executemany(_EVENT, [(r.now, r.group_id, r.after, r.reason) for r in records])
+    _let_go(connection, [r.group_id for r in records if r.after in {"dropped", "failed"}])
+
+
+def _let_go(connection: sqlite3.Connection, group_ids: Iterable[int]) -> None:
+    """Delete what the samples of these groups hold; their rows stay."""
+    ranges = [(sample_key(group_id, 0), sample_key(group_id + 1, 0)) for group_id in group_ids]
+    connection.executemany("DELETE FROM payloads WHERE key >= ? AND key < ?", ranges)
+    connection.executemany("DELETE FROM reference_logprobs WHERE key >= ? AND key < ?", ranges)
 
 
 def _taken(connection: sqlite3.Connection, r: TakenRecord) -> None:
@@ -236,15 +248,29 @@ def _restarted(connection: sqlite3.Connection, r: RestartedRecord) -> None:
     connection.execute(_EVENT, (r.now, None, "learner restarted", f"version {r.version}"))
 
 
+def _rescore(connection: sqlite3.Connection, r: RescoreRecord) -> None:
+    live = connection.execute("SELECT group_id FROM groups WHERE state IN ('running', 'scoring', 'ready')").fetchall()
+    for (group_id,) in live:
+        keys = sample_key(group_id, 0), sample_key(group_id + 1, 0)
+        num_again = connection.execute(
+            "UPDATE samples SET state = 'generated', reward = NULL, parts = NULL, worker = NULL, settled_s = NULL"
+            " WHERE key >= ? AND key < ? AND state = 'scored' AND key NOT IN (SELECT key FROM reference_logprobs)",
+            keys,
+        ).rowcount
+        if num_again:
+            connection.execute(
+                "UPDATE groups SET state = 'scoring', ready_s = NULL WHERE group_id = ? AND state = 'ready'", (group_id,)
+            )
+            connection.execute(_EVENT, (r.now, group_id, "scored again", f"{num_again} samples without reference logprobs"))
+
+
 def _forget(connection: sqlite3.Connection, r: ForgetRecord) -> None:
     before_step = max(r.before_step, forgotten_before(connection))
     gone = connection.execute(
-        "SELECT group_id FROM groups WHERE (state = 'trained' AND step < ? AND step >= ?) OR state IN ('dropped', 'failed')",
+        "SELECT group_ids FROM steps WHERE state = 'trained' AND step < ? AND step >= ?",
         (before_step, forgotten_before(connection)),
     ).fetchall()
-    ranges = [(sample_key(group_id, 0), sample_key(group_id + 1, 0)) for (group_id,) in gone]
-    connection.executemany("DELETE FROM payloads WHERE key >= ? AND key < ?", ranges)
-    connection.executemany("DELETE FROM reference_logprobs WHERE key >= ? AND key < ?", ranges)
+    _let_go(connection, itertools.chain.from_iterable(msgspec.json.decode(group_ids, type=list[int]) for (group_ids,) in gone))
     connection.execute("INSERT OR REPLACE INTO meta (name, value) VALUES ('forgotten_before', ?)", (str(before_step),))
 
 
@@ -266,5 +292,6 @@ _STEP_WRITERS: dict[type, Callable[[sqlite3.Connection, Any], None]] = {
     TakenRecord: _taken,
     TrainedRecord: _trained,
     RestartedRecord: _restarted,
+    RescoreRecord: _rescore,
     ForgetRecord: _forget,
 }

@@ -9,11 +9,12 @@ from asyncrl.algorithms.screening import Screen
 from asyncrl.buffer.books import BufferLimits
 from asyncrl.buffer.buffer import Buffer
 from asyncrl.buffer.ledger import CallSoon, SqliteLedger
-from asyncrl.buffer.records import Ledger, MemoryLedger
-from asyncrl.buffer.restore import restore
+from asyncrl.buffer.records import Ledger, MemoryLedger, RescoreRecord
+from asyncrl.buffer.restore import Restored, restore, without_reference
 from asyncrl.buffer.state import BufferState
+from asyncrl.buffer.validate import tokens_together
 from asyncrl.config.run import RunConfig
-from asyncrl.errors import LedgerError
+from asyncrl.errors import ConfigError, LedgerError
 
 
 def open_buffer(
@@ -22,6 +23,7 @@ def open_buffer(
     *,
     call_soon: CallSoon | None = None,
     on_failure: Callable[[LedgerError], None] | None = None,
+    now: float = 0.0,
 ) -> Buffer:
     """Open the buffer of a run, new or resumed: whatever its ledger holds is there again.
 
@@ -33,9 +35,11 @@ def open_buffer(
         run_folder: Where `ledger.sqlite` lies or will lie.
         call_soon: `loop.call_soon_threadsafe`, where callbacks are to run on the event loop.
         on_failure: Called once, the same way, when the ledger cannot be written any more.
+        now: Clock seconds.
 
     Raises:
         LedgerError: Another run has the ledger open, it belongs to another config, or it is damaged.
+        ConfigError: The run is resumed with a row budget or a place of the reference that what it holds cannot be trained with.
     """
     algorithm = config.algorithm
     limits = BufferLimits(
@@ -57,7 +61,11 @@ def open_buffer(
         identity = {"groups_per_step": str(algorithm.groups_per_step), "group_size": str(algorithm.members_per_group)}
         ledger = SqliteLedger(run_folder / "ledger.sqlite", identity=identity, call_soon=call_soon, on_failure=on_failure)
         try:
+            if config.has_reference_worker:
+                ledger.write((RescoreRecord(now),))
+                ledger.sync()
             restored = restore(ledger.path, state)
+            _check_resume(config, state, restored)
         except BaseException:
             ledger.close()
             raise
@@ -66,5 +74,19 @@ def open_buffer(
         ledger,
         tokens_per_row=config.packing.tokens_per_row,
         temperature=config.generate.sampling.temperature,
+        needs_reference=config.has_reference_worker,
         restored=restored,
     )
+
+
+def _check_resume(config: RunConfig, state: BufferState, restored: Restored) -> None:
+    """Raise ConfigError for a change that would end the run each time a step is packed or trained."""
+    screen, row = state.limits.screen, config.packing.tokens_per_row
+    longest = max((tokens_together(held.samples.values(), screen) for held in restored.held.values()), default=0)
+    if longest > row:
+        raise ConfigError(
+            f"packing.tokens_per_row ({row}) must be at least {longest} here: that many tokens of a group made before this "
+            "resume must share a row"
+        )
+    if config.has_reference_worker and (reason := without_reference(restored.steps_without_reference, state.steps_to_repeat())):
+        raise ConfigError(reason)

@@ -130,8 +130,15 @@ class RestartedRecord:
 
 
 @dataclass(slots=True)
+class RescoreRecord:
+    """Scores of groups not taken yet that brought no reference log-probabilities are to be asked for again."""
+
+    now: float
+
+
+@dataclass(slots=True)
 class ForgetRecord:
-    """Payloads of steps before this one, and of dropped and failed groups, are not needed any more."""
+    """Payloads of steps before this one are not needed any more."""
 
     before_step: int
 
@@ -146,6 +153,7 @@ Record = (
     | TakenRecord
     | TrainedRecord
     | RestartedRecord
+    | RescoreRecord
     | ForgetRecord
 )
 

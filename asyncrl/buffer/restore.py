@@ -7,6 +7,7 @@ without a sample are generated again, samples without a score are scored again. 
 from __future__ import annotations
 
 import sqlite3
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,6 +37,8 @@ class Restored:
     returned: dict[int, Prompt]
     """Prompts to be issued again, by the group that was dropped or failed."""
     step_params: dict[int, StepParams]
+    steps_without_reference: frozenset[int]
+    """Steps taken with scores that brought no reference log-probabilities."""
     newest_version: int
     cursor: int
 
@@ -51,6 +54,7 @@ def restore(path: Path, state: BufferState) -> Restored:
         next_group_id, cursor, newest = _extent(connection)
         groups, held = _live_groups(connection, newest)
         steps, params = _steps(connection)
+        lacking = frozenset(record.step for record in steps if _lacks_reference(connection, record.group_ids))
         returned = connection.execute(
             "SELECT group_id, returns, prompt FROM groups WHERE returns >= 0 AND group_id NOT IN"
             " (SELECT replaces FROM groups WHERE replaces IS NOT NULL) ORDER BY group_id"
@@ -69,7 +73,7 @@ def restore(path: Path, state: BufferState) -> Restored:
     except AssertionError as error:
         raise LedgerError(f"{path} does not balance: {error}") from error
     prompts = {group_id: _prompt_decoder.decode(prompt) for group_id, _, prompt in returned}
-    return Restored(held, prompts, params, newest, cursor)
+    return Restored(held, prompts, params, lacking, newest, cursor)
 
 
 def _extent(connection: sqlite3.Connection) -> tuple[int, int, int]:
@@ -153,6 +157,27 @@ def _steps(connection: sqlite3.Connection) -> tuple[list[StepRecord], dict[int, 
             )
         )
     return steps, params
+
+
+def _lacks_reference(connection: sqlite3.Connection, group_ids: tuple[int, ...]) -> bool:
+    lacking = (
+        "SELECT 1 FROM samples s LEFT JOIN reference_logprobs r ON r.key = s.key"
+        " WHERE s.key >= ? AND s.key < ? AND s.state = 'scored' AND r.key IS NULL LIMIT 1"
+    )
+    keys = [(sample_key(group_id, 0), sample_key(group_id + 1, 0)) for group_id in group_ids]
+    return any(connection.execute(lacking, each).fetchone() for each in keys)
+
+
+def without_reference(lacking: Collection[int], to_repeat: Iterable[int]) -> str:
+    """Return why these steps cannot be repeated by a run whose reference is on inference workers, or nothing."""
+    steps = [step for step in to_repeat if step in lacking]
+    if not steps:
+        return ""
+    return (
+        f"steps {steps[0]} to {steps[-1]} were taken and are to be trained (again), and their samples were scored without "
+        "reference log-probabilities: algorithm.reference.where = 'worker' (or a reference that was not there before) can be set "
+        "once they are trained and a checkpoint is written; resume with the settings as they were until then"
+    )
 
 
 def _counts_by_reason(connection: sqlite3.Connection, state: GroupState) -> dict[str, int]:

@@ -81,14 +81,20 @@ def tokens_together(samples: Iterable[Sample], screen: Screen) -> int:
     return max(max(sizes), sum(sorted(paired)[-2:]))
 
 
-def score_error(score: Score, num_tokens: int) -> str:
-    """Return what is wrong with a reward worker's answer for a sample of `num_tokens`, or nothing."""
+def score_error(score: Score, num_tokens: int, *, needs_reference: bool = False) -> str:
+    """Return what is wrong with a score, of rules, of models or of both, for a sample of `num_tokens`, or nothing.
+
+    Args:
+        score: Complete.
+        num_tokens: T.
+        needs_reference: The run's reference is on inference workers: a score without its log-probabilities cannot be trained.
+    """
     if score.error:
         return score.error
     if not math.isfinite(score.reward):
         return f"the reward is {score.reward}"
     if not score.reference_logprobs:
-        return ""
+        return "the score brings no reference logprobs (algorithm.reference.where = 'worker')" if needs_reference else ""
     if len(score.reference_logprobs) != 4 * num_tokens:
         return f"{num_tokens} tokens, but {len(score.reference_logprobs) / 4:g} reference logprobs"
     if not np.isfinite(logprobs_from_bytes(score.reference_logprobs)).all():

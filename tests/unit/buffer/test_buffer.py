@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import contextlib
 import sqlite3
+from collections import Counter
 
 import msgspec
 import pytest
@@ -12,7 +13,7 @@ from asyncrl.buffer.ledger import connect_read_only
 from asyncrl.buffer.ledger_reader import LedgerReader
 from asyncrl.buffer.opening import open_buffer
 from asyncrl.config.load import parse_config
-from asyncrl.errors import LedgerError
+from asyncrl.errors import ConfigError, LedgerError
 from asyncrl.schema.samples import Prompt, Sample, SampleFailure, Score, ids_to_bytes, logprobs_to_bytes
 
 
@@ -397,6 +398,116 @@ def test_reference_logprobs_live_as_long_as_their_sample(reopen):
         assert connection.execute("SELECT count(*) FROM reference_logprobs").fetchone() == (0,)
 
 
+KL_ON_WORKER = {"kl": {"coefficient": 0.1}, "reference": {"where": "worker"}}
+REFERENCE = logprobs_to_bytes([-1.0, -2.0])
+
+
+def test_a_resume_that_moves_the_reference_to_workers_asks_again_for_the_scores_of_groups_not_taken_yet(reopen):
+    buffer = reopen(max_staleness=9)
+    running, scoring, ready = (_issue(buffer) for _ in range(3))
+    for group in (running, scoring, ready):
+        buffer.add_sample(_sample(group, 0), 1.0)
+        buffer.add_score(Score(group, 0, 0, 0.25, {"exact": 0.25}), 2.0)
+    buffer.add_sample(_sample(scoring, 1), 1.0)
+    buffer.add_failure(SampleFailure(ready, 1, 0, "generate", "gone"), 1.0)
+    assert (buffer.counts().running, buffer.counts().scoring, buffer.counts().ready) == (1, 1, 1)
+
+    for _ in range(2):
+        buffer = reopen(max_staleness=9, algorithm=KL_ON_WORKER)
+        assert (buffer.counts().running, buffer.counts().scoring, buffer.counts().ready) == (1, 2, 0)
+        asked = [(request.group_id, request.index) for request in buffer.outstanding_scores()]
+        assert asked == [(running, 0), (scoring, 0), (scoring, 1), (ready, 0)]
+    for key in asked:
+        buffer.add_score(Score(*key, 0, 0.5, {"exact": 0.5}, reference_logprobs=REFERENCE), 3.0)
+
+    buffer = reopen(max_staleness=9, algorithm=KL_ON_WORKER)
+    assert not buffer.outstanding_scores()
+    assert [group.group_id for group in buffer.take(0, 4.0).groups] == [scoring]
+    (only,) = buffer.take(1, 5.0).groups[0].members
+    assert (only.reward, only.parts, only.reference_logprobs) == (0.5, {"exact": 0.5}, REFERENCE)
+    buffer.ledger.sync()
+    told = Counter(event.what for event in LedgerReader(buffer.ledger.path).group(ready).events)
+    assert told == {"issued": 1, "ready": 2, "scored again": 1, "taken": 1}
+
+
+def test_moving_the_reference_to_workers_is_refused_while_a_taken_step_has_none(reopen):
+    buffer = reopen()
+    for _ in range(2):
+        _finish(buffer, _issue(buffer))
+    buffer.take(0, 3.0)
+    buffer.take(1, 3.0)
+    buffer.mark_trained(0, 4.0)
+    with pytest.raises(ConfigError, match=r"steps 1 to 1 were taken.*resume with the settings as they were"):
+        reopen(algorithm=KL_ON_WORKER)
+
+    buffer = reopen()
+    buffer.mark_trained(1, 5.0)
+    buffer = reopen(algorithm=KL_ON_WORKER)
+    assert buffer.learner_restarted(2, 6.0) == ()
+    with pytest.raises(LedgerError, match="steps 1 to 1 were taken"):
+        buffer.learner_restarted(1, 7.0)
+
+
+def test_a_score_without_the_reference_that_a_worker_owes_fails_the_member(reopen):
+    buffer = reopen(algorithm=KL_ON_WORKER)
+    group = _issue(buffer)
+    buffer.add_sample(_sample(group, 0), 1.0)
+    buffer.add_score(Score(group, 0, 0, 1.0), 2.0)
+    assert buffer.state.member_state(group, 0) == "failed"
+    assert "brings no reference logprobs" in buffer.state.groups[group].last_failure
+
+
+def test_a_resume_with_rows_too_short_for_what_is_held_is_refused(reopen):
+    buffer = reopen()
+    group = _issue(buffer)
+    for index in range(2):
+        buffer.add_sample(msgspec.structs.replace(_long_sample(index, 510), group_id=group), 1.0)
+    config = {"generate": {"engine": {"kind": "fake", "max_sequence_tokens": 256}}}
+    buffer.close()
+    for tokens_per_row, algorithm in ((511, {}), (1023, {"kind": "dpo"})):
+        raw = {
+            **config,
+            "packing": {"tokens_per_row": tokens_per_row},
+            "algorithm": {"groups_per_step": 1, "group_size": 2, **algorithm},
+        }
+        least = 512 if not algorithm else 1024
+        with pytest.raises(ConfigError, match=rf"packing.tokens_per_row \({tokens_per_row}\) must be at least {least} here"):
+            open_buffer(parse_config(raw), buffer.ledger.path.parent)
+
+
+def test_payloads_go_with_the_group_that_is_dropped_or_fails_and_its_story_stays(reopen):
+    buffer = reopen(max_staleness=9)
+    dropped, failed, kept = (_issue(buffer) for _ in range(3))
+    for group in (dropped, kept):
+        _finish(buffer, group)
+    buffer.drop_group(dropped, "asked to", 3.0)
+    buffer.add_sample(_sample(failed, 0), 3.0)
+    for index in (1, 0):
+        buffer.add_failure(SampleFailure(failed, index, 0, "generate", "gone"), 3.0)
+    buffer.ledger.sync()
+    with connect_read_only(buffer.ledger.path) as connection:
+        groups = {key >> 20 for (key,) in connection.execute("SELECT key FROM payloads")}
+    assert groups == {kept}
+    story = LedgerReader(buffer.ledger.path).sample(dropped, 1)
+    assert (story.sample, story.row.reward, story.group.reason) == (None, 1.0, "asked to")
+
+
+def test_a_checkpoint_does_not_look_at_groups_dropped_before(reopen):
+    buffer = reopen(max_staleness=3)
+    for _ in range(3):
+        _finish(buffer, _issue(buffer))
+    buffer.drop_group(0, "asked to", 3.0)
+    buffer.take(0, 3.0)
+    buffer.mark_trained(0, 3.0)
+    buffer.ledger.sync()
+    with contextlib.closing(sqlite3.connect(buffer.ledger.path)) as connection, connection:
+        connection.execute("INSERT INTO payloads (key, body) VALUES (0, 'left')")
+    buffer.forget(1, 4.0)
+    buffer.ledger.sync()
+    with connect_read_only(buffer.ledger.path) as connection:
+        assert [key >> 20 for (key,) in connection.execute("SELECT key FROM payloads")] == [0, 2, 2]
+
+
 @pytest.mark.parametrize("reference", [logprobs_to_bytes([-1.0]), logprobs_to_bytes([-1.0, float("nan")])])
 def test_reference_logprobs_that_do_not_fit_fail_the_member(buffer, reference):
     group = _issue(buffer)
@@ -434,17 +545,41 @@ def _long_sample(index, num_tokens):
     )  # fmt: skip
 
 
-def test_a_ledger_of_the_first_schema_is_brought_up_and_goes_on(reopen, tmp_path):
-    buffer = reopen()
-    _finish(buffer, _issue(buffer))
+def test_a_ledger_of_the_first_schema_is_brought_up_and_goes_on_with_groups_in_every_state(reopen, tmp_path):
+    buffer = reopen(max_staleness=9)
+    trained, taken, dropped, ready, running, scoring = (_issue(buffer, name=f"p{i}") for i in range(6))
+    for group in (trained, taken, dropped, ready):
+        _finish(buffer, group)
+    buffer.drop_group(dropped, "asked to", 3.0)
+    buffer.take(0, 3.0)
+    buffer.mark_trained(0, 3.0)
+    buffer.take(1, 3.0)
+    buffer.add_sample(_sample(running, 0), 3.0)
+    for index in range(2):
+        buffer.add_sample(_sample(scoring, index), 3.0)
+    buffer.add_score(Score(scoring, 0, 0, 0.5), 3.0)
+    before = buffer.counts()
     buffer.close()
     with contextlib.closing(sqlite3.connect(tmp_path / "ledger.sqlite")) as connection, connection:
         connection.execute("DROP TABLE reference_logprobs")
         connection.execute("UPDATE meta SET value = '1' WHERE name = 'schema'")
-    buffer = reopen()
-    assert [member.reward for member in buffer.take(0, 3.0).groups[0].members] == [0.0, 1.0]
+        connection.execute("INSERT INTO payloads (key, body) VALUES (?, 'kept by the first schema')", (dropped << 20,))
+
+    buffer = reopen(max_staleness=9)
+    assert buffer.counts() == before
+    assert (before.running, before.scoring, before.ready, before.taken, before.trained) == (1, 1, 1, 1, 1)
     with LedgerReader(tmp_path) as reader:
         assert reader.meta()["schema"] == "2"
+        assert reader.sample(dropped, 0).sample is None
+        assert reader.sample(trained, 0).sample is not None
+    assert buffer.learner_restarted(1, 4.0) == (1,)
+    assert [each.group_id for each in buffer.take(1, 4.0).groups] == [taken]
+    assert [each.group_id for each in buffer.take(2, 4.0).groups] == [ready]
+    assert [(item.group_id, item.indices) for item in buffer.unplaced()] == [(running, (1,))]
+    assert [(each.group_id, each.index) for each in buffer.outstanding_scores()] == [(running, 0), (scoring, 1)]
+    buffer.add_score(Score(scoring, 1, 0, 1.0, reference_logprobs=REFERENCE), 5.0)
+    taken_members = buffer.take(3, 5.0).groups[0].members
+    assert [(each.reward, each.reference_logprobs) for each in taken_members] == [(0.5, b""), (1.0, REFERENCE)]
 
 
 def test_a_ledger_of_a_later_schema_is_refused(reopen, tmp_path):

@@ -1,0 +1,205 @@
+"""What must be resident in each process before activations: first-order sums from the config and from model folders' headers.
+
+Nothing is opened but config.json and the headers of safetensors files. Called by control/preview.py.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from asyncrl.config.learner import LearnerConfig, LoRAConfig
+from asyncrl.config.run import RunConfig
+from asyncrl.config.stages import ModelConfig, ScratchModel, TransformersEngineConfig
+from asyncrl.errors import ConfigError
+
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+FLOAT32 = BYTES["float32"]
+CHARACTER_VOCABULARY = 64
+"""Upper bound for the character tokenizers of scratch models."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Some of what a process holds."""
+
+    name: str
+    num_bytes: int
+    place: Literal["device", "host", "pageable"] = "device"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """A causal model of Llama's layout."""
+
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    intermediate: int
+    vocabulary: int
+    is_tied: bool
+
+    @property
+    def linear_layers(self) -> dict[str, tuple[int, int]]:
+        """Inputs and outputs of a block's linear layers, by name."""
+        hidden, queries, keys = self.hidden, self.heads * self.head_size, self.kv_heads * self.head_size
+        return {
+            "q_proj": (hidden, queries),
+            "k_proj": (hidden, keys),
+            "v_proj": (hidden, keys),
+            "o_proj": (queries, hidden),
+            "gate_proj": (hidden, self.intermediate),
+            "up_proj": (hidden, self.intermediate),
+            "down_proj": (self.intermediate, hidden),
+        }
+
+    @property
+    def parameters(self) -> int:
+        """All of them, with the output layer."""
+        return self.body_parameters + (0 if self.is_tied else self.vocabulary * self.hidden)
+
+    @property
+    def body_parameters(self) -> int:
+        """Those without the output layer (tied: the embeddings, which stay)."""
+        block = sum(inputs * outputs for inputs, outputs in self.linear_layers.values()) + 2 * self.hidden
+        return self.layers * block + self.vocabulary * self.hidden + self.hidden
+
+    def adapter_parameters(self, lora: LoRAConfig | None) -> int:
+        """Those that LoRA adds: rank x (inputs + outputs) of each adapted layer."""
+        if lora is None:
+            return 0
+        adapted = [size for name, size in self.linear_layers.items() if not lora.target_modules or name in lora.target_modules]
+        return self.layers * lora.rank * sum(map(sum, adapted))
+
+
+def policy_shape(model: ModelConfig) -> ModelShape:
+    """Return the policy's shape.
+
+    Raises:
+        ConfigError: A pretrained model's folder has no readable config.json.
+    """
+    if isinstance(model, ScratchModel):
+        heads, head_size = model.num_heads, model.hidden_size // model.num_heads
+        return ModelShape(
+            model.hidden_size, model.num_layers, heads, model.num_kv_heads or heads, head_size,
+            model.intermediate_size or 4 * model.hidden_size, CHARACTER_VOCABULARY, model.tie_embeddings,
+        )  # fmt: skip
+    raw = _model_json(model.path)
+    hidden, heads = raw["hidden_size"], raw["num_attention_heads"]
+    return ModelShape(
+        hidden, raw["num_hidden_layers"], heads, raw.get("num_key_value_heads") or heads, raw.get("head_dim") or hidden // heads,
+        raw["intermediate_size"], raw["vocab_size"], bool(raw.get("tie_word_embeddings", False)),
+    )  # fmt: skip
+
+
+def learner_parts(config: RunConfig) -> dict[str, tuple[Part, ...]]:
+    """Return what the learner's ranks hold together, by model: policy, critic, reference."""
+    learner, algorithm, shape = config.learner, config.algorithm, policy_shape(config.model)
+    adapters = shape.adapter_parameters(learner.lora)
+    trained, frozen = (adapters, shape.parameters) if learner.lora is not None else (shape.parameters, 0)
+    parts = {"policy": trained_parts(trained, frozen, learner)}
+    critic, reference = algorithm.critic, algorithm.reference
+    if critic is not None and critic.kind == "head":
+        parts["critic"] = trained_parts(shape.hidden + 1, 0, msgspec.structs.replace(learner, dtype="float32"))
+    elif critic is not None:
+        body = stored_elements(critic.path, "algorithm.critic.path") if critic.path else shape.body_parameters
+        parts["critic"] = trained_parts(body + shape.hidden + 1, 0, learner)
+    if algorithm.needs_reference and reference.where == "learner":
+        parts["reference"] = (Part("policy without its adapters", 0),)
+        if reference.path or learner.lora is None:
+            parts["reference"] = (Part(f"{learner.dtype} weights", _reference_elements(config) * BYTES[learner.dtype]),)
+    return parts
+
+
+def trained_parts(trained: int, frozen: int, learner: LearnerConfig) -> tuple[Part, ...]:
+    """Return what a model costs to train, as asyncrl/learner/masters.py and optim.py hold it.
+
+    Args:
+        trained: Parameters that are.
+        frozen: Parameters that are not.
+        learner: Dtype, optimizer and offload are read.
+    """
+    place: Literal["device", "host"] = "host" if learner.offload_optimizer else "device"
+    parts = [
+        Part(f"{learner.dtype} weights", (trained + frozen) * BYTES[learner.dtype]),
+        Part("float32 gradients", trained * FLOAT32),
+    ]
+    if learner.offload_optimizer or BYTES[learner.dtype] < FLOAT32:
+        parts.append(Part("float32 masters", trained * FLOAT32, place))
+    if learner.optimizer == "adamw":
+        parts.append(Part("two float32 moments", trained * 2 * FLOAT32, place))
+    else:
+        parts.append(Part("two 8-bit moments", trained * 2, "pageable" if learner.optimizer == "paged_adamw_8bit" else place))
+    return tuple(parts)
+
+
+def generator_parts(config: RunConfig) -> tuple[Part, ...]:
+    """Return what each generator holds; nothing where its engine has no model."""
+    engine, shape = config.generate.engine, policy_shape(config.model)
+    if not isinstance(engine, TransformersEngineConfig):
+        return ()
+    held, width = BYTES[engine.dtype], shape.kv_heads * shape.head_size
+    weights = (shape.parameters + shape.adapter_parameters(config.learner.lora)) * held
+    cache = 2 * shape.layers * width * engine.max_sequence_tokens * engine.num_slots * held
+    return Part("weights", weights), Part("KV cache", cache)
+
+
+def inference_parts(config: RunConfig) -> tuple[Part, ...]:
+    """Return what each inference worker holds, a part a model; nothing where there is none."""
+    parts = [
+        Part(model.name, stored_elements(model.path, "inference.reward_models.path") * BYTES[model.dtype])
+        for model in config.inference.reward_models
+    ]
+    if config.has_reference_worker:
+        parts.append(Part("reference", _reference_elements(config) * BYTES[config.inference.dtype]))
+    return tuple(parts)
+
+
+def version_bytes(config: RunConfig) -> int:
+    """Return the bytes of one weight version: of the adapters alone under LoRA."""
+    shape, dtype = policy_shape(config.model), config.broadcast.dtype
+    sent = shape.parameters if config.learner.lora is None else shape.adapter_parameters(config.learner.lora)
+    return sent * BYTES[config.learner.dtype if dtype == "model" else dtype]
+
+
+def stored_elements(path: str, field: str) -> int:
+    """Return how many numbers the safetensors files of a folder hold, from their headers.
+
+    Raises:
+        ConfigError: There are none, or one is no safetensors file; `field` is whose path it is.
+    """
+    files = list(Path(path).glob("*.safetensors"))
+    if not files:
+        raise ConfigError(f"{field} {path!r} has no *.safetensors")
+    try:
+        return sum(prod(entry["shape"]) for file in files for name, entry in _header(file).items() if name != "__metadata__")
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"{field} {path!r} has a *.safetensors that cannot be read ({error})") from error
+
+
+def _header(file: Path) -> dict[str, Any]:
+    with file.open("rb") as stream:
+        header: dict[str, Any] = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
+    return header
+
+
+def _reference_elements(config: RunConfig) -> int:
+    path = config.algorithm.reference.path
+    return stored_elements(path, "algorithm.reference.path") if path else policy_shape(config.model).parameters
+
+
+def _model_json(path: str) -> dict[str, Any]:
+    try:
+        content: dict[str, Any] = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"model.path {path!r} has no readable config.json ({error}); `asyncrl model import` makes such a folder"
+        ) from error
+    return content

@@ -42,7 +42,8 @@ print(json.dumps({"version": torch.__version__, "built_for": built_for, "devices
 """
 _ZMQ_PROBE = "import json, zmq; print(json.dumps({'version': zmq.zmq_version(), 'curve': bool(zmq.has('curve'))}))"
 _REQUIREMENT = re.compile(
-    r"^(?P<name>[\w.-]+?)(?:\[.*\])?\s*(?:>=\s*(?P<least>[\d.]+))?\s*(?:;.*extra == ['\"](?P<extra>\w+)['\"])?$"
+    r"^(?P<name>[\w.-]+?)(?:\[.*\])?\s*(?:(?P<relation>[>=]=)\s*(?P<version>[\d.]+))?\s*"
+    r"(?:;.*extra == ['\"](?P<extra>\w+)['\"])?$"
 )
 
 
@@ -183,7 +184,7 @@ def judge_packages(requirements: Iterable[str], version_of: Callable[[str], str 
     for requirement in requirements:
         parsed = _REQUIREMENT.match(requirement)
         if parsed is not None and parsed["name"] != "asyncrl" and parsed["extra"] != "dev":
-            findings.append(_judge_package(parsed["name"], parsed["least"], parsed["extra"], version_of(parsed["name"])))
+            findings.append(_judge_package(parsed, version_of(parsed["name"])))
     return sorted(findings, key=lambda finding: not finding.required)
 
 
@@ -203,12 +204,17 @@ def _own_requirements() -> list[str]:
         return []
 
 
-def _judge_package(name: str, least: str | None, extra: str | None, found: str | None) -> Finding:
-    install = f"pip install 'asyncrl[{extra}]'" if extra else f"pip install '{name}>={least}'"
+def _judge_package(asked: re.Match[str], found: str | None) -> Finding:
+    name, relation, version, extra = asked.group("name", "relation", "version", "extra")
+    install = f"pip install 'asyncrl[{extra}]'" if extra else f"pip install '{name}{relation or ''}{version or ''}'"
     advice = f"{install} (optional: extra {extra!r})" if extra else install
-    wanted = f" (at least {least})" if least else ""
-    ok = found is not None and (least is None or _numbers(found) >= _numbers(least))
+    wanted = f" ({'exactly' if relation == '==' else 'at least'} {version})" if version else ""
+    ok = found is not None and (version is None or _satisfies(found, relation, version))
     return Finding(name, ok, f"{found or 'not installed'}{'' if ok else wanted}", advice, required=extra is None)
+
+
+def _satisfies(found: str, relation: str, version: str) -> bool:
+    return _numbers(found) == _numbers(version) if relation == "==" else _numbers(found) >= _numbers(version)
 
 
 def _numbers(version: str) -> tuple[int, ...]:

@@ -1,5 +1,6 @@
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -80,6 +81,27 @@ def test_packages_are_judged_against_what_the_metadata_asks_for():
     assert (findings["ray"].ok, findings["ray"].required) == (True, False)
     assert findings["wandb"].detail.startswith("not installed")
     assert "asyncrl[wandb]" in findings["wandb"].advice
+
+
+def test_every_requirement_of_the_project_is_looked_at_and_extras_are_optional():
+    project = tomllib.loads((Path(__file__).resolve().parents[3] / "pyproject.toml").read_text())["project"]
+    extras = {extra: asked for extra, asked in project["optional-dependencies"].items() if extra != "dev"}
+    asked = project["dependencies"] + [f'{each}; extra == "{extra}"' for extra, all_of in extras.items() for each in all_of]
+    findings = {finding.name: finding for finding in judge_packages(asked, lambda _: None)}
+    assert len(findings) == len(asked)
+    optional = {name for name, finding in findings.items() if not finding.required}
+    assert {"bitsandbytes", "liger-kernel", "trl", "datasets", "ray"} <= optional
+    assert findings["peft"].required
+    assert findings["bitsandbytes"].advice == "pip install 'asyncrl[lowbit]' (optional: extra 'lowbit')"
+
+
+def test_a_pinned_version_is_that_one():
+    def judged(found):
+        (finding,) = judge_packages(['trl==1.16.0; extra == "bench"'], lambda _: found)
+        return finding.ok, finding.detail
+
+    assert judged("1.16.0") == (True, "1.16.0")
+    assert judged("1.17.0") == (False, "1.17.0 (exactly 1.16.0)")
 
 
 def test_the_installed_version_is_read_without_an_import():

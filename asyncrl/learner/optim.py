@@ -55,7 +55,7 @@ class PolicyOptimizer:
         >>> norm = optimizer.clip()
         >>> if math.isfinite(norm):
         ...     optimizer.step(0)
-        ... elif not optimizer.skip_update():
+        ... elif not skip_update([(optimizer, norm)]):
         ...     raise LearnerError
     """
 
@@ -88,6 +88,11 @@ class PolicyOptimizer:
         self._scale = LossScale() if self._owns_scale else None
         if shares_scale_of is not None:
             self._scale = shares_scale_of._scale  # noqa: SLF001 - the same class
+
+    @property
+    def scale(self) -> LossScale | None:
+        """What owns `loss_scale`, one and the same for all whose gradients come from one backward pass; None but for float16."""
+        return self._scale
 
     @property
     def loss_scale(self) -> float:
@@ -127,15 +132,6 @@ class PolicyOptimizer:
             self._scale.note_update()
         self.zero_grad()
         return rate
-
-    def skip_update(self) -> bool:
-        """Drop gradients that are not finite; return whether the run may go on.
-
-        It may where float16 overflowed under too large a loss scale, which is halved; not in other dtypes, and not once the
-        scale is at its smallest.
-        """
-        self.zero_grad()
-        return self._scale is not None and self._scale.shrink()
 
     def zero_grad(self) -> None:
         """Drop all gradients."""
@@ -197,6 +193,22 @@ class PolicyOptimizer:
             adamw.state[master.trained][kind] = (
                 value.to(master.trained.device) if kind == "step" else _fitting(value, master.trained)
             )
+
+
+def skip_update(norms: Sequence[tuple[PolicyOptimizer, float]]) -> bool:
+    """Drop the gradients of an update in which some are not finite; return whether the run may go on.
+
+    It may where float16 overflowed under too large a loss scale: each scale under which a gradient did is halved, once however
+    many optimizers share it, and the others stay. It may not in other dtypes, nor where such a scale is at its smallest.
+
+    Args:
+        norms: The update's optimizers, each with the norm its gradients had.
+    """
+    for optimizer, _ in norms:
+        optimizer.zero_grad()
+    overflowed = [optimizer.scale for optimizer, norm in norms if not math.isfinite(norm)]
+    answers = [scale is not None and scale.shrink() for scale in {id(scale): scale for scale in overflowed}.values()]
+    return all(answers)
 
 
 def _build_adamw(trained: Sequence[torch.nn.Parameter], config: LearnerConfig) -> torch.optim.Optimizer:

@@ -16,7 +16,7 @@ from typing import Protocol
 
 import torch
 
-from asyncrl.learner.optim import PolicyOptimizer
+from asyncrl.learner.optim import skip_update
 from asyncrl.learner.plan import StepPlan
 from asyncrl.learner.trainee import Trainee
 
@@ -45,7 +45,7 @@ class UpdateOutcome:
     learning_rate: float
     """The policy's; 0 where it is not trained or the update was skipped."""
     is_skipped: bool
-    """float16 gradients overflowed: no weights changed, and the loss scale is halved."""
+    """float16 gradients overflowed: no weights changed, and the loss scale they were under is halved."""
     seconds: float
 
 
@@ -63,22 +63,17 @@ def run_update(trainee: Trainee, plan: StepPlan, objective: Objective, number: i
     shares = [objective.train_row(number, place) for place in range(len(plan.prepared.updates[number]))]
     loss, value_loss = trainee.ranks.sum(torch.stack(shares).sum(dim=0)).tolist()
     policy = trainee.optimizer if plan.trains_policy else None
-    norm, value_norm = (0.0 if own is None else own.clip() for own in (policy, trainee.critic_optimizer))
     optimizers = [own for own in (policy, trainee.critic_optimizer) if own is not None]
-    is_finite = all(map(math.isfinite, (norm, value_norm)))
-    if not math.isfinite(loss + value_loss) or not (is_finite or _may_skip(optimizers)):
+    norms = {own: own.clip() for own in optimizers}
+    norm, value_norm = (0.0 if own is None else norms[own] for own in (policy, trainee.critic_optimizer))
+    is_finite = all(map(math.isfinite, norms.values()))
+    if not math.isfinite(loss + value_loss) or not (is_finite or skip_update(list(norms.items()))):
         for own in optimizers:
             own.zero_grad()
         raise NonFiniteError(_figures(trainee, plan, (loss, norm), (value_loss, value_norm)))
     rates = [own.step(plan.batch.step) for own in optimizers] if is_finite else []
     rate = rates[0] if rates and plan.trains_policy else 0.0
     return UpdateOutcome(loss, value_loss, norm, value_norm, rate, not is_finite, time.perf_counter() - started_s)
-
-
-def _may_skip(optimizers: list[PolicyOptimizer]) -> bool:
-    """Drop all gradients; return whether every optimizer says that a smaller loss scale may help."""
-    answers = [own.skip_update() for own in optimizers]
-    return all(answers)
 
 
 def _figures(trainee: Trainee, plan: StepPlan, policy: tuple[float, float], critic: tuple[float, float]) -> str:

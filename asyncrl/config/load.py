@@ -113,7 +113,7 @@ def _in_todays_names(raw: dict[str, Any]) -> dict[str, Any]:
     kept = {key: value for key, value in algorithm.items() if key not in {"correction", "correction_cap"}}
     kind, loss = algorithm.get("correction", "tis_token"), algorithm.get("loss", "decoupled_ppo")
     if kind == "none" or loss == "ppo_clip":
-        renamed = {"loss": "ppo_clip", "corrections": []}
+        renamed: dict[str, Any] = {"loss": "ppo_clip", "corrections": []}
     else:
         renamed = {"corrections": [{"kind": kind, "cap": algorithm.get("correction_cap", 2.0)}]}
     return raw | {"algorithm": kept | renamed}

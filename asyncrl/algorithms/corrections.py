@@ -7,7 +7,7 @@ Invariants: everything is detached; a token that is masked or dropped weighs exa
 policy every correction gives weight 1 and keeps all. The corrections in config/corrections.WHOLE_UPDATE mean something else on a
 part of an update, so the caller runs `correct` on the whole of it and hands each micro-batch its slice.
 
-Called by algorithms/loss_terms.py and learner/step.py.
+Called by algorithms/loss_terms.py, learner/planned_corrections.py and learner/start.py.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def python(inputs: LossInputs, config: PythonCorrection) -> CorrectionOutputs:
     Raises:
         ConfigError: The path names no function.
     """
-    outputs: CorrectionOutputs = _user_function(config.path)(inputs, config)
+    outputs: CorrectionOutputs = load_correction(config.path)(inputs, config)
     return outputs
 
 
@@ -92,6 +92,11 @@ def _narrower(first: float | None, second: float | None) -> float | None:
 
 
 @functools.cache
-def _user_function(path: str) -> Callable[..., Any]:
-    """One import a process: a file named by its path would run again at every micro-batch."""
-    return load_function(path, "algorithm.corrections.path")
+def load_correction(path: str) -> Correction:
+    """Return a user's own correction; one import a process: a file named by its path would run again at every micro-batch.
+
+    Raises:
+        ConfigError: The path names no function.
+    """
+    correction: Correction = load_function(path, "algorithm.corrections.path")
+    return correction

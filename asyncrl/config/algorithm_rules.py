@@ -16,6 +16,7 @@ from asyncrl.config.corrections import (
     MaskedSequence,
     MaskedToken,
     OffPolicySequenceMask,
+    PythonCorrection,
     SecondMomentClip,
     TruncatedSequence,
     TruncatedToken,
@@ -101,6 +102,7 @@ def check_algorithm(algorithm: AlgorithmConfig, learner: LearnerConfig) -> None:
     _check_name("advantage", algorithm.advantage, ADVANTAGE_RULES)
     _check_name("loss", algorithm.loss, LOSS_RULES)
     _check_bands(algorithm)
+    _check_paths(algorithm)
     if algorithm.kind == "dpo":
         _check_preferences(algorithm)
         return
@@ -115,10 +117,16 @@ def check_algorithm(algorithm: AlgorithmConfig, learner: LearnerConfig) -> None:
 
 
 def _check_name(field: str, name: str, known: dict[str, AdvantageRule] | dict[str, LossRule]) -> None:
-    if name not in known and ":" not in name:
+    if name not in known and not _names_function(name):
         raise ConfigError(
             f"algorithm.{field} must be one of {', '.join(known)}, or your own function as module:function, got {name!r}"
         )
+
+
+def _names_function(path: str) -> bool:
+    """Return whether it is of the form `module:function` or `file.py:function`; it is imported where it is used."""
+    module, _, function = path.rpartition(":")
+    return bool(module) and function.isidentifier()
 
 
 def _check_advantage(algorithm: AlgorithmConfig) -> None:
@@ -268,6 +276,14 @@ def _check_bands(algorithm: AlgorithmConfig) -> None:
             )
         if isinstance(item, TruncatedToken | TruncatedSequence) and item.floor > item.cap:
             raise ConfigError(f"algorithm.corrections: {_kind(item)} has floor {item.floor} over cap {item.cap}")
+
+
+def _check_paths(algorithm: AlgorithmConfig) -> None:
+    for item in algorithm.corrections:
+        if isinstance(item, PythonCorrection) and not _names_function(item.path):
+            raise ConfigError(
+                f"algorithm.corrections: the path of python must be module:function or file.py:function, got {item.path!r}"
+            )
 
 
 def _check_preferences(algorithm: AlgorithmConfig) -> None:

@@ -19,7 +19,9 @@ import msgspec
 import torch
 from transformers import PreTrainedModel
 
-from asyncrl.config.algorithm import LearnerConfig
+from asyncrl.algorithms.corrections import load_correction
+from asyncrl.config.algorithm import AlgorithmConfig, LearnerConfig
+from asyncrl.config.corrections import PythonCorrection
 from asyncrl.config.run import RunConfig
 from asyncrl.config.stages import PretrainedModel
 from asyncrl.learner.checkpoint import TrainerState, latest_checkpoint, load_trainer, write_folder
@@ -27,9 +29,11 @@ from asyncrl.learner.crew import Crew
 from asyncrl.learner.critic import build_critic, build_critic_optimizer
 from asyncrl.learner.divided import Divider, divider_of
 from asyncrl.learner.lora import adapters_off, open_policy
+from asyncrl.learner.micro_batches import load_advantage_once
 from asyncrl.learner.model import build_scratch, link_pretrained, made_ready, open_model, open_tokenizer, save_model
 from asyncrl.learner.optim import build_optimizer
 from asyncrl.learner.orders import Begin
+from asyncrl.learner.policy_loss import load_loss_once
 from asyncrl.learner.ranks import OneRank, Ranks
 from asyncrl.learner.reference import AdapterOffReference, FrozenReference
 from asyncrl.learner.trainee import Reference, Trainee
@@ -77,9 +81,11 @@ def prepare_standing(
         stopped: Asked now and then during the warm start.
 
     Raises:
-        ConfigError: The algorithm has an unknown name, the model's folder is not usable, or the warm start has no examples.
+        ConfigError: A name or path of the algorithm leads to no function, the model's folder is not usable, or the warm start
+            has no examples.
         StartAbandoned: `stopped` said so.
     """
+    resolve_functions(config.algorithm)
     folder, metrics = run_folder / "model", {}
     if not (folder / "config.json").is_file():
         metrics = _make_model_folder(config, folder, examples, alphabet, stopped)
@@ -92,6 +98,21 @@ def prepare_standing(
     log.info("standing at version %d, from %s", state.version, checkpoint or folder)
     tokenizer = open_tokenizer(folder, trust_remote_code=_trusted(config))
     return Standing(trainee, tokenizer, state.version, folder, checkpoint, state, metrics)
+
+
+def resolve_functions(algorithm: AlgorithmConfig) -> None:
+    """Import what the algorithm names, before anything slow is begun for it.
+
+    Raises:
+        ConfigError: A name or path leads to no function.
+    """
+    if algorithm.kind == "dpo":
+        return
+    load_advantage_once(algorithm.advantage)
+    load_loss_once(algorithm.loss)
+    for item in algorithm.corrections:
+        if isinstance(item, PythonCorrection):
+            load_correction(item.path)
 
 
 def build_trainee(config: RunConfig, model_folder: Path, checkpoint: Path | None = None, ranks: Ranks | None = None) -> Trainee:

@@ -11,9 +11,7 @@ VTRACE = {"advantage": "vtrace", "critic": {}, "corrections": []}
 @pytest.mark.parametrize("proximal", ["behaviour", "loglinear"])
 @pytest.mark.parametrize("loss", ["ppo_clip", "gspo", "cispo", "sapo"])
 def test_vtrace_and_a_ratio_to_an_older_policy_would_count_a_weight_twice(loss, proximal):
-    with pytest.raises(
-        ConfigError, match=f"'vtrace' carries.*'{proximal}' the ratio of.*set algorithm.proximal"
-    ):
+    with pytest.raises(ConfigError, match=f"'vtrace' carries.*'{proximal}' the ratio of.*set algorithm.proximal"):
         parse_config({"algorithm": VTRACE | {"loss": loss, "proximal": proximal}})
 
 
@@ -26,3 +24,17 @@ def test_vtrace_refuses_decoupled_ppo_under_any_proximal_policy():
     for proximal in ("recompute", "behaviour", "loglinear"):
         with pytest.raises(ConfigError, match="would count it twice"):
             parse_config({"algorithm": VTRACE | {"loss": "decoupled_ppo", "proximal": proximal}})
+
+
+@pytest.mark.parametrize("path", [":own", "own:", "own.py", "my.module:my-function", "grop"])
+@pytest.mark.parametrize("field", ["advantage", "loss"])
+def test_a_path_that_can_name_no_function_is_refused(field, path):
+    with pytest.raises(ConfigError, match=f"algorithm.{field} must be one of .* as module:function, got '{path}'"):
+        parse_config({"algorithm": {field: path}})
+
+
+def test_a_correction_s_path_that_can_name_no_function_is_refused():
+    with pytest.raises(ConfigError, match=r"module:function or file\.py:function, got 'own'"):
+        parse_config({"algorithm": {"corrections": [{"kind": "python", "path": "own"}]}})
+    own = parse_config({"algorithm": {"corrections": [{"kind": "python", "path": "own.py:weigh"}]}})
+    assert own.algorithm.corrections[0].path == "own.py:weigh"

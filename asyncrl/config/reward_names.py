@@ -1,10 +1,13 @@
-"""What each reward function's part is called. Called by reward/registry.py, and by config/inference_rules.py."""
+"""What each reward function's part is called, and which of them say right or wrong.
+
+Called by reward/registry.py, config/inference_rules.py and control/evaluation.py.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 
-from asyncrl.config.stages import RewardConfig
+from asyncrl.config.stages import OverlongPenalty, RewardConfig
 from asyncrl.errors import ConfigError
 
 
@@ -24,6 +27,12 @@ def reward_names(config: RewardConfig) -> tuple[str, ...]:
         taken.add(name)
         names.append(name)
     return tuple(names)
+
+
+def verdict_weights(config: RewardConfig) -> dict[str, float]:
+    """Return the weights, by name, of the functions that judge an answer: all but penalties (`overlong`, a weight under 0)."""
+    named = zip(reward_names(config), config.functions, strict=True)
+    return {name: each.weight for name, each in named if each.weight > 0 and not isinstance(each, OverlongPenalty)}
 
 
 def _free_name(kind: str, taken: set[str]) -> str:

@@ -28,7 +28,7 @@ from asyncrl.config.stages import (
 
 
 class EvalConfig(_Stage, frozen=True):
-    """Sampled accuracy on held-out prompts."""
+    """Sampled accuracy and reward on held-out prompts."""
 
     at_start: bool = True
     at_end: bool = True

@@ -326,7 +326,8 @@ class Controller:
         self.flow.evaluation = None
         report = evaluation.report(self.clock.now())
         self.reporter.note_evaluation(report)
-        log.info("held-out accuracy at version %d: %.3f (%d samples)", report.version, report.accuracy, report.num_samples)
+        name, value = report.headline
+        log.info("held-out %s at version %d: %.3f (%d samples)", name, report.version, value, report.num_samples)
         if self.lifecycle.phase == "evaluating":
             if report.version < self.feed.version:
                 self._start_evaluation(self.feed.version)

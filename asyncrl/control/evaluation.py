@@ -1,10 +1,11 @@
-"""Sampled accuracy on held-out prompts: which prompt goes where, what came back, when it is done.
+"""Sampled accuracy and reward on held-out prompts: which prompt goes where, what came back, when it is done.
 
 Owns the one evaluation that is going on, if any. Evaluation samples take the same road as training samples (generator, reward
 worker) but never enter the ledger or the buffer; their group ids are negative, so that nothing confuses them. Invariant: every
 prompt is pending, out at one generator, being scored, or judged; a generator that dies gives its prompts back. The seeds do not
-depend on the version, so that two evaluations differ by the weights alone. Called by control/controller.py; pure but for the list
-of results.
+depend on the version, so that two evaluations differ by the weights alone. A sample is right where the rules that judge it,
+without penalties and reward models, come to RIGHT_FROM or more; where no rule judges there is no accuracy. Called by
+control/controller.py; pure but for the list of results.
 """
 
 from __future__ import annotations
@@ -12,10 +13,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
+from asyncrl.config.reward_names import verdict_weights
 from asyncrl.config.run import RunConfig
 from asyncrl.observe.steps import EvalReport
 from asyncrl.schema.ids import derive_seed
 from asyncrl.schema.samples import GroupWork, Prompt, Sample, SampleFailure, SamplingParams, Score, ScoreRequest
+
+RIGHT_FROM = 0.99
 
 
 class Evaluation:
@@ -38,7 +42,9 @@ class Evaluation:
         self._pending = deque(self._by_group)
         self._out: dict[int, str] = {}
         self._missing = {group_id: set(range(self._per_prompt)) for group_id in self._by_group}
+        self._verdict_weights = verdict_weights(config.reward)
         self._rewards: list[float] = []
+        self._num_right = 0
         self._num_failed = 0
         self._seed = derive_seed(config.seed, "evaluation")
         self._sampling = sampling_of(config, config.eval.temperature)
@@ -87,14 +93,19 @@ class Evaluation:
             self._out.pop(verdict.group_id, None)
         failed = isinstance(verdict, SampleFailure) or bool(verdict.error)
         self._num_failed += failed
-        self._rewards.append(0.0 if failed or isinstance(verdict, SampleFailure) else verdict.reward)
+        if failed or isinstance(verdict, SampleFailure):
+            self._rewards.append(0.0)
+            return
+        self._rewards.append(verdict.reward)
+        judged = sum(weight * verdict.parts.get(name, 0.0) for name, weight in self._verdict_weights.items())
+        self._num_right += judged >= RIGHT_FROM
 
     def report(self, now: float) -> EvalReport:
-        """Return the result; a reward of at least 0.99 counts as correct."""
+        """Return the result; without rules that judge, no accuracy."""
         count = max(len(self._rewards), 1)
         return EvalReport(
             version=self.version,
-            accuracy=sum(reward >= 0.99 for reward in self._rewards) / count,
+            accuracy=self._num_right / count if self._verdict_weights else None,
             num_samples=len(self._rewards),
             reward_mean=sum(self._rewards) / count,
             started_s=self._started_s,

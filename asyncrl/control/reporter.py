@@ -149,8 +149,11 @@ class Reporter:
         """Record an evaluation."""
         self.evaluations.append(report)
         self._evals_file.write(report)
-        self._record(span("evaluate", report.started_s, report.finished_s, "controller", accuracy=report.accuracy))
-        values = {"eval/accuracy": report.accuracy, "eval/reward_mean": report.reward_mean}
+        judged = {} if report.accuracy is None else {"accuracy": report.accuracy}
+        self._record(span("evaluate", report.started_s, report.finished_s, "controller", **judged))
+        values = {"eval/reward_mean": report.reward_mean}
+        if report.accuracy is not None:
+            values["eval/accuracy"] = report.accuracy
         self._sinks.write(report.version, self._clock.now(), values)
 
     def note_step(self, done: StepDone, flow: Flow, peers: Peers, heartbeats: Mapping[str, Heartbeat]) -> None:

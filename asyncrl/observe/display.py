@@ -131,8 +131,9 @@ def closing_lines(run_folder: Path, status: RunStatus | None) -> list[str]:
     lines = []
     if len(evals) > 1:
         first, last = evals[0], evals[-1]
+        (name, before), (_, after) = first.headline, last.headline
         lines.append(
-            f"held-out accuracy {first.accuracy:.3f} (version {first.version}) -> {last.accuracy:.3f} (version {last.version}), "
+            f"held-out {name} {before:.3f} (version {first.version}) -> {after:.3f} (version {last.version}), "
             f"{last.num_samples} samples each"
         )
     lines += [f"{name:<12}{path}" for name, path in _pictures(run_folder).items()]

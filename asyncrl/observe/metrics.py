@@ -39,7 +39,7 @@ _ROWS = (
     ("advantage/std", "1", "standard deviation over the samples of the step"),
     ("advantage/max", "1", "largest of the step"),
     ("advantage/min", "1", "smallest of the step"),
-    ("eval/accuracy", "fraction", "held-out samples whose reward counts as right"),
+    ("eval/accuracy", "fraction", "held-out samples that the rules find right; none with reward models alone"),
     ("eval/reward_mean", "reward", "mean reward of held-out samples"),
     # How the policy moves
     ("kl/mean", "nat", "k3 estimate of KL(behaviour || learner before the step), mean over trained tokens"),
@@ -55,7 +55,11 @@ _ROWS = (
     ("kl/current_k3_by_staleness/*", "nat", "kl/current_k3 of the same tokens"),
     ("kl/reference_mean", "nat", "k3 estimate of KL(learner || reference), where there is a reference model"),
     ("kl/reference_k1", "nat", "k1 estimate of the same"),
-    ("kl/penalty_mean", "nat", "the configured estimate of KL(current || reference) in the loss, mean over trained tokens"),
+    (
+        "kl/penalty_mean",
+        "nat",
+        "the configured estimate of the KL penalty, in the loss or in the rewards, mean over trained tokens",
+    ),
     ("kl/coefficient", "1", "of the penalty, in force in this step"),
     ("policy/loss", "1", "the objective that is minimised, penalties included"),
     ("policy/entropy", "nat", "mean entropy of the learner's distribution over trained tokens"),

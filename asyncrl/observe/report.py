@@ -95,10 +95,12 @@ def draw_reward(steps: Sequence[StepReport], evals: Sequence[EvalReport], config
 def _draw_evals(axes: Axes, evals: Sequence[EvalReport]) -> None:
     if not evals:
         return
-    versions, accuracies = [item.version for item in evals], [item.accuracy for item in evals]
-    axes.plot(versions, accuracies, "D--", color=LEARN_COLOURS[0], lw=1, ms=8, mec="white", label="held-out accuracy", zorder=5)
+    versions, values = [item.version for item in evals], [item.headline[1] for item in evals]
+    label = f"held-out {evals[0].headline[0]}"
+    axes.plot(versions, values, "D--", color=LEARN_COLOURS[0], lw=1, ms=8, mec="white", label=label, zorder=5)
     for item in (evals[0], evals[-1]) if len(evals) > 1 else evals:
-        text = axes.annotate(f"{item.accuracy:.2f}", (item.version, item.accuracy), xytext=(0, -19), textcoords="offset points",
+        value = item.headline[1]
+        text = axes.annotate(f"{value:.2f}", (item.version, value), xytext=(0, -19), textcoords="offset points",
                              ha="center", fontweight="bold", color=LEARN_COLOURS[0], zorder=6)  # fmt: skip
         text.set_bbox({"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1})
     axes.margins(y=0.12)

@@ -49,15 +49,20 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EvalReport(msgspec.Struct, frozen=True, kw_only=True):
-    """Sampled accuracy on held-out prompts under one version."""
+    """What held-out prompts came to under one version."""
 
     version: int
-    accuracy: float
-    """Fraction of samples whose reward counts as right."""
+    accuracy: float | None = None
+    """Fraction of samples that the rules find right; None where no rule judges (reward models alone)."""
     num_samples: int
     reward_mean: float = 0.0
     started_s: float = 0.0
     finished_s: float = 0.0
+
+    @property
+    def headline(self) -> tuple[str, float]:
+        """Return name and value of what the version is judged by: `accuracy`, or `reward` where there is none."""
+        return ("reward", self.reward_mean) if self.accuracy is None else ("accuracy", self.accuracy)
 
 
 T = TypeVar("T", bound=msgspec.Struct)

@@ -48,7 +48,7 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Who waits for whom, in one line; empty while everything moves."""
     accuracy_before: float | None = None
     accuracy_after: float | None = None
-    """Sampled accuracy on held-out prompts, first and newest evaluation."""
+    """Sampled accuracy on held-out prompts, first and newest evaluation; None where no rule judges."""
     checkpoint: str = ""
     """Folder of the newest complete checkpoint."""
     refused_messages: int = 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 
+import msgspec
 import pytest
 
 from asyncrl.buffer.buffer import Buffer
@@ -249,7 +250,8 @@ async def test_an_evaluation_survives_its_generator_and_never_enters_the_ledger(
     bench.flow.generator_dead("generator-0")
     for work in await _works(other, 3):
         request = evaluation.take_sample(_sample(work, 0, "generator-1"))
-        evaluation.take_verdict(_score(request, reward=float(work.group_id == -1)))
+        score = _score(request, reward=float(work.group_id == -1))
+        evaluation.take_verdict(msgspec.structs.replace(score, parts={"answer_match": score.reward}))
     assert evaluation.done
     assert evaluation.report(2.0).accuracy == pytest.approx(1 / 3)
     assert bench.buffer.counts().issued == 0

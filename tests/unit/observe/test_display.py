@@ -10,8 +10,8 @@ import pytest
 from rich.console import Console
 
 from asyncrl.errors import RunError
-from asyncrl.observe.display import follow_run, render
-from asyncrl.observe.steps import StepReport, read_steps
+from asyncrl.observe.display import closing_lines, follow_run, render
+from asyncrl.observe.steps import EVAL_FILE, EvalReport, JsonLines, StepReport, read_steps
 from asyncrl.observe.view import RunView
 from asyncrl.schema.status import ProcessStatus, RunStatus
 
@@ -59,6 +59,14 @@ async def test_pipe_gets_one_line_a_step_and_the_outcome(run_folder: Path) -> No
     assert f"reward      {run_folder / 'reward.png'}" in lines
     assert "checkpoint  checkpoints/step-000060" in lines
     assert lines[-1] == "stopped"
+
+
+def test_an_evaluation_by_reward_models_alone_is_told_by_its_reward(tmp_path: Path) -> None:
+    evals: JsonLines[EvalReport] = JsonLines(tmp_path / EVAL_FILE)
+    for version, reward in ((0, -0.5), (9, 1.25)):
+        evals.write(EvalReport(version=version, num_samples=8, reward_mean=reward))
+    evals.close()
+    assert closing_lines(tmp_path, None)[0] == "held-out reward -0.500 (version 0) -> 1.250 (version 9), 8 samples each"
 
 
 async def test_pictures_that_the_controller_drew_are_not_drawn_again(run_folder: Path) -> None:

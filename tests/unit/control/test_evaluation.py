@@ -1,0 +1,56 @@
+"""What counts as right on held-out prompts."""
+
+from __future__ import annotations
+
+import pytest
+
+from asyncrl.config.load import parse_config
+from asyncrl.control.evaluation import Evaluation
+from asyncrl.schema.samples import Prompt, SampleFailure, Score
+
+MODEL = {"inference": {"reward_models": [{"name": "taste", "path": "m"}]}}
+LONG = {"kind": "overlong", "max_tokens": 64, "buffer_tokens": 16}
+
+
+def report_of(verdicts, functions=None, **changes):
+    rewards = {} if functions is None else {"reward": {"functions": functions}}
+    evaluation = Evaluation(parse_config({**rewards, **changes}), [Prompt(f"h{i}") for i in range(len(verdicts))], 3, 0.0)
+    for number, (reward, parts) in enumerate(verdicts):
+        evaluation.take_verdict(Score(-1 - number, 0, 0, reward, parts, purpose="eval"))
+    assert evaluation.done
+    return evaluation.report(1.0)
+
+
+def test_a_right_answer_counts_though_it_is_punished_for_its_length_and_a_model_dislikes_it():
+    functions = [{"kind": "answer_match", "name": "right"}, LONG]
+    verdicts = [(-2.5, {"right": 1.0, "overlong": -0.5, "taste": -3.0}), (4.0, {"right": 0.0, "overlong": 0.0, "taste": 4.0})]
+    report = report_of(verdicts, functions, **MODEL)
+    assert (report.accuracy, report.reward_mean) == (0.5, 0.75)
+
+
+def test_the_weighted_sum_of_all_that_judge_decides():
+    functions = [{"kind": "answer_match", "weight": 0.5}, {"kind": "format_check", "pattern": ".*", "weight": 0.5}]
+    verdicts = [(1.0, {"answer_match": 1.0, "format_check": 1.0}), (0.5, {"answer_match": 1.0, "format_check": 0.0})]
+    assert report_of(verdicts, functions).accuracy == 0.5
+
+
+def test_a_function_with_a_weight_under_zero_is_a_penalty():
+    functions = [{"kind": "answer_match"}, {"kind": "python", "path": "rewards:rude", "weight": -0.5}]
+    assert report_of([(0.5, {"answer_match": 1.0, "python": 1.0})], functions).accuracy == 1.0
+
+
+@pytest.mark.parametrize("functions", [[], [LONG]])
+def test_without_a_rule_that_judges_there_is_a_reward_and_no_accuracy(functions):
+    report = report_of([(2.0, {"taste": 2.0}), (4.0, {"taste": 4.0})], functions, **MODEL)
+    assert (report.accuracy, report.reward_mean) == (None, 3.0)
+    assert report.headline == ("reward", 3.0)
+
+
+def test_a_sample_that_failed_or_has_an_error_is_wrong():
+    evaluation = Evaluation(parse_config({}), [Prompt("a"), Prompt("b"), Prompt("c")], 0, 0.0)
+    evaluation.take_verdict(SampleFailure(-1, 0, 0, "generate", "gone", purpose="eval"))
+    evaluation.take_verdict(Score(-2, 0, 0, 1.0, {"answer_match": 1.0}, error="timeout", purpose="eval"))
+    evaluation.take_verdict(Score(-3, 0, 0, 1.0, {"answer_match": 1.0}, purpose="eval"))
+    report = evaluation.report(1.0)
+    assert (report.accuracy, report.num_samples) == (pytest.approx(1 / 3), 3)
+    assert report.headline == ("accuracy", report.accuracy)

@@ -109,7 +109,7 @@ def next_coefficient(coefficient: float, *, measured_kl: float, target: float, h
 
     Args:
         coefficient: The one in force, over 0.
-        measured_kl: Mean over the step's trained tokens.
+        measured_kl: Mean of the penalty's own estimate over the step's trained tokens.
         target: Over 0.
         horizon: Samples.
         num_samples: Samples of the step.

@@ -125,7 +125,7 @@ def _token_rewards(plan: StepPlan, passes: Passes, rewards: FloatArray, ranks: R
     lines = np.flatnonzero(table.mask.any(axis=1))
     last = table.mask.shape[1] - 1 - table.mask[lines, ::-1].argmax(axis=1)
     token_rewards[lines, last] += rewards[lines]
-    return token_rewards, {"kl/reference_mean": float(kl[table.mask].mean())}
+    return token_rewards, {"kl/penalty_mean": float(kl[table.mask].mean())}
 
 
 def _log_ratios(plan: StepPlan, passes: Passes, ranks: Ranks) -> FloatArray:

@@ -145,10 +145,10 @@ def _remember(trainee: Trainee, plan: StepPlan, metrics: dict[str, float]) -> No
         trainee.memory.recipe = plan.choice.recipe
         trainee.memory.measured = signals_of(metrics) or trainee.memory.measured
     kl = plan.algorithm.kl
-    if kl is not None and kl.target is not None and "kl/reference_mean" in metrics:
+    if kl is not None and kl.target is not None and plan.trains_policy:
         trainee.memory.kl_coefficient = next_coefficient(
             plan.kl_coefficient,
-            measured_kl=metrics["kl/reference_mean"],
+            measured_kl=metrics["kl/penalty_mean"],
             target=kl.target,
             horizon=kl.horizon,
             num_samples=len(plan.batch.samples),

@@ -7,14 +7,11 @@ import numpy as np
 import pytest
 import torch
 
-from asyncrl.algorithms.auto import applied
-from asyncrl.config.algorithm import KLConfig
 from asyncrl.config.corrections import TruncatedToken
 from asyncrl.errors import LearnerError
-from asyncrl.learner.reference import FrozenReference
 from asyncrl.learner.rows import prepare
 from asyncrl.learner.step import train_step
-from asyncrl.learner.trainee import StepMemory, Trainee
+from asyncrl.learner.trainee import Trainee
 from asyncrl.models.attention import PACKED_ATTENTION
 from asyncrl.schema.batches import StepBatch
 
@@ -307,59 +304,6 @@ def test_a_group_that_is_masked_whole_changes_nothing(kit):
         weights.append(list(model.parameters()))
     for with_group, without in zip(*weights, strict=True):
         torch.testing.assert_close(with_group, without, rtol=0, atol=1e-7)
-
-
-def adaptive_trainee(kit, target):
-    config = kit.config({"kl": KLConfig(coefficient=0.5, target=target, horizon=100)}, {"learning_rate": 1e-2})
-    trainee = kit.trainee(kit.model(), config)
-    trainee.reference = FrozenReference(kit.model(seed=2), 64)
-    return trainee, config
-
-
-@pytest.mark.parametrize(("target", "sign"), [(1e-6, 1.0), (1e6, -1.0)])
-def test_the_adaptive_coefficient_follows_the_measured_kl(kit, target, sign):
-    """Clipped at 0.2: with 12 samples on a horizon of 100 a step changes it by 2.4 percent."""
-    trainee, config = adaptive_trainee(kit, target)
-    used = [train_step(trainee, kit.batch(kit.samples(), step=step), config).metrics["kl/coefficient"] for step in range(3)]
-    factor = 1.0 + sign * 0.2 * 12 / 100
-    assert used == pytest.approx([0.5, 0.5 * factor, 0.5 * factor**2])
-    assert trainee.memory.kl_coefficient == pytest.approx(0.5 * factor**3)
-
-
-def test_a_fixed_coefficient_is_not_remembered(kit):
-    config = kit.config({"kl": KLConfig(coefficient=0.5)})
-    trainee = kit.trainee(kit.model(), config)
-    trainee.reference = FrozenReference(kit.model(seed=2), 64)
-    train_step(trainee, kit.batch(kit.samples()), config)
-    assert trainee.memory == StepMemory()
-
-
-def test_auto_picks_from_what_was_measured_and_says_when_it_changes(kit):
-    config = kit.config({"kind": "auto"})
-    trainee, samples = kit.trainee(kit.model(), config), kit.samples()
-    first = train_step(trainee, kit.batch(samples), config)
-    assert trainee.memory.recipe == "lagging"
-    assert first.metrics["policy/recipe"] == 1
-    assert "no mismatch measured yet" in first.recipe_reason
-    for sample in samples:
-        sample["logprobs"] -= 2.0
-    far = [train_step(trainee, kit.batch(samples, step=step), config) for step in (1, 2)]
-    assert trainee.memory.recipe == "far"
-    assert far[1].metrics["policy/recipe"] == 2
-    assert far[1].metrics["policy/kept_fraction"] < 1.0
-    assert "kl/mean" in (far[0].recipe_reason + far[1].recipe_reason)
-    again = train_step(trainee, kit.batch(samples, step=3), config)
-    assert again.recipe_reason == ""
-
-
-def test_auto_trains_as_the_recipe_it_picks(kit):
-    samples, weights = kit.samples(), []
-    recipe = applied(kit.config({"kind": "auto"}).algorithm, "lagging")
-    for config in (kit.config({"kind": "auto"}), msgspec.structs.replace(kit.config(), algorithm=recipe)):
-        model = kit.model()
-        train_step(kit.trainee(model, config), kit.batch(samples), config)
-        weights.append(list(model.parameters()))
-    assert all(torch.equal(auto, plain) for auto, plain in zip(*weights, strict=True))
 
 
 def test_a_user_s_loss_and_advantage_are_loaded_once(kit, tmp_path):

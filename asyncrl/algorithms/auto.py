@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import msgspec
 
 from asyncrl.config.algorithm import AlgorithmConfig
-from asyncrl.config.corrections import CorrectionConfig, OffPolicySequenceMask, SecondMomentMask, TruncatedToken
+from asyncrl.config.corrections import CorrectionConfig, OffPolicySequenceMask, TruncatedToken
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,14 +39,14 @@ RECIPES = {
     ),
     "far": Recipe(
         "decoupled_ppo",
-        (TruncatedToken(cap=2.0), SecondMomentMask(threshold=0.04)),
-        "truncated importance weights, and the tokens furthest off are dropped until the rest is near",
+        (TruncatedToken(cap=1.0), OffPolicySequenceMask(threshold=0.1)),
+        "importance weights of at most 1, and bad samples that the policy has left are not trained",
     ),
 }
 """From gentle to cautious.
 
 Source: decoupled PPO, Fu et al. 2025 (AReaL); truncated importance sampling, Yao et al. 2025; off-policy sequence masking,
-DeepSeek-V3.2 2025; second-moment masking, Zheng et al. 2025 (M2PO).
+DeepSeek-V3.2 2025. That these and not others: experiments/off_policy.
 """
 RECIPE_NAMES = tuple(RECIPES)
 FIRST = "lagging"
@@ -92,7 +92,7 @@ LIMITS = (
     Limit("ratio/high_fraction", lagging=0.005, far=0.03),
     Limit("ratio/chi2_sequence", lagging=10.0, far=1000.0),
 )
-"""If log rho is normal with variance v: kl/mean is v / 2 and 1 - ratio/ess about v. M2PO's mask begins to drop at v = 0.04."""
+"""If log rho is normal with variance v: kl/mean is v / 2 and 1 - ratio/ess about v."""
 SIGNALS = tuple(limit.metric for limit in LIMITS)
 """Metrics that a choice is made from."""
 

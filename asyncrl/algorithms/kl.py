@@ -3,8 +3,8 @@
 Legend: N tokens, d = logprobs - reference. k1 is unbiased and may be negative; k2 is biased, low variance; k3 is unbiased and
 never negative. That is said of the values: differentiated as they stand on the policy's own samples, k1's gradient is zero on
 average, k3's is that of KL(reference || policy), and k2's is the unbiased one. Source: Schulman 2020, "Approximating KL
-divergence"; on the gradients: Liu et al. 2025 (arXiv 2510.01555). Called by algorithms/loss_terms.py, diagnostics.py and
-learner/step.py.
+divergence"; on the gradients: Liu et al. 2025 (arXiv 2510.01555). Called by algorithms/loss_terms.py, learner/micro_batches.py
+and learner/step.py.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def capped(kl: torch.Tensor, cap: float) -> torch.Tensor:
 
 def kl_penalty(
     logprobs: torch.Tensor,
-    proximal_logprobs: torch.Tensor,
+    sampler_logprobs: torch.Tensor,
     reference_logprobs: torch.Tensor,
     mask: torch.Tensor,
     config: KLConfig,
@@ -60,18 +60,19 @@ def kl_penalty(
     """Return the penalty [N] to add to the loss, without coefficient; 0 at masked tokens.
 
     `config.gradient` says what is differentiated. `own`: the estimator. `k2`: the value stays the estimator's, the gradient is
-    that of k2, d (straight through), and 0 where the cap holds the value. `ratio`: the estimator times current / proximal, with
-    the gradient through both; unbiased where the proximal policy sampled the token.
+    that of k2, d (straight through), and 0 where the cap holds the value. `ratio`: the estimator times current / sampler, with
+    the gradient through both; value and gradient (k1, k3) are unbiased however old the sampler is, as far as the ratio is within
+    LOG_RATIO_LIMIT.
 
     Args:
         logprobs: float [N], current policy, with gradient.
-        proximal_logprobs: float [N]; read only where `config.gradient` is `ratio`.
+        sampler_logprobs: float [N], of the policy that sampled the tokens; read only where `config.gradient` is `ratio`.
         reference_logprobs: float [N].
         mask: bool [N].
         config: `estimator`, `gradient` and `cap` are read.
 
     Source: `k2`: verl's `k3+` and the gradient analysis of arXiv 2510.01555; `ratio`: DeepSeek-V3.2 (arXiv 2512.02556), TRL
-    `use_bias_correction_kl`.
+    `use_bias_correction_kl`, which takes the old policy for the sampler.
     """
     current, reference = masked(logprobs, mask), masked(reference_logprobs.detach(), mask)
     free = KL_ESTIMATORS[config.estimator](current, reference)
@@ -80,7 +81,7 @@ def kl_penalty(
         square = masked(k2(current, reference), free.detach().abs() <= config.cap)
         return value.detach() + square - square.detach()
     if config.gradient == "ratio":
-        return value * log_ratio(logprobs, proximal_logprobs.detach(), mask).exp()
+        return value * log_ratio(logprobs, sampler_logprobs.detach(), mask).exp()
     return value
 
 

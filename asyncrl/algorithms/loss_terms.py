@@ -68,7 +68,7 @@ def finish(inputs: LossInputs, config: LossConfig, objective: Objective, correct
     reference_kl = None
     if config.kl is not None:
         assert inputs.reference_logprobs is not None, "a KL penalty is set and LossInputs.reference_logprobs is missing"
-        penalty = kl_penalty(inputs.logprobs, inputs.proximal_logprobs, inputs.reference_logprobs, inputs.mask, config.kl)
+        penalty = kl_penalty(inputs.logprobs, inputs.behaviour_logprobs, inputs.reference_logprobs, inputs.mask, config.kl)
         loss = loss + config.kl_coefficient * penalty
         reference_kl = penalty.detach()
     counted = corrections.kept if config.denominator == "kept" else inputs.mask

@@ -33,8 +33,8 @@ class KLConfig(_Stage, frozen=True):
     where: Literal["loss", "reward"] = "loss"
     """`reward`: subtracted from each token's reward (InstructGPT); needs an advantage that reads token rewards."""
     gradient: Literal["own", "k2", "ratio"] = "own"
-    """Only in the loss. `k2`: the estimator's value with k2's (unbiased) gradient; `ratio`: times current / behaviour-side ratio
-    with the gradient through it (DeepSeek-V3.2)."""
+    """Only in the loss. `k2`: the estimator's value with k2's gradient, unbiased on the policy's own samples; `ratio`: times
+    current / behaviour with the gradient through it, unbiased on stale ones too (DeepSeek-V3.2)."""
     cap: PositiveFloat = 10.0
     """Values are held in [-cap, cap], with gradient 0 outside (verl, AReaL, OpenRLHF); inf: free (TRL)."""
     target: PositiveFloat | None = None

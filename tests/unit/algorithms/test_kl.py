@@ -6,6 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.algorithms.kl import KL_ESTIMATORS, kl_for_rewards, kl_penalty, next_coefficient
+from asyncrl.algorithms.losses import LOSSES
+from asyncrl.algorithms.types import Denominators, LossConfig, LossInputs
 from asyncrl.config.algorithm import KLConfig
 
 V = 7
@@ -19,10 +21,10 @@ def policies(seed):
     return logits, logits.log_softmax(0), proximal.log_softmax(0), reference.log_softmax(0)
 
 
-def expected_gradient(sampler, logits, current, proximal, reference, config):
+def expected_gradient(sampler, logits, current, known_sampler, reference, config):
     """The exact mean, over tokens drawn from `sampler`, of the penalty's gradient with respect to the logits."""
     everywhere = torch.ones(V, dtype=torch.bool)
-    penalty = kl_penalty(current, proximal, reference, everywhere, config)
+    penalty = kl_penalty(current, known_sampler, reference, everywhere, config)
     return torch.autograd.grad((sampler.detach().exp() * penalty).sum(), logits, retain_graph=True)[0]
 
 
@@ -44,7 +46,32 @@ def test_with_the_gradient_of_k2_every_estimator_has_the_gradient_of_the_diverge
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k3"])
-def test_with_the_ratio_samples_of_the_proximal_policy_give_the_gradient_of_the_divergence(estimator):
+def test_in_a_loss_the_ratio_corrects_for_the_policy_that_sampled(estimator):
+    """Value and gradient are unbiased on stale samples, whatever the proximal policy of the step is."""
+    logits, current, behaviour, reference = policies(4)
+    proximal = policies(5)[2]
+    leaf = current.detach().requires_grad_()
+    inputs = LossInputs(
+        logprobs=leaf,
+        proximal_logprobs=proximal,
+        behaviour_logprobs=behaviour,
+        advantages=torch.zeros(V, dtype=torch.float64),
+        mask=torch.ones(V, dtype=torch.bool),
+        sequence_ids=torch.arange(V),
+        num_sequences=V,
+        denominators=Denominators(1, V),
+        reference_logprobs=reference,
+    )
+    outputs = LOSSES["reinforce"](inputs, LossConfig(kl=option(estimator, "ratio"), kl_coefficient=1.0))
+    (slope,) = torch.autograd.grad(outputs.loss, leaf)
+    (got,) = torch.autograd.grad((behaviour.exp() * slope * current).sum(), logits, retain_graph=True)
+    torch.testing.assert_close(got, divergence_gradient(logits, current, reference))
+    divergence = (current.exp() * (current - reference)).sum()
+    torch.testing.assert_close((behaviour.exp() * outputs.reference_kl).sum(), divergence.detach())
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k3"])
+def test_with_the_ratio_samples_of_another_policy_give_the_gradient_of_the_divergence(estimator):
     logits, current, proximal, reference = policies(1)
     got = expected_gradient(proximal, logits, current, proximal, reference, option(estimator, "ratio"))
     torch.testing.assert_close(got, divergence_gradient(logits, current, reference))

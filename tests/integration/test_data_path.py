@@ -73,13 +73,19 @@ async def test_every_group_of_remax_has_a_greedy_baseline_beside_its_samples(tin
     assert all(any(sample.logprobs) for sample in drawn)
 
 
-async def test_groups_without_spread_are_not_trained_while_others_come(tiny):
+async def test_groups_without_spread_are_not_trained_while_others_come(tiny, tmp_path):
+    """Answers to an odd first number are all worth the same, others differ with their text."""
+    (tmp_path / "my_reward.py").write_text(
+        "def mixed(prompt, text):\n    return float(sum(map(ord, text)) % 5) if int(prompt.text[0]) % 2 == 0 else 0.0\n"
+    )
+    functions = [{"kind": "python", "path": f"{tmp_path / 'my_reward.py'}:mixed"}]
     algorithm = {"groups_per_step": 4, "group_size": 4, "dynamic_sampling": True, "max_resamples": 50}
-    async with asyncrl.Run(tiny(num_steps=4, algorithm=algorithm, eval=NO_EVALUATION)) as run:
+    config = tiny(num_steps=4, algorithm=algorithm, reward__functions=functions, eval=NO_EVALUATION)
+    async with asyncrl.Run(config) as run:
         _, status = await _finish(run)
     with LedgerReader(run.run_folder) as ledger:
         groups = [ledger.group(group_id) for step in ledger.steps() for group_id in step.group_ids]
         dropped = {count.reason: count.groups for count in ledger.counts() if count.state == "dropped"}
     assert len(groups) == 16
     assert all(len({row.reward for row in group.samples}) > 1 for group in groups)
-    assert dropped == {"no spread": status.groups["dropped"]}
+    assert dropped.get("no spread", 0) == status.groups.get("dropped", 0) > 0

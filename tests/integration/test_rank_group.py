@@ -1,0 +1,82 @@
+"""Ranks that come late, wait long, hang or die: processes of two ranks, without any model."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from asyncrl.learner.rank_group import host_store
+
+pytestmark = pytest.mark.timeout(300)
+
+TIMEOUT_S = 2.5
+PATIENT_S = 1.2 * TIMEOUT_S
+LONG_S = 240.0
+"""Far longer than any of these tests lasts."""
+BEGIN = """
+import os, sys, time, torch
+from asyncrl.learner.rank_group import guest_store, joined_ranks
+rank, address, timeout_s = int(sys.argv[1]), sys.argv[2], float(sys.argv[3])
+store = guest_store(address, 2, 60.0)
+store.set(f"here {rank}", "now")
+store.wait([f"here {1 - rank}"])
+"""
+PATIENT = f"""
+if rank == 0:
+    time.sleep({PATIENT_S})
+with joined_ranks(rank, 2, store, "cpu", timeout_s) as ranks:
+    if rank == 0:
+        time.sleep({PATIENT_S})
+        ranks.tell(b"order")
+    else:
+        print(ranks.hear().decode())
+"""
+FAILING = """
+with joined_ranks(rank, 2, store, "cpu", timeout_s) as ranks:
+    ranks.sum(torch.ones(1))
+    if rank == 1:
+        MISBEHAVE
+    try:
+        ranks.sum(torch.ones(1))
+    except RuntimeError as error:
+        print(error, flush=True)
+        os._exit(0)
+"""
+
+
+def _both(code, timeout_s):
+    """Start both ranks."""
+    store, address = host_store(2, 60.0)
+    command = [sys.executable, "-c", BEGIN + code]
+    peers = [subprocess.Popen([*command, str(rank), address, str(timeout_s)], stdout=subprocess.PIPE) for rank in (0, 1)]
+    return store, peers
+
+
+def _said(peer):
+    return peer.communicate(timeout=120)[0].decode()
+
+
+def test_the_others_wait_for_rank_0_longer_than_any_collective_may_take():
+    _store, peers = _both(PATIENT, TIMEOUT_S)
+    assert [_said(peer) for peer in peers] == ["", "order\n"]
+
+
+def test_a_dead_rank_fails_its_peers_though_no_time_out_is_near():
+    """The closed connection is what fails them: the time-out is longer than this test may last."""
+    _store, peers = _both(FAILING.replace("MISBEHAVE", "os._exit(1)"), 2 * LONG_S)
+    said = _said(peers[0])
+    assert "closed by peer" in said or "reset by peer" in said, said
+    _said(peers[1])
+    assert peers[1].returncode == 1
+
+
+def test_a_hanging_rank_fails_its_peers_by_the_time_out_while_it_still_hangs():
+    _store, peers = _both(FAILING.replace("MISBEHAVE", f"time.sleep({LONG_S})"), TIMEOUT_S)
+    try:
+        assert "Timed out" in _said(peers[0])
+        assert peers[1].poll() is None
+    finally:
+        peers[1].kill()
+        _said(peers[1])

@@ -57,7 +57,9 @@ class SeparateCritic(torch.nn.Module):
 Critic = ValueHead | SeparateCritic
 
 
-def build_critic(config: CriticConfig, learner: LearnerConfig, policy: PreTrainedModel, model_folder: Path) -> Critic:
+def build_critic(
+    config: CriticConfig, learner: LearnerConfig, policy: PreTrainedModel, model_folder: Path, *, trust_remote_code: bool = False
+) -> Critic:
     """Make a critic that has learned nothing yet, on the learner's device.
 
     Args:
@@ -65,6 +67,7 @@ def build_critic(config: CriticConfig, learner: LearnerConfig, policy: PreTraine
         learner: Device, dtype and gradient checkpointing.
         policy: What a head sits on.
         model_folder: The policy's initial model, where `config.path` names no other.
+        trust_remote_code: Whether a folder's own code may run.
 
     Raises:
         ConfigError: The folder of a separate critic cannot be opened.
@@ -72,7 +75,8 @@ def build_critic(config: CriticConfig, learner: LearnerConfig, policy: PreTraine
     if config.kind == "head":
         return ValueHead(policy.config.get_text_config().hidden_size).to(policy.device)
     whole = msgspec.structs.replace(learner, lora=None)
-    return SeparateCritic(open_model(Path(config.path) if config.path else model_folder, whole).base_model)
+    folder = Path(config.path) if config.path else model_folder
+    return SeparateCritic(open_model(folder, whole, trust_remote_code=trust_remote_code).base_model)
 
 
 def build_critic_optimizer(

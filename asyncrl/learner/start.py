@@ -136,7 +136,8 @@ def build_trainee(config: RunConfig, model_folder: Path, checkpoint: Path | None
     if algorithm.needs_reference and algorithm.reference.where == "learner":
         trainee.reference = _open_reference(opened, model_folder, model, divide)
     if algorithm.critic is not None:
-        trainee.critic = divide.critic(build_critic(algorithm.critic, opened.learner, model, model_folder))
+        critic = build_critic(algorithm.critic, opened.learner, model, model_folder, trust_remote_code=_trusted(config))
+        trainee.critic = divide.critic(critic)
         trainee.critic_optimizer = build_critic_optimizer(
             trainee.critic, algorithm.critic, config.learner, config.num_steps, trainee.optimizer
         )

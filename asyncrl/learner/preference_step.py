@@ -22,6 +22,7 @@ from asyncrl.learner.plan import StepPlan
 from asyncrl.learner.policy_loss import trained_mask
 from asyncrl.learner.rows import PreparedBatch, Row
 from asyncrl.learner.trainee import Trainee
+from asyncrl.schema.samples import logprobs_from_bytes
 
 
 class PreferenceObjective:
@@ -51,6 +52,7 @@ class PreferenceObjective:
         self._updates = [[(row, next(references)) for row in rows] for rows in plan.prepared.updates]
         self._pairs = StepPairs(ranks=trainee.ranks)
         self._tokens = StepTokens(len(plan.rows), ranks=trainee.ranks)
+        self._knows_sampler = any(logprobs_from_bytes(row.behaviour_logprobs).any() for row in plan.batch.rows)
         self._rows_trained = 0
 
     def train_row(self, update: int, place: int) -> torch.Tensor:
@@ -71,15 +73,23 @@ class PreferenceObjective:
         return torch.stack([loss, torch.zeros_like(loss)])
 
     def metrics(self) -> dict[str, float]:
-        """Return what tokens and pairs say; every rank calls."""
-        return self._tokens.metrics() | self._pairs.metrics()
+        """Return what tokens and pairs say; every rank calls.
+
+        Nothing is said of the policy that sampled where no token's log-probability under it is known (0 throughout: data from a
+        file).
+        """
+        figures = self._tokens.metrics()
+        if not self._knows_sampler:
+            figures = {name: value for name, value in figures.items() if not name.startswith(("ratio/", "mismatch/"))}
+        return figures | self._pairs.metrics()
 
     def _note_tokens(self, row: Row, outputs: RowOutputs, reference: torch.Tensor) -> None:
         logprobs = outputs.logprobs.detach()
+        unknown = torch.full_like(logprobs, torch.nan)
         inputs = LossInputs(
             logprobs=logprobs,
             proximal_logprobs=logprobs,
-            behaviour_logprobs=row.behaviour_logprobs.to(logprobs),
+            behaviour_logprobs=row.behaviour_logprobs.to(logprobs) if self._knows_sampler else unknown,
             advantages=torch.zeros_like(logprobs),
             mask=trained_mask(row),
             sequence_ids=row.sequence_ids,

@@ -3,6 +3,7 @@
 import copy
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -146,3 +147,22 @@ def test_every_metric_is_in_the_table(kit):
     config, model = dpo_config(kit), kit.model()
     result = train_step(with_reference(kit, model, config, model), kit.batch(pair_samples(kit)), config)
     assert unknown_names(result.metrics | result.timings_s) == []
+
+
+@pytest.mark.parametrize("tokens_per_row", [45, 10_000])
+def test_of_a_sampler_whose_logprobs_nobody_knows_nothing_is_said(kit, tokens_per_row):
+    """Pairs from a file come with 0 at every token; the loss and what is known are told all the same."""
+    config, known, unknown = dpo_config(kit), pair_samples(kit), pair_samples(kit)
+    for sample in unknown:
+        sample["logprobs"] = np.zeros_like(sample["logprobs"])
+    metrics = []
+    for samples in (known, unknown):
+        trainee = with_reference(kit, kit.model(), config, kit.model(seed=2))
+        metrics.append(train_step(trainee, kit.batch(samples, tokens_per_row), config).metrics)
+    told, left = metrics
+    of_sampler = {name for name in told if name.startswith(("ratio/", "mismatch/", "perplexity/behaviour", "perplexity/log_gap"))}
+    of_sampler |= {name for name in told if name.startswith("kl/") and not name.startswith("kl/reference")}
+    assert {"ratio/mean", "kl/mean", "kl/proximal_k1", "mismatch/kl_k3", "ratio/mean_by_staleness/0"} <= of_sampler
+    assert told.keys() - left.keys() == of_sampler
+    assert left == {name: value for name, value in told.items() if name in left}
+    assert {"kl/reference_mean", "policy/entropy", "dpo/loss"} <= left.keys()

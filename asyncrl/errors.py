@@ -53,3 +53,11 @@ class LaunchError(AsyncRLError):
 
 class RunError(AsyncRLError):
     """A run ended without reaching its goal; the message is the recorded reason."""
+
+
+def first_fault(group: BaseExceptionGroup[BaseException]) -> BaseException | None:
+    """Return the first exception in a task group's that is not a connection's end, or None."""
+    faults: BaseException | None = group.split(ConnectionClosed)[1]
+    while isinstance(faults, BaseExceptionGroup):
+        faults = faults.exceptions[0]
+    return faults

@@ -2,7 +2,9 @@
 
 Lengths: mean about 2,650, sigma 1, cut at the row, drawn anew with another seed each round. `fill` is the share of the rows'
 tokens that are samples, over all rounds; `bins_vs_bound` the rows used over the fewest that the sum of lengths allows. Beside
-what others use: padding every sample to the longest of the step, and rows filled in order of arrival.
+what others use: padding every sample to the longest of the step, and rows filled in order of arrival. `idle_R_ranks` is the
+share of their time in which R ranks wait for each other (packing/balance.py), `in_order_idle_R_ranks` where rows are dealt out
+as they are packed.
 """
 
 from __future__ import annotations
@@ -13,11 +15,14 @@ from functools import partial
 import numpy as np
 
 from asyncrl.bench.result import BenchResult, ratio, seconds_of
+from asyncrl.packing.balance import CostModel, idle_share, rows_of_ranks
 from asyncrl.packing.pack import num_bins_at_least, pack_lengths
 
 DEFAULT_ROUNDS = 25
 NUM_LENGTHS = 1024
 CAPACITY = 16_384
+NUM_RANKS = (2, 8)
+COST = CostModel.of_model(hidden_size=896)
 FILL_GOAL, PACK_MS_GOAL, BINS_GOAL = 0.99, 5.0, 1.02
 
 
@@ -37,6 +42,11 @@ def run(rounds: int = 0) -> BenchResult:
             "padded_fill": tokens / sum(len(lengths) * max(lengths) for lengths in sets),
             "in_order_fill": tokens / (CAPACITY * sum(_in_order(lengths) for lengths in sets)),
             "pack_worst_ms": max(times_ms),
+            **{
+                f"{name}idle_{ranks}_ranks": statistics.mean(share(lengths, ranks) for lengths in sets)
+                for ranks in NUM_RANKS
+                for name, share in (("", _idle), ("in_order_", _idle_in_order))
+            },
         },
         ratios={
             "fill": ratio(tokens / (CAPACITY * bins), FILL_GOAL),
@@ -60,3 +70,14 @@ def _in_order(lengths: list[int]) -> int:
             rows, room = rows + 1, CAPACITY
         room -= length
     return rows
+
+
+def _idle(lengths: list[int], num_ranks: int) -> float:
+    rows = rows_of_ranks(lengths, [COST.of([n]) for n in lengths], CAPACITY, num_ranks)
+    return idle_share([COST.of(lengths[i] for i in row.members) for row in rows], num_ranks)
+
+
+def _idle_in_order(lengths: list[int], num_ranks: int) -> float:
+    costs_K = [COST.of(lengths[i] for i in members) for members in pack_lengths(lengths, CAPACITY)]
+    turns = (costs_K[start : start + num_ranks] for start in range(0, len(costs_K), num_ranks))
+    return 1.0 - sum(costs_K) / (num_ranks * sum(max(turn) for turn in turns))

@@ -71,13 +71,6 @@ class Judge:
         for name in self.scorers.names:
             self.scorers.load(name)
 
-    def unload_all(self) -> None:
-        """Let go of every model's memory; the next batch opens what it needs."""
-        for name in self.references.names:
-            self.references.unload(name)
-        for name in self.scorers.names:
-            self.scorers.unload(name)
-
     def judge(self, requests: Sequence[InferRequest]) -> list[Answer]:
         """Return an answer for each request of a batch, in order."""
         answers = [Answer(error=self._refusal(request)) for request in requests]

@@ -26,7 +26,7 @@ import torch
 
 from asyncrl.clock import Clock
 from asyncrl.config.run import RunConfig
-from asyncrl.errors import ConnectionClosed
+from asyncrl.errors import first_fault
 from asyncrl.inference.batching import num_tokens, take_batch
 from asyncrl.inference.judge import Answer, Judge
 from asyncrl.schema.control import Heartbeat, LoadModel, ModelsReady, Shutdown
@@ -58,7 +58,7 @@ async def run_inference_worker(
     try:
         await worker.run()
     except BaseExceptionGroup as group:
-        fault = _first_fault(group)
+        fault = first_fault(group)
         if fault is not None:
             raise fault from group
         log.info("the connection to the controller is closed")
@@ -209,11 +209,3 @@ def _result(request: InferRequest, answer: Answer, name: str, started_s: float, 
         request.group_id, request.index, request.attempt, answer.reference_logprobs, answer.rewards, answer.error,
         name, started_s, finished_s, request.purpose,
     )  # fmt: skip
-
-
-def _first_fault(group: BaseExceptionGroup[BaseException]) -> BaseException | None:
-    """Return the first exception in a group that is not the connection's end, or None."""
-    faults: BaseException | None = group.split(ConnectionClosed)[1]
-    while isinstance(faults, BaseExceptionGroup):
-        faults = faults.exceptions[0]
-    return faults

@@ -125,14 +125,6 @@ def idle_share(costs_K: Sequence[float], num_ranks: int) -> float:
     return 1.0 - sum(costs_K) / (num_ranks * step_cost(costs_K, num_ranks)) if any(costs_K) else 0.0
 
 
-def imbalance(costs_K: Sequence[float], num_ranks: int) -> float:
-    """Return how much more than the mean the rank with most work has over the whole step, 0 where all have the same."""
-    loads_R = [0.0] * num_ranks
-    for row, rank in ranks_of_rows(costs_K, num_ranks):
-        loads_R[rank] += costs_K[row]
-    return max(loads_R) * num_ranks / sum(loads_R) - 1.0 if any(costs_K) else 0.0
-
-
 def _sums(rows: Sequence[Sequence[int]], costs_U: Sequence[float]) -> list[float]:
     return [sum(costs_U[i] for i in members) for members in rows]
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from asyncrl.clock import Clock
 from asyncrl.config.run import RunConfig
-from asyncrl.errors import ConnectionClosed
+from asyncrl.errors import first_fault
 from asyncrl.reward.pool import RewardPool
 from asyncrl.reward.sandbox_process import resident_bytes_of_tree
 from asyncrl.schema.control import Heartbeat, Shutdown
@@ -48,7 +48,7 @@ async def run_reward_worker(
     try:
         await RewardWorker(config, connection, clock, name).run()
     except BaseExceptionGroup as group:
-        fault = _first_fault(group)
+        fault = first_fault(group)
         if fault is not None:
             raise fault from None
         log.info("the connection to the controller is closed")
@@ -150,11 +150,3 @@ class RewardWorker:
         self._num_scoring -= 1
         if not self._num_scoring:
             self._since_s = self._clock.now()
-
-
-def _first_fault(group: BaseExceptionGroup[BaseException]) -> BaseException | None:
-    """Return the first exception in a group that is not the connection's end, or None."""
-    faults: BaseException | None = group.split(ConnectionClosed)[1]
-    while isinstance(faults, BaseExceptionGroup):
-        faults = faults.exceptions[0]
-    return faults

@@ -53,7 +53,9 @@ def test_models_are_let_go_of_and_opened_again_with_the_same_answers(kit, folder
     judge = Judge(_config(folder, normalise="running"), folder / "model")
     requests = kit.random_requests(count=3)
     before = judge.judge(requests)
-    judge.unload_all()
+    for shelf in (judge.references, judge.scorers):
+        for name in shelf.names:
+            shelf.unload(name)
     assert (judge.loaded, judge.num_bytes) == ((), 0)
     after = judge.judge(requests)
     assert [answer.reference_logprobs for answer in after] == [answer.reference_logprobs for answer in before]

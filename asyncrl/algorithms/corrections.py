@@ -5,7 +5,8 @@ sequences; rho = proximal / behaviour. A correction is `(LossInputs, its struct)
 
 Invariants: everything is detached; a token that is masked or dropped weighs exactly 0; a correction without a weight gives 1; on
 policy every correction gives weight 1 and keeps all. The corrections in config/corrections.WHOLE_UPDATE mean something else on a
-part of an update, so the caller runs `correct` on the whole of it and hands each micro-batch its slice.
+part of an update, so the caller runs `correct` on the whole of it and hands each micro-batch its slice (`combined` with those
+that read the current policy).
 
 Called by algorithms/loss_terms.py, learner/planned_corrections.py and learner/start.py.
 """
@@ -85,6 +86,17 @@ def correct(inputs: LossInputs, corrections: tuple[CorrectionConfig, ...]) -> Co
         weights = weights * masked(outputs.weights.detach(), inputs.mask)
         clip_low, clip_high = _narrower(clip_low, outputs.clip_low), _narrower(clip_high, outputs.clip_high)
     return CorrectionOutputs(masked(weights, kept), kept, clip_low, clip_high)
+
+
+def combined(first: CorrectionOutputs, second: CorrectionOutputs) -> CorrectionOutputs:
+    """Return what two answers of `correct` for the same tokens say together."""
+    kept = first.kept & second.kept
+    return CorrectionOutputs(
+        masked(first.weights * second.weights, kept),
+        kept,
+        _narrower(first.clip_low, second.clip_low),
+        _narrower(first.clip_high, second.clip_high),
+    )
 
 
 def _narrower(first: float | None, second: float | None) -> float | None:

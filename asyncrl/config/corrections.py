@@ -113,6 +113,8 @@ CorrectionConfig = (
 
 WHOLE_UPDATE = (SecondMomentMask, SecondMomentClip)
 """Corrections that look at all tokens of an update at once."""
+READS_CURRENT_POLICY = (OffPolicySequenceMask, PythonCorrection)
+"""Corrections of a row alone whose answer may change with every update of a step; of a user's own nothing is known."""
 WEIGHTING = (TruncatedToken, TruncatedSequence, MaskedToken)
 """Corrections whose weight is an importance weight (masked_sequence and masked_geometric too, unless `weight` is none)."""
 MASKS_BY_RHO = (MaskedToken, MaskedSequence, MaskedGeometric, Veto, SecondMomentMask)

@@ -13,6 +13,7 @@ from asyncrl.algorithms.auto import Choice, applied, choose
 from asyncrl.algorithms.types import LossConfig
 from asyncrl.config.algorithm import AlgorithmConfig
 from asyncrl.config.algorithm_rules import looks_at_whole_update
+from asyncrl.config.corrections import READS_CURRENT_POLICY, CorrectionConfig
 from asyncrl.config.learner import LearnerConfig
 from asyncrl.config.run import RunConfig
 from asyncrl.learner.rows import PreparedBatch, Row
@@ -64,6 +65,18 @@ class StepPlan:
     def plans_corrections(self) -> bool:
         """Return whether corrections are worked out for a whole update before its first row."""
         return self.trains_policy and looks_at_whole_update(self.algorithm)
+
+    @property
+    def corrections_of_rows(self) -> tuple[CorrectionConfig, ...]:
+        """Return those of a planned step that each row still asks of the current policy; none where `kept` counts beforehand."""
+        if self.algorithm.denominator == "kept":
+            return ()
+        return tuple(item for item in self.algorithm.corrections if isinstance(item, READS_CURRENT_POLICY))
+
+    @property
+    def planned_corrections(self) -> tuple[CorrectionConfig, ...]:
+        """Return the others: what is worked out for a whole update."""
+        return tuple(item for item in self.algorithm.corrections if item not in self.corrections_of_rows)
 
     @property
     def wants_log_ratios(self) -> bool:

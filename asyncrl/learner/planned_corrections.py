@@ -1,7 +1,9 @@
 """Corrections that must see every token of an update, of all ranks, before its first row is trained.
 
 They are worked out once, from the policy before the step's first update: ratios of proximal and behaviour do not move with the
-updates, and those of the current policy (opsm, m2po_clip) are taken as they are then. Called by learner/micro_batches.py.
+updates, and m2po_clip is of the ratios as they are then. What reads the current policy and needs no more than its row (opsm) is
+left to the row, unless `kept` must count it beforehand (the rules allow opsm one update a step there). Called by
+learner/micro_batches.py.
 
 Legend: S samples of the step, T the most response tokens of one of them, N trained tokens of an update, M targets of a row.
 """
@@ -84,7 +86,7 @@ def plan_corrections(
 
 
 def _corrected(plan: StepPlan, inputs: LossInputs, mask: NDArray[np.bool_]) -> tuple[CorrectionTables, Denominators]:
-    outputs = correct(inputs, plan.algorithm.corrections)
+    outputs = correct(inputs, plan.planned_corrections)
     denominators = count_denominators(
         inputs.mask,
         outputs.kept,

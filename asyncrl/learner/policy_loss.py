@@ -1,6 +1,6 @@
 """One micro-batch's policy loss: what the loss of the config is given.
 
-Called by learner/policy_objective.py and learner/planned_corrections.py.
+Called by learner/policy_objective.py, and by learner/planned_corrections.py for the proximal policy.
 
 Legend: M targets of a row.
 """
@@ -8,10 +8,12 @@ Legend: M targets of a row.
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
+from asyncrl.algorithms.corrections import combined, correct
 from asyncrl.algorithms.losses import load_loss
 from asyncrl.algorithms.proximal import interpolated_proximal
 from asyncrl.algorithms.types import Denominators, LossInputs, LossOutputs
@@ -45,8 +47,9 @@ def policy_loss(
         reference_logprobs=None if micro.reference is None else micro.reference.to(logprobs),
         versions=row.versions,
         learner_version=plan.batch.step,
-        corrections=micro.corrections,
     )
+    if micro.corrections is not None:
+        inputs = replace(inputs, corrections=combined(micro.corrections, correct(inputs, plan.corrections_of_rows)))
     return inputs, load_loss_once(plan.algorithm.loss)(inputs, plan.loss_config)
 
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
 from asyncrl.algorithms.screening import Screen
 
+MOST_REASONS = 32
+OTHER_REASONS = "other reasons"
+"""What is counted once there are that many: the words of an error may be new each time, and counts are kept for the whole run."""
 Policy = Literal["wait", "drop", "mask"]
 STALE = "stale"
 """The reason of a group that would have been older than eta."""
@@ -70,3 +75,29 @@ class Counts:
     def total(self) -> int:
         """Return the sum over all states, which must equal `issued`."""
         return self.held + sum(self.dropped.values()) + sum(self.failed.values())
+
+    @property
+    def by_state(self) -> dict[str, int]:
+        """Return the groups of each state that has any, whatever the reason."""
+        plain = {state: getattr(self, state) for state in ("running", "scoring", "ready", "taken", "trained")}
+        ended = {"dropped": sum(self.dropped.values()), "failed": sum(self.failed.values())}
+        return {state: count for state, count in (plain | ended).items() if count}
+
+
+class ReasonCounts:
+    """Groups by reason, those of the rarest together where there are too many.
+
+    Args:
+        counts: What was counted before.
+    """
+
+    def __init__(self, counts: Mapping[str, int] | None = None) -> None:
+        everything = Counter(counts or {})
+        self.counts = Counter(dict(everything.most_common(MOST_REASONS)))
+        if rest := everything.total() - self.counts.total():
+            self.counts[OTHER_REASONS] += rest
+
+    def add(self, reason: str) -> None:
+        """Count one group."""
+        known = reason in self.counts or len(self.counts) < MOST_REASONS
+        self.counts[reason if known else OTHER_REASONS] += 1

@@ -13,12 +13,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import msgspec
-
 from asyncrl.algorithms.screening import members_of, trained_members
 from asyncrl.buffer.events import (
     BufferInstruction,
-    ExternalGroupAdded,
     GeneratorGone,
     GroupDropped,
     GroupIssued,
@@ -36,6 +33,7 @@ from asyncrl.buffer.events import (
     TakeStep,
     Wait,
 )
+from asyncrl.buffer.external import examine_group
 from asyncrl.buffer.payloads import Payloads
 from asyncrl.buffer.records import (
     FailureRecord,
@@ -55,9 +53,9 @@ from asyncrl.buffer.records import (
 )
 from asyncrl.buffer.replies import Receipt, ReturnedPrompt, TakenStep, Waiting, WorkOrder
 from asyncrl.buffer.restore import Restored, without_reference
-from asyncrl.buffer.staleness import VersionCounts, staleness_figures
+from asyncrl.buffer.staleness import staleness_figures
 from asyncrl.buffer.state import BufferState, Counts
-from asyncrl.buffer.validate import SampleRefusedError, examine, group_error, score_error
+from asyncrl.buffer.validate import SampleRefusedError, examine, score_error
 from asyncrl.errors import LedgerError
 from asyncrl.schema.samples import Prompt, Sample, SampleFailure, Score, ScoreRequest
 
@@ -238,16 +236,24 @@ class Buffer:
         Group id and member indices in `samples` are replaced by new ones; the receipt names the group. It is refused, with
         nothing changed and `on_committed` not called, where a sample is invalid or there is no place for a group as old as that.
         """
-        try:
-            counts = [examine(sample, newest_version=self.newest_version, max_tokens=self._tokens_per_row) for sample in samples]
-        except SampleRefusedError as error:
-            return Receipt("refused", f"invalid sample from {submitter}: {error}")
-        if refusal := group_error(samples, self.state.limits.screen, self._tokens_per_row):
-            return Receipt("refused", refusal)
-        oldest = min(each[0][0] for each in counts)
-        if not self.state.has_place(oldest):
-            return Receipt("refused", f"no place for a group with tokens of version {oldest} now; try again after the next step")
-        instructions, group_id = self._enter_external(prompt, samples, counts, submitter, now, on_committed)
+        group = examine_group(
+            prompt,
+            samples,
+            submitter,
+            newest_version=self.newest_version,
+            screen=self.state.limits.screen,
+            tokens_per_row=self._tokens_per_row,
+        )
+        if isinstance(group, str):
+            return Receipt("refused", group)
+        if not self.state.has_place(group.oldest):
+            why = f"no place for a group with tokens of version {group.oldest} now; try again after the next step"
+            return Receipt("refused", why)
+        group_id = self.state.next_group_id
+        instructions = self.state.handle(group.added(group_id), now)
+        held = self._payloads.open(group_id, prompt)
+        held.samples.update(group.held(group_id))
+        self._write(group.records(held.samples, group_id, now, self.cursor), instructions, now, on_committed)
         return Receipt("stored", instructions=instructions, group_id=group_id)
 
     def score_request(self, group_id: int, index: int) -> ScoreRequest:
@@ -348,18 +354,8 @@ class Buffer:
         self.state.check_invariants()
         assert self._payloads.groups.keys() == self.state.groups.keys(), "payloads are held of other groups than the live ones"
         self.ledger.sync()
-        counts = self.counts()
-        expected = {
-            "running": counts.running,
-            "scoring": counts.scoring,
-            "ready": counts.ready,
-            "taken": counts.taken,
-            "trained": counts.trained,
-            "dropped": sum(counts.dropped.values()),
-            "failed": sum(counts.failed.values()),
-        }
-        on_disk = self.ledger.state_counts()
-        assert on_disk == {state: count for state, count in expected.items() if count}, f"ledger has {on_disk}, state {expected}"
+        expected, on_disk = self.counts().by_state, self.ledger.state_counts()
+        assert on_disk == expected, f"ledger has {on_disk}, state {expected}"
 
     def close(self) -> None:
         """Commit everything and release the ledger."""
@@ -402,32 +398,6 @@ class Buffer:
             if returns >= 0:
                 self._returned[moved.group_id] = prompt
         return MovedRecord(moved.group_id, moved.before, moved.after, moved.reason, now, returns)
-
-    def _enter_external(
-        self,
-        prompt: Prompt,
-        samples: Sequence[Sample],
-        counts: list[VersionCounts],
-        submitter: str,
-        now: float,
-        on_committed: OnCommitted | None,
-    ) -> tuple[Sequence[BufferInstruction], int]:
-        group_id = self.state.next_group_id
-        truncated = tuple(index for index, sample in enumerate(samples) if sample.finish_reason == "length")
-        added = ExternalGroupAdded(group_id, prompt.prompt_id, submitter, tuple(counts), truncated)
-        instructions = self.state.handle(added, now)
-        held = self._payloads.open(group_id, prompt)
-        version = self.state.groups[group_id].version
-        records: list[Record] = [
-            IssuedRecord(group_id, prompt, submitter, version, len(samples), now, cursor=self.cursor, external=True)
-        ]
-        for index, (sample, each) in enumerate(zip(samples, counts, strict=True)):
-            held.samples[index] = msgspec.structs.replace(
-                sample, group_id=group_id, index=index, generator=submitter, purpose="train"
-            )
-            records.append(SampleRecord(held.samples[index], each[0][0], each[-1][0], now))
-        self._write(records, instructions, now, on_committed)
-        return instructions, group_id
 
     def _first_take(
         self, decision: TakeGroups, dropped: Sequence[BufferInstruction], now: float, on_committed: OnCommitted | None

@@ -74,6 +74,19 @@ class Group:
         """Return the scored members as screening sees them."""
         return tuple(Member(index, self.rewards.get(index, 0.0), index in self.truncated) for index in self.scored)
 
+    def shortage(self, min_members: int, greedy: int) -> str:
+        """Return why too few members can be trained, or nothing.
+
+        Args:
+            min_members: That must be scored; at most the size counts, the greedy baseline left out.
+            greedy: Index of that baseline; under 0: there is none.
+        """
+        has_baseline = greedy >= 0
+        if has_baseline and greedy not in self.scored:
+            return f"no greedy baseline: {self.last_failure or 'it has no such member'}"
+        needed = max(1, min(min_members, self.size - has_baseline))
+        return (self.last_failure or "no reason given") if len(self.scored) - has_baseline < needed else ""
+
     def settle(self, screen: Screen) -> None:
         """Note which members are trained, and how old those are."""
         self.trained = trained_members(self.judged, screen)

@@ -30,6 +30,14 @@ class Choice:
     due_by: int = 0
     """With `wait_for`: the step by which they must be trained."""
 
+    def why(self, step: int) -> str:
+        """Return in words why `step` waits for `wait_for`."""
+        num = len(self.wait_for)
+        groups = f"{num} group{'s' * (num > 1)}"
+        if self.due_by == step:
+            return f"step {step} is the last chance of {groups} not finished yet"
+        return f"step {step} must leave room for {groups} not finished yet that must be trained by step {self.due_by}"
+
 
 def choose_oldest(ready: Sequence[Aged], groups_per_step: int) -> Choice:
     """Take the oldest B groups (policies `drop` and `mask`)."""

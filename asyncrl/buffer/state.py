@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 from asyncrl.algorithms.screening import NO_PAIR
-from asyncrl.buffer.books import STALE, BufferLimits, Counts, Policy, StepRecord
+from asyncrl.buffer.books import STALE, BufferLimits, Counts, Policy, ReasonCounts, StepRecord
 from asyncrl.buffer.events import (
     BufferEvent,
     BufferInstruction,
@@ -50,13 +50,9 @@ from asyncrl.buffer.invariants import check_group, check_steps
 from asyncrl.buffer.screening import Screening
 from asyncrl.buffer.selection import Aged, Choice, choose_by_deadline, choose_oldest
 from asyncrl.buffer.staleness import staleness_figures
+from asyncrl.buffer.steps import TakenSteps
 
 __all__ = ["STALE", "BufferLimits", "BufferState", "Counts", "Policy", "StepRecord"]
-
-
-MOST_REASONS = 32
-OTHER_REASONS = "other reasons"
-"""What is counted once there are that many: the words of an error may be new each time, and counts are kept for the whole run."""
 
 
 class BufferState:
@@ -78,17 +74,13 @@ class BufferState:
         self.limits = limits
         self.groups: dict[int, Group] = {}
         """Running, scoring and ready groups by id, in order of issue."""
-        self.steps: dict[int, StepRecord] = {}
-        """Taken and trained steps that may still be repeated."""
         self.next_group_id = 0
-        self.next_step = 0
-        """Steps taken so far; the next new one."""
         self.returned: dict[int, int] = {}
         """Dropped and failed groups whose prompt waits to be issued again, and how often it failed."""
         self._screening = Screening(limits)
-        self._forgotten_trained = 0
-        self._dropped: Counter[str] = Counter()
-        self._failed: Counter[str] = Counter()
+        self._taken = TakenSteps()
+        self._dropped = ReasonCounts()
+        self._failed = ReasonCounts()
         self._story: deque[tuple[float, BufferEvent]] = deque(maxlen=256)
         self._handlers: dict[type, Callable[[Any, float], list[BufferInstruction]]] = {
             GroupIssued: self._group_issued,
@@ -130,35 +122,41 @@ class BufferState:
         """Fill an empty machine from a ledger; running groups are with nobody and must be placed again."""
         assert self.next_group_id == 0, "restore is for an empty machine"
         self.groups = {group.group_id: group for group in groups}
-        self.steps = {record.step: record for record in steps}
         self.next_group_id = next_group_id
-        self.next_step = max(self.steps, default=forgotten_steps - 1) + 1
         self.returned = dict(returned)
-        self._forgotten_trained = forgotten_steps * self.limits.groups_per_step
-        self._dropped, self._failed = _summed(dropped), _summed(failed)
+        self._taken.restore(steps, forgotten_steps=forgotten_steps, groups_per_step=self.limits.groups_per_step)
+        self._dropped, self._failed = ReasonCounts(dropped), ReasonCounts(failed)
         for group in self.groups.values():
             group.attempt += group.state == "running"
             group.generator = "" if group.state == "running" else group.generator
             if group.state == "ready":
                 group.settle(self.limits.screen)
 
+    @property
+    def steps(self) -> dict[int, StepRecord]:
+        """Taken and trained steps that may still be repeated."""
+        return self._taken.records
+
+    @property
+    def next_step(self) -> int:
+        """Return the steps taken so far; the next new one."""
+        return self._taken.next_step
+
     # -- questions -------------------------------------------------------------------------------------------------------
 
     def counts(self) -> Counts:
         """Return the groups per state."""
         live = Counter(group.state for group in self.groups.values())
-        sizes = Counter[bool]()
-        for record in self.steps.values():
-            sizes[record.trained] += len(record.group_ids)
+        taken, trained = self._taken.num_groups
         return Counts(
             issued=self.next_group_id,
             running=live["running"],
             scoring=live["scoring"],
             ready=live["ready"],
-            taken=sizes[False],
-            trained=sizes[True] + self._forgotten_trained,
-            dropped=dict(self._dropped),
-            failed=dict(self._failed),
+            taken=taken,
+            trained=trained,
+            dropped=dict(self._dropped.counts),
+            failed=dict(self._failed.counts),
         )
 
     def member_state(self, group_id: int, index: int) -> MemberState | Literal["over", "unknown"]:
@@ -184,7 +182,7 @@ class BufferState:
 
     def steps_to_repeat(self) -> tuple[int, ...]:
         """Return the steps taken and not (or no longer) trained, in order."""
-        return tuple(step for step, record in sorted(self.steps.items()) if not record.trained)
+        return self._taken.to_repeat()
 
     def story(self, group_id: int) -> str:
         """Return the recent events that name this group, one a line."""
@@ -196,8 +194,7 @@ class BufferState:
         counts = self.counts()
         assert counts.total == counts.issued, f"{counts.issued} groups issued, but {counts}"
         check_steps(self.steps, self.next_step, self.limits)
-        taken = {group_id for record in self.steps.values() for group_id in record.group_ids}
-        assert not self.groups.keys() & taken, "a taken group is still live"
+        assert not self.groups.keys() & self._taken.group_ids, "a taken group is still live"
         for group in self.groups.values():
             assert group.group_id < self.next_group_id, f"{group} was never issued"
             check_group(group, self.story(group.group_id))
@@ -303,18 +300,9 @@ class BufferState:
         group.refresh_age()
         if "generated" in group.members:
             return [self._move(group, "scoring", now)] if group.state == "running" else []
-        if reason := self._why_failed(group):
+        if reason := group.shortage(self.limits.min_group_members, self.limits.screen.greedy_index):
             return self._end(group, "failed", reason, now)
         return self._screened(group, now)
-
-    def _why_failed(self, group: Group) -> str:
-        """Return why too few members can be trained, or nothing."""
-        greedy = self.limits.screen.greedy_index
-        has_baseline = greedy >= 0
-        if has_baseline and greedy not in group.scored:
-            return f"no greedy baseline: {group.last_failure or 'it has no such member'}"
-        needed = max(1, min(self.limits.min_group_members, group.size - has_baseline))
-        return (group.last_failure or "no reason given") if len(group.scored) - has_baseline < needed else ""
 
     def _screened(self, group: Group, now: float) -> list[BufferInstruction]:
         reason, said = self._screening.judge(group)
@@ -332,8 +320,7 @@ class BufferState:
         self, group: Group, after: Literal["dropped", "failed"], reason: str, _: float, *, returns: bool = True
     ) -> list[BufferInstruction]:
         del self.groups[group.group_id]
-        counter = self._dropped if after == "dropped" else self._failed
-        counter[reason if reason in counter or len(counter) < MOST_REASONS else OTHER_REASONS] += 1
+        (self._dropped if after == "dropped" else self._failed).add(reason)
         instructions: list[BufferInstruction] = [GroupMoved(group.group_id, group.state, after, reason)]
         retries = group.retries + (after == "failed")
         if returns and self.limits.reissue_dropped and not group.external and retries <= self.limits.max_group_retries:
@@ -351,7 +338,7 @@ class BufferState:
 
     def _take_step(self, event: TakeStep, now: float) -> list[BufferInstruction]:
         if event.step < self.next_step:
-            return [self._repeat(event.step)]
+            return [self._taken.repeat(event.step)]
         assert event.step == self.next_step, f"step {self.next_step} is next, not {event.step}"
         instructions = self._drop_unfit(event.step, now)
         ready = [group for group in self.groups.values() if group.state == "ready"]
@@ -359,7 +346,7 @@ class BufferState:
         if choice.take:
             return [*instructions, self._take(event.step, choice.take, now)]
         if choice.wait_for:
-            return [*instructions, Wait(event.step, choice.wait_for, self._why(event.step, choice))]
+            return [*instructions, Wait(event.step, choice.wait_for, choice.why(event.step))]
         return [*instructions, NotEnough(event.step, len(ready), self.limits.groups_per_step)]
 
     def _choose(self, step: int, ready: list[Aged]) -> Choice:
@@ -396,56 +383,16 @@ class BufferState:
             queue_s=[now - group.ready_s for group in groups],
         )
         assert figures.token_max <= self.limits.max_staleness, f"step {step} would train a token {figures.token_max} versions old"
-        self.steps[step] = StepRecord(step, group_ids, mask_below, figures.token_max)
-        self.next_step += 1
+        self._taken.enter(StepRecord(step, group_ids, mask_below, figures.token_max))
         return TakeGroups(step, group_ids, mask_below, replay=False, staleness=figures)
 
-    def _repeat(self, step: int) -> TakeGroups:
-        record = self.steps.get(step)
-        assert record is not None, f"step {step} cannot be repeated: steps before {min(self.steps, default=0)} are forgotten"
-        assert not record.trained, f"step {step} is trained; it is repeated only after LearnerRestarted"
-        return TakeGroups(step, record.group_ids, record.mask_below, replay=record.trained_before, repeat=True)
-
-    def _why(self, step: int, choice: Choice) -> str:
-        num = len(choice.wait_for)
-        groups = f"{num} group{'s' * (num > 1)}"
-        if choice.due_by == step:
-            return f"step {step} is the last chance of {groups} not finished yet"
-        return f"step {step} must leave room for {groups} not finished yet that must be trained by step {choice.due_by}"
-
     def _step_trained(self, event: StepTrained, _: float) -> list[BufferInstruction]:
-        record = self.steps.get(event.step)
-        if record is None:
-            assert event.step < self.next_step, f"step {event.step} was never taken; {self.next_step} is next"
-            return []
-        moved: list[BufferInstruction] = []
-        if not record.trained:
-            moved = [GroupMoved(group_id, "taken", "trained") for group_id in record.group_ids]
-        record.trained = record.trained_before = True
-        return moved
+        return list(self._taken.mark_trained(event.step))
 
     def _learner_restarted(self, event: LearnerRestarted, _: float) -> list[BufferInstruction]:
-        assert event.version <= self.next_step, (
-            f"the learner stands at version {event.version}, but only {self.next_step} steps were taken"
-        )
-        first = min(self.steps, default=self.next_step)
-        assert event.version >= first, f"the learner stands at version {event.version}, but steps before {first} are forgotten"
-        for step in range(first, event.version):
-            self.steps[step].trained = self.steps[step].trained_before = True
-        for step in range(event.version, self.next_step):
-            self.steps[step].trained = False
+        self._taken.go_back_to(event.version)
         return []
 
     def _steps_forgotten(self, event: StepsForgotten, _: float) -> list[BufferInstruction]:
-        for step in [step for step in self.steps if step < event.before_step]:
-            assert self.steps[step].trained, f"step {step} is taken and not trained; it cannot be forgotten"
-            self._forgotten_trained += len(self.steps.pop(step).group_ids)
+        self._taken.forget(event.before_step)
         return []
-
-
-def _summed(counts: dict[str, int]) -> Counter[str]:
-    """Return the counts by reason, those of the rarest together where there are too many."""
-    summed = Counter(dict(Counter(counts).most_common(MOST_REASONS)))
-    if rest := sum(counts.values()) - summed.total():
-        summed[OTHER_REASONS] += rest
-    return summed

@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 
 from asyncrl.algorithms.screening import Screen
+from asyncrl.buffer.books import MOST_REASONS, OTHER_REASONS
 from asyncrl.buffer.events import (
     ExternalGroupAdded,
     GeneratorGone,
@@ -26,7 +27,7 @@ from asyncrl.buffer.events import (
     TakeStep,
     Wait,
 )
-from asyncrl.buffer.state import MOST_REASONS, OTHER_REASONS, BufferLimits, BufferState
+from asyncrl.buffer.state import BufferLimits, BufferState
 from asyncrl.config.algorithm import PreferenceConfig
 
 

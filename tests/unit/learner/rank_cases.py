@@ -15,14 +15,17 @@ import conftest as kit
 
 from asyncrl.config.algorithm import CriticConfig, KLConfig
 from asyncrl.config.corrections import MaskedSequence, SecondMomentMask, TruncatedToken
+from asyncrl.config.learner import LoRAConfig
 from asyncrl.learner.checkpoint import TrainerState, contribute_checkpoint, load_trainer, save_checkpoint
 from asyncrl.learner.critic import SeparateCritic, ValueHead, build_critic_optimizer
 from asyncrl.learner.divided import divider_of, whole_tensors
+from asyncrl.learner.lora import adapters_off
 from asyncrl.learner.rank_group import guest_store, joined_ranks
-from asyncrl.learner.reference import FrozenReference
+from asyncrl.learner.reference import AdapterOffReference, FrozenReference
 from asyncrl.learner.start import build_trainee
 from asyncrl.learner.step import train_step
 from asyncrl.learner.tokenizer import character_tokenizer
+from asyncrl.models.adapters import add_adapters
 
 TIMEOUT_S = 100.0
 STEPS = 3
@@ -43,9 +46,18 @@ CASES = {
     "separate_critic": {"rows": 60, "algorithm": GAE | {"critic": CriticConfig(kind="separate", learning_rate=1e-2)}},
     "kept_over_an_update": {"rows": 60, "algorithm": M2PO, "learner": {"minibatches": 2}},
     "kl_in_the_reward": {"rows": 60, "algorithm": GAE | {"critic": CriticConfig(learning_rate=1e-2), "kl": KL_REWARD}},
+    "lora_with_its_base_for_reference": {
+        "rows": 60,
+        "algorithm": DECOUPLED | {"kl": KLConfig(coefficient=0.3)},
+        "learner": {"lora": LoRAConfig(rank=4), "minibatches": 2},
+    },
+    "bfloat16": {"rows": 60, "algorithm": DECOUPLED, "learner": {"dtype": "bfloat16"}, "tolerance": 1e-2},
+    "float16": {"rows": 60, "algorithm": DECOUPLED, "learner": {"dtype": "float16"}, "tolerance": 1e-3},
     "pairs": {"rows": 60, "algorithm": {"kind": "dpo", "group_size": 4}, "learner": {"minibatches": 2}, "has_pairs": True},
 }
-"""By name: sizes of the model, tokens of a row, algorithm and learner."""
+"""By name: sizes of the model, tokens of a row, algorithm and learner; how far from one rank's each tensor may be."""
+TOLERANCE = 1e-5
+"""Of a tensor's largest element, in float32."""
 
 
 def batch_at(step, tokens_per_row, num_ranks, *, has_pairs=False):
@@ -57,12 +69,16 @@ def batch_at(step, tokens_per_row, num_ranks, *, has_pairs=False):
 
 def trainee_of(case, config, ranks):
     divide = divider_of("cpu", ranks.size)
-    model = kit.tiny_model(**case.get("sizes", {}))
+    model = kit.tiny_model(dtype=config.learner.dtype, **case.get("sizes", {}))
+    if config.learner.lora is not None:
+        add_adapters(model, config.learner.lora, seed=3)
     if config.learner.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     trainee = kit.trainee_of(divide.policy(model), config)
     trainee.ranks = ranks
-    if config.algorithm.needs_reference:
+    if config.algorithm.needs_reference and config.learner.lora is not None:
+        trainee.reference = AdapterOffReference(trainee.model, lambda: adapters_off(trainee.model), 16)
+    elif config.algorithm.needs_reference:
         trainee.reference = FrozenReference(divide.policy(kit.tiny_model(seed=2)), 16)
     if (critic := config.algorithm.critic) is not None:
         made = ValueHead(32) if critic.kind == "head" else SeparateCritic(kit.tiny_model(seed=1).base_model)
@@ -83,6 +99,7 @@ def run_case(name, ranks, tokens_per_row=None):
     for step in range(STEPS):
         batch = batch_at(step, tokens_per_row, ranks.size, has_pairs=case.get("has_pairs", False))
         result = train_step(trainee, batch, config)
+        assert not result.metrics.get("policy/skipped_updates"), f"{name} has nothing to compare in step {step}"
         figures = [result.metrics["policy/loss"], result.metrics["policy/grad_norm"], result.metrics.get("value/loss", 0.0)]
         found[f"figures/{step}"] = torch.tensor(figures)
         for part, (module, optimizer) in parts.items():

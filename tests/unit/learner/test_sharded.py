@@ -45,19 +45,19 @@ def _part(found, prefix):
     return {key.removeprefix(prefix): value for key, value in found.items() if key.startswith(prefix)}
 
 
-def _assert_agree(got, expected):
-    """Within 1e-5 of each tensor's largest element."""
+def _assert_agree(got, expected, tolerance=rank_cases.TOLERANCE):
+    """Within a share of each tensor's largest element."""
     assert got.keys() == expected.keys()
     for key, value in expected.items():
         scale = float(value.abs().max()) or 1.0
-        assert float((got[key] - value).abs().max()) <= 1e-5 * scale, key
+        assert float((got[key] - value).abs().max()) <= tolerance * scale, key
 
 
 @pytest.mark.parametrize("name", rank_cases.CASES)
 def test_two_ranks_have_the_gradients_and_weights_of_one(found, name):
     got = _part(found, f"{name}/")
     assert any(key.startswith("weight/policy") for key in got)
-    _assert_agree(got, rank_cases.run_case(name, OneRank()))
+    _assert_agree(got, rank_cases.run_case(name, OneRank()), rank_cases.CASES[name].get("tolerance", rank_cases.TOLERANCE))
 
 
 @pytest.mark.parametrize("tokens_per_row", [1, 35, 10_000])

@@ -4,7 +4,7 @@ Legend: S samples of one step, in any order; T the most response tokens of one o
 policy wrote and the step trains; tool output and padding are not.
 
 Invariants: whatever stands at an untrained token (NaN too) changes nothing; an untrained token has advantage exactly 0. Called
-by algorithms/advantages.py, learner/step.py and outside advantages.
+by algorithms/advantages.py, learner/micro_batches.py and outside advantages.
 """
 
 from __future__ import annotations

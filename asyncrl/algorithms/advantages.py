@@ -6,8 +6,9 @@ Three kinds: of samples against the others of their prompt (grpo, dr_grpo, rloo,
 Legend: S samples, G groups, T tokens of a sample.
 
 Invariants: order of samples and of groups does not matter; a group of one has advantage 0 in the first kind (nothing to compare
-it with), unless `singleton_keeps_reward` says what verl does; samples without a trained token still count in their group's mean;
-with `whiten`, all trained tokens of the step influence each other, else only samples of one group do. Called by learner/step.py.
+it with), unless `singleton_keeps_reward` says what verl does; samples without a trained token still count in their group's
+mean; with `whiten`, all trained tokens of the step influence each other, else only samples of one group do. Called by
+learner/micro_batches.py.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """From a loss a token to one number: local numerator over the global denominator, chosen by name.
 
-Invariant: over any split of the sequences into micro-batches and ranks, the parts add up to the value of the whole. A sequence is
-never split. (A framework that averages gradients over R ranks multiplies the result by R.) Where rejected tokens do not count,
-`mask` is of the kept tokens, in numerator and denominator alike. Called by algorithms/loss_terms.py and, for the counts, by
-learner/step.py.
+Invariant: over any split of the sequences into micro-batches and ranks, the parts add up to the value of the whole. A sequence
+is never split. (A framework that averages gradients over R ranks multiplies the result by R.) Where rejected tokens do not
+count, `mask` is of the kept tokens, in numerator and denominator alike. Called by algorithms/loss_terms.py,
+algorithms/values.py and, for the counts, by learner/planned_corrections.py.
 """
 
 from __future__ import annotations

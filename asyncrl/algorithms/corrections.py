@@ -8,7 +8,7 @@ policy every correction gives weight 1 and keeps all. The corrections in config/
 part of an update, so the caller runs `correct` on the whole of it and hands each micro-batch its slice (`combined` with those
 that read the current policy).
 
-Called by algorithms/loss_terms.py, learner/planned_corrections.py and learner/start.py.
+Called by algorithms/loss_terms.py, learner/policy_loss.py, learner/planned_corrections.py and learner/start.py.
 """
 
 from __future__ import annotations

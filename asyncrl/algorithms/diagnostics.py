@@ -1,7 +1,7 @@
 """How far the data is from the policy that trains on it. Pure, without gradient; the caller leaves masked tokens out.
 
 Legend: N tokens, S sequences; rho = learner / behaviour, log rho = learner - behaviour. Sums are taken in float64, so that the
-order of tokens, and with it the packing, does not show. Called by learner/token_figures.py and experiments.
+order of tokens, and with it the packing, does not show. Called by learner/token_figures.py.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Policy losses by name: pure functions `(LossInputs, LossConfig) -> LossOutputs`, one row of `LOSSES` each.
 
 Invariants: at ratio 1 the gradient of every loss is the policy gradient (times the correction weight); a masked token has
-gradient exactly 0, and a dropped one no policy gradient. The functions are in losses_clipped.py and losses_weighted.py, what they
-share in loss_terms.py. Called by learner/step.py.
+gradient exactly 0, and a dropped one no policy gradient. The functions are in losses_clipped.py and losses_weighted.py, what
+they share in loss_terms.py. Called by learner/policy_loss.py.
 """
 
 from __future__ import annotations

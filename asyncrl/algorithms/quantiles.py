@@ -1,4 +1,7 @@
-"""Exact quantiles of any number of values. `torch.quantile` refuses more than 2^24. Called by algorithms/diagnostics.py."""
+"""Exact quantiles of any number of values. `torch.quantile` refuses more than 2^24.
+
+Called by algorithms/diagnostics.py and learner/token_figures.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Importance ratios between two policies, bounded so that `exp` stays finite. Called by losses, corrections and diagnostics.
+"""Importance ratios between two policies, bounded so that `exp` stays finite.
+
+Called by losses, corrections, kl.py, diagnostics.py and learner/token_figures.py.
 
 Legend: N tokens, S sequences. Statistics of a sequence are over the tokens a mask names.
 """

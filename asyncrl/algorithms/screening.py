@@ -1,7 +1,7 @@
 """Which members of a scored group are trained, and whether the group is worth a step at all.
 
 One answer for everybody who asks: the buffer drops groups that teach nothing and counts the age of trained tokens only, packing
-masks and pairs. Pure Python, no torch. Called by buffer/ and packing/roles.py.
+masks and pairs. Pure Python, no torch. Called by buffer/ and packing/.
 """
 
 from __future__ import annotations

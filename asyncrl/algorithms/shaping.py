@@ -1,6 +1,6 @@
 """Penalties on a sample's reward, pure numbers. No torch: the reward stage computes them too.
 
-Called by reward/registry.py (`kind = "overlong"`).
+Called by reward/overlong.py (`kind = "overlong"`).
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ Invariants: whatever stands at a masked token (NaN too) changes no value and no 
 reference carry no gradient; the loss of a micro-batch is its numerator over the *global* denominator, so that losses and
 gradients of micro-batches and ranks add up.
 
-Called by learner/step.py and by outside losses.
+Called by learner/policy_loss.py and by outside losses.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
 Legend: N tokens of one micro-batch laid end to end, S sequences of it, as in types.py.
 
 Invariants: whatever stands at a masked token (NaN too) changes no value and no gradient; old values and returns carry no
-gradient; the losses of micro-batches and ranks add up to that of the whole update. Called by learner/step.py.
+gradient; the losses of micro-batches and ranks add up to that of the whole update. Called by learner/policy_objective.py and
+learner/micro_batches.py.
 """
 
 from __future__ import annotations

@@ -8,7 +8,8 @@
         trainer/state.json            version, what steps remember, the controller's own part; written last
 
 Invariants: a folder of the final name is complete (it is written under another name, synced and renamed); whatever else lies
-there is ignored and, once a newer one is complete, removed; no pickle. Called by learner/worker.py and learner/start.py.
+there is ignored and, once a newer one is complete, removed; no pickle. Called by learner/worker.py, learner/start.py and
+learner/follower.py.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ a pipe that only rank 0 holds open, so they end when it does; a thread for each 
 this process ends too, after a moment in which an error that all ranks share can still be told. What was under way is sent
 again after the restart.
 
-Invariant: one rank has no process and no group, and is told nothing. Called by learner/worker.py.
+Invariant: one rank has no process and no group, and is told nothing. Called by learner/worker.py and learner/start.py.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The critic: what return the policy may still expect before each token, as a head on the policy or as a model of its own.
 
 Invariants: a new critic says 0 everywhere (its output layer starts at zero), so that it begins by changing nothing; the output
-layer is float32 whatever the body is; saving and loading changes no bit. Called by learner/passes.py, learner/update.py,
-learner/start.py and learner/checkpoint.py.
+layer is float32 whatever the body is; saving and loading changes no bit. Called by learner/passes.py,
+learner/policy_objective.py, learner/start.py and learner/checkpoint.py.
 
 Legend: M targets of a row, D hidden size.
 """

@@ -5,7 +5,7 @@ peft's format (adapter_config.json, adapter_model.safetensors). `AutoModelForCau
 in force; so does `peft.PeftModel.from_pretrained` over the base.
 
 Invariants: what engines and checkpoints get is exactly what is trained; saving and loading changes no bit. Called by
-learner/start.py, learner/worker.py and learner/checkpoint.py. Imports peft only where there are adapters.
+learner/start.py, learner/worker.py, learner/follower.py and learner/checkpoint.py. Imports peft only where there are adapters.
 """
 
 from __future__ import annotations

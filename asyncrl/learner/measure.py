@@ -1,7 +1,7 @@
 """What a step's tokens, samples and pairs say about it: kept while rows go by, summed up once at the end.
 
-Computing once over the tokens of all rows and ranks keeps every figure independent of how samples share them. Names are those of
-observe/metrics.py. Called by learner/step.py.
+Computing once over the tokens of all rows and ranks keeps every figure independent of how samples share them. Names are those
+of observe/metrics.py. Called by learner/step.py, learner/policy_objective.py and learner/preference_step.py.
 """
 
 from __future__ import annotations

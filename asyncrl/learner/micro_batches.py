@@ -1,7 +1,7 @@
 """What each row is trained towards: advantages, returns and corrections, made over the whole step and dealt out to its rows.
 
 The maths is that of asyncrl/algorithms on the step's tables; here is only which numbers go in and where they come out. Called
-by learner/step.py.
+by learner/policy_objective.py.
 
 Legend: S samples of the step, T the most response tokens of one of them, M targets of a row.
 """

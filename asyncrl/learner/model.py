@@ -2,7 +2,7 @@
 
 Invariants: nothing is ever fetched from a network; dropout is off (the importance ratio of an update's first forward is 1
 only where the forward is a function of weights and tokens); a folder written here opens with
-`AutoModelForCausalLM.from_pretrained`. Called by learner/worker.py, learner/warm_start.py, learner/step.py.
+`AutoModelForCausalLM.from_pretrained`. Called by learner/start.py, learner/warm_start.py and whoever runs a row of a step.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """AdamW with a schedule, clipping and loss scaling, over float32 master weights, with a state that is saved without pickle.
 
 Invariants: the learning rate is a function of the step number alone, so there is no scheduler state to lose; what the optimizer
-changes is at least float32 (learner/masters.py); saving and loading changes no bit. Called by learner/step.py and
-learner/checkpoint.py.
+changes is at least float32 (learner/masters.py); saving and loading changes no bit. Called by learner/start.py,
+learner/update.py, learner/warm_start.py and learner/checkpoint.py.
 """
 
 from __future__ import annotations

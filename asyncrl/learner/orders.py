@@ -1,6 +1,7 @@
 """What rank 0 of the learner tells the others to do with it: everything that all ranks must do together.
 
-A step is told by its `StepBatch` itself. Every order travels as msgpack. Called by learner/crew.py and learner/follower.py.
+A step is told by its `StepBatch` itself. Every order travels as msgpack. Called by learner/crew.py and learner/follower.py;
+given by learner/start.py and learner/worker.py.
 """
 
 from __future__ import annotations

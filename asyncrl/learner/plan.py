@@ -1,6 +1,7 @@
 """What one step is going to do: by which algorithm, on which rows, and what must be known before its first update.
 
-Invariant: a plan follows from batch, config and memory alone, so every rank makes the same one. Called by learner/step.py.
+Invariant: a plan follows from batch, config and memory alone, so every rank makes the same one. Called by learner/step.py; read
+by all that a step consists of.
 """
 
 from __future__ import annotations

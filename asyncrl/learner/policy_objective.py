@@ -1,7 +1,7 @@
 """What a step of reinforcement learning minimises: the policy loss, the value loss beside it, and what both say of themselves.
 
-While the critic is trained alone, the policy has no gradient, so its optimizer has nothing to do. Called by learner/step.py and
-learner/update.py.
+While the critic is trained alone, the policy has no gradient, so its optimizer has nothing to do. Called by learner/step.py,
+and row by row by learner/update.py.
 
 Legend: S samples of the step.
 """

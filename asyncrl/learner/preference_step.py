@@ -1,7 +1,7 @@
 """What a step of preference learning minimises: a loss on pairs of samples of one row.
 
 A pair of which nothing of one side is trained any more (its tokens are too old, say) is left out, and not counted. Called by
-learner/step.py and learner/update.py.
+learner/step.py, and row by row by learner/update.py.
 
 Legend: M targets of a row, S samples of a row.
 """

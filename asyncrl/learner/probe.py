@@ -1,6 +1,6 @@
 """A fixed sequence whose log-probabilities say whether a generator holds the weights the learner means.
 
-Called by learner/worker.py.
+Called by learner/worker.py and learner/follower.py.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The learner's ranks as a step sees them: who I am, and sums and collections over all of us.
 
 `OneRank` is the whole group of a run with a single learner process; learner/sharded.py has the real one. Every rank calls the
-same methods in the same order with the same shapes (`gather` excepted: first axes may differ). Called by learner/step.py.
+same methods in the same order with the same shapes (`gather` excepted: first axes may differ). Called by learner/update.py,
+learner/measure.py, learner/token_table.py.
 """
 
 from __future__ import annotations

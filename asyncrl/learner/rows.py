@@ -10,7 +10,8 @@ members of a group in the same row begin with only once (its hidden states are t
 gradients, fewer tokens).
 
 Invariants: one `target` for every position of the loss mask that is 1; a target's hidden state is that of the token before it
-in its own sample; every rank has equally many rows in each update. Called by learner/step.py and learner/worker.py (prefetch).
+in its own sample; every rank has equally many rows in each update. Called by learner/step.py, learner/worker.py (prefetch) and
+learner/follower.py.
 
 Legend: N tokens the model sees, M targets, S samples of the row.
 """

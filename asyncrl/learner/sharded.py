@@ -7,7 +7,7 @@ layer never sees all tokens at once: `models/causal.run_inside` is how such a pa
 Losses are a local numerator over a denominator of all ranks, so gradients are summed over ranks, not averaged, and in float32.
 
 Invariants: parameters keep their names; a parameter is a DTensor between passes; all ranks call everything here in the same
-order. Called by learner/start.py, only where there are several ranks: accelerate takes seconds to import.
+order. Called by learner/divided.py, only where there are several ranks: accelerate takes seconds to import.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Weights as Hugging Face lays them out on disk: safetensors, in shards of bounded size, with an index where there are several.
 
 Invariants: what is written is exactly what the architecture has, by name and shape; at most one shard is in memory at a time.
-Called by learner/import_model.py.
+Called by learner/import_model.py and learner/checkpoint.py.
 """
 
 from __future__ import annotations

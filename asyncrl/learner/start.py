@@ -1,7 +1,8 @@
 """Where the learner stands when its process begins: at the newest checkpoint, at the run's initial model, or at nothing yet.
 
 Invariant: what is made here once (random weights, warm start) is made once a run: `RUN/model` is written whole or not at all,
-and a restart before the first checkpoint starts from it. Called by learner/worker.py, off the event loop.
+and a restart before the first checkpoint starts from it. Called by learner/worker.py, off the event loop, learner/follower.py
+and experiments.
 """
 
 from __future__ import annotations

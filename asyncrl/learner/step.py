@@ -5,9 +5,9 @@ values); advantages and, where they need it, corrections over the samples of all
 the other (a row is a micro-batch), clip, and the optimizer. Denominators are those of the whole update, so how samples share
 rows and ranks changes nothing. A step with one update and neither reference nor critic makes no pass beforehand.
 
-Invariants: the same weights, memory and batch give the same bits on a CPU; weights change only if loss and gradients are finite;
-the maths is that of asyncrl/algorithms, none of it is here. Called by learner/worker.py (off the event loop), experiments and
-tests.
+Invariants: the same weights, memory and batch give the same bits on a CPU; weights change only if loss and gradients are
+finite; the maths is that of asyncrl/algorithms, none of it is here. Called by learner/worker.py (off the event loop),
+learner/follower.py, experiments and tests.
 """
 
 from __future__ import annotations

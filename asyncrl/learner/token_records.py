@@ -1,7 +1,7 @@
 """The trained tokens of a step, as each row's loss left them, and laid together over all updates and ranks.
 
 Invariants: figures made from `Tokens` do not depend on how samples share rows and ranks (the order of tokens may; sums are in
-float64); no masked token is in `Tokens`. Called by learner/measure.py, which learner/step.py feeds.
+float64); no masked token is in `Tokens`. Called by learner/measure.py, which the objectives feed.
 
 Legend: M tokens of a row, N trained tokens of all ranks, S sequences of all ranks.
 """

@@ -4,7 +4,7 @@ What rows compute token by token (log-probabilities, values) is put into a table
 corrections over an update) reads and makes tables, and rows take their part of it again.
 
 Invariant: lines follow `StepBatch.samples` and columns the response, so no packing and no number of ranks changes a table.
-Called by learner/rows.py and learner/signals.py.
+Called by learner/rows.py, learner/micro_batches.py and learner/planned_corrections.py.
 
 Legend: S samples of the step, T the most response tokens of one of them, M targets of a row.
 """

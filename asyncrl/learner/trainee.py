@@ -1,6 +1,6 @@
 """Everything that one optimizer step reads and changes, together.
 
-Called by learner/step.py, learner/worker.py, learner/checkpoint.py and experiments.
+Called by learner/start.py (which makes it), learner/step.py, learner/worker.py, learner/follower.py and learner/checkpoint.py.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Cross-entropy on completion and end-of-sequence, token mean; ends early at a given accuracy, where asked to; seeded, so that the
 same config gives the same version 0. The learning rate rises over the first tenth and then falls along a cosine to a tenth.
-Called by learner/start.py.
+Called by learner/start.py (and learner/worker.py, for StartAbandoned).
 """
 
 from __future__ import annotations

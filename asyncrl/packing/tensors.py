@@ -160,7 +160,11 @@ def _row(samples: list[_Unpacked], rank: int) -> PackedRow:
 
 
 def _reference_logprobs(samples: list[_Unpacked]) -> bytes:
-    """Return those of a row; nothing where a trained sample brings none, so that no 0 is taken for a logprob."""
+    """Return those of a row; nothing where a trained sample brings none, so that no 0 is taken for a logprob.
+
+    Rows of both kinds come only where a resume moved the reference to the learner, which then runs its own over all of them; the
+    other way round the buffer asks for the scores again (buffer/opening.py).
+    """
     brought = [len(sample.scored.reference_logprobs) > 0 for sample in samples]
     if not any(brought) or not all(has or not sample.loss_mask.any() for has, sample in zip(brought, samples, strict=True)):
         return b""

@@ -204,8 +204,4 @@ def _token_rewards(inputs: AdvantageInputs) -> FloatArray:
     """Return [S, T]: those given, or each sample's reward on its last trained token."""
     if inputs.token_rewards is not None:
         return inputs.token_rewards
-    rewards_ST = np.zeros(inputs.mask.shape)
-    trained_S = np.flatnonzero(inputs.mask.any(axis=1))
-    last_S = inputs.mask.shape[1] - 1 - np.argmax(inputs.mask[trained_S, ::-1], axis=1)
-    rewards_ST[trained_S, last_S] = inputs.rewards[trained_S]
-    return rewards_ST
+    return recursions.rewards_on_last_tokens(inputs.rewards, inputs.mask)

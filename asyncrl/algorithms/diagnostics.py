@@ -239,9 +239,3 @@ def bucket_means(terms: torch.Tensor, buckets: torch.Tensor) -> dict[str, list[f
     counts = torch.bincount(buckets + 1, minlength=num_buckets)
     means = (sums / counts).T[1:].tolist()
     return {name: mean for name, mean, count in zip(STALENESS_BUCKETS, means, counts[1:].tolist(), strict=True) if count}
-
-
-def entropy_of_logits(logits: torch.Tensor) -> torch.Tensor:
-    """Return H = -sum p log p over the last axis, [..., V] -> [...]."""
-    logprobs = logits.log_softmax(dim=-1)
-    return -(logprobs.exp() * logprobs).sum(dim=-1)

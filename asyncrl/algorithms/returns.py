@@ -6,7 +6,7 @@ padding) are taken out first (`skip`: verl, AReaL), so they cost no discount, or
 Legend: S rows, T tokens of a row, right-padded; L at most T, trained tokens of a row moved to the left.
 
 Invariants: whatever stands at a masked token (NaN too) changes nothing; results are exactly 0 there. Called by
-algorithms/advantages.py.
+algorithms/advantages.py and learner/micro_batches.py.
 """
 
 from __future__ import annotations
@@ -25,6 +25,15 @@ Gaps = Literal["skip", "discount"]
 
 LOG_RATIO_LIMIT = 20.0
 """Log-ratios are held within plus and minus this before `exp`; the same as in algorithms/ratios.py, which needs torch."""
+
+
+def rewards_on_last_tokens(rewards: FloatArray, mask: Mask) -> FloatArray:
+    """Return [S, T], each sample's reward [S] on its last trained token and 0 elsewhere; `mask` [S, T] says which are trained."""
+    rewards_ST = np.zeros(mask.shape)
+    trained_S = np.flatnonzero(mask.any(axis=1))
+    last_S = mask.shape[1] - 1 - np.argmax(mask[trained_S, ::-1], axis=1)
+    rewards_ST[trained_S, last_S] = rewards[trained_S]
+    return rewards_ST
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from asyncrl.algorithms.advantage_types import AdvantageConfig, AdvantageInputs, AdvantageOutputs, FloatArray
 from asyncrl.algorithms.advantages import load_advantage
 from asyncrl.algorithms.kl import kl_for_rewards
+from asyncrl.algorithms.returns import rewards_on_last_tokens
 from asyncrl.algorithms.types import CorrectionOutputs, Denominators
 from asyncrl.algorithms.values import explained_variance
 from asyncrl.errors import LearnerError
@@ -121,10 +122,7 @@ def _token_rewards(plan: StepPlan, passes: Passes, rewards: FloatArray, ranks: R
     proximal, reference = (table.collect(plan.rows, values, ranks) for values in (passes.proximal, passes.reference))
     mask = torch.from_numpy(table.mask)
     kl = kl_for_rewards(torch.from_numpy(proximal), torch.from_numpy(reference), mask, kl_config).numpy()
-    token_rewards = -plan.kl_coefficient * kl
-    lines = np.flatnonzero(table.mask.any(axis=1))
-    last = table.mask.shape[1] - 1 - table.mask[lines, ::-1].argmax(axis=1)
-    token_rewards[lines, last] += rewards[lines]
+    token_rewards = rewards_on_last_tokens(rewards, table.mask) - plan.kl_coefficient * kl
     return token_rewards, {"kl/penalty_mean": float(kl[table.mask].mean())}
 
 

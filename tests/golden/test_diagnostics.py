@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from asyncrl.algorithms.diagnostics import entropy_of_logits, sequence_mismatch, token_mismatch, weight_figures
+from asyncrl.algorithms.diagnostics import sequence_mismatch, token_mismatch, weight_figures
 from asyncrl.algorithms.types import segment_sum
 from asyncrl.models.logprobs import token_logprobs
 
@@ -86,7 +86,10 @@ def test_importance_weight_metrics(case):
 @pytest.mark.parametrize("case", cases("entropy", lambda case: "token_ids" not in case["inputs"]))
 def test_entropy(case):
     logits = matrix(case, "logits").requires_grad_()
-    entropy = entropy_of_logits(logits)
+    flat = logits.reshape(-1, logits.shape[-1])
+    ids = torch.zeros(len(flat), dtype=torch.int64)
+    _, entropies = token_logprobs(flat, ids, torch.nn.Identity(), temperature=1.0, chunk_tokens=3, entropy_gradient=True)
+    entropy = entropies.reshape(logits.shape[:-1])
     mask = matrix(case, "mask") if "mask" in case["inputs"] else torch.ones(entropy.shape)
     assert_close(case, "entropy_per_token", entropy * mask)
     if "loss" in case["expected"]:

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from asyncrl.algorithms.diagnostics import (
     STALENESS_BUCKETS,
     divergence,
-    entropy_of_logits,
     logprob_gap,
     sequence_mismatch,
     sequence_staleness,
@@ -158,7 +157,3 @@ def test_every_staleness_has_one_bucket():
 def test_a_sequence_is_as_stale_as_its_oldest_known_token():
     staleness, ids = torch.tensor([2, 5, -1, 0, -1]), torch.tensor([0, 0, 0, 1, 3])
     assert sequence_staleness(staleness, ids, 4).tolist() == [5, 0, -1, -1]
-
-
-def test_entropy_of_uniform_logits_is_the_log_of_their_number():
-    assert entropy_of_logits(torch.zeros(2, 3, 8)).tolist() == pytest.approx(np.full((2, 3), math.log(8)))

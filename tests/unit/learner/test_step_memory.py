@@ -87,7 +87,7 @@ def test_auto_picks_from_what_was_measured_and_says_when_it_changes(kit):
     assert first.metrics["policy/recipe"] == 1
     assert "no mismatch measured yet" in first.recipe_reason
     for sample in samples:
-        sample["logprobs"] -= 2.0
+        sample["logprobs"] += 2.0
     far = [train_step(trainee, kit.batch(samples, step=step), config) for step in (1, 2)]
     assert trainee.memory.recipe == "far"
     assert far[1].metrics["policy/recipe"] == 2

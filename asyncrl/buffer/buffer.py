@@ -71,6 +71,7 @@ class Buffer:
         tokens_per_row: Row budget recorded with each step; longer samples are refused.
         temperature: Recorded with each step.
         needs_reference: Scores must bring reference log-probabilities: the reference is on inference workers.
+        minibatches: Recorded with each step: updates whose groups share no row.
         restored: What the ledger held besides the state.
 
     Example:
@@ -88,6 +89,7 @@ class Buffer:
         tokens_per_row: int = 0,
         temperature: float = 1.0,
         needs_reference: bool = False,
+        minibatches: int = 1,
         restored: Restored | None = None,
     ) -> None:
         self.state = state
@@ -95,6 +97,7 @@ class Buffer:
         self._tokens_per_row = tokens_per_row
         self._temperature = temperature
         self._needs_reference = needs_reference
+        self._minibatches = minibatches
         restored = restored or Restored({}, {}, {}, frozenset(), newest_version=0, cursor=0)
         self._payloads = Payloads(restored.held)
         self._returned = restored.returned
@@ -405,7 +408,7 @@ class Buffer:
         step, figures = decision.step, decision.staleness
         assert figures is not None
         params = self._params[step] = StepParams(
-            decision.mask_below, self._tokens_per_row, self._temperature, self.state.limits.screen
+            decision.mask_below, self._tokens_per_row, self._temperature, self.state.limits.screen, self._minibatches
         )
         groups = self._payloads.take(step, decision.group_ids)
         taken = TakenRecord(step, decision.group_ids, params, figures.token_max, now)

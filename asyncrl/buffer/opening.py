@@ -73,6 +73,7 @@ def open_buffer(
         state,
         ledger,
         tokens_per_row=config.packing.tokens_per_row,
+        minibatches=config.learner.minibatches,
         temperature=config.generate.sampling.temperature,
         needs_reference=config.has_reference_worker,
         restored=restored,

@@ -28,6 +28,8 @@ class StepParams(msgspec.Struct, frozen=True):
     tokens_per_row: int
     temperature: float
     screen: Screen = Screen()
+    minibatches: int = 1
+    """Updates whose groups share no row."""
 
 
 @dataclass(slots=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 
 from asyncrl.buffer.buffer import Buffer, TakenStep, Waiting
 from asyncrl.clock import Clock
@@ -135,7 +136,7 @@ class LearnerFeed:
             temperature=taken.params.temperature,
             mask_below=taken.params.mask_below,
             replay=taken.replay,
-            ranks=self._ranks,
+            ranks=replace(self._ranks, minibatches=taken.params.minibatches),
             screen=taken.params.screen,
         )
 

@@ -1,9 +1,10 @@
 """From a `StepBatch`'s bytes to what the model and the loss read; numpy on the way, so that it can run on a thread beside a step.
 
 A step's groups are divided evenly over its updates (minibatches), in the batch's order; a packed row whose samples belong to
-several updates becomes one micro-batch in each. So which update trains a sample depends on no packing and no ranks. Every rank
-knows the whole batch and trains the rows with its number; one that has fewer of an update than another runs fillers, forward
-and backward without effect, because ranks that share a model's weights must call it equally often.
+several updates (packing/tensors.py makes none) becomes one micro-batch in each. So which update trains a sample depends on no
+packing and no ranks. Every rank knows the whole batch and trains the rows with its number; one that has fewer of an update than
+another runs fillers, forward and backward without effect, because ranks that share a model's weights must call it equally
+often.
 
 A forward runs only what the loss needs: each sample up to the token before its last trained one, and a prompt that several
 members of a group in the same row begin with only once (its hidden states are the same for all of them: same values, same
@@ -26,6 +27,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from asyncrl.algorithms.updates import updates_of_groups
 from asyncrl.errors import LearnerError
 from asyncrl.learner.token_table import RowTargets, TokenTable
 from asyncrl.models.attention import SequenceLayout, build_layout
@@ -189,13 +191,10 @@ def _trained(arrays: _RowArrays, sample: PackedSample) -> NDArray[np.int64]:
 
 
 def _divide(samples: Sequence[PackedSample], table: TokenTable, minibatches: int) -> NDArray[np.int64]:
-    """Return the update of each sample: groups with something to train in at most `minibatches` runs of about equal size."""
+    """Return the update of each sample; -1 where nothing of it is trained."""
     trained = np.any(table.mask, axis=1).tolist()
-    groups = dict.fromkeys(sample.group_id for sample, some in zip(samples, trained, strict=True) if some)
-    num_updates = min(minibatches, len(groups))
-    bounds = np.linspace(0, len(groups), num_updates + 1).astype(int)
-    updates = np.searchsorted(bounds, np.arange(len(groups)), side="right") - 1
-    update_of_group = dict(zip(groups, updates.tolist(), strict=True))
+    groups = [sample.group_id for sample, some in zip(samples, trained, strict=True) if some]
+    update_of_group = updates_of_groups(groups, minibatches)
     chosen = [update_of_group[sample.group_id] if some else -1 for sample, some in zip(samples, trained, strict=True)]
     return np.array(chosen, dtype=np.int64)
 

@@ -52,10 +52,12 @@ class CostModel:
 
 @dataclass(frozen=True, slots=True)
 class RankPlan:
-    """Over how many ranks a step is spread, and by what cost."""
+    """Over how many ranks a step is spread and by what cost, and in how many updates they train it."""
 
     num_ranks: int = 1
     cost: CostModel = CostModel()
+    minibatches: int = 1
+    """Most updates of a step."""
 
 
 @dataclass(frozen=True, slots=True)

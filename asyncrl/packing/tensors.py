@@ -1,8 +1,9 @@
 """Scored groups into the one StepBatch that the learner trains: rows of whole samples with everything the loss needs per token.
 
 Invariants: the same groups and arguments give the same bytes; `samples` is in the order of the groups given and by member index;
-within a row samples keep that order; the two samples of a preference pair share a row; prompt tokens, tool output, tokens older
-than `mask_below` and samples that are not trained (packing/roles.py) have mask 0; prompt tokens have version -1 and logprob 0.
+within a row samples keep that order; the two samples of a preference pair share a row; groups that different updates train
+share none, so that a row is one micro-batch; prompt tokens, tool output, tokens older than `mask_below` and samples that are
+not trained (packing/roles.py) have mask 0; prompt tokens have version -1 and logprob 0.
 Pure numpy, no torch. Called by the controller once per step.
 """
 
@@ -15,7 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.algorithms.screening import Screen
-from asyncrl.packing.balance import RankPlan, rows_of_ranks
+from asyncrl.algorithms.updates import updates_of_groups
+from asyncrl.packing.balance import RankedRow, RankPlan, rows_of_ranks
 from asyncrl.packing.roles import Role, roles_of, units_of
 from asyncrl.schema.batches import PackedRow, PackedSample, StepBatch
 from asyncrl.schema.samples import (
@@ -66,7 +68,7 @@ def pack_step(
         temperature: That the samples were drawn at.
         mask_below: Tokens of a version under this one get mask 0 (policy `mask`); their sample stays, for its group's advantage.
         replay: Passed on.
-        ranks: Learner ranks that the rows are spread over, in turns of rows of like cost (packing/balance.py).
+        ranks: Learner ranks that the rows are spread over, in turns of rows of like cost (packing/balance.py), and their updates.
         screen: Says which samples are trained, and which make pairs.
 
     Returns:
@@ -80,7 +82,10 @@ def pack_step(
     units = units_of(roles)
     sizes_U = [sum(samples[i].num_tokens for i in unit) for unit in units]
     costs_U = [ranks.cost.of(samples[i].num_tokens for i in unit if samples[i].loss_mask.any()) for unit in units]
-    ranked = rows_of_ranks(sizes_U, costs_U, tokens_per_row, ranks.num_ranks)
+    ranked: list[RankedRow] = []
+    for chosen in _units_of_updates(samples, units, ranks.minibatches):
+        rows_here = rows_of_ranks([sizes_U[u] for u in chosen], [costs_U[u] for u in chosen], tokens_per_row, ranks.num_ranks)
+        ranked += [RankedRow(tuple(chosen[i] for i in row.members), row.rank) for row in rows_here]
     bins = [sorted(i for unit in row.members for i in units[unit]) for row in ranked]
     placed: list[PackedSample | None] = [None] * len(samples)
     rows = []
@@ -98,6 +103,19 @@ def pack_step(
         temperature=temperature,
         replay=replay,
     )
+
+
+def _units_of_updates(samples: Sequence[_Unpacked], units: Sequence[Sequence[int]], minibatches: int) -> list[list[int]]:
+    """Return the units of each update's groups, those of groups that train nothing last; all together for one update."""
+    if minibatches == 1:
+        return [list(range(len(units)))]
+    groups = [sample.scored.sample.group_id for sample in samples]
+    trained = [group for group, sample in zip(groups, samples, strict=True) if sample.loss_mask.any()]
+    update_of_group = updates_of_groups(trained, minibatches)
+    of_update: dict[int, list[int]] = {}
+    for number, unit in enumerate(units):
+        of_update.setdefault(update_of_group.get(groups[unit[0]], minibatches), []).append(number)
+    return [of_update[update] for update in sorted(of_update)]
 
 
 def _unpack(role: Role, mask_below: int) -> _Unpacked:

@@ -1,0 +1,65 @@
+"""What the packer makes of a step of several updates, as the learner takes it apart again."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asyncrl.learner.rows import Division, prepare
+from asyncrl.packing.balance import RankPlan
+from asyncrl.packing.tensors import pack_step
+from asyncrl.schema.samples import Prompt, Sample, ScoredGroup, ScoredSample, ids_to_bytes, logprobs_to_bytes
+
+
+def group_of(group_id, lengths, is_trained=True):
+    members = []
+    for index, length in enumerate(lengths):
+        tokens, mask = ids_to_bytes(range(length)), b"" if is_trained else bytes(length)
+        logprobs, versions = logprobs_to_bytes([-1.0] * length), ids_to_bytes([0] * length)
+        sample = Sample(group_id, index, 0, ids_to_bytes([1, 2]), tokens, logprobs, versions, "stop", "", "g", 0.0, 0.0, mask)
+        members.append(ScoredSample(sample, float(index)))
+    return ScoredGroup(group_id, Prompt("p"), tuple(members))
+
+
+def drawn_groups(seed, num_groups, group_size=4):
+    random = np.random.default_rng(seed)
+    return [group_of(number, random.integers(1, 40, group_size)) for number in range(num_groups)]
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    seed=st.integers(0, 99),
+    num_groups=st.integers(1, 12),
+    minibatches=st.integers(1, 6),
+    num_ranks=st.integers(1, 3),
+    masked=st.sets(st.integers(0, 11)),
+)
+def test_every_row_with_something_to_train_is_one_micro_batch(seed, num_groups, minibatches, num_ranks, masked):
+    groups = drawn_groups(seed, num_groups)
+    groups = [group_of(group.group_id, [1, 5], is_trained=False) if group.group_id in masked else group for group in groups]
+    batch = pack_step(0, groups, tokens_per_row=90, temperature=1.0, ranks=RankPlan(num_ranks, minibatches=minibatches))
+    prepared = [prepare(batch, Division(minibatches, rank, num_ranks)) for rank in range(num_ranks)]
+    own = sum(not row.is_filler for part in prepared for row in part.rows)
+    trained = {sample.row for sample, number in zip(batch.samples, prepared[0].update_of_sample, strict=True) if number >= 0}
+    if minibatches > 1:
+        assert own == len(trained)
+    assert [(sample.group_id, sample.index) for sample in batch.samples] == [
+        (group.group_id, scored.sample.index) for group in groups for scored in group.members
+    ]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_many_updates_cost_no_needless_forwards(num_ranks):
+    groups = drawn_groups(0, 32)
+    division, plan = Division(16, 0, num_ranks), RankPlan(num_ranks)
+    knowing = RankPlan(num_ranks, minibatches=16)
+    known = prepare(pack_step(0, groups, tokens_per_row=512, temperature=1.0, ranks=knowing), division)
+    unknown = prepare(pack_step(0, groups, tokens_per_row=512, temperature=1.0, ranks=plan), division)
+    assert len(known.rows) == 16
+    assert len(unknown.rows) > 16
+
+
+def test_with_one_update_a_group_that_trains_nothing_shares_rows():
+    groups = [group_of(1, [3, 3]), group_of(9, [3, 3], is_trained=False)]
+    assert len(pack_step(0, groups, tokens_per_row=90, temperature=1.0).rows) == 1
+    assert len(pack_step(0, groups, tokens_per_row=90, temperature=1.0, ranks=RankPlan(minibatches=2)).rows) == 2

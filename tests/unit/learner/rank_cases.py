@@ -45,6 +45,7 @@ CASES = {
     "value_head": {"rows": 60, "algorithm": GAE | {"critic": CriticConfig(kind="head", learning_rate=1e-2)}},
     "separate_critic": {"rows": 60, "algorithm": GAE | {"critic": CriticConfig(kind="separate", learning_rate=1e-2)}},
     "kept_over_an_update": {"rows": 60, "algorithm": M2PO, "learner": {"minibatches": 2}},
+    "kept_with_a_critic": {"rows": 60, "algorithm": GAE | M2PO | {"critic": CriticConfig(kind="separate", learning_rate=1e-2)}},
     "kl_in_the_reward": {"rows": 60, "algorithm": GAE | {"critic": CriticConfig(learning_rate=1e-2), "kl": KL_REWARD}},
     "lora_with_its_base_for_reference": {
         "rows": 60,

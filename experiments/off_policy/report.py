@@ -64,7 +64,7 @@ def _table(
 
 
 def _auto_lines(methods: list[str], lags: list[int], accuracy: np.ndarray) -> list[str]:
-    if "auto" not in methods:
+    if "auto" not in methods or len(methods) == 1:
         return []
     lines = [
         '## `kind = "auto"` against the best and the worst of the others',

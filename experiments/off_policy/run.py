@@ -30,6 +30,7 @@ def main() -> None:
     parser.add_argument("--lags", default=",".join(map(str, LAGS)))
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=80)
+    parser.add_argument("--into", type=Path, default=None, help="a results.json whose runs of other methods and lags stay")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--out", type=Path, default=HERE)
     arguments = parser.parse_args()
@@ -40,15 +41,17 @@ def main() -> None:
         methods, lags, seeds = list(SUBSET), [0, 16], range(1)
     cells = [Cell(method, lag, seed, arguments.steps) for seed in seeds for lag in lags for method in methods]
     started_s = time.monotonic()
+    kept = msgspec.json.decode(arguments.into.read_bytes(), type=list[Outcome]) if arguments.into else []
+    kept = [outcome for outcome in kept if outcome.cell not in cells]
     arguments.out.mkdir(parents=True, exist_ok=True)
     outcomes: list[Outcome] = []
     for outcome in run_cells(cells, arguments.jobs):
         outcomes.append(outcome)
         print(f"{len(outcomes)}/{len(cells)} {_line(outcome)}", flush=True)
         if len(outcomes) == len(cells) or len(outcomes) % len(methods) == 0:
-            in_order = sorted(outcomes, key=lambda outcome: (outcome.cell.method, outcome.cell.lag, outcome.cell.seed))
+            in_order = sorted([*kept, *outcomes], key=lambda outcome: (outcome.cell.method, outcome.cell.lag, outcome.cell.seed))
             (arguments.out / "results.json").write_bytes(msgspec.json.format(msgspec.json.encode(in_order), indent=1))
-    write_report(outcomes, arguments.out, time.monotonic() - started_s)
+    write_report([*kept, *outcomes], arguments.out, time.monotonic() - started_s)
 
 
 def run_cells(cells: list[Cell], jobs: int) -> Iterator[Outcome]:

@@ -42,12 +42,20 @@ def main() -> None:
     arguments = parser.parse_args()
     names = [arguments.only] if arguments.only else list(ALGORITHMS)
     with tempfile.TemporaryDirectory(prefix="asyncrl-algorithms-") as folder:
-        results = {}
         for name in names:
-            results[name] = asyncio.run(train(name, arguments.overrides, Path(folder)))
-            print(name, results[name], flush=True)
-    if not arguments.only and not arguments.overrides:
-        (HERE / "RESULTS.md").write_text(table(results), encoding="utf-8")
+            outcome = asyncio.run(train(name, arguments.overrides, Path(folder)))
+            print(name, outcome, flush=True)
+            if not arguments.overrides:
+                record(name, outcome)
+
+
+def record(name: str, outcome: dict[str, float]) -> None:
+    """Write results.json, where the other algorithms' last results stay, and the table."""
+    path = HERE / "results.json"
+    results = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    results[name] = outcome
+    path.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    (HERE / "RESULTS.md").write_text(table(results), encoding="utf-8")
 
 
 def table(results: dict[str, dict[str, float]]) -> str:
@@ -61,7 +69,11 @@ def table(results: dict[str, dict[str, float]]) -> str:
         "| algorithm | before | after | steps | seconds, whole run |",
         "|---|---|---|---|---|",
     ]
-    for name, row in results.items():
+    for name in ALGORITHMS:
+        if name not in results:
+            lines.append(f"| [{name}]({name}.toml) | not run yet | | | |")
+            continue
+        row = results[name]
         reached = f"{row['before']:.3f} | {row['after']:.3f} | {row['steps']} | {row['seconds']:.0f}"
         lines.append(f"| [{name}]({name}.toml) | {reached} |")
     return "\n".join([*lines, ""])

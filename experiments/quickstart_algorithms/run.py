@@ -1,6 +1,6 @@
 """Train the quickstart's model by each algorithm, one whole run after the other, and write RESULTS.md.
 
-`python experiments/quickstart_algorithms/run.py`: about 3 minutes an algorithm on 2 cores. `--only dpo` runs one.
+`python experiments/quickstart_algorithms/run.py`: about 5 minutes an algorithm on 2 cores. `--only dpo` runs one.
 """
 
 from __future__ import annotations

@@ -25,12 +25,12 @@ import torch
 import zmq
 
 from asyncrl.bench.result import BenchResult, ratio, seconds_of
-from asyncrl.broadcast.layout import view_tensors
 from asyncrl.broadcast.publisher import Publisher
 from asyncrl.broadcast.subscriber import Subscriber
 from asyncrl.broadcast.zeromq import CurveKeys
 from asyncrl.clock import SystemClock
 from asyncrl.config.stages import BroadcastConfig, FilesMedium, MediumConfig, SharedMemoryMedium, ZeroMQMedium
+from asyncrl.models.layout import view_tensors
 from asyncrl.schema.weights import WeightsAvailable, WeightsManifest
 
 SHM_VS_COPY_GOAL = 4.0

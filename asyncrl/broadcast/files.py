@@ -19,12 +19,12 @@ from typing import BinaryIO
 
 import msgspec
 import torch
-import xxhash
 
-from asyncrl.broadcast.fingerprint import CHUNK_BYTES
+from asyncrl.broadcast.fingerprint import CHUNK_BYTES, BucketHasher
 from asyncrl.broadcast.medium import NUM_SLOTS, VersionUnavailableError
 from asyncrl.config.stages import FilesMedium
 from asyncrl.errors import BroadcastError
+from asyncrl.models.layout import bucket_ends
 from asyncrl.schema.weights import WeightsAvailable, WeightsManifest
 
 MAX_HEADER_BYTES = 64 << 20
@@ -86,6 +86,19 @@ class FilesWriter:
             raise BroadcastError(f"version {version} could not be written to {self._folder}: {error.strerror}") from error
         return str(target)
 
+    def put_blob(self, name: str, blob: bytes) -> None:
+        """Write the delta beside the versions; see MediumWriter."""
+        target, writing = self._folder / blob_file_name(name), self._folder / f".writing-{name}-{os.getpid()}"
+        try:
+            writing.write_bytes(blob)
+            writing.replace(target)
+        except OSError as error:
+            raise BroadcastError(f"delta {name} could not be written to {self._folder}: {error.strerror}") from error
+
+    def drop_blob(self, name: str) -> None:
+        """Remove the delta's file."""
+        (self._folder / blob_file_name(name)).unlink(missing_ok=True)
+
     def close(self) -> None:
         """Release the slots; the newest versions stay in the folder."""
         self._slots = ()
@@ -104,7 +117,10 @@ class FilesReader:
     def __init__(self, config: FilesMedium, run_folder: Path) -> None:
         self._folder = weights_folder(config, run_folder)
 
-    def fetch(self, available: WeightsAvailable, into: memoryview, cancelled: threading.Event) -> str:
+    def lease(self, available: WeightsAvailable) -> None:
+        """Return none: a file has gaps left out and may be far away."""
+
+    def fetch(self, available: WeightsAvailable, into: memoryview, cancelled: threading.Event) -> bytes:
         """Read the file; see MediumReader."""
         path = self._folder / file_name(available.version)
         if Path(available.location).name != path.name:
@@ -118,6 +134,16 @@ class FilesReader:
         except OSError as error:
             raise BroadcastError(f"{path} cannot be read: {error.strerror}") from error
 
+    def fetch_blob(self, available: WeightsAvailable, name: str, num_bytes: int, cancelled: threading.Event) -> bytes:  # noqa: ARG002 - small
+        """Read the delta's file; see MediumReader."""
+        try:
+            blob = (self._folder / blob_file_name(name)).read_bytes()
+        except OSError as error:
+            raise VersionUnavailableError(f"delta {name} is gone from {self._folder}: {error.strerror}") from error
+        if len(blob) != num_bytes:
+            raise BroadcastError(f"delta {name} has {len(blob)} bytes, announced were {num_bytes}")
+        return blob
+
     def close(self) -> None:
         """Do nothing: no file stays open between fetches."""
 
@@ -130,6 +156,11 @@ def weights_folder(config: FilesMedium, run_folder: Path) -> Path:
 def file_name(version: int) -> str:
     """Return the name of a version's file."""
     return f"version-{version:08d}.safetensors"
+
+
+def blob_file_name(name: str) -> str:
+    """Return the name of a delta's file."""
+    return f"{name}.delta"
 
 
 def version_of(path: Path) -> int:
@@ -177,27 +208,27 @@ def _check_header(file: BinaryIO, manifest: WeightsManifest) -> int:
 
 def _read_tensors(
     file: BinaryIO, data_start: int, available: WeightsAvailable, into: memoryview, cancelled: threading.Event
-) -> str:
-    """Fill `into` in the order of the layout, gaps with zeros; return its fingerprint."""
-    digest = xxhash.xxh3_128()
+) -> bytes:
+    """Fill `into` in the order of the layout, gaps with zeros; return its bucket fingerprints."""
+    hasher = BucketHasher(bucket_ends(available.manifest))
     file.seek(data_start)
     end = 0
     for entry in available.manifest.entries:
-        _zero_gap(into[end : entry.offset], digest)
+        _zero_gap(into[end : entry.offset], hasher)
         end = entry.offset + entry.num_bytes
         for start in range(entry.offset, end, CHUNK_BYTES):
             chunk = into[start : min(start + CHUNK_BYTES, end)]
             _read_fully(file, chunk)
-            digest.update(chunk)
+            hasher.update(chunk)
             if cancelled.is_set():
                 raise VersionUnavailableError(f"the fetch of version {available.version} was cancelled")
-    _zero_gap(into[end:], digest)
-    return str(digest.hexdigest())
+    _zero_gap(into[end:], hasher)
+    return hasher.digests()
 
 
-def _zero_gap(gap: memoryview, digest: xxhash.xxh3_128) -> None:
+def _zero_gap(gap: memoryview, hasher: BucketHasher) -> None:
     gap[:] = bytes(len(gap))
-    digest.update(gap)
+    hasher.update(gap)
 
 
 def _read_fully(file: BinaryIO, target: memoryview) -> None:

@@ -1,13 +1,15 @@
-"""The fingerprint of a version: xxh3-128 of its flat bytes, hex. Computed where the bytes are still warm in the cache.
+"""Fingerprints of a version: xxh3-64 of each bucket, and xxh3-128 of those as the version's name. Computed while bytes are warm.
 
 On the learner a second thread hashes behind the copy (`CopyProgress`), so that the snapshot costs the learner a copy and no more;
-on a generator the bytes are hashed chunk by chunk as they arrive in the staging buffer, so what is verified is what goes live.
+on a generator bytes are hashed as they arrive in the staging buffer, or where they lie (`fingerprints_of`, several threads), so
+what is verified is what goes live.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import xxhash
@@ -16,6 +18,59 @@ from asyncrl.errors import BroadcastError
 
 CHUNK_BYTES = 512 << 10
 """Half of a usual second-level cache: a copied chunk is hashed before it leaves."""
+DIGEST_BYTES = 8
+
+
+class BucketHasher:
+    """Hashes a version's bytes in order, bucket by bucket.
+
+    Example:
+        >>> hasher = BucketHasher((4, 8))
+        >>> hasher.update(b"abcdefgh")
+        >>> len(hasher.digests())
+        16
+    """
+
+    def __init__(self, ends: Sequence[int]) -> None:
+        """Note where the buckets end; the last end is the version's."""
+        self._ends = list(ends)
+        self._position = 0
+        self._bucket = xxhash.xxh3_64()
+        self._digests: list[bytes] = []
+
+    def update(self, chunk: bytes | memoryview) -> None:
+        """Take the next bytes in."""
+        chunk = memoryview(chunk)
+        while len(chunk):
+            end = self._ends[len(self._digests)]
+            taken = chunk[: end - self._position]
+            self._bucket.update(taken)
+            self._position += len(taken)
+            chunk = chunk[len(taken) :]
+            if self._position == end:
+                self._digests.append(_little(self._bucket))
+                self._bucket = xxhash.xxh3_64()
+
+    def digests(self) -> bytes:
+        """Return the fingerprints of the buckets that are complete, `DIGEST_BYTES` each."""
+        return b"".join(self._digests)
+
+
+def version_fingerprint(bucket_fingerprints: bytes) -> str:
+    """Return the name of a version: xxh3-128 of its buckets' fingerprints, hex."""
+    return str(xxhash.xxh3_128(bucket_fingerprints).hexdigest())
+
+
+def damaged_buckets(found: bytes, announced: bytes) -> list[int]:
+    """Return the numbers of the buckets whose fingerprints differ.
+
+    Raises:
+        BroadcastError: There are not as many as announced.
+    """
+    if len(found) != len(announced) or len(found) % DIGEST_BYTES:
+        raise BroadcastError(f"{len(found) // DIGEST_BYTES} buckets arrived, {len(announced) // DIGEST_BYTES} were announced")
+    starts = range(0, len(found), DIGEST_BYTES)
+    return [i // DIGEST_BYTES for i in starts if found[i : i + DIGEST_BYTES] != announced[i : i + DIGEST_BYTES]]
 
 
 class CopyProgress:
@@ -51,39 +106,63 @@ class CopyProgress:
             return self._copied_bytes
 
 
-def fingerprint_behind(flat: memoryview, progress: CopyProgress) -> str:
+def fingerprints_behind(flat: memoryview, ends: Sequence[int], progress: CopyProgress) -> bytes:
     """Hash `flat` behind the thread that is filling it.
 
     Raises:
         BroadcastError: That thread gave up.
     """
-    digest = xxhash.xxh3_128()
+    hasher = BucketHasher(ends)
     done = 0
     while done < len(flat):
         end = progress.wait_beyond(done)
         while done < end:
             stop = min(done + CHUNK_BYTES, end)
-            digest.update(flat[done:stop])
+            hasher.update(flat[done:stop])
             done = stop
-    return str(digest.hexdigest())
+    return hasher.digests()
 
 
-def copy_and_fingerprint(source: memoryview, target: memoryview, check: Callable[[], None]) -> str:
+def copied_fingerprints(source: memoryview, target: memoryview, ends: Sequence[int], check: Callable[[], None]) -> bytes:
     """Copy `source` to `target` and hash what arrived; both run without the interpreter lock.
 
     Args:
         source: Bytes that another process may be changing.
         target: As many bytes.
+        ends: Of the buckets.
         check: Called after every chunk; raises to stop.
 
     Returns:
-        The fingerprint of `target`.
+        The fingerprints of `target`.
     """
-    digest = xxhash.xxh3_128()
+    hasher = BucketHasher(ends)
     from_bytes, to_bytes = np.frombuffer(source, np.uint8), np.frombuffer(target, np.uint8)
     for start in range(0, len(target), CHUNK_BYTES):
         stop = start + CHUNK_BYTES
         np.copyto(to_bytes[start:stop], from_bytes[start:stop])
-        digest.update(target[start:stop])
+        hasher.update(target[start:stop])
         check()
-    return str(digest.hexdigest())
+    return hasher.digests()
+
+
+def fingerprints_of(flat: memoryview, ends: Sequence[int], check: Callable[[], None], num_threads: int = 2) -> bytes:
+    """Hash bytes where they lie, buckets side by side.
+
+    Args:
+        flat: The version's bytes.
+        ends: Of the buckets.
+        check: Called before every bucket; raises to stop.
+        num_threads: That hash at once.
+    """
+    starts = [0, *ends[:-1]]
+
+    def digest(start: int, end: int) -> bytes:
+        check()
+        return _little(xxhash.xxh3_64(flat[start:end]))
+
+    with ThreadPoolExecutor(num_threads, thread_name_prefix="asyncrl-hash") as pool:
+        return b"".join(pool.map(digest, starts, ends))
+
+
+def _little(digest: xxhash.xxh3_64) -> bytes:
+    return int(digest.intdigest()).to_bytes(DIGEST_BYTES, "little")

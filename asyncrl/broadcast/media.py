@@ -12,7 +12,17 @@ from asyncrl.broadcast.files import FilesReader, FilesWriter
 from asyncrl.broadcast.medium import MediumReader, MediumWriter
 from asyncrl.broadcast.shared_memory import SharedMemoryReader, SharedMemoryWriter
 from asyncrl.broadcast.zeromq import CurveKeys, ZeroMQReader, ZeroMQWriter, keys_of_run
-from asyncrl.config.stages import FilesMedium, MediumConfig, SharedMemoryMedium, ZeroMQMedium
+from asyncrl.config.stages import (
+    AutoMedium,
+    CUDAIPCMedium,
+    FilesMedium,
+    GlooMedium,
+    MediumConfig,
+    NCCLMedium,
+    SharedMemoryMedium,
+    ZeroMQMedium,
+)
+from asyncrl.errors import ConfigError
 
 
 def open_writer(config: MediumConfig, run_folder: Path, curve_keys: CurveKeys | None = None) -> MediumWriter:
@@ -24,6 +34,8 @@ def open_writer(config: MediumConfig, run_folder: Path, curve_keys: CurveKeys | 
             return FilesWriter(config, run_folder)
         case ZeroMQMedium():
             return ZeroMQWriter(config, curve_keys or keys_of_run(run_folder))
+        case GlooMedium() | NCCLMedium() | CUDAIPCMedium() | AutoMedium():
+            raise ConfigError(f"broadcast.medium.kind {kind_of(config)!r} is not built yet")
 
 
 def open_reader(config: MediumConfig, run_folder: Path, curve_keys: CurveKeys | None = None) -> MediumReader:
@@ -35,6 +47,8 @@ def open_reader(config: MediumConfig, run_folder: Path, curve_keys: CurveKeys | 
             return FilesReader(config, run_folder)
         case ZeroMQMedium():
             return ZeroMQReader(config, curve_keys or keys_of_run(run_folder))
+        case GlooMedium() | NCCLMedium() | CUDAIPCMedium() | AutoMedium():
+            raise ConfigError(f"broadcast.medium.kind {kind_of(config)!r} is not built yet")
 
 
 def kind_of(config: MediumConfig) -> str:

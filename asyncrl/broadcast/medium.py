@@ -5,7 +5,9 @@ tensors into one of them and fingerprints it, and the medium makes it fetchable 
 
 Invariants, for every implementation (tests/contract/test_medium.py runs over all of them):
 - Publishing blocks the learner for one copy of the bytes (the snapshot into a slot); everything else is done on other threads.
-- A fetch yields the whole of one version with a matching fingerprint, or raises: never a mixture.
+- A fetch yields the whole of one version with matching fingerprints, or raises: never a mixture.
+- A lease gives the bytes where they lie, without a copy, and says afterwards whether they stayed what they were.
+- Blobs (deltas) are small, named, written once, and go when the version they lead to can no longer be asked for.
 - The learner never waits for a subscriber; one that is too slow gets `BroadcastError` and fetches the newest instead.
 - Memory is bounded: the model plus two slots at most for the learner, the model plus one staging buffer for a generator.
 - What a killed process left behind is removed by the next writer of the same run.
@@ -64,15 +66,58 @@ class MediumWriter(Protocol):
         """
         ...
 
+    def put_blob(self, name: str, blob: bytes) -> None:
+        """Make a delta fetchable under `name` ([a-z0-9-], at most 64).
+
+        Raises:
+            BroadcastError: It could not be made fetchable.
+        """
+        ...
+
+    def drop_blob(self, name: str) -> None:
+        """Make the delta unfetchable; unknown names are ignored."""
+        ...
+
     def close(self) -> None:
         """Release threads, memory and whatever nobody may fetch after the learner is gone. Safe to repeat."""
+        ...
+
+
+class Lease(Protocol):
+    """A version's bytes where they lie, on this machine; held until released or until its process ends."""
+
+    flat: torch.Tensor
+    """uint8 [total_bytes], to be read only."""
+    path: str
+    """File that any process of this machine may map; empty: none can."""
+    offset: int
+    """Of `flat` in that file, bytes."""
+
+    def check(self) -> None:
+        """Say that the bytes are still those of the version.
+
+        Raises:
+            VersionUnavailableError: They were overwritten: whatever was read since the lease began may be a mixture.
+        """
+        ...
+
+    def release(self) -> None:
+        """Let the slot be written to again. Safe to repeat."""
         ...
 
 
 class MediumReader(Protocol):
     """A generator's end."""
 
-    def fetch(self, available: WeightsAvailable, into: memoryview, cancelled: threading.Event) -> str:
+    def lease(self, available: WeightsAvailable) -> Lease | None:
+        """Return the version's bytes where they lie, or None where the medium has to fetch them.
+
+        Raises:
+            VersionUnavailableError: The version is gone.
+        """
+        ...
+
+    def fetch(self, available: WeightsAvailable, into: memoryview, cancelled: threading.Event) -> bytes:
         """Fill `into` (`manifest.total_bytes`, uint8) with the version's bytes; blocking, runs on a thread.
 
         Args:
@@ -81,7 +126,7 @@ class MediumReader(Protocol):
             cancelled: Checked at least every second; set, the fetch gives up.
 
         Returns:
-            The fingerprint of what is in `into` now; the caller compares it with the announced one.
+            The bucket fingerprints of what is in `into` now; the caller compares them with the announced ones.
 
         Raises:
             VersionUnavailableError: The version is gone, was overwritten while reading, does not come, or the fetch was
@@ -90,9 +135,13 @@ class MediumReader(Protocol):
         """
         ...
 
+    def fetch_blob(self, available: WeightsAvailable, name: str, num_bytes: int, cancelled: threading.Event) -> bytes:
+        """Return the delta `name` of `available.deltas`; blocking, runs on a thread. Raises as `fetch`."""
+        ...
+
     def close(self) -> None:
         """Release handles. Safe to repeat."""
         ...
 
 
-__all__ = ["NUM_SLOTS", "MediumReader", "MediumWriter", "VersionUnavailableError"]
+__all__ = ["NUM_SLOTS", "Lease", "MediumReader", "MediumWriter", "VersionUnavailableError"]

@@ -4,7 +4,7 @@ Owns the slots, the medium's writer and the publisher thread. `publish` copies t
 thread hashes what is already copied, commits, and calls `on_available`.
 
 Invariants:
-- `publish` never waits for a commit, a subscriber or a disk. A version whose turn never comes because newer ones arrive faster
+- `publish` never waits for a subscriber or a disk; for a commit only where the one slot left to write to is being read. A version whose turn never comes because newer ones arrive faster
   than they can be committed is superseded: it is not announced, and the newest always is.
 - Announcements are made in the order of versions, on the publisher thread.
 - A commit that failed is raised by the next `publish`, `flush` or `close`: no version goes missing silently.
@@ -22,8 +22,7 @@ from pathlib import Path
 
 import torch
 
-from asyncrl.broadcast.fingerprint import CopyProgress, fingerprint_behind
-from asyncrl.broadcast.layout import check_tensors, copy_out, make_manifest, view_tensors
+from asyncrl.broadcast.fingerprint import CopyProgress, fingerprints_behind, version_fingerprint
 from asyncrl.broadcast.media import kind_of, open_writer
 from asyncrl.broadcast.medium import NUM_SLOTS
 from asyncrl.broadcast.state import (
@@ -42,6 +41,7 @@ from asyncrl.broadcast.zeromq import CurveKeys
 from asyncrl.clock import Clock
 from asyncrl.config.stages import BroadcastConfig
 from asyncrl.errors import BroadcastError
+from asyncrl.models.layout import bucket_ends, check_tensors, copy_out, make_manifest, view_tensors
 from asyncrl.schema.weights import Probe, WeightsAvailable, WeightsManifest
 
 CLOSE_TIMEOUT_S = 60.0
@@ -57,6 +57,7 @@ class _Publication:
     blocked_ms: float = 0.0
     location: str = ""
     fingerprint: str = ""
+    bucket_fingerprints: bytes = b""
 
 
 class Publisher:
@@ -167,7 +168,7 @@ class Publisher:
         if self._closing:
             raise BroadcastError("the publisher is closed")
         if self._manifest is None:
-            manifest = make_manifest(named_tensors, self._config.dtype)
+            manifest = make_manifest(named_tensors, self._config.dtype, self._config.bucket_bytes)
             slots = self._writer.open(manifest)
             self._flats = tuple(slot.numpy().data for slot in slots)
             self._views = tuple(view_tensors(slot, manifest) for slot in slots)
@@ -177,8 +178,12 @@ class Publisher:
 
     def _begin(self, version: int, publication: _Publication) -> Stage:
         """Choose a slot and free it; the commit may follow the copy at once."""
-        busy_slots = self._writer.busy_slots()
         with self._changed:
+            busy_slots = self._writer.busy_slots()
+            if self._state.only_busy_left(busy_slots):
+                # Rather than pull a slot from under a reader: the commit that holds the other one is our own, and soon over.
+                self._changed.wait_for(lambda: not self._state.is_committing or self._failure)
+                busy_slots = self._writer.busy_slots()
             instructions = self._state.handle(PublishRequested(version, busy_slots), self._clock.now())
             (stage,) = (instruction for instruction in instructions if isinstance(instruction, Stage))
             self._writer.overwrite(stage.slot, version)
@@ -208,7 +213,10 @@ class Publisher:
         """Hash and commit outside the lock; return what became of it."""
         publication = self._publications[commit.version]
         try:
-            publication.fingerprint = fingerprint_behind(self._flats[commit.slot], publication.progress)
+            assert self._manifest is not None
+            ends = bucket_ends(self._manifest)
+            publication.bucket_fingerprints = fingerprints_behind(self._flats[commit.slot], ends, publication.progress)
+            publication.fingerprint = version_fingerprint(publication.bucket_fingerprints)
             publication.location = self._writer.commit(commit.slot, commit.version, publication.fingerprint)
         except BroadcastError as error:
             return CommitFailed(commit.version, str(error))
@@ -251,6 +259,7 @@ class Publisher:
             published_s=self._clock.now(),
             blocked_ms=publication.blocked_ms,
             probe=publication.probe,
+            bucket_fingerprints=publication.bucket_fingerprints,
         )
 
     def _raise_failure(self) -> None:

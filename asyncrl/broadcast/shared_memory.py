@@ -5,8 +5,11 @@ Owns the segment `asyncrl-<run>-<incarnation>` (in /dev/shm; where there is none
 Header: magic, slot bytes, then for each slot a sequence number and a version.
 
 Invariants:
+- A reader holds a shared lock on the slot's lock file (`SEGMENT.slot0`); the learner takes the other slot while it can, and never
+  waits for a reader: a slot held too long, or one of two held, is overwritten all the same.
 - A slot's sequence number is odd from before the first byte of a new version is written until the last is (a seqlock): a reader
-  that sees it odd, or changed since it began, has been overtaken and raises. Readers write nothing, so a dead one holds nothing.
+  that sees it odd, or changed since it began, has been overtaken and raises. Readers write nothing; the kernel lets go of a dead
+  one's lock.
   On processors that reorder stores the fingerprint is what refuses a mixture.
 - All pages are reserved when the segment is made: a full /dev/shm is an error then, not a SIGBUS in the middle of a step.
 - The segment is unlinked at close; one left by a killed learner, by the next start of the same run (segments.py). Whoever has it
@@ -15,10 +18,12 @@ Invariants:
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
 import secrets
 import threading
+import time
 from pathlib import Path
 
 import msgspec
@@ -26,13 +31,16 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from asyncrl.broadcast.fingerprint import copy_and_fingerprint
+from asyncrl.broadcast.fingerprint import copied_fingerprints
 from asyncrl.broadcast.medium import NUM_SLOTS, VersionUnavailableError
 from asyncrl.broadcast.segments import note_path, remove_leftover_segments, segment_folder, segment_prefix
 from asyncrl.errors import BroadcastError
+from asyncrl.models.layout import bucket_ends
 from asyncrl.schema.weights import WeightsAvailable, WeightsManifest
 
 HEADER_BYTES = mmap.PAGESIZE
+LEASE_LIMIT_S = 30.0
+"""A reader that holds a slot for longer (a stopped process, say) no longer spares it."""
 MAGIC = 0x4C5243_4E595341  # "ASYNCRL" read as little-endian
 _MAGIC, _SLOT_BYTES, _SLOTS = 0, 1, 2
 
@@ -53,6 +61,9 @@ class SharedMemoryWriter:
         self._run_folder = run_folder
         self._path: Path | None = None
         self._header: NDArray[np.int64] | None = None
+        self._locks: list[int] = []
+        self._held_since_s: dict[int, float] = {}
+        self._blobs: set[str] = set()
 
     def open(self, manifest: WeightsManifest) -> tuple[torch.Tensor, ...]:
         """Make the segment; see MediumWriter."""
@@ -60,6 +71,8 @@ class SharedMemoryWriter:
         slot_bytes = -(-manifest.total_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         self._path = segment_folder(self._run_folder) / f"{segment_prefix(self._run_folder)}{secrets.token_hex(4)}"
         segment = _make_segment(self._path, HEADER_BYTES + NUM_SLOTS * slot_bytes)
+        lock_paths = [slot_lock_path(self._path, slot) for slot in range(NUM_SLOTS)]
+        self._locks = [os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600) for path in lock_paths]
         note = SegmentNote(str(self._path), os.getpid())
         note_path(self._run_folder).write_bytes(msgspec.json.encode(note))
         self._header = np.frombuffer(segment, np.int64, count=HEADER_BYTES // 8)
@@ -72,8 +85,11 @@ class SharedMemoryWriter:
         return tuple(whole[start : start + manifest.total_bytes] for start in starts)
 
     def busy_slots(self) -> frozenset[int]:
-        """Return none: readers leave no trace, and are done within a copy."""
-        return frozenset()
+        """Return the slots that somebody reads: those whose lock is held, though for LEASE_LIMIT_S at most."""
+        now_s = time.monotonic()
+        held = [slot for slot, handle in enumerate(self._locks) if _is_held(handle)]
+        self._held_since_s = {slot: self._held_since_s.get(slot, now_s) for slot in held}
+        return frozenset(slot for slot in held if now_s - self._held_since_s[slot] < LEASE_LIMIT_S)
 
     def overwrite(self, slot: int, version: int) -> None:
         """Make the slot's sequence odd before anything in it changes."""
@@ -88,9 +104,36 @@ class SharedMemoryWriter:
         self._header[_sequence_at(slot)] += 1
         return str(self._path)
 
+    def put_blob(self, name: str, blob: bytes) -> None:
+        """Write the delta to a file beside the segment; see MediumWriter."""
+        assert self._path is not None
+        target, writing = blob_path(self._path, name), blob_path(self._path, f"writing-{name}")
+        try:
+            writing.touch(0o600, exist_ok=True)
+            writing.write_bytes(blob)
+            writing.replace(target)
+        except OSError as error:
+            raise BroadcastError(
+                f"no room for delta {name} ({len(blob)} bytes) in {self._path.parent}: {error.strerror}"
+            ) from error
+        self._blobs.add(name)
+
+    def drop_blob(self, name: str) -> None:
+        """Remove the delta's file."""
+        if self._path is not None and name in self._blobs:
+            blob_path(self._path, name).unlink(missing_ok=True)
+            self._blobs.discard(name)
+
     def close(self) -> None:
         """Unlink the segment; the memory is freed once the last mapping is gone."""
+        for handle in self._locks:
+            os.close(handle)
+        self._locks = []
         if self._path is not None:
+            for name in list(self._blobs):
+                self.drop_blob(name)
+            for slot in range(NUM_SLOTS):
+                slot_lock_path(self._path, slot).unlink(missing_ok=True)
             self._path.unlink(missing_ok=True)
             note_path(self._run_folder).unlink(missing_ok=True)
         self._header = None
@@ -101,45 +144,142 @@ class SharedMemoryReader:
 
     def __init__(self, run_folder: Path) -> None:
         self._run_folder = run_folder
-        self._location = ""
-        self._segment: mmap.mmap | None = None
+        self._segment: _Segment | None = None
 
-    def fetch(self, available: WeightsAvailable, into: memoryview, cancelled: threading.Event) -> str:
+    def lease(self, available: WeightsAvailable) -> SharedMemoryLease:
+        """Hold the slot that the version lies in; see MediumReader."""
+        return SharedMemoryLease(self._mapped(available), available)
+
+    def fetch(self, available: WeightsAvailable, into: memoryview, cancelled: threading.Event) -> bytes:
         """Copy the version out of its slot; see MediumReader."""
-        segment = self._mapped(available.location)
-        header = np.frombuffer(segment, np.int64, count=HEADER_BYTES // 8)
-        slot_bytes = int(header[_SLOT_BYTES])
-        is_whole = len(segment) == HEADER_BYTES + NUM_SLOTS * slot_bytes and slot_bytes >= available.manifest.total_bytes
-        if header[_MAGIC] != MAGIC or not is_whole:
-            raise VersionUnavailableError(f"{available.location} is not a segment for {available.manifest.total_bytes} bytes")
-        slot, sequence = _find_version(header, available.version)
+        lease = self.lease(available)
 
         def check() -> None:
-            if header[_sequence_at(slot)] != sequence:
-                raise VersionUnavailableError(f"version {available.version} was overwritten while it was read; fetch the newest")
+            lease.check()
             if cancelled.is_set():
                 raise VersionUnavailableError(f"the fetch of version {available.version} was cancelled")
 
-        start = HEADER_BYTES + slot * slot_bytes
-        return copy_and_fingerprint(memoryview(segment)[start : start + len(into)], into, check)
+        try:
+            return copied_fingerprints(lease.flat.numpy().data, into, bucket_ends(available.manifest), check)
+        finally:
+            lease.release()
+
+    def fetch_blob(self, available: WeightsAvailable, name: str, num_bytes: int, cancelled: threading.Event) -> bytes:  # noqa: ARG002 - small
+        """Read the delta's file; see MediumReader."""
+        path = Path(available.location)
+        self._check_path(path)
+        try:
+            blob = blob_path(path, name).read_bytes()
+        except OSError as error:
+            raise VersionUnavailableError(f"delta {name} has left shared memory: {error.strerror}") from error
+        if len(blob) != num_bytes:
+            raise BroadcastError(f"delta {name} has {len(blob)} bytes, announced were {num_bytes}")
+        return blob
 
     def close(self) -> None:
         """Forget the mapping; it goes when nothing refers to it any more."""
-        self._location, self._segment = "", None
+        self._segment = None
 
-    def _mapped(self, location: str) -> mmap.mmap:
-        if self._segment is not None and location == self._location:
-            return self._segment
-        path = Path(location)
+    def _mapped(self, available: WeightsAvailable) -> _Segment:
+        path = Path(available.location)
+        if self._segment is None or path != self._segment.path:
+            self._check_path(path)
+            self._segment = _Segment(path)
+        self._segment.refuse_unless_for(available.manifest.total_bytes)
+        return self._segment
+
+    def _check_path(self, path: Path) -> None:
         if path.parent != segment_folder(self._run_folder) or not path.name.startswith(segment_prefix(self._run_folder)):
-            raise VersionUnavailableError(f"{location} is not a shared-memory segment of this run")
+            raise VersionUnavailableError(f"{path} is not a shared-memory segment of this run")
+
+
+class SharedMemoryLease:
+    """A slot that is being read; the learner writes to the other one for as long as it can. See `medium.Lease`."""
+
+    def __init__(self, segment: _Segment, available: WeightsAvailable) -> None:
+        """Hold the slot of the version.
+
+        Raises:
+            VersionUnavailableError: It is in none.
+        """
+        self._segment = segment
+        self._version = available.version
+        self._slot, self._sequence = _find_version(segment.header, available.version)
+        self._lock = _hold(slot_lock_path(segment.path, self._slot))
+        try:
+            self.check()
+        except VersionUnavailableError:
+            self.release()
+            raise
+        self.path = str(segment.path)
+        self.offset = HEADER_BYTES + self._slot * segment.slot_bytes
+        self.flat = segment.whole[self.offset : self.offset + available.manifest.total_bytes]
+
+    def check(self) -> None:
+        """See `medium.Lease`."""
+        if self._segment.header[_sequence_at(self._slot)] != self._sequence:
+            raise VersionUnavailableError(f"version {self._version} was overwritten while it was read; fetch the newest")
+
+    def release(self) -> None:
+        """See `medium.Lease`."""
+        if self._lock is not None:
+            os.close(self._lock)
+        self._lock = None
+
+
+class _Segment:
+    """A learner's segment, mapped."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
         try:
             with path.open("rb") as file:
-                self._segment = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+                readable = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+                # A private mapping, because torch warns of memory that it may not write to; nothing does.
+                private = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         except (OSError, ValueError) as error:
-            raise VersionUnavailableError(f"shared-memory segment {location} is gone ({error}); is its learner alive?") from error
-        self._location = location
-        return self._segment
+            raise VersionUnavailableError(f"shared-memory segment {path} is gone ({error}); is its learner alive?") from error
+        self.header = np.frombuffer(readable, np.int64, count=min(HEADER_BYTES, len(readable)) // 8)
+        self.whole = torch.frombuffer(private, dtype=torch.uint8)
+        self.slot_bytes = int(self.header[_SLOT_BYTES])
+
+    def refuse_unless_for(self, total_bytes: int) -> None:
+        is_whole = self.whole.numel() == HEADER_BYTES + NUM_SLOTS * self.slot_bytes and self.slot_bytes >= total_bytes
+        if self.header[_MAGIC] != MAGIC or not is_whole:
+            raise VersionUnavailableError(f"{self.path} is not a segment for {total_bytes} bytes")
+
+
+def slot_lock_path(segment: Path, slot: int) -> Path:
+    """Return the file that readers of a slot hold a shared lock on; the kernel lets go of a dead reader's."""
+    return segment.with_name(f"{segment.name}.slot{slot}")
+
+
+def blob_path(segment: Path, name: str) -> Path:
+    """Return the file of a delta."""
+    return segment.with_name(f"{segment.name}.{name}")
+
+
+def _hold(path: Path) -> int | None:
+    """Return a handle that holds a shared lock, None where the learner is about to write or is gone: `check` tells."""
+    try:
+        handle = os.open(path, os.O_RDONLY)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        os.close(handle)
+        return None
+    return handle
+
+
+def _is_held(handle: int) -> bool:
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    fcntl.flock(handle, fcntl.LOCK_UN)
+    return False
 
 
 def _make_segment(path: Path, num_bytes: int) -> mmap.mmap:

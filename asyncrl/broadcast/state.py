@@ -139,15 +139,21 @@ class PublisherState:
         held = [slot.version for slot in self._slots if slot.phase != "free"]
         assert len(held) == len(set(held)), self._told("a version is in two slots")
         assert sum(slot.phase == "committing" for slot in self._slots) <= 1, self._told("two commits at once")
-        assert self.num_unfinished != 1 or self._is_committing, self._told("a staged version waits for nobody")
+        assert self.num_unfinished != 1 or self.is_committing, self._told("a staged version waits for nobody")
         assert self.newest_announced <= self.newest_requested, self._told("announced what was never requested")
         assert all(slot.version <= self.newest_announced for slot in self._slots if slot.phase == "committed"), self._told(
             "committed and not announced"
         )
 
     @property
-    def _is_committing(self) -> bool:
+    def is_committing(self) -> bool:
+        """Whether a version is on its way from its slot to the medium."""
         return any(slot.phase == "committing" for slot in self._slots)
+
+    def only_busy_left(self, busy_slots: frozenset[int]) -> bool:
+        """Return whether a request now would take a slot that is being read, and none would after the commit under way."""
+        open_slots = {index for index, slot in enumerate(self._slots) if slot.phase != "committing"}
+        return self.is_committing and open_slots <= busy_slots
 
     def _request(self, event: PublishRequested) -> list[PublisherInstruction]:
         if event.version <= self.newest_requested:
@@ -174,7 +180,7 @@ class PublisherState:
 
     def _next_commit(self) -> list[PublisherInstruction]:
         staged = [(slot.version, index) for index, slot in enumerate(self._slots) if slot.phase == "staged"]
-        if self._is_committing or not staged:
+        if self.is_committing or not staged:
             return []
         version, index = min(staged)
         self._slots[index].phase = "committing"

@@ -5,8 +5,8 @@ Owns the medium's reader, one staging buffer as large as a version, and one fetc
 Invariants:
 - Tensors are handed out only once all bytes are here and their fingerprint is the announced one; until then whoever holds the old
   version is not disturbed.
-- The tensors are views of the staging buffer: valid until the next `fetch` or `next_version`, which says that the engine is done
-  with them.
+- The tensors are views of the staging buffer, or of the learner's own slot where the medium can lend it: valid until released, or
+  until the next `fetch` or `next_version`, which says that the engine is done with them.
 - What arrived damaged is fetched again, with back-off; what is gone is given up for the next announcement (SubscriberState).
 
 Called by generate/worker.py, through pipeline.py.
@@ -17,16 +17,15 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from asyncrl.broadcast.layout import check_manifest, view_tensors
+from asyncrl.broadcast.fingerprint import damaged_buckets, fingerprints_of
 from asyncrl.broadcast.media import kind_of, open_reader
-from asyncrl.broadcast.medium import VersionUnavailableError
+from asyncrl.broadcast.medium import Lease, VersionUnavailableError
 from asyncrl.broadcast.state import (
     Announced,
     Fetch,
@@ -44,6 +43,8 @@ from asyncrl.broadcast.zeromq import CurveKeys
 from asyncrl.clock import Clock, SystemClock
 from asyncrl.config.stages import BroadcastConfig
 from asyncrl.errors import BroadcastError
+from asyncrl.models.layout import bucket_ends, check_manifest
+from asyncrl.models.mapped import MappedTensors
 from asyncrl.schema.weights import WeightsAvailable
 
 
@@ -52,8 +53,8 @@ class FetchedVersion:
     """A version that is whole and verified."""
 
     available: WeightsAvailable
-    tensors: Mapping[str, torch.Tensor]
-    """CPU tensors, views of the staging buffer, valid until the next fetch; tied tensors under one name."""
+    tensors: MappedTensors
+    """CPU tensors, views of where the bytes lie, valid until released or the next fetch; tied tensors under one name."""
     fetch_ms: float
 
 
@@ -82,6 +83,7 @@ class Subscriber:
         self._wanted: WeightsAvailable | None = None
         self._announced = asyncio.Event()
         self._staging: torch.Tensor | None = None
+        self._handed_out: MappedTensors | None = None
         self._cancelled = threading.Event()
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="asyncrl-subscriber")
 
@@ -122,7 +124,7 @@ class Subscriber:
                 case _:
                     await self._until_announced()
 
-    async def fetch(self, available: WeightsAvailable) -> Mapping[str, torch.Tensor]:
+    async def fetch(self, available: WeightsAvailable) -> MappedTensors:
         """Fetch and verify exactly this version.
 
         Returns:
@@ -153,9 +155,8 @@ class Subscriber:
         assert self._wanted is not None
         available = self._wanted
         started_s = time.perf_counter()
-        staging = self._staging_for(available.manifest.total_bytes)
         try:
-            await self._on_thread(available, staging.numpy().data)
+            tensors = await self._on_thread(available)
         except BroadcastError as error:
             failure = FetchFailed(available.version, str(error), isinstance(error, VersionUnavailableError))
             _raise_given_up(self._handle(failure))
@@ -164,25 +165,26 @@ class Subscriber:
             self._handle(FetchFailed(available.version, "cancelled"))
             raise
         self._handle(FetchDone(available.version))
-        tensors = view_tensors(staging, available.manifest)
+        self._handed_out = tensors
         return FetchedVersion(available, tensors, (time.perf_counter() - started_s) * 1e3)
 
-    async def _on_thread(self, available: WeightsAvailable, into: memoryview) -> None:
-        """Fetch and compare fingerprints; on cancellation the thread is told to stop, and the next fetch queues behind it."""
+    async def _on_thread(self, available: WeightsAvailable) -> MappedTensors:
+        """Fetch and verify; on cancellation the thread is told to stop, and the next fetch queues behind it."""
         cancelled = self._cancelled = threading.Event()
-
-        def fetch() -> None:
-            found = self._reader.fetch(available, into, cancelled)
-            if found != available.fingerprint:
-                raise BroadcastError(
-                    f"version {available.version} arrived damaged: fingerprint {found}, announced was {available.fingerprint}"
-                )
-
         try:
-            await asyncio.get_running_loop().run_in_executor(self._executor, fetch)
+            return await asyncio.get_running_loop().run_in_executor(self._executor, self._receive, available, cancelled)
         except asyncio.CancelledError:
             cancelled.set()
             raise
+
+    def _receive(self, available: WeightsAvailable, cancelled: threading.Event) -> MappedTensors:
+        """Return the verified bytes: where they lie, if the medium can lend them, or else fetched into the staging buffer."""
+        lease = self._reader.lease(available)
+        if lease is not None:
+            return _verified_in_place(lease, available, cancelled)
+        staging = self._staging_for(available.manifest.total_bytes)
+        _refuse_damaged(available, self._reader.fetch(available, staging.numpy().data, cancelled))
+        return MappedTensors(available.manifest, staging)
 
     def _staging_for(self, num_bytes: int) -> torch.Tensor:
         if self._staging is None or self._staging.numel() != num_bytes:
@@ -206,11 +208,42 @@ class Subscriber:
         self._announced.set()
 
     def _release_staged(self) -> None:
+        if self._handed_out is not None:
+            self._handed_out.release()
+            self._handed_out = None
         if self._state.staged is not None:
             self._handle(WentLive(self._state.staged))
 
     def _handle(self, event: SubscriberEvent) -> list[SubscriberInstruction]:
         return self._state.handle(event, self._clock.now())
+
+
+def _verified_in_place(lease: Lease, available: WeightsAvailable, cancelled: threading.Event) -> MappedTensors:
+    """Return the leased bytes as tensors once their fingerprints are the announced ones."""
+
+    def check() -> None:
+        lease.check()
+        if cancelled.is_set():
+            raise VersionUnavailableError(f"the fetch of version {available.version} was cancelled")
+
+    manifest = available.manifest
+    try:
+        found = fingerprints_of(lease.flat.numpy().data, bucket_ends(manifest), check)
+        lease.check()
+        _refuse_damaged(available, found)
+    except BaseException:
+        lease.release()
+        raise
+    return MappedTensors(manifest, lease.flat, lease.path, lease.offset, check=lease.check, release=lease.release)
+
+
+def _refuse_damaged(available: WeightsAvailable, found: bytes) -> None:
+    damaged = damaged_buckets(found, available.bucket_fingerprints)
+    if damaged:
+        raise BroadcastError(
+            f"version {available.version} arrived damaged: the fingerprints of {len(damaged)} of its "
+            f"{len(bucket_ends(available.manifest))} buckets differ, the first is bucket {damaged[0]}"
+        )
 
 
 def _raise_given_up(instructions: list[SubscriberInstruction]) -> None:

@@ -25,16 +25,17 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import torch
-import xxhash
 import zmq
 import zmq.utils.z85
 
 from asyncrl.broadcast.board import ChunkAsked, FetchOver, SubscriberBoard
 from asyncrl.broadcast.chunks import MAX_REQUEST_BYTES, ChunkReply, ChunkRequest, Download
+from asyncrl.broadcast.fingerprint import BucketHasher
 from asyncrl.broadcast.medium import NUM_SLOTS, VersionUnavailableError
 from asyncrl.broadcast.state import Tick
 from asyncrl.config.stages import ZeroMQMedium
 from asyncrl.errors import BroadcastError
+from asyncrl.models.layout import bucket_ends
 from asyncrl.schema.weights import WeightsAvailable, WeightsManifest
 from asyncrl.transport.security import CLIENT_FILE, KEYS_FOLDER, load_client_keys
 
@@ -123,6 +124,14 @@ class ZeroMQWriter:
         with self._lock:
             self._whole[version] = _Whole(slot, version, fingerprint)
         return self.location
+
+    def put_blob(self, name: str, blob: bytes) -> None:
+        """Start serving a delta; see MediumWriter."""
+        raise NotImplementedError
+
+    def drop_blob(self, name: str) -> None:
+        """Stop serving it."""
+        raise NotImplementedError
 
     def close(self) -> None:
         """Stop serving; fetches under way end in BroadcastError."""
@@ -232,10 +241,17 @@ class ZeroMQReader:
         self._stalled_after_s = stalled_after_s
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
 
-    def fetch(self, available: WeightsAvailable, into: memoryview, cancelled: threading.Event) -> str:
+    def lease(self, available: WeightsAvailable) -> None:
+        """Return none: the bytes are elsewhere."""
+
+    def fetch_blob(self, available: WeightsAvailable, name: str, num_bytes: int, cancelled: threading.Event) -> bytes:
+        """Ask for a delta; see MediumReader."""
+        raise NotImplementedError
+
+    def fetch(self, available: WeightsAvailable, into: memoryview, cancelled: threading.Event) -> bytes:
         """Ask for the version part by part; see MediumReader."""
         download = Download(len(into), self._config.chunk_bytes, WINDOW, RESEND_S)
-        digest = xxhash.xxh3_128()
+        hasher = BucketHasher(bucket_ends(available.manifest))
         hashed = 0
         last_progress_s = time.monotonic()
         with self._connected(available.location) as dealer:
@@ -243,7 +259,7 @@ class ZeroMQReader:
                 self._ask(dealer, available, download)
                 if self._take(dealer, available, download, into):
                     last_progress_s = time.monotonic()
-                    digest.update(into[hashed : download.whole_until])
+                    hasher.update(into[hashed : download.whole_until])
                     hashed = download.whole_until
                 elif cancelled.is_set():
                     raise VersionUnavailableError(f"the fetch of version {available.version} was cancelled")
@@ -252,7 +268,7 @@ class ZeroMQReader:
                         f"version {available.version} stalled: nothing from {available.location} for {self._stalled_after_s:g} s "
                         f"({download.whole_until} of {len(into)} here); is the learner alive and reachable, do the keys match?"
                     )
-        return str(digest.hexdigest())
+        return hasher.digests()
 
     def close(self) -> None:
         """Release the context."""

@@ -140,6 +140,46 @@ class TransformersEngineConfig(_Variant, frozen=True, tag="transformers"):
     num_threads: PositiveInt = 1
 
 
+class VLLMEngineConfig(_Variant, frozen=True, tag="vllm"):
+    """vLLM's AsyncLLM, its engine core and workers in processes of their own. Extra `vllm`; on a CPU see docs/vllm.md."""
+
+    max_sequence_tokens: PositiveInt = 4096
+    """Prompt and response together; longer requests are refused. vLLM's `max_model_len`."""
+    num_slots: PositiveInt = 256
+    """Most requests that run at once, however much KV cache is free. vLLM's `max_num_seqs`."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    device: Literal["auto", "cuda", "cpu"] = "auto"
+    tensor_parallel: PositiveInt = 1
+    data_parallel: PositiveInt = 1
+    gpu_memory_share: Fraction = 0.9
+    """Of a GPU's memory that the engine may use. vLLM's `gpu_memory_utilization`."""
+    kv_cache_gib: NonNegativeFloat = 0.0
+    """KV cache on a CPU; 0: 1 GiB there, and what is left of `gpu_memory_share` on a GPU."""
+    prefix_caching: bool = True
+    """Shared prompts are computed once; never across versions."""
+    enforce_eager: bool = False
+    """No CUDA graphs and no compilation."""
+    sleep: bool = False
+    """Make sleep levels available (GPU only); placements that share a device need it."""
+    num_threads: PositiveInt = 1
+    """On a CPU."""
+    arguments: dict[str, str | int | float | bool] = {}
+    """Further arguments of vLLM's AsyncEngineArgs, by their names there."""
+
+
+class VLLMServerEngineConfig(_Variant, frozen=True, tag="vllm_server"):
+    """A running `vllm serve` elsewhere, over HTTP: token ids in and out, pause, weights."""
+
+    url: str = ""
+    """Of the server: http://host:port. With several generators, one for each, separated by commas."""
+    max_sequence_tokens: PositiveInt = 4096
+    """Not more than the server's `max_model_len`."""
+    num_slots: PositiveInt = 256
+    api_key_file: str = ""
+    """File whose first line is sent as bearer token; empty: none is sent."""
+    request_timeout_s: PositiveFloat = 600.0
+
+
 class FakeEngineConfig(_Variant, frozen=True, tag="fake"):
     """No model: deterministic tokens, scripted lengths and latencies; load-tests everything else."""
 
@@ -165,7 +205,7 @@ class ReplayEngineConfig(_Variant, frozen=True, tag="replay"):
     """Prompt and answer together; a longer pair is a failed group, with the reason."""
 
 
-EngineConfig = TransformersEngineConfig | FakeEngineConfig | ReplayEngineConfig
+EngineConfig = TransformersEngineConfig | VLLMEngineConfig | VLLMServerEngineConfig | FakeEngineConfig | ReplayEngineConfig
 
 
 class SamplingConfig(_Stage, frozen=True):
@@ -366,6 +406,10 @@ class FilesMedium(_Variant, frozen=True, tag="files"):
     folder: str = ""
     """Empty: `weights/` in the run folder."""
     keep_last: PositiveInt = 2
+    shard_bytes: PositiveInt = 1 << 30
+    """Most bytes of one safetensors file, a larger tensor apart; shards are written and read side by side."""
+    num_threads: PositiveInt = 4
+    """Shards that are written or read at once."""
 
 
 class ZeroMQMedium(_Variant, frozen=True, tag="zeromq"):
@@ -373,9 +417,51 @@ class ZeroMQMedium(_Variant, frozen=True, tag="zeromq"):
 
     bind: str = "tcp://127.0.0.1:*"
     chunk_bytes: PositiveInt = 4 << 20
+    fanout: NonNegativeInt = 2
+    """Generators the learner feeds itself; each feeds as many others with what it has already. 0: the learner feeds all."""
+    relay_bind: str = "tcp://127.0.0.1:*"
+    """Where a generator listens for those it feeds."""
 
 
-MediumConfig = SharedMemoryMedium | FilesMedium | ZeroMQMedium
+class GlooMedium(_Variant, frozen=True, tag="gloo"):
+    """Broadcast by torch.distributed over TCP, buckets at a time: one sender, all subscribers at once."""
+
+    host: str = "127.0.0.1"
+    """Where the learner lets the others meet; they must reach it."""
+    timeout_s: PositiveFloat = 30.0
+    """A member that does not take part for this long is dropped, and the rest go on."""
+    gather_s: PositiveFloat = 1.0
+    """How long a version waits for members to be ready before it goes out to those that are."""
+
+
+class NCCLMedium(_Variant, frozen=True, tag="nccl"):
+    """Broadcast from GPU to GPU, buckets at a time; members as in `gloo`."""
+
+    host: str = "127.0.0.1"
+    timeout_s: PositiveFloat = 30.0
+    gather_s: PositiveFloat = 1.0
+
+
+class CUDAIPCMedium(_Variant, frozen=True, tag="cuda_ipc"):
+    """Learner and engine on the same GPU: the engine opens the learner's own tensors; handles travel, bytes do not."""
+
+
+class AutoMedium(_Variant, frozen=True, tag="auto"):
+    """Chosen when the run starts, from where its processes are; the log says what and why."""
+
+
+MediumConfig = SharedMemoryMedium | FilesMedium | ZeroMQMedium | GlooMedium | NCCLMedium | CUDAIPCMedium | AutoMedium
+
+
+class DeltaConfig(_Stage, frozen=True):
+    """Send only what changed in the bytes sent: values, not differences; lossless. Worth it with `dtype = "bfloat16"`."""
+
+    full_every: PositiveInt = 20
+    """Every n-th version is also made fetchable whole, where the medium does not hold the newest one whole anyway."""
+    compression_level: Annotated[int, Meta(ge=1, le=19)] = 3
+    """Of zstd."""
+    max_share: Fraction = 0.5
+    """A delta larger than this share of the whole is not sent; the whole is."""
 
 
 class BroadcastConfig(_Stage, frozen=True):
@@ -384,6 +470,10 @@ class BroadcastConfig(_Stage, frozen=True):
     medium: MediumConfig = SharedMemoryMedium()
     dtype: Literal["model", "float32", "bfloat16"] = "model"
     """Of the bytes sent; `model`: as the learner holds them."""
+    bucket_bytes: PositiveInt = 64 << 20
+    """What is fingerprinted, gathered and applied at once."""
+    delta: DeltaConfig | None = None
+    """None: every version travels whole."""
     probe_tolerance: NonNegativeFloat = 0.05
     """Probe logprobs further apart than this, generator against learner, are an alarm."""
 

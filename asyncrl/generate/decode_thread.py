@@ -21,7 +21,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from asyncrl.errors import GenerationError
+from asyncrl.errors import BroadcastError, GenerationError
 from asyncrl.generate.slot_decoder import Emission, SlotDecoder
 
 _NEWS_INTERVAL_S = 0.05
@@ -72,7 +72,7 @@ class DecodeThread:
                 return
             try:
                 done.set_result(act(decoder))
-            except GenerationError as error:
+            except (GenerationError, BroadcastError) as error:
                 done.set_exception(error)
             except BaseException as error:
                 done.set_exception(error)
@@ -123,7 +123,7 @@ class DecodeThread:
         """Serve and step until closed."""
         told_s = time.monotonic()
         while self._serve(decoder):
-            if self._is_paused or not decoder.has_work:
+            if self._is_paused or decoder.is_torn or not decoder.has_work:
                 self.tell(decoder.chunks())
                 self._wait()
                 continue

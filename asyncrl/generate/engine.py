@@ -6,6 +6,7 @@ Invariants, for every implementation (tests/contract/test_engine.py runs over al
 - The same request (prompt, sampling, seed) under the same weights gives the same tokens, whatever else is in the batch.
 - `load_weights` never loses a request: those in flight go on with the new weights, with the KV cache kept (`keep`) or computed
   anew from prompt and tokens so far (`recompute`: later logprobs equal those of a fresh forward under the new weights).
+- Nothing is ever sampled from a mixture of two versions.
 - After `abort` the request's stream ends with reason `abort`; tokens streamed before stay valid.
 
 Called by generate/rollout.py and generate/worker.py; never by anything outside this stage.
@@ -20,6 +21,7 @@ from typing import Any, Literal, Protocol
 from asyncrl.schema.samples import FinishReason, SamplingParams
 
 KVPolicy = Literal["keep", "recompute"]
+SleepLevel = Literal[1, 2]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +59,7 @@ class Engine(Protocol):
 
     @property
     def num_slots(self) -> int:
-        """Most requests that run at once; more may be submitted and wait inside."""
+        """Most requests that run at once, by the memory there is now: it may change. More may be submitted and wait inside."""
         ...
 
     @property
@@ -95,6 +97,7 @@ class Engine(Protocol):
         Args:
             version: The version the tensors are.
             tensors: Name to CPU tensor, names as in the model's state dict; tied tensors may be absent. Shapes must match.
+                `MappedTensors` (models/mapped.py) may be loaded from where they lie, by another process too.
             kv: What happens to requests in flight.
 
         Returns:
@@ -102,7 +105,25 @@ class Engine(Protocol):
 
         Raises:
             GenerationError: A name or shape does not fit; the old weights are still whole.
+            BroadcastError: The bytes were overwritten while they were read (`MappedTensors.check`): nothing is sampled until a
+                later `load_weights` succeeds.
         """
+        ...
+
+    async def sleep(self, level: SleepLevel) -> None:
+        """Give device memory back at a token boundary; requests in flight wait, their KV cache is computed anew after `wake`.
+
+        Args:
+            level: 1: the KV cache goes, the weights move to host memory. 2: the weights go too; after `wake` nothing is sampled
+                until `load_weights`.
+
+        Raises:
+            GenerationError: The engine cannot sleep (vLLM on a CPU, or started without `sleep = true`).
+        """
+        ...
+
+    async def wake(self) -> None:
+        """Take device memory again after `sleep`. Raises GenerationError when it is not there."""
         ...
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:

@@ -23,7 +23,7 @@ from asyncrl.clock import Clock
 from asyncrl.config.stages import FakeEngineConfig
 from asyncrl.errors import GenerationError
 from asyncrl.generate.counter_random import seed_word, uniforms
-from asyncrl.generate.engine import EngineRequest, KVPolicy, TokenChunk
+from asyncrl.generate.engine import EngineRequest, KVPolicy, SleepLevel, TokenChunk
 from asyncrl.generate.token_stream import TokenStream
 from asyncrl.schema.samples import FinishReason
 
@@ -112,6 +112,14 @@ class FakeEngine:
     async def resume(self) -> None:
         """Let engine time go on."""
         self._let_go("pause")
+
+    async def sleep(self, level: SleepLevel) -> None:
+        """Stand still; see `Engine.sleep`."""
+        raise NotImplementedError
+
+    async def wake(self) -> None:
+        """Go on after `sleep`."""
+        raise NotImplementedError
 
     async def load_weights(self, version: int, tensors: Mapping[str, Any], kv: KVPolicy) -> float:
         """Stamp later tokens with `version`, after `load_latency_s` without tokens; the tensors are not looked at."""

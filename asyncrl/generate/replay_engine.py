@@ -16,7 +16,7 @@ import msgspec
 
 from asyncrl.config.stages import ReplayEngineConfig
 from asyncrl.errors import GenerationError
-from asyncrl.generate.engine import EngineRequest, KVPolicy, TokenChunk
+from asyncrl.generate.engine import EngineRequest, KVPolicy, SleepLevel, TokenChunk
 from asyncrl.generate.prompt_codec import TokenizerCodec
 from asyncrl.generate.token_stream import TokenStream
 from asyncrl.schema.samples import PreferenceAnswers, Prompt
@@ -104,6 +104,14 @@ class ReplayEngine:
         """Go on after `pause`."""
         self._is_paused = False
         self._give_back()
+
+    async def sleep(self, level: SleepLevel) -> None:
+        """Stand still; see `Engine.sleep`."""
+        raise NotImplementedError
+
+    async def wake(self) -> None:
+        """Go on after `sleep`."""
+        raise NotImplementedError
 
     async def load_weights(self, version: int, tensors: Mapping[str, Any], kv: KVPolicy) -> float:
         """Stamp later answers with `version`; the tensors are not looked at and may be missing."""

@@ -22,6 +22,7 @@ from asyncrl.generate.engine import KVPolicy, TokenChunk
 from asyncrl.generate.sampling import SamplingBatch, sample, sampling_batch
 from asyncrl.generate.slot_model import SlotModel
 from asyncrl.generate.slots import InFlight, SlotTable
+from asyncrl.models.mapped import MappedTensors
 from asyncrl.schema.samples import SamplingParams
 
 _IDLE = SamplingParams(max_new_tokens=1)
@@ -58,6 +59,8 @@ class SlotDecoder:
         self._sampling: SamplingBatch | None = None
         self._epoch = 0
         self.version = -1
+        self.is_torn = False
+        """The last load was overtaken half-way: no step until one succeeds."""
 
     @property
     def has_work(self) -> bool:
@@ -100,8 +103,12 @@ class SlotDecoder:
         return [Emission(f.request.request_id, f.take_chunk()) for f in self._slots.occupants if f.has_news]
 
     def load_weights(self, version: int, tensors: Mapping[str, torch.Tensor], kv: KVPolicy) -> None:
-        """Go on with other weights; raises GenerationError, with the old ones whole, if they do not fit."""
+        """Go on with other weights; raises as `Engine.load_weights`."""
         self._model.load_weights(tensors)
+        if isinstance(tensors, MappedTensors):
+            self.is_torn = True
+            tensors.check()
+        self.is_torn = False
         self.version = version
         self._epoch += 1
         if kv == "recompute":

@@ -22,7 +22,7 @@ from asyncrl.config.learner import LoRAConfig
 from asyncrl.config.stages import TransformersEngineConfig
 from asyncrl.errors import GenerationError
 from asyncrl.generate.decode_thread import DecodeThread
-from asyncrl.generate.engine import EngineRequest, KVPolicy
+from asyncrl.generate.engine import EngineRequest, KVPolicy, SleepLevel
 from asyncrl.generate.slot_decoder import Emission, SlotDecoder
 from asyncrl.generate.slot_model import SlotModel
 from asyncrl.generate.slots import InFlight
@@ -111,6 +111,14 @@ class TransformersEngine:
     async def resume(self) -> None:
         """Go on after `pause`."""
         await self._thread.set_paused(False)
+
+    async def sleep(self, level: SleepLevel) -> None:
+        """Give memory back; see `Engine.sleep`."""
+        raise NotImplementedError
+
+    async def wake(self) -> None:
+        """Take it again after `sleep`."""
+        raise NotImplementedError
 
     async def load_weights(self, version: int, tensors: Mapping[str, torch.Tensor], kv: KVPolicy) -> float:
         """Replace the weights between two tokens; see `Engine.load_weights`."""

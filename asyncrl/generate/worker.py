@@ -28,6 +28,7 @@ from asyncrl.generate.activity import IdleMeter, WeightsGate
 from asyncrl.generate.build import start_engine
 from asyncrl.generate.engine import Engine
 from asyncrl.generate.rollout import Rollout
+from asyncrl.models.mapped import MappedTensors
 from asyncrl.schema.control import AbortGroup, EngineReady, Heartbeat, LoadModel, Pause, Resume, Shutdown
 from asyncrl.schema.samples import GroupWork, Sample, SampleFailure, ids_from_bytes, logprobs_from_bytes
 from asyncrl.schema.weights import Probe, VersionLive, WeightsAvailable
@@ -217,11 +218,18 @@ class GeneratorWorker:
             return
         fetch_ms = (self._clock.now() - before_s) * 1000
         kv = self._config.generate.kv
-        if self._config.generate.in_flight_updates:
-            swap_ms = await engine.load_weights(available.version, tensors, kv)
-        else:
-            async with self._gate.swap():
+        try:
+            if self._config.generate.in_flight_updates:
                 swap_ms = await engine.load_weights(available.version, tensors, kv)
+            else:
+                async with self._gate.swap():
+                    swap_ms = await engine.load_weights(available.version, tensors, kv)
+        except BroadcastError as error:
+            log.warning("version %d was overtaken while it was loaded, the newest will be: %s", available.version, error)
+            return
+        finally:
+            if isinstance(tensors, MappedTensors):
+                tensors.release()
         live_s = self._clock.now()
         probe_error = await self._probe_error(engine, available.probe)
         await self._connection.send(

@@ -22,6 +22,20 @@ class WeightsManifest(msgspec.Struct, frozen=True):
 
     entries: tuple[TensorEntry, ...]
     total_bytes: int
+    bucket_bytes: int = 64 << 20
+    """Whole tensors, in order, are gathered into buckets of at least this size; each bucket has a fingerprint of its own."""
+
+
+class Delta(msgspec.Struct, frozen=True):
+    """What changed from one version to the next, as a blob that the medium can fetch by its name."""
+
+    version: int
+    base_version: int
+    """The version it turns into `version`."""
+    name: str
+    num_bytes: int
+    fingerprint: str
+    """xxh3-128 of the blob, hex."""
 
 
 class Probe(msgspec.Struct, frozen=True):
@@ -42,12 +56,22 @@ class WeightsAvailable(msgspec.Struct, frozen=True, tag="weights_available"):
     """What the medium needs to find the bytes: a folder, a shared-memory name, an address."""
     manifest: WeightsManifest
     fingerprint: str
-    """xxh3-128 of the flat bytes, hex."""
+    """xxh3-128 of `bucket_fingerprints`, hex: names these very bytes."""
     published_s: float
     """Clock seconds at which it became fetchable."""
     blocked_ms: float = 0.0
     """How long the learner stood still for it."""
     probe: Probe | None = None
+    bucket_fingerprints: bytes = b""
+    """xxh3-64 of each bucket's bytes, 8 bytes each, little-endian."""
+    full_version: int = -1
+    """The version whose whole bytes can be fetched; -1: this one. Another where only its deltas were published since."""
+    full_location: str = ""
+    """Where those lie; empty: at `location`."""
+    full_bucket_fingerprints: bytes = b""
+    """Of that version; empty: `bucket_fingerprints`."""
+    deltas: tuple[Delta, ...] = ()
+    """Oldest first, each based on the one before; the last leads to `version`."""
 
 
 class VersionLive(msgspec.Struct, frozen=True, tag="version_live"):

@@ -56,10 +56,12 @@ async def subscribe() -> None:
             subscribers[order.run_folder] = Subscriber(order.config, Path(order.run_folder))
         try:
             tensors = await subscribers[order.run_folder].fetch(order.available)
+            values = torch.cat([tensor.unique() for tensor in tensors.values()]).unique()
+            tensors.check()
+            tensors.release()
         except BroadcastError as error:
             say(Fetched(order.available.version, [], str(error)))
             continue
-        values = torch.cat([tensor.unique() for tensor in tensors.values()]).unique()
         say(Fetched(order.available.version, values.tolist()))
     for subscriber in subscribers.values():
         subscriber.close()

@@ -15,12 +15,14 @@ from asyncrl.clock import SystemClock
 from asyncrl.config.learner import LearnerConfig, LoRAConfig
 from asyncrl.config.run import RunConfig
 from asyncrl.config.stages import FakeEngineConfig, ScratchModel, TransformersEngineConfig
-from asyncrl.errors import GenerationError
+from asyncrl.errors import BroadcastError, GenerationError
 from asyncrl.generate.engine import Engine, EngineRequest
 from asyncrl.generate.fake_engine import FakeEngine
 from asyncrl.generate.transformers_engine import TransformersEngine
 from asyncrl.learner.lora import open_policy, publishable_tensors
+from asyncrl.models.layout import make_manifest, view_tensors
 from asyncrl.models.logprobs import token_logprobs
+from asyncrl.models.mapped import MappedTensors
 from asyncrl.schema.samples import SamplingParams
 
 VOCABULARY = 64
@@ -643,3 +645,27 @@ def exact_head(policy, token_ids: list[int]) -> torch.Tensor:
         hidden = policy.base_model(input_ids=ids[:-1][None], use_cache=False).last_hidden_state[0]
         logits = hidden.double() @ policy.get_output_embeddings().weight.double().T
     return logits.log_softmax(-1).gather(1, ids[1:, None]).squeeze(1)
+
+
+async def test_nothing_is_sampled_from_weights_that_were_overwritten_while_they_were_read(transformers_engine) -> None:
+    """The learner took the slot back in the middle: requests in flight stand still until a whole version comes."""
+    whole = tensors_of(make_model(1))
+    await transformers_engine.load_weights(1, tensors_of(make_model(0)), "keep")
+    stream = transformers_engine.submit(make_request("a", max_new_tokens=200))
+    first = await anext(stream)
+    manifest = make_manifest(whole)
+    flat = torch.zeros(manifest.total_bytes, dtype=torch.uint8)
+    for name, view in view_tensors(flat, manifest).items():
+        view.copy_(whole[name])
+
+    def overwritten() -> None:
+        raise BroadcastError("overwritten")
+
+    with pytest.raises(BroadcastError, match="overwritten"):
+        await transformers_engine.load_weights(2, MappedTensors(manifest, flat, check=overwritten), "keep")
+    assert set(first.versions) == {1}
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(collect(stream), 0.3)
+    await transformers_engine.load_weights(3, MappedTensors(manifest, flat), "keep")
+    assert transformers_engine.version == 3
+    assert len((await collect(transformers_engine.submit(make_request("b")))).token_ids) == 20

@@ -21,7 +21,6 @@ import torch
 import zmq
 from safetensors import safe_open
 
-from asyncrl.broadcast.layout import make_manifest, view_tensors
 from asyncrl.broadcast.media import open_reader
 from asyncrl.broadcast.publisher import Publisher
 from asyncrl.broadcast.segments import remove_leftover_segments, segment_folder, segment_prefix
@@ -31,6 +30,7 @@ from asyncrl.broadcast.zeromq import CurveKeys, ZeroMQReader
 from asyncrl.clock import SystemClock
 from asyncrl.config.stages import BroadcastConfig, FilesMedium, SharedMemoryMedium, ZeroMQMedium
 from asyncrl.errors import BroadcastError
+from asyncrl.models.layout import make_manifest, view_tensors
 from asyncrl.schema.weights import Probe, WeightsAvailable
 
 PEER = Path(__file__).with_name("medium_peer.py")
@@ -221,7 +221,9 @@ def test_a_racing_publisher_never_yields_a_mixture(config, tmp_path, publisher_p
             available = await asyncio.to_thread(publisher_process.hear_newest, WeightsAvailable)
             with contextlib.suppress(BroadcastError):
                 tensors = await subscriber.fetch(available)
-                assert {float(value) for tensor in tensors.values() for value in tensor.unique()} == {float(available.version)}
+                found = {float(value) for tensor in tensors.values() for value in tensor.unique()}
+                tensors.check()
+                assert found == {float(available.version)}
                 whole += 1
         subscriber.close()
 
@@ -313,7 +315,7 @@ def read(config: BroadcastConfig, run_folder: Path, available: WeightsAvailable)
         return set()
     finally:
         reader.close()
-    assert found == available.fingerprint
+    assert found == available.bucket_fingerprints
     return {float(value) for tensor in view_tensors(into, available.manifest).values() for value in tensor.unique()}
 
 

@@ -4,8 +4,9 @@ Invariants:
 - Every tensor starts at a multiple of 64 bytes; the gaps are zero, so equal tensors have equal bytes and equal fingerprints.
 - Tensors that share their memory (tied embeddings) are in the layout once, under the first of their names.
 - The layout follows from names, shapes, order and dtypes alone: every version of a run has the same one.
+- Buckets are runs of whole tensors: what is hashed, sent and applied at once.
 
-Called by publisher.py (make, copy out) and subscriber.py (view).
+Called by broadcast/publisher.py (make, copy out), broadcast/subscriber.py and engines in processes of their own (view).
 """
 
 from __future__ import annotations
@@ -41,12 +42,15 @@ DTYPE_OF_NAME = {
 NAME_OF_DTYPE = {dtype: name for name, dtype in DTYPE_OF_NAME.items()}
 
 
-def make_manifest(tensors: Mapping[str, torch.Tensor], dtype: SendDType = "model") -> WeightsManifest:
+def make_manifest(
+    tensors: Mapping[str, torch.Tensor], dtype: SendDType = "model", bucket_bytes: int = 64 << 20
+) -> WeightsManifest:
     """Lay out `tensors` in their order, tied ones once.
 
     Args:
         tensors: Name to tensor, any device and strides, as in the model's state dict.
         dtype: What floating-point tensors are sent as; `model`: as they are. Others keep their own dtype.
+        bucket_bytes: See `WeightsManifest`.
 
     Returns:
         The manifest.
@@ -69,7 +73,22 @@ def make_manifest(tensors: Mapping[str, torch.Tensor], dtype: SendDType = "model
         offset += -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
     if not offset:
         raise BroadcastError("there are no weights to publish: the model has no tensors")
-    return WeightsManifest(tuple(entries), offset)
+    return WeightsManifest(tuple(entries), offset, bucket_bytes)
+
+
+def bucket_ends(manifest: WeightsManifest) -> tuple[int, ...]:
+    """Return the end offset of each bucket, gaps included; the last is `total_bytes`.
+
+    A bucket ends with the first tensor that brings it to `bucket_bytes`; a larger tensor is in a bucket with few others.
+    """
+    ends: list[int] = []
+    start = 0
+    following = [entry.offset for entry in manifest.entries[1:]] + [manifest.total_bytes]
+    for end in following:
+        if end > start and (end - start >= manifest.bucket_bytes or end == manifest.total_bytes):
+            ends.append(end)
+            start = end
+    return tuple(ends)
 
 
 def view_tensors(flat: torch.Tensor, manifest: WeightsManifest) -> dict[str, torch.Tensor]:

@@ -2,7 +2,8 @@ import msgspec
 import pytest
 import torch
 
-from asyncrl.broadcast.layout import (
+from asyncrl.errors import BroadcastError
+from asyncrl.models.layout import (
     ALIGNMENT_BYTES,
     PIECE_BYTES,
     check_manifest,
@@ -11,7 +12,6 @@ from asyncrl.broadcast.layout import (
     make_manifest,
     view_tensors,
 )
-from asyncrl.errors import BroadcastError
 from asyncrl.schema.weights import TensorEntry, WeightsManifest
 
 

@@ -4,8 +4,9 @@ Owns the slots, the medium's writer and the publisher thread. `publish` copies t
 thread hashes what is already copied, commits, and calls `on_available`.
 
 Invariants:
-- `publish` never waits for a subscriber or a disk; for a commit only where the one slot left to write to is being read. A version whose turn never comes because newer ones arrive faster
-  than they can be committed is superseded: it is not announced, and the newest always is.
+- `publish` never waits for a subscriber or a disk; for a commit only where the one slot left to write to is being read.
+- A version whose turn never comes because newer ones arrive faster than they can be committed is superseded: it is not
+  announced, and the newest always is.
 - Announcements are made in the order of versions, on the publisher thread.
 - A commit that failed is raised by the next `publish`, `flush` or `close`: no version goes missing silently.
 

@@ -1,0 +1,1 @@
+"""Which deltas are kept and which a subscriber fetches, decided purely. (Being written.)"""

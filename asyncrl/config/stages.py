@@ -195,6 +195,9 @@ class FakeEngineConfig(_Variant, frozen=True, tag="fake"):
     load_latency_s: NonNegativeFloat = 0.0
     fail_every: NonNegativeInt = 0
     """Every n-th request fails; 0 switches it off."""
+    kv_blocks: NonNegativeInt = 0
+    """Make-believe KV blocks of 16 tokens: no request starts without room, and the generator's room follows those that are free.
+    0: no end of them."""
 
 
 class ReplayEngineConfig(_Variant, frozen=True, tag="replay"):

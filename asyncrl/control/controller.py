@@ -49,6 +49,7 @@ from asyncrl.schema.codec import Message
 from asyncrl.schema.control import (
     CheckpointDone,
     EngineReady,
+    EngineRoom,
     Fault,
     Heartbeat,
     LearnerReady,
@@ -141,6 +142,7 @@ class Controller:
             Heartbeat: self._on_heartbeat,
             LearnerReady: self._on_learner_ready,
             EngineReady: self._on_engine_ready,
+            EngineRoom: self._on_engine_room,
             CheckpointDone: self._on_checkpoint_done,
             Fault: self._on_fault,
         }
@@ -429,6 +431,14 @@ class Controller:
         if self._weights is not None:
             peer.tell(self._weights)
         self.post(ProcessReady(peer.name))
+
+    def _on_engine_room(self, peer: Peer, delivery: Delivery) -> None:
+        room = delivery.message
+        assert isinstance(room, EngineRoom)
+        delivery.ack()
+        if self.peers.get(peer.name) is peer and peer.num_slots:
+            peer.num_slots = max(1, room.num_slots)
+            self.flow.room_changed(peer.name, peer.num_slots)
 
     def _on_weights(self, _: Peer, delivery: Delivery) -> None:
         available = delivery.message

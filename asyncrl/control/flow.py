@@ -38,6 +38,7 @@ from asyncrl.generate.admission import (
     MembersStarted,
     Paused,
     Resumed,
+    RoomChanged,
     VersionIsLive,
 )
 from asyncrl.schema.samples import GroupWork, InferResult, Sample, SampleFailure, Score, ScoreRequest
@@ -86,6 +87,11 @@ class Flow:
         """Take a generator in; it gets work once its version is 0 or more."""
         self._outboxes[name].clear()
         self._tell(GeneratorReady(name, num_slots, version))
+
+    def room_changed(self, name: str, num_slots: int) -> None:
+        """Note how many requests a generator's engine can run at once by now."""
+        self._tell(RoomChanged(name, num_slots))
+        self.pump()
 
     def version_live(self, name: str, version: int) -> None:
         """Note that a generator samples with this version."""

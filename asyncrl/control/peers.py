@@ -24,7 +24,7 @@ class Peer:
     connection: Connection
     heartbeat: Heartbeat | None = None
     num_slots: int = 0
-    """Generators: from EngineReady."""
+    """Generators: from EngineReady, then EngineRoom; 0: not ready."""
     live_version: int = -1
     """Generators: from VersionLive."""
     _untold: deque[Message] = field(default_factory=deque)

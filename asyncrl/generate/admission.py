@@ -7,7 +7,8 @@ group's oldest token will carry it, and only so does the staleness proof in docs
 
 Invariants: every place is held by exactly one live group; a dropped or failed group gives its place back; a group that is
 handed out again keeps its place and goes first, oldest first, and only to a generator that is at least at the group's
-version.
+version. A generator whose room shrinks below what it holds keeps that and gets no more until there is room again; one that holds
+nothing always gets a group. Room never enters the staleness rule.
 
 Pure: `handle(event, now) -> list[instruction]`. Called by the controller and by plan/simulate with the very same events.
 """
@@ -65,6 +66,15 @@ class GeneratorLost:
     """A generator is gone; what it held follows as one GroupLost each."""
 
     name: str
+
+
+@dataclass(frozen=True, slots=True)
+class RoomChanged:
+    """A generator's engine can run so many requests at once from now on; what it holds already stays."""
+
+    generator: str
+    num_slots: int
+    """At least 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +159,7 @@ class LimitSet:
 AdmissionEvent = (
     GeneratorReady
     | GeneratorLost
+    | RoomChanged
     | VersionIsLive
     | MembersFinished
     | MembersStarted
@@ -232,6 +243,7 @@ class Admission:
         self._handlers = {
             GeneratorReady: self._generator_ready,
             GeneratorLost: self._generator_lost,
+            RoomChanged: self._room_changed,
             VersionIsLive: self._version_is_live,
             MembersFinished: self._members_finished,
             MembersStarted: self._members_started,
@@ -289,6 +301,7 @@ class Admission:
         assert len(self._lost) <= self.running, f"{len(self._lost)} groups to hand out again, but {self.running} running"
         for generator in self._generators.values():
             assert generator.members >= 0, f"{generator.name} holds {generator.members} members"
+            assert generator.num_slots > 0, f"{generator.name} has {generator.num_slots} slots"
 
     def _capacity_at(self, version: int) -> int:
         limits = self.limits
@@ -342,6 +355,12 @@ class Admission:
 
     def _generator_lost(self, event: GeneratorLost) -> None:
         self._generators.pop(event.name, None)
+
+    def _room_changed(self, event: RoomChanged) -> None:
+        assert event.num_slots > 0, f"{event.generator} has {event.num_slots} slots"
+        generator = self._generators.get(event.generator)
+        if generator is not None:
+            generator.num_slots = event.num_slots
 
     def _version_is_live(self, event: VersionIsLive) -> None:
         generator = self._generators.get(event.generator)

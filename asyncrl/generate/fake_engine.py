@@ -24,9 +24,11 @@ from asyncrl.config.stages import FakeEngineConfig
 from asyncrl.errors import GenerationError
 from asyncrl.generate.counter_random import seed_word, uniforms
 from asyncrl.generate.engine import EngineRequest, KVPolicy, SleepLevel, TokenChunk
+from asyncrl.generate.kv_room import KVRoom
 from asyncrl.generate.token_stream import TokenStream
 from asyncrl.schema.samples import FinishReason
 
+_BLOCK_TOKENS = 16
 _LENGTH_SALT = 1 << 40
 """Positions from here on of a seed's random stream decide its length; those before, its tokens and logprobs."""
 
@@ -40,6 +42,7 @@ class _Scripted:
     logprobs: tuple[float, ...]
     finish_reason: FinishReason
     fails: bool
+    prompt_tokens: int
     stream: weakref.ref[TokenStream]
     started_s: float = -1.0
     """Engine seconds; negative while it waits for a slot."""
@@ -64,6 +67,7 @@ class FakeEngine:
         self._holds: set[str] = set()
         self._changed = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
+        self._room = KVRoom(config.num_slots, _BLOCK_TOKENS, config.max_sequence_tokens)
 
     @property
     def version(self) -> int:
@@ -72,8 +76,12 @@ class FakeEngine:
 
     @property
     def num_slots(self) -> int:
-        """Most requests that run at once."""
-        return self._config.num_slots
+        """Most requests that run at once: config's, or fewer where `kv_blocks` are given and do not last."""
+        if not self._config.kv_blocks:
+            return self._config.num_slots
+        running = [scripted for scripted in self._by_id.values() if scripted.started_s >= 0]
+        held = sum(-(-(scripted.prompt_tokens + self._num_done(scripted)) // _BLOCK_TOKENS) for scripted in running)
+        return self._room.update(max(0, self._config.kv_blocks - held), len(running))
 
     @property
     def num_running(self) -> int:
@@ -114,12 +122,14 @@ class FakeEngine:
         self._let_go("pause")
 
     async def sleep(self, level: SleepLevel) -> None:
-        """Stand still; see `Engine.sleep`."""
-        raise NotImplementedError
+        """Stop engine time, after level 2 until weights come too; see `Engine.sleep`."""
+        self._hold("sleep")
+        if level == 2:
+            self._hold("no weights")
 
     async def wake(self) -> None:
-        """Go on after `sleep`."""
-        raise NotImplementedError
+        """Let engine time go on."""
+        self._let_go("sleep")
 
     async def load_weights(self, version: int, tensors: Mapping[str, Any], kv: KVPolicy) -> float:
         """Stamp later tokens with `version`, after `load_latency_s` without tokens; the tensors are not looked at."""
@@ -131,6 +141,7 @@ class FakeEngine:
         if self._config.load_latency_s:
             await self._clock.sleep(self._config.load_latency_s)
         self._version = version
+        self._let_go("no weights")
         self._let_go("load")
         return (self._clock.now() - before_s) * 1000
 
@@ -184,7 +195,7 @@ class FakeEngine:
         self._changed.set()
 
     def _place_waiting(self) -> None:
-        while self._waiting and not self._holds and self._num_in_slots < self._config.num_slots:
+        while self._waiting and not self._holds and self._num_in_slots < self.num_slots:
             scripted = self._waiting.popleft()
             scripted.started_s = self._now_s()
             self._num_in_slots += 1
@@ -199,6 +210,7 @@ class FakeEngine:
                 continue
             self._tell(scripted, len(scripted.token_ids), scripted.finish_reason)
             self._remove(scripted)
+            self._room.note_finished(scripted.prompt_tokens + len(scripted.token_ids))
 
     def _num_done(self, scripted: _Scripted) -> int:
         if scripted.started_s < 0:
@@ -241,6 +253,7 @@ class FakeEngine:
             tuple(logprobs.astype(np.float32).tolist()),
             finish_reason,
             fails,
+            len(request.prompt_ids),
             weakref.ref(stream),
         )
 

@@ -62,6 +62,9 @@ class ReplayEngine:
         self._config = config
         self._version = -1
         self._is_paused = False
+        self._is_asleep = False
+        self._needs_weights = False
+        """Slept at level 2, and none came since."""
         self._waiting: dict[str, tuple[EngineRequest, TokenStream]] = {}
 
     @property
@@ -106,17 +109,20 @@ class ReplayEngine:
         self._give_back()
 
     async def sleep(self, level: SleepLevel) -> None:
-        """Stand still; see `Engine.sleep`."""
-        raise NotImplementedError
+        """Give nothing back until `wake`, after level 2 until weights come too; see `Engine.sleep`."""
+        self._is_asleep = True
+        self._needs_weights |= level == 2
 
     async def wake(self) -> None:
         """Go on after `sleep`."""
-        raise NotImplementedError
+        self._is_asleep = False
+        self._give_back()
 
     async def load_weights(self, version: int, tensors: Mapping[str, Any], kv: KVPolicy) -> float:
         """Stamp later answers with `version`; the tensors are not looked at and may be missing."""
         del tensors, kv
         self._version = version
+        self._needs_weights = False
         self._give_back()
         return 0.0
 
@@ -130,7 +136,7 @@ class ReplayEngine:
             self.abort(request_id)
 
     def _give_back(self) -> None:
-        if self._is_paused or self._version < 0:
+        if self._is_paused or self._is_asleep or self._needs_weights or self._version < 0:
             return
         while self._waiting:
             request, stream = self._waiting.pop(next(iter(self._waiting)))

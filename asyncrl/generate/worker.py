@@ -1,9 +1,10 @@
 """The generator process: groups in, samples out, new weights whenever there are some.
 
-Owns the engine from LoadModel to Shutdown, and four loops over one connection:
+Owns the engine from LoadModel to Shutdown, and five loops over one connection:
 - orders (CONTROL): load the model, pause, resume, abort a group, note the newest version, shut down;
 - groups (DATA): one task a group, at most as many as the channel's window; a group is acknowledged when its last result is sent;
 - weights: fetch the newest version announced (those in between are skipped), swap, probe, report VersionLive;
+- room: how many requests the engine can run at once, told whenever the engine's answer has changed;
 - heartbeat: what it does or waits for, and its gauges.
 
 Invariant: whatever the prompts, a group ends in results; only a failing engine or weights that do not fit end the process.
@@ -29,7 +30,7 @@ from asyncrl.generate.build import start_engine
 from asyncrl.generate.engine import Engine
 from asyncrl.generate.rollout import Rollout
 from asyncrl.models.mapped import MappedTensors
-from asyncrl.schema.control import AbortGroup, EngineReady, Heartbeat, LoadModel, Pause, Resume, Shutdown
+from asyncrl.schema.control import AbortGroup, EngineReady, EngineRoom, Heartbeat, LoadModel, Pause, Resume, Shutdown
 from asyncrl.schema.samples import GroupWork, Sample, SampleFailure, ids_from_bytes, logprobs_from_bytes
 from asyncrl.schema.weights import Probe, VersionLive, WeightsAvailable
 from asyncrl.transport.channel import Connection, Delivery, Lane
@@ -38,6 +39,9 @@ if TYPE_CHECKING:
     import torch
 
 log = logging.getLogger(__name__)
+
+ROOM_INTERVAL_S = 0.5
+"""How often the engine is asked how much it can take."""
 
 FetchWeights = Callable[[WeightsAvailable], Awaitable[Mapping[str, "torch.Tensor"]]]
 
@@ -94,15 +98,17 @@ class GeneratorWorker:
         self._idle = IdleMeter(clock)
         self._work: dict[int, GroupWork] = {}
         self._is_paused = False
+        self._told_slots = 0
         self._num_tokens = 0
         self._process = psutil.Process()
 
     async def run(self) -> None:
-        """Run the four loops until the orders end."""
+        """Run the five loops until the orders end."""
         async with asyncio.TaskGroup() as loops:
             background = [
                 loops.create_task(self._serve_groups(), name="groups"),
                 loops.create_task(self._follow_weights(), name="weights"),
+                loops.create_task(self._tell_room(), name="room"),
                 loops.create_task(self._beat(), name="heartbeat"),
             ]
             try:
@@ -151,7 +157,8 @@ class GeneratorWorker:
             self._is_ready.set()
             log.info("engine ready with %d slots, model from %s", engine.num_slots, folder)
         engine = self._rollout.engine
-        await self._connection.send(EngineReady(self._name, engine.num_slots, engine.version), Lane.CONTROL)
+        self._told_slots = engine.num_slots
+        await self._connection.send(EngineReady(self._name, self._told_slots, engine.version), Lane.CONTROL)
 
     async def _set_paused(self, paused: bool) -> None:
         self._is_paused = paused
@@ -250,6 +257,17 @@ class GeneratorWorker:
             )
         return error
 
+    async def _tell_room(self) -> None:
+        """Say how much the engine can take whenever that is not what was said last; engines with a fixed number stay silent."""
+        await self._is_ready.wait()
+        assert self._rollout is not None
+        while True:
+            await self._clock.sleep(ROOM_INTERVAL_S)
+            num_slots = self._rollout.engine.num_slots
+            if num_slots != self._told_slots:
+                self._told_slots = num_slots
+                await self._connection.send(EngineRoom(self._name, num_slots), Lane.CONTROL)
+
     async def _beat(self) -> None:
         while True:
             waiting_for = self._waiting_for()
@@ -258,6 +276,7 @@ class GeneratorWorker:
             gauges = {
                 "process/tokens_generated": float(self._num_tokens),
                 "process/requests_running": float(rollout.engine.num_running if rollout is not None else 0),
+                "process/slots": float(rollout.engine.num_slots if rollout is not None else 0),
                 "process/idle_s": idle_s,
                 "process/busy_s": busy_s,
                 "process/resident_bytes": float(self._process.memory_info().rss),

@@ -207,6 +207,7 @@ _ROWS = (
     ("process/tokens_generated", "tokens", "sampled by this generator since it started"),
     ("process/tokens_trained", "tokens", "trained by this learner since it started"),
     ("process/requests_running", "requests", "in flight in this generator's engine"),
+    ("process/slots", "requests", "that its engine can run at once, by the memory there is now"),
     ("process/tokens_trained", "tokens", "trained by this learner since it started"),
     ("process/samples_scored", "samples", "judged by this worker since it started"),
     ("process/samples_failed", "samples", "that this worker could not judge since it started"),

@@ -24,6 +24,7 @@ from asyncrl.schema.control import (
     Checkpoint,
     CheckpointDone,
     EngineReady,
+    EngineRoom,
     Fault,
     Heartbeat,
     LearnerReady,
@@ -55,6 +56,7 @@ Message = (
     | LoadModel
     | ModelsReady
     | EngineReady
+    | EngineRoom
     | Pause
     | Resume
     | Shutdown

@@ -61,6 +61,13 @@ class EngineReady(msgspec.Struct, frozen=True, tag="engine_ready"):
     """Version of the weights it holds, -1 when none yet."""
 
 
+class EngineRoom(msgspec.Struct, frozen=True, tag="engine_room"):
+    """Generator to controller: the engine can take this much at once by now, as its memory fills and empties."""
+
+    generator: str
+    num_slots: int
+
+
 class ModelsReady(msgspec.Struct, frozen=True, tag="models_ready"):
     """Inference worker to controller: its models are in memory and it judges what it is sent."""
 

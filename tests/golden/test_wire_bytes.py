@@ -99,6 +99,7 @@ MESSAGES = {
     "load_model": control.LoadModel("/run/model"),
     "models_ready": control.ModelsReady("inference-0", ("reference", "judge"), 4096),
     "engine_ready": control.EngineReady("generator-0", 32, -1),
+    "engine_room": control.EngineRoom("generator-0", 24),
     "pause": control.Pause(),
     "resume": control.Resume(),
     "shutdown": control.Shutdown("done"),

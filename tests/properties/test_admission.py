@@ -1,4 +1,4 @@
-"""The staleness bound under `wait`: in whatever order groups finish and weights arrive, nothing is ever too old or stuck.
+"""The staleness bound under `wait`: however groups finish, weights arrive and room changes, nothing is ever too old or stuck.
 
 Pure: admission and buffer state alone, groups of one member that finish and are scored in one go, so that many schedules are
 tried. A step is taken only when the buffer allows it, up to one ahead of the step being trained.
@@ -33,6 +33,7 @@ from asyncrl.generate.admission import (
     GroupLost,
     IssueGroup,
     MembersFinished,
+    RoomChanged,
     VersionIsLive,
 )
 
@@ -86,6 +87,13 @@ class Schedule:
             self.live[name] = self.version
             self.tell(VersionIsLive(name, self.version))
 
+    def room(self, number: int) -> None:
+        """Some engine's memory fills or empties."""
+        if self.live:
+            name = sorted(self.live)[number % len(self.live)]
+            self.num_slots[int(name[1:])] = 1 + (number * 5 + len(self.steps)) % 7
+            self.tell(RoomChanged(name, self.num_slots[int(name[1:])]))
+
     def finish(self, number: int) -> None:
         """The group issued last but `number` finishes, its oldest token as old as it can be."""
         if self.running:
@@ -122,6 +130,9 @@ class Schedule:
         counts = self.state.counts()
         assert self.admission.running == counts.running + counts.scoring
         assert self.admission.accepted == counts.ready + counts.taken + counts.trained
+        for name in self.live:
+            held = sum(generator == name for generator, _ in self.running.values())
+            assert held == self.admission.members_on(name)
 
     def everybody_works(self) -> None:
         """Finish what runs, train what is taken, bring every generator up to date."""
@@ -140,7 +151,7 @@ def schedules(draw):
     schedule = Schedule(
         draw(st.integers(1, 3)), draw(st.integers(0, 3)), draw(st.lists(st.integers(1, 6), min_size=1, max_size=3))
     )
-    acts = [schedule.finish, schedule.finish, schedule.take, schedule.take, schedule.train, schedule.update]
+    acts = [schedule.finish, schedule.finish, schedule.take, schedule.take, schedule.train, schedule.update, schedule.room]
     if draw(st.booleans()):
         acts += [schedule.go, schedule.come]
     return schedule, [
@@ -190,3 +201,18 @@ def test_the_rule_of_areal_holds_for_every_group_when_it_is_issued(drawn):
         for place, group_id in enumerate(range(issued_before, schedule.state.next_group_id)):
             allowed = (schedule.issued_under[group_id] + limits.max_staleness + 1) * limits.groups_per_step
             assert held_before + place < allowed
+
+
+@settings(max_examples=200, deadline=None)
+@given(schedules())
+def test_a_generator_gets_no_group_beyond_its_room_of_the_moment_and_never_starves(drawn):
+    schedule, acts = drawn
+    ahead = schedule.admission.limits.queue_ahead_groups
+    for act, number in acts:
+        held_before = {name: schedule.admission.members_on(name) for name in schedule.live}
+        act(number)
+        for name in schedule.live:
+            held, room = schedule.admission.members_on(name), schedule.num_slots[int(name[1:])]
+            assert held <= max(held_before.get(name, 0), room + ahead, 1), (name, held, room)
+            if held == 0 and schedule.live[name] == schedule.version:
+                assert schedule.admission.capacity_on(name) <= 0, f"{name} may have a group and holds none"

@@ -122,6 +122,17 @@ async def test_a_sample_is_acknowledged_and_its_reward_asked_for():
     assert acked == [True]
 
 
+async def test_a_generator_gets_groups_as_its_room_allows():
+    bench = Bench()
+    far = await bench.with_generator(slots=1)
+    await _works(far, 1)
+    bench.flow.room_changed("generator-0", 3)
+    await _works(far, 1)
+    assert bench.buffer.counts().running == 2
+    bench.flow.room_changed("generator-0", 64)
+    await _works(far, 2)
+
+
 async def test_a_dead_generators_groups_go_to_another():
     bench = Bench()
     far = await bench.with_generator()

@@ -19,6 +19,7 @@ from asyncrl.generate.admission import (
     Paused,
     ReissueGroup,
     Resumed,
+    RoomChanged,
     VersionIsLive,
 )
 
@@ -158,3 +159,30 @@ def test_late_words_of_a_lost_generator_change_nothing(event):
 def test_after_a_resume_the_places_held_count():
     admission = Admission(AdmissionLimits(8, 1, 2), running=4, accepted=16)
     assert len(admission.handle(GeneratorReady("g", 100, 0), 0.0)) == 4
+
+
+def test_a_generator_with_more_room_gets_more_groups_at_once():
+    admission = _admission(groups_per_step=100, group_size=4)
+    assert len(admission.handle(GeneratorReady("g", 8, 0), 0.0)) == 3
+    assert len(admission.handle(RoomChanged("g", 16), 0.0)) == 2
+
+
+def test_a_generator_with_less_room_keeps_what_it_holds_and_gets_nothing_until_it_fits_again():
+    admission = _admission(groups_per_step=100, group_size=4)
+    admission.handle(GeneratorReady("g", 8, 0), 0.0)
+    assert admission.handle(RoomChanged("g", 4), 0.0) == []
+    assert admission.members_on("g") == 12
+    assert admission.handle(MembersFinished("g", 4), 0.0) == []
+    assert "slots full" in admission.why_nothing()
+    assert len(admission.handle(MembersFinished("g", 4), 0.0)) == 1
+
+
+def test_room_of_an_unknown_generator_is_no_news():
+    assert _admission().handle(RoomChanged("gone", 4), 0.0) == []
+
+
+def test_no_room_lets_more_start_than_the_staleness_bound_allows():
+    admission = _admission(groups_per_step=2, max_staleness=0)
+    admission.handle(GeneratorReady("g", 1, 0), 0.0)
+    admission.handle(RoomChanged("g", 1000), 0.0)
+    assert (admission.running, admission.capacity_on("g")) == (2, 0)

@@ -15,7 +15,18 @@ from asyncrl.config.run import RunConfig, SupervisionConfig
 from asyncrl.config.stages import FakeEngineConfig, GenerateConfig, TransformersEngineConfig
 from asyncrl.errors import BroadcastError, ConnectionClosed, GenerationError
 from asyncrl.generate.worker import run_generator
-from asyncrl.schema.control import PROTOCOL, AbortGroup, EngineReady, Heartbeat, Hello, LoadModel, Pause, Resume, Shutdown
+from asyncrl.schema.control import (
+    PROTOCOL,
+    AbortGroup,
+    EngineReady,
+    EngineRoom,
+    Heartbeat,
+    Hello,
+    LoadModel,
+    Pause,
+    Resume,
+    Shutdown,
+)
 from asyncrl.schema.samples import (
     ChatMessage,
     GroupWork,
@@ -123,6 +134,16 @@ async def test_a_group_handed_out_again_gives_the_same_tokens() -> None:
         await controller.connection.send(work())
         again = await controller.results(3)
         assert [s.token_ids for s in again] == [s.token_ids for s in first]
+
+
+async def test_the_controller_is_told_when_the_engine_has_more_or_less_room() -> None:
+    engine = FakeEngineConfig(num_slots=64, max_sequence_tokens=64, token_latency_s=1000.0, kv_blocks=16)
+    async with generator(engine) as controller:
+        assert (await controller.load()).num_slots == 4  # 16 blocks, and 4 for the longest sequence
+        await controller.connection.send(work(members=3))
+        assert (await controller.report(EngineRoom)).num_slots == 5  # three prompts hold a block each and keep one to grow into
+        await controller.order(AbortGroup(1))
+        assert (await controller.report(EngineRoom)) == EngineRoom("generator-7", 4)
 
 
 async def test_new_weights_go_live_and_stamp_later_samples() -> None:

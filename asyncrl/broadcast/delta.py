@@ -1,8 +1,8 @@
 """What changed from one version's bytes to the next's, as one small blob, and back.
 
-A blob is a run of sections, one for each chunk in which something changed. A section names the elements whose bytes differ (as gaps
-from one to the next) and gives their new values. Values, not differences: applying a delta twice does no harm, and what is not a
-number, or a zero of either sign, is just bytes.
+A blob is a run of sections, one for each chunk in which something changed. A section names the elements whose bytes differ (as
+gaps from one to the next) and gives their new values. Values, not differences: applying a delta twice does no harm, and what is
+not a number, or a zero of either sign, is just bytes.
 
 Invariants:
 - Lossless: `apply_delta(encode_delta(base, current), base)` makes `base` equal to `current`, bit for bit.
@@ -21,7 +21,7 @@ from __future__ import annotations
 import struct
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import xxhash
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from asyncrl.schema.weights import WeightsManifest
 
-    Elements = NDArray[np.unsignedinteger]
+    Elements = NDArray[np.unsignedinteger[Any]]
     Compress = Callable[[bytes], bytes]
 
 CHUNK_BYTES = 4 << 20
@@ -44,7 +44,12 @@ _SECTION = struct.Struct("<QIIBB")
 """First byte of the chunk, changed elements, wide gaps, bytes of an element, bytes of a gap."""
 _FRAME = struct.Struct("<I")
 _WIDE_GAP_BYTES = 4
-_UNSIGNED = {1: np.dtype("<u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4"), 8: np.dtype("<u8")}
+_UNSIGNED: dict[int, np.dtype[np.unsignedinteger[Any]]] = {
+    1: np.dtype("<u1"),
+    2: np.dtype("<u2"),
+    4: np.dtype("<u4"),
+    8: np.dtype("<u8"),
+}
 _NARROW_BELOW = 64
 """Mean gap up to which gaps take one byte each, and beyond which two."""
 
@@ -188,7 +193,8 @@ def _joined(planes: Sequence[NDArray[np.uint8]], item_bytes: int) -> Elements:
     each_byte = np.empty((len(planes[0]), item_bytes), np.uint8)
     for place, plane in enumerate(planes):
         each_byte[:, place] = plane
-    return each_byte.view(_UNSIGNED[item_bytes]).reshape(-1)
+    elements: Elements = each_byte.reshape(-1).view(_UNSIGNED[item_bytes])
+    return elements
 
 
 __all__ = ["CHUNK_BYTES", "apply_delta", "blob_fingerprint", "encode_delta"]

@@ -32,6 +32,8 @@ class Delta(msgspec.Struct, frozen=True):
     version: int
     base_version: int
     """The version it turns into `version`."""
+    base_fingerprint: str
+    """Of that version: another learner's bytes under the same number are another base."""
     name: str
     num_bytes: int
     fingerprint: str

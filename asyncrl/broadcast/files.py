@@ -6,7 +6,8 @@ weights as they are), `FOLDER/*.delta`, and `FOLDER/.writing-*` and `FOLDER/.rem
 Invariants:
 - A version appears under its name whole and on disk (written beside, fsync, atomic rename of its folder, fsync) or not at all.
 - At most `keep_last` versions lie in the folder, the newest committed one always, none above it (such are of a line of
-  checkpoints that was left). A version is renamed before it is removed: a reader that has its files open reads on, any other finds it gone.
+  checkpoints that was left). A version loses its name before it is removed: a reader that has its files open reads on, any other
+  finds it gone.
 - Deltas are removed when they are dropped, or by the next learner of the run: never by age.
 - Written from the slot, read into the staging buffer, shards side by side: no further copy of the model in memory.
 """

@@ -19,6 +19,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from asyncrl.errors import BroadcastError
+from asyncrl.models.copying import copy_tensor
 from asyncrl.schema.weights import TensorEntry, WeightsManifest
 
 ALIGNMENT_BYTES = 64
@@ -162,11 +163,12 @@ def copy_out(
         views: What `view_tensors` returned for the buffer.
         on_copied: Told after every piece how many bytes from the start are final.
     """
-    with torch.no_grad():
-        for entry in manifest.entries:
-            for source, target, end in _pieces(_whole(tensors[entry.name]), views[entry.name], entry.offset):
-                target.copy_(source)
-                on_copied(end)
+    for entry in manifest.entries:
+        with torch.no_grad():
+            whole = _whole(tensors[entry.name])
+        for source, target, end in _pieces(whole, views[entry.name], entry.offset):
+            copy_tensor(source, target)
+            on_copied(end)
 
 
 def _pieces(source: torch.Tensor, target: torch.Tensor, offset: int) -> Iterator[tuple[torch.Tensor, torch.Tensor, int]]:

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Dtype = Literal["float32", "bfloat16"]
+PlanAlgorithm = Literal["grpo", "ppo", "dpo"]
+PlanPlacement = Literal["disaggregated", "colocated", "hybrid", "async_hybrid"]
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None,
                   help="Asynchronous, off-policy-tolerant reinforcement learning for language models.")  # fmt: skip
@@ -162,6 +164,40 @@ def bench(
         print(f"{figure:44} {value:,.4g}" if isinstance(value, (int, float)) else f"{figure:44} {value}")
     for ratio, row in result["ratios"].items():
         print(f"{ratio:44} {row['value']}   goal {row['goal']}   {'holds' if row['holds'] else 'DOES NOT HOLD'}")
+
+
+@app.command()
+def plan(
+    model: Annotated[str, typer.Argument(help="A name (llama-3-70b), a number of parameters (7B), a config.json or its folder.")],
+    hardware: Annotated[str, typer.Option(help="NUMBERxDEVICE, as 64xH100.")] = "8xH100",
+    algorithm: Annotated[PlanAlgorithm, typer.Option(help="ppo has a critic and a reference.")] = "grpo",
+    placement: Annotated[PlanPlacement, typer.Option(help="Who is on which GPU, and when.")] = "disaggregated",
+    critic: Annotated[str, typer.Option(help="A value model of its own; ppo: left out, one like the policy.")] = "",
+    reward_model: Annotated[str, typer.Option(help="A reward model, as MODEL.")] = "",
+    overrides: Annotated[
+        list[str],
+        typer.Option(
+            "--set", metavar="FIELD=VALUE", help="Any other field: has_reference=true, lora_rank=16, dollars_per_hour=2, ..."
+        ),
+    ] = [],  # noqa: B006 - typer copies it
+    textbook: Annotated[bool, typer.Option("--textbook", help="Also the arithmetic on paper.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False,
+) -> None:
+    """Say before anything is rented: does it fit, how to split the GPUs, how fast, and what to change."""
+    from asyncrl.plan.ask import ask
+    from asyncrl.plan.plan import plan as make_plan
+    from asyncrl.plan.report import plan_text, plan_values, textbook_text
+
+    question = ask(
+        model, hardware, algorithm=algorithm, placement=placement, critic=critic, reward_model=reward_model, overrides=overrides,
+    )  # fmt: skip
+    made = make_plan(question)
+    if as_json:
+        print(json.dumps(plan_values(made)))
+        return
+    print(plan_text(made))
+    if textbook:
+        print(f"\n{textbook_text(made)}")
 
 
 @app.command()

@@ -1,0 +1,160 @@
+"""Bytes on one GPU, component by component and phase by phase. Formulas and sources: docs/planning.md.
+
+Training state is divided over all training GPUs (FSDP2), an engine over its tensor-parallel group. Everything is in bytes.
+
+Called by plan/plan.py and plan/validate.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from asyncrl.plan.models import ModelSize
+from asyncrl.plan.question import Question
+
+Phase = Literal["rollout", "inference", "train"]
+PHASES: tuple[Phase, ...] = ("rollout", "inference", "train")
+Components = dict[str, float]
+
+ENGINE_OVERHEAD_BYTES = 2.5e9
+"""CUDA context, graphs and activations of an engine's forward; vLLM logs about this much for models up to 70B."""
+CONTEXT_BYTES = 1.0e9
+"""CUDA context and the allocator's slack of a training process."""
+LOGPROB_CHUNK_TOKENS = 512
+MIN_CACHED_SEQUENCES = 8
+"""An engine whose cache holds fewer of the longest samples is not worth starting."""
+
+
+@dataclass(frozen=True, slots=True)
+class GPUMemory:
+    """What one GPU of a role holds in each phase."""
+
+    role: str
+    phases: Mapping[Phase, Components]
+    host: Components = field(default_factory=dict)
+    """What lies in the machine's memory, for each such GPU."""
+
+    @property
+    def peak_bytes(self) -> float:
+        """Return the most that any phase needs, cache that grows into free room counted at its least."""
+        return max((sum(parts.values()) for parts in self.phases.values()), default=0.0)
+
+
+def training_state(question: Question, model: ModelSize, num_gpus: int, *, is_policy: bool) -> tuple[Components, Components]:
+    """Return (on the GPU, in host memory) of a model that is trained: one GPU's share.
+
+    Weights in the compute dtype; float32 gradients; float32 masters where the compute dtype is shorter or the state is offloaded;
+    two moments of 4 bytes, or of 1. As asyncrl/learner/masters.py and optim.py hold them.
+    """
+    adapters = question.lora_parameters if is_policy else 0
+    trained = adapters or model.parameters
+    weights = model.parameters + adapters
+    state: Components = {}
+    if question.bytes_per_weight < 4 or question.offload_optimizer:
+        state["masters"] = 4 * trained / num_gpus
+    state["moments"] = (8 if question.optimizer == "adamw" else 2) * trained / num_gpus
+    on_gpu: Components = {"weights": weights * question.bytes_per_weight / num_gpus, "gradients": 4 * trained / num_gpus}
+    if num_gpus > 1:
+        on_gpu["gathered layers"] = 2 * _layer_parameters(model) * question.bytes_per_weight
+    if question.offload_optimizer or question.optimizer == "paged_adamw_8bit":
+        return on_gpu, state
+    return on_gpu | state, {}
+
+
+def activations(question: Question, model: ModelSize) -> float:
+    """Return the activations of one row of `tokens_per_row` in forward and backward.
+
+    A layer keeps, for each token, its input and the second norm's (2 hidden each with the residual), q, k, v, the output of
+    attention and four of the feed-forward's width. With checkpointing every layer keeps its input alone, and one layer all of it.
+    Source: Korthikanti et al. 2022 (2205.05198), section 4, without dropout, with flash attention and gated feed-forward.
+    """
+    return question.tokens_per_row * activation_bytes_per_token(
+        model, question.bytes_per_weight, checkpointing=question.checkpointing
+    ) + logits_bytes(model)
+
+
+def activation_bytes_per_token(model: ModelSize, bytes_per_value: int, *, checkpointing: bool) -> float:
+    """Return what one token of a row keeps for the backward pass, all layers."""
+    experts = max(1, model.experts_per_token) if model.num_experts else 1
+    width = 4 * model.hidden + model.head_size * (2 * model.heads + 2 * model.kv_heads) + 4 * experts * model.intermediate
+    layer = width * bytes_per_value
+    if checkpointing:
+        return model.layers * model.hidden * bytes_per_value + layer
+    return model.layers * layer
+
+
+def logits_bytes(model: ModelSize) -> float:
+    """Return what the chunked log-probabilities hold at once: logits, their gradient and a copy, float32."""
+    return 3.0 * LOGPROB_CHUNK_TOKENS * model.vocabulary * 4
+
+
+def engine_memory(question: Question, tensor_parallel: int) -> tuple[Components, float]:
+    """Return an engine's components on one GPU, with the least useful cache, and the bytes left there for all of its cache."""
+    model, device = question.model, question.cluster.accelerator
+    weights = (model.parameters + question.lora_parameters) * question.bytes_per_weight / tensor_parallel
+    least = MIN_CACHED_SEQUENCES * question.max_tokens * model.cache_bytes_per_token() / tensor_parallel
+    parts: Components = {"engine weights": weights, "engine overhead": ENGINE_OVERHEAD_BYTES, "KV cache (least)": least}
+    return parts, device.memory_bytes * question.memory_share - weights - ENGINE_OVERHEAD_BYTES
+
+
+def frozen_models(question: Question, num_gpus: int) -> Components:
+    """Return reference and reward model, one GPU's share where they are divided over `num_gpus`."""
+    parts: Components = {}
+    if question.has_reference:
+        parts["reference"] = 0.0 if question.lora_rank else question.model.parameters * question.bytes_per_weight / num_gpus
+    if question.reward_model is not None:
+        parts["reward model"] = question.reward_model.parameters * question.bytes_per_weight / num_gpus
+    return parts
+
+
+def gpu_memory(question: Question, tensor_parallel: int, num_training_gpus: int) -> list[GPUMemory]:
+    """Return what one GPU of each role holds, by the placement."""
+    policy, policy_host = training_state(question, question.model, num_training_gpus, is_policy=True)
+    trained, host = (
+        {f"policy {name}": size for name, size in policy.items()},
+        {f"policy {name}": size for name, size in policy_host.items()},
+    )
+    if question.critic is not None:
+        critic, critic_host = training_state(question, question.critic, num_training_gpus, is_policy=False)
+        trained |= {f"critic {name}": size for name, size in critic.items()}
+        host |= {f"critic {name}": size for name, size in critic_host.items()}
+    engine, _ = engine_memory(question, tensor_parallel)
+    frozen = frozen_models(question, num_training_gpus)
+    step = {"activations": activations(question, question.model), "CUDA context": CONTEXT_BYTES}
+    forward = {"CUDA context": CONTEXT_BYTES, "activations of a forward": _forward_activations(question)}
+    match question.placement:
+        case "disaggregated":
+            return [
+                GPUMemory("generation", {"rollout": engine}),
+                GPUMemory("training", {"inference": trained | frozen | forward, "train": trained | frozen | step}, host),
+            ]
+        case "colocated":
+            away = host | _named("offloaded ", trained) | _named("offloaded ", frozen)
+            phases: dict[Phase, Components] = {"rollout": engine, "inference": frozen | forward, "train": trained | step}
+            return [GPUMemory("all", phases, away)]
+        case "hybrid":
+            shared = {name: size for name, size in trained.items() if name == "policy weights"}
+            rest = {name: size for name, size in trained.items() if name != "policy weights"}
+            cache = {name: size for name, size in engine.items() if name != "engine weights"}
+            whole = {"policy weights, gathered for the engine": max(0.0, engine["engine weights"] - shared["policy weights"])}
+            phases = {"rollout": shared | whole | cache, "inference": shared | frozen | forward, "train": trained | step}
+            return [GPUMemory("all", phases, host | _named("offloaded ", rest))]
+        case "async_hybrid":
+            return [GPUMemory("all", {"train": trained | frozen | step | engine}, host)]
+
+
+def _forward_activations(question: Question) -> float:
+    """Return two layers' worth of one row, nothing being kept."""
+    model = question.model
+    per_token = activation_bytes_per_token(model, question.bytes_per_weight, checkpointing=False) / model.layers
+    return 2 * question.tokens_per_row * per_token + logits_bytes(model) / 3
+
+
+def _layer_parameters(model: ModelSize) -> float:
+    return max(model.body_parameters / model.layers, model.vocabulary * model.hidden / 2)
+
+
+def _named(prefix: str, parts: Components) -> Components:
+    return {prefix + name: size for name, size in parts.items() if "gathered" not in name and "gradients" not in name}

@@ -1,0 +1,236 @@
+import dataclasses
+import json
+
+import pytest
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from asyncrl.errors import ConfigError
+from asyncrl.plan.ask import ask
+from asyncrl.plan.hardware import GIB, parse_cluster
+from asyncrl.plan.memory import gpu_memory
+from asyncrl.plan.models import NAMED, find_model, model_of_json
+from asyncrl.plan.plan import advice, plan
+from asyncrl.plan.question import Question
+from asyncrl.plan.report import plan_text, plan_values
+from asyncrl.plan.speed import engine_speed, generation_s, training_s
+from asyncrl.plan.textbook import textbook_gb
+
+SEVEN = find_model("7B")
+
+
+def question(**fields) -> Question:
+    return Question(**{"model": SEVEN, "cluster": parse_cluster("8xH100"), **fields})
+
+
+def ppo_on_one_card(**fields) -> Question:
+    usual = {"critic": SEVEN, "reward_model": SEVEN, "has_reference": True, "algorithm": "ppo", "placement": "colocated"}
+    return question(**({"cluster": parse_cluster("H100")} | usual | fields))
+
+
+# -- models --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_parameters_are_those_that_transformers_counts(tmp_path, is_tied):
+    config = LlamaConfig(
+        hidden_size=96, intermediate_size=160, num_hidden_layers=3, num_attention_heads=6, num_key_value_heads=2, vocab_size=301,
+        tie_word_embeddings=is_tied,
+    )  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
+    assert find_model(str(tmp_path)).parameters == sum(tensor.numel() for tensor in LlamaForCausalLM(config).parameters())
+
+
+@pytest.mark.parametrize(
+    ("name", "billions", "active"),
+    [("llama-3-70b", 70.6, 69.5), ("qwen2.5-7b", 7.6, 7.1), ("qwen3-30b-a3b", 30.5, 3.0), ("qwen3-235b-a22b", 235.1, 21.6)],
+)
+def test_named_models_have_their_published_sizes(name, billions, active):
+    assert NAMED[name].parameters / 1e9 == pytest.approx(billions, abs=0.06)
+    assert NAMED[name].active_parameters / 1e9 == pytest.approx(active, abs=0.06)
+
+
+@pytest.mark.parametrize("text", ["0.1B", "1B", "7B", "13B", "70B", "405B"])
+def test_a_round_number_is_a_model_of_that_many_parameters(text):
+    assert find_model(text).parameters == pytest.approx(float(text[:-1]) * 1e9, rel=1e-4)
+
+
+def test_what_is_no_model_is_answered_with_what_is(tmp_path):
+    with pytest.raises(ConfigError, match=r"llama-3-70b.*7B.*config.json"):
+        find_model("gpt-5")
+    with pytest.raises(ConfigError, match="num_hidden_layers"):
+        model_of_json({"hidden_size": 1, "num_attention_heads": 1}, "x")
+
+
+# -- the budgets of the mission ------------------------------------------------------------------------------------------
+
+
+def test_four_models_of_70b_in_bf16_are_560_gb():
+    seventy = find_model("70B")
+    assert 2 * seventy.parameters / 1e9 == pytest.approx(140, rel=1e-3)
+    models = {"model": seventy, "critic": seventy, "reward_model": seventy}
+    parts = textbook_gb(ppo_on_one_card(**models))
+    assert sum(parts[name] for name in ("policy", "reference", "reward model", "value model")) == pytest.approx(560, rel=1e-3)
+
+
+def test_7b_ppo_is_92_gb_on_paper_and_does_not_fit_on_80():
+    parts = textbook_gb(ppo_on_one_card())
+    assert {name: round(size) for name, size in parts.items()} == {
+        "policy": 14, "reference": 14, "reward model": 14, "value model": 14, "optimizer": 28, "activations": 8,
+    }  # fmt: skip
+    assert sum(parts.values()) == pytest.approx(92, rel=1e-3)
+    assert not plan(ppo_on_one_card()).fits
+
+
+def test_7b_with_lora_a_small_reward_model_and_an_8_bit_optimizer_fits_on_80():
+    changed = ppo_on_one_card(critic=None, algorithm="grpo", reward_model=find_model("1B"), lora_rank=64, optimizer="adamw_8bit")
+    parts = textbook_gb(changed)
+    assert "reference" not in parts
+    assert 2 <= parts["reward model"] <= 4
+    assert sum(parts.values()) < 40
+    made = plan(changed)
+    assert made.fits
+    assert made.memory[0].phases["inference"]["reference"] == 0
+
+
+def test_70b_on_64_h100_fits_and_the_halves_balance():
+    made = plan(question(model=NAMED["llama-3-70b"], cluster=parse_cluster("64xH100"), has_reference=True))
+    assert made.fits
+    assert made.num_generation_gpus + made.num_training_gpus == 64
+    assert made.tensor_parallel >= 4, "141 GB of weights do not fit on two cards beside a cache"
+    assert 0.5 < made.generation_s / made.training_s < 2
+    assert made.sync_s == pytest.approx(made.question.version_bytes / 40e9, rel=0.01)
+
+
+# -- memory --------------------------------------------------------------------------------------------------------------
+
+
+def test_state_of_full_training_is_eighteen_bytes_a_parameter():
+    (everything,) = gpu_memory(question(placement="colocated"), 1, 1)
+    state = sum(size for name, size in everything.phases["train"].items() if name.startswith("policy"))
+    assert state == pytest.approx((2 + 4 + 4 + 8) * SEVEN.parameters)
+
+
+def test_state_is_divided_over_the_training_gpus_and_moves_to_the_host():
+    one = gpu_memory(question(placement="colocated", offload_optimizer=True), 1, 1)[0]
+    eight = gpu_memory(question(placement="colocated", offload_optimizer=True), 1, 8)[0]
+    assert eight.phases["train"]["policy gradients"] == one.phases["train"]["policy gradients"] / 8
+    assert "policy moments" not in one.phases["train"]
+    assert one.host["policy moments"] == 8 * SEVEN.parameters
+
+
+def test_phases_of_colocated_hold_only_what_they_need():
+    (everything,) = gpu_memory(question(placement="colocated", has_reference=True), 1, 8)
+    assert not any(name.startswith("policy") for name in everything.phases["rollout"])
+    assert "reference" in everything.phases["inference"]
+    assert "reference" not in everything.phases["train"]
+
+
+def test_hybrid_holds_the_weights_once():
+    (colocated,) = gpu_memory(question(placement="colocated"), 1, 1)
+    (hybrid,) = gpu_memory(question(placement="hybrid"), 1, 1)
+    assert "engine weights" not in hybrid.phases["rollout"]
+    assert hybrid.phases["rollout"]["policy weights"] == colocated.phases["rollout"]["engine weights"]
+
+
+def test_async_hybrid_holds_everything_at_once():
+    (both,) = gpu_memory(question(placement="async_hybrid"), 1, 8)
+    assert {"engine weights", "policy moments", "activations"} <= set(both.phases["train"])
+
+
+def test_adapters_alone_have_state_under_lora():
+    (everything,) = gpu_memory(question(placement="colocated", lora_rank=16), 1, 1)
+    adapters = question(lora_rank=16).lora_parameters
+    assert everything.phases["train"]["policy moments"] == 8 * adapters
+    assert everything.phases["train"]["policy weights"] == 2 * (SEVEN.parameters + adapters)
+
+
+# -- speed and the split -------------------------------------------------------------------------------------------------
+
+
+def test_a_larger_batch_is_faster_in_all_and_slower_for_each():
+    small, large = engine_speed(question(), 1, 8), engine_speed(question(), 1, 64)
+    assert large.tokens_per_s > 2 * small.tokens_per_s
+    assert large.step_s > small.step_s
+
+
+def test_more_gpus_are_faster():
+    assert generation_s(question(), 1, 4) < generation_s(question(), 1, 2)
+    assert training_s(question(), 4) == pytest.approx(training_s(question(), 2) / 2)
+
+
+def test_a_model_with_experts_decodes_faster_than_a_dense_one_of_its_size():
+    experts = engine_speed(question(model=NAMED["qwen3-30b-a3b"]), 1, 4)
+    dense = engine_speed(question(model=NAMED["qwen2.5-32b"]), 1, 4)
+    assert experts.step_s < dense.step_s / 3
+
+
+def test_the_split_moves_towards_generation_with_longer_responses():
+    short = plan(question(cluster=parse_cluster("16xH100"), response_tokens=256))
+    long = plan(question(cluster=parse_cluster("16xH100"), response_tokens=6144))
+    assert long.num_generation_gpus >= short.num_generation_gpus
+
+
+def test_synchronous_phases_add_up_and_have_no_staleness():
+    made = plan(question(placement="colocated"))
+    assert made.step_s == made.generation_s + made.training_s + made.sync_s
+    assert made.mean_staleness == 0
+    assert plan(question(max_staleness=0)).mean_staleness == 0
+
+
+def test_staleness_never_passes_the_bound():
+    for bound in (1, 2, 8):
+        assert 0 < plan(question(max_staleness=bound)).mean_staleness <= bound
+
+
+# -- advice and asking ---------------------------------------------------------------------------------------------------
+
+
+def test_advice_is_true():
+    made = plan(ppo_on_one_card())
+    lines = advice(made)
+    assert any("LoRA" in line for line in lines)
+    assert "8 GPUs of this kind instead of 1" in lines
+    assert plan(dataclasses.replace(ppo_on_one_card(), cluster=parse_cluster("8xH100"))).fits
+    assert plan(dataclasses.replace(ppo_on_one_card(), offload_optimizer=True, critic=None)).fits
+    assert advice(plan(question())) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fields", "said"),
+    [
+        (("7B", "8xTPU"), {}, "H100"),
+        (("7B", "0xH100"), {}, "64xH100"),
+        (("7B", "H100"), {}, "at least 2 GPUs"),
+        (("7B", "8xH100"), {"overrides": ["optimizer=sgd"]}, "adamw_8bit"),
+        (("7B", "8xH100"), {"overrides": ["rank=2"]}, "lora_rank"),
+        (("7B", "8xH100"), {"overrides": ["lora_rank=many"]}, "takes int"),
+        (("7B", "8xH100"), {"overrides": ["max_tokens=100"]}, "max_tokens"),
+        (("7B", "8xH100"), {"overrides": ["tokens_per_row=4096"]}, "tokens_per_row"),
+        (("7B", "8xH100"), {"overrides": ["num_generation_gpus=8"]}, "under 8"),
+    ],
+)
+def test_what_cannot_be_is_answered_with_what_can(arguments, fields, said):
+    with pytest.raises(ConfigError, match=said):
+        plan(ask(*arguments, **fields))
+
+
+OVERRIDES = ["lora_rank=16", "checkpointing=false", "dtype=float32", "dollars_per_hour=1", "gpus_per_node=4"]
+
+
+def test_overrides_have_the_types_of_their_fields():
+    asked = ask("7B", "8xH100", algorithm="ppo", overrides=OVERRIDES)
+    assert (asked.lora_rank, asked.checkpointing, asked.dtype) == (16, False, "float32")
+    assert asked.critic == asked.model
+    assert asked.has_reference
+    assert asked.cluster.accelerator.dollars_per_hour == 1.0
+    assert asked.cluster.num_nodes == 2
+
+
+def test_words_and_values_say_the_same():
+    made = plan(ppo_on_one_card())
+    text, values = plan_text(made), json.loads(json.dumps(plan_values(made)))
+    assert "DOES NOT FIT" in text
+    assert values["fits"] is False
+    assert f"{values['peak_gib']['all']:.1f}" in text
+    assert values["memory_gib"]["all"]["train"]["policy moments"] * GIB == pytest.approx(8 * SEVEN.parameters)
+    assert all(line in text for line in values["advice"])

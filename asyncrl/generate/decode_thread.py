@@ -123,7 +123,7 @@ class DecodeThread:
         """Serve and step until closed."""
         told_s = time.monotonic()
         while self._serve(decoder):
-            if self._is_paused or decoder.is_torn or not decoder.has_work:
+            if self._is_paused or not decoder.can_step or not decoder.has_work:
                 self.tell(decoder.chunks())
                 self._wait()
                 continue

@@ -117,13 +117,16 @@ class Engine(Protocol):
             level: 1: the KV cache goes, the weights move to host memory. 2: the weights go too; after `wake` nothing is sampled
                 until `load_weights`.
 
+        Requests may be submitted, aborted and paused meanwhile; `load_weights` and `score` raise GenerationError until `wake`.
+        Asleep already: a higher level goes deeper, any other changes nothing.
+
         Raises:
             GenerationError: The engine cannot sleep (vLLM on a CPU, or started without `sleep = true`).
         """
         ...
 
     async def wake(self) -> None:
-        """Take device memory again after `sleep`. Raises GenerationError when it is not there."""
+        """Take device memory again after `sleep`; awake already: nothing happens. Raises GenerationError when it is not there."""
         ...
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:

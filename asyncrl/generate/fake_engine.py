@@ -134,6 +134,7 @@ class FakeEngine:
     async def load_weights(self, version: int, tensors: Mapping[str, Any], kv: KVPolicy) -> float:
         """Stamp later tokens with `version`, after `load_latency_s` without tokens; the tensors are not looked at."""
         del tensors, kv
+        self._refuse_asleep("load weights")
         before_s = self._clock.now()
         self._hold("load")
         for scripted in self._by_id.values():
@@ -147,6 +148,7 @@ class FakeEngine:
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         """Return the logprobs of a uniform model."""
+        self._refuse_asleep("score")
         return [-math.log(self._config.vocabulary_size)] * (len(token_ids) - 1)
 
     async def close(self) -> None:
@@ -177,6 +179,10 @@ class FakeEngine:
             await asyncio.wait((sleeping, changed), return_when=asyncio.FIRST_COMPLETED)
             sleeping.cancel()
             changed.cancel()
+
+    def _refuse_asleep(self, what: str) -> None:
+        if "sleep" in self._holds:
+            raise GenerationError(f"cannot {what}: the engine is asleep; wake it first")
 
     def _now_s(self) -> float:
         """Return engine time: seconds in which nothing held it."""

@@ -121,6 +121,8 @@ class ReplayEngine:
     async def load_weights(self, version: int, tensors: Mapping[str, Any], kv: KVPolicy) -> float:
         """Stamp later answers with `version`; the tensors are not looked at and may be missing."""
         del tensors, kv
+        if self._is_asleep:
+            raise GenerationError("cannot load weights: the engine is asleep; wake it first")
         self._version = version
         self._needs_weights = False
         self._give_back()

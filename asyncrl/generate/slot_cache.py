@@ -24,6 +24,8 @@ import torch
 from numpy.typing import NDArray
 from torch.nn.functional import scaled_dot_product_attention
 
+from asyncrl.errors import GenerationError
+
 BLOCK_TOKENS = 64
 
 
@@ -46,6 +48,7 @@ class SlotCache:
         self.idle_position = self.num_blocks * self.block_tokens - 1
         self._keys: dict[int, torch.Tensor] = {}
         self._values: dict[int, torch.Tensor] = {}
+        self._given_back: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     @property
     def num_bytes(self) -> int:
@@ -58,6 +61,29 @@ class SlotCache:
             self._keys[layer] = self._allocate(key)
             self._values[layer] = self._allocate(value)
         return self._keys[layer], self._values[layer]
+
+    def give_back(self) -> None:
+        """Free all storage; what it held must be computed anew."""
+        for layer, keys in self._keys.items():
+            self._given_back[layer] = (keys.new_empty(keys.shape, device="meta"), self._values[layer].to("meta"))
+        self._keys.clear()
+        self._values.clear()
+
+    def take_again(self) -> None:
+        """Allocate what `give_back` freed, empty.
+
+        Raises:
+            GenerationError: There is not enough memory; nothing is held then.
+        """
+        try:
+            for layer, (keys, values) in self._given_back.items():
+                self._keys[layer] = torch.zeros_like(keys, device=self.device)
+                self._values[layer] = torch.zeros_like(values, device=self.device)
+        except RuntimeError as error:
+            self._keys.clear()
+            self._values.clear()
+            raise GenerationError(f"cannot wake: no room for the KV cache on {self.device}: {error}") from error
+        self._given_back.clear()
 
     def _allocate(self, like: torch.Tensor) -> torch.Tensor:
         shape = (self.num_blocks, self.num_rows, like.shape[1], self.block_tokens, like.shape[3])

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 
 from asyncrl.errors import GenerationError
-from asyncrl.generate.engine import KVPolicy, TokenChunk
+from asyncrl.generate.engine import KVPolicy, SleepLevel, TokenChunk
 from asyncrl.generate.sampling import SamplingBatch, sample, sampling_batch
 from asyncrl.generate.slot_model import SlotModel
 from asyncrl.generate.slots import InFlight, SlotTable
@@ -59,13 +59,26 @@ class SlotDecoder:
         self._sampling: SamplingBatch | None = None
         self._epoch = 0
         self.version = -1
-        self.is_torn = False
-        """The last load was overtaken half-way: no step until one succeeds."""
+        self._is_torn = False
+        """The last load was overtaken half-way, or sleep gave the weights up: no step until a load succeeds."""
+        self._is_asleep = False
+        self._has_kv = True
+        """Running requests' keys and values are in the cache."""
 
     @property
     def has_work(self) -> bool:
         """Whether any request is unfinished."""
         return bool(self._by_id)
+
+    @property
+    def can_step(self) -> bool:
+        """Whether there are weights to sample with, and memory to do it in."""
+        return not self._is_torn and not self._is_asleep
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of weights and KV cache, as far as they are on the device now."""
+        return self._model.num_bytes
 
     def submit(self, flight: InFlight) -> None:
         """Queue a request."""
@@ -104,20 +117,49 @@ class SlotDecoder:
 
     def load_weights(self, version: int, tensors: Mapping[str, torch.Tensor], kv: KVPolicy) -> None:
         """Go on with other weights; raises as `Engine.load_weights`."""
+        self._refuse_asleep("load weights")
         self._model.load_weights(tensors)
         if isinstance(tensors, MappedTensors):
-            self.is_torn = True
+            self._is_torn = True
             tensors.check()
-        self.is_torn = False
+        self._is_torn = False
         self.version = version
         self._epoch += 1
-        if kv == "recompute":
-            self._model.prefill((flight.row, flight.all_ids[:-1]) for flight in self._slots.occupants)
-            self._slots.renew_donors(self._epoch)
+        if kv == "recompute" or not self._has_kv:
+            self._recompute()
+
+    def sleep(self, level: SleepLevel) -> None:
+        """Give memory back; nothing steps until `wake`, after level 2 until weights are loaded too."""
+        self._model.sleep(level)
+        self._is_asleep, self._has_kv = True, False
+        self._is_torn |= level == 2
+
+    def wake(self) -> None:
+        """Take the memory again, and where the weights are still there the requests' keys and values too."""
+        if not self._is_asleep:
+            return
+        self._model.wake()
+        self._is_asleep = False
+        self._epoch += 1
+        if not self._is_torn:
+            self._recompute()
 
     def score(self, token_ids: tuple[int, ...]) -> list[float]:
         """Return the logprob of each token after the first under the current weights, temperature 1."""
+        self._refuse_asleep("score")
+        if self._is_torn:
+            raise GenerationError("cannot score: the engine has no whole weights; load some first")
         return self._model.score(token_ids)
+
+    def _refuse_asleep(self, what: str) -> None:
+        if self._is_asleep:
+            raise GenerationError(f"cannot {what}: the engine is asleep; wake it first")
+
+    def _recompute(self) -> None:
+        """Compute running requests' keys and values under the current weights."""
+        self._model.prefill((flight.row, flight.all_ids[:-1]) for flight in self._slots.occupants)
+        self._slots.renew_donors(self._epoch)
+        self._has_kv = True
 
     def _take(self, flight: InFlight, token_id: int, logprob: float) -> Emission | None:
         if not math.isfinite(logprob):

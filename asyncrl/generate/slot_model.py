@@ -27,7 +27,9 @@ from transformers.utils import logging as transformers_logging
 from asyncrl.config.learner import LoRAConfig
 from asyncrl.config.stages import TransformersEngineConfig
 from asyncrl.errors import GenerationError
+from asyncrl.generate.engine import SleepLevel
 from asyncrl.generate.slot_cache import AttentionPlan, DecodePlan, Piece, PrefillPlan, SlotCache, WholePlan
+from asyncrl.generate.weights_asleep import WeightsAsleep
 from asyncrl.generate.weights_in_place import WeightsInPlace
 from asyncrl.models.output_layer import use_float32_head
 
@@ -100,6 +102,7 @@ class SlotModel:
         self.vocabulary_size = int(model.get_input_embeddings().weight.shape[0])
         self.end_ids = _end_ids(model)
         self._weights = WeightsInPlace(model, trainable_only=adapters_only)
+        self._asleep = WeightsAsleep(model, self._weights.names)
 
     @classmethod
     def load(
@@ -157,8 +160,8 @@ class SlotModel:
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes of weights and cache."""
-        return self._weights.num_bytes + self.cache.num_bytes
+        """Return the bytes of weights and cache, as far as they are on the device now."""
+        return self._asleep.num_bytes + self.cache.num_bytes
 
     @torch.inference_mode()
     def decode(self, tokens_R: NDArray[np.int64], positions_R: NDArray[np.int64]) -> torch.Tensor:
@@ -207,6 +210,16 @@ class SlotModel:
     def load_weights(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Copy new weights in; see `WeightsInPlace.load`."""
         self._weights.load(tensors)
+
+    def sleep(self, level: SleepLevel) -> None:
+        """Free the cache, and the weights as the level says; no forward until `wake`."""
+        self.cache.give_back()
+        self._asleep.leave(level)
+
+    def wake(self) -> None:
+        """Take the memory again; the cache is empty, and after level 2 the weights hold no values. Raises GenerationError."""
+        self._asleep.come_back()
+        self.cache.take_again()
 
     def _forward(
         self, tokens: NDArray[np.int64], positions: NDArray[np.int64], plan: AttentionPlan, logits_to_keep: int = 0

@@ -76,7 +76,7 @@ class TransformersEngine:
 
     @property
     def model_bytes(self) -> int:
-        """Bytes of weights and KV cache."""
+        """Bytes of weights and KV cache, as far as they are on the device now."""
         return self._resident_bytes
 
     async def start(self) -> None:
@@ -113,12 +113,22 @@ class TransformersEngine:
         await self._thread.set_paused(False)
 
     async def sleep(self, level: SleepLevel) -> None:
-        """Give memory back; see `Engine.sleep`."""
-        raise NotImplementedError
+        """Give memory back; see `Engine.sleep`. On a CPU level 1 leaves the weights where they are."""
+
+        def fall_asleep(decoder: SlotDecoder) -> None:
+            decoder.sleep(level)
+            self._resident_bytes = decoder.num_bytes
+
+        await self._thread.call(fall_asleep)
 
     async def wake(self) -> None:
         """Take it again after `sleep`."""
-        raise NotImplementedError
+
+        def wake_up(decoder: SlotDecoder) -> None:
+            decoder.wake()
+            self._resident_bytes = decoder.num_bytes
+
+        await self._thread.call(wake_up)
 
     async def load_weights(self, version: int, tensors: Mapping[str, torch.Tensor], kv: KVPolicy) -> float:
         """Replace the weights between two tokens; see `Engine.load_weights`."""

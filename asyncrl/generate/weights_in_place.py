@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from asyncrl.errors import GenerationError
+from asyncrl.models.copying import copy_tensors
 
 _SHOWN = 5
 
@@ -20,16 +21,16 @@ class WeightsInPlace:
     """What of one model is replaced: its parameters and persistent buffers, or the trainable parameters alone; by name."""
 
     def __init__(self, model: torch.nn.Module, *, trainable_only: bool = False) -> None:
-        everything = {name: tensor.detach() for name, tensor in model.state_dict().items()}
+        # The model's own tensors, not views of them: sleeping gives their memory back and takes other memory later.
+        everything = model.state_dict(keep_vars=True)
         trainable = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
         self._tensors = {name: tensor for name, tensor in everything.items() if name in trainable or not trainable_only}
         self._tied = _by_storage(self._tensors)
-        self._num_bytes: int = sum(everything[names[0]].nbytes for names in _by_storage(everything))
 
     @property
-    def num_bytes(self) -> int:
-        """Return the bytes of all the model's tensors, tied ones once."""
-        return self._num_bytes
+    def names(self) -> frozenset[str]:
+        """Return the names that new weights bring, or one of each tied few."""
+        return frozenset(self._tensors)
 
     def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Copy every tensor in, cast to the model's dtype.
@@ -57,10 +58,8 @@ class WeightsInPlace:
                     f"new weights: {name} has shape {tuple(tensor.shape)}, the model's is {tuple(self._tensors[name].shape)}"
                 )
         self._refuse_disagreement(tensors)
-        with torch.no_grad():
-            for names in self._tied:
-                given = next(name for name in names if name in tensors)
-                self._tensors[given].copy_(tensors[given])
+        given = [next(name for name in names if name in tensors) for names in self._tied]
+        copy_tensors((tensors[name], self._tensors[name]) for name in given)
 
     def _refuse_disagreement(self, tensors: Mapping[str, torch.Tensor]) -> None:
         for names in self._tied:

@@ -1,11 +1,11 @@
 """Who takes part in which broadcast of a version, decided purely: gathering, epochs, losses, late joiners.
 
-An epoch is one process group: the learner, rank 0, and the members in order. It lasts while the same members want the next version;
-somebody new, missing, lost or failed makes a new one. One attempt at a time sends one version to the members of its epoch.
+An epoch is one process group: the learner, rank 0, and the members in order. It lasts while the same members want the next
+version; somebody new, missing, lost or failed makes a new one. One attempt at a time sends one version to the members of its epoch.
 
 Invariants:
-- An attempt ends: everyone answered, or no progress for `timeout_s`, or somebody failed; in the last two cases the others are told,
-  have ANSWER_S to say that they are out, and whoever says nothing is dropped. The rest ask again and go on in a new epoch.
+- An attempt ends: everyone answered, or no progress for `timeout_s`, or somebody failed; in the last two cases the others are
+  told, have ANSWER_S to say that they are out, and whoever says nothing is dropped. The rest ask again and go on in a new epoch.
 - Members gather for `gather_s` at most, and not at all once everyone who is behind is ready and nobody is new. Whoever was waited
   for in vain is not waited for again until it asks.
 - Every member that asked is told to begin or is refused; a version is attempted at most MAX_ATTEMPTS times before it is refused.
@@ -180,26 +180,27 @@ class Membership:
         return [*self._take(event, now), *self._next_attempt(now)]
 
     def _take(self, event: Event, now: float) -> list[Instruction]:
+        instructions: list[Instruction] = []
         match event:
             case Offered(version):
                 self.offered.add(version)
                 self._num_attempts[version] = 0
             case Withdrawn(version):
-                return self._withdraw(version, now)
+                instructions = self._withdraw(version, now)
             case Asked(member, version):
-                return self._ask(member, version, now)
+                instructions = self._ask(member, version, now)
             case Answered(member, epoch, failure):
-                return self._answer(member, epoch, failure, now)
+                instructions = self._answer(member, epoch, failure, now)
             case Left(member):
-                return self._leave(member, now)
+                instructions = self._leave(member, now)
             case Progress(epoch) if self._is_running(epoch):
                 assert self._attempt is not None
                 self._attempt.deadline_s = now + self.timeout_s
             case Sent(epoch, failure):
-                return self._sent(epoch, failure, now)
+                instructions = self._sent(epoch, failure, now)
             case Tick():
-                return self._check_deadline(now)
-        return []
+                instructions = self._check_deadline(now)
+        return instructions
 
     def _ask(self, member: str, version: int, now: float) -> list[Instruction]:
         if version not in self.offered:

@@ -1,7 +1,7 @@
 """The learner's end of the broadcast: a snapshot on the learner's thread, everything else on one thread of its own.
 
 Owns the slots, the medium's writer and the publisher thread. `publish` copies the tensors into a slot and returns; behind it the
-thread hashes what is already copied, commits, and calls `on_available`.
+thread hashes what is already copied, commits (whole, as a delta, or both: delta_offers.py), and calls `on_available`.
 
 Invariants:
 - `publish` never waits for a subscriber or a disk; for a commit only where the one slot left to write to is being read.
@@ -23,6 +23,7 @@ from pathlib import Path
 
 import torch
 
+from asyncrl.broadcast.delta_offers import DeltaOffers, Offer, offer_whole
 from asyncrl.broadcast.fingerprint import CopyProgress, fingerprints_behind, version_fingerprint
 from asyncrl.broadcast.media import kind_of, open_writer
 from asyncrl.broadcast.medium import NUM_SLOTS
@@ -56,7 +57,7 @@ class _Publication:
     progress: CopyProgress = field(default_factory=CopyProgress)
     snapshot_taken: threading.Event = field(default_factory=threading.Event)
     blocked_ms: float = 0.0
-    location: str = ""
+    offer: Offer | None = None
     fingerprint: str = ""
     bucket_fingerprints: bytes = b""
 
@@ -96,6 +97,7 @@ class Publisher:
         self._failure = ""
         self._closing = False
         self._manifest: WeightsManifest | None = None
+        self._deltas: DeltaOffers | None = None
         self._flats: tuple[memoryview, ...] = ()
         self._views: tuple[dict[str, torch.Tensor], ...] = ()
         self._thread = threading.Thread(target=self._run, name="asyncrl-publisher", daemon=True)
@@ -159,7 +161,7 @@ class Publisher:
             self._changed.notify_all()
         if self._thread.is_alive():
             self._thread.join(CLOSE_TIMEOUT_S)
-        self._views, self._flats = (), ()
+        self._views, self._flats, self._deltas = (), (), None
         self._writer.close()
         if self._thread.is_alive():
             raise BroadcastError(f"the last version was not published within {CLOSE_TIMEOUT_S:.0f} s of closing")
@@ -174,6 +176,8 @@ class Publisher:
             self._flats = tuple(slot.numpy().data for slot in slots)
             self._views = tuple(view_tensors(slot, manifest) for slot in slots)
             self._manifest = manifest
+            if self._config.delta is not None:
+                self._deltas = DeltaOffers(self._config.delta, self._writer, manifest)
             self._thread.start()
         return self._manifest
 
@@ -218,11 +222,17 @@ class Publisher:
             ends = bucket_ends(self._manifest)
             publication.bucket_fingerprints = fingerprints_behind(self._flats[commit.slot], ends, publication.progress)
             publication.fingerprint = version_fingerprint(publication.bucket_fingerprints)
-            publication.location = self._writer.commit(commit.slot, commit.version, publication.fingerprint)
+            publication.offer = self._offer(commit, publication)
         except BroadcastError as error:
             return CommitFailed(commit.version, str(error))
         publication.snapshot_taken.wait()
         return Committed(commit.version)
+
+    def _offer(self, commit: Commit, publication: _Publication) -> Offer:
+        if self._deltas is None:
+            return offer_whole(self._writer, commit, publication.fingerprint, publication.bucket_fingerprints)
+        flat = self._flats[commit.slot]
+        return self._deltas.offer(commit, flat, publication.fingerprint, publication.bucket_fingerprints)
 
     def _report(self, event: PublisherEvent) -> None:
         with self._changed:
@@ -250,17 +260,23 @@ class Publisher:
 
     def _announcement(self, announce: Announce) -> WeightsAvailable:
         publication = self._publications.pop(announce.version)
+        offer = publication.offer
         assert self._manifest is not None
+        assert offer is not None
+        is_whole = offer.whole.version == announce.version
         return WeightsAvailable(
             version=announce.version,
             medium=kind_of(self._config.medium),
-            location=publication.location,
+            location=offer.whole.location,
             manifest=self._manifest,
             fingerprint=publication.fingerprint,
             published_s=self._clock.now(),
             blocked_ms=publication.blocked_ms,
             probe=publication.probe,
             bucket_fingerprints=publication.bucket_fingerprints,
+            full_version=-1 if is_whole else offer.whole.version,
+            full_bucket_fingerprints=b"" if is_whole else offer.whole.bucket_fingerprints,
+            deltas=offer.deltas,
         )
 
     def _raise_failure(self) -> None:

@@ -1,12 +1,13 @@
-"""A generator's end of the broadcast: which version to fetch, the buffer it arrives in, and the check before it goes live.
+"""A generator's end of the broadcast: which version to fetch, where it arrives, and the check before it goes live.
 
-Owns the medium's reader, one staging buffer as large as a version, and one fetching thread.
+Owns the medium's reader, one staging buffer as large as a version (staging.py), and one fetching thread.
 
 Invariants:
 - Tensors are handed out only once all bytes are here and their fingerprint is the announced one; until then whoever holds the old
   version is not disturbed.
 - The tensors are views of the staging buffer, or of the learner's own slot where the medium can lend it: valid until released, or
   until the next `fetch` or `next_version`, which says that the engine is done with them.
+- With deltas they always lie in the staging buffer: the next version is made from them, so nobody may write to them.
 - What arrived damaged is fetched again, with back-off; what is gone is given up for the next announcement (SubscriberState).
 
 Called by generate/worker.py, through pipeline.py.
@@ -21,11 +22,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
-from asyncrl.broadcast.fingerprint import damaged_buckets, fingerprints_of
+from asyncrl.broadcast.fingerprint import fingerprints_of
 from asyncrl.broadcast.media import kind_of, open_reader
 from asyncrl.broadcast.medium import Lease, VersionUnavailableError
+from asyncrl.broadcast.staging import Staging, refuse_damaged
 from asyncrl.broadcast.state import (
     Announced,
     Fetch,
@@ -82,7 +82,8 @@ class Subscriber:
         self._state = SubscriberState()
         self._wanted: WeightsAvailable | None = None
         self._announced = asyncio.Event()
-        self._staging: torch.Tensor | None = None
+        self._staging = Staging(self._reader)
+        self._may_lease = config.delta is None
         self._handed_out: MappedTensors | None = None
         self._cancelled = threading.Event()
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="asyncrl-subscriber")
@@ -178,19 +179,11 @@ class Subscriber:
             raise
 
     def _receive(self, available: WeightsAvailable, cancelled: threading.Event) -> MappedTensors:
-        """Return the verified bytes: where they lie, if the medium can lend them, or else fetched into the staging buffer."""
-        lease = self._reader.lease(available)
+        """Return the verified bytes: where they lie, if the medium can lend them, or else in the staging buffer."""
+        lease = self._reader.lease(available) if self._may_lease else None
         if lease is not None:
             return _verified_in_place(lease, available, cancelled)
-        staging = self._staging_for(available.manifest.total_bytes)
-        _refuse_damaged(available, self._reader.fetch(available, staging.numpy().data, cancelled))
-        return MappedTensors(available.manifest, staging)
-
-    def _staging_for(self, num_bytes: int) -> torch.Tensor:
-        if self._staging is None or self._staging.numel() != num_bytes:
-            self._staging = None
-            self._staging = torch.zeros(num_bytes, dtype=torch.uint8)
-        return self._staging
+        return MappedTensors(available.manifest, self._staging.receive(available, cancelled))
 
     async def _until_announced(self, timeout_s: float | None = None) -> None:
         """Wait for the next announcement, or until the time has passed on the clock."""
@@ -230,20 +223,11 @@ def _verified_in_place(lease: Lease, available: WeightsAvailable, cancelled: thr
     try:
         found = fingerprints_of(lease.flat.numpy().data, bucket_ends(manifest), check)
         lease.check()
-        _refuse_damaged(available, found)
+        refuse_damaged(available, found)
     except BaseException:
         lease.release()
         raise
     return MappedTensors(manifest, lease.flat, lease.path, lease.offset, check=lease.check, release=lease.release)
-
-
-def _refuse_damaged(available: WeightsAvailable, found: bytes) -> None:
-    damaged = damaged_buckets(found, available.bucket_fingerprints)
-    if damaged:
-        raise BroadcastError(
-            f"version {available.version} arrived damaged: the fingerprints of {len(damaged)} of its "
-            f"{len(bucket_ends(available.manifest))} buckets differ, the first is bucket {damaged[0]}"
-        )
 
 
 def _raise_given_up(instructions: list[SubscriberInstruction]) -> None:

@@ -1,0 +1,130 @@
+"""A generator's staging buffer, and how it comes to hold an announced version: fetched whole, or brought there by deltas.
+
+Invariants:
+- What the buffer is said to hold has the announced fingerprints; from before the first byte is written until they are compared it
+  is said to hold nothing.
+- A delta is applied only if its own fingerprint is right, and only on the very bytes it was made from.
+- Whatever goes wrong with deltas is answered by fetching the whole, at once.
+
+Called by subscriber.py, on its thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterable
+
+import torch
+import xxhash
+
+from asyncrl.broadcast.delta import apply_delta, blob_fingerprint
+from asyncrl.broadcast.delta_chain import FetchPlan, HeldVersion, plan_fetch, plan_whole
+from asyncrl.broadcast.fingerprint import DIGEST_BYTES, damaged_buckets
+from asyncrl.broadcast.medium import MediumReader, VersionUnavailableError
+from asyncrl.errors import BroadcastError
+from asyncrl.models.layout import bucket_ends
+from asyncrl.schema.weights import Delta, WeightsAvailable, WeightsManifest
+
+_LOG = logging.getLogger(__name__)
+
+
+class Staging:
+    """One version's bytes in the memory of this process."""
+
+    def __init__(self, reader: MediumReader) -> None:
+        self._reader = reader
+        self._flat: torch.Tensor | None = None
+        self._held: HeldVersion | None = None
+
+    def receive(self, available: WeightsAvailable, cancelled: threading.Event) -> torch.Tensor:
+        """Fetch what is missing of the version and verify it; blocking.
+
+        Args:
+            available: What was announced.
+            cancelled: Set, the fetch gives up.
+
+        Returns:
+            uint8 [total_bytes], valid until the next call.
+
+        Raises:
+            VersionUnavailableError: The version is gone, or the fetch was cancelled.
+            BroadcastError: It arrived damaged or could not be read.
+        """
+        flat = self._buffer_for(available.manifest.total_bytes)
+        plan = plan_fetch(available, self._held)
+        try:
+            self._carry_out(plan, available, cancelled)
+        except BroadcastError as error:
+            if plan.whole is not None or cancelled.is_set():
+                raise
+            _LOG.warning("version %d is fetched whole, its deltas were of no use: %s", available.version, error)
+            self._carry_out(plan_whole(available), available, cancelled)
+        return flat
+
+    def _carry_out(self, plan: FetchPlan, available: WeightsAvailable, cancelled: threading.Event) -> None:
+        """Fetch, apply, compare."""
+        if plan.whole is not None:
+            self._fetch_whole(plan.whole, cancelled)
+        assert self._held is not None
+        before = self._held.bucket_fingerprints
+        touched: set[int] = set()
+        for delta in plan.deltas:
+            touched |= self._apply(delta, available, cancelled)
+        found = _rehashed(before, touched, available.manifest, self._bytes())
+        refuse_damaged(available, found)
+        self._held = _held(available)
+
+    def _fetch_whole(self, whole: WeightsAvailable, cancelled: threading.Event) -> None:
+        self._held = None
+        refuse_damaged(whole, self._reader.fetch(whole, self._bytes(), cancelled))
+        self._held = _held(whole)
+
+    def _apply(self, delta: Delta, available: WeightsAvailable, cancelled: threading.Event) -> set[int]:
+        """Fetch the delta and apply it; return the buckets it touched."""
+        if cancelled.is_set():
+            raise VersionUnavailableError(f"the fetch of version {available.version} was cancelled")
+        blob = self._reader.fetch_blob(available, delta.name, delta.num_bytes, cancelled)
+        if blob_fingerprint(blob) != delta.fingerprint:
+            raise BroadcastError(f"the delta to version {delta.version} arrived damaged: its fingerprint differs")
+        self._held = None
+        return apply_delta(available.manifest, blob, self._bytes())
+
+    def _bytes(self) -> memoryview:
+        assert self._flat is not None
+        return memoryview(self._flat.numpy().data)
+
+    def _buffer_for(self, total_bytes: int) -> torch.Tensor:
+        if self._flat is None or self._flat.numel() != total_bytes:
+            self._flat, self._held = None, None
+            self._flat = torch.zeros(total_bytes, dtype=torch.uint8)
+        return self._flat
+
+
+def refuse_damaged(available: WeightsAvailable, found: bytes) -> None:
+    """Compare bucket fingerprints with the announced ones.
+
+    Raises:
+        BroadcastError: Some differ.
+    """
+    damaged = damaged_buckets(found, available.bucket_fingerprints)
+    if damaged:
+        raise BroadcastError(
+            f"version {available.version} arrived damaged: the fingerprints of {len(damaged)} of its "
+            f"{len(bucket_ends(available.manifest))} buckets differ, the first is bucket {damaged[0]}"
+        )
+
+
+def _held(available: WeightsAvailable) -> HeldVersion:
+    return HeldVersion(available.version, available.fingerprint, available.bucket_fingerprints, available.manifest.total_bytes)
+
+
+def _rehashed(bucket_fingerprints: bytes, touched: Iterable[int], manifest: WeightsManifest, flat: memoryview) -> bytes:
+    """Return the fingerprints with those of the touched buckets computed anew."""
+    found = bytearray(bucket_fingerprints)
+    ends = bucket_ends(manifest)
+    for bucket in touched:
+        start = ends[bucket - 1] if bucket else 0
+        digest = xxhash.xxh3_64(flat[start : ends[bucket]]).intdigest()
+        found[bucket * DIGEST_BYTES : (bucket + 1) * DIGEST_BYTES] = digest.to_bytes(DIGEST_BYTES, "little")
+    return bytes(found)

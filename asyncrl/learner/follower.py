@@ -14,7 +14,6 @@ import torch
 from asyncrl.config.run import RunConfig
 from asyncrl.learner.checkpoint import contribute_checkpoint, load_trainer
 from asyncrl.learner.crew import rank_device
-from asyncrl.learner.divided import whole_tensors
 from asyncrl.learner.lora import publishable_tensors
 from asyncrl.learner.orders import Begin, Publish, Save, Stop, decode_order
 from asyncrl.learner.probe import make_probe
@@ -23,6 +22,7 @@ from asyncrl.learner.rows import prepare
 from asyncrl.learner.start import build_trainee
 from asyncrl.learner.step import division_of, train_step
 from asyncrl.learner.trainee import Trainee
+from asyncrl.models.layout import help_copy_out
 from asyncrl.schema.batches import StepBatch
 
 log = logging.getLogger(__name__)
@@ -62,8 +62,7 @@ def _follow(config: RunConfig, run_folder: Path, ranks: TorchRanks) -> None:
 def _contribute_weights(trainee: Trainee, config: RunConfig) -> None:
     """Help rank 0 with the probe of a version and to gather its tensors."""
     make_probe(trainee.model, config.generate.engine.max_sequence_tokens)
-    for _ in whole_tensors(publishable_tensors(trainee.model).items()):
-        pass
+    help_copy_out(publishable_tensors(trainee.model))
 
 
 def _begin(config: RunConfig, run_folder: Path, ranks: TorchRanks, order: Begin) -> Trainee:

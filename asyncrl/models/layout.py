@@ -164,11 +164,24 @@ def copy_out(
         on_copied: Told after every piece how many bytes from the start are final.
     """
     for entry in manifest.entries:
-        with torch.no_grad():
-            whole = _whole(tensors[entry.name])
-        for source, target, end in _pieces(whole, views[entry.name], entry.offset):
-            copy_tensor(source, target)
-            on_copied(end)
+        _copy_one_out(tensors[entry.name], views[entry.name], entry.offset, on_copied)
+
+
+def help_copy_out(tensors: Mapping[str, torch.Tensor]) -> None:
+    """Do another rank's share of `copy_out`: gather what is divided over ranks, in the same order, and keep none of it.
+
+    Args:
+        tensors: The same names in the same order as on the rank that copies out, tied ones once.
+    """
+    for tensor in tensors.values():
+        _whole(tensor)
+
+
+def _copy_one_out(tensor: torch.Tensor, view: torch.Tensor, offset: int, on_copied: Callable[[int], None]) -> None:
+    """Gather and copy one tensor. A function of its own, so that it is let go of before the next is gathered."""
+    for source, target, end in _pieces(_whole(tensor), view, offset):
+        copy_tensor(source, target)
+        on_copied(end)
 
 
 def _pieces(source: torch.Tensor, target: torch.Tensor, offset: int) -> Iterator[tuple[torch.Tensor, torch.Tensor, int]]:
@@ -186,7 +199,8 @@ def _pieces(source: torch.Tensor, target: torch.Tensor, offset: int) -> Iterator
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor, gathered where it is divided over ranks: one at a time, the other ranks in the same order."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    with torch.no_grad():
+        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def _sent_dtype(name: str, tensor: torch.Tensor, dtype: SendDType) -> torch.dtype:

@@ -8,6 +8,9 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -19,13 +22,14 @@ from asyncrl.config.learner import LoRAConfig
 from asyncrl.learner.checkpoint import TrainerState, contribute_checkpoint, load_trainer, save_checkpoint
 from asyncrl.learner.critic import SeparateCritic, ValueHead, build_critic_optimizer
 from asyncrl.learner.divided import divider_of, whole_tensors
-from asyncrl.learner.lora import adapters_off
+from asyncrl.learner.lora import adapters_off, publishable_tensors
 from asyncrl.learner.rank_group import guest_store, joined_ranks
 from asyncrl.learner.reference import AdapterOffReference, FrozenReference
 from asyncrl.learner.start import build_trainee
 from asyncrl.learner.step import train_step
 from asyncrl.learner.tokenizer import character_tokenizer
 from asyncrl.models.adapters import add_adapters
+from asyncrl.models.layout import copy_out, help_copy_out, make_manifest, view_tensors
 
 TIMEOUT_S = 100.0
 STEPS = 3
@@ -143,12 +147,66 @@ def two_more(trainee, config, rows):
     return list(whole_tensors(trainee.model.named_parameters()))
 
 
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes that operations made and that are still alive, at their peak."""
+
+    def __init__(self, *there_before):
+        super().__init__()
+        self.peak = 0
+        self._there_before = [StorageWeakRef(tensor.untyped_storage()) for tensor in there_before]
+        self._made = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        results = func(*args, **(kwargs or {}))
+        for result in tree_flatten(results)[0]:
+            made = StorageWeakRef(result.untyped_storage()) if isinstance(result, torch.Tensor) else None
+            if made is not None and made not in self._there_before:
+                self._made.append((made, result.untyped_storage().nbytes()))
+        self._made = [(made, size) for made, size in self._made if not made.expired()]
+        self.peak = max(self.peak, sum(dict(self._made).values()))
+        return results
+
+
+def publishing_model(*, tied):
+    """Many tensors of one size, so that two at once would show."""
+    sizes = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 12}
+    return kit.tiny_model(tie_word_embeddings=tied, **sizes)
+
+
+def run_publish(ranks, *, tied, dtype="model"):
+    """Gather a divided model's weights as a publisher does; return what rank 0 has then, and how much was alive at once."""
+    model = divider_of("cpu", ranks.size).policy(publishing_model(tied=tied))
+    tensors = publishable_tensors(model)
+    peak = torch.zeros(ranks.size)
+    if ranks.rank != 0:
+        with LiveBytes() as alive:
+            help_copy_out(tensors)
+        peak[ranks.rank] = alive.peak
+        return {"peak": ranks.sum(peak)}
+    manifest = make_manifest(tensors, dtype)
+    flat = torch.zeros(manifest.total_bytes, dtype=torch.uint8)
+    views = view_tensors(flat, manifest)
+    with LiveBytes(flat) as alive:
+        copy_out(tensors, manifest, views, lambda _: None)
+    peak[0] = alive.peak
+    return {"flat": flat, "peak": ranks.sum(peak), "names": as_bytes("\n".join(views))}
+
+
+def as_bytes(text):
+    return torch.tensor(list(text.encode()), dtype=torch.uint8)
+
+
+PUBLISHED = {"tied": {"tied": True}, "untied": {"tied": False}, "bfloat16": {"tied": False, "dtype": "bfloat16"}}
+
+
 def main(rank, size, address, folder):
     torch.set_num_threads(1)
     store = guest_store(address, size, TIMEOUT_S)
     with joined_ranks(rank, size, store, "cpu", TIMEOUT_S) as ranks:
         found = {f"{name}/{key}": value for name in CASES for key, value in run_case(name, ranks).items()}
         found |= {f"checkpoint/{key}": value for key, value in run_resumed(ranks, folder).items()}
+        for name, options in PUBLISHED.items():
+            found |= {f"published/{name}/{key}": value for key, value in run_publish(ranks, **options).items()}
         numbers = torch.arange(3 * (rank + 1)).reshape(-1, 3) + 100 * rank
         found["ranks/gather"], found["ranks/sum"] = ranks.gather(numbers), ranks.sum(torch.tensor([rank + 1.0]))
         found["ranks/none"] = ranks.gather(torch.zeros(rank))

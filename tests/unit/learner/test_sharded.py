@@ -92,3 +92,19 @@ def test_sums_and_collections_are_over_both_ranks(found):
 
 def test_orders_arrive_as_they_were_told(found, folder):
     assert (folder / "heard").read_bytes() == b"first|"
+
+
+@pytest.mark.parametrize("name", rank_cases.PUBLISHED)
+def test_what_two_ranks_publish_has_the_names_and_bytes_of_one(found, name):
+    published, expected = _part(found, f"published/{name}/"), rank_cases.run_publish(OneRank(), **rank_cases.PUBLISHED[name])
+    assert torch.equal(published["names"], expected["names"])
+    assert torch.equal(published["flat"], expected["flat"])
+
+
+@pytest.mark.parametrize("name", rank_cases.PUBLISHED)
+def test_no_rank_ever_holds_more_than_a_few_gathered_tensors(found, name):
+    """Gathering makes a buffer and the tensor, and the collective lets go of the one before a moment later."""
+    sizes = [parameter.nbytes for parameter in rank_cases.publishing_model(tied=name == "tied").parameters()]
+    peaks = found[f"published/{name}/peak"].tolist()
+    assert max(peaks) <= 4 * max(sizes) < sum(sizes) / 10
+    assert min(peaks) >= max(sizes)

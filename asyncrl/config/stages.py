@@ -177,7 +177,17 @@ class VLLMServerEngineConfig(_Variant, frozen=True, tag="vllm_server"):
     num_slots: PositiveInt = 256
     api_key_file: str = ""
     """File whose first line is sent as bearer token; empty: none is sent."""
+    shared_folder: str = ""
+    """Folder that generator and server both see under this path, for the weights; empty: the server runs on this machine."""
+    start_timeout_s: PositiveFloat = 120.0
+    """How long a generator that starts waits for the server to be healthy."""
     request_timeout_s: PositiveFloat = 600.0
+    """For an answer (new weights, too), and for the next token of a request while nothing is paused."""
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """One a generator."""
+        return tuple(url.strip() for url in self.url.split(",") if url.strip())
 
 
 class FakeEngineConfig(_Variant, frozen=True, tag="fake"):

@@ -26,7 +26,7 @@ class Learner:
         """Return the announcement, None where the version could not be made fetchable."""
         name = f"learner {self.number} version {version}"
         head = self.chain.head
-        is_offered = outcome not in {"large"} and head is not None
+        is_offered = outcome != "large" and head is not None
         whole = None
         if self.always_whole or self.chain.is_whole_due(delta_bytes if is_offered else None) or outcome == "refused":
             if outcome == "failed":

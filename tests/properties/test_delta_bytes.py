@@ -1,0 +1,157 @@
+"""Random changes over an unreliable medium, through the real codec, offers and staging buffers: the bytes are the learner's."""
+
+import threading
+
+import msgspec
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asyncrl.broadcast.delta import apply_delta, encode_delta
+from asyncrl.broadcast.delta_offers import DeltaOffers
+from asyncrl.broadcast.fingerprint import BucketHasher, version_fingerprint
+from asyncrl.broadcast.medium import VersionUnavailableError
+from asyncrl.broadcast.staging import Staging
+from asyncrl.broadcast.state import Commit
+from asyncrl.config.stages import DeltaConfig
+from asyncrl.errors import BroadcastError
+from asyncrl.models.layout import bucket_ends, make_manifest
+from asyncrl.schema.weights import WeightsAvailable
+
+DTYPES = [torch.bfloat16, torch.float32, torch.int8, torch.float64, torch.bool, torch.float16]
+MANIFEST = make_manifest({str(i): torch.zeros(40 + i, dtype=dtype) for i, dtype in enumerate(DTYPES)}, bucket_bytes=128)
+NOT_CANCELLED = threading.Event()
+
+
+class UnreliableMedium:
+    """Both ends at once, in a dict; refuses and damages what it is told to."""
+
+    def __init__(self, keeps_slots):
+        self.keeps_slots = keeps_slots
+        self.wholes, self.blobs = {}, {}
+        self.flat = b""
+        self.refuses_wholes = self.refuses_blobs = False
+
+    def commit(self, slot, version, fingerprint):
+        if self.refuses_wholes:
+            raise BroadcastError("no room")
+        location = f"{version} {fingerprint}"
+        self.wholes[location] = bytes(self.flat)
+        return location
+
+    def put_blob(self, name, blob):
+        if self.refuses_blobs:
+            raise BroadcastError("no room")
+        self.blobs[name] = blob
+
+    def drop_blob(self, name):
+        self.blobs.pop(name, None)
+
+    def fetch(self, available, into, cancelled):
+        into[:] = self.wholes[available.location]
+        hasher = BucketHasher(bucket_ends(available.manifest))
+        hasher.update(into)
+        return hasher.digests()
+
+    def fetch_blob(self, available, name, num_bytes, cancelled):
+        if name not in self.blobs:
+            raise VersionUnavailableError("gone")
+        return self.blobs[name]
+
+
+class Learner:
+    def __init__(self, medium, full_every, max_share):
+        self._medium = medium
+        self._offers = DeltaOffers(DeltaConfig(full_every=full_every, max_share=max_share), medium, MANIFEST)
+        medium.blobs.clear()
+
+    def publish(self, version, flat):
+        self._medium.flat = flat
+        hasher = BucketHasher(bucket_ends(MANIFEST))
+        hasher.update(flat)
+        buckets = hasher.digests()
+        offer = self._offers.offer(Commit(0, version), memoryview(flat), version_fingerprint(buckets), buckets)
+        return WeightsAvailable(
+            version,
+            "any",
+            offer.whole.location,
+            MANIFEST,
+            version_fingerprint(buckets),
+            0.0,
+            bucket_fingerprints=buckets,
+            full_version=offer.whole.version,
+            full_bucket_fingerprints=offer.whole.bucket_fingerprints,
+            deltas=offer.deltas,
+        )
+
+
+CHANGES = st.dictionaries(st.integers(0, MANIFEST.total_bytes - 1), st.integers(0, 255), max_size=30)
+TROUBLES = st.sampled_from(["", "", "", "", "no room", "no room for blobs", "blob damaged", "blob lost", "restart"])
+MOVES = st.lists(st.tuples(TROUBLES, CHANGES, st.sets(st.integers(0, 2))), max_size=25)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.booleans(), st.integers(1, 4), st.sampled_from([0.05, 0.3, 1.0]), MOVES)
+def test_what_goes_live_is_the_learners_snapshot_bit_for_bit_or_an_error(keeps_slots, full_every, max_share, moves):
+    medium = UnreliableMedium(keeps_slots)
+    learner, flat, version = Learner(medium, full_every, max_share), bytearray(MANIFEST.total_bytes), 0
+    generators = [Staging(medium) for _ in range(3)]
+    for trouble, changes, absent in moves:
+        if trouble == "restart":
+            learner, version = Learner(medium, full_every, max_share), max(0, version - 2)
+        version += 1
+        for place, value in changes.items():
+            flat[place] = value
+        medium.refuses_wholes, medium.refuses_blobs = trouble == "no room", trouble.startswith("no room")
+        try:
+            available = learner.publish(version, flat)
+        except BroadcastError:
+            continue
+        assert set(medium.blobs) <= {delta.name for delta in available.deltas}
+        if trouble in {"blob damaged", "blob lost"} and available.deltas:
+            name = available.deltas[-1].name
+            damaged = medium.blobs[name][:-1] + bytes([medium.blobs[name][-1] ^ 1])
+            medium.blobs = medium.blobs | {name: damaged} if trouble == "blob damaged" else {}
+        for index in {0, 1, 2} - absent:
+            try:
+                received = generators[index].receive(available, NOT_CANCELLED)
+            except BroadcastError:
+                assert not keeps_slots, "the whole was there"
+            else:
+                assert bytes(received.numpy().data) == bytes(flat)
+    medium.refuses_wholes = medium.refuses_blobs = False
+    for step in range(1, full_every + 1):
+        available = learner.publish(version + step, flat)
+    for generator in generators:
+        assert bytes(generator.receive(available, NOT_CANCELLED).numpy().data) == bytes(flat)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_a_delta_between_any_bytes_is_lossless(data):
+    total = MANIFEST.total_bytes
+    base = bytearray(data.draw(st.binary(min_size=total, max_size=total)))
+    current = bytearray(base)
+    for place, value in data.draw(CHANGES).items():
+        current[place] = value
+    blob = encode_delta(MANIFEST, memoryview(base), memoryview(current))
+    apply_delta(MANIFEST, blob, memoryview(base))
+    assert base == current
+
+
+@settings(max_examples=200, deadline=None)
+@given(CHANGES.filter(bool), st.data())
+def test_a_damaged_delta_never_breaks_anything_but_the_buffer(changes, data):
+    base = bytearray(MANIFEST.total_bytes)
+    current = bytearray(base)
+    for place, value in changes.items():
+        current[place] = value
+    blob = bytearray(encode_delta(MANIFEST, memoryview(base), memoryview(current)))
+    for place, value in data.draw(st.dictionaries(st.integers(0, len(blob) - 1), st.integers(0, 255), max_size=4)).items():
+        blob[place] = value
+    try:
+        touched = apply_delta(MANIFEST, bytes(blob), memoryview(base))
+    except BroadcastError:
+        return
+    assert touched <= set(range(len(bucket_ends(MANIFEST))))
+    assert msgspec.json.encode(sorted(touched))

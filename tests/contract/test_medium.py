@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import msgspec
@@ -28,7 +28,7 @@ from asyncrl.broadcast.shared_memory import HEADER_BYTES
 from asyncrl.broadcast.subscriber import Subscriber
 from asyncrl.broadcast.zeromq import CurveKeys, ZeroMQReader
 from asyncrl.clock import SystemClock
-from asyncrl.config.stages import BroadcastConfig, FilesMedium, SharedMemoryMedium, ZeroMQMedium
+from asyncrl.config.stages import BroadcastConfig, DeltaConfig, FilesMedium, SharedMemoryMedium, ZeroMQMedium
 from asyncrl.errors import BroadcastError
 from asyncrl.models.layout import make_manifest, view_tensors
 from asyncrl.schema.weights import Probe, WeightsAvailable
@@ -583,3 +583,94 @@ async def test_a_slow_generator_is_not_starved_by_a_fast_learner(tmp_path):
     dealer.close(linger=0)
     context.term()
     learner.publisher.close()
+
+
+DELTA_MEDIA = ("shared_memory", "files")
+
+
+@pytest.fixture(params=DELTA_MEDIA)
+def delta_config(request) -> BroadcastConfig:
+    medium = MEDIA[request.param]
+    return BroadcastConfig(medium=medium, bucket_bytes=1 << 14, delta=DeltaConfig(full_every=6))
+
+
+def mixed_tensors() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {
+        "embed": torch.randn(3000, 7, generator=generator).to(torch.bfloat16),
+        "norm": torch.randn(501, generator=generator),
+        "wide": torch.randn(300, generator=generator, dtype=torch.float64),
+        "count": torch.arange(999),
+        "small": torch.zeros(1001, dtype=torch.int8),
+        "nothing": torch.zeros(0, 3),
+    }
+
+
+def change_some(tensors: dict[str, torch.Tensor], generator: torch.Generator) -> None:
+    """Change a hundredth of the elements to random bits: not-a-number and zeros of both signs among them."""
+    for tensor in tensors.values():
+        flat = tensor.view(-1).view(torch.uint8).view(-1, tensor.itemsize)
+        places = torch.randint(max(1, len(flat)), (len(flat) // 100,), generator=generator)
+        flat[places] = torch.randint(256, (len(places), tensor.itemsize), generator=generator, dtype=torch.uint8)
+    tensors["norm"][:2] = torch.tensor([-0.0, float("nan")])
+
+
+def assert_bit_identical(arrived: Mapping[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    for name, tensor in expected.items():
+        assert torch.equal(arrived[name].view(-1).view(torch.uint8), tensor.view(-1).view(torch.uint8)), name
+
+
+async def test_fifty_versions_by_deltas_are_bit_identical_for_the_steady_the_slow_and_the_late(delta_config, tmp_path):
+    learner, tensors, random = Learner(delta_config, tmp_path), mixed_tensors(), torch.Generator().manual_seed(1)
+    steady, slow = Subscriber(delta_config, tmp_path), Subscriber(delta_config, tmp_path)
+    num_deltas = 0
+    for version in range(50):
+        learner.publisher.publish(version, tensors)
+        available = learner.announced.get(timeout=TIMEOUT_S)
+        num_deltas += bool(available.deltas) and available.deltas[-1].version == version
+        assert sum(delta.num_bytes for delta in available.deltas) <= available.manifest.total_bytes
+        for subscriber in (steady, slow) if version % 7 == 0 else (steady,):
+            assert_bit_identical(await subscriber.fetch(available), tensors)
+        if version % 16 == 15:
+            late = Subscriber(delta_config, tmp_path)
+            assert_bit_identical(await late.fetch(available), tensors)
+            late.close()
+        change_some(tensors, random)
+    assert num_deltas == 49
+    for subscriber in (steady, slow):
+        subscriber.close()
+    learner.publisher.close()
+
+
+async def test_a_learner_that_went_back_is_never_mixed_with_the_one_before(delta_config, tmp_path):
+    subscriber, tensors, random = Subscriber(delta_config, tmp_path), mixed_tensors(), torch.Generator().manual_seed(2)
+    first = Learner(delta_config, tmp_path)
+    for version in (4, 5):
+        change_some(tensors, random)
+        first.publisher.publish(version, tensors)
+        assert_bit_identical(await subscriber.fetch(first.announced.get(timeout=TIMEOUT_S)), tensors)
+    first.publisher.close()
+    second, tensors = Learner(delta_config, tmp_path), mixed_tensors()
+    for version in (4, 5, 6, 7):
+        change_some(tensors, random)
+        second.publisher.publish(version, tensors)
+        available = second.announced.get(timeout=TIMEOUT_S)
+        if version > 5:
+            assert_bit_identical(await subscriber.fetch(available), tensors)
+    subscriber.close()
+    second.publisher.close()
+
+
+def test_deltas_are_removed_when_no_longer_offered_and_those_of_a_killed_learner_by_the_next(delta_config, tmp_path):
+    peer = Peer("publish", msgspec.json.encode(delta_config).decode(), str(tmp_path), "1000", "9")
+    while peer.hear(WeightsAvailable).version < 9:
+        pass
+    peer.kill()
+    peer.close()
+    learner = Learner(delta_config, tmp_path)
+    for version in range(20):
+        newest = learner.publish(version)
+        blobs = {name for name in left_behind(tmp_path) if "delta-" in name}
+        assert len(blobs) == len(newest.deltas) <= 6
+    learner.publisher.close()
+    assert isinstance(delta_config.medium, FilesMedium) or not left_behind(tmp_path)

@@ -15,11 +15,12 @@ import msgspec
 
 from asyncrl.config.learner import LearnerConfig, LoRAConfig
 from asyncrl.config.run import RunConfig
-from asyncrl.config.stages import ModelConfig, ScratchModel, TransformersEngineConfig
+from asyncrl.config.stages import ModelConfig, ScratchModel, TransformersEngineConfig, VLLMEngineConfig
 from asyncrl.errors import ConfigError
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 FLOAT32 = BYTES["float32"]
+GIB = 1 << 30
 CHARACTER_VOCABULARY = 64
 """Upper bound for the character tokenizers of scratch models."""
 
@@ -141,14 +142,28 @@ def trained_parts(trained: int, frozen: int, learner: LearnerConfig) -> tuple[Pa
 
 
 def generator_parts(config: RunConfig) -> tuple[Part, ...]:
-    """Return what each generator holds; nothing where its engine has no model."""
+    """Return what each generator holds; nothing where its engine has no model, or has it on a server elsewhere."""
     engine, shape = config.generate.engine, policy_shape(config.model)
+    if isinstance(engine, VLLMEngineConfig):
+        return _vllm_parts(config, engine, shape)
     if not isinstance(engine, TransformersEngineConfig):
         return ()
     held, width = BYTES[engine.dtype], shape.kv_heads * shape.head_size
     weights = (shape.parameters + shape.adapter_parameters(config.learner.lora)) * held
     cache = 2 * shape.layers * width * engine.max_sequence_tokens * engine.num_slots * held
     return Part("weights", weights), Part("KV cache", cache)
+
+
+def _vllm_parts(config: RunConfig, engine: VLLMEngineConfig, shape: ModelShape) -> tuple[Part, ...]:
+    """Return what vLLM's processes hold for one generator, over all its devices; a GPU's KV cache is what room there is."""
+    held = BYTES[config.learner.dtype if engine.dtype == "auto" else engine.dtype]
+    adapters = shape.adapter_parameters(config.learner.lora)
+    weights = Part("weights", (shape.parameters + adapters) * held * engine.data_parallel)
+    rest_of_gpu = f"what is left of {engine.gpu_memory_share:.0%} of each GPU"
+    if engine.device == "cuda":
+        return weights, Part(f"KV cache: {rest_of_gpu}", 0)
+    on_gpu = "" if engine.device == "cpu" else f" on a CPU, on a GPU {rest_of_gpu}"
+    return weights, Part(f"KV cache{on_gpu}", int((engine.kv_cache_gib or 1.0) * GIB))
 
 
 def inference_parts(config: RunConfig) -> tuple[Part, ...]:

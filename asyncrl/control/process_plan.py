@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from asyncrl.config.run import RunConfig
-from asyncrl.config.stages import ScratchModel, TransformersEngineConfig
+from asyncrl.config.stages import ScratchModel, TransformersEngineConfig, VLLMEngineConfig
 from asyncrl.control.launcher import ProcessSpec, stage_spec
 from asyncrl.control.life_events import ProcessPlan
 from asyncrl.packing.balance import CostModel, RankPlan
@@ -57,7 +57,8 @@ def num_threads(config: RunConfig, kind: ProcessKind) -> int:
     if kind == "inference":
         return config.inference.num_threads
     engine = config.generate.engine
-    return engine.num_threads if kind == "generator" and isinstance(engine, TransformersEngineConfig) else 1
+    has_model = isinstance(engine, TransformersEngineConfig | VLLMEngineConfig)
+    return engine.num_threads if kind == "generator" and has_model else 1
 
 
 def spec_maker(config: RunConfig, run_folder: Path) -> Callable[[str, ProcessKind, int], ProcessSpec]:

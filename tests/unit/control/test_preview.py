@@ -121,3 +121,17 @@ def test_an_engine_without_a_model_has_no_memory_line():
     assert "memory of each generator" not in shown(
         generate={"engine": {"kind": "fake", "max_sequence_tokens": 512}}, packing={"tokens_per_row": 512}
     )
+
+
+def test_what_vllm_holds_follows_its_device():
+    def memory(**engine):
+        return shown(generate={"engine": {"kind": "vllm", **engine}})["memory of each generator"]
+
+    weights = mib(memory(device="cuda"))
+    assert "KV cache: what is left of 90% of each GPU" in memory(device="cuda")
+    assert mib(memory(device="cpu")) == pytest.approx(weights + 1024, abs=0.2)
+    assert mib(memory(device="cpu", kv_cache_gib=0.25)) == pytest.approx(weights + 256, abs=0.2)
+    assert "KV cache on a CPU, on a GPU what is left" in memory()
+    assert mib(memory(device="cuda", dtype="bfloat16")) == pytest.approx(weights / 2, abs=0.2)
+    server = shown(generate={"engine": {"kind": "vllm_server", "url": "http://127.0.0.1:8000"}})
+    assert "memory of each generator" not in server

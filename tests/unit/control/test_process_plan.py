@@ -52,6 +52,11 @@ def test_every_kind_gets_the_threads_its_config_gives_it(tmp_path: Path) -> None
     ]
 
 
+def test_vllm_gets_the_threads_its_config_gives_it(tmp_path: Path) -> None:
+    config = parse_config({"generate": {"engine": {"kind": "vllm", "num_threads": 2}}})
+    assert spec_maker(config, tmp_path)("generator-0", "generator", 1).num_threads == 2
+
+
 def test_pids_are_read_back_as_written(tmp_path: Path) -> None:
     table = PidTable(controller=1, processes={"learner": PidRecord("learner", "learner", 42, 2, 1.5)})
     write_pids(tmp_path / "pids.json", table)

@@ -1,6 +1,6 @@
 import msgspec
 
-from asyncrl.broadcast.chunks import ChunkReply, ChunkRequest, Download
+from asyncrl.broadcast.chunks import MAX_LOST, MAX_REQUEST_BYTES, ChunkReply, ChunkRequest, Download, PlaceReply, PlaceRequest
 
 
 def test_request_bytes_are_what_other_versions_expect():
@@ -13,6 +13,21 @@ def test_reply_bytes_are_what_other_versions_expect():
     assert encoded == b"\x85\xa4type\xabchunk_reply\xa7version\x07\xa6offset\x40\xa9num_bytes\x00\xa4gone\xa2no"
 
 
+def test_place_bytes_are_what_other_versions_expect():
+    asked = msgspec.msgpack.encode(PlaceRequest(7, "ab", "me", lost=("x",), is_whole=True))
+    assert asked == (
+        b"\x86\xa4type\xadplace_request\xa7version\x07\xabfingerprint\xa2ab\xaasubscriber\xa2me\xa4lost\x91\xa1x\xa8is_whole\xc3"
+    )
+    told = msgspec.msgpack.encode(PlaceReply(7, "you", "tcp://a:1"))
+    assert told == b"\x84\xa4type\xabplace_reply\xa7version\x07\xa6parent\xa3you\xa7address\xa9tcp://a:1"
+
+
+def test_the_largest_place_request_fits_in_what_the_learner_takes():
+    lost = tuple("f" * 16 for _ in range(MAX_LOST))
+    request = PlaceRequest(2**62, "f" * 64, "s" * 16, "a" * 128, "h" * 64, lost, 2**62, is_whole=True)
+    assert len(msgspec.msgpack.encode(request)) <= MAX_REQUEST_BYTES
+
+
 def test_no_more_than_a_window_is_asked_for():
     download = Download(total_bytes=100, chunk_bytes=10, window=3, resend_s=5.0)
     assert download.to_ask(0.0) == [(0, 10), (10, 10), (20, 10)]
@@ -22,15 +37,33 @@ def test_no_more_than_a_window_is_asked_for():
     assert download.whole_until == 0
 
 
-def test_what_does_not_come_is_asked_for_again_and_taken_once():
+def test_what_does_not_come_is_asked_for_again_once_nothing_moves_and_is_taken_once():
     download = Download(total_bytes=15, chunk_bytes=10, window=2, resend_s=5.0)
     download.to_ask(0.0)
     assert download.take(0, 10)
     assert download.to_ask(4.9) == []
-    assert download.to_ask(5.0) == [(10, 5)]
+    assert download.to_ask(9.8) == []
+    assert download.to_ask(9.9) == [(10, 5)]
     assert download.take(10, 5)
     assert not download.take(10, 5)
     assert download.is_done
+
+
+def test_a_lost_window_is_asked_for_again_at_once_and_what_is_here_is_not():
+    download = Download(total_bytes=50, chunk_bytes=10, window=3, resend_s=5.0)
+    download.to_ask(0.0)
+    assert download.take(10, 10)
+    download.lose()
+    assert download.to_ask(0.1) == [(0, 10), (20, 10), (30, 10)]
+    assert download.have_bytes == 10
+
+
+def test_a_part_that_was_thought_lost_is_still_taken():
+    download = Download(total_bytes=20, chunk_bytes=10, window=2, resend_s=5.0)
+    download.to_ask(0.0)
+    download.lose()
+    assert download.take(0, 10)
+    assert download.to_ask(0.1) == [(10, 10)]
 
 
 def test_parts_nobody_asked_for_or_of_the_wrong_size_are_not_taken():

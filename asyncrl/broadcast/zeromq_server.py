@@ -1,0 +1,244 @@
+"""Serves parts over a ROUTER socket on a thread of its own: for the learner, and for a generator that feeds others.
+
+Invariants:
+- A part is sent because it was asked for. One that reads no answers has at most SEND_QUEUE parts waiting for it, then loses them.
+- What is asked for and still arriving here is answered once it has arrived; until then the asker hears every WAITING_S that we
+  live. At most WINDOW requests of MAX_WAITING askers wait.
+- What is not a request is counted (`refused`) and not answered. With keys, peers without one of the right keys get no further
+  than the handshake.
+
+Called by zeromq_writer.py and zeromq_reader.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from typing import Protocol
+
+import msgspec
+import zmq
+import zmq.utils.z85
+
+from asyncrl.broadcast.chunks import MAX_REQUEST_BYTES, ChunkReply, ChunkRequest, PlaceReply, PlaceRequest
+from asyncrl.broadcast.zeromq_keys import CurveKeys
+from asyncrl.broadcast.zeromq_shelf import Shelf
+from asyncrl.errors import BroadcastError
+
+WINDOW = 16
+SEND_QUEUE = 2 * WINDOW
+HEARTBEAT_MS = 2000
+WAITING_S = 0.5
+MAX_WAITING = 64
+_POLL_MS = 200
+_ZAP_ADDRESS = "inproc://zeromq.zap.01"
+_SMALL_BYTES = 65536
+
+_Request = ChunkRequest | PlaceRequest
+
+
+class Desk(Protocol):
+    """Where the learner keeps who fetches what; all calls come from the serving thread."""
+
+    def place(self, request: PlaceRequest) -> PlaceReply:
+        """Return who is to feed the asker."""
+        ...
+
+    def asked(self, subscriber: bytes, request: ChunkRequest) -> None:
+        """Note that a part was asked for."""
+        ...
+
+    def unreachable(self, subscriber: bytes) -> None:
+        """Note that nothing can be sent to it."""
+        ...
+
+    def tick(self) -> None:
+        """Let time pass."""
+        ...
+
+
+class PartServer:
+    """Owns an address, a context and the thread that serves a shelf.
+
+    Args:
+        bind: Endpoint to listen at.
+        shelf: What there is.
+        chunk_bytes: Largest part that may be asked for.
+        keys: Own pair and who may come in; None: plain, everyone.
+        desk: The learner's; None: places are not given here.
+    """
+
+    def __init__(self, bind: str, shelf: Shelf, chunk_bytes: int, keys: CurveKeys | None, desk: Desk | None = None) -> None:
+        self._shelf = shelf
+        self._chunk_bytes = chunk_bytes
+        self._keys = keys
+        self._desk = desk
+        self._waiting: dict[bytes, dict[int, ChunkRequest]] = {}
+        self._said_s = 0.0
+        self._closing = threading.Event()
+        self.refused = 0
+        """Requests that were none: malformed, oversized, out of range."""
+        self.served_bytes = 0
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
+        router, doorman = self._bind(bind)
+        self.location = reachable(router.getsockopt_string(zmq.LAST_ENDPOINT))
+        self._bell, self._listening = socket.socketpair()
+        self._bell.setblocking(False)
+        self._listening.setblocking(False)
+        self._thread = threading.Thread(target=self._serve, args=(router, doorman), name="asyncrl-weights-server", daemon=True)
+        self._thread.start()
+
+    def ring(self) -> None:
+        """Say that something arrived on the shelf; from any one thread."""
+        with contextlib.suppress(BlockingIOError, OSError):
+            self._bell.send(b"\0")
+
+    def close(self) -> None:
+        """Stop serving. Safe to repeat."""
+        self._closing.set()
+        self.ring()
+        self._thread.join()
+        self._context.term()
+        self._bell.close()
+        self._listening.close()
+
+    def _bind(self, address: str) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes] | None]:
+        """Return the serving socket and, with keys, the one that libzmq asks whom to let in."""
+        doorman = None
+        router = self._context.socket(zmq.ROUTER)
+        router.linger = 0
+        router.sndhwm = SEND_QUEUE
+        router.rcvhwm = 2 * WINDOW
+        router.maxmsgsize = MAX_REQUEST_BYTES
+        router.router_mandatory = True
+        router.heartbeat_ivl = HEARTBEAT_MS
+        if self._keys is not None:
+            doorman = self._context.socket(zmq.REP)
+            doorman.linger = 0
+            doorman.bind(_ZAP_ADDRESS)
+            router.curve_server = True
+            router.curve_publickey, router.curve_secretkey = self._keys.public, self._keys.secret
+        try:
+            router.bind(address)
+        except zmq.ZMQError as error:
+            self._context.destroy(linger=0)
+            raise BroadcastError(
+                f"cannot serve weights at {address}: {error}; give an address of this machine, and port * where several "
+                "processes share it (broadcast.medium.bind, broadcast.medium.relay_bind)"
+            ) from error
+        return router, doorman
+
+    def _serve(self, router: zmq.Socket[bytes], doorman: zmq.Socket[bytes] | None) -> None:
+        """Answer until closing."""
+        poller = zmq.Poller()
+        for listening in filter(None, (router, doorman)):
+            poller.register(listening, zmq.POLLIN)
+        poller.register(self._listening, zmq.POLLIN)
+        with contextlib.ExitStack() as sockets:
+            for listening in filter(None, (router, doorman)):
+                sockets.callback(listening.close)
+            while not self._closing.is_set():
+                ready = dict(poller.poll(_POLL_MS))
+                if doorman is not None and doorman in ready:
+                    self._admit(doorman)
+                if router in ready:
+                    self._answer(router)
+                if self._listening.fileno() in ready:
+                    self._listening.recv(4096)
+                self._serve_waiting(router, time.monotonic())
+                if self._desk is not None:
+                    self._desk.tick()
+
+    def _admit(self, doorman: zmq.Socket[bytes]) -> None:
+        """Answer libzmq's question whether the bearer of a key may come in (ZeroMQ RFC 27)."""
+        question = doorman.recv_multipart()
+        assert self._keys is not None
+        allowed = {zmq.utils.z85.decode(key) for key in self._keys.peers}
+        is_known = len(question) == 7 and question[5] == b"CURVE" and question[6] in allowed
+        status = (b"200", b"OK") if is_known else (b"400", b"unknown key")
+        doorman.send_multipart([b"1.0", question[1], *status, b"", b""])
+
+    def _answer(self, router: zmq.Socket[bytes]) -> None:
+        """Take one message and answer it if it is a request."""
+        subscriber, *frames = router.recv_multipart()
+        match self._understand(frames):
+            case PlaceRequest() as request if self._desk is not None:
+                self._send(router, subscriber, self._desk.place(request))
+            case ChunkRequest() as request if request.num_bytes <= self._chunk_bytes:
+                self._answer_chunk(router, subscriber, request)
+            case _:
+                self.refused += 1
+
+    def _understand(self, frames: list[bytes]) -> _Request | None:
+        if len(frames) != 1:
+            return None
+        try:
+            return msgspec.msgpack.decode(frames[0], type=_Request)  # type: ignore[arg-type, no-any-return]
+        except msgspec.DecodeError:
+            return None
+
+    def _answer_chunk(self, router: zmq.Socket[bytes], subscriber: bytes, request: ChunkRequest) -> bool:
+        """Send the part, or why there is none; return whether that settles the request."""
+        if self._desk is not None:
+            self._desk.asked(subscriber, request)
+        match self._shelf.cut(request):
+            case "outside":
+                self.refused += 1
+            case "gone":
+                held = sorted({version for version, _ in self._shelf.keys()})  # noqa: SIM118 - not a dict
+                reply = ChunkReply(request.version, request.offset, 0, gone=f"what is held now is {held}")
+                self._send(router, subscriber, reply)
+            case "later":
+                self._let_wait(subscriber, request)
+                return False
+            case part:
+                reply = ChunkReply(request.version, request.offset, request.num_bytes)
+                if self._send(router, subscriber, reply, part):
+                    self.served_bytes += request.num_bytes
+        return True
+
+    def _let_wait(self, subscriber: bytes, request: ChunkRequest) -> None:
+        """Keep a request until its part arrives; one too many is forgotten, its asker asks again."""
+        if subscriber in self._waiting or len(self._waiting) < MAX_WAITING:
+            requests = self._waiting.setdefault(subscriber, {})
+            if len(requests) < WINDOW:
+                requests[request.offset] = request
+
+    def _serve_waiting(self, router: zmq.Socket[bytes], now: float) -> None:
+        """Answer what has arrived since; tell the others, now and then, that we live."""
+        for subscriber, requests in list(self._waiting.items()):
+            for offset in sorted(requests):
+                if self._answer_chunk(router, subscriber, requests[offset]):
+                    del requests[offset]
+            if not requests:
+                del self._waiting[subscriber]
+        if now - self._said_s < WAITING_S:
+            return
+        self._said_s = now
+        for subscriber, requests in list(self._waiting.items()):
+            request = next(iter(requests.values()))
+            if not self._send(router, subscriber, ChunkReply(request.version, request.offset, 0, waiting=True)):
+                del self._waiting[subscriber]
+
+    def _send(
+        self, router: zmq.Socket[bytes], subscriber: bytes, reply: ChunkReply | PlaceReply, part: memoryview | None = None
+    ) -> bool:
+        """Send without waiting; return whether it went out."""
+        frames: list[bytes | memoryview] = [subscriber, msgspec.msgpack.encode(reply)]
+        if isinstance(reply, ChunkReply):
+            frames.append(b"" if part is None else part)
+        try:
+            router.send_multipart(frames, flags=zmq.NOBLOCK, copy=len(frames[-1]) < _SMALL_BYTES)
+        except zmq.ZMQError:
+            # EAGAIN: it reads nothing. EHOSTUNREACH: it is gone. Either way it may ask again.
+            if self._desk is not None:
+                self._desk.unreachable(subscriber)
+            return False
+        return True
+
+
+def reachable(endpoint: str) -> str:
+    """Return the endpoint with a host that other machines know where it was bound to all interfaces."""
+    return endpoint.replace("://0.0.0.0:", f"://{socket.gethostname()}:")

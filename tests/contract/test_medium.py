@@ -214,21 +214,21 @@ def test_the_learner_may_change_its_weights_as_soon_as_publish_returns(config, t
 
 def test_a_racing_publisher_never_yields_a_mixture(config, tmp_path, publisher_process):
     """The publisher goes as fast as it can; whatever is fetched is one version, or an error that says so."""
+    asyncio.run(race(config, tmp_path, publisher_process))
 
-    async def race() -> None:
-        subscriber = Subscriber(config, tmp_path)
-        whole = 0
-        while whole < 5:
-            available = await asyncio.to_thread(publisher_process.hear_newest, WeightsAvailable)
-            with contextlib.suppress(BroadcastError):
-                tensors = await subscriber.fetch(available)
-                found = {float(value) for tensor in tensors.values() for value in tensor.unique()}
-                tensors.check()
-                assert found == {float(available.version)}
-                whole += 1
-        subscriber.close()
 
-    asyncio.run(race())
+async def race(config: BroadcastConfig, run_folder: Path, publisher_process: Peer) -> None:
+    subscriber = Subscriber(config, run_folder)
+    whole = 0
+    while whole < 5:
+        available = await asyncio.to_thread(publisher_process.hear_newest, WeightsAvailable)
+        with contextlib.suppress(BroadcastError):
+            tensors = await subscriber.fetch(available)
+            found = {float(value) for tensor in tensors.values() for value in tensor.unique()}
+            tensors.check()
+            assert found == {float(available.version)}
+            whole += 1
+    subscriber.close()
 
 
 def test_a_late_joiner_gets_the_newest(config, tmp_path, learner, generators):
@@ -674,3 +674,13 @@ def test_deltas_are_removed_when_no_longer_offered_and_those_of_a_killed_learner
         assert len(blobs) == len(newest.deltas) <= 6
     learner.publisher.close()
     assert isinstance(delta_config.medium, FilesMedium) or not left_behind(tmp_path)
+
+
+def test_a_racing_publisher_of_deltas_never_yields_a_mixture(delta_config, tmp_path):
+    peer = Peer("publish", msgspec.json.encode(delta_config).decode(), str(tmp_path), "400000", "1000000")
+    try:
+        asyncio.run(race(delta_config, tmp_path, peer))
+    finally:
+        peer.kill()
+        peer.close()
+        remove_leftover_segments(tmp_path)

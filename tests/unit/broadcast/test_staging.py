@@ -1,0 +1,129 @@
+import queue
+import threading
+
+import pytest
+import torch
+
+from asyncrl.broadcast.files import FilesReader
+from asyncrl.broadcast.medium import VersionUnavailableError
+from asyncrl.broadcast.publisher import Publisher
+from asyncrl.broadcast.staging import Staging
+from asyncrl.clock import VirtualClock
+from asyncrl.config.stages import BroadcastConfig, DeltaConfig, FilesMedium
+from asyncrl.errors import BroadcastError
+from asyncrl.models.layout import view_tensors
+
+NUM_VALUES = 20_000
+CONFIG = BroadcastConfig(medium=FilesMedium(), bucket_bytes=4096, delta=DeltaConfig(full_every=5))
+NOT_CANCELLED = threading.Event()
+
+
+class Learner:
+    def __init__(self, folder):
+        self.folder = folder / "weights"
+        self.tensors = {name: torch.zeros(NUM_VALUES, dtype=torch.bfloat16) for name in "ab"}
+        self._announced = queue.SimpleQueue()
+        self.publisher = Publisher(CONFIG, folder, self._announced.put, VirtualClock())
+
+    def publish(self, version):
+        self.tensors["a"][version] = float(version)
+        self.publisher.publish(version, self.tensors)
+        return self._announced.get(timeout=10)
+
+    def remove(self, *patterns):
+        for pattern in patterns:
+            for path in self.folder.glob(pattern):
+                path.unlink()
+
+
+@pytest.fixture
+def learner(tmp_path):
+    learner = Learner(tmp_path)
+    yield learner
+    learner.publisher.close()
+
+
+@pytest.fixture
+def staging(tmp_path):
+    return Staging(FilesReader(CONFIG.medium, tmp_path))
+
+
+def received(staging, available):
+    return view_tensors(staging.receive(available, NOT_CANCELLED), available.manifest)
+
+
+def test_who_has_the_version_before_needs_the_delta_alone(learner, staging):
+    received(staging, learner.publish(1))
+    available = learner.publish(2)
+    learner.remove("version-*/*")
+    assert torch.equal(received(staging, available)["a"], learner.tensors["a"])
+
+
+def test_deltas_are_applied_over_versions_that_were_missed(learner, staging):
+    received(staging, learner.publish(1))
+    for version in (2, 3, 4):
+        available = learner.publish(version)
+    learner.remove("version-*/*")
+    assert torch.equal(received(staging, available)["a"], learner.tensors["a"])
+
+
+def test_a_lost_delta_is_answered_by_the_whole(learner, staging, caplog):
+    received(staging, learner.publish(1))
+    for version in range(2, 7):
+        available = learner.publish(version)
+    assert available.full_version == -1
+    learner.remove("*.delta")
+    assert torch.equal(received(staging, available)["a"], learner.tensors["a"])
+    assert "fetched whole" in caplog.text
+
+
+def test_a_damaged_delta_is_never_applied(learner, staging):
+    received(staging, learner.publish(1))
+    available = learner.publish(2)
+    path = learner.folder / f"{available.deltas[0].name}.delta"
+    path.write_bytes(bytes(len(path.read_bytes())))
+    with pytest.raises(BroadcastError, match="delta to version 2 arrived damaged"):
+        staging.receive(available, NOT_CANCELLED)
+    assert torch.equal(received(staging, _next_whole(learner))["a"], learner.tensors["a"])
+
+
+def _next_whole(learner):
+    """Publish until a version is whole."""
+    available = learner.publish(3)
+    while available.full_version != -1:
+        available = learner.publish(available.version + 1)
+    return available
+
+
+def test_a_buffer_that_somebody_wrote_to_is_noticed_and_fetched_anew(learner, staging, caplog):
+    received(staging, learner.publish(1))
+    available = learner.publish(2)
+    received(staging, available)["a"][9] = 5.0
+    for version in range(3, 7):
+        available = learner.publish(version)
+    assert torch.equal(received(staging, available)["a"], learner.tensors["a"])
+    assert "fingerprints of 1 of its 2 buckets differ" in caplog.text
+
+
+def test_after_a_lost_delta_the_whole_that_did_come_is_a_base(learner, staging):
+    learner.publish(1)
+    available = learner.publish(2)
+    blob = learner.folder / f"{available.deltas[0].name}.delta"
+    kept = blob.read_bytes()
+    blob.unlink()
+    with pytest.raises(VersionUnavailableError, match="is gone"):
+        staging.receive(available, NOT_CANCELLED)
+    blob.write_bytes(kept)
+    learner.remove("version-*/*")
+    assert torch.equal(received(staging, available)["a"], learner.tensors["a"])
+
+
+def test_a_cancelled_fetch_stops_and_the_next_one_goes_on_from_what_is_there(learner, staging):
+    received(staging, learner.publish(1))
+    available = learner.publish(2)
+    cancelled = threading.Event()
+    cancelled.set()
+    with pytest.raises(VersionUnavailableError, match="cancelled"):
+        staging.receive(available, cancelled)
+    learner.remove("version-*/*")
+    assert torch.equal(received(staging, available)["a"], learner.tensors["a"])

@@ -152,11 +152,12 @@ def bench(
     rounds: Annotated[
         int, typer.Option(help="Interleaved rounds, of which medians are taken. 0: the benchmark's own number.", min=0)
     ] = 0,
+    engine: Annotated[str, typer.Option(help="Of `engine`: transformers (the default) or vllm.")] = "",
 ) -> None:
     """Measure one part against its plain counterpart, both sides interleaved in the same run."""
     from asyncrl.bench.registry import run_benchmark
 
-    result = run_benchmark(name, rounds)
+    result = run_benchmark(name, rounds, **({"engine": engine} if engine else {}))
     if as_json:
         print(json.dumps(result))
         return

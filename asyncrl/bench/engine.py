@@ -1,4 +1,6 @@
-"""The embedded engine against `model.generate`: the same model, prompts and output lengths, one thread, tokens per second.
+"""Engines against their plain counterparts: `transformers` here, `vllm` in bench/vllm_engine.py.
+
+The embedded engine against `model.generate`: the same model, prompts and output lengths, one thread, tokens per second.
 
 Model: a Llama of 4 layers, 128 wide, random weights. Requests: 160 prompts of 8 to 32 tokens, each alone in its group; output
 lengths mixed. Both sides have 32 slots. `generate` takes the prompts 32 at a time, in order, left-padded, and runs each batch to
@@ -16,6 +18,7 @@ import statistics
 import tempfile
 import time
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +28,7 @@ from transformers.utils import logging as transformers_logging
 
 from asyncrl.bench.result import BenchResult, ratio
 from asyncrl.config.stages import TransformersEngineConfig
+from asyncrl.errors import ConfigError
 from asyncrl.generate.engine import EngineRequest
 from asyncrl.generate.transformers_engine import TransformersEngine
 from asyncrl.schema.samples import SamplingParams
@@ -45,8 +49,17 @@ class _Workload:
     lengths: tuple[int, ...]
 
 
-def run(rounds: int = 0) -> BenchResult:
-    """Measure both sides; `rounds` 0 means 5."""
+def run(rounds: int = 0, engine: str = "transformers") -> BenchResult:
+    """Measure both sides of an engine; `rounds` 0 means 5.
+
+    Raises:
+        ConfigError: No engine of that name is measured.
+    """
+    if engine == "vllm":
+        result: BenchResult = import_module("asyncrl.bench.vllm_engine").run(rounds)
+        return result
+    if engine != "transformers":
+        raise ConfigError(f"bench engine measures 'transformers' and 'vllm', not {engine!r}")
     return asyncio.run(_measure(rounds or DEFAULT_ROUNDS))
 
 

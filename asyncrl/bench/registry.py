@@ -17,15 +17,24 @@ BENCHMARKS: dict[str, str] = {
     "learner": "asyncrl.bench.learner",
 }
 """Name to module; each has `run(rounds: int = 0) -> BenchResult`, where 0 rounds means the benchmark's own number."""
+OPTIONS: dict[str, frozenset[str]] = {"engine": frozenset({"engine"})}
+"""Further words that `run` of a benchmark takes, by its name."""
 
 
-def run_benchmark(name: str, rounds: int = 0) -> dict[str, Any]:
+def run_benchmark(name: str, rounds: int = 0, **options: str) -> dict[str, Any]:
     """Run one benchmark and return `{bench, figures, ratios}` as plain values.
 
+    Args:
+        name: One of `BENCHMARKS`.
+        rounds: Measured rounds; 0: the benchmark's own number.
+        options: As `OPTIONS` says.
+
     Raises:
-        ConfigError: There is no benchmark of that name.
+        ConfigError: There is no benchmark of that name, or it does not take that option.
     """
     if name not in BENCHMARKS:
         raise ConfigError(f"no benchmark {name!r}; there are {', '.join(BENCHMARKS)}")
-    outcome = importlib.import_module(BENCHMARKS[name]).run(rounds)
+    if unknown := sorted(options.keys() - OPTIONS.get(name, frozenset())):
+        raise ConfigError(f"benchmark {name!r} takes no --{unknown[0]}")
+    outcome = importlib.import_module(BENCHMARKS[name]).run(rounds, **options)
     return outcome.to_dict() if isinstance(outcome, BenchResult) else dict(outcome)

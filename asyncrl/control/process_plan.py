@@ -57,8 +57,9 @@ def num_threads(config: RunConfig, kind: ProcessKind) -> int:
     if kind == "inference":
         return config.inference.num_threads
     engine = config.generate.engine
-    has_model = isinstance(engine, TransformersEngineConfig | VLLMEngineConfig)
-    return engine.num_threads if kind == "generator" and has_model else 1
+    if kind == "generator" and isinstance(engine, TransformersEngineConfig | VLLMEngineConfig):
+        return engine.num_threads
+    return 1
 
 
 def spec_maker(config: RunConfig, run_folder: Path) -> Callable[[str, ProcessKind, int], ProcessSpec]:

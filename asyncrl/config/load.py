@@ -19,6 +19,7 @@ from asyncrl.config.inference_rules import check_inference
 from asyncrl.config.learner_rules import check_learner
 from asyncrl.config.run import RunConfig
 from asyncrl.config.run_rules import check_run
+from asyncrl.config.vllm_server_rules import check_vllm_server
 from asyncrl.errors import ConfigError
 
 
@@ -81,6 +82,7 @@ def check_config(config: RunConfig) -> None:
     check_data(config)
     check_inference(config)
     check_run(config)
+    check_vllm_server(config)
 
 
 def dump_config(config: RunConfig) -> str:

@@ -11,9 +11,17 @@ from importlib import import_module
 from pathlib import Path
 from typing import cast
 
+import msgspec
+
 from asyncrl.clock import Clock
 from asyncrl.config.run import RunConfig
-from asyncrl.config.stages import FakeEngineConfig, PretrainedModel, ReplayEngineConfig, TransformersEngineConfig
+from asyncrl.config.stages import (
+    FakeEngineConfig,
+    PretrainedModel,
+    ReplayEngineConfig,
+    TransformersEngineConfig,
+    VLLMServerEngineConfig,
+)
 from asyncrl.errors import ConfigError
 from asyncrl.generate.engine import Engine
 from asyncrl.generate.fake_engine import FakeEngine
@@ -36,11 +44,24 @@ def build_engine(config: RunConfig, model_folder: Path, clock: Clock) -> Built:
     return _BUILDERS[kind](config, model_folder, clock)
 
 
-async def start_engine(config: RunConfig, model_folder: Path, clock: Clock) -> Built:
-    """Make the configured engine and start it. Raises as `build_engine` and `Engine.start`."""
-    engine, codec = await asyncio.to_thread(build_engine, config, model_folder, clock)
+async def start_engine(config: RunConfig, model_folder: Path, clock: Clock, generator: str = "generator-0") -> Built:
+    """Make the engine configured for this generator and start it. Raises as `build_engine` and `Engine.start`."""
+    engine, codec = await asyncio.to_thread(build_engine, with_own_server(config, generator), model_folder, clock)
     await engine.start()
     return engine, codec
+
+
+def with_own_server(config: RunConfig, generator: str) -> RunConfig:
+    """Return the config with the one server that is this generator's, by the number at the end of its name."""
+    engine = config.generate.engine
+    if not isinstance(engine, VLLMServerEngineConfig):
+        return config
+    number = generator.rpartition("-")[2]
+    index = int(number) if number.isdecimal() else 0
+    if index >= len(engine.urls):
+        raise ConfigError(f"generate.engine.url names {len(engine.urls)} servers; {generator} is without one")
+    own = msgspec.structs.replace(engine, url=engine.urls[index])
+    return msgspec.structs.replace(config, generate=msgspec.structs.replace(config.generate, engine=own))
 
 
 def _transformers(config: RunConfig, model_folder: Path, clock: Clock) -> Built:
@@ -72,9 +93,18 @@ def _vllm(config: RunConfig, model_folder: Path, clock: Clock) -> Built:
     raise ConfigError("vllm engine not built yet; use generate.engine.kind = 'transformers'")
 
 
+def _vllm_server(config: RunConfig, model_folder: Path, clock: Clock) -> Built:
+    module = import_module("asyncrl.generate.vllm_server_engine")
+    trust = isinstance(config.model, PretrainedModel) and config.model.trust_remote_code
+    engine_config = cast("VLLMServerEngineConfig", config.generate.engine)
+    engine = module.VLLMServerEngine(engine_config, model_folder, clock, trust_remote_code=trust)
+    return engine, TokenizerCodec(model_folder, trust_remote_code=trust)
+
+
 _BUILDERS: dict[object, Callable[[RunConfig, Path, Clock], Built]] = {
     "transformers": _transformers,
     "fake": _fake,
     "replay": _replay,
     "vllm": _vllm,
+    "vllm_server": _vllm_server,
 }

@@ -150,7 +150,7 @@ class GeneratorWorker:
 
     async def _load(self, folder: Path) -> None:
         if self._rollout is None:
-            engine, codec = await start_engine(self._config, folder, self._clock)
+            engine, codec = await start_engine(self._config, folder, self._clock, self._name)
             self._rollout = Rollout(engine, codec, self._clock, self._name, self._send_result, self._count_tokens)
             if self._is_paused:
                 await engine.pause()

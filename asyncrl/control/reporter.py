@@ -122,6 +122,7 @@ class Reporter:
         for version in sorted(self._published_s)[:-REMEMBERED_STEPS]:
             del self._published_s[version]
         self._weights_metrics["weights/blocked_ms"] = available.blocked_ms
+        self._weights_metrics["weights/update_bytes"] = available.update_bytes
         self._record(publish_span(available))
 
     def note_live(self, live: VersionLive, newest: WeightsAvailable | None) -> None:

@@ -189,6 +189,7 @@ _ROWS = (
     ("queue/wait_max_s", "s", "longest of them"),
     ("weights/sync_ms", "ms", "from published to live on the slowest generator"),
     ("weights/blocked_ms", "ms", "the learner stood still to publish"),
+    ("weights/update_bytes", "bytes", "what a generator that has the version before fetches: the delta, or the whole"),
     ("weights/fetch_ms", "ms", "a generator's fetch of the bytes, slowest"),
     ("weights/swap_ms", "ms", "a generator's token generation stood still, slowest"),
     ("weights/probe_error", "nat", "largest difference of a probe logprob after a swap, generator against learner"),

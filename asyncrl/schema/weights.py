@@ -75,6 +75,11 @@ class WeightsAvailable(msgspec.Struct, frozen=True, tag="weights_available"):
     deltas: tuple[Delta, ...] = ()
     """Oldest first, each based on the one before; the last leads to `version`."""
 
+    @property
+    def update_bytes(self) -> int:
+        """What a generator that has the version before fetches: the last delta, or the whole."""
+        return self.deltas[-1].num_bytes if self.deltas else self.manifest.total_bytes
+
 
 class VersionLive(msgspec.Struct, frozen=True, tag="version_live"):
     """Generator to controller: from now on this version samples my tokens."""

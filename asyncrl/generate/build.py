@@ -20,6 +20,7 @@ from asyncrl.config.stages import (
     PretrainedModel,
     ReplayEngineConfig,
     TransformersEngineConfig,
+    VLLMEngineConfig,
     VLLMServerEngineConfig,
 )
 from asyncrl.errors import ConfigError
@@ -89,8 +90,14 @@ def _replay(config: RunConfig, model_folder: Path, clock: Clock) -> Built:
 
 
 def _vllm(config: RunConfig, model_folder: Path, clock: Clock) -> Built:
-    del config, model_folder, clock
-    raise ConfigError("vllm engine not built yet; use generate.engine.kind = 'transformers'")
+    del clock
+    module = import_module("asyncrl.generate.vllm_engine")
+    trust = isinstance(config.model, PretrainedModel) and config.model.trust_remote_code
+    engine_config = cast("VLLMEngineConfig", config.generate.engine)
+    engine = module.VLLMEngine(
+        engine_config, model_folder, trust_remote_code=trust, fp32_head=config.model.fp32_head, lora=config.learner.lora
+    )
+    return engine, TokenizerCodec(model_folder, trust_remote_code=trust)
 
 
 def _vllm_server(config: RunConfig, model_folder: Path, clock: Clock) -> Built:

@@ -39,6 +39,7 @@ def make_model(seed: int, *, tied: bool = True, scale: float = 1.0, hidden: int 
         intermediate_size=2 * hidden,
         num_hidden_layers=2,
         num_attention_heads=4,
+        head_dim=32,
         num_key_value_heads=2,
         max_position_embeddings=256,
         tie_word_embeddings=tied,

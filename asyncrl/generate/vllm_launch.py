@@ -1,0 +1,204 @@
+"""Starts vLLM: what its processes are told by environment and by arguments, and what they leave behind.
+
+Invariants: vllm is imported here for the first time, on a thread; the environment it needs is set while its processes are started
+and put back afterwards; whatever `shut_down` returns from, no process that was started is alive.
+
+The only importer of vllm beside vllm_streams.py and vllm_worker.py. Called by generate/vllm_engine.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from importlib import import_module
+from typing import Any
+
+import psutil
+
+from asyncrl.config.stages import VLLMEngineConfig
+from asyncrl.errors import GenerationError
+from asyncrl.generate.vllm_folder import ModelFolder
+
+EXTENSION = "asyncrl.generate.vllm_worker.WeightsExtension"
+_GIB = 1 << 30
+_CPU_BLOCK_TOKENS = 32
+"""Of the KV cache; vLLM's own choice on a CPU is 128, and only whole blocks of a prompt are shared."""
+_GRACE_S = 5.0
+
+_QUIET = {
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+}
+_OURS = frozenset(
+    {
+        "model", "logprobs_mode", "worker_extension_cls", "skip_tokenizer_init", "stream_interval", "max_model_len",
+        "max_num_seqs", "tensor_parallel_size", "data_parallel_size", "enable_prefix_caching", "disable_log_stats",
+    }
+)  # fmt: skip
+
+
+def environment(config: VLLMEngineConfig, *, on_cpu: bool, present: Mapping[str, str]) -> dict[str, str | None]:
+    """Return what vLLM's processes need in their environment beside what is `present`; None: it must not be there.
+
+    On a CPU nothing is compiled (the first request with logprobs would wait 40 s for it) and threads neither spin nor are bound:
+    other processes of the run have the same cores.
+    """
+    added: dict[str, str | None] = {**_QUIET}
+    added["VLLM_LOGGING_LEVEL"] = present.get("VLLM_LOGGING_LEVEL", "WARNING")
+    if on_cpu:
+        added |= {
+            "TORCHDYNAMO_DISABLE": "1",
+            "OMP_NUM_THREADS": str(config.num_threads),
+            "OMP_WAIT_POLICY": "PASSIVE",
+            "VLLM_CPU_OMP_THREADS_BIND": present.get("VLLM_CPU_OMP_THREADS_BIND", "nobind"),
+            "VLLM_CPU_KVCACHE_SPACE": None,
+        }
+    return added
+
+
+def engine_arguments(
+    config: VLLMEngineConfig, folder: ModelFolder, *, on_cpu: bool, trust_remote_code: bool = False, fp32_head: bool = False
+) -> dict[str, Any]:
+    """Return the arguments of vLLM's AsyncEngineArgs.
+
+    Raises:
+        GenerationError: `generate.engine` asks for what cannot be.
+    """
+    if refused := sorted(_OURS & config.arguments.keys()):
+        raise GenerationError(f"generate.engine.arguments may not set {', '.join(refused)}: the engine depends on them")
+    limit = config.max_sequence_tokens
+    if folder.max_positions and limit > folder.max_positions:
+        raise GenerationError(
+            f"generate.engine.max_sequence_tokens is {limit}; the model was made for {folder.max_positions} positions: "
+            f"set it to at most that"
+        )
+    arguments: dict[str, Any] = {
+        "model": str(folder.path),
+        "skip_tokenizer_init": True,
+        "generation_config": "vllm",
+        "trust_remote_code": trust_remote_code,
+        "dtype": folder.dtype if config.dtype == "auto" else config.dtype,
+        # One more than a request may have, where the model allows it: vLLM wants room for a token when it only scores.
+        "max_model_len": min(limit + 1, folder.max_positions or limit + 1),
+        "max_num_seqs": config.num_slots,
+        "tensor_parallel_size": config.tensor_parallel,
+        "data_parallel_size": config.data_parallel,
+        "gpu_memory_utilization": config.gpu_memory_share,
+        "enable_prefix_caching": config.prefix_caching,
+        "enforce_eager": config.enforce_eager or on_cpu,
+        "enable_sleep_mode": config.sleep,
+        "logprobs_mode": "processed_logprobs",
+        "worker_extension_cls": EXTENSION,
+        "disable_log_stats": True,
+    }
+    kv_gib = config.kv_cache_gib or (1.0 if on_cpu else 0.0)
+    if kv_gib:
+        arguments["kv_cache_memory_bytes"] = int(kv_gib * _GIB)
+    if on_cpu:
+        arguments["block_size"] = _CPU_BLOCK_TOKENS
+    if fp32_head:
+        arguments["hf_overrides"] = {"head_dtype": "float32"}
+    return arguments | config.arguments
+
+
+def launch(
+    config: VLLMEngineConfig,
+    folder: ModelFolder,
+    watch: Callable[..., Any],
+    *,
+    trust_remote_code: bool = False,
+    fp32_head: bool = False,
+) -> Any:  # noqa: ANN401 - vLLM's AsyncLLM
+    """Import vLLM, start its processes, load the model; slow, run it on a thread.
+
+    Args:
+        config: `generate.engine`.
+        folder: The model's.
+        watch: vLLM's stat-logger factory: called with its config and the engine's number.
+        trust_remote_code: Of `model` in the run's config.
+        fp32_head: As well.
+
+    Returns:
+        The AsyncLLM; its tasks begin on the event loop that first uses it.
+
+    Raises:
+        GenerationError: It did not start; nothing of it is left.
+    """
+    before = _children()
+    try:
+        on_cpu = _is_on_cpu(config)
+        arguments = engine_arguments(config, folder, on_cpu=on_cpu, trust_remote_code=trust_remote_code, fp32_head=fp32_head)
+        with _environment(environment(config, on_cpu=on_cpu, present=os.environ)):
+            made = import_module("vllm.engine.arg_utils").AsyncEngineArgs(**arguments)
+            return import_module("vllm.v1.engine.async_llm").AsyncLLM.from_engine_args(made, stat_loggers=[watch])
+    except Exception as error:
+        end(_children() - before)
+        if isinstance(error, GenerationError):
+            raise
+        raise GenerationError(f"vLLM did not start: {type(error).__name__}: {error}") from error
+
+
+def processes_of(llm: Any) -> set[psutil.Process]:  # noqa: ANN401
+    """Return the processes that belong to an AsyncLLM: its engine cores and everything below them."""
+    found: set[psutil.Process] = set()
+    for process in llm.engine_core.resources.engine_manager.processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            core = psutil.Process(process.pid)
+            found |= {core, *core.children(recursive=True)}
+    return found
+
+
+def shut_down(llm: Any, processes: set[psutil.Process]) -> None:  # noqa: ANN401
+    """End an AsyncLLM and wait for its processes; slow, run it on a thread."""
+    try:
+        llm.shutdown()
+    finally:
+        end(processes)
+
+
+def end(processes: set[psutil.Process]) -> None:
+    """Wait a little for processes, then kill those that are left."""
+    _, left = psutil.wait_procs(list(processes), timeout=_GRACE_S)
+    for process in left:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(left, timeout=_GRACE_S)
+
+
+def _children() -> set[psutil.Process]:
+    return set(psutil.Process().children(recursive=True))
+
+
+def _is_on_cpu(config: VLLMEngineConfig) -> bool:
+    """Import vLLM and say which device it was built for."""
+    with _environment({**_QUIET, "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING")}):
+        on_cpu = bool(import_module("vllm.platforms").current_platform.is_cpu())
+    if config.device != "auto" and on_cpu != (config.device == "cpu"):
+        raise GenerationError(
+            f"generate.engine.device is {config.device!r}, the vLLM that is installed runs on {'a CPU' if on_cpu else 'a GPU'}: "
+            f"see docs/vllm.md for the build that fits, or set device = 'auto'"
+        )
+    return on_cpu
+
+
+@contextlib.contextmanager
+def _environment(added: Mapping[str, str | None]) -> Iterator[None]:
+    """Set variables for a while; what vLLM sets meanwhile is put back too."""
+    before = dict(os.environ)
+    os.environ.update({name: value for name, value in added.items() if value is not None})
+    for name in added.keys() - {name for name, value in added.items() if value is not None}:
+        os.environ.pop(name, None)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for name in set(os.environ) - before.keys():
+            del os.environ[name]
+        os.environ.update(before)

@@ -1,0 +1,138 @@
+"""What runs inside vLLM's worker processes: it takes a version's tensors from a file or a receiver and loads them in place.
+
+vLLM mixes `WeightsExtension` into its worker class (`worker_extension_cls`), so `self` is the worker: `self.model_runner`,
+`self.vllm_config`, `self.device`. Its methods are called by `collective_rpc`, text in, text out.
+
+Three things go wrong silently without the care taken here: a plain `load_weights` stops half-way where linears are repacked
+(CPU), hence the layer-wise reload; a tied head keeps its old values unless it is loaded under its own name too (`also_as`); and
+one shard of a fused layer alone gives garbage, which generate/vllm_weights.py excludes by asking for the whole set.
+
+Called by generate/vllm_engine.py and generate/vllm_server_engine.py, through vLLM.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import closing
+from importlib import import_module
+from typing import Any
+
+import msgspec
+import torch
+
+from asyncrl.errors import BroadcastError, GenerationError
+from asyncrl.generate.vllm_orders import FileOrder, LoadOrder, LoadReply, ReceiverOrder
+from asyncrl.models.deferred import Receiver, make_receiver
+from asyncrl.models.layout import view_tensors
+
+NamedTensors = Iterator[tuple[str, torch.Tensor]]
+
+
+class _UntouchedError(BroadcastError):
+    """The bytes are not there, and the model is as it was."""
+
+
+class WeightsExtension:
+    """Mixed into vLLM's worker; every name begins with `asyncrl_`, so that none of the worker's is hidden."""
+
+    asyncrl_fault = ""
+    """What went wrong at the last load; empty: nothing."""
+
+    def asyncrl_load(self, order: str) -> str:
+        """Replace the weights as a `LoadOrder` says; return a `LoadReply`. Both as JSON."""
+        reply = LoadReply()
+        try:
+            _load(self, msgspec.json.decode(order, type=LoadOrder))
+        except _UntouchedError as error:
+            reply = LoadReply("broadcast", str(error), is_touched=False)
+        except BroadcastError as error:
+            reply = LoadReply("broadcast", str(error))
+        except Exception as error:  # noqa: BLE001 - the boundary of vLLM's process: raised there, the reply would be lost
+            reply = LoadReply("generation", f"{type(error).__name__}: {error}")
+        self.asyncrl_fault = reply.message
+        return msgspec.json.encode(reply).decode()
+
+    def asyncrl_confirm(self) -> None:
+        """Raise if this worker's last load failed: of several data-parallel engines, only the first one's replies come back."""
+        if self.asyncrl_fault:
+            raise GenerationError(self.asyncrl_fault)
+
+    def asyncrl_follow(self, owner_pid: int) -> None:
+        """End this worker and its engine core when the process that owns the engine is gone, however it ended."""
+        thread = threading.Thread(target=_end_with, args=(owner_pid, os.getppid()), name="asyncrl-owner-watch", daemon=True)
+        thread.start()
+
+
+def _load(worker: Any, order: LoadOrder) -> None:  # noqa: ANN401 - vLLM's worker
+    """Load everything, layer by layer; a layer whose tensors did not come keeps its old ones."""
+    reload = import_module("vllm.model_executor.model_loader.reload")
+    with import_module("vllm.config").set_current_vllm_config(worker.vllm_config), torch.no_grad():
+        model, tensors = worker.model_runner.get_model(), _tensors(worker, order.source)
+        reload.initialize_layerwise_reload(model)
+        try:
+            model.load_weights(_with_other_names(tensors, order.also_as))
+        finally:
+            reload.finalize_layerwise_reload(model, worker.model_runner.model_config)
+
+
+def _tensors(worker: Any, source: FileOrder | ReceiverOrder) -> NamedTensors:  # noqa: ANN401
+    if isinstance(source, FileOrder):
+        return _from_file(source)
+    return _from_receiver(worker, source)
+
+
+def _from_file(source: FileOrder) -> NamedTensors:
+    """Return views of the mapped file, in the order of the layout."""
+    try:
+        num_bytes = source.offset + source.manifest.total_bytes
+        mapped = torch.from_file(source.path, shared=False, size=num_bytes, dtype=torch.uint8)
+    except RuntimeError as error:
+        raise _UntouchedError(f"the weights in {source.path} cannot be mapped: {error}") from error
+    return iter(view_tensors(mapped[source.offset :], source.manifest).items())
+
+
+def _from_receiver(worker: Any, source: ReceiverOrder) -> NamedTensors:  # noqa: ANN401
+    """Yield copies: a fused layer waits for its last shard, and a received tensor lives only until the next one."""
+    receiver = _receiver_of(worker, source)
+    with closing(iter(receiver.fetch(source.available, torch.device(worker.device)))) as tensors:  # type: ignore[type-var]
+        for name, tensor in tensors:
+            yield name, tensor.clone()
+
+
+def _receiver_of(worker: Any, source: ReceiverOrder) -> Receiver:  # noqa: ANN401
+    """Return the worker's receiver, made at the first order and kept as long as its arguments stay the same."""
+    key, kept = (source.receiver, source.arguments), getattr(worker, "_asyncrl_receiver", None)
+    if kept is not None and kept[0] == key:
+        receiver: Receiver = kept[1]
+        return receiver
+    if kept is not None:
+        kept[1].close()
+    receiver = make_receiver(source.receiver, source.arguments.encode())
+    worker._asyncrl_receiver = (key, receiver)  # noqa: SLF001 - the worker is what we are mixed into
+    return receiver
+
+
+def _with_other_names(tensors: NamedTensors, also_as: dict[str, str]) -> NamedTensors:
+    seen: set[str] = set()
+    for name, tensor in tensors:
+        seen.add(name)
+        yield name, tensor
+        if name in also_as:
+            yield also_as[name], tensor
+    if missing := also_as.keys() - seen:
+        raise GenerationError(f"new weights lack {', '.join(sorted(missing))}")
+
+
+def _end_with(owner_pid: int, engine_core_pid: int) -> None:
+    try:
+        owner = os.pidfd_open(owner_pid)
+    except ProcessLookupError:
+        pass
+    else:
+        select.select([owner], [], [])
+    for pid in (engine_core_pid, os.getpid()):
+        os.kill(pid, signal.SIGKILL)

@@ -19,6 +19,10 @@ class GenerationError(AsyncRLError):
     """An engine could not serve a request or take new weights."""
 
 
+class EngineDied(GenerationError):  # noqa: N818 - like ConnectionClosed
+    """An engine can serve nothing any more: its process ends with it; what it had in flight is handed out again, not failed."""
+
+
 class RewardError(AsyncRLError):
     """A reward could not be computed; the sample is failed with this reason and the run goes on."""
 

@@ -5,7 +5,7 @@ requests that ended at once, tokens of running ones every `_NEWS_INTERVAL_S`, on
 
 Invariants:
 - Requests (submit, abort, pause, weights, score) are served in the order they were handed over, between two steps.
-- An exception in a step ends the thread and every request with a GenerationError; later calls raise it.
+- An exception in a step ends the thread and every request with an EngineDied; later calls raise it.
 
 Called by generate/transformers_engine.py.
 """
@@ -21,7 +21,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from asyncrl.errors import BroadcastError, GenerationError
+from asyncrl.errors import BroadcastError, EngineDied, GenerationError
 from asyncrl.generate.slot_decoder import Emission, SlotDecoder
 
 _NEWS_INTERVAL_S = 0.05
@@ -36,7 +36,7 @@ class DecodeThread:
         self,
         make_decoder: Callable[[], SlotDecoder],
         on_news: Callable[[list[Emission]], None],
-        on_fault: Callable[[GenerationError], None],
+        on_fault: Callable[[EngineDied], None],
     ) -> None:
         """Prepare; nothing runs before `start`.
 
@@ -52,7 +52,7 @@ class DecodeThread:
         self._asked: deque[tuple[Callable[[SlotDecoder], None], Future[Any]]] = deque()
         self._is_paused = False
         self._is_closing = False
-        self._fault: GenerationError | None = None
+        self._fault: EngineDied | None = None
         self._thread = threading.Thread(target=self._main, name="decode", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._started: Future[None] = Future()
@@ -117,7 +117,7 @@ class DecodeThread:
             self._decode(decoder)
             self.tell(decoder.abort_all())
         except Exception as error:  # noqa: BLE001 - the boundary of the thread: a bug here must not leave requests hanging
-            self._fail(GenerationError(f"the decode loop failed: {type(error).__name__}: {error}"))
+            self._fail(EngineDied(f"the decode loop failed: {type(error).__name__}: {error}"))
 
     def _decode(self, decoder: SlotDecoder) -> None:
         """Serve and step until closed."""
@@ -148,7 +148,7 @@ class DecodeThread:
             while not self._asked and not self._is_closing:
                 self._wake.wait()
 
-    def _fail(self, fault: GenerationError) -> None:
+    def _fail(self, fault: EngineDied) -> None:
         with self._wake:
             self._fault = fault
             unserved = list(self._asked)

@@ -7,6 +7,7 @@ Invariants, for every implementation (tests/contract/test_engine.py runs over al
 - `load_weights` never loses a request: those in flight go on with the new weights, with the KV cache kept (`keep`) or computed
   anew from prompt and tokens so far (`recompute`: later logprobs equal those of a fresh forward under the new weights).
 - Nothing is ever sampled from a mixture of two versions.
+- An engine that can serve nothing any more says so by EngineDied, from every stream and every later call.
 - After `abort` the request's stream ends with reason `abort`; tokens streamed before stay valid.
 
 Called by generate/rollout.py and generate/worker.py; never by anything outside this stage.

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import msgspec
 
 from asyncrl.clock import Clock
-from asyncrl.errors import GenerationError
+from asyncrl.errors import EngineDied, GenerationError
 from asyncrl.generate.engine import Engine, EngineRequest, TokenChunk
 from asyncrl.generate.prompt_codec import PromptCodec
 from asyncrl.schema.ids import derive_seed
@@ -45,6 +45,7 @@ class Rollout:
 
         Raises:
             ConnectionClosed: From `send`; members still running are aborted then, and likewise on cancellation.
+            EngineDied: No member failed by it: the group is to be handed out again.
         """
         try:
             prompt_ids = self.codec.encode(work.prompt)
@@ -67,6 +68,8 @@ class Rollout:
             answer_ids = self.codec.answer(work.prompt, index)
             chunk = await self._complete(_request(work, index, prompt_ids, answer_ids))
             text = self.codec.decode(chunk.token_ids)
+        except EngineDied:
+            raise
         except GenerationError as error:
             await self.send(_failure(work, index, str(error)))
             return

@@ -20,7 +20,7 @@ import torch
 
 from asyncrl.config.learner import LoRAConfig
 from asyncrl.config.stages import TransformersEngineConfig
-from asyncrl.errors import GenerationError
+from asyncrl.errors import EngineDied, GenerationError
 from asyncrl.generate.decode_thread import DecodeThread
 from asyncrl.generate.engine import EngineRequest, KVPolicy, SleepLevel
 from asyncrl.generate.slot_decoder import Emission, SlotDecoder
@@ -170,8 +170,8 @@ class TransformersEngine:
             if stream is not None:
                 stream.put(emission.news)
 
-    def _lose_all(self, fault: GenerationError) -> None:
-        self._hear([Emission(request_id, GenerationError(str(fault))) for request_id in list(self._streams)])
+    def _lose_all(self, fault: EngineDied) -> None:
+        self._hear([Emission(request_id, EngineDied(str(fault))) for request_id in list(self._streams)])
 
     def _check(self, request: EngineRequest) -> None:
         self._check_ids(request.prompt_ids, f"request {request.request_id}")

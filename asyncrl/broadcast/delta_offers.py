@@ -59,6 +59,7 @@ class DeltaOffers:
         self._writer = writer
         self._manifest = manifest
         self._chain = DeltaChain(manifest.total_bytes, config.full_every)
+        self._warned = False
         self._newest = np.empty(manifest.total_bytes, np.uint8)
 
     def offer(self, commit: Commit, flat: memoryview, fingerprint: str, bucket_fingerprints: bytes) -> Offer:
@@ -91,7 +92,15 @@ class DeltaOffers:
         if self._chain.head is None:
             return None
         max_bytes = int(self._config.max_share * self._manifest.total_bytes)
-        return encode_delta(self._manifest, self._newest.data, flat, self._config.compression_level, max_bytes)
+        blob = encode_delta(self._manifest, self._newest.data, flat, self._config.compression_level, max_bytes)
+        if blob is None and not self._warned:
+            self._warned = True
+            _LOG.warning(
+                "so much changes from version to version that a delta has more than %d bytes: such versions go whole. "
+                'Set broadcast.dtype = "bfloat16", or leave broadcast.delta out',
+                max_bytes,
+            )
+        return blob
 
     def _put(self, version: int, blob: bytes | None) -> Delta | None:
         """Make the delta fetchable; None where there is none or the medium refuses it."""

@@ -9,7 +9,8 @@ Invariants, for every implementation (tests/contract/test_medium.py runs over al
 - A lease gives the bytes where they lie, without a copy, and says afterwards whether they stayed what they were.
 - Blobs (deltas) are small, named, written once, and go when the version they lead to can no longer be asked for.
 - The learner never waits for a subscriber; one that is too slow gets `BroadcastError` and fetches the newest instead.
-- Memory is bounded: the model plus two slots at most for the learner, the model plus one staging buffer for a generator.
+- Memory is bounded: the model plus two slots at most for the learner (and one copy where it makes deltas), the model plus one
+  staging buffer for a generator.
 - What a killed process left behind is removed by the next writer of the same run.
 
 Called by broadcast/publisher.py (in the learner) and broadcast/subscriber.py (in a generator).
@@ -56,7 +57,7 @@ class MediumWriter(Protocol):
         ...
 
     def commit(self, slot: int, version: int, fingerprint: str) -> str:
-        """Make `version`, now whole in `slot`, fetchable.
+        """Make `version`, now whole in `slot`, fetchable. Where only a delta leads to a version, this is not called for it.
 
         Returns:
             The location, as `WeightsAvailable.location` carries it.

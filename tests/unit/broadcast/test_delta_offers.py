@@ -45,12 +45,13 @@ def test_the_first_version_goes_whole_and_the_next_as_a_delta_alone(learner):
     assert second.deltas[0].num_bytes < 200
 
 
-def test_a_delta_larger_than_its_share_is_not_offered_and_the_version_goes_whole(tmp_path):
+def test_a_delta_larger_than_its_share_is_not_offered_and_the_version_goes_whole(tmp_path, caplog):
     learner = Learner(tmp_path, max_share=0.001)
     learner.offer(1)
     learner.weights.copy_(torch.randn(NUM_VALUES))
     offer = learner.offer(2)
     assert (offer.whole.version, offer.deltas, learner.blobs()) == (2, (), set())
+    assert "broadcast.dtype" in caplog.text
 
 
 def test_a_version_that_failed_leaves_the_chain_as_it_was(learner, tmp_path):

@@ -23,7 +23,7 @@ import msgspec
 
 from asyncrl.config.learner import LoRAConfig
 from asyncrl.config.stages import VLLMEngineConfig
-from asyncrl.errors import BroadcastError, GenerationError
+from asyncrl.errors import BroadcastError, EngineDied, GenerationError
 from asyncrl.generate.engine import EngineRequest, KVPolicy, SleepLevel
 from asyncrl.generate.kv_room import KVRoom
 from asyncrl.generate.token_stream import TokenStream
@@ -237,7 +237,7 @@ class VLLMEngine:
         if self._is_closed or self._flights is None:
             raise GenerationError("the engine is closed" if self._is_closed else "the engine is not started")
         if self._llm.errored:
-            fault = GenerationError("vLLM's engine process died; its last words are in this process's log")
+            fault = EngineDied("vLLM's engine process died; its last words are in this process's log")
             self._flights.fail_all(fault)
             raise fault
         return self._flights
@@ -271,7 +271,7 @@ class VLLMEngine:
 
     def _make_room(self) -> KVRoom:
         cache = self._llm.vllm_config.cache_config
-        self._blocks_each = int(cache.num_gpu_blocks or 0)
+        self._blocks_each = int(cache.num_gpu_blocks or 0) // self._config.data_parallel
         return KVRoom(
             self._config.num_slots * self._config.data_parallel, int(cache.block_size), self._config.max_sequence_tokens
         )

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
 
-from asyncrl.errors import GenerationError
+from asyncrl.errors import EngineDied, GenerationError
 from asyncrl.generate.engine import EngineRequest, TokenChunk
 from asyncrl.generate.kv_room import KVRoom
 from asyncrl.generate.token_stream import TokenStream
@@ -155,10 +155,10 @@ class Flights:
         assert final is not None
         return [position[token].logprob for position, token in zip(final.prompt_logprobs[1:], token_ids[1:], strict=True)]
 
-    def fail_all(self, fault: GenerationError) -> None:
+    def fail_all(self, fault: EngineDied) -> None:
         """End every request with an error: nothing more will come."""
         for flight in list(self._by_id.values()):
-            self._finish(flight, GenerationError(str(fault)))
+            self._finish(flight, EngineDied(str(fault)))
 
     async def _house(self, is_open: asyncio.Event) -> None:
         async with asyncio.TaskGroup() as tasks:
@@ -175,7 +175,7 @@ class Flights:
                 else:
                     self._take(flight, await flight.collector.get())
         except Exception as error:  # noqa: BLE001 - the boundary to vLLM: whatever it raises ends this request alone
-            self._finish(flight, error if isinstance(error, GenerationError) else GenerationError(f"vLLM failed: {error!r}"))
+            self._finish(flight, self._fault_of(error))
         await self._withdraw(flight)
 
     async def _hand_over(self, flight: Flight) -> None:
@@ -199,6 +199,12 @@ class Flights:
         except Exception as error:  # noqa: BLE001 - the boundary to vLLM; a request that is gone needs no withdrawing
             log.warning("request %s was not withdrawn from vLLM: %r", flight.request.request_id, error)
 
+    def _fault_of(self, error: Exception) -> GenerationError:
+        """Return what a request ends with: the engine's death ends them all, and none of them failed by it."""
+        if isinstance(error, GenerationError):
+            return error
+        return (EngineDied if self._llm.errored else GenerationError)(f"vLLM failed: {error!r}")
+
     def _take_waiting(self, flight: Flight) -> None:
         """Take what lies in the collector, without waiting."""
         if flight.collector is None or flight.is_over:
@@ -206,7 +212,7 @@ class Flights:
         try:
             output = flight.collector.get_nowait()
         except Exception as error:  # noqa: BLE001 - the boundary to vLLM, as in `_follow`
-            self._finish(flight, GenerationError(f"vLLM failed: {error!r}"))
+            self._finish(flight, self._fault_of(error))
             return
         if output is not None:
             self._take(flight, output)

@@ -1,7 +1,7 @@
 """Who takes part in which broadcast of a version, decided purely: gathering, epochs, losses, late joiners.
 
 An epoch is one process group: the learner, rank 0, and the members in order. It lasts while the same members want the next
-version; somebody new, missing, lost or failed makes a new one. One attempt at a time sends one version to the members of its epoch.
+version; somebody new, missing, lost or failed makes a new one. One attempt at a time sends one version to its members.
 
 Invariants:
 - An attempt ends: everyone answered, or no progress for `timeout_s`, or somebody failed; in the last two cases the others are

@@ -8,6 +8,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
+
+from asyncrl.broadcast.collective_reader import CollectiveReader, ReceiverArguments
+from asyncrl.broadcast.collective_writer import CollectiveWriter
+from asyncrl.broadcast.cuda_ipc import CUDAIPCWriter
+from asyncrl.broadcast.device import current_gpu
 from asyncrl.broadcast.files import FilesReader, FilesWriter
 from asyncrl.broadcast.medium import MediumReader, MediumWriter
 from asyncrl.broadcast.shared_memory import SharedMemoryReader, SharedMemoryWriter
@@ -26,7 +32,7 @@ from asyncrl.errors import ConfigError
 
 
 def open_writer(config: MediumConfig, run_folder: Path, curve_keys: CurveKeys | None = None) -> MediumWriter:
-    """Return the learner's end of the configured medium. Keys matter to `zeromq` only; None: the run's own, if it has any."""
+    """Return the learner's end of the configured medium. Keys: None: the run's own, if it has any."""
     match config:
         case SharedMemoryMedium():
             return SharedMemoryWriter(run_folder)
@@ -34,12 +40,18 @@ def open_writer(config: MediumConfig, run_folder: Path, curve_keys: CurveKeys | 
             return FilesWriter(config, run_folder)
         case ZeroMQMedium():
             return ZeroMQWriter(config, curve_keys or keys_of_run(run_folder))
-        case GlooMedium() | NCCLMedium() | CUDAIPCMedium() | AutoMedium():
+        case GlooMedium():
+            return CollectiveWriter(config, curve_keys or keys_of_run(run_folder))
+        case NCCLMedium():
+            return CollectiveWriter(config, curve_keys or keys_of_run(run_folder), through=current_gpu)
+        case CUDAIPCMedium():
+            return CUDAIPCWriter(run_folder)
+        case AutoMedium():
             raise ConfigError(f"broadcast.medium.kind {kind_of(config)!r} is not built yet")
 
 
 def open_reader(config: MediumConfig, run_folder: Path, curve_keys: CurveKeys | None = None) -> MediumReader:
-    """Return a generator's end of the configured medium. Keys matter to `zeromq` only; None: the run's own, if it has any."""
+    """Return a generator's end of the configured medium. Keys: None: the run's own, if it has any."""
     match config:
         case SharedMemoryMedium():
             return SharedMemoryReader(run_folder)
@@ -47,8 +59,27 @@ def open_reader(config: MediumConfig, run_folder: Path, curve_keys: CurveKeys | 
             return FilesReader(config, run_folder)
         case ZeroMQMedium():
             return ZeroMQReader(config, curve_keys or keys_of_run(run_folder))
-        case GlooMedium() | NCCLMedium() | CUDAIPCMedium() | AutoMedium():
+        case GlooMedium():
+            return CollectiveReader(config, curve_keys or keys_of_run(run_folder))
+        case NCCLMedium() | CUDAIPCMedium():
+            raise ConfigError(
+                f"broadcast.medium.kind {kind_of(config)!r} ends in the engine's own GPU memory: its versions are received by "
+                f"the process that holds the model (models/deferred.py), and no generator can fetch them"
+            )
+        case AutoMedium():
             raise ConfigError(f"broadcast.medium.kind {kind_of(config)!r} is not built yet")
+
+
+def receiver_of(config: MediumConfig, run_folder: Path) -> tuple[str, bytes] | None:
+    """Return what makes the receiving end where the model is (`make_receiver`), None where generators fetch the bytes."""
+    match config:
+        case NCCLMedium():
+            told = ReceiverArguments(str(run_folder.resolve()), config.timeout_s)
+            return "asyncrl.broadcast.collective_reader:open_receiver", msgspec.json.encode(told)
+        case CUDAIPCMedium():
+            return "asyncrl.broadcast.cuda_ipc:open_receiver", msgspec.json.encode(str(run_folder.resolve()))
+        case _:
+            return None
 
 
 def kind_of(config: MediumConfig) -> str:

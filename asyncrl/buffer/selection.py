@@ -29,6 +29,8 @@ class Choice:
     """Unfinished groups without which the step cannot go on."""
     due_by: int = 0
     """With `wait_for`: the step by which they must be trained."""
+    missing: int = 0
+    """With `wait_for`: how many of them must be done before the step can be taken."""
 
     def why(self, step: int) -> str:
         """Return in words why `step` waits for `wait_for`."""
@@ -67,7 +69,8 @@ def choose_by_deadline(
         must_take = min(num_ready + num_unfinished - slack * groups_per_step, groups_per_step)
         if num_ready < must_take:
             due = [pair for pair in unfinished if 0 <= pair[0] + max_staleness - step <= slack]
-            return Choice(wait_for=tuple(sorted(group_id for _, group_id in due)), due_by=step + slack)
+            wait_for = tuple(sorted(group_id for _, group_id in due))
+            return Choice(wait_for=wait_for, due_by=step + slack, missing=must_take - num_ready)
     return choose_oldest(ready, groups_per_step)
 
 

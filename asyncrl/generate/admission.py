@@ -19,6 +19,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from asyncrl.generate.least_loaded import Candidate, LeastLoaded
+
 _NO_LIMIT = 1 << 62
 
 
@@ -202,18 +204,6 @@ AdmissionInstruction = IssueGroup | ReissueGroup
 
 
 @dataclass(slots=True)
-class _Generator:
-    name: str
-    num_slots: int
-    version: int
-    members: int = 0
-
-    @property
-    def load(self) -> float:
-        return self.members / self.num_slots
-
-
-@dataclass(slots=True)
 class Admission:
     """The state machine.
 
@@ -233,13 +223,14 @@ class Admission:
     accepted: int = 0
     paused: bool = False
     exhausted: bool = False
-    _generators: dict[str, _Generator] = field(default_factory=dict)
+    _generators: LeastLoaded = field(init=False)
     _lost: dict[int, GroupLost] = field(default_factory=dict)
     _max_groups: int | None = None
     _handlers: dict[type, Callable[[Any], None]] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         self._max_groups = self.limits.max_groups
+        self._generators = LeastLoaded(self._has_room)
         self._handlers = {
             GeneratorReady: self._generator_ready,
             GeneratorLost: self._generator_lost,
@@ -270,16 +261,18 @@ class Admission:
 
     def capacity_on(self, generator: str) -> int:
         """Return how many more groups may start on this generator by the rule, its slots aside."""
-        return self._capacity_at(self._generators[generator].version)
+        known = self._generators.get(generator)
+        assert known is not None, f"no generator {generator!r}"
+        return self._capacity_at(known.version)
 
     def why_nothing(self) -> str:
         """Return in words why no group is issued now; empty when one could be."""
         held = self.accepted + self.running
-        newest = max((generator.version for generator in self._generators.values()), default=-1)
+        newest = self._generators.newest_version
         allowed = (newest + self.limits.max_staleness + 1) * self.limits.groups_per_step
         reasons = (
             (self.paused, "paused"),
-            (not self._generators, "no generator is ready"),
+            (not len(self._generators), "no generator is ready"),
             (self.exhausted, "no prompt is left"),
             (newest < 0, "no generator has weights yet"),
             (self._max_groups is not None and held >= self._max_groups, "every group the run needs is issued"),
@@ -299,7 +292,7 @@ class Admission:
         assert self.running >= 0, f"running is {self.running}"
         assert self.accepted >= 0, f"accepted is {self.accepted}"
         assert len(self._lost) <= self.running, f"{len(self._lost)} groups to hand out again, but {self.running} running"
-        for generator in self._generators.values():
+        for generator in self._generators:
             assert generator.members >= 0, f"{generator.name} holds {generator.members} members"
             assert generator.num_slots > 0, f"{generator.name} has {generator.num_slots} slots"
 
@@ -317,27 +310,25 @@ class Admission:
             return free
         return min(free, self._max_groups - self.accepted - self.running)
 
-    def _has_room(self, generator: _Generator) -> bool:
+    def _has_room(self, generator: Candidate) -> bool:
         size = self.limits.group_size
         return generator.members == 0 or generator.members + size <= generator.num_slots + self.limits.queue_ahead_groups * size
 
-    def _least_loaded(self, min_version: int) -> _Generator | None:
-        free = [g for g in self._generators.values() if g.version >= min_version and self._has_room(g)]
-        return min(free, key=lambda g: (g.load, -g.version, g.name)) if free else None
-
-    def _next_for_new(self) -> _Generator | None:
+    def _next_for_new(self) -> Candidate | None:
+        if self._capacity_at(self._generators.newest_version) <= 0:
+            return None
         # The rule allows every version from one on, and that one is found by division.
         lowest = (self.accepted + self.running) // self.limits.groups_per_step - self.limits.max_staleness
-        generator = self._least_loaded(max(lowest, 0))
+        generator = self._generators.best(max(lowest, 0))
         return generator if generator is not None and self._capacity_at(generator.version) > 0 else None
 
     def _place_lost(self, instructions: list[AdmissionInstruction]) -> None:
         for lost in sorted(self._lost.values(), key=lambda lost: lost.group_id):
-            generator = self._least_loaded(max(lost.version, 0))
+            generator = self._generators.best(max(lost.version, 0))
             if generator is None:
                 continue
             del self._lost[lost.group_id]
-            generator.members += lost.num_members
+            self._generators.change(generator, members=generator.members + lost.num_members)
             instructions.append(ReissueGroup(lost.group_id, generator.name, generator.version, lost.num_members))
 
     def _place_new(self, instructions: list[AdmissionInstruction]) -> None:
@@ -345,38 +336,38 @@ class Admission:
             generator = self._next_for_new()
             if generator is None:
                 return
-            generator.members += self.limits.group_size
+            self._generators.change(generator, members=generator.members + self.limits.group_size)
             self.running += 1
             instructions.append(IssueGroup(generator.name, generator.version))
 
     def _generator_ready(self, event: GeneratorReady) -> None:
         assert event.num_slots > 0, f"{event.name} has {event.num_slots} slots"
-        self._generators[event.name] = _Generator(event.name, event.num_slots, event.version)
+        self._generators.put(Candidate(event.name, event.num_slots, event.version))
 
     def _generator_lost(self, event: GeneratorLost) -> None:
-        self._generators.pop(event.name, None)
+        self._generators.remove(event.name)
 
     def _room_changed(self, event: RoomChanged) -> None:
         assert event.num_slots > 0, f"{event.generator} has {event.num_slots} slots"
         generator = self._generators.get(event.generator)
         if generator is not None:
-            generator.num_slots = event.num_slots
+            self._generators.change(generator, num_slots=event.num_slots)
 
     def _version_is_live(self, event: VersionIsLive) -> None:
         generator = self._generators.get(event.generator)
         if generator is not None:
-            generator.version = event.version
+            self._generators.change(generator, version=event.version)
 
     def _members_finished(self, event: MembersFinished) -> None:
         generator = self._generators.get(event.generator)
         if generator is not None:
             # A late sample of the process that bore this name before must not make the count negative.
-            generator.members = max(0, generator.members - event.num_members)
+            self._generators.change(generator, members=max(0, generator.members - event.num_members))
 
     def _members_started(self, event: MembersStarted) -> None:
         generator = self._generators.get(event.generator)
         if generator is not None:
-            generator.members += event.num_members
+            self._generators.change(generator, members=generator.members + event.num_members)
 
     def _group_is_ready(self, event: GroupIsReady) -> None:
         # Late samples of a dead generator can complete a group that still waits to be handed out again.

@@ -1,8 +1,8 @@
 """A generator in simulation: sequences decode together, the more the slower, and stand still while weights are swapped.
 
-Progress is counted in decode steps since the start (`work`). A step of n sequences takes `decode_s + (n - 1) x decode_s_per_sequence`
-seconds, and a sequence of L tokens that began at work w is done at w + L, whatever came and went meanwhile: a finish is one entry
-in a heap, and no token is an event. Called by plan/simulate.py.
+Progress is counted in decode steps since the start (`work`). A step of n sequences takes
+`decode_s + (n - 1) x decode_s_per_sequence` seconds, and a sequence of L tokens that began at work w is done at w + L, whatever
+came and went meanwhile: a finish is one entry in a heap, and no token is an event. Called by plan/simulate.py.
 """
 
 from __future__ import annotations

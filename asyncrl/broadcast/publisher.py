@@ -24,7 +24,8 @@ from pathlib import Path
 import torch
 
 from asyncrl.broadcast.delta_offers import DeltaOffers, Offer, offer_whole
-from asyncrl.broadcast.fingerprint import CopyProgress, fingerprints_behind, version_fingerprint
+from asyncrl.broadcast.device import as_current, device_of, is_checked_on_device, slot_fingerprints
+from asyncrl.broadcast.fingerprint import CopyProgress, version_fingerprint
 from asyncrl.broadcast.media import kind_of, open_writer
 from asyncrl.broadcast.medium import NUM_SLOTS
 from asyncrl.broadcast.state import (
@@ -42,7 +43,7 @@ from asyncrl.broadcast.state import (
 from asyncrl.broadcast.zeromq import CurveKeys
 from asyncrl.clock import Clock
 from asyncrl.config.stages import BroadcastConfig
-from asyncrl.errors import BroadcastError
+from asyncrl.errors import BroadcastError, ConfigError
 from asyncrl.models.layout import bucket_ends, check_tensors, copy_out, make_manifest, view_tensors
 from asyncrl.schema.weights import Probe, WeightsAvailable, WeightsManifest
 
@@ -89,6 +90,10 @@ class Publisher:
         self._config = config
         self._on_available = on_available
         self._clock = clock
+        if config.delta is not None and is_checked_on_device(config.medium):
+            raise ConfigError(
+                f"broadcast.delta works on bytes in host memory, and medium {kind_of(config.medium)!r} leaves none there: drop it"
+            )
         self._writer = open_writer(config.medium, run_folder, curve_keys)
         self._state = PublisherState(NUM_SLOTS, self._writer.keeps_slots)
         self._changed = threading.Condition()
@@ -98,6 +103,8 @@ class Publisher:
         self._closing = False
         self._manifest: WeightsManifest | None = None
         self._deltas: DeltaOffers | None = None
+        self._device = torch.device("cpu")
+        self._slots: tuple[torch.Tensor, ...] = ()
         self._flats: tuple[memoryview, ...] = ()
         self._views: tuple[dict[str, torch.Tensor], ...] = ()
         self._thread = threading.Thread(target=self._run, name="asyncrl-publisher", daemon=True)
@@ -161,7 +168,7 @@ class Publisher:
             self._changed.notify_all()
         if self._thread.is_alive():
             self._thread.join(CLOSE_TIMEOUT_S)
-        self._views, self._flats, self._deltas = (), (), None
+        self._views, self._flats, self._slots, self._deltas = (), (), (), None
         self._writer.close()
         if self._thread.is_alive():
             raise BroadcastError(f"the last version was not published within {CLOSE_TIMEOUT_S:.0f} s of closing")
@@ -172,9 +179,11 @@ class Publisher:
             raise BroadcastError("the publisher is closed")
         if self._manifest is None:
             manifest = make_manifest(named_tensors, self._config.dtype, self._config.bucket_bytes)
-            slots = self._writer.open(manifest)
-            self._flats = tuple(slot.numpy().data for slot in slots)
-            self._views = tuple(view_tensors(slot, manifest) for slot in slots)
+            self._device = device_of(named_tensors)
+            with as_current(self._device):
+                self._slots = self._writer.open(manifest)
+            self._flats = tuple(slot.numpy().data for slot in self._slots if slot.device.type == "cpu")
+            self._views = tuple(view_tensors(slot, manifest) for slot in self._slots)
             self._manifest = manifest
             if self._config.delta is not None:
                 self._deltas = DeltaOffers(self._config.delta, self._writer, manifest)
@@ -220,7 +229,9 @@ class Publisher:
         try:
             assert self._manifest is not None
             ends = bucket_ends(self._manifest)
-            publication.bucket_fingerprints = fingerprints_behind(self._flats[commit.slot], ends, publication.progress)
+            publication.bucket_fingerprints = slot_fingerprints(
+                self._config.medium, self._slots[commit.slot], ends, publication.progress, self._device
+            )
             publication.fingerprint = version_fingerprint(publication.bucket_fingerprints)
             publication.offer = self._offer(commit, publication)
         except BroadcastError as error:

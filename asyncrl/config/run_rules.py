@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from asyncrl.config.run import RunConfig
-from asyncrl.config.stages import ScratchModel, TransformersEngineConfig
+from asyncrl.config.stages import CUDAIPCMedium, NCCLMedium, ScratchModel, TransformersEngineConfig
 from asyncrl.errors import ConfigError
 
 
@@ -19,6 +19,7 @@ def check_run(config: RunConfig) -> None:
     _check_evaluation(config)
     _check_rewards(config)
     _check_outside_code(config)
+    _check_deltas(config)
 
 
 def _check_groups(config: RunConfig) -> None:
@@ -77,4 +78,14 @@ def _check_outside_code(config: RunConfig) -> None:
             "learner.kind = 'external' with generate.num_workers = 0 and model.kind = 'scratch' leaves nobody to name the "
             "model's folder, and the inference workers that [inference] or algorithm.reference asks for would wait for ever: set "
             "model.kind = 'pretrained' and model.path"
+        )
+
+
+def _check_deltas(config: RunConfig) -> None:
+    medium = config.broadcast.medium
+    if config.broadcast.delta is not None and isinstance(medium, NCCLMedium | CUDAIPCMedium):
+        raise ConfigError(
+            f"broadcast.delta needs a copy of the version before on the generator's side, and broadcast.medium.kind "
+            f"{medium.__struct_config__.tag!r} ends in the engine's own memory: take shared_memory, files or zeromq, or leave "
+            "broadcast.delta out"
         )

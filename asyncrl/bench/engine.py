@@ -29,7 +29,7 @@ from transformers.utils import logging as transformers_logging
 from asyncrl.bench.result import BenchResult, ratio
 from asyncrl.config.stages import TransformersEngineConfig
 from asyncrl.errors import ConfigError
-from asyncrl.generate.engine import EngineRequest
+from asyncrl.generate.engine import Engine, EngineRequest
 from asyncrl.generate.transformers_engine import TransformersEngine
 from asyncrl.schema.samples import SamplingParams
 
@@ -42,7 +42,7 @@ MAX_TOKENS = 256
 
 
 @dataclass(frozen=True, slots=True)
-class _Workload:
+class Workload:
     """Prompts and how many tokens each is to get."""
 
     prompts: tuple[tuple[int, ...], ...]
@@ -66,15 +66,15 @@ def run(rounds: int = 0, engine: str = "transformers") -> BenchResult:
 async def _measure(rounds: int) -> BenchResult:
     transformers_logging.disable_progress_bar()
     torch.set_num_threads(1)
-    model = _model()
+    model = make_model()
     with tempfile.TemporaryDirectory(prefix="asyncrl-bench-") as folder:
         model.save_pretrained(folder)
         config = TransformersEngineConfig(num_slots=NUM_SLOTS, max_sequence_tokens=MAX_TOKENS, num_threads=1)
         engine = TransformersEngine(config, Path(folder))
         await engine.start()
         rates: dict[str, list[float]] = {}
-        for number, (name, workload) in itertools.product(range(rounds + 1), _workloads().items()):
-            ours, theirs = await _engine_rate(engine, workload), _generate_rate(model, workload)
+        for number, (name, workload) in itertools.product(range(rounds + 1), workloads().items()):
+            ours, theirs = await engine_rate(engine, workload), _generate_rate(model, workload)
             if number == 0:
                 continue
             rates.setdefault(f"engine_{name}_tokens_per_s", []).append(ours)
@@ -89,15 +89,17 @@ async def _measure(rounds: int) -> BenchResult:
     )
 
 
-def _workloads() -> dict[str, _Workload]:
+def workloads() -> dict[str, Workload]:
+    """Return the two mixes of lengths, by name."""
     rng = np.random.default_rng(0)
     prompts = tuple(tuple(rng.integers(2, VOCABULARY, size).tolist()) for size in rng.integers(8, 33, NUM_REQUESTS))
     lognormal = np.clip(rng.lognormal(np.log(60) - 0.5, 1, NUM_REQUESTS), 1, 200).astype(int)
     uniform = rng.integers(8, 113, NUM_REQUESTS)
-    return {"lognormal": _Workload(prompts, tuple(lognormal.tolist())), "uniform": _Workload(prompts, tuple(uniform.tolist()))}
+    return {"lognormal": Workload(prompts, tuple(lognormal.tolist())), "uniform": Workload(prompts, tuple(uniform.tolist()))}
 
 
-def _model() -> LlamaForCausalLM:
+def make_model() -> LlamaForCausalLM:
+    """Return the small model, random weights."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
@@ -113,7 +115,9 @@ def _model() -> LlamaForCausalLM:
     return LlamaForCausalLM(config).eval()
 
 
-async def _engine_rate(engine: TransformersEngine, workload: _Workload) -> float:
+async def engine_rate(engine: Engine, workload: Workload) -> float:
+    """Return tokens per second of all requests at once through `submit`."""
+
     async def consume(index: int) -> None:
         sampling = SamplingParams(max_new_tokens=workload.lengths[index], ignore_eos=True)
         num_tokens = 0
@@ -128,7 +132,7 @@ async def _engine_rate(engine: TransformersEngine, workload: _Workload) -> float
     return sum(workload.lengths) / (time.perf_counter() - started_s)
 
 
-def _generate_rate(model: LlamaForCausalLM, workload: _Workload) -> float:
+def _generate_rate(model: LlamaForCausalLM, workload: Workload) -> float:
     started_s = time.perf_counter()
     for start in range(0, len(workload.prompts), NUM_SLOTS):
         prompts = workload.prompts[start : start + NUM_SLOTS]

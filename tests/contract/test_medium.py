@@ -28,7 +28,7 @@ from asyncrl.broadcast.shared_memory import HEADER_BYTES
 from asyncrl.broadcast.subscriber import Subscriber
 from asyncrl.broadcast.zeromq import CurveKeys, ZeroMQReader
 from asyncrl.clock import SystemClock
-from asyncrl.config.stages import BroadcastConfig, DeltaConfig, FilesMedium, SharedMemoryMedium, ZeroMQMedium
+from asyncrl.config.stages import BroadcastConfig, DeltaConfig, FilesMedium, GlooMedium, SharedMemoryMedium, ZeroMQMedium
 from asyncrl.errors import BroadcastError
 from asyncrl.models.layout import make_manifest, view_tensors
 from asyncrl.schema.weights import Probe, WeightsAvailable
@@ -39,6 +39,7 @@ MEDIA = {
     "shared_memory": SharedMemoryMedium(),
     "files": FilesMedium(keep_last=2, shard_bytes=500_000),
     "zeromq": ZeroMQMedium(chunk_bytes=64 << 10),
+    "gloo": GlooMedium(timeout_s=5.0, gather_s=0.05),
 }
 NUM_VALUES = 100_000
 SHARDS = {f"model-0000{number}-of-00004.safetensors" for number in range(1, 5)} | {"model.safetensors.index.json"}
@@ -363,7 +364,7 @@ async def test_a_flipped_byte_never_goes_live_and_the_version_comes_once_the_byt
 @contextlib.contextmanager
 def flipped_byte(learner: Learner, available: WeightsAvailable) -> Iterator[None]:
     """Damage one byte of a committed version where it lies; put it right afterwards."""
-    if available.medium == "zeromq":
+    if available.medium in {"zeromq", "gloo"}:
         slots = [slot for slot in learner.publisher._flats if np.frombuffer(slot, np.float32)[0] == available.version]
         target = slots[0]
         target[1000] ^= 1
@@ -585,7 +586,7 @@ async def test_a_slow_generator_is_not_starved_by_a_fast_learner(tmp_path):
     learner.publisher.close()
 
 
-DELTA_MEDIA = ("shared_memory", "files", "zeromq")
+DELTA_MEDIA = ("shared_memory", "files", "zeromq", "gloo")
 
 
 @pytest.fixture(params=DELTA_MEDIA)
@@ -671,7 +672,8 @@ def test_deltas_are_removed_when_no_longer_offered_and_those_of_a_killed_learner
     for version in range(20):
         newest = learner.publish(version)
         blobs = {name for name in left_behind(tmp_path) if "delta-" in name}
-        assert len(blobs) == (0 if isinstance(delta_config.medium, ZeroMQMedium) else len(newest.deltas))
+        in_memory = isinstance(delta_config.medium, ZeroMQMedium | GlooMedium)
+        assert len(blobs) == (0 if in_memory else len(newest.deltas))
     learner.publisher.close()
     assert isinstance(delta_config.medium, FilesMedium) or not left_behind(tmp_path)
 

@@ -30,6 +30,7 @@ from asyncrl.generate.engine import EngineRequest, KVPolicy, SleepLevel
 from asyncrl.generate.kv_room import KVRoom
 from asyncrl.generate.token_stream import TokenStream
 from asyncrl.generate.vllm_folder import ModelFolder, read_folder
+from asyncrl.generate.vllm_requests import RequestRules
 from asyncrl.generate.vllm_server_checks import check_server
 from asyncrl.generate.vllm_server_control import ServerControl
 from asyncrl.generate.vllm_server_flights import Flights
@@ -48,7 +49,7 @@ class _Server:
     """What there is between `start` and `close`."""
 
     client: ServerClient
-    folder: ModelFolder
+    rules: RequestRules
     flights: Flights
     control: ServerControl
     room: KVRoom
@@ -109,7 +110,9 @@ class VLLMServerEngine:
     def submit(self, request: EngineRequest) -> TokenStream:
         """Start a request; see `Engine.submit`."""
         server = self._up
-        self._check(request, server)
+        server.rules.check(request)
+        if request.request_id in server.flights:
+            raise GenerationError(f"request {request.request_id} is running already; request ids must be unique")
         return server.flights.submit(request)
 
     def abort(self, request_id: str) -> None:
@@ -140,7 +143,7 @@ class VLLMServerEngine:
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         """Return the probe's logprobs; see `Engine.score`."""
         server, ids = self._up, tuple(int(token) for token in token_ids)
-        _check_ids(ids, server.folder.vocabulary_size, "score")
+        server.rules.check_ids(ids, "score")
         return await self._steer(server.control.score(ids))
 
     async def close(self) -> None:
@@ -175,10 +178,11 @@ class VLLMServerEngine:
         gauges = await _read(client)
         most = min(config.num_slots, facts.max_requests or config.num_slots)
         room = KVRoom(most, gauges.block_tokens or 1, config.max_sequence_tokens)
+        rules = RequestRules(folder.vocabulary_size, config.max_sequence_tokens, folder.end_ids)
         flights = Flights(
             client=client,
             clock=self._clock,
-            end_ids=folder.end_ids,
+            rules=rules,
             labels=labels,
             has_spans=facts.has_spans,
             num_seats=most,
@@ -186,7 +190,7 @@ class VLLMServerEngine:
             on_finished=room.note_finished,
         )
         control = ServerControl(client, flights, facts, folder, config.shared_folder)
-        return _Server(client, folder, flights, control, room, gauges.started_s)
+        return _Server(client, rules, flights, control, room, gauges.started_s)
 
     async def _watch(self) -> None:
         """Read the gauges again and again, until the server is gone."""
@@ -225,19 +229,6 @@ class VLLMServerEngine:
         self._fault = fault
         server.flights.fail_all(fault)
 
-    def _check(self, request: EngineRequest, server: _Server) -> None:
-        _check_ids(request.prompt_ids, server.folder.vocabulary_size, f"request {request.request_id}")
-        if request.request_id in server.flights:
-            raise GenerationError(f"request {request.request_id} is running already; request ids must be unique")
-        prompt, response, limit = len(request.prompt_ids), request.sampling.max_new_tokens, self._config.max_sequence_tokens
-        if response < 1:
-            raise GenerationError(f"request {request.request_id}: max_new_tokens must be at least 1, got {response}")
-        if prompt + response > limit:
-            raise GenerationError(
-                f"request {request.request_id}: prompt of {prompt} tokens plus max_new_tokens {response} is {prompt + response}, "
-                f"over generate.engine.max_sequence_tokens ({limit}); shorten the prompt, ask for fewer tokens or raise the limit"
-            )
-
 
 def read_api_key(path: str) -> str:
     """Return the file's first line; empty where no file is named.
@@ -258,12 +249,3 @@ def read_api_key(path: str) -> str:
 
 async def _read(client: ServerClient) -> ServerGauges:
     return read_gauges((await client.get("/metrics")).decode(errors="replace"))
-
-
-def _check_ids(token_ids: Sequence[int], vocabulary_size: int, what: str) -> None:
-    if not token_ids:
-        raise GenerationError(f"{what}: there are no prompt tokens; give at least one (a beginning-of-sequence token, say)")
-    low, high = min(token_ids), max(token_ids)
-    if low < 0 or high >= vocabulary_size:
-        wrong = low if low < 0 else high
-        raise GenerationError(f"{what}: token id {wrong} is outside the vocabulary: allowed are 0 to {vocabulary_size - 1}")

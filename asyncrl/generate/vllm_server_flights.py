@@ -22,6 +22,7 @@ from asyncrl.clock import Clock
 from asyncrl.errors import GenerationError
 from asyncrl.generate.engine import EngineRequest, TokenChunk
 from asyncrl.generate.token_stream import TokenStream
+from asyncrl.generate.vllm_requests import RequestRules
 from asyncrl.generate.vllm_server_checks import GENERATE
 from asyncrl.generate.vllm_server_http import ServerClient, ServerLost
 from asyncrl.generate.vllm_server_tokens import VersionedTokens, VersionLabels
@@ -50,7 +51,7 @@ class Flights:
 
     client: ServerClient
     clock: Clock
-    end_ids: frozenset[int]
+    rules: RequestRules
     labels: VersionLabels
     has_spans: bool
     num_seats: int
@@ -169,7 +170,7 @@ class Flights:
         request, flight.last_news_s = flight.request, self.clock.now()
         labels = self.labels if self.has_spans else None
         tokens = flight.tokens = VersionedTokens(self.version, labels, is_greedy=request.sampling.temperature == 0)
-        body = completion_body(request, self.end_ids, cache_salt=self.labels.of(self.version))
+        body = completion_body(request, self.rules, cache_salt=self.labels.of(self.version))
         try:
             async with asyncio.timeout(None) as flight.scope, self.client.stream(GENERATE, body) as events:
                 await self._follow(flight, tokens, events)

@@ -5,12 +5,13 @@ Called by generate/vllm_server_engine.py and the vllm_server_* files beside it. 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
 from asyncrl.errors import GenerationError
 from asyncrl.generate.engine import EngineRequest
+from asyncrl.generate.vllm_requests import RequestRules
 
 CLAMPED_LOGPROB = -9999.0
 """What the server sends for a logprob that is not a number."""
@@ -24,7 +25,7 @@ class ServerSampling(msgspec.Struct, frozen=True, omit_defaults=True):
     seed: int | None = None
     top_p: float = 1.0
     top_k: int = 0
-    stop_token_ids: tuple[int, ...] = ()
+    stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
     """0: of the sampled token alone."""
@@ -140,21 +141,9 @@ class VersionReply(msgspec.Struct, frozen=True):
     version: str = ""
 
 
-def completion_body(request: EngineRequest, end_ids: frozenset[int], cache_salt: str) -> GenerateBody:
-    """Return what asks for this completion, token by token; `end_ids` are the model's own."""
-    sampling = request.sampling
-    stop_ids = () if sampling.ignore_eos else tuple(sorted(end_ids.union(sampling.stop_token_ids)))
-    params = ServerSampling(
-        max_tokens=sampling.max_new_tokens,
-        temperature=sampling.temperature,
-        seed=request.seed,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        stop_token_ids=stop_ids,
-        ignore_eos=sampling.ignore_eos,
-        logprobs=0,
-        detokenize=False,
-    )
+def completion_body(request: EngineRequest, rules: RequestRules, cache_salt: str) -> GenerateBody:
+    """Return what asks for this completion, token by token."""
+    params = ServerSampling(**rules.sampling_arguments(request), detokenize=False)
     return GenerateBody(request.request_id, request.prompt_ids, params, stream=True, cache_salt=cache_salt)
 
 

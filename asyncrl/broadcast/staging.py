@@ -6,12 +6,17 @@ Invariants:
 - A delta is applied only if its own fingerprint is right, and only on the very bytes it was made from.
 - Whatever goes wrong with deltas is answered by fetching the whole, at once.
 
+- Where the system has memory files (Linux), the buffer is one: another process of this user can map it by `path`, nothing is in
+  any folder, and nothing is left when this process ends.
+
 Called by subscriber.py, on its thread.
 """
 
 from __future__ import annotations
 
 import logging
+import mmap
+import os
 import threading
 from collections.abc import Iterable
 
@@ -35,6 +40,7 @@ class Staging:
     def __init__(self, reader: MediumReader) -> None:
         self._reader = reader
         self._flat: torch.Tensor | None = None
+        self._file = -1
         self._held: HeldVersion | None = None
 
     def receive(self, available: WeightsAvailable, cancelled: threading.Event) -> torch.Tensor:
@@ -61,6 +67,17 @@ class Staging:
             _LOG.warning("version %d is fetched whole, its deltas were of no use: %s", available.version, error)
             self._carry_out(plan_whole(available), available, cancelled)
         return flat
+
+    @property
+    def path(self) -> str:
+        """Where other processes of this machine can map the buffer, until the next call or `close`; empty: nowhere."""
+        return f"/proc/{os.getpid()}/fd/{self._file}" if self._file >= 0 else ""
+
+    def close(self) -> None:
+        """Let go of the memory; tensors in it stay valid, `path` does not. Safe to repeat."""
+        if self._file >= 0:
+            os.close(self._file)
+        self._flat, self._file, self._held = None, -1, None
 
     def _carry_out(self, plan: FetchPlan, available: WeightsAvailable, cancelled: threading.Event) -> None:
         """Fetch, apply, compare."""
@@ -96,9 +113,18 @@ class Staging:
 
     def _buffer_for(self, total_bytes: int) -> torch.Tensor:
         if self._flat is None or self._flat.numel() != total_bytes:
-            self._flat, self._held = None, None
-            self._flat = torch.zeros(total_bytes, dtype=torch.uint8)
+            self.close()
+            self._flat, self._file = _shareable_memory(total_bytes)
         return self._flat
+
+
+def _shareable_memory(num_bytes: int) -> tuple[torch.Tensor, int]:
+    """Return zeroed memory and the handle of its file; -1: it has none."""
+    if not hasattr(os, "memfd_create"):
+        return torch.zeros(num_bytes, dtype=torch.uint8), -1
+    file = os.memfd_create("asyncrl-staging")
+    os.ftruncate(file, num_bytes)
+    return torch.frombuffer(mmap.mmap(file, num_bytes), dtype=torch.uint8), file
 
 
 def refuse_damaged(available: WeightsAvailable, found: bytes) -> None:

@@ -149,6 +149,7 @@ class Subscriber:
         """Stop a fetch under way and release everything; tensors handed out stay valid. Safe to repeat."""
         self._cancelled.set()
         self._executor.shutdown(wait=True)
+        self._staging.close()
         self._reader.close()
 
     async def _fetch_once(self) -> FetchedVersion | None:
@@ -183,7 +184,8 @@ class Subscriber:
         lease = self._reader.lease(available) if self._may_lease else None
         if lease is not None:
             return _verified_in_place(lease, available, cancelled)
-        return MappedTensors(available.manifest, self._staging.receive(available, cancelled))
+        flat = self._staging.receive(available, cancelled)
+        return MappedTensors(available.manifest, flat, self._staging.path)
 
     async def _until_announced(self, timeout_s: float | None = None) -> None:
         """Wait for the next announcement, or until the time has passed on the clock."""

@@ -1,4 +1,6 @@
 import queue
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -45,7 +47,9 @@ def learner(tmp_path):
 
 @pytest.fixture
 def staging(tmp_path):
-    return Staging(FilesReader(CONFIG.medium, tmp_path))
+    staging = Staging(FilesReader(CONFIG.medium, tmp_path))
+    yield staging
+    staging.close()
 
 
 def received(staging, available):
@@ -127,3 +131,17 @@ def test_a_cancelled_fetch_stops_and_the_next_one_goes_on_from_what_is_there(lea
         staging.receive(available, cancelled)
     learner.remove("version-*/*")
     assert torch.equal(received(staging, available)["a"], learner.tensors["a"])
+
+
+def test_another_process_can_map_what_was_received(learner, staging):
+    received(staging, learner.publish(3))
+    script = f"print(open({staging.path!r}, 'rb').read().count(bytes([0x40, 0x40])))"
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=30)
+    assert found.stdout.strip() == "1", "3.0 in bfloat16, once"
+
+
+def test_tensors_stay_valid_after_close_and_the_path_does_not(learner, staging):
+    tensors = received(staging, learner.publish(3))
+    staging.close()
+    assert torch.equal(tensors["a"], learner.tensors["a"])
+    assert staging.path == ""

@@ -310,6 +310,14 @@ class _EndOfInput(asyncio.Protocol):
         self._ended.set()
 
 
+def _leave(code: int) -> None:
+    """End at once: tearing down an interpreter that has imported vLLM takes seconds on a busy machine, with nothing left to do."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
 def main() -> None:
     """Run one process of a run: `python -m asyncrl.pipeline KIND NAME RUN_FOLDER`, or a learner's rank beside 0."""
     kind, name, folder = sys.argv[1:4]
@@ -317,6 +325,8 @@ def main() -> None:
         if kind == RANK:
             sys.exit(_run_rank(int(name), Path(folder), sys.argv[4]))
         code = asyncio.run(_main(kind, name, Path(folder)))  # type: ignore[arg-type]
+        if kind == "generator":
+            _leave(code)
     except AsyncRLError as error:
         print(f"asyncrl: {error}", file=sys.stderr)  # noqa: T201 - the log is not set up where the config is wrong
         code = EXIT_FAILED

@@ -9,6 +9,7 @@ The only importer of vllm beside vllm_streams.py and vllm_worker.py. Called by g
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -26,6 +27,8 @@ _GIB = 1 << 30
 _CPU_BLOCK_TOKENS = 32
 """Of the KV cache; vLLM's own choice on a CPU is 128, and only whole blocks of a prompt are shared."""
 _GRACE_S = 5.0
+_STOP_S = 1.5
+"""For vLLM's engine core to end by itself."""
 
 _QUIET = {
     "VLLM_NO_USAGE_STATS": "1",
@@ -86,7 +89,8 @@ def engine_arguments(
         "dtype": folder.dtype if config.dtype == "auto" else config.dtype,
         # One more than a request may have, where the model allows it: vLLM wants room for a token when it only scores.
         "max_model_len": min(limit + 1, folder.max_positions or limit + 1),
-        "max_num_seqs": config.num_slots,
+        # One more than are given out, for what must not wait: a score, and a request that follows one about to end.
+        "max_num_seqs": config.num_slots + 1,
         "tensor_parallel_size": config.tensor_parallel,
         "data_parallel_size": config.data_parallel,
         "gpu_memory_utilization": config.gpu_memory_share,
@@ -156,8 +160,10 @@ def processes_of(llm: Any) -> set[psutil.Process]:  # noqa: ANN401
 
 def shut_down(llm: Any, processes: set[psutil.Process]) -> None:  # noqa: ANN401
     """End an AsyncLLM and wait for its processes; slow, run it on a thread."""
+    # vLLM's own 5 s, an interpreter's teardown after them, are past what a run grants its processes; a killed core frees as much.
+    has_timeout = "timeout" in inspect.signature(llm.shutdown).parameters
     try:
-        llm.shutdown()
+        llm.shutdown(**({"timeout": _STOP_S} if has_timeout else {}))
     finally:
         end(processes)
 

@@ -9,6 +9,7 @@ Called by zeromq_reader.py, on the fetching thread.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -121,13 +122,13 @@ class PartFetch:
                 return
 
     def _listen(self) -> None:
-        """Wait a moment for answers and news; take one of each from everyone."""
+        """Wait a moment for answers and news, and take them."""
         ready = dict(self._poller.poll(_POLL_MS))
         for connection in (self._parent, self._learner):
             if connection is not None and connection.news in ready:
                 self._take_news(connection)
-            if connection is not None and connection.socket in ready and not connection.socket.closed:
-                self._take_answer(connection)
+            if connection is not None and connection.socket in ready:
+                self._take_answers(connection)
 
     def _take_news(self, connection: Connection) -> None:
         broken, unreachable = connection.take_news()
@@ -135,6 +136,15 @@ class PartFetch:
             self._download.lose()
         if connection is self._parent and (broken or unreachable):
             self._handle_lost()
+
+    def _take_answers(self, connection: Connection) -> None:
+        """Take what is there, asking on meanwhile; a window's worth at most, others wait."""
+        with contextlib.suppress(zmq.Again):
+            for _ in range(WINDOW):
+                if connection.socket.closed:
+                    return
+                self._take_answer(connection)
+                self._ask()
 
     def _take_answer(self, connection: Connection) -> None:
         source = self._source(connection)

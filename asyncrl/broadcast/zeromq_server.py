@@ -2,7 +2,7 @@
 
 Invariants:
 - A part is sent because it was asked for. One that reads no answers has at most SEND_QUEUE parts waiting for it, then loses them.
-- What is asked for and still arriving here is answered once it has arrived; until then the asker hears every WAITING_S that we
+- What is asked for and still arriving here is answered once it has arrived; until then the asker hears every TICK_S that we
   live. At most WINDOW requests of MAX_WAITING askers wait.
 - What is not a request is counted (`refused`) and not answered. With keys, peers without one of the right keys get no further
   than the handshake.
@@ -16,6 +16,8 @@ import contextlib
 import socket
 import threading
 import time
+from collections import deque
+from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
@@ -27,14 +29,13 @@ from asyncrl.broadcast.zeromq_keys import CurveKeys
 from asyncrl.broadcast.zeromq_shelf import Shelf
 from asyncrl.errors import BroadcastError
 
-WINDOW = 16
+WINDOW = 8
 SEND_QUEUE = 2 * WINDOW
 HEARTBEAT_MS = 2000
-WAITING_S = 0.5
+TICK_S = 0.5
 MAX_WAITING = 64
 _POLL_MS = 200
 _ZAP_ADDRESS = "inproc://zeromq.zap.01"
-_SMALL_BYTES = 65536
 
 _Request = ChunkRequest | PlaceRequest
 
@@ -75,8 +76,9 @@ class PartServer:
         self._chunk_bytes = chunk_bytes
         self._keys = keys
         self._desk = desk
+        self._buffers = _Buffers(chunk_bytes)
         self._waiting: dict[bytes, dict[int, ChunkRequest]] = {}
-        self._said_s = 0.0
+        self._ticked_s = 0.0
         self._closing = threading.Event()
         self.refused = 0
         """Requests that were none: malformed, oversized, out of range."""
@@ -92,6 +94,11 @@ class PartServer:
 
     def ring(self) -> None:
         """Say that something arrived on the shelf; from any one thread."""
+        # Who begins to wait after this look finds the part on the shelf: what waits is tried once more after it is noted.
+        if self._waiting or self._closing.is_set():
+            self._wake()
+
+    def _wake(self) -> None:
         with contextlib.suppress(BlockingIOError, OSError):
             self._bell.send(b"\0")
 
@@ -144,12 +151,11 @@ class PartServer:
                 if doorman is not None and doorman in ready:
                     self._admit(doorman)
                 if router in ready:
-                    self._answer(router)
+                    self._answer_all(router)
                 if self._listening.fileno() in ready:
                     self._listening.recv(4096)
-                self._serve_waiting(router, time.monotonic())
-                if self._desk is not None:
-                    self._desk.tick()
+                self._serve_waiting(router)
+                self._tick(router, time.monotonic())
 
     def _admit(self, doorman: zmq.Socket[bytes]) -> None:
         """Answer libzmq's question whether the bearer of a key may come in (ZeroMQ RFC 27)."""
@@ -160,9 +166,14 @@ class PartServer:
         status = (b"200", b"OK") if is_known else (b"400", b"unknown key")
         doorman.send_multipart([b"1.0", question[1], *status, b"", b""])
 
-    def _answer(self, router: zmq.Socket[bytes]) -> None:
-        """Take one message and answer it if it is a request."""
-        subscriber, *frames = router.recv_multipart()
+    def _answer_all(self, router: zmq.Socket[bytes]) -> None:
+        """Answer what is there; a bounded number, the doorman waits."""
+        with contextlib.suppress(zmq.Again):
+            for _ in range(SEND_QUEUE):
+                self._answer(router, *router.recv_multipart(flags=zmq.NOBLOCK))
+
+    def _answer(self, router: zmq.Socket[bytes], subscriber: bytes, *frames: bytes) -> None:
+        """Answer one message if it is a request."""
         match self._understand(frames):
             case PlaceRequest() as request if self._desk is not None:
                 self._send(router, subscriber, self._desk.place(request))
@@ -171,7 +182,7 @@ class PartServer:
             case _:
                 self.refused += 1
 
-    def _understand(self, frames: list[bytes]) -> _Request | None:
+    def _understand(self, frames: tuple[bytes, ...]) -> _Request | None:
         if len(frames) != 1:
             return None
         try:
@@ -183,21 +194,22 @@ class PartServer:
         """Send the part, or why there is none; return whether that settles the request."""
         if self._desk is not None:
             self._desk.asked(subscriber, request)
-        match self._shelf.cut(request):
-            case "outside":
-                self.refused += 1
-            case "gone":
-                held = sorted({version for version, _ in self._shelf.keys()})  # noqa: SIM118 - not a dict
-                reply = ChunkReply(request.version, request.offset, 0, gone=f"what is held now is {held}")
-                self._send(router, subscriber, reply)
-            case "later":
-                self._let_wait(subscriber, request)
-                return False
-            case part:
-                reply = ChunkReply(request.version, request.offset, request.num_bytes)
-                if self._send(router, subscriber, reply, part):
-                    self.served_bytes += request.num_bytes
-        return True
+        buffer = self._buffers.take()
+        cut = self._shelf.cut(request, buffer.data)
+        if cut == "here":
+            reply = ChunkReply(request.version, request.offset, request.num_bytes)
+            if self._send(router, subscriber, reply, buffer, request.num_bytes):
+                self.served_bytes += request.num_bytes
+            return True
+        self._buffers.give_back(buffer)
+        if cut == "gone":
+            held = sorted({version for version, _ in self._shelf.keys()})  # noqa: SIM118 - not a dict
+            self._send(router, subscriber, ChunkReply(request.version, request.offset, 0, gone=f"what is held now is {held}"))
+        elif cut == "outside":
+            self.refused += 1
+        else:
+            self._let_wait(subscriber, request)
+        return cut != "later"
 
     def _let_wait(self, subscriber: bytes, request: ChunkRequest) -> None:
         """Keep a request until its part arrives; one too many is forgotten, its asker asks again."""
@@ -206,37 +218,86 @@ class PartServer:
             if len(requests) < WINDOW:
                 requests[request.offset] = request
 
-    def _serve_waiting(self, router: zmq.Socket[bytes], now: float) -> None:
-        """Answer what has arrived since; tell the others, now and then, that we live."""
+    def _serve_waiting(self, router: zmq.Socket[bytes]) -> None:
+        """Answer what has arrived since it was asked for."""
         for subscriber, requests in list(self._waiting.items()):
             for offset in sorted(requests):
                 if self._answer_chunk(router, subscriber, requests[offset]):
                     del requests[offset]
             if not requests:
                 del self._waiting[subscriber]
-        if now - self._said_s < WAITING_S:
+
+    def _tick(self, router: zmq.Socket[bytes], now: float) -> None:
+        """Tell those that wait, now and then, that we live."""
+        if now - self._ticked_s < TICK_S:
             return
-        self._said_s = now
+        self._ticked_s = now
+        if self._desk is not None:
+            self._desk.tick()
         for subscriber, requests in list(self._waiting.items()):
             request = next(iter(requests.values()))
             if not self._send(router, subscriber, ChunkReply(request.version, request.offset, 0, waiting=True)):
                 del self._waiting[subscriber]
 
     def _send(
-        self, router: zmq.Socket[bytes], subscriber: bytes, reply: ChunkReply | PlaceReply, part: memoryview | None = None
+        self,
+        router: zmq.Socket[bytes],
+        subscriber: bytes,
+        reply: ChunkReply | PlaceReply,
+        part: _Buffer | None = None,
+        num_bytes: int = 0,
     ) -> bool:
         """Send without waiting; return whether it went out."""
-        frames: list[bytes | memoryview] = [subscriber, msgspec.msgpack.encode(reply)]
-        if isinstance(reply, ChunkReply):
-            frames.append(b"" if part is None else part)
+        is_chunk = isinstance(reply, ChunkReply)
         try:
-            router.send_multipart(frames, flags=zmq.NOBLOCK, copy=len(frames[-1]) < _SMALL_BYTES)
+            router.send(subscriber, zmq.SNDMORE | zmq.NOBLOCK)
+            router.send(msgspec.msgpack.encode(reply), zmq.NOBLOCK | (zmq.SNDMORE if is_chunk else 0))
+            if part is not None:
+                sent = router.send(part.data[:num_bytes], zmq.NOBLOCK, copy=False, track=True)
+                self._buffers.give_back(part, sent)
+            elif is_chunk:
+                router.send(b"", zmq.NOBLOCK)
         except zmq.ZMQError:
             # EAGAIN: it reads nothing. EHOSTUNREACH: it is gone. Either way it may ask again.
+            if part is not None:
+                self._buffers.give_back(part)
             if self._desk is not None:
                 self._desk.unreachable(subscriber)
             return False
         return True
+
+
+@dataclass(slots=True)
+class _Buffer:
+    """Memory for one part on its way out."""
+
+    data: memoryview
+    sent: zmq.MessageTracker | None = None
+    """None: it is free."""
+
+
+class _Buffers:
+    """Parts' memory, used again and again: fresh pages cost as much as the copy into them."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self._num_bytes = num_bytes
+        self._out: deque[_Buffer] = deque()
+        self._free: list[_Buffer] = []
+
+    def take(self) -> _Buffer:
+        """Return one that nobody uses, the one used last first."""
+        for _ in range(len(self._out)):
+            buffer = self._out.popleft()
+            self.give_back(buffer, None if buffer.sent is None or buffer.sent.done else buffer.sent)
+        return self._free.pop() if self._free else _Buffer(memoryview(bytearray(self._num_bytes)))
+
+    def give_back(self, buffer: _Buffer, sent: zmq.MessageTracker | None = None) -> None:
+        """Take it back, to be used again once what lies in it is sent; more than SEND_QUEUE free ones are not kept."""
+        buffer.sent = sent
+        if sent is not None:
+            self._out.append(buffer)
+        elif len(self._free) < SEND_QUEUE:
+            self._free.append(buffer)
 
 
 def reachable(endpoint: str) -> str:

@@ -19,7 +19,7 @@ from asyncrl.broadcast.chunks import ChunkRequest
 
 Key = tuple[int, str]
 """Version and fingerprint; BLOB and name."""
-Part = memoryview | Literal["later", "gone", "outside"]
+Cut = Literal["here", "later", "gone", "outside"]
 
 
 @dataclass(slots=True)
@@ -37,8 +37,9 @@ class Shelf:
     Example:
         >>> shelf = Shelf()
         >>> shelf.put((1, "f"), memoryview(b"abcd"))
-        >>> bytes(shelf.cut(ChunkRequest(1, "f", 1, 2)))
-        b'bc'
+        >>> part = bytearray(2)
+        >>> shelf.cut(ChunkRequest(1, "f", 1, 2), memoryview(part)), bytes(part)
+        ('here', b'bc')
     """
 
     def __init__(self) -> None:
@@ -71,8 +72,8 @@ class Shelf:
         with self._lock:
             return list(self._holdings)
 
-    def cut(self, request: ChunkRequest) -> Part:
-        """Return a copy of the part, or why there is none."""
+    def cut(self, request: ChunkRequest, into: memoryview) -> Cut:
+        """Copy the part, if it is here, into the first bytes of `into`; return whether, or why not."""
         with self._lock:
             holding = self._holdings.get((request.version, request.fingerprint))
             if holding is None:
@@ -84,5 +85,7 @@ class Shelf:
                 covering = slice(request.offset // holding.part_bytes, -(-end // holding.part_bytes))
                 if not all(holding.is_here[covering]):
                     return "later"
-            # numpy copies without the interpreter lock, bytes() does not.
-            return np.frombuffer(holding.memory, np.uint8)[request.offset : end].copy().data
+            # numpy copies without the interpreter lock.
+            source = np.frombuffer(holding.memory, np.uint8)[request.offset : end]
+            np.copyto(np.frombuffer(into, np.uint8)[: request.num_bytes], source)
+            return "here"

@@ -429,7 +429,7 @@ class ZeroMQMedium(_Variant, frozen=True, tag="zeromq"):
     """Chunks from the learner over TCP; any number of machines."""
 
     bind: str = "tcp://127.0.0.1:*"
-    chunk_bytes: PositiveInt = 4 << 20
+    chunk_bytes: PositiveInt = 1 << 20
     fanout: NonNegativeInt = 2
     """Generators the learner feeds itself; each feeds as many others with what it has already. 0: the learner feeds all."""
     relay_bind: str = "tcp://127.0.0.1:*"

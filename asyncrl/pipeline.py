@@ -311,7 +311,7 @@ class _EndOfInput(asyncio.Protocol):
 
 
 def _leave(code: int) -> None:
-    """End at once: tearing down an interpreter that has imported vLLM takes seconds on a busy machine, with nothing left to do."""
+    """End at once: tearing down an interpreter that has imported vLLM takes seconds on a busy machine, and frees nothing."""
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -153,11 +153,16 @@ def bench(
         int, typer.Option(help="Interleaved rounds, of which medians are taken. 0: the benchmark's own number.", min=0)
     ] = 0,
     engine: Annotated[str, typer.Option(help="Of `engine`: transformers (the default) or vllm.")] = "",
+    media: Annotated[str, typer.Option(help="Of `broadcast`: all (the default), or names with commas between.")] = "",
 ) -> None:
     """Measure one part against its plain counterpart, both sides interleaved in the same run."""
     from asyncrl.bench.registry import run_benchmark
 
-    result = run_benchmark(name, rounds, **({"engine": engine} if engine else {}))
+    _print_bench(run_benchmark(name, rounds, **({"engine": engine} if engine else {})), as_json=as_json)
+
+
+def _print_bench(result: dict[str, Any], *, as_json: bool) -> None:
+    """Print figures and ratios, as JSON or in columns."""
     if as_json:
         print(json.dumps(result))
         return
@@ -199,6 +204,39 @@ def plan(
     print(plan_text(made))
     if textbook:
         print(f"\n{textbook_text(made)}")
+
+
+@app.command("simulate")
+def simulate_run(
+    overrides: Annotated[
+        list[str],
+        typer.Option("--set", metavar="FIELD=VALUE", help="num_generators=64, lengths=lognormal:512:1:8192, step_s=2.5, ..."),
+    ] = [],  # noqa: B006 - typer copies it
+    over: Annotated[str, typer.Option("--sweep", metavar="FIELD=A,B,C", help="Simulate each value.")] = "",
+    from_run: Annotated[Path | None, typer.Option(help="A run's folder: begin with what it measured.")] = None,
+    picture: Annotated[Path | None, typer.Option(help="Draw the sweep into this PNG.")] = None,
+    validate: Annotated[bool, typer.Option("--validate", help="Make two real runs and simulate them.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False,
+) -> None:
+    """Simulate a run of any size in seconds, decided by the very code that decides in a real one."""
+    if validate:
+        from asyncrl.plan.validate import validate_simulation
+
+        _print_bench(validate_simulation(), as_json=as_json)
+        return
+    import dataclasses
+
+    from asyncrl.plan.measured import scenario_of_run
+    from asyncrl.plan.scenario import Scenario
+    from asyncrl.plan.sweep import scenario_of, sweep, table
+
+    scenario = scenario_of(scenario_of_run(from_run) if from_run else Scenario(), overrides)
+    rows = sweep(scenario, over)
+    print(json.dumps([{"value": value, **dataclasses.asdict(made)} for value, made in rows]) if as_json else table(rows, over))
+    if picture is not None:
+        from asyncrl.plan.picture import plot
+
+        plot(rows, over, picture)
 
 
 @app.command()

@@ -29,6 +29,8 @@ class Scenario:
     """One decode step with one sequence."""
     decode_s_per_sequence: float = 0.0
     """What each further sequence of the batch adds to it."""
+    sequence_s: float = 0.0
+    """What a sequence takes in its slot beside its tokens."""
     prefill_s: float = 0.0
     """What a new group costs its generator before its first token."""
     groups_per_step: int = 16

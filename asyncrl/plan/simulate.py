@@ -229,12 +229,13 @@ class Simulation:
         while self._unscored and (not workers or self._num_scoring < workers):
             member = self._unscored.popleft()
             self._num_scoring += 1
-            self._after(self._reward() + self._scenario.hop_s, _Scored(self, member))
+            self._after(self._reward(), _Scored(self, member))
 
     def scored(self, member: ScoreMember) -> None:
-        """Enter a score; called by its event."""
+        """Free the worker and have the score entered; called by its event."""
         self._num_scoring -= 1
-        self._enter(SampleScored(member.group_id, member.index, 1.0))
+        entered = SampleScored(member.group_id, member.index, 1.0)
+        self._after(2 * self._scenario.hop_s, lambda: self._enter(entered))
         self._score()
 
     # -- the learner -----------------------------------------------------------------------------------------------------
@@ -381,7 +382,7 @@ class _Finished:
 
 
 class _Scored:
-    """A score arrives at the controller."""
+    """A worker has a score."""
 
     __slots__ = ("_member", "_simulation")
 

@@ -113,7 +113,8 @@ class SimulatedGenerator:
         while self._waiting and len(self._running) < self._scenario.num_slots:
             member = self._waiting.popleft()
             self._num_placed += 1
-            heapq.heappush(self._running, (self._work + member.num_tokens, self._num_placed, self._work, member))
+            first_token = self._work + self._scenario.sequence_s / self._scenario.decode_s
+            heapq.heappush(self._running, (first_token + member.num_tokens, self._num_placed, first_token, member))
 
     def _versions(self, started: float, num_tokens: float) -> VersionCounts:
         """Return (version, tokens) of a sequence that began at `started`."""

@@ -1,0 +1,163 @@
+"""A scenario out of a real run: what its spans say of lengths, decode speed, rewards, steps and weights on their way.
+
+Called by plan/validate.py and the command line (`asyncrl simulate --from-run`).
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from asyncrl.config.load import load_config
+from asyncrl.errors import ConfigError
+from asyncrl.observe.spans import GENERATE, SCORE, STEP, SWAP, WAIT, Span, read_spans
+from asyncrl.observe.steps import read_steps
+from asyncrl.plan.distributions import Distribution, fixed, measured
+from asyncrl.plan.scenario import WARM_UP, Scenario
+
+MOST_VALUES = 4096
+"""Of a measured distribution; more are thinned out evenly."""
+SHORTEST_S = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeFit:
+    """How long a sequence takes: `sequence_s + tokens x (decode_s + (n - 1) x decode_s_per_sequence)`, n running beside it."""
+
+    sequence_s: float
+    decode_s: float
+    decode_s_per_sequence: float
+
+
+def scenario_of_run(run_folder: Path) -> Scenario:
+    """Return the scenario that a run was.
+
+    Raises:
+        ConfigError: The folder holds no run, or one without enough steps to learn from.
+    """
+    config = load_config(run_folder / "config.toml")
+    spans: dict[str, list[Span]] = defaultdict(list)
+    for item in read_spans(run_folder):
+        spans[item.name].append(item)
+    steps = sorted(spans[STEP], key=lambda item: item.start_s)
+    samples = [item for item in spans[GENERATE] if item.attributes.get("purpose", "train") == "train"]
+    if len(steps) < 5 or not samples:
+        raise ConfigError(
+            f"{run_folder} has {len(steps)} steps and {len(samples)} samples; at least 5 steps are needed to learn from"
+        )
+    started_s = _started_in_slots(samples, config.generate.engine.num_slots)
+    fit = fit_decode(samples, started_s)
+    return Scenario(
+        num_generators=config.generate.num_workers,
+        num_slots=config.generate.engine.num_slots,
+        lengths=_measured(float(item.attributes["tokens"]) for item in samples),
+        decode_s=fit.decode_s,
+        decode_s_per_sequence=fit.decode_s_per_sequence,
+        sequence_s=fit.sequence_s,
+        groups_per_step=config.algorithm.groups_per_step,
+        group_size=config.algorithm.members_per_group,
+        max_staleness=config.buffer.max_staleness,
+        policy=config.buffer.policy,
+        max_running_groups=config.buffer.max_running_groups,
+        reward_s=_measured(item.end_s - item.start_s for item in spans[SCORE]) if spans[SCORE] else fixed(0.0),
+        reward_workers=config.reward.num_workers,
+        step_s=_step_times(steps, spans[WAIT]),
+        sync_s=_sync_times(steps, spans[SWAP]),
+        swap_s=statistics.median([float(item.attributes["swap_ms"]) / 1e3 for item in spans[SWAP]] or [0.0]),
+        hop_s=_hop_s(samples, spans[SCORE]),
+        num_steps=len(steps),
+        seed=config.seed,
+    )
+
+
+def fit_decode(samples: Sequence[Span], started_s: Sequence[float]) -> DecodeFit:
+    """Fit the three terms by least squares, none below zero; a term that would be is left out and the others are fitted again."""
+    tokens = np.array([max(1.0, float(item.attributes["tokens"])) for item in samples])
+    seconds = np.array([max(SHORTEST_S, item.end_s - start) for item, start in zip(samples, started_s, strict=True)])
+    beside = _running_beside(samples, started_s)
+    columns = np.stack([np.ones_like(tokens), tokens, tokens * beside], axis=1) / seconds[:, None]
+    kept = [0, 1, 2]
+    while True:
+        # Relative errors: long sequences must not outweigh short ones.
+        found = np.linalg.lstsq(columns[:, kept], np.ones(len(tokens)), rcond=None)[0]
+        if len(kept) == 1 or found.min() >= 0:
+            break
+        kept.pop(int(found.argmin()))
+    terms = dict.fromkeys(range(3), 0.0) | dict(zip(kept, map(float, found), strict=True))
+    return DecodeFit(max(terms[0], 0.0), max(terms[1], SHORTEST_S), max(terms[2], 0.0))
+
+
+def _started_in_slots(samples: Sequence[Span], num_slots: int) -> list[float]:
+    """Return when each sample got its slot: a sample's own start is when the engine was asked."""
+    ends: dict[str, list[float]] = defaultdict(list)
+    started = [0.0] * len(samples)
+    for index in sorted(range(len(samples)), key=lambda number: samples[number].start_s):
+        item = samples[index]
+        running = ends[item.process]
+        while running and running[0] <= item.start_s:
+            heapq.heappop(running)
+        started[index] = heapq.heappop(running) if len(running) >= num_slots else item.start_s
+        heapq.heappush(running, item.end_s)
+    return started
+
+
+def _running_beside(samples: Sequence[Span], started_s: Sequence[float]) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+    """Return how many others ran on the same generator in the middle of each sample."""
+    beside = np.zeros(len(samples))
+    by_generator: dict[str, list[int]] = defaultdict(list)
+    for index, item in enumerate(samples):
+        by_generator[item.process].append(index)
+    for indices in by_generator.values():
+        starts = np.sort([started_s[index] for index in indices])
+        ends = np.sort([samples[index].end_s for index in indices])
+        middle = np.array([(started_s[index] + samples[index].end_s) / 2 for index in indices])
+        beside[indices] = np.searchsorted(starts, middle, "right") - np.searchsorted(ends, middle, "right") - 1
+    return np.maximum(beside, 0)
+
+
+def _step_times(steps: Sequence[Span], waits: Sequence[Span]) -> Distribution:
+    """Return from the start of one step to that of the next, without the wait for its batch."""
+    waited = {item.attributes["step"]: item.end_s - item.start_s for item in waits}
+    pairs = itertools.pairwise(steps)
+    return _measured(
+        max(SHORTEST_S, after.start_s - step.start_s - waited.get(after.attributes["step"], 0.0)) for step, after in pairs
+    )
+
+
+def _sync_times(steps: Sequence[Span], swaps: Sequence[Span]) -> Distribution:
+    """Return from a step's end to its version's bytes verified on a generator, where the generator took that version at all."""
+    done_s = {item.attributes["version"]: item.end_s for item in steps}
+    times = [
+        max(0.0, item.end_s - float(item.attributes["swap_ms"]) / 1e3 - done_s[item.attributes["version"]])
+        for item in swaps
+        if item.attributes["version"] in done_s
+    ]
+    return _measured(times) if times else fixed(0.0)
+
+
+def _hop_s(samples: Sequence[Span], scores: Sequence[Span]) -> float:
+    """Return half the time from a sample's end to the start of its scoring: two hops."""
+    began = {(item.attributes["group"], item.attributes["index"]): item.start_s for item in scores}
+    gaps = [began[key] - item.end_s for item in samples if (key := (item.attributes["group"], item.attributes["index"])) in began]
+    return max(0.0, statistics.median(gaps)) / 2 if gaps else 0.0
+
+
+def _measured(values: Iterable[float]) -> Distribution:
+    everything = list(values)
+    return measured(everything[:: -(-len(everything) // MOST_VALUES)])
+
+
+def real_figures(run_folder: Path) -> tuple[float, float]:
+    """Return (steps a second, mean staleness) of a run, its warm-up left out as a simulation's is."""
+    steps = list(read_steps(run_folder))
+    first = int(WARM_UP * len(steps))
+    seconds = steps[-1].time_s - steps[first].time_s
+    counted = steps[first + 1 :]
+    return len(counted) / seconds, statistics.fmean(report.staleness_mean for report in counted)

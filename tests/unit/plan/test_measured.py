@@ -1,0 +1,63 @@
+import msgspec
+import numpy as np
+import pytest
+
+from asyncrl.config.load import dump_config, parse_config
+from asyncrl.errors import ConfigError
+from asyncrl.observe.spans import span
+from asyncrl.plan.measured import fit_decode, scenario_of_run
+
+
+def test_the_three_terms_of_decoding_are_found_again():
+    rng = np.random.default_rng(0)
+    samples, starts = [], []
+    for batch in range(40):
+        # A batch of n that begins and ends together: every one has n - 1 beside it in its middle.
+        size, tokens, start = int(rng.integers(1, 30)), int(rng.integers(5, 200)), batch * 100.0
+        seconds = 0.05 + tokens * (0.01 + (size - 1) * 0.0005)
+        samples += [span("generate", start, start + seconds, "g", tokens=tokens) for _ in range(size)]
+        starts += [start] * size
+    fit = fit_decode(samples, starts)
+    assert fit.sequence_s == pytest.approx(0.05, rel=0.02)
+    assert fit.decode_s == pytest.approx(0.01, rel=0.02)
+    assert fit.decode_s_per_sequence == pytest.approx(0.0005, rel=0.02)
+
+
+def write_run(folder, num_steps):
+    config = parse_config({
+        "num_steps": 100,
+        "generate": {"num_workers": 1, "engine": {"kind": "fake", "num_slots": 2}},
+        "algorithm": {"groups_per_step": 1, "group_size": 2},
+    })  # fmt: skip
+    (folder / "config.toml").write_text(dump_config(config))
+    spans = []
+    for step in range(num_steps):
+        now = step * 2.0
+        # Four samples in two slots: the second pair waits for the first.
+        for index in range(4):
+            end = now + (0.5 if index < 2 else 1.0)
+            spans.append(span("generate", now, end, "generator-0", tokens=50, group=step, index=index, purpose="train"))
+            spans.append(span("score", end + 0.02, end + 0.03, "reward-0", group=step, index=index))
+        spans.append(span("wait", now + 1.0, now + 1.1, "learner", step=step))
+        spans.append(span("step", now + 1.1, now + 1.6, "learner", step=step, version=step + 1))
+        spans.append(span("swap", now + 1.6, now + 1.9, "generator-0", version=step + 1, fetch_ms=200.0, swap_ms=100.0))
+    (folder / "spans.jsonl").write_bytes(b"".join(msgspec.json.encode(item) + b"\n" for item in spans))
+
+
+def test_a_scenario_says_what_the_spans_said(tmp_path):
+    write_run(tmp_path, 8)
+    made = scenario_of_run(tmp_path)
+    assert (made.num_generators, made.num_slots, made.group_size, made.num_steps) == (1, 2, 2, 8)
+    assert made.lengths.mean == 50
+    assert made.sequence_s + 50 * (made.decode_s + made.decode_s_per_sequence) == pytest.approx(0.5, rel=0.01)
+    assert made.reward_s.mean == pytest.approx(0.01, rel=1e-6)
+    assert made.hop_s == pytest.approx(0.01, rel=1e-6)
+    assert made.step_s.mean == pytest.approx(1.9, rel=1e-6)
+    assert made.sync_s.mean == pytest.approx(0.2, rel=1e-6)
+    assert made.swap_s == pytest.approx(0.1)
+
+
+def test_too_short_a_run_says_so(tmp_path):
+    write_run(tmp_path, 2)
+    with pytest.raises(ConfigError, match="at least 5 steps"):
+        scenario_of_run(tmp_path)

@@ -143,9 +143,10 @@ class VLLMEngine:
             described = load_order(tensors, self._folder)
             order = await asyncio.to_thread(described.__enter__)
             stack.callback(described.__exit__, None, None, None)
-            text = msgspec.json.encode(order).decode()
+            zero_kv, flights.met_non_finite = flights.met_non_finite, False
+            text = msgspec.json.encode(msgspec.structs.replace(order, zero_kv=zero_kv)).decode()
             started_s = perf_counter()
-            await self._stand_still(clear_cache=kv == "recompute")
+            await self._stand_still(clear_cache=zero_kv or kv == "recompute")
             await self._replace(text, tensors)
             flights.version = version
             flights.epoch += 1

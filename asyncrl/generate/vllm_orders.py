@@ -36,6 +36,8 @@ class LoadOrder(msgspec.Struct, frozen=True):
     source: FileOrder | ReceiverOrder
     also_as: dict[str, str] = {}
     """Name in the layout to another name that the same tensor is loaded under too (tied embeddings)."""
+    zero_kv: bool = False
+    """The KV cache may hold what is not finite, and no request needs it any more."""
 
 
 class LoadReply(msgspec.Struct, frozen=True):

@@ -1,8 +1,10 @@
 """Requests that vLLM works on: handed over, pulled from its collectors, stamped with versions, put into our streams.
 
-Owns one task a request, from `submit` to its last token, in one task group.
+Owns a queue of those that vLLM has not been given yet, and one task for each that it has, in one task group.
 
 Invariants:
+- vLLM is given as many requests as have slots, in the order they came, the next one when a slot is about to be free: so what else
+  must run now (a score) finds room, and what waits is never bound to old weights.
 - A token's version is the one in force when its output is taken from vLLM; `take_all`, called while vLLM is paused, waits until
   its outputs have all come through and takes every one: nothing sampled before a swap is taken after it.
 - Where vLLM says itself which weights sampled which tokens, a request whose stamps disagree ends in GenerationError.
@@ -19,6 +21,7 @@ import itertools
 import logging
 import math
 import weakref
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -46,6 +49,7 @@ class Flight:
     """Loads of weights that had been made when it was handed over."""
     collector: Any = None
     """vLLM's, while vLLM has the request."""
+    has_slot: bool = False
     is_over: bool = False
     spans: list[list[int]] = field(default_factory=list)
     """[version, number of tokens], in order; two neighbours never of the same version."""
@@ -67,10 +71,19 @@ class Flights:
     """All requests of an engine; see the module."""
 
     def __init__(self, llm: Any, rules: RequestRules, room: KVRoom) -> None:  # noqa: ANN401 - vLLM's AsyncLLM
+        """Note whom requests go to.
+
+        Args:
+            llm: Started.
+            rules: Of this engine.
+            room: Told of every request that finishes; its `most` is the number of slots.
+        """
         self._llm = llm
         self._rules = rules
         self._room = room
         self._by_id: dict[str, Flight] = {}
+        self._waiting: deque[Flight] = deque()
+        self._num_in_slots = 0
         self._tasks: asyncio.TaskGroup | None = None
         self._is_closing = asyncio.Event()
         self._home: asyncio.Task[None] | None = None
@@ -81,6 +94,8 @@ class Flights:
         self.version = -1
         self.epoch = 0
         """Grows with every load of weights; salts the prefix cache."""
+        self.met_non_finite = False
+        """Whether logits were non-finite since somebody last looked: keys and values may be too."""
 
     @property
     def num_running(self) -> int:
@@ -110,10 +125,10 @@ class Flights:
         request_id = request.request_id
         if request_id in self._by_id:
             raise GenerationError(f"request {request_id} is running already; request ids must be unique")
-        assert self._tasks is not None
         stream = TokenStream(on_early_close=lambda: self.abort(request_id))
         flight = self._by_id[request_id] = Flight(request, weakref.ref(stream))
-        self._tasks.create_task(self._follow(flight), name=f"vllm-{request_id}")
+        self._waiting.append(flight)
+        self._refill()
         return stream
 
     def abort(self, request_id: str) -> None:
@@ -124,7 +139,8 @@ class Flights:
         self._take_waiting(flight)
         if not flight.is_over:
             self._finish(flight, TokenChunk((), (), (), "abort"))
-            self._tasks.create_task(self._withdraw(flight), name=f"vllm-abort-{request_id}")
+            if flight.collector is not None:
+                self._tasks.create_task(self._withdraw(flight), name=f"vllm-abort-{request_id}")
 
     async def take_all(self) -> None:
         """Take every output that vLLM has made; it must be paused."""
@@ -165,6 +181,22 @@ class Flights:
             self._tasks = tasks
             is_open.set()
             await self._is_closing.wait()
+
+    def _refill(self) -> None:
+        """Give vLLM requests that wait, as long as there are slots."""
+        assert self._tasks is not None
+        while self._waiting and self._num_in_slots < self._room.most:
+            flight = self._waiting.popleft()
+            if not flight.is_over:
+                flight.has_slot = True
+                self._num_in_slots += 1
+                self._tasks.create_task(self._follow(flight), name=f"vllm-{flight.request.request_id}")
+
+    def _give_up_slot(self, flight: Flight) -> None:
+        if flight.has_slot:
+            flight.has_slot = False
+            self._num_in_slots -= 1
+            self._refill()
 
     async def _follow(self, flight: Flight) -> None:
         """Take a request's outputs as they come."""
@@ -226,6 +258,7 @@ class Flights:
         logprobs = self._logprobs(flight.request, completion)
         flight.stamp(self.version, len(token_ids))
         if not all(map(math.isfinite, logprobs)):
+            self.met_non_finite = True
             told = f"the model gave non-finite logits under version {self.version}, within {flight.num_tokens} tokens"
             self._finish(flight, GenerationError(told))
             return
@@ -239,6 +272,8 @@ class Flights:
         else:
             chunk = TokenChunk(token_ids, logprobs, (self.version,) * len(token_ids), _FINISHED.get(reason))
             self._finish(flight, chunk) if reason is not None else _put(flight, chunk)
+            if flight.num_tokens == flight.request.sampling.max_new_tokens - 1:
+                self._give_up_slot(flight)  # a step early: vLLM has one slot more than are given out
 
     @staticmethod
     def _logprobs(request: EngineRequest, completion: Any) -> tuple[float, ...]:  # noqa: ANN401
@@ -253,6 +288,7 @@ class Flights:
             return
         flight.is_over = True
         self._by_id.pop(flight.request.request_id, None)
+        self._give_up_slot(flight)
         if isinstance(news, TokenChunk) and news.finish_reason != "abort":
             self._room.note_finished(len(flight.request.prompt_ids) + flight.num_tokens)
         _put(flight, news)

@@ -12,6 +12,7 @@ Called by generate/vllm_engine.py and generate/vllm_server_engine.py, through vL
 
 from __future__ import annotations
 
+import logging
 import os
 import select
 import signal
@@ -28,6 +29,9 @@ from asyncrl.errors import BroadcastError, GenerationError
 from asyncrl.generate.vllm_orders import FileOrder, LoadOrder, LoadReply, ReceiverOrder
 from asyncrl.models.deferred import Receiver, make_receiver
 from asyncrl.models.layout import view_tensors
+
+_NOISY = "vllm.model_executor.model_loader.reload.layerwise"
+"""Warns at every load of layers that have no weights (rotary embeddings); what was not loaded, we look at ourselves."""
 
 NamedTensors = Iterator[tuple[str, torch.Tensor]]
 
@@ -69,14 +73,29 @@ class WeightsExtension:
 
 def _load(worker: Any, order: LoadOrder) -> None:  # noqa: ANN401 - vLLM's worker
     """Load everything, layer by layer; a layer whose tensors did not come keeps its old ones."""
+    logging.getLogger(_NOISY).setLevel(logging.ERROR)
     reload = import_module("vllm.model_executor.model_loader.reload")
     with import_module("vllm.config").set_current_vllm_config(worker.vllm_config), torch.no_grad():
         model, tensors = worker.model_runner.get_model(), _tensors(worker, order.source)
+        expected = {name for name, parameter in model.named_parameters() if parameter.numel()}
         reload.initialize_layerwise_reload(model)
         try:
-            model.load_weights(_with_other_names(tensors, order.also_as))
+            loaded = model.load_weights(_with_other_names(tensors, order.also_as))
         finally:
             reload.finalize_layerwise_reload(model, worker.model_runner.model_config)
+        if loaded is not None and (missing := expected - loaded):
+            raise GenerationError(f"vLLM did not load {len(missing)} of its parameters: {', '.join(sorted(missing)[:5])}")
+        if order.zero_kv:
+            for cache in _leaves(worker.model_runner.kv_caches):
+                cache.zero_()
+
+
+def _leaves(caches: Any) -> Iterator[torch.Tensor]:  # noqa: ANN401 - a tensor, or a list of such, by vLLM's version and model
+    if isinstance(caches, torch.Tensor):
+        yield caches
+    else:
+        for cache in caches:
+            yield from _leaves(cache)
 
 
 def _tensors(worker: Any, source: FileOrder | ReceiverOrder) -> NamedTensors:  # noqa: ANN401

@@ -1,0 +1,56 @@
+"""vLLM engines that tests share: starting one takes half a minute, so each shape of model has one, made like new."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest_asyncio
+from safetensors.torch import load_file
+
+from asyncrl.config.stages import VLLMEngineConfig
+from asyncrl.errors import GenerationError
+from asyncrl.generate.vllm_engine import VLLMEngine
+
+SLOTS = 4
+MAX_TOKENS = 256
+
+
+class VLLMEngines:
+    """One engine for each `config.json`, on the session's event loop."""
+
+    def __init__(self) -> None:
+        self._engines: dict[bytes, VLLMEngine] = {}
+
+    async def like_new(self, folder: Path) -> VLLMEngine:
+        """Return an engine that holds the folder's weights as version -1, with nothing running; start it if need be."""
+        shape = (folder / "config.json").read_bytes()
+        engine = self._engines.get(shape)
+        try:
+            if engine is not None:
+                await self._reset(engine, folder)
+                return engine
+        except GenerationError:  # a test ended it
+            await engine.close()
+        engine = self._engines[shape] = VLLMEngine(
+            VLLMEngineConfig(num_slots=SLOTS, max_sequence_tokens=MAX_TOKENS, kv_cache_gib=0.125), folder
+        )
+        await engine.start()
+        return engine
+
+    async def close(self) -> None:
+        """End them all."""
+        for engine in self._engines.values():
+            await engine.close()
+
+    @staticmethod
+    async def _reset(engine: VLLMEngine, folder: Path) -> None:
+        await engine.load_weights(-1, load_file(folder / "model.safetensors"), "recompute")
+        await engine.resume()
+        assert engine.num_running == 0, "a test left requests behind"
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def vllm_engines():
+    engines = VLLMEngines()
+    yield engines
+    await engines.close()

@@ -43,6 +43,10 @@ class BroadcastError(AsyncRLError):
     """A weight version could not be published or fetched, or its fingerprint did not match."""
 
 
+class ResidencyError(AsyncRLError):
+    """A component could not be brought where a phase needs it: no room on the device, in host memory or on disk."""
+
+
 class LearnerError(AsyncRLError):
     """A step could not be taken (non-finite loss, say); the batch is saved where the message says."""
 

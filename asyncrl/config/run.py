@@ -40,6 +40,27 @@ class EvalConfig(_Stage, frozen=True):
     """None: as in training."""
 
 
+class PlacementConfig(_Stage, frozen=True):
+    """Who is on which device, and when. See docs/placement.md."""
+
+    kind: Literal["disaggregated", "colocated", "hybrid", "async_hybrid"] = "disaggregated"
+    """disaggregated: generators and learner on devices of their own. colocated: the same device, phases take turns. hybrid: the same
+    device and the same weights. async_hybrid: beside each other on the same device, and more generators that come and go."""
+    device_memory_gib: NonNegativeFloat = 0.0
+    """Of the shared device that this run may use; 0: all a GPU has, no limit on a CPU (where any number is a simulated budget)."""
+    offload_to: Literal["host", "disk"] = "host"
+    """Where a component goes that a phase does not need."""
+    generation_share: Annotated[float, Meta(gt=0, lt=1)] = 0.5
+    """async_hybrid: of the shared device's memory and time that generation may take."""
+    most_joining_generators: NonNegativeInt = 0
+    """async_hybrid: generators from elsewhere that may join while the run goes on (`asyncrl join`)."""
+
+    @property
+    def takes_turns(self) -> bool:
+        """Return whether rollout and training exclude each other."""
+        return self.kind in {"colocated", "hybrid"}
+
+
 class CheckpointConfig(_Stage, frozen=True):
     """When the run can be picked up again from."""
 
@@ -95,6 +116,7 @@ class RunConfig(_Stage, frozen=True):
     algorithm: AlgorithmConfig = AlgorithmConfig()
     learner: LearnerConfig = LearnerConfig()
     broadcast: BroadcastConfig = BroadcastConfig()
+    placement: PlacementConfig = PlacementConfig()
     transport: TransportConfig = TransportConfig()
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()

@@ -31,7 +31,9 @@ from asyncrl.schema.control import (
     LoadModel,
     ModelsReady,
     Pause,
+    PhaseReached,
     Resume,
+    SetPhase,
     Shutdown,
 )
 from asyncrl.schema.samples import GroupWork, InferRequest, InferResult, Sample, SampleFailure, Score, ScoredGroup, ScoreRequest
@@ -59,6 +61,8 @@ Message = (
     | EngineRoom
     | Pause
     | Resume
+    | SetPhase
+    | PhaseReached
     | Shutdown
     | AbortGroup
     | Checkpoint

@@ -9,6 +9,11 @@ import msgspec
 PROTOCOL = 1
 """Raised whenever a peer of the number before could misread us; checked at hello."""
 
+Phase = Literal["rollout", "inference", "train"]
+"""What a shared device is used for; only placements that take turns have phases."""
+Residence = Literal["absent", "disk", "host", "device"]
+"""Where a component is; `absent`: it would have to be made anew."""
+
 ProcessKind = Literal["controller", "generator", "reward", "inference", "learner", "client"]
 
 
@@ -83,6 +88,40 @@ class Pause(msgspec.Struct, frozen=True, tag="pause"):
 
 class Resume(msgspec.Struct, frozen=True, tag="resume"):
     """Go on where Pause stopped."""
+
+
+class ComponentMove(msgspec.Struct, frozen=True):
+    """A component that was moved, or is to be."""
+
+    component: str
+    """`policy`, `policy optimizer`, `critic`, `reference`, `reward NAME`, `engine weights`, `KV cache`."""
+    before: Residence
+    after: Residence
+    num_bytes: int
+    seconds: float = 0.0
+
+
+class SetPhase(msgspec.Struct, frozen=True, tag="set_phase"):
+    """Controller to a process on a shared device: bring about what this phase needs of you, give back what it does not."""
+
+    phase: Phase
+    number: int
+    """Grows with every switch; the answer bears it."""
+
+
+class PhaseReached(msgspec.Struct, frozen=True, tag="phase_reached"):
+    """Its answer: done, by these moves; this is what I hold on the device now."""
+
+    name: str
+    phase: Phase
+    number: int
+    moves: tuple[ComponentMove, ...] = ()
+    resident: dict[str, int] = {}
+    """Component to bytes on the device."""
+    peak_bytes: int = 0
+    """Most that was on the device during the phase that ended."""
+    finished_s: float = 0.0
+    """Clock seconds."""
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):

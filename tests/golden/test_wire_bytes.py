@@ -83,6 +83,16 @@ MESSAGES = {
         4, (), (msgspec.structs.replace(_ROW, token_ids=_LONG_ROW.tobytes(), versions=_LONG_ROW[::-1].tobytes()),), 1, 0.7
     ),
     "step_done": batches.StepDone(4, 5, {"loss/policy": 0.25}, 20.0, 21.5, 0.5),
+    "set_phase": control.SetPhase("rollout", 3),
+    "phase_reached": control.PhaseReached(
+        "learner",
+        "train",
+        4,
+        (control.ComponentMove("policy", "host", "device", 1024, 0.25),),
+        {"policy": 1024},
+        2048,
+        12.5,
+    ),
     "weights_available": weights.WeightsAvailable(
         5,
         "files",

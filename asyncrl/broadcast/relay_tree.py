@@ -1,12 +1,12 @@
 """Who feeds whom with one version, decided purely by the learner, so that its uplink is paid about `fanout` times.
 
-The learner feeds `fanout` subscribers, each of them as many others with what it has already, and so on. Everyone asks for its
-place again every second (`PlaceAsked`), which is also its sign of life.
+The learner feeds the first `fanout` subscribers, each of them as many others with what it has already, and so on; late ones are
+fed by those that are whole. Everyone asks for its place again every second (`PlaceAsked`), which is also its sign of life.
 
 Invariants:
 - Who feeds has the version or is getting it; nobody feeds itself, directly or by others: every chain ends at the learner, at one
   that is whole, or at one that lost its feeder and will ask again.
-- Nobody feeds more than `fanout` others. The learner does only where no other has room for one who lost its feeder
+- Nobody feeds more than `fanout` others. The learner does only where no other can feed one, or one lost MAX_TRIES feeders
   (better paid twice than starved), and for one more at a time where a feeder is slow.
 - Who reported a feeder lost is not sent to it again; others are not either, until it asks for its own place.
 - One that is not whole and silent for SILENT_AFTER_S is forgotten, and those it fed find another.
@@ -29,6 +29,8 @@ HOLD_S = 3.0
 """A place is kept at least this long, unless its feeder is lost."""
 SLOW_BYTES_PER_S = 4 << 20
 """A feeder that gets less than this is a reason to look for another: a network this slow is none for weights."""
+MAX_TRIES = 2
+"""Who lost this many feeders is fed by the learner."""
 MAX_MEMBERS = 4096
 _LOOPBACK = ("tcp://127.", "tcp://localhost", "tcp://[::1]", "ipc:", "inproc:")
 
@@ -97,6 +99,8 @@ class RelayTree:
         """By the learner."""
         self._beyond: set[str] = set()
         """Those of them that it feeds beyond `fanout`."""
+        self._num_paid = 0
+        """Whole versions that the learner sent."""
 
     def __len__(self) -> int:
         """Return the number of subscribers remembered."""
@@ -110,9 +114,9 @@ class RelayTree:
     def handle(self, event: PlaceAsked | Left | Tick, now: float) -> list[Place]:
         """Take `event` in and return the place of who asked for one."""
         match event:
-            case PlaceAsked(is_whole=True):
-                self._hear(event, now)
-                self._unplace(event.subscriber)
+            case PlaceAsked(subscriber, is_whole=True):
+                self._num_paid += self._hear(event, now).parent == LEARNER and subscriber not in self._beyond
+                self._unplace(subscriber)
                 return []
             case PlaceAsked(subscriber):
                 member = self._hear(event, now)
@@ -164,9 +168,11 @@ class RelayTree:
         return member
 
     def _place(self, name: str, member: _Member, now: float) -> None:
-        """Give `name` a feeder: the learner while it has room, else the best member, else the learner all the same."""
-        has_room = self._fanout == 0 or len(self._fed) < self._fanout
-        self._feed(name, LEARNER if has_room else self._best(name, member, now) or LEARNER, now)
+        """Give `name` a feeder: the learner for the first `fanout`, then the best member, else the learner all the same."""
+        is_first = not self._fanout or len(self._fed) + self._num_paid < self._fanout
+        tried_enough = len(member.lost) >= MAX_TRIES
+        best = None if is_first or tried_enough else self._best(name, member, now)
+        self._feed(name, best or LEARNER, now)
 
     def _leave_slow(self, name: str, member: _Member, now: float) -> None:
         """Where the feeder of `name` is slow, give it one far ahead of that, or else the learner's one spare place."""
@@ -175,18 +181,16 @@ class RelayTree:
         feeder = self._members[member.parent]
         if feeder.is_whole or not _is_slow(feeder, now):
             return
-        if len(self._fed) < self._fanout:
-            self._feed(name, LEARNER, now)
-        elif ahead := self._best(name, member, now, above_bytes=2 * feeder.have_bytes):
+        if ahead := self._best(name, member, now, above_bytes=2 * feeder.have_bytes):
             self._feed(name, ahead, now)
-        elif len(self._fed) == self._fanout:
+        elif len(self._fed) <= self._fanout:
             self._feed(name, LEARNER, now)
 
     def _feed(self, name: str, parent: str, now: float) -> None:
         """Let `parent` feed `name` from now on."""
         self._unplace(name)
         if parent == LEARNER:
-            if self._fanout and len(self._fed) >= self._fanout:
+            if self._fanout and len(self._fed) + self._num_paid >= self._fanout:
                 self._beyond.add(name)
             self._fed.add(name)
         else:

@@ -29,13 +29,33 @@ def test_a_place_is_kept_while_its_feeder_lives():
     assert [ask(tree, name) for name in "abab"] == [LEARNER, "a", LEARNER, "a"]
 
 
-def test_who_is_whole_gives_its_place_back_and_feeds_others_first():
+def test_late_ones_are_fed_by_those_that_are_whole():
     tree = RelayTree(fanout=1)
-    assert [ask(tree, name) for name in "ab"] == [LEARNER, "a"]
+    assert ask(tree, "a") == LEARNER
     ask(tree, "a", is_whole=True, have_bytes=10)
-    assert ask(tree, "c") == LEARNER
+    assert ask(tree, "b") == "a"
     ask(tree, "b", is_whole=True, have_bytes=10)
-    assert ask(tree, "d") in {"a", "b"}
+    assert ask(tree, "c") in {"a", "b"}
+    assert tree.num_fed_by_learner == 0
+
+
+def test_the_place_of_one_who_died_on_the_way_is_given_to_another():
+    tree = RelayTree(fanout=1)
+    assert ask(tree, "a") == LEARNER
+    tree.handle(Tick(), SILENT_AFTER_S + 0.1)
+    assert ask(tree, "b", now=SILENT_AFTER_S + 0.1) == LEARNER
+
+
+def test_who_lost_several_feeders_is_fed_by_the_learner():
+    tree = RelayTree(fanout=3)
+    for name in "abcd":
+        ask(tree, name, is_whole=True, have_bytes=10)
+    for name in "efg":
+        assert ask(tree, name) == LEARNER
+    assert ask(tree, "z") != LEARNER
+    assert ask(tree, "z", lost=("a",)) != LEARNER
+    assert ask(tree, "z", lost=("a", "b")) != "a"
+    assert ask(tree, "y", lost=("a", "b")) == LEARNER
 
 
 def test_a_lost_feeder_is_given_to_nobody_until_it_asks_again():

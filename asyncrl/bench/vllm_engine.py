@@ -13,6 +13,7 @@ forward that is under way then still gives its tokens.
 from __future__ import annotations
 
 import asyncio
+import os
 import statistics
 import tempfile
 import time
@@ -49,6 +50,8 @@ def run(rounds: int = 0) -> BenchResult:
 
 async def _measure(rounds: int) -> BenchResult:
     transformers_logging.disable_progress_bar()
+    # Standard output is for the result.
+    os.environ |= {"VLLM_LOGGING_STREAM": "ext://sys.stderr", "VLLM_LOGGING_LEVEL": "ERROR"}
     torch.set_num_threads(1)
     rates = await _throughput(rounds or DEFAULT_ROUNDS)
     pauses = await _pauses(rounds or NUM_LOADS)

@@ -175,6 +175,7 @@ class Reporter:
                 f"memory/resident_gb/{name}": beat.gauges.get("process/resident_bytes", 0.0) / 1e9
                 for name, beat in heartbeats.items()
             },
+            **{f"queue/slots/{peer.name}": float(peer.num_slots) for peer in peers.of("generator") if peer.num_slots},
             **self._selection_bias(),
             "idle/learner": min(done.waited_s / elapsed_s, 1.0),
             "idle/generators": self._idle_share([peer.name for peer in peers.of("generator")], heartbeats),

@@ -185,6 +185,7 @@ _ROWS = (
     ("queue/ready", "groups", "complete and waiting to be trained"),
     ("queue/running", "groups", "being generated"),
     ("queue/scoring", "groups", "being judged"),
+    ("queue/slots/*", "requests", "that a generator's engine can run at once, by the memory there is, by name"),
     ("queue/wait_mean_s", "s", "from ready to taken, mean over groups of the step"),
     ("queue/wait_max_s", "s", "longest of them"),
     ("weights/sync_ms", "ms", "from published to live on the slowest generator"),

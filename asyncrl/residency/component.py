@@ -1,7 +1,8 @@
 """What can be moved between device, host memory and disk: the contract that every kind of component keeps.
 
 Invariants, for every implementation (tests/contract/test_component.py runs over all of them):
-- `residence` says where its bytes are; on `disk` and `absent` it holds neither device nor host memory, on `host` no device memory.
+- `residence` says where its bytes are; on `disk` and `absent` it holds neither device nor host memory, on `host` no device
+  memory.
 - A move keeps every bit: what comes back to the device is what left it, in the same Python objects (a module's parameters stay
   the very parameters that an optimizer and a compiled graph know).
 - A move that fails (no room, disk full) leaves the component whole where it was.

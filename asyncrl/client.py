@@ -23,6 +23,7 @@ import msgspec
 import psutil
 
 from asyncrl.config.load import dump_config, load_config, parse_config, validated
+from asyncrl.config.medium_choice import with_chosen_medium
 from asyncrl.config.run import RunConfig
 from asyncrl.errors import ConfigError, LaunchError, RunError
 from asyncrl.observe.steps import EvalReport, StepReport
@@ -215,7 +216,7 @@ class Run(RunClient):
     def __init__(
         self, config: RunConfig | dict[str, Any] | str | Path | None = None, *, resume: str | Path | None = None
     ) -> None:
-        self.config = _resolve(config, resume)
+        self.config, self._choice = with_chosen_medium(_resolve(config, resume))
         super().__init__(resume if resume is not None else Path(self.config.folder) / self.config.name)
         self._resumed = resume is not None
         self._controller: asyncio.subprocess.Process | None = None
@@ -263,13 +264,17 @@ class Run(RunClient):
         if is_live(self.run_folder):
             raise LaunchError(f"{self.run_folder} already runs; `asyncrl stop {self.run_folder}` first")
         self.run_folder.mkdir(parents=True, exist_ok=True)
-        config_file.write_text(dump_config(self.config), encoding="utf-8")
+        said = f"# {self._choice}\n" if self._choice else ""
+        config_file.write_text(said + dump_config(self.config), encoding="utf-8")
 
     async def _start_controller(self) -> asyncio.subprocess.Process:
         (self.run_folder / "api.json").unlink(missing_ok=True)
         logs = self.run_folder / "logs"
         logs.mkdir(exist_ok=True)
         with (logs / "controller.log").open("ab") as log:
+            if self._choice:
+                log.write(f"{self._choice}\n".encode())
+                log.flush()
             return await asyncio.create_subprocess_exec(
                 sys.executable, "-m", "asyncrl.pipeline", "controller", "controller", str(self.run_folder),
                 stdin=asyncio.subprocess.PIPE, stdout=log, stderr=log, start_new_session=True,

@@ -30,6 +30,11 @@ from asyncrl.config.stages import (
 )
 from asyncrl.errors import ConfigError
 
+_NOT_CHOSEN = (
+    'broadcast.medium.kind "auto" is chosen when a run starts (config/medium_choice.py): take the run\'s own config, as '
+    "Run.config.broadcast and RUN/config.toml have it"
+)
+
 
 def open_writer(config: MediumConfig, run_folder: Path, curve_keys: CurveKeys | None = None) -> MediumWriter:
     """Return the learner's end of the configured medium. Keys: None: the run's own, if it has any."""
@@ -47,7 +52,7 @@ def open_writer(config: MediumConfig, run_folder: Path, curve_keys: CurveKeys | 
         case CUDAIPCMedium():
             return CUDAIPCWriter(run_folder)
         case AutoMedium():
-            raise ConfigError(f"broadcast.medium.kind {kind_of(config)!r} is not built yet")
+            raise ConfigError(_NOT_CHOSEN)
 
 
 def open_reader(config: MediumConfig, run_folder: Path, curve_keys: CurveKeys | None = None) -> MediumReader:
@@ -67,7 +72,7 @@ def open_reader(config: MediumConfig, run_folder: Path, curve_keys: CurveKeys | 
                 f"the process that holds the model (models/deferred.py), and no generator can fetch them"
             )
         case AutoMedium():
-            raise ConfigError(f"broadcast.medium.kind {kind_of(config)!r} is not built yet")
+            raise ConfigError(_NOT_CHOSEN)
 
 
 def receiver_of(config: MediumConfig, run_folder: Path) -> tuple[str, bytes] | None:

@@ -17,6 +17,7 @@ from asyncrl.config.data_rules import check_data
 from asyncrl.config.explain import explained
 from asyncrl.config.inference_rules import check_inference
 from asyncrl.config.learner_rules import check_learner
+from asyncrl.config.medium_choice import check_medium
 from asyncrl.config.run import RunConfig
 from asyncrl.config.run_rules import check_run
 from asyncrl.config.vllm_server_rules import check_vllm_server
@@ -82,6 +83,7 @@ def check_config(config: RunConfig) -> None:
     check_data(config)
     check_inference(config)
     check_run(config)
+    check_medium(config)
     check_vllm_server(config)
 
 

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from asyncrl.config.load import dump_config
+from asyncrl.config.medium_choice import doubts_about_medium, with_chosen_medium
 from asyncrl.config.run import RunConfig
 from asyncrl.control.memory_estimate import (
     Part,
@@ -25,6 +26,7 @@ def describe(config: RunConfig) -> str:
     """Return the resolved TOML and the derived quantities as text."""
     lines = [dump_config(config), "# derived"]
     lines += [f"# {name:34} {value}" for name, value in derived(config).items()]
+    lines += [f"# WARNING: {doubt}" for doubt in doubts_about_medium(config)]
     return "\n".join(lines)
 
 
@@ -34,7 +36,7 @@ def derived(config: RunConfig) -> dict[str, str]:
     Raises:
         ConfigError: A pretrained model's folder has no readable config.json, or another's no readable weights.
     """
-    return _counts(config) | _memory(config) | {"processes": _processes(config)}
+    return _counts(config) | _memory(config) | {"processes": _processes(config), "weights travel by": _medium(config)}
 
 
 def _counts(config: RunConfig) -> dict[str, str]:
@@ -62,8 +64,7 @@ def _memory(config: RunConfig) -> dict[str, str]:
         lines["memory of each generator"] = f"{_mib(_total(parts))}  ({_names(parts)})"
     if parts := inference_parts(config):
         lines["memory of each inference worker"] = f"{_mib(_total(parts))} + activations  ({_names(parts)})"
-    medium = config.broadcast.medium.__struct_config__.tag
-    return lines | {"bytes of one weight version": f"{_mib(version_bytes(config))}  ({medium})"}
+    return lines | {"bytes of one weight version": _mib(version_bytes(config))}
 
 
 def _learners(config: RunConfig) -> str:
@@ -87,6 +88,11 @@ def _processes(config: RunConfig) -> str:
     parts = ["1 controller", *(f"{counts[kind]} {plural}" for kind, plural in names.items() if counts[kind])]
     ranks = f" of {config.learner.ranks} ranks" if config.learner.ranks > 1 else ""
     return ", ".join([*parts, f"{counts['learner']} learner{ranks}" if counts["learner"] else "learner outside"])
+
+
+def _medium(config: RunConfig) -> str:
+    chosen, reason = with_chosen_medium(config)
+    return reason or str(chosen.broadcast.medium.__struct_config__.tag)
 
 
 def _total(parts: Sequence[Part]) -> int:

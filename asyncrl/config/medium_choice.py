@@ -1,0 +1,191 @@
+"""`broadcast.medium.kind = "auto"`: how weights travel, from where the run's processes are; and what no run can do.
+
+`places_of` says where the processes are, `choose_medium` decides from that alone: a launcher that puts them elsewhere (a cluster)
+needs another `places_of` and nothing here. Chosen once, by whoever starts the run, before its config.toml is written: every
+process reads the outcome. Pure. Called by client.py (chooses), control/preview.py (says), config/load.py (refuses).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from ipaddress import ip_address
+from urllib.parse import urlsplit
+
+from msgspec.structs import replace
+
+from asyncrl.config.run import RunConfig
+from asyncrl.config.stages import (
+    AutoMedium,
+    CUDAIPCMedium,
+    MediumConfig,
+    NCCLMedium,
+    SharedMemoryMedium,
+    TransformersEngineConfig,
+    VLLMEngineConfig,
+    VLLMServerEngineConfig,
+    ZeroMQMedium,
+)
+from asyncrl.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Where the two ends of the broadcast are."""
+
+    one_machine: bool
+    """Learner and all generators."""
+    learner_gpu: int | None
+    """Of the rank that publishes; None: its weights are in host memory, or nobody knows."""
+    engine_gpus: frozenset[int] = frozenset()
+    """Those the engines' models are on; empty: host memory, or nobody knows."""
+    engine_receives: bool = False
+    """Whether the process that holds an engine's model can receive from another GPU itself (vLLM's workers)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A medium, and why."""
+
+    medium: MediumConfig
+    reason: str
+
+    @property
+    def kind(self) -> str:
+        """Return the medium's name."""
+        return str(self.medium.__struct_config__.tag)
+
+
+def places_of(config: RunConfig) -> Places:
+    """Return where a run's processes are: with the local launcher on one machine, unless the run is open to a network."""
+    engine = config.generate.engine
+    learner_gpu = _gpu(config.learner.device) if config.learner.kind == "builtin" else None
+    engine_gpus: frozenset[int] = frozenset()
+    if isinstance(engine, VLLMEngineConfig) and engine_on_gpu(config):
+        engine_gpus = frozenset(range(engine.tensor_parallel * engine.data_parallel))
+    elif isinstance(engine, TransformersEngineConfig) and (gpu := _gpu(engine.device)) is not None:
+        engine_gpus = frozenset({gpu})
+    one_machine = config.transport.kind == "ipc" or _is_this_machine(config.transport.host)
+    return Places(one_machine, learner_gpu, engine_gpus, engine_receives=isinstance(engine, VLLMEngineConfig))
+
+
+def choose_medium(config: RunConfig) -> Choice:
+    """Return how a run's weights best travel, and why; `broadcast.medium` itself is not looked at."""
+    places, host = places_of(config), config.transport.host
+    on_gpus = places.learner_gpu is not None and bool(places.engine_gpus) and places.engine_receives
+    if on_gpus and config.broadcast.delta is None and (choice := _between_gpus(places, host)) is not None:
+        return choice
+    if not places.one_machine:
+        why = f"transport.host {host!r} opens the run to other machines; the learner feeds every generator itself (fanout 0)"
+        return Choice(ZeroMQMedium(bind=f"tcp://{host}:*", fanout=0), why)
+    return Choice(SharedMemoryMedium(), _why_shared_memory(config, places, on_gpus=on_gpus))
+
+
+def with_chosen_medium(config: RunConfig) -> tuple[RunConfig, str]:
+    """Return the config with `auto` replaced by what it means, and a line that says so; empty where nothing was to be chosen."""
+    if not isinstance(config.broadcast.medium, AutoMedium):
+        return config, ""
+    choice = choose_medium(config)
+    chosen = replace(config, broadcast=replace(config.broadcast, medium=choice.medium))
+    return chosen, f"broadcast.medium auto is {choice.kind}: {choice.reason}"
+
+
+def _between_gpus(places: Places, host: str) -> Choice | None:
+    """Choose between the two media that end in a GPU; None where neither reaches every engine."""
+    gpu = places.learner_gpu
+    if places.one_machine and places.engine_gpus == {gpu}:
+        return Choice(CUDAIPCMedium(), f"learner and engine share GPU {gpu}: handles travel, bytes do not")
+    if not places.one_machine:
+        return Choice(
+            NCCLMedium(host=host), f"learner and engines are on GPUs, and transport.host {host!r} is open to other machines"
+        )
+    if gpu not in places.engine_gpus:
+        return Choice(NCCLMedium(), f"learner on GPU {gpu}, engine on {_shown(places.engine_gpus)} of the same machine")
+    return None
+
+
+def _why_shared_memory(config: RunConfig, places: Places, *, on_gpus: bool) -> str:
+    here = "learner and generators are on this machine"
+    if on_gpus and config.broadcast.delta is not None:
+        return f"{here}, and broadcast.delta needs the version before in host memory"
+    if on_gpus:
+        gpus = _shown(places.engine_gpus)
+        return f"{here}; the engine is on {gpus}, the learner's among them, so cuda_ipc and nccl reach only a part of it"
+    if isinstance(config.generate.engine, VLLMServerEngineConfig):
+        return f"{here}; each hands its vLLM server the bytes (generate.engine.shared_folder, where that is elsewhere)"
+    return here
+
+
+# -- what no run can do ----------------------------------------------------------------------------------------------------
+
+
+def check_medium(config: RunConfig) -> None:
+    """Refuse a medium that ends where the learner or the engine is not.
+
+    Raises:
+        ConfigError: Names the fields, what they say, and what to write instead.
+    """
+    medium, engine = config.broadcast.medium, config.generate.engine
+    if not isinstance(medium, CUDAIPCMedium | NCCLMedium):
+        return
+    kind = str(medium.__struct_config__.tag)
+    instead = 'set broadcast.medium.kind = "shared_memory", or "auto"'
+    if config.learner.kind == "builtin" and _gpu(config.learner.device) is None:
+        raise ConfigError(
+            f"broadcast.medium.kind {kind!r} begins in a GPU and learner.device is {config.learner.device!r}: {instead}"
+        )
+    if not isinstance(engine, VLLMEngineConfig | VLLMServerEngineConfig):
+        raise ConfigError(
+            f"broadcast.medium.kind {kind!r} ends in the GPU memory of vLLM's workers and generate.engine.kind is "
+            f"{engine.__struct_config__.tag!r}: {instead}"
+        )
+    if isinstance(engine, VLLMEngineConfig) and engine.device == "cpu":
+        raise ConfigError(f'broadcast.medium.kind {kind!r} ends in a GPU and generate.engine.device is "cpu": {instead}')
+    if isinstance(engine, VLLMEngineConfig) and config.learner.kind == "builtin":
+        _check_gpus(config, kind, instead)
+
+
+def _check_gpus(config: RunConfig, kind: str, instead: str) -> None:
+    """Refuse cuda_ipc between different GPUs, and nccl on one: it wants each member on a GPU of its own."""
+    places = places_of(config)
+    gpus = f"learner.device is {config.learner.device!r} and the engine takes {_shown(places.engine_gpus)}"
+    if kind == "cuda_ipc" and places.engine_gpus != {places.learner_gpu}:
+        raise ConfigError(f'broadcast.medium.kind "cuda_ipc" needs learner and engine on the same GPU; {gpus}: {instead}')
+    if kind == "nccl" and places.one_machine and places.learner_gpu in places.engine_gpus:
+        raise ConfigError(f'broadcast.medium.kind "nccl" needs learner and engine on different GPUs; {gpus}: {instead}')
+
+
+def doubts_about_medium(config: RunConfig) -> list[str]:
+    """Return what works but is hardly meant, each with what to do."""
+    broadcast, dtype = config.broadcast, config.learner.dtype
+    if broadcast.delta is not None and (broadcast.dtype == "float32" or (broadcast.dtype == "model" and dtype == "float32")):
+        return [
+            f"broadcast.delta with broadcast.dtype {broadcast.dtype!r} and learner.dtype {dtype!r} sends nearly everything: an "
+            'optimizer step changes almost every float32; set broadcast.dtype = "bfloat16"'
+        ]
+    return []
+
+
+def engine_on_gpu(config: RunConfig) -> bool:
+    """Return whether vLLM runs on a GPU: as it says, or, where that is `auto`, as the learner does."""
+    engine = config.generate.engine
+    if not isinstance(engine, VLLMEngineConfig) or engine.device == "cpu":
+        return False
+    return engine.device == "cuda" or _gpu(config.learner.device) is not None
+
+
+def _gpu(device: str) -> int | None:
+    """Return the number of a CUDA device, None of any other; `cuda` is the first (with several ranks, rank 0's)."""
+    kind, _, number = device.partition(":")
+    return int(number or 0) if kind == "cuda" and (number or "0").isdigit() else None
+
+
+def _is_this_machine(host: str) -> bool:
+    name = urlsplit(f"//{host}").hostname or host
+    try:
+        return ip_address(name).is_loopback
+    except ValueError:
+        return name == "localhost"
+
+
+def _shown(gpus: frozenset[int]) -> str:
+    return "GPU " + ", ".join(map(str, sorted(gpus))) if gpus else "no GPU"

@@ -1,0 +1,92 @@
+import pytest
+
+from asyncrl.config.load import parse_config
+from asyncrl.config.medium_choice import choose_medium, doubts_about_medium, with_chosen_medium
+from asyncrl.errors import ConfigError
+
+VLLM = {"kind": "vllm", "device": "cuda", "max_sequence_tokens": 512}
+ON_CPU = VLLM | {"device": "cpu"}
+SERVERS = {"kind": "vllm_server", "url": "http://10.0.0.7:8000, http://10.0.0.8:8000", "shared_folder": "/mnt/shared"}
+NETWORK = {"kind": "tcp", "host": "10.1.2.3"}
+
+
+def config(engine=None, learner="cpu", medium="auto", **rest):
+    broadcast = {"medium": {"kind": medium}} | rest.pop("broadcast", {})
+    generate = {"generate": {"engine": engine}} if engine else {}
+    return parse_config({"learner": {"device": learner} | rest.pop("learner_rest", {}), "broadcast": broadcast} | generate | rest)
+
+
+@pytest.mark.parametrize(
+    ("told", "kind", "reason"),
+    [
+        ({}, "shared_memory", "on this machine"),
+        ({"engine": ON_CPU}, "shared_memory", "on this machine"),
+        ({"engine": ON_CPU, "learner": "cuda"}, "shared_memory", "on this machine"),
+        ({"engine": VLLM}, "shared_memory", "on this machine"),
+        ({"engine": VLLM, "learner": "cuda"}, "cuda_ipc", "share GPU 0"),
+        ({"engine": VLLM | {"device": "auto"}, "learner": "cuda:0"}, "cuda_ipc", "share GPU 0"),
+        ({"engine": VLLM, "learner": "cuda:1"}, "nccl", "learner on GPU 1, engine on GPU 0"),
+        ({"engine": VLLM | {"tensor_parallel": 2}, "learner": "cuda:2"}, "nccl", "engine on GPU 0, 1"),
+        ({"engine": VLLM | {"tensor_parallel": 2}, "learner": "cuda"}, "shared_memory", "reach only a part"),
+        ({"engine": VLLM, "learner": "cuda", "broadcast": {"delta": {}}}, "shared_memory", "broadcast.delta needs"),
+        ({"engine": {"kind": "transformers", "device": "cuda"}, "learner": "cuda"}, "shared_memory", "on this machine"),
+        ({"engine": SERVERS}, "shared_memory", "hands its vLLM server"),
+        ({"transport": NETWORK}, "zeromq", "'10.1.2.3' opens the run to other machines"),
+        ({"engine": VLLM, "learner": "cuda", "transport": NETWORK}, "nccl", "open to other machines"),
+        ({"engine": VLLM, "learner": "cuda", "transport": NETWORK, "broadcast": {"delta": {}}}, "zeromq", "10.1.2.3"),
+        ({"transport": {"kind": "tcp", "host": "127.0.0.1"}}, "shared_memory", "on this machine"),
+        ({"transport": {"kind": "tcp", "host": "localhost"}}, "shared_memory", "on this machine"),
+    ],
+)
+def test_the_medium_follows_from_where_the_processes_are(told, kind, reason):
+    chosen = choose_medium(config(**told))
+    assert chosen.kind == kind
+    assert reason in chosen.reason
+
+
+def test_a_learner_outside_has_no_known_device():
+    chosen = choose_medium(config(VLLM, "cuda", learner_rest={"kind": "external"}))
+    assert chosen.kind == "shared_memory"
+
+
+def test_addresses_follow_the_host_that_the_run_is_open_on():
+    assert choose_medium(config(transport=NETWORK)).medium.bind == "tcp://10.1.2.3:*"
+    assert choose_medium(config(VLLM, "cuda", transport=NETWORK)).medium.host == "10.1.2.3"
+
+
+def test_what_is_chosen_passes_the_checks_of_a_config_that_says_so():
+    for told in ({}, {"engine": VLLM, "learner": "cuda"}, {"engine": VLLM, "learner": "cuda:1"}, {"transport": NETWORK}):
+        kind = choose_medium(config(**told)).kind
+        assert config(**told, medium=kind).broadcast.medium.__struct_config__.tag == kind
+
+
+def test_auto_is_replaced_once_and_says_what_and_why():
+    chosen, line = with_chosen_medium(config())
+    assert chosen.broadcast.medium.__struct_config__.tag == "shared_memory"
+    assert line == "broadcast.medium auto is shared_memory: learner and generators are on this machine"
+    assert with_chosen_medium(chosen) == (chosen, "")
+
+
+@pytest.mark.parametrize(
+    ("told", "message"),
+    [
+        ({"engine": VLLM, "medium": "cuda_ipc"}, r"'cuda_ipc' begins in a GPU and learner.device is 'cpu'"),
+        ({"engine": VLLM, "medium": "nccl"}, r"'nccl' begins in a GPU and learner.device is 'cpu'"),
+        ({"engine": ON_CPU, "learner": "cuda", "medium": "nccl"}, r'ends in a GPU and generate.engine.device is "cpu"'),
+        ({"learner": "cuda", "medium": "nccl"}, r"vLLM's workers and generate.engine.kind is 'transformers'"),
+        ({"engine": VLLM, "learner": "cuda:1", "medium": "cuda_ipc"}, r"the same GPU; learner.device is 'cuda:1' .* GPU 0"),
+        ({"engine": VLLM, "learner": "cuda", "medium": "nccl"}, r"different GPUs; learner.device is 'cuda' .* GPU 0"),
+        ({"engine": VLLM, "learner": "cuda", "medium": "cuda_ipc", "broadcast": {"delta": {}}}, r"broadcast.delta needs a copy"),
+    ],
+)
+def test_a_medium_that_ends_where_nobody_is_is_refused(told, message):
+    broadcast = {"medium": {"kind": told["medium"]}} | told.pop("broadcast", {})
+    with pytest.raises(ConfigError, match=message):
+        config(**told, broadcast=broadcast)
+
+
+def test_deltas_of_float32_are_doubted_and_of_bfloat16_are_not():
+    (doubt,) = doubts_about_medium(config(broadcast={"delta": {}}))
+    assert 'set broadcast.dtype = "bfloat16"' in doubt
+    assert doubts_about_medium(config(broadcast={"delta": {}, "dtype": "bfloat16"})) == []
+    assert doubts_about_medium(config()) == []

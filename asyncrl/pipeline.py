@@ -128,21 +128,30 @@ def _ledger_failed(error: LedgerError) -> None:
 
 
 async def _generator(config: RunConfig, run_folder: Path, connection: Connection, clock: Clock, name: str) -> None:
+    from asyncrl.broadcast.media import receiver_of
     from asyncrl.broadcast.subscriber import Subscriber
     from asyncrl.generate.worker import run_generator
+    from asyncrl.models.deferred import DeferredTensors
 
     # Where cores are short the learner goes first: while it works generation is ahead, and when it waits they have all cores.
     os.nice(NICENESS)
-    subscriber = Subscriber(config.broadcast, run_folder)
+    receiver = receiver_of(config.broadcast.medium, run_folder)
+    subscriber = Subscriber(config.broadcast, run_folder) if receiver is None else None
     holds_weights = not isinstance(config.generate.engine, ReplayEngineConfig)
 
     async def fetch_weights(available: WeightsAvailable) -> Mapping[str, Any]:
-        return await subscriber.fetch(available) if holds_weights and available.manifest.total_bytes else {}
+        if not holds_weights or not available.manifest.total_bytes:
+            return {}
+        if subscriber is not None:
+            return await subscriber.fetch(available)
+        assert receiver is not None
+        return DeferredTensors(available, *receiver)
 
     try:
         await run_generator(config, run_folder, connection, clock, fetch_weights, name)
     finally:
-        subscriber.close()
+        if subscriber is not None:
+            subscriber.close()
 
 
 async def _reward_worker(config: RunConfig, run_folder: Path, connection: Connection, clock: Clock, name: str) -> None:

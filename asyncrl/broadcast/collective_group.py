@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-from asyncrl.errors import BroadcastError
+from asyncrl.errors import BroadcastError, ConfigError
 
 Backend = Literal["gloo", "nccl"]
 _POLL_S = 0.001
@@ -241,12 +241,12 @@ def check_nccl() -> None:
     """Refuse where NCCL cannot be used.
 
     Raises:
-        BroadcastError: There is no GPU, or torch was built without NCCL.
+        ConfigError: There is no GPU, or torch was built without NCCL.
     """
     if not torch.cuda.is_available():
-        raise BroadcastError("broadcast.medium.kind 'nccl' needs a GPU in learner and engine, and there is none here; use 'gloo'")
+        raise ConfigError("broadcast.medium.kind 'nccl' needs a GPU in learner and engine, and there is none here; use 'gloo'")
     if not dist.is_nccl_available():
-        raise BroadcastError("this torch was built without NCCL; install a CUDA build on Linux, or use medium kind 'gloo'")
+        raise ConfigError("this torch was built without NCCL; install a CUDA build on Linux, or use medium kind 'gloo'")
 
 
 def _first_line(error: BaseException) -> str:

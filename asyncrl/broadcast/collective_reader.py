@@ -18,7 +18,7 @@ import torch
 
 from asyncrl.broadcast.collective_group import Backend, check_nccl
 from asyncrl.broadcast.collective_member import Member
-from asyncrl.broadcast.device import device_fingerprint
+from asyncrl.broadcast.device import device_fingerprint, refuse_host_memory
 from asyncrl.broadcast.fingerprint import DIGEST_BYTES, BucketHasher
 from asyncrl.broadcast.zeromq_keys import CurveKeys, keys_of_run
 from asyncrl.config.stages import GlooMedium
@@ -68,11 +68,31 @@ class CollectiveReceiver:
     """A Receiver (models/deferred.py): buckets arrive on the model's device and are verified there."""
 
     def __init__(self, backend: Backend, timeout_s: float, keys: CurveKeys | None = None) -> None:
+        self._backend = backend
         self._member = Member(backend, timeout_s, keys)
+        self._in_use = threading.Lock()
+        """Held while the member is: `close` may be called from another thread."""
         self._closing = threading.Event()
 
     def fetch(self, available: WeightsAvailable, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
         """Take part in a broadcast; see Receiver."""
+        if self._backend == "nccl":
+            refuse_host_memory("nccl", device)
+        tensors = self._tensors(available, device)
+        while True:
+            with self._in_use:
+                arrived = next(tensors, None)
+            if arrived is None:
+                return
+            yield arrived
+
+    def close(self) -> None:
+        """Leave; the others go on."""
+        self._closing.set()
+        with self._in_use:
+            self._member.close()
+
+    def _tensors(self, available: WeightsAvailable, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
         check_manifest(available.manifest)
         expected = _digests(available)
 
@@ -83,17 +103,12 @@ class CollectiveReceiver:
         for index, bucket in self._member.buckets(available, device, self._closing, accept):
             yield from by_bucket[index].views(bucket)
 
-    def close(self) -> None:
-        """Leave; the others go on."""
-        self._closing.set()
-        self._member.close()
-
 
 def open_receiver(arguments: bytes) -> CollectiveReceiver:
     """Make the receiving end of `nccl` in the process that holds the model; see models/deferred.py.
 
     Raises:
-        BroadcastError: NCCL cannot be used here.
+        ConfigError: NCCL cannot be used here.
     """
     told = msgspec.json.decode(arguments, type=ReceiverArguments)
     if told.backend == "nccl":

@@ -17,7 +17,7 @@ import zmq.utils.z85
 
 from asyncrl.broadcast.collective_wire import MAX_MESSAGE_BYTES, FromLearner, FromMember
 from asyncrl.broadcast.zeromq_keys import CurveKeys
-from asyncrl.errors import BroadcastError
+from asyncrl.errors import BroadcastError, ConfigError
 
 _ZAP_ADDRESS = "inproc://zeromq.zap.01"
 _HEARTBEAT_MS = 2000
@@ -35,7 +35,7 @@ class Desk:
         """Listen at a free port of `host`.
 
         Raises:
-            BroadcastError: It is no address of this machine.
+            ConfigError: It is no address of this machine.
         """
         self._keys = keys
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
@@ -51,7 +51,7 @@ class Desk:
             self._router.bind(f"tcp://{socket.gethostbyname(host)}:*")
         except (zmq.ZMQError, OSError) as error:
             self._context.destroy(linger=0)
-            raise BroadcastError(
+            raise ConfigError(
                 f"cannot listen at {host}: {error}; broadcast.medium.host must be an address of the learner's machine"
             ) from error
         port = self._router.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2]

@@ -24,11 +24,11 @@ import msgspec
 import torch
 
 from asyncrl.broadcast.collective_reader import tensors_by_bucket
-from asyncrl.broadcast.device import current_gpu, device_fingerprint
+from asyncrl.broadcast.device import current_gpu, device_fingerprint, refuse_host_memory
 from asyncrl.broadcast.fingerprint import DIGEST_BYTES, damaged_buckets
 from asyncrl.broadcast.medium import NUM_SLOTS
 from asyncrl.broadcast.shared_memory import SharedMemoryLease, SharedMemoryReader, SharedMemoryWriter
-from asyncrl.errors import BroadcastError
+from asyncrl.errors import BroadcastError, ConfigError
 from asyncrl.models.layout import bucket_ends, check_manifest
 from asyncrl.schema.weights import WeightsAvailable, WeightsManifest
 
@@ -112,6 +112,7 @@ class CUDAIPCReceiver:
         """Verify the version where it lies and yield its tensors; see Receiver."""
         manifest = available.manifest
         check_manifest(manifest)
+        refuse_host_memory("cuda_ipc", device)
         lease = self._tickets.lease(msgspec.structs.replace(available, manifest=_TICKETS))
         try:
             flat = self._open(ticket_in(lease), device, manifest.total_bytes)
@@ -155,10 +156,10 @@ def open_receiver(arguments: bytes) -> CUDAIPCReceiver:
     """Make the receiving end in the process that holds the model; see models/deferred.py.
 
     Raises:
-        BroadcastError: There is no GPU here.
+        ConfigError: There is no GPU here.
     """
     if not torch.cuda.is_available():
-        raise BroadcastError("broadcast.medium.kind 'cuda_ipc' needs the engine on the learner's GPU, and there is none here")
+        raise ConfigError("broadcast.medium.kind 'cuda_ipc' needs the engine on the learner's GPU, and there is none here")
     return CUDAIPCReceiver(Path(msgspec.json.decode(arguments, type=str)))
 
 

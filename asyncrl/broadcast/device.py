@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from asyncrl.broadcast.fingerprint import DIGEST_BYTES, CopyProgress, fingerprints_behind
 from asyncrl.config.stages import CUDAIPCMedium, MediumConfig, NCCLMedium
-from asyncrl.errors import BroadcastError
+from asyncrl.errors import BroadcastError, ConfigError
 
 NUM_BUFFERS = 2
 WORD_BYTES = 8
@@ -144,11 +144,24 @@ def current_gpu() -> torch.device:
     """Return the GPU that new tensors of this thread go to.
 
     Raises:
-        BroadcastError: There is none.
+        ConfigError: There is none.
     """
     if not torch.cuda.is_available():
-        raise BroadcastError("this medium needs the learner on a GPU, and there is none here; use shared_memory, zeromq or gloo")
+        raise ConfigError("this medium needs the learner on a GPU, and there is none here; use shared_memory, zeromq or gloo")
     return torch.device("cuda", torch.cuda.current_device())
+
+
+def refuse_host_memory(kind: str, device: torch.device) -> None:
+    """Refuse an engine whose model is not on a GPU.
+
+    Raises:
+        ConfigError: It is not.
+    """
+    if device.type != "cuda":
+        raise ConfigError(
+            f"broadcast.medium.kind {kind!r} needs the engine's model on a GPU, not on {device}: set generate.engine.device, or use "
+            f"shared_memory, zeromq or gloo"
+        )
 
 
 def as_current(device: torch.device) -> contextlib.AbstractContextManager[object]:

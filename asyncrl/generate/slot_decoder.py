@@ -22,6 +22,7 @@ from asyncrl.generate.engine import KVPolicy, SleepLevel, TokenChunk
 from asyncrl.generate.sampling import SamplingBatch, sample, sampling_batch
 from asyncrl.generate.slot_model import SlotModel
 from asyncrl.generate.slots import InFlight, SlotTable
+from asyncrl.models.deferred import ArrivingTensors
 from asyncrl.models.mapped import MappedTensors
 from asyncrl.schema.samples import SamplingParams
 
@@ -122,6 +123,18 @@ class SlotDecoder:
         if isinstance(tensors, MappedTensors):
             self._is_torn = True
             tensors.check()
+        self._take_up(version, kv)
+
+    def load_arriving(self, version: int, arriving: ArrivingTensors, kv: KVPolicy) -> None:
+        """Go on with weights that come one by one; nothing is sampled with half of them. Raises as `Engine.load_weights`."""
+        self._refuse_asleep("load weights")
+        self._model.refuse_misfit(arriving.manifest)
+        self._is_torn = True
+        self._model.load_arriving(arriving)
+        self._take_up(version, kv)
+
+    def _take_up(self, version: int, kv: KVPolicy) -> None:
+        """Sample with what was loaded from now on."""
         self._is_torn = False
         self.version = version
         self._epoch += 1

@@ -32,6 +32,7 @@ from asyncrl.generate.slot_cache import AttentionPlan, DecodePlan, Piece, Prefil
 from asyncrl.generate.weights_asleep import WeightsAsleep
 from asyncrl.generate.weights_in_place import WeightsInPlace
 from asyncrl.models.output_layer import use_float32_head
+from asyncrl.schema.weights import WeightsManifest
 
 _ATTENTION: Final = "asyncrl_slots"
 _REFUSED_ARGUMENTS: Final = ("softcap", "position_bias", "s_aux")
@@ -210,6 +211,14 @@ class SlotModel:
     def load_weights(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Copy new weights in; see `WeightsInPlace.load`."""
         self._weights.load(tensors)
+
+    def refuse_misfit(self, manifest: WeightsManifest) -> None:
+        """Check that a version of this layout can be loaded; see `WeightsInPlace.refuse_misfit`."""
+        self._weights.refuse_misfit({entry.name: entry.shape for entry in manifest.entries})
+
+    def load_arriving(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Copy new weights in as they come; see `WeightsInPlace.load_arriving`."""
+        self._weights.load_arriving(tensors)
 
     def sleep(self, level: SleepLevel) -> None:
         """Free the cache, and the weights as the level says; no forward until `wake`."""

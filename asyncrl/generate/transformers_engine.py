@@ -10,6 +10,7 @@ Called by generate/rollout.py and generate/worker.py.
 
 from __future__ import annotations
 
+import asyncio
 import weakref
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -27,6 +28,7 @@ from asyncrl.generate.slot_decoder import Emission, SlotDecoder
 from asyncrl.generate.slot_model import SlotModel
 from asyncrl.generate.slots import InFlight
 from asyncrl.generate.token_stream import TokenStream
+from asyncrl.models.deferred import ArrivingTensors, DeferredTensors, Receiver, make_receiver
 
 
 class TransformersEngine:
@@ -58,6 +60,7 @@ class TransformersEngine:
         self._vocabulary_size = 0
         self._end_ids: frozenset[int] = frozenset()
         self._resident_bytes = 0
+        self._receiver: Receiver | None = None
 
     @property
     def version(self) -> int:
@@ -132,14 +135,25 @@ class TransformersEngine:
 
     async def load_weights(self, version: int, tensors: Mapping[str, torch.Tensor], kv: KVPolicy) -> float:
         """Replace the weights between two tokens; see `Engine.load_weights`."""
+        arriving = await self._begin(tensors) if isinstance(tensors, DeferredTensors) else None
 
         def swap(decoder: SlotDecoder) -> float:
             started_s = perf_counter()
-            decoder.load_weights(version, tensors, kv)
+            if arriving is not None:
+                decoder.load_arriving(version, arriving, kv)
+            else:
+                decoder.load_weights(version, tensors, kv)
             self._version = version
             return (perf_counter() - started_s) * 1000
 
         return await self._thread.call(swap)
+
+    async def _begin(self, deferred: DeferredTensors) -> ArrivingTensors:
+        """Wait, generating, until a version that ends here begins to arrive."""
+        if self._receiver is None:
+            self._receiver = make_receiver(deferred.receiver, deferred.arguments)
+        device = torch.device(self._config.device)
+        return await asyncio.to_thread(ArrivingTensors.begin, self._receiver, deferred.available, device)
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         """Return the probe's logprobs; see `Engine.score`."""
@@ -154,6 +168,9 @@ class TransformersEngine:
     async def close(self) -> None:
         """Abort everything and end the decode thread."""
         await self._thread.close()
+        if self._receiver is not None:
+            self._receiver.close()
+            self._receiver = None
 
     def _make_decoder(self) -> SlotDecoder:
         torch.set_num_threads(self._config.num_threads)

@@ -7,12 +7,12 @@ Called by generate/slot_model.py between two forwards.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
 from asyncrl.errors import GenerationError
-from asyncrl.models.copying import copy_tensors
+from asyncrl.models.copying import copy_tensor, copy_tensors
 
 _SHOWN = 5
 
@@ -41,25 +41,36 @@ class WeightsInPlace:
         Raises:
             GenerationError: A name is unknown or missing, a shape differs, or tied names disagree; nothing was changed.
         """
-        unknown = [name for name in tensors if name not in self._tensors]
+        self.refuse_misfit({name: tuple(tensor.shape) for name, tensor in tensors.items()})
+        self._refuse_disagreement(tensors)
+        given = [next(name for name in names if name in tensors) for names in self._tied]
+        copy_tensors((tensors[name], self._tensors[name]) for name in given)
+
+    def load_arriving(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Copy in what comes, one by one; what came before an error stays. Names and shapes as `refuse_misfit` let pass."""
+        for name, tensor in tensors:
+            copy_tensor(tensor, self._tensors[name])
+
+    def refuse_misfit(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Check names and shapes of new weights.
+
+        Raises:
+            GenerationError: A name is unknown or missing, or a shape differs.
+        """
+        unknown = [name for name in shapes if name not in self._tensors]
         if unknown:
             raise GenerationError(
                 f"new weights have {len(unknown)} tensors this model does not have: {_some(unknown)}; "
                 f"it has {len(self._tensors)}, among them {_some(list(self._tensors))}"
             )
-        missing = [names[0] for names in self._tied if not any(name in tensors for name in names)]
+        missing = [names[0] for names in self._tied if not any(name in shapes for name in names)]
         if missing:
             raise GenerationError(
                 f"new weights lack {len(missing)} of the model's {len(self._tied)} tensors: {_some(missing)}; send all of them"
             )
-        for name, tensor in tensors.items():
-            if tuple(tensor.shape) != tuple(self._tensors[name].shape):
-                raise GenerationError(
-                    f"new weights: {name} has shape {tuple(tensor.shape)}, the model's is {tuple(self._tensors[name].shape)}"
-                )
-        self._refuse_disagreement(tensors)
-        given = [next(name for name in names if name in tensors) for names in self._tied]
-        copy_tensors((tensors[name], self._tensors[name]) for name in given)
+        for name, shape in shapes.items():
+            if shape != tuple(self._tensors[name].shape):
+                raise GenerationError(f"new weights: {name} has shape {shape}, the model's is {tuple(self._tensors[name].shape)}")
 
     def _refuse_disagreement(self, tensors: Mapping[str, torch.Tensor]) -> None:
         for names in self._tied:

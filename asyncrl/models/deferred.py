@@ -8,11 +8,12 @@ Called by pipeline.py (makes) and generate (engines).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from importlib import import_module
+from itertools import chain
 from typing import TYPE_CHECKING, Protocol
 
-from asyncrl.schema.weights import WeightsAvailable
+from asyncrl.schema.weights import WeightsAvailable, WeightsManifest
 
 if TYPE_CHECKING:
     import torch
@@ -62,6 +63,37 @@ class DeferredTensors(Mapping[str, "torch.Tensor"]):
     def __len__(self) -> int:
         """Return 0."""
         return 0
+
+
+class ArrivingTensors:
+    """A deferred version of which the first tensor is here, and so most likely all soon will be.
+
+    Whoever goes on generating until then does not stand still while the members of a broadcast gather.
+    """
+
+    def __init__(self, manifest: WeightsManifest, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Wrap what is yet to be iterated over, once.
+
+        Args:
+            manifest: What comes, in its order.
+            tensors: Name and tensor, each valid until the next is asked for.
+        """
+        self.manifest = manifest
+        self._tensors = tensors
+
+    @classmethod
+    def begin(cls, receiver: Receiver, available: WeightsAvailable, device: torch.device) -> ArrivingTensors:
+        """Wait for the first tensor; blocking, on a thread.
+
+        Raises:
+            BroadcastError: It does not come; the old weights are untouched.
+        """
+        tensors = receiver.fetch(available, device)
+        return cls(available.manifest, chain([next(tensors)], tensors))
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Receive the rest on the way; raises as `Receiver.fetch`."""
+        return iter(self._tensors)
 
 
 def make_receiver(receiver: str, arguments: bytes) -> Receiver:

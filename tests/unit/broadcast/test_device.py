@@ -1,4 +1,4 @@
-"""Fingerprints that a device can compute, and the two buffers that buckets pass through. On the CPU; tests/gpu has the same there."""
+"""Fingerprints that a device can compute, and the two buffers that buckets pass through. On the CPU; tests/gpu does it there."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from asyncrl.broadcast.device import (
 )
 from asyncrl.broadcast.fingerprint import CopyProgress, damaged_buckets, fingerprints_of
 from asyncrl.config.stages import CUDAIPCMedium, GlooMedium, NCCLMedium
-from asyncrl.errors import BroadcastError
+from asyncrl.errors import BroadcastError, ConfigError
 
 CPU = torch.device("cpu")
 CONTENT = torch.from_numpy(np.random.default_rng(0).integers(0, 256, 64 * 1000, dtype=np.uint8))
@@ -119,5 +119,5 @@ def test_an_abandoned_snapshot_is_an_error():
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 def test_without_a_gpu_the_error_names_the_media_that_need_none():
-    with pytest.raises(BroadcastError, match="shared_memory, zeromq or gloo"):
+    with pytest.raises(ConfigError, match="shared_memory, zeromq or gloo"):
         current_gpu()

@@ -162,6 +162,8 @@ def shut_down(llm: Any, processes: set[psutil.Process]) -> None:  # noqa: ANN401
     """End an AsyncLLM and wait for its processes; slow, run it on a thread."""
     # vLLM's own 5 s, an interpreter's teardown after them, are past what a run grants its processes; a killed core frees as much.
     has_timeout = "timeout" in inspect.signature(llm.shutdown).parameters
+    if llm.output_handler is not None:  # it would log the end of the core as a death
+        llm.output_handler.get_loop().call_soon_threadsafe(llm.output_handler.cancel)
     try:
         llm.shutdown(**({"timeout": _STOP_S} if has_timeout else {}))
     finally:

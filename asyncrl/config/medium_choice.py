@@ -17,8 +17,10 @@ from asyncrl.config.run import RunConfig
 from asyncrl.config.stages import (
     AutoMedium,
     CUDAIPCMedium,
+    FakeEngineConfig,
     MediumConfig,
     NCCLMedium,
+    ReplayEngineConfig,
     SharedMemoryMedium,
     TransformersEngineConfig,
     VLLMEngineConfig,
@@ -39,7 +41,7 @@ class Places:
     engine_gpus: frozenset[int] = frozenset()
     """Those the engines' models are on; empty: host memory, or nobody knows."""
     engine_receives: bool = False
-    """Whether the process that holds an engine's model can receive from another GPU itself (vLLM's workers)."""
+    """Whether whoever holds an engine's model can receive from a GPU itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +62,13 @@ def places_of(config: RunConfig) -> Places:
     engine = config.generate.engine
     learner_gpu = _gpu(config.learner.device) if config.learner.kind == "builtin" else None
     engine_gpus: frozenset[int] = frozenset()
-    if isinstance(engine, VLLMEngineConfig) and engine_on_gpu(config):
+    if isinstance(engine, VLLMEngineConfig) and _vllm_on_gpu(config):
         engine_gpus = frozenset(range(engine.tensor_parallel * engine.data_parallel))
     elif isinstance(engine, TransformersEngineConfig) and (gpu := _gpu(engine.device)) is not None:
         engine_gpus = frozenset({gpu})
     one_machine = config.transport.kind == "ipc" or _is_this_machine(config.transport.host)
-    return Places(one_machine, learner_gpu, engine_gpus, engine_receives=isinstance(engine, VLLMEngineConfig))
+    receives = isinstance(engine, VLLMEngineConfig | TransformersEngineConfig)
+    return Places(one_machine, learner_gpu, engine_gpus, engine_receives=receives)
 
 
 def choose_medium(config: RunConfig) -> Choice:
@@ -133,14 +136,16 @@ def check_medium(config: RunConfig) -> None:
         raise ConfigError(
             f"broadcast.medium.kind {kind!r} begins in a GPU and learner.device is {config.learner.device!r}: {instead}"
         )
-    if not isinstance(engine, VLLMEngineConfig | VLLMServerEngineConfig):
+    if isinstance(engine, FakeEngineConfig | ReplayEngineConfig):
         raise ConfigError(
-            f"broadcast.medium.kind {kind!r} ends in the GPU memory of vLLM's workers and generate.engine.kind is "
-            f"{engine.__struct_config__.tag!r}: {instead}"
+            f"broadcast.medium.kind {kind!r} ends in an engine's GPU and generate.engine.kind {engine.__struct_config__.tag!r} "
+            f"has none: {instead}"
         )
-    if isinstance(engine, VLLMEngineConfig) and engine.device == "cpu":
-        raise ConfigError(f'broadcast.medium.kind {kind!r} ends in a GPU and generate.engine.device is "cpu": {instead}')
-    if isinstance(engine, VLLMEngineConfig) and config.learner.kind == "builtin":
+    if isinstance(engine, VLLMServerEngineConfig):
+        return  # only the server knows where it is
+    if engine.device == "cpu":
+        raise ConfigError(f"broadcast.medium.kind {kind!r} ends in a GPU and generate.engine.device is 'cpu': {instead}")
+    if config.learner.kind == "builtin":
         _check_gpus(config, kind, instead)
 
 
@@ -165,7 +170,7 @@ def doubts_about_medium(config: RunConfig) -> list[str]:
     return []
 
 
-def engine_on_gpu(config: RunConfig) -> bool:
+def _vllm_on_gpu(config: RunConfig) -> bool:
     """Return whether vLLM runs on a GPU: as it says, or, where that is `auto`, as the learner does."""
     engine = config.generate.engine
     if not isinstance(engine, VLLMEngineConfig) or engine.device == "cpu":

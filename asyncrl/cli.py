@@ -158,7 +158,8 @@ def bench(
     """Measure one part against its plain counterpart, both sides interleaved in the same run."""
     from asyncrl.bench.registry import run_benchmark
 
-    _print_bench(run_benchmark(name, rounds, **({"engine": engine} if engine else {})), as_json=as_json)
+    asked = {"engine": engine, "media": media}
+    _print_bench(run_benchmark(name, rounds, **{option: value for option, value in asked.items() if value}), as_json=as_json)
 
 
 def _print_bench(result: dict[str, Any], *, as_json: bool) -> None:

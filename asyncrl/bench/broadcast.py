@@ -1,227 +1,267 @@
-"""`asyncrl bench broadcast`: publish to live on one subscriber process, against one warm memory copy of the same bytes.
+"""`asyncrl bench broadcast`: from publish to live in other processes, over every medium, beside what else moves the same bytes.
 
-135M parameters in bf16, shaped like SmolLM2-135M, held by this process (the learner). The subscriber is a second process that
-does what a generator does: fetch with fingerprint check, then copy every tensor into the weights it already holds (the engine's
-in-place load). `live_ms` runs from the call of `publish` until the subscriber's word that it did arrives here. Every round
-measures the bare copy and each medium, in turns, so that all see the same machine; ratios are medians of the rounds' ratios.
+135M parameters in bfloat16, shaped like SmolLM2-135M (269 MB), held by this process (the learner). A subscriber is a process that
+does what a generator does: fetch, compare fingerprints, copy every tensor into the weights it already holds. `live_ms` runs from
+the call of `publish` until the last of 1, 2 or 4 of them said so here. Beside the media: `torch.save` and `torch.load` through a
+file in memory, Ray's object store (copied into held weights too, not verified), and bare pyzmq (nothing verified or loaded).
+
+The bare copy is torch's `copy_` of the same number of bytes between two warm buffers, with all cores; one is made in every
+round, and a ratio is the median of the rounds' ratios. The processes have the environment that a run gives its own
+(`child_environment`), with as many threads as there are cores.
+
+- `shm_vs_two_copies`: bytes a second over shared memory, live, over those of two bare copies.
+- `zeromq_vs_bare`: bytes a second fetched and verified over the `zeromq` medium, over those of bare pyzmq in turns with it.
+- `delta_bytes`: see weight_changes.py. `pause_overhead_ms`: see engine_pause.py; the pause minus one bare copy.
+- `learner_blocked_copies`: bare copies for which `publish` held the learner up.
+- `slow_subscriber_step` (a figure): a step of fixed work and its publish while a subscriber stands still, over that without.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import queue
+import os
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import IO, TypeVar
 
 import msgspec
 import torch
-import zmq
 
-from asyncrl.bench.result import BenchResult, ratio, seconds_of
-from asyncrl.broadcast.publisher import Publisher
-from asyncrl.broadcast.subscriber import Subscriber
-from asyncrl.broadcast.zeromq import CurveKeys
-from asyncrl.clock import SystemClock
-from asyncrl.config.stages import BroadcastConfig, FilesMedium, MediumConfig, SharedMemoryMedium, ZeroMQMedium
-from asyncrl.models.layout import view_tensors
-from asyncrl.schema.weights import WeightsAvailable, WeightsManifest
+from asyncrl.bench.engine_pause import pauses
+from asyncrl.bench.hand_over import BareZeroMQ, HandOver, MediumWay, file_hand_over, ray_store
+from asyncrl.bench.result import BenchResult, Ratio, ratio, seconds_of
+from asyncrl.bench.smollm2 import smollm2_weights
+from asyncrl.bench.subscribers import Subscribers, Take
+from asyncrl.bench.weight_changes import changes, is_pretrained
+from asyncrl.broadcast.segments import SHARED_FOLDER
+from asyncrl.config.stages import (
+    BroadcastConfig,
+    DeltaConfig,
+    FilesMedium,
+    GlooMedium,
+    SharedMemoryMedium,
+    ZeroMQMedium,
+)
+from asyncrl.control.launch_local import child_environment
+from asyncrl.control.launcher import ProcessSpec
+from asyncrl.errors import ConfigError
 
-SHM_VS_COPY_GOAL = 4.0
-BLOCKED_COPIES_GOAL = 1.5
-DEFAULT_ROUNDS = 9
-NUM_WARMUP_ROUNDS = 2
-LIVE_TIMEOUT_S = 120.0
+SHM_GOAL, ZEROMQ_GOAL, DELTA_GOAL, PAUSE_GOAL_MS, BLOCKED_GOAL = 0.8, 0.7, 0.03, 50.0, 1.5
+DEFAULT_ROUNDS = 5
+COUNTS = (1, 2, 4)
+NUM_TRAIN_STEPS = 4
+CHANGED_SHARE = 0.01
+"""Of the elements, from one version to the next, where a delta is published: what RL steps change at most (`delta_bytes`)."""
+TIME_LIMIT_S = 600.0
 
-Message = TypeVar("Message", bound=msgspec.Struct)
+MEDIA: dict[str, BroadcastConfig] = {
+    "shared_memory": BroadcastConfig(medium=SharedMemoryMedium()),
+    "zeromq": BroadcastConfig(medium=ZeroMQMedium()),
+    "zeromq_curve": BroadcastConfig(medium=ZeroMQMedium()),
+    "gloo": BroadcastConfig(medium=GlooMedium()),
+    "files": BroadcastConfig(medium=FilesMedium()),
+    "shared_memory_delta": BroadcastConfig(medium=SharedMemoryMedium(), delta=DeltaConfig()),
+    "zeromq_delta": BroadcastConfig(medium=ZeroMQMedium(), delta=DeltaConfig()),
+}
+"""What `--media` can name, beside `torch_save` and `ray`."""
+OTHERS = ("torch_save", "ray")
 
-
-class _Role(msgspec.Struct, frozen=True):
-    """What the subscriber process is told first."""
-
-    config: BroadcastConfig
-    run_folder: str
-    public: str = ""
-    secret: str = ""
-    learner: str = ""
-
-
-class _Live(msgspec.Struct, frozen=True):
-    """The subscriber's word that a version is live."""
-
-    version: int
-    fetch_ms: float
-    load_ms: float
+Samples = dict[str, list[float]]
 
 
-def run(rounds: int = 0) -> BenchResult:
-    """Measure and return medians.
+def run(rounds: int = 0, media: str = "all") -> BenchResult:
+    """Measure in a process with a run's environment, and return medians.
 
     Args:
-        rounds: Measured rounds, after the warm-up; 0: 9.
+        rounds: Measured rounds for one subscriber, after one that warms up; 0: 5. For two and four it is half as many.
+        media: `all`, or names of MEDIA and OTHERS with commas between.
+
+    Raises:
+        ConfigError: A name is unknown.
     """
-    rounds = rounds or DEFAULT_ROUNDS
-    weights = _smollm2_weights(torch.bfloat16)
-    num_bytes = sum(tensor.numel() * tensor.itemsize for tensor in weights.values())
-    samples = _measure(weights, num_bytes, rounds)
-    figures = {name: round(statistics.median(values), 3) for name, values in samples.items()}
-    live = _median_ratio(samples["shared_memory_live_ms"], samples["copy_ms"])
-    blocked = _median_ratio(samples["shared_memory_blocked_ms"], samples["copy_ms"])
-    return BenchResult(
-        "broadcast",
-        {"model_bytes": num_bytes, "rounds": rounds, **figures},
-        {
-            "shm_vs_copy": ratio(live, SHM_VS_COPY_GOAL, at_least=False),
-            "learner_blocked_copies": ratio(blocked, BLOCKED_COPIES_GOAL, at_least=False),
-        },
-    )
+    names = chosen(media)
+    cores = os.cpu_count() or 1
+    command = (sys.executable, "-m", "asyncrl.bench.broadcast", str(rounds or DEFAULT_ROUNDS), ",".join(names))
+    spec = ProcessSpec("bench", "learner", 1, command, Path(os.devnull), cores)
+    environment = child_environment(os.environ, spec)
+    said = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True, timeout=TIME_LIMIT_S)  # noqa: S603
+    return msgspec.json.decode(said.stdout.splitlines()[-1], type=BenchResult)
 
 
-def _measure(weights: dict[str, torch.Tensor], num_bytes: int, rounds: int) -> dict[str, list[float]]:
-    """Return what every measured round gave, by figure."""
-    source, target = torch.ones(num_bytes, dtype=torch.uint8), torch.ones(num_bytes, dtype=torch.uint8)
-    samples: dict[str, list[float]] = defaultdict(list)
-    with contextlib.ExitStack() as opened:
-        folder = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="asyncrl-bench-")))
-        pairs = _open_pairs(folder)
-        for pair in pairs.values():
-            opened.callback(pair.close)
-        for version in range(1, NUM_WARMUP_ROUNDS + rounds + 1):
-            measured = {"copy_ms": seconds_of(lambda: target.copy_(source)) * 1e3}
-            for name, pair in pairs.items():
-                measured |= pair.measure(name, version, weights)
-            for figure, value in measured.items() if version > NUM_WARMUP_ROUNDS else ():
-                samples[figure].append(value)
-    return samples
+def chosen(media: str) -> list[str]:
+    """Return the names that `media` asks for. Raises ConfigError for an unknown one."""
+    known = [*MEDIA, *OTHERS]
+    names = known if media == "all" else [name.strip() for name in media.split(",")]
+    if unknown := [name for name in names if name not in known]:
+        raise ConfigError(f"no medium {unknown[0]!r} to measure; there are all, {', '.join(known)}")
+    return names
 
 
-class _Pair:
-    """A publisher here and a subscriber process."""
-
-    def __init__(self, role: _Role, learner_keys: CurveKeys | None) -> None:
-        self._announced: queue.SimpleQueue[WeightsAvailable] = queue.SimpleQueue()
-        self._publisher = Publisher(role.config, Path(role.run_folder), self._announced.put, SystemClock(), learner_keys)
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "asyncrl.bench.broadcast"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-        )
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._to_peer, self._from_peer = self._process.stdin, self._process.stdout
-        _send(self._to_peer, role)
-
-    def measure(self, name: str, version: int, weights: dict[str, torch.Tensor]) -> dict[str, float]:
-        """Publish `version`; return how long what took, in milliseconds."""
-        started_s = time.perf_counter()
-        blocked_ms = self._publisher.publish(version, weights)
-        available = self._announced.get(timeout=LIVE_TIMEOUT_S)
-        announced_s = time.perf_counter()
-        _send(self._to_peer, available)
-        live = _receive(self._from_peer, _Live)
-        live_ms = (time.perf_counter() - started_s) * 1e3
-        assert live is not None, f"the {name} subscriber broke off"
-        assert live.version == version
-        return {
-            f"{name}_live_ms": live_ms,
-            f"{name}_blocked_ms": blocked_ms,
-            f"{name}_announced_ms": (announced_s - started_s) * 1e3,
-            f"{name}_fetch_ms": live.fetch_ms,
-            f"{name}_load_ms": live.load_ms,
+def measure(rounds: int, names: list[str], counts: tuple[int, ...] = COUNTS) -> BenchResult:
+    """Measure here; `run` says what."""
+    weights = smollm2_weights(torch.bfloat16)
+    num_bytes = sum(tensor.nbytes for tensor in weights.values())
+    samples = _hand_overs(weights, rounds, names, counts)
+    figures = {name: round(statistics.median(values), 3) for name, values in samples.items() if not name.endswith("_copies")}
+    ratios = _ratios_of(samples)
+    if "shared_memory" in names:
+        pause = pauses(rounds)
+        figures["pause_ms"] = round(statistics.median(pause_ms for pause_ms, _ in pause), 3)
+        overhead_ms = statistics.median(pause_ms - copy_ms for pause_ms, copy_ms in pause)
+        ratios["pause_overhead_ms"] = ratio(round(overhead_ms, 2), PAUSE_GOAL_MS, at_least=False)
+    if any(name.endswith("_delta") for name in names):
+        steps = list(changes(NUM_TRAIN_STEPS))
+        figures |= {
+            "delta_pretrained": float(is_pretrained()),
+            "delta_identical": float(all(step.is_identical for step in steps)),
         }
-
-    def close(self) -> None:
-        """End the subscriber process, then the publisher."""
-        self._to_peer.close()
-        self._process.wait(timeout=LIVE_TIMEOUT_S)
-        self._from_peer.close()
-        self._publisher.close()
+        figures["delta_changed_share"] = round(statistics.median(step.changed_share for step in steps), 5)
+        share = statistics.median(step.delta_share for step in steps)
+        ratios["delta_bytes"] = ratio(round(share, 5), DELTA_GOAL, at_least=False)
+    return BenchResult("broadcast", {"model_bytes": num_bytes, "rounds": rounds, **figures}, ratios)
 
 
-def _open_pairs(folder: Path) -> dict[str, _Pair]:
-    learner, generator = zmq.curve_keypair(), zmq.curve_keypair()
-    learner_keys = CurveKeys(*learner, peers=(generator[0],))
-    media: dict[str, MediumConfig] = {
-        "shared_memory": SharedMemoryMedium(),
-        "files": FilesMedium(),
-        "zeromq": ZeroMQMedium(),
-        "zeromq_curve": ZeroMQMedium(),
-    }
-    pairs = {}
-    for name, medium in media.items():
-        run_folder = folder / name
-        run_folder.mkdir()
-        role = _Role(BroadcastConfig(medium=medium), str(run_folder))
-        if name == "zeromq_curve":
-            public, secret = generator
-            role = msgspec.structs.replace(role, public=public.decode(), secret=secret.decode(), learner=learner[0].decode())
-        pairs[name] = _Pair(role, learner_keys if name == "zeromq_curve" else None)
-    return pairs
+def _ratios_of(samples: Samples) -> dict[str, Ratio]:
+    ratios: dict[str, Ratio] = {}
+    if copies := samples.get("shared_memory_live_copies"):
+        ratios["shm_vs_two_copies"] = ratio(round(2 / statistics.median(copies), 3), SHM_GOAL)
+        blocked = statistics.median(samples["shared_memory_blocked_copies"])
+        ratios["learner_blocked_copies"] = ratio(round(blocked, 3), BLOCKED_GOAL, at_least=False)
+    if fetches := samples.get("zeromq_fetch_ms"):
+        shares = [bare / fetch for bare, fetch in zip(samples["bare_zeromq_live_ms"], fetches, strict=True)]
+        ratios["zeromq_vs_bare"] = ratio(round(statistics.median(shares), 3), ZEROMQ_GOAL)
+    return ratios
 
 
-def _median_ratio(values: list[float], bases: list[float]) -> float:
-    return round(statistics.median(value / base for value, base in zip(values, bases, strict=True)), 3)
+@dataclass(frozen=True, slots=True)
+class _HandOvers:
+    """What all ways are measured with."""
+
+    weights: dict[str, torch.Tensor]
+    folder: Path
+    """In memory, where there is such a one: the others' files are then as fast as they can be."""
+    peers: Subscribers
+    rounds: int
+    counts: tuple[int, ...]
+    bare_copy: Callable[[], float]
+    """Makes one warm copy of as many bytes; returns its milliseconds."""
+    samples: Samples = field(default_factory=lambda: defaultdict(list))
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.weights.values())
+
+    def measure(self, name: str) -> None:
+        """Add what every measured round of one way gives, for each number of subscribers."""
+        sys.stderr.write(f"measuring {name}\n")
+        with self._way(name) as hand_over, contextlib.closing(BareZeroMQ(self.num_bytes, self.peers)) as bare:
+            if hand_over is None:
+                return
+            for count in self.counts:
+                beside = bare if name == "zeromq" and count == 1 else None
+                self._rounds_of(name, hand_over, count, beside)
+
+    def _rounds_of(self, name: str, hand_over: HandOver, count: int, bare: BareZeroMQ | None) -> None:
+        for number in range((self.rounds if count == 1 else -(-self.rounds // 2)) + 1):
+            copy_ms, measured = self.bare_copy(), hand_over(count)
+            beside = bare.hand_over() if bare is not None else {}
+            if number > 0:  # mappings, buffers and connections are made in the first
+                self._add(name, count, copy_ms, measured, beside)
+
+    def _add(self, name: str, count: int, copy_ms: float, measured: dict[str, float], bare: dict[str, float]) -> None:
+        prefix = name if count == 1 else f"{name}_{count}"
+        self.samples["copy_ms"].append(copy_ms)
+        for figure, value in measured.items() if count == 1 else (("live_ms", measured["live_ms"]),):
+            self.samples[f"{prefix}_{figure}"].append(value)
+        for figure in ("live", "blocked"):
+            self.samples[f"{prefix}_{figure}_copies"].append(measured[f"{figure}_ms"] / copy_ms)
+        for figure, value in bare.items():
+            self.samples[f"bare_zeromq_{figure}"].append(value)
+
+    @contextlib.contextmanager
+    def _way(self, name: str) -> Iterator[HandOver | None]:
+        """Open one way; None where it is not there."""
+        with contextlib.ExitStack() as opened:
+            if name == "ray":
+                yield opened.enter_context(ray_store(self.weights, max(self.counts)))
+            elif name == "torch_save":
+                path = self.folder / "weights.pt"
+                opened.callback(path.unlink)
+                yield lambda count: file_hand_over(self.weights, count, path, self.peers)
+            else:
+                on_disk = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="asyncrl-bench-")))
+                way = MediumWay(MEDIA[name], on_disk / name, self.peers, is_encrypted=name.endswith("_curve"))
+                opened.callback(way.close)
+                given = _changing(self.weights) if MEDIA[name].delta else lambda: self.weights
+                yield lambda count: way.hand_over(given(), count)
+
+    def slow_subscriber_step(self, run_folder: Path) -> None:
+        """Add, for each round, a step's time while a subscriber that was told of a version stands still, over that without."""
+        with contextlib.closing(MediumWay(MEDIA["shared_memory"], run_folder, self.peers)) as way:
+            way.hand_over(self.weights, 1)
+            for _ in range(self.rounds):
+                alone_s = seconds_of(lambda: self._step(way))
+                available, _ = way.publish(self.weights)
+                self.peers.processes[0].send_signal(signal.SIGSTOP)
+                try:
+                    self.peers.tell([0], Take(available))
+                    self.samples["slow_subscriber_step"].append(seconds_of(lambda: self._step(way)) / alone_s)
+                finally:
+                    self.peers.processes[0].send_signal(signal.SIGCONT)
+                self.peers.wait([0])
+
+    def _step(self, way: MediumWay) -> None:
+        for _ in range(8):
+            self.bare_copy()
+        way.publish(self.weights)
 
 
-def _smollm2_weights(dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Tensors with the names and shapes of SmolLM2-135M (tied embeddings), random."""
-    hidden, kv, inner, vocabulary = 576, 192, 1536, 49152
-    layer = {
-        "self_attn.q_proj": (hidden, hidden),
-        "self_attn.k_proj": (kv, hidden),
-        "self_attn.v_proj": (kv, hidden),
-        "self_attn.o_proj": (hidden, hidden),
-        "mlp.gate_proj": (inner, hidden),
-        "mlp.up_proj": (inner, hidden),
-        "mlp.down_proj": (hidden, inner),
-        "input_layernorm": (hidden,),
-        "post_attention_layernorm": (hidden,),
-    }
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocabulary, hidden)}
-    shapes |= {f"model.layers.{index}.{name}.weight": shape for index in range(30) for name, shape in layer.items()}
-    shapes["model.norm.weight"] = (hidden,)
-    return {name: torch.randn(shape).to(dtype) for name, shape in shapes.items()}
+def _hand_overs(weights: dict[str, torch.Tensor], rounds: int, names: list[str], counts: tuple[int, ...]) -> Samples:
+    """Return what every measured round gave, by figure."""
+    with contextlib.ExitStack() as opened:
+        memory = str(SHARED_FOLDER) if SHARED_FOLDER.is_dir() else None
+        folder = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="asyncrl-bench-", dir=memory)))
+        peers = opened.enter_context(contextlib.closing(Subscribers(max(counts))))
+        num_bytes = sum(tensor.nbytes for tensor in weights.values())
+        hand_overs = _HandOvers(weights, folder, peers, rounds, counts, _bare_copy(num_bytes))
+        for name in names:
+            hand_overs.measure(name)
+        if "shared_memory" in names:
+            hand_overs.slow_subscriber_step(folder / "slow")
+        return hand_overs.samples
 
 
-def _send(stream: IO[bytes], message: msgspec.Struct) -> None:
-    frame = msgspec.msgpack.encode(message)
-    stream.write(len(frame).to_bytes(4, "little") + frame)
-    stream.flush()
+def _changing(weights: dict[str, torch.Tensor]) -> Callable[[], Mapping[str, torch.Tensor]]:
+    """Return what gives a copy of the weights in which, from call to call, CHANGED_SHARE of the elements differ."""
+    changing = {name: tensor.clone() for name, tensor in weights.items()}
+    generator = torch.Generator().manual_seed(0)
+
+    def change() -> Mapping[str, torch.Tensor]:
+        for tensor in changing.values():
+            flat = tensor.view(torch.int16).view(-1)
+            chosen_elements = torch.randint(flat.numel(), (int(flat.numel() * CHANGED_SHARE) + 1,), generator=generator)
+            flat[chosen_elements] ^= 1
+        return changing
+
+    return change
 
 
-def _receive(stream: IO[bytes], kind: type[Message]) -> Message | None:
-    """Return the next message, None at the end of the stream."""
-    size = stream.read(4)
-    return msgspec.msgpack.decode(stream.read(int.from_bytes(size, "little")), type=kind) if size else None
-
-
-async def _subscribe(stdin: IO[bytes], stdout: IO[bytes]) -> None:
-    """Be the subscriber process: take announcements, fetch, load in place, say so."""
-    role = _receive(stdin, _Role)
-    assert role is not None
-    keys = CurveKeys(role.public.encode(), role.secret.encode(), (role.learner.encode(),)) if role.public else None
-    subscriber = Subscriber(role.config, Path(role.run_folder), curve_keys=keys)
-    held: dict[str, torch.Tensor] = {}
-    while (available := await asyncio.to_thread(_receive, stdin, WeightsAvailable)) is not None:
-        held = held or _empty_weights(available.manifest)
-        started_s = time.perf_counter()
-        tensors = await subscriber.fetch(available)
-        fetched_s = time.perf_counter()
-        for name, tensor in tensors.items():
-            held[name].copy_(tensor)
-        live_s = time.perf_counter()
-        _send(stdout, _Live(available.version, (fetched_s - started_s) * 1e3, (live_s - fetched_s) * 1e3))
-    subscriber.close()
-
-
-def _empty_weights(manifest: WeightsManifest) -> dict[str, torch.Tensor]:
-    flat = torch.zeros(manifest.total_bytes, dtype=torch.uint8)
-    return {name: tensor.clone() for name, tensor in view_tensors(flat, manifest).items()}
+def _bare_copy(num_bytes: int) -> Callable[[], float]:
+    """Return what makes one warm copy and returns its milliseconds."""
+    source, target = torch.ones(num_bytes, dtype=torch.uint8), torch.ones(num_bytes, dtype=torch.uint8)
+    return lambda: seconds_of(partial(target.copy_, source)) * 1e3
 
 
 if __name__ == "__main__":
-    asyncio.run(_subscribe(sys.stdin.buffer, sys.stdout.buffer))
+    started_s = time.perf_counter()
+    outcome = measure(int(sys.argv[1]), sys.argv[2].split(","))
+    outcome.figures["bench_s"] = round(time.perf_counter() - started_s, 1)
+    sys.stdout.write(outcome.to_json() + "\n")

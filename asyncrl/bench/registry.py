@@ -17,7 +17,7 @@ BENCHMARKS: dict[str, str] = {
     "learner": "asyncrl.bench.learner",
 }
 """Name to module; each has `run(rounds: int = 0) -> BenchResult`, where 0 rounds means the benchmark's own number."""
-OPTIONS: dict[str, frozenset[str]] = {"engine": frozenset({"engine"})}
+OPTIONS: dict[str, frozenset[str]] = {"engine": frozenset({"engine"}), "broadcast": frozenset({"media"})}
 """Further words that `run` of a benchmark takes, by its name."""
 
 

@@ -1,0 +1,172 @@
+"""Ways to get the same weights into other processes, measured from the first call to the last subscriber's word that it is live.
+
+A way is opened once, then asked for one hand-over after another, to the first `n` of the subscriber processes. Ours are a
+publisher here and subscribers there; the others are what people do without: `torch.save` and `torch.load` through a file in
+memory, Ray's object store, and the bytes in parts over bare pyzmq.
+"""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+import zmq
+
+from asyncrl.bench.subscribers import TIMEOUT_S, Live, Open, Subscribers, Take, TakeFile, TakeParts
+from asyncrl.broadcast.publisher import Publisher
+from asyncrl.broadcast.zeromq import CurveKeys
+from asyncrl.clock import SystemClock
+from asyncrl.config.stages import BroadcastConfig, ZeroMQMedium
+from asyncrl.schema.weights import WeightsAvailable
+
+RAY_STORE_BYTES = 1 << 30
+RAY_THREADS = 2
+
+HandOver = Callable[[int], dict[str, float]]
+"""Hands the weights to so many subscribers; returns figures of this one time, `live_ms` among them."""
+
+
+class MediumWay:
+    """One of our media."""
+
+    def __init__(self, config: BroadcastConfig, run_folder: Path, peers: Subscribers, *, is_encrypted: bool = False) -> None:
+        """Open a publisher; with `is_encrypted`, keys for it and its subscribers."""
+        run_folder.mkdir()
+        self._open = Open(config, str(run_folder))
+        keys = None
+        if is_encrypted:
+            (learner, learner_secret), (public, secret) = zmq.curve_keypair(), zmq.curve_keypair()
+            keys = CurveKeys(learner, learner_secret, peers=(public,))
+            names = {"public": public.decode(), "secret": secret.decode(), "learner": learner.decode()}
+            self._open = msgspec.structs.replace(self._open, **names)
+        self._peers = peers
+        self._num_open = 0
+        self._version = 0
+        self._announced: queue.SimpleQueue[WeightsAvailable] = queue.SimpleQueue()
+        self._publisher = Publisher(config, run_folder, self._announced.put, SystemClock(), keys)
+
+    def publish(self, weights: Mapping[str, torch.Tensor]) -> tuple[WeightsAvailable, float]:
+        """Publish the next version; return its announcement and how long the learner was blocked."""
+        self._version += 1
+        blocked_ms = self._publisher.publish(self._version, weights)
+        return self._announced.get(timeout=TIMEOUT_S), blocked_ms
+
+    def hand_over(self, weights: Mapping[str, torch.Tensor], count: int) -> dict[str, float]:
+        """Publish, have the first `count` take it, and wait until it is live there."""
+        numbers = range(count)
+        if count > self._num_open:
+            newcomers = range(self._num_open, count)
+            self._peers.tell(newcomers, self._open)
+            self._peers.wait(newcomers)
+            self._num_open = count
+        started_s = time.perf_counter()
+        available, blocked_ms = self.publish(weights)
+        announced_s = time.perf_counter()
+        self._peers.tell(numbers, Take(available))
+        lives = self._peers.wait(numbers)
+        live_s = time.perf_counter()
+        return {
+            "live_ms": (live_s - started_s) * 1e3,
+            "blocked_ms": blocked_ms,
+            "announced_ms": (announced_s - started_s) * 1e3,
+            "fetch_ms": max(live.fetch_ms for live in lives),
+            "load_ms": max(live.load_ms for live in lives),
+            "bytes": float(_bytes_of(available)),
+        }
+
+    def close(self) -> None:
+        """End the publisher; subscribers let go when they open something else or end."""
+        self._publisher.close()
+
+
+def _bytes_of(available: WeightsAvailable) -> int:
+    """Return the bytes that a subscriber which has the version before fetches."""
+    return available.deltas[-1].num_bytes if available.deltas else available.manifest.total_bytes
+
+
+def file_hand_over(weights: Mapping[str, torch.Tensor], count: int, path: Path, peers: Subscribers) -> dict[str, float]:
+    """Hand over by `torch.save` and `torch.load`."""
+    started_s = time.perf_counter()
+    torch.save(dict(weights), path)
+    saved_s = time.perf_counter()
+    peers.tell(range(count), TakeFile(str(path)))
+    lives = peers.wait(range(count))
+    live_ms = (time.perf_counter() - started_s) * 1e3
+    return {"live_ms": live_ms, "blocked_ms": (saved_s - started_s) * 1e3, **_slowest(lives)}
+
+
+def _slowest(lives: Sequence[Live]) -> dict[str, float]:
+    return {"fetch_ms": max(live.fetch_ms for live in lives), "load_ms": max(live.load_ms for live in lives)}
+
+
+class BareZeroMQ:
+    """The bytes in parts over PUSH and PULL, gathered in one buffer at the other end; nothing is verified or loaded."""
+
+    def __init__(self, num_bytes: int, peers: Subscribers) -> None:
+        self._bytes = memoryview(bytearray(num_bytes))
+        self._peers = peers
+        self._part_bytes = ZeroMQMedium().chunk_bytes
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.PUSH)
+        self._socket.sndhwm = 8
+        port = self._socket.bind_to_random_port("tcp://127.0.0.1")
+        self._address = f"tcp://127.0.0.1:{port}"
+
+    def hand_over(self) -> dict[str, float]:
+        """Send all parts to the first subscriber process."""
+        started_s = time.perf_counter()
+        self._peers.tell([0], TakeParts(self._address, len(self._bytes)))
+        for start in range(0, len(self._bytes), self._part_bytes):
+            self._socket.send(self._bytes[start : start + self._part_bytes], copy=False)
+        lives = self._peers.wait([0])
+        return {"live_ms": (time.perf_counter() - started_s) * 1e3, "fetch_ms": lives[0].fetch_ms}
+
+    def close(self) -> None:
+        """Close the socket."""
+        self._context.destroy(linger=0)
+
+
+@contextmanager
+def ray_store(weights: Mapping[str, torch.Tensor], most: int) -> Iterator[HandOver | None]:
+    """Start Ray on this machine with `most` actors that hold weights; yield what hands them over; None where there is no Ray."""
+    try:
+        import ray
+    except ImportError:
+        yield None
+        return
+    ray.init(
+        num_cpus=RAY_THREADS, include_dashboard=False, log_to_driver=False, logging_level="error",
+        object_store_memory=RAY_STORE_BYTES,
+    )  # fmt: skip
+
+    class Holder:
+        """Holds weights, as raw bytes: Ray shares numpy arrays without a copy, and numpy has no bfloat16."""
+
+        def __init__(self) -> None:
+            self._held: dict[str, Any] = {}
+
+        def take(self, arrays: dict[str, Any]) -> None:
+            for name, array in arrays.items():
+                held = self._held.setdefault(name, np.zeros_like(array))
+                np.copyto(held, array)
+
+    holders = [ray.remote(num_cpus=0)(Holder).remote() for _ in range(most)]
+
+    def hand_over(count: int) -> dict[str, float]:
+        started_s = time.perf_counter()
+        stored = ray.put({name: tensor.view(torch.uint8).numpy() for name, tensor in weights.items()})
+        put_s = time.perf_counter()
+        ray.get([holder.take.remote(stored) for holder in holders[:count]], timeout=TIMEOUT_S)
+        return {"live_ms": (time.perf_counter() - started_s) * 1e3, "blocked_ms": (put_s - started_s) * 1e3}
+
+    try:
+        yield hand_over
+    finally:
+        ray.shutdown()

@@ -9,7 +9,8 @@ Called by media.py (reader) and, by name, by whoever holds a DeferredTensors (`o
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import msgspec
@@ -74,17 +75,13 @@ class CollectiveReceiver:
         """Held while the member is: `close` may be called from another thread."""
         self._closing = threading.Event()
 
-    def fetch(self, available: WeightsAvailable, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
+    def fetch(self, available: WeightsAvailable, device: torch.device) -> Generator[tuple[str, torch.Tensor], None, None]:
         """Take part in a broadcast; see Receiver."""
         if self._backend == "nccl":
             refuse_host_memory("nccl", device)
-        tensors = self._tensors(available, device)
-        while True:
-            with self._in_use:
-                arrived = next(tensors, None)
-            if arrived is None:
-                return
-            yield arrived
+        with closing(self._tensors(available, device)) as tensors:
+            while (arrived := self._next_of(tensors)) is not None:
+                yield arrived
 
     def close(self) -> None:
         """Leave; the others go on."""
@@ -92,7 +89,11 @@ class CollectiveReceiver:
         with self._in_use:
             self._member.close()
 
-    def _tensors(self, available: WeightsAvailable, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
+    def _next_of(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> tuple[str, torch.Tensor] | None:
+        with self._in_use:
+            return next(tensors, None)
+
+    def _tensors(self, available: WeightsAvailable, device: torch.device) -> Generator[tuple[str, torch.Tensor], None, None]:
         check_manifest(available.manifest)
         expected = _digests(available)
 

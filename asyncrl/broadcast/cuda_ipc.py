@@ -16,7 +16,7 @@ DeferredTensors (`open_receiver`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +108,7 @@ class CUDAIPCReceiver:
         self._tickets = SharedMemoryReader(run_folder)
         self._opened: dict[tuple[bytes, int], torch.UntypedStorage] = {}
 
-    def fetch(self, available: WeightsAvailable, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
+    def fetch(self, available: WeightsAvailable, device: torch.device) -> Generator[tuple[str, torch.Tensor], None, None]:
         """Verify the version where it lies and yield its tensors; see Receiver."""
         manifest = available.manifest
         check_manifest(manifest)

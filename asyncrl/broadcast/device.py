@@ -159,8 +159,8 @@ def refuse_host_memory(kind: str, device: torch.device) -> None:
     """
     if device.type != "cuda":
         raise ConfigError(
-            f"broadcast.medium.kind {kind!r} needs the engine's model on a GPU, not on {device}: set generate.engine.device, or use "
-            f"shared_memory, zeromq or gloo"
+            f"broadcast.medium.kind {kind!r} needs the engine's model on a GPU, not on {device}: set generate.engine.device, or "
+            f"use shared_memory, zeromq or gloo"
         )
 
 

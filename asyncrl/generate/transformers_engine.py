@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import weakref
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from time import perf_counter
@@ -139,10 +140,11 @@ class TransformersEngine:
 
         def swap(decoder: SlotDecoder) -> float:
             started_s = perf_counter()
-            if arriving is not None:
-                decoder.load_arriving(version, arriving, kv)
-            else:
+            if arriving is None:
                 decoder.load_weights(version, tensors, kv)
+            else:
+                with closing(arriving):
+                    decoder.load_arriving(version, arriving, kv)
             self._version = version
             return (perf_counter() - started_s) * 1000
 
@@ -153,7 +155,7 @@ class TransformersEngine:
         if self._receiver is None:
             self._receiver = make_receiver(deferred.receiver, deferred.arguments)
         device = torch.device(self._config.device)
-        return await asyncio.to_thread(ArrivingTensors.begin, self._receiver, deferred.available, device)
+        return await asyncio.to_thread(ArrivingTensors, self._receiver, deferred.available, device)
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         """Return the probe's logprobs; see `Engine.score`."""

@@ -8,12 +8,12 @@ Called by pipeline.py (makes) and generate (engines).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from importlib import import_module
 from itertools import chain
 from typing import TYPE_CHECKING, Protocol
 
-from asyncrl.schema.weights import WeightsAvailable, WeightsManifest
+from asyncrl.schema.weights import WeightsAvailable
 
 if TYPE_CHECKING:
     import torch
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 class Receiver(Protocol):
     """The receiving end of a medium, in the process that holds the model."""
 
-    def fetch(self, available: WeightsAvailable, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
+    def fetch(self, available: WeightsAvailable, device: torch.device) -> Generator[tuple[str, torch.Tensor], None, None]:
         """Yield the version's tensors in the order of the layout, verified bucket by bucket before they are yielded.
 
-        A tensor is valid until the next one is asked for. Two buckets are held at most.
+        A tensor is valid until the next one is asked for. Two buckets are held at most. Who wants no more of it closes it.
 
         Raises:
             BroadcastError: The version is gone, damaged, or does not come in time; what was yielded may be half a version.
@@ -71,29 +71,23 @@ class ArrivingTensors:
     Whoever goes on generating until then does not stand still while the members of a broadcast gather.
     """
 
-    def __init__(self, manifest: WeightsManifest, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Wrap what is yet to be iterated over, once.
-
-        Args:
-            manifest: What comes, in its order.
-            tensors: Name and tensor, each valid until the next is asked for.
-        """
-        self.manifest = manifest
-        self._tensors = tensors
-
-    @classmethod
-    def begin(cls, receiver: Receiver, available: WeightsAvailable, device: torch.device) -> ArrivingTensors:
+    def __init__(self, receiver: Receiver, available: WeightsAvailable, device: torch.device) -> None:
         """Wait for the first tensor; blocking, on a thread.
 
         Raises:
             BroadcastError: It does not come; the old weights are untouched.
         """
-        tensors = receiver.fetch(available, device)
-        return cls(available.manifest, chain([next(tensors)], tensors))
+        self.manifest = available.manifest
+        self._arriving = receiver.fetch(available, device)
+        self._first = next(self._arriving)
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Receive the rest on the way; raises as `Receiver.fetch`."""
-        return iter(self._tensors)
+        """Yield it and receive the rest on the way, once; raises as `Receiver.fetch`."""
+        return chain([self._first], self._arriving)
+
+    def close(self) -> None:
+        """Want no more of it. Safe to repeat."""
+        self._arriving.close()
 
 
 def make_receiver(receiver: str, arguments: bytes) -> Receiver:

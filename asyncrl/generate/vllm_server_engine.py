@@ -5,8 +5,8 @@ sampled a token generate/vllm_server_tokens.py, pause and weights generate/vllm_
 the server must offer generate/vllm_server_checks.py.
 
 Invariants besides those of generate/engine.py:
-- A server that is gone, or was restarted, ends all streams, and from then on every call, `num_slots` included, raises
-  GenerationError: the generator's process ends, and its successor gives the server the newest weights.
+- A server that is gone, or was restarted, ends all streams with EngineDied, and from then on every call, `num_slots` included,
+  raises it: the generator's process ends, its groups are handed out again, and its successor gives the server the newest weights.
 - While it is paused, tokens may come during `score`: vLLM pauses all requests or none.
 
 Imports no vllm. Called by generate/rollout.py and generate/worker.py where config says `kind = "vllm_server"`.
@@ -25,7 +25,7 @@ import torch
 
 from asyncrl.clock import Clock
 from asyncrl.config.stages import VLLMServerEngineConfig
-from asyncrl.errors import GenerationError
+from asyncrl.errors import EngineDied, GenerationError
 from asyncrl.generate.engine import EngineRequest, KVPolicy, SleepLevel
 from asyncrl.generate.kv_room import KVRoom
 from asyncrl.generate.token_stream import TokenStream
@@ -86,7 +86,7 @@ class VLLMServerEngine:
 
     @property
     def num_slots(self) -> int:
-        """Most requests that run at once, by the server's free KV cache. Raises GenerationError once the server is gone."""
+        """Most requests that run at once, by the server's free KV cache. Raises EngineDied once the server is gone."""
         return self._up.room.num_slots
 
     @property
@@ -161,13 +161,14 @@ class VLLMServerEngine:
             return await doing
         except ServerLost:
             await self._look()
+            _ = self._up
             raise
 
     @property
     def _up(self) -> _Server:
-        """The server. Raises GenerationError when it is not there (any more)."""
+        """The server. Raises EngineDied once it is gone."""
         if self._fault:
-            raise GenerationError(self._fault)
+            raise EngineDied(self._fault)
         if self._server is None:
             raise GenerationError("the engine is not started")
         return self._server

@@ -5,7 +5,7 @@ Owns the tasks. At most `num_seats` streams are open; the others wait here, so t
 Invariants:
 - While the gate is shut no request begins; those that have no token yet when the weights change begin anew after it opens, under
   another cache salt, so that they never meet keys and values of older weights that others left.
-- A stream ends with its last chunk, with an abort, or with GenerationError; never silently.
+- A stream ends with its last chunk, with an abort, or with GenerationError (EngineDied where the server is gone); never silently.
 - Closing a stream, `abort` and `close` close the HTTP connection, which makes the server abort.
 
 Called by generate/vllm_server_engine.py, on its event loop.
@@ -19,7 +19,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 
 from asyncrl.clock import Clock
-from asyncrl.errors import GenerationError
+from asyncrl.errors import EngineDied, GenerationError
 from asyncrl.generate.engine import EngineRequest, TokenChunk
 from asyncrl.generate.token_stream import TokenStream
 from asyncrl.generate.vllm_requests import RequestRules
@@ -136,10 +136,10 @@ class Flights:
                     f"{limit_s:g}): raise that, or look whether others keep the server busy",
                 )
 
-    def fail_all(self, reason: str) -> None:
-        """End every request with GenerationError."""
+    def fail_all(self, fault: str) -> None:
+        """End every request with EngineDied."""
         for flight in list(self._by_id.values()):
-            self._fail(flight, reason)
+            self._end(flight, EngineDied(fault))
 
     async def close(self) -> None:
         """Abort everything and see the tasks end."""

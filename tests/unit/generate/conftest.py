@@ -15,7 +15,7 @@ from asyncrl.generate.vllm_orders import LoadReply
 
 @dataclass
 class StubServer:
-    """The routes of `vllm serve`, and tokens only when the test says so: what the server was started with, what it was told, and the reins on its tokens."""
+    """The routes of `vllm serve`: what it was started with, what it was told, and the reins on its tokens."""
 
     number: str = "0.32.0"
     max_model_len: int = 64

@@ -1,4 +1,4 @@
-"""The engine over a stand-in for `vllm serve` (conftest.py): its routes, in this process, and tokens only when the test says so."""
+"""The engine over a stand-in for `vllm serve` (conftest.py), in this process: tokens come only when the test says so."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from asyncrl.clock import Clock, SystemClock, VirtualClock
 from asyncrl.config.stages import VLLMServerEngineConfig
-from asyncrl.errors import BroadcastError, GenerationError
+from asyncrl.errors import BroadcastError, EngineDied, GenerationError
 from asyncrl.generate.engine import EngineRequest
 from asyncrl.generate.vllm_orders import LoadReply
 from asyncrl.generate.vllm_server_checks import serve_command
@@ -254,16 +254,17 @@ async def test_a_lost_server_ends_every_stream_and_every_later_call_with_its_url
     async with running(stub, folder) as engine:
         streams = [engine.submit(request(f"r{i}")) for i in range(6)]
         await stub.until(lambda: len(stub.streamed()) == 4)
+        assert stub.aborted == []
         await stub.stop()
         for stream in streams:
-            with pytest.raises(GenerationError, match=rf"{stub.url} .*cannot be reached.*newest weights"):
+            with pytest.raises(EngineDied, match=rf"{stub.url} .*cannot be reached.*newest weights"):
                 await collect(stream)
         assert engine.num_running == 0
-        with pytest.raises(GenerationError, match=stub.url):
+        with pytest.raises(EngineDied, match=stub.url):
             _ = engine.num_slots
-        with pytest.raises(GenerationError, match=stub.url):
+        with pytest.raises(EngineDied, match=stub.url):
             engine.submit(request("late"))
-        with pytest.raises(GenerationError, match=stub.url):
+        with pytest.raises(EngineDied, match=stub.url):
             await engine.load_weights(1, tensors(), "keep")
 
 
@@ -273,9 +274,9 @@ async def test_a_restarted_server_is_noticed_although_it_answers(stub, folder) -
         stub.drop_next = True
         stream = engine.submit(request("a"))
         stub.sample(1)
-        with pytest.raises(GenerationError, match="was restarted"):
+        with pytest.raises(EngineDied, match="was restarted"):
             await collect(stream)
-        with pytest.raises(GenerationError, match="was restarted"):
+        with pytest.raises(EngineDied, match="was restarted"):
             _ = engine.num_slots
 
 
@@ -284,7 +285,7 @@ async def test_an_idle_engine_notices_too(stub, folder) -> None:
     async with running(stub, folder, clock) as engine:
         stub.started_s += 60
         clock.advance(LOOK_INTERVAL_S)
-        with pytest.raises(GenerationError, match="was restarted"):
+        with pytest.raises(EngineDied, match="was restarted"):
             await until_lost(engine, clock)
 
 

@@ -1,0 +1,459 @@
+"""Generators that feed each other over `zeromq`: real processes, real sockets; relays that die, stand still or crawl."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+import zmq
+
+from asyncrl.broadcast.chunks import ChunkReply, ChunkRequest, PlaceRequest
+from asyncrl.broadcast.fingerprint import BucketHasher, version_fingerprint
+from asyncrl.broadcast.zeromq import CurveKeys, ZeroMQReader, ZeroMQWriter
+from asyncrl.broadcast.zeromq_server import WINDOW
+from asyncrl.config.stages import BroadcastConfig, ZeroMQMedium
+from asyncrl.errors import BroadcastError
+from asyncrl.models.layout import bucket_ends, make_manifest
+from asyncrl.schema.weights import WeightsAvailable
+
+PEER = Path(__file__).with_name("medium_peer.py")
+TIMEOUT_S = 60
+CHUNK_BYTES = 64 << 10
+MODEL_BYTES = 8 << 20
+MEDIUM = ZeroMQMedium(chunk_bytes=CHUNK_BYTES, fanout=1)
+MANIFEST = make_manifest({"layer.0": torch.zeros(MODEL_BYTES // 4)})
+WINDOW_BYTES = WINDOW * CHUNK_BYTES
+
+
+class Order(msgspec.Struct):
+    config: BroadcastConfig
+    run_folder: str
+    available: WeightsAvailable
+
+
+class Fetched(msgspec.Struct):
+    version: int
+    values: list[float]
+    error: str = ""
+
+
+class Learner:
+    """A writer that holds what it is told to."""
+
+    def __init__(self, medium: ZeroMQMedium = MEDIUM, keys: CurveKeys | None = None) -> None:
+        self.writer = ZeroMQWriter(medium, keys)
+        self._slots = self.writer.open(MANIFEST)
+
+    def publish(self, version: int) -> WeightsAvailable:
+        slot = version % 2
+        self.writer.overwrite(slot, version)
+        self._slots[slot].view(torch.float32).fill_(float(version))
+        hasher = BucketHasher(bucket_ends(MANIFEST))
+        hasher.update(self._slots[slot].numpy().data)
+        fingerprint = version_fingerprint(hasher.digests())
+        location = self.writer.commit(slot, version, fingerprint)
+        return WeightsAvailable(version, "zeromq", location, MANIFEST, fingerprint, 0.0, bucket_fingerprints=hasher.digests())
+
+
+@pytest.fixture
+def learner() -> Iterator[Learner]:
+    learner = Learner()
+    yield learner
+    learner.writer.close()
+
+
+class Generator:
+    """A subscriber process."""
+
+    def __init__(self) -> None:
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+        self.process = subprocess.Popen(
+            [sys.executable, str(PEER), "subscribe"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
+        )
+
+    def tell(self, run_folder: Path, available: WeightsAvailable, medium: ZeroMQMedium = MEDIUM) -> None:
+        order = Order(BroadcastConfig(medium=medium), str(run_folder), available)
+        self.process.stdin.write(msgspec.json.encode(order) + b"\n")
+        self.process.stdin.flush()
+
+    def hear(self) -> Fetched:
+        return msgspec.json.decode(self.process.stdout.readline(), type=Fetched)
+
+    def close(self) -> None:
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.close()
+        self.process.wait(timeout=TIMEOUT_S)
+        self.process.stdout.close()
+
+
+class Generators:
+    """Long-lived processes; one that was killed is replaced when it is next needed."""
+
+    def __init__(self) -> None:
+        self._generators: list[Generator] = []
+
+    def take(self, number: int) -> list[Generator]:
+        for generator in [generator for generator in self._generators if generator.process.poll() is not None]:
+            generator.close()
+            self._generators.remove(generator)
+        while len(self._generators) < number:
+            self._generators.append(Generator())
+        return self._generators[:number]
+
+    def close(self) -> None:
+        for generator in self._generators:
+            generator.close()
+
+
+@pytest.fixture(scope="module")
+def generators() -> Iterator[Generators]:
+    generators = Generators()
+    yield generators
+    generators.close()
+
+
+class Asker:
+    """A bare DEALER that asks one address for parts."""
+
+    def __init__(self, address: str, keys: CurveKeys | None = None) -> None:
+        self._context = zmq.Context()
+        self.socket = self._context.socket(zmq.DEALER)
+        if keys is not None:
+            self.socket.curve_publickey, self.socket.curve_secretkey = keys.public, keys.secret
+            self.socket.curve_serverkey = keys.peers[0]
+        self.news = self.socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)
+        self.socket.connect(address)
+
+    def ask(self, available: WeightsAvailable, offset: int = 0) -> tuple[ChunkReply, bytes]:
+        """Return the answer, once it is more than a sign of life."""
+        request = ChunkRequest(available.version, available.fingerprint, offset, CHUNK_BYTES)
+        self.socket.send(msgspec.msgpack.encode(request))
+        while True:
+            assert self.socket.poll(TIMEOUT_S * 1000), "no answer"
+            header, part = self.socket.recv_multipart()
+            reply = msgspec.msgpack.decode(header, type=ChunkReply)
+            if not reply.waiting:
+                return reply, part
+
+    def close(self) -> None:
+        self.socket.disable_monitor()
+        self.news.close(linger=0)
+        self.socket.close(linger=0)
+        self._context.term()
+
+
+class Fetch:
+    """A fetch on a thread of this process."""
+
+    def __init__(self, reader: ZeroMQReader, available: WeightsAvailable) -> None:
+        self._reader = reader
+        self._available = available
+        self._into = np.zeros(MODEL_BYTES, np.uint8)
+        self._found = b""
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        self._found = self._reader.fetch(self._available, self._into.data, threading.Event())
+
+    def join(self) -> set[float]:
+        """Return the distinct values that arrived."""
+        self._thread.join(TIMEOUT_S)
+        assert self._found == self._available.bucket_fingerprints
+        return set(np.unique(self._into.view(np.float32)).tolist())
+
+
+class Uplink:
+    """A TCP proxy in front of the learner that passes so many bytes on and then no more, or goes slowly from the start."""
+
+    def __init__(self, location: str, stop_after_bytes: int = 1 << 60, bytes_per_s: float = 0.0) -> None:
+        self._target = ("127.0.0.1", int(location.rsplit(":", 1)[1]))
+        self._left = stop_after_bytes
+        self._bytes_per_s = bytes_per_s
+        self._closing = threading.Event()
+        self._resumed = threading.Event()
+        self._sockets: list[socket.socket] = []
+        self._threads: list[threading.Thread] = []
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.location = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
+        self._start(self._accept)
+
+    def break_off(self) -> None:
+        """Break the connections that stand; later ones go through unhindered."""
+        self._left = 1 << 60
+        self._hang_up()
+        self._resumed.set()
+
+    def close(self) -> None:
+        self._closing.set()
+        self._resumed.set()
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._hang_up()
+        for thread in self._threads:
+            thread.join(TIMEOUT_S)
+        for opened in (*self._sockets, self._listener):
+            opened.close()
+
+    def _start(self, target: Callable[..., None], *arguments: object) -> None:
+        self._threads.append(threading.Thread(target=target, args=arguments))
+        self._threads[-1].start()
+
+    def _hang_up(self) -> None:
+        for opened in list(self._sockets):
+            with contextlib.suppress(OSError):
+                opened.shutdown(socket.SHUT_RDWR)
+
+    def _accept(self) -> None:
+        while not self._closing.is_set():
+            try:
+                client, _ = self._listener.accept()
+            except OSError:
+                return
+            learner = socket.create_connection(self._target)
+            self._sockets += [client, learner]
+            self._start(self._pass, client, learner, False)
+            self._start(self._pass, learner, client, True)
+
+    def _pass(self, source: socket.socket, target: socket.socket, is_limited: bool) -> None:
+        with contextlib.suppress(OSError):
+            while chunk := source.recv(16384):
+                if is_limited:
+                    self._left -= len(chunk)
+                    if self._left < 0:
+                        self._resumed.wait(TIMEOUT_S)
+                    if self._bytes_per_s:
+                        self._closing.wait(len(chunk) / self._bytes_per_s)
+                target.sendall(chunk)
+            target.shutdown(socket.SHUT_RDWR)
+
+
+@contextlib.contextmanager
+def uplink(*arguments: object, **options: object) -> Iterator[Uplink]:
+    opened = Uplink(*arguments, **options)
+    try:
+        yield opened
+    finally:
+        opened.close()
+
+
+def through(link: Uplink, available: WeightsAvailable) -> WeightsAvailable:
+    return msgspec.structs.replace(available, location=link.location)
+
+
+def test_four_generators_get_everything_while_the_learner_sends_it_about_once(learner, generators, tmp_path):
+    four = generators.take(4)
+    for version in (1, 2):
+        before = learner.writer.served_bytes
+        available = learner.publish(version)
+        for generator in four:
+            generator.tell(tmp_path, available)
+        assert [generator.hear() for generator in four] == [Fetched(version, [float(version)])] * 4
+        assert MODEL_BYTES <= learner.writer.served_bytes - before < 2 * MODEL_BYTES
+
+
+def test_without_fanout_the_learner_sends_it_to_each(generators, tmp_path):
+    medium = msgspec.structs.replace(MEDIUM, fanout=0)
+    learner = Learner(medium)
+    available = learner.publish(1)
+    for generator in generators.take(2):
+        generator.tell(tmp_path, available, medium)
+        assert generator.hear() == Fetched(1, [1.0])
+    assert learner.writer.served_bytes == 2 * MODEL_BYTES
+    learner.writer.close()
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_relay_that_dies_or_stands_still_in_the_middle_costs_its_children_no_part_twice(learner, generators, tmp_path, how):
+    (relay,) = generators.take(1)
+    available = learner.publish(1)
+    child = ZeroMQReader(MEDIUM)
+    with uplink(available.location, stop_after_bytes=MODEL_BYTES // 2) as link:
+        relay.tell(tmp_path, through(link, available))
+        wait_until_served(learner, MODEL_BYTES // 2)
+        fetch = Fetch(child, available)
+        asker = Asker(child.location)
+        # The child passes on what it has while the rest is still to come.
+        reply, part = asker.ask(available, offset=MODEL_BYTES // 4)
+        assert (reply.num_bytes, np.unique(np.frombuffer(part, np.float32)).tolist()) == (CHUNK_BYTES, [1.0])
+        started_s = time.monotonic()
+        relay.process.send_signal(how)
+        assert fetch.join() == {1.0}
+        assert time.monotonic() - started_s < 10
+        relay.process.kill()
+        relay.process.wait(TIMEOUT_S)
+    sent_to_relay = MODEL_BYTES // 2 + 2 * WINDOW_BYTES
+    assert learner.writer.served_bytes <= sent_to_relay + MODEL_BYTES * 3 // 4 + 2 * WINDOW_BYTES
+    asker.close()
+    child.close()
+
+
+def wait_until_served(learner: Learner, num_bytes: int) -> None:
+    """Look at the learner's count until it is there."""
+    deadline_s = time.monotonic() + TIMEOUT_S
+    while learner.writer.served_bytes < num_bytes:
+        assert time.monotonic() < deadline_s
+        threading.Event().wait(0.01)
+
+
+def test_a_slow_relay_does_not_hold_its_children(learner, generators, tmp_path):
+    (relay,) = generators.take(1)
+    available = learner.publish(1)
+    children = [ZeroMQReader(MEDIUM) for _ in range(2)]
+    with uplink(available.location, bytes_per_s=200_000) as link:
+        relay.tell(tmp_path, through(link, available))
+        wait_until_served(learner, CHUNK_BYTES)
+        started_s = time.monotonic()
+        fetches = [Fetch(child, available) for child in children]
+        assert [fetch.join() for fetch in fetches] == [{1.0}, {1.0}]
+        assert time.monotonic() - started_s < 20
+        relay.process.kill()
+        relay.process.wait(TIMEOUT_S)
+    for child in children:
+        child.close()
+
+
+def test_a_break_costs_what_was_under_way_and_nothing_else(learner):
+    available = learner.publish(1)
+    reader = ZeroMQReader(MEDIUM)
+    with uplink(available.location, stop_after_bytes=MODEL_BYTES // 2) as link:
+        fetch = Fetch(reader, through(link, available))
+        wait_until_served(learner, MODEL_BYTES // 2)
+        link.break_off()
+        assert fetch.join() == {1.0}
+    assert learner.writer.served_bytes <= MODEL_BYTES + 4 * WINDOW_BYTES
+    reader.close()
+
+
+def test_a_relay_serves_its_version_until_the_next_one_arrives_in_the_same_buffer(learner):
+    reader = ZeroMQReader(MEDIUM)
+    into = np.zeros(MODEL_BYTES, np.uint8)
+    asker = Asker(reader.location)
+    first, second = learner.publish(1), learner.publish(2)
+    assert asker.ask(first)[0].gone
+    reader.fetch(first, into.data, threading.Event())
+    assert asker.ask(first)[0].num_bytes == CHUNK_BYTES
+    reader.fetch(second, into.data, threading.Event())
+    assert "[2]" in asker.ask(first)[0].gone
+    assert np.frombuffer(asker.ask(second)[1], np.float32)[0] == 2.0
+    assert reader.served_bytes == 2 * CHUNK_BYTES
+    asker.close()
+    reader.close()
+
+
+def test_a_relay_that_moves_on_never_sends_a_mixture(learner):
+    reader = ZeroMQReader(MEDIUM)
+    into = np.zeros(MODEL_BYTES, np.uint8)
+    asker = Asker(reader.location)
+    available = learner.publish(1)
+    done = threading.Event()
+
+    def move_on() -> None:
+        nonlocal available
+        for version in range(2, 12):
+            reader.fetch(available, into.data, threading.Event())
+            available = learner.publish(version)
+        done.set()
+
+    thread = threading.Thread(target=move_on)
+    thread.start()
+    num_parts = 0
+    while not done.is_set():
+        asked = available
+        for offset in range(0, MODEL_BYTES, MODEL_BYTES // 8):
+            reply, part = asker.ask(asked, offset)
+            if not reply.gone:
+                assert set(np.frombuffer(part, np.float32).tolist()) == {float(asked.version)}
+                num_parts += 1
+    thread.join()
+    assert num_parts
+    asker.close()
+    reader.close()
+
+
+def test_damage_on_a_relay_is_not_passed_on_twice(learner):
+    """The child that got damaged bytes fetches them again, from somebody else, and does not serve them meanwhile."""
+    relay, child = ZeroMQReader(MEDIUM), ZeroMQReader(MEDIUM)
+    available = learner.publish(1)
+    relay_into, child_into = np.zeros(MODEL_BYTES, np.uint8), np.zeros(MODEL_BYTES, np.uint8)
+    relay.fetch(available, relay_into.data, threading.Event())
+    relay_into[1000] ^= 1
+    assert child.fetch(available, child_into.data, threading.Event()) != available.bucket_fingerprints
+    asker = Asker(child.location)
+    assert asker.ask(available)[0].gone
+    assert child.fetch(available, child_into.data, threading.Event()) == available.bucket_fingerprints
+    asker.close()
+    relay.close()
+    child.close()
+
+
+def test_a_delta_goes_from_generator_to_generator_too(learner):
+    available = learner.publish(1)
+    blob = os.urandom(3 * CHUNK_BYTES + 5)
+    learner.writer.put_blob("delta-1", blob)
+    readers = [ZeroMQReader(MEDIUM) for _ in range(3)]
+    assert [reader.fetch_blob(available, "delta-1", len(blob), threading.Event()) for reader in readers] == [blob] * 3
+    assert learner.writer.served_bytes == len(blob)
+    learner.writer.drop_blob("delta-1")
+    with pytest.raises(BroadcastError, match="'delta-1' can no longer be fetched"):
+        readers[0].fetch_blob(available, "delta-1", len(blob), threading.Event())
+    for reader in readers:
+        reader.close()
+
+
+def keys_of(*, peers_of: CurveKeys | None = None) -> CurveKeys:
+    public, secret = zmq.curve_keypair()
+    return CurveKeys(public, secret, (peers_of.public if peers_of else public,))
+
+
+def test_a_relay_serves_those_with_the_keys_of_the_run_and_nobody_else():
+    keys = keys_of()
+    learner = Learner(keys=keys)
+    available = learner.publish(1)
+    relay, child = ZeroMQReader(MEDIUM, keys), ZeroMQReader(MEDIUM, keys)
+    for reader in (relay, child):
+        assert Fetch(reader, available).join() == {1.0}
+    assert relay.served_bytes == MODEL_BYTES == learner.writer.served_bytes
+    stranger = Asker(relay.location, keys_of(peers_of=keys))
+    stranger.socket.send(msgspec.msgpack.encode(ChunkRequest(1, available.fingerprint, 0, CHUNK_BYTES)))
+    assert stranger.news.poll(TIMEOUT_S * 1000)
+    assert not stranger.socket.poll(0)
+    stranger.close()
+    assert relay.served_bytes == MODEL_BYTES
+    for end in (relay, child, learner.writer):
+        end.close()
+
+
+def test_malformed_requests_to_a_relay_are_counted_and_not_answered(learner):
+    reader = ZeroMQReader(MEDIUM)
+    available = learner.publish(1)
+    assert Fetch(reader, available).join() == {1.0}
+    asker = Asker(reader.location)
+    place = PlaceRequest(1, available.fingerprint, "me")
+    too_far = ChunkRequest(1, available.fingerprint, MODEL_BYTES, 8)
+    too_large = ChunkRequest(1, available.fingerprint, 0, CHUNK_BYTES + 1)
+    for bad in (b"", b"\xff" * 40, *map(msgspec.msgpack.encode, (place, too_far, too_large))):
+        asker.socket.send(bad)
+    asker.socket.send_multipart([b"two", b"frames"])
+    assert asker.ask(available)[0].num_bytes == CHUNK_BYTES
+    assert reader.refused == 6
+    asker.close()
+    reader.close()
+
+
+def test_an_address_that_is_taken_is_a_clear_error():
+    reader = ZeroMQReader(MEDIUM)
+    with pytest.raises(BroadcastError, match="relay_bind"):
+        ZeroMQReader(msgspec.structs.replace(MEDIUM, relay_bind=reader.location))
+    reader.close()

@@ -99,6 +99,8 @@ class GeneratorWorker:
         self._work: dict[int, GroupWork] = {}
         self._is_paused = False
         self._told_slots = 0
+        self._is_loading = False
+        """The engine starts, which takes minutes for a large model: that is work, and no wait."""
         self._num_tokens = 0
         self._process = psutil.Process()
 
@@ -150,6 +152,7 @@ class GeneratorWorker:
 
     async def _load(self, folder: Path) -> None:
         if self._rollout is None:
+            self._is_loading = True
             engine, codec = await start_engine(self._config, folder, self._clock, self._name)
             self._rollout = Rollout(engine, codec, self._clock, self._name, self._send_result, self._count_tokens)
             if self._is_paused:
@@ -289,7 +292,7 @@ class GeneratorWorker:
 
     def _waiting_for(self) -> str:
         if self._rollout is None:
-            return "a model to load"
+            return "" if self._is_loading else "a model to load"
         if self._is_paused:
             return "resume"
         if self._work and self._idle.is_idle:

@@ -101,8 +101,8 @@ async def _bare_rate(engine: VLLMEngine, workload: Workload, output_kind: str) -
 
     async def consume(index: int) -> None:
         sampling = params.SamplingParams(
-            max_tokens=workload.lengths[index], temperature=1.0, seed=index, ignore_eos=True, logprobs=0, detokenize=False,
-            output_kind=kind,
+            max_tokens=workload.lengths[index], temperature=1.0, seed=index, ignore_eos=True, logprobs=0, flat_logprobs=True,
+            detokenize=False, output_kind=kind,
         )  # fmt: skip
         prompt = {"prompt_token_ids": list(workload.prompts[index]), "cache_salt": "bare"}
         num_tokens = 0

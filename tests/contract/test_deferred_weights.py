@@ -1,4 +1,4 @@
-"""A version that ends in the process that holds the model: the path of `nccl` into the transformers engine, by gloo, on the CPU."""
+"""A version that ends in the process that holds the model: the path of `nccl` into the transformers engine, gloo on the CPU."""
 
 from __future__ import annotations
 

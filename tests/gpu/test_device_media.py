@@ -1,0 +1,157 @@
+"""The media that end on a GPU: `cuda_ipc` in one, `nccl` from one to another. Reported as not run where there is none."""
+
+from __future__ import annotations
+
+import os
+import queue
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from asyncrl.broadcast.device import device_fingerprints
+from asyncrl.broadcast.media import receiver_of
+from asyncrl.broadcast.publisher import Publisher
+from asyncrl.clock import SystemClock
+from asyncrl.config.stages import (
+    BroadcastConfig,
+    CUDAIPCMedium,
+    MediumConfig,
+    NCCLMedium,
+    TransformersEngineConfig,
+)
+from asyncrl.generate.transformers_engine import TransformersEngine
+from asyncrl.models.deferred import DeferredTensors
+from asyncrl.schema.weights import WeightsAvailable
+
+NUM_GPUS = torch.cuda.device_count()
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not NUM_GPUS, reason="not run on a GPU: there is none here"),
+]
+TIMEOUT_S = 60
+LEARNER = """
+import json, queue, sys
+from pathlib import Path
+import msgspec, torch
+from asyncrl.broadcast.publisher import Publisher
+from asyncrl.clock import SystemClock
+from asyncrl.config.stages import BroadcastConfig
+from transformers import AutoModelForCausalLM
+
+config, folder, model_folder = msgspec.json.decode(sys.argv[1], type=BroadcastConfig), Path(sys.argv[2]), sys.argv[3]
+model = AutoModelForCausalLM.from_pretrained(model_folder).to("cuda:0")
+announced = queue.SimpleQueue()
+publisher = Publisher(config, folder, announced.put, SystemClock())
+for version, line in enumerate(sys.stdin, start=1):
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.01)
+    publisher.publish(version, dict(model.named_parameters()))
+    with torch.no_grad():
+        ids = torch.tensor([[5, 6, 7, 8, 9, 10]], device="cuda:0")
+        logprobs = model(ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None]).squeeze(1)
+    available = announced.get(timeout=60)
+    print(msgspec.json.encode({"available": available, "logprobs": logprobs.tolist()}).decode(), flush=True)
+publisher.close()
+"""
+
+
+class Published(msgspec.Struct):
+    available: WeightsAvailable
+    logprobs: list[float]
+
+
+class Learner:
+    """A publisher in a process of its own, on the first GPU."""
+
+    def __init__(self, config: BroadcastConfig, run_folder: Path, model_folder: Path) -> None:
+        arguments = [msgspec.json.encode(config).decode(), str(run_folder), str(model_folder)]
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", LEARNER, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=dict(os.environ)
+        )
+
+    def publish(self) -> Published:
+        self.process.stdin.write(b"next\n")
+        self.process.stdin.flush()
+        return msgspec.json.decode(self.process.stdout.readline(), type=Published)
+
+    def close(self) -> None:
+        self.process.stdin.close()
+        self.process.wait(TIMEOUT_S)
+        self.process.stdout.close()
+
+
+@pytest.fixture
+def model_folder(tmp_path: Path) -> Path:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4,
+        max_position_embeddings=128, bos_token_id=None, eos_token_id=1, pad_token_id=None, initializer_range=0.2,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+MEDIA = [
+    pytest.param(CUDAIPCMedium(), "cuda:0", id="cuda_ipc"),
+    pytest.param(
+        NCCLMedium(gather_s=0.1),
+        "cuda:1",
+        id="nccl",
+        marks=pytest.mark.skipif(NUM_GPUS < 2, reason="not run: NCCL wants learner and engine on two GPUs"),
+    ),
+]
+
+
+@pytest.fixture
+def learner(medium: MediumConfig, tmp_path: Path, model_folder: Path) -> Iterator[Learner]:
+    learner = Learner(BroadcastConfig(medium=medium, bucket_bytes=64 << 10), tmp_path, model_folder)
+    yield learner
+    learner.close()
+
+
+@pytest.mark.parametrize(("medium", "device"), MEDIA)
+async def test_version_after_version_arrives_on_the_engines_gpu(medium, device, learner, tmp_path, model_folder):
+    config = TransformersEngineConfig(num_slots=2, max_sequence_tokens=96, device=device)
+    engine = TransformersEngine(config, model_folder)
+    await engine.start()
+    try:
+        for version in range(1, 6):
+            published = learner.publish()
+            receiver, arguments = receiver_of(medium, tmp_path)
+            await engine.load_weights(version, DeferredTensors(published.available, receiver, arguments), "keep")
+            assert await engine.score([5, 6, 7, 8, 9, 10]) == pytest.approx(published.logprobs, abs=1e-4)
+    finally:
+        await engine.close()
+
+
+def test_a_fingerprint_is_the_same_on_the_gpu_and_on_the_cpu():
+    content = torch.randint(0, 256, (40 << 20,), dtype=torch.uint8)
+    ends = (8 << 20, (8 << 20) + 64, 40 << 20)
+    on_cpu = device_fingerprints(content, ends, torch.device("cpu"))
+    gpu = torch.device("cuda:0")
+    assert device_fingerprints(content, ends, gpu) == on_cpu
+    assert device_fingerprints(content.to(gpu), ends, gpu) == on_cpu
+
+
+def test_the_snapshot_on_the_gpu_is_of_the_moment_it_was_taken(tmp_path, model_folder):
+    """The learner's next step changes the weights at once; what was announced is what they were."""
+    model = AutoModelForCausalLM.from_pretrained(model_folder).to("cuda:0")
+    announced: queue.SimpleQueue[WeightsAvailable] = queue.SimpleQueue()
+    publisher = Publisher(BroadcastConfig(medium=CUDAIPCMedium()), tmp_path, announced.put, SystemClock())
+    for version in (1, 2, 3):
+        before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+        publisher.publish(version, dict(model.named_parameters()))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_().add_(version)
+        announced.get(timeout=TIMEOUT_S)
+        views = publisher._views[(version - 1) % 2]
+        assert all(torch.equal(views[name], before[name]) for name in views)
+    publisher.close()

@@ -177,7 +177,7 @@ class VLLMServerEngine:
         config, labels = self._config, VersionLabels(f"asyncrl-{secrets.token_hex(4)}")
         facts = await check_server(client, config, self._path, labels.of(-1), self._clock)
         gauges = await _read(client)
-        most = min(config.num_slots, facts.max_requests or config.num_slots)
+        most = min(config.num_slots, max(1, facts.max_requests - 1) if facts.max_requests else config.num_slots)
         room = KVRoom(most, gauges.block_tokens or 1, config.max_sequence_tokens)
         rules = RequestRules(folder.vocabulary_size, config.max_sequence_tokens, folder.end_ids)
         flights = Flights(

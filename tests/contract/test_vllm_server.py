@@ -89,7 +89,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     (folder / "key").write_text(KEY + "\n")
     port = free_port()
     arguments = f"--host 127.0.0.1 --port {port} --enable-scale-out --logprobs-mode processed_logprobs --dtype float32".split()
-    arguments += f"--skip-tokenizer-init --enforce-eager --max-model-len {MAX_TOKENS} --max-num-seqs 8 --api-key {KEY}".split()
+    arguments += f"--skip-tokenizer-init --enforce-eager --max-model-len {MAX_TOKENS} --max-num-seqs 9 --api-key {KEY}".split()
     environment = {
         **os.environ,
         "VLLM_SERVER_DEV_MODE": "1",

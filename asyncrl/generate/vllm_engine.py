@@ -216,6 +216,9 @@ class VLLMEngine:
             await self._flights.close()
         if self._llm is not None:
             await asyncio.to_thread(shut_down, self._llm, self._processes | processes_of(self._llm))
+            await asyncio.sleep(0)  # vLLM closes its sockets in a callback; only then does its context end
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(asyncio.to_thread(self._llm.engine_core.resources.ctx.term), _DEATH_CHECK_S)
 
     async def _stand_still(self, *, clear_cache: bool) -> None:
         """Stop vLLM at a token boundary and take everything it has sampled."""

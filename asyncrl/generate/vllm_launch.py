@@ -151,7 +151,9 @@ def launch(
 def processes_of(llm: Any) -> set[psutil.Process]:  # noqa: ANN401
     """Return the processes that belong to an AsyncLLM: its engine cores and everything below them."""
     found: set[psutil.Process] = set()
-    for process in llm.engine_core.resources.engine_manager.processes:
+    resources = llm.engine_core.resources
+    coordinator = getattr(resources.coordinator, "proc", None)
+    for process in [*resources.engine_manager.processes, *([] if coordinator is None else [coordinator])]:
         with contextlib.suppress(psutil.NoSuchProcess):
             core = psutil.Process(process.pid)
             found |= {core, *core.children(recursive=True)}

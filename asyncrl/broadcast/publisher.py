@@ -1,7 +1,7 @@
-"""The learner's end of the broadcast: a snapshot on the learner's thread, everything else on one thread of its own.
+"""The learner's end of the broadcast: a snapshot while the learner waits, everything else on one thread of its own.
 
-Owns the slots, the medium's writer and the publisher thread. `publish` copies the tensors into a slot and returns; behind it the
-thread hashes what is already copied, commits (whole, as a delta, or both: delta_offers.py), and calls `on_available`.
+Owns the slots, the medium's writer and the publisher thread. `publish` copies the tensors into a slot, with fingerprints
+(snapshot.py), and returns; the thread commits (whole, as a delta, or both: delta_offers.py), and calls `on_available`.
 
 Invariants:
 - `publish` never waits for a subscriber or a disk; for a commit only where the one slot left to write to is being read.
@@ -28,6 +28,7 @@ from asyncrl.broadcast.device import as_current, device_of, is_checked_on_device
 from asyncrl.broadcast.fingerprint import CopyProgress, version_fingerprint
 from asyncrl.broadcast.media import kind_of, open_writer
 from asyncrl.broadcast.medium import NUM_SLOTS
+from asyncrl.broadcast.snapshot import take_snapshot
 from asyncrl.broadcast.state import (
     Announce,
     Commit,
@@ -44,7 +45,7 @@ from asyncrl.broadcast.zeromq import CurveKeys
 from asyncrl.clock import Clock
 from asyncrl.config.stages import BroadcastConfig
 from asyncrl.errors import BroadcastError, ConfigError
-from asyncrl.models.layout import bucket_ends, check_tensors, copy_out, make_manifest, view_tensors
+from asyncrl.models.layout import bucket_ends, check_tensors, make_manifest, view_tensors
 from asyncrl.schema.weights import Probe, WeightsAvailable, WeightsManifest
 
 CLOSE_TIMEOUT_S = 60.0
@@ -136,8 +137,8 @@ class Publisher:
         publication = _Publication(probe)
         stage = self._begin(version, publication)
         try:
-            copy_out(named_tensors, manifest, self._views[stage.slot], publication.progress.advance)
-            publication.progress.advance(manifest.total_bytes)
+            hashed = not is_checked_on_device(self._config.medium)
+            take_snapshot(named_tensors, manifest, self._views[stage.slot], publication.progress, hashed=hashed)
         except BaseException:
             publication.progress.abandon()
             raise

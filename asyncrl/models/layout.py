@@ -23,8 +23,8 @@ from asyncrl.models.copying import copy_tensor
 from asyncrl.schema.weights import TensorEntry, WeightsManifest
 
 ALIGNMENT_BYTES = 64
-PIECE_BYTES = 4 << 20
-"""Large tensors are copied in pieces of this size, so that what is hashed behind the copy is still in the cache."""
+PIECE_BYTES = 1 << 20
+"""Large tensors are copied in pieces of this size, so that what is hashed beside the copy is in the cache."""
 
 SendDType = Literal["model", "float32", "bfloat16"]
 
@@ -179,13 +179,13 @@ def help_copy_out(tensors: Mapping[str, torch.Tensor]) -> None:
 
 def _copy_one_out(tensor: torch.Tensor, view: torch.Tensor, offset: int, on_copied: Callable[[int], None]) -> None:
     """Gather and copy one tensor. A function of its own, so that it is let go of before the next is gathered."""
-    for source, target, end in _pieces(_whole(tensor), view, offset):
+    for source, target, end in pieces(_whole(tensor), view, offset):
         copy_tensor(source, target)
         on_copied(end)
 
 
-def _pieces(source: torch.Tensor, target: torch.Tensor, offset: int) -> Iterator[tuple[torch.Tensor, torch.Tensor, int]]:
-    """Yield source, target and end offset of each piece."""
+def pieces(source: torch.Tensor, target: torch.Tensor, offset: int) -> Iterator[tuple[torch.Tensor, torch.Tensor, int]]:
+    """Yield source, target and end offset of each piece of a tensor that begins at `offset`."""
     num_bytes = target.numel() * target.itemsize
     if num_bytes <= PIECE_BYTES or not source.is_contiguous():
         yield source, target, offset + num_bytes

@@ -1,0 +1,77 @@
+"""The scripts beside the package: their shell parses, and what one packs the other unpacks."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+FILES = {
+    "mylib/__init__.py": b"VALUE = 7\n",
+    "mylib-1.0.dist-info/METADATA": b"Metadata-Version: 2.1\nName: mylib\nVersion: 1.0\n",
+    "mylib-1.0.data/purelib/mylib/more.py": b"MORE = 8\n",
+    "mylib-1.0.data/scripts/tool": b"#!/bin/sh\n",
+    "vllm/_moe_C.abi3.so": b"left out",
+    "mylib/noise.bin": os.urandom(300_000),
+}
+
+
+def bundle(*arguments):
+    command = [sys.executable, str(SCRIPTS / "gpu_bundle.py"), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+
+
+@pytest.fixture
+def packed(tmp_path):
+    """A folder of pieces, made of a wheel of our own, one of a library that is installed here, and a file beside them."""
+    wheels, folder = tmp_path / "wheels", tmp_path / "bundle"
+    wheels.mkdir()
+    for name, files in {"mylib": FILES, "msgspec": {"msgspec/__init__.py": b"shadow"}}.items():
+        with zipfile.ZipFile(wheels / f"{name}-1.0-py3-none-any.whl", "w") as wheel:
+            for path, content in files.items():
+                wheel.writestr(path, content)
+    (tmp_path / "model.gguf").write_bytes(bytes(range(256)) * 8192)
+    done = bundle("pack", wheels, folder, "--piece-mib", "1", "--beside", tmp_path / "model.gguf")
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+@pytest.mark.parametrize("script", sorted(SCRIPTS.glob("*.sh")), ids=lambda path: path.name)
+def test_the_shell_parses(script):
+    done = subprocess.run(["bash", "-n", str(script)], capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def test_what_is_packed_is_unpacked_and_shadows_nothing_installed(packed, tmp_path):
+    site = tmp_path / "site"
+    done = bundle("unpack", packed, site)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "1 libraries are in" in done.stdout
+    assert "msgspec" in done.stdout
+    assert not (site / "msgspec").exists()
+    assert not (site / "vllm").exists()
+    assert (site / "mylib" / "noise.bin").read_bytes() == FILES["mylib/noise.bin"]
+    assert (site / "mylib" / "more.py").read_bytes() == b"MORE = 8\n"
+    assert (site / "model.gguf").read_bytes() == (tmp_path / "model.gguf").read_bytes()
+
+
+def test_pieces_are_small_and_named_where_they_are_missing_or_damaged(packed, tmp_path):
+    pieces = json.loads((packed / "manifest.json").read_text())["model.gguf"]
+    assert [piece["num_bytes"] for piece in pieces] == [1 << 20, 1 << 20]
+    kept = (packed / "model.gguf.001").read_bytes()
+    (packed / "model.gguf.001").unlink()
+    missing = bundle("unpack", packed, tmp_path / "site")
+    assert missing.returncode == 3
+    assert "1 of 2 pieces" in missing.stdout
+    assert "bring model.gguf.001" in missing.stdout
+    assert (tmp_path / "site" / "mylib").is_dir()
+    (packed / "model.gguf.001").write_bytes(kept[:-1] + b"?")
+    damaged = bundle("unpack", packed, tmp_path / "site")
+    assert damaged.returncode == 1
+    assert "model.gguf.001 arrived damaged" in damaged.stdout

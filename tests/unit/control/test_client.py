@@ -7,7 +7,8 @@ import asyncio
 import pytest
 
 from asyncrl.client import Run, connect
-from asyncrl.config.load import parse_config
+from asyncrl.config.load import load_config, parse_config
+from asyncrl.config.stages import SharedMemoryMedium
 from asyncrl.control.api import serve_api
 from asyncrl.schema.status import RunStatus
 
@@ -79,3 +80,12 @@ async def test_a_take_whose_caller_hangs_up_is_not_carried_out_for_nobody(tmp_pa
             async with asyncio.timeout(0.1):
                 await guest.take()
         await control.until("take hung up")
+
+
+def test_an_automatic_medium_is_chosen_before_anything_of_the_run_is_written(tmp_path):
+    run = Run({"folder": str(tmp_path), "name": "r", "broadcast": {"medium": {"kind": "auto"}}})
+    assert run.config.broadcast.medium == SharedMemoryMedium()
+    run._prepare_folder()
+    written = tmp_path / "r" / "config.toml"
+    assert written.read_text().startswith("# broadcast.medium auto is shared_memory: ")
+    assert load_config(written) == run.config

@@ -63,7 +63,7 @@ class VLLMEngine:
         lora: LoRAConfig | None = None,
     ) -> None:
         """Note what `start` will load; nothing of vLLM is imported before."""
-        del lora
+        self._lora = lora
         self._config = config
         self._model_folder = model_folder
         self._trust_remote_code = trust_remote_code
@@ -140,7 +140,7 @@ class VLLMEngine:
         """Replace the weights between two tokens; see `Engine.load_weights`."""
         async with self._turn, contextlib.AsyncExitStack() as stack:
             flights = self._alive()
-            described = load_order(tensors, self._folder)
+            described = load_order(tensors, self._folder, self._lora)
             order = await asyncio.to_thread(described.__enter__)
             stack.callback(described.__exit__, None, None, None)
             zero_kv, flights.met_non_finite = flights.met_non_finite, False

@@ -32,6 +32,10 @@ class ModelFolder:
     end_ids: frozenset[int]
     dtype: str
     """Of the largest tensor, as torch names it: what vLLM's `auto` is not, which halves float32."""
+    model_type: str
+    """transformers' name of the architecture."""
+    head_size: int
+    """Of attention; 0: it does not say."""
     max_positions: int
     """Longest sequence the model was made for; 0: it does not say."""
     tied: dict[str, str] = field(default_factory=dict)
@@ -61,6 +65,8 @@ def read_folder(path: Path, *, trust_remote_code: bool = False) -> ModelFolder:
         vocabulary_size=text.vocab_size,
         end_ids=_end_ids(path, text),
         dtype=dtype,
+        model_type=config.model_type,
+        head_size=_head_size(text),
         max_positions=getattr(text, "max_position_embeddings", 0) or 0,
         tied=tied,
     )
@@ -69,7 +75,7 @@ def read_folder(path: Path, *, trust_remote_code: bool = False) -> ModelFolder:
 def _tensors(path: Path) -> tuple[dict[str, tuple[int, ...]], str]:
     """Return the shapes, and the dtype of the largest tensor."""
     shapes, dtypes = {}, {}
-    for file in _files(path):
+    for file in weight_files(path):
         with safe_open(file, framework="numpy") as tensors:
             for name in tensors.keys():  # noqa: SIM118 - not a mapping
                 header = tensors.get_slice(name)
@@ -78,7 +84,7 @@ def _tensors(path: Path) -> tuple[dict[str, tuple[int, ...]], str]:
     return shapes, _DTYPES.get(dtypes.get(largest, ""), "auto")
 
 
-def _files(path: Path) -> list[Path]:
+def weight_files(path: Path) -> list[Path]:
     """Return the files that save_pretrained wrote, and no others that lie beside them."""
     index = path / "model.safetensors.index.json"
     if index.is_file():
@@ -89,6 +95,12 @@ def _files(path: Path) -> list[Path]:
 def _tied(shapes: dict[str, tuple[int, ...]]) -> dict[str, str]:
     embedding = next((name for name in shapes if name.endswith(_EMBEDDING)), None)
     return {} if embedding is None else {_HEAD: embedding}
+
+
+def _head_size(config: Any) -> int:  # noqa: ANN401 - transformers is untyped
+    given = getattr(config, "head_dim", None)
+    heads, width = getattr(config, "num_attention_heads", 0), getattr(config, "hidden_size", 0)
+    return int(given or (width // heads if heads else 0))
 
 
 def _end_ids(path: Path, config: Any) -> frozenset[int]:  # noqa: ANN401 - transformers is untyped

@@ -139,6 +139,8 @@ def launch(
         on_cpu = _is_on_cpu(config)
         arguments = engine_arguments(config, folder, on_cpu=on_cpu, trust_remote_code=trust_remote_code, fp32_head=fp32_head)
         with _environment(environment(config, on_cpu=on_cpu, present=os.environ)):
+            if on_cpu:
+                _check_head_size(folder)
             made = import_module("vllm.engine.arg_utils").AsyncEngineArgs(**arguments)
             return import_module("vllm.v1.engine.async_llm").AsyncLLM.from_engine_args(made, stat_loggers=[watch])
     except Exception as error:
@@ -195,6 +197,16 @@ def _is_on_cpu(config: VLLMEngineConfig) -> bool:
             f"see docs/vllm.md for the build that fits, or set device = 'auto'"
         )
     return on_cpu
+
+
+def _check_head_size(folder: ModelFolder) -> None:
+    """Refuse what vLLM's attention on a CPU would end its process over, at the first request."""
+    allowed = import_module("vllm.v1.attention.backends.cpu_attn").CPUAttentionBackend.get_supported_head_sizes()
+    if folder.head_size and folder.head_size not in allowed:
+        raise GenerationError(
+            f"vLLM on a CPU cannot run attention heads of size {folder.head_size}; it takes {', '.join(map(str, allowed))}: "
+            f"choose another hidden_size / num_heads, or generate.engine.kind = 'transformers'"
+        )
 
 
 @contextlib.contextmanager

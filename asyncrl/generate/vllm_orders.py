@@ -13,6 +13,17 @@ import msgspec
 from asyncrl.schema.weights import WeightsAvailable, WeightsManifest
 
 
+class Base(msgspec.Struct, frozen=True):
+    """What adapters are added to."""
+
+    folder: str
+    """The model's."""
+    scale: float
+    """Of the adapters' product: alpha / rank."""
+    is_input_first: bool = False
+    """Linear layers are stored as [in, out]."""
+
+
 class FileOrder(msgspec.Struct, frozen=True, tag="file"):
     """Load what lies in a file of this machine."""
 
@@ -36,6 +47,8 @@ class LoadOrder(msgspec.Struct, frozen=True):
     source: FileOrder | ReceiverOrder
     also_as: dict[str, str] = {}
     """Name in the layout to another name that the same tensor is loaded under too (tied embeddings)."""
+    base: Base | None = None
+    """Given where the tensors are adapters, which are added to it."""
     zero_kv: bool = False
     """The KV cache may hold what is not finite, and no request needs it any more."""
 

@@ -18,7 +18,9 @@ from pathlib import Path
 
 import torch
 
+from asyncrl.config.learner import LoRAConfig
 from asyncrl.errors import GenerationError
+from asyncrl.generate.vllm_adapters import base_of, check_adapters
 from asyncrl.generate.vllm_folder import ModelFolder
 from asyncrl.generate.vllm_orders import FileOrder, LoadOrder, ReceiverOrder
 from asyncrl.models.deferred import DeferredTensors
@@ -59,12 +61,13 @@ def check_shapes(shapes: Mapping[str, tuple[int, ...]], folder: ModelFolder) -> 
 
 
 @contextlib.contextmanager
-def load_order(tensors: Mapping[str, torch.Tensor], folder: ModelFolder) -> Iterator[LoadOrder]:
+def load_order(tensors: Mapping[str, torch.Tensor], folder: ModelFolder, lora: LoRAConfig | None = None) -> Iterator[LoadOrder]:
     """Describe a version for the workers; what the description names exists as long as the context lasts. Slow: use a thread.
 
     Args:
         tensors: As `Engine.load_weights` gets them.
         folder: The model's.
+        lora: The learner's, where it has adapters: the tensors are those alone.
 
     Yields:
         The order.
@@ -74,19 +77,33 @@ def load_order(tensors: Mapping[str, torch.Tensor], folder: ModelFolder) -> Iter
     """
     if isinstance(tensors, DeferredTensors):
         manifest = tensors.available.manifest
-        check_shapes({entry.name: entry.shape for entry in manifest.entries}, folder)
+        _check({entry.name: entry.shape for entry in manifest.entries}, folder, lora)
         source = ReceiverOrder(tensors.receiver, tensors.arguments.decode(), tensors.available)
-        yield LoadOrder(source, _other_names(manifest, folder))
+        yield _order(source, manifest, folder, lora)
         return
-    check_shapes({name: tuple(tensor.shape) for name, tensor in tensors.items()}, folder)
+    _check({name: tuple(tensor.shape) for name, tensor in tensors.items()}, folder, lora)
     _refuse_disagreement(tensors, folder)
     with _in_a_file(tensors) as file:
-        yield LoadOrder(file, _other_names(file.manifest, folder))
+        yield _order(file, file.manifest, folder, lora)
 
 
-def _other_names(manifest: WeightsManifest, folder: ModelFolder) -> dict[str, str]:
-    """Return which tensor of the layout is to be loaded under a second name."""
-    names = {entry.name for entry in manifest.entries}
+def _check(shapes: Mapping[str, tuple[int, ...]], folder: ModelFolder, lora: LoRAConfig | None) -> None:
+    if lora is None:
+        check_shapes(shapes, folder)
+    else:
+        check_adapters(shapes, folder, lora)
+
+
+def _order(
+    source: FileOrder | ReceiverOrder, manifest: WeightsManifest, folder: ModelFolder, lora: LoRAConfig | None
+) -> LoadOrder:
+    if lora is None:
+        return LoadOrder(source, _other_names({entry.name for entry in manifest.entries}, folder))
+    return LoadOrder(source, _other_names(set(folder.shapes), folder), base_of(folder, lora))
+
+
+def _other_names(names: set[str], folder: ModelFolder) -> dict[str, str]:
+    """Return which of the tensors that come is to be loaded under a second name."""
     pairs = {*folder.tied.items(), *((original, other) for other, original in folder.tied.items())}
     return {name: other for name, other in pairs if name in names and other not in names}
 

@@ -26,6 +26,7 @@ import msgspec
 import torch
 
 from asyncrl.errors import BroadcastError, GenerationError
+from asyncrl.generate.vllm_adapters import merged
 from asyncrl.generate.vllm_orders import FileOrder, LoadOrder, LoadReply, ReceiverOrder
 from asyncrl.models.deferred import Receiver, make_receiver
 from asyncrl.models.layout import view_tensors
@@ -80,6 +81,8 @@ def _load(worker: Any, order: LoadOrder) -> None:  # noqa: ANN401 - vLLM's worke
         expected = {name for name, parameter in model.named_parameters() if parameter.numel()}
         reload.initialize_layerwise_reload(model)
         try:
+            if order.base is not None:
+                tensors = merged(tensors, order.base, torch.device(worker.device))
             loaded = model.load_weights(_with_other_names(tensors, order.also_as))
         finally:
             reload.finalize_layerwise_reload(model, worker.model_runner.model_config)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest_asyncio
 from safetensors.torch import load_file
 
+from asyncrl.config.learner import LoRAConfig
 from asyncrl.config.stages import VLLMEngineConfig
 from asyncrl.errors import GenerationError
 from asyncrl.generate.vllm_engine import VLLMEngine
@@ -21,11 +22,11 @@ class VLLMEngines:
     """One engine for each `config.json`, on the session's event loop."""
 
     def __init__(self) -> None:
-        self._engines: dict[bytes, VLLMEngine] = {}
+        self._engines: dict[tuple[bytes, LoRAConfig | None], VLLMEngine] = {}
 
-    async def like_new(self, folder: Path) -> VLLMEngine:
+    async def like_new(self, folder: Path, lora: LoRAConfig | None = None) -> VLLMEngine:
         """Return an engine that holds the folder's weights as version -1, with nothing running; start it if need be."""
-        shape = (folder / "config.json").read_bytes()
+        shape = (folder / "config.json").read_bytes(), lora
         engine = self._engines.get(shape)
         try:
             if engine is not None:
@@ -34,7 +35,7 @@ class VLLMEngines:
         except GenerationError:  # a test ended it
             await engine.close()
         engine = self._engines[shape] = VLLMEngine(
-            VLLMEngineConfig(num_slots=SLOTS, max_sequence_tokens=MAX_TOKENS, kv_cache_gib=0.125), folder
+            VLLMEngineConfig(num_slots=SLOTS, max_sequence_tokens=MAX_TOKENS, kv_cache_gib=0.125), folder, lora=lora
         )
         sys.path.append(_HERE)  # the workers take it over: vllm_receiver.py is imported there
         try:

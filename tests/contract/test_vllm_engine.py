@@ -16,10 +16,13 @@ import pytest_asyncio
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from asyncrl.config.learner import LearnerConfig, LoRAConfig
+from asyncrl.config.run import RunConfig
 from asyncrl.config.stages import VLLMEngineConfig
 from asyncrl.errors import BroadcastError, GenerationError
 from asyncrl.generate.engine import EngineRequest
 from asyncrl.generate.vllm_engine import VLLMEngine
+from asyncrl.learner.lora import open_policy, publishable_tensors
 from asyncrl.models.deferred import DeferredTensors
 from asyncrl.models.layout import make_manifest, view_tensors
 from asyncrl.models.mapped import MappedTensors
@@ -317,3 +320,31 @@ async def test_a_model_that_cannot_be_opened_is_a_generation_error_and_leaves_no
         await engine.start()
     await engine.close()
     assert {process.pid for process in psutil.Process().children(recursive=True)} <= before
+
+
+async def test_adapters_alone_are_merged_in_flight_and_agree_with_the_learner(vllm_engines, tmp_path: Path) -> None:
+    make_model(0, tied=True, hidden=64).save_pretrained(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    lora = LoRAConfig(rank=4)
+    policy = open_policy(RunConfig(learner=LearnerConfig(lora=lora), seed=5), tmp_path).eval()
+    adapters = publishable_tensors(policy)
+    engine = await vllm_engines.like_new(tmp_path, lora)
+    try:
+        await engine.load_weights(0, {name: tensor.detach().clone() for name, tensor in adapters.items()}, "keep")
+        await assert_holds(engine, policy)
+        stream = engine.submit(make_request("in flight", max_new_tokens=200))
+        await anext(stream)
+        torch.manual_seed(3)
+        with torch.no_grad():
+            for tensor in adapters.values():
+                tensor.add_(torch.randn_like(tensor) * 0.05)
+        await engine.load_weights(1, {name: tensor.detach().clone() for name, tensor in adapters.items()}, "recompute")
+        await assert_holds(engine, policy)
+        assert set((await collect(stream))[2]) == {0, 1}
+        with pytest.raises(GenerationError, match="tensors this model does not have"):
+            await engine.load_weights(2, dict(make_model(0, tied=True, hidden=64).state_dict()), "keep")
+        with pytest.raises(GenerationError, match="lack 1 "):
+            await engine.load_weights(2, dict(list(adapters.items())[1:]), "keep")
+        await assert_holds(engine, policy)
+    finally:
+        await engine.close()

@@ -1,0 +1,34 @@
+import pytest
+
+from asyncrl.errors import GenerationError
+from asyncrl.generate.engine import EngineRequest
+from asyncrl.generate.vllm_requests import RequestRules
+from asyncrl.schema.samples import SamplingParams
+
+RULES = RequestRules(64, 100, frozenset({1, 2}))
+
+
+def request(seed: int = 0, **sampling) -> EngineRequest:
+    return EngineRequest("a", (5, 6), SamplingParams(**{"max_new_tokens": 4, **sampling}), seed)
+
+
+def test_end_tokens_and_stop_tokens_are_both_stops_of_ours() -> None:
+    arguments = RULES.sampling_arguments(request(stop_token_ids=(7,)))
+    assert arguments["stop_token_ids"] == [1, 2, 7]
+    assert arguments["ignore_eos"], "vLLM's own rule needs a tokenizer"
+
+
+def test_ignoring_the_end_ignores_every_stop() -> None:
+    assert RULES.sampling_arguments(request(stop_token_ids=(7,), ignore_eos=True))["stop_token_ids"] == []
+
+
+def test_max_tokens_is_always_set_and_seeds_fit_torchs_generator() -> None:
+    arguments = RULES.sampling_arguments(request(seed=(1 << 64) - 1))
+    assert arguments["max_tokens"] == 4
+    assert 0 <= arguments["seed"] < 1 << 63
+
+
+def test_a_temperature_that_vllm_would_raise_is_refused() -> None:
+    with pytest.raises(GenerationError, match=r"0\.001 is not 0 .* below 0\.01"):
+        RULES.check(request(temperature=0.001))
+    RULES.check(request(temperature=0.0))

@@ -5,7 +5,7 @@ Invariants:
   by a fast learner, a dead one holds nothing.
 - At most MAX_SUBSCRIBERS are remembered; the oldest is forgotten first.
 
-Called by zeromq.py.
+Called by zeromq_desk.py.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ Invariants of `Download`:
   that comes twice is taken once.
 - Every byte is taken exactly once.
 
-Called by zeromq_server.py, zeromq_reader.py.
+Called by zeromq_server.py, zeromq_connection.py, zeromq_fetch.py.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 Invariants:
 - It asks the learner for its place first, again every ASK_AGAIN_S, and at once when its feeder is lost.
-- It waits for a silent feeder SILENT_S at most, and never goes back to one that it lost.
+- It waits for a silent feeder SILENT_S at most, for one that lives and has nothing for it STARVED_S, and never goes back to one
+  that it lost.
 - A version that the learner no longer holds is still taken from another subscriber that feeds it; with none, it is given up.
 - With no part from anyone for `stalled_after_s` it is given up.
 
@@ -19,6 +20,7 @@ from asyncrl.broadcast.state import Tick
 
 ASK_AGAIN_S = 1.0
 SILENT_S = 2.0
+STARVED_S = 8.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +99,7 @@ class RelayChild:
         """Begin; `lost` are not to feed us: an earlier attempt was lost to them."""
         self._stalled_after_s = stalled_after_s
         self._asked_s = float("-inf")
-        self._heard_s = self._part_s = now
+        self._heard_s = self._part_s = self._placed_s = now
         self.parent: str | None = None
         """Who feeds us; None: nobody yet."""
         self.lost = lost[-MAX_LOST:]
@@ -111,7 +113,7 @@ class RelayChild:
                 # An answer that was on its way while we lost that very feeder.
                 if parent == self.parent or parent in self.lost:
                     return []
-                self.parent, self._heard_s = parent, now
+                self.parent, self._heard_s, self._placed_s = parent, now, now
                 return [AskFrom(parent, address)]
             case Gone(source, reason) if source == LEARNER:
                 return [] if self.parent else [GiveUp(reason)]
@@ -131,7 +133,8 @@ class RelayChild:
     def _tick(self, now: float) -> list[ChildInstruction]:
         if now - self._part_s > self._stalled_after_s:
             return [GiveUp(f"nothing came for {self._stalled_after_s:g} s", is_stalled=True)]
-        if self.parent and now - self._heard_s > SILENT_S:
+        is_starved = now - max(self._part_s, self._placed_s) > STARVED_S
+        if self.parent and (is_starved or now - self._heard_s > SILENT_S):
             return self._lose(self.parent, now)
         if now - self._asked_s >= ASK_AGAIN_S:
             self._asked_s = now

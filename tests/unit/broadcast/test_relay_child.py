@@ -2,6 +2,7 @@ from asyncrl.broadcast.chunks import MAX_LOST
 from asyncrl.broadcast.relay_child import (
     ASK_AGAIN_S,
     SILENT_S,
+    STARVED_S,
     AskFrom,
     AskPlace,
     GiveUp,
@@ -36,6 +37,16 @@ def test_a_silent_feeder_is_left():
     child.handle(Tick(), 2.9)
     assert child.handle(Tick(), 1.0 + SILENT_S + 0.1) == [AskPlace(("a",))]
     assert child.parent is None
+
+
+def test_a_feeder_that_lives_and_gives_nothing_is_left_in_the_end():
+    child = fed_by("a")
+    for second in range(1, int(STARVED_S) + 1):
+        child.handle(Heard("a", is_part=False), float(second))
+        child.handle(Tick(), float(second))
+        assert child.parent == "a"
+    child.handle(Heard("a", is_part=False), STARVED_S + 0.1)
+    assert child.handle(Tick(), STARVED_S + 0.1) == [AskPlace(("a",))]
 
 
 def test_the_learner_is_not_left_for_its_silence_but_given_up_in_the_end():

@@ -686,3 +686,38 @@ def test_a_racing_publisher_of_deltas_never_yields_a_mixture(delta_config, tmp_p
         peer.kill()
         peer.close()
         remove_leftover_segments(tmp_path)
+
+
+async def test_a_lent_version_that_the_learner_had_to_overwrite_is_noticed_and_the_learner_did_not_wait(tmp_path):
+    """Both slots are being read; the third version goes over the older one, whose reader finds out before it samples."""
+    config = BroadcastConfig(medium=SharedMemoryMedium())
+    learner = Learner(config, tmp_path)
+    readers = [Subscriber(config, tmp_path) for _ in range(3)]
+    first = await readers[0].fetch(learner.publish(1))
+    second = await readers[1].fetch(learner.publish(2))
+    first.check()
+    third = await readers[2].fetch(learner.publish(3))
+    with pytest.raises(BroadcastError, match="overwritten while it was read"):
+        first.check()
+    second.check()
+    assert torch.equal(third["layer.0"], tensors_of(3)["layer.0"])
+    for reader in readers:
+        reader.close()
+    learner.publisher.close()
+
+
+async def test_a_released_lease_spares_the_learner_and_the_reader(tmp_path):
+    config = BroadcastConfig(medium=SharedMemoryMedium())
+    learner = Learner(config, tmp_path)
+    subscriber = Subscriber(config, tmp_path)
+    held = await subscriber.fetch(learner.publish(1))
+    for version in range(2, 6):
+        learner.publish(version)
+        held.check()
+    held.release()
+    for version in (6, 7):
+        learner.publish(version)
+    with pytest.raises(BroadcastError):
+        held.check()
+    subscriber.close()
+    learner.publisher.close()

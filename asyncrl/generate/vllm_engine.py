@@ -85,7 +85,9 @@ class VLLMEngine:
 
     @property
     def num_slots(self) -> int:
-        """Most requests that run at once, by the KV blocks that are free now."""
+        """Most requests that run at once, by the KV blocks that are free now. Raises EngineDied once vLLM is dead."""
+        if self._flights is not None and not self._is_closed:
+            self._alive()
         return self._room.num_slots
 
     @property

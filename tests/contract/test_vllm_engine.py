@@ -19,7 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from asyncrl.config.learner import LearnerConfig, LoRAConfig
 from asyncrl.config.run import RunConfig
 from asyncrl.config.stages import VLLMEngineConfig
-from asyncrl.errors import BroadcastError, GenerationError
+from asyncrl.errors import BroadcastError, EngineDied, GenerationError
 from asyncrl.generate.engine import EngineRequest
 from asyncrl.generate.vllm_engine import VLLMEngine
 from asyncrl.learner.lora import open_policy, publishable_tensors
@@ -305,8 +305,10 @@ async def test_a_killed_engine_core_fails_every_stream_and_every_later_call(vllm
     for stream in streams:
         with pytest.raises(GenerationError, match="vLLM"):
             await asyncio.wait_for(collect(stream), 20)
-    with pytest.raises(GenerationError, match="died"):
+    with pytest.raises(EngineDied, match="died"):
         engine.submit(make_request("late"))
+    with pytest.raises(EngineDied, match="died"):
+        assert engine.num_slots, "asked twice a second by an idle generator, which so ends"
     with pytest.raises(GenerationError, match="died"):
         await engine.load_weights(1, dict(make_model(0, tied=True, hidden=32).state_dict()), "keep")
     await engine.close()

@@ -65,7 +65,15 @@ class Group:
         >>> group.leave()  # doctest: +SKIP
     """
 
-    def __init__(self, backend: Backend, place: Place, host: str, timeout_s: float, store: TCPStore | None = None) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        place: Place,
+        host: str,
+        timeout_s: float,
+        store: TCPStore | None = None,
+        device: torch.device | None = None,
+    ) -> None:
         """Begin to open it.
 
         Args:
@@ -74,12 +82,14 @@ class Group:
             host: Address of this machine that the others reach.
             timeout_s: Of opening, and of every operation.
             store: Rank 0's own, which is the one at `place.store`.
+            device: Where buckets are; None: in host memory.
         """
         self.place = place
         self._backend = backend
         self._host = host
         self._timeout_s = timeout_s
         self._store = store
+        self._device = device
         self._group: Any = None
         self._works: list[Any] = []
         self._failure = ""
@@ -110,10 +120,8 @@ class Group:
         Raises:
             GroupBrokenError: It cannot begin.
         """
-        options = dist.BroadcastOptions()
-        options.rootRank, options.rootTensor, options.asyncOp = 0, 0, True
         try:
-            work = self._group.broadcast([bucket], options)
+            work = self._group.broadcast([bucket], _from_rank_0())
         except RuntimeError as error:
             raise GroupBrokenError(_first_line(error)) from error
         self._works = [*(work for work in self._works if not work.is_completed()), work]
@@ -126,7 +134,10 @@ class Group:
     def _live(self) -> None:
         """Open, wait until left, and let go once nothing is under way: torch's own end of a group waits without asking."""
         try:
-            self._group = open_group(self._backend, self.place, self._host, self._timeout_s, self._store)
+            if self._backend == "nccl":
+                self._group = _open_nccl(self.place, self._timeout_s, self._store, self._device or torch.device("cuda"))
+            else:
+                self._group = _open_gloo(self.place, self._host, self._timeout_s, self._store)
         except (RuntimeError, ValueError) as error:
             self._failure = _first_line(error)
         self._opened.set()
@@ -179,30 +190,43 @@ def open_store(host: str, timeout_s: float) -> tuple[TCPStore, str]:
     return store, f"{host}:{port}"
 
 
-def open_group(backend: Backend, place: Place, host: str, timeout_s: float, store: TCPStore | None) -> Any:  # noqa: ANN401
-    """Open the group and return torch's; blocks until all are in, for `timeout_s` at most.
-
-    Raises:
-        RuntimeError: As torch does, where not all came.
-    """
-    timeout = timedelta(seconds=timeout_s)
-    if store is None:
-        store_host, _, port = place.store.rpartition(":")
-        store = TCPStore(store_host, int(port), is_master=False, wait_for_workers=False, timeout=timeout)
-    meeting = PrefixStore(f"epoch-{place.epoch}", store)
-    if backend == "nccl":
-        return _open_nccl(meeting, place, timeout)
+def _open_gloo(place: Place, host: str, timeout_s: float, store: TCPStore | None) -> Any:  # noqa: ANN401 - torch's is untyped
+    """Return torch's group; blocks until all are in, for `timeout_s` at most, and then raises RuntimeError as torch does."""
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # noqa: SLF001 - the way to choose an interface
-    options._timeout = timeout  # noqa: SLF001
+    options._timeout = timedelta(seconds=timeout_s)  # noqa: SLF001
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]  # noqa: SLF001
-    return dist.ProcessGroupGloo(meeting, place.rank, place.size, options)
+    return dist.ProcessGroupGloo(_meeting(place, timeout_s, store), place.rank, place.size, options)
 
 
-def _open_nccl(meeting: PrefixStore, place: Place, timeout: timedelta) -> Any:  # noqa: ANN401
+def _open_nccl(place: Place, timeout_s: float, store: TCPStore | None, device: torch.device) -> Any:  # noqa: ANN401
+    """Return torch's group with its communicator made: that is put off to the first operation, and nothing ends it there."""
+    torch.cuda.set_device(device)
     options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timeout  # noqa: SLF001
+    options._timeout = timedelta(seconds=timeout_s)  # noqa: SLF001
     with _environment(_NCCL_ENVIRONMENT):
-        return dist.ProcessGroupNCCL(meeting, place.rank, place.size, options)
+        group: Any = dist.ProcessGroupNCCL(_meeting(place, timeout_s, store), place.rank, place.size, options)
+    first = group.broadcast([torch.zeros(1, device=device)], _from_rank_0())
+    give_up_s = time.monotonic() + timeout_s
+    while not first.is_completed():
+        if time.monotonic() > give_up_s:
+            group.abort()
+            raise RuntimeError(f"not all members came within {timeout_s:g} s")
+        time.sleep(_POLL_S)
+    return group
+
+
+def _meeting(place: Place, timeout_s: float, store: TCPStore | None) -> PrefixStore:
+    """Return where the epoch's members meet; rank 0 brings the store."""
+    if store is None:
+        host, _, port = place.store.rpartition(":")
+        store = TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
+    return PrefixStore(f"epoch-{place.epoch}", store)
+
+
+def _from_rank_0() -> Any:  # noqa: ANN401
+    options = dist.BroadcastOptions()
+    options.rootRank, options.rootTensor, options.asyncOp = 0, 0, True
+    return options
 
 
 @contextmanager

@@ -229,7 +229,7 @@ class Member:
                 raise GroupBrokenError(f"the group of epoch {begin.epoch} was left")
             place = Place(begin.epoch, begin.rank, begin.size, begin.store)
             self._buffers = BucketBuffers(ends, device)
-            self._group = Group(self._backend, place, own_address(begin.store), self._timeout_s)
+            self._group = Group(self._backend, place, own_address(begin.store), self._timeout_s, device=device)
             self.num_groups += 1
         return self._group, self._buffers
 

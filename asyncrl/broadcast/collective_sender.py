@@ -128,7 +128,7 @@ class Sender:
     def _group_for(self, order: SendOrder) -> Group:
         if order.store is not None:
             self._leave()
-            self._group = Group(self._backend, order.place, self._host, self._timeout_s, order.store)
+            self._group = Group(self._backend, order.place, self._host, self._timeout_s, order.store, self._through)
         if self._group is None or self._group.place.epoch != order.place.epoch:
             raise GroupBrokenError(f"the group of epoch {order.place.epoch} was left")
         return self._group

@@ -148,6 +148,18 @@ class PolicyOptimizer:
         if self._scale is not None and self._owns_scale:
             yield f"{_SCALE}/", self._scale.to_tensor()
 
+    def state_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield everything that it keeps between steps as the very tensors it works on; there is more after the first step.
+
+        What an optimizer pages itself is left out: its memory is not on a device.
+        """
+        for name, master in self._masters.items():
+            if master.is_copy:
+                yield f"{_MASTER}/{name}", master.trained
+            for kind, value in self._adamw_of[id(master.trained)].state.get(master.trained, {}).items():
+                if isinstance(value, torch.Tensor) and not getattr(value, "is_paged", False):
+                    yield f"{kind}/{name}", value
+
     def save(self, path: Path) -> None:
         """Write moments, update counts, master weights and the loss scale to a safetensors file.
 

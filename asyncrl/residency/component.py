@@ -35,10 +35,20 @@ class Component(Protocol):
         """Return the bytes it takes on the device when it is there."""
         ...
 
+    @property
+    def places(self) -> frozenset[Residence]:
+        """Return where it may be.
+
+        `absent` destroys it: only what can be made anew (an engine's weights, a KV cache, a frozen model) has that.
+        """
+        ...
+
+    def look(self) -> None:
+        """See how large it is now: an optimizer's state grows out of its first step."""
+        ...
+
     def move(self, to: Residence) -> None:
         """Bring it there and return once it is; blocking.
-
-        `absent` destroys it: only what can be made anew (an engine's weights, a KV cache, a frozen model) may be asked to.
 
         Raises:
             ResidencyError: There is no room, or it cannot go there; it is where it was.

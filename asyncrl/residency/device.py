@@ -1,0 +1,220 @@
+"""The memory that a process shares with others: taken and given back by the storage, counted, with a budget.
+
+Invariants, for both (`SimulatedDevice` here, `CudaDevice` in residency/cuda.py): what was given back can be had by others at
+once; a copy has arrived when `copy` returns; running out raises torch.OutOfMemoryError and takes nothing.
+
+Bytes are uint8 tensors, each with a storage of its own, because a model's tensors must not come to share one. On a CPU the
+"device" is a simulation over real memory: an anonymous mapping for each `take`, so that the operating system has it back once the
+last tensor on it is gone, and a count that falls just then. `hold` puts tensors that came from elsewhere on the same count.
+
+Called by residency/tensors.py, residency/manager.py and learner/residents.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+
+ALIGNMENT = 64
+HUGE_PAGES_FROM = 4 << 20
+"""Smaller mappings are not worth pages of 2 MiB."""
+
+Copy = tuple[torch.Tensor, torch.Tensor]
+"""(from, to), uint8, of one size."""
+
+
+class Device(Protocol):
+    """Where components are when they are on `device`."""
+
+    @property
+    def kind(self) -> torch.device:
+        """Return what tensors there say of themselves."""
+        ...
+
+    @property
+    def budget_bytes(self) -> int | None:
+        """Return how much this process may have there; None: no limit."""
+        ...
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Return how much it has now."""
+        ...
+
+    @property
+    def peak_bytes(self) -> int:
+        """Return the most it had since `reset_peak`."""
+        ...
+
+    def reset_peak(self) -> None:
+        """Begin to measure the peak anew."""
+        ...
+
+    def take(self, sizes: Sequence[int]) -> list[torch.Tensor]:
+        """Return memory there, uint8, one tensor a size, holding anything.
+
+        Raises:
+            torch.OutOfMemoryError: There is not enough; nothing was taken.
+        """
+        ...
+
+    def take_host(self, sizes: Sequence[int]) -> list[torch.Tensor]:
+        """Return host memory that copies go to fastest (pinned, where that means something)."""
+        ...
+
+    def hold(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Count tensors that lie there and were not made by `take`, until their memory is gone; twice counts once."""
+        ...
+
+    def copy(self, pairs: Sequence[Copy]) -> None:
+        """Copy all of them, in whatever order, and return once all have arrived."""
+        ...
+
+    def give_back(self) -> None:
+        """Let others have what is free."""
+        ...
+
+
+class SimulatedOutOfMemoryError(torch.OutOfMemoryError):
+    """The simulated device is full; caught wherever a GPU's own error is."""
+
+
+class SimulatedDevice:
+    """A budget over memory of the host.
+
+    Example:
+        >>> device = SimulatedDevice(budget_bytes=1000)
+        >>> (taken,) = device.take([600])
+        >>> device.allocated_bytes
+        600
+        >>> del taken
+        >>> device.allocated_bytes
+        0
+    """
+
+    def __init__(self, budget_bytes: int | None = None) -> None:
+        """Begin with nothing on it; `budget_bytes` None: no limit."""
+        self._budget_bytes = budget_bytes
+        self._allocated = 0
+        self._peak = 0
+        self._held: set[int] = set()
+        """Addresses of the storages on the count."""
+
+    @property
+    def kind(self) -> torch.device:
+        """Return the CPU."""
+        return torch.device("cpu")
+
+    @property
+    def budget_bytes(self) -> int | None:
+        """Return the budget."""
+        return self._budget_bytes
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Return the bytes of all storages on it that exist."""
+        return self._allocated
+
+    @property
+    def peak_bytes(self) -> int:
+        """Return the most there was since `reset_peak`."""
+        return self._peak
+
+    def reset_peak(self) -> None:
+        """Begin to measure the peak anew."""
+        self._peak = self._allocated
+
+    def take(self, sizes: Sequence[int]) -> list[torch.Tensor]:
+        """See `Device`."""
+        num_bytes = sum(sizes)
+        self._require(num_bytes)
+        mapping, tensors = _map(sizes)
+        if mapping is not None:
+            self._count(mapping, num_bytes)
+        for tensor in tensors:
+            self._note_address(tensor.untyped_storage())
+        return tensors
+
+    def take_host(self, sizes: Sequence[int]) -> list[torch.Tensor]:
+        """See `Device`."""
+        return _map(sizes)[1]
+
+    def hold(self, tensors: Iterable[torch.Tensor]) -> None:
+        """See `Device`; may pass the budget, because the memory is taken already."""
+        for storage in (tensor.untyped_storage() for tensor in tensors):
+            if storage.nbytes() and storage.data_ptr() not in self._held:
+                self._note_address(storage)
+                self._count(storage, storage.nbytes())
+
+    def copy(self, pairs: Sequence[Copy]) -> None:
+        """See `Device`."""
+        for source, target in pairs:
+            target.copy_(source)
+
+    def give_back(self) -> None:
+        """Do nothing: what is free is the operating system's already."""
+
+    @contextlib.contextmanager
+    def counting_activations(self) -> Iterator[None]:
+        """Count what autograd keeps for the backward pass, as long as it keeps it; too much raises as on a GPU.
+
+        A storage is counted once a use, so tensors that several operations keep count more than once: an upper bound.
+        """
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: _Activation(self, tensor), lambda kept: kept.tensor):
+            yield
+
+    def _note_address(self, storage: torch.UntypedStorage) -> None:
+        self._held.add(storage.data_ptr())
+        weakref.finalize(storage, self._held.discard, storage.data_ptr())
+
+    def _count(self, owner: Any, num_bytes: int) -> None:  # noqa: ANN401 - whatever dies when the memory does
+        self._allocated += num_bytes
+        self._peak = max(self._peak, self._allocated)
+        weakref.finalize(owner, self._uncount, num_bytes)
+
+    def _uncount(self, num_bytes: int) -> None:
+        self._allocated -= num_bytes
+
+    def _require(self, num_bytes: int) -> None:
+        if self._budget_bytes is not None and self._allocated + num_bytes > self._budget_bytes:
+            raise SimulatedOutOfMemoryError(
+                f"the simulated device is out of memory: {num_bytes} bytes asked for, {self._allocated} of "
+                f"{self._budget_bytes} taken"
+            )
+
+
+class _Activation:
+    """One tensor that autograd keeps, on the count of a device; leaves and what is on the count already cost nothing."""
+
+    def __init__(self, device: SimulatedDevice, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+        if not tensor.is_leaf or not tensor.requires_grad:
+            device._require(tensor.nbytes)  # noqa: SLF001 - the same file
+            device._count(self, tensor.nbytes)  # noqa: SLF001
+
+
+def _map(sizes: Sequence[int]) -> tuple[mmap.mmap | None, list[torch.Tensor]]:
+    """Return a new mapping and a tensor for each size on it; they keep it alive."""
+    places, end = [], 0
+    for size in sizes:
+        places.append(end)
+        end += -(-size // ALIGNMENT) * ALIGNMENT
+    if not end:
+        return None, [torch.empty(0, dtype=torch.uint8) for _ in sizes]
+    mapping = mmap.mmap(-1, end)
+    if end >= HUGE_PAGES_FROM and hasattr(mmap, "MADV_HUGEPAGE"):
+        # Not every kernel is built with them; without, pages are small and all else is the same.
+        with contextlib.suppress(OSError):
+            mapping.madvise(mmap.MADV_HUGEPAGE)
+    return mapping, [_tensor_on(mapping, place, size) for place, size in zip(places, sizes, strict=True)]
+
+
+def _tensor_on(mapping: mmap.mmap, place: int, size: int) -> torch.Tensor:
+    if not size:
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(mapping, dtype=torch.uint8, count=size, offset=place)

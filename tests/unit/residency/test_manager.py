@@ -1,0 +1,134 @@
+"""The residency manager: plans carried out, and what it says of them."""
+
+import logging
+
+import pytest
+import torch
+
+from asyncrl.clock import SystemClock
+from asyncrl.errors import ResidencyError
+from asyncrl.observe.memory import open_memory, read_memory
+from asyncrl.residency.components import CallbackComponent, ModuleComponent
+from asyncrl.residency.device import SimulatedDevice
+from asyncrl.residency.manager import ResidencyManager
+from asyncrl.residency.plan import PhaseNeeds
+
+PHASES = [
+    PhaseNeeds("rollout", gives_back=True),
+    PhaseNeeds("inference", now=("reference",), soon=("policy",)),
+    PhaseNeeds("train", now=("policy",)),
+]
+SIZE = 16 * 16 * 4
+
+
+@pytest.fixture
+def kit(tmp_path):
+    """Make a manager of two models, its device, and the models."""
+    file = open_memory(tmp_path, "learner")
+
+    def make(budget_bytes=None, **rest):
+        device = SimulatedDevice(budget_bytes)
+        modules = {name: torch.nn.Linear(16, 16, bias=False) for name in ("policy", "reference")}
+        components = [ModuleComponent(name, module, device, tmp_path / "swap") for name, module in modules.items()]
+        manager = ResidencyManager("learner", components, PHASES, device, SystemClock(), record=file.write, **rest)
+        return manager, device, modules
+
+    yield make
+    file.close()
+
+
+def told(moves):
+    return [(move.component, move.before, move.after) for move in moves]
+
+
+def test_a_switch_answers_with_moves_residents_and_the_peak_of_what_ended(kit, tmp_path):
+    manager, device, _ = kit()
+    reached = manager.switch("rollout", 4)
+    assert told(reached.moves) == [("policy", "device", "host"), ("reference", "device", "host")]
+    assert (reached.name, reached.phase, reached.number) == ("learner", "rollout", 4)
+    assert (reached.resident, reached.peak_bytes, device.allocated_bytes) == ({}, 2 * SIZE, 0)
+    reached = manager.switch("train", 5)
+    assert told(reached.moves) == [("policy", "host", "device")]
+    assert (reached.resident, reached.peak_bytes) == ({"policy": SIZE}, 0)
+    assert reached.moves[0].seconds > 0
+
+
+def test_moves_within_a_phase_are_told_with_the_next_answer(kit, tmp_path):
+    manager, _, _ = kit(budget_bytes=2 * SIZE)
+    manager.switch("train", 0)
+    manager.make_room(keep=("policy",))
+    manager.switch("inference")
+    assert manager.resident == {"policy": SIZE, "reference": SIZE}
+    assert told(manager.switch("train", 1).moves) == [("reference", "device", "host"), ("reference", "host", "device")]
+
+
+def test_every_switch_is_one_line_of_the_timeline_and_of_the_log(kit, tmp_path, caplog):
+    manager, _, _ = kit()
+    with caplog.at_level(logging.INFO):
+        for number, phase in enumerate(("rollout", "train", "rollout")):
+            manager.switch(phase, number)
+    lines = read_memory(tmp_path)
+    assert [(line.process, line.phase, line.number, line.ended_phase) for line in lines] == [
+        ("learner", "rollout", 0, ""), ("learner", "train", 1, "rollout"), ("learner", "rollout", 2, "train"),
+    ]  # fmt: skip
+    assert [line.peak_bytes for line in lines] == [2 * SIZE, 0, SIZE]
+    assert [sum(line.resident.values()) for line in lines] == [0, SIZE, 0]
+    assert [record.levelname for record in caplog.records] == ["INFO"] * 3
+    assert "policy host to device" in caplog.messages[1]
+
+
+def test_with_host_memory_full_the_rest_goes_to_disk_and_prefetch_brings_it_nearer(kit, tmp_path):
+    manager, _, modules = kit(host_bytes=SIZE)
+    before = modules["policy"].weight.detach().clone()
+    assert {move.after for move in manager.switch("rollout", 0).moves} == {"host", "disk"}
+    on_disk = list((tmp_path / "swap").iterdir())
+    assert len(on_disk) == 1
+    manager.prefetch("train")
+    manager.switch("train", 1)
+    assert torch.equal(modules["policy"].weight, before)
+
+
+def test_a_prefetch_during_rollout_brings_what_is_on_disk_to_host_memory(kit, tmp_path):
+    manager, device, _ = kit(offload_to="disk")
+    assert {move.after for move in manager.switch("rollout", 0).moves} == {"disk"}
+    manager.prefetch("train")
+    assert device.allocated_bytes == 0
+    moves = told(manager.switch("train", 1).moves)
+    assert moves == [("policy", "disk", "host"), ("policy", "host", "device")]
+
+
+def test_everything_can_be_read_while_nothing_is_on_the_device(kit, tmp_path):
+    manager, device, modules = kit()
+    before = modules["policy"].weight.detach().clone()
+    manager.switch("rollout", 0)
+    with manager.readable():
+        assert torch.equal(modules["policy"].weight, before)
+        assert device.allocated_bytes == 0
+    assert modules["policy"].weight.numel() == 0
+
+
+def test_a_move_that_fails_leaves_the_phase_unreached_and_the_next_switch_goes_on(kit, tmp_path):
+    asleep, broken = [], [True]
+
+    def wake():
+        if broken:
+            raise RuntimeError("the engine does not wake")
+
+    moves = {("device", "host"): lambda: asleep.append(1), ("host", "device"): wake}
+    device, policy = SimulatedDevice(), torch.nn.Linear(16, 16, bias=False)
+    components = [ModuleComponent("policy", policy, device), CallbackComponent("engine weights", lambda: 100, moves)]
+    phases = [PhaseNeeds("rollout", gives_back=True), PhaseNeeds("train", now=("policy", "engine weights"))]
+    manager = ResidencyManager("learner", components, phases, device, SystemClock())
+    manager.switch("rollout", 0)
+    with pytest.raises(ResidencyError, match=r"(?s)'train' was not reached: engine weights did not go .* does not wake.*policy"):
+        manager.switch("train", 1)
+    assert (manager.phase, manager.resident) == ("rollout", {"policy": SIZE})
+    broken.clear()
+    assert told(manager.switch("train", 2).moves) == [("policy", "host", "device"), ("engine weights", "host", "device")]
+
+
+def test_a_phase_nobody_declared_is_refused(kit, tmp_path):
+    device = SimulatedDevice()
+    manager = ResidencyManager("learner", [], [PhaseNeeds("train")], device, SystemClock())
+    with pytest.raises(ResidencyError, match="knows the phases train"):
+        manager.switch("rollout")

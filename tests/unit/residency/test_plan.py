@@ -1,0 +1,104 @@
+"""The residency planner, case by case; tests/properties/test_residency.py has what holds for all."""
+
+import pytest
+
+from asyncrl.errors import ConfigError, ResidencyError
+from asyncrl.residency.fit import check_phases
+from asyncrl.residency.plan import GIB, Budget, Part, PhaseNeeds, plan_prefetch, plan_switch
+
+ANYWHERE = frozenset({"device", "host", "disk"})
+FROZEN = ANYWHERE | {"absent"}
+
+
+def told(moves):
+    return [(move.component, move.after) for move in moves]
+
+
+def test_a_phase_that_gives_back_sends_everything_off():
+    parts = [Part("policy", 4), Part("policy optimizer", 8)]
+    moves = plan_switch(parts, PhaseNeeds("rollout", gives_back=True), Budget())
+    assert told(moves) == [("policy optimizer", "host"), ("policy", "host")]
+
+
+def test_what_has_room_stays():
+    parts = [Part("policy", 4), Part("reference", 4, places=FROZEN)]
+    assert plan_switch(parts, PhaseNeeds("train", now=("policy",)), Budget(device_bytes=8)) == ()
+
+
+def test_the_least_needed_leaves_first_and_no_more_than_must():
+    parts = [Part("policy", 4), Part("policy optimizer", 4), Part("critic", 4), Part("reference", 4, "host", FROZEN)]
+    needs = PhaseNeeds("inference", now=("reference",), soon=("policy", "critic"))
+    assert told(plan_switch(parts, needs, Budget(device_bytes=12))) == [("policy optimizer", "host"), ("reference", "device")]
+    assert told(plan_switch(parts, needs, Budget(device_bytes=8)))[:2] == [("policy optimizer", "host"), ("critic", "host")]
+
+
+def test_where_host_memory_is_full_the_disk_takes_it():
+    parts = [Part("policy", 4), Part("policy optimizer", 8)]
+    moves = plan_switch(parts, PhaseNeeds("rollout", gives_back=True), Budget(host_bytes=6))
+    assert told(moves) == [("policy optimizer", "disk"), ("policy", "host")]
+
+
+def test_a_frozen_model_is_let_go_of_before_it_is_written():
+    parts = [Part("reference", 8, places=FROZEN)]
+    assert told(plan_switch(parts, PhaseNeeds("rollout", gives_back=True), Budget(host_bytes=0))) == [("reference", "absent")]
+
+
+def test_what_may_only_go_to_host_memory_pushes_others_on_to_disk():
+    parts = [Part("engine weights", 6, places=frozenset({"device", "host"})), Part("policy", 4, "host")]
+    moves = plan_switch(parts, PhaseNeeds("train", gives_back=True), Budget(host_bytes=8))
+    assert told(moves) == [("policy", "disk"), ("engine weights", "host")]
+
+
+def test_a_phase_that_does_not_fit_adds_up():
+    parts = [Part("policy", GIB), Part("policy optimizer", 2 * GIB, "host")]
+    needs = PhaseNeeds("train", now=("policy", "policy optimizer"), working_bytes=GIB // 2)
+    with pytest.raises(
+        ResidencyError, match=r"(?s)policy  .*1.0000 GiB.*2.0000 GiB.*working memory.*sum .*3.5000.*too much .*0.5000"
+    ):
+        plan_switch(parts, needs, Budget(device_bytes=3 * GIB))
+
+
+def test_a_prefetch_goes_as_near_as_there_is_room():
+    parts = [Part("policy", 4, "disk"), Part("policy optimizer", 8, "disk")]
+    coming = PhaseNeeds("train", now=("policy", "policy optimizer"))
+    giving = PhaseNeeds("rollout", gives_back=True)
+    assert told(plan_prefetch(parts, giving, coming, Budget(host_bytes=6))) == [("policy", "host")]
+    assert told(plan_prefetch(parts, PhaseNeeds("inference"), coming, Budget(device_bytes=5))) == [
+        ("policy", "device"),
+        ("policy optimizer", "host"),
+    ]
+
+
+def test_phases_that_fit_are_let_pass():
+    check_phases([Part("policy", 4)], [PhaseNeeds("train", now=("policy",))], Budget(device_bytes=4))
+
+
+def test_phases_that_cannot_fit_are_refused_at_start_with_the_sums_and_what_to_change():
+    parts = [
+        Part("policy", GIB),
+        Part("policy optimizer", 2 * GIB),
+        Part("KV cache", GIB, places=frozenset({"device", "absent"})),
+    ]
+    phases = [
+        PhaseNeeds("rollout", now=("KV cache",)),
+        PhaseNeeds("train", now=("policy", "policy optimizer"), working_bytes=GIB),
+    ]
+    with pytest.raises(ConfigError) as raised:
+        check_phases(parts, phases, Budget(device_bytes=3 * GIB))
+    said = str(raised.value)
+    assert "phase 'train'" in said
+    assert "phase 'rollout'" not in said
+    for line in (
+        "policy optimizer            2.0000 GiB",
+        "sum                         4.0000 GiB",
+        "too much                    1.0000",
+    ):
+        assert line in said
+    assert "device_memory_gib to at least 4.0000 GiB" in said
+    assert "adamw_8bit" in said
+
+
+def test_host_memory_that_cannot_take_what_must_leave_is_refused_at_start():
+    parts = [Part("engine weights", 2 * GIB, places=frozenset({"device", "host"}))]
+    with pytest.raises(ConfigError, match="does not fit there"):
+        check_phases(parts, [PhaseNeeds("train", gives_back=True)], Budget(host_bytes=GIB))

@@ -133,5 +133,5 @@ def test_what_vllm_holds_follows_its_device():
     assert mib(memory(device="cpu", kv_cache_gib=0.25)) == pytest.approx(weights + 256, abs=0.2)
     assert "KV cache on a CPU, on a GPU what is left" in memory()
     assert mib(memory(device="cuda", dtype="bfloat16")) == pytest.approx(weights / 2, abs=0.2)
-    server = shown(generate={"engine": {"kind": "vllm_server", "url": "http://127.0.0.1:8000"}})
+    server = shown(generate={"num_workers": 1, "engine": {"kind": "vllm_server", "url": "http://127.0.0.1:8000"}})
     assert "memory of each generator" not in server

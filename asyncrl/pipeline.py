@@ -54,6 +54,7 @@ from asyncrl.transport.channel import Connection, Lane
 from asyncrl.transport.open import new_hello, open_connection, open_listener
 
 if TYPE_CHECKING:
+    from asyncrl.control.launcher import Launcher
     from asyncrl.schema.weights import Probe, WeightsAvailable
 
 log = logging.getLogger("asyncrl")
@@ -70,8 +71,18 @@ EXIT_OK, EXIT_FAILED, EXIT_FAULT = 0, 1, 3
 # -- the controller ------------------------------------------------------------------------------------------------------
 
 
-async def run_controller(config: RunConfig, run_folder: Path, clock: Clock, owner_gone: asyncio.Event) -> bool:
-    """Wire and run the controller of one run; return whether the run ended well."""
+async def run_controller(
+    config: RunConfig, run_folder: Path, clock: Clock, owner_gone: asyncio.Event, launcher: Launcher | None = None
+) -> bool:
+    """Wire and run the controller of one run; return whether the run ended well.
+
+    Args:
+        config: Of the run.
+        run_folder: Of the run.
+        clock: Time.
+        owner_gone: Set when whoever started the run has hung up.
+        launcher: Where its processes come from; None: from the one that the config names.
+    """
     from asyncrl.broadcast.segments import remove_leftover_segments
     from asyncrl.buffer.opening import open_buffer
     from asyncrl.control.controller import Controller, RunParts
@@ -108,7 +119,7 @@ async def run_controller(config: RunConfig, run_folder: Path, clock: Clock, owne
     listener = await open_listener(config.transport, run_folder, judge=judge)
     (run_folder / ENDPOINT_FILE).write_text(listener.address, encoding="utf-8")
     parts = RunParts(
-        config, run_folder, listener, LocalLauncher(), peers, flow, feed, reporter, list(task.held_out), clock,
+        config, run_folder, listener, launcher or LocalLauncher(), peers, flow, feed, reporter, list(task.held_out), clock,
         resumed=counts.issued > 0,
     )  # fmt: skip
     try:

@@ -1,0 +1,228 @@
+"""Whose turn it is on a device that learner and generators share, decided purely.
+
+A switch has two halves: first whoever holds the device for the phase that ends is told to give it back, and when all of them have
+answered, whoever takes it for the phase that begins is told to. Only when those have answered too has the phase begun.
+
+Invariants (check_invariants, after every event in tests):
+- Nobody is told to take the device while one who gives it back has not answered: rollout and train never overlap.
+- A process owes at most one answer; the next switch begins when nobody owes one.
+- A process that joins is told the phase when it is its turn, and not before. A learner cannot be kept from loading its model when
+  it starts, so while there is none, or one that came in during a rollout, the device is the learner's: generation stands still.
+- Whoever dies owes nothing any more.
+
+At the beginning the device is the learner's to take. `handle(event) -> list[instruction]`; called by control/switching.py.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Literal
+
+from asyncrl.schema.control import Phase, SetPhase
+
+Role = Literal["learner", "generator"]
+Stage = Literal["settled", "giving", "taking"]
+HOLDER: dict[Phase, Role] = {"rollout": "generator", "train": "learner"}
+"""Who has the device in a phase."""
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """A process is there and can be told; a generator has nothing on the device yet, a learner all it has."""
+
+    name: str
+    role: Role
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """A process is gone."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reached:
+    """A process has done what it was told."""
+
+    name: str
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """The run would go on in this phase."""
+
+    phase: Phase
+
+
+@dataclass(frozen=True, slots=True)
+class LeavePhase:
+    """The phase is over: hold what belongs to it."""
+
+    phase: Phase
+
+
+@dataclass(frozen=True, slots=True)
+class Tell:
+    """Send this order."""
+
+    name: str
+    order: SetPhase
+
+
+@dataclass(frozen=True, slots=True)
+class EnterPhase:
+    """The phase has begun: let go what belongs to it."""
+
+    phase: Phase
+
+
+PhaseEvent = Joined | Left | Reached | Wanted
+PhaseInstruction = LeavePhase | Tell | EnterPhase
+
+
+@dataclass(slots=True)
+class _Member:
+    role: Role
+    told: int = -1
+    """Number of the switch it was told of last; -1: of none yet."""
+    owes: bool = False
+    """It has not answered that."""
+
+
+class Phases:
+    """The state machine of one shared device.
+
+    Example:
+        >>> phases = Phases()
+        >>> phases.handle(Joined("learner", "learner"))
+        [Tell(name='learner', order=SetPhase(phase='train', number=0))]
+        >>> phases.handle(Reached("learner", 0))
+        [EnterPhase(phase='train')]
+        >>> phases.handle(Wanted("rollout"))
+        [LeavePhase(phase='train'), Tell(name='learner', order=SetPhase(phase='rollout', number=1))]
+        >>> phases.handle(Reached("learner", 1))
+        [EnterPhase(phase='rollout')]
+    """
+
+    def __init__(self) -> None:
+        self.phase: Phase = "train"
+        """The phase that is on, or that the switch under way leads to."""
+        self.stage: Stage = "taking"
+        self.wanted: Phase = "train"
+        self.number = 0
+        """Of the last switch."""
+        self._members: dict[str, _Member] = {}
+        self._story: deque[str] = deque(maxlen=40)
+
+    @property
+    def now(self) -> Phase | None:
+        """Return the phase that is on; None during a switch."""
+        return self.phase if self.stage == "settled" else None
+
+    @property
+    def owing(self) -> list[str]:
+        """Return the names of those whose answer has not come."""
+        return sorted(name for name, member in self._members.items() if member.owes)
+
+    @property
+    def waiting_for(self) -> str:
+        """Return in words what a switch under way waits for; empty where there is none."""
+        names = ", ".join(self.owing)
+        if self.stage == "giving":
+            return f"{names} to give the device back for phase {self.phase}"
+        if self.stage == "taking":
+            return f"{names} to take the device for phase {self.phase}" if names else "a learner to be ready"
+        return ""
+
+    def handle(self, event: PhaseEvent) -> list[PhaseInstruction]:
+        """Take one event in and return what is to be done, in order."""
+        instructions: list[PhaseInstruction] = []
+        match event:
+            case Joined(name, role):
+                self._join(name, role, instructions)
+            case Left(name):
+                self._leave(name)
+            case Reached(name, number):
+                member = self._members.get(name)
+                if member is not None and member.told == number:
+                    member.owes = False
+            case Wanted(phase):
+                self.wanted = phase
+        while self._advance(instructions):
+            pass
+        self._story.append(f"{event} -> {instructions or 'nothing'} [{self.stage} {self.phase}]")
+        return instructions
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError, with the recent story, where the state contradicts itself."""
+        story = "\n  ".join(["", *self._story])
+        for name, member in self._members.items():
+            assert not member.owes or member.told == self.number, f"{name} owes an answer to an old order{story}"
+            out_of_turn = member.owes and member.role != self._teller
+            assert not out_of_turn, f"{name} was told out of its turn{story}"
+        assert self.stage != "giving" or self.owing, f"a switch waits for nobody{story}"
+
+    @property
+    def _teller(self) -> Role:
+        """Return the role that is being told now: who gives in the first half of a switch, else who takes or has."""
+        role = HOLDER[self.phase]
+        return role if self.stage != "giving" else _other(role)
+
+    def _join(self, name: str, role: Role, instructions: list[PhaseInstruction]) -> None:
+        if name in self._members:
+            return
+        self._members[name] = _Member(role)
+        if role == HOLDER[self.phase] and self.stage != "giving":
+            self._tell(name, instructions)
+
+    def _leave(self, name: str) -> None:
+        member = self._members.pop(name, None)
+        if member is not None and member.role == "learner":
+            self.wanted = "train"
+
+    def _advance(self, instructions: list[PhaseInstruction]) -> bool:
+        """Do the next thing that can be done; return False where there is none."""
+        if self.owing:
+            return False
+        if self.stage == "giving":
+            self.stage = "taking"
+            self._tell_all(HOLDER[self.phase], instructions)
+            return True
+        if self.stage == "taking":
+            if self.phase == "train" and not self._with_role("learner"):
+                return False
+            self.stage = "settled"
+            instructions.append(EnterPhase(self.phase))
+            return True
+        if self._target() == self.phase:
+            return False
+        instructions.append(LeavePhase(self.phase))
+        self.phase, self.stage, self.number = self._target(), "giving", self.number + 1
+        self._tell_all(_other(HOLDER[self.phase]), instructions)
+        return True
+
+    def _target(self) -> Phase:
+        """Return the phase to be in: what is wanted, unless a learner is starting."""
+        learners = self._with_role("learner")
+        if not learners or any(self._members[name].told < 0 for name in learners):
+            return "train"
+        return self.wanted
+
+    def _tell_all(self, role: Role, instructions: list[PhaseInstruction]) -> None:
+        for name in self._with_role(role):
+            self._tell(name, instructions)
+
+    def _tell(self, name: str, instructions: list[PhaseInstruction]) -> None:
+        member = self._members[name]
+        member.told, member.owes = self.number, True
+        instructions.append(Tell(name, SetPhase(self.phase, self.number)))
+
+    def _with_role(self, role: Role) -> list[str]:
+        return sorted(name for name, member in self._members.items() if member.role == role)
+
+
+def _other(role: Role) -> Role:
+    return "generator" if role == "learner" else "learner"

@@ -1,0 +1,114 @@
+"""Whatever dies, joins and is wished for, in whatever order: the device has one holder, and nobody waits for ever."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asyncrl.control.phases import EnterPhase, Joined, LeavePhase, Left, PhaseEvent, Phases, Reached, Tell, Wanted
+from asyncrl.schema.control import SetPhase
+
+ROLES = {"learner": "learner", "generator-0": "generator", "generator-1": "generator"}
+
+
+class World:
+    """Processes that do as they are told, when their turn comes; each order takes as long as it takes."""
+
+    def __init__(self) -> None:
+        self.phases = Phases()
+        self.inbox: dict[str, list[SetPhase]] = {}
+        self.holds: set[str] = set()
+        self.fresh_learner = False
+        self.open: str | None = None
+
+    def tell(self, event: PhaseEvent) -> None:
+        for item in self.phases.handle(event):
+            match item:
+                case Tell(name, order):
+                    assert name in self.inbox, f"{name} is not there and was told"
+                    self.inbox[name].append(order)
+                    assert len(self.inbox[name]) == 1, f"{name} was told again before it answered"
+                case LeavePhase(phase):
+                    assert self.open in (None, phase)
+                    self.open = None
+                case EnterPhase(phase):
+                    assert self.open is None
+                    self.open = phase
+        self.phases.check_invariants()
+        self.check()
+
+    def check(self) -> None:
+        generators = {name for name in self.holds if ROLES[name] == "generator"}
+        if "learner" in self.holds and not self.fresh_learner:
+            assert not generators, f"on the device at once: {self.holds}"
+        if self.open == "train":
+            assert not generators
+
+    def start(self, name: str) -> None:
+        if name in self.inbox:
+            return
+        self.inbox[name] = []
+        if name == "learner":  # it loads its model before anybody can tell it anything
+            self.holds.add(name)
+            self.fresh_learner = True
+        self.tell(Joined(name, ROLES[name]))  # type: ignore[arg-type]
+
+    def die(self, name: str) -> None:
+        if name not in self.inbox:
+            return
+        del self.inbox[name]
+        self.holds.discard(name)
+        self.tell(Left(name))
+
+    def act(self, name: str) -> None:
+        """Carry out the oldest order and answer."""
+        if not self.inbox.get(name):
+            return
+        order = self.inbox[name].pop(0)
+        is_turn = (order.phase == "train") == (name == "learner")
+        (self.holds.add if is_turn else self.holds.discard)(name)
+        if name == "learner":
+            self.fresh_learner = False
+        self.check()
+        self.tell(Reached(name, order.number))
+
+    def do(self, what: str, who: str) -> None:
+        match what:
+            case "act":
+                self.act(who)
+            case "start":
+                self.start(who)
+            case "die":
+                self.die(who)
+            case "want":
+                self.tell(Wanted(who))  # type: ignore[arg-type]
+            case "old answer":
+                self.tell(Reached(who, -1))
+
+    def let_all_act(self) -> None:
+        for _ in range(6):
+            for name in ROLES:
+                self.act(name)
+
+
+NAMES = st.sampled_from(sorted(ROLES))
+MOVES = st.one_of(
+    st.tuples(st.just("act"), NAMES), st.tuples(st.just("act"), NAMES), st.tuples(st.just("start"), NAMES),
+    st.tuples(st.just("die"), NAMES), st.tuples(st.just("want"), st.sampled_from(["rollout", "train"])),
+    st.tuples(st.just("old answer"), NAMES),
+)  # fmt: skip
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.lists(MOVES, max_size=80), st.sampled_from(["rollout", "train"]))
+def test_one_holder_at_a_time_and_the_wanted_phase_in_the_end(moves: list[tuple[str, str]], last: str) -> None:
+    world = World()
+    for what, who in moves:
+        world.do(what, who)
+    for name in ROLES:
+        world.start(name)
+    world.let_all_act()
+    world.tell(Wanted(last))  # type: ignore[arg-type]
+    world.let_all_act()
+    assert world.phases.now == world.open == last
+    assert world.phases.waiting_for == ""

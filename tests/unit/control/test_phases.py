@@ -1,0 +1,103 @@
+"""Who is told what, and when, on a device that phases share."""
+
+from __future__ import annotations
+
+from asyncrl.control.phases import EnterPhase, Joined, LeavePhase, Left, Phases, Reached, Tell, Wanted
+from asyncrl.schema.control import SetPhase
+
+
+def tell(name: str, phase: str, number: int) -> Tell:
+    return Tell(name, SetPhase(phase, number))  # type: ignore[arg-type]
+
+
+def in_rollout() -> Phases:
+    """A learner and two generators, in the first rollout."""
+    phases = Phases()
+    for event in (
+        Joined("learner", "learner"), Joined("generator-0", "generator"), Joined("generator-1", "generator"),
+        Reached("learner", 0), Wanted("rollout"), Reached("learner", 1), Reached("generator-0", 1), Reached("generator-1", 1),
+    ):  # fmt: skip
+        phases.handle(event)
+        phases.check_invariants()
+    assert phases.now == "rollout"
+    return phases
+
+
+def test_generators_load_nothing_before_the_learner_has_given_the_device_back():
+    phases = Phases()
+    assert phases.handle(Joined("generator-0", "generator")) == []
+    assert phases.handle(Joined("learner", "learner")) == [tell("learner", "train", 0)]
+    phases.handle(Reached("learner", 0))
+    assert phases.handle(Wanted("rollout")) == [LeavePhase("train"), tell("learner", "rollout", 1)]
+    assert phases.handle(Reached("learner", 1)) == [tell("generator-0", "rollout", 1)]
+    assert phases.handle(Reached("generator-0", 1)) == [EnterPhase("rollout")]
+
+
+def test_the_learner_takes_the_device_when_the_last_generator_has_given_it_back():
+    phases = in_rollout()
+    assert phases.handle(Wanted("train")) == [
+        LeavePhase("rollout"), tell("generator-0", "train", 2), tell("generator-1", "train", 2)
+    ]  # fmt: skip
+    assert phases.handle(Reached("generator-1", 2)) == []
+    assert phases.waiting_for == "generator-0 to give the device back for phase train"
+    assert phases.handle(Reached("generator-0", 2)) == [tell("learner", "train", 2)]
+    assert phases.now is None
+    assert phases.handle(Reached("learner", 2)) == [EnterPhase("train")]
+
+
+def test_a_wish_during_a_switch_waits_for_its_end():
+    phases = in_rollout()
+    phases.handle(Wanted("train"))
+    assert phases.handle(Wanted("rollout")) == []
+    for name in ("generator-0", "generator-1"):
+        phases.handle(Reached(name, 2))
+    assert phases.handle(Reached("learner", 2)) == [EnterPhase("train"), LeavePhase("train"), tell("learner", "rollout", 3)]
+
+
+def test_an_answer_to_an_older_order_is_none():
+    phases = in_rollout()
+    phases.handle(Wanted("train"))
+    assert phases.handle(Reached("generator-0", 1)) == []
+    assert phases.owing == ["generator-0", "generator-1"]
+
+
+def test_a_generator_that_dies_in_a_switch_is_not_waited_for_and_its_successor_loads_in_the_next_rollout():
+    phases = in_rollout()
+    phases.handle(Wanted("train"))
+    phases.handle(Reached("generator-0", 2))
+    assert phases.handle(Left("generator-1")) == [tell("learner", "train", 2)]
+    assert phases.handle(Joined("generator-1", "generator")) == []
+    phases.handle(Reached("learner", 2))
+    phases.handle(Wanted("rollout"))
+    assert phases.handle(Reached("learner", 3)) == [tell("generator-0", "rollout", 3), tell("generator-1", "rollout", 3)]
+
+
+def test_a_generator_that_joins_in_a_rollout_loads_at_once_and_the_next_switch_waits_for_it():
+    phases = in_rollout()
+    assert phases.handle(Joined("generator-2", "generator")) == [tell("generator-2", "rollout", 1)]
+    assert phases.now == "rollout"
+    assert phases.handle(Wanted("train")) == []
+    assert LeavePhase("rollout") in phases.handle(Reached("generator-2", 1))
+
+
+def test_a_learner_that_dies_in_a_rollout_has_the_device_again_before_it_is_back():
+    phases = in_rollout()
+    assert phases.handle(Left("learner"))[0] == LeavePhase("rollout")
+    phases.handle(Reached("generator-0", 2))
+    assert phases.handle(Reached("generator-1", 2)) == []
+    assert phases.waiting_for == "a learner to be ready"
+    assert phases.handle(Joined("learner", "learner")) == [tell("learner", "train", 2)]
+    assert phases.handle(Reached("learner", 2)) == [EnterPhase("train")]
+
+
+def test_a_learner_that_dies_while_it_gives_the_device_back_gets_it_again():
+    phases = in_rollout()
+    phases.handle(Wanted("train"))
+    for name in ("generator-0", "generator-1"):
+        phases.handle(Reached(name, 2))
+    phases.handle(Reached("learner", 2))
+    phases.handle(Wanted("rollout"))
+    assert phases.handle(Left("learner")) == [tell("generator-0", "rollout", 3), tell("generator-1", "rollout", 3)]
+    phases.handle(Joined("learner", "learner"))
+    phases.handle(Reached("generator-0", 3))
+    assert phases.handle(Reached("generator-1", 3))[:2] == [EnterPhase("rollout"), LeavePhase("rollout")]

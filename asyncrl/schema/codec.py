@@ -27,6 +27,7 @@ from asyncrl.schema.control import (
     EngineRoom,
     Fault,
     Heartbeat,
+    JoinTerms,
     LearnerReady,
     LoadModel,
     ModelsReady,
@@ -55,6 +56,7 @@ Message = (
     | VersionLive
     | Heartbeat
     | LearnerReady
+    | JoinTerms
     | LoadModel
     | ModelsReady
     | EngineReady

@@ -57,6 +57,17 @@ class LoadModel(msgspec.Struct, frozen=True, tag="load_model"):
     model_folder: str
 
 
+class JoinTerms(msgspec.Struct, frozen=True, tag="join_terms"):
+    """Controller to a generator that it did not start, first thing: what this run is told, and where it is."""
+
+    config_toml: str
+    """The resolved config; a guest may differ in its engine's own settings only."""
+    run_folder: str
+    """On the run's machine."""
+    machine: str
+    """Host name of the run's machine: what only one machine can share is refused elsewhere."""
+
+
 class EngineReady(msgspec.Struct, frozen=True, tag="engine_ready"):
     """Generator to controller: the engine is up and can take this much at once."""
 

@@ -2,7 +2,8 @@
 
 Owns which step comes next. Invariants: a batch is sent only once the ledger holds that its groups are taken, so that a restart
 sends the very same batch; at most `AHEAD` steps are sent and not done; after a learner restart the feed goes back to the version
-it stands at. Called by control/controller.py; an outside learner takes its groups here too.
+it stands at. Where the learner shares its device, a step is packed at any time and sent when it is the learner's turn.
+Called by control/controller.py and control/switching.py; an outside learner takes its groups here too.
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ class LearnerFeed:
         self.on_taken: Callable[[TakenStep], None] = lambda _: None
         self.on_idle: Callable[[], None] | None = None
         """Called once, when the learner has nothing in hand."""
+        self.on_rest: Callable[[], None] = lambda: None
+        """Called whenever all has been sent that can be."""
         self._config = config
         self._flow = flow
         self._buffer: Buffer = flow.buffer
@@ -49,6 +52,9 @@ class LearnerFeed:
         self._learner: Connection | None = None
         self._next_step = 0
         self._held = True
+        self._has_turn = True
+        self._packed: StepBatch | None = None
+        """The next step, where it waits for the learner's turn."""
         self._sending = False
         self._incarnation = 0
         self._outside_started_s = 0.0
@@ -62,6 +68,16 @@ class LearnerFeed:
         """Return whether every step that was sent is done."""
         return not self._sending and self._next_step <= max(self.version, 0)
 
+    @property
+    def wants_turn(self) -> bool:
+        """Return whether a step is packed and waits for the learner's turn."""
+        return self._packed is not None
+
+    @property
+    def is_at_rest(self) -> bool:
+        """Return whether every step that could be sent is sent and done."""
+        return self.idle and not self._wake.is_set() and not self.wants_turn
+
     def wake(self) -> None:
         """Something has changed: a step may be possible now."""
         self._wake.set()
@@ -69,12 +85,20 @@ class LearnerFeed:
     def hold(self, held: bool) -> None:
         """Send nothing while held; what was sent is still done."""
         self._held = held
+        if held:
+            self._packed = None
+        self.wake()
+
+    def take_turn(self, has_turn: bool) -> None:
+        """Send only while it is the learner's turn on a device that it shares."""
+        self._has_turn = has_turn
         self.wake()
 
     def learner_ready(self, connection: Connection, version: int) -> None:
         """Start again from the version the learner stands at; later steps that were taken before are replayed."""
         self._learner = connection
         self._incarnation += 1
+        self._packed = None
         self._buffer.learner_restarted(version, self._clock.now())
         self.version = self._next_step = version
         self.wake()
@@ -83,6 +107,7 @@ class LearnerFeed:
         """Send nothing until a learner is ready again."""
         self._learner = None
         self._incarnation += 1
+        self._packed = None
 
     def step_done(self, done: StepDone) -> bool:
         """Note a finished step; return False where it was known before."""
@@ -105,6 +130,7 @@ class LearnerFeed:
             if self.on_idle is not None and self.idle and self._learner is not None:
                 on_idle, self.on_idle = self.on_idle, None
                 on_idle()
+            self.on_rest()
 
     def _may_send(self) -> bool:
         return (
@@ -115,18 +141,24 @@ class LearnerFeed:
         """Take, pack and send the next step; return False when it must wait."""
         learner, incarnation = self._learner, self._incarnation
         assert learner is not None
-        taken = await self._take(self._next_step)
-        if taken is None:
+        batch, self._packed = self._packed or await self._pack_next(), None
+        if batch is None:
             return False
-        batch = await asyncio.to_thread(self._pack, taken)
         if self._held or incarnation != self._incarnation:
             return True
-        self._next_step = taken.step + 1
+        if not self._has_turn:
+            self._packed = batch
+            return False
+        self._next_step = batch.step + 1
         try:
             await learner.send(batch)
         except ConnectionClosed:
-            log.warning("step %d could not be sent: the learner is gone", taken.step)
+            log.warning("step %d could not be sent: the learner is gone", batch.step)
         return True
+
+    async def _pack_next(self) -> StepBatch | None:
+        taken = await self._take(self._next_step)
+        return None if taken is None else await asyncio.to_thread(self._pack, taken)
 
     def _pack(self, taken: TakenStep) -> StepBatch:
         return pack_step(

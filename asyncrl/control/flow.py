@@ -78,14 +78,17 @@ class Flow:
         self._clock = clock
         self._sampling = sampling_of(config)
         self._greedy_index = buffer.state.limits.screen.greedy_index
+        self._is_held = False
         self._evaluation_held = False
-        self._outboxes: dict[str, deque[GroupWork]] = defaultdict(deque)
+        self._has_turn = True
+        self._outboxes: defaultdict[str, deque[GroupWork]] = defaultdict(deque)
+        """Of the generators for which something waits; no others, so that `pump` looks at nobody in vain."""
 
     # -- generators ------------------------------------------------------------------------------------------------------
 
     def generator_ready(self, name: str, num_slots: int, version: int) -> None:
         """Take a generator in; it gets work once its version is 0 or more."""
-        self._outboxes[name].clear()
+        self._outboxes.pop(name, None)
         self._tell(GeneratorReady(name, num_slots, version))
 
     def room_changed(self, name: str, num_slots: int) -> None:
@@ -115,13 +118,23 @@ class Flow:
 
     def hold(self, *, evaluation_too: bool) -> None:
         """Issue no training group until `release`; with `evaluation_too`, nothing at all."""
-        self._evaluation_held = evaluation_too
+        self._is_held, self._evaluation_held = True, evaluation_too
         self._tell(Paused())
 
     def release(self) -> None:
         """Issue again."""
-        self._evaluation_held = False
-        self._tell(Resumed())
+        self._is_held = self._evaluation_held = False
+        if self._has_turn:
+            self._tell(Resumed())
+        self.pump()
+
+    def take_turn(self, has_turn: bool) -> None:
+        """Issue only while it is the generators' turn on a device that they share."""
+        self._has_turn = has_turn
+        if not has_turn:
+            self._tell(Paused())
+        elif not self._is_held:
+            self._tell(Resumed())
         self.pump()
 
     def start_evaluation(self, evaluation: Evaluation) -> None:
@@ -212,10 +225,12 @@ class Flow:
     def pump(self) -> None:
         """Send what can be sent: evaluation prompts, groups that found a window full, reward requests."""
         self._place_evaluation()
-        for name, outbox in self._outboxes.items():
+        for name, outbox in list(self._outboxes.items()):
             peer = self._peers.get(name)
             while outbox and peer is not None and peer.offer(outbox[0]):
                 outbox.popleft()
+            if not outbox:
+                del self._outboxes[name]
         self.desk.dispatch(self._peers)
         self.changed()
 
@@ -291,7 +306,7 @@ class Flow:
 
     def _place_evaluation(self) -> None:
         evaluation = self.evaluation
-        if evaluation is None or self._evaluation_held:
+        if evaluation is None or self._evaluation_held or not self._has_turn:
             return
         for peer in self._peers.of("generator"):
             if peer.live_version < evaluation.version:

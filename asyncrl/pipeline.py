@@ -47,7 +47,7 @@ from asyncrl.config.run import RunConfig
 from asyncrl.config.stages import ReplayEngineConfig
 from asyncrl.errors import AsyncRLError, ConfigError, ConnectionClosed, LearnerError, LedgerError
 from asyncrl.observe.log import set_up_logging
-from asyncrl.schema.control import Fault, Hello, ProcessKind
+from asyncrl.schema.control import Fault, ProcessKind
 from asyncrl.tasks.registry import build_task
 from asyncrl.tasks.sampler import PromptSequence
 from asyncrl.transport.channel import Connection, Lane
@@ -92,6 +92,7 @@ async def run_controller(
     from asyncrl.control.peers import Peers
     from asyncrl.control.process_plan import plan_processes
     from asyncrl.control.reporter import Reporter
+    from asyncrl.control.roster import Roster
     from asyncrl.generate.admission import Admission, AdmissionLimits
     from asyncrl.observe.sinks import open_sinks
 
@@ -111,16 +112,12 @@ async def run_controller(
     flow = Flow(config, buffer, admission, PromptSequence(task.train, config.seed), peers, clock)
     feed = LearnerFeed(config, flow, clock)
     reporter = Reporter(config, run_folder, open_sinks(config, run_folder), clock)
-    planned = {(item.name, item.kind) for item in plan_processes(config)}
-
-    def judge(hello: Hello) -> str:
-        return "" if (hello.name, hello.kind) in planned else f"this run has no {hello.kind} named {hello.name!r}"
-
-    listener = await open_listener(config.transport, run_folder, judge=judge)
+    roster = Roster(plan_processes(config), config.placement.most_joining_generators, config.supervision)
+    listener = await open_listener(config.transport, run_folder, judge=roster.judge)
     (run_folder / ENDPOINT_FILE).write_text(listener.address, encoding="utf-8")
     parts = RunParts(
         config, run_folder, listener, launcher or LocalLauncher(), peers, flow, feed, reporter, list(task.held_out), clock,
-        resumed=counts.issued > 0,
+        resumed=counts.issued > 0, roster=roster,
     )  # fmt: skip
     try:
         return await Controller(parts).run(owner_gone)

@@ -12,11 +12,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import platform
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from asyncrl.clock import Clock
+from asyncrl.config.load import dump_config
 from asyncrl.config.run import RunConfig
 from asyncrl.control.api import serve_api
 from asyncrl.control.checkpoints import Checkpoints
@@ -39,6 +41,7 @@ from asyncrl.control.lifecycle import Lifecycle
 from asyncrl.control.peers import Peer, Peers
 from asyncrl.control.process_plan import plan_processes, spec_maker
 from asyncrl.control.reporter import Reporter
+from asyncrl.control.roster import Roster
 from asyncrl.control.run_api import RunApi
 from asyncrl.control.scoring import JudgeKind
 from asyncrl.control.supervisor import Supervisor, SupervisorCallbacks
@@ -52,6 +55,7 @@ from asyncrl.schema.control import (
     EngineRoom,
     Fault,
     Heartbeat,
+    JoinTerms,
     LearnerReady,
     LoadModel,
     ModelsReady,
@@ -63,7 +67,7 @@ from asyncrl.schema.control import (
 from asyncrl.schema.samples import InferResult, Prompt, Sample, SampleFailure, Score
 from asyncrl.schema.status import Phase
 from asyncrl.schema.weights import VersionLive, WeightsAvailable
-from asyncrl.transport.channel import Connection, Delivery, Lane, Listener
+from asyncrl.transport.channel import GOODBYE, Connection, Delivery, Lane, Listener
 
 log = logging.getLogger(__name__)
 
@@ -92,6 +96,8 @@ class RunParts:
     clock: Clock
     resumed: bool
     """The run goes on where it stopped: no first evaluation."""
+    roster: Roster = field(default_factory=Roster)
+    """The one that the listener asks."""
 
 
 class Controller:
@@ -105,6 +111,7 @@ class Controller:
         self.feed = parts.feed
         self.peers = parts.peers
         self.reporter = parts.reporter
+        self.roster = parts.roster
         self.clock = parts.clock
         self.started_s = parts.clock.now()
         self._held_out = parts.held_out
@@ -169,7 +176,7 @@ class Controller:
                 for peer in self.peers.all():
                     self._say_goodbye(peer)
                 # A process that has not connected yet is still importing and holds nothing worth waiting for.
-                everyone_heard = len(self.peers.all()) == len(self.supervisor.pids)
+                everyone_heard = all(self.peers.get(name) is not None for name in self.supervisor.pids)
                 await self.supervisor.shutdown(SHUTDOWN_S if everyone_heard else 1.0)
                 await supervising
                 for task in background:
@@ -211,11 +218,20 @@ class Controller:
                 return
             before = self.peers.get(connection.peer.name)
             peer = self.peers.add(connection)
-            if before is not None:
+            if before is not None and self.roster.is_guest(peer.name):
+                self._take_back(peer.name)
+            elif before is not None:
                 self.post(ProcessFault(peer.name, "its connection broke, and what was on its way is lost", fatal=False))
-            for lane in Lane:
-                group.create_task(self._serve(peer, connection, lane), name=f"serve-{peer.name}-{lane.name}")
+            group.create_task(self._serve_both(peer, connection), name=f"serve-{peer.name}")
             self._on_connected(peer)
+
+    async def _serve_both(self, peer: Peer, connection: Connection) -> None:
+        """Serve both lanes until the connection is over and all that came over it is dealt with."""
+        async with asyncio.TaskGroup() as lanes:
+            for lane in Lane:
+                lanes.create_task(self._serve(peer, connection, lane), name=f"serve-{peer.name}-{lane.name}")
+        if self.roster.is_guest(peer.name) and self.peers.remove(peer):
+            self._guest_gone(peer)
 
     async def _serve(self, peer: Peer, connection: Connection, lane: Lane) -> None:
         """Hand every message of one lane to its handler until the connection ends."""
@@ -243,9 +259,10 @@ class Controller:
             self.flow.pump()
             self._finish_evaluation()
             now = self.clock.now()
+            await self._drop_silent_guests(now)
             self.reporter.tick()
             self.watchdog.sampling_in_vain(bool(self.flow.fruitless))
-            stall = self.watchdog.check(now, self.waits(now), self._queues(), working_of(self.supervisor.heartbeats.values()))
+            stall = self.watchdog.check(now, self.waits(now), self._queues(), working_of(self.heartbeats().values()))
             if stall is not None:
                 self.post(Stalled(stall.reason))
             limit_s = self.config.max_run_s
@@ -258,6 +275,39 @@ class Controller:
         """Tell the lifecycle what happened, unless the run is over."""
         if not self.lifecycle.over:
             self.supervisor.post(event)
+
+    # -- guests: generators that this run did not start ------------------------------------------------------------------
+
+    def _welcome(self, peer: Peer) -> None:
+        """Tell a guest what the run is; it loads the model like any generator."""
+        self.roster.connected(peer.name, self.clock.now())
+        peer.tell(JoinTerms(dump_config(self.config), str(self.run_folder.resolve()), platform.node()))
+
+    def _guest_gone(self, peer: Peer) -> None:
+        """Hand out again what a guest held, and give its place back. Its end is no death of ours."""
+        why = peer.connection.closed_reason
+        self.roster.gone(peer.name, said_goodbye=why == GOODBYE or self.ending.is_set())
+        log.info("%s has left: %s", peer.name, why)
+        if not self.ending.is_set():
+            self._take_back(peer.name)
+
+    def _take_back(self, name: str) -> None:
+        self.reporter.forget(name)
+        self.flow.generator_dead(name)
+
+    async def _drop_silent_guests(self, now: float) -> None:
+        """End the connection of guests that are there and say nothing; what follows is as if it had broken."""
+        for name, silent_s in self.roster.overdue(now).items():
+            peer = self.peers.get(name)
+            if peer is not None:
+                log.warning("%s sent no heartbeat for %.0f s: it is left out", name, silent_s)
+                await peer.connection.close()
+
+    def heartbeats(self) -> dict[str, Heartbeat]:
+        """Return the newest heartbeat of every live process, guests among them, by name."""
+        guests = (self.peers.get(name) for name in self.roster.guests)
+        of_guests = {peer.name: peer.heartbeat for peer in guests if peer is not None and peer.heartbeat is not None}
+        return {**self.supervisor.heartbeats, **of_guests}
 
     def _on_dead(self, name: str, kind: ProcessKind) -> None:
         peer = self.peers.get(name)
@@ -340,6 +390,8 @@ class Controller:
 
     def _on_connected(self, peer: Peer) -> None:
         log.info("%s connected (pid %d)", peer.name, peer.connection.peer.pid)
+        if self.roster.is_guest(peer.name):
+            self._welcome(peer)
         if self.ending.is_set():
             self._say_goodbye(peer)
         elif peer.kind == "reward":
@@ -383,12 +435,16 @@ class Controller:
         assert isinstance(delivery.message, Heartbeat)
         peer.heartbeat = delivery.message
         self.supervisor.note_heartbeat(delivery.message)
+        self.roster.beat(peer.name, self.clock.now())
         delivery.ack()
 
-    def _on_fault(self, _: Peer, delivery: Delivery) -> None:
+    def _on_fault(self, peer: Peer, delivery: Delivery) -> None:
         fault = delivery.message
         assert isinstance(fault, Fault)
         delivery.ack()
+        if self.roster.is_guest(peer.name):
+            log.warning("%s cannot go on: %s", peer.name, fault.reason)
+            return
         self.post(ProcessFault(fault.name, fault.reason, fault.fatal))
 
     def _on_learner_ready(self, peer: Peer, delivery: Delivery) -> None:
@@ -430,7 +486,10 @@ class Controller:
             peer.tell(Pause())
         if self._weights is not None:
             peer.tell(self._weights)
-        self.post(ProcessReady(peer.name))
+        if self.roster.is_guest(peer.name):
+            self.roster.ready(peer.name)
+        else:
+            self.post(ProcessReady(peer.name))
 
     def _on_engine_room(self, peer: Peer, delivery: Delivery) -> None:
         room = delivery.message
@@ -486,7 +545,7 @@ class Controller:
         fresh = self.feed.step_done(done)
         self.flow.buffer.version_published(done.version)
         if fresh:
-            self.reporter.note_step(done, self.flow, self.peers, self.supervisor.heartbeats)
+            self.reporter.note_step(done, self.flow, self.peers, self.heartbeats())
             self.moved.set()
         checkpoint, evaluate = self.config.checkpoint.every_steps, self.config.eval.every_steps
         if self._reached_goal():
@@ -517,7 +576,7 @@ class Controller:
 
     def waits(self, now: float) -> list[Wait]:
         """Return who waits for what, the controller's own wait for a full step among them."""
-        waits = waits_of(self.supervisor.heartbeats.values())
+        waits = waits_of(self.heartbeats().values())
         if self.feed.waiting:
             waits.append(Wait("controller", self.feed.waiting, self.feed.waiting_since_s or now))
         if self.flow.fruitless:

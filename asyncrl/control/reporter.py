@@ -138,6 +138,10 @@ class Reporter:
     def note_death(self, name: str, kind: ProcessKind) -> None:
         """Count a process that died and forget what its counters said."""
         self._deaths[kind] += 1
+        self.forget(name)
+
+    def forget(self, name: str) -> None:
+        """Forget what the counters of a process said that is gone."""
         self._idle.pop(name, None)
         self._sync_ms.pop(name, None)
 

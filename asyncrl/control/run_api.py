@@ -8,11 +8,14 @@ from collections.abc import AsyncIterator, Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from asyncrl.control.life_events import DrainRequested, Event, PauseRequested, ResumeRequested, StopRequested
 from asyncrl.control.watchdog import wait_chain
 from asyncrl.errors import RunError
 from asyncrl.observe.steps import EvalReport, StepReport
 from asyncrl.schema.batches import GroupsTaken
+from asyncrl.schema.control import Heartbeat
 from asyncrl.schema.status import ENDED, ExternalGroup, ProcessStatus, RunStatus, SubmitResult
 from asyncrl.schema.weights import WeightsAvailable
 
@@ -53,6 +56,7 @@ class RunApi:
             refused_messages=self._run.listener.refused.total,
             refused_samples=self._run.flow.refused_samples,
             uptime_s=now - self._run.started_s,
+            guests=self._run.roster.counts(),
         )
 
     def _visible_phase(self) -> str:
@@ -60,22 +64,15 @@ class RunApi:
         return "draining" if self._run.lifecycle.phase in ENDED and not self._run.over.is_set() else self._run.lifecycle.phase
 
     def _process_status(self, now: float) -> list[ProcessStatus]:
+        beats, pids = self._run.heartbeats(), self._run.supervisor.pids
         rows = []
         for record in self._run.lifecycle.processes.values():
-            beat = self._run.supervisor.heartbeats.get(record.name)
-            pid = self._run.supervisor.pids.get(record.name)
-            waiting = beat is not None and bool(beat.waiting_for)
-            rows.append(
-                ProcessStatus(
-                    name=record.name,
-                    kind=record.kind,
-                    pid=pid.pid if pid else 0,
-                    state=record.state,
-                    deaths=len(record.exit_codes),
-                    waiting_for=beat.waiting_for if beat and waiting else "",
-                    waiting_s=now - beat.waiting_since_s if beat and waiting else 0.0,
-                )
-            )
+            pid = pids[record.name].pid if record.name in pids else 0
+            row = ProcessStatus(record.name, record.kind, pid, record.state, len(record.exit_codes))
+            rows.append(_with_wait(row, beats.get(record.name), now))
+        for guest in self._run.roster.guests.values():
+            row = ProcessStatus(guest.name, "generator", guest.pid, "ready" if guest.is_ready else "starting", joined=True)
+            rows.append(_with_wait(row, beats.get(guest.name), now))
         return rows
 
     def evaluations(self) -> list[EvalReport]:
@@ -179,3 +176,11 @@ class RunApi:
     def _only_external(self) -> None:
         if self._run.config.learner.kind != "external":
             raise RunError('this run has its own learner; set learner.kind = "external" to train outside')
+
+
+def _with_wait(row: ProcessStatus, beat: Heartbeat | None, now: float) -> ProcessStatus:
+    """Return the row with what its process waits for, by its newest heartbeat."""
+    if beat is None or not beat.waiting_for:
+        return row
+    # A guest's clock is of another machine: its wait is at most as long as the run.
+    return msgspec.structs.replace(row, waiting_for=beat.waiting_for, waiting_s=max(0.0, now - beat.waiting_since_s))

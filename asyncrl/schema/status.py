@@ -26,6 +26,8 @@ class ProcessStatus(msgspec.Struct, frozen=True):
     waiting_for: str = ""
     """Empty while it works."""
     waiting_s: float = 0.0
+    joined: bool = False
+    """A generator that the run did not start (`asyncrl join`)."""
 
 
 class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,6 +56,8 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     refused_messages: int = 0
     refused_samples: int = 0
     uptime_s: float = 0.0
+    guests: dict[str, int] = {}
+    """Joined generators: `here`, `most`, `came`, `left` in good order, `lost`; empty where none may join."""
 
 
 class ExternalGroup(msgspec.Struct, frozen=True):

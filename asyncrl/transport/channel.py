@@ -23,6 +23,9 @@ from typing import Protocol
 from asyncrl.schema.codec import Message
 from asyncrl.schema.control import Hello
 
+GOODBYE = "closed by the peer"
+"""`closed_reason` where the other end has ended the connection in good order."""
+
 
 class Lane(enum.IntEnum):
     """Two lanes share a connection and nothing else."""
@@ -82,6 +85,11 @@ class Connection(Protocol):
     @property
     def counts(self) -> ConnectionCounts:
         """Traffic so far."""
+        ...
+
+    @property
+    def closed_reason(self) -> str:
+        """Why it is over; empty while it is open."""
         ...
 
     async def send(self, message: Message, lane: Lane = Lane.DATA) -> None:

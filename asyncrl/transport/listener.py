@@ -21,7 +21,7 @@ import zmq
 
 from asyncrl.errors import CodecError, ConnectionClosed, TransportError
 from asyncrl.schema.control import PROTOCOL, Hello
-from asyncrl.transport.channel import Connection, RefusalCounts
+from asyncrl.transport.channel import GOODBYE, Connection, RefusalCounts
 from asyncrl.transport.endpoint import Endpoint
 from asyncrl.transport.link import GOODBYE_LINGER_MS, LinkLimits, Pump, configure
 from asyncrl.transport.loop_socket import LoopSocket, SocketWatch
@@ -197,7 +197,7 @@ class ZmqListener:
         if peer and isinstance(packet, Ping):
             self._socket.send([route, build(Pong(peer.session))])
         elif peer:
-            self._forget(peer, packet.reason if isinstance(packet, Goodbye) and packet.reason else "closed by the peer")
+            self._forget(peer, packet.reason if isinstance(packet, Goodbye) and packet.reason else GOODBYE)
 
     def _known(self, route: bytes, session: str) -> _Peer | None:
         """Return the peer that may speak over this route; ask any other to greet."""

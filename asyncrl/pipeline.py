@@ -309,12 +309,17 @@ async def _main(kind: ProcessKind, name: str, run_folder: Path) -> int:
         ignore_interrupts()
         watch_parent(partial(remove_leftover_segments, run_folder) if kind == "learner" else None)
         return await run_stage(kind, name, config, run_folder, clock)
+    return EXIT_OK if await run_controller(config, run_folder, clock, await watch_owner()) else EXIT_FAILED
+
+
+async def watch_owner() -> asyncio.Event:
+    """Return what is set once whoever started this controller is gone (standard input ends) or asks it to end (SIGTERM)."""
     owner_gone = asyncio.Event()
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, owner_gone.set)
     loop.add_signal_handler(signal.SIGINT, lambda: None)
     await loop.connect_read_pipe(lambda: _EndOfInput(owner_gone), sys.stdin)
-    return EXIT_OK if await run_controller(config, run_folder, clock, owner_gone) else EXIT_FAILED
+    return owner_gone
 
 
 class _EndOfInput(asyncio.Protocol):

@@ -52,12 +52,15 @@ class Peers:
 
     def __init__(self) -> None:
         self._by_name: dict[str, Peer] = {}
+        self._by_kind: dict[ProcessKind, list[Peer]] = {}
+        """By name; made anew when somebody comes or goes, because every message asks for one kind's."""
 
     def add(self, connection: Connection) -> Peer:
         """Register a connection under the name it gave at hello, in place of an older one."""
         hello = connection.peer
         peer = Peer(hello.name, hello.kind, connection)
         self._by_name[hello.name] = peer
+        self._by_kind.clear()
         return peer
 
     def remove(self, peer: Peer) -> bool:
@@ -65,6 +68,7 @@ class Peers:
         if self._by_name.get(peer.name) is not peer:
             return False
         del self._by_name[peer.name]
+        self._by_kind.clear()
         return True
 
     def get(self, name: str) -> Peer | None:
@@ -73,7 +77,10 @@ class Peers:
 
     def of(self, kind: ProcessKind) -> list[Peer]:
         """Return the connected peers of one kind, by name."""
-        return sorted((peer for peer in self._by_name.values() if peer.kind == kind), key=lambda peer: peer.name)
+        if kind not in self._by_kind:
+            them = (peer for peer in self._by_name.values() if peer.kind == kind)
+            self._by_kind[kind] = sorted(them, key=lambda peer: peer.name)
+        return self._by_kind[kind]
 
     def all(self) -> list[Peer]:
         """Return every connected peer."""

@@ -75,6 +75,11 @@ class Sender:
         self._thread = threading.Thread(target=self._run, name="asyncrl-weights-sender", daemon=True)
         self._thread.start()
 
+    @property
+    def is_alive(self) -> bool:
+        """Return whether orders are carried out; False after `close`, or where the thread broke."""
+        return self._thread.is_alive()
+
     def send(self, order: SendOrder) -> None:
         """Begin; returns at once."""
         self._current = order

@@ -146,6 +146,8 @@ class CollectiveWriter:
 
     def commit(self, slot: int, version: int, fingerprint: str) -> str:
         """Offer the version; see MediumWriter."""
+        if self._thread is None or self._sender is None or not (self._thread.is_alive() and self._sender.is_alive):
+            raise BroadcastError(f"version {version} can be fetched by nobody: the thread that sends weights has ended")
         with self._lock:
             self._whole[version] = _Whole(slot, fingerprint)
             self._decide_locked(Offered(version))

@@ -107,6 +107,8 @@ class CUDAIPCReceiver:
     def __init__(self, run_folder: Path) -> None:
         self._tickets = SharedMemoryReader(run_folder)
         self._opened: dict[tuple[bytes, int], torch.UntypedStorage] = {}
+        self._learner = ""
+        """Whose memory that is, by its tickets."""
 
     def fetch(self, available: WeightsAvailable, device: torch.device) -> Generator[tuple[str, torch.Tensor], None, None]:
         """Verify the version where it lies and yield its tensors; see Receiver."""
@@ -114,6 +116,9 @@ class CUDAIPCReceiver:
         check_manifest(manifest)
         refuse_host_memory("cuda_ipc", device)
         lease = self._tickets.lease(msgspec.structs.replace(available, manifest=_TICKETS))
+        if lease.path != self._learner:  # what a dead learner left is kept for as long as it is open here
+            self._opened.clear()
+            self._learner = lease.path
         try:
             flat = self._open(ticket_in(lease), device, manifest.total_bytes)
             starts, announced = [0, *bucket_ends(manifest)[:-1]], available.bucket_fingerprints

@@ -7,7 +7,8 @@ not a number, or a zero of either sign, is just bytes.
 Invariants:
 - Lossless: `apply_delta(encode_delta(base, current), base)` makes `base` equal to `current`, bit for bit.
 - Elements are compared as unsigned integers of their size; the gaps of the layout are zero in every version.
-- A chunk at a time: what is held besides the two versions is the blob and a few times CHUNK_BYTES.
+- A few chunks at a time, each on a thread of its own: what is held besides the two versions is the blob and a few times
+  CHUNK_BYTES for each thread.
 - Gaps and values are divided into byte planes, each compressed on its own: a plane's bytes are alike.
 
 Source: sending only the elements whose bf16 bytes changed is the idea of sparse weight patches for RL, e.g. PULSE
@@ -21,6 +22,7 @@ from __future__ import annotations
 import struct
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -28,6 +30,7 @@ import xxhash
 import zstandard
 
 from asyncrl.errors import BroadcastError
+from asyncrl.models.copying import COPY_THREADS
 from asyncrl.models.layout import DTYPE_OF_NAME, bucket_ends
 
 if TYPE_CHECKING:
@@ -58,7 +61,7 @@ def encode_delta(
     manifest: WeightsManifest,
     base: memoryview,
     current: memoryview,
-    compression_level: int = 3,
+    compression_level: int = 1,
     max_bytes: int | None = None,
 ) -> bytes | None:
     """Return what turns `base` into `current`.
@@ -73,17 +76,24 @@ def encode_delta(
     Returns:
         The blob; None where it would have more than `max_bytes`.
     """
-    compress = zstandard.ZstdCompressor(level=compression_level).compress
-    sections = [MAGIC]
-    num_bytes = len(MAGIC)
-    for start, end, item_bytes in _chunks(manifest):
+
+    def encode(chunk: tuple[int, int, int]) -> bytes:
+        start, end, item_bytes = chunk
         kind = _UNSIGNED[item_bytes]
         old, new = np.frombuffer(base[start:end], kind), np.frombuffer(current[start:end], kind)
-        section = _encode_section(start, old, new, compress)
-        sections.append(section)
-        num_bytes += len(section)
-        if max_bytes is not None and num_bytes > max_bytes:
-            return None
+        return _encode_section(start, old, new, zstandard.ZstdCompressor(level=compression_level).compress)
+
+    sections = [MAGIC]
+    num_bytes = len(MAGIC)
+    pool = ThreadPoolExecutor(COPY_THREADS, thread_name_prefix="asyncrl-delta")
+    try:
+        for section in pool.map(encode, _chunks(manifest)):
+            sections.append(section)
+            num_bytes += len(section)
+            if max_bytes is not None and num_bytes > max_bytes:
+                return None
+    finally:
+        pool.shutdown(cancel_futures=True)
     return b"".join(sections)
 
 

@@ -15,6 +15,7 @@ import numpy as np
 import xxhash
 
 from asyncrl.errors import BroadcastError
+from asyncrl.models.copying import COPY_THREADS
 
 CHUNK_BYTES = 512 << 10
 """Half of a usual second-level cache: a copied chunk is hashed before it leaves."""
@@ -158,7 +159,7 @@ def copied_fingerprints(source: memoryview, target: memoryview, ends: Sequence[i
     return hasher.digests()
 
 
-def fingerprints_of(flat: memoryview, ends: Sequence[int], check: Callable[[], None], num_threads: int = 2) -> bytes:
+def fingerprints_of(flat: memoryview, ends: Sequence[int], check: Callable[[], None], num_threads: int = COPY_THREADS) -> bytes:
     """Hash bytes where they lie, buckets side by side.
 
     Args:

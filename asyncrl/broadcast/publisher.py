@@ -97,10 +97,13 @@ class Publisher:
             )
         self._writer = open_writer(config.medium, run_folder, curve_keys)
         self._state = PublisherState(NUM_SLOTS, self._writer.keeps_slots)
-        self._changed = threading.Condition()
+        self._changed = threading.Condition()  # its lock may be taken again by the thread that has it
         self._publications: dict[int, _Publication] = {}
         self._to_commit: Commit | None = None
         self._failure = ""
+        """Of a commit; raised once."""
+        self._broken = ""
+        """Why the thread is no more: raised from then on."""
         self._closing = False
         self._manifest: WeightsManifest | None = None
         self._deltas: DeltaOffers | None = None
@@ -154,7 +157,7 @@ class Publisher:
             BroadcastError: One could not be published.
         """
         with self._changed:
-            done = self._changed.wait_for(lambda: self._failure or not self._state.num_unfinished, timeout_s)
+            done = self._changed.wait_for(lambda: self._failure or self._broken or not self._state.num_unfinished, timeout_s)
         self._raise_failure()
         return bool(done)
 
@@ -197,7 +200,8 @@ class Publisher:
             busy_slots = self._writer.busy_slots()
             if self._state.only_busy_left(busy_slots):
                 # Rather than pull a slot from under a reader: the commit that holds the other one is our own, and soon over.
-                self._changed.wait_for(lambda: not self._state.is_committing or self._failure)
+                self._changed.wait_for(lambda: not self._state.is_committing or self._broken)
+                self._raise_failure()
                 busy_slots = self._writer.busy_slots()
             instructions = self._state.handle(PublishRequested(version, busy_slots), self._clock.now())
             (stage,) = (instruction for instruction in instructions if isinstance(instruction, Stage))
@@ -213,8 +217,7 @@ class Publisher:
                 self._report(self._commit(commit))
         except BaseException as error:
             with self._changed:
-                self._failure = f"the publisher thread broke: {error!r}"
-                self._closing = True
+                self._broken = f"the publisher thread broke, nothing can be published any more: {error!r}"
                 self._changed.notify_all()
             raise
 
@@ -293,6 +296,6 @@ class Publisher:
 
     def _raise_failure(self) -> None:
         with self._changed:
-            failure, self._failure = self._failure, ""
+            failure, self._failure = self._broken or self._failure, ""
         if failure:
             raise BroadcastError(failure)

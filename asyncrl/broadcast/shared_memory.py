@@ -113,6 +113,7 @@ class SharedMemoryWriter:
             writing.write_bytes(blob)
             writing.replace(target)
         except OSError as error:
+            writing.unlink(missing_ok=True)
             raise BroadcastError(
                 f"no room for delta {name} ({len(blob)} bytes) in {self._path.parent}: {error.strerror}"
             ) from error

@@ -4,8 +4,8 @@ Invariants:
 - What the buffer is said to hold has the announced fingerprints; from before the first byte is written until they are compared it
   is said to hold nothing.
 - A delta is applied only if its own fingerprint is right, and only on the very bytes it was made from.
-- Whatever goes wrong with deltas is answered by fetching the whole, at once.
-
+- Whatever goes wrong with deltas is answered by fetching the whole, at once; where what went wrong lies between the whole version
+  and the announced one (`files`), only that is tried again, from the version before it.
 - Where the system has memory files (Linux), the buffer is one: another process of this user can map it by `path`, nothing is in
   any folder, and nothing is left when this process ends.
 
@@ -25,7 +25,7 @@ import xxhash
 
 from asyncrl.broadcast.delta import apply_delta, blob_fingerprint
 from asyncrl.broadcast.delta_chain import FetchPlan, HeldVersion, plan_fetch, plan_whole
-from asyncrl.broadcast.fingerprint import DIGEST_BYTES, damaged_buckets
+from asyncrl.broadcast.fingerprint import DIGEST_BYTES, damaged_buckets, version_fingerprint
 from asyncrl.broadcast.medium import MediumReader, VersionUnavailableError
 from asyncrl.errors import BroadcastError
 from asyncrl.models.layout import bucket_ends
@@ -62,10 +62,11 @@ class Staging:
         try:
             self._carry_out(plan, available, cancelled)
         except BroadcastError as error:
-            if plan.whole is not None or cancelled.is_set():
+            whole = plan_whole(available)
+            if plan.whole is not None or cancelled.is_set() or self._is_at_least(whole):
                 raise
             _LOG.warning("version %d is fetched whole, its deltas were of no use: %s", available.version, error)
-            self._carry_out(plan_whole(available), available, cancelled)
+            self._carry_out(whole, available, cancelled)
         return flat
 
     @property
@@ -87,7 +88,11 @@ class Staging:
         before = self._held.bucket_fingerprints
         touched: set[int] = set()
         for delta in plan.deltas:
-            touched |= self._apply(delta, available, cancelled)
+            try:
+                touched |= self._apply(delta, available, cancelled)
+            except BroadcastError:
+                self._stay_at_base(delta, before, touched, available.manifest)
+                raise
         found = _rehashed(before, touched, available.manifest, self._bytes())
         refuse_damaged(available, found)
         self._held = _held(available)
@@ -106,6 +111,17 @@ class Staging:
             raise BroadcastError(f"the delta to version {delta.version} arrived damaged: its fingerprint differs")
         self._held = None
         return apply_delta(available.manifest, blob, self._bytes())
+
+    def _stay_at_base(self, delta: Delta, before: bytes, touched: set[int], manifest: WeightsManifest) -> None:
+        """Hold what was reached before `delta` failed, if that is it: it need not be fetched again."""
+        found = _rehashed(before, touched, manifest, self._bytes())
+        if version_fingerprint(found) == delta.base_fingerprint:
+            self._held = HeldVersion(delta.base_version, delta.base_fingerprint, found, manifest.total_bytes)
+
+    def _is_at_least(self, whole: FetchPlan) -> bool:
+        """Return whether what is held is on the way from the whole version already: fetching that would lead here again."""
+        assert whole.whole is not None
+        return self._held is not None and any(delta.base_fingerprint == self._held.fingerprint for delta in whole.deltas)
 
     def _bytes(self) -> memoryview:
         assert self._flat is not None

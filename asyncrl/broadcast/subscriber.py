@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -146,9 +146,11 @@ class Subscriber:
         return fetched.tensors
 
     def close(self) -> None:
-        """Stop a fetch under way and release everything; tensors handed out stay valid. Safe to repeat."""
+        """Stop a fetch under way and release everything; tensors handed out can still be read, but are no longer spared."""
         self._cancelled.set()
         self._executor.shutdown(wait=True)
+        if self._handed_out is not None:
+            self._handed_out.release()
         self._staging.close()
         self._reader.close()
 
@@ -173,10 +175,12 @@ class Subscriber:
     async def _on_thread(self, available: WeightsAvailable) -> MappedTensors:
         """Fetch and verify; on cancellation the thread is told to stop, and the next fetch queues behind it."""
         cancelled = self._cancelled = threading.Event()
+        received = self._executor.submit(self._receive, available, cancelled)
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._executor, self._receive, available, cancelled)
+            return await asyncio.wrap_future(received)
         except asyncio.CancelledError:
             cancelled.set()
+            received.add_done_callback(_release_unused)
             raise
 
     def _receive(self, available: WeightsAvailable, cancelled: threading.Event) -> MappedTensors:
@@ -230,6 +234,12 @@ def _verified_in_place(lease: Lease, available: WeightsAvailable, cancelled: thr
         lease.release()
         raise
     return MappedTensors(manifest, lease.flat, lease.path, lease.offset, check=lease.check, release=lease.release)
+
+
+def _release_unused(received: Future[MappedTensors]) -> None:
+    """Let go of a version that arrived although nobody waits for it any more: a lease would be held for good."""
+    if not received.cancelled() and received.exception() is None:
+        received.result().release()
 
 
 def _raise_given_up(instructions: list[SubscriberInstruction]) -> None:

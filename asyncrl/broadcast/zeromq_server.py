@@ -93,6 +93,11 @@ class PartServer:
         self._thread = threading.Thread(target=self._serve, args=(router, doorman), name="asyncrl-weights-server", daemon=True)
         self._thread.start()
 
+    @property
+    def is_serving(self) -> bool:
+        """Return whether requests are answered; False after `close`, or where the serving thread broke."""
+        return self._thread.is_alive()
+
     def ring(self) -> None:
         """Say that something arrived on the shelf; from any one thread."""
         # Who begins to wait after this look finds the part on the shelf: what waits is tried once more after it is noted.

@@ -16,6 +16,7 @@ from asyncrl.broadcast.zeromq_keys import CurveKeys
 from asyncrl.broadcast.zeromq_server import PartServer
 from asyncrl.broadcast.zeromq_shelf import Key, Shelf
 from asyncrl.config.stages import ZeroMQMedium
+from asyncrl.errors import BroadcastError
 from asyncrl.schema.weights import WeightsManifest
 
 
@@ -66,6 +67,8 @@ class ZeroMQWriter:
 
     def commit(self, slot: int, version: int, fingerprint: str) -> str:
         """Start serving the slot; see MediumWriter."""
+        if self._server is None or not self._server.is_serving:
+            raise BroadcastError(f"version {version} can be fetched by nobody: the thread that serves weights has ended")
         self._held[slot] = (version, fingerprint)
         self._shelf.put((version, fingerprint), self._slots[slot])
         return self.location

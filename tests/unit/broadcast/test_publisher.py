@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from asyncrl.broadcast.publisher import Publisher
+from asyncrl.broadcast.segments import remove_leftover_segments
 from asyncrl.clock import VirtualClock
 from asyncrl.config.stages import BroadcastConfig, FilesMedium
 from asyncrl.errors import BroadcastError
@@ -66,6 +67,23 @@ def test_nothing_can_be_published_after_close(publisher):
     publisher.close()
     with pytest.raises(BroadcastError, match="closed"):
         publisher.publish(2, {"w": torch.ones(5)})
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_publisher_whose_thread_broke_says_so_from_then_on(tmp_path):
+    def refuse(available):
+        raise RuntimeError(f"nobody hears of version {available.version}")
+
+    publisher = Publisher(BroadcastConfig(), tmp_path, refuse, VirtualClock())
+    publisher.publish(1, {"w": torch.ones(5)})
+    for _ in range(2):
+        with pytest.raises(BroadcastError, match="nobody hears of version 1"):
+            publisher.flush(10)
+    with pytest.raises(BroadcastError, match="nothing can be published any more"):
+        publisher.publish(2, {"w": torch.ones(5)})
+    with pytest.raises(BroadcastError, match="nobody hears of version 1"):
+        publisher.close()
+    assert remove_leftover_segments(tmp_path) == []
 
 
 def test_what_was_published_before_close_is_announced(tmp_path, announced):

@@ -7,7 +7,7 @@ import torch
 
 from asyncrl.broadcast.medium import VersionUnavailableError
 from asyncrl.broadcast.segments import note_path, remove_leftover_segments, segment_folder, segment_prefix
-from asyncrl.broadcast.shared_memory import SegmentNote, SharedMemoryReader, SharedMemoryWriter
+from asyncrl.broadcast.shared_memory import SegmentNote, SharedMemoryReader, SharedMemoryWriter, blob_path
 from asyncrl.errors import BroadcastError
 from asyncrl.models.layout import make_manifest
 from asyncrl.schema.weights import WeightsAvailable, WeightsManifest
@@ -113,6 +113,19 @@ def test_a_lease_shows_the_bytes_where_they_lie(writer, tmp_path):
     lease = SharedMemoryReader(tmp_path).lease(announcement(1, writer.commit(1, 1, "")))
     assert lease.flat.eq(7).all()
     assert Path(lease.path).read_bytes()[lease.offset : lease.offset + 3] == b"\7\7\7"
+
+
+def test_a_delta_that_cannot_be_written_leaves_nothing(writer, tmp_path):
+    writer.open(MANIFEST)
+    writer.overwrite(0, 1)
+    in_the_way = blob_path(Path(writer.commit(0, 1, "")), "delta-1")
+    in_the_way.mkdir()
+    try:
+        with pytest.raises(BroadcastError, match="no room for delta delta-1"):
+            writer.put_blob("delta-1", b"abc")
+    finally:
+        in_the_way.rmdir()
+    assert not list(segment_folder(tmp_path).glob(f"{segment_prefix(tmp_path)}*writing*"))
 
 
 def test_a_delta_lies_beside_the_segment_until_dropped(writer, tmp_path):

@@ -122,6 +122,20 @@ def test_after_a_lost_delta_the_whole_that_did_come_is_a_base(learner, staging):
     assert torch.equal(received(staging, available)["a"], learner.tensors["a"])
 
 
+def test_after_a_damaged_delta_only_that_is_fetched_again(learner, staging):
+    """On `files` the whole version may lie before the damage: it would lead there again."""
+    received(staging, learner.publish(1))
+    first, second = learner.publish(2).deltas[-1], learner.publish(3)
+    blob = learner.folder / f"{second.deltas[-1].name}.delta"
+    kept = blob.read_bytes()
+    blob.write_bytes(bytes(len(kept)))
+    with pytest.raises(BroadcastError, match="delta to version 3 arrived damaged"):
+        staging.receive(second, NOT_CANCELLED)
+    blob.write_bytes(kept)
+    learner.remove("version-*/*", f"{first.name}.delta")
+    assert torch.equal(received(staging, second)["a"], learner.tensors["a"])
+
+
 def test_a_cancelled_fetch_stops_and_the_next_one_goes_on_from_what_is_there(learner, staging):
     received(staging, learner.publish(1))
     available = learner.publish(2)

@@ -44,6 +44,21 @@ class StepTokens:
         self._corrections = corrections
         self._ranks: Ranks = OneRank() if ranks is None else ranks
         self._records: list[TokenRecord] = []
+        self._before_update = 0
+
+    def begin_update(self) -> None:
+        """Note where the records of an update begin."""
+        self._before_update = len(self._records)
+
+    def restart_update(self, rows_to_come: int) -> None:
+        """Forget the records of the update in hand.
+
+        Args:
+            rows_to_come: How many of the first pass follow in their place, of this update and those after it; 0 after that pass.
+        """
+        del self._records[self._before_update :]
+        if rows_to_come:
+            self._rows = self._before_update + rows_to_come
 
     def add(self, record: TokenRecord) -> None:
         """Add one row of one update; in a step that trains the policy every rank adds at least one, if of no token."""
@@ -72,6 +87,15 @@ class StepPairs:
         """Begin a step, over these ranks; None: this process has all pairs."""
         self._ranks: Ranks = OneRank() if ranks is None else ranks
         self._sums: torch.Tensor | None = None
+        self._before_update: torch.Tensor | None = None
+
+    def begin_update(self) -> None:
+        """Note what there was before an update."""
+        self._before_update = self._sums
+
+    def restart_update(self) -> None:
+        """Forget the update in hand."""
+        self._sums = self._before_update
 
     def add(self, outputs: PreferenceOutputs) -> None:
         """Add one row of one update; every rank adds at least one, if of no pair."""

@@ -73,7 +73,10 @@ def _reference(trainee: Trainee, plan: StepPlan) -> RowValues:
             f"step {plan.batch.step} needs log-probabilities of the reference: neither does the batch bring them "
             "(algorithm.reference.where = 'worker') nor has the learner a reference (Trainee.reference)"
         )
-    return [trainee.reference.logprobs(row, plan.batch.temperature) for row in plan.rows]
+    trainee.bring("inference")
+    logprobs = [trainee.reference.logprobs(row, plan.batch.temperature) for row in plan.rows]
+    trainee.bring("train")
+    return logprobs
 
 
 def _policy(trainee: Trainee, plan: StepPlan) -> tuple[RowValues | None, RowValues | None]:

@@ -123,6 +123,11 @@ def make_plan(prepared: PreparedBatch, config: RunConfig, memory: StepMemory) ->
     return StepPlan(prepared, applied(algorithm, choice.recipe), config.learner, coefficient, choice)
 
 
+def rows_to_come(plan: StepPlan, updates_begun: int) -> int:
+    """Return how many rows of the first pass over the batch follow from the update in hand on, it included; 0 after that pass."""
+    return sum(len(rows) for rows in plan.prepared.updates[updates_begun - 1 :])
+
+
 def staleness_signals(prepared: PreparedBatch) -> dict[str, float]:
     """Return mean and largest staleness of the samples to be trained, by metric name."""
     samples = prepared.batch.samples

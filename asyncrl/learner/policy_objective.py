@@ -19,7 +19,7 @@ from asyncrl.learner.measure import StepTokens, TokenRecord
 from asyncrl.learner.micro_batches import MicroBatch, build_signals
 from asyncrl.learner.model import RowOutputs, row_hidden, run_row
 from asyncrl.learner.passes import Passes
-from asyncrl.learner.plan import StepPlan
+from asyncrl.learner.plan import StepPlan, rows_to_come
 from asyncrl.learner.policy_loss import policy_loss, trained_mask
 from asyncrl.learner.trainee import Trainee
 
@@ -37,9 +37,11 @@ class PolicyObjective:
         self._plan = plan
         self._signals = build_signals(plan, passes, trainee.ranks)
         self._tokens = StepTokens(len(plan.rows), corrections=plan.algorithm.corrections, ranks=trainee.ranks)
-        self._rows_trained = 0
+        self._updates_begun = 0
         self._values_clipped: list[torch.Tensor] = []
         """[2] a row: value targets that the clip holds, and all."""
+        self._rows_valued_before = 0
+        """Of them, those before the update in hand."""
 
     @property
     def advantages(self) -> FloatArray:
@@ -48,6 +50,19 @@ class PolicyObjective:
         sums = np.where(mask, self._signals.advantages, 0.0).sum(axis=1)
         means: FloatArray = sums / np.maximum(mask.sum(axis=1), 1)
         return means
+
+    def begin_update(self) -> None:
+        """See `Objective`."""
+        self._updates_begun += 1
+        self._rows_valued_before = len(self._values_clipped)
+        self._tokens.begin_update()
+
+    def restart_update(self, plan: StepPlan, passes: Passes) -> None:
+        """See `Objective`."""
+        self._plan = plan
+        self._signals = build_signals(plan, passes, self._trainee.ranks)
+        del self._values_clipped[self._rows_valued_before :]
+        self._tokens.restart_update(rows_to_come(plan, self._updates_begun))
 
     def train_row(self, update: int, place: int) -> torch.Tensor:
         """Add the gradients of row `place` of an update; return this rank's shares of policy and value loss, [2]."""
@@ -83,10 +98,8 @@ class PolicyObjective:
             fused=plan.learner.logprobs == "fused",
         )
         inputs, judged = policy_loss(plan, micro, denominators, outputs)
-        is_first = self._rows_trained < len(plan.prepared.updates[0])
-        self._rows_trained += 1
         recomputed = plan.algorithm.proximal == "recompute"
-        self._tokens.add(TokenRecord.of(inputs, judged, proximal_is_learner=recomputed, is_first_update=is_first))
+        self._tokens.add(TokenRecord.of(inputs, judged, proximal_is_learner=recomputed, is_first_update=self._updates_begun == 1))
         return judged.loss, outputs
 
     def _head_loss(self, micro: MicroBatch, denominators: Denominators, outputs: RowOutputs | None) -> torch.Tensor:

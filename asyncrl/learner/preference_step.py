@@ -18,7 +18,7 @@ from asyncrl.errors import LearnerError
 from asyncrl.learner.measure import StepPairs, StepTokens, TokenRecord
 from asyncrl.learner.model import RowOutputs, run_row
 from asyncrl.learner.passes import Passes
-from asyncrl.learner.plan import StepPlan
+from asyncrl.learner.plan import StepPlan, rows_to_come
 from asyncrl.learner.policy_loss import trained_mask
 from asyncrl.learner.rows import PreparedBatch, Row
 from asyncrl.learner.trainee import Trainee
@@ -34,9 +34,12 @@ class PreferenceObjective:
         Raises:
             LearnerError: There is none, or its two samples lie in different rows.
         """
-        assert passes.reference is not None, "a plan of preferences needs the reference"
         self._trainee = trainee
-        self._plan = plan
+        self._updates_begun = 0
+        self._knows_sampler = any(logprobs_from_bytes(row.behaviour_logprobs).any() for row in plan.batch.rows)
+        self._pairs = StepPairs(ranks=trainee.ranks)
+        self._tokens = StepTokens(len(plan.rows), ranks=trainee.ranks)
+        self._take(plan, passes)
         self._pair_of_sample = whole_pairs(plan.prepared)
         self._num_pairs = [
             len(np.unique(pairs[pairs >= 0]))
@@ -48,12 +51,18 @@ class PreferenceObjective:
                 f"step {plan.batch.step} has no preference pair to train: none of its {len(plan.batch.samples)} samples is of a "
                 "pair whose other side is trained too"
             )
-        references = iter(passes.reference)
-        self._updates = [[(row, next(references)) for row in rows] for rows in plan.prepared.updates]
-        self._pairs = StepPairs(ranks=trainee.ranks)
-        self._tokens = StepTokens(len(plan.rows), ranks=trainee.ranks)
-        self._knows_sampler = any(logprobs_from_bytes(row.behaviour_logprobs).any() for row in plan.batch.rows)
-        self._rows_trained = 0
+
+    def begin_update(self) -> None:
+        """See `Objective`."""
+        self._updates_begun += 1
+        self._tokens.begin_update()
+        self._pairs.begin_update()
+
+    def restart_update(self, plan: StepPlan, passes: Passes) -> None:
+        """See `Objective`."""
+        self._take(plan, passes)
+        self._tokens.restart_update(rows_to_come(plan, self._updates_begun))
+        self._pairs.restart_update()
 
     def train_row(self, update: int, place: int) -> torch.Tensor:
         """Add the gradients of row `place` of an update; return this rank's shares of its loss and of no value loss, [2]."""
@@ -83,6 +92,12 @@ class PreferenceObjective:
             figures = {name: value for name, value in figures.items() if not name.startswith(("ratio/", "mismatch/"))}
         return figures | self._pairs.metrics()
 
+    def _take(self, plan: StepPlan, passes: Passes) -> None:
+        assert passes.reference is not None, "a plan of preferences needs the reference"
+        self._plan = plan
+        references = iter(passes.reference)
+        self._updates = [[(row, next(references)) for row in rows] for rows in plan.prepared.updates]
+
     def _note_tokens(self, row: Row, outputs: RowOutputs, reference: torch.Tensor) -> None:
         logprobs = outputs.logprobs.detach()
         unknown = torch.full_like(logprobs, torch.nan)
@@ -100,9 +115,7 @@ class PreferenceObjective:
             versions=row.versions,
             learner_version=self._plan.batch.step,
         )
-        is_first = self._rows_trained < len(self._plan.prepared.updates[0])
-        self._rows_trained += 1
-        self._tokens.add(TokenRecord.without_loss(inputs, is_first_update=is_first))
+        self._tokens.add(TokenRecord.without_loss(inputs, is_first_update=self._updates_begun == 1))
 
     def _inputs(self, row: Row, logprobs: torch.Tensor, reference: torch.Tensor, update: int) -> PreferenceInputs:
         samples = self._plan.batch.samples

@@ -23,6 +23,11 @@ class FrozenReference:
         self._model = model.requires_grad_(False)
         self._chunk_tokens = chunk_tokens
 
+    @property
+    def model(self) -> PreTrainedModel:
+        """Return the model."""
+        return self._model
+
     @torch.no_grad()
     def logprobs(self, row: Row, temperature: float) -> torch.Tensor:
         """Return float32 [M], log-probability of each target of the row."""

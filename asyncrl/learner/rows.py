@@ -148,6 +148,26 @@ def prepare_row(row: PackedRow, members: list[Member]) -> Row | None:
     return _build(arrays, kept) if kept else None
 
 
+def split_row(batch: StepBatch, row: Row) -> tuple[Row, ...]:
+    """Return two rows of about half the tokens each, which together train what the row trains, in its order; or the row itself.
+
+    Samples are never split, nor are the two samples of a preference pair.
+
+    Args:
+        batch: Which the row is of.
+        row: On any device.
+    """
+    members = [(int(index), batch.samples[index]) for index in row.sample_index]
+    cuts = [cut for cut in range(1, len(members)) if members[cut][1].pair < 0 or members[cut][1].pair != members[cut - 1][1].pair]
+    if not cuts:
+        return (row,)
+    upto = np.cumsum([sample.prompt_tokens + sample.response_tokens for _, sample in members])
+    middle = min(cuts, key=lambda cut: abs(2 * upto[cut - 1] - upto[-1]))
+    arrays = _decode(batch.rows[members[0][1].row])
+    halves = (_build(arrays, members[:middle]), _build(arrays, members[middle:]))
+    return tuple(half.to(row.input_ids.device) for half in halves)
+
+
 @dataclass(frozen=True, slots=True)
 class _RowArrays:
     """A packed row's arrays, [L] each, views of its bytes."""

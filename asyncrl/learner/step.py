@@ -6,14 +6,15 @@ the other (a row is a micro-batch), clip, and the optimizer. Denominators are th
 rows and ranks changes nothing. A step with one update and neither reference nor critic makes no pass beforehand.
 
 Invariants: the same weights, memory and batch give the same bits on a CPU; weights change only if loss and gradients are
-finite; the maths is that of asyncrl/algorithms, none of it is here. Called by learner/worker.py (off the event loop),
-learner/follower.py, experiments and tests.
+finite; the maths is that of asyncrl/algorithms, none of it is here; what happens when memory runs out is in
+learner/out_of_memory.py. Called by learner/worker.py (off the event loop), learner/follower.py, experiments and tests.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -23,7 +24,7 @@ from asyncrl.algorithms.kl import next_coefficient
 from asyncrl.config.run import RunConfig
 from asyncrl.errors import LearnerError
 from asyncrl.learner.measure import batch_metrics
-from asyncrl.learner.passes import run_passes
+from asyncrl.learner.out_of_memory import RoomyStep
 from asyncrl.learner.plan import StepPlan, make_plan
 from asyncrl.learner.policy_objective import PolicyObjective
 from asyncrl.learner.preference_step import PreferenceObjective
@@ -65,17 +66,21 @@ def train_step(
         The new version and the step's metrics, named as in observe/metrics.py.
 
     Raises:
-        LearnerError: Nothing to train, something needed is missing, or a loss or gradient is not finite (the weights are those
-            before the update).
+        LearnerError: Nothing to train, something needed is missing, memory ran out twice, or a loss or gradient is not finite
+            (the weights are those before the update).
     """
-    plan = _plan(trainee, batch, config)
-    passes = run_passes(trainee, plan)
+    step = RoomyStep(trainee, _plan(trainee, batch, config))
+    passes = step.run_passes()
+    plan = step.plan
     build = PreferenceObjective if plan.algorithm.kind == "dpo" else PolicyObjective
     objective = build(trainee, plan, passes)
     outcomes = []
     try:
         for _ in range(config.learner.epochs):
-            outcomes += [run_update(trainee, plan, objective, number) for number in range(len(plan.prepared.updates))]
+            outcomes += [
+                run_update(trainee, plan, partial(step.train_rows, objective, number))
+                for number in range(len(plan.prepared.updates))
+            ]
     except NonFiniteError as error:
         raise LearnerError(_describe_failure(plan.batch, str(error), failed_folder)) from error
     metrics = _metrics(plan, objective, outcomes)

@@ -5,6 +5,7 @@ Called by learner/start.py (which makes it), learner/step.py, learner/worker.py,
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -16,6 +17,7 @@ from asyncrl.learner.critic import Critic
 from asyncrl.learner.optim import PolicyOptimizer
 from asyncrl.learner.ranks import OneRank, Ranks
 from asyncrl.learner.rows import Row
+from asyncrl.schema.control import Phase
 
 
 class Reference(Protocol):
@@ -23,6 +25,30 @@ class Reference(Protocol):
 
     def logprobs(self, row: Row, temperature: float) -> torch.Tensor:
         """Return float32 [M], log-probability of each target of the row, without gradient."""
+        ...
+
+
+class Memory(Protocol):
+    """The device's memory, where components of the trainee leave it and come back (learner/residents.py)."""
+
+    def bring(self, phase: Phase) -> None:
+        """Have on the device what a phase of a step needs: `inference` the reference, `train` what is trained.
+
+        Raises:
+            ResidencyError: It does not fit.
+        """
+        ...
+
+    def make_room(self) -> str:
+        """Take off the device what no forward or backward pass of training needs; return what left, in words."""
+        ...
+
+    def watch(self) -> AbstractContextManager[None]:
+        """Return a context in which a simulated device counts activations."""
+        ...
+
+    def describe(self) -> str:
+        """Return what is on the device, in words."""
         ...
 
 
@@ -50,3 +76,10 @@ class Trainee:
     """None where there is no critic."""
     ranks: Ranks = field(default_factory=OneRank)
     memory: StepMemory = field(default_factory=StepMemory)
+    residents: Memory | None = None
+    """None: everything stays on the device."""
+
+    def bring(self, phase: Phase) -> None:
+        """See `Memory.bring`; without residents everything is there."""
+        if self.residents is not None:
+            self.residents.bring(phase)

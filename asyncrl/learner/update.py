@@ -11,18 +11,28 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from asyncrl.learner.optim import skip_update
+from asyncrl.learner.passes import Passes
 from asyncrl.learner.plan import StepPlan
 from asyncrl.learner.trainee import Trainee
 
 
 class Objective(Protocol):
     """What a step minimises."""
+
+    def begin_update(self) -> None:
+        """Note that the rows of an update follow."""
+        ...
+
+    def restart_update(self, plan: StepPlan, passes: Passes) -> None:
+        """Forget the rows since `begin_update`: those of `plan`, smaller ones of the same samples, follow in their place."""
+        ...
 
     def train_row(self, update: int, place: int) -> torch.Tensor:
         """Add the gradients of row `place` of an update; return this rank's shares of policy and value loss, float64 [2]."""
@@ -53,15 +63,19 @@ class NonFiniteError(Exception):
     """Loss or gradient is not finite; the weights are those before the update."""
 
 
-def run_update(trainee: Trainee, plan: StepPlan, objective: Objective, number: int) -> UpdateOutcome:
-    """Train update `number` of a pass over the batch.
+def run_update(trainee: Trainee, plan: StepPlan, train_rows: Callable[[], torch.Tensor]) -> UpdateOutcome:
+    """Train one update of a pass over the batch.
+
+    Args:
+        trainee: Whose weights change.
+        plan: Of the step.
+        train_rows: Adds the gradients of the update's rows; returns this rank's shares of policy and value loss, [2].
 
     Raises:
         NonFiniteError: See there; gradients are dropped.
     """
     started_s = time.perf_counter()
-    shares = [objective.train_row(number, place) for place in range(len(plan.prepared.updates[number]))]
-    loss, value_loss = trainee.ranks.sum(torch.stack(shares).sum(dim=0)).tolist()
+    loss, value_loss = trainee.ranks.sum(train_rows()).tolist()
     policy = trainee.optimizer if plan.trains_policy else None
     optimizers = [own for own in (policy, trainee.critic_optimizer) if own is not None]
     norms = {own: own.clip() for own in optimizers}
@@ -71,6 +85,7 @@ def run_update(trainee: Trainee, plan: StepPlan, objective: Objective, number: i
         for own in optimizers:
             own.zero_grad()
         raise NonFiniteError(_figures(trainee, plan, (loss, norm), (value_loss, value_norm)))
+    trainee.bring("train")
     rates = [own.step(plan.batch.step) for own in optimizers] if is_finite else []
     rate = rates[0] if rates and plan.trains_policy else 0.0
     return UpdateOutcome(loss, value_loss, norm, value_norm, rate, not is_finite, time.perf_counter() - started_s)

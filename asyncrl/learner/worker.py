@@ -3,18 +3,21 @@
 Owns the policy from start to Shutdown, one thread on which everything that touches it runs (start, steps, publishing,
 checkpoints), and four loops over one connection:
 - batches (DATA): decode the next step's batch on a thread while the step before still trains; at most one is ready;
-- steps: write a checkpoint that is due, else train the batch that is ready, publish the version, report StepDone, acknowledge;
-- orders (CONTROL): checkpoint, shut down;
+- steps: switch to the phase that is asked for, else write a checkpoint that is due, else (unless generation has the device) train
+  the batch that is ready, publish the version, report StepDone, acknowledge;
+- orders (CONTROL): phase, checkpoint, shut down;
 - heartbeat: what it does or waits for, and its gauges.
 
 Invariants: steps are trained in order, each once on one line of checkpoints (a repeat is answered and not trained); the
-learner waits for batches and for nothing else: publishing blocks for one copy of the weights; Shutdown lets the step in hand
-finish. Called by pipeline.py, which binds `publish`, `warm_start_examples` and `alphabet` (stages do not import each other).
+learner waits for batches and, where its device is shared by turns, for its turn; publishing blocks for one copy of the weights;
+Shutdown lets the step in hand finish. Called by pipeline.py, which binds `publish`, `warm_start_examples` and `alphabet` (stages
+do not import each other).
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import logging
 from collections.abc import Callable, Mapping
@@ -34,12 +37,24 @@ from asyncrl.learner.crew import Crew, StartRank
 from asyncrl.learner.lora import publishable_tensors
 from asyncrl.learner.orders import Publish, Save
 from asyncrl.learner.probe import make_probe
+from asyncrl.learner.residents import Residents, needs_residents, open_residents
 from asyncrl.learner.rows import Division, PreparedBatch, prepare
 from asyncrl.learner.start import Examples, Standing, prepare_standing
 from asyncrl.learner.step import StepResult, division_of, train_step
 from asyncrl.learner.warm_start import StartAbandoned
 from asyncrl.schema.batches import StepBatch, StepDone
-from asyncrl.schema.control import Checkpoint, CheckpointDone, Heartbeat, LearnerReady, Pause, Resume, Shutdown
+from asyncrl.schema.control import (
+    Checkpoint,
+    CheckpointDone,
+    Heartbeat,
+    LearnerReady,
+    Pause,
+    Phase,
+    PhaseReached,
+    Resume,
+    SetPhase,
+    Shutdown,
+)
 from asyncrl.schema.weights import Probe
 from asyncrl.transport.channel import Connection, Delivery, Lane
 
@@ -123,9 +138,13 @@ class LearnerWorker:
         self._standing: Standing | None = None
         self._ready: _Ready | None = None
         self._checkpoint: Checkpoint | None = None
+        self._wanted_phase: SetPhase | None = None
+        self._phase: Phase = "train"
+        """Until a controller whose phases take turns says otherwise."""
+        self._residents: Residents | None = None
         self._is_ending = False
         self._news = asyncio.Event()
-        """A batch is ready, a checkpoint is asked for, or the end has come."""
+        """A batch is ready, a phase or checkpoint is asked for, or the end has come."""
         self._room = asyncio.Event()
         """The next batch may be decoded."""
         self._done: dict[int, StepDone] = {}
@@ -156,6 +175,8 @@ class LearnerWorker:
         """Wait for the thread to finish what it is at, and end it and the other ranks."""
         self._is_ending = True
         await asyncio.to_thread(self._thread.shutdown)
+        if self._residents is not None:
+            self._residents.close()
         await asyncio.to_thread(lambda: self._crew.close(all_well=all_well))
 
     # -- loops -----------------------------------------------------------------------------------------------------------
@@ -166,6 +187,10 @@ class LearnerWorker:
         )
         self._standing = standing
         await self._on_thread(self._publish_version)
+        if needs_residents(self._config):
+            self._residents = standing.trainee.residents = await self._on_thread(
+                lambda: open_residents(standing.trainee, self._config, self._run_folder, standing.model_folder, self._clock)
+            )
         ready = LearnerReady(standing.version, str(standing.model_folder), standing.metrics)
         await self._connection.send(ready, Lane.CONTROL)
 
@@ -176,6 +201,8 @@ class LearnerWorker:
             match delivery.message:
                 case Checkpoint() as wanted:
                     self._checkpoint = wanted
+                case SetPhase() as wanted_phase:
+                    self._wanted_phase = wanted_phase
                 case Shutdown(reason=reason):
                     log.info("shutting down: %s", reason or "asked to")
                     self._is_ending = True
@@ -205,10 +232,13 @@ class LearnerWorker:
         """Do what is due, one thing after the other, until the end."""
         waiting_from_s = self._clock.now()
         while not self._is_ending:
-            if self._checkpoint is not None and self._checkpoint.version <= self._policy.version:
+            if self._wanted_phase is not None:
+                wanted_phase, self._wanted_phase = self._wanted_phase, None
+                await self._reach(wanted_phase)
+            elif self._checkpoint is not None and self._checkpoint.version <= self._policy.version:
                 wanted, self._checkpoint = self._checkpoint, None
                 await self._write_checkpoint(wanted)
-            elif self._ready is not None:
+            elif self._ready is not None and self._phase != "rollout":
                 ready, self._ready = self._ready, None
                 self._room.set()
                 await self._take_step(ready, waiting_from_s)
@@ -216,9 +246,19 @@ class LearnerWorker:
             else:
                 await self._wait_for_news()
 
+    async def _reach(self, wanted: SetPhase) -> None:
+        """Bring about a phase between steps, and answer; without components of its own to move, only answer."""
+        residents, self._phase = self._residents, wanted.phase
+        reached = PhaseReached(NAME, wanted.phase, wanted.number, finished_s=self._clock.now())
+        if residents is not None:
+            reached = await self._on_thread(lambda: residents.reach(wanted.phase, wanted.number))
+        await self._connection.send(reached, Lane.CONTROL)
+
     async def _wait_for_news(self) -> None:
         self._idle_since_s = self._clock.now()
         self._news.clear()
+        if self._ready is not None and self._residents is not None:
+            await self._on_thread(self._residents.prefetch)
         await self._news.wait()
         self._idle_s += self._clock.now() - self._idle_since_s
         self._idle_since_s = None
@@ -234,10 +274,14 @@ class LearnerWorker:
                 "process/resident_bytes": float(self._process.memory_info().rss),
                 "process/version": float(-1 if self._standing is None else self._standing.version),
             }
-            waiting_for = "" if self._idle_since_s is None else f"the batch of step {self._policy.version}"
-            beat = Heartbeat(NAME, now, waiting_for, self._idle_since_s or 0.0, gauges)
+            beat = Heartbeat(NAME, now, self._waiting_for(), self._idle_since_s or 0.0, gauges)
             self._connection.try_send(beat, Lane.CONTROL)
             await self._clock.sleep(self._config.supervision.heartbeat_s)
+
+    def _waiting_for(self) -> str:
+        if self._idle_since_s is None:
+            return ""
+        return f"the batch of step {self._policy.version}" if self._ready is None else "the device, which generation has"
 
     # -- steps and checkpoints -------------------------------------------------------------------------------------------
 
@@ -287,7 +331,8 @@ class LearnerWorker:
         if policy.checkpoint is None or policy.state != state:
             folder, keep_last = self._run_folder / "checkpoints", self._config.checkpoint.keep_last
             self._crew.tell(Save())
-            policy.checkpoint = save_checkpoint(folder, policy.trainee, policy.tokenizer, state, keep_last)
+            with contextlib.nullcontext() if self._residents is None else self._residents.readable():
+                policy.checkpoint = save_checkpoint(folder, policy.trainee, policy.tokenizer, state, keep_last)
             policy.state = state
         return policy.checkpoint
 

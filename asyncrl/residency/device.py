@@ -163,10 +163,18 @@ class SimulatedDevice:
     def counting_activations(self) -> Iterator[None]:
         """Count what autograd keeps for the backward pass, as long as it keeps it; too much raises as on a GPU.
 
-        A storage is counted once a use, so tensors that several operations keep count more than once: an upper bound.
+        Weights are not counted again, if they are on the count already.
         """
-        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: _Activation(self, tensor), lambda kept: kept.tensor):
+        with torch.autograd.graph.saved_tensors_hooks(self._keep, lambda kept: kept):
             yield
+
+    def _keep(self, tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in self._held:
+            self._require(storage.nbytes())
+            self.hold([tensor])
+        # Not the tensor itself: a graph that keeps its own output is a cycle, and a forward that fails half-way would leak it.
+        return tensor.detach()
 
     def _note_address(self, storage: torch.UntypedStorage) -> None:
         self._held.add(storage.data_ptr())
@@ -186,16 +194,6 @@ class SimulatedDevice:
                 f"the simulated device is out of memory: {num_bytes} bytes asked for, {self._allocated} of "
                 f"{self._budget_bytes} taken"
             )
-
-
-class _Activation:
-    """One tensor that autograd keeps, on the count of a device; leaves and what is on the count already cost nothing."""
-
-    def __init__(self, device: SimulatedDevice, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
-        if not tensor.is_leaf or not tensor.requires_grad:
-            device._require(tensor.nbytes)  # noqa: SLF001 - the same file
-            device._count(self, tensor.nbytes)  # noqa: SLF001
 
 
 def _map(sizes: Sequence[int]) -> tuple[mmap.mmap | None, list[torch.Tensor]]:

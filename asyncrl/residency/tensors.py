@@ -42,7 +42,8 @@ class View:
 
     def show(self, raw: torch.Tensor) -> None:
         """Let the object see these bytes."""
-        self.tensor.data = raw.view(self.dtype).as_strided(self.size, self.stride, self.offset)
+        values = raw.view(self.dtype)
+        self.tensor.data = values.as_strided(self.size, self.stride, int(values.storage_offset()) + self.offset)
 
     def hide(self, device: torch.device) -> None:
         """Let the object see none."""

@@ -9,12 +9,22 @@ from safetensors.torch import load_file
 
 from asyncrl.clock import SystemClock
 from asyncrl.config.algorithm import AlgorithmConfig, CriticConfig, KLConfig, LearnerConfig
-from asyncrl.config.run import RunConfig, SupervisionConfig
+from asyncrl.config.run import PlacementConfig, RunConfig, SupervisionConfig
 from asyncrl.config.stages import ScratchModel, WarmStart
 from asyncrl.errors import AsyncRLError, ConfigError, LearnerError
 from asyncrl.learner.worker import run_learner
 from asyncrl.schema.batches import StepDone
-from asyncrl.schema.control import PROTOCOL, Checkpoint, CheckpointDone, Heartbeat, Hello, LearnerReady, Shutdown
+from asyncrl.schema.control import (
+    PROTOCOL,
+    Checkpoint,
+    CheckpointDone,
+    Heartbeat,
+    Hello,
+    LearnerReady,
+    PhaseReached,
+    SetPhase,
+    Shutdown,
+)
 from asyncrl.schema.samples import ids_from_bytes, logprobs_from_bytes
 from asyncrl.transport.channel import Lane
 from asyncrl.transport.inprocess import InProcessListener
@@ -278,3 +288,47 @@ async def test_critic_and_memory_survive_a_restart(kit, tmp_path):
     assert all(torch.equal(weights[name], got[name]) for name in weights)
     for name in ("kl/coefficient", "value/loss", "value/explained_var", "policy/loss"):
         assert done.metrics[name] == expected[2].metrics[name]
+
+
+COLOCATED = msgspec.structs.replace(CONFIG, placement=PlacementConfig(kind="colocated", device_memory_gib=1.0))
+
+
+async def set_phase(controller, phase, number):
+    await controller.connection.send(SetPhase(phase, number), Lane.CONTROL)
+    return await controller.news(PhaseReached)
+
+
+async def test_phases_move_the_learner_off_its_device_and_back_and_steps_wait_for_their_turn(kit, tmp_path):
+    async with learner(tmp_path, COLOCATED) as controller:
+        await controller.news(LearnerReady)
+        left = await set_phase(controller, "rollout", 1)
+        assert (left.name, left.phase, left.number, left.resident) == ("learner", "rollout", 1, {})
+        assert {(move.before, move.after) for move in left.moves} == {("device", "host")}
+        await controller.connection.send(kit.batch(kit.samples(), step=0))
+        waiting = await controller.heartbeat(lambda beat: "generation has" in beat.waiting_for)
+        assert waiting.gauges["process/version"] == 0
+        back = await set_phase(controller, "train", 2)
+        assert back.resident["policy"] > 0
+        assert (await controller.news(StepDone)).version == 1
+        assert (await set_phase(controller, "rollout", 3)).peak_bytes >= sum(move.num_bytes for move in back.moves)
+
+
+async def test_a_checkpoint_while_generation_has_the_device_is_that_of_the_version(kit, tmp_path):
+    """Nothing is on the device, and what is saved is what was published."""
+    async with learner(tmp_path, COLOCATED) as controller:
+        await controller.news(LearnerReady)
+        await controller.step(kit.batch(kit.samples(), step=0))
+        await set_phase(controller, "rollout", 1)
+        await controller.connection.send(Checkpoint(1), Lane.CONTROL)
+        done = await controller.news(CheckpointDone)
+        saved = load_file(f"{done.folder}/model.safetensors")
+        assert all(torch.equal(saved[name], tensor) for name, tensor in controller.published[1][0].items() if name in saved)
+        assert load_file(f"{done.folder}/trainer/optimizer.safetensors")
+        assert set((await set_phase(controller, "train", 2)).resident) == {"policy", "policy optimizer"}
+
+
+async def test_a_learner_with_a_device_of_its_own_answers_phases_and_moves_nothing(kit, tmp_path):
+    async with learner(tmp_path) as controller:
+        await controller.news(LearnerReady)
+        reached = await set_phase(controller, "train", 4)
+        assert (reached.number, reached.moves) == (4, ())

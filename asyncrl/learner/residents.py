@@ -1,0 +1,204 @@
+"""The learner's components on a device that it shares, or that is too small for all of them at once.
+
+    phase       on the device                                          leaves
+    rollout     nothing (hybrid: the policy, which engines read too)   everything else: generation wants the room
+    inference   the reference, while a step reads it                   what does not fit beside it, the optimizer first
+    train       policy, critic, their optimizers                       what does not fit beside them
+
+`rollout` and `train` are the controller's (SetPhase); `inference` is the learner's own, within a step, and only where the
+reference is here. A checkpoint in `rollout` is read from host memory or disk, without a byte on the device.
+
+Called by learner/worker.py (makes and switches) and, as `Trainee.residents`, by whoever runs a step. Used on the learner's
+thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import torch
+
+from asyncrl.clock import Clock
+from asyncrl.config.learner import LearnerConfig
+from asyncrl.config.run import RunConfig
+from asyncrl.errors import ConfigError
+from asyncrl.learner.reference import FrozenReference
+from asyncrl.learner.trainee import Trainee
+from asyncrl.observe.memory import MemoryLine, open_memory
+from asyncrl.observe.steps import JsonLines
+from asyncrl.residency.component import Component
+from asyncrl.residency.components import FrozenModelComponent, ModuleComponent, OptimizerComponent
+from asyncrl.residency.cuda import CudaDevice
+from asyncrl.residency.device import Device, SimulatedDevice
+from asyncrl.residency.fit import check_phases
+from asyncrl.residency.manager import ResidencyManager
+from asyncrl.residency.plan import GIB, Budget, Part, PhaseNeeds, gib
+from asyncrl.schema.control import Phase, PhaseReached
+
+POLICY, CRITIC, REFERENCE = "policy", "critic", "reference"
+POLICY_OPTIMIZER, CRITIC_OPTIMIZER = "policy optimizer", "critic optimizer"
+PROCESS = "learner"
+SWAP_FOLDER = "swap"
+_STATE_BYTES = {"adamw": 8, "adamw_8bit": 2, "paged_adamw_8bit": 0}
+"""Of moments, a parameter, on the device."""
+_MASTER_BYTES = _SUM_BYTES = 4
+
+
+class Residents:
+    """What the learner moves, and when.
+
+    Example:
+        trainee.residents = open_residents(trainee, config, run_folder, model_folder, clock)
+        reached = trainee.residents.reach("rollout", 1)
+    """
+
+    def __init__(self, manager: ResidencyManager, device: Device, trainee: Trainee, timeline: JsonLines[MemoryLine]) -> None:
+        """Take over a trainee that is on the device."""
+        self._manager, self._device, self._trainee, self._timeline = manager, device, trainee, timeline
+
+    def close(self) -> None:
+        """Close the timeline's file."""
+        self._timeline.close()
+
+    def reach(self, phase: Phase, number: int) -> PhaseReached:
+        """Do what the controller asks.
+
+        Raises:
+            ResidencyError: It cannot be done.
+        """
+        return self._manager.switch(phase, number)
+
+    def prefetch(self) -> None:
+        """Bring what training needs nearer while generation has the device."""
+        self._manager.prefetch("train")
+
+    def readable(self) -> AbstractContextManager[None]:
+        """Return a context in which everything can be saved, wherever it is."""
+        return self._manager.readable()
+
+    def bring(self, phase: Phase) -> None:
+        """See `Memory`."""
+        if phase == "train" or isinstance(self._trainee.reference, FrozenReference):
+            self._manager.switch(phase)
+
+    def make_room(self) -> str:
+        """See `Memory`."""
+        before = self._manager.resident
+        self._manager.make_room(keep=(POLICY, CRITIC))
+        left = {name: num_bytes for name, num_bytes in before.items() if name not in self._manager.resident and num_bytes}
+        return ", ".join(f"{name} ({gib(num_bytes)})" for name, num_bytes in left.items())
+
+    @contextlib.contextmanager
+    def watch(self) -> Iterator[None]:
+        """See `Memory`; a GPU counts by itself, and without a budget there is nothing to run out of."""
+        if not isinstance(self._device, SimulatedDevice) or self._device.budget_bytes is None:
+            yield
+            return
+        with self._device.counting_activations():
+            yield
+        self._device.hold(one.grad for one in self._trainee.model.parameters() if one.grad is not None)
+
+    def describe(self) -> str:
+        """See `Memory`."""
+        held = ", ".join(f"{name} {gib(num_bytes)}" for name, num_bytes in self._manager.resident.items())
+        return f"{held or 'no component'}, {gib(self._device.allocated_bytes)} in all of {gib(self._device.budget_bytes or 0)}"
+
+
+def needs_residents(config: RunConfig) -> bool:
+    """Return whether the learner's device is shared by turns, or has a budget."""
+    return config.placement.takes_turns or config.placement.device_memory_gib > 0
+
+
+def open_residents(trainee: Trainee, config: RunConfig, run_folder: Path, model_folder: Path, clock: Clock) -> Residents:
+    """Put a trainee's components under a manager.
+
+    Args:
+        trainee: On the device, whole.
+        config: `placement`, `learner` and `algorithm` are read.
+        run_folder: `memory/learner.jsonl` is written there, and `swap/` where components go to disk.
+        model_folder: What the reference was opened from, unless the config names another.
+        clock: Times moves.
+
+    Raises:
+        ConfigError: Some phase does not fit the budget, or there are several ranks.
+    """
+    if trainee.ranks.size > 1:
+        raise ConfigError(
+            f"learner.ranks is {trainee.ranks.size}, and placement.kind = {config.placement.kind!r} or "
+            "placement.device_memory_gib moves the learner's weights off its device, which is done for one rank: set ranks = 1"
+        )
+    device = open_device(config)
+    components = learner_components(trainee, config, device, run_folder / SWAP_FOLDER, model_folder)
+    phases = learner_phases(trainee, config)
+    check_phases(_expected(components, trainee, config.learner), phases, Budget(device.budget_bytes))
+    timeline = open_memory(run_folder, PROCESS)
+    manager = ResidencyManager(
+        PROCESS,
+        components,
+        phases,
+        device,
+        clock,
+        offload_to=config.placement.offload_to,
+        record=timeline.write,
+    )
+    return Residents(manager, device, trainee, timeline)
+
+
+def open_device(config: RunConfig) -> Device:
+    """Return the learner's device with its part of the budget: all of it, but beside generation that goes on."""
+    placement = config.placement
+    share = 1 - placement.generation_share if placement.kind == "async_hybrid" else 1.0
+    budget = int(placement.device_memory_gib * GIB * share) or None
+    where = torch.device(config.learner.device)
+    return CudaDevice(where, budget) if where.type == "cuda" else SimulatedDevice(budget)
+
+
+def learner_components(trainee: Trainee, config: RunConfig, device: Device, swap: Path, model_folder: Path) -> list[Component]:
+    """Return a trainee's components; an optimizer that is kept in host memory anyway is none."""
+    components: list[Component] = [ModuleComponent(POLICY, trainee.model, device, swap)]
+    if not config.learner.offload_optimizer:
+        components.append(OptimizerComponent(POLICY_OPTIMIZER, trainee.optimizer, device, swap))
+    if trainee.critic is not None and trainee.critic_optimizer is not None:
+        components.append(ModuleComponent(CRITIC, trainee.critic, device, swap))
+        if not config.learner.offload_optimizer:
+            components.append(OptimizerComponent(CRITIC_OPTIMIZER, trainee.critic_optimizer, device, swap))
+    if isinstance(trainee.reference, FrozenReference):
+        folder = Path(config.algorithm.reference.path or model_folder)
+        components.append(FrozenModelComponent(REFERENCE, trainee.reference.model, device, folder, swap))
+    return components
+
+
+def learner_phases(trainee: Trainee, config: RunConfig) -> list[PhaseNeeds]:
+    """Return what the learner needs in each phase."""
+    trained = (POLICY, CRITIC, POLICY_OPTIMIZER, CRITIC_OPTIMIZER)
+    stays = (POLICY,) if config.placement.kind == "hybrid" else ()
+    gradients = sum(parameter.numel() * _SUM_BYTES for parameter in _trained_parameters(trainee))
+    return [
+        PhaseNeeds("rollout", now=stays, soon=trained, gives_back=config.placement.takes_turns),
+        PhaseNeeds("inference", now=(*stays, REFERENCE), soon=trained),
+        PhaseNeeds("train", now=trained, soon=(REFERENCE,), working_bytes=gradients),
+    ]
+
+
+def _trained_parameters(trainee: Trainee) -> list[torch.nn.Parameter]:
+    modules: list[torch.nn.Module] = [trainee.model, *([] if trainee.critic is None else [trainee.critic])]
+    return [parameter for module in modules for parameter in module.parameters() if parameter.requires_grad]
+
+
+def _expected(components: list[Component], trainee: Trainee, learner: LearnerConfig) -> list[Part]:
+    """Return the components as they will be once the optimizers have taken a step."""
+    modules = {POLICY_OPTIMIZER: trainee.model, CRITIC_OPTIMIZER: trainee.critic}
+    parts = []
+    for component in components:
+        module, num_bytes = modules.get(component.name), component.num_bytes
+        if module is not None:
+            num_bytes = sum(
+                parameter.numel() * (_STATE_BYTES[learner.optimizer] + (0 if parameter.dtype == torch.float32 else _MASTER_BYTES))
+                for parameter in module.parameters()
+                if parameter.requires_grad
+            )
+        parts.append(Part(component.name, num_bytes, component.residence, component.places))
+    return parts

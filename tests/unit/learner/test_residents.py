@@ -1,0 +1,119 @@
+"""The learner's components by phase: what leaves, what comes back, what a budget refuses, and that the weights do not notice."""
+
+import pytest
+import torch
+
+from asyncrl.clock import SystemClock
+from asyncrl.config.algorithm import CriticConfig, KLConfig
+from asyncrl.config.run import PlacementConfig
+from asyncrl.errors import ConfigError
+from asyncrl.learner.critic import SeparateCritic, build_critic_optimizer
+from asyncrl.learner.reference import FrozenReference
+from asyncrl.learner.residents import Residents, needs_residents, open_residents
+from asyncrl.learner.step import train_step
+from asyncrl.observe.memory import read_memory
+from asyncrl.residency.plan import GIB
+
+
+@pytest.fixture
+def opened(tmp_path):
+    """Put trainees under managers that are closed afterwards."""
+    made: list[Residents] = []
+
+    def open_one(trainee, config):
+        folder = tmp_path / str(len(made))
+        trainee.residents = open_residents(trainee, config, folder, tmp_path, SystemClock())
+        made.append(trainee.residents)
+        return trainee.residents, folder
+
+    yield open_one
+    for residents in made:
+        residents.close()
+
+
+def colocated(kit, algorithm=None, learner=None, **placement):
+    return kit.config(algorithm, learner, placement=PlacementConfig(**({"kind": "colocated"} | placement)))
+
+
+def weights(trainee):
+    return [parameter.detach().clone() for parameter in trainee.model.parameters()]
+
+
+@pytest.mark.parametrize("offload_to", ["host", "disk"])
+@pytest.mark.parametrize("learner", [{}, {"dtype": "bfloat16"}, {"optimizer": "adamw_8bit"}, {"offload_optimizer": True}])
+def test_steps_between_which_everything_left_the_device_are_the_same_steps(kit, opened, offload_to, learner):
+    if learner.get("optimizer") == "adamw_8bit":
+        pytest.importorskip("bitsandbytes")
+    config, results = colocated(kit, None, learner, offload_to=offload_to), []
+    for leaves in (False, True):
+        trainee = kit.trainee(kit.model(dtype=learner.get("dtype", "float32")), config)
+        residents, _ = opened(trainee, config)
+        for step in range(3):
+            train_step(trainee, kit.batch(kit.samples(seed=step), step=step), config)
+            if leaves:
+                assert residents.reach("rollout", 2 * step).resident == {}
+                assert all(parameter.numel() == 0 for parameter in trainee.model.parameters())
+                residents.reach("train", 2 * step + 1)
+        results.append(weights(trainee))
+    assert all(torch.equal(stayed, moved) for stayed, moved in zip(*results, strict=True))
+
+
+def test_policy_critic_and_their_optimizers_leave_and_come_back(kit, opened):
+    config = colocated(kit, {"advantage": "gae", "critic": CriticConfig(kind="model")})
+    trainee = kit.trainee(kit.model(), config)
+    trainee.critic = SeparateCritic(kit.model(seed=3).base_model)
+    trainee.critic_optimizer = build_critic_optimizer(
+        trainee.critic, config.algorithm.critic, config.learner, 10, trainee.optimizer
+    )
+    residents, _ = opened(trainee, config)
+    train_step(trainee, kit.batch(kit.samples()), config)
+    left = residents.reach("rollout", 0)
+    assert {move.component for move in left.moves} == {"policy", "policy optimizer", "critic", "critic optimizer"}
+    sizes = {move.component: move.num_bytes for move in left.moves}
+    assert sizes["policy optimizer"] >= 2 * sizes["policy"]
+    assert left.peak_bytes >= sum(sizes.values())
+    assert set(residents.reach("train", 1).resident) == set(sizes)
+
+
+def test_in_hybrid_the_policy_stays_for_the_engines(kit, opened):
+    config = colocated(kit, kind="hybrid")
+    trainee = kit.trainee(kit.model(), config)
+    addresses = [parameter.data_ptr() for parameter in trainee.model.parameters()]
+    residents, _ = opened(trainee, config)
+    train_step(trainee, kit.batch(kit.samples()), config)
+    assert set(residents.reach("rollout", 0).resident) == {"policy"}
+    assert [parameter.data_ptr() for parameter in trainee.model.parameters()] == addresses
+
+
+def test_with_little_room_the_reference_and_the_optimizer_take_turns_within_a_step(kit, opened):
+    plain = kit.config({"kl": KLConfig(coefficient=0.1)})
+    sizes = [p.nbytes for p in kit.model().parameters()]
+    # Policy, its moments, its gradients, and not the reference as well; activations of a step fit where the reference was.
+    room = (sum(sizes) * 4.9) / GIB
+    tight = colocated(kit, {"kl": KLConfig(coefficient=0.1)}, device_memory_gib=room)
+    results = []
+    for config in (plain, tight):
+        trainee = kit.trainee(kit.model(), config)
+        trainee.reference = FrozenReference(kit.model(seed=2), 64)
+        if config is tight:
+            _, folder = opened(trainee, config)
+        for step in range(3):
+            train_step(trainee, kit.batch(kit.samples(groups=1, seed=step), step=step), config)
+        results.append(weights(trainee))
+    moved = [move.component for line in read_memory(folder) for move in line.moves]
+    assert "reference" in moved
+    assert all(torch.allclose(roomy, turns, atol=1e-6) for roomy, turns in zip(*results, strict=True))
+
+
+def test_a_budget_that_training_does_not_fit_is_refused_at_start_with_the_sums(kit, opened):
+    config = colocated(kit, device_memory_gib=1e-4)
+    with pytest.raises(
+        ConfigError, match=r"(?s)'train'.*policy optimizer .*working memory.*too much.*device_memory_gib"
+    ):
+        opened(kit.trainee(kit.model(), config), config)
+
+
+def test_residents_are_for_shared_and_for_bounded_devices(kit):
+    assert not needs_residents(kit.config())
+    assert needs_residents(colocated(kit))
+    assert needs_residents(kit.config(placement=PlacementConfig(device_memory_gib=1.0)))

@@ -5,6 +5,7 @@ Every error is a `ConfigError` that names the field, what was given and what is 
 
 from __future__ import annotations
 
+import os
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,17 @@ from asyncrl.config.algorithm_rules import check_algorithm
 from asyncrl.config.data_rules import check_data
 from asyncrl.config.explain import explained
 from asyncrl.config.inference_rules import check_inference
+from asyncrl.config.launch_rules import at_node, check_launch
 from asyncrl.config.learner_rules import check_learner
 from asyncrl.config.medium_choice import check_medium
 from asyncrl.config.run import RunConfig
 from asyncrl.config.run_rules import check_run
 from asyncrl.config.vllm_server_rules import check_vllm_server
 from asyncrl.errors import ConfigError
+
+
+NODE_ADDRESS = "ASYNCRL_NODE_ADDRESS"
+"""Environment variable by which a launcher says how other machines reach this one."""
 
 
 def load_config(
@@ -47,6 +53,15 @@ def load_config(
     for override in overrides:
         _lay_over(raw, override)
     return parse_config(raw, source=" + ".join(map(str, (path, *presets))))
+
+
+def load_run_config(run_folder: Path) -> RunConfig:
+    """Return the config of a run as one of its processes reads it: hosts that are `node` are this machine, as its launcher says.
+
+    Raises:
+        ConfigError: As `load_config`.
+    """
+    return at_node(load_config(run_folder / "config.toml"), os.environ.get(NODE_ADDRESS, "127.0.0.1"))
 
 
 def parse_config(raw: dict[str, Any], source: str = "config") -> RunConfig:
@@ -84,6 +99,7 @@ def check_config(config: RunConfig) -> None:
     check_inference(config)
     check_run(config)
     check_medium(config)
+    check_launch(config)
     check_vllm_server(config)
 
 
@@ -107,10 +123,11 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _in_todays_names(raw: dict[str, Any]) -> dict[str, Any]:
-    """Return `raw` with `algorithm.correction` and `correction_cap`, of runs made before there were `corrections`, as those.
+    """Return `raw` without `launcher`, which could only be `local`, and with `algorithm.correction` and `correction_cap`, of runs made before there were `corrections`, as those.
 
     ppo_clip had no correction whatever they said, and decoupled_ppo without one was ppo_clip; it now weighs by the bare ratio.
     """
+    raw = {key: value for key, value in raw.items() if key != "launcher"}
     algorithm = raw.get("algorithm")
     if not isinstance(algorithm, dict) or not {"correction", "correction_cap"} & algorithm.keys() or "corrections" in algorithm:
         return raw

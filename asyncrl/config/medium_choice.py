@@ -13,6 +13,8 @@ from urllib.parse import urlsplit
 
 from msgspec.structs import replace
 
+from asyncrl.config.launch import RayLaunch
+from asyncrl.config.launch_rules import NODE
 from asyncrl.config.run import RunConfig
 from asyncrl.config.stages import (
     AutoMedium,
@@ -58,7 +60,7 @@ class Choice:
 
 
 def places_of(config: RunConfig) -> Places:
-    """Return where a run's processes are: with the local launcher on one machine, unless the run is open to a network."""
+    """Return where a run's processes are: on one machine, unless Ray places them or the run is open to a network."""
     engine = config.generate.engine
     learner_gpu = _gpu(config.learner.device) if config.learner.kind == "builtin" else None
     engine_gpus: frozenset[int] = frozenset()
@@ -67,6 +69,7 @@ def places_of(config: RunConfig) -> Places:
     elif isinstance(engine, TransformersEngineConfig) and (gpu := _gpu(engine.device)) is not None:
         engine_gpus = frozenset({gpu})
     one_machine = config.transport.kind == "ipc" or _is_this_machine(config.transport.host)
+    one_machine = one_machine and not isinstance(config.launch, RayLaunch)
     receives = isinstance(engine, VLLMEngineConfig | TransformersEngineConfig)
     return Places(one_machine, learner_gpu, engine_gpus, engine_receives=receives)
 
@@ -77,6 +80,9 @@ def choose_medium(config: RunConfig) -> Choice:
     on_gpus = places.learner_gpu is not None and bool(places.engine_gpus) and places.engine_receives
     if on_gpus and config.broadcast.delta is None and (choice := _between_gpus(places, host)) is not None:
         return choice
+    if not places.one_machine and isinstance(config.launch, RayLaunch):
+        anywhere = f"tcp://{NODE}:*"
+        return Choice(ZeroMQMedium(bind=anywhere, relay_bind=anywhere), "Ray may put learner and generators on any node")
     if not places.one_machine:
         why = f"transport.host {host!r} opens the run to other machines; the learner feeds every generator itself (fanout 0)"
         return Choice(ZeroMQMedium(bind=f"tcp://{host}:*", fanout=0), why)

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 from asyncrl.config.algorithm import AlgorithmConfig, LearnerConfig
+from asyncrl.config.launch import LaunchConfig, LocalLaunch
 from asyncrl.config.stages import (
     AdditionTask,
     BroadcastConfig,
@@ -122,7 +123,7 @@ class RunConfig(_Stage, frozen=True):
     checkpoint: CheckpointConfig = CheckpointConfig()
     supervision: SupervisionConfig = SupervisionConfig()
     observe: ObserveConfig = ObserveConfig()
-    launcher: Literal["local"] = "local"
+    launch: LaunchConfig = LocalLaunch()
     max_run_s: Annotated[float, Meta(ge=0)] = 0.0
     """Drain and checkpoint after this long; 0: no limit."""
 

@@ -26,6 +26,7 @@ from asyncrl.generate.admission import (
     Admission,
     AdmissionEvent,
     AdmissionInstruction,
+    GeneratorLeaving,
     GeneratorLost,
     GeneratorReady,
     GroupAdded,
@@ -109,6 +110,14 @@ class Flow:
             self.evaluation.generator_lost(name)
         self.follow(self.buffer.generator_lost(name, self._clock.now()))
         self.pump()
+
+    def generator_leaving(self, name: str) -> None:
+        """Give it nothing more; groups that wait for its window still go out."""
+        self._tell(GeneratorLeaving(name))
+
+    def holds_nothing(self, name: str) -> bool:
+        """Return whether a generator has finished all it was given."""
+        return not self._outboxes.get(name) and self.admission.members_on(name) == 0
 
     def judge_dead(self, name: str) -> None:
         """Ask others for what a reward or inference worker owed."""

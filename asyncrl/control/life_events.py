@@ -81,6 +81,21 @@ class ProcessFault:
 
 
 @dataclass(frozen=True, slots=True)
+class ProcessWanted:
+    """The run could use one process more; one of that name that left comes back, one that is there stays."""
+
+    name: str
+    kind: ProcessKind
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessUnwanted:
+    """The run can do without this process: it finishes what it holds and goes."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
 class EvaluationDone:
     """The evaluation that the phase `evaluating` stands for is finished."""
 
@@ -141,6 +156,8 @@ Event = (
     | ProcessSilent
     | StartTimeout
     | ProcessFault
+    | ProcessWanted
+    | ProcessUnwanted
     | EvaluationDone
     | StepsDone
     | PauseRequested
@@ -174,6 +191,15 @@ class KillProcess:
 
 
 @dataclass(frozen=True, slots=True)
+class RetireProcess:
+    """Let the process finish what it holds and end; one that is not up yet is not started. Its exit is no death."""
+
+    name: str
+    kind: ProcessKind
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
 class AnnounceDead:
     """The process is gone: issue its groups again (generator, reward) or replay its steps (learner)."""
 
@@ -197,4 +223,4 @@ class EndRun:
     reason: str
 
 
-Instruction = StartProcess | KillProcess | AnnounceDead | EnterPhase | EndRun
+Instruction = StartProcess | KillProcess | RetireProcess | AnnounceDead | EnterPhase | EndRun

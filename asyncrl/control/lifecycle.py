@@ -1,8 +1,9 @@
 """Run life, decided purely: which phase the run is in, which processes should be up, and when it is over.
 
 Invariants (check_invariants, after every event in tests):
-- A process has at most one incarnation that is starting, up, ready or dying; incarnation numbers only grow.
+- A process has at most one incarnation that is starting, up, ready, dying or leaving; incarnation numbers only grow.
 - Every process that is not up in a live run has a restart on its way; none is started once the run is over.
+- A process that left, because it is not wanted, is down and nobody starts it until it is wanted again; that is no death.
 - Every death is announced exactly once, when the process is really gone, before its restart is asked for.
 - `stopped` and `failed` are final: an `EndRun` is given exactly once, and nothing but exits is expected after it.
 
@@ -38,7 +39,10 @@ from asyncrl.control.life_events import (
     ProcessReady,
     ProcessSilent,
     ProcessStarted,
+    ProcessUnwanted,
+    ProcessWanted,
     ResumeRequested,
+    RetireProcess,
     Stalled,
     StartProcess,
     StartTimeout,
@@ -48,7 +52,7 @@ from asyncrl.control.life_events import (
 from asyncrl.schema.control import ProcessKind
 from asyncrl.schema.status import Phase
 
-ProcessState = Literal["planned", "starting", "up", "ready", "dying", "restarting", "gone"]
+ProcessState = Literal["planned", "starting", "up", "ready", "dying", "restarting", "leaving", "left", "gone"]
 
 LONGEST_BACKOFF_S = 30.0
 _COMES_IN: dict[type, frozenset[Phase]] = {
@@ -57,7 +61,7 @@ _COMES_IN: dict[type, frozenset[Phase]] = {
     Drained: frozenset({"draining"}),
 }
 """Events that only some phases know; `paused` counts as the phase beneath it."""
-_ALIVE: frozenset[ProcessState] = frozenset({"starting", "up", "ready", "dying"})
+_ALIVE: frozenset[ProcessState] = frozenset({"starting", "up", "ready", "dying", "leaving"})
 
 
 class IllegalTransitionError(AssertionError):
@@ -75,7 +79,9 @@ class ProcessRecord:
     deaths_s: list[float] = field(default_factory=list)
     """When it died, within the window."""
     exit_codes: list[int] = field(default_factory=list)
-    """Of every incarnation that died: one death each; ends after the run's end are none."""
+    """Of every incarnation that died: one death each; ends after the run's end, and of those that left, are none."""
+    departures: int = 0
+    """Incarnations that left because the run could do without them."""
     last_words: str = ""
     """Why it was killed or said it would die; empty where nobody knows."""
 
@@ -179,8 +185,10 @@ class Lifecycle:
             if self.over:
                 assert record.state != "restarting", f"{record.name} would start after the end"
             else:
-                ended = record.incarnation - (record.state != "planned")
-                assert len(record.exit_codes) == ended, f"{record.name}: incarnations that ended and exit codes differ: {record}"
+                ended = record.incarnation - (record.state not in {"planned", "left"})
+                assert len(record.exit_codes) + record.departures == ended, (
+                    f"{record.name}: incarnations that ended and exit codes differ: {record}"
+                )
 
     # -- deciding --------------------------------------------------------------------------------------------------------
 
@@ -188,7 +196,7 @@ class Lifecycle:
         if self._begun == isinstance(event, Begin):
             return "the run has begun before" if self._begun else "the run has not begun"
         name = getattr(event, "name", None)
-        if name is not None and name not in self.processes:
+        if name is not None and name not in self.processes and not isinstance(event, ProcessWanted):
             return f"no process of that name; there are {sorted(self.processes)}"
         if isinstance(event, PauseRequested | ResumeRequested):
             return self.refusal(event)
@@ -209,6 +217,8 @@ class Lifecycle:
             ProcessSilent: self._unwell,
             StartTimeout: self._unwell,
             ProcessFault: self._unwell,
+            ProcessWanted: self._wanted,
+            ProcessUnwanted: self._unwanted,
             EvaluationDone: self._evaluated,
             StepsDone: self._goal,
             PauseRequested: self._pause,
@@ -246,14 +256,14 @@ class Lifecycle:
         """Move on from `starting` once all processes are up, from `warming` once one of every kind is ready."""
         instructions: list[Instruction] = []
         states = [record.state for record in self.processes.values()]
-        if self.phase == "starting" and all(state in {"up", "ready"} for state in states):
+        if self.phase == "starting" and all(state in {"up", "ready", "leaving", "left"} for state in states):
             instructions += self._enter("warming")
         if self.phase == "warming" and not self._kinds_not_ready():
             instructions += self._enter("evaluating" if self._evaluate_first else "running")
         return instructions
 
     def _kinds_not_ready(self) -> set[ProcessKind]:
-        wanted = {record.kind for record in self.processes.values()}
+        wanted = {record.kind for record in self.processes.values() if record.state not in {"leaving", "left"}}
         return wanted - {record.kind for record in self.processes.values() if record.state == "ready"}
 
     def _unwell(self, event: ProcessSilent | StartTimeout | ProcessFault) -> list[Instruction]:
@@ -273,6 +283,18 @@ class Lifecycle:
         record.last_words = reason
         return [KillProcess(record.name, reason)]
 
+    def _wanted(self, event: ProcessWanted) -> list[Instruction]:
+        record = self.processes.setdefault(event.name, ProcessRecord(event.name, event.kind))
+        return [self._start(record, delay_s=0.0)] if record.state in {"planned", "left"} else []
+
+    def _unwanted(self, event: ProcessUnwanted) -> list[Instruction]:
+        record = self.processes[event.name]
+        if record.state in {"leaving", "left"}:
+            return []
+        is_going_anyway = record.state == "dying"
+        record.state = "leaving"
+        return [] if is_going_anyway else [RetireProcess(record.name, record.kind, record.incarnation)]
+
     def _exited(self, event: ProcessExited, now: float) -> list[Instruction]:
         record = self.processes[event.name]
         stale = event.incarnation not in {0, record.incarnation}
@@ -281,6 +303,10 @@ class Lifecycle:
         if self.over:
             record.state = "gone"
             return []
+        if record.state == "leaving":
+            record.state = "left"
+            record.departures += 1
+            return [AnnounceDead(record.name, record.kind, "it was not needed any more")]
         record.exit_codes.append(event.code)
         record.deaths_s.append(now)
         why = record.last_words or f"{record.name} exited with {_exit_text(event.code)}"

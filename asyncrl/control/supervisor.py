@@ -33,6 +33,7 @@ from asyncrl.control.life_events import (
     KillProcess,
     ProcessExited,
     ProcessStarted,
+    RetireProcess,
     StartProcess,
 )
 from asyncrl.control.lifecycle import Lifecycle
@@ -59,6 +60,8 @@ class SupervisorCallbacks:
     on_phase: Callable[[Phase], None]
     on_end: Callable[[bool, str], None]
     """The run is over (ok, reason): say Shutdown over the channels, then await `shutdown`."""
+    on_leave: Callable[[str], None] = lambda _: None
+    """A process is to go: once it holds nothing, say Shutdown over its channel, or `terminate` where it has none."""
 
 
 class Supervisor:
@@ -194,6 +197,8 @@ class Supervisor:
         elif isinstance(instruction, KillProcess):
             log.warning("ending %s: %s", instruction.name, instruction.reason)
             self._end_process(instruction.name)
+        elif isinstance(instruction, RetireProcess):
+            self._retire(instruction)
         elif isinstance(instruction, AnnounceDead):
             log.warning("%s is gone: %s", instruction.name, instruction.reason)
             self._callbacks.on_dead(instruction.name, instruction.kind)
@@ -222,6 +227,20 @@ class Supervisor:
     def _note_if_none_left(self) -> None:
         if self._closing and not self._owners:
             self._none_left.set()
+
+    def _retire(self, retire: RetireProcess) -> None:
+        log.info("%s is not needed any more", retire.name)
+        if retire.name in self._handles:
+            self._callbacks.on_leave(retire.name)
+            return
+        owner = self._owners.get(retire.name)
+        if owner is not None:
+            owner.cancel()
+        self.post(ProcessExited(retire.name, retire.kind, 0, retire.incarnation))
+
+    def terminate(self, name: str) -> None:
+        """End a process that is to leave and cannot be told over its channel; nothing where it is gone."""
+        self._end_process(name)
 
     def _end_process(self, name: str) -> None:
         handle = self._handles.get(name)

@@ -71,6 +71,13 @@ class GeneratorLost:
 
 
 @dataclass(frozen=True, slots=True)
+class GeneratorLeaving:
+    """A generator gets nothing more; what it holds it finishes."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
 class RoomChanged:
     """A generator's engine can run so many requests at once from now on; what it holds already stays."""
 
@@ -161,6 +168,7 @@ class LimitSet:
 AdmissionEvent = (
     GeneratorReady
     | GeneratorLost
+    | GeneratorLeaving
     | RoomChanged
     | VersionIsLive
     | MembersFinished
@@ -234,6 +242,7 @@ class Admission:
         self._handlers = {
             GeneratorReady: self._generator_ready,
             GeneratorLost: self._generator_lost,
+            GeneratorLeaving: self._generator_leaving,
             RoomChanged: self._room_changed,
             VersionIsLive: self._version_is_live,
             MembersFinished: self._members_finished,
@@ -312,6 +321,8 @@ class Admission:
 
     def _has_room(self, generator: Candidate) -> bool:
         size = self.limits.group_size
+        if generator.is_leaving:
+            return False
         return generator.members == 0 or generator.members + size <= generator.num_slots + self.limits.queue_ahead_groups * size
 
     def _next_for_new(self) -> Candidate | None:
@@ -346,6 +357,12 @@ class Admission:
 
     def _generator_lost(self, event: GeneratorLost) -> None:
         self._generators.remove(event.name)
+
+    def _generator_leaving(self, event: GeneratorLeaving) -> None:
+        generator = self._generators.get(event.name)
+        if generator is not None:
+            generator.is_leaving = True
+            self._generators.change(generator)
 
     def _room_changed(self, event: RoomChanged) -> None:
         assert event.num_slots > 0, f"{event.generator} has {event.num_slots} slots"

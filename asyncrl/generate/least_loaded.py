@@ -26,6 +26,8 @@ class Candidate:
     num_slots: int
     version: int
     members: int = 0
+    is_leaving: bool = False
+    """It finishes what it holds and gets nothing more."""
     stamp: int = -1
     """Another with every change, never given twice: entries of an older one are stale."""
 

@@ -145,6 +145,11 @@ class Subscriber:
             )
         return fetched.tensors
 
+    def forget(self) -> None:
+        """Note that the engine has given its weights up: what was live may be fetched again, and older versions too."""
+        self._release_staged()
+        self._state = SubscriberState()
+
     def close(self) -> None:
         """Stop a fetch under way and release everything; tensors handed out can still be read, but are no longer spared."""
         self._cancelled.set()

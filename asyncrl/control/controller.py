@@ -45,6 +45,7 @@ from asyncrl.control.roster import Roster
 from asyncrl.control.run_api import RunApi
 from asyncrl.control.scoring import JudgeKind
 from asyncrl.control.supervisor import Supervisor, SupervisorCallbacks
+from asyncrl.control.switching import Switching
 from asyncrl.control.watchdog import Wait, Watchdog, waits_of, working_of
 from asyncrl.errors import AsyncRLError, ConnectionClosed, LedgerError
 from asyncrl.schema.batches import StepDone
@@ -60,6 +61,7 @@ from asyncrl.schema.control import (
     LoadModel,
     ModelsReady,
     Pause,
+    PhaseReached,
     ProcessKind,
     Resume,
     Shutdown,
@@ -130,6 +132,10 @@ class Controller:
         self.watchdog = Watchdog(config.supervision.stall_timeout_s, self.started_s)
         self.model_folder = config.model.path if config.learner.kind == "external" and hasattr(config.model, "path") else ""
         self._weights: WeightsAvailable | None = None
+        self.switching: Switching | None = None
+        """Where learner and generators take turns on a device."""
+        if config.placement.takes_turns:
+            self.switching = Switching(parts.peers, parts.flow, parts.feed, parts.reporter, self.watchdog, parts.clock)
         self.checkpoints = Checkpoints(parts.peers)
         self.ending = asyncio.Event()
         self.over = asyncio.Event()
@@ -151,6 +157,7 @@ class Controller:
             EngineReady: self._on_engine_ready,
             EngineRoom: self._on_engine_room,
             CheckpointDone: self._on_checkpoint_done,
+            PhaseReached: self._on_phase_reached,
             Fault: self._on_fault,
         }
 
@@ -321,6 +328,8 @@ class Controller:
         elif kind == "learner":
             self.feed.learner_dead()
             self.checkpoints.fail("the learner died")
+        if self.switching is not None:
+            self.switching.leave(name)
 
     def _on_phase(self, phase: Phase) -> None:
         self.moved.set()
@@ -398,7 +407,7 @@ class Controller:
             self.post(ProcessReady(peer.name))
             self.flow.pump()
         elif peer.kind in {"generator", "inference"} and self.model_folder:
-            peer.tell(LoadModel(self.model_folder))
+            self._let_load(peer)
 
     def _on_sample(self, _: Peer, delivery: Delivery) -> None:
         sample = delivery.message
@@ -461,6 +470,8 @@ class Controller:
             self.post(ProcessFault(peer.name, str(error), fatal=True))
             return
         self.flow.buffer.version_published(ready.version)
+        if self.switching is not None:
+            self.switching.join(peer, self.model_folder)
         self.tell_model_folder()
         self.post(ProcessReady(peer.name))
         if self.lifecycle.phase == "draining":
@@ -472,7 +483,21 @@ class Controller:
         """Have everyone who waits for the model's folder open it; inference workers take being told twice."""
         for peer in self.peers.all():
             if peer.kind == "inference" or (peer.kind == "generator" and peer.num_slots == 0):
-                peer.tell(LoadModel(self.model_folder))
+                self._let_load(peer)
+
+    def _let_load(self, peer: Peer) -> None:
+        """Have a process open the model, a generator on a shared device when it is its turn."""
+        if self.switching is not None and peer.kind == "generator":
+            self.switching.join(peer, self.model_folder)
+        else:
+            peer.tell(LoadModel(self.model_folder))
+
+    def _on_phase_reached(self, peer: Peer, delivery: Delivery) -> None:
+        reached = delivery.message
+        assert isinstance(reached, PhaseReached)
+        delivery.ack()
+        if self.switching is not None and self.peers.get(peer.name) is peer:
+            self.switching.reached(reached)
 
     def _on_engine_ready(self, peer: Peer, delivery: Delivery) -> None:
         ready = delivery.message
@@ -504,6 +529,8 @@ class Controller:
         assert isinstance(available, WeightsAvailable)
         delivery.ack()
         self.spread(available)
+        if self.switching is not None:
+            self.switching.announced(available.version)
 
     def spread(self, available: WeightsAvailable) -> None:
         """Tell every generator about a version, unless a newer one is out already."""
@@ -545,6 +572,7 @@ class Controller:
         fresh = self.feed.step_done(done)
         self.flow.buffer.version_published(done.version)
         if fresh:
+            done = done if self.switching is None else self.switching.figured(done)
             self.reporter.note_step(done, self.flow, self.peers, self.heartbeats())
             self.moved.set()
         checkpoint, evaluate = self.config.checkpoint.every_steps, self.config.eval.every_steps
@@ -581,10 +609,16 @@ class Controller:
             waits.append(Wait("controller", self.feed.waiting, self.feed.waiting_since_s or now))
         if self.flow.fruitless:
             waits.append(Wait("controller", self.flow.fruitless, self.feed.waiting_since_s or now))
-        held = self.flow.admission.why_nothing()
+        if self.switching is not None:
+            waits += self.switching.waits()
+        held = self._why_nothing_goes_out()
         if held and any(wait.who.startswith("generator") for wait in waits):
             waits.append(Wait("admission", held, now))
         return waits + self._slow_judges(now)
+
+    def _why_nothing_goes_out(self) -> str:
+        phase = "" if self.switching is None else self.switching.why_nothing_goes_out
+        return phase or self.flow.admission.why_nothing()
 
     def _slow_judges(self, now: float) -> list[Wait]:
         """Return the waits for scores that were asked for long ago, by who owes them."""

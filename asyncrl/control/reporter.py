@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,6 +47,8 @@ STEPS_WITH_METRICS = 1000
 """Newest steps whose metrics stay in memory; metrics.jsonl and steps.jsonl have them all."""
 REMEMBERED_STEPS = 8
 """Taken steps whose staleness figures are kept until they are done."""
+SPANS_BUFFER_BYTES = 1 << 20
+"""Every tick writes out what is there; a write in between waits for the disk, and for the other threads."""
 
 
 @dataclass(slots=True)
@@ -81,7 +83,7 @@ class Reporter:
         self._clock = clock
         self._steps_file: JsonLines[StepReport] = JsonLines(run_folder / STEPS_FILE)
         self._evals_file: JsonLines[EvalReport] = JsonLines(run_folder / EVAL_FILE)
-        self._spans_file = (run_folder / SPANS_FILE).open("ab")
+        self._spans_file = (run_folder / SPANS_FILE).open("ab", SPANS_BUFFER_BYTES)
         self._encoder = msgspec.json.Encoder()
         self._staleness: dict[int, dict[str, float]] = {}
         self._published_s: dict[int, float] = {}
@@ -129,11 +131,15 @@ class Reporter:
         """Record that a generator has swapped."""
         published_s = self._published_s.get(live.version, newest.published_s if newest else live.live_s)
         self._sync_ms[live.generator] = (live.live_s - published_s) * 1000
-        self._weights_metrics["weights/sync_ms"] = max(self._sync_ms.values())
         self._weights_metrics["weights/swap_ms"] = live.swap_ms
         if live.probe_error >= 0:
             self._weights_metrics["weights/probe_error"] = live.probe_error
         self._record(swap_span(live))
+
+    def note_spans(self, spans: Iterable[Span]) -> None:
+        """Record spans that are whole already."""
+        for item in spans:
+            self._record(item)
 
     def note_death(self, name: str, kind: ProcessKind) -> None:
         """Count a process that died and forget what its counters said."""
@@ -171,6 +177,7 @@ class Reporter:
             **done.metrics,
             **self._staleness.pop(done.step, {}),
             **self._weights_metrics,
+            **({"weights/sync_ms": max(self._sync_ms.values())} if self._sync_ms else {}),
             **self._rates(done, flow.generated_tokens, elapsed_s),
             **_by_name("dropped", counts.dropped),
             **_by_name("failed", counts.failed),

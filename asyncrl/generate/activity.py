@@ -1,6 +1,7 @@
 """Who may generate when, and for how long nobody did.
 
-`WeightsGate` keeps groups and weight swaps apart where `in_flight_updates` is off; `IdleMeter` measures time without a request.
+`WeightsGate` keeps groups and weight swaps apart where `in_flight_updates` is off; `IdleMeter` measures time without a request,
+or asleep.
 Called by generate/worker.py, on its event loop.
 """
 
@@ -49,11 +50,12 @@ class WeightsGate:
 
 
 class IdleMeter:
-    """Adds up the time in which nothing ran."""
+    """Adds up the time in which nothing ran, and that in which whatever was there stood still."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._num_running = 0
+        self._stands_still = False
         self._since_s = clock.now()
         self._idle_s = 0.0
         self._busy_s = 0.0
@@ -61,7 +63,7 @@ class IdleMeter:
     @property
     def is_idle(self) -> bool:
         """Whether nothing runs now."""
-        return self._num_running == 0
+        return self._stands_still or self._num_running == 0
 
     @property
     def since_s(self) -> float:
@@ -70,26 +72,28 @@ class IdleMeter:
 
     def begin(self) -> None:
         """Note that one more thing runs."""
-        if self._num_running == 0:
-            self._turn()
-        self._num_running += 1
+        self._change(self._num_running + 1, self._stands_still)
 
     def end(self) -> None:
         """Note that one thing is done."""
-        self._num_running -= 1
-        if self._num_running == 0:
-            self._turn(was_idle=False)
+        self._change(self._num_running - 1, self._stands_still)
+
+    def stand_still(self) -> None:
+        """Note that nothing goes on until `go_on`, whatever is there."""
+        self._change(self._num_running, True)
+
+    def go_on(self) -> None:
+        """Note that it does again."""
+        self._change(self._num_running, False)
 
     def totals_s(self) -> tuple[float, float]:
         """Return idle and busy seconds up to now."""
-        now_s = self._clock.now()
-        running_s = now_s - self._since_s
-        return (self._idle_s + running_s, self._busy_s) if self.is_idle else (self._idle_s, self._busy_s + running_s)
+        passed_s = self._clock.now() - self._since_s
+        return (self._idle_s + passed_s, self._busy_s) if self.is_idle else (self._idle_s, self._busy_s + passed_s)
 
-    def _turn(self, *, was_idle: bool = True) -> None:
-        now_s = self._clock.now()
-        if was_idle:
-            self._idle_s += now_s - self._since_s
-        else:
-            self._busy_s += now_s - self._since_s
-        self._since_s = now_s
+    def _change(self, num_running: int, stands_still: bool) -> None:
+        was_idle, totals_s = self.is_idle, self.totals_s()
+        self._num_running, self._stands_still = num_running, stands_still
+        if self.is_idle != was_idle:
+            self._idle_s, self._busy_s = totals_s
+            self._since_s = self._clock.now()

@@ -77,9 +77,9 @@ class SlotDecoder:
         return not self._is_torn and not self._is_asleep
 
     @property
-    def num_bytes(self) -> int:
+    def resident(self) -> dict[str, int]:
         """Bytes of weights and KV cache, as far as they are on the device now."""
-        return self._model.num_bytes
+        return self._model.resident
 
     def submit(self, flight: InFlight) -> None:
         """Queue a request."""

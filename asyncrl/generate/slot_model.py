@@ -31,6 +31,7 @@ from asyncrl.generate.engine import SleepLevel
 from asyncrl.generate.slot_cache import AttentionPlan, DecodePlan, Piece, PrefillPlan, SlotCache, WholePlan
 from asyncrl.generate.weights_asleep import WeightsAsleep
 from asyncrl.generate.weights_in_place import WeightsInPlace
+from asyncrl.models.mapped import SharedTensors
 from asyncrl.models.output_layer import use_float32_head
 from asyncrl.schema.weights import WeightsManifest
 
@@ -104,6 +105,8 @@ class SlotModel:
         self.end_ids = _end_ids(model)
         self._weights = WeightsInPlace(model, trainable_only=adapters_only)
         self._asleep = WeightsAsleep(model, self._weights.names)
+        self._has_adopted = False
+        """The weights are the learner's own; they do not leave with the engine's sleep."""
 
     @classmethod
     def load(
@@ -160,9 +163,9 @@ class SlotModel:
             )
 
     @property
-    def num_bytes(self) -> int:
-        """Return the bytes of weights and cache, as far as they are on the device now."""
-        return self._asleep.num_bytes + self.cache.num_bytes
+    def resident(self) -> dict[str, int]:
+        """Return the bytes of weights and cache, as far as they are on the device now; weights that are another's are not."""
+        return {"engine weights": 0 if self._has_adopted else self._asleep.num_bytes, "KV cache": self.cache.num_bytes}
 
     @torch.inference_mode()
     def decode(self, tokens_R: NDArray[np.int64], positions_R: NDArray[np.int64]) -> torch.Tensor:
@@ -209,8 +212,12 @@ class SlotModel:
         return chosen
 
     def load_weights(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Copy new weights in; see `WeightsInPlace.load`."""
-        self._weights.load(tensors)
+        """Copy new weights in, or take over the learner's own; see `WeightsInPlace`."""
+        if isinstance(tensors, SharedTensors):
+            self._weights.adopt(tensors)
+            self._has_adopted = True
+        else:
+            self._weights.load(tensors)
 
     def refuse_misfit(self, manifest: WeightsManifest) -> None:
         """Check that a version of this layout can be loaded; see `WeightsInPlace.refuse_misfit`."""
@@ -223,7 +230,8 @@ class SlotModel:
     def sleep(self, level: SleepLevel) -> None:
         """Free the cache, and the weights as the level says; no forward until `wake`."""
         self.cache.give_back()
-        self._asleep.leave(level)
+        if not self._has_adopted:
+            self._asleep.leave(level)
 
     def wake(self) -> None:
         """Take the memory again; the cache is empty, and after level 2 the weights hold no values. Raises GenerationError."""

@@ -60,7 +60,7 @@ class TransformersEngine:
         self._version = -1
         self._vocabulary_size = 0
         self._end_ids: frozenset[int] = frozenset()
-        self._resident_bytes = 0
+        self._resident: dict[str, int] = {}
         self._receiver: Receiver | None = None
 
     @property
@@ -81,7 +81,12 @@ class TransformersEngine:
     @property
     def model_bytes(self) -> int:
         """Bytes of weights and KV cache, as far as they are on the device now."""
-        return self._resident_bytes
+        return sum(self._resident.values())
+
+    @property
+    def resident(self) -> Mapping[str, int]:
+        """The same by component."""
+        return self._resident
 
     async def start(self) -> None:
         """Load the model; see `Engine.start`."""
@@ -121,7 +126,7 @@ class TransformersEngine:
 
         def fall_asleep(decoder: SlotDecoder) -> None:
             decoder.sleep(level)
-            self._resident_bytes = decoder.num_bytes
+            self._resident = decoder.resident
 
         await self._thread.call(fall_asleep)
 
@@ -130,7 +135,7 @@ class TransformersEngine:
 
         def wake_up(decoder: SlotDecoder) -> None:
             decoder.wake()
-            self._resident_bytes = decoder.num_bytes
+            self._resident = decoder.resident
 
         await self._thread.call(wake_up)
 
@@ -145,7 +150,7 @@ class TransformersEngine:
             else:
                 with closing(arriving):
                     decoder.load_arriving(version, arriving, kv)
-            self._version = version
+            self._version, self._resident = version, decoder.resident
             return (perf_counter() - started_s) * 1000
 
         return await self._thread.call(swap)
@@ -177,7 +182,7 @@ class TransformersEngine:
     def _make_decoder(self) -> SlotDecoder:
         torch.set_num_threads(self._config.num_threads)
         model = self._load()
-        self._vocabulary_size, self._end_ids, self._resident_bytes = model.vocabulary_size, model.end_ids, model.num_bytes
+        self._vocabulary_size, self._end_ids, self._resident = model.vocabulary_size, model.end_ids, model.resident
         return SlotDecoder(model, self._config.num_slots)
 
     def _hear(self, news: list[Emission]) -> None:

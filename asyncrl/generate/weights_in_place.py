@@ -46,6 +46,28 @@ class WeightsInPlace:
         given = [next(name for name in names if name in tensors) for names in self._tied]
         copy_tensors((tensors[name], self._tensors[name]) for name in given)
 
+    def adopt(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Become views of these tensors: no byte is copied, and whatever is written to them later is the model's.
+
+        Args:
+            tensors: As `load`, of the model's own dtypes and device.
+
+        Raises:
+            GenerationError: As `load`, or a dtype or device differs; nothing was changed.
+        """
+        self.refuse_misfit({name: tuple(tensor.shape) for name, tensor in tensors.items()})
+        for name, tensor in tensors.items():
+            own = self._tensors[name]
+            if (tensor.dtype, tensor.device) != (own.dtype, own.device):
+                raise GenerationError(
+                    f"shared weights: {name} is {tensor.dtype} on {tensor.device} with the learner, {own.dtype} on {own.device} "
+                    "with the engine; both read the same bytes: set generate.engine.dtype and device to the learner's"
+                )
+        for names in self._tied:
+            given = next(name for name in names if name in tensors)
+            for name in names:
+                self._tensors[name].data = tensors[given]
+
     def load_arriving(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Copy in what comes, one by one; what came before an error stays. Names and shapes as `refuse_misfit` let pass."""
         for name, tensor in tensors:

@@ -1,7 +1,8 @@
 """The generator process: groups in, samples out, new weights whenever there are some.
 
 Owns the engine from LoadModel to Shutdown, and five loops over one connection:
-- orders (CONTROL): load the model, pause, resume, abort a group, note the newest version, shut down;
+- orders (CONTROL): load the model, pause, resume, give a shared device back or take it (turns.py), abort a group, note the
+  newest version, shut down;
 - groups (DATA): one task a group, at most as many as the channel's window; a group is acknowledged when its last result is sent;
 - weights: fetch the newest version announced (those in between are skipped), swap, probe, report VersionLive;
 - room: how many requests the engine can run at once, told whenever the engine's answer has changed;
@@ -29,8 +30,19 @@ from asyncrl.generate.activity import IdleMeter, WeightsGate
 from asyncrl.generate.build import start_engine
 from asyncrl.generate.engine import Engine
 from asyncrl.generate.rollout import Rollout
+from asyncrl.generate.turns import Turns
 from asyncrl.models.mapped import MappedTensors
-from asyncrl.schema.control import AbortGroup, EngineReady, EngineRoom, Heartbeat, LoadModel, Pause, Resume, Shutdown
+from asyncrl.schema.control import (
+    AbortGroup,
+    EngineReady,
+    EngineRoom,
+    Heartbeat,
+    LoadModel,
+    Pause,
+    Resume,
+    SetPhase,
+    Shutdown,
+)
 from asyncrl.schema.samples import GroupWork, Sample, SampleFailure, ids_from_bytes, logprobs_from_bytes
 from asyncrl.schema.weights import Probe, VersionLive, WeightsAvailable
 from asyncrl.transport.channel import Connection, Delivery, Lane
@@ -58,7 +70,7 @@ async def run_generator(
 
     Args:
         config: Of the run.
-        run_folder: Of the run; unused here, part of every process's signature.
+        run_folder: Of the run; on a shared device the memory timeline is written there.
         connection: To the controller.
         clock: Times samples and heartbeats.
         fetch_weights: Returns the tensors of a version, whole and verified, or raises BroadcastError when it is gone.
@@ -68,8 +80,7 @@ async def run_generator(
         GenerationError: The model cannot be loaded, or a version's weights do not fit it.
         ConfigError: The configured engine is not built.
     """
-    del run_folder
-    worker = GeneratorWorker(config, connection, clock, fetch_weights, name)
+    worker = GeneratorWorker(config, connection, clock, fetch_weights, name, Turns(config, run_folder, clock, name))
     try:
         await worker.run()
     except BaseExceptionGroup as group:
@@ -84,12 +95,23 @@ async def run_generator(
 class GeneratorWorker:
     """One generator's state and loops; `run_generator` is the way in."""
 
-    def __init__(self, config: RunConfig, connection: Connection, clock: Clock, fetch_weights: FetchWeights, name: str) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        connection: Connection,
+        clock: Clock,
+        fetch_weights: FetchWeights,
+        name: str,
+        turns: Turns,
+    ) -> None:
         self._config = config
         self._connection = connection
         self._clock = clock
         self._fetch_weights = fetch_weights
         self._name = name
+        self._turns = turns
+        self._taking = asyncio.Lock()
+        """Held while weights are taken or the engine falls asleep or wakes: one or the other."""
         self._rollout: Rollout | None = None
         self._is_ready = asyncio.Event()
         self._newest: WeightsAvailable | None = None
@@ -121,6 +143,7 @@ class GeneratorWorker:
 
     async def close(self) -> None:
         """Close the engine, if there is one."""
+        self._turns.close()
         if self._rollout is not None:
             await self._rollout.engine.close()
 
@@ -139,6 +162,8 @@ class GeneratorWorker:
                     await self._set_paused(True)
                 case Resume():
                     await self._set_paused(False)
+                case SetPhase() as order:
+                    await self._reach(order)
                 case AbortGroup(group_id=group_id):
                     if self._rollout is not None and group_id in self._work:
                         self._rollout.abort_group(self._work[group_id])
@@ -167,6 +192,21 @@ class GeneratorWorker:
         self._is_paused = paused
         if self._rollout is not None:
             await (self._rollout.engine.pause() if paused else self._rollout.engine.resume())
+
+    async def _reach(self, order: SetPhase) -> None:
+        """Give a shared device back or take it again, with the newest weights, and say so."""
+        assert self._rollout is not None, f"told to {order.phase} before the model was loaded"
+        engine, turns = self._rollout.engine, self._turns
+        async with self._taking:
+            if order.phase != "rollout":
+                self._idle.stand_still()
+                reached = await turns.sleep(engine, order)
+            else:
+                before, started_s = await turns.wake(engine)
+                await self._take_newest(engine)
+                self._idle.go_on()
+                reached = turns.woken(engine, order, before, started_s)
+        await self._connection.send(reached, Lane.CONTROL)
 
     async def _serve_groups(self) -> None:
         await self._is_ready.wait()
@@ -215,9 +255,14 @@ class GeneratorWorker:
         while True:
             await self._weights_news.wait()
             self._weights_news.clear()
-            available = self._newest
-            if available is not None and available.version > engine.version:
-                await self._take(engine, available)
+            async with self._taking:
+                if not self._turns.is_asleep:
+                    await self._take_newest(engine)
+
+    async def _take_newest(self, engine: Engine) -> None:
+        available = self._newest
+        if available is not None and (available.version > engine.version or self._turns.lacks_weights):
+            await self._take(engine, available)
 
     async def _take(self, engine: Engine, available: WeightsAvailable) -> None:
         before_s = self._clock.now()
@@ -240,6 +285,7 @@ class GeneratorWorker:
         finally:
             if isinstance(tensors, MappedTensors):
                 tensors.release()
+        self._turns.lacks_weights = False
         live_s = self._clock.now()
         probe_error = await self._probe_error(engine, available.probe)
         await self._connection.send(
@@ -293,6 +339,8 @@ class GeneratorWorker:
     def _waiting_for(self) -> str:
         if self._rollout is None:
             return "" if self._is_loading else "a model to load"
+        if self._turns.is_asleep:
+            return "the device, on which the learner trains"
         if self._is_paused:
             return "resume"
         if self._work and self._idle.is_idle:

@@ -64,3 +64,10 @@ class MappedTensors(Mapping[str, torch.Tensor]):
     def __len__(self) -> int:
         """Return the number of tensors, tied ones once."""
         return len(self._tensors)
+
+
+class SharedTensors(MappedTensors):
+    """The learner's own parameters, where they lie: an engine adopts them, and reads what the learner makes of them later.
+
+    `check` says whether they are still those of the version; while they are being changed nothing may be sampled.
+    """

@@ -14,6 +14,7 @@ import msgspec
 
 from asyncrl.observe.steps import read_lines
 from asyncrl.schema.batches import StepDone
+from asyncrl.schema.control import PhaseReached
 from asyncrl.schema.samples import InferResult, Sample, Score
 from asyncrl.schema.weights import VersionLive, WeightsAvailable
 
@@ -90,6 +91,24 @@ def swap_span(live: VersionLive) -> Span:
     """Return a generator's fetch and swap of a version; ends when it was live."""
     start = live.live_s - (live.fetch_ms + live.swap_ms) / 1000
     return span(SWAP, start, live.live_s, live.generator, version=live.version, fetch_ms=live.fetch_ms, swap_ms=live.swap_ms)
+
+
+def phase_span(phase: str, number: int, start: float, end: float) -> Span:
+    """Return a phase of a shared device, or a switch between two, by the number of the switch that led to it."""
+    return span(PHASE, start, end, "controller", phase=phase, number=number)
+
+
+def move_spans(reached: PhaseReached) -> list[Span]:
+    """Return the moves by which a process came into a phase, one after the other, the last of them ending with its answer."""
+    spans, end = [], reached.finished_s
+    for move in reversed(reached.moves):
+        start = end - move.seconds
+        spans.append(
+            span(PHASE, start, end, reached.name, phase=reached.phase, number=reached.number, component=move.component,
+                 before=move.before, after=move.after, bytes=move.num_bytes)
+        )  # fmt: skip
+        end = start
+    return spans[::-1]
 
 
 def read_spans(run_folder: Path) -> Iterator[Span]:

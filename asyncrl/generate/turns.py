@@ -1,0 +1,103 @@
+"""A generator's part in the phases of a shared device: its engine sleeps while the learner trains, and wakes with newer weights.
+
+How deep it sleeps follows from the placement: on a device that is merely shared the weights go with the KV cache, because the
+next version brings them again; where they are the learner's own they stay where they are.
+
+Invariants: an answer is given when the memory is given back, or taken and filled; each is also a line of the memory timeline; at
+most one order is carried out at a time. Called by generate/worker.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+from asyncrl.clock import Clock
+from asyncrl.config.run import RunConfig
+from asyncrl.generate.engine import Engine, SleepLevel
+from asyncrl.observe.memory import MemoryLine, open_memory
+from asyncrl.schema.control import ComponentMove, Phase, PhaseReached, Residence, SetPhase
+
+
+@runtime_checkable
+class Measured(Protocol):
+    """An engine that knows what it holds."""
+
+    @property
+    def resident(self) -> Mapping[str, int]:
+        """Return the bytes on its device now, by component."""
+        ...
+
+
+class Turns:
+    """Brings an engine into the phase that is asked for."""
+
+    def __init__(self, config: RunConfig, run_folder: Path, clock: Clock, name: str) -> None:
+        """Note where its timeline is written; nothing is where no turns are taken."""
+        self._clock = clock
+        self._name = name
+        self._level: SleepLevel = 1 if config.placement.kind == "hybrid" else 2
+        self._lines = open_memory(run_folder, name) if config.placement.takes_turns else None
+        self._phase: Phase = "rollout"
+        self.is_asleep = False
+        self.lacks_weights = False
+        """It gave its weights up, and has not been given new ones since."""
+
+    async def sleep(self, engine: Engine, order: SetPhase) -> PhaseReached:
+        """Give the device back."""
+        before, started_s = _resident(engine), self._clock.now()
+        if not self.is_asleep:
+            await engine.sleep(self._level)
+        self.is_asleep = True
+        self.lacks_weights = self._level == 2
+        return self._answer(order, before, _resident(engine), started_s)
+
+    async def wake(self, engine: Engine) -> tuple[Mapping[str, int], float]:
+        """Take the device again; return what was on it before, and when that began, for `woken`."""
+        before, started_s = _resident(engine), self._clock.now()
+        await engine.wake()
+        self.is_asleep = False
+        return before, started_s
+
+    def woken(self, engine: Engine, order: SetPhase, before: Mapping[str, int], started_s: float) -> PhaseReached:
+        """Answer, once the weights are there too."""
+        return self._answer(order, before, _resident(engine), started_s)
+
+    def close(self) -> None:
+        """Close the timeline."""
+        if self._lines is not None:
+            self._lines.close()
+
+    def _answer(self, order: SetPhase, before: Mapping[str, int], after: Mapping[str, int], started_s: float) -> PhaseReached:
+        now = self._clock.now()
+        moves = self._moves(before, after, now - started_s)
+        peak = max(sum(before.values()), sum(after.values()))
+        reached = PhaseReached(
+            self._name, order.phase, order.number, moves, {key: size for key, size in after.items() if size}, peak, now
+        )
+        if self._lines is not None:
+            self._lines.write(
+                MemoryLine(
+                    self._name, order.phase, order.number, started_s, now, moves, reached.resident, peak, ended_phase=self._phase
+                )
+            )
+        self._phase = order.phase
+        return reached
+
+    def _moves(self, before: Mapping[str, int], after: Mapping[str, int], seconds: float) -> tuple[ComponentMove, ...]:
+        """Return what came or went; the engine moves all of it at once, so the time is shared out by size."""
+        changes = {name: after.get(name, 0) - before.get(name, 0) for name in {**before, **after}}
+        total = max(sum(abs(change) for change in changes.values()), 1)
+        gone: Residence = "absent"
+        return tuple(
+            ComponentMove(
+                name, *(("device", gone) if change < 0 else (gone, "device")), abs(change), seconds * abs(change) / total
+            )
+            for name, change in changes.items()
+            if change
+        )
+
+
+def _resident(engine: Engine) -> Mapping[str, int]:
+    return dict(engine.resident) if isinstance(engine, Measured) else {}

@@ -19,6 +19,8 @@ receiver's acknowledgements (`transport.window`); nothing is dropped for lack of
 | 7 | WeightsAvailable | learner -> controller -> generators | control | nothing | | received |
 | 8 | the weights' bytes | learner -> generator | the medium | nothing: never the learner | | fingerprint matches |
 | 9 | VersionLive | generator -> controller | control | nothing | | received |
+| 10 | SetPhase | controller -> learner, generators on one device | control | its turn | PhaseReached of those before | received |
+| 11 | PhaseReached | 10 -> controller | control | the device is given back, or taken | | received |
 | - | Heartbeat, Fault | everyone -> controller | control | nothing | | received |
 | - | Pause, Resume, Checkpoint, Shutdown | controller -> everyone | control | nothing | | received |
 
@@ -151,6 +153,8 @@ async def _generator(config: RunConfig, run_folder: Path, connection: Connection
         if not holds_weights or not available.manifest.total_bytes:
             return {}
         if subscriber is not None:
+            if config.placement.takes_turns:
+                subscriber.forget()  # an engine that was asleep has to have its version again
             return await subscriber.fetch(available)
         assert receiver is not None
         return DeferredTensors(available, *receiver)

@@ -116,6 +116,21 @@ def stop(folder: RunArgument = None) -> None:
 
 
 @app.command()
+def join(
+    folder: RunArgument = None,
+    address: Annotated[str, typer.Option(help="The run's address, tcp://HOST:PORT, as its file `endpoint` has it.")] = "",
+    keys: Annotated[Path | None, typer.Option(help="With --address: the run's keys/client.key, mode 600.")] = None,
+    model: Annotated[Path | None, typer.Option(help="The model's folder on this machine, where the run's is not here.")] = None,
+    overrides: SetOption = [],  # noqa: B006 - typer copies it
+) -> None:
+    """Start a generator here that serves a live run until the run ends; Ctrl-C leaves, and the run goes on."""
+    from asyncrl.control.launch_guest import become_guest
+
+    own = [f"generate.model_folder={json.dumps(str(model.resolve()))}"] if model else []
+    become_guest("" if address else str(_newest(folder)), address, str(keys.resolve()) if keys else "", (*overrides, *own))
+
+
+@app.command()
 def inspect(
     folder: RunArgument = None,
     sample: Annotated[str, typer.Option(help="One sample's whole story: g17.3, or 17.3.")] = "",

@@ -43,6 +43,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from asyncrl.clock import Clock, SystemClock
 from asyncrl.config.load import load_config
 from asyncrl.config.run import RunConfig
@@ -56,6 +58,7 @@ from asyncrl.transport.channel import Connection, Lane
 from asyncrl.transport.open import new_hello, open_connection, open_listener
 
 if TYPE_CHECKING:
+    from asyncrl.control.joining import JoinRequest
     from asyncrl.control.launcher import Launcher
     from asyncrl.schema.weights import Probe, WeightsAvailable
 
@@ -67,7 +70,9 @@ NICENESS = 10
 """Of everyone who computes beside the learner: where cores are short it goes first."""
 RANK = "rank"
 """Kind of a learner process other than rank 0, which starts it; the controller does not know it."""
-EXIT_OK, EXIT_FAILED, EXIT_FAULT = 0, 1, 3
+JOIN = "join"
+"""Kind of a generator that joins a live run; no name, and a JoinRequest in JSON for a folder."""
+EXIT_OK, EXIT_FAILED, EXIT_WRONG_INPUT, EXIT_FAULT = 0, 1, 2, 3
 
 
 # -- the controller ------------------------------------------------------------------------------------------------------
@@ -264,14 +269,32 @@ async def run_stage(kind: ProcessKind, name: str, config: RunConfig, run_folder:
     address = (run_folder / ENDPOINT_FILE).read_text(encoding="utf-8")
     connection = await open_connection(address, new_hello(kind, name), config.transport, run_folder)
     try:
-        await STAGES[kind](config, run_folder, connection, clock, name)
+        return await _to_its_end(STAGES[kind](config, run_folder, connection, clock, name), name, connection)
+    finally:
+        await connection.close()
+
+
+async def join_run(request: JoinRequest, clock: Clock) -> int:
+    """Be a generator of a run that others started, until it ends or a signal says to leave; return the exit code."""
+    from asyncrl.control.joining import serve_until_told, visit
+
+    import_module(STAGE_MODULES["generator"])
+    async with visit(request, os.getpid(), ENDPOINT_FILE) as here:
+        set_up_logging(here.name, here.config.observe.log_level)
+        log.info("joined the run %s as %s; Ctrl-C leaves it", here.config.name, here.name)
+        work = _generator(here.config, here.run_folder, here.connection, clock, here.name)
+        return await serve_until_told(_to_its_end(work, here.name, here.connection))
+
+
+async def _to_its_end(work: Awaitable[None], name: str, connection: Connection) -> int:
+    """Await a stage's work and return the exit code; why it cannot go on is told to the controller."""
+    try:
+        await work
     except ConnectionClosed:
         log.info("the controller is gone")
     except Exception as error:  # noqa: BLE001 - the boundary of a process: whatever it was is told, logged, and ends it
         await _report_fault(name, error, connection)
         return EXIT_FAULT
-    finally:
-        await connection.close()
     return EXIT_OK
 
 
@@ -344,10 +367,24 @@ def _leave(code: int) -> None:
     os._exit(code)
 
 
-def main() -> None:
-    """Run one process of a run: `python -m asyncrl.pipeline KIND NAME RUN_FOLDER`, or a learner's rank beside 0."""
-    kind, name, folder = sys.argv[1:4]
+def _run_guest(request: str) -> int:
+    """Join a run as its JSON says; what the user can mend is one line and exit code 2."""
+    from asyncrl.control.joining import JoinRequest
+
     try:
+        return asyncio.run(join_run(msgspec.json.decode(request, type=JoinRequest), SystemClock()))
+    except AsyncRLError as error:
+        print(f"asyncrl: {error}", file=sys.stderr)  # noqa: T201 - for the terminal that `asyncrl join` was typed in
+        return EXIT_WRONG_INPUT
+
+
+def main() -> None:
+    """Run one process: `python -m asyncrl.pipeline KIND NAME RUN_FOLDER`, a learner's rank beside 0, or a guest of a run."""
+    kind, *rest = sys.argv[1:]
+    try:
+        if kind == JOIN:
+            _leave(_run_guest(rest[0]))
+        name, folder = rest[:2]
         if kind == RANK:
             sys.exit(_run_rank(int(name), Path(folder), sys.argv[4]))
         code = asyncio.run(_main(kind, name, Path(folder)))  # type: ignore[arg-type]

@@ -18,6 +18,7 @@ from asyncrl.config.data_rules import check_data
 from asyncrl.config.explain import explained
 from asyncrl.config.inference_rules import check_inference
 from asyncrl.config.launch_rules import at_node, check_launch
+from asyncrl.config.joining_rules import check_joining
 from asyncrl.config.learner_rules import check_learner
 from asyncrl.config.medium_choice import check_medium
 from asyncrl.config.run import RunConfig
@@ -99,6 +100,7 @@ def check_config(config: RunConfig) -> None:
     check_inference(config)
     check_run(config)
     check_medium(config)
+    check_joining(config)
     check_launch(config)
     check_vllm_server(config)
 

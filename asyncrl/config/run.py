@@ -54,7 +54,7 @@ class PlacementConfig(_Stage, frozen=True):
     generation_share: Annotated[float, Meta(gt=0, lt=1)] = 0.5
     """async_hybrid: of the shared device's memory and time that generation may take."""
     most_joining_generators: NonNegativeInt = 0
-    """async_hybrid: generators from elsewhere that may join while the run goes on (`asyncrl join`)."""
+    """Generators that may join while the run goes on, at once (`asyncrl join`); not where phases take turns."""
 
     @property
     def takes_turns(self) -> bool:

@@ -237,6 +237,8 @@ class GenerateConfig(_Stage, frozen=True):
     num_workers: NonNegativeInt = 2
     """0: only outside code submits samples."""
     engine: EngineConfig = TransformersEngineConfig()
+    model_folder: str = ""
+    """Where generators find the model; empty: where the learner says. For machines that do not share the learner's folders."""
     sampling: SamplingConfig = SamplingConfig()
     kv: Literal["keep", "recompute"] = "keep"
     """What happens to the KV cache of requests in flight when new weights come in."""

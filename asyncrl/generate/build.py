@@ -23,7 +23,7 @@ from asyncrl.config.stages import (
     VLLMEngineConfig,
     VLLMServerEngineConfig,
 )
-from asyncrl.errors import ConfigError
+from asyncrl.errors import ConfigError, GenerationError
 from asyncrl.generate.engine import Engine
 from asyncrl.generate.fake_engine import FakeEngine
 from asyncrl.generate.prompt_codec import ByteCodec, PromptCodec, TokenizerCodec
@@ -47,9 +47,25 @@ def build_engine(config: RunConfig, model_folder: Path, clock: Clock) -> Built:
 
 async def start_engine(config: RunConfig, model_folder: Path, clock: Clock, generator: str = "generator-0") -> Built:
     """Make the engine configured for this generator and start it. Raises as `build_engine` and `Engine.start`."""
-    engine, codec = await asyncio.to_thread(build_engine, with_own_server(config, generator), model_folder, clock)
+    folder = model_folder_here(config, model_folder)
+    engine, codec = await asyncio.to_thread(build_engine, with_own_server(config, generator), folder, clock)
     await engine.start()
     return engine, codec
+
+
+def model_folder_here(config: RunConfig, told: Path) -> Path:
+    """Return where this machine has the model that the learner has at `told`.
+
+    Raises:
+        GenerationError: It is not there.
+    """
+    folder = Path(config.generate.model_folder or told)
+    if not isinstance(config.generate.engine, FakeEngineConfig) and not folder.is_dir():
+        raise GenerationError(
+            f"the model's folder {folder} is not on this machine: share it with the learner's, or copy it here and say where "
+            "(generate.model_folder; `asyncrl join --model FOLDER`)"
+        )
+    return folder
 
 
 def with_own_server(config: RunConfig, generator: str) -> RunConfig:

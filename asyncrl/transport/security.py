@@ -73,6 +73,20 @@ def load_client_keys(run_folder: Path) -> ClientKeys:
     return msgspec.json.decode(_read_private(run_folder / KEYS_FOLDER / CLIENT_FILE), type=ClientKeys)
 
 
+def bring_client_keys(file: Path, folder: Path) -> None:
+    """Take a `client.key` that was brought from the run's machine into `folder`, where `load_client_keys` finds it.
+
+    Raises:
+        ConfigError: There is no such file, others can read it, or it is no client key.
+    """
+    try:
+        keys = msgspec.json.decode(_read_private(file), type=ClientKeys)
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"{file} is no client key: bring RUN/keys/client.key from the run's machine") from error
+    (folder / KEYS_FOLDER).mkdir(mode=0o700)
+    _write_private(folder / KEYS_FOLDER / CLIENT_FILE, keys)
+
+
 def secure_listener(socket: zmq.SyncSocket, keys: ListenerKeys) -> None:
     """Make a socket speak CURVE only, as the listener; call before it binds."""
     socket.curve_server = True

@@ -24,7 +24,6 @@ import signal
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
@@ -38,10 +37,10 @@ import torch
 from asyncrl.bench.engine_pause import pauses
 from asyncrl.bench.hand_over import BareZeroMQ, HandOver, MediumWay, file_hand_over, ray_store
 from asyncrl.bench.result import BenchResult, Ratio, ratio, seconds_of
+from asyncrl.bench.scratch import end_tidily, remove_leftovers, scratch_folder
 from asyncrl.bench.smollm2 import smollm2_weights
 from asyncrl.bench.subscribers import Subscribers, Take
 from asyncrl.bench.weight_changes import changes, is_pretrained
-from asyncrl.broadcast.segments import SHARED_FOLDER
 from asyncrl.config.stages import (
     BroadcastConfig,
     DeltaConfig,
@@ -197,7 +196,7 @@ class _HandOvers:
                 opened.callback(path.unlink)
                 yield lambda count: file_hand_over(self.weights, count, path, self.peers)
             else:
-                on_disk = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="asyncrl-bench-")))
+                on_disk = opened.enter_context(scratch_folder())
                 way = MediumWay(MEDIA[name], on_disk / name, self.peers, is_encrypted=name.endswith("_curve"))
                 opened.callback(way.close)
                 given = _changing(self.weights) if MEDIA[name].delta else lambda: self.weights
@@ -227,8 +226,7 @@ class _HandOvers:
 def _hand_overs(weights: dict[str, torch.Tensor], rounds: int, names: list[str], counts: tuple[int, ...]) -> Samples:
     """Return what every measured round gave, by figure."""
     with contextlib.ExitStack() as opened:
-        memory = str(SHARED_FOLDER) if SHARED_FOLDER.is_dir() else None
-        folder = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="asyncrl-bench-", dir=memory)))
+        folder = opened.enter_context(scratch_folder(in_memory=True))
         peers = opened.enter_context(contextlib.closing(Subscribers(max(counts))))
         num_bytes = sum(tensor.nbytes for tensor in weights.values())
         hand_overs = _HandOvers(weights, folder, peers, rounds, counts, _bare_copy(num_bytes))
@@ -261,6 +259,8 @@ def _bare_copy(num_bytes: int) -> Callable[[], float]:
 
 
 if __name__ == "__main__":
+    end_tidily()
+    remove_leftovers()
     started_s = time.perf_counter()
     outcome = measure(int(sys.argv[1]), sys.argv[2].split(","))
     outcome.figures["bench_s"] = round(time.perf_counter() - started_s, 1)

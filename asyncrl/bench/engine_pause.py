@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import queue
-import tempfile
 from pathlib import Path
 
 import torch
 from transformers.utils import logging as transformers_logging
 
 from asyncrl.bench.result import seconds_of
+from asyncrl.bench.scratch import scratch_folder
 from asyncrl.bench.smollm2 import smollm2_model
 from asyncrl.broadcast.publisher import Publisher
 from asyncrl.broadcast.subscriber import Subscriber
@@ -23,10 +23,10 @@ from asyncrl.schema.weights import WeightsAvailable
 def pauses(rounds: int) -> list[tuple[float, float]]:
     """Return, for each round, the milliseconds of the pause and those of one warm copy of the same bytes."""
     transformers_logging.disable_progress_bar()
-    with tempfile.TemporaryDirectory(prefix="asyncrl-bench-") as folder:
+    with scratch_folder() as folder:
         model = smollm2_model(torch.bfloat16)
-        model.save_pretrained(Path(folder) / "model")
-        return asyncio.run(_measure(Path(folder), dict(model.named_parameters()), rounds))
+        model.save_pretrained(folder / "model")
+        return asyncio.run(_measure(folder, dict(model.named_parameters()), rounds))
 
 
 async def _measure(folder: Path, weights: dict[str, torch.Tensor], rounds: int) -> list[tuple[float, float]]:

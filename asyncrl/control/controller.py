@@ -22,6 +22,7 @@ from asyncrl.config.load import dump_config
 from asyncrl.config.run import RunConfig
 from asyncrl.control.api import serve_api
 from asyncrl.control.checkpoints import Checkpoints
+from asyncrl.control.elastic import Elastic
 from asyncrl.control.evaluation import Evaluation
 from asyncrl.control.feed import LearnerFeed
 from asyncrl.control.flow import Flow
@@ -124,11 +125,12 @@ class Controller:
             evaluate_last=config.eval.at_end and bool(parts.held_out),
             logs_folder=str(run_folder / "logs"),
         )
-        callbacks = SupervisorCallbacks(self._on_dead, self._on_phase, self._on_end)
+        callbacks = SupervisorCallbacks(self._on_dead, self._on_phase, self._on_end, self._on_leave)
         spec_for = spec_maker(config, run_folder)
         self.supervisor = Supervisor(
             self.lifecycle, parts.launcher, spec_for, config.supervision, callbacks, parts.clock, run_folder
         )
+        self.elastic = Elastic(config, parts.flow, parts.peers, parts.roster, self.post, self.supervisor.terminate)
         self.watchdog = Watchdog(config.supervision.stall_timeout_s, self.started_s)
         self.model_folder = config.model.path if config.learner.kind == "external" and hasattr(config.model, "path") else ""
         self._weights: WeightsAvailable | None = None
@@ -267,6 +269,7 @@ class Controller:
             self._finish_evaluation()
             now = self.clock.now()
             await self._drop_silent_guests(now)
+            self.elastic.tick(now, running=self.lifecycle.phase == "running", learner_idle=self._learner_idle)
             self.reporter.tick()
             self.watchdog.sampling_in_vain(bool(self.flow.fruitless))
             stall = self.watchdog.check(now, self.waits(now), self._queues(), working_of(self.heartbeats().values()))
@@ -320,7 +323,11 @@ class Controller:
         peer = self.peers.get(name)
         if peer is not None:
             self.peers.remove(peer)
-        self.reporter.note_death(name, kind)
+        if self.lifecycle.processes[name].state == "left":
+            self.elastic.gone(name)
+            self.reporter.forget(name)
+        else:
+            self.reporter.note_death(name, kind)
         if kind == "generator":
             self.flow.generator_dead(name)
         elif kind in {"reward", "inference"}:
@@ -330,6 +337,14 @@ class Controller:
             self.checkpoints.fail("the learner died")
         if self.switching is not None:
             self.switching.leave(name)
+
+    @property
+    def _learner_idle(self) -> bool:
+        """Return whether a learner is there and has nothing in hand."""
+        return self.feed.idle and (self.config.learner.kind == "external" or bool(self.peers.of("learner")))
+
+    def _on_leave(self, name: str) -> None:
+        self.elastic.leaves(name, self.clock.now())
 
     def _on_phase(self, phase: Phase) -> None:
         self.moved.set()

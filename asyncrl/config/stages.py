@@ -461,11 +461,24 @@ class CUDAIPCMedium(_Variant, frozen=True, tag="cuda_ipc"):
     """Learner and engine on the same GPU: the engine opens the learner's own tensors; handles travel, bytes do not."""
 
 
+class SharedStorageMedium(_Variant, frozen=True, tag="shared_storage"):
+    """Nothing travels: the engine reads the learner's own parameters where they lie. For `placement.kind = "hybrid"` alone."""
+
+
 class AutoMedium(_Variant, frozen=True, tag="auto"):
     """Chosen when the run starts, from where its processes are; the log says what and why."""
 
 
-MediumConfig = SharedMemoryMedium | FilesMedium | ZeroMQMedium | GlooMedium | NCCLMedium | CUDAIPCMedium | AutoMedium
+MediumConfig = (
+    SharedMemoryMedium
+    | FilesMedium
+    | ZeroMQMedium
+    | GlooMedium
+    | NCCLMedium
+    | CUDAIPCMedium
+    | SharedStorageMedium
+    | AutoMedium
+)
 
 
 class DeltaConfig(_Stage, frozen=True):

@@ -26,6 +26,7 @@ from asyncrl.config.stages import (
     MediumConfig,
     NCCLMedium,
     SharedMemoryMedium,
+    SharedStorageMedium,
     ZeroMQMedium,
 )
 from asyncrl.errors import ConfigError
@@ -33,6 +34,10 @@ from asyncrl.errors import ConfigError
 _NOT_CHOSEN = (
     'broadcast.medium.kind "auto" is chosen when a run starts (config/medium_choice.py): take the run\'s own config, as '
     "Run.config.broadcast and RUN/config.toml have it"
+)
+_NOT_A_JOURNEY = (
+    'broadcast.medium.kind "shared_storage" moves nothing and so has no writer or reader: the engine opens the learner\'s own '
+    "parameters (broadcast/shared_storage.py)"
 )
 
 
@@ -51,6 +56,8 @@ def open_writer(config: MediumConfig, run_folder: Path, curve_keys: CurveKeys | 
             return CollectiveWriter(config, curve_keys or keys_of_run(run_folder), through=current_gpu)
         case CUDAIPCMedium():
             return CUDAIPCWriter(run_folder)
+        case SharedStorageMedium():
+            raise ConfigError(_NOT_A_JOURNEY)
         case AutoMedium():
             raise ConfigError(_NOT_CHOSEN)
 
@@ -71,6 +78,8 @@ def open_reader(config: MediumConfig, run_folder: Path, curve_keys: CurveKeys | 
                 f"broadcast.medium.kind {kind_of(config)!r} ends in the engine's own GPU memory: its versions are received by "
                 f"the process that holds the model (models/deferred.py), and no generator can fetch them"
             )
+        case SharedStorageMedium():
+            raise ConfigError(_NOT_A_JOURNEY)
         case AutoMedium():
             raise ConfigError(_NOT_CHOSEN)
 

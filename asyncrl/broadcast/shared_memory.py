@@ -70,7 +70,7 @@ class SharedMemoryWriter:
         remove_leftover_segments(self._run_folder)
         slot_bytes = -(-manifest.total_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         self._path = segment_folder(self._run_folder) / f"{segment_prefix(self._run_folder)}{secrets.token_hex(4)}"
-        segment = _make_segment(self._path, HEADER_BYTES + NUM_SLOTS * slot_bytes)
+        segment = make_segment(self._path, HEADER_BYTES + NUM_SLOTS * slot_bytes)
         lock_paths = [slot_lock_path(self._path, slot) for slot in range(NUM_SLOTS)]
         self._locks = [os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600) for path in lock_paths]
         note = SegmentNote(str(self._path), os.getpid())
@@ -283,7 +283,7 @@ def _is_held(handle: int) -> bool:
     return False
 
 
-def _make_segment(path: Path, num_bytes: int) -> mmap.mmap:
+def make_segment(path: Path, num_bytes: int) -> mmap.mmap:
     """Create, reserve and map a file nobody else can open."""
     handle = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
     try:

@@ -24,6 +24,7 @@ from asyncrl.config.stages import (
     NCCLMedium,
     ReplayEngineConfig,
     SharedMemoryMedium,
+    SharedStorageMedium,
     TransformersEngineConfig,
     VLLMEngineConfig,
     VLLMServerEngineConfig,
@@ -76,6 +77,10 @@ def places_of(config: RunConfig) -> Places:
 
 def choose_medium(config: RunConfig) -> Choice:
     """Return how a run's weights best travel, and why; `broadcast.medium` itself is not looked at."""
+    if config.placement.kind == "hybrid":
+        return Choice(SharedStorageMedium(), "placement hybrid: the engine reads the learner's own weights")
+    if config.placement.kind == "colocated":
+        return Choice(SharedMemoryMedium(), "placement colocated: versions wait in host memory while the device changes hands")
     places, host = places_of(config), config.transport.host
     on_gpus = places.learner_gpu is not None and bool(places.engine_gpus) and places.engine_receives
     if on_gpus and config.broadcast.delta is None and (choice := _between_gpus(places, host)) is not None:

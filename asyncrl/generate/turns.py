@@ -1,7 +1,8 @@
 """A generator's part in the phases of a shared device: its engine sleeps while the learner trains, and wakes with newer weights.
 
-How deep it sleeps follows from the placement: on a device that is merely shared the weights go with the KV cache, because the
-next version brings them again; where they are the learner's own they stay where they are.
+It sleeps at level 2: the weights go with the KV cache, because the next version brings them again, and nothing is sampled before
+that is there. Weights that are the learner's own (placement hybrid) stay, and that nobody changed them in a rollout is checked at
+its end.
 
 Invariants: an answer is given when the memory is given back, or taken and filled; each is also a line of the memory timeline; at
 most one order is carried out at a time. Called by generate/worker.py.
@@ -15,7 +16,8 @@ from typing import Protocol, runtime_checkable
 
 from asyncrl.clock import Clock
 from asyncrl.config.run import RunConfig
-from asyncrl.generate.engine import Engine, SleepLevel
+from asyncrl.generate.engine import Engine
+from asyncrl.models.mapped import SharedTensors
 from asyncrl.observe.memory import MemoryLine, open_memory
 from asyncrl.schema.control import ComponentMove, Phase, PhaseReached, Residence, SetPhase
 
@@ -37,20 +39,30 @@ class Turns:
         """Note where its timeline is written; nothing is where no turns are taken."""
         self._clock = clock
         self._name = name
-        self._level: SleepLevel = 1 if config.placement.kind == "hybrid" else 2
         self._lines = open_memory(run_folder, name) if config.placement.takes_turns else None
         self._phase: Phase = "rollout"
         self.is_asleep = False
         self.lacks_weights = False
         """It gave its weights up, and has not been given new ones since."""
+        self._shared: SharedTensors | None = None
+
+    def took(self, tensors: Mapping[str, object]) -> None:
+        """Note what the engine samples with now."""
+        self.lacks_weights = False
+        self._shared = tensors if isinstance(tensors, SharedTensors) else None
 
     async def sleep(self, engine: Engine, order: SetPhase) -> PhaseReached:
-        """Give the device back."""
+        """Give the device back.
+
+        Raises:
+            BroadcastError: The weights are the learner's own, and it has changed them meanwhile.
+        """
         before, started_s = _resident(engine), self._clock.now()
         if not self.is_asleep:
-            await engine.sleep(self._level)
-        self.is_asleep = True
-        self.lacks_weights = self._level == 2
+            await engine.sleep(2)
+        if self._shared is not None and not self.is_asleep:
+            self._shared.check()
+        self.is_asleep = self.lacks_weights = True
         return self._answer(order, before, _resident(engine), started_s)
 
     async def wake(self, engine: Engine) -> tuple[Mapping[str, int], float]:

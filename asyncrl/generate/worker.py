@@ -285,7 +285,7 @@ class GeneratorWorker:
         finally:
             if isinstance(tensors, MappedTensors):
                 tensors.release()
-        self._turns.lacks_weights = False
+        self._turns.took(tensors)
         live_s = self._clock.now()
         probe_error = await self._probe_error(engine, available.probe)
         await self._connection.send(

@@ -21,6 +21,7 @@ from asyncrl.config.launch_rules import at_node, check_launch
 from asyncrl.config.joining_rules import check_joining
 from asyncrl.config.learner_rules import check_learner
 from asyncrl.config.medium_choice import check_medium
+from asyncrl.config.placement_rules import check_placement
 from asyncrl.config.run import RunConfig
 from asyncrl.config.run_rules import check_run
 from asyncrl.config.vllm_server_rules import check_vllm_server
@@ -100,6 +101,7 @@ def check_config(config: RunConfig) -> None:
     check_inference(config)
     check_run(config)
     check_medium(config)
+    check_placement(config)
     check_joining(config)
     check_launch(config)
     check_vllm_server(config)

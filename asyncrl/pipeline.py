@@ -48,7 +48,7 @@ import msgspec
 from asyncrl.clock import Clock, SystemClock
 from asyncrl.config.load import load_config
 from asyncrl.config.run import RunConfig
-from asyncrl.config.stages import ReplayEngineConfig
+from asyncrl.config.stages import ReplayEngineConfig, SharedStorageMedium
 from asyncrl.errors import AsyncRLError, ConfigError, ConnectionClosed, LearnerError, LedgerError
 from asyncrl.observe.log import set_up_logging
 from asyncrl.schema.control import Fault, ProcessKind
@@ -144,6 +144,7 @@ def _ledger_failed(error: LedgerError) -> None:
 
 async def _generator(config: RunConfig, run_folder: Path, connection: Connection, clock: Clock, name: str) -> None:
     from asyncrl.broadcast.media import receiver_of
+    from asyncrl.broadcast.shared_storage import HybridSubscriber
     from asyncrl.broadcast.subscriber import Subscriber
     from asyncrl.generate.worker import run_generator
     from asyncrl.models.deferred import DeferredTensors
@@ -151,7 +152,11 @@ async def _generator(config: RunConfig, run_folder: Path, connection: Connection
     # Where cores are short the learner goes first: while it works generation is ahead, and when it waits they have all cores.
     os.nice(NICENESS)
     receiver = receiver_of(config.broadcast.medium, run_folder)
-    subscriber = Subscriber(config.broadcast, run_folder) if receiver is None else None
+    subscriber: Subscriber | HybridSubscriber | None = None
+    if isinstance(config.broadcast.medium, SharedStorageMedium):
+        subscriber = HybridSubscriber(run_folder, getattr(config.generate.engine, "device", "cpu"))
+    elif receiver is None:
+        subscriber = Subscriber(config.broadcast, run_folder)
     holds_weights = not isinstance(config.generate.engine, ReplayEngineConfig)
 
     async def fetch_weights(available: WeightsAvailable) -> Mapping[str, Any]:
@@ -186,6 +191,7 @@ async def _inference_worker(config: RunConfig, run_folder: Path, connection: Con
 
 async def _learner(config: RunConfig, run_folder: Path, connection: Connection, clock: Clock, _name: str) -> None:
     from asyncrl.broadcast.publisher import Publisher
+    from asyncrl.broadcast.shared_storage import HybridPublisher
     from asyncrl.learner.worker import run_learner
 
     loop = asyncio.get_running_loop()
@@ -201,7 +207,8 @@ async def _learner(config: RunConfig, run_folder: Path, connection: Connection, 
             while True:
                 await connection.send(await published.get(), Lane.CONTROL)
 
-    publisher = Publisher(config.broadcast, run_folder, announce, clock)
+    is_hybrid = isinstance(config.broadcast.medium, SharedStorageMedium)
+    publisher = (HybridPublisher if is_hybrid else Publisher)(config.broadcast, run_folder, announce, clock)
 
     def publish(version: int, named_tensors: Mapping[str, Any], probe: Probe | None) -> float:
         return publisher.publish(version, named_tensors, probe)

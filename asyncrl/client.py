@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import signal
-import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from types import NoneType, TracebackType
@@ -20,12 +18,14 @@ from typing import Any, Self, TypeVar
 
 import aiohttp
 import msgspec
-import psutil
 
 from asyncrl.config.load import dump_config, load_config, parse_config, validated
+from asyncrl.config.launch_rules import with_launch_choices
 from asyncrl.config.medium_choice import with_chosen_medium
 from asyncrl.config.run import RunConfig
-from asyncrl.errors import ConfigError, LaunchError, RunError
+from asyncrl.control.phase_room import check_phase_room
+from asyncrl.control.owned_controller import OwnedController, controller_of, live_controller, read_endpoint
+from asyncrl.errors import ConfigError, LaunchError, RunError, RunLostError
 from asyncrl.observe.steps import EvalReport, StepReport
 from asyncrl.schema.batches import GroupsTaken
 from asyncrl.schema.status import ENDED, ApiEndpoint, ExternalGroup, RunStatus, SubmitResult
@@ -33,7 +33,8 @@ from asyncrl.schema.weights import WeightsAvailable
 
 START_TIMEOUT_S = 60.0
 """For the controller to answer; models load later."""
-STOP_TIMEOUT_S = 60.0
+NOT_REPEATED = frozenset({"/submit", "/trained"})
+"""Requests whose effect a lost controller may have kept: only the caller can know whether to ask again."""
 
 T = TypeVar("T")
 
@@ -87,7 +88,7 @@ class RunClient:
             async for line in self._lines("/steps", first):
                 yield msgspec.json.decode(line, type=StepReport)
         except aiohttp.ClientError as error:
-            raise RunError(f"lost the run in {self.run_folder}: {error}; see its logs/ folder") from error
+            raise RunLostError(f"lost the run in {self.run_folder}: {error}; see its logs/ folder") from error
         status = await self.status()
         if status.phase == "failed":
             raise RunError(status.reason)
@@ -167,7 +168,7 @@ class RunClient:
                 if response.status >= 400:
                     raise RunError(answer.decode(errors="replace"))
         except (aiohttp.ClientError, OSError) as error:
-            raise RunError(f"the run in {self.run_folder} does not answer: {error or type(error).__name__}") from error
+            raise RunLostError(f"the run in {self.run_folder} does not answer: {error or type(error).__name__}") from error
         return msgspec.msgpack.decode(answer, type=kind)
 
 
@@ -176,16 +177,7 @@ _NO_TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=10)
 
 def is_live(run_folder: str | Path) -> bool:
     """Return whether a controller of this run folder is alive."""
-    endpoint = read_endpoint(Path(run_folder))
-    return endpoint is not None and _is_controller(endpoint.pid)
-
-
-def read_endpoint(run_folder: Path) -> ApiEndpoint | None:
-    """Return what `api.json` says, or None where there is none."""
-    try:
-        return msgspec.json.decode((run_folder / "api.json").read_bytes(), type=ApiEndpoint)
-    except (OSError, msgspec.DecodeError):
-        return None
+    return bool(live_controller(Path(run_folder)))
 
 
 def connect(run_folder: str | Path) -> RunClient:
@@ -216,16 +208,23 @@ class Run(RunClient):
     def __init__(
         self, config: RunConfig | dict[str, Any] | str | Path | None = None, *, resume: str | Path | None = None
     ) -> None:
-        self.config, self._choice = with_chosen_medium(_resolve(config, resume))
+        resolved, said = with_launch_choices(_resolve(config, resume))
+        self.config, choice = with_chosen_medium(resolved)
+        self._choices = [*said, choice] if choice else said
         super().__init__(resume if resume is not None else Path(self.config.folder) / self.config.name)
         self._resumed = resume is not None
-        self._controller: asyncio.subprocess.Process | None = None
+        self._controller: OwnedController | None = None
+        self._endpoint: ApiEndpoint | None = None
+        self._coming_back = asyncio.Lock()
 
     async def __aenter__(self) -> Self:
         self._prepare_folder()
-        self._controller = await self._start_controller()
+        self._controller = controller_of(self.config, self.run_folder)
+        self._note_choices()
         try:
-            await self._open(await self._wait_for_endpoint())
+            await self._controller.start()
+            self._endpoint = await self._wait_for_endpoint()
+            await self._open(self._endpoint)
         except BaseException:
             await self._end_controller()
             raise
@@ -244,6 +243,42 @@ class Run(RunClient):
         if len(leaving) > 1:
             raise asyncio.CancelledError
 
+    async def steps(self, first: int = 0) -> AsyncIterator[StepReport]:
+        """Yield steps as `RunClient.steps`, on through the loss of a controller that is started again (`launch.kind = "ray"`)."""
+        while True:
+            lost = self._endpoint
+            try:
+                async for report in super().steps(first):
+                    first = report.step + 1
+                    yield report
+            except RunLostError:
+                if not await self._come_back(lost):
+                    raise
+            else:
+                return
+
+    async def _call(self, method: str, path: str, kind: type[T], body: Any = None) -> T:  # noqa: ANN401 - any struct
+        lost = self._endpoint
+        try:
+            return await super()._call(method, path, kind, body)
+        except RunLostError:
+            if path in NOT_REPEATED or not await self._come_back(lost):
+                raise
+        return await super()._call(method, path, kind, body)
+
+    async def _come_back(self, lost: ApiEndpoint | None) -> bool:
+        """Find the controller that takes the place of the one at `lost`; False where none will."""
+        async with self._coming_back:
+            if self._controller is None or self._endpoint is not lost:
+                return self._controller is not None
+            endpoint = await self._controller.endpoint(lost)
+            if endpoint is None:
+                return False
+            await self._close()
+            self._endpoint = endpoint
+            await self._open(endpoint)
+            return True
+
     async def wait(self) -> RunStatus:
         """Wait until the run has ended and return its last status.
 
@@ -255,6 +290,7 @@ class Run(RunClient):
         return await self.status()
 
     def _prepare_folder(self) -> None:
+        check_phase_room(self.config)
         config_file = self.run_folder / "config.toml"
         if config_file.exists() and not self._resumed:
             raise ConfigError(
@@ -264,35 +300,26 @@ class Run(RunClient):
         if is_live(self.run_folder):
             raise LaunchError(f"{self.run_folder} already runs; `asyncrl stop {self.run_folder}` first")
         self.run_folder.mkdir(parents=True, exist_ok=True)
-        said = f"# {self._choice}\n" if self._choice else ""
+        said = "".join(f"# {choice}\n" for choice in self._choices)
         config_file.write_text(said + dump_config(self.config), encoding="utf-8")
 
-    async def _start_controller(self) -> asyncio.subprocess.Process:
-        (self.run_folder / "api.json").unlink(missing_ok=True)
+    def _note_choices(self) -> None:
         logs = self.run_folder / "logs"
         logs.mkdir(exist_ok=True)
-        with (logs / "controller.log").open("ab") as log:
-            if self._choice:
-                log.write(f"{self._choice}\n".encode())
-                log.flush()
-            return await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "asyncrl.pipeline", "controller", "controller", str(self.run_folder),
-                stdin=asyncio.subprocess.PIPE, stdout=log, stderr=log, start_new_session=True,
-            )  # fmt: skip
+        with (logs / "controller.log").open("a", encoding="utf-8") as log:
+            log.writelines(f"{choice}\n" for choice in self._choices)
 
     async def _wait_for_endpoint(self) -> ApiEndpoint:
         assert self._controller is not None
-        endpoint = None
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
-                while self._controller.returncode is None and (endpoint := read_endpoint(self.run_folder)) is None:  # noqa: ASYNC110
-                    await asyncio.sleep(0.02)
+                endpoint = await self._controller.endpoint()
         except TimeoutError as error:
             raise LaunchError(
                 f"the controller did not answer within {START_TIMEOUT_S:.0f} s; see {self.run_folder}/logs"
             ) from error
         if endpoint is None:
-            raise LaunchError(_tail_of(self.run_folder / "logs" / "controller.log", self._controller.returncode))
+            raise LaunchError(_tail_of(self.run_folder / "logs" / "controller.log", self._controller.code))
         return endpoint
 
     async def _leave(self, *, polite: bool) -> None:
@@ -310,20 +337,9 @@ class Run(RunClient):
             await self.stop()
 
     async def _end_controller(self) -> None:
-        """Close its standard input, which tells it to go; kill it where it does not."""
-        process = self._controller
-        if process is None:
-            return
-        if process.stdin is not None:
-            process.stdin.close()
-        try:
-            async with asyncio.timeout(STOP_TIMEOUT_S):
-                await process.wait()
-        except TimeoutError:
-            with contextlib.suppress(ProcessLookupError):
-                process.send_signal(signal.SIGKILL)
-            await process.wait()
-        self._controller = None
+        if self._controller is not None:
+            await self._controller.end()
+            self._controller = None
 
 
 def _resolve(config: RunConfig | dict[str, Any] | str | Path | None, resume: str | Path | None) -> RunConfig:
@@ -334,14 +350,6 @@ def _resolve(config: RunConfig | dict[str, Any] | str | Path | None, resume: str
     if isinstance(config, RunConfig):
         return validated(config)
     return parse_config(config) if isinstance(config, dict) else load_config(config)
-
-
-def _is_controller(pid: int) -> bool:
-    """Whether the pid is a controller of ours; it may have been given to another program since."""
-    try:
-        return "asyncrl.pipeline" in psutil.Process(pid).cmdline()
-    except psutil.Error:
-        return False
 
 
 def _tail_of(log: Path, code: int | None) -> str:

@@ -470,14 +470,7 @@ class AutoMedium(_Variant, frozen=True, tag="auto"):
 
 
 MediumConfig = (
-    SharedMemoryMedium
-    | FilesMedium
-    | ZeroMQMedium
-    | GlooMedium
-    | NCCLMedium
-    | CUDAIPCMedium
-    | SharedStorageMedium
-    | AutoMedium
+    SharedMemoryMedium | FilesMedium | ZeroMQMedium | GlooMedium | NCCLMedium | CUDAIPCMedium | SharedStorageMedium | AutoMedium
 )
 
 

@@ -19,11 +19,17 @@ from asyncrl.control.memory_estimate import (
     policy_shape,
     version_bytes,
 )
+from asyncrl.control.phase_room import check_phase_room
 from asyncrl.control.process_plan import plan_processes
 
 
 def describe(config: RunConfig) -> str:
-    """Return the resolved TOML and the derived quantities as text."""
+    """Return the resolved TOML and the derived quantities as text.
+
+    Raises:
+        ConfigError: As `derived`, or a phase of a shared device does not fit it.
+    """
+    check_phase_room(config)
     lines = [dump_config(config), "# derived"]
     lines += [f"# {name:34} {value}" for name, value in derived(config).items()]
     lines += [f"# WARNING: {doubt}" for doubt in doubts_about_medium(config)]

@@ -9,6 +9,7 @@ from asyncrl.config.load import dump_config, load_config
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = sorted([*(ROOT / "configs").glob("*.toml"), *(ROOT / "experiments").glob("*/config.toml")])
 PRESETS = sorted((ROOT / "configs" / "algorithms").glob("*.toml"))
+PLACEMENTS = sorted((ROOT / "configs" / "placements").glob("*.toml"))
 LAYERS = sorted((ROOT / "experiments" / "quickstart_algorithms").glob("*.toml"))
 
 
@@ -39,3 +40,8 @@ def test_a_preset_goes_over_the_quickstart_and_nothing_of_its_algorithm_stays(pa
 @pytest.mark.parametrize("path", LAYERS, ids=lambda path: path.stem)
 def test_the_algorithms_of_the_experiment_go_over_the_quickstart(path):
     assert load_config(ROOT / "configs" / "quickstart.toml", presets=[path]).num_steps == 550
+
+
+@pytest.mark.parametrize("path", PLACEMENTS, ids=lambda path: path.stem)
+def test_a_placement_goes_over_the_quickstart(path):
+    assert load_config(ROOT / "configs" / "quickstart.toml", presets=[path]).placement.kind == path.stem.replace("-", "_")

@@ -1,0 +1,63 @@
+"""What placements refuse, and what they say."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from asyncrl.config.load import parse_config
+from asyncrl.control.phase_room import check_phase_room
+from asyncrl.errors import ConfigError
+
+SHARED = {"medium": {"kind": "shared_storage"}}
+
+
+def settings(kind: str, **overrides: Any) -> dict[str, Any]:
+    raw: dict[str, Any] = {"placement": {"kind": kind}, "buffer": {"max_staleness": 1}}
+    if kind == "hybrid":
+        raw["broadcast"] = SHARED
+    for path, value in overrides.items():
+        table = raw
+        *parents, last = path.split("__")
+        for key in parents:
+            table = table.setdefault(key, {})
+        table[last] = value
+    return raw
+
+
+@pytest.mark.parametrize("kind", ["disaggregated", "colocated", "hybrid"])
+def test_a_plain_run_goes_with_every_placement(kind: str) -> None:
+    assert parse_config(settings(kind)).placement.kind == kind
+
+
+@pytest.mark.parametrize(
+    ("kind", "overrides", "said"),
+    [
+        ("colocated", {"learner__kind": "external"}, "learner.kind 'external'"),
+        ("colocated", {"learner__ranks": 2}, "learner.ranks = 1"),
+        ("colocated", {"generate__in_flight_updates": False}, "generate.in_flight_updates = true"),
+        ("colocated", {"buffer__max_staleness": 2}, "set 0 .* or 1"),
+        ("colocated", {"generate__engine": {"kind": "vllm"}}, "generate.engine.sleep = true"),
+        ("colocated", {"learner__device": "cuda"}, "set both to the same"),
+        ("colocated", {"broadcast": SHARED}, 'only placement.kind "hybrid"'),
+        ("hybrid", {"generate__engine": {"kind": "fake"}}, '"transformers", or placement.kind = "colocated"'),
+        ("hybrid", {"learner__dtype": "bfloat16"}, "set both to the same"),
+        ("hybrid", {"learner__lora": {}}, "leave out learner.lora"),
+        ("hybrid", {"broadcast": {"medium": {"kind": "files"}}}, 'set "shared_storage"'),
+        ("hybrid", {"broadcast": {**SHARED, "delta": {}}}, "leave out broadcast.delta"),
+    ],
+)
+def test_what_does_not_go_together_is_named_with_what_to_write(kind: str, overrides: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        parse_config(settings(kind, **overrides))
+
+
+def test_a_phase_without_room_is_refused_with_its_sum() -> None:
+    with pytest.raises(ConfigError, match=r"(?s)phase 'train' does not fit.*policy optimizer.*sum.*budget.*too much"):
+        check_phase_room(parse_config(settings("colocated", placement__device_memory_gib=0.005)))
+
+
+@pytest.mark.parametrize("kind", ["colocated", "hybrid"])
+def test_phases_that_fit_are_let_pass(kind: str) -> None:
+    check_phase_room(parse_config(settings(kind, placement__device_memory_gib=1.0)))

@@ -46,9 +46,10 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from asyncrl.clock import Clock, SystemClock
-from asyncrl.config.load import load_config
+from asyncrl.config.launch import RayLaunch
+from asyncrl.config.load import load_run_config
 from asyncrl.config.run import RunConfig
-from asyncrl.config.stages import ReplayEngineConfig, SharedStorageMedium
+from asyncrl.config.stages import ReplayEngineConfig, SharedStorageMedium, TransformersEngineConfig
 from asyncrl.errors import AsyncRLError, ConfigError, ConnectionClosed, LearnerError, LedgerError
 from asyncrl.observe.log import set_up_logging
 from asyncrl.schema.control import Fault, ProcessKind
@@ -93,9 +94,9 @@ async def run_controller(
     from asyncrl.broadcast.segments import remove_leftover_segments
     from asyncrl.buffer.opening import open_buffer
     from asyncrl.control.controller import Controller, RunParts
+    from asyncrl.control.device_share import check_shares, gpu_memory_bytes, usable_cores
     from asyncrl.control.feed import LearnerFeed
     from asyncrl.control.flow import Flow
-    from asyncrl.control.launch_local import LocalLauncher
     from asyncrl.control.peers import Peers
     from asyncrl.control.process_plan import plan_processes
     from asyncrl.control.reporter import Reporter
@@ -103,6 +104,7 @@ async def run_controller(
     from asyncrl.generate.admission import Admission, AdmissionLimits
     from asyncrl.observe.sinks import open_sinks
 
+    check_shares(config, usable_cores(), gpu_memory_bytes(config))
     task = build_task(config.task, config.seed)
     loop = asyncio.get_running_loop()
     buffer = open_buffer(config, run_folder, call_soon=loop.call_soon_threadsafe, on_failure=_ledger_failed, now=clock.now())
@@ -151,6 +153,7 @@ async def _generator(config: RunConfig, run_folder: Path, connection: Connection
 
     # Where cores are short the learner goes first: while it works generation is ahead, and when it waits they have all cores.
     os.nice(NICENESS)
+    _hold_to_share(config, getattr(config.generate.engine, "device", "cpu"), of_learner=False)
     receiver = receiver_of(config.broadcast.medium, run_folder)
     subscriber: Subscriber | HybridSubscriber | None = None
     if isinstance(config.broadcast.medium, SharedStorageMedium):
@@ -176,6 +179,17 @@ async def _generator(config: RunConfig, run_folder: Path, connection: Connection
             subscriber.close()
 
 
+def _hold_to_share(config: RunConfig, device: str, *, of_learner: bool) -> None:
+    """Where generation goes on beside training on a GPU, hold this process's own tensors to its part of the memory."""
+    from asyncrl.control.device_share import memory_bounds, shares_device
+    from asyncrl.residency.share import hold_to_share
+
+    in_process = of_learner or isinstance(config.generate.engine, TransformersEngineConfig)
+    if shares_device(config) and device.startswith("cuda") and in_process:
+        generator_share, learner_share, budget_bytes = memory_bounds(config)
+        hold_to_share(device, learner_share if of_learner else generator_share, budget_bytes)
+
+
 async def _reward_worker(config: RunConfig, run_folder: Path, connection: Connection, clock: Clock, name: str) -> None:
     from asyncrl.reward.worker import run_reward_worker
 
@@ -194,6 +208,7 @@ async def _learner(config: RunConfig, run_folder: Path, connection: Connection, 
     from asyncrl.broadcast.shared_storage import HybridPublisher
     from asyncrl.learner.worker import run_learner
 
+    _hold_to_share(config, config.learner.device, of_learner=True)
     loop = asyncio.get_running_loop()
     task = build_task(config.task, config.seed)
 
@@ -271,6 +286,11 @@ async def run_stage(kind: ProcessKind, name: str, config: RunConfig, run_folder:
 
     An error of the outside world is told to the controller as a Fault before the process ends.
     """
+    if kind == "generator":
+        from asyncrl.control.device_share import keep_to_own_cores, with_own_memory
+
+        config = with_own_memory(config)
+        keep_to_own_cores(config)
     # Before connecting: an event loop that imports for long, as on a busy machine, looks dead to its peer.
     import_module(STAGE_MODULES[kind])
     address = (run_folder / ENDPOINT_FILE).read_text(encoding="utf-8")
@@ -283,11 +303,14 @@ async def run_stage(kind: ProcessKind, name: str, config: RunConfig, run_folder:
 
 async def join_run(request: JoinRequest, clock: Clock) -> int:
     """Be a generator of a run that others started, until it ends or a signal says to leave; return the exit code."""
+    from asyncrl.control.device_share import keep_to_own_cores
     from asyncrl.control.joining import serve_until_told, visit
 
     import_module(STAGE_MODULES["generator"])
     async with visit(request, os.getpid(), ENDPOINT_FILE) as here:
         set_up_logging(here.name, here.config.observe.log_level)
+        if here.is_on_same_machine:
+            keep_to_own_cores(here.config)
         log.info("joined the run %s as %s; Ctrl-C leaves it", here.config.name, here.name)
         work = _generator(here.config, here.run_folder, here.connection, clock, here.name)
         return await serve_until_told(_to_its_end(work, here.name, here.connection))

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import platform
 import re
 import signal
@@ -36,6 +37,8 @@ from asyncrl.schema.control import JoinTerms
 from asyncrl.transport.channel import Connection, Lane
 from asyncrl.transport.open import new_hello, open_connection
 from asyncrl.transport.security import CLIENT_FILE, KEYS_FOLDER, bring_client_keys
+
+log = logging.getLogger(__name__)
 
 WELCOME_S = 30.0
 """For the run to answer."""
@@ -67,6 +70,7 @@ class Visit:
     """The run's, with the guest's own engine settings."""
     run_folder: Path
     """The run's where this machine has it, else the guest's private one: keys, and what media need."""
+    is_on_same_machine: bool
 
 
 def guest_name(host: str, pid: int, number: int = 0) -> str:
@@ -101,7 +105,7 @@ async def visit(request: JoinRequest, pid: int, endpoint_file: str) -> AsyncIter
             config = own_config(terms, request.overrides, Path(private))
             folder = _folder_of(terms, request, folder, host)
             refuse_what_does_not_reach(config, terms, host, shares_folder=folder != Path(private))
-            yield Visit(name, connection, config, folder)
+            yield Visit(name, connection, config, folder, terms.machine == host)
         finally:
             await connection.flush(FLUSH_S)
             await connection.close()
@@ -116,6 +120,7 @@ async def serve_until_told(work: Coroutine[Any, Any, int]) -> int:
     try:
         return await working
     except asyncio.CancelledError:
+        log.info("leaving; unfinished groups go back to the run")
         return 0
     finally:
         for number in (signal.SIGTERM, signal.SIGINT):

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from asyncrl.config.run import RunConfig
 from asyncrl.config.stages import ScratchModel, TransformersEngineConfig, VLLMEngineConfig
+from asyncrl.control.device_share import generator_environment
 from asyncrl.control.launcher import ProcessSpec, stage_spec
 from asyncrl.control.life_events import ProcessPlan
 from asyncrl.packing.balance import CostModel, RankPlan
@@ -66,6 +68,7 @@ def spec_maker(config: RunConfig, run_folder: Path) -> Callable[[str, ProcessKin
     """Return what `Supervisor` takes as `spec_for`: the stage processes of this run."""
 
     def spec_for(name: str, kind: ProcessKind, incarnation: int) -> ProcessSpec:
-        return stage_spec(kind, name, run_folder, incarnation, num_threads(config, kind))
+        spec = stage_spec(kind, name, run_folder, incarnation, num_threads(config, kind))
+        return replace(spec, env=generator_environment(config)) if kind == "generator" else spec
 
     return spec_for

@@ -215,6 +215,9 @@ def _processes(status: RunStatus) -> Table:
         doing = f"waits for {process.waiting_for} ({process.waiting_s:.0f} s)" if process.waiting_for else "at work"
         style = "green" if process.state == "ready" else "yellow"
         table.add_row(process.name, Text(process.state, style=style), doing if process.state == "ready" else process.waiting_for)
+    if status.guests:
+        here, most, lost = (status.guests[name] for name in ("here", "most", "lost"))
+        table.add_row("joined", f"{here} of {most}", f"{status.guests['came']} so far, {lost} lost")
     if len(status.processes) > 12:
         table.add_row(f"and {len(status.processes) - 12} more", "", "")
     return table

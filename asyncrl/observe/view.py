@@ -59,6 +59,7 @@ def news_between(before: RunStatus | None, after: RunStatus) -> list[str]:
     deaths_before = {process.name: process.deaths for process in before.processes} if before else {}
     died = [process for process in after.processes if process.deaths > deaths_before.get(process.name, 0)]
     news += [f"{process.name} died ({process.deaths} times so far), now {process.state}" for process in died]
+    news += _comings_and_goings(before, after)
     if after.accuracy_before is not None and (before is None or before.accuracy_before is None):
         news.append(f"held-out accuracy before training {after.accuracy_before:.3f}")
     if after.accuracy_after is not None and (before is None or before.accuracy_after != after.accuracy_after):
@@ -66,6 +67,15 @@ def news_between(before: RunStatus | None, after: RunStatus) -> list[str]:
     if after.checkpoint and (before is None or before.checkpoint != after.checkpoint):
         news.append(f"checkpoint {after.checkpoint}")
     return news
+
+
+def _comings_and_goings(before: RunStatus | None, after: RunStatus) -> list[str]:
+    """Return which generators joined and left."""
+    then = {process.name for process in before.processes if process.joined} if before else set()
+    now = {process.name for process in after.processes if process.joined}
+    lost = after.guests.get("lost", 0) > (before.guests.get("lost", 0) if before else 0)
+    gone = "left, or was lost" if lost else "left"
+    return [f"{name} joined" for name in sorted(now - then)] + [f"{name} {gone}" for name in sorted(then - now)]
 
 
 def step_line(report: StepReport, num_steps: int = 0) -> str:

@@ -15,6 +15,7 @@ BENCHMARKS: dict[str, str] = {
     "pipeline": "asyncrl.bench.pipeline",
     "packing": "asyncrl.bench.packing",
     "learner": "asyncrl.bench.learner",
+    "residency": "asyncrl.bench.residency",
     "controller": "asyncrl.bench.controller",
 }
 """Name to module; each has `run(rounds: int = 0) -> BenchResult`, where 0 rounds means the benchmark's own number."""

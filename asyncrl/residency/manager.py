@@ -74,6 +74,10 @@ class ResidencyManager:
         self._device, self._clock, self._record = device, clock, record
         self._budget = Budget(device.budget_bytes, host_bytes)
         self._offload_to: OffloadTo = offload_to
+        for component in self._components.values():
+            # Host memory that is kept beside the device's would be in no sum.
+            if host_bytes is not None and isinstance(component, TensorComponent):
+                component.keeps_host_buffers = False
         self._phase: Phase | None = None
         self._moved: list[ComponentMove] = []
         """Since the controller was last told."""

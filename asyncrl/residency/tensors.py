@@ -95,6 +95,9 @@ class TensorComponent:
         self._residence: Residence = "device"
         self._blocks: tuple[Block, ...] = ()
         self._host: list[torch.Tensor] = []
+        self.keeps_host_buffers = True
+        """Whether host memory, once taken, stays its own while it is on the device: taking (and pinning) it costs as much as the
+        copy. Given back when it goes to disk or is destroyed."""
         self.look()
 
     @property
@@ -134,7 +137,7 @@ class TensorComponent:
             case "device":
                 self._arrive()
             case "host":
-                self._leave(self._filled(self._device.take_host))
+                self._leave(self._filled(self._take_host))
             case "disk":
                 self._spill()
                 self._leave([])
@@ -189,6 +192,11 @@ class TensorComponent:
                 self._device.copy([pair])
         return taken
 
+    def _take_host(self, sizes: Sequence[int]) -> list[torch.Tensor]:
+        """Return its kept host memory, or new where it has none or has grown."""
+        kept = [raw.numel() for raw in self._host] == list(sizes)
+        return self._host if kept and self._residence == "device" else self._device.take_host(sizes)
+
     def _arrive(self) -> None:
         for block, raw in zip(self._blocks, self._filled(self._device.take), strict=True):
             block.show(raw)
@@ -210,7 +218,7 @@ class TensorComponent:
     def _clean_up(self, to: Residence) -> None:
         """Note where it is now, and let go of where it was."""
         before, self._residence = self._residence, to
-        if to != "host":
+        if to in {"disk", "absent"} or (to == "device" and not self.keeps_host_buffers):
             self._host = []
         if before == "device":
             self._device.give_back()

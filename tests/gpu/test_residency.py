@@ -1,0 +1,81 @@
+"""Components on a real GPU: bits, bytes given back to the driver, and moves against bare copies."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from asyncrl.bench.residency import run
+from asyncrl.bench.smollm2 import smollm2_model
+from asyncrl.clock import SystemClock
+from asyncrl.config.learner import LearnerConfig
+from asyncrl.learner.optim import PolicyOptimizer
+from asyncrl.residency.components import ModuleComponent, OptimizerComponent
+from asyncrl.residency.cuda import CudaDevice
+from asyncrl.residency.manager import ResidencyManager
+from asyncrl.residency.plan import PhaseNeeds
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="not run on a GPU: there is none here"),
+]
+NAMES = ("policy", "policy optimizer")
+PHASES = (PhaseNeeds("rollout", gives_back=True), PhaseNeeds("train", now=NAMES))
+
+
+@pytest.fixture
+def device():
+    return CudaDevice(torch.device("cuda"))
+
+
+def trained(device, dtype):
+    """A model after one step, and its optimizer."""
+    model = smollm2_model(dtype).to(device.kind)
+    names = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+    config = LearnerConfig(device="cuda", dtype=next(name for name, one in names.items() if one == dtype), warmup_steps=0)
+    optimizer = PolicyOptimizer(model.named_parameters(), config, 10)
+    step(model, optimizer, 0)
+    return model, optimizer
+
+
+def step(model, optimizer, number):
+    ids = torch.arange(64, device="cuda")[None]
+    optimizer.backward(torch.nn.functional.cross_entropy(model(input_ids=ids).logits[0, :-1].float(), ids[0, 1:]))
+    optimizer.clip()
+    optimizer.step(number)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("offload_to", ["host", "disk"])
+def test_a_switch_gives_the_memory_to_the_driver_and_brings_every_bit_back(device, tmp_path, dtype, offload_to):
+    model, optimizer = trained(device, dtype)
+    components = [ModuleComponent("policy", model, device, tmp_path), OptimizerComponent(NAMES[1], optimizer, device, tmp_path)]
+    manager = ResidencyManager("learner", components, PHASES, device, SystemClock(), offload_to=offload_to)
+    tensors = [*model.parameters(), *(tensor for _, tensor in optimizer.state_tensors())]
+    before = [tensor.detach().cpu().clone() for tensor in tensors]
+    torch.cuda.empty_cache()
+    free = torch.cuda.mem_get_info()[0]
+    left = manager.switch("rollout", 0)
+    total = sum(move.num_bytes for move in left.moves)
+    assert torch.cuda.mem_get_info()[0] - free > 0.9 * total
+    manager.switch("train", 1)
+    assert all(torch.equal(tensor.detach().cpu(), old) for tensor, old in zip(tensors, before, strict=True))
+    step(model, optimizer, 1)
+    assert any(not torch.equal(tensor.detach().cpu(), old) for tensor, old in zip(tensors, before, strict=True))
+
+
+def test_weights_can_be_read_from_host_memory_and_trained_on_afterwards(device, tmp_path):
+    model, optimizer = trained(device, torch.bfloat16)
+    components = [ModuleComponent("policy", model, device, tmp_path), OptimizerComponent(NAMES[1], optimizer, device, tmp_path)]
+    manager = ResidencyManager("learner", components, PHASES, device, SystemClock())
+    before = {name: tensor.detach().cpu().clone() for name, tensor in model.named_parameters()}
+    manager.switch("rollout", 0)
+    with manager.readable():
+        assert all(torch.equal(tensor.detach(), before[name]) for name, tensor in model.named_parameters())
+    manager.switch("train", 1)
+    step(model, optimizer, 1)
+    assert all(torch.isfinite(tensor).all() for tensor in model.parameters())
+
+
+def test_a_switch_takes_at_most_one_and_a_half_bare_copies():
+    assert run(5).holds

@@ -19,12 +19,13 @@ from typing import Any, Self, TypeVar
 import aiohttp
 import msgspec
 
-from asyncrl.config.load import dump_config, load_config, parse_config, validated
 from asyncrl.config.launch_rules import with_launch_choices
+from asyncrl.config.load import dump_config, load_config, parse_config, validated
 from asyncrl.config.medium_choice import with_chosen_medium
 from asyncrl.config.run import RunConfig
+from asyncrl.control.owned_controller import OwnedController, controller_of, live_controller
+from asyncrl.control.owned_controller import read_endpoint as read_endpoint
 from asyncrl.control.phase_room import check_phase_room
-from asyncrl.control.owned_controller import OwnedController, controller_of, live_controller, read_endpoint
 from asyncrl.errors import ConfigError, LaunchError, RunError, RunLostError
 from asyncrl.observe.steps import EvalReport, StepReport
 from asyncrl.schema.batches import GroupsTaken

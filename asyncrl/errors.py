@@ -63,6 +63,10 @@ class RunError(AsyncRLError):
     """A run ended without reaching its goal; the message is the recorded reason."""
 
 
+class RunLostError(RunError):
+    """The run does not answer any more: its controller is gone, or not to be reached."""
+
+
 def first_fault(group: BaseExceptionGroup[BaseException]) -> BaseException | None:
     """Return the first exception in a task group's that is not a connection's end, or None."""
     faults: BaseException | None = group.split(ConnectionClosed)[1]

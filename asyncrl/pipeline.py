@@ -124,8 +124,9 @@ async def run_controller(
     roster = Roster(plan_processes(config), config.placement.most_joining_generators, config.supervision)
     listener = await open_listener(config.transport, run_folder, judge=roster.judge)
     (run_folder / ENDPOINT_FILE).write_text(listener.address, encoding="utf-8")
+    launcher = launcher or await _launcher_of(config, run_folder)
     parts = RunParts(
-        config, run_folder, listener, launcher or LocalLauncher(), peers, flow, feed, reporter, list(task.held_out), clock,
+        config, run_folder, listener, launcher, peers, flow, feed, reporter, list(task.held_out), clock,
         resumed=counts.issued > 0, roster=roster,
     )  # fmt: skip
     try:
@@ -133,6 +134,20 @@ async def run_controller(
     finally:
         await listener.close()
         remove_leftover_segments(run_folder)
+
+
+async def _launcher_of(config: RunConfig, run_folder: Path) -> Launcher:
+    """Return where the run's processes come from, as the config says."""
+    if not isinstance(config.launch, RayLaunch):
+        from asyncrl.control.launch_local import LocalLauncher
+
+        return LocalLauncher()
+    from asyncrl.control.launch_ray import RayLauncher
+    from asyncrl.control.process_plan import plan_processes
+
+    launcher = RayLauncher.of_run(config, run_folder, plan_processes(config))
+    await launcher.open()
+    return launcher
 
 
 def _ledger_failed(error: LedgerError) -> None:
@@ -252,7 +267,7 @@ def _run_rank(rank: int, run_folder: Path, address: str) -> int:
     from asyncrl.control.parent_watch import ignore_interrupts, watch_parent
     from asyncrl.learner.follower import run_follower
 
-    config = load_config(run_folder / "config.toml")
+    config = load_run_config(run_folder)
     set_up_logging(f"learner-{rank}", config.observe.log_level)
     ignore_interrupts()
     watch_parent()
@@ -356,7 +371,7 @@ def _leaves(error: BaseException) -> Iterator[BaseException]:
 
 
 async def _main(kind: ProcessKind, name: str, run_folder: Path) -> int:
-    config = load_config(run_folder / "config.toml")
+    config = load_run_config(run_folder)
     set_up_logging(name, config.observe.log_level)
     clock = SystemClock()
     if kind != "controller":
@@ -366,16 +381,29 @@ async def _main(kind: ProcessKind, name: str, run_folder: Path) -> int:
         ignore_interrupts()
         watch_parent(partial(remove_leftover_segments, run_folder) if kind == "learner" else None)
         return await run_stage(kind, name, config, run_folder, clock)
-    return EXIT_OK if await run_controller(config, run_folder, clock, await watch_owner()) else EXIT_FAILED
+    return (
+        EXIT_OK
+        if await run_controller(config, run_folder, clock, await watch_owner(dies_with_it=isinstance(config.launch, RayLaunch)))
+        else EXIT_FAILED
+    )
 
 
-async def watch_owner() -> asyncio.Event:
-    """Return what is set once whoever started this controller is gone (standard input ends) or asks it to end (SIGTERM)."""
+async def watch_owner(*, dies_with_it: bool = False) -> asyncio.Event:
+    """Return what is set once whoever started this controller is gone (standard input ends) or asks it to end (SIGTERM).
+
+    Args:
+        dies_with_it: End at once where standard input ends: an actor's child, whose owner will start another controller.
+    """
+    from asyncrl.control.parent_watch import watch_parent
+
     owner_gone = asyncio.Event()
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, owner_gone.set)
     loop.add_signal_handler(signal.SIGINT, lambda: None)
-    await loop.connect_read_pipe(lambda: _EndOfInput(owner_gone), sys.stdin)
+    if dies_with_it:
+        watch_parent()
+    else:
+        await loop.connect_read_pipe(lambda: _EndOfInput(owner_gone), sys.stdin)
     return owner_gone
 
 

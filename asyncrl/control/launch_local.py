@@ -21,6 +21,10 @@ STREAM_BEYOND = "glibc.cpu.x86_non_temporal_threshold=0x80000"
 class LocalLauncher:
     """Starts subprocesses."""
 
+    def __init__(self, environment: Mapping[str, str] | None = None) -> None:
+        """Give children this environment; None: this process's own, as it is at their start."""
+        self._environment = environment
+
     async def start(self, spec: ProcessSpec) -> LocalProcess:
         """Start one process; see `Launcher.start`."""
         spec.log_path.parent.mkdir(parents=True, exist_ok=True)
@@ -31,7 +35,7 @@ class LocalLauncher:
                 stdin=asyncio.subprocess.PIPE,
                 stdout=log_fd,
                 stderr=log_fd,
-                env=child_environment(os.environ, spec),
+                env=child_environment(os.environ if self._environment is None else self._environment, spec),
                 start_new_session=True,
             )
         except OSError as error:

@@ -36,6 +36,7 @@ HEARTBEAT_MS = 2000
 TICK_S = 0.5
 MAX_WAITING = 64
 _POLL_MS = 200
+_DONE = zmq.MessageTracker()
 _ZAP_ADDRESS = "inproc://zeromq.zap.01"
 
 _Request = ChunkRequest | PlaceRequest
@@ -201,12 +202,15 @@ class PartServer:
         """Send the part, or why there is none; return whether that settles the request."""
         if self._desk is not None:
             self._desk.asked(subscriber, request)
+        reply = ChunkReply(request.version, request.offset, request.num_bytes)
+        if (lent := self._shelf.lend(request)) is not None:
+            if (sent := self._send(router, subscriber, reply, lent)) is not None:
+                self._shelf.lent(request, sent)
+            return True
         buffer = self._buffers.take()
         cut = self._shelf.cut(request, buffer.data)
         if cut == "here":
-            reply = ChunkReply(request.version, request.offset, request.num_bytes)
-            if self._send(router, subscriber, reply, buffer, request.num_bytes):
-                self.served_bytes += request.num_bytes
+            self._buffers.give_back(buffer, self._send(router, subscriber, reply, buffer.data[: request.num_bytes]))
             return True
         self._buffers.give_back(buffer)
         if cut == "gone":
@@ -243,7 +247,7 @@ class PartServer:
             self._desk.tick()
         for subscriber, requests in list(self._waiting.items()):
             request = next(iter(requests.values()))
-            if not self._send(router, subscriber, ChunkReply(request.version, request.offset, 0, waiting=True)):
+            if self._send(router, subscriber, ChunkReply(request.version, request.offset, 0, waiting=True)) is None:
                 del self._waiting[subscriber]
 
     def _send(
@@ -251,27 +255,23 @@ class PartServer:
         router: zmq.Socket[bytes],
         subscriber: bytes,
         reply: ChunkReply | PlaceReply,
-        part: _Buffer | None = None,
-        num_bytes: int = 0,
-    ) -> bool:
-        """Send without waiting; return whether it went out."""
+        part: memoryview | bytes = b"",
+    ) -> zmq.MessageTracker | None:
+        """Send without waiting; return what says when `part` is done with, None where nothing went out."""
         is_chunk = isinstance(reply, ChunkReply)
+        sent = _DONE
         try:
             router.send(subscriber, zmq.SNDMORE | zmq.NOBLOCK)
             router.send(msgspec.msgpack.encode(reply), zmq.NOBLOCK | (zmq.SNDMORE if is_chunk else 0))
-            if part is not None:
-                sent = router.send(part.data[:num_bytes], zmq.NOBLOCK, copy=False, track=True)
-                self._buffers.give_back(part, sent)
-            elif is_chunk:
-                router.send(b"", zmq.NOBLOCK)
+            if is_chunk:
+                sent = router.send(part, zmq.NOBLOCK, copy=False, track=True) or _DONE
         except zmq.ZMQError:
             # EAGAIN: it reads nothing. EHOSTUNREACH: it is gone. Either way it may ask again.
-            if part is not None:
-                self._buffers.give_back(part)
             if self._desk is not None:
                 self._desk.unreachable(subscriber)
-            return False
-        return True
+            return None
+        self.served_bytes += len(part)
+        return sent
 
 
 @dataclass(slots=True)

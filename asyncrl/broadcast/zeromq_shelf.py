@@ -1,7 +1,10 @@
 """What can be fetched from this process over `zeromq`, part by part; filled by one thread, served by another.
 
 Invariants:
-- A part is copied out under the lock under which its bytes may be given up: what leaves is of the version asked for, whole.
+- What is still arriving, and may be given up at any time for the next version (a generator's buffer), is copied out under the
+  lock under which it is given up.
+- What was whole when it was put here (the learner's slots, deltas) is lent: sent from where it lies. Its owner asks `is_lent`
+  before it writes there; where it must all the same, whoever still waits for the part finds its fingerprint wrong.
 - A part is served only once it is final; a version may be served while the rest of it is still arriving.
 
 Called by zeromq_writer.py and zeromq_reader.py (fill), zeromq_server.py (serves).
@@ -10,15 +13,20 @@ Called by zeromq_writer.py and zeromq_reader.py (fill), zeromq_server.py (serves
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
+import time
+from collections import deque
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
+import zmq
 
 from asyncrl.broadcast.chunks import ChunkRequest
 
 Key = tuple[int, str]
 """Version and fingerprint; BLOB and name."""
+LENT_FOR_S = 3.0
+"""Parts that nobody has taken so long after the last one was lent are those of somebody dead, or stopped."""
 Cut = Literal["here", "later", "gone", "outside"]
 
 
@@ -29,6 +37,22 @@ class _Holding:
     """0: all of it is here."""
     is_here: bytearray
     """For each part."""
+    lent: deque[zmq.MessageTracker] = field(default_factory=deque)
+    """Parts that may be on their way."""
+    lent_s: float = 0.0
+    """When the last one was lent."""
+
+    def note(self, sent: zmq.MessageTracker, now: float) -> None:
+        """Add a part on its way; look at two others, so that what is done does not pile up."""
+        for _ in range(min(2, len(self.lent))):
+            if not (earlier := self.lent.popleft()).done:
+                self.lent.append(earlier)
+        self.lent.append(sent)
+        self.lent_s = now
+
+    def is_lent(self, now: float) -> bool:
+        """Return whether parts are on their way to somebody alive."""
+        return now - self.lent_s < LENT_FOR_S and not all(sent.done for sent in self.lent)
 
 
 class Shelf:
@@ -71,6 +95,28 @@ class Shelf:
         """Return what is served, the oldest first."""
         with self._lock:
             return list(self._holdings)
+
+    def lend(self, request: ChunkRequest) -> memoryview | None:
+        """Return the part where it lies; None: it is not all here, or has to be cut."""
+        with self._lock:
+            holding = self._holdings.get((request.version, request.fingerprint))
+            end = request.offset + request.num_bytes
+            if holding is None or holding.part_bytes or end > len(holding.memory):
+                return None
+            return holding.memory[request.offset : end]
+
+    def lent(self, request: ChunkRequest, sent: zmq.MessageTracker) -> None:
+        """Note that a part is on its way until `sent` is done."""
+        with self._lock:
+            holding = self._holdings.get((request.version, request.fingerprint))
+            if holding is not None:
+                holding.note(sent, time.monotonic())
+
+    def is_lent(self, key: Key) -> bool:
+        """Return whether parts of it are on their way."""
+        with self._lock:
+            holding = self._holdings.get(key)
+            return holding is not None and holding.is_lent(time.monotonic())
 
     def cut(self, request: ChunkRequest, into: memoryview) -> Cut:
         """Copy the part, if it is here, into the first bytes of `into`; return whether, or why not."""

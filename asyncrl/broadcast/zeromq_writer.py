@@ -1,6 +1,7 @@
 """The learner's end of the `zeromq` medium: the slots, and the server that lends them out part by part.
 
-Invariant: a slot is taken from the shelf, under its lock, before the learner writes to it: no mixture is ever sent.
+Invariant: a slot is taken from the shelf before the learner writes to it, and is busy while a part of it is on its way: only
+where both are is one written to all the same, and then the fingerprint tells whoever waits for it.
 
 Called by media.py.
 """
@@ -57,7 +58,7 @@ class ZeroMQWriter:
     def busy_slots(self) -> frozenset[int]:
         """Return the slots that someone fetched from in the last moments, or may come back to."""
         in_use = self._desk.versions_in_use() if self._desk else frozenset()
-        return frozenset(slot for slot, (version, _) in list(self._held.items()) if version in in_use)
+        return frozenset(slot for slot, key in list(self._held.items()) if key[0] in in_use or self._shelf.is_lent(key))
 
     def overwrite(self, slot: int, version: int) -> None:  # noqa: ARG002 - nothing is said about it before it is whole
         """Stop serving what the slot holds."""

@@ -5,7 +5,8 @@ counted at the pause), weights in generate/vllm_weights.py (checked, named in a 
 vLLM's workers), processes in generate/vllm_launch.py, what differs between vLLM's versions in generate/vllm_versions.py.
 
 Invariants: at most one of pause, load, sleep, score is under way at a time; weights are touched only while vLLM is paused; after
-a load that failed half-way vLLM stays paused until one succeeds. Called by generate/rollout.py and generate/worker.py.
+a load that failed half-way vLLM stays paused until one succeeds. vLLM goes on by itself once all of its memory is back after a
+sleep, so the KV cache's is taken last, when nothing forbids sampling. Called by generate/rollout.py and generate/worker.py.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ from asyncrl.generate.engine import EngineRequest, KVPolicy, SleepLevel
 from asyncrl.generate.kv_room import KVRoom
 from asyncrl.generate.token_stream import TokenStream
 from asyncrl.generate.vllm_folder import read_folder
-from asyncrl.generate.vllm_launch import launch, processes_of, shut_down
-from asyncrl.generate.vllm_orders import LoadReply
+from asyncrl.generate.vllm_launch import core_pids, launch, processes_of, shut_down
+from asyncrl.generate.vllm_orders import LoadOrder, LoadReply
 from asyncrl.generate.vllm_requests import RequestRules
 from asyncrl.generate.vllm_streams import Flights
 from asyncrl.generate.vllm_versions import installed_version
-from asyncrl.generate.vllm_weights import load_order
+from asyncrl.generate.vllm_weights import load_order_on_thread
 from asyncrl.models.mapped import MappedTensors
 
 if TYPE_CHECKING:
@@ -73,7 +74,8 @@ class VLLMEngine:
         self._turn = asyncio.Lock()
         self._is_paused = False
         self._is_torn = False
-        self._is_asleep = False
+        self._sleep_level = 0
+        self._has_kv = True
         self._is_closed = False
         self._llm: Any = None
         self._flights: Flights | None = None
@@ -109,7 +111,7 @@ class VLLMEngine:
             self._room = self._make_room()
             self._flights = Flights(self._llm, self._rules, self._room)
             await self._flights.open()
-            await self._call(self._llm.collective_rpc("asyncrl_follow", args=(os.getpid(),)))
+            await self._call(self._llm.collective_rpc("asyncrl_follow", args=(os.getpid(), core_pids(self._llm))))
             await self._label(-1)
         except BaseException:
             await self.close()
@@ -140,28 +142,28 @@ class VLLMEngine:
 
     async def load_weights(self, version: int, tensors: Mapping[str, torch.Tensor], kv: KVPolicy) -> float:
         """Replace the weights between two tokens; see `Engine.load_weights`."""
-        async with self._turn, contextlib.AsyncExitStack() as stack:
-            flights = self._alive()
-            described = load_order(tensors, self._folder, self._lora)
-            order = await asyncio.to_thread(described.__enter__)
-            stack.callback(described.__exit__, None, None, None)
-            zero_kv, flights.met_non_finite = flights.met_non_finite, False
-            text = msgspec.json.encode(msgspec.structs.replace(order, zero_kv=zero_kv)).decode()
-            started_s = perf_counter()
-            await self._stand_still(clear_cache=zero_kv or kv == "recompute")
-            await self._replace(text, tensors)
-            flights.version = version
-            flights.epoch += 1
-            await self._label(version)
-            if kv == "keep" and self._config.prefix_caching:
-                await flights.renew()
-            await self._go_on()
-            return (perf_counter() - started_s) * 1000
+        async with self._turn:
+            flights = self._awake("load weights")
+            async with load_order_on_thread(tensors, self._folder, self._lora) as order:
+                started_s = perf_counter()
+                await self._stand_still(clear_cache=kv == "recompute")
+                if flights.met_non_finite:  # its keys and values may be too: none of them may be met again
+                    await self._stand_still(clear_cache=True)
+                await self._replace(order, tensors)
+                flights.version = version
+                flights.epoch += 1
+                await self._label(version)
+                if kv == "keep" and self._config.prefix_caching:
+                    await flights.renew()
+                await self._go_on()
+                return (perf_counter() - started_s) * 1000
 
-    async def _replace(self, order: str, tensors: Mapping[str, torch.Tensor]) -> None:
+    async def _replace(self, order: LoadOrder, tensors: Mapping[str, torch.Tensor]) -> None:
         """Have every worker load, and believe it only once the bytes have been checked."""
+        assert self._flights is not None
+        order = msgspec.structs.replace(order, zero_kv=self._flights.met_non_finite and self._has_kv)
         was_torn, self._is_torn = self._is_torn, True
-        replies = await self._call(self._llm.collective_rpc("asyncrl_load", args=(order,)))
+        replies = await self._call(self._llm.collective_rpc("asyncrl_load", args=(msgspec.json.encode(order).decode(),)))
         for reply in (msgspec.json.decode(text, type=LoadReply) for text in replies):
             if reply.fault:
                 self._is_torn = was_torn or reply.is_touched
@@ -170,44 +172,58 @@ class VLLMEngine:
                 raise error(f"the weights were not loaded: {reply.message}")
         if self._config.data_parallel > 1:
             await self._call(self._llm.collective_rpc("asyncrl_confirm"))
+        self._flights.met_non_finite = False
         if isinstance(tensors, MappedTensors):
             tensors.check()
         self._is_torn = False
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         """Return the probe's logprobs; see `Engine.score`. While paused, vLLM runs for as long as it takes."""
+        self._alive()
         ids = [int(token) for token in token_ids]
         self._rules.check_ids(ids, "score")
         limit = self._llm.model_config.max_model_len - 1
         if len(ids) > limit:
             raise GenerationError(f"cannot score {len(ids)} tokens: {limit} is the most (generate.engine.max_sequence_tokens)")
         async with self._turn:
-            flights = self._alive()
+            flights = self._awake("score")
             if self._is_torn:
-                raise GenerationError("cannot score: the last weights came only in part; load others first")
-            if self._is_paused:
-                await self._call(self._llm.resume_generation())
-            logprobs = await self._call(flights.score(ids))
-            if self._is_paused:
+                raise GenerationError("cannot score: the last weights came only in part, or went to sleep; load others first")
+            if not self._is_paused:
+                return await self._call(flights.score(ids))
+            try:
+                await self._run()
+                return await self._call(flights.score(ids))
+            finally:
                 await self._stand_still(clear_cache=False)
-            return logprobs
 
     async def sleep(self, level: SleepLevel) -> None:
         """Give memory back; see `Engine.sleep`. Not run on a GPU."""
         if not self._config.sleep:
             raise GenerationError("the engine cannot sleep: it was started without generate.engine.sleep = true (GPU only)")
         async with self._turn:
+            if level <= self._sleep_level:
+                return
             await self._stand_still(clear_cache=True)
-            self._is_asleep = True
-            await self._call(self._llm.sleep(level, mode="keep"))
+            if not (self._has_kv or self._is_torn):  # vLLM sleeps no deeper than it does: it has to be up for a moment
+                await self._call(self._llm.wake_up())
+            try:
+                await self._call(self._llm.sleep(level, mode="keep"))
+            except GenerationError:
+                await self._go_on()
+                raise
+            self._sleep_level, self._has_kv = level, False
             self._is_torn = self._is_torn or level == 2
 
     async def wake(self) -> None:
-        """Take memory again; see `Engine.wake`. Not run on a GPU."""
+        """Take memory again; see `Engine.wake`. That of the KV cache comes with the next token. Not run on a GPU."""
         async with self._turn:
-            await self._call(self._llm.wake_up())
-            self._is_asleep = False
-            await self._go_on()
+            self._alive()
+            if self._sleep_level:
+                await self._call(self._llm.wake_up(["weights"]))
+                self._sleep_level = 0
+            if not self._has_kv:
+                await self._go_on()
 
     async def close(self) -> None:
         """Abort everything and end vLLM's processes. Safe to repeat."""
@@ -231,8 +247,20 @@ class VLLMEngine:
     async def _go_on(self) -> None:
         """Let vLLM sample again, unless something forbids it."""
         self._alive()
-        if not (self._is_paused or self._is_torn or self._is_asleep):
-            await self._call(self._llm.resume_generation())
+        if not (self._is_paused or self._is_torn or self._sleep_level):
+            await self._run()
+
+    async def _run(self) -> None:
+        """Have vLLM sample. Whenever all of its memory is there it goes on by itself, so the last of it comes here."""
+        await self._call(self._llm.resume_generation() if self._has_kv else self._llm.wake_up(["kv_cache"]))
+        self._has_kv = True
+
+    def _awake(self, what: str) -> Flights:
+        """Return the flights, or raise what forbids `what`."""
+        flights = self._alive()
+        if self._sleep_level:
+            raise GenerationError(f"cannot {what}: the engine is asleep; wake it first")
+        return flights
 
     async def _label(self, version: int) -> None:
         if self._vllm.has_weight_versions:

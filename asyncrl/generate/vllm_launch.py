@@ -27,6 +27,8 @@ _GIB = 1 << 30
 _CPU_BLOCK_TOKENS = 32
 """Of the KV cache; vLLM's own choice on a CPU is 128, and only whole blocks of a prompt are shared."""
 _GRACE_S = 5.0
+_DEAD_GRACE_S = 1.0
+"""For what a dead engine core left: a successor waits for it."""
 _STOP_S = 1.5
 """For vLLM's engine core to end by itself."""
 
@@ -150,14 +152,19 @@ def launch(
         raise GenerationError(f"vLLM did not start: {type(error).__name__}: {error}") from error
 
 
-def processes_of(llm: Any) -> set[psutil.Process]:  # noqa: ANN401
-    """Return the processes that belong to an AsyncLLM: its engine cores and everything below them."""
-    found: set[psutil.Process] = set()
+def core_pids(llm: Any) -> list[int]:  # noqa: ANN401
+    """Return an AsyncLLM's children: its engine cores and, of several, their coordinator."""
     resources = llm.engine_core.resources
     coordinator = getattr(resources.coordinator, "proc", None)
-    for process in [*resources.engine_manager.processes, *([] if coordinator is None else [coordinator])]:
+    return [process.pid for process in [*resources.engine_manager.processes, *([] if coordinator is None else [coordinator])]]
+
+
+def processes_of(llm: Any) -> set[psutil.Process]:  # noqa: ANN401
+    """Return the processes that belong to an AsyncLLM: its children and everything below them."""
+    found: set[psutil.Process] = set()
+    for pid in core_pids(llm):
         with contextlib.suppress(psutil.NoSuchProcess):
-            core = psutil.Process(process.pid)
+            core = psutil.Process(pid)
             found |= {core, *core.children(recursive=True)}
     return found
 
@@ -171,12 +178,12 @@ def shut_down(llm: Any, processes: set[psutil.Process]) -> None:  # noqa: ANN401
     try:
         llm.shutdown(**({"timeout": _STOP_S} if has_timeout else {}))
     finally:
-        end(processes)
+        end(processes, _DEAD_GRACE_S if llm.errored else _GRACE_S)
 
 
-def end(processes: set[psutil.Process]) -> None:
+def end(processes: set[psutil.Process], grace_s: float = _GRACE_S) -> None:
     """Wait a little for processes, then kill those that are left."""
-    _, left = psutil.wait_procs(list(processes), timeout=_GRACE_S)
+    _, left = psutil.wait_procs(list(processes), timeout=grace_s)
     for process in left:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()

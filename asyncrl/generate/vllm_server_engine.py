@@ -1,8 +1,8 @@
 """The engine for people who already run `vllm serve`: token ids in and out, pause, weights, all over HTTP.
 
 Checks requests, and notices when the server is gone. Streams and their tasks are generate/vllm_server_flights.py, which version
-sampled a token generate/vllm_server_tokens.py, pause and weights generate/vllm_server_control.py and vllm_server_weights.py, what
-the server must offer generate/vllm_server_checks.py.
+sampled a token generate/vllm_server_tokens.py, pause and weights generate/vllm_server_control.py, what the server must offer
+generate/vllm_server_checks.py.
 
 Invariants besides those of generate/engine.py:
 - A server that is gone, or was restarted, ends all streams with EngineDied, and from then on every call, `num_slots` included,
@@ -187,7 +187,7 @@ class VLLMServerEngine:
             labels=labels,
             has_spans=facts.has_spans,
             num_seats=most,
-            on_stream_lost=self._on_stream_lost,
+            on_stream_lost=self._look,
             on_finished=room.note_finished,
         )
         control = ServerControl(client, flights, facts, folder, config.shared_folder)
@@ -200,11 +200,6 @@ class VLLMServerEngine:
             await self._look()
             if self._server is not None:
                 self._server.flights.fail_silent(self._config.request_timeout_s)
-
-    async def _on_stream_lost(self, error: ServerLost) -> None:
-        """A stream broke: if the server is gone, all end."""
-        del error
-        await self._look()
 
     async def _look(self) -> None:
         """Read the gauges; take note of the room there is, or that the server is gone."""

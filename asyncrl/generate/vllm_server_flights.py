@@ -55,7 +55,7 @@ class Flights:
     labels: VersionLabels
     has_spans: bool
     num_seats: int
-    on_stream_lost: Callable[[ServerLost], Awaitable[None]]
+    on_stream_lost: Callable[[], Awaitable[None]]
     """Asked to find out whether the server is gone when a stream broke."""
     on_finished: Callable[[int], None]
     """Told the length of each finished sequence, prompt and response."""
@@ -157,7 +157,7 @@ class Flights:
                 while not await self._stream_once(flight):
                     flight.begins_anew = False
         except ServerLost as error:
-            await self.on_stream_lost(error)
+            await self.on_stream_lost()
             self._fail(flight, str(error))
         except GenerationError as error:
             self._fail(flight, str(error))

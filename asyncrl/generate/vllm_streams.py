@@ -49,6 +49,8 @@ class Flight:
     """Loads of weights that had been made when it was handed over."""
     collector: Any = None
     """vLLM's, while vLLM has the request."""
+    follower: asyncio.Task[None] | None = None
+    """The task that takes its outputs, while it waits for one."""
     has_slot: bool = False
     is_over: bool = False
     spans: list[list[int]] = field(default_factory=list)
@@ -133,14 +135,9 @@ class Flights:
 
     def abort(self, request_id: str) -> None:
         """End a request at once, with the tokens that have come; unknown ids are ignored."""
-        flight = self._by_id.get(request_id)
-        if flight is None or self._tasks is None:
-            return
-        self._take_waiting(flight)
-        if not flight.is_over:
+        if (flight := self._by_id.get(request_id)) is not None:
+            self._take_waiting(flight)
             self._finish(flight, TokenChunk((), (), (), "abort"))
-            if flight.collector is not None:
-                self._tasks.create_task(self._withdraw(flight), name=f"vllm-abort-{request_id}")
 
     async def take_all(self) -> None:
         """Take every output that vLLM has made; it must be paused."""
@@ -205,10 +202,20 @@ class Flights:
                 if flight.collector is None:
                     await self._hand_over(flight)
                 else:
-                    self._take(flight, await flight.collector.get())
+                    self._take(flight, await self._next_output(flight))
         except Exception as error:  # noqa: BLE001 - the boundary to vLLM: whatever it raises ends this request alone
             self._finish(flight, self._fault_of(error))
-        await self._withdraw(flight)
+        finally:
+            await self._withdraw(flight)
+
+    @staticmethod
+    async def _next_output(flight: Flight) -> Any:  # noqa: ANN401 - vLLM's RequestOutput
+        """Wait for an output; `_finish` cancels the wait, for after a last output that `_take_waiting` took none would come."""
+        flight.follower = asyncio.current_task()
+        try:
+            return await flight.collector.get()
+        finally:
+            flight.follower = None
 
     async def _hand_over(self, flight: Flight) -> None:
         flight.epoch = self.epoch
@@ -287,6 +294,8 @@ class Flights:
         if flight.is_over:
             return
         flight.is_over = True
+        if flight.follower is not None:
+            flight.follower.cancel()
         self._by_id.pop(flight.request.request_id, None)
         self._give_up_slot(flight)
         if isinstance(news, TokenChunk) and news.finish_reason != "abort":

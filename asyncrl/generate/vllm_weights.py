@@ -1,7 +1,7 @@
 """New weights on their way to vLLM's workers: checked as a whole against the model folder, then described in a `LoadOrder`.
 
-Bytes that already lie in a file of this machine are named, not copied. Others are written once into a file of our own, in memory
-where the machine has /dev/shm, which is gone when the load is over.
+Bytes that already lie in a file that the workers see are named, not copied. Others are written once into a file of our own, in
+memory where the machine has /dev/shm, or in the folder that is shared with a server elsewhere; it is gone when the load is over.
 
 Invariant: nothing is sent to a worker before names, shapes and completeness are those of the model folder.
 Called by generate/vllm_engine.py and generate/vllm_server_engine.py.
@@ -9,12 +9,14 @@ Called by generate/vllm_engine.py and generate/vllm_server_engine.py.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -24,7 +26,7 @@ from asyncrl.generate.vllm_adapters import base_of, check_adapters
 from asyncrl.generate.vllm_folder import ModelFolder
 from asyncrl.generate.vllm_orders import FileOrder, LoadOrder, ReceiverOrder
 from asyncrl.models.deferred import DeferredTensors
-from asyncrl.models.layout import copy_out, make_manifest, view_tensors
+from asyncrl.models.layout import make_manifest
 from asyncrl.models.mapped import MappedTensors
 from asyncrl.schema.weights import WeightsManifest
 
@@ -60,20 +62,35 @@ def check_shapes(shapes: Mapping[str, tuple[int, ...]], folder: ModelFolder) -> 
             raise GenerationError(f"new weights: {name} has shape {shape}, the model's is {expected}")
 
 
+@contextlib.asynccontextmanager
+async def load_order_on_thread(
+    tensors: Mapping[str, torch.Tensor], folder: ModelFolder, lora: LoRAConfig | None = None, shared_folder: str = ""
+) -> AsyncIterator[LoadOrder]:
+    """Do as `load_order` without holding up the event loop."""
+    stack = contextlib.ExitStack()
+    try:
+        yield await asyncio.to_thread(stack.enter_context, load_order(tensors, folder, lora, shared_folder))
+    finally:
+        await asyncio.to_thread(stack.close)
+
+
 @contextlib.contextmanager
-def load_order(tensors: Mapping[str, torch.Tensor], folder: ModelFolder, lora: LoRAConfig | None = None) -> Iterator[LoadOrder]:
+def load_order(
+    tensors: Mapping[str, torch.Tensor], folder: ModelFolder, lora: LoRAConfig | None = None, shared_folder: str = ""
+) -> Iterator[LoadOrder]:
     """Describe a version for the workers; what the description names exists as long as the context lasts. Slow: use a thread.
 
     Args:
         tensors: As `Engine.load_weights` gets them.
         folder: The model's.
         lora: The learner's, where it has adapters: the tensors are those alone.
+        shared_folder: Where workers of another machine find what is written; empty: they are on this one.
 
     Yields:
         The order.
 
     Raises:
-        GenerationError: As `check_shapes`; or tied tensors differ, or there is no room for the bytes.
+        GenerationError: As `check_shapes`; or tied tensors differ, or the bytes cannot be written.
     """
     if isinstance(tensors, DeferredTensors):
         manifest = tensors.available.manifest
@@ -83,7 +100,7 @@ def load_order(tensors: Mapping[str, torch.Tensor], folder: ModelFolder, lora: L
         return
     _check({name: tuple(tensor.shape) for name, tensor in tensors.items()}, folder, lora)
     _refuse_disagreement(tensors, folder)
-    with _in_a_file(tensors) as file:
+    with _in_a_file(tensors, shared_folder) as file:
         yield _order(file, file.manifest, folder, lora)
 
 
@@ -109,29 +126,45 @@ def _other_names(names: set[str], folder: ModelFolder) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def _in_a_file(tensors: Mapping[str, torch.Tensor]) -> Iterator[FileOrder]:
+def _in_a_file(tensors: Mapping[str, torch.Tensor], shared_folder: str) -> Iterator[FileOrder]:
     """Say where the tensors lie, or write them, tied ones once, into a file of our own."""
-    if isinstance(tensors, MappedTensors) and tensors.path:
+    if isinstance(tensors, MappedTensors) and _is_seen(tensors.path, shared_folder):
         yield FileOrder(tensors.path, tensors.offset, tensors.manifest)
         return
-    manifest = make_manifest(tensors)
-    descriptor, path = _new_file(manifest.total_bytes)
-    try:
-        os.ftruncate(descriptor, manifest.total_bytes)
-        flat = torch.from_file(path, shared=True, size=manifest.total_bytes, dtype=torch.uint8)
-        copy_out(tensors, manifest, view_tensors(flat, manifest), lambda _: None)
-        del flat
-        yield FileOrder(path, 0, manifest)
-    finally:
-        os.close(descriptor)
-        os.unlink(path)
+    manifest = tensors.manifest if isinstance(tensors, MappedTensors) else make_manifest(tensors)
+    where = Path(shared_folder) if shared_folder else _roomy_folder(manifest.total_bytes)
+    with contextlib.ExitStack() as stack:
+        try:
+            file = stack.enter_context(tempfile.NamedTemporaryFile(prefix="asyncrl-weights-", dir=where))
+            _write(file, tensors, manifest)
+            if shared_folder:
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise GenerationError(
+                f"{manifest.total_bytes} bytes of weights cannot be written to {where}"
+                f"{' (generate.engine.shared_folder)' if shared_folder else ''}: {error}"
+            ) from error
+        yield FileOrder(file.name, 0, manifest)
 
 
-def _new_file(num_bytes: int) -> tuple[int, str]:
+def _is_seen(path: str, shared_folder: str) -> bool:
+    return bool(path) and (not shared_folder or Path(path).is_relative_to(shared_folder))
+
+
+def _write(file: Any, tensors: Mapping[str, torch.Tensor], manifest: WeightsManifest) -> None:  # noqa: ANN401 - a wrapper's type
+    """Lay tensors out in a file. Written, not mapped: of a file system that is full, a map would kill this process."""
+    for entry in manifest.entries:
+        file.seek(entry.offset)
+        file.write(tensors[entry.name].detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    file.truncate(manifest.total_bytes)
+    file.flush()
+
+
+def _roomy_folder(num_bytes: int) -> Path:
     folders = [_MEMORY, Path(tempfile.gettempdir())]
     for folder in folders:
         if folder.is_dir() and shutil.disk_usage(folder).free > num_bytes:
-            return tempfile.mkstemp(prefix="asyncrl-weights-", dir=folder)
+            return folder
     raise GenerationError(
         f"there is no room for {num_bytes} bytes of weights on their way to vLLM in {' or '.join(map(str, folders))}: "
         f"make room, or use a medium whose bytes lie in a file (broadcast.medium.kind = 'shared_memory')"

@@ -18,7 +18,7 @@ import select
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from importlib import import_module
 from typing import Any
 
@@ -66,10 +66,15 @@ class WeightsExtension:
         if self.asyncrl_fault:
             raise GenerationError(self.asyncrl_fault)
 
-    def asyncrl_follow(self, owner_pid: int) -> None:
-        """End this worker and its engine core when the process that owns the engine is gone, however it ended."""
-        thread = threading.Thread(target=_end_with, args=(owner_pid, os.getppid()), name="asyncrl-owner-watch", daemon=True)
-        thread.start()
+    def asyncrl_follow(self, owner_pid: int, core_pids: list[int]) -> None:
+        """End the engine's cores and this worker when the process that owns the engine is gone, however it ended.
+
+        Args:
+            owner_pid: The generator's; it must live.
+            core_pids: Of its children for this engine. Where vLLM has one worker, that may be the core itself.
+        """
+        owner, others = os.pidfd_open(owner_pid), [os.pidfd_open(pid) for pid in core_pids if pid != os.getpid()]
+        threading.Thread(target=_end_with, args=(owner, others), name="asyncrl-owner-watch", daemon=True).start()
 
 
 def _load(worker: Any, order: LoadOrder) -> None:  # noqa: ANN401 - vLLM's worker
@@ -149,12 +154,10 @@ def _with_other_names(tensors: NamedTensors, also_as: dict[str, str]) -> NamedTe
         raise GenerationError(f"new weights lack {', '.join(sorted(missing))}")
 
 
-def _end_with(owner_pid: int, engine_core_pid: int) -> None:
-    try:
-        owner = os.pidfd_open(owner_pid)
-    except ProcessLookupError:
-        pass
-    else:
-        select.select([owner], [], [])
-    for pid in (engine_core_pid, os.getpid()):
-        os.kill(pid, signal.SIGKILL)
+def _end_with(owner: int, others: list[int]) -> None:
+    """Wait for the end of a process, then end others and this one, all by handles, which never come to mean another process."""
+    select.select([owner], [], [])
+    for other in others:
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(other, signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGKILL)

@@ -33,11 +33,14 @@ class StubServer:
     started_s: float = 1e9
     label: str = "default"
     paused: bool = False
+    asleep: set[str] = field(default_factory=set)
+    """What of its memory is away."""
     calls: list[str] = field(default_factory=list)
     bodies: list[dict] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
     """Requests whose connection went before they were done."""
     refuse_next: str = ""
+    refuse_sleep: bool = False
     drop_next: bool = False
     may_sample: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(0))
     may_deliver: asyncio.Event = field(default_factory=asyncio.Event)
@@ -61,8 +64,8 @@ class StubServer:
                 web.get("/server_info", self._say(self._info)),
                 web.post("/pause", self._pause),
                 web.post("/resume", self._resume),
-                web.post("/sleep", self._say(dict)),
-                web.post("/wake_up", self._say(dict)),
+                web.post("/sleep", self._sleep),
+                web.post("/wake_up", self._wake_up),
                 web.post("/collective_rpc", self._rpc),
             ])
             if self.spans:
@@ -138,6 +141,18 @@ class StubServer:
         self.paused = False
         await self._tell()
         return web.json_response({"status": "resumed"})
+
+    async def _sleep(self, request: web.Request) -> web.Response:
+        if self.refuse_sleep:
+            return web.json_response({"error": "no room in host memory"}, status=500)
+        if "weights" not in self.asleep:
+            self.paused, self.asleep = True, {"weights", "kv_cache"}
+        return web.json_response({})
+
+    async def _wake_up(self, request: web.Request) -> web.Response:
+        """Go on by itself once all is there, as vLLM does."""
+        self.asleep -= set(request.query.getall("tags", ["weights", "kv_cache"]))
+        return web.json_response({}) if self.asleep else await self._resume(request)
 
     async def _set_label(self, request: web.Request) -> web.Response:
         self.label = (await request.json())["new_version"]

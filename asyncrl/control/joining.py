@@ -44,6 +44,7 @@ WELCOME_S = 30.0
 """For the run to answer."""
 FLUSH_S = 5.0
 """For finished samples to reach the ledger before a guest leaves."""
+LEAVE_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 OWN_SETTINGS = ("generate.engine.", "generate.model_folder=", "observe.log_level=")
 """What a guest may set for itself."""
 
@@ -112,10 +113,10 @@ async def visit(request: JoinRequest, pid: int, endpoint_file: str) -> AsyncIter
 
 
 async def serve_until_told(work: Coroutine[Any, Any, int]) -> int:
-    """Do the work until it ends or SIGTERM or SIGINT comes, and return its exit code; 0 where a signal ended it."""
+    """Do the work until it ends or a signal of LEAVE_ON comes, and return its exit code; 0 where a signal ended it."""
     loop = asyncio.get_running_loop()
     working = loop.create_task(work, name="guest")
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in LEAVE_ON:
         loop.add_signal_handler(number, working.cancel)
     try:
         return await working
@@ -123,7 +124,7 @@ async def serve_until_told(work: Coroutine[Any, Any, int]) -> int:
         log.info("leaving; unfinished groups go back to the run")
         return 0
     finally:
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in LEAVE_ON:
             loop.remove_signal_handler(number)
 
 

@@ -1,0 +1,76 @@
+"""Generators that join a live run: one leaves in good order, one is killed, and the books balance."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import asyncrl
+from asyncrl.buffer.ledger_reader import LedgerReader
+from asyncrl.schema.status import RunStatus
+
+pytestmark = pytest.mark.timeout(180)
+
+
+@pytest.fixture
+def join(tmp_path: Path):
+    """Start `asyncrl join`; whoever is left at the end is killed."""
+    guests: list[subprocess.Popen[str]] = []
+
+    def start(run_folder: Path) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "asyncrl", "join", str(run_folder)]
+        with (tmp_path / f"guest-{len(guests)}.log").open("w") as log:
+            guests.append(subprocess.Popen(command, stdout=log, stderr=log, text=True))
+        return guests[-1]
+
+    yield start
+    for guest in guests:
+        guest.kill()
+        guest.wait(10)
+
+
+def _name(guest: subprocess.Popen[str], status: RunStatus) -> str:
+    """The name of a guest that is ready; empty while it is not."""
+    ready = {process.pid: process.name for process in status.processes if process.joined and process.state == "ready"}
+    return ready.get(guest.pid, "")
+
+
+async def test_a_generator_that_leaves_and_one_that_is_killed_give_their_groups_back_and_the_run_goes_on(tiny, join):
+    config = tiny(
+        num_steps=20_000, checkpoint__every_steps=0, eval__at_start=False, eval__at_end=False,
+        generate__engine={"kind": "fake", "num_slots": 8, "max_sequence_tokens": 16, "vocabulary_size": 8, "mean_tokens": 4.0,
+                          "token_latency_s": 0.05},
+        placement={"most_joining_generators": 2}, supervision__heartbeat_s=0.5, supervision__heartbeat_timeout_s=8.0,
+    )  # fmt: skip
+    async with asyncrl.Run(config) as run:
+        steps = run.steps()
+        await anext(steps)
+        leaving, killed = join(run.run_folder), join(run.run_folder)
+        names: set[str] = set()
+        for_good = 0
+        async for report in steps:
+            status = await run.status()
+            here = {guest: _name(guest, status) for guest in (leaving, killed)}
+            if not names and all(here.values()):
+                names, from_step = set(here.values()), report.step
+            elif names and report.step > from_step + 20 and leaving.poll() is None:
+                leaving.terminate()
+                killed.kill()
+            for_good += (status.guests["left"], status.guests["lost"]) == (1, 1)
+            if for_good == 5:
+                break
+        drained = await run.drain()
+    assert leaving.wait(20) == 0
+    assert drained.phase == "stopped", drained.reason
+    assert drained.guests == {"here": 0, "most": 2, "came": 2, "left": 1, "lost": 1}
+    assert {process.name: process.deaths for process in drained.processes} == {"learner": 0, "reward-0": 0, "generator-0": 0}
+    groups = dict(drained.groups)
+    assert groups.pop("issued") == sum(groups.values())
+    with LedgerReader(run.run_folder) as ledger:
+        generated_by = {
+            sample.generator for number in range(drained.groups["trained"]) for sample in ledger.group(number).samples
+        }
+    assert generated_by == {"generator-0", *names}

@@ -1,0 +1,187 @@
+"""A guest's side: its name, its door, its config, and what does not reach it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from asyncrl.config.joining_rules import why_weights_do_not_reach
+from asyncrl.config.load import dump_config, parse_config
+from asyncrl.control.joining import (
+    JoinRequest,
+    check_overrides,
+    guest_name,
+    own_config,
+    refuse_what_does_not_reach,
+    serve_until_told,
+    visit,
+)
+from asyncrl.control.roster import Roster
+from asyncrl.errors import ConfigError, TransportError
+from asyncrl.schema.control import JoinTerms
+from asyncrl.transport.channel import Lane, Listener
+from asyncrl.transport.open import open_listener
+from asyncrl.transport.security import CLIENT_FILE, KEYS_FOLDER, bring_client_keys, load_client_keys, make_keys
+
+
+def _config(**settings: object):
+    return parse_config({"generate": {"engine": {"kind": "fake"}}, "placement": {"most_joining_generators": 1}, **settings})
+
+
+def _terms(config, machine: str = "there") -> JoinTerms:
+    return JoinTerms(dump_config(config), "/runs/far", machine)
+
+
+def _medium(**medium: object):
+    return _config(broadcast={"medium": medium})
+
+
+def test_a_name_says_where_the_guest_is_and_is_a_guests():
+    assert guest_name("gpu_node.7.example", 123) == "joined-gpu-node-123-0"
+    assert guest_name("", 1, number=2) == "joined-unnamed-1-2"
+
+
+@pytest.mark.parametrize(
+    ("medium", "shares_folder", "reason"),
+    [
+        ({"kind": "shared_memory"}, True, "the run's own machine only"),
+        ({"kind": "files"}, False, "the run's folder, which is not here"),
+        ({"kind": "files"}, True, ""),
+        ({"kind": "files", "folder": "/shared"}, False, ""),
+        ({"kind": "zeromq"}, True, "tcp://127.0.0.1:*, which only"),
+        ({"kind": "zeromq", "bind": "tcp://10.0.0.5:*"}, False, ""),
+        ({"kind": "gloo"}, True, "127.0.0.1, which only"),
+        ({"kind": "gloo", "host": "10.0.0.5"}, False, ""),
+    ],
+)
+def test_a_medium_that_does_not_reach_another_machine_says_so(medium, shares_folder, reason):
+    why = why_weights_do_not_reach(_medium(**medium), shares_folder=shares_folder)
+    assert reason in why
+    assert bool(why) == bool(reason)
+
+
+def test_on_the_runs_own_machine_every_medium_reaches():
+    config = _medium(kind="shared_memory")
+    refuse_what_does_not_reach(config, _terms(config, "here"), "here", shares_folder=False)
+    with pytest.raises(ConfigError, match=r"the run is on there, this is here.*broadcast\.medium\.kind = 'zeromq'"):
+        refuse_what_does_not_reach(config, _terms(config), "here", shares_folder=False)
+
+
+def test_a_guest_sets_only_what_is_its_own(tmp_path):
+    overrides = ("generate.engine.num_slots=3", "generate.model_folder=/models/a", "observe.log_level=DEBUG")
+    check_overrides(overrides)
+    own = own_config(_terms(_config()), overrides, tmp_path)
+    assert (own.generate.engine.num_slots, own.generate.model_folder, own.observe.log_level) == (3, "/models/a", "DEBUG")
+    with pytest.raises(ConfigError, match=r"may set only generate\.engine"):
+        check_overrides(("buffer.max_staleness=9",))
+
+
+def test_a_guest_does_not_make_samples_up(tmp_path):
+    run = _config(generate={"engine": {"kind": "transformers"}})
+    with pytest.raises(ConfigError, match="does not generate what it trains on"):
+        own_config(_terms(run), ('generate.engine={kind="fake"}',), tmp_path)
+
+
+def test_a_guest_needs_a_server_that_no_generator_of_the_run_has(tmp_path):
+    run = _config(generate={"num_workers": 1, "engine": {"kind": "vllm_server", "url": "http://127.0.0.1:1"}})
+    with pytest.raises(ConfigError, match=r"127\.0\.0\.1:1 each serve.*generate\.engine\.url"):
+        own_config(_terms(run), (), tmp_path)
+    assert own_config(_terms(run), ("generate.engine.url=http://127.0.0.1:2",), tmp_path).generate.engine.urls == (
+        "http://127.0.0.1:2",
+    )
+
+
+def test_keys_that_were_brought_are_private_and_nothing_else_is_taken_for_them(tmp_path):
+    make_keys(tmp_path / "run")
+    file, private = tmp_path / "run" / KEYS_FOLDER / CLIENT_FILE, tmp_path / "private"
+    private.mkdir()
+    bring_client_keys(file, private)
+    assert load_client_keys(private) == load_client_keys(tmp_path / "run")
+    wrong = tmp_path / "wrong"
+    wrong.write_text("no keys")
+    wrong.chmod(0o600)
+    with pytest.raises(ConfigError, match="is no client key"):
+        bring_client_keys(wrong, tmp_path)
+    wrong.chmod(0o644)
+    with pytest.raises(ConfigError, match="others can read it"):
+        bring_client_keys(wrong, tmp_path)
+
+
+async def test_a_folder_without_a_live_run_and_an_address_that_is_none_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match="has no live run"):
+        async with visit(JoinRequest(run_folder=str(tmp_path)), 7, "endpoint"):
+            pass
+    for address, message in (("10.0.0.5:99", "tcp://HOST:PORT"), ("ipc:///nowhere/c", "only its own machine reaches")):
+        with pytest.raises(ConfigError, match=message):
+            async with visit(JoinRequest(address=address), 7, "endpoint"):
+                pass
+
+
+async def _run_of(config, folder: Path, roster: Roster) -> Listener:
+    listener = await open_listener(config.transport, folder, judge=roster.judge)
+    (folder / "endpoint").write_text(listener.address)
+    (folder / "api.json").write_text("{}")
+    return listener
+
+
+async def test_a_guest_comes_in_is_told_the_run_and_says_goodbye(tmp_path):
+    config = _config()
+    listener = await _run_of(config, tmp_path, Roster(most_guests=1))
+    try:
+        async with asyncio.TaskGroup() as group:
+            near = group.create_task(listener.accept())
+
+            async def welcome() -> None:
+                await (await near).send(
+                    _terms(_config(broadcast={"medium": {"kind": "files", "folder": "/shared"}})), Lane.CONTROL
+                )
+
+            group.create_task(welcome())
+            async with visit(JoinRequest(run_folder=str(tmp_path)), 7, "endpoint") as here:
+                assert here.name == near.result().peer.name
+                assert here.run_folder == tmp_path.resolve()
+                assert not here.is_on_same_machine
+            with pytest.raises(Exception, match="closed by the peer"):
+                await asyncio.wait_for(near.result().receive(Lane.CONTROL), 10)
+    finally:
+        await listener.close()
+
+
+async def test_a_guest_that_the_run_does_not_take_is_told_why(tmp_path):
+    listener = await _run_of(_config(), tmp_path, Roster())
+    try:
+        with pytest.raises(TransportError, match=r"placement\.most_joining_generators"):
+            async with visit(JoinRequest(run_folder=str(tmp_path)), 7, "endpoint"):
+                pass
+    finally:
+        await listener.close()
+
+
+async def test_a_signal_ends_the_work_and_is_no_failure():
+    begun, ended = asyncio.Event(), []
+
+    async def work() -> int:
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append(True)
+        return 3
+
+    async with asyncio.TaskGroup() as group:
+        serving = group.create_task(serve_until_told(work()))
+        await begun.wait()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert await serving == 0
+    assert ended == [True]
+
+
+async def test_work_that_ends_by_itself_gives_its_exit_code():
+    async def work() -> int:
+        return 3
+
+    assert await serve_until_told(work()) == 3

@@ -8,6 +8,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TypeVar
 
+import pytest
+
 from asyncrl.buffer.opening import open_buffer
 from asyncrl.clock import SystemClock
 from asyncrl.config.load import parse_config
@@ -18,7 +20,9 @@ from asyncrl.control.launch_fake import FakeLauncher
 from asyncrl.control.life_events import DrainRequested
 from asyncrl.control.peers import Peers
 from asyncrl.control.reporter import Reporter
+from asyncrl.control.roster import Roster
 from asyncrl.control.run_api import RunApi
+from asyncrl.errors import ConnectionClosed
 from asyncrl.generate.admission import Admission, AdmissionLimits
 from asyncrl.observe.sinks import open_sinks
 from asyncrl.schema.batches import StepBatch, StepDone
@@ -28,7 +32,9 @@ from asyncrl.schema.control import (
     Checkpoint,
     CheckpointDone,
     EngineReady,
+    Fault,
     Hello,
+    JoinTerms,
     LearnerReady,
     LoadModel,
     ModelsReady,
@@ -81,14 +87,14 @@ class World:
         self.controller = Controller(
             RunParts(
                 config, folder, self.listener, self.launcher, peers, flow, LearnerFeed(config, flow, clock), reporter, [], clock,
-                resumed=False,
+                resumed=False, roster=Roster(config=config.supervision),
             )
         )  # fmt: skip
 
     async def join(self, kind: str, name: str) -> Connection:
         return await self.listener.connect(_hello(kind, name))
 
-    async def start(self, version: int = 0) -> tuple[Connection, Connection, Connection]:
+    async def start(self, version: int = 0, *, version_is_live: bool = True) -> tuple[Connection, Connection, Connection]:
         """Bring up learner, reward worker and generator at this version."""
         await self.launcher.started("generator-0")
         learner, reward, generator = [
@@ -98,8 +104,20 @@ class World:
         await learner.send(LearnerReady(version, "model"), Lane.CONTROL)
         await _next(generator, LoadModel)
         await generator.send(EngineReady("generator-0", 64, -1), Lane.CONTROL)
-        await generator.send(VersionLive(version, "generator-0", 0.0, 0.0, 0.0), Lane.CONTROL)
+        if version_is_live:
+            await generator.send(VersionLive(version, "generator-0", 0.0, 0.0, 0.0), Lane.CONTROL)
         return learner, reward, generator
+
+    async def let_in(self, name: str = "joined-b-7-0") -> Connection:
+        """Bring up a generator that the run did not start."""
+        self.controller.roster.most_guests = 1
+        assert self.controller.roster.judge(_hello("generator", name)) == ""
+        guest = await self.join("generator", name)
+        assert (await _next(guest, JoinTerms)).config_toml
+        assert (await _next(guest, LoadModel)).model_folder == "model"
+        await guest.send(EngineReady(name, 64, -1), Lane.CONTROL)
+        await guest.send(VersionLive(0, name, 0.0, 0.0, 0.0), Lane.CONTROL)
+        return guest
 
     async def until(self, phase: str) -> None:
         async with asyncio.timeout(5):
@@ -301,3 +319,52 @@ async def test_an_outside_learners_versions_make_inference_workers_open_the_mode
         world.controller.peers.get("inference-0").tell(Pause())
         told = [await inference.receive(Lane.CONTROL) for _ in range(2)]
         assert [delivery.message for delivery in told] == [LoadModel("model"), Pause()]
+
+
+async def test_a_guest_that_leaves_gives_its_groups_back_and_no_death_is_counted(tmp_path):
+    async with _running(tmp_path) as world:
+        _, _, generator = await world.start(version_is_live=False)
+        await world.until("running")
+        guest = await world.let_in()
+        held = await _next(guest, GroupWork, Lane.DATA)
+        assert [process.name for process in RunApi(world.controller).status().processes if process.joined] == ["joined-b-7-0"]
+        await guest.close()
+        await generator.send(VersionLive(0, "generator-0", 0.0, 0.0, 0.0), Lane.CONTROL)
+        again = await _next(generator, GroupWork, Lane.DATA)
+        assert (again.group_id, again.attempt) == (held.group_id, held.attempt + 1)
+        status = RunApi(world.controller).status()
+        assert status.guests == {"here": 0, "most": 1, "came": 1, "left": 1, "lost": 0}
+        assert not any(process.joined or process.deaths for process in status.processes)
+
+
+async def test_a_guest_that_cannot_go_on_does_not_end_the_run(tmp_path):
+    async with _running(tmp_path) as world:
+        await world.start()
+        await world.until("running")
+        guest = await world.let_in()
+        await guest.send(Fault("joined-b-7-0", "no such folder", fatal=True), Lane.CONTROL)
+        assert await guest.flush(5.0)
+        await guest.close()
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert world.controller.lifecycle.phase == "running"
+
+
+async def test_a_guest_that_comes_back_over_a_new_connection_keeps_its_place(tmp_path):
+    async with _running(tmp_path) as world:
+        await world.start()
+        await world.until("running")
+        await world.let_in()
+        await world.let_in()
+        assert RunApi(world.controller).status().guests == {"here": 1, "most": 1, "came": 1, "left": 0, "lost": 0}
+
+
+async def test_a_guest_that_falls_silent_is_left_out(tmp_path):
+    async with _running(tmp_path, supervision={"backoff_s": 0.01, "heartbeat_s": 0.1, "heartbeat_timeout_s": 0.3}) as world:
+        await world.start()
+        guest = await world.let_in()
+        with pytest.raises(ConnectionClosed):
+            await asyncio.wait_for(_next(guest, StepDone), 5)
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert world.controller.roster.counts()["lost"] == 1

@@ -1,7 +1,7 @@
 """A request's stream: chunks put in by an engine, taken out by one consumer, on one event loop.
 
 Bounded by the request's own `max_new_tokens`: chunks that nobody took yet are the request's tokens, never more.
-Called by generate/transformers_engine.py and generate/fake_engine.py.
+Called by every engine.
 """
 
 from __future__ import annotations

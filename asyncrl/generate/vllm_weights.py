@@ -4,7 +4,7 @@ Bytes that already lie in a file that the workers see are named, not copied. Oth
 memory where the machine has /dev/shm, or in the folder that is shared with a server elsewhere; it is gone when the load is over.
 
 Invariant: nothing is sent to a worker before names, shapes and completeness are those of the model folder.
-Called by generate/vllm_engine.py and generate/vllm_server_engine.py.
+Called by generate/vllm_engine.py and generate/vllm_server_control.py.
 """
 
 from __future__ import annotations

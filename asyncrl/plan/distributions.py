@@ -26,13 +26,13 @@ class Distribution:
     kind: str
     parameters: tuple[float, ...] = ()
     values: tuple[float, ...] = ()
-    """Of kind `measured`: drawn from with replacement."""
+    """Of kind `measured`: drawn from with replacement; of kind `recorded`: one after the other, and drawn from after the last."""
 
     @property
     def mean(self) -> float:
         """Return the mean; a log-normal's before it is cut."""
         match self.kind:
-            case "measured":
+            case "measured" | "recorded":
                 return float(np.mean(self.values))
             case "uniform":
                 return sum(self.parameters) / 2
@@ -47,6 +47,8 @@ class Distribution:
                 block.extend(self._draw(rng, _AT_ONCE).tolist())
             return block.pop()
 
+        if self.kind == "recorded":
+            block.extend(reversed(self.values))
         if self.kind == "fixed":
             value = self.parameters[0]
             return lambda: value
@@ -81,6 +83,15 @@ def measured(values: Sequence[float]) -> Distribution:
     if not values:
         raise ConfigError("a measured distribution needs at least one value")
     return Distribution("measured", values=tuple(map(float, values)))
+
+
+def recorded(values: Sequence[float]) -> Distribution:
+    """Return what was measured, in its order: a simulation of that very run then meets the same draws.
+
+    Raises:
+        ConfigError: Nothing was measured.
+    """
+    return Distribution("recorded", values=measured(values).values)
 
 
 def parse_distribution(text: str) -> Distribution:

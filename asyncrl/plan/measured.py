@@ -19,7 +19,7 @@ from asyncrl.config.load import load_config
 from asyncrl.errors import ConfigError
 from asyncrl.observe.spans import GENERATE, SCORE, STEP, SWAP, WAIT, Span, read_spans
 from asyncrl.observe.steps import read_steps
-from asyncrl.plan.distributions import Distribution, fixed, measured
+from asyncrl.plan.distributions import Distribution, fixed, measured, recorded
 from asyncrl.plan.scenario import WARM_UP, Scenario
 
 MOST_VALUES = 4096
@@ -54,10 +54,11 @@ def scenario_of_run(run_folder: Path) -> Scenario:
         )
     started_s = _started_in_slots(samples, config.generate.engine.num_slots)
     fit = fit_decode(samples, started_s)
+    is_outside = config.learner.kind == "external"
     return Scenario(
         num_generators=config.generate.num_workers,
         num_slots=config.generate.engine.num_slots,
-        lengths=_measured(float(item.attributes["tokens"]) for item in samples),
+        lengths=_lengths(samples, config.algorithm.members_per_group),
         decode_s=fit.decode_s,
         decode_s_per_sequence=fit.decode_s_per_sequence,
         sequence_s=fit.sequence_s,
@@ -68,7 +69,8 @@ def scenario_of_run(run_folder: Path) -> Scenario:
         max_running_groups=config.buffer.max_running_groups,
         reward_s=_measured(item.end_s - item.start_s for item in spans[SCORE]) if spans[SCORE] else fixed(0.0),
         reward_workers=config.reward.num_workers,
-        step_s=_step_times(steps, spans[WAIT]),
+        step_s=_step_times(steps, spans[WAIT], is_outside=is_outside),
+        steps_ahead=1 if is_outside else 2,
         sync_s=_sync_times(steps, spans[SWAP]),
         swap_s=statistics.median([float(item.attributes["swap_ms"]) / 1e3 for item in spans[SWAP]] or [0.0]),
         hop_s=_hop_s(samples, spans[SCORE]),
@@ -122,13 +124,33 @@ def _running_beside(samples: Sequence[Span], started_s: Sequence[float]) -> np.n
     return np.maximum(beside, 0)
 
 
-def _step_times(steps: Sequence[Span], waits: Sequence[Span]) -> Distribution:
-    """Return from the start of one step to that of the next, without the wait for its batch."""
+def _lengths(samples: Sequence[Span], group_size: int) -> Distribution:
+    """Return every member's tokens in the order of the groups, which is the order in which a simulation issues them.
+
+    With long tails the longest few samples decide how long steps take; drawn anew, they would be others.
+    """
+    tokens = {
+        (int(item.attributes["group"]), int(item.attributes["index"])): float(item.attributes["tokens"]) for item in samples
+    }
+    unknown = statistics.median(tokens.values())
+    num_groups = max(group for group, _ in tokens) + 1
+    return recorded([tokens.get((group, index), unknown) for group in range(num_groups) for index in range(group_size)])
+
+
+def _step_times(steps: Sequence[Span], waits: Sequence[Span], *, is_outside: bool) -> Distribution:
+    """Return from the start of one step to that of the next, without the wait for its batch.
+
+    An outside learner does not say how long it waited: there it is from taking a batch to reporting it as trained.
+    """
+    own = [max(SHORTEST_S, step.end_s - step.start_s) for step in steps]
+    if is_outside:
+        return recorded(own)
     waited = {item.attributes["step"]: item.end_s - item.start_s for item in waits}
-    pairs = itertools.pairwise(steps)
-    return _measured(
-        max(SHORTEST_S, after.start_s - step.start_s - waited.get(after.attributes["step"], 0.0)) for step, after in pairs
-    )
+    between = [
+        max(SHORTEST_S, after.start_s - step.start_s - waited.get(after.attributes["step"], 0.0))
+        for step, after in itertools.pairwise(steps)
+    ]
+    return recorded([*between, own[-1]])
 
 
 def _sync_times(steps: Sequence[Span], swaps: Sequence[Span]) -> Distribution:

@@ -45,6 +45,8 @@ class Scenario:
     """Optimizer step, from batch in hand to new version."""
     step_s_per_token: float = 0.0
     """What each trained token adds to it."""
+    steps_ahead: int = 2
+    """Steps taken and not yet done: the one in hand and a prefetched one, as control/feed.py has it; an outside learner has 1."""
     sync_s: Distribution = AT_ONCE
     """From publish to bytes verified on a generator."""
     swap_s: float = 0.0
@@ -62,7 +64,7 @@ class Scenario:
 
     def __post_init__(self) -> None:
         """Refuse what cannot be simulated."""
-        for name in ("num_generators", "num_slots", "groups_per_step", "group_size", "num_steps"):
+        for name in ("num_generators", "num_slots", "groups_per_step", "group_size", "num_steps", "steps_ahead"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.decode_s <= 0:

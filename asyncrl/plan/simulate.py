@@ -53,9 +53,6 @@ from asyncrl.generate.admission import (
 from asyncrl.plan.scenario import WARM_UP, Outcome, Scenario
 from asyncrl.plan.simulated_generator import Member, SimulatedGenerator
 
-AHEAD = 2
-"""Steps in hand or prefetched, as control/feed.py has it."""
-
 
 def simulate(scenario: Scenario) -> Outcome:
     """Run the scenario to its last step and return what it did.
@@ -243,7 +240,7 @@ class Simulation:
     def _take(self) -> None:
         """Take the next step's groups where the feed would."""
         step, scenario = self._buffer.next_step, self._scenario
-        may = step < min(self._version + AHEAD, scenario.num_steps)
+        may = step < min(self._version + scenario.steps_ahead, scenario.num_steps)
         if may and self._num_ready >= scenario.groups_per_step:
             self._enter(TakeStep(step))
 

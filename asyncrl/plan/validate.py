@@ -81,7 +81,7 @@ async def _fake_run(folder: Path, name: str) -> Path:
             await asyncio.sleep(FAKE_STEP_S)
             await live.announce_weights(_version(taken.step + 1))
             await live.trained(taken.step)
-        await live.stop()
+        await live.wait()
     return live.run_folder
 
 

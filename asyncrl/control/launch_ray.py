@@ -20,7 +20,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import signal
+import socket
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -50,6 +53,8 @@ SAY_SO_AFTER_S = 10.0
 """A process that has no place for this long is worth a line in the log."""
 LOOK_AGAIN_S = 0.25
 """Between questions to an actor that Ray cannot reach and has not yet given up."""
+REACH_S = 5.0
+"""For a cluster's head to take a connection."""
 PROBE_S = 60.0
 """For every node to say whether it sees the run's folder."""
 
@@ -190,7 +195,7 @@ async def start_beside(launch: RayLaunch, spec: ProcessSpec, run_folder: Path) -
 async def connect(address: str, environment: RayEnvironment | None = None) -> None:
     """Be a driver of the cluster, unless this process is one already.
 
-    On a thread: it takes a second, and on the main thread Ray would take SIGTERM for itself.
+    It takes a second, so a thread does it; Ray takes SIGTERM for itself all the same, and gives it back here.
 
     Args:
         address: As RayLaunch says.
@@ -201,17 +206,29 @@ async def connect(address: str, environment: RayEnvironment | None = None) -> No
     """
     if not ray.is_initialized():
         await asyncio.to_thread(_connect, address, environment or RayEnvironment())
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, signal.getsignal(number))
 
 
 def _connect(address: str, environment: RayEnvironment) -> None:
     asked = {name: value for name, value in msgspec.to_builtins(environment).items() if value}
+    logging.getLogger("ray._private.worker").setLevel(logging.ERROR)
     try:
+        _reach(address)
         ray.init(address=address, runtime_env=asked or None, log_to_driver=False, configure_logging=False)
-    except (ConnectionError, RuntimeError, ValueError) as error:
+    except (OSError, RuntimeError, ValueError) as error:
         raise LaunchError(
             f"no Ray cluster at launch.address {address!r} ({_first_line(error)}): run on a node of one "
             "(`ray start --head`, or `ray job submit`), or give HOST:PORT"
         ) from error
+
+
+def _reach(address: str) -> None:
+    """Raise OSError at once where nobody listens at HOST:PORT: Ray itself would try for minutes."""
+    host, colon, port = address.rpartition(":")
+    if colon and port.isdigit():
+        socket.create_connection((host, int(port)), REACH_S).close()
 
 
 async def _check_nodes(run_folder: Path) -> None:

@@ -1,0 +1,258 @@
+"""A run on Ray's own cluster of several nodes on this machine, each with a loopback address of its own: what dies comes back.
+
+One cluster for all tests here. Nodes are killed outright (SIGKILL to the node's Ray processes), the controller by its actor.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import signal
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+import asyncrl
+from asyncrl.buffer.ledger_reader import LedgerReader
+from asyncrl.config.launch import ProcessNeeds, RayLaunch
+from asyncrl.control.launcher import ProcessSpec
+from asyncrl.control.life_events import ProcessPlan
+from asyncrl.errors import LaunchError
+from asyncrl.schema.status import RunStatus
+from tests.integration.conftest import tiny_settings
+
+ray = pytest.importorskip("ray")
+from ray.cluster_utils import Cluster  # noqa: E402
+
+from asyncrl.control.launch_ray import LOST, RayLauncher, RayProcess  # noqa: E402
+
+pytestmark = [pytest.mark.timeout(400), pytest.mark.slow, pytest.mark.filterwarnings("ignore::ResourceWarning")]
+
+ROLE = "asyncrl/role"
+NODE = {"num_cpus": 2, "object_store_memory": 80 << 20, "include_dashboard": False}
+HEALTH = {
+    "health_check_initial_delay_ms": 0,
+    "health_check_period_ms": 1000,
+    "health_check_timeout_ms": 10_000,
+    "health_check_failure_threshold": 3,
+}
+
+
+@dataclass
+class Nodes:
+    """The cluster, its nodes by address."""
+
+    cluster: Any
+    by_address: dict[str, Any] = field(default_factory=dict)
+    made: int = 2
+
+    def add(self, role: str) -> str:
+        self.made += 1
+        address = f"127.0.0.{self.made}"
+        self.by_address[address] = self.cluster.add_node(
+            node_ip_address=address, labels={ROLE: role}, resources={role: 1}, **NODE
+        )
+        return address
+
+    def kill(self, address: str) -> None:
+        self.cluster.remove_node(self.by_address.pop(address), allow_graceful=False)
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[Nodes]:
+    """A head that scores, one node that generates, one that trains."""
+    logging.getLogger("ray").setLevel(logging.ERROR)
+    head = NODE | {"node_ip_address": "127.0.0.2", "labels": {ROLE: "rewards"}, "_system_config": HEALTH}
+    made = Nodes(Cluster(initialize_head=True, head_node_args=head))
+    try:
+        made.add("engine")
+        made.add("trainer")
+        yield made
+    finally:
+        ray.shutdown()
+        made.cluster.shutdown()
+
+
+@pytest.fixture(autouse=True)
+def no_process_left(tmp_path: Path) -> Iterator[None]:
+    """Ray's processes live on between these tests; none of the run's may."""
+    yield
+    left = [process for process in psutil.process_iter() if str(tmp_path) in " ".join(_command(process))]
+    for process in left:
+        process.kill()
+    assert not left, f"processes left behind: {[_command(process) for process in left]}"
+
+
+def _command(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
+
+
+# -- the launcher's contract, over Ray -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+async def start(nodes: Nodes, tmp_path: Path) -> AsyncIterator[Callable[..., Any]]:
+    (tmp_path / "config.toml").write_text("")
+    needs = ProcessNeeds(resources={"engine": 0.1}, labels={ROLE: "engine"})
+    launch = RayLaunch(address=nodes.cluster.address)
+    launcher = RayLauncher(launch, tmp_path, lambda _: needs, [ProcessPlan("child-0", "generator")])
+    await launcher.open()
+    started: list[RayProcess] = []
+
+    async def start_one(program: str, name: str = "child-0", incarnation: int = 1) -> RayProcess:
+        command = (sys.executable, "-c", program)
+        spec = ProcessSpec(name, "generator", incarnation, command, tmp_path / "logs" / f"{name}.log", 2)
+        started.append(await launcher.start(spec))
+        return started[-1]
+
+    yield start_one
+    for process in started:
+        process.kill()
+        await process.wait()
+
+
+SLEEP = "import sys; print('up', flush=True); sys.stdin.read()"
+
+
+async def test_a_child_of_an_actor_is_like_a_local_one(start: Callable[..., Any], tmp_path: Path) -> None:
+    program = "import os, sys; print(os.environ['OMP_NUM_THREADS'], os.environ['ASYNCRL_NODE_ADDRESS']); sys.exit(7)"
+    process = await start(program)
+    assert await process.wait() == 7
+    process.terminate()
+    process.kill()
+    assert await process.wait() == 7
+    assert (tmp_path / "logs" / "child-0.log").read_text().split() == ["2", process.node]
+    again = await start(SLEEP, incarnation=2)
+    joining = await start(SLEEP, name="child-1")
+    again.terminate()
+    joining.kill()
+    assert [await again.wait(), await joining.wait()] == [-signal.SIGTERM, -signal.SIGKILL]
+
+
+async def test_a_child_ends_with_its_actor(start: Callable[..., Any]) -> None:
+    process = await start("from asyncrl.control.parent_watch import watch_parent; watch_parent().join()")
+    child = psutil.Process(process.pid)
+    ray.kill(process._actor)
+    assert await process.wait() == LOST
+    await asyncio.to_thread(child.wait, 30)
+
+
+async def test_a_node_that_does_not_see_the_run_folder_is_named(nodes: Nodes, start: Callable[..., Any], tmp_path: Path) -> None:
+    (tmp_path / "config.toml").unlink()
+    with pytest.raises(FileNotFoundError):
+        await start(SLEEP)
+    from asyncrl.control.ray_host import why_not_shared
+
+    refusal = await asyncio.to_thread(ray.get, ray.remote(why_not_shared).remote(str(tmp_path), "other", "127.0.0.9"))
+    assert "node 127.0.0.9 does not see the run's folder" in refusal
+
+
+# -- whole runs --------------------------------------------------------------------------------------------------------------
+
+
+def on_ray(folder: Path, nodes: Nodes, **overrides: Any) -> dict[str, Any]:
+    """A run whose processes go where their labels say; one learner and one generator fill a node of theirs."""
+    launch = {
+        "kind": "ray",
+        "address": nodes.cluster.address,
+        "learner": {"labels": {ROLE: "trainer"}, "resources": {"trainer": 1}},
+        "generator": {"labels": {ROLE: "engine"}, "resources": {"engine": 1}},
+        "reward": {"labels": {ROLE: "rewards"}},
+    }
+    settings = {"launch": launch, "eval__at_start": False, "eval__at_end": False, "generate__num_workers": 1}
+    return tiny_settings(folder, **(settings | overrides))
+
+
+def places(run: asyncrl.Run) -> dict[str, str]:
+    """Address of the node that each process was last started on."""
+    said = (run.run_folder / "logs" / "controller.log").read_text()
+    return dict(re.findall(r"(\S+) is on node (\S+) \(pid", said))
+
+
+async def until(run: asyncrl.Run, reached: Callable[[RunStatus], bool], from_step: int = 0) -> RunStatus:
+    """Follow the run's steps until its status says so; the test's own time limit ends the wait."""
+    async for _ in run.steps(from_step):
+        status = await run.status()
+        if reached(status):
+            return status
+    pytest.fail(f"the run ended first: {await run.status()}")
+
+
+def states(status: RunStatus) -> dict[str, str]:
+    return {process.name: process.state for process in status.processes}
+
+
+def assert_balanced(run: asyncrl.Run, status: RunStatus, groups_per_step: int) -> None:
+    """Every group is accounted for, and none was trained twice."""
+    groups = dict(status.groups)
+    assert groups.pop("issued") == sum(groups.values())
+    with LedgerReader(run.run_folder / "ledger.sqlite") as ledger:
+        trained = [group_id for step in ledger.steps() for group_id in step.group_ids]
+    assert len(trained) == len(set(trained)) == status.version * groups_per_step
+
+
+async def test_generators_come_and_go_with_their_nodes_and_the_controller_comes_back(nodes: Nodes, tmp_path: Path) -> None:
+    """Slow engines: the learner waits, so more generators are wanted than there is room for, until a node joins."""
+    settings = on_ray(tmp_path, nodes, num_steps=100_000)
+    settings["generate"]["engine"] = {"kind": "fake", "num_slots": 8, "max_sequence_tokens": 64, "mean_tokens": 8.0, "token_latency_s": 0.02}  # fmt: skip
+    settings["launch"]["elastic"] = {"max_generators": 2, "decide_every_s": 1.5, "patience": 1}
+    async with asyncrl.Run(settings) as run:
+        wanted = await until(run, lambda status: "generator-1" in states(status))
+        first = places(run)
+        assert {first["learner"], first["reward-0"], first["generator-0"]} == {"127.0.0.4", "127.0.0.2", "127.0.0.3"}
+        assert states(wanted)["generator-1"] == "starting"
+        joined = nodes.add("engine")
+        status = await until(run, lambda status: states(status)["generator-1"] == "ready", wanted.version)
+        assert places(run)["generator-1"] == joined
+        nodes.kill(first["generator-0"])
+        status = await until(run, lambda status: states(status)["generator-0"] != "ready", status.version)
+        lost_at = status.version
+        await until(run, lambda status: status.version > lost_at + 2, lost_at)
+        before = run._endpoint
+        ray.kill(run._controller._process._actor)
+        status = await until(run, lambda status: status.version > lost_at + 6, lost_at)
+        assert run._endpoint != before
+        status = await run.drain()
+    assert status.phase == "stopped", status.reason
+    assert_balanced(run, status, groups_per_step=4)
+
+
+async def test_a_run_that_loses_its_learner_s_node_still_learns(nodes: Nodes, tmp_path: Path) -> None:
+    model = {"kind": "scratch", "hidden_size": 128, "num_layers": 2, "num_heads": 4, "max_positions": 64,
+             "warm_start": {"steps": 400, "until_accuracy": 0.3, "batch_size": 64, "learning_rate": 2e-3}}  # fmt: skip
+    settings = on_ray(
+        tmp_path, nodes, num_steps=80, model=model, generate__engine__num_slots=64, generate__sampling__max_new_tokens=4,
+        algorithm={"groups_per_step": 32, "group_size": 4, "proximal": "behaviour", "dual_clip": 3.0},
+        learner={"learning_rate": 1.2e-3, "warmup_steps": 5}, packing__tokens_per_row=512, checkpoint__every_steps=10,
+    )  # fmt: skip
+    rewards: dict[int, float] = {}
+    async with asyncrl.Run(settings) as run:
+        async for report in run.steps():
+            rewards[report.version] = report.reward_mean
+            if report.version == 25:
+                lost = places(run)["learner"]
+                nodes.kill(lost)
+                nodes.add("trainer")
+        status = await run.status()
+    assert status.phase == "stopped", status.reason
+    assert places(run)["learner"] != lost
+    assert_balanced(run, status, groups_per_step=32)
+    newest = [rewards[version] for version in sorted(rewards)[-8:]]
+    assert sum(newest) / len(newest) >= 0.55, rewards
+
+
+async def test_no_cluster_is_said_with_what_to_do(tmp_path: Path) -> None:
+    ray.shutdown()
+    settings = tiny_settings(tmp_path, launch={"kind": "ray", "address": "127.0.0.9:1"})
+    with pytest.raises(LaunchError, match="ray start --head"):
+        async with asyncrl.Run(settings):
+            pass

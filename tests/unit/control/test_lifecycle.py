@@ -24,7 +24,10 @@ from asyncrl.control.life_events import (
     ProcessReady,
     ProcessSilent,
     ProcessStarted,
+    ProcessUnwanted,
+    ProcessWanted,
     ResumeRequested,
+    RetireProcess,
     Stalled,
     StartProcess,
     StartTimeout,
@@ -235,3 +238,49 @@ def test_user_learns_beforehand_why_a_request_cannot_be_met() -> None:
 def test_two_processes_of_one_name_are_refused() -> None:
     with pytest.raises(ValueError, match="unique"):
         Lifecycle([PLAN[0], PLAN[0]], CONFIG)
+
+
+# -- generators that come and go -------------------------------------------------------------------------------------------
+
+
+def _ready(*names: str) -> Lifecycle:
+    life = Lifecycle([ProcessPlan(name, "generator") for name in names], SupervisionConfig())
+    life.handle(Begin(), 0.0)
+    for name in names:
+        life.handle(ProcessStarted(name, 1), 0.0)
+        life.handle(ProcessReady(name), 0.0)
+    life.check_invariants()
+    return life
+
+
+def test_a_wanted_process_is_started_once_and_its_leaving_is_no_death() -> None:
+    life = _ready("generator-0")
+    assert life.handle(ProcessWanted("generator-1", "generator"), 1.0) == [StartProcess("generator-1", "generator", 1, 0.0)]
+    assert life.handle(ProcessWanted("generator-1", "generator"), 1.0) == []
+    life.handle(ProcessStarted("generator-1", 1), 1.0)
+    assert life.handle(ProcessUnwanted("generator-1"), 2.0) == [RetireProcess("generator-1", "generator", 1)]
+    assert life.handle(ProcessUnwanted("generator-1"), 2.0) == []
+    life.check_invariants()
+    gone = life.handle(ProcessExited("generator-1", "generator", 0, 1), 3.0)
+    assert [type(each) for each in gone] == [AnnounceDead]
+    life.check_invariants()
+    assert life.processes["generator-1"].exit_codes == []
+    assert life.handle(ProcessWanted("generator-1", "generator"), 4.0) == [StartProcess("generator-1", "generator", 2, 0.0)]
+    life.check_invariants()
+
+
+def test_one_that_was_to_be_started_again_and_is_not_wanted_leaves_at_once() -> None:
+    life = _ready("generator-0", "generator-1")
+    life.handle(ProcessExited("generator-1", "generator", 1, 1), 1.0)
+    assert life.handle(ProcessUnwanted("generator-1"), 1.1) == [RetireProcess("generator-1", "generator", 2)]
+    life.handle(ProcessExited("generator-1", "generator", 0, 2), 1.2)
+    life.check_invariants()
+    assert (life.processes["generator-1"].departures, len(life.processes["generator-1"].exit_codes)) == (1, 1)
+
+
+def test_one_that_is_dying_and_not_wanted_just_does_not_come_back() -> None:
+    life = _ready("generator-0", "generator-1")
+    life.handle(ProcessFault("generator-1", "its engine died", fatal=False), 1.0)
+    assert life.handle(ProcessUnwanted("generator-1"), 1.1) == []
+    assert [type(each) for each in life.handle(ProcessExited("generator-1", "generator", 3, 1), 1.2)] == [AnnounceDead]
+    life.check_invariants()

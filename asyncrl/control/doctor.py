@@ -14,7 +14,7 @@ import resource
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -90,6 +90,8 @@ def diagnose(folder: Path | None = None) -> list[Finding]:
         lambda: judge_open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[0]),
         lambda: judge_disk(shutil.disk_usage(folder or Path.cwd()).free),
         judge_sandbox,
+        lambda: judge_mps(shutil.which("nvidia-smi") is not None, running_commands()),
+        lambda: judge_guests(running_commands()),
     )
     return [*(check() for check in checks), *judge_packages(_own_requirements(), installed_version)]
 
@@ -193,6 +195,26 @@ def judge_sandbox() -> Finding:
     status = probe_sandbox()
     advice = "only the code_exec reward needs it, and refuses to run without"
     return Finding("sandbox", status.works, status.reason, advice, required=False)
+
+
+def running_commands() -> dict[int, list[str]]:
+    """Return the command line of every process that may be looked at, by pid."""
+    return {process.pid: process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"])}
+
+
+def judge_mps(has_gpu: bool, commands: Mapping[int, list[str]]) -> Finding:
+    """Judge whether generation beside training can be held to its share of a GPU's time."""
+    runs = any("nvidia-cuda-mps-control" in command[0] for command in commands.values() if command)
+    detail = "no NVIDIA GPU" if not has_gpu else "its daemon runs" if runs else "a GPU, and its daemon does not run"
+    advice = 'only placement.kind = "async_hybrid" wants it: nvidia-cuda-mps-control -d, before the run'
+    return Finding("mps", runs or not has_gpu, detail, advice, required=False)
+
+
+def judge_guests(commands: Mapping[int, list[str]]) -> Finding:
+    """Name the generators on this machine that serve runs which did not start them."""
+    guests = [pid for pid, command in commands.items() if command[1:4] == ["-m", "asyncrl.pipeline", "join"]]
+    shown = f"{len(guests)} here serve other runs: pid {', '.join(map(str, guests))}" if guests else "none on this machine"
+    return Finding("joined generators", ok=True, detail=shown, required=False)
 
 
 def judge_packages(requirements: Iterable[str], version_of: Callable[[str], str | None]) -> list[Finding]:

@@ -13,7 +13,9 @@ from asyncrl.control.doctor import (
     judge_cores,
     judge_curve,
     judge_disk,
+    judge_guests,
     judge_memory,
+    judge_mps,
     judge_open_files,
     judge_openmp,
     judge_packages,
@@ -131,3 +133,17 @@ def test_vllm_is_asked_where_it_is_installed_and_else_said_how_to_get_it():
     assert not finding.required
     assert finding.detail.startswith(found or "not installed")
     assert finding.ok or finding.advice
+
+
+def test_guests_on_this_machine_are_named():
+    guest = ["python", "-m", "asyncrl.pipeline", "join", "{}"]
+    assert "1 here serve other runs: pid 12" in judge_guests({12: guest, 13: ["bash"], 14: []}).detail
+    assert judge_guests({}).detail == "none on this machine"
+
+
+def test_a_gpu_without_mps_is_said_and_no_gpu_needs_none():
+    assert judge_mps(has_gpu=False, commands={}).ok
+    found = judge_mps(has_gpu=True, commands={3: ["bash"]})
+    assert not found.ok
+    assert "nvidia-cuda-mps-control -d" in found.advice
+    assert judge_mps(has_gpu=True, commands={3: ["/usr/bin/nvidia-cuda-mps-control", "-d"]}).ok

@@ -16,8 +16,8 @@ from asyncrl.config.stages import GlooMedium, ZeroMQMedium
 from asyncrl.errors import ConfigError
 
 pytest.importorskip("ray")
-from asyncrl.control.launch_ray import bundle_of  # noqa: E402
-from asyncrl.control.ray_host import digest_of, why_not_shared  # noqa: E402
+from asyncrl.control.launch_ray import bundle_of
+from asyncrl.control.ray_host import digest_of, why_not_shared
 
 
 def on_ray(**settings: Any) -> RunConfig:
@@ -28,7 +28,7 @@ def on_ray(**settings: Any) -> RunConfig:
     ("settings", "says"),
     [
         ({"launch": {"kind": "ray", "address": "ray://head:10001"}}, "Ray's client"),
-        ({"launch": {"kind": "ray"}, "placement": {"kind": "colocated"}}, "gives each its own"),
+        ({"launch": {"kind": "ray"}, "placement": {"kind": "colocated"}}, "launch"),
         ({"launch": {"kind": "ray"}, "learner": {"device": "cuda:1"}}, "from 0"),
         ({"launch": {"kind": "ray", "learner": {"num_gpus": 0}}, "learner": {"device": "cuda"}}, "launch.learner.num_gpus is 0"),
         ({"launch": {"kind": "local", "elastic": {"min_generators": 3}}}, "must lie between"),

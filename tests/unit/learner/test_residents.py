@@ -107,9 +107,7 @@ def test_with_little_room_the_reference_and_the_optimizer_take_turns_within_a_st
 
 def test_a_budget_that_training_does_not_fit_is_refused_at_start_with_the_sums(kit, opened):
     config = colocated(kit, device_memory_gib=1e-4)
-    with pytest.raises(
-        ConfigError, match=r"(?s)'train'.*policy optimizer .*working memory.*too much.*device_memory_gib"
-    ):
+    with pytest.raises(ConfigError, match=r"(?s)'train'.*policy optimizer .*working memory.*too much.*device_memory_gib"):
         opened(kit.trainee(kit.model(), config), config)
 
 

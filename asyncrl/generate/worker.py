@@ -54,6 +54,8 @@ log = logging.getLogger(__name__)
 
 ROOM_INTERVAL_S = 0.5
 """How often the engine is asked how much it can take."""
+FETCH_AGAIN_S, LONGEST_FETCH_AGAIN_S = 1.0, 30.0
+"""After which a version that could not be fetched is tried again, should no other come: at first, and in the end."""
 
 FetchWeights = Callable[[WeightsAvailable], Awaitable[Mapping[str, "torch.Tensor"]]]
 
@@ -252,25 +254,44 @@ class GeneratorWorker:
         await self._is_ready.wait()
         assert self._rollout is not None
         engine = self._rollout.engine
+        again_s = FETCH_AGAIN_S
         while True:
             await self._weights_news.wait()
             self._weights_news.clear()
             async with self._taking:
-                if not self._turns.is_asleep:
-                    await self._take_newest(engine)
+                is_settled = self._turns.is_asleep or await self._take_newest(engine)
+            if is_settled:
+                again_s = FETCH_AGAIN_S
+            else:
+                await self._until_news(again_s)
+                again_s = min(2 * again_s, LONGEST_FETCH_AGAIN_S)
 
-    async def _take_newest(self, engine: Engine) -> None:
+    async def _until_news(self, timeout_s: float) -> None:
+        """Wait for another version, or for as long; then the newest is news again: without it no other may ever come."""
+        async with asyncio.TaskGroup() as waiting:
+            alarm = waiting.create_task(self._ring_after(timeout_s))
+            await self._weights_news.wait()
+            alarm.cancel()
+
+    async def _ring_after(self, timeout_s: float) -> None:
+        await self._clock.sleep(timeout_s)
+        self._weights_news.set()
+
+    async def _take_newest(self, engine: Engine) -> bool:
+        """Take the newest version, if the engine has not; return whether there is no use in trying the same one again."""
         available = self._newest
         if available is not None and (available.version > engine.version or self._turns.lacks_weights):
-            await self._take(engine, available)
+            return await self._take(engine, available)
+        return True
 
-    async def _take(self, engine: Engine, available: WeightsAvailable) -> None:
+    async def _take(self, engine: Engine, available: WeightsAvailable) -> bool:
+        """Fetch and load; return whether there is no use in trying the same version again."""
         before_s = self._clock.now()
         try:
             tensors = await self._fetch_weights(available)
         except BroadcastError as error:
             log.warning("version %d was not fetched, the newest will be: %s", available.version, error)
-            return
+            return False
         fetch_ms = (self._clock.now() - before_s) * 1000
         kv = self._config.generate.kv
         try:
@@ -281,7 +302,7 @@ class GeneratorWorker:
                     swap_ms = await engine.load_weights(available.version, tensors, kv)
         except BroadcastError as error:
             log.warning("version %d was overtaken while it was loaded, the newest will be: %s", available.version, error)
-            return
+            return True
         finally:
             if isinstance(tensors, MappedTensors):
                 tensors.release()
@@ -291,6 +312,7 @@ class GeneratorWorker:
         await self._connection.send(
             VersionLive(available.version, self._name, live_s, fetch_ms, swap_ms, probe_error), Lane.CONTROL
         )
+        return True
 
     async def _probe_error(self, engine: Engine, probe: Probe | None) -> float:
         """Return how far the engine's probe logprobs are from the learner's; -1 where there is nothing to compare."""

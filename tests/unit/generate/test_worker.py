@@ -191,6 +191,23 @@ async def test_a_version_that_is_gone_is_left_for_a_newer_one() -> None:
         assert (await controller.report(VersionLive)).version == 2
 
 
+async def test_a_version_that_could_not_be_fetched_is_tried_again_though_no_other_comes() -> None:
+    """The learner may be waiting for samples of this very one."""
+    fetched = []
+
+    async def fetch(announced):
+        fetched.append(announced.version)
+        if len(fetched) == 1:
+            raise BroadcastError("the network is down")
+        return {}
+
+    async with generator(fetch=fetch) as controller:
+        await controller.load()
+        await controller.order(available(1))
+        assert (await controller.report(VersionLive)).version == 1
+    assert fetched == [1, 1]
+
+
 async def test_without_in_flight_updates_a_running_group_keeps_one_version() -> None:
     async with generator(SLOW, in_flight_updates=False) as controller:
         await controller.load()

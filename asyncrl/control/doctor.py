@@ -214,7 +214,7 @@ def judge_guests(commands: Mapping[int, list[str]]) -> Finding:
     """Name the generators on this machine that serve runs which did not start them."""
     guests = [pid for pid, command in commands.items() if command[1:4] == ["-m", "asyncrl.pipeline", "join"]]
     shown = f"{len(guests)} here serve other runs: pid {', '.join(map(str, guests))}" if guests else "none on this machine"
-    return Finding("joined generators", ok=True, detail=shown, required=False)
+    return Finding("joined generators", ok=True, detail=shown, advice="`asyncrl join RUN` starts one", required=False)
 
 
 def judge_packages(requirements: Iterable[str], version_of: Callable[[str], str | None]) -> list[Finding]:

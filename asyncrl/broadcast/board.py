@@ -36,13 +36,6 @@ class FetchOver:
     subscriber: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Forget:
-    """The subscriber counts no more; it is welcome to ask again."""
-
-    subscriber: bytes
-
-
 @dataclass(slots=True)
 class _Fetch:
     version: int
@@ -60,8 +53,8 @@ class SubscriberBoard:
         """Return the number of subscribers remembered."""
         return len(self._fetches)
 
-    def handle(self, event: ChunkAsked | FetchOver | Tick, now: float) -> list[Forget]:
-        """Take `event` in and return who is forgotten."""
+    def handle(self, event: ChunkAsked | FetchOver | Tick, now: float) -> None:
+        """Take `event` in; who is forgotten is welcome to ask again."""
         match event:
             case ChunkAsked(subscriber, version):
                 fetch = self._fetches.get(subscriber)
@@ -69,11 +62,14 @@ class SubscriberBoard:
                     self._fetches[subscriber] = _Fetch(version, now, now)
                 else:
                     fetch.asked_s = now
-                return self._forget(list(self._fetches)[: max(0, len(self._fetches) - MAX_SUBSCRIBERS)])
+                if len(self._fetches) > MAX_SUBSCRIBERS:
+                    del self._fetches[next(iter(self._fetches))]
             case FetchOver(subscriber):
-                return self._forget([subscriber] if subscriber in self._fetches else [])
+                self._fetches.pop(subscriber, None)
             case Tick():
-                return self._forget([name for name, fetch in self._fetches.items() if now - fetch.asked_s > SILENT_AFTER_S])
+                is_silent = [name for name, fetch in self._fetches.items() if now - fetch.asked_s > SILENT_AFTER_S]
+                for name in is_silent:
+                    del self._fetches[name]
 
     def versions_in_use(self, now: float) -> frozenset[int]:
         """Return the versions worth sparing at `now`."""
@@ -87,8 +83,3 @@ class SubscriberBoard:
         """Assert what must hold between events."""
         assert len(self._fetches) <= MAX_SUBSCRIBERS
         assert all(fetch.since_s <= fetch.asked_s for fetch in self._fetches.values())
-
-    def _forget(self, names: list[bytes]) -> list[Forget]:
-        for name in names:
-            del self._fetches[name]
-        return [Forget(name) for name in names]

@@ -205,7 +205,8 @@ class GeneratorWorker:
                 reached = await turns.sleep(engine, order)
             else:
                 before, started_s = await turns.wake(engine)
-                await self._take_newest(engine)
+                if not await self._take_newest(engine):
+                    self._weights_news.set()
                 self._idle.go_on()
                 reached = turns.woken(engine, order, before, started_s)
         await self._connection.send(reached, Lane.CONTROL)

@@ -11,6 +11,15 @@ from collections.abc import Sequence
 from asyncrl.config.load import dump_config
 from asyncrl.config.medium_choice import doubts_about_medium, with_chosen_medium
 from asyncrl.config.run import RunConfig
+from asyncrl.control.device_share import (
+    MPS_PERCENTAGE,
+    check_shares,
+    generator_environment,
+    gpu_memory_bytes,
+    own_cores,
+    shares_device,
+    usable_cores,
+)
 from asyncrl.control.memory_estimate import (
     Part,
     generator_parts,
@@ -42,7 +51,12 @@ def derived(config: RunConfig) -> dict[str, str]:
     Raises:
         ConfigError: A pretrained model's folder has no readable config.json, or another's no readable weights.
     """
-    return _counts(config) | _memory(config) | {"processes": _processes(config), "weights travel by": _medium(config)}
+    return (
+        _counts(config)
+        | _memory(config)
+        | _shares(config)
+        | {"processes": _processes(config), "weights travel by": _medium(config)}
+    )
 
 
 def _counts(config: RunConfig) -> dict[str, str]:
@@ -71,6 +85,18 @@ def _memory(config: RunConfig) -> dict[str, str]:
     if parts := inference_parts(config):
         lines["memory of each inference worker"] = f"{_mib(_total(parts))} + activations  ({_names(parts)})"
     return lines | {"bytes of one weight version": _mib(version_bytes(config))}
+
+
+def _shares(config: RunConfig) -> dict[str, str]:
+    """Return what generation beside training is held to; refuses what a run would refuse."""
+    if not shares_device(config):
+        return {}
+    check_shares(config, usable_cores(), gpu_memory_bytes(config))
+    environment = generator_environment(config)
+    if environment:
+        return {"time of each generator": f"{environment[MPS_PERCENTAGE]} % of the GPU's multiprocessors, where MPS runs"}
+    cores = sorted(own_cores(config.placement.generation_share, usable_cores()))
+    return {"cores of all generators": f"{cores}  (floor({config.placement.generation_share:g} x {len(usable_cores())}))"}
 
 
 def _learners(config: RunConfig) -> str:

@@ -39,6 +39,8 @@ from asyncrl.schema.control import (
     LoadModel,
     ModelsReady,
     Pause,
+    PhaseReached,
+    SetPhase,
 )
 from asyncrl.schema.samples import (
     GroupWork,
@@ -257,6 +259,40 @@ async def test_orders_find_their_way_through_a_full_window(tmp_path):
             world.controller.checkpoints.ask(version)
         for _ in range(3):
             await _next(learner, Checkpoint)
+
+
+async def _reach(connection: Connection, name: str, phase: str, number: int) -> None:
+    """Wait for this order, and answer it."""
+    assert await _next(connection, SetPhase) == SetPhase(phase, number)  # type: ignore[arg-type]
+    await connection.send(PhaseReached(name, phase, number), Lane.CONTROL)  # type: ignore[arg-type]
+
+
+async def test_by_turns_groups_go_out_in_rollouts_and_steps_when_the_learner_has_the_device(tmp_path):
+    async with _running(tmp_path, placement={"kind": "colocated"}) as world:
+        await world.launcher.started("generator-0")
+        learner, reward, generator = [
+            await world.join(kind, name)
+            for kind, name in (("learner", "learner"), ("reward", "reward-0"), ("generator", "generator-0"))
+        ]
+        await learner.send(LearnerReady(0, "model"), Lane.CONTROL)
+        await learner.send(WeightsAvailable(0, "none", "", WeightsManifest((), 0), "", 0.0), Lane.CONTROL)
+        await _reach(learner, "learner", "train", 0)
+        await _reach(learner, "learner", "rollout", 1)
+        await _next(generator, LoadModel)
+        await generator.send(EngineReady("generator-0", 64, -1), Lane.CONTROL)
+        await generator.send(VersionLive(0, "generator-0", 0.0, 0.0, 0.0), Lane.CONTROL)
+        await _reach(generator, "generator-0", "rollout", 1)
+        await _generate(generator, reward, B)
+        assert await _next(generator, SetPhase) == SetPhase("train", 2)
+        wait = next(wait for wait in world.controller.waits(world.controller.clock.now()) if "device back" in wait.what)
+        assert wait.what == "generator-0 to give the device back for phase train"
+        assert world.controller.feed.version == 0
+        await generator.send(PhaseReached("generator-0", "train", 2), Lane.CONTROL)
+        await _reach(learner, "learner", "train", 2)
+        await _train(learner, range(1))
+        await learner.send(WeightsAvailable(1, "none", "", WeightsManifest((), 0), "", 1.0), Lane.CONTROL)
+        await _reach(learner, "learner", "rollout", 3)
+        await _reach(generator, "generator-0", "rollout", 3)
 
 
 async def test_an_owner_that_is_gone_before_the_run_begins_ends_it_in_good_order(tmp_path):

@@ -16,10 +16,9 @@ import threading
 import time
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, Protocol
 
 import numpy as np
-import zmq
 
 from asyncrl.broadcast.chunks import ChunkRequest
 
@@ -30,6 +29,15 @@ LENT_FOR_S = 3.0
 Cut = Literal["here", "later", "gone", "outside"]
 
 
+class Outgoing(Protocol):
+    """A part on its way (`zmq.MessageTracker`)."""
+
+    @property
+    def done(self) -> bool:
+        """Whether its memory is no longer read."""
+        ...
+
+
 @dataclass(slots=True)
 class _Holding:
     memory: memoryview
@@ -37,12 +45,12 @@ class _Holding:
     """0: all of it is here."""
     is_here: bytearray
     """For each part."""
-    lent: deque[zmq.MessageTracker] = field(default_factory=deque)
+    lent: deque[Outgoing] = field(default_factory=deque)
     """Parts that may be on their way."""
     lent_s: float = 0.0
     """When the last one was lent."""
 
-    def note(self, sent: zmq.MessageTracker, now: float) -> None:
+    def note(self, sent: Outgoing, now: float) -> None:
         """Add a part on its way; look at two others, so that what is done does not pile up."""
         for _ in range(min(2, len(self.lent))):
             if not (earlier := self.lent.popleft()).done:
@@ -105,7 +113,7 @@ class Shelf:
                 return None
             return holding.memory[request.offset : end]
 
-    def lent(self, request: ChunkRequest, sent: zmq.MessageTracker) -> None:
+    def lent(self, request: ChunkRequest, sent: Outgoing) -> None:
         """Note that a part is on its way until `sent` is done."""
         with self._lock:
             holding = self._holdings.get((request.version, request.fingerprint))

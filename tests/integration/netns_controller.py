@@ -1,0 +1,41 @@
+"""Be the controller of a run whose generators live in another network namespace: `netns_controller.py RUN_FOLDER NAMESPACE`.
+
+Started inside its own namespace by test_networks.py; learner and reward workers are beside it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from asyncrl.clock import SystemClock
+from asyncrl.config.load import load_config
+from asyncrl.control.launch_local import LocalLauncher, LocalProcess
+from asyncrl.control.launcher import ProcessSpec
+from asyncrl.observe.log import set_up_logging
+from asyncrl.pipeline import run_controller, watch_owner
+
+
+class AcrossLauncher:
+    """Starts generators in another namespace, all else here."""
+
+    def __init__(self, namespace: str) -> None:
+        self._local = LocalLauncher()
+        self._namespace = namespace
+
+    async def start(self, spec: ProcessSpec) -> LocalProcess:
+        if spec.kind == "generator":
+            spec = replace(spec, command=("ip", "netns", "exec", self._namespace, *spec.command))
+        return await self._local.start(spec)
+
+
+async def main(run_folder: Path, namespace: str) -> bool:
+    set_up_logging("controller", "INFO")
+    config = load_config(run_folder / "config.toml")
+    return await run_controller(config, run_folder, SystemClock(), await watch_owner(), AcrossLauncher(namespace))
+
+
+if __name__ == "__main__":
+    sys.exit(0 if asyncio.run(main(Path(sys.argv[1]), sys.argv[2])) else 1)

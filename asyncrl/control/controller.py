@@ -44,10 +44,10 @@ from asyncrl.control.process_plan import plan_processes, spec_maker
 from asyncrl.control.reporter import Reporter
 from asyncrl.control.roster import Roster
 from asyncrl.control.run_api import RunApi
-from asyncrl.control.scoring import JudgeKind
 from asyncrl.control.supervisor import Supervisor, SupervisorCallbacks
 from asyncrl.control.switching import Switching
-from asyncrl.control.watchdog import Wait, Watchdog, waits_of, working_of
+from asyncrl.control.waiting import all_waits, queue_depths
+from asyncrl.control.watchdog import Wait, Watchdog, working_of
 from asyncrl.errors import AsyncRLError, ConnectionClosed, LedgerError
 from asyncrl.schema.batches import StepDone
 from asyncrl.schema.codec import Message
@@ -77,8 +77,6 @@ log = logging.getLogger(__name__)
 TICK_S = 0.25
 SHUTDOWN_S = 10.0
 """For processes to end by themselves once they are told to."""
-SLOW_SCORE_S = 10.0
-"""From here on an unanswered request for a score is somebody's wait."""
 LINGER_S = 30.0
 """How long an ended run still answers questions when its owner does not hang up."""
 
@@ -272,7 +270,7 @@ class Controller:
             self.elastic.tick(now, running=self.lifecycle.phase == "running", learner_idle=self._learner_idle)
             self.reporter.tick()
             self.watchdog.sampling_in_vain(bool(self.flow.fruitless))
-            stall = self.watchdog.check(now, self.waits(now), self._queues(), working_of(self.heartbeats().values()))
+            stall = self.watchdog.check(now, self.waits(now), queue_depths(self.flow), working_of(self.heartbeats().values()))
             if stall is not None:
                 self.post(Stalled(stall.reason))
             limit_s = self.config.max_run_s
@@ -619,40 +617,4 @@ class Controller:
 
     def waits(self, now: float) -> list[Wait]:
         """Return who waits for what, the controller's own wait for a full step among them."""
-        waits = waits_of(self.heartbeats().values())
-        if self.feed.waiting:
-            waits.append(Wait("controller", self.feed.waiting, self.feed.waiting_since_s or now))
-        if self.flow.fruitless:
-            waits.append(Wait("controller", self.flow.fruitless, self.feed.waiting_since_s or now))
-        if self.switching is not None:
-            waits += self.switching.waits()
-        held = self._why_nothing_goes_out()
-        if held and any(wait.who.startswith("generator") for wait in waits):
-            waits.append(Wait("admission", held, now))
-        return waits + self._slow_judges(now)
-
-    def _why_nothing_goes_out(self) -> str:
-        phase = "" if self.switching is None else self.switching.why_nothing_goes_out
-        return phase or self.flow.admission.why_nothing()
-
-    def _slow_judges(self, now: float) -> list[Wait]:
-        """Return the waits for scores that were asked for long ago, by who owes them."""
-        waits = []
-        kinds: tuple[JudgeKind, ...] = ("reward", "inference")
-        for kind in kinds:
-            since_s = self.flow.desk.open_since_s(kind)
-            if since_s is not None and now - since_s > SLOW_SCORE_S:
-                names = ", ".join(peer.name for peer in self.peers.of(kind)) or f"{kind} workers, of which none is there"
-                waits.append(Wait("controller", f"{self.flow.desk.num_open(kind)} answers of {names}", since_s))
-        return waits
-
-    def _queues(self) -> dict[str, int]:
-        counts = self.flow.buffer.counts()
-        return {
-            "ready": counts.ready,
-            "running": counts.running,
-            "scoring": counts.scoring,
-            "scores asked for": len(self.flow.desk),
-            "of reward workers": self.flow.desk.num_open("reward"),
-            "of inference workers": self.flow.desk.num_open("inference"),
-        }
+        return all_waits(self.heartbeats().values(), self.flow, self.feed, self.peers, self.switching, now)

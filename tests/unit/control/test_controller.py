@@ -13,7 +13,7 @@ import pytest
 from asyncrl.buffer.opening import open_buffer
 from asyncrl.clock import SystemClock
 from asyncrl.config.load import parse_config
-from asyncrl.control.controller import SLOW_SCORE_S, Controller, RunParts
+from asyncrl.control.controller import Controller, RunParts
 from asyncrl.control.feed import LearnerFeed
 from asyncrl.control.flow import Flow
 from asyncrl.control.launch_fake import FakeLauncher
@@ -22,6 +22,7 @@ from asyncrl.control.peers import Peers
 from asyncrl.control.reporter import Reporter
 from asyncrl.control.roster import Roster
 from asyncrl.control.run_api import RunApi
+from asyncrl.control.waiting import SLOW_SCORE_S
 from asyncrl.errors import ConnectionClosed
 from asyncrl.generate.admission import Admission, AdmissionLimits
 from asyncrl.observe.sinks import open_sinks

@@ -17,7 +17,7 @@ from asyncrl.control.controller import Controller, RunParts
 from asyncrl.control.feed import LearnerFeed
 from asyncrl.control.flow import Flow
 from asyncrl.control.launch_fake import FakeLauncher
-from asyncrl.control.life_events import DrainRequested
+from asyncrl.control.life_events import DrainRequested, ProcessUnwanted, ProcessWanted
 from asyncrl.control.peers import Peers
 from asyncrl.control.reporter import Reporter
 from asyncrl.control.roster import Roster
@@ -42,6 +42,7 @@ from asyncrl.schema.control import (
     Pause,
     PhaseReached,
     SetPhase,
+    Shutdown,
 )
 from asyncrl.schema.samples import (
     GroupWork,
@@ -405,3 +406,35 @@ async def test_a_guest_that_falls_silent_is_left_out(tmp_path):
         for _ in range(5):
             await asyncio.sleep(0)
         assert world.controller.roster.counts()["lost"] == 1
+
+
+# -- generators that come and go -------------------------------------------------------------------------------------------
+
+
+async def test_a_generator_that_is_not_needed_finishes_what_it_holds_and_leaves_without_a_death(tmp_path):
+    async with _running(tmp_path) as world:
+        _, reward, generator = await world.start()
+        await world.until("running")
+        world.controller.post(ProcessUnwanted("generator-0"))
+        await _generate(generator, reward, (ETA + 1) * B)
+        assert (await _next(generator, Shutdown)).reason
+        world.launcher.history[-1].exit(0)
+        record = world.controller.lifecycle.processes["generator-0"]
+        async with asyncio.timeout(5):
+            while record.state != "left":
+                await asyncio.sleep(0.01)
+        assert (record.exit_codes, record.departures) == ([], 1)
+        assert world.buffer.counts().running == 0
+        world.controller.post(ProcessWanted("generator-0", "generator"))
+        assert (await world.launcher.started("generator-0", 2)).spec.incarnation == 2
+
+
+async def test_a_generator_that_is_wanted_is_started_and_let_in_and_one_not_up_yet_is_ended(tmp_path):
+    elastic = {"kind": "local", "elastic": {"max_generators": 2, "decide_every_s": 0.3, "patience": 1, "slots_used_below": 0.1}}
+    generate = {"num_workers": 1, "engine": {"kind": "fake", "num_slots": 1}}
+    async with _running(tmp_path, launch=elastic, generate=generate) as world:
+        await world.start()
+        joined = await world.launcher.started("generator-1")
+        assert world.controller.roster.judge(_hello("generator", "generator-1")) == ""
+        world.controller.post(ProcessUnwanted("generator-1"))
+        assert await joined.wait() == -15

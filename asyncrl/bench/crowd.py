@@ -46,7 +46,13 @@ RESULT_FILE = "crowd.json"
 MEASURED_FROM, MEASURED_TO = 4, 12
 """Versions at which the controller is looked at; the steps before fill the pipeline."""
 NUM_TOKENS, PROMPT_TOKENS = 256, 64
-GAUGES = dict.fromkeys(("tokens_generated", "requests_running", "slots", "idle_s", "busy_s", "resident_bytes", "version"), 1.0)
+GAUGES = dict.fromkeys(
+    (
+        "process/tokens_generated", "process/requests_running", "process/slots", "process/idle_s", "process/busy_s",
+        "process/resident_bytes", "process/version",
+    ),
+    1.0,
+)  # fmt: skip
 """A generator's heartbeat has as many."""
 
 
@@ -106,9 +112,8 @@ class Member:
             delivery.ack()
 
     async def _beat(self) -> None:
-        gauges = {f"process/{name}": value for name, value in GAUGES.items()}
         while True:
-            self.connection.try_send(Heartbeat(self.name, time.monotonic(), "", 0.0, gauges), Lane.CONTROL)
+            self.connection.try_send(Heartbeat(self.name, time.monotonic(), "", 0.0, GAUGES), Lane.CONTROL)
             await asyncio.sleep(self.config.supervision.heartbeat_s)
 
 

@@ -50,7 +50,7 @@ from vllm.platforms import current_platform
 print(json.dumps({"device": current_platform.device_type}))
 """
 _REQUIREMENT = re.compile(
-    r"^(?P<name>[\w.-]+?)(?:\[.*\])?\s*(?:(?P<relation>[>=]=)\s*(?P<version>[\d.]+))?\s*"
+    r"^(?P<name>[\w.-]+?)(?:\[.*\])?\s*(?:(?P<relation>[>=]=)\s*(?P<version>[\d.]+)(?:\s*,[^;]*)?)?\s*"
     r"(?:;.*extra == ['\"](?P<extra>\w+)['\"])?$"
 )
 

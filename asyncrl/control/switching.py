@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 
 MIB = 1 << 20
 Page = Phase | Literal["start", "switch"]
-PAGES: tuple[Page, ...] = ("rollout", "train", "switch")
+PAGES: dict[Page, str] = {"rollout": "placement/rollout_s", "train": "placement/train_s", "switch": "placement/switch_s"}
 
 
 class Switching:
@@ -117,7 +117,7 @@ class Switching:
     def figured(self, done: StepDone) -> StepDone:
         """Return a step's report with what phases and switches took since the step before."""
         spent = self._book.take(self._clock.now())
-        return replace(done, metrics=done.metrics | {f"placement/{page}_s": spent.get(page, 0.0) for page in PAGES})
+        return replace(done, metrics=done.metrics | {metric: spent.get(page, 0.0) for page, metric in PAGES.items()})
 
     # -- carrying out ----------------------------------------------------------------------------------------------------
 

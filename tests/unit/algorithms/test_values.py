@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from asyncrl.algorithms.aggregation import AGGREGATIONS
@@ -70,6 +70,8 @@ def slow_value_loss(values, old_values, returns, mask, clip, aggregation):
 @given(batch=batches())
 def test_loss_gradient_and_clipping_are_those_of_a_loop(aggregation, clip, batch):
     values, old_values, returns, mask = batch
+    # On the very bound both branches are equal, and torch gives each half of the gradient.
+    assume(not np.isclose(np.abs(values - old_values), clip).any())
     leaf = torch.tensor(values, requires_grad=True)
     outputs = value_loss(inputs_of(leaf, old_values, returns, mask), clip=clip, aggregation=aggregation)
     outputs.loss.backward()

@@ -5,6 +5,7 @@ import pytest
 from asyncrl.generate.admission import (
     Admission,
     AdmissionLimits,
+    GeneratorLeaving,
     GeneratorLost,
     GeneratorReady,
     GroupAdded,
@@ -186,3 +187,16 @@ def test_no_room_lets_more_start_than_the_staleness_bound_allows():
     admission.handle(GeneratorReady("g", 1, 0), 0.0)
     admission.handle(RoomChanged("g", 1000), 0.0)
     assert (admission.running, admission.capacity_on("g")) == (2, 0)
+
+
+def test_a_generator_that_is_leaving_gets_nothing_more_and_its_count_goes_on():
+    admission = _admission()
+    admission.handle(GeneratorReady("goes", 2, 0), 0.0)
+    assert admission.handle(GeneratorLeaving("goes"), 0.0) == []
+    held = admission.members_on("goes")
+    assert admission.handle(MembersFinished("goes", held), 0.0) == []
+    assert admission.members_on("goes") == 0
+    assert admission.handle(VersionIsLive("goes", 1), 0.0) == []
+    assert set(_issued(admission.handle(GeneratorReady("stays", 4, 1), 0.0))) == {"stays"}
+    assert _issued(admission.handle(GeneratorReady("goes", 2, 1), 0.0)), "a new incarnation of the name is not leaving"
+    admission.check_invariants()

@@ -190,7 +190,9 @@ def _print_bench(result: dict[str, Any], *, as_json: bool) -> None:
 
 @app.command()
 def plan(
-    model: Annotated[str, typer.Argument(help="A name (llama-3-70b), a number of parameters (7B), a config.json or its folder.")],
+    model: Annotated[
+        str, typer.Argument(help="A name (llama-3-70b), a number of parameters (7B), a config.json or its folder.")
+    ] = "",
     hardware: Annotated[str, typer.Option(help="NUMBERxDEVICE, as 64xH100.")] = "8xH100",
     algorithm: Annotated[PlanAlgorithm, typer.Option(help="ppo has a critic and a reference.")] = "grpo",
     placement: Annotated[PlanPlacement, typer.Option(help="Who is on which GPU, and when.")] = "disaggregated",
@@ -203,9 +205,19 @@ def plan(
         ),
     ] = [],  # noqa: B006 - typer copies it
     textbook: Annotated[bool, typer.Option("--textbook", help="Also the arithmetic on paper.")] = False,
+    validate: Annotated[
+        bool, typer.Option("--validate", help="Train a little on the CPU and compare its peak memory with the formulas.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False,
 ) -> None:
     """Say before anything is rented: does it fit, how to split the GPUs, how fast, and what to change."""
+    if validate:
+        from asyncrl.plan.validate import validate_memory
+
+        _print_bench(validate_memory(), as_json=as_json)
+        return
+    if not model:
+        raise ConfigError("name a model to plan for, as `asyncrl plan 7B`; `asyncrl plan --validate` needs none")
     from asyncrl.plan.ask import ask
     from asyncrl.plan.plan import plan as make_plan
     from asyncrl.plan.report import plan_text, plan_values, textbook_text

@@ -142,15 +142,14 @@ def _step_times(steps: Sequence[Span], waits: Sequence[Span], *, is_outside: boo
 
     An outside learner does not say how long it waited: there it is from taking a batch to reporting it as trained.
     """
-    own = [max(SHORTEST_S, step.end_s - step.start_s) for step in steps]
     if is_outside:
-        return recorded(own)
+        return recorded([max(SHORTEST_S, step.end_s - step.start_s) for step in steps])
     waited = {item.attributes["step"]: item.end_s - item.start_s for item in waits}
     between = [
         max(SHORTEST_S, after.start_s - step.start_s - waited.get(after.attributes["step"], 0.0))
         for step, after in itertools.pairwise(steps)
     ]
-    return recorded([*between, own[-1]])
+    return recorded(between)
 
 
 def _sync_times(steps: Sequence[Span], swaps: Sequence[Span]) -> Distribution:

@@ -64,30 +64,54 @@ def training_state(question: Question, model: ModelSize, num_gpus: int, *, is_po
 
 
 def activations(question: Question, model: ModelSize) -> float:
-    """Return the activations of one row of `tokens_per_row` in forward and backward.
+    """Return the activations of one row of `tokens_per_row` in forward and backward, the most of it at one time.
 
-    A layer keeps, for each token, its input and the second norm's (2 hidden each with the residual), q, k, v, the output of
-    attention and four of the feed-forward's width. With checkpointing every layer keeps its input alone, and one layer all of it.
-    Source: Korthikanti et al. 2022 (2205.05198), section 4, without dropout, with flash attention and gated feed-forward.
+    When the backward begins, every layer has kept what it needs (with checkpointing: its input alone), and the output layer
+    works; later one layer is worked on (with checkpointing: computed again first). docs/planning.md, "Activations".
     """
-    return question.tokens_per_row * activation_bytes_per_token(
-        model, question.bytes_per_weight, checkpointing=question.checkpointing
-    ) + logits_bytes(model)
+    value, tokens = question.bytes_per_weight, question.tokens_per_row
+    kept = activation_bytes_per_token(model, value, checkpointing=question.checkpointing)
+    layer = tokens * _layer_work(model, value, checkpointing=question.checkpointing)
+    return tokens * kept + max(logits_bytes(model, value), layer)
 
 
 def activation_bytes_per_token(model: ModelSize, bytes_per_value: int, *, checkpointing: bool) -> float:
-    """Return what one token of a row keeps for the backward pass, all layers."""
+    """Return what one token of a row keeps until the backward pass: all layers, the final norm, the targets' hidden states."""
+    layer = model.hidden * bytes_per_value if checkpointing else _layer_bytes(model, bytes_per_value)
+    return model.layers * layer + _norm_bytes(model, bytes_per_value) + model.hidden * bytes_per_value
+
+
+def _layer_bytes(model: ModelSize, bytes_per_value: int) -> float:
+    """Return what one token keeps in one layer: two norms, attention's five, four of the feed-forward's width.
+
+    Attention keeps q, k and v (k and v repeated to all heads), its output and the output layer's input; the feed-forward keeps
+    gate, its activation, up and their product. Source: Korthikanti et al. 2022 (2205.05198), section 4, read for gated
+    feed-forward and a fused kernel, and what torch's autograd was seen to keep (plan/validate.py).
+    """
     experts = max(1, model.experts_per_token) if model.num_experts else 1
-    width = 4 * model.hidden + model.head_size * (2 * model.heads + 2 * model.kv_heads) + 4 * experts * model.intermediate
-    layer = width * bytes_per_value
-    if checkpointing:
-        return model.layers * model.hidden * bytes_per_value + layer
-    return model.layers * layer
+    wide = 5 * model.heads * model.head_size + 4 * experts * model.intermediate
+    return 2 * _norm_bytes(model, bytes_per_value) + wide * bytes_per_value
 
 
-def logits_bytes(model: ModelSize) -> float:
-    """Return what the chunked log-probabilities hold at once: logits, their gradient and a copy, float32."""
-    return 3.0 * LOGPROB_CHUNK_TOKENS * model.vocabulary * 4
+def _norm_bytes(model: ModelSize, bytes_per_value: int) -> float:
+    """Return what one token keeps of an RMSNorm: its input in float32, the normalised and the scaled value."""
+    return (4 + 2 * bytes_per_value) * model.hidden
+
+
+def _layer_work(model: ModelSize, bytes_per_value: int, *, checkpointing: bool) -> float:
+    """Return what one token needs while its layer is in the backward: two gradients as wide as the feed-forward, the layer."""
+    experts = max(1, model.experts_per_token) if model.num_experts else 1
+    again = _layer_bytes(model, bytes_per_value) if checkpointing else 0.0
+    return again + 2 * experts * model.intermediate * bytes_per_value
+
+
+def logits_bytes(model: ModelSize, bytes_per_value: int) -> float:
+    """Return what the chunked log-probabilities hold at once.
+
+    Three of a chunk's logits in float32, and the output layer's gradient twice beside the one that is accumulated: this chunk's,
+    and the sum of those before.
+    """
+    return 3.0 * LOGPROB_CHUNK_TOKENS * model.vocabulary * 4 + 2.0 * model.vocabulary * model.hidden * bytes_per_value
 
 
 def engine_memory(question: Question, tensor_parallel: int) -> tuple[Components, float]:
@@ -148,8 +172,8 @@ def gpu_memory(question: Question, tensor_parallel: int, num_training_gpus: int)
 def _forward_activations(question: Question) -> float:
     """Return two layers' worth of one row, nothing being kept."""
     model = question.model
-    per_token = activation_bytes_per_token(model, question.bytes_per_weight, checkpointing=False) / model.layers
-    return 2 * question.tokens_per_row * per_token + logits_bytes(model) / 3
+    per_token = _layer_bytes(model, question.bytes_per_weight)
+    return 2 * question.tokens_per_row * per_token + LOGPROB_CHUNK_TOKENS * model.vocabulary * 4
 
 
 def _layer_parameters(model: ModelSize) -> float:

@@ -17,8 +17,8 @@ from asyncrl.config.algorithm_rules import check_algorithm
 from asyncrl.config.data_rules import check_data
 from asyncrl.config.explain import explained
 from asyncrl.config.inference_rules import check_inference
-from asyncrl.config.launch_rules import at_node, check_launch
 from asyncrl.config.joining_rules import check_joining
+from asyncrl.config.launch_rules import at_node, check_launch
 from asyncrl.config.learner_rules import check_learner
 from asyncrl.config.medium_choice import check_medium
 from asyncrl.config.placement_rules import check_placement
@@ -26,7 +26,6 @@ from asyncrl.config.run import RunConfig
 from asyncrl.config.run_rules import check_run
 from asyncrl.config.vllm_server_rules import check_vllm_server
 from asyncrl.errors import ConfigError
-
 
 NODE_ADDRESS = "ASYNCRL_NODE_ADDRESS"
 """Environment variable by which a launcher says how other machines reach this one."""
@@ -127,8 +126,9 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _in_todays_names(raw: dict[str, Any]) -> dict[str, Any]:
-    """Return `raw` without `launcher`, which could only be `local`, and with `algorithm.correction` and `correction_cap`, of runs made before there were `corrections`, as those.
+    """Return `raw` of an older run in today's names.
 
+    `launcher` could only be `local`, and goes. `algorithm.correction` and `correction_cap` are from before there were `corrections`:
     ppo_clip had no correction whatever they said, and decoupled_ppo without one was ppo_clip; it now weighs by the bare ratio.
     """
     raw = {key: value for key, value in raw.items() if key != "launcher"}

@@ -128,7 +128,7 @@ def _read(path: Path) -> dict[str, Any]:
 def _in_todays_names(raw: dict[str, Any]) -> dict[str, Any]:
     """Return `raw` of an older run in today's names.
 
-    `launcher` could only be `local`, and goes. `algorithm.correction` and `correction_cap` are from before there were `corrections`:
+    `launcher` was always `local`. `algorithm.correction` and `correction_cap` are from before there were `corrections`:
     ppo_clip had no correction whatever they said, and decoupled_ppo without one was ppo_clip; it now weighs by the bare ratio.
     """
     raw = {key: value for key, value in raw.items() if key != "launcher"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,6 +40,7 @@ class Row:
     staleness: float
     learner_idle: float
     slots_used: float
+    """NaN where the simulation leaves it out, from 2,000 generators on."""
     sync_s: float
     events: int
     seconds: float
@@ -78,7 +80,7 @@ def measure(series: str, generators: int) -> Row:
     started_s, asked = time.perf_counter(), scenario(series, generators)
     made = simulate(asked)
     return Row(
-        series, generators, made.steps_per_s, made.samples_per_s, made.mean_staleness, made.learner_idle, made.slots_used,
+        series, generators, made.steps_per_s, made.samples_per_s, made.mean_staleness, made.learner_idle, made.slots_used or math.nan,
         asked.sync_s.mean, made.num_events, time.perf_counter() - started_s,
     )  # fmt: skip
 
@@ -89,7 +91,7 @@ def report(rows: list[Row]) -> str:
         "",
         "`python experiments/scale/run.py`; simulated, no machine was measured but by how long the simulation took.",
         "",
-        "| series | generators | steps/s | samples/s | staleness | learner idle | slots used | weights there, s | events | took |",
+        "| series | generators | steps/s | samples/s | staleness | learner idle | slots used | weights, s | events | took |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     return "\n".join([*lines, *map(_line, rows), "", "![scale](scale.png)", ""])

@@ -80,8 +80,8 @@ def measure(series: str, generators: int) -> Row:
     started_s, asked = time.perf_counter(), scenario(series, generators)
     made = simulate(asked)
     return Row(
-        series, generators, made.steps_per_s, made.samples_per_s, made.mean_staleness, made.learner_idle, made.slots_used or math.nan,
-        asked.sync_s.mean, made.num_events, time.perf_counter() - started_s,
+        series, generators, made.steps_per_s, made.samples_per_s, made.mean_staleness, made.learner_idle,
+        made.slots_used or math.nan, asked.sync_s.mean, made.num_events, time.perf_counter() - started_s,
     )  # fmt: skip
 
 

@@ -23,7 +23,7 @@ from asyncrl.config.load import dump_config
 from asyncrl.config.run import RunConfig
 from asyncrl.observe.steps import read_steps
 
-NUM_STEPS, MAX_STALENESS = 60, 1
+NUM_STEPS, MAX_STALENESS = 40, 1
 PARTITION_S = 3.0
 PATIENCE_S = 120.0
 

@@ -102,7 +102,7 @@ def _command(process: psutil.Process) -> list[str]:
 @pytest.fixture
 async def start(nodes: Nodes, tmp_path: Path) -> AsyncIterator[Callable[..., Any]]:
     (tmp_path / "config.toml").write_text("")
-    needs = ProcessNeeds(resources={"engine": 0.1}, labels={ROLE: "engine"})
+    needs = ProcessNeeds(labels={ROLE: "engine"})
     launch = RayLaunch(address=nodes.cluster.address)
     launcher = RayLauncher(launch, tmp_path, lambda _: needs, [ProcessPlan("child-0", "generator")])
     await launcher.open()

@@ -260,6 +260,8 @@ class PartServer:
         """Send without waiting; return what says when `part` is done with, None where nothing went out."""
         is_chunk = isinstance(reply, ChunkReply)
         sent = _DONE
+        # Before it goes out: who has the part may ask at once how much was served.
+        self.served_bytes += len(part)
         try:
             router.send(subscriber, zmq.SNDMORE | zmq.NOBLOCK)
             router.send(msgspec.msgpack.encode(reply), zmq.NOBLOCK | (zmq.SNDMORE if is_chunk else 0))
@@ -267,10 +269,10 @@ class PartServer:
                 sent = router.send(part, zmq.NOBLOCK, copy=False, track=True) or _DONE
         except zmq.ZMQError:
             # EAGAIN: it reads nothing. EHOSTUNREACH: it is gone. Either way it may ask again.
+            self.served_bytes -= len(part)
             if self._desk is not None:
                 self._desk.unreachable(subscriber)
             return None
-        self.served_bytes += len(part)
         return sent
 
 

@@ -86,9 +86,8 @@ class ProcessHost:
         spec = ProcessSpec(
             order.name, order.kind, order.incarnation, command, Path(order.log_path), order.num_threads, {**order.env, **ours}
         )
-        base = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
         try:
-            self._process = await LocalLauncher(base).start(spec)
+            self._process = await LocalLauncher(_environment(order.kind)).start(spec)
         except LaunchError as error:
             return Started(node=address, refusal=str(error))
         return Started(self._process.pid, address)
@@ -107,6 +106,12 @@ class ProcessHost:
         """End the child and its group."""
         if self._process is not None:
             self._process.kill()
+
+
+def _environment(kind: ProcessKind) -> dict[str, str]:
+    """Return the actor's environment without what Ray tells its workers; only the controller, a driver, may prove who it is."""
+    kept = "RAY_AUTH_" if kind == "controller" else "-"
+    return {name: value for name, value in os.environ.items() if not name.startswith("RAY_") or name.startswith(kept)}
 
 
 def _go_to(folder: str) -> None:

@@ -138,7 +138,7 @@ if wanted tests; then
 fi
 
 if wanted bench; then
-  for name in broadcast engine; do
+  for name in broadcast engine residency; do
     "$python" -m asyncrl bench "$name" --json >"$out/bench-$name.json" 2>"$out/bench-$name.log" || failed "bench $name"
   done
   if has_vllm; then

@@ -23,7 +23,7 @@ from asyncrl.models.copying import copy_tensor
 from asyncrl.schema.weights import TensorEntry, WeightsManifest
 
 ALIGNMENT_BYTES = 64
-PIECE_BYTES = 1 << 20
+PIECE_BYTES = 4 << 20
 """Large tensors are copied in pieces of this size, so that what is hashed beside the copy is in the cache."""
 
 SendDType = Literal["model", "float32", "bfloat16"]

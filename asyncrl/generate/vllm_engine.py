@@ -32,7 +32,7 @@ from asyncrl.generate.vllm_folder import read_folder
 from asyncrl.generate.vllm_launch import core_pids, launch, processes_of, shut_down
 from asyncrl.generate.vllm_orders import LoadOrder, LoadReply
 from asyncrl.generate.vllm_requests import RequestRules
-from asyncrl.generate.vllm_streams import Flights
+from asyncrl.generate.vllm_streams import DEATH, Flights
 from asyncrl.generate.vllm_versions import installed_version
 from asyncrl.generate.vllm_weights import load_order_on_thread
 from asyncrl.models.mapped import MappedTensors
@@ -271,7 +271,7 @@ class VLLMEngine:
         if self._is_closed or self._flights is None:
             raise GenerationError("the engine is closed" if self._is_closed else "the engine is not started")
         if self._llm.errored:
-            fault = EngineDied("vLLM's engine process died; its last words are in this process's log")
+            fault = EngineDied(DEATH)
             self._flights.fail_all(fault)
             raise fault
         return self._flights

@@ -36,6 +36,7 @@ from asyncrl.schema.samples import FinishReason
 
 log = logging.getLogger(__name__)
 
+DEATH = "vLLM's engine process died; its last words are in this process's log"
 _FINISHED: dict[str | None, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 
 
@@ -242,7 +243,7 @@ class Flights:
         """Return what a request ends with: the engine's death ends them all, and none of them failed by it."""
         if isinstance(error, GenerationError):
             return error
-        return (EngineDied if self._llm.errored else GenerationError)(f"vLLM failed: {error!r}")
+        return EngineDied(DEATH) if self._llm.errored else GenerationError(f"vLLM failed: {error!r}")
 
     def _take_waiting(self, flight: Flight) -> None:
         """Take what lies in the collector, without waiting."""

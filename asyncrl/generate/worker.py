@@ -88,7 +88,7 @@ async def run_generator(
     except BaseExceptionGroup as group:
         faults = group.split(ConnectionClosed)[1]
         if faults is not None:
-            raise _first_of(faults) from group
+            raise _first_of(faults) from None  # its own traceback stays; the groups around it repeat it once a request
         log.info("the connection to the controller is closed")
     finally:
         await worker.close()

@@ -46,10 +46,11 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from asyncrl.clock import Clock, SystemClock
+from asyncrl.config.broadcast import SharedStorageMedium
+from asyncrl.config.generate import ReplayEngineConfig, TransformersEngineConfig
 from asyncrl.config.launch import RayLaunch
 from asyncrl.config.load import load_run_config
 from asyncrl.config.run import RunConfig
-from asyncrl.config.stages import ReplayEngineConfig, SharedStorageMedium, TransformersEngineConfig
 from asyncrl.errors import AsyncRLError, ConfigError, ConnectionClosed, LearnerError, LedgerError
 from asyncrl.observe.log import set_up_logging
 from asyncrl.schema.control import Fault, ProcessKind

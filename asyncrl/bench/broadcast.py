@@ -41,14 +41,7 @@ from asyncrl.bench.scratch import end_tidily, remove_leftovers, scratch_folder
 from asyncrl.bench.smollm2 import smollm2_weights
 from asyncrl.bench.subscribers import Subscribers, Take
 from asyncrl.bench.weight_changes import changes, is_pretrained
-from asyncrl.config.stages import (
-    BroadcastConfig,
-    DeltaConfig,
-    FilesMedium,
-    GlooMedium,
-    SharedMemoryMedium,
-    ZeroMQMedium,
-)
+from asyncrl.config.broadcast import BroadcastConfig, DeltaConfig, FilesMedium, GlooMedium, SharedMemoryMedium, ZeroMQMedium
 from asyncrl.control.launch_local import child_environment
 from asyncrl.control.launcher import ProcessSpec
 from asyncrl.errors import ConfigError

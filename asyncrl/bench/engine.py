@@ -27,7 +27,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from asyncrl.bench.result import BenchResult, ratio
-from asyncrl.config.stages import TransformersEngineConfig
+from asyncrl.config.generate import TransformersEngineConfig
 from asyncrl.errors import ConfigError
 from asyncrl.generate.engine import Engine, EngineRequest
 from asyncrl.generate.transformers_engine import TransformersEngine

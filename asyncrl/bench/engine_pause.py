@@ -15,7 +15,8 @@ from asyncrl.bench.smollm2 import smollm2_model
 from asyncrl.broadcast.publisher import Publisher
 from asyncrl.broadcast.subscriber import Subscriber
 from asyncrl.clock import SystemClock
-from asyncrl.config.stages import BroadcastConfig, TransformersEngineConfig
+from asyncrl.config.broadcast import BroadcastConfig
+from asyncrl.config.generate import TransformersEngineConfig
 from asyncrl.generate.transformers_engine import TransformersEngine
 from asyncrl.schema.weights import WeightsAvailable
 

@@ -23,7 +23,7 @@ from asyncrl.bench.subscribers import TIMEOUT_S, Live, Open, Subscribers, Take, 
 from asyncrl.broadcast.publisher import Publisher
 from asyncrl.broadcast.zeromq import CurveKeys
 from asyncrl.clock import SystemClock
-from asyncrl.config.stages import BroadcastConfig, ZeroMQMedium
+from asyncrl.config.broadcast import BroadcastConfig, ZeroMQMedium
 from asyncrl.schema.weights import WeightsAvailable
 
 RAY_STORE_BYTES = 1 << 30

@@ -21,7 +21,7 @@ import zmq
 
 from asyncrl.broadcast.subscriber import Subscriber
 from asyncrl.broadcast.zeromq import CurveKeys
-from asyncrl.config.stages import BroadcastConfig
+from asyncrl.config.broadcast import BroadcastConfig
 from asyncrl.models.copying import copy_tensors
 from asyncrl.models.layout import view_tensors
 from asyncrl.schema.weights import WeightsAvailable, WeightsManifest

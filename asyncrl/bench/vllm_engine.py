@@ -29,7 +29,7 @@ from transformers.utils import logging as transformers_logging
 
 from asyncrl.bench.engine import MAX_TOKENS, NUM_SLOTS, Workload, engine_rate, make_model, workloads
 from asyncrl.bench.result import BenchResult, Ratio, ratio, seconds_of
-from asyncrl.config.stages import VLLMEngineConfig
+from asyncrl.config.generate import VLLMEngineConfig
 from asyncrl.generate.vllm_engine import VLLMEngine
 from asyncrl.models.layout import copy_out, make_manifest, view_tensors
 from asyncrl.models.mapped import MappedTensors

@@ -22,7 +22,7 @@ from asyncrl.broadcast.collective_member import Member
 from asyncrl.broadcast.device import device_fingerprint, refuse_host_memory
 from asyncrl.broadcast.fingerprint import DIGEST_BYTES, BucketHasher
 from asyncrl.broadcast.zeromq_keys import CurveKeys, keys_of_run
-from asyncrl.config.stages import GlooMedium
+from asyncrl.config.broadcast import GlooMedium
 from asyncrl.errors import BroadcastError
 from asyncrl.models.layout import DTYPE_OF_NAME, bucket_ends, check_manifest
 from asyncrl.schema.weights import WeightsAvailable, WeightsManifest

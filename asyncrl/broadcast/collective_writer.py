@@ -60,7 +60,7 @@ from asyncrl.broadcast.collective_wire import (
 )
 from asyncrl.broadcast.medium import NUM_SLOTS
 from asyncrl.broadcast.zeromq_keys import CurveKeys
-from asyncrl.config.stages import GlooMedium, NCCLMedium
+from asyncrl.config.broadcast import GlooMedium, NCCLMedium
 from asyncrl.errors import BroadcastError
 from asyncrl.models.layout import bucket_ends
 from asyncrl.schema.weights import WeightsManifest

@@ -26,7 +26,7 @@ from asyncrl.schema.weights import Delta, WeightsManifest
 if TYPE_CHECKING:
     from asyncrl.broadcast.medium import MediumWriter
     from asyncrl.broadcast.state import Commit
-    from asyncrl.config.stages import DeltaConfig
+    from asyncrl.config.broadcast import DeltaConfig
 
 _LOG = logging.getLogger(__name__)
 

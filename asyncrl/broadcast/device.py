@@ -17,7 +17,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from asyncrl.broadcast.fingerprint import DIGEST_BYTES, CopyProgress, fingerprints_behind
-from asyncrl.config.stages import CUDAIPCMedium, MediumConfig, NCCLMedium
+from asyncrl.config.broadcast import CUDAIPCMedium, MediumConfig, NCCLMedium
 from asyncrl.errors import BroadcastError, ConfigError
 
 NUM_BUFFERS = 2

@@ -25,7 +25,7 @@ import torch
 
 from asyncrl.broadcast.medium import NUM_SLOTS, VersionUnavailableError
 from asyncrl.broadcast.shards import plan_shards, read_shards, write_shards
-from asyncrl.config.stages import FilesMedium
+from asyncrl.config.broadcast import FilesMedium
 from asyncrl.errors import BroadcastError
 from asyncrl.schema.weights import WeightsAvailable, WeightsManifest
 

@@ -1,7 +1,7 @@
 """The one table from `broadcast.medium.kind` to the two ends of a medium. Called by publisher.py and subscriber.py.
 
-A new medium is a file with a writer and a reader, a config variant in config/stages.py, a line in each function here, and a row
-in tests/contract/test_medium.py.
+A new medium is a file with a writer and a reader, a config variant in config/broadcast.py, a line in each function here, and a
+row in tests/contract/test_medium.py.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from asyncrl.broadcast.files import FilesReader, FilesWriter
 from asyncrl.broadcast.medium import MediumReader, MediumWriter
 from asyncrl.broadcast.shared_memory import SharedMemoryReader, SharedMemoryWriter
 from asyncrl.broadcast.zeromq import CurveKeys, ZeroMQReader, ZeroMQWriter, keys_of_run
-from asyncrl.config.stages import (
+from asyncrl.config.broadcast import (
     AutoMedium,
     CUDAIPCMedium,
     FilesMedium,

@@ -43,7 +43,7 @@ from asyncrl.broadcast.state import (
 )
 from asyncrl.broadcast.zeromq import CurveKeys
 from asyncrl.clock import Clock
-from asyncrl.config.stages import BroadcastConfig
+from asyncrl.config.broadcast import BroadcastConfig
 from asyncrl.errors import BroadcastError, ConfigError
 from asyncrl.models.layout import bucket_ends, check_tensors, make_manifest, view_tensors
 from asyncrl.schema.weights import Probe, WeightsAvailable, WeightsManifest

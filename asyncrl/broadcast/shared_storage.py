@@ -38,7 +38,7 @@ from asyncrl.broadcast.segments import remove_leftover_segments, segment_folder,
 from asyncrl.broadcast.shared_memory import make_segment
 from asyncrl.broadcast.staging import refuse_damaged
 from asyncrl.clock import Clock
-from asyncrl.config.stages import BroadcastConfig
+from asyncrl.config.broadcast import BroadcastConfig
 from asyncrl.errors import BroadcastError
 from asyncrl.models.layout import bucket_ends, check_manifest, check_tensors, make_manifest, view_tensors
 from asyncrl.models.mapped import SharedTensors

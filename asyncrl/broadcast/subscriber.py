@@ -41,7 +41,7 @@ from asyncrl.broadcast.state import (
 )
 from asyncrl.broadcast.zeromq import CurveKeys
 from asyncrl.clock import Clock, SystemClock
-from asyncrl.config.stages import BroadcastConfig
+from asyncrl.config.broadcast import BroadcastConfig
 from asyncrl.errors import BroadcastError
 from asyncrl.models.layout import bucket_ends, check_manifest
 from asyncrl.models.mapped import MappedTensors

@@ -26,7 +26,7 @@ from asyncrl.broadcast.zeromq_fetch import FetchSetting, PartFetch
 from asyncrl.broadcast.zeromq_keys import CurveKeys, relay_keys
 from asyncrl.broadcast.zeromq_server import PartServer
 from asyncrl.broadcast.zeromq_shelf import Key, Shelf
-from asyncrl.config.stages import ZeroMQMedium
+from asyncrl.config.broadcast import ZeroMQMedium
 from asyncrl.models.layout import bucket_ends
 from asyncrl.schema.weights import WeightsAvailable
 

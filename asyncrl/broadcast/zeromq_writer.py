@@ -16,7 +16,7 @@ from asyncrl.broadcast.zeromq_desk import LearnerDesk
 from asyncrl.broadcast.zeromq_keys import CurveKeys
 from asyncrl.broadcast.zeromq_server import PartServer
 from asyncrl.broadcast.zeromq_shelf import Key, Shelf
-from asyncrl.config.stages import ZeroMQMedium
+from asyncrl.config.broadcast import ZeroMQMedium
 from asyncrl.errors import BroadcastError
 from asyncrl.schema.weights import WeightsManifest
 

@@ -10,8 +10,8 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 from asyncrl.config.corrections import CorrectionConfig, Probability, TruncatedToken
+from asyncrl.config.fields import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, _Stage
 from asyncrl.config.learner import LearnerConfig
-from asyncrl.config.stages import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, _Stage
 
 __all__ = ["AlgorithmConfig", "CriticConfig", "KLConfig", "LearnerConfig", "PreferenceConfig", "ReferenceConfig"]
 

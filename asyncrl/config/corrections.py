@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from asyncrl.config.stages import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, _Variant
+from asyncrl.config.fields import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, _Variant
 
 
 class TruncatedToken(_Variant, frozen=True, tag="tis_token"):

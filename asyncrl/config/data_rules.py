@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from asyncrl.config.generate import ReplayEngineConfig
+from asyncrl.config.model import ScratchModel
+from asyncrl.config.reward import OverlongPenalty, PreferenceReward
 from asyncrl.config.run import RunConfig
-from asyncrl.config.stages import OverlongPenalty, PreferenceReward, PreferencesTask, ReplayEngineConfig, ScratchModel
+from asyncrl.config.tasks import PreferencesTask
 from asyncrl.errors import ConfigError
 
 

@@ -8,16 +8,9 @@ from __future__ import annotations
 from ipaddress import ip_address
 from urllib.parse import urlsplit
 
+from asyncrl.config.broadcast import CUDAIPCMedium, FilesMedium, GlooMedium, NCCLMedium, SharedMemoryMedium, ZeroMQMedium
+from asyncrl.config.generate import VLLMServerEngineConfig
 from asyncrl.config.run import RunConfig
-from asyncrl.config.stages import (
-    CUDAIPCMedium,
-    FilesMedium,
-    GlooMedium,
-    NCCLMedium,
-    SharedMemoryMedium,
-    VLLMServerEngineConfig,
-    ZeroMQMedium,
-)
 from asyncrl.errors import ConfigError
 
 HOW_TO_REACH = (

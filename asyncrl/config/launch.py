@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from asyncrl.config.stages import Fraction, NonNegativeFloat, PositiveFloat, PositiveInt, _Stage, _Variant
+from asyncrl.config.fields import Fraction, NonNegativeFloat, PositiveFloat, PositiveInt, _Stage, _Variant
 
 
 class ElasticConfig(_Stage, frozen=True):

@@ -9,19 +9,10 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
+from asyncrl.config.broadcast import CUDAIPCMedium, GlooMedium, MediumConfig, NCCLMedium, SharedMemoryMedium, ZeroMQMedium
+from asyncrl.config.generate import TransformersEngineConfig, VLLMEngineConfig, VLLMServerEngineConfig
 from asyncrl.config.launch import ProcessNeeds, RayLaunch
 from asyncrl.config.run import RunConfig
-from asyncrl.config.stages import (
-    CUDAIPCMedium,
-    GlooMedium,
-    MediumConfig,
-    NCCLMedium,
-    SharedMemoryMedium,
-    TransformersEngineConfig,
-    VLLMEngineConfig,
-    VLLMServerEngineConfig,
-    ZeroMQMedium,
-)
 from asyncrl.errors import ConfigError
 from asyncrl.schema.control import ProcessKind
 

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from asyncrl.config.stages import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, _Stage
+from asyncrl.config.fields import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, _Stage
 
 
 class LoRAConfig(_Stage, frozen=True):

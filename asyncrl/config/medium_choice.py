@@ -13,23 +13,25 @@ from urllib.parse import urlsplit
 
 from msgspec.structs import replace
 
-from asyncrl.config.launch import RayLaunch
-from asyncrl.config.launch_rules import NODE
-from asyncrl.config.run import RunConfig
-from asyncrl.config.stages import (
+from asyncrl.config.broadcast import (
     AutoMedium,
     CUDAIPCMedium,
-    FakeEngineConfig,
     MediumConfig,
     NCCLMedium,
-    ReplayEngineConfig,
     SharedMemoryMedium,
     SharedStorageMedium,
+    ZeroMQMedium,
+)
+from asyncrl.config.generate import (
+    FakeEngineConfig,
+    ReplayEngineConfig,
     TransformersEngineConfig,
     VLLMEngineConfig,
     VLLMServerEngineConfig,
-    ZeroMQMedium,
 )
+from asyncrl.config.launch import RayLaunch
+from asyncrl.config.launch_rules import NODE
+from asyncrl.config.run import RunConfig
 from asyncrl.errors import ConfigError
 
 

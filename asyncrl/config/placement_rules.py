@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from asyncrl.config.medium_choice import places_of
-from asyncrl.config.run import RunConfig
-from asyncrl.config.stages import (
-    AutoMedium,
+from asyncrl.config.broadcast import AutoMedium, SharedStorageMedium
+from asyncrl.config.generate import (
     FakeEngineConfig,
     ReplayEngineConfig,
-    SharedStorageMedium,
     TransformersEngineConfig,
     VLLMEngineConfig,
     VLLMServerEngineConfig,
 )
+from asyncrl.config.medium_choice import places_of
+from asyncrl.config.run import RunConfig
 from asyncrl.errors import ConfigError
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from asyncrl.config.stages import OverlongPenalty, RewardConfig
+from asyncrl.config.reward import OverlongPenalty, RewardConfig
 from asyncrl.errors import ConfigError
 
 

@@ -7,25 +7,14 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 from asyncrl.config.algorithm import AlgorithmConfig, LearnerConfig
+from asyncrl.config.broadcast import BroadcastConfig
+from asyncrl.config.fields import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, _Stage
+from asyncrl.config.generate import GenerateConfig
 from asyncrl.config.launch import LaunchConfig, LocalLaunch
-from asyncrl.config.stages import (
-    AdditionTask,
-    BroadcastConfig,
-    BufferConfig,
-    GenerateConfig,
-    InferenceConfig,
-    ModelConfig,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PackingConfig,
-    PositiveFloat,
-    PositiveInt,
-    RewardConfig,
-    ScratchModel,
-    TaskConfig,
-    TransportConfig,
-    _Stage,
-)
+from asyncrl.config.model import ModelConfig, ScratchModel
+from asyncrl.config.reward import RewardConfig
+from asyncrl.config.stages import BufferConfig, InferenceConfig, PackingConfig, TransportConfig
+from asyncrl.config.tasks import AdditionTask, TaskConfig
 
 
 class EvalConfig(_Stage, frozen=True):

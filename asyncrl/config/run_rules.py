@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from asyncrl.config.broadcast import CUDAIPCMedium, NCCLMedium
+from asyncrl.config.generate import TransformersEngineConfig
+from asyncrl.config.model import ScratchModel
 from asyncrl.config.run import RunConfig
-from asyncrl.config.stages import CUDAIPCMedium, NCCLMedium, ScratchModel, TransformersEngineConfig
 from asyncrl.errors import ConfigError
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from urllib.parse import SplitResult, urlsplit
 
+from asyncrl.config.broadcast import NCCLMedium
+from asyncrl.config.generate import VLLMServerEngineConfig
 from asyncrl.config.run import RunConfig
-from asyncrl.config.stages import NCCLMedium, VLLMServerEngineConfig
 from asyncrl.errors import ConfigError
 
 _LOOPBACK = ("localhost", "::1")

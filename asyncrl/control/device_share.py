@@ -25,10 +25,10 @@ from math import ceil, floor
 
 from msgspec.structs import replace
 
+from asyncrl.config.generate import TransformersEngineConfig, VLLMEngineConfig
 from asyncrl.config.launch import LocalLaunch
 from asyncrl.config.medium_choice import places_of
 from asyncrl.config.run import RunConfig
-from asyncrl.config.stages import TransformersEngineConfig, VLLMEngineConfig
 from asyncrl.control.memory_estimate import BYTES, Part, generator_parts, learner_parts, policy_shape
 from asyncrl.errors import ConfigError
 

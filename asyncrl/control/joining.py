@@ -27,10 +27,11 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from asyncrl.config.generate import FakeEngineConfig, ReplayEngineConfig, VLLMServerEngineConfig
 from asyncrl.config.joining_rules import why_weights_do_not_reach
 from asyncrl.config.load import load_config
 from asyncrl.config.run import RunConfig
-from asyncrl.config.stages import FakeEngineConfig, ReplayEngineConfig, TransportConfig, VLLMServerEngineConfig
+from asyncrl.config.stages import TransportConfig
 from asyncrl.control.roster import GUEST_PREFIX
 from asyncrl.errors import ConfigError
 from asyncrl.schema.control import JoinTerms

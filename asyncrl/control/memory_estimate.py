@@ -13,9 +13,10 @@ from typing import Any, Literal
 
 import msgspec
 
+from asyncrl.config.generate import TransformersEngineConfig, VLLMEngineConfig
 from asyncrl.config.learner import LearnerConfig, LoRAConfig
+from asyncrl.config.model import ModelConfig, ScratchModel
 from asyncrl.config.run import RunConfig
-from asyncrl.config.stages import ModelConfig, ScratchModel, TransformersEngineConfig, VLLMEngineConfig
 from asyncrl.errors import ConfigError
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}

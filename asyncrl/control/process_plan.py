@@ -10,8 +10,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from asyncrl.config.generate import TransformersEngineConfig, VLLMEngineConfig
+from asyncrl.config.model import ScratchModel
 from asyncrl.config.run import RunConfig
-from asyncrl.config.stages import ScratchModel, TransformersEngineConfig, VLLMEngineConfig
 from asyncrl.control.device_share import generator_environment
 from asyncrl.control.launcher import ProcessSpec, stage_spec
 from asyncrl.control.life_events import ProcessPlan

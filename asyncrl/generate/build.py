@@ -14,15 +14,15 @@ from typing import cast
 import msgspec
 
 from asyncrl.clock import Clock
-from asyncrl.config.run import RunConfig
-from asyncrl.config.stages import (
+from asyncrl.config.generate import (
     FakeEngineConfig,
-    PretrainedModel,
     ReplayEngineConfig,
     TransformersEngineConfig,
     VLLMEngineConfig,
     VLLMServerEngineConfig,
 )
+from asyncrl.config.model import PretrainedModel
+from asyncrl.config.run import RunConfig
 from asyncrl.errors import ConfigError, GenerationError
 from asyncrl.generate.engine import Engine
 from asyncrl.generate.fake_engine import FakeEngine

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from asyncrl.clock import Clock
-from asyncrl.config.stages import FakeEngineConfig
+from asyncrl.config.generate import FakeEngineConfig
 from asyncrl.errors import GenerationError
 from asyncrl.generate.counter_random import seed_word, uniforms
 from asyncrl.generate.engine import EngineRequest, KVPolicy, SleepLevel, TokenChunk

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from asyncrl.config.stages import ReplayEngineConfig
+from asyncrl.config.generate import ReplayEngineConfig
 from asyncrl.errors import GenerationError
 from asyncrl.generate.engine import EngineRequest, KVPolicy, SleepLevel, TokenChunk
 from asyncrl.generate.prompt_codec import TokenizerCodec

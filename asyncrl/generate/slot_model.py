@@ -24,8 +24,8 @@ from numpy.typing import NDArray
 from transformers import AttentionInterface, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
+from asyncrl.config.generate import TransformersEngineConfig
 from asyncrl.config.learner import LoRAConfig
-from asyncrl.config.stages import TransformersEngineConfig
 from asyncrl.errors import GenerationError
 from asyncrl.generate.engine import SleepLevel
 from asyncrl.generate.slot_cache import AttentionPlan, DecodePlan, Piece, PrefillPlan, SlotCache, WholePlan

@@ -20,8 +20,8 @@ from time import perf_counter
 
 import torch
 
+from asyncrl.config.generate import TransformersEngineConfig
 from asyncrl.config.learner import LoRAConfig
-from asyncrl.config.stages import TransformersEngineConfig
 from asyncrl.errors import EngineDied, GenerationError
 from asyncrl.generate.decode_thread import DecodeThread
 from asyncrl.generate.engine import EngineRequest, KVPolicy, SleepLevel

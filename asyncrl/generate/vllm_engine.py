@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
+from asyncrl.config.generate import VLLMEngineConfig
 from asyncrl.config.learner import LoRAConfig
-from asyncrl.config.stages import VLLMEngineConfig
 from asyncrl.errors import BroadcastError, EngineDied, GenerationError
 from asyncrl.generate.engine import EngineRequest, KVPolicy, SleepLevel
 from asyncrl.generate.kv_room import KVRoom

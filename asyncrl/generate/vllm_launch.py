@@ -18,7 +18,7 @@ from typing import Any
 
 import psutil
 
-from asyncrl.config.stages import VLLMEngineConfig
+from asyncrl.config.generate import VLLMEngineConfig
 from asyncrl.errors import GenerationError
 from asyncrl.generate.vllm_folder import ModelFolder
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from asyncrl.clock import Clock
-from asyncrl.config.stages import VLLMServerEngineConfig
+from asyncrl.config.generate import VLLMServerEngineConfig
 from asyncrl.errors import GenerationError
 from asyncrl.generate.vllm_server_http import ServerClient, ServerLost, ServerRefused, decoded
 from asyncrl.generate.vllm_server_wire import (

@@ -24,7 +24,7 @@ from typing import TypeVar
 import torch
 
 from asyncrl.clock import Clock
-from asyncrl.config.stages import VLLMServerEngineConfig
+from asyncrl.config.generate import VLLMServerEngineConfig
 from asyncrl.errors import EngineDied, GenerationError
 from asyncrl.generate.engine import EngineRequest, KVPolicy, SleepLevel
 from asyncrl.generate.kv_room import KVRoom

@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING
 import psutil
 
 from asyncrl.clock import Clock
+from asyncrl.config.generate import FakeEngineConfig, ReplayEngineConfig
 from asyncrl.config.run import RunConfig
-from asyncrl.config.stages import FakeEngineConfig, ReplayEngineConfig
 from asyncrl.errors import BroadcastError, ConnectionClosed
 from asyncrl.generate.activity import IdleMeter, WeightsGate
 from asyncrl.generate.build import start_engine

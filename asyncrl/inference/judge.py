@@ -15,8 +15,8 @@ from functools import partial
 from pathlib import Path
 
 from asyncrl.config.inference_rules import REFERENCE
+from asyncrl.config.model import PretrainedModel
 from asyncrl.config.run import RunConfig
-from asyncrl.config.stages import PretrainedModel
 from asyncrl.inference.batching import PackedSequences, num_tokens, pack
 from asyncrl.inference.normalise import ScoreNormaliser
 from asyncrl.inference.reference import ReferenceModel

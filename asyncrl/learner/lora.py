@@ -20,8 +20,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
+from asyncrl.config.model import PretrainedModel
 from asyncrl.config.run import RunConfig
-from asyncrl.config.stages import PretrainedModel
 from asyncrl.errors import LearnerError
 from asyncrl.learner.model import link_folder, open_model
 

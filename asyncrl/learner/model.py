@@ -17,7 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from asyncrl.config.algorithm import LearnerConfig
-from asyncrl.config.stages import PretrainedModel, ScratchModel
+from asyncrl.config.model import PretrainedModel, ScratchModel
 from asyncrl.errors import ConfigError
 from asyncrl.learner.rows import Row
 from asyncrl.learner.tokenizer import character_tokenizer

@@ -23,8 +23,8 @@ from transformers import PreTrainedModel
 from asyncrl.algorithms.corrections import load_correction
 from asyncrl.config.algorithm import AlgorithmConfig, LearnerConfig
 from asyncrl.config.corrections import PythonCorrection
+from asyncrl.config.model import PretrainedModel
 from asyncrl.config.run import RunConfig
-from asyncrl.config.stages import PretrainedModel
 from asyncrl.learner.checkpoint import TrainerState, latest_checkpoint, load_trainer, write_folder
 from asyncrl.learner.crew import Crew
 from asyncrl.learner.critic import build_critic, build_critic_optimizer

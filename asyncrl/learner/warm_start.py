@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from asyncrl.config.algorithm import LearnerConfig
-from asyncrl.config.stages import WarmStart
+from asyncrl.config.model import WarmStart
 from asyncrl.errors import ConfigError, LearnerError
 from asyncrl.learner.model import row_logprobs
 from asyncrl.learner.optim import PolicyOptimizer

@@ -13,7 +13,7 @@ import logging
 import re
 from collections.abc import Callable
 
-from asyncrl.config.stages import AnswerMatchReward
+from asyncrl.config.reward import AnswerMatchReward
 from asyncrl.errors import RewardError
 from asyncrl.reward.inputs import RewardFunction, RewardInput, compile_extract, extract_answer, import_optional
 from asyncrl.reward.numbers import same_quantity

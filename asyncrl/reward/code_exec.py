@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from asyncrl.config.stages import CodeExecReward
+from asyncrl.config.reward import CodeExecReward
 from asyncrl.errors import RewardError
 from asyncrl.reward.inputs import RewardFunction, RewardInput
 from asyncrl.reward.sandbox import Sandbox, SandboxLimits, open_sandbox

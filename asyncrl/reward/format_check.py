@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from asyncrl.config.stages import FormatCheckReward
+from asyncrl.config.reward import FormatCheckReward
 from asyncrl.reward.inputs import RewardFunction, RewardInput, compile_pattern
 
 

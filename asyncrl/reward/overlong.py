@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from asyncrl.algorithms.shaping import overlong_penalty
-from asyncrl.config.stages import OverlongPenalty
+from asyncrl.config.reward import OverlongPenalty
 from asyncrl.reward.inputs import RewardFunction, RewardInput
 
 

@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Self
 
 from asyncrl.clock import Clock
-from asyncrl.config.stages import RewardConfig
+from asyncrl.config.reward import RewardConfig
 from asyncrl.errors import AsyncRLError
 from asyncrl.reward.inputs import RewardInput
 from asyncrl.reward.scoring_process import ProcessDied, ScoringProcess

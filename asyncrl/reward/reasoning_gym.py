@@ -19,7 +19,7 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, Protocol
 
-from asyncrl.config.stages import ReasoningGymReward
+from asyncrl.config.reward import ReasoningGymReward
 from asyncrl.errors import RewardError
 from asyncrl.reward.inputs import RewardFunction, RewardInput, compile_extract, extract_answer, import_optional
 

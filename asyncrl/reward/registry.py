@@ -14,8 +14,7 @@ import math
 from collections.abc import Awaitable, Callable
 from typing import NamedTuple, cast
 
-from asyncrl.config.reward_names import reward_names
-from asyncrl.config.stages import (
+from asyncrl.config.reward import (
     AnswerMatchReward,
     CodeExecReward,
     FormatCheckReward,
@@ -26,6 +25,7 @@ from asyncrl.config.stages import (
     RewardConfig,
     RewardFunctionConfig,
 )
+from asyncrl.config.reward_names import reward_names
 from asyncrl.config.user_code import load_function
 from asyncrl.errors import ConfigError, RewardError
 from asyncrl.reward.answer_match import build_answer_match

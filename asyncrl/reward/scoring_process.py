@@ -16,7 +16,7 @@ from typing import Self
 
 import msgspec
 
-from asyncrl.config.stages import RewardConfig
+from asyncrl.config.reward import RewardConfig
 from asyncrl.errors import ConfigError, RewardError
 from asyncrl.reward.inputs import RewardInput
 from asyncrl.reward.wire import LENGTH, Begin, Judgement, Ready, frame

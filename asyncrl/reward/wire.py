@@ -10,7 +10,7 @@ import struct
 
 import msgspec
 
-from asyncrl.config.stages import RewardConfig
+from asyncrl.config.reward import RewardConfig
 
 LENGTH = struct.Struct("<I")
 

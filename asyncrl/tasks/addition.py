@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 from bisect import bisect_right
 
-from asyncrl.config.stages import AdditionTask
+from asyncrl.config.tasks import AdditionTask
 from asyncrl.errors import ConfigError
 from asyncrl.schema.ids import derive_seed
 from asyncrl.schema.samples import Prompt

@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from asyncrl.config.stages import JsonlTask
+from asyncrl.config.tasks import JsonlTask
 from asyncrl.errors import ConfigError
 from asyncrl.schema.ids import derive_seed
 from asyncrl.schema.samples import ChatMessage, Prompt

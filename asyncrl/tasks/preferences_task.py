@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from asyncrl.config.stages import PreferencesTask
+from asyncrl.config.tasks import PreferencesTask
 from asyncrl.errors import ConfigError
 from asyncrl.schema.ids import derive_seed
 from asyncrl.schema.samples import ChatMessage, PreferenceAnswers, Prompt

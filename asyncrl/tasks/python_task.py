@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from asyncrl.config.stages import PythonTask
+from asyncrl.config.tasks import PythonTask
 from asyncrl.config.user_code import load_function
 from asyncrl.errors import ConfigError
 from asyncrl.tasks.task import TaskData

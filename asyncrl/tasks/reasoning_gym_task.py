@@ -10,7 +10,7 @@ import json
 import random
 from typing import Any
 
-from asyncrl.config.stages import ReasoningGymTask
+from asyncrl.config.tasks import ReasoningGymTask
 from asyncrl.errors import ConfigError
 from asyncrl.schema.ids import derive_seed
 from asyncrl.schema.samples import ChatMessage, Prompt

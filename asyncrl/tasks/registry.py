@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from asyncrl.config.stages import AdditionTask, JsonlTask, PreferencesTask, PythonTask, ReasoningGymTask, TaskConfig
+from asyncrl.config.tasks import AdditionTask, JsonlTask, PreferencesTask, PythonTask, ReasoningGymTask, TaskConfig
 from asyncrl.tasks.addition import build_addition
 from asyncrl.tasks.jsonl_task import build_jsonl
 from asyncrl.tasks.preferences_task import build_preferences

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest_asyncio
 from safetensors.torch import load_file
 
+from asyncrl.config.generate import VLLMEngineConfig
 from asyncrl.config.learner import LoRAConfig
-from asyncrl.config.stages import VLLMEngineConfig
 from asyncrl.errors import GenerationError
 from asyncrl.generate.vllm_engine import VLLMEngine
 

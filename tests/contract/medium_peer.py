@@ -15,7 +15,7 @@ import torch
 from asyncrl.broadcast.publisher import Publisher
 from asyncrl.broadcast.subscriber import Subscriber
 from asyncrl.clock import SystemClock
-from asyncrl.config.stages import BroadcastConfig
+from asyncrl.config.broadcast import BroadcastConfig
 from asyncrl.errors import BroadcastError
 from asyncrl.schema.weights import WeightsAvailable
 

@@ -25,7 +25,7 @@ from asyncrl.broadcast.collective_reader import CollectiveReceiver
 from asyncrl.broadcast.collective_writer import CollectiveWriter
 from asyncrl.broadcast.device import device_fingerprints
 from asyncrl.broadcast.fingerprint import version_fingerprint
-from asyncrl.config.stages import GlooMedium
+from asyncrl.config.broadcast import GlooMedium
 from asyncrl.errors import BroadcastError
 from asyncrl.models.layout import bucket_ends, make_manifest, view_tensors
 from asyncrl.schema.weights import WeightsAvailable

@@ -14,7 +14,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from asyncrl.broadcast.collective_reader import ReceiverArguments
 from asyncrl.broadcast.collective_writer import CollectiveWriter
 from asyncrl.broadcast.device import device_fingerprints
-from asyncrl.config.stages import GlooMedium, TransformersEngineConfig
+from asyncrl.config.broadcast import GlooMedium
+from asyncrl.config.generate import TransformersEngineConfig
 from asyncrl.errors import BroadcastError, GenerationError
 from asyncrl.generate.engine import EngineRequest
 from asyncrl.generate.transformers_engine import TransformersEngine

@@ -14,9 +14,10 @@ import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from asyncrl.clock import SystemClock
+from asyncrl.config.generate import FakeEngineConfig, TransformersEngineConfig
 from asyncrl.config.learner import LearnerConfig, LoRAConfig
+from asyncrl.config.model import ScratchModel
 from asyncrl.config.run import RunConfig
-from asyncrl.config.stages import FakeEngineConfig, ScratchModel, TransformersEngineConfig
 from asyncrl.errors import BroadcastError, GenerationError
 from asyncrl.generate.engine import Engine, EngineRequest
 from asyncrl.generate.fake_engine import FakeEngine

@@ -11,8 +11,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from asyncrl.clock import SystemClock
+from asyncrl.config.generate import FakeEngineConfig, ReplayEngineConfig, TransformersEngineConfig
 from asyncrl.config.learner import LoRAConfig
-from asyncrl.config.stages import FakeEngineConfig, ReplayEngineConfig, TransformersEngineConfig
 from asyncrl.errors import GenerationError
 from asyncrl.generate.engine import Engine, EngineRequest
 from asyncrl.generate.fake_engine import FakeEngine

@@ -28,7 +28,7 @@ from asyncrl.broadcast.shared_memory import HEADER_BYTES
 from asyncrl.broadcast.subscriber import Subscriber
 from asyncrl.broadcast.zeromq import CurveKeys, ZeroMQReader
 from asyncrl.clock import SystemClock
-from asyncrl.config.stages import BroadcastConfig, DeltaConfig, FilesMedium, GlooMedium, SharedMemoryMedium, ZeroMQMedium
+from asyncrl.config.broadcast import BroadcastConfig, DeltaConfig, FilesMedium, GlooMedium, SharedMemoryMedium, ZeroMQMedium
 from asyncrl.errors import BroadcastError
 from asyncrl.models.layout import make_manifest, view_tensors
 from asyncrl.schema.weights import Probe, WeightsAvailable

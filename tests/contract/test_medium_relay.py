@@ -23,7 +23,7 @@ from asyncrl.broadcast.chunks import ChunkReply, ChunkRequest, PlaceRequest
 from asyncrl.broadcast.fingerprint import BucketHasher, version_fingerprint
 from asyncrl.broadcast.zeromq import CurveKeys, ZeroMQReader, ZeroMQWriter
 from asyncrl.broadcast.zeromq_server import WINDOW
-from asyncrl.config.stages import BroadcastConfig, ZeroMQMedium
+from asyncrl.config.broadcast import BroadcastConfig, ZeroMQMedium
 from asyncrl.errors import BroadcastError
 from asyncrl.models.layout import bucket_ends, make_manifest
 from asyncrl.schema.weights import WeightsAvailable

@@ -16,9 +16,9 @@ import pytest_asyncio
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from asyncrl.config.generate import VLLMEngineConfig
 from asyncrl.config.learner import LearnerConfig, LoRAConfig
 from asyncrl.config.run import RunConfig
-from asyncrl.config.stages import VLLMEngineConfig
 from asyncrl.errors import BroadcastError, EngineDied, GenerationError
 from asyncrl.generate.engine import EngineRequest
 from asyncrl.generate.vllm_engine import VLLMEngine

@@ -21,7 +21,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from asyncrl.clock import SystemClock
-from asyncrl.config.stages import VLLMServerEngineConfig
+from asyncrl.config.generate import VLLMServerEngineConfig
 from asyncrl.errors import BroadcastError, GenerationError
 from asyncrl.generate.engine import EngineRequest
 from asyncrl.generate.vllm_server_checks import EXTENSION

@@ -18,13 +18,8 @@ from asyncrl.broadcast.device import device_fingerprints
 from asyncrl.broadcast.media import receiver_of
 from asyncrl.broadcast.publisher import Publisher
 from asyncrl.clock import SystemClock
-from asyncrl.config.stages import (
-    BroadcastConfig,
-    CUDAIPCMedium,
-    MediumConfig,
-    NCCLMedium,
-    TransformersEngineConfig,
-)
+from asyncrl.config.broadcast import BroadcastConfig, CUDAIPCMedium, MediumConfig, NCCLMedium
+from asyncrl.config.generate import TransformersEngineConfig
 from asyncrl.generate.transformers_engine import TransformersEngine
 from asyncrl.models.deferred import DeferredTensors
 from asyncrl.schema.weights import WeightsAvailable
@@ -41,7 +36,7 @@ from pathlib import Path
 import msgspec, torch
 from asyncrl.broadcast.publisher import Publisher
 from asyncrl.clock import SystemClock
-from asyncrl.config.stages import BroadcastConfig
+from asyncrl.config.broadcast import BroadcastConfig
 from transformers import AutoModelForCausalLM
 
 config, folder, model_folder = msgspec.json.decode(sys.argv[1], type=BroadcastConfig), Path(sys.argv[2]), sys.argv[3]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from asyncrl.config.stages import TransformersEngineConfig
+from asyncrl.config.generate import TransformersEngineConfig
 from asyncrl.generate.engine import EngineRequest
 from asyncrl.generate.transformers_engine import TransformersEngine
 from asyncrl.schema.samples import SamplingParams

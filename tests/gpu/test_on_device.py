@@ -11,8 +11,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from asyncrl.broadcast.publisher import Publisher
 from asyncrl.broadcast.subscriber import Subscriber
 from asyncrl.clock import SystemClock
+from asyncrl.config.broadcast import BroadcastConfig
+from asyncrl.config.generate import TransformersEngineConfig
 from asyncrl.config.load import parse_config
-from asyncrl.config.stages import BroadcastConfig, TransformersEngineConfig
 from asyncrl.generate.engine import EngineRequest
 from asyncrl.generate.transformers_engine import TransformersEngine
 from asyncrl.learner.model import made_ready

@@ -12,7 +12,7 @@ import torch
 
 from asyncrl.broadcast.shared_storage import HybridPublisher, HybridSubscriber
 from asyncrl.clock import SystemClock
-from asyncrl.config.stages import BroadcastConfig
+from asyncrl.config.broadcast import BroadcastConfig
 from asyncrl.schema.weights import WeightsAvailable
 
 pytestmark = [

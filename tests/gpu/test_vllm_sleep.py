@@ -10,7 +10,7 @@ import pytest_asyncio
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from asyncrl.config.stages import VLLMEngineConfig
+from asyncrl.config.generate import VLLMEngineConfig
 from asyncrl.errors import GenerationError
 from asyncrl.generate.engine import EngineRequest
 from asyncrl.generate.vllm_engine import VLLMEngine

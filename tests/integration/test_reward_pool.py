@@ -11,8 +11,8 @@ import msgspec
 import pytest
 
 from asyncrl.clock import SystemClock
+from asyncrl.config.reward import AnswerMatchReward, FormatCheckReward, PythonReward, RewardConfig
 from asyncrl.config.run import RunConfig, SupervisionConfig
-from asyncrl.config.stages import AnswerMatchReward, FormatCheckReward, PythonReward, RewardConfig
 from asyncrl.errors import ConfigError, RewardError
 from asyncrl.reward.pool import RewardPool
 from asyncrl.reward.worker import run_reward_worker
@@ -150,7 +150,7 @@ async def test_scoring_processes_die_with_a_killed_worker():
     code = """
 import asyncio, os, sys
 from asyncrl.clock import SystemClock
-from asyncrl.config.stages import PythonReward, RewardConfig
+from asyncrl.config.reward import PythonReward, RewardConfig
 from asyncrl.reward.pool import RewardPool
 from asyncrl.schema.samples import Prompt, ScoreRequest
 async def main():
@@ -298,7 +298,7 @@ async def test_worker_raises_what_its_config_has_wrong(tmp_path):
 
 async def test_sandbox_that_is_missing_stops_the_worker_with_advice(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", "/nowhere")
-    from asyncrl.config.stages import CodeExecReward
+    from asyncrl.config.reward import CodeExecReward
 
     with pytest.raises(RewardError, match="apt-get install bubblewrap"):
         async with pool_of(CodeExecReward()):

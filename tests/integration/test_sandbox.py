@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.config.stages import CodeExecReward
+from asyncrl.config.reward import CodeExecReward
 from asyncrl.errors import RewardError
 from asyncrl.reward.code_exec import CodeTest, build_code_exec, run_tests
 from asyncrl.reward.inputs import RewardInput

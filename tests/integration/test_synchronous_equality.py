@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file
 
 import asyncrl
+from asyncrl.config.generate import TransformersEngineConfig
 from asyncrl.config.run import RunConfig
-from asyncrl.config.stages import TransformersEngineConfig
 from asyncrl.control.evaluation import sampling_of
 from asyncrl.generate.engine import EngineRequest
 from asyncrl.generate.transformers_engine import TransformersEngine

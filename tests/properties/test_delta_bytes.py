@@ -13,7 +13,7 @@ from asyncrl.broadcast.fingerprint import BucketHasher, version_fingerprint
 from asyncrl.broadcast.medium import VersionUnavailableError
 from asyncrl.broadcast.staging import Staging
 from asyncrl.broadcast.state import Commit
-from asyncrl.config.stages import DeltaConfig
+from asyncrl.config.broadcast import DeltaConfig
 from asyncrl.errors import BroadcastError
 from asyncrl.models.layout import bucket_ends, make_manifest
 from asyncrl.schema.weights import WeightsAvailable

@@ -4,7 +4,7 @@ import torch
 from asyncrl.broadcast.delta_offers import DeltaOffers
 from asyncrl.broadcast.files import FilesWriter, blob_file_name
 from asyncrl.broadcast.state import Commit
-from asyncrl.config.stages import DeltaConfig, FilesMedium
+from asyncrl.config.broadcast import DeltaConfig, FilesMedium
 from asyncrl.errors import BroadcastError
 from asyncrl.models.layout import make_manifest
 

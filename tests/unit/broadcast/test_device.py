@@ -17,7 +17,7 @@ from asyncrl.broadcast.device import (
     slot_fingerprints,
 )
 from asyncrl.broadcast.fingerprint import CopyProgress, damaged_buckets, fingerprints_of
-from asyncrl.config.stages import CUDAIPCMedium, GlooMedium, NCCLMedium
+from asyncrl.config.broadcast import CUDAIPCMedium, GlooMedium, NCCLMedium
 from asyncrl.errors import BroadcastError, ConfigError
 
 CPU = torch.device("cpu")

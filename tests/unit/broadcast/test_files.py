@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from asyncrl.broadcast.files import FilesReader, FilesWriter
 from asyncrl.broadcast.fingerprint import fingerprints_of, version_fingerprint
 from asyncrl.broadcast.medium import VersionUnavailableError
-from asyncrl.config.stages import FilesMedium
+from asyncrl.config.broadcast import FilesMedium
 from asyncrl.errors import BroadcastError
 from asyncrl.models.layout import bucket_ends, copy_out, make_manifest, view_tensors
 from asyncrl.schema.weights import WeightsAvailable

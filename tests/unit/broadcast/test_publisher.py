@@ -6,7 +6,7 @@ import torch
 from asyncrl.broadcast.publisher import Publisher
 from asyncrl.broadcast.segments import remove_leftover_segments
 from asyncrl.clock import VirtualClock
-from asyncrl.config.stages import BroadcastConfig, FilesMedium
+from asyncrl.config.broadcast import BroadcastConfig, FilesMedium
 from asyncrl.errors import BroadcastError
 
 

@@ -11,7 +11,7 @@ import torch
 from asyncrl.broadcast.segments import segment_folder, segment_prefix
 from asyncrl.broadcast.shared_storage import HybridPublisher, HybridSubscriber
 from asyncrl.clock import SystemClock
-from asyncrl.config.stages import BroadcastConfig
+from asyncrl.config.broadcast import BroadcastConfig
 from asyncrl.errors import BroadcastError, GenerationError
 from asyncrl.generate.weights_in_place import WeightsInPlace
 from asyncrl.schema.weights import WeightsAvailable

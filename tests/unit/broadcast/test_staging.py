@@ -11,7 +11,7 @@ from asyncrl.broadcast.medium import VersionUnavailableError
 from asyncrl.broadcast.publisher import Publisher
 from asyncrl.broadcast.staging import Staging
 from asyncrl.clock import VirtualClock
-from asyncrl.config.stages import BroadcastConfig, DeltaConfig, FilesMedium
+from asyncrl.config.broadcast import BroadcastConfig, DeltaConfig, FilesMedium
 from asyncrl.errors import BroadcastError
 from asyncrl.models.layout import view_tensors
 

@@ -6,7 +6,7 @@ import zmq
 
 from asyncrl.broadcast.chunks import ChunkRequest
 from asyncrl.broadcast.zeromq_writer import ZeroMQWriter
-from asyncrl.config.stages import ZeroMQMedium
+from asyncrl.config.broadcast import ZeroMQMedium
 from asyncrl.errors import BroadcastError
 from asyncrl.models.layout import make_manifest
 

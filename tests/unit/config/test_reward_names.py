@@ -1,8 +1,8 @@
 import pytest
 
 from asyncrl.config.load import parse_config
+from asyncrl.config.reward import AnswerMatchReward, FormatCheckReward, RewardConfig
 from asyncrl.config.reward_names import reward_names
-from asyncrl.config.stages import AnswerMatchReward, FormatCheckReward, RewardConfig
 from asyncrl.errors import ConfigError
 
 

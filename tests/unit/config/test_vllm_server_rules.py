@@ -3,9 +3,11 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from asyncrl.config.broadcast import BroadcastConfig, NCCLMedium
+from asyncrl.config.generate import GenerateConfig, VLLMServerEngineConfig
 from asyncrl.config.learner import LearnerConfig, LoRAConfig
+from asyncrl.config.model import ScratchModel
 from asyncrl.config.run import RunConfig
-from asyncrl.config.stages import BroadcastConfig, GenerateConfig, NCCLMedium, ScratchModel, VLLMServerEngineConfig
 from asyncrl.config.vllm_server_rules import check_vllm_server
 from asyncrl.errors import ConfigError
 from asyncrl.generate.build import with_own_server

@@ -7,8 +7,8 @@ import asyncio
 import pytest
 
 from asyncrl.client import Run, connect
+from asyncrl.config.broadcast import SharedMemoryMedium
 from asyncrl.config.load import load_config, parse_config
-from asyncrl.config.stages import SharedMemoryMedium
 from asyncrl.control.api import serve_api
 from asyncrl.schema.status import RunStatus
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
+from asyncrl.config.broadcast import GlooMedium, ZeroMQMedium
 from asyncrl.config.launch import LocalLaunch, ProcessNeeds, RayLaunch
 from asyncrl.config.launch_rules import at_node, needs_of, with_launch_choices
 from asyncrl.config.load import dump_config, load_config, load_run_config, parse_config
 from asyncrl.config.medium_choice import with_chosen_medium
 from asyncrl.config.run import RunConfig
-from asyncrl.config.stages import GlooMedium, ZeroMQMedium
 from asyncrl.errors import ConfigError
 
 pytest.importorskip("ray")

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from asyncrl.config.learner import LearnerConfig, LoRAConfig
-from asyncrl.config.stages import PretrainedModel, ScratchModel
+from asyncrl.config.model import PretrainedModel, ScratchModel
 from asyncrl.control.memory_estimate import CHARACTER_VOCABULARY, policy_shape, trained_parts
 from asyncrl.learner.model import DTYPES, build_scratch
 from asyncrl.learner.optim import PolicyOptimizer

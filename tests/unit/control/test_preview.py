@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from asyncrl.config.broadcast import BroadcastConfig
+from asyncrl.config.generate import TransformersEngineConfig
 from asyncrl.config.learner import LearnerConfig
 from asyncrl.config.load import parse_config
-from asyncrl.config.stages import BroadcastConfig, InferenceConfig, RewardModel, TransformersEngineConfig
+from asyncrl.config.stages import InferenceConfig, RewardModel
 from asyncrl.control.preview import derived, describe
 from asyncrl.errors import ConfigError
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from asyncrl.clock import VirtualClock
-from asyncrl.config.stages import FakeEngineConfig
+from asyncrl.config.generate import FakeEngineConfig
 from asyncrl.errors import GenerationError
 from asyncrl.generate.engine import EngineRequest, TokenChunk
 from asyncrl.generate.fake_engine import FakeEngine

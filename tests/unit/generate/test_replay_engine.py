@@ -7,7 +7,7 @@ import asyncio
 import msgspec
 import pytest
 
-from asyncrl.config.stages import ReplayEngineConfig
+from asyncrl.config.generate import ReplayEngineConfig
 from asyncrl.errors import GenerationError
 from asyncrl.generate.engine import EngineRequest
 from asyncrl.generate.prompt_codec import TokenizerCodec

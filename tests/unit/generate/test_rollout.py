@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from asyncrl.clock import VirtualClock
-from asyncrl.config.stages import ReplayEngineConfig
+from asyncrl.config.generate import ReplayEngineConfig
 from asyncrl.errors import EngineDied
 from asyncrl.generate.prompt_codec import ByteCodec, TokenizerCodec
 from asyncrl.generate.replay_engine import ReplayCodec, ReplayEngine

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from asyncrl.clock import SystemClock
+from asyncrl.config.generate import FakeEngineConfig
 from asyncrl.config.run import PlacementConfig, RunConfig
-from asyncrl.config.stages import FakeEngineConfig
 from asyncrl.errors import BroadcastError, GenerationError
 from asyncrl.generate.fake_engine import FakeEngine
 from asyncrl.generate.turns import Turns

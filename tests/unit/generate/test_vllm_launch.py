@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.config.stages import VLLMEngineConfig
+from asyncrl.config.generate import VLLMEngineConfig
 from asyncrl.errors import GenerationError
 from asyncrl.generate.vllm_folder import ModelFolder
 from asyncrl.generate.vllm_launch import engine_arguments, environment

@@ -13,7 +13,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from asyncrl.clock import Clock, SystemClock, VirtualClock
-from asyncrl.config.stages import VLLMServerEngineConfig
+from asyncrl.config.generate import VLLMServerEngineConfig
 from asyncrl.errors import BroadcastError, EngineDied, GenerationError
 from asyncrl.generate.engine import EngineRequest
 from asyncrl.generate.vllm_orders import LoadReply

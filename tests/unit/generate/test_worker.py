@@ -11,8 +11,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from asyncrl.clock import SystemClock
+from asyncrl.config.generate import FakeEngineConfig, GenerateConfig, TransformersEngineConfig
 from asyncrl.config.run import RunConfig, SupervisionConfig
-from asyncrl.config.stages import FakeEngineConfig, GenerateConfig, TransformersEngineConfig
 from asyncrl.errors import BroadcastError, ConnectionClosed, GenerationError
 from asyncrl.generate.worker import run_generator
 from asyncrl.schema.control import (

@@ -8,8 +8,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from asyncrl.config.algorithm import AlgorithmConfig, CriticConfig, KLConfig
 from asyncrl.config.learner import LearnerConfig, LoRAConfig
+from asyncrl.config.model import ScratchModel
 from asyncrl.config.run import RunConfig
-from asyncrl.config.stages import ScratchModel
 from asyncrl.errors import LearnerError
 from asyncrl.learner.checkpoint import TrainerState, latest_checkpoint, load_trainer, save_checkpoint, write_folder
 from asyncrl.learner.start import prepare_standing

@@ -8,9 +8,10 @@ from transformers import AutoModelForCausalLM
 from asyncrl.broadcast.publisher import Publisher
 from asyncrl.broadcast.subscriber import Subscriber
 from asyncrl.clock import SystemClock
+from asyncrl.config.broadcast import BroadcastConfig
 from asyncrl.config.learner import LearnerConfig, LoRAConfig
+from asyncrl.config.model import ScratchModel
 from asyncrl.config.run import RunConfig
-from asyncrl.config.stages import BroadcastConfig, ScratchModel
 from asyncrl.errors import LearnerError
 from asyncrl.learner.lora import adapters_off, open_policy, publishable_tensors, save_policy
 from asyncrl.learner.model import build_scratch, open_tokenizer, save_model

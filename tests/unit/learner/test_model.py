@@ -5,8 +5,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from asyncrl.config.algorithm import LearnerConfig
+from asyncrl.config.model import PretrainedModel, ScratchModel, WarmStart
 from asyncrl.config.run import RunConfig
-from asyncrl.config.stages import PretrainedModel, ScratchModel, WarmStart
 from asyncrl.errors import ConfigError
 from asyncrl.learner.model import build_scratch, made_ready, open_model, open_tokenizer, row_logprobs, save_model
 from asyncrl.learner.rows import prepare

@@ -6,8 +6,8 @@ import torch
 
 from asyncrl.config.algorithm import KLConfig
 from asyncrl.config.learner import LearnerConfig, LoRAConfig
+from asyncrl.config.model import ScratchModel
 from asyncrl.config.run import RunConfig
-from asyncrl.config.stages import ScratchModel
 from asyncrl.errors import LearnerError
 from asyncrl.learner.model import row_logprobs
 from asyncrl.learner.reference import AdapterOffReference, FrozenReference

@@ -7,7 +7,7 @@ from transformers import dynamic_module_utils
 
 from asyncrl.config.algorithm import CriticConfig
 from asyncrl.config.corrections import PythonCorrection
-from asyncrl.config.stages import PretrainedModel
+from asyncrl.config.model import PretrainedModel
 from asyncrl.errors import ConfigError
 from asyncrl.learner.start import build_trainee, prepare_standing, resolve_functions
 

@@ -1,7 +1,8 @@
 import torch
 
 from asyncrl.config.algorithm import LearnerConfig
-from asyncrl.config.stages import AdditionTask, ScratchModel, WarmStart
+from asyncrl.config.model import ScratchModel, WarmStart
+from asyncrl.config.tasks import AdditionTask
 from asyncrl.learner.model import build_scratch, made_ready
 from asyncrl.learner.warm_start import tokenise, warm_start
 from asyncrl.tasks.registry import build_task

@@ -9,8 +9,8 @@ from safetensors.torch import load_file
 
 from asyncrl.clock import SystemClock
 from asyncrl.config.algorithm import AlgorithmConfig, CriticConfig, KLConfig, LearnerConfig
+from asyncrl.config.model import ScratchModel, WarmStart
 from asyncrl.config.run import PlacementConfig, RunConfig, SupervisionConfig
-from asyncrl.config.stages import ScratchModel, WarmStart
 from asyncrl.errors import AsyncRLError, ConfigError, LearnerError
 from asyncrl.learner.worker import run_learner
 from asyncrl.schema.batches import StepDone
@@ -227,7 +227,7 @@ async def test_shutdown_interrupts_a_long_warm_start(tmp_path):
 
 
 async def test_a_model_that_cannot_be_opened_is_a_config_error(tmp_path):
-    from asyncrl.config.stages import PretrainedModel
+    from asyncrl.config.model import PretrainedModel
 
     config = msgspec.structs.replace(CONFIG, model=PretrainedModel(path=str(tmp_path / "missing")))
     async with learner(tmp_path, config) as controller:

@@ -1,6 +1,6 @@
 import pytest
 
-from asyncrl.config.stages import AnswerMatchReward
+from asyncrl.config.reward import AnswerMatchReward
 from asyncrl.errors import ConfigError, RewardError
 from asyncrl.reward.answer_match import build_answer_match
 from asyncrl.reward.inputs import RewardInput

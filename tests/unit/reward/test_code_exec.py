@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from asyncrl.config.stages import CodeExecReward
+from asyncrl.config.reward import CodeExecReward
 from asyncrl.errors import RewardError
 from asyncrl.reward.code_exec import CodeTest, build_code_exec, extract_code, parse_tests
 from asyncrl.reward.inputs import RewardInput

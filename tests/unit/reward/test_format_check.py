@@ -1,6 +1,6 @@
 import pytest
 
-from asyncrl.config.stages import FormatCheckReward
+from asyncrl.config.reward import FormatCheckReward
 from asyncrl.errors import ConfigError
 from asyncrl.reward.format_check import build_format_check
 from asyncrl.reward.inputs import RewardInput

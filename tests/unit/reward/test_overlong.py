@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from asyncrl.config.stages import OverlongPenalty
+from asyncrl.config.reward import OverlongPenalty
 from asyncrl.reward.inputs import RewardInput
 from asyncrl.reward.registry import build_reward
 from asyncrl.schema.samples import Prompt

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from asyncrl.config.stages import PreferenceReward
+from asyncrl.config.reward import PreferenceReward
 from asyncrl.errors import RewardError
 from asyncrl.reward.inputs import RewardInput
 from asyncrl.reward.registry import build_reward

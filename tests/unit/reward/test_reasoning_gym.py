@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from asyncrl.config.stages import ReasoningGymReward
+from asyncrl.config.reward import ReasoningGymReward
 from asyncrl.errors import RewardError
 from asyncrl.reward.inputs import RewardInput
 from asyncrl.reward.reasoning_gym import build_reasoning_gym

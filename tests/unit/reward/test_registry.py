@@ -2,7 +2,7 @@ import asyncio
 
 import pytest
 
-from asyncrl.config.stages import CodeExecReward, PythonReward, RewardConfig
+from asyncrl.config.reward import CodeExecReward, PythonReward, RewardConfig
 from asyncrl.errors import ConfigError, RewardError
 from asyncrl.reward.inputs import RewardInput
 from asyncrl.reward.registry import NamedReward, build_reward, build_rewards, weighted_sum

@@ -1,6 +1,6 @@
 import pytest
 
-from asyncrl.config.stages import AdditionTask
+from asyncrl.config.tasks import AdditionTask
 from asyncrl.errors import ConfigError
 from asyncrl.tasks.addition import build_addition
 from asyncrl.tasks.task import alphabet_of

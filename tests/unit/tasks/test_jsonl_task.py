@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from asyncrl.config.stages import JsonlTask
+from asyncrl.config.tasks import JsonlTask
 from asyncrl.errors import ConfigError
 from asyncrl.tasks.jsonl_task import build_jsonl
 

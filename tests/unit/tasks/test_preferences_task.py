@@ -5,7 +5,7 @@ import json
 import msgspec
 import pytest
 
-from asyncrl.config.stages import PreferencesTask
+from asyncrl.config.tasks import PreferencesTask
 from asyncrl.errors import ConfigError
 from asyncrl.schema.samples import PreferenceAnswers
 from asyncrl.tasks.registry import build_task

@@ -1,6 +1,6 @@
 import pytest
 
-from asyncrl.config.stages import AdditionTask, PythonTask
+from asyncrl.config.tasks import AdditionTask, PythonTask
 from asyncrl.errors import ConfigError
 from asyncrl.tasks.registry import BUILDERS, build_task
 
@@ -50,7 +50,7 @@ def test_what_is_not_a_task_is_refused(module, path, message):
 def test_every_kind_of_task_has_a_builder():
     from typing import get_args
 
-    from asyncrl.config.stages import TaskConfig
+    from asyncrl.config.tasks import TaskConfig
 
     assert set(BUILDERS) == set(get_args(TaskConfig))
     assert build_task(AdditionTask(digits=1, held_out=1), 0).alphabet == "+0123456789="

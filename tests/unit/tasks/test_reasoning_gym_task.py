@@ -4,7 +4,7 @@ import pytest
 
 pytest.importorskip("reasoning_gym")
 
-from asyncrl.config.stages import ReasoningGymTask
+from asyncrl.config.tasks import ReasoningGymTask
 from asyncrl.errors import ConfigError
 from asyncrl.tasks.reasoning_gym_task import build_reasoning_gym
 

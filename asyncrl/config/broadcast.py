@@ -1,0 +1,97 @@
+"""How weights reach the generators: media, variants by the tag `kind`, and what is sent over them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from msgspec import Meta
+
+from asyncrl.config.fields import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, _Stage, _Variant
+
+
+class SharedMemoryMedium(_Variant, frozen=True, tag="shared_memory"):
+    """Double-buffered, one copy out, one copy in; same machine."""
+
+
+class FilesMedium(_Variant, frozen=True, tag="files"):
+    """Safetensors in a folder; any shared storage."""
+
+    folder: str = ""
+    """Empty: `weights/` in the run folder."""
+    keep_last: PositiveInt = 2
+    shard_bytes: PositiveInt = 1 << 30
+    """Most bytes of one safetensors file, a larger tensor apart; shards are written and read side by side."""
+    num_threads: PositiveInt = 4
+    """Shards that are written or read at once."""
+
+
+class ZeroMQMedium(_Variant, frozen=True, tag="zeromq"):
+    """Chunks from the learner over TCP; any number of machines."""
+
+    bind: str = "tcp://127.0.0.1:*"
+    chunk_bytes: PositiveInt = 1 << 20
+    fanout: NonNegativeInt = 2
+    """Generators the learner feeds itself; each feeds as many others with what it has already. 0: the learner feeds all."""
+    relay_bind: str = "tcp://127.0.0.1:*"
+    """Where a generator listens for those it feeds."""
+
+
+class GlooMedium(_Variant, frozen=True, tag="gloo"):
+    """Broadcast by torch.distributed over TCP, buckets at a time: one sender, all subscribers at once."""
+
+    host: str = "127.0.0.1"
+    """Where the learner lets the others meet; they must reach it."""
+    timeout_s: PositiveFloat = 30.0
+    """A member that does not take part for this long is dropped, and the rest go on."""
+    gather_s: PositiveFloat = 1.0
+    """How long a version waits for members to be ready before it goes out to those that are."""
+
+
+class NCCLMedium(_Variant, frozen=True, tag="nccl"):
+    """Broadcast from GPU to GPU, buckets at a time; members as in `gloo`."""
+
+    host: str = "127.0.0.1"
+    timeout_s: PositiveFloat = 30.0
+    gather_s: PositiveFloat = 1.0
+
+
+class CUDAIPCMedium(_Variant, frozen=True, tag="cuda_ipc"):
+    """Learner and engine on the same GPU: the engine opens the learner's own tensors; handles travel, bytes do not."""
+
+
+class SharedStorageMedium(_Variant, frozen=True, tag="shared_storage"):
+    """Nothing travels: the engine reads the learner's own parameters where they lie. For `placement.kind = "hybrid"` alone."""
+
+
+class AutoMedium(_Variant, frozen=True, tag="auto"):
+    """Chosen when the run starts, from where its processes are; the log says what and why."""
+
+
+MediumConfig = (
+    SharedMemoryMedium | FilesMedium | ZeroMQMedium | GlooMedium | NCCLMedium | CUDAIPCMedium | SharedStorageMedium | AutoMedium
+)
+
+
+class DeltaConfig(_Stage, frozen=True):
+    """Send only what changed in the bytes sent: values, not differences; lossless. Worth it with `dtype = "bfloat16"`."""
+
+    full_every: PositiveInt = 20
+    """Every n-th version is also made fetchable whole, where the medium does not hold the newest one whole anyway."""
+    compression_level: Annotated[int, Meta(ge=1, le=19)] = 1
+    """Of zstd; more costs time and, on the bytes of deltas, makes them no smaller."""
+    max_share: Fraction = 0.5
+    """A delta larger than this share of the whole is not sent; the whole is."""
+
+
+class BroadcastConfig(_Stage, frozen=True):
+    """How new weights reach the generators."""
+
+    medium: MediumConfig = SharedMemoryMedium()
+    dtype: Literal["model", "float32", "bfloat16"] = "model"
+    """Of the bytes sent; `model`: as the learner holds them."""
+    bucket_bytes: PositiveInt = 16 << 20
+    """What is fingerprinted, gathered and applied at once."""
+    delta: DeltaConfig | None = None
+    """None: every version travels whole."""
+    probe_tolerance: NonNegativeFloat = 0.05
+    """Probe logprobs further apart than this, generator against learner, are an alarm."""

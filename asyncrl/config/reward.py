@@ -1,0 +1,103 @@
+"""What reward workers are told: reward functions, variants by the tag `kind`, and the bounds of a scoring process."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from asyncrl.config.fields import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, _Stage, _Variant
+
+
+class AnswerMatchReward(_Variant, frozen=True, tag="answer_match"):
+    """1 when the extracted answer equals the reference, else 0."""
+
+    mode: Literal["exact", "numeric", "regex", "math"] = "exact"
+    """`math` is math-verify; `regex` full-matches the reference as a pattern."""
+    extract: str = ""
+    """Regex whose first group (last match) is the answer; empty: the whole completion, stripped."""
+    tolerance: NonNegativeFloat = 1e-6
+    """Only `numeric`: largest difference allowed, relative to max(1, |reference|)."""
+    weight: float = 1.0
+    name: str = ""
+
+
+class FormatCheckReward(_Variant, frozen=True, tag="format_check"):
+    """1 when the whole completion matches the pattern, else 0."""
+
+    pattern: str
+    weight: float = 1.0
+    name: str = ""
+
+
+class CodeExecReward(_Variant, frozen=True, tag="code_exec"):
+    """Fraction of the reference's tests that the completion's Python passes, inside a sandbox."""
+
+    sandbox: Literal["bubblewrap", "none"] = "bubblewrap"
+    """`none` runs model-written code with this user's rights: only where that is acceptable."""
+    cpu_s: PositiveFloat = 5.0
+    wall_s: PositiveFloat = 10.0
+    memory_bytes: PositiveInt = 1 << 30
+    output_bytes: PositiveInt = 1 << 20
+    all_or_nothing: bool = False
+    weight: float = 1.0
+    name: str = ""
+
+
+class ReasoningGymReward(_Variant, frozen=True, tag="reasoning_gym"):
+    """The family's own scorer, strict: 1 at a score of `threshold` and above, else 0."""
+
+    threshold: Fraction = 0.99
+    extract: str = r"<answer>(.*?)</answer>"
+    weight: float = 1.0
+    name: str = ""
+
+
+class OverlongPenalty(_Variant, frozen=True, tag="overlong"):
+    """DAPO's soft punishment of long answers: 0 up to max_tokens - buffer_tokens, then down to -1 linearly, never below.
+
+    Source: DAPO (arXiv 2503.14476), equation 13.
+    """
+
+    max_tokens: PositiveInt
+    """Usually, and at most, generate.sampling.max_new_tokens."""
+    buffer_tokens: PositiveInt
+    weight: float = 1.0
+    name: str = ""
+
+
+class PreferenceReward(_Variant, frozen=True, tag="preference"):
+    """1 for the chosen answer of a preferences task, 0 for the rejected one."""
+
+    weight: float = 1.0
+    name: str = ""
+
+
+class PythonReward(_Variant, frozen=True, tag="python"):
+    """A user's own function `module:function`, sync or async: (prompt, text) -> float; see reward/registry.py."""
+
+    path: str
+    weight: float = 1.0
+    name: str = ""
+
+
+RewardFunctionConfig = (
+    AnswerMatchReward
+    | FormatCheckReward
+    | CodeExecReward
+    | ReasoningGymReward
+    | OverlongPenalty
+    | PreferenceReward
+    | PythonReward
+)
+
+
+class RewardConfig(_Stage, frozen=True):
+    """Reward workers and what they compute: the weighted sum of `functions`."""
+
+    num_workers: NonNegativeInt = 1
+    functions: tuple[RewardFunctionConfig, ...] = (AnswerMatchReward(),)
+    timeout_s: PositiveFloat = 30.0
+    """One sample's rewards together; past it the sample is failed."""
+    concurrency: PositiveInt = 2
+    """Samples one worker scores at once, each in a process of its own."""
+    process_memory_bytes: PositiveInt = 4 << 30
+    """Data one scoring process may hold; a sample that needs more is failed and the process replaced."""

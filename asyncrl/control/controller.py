@@ -1,8 +1,8 @@
-"""The controller: accepts the run's processes, moves their messages, and carries out what the pure parts decide.
+"""The controller: one run's parts in one place, and what the pure ones decide carried out.
 
-Owns the connections, the flow of groups (control/flow.py), the learner's feed (control/feed.py), the supervisor and the API of
-one run. Invariants: one event loop, nothing here blocks it; every message kind has one handler; the run's end is decided by the
-lifecycle alone and happens once: tell everyone, wait for them, close the ledger, write the report.
+Owns the flow of groups (control/flow.py), the learner's feed (control/feed.py), the supervisor and the API of one run; who
+comes in is control/reception.py's affair, what they say control/messages.py's. Invariants: one event loop, nothing blocks it; the
+run's end is decided by the lifecycle alone and happens once: tell everyone, wait for them, close the ledger, write the report.
 
 Called by pipeline.py, in a process of its own; spoken to through control/api.py.
 """
@@ -12,13 +12,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import platform
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from asyncrl.clock import Clock
-from asyncrl.config.load import dump_config
 from asyncrl.config.run import RunConfig
 from asyncrl.control.api import serve_api
 from asyncrl.control.checkpoints import Checkpoints
@@ -33,14 +30,15 @@ from asyncrl.control.life_events import (
     EvaluationDone,
     Event,
     ProcessFault,
-    ProcessReady,
     Stalled,
     StepsDone,
     StopRequested,
 )
 from asyncrl.control.lifecycle import Lifecycle
+from asyncrl.control.messages import Messages
 from asyncrl.control.peers import Peer, Peers
 from asyncrl.control.process_plan import plan_processes, spec_maker
+from asyncrl.control.reception import Reception
 from asyncrl.control.reporter import Reporter
 from asyncrl.control.roster import Roster
 from asyncrl.control.run_api import RunApi
@@ -48,29 +46,21 @@ from asyncrl.control.supervisor import Supervisor, SupervisorCallbacks
 from asyncrl.control.switching import Switching
 from asyncrl.control.waiting import all_waits, queue_depths
 from asyncrl.control.watchdog import Wait, Watchdog, working_of
-from asyncrl.errors import AsyncRLError, ConnectionClosed, LedgerError
+from asyncrl.errors import AsyncRLError
 from asyncrl.schema.batches import StepDone
 from asyncrl.schema.codec import Message
 from asyncrl.schema.control import (
-    CheckpointDone,
-    EngineReady,
-    EngineRoom,
-    Fault,
     Heartbeat,
-    JoinTerms,
-    LearnerReady,
     LoadModel,
-    ModelsReady,
     Pause,
-    PhaseReached,
     ProcessKind,
     Resume,
     Shutdown,
 )
-from asyncrl.schema.samples import InferResult, Prompt, Sample, SampleFailure, Score
+from asyncrl.schema.samples import Prompt
 from asyncrl.schema.status import Phase
-from asyncrl.schema.weights import VersionLive, WeightsAvailable
-from asyncrl.transport.channel import GOODBYE, Connection, Delivery, Lane, Listener
+from asyncrl.schema.weights import WeightsAvailable
+from asyncrl.transport.channel import Listener
 
 log = logging.getLogger(__name__)
 
@@ -131,7 +121,8 @@ class Controller:
         self.elastic = Elastic(config, parts.flow, parts.peers, parts.roster, self.post, self.supervisor.terminate)
         self.watchdog = Watchdog(config.supervision.stall_timeout_s, self.started_s)
         self.model_folder = config.model.path if config.learner.kind == "external" and hasattr(config.model, "path") else ""
-        self._weights: WeightsAvailable | None = None
+        self.weights: WeightsAvailable | None = None
+        """The version that was announced last."""
         self.switching: Switching | None = None
         """Where learner and generators take turns on a device."""
         if config.placement.takes_turns:
@@ -143,23 +134,7 @@ class Controller:
         self._ok = False
         parts.feed.on_taken = parts.reporter.note_taken
         parts.flow.changed = parts.feed.wake
-        self._handlers: dict[type, Callable[[Peer, Delivery], None]] = {
-            Sample: self._on_sample,
-            SampleFailure: self._on_failure,
-            Score: self._on_score,
-            InferResult: self._on_score,
-            ModelsReady: self._on_models_ready,
-            StepDone: self._on_step_done,
-            WeightsAvailable: self._on_weights,
-            VersionLive: self._on_version_live,
-            Heartbeat: self._on_heartbeat,
-            LearnerReady: self._on_learner_ready,
-            EngineReady: self._on_engine_ready,
-            EngineRoom: self._on_engine_room,
-            CheckpointDone: self._on_checkpoint_done,
-            PhaseReached: self._on_phase_reached,
-            Fault: self._on_fault,
-        }
+        self._reception = Reception(self, Messages(self))
 
     # -- life ------------------------------------------------------------------------------------------------------------
 
@@ -174,14 +149,14 @@ class Controller:
                 self.flow.pick_up()
                 supervising = group.create_task(self.supervisor.run(), name="supervisor")
                 background = [
-                    group.create_task(self._accept(group), name="accept"),
+                    group.create_task(self._reception.accept(group), name="accept"),
                     group.create_task(self._feed(), name="feed"),
                     group.create_task(self._tick(), name="tick"),
                     group.create_task(self._stop_when(owner_gone), name="owner"),
                 ]
                 await self.ending.wait()
                 for peer in self.peers.all():
-                    self._say_goodbye(peer)
+                    self.say_goodbye(peer)
                 # A process that has not connected yet is still importing and holds nothing worth waiting for.
                 everyone_heard = all(self.peers.get(name) is not None for name in self.supervisor.pids)
                 await self.supervisor.shutdown(SHUTDOWN_S if everyone_heard else 1.0)
@@ -203,7 +178,8 @@ class Controller:
         except AsyncRLError as error:
             self.post(ProcessFault("learner", f"its next step cannot be sent: {error}", fatal=True))
 
-    def _say_goodbye(self, peer: Peer) -> None:
+    def say_goodbye(self, peer: Peer) -> None:
+        """Tell a process that the run is over, and why."""
         peer.tell(Shutdown(self.lifecycle.reason))
 
     async def _close_books(self) -> None:
@@ -217,46 +193,6 @@ class Controller:
             log.warning("whoever started this run is gone: stopping")
             self.post(StopRequested("the process that started the run is gone"))
 
-    async def _accept(self, group: asyncio.TaskGroup) -> None:
-        while True:
-            try:
-                connection = await self.listener.accept()
-            except ConnectionClosed:
-                return
-            before = self.peers.get(connection.peer.name)
-            peer = self.peers.add(connection)
-            if before is not None and self.roster.is_guest(peer.name):
-                self._take_back(peer.name)
-            elif before is not None:
-                self.post(ProcessFault(peer.name, "its connection broke, and what was on its way is lost", fatal=False))
-            group.create_task(self._serve_both(peer, connection), name=f"serve-{peer.name}")
-            self._on_connected(peer)
-
-    async def _serve_both(self, peer: Peer, connection: Connection) -> None:
-        """Serve both lanes until the connection is over and all that came over it is dealt with."""
-        async with asyncio.TaskGroup() as lanes:
-            for lane in Lane:
-                lanes.create_task(self._serve(peer, connection, lane), name=f"serve-{peer.name}-{lane.name}")
-        if self.roster.is_guest(peer.name) and self.peers.remove(peer):
-            self._guest_gone(peer)
-
-    async def _serve(self, peer: Peer, connection: Connection, lane: Lane) -> None:
-        """Hand every message of one lane to its handler until the connection ends."""
-        while True:
-            try:
-                delivery = await connection.receive(lane)
-            except ConnectionClosed:
-                return
-            self._dispatch(peer, delivery)
-
-    def _dispatch(self, peer: Peer, delivery: Delivery) -> None:
-        handler = self._handlers.get(type(delivery.message))
-        if handler is None:
-            log.warning("%s sent a %s, which is not for the controller", peer.name, type(delivery.message).__name__)
-            delivery.ack()
-            return
-        handler(peer, delivery)
-
     async def _tick(self) -> None:
         """Do what no message sets off: windows that opened, evaluations that ended, stalls, the time limit."""
         while True:
@@ -266,7 +202,7 @@ class Controller:
             self.flow.pump()
             self._finish_evaluation()
             now = self.clock.now()
-            await self._drop_silent_guests(now)
+            await self._reception.drop_silent_guests(now)
             self.elastic.tick(now, running=self.lifecycle.phase == "running", learner_idle=self._learner_idle)
             self.reporter.tick()
             self.watchdog.sampling_in_vain(bool(self.flow.fruitless))
@@ -283,33 +219,6 @@ class Controller:
         """Tell the lifecycle what happened, unless the run is over."""
         if not self.lifecycle.over:
             self.supervisor.post(event)
-
-    # -- guests: generators that this run did not start ------------------------------------------------------------------
-
-    def _welcome(self, peer: Peer) -> None:
-        """Tell a guest what the run is; it loads the model like any generator."""
-        self.roster.connected(peer.name, self.clock.now())
-        peer.tell(JoinTerms(dump_config(self.config), str(self.run_folder.resolve()), platform.node()))
-
-    def _guest_gone(self, peer: Peer) -> None:
-        """Hand out again what a guest held, and give its place back. Its end is no death of ours."""
-        why = peer.connection.closed_reason
-        self.roster.gone(peer.name, said_goodbye=why == GOODBYE or self.ending.is_set())
-        log.info("%s has left: %s", peer.name, why)
-        if not self.ending.is_set():
-            self._take_back(peer.name)
-
-    def _take_back(self, name: str) -> None:
-        self.reporter.forget(name)
-        self.flow.generator_dead(name)
-
-    async def _drop_silent_guests(self, now: float) -> None:
-        """End the connection of guests that are there and say nothing; what follows is as if it had broken."""
-        for name, silent_s in self.roster.overdue(now).items():
-            peer = self.peers.get(name)
-            if peer is not None:
-                log.warning("%s sent no heartbeat for %.0f s: it is left out", name, silent_s)
-                await peer.connection.close()
 
     def heartbeats(self) -> dict[str, Heartbeat]:
         """Return the newest heartbeat of every live process, guests among them, by name."""
@@ -356,8 +265,8 @@ class Controller:
         elif phase == "running":
             self._tell_generators(Resume())
             self.flow.release()
-            if self._reached_goal():
-                self._goal()
+            if self.reached_goal:
+                self.reach_goal()
         elif phase == "evaluating":
             self._tell_generators(Resume())
             self.flow.hold(evaluation_too=False)
@@ -368,7 +277,7 @@ class Controller:
                 # An outside learner's step stays taken for a resume; a learner that never was ready has nothing to save.
                 self.post(Drained())
             else:
-                self.feed.on_idle = self._write_last_checkpoint
+                self.feed.on_idle = self.write_last_checkpoint
         else:
             self.flow.hold(evaluation_too=True)
 
@@ -377,10 +286,12 @@ class Controller:
         self.checkpoints.fail(f"the run ended: {reason}")
         self.ending.set()
 
-    def _reached_goal(self) -> bool:
+    @property
+    def reached_goal(self) -> bool:
+        """Return whether the version that the run is for exists."""
         return self.feed.version >= self.config.num_steps
 
-    def _write_last_checkpoint(self) -> None:
+    def write_last_checkpoint(self) -> None:
         """Called once the learner has nothing in hand while draining."""
         if self.checkpoints.version >= self.feed.version:
             self.post(Drained())
@@ -408,176 +319,16 @@ class Controller:
             else:
                 self.post(EvaluationDone())
 
-    # -- messages --------------------------------------------------------------------------------------------------------
-
-    def _on_connected(self, peer: Peer) -> None:
-        log.info("%s connected (pid %d)", peer.name, peer.connection.peer.pid)
-        if self.roster.is_guest(peer.name):
-            self._welcome(peer)
-        if self.ending.is_set():
-            self._say_goodbye(peer)
-        elif peer.kind == "reward":
-            self.post(ProcessReady(peer.name))
-            self.flow.pump()
-        elif peer.kind in {"generator", "inference"} and self.model_folder:
-            self._let_load(peer)
-
-    def _on_sample(self, _: Peer, delivery: Delivery) -> None:
-        sample = delivery.message
-        assert isinstance(sample, Sample)
-        self.watchdog.moved("evaluated" if sample.purpose == "eval" else "generated", self.clock.now())
-        self.reporter.note_sample(sample)
-        self.flow.take_sample(sample, delivery.ack)
-
-    def _on_failure(self, peer: Peer, delivery: Delivery) -> None:
-        failure = delivery.message
-        assert isinstance(failure, SampleFailure)
-        log.warning("g%d.%d failed at %s: %s", failure.group_id, failure.index, failure.stage, failure.reason)
-        self.flow.take_failure(failure, peer.name, delivery.ack)
-
-    def _on_score(self, _: Peer, delivery: Delivery) -> None:
-        answer = delivery.message
-        assert isinstance(answer, Score | InferResult)
-        self.watchdog.moved("evaluated" if answer.purpose == "eval" else "scored", self.clock.now())
-        self.reporter.note_judged(answer)
-        score = self.flow.take_answer(answer, delivery.ack)
-        if score is not None:
-            self.reporter.note_score(score)
-
-    def _on_models_ready(self, peer: Peer, delivery: Delivery) -> None:
-        ready = delivery.message
-        assert isinstance(ready, ModelsReady)
-        delivery.ack()
-        if self.peers.get(peer.name) is peer:
-            log.info("%s: %s ready (%.1f MiB)", peer.name, ", ".join(ready.models), ready.num_bytes / 2**20)
-            self.post(ProcessReady(peer.name))
-            self.flow.pump()
-
-    def _on_heartbeat(self, peer: Peer, delivery: Delivery) -> None:
-        assert isinstance(delivery.message, Heartbeat)
-        peer.heartbeat = delivery.message
-        self.supervisor.note_heartbeat(delivery.message)
-        self.roster.beat(peer.name, self.clock.now())
-        delivery.ack()
-
-    def _on_fault(self, peer: Peer, delivery: Delivery) -> None:
-        fault = delivery.message
-        assert isinstance(fault, Fault)
-        delivery.ack()
-        if self.roster.is_guest(peer.name):
-            log.warning("%s cannot go on: %s", peer.name, fault.reason)
-            return
-        self.post(ProcessFault(fault.name, fault.reason, fault.fatal))
-
-    def _on_learner_ready(self, peer: Peer, delivery: Delivery) -> None:
-        ready = delivery.message
-        assert isinstance(ready, LearnerReady)
-        delivery.ack()
-        if self.peers.get(peer.name) is not peer:
-            return
-        self.model_folder = ready.model_folder
-        self.reporter.note_warm_start(ready.metrics)
-        try:
-            self.feed.learner_ready(peer.connection, ready.version)
-        except LedgerError as error:
-            self.post(ProcessFault(peer.name, str(error), fatal=True))
-            return
-        self.flow.buffer.version_published(ready.version)
-        if self.switching is not None:
-            self.switching.join(peer, self.model_folder)
-        self.tell_model_folder()
-        self.post(ProcessReady(peer.name))
-        if self.lifecycle.phase == "draining":
-            self.feed.on_idle = self._write_last_checkpoint
-        if self._reached_goal():
-            self._goal()
-
-    def tell_model_folder(self) -> None:
-        """Have everyone who waits for the model's folder open it; inference workers take being told twice."""
-        for peer in self.peers.all():
-            if peer.kind == "inference" or (peer.kind == "generator" and peer.num_slots == 0):
-                self._let_load(peer)
-
-    def _let_load(self, peer: Peer) -> None:
-        """Have a process open the model, a generator on a shared device when it is its turn."""
-        if self.switching is not None and peer.kind == "generator":
-            self.switching.join(peer, self.model_folder)
-        else:
-            peer.tell(LoadModel(self.model_folder))
-
-    def _on_phase_reached(self, peer: Peer, delivery: Delivery) -> None:
-        reached = delivery.message
-        assert isinstance(reached, PhaseReached)
-        delivery.ack()
-        if self.switching is not None and self.peers.get(peer.name) is peer:
-            self.switching.reached(reached)
-
-    def _on_engine_ready(self, peer: Peer, delivery: Delivery) -> None:
-        ready = delivery.message
-        assert isinstance(ready, EngineReady)
-        delivery.ack()
-        if self.peers.get(peer.name) is not peer or peer.num_slots:
-            return  # it died meanwhile, or was told twice to load: taking it in again would forget the groups it was given
-        peer.num_slots = ready.num_slots
-        self.flow.generator_ready(peer.name, ready.num_slots, ready.version)
-        if self.lifecycle.phase == "paused":
-            peer.tell(Pause())
-        if self._weights is not None:
-            peer.tell(self._weights)
-        if self.roster.is_guest(peer.name):
-            self.roster.ready(peer.name)
-        else:
-            self.post(ProcessReady(peer.name))
-
-    def _on_engine_room(self, peer: Peer, delivery: Delivery) -> None:
-        room = delivery.message
-        assert isinstance(room, EngineRoom)
-        delivery.ack()
-        if self.peers.get(peer.name) is peer and peer.num_slots:
-            peer.num_slots = max(1, room.num_slots)
-            self.flow.room_changed(peer.name, peer.num_slots)
-
-    def _on_weights(self, _: Peer, delivery: Delivery) -> None:
-        available = delivery.message
-        assert isinstance(available, WeightsAvailable)
-        delivery.ack()
-        self.spread(available)
-        if self.switching is not None:
-            self.switching.announced(available.version)
+    # -- versions and steps ----------------------------------------------------------------------------------------------
 
     def spread(self, available: WeightsAvailable) -> None:
         """Tell every generator about a version, unless a newer one is out already."""
-        if (
-            self._weights is not None
-            and available.version < self._weights.version
-            and available.location == self._weights.location
-        ):
+        if self.weights is not None and available.version < self.weights.version and available.location == self.weights.location:
             return
-        self._weights = available
+        self.weights = available
         self.reporter.note_published(available)
         self.flow.buffer.version_published(available.version)
         self._tell_generators(available)
-
-    def _on_version_live(self, peer: Peer, delivery: Delivery) -> None:
-        live = delivery.message
-        assert isinstance(live, VersionLive)
-        delivery.ack()
-        self.watchdog.moved("live", self.clock.now())
-        peer.live_version = live.version
-        self.reporter.note_live(live, self._weights)
-        if live.probe_error > self.config.broadcast.probe_tolerance:
-            log.warning(
-                "%s: probe logprobs of version %d differ by %.3g from the learner's (broadcast.probe_tolerance %g): engine and "
-                "learner do not agree on the model; check dtypes", peer.name, live.version, live.probe_error,
-                self.config.broadcast.probe_tolerance,
-            )  # fmt: skip
-        self.flow.version_live(peer.name, live.version)
-
-    def _on_step_done(self, _: Peer, delivery: Delivery) -> None:
-        done = delivery.message
-        assert isinstance(done, StepDone)
-        delivery.ack()
-        self.step_done(done)
 
     def step_done(self, done: StepDone) -> None:
         """Note a finished step, whoever the learner is, and do what is due after it."""
@@ -589,26 +340,31 @@ class Controller:
             self.reporter.note_step(done, self.flow, self.peers, self.heartbeats())
             self.moved.set()
         checkpoint, evaluate = self.config.checkpoint.every_steps, self.config.eval.every_steps
-        if self._reached_goal():
-            self._goal()
+        if self.reached_goal:
+            self.reach_goal()
         elif checkpoint and done.version % checkpoint == 0:
             self.checkpoints.ask(self.feed.version)
-        if evaluate and done.version % evaluate == 0 and not self._reached_goal():
+        if evaluate and done.version % evaluate == 0 and not self.reached_goal:
             self._start_evaluation(done.version)
 
-    def _goal(self) -> None:
+    def reach_goal(self) -> None:
+        """End the run in good order, if that is not under way."""
         if self.lifecycle.phase in {"running", "paused", "evaluating"}:
             self.checkpoints.ask(self.feed.version)
             self.post(StepsDone())
 
-    def _on_checkpoint_done(self, _: Peer, delivery: Delivery) -> None:
-        done = delivery.message
-        assert isinstance(done, CheckpointDone)
-        delivery.ack()
-        log.info("checkpoint of version %d: %s (%.1f s)", done.version, done.folder, done.seconds)
-        self.flow.buffer.forget(self.checkpoints.done(done), self.clock.now())
-        if self.lifecycle.phase == "draining" and self.feed.idle:
-            self._write_last_checkpoint()
+    def tell_model_folder(self) -> None:
+        """Have everyone who waits for the model's folder open it; inference workers take being told twice."""
+        for peer in self.peers.all():
+            if peer.kind == "inference" or (peer.kind == "generator" and peer.num_slots == 0):
+                self.let_load(peer)
+
+    def let_load(self, peer: Peer) -> None:
+        """Have a process open the model, a generator on a shared device when it is its turn."""
+        if self.switching is not None and peer.kind == "generator":
+            self.switching.join(peer, self.model_folder)
+        else:
+            peer.tell(LoadModel(self.model_folder))
 
     def _tell_generators(self, message: Message) -> None:
         for peer in self.peers.of("generator"):

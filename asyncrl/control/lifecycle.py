@@ -15,8 +15,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from asyncrl.config.run import SupervisionConfig
 from asyncrl.control.life_events import (
@@ -49,41 +48,20 @@ from asyncrl.control.life_events import (
     StepsDone,
     StopRequested,
 )
+from asyncrl.control.process_records import ALIVE, ProcessRecord, backoff_s, deaths_in_window, exit_text, too_many_deaths
 from asyncrl.schema.control import ProcessKind
 from asyncrl.schema.status import Phase
 
-ProcessState = Literal["planned", "starting", "up", "ready", "dying", "restarting", "leaving", "left", "gone"]
-
-LONGEST_BACKOFF_S = 30.0
 _COMES_IN: dict[type, frozenset[Phase]] = {
     EvaluationDone: frozenset({"evaluating", "draining"}),
     StepsDone: frozenset({"evaluating", "running", "draining"}),
     Drained: frozenset({"draining"}),
 }
 """Events that only some phases know; `paused` counts as the phase beneath it."""
-_ALIVE: frozenset[ProcessState] = frozenset({"starting", "up", "ready", "dying", "leaving"})
 
 
 class IllegalTransitionError(AssertionError):
     """An event came that cannot come in this phase; the message carries the recent story."""
-
-
-@dataclass(slots=True)
-class ProcessRecord:
-    """What the run knows about one of its processes."""
-
-    name: str
-    kind: ProcessKind
-    state: ProcessState = "planned"
-    incarnation: int = 0
-    deaths_s: list[float] = field(default_factory=list)
-    """When it died, within the window."""
-    exit_codes: list[int] = field(default_factory=list)
-    """Of every incarnation that died: one death each; ends after the run's end, and of those that left, are none."""
-    departures: int = 0
-    """Incarnations that left because the run could do without them."""
-    last_words: str = ""
-    """Why it was killed or said it would die; empty where nobody knows."""
 
 
 class Lifecycle:
@@ -298,7 +276,7 @@ class Lifecycle:
     def _exited(self, event: ProcessExited, now: float) -> list[Instruction]:
         record = self.processes[event.name]
         stale = event.incarnation not in {0, record.incarnation}
-        if stale or record.state not in _ALIVE | {"restarting"}:
+        if stale or record.state not in ALIVE | {"restarting"}:
             return []
         if self.over:
             record.state = "gone"
@@ -309,34 +287,15 @@ class Lifecycle:
             return [AnnounceDead(record.name, record.kind, "it was not needed any more")]
         record.exit_codes.append(event.code)
         record.deaths_s.append(now)
-        why = record.last_words or f"{record.name} exited with {_exit_text(event.code)}"
+        why = record.last_words or f"{record.name} exited with {exit_text(event.code)}"
         instructions: list[Instruction] = [AnnounceDead(record.name, record.kind, why)]
-        deaths = self._deaths_in_window(now)
+        deaths = deaths_in_window(self.processes.values(), self._config, now)
         if deaths > self._config.max_deaths:
             record.state = "gone"
-            return instructions + self._end(ok=False, reason=self._too_many_deaths(deaths, record, why))
-        return [*instructions, self._start(record, self._backoff_s(record))]
-
-    def _deaths_in_window(self, now: float) -> int:
-        for record in self.processes.values():
-            record.deaths_s = [died_s for died_s in record.deaths_s if now - died_s <= self._config.death_window_s]
-        return sum(len(record.deaths_s) for record in self.processes.values())
-
-    def _backoff_s(self, record: ProcessRecord) -> float:
-        """Return backoff_s x 2^(deaths of this process in the window - 1), at most LONGEST_BACKOFF_S."""
-        doublings = min(len(record.deaths_s) - 1, 30)
-        return float(min(self._config.backoff_s * 2**doublings, LONGEST_BACKOFF_S))
-
-    def _too_many_deaths(self, deaths: int, last: ProcessRecord, why: str) -> str:
-        died = [record for record in self.processes.values() if record.deaths_s]
-        listing = "; ".join(
-            f"{record.name} ended with {', '.join(map(_exit_text, record.exit_codes[-len(record.deaths_s) :]))}"
-            for record in died
-        )
-        return (
-            f"{deaths} deaths within {self._config.death_window_s:.0f} s, allowed are {self._config.max_deaths} "
-            f"(supervision.max_deaths): {listing}; the last: {why}; see {self._logs_folder}/{last.name}.log"
-        )
+            last_words = f"{why}; see {self._logs_folder}/{record.name}.log"
+            said = too_many_deaths(self.processes.values(), self._config, deaths, last_words)
+            return instructions + self._end(ok=False, reason=said)
+        return [*instructions, self._start(record, backoff_s(record, self._config))]
 
     def _goal(self, _: StepsDone) -> list[Instruction]:
         if self._goal_reached or self.phase == "draining":
@@ -395,8 +354,3 @@ class Lifecycle:
             if record.state == "restarting":
                 record.state = "gone"
         return [EnterPhase(self.phase), EndRun(ok, reason)]
-
-
-def _exit_text(code: int) -> str:
-    """Return an exit code in words, `signal 9` for -9."""
-    return f"signal {-code}" if code < 0 else f"code {code}"

@@ -34,7 +34,8 @@ from asyncrl.control.life_events import (
     StepsDone,
     StopRequested,
 )
-from asyncrl.control.lifecycle import LONGEST_BACKOFF_S, IllegalTransitionError, Lifecycle
+from asyncrl.control.lifecycle import IllegalTransitionError, Lifecycle
+from asyncrl.control.process_records import LONGEST_BACKOFF_S
 from asyncrl.schema.status import Phase
 
 PLAN = [ProcessPlan("learner", "learner"), ProcessPlan("generator-0", "generator"), ProcessPlan("generator-1", "generator")]

@@ -25,6 +25,7 @@ from asyncrl.errors import GenerationError
 from asyncrl.generate.counter_random import seed_word, uniforms
 from asyncrl.generate.engine import EngineRequest, KVPolicy, SleepLevel, TokenChunk
 from asyncrl.generate.kv_room import KVRoom
+from asyncrl.generate.request_rules import RequestRules
 from asyncrl.generate.token_stream import TokenStream
 from asyncrl.schema.samples import FinishReason
 
@@ -67,6 +68,7 @@ class FakeEngine:
         self._holds: set[str] = set()
         self._changed = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
+        self._rules = RequestRules(config.vocabulary_size, config.max_sequence_tokens)
         self._room = KVRoom(config.num_slots, _BLOCK_TOKENS, config.max_sequence_tokens)
 
     @property
@@ -95,7 +97,7 @@ class FakeEngine:
 
     def submit(self, request: EngineRequest) -> TokenStream:
         """Script the whole completion and let time tell it; see `Engine.submit`."""
-        self._check(request)
+        self._rules.check(request, self._by_id)
         self._num_submitted += 1
         request_id = request.request_id
         stream = TokenStream(on_early_close=lambda: self.abort(request_id))
@@ -278,19 +280,3 @@ class FakeEngine:
             length = mean * math.exp(sigma * normal - sigma**2 / 2)
         num_tokens = max(1, round(length))
         return (limit, "length") if num_tokens >= limit else (num_tokens, "stop")
-
-    def _check(self, request: EngineRequest) -> None:
-        prompt, response, limit = len(request.prompt_ids), request.sampling.max_new_tokens, self._config.max_sequence_tokens
-        if not prompt:
-            raise GenerationError(f"request {request.request_id}: there are no prompt tokens; give at least one")
-        if min(request.prompt_ids) < 0 or max(request.prompt_ids) >= self._config.vocabulary_size:
-            raise GenerationError(
-                f"request {request.request_id}: a token id is outside the vocabulary of {self._config.vocabulary_size}"
-            )
-        if request.request_id in self._by_id:
-            raise GenerationError(f"request {request.request_id} is running already; request ids must be unique")
-        if response < 1 or prompt + response > limit:
-            raise GenerationError(
-                f"request {request.request_id}: prompt of {prompt} tokens plus max_new_tokens {response} must fit into "
-                f"generate.engine.max_sequence_tokens ({limit}), with at least one new token"
-            )

@@ -18,6 +18,7 @@ from asyncrl.config.generate import ReplayEngineConfig
 from asyncrl.errors import GenerationError
 from asyncrl.generate.engine import EngineRequest, KVPolicy, SleepLevel, TokenChunk
 from asyncrl.generate.prompt_codec import TokenizerCodec
+from asyncrl.generate.request_rules import refuse_running
 from asyncrl.generate.token_stream import TokenStream
 from asyncrl.schema.samples import PreferenceAnswers, Prompt
 
@@ -151,8 +152,7 @@ class ReplayEngine:
             raise GenerationError(
                 f"request {request.request_id}: a prompt of {prompt} tokens and an answer of {answer}; need both"
             )
-        if request.request_id in self._waiting:
-            raise GenerationError(f"request {request.request_id} is running already; request ids must be unique")
+        refuse_running(request, self._waiting)
         if prompt + answer > limit:
             raise GenerationError(
                 f"request {request.request_id}: prompt of {prompt} tokens plus answer of {answer} must fit into "

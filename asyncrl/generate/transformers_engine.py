@@ -22,9 +22,10 @@ import torch
 
 from asyncrl.config.generate import TransformersEngineConfig
 from asyncrl.config.learner import LoRAConfig
-from asyncrl.errors import EngineDied, GenerationError
+from asyncrl.errors import EngineDied
 from asyncrl.generate.decode_thread import DecodeThread
 from asyncrl.generate.engine import EngineRequest, KVPolicy, SleepLevel
+from asyncrl.generate.request_rules import RequestRules
 from asyncrl.generate.slot_decoder import Emission, SlotDecoder
 from asyncrl.generate.slot_model import SlotModel
 from asyncrl.generate.slots import InFlight
@@ -58,8 +59,7 @@ class TransformersEngine:
         self._thread = DecodeThread(self._make_decoder, self._hear, self._lose_all)
         self._streams: dict[str, weakref.ref[TokenStream]] = {}
         self._version = -1
-        self._vocabulary_size = 0
-        self._end_ids: frozenset[int] = frozenset()
+        self._rules = RequestRules(0, config.max_sequence_tokens)
         self._resident: dict[str, int] = {}
         self._receiver: Receiver | None = None
 
@@ -94,13 +94,8 @@ class TransformersEngine:
 
     def submit(self, request: EngineRequest) -> TokenStream:
         """Start a request; see `Engine.submit`."""
-        self._check(request)
-        stop_ids = frozenset(request.sampling.stop_token_ids)
-        if request.sampling.ignore_eos:
-            stop_ids = frozenset()
-        else:
-            stop_ids |= self._end_ids
-        request_id = request.request_id
+        self._rules.check(request, self._streams)
+        request_id, stop_ids = request.request_id, self._rules.stop_ids(request)
         stream = TokenStream(on_early_close=lambda: self.abort(request_id))
         handed_over = self._thread.post(lambda decoder: decoder.submit(InFlight(request, stop_ids)))
         if handed_over.done():
@@ -164,12 +159,7 @@ class TransformersEngine:
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         """Return the probe's logprobs; see `Engine.score`."""
-        ids = tuple(int(token) for token in token_ids)
-        self._check_ids(ids, "score")
-        if len(ids) > self._config.max_sequence_tokens:
-            raise GenerationError(
-                f"cannot score {len(ids)} tokens: generate.engine.max_sequence_tokens is {self._config.max_sequence_tokens}"
-            )
+        ids = self._rules.scorable(token_ids)
         return await self._thread.call(lambda decoder: decoder.score(ids))
 
     async def close(self) -> None:
@@ -182,7 +172,8 @@ class TransformersEngine:
     def _make_decoder(self) -> SlotDecoder:
         torch.set_num_threads(self._config.num_threads)
         model = self._load()
-        self._vocabulary_size, self._end_ids, self._resident = model.vocabulary_size, model.end_ids, model.resident
+        self._rules = RequestRules(model.vocabulary_size, self._config.max_sequence_tokens, model.end_ids)
+        self._resident = model.resident
         return SlotDecoder(model, self._config.num_slots)
 
     def _hear(self, news: list[Emission]) -> None:
@@ -196,26 +187,3 @@ class TransformersEngine:
 
     def _lose_all(self, fault: EngineDied) -> None:
         self._hear([Emission(request_id, EngineDied(str(fault))) for request_id in list(self._streams)])
-
-    def _check(self, request: EngineRequest) -> None:
-        self._check_ids(request.prompt_ids, f"request {request.request_id}")
-        if request.request_id in self._streams:
-            raise GenerationError(f"request {request.request_id} is running already; request ids must be unique")
-        prompt, response, limit = len(request.prompt_ids), request.sampling.max_new_tokens, self._config.max_sequence_tokens
-        if response < 1:
-            raise GenerationError(f"request {request.request_id}: max_new_tokens must be at least 1, got {response}")
-        if prompt + response > limit:
-            raise GenerationError(
-                f"request {request.request_id}: prompt of {prompt} tokens plus max_new_tokens {response} is {prompt + response}, "
-                f"over generate.engine.max_sequence_tokens ({limit}); shorten the prompt, ask for fewer tokens or raise the limit"
-            )
-
-    def _check_ids(self, token_ids: Sequence[int], what: str) -> None:
-        if not token_ids:
-            raise GenerationError(f"{what}: there are no prompt tokens; give at least one (a beginning-of-sequence token, say)")
-        low, high = min(token_ids), max(token_ids)
-        if low < 0 or high >= self._vocabulary_size:
-            wrong = low if low < 0 else high
-            raise GenerationError(
-                f"{what}: token id {wrong} is outside the vocabulary: allowed are 0 to {self._vocabulary_size - 1}"
-            )

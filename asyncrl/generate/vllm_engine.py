@@ -27,11 +27,12 @@ from asyncrl.config.learner import LoRAConfig
 from asyncrl.errors import BroadcastError, EngineDied, GenerationError
 from asyncrl.generate.engine import EngineRequest, KVPolicy, SleepLevel
 from asyncrl.generate.kv_room import KVRoom
+from asyncrl.generate.request_rules import RequestRules
 from asyncrl.generate.token_stream import TokenStream
 from asyncrl.generate.vllm_folder import read_folder
 from asyncrl.generate.vllm_launch import core_pids, launch, processes_of, shut_down
 from asyncrl.generate.vllm_orders import LoadOrder, LoadReply
-from asyncrl.generate.vllm_requests import RequestRules
+from asyncrl.generate.vllm_requests import check_request
 from asyncrl.generate.vllm_streams import DEATH, Flights
 from asyncrl.generate.vllm_versions import installed_version
 from asyncrl.generate.vllm_weights import load_order_on_thread
@@ -120,7 +121,7 @@ class VLLMEngine:
     def submit(self, request: EngineRequest) -> TokenStream:
         """Start a request; see `Engine.submit`."""
         flights = self._alive()
-        self._rules.check(request)
+        check_request(request, self._rules, flights)
         return flights.submit(request)
 
     def abort(self, request_id: str) -> None:
@@ -180,11 +181,7 @@ class VLLMEngine:
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         """Return the probe's logprobs; see `Engine.score`. While paused, vLLM runs for as long as it takes."""
         self._alive()
-        ids = [int(token) for token in token_ids]
-        self._rules.check_ids(ids, "score")
-        limit = self._llm.model_config.max_model_len - 1
-        if len(ids) > limit:
-            raise GenerationError(f"cannot score {len(ids)} tokens: {limit} is the most (generate.engine.max_sequence_tokens)")
+        ids = self._rules.scorable(token_ids, self._llm.model_config.max_model_len - 1)
         async with self._turn:
             flights = self._awake("score")
             if self._is_torn:

@@ -28,9 +28,10 @@ from asyncrl.config.generate import VLLMServerEngineConfig
 from asyncrl.errors import EngineDied, GenerationError
 from asyncrl.generate.engine import EngineRequest, KVPolicy, SleepLevel
 from asyncrl.generate.kv_room import KVRoom
+from asyncrl.generate.request_rules import RequestRules
 from asyncrl.generate.token_stream import TokenStream
 from asyncrl.generate.vllm_folder import ModelFolder, read_folder
-from asyncrl.generate.vllm_requests import RequestRules
+from asyncrl.generate.vllm_requests import check_request
 from asyncrl.generate.vllm_server_checks import check_server
 from asyncrl.generate.vllm_server_control import ServerControl
 from asyncrl.generate.vllm_server_flights import Flights
@@ -110,9 +111,7 @@ class VLLMServerEngine:
     def submit(self, request: EngineRequest) -> TokenStream:
         """Start a request; see `Engine.submit`."""
         server = self._up
-        server.rules.check(request)
-        if request.request_id in server.flights:
-            raise GenerationError(f"request {request.request_id} is running already; request ids must be unique")
+        check_request(request, server.rules, server.flights)
         return server.flights.submit(request)
 
     def abort(self, request_id: str) -> None:
@@ -142,9 +141,8 @@ class VLLMServerEngine:
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         """Return the probe's logprobs; see `Engine.score`."""
-        server, ids = self._up, tuple(int(token) for token in token_ids)
-        server.rules.check_ids(ids, "score")
-        return await self._steer(server.control.score(ids))
+        server = self._up
+        return await self._steer(server.control.score(server.rules.scorable(token_ids)))
 
     async def close(self) -> None:
         """Abort everything and close the connections; the server runs on."""

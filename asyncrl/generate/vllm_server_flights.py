@@ -21,8 +21,8 @@ from dataclasses import dataclass, field
 from asyncrl.clock import Clock
 from asyncrl.errors import EngineDied, GenerationError
 from asyncrl.generate.engine import EngineRequest, TokenChunk
+from asyncrl.generate.request_rules import RequestRules
 from asyncrl.generate.token_stream import TokenStream
-from asyncrl.generate.vllm_requests import RequestRules
 from asyncrl.generate.vllm_server_checks import GENERATE
 from asyncrl.generate.vllm_server_http import ServerClient, ServerLost
 from asyncrl.generate.vllm_server_tokens import VersionedTokens, VersionLabels
@@ -73,7 +73,7 @@ class Flights:
         """Return how many are not finished."""
         return len(self._by_id)
 
-    def __contains__(self, request_id: str) -> bool:
+    def __contains__(self, request_id: object) -> bool:
         """Return whether a request is not finished."""
         return request_id in self._by_id
 

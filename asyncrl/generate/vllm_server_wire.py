@@ -11,7 +11,8 @@ import msgspec
 
 from asyncrl.errors import GenerationError
 from asyncrl.generate.engine import EngineRequest
-from asyncrl.generate.vllm_requests import RequestRules
+from asyncrl.generate.request_rules import RequestRules
+from asyncrl.generate.vllm_requests import sampling_arguments
 
 CLAMPED_LOGPROB = -9999.0
 """What the server sends for a logprob that is not a number."""
@@ -143,7 +144,7 @@ class VersionReply(msgspec.Struct, frozen=True):
 
 def completion_body(request: EngineRequest, rules: RequestRules, cache_salt: str) -> GenerateBody:
     """Return what asks for this completion, token by token."""
-    params = ServerSampling(**rules.sampling_arguments(request), detokenize=False)
+    params = ServerSampling(**sampling_arguments(request, rules), detokenize=False)
     return GenerateBody(request.request_id, request.prompt_ids, params, stream=True, cache_salt=cache_salt)
 
 

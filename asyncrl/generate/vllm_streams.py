@@ -22,7 +22,7 @@ import logging
 import math
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
@@ -30,8 +30,9 @@ from typing import Any
 from asyncrl.errors import EngineDied, GenerationError
 from asyncrl.generate.engine import EngineRequest, TokenChunk
 from asyncrl.generate.kv_room import KVRoom
+from asyncrl.generate.request_rules import RequestRules
 from asyncrl.generate.token_stream import TokenStream
-from asyncrl.generate.vllm_requests import RequestRules
+from asyncrl.generate.vllm_requests import sampling_arguments
 from asyncrl.schema.samples import FinishReason
 
 log = logging.getLogger(__name__)
@@ -105,6 +106,10 @@ class Flights:
         """Requests submitted and not finished."""
         return len(self._by_id)
 
+    def __contains__(self, request_id: object) -> bool:
+        """Return whether a request is not finished."""
+        return request_id in self._by_id
+
     async def open(self) -> None:
         """Begin; the caller closes."""
         is_open = asyncio.Event()
@@ -120,14 +125,8 @@ class Flights:
             await self._home
 
     def submit(self, request: EngineRequest) -> TokenStream:
-        """Start a request that was checked; return its stream.
-
-        Raises:
-            GenerationError: The id is in use.
-        """
+        """Start a request that was checked; return its stream."""
         request_id = request.request_id
-        if request_id in self._by_id:
-            raise GenerationError(f"request {request_id} is running already; request ids must be unique")
         stream = TokenStream(on_early_close=lambda: self.abort(request_id))
         flight = self._by_id[request_id] = Flight(request, weakref.ref(stream))
         self._waiting.append(flight)
@@ -156,7 +155,7 @@ class Flights:
             if flight.collector is not None and not flight.spans and flight.epoch != self.epoch:
                 await self._withdraw(flight)
 
-    async def score(self, token_ids: list[int]) -> list[float]:
+    async def score(self, token_ids: Sequence[int]) -> list[float]:
         """Return the logprob of each token after the first, temperature 1; vLLM must not be paused.
 
         Prompt logprobs are taken before any temperature or filter, whatever `logprobs_mode` says, and never from cached prompts.
@@ -164,7 +163,7 @@ class Flights:
         params = self._make_params(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False, ignore_eos=True)
         request_id = f"asyncrl-score-{next(self._scored)}"
         final = None
-        async for output in self._llm.generate({"type": "token", "prompt_token_ids": token_ids}, params, request_id):
+        async for output in self._llm.generate({"type": "token", "prompt_token_ids": list(token_ids)}, params, request_id):
             final = output
         assert final is not None
         return [position[token].logprob for position, token in zip(final.prompt_logprobs[1:], token_ids[1:], strict=True)]
@@ -222,7 +221,7 @@ class Flights:
         flight.epoch = self.epoch
         request = flight.request
         params = self._make_params(
-            **self._rules.sampling_arguments(request), detokenize=False, flat_logprobs=True, output_kind=self._delta
+            **sampling_arguments(request, self._rules), detokenize=False, flat_logprobs=True, output_kind=self._delta
         )
         prompt = {"type": "token", "prompt_token_ids": list(request.prompt_ids), "cache_salt": f"asyncrl-{flight.epoch}"}
         flight.collector = await self._llm.add_request(request.request_id, prompt, params)

@@ -2,7 +2,8 @@ import pytest
 
 from asyncrl.errors import GenerationError
 from asyncrl.generate.engine import EngineRequest
-from asyncrl.generate.vllm_requests import RequestRules
+from asyncrl.generate.request_rules import RequestRules
+from asyncrl.generate.vllm_requests import check_request, sampling_arguments
 from asyncrl.schema.samples import SamplingParams
 
 RULES = RequestRules(64, 100, frozenset({1, 2}))
@@ -13,22 +14,20 @@ def request(seed: int = 0, **sampling) -> EngineRequest:
 
 
 def test_end_tokens_and_stop_tokens_are_both_stops_of_ours() -> None:
-    arguments = RULES.sampling_arguments(request(stop_token_ids=(7,)))
+    arguments = sampling_arguments(request(stop_token_ids=(7,)), RULES)
     assert arguments["stop_token_ids"] == [1, 2, 7]
     assert arguments["ignore_eos"], "vLLM's own rule needs a tokenizer"
 
 
-def test_ignoring_the_end_ignores_every_stop() -> None:
-    assert RULES.sampling_arguments(request(stop_token_ids=(7,), ignore_eos=True))["stop_token_ids"] == []
-
-
 def test_max_tokens_is_always_set_and_seeds_fit_torchs_generator() -> None:
-    arguments = RULES.sampling_arguments(request(seed=(1 << 64) - 1))
+    arguments = sampling_arguments(request(seed=(1 << 64) - 1), RULES)
     assert arguments["max_tokens"] == 4
     assert 0 <= arguments["seed"] < 1 << 63
 
 
 def test_a_temperature_that_vllm_would_raise_is_refused() -> None:
     with pytest.raises(GenerationError, match=r"0\.001 is not 0 .* below 0\.01"):
-        RULES.check(request(temperature=0.001))
-    RULES.check(request(temperature=0.0))
+        check_request(request(temperature=0.001), RULES, ())
+    check_request(request(temperature=0.0), RULES, ())
+    with pytest.raises(GenerationError, match="running already"):
+        check_request(request(), RULES, ("a",))

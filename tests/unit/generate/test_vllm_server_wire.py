@@ -5,7 +5,7 @@ import pytest
 
 from asyncrl.errors import GenerationError
 from asyncrl.generate.engine import EngineRequest
-from asyncrl.generate.vllm_requests import RequestRules
+from asyncrl.generate.request_rules import RequestRules
 from asyncrl.generate.vllm_server_gauges import read_gauges
 from asyncrl.generate.vllm_server_wire import EventSplitter, completion_body, decode_reply, prompt_body, prompt_logprobs
 from asyncrl.schema.samples import SamplingParams

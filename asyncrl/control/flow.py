@@ -22,8 +22,8 @@ from asyncrl.config.run import RunConfig
 from asyncrl.control.evaluation import Evaluation, sampling_of
 from asyncrl.control.peers import Peers
 from asyncrl.control.scoring import ScoringDesk, infer_request
-from asyncrl.generate.admission import (
-    Admission,
+from asyncrl.generate.admission import Admission
+from asyncrl.generate.admission_events import (
     AdmissionEvent,
     AdmissionInstruction,
     GeneratorLeaving,

@@ -36,10 +36,9 @@ from asyncrl.buffer.events import (
 )
 from asyncrl.buffer.staleness import StalenessFigures, VersionCounts
 from asyncrl.buffer.state import BufferState
-from asyncrl.generate.admission import (
-    Admission,
+from asyncrl.generate.admission import Admission, AdmissionLimits
+from asyncrl.generate.admission_events import (
     AdmissionEvent,
-    AdmissionLimits,
     GeneratorLost,
     GeneratorReady,
     GroupGone,

@@ -7,16 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.generate.admission import (
-    Admission,
-    AdmissionLimits,
+from asyncrl.generate.admission import Admission, AdmissionLimits, capacity
+from asyncrl.generate.admission_events import (
     GeneratorReady,
     GroupGone,
     GroupIsReady,
     Paused,
     Resumed,
     VersionIsLive,
-    capacity,
 )
 
 CASES = json.loads((Path(__file__).parent / "numbers" / "staleness.json").read_text())["cases"]

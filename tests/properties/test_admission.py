@@ -24,9 +24,8 @@ from asyncrl.buffer.events import (
     Wait,
 )
 from asyncrl.buffer.state import BufferLimits, BufferState
-from asyncrl.generate.admission import (
-    Admission,
-    AdmissionLimits,
+from asyncrl.generate.admission import Admission, AdmissionLimits
+from asyncrl.generate.admission_events import (
     GeneratorLost,
     GeneratorReady,
     GroupIsReady,

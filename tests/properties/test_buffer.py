@@ -22,9 +22,8 @@ from asyncrl.buffer.events import GroupMoved, Reissue, ReturnPrompt, ScreenLifte
 from asyncrl.buffer.opening import open_buffer
 from asyncrl.buffer.replies import TakenStep
 from asyncrl.config.load import parse_config
-from asyncrl.generate.admission import (
-    Admission,
-    AdmissionLimits,
+from asyncrl.generate.admission import Admission, AdmissionLimits
+from asyncrl.generate.admission_events import (
     GeneratorLost,
     GeneratorReady,
     GroupAdded,

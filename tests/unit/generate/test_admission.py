@@ -2,9 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from asyncrl.generate.admission import (
-    Admission,
-    AdmissionLimits,
+from asyncrl.generate.admission import Admission, AdmissionLimits
+from asyncrl.generate.admission_events import (
     GeneratorLeaving,
     GeneratorLost,
     GeneratorReady,

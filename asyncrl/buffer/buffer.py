@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from asyncrl.algorithms.screening import members_of, trained_members
 from asyncrl.buffer.events import (
     BufferInstruction,
     GeneratorGone,
@@ -51,10 +50,10 @@ from asyncrl.buffer.records import (
     TakenRecord,
     TrainedRecord,
 )
-from asyncrl.buffer.replies import Receipt, ReturnedPrompt, TakenStep, Waiting, WorkOrder
-from asyncrl.buffer.restore import Restored, without_reference
-from asyncrl.buffer.staleness import staleness_figures
+from asyncrl.buffer.replies import Receipt, ReturnedPrompt, TakenStep, Waiting, WorkOrder, not_wanted
+from asyncrl.buffer.restore import Restored
 from asyncrl.buffer.state import BufferState, Counts
+from asyncrl.buffer.step_payloads import StepPayloads
 from asyncrl.buffer.validate import SampleRefusedError, examine, score_error
 from asyncrl.errors import LedgerError
 from asyncrl.schema.samples import Prompt, Sample, SampleFailure, Score, ScoreRequest
@@ -95,14 +94,17 @@ class Buffer:
         self.state = state
         self.ledger = ledger
         self._tokens_per_row = tokens_per_row
-        self._temperature = temperature
         self._needs_reference = needs_reference
-        self._minibatches = minibatches
-        restored = restored or Restored({}, {}, {}, frozenset(), newest_version=0, cursor=0)
+        restored = restored or Restored()
         self._payloads = Payloads(restored.held)
         self._returned = restored.returned
-        self._params = restored.step_params
-        self._without_reference = restored.steps_without_reference
+        self._steps = StepPayloads(
+            ledger,
+            StepParams(0, tokens_per_row, temperature, state.limits.screen, minibatches),
+            restored.step_params,
+            restored.steps_without_reference,
+            needs_reference=needs_reference,
+        )
         self.newest_version = restored.newest_version
         """No sample can hold a token of a later version."""
         self.cursor = restored.cursor
@@ -287,8 +289,13 @@ class Buffer:
         *dropped, decision = self.state.handle(TakeStep(step), now)
         if isinstance(decision, TakeGroups):
             if decision.repeat:
-                return self._repeat(decision, on_committed)
-            return self._first_take(decision, dropped, now, on_committed)
+                taken = self._steps.repeat(decision, self.newest_version)
+                self.ledger.write((), on_committed)
+            else:
+                taken = self._steps.first(decision, self._payloads.take(decision.group_ids), dropped)
+                record = TakenRecord(step, decision.group_ids, taken.params, taken.staleness.token_max, now)
+                self._write([record], dropped, now, on_committed)
+            return taken
         if dropped:
             self._write([], dropped, now)
         if isinstance(decision, Wait):
@@ -299,7 +306,7 @@ class Buffer:
     def mark_trained(self, step: int, now: float, on_committed: OnCommitted | None = None) -> Sequence[BufferInstruction]:
         """Note that the optimizer step is done; harmless when repeated."""
         instructions = self.state.handle(StepTrained(step), now)
-        self._payloads.steps.pop(step, None)
+        self._steps.trained(step)
         group_ids = tuple(moved.group_id for moved in instructions if isinstance(moved, GroupMoved))
         self.ledger.write((TrainedRecord(step, group_ids, now),) if group_ids else (), on_committed)
         return instructions
@@ -325,8 +332,7 @@ class Buffer:
             self.ledger.write((RestartedRecord(version, now),))
         self.newest_version = max(self.newest_version, version)
         to_repeat = self.state.steps_to_repeat()
-        if self._needs_reference and (reason := without_reference(self._without_reference, to_repeat)):
-            raise LedgerError(reason)
+        self._steps.check_repeatable(to_repeat)
         return to_repeat
 
     def drop_group(self, group_id: int, reason: str, now: float) -> Sequence[BufferInstruction]:
@@ -338,8 +344,7 @@ class Buffer:
     def forget(self, before_step: int, now: float) -> None:
         """Let go of payloads of steps before this one: call with the version of the OLDEST checkpoint kept."""
         self.state.handle(StepsForgotten(before_step), now)
-        for step in [step for step in self._params if step < before_step]:
-            del self._params[step]
+        self._steps.forget(before_step)
         self.ledger.write((ForgetRecord(before_step),))
 
     # -- the books -------------------------------------------------------------------------------------------------------
@@ -368,11 +373,7 @@ class Buffer:
 
     def _not_wanted(self, group_id: int, index: int, standing: str, on_committed: OnCommitted | None) -> Receipt:
         self.ledger.write((), on_committed)
-        if standing == "unknown":
-            return Receipt("refused", f"there is no member g{group_id}.{index}")
-        if standing == "pending":
-            return Receipt("refused", f"g{group_id}.{index} has no sample yet that could be scored")
-        return Receipt("duplicate")
+        return not_wanted(group_id, index, standing)
 
     def _fail(self, failure: SampleFailure, now: float, on_committed: OnCommitted | None) -> Sequence[BufferInstruction]:
         instructions = self.state.handle(SampleFailed(failure.group_id, failure.index, failure.reason), now)
@@ -401,35 +402,3 @@ class Buffer:
             if returns >= 0:
                 self._returned[moved.group_id] = prompt
         return MovedRecord(moved.group_id, moved.before, moved.after, moved.reason, now, returns)
-
-    def _first_take(
-        self, decision: TakeGroups, dropped: Sequence[BufferInstruction], now: float, on_committed: OnCommitted | None
-    ) -> TakenStep:
-        step, figures = decision.step, decision.staleness
-        assert figures is not None
-        params = self._params[step] = StepParams(
-            decision.mask_below, self._tokens_per_row, self._temperature, self.state.limits.screen, self._minibatches
-        )
-        groups = self._payloads.take(step, decision.group_ids)
-        taken = TakenRecord(step, decision.group_ids, params, figures.token_max, now)
-        self._write([taken], dropped, now, on_committed)
-        return TakenStep(step, groups, params, decision.replay, figures, dropped)
-
-    def _repeat(self, decision: TakeGroups, on_committed: OnCommitted | None) -> TakenStep:
-        step, params = decision.step, self._params[decision.step]
-        groups = self._payloads.steps.get(step)
-        if groups is None:
-            groups = self._payloads.steps[step] = tuple(self.ledger.load_groups(decision.group_ids))
-        figures = staleness_figures(
-            step,
-            (
-                examine(scored.sample, newest_version=self.newest_version, max_tokens=0)
-                for group in groups
-                for trained in [trained_members(members_of(group), params.screen)]
-                for scored in group.members
-                if scored.sample.index in trained
-            ),
-            mask_below=decision.mask_below,
-        )
-        self.ledger.write((), on_committed)
-        return TakenStep(step, groups, params, decision.replay, figures)

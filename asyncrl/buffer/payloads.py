@@ -1,7 +1,7 @@
-"""The samples themselves, in memory, from the moment they are held until their step is trained.
+"""The samples themselves, in memory, from the moment they are held until their step is taken.
 
-Invariant: payloads are held of exactly the live groups (running, scoring, ready), at most (eta + 1) x B of them by admission, and
-of steps taken and not yet trained. Called by buffer/buffer.py; filled by buffer/restore.py after a resume.
+Invariant: payloads are held of exactly the live groups (running, scoring, ready), at most (eta + 1) x B of them by admission.
+Those of a step taken go to buffer/step_payloads.py. Called by buffer/buffer.py; filled by buffer/restore.py after a resume.
 """
 
 from __future__ import annotations
@@ -22,10 +22,9 @@ class HeldGroup:
 
 @dataclass(slots=True)
 class Payloads:
-    """Everything held, by group, and by step once taken."""
+    """Everything held, by group."""
 
     groups: dict[int, HeldGroup] = field(default_factory=dict)
-    steps: dict[int, tuple[ScoredGroup, ...]] = field(default_factory=dict)
 
     def open(self, group_id: int, prompt: Prompt) -> HeldGroup:
         """Start holding a group."""
@@ -46,10 +45,9 @@ class Payloads:
         """Let go of a dropped or failed group; return its prompt, which may be issued again."""
         return self.groups.pop(group_id).prompt
 
-    def take(self, step: int, group_ids: tuple[int, ...]) -> tuple[ScoredGroup, ...]:
-        """Make these groups those of `step`, failed members left out."""
-        taken = self.steps[step] = tuple(self._scored(group_id) for group_id in group_ids)
-        return taken
+    def take(self, group_ids: tuple[int, ...]) -> tuple[ScoredGroup, ...]:
+        """Give these groups away, failed members left out."""
+        return tuple(self._scored(group_id) for group_id in group_ids)
 
     def num_tokens(self, group_id: int, index: int) -> int:
         """Return T of a held member."""

@@ -65,3 +65,12 @@ class Waiting:
     group_ids: tuple[int, ...] = ()
     """The groups it waits for, where it waits for certain ones."""
     instructions: Sequence[BufferInstruction] = ()
+
+
+def not_wanted(group_id: int, index: int, standing: str) -> Receipt:
+    """Return the receipt of what came for a member that waits for something else, or for nothing any more."""
+    if standing == "unknown":
+        return Receipt("refused", f"there is no member g{group_id}.{index}")
+    if standing == "pending":
+        return Receipt("refused", f"g{group_id}.{index} has no sample yet that could be scored")
+    return Receipt("duplicate")

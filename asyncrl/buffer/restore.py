@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
@@ -33,14 +33,14 @@ _parts_decoder = msgspec.json.Decoder(dict[str, float])
 class Restored:
     """What a ledger holds besides the state."""
 
-    held: dict[int, HeldGroup]
-    returned: dict[int, Prompt]
+    held: dict[int, HeldGroup] = field(default_factory=dict)
+    returned: dict[int, Prompt] = field(default_factory=dict)
     """Prompts to be issued again, by the group that was dropped or failed."""
-    step_params: dict[int, StepParams]
-    steps_without_reference: frozenset[int]
+    step_params: dict[int, StepParams] = field(default_factory=dict)
+    steps_without_reference: frozenset[int] = frozenset()
     """Steps taken with scores that brought no reference log-probabilities."""
-    newest_version: int
-    cursor: int
+    newest_version: int = 0
+    cursor: int = 0
 
 
 def restore(path: Path, state: BufferState) -> Restored:

@@ -7,7 +7,7 @@ it that this can always be done. Taking ready groups earliest deadline first doe
 rule is: earliest deadline first, unless too few of those due by some k' are ready; then wait for the others. Proof in
 docs/buffer.md.
 
-Pure; called by buffer/state.py.
+Pure; called by buffer/ready_groups.py.
 """
 
 from __future__ import annotations

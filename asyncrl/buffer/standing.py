@@ -4,7 +4,7 @@ The controller asks after every sample, and to look through all groups each time
 holds until something changes it: `NotEnough` until so many more groups are ready, `Wait` until so many of those it names are done
 with. What could change it in another way (a group's age, a placement, a restart) makes it void.
 
-Pure; called by buffer/state.py.
+Pure; called by buffer/ready_groups.py.
 """
 
 from __future__ import annotations

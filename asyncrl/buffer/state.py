@@ -3,7 +3,8 @@
 Owns the ledger states. Every group ever issued is in exactly one of: running, scoring, ready, taken, trained, dropped(reason),
 failed(reason); `issued` is the sum of all, always. Running, scoring and ready groups are `Group`s; taken and trained ones are the
 group ids of their step; dropped and failed ones are a count by reason. A group that is scored and teaches nothing
-(buffer/screening.py) is dropped instead of becoming ready, and its prompt is not issued again.
+(buffer/screening.py) is dropped instead of becoming ready, and its prompt is not issued again. Which of the ready ones a step
+takes is worked out in buffer/ready_groups.py.
 
 Invariants (`check_invariants`): conservation; a step has exactly B groups and no group is in two steps; steps are taken in order,
 without a gap; a step once taken keeps its groups for ever, so that it can be repeated after the learner died; no trained token is
@@ -32,7 +33,6 @@ from asyncrl.buffer.events import (
     GroupState,
     LearnerRestarted,
     MemberState,
-    NotEnough,
     Reissue,
     ReturnPrompt,
     SampleFailed,
@@ -43,14 +43,12 @@ from asyncrl.buffer.events import (
     StepTrained,
     TakeGroups,
     TakeStep,
-    Wait,
 )
 from asyncrl.buffer.group import Group
 from asyncrl.buffer.invariants import check_group, check_steps
+from asyncrl.buffer.ready_groups import ReadyGroups
 from asyncrl.buffer.screening import Screening
-from asyncrl.buffer.selection import Aged, Choice, choose_by_deadline, choose_oldest
 from asyncrl.buffer.staleness import staleness_figures
-from asyncrl.buffer.standing import StandingAnswer
 from asyncrl.buffer.steps import TakenSteps
 
 __all__ = ["STALE", "BufferLimits", "BufferState", "Counts", "Policy", "StepRecord"]
@@ -78,11 +76,7 @@ class BufferState:
         self.next_group_id = 0
         self.returned: dict[int, int] = {}
         """Dropped and failed groups whose prompt waits to be issued again, and how often it failed."""
-        self._ready: dict[int, Group] = {}
-        self._standing: StandingAnswer | None = None
-        self._unexamined: dict[int, Group] = {}
-        """Became ready since stale groups were last looked for."""
-        self._examined_step = -1
+        self._ready = ReadyGroups(limits)
         self._screening = Screening(limits)
         self._taken = TakenSteps()
         self._dropped = ReasonCounts()
@@ -137,7 +131,7 @@ class BufferState:
             group.generator = "" if group.state == "running" else group.generator
             if group.state == "ready":
                 group.settle(self.limits.screen)
-                self._ready[group.group_id] = group
+        self._ready.restore(group for group in self.groups.values() if group.state == "ready")
 
     @property
     def steps(self) -> dict[int, StepRecord]:
@@ -202,24 +196,10 @@ class BufferState:
         assert counts.total == counts.issued, f"{counts.issued} groups issued, but {counts}"
         check_steps(self.steps, self.next_step, self.limits)
         assert not self.groups.keys() & self._taken.group_ids, "a taken group is still live"
-        assert self._ready.keys() == {group.group_id for group in self.groups.values() if group.state == "ready"}, "ready is not"
-        self._check_standing()
+        self._ready.check(self.next_step, self.groups)
         for group in self.groups.values():
             assert group.group_id < self.next_group_id, f"{group} was never issued"
             check_group(group, self.story(group.group_id))
-
-    def _check_standing(self) -> None:
-        """Assert that a standing answer is what a fresh look at all groups would find."""
-        step = self.next_step
-        if self._standing is None or not self._standing.holds_for(step):
-            return
-        fit = [group for group in self._ready.values() if group.trained and self._age(group) >= step - self.limits.max_staleness]
-        choice = self._choose(step, [(group.oldest, group.group_id) for group in fit])
-        assert not choice.take, f"step {step} could take {choice.take} and is told {self._standing}"
-
-    def _age(self, group: Group) -> int:
-        """Return the version that decides whether the group may still be trained."""
-        return group.newest if self.limits.policy == "mask" else group.oldest
 
     # -- groups ----------------------------------------------------------------------------------------------------------
 
@@ -243,7 +223,7 @@ class BufferState:
         group.generator = event.generator
         group.version = min(group.version, event.version)
         group.refresh_age()
-        self._standing = None
+        self._ready.group_placed()
         return []
 
     def _external_group_added(self, event: ExternalGroupAdded, now: float) -> list[BufferInstruction]:
@@ -322,8 +302,8 @@ class BufferState:
             return []
         oldest = group.oldest
         group.refresh_age()
-        if group.oldest != oldest and self._standing is not None and self._standing.names(group.group_id):
-            self._standing = None
+        if group.oldest != oldest:
+            self._ready.grew_older(group.group_id)
         if "generated" in group.members:
             return [self._move(group, "scoring", now)] if group.state == "running" else []
         if reason := group.shortage(self.limits.min_group_members, self.limits.screen.greedy_index):
@@ -340,21 +320,14 @@ class BufferState:
         before, group.state = group.state, after
         if after == "ready":
             group.ready_s = now
-            self._ready[group.group_id] = self._unexamined[group.group_id] = group
-            self._note_done(group, is_ready=True)
+            self._ready.add(group)
         return GroupMoved(group.group_id, before, after)
-
-    def _note_done(self, group: Group, *, is_ready: bool) -> None:
-        if self._standing is not None:
-            self._standing.group_done(group.group_id, is_ready=is_ready)
 
     def _end(
         self, group: Group, after: Literal["dropped", "failed"], reason: str, _: float, *, returns: bool = True
     ) -> list[BufferInstruction]:
         del self.groups[group.group_id]
-        if self._ready.pop(group.group_id, None) is not None:
-            self._standing = None
-        self._note_done(group, is_ready=False)
+        self._ready.ended(group.group_id)
         (self._dropped if after == "dropped" else self._failed).add(reason)
         instructions: list[BufferInstruction] = [GroupMoved(group.group_id, group.state, after, reason)]
         retries = group.retries + (after == "failed")
@@ -375,51 +348,17 @@ class BufferState:
         if event.step < self.next_step:
             return [self._taken.repeat(event.step)]
         assert event.step == self.next_step, f"step {self.next_step} is next, not {event.step}"
-        instructions = self._drop_unfit(event.step, now)
-        if self._standing is not None and self._standing.holds_for(event.step):
-            return [*instructions, self._standing.now()]
-        self._standing = None
-        choice = self._choose(event.step, [(group.oldest, group.group_id) for group in self._ready.values()])
-        if choice.take:
-            return [*instructions, self._take(event.step, choice.take, now)]
-        if choice.wait_for:
-            self._standing = StandingAnswer(Wait(event.step, choice.wait_for, choice.why(event.step)), choice.missing)
-        else:
-            num_ready, needed = len(self._ready), self.limits.groups_per_step
-            self._standing = StandingAnswer(NotEnough(event.step, num_ready, needed), needed - num_ready)
-        return [*instructions, self._standing.now()]
-
-    def _choose(self, step: int, ready: list[Aged]) -> Choice:
-        limits = self.limits
-        if limits.policy != "wait":
-            return choose_oldest(ready, limits.groups_per_step)
-        unfinished = [(group.oldest, group.group_id) for group in self.groups.values() if group.state != "ready"]
-        return choose_by_deadline(
-            step, ready, unfinished, max_staleness=limits.max_staleness, groups_per_step=limits.groups_per_step
-        )
-
-    def _drop_unfit(self, step: int, now: float) -> list[BufferInstruction]:
-        """Drop every ready group that could not be trained at `step` without breaking the bound; the last guard of eta.
-
-        So is a group without a pair, which became ready before a resume that asks for preferences.
-        """
-        oldest_allowed = step - self.limits.max_staleness
         instructions: list[BufferInstruction] = []
-        unexamined = list((self._unexamined if step == self._examined_step else self._ready).values())
-        self._unexamined, self._examined_step = {}, step
-        for group in unexamined:
-            if group.group_id not in self._ready:
-                continue
-            if not group.trained:
-                instructions += self._end(group, "dropped", NO_PAIR, now, returns=False)
-            elif self._age(group) < oldest_allowed:
-                instructions += self._end(group, "dropped", STALE, now)
-        return instructions
+        for group in self._ready.unfit(event.step):
+            returns = bool(group.trained)
+            instructions += self._end(group, "dropped", STALE if returns else NO_PAIR, now, returns=returns)
+        chosen = self._ready.choose(event.step, self.groups)
+        return [*instructions, self._take(event.step, chosen, now) if isinstance(chosen, tuple) else chosen]
 
     def _take(self, step: int, group_ids: tuple[int, ...], now: float) -> TakeGroups:
-        groups = [self.groups.pop(group_id) for group_id in group_ids]
+        groups = self._ready.take(group_ids)
         for group_id in group_ids:
-            del self._ready[group_id]
+            del self.groups[group_id]
         mask_below = max(0, step - self.limits.max_staleness) if self.limits.policy == "mask" else 0
         figures = staleness_figures(
             step,
@@ -436,7 +375,7 @@ class BufferState:
 
     def _learner_restarted(self, event: LearnerRestarted, _: float) -> list[BufferInstruction]:
         self._taken.go_back_to(event.version)
-        self._standing, self._examined_step = None, -1
+        self._ready.look_again()
         return []
 
     def _steps_forgotten(self, event: StepsForgotten, _: float) -> list[BufferInstruction]:

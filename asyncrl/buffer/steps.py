@@ -1,8 +1,8 @@
 """The steps taken and not forgotten, and what becomes of them: trained, repeated, forgotten.
 
 Owns their records. Invariants: steps are entered in order, without a gap; a step keeps its groups for ever, so that it can be
-repeated after the learner died; only trained steps are forgotten. Which groups a step takes is decided in buffer/state.py, which
-calls this; pure.
+repeated after the learner died; only trained steps are forgotten. Which groups a step takes is decided in buffer/ready_groups.py.
+Pure; called by buffer/state.py.
 """
 
 from __future__ import annotations

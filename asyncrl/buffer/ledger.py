@@ -16,7 +16,7 @@ import fcntl
 import os
 import sqlite3
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -29,6 +29,9 @@ from asyncrl.schema.samples import Prompt, Sample, ScoredGroup, ScoredSample
 
 CallSoon = Callable[[Callable[[], None]], object]
 _Unit = tuple[Sequence[Record], OnCommitted | None]
+# Text with half a surrogate pair is a ValueError, a number of more than 64 bits an OverflowError. An error that ended the thread
+# unsaid would leave whoever waits for a commit waiting for ever.
+_NOT_WRITTEN = (sqlite3.Error, msgspec.MsgspecError, ValueError, OverflowError, MemoryError)
 
 
 class SqliteLedger:
@@ -134,7 +137,7 @@ class SqliteLedger:
                 self._busy = True
             try:
                 self._commit(units)
-            except (sqlite3.Error, msgspec.MsgspecError) as error:
+            except _NOT_WRITTEN as error:
                 self._fail(error)
                 return
             self._deliver([on_committed for _, on_committed in units if on_committed is not None])
@@ -171,17 +174,21 @@ class SqliteLedger:
             raise LedgerError(f"{self.path} is closed")
 
 
-def connect_read_only(path: Path) -> contextlib.closing[sqlite3.Connection]:
+@contextlib.contextmanager
+def connect_read_only(path: Path) -> Iterator[sqlite3.Connection]:
     """Open a ledger for reading, beside a run that writes it.
 
     Raises:
-        LedgerError: There is no ledger at `path`.
+        LedgerError: There is no ledger at `path`, or what is there cannot be read.
     """
     if not path.is_file():
         raise LedgerError(f"there is no ledger at {path}; name the folder of a run")
-    return contextlib.closing(
-        sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=30.0, isolation_level=None)
-    )
+    try:
+        uri = f"{path.absolute().as_uri()}?mode=ro"
+        with contextlib.closing(sqlite3.connect(uri, uri=True, timeout=30.0, isolation_level=None)) as connection:
+            yield connection
+    except sqlite3.Error as error:
+        raise LedgerError(f"{path} cannot be read: {error}; it is no ledger, or it is damaged") from error
 
 
 def _lock(path: Path) -> int:

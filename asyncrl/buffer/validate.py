@@ -17,6 +17,8 @@ from asyncrl.schema.samples import Sample, Score, ids_from_bytes, logprobs_from_
 LOGPROB_SLACK = 1e-3
 """Log-probabilities may exceed 0 by this much: rounding of a log-softmax in low precision."""
 
+MAX_ATTEMPT = 2**31 - 1
+
 
 class SampleRefusedError(ValueError):
     """The sample contradicts itself; the message says how."""
@@ -122,6 +124,8 @@ def _check_lengths(sample: Sample, max_tokens: int) -> int:
 
 
 def _check_values(sample: Sample) -> None:
+    if not 0 <= sample.attempt <= MAX_ATTEMPT:
+        raise SampleRefusedError(f"its attempt is {sample.attempt}; attempts are counted from 0")
     lowest = min(int(np.minimum.reduce(ids_from_bytes(ids))) for ids in (sample.token_ids, sample.prompt_ids))
     if lowest < 0:
         raise SampleRefusedError(f"token id {lowest} is negative")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import sqlite3
 import subprocess
@@ -200,6 +201,26 @@ def test_a_failed_commit_is_told_once_and_every_later_call_says_so(path):
     assert len(failures) == 1
 
 
+@pytest.mark.parametrize(
+    "record",
+    [
+        IssuedRecord(0, Prompt("p", text="half a surrogate pair: \ud800"), "g0", 0, 1, 1.0),
+        FailureRecord(0, 0, 2**64, "generate", "no such attempt", 1.0),
+    ],
+    ids=["text", "number"],
+)
+def test_what_cannot_be_written_down_is_a_failed_commit_and_nobody_waits_for_it(path, record):
+    told = threading.Event()
+    ledger = SqliteLedger(path, on_failure=lambda _: told.set(), max_queued=1)
+    ledger.write([record], lambda: pytest.fail("never committed"))
+    assert told.wait(5.0)
+    with pytest.raises(LedgerError, match="commit failed"):
+        ledger.write(_ready(1))
+    ledger.close()
+    with contextlib.closing(SqliteLedger(path)) as again:
+        assert again.state_counts() == {}
+
+
 def test_a_closed_ledger_says_so(ledger):
     ledger.close()
     with pytest.raises(LedgerError, match="is closed"):
@@ -275,3 +296,10 @@ def test_a_reader_answers_while_a_run_writes(path, ledger):
 def test_reading_where_there_is_no_ledger_says_so(tmp_path):
     with pytest.raises(LedgerError, match="there is no ledger at"):
         LedgerReader(tmp_path)
+
+
+@pytest.mark.parametrize("content", [b"", b"something else entirely, long enough to be looked at" * 50], ids=["empty", "other"])
+def test_reading_what_is_no_ledger_says_so(path, content):
+    path.write_bytes(content)
+    with pytest.raises(LedgerError, match=r"cannot be read: .*it is no ledger, or it is damaged"):
+        LedgerReader(path).counts()

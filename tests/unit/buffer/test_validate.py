@@ -55,6 +55,8 @@ def test_tokens_the_policy_did_not_write_do_not_count():
         ({"logprobs": logprobs_to_bytes([-0.5, -np.inf, -1.0])}, "must be finite"),
         ({"versions": ids_to_bytes([1, 1, 3])}, "only 0 to 2 were ever published"),
         ({"versions": ids_to_bytes([-1, -1, -1])}, "versions span -1 to -1"),
+        ({"attempt": 2**63}, "its attempt is 9223372036854775808"),
+        ({"attempt": -1}, "its attempt is -1"),
     ],
 )
 def test_a_sample_that_contradicts_itself_is_refused_with_the_reason(change, reason):

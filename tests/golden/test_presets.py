@@ -34,7 +34,8 @@ PUBLISHED = {
         "learner.epochs": 1,
     },
     # DAPO (arXiv 2503.14476): equation 8 and section 3 (clip-higher, dynamic sampling, token mean), section 2.3 (no KL),
-    # section 4.1 (512 prompts x 16, mini-batches of 512 answers and so 16 updates, constant 1e-6 after 20 rollout steps, 0.2 and 0.28).
+    # section 4.1 (512 prompts x 16, mini-batches of 512 answers and so 16 updates, constant 1e-6 after 20 rollout steps, 0.2 and
+    # 0.28).
     # Weight decay: run_dapo_qwen2.5_32b.sh of verl's recipe/dapo.
     "dapo": NO_KL | {
         "algorithm.advantage": "grpo",

@@ -1,7 +1,8 @@
-"""RUN/pids.json: which process of the run has which pid right now; the only thing processes are ever killed by.
+"""RUN/pids.jsonl: which process of the run has which pid; the only thing processes are ever killed by.
 
-Invariant: the file is always whole (written aside, then renamed). Written by control/supervisor.py at every start and exit, read
-by tests, by `asyncrl status`, and by whoever must end what a dead controller left.
+One line a start, one line an end; whoever reads it adds them up. So a start costs the same however many processes there are.
+Invariant: what is there is true: a line is appended at once and whole, and one that a crash cut short is not read. A controller
+begins the file anew. Written by control/supervisor.py, read by tests and by whoever must end what a dead controller left.
 """
 
 from __future__ import annotations
@@ -13,17 +14,19 @@ import msgspec
 
 from asyncrl.schema.control import ProcessKind
 
-PIDS_FILE = "pids.json"
+PIDS_FILE = "pids.jsonl"
 
 
-class PidRecord(msgspec.Struct, frozen=True):
-    """One live process."""
+class PidRecord(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One process."""
 
     name: str
     kind: ProcessKind
     pid: int
     incarnation: int
     started_s: float
+    ended_s: float | None = None
+    """None while it lives."""
 
 
 class PidTable(msgspec.Struct, frozen=True):
@@ -33,11 +36,26 @@ class PidTable(msgspec.Struct, frozen=True):
     processes: dict[str, PidRecord] = {}
 
 
-def write_pids(path: Path, table: PidTable) -> None:
-    """Replace the file at once."""
-    aside = path.with_suffix(".tmp")
-    aside.write_bytes(msgspec.json.format(msgspec.json.encode(table), indent=2))
-    os.replace(aside, path)
+class PidFile:
+    """The file of one controller; it is begun anew when the first process is noted.
+
+    Args:
+        run_folder: Where it lies.
+    """
+
+    def __init__(self, run_folder: Path) -> None:
+        self._path = run_folder / PIDS_FILE
+        self._is_begun = False
+
+    def note(self, record: PidRecord) -> None:
+        """Append a process that started, or ended."""
+        if not self._is_begun:
+            aside = self._path.with_suffix(".tmp")
+            aside.write_bytes(_line(PidRecord("controller", "controller", os.getpid(), 0, record.started_s)))
+            os.replace(aside, self._path)
+            self._is_begun = True
+        with self._path.open("ab") as file:
+            file.write(_line(record))
 
 
 def read_pids(run_folder: Path) -> PidTable:
@@ -46,4 +64,16 @@ def read_pids(run_folder: Path) -> PidTable:
     Raises:
         FileNotFoundError: The run has never started a process.
     """
-    return msgspec.json.decode((run_folder / PIDS_FILE).read_bytes(), type=PidTable)
+    records: dict[str, PidRecord] = {}
+    *lines, _cut_short = (run_folder / PIDS_FILE).read_bytes().split(b"\n")
+    for line in lines:
+        record = msgspec.json.decode(line, type=PidRecord)
+        if record.ended_s is None:
+            records[record.name] = record
+        else:
+            records.pop(record.name, None)
+    return PidTable(controller=records.pop("controller").pid, processes=records)
+
+
+def _line(record: PidRecord) -> bytes:
+    return msgspec.json.encode(record) + b"\n"

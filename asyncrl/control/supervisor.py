@@ -2,7 +2,7 @@
 
 Invariants:
 - Every process has one task here that owns it from its start to its exit; when `run` returns or raises, none is left.
-- Processes are killed by the handle they were started with (recorded in RUN/pids.json), never by name.
+- Processes are killed by the handle they were started with (recorded in RUN/pids.jsonl), never by name.
 - Callbacks run on the event loop, inside `post`; they may post further events, which are taken in order.
 
 The controller shell owns the one Supervisor of a run: it runs `run()` in its task group, posts what it learns, and answers
@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+
+import msgspec
 
 from asyncrl.clock import Clock
 from asyncrl.config.run import SupervisionConfig
@@ -37,7 +38,7 @@ from asyncrl.control.life_events import (
     StartProcess,
 )
 from asyncrl.control.lifecycle import Lifecycle
-from asyncrl.control.pids import PIDS_FILE, PidRecord, PidTable, write_pids
+from asyncrl.control.pids import PidFile, PidRecord
 from asyncrl.control.signs_of_life import SignsOfLife
 from asyncrl.errors import LaunchError
 from asyncrl.schema.control import Heartbeat, ProcessKind
@@ -94,7 +95,7 @@ class Supervisor:
             config: Time-outs and heartbeat interval.
             callbacks: What the controller wants to know.
             clock: Time, real or virtual.
-            run_folder: Where pids.json lies.
+            run_folder: Where pids.jsonl lies.
         """
         self._lifecycle = lifecycle
         self._launcher = launcher
@@ -102,7 +103,7 @@ class Supervisor:
         self._config = config
         self._callbacks = callbacks
         self._clock = clock
-        self._pids_path = run_folder / PIDS_FILE
+        self._pid_file = PidFile(run_folder)
         self._signs = SignsOfLife(config)
         self._heartbeats: dict[str, Heartbeat] = {}
         self._handles: dict[str, ProcessHandle] = {}
@@ -267,19 +268,17 @@ class Supervisor:
         now = self._clock.now()
         self._handles[start.name] = handle
         self._signs.started(start.name, now)
-        self._pids[start.name] = PidRecord(start.name, start.kind, handle.pid, start.incarnation, now)
-        self._record_pids()
+        record = self._pids[start.name] = PidRecord(start.name, start.kind, handle.pid, start.incarnation, now)
+        self._pid_file.note(record)
         self.post(ProcessStarted(start.name, start.incarnation))
 
     def _went_away(self, name: str) -> None:
-        del self._handles[name], self._pids[name]
+        del self._handles[name]
+        ended = msgspec.structs.replace(self._pids.pop(name), ended_s=self._clock.now())
         self._heartbeats.pop(name, None)
         self._signs.gone(name)
         self._kill_at_s.pop(name, None)
-        self._record_pids()
-
-    def _record_pids(self) -> None:
-        write_pids(self._pids_path, PidTable(controller=os.getpid(), processes=self._pids))
+        self._pid_file.note(ended)
 
     # -- watching --------------------------------------------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ import psutil
 from matplotlib.figure import Figure
 
 import asyncrl
+from asyncrl.control.pids import read_pids
 from asyncrl.observe.memory import MemoryLine, read_memory
 
 HERE = Path(__file__).parent
@@ -67,14 +68,14 @@ class PeakMemory:
 def shared_memory_mib(run_folder: Path) -> float:
     """Return the proportional set size of the run's learner and generators, in MiB."""
     try:
-        table = json.loads((run_folder / "pids.json").read_text(encoding="utf-8"))["processes"]
+        table = read_pids(run_folder).processes
     except (OSError, ValueError):
         return 0.0
     total = 0.0
     for name, record in table.items():
         if name.startswith(("learner", "generator")):
             with contextlib.suppress(psutil.Error):
-                total += psutil.Process(record["pid"]).memory_full_info().pss / MIB
+                total += psutil.Process(record.pid).memory_full_info().pss / MIB
     return total
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import pytest
 
 from asyncrl.config.load import parse_config
 from asyncrl.config.run import RunConfig
+from asyncrl.control.pids import read_pids
 
 
 def tiny_settings(folder: Path, **overrides: Any) -> dict[str, Any]:
@@ -72,7 +72,6 @@ def recorded_pids():
     """Pids by process name, from the run's own record."""
 
     def read(run_folder: Path) -> dict[str, int]:
-        table = json.loads((run_folder / "pids.json").read_text())
-        return {name: record["pid"] for name, record in table["processes"].items()}
+        return {name: record.pid for name, record in read_pids(run_folder).processes.items()}
 
     return read

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 
@@ -12,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 import asyncrl
 from asyncrl.buffer.ledger_reader import LedgerReader
+from asyncrl.control.pids import read_pids
 
 RANKS = {"learner__ranks": 2, "eval__at_start": False, "eval__at_end": False}
 
@@ -30,7 +30,7 @@ def two_ranks(tiny, tmp_path):
 
 def _ranks(run_folder):
     """Pids of the learner's ranks: rank 0 is recorded as the learner, the others are its children."""
-    learner = json.loads((run_folder / "pids.json").read_text())["processes"]["learner"]["pid"]
+    learner = read_pids(run_folder).processes["learner"].pid
     return [learner, *(child.pid for child in psutil.Process(learner).children())]
 
 

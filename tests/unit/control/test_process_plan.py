@@ -6,7 +6,6 @@ from pathlib import Path
 
 from asyncrl.config.load import parse_config
 from asyncrl.config.run import RunConfig
-from asyncrl.control.pids import PidRecord, PidTable, read_pids, write_pids
 from asyncrl.control.process_plan import plan_processes, plan_ranks, spec_maker
 from asyncrl.packing.balance import CostModel, RankPlan
 
@@ -55,13 +54,6 @@ def test_every_kind_gets_the_threads_its_config_gives_it(tmp_path: Path) -> None
 def test_vllm_gets_the_threads_its_config_gives_it(tmp_path: Path) -> None:
     config = parse_config({"generate": {"engine": {"kind": "vllm", "num_threads": 2}}})
     assert spec_maker(config, tmp_path)("generator-0", "generator", 1).num_threads == 2
-
-
-def test_pids_are_read_back_as_written(tmp_path: Path) -> None:
-    table = PidTable(controller=1, processes={"learner": PidRecord("learner", "learner", 42, 2, 1.5)})
-    write_pids(tmp_path / "pids.json", table)
-    assert read_pids(tmp_path) == table
-    assert [path.name for path in tmp_path.iterdir()] == ["pids.json"]
 
 
 def test_ranks_are_one_process_and_share_rows_by_the_models_size(tmp_path: Path) -> None:

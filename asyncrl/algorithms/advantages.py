@@ -18,8 +18,8 @@ import numpy as np
 from asyncrl.algorithms import returns as recursions
 from asyncrl.algorithms.advantage_types import Advantage, AdvantageConfig, AdvantageInputs, AdvantageOutputs, FloatArray
 from asyncrl.algorithms.groups import Groups
+from asyncrl.algorithms.user_function import load_own, wrong_shape
 from asyncrl.algorithms.whitening import whitened
-from asyncrl.config.user_code import load_function
 from asyncrl.errors import ConfigError
 
 
@@ -163,8 +163,22 @@ def load_advantage(name: str) -> Advantage:
     if ":" not in name:
         known = ", ".join(ADVANTAGES)
         raise ConfigError(f"algorithm.advantage must be one of {known}, or your own function as module:function, got {name!r}")
-    advantage: Advantage = load_function(name, "algorithm.advantage")
-    return advantage
+    return load_own(name, "algorithm.advantage", AdvantageOutputs, _fault_in)
+
+
+def _fault_in(inputs: AdvantageInputs, outputs: AdvantageOutputs) -> str:
+    """Return what is wrong with a user's answer."""
+    for name in ("advantages", "returns"):
+        values = getattr(outputs, name)
+        if values is None and name == "returns":
+            continue
+        if not isinstance(values, np.ndarray):
+            return f"{name} must be a numpy array [S, T], got {type(values).__name__}"
+        if fault := wrong_shape(name, values, inputs.mask.shape, "[S, T]"):
+            return fault
+        if not np.isfinite(values[inputs.mask]).all():
+            return f"{name} are not finite at {int((~np.isfinite(values[inputs.mask])).sum())} trained tokens"
+    return ""
 
 
 def _of_groups(

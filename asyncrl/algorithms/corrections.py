@@ -17,10 +17,13 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from asyncrl.algorithms.corrections_importance import icepop, masked_geometric, masked_sequence, tis_sequence, tis_token
 from asyncrl.algorithms.corrections_m2po import m2po_clip, m2po_mask
 from asyncrl.algorithms.corrections_masks import opsm, staleness_mask, staleness_weight, veto
 from asyncrl.algorithms.types import CorrectionOutputs, LossInputs, masked
+from asyncrl.algorithms.user_function import load_own, wrong_shape
 from asyncrl.config.corrections import (
     CorrectionConfig,
     MaskedGeometric,
@@ -36,7 +39,6 @@ from asyncrl.config.corrections import (
     TruncatedToken,
     Veto,
 )
-from asyncrl.config.user_code import load_function
 
 Correction = Callable[[LossInputs, Any], CorrectionOutputs]
 
@@ -46,9 +48,9 @@ def python(inputs: LossInputs, config: PythonCorrection) -> CorrectionOutputs:
 
     Raises:
         ConfigError: The path names no function.
+        LearnerError: It raised, or its answer is not one token's weight each.
     """
-    outputs: CorrectionOutputs = load_correction(config.path)(inputs, config)
-    return outputs
+    return load_correction(config.path)(inputs, config)
 
 
 CORRECTIONS: dict[type, Correction] = {
@@ -110,5 +112,12 @@ def load_correction(path: str) -> Correction:
     Raises:
         ConfigError: The path names no function.
     """
-    correction: Correction = load_function(path, "algorithm.corrections.path")
-    return correction
+    return load_own(path, "algorithm.corrections.path", CorrectionOutputs, _fault_in)
+
+
+def _fault_in(inputs: LossInputs, outputs: CorrectionOutputs) -> str:
+    """Return what is wrong with a user's answer."""
+    for name in ("weights", "kept"):
+        if fault := wrong_shape(name, getattr(outputs, name), tuple(inputs.logprobs.shape), "[N]"):
+            return fault
+    return "" if outputs.kept.dtype == torch.bool else f"kept must be bool, got {outputs.kept.dtype}"

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from asyncrl.algorithms.losses_clipped import decoupled_ppo, gspo, gspo_token, ppo_clip
 from asyncrl.algorithms.losses_weighted import aipo, cispo, importance_sampling, reinforce, sapo, topr
 from asyncrl.algorithms.types import LossConfig, LossInputs, LossOutputs
-from asyncrl.config.user_code import load_function
+from asyncrl.algorithms.user_function import load_own, wrong_shape
 from asyncrl.errors import ConfigError
 
 Loss = Callable[[LossInputs, LossConfig], LossOutputs]
@@ -46,4 +46,18 @@ def load_loss(name: str) -> Loss:
         raise ConfigError(
             f"algorithm.loss must be one of {', '.join(LOSSES)}, or your own function as module:function, got {name!r}"
         )
-    return load_function(name, "algorithm.loss")
+    return load_own(name, "algorithm.loss", LossOutputs, _fault_in)
+
+
+def _fault_in(inputs: LossInputs, outputs: LossOutputs) -> str:
+    """Return what is wrong with a user's answer."""
+    by_token = {"weights": outputs.weights, "clipped": outputs.clipped, "dual_clipped": outputs.dual_clipped}
+    by_token |= {name: value for name in ("kept", "reference_kl") if (value := getattr(outputs, name)) is not None}
+    for name, value in by_token.items():
+        if fault := wrong_shape(name, value, tuple(inputs.logprobs.shape), "[N]"):
+            return fault
+    if fault := wrong_shape("loss", outputs.loss, (), "[]"):
+        return fault
+    if inputs.logprobs.requires_grad and not outputs.loss.requires_grad:
+        return "loss has no gradient: it must be made of inputs.logprobs, not detached"
+    return ""

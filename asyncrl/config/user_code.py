@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,18 +17,20 @@ from typing import Any
 from asyncrl.errors import ConfigError
 
 
-def load_function(path: str, field: str) -> Callable[..., Any]:
+def load_function(path: str, field: str, arguments: Sequence[str] = ()) -> Callable[..., Any]:
     """Import what `path` names.
 
     Args:
         path: `module:function`, the module importable from the working directory too, or `file.py:function`.
         field: The config field, for messages.
+        arguments: What it is called with, by position; empty: not looked at.
 
     Returns:
         The function.
 
     Raises:
-        ConfigError: The path is not of that form, the module cannot be imported, or it has no such function.
+        ConfigError: The path is not of that form, the module cannot be imported, or it has no such function that takes the
+            arguments.
     """
     module_name, colon, function_name = path.rpartition(":")
     if not (module_name and colon and function_name):
@@ -37,7 +40,21 @@ def load_function(path: str, field: str) -> Callable[..., Any]:
     if function is None or not callable(function):
         known = ", ".join(name for name in vars(module) if not name.startswith("_") and callable(getattr(module, name)))
         raise ConfigError(f"{field} {path!r}: {module_name} has no function {function_name!r}; it has {known or 'none'}")
+    _check_takes(function, arguments, f"{field} {path!r}")
     return function
+
+
+def _check_takes(function: Callable[..., Any], arguments: Sequence[str], where: str) -> None:
+    if not arguments:
+        return
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # built in: it does not say what it takes
+        return
+    try:
+        signature.bind(*arguments)
+    except TypeError as error:
+        raise ConfigError(f"{where} is called with ({', '.join(arguments)}) and takes {signature}: {error}") from error
 
 
 def _load_module(module_name: str, path: str, field: str) -> ModuleType:
@@ -46,10 +63,10 @@ def _load_module(module_name: str, path: str, field: str) -> ModuleType:
         sys.path.append(working_directory)
     try:
         return importlib.import_module(module_name)
-    except ImportError as error:
+    except Exception as error:  # the boundary: whatever a user's module raises
         raise ConfigError(
-            f"{field} {path!r}: cannot import {module_name!r} ({error}); it must be importable from the working directory, "
-            "PYTHONPATH or the environment's packages"
+            f"{field} {path!r}: cannot import {module_name!r} ({_said(error)}); it must be importable from the working "
+            "directory, PYTHONPATH or the environment's packages"
         ) from error
 
 
@@ -64,6 +81,10 @@ def _load_file(file: Path, path: str, field: str) -> ModuleType:
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
-    except ImportError as error:
-        raise ConfigError(f"{field} {path!r}: {file} cannot be imported: {error}") from error
+    except Exception as error:  # the boundary: whatever a user's module raises
+        raise ConfigError(f"{field} {path!r}: {file} cannot be imported: {_said(error)}") from error
     return module
+
+
+def _said(error: Exception) -> str:
+    return str(error) if isinstance(error, ImportError) else f"{type(error).__name__}: {error}"

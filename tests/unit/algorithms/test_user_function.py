@@ -1,0 +1,147 @@
+"""A user's own loss, advantage and correction: the documented ones work, wrong ones are told what is wrong with them."""
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from asyncrl.algorithms.advantage_types import AdvantageConfig, AdvantageInputs
+from asyncrl.algorithms.advantages import load_advantage
+from asyncrl.algorithms.corrections import load_correction
+from asyncrl.algorithms.losses import load_loss
+from asyncrl.algorithms.types import LossConfig
+from asyncrl.config.corrections import PythonCorrection
+from asyncrl.errors import ConfigError, LearnerError
+
+DOCS = Path(__file__).resolve().parents[3] / "docs" / "algorithms.md"
+PRELUDE = """
+import dataclasses
+import numpy as np
+import torch
+from asyncrl.algorithms.advantage_types import AdvantageOutputs
+from asyncrl.algorithms.losses import LOSSES
+from asyncrl.algorithms.types import CorrectionOutputs
+
+def reinforce(inputs, config, **changed):
+    return dataclasses.replace(LOSSES["reinforce"](inputs, config), **changed)
+
+def mine(inputs, config):
+"""
+
+
+@pytest.fixture
+def own(tmp_path):
+    def write(body: str, prelude: str = PRELUDE) -> str:
+        (tmp_path / "mine.py").write_text(prelude + "\n".join(f"    {line}" for line in body.splitlines()) + "\n")
+        return f"{tmp_path}/mine.py:mine"
+
+    return write
+
+
+@pytest.fixture
+def samples():
+    mask = np.array([[True, True, False], [True, True, True]])
+    return AdvantageInputs(rewards=np.array([1.0, 0.0]), group_ids=np.zeros(2, dtype=np.int64), mask=mask)
+
+
+def test_the_functions_of_the_documentation_run(tmp_path, loss_inputs, samples):
+    (example,) = re.findall(r"```python\n(# my_maths.py.*?)```", DOCS.read_text(), flags=re.DOTALL)
+    (tmp_path / "my_maths.py").write_text(example)
+    inputs = loss_inputs(0)
+    outputs = load_loss(f"{tmp_path}/my_maths.py:soft_ppo")(inputs, LossConfig())
+    outputs.loss.backward()
+    assert (inputs.logprobs.grad[inputs.mask] != 0).any()
+    advantages = load_advantage(f"{tmp_path}/my_maths.py:reward_less_half")(samples, AdvantageConfig()).advantages
+    np.testing.assert_array_equal(advantages, [[0.5, 0.5, 0.0], [-0.5, -0.5, -0.5]])
+    found = load_correction(f"{tmp_path}/my_maths.py:young_only")(inputs, PythonCorrection("", parameter=2.0))
+    assert torch.equal(found.kept, inputs.mask & (inputs.learner_version - inputs.versions <= 2.0))
+
+
+@pytest.mark.parametrize("load", [load_loss, load_advantage, load_correction])
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("def mine(inputs): ...", r"called with \(inputs, config\) and takes \(inputs\): too many positional arguments"),
+        ("def mine(inputs, config, more): ...", "missing a required argument: 'more'"),
+        ("def mine(*, inputs, config): ...", "too many positional"),
+        ("def mine(inputs, config:", r"mine\.py cannot be imported: SyntaxError"),
+        ("1 / 0", r"mine\.py cannot be imported: ZeroDivisionError: division by zero"),
+        ("mine = 3", "has no function 'mine'"),
+    ],
+)
+def test_what_cannot_be_called_is_refused_when_it_is_loaded(load, text, message, tmp_path):
+    (tmp_path / "mine.py").write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        load(f"{tmp_path}/mine.py:mine")
+
+
+def test_a_callable_object_and_default_arguments_are_functions_too(tmp_path, loss_inputs):
+    (tmp_path / "mine.py").write_text(
+        "from asyncrl.algorithms.losses import LOSSES\n"
+        "class Mine:\n    def __call__(self, inputs, config, power=2): return LOSSES['reinforce'](inputs, config)\n"
+        "mine = Mine()\n"
+    )
+    assert load_loss(f"{tmp_path}/mine.py:mine")(loss_inputs(0), LossConfig()).loss.requires_grad
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("pass", r"algorithm\.loss .*mine.* must return asyncrl\.algorithms\.types\.LossOutputs, got NoneType"),
+        ("return reinforce(inputs, config).loss", r"must return .*LossOutputs, got Tensor"),
+        ("return reinforce(inputs, config, loss=inputs.logprobs)", r"loss must have shape \[\] = \[\], got \[40\]"),
+        ("return reinforce(inputs, config, loss=0.5)", r"loss must be an array \[\], got float"),
+        ("return reinforce(inputs, config, loss=inputs.logprobs.detach().sum())", "loss has no gradient"),
+        ("return reinforce(inputs, config, weights=torch.ones(3))", r"weights must have shape \[N\] = \[40\], got \[3\]"),
+        ("raise ValueError('my own trouble')", "raised ValueError: my own trouble"),
+        ("return inputs.no_such_field", "raised AttributeError: .*no_such_field"),
+    ],
+)
+def test_a_wrong_loss_is_told_what_is_wrong(body, message, own, loss_inputs):
+    loss = load_loss(own(body))
+    with pytest.raises(LearnerError, match=message):
+        loss(loss_inputs(0), LossConfig())
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("return inputs.rewards", r"algorithm\.advantage .* must return .*AdvantageOutputs, got ndarray"),
+        ("return AdvantageOutputs(inputs.rewards)", r"advantages must have shape \[S, T\] = \[2, 3\], got \[2\]"),
+        ("return AdvantageOutputs(torch.zeros(2, 3))", r"advantages must be a numpy array \[S, T\], got Tensor"),
+        ("return AdvantageOutputs(np.where(inputs.mask, np.nan, 0))", "advantages are not finite at 5 trained tokens"),
+        ("return AdvantageOutputs(np.zeros((2, 3)), np.zeros(2))", r"returns must have shape \[S, T\]"),
+    ],
+)
+def test_a_wrong_advantage_is_told_what_is_wrong(body, message, own, samples):
+    advantage = load_advantage(own(body))
+    with pytest.raises(LearnerError, match=message):
+        advantage(samples, AdvantageConfig())
+
+
+def test_what_an_advantage_leaves_at_untrained_tokens_is_not_looked_at(own, samples):
+    outputs = load_advantage(own("return AdvantageOutputs(np.where(inputs.mask, 1.0, np.nan))"))(samples, AdvantageConfig())
+    assert outputs.returns is None
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("return inputs.mask", r"algorithm\.corrections\.path .* must return .*CorrectionOutputs, got Tensor"),
+        ("return CorrectionOutputs(torch.ones(2), inputs.mask)", r"weights must have shape \[N\] = \[40\], got \[2\]"),
+        ("return CorrectionOutputs(inputs.logprobs, inputs.logprobs)", "kept must be bool, got torch.float64"),
+    ],
+)
+def test_a_wrong_correction_is_told_what_is_wrong(body, message, own, loss_inputs):
+    correction = load_correction(own(body))
+    with pytest.raises(LearnerError, match=message):
+        correction(loss_inputs(0), PythonCorrection(""))
+
+
+@pytest.mark.parametrize("error", ["MemoryError", "torch.OutOfMemoryError"])
+def test_running_out_of_memory_is_handed_on_to_who_makes_room(error, own, loss_inputs):
+    loss = load_loss(own(f"raise {error}('no room')"))
+    with pytest.raises((MemoryError, torch.OutOfMemoryError), match="no room"):
+        loss(loss_inputs(0), LossConfig())

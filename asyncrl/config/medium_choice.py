@@ -65,11 +65,11 @@ class Choice:
 def places_of(config: RunConfig) -> Places:
     """Return where a run's processes are: on one machine, unless Ray places them or the run is open to a network."""
     engine = config.generate.engine
-    learner_gpu = _gpu(config.learner.device) if config.learner.kind == "builtin" else None
+    learner_gpu = gpu_of(config.learner.device) if config.learner.kind == "builtin" else None
     engine_gpus: frozenset[int] = frozenset()
     if isinstance(engine, VLLMEngineConfig) and _vllm_on_gpu(config):
         engine_gpus = frozenset(range(engine.tensor_parallel * engine.data_parallel))
-    elif isinstance(engine, TransformersEngineConfig) and (gpu := _gpu(engine.device)) is not None:
+    elif isinstance(engine, TransformersEngineConfig) and (gpu := gpu_of(engine.device)) is not None:
         engine_gpus = frozenset({gpu})
     one_machine = config.transport.kind == "ipc" or _is_this_machine(config.transport.host)
     one_machine = one_machine and not isinstance(config.launch, RayLaunch)
@@ -145,7 +145,7 @@ def check_medium(config: RunConfig) -> None:
         return
     kind = str(medium.__struct_config__.tag)
     instead = 'set broadcast.medium.kind = "shared_memory", or "auto"'
-    if config.learner.kind == "builtin" and _gpu(config.learner.device) is None:
+    if config.learner.kind == "builtin" and gpu_of(config.learner.device) is None:
         raise ConfigError(
             f"broadcast.medium.kind {kind!r} begins in a GPU and learner.device is {config.learner.device!r}: {instead}"
         )
@@ -188,10 +188,10 @@ def _vllm_on_gpu(config: RunConfig) -> bool:
     engine = config.generate.engine
     if not isinstance(engine, VLLMEngineConfig) or engine.device == "cpu":
         return False
-    return engine.device == "cuda" or _gpu(config.learner.device) is not None
+    return engine.device == "cuda" or gpu_of(config.learner.device) is not None
 
 
-def _gpu(device: str) -> int | None:
+def gpu_of(device: str) -> int | None:
     """Return the number of a CUDA device, None of any other; `cuda` is the first (with several ranks, rank 0's)."""
     kind, _, number = device.partition(":")
     return int(number or 0) if kind == "cuda" and (number or "0").isdigit() else None

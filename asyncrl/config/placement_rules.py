@@ -10,7 +10,7 @@ from asyncrl.config.generate import (
     VLLMEngineConfig,
     VLLMServerEngineConfig,
 )
-from asyncrl.config.medium_choice import places_of
+from asyncrl.config.medium_choice import gpu_of, places_of
 from asyncrl.config.run import RunConfig
 from asyncrl.errors import ConfigError
 
@@ -33,6 +33,20 @@ def check_placement(config: RunConfig) -> None:
             f'placement.kind "hybrid" keeps sampling and training apart; it is {config.placement.kind!r}: set that, or '
             'broadcast.medium.kind = "shared_memory"'
         )
+
+
+def judges_share_device(config: RunConfig) -> bool:
+    """Return whether inference workers are on the learner's device."""
+    return (
+        config.needs_inference
+        and config.learner.kind == "builtin"
+        and gpu_of(config.inference.device) == gpu_of(config.learner.device)
+    )
+
+
+def judges_take_turns(config: RunConfig) -> bool:
+    """Return whether inference workers have a phase of their own: they are on a device that phases share."""
+    return config.placement.takes_turns and judges_share_device(config)
 
 
 def _check_who_takes_turns(config: RunConfig) -> None:

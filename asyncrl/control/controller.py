@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from asyncrl.clock import Clock
+from asyncrl.config.placement_rules import judges_take_turns
 from asyncrl.config.run import RunConfig
 from asyncrl.control.api import serve_api
 from asyncrl.control.checkpoints import Checkpoints
@@ -124,9 +125,12 @@ class Controller:
         self.weights: WeightsAvailable | None = None
         """The version that was announced last."""
         self.switching: Switching | None = None
-        """Where learner and generators take turns on a device."""
+        """Where processes take turns on a device."""
         if config.placement.takes_turns:
-            self.switching = Switching(parts.peers, parts.flow, parts.feed, parts.reporter, self.watchdog, parts.clock)
+            self.switching = Switching(
+                parts.peers, parts.flow, parts.feed, parts.reporter, self.watchdog, parts.clock,
+                judges_too=judges_take_turns(config),
+            )  # fmt: skip
         self.checkpoints = Checkpoints(parts.peers)
         self.ending = asyncio.Event()
         self.over = asyncio.Event()
@@ -360,8 +364,8 @@ class Controller:
                 self.let_load(peer)
 
     def let_load(self, peer: Peer) -> None:
-        """Have a process open the model, a generator on a shared device when it is its turn."""
-        if self.switching is not None and peer.kind == "generator":
+        """Have a process open the model; one on a shared device when it is its turn."""
+        if self.switching is not None and self.switching.takes_turns(peer.kind):
             self.switching.join(peer, self.model_folder)
         else:
             peer.tell(LoadModel(self.model_folder))

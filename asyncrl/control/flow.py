@@ -119,6 +119,17 @@ class Flow:
         """Return whether a generator has finished all it was given."""
         return not self._outboxes.get(name) and self.admission.members_on(name) == 0
 
+    @property
+    def has_generated_all(self) -> bool:
+        """Return whether the generators have finished all they were given."""
+        return all(self.holds_nothing(peer.name) for peer in self._peers.of("generator"))
+
+    @property
+    def has_generated_a_step(self) -> bool:
+        """Return whether as many groups as a step takes are generated, and fewer have their scores."""
+        counts, needed = self.buffer.counts(), self._config.algorithm.groups_per_step
+        return counts.ready < needed <= counts.ready + counts.scoring
+
     def judge_dead(self, name: str) -> None:
         """Ask others for what a reward or inference worker owed."""
         for score in self.desk.worker_lost(name):

@@ -1,10 +1,10 @@
-"""Whose turn it is on a device that learner and generators share, decided purely.
+"""Whose turn it is on a device that learner, generators and inference workers share, decided purely.
 
 A switch has two halves: first whoever holds the device for the phase that ends is told to give it back, and when all of them have
 answered, whoever takes it for the phase that begins is told to. Only when those have answered too has the phase begun.
 
 Invariants (check_invariants, after every event in tests):
-- Nobody is told to take the device while one who gives it back has not answered: rollout and train never overlap.
+- Nobody is told to take the device while one who gives it back has not answered: no two phases overlap.
 - A process owes at most one answer; the next switch begins when nobody owes one.
 - A process that joins is told the phase when it is its turn, and not before. A learner cannot be kept from loading its model when
   it starts, so while there is none, or one that came in during a rollout, the device is the learner's: generation stands still.
@@ -21,15 +21,15 @@ from typing import Literal
 
 from asyncrl.schema.control import Phase, SetPhase
 
-Role = Literal["learner", "generator"]
+Role = Literal["learner", "generator", "inference"]
 Stage = Literal["settled", "giving", "taking"]
-HOLDER: dict[Phase, Role] = {"rollout": "generator", "train": "learner"}
+HOLDER: dict[Phase, Role] = {"rollout": "generator", "inference": "inference", "train": "learner"}
 """Who has the device in a phase."""
 
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """A process is there and can be told; a generator has nothing on the device yet, a learner all it has."""
+    """A process is there and can be told; a learner has all it has on the device, nobody else has anything there yet."""
 
     name: str
     role: Role
@@ -110,6 +110,8 @@ class Phases:
     def __init__(self) -> None:
         self.phase: Phase = "train"
         """The phase that is on, or that the switch under way leads to."""
+        self.before: Phase = "train"
+        """The phase that the last switch ended."""
         self.stage: Stage = "taking"
         self.wanted: Phase = "train"
         self.number = 0
@@ -121,6 +123,14 @@ class Phases:
     def now(self) -> Phase | None:
         """Return the phase that is on; None during a switch."""
         return self.phase if self.stage == "settled" else None
+
+    def has(self, role: Role) -> bool:
+        """Return whether somebody of that role is there."""
+        return bool(self._with_role(role))
+
+    def has_newcomer(self, role: Role) -> bool:
+        """Return whether somebody of that role is there who has not been told a phase yet."""
+        return any(self._members[name].told < 0 for name in self._with_role(role))
 
     @property
     def owing(self) -> list[str]:
@@ -168,8 +178,7 @@ class Phases:
     @property
     def _teller(self) -> Role:
         """Return the role that is being told now: who gives in the first half of a switch, else who takes or has."""
-        role = HOLDER[self.phase]
-        return role if self.stage != "giving" else _other(role)
+        return HOLDER[self.before if self.stage == "giving" else self.phase]
 
     def _join(self, name: str, role: Role, instructions: list[PhaseInstruction]) -> None:
         if name in self._members:
@@ -192,7 +201,7 @@ class Phases:
             self._tell_all(HOLDER[self.phase], instructions)
             return True
         if self.stage == "taking":
-            if self.phase == "train" and not self._with_role("learner"):
+            if self.phase == "train" and not self.has("learner"):
                 return False
             self.stage = "settled"
             instructions.append(EnterPhase(self.phase))
@@ -200,16 +209,13 @@ class Phases:
         if self._target() == self.phase:
             return False
         instructions.append(LeavePhase(self.phase))
-        self.phase, self.stage, self.number = self._target(), "giving", self.number + 1
-        self._tell_all(_other(HOLDER[self.phase]), instructions)
+        self.before, self.phase, self.stage, self.number = self.phase, self._target(), "giving", self.number + 1
+        self._tell_all(HOLDER[self.before], instructions)
         return True
 
     def _target(self) -> Phase:
         """Return the phase to be in: what is wanted, unless a learner is starting."""
-        learners = self._with_role("learner")
-        if not learners or any(self._members[name].told < 0 for name in learners):
-            return "train"
-        return self.wanted
+        return "train" if not self.has("learner") or self.has_newcomer("learner") else self.wanted
 
     def _tell_all(self, role: Role, instructions: list[PhaseInstruction]) -> None:
         for name in self._with_role(role):
@@ -222,7 +228,3 @@ class Phases:
 
     def _with_role(self, role: Role) -> list[str]:
         return sorted(name for name, member in self._members.items() if member.role == role)
-
-
-def _other(role: Role) -> Role:
-    return "generator" if role == "learner" else "learner"

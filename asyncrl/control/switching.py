@@ -1,9 +1,15 @@
 """Carries out what the phases decide (control/phases.py): orders out, answers in, and what it all took, for logs and metrics.
 
 Owns the phases of one run whose placement takes turns. Invariants: groups and evaluation prompts go out only in `rollout`, steps
-only in `train`; a generator is told to load its model when the device is first its own; a rollout is wanted when every step that
-can be trained is, and its weights are out, training when a step is packed. What a switch waits for is somebody's wait, so that a
-process which never answers is a stall with a name.
+only in `train`, and inference workers on the device judge in `inference` only; a generator or an inference worker is told to load
+its model when the device is first its own. What a switch waits for is somebody's wait, so that a process which never answers is a
+stall with a name.
+
+    phase       ends when                                                       then comes
+    rollout     a step is packed                                                train
+                models are to judge, and a step's groups or all are generated   inference
+    inference   every request is answered                                       train where a step is packed, else rollout
+    train       every step that was possible is done and its weights are out    inference where a worker must load, else rollout
 
 Called by control/controller.py, on its event loop.
 """
@@ -30,6 +36,7 @@ from asyncrl.control.phases import (
     PhaseInstruction,
     Phases,
     Reached,
+    Role,
     Tell,
     Wanted,
 )
@@ -37,20 +44,48 @@ from asyncrl.control.reporter import Reporter
 from asyncrl.control.watchdog import Wait, Watchdog
 from asyncrl.observe.spans import move_spans, phase_span
 from asyncrl.schema.batches import StepDone
-from asyncrl.schema.control import LoadModel, Phase, PhaseReached
+from asyncrl.schema.control import LoadModel, Phase, PhaseReached, ProcessKind
 
 log = logging.getLogger(__name__)
 
 MIB = 1 << 20
 Page = Phase | Literal["start", "switch"]
-PAGES: dict[Page, str] = {"rollout": "placement/rollout_s", "train": "placement/train_s", "switch": "placement/switch_s"}
+PAGES: dict[Page, str] = {
+    "rollout": "placement/rollout_s",
+    "inference": "placement/inference_s",
+    "train": "placement/train_s",
+    "switch": "placement/switch_s",
+}
+ROLES: dict[ProcessKind, Role] = {"learner": "learner", "generator": "generator", "inference": "inference"}
 
 
 class Switching:
     """Phases on their way from decision to process and back."""
 
-    def __init__(self, peers: Peers, flow: Flow, feed: LearnerFeed, reporter: Reporter, watchdog: Watchdog, clock: Clock) -> None:
+    def __init__(
+        self,
+        peers: Peers,
+        flow: Flow,
+        feed: LearnerFeed,
+        reporter: Reporter,
+        watchdog: Watchdog,
+        clock: Clock,
+        *,
+        judges_too: bool = False,
+    ) -> None:
+        """Begin with the device in nobody's hands.
+
+        Args:
+            peers: Of the run; orders go to them.
+            flow: Held but in `rollout`.
+            feed: Held but in `train`.
+            reporter: Told of switches, for spans.
+            watchdog: Told that things move.
+            clock: Times phases.
+            judges_too: Inference workers take turns too.
+        """
         self.phases = Phases()
+        self._judges_too = judges_too
         self._peers = peers
         self._flow = flow
         self._feed = feed
@@ -60,6 +95,8 @@ class Switching:
         self._announced = -1
         """The version whose weights were announced last."""
         self._model_folder = ""
+        self._told_to_load: set[str] = set()
+        """Inference workers that are there and know where their models are."""
         self._answers: list[PhaseReached] = []
         self._book = _Book(clock.now())
         flow.take_turn(False)
@@ -68,16 +105,19 @@ class Switching:
 
     # -- what happens ----------------------------------------------------------------------------------------------------
 
+    def takes_turns(self, kind: ProcessKind) -> bool:
+        """Return whether processes of this kind are on the shared device."""
+        return kind in {"learner", "generator"} or (kind == "inference" and self._judges_too)
+
     def join(self, peer: Peer, model_folder: str) -> None:
-        """Take in a learner that is ready, or a generator that may load this model."""
+        """Take in a learner that is ready, or somebody else who takes turns and may load this model."""
         self._model_folder = model_folder
-        if peer.kind == "learner":
-            self._handle(Joined(peer.name, "learner"))
-        elif peer.kind == "generator":
-            self._handle(Joined(peer.name, "generator"))
+        self._handle(Joined(peer.name, ROLES[peer.kind]))
+        self.consider()
 
     def leave(self, name: str) -> None:
         """Note that a process is gone."""
+        self._told_to_load.discard(name)
         self._handle(Left(name))
         self.consider()
 
@@ -96,11 +136,28 @@ class Switching:
 
     def consider(self) -> None:
         """Want another phase, where the one that is on has nothing left to do."""
-        now = self.phases.now
-        if now == "rollout" and self._feed.wants_turn:
+        now, feed = self.phases.now, self._feed
+        if now in {"rollout", "inference"} and feed.wants_turn:
             self._handle(Wanted("train"))
-        elif now == "train" and self._feed.is_at_rest and 0 <= self._feed.version == self._announced:
+        elif now == "rollout" and self._is_judging_next:
+            self._handle(Wanted("inference"))
+        elif now == "inference" and feed.is_at_rest and not self._num_unjudged:
             self._handle(Wanted("rollout"))
+        elif now == "train" and feed.is_at_rest and 0 <= feed.version == self._announced:
+            self._handle(Wanted("inference" if self.phases.has_newcomer("inference") else "rollout"))
+
+    @property
+    def _num_unjudged(self) -> int:
+        return self._flow.desk.num_open("inference")
+
+    @property
+    def _is_judging_next(self) -> bool:
+        """Return whether generation has made what a step needs, or all it can, and models have not judged it."""
+        if not self.phases.has("inference"):
+            return False
+        if self._num_unjudged and self._flow.has_generated_a_step:
+            return True
+        return bool(self._num_unjudged or self.phases.has_newcomer("inference")) and self._flow.has_generated_all
 
     # -- what is said ----------------------------------------------------------------------------------------------------
 
@@ -113,6 +170,11 @@ class Switching:
     def why_nothing_goes_out(self) -> str:
         """Return in words why no group is issued; empty in a rollout."""
         return "" if self.phases.now == "rollout" else f"the device: phase {self.phases.phase}"
+
+    @property
+    def may_judge(self) -> bool:
+        """Return whether inference workers may work now: it is their turn, or they take none."""
+        return not self._judges_too or self.phases.now == "inference"
 
     def figured(self, done: StepDone) -> StepDone:
         """Return a step's report with what phases and switches took since the step before."""
@@ -132,7 +194,7 @@ class Switching:
                     self._turn_page("switch")
                 case Tell(name, order):
                     peer = self._peers.get(name)
-                    if peer is not None and peer.kind == "generator" and peer.num_slots == 0:
+                    if peer is not None and self._has_nothing_loaded(peer):
                         peer.tell(LoadModel(self._model_folder))
                     if peer is not None:
                         peer.tell(order)
@@ -140,10 +202,19 @@ class Switching:
                     self._say(phase, self._turn_page(phase))
                     self._give_turn(phase, True)
 
+    def _has_nothing_loaded(self, peer: Peer) -> bool:
+        """Return whether the order that goes out now is the first that puts something of this process on the device."""
+        if peer.kind == "generator":
+            return peer.num_slots == 0
+        is_first = peer.kind == "inference" and peer.name not in self._told_to_load
+        if is_first:
+            self._told_to_load.add(peer.name)
+        return is_first
+
     def _give_turn(self, phase: Phase, has_turn: bool) -> None:
         if phase == "rollout":
             self._flow.take_turn(has_turn)
-        else:
+        elif phase == "train":
             self._feed.take_turn(has_turn)
 
     def _turn_page(self, page: Page) -> float:

@@ -33,13 +33,15 @@ def all_waits(
     held = (switching.why_nothing_goes_out if switching is not None else "") or flow.admission.why_nothing()
     if held and any(wait.who.startswith("generator") for wait in waits):
         waits.append(Wait("admission", held, now))
-    return waits + _slow_judges(flow, peers, now)
+    kinds: tuple[JudgeKind, ...] = ("reward", "inference")
+    if switching is not None and not switching.may_judge:
+        kinds = ("reward",)
+    return waits + _slow_judges(flow, peers, kinds, now)
 
 
-def _slow_judges(flow: Flow, peers: Peers, now: float) -> list[Wait]:
+def _slow_judges(flow: Flow, peers: Peers, kinds: tuple[JudgeKind, ...], now: float) -> list[Wait]:
     """Return the waits for scores that were asked for long ago, by who owes them."""
     waits = []
-    kinds: tuple[JudgeKind, ...] = ("reward", "inference")
     for kind in kinds:
         since_s = flow.desk.open_since_s(kind)
         if since_s is not None and now - since_s > SLOW_SCORE_S:

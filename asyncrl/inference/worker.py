@@ -1,14 +1,15 @@
 """The inference process: completions in, reference log-probabilities and reward-model scores out, forward only.
 
 Owns the judge from LoadModel to Shutdown, one thread on which its models run, and four loops over one connection:
-- orders (CONTROL): load the models, shut down;
+- orders (CONTROL): load the models, take a shared device or give it back, shut down;
 - requests (DATA): put what arrives into the queue, which the channel's window bounds;
-- batches: take what shares a forward pass off the queue, run it on the thread, send the results, acknowledge their requests;
+- batches: while the device is its own, take what shares a forward pass off the queue, run it on the thread, send the results,
+  acknowledge their requests;
 - heartbeat: what it does or waits for, and its gauges.
 
 Invariants: every request ends in one InferResult, with values or with the reason why there are none; it is acknowledged once its
-result is handed over, so that the controller's window is the only queue there is; only a model that cannot be opened or run ends
-the process. Called by pipeline.py.
+result is handed over, so that the controller's window is the only queue there is; nothing is judged while others have a shared
+device; only a model that cannot be opened or run ends the process. Called by pipeline.py.
 """
 
 from __future__ import annotations
@@ -25,11 +26,13 @@ import psutil
 import torch
 
 from asyncrl.clock import Clock
+from asyncrl.config.placement_rules import judges_take_turns
 from asyncrl.config.run import RunConfig
 from asyncrl.errors import first_fault
 from asyncrl.inference.batching import num_tokens, take_batch
 from asyncrl.inference.judge import Answer, Judge
-from asyncrl.schema.control import Heartbeat, LoadModel, ModelsReady, Shutdown
+from asyncrl.inference.residents import JudgeResidents, open_judge_residents
+from asyncrl.schema.control import Heartbeat, LoadModel, ModelsReady, SetPhase, Shutdown
 from asyncrl.schema.samples import InferRequest, InferResult
 from asyncrl.transport.channel import Connection, Delivery, Lane
 
@@ -45,7 +48,7 @@ async def run_inference_worker(
 
     Args:
         config: Of the run.
-        run_folder: Of the run; unused here, part of every process's signature.
+        run_folder: Of the run; `memory/` and `swap/` in it are written where the device is shared.
         connection: To the controller.
         clock: Times batches and heartbeats.
         name: This process's name, as it said at hello.
@@ -53,8 +56,7 @@ async def run_inference_worker(
     Raises:
         ConfigError: A model cannot be opened, or is not of the sort its place needs.
     """
-    del run_folder
-    worker = InferenceWorker(config, connection, clock, name)
+    worker = InferenceWorker(config, run_folder, connection, clock, name)
     try:
         await worker.run()
     except BaseExceptionGroup as group:
@@ -69,19 +71,24 @@ async def run_inference_worker(
 class InferenceWorker:
     """One worker's state and loops; `run_inference_worker` is the way in."""
 
-    def __init__(self, config: RunConfig, connection: Connection, clock: Clock, name: str) -> None:
-        self._config, self._connection, self._clock, self._name = config, connection, clock, name
+    def __init__(self, config: RunConfig, run_folder: Path, connection: Connection, clock: Clock, name: str) -> None:
+        self._config, self._run_folder, self._connection, self._clock, self._name = config, run_folder, connection, clock, name
         threads = config.inference.num_threads
         self._thread = ThreadPoolExecutor(1, "asyncrl-inference", torch.set_num_threads, (threads,))
         self._judge: Judge | None = None
-        self._is_ready = asyncio.Event()
+        self._residents: JudgeResidents | None = None
+        """Where the device is shared by turns."""
+        self._has_device = False
         self._queue: deque[InferRequest] = deque()
         self._deliveries: dict[int, Delivery] = {}
         """By the identity of their requests, which the queue and the batch in hand keep alive."""
-        self._arrived = asyncio.Event()
+        self._news = asyncio.Event()
+        """A request has come, or the device."""
         self._started_s = clock.now()
         self._idle_since_s: float | None = clock.now()
         self._idle_s = 0.0
+        self._num_bytes = 0
+        """Of its models, wherever they are."""
         self._num_judged = 0
         self._num_failed = 0
         self._num_tokens = 0
@@ -104,6 +111,8 @@ class InferenceWorker:
     async def close(self) -> None:
         """Wait for the batch in hand, and end the thread."""
         await asyncio.to_thread(self._thread.shutdown)
+        if self._residents is not None:
+            self._residents.close()
 
     # -- loops -----------------------------------------------------------------------------------------------------------
 
@@ -113,6 +122,8 @@ class InferenceWorker:
             message = delivery.message
             if isinstance(message, LoadModel):
                 await self._load(Path(message.model_folder))
+            elif isinstance(message, SetPhase):
+                await self._reach(message)
             delivery.ack()
             if isinstance(message, Shutdown):
                 log.info("shutting down: %s", message.reason or "asked to")
@@ -121,11 +132,36 @@ class InferenceWorker:
     async def _load(self, model_folder: Path) -> None:
         """Open every model; told again (a learner came back), only say that they are there."""
         if self._judge is None:
-            judge = Judge(self._config, model_folder)
-            await self._on_thread(judge.load_all)
-            self._judge = judge
-            self._is_ready.set()
-        await self._connection.send(ModelsReady(self._name, self._judge.loaded, self._judge.num_bytes), Lane.CONTROL)
+            await self._on_thread(lambda: self._open(model_folder))
+        assert self._judge is not None
+        await self._connection.send(ModelsReady(self._name, self._judge.loaded, self._num_bytes), Lane.CONTROL)
+        if self._residents is None:
+            self._take_device(True)
+
+    def _open(self, model_folder: Path) -> None:
+        """Open every model, on the thread."""
+        judge = Judge(self._config, model_folder)
+        judge.load_all()
+        self._num_bytes = judge.num_bytes
+        if judges_take_turns(self._config):
+            self._residents = open_judge_residents(
+                judge, self._config, self._run_folder, model_folder, self._name, self._clock
+            )  # fmt: skip
+        self._judge = judge
+
+    async def _reach(self, order: SetPhase) -> None:
+        """Take a shared device or, after the batch in hand, give it back, and say so."""
+        residents = self._residents
+        assert residents is not None, f"told to {order.phase} before the models were loaded"
+        if order.phase != "inference":
+            self._take_device(False)
+        reached = await self._on_thread(lambda: residents.reach(order))
+        self._take_device(order.phase == "inference")
+        await self._connection.send(reached, Lane.CONTROL)
+
+    def _take_device(self, has_device: bool) -> None:
+        self._has_device = has_device
+        self._news.set()
 
     async def _receive(self) -> None:
         while True:
@@ -133,20 +169,19 @@ class InferenceWorker:
             if isinstance(delivery.message, InferRequest):
                 self._queue.append(delivery.message)
                 self._deliveries[id(delivery.message)] = delivery
-                self._arrived.set()
+                self._news.set()
             else:
                 log.warning("an inference worker has no use for %s", type(delivery.message).__name__)
                 delivery.ack()
 
     async def _serve(self) -> None:
-        await self._is_ready.wait()
         while True:
-            while not self._queue:
-                self._arrived.clear()
-                await self._arrived.wait()
+            while not (self._queue and self._has_device):
+                self._news.clear()
+                await self._news.wait()
             self._set_idle(False)
             await self._serve_batch(take_batch(self._queue, self._config.inference.tokens_per_batch))
-            self._set_idle(not self._queue)
+            self._set_idle(not (self._queue and self._has_device))
 
     async def _serve_batch(self, requests: list[InferRequest]) -> None:
         assert self._judge is not None
@@ -181,7 +216,7 @@ class InferenceWorker:
             "process/tokens_judged": float(self._num_tokens),
             "process/judged_tokens_per_sec": self._num_tokens / busy_s if busy_s > 0 else 0.0,
             "process/models_loaded": float(len(self._judge.loaded) if self._judge else 0),
-            "process/model_bytes": float(self._judge.num_bytes if self._judge else 0),
+            "process/model_bytes": float(self._num_bytes),
             "process/idle_s": idle_s,
             "process/busy_s": busy_s,
             "process/resident_bytes": float(self._process.memory_info().rss),
@@ -190,7 +225,9 @@ class InferenceWorker:
     def _waiting_for(self) -> str:
         if self._judge is None:
             return "its models to load"
-        return "a sample to judge" if self._idle_since_s is not None else ""
+        if self._idle_since_s is None:
+            return ""
+        return "the device, which others have" if self._queue and not self._has_device else "a sample to judge"
 
     def _set_idle(self, is_idle: bool) -> None:
         now = self._clock.now()

@@ -5,8 +5,9 @@
     inference   the reference, while a step reads it                   what does not fit beside it, the optimizer first
     train       policy, critic, their optimizers                       what does not fit beside them
 
-`rollout` and `train` are the controller's (SetPhase); `inference` is the learner's own, within a step, and only where the
-reference is here. A checkpoint in `rollout` is read from host memory or disk, without a byte on the device.
+`rollout` and `train` are the controller's (SetPhase); its `inference`, in which inference workers have the device, is `rollout`
+here. The learner's own `inference` is within a step, and only where the reference is here. A checkpoint in `rollout` is read from
+host memory or disk, without a byte on the device.
 
 Called by learner/worker.py (makes and switches) and, as `Trainee.residents`, by whoever runs a step. Used on the learner's
 thread.
@@ -20,6 +21,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 import torch
+from msgspec.structs import replace
 
 from asyncrl.clock import Clock
 from asyncrl.config.learner import LearnerConfig
@@ -31,7 +33,7 @@ from asyncrl.observe.memory import MemoryLine, open_memory
 from asyncrl.observe.steps import JsonLines
 from asyncrl.residency.component import Component
 from asyncrl.residency.components import FrozenModelComponent, ModuleComponent, OptimizerComponent
-from asyncrl.residency.cuda import CudaDevice
+from asyncrl.residency.cuda import device_at
 from asyncrl.residency.device import Device, SimulatedDevice
 from asyncrl.residency.fit import check_phases
 from asyncrl.residency.manager import ResidencyManager
@@ -69,7 +71,8 @@ class Residents:
         Raises:
             ResidencyError: It cannot be done.
         """
-        return self._manager.switch(phase, number)
+        reached = self._manager.switch("train" if phase == "train" else "rollout", number)
+        return replace(reached, phase=phase)
 
     def prefetch(self) -> None:
         """Bring what training needs nearer while generation has the device."""
@@ -152,8 +155,7 @@ def open_device(config: RunConfig) -> Device:
     placement = config.placement
     share = 1 - placement.generation_share if placement.kind == "async_hybrid" else 1.0
     budget = int(placement.device_memory_gib * GIB * share) or None
-    where = torch.device(config.learner.device)
-    return CudaDevice(where, budget) if where.type == "cuda" else SimulatedDevice(budget)
+    return device_at(config.learner.device, budget)
 
 
 def learner_components(trainee: Trainee, config: RunConfig, device: Device, swap: Path, model_folder: Path) -> list[Component]:

@@ -238,7 +238,7 @@ class LearnerWorker:
             elif self._checkpoint is not None and self._checkpoint.version <= self._policy.version:
                 wanted, self._checkpoint = self._checkpoint, None
                 await self._write_checkpoint(wanted)
-            elif self._ready is not None and self._phase != "rollout":
+            elif self._ready is not None and self._phase == "train":
                 ready, self._ready = self._ready, None
                 self._room.set()
                 await self._take_step(ready, waiting_from_s)
@@ -281,7 +281,7 @@ class LearnerWorker:
     def _waiting_for(self) -> str:
         if self._idle_since_s is None:
             return ""
-        return f"the batch of step {self._policy.version}" if self._ready is None else "the device, which generation has"
+        return f"the batch of step {self._policy.version}" if self._ready is None else "the device, which others have"
 
     # -- steps and checkpoints -------------------------------------------------------------------------------------------
 

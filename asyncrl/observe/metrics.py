@@ -183,6 +183,7 @@ _ROWS = (
     ("time/score_mean_s", "s", "judging of a sample, mean over trained samples"),
     ("time/checkpoint_s", "s", "the newest checkpoint"),
     ("placement/rollout_s", "s", "phase rollout on a shared device, since the step before"),
+    ("placement/inference_s", "s", "phase inference, over the same time"),
     ("placement/train_s", "s", "phase train, over the same time"),
     ("placement/switch_s", "s", "from one to the other and back, over the same time"),
     ("queue/ready", "groups", "complete and waiting to be trained"),

@@ -1,7 +1,8 @@
 """A GPU as the residency manager sees it: pinned host memory, a stream of its own for copies, memory given back to the driver.
 
 Copies run on the copy stream, all of a component under way at once, and begin after what the current stream was told before; so
-they pass beside kernels of other streams. Called by learner/residents.py and tests/gpu. Nothing here runs without a GPU.
+they pass beside kernels of other streams. `device_at`, which chooses between a GPU and the simulated device, is called by
+learner/residents.py and inference/residents.py. Nothing else here runs without a GPU.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from asyncrl.residency.device import Copy
+from asyncrl.residency.device import Copy, Device, SimulatedDevice
 
 
 class CudaDevice:
@@ -69,3 +70,9 @@ class CudaDevice:
     def give_back(self) -> None:
         """Return torch's cached blocks to the driver: another process (an engine) wants them."""
         torch.cuda.empty_cache()
+
+
+def device_at(where: str, budget_bytes: int | None) -> Device:
+    """Return a device by torch's name for it; a CPU is simulated. `budget_bytes` None: no limit, or all that a GPU has."""
+    device = torch.device(where)
+    return CudaDevice(device, budget_bytes) if device.type == "cuda" else SimulatedDevice(budget_bytes)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.control.phases import EnterPhase, Joined, LeavePhase, Left, PhaseEvent, Phases, Reached, Tell, Wanted
-from asyncrl.schema.control import SetPhase
+from asyncrl.control.phases import HOLDER, EnterPhase, Joined, LeavePhase, Left, PhaseEvent, Phases, Reached, Tell, Wanted
+from asyncrl.schema.control import Phase, SetPhase
 
-ROLES = {"learner": "learner", "generator-0": "generator", "generator-1": "generator"}
+ROLES = {"learner": "learner", "generator-0": "generator", "generator-1": "generator", "inference-0": "inference"}
+PHASES = sorted(HOLDER)
 
 
 class World:
@@ -19,7 +20,7 @@ class World:
         self.inbox: dict[str, list[SetPhase]] = {}
         self.holds: set[str] = set()
         self.fresh_learner = False
-        self.open: str | None = None
+        self.open: Phase | None = None
 
     def tell(self, event: PhaseEvent) -> None:
         for item in self.phases.handle(event):
@@ -38,11 +39,9 @@ class World:
         self.check()
 
     def check(self) -> None:
-        generators = {name for name in self.holds if ROLES[name] == "generator"}
-        if "learner" in self.holds and not self.fresh_learner:
-            assert not generators, f"on the device at once: {self.holds}"
-        if self.open == "train":
-            assert not generators
+        roles = {ROLES[name] for name in self.holds if name != "learner" or not self.fresh_learner}
+        assert len(roles) <= 1, f"on the device at once: {self.holds}"
+        assert self.open is None or roles <= {HOLDER[self.open]}, f"on the device in {self.open}: {self.holds}"
 
     def start(self, name: str) -> None:
         if name in self.inbox:
@@ -65,7 +64,7 @@ class World:
         if not self.inbox.get(name):
             return
         order = self.inbox[name].pop(0)
-        is_turn = (order.phase == "train") == (name == "learner")
+        is_turn = HOLDER[order.phase] == ROLES[name]
         (self.holds.add if is_turn else self.holds.discard)(name)
         if name == "learner":
             self.fresh_learner = False
@@ -94,13 +93,13 @@ class World:
 NAMES = st.sampled_from(sorted(ROLES))
 MOVES = st.one_of(
     st.tuples(st.just("act"), NAMES), st.tuples(st.just("act"), NAMES), st.tuples(st.just("start"), NAMES),
-    st.tuples(st.just("die"), NAMES), st.tuples(st.just("want"), st.sampled_from(["rollout", "train"])),
+    st.tuples(st.just("die"), NAMES), st.tuples(st.just("want"), st.sampled_from(PHASES)),
     st.tuples(st.just("old answer"), NAMES),
 )  # fmt: skip
 
 
 @settings(max_examples=400, deadline=None)
-@given(st.lists(MOVES, max_size=80), st.sampled_from(["rollout", "train"]))
+@given(st.lists(MOVES, max_size=80), st.sampled_from(PHASES))
 def test_one_holder_at_a_time_and_the_wanted_phase_in_the_end(moves: list[tuple[str, str]], last: str) -> None:
     world = World()
     for what, who in moves:

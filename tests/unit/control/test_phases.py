@@ -101,3 +101,30 @@ def test_a_learner_that_dies_while_it_gives_the_device_back_gets_it_again():
     phases.handle(Joined("learner", "learner"))
     phases.handle(Reached("generator-0", 3))
     assert phases.handle(Reached("generator-1", 3))[:2] == [EnterPhase("rollout"), LeavePhase("rollout")]
+
+
+def test_inference_workers_take_the_device_between_generators_and_learner():
+    phases = in_rollout()
+    assert phases.handle(Joined("inference-0", "inference")) == []
+    assert phases.has_newcomer("inference")
+    assert phases.handle(Wanted("inference")) == [
+        LeavePhase("rollout"), tell("generator-0", "inference", 2), tell("generator-1", "inference", 2)
+    ]  # fmt: skip
+    phases.handle(Reached("generator-0", 2))
+    assert phases.handle(Reached("generator-1", 2)) == [tell("inference-0", "inference", 2)]
+    assert phases.waiting_for == "inference-0 to take the device for phase inference"
+    assert phases.handle(Reached("inference-0", 2)) == [EnterPhase("inference")]
+    assert not phases.has_newcomer("inference")
+    assert phases.handle(Wanted("train")) == [LeavePhase("inference"), tell("inference-0", "train", 3)]
+    assert phases.handle(Reached("inference-0", 3)) == [tell("learner", "train", 3)]
+
+
+def test_a_learner_that_dies_while_models_judge_has_the_device_again_before_it_is_back():
+    phases = in_rollout()
+    phases.handle(Joined("inference-0", "inference"))
+    phases.handle(Wanted("inference"))
+    for name in ("generator-0", "generator-1", "inference-0"):
+        phases.handle(Reached(name, 2))
+    assert phases.handle(Left("learner")) == [LeavePhase("inference"), tell("inference-0", "train", 3)]
+    assert phases.handle(Reached("inference-0", 3)) == []
+    assert phases.handle(Joined("learner", "learner")) == [tell("learner", "train", 3)]

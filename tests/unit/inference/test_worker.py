@@ -9,7 +9,8 @@ from asyncrl.clock import SystemClock
 from asyncrl.config.load import parse_config
 from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.inference.worker import run_inference_worker
-from asyncrl.schema.control import PROTOCOL, Heartbeat, Hello, LoadModel, ModelsReady, Shutdown
+from asyncrl.observe.memory import read_memory
+from asyncrl.schema.control import PROTOCOL, Heartbeat, Hello, LoadModel, ModelsReady, PhaseReached, SetPhase, Shutdown
 from asyncrl.schema.samples import GroupWork, Prompt, SamplingParams
 from asyncrl.transport.channel import Lane
 from asyncrl.transport.inprocess import InProcessListener
@@ -56,8 +57,9 @@ async def _outcome_of(running):
 
 
 @contextlib.asynccontextmanager
-async def worker(folder, **inference):
+async def worker(folder, placement=None, **inference):
     config = parse_config({
+        **(placement or {}),
         "algorithm": {"kl": {}, "reference": {"where": "worker"}},
         "inference": {"reward_models": [{"name": "judge", "path": str(folder / "judge")}], **inference},
         "supervision": {"heartbeat_s": 0.02},
@@ -138,3 +140,42 @@ async def test_a_model_that_cannot_be_opened_ends_the_worker_with_the_reason(fol
         error = await asyncio.wait_for(controller.task, TIMEOUT_S)
         assert isinstance(error, ConfigError)
         assert "safetensors" in str(error)
+
+
+@pytest.mark.parametrize(("offload_to", "away"), [("host", "host"), ("disk", "absent")])
+async def test_on_a_shared_device_it_judges_in_its_turn_only_and_gives_the_memory_back(kit, folder, offload_to, away):
+    placement = {"placement": {"kind": "colocated", "offload_to": offload_to}, "buffer": {"max_staleness": 0}}
+    requests = kit.random_requests(count=6)
+    async with worker(folder, placement) as controller:
+
+        async def reach(phase, number):
+            await controller.connection.send(SetPhase(phase, number), Lane.CONTROL)
+            return await controller.control(lambda message: isinstance(message, PhaseReached))
+
+        num_bytes = (await controller.load()).num_bytes
+        for request in requests:
+            await controller.connection.send(request)
+        await controller.beat_where(lambda beat: beat.waiting_for == "the device, which others have")
+        taken = await reach("inference", 0)
+        assert taken.moves == ()
+        assert set(taken.resident) == {"reference", "reward judge"}
+        before = await controller.results(6)
+        given = await reach("train", 1)
+        assert {(move.component, move.before, move.after) for move in given.moves} == {
+            ("reference", "device", away), ("reward judge", "device", away)
+        }  # fmt: skip
+        assert given.resident == {}
+        assert sum(taken.resident.values()) == pytest.approx(num_bytes, rel=0.01)
+        for request in requests:
+            await controller.connection.send(request)
+        beat = await controller.beat_where(lambda beat: beat.waiting_for == "the device, which others have")
+        assert beat.gauges["process/samples_scored"] == 6
+        await reach("inference", 2)
+        after = await controller.results(6)
+        # What comes back is what left: the very same numbers.
+        assert [(item.reference_logprobs, item.rewards) for item in after] == [
+            (item.reference_logprobs, item.rewards) for item in before
+        ]  # fmt: skip
+    assert [(line.phase, line.ended_phase) for line in read_memory(folder)] == [
+        ("inference", ""), ("train", "inference"), ("inference", "train")
+    ]  # fmt: skip

@@ -1,0 +1,87 @@
+"""An inference worker's models on a device that phases share: there in phase `inference`, away in the others.
+
+Every model is a component, `reference` or `reward NAME`. They never change, so one that is sent away may be destroyed and read
+from its own folder again (`placement.offload_to = "disk"`). Each worker has an equal part of the device's budget; that all fit
+beside each other is checked before anything is started (control/phase_room.py).
+
+Invariants: an order is answered when the memory is given back, or taken and filled; every switch is a line of the memory
+timeline. Used on the worker's one thread, between two batches. Called by inference/worker.py.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from asyncrl.clock import Clock
+from asyncrl.config.inference_rules import REFERENCE
+from asyncrl.config.run import RunConfig
+from asyncrl.inference.judge import Judge
+from asyncrl.observe.memory import MemoryLine, open_memory
+from asyncrl.observe.steps import JsonLines
+from asyncrl.residency.components import FrozenModelComponent
+from asyncrl.residency.cuda import device_at
+from asyncrl.residency.device import Device
+from asyncrl.residency.manager import ResidencyManager
+from asyncrl.residency.plan import GIB, PhaseNeeds
+from asyncrl.schema.control import PhaseReached, SetPhase
+
+SWAP_FOLDER = "swap"
+
+
+class JudgeResidents:
+    """The models of one worker under a manager."""
+
+    def __init__(self, manager: ResidencyManager, device: Device, timeline: JsonLines[MemoryLine]) -> None:
+        """Take over models that are on the device."""
+        self._manager, self.device, self._timeline = manager, device, timeline
+
+    def reach(self, order: SetPhase) -> PhaseReached:
+        """Do what the controller asks.
+
+        Raises:
+            ResidencyError: It cannot be done.
+        """
+        return self._manager.switch(order.phase, order.number)
+
+    def close(self) -> None:
+        """Close the timeline."""
+        self._timeline.close()
+
+
+def open_judge_residents(
+    judge: Judge, config: RunConfig, run_folder: Path, model_folder: Path, name: str, clock: Clock
+) -> JudgeResidents:
+    """Put a judge's models under a manager.
+
+    Args:
+        judge: With every model loaded, on the device.
+        config: `placement`, `inference` and `algorithm` are read.
+        run_folder: `memory/NAME.jsonl` is written there, and `swap/NAME/` where a model's own folder has not all of it.
+        model_folder: What the reference was opened from, unless the config names another.
+        name: The worker's.
+        clock: Times moves.
+    """
+    placement = config.placement
+    budget_bytes = int(placement.device_memory_gib * GIB) // config.inference.num_workers
+    device = device_at(config.inference.device, budget_bytes or None)
+    swap = run_folder / SWAP_FOLDER / name
+    models = [
+        (REFERENCE, judge.references.load(key).model, Path(config.algorithm.reference.path or model_folder))
+        for key in judge.references.names
+    ]
+    models += [
+        (f"reward {model.name}", judge.scorers.load(model.name).model, Path(model.path))
+        for model in config.inference.reward_models
+    ]
+    components = [FrozenModelComponent(component, model, device, folder, swap) for component, model, folder in models]
+    names = tuple(component.name for component in components)
+    phases = [
+        PhaseNeeds("rollout", soon=names, gives_back=True),
+        PhaseNeeds("inference", now=names),
+        PhaseNeeds("train", soon=names, gives_back=True),
+    ]
+    timeline = open_memory(run_folder, name)
+    manager = ResidencyManager(
+        name, components, phases, device, clock, offload_to=placement.offload_to, record=timeline.write
+    )  # fmt: skip
+    return JudgeResidents(manager, device, timeline)

@@ -1,13 +1,12 @@
-"""The models of an inference worker, by name: loaded when first wanted, let go of when told to.
+"""The models of an inference worker, by name, opened when first wanted.
 
-Owns the loaded models and nothing that decides which of them may stay: who plans memory calls `load` and `unload`. Invariants:
-a name is loaded at most once; loading what is loaded and unloading what is not changes nothing. Used on one thread at a time.
-Called by inference/judge.py.
+Where their weights are is not said here: on a device of their own they stay, on a shared one a manager moves them by the same
+names (inference/residents.py). Invariant: a name is opened at most once. Used on one thread at a time. Called by
+inference/judge.py and inference/residents.py.
 """
 
 from __future__ import annotations
 
-import gc
 import logging
 import time
 from collections.abc import Callable, Mapping
@@ -34,7 +33,7 @@ class ModelShelf(Generic[H]):
     """Models by name.
 
     Args:
-        openers: What opens each model; called again after an `unload`.
+        openers: What opens each model.
 
     Example:
         >>> class Linear:
@@ -55,7 +54,7 @@ class ModelShelf(Generic[H]):
 
     @property
     def loaded(self) -> tuple[str, ...]:
-        """Return the models that are in memory, in the order they were loaded."""
+        """Return the models that were opened, in that order."""
         return tuple(self._held)
 
     @property
@@ -83,12 +82,3 @@ class ModelShelf(Generic[H]):
             seconds, mib = time.perf_counter() - started_s, self.bytes_of(name) / 2**20
             log.info("loaded %s: %.1f MiB in %.1f s", name, mib, seconds)
         return self._held[name]
-
-    def unload(self, name: str) -> None:
-        """Let go of a model's memory, on its device too; the next `load` opens it again."""
-        if self._held.pop(name, None) is None:
-            return
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-        log.info("unloaded %s", name)

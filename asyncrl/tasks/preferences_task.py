@@ -40,6 +40,8 @@ def build_preferences(config: PreferencesTask, seed: int) -> TaskData:
         ConfigError: The file cannot be read, a line is not as configured, or nothing is left to train on.
     """
     pairs = [_pair(line, config) for line in read_json_lines(Path(config.path))]
+    if not pairs:
+        raise ConfigError(f"{config.path}: there are no preferences in it")
     prompts = list(dict.fromkeys((pair.text, pair.messages) for pair in pairs))
     if len(prompts) <= config.held_out:
         raise ConfigError(

@@ -106,5 +106,8 @@ def test_what_is_wrong_is_said_with_file_and_line(tmp_path, record, chat, reason
 def test_a_file_with_too_few_prompts_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="3 distinct prompts leave none to train on after 3 held out"):
         build_task(PreferencesTask(path=write(tmp_path / "p.jsonl", sums(3)), chat=False, held_out=3), 0)
+    write(tmp_path / "empty.jsonl", [])
+    with pytest.raises(ConfigError, match=r"empty\.jsonl: there are no preferences in it"):
+        build_preferences(PreferencesTask(path=str(tmp_path / "empty.jsonl")), seed=0)
     with pytest.raises(ConfigError, match="cannot read task file"):
         build_task(PreferencesTask(path=str(tmp_path / "none.jsonl")), 0)

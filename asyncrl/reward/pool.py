@@ -25,6 +25,8 @@ from asyncrl.reward.wire import Judgement
 from asyncrl.schema.samples import Score, ScoreRequest
 
 MAX_BATCH = 32
+MAX_ERROR_CHARS = 2000
+"""Of the reason why a sample has no score. It travels, goes into the ledger and is counted by, and a reward may say anything."""
 _BATCH_WORK_S = 0.02
 
 
@@ -172,7 +174,7 @@ class RewardPool:
                 attempt=request.attempt,
                 reward=judgement.reward,
                 parts=judgement.parts,
-                error=judgement.error,
+                error=judgement.error[:MAX_ERROR_CHARS],
                 worker=self._name,
                 started_s=job.started_s,
                 finished_s=self._clock.now(),

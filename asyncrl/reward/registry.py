@@ -115,7 +115,7 @@ def _call(name: str, function: RewardFunction, sample: RewardInput, resolve: Res
 def _checked(name: str, value: object) -> float:
     try:
         number = float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError, OverflowError) as error:
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:  # RuntimeError: a tensor of several elements
         raise RewardError(f"{name}: returned {value!r}, which is not a number") from error
     if isinstance(value, str) or not math.isfinite(number):
         raise RewardError(f"{name}: returned {value!r}, which is not a finite number")

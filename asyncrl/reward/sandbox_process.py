@@ -81,6 +81,7 @@ class Confined:
             ProgramStopped: The deadline passed, memory ran over, the driver is gone, or it sent something that is no frame.
             RewardError: The sandbox itself could not start.
         """
+        self.check()  # Not only while waiting: a program that floods its pipe never lets us wait.
         (size,) = struct.unpack("<I", self._read_exactly(4))
         if size > self._max_frame_bytes:
             raise ProgramStopped(f"sent {size} bytes at once, {self._max_frame_bytes} are allowed")

@@ -31,6 +31,10 @@ def raise_key_error():
     raise KeyError("no such thing")
 
 
+def raise_at_length():
+    raise ValueError("word " * 1_000_000)
+
+
 def make_noise():
     sys.stdout.write("noise on standard output\n")
     os.write(1, b"more noise\n")
@@ -42,6 +46,7 @@ ACTS = {
     "die": lambda: os._exit(3),
     "kill": lambda: os.kill(os.getpid(), 9),
     "raise": raise_key_error,
+    "raise at length": raise_at_length,
     "exit": lambda: sys.exit(1),
     "hog": lambda: len([bytearray(64 << 20) for _ in range(1000)]),
     "noise": make_noise,

@@ -62,6 +62,8 @@ def test_values_are_compared_as_json_and_strictly():
         ("2**100", 2**100),
         ("range(3)", [0, 1, 2]),
         ("fractions.Fraction(1, 2)", 0.5),
+        ("fractions.Fraction(4, 2)", 2),
+        ("decimal.Decimal('-1.5e3')", -1500),
         ("None", None),
         ("True", True),
         ("collections.Counter('aa')", {"a": 2}),
@@ -83,8 +85,31 @@ def test_values_are_compared_as_json_and_strictly():
         ("{'a': 1}", {}),
         ("1/0", 0),
         ("range(10**9)", [0]),
+        ("decimal.Decimal('1e999999999')", 1),
+        ("decimal.Decimal('nan')", 0),
+        ("fractions.Fraction(10**999, 3)", 1),
     ]
     tests = [{"function": "f", "args": [name], "expected": expected} for name, expected in same]
     assert run(code, tests) == 1.0
     tests = [{"function": "f", "args": [name], "expected": expected} for name, expected in other]
     assert run(code, tests) == 0.0
+
+
+@pytest.mark.timeout(15)
+@pytest.mark.parametrize(
+    "frame",
+    ["{}", '{"value": {"t": "decimal", "v": "1E+999999999"}}', '{"value": {"t": "fraction", "v": "1E+999999999"}}', "{", "[]"],
+)
+def test_a_program_that_writes_into_the_pipe_itself_passes_nothing_and_holds_nobody_up(frame):
+    code = f"""
+import os
+FRAME = {frame!r}.encode()
+def f():
+    while True:
+        for fd in range(3, 64):
+            try:
+                os.write(fd, (len(FRAME).to_bytes(4, "little") + FRAME) * 2000)
+            except OSError:
+                pass
+"""
+    assert run(code, [{"function": "f", "expected": 1}], wall_s=1.0) == 0.0

@@ -32,9 +32,22 @@ def test_weighted_sum_of_sync_and_async_parts():
         loop.close()
 
 
+class Several:
+    """As a tensor of several elements does."""
+
+    def __float__(self):
+        raise RuntimeError("cannot be converted to Scalar")
+
+
 @pytest.mark.parametrize(
     ("value", "said"),
-    [(None, "None, which is not a number"), ("1", "not a finite number"), (float("nan"), "nan"), (10**400, "not a number")],
+    [
+        (None, "None, which is not a number"),
+        ("1", "not a finite number"),
+        (float("nan"), "nan"),
+        (10**400, "not a number"),
+        (Several(), "not a number"),
+    ],
 )
 def test_what_is_no_finite_number_fails_the_sample(value, said):
     with pytest.raises(RewardError, match=said):

@@ -108,6 +108,6 @@ def test_a_file_with_too_few_prompts_is_refused(tmp_path):
         build_task(PreferencesTask(path=write(tmp_path / "p.jsonl", sums(3)), chat=False, held_out=3), 0)
     write(tmp_path / "empty.jsonl", [])
     with pytest.raises(ConfigError, match=r"empty\.jsonl: there are no preferences in it"):
-        build_preferences(PreferencesTask(path=str(tmp_path / "empty.jsonl")), seed=0)
+        build_task(PreferencesTask(path=str(tmp_path / "empty.jsonl")), 0)
     with pytest.raises(ConfigError, match="cannot read task file"):
         build_task(PreferencesTask(path=str(tmp_path / "none.jsonl")), 0)

@@ -215,12 +215,11 @@ def _same(value: Any, expected: Any, tolerance: float) -> bool:
 def _same_tagged(tag: str, inner: Any, expected: Any, tolerance: float) -> bool:
     if tag == "int":
         return type(expected) is int and int(inner, 16) == expected
-    if tag == "decimal":
-        # Never as a Fraction: of 1E+999999999 it would write out every digit, here, outside the sandbox.
-        return _same_number(float(Decimal(inner)), expected, tolerance)
-    if tag == "fraction":
+    if tag in {"fraction", "decimal"}:
+        # Never a Fraction of the text: of 1E+999999999 it would write out every digit, here, outside the sandbox.
         numerator, _, denominator = inner.partition("/")
-        return _same_number(int(numerator) / int(denominator or 1), expected, tolerance)
+        number = float(Decimal(inner)) if tag == "decimal" else int(numerator) / int(denominator or 1)
+        return _same_number(number, expected, tolerance)
     if tag == "dict":
         items = {_json_key(key): value for key, value in inner}
         same_keys = isinstance(expected, dict) and items.keys() == expected.keys()

@@ -14,7 +14,7 @@ from asyncrl.clock import SystemClock
 from asyncrl.config.reward import AnswerMatchReward, FormatCheckReward, PythonReward, RewardConfig
 from asyncrl.config.run import RunConfig, SupervisionConfig
 from asyncrl.errors import ConfigError, RewardError
-from asyncrl.reward.pool import RewardPool
+from asyncrl.reward.pool import MAX_ERROR_CHARS, RewardPool
 from asyncrl.reward.worker import run_reward_worker
 from asyncrl.schema.control import PROTOCOL, Heartbeat, Hello, Shutdown
 from asyncrl.schema.samples import Prompt, Score, ScoreRequest
@@ -72,6 +72,13 @@ async def test_what_raises_fails_its_sample_with_type_and_message():
         assert raised.error == "demand: KeyError: 'no such thing'"
         assert (fine.error, fine.reward) == ("", 1.0)
         assert (pool.counts.scored, pool.counts.failed, pool.counts.replaced) == (1, 1, 0)
+
+
+async def test_a_reward_that_raises_at_length_is_cut_short():
+    async with pool_of(ON_DEMAND) as pool:
+        (score,) = await all_scores(pool, ["raise at length"])
+    assert score.error.startswith("demand: ValueError: word word")
+    assert len(score.error) == MAX_ERROR_CHARS
 
 
 async def test_what_ends_its_process_costs_one_sample_only():

@@ -15,12 +15,12 @@ import asyncio
 import contextlib
 import os
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
+import psutil
 
 from asyncrl.config.generate import VLLMEngineConfig
 from asyncrl.config.learner import LoRAConfig
@@ -33,6 +33,7 @@ from asyncrl.generate.vllm_folder import read_folder
 from asyncrl.generate.vllm_launch import core_pids, launch, processes_of, shut_down
 from asyncrl.generate.vllm_orders import LoadOrder, LoadReply
 from asyncrl.generate.vllm_requests import check_request
+from asyncrl.generate.vllm_sockets import SocketFolder
 from asyncrl.generate.vllm_streams import DEATH, Flights
 from asyncrl.generate.vllm_versions import installed_version
 from asyncrl.generate.vllm_weights import load_order_on_thread
@@ -79,6 +80,8 @@ class VLLMEngine:
         self._has_kv = True
         self._is_closed = False
         self._llm: Any = None
+        self._processes: set[psutil.Process] = set()
+        self._sockets: SocketFolder | None = None
         self._flights: Flights | None = None
 
     @property
@@ -103,20 +106,24 @@ class VLLMEngine:
         self._vllm = installed_version()
         self._folder = await asyncio.to_thread(read_folder, self._model_folder, trust_remote_code=self._trust_remote_code)
         self._rules = RequestRules(self._folder.vocabulary_size, self._config.max_sequence_tokens, self._folder.end_ids)
-        start = partial(
-            launch, self._config, self._folder, self._watch, trust_remote_code=self._trust_remote_code, fp32_head=self._fp32_head
-        )
-        self._llm = await _on_thread(start)
-        self._processes = processes_of(self._llm)
+        self._sockets = SocketFolder(os.environ)
         try:
+            self._llm = await _on_thread(self._launch)
+            self._processes = processes_of(self._llm)
             self._room = self._make_room()
             self._flights = Flights(self._llm, self._rules, self._room)
             await self._flights.open()
-            await self._call(self._llm.collective_rpc("asyncrl_follow", args=(os.getpid(), core_pids(self._llm))))
+            following = (os.getpid(), core_pids(self._llm), str(self._sockets.path))
+            await self._call(self._llm.collective_rpc("asyncrl_follow", args=following))
             await self._label(-1)
         except BaseException:
             await self.close()
             raise
+
+    def _launch(self) -> Any:  # noqa: ANN401 - vLLM's AsyncLLM
+        assert self._sockets is not None
+        trust, fp32_head = self._trust_remote_code, self._fp32_head
+        return launch(self._config, self._folder, self._watch, self._sockets.path, trust_remote_code=trust, fp32_head=fp32_head)
 
     def submit(self, request: EngineRequest) -> TokenStream:
         """Start a request; see `Engine.submit`."""
@@ -227,13 +234,17 @@ class VLLMEngine:
         if self._is_closed:
             return
         self._is_closed = True
-        if self._flights is not None:
-            await self._flights.close()
-        if self._llm is not None:
-            await asyncio.to_thread(shut_down, self._llm, self._processes | processes_of(self._llm))
-            await asyncio.sleep(0)  # vLLM closes its sockets in a callback; only then does its context end
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(asyncio.to_thread(self._llm.engine_core.resources.ctx.term), _DEATH_CHECK_S)
+        try:
+            if self._flights is not None:
+                await self._flights.close()
+            if self._llm is not None:
+                await asyncio.to_thread(shut_down, self._llm, self._processes | processes_of(self._llm))
+                await asyncio.sleep(0)  # vLLM closes its sockets in a callback; only then does its context end
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(asyncio.to_thread(self._llm.engine_core.resources.ctx.term), _DEATH_CHECK_S)
+        finally:
+            if self._sockets is not None:
+                self._sockets.close()
 
     async def _stand_still(self, *, clear_cache: bool) -> None:
         """Stop vLLM at a token boundary and take everything it has sampled."""

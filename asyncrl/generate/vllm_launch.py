@@ -14,6 +14,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -21,6 +22,7 @@ import psutil
 from asyncrl.config.generate import VLLMEngineConfig
 from asyncrl.errors import GenerationError
 from asyncrl.generate.vllm_folder import ModelFolder
+from asyncrl.generate.vllm_sockets import VARIABLE
 
 EXTENSION = "asyncrl.generate.vllm_worker.WeightsExtension"
 _GIB = 1 << 30
@@ -48,13 +50,13 @@ _OURS = frozenset(
 )  # fmt: skip
 
 
-def environment(config: VLLMEngineConfig, *, on_cpu: bool, present: Mapping[str, str]) -> dict[str, str | None]:
+def environment(config: VLLMEngineConfig, sockets: Path, *, on_cpu: bool, present: Mapping[str, str]) -> dict[str, str | None]:
     """Return what vLLM's processes need in their environment beside what is `present`; None: it must not be there.
 
     On a CPU nothing is compiled (the first request with logprobs would wait 40 s for it) and threads neither spin nor are bound:
     other processes of the run have the same cores.
     """
-    added: dict[str, str | None] = {**_QUIET}
+    added: dict[str, str | None] = {**_QUIET, VARIABLE: str(sockets)}
     added["VLLM_LOGGING_LEVEL"] = present.get("VLLM_LOGGING_LEVEL", "WARNING")
     if on_cpu:
         added |= {
@@ -117,6 +119,7 @@ def launch(
     config: VLLMEngineConfig,
     folder: ModelFolder,
     watch: Callable[..., Any],
+    sockets: Path,
     *,
     trust_remote_code: bool = False,
     fp32_head: bool = False,
@@ -127,6 +130,7 @@ def launch(
         config: `generate.engine`.
         folder: The model's.
         watch: vLLM's stat-logger factory: called with its config and the engine's number.
+        sockets: Folder of the sockets by which its processes talk.
         trust_remote_code: Of `model` in the run's config.
         fp32_head: As well.
 
@@ -140,7 +144,7 @@ def launch(
     try:
         on_cpu = _is_on_cpu(config)
         arguments = engine_arguments(config, folder, on_cpu=on_cpu, trust_remote_code=trust_remote_code, fp32_head=fp32_head)
-        with _environment(environment(config, on_cpu=on_cpu, present=os.environ)):
+        with _environment(environment(config, sockets, on_cpu=on_cpu, present=os.environ)):
             if on_cpu:
                 _check_head_size(folder)
             made = import_module("vllm.engine.arg_utils").AsyncEngineArgs(**arguments)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 import os
 import select
+import shutil
 import signal
 import threading
 from collections.abc import Iterator
@@ -66,15 +67,16 @@ class WeightsExtension:
         if self.asyncrl_fault:
             raise GenerationError(self.asyncrl_fault)
 
-    def asyncrl_follow(self, owner_pid: int, core_pids: list[int]) -> None:
+    def asyncrl_follow(self, owner_pid: int, core_pids: list[int], sockets: str) -> None:
         """End the engine's cores and this worker when the process that owns the engine is gone, however it ended.
 
         Args:
             owner_pid: The generator's; it must live.
             core_pids: Of its children for this engine. Where vLLM has one worker, that may be the core itself.
+            sockets: The folder of the engine's sockets, removed in the end.
         """
         owner, others = os.pidfd_open(owner_pid), [os.pidfd_open(pid) for pid in core_pids if pid != os.getpid()]
-        threading.Thread(target=_end_with, args=(owner, others), name="asyncrl-owner-watch", daemon=True).start()
+        threading.Thread(target=_end_with, args=(owner, others, sockets), name="asyncrl-owner-watch", daemon=True).start()
 
 
 def _load(worker: Any, order: LoadOrder) -> None:  # noqa: ANN401 - vLLM's worker
@@ -154,10 +156,11 @@ def _with_other_names(tensors: NamedTensors, also_as: dict[str, str]) -> NamedTe
         raise GenerationError(f"new weights lack {', '.join(sorted(missing))}")
 
 
-def _end_with(owner: int, others: list[int]) -> None:
+def _end_with(owner: int, others: list[int], sockets: str) -> None:
     """Wait for the end of a process, then end others and this one, all by handles, which never come to mean another process."""
     select.select([owner], [], [])
     for other in others:
         with suppress(ProcessLookupError):
             signal.pidfd_send_signal(other, signal.SIGKILL)
+    shutil.rmtree(sockets, ignore_errors=True)
     os.kill(os.getpid(), signal.SIGKILL)

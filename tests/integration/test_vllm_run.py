@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import tempfile
+from collections.abc import Iterator
 from importlib.util import find_spec
+from pathlib import Path
 
 import psutil
 import pytest
@@ -45,7 +48,15 @@ async def until(steps, version: int) -> list[asyncrl.StepReport]:
     raise AssertionError(f"the run ended before version {version}")
 
 
-async def test_a_killed_engine_process_is_replaced_and_none_outlives_a_killed_generator(tiny, recorded_pids):
+@pytest.fixture
+def sockets(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where the run's generators put the sockets of their engines."""
+    with tempfile.TemporaryDirectory(prefix="s-", dir="/tmp") as folder:
+        monkeypatch.setenv("VLLM_RPC_BASE_PATH", folder)
+        yield Path(folder)
+
+
+async def test_a_killed_engine_process_is_replaced_and_none_outlives_a_killed_generator(tiny, recorded_pids, sockets):
     config = tiny(
         num_steps=10_000, model__hidden_size=64, generate__engine=ENGINE, eval__at_start=False, eval__at_end=False,
     )  # fmt: skip
@@ -59,11 +70,13 @@ async def test_a_killed_engine_process_is_replaced_and_none_outlives_a_killed_ge
         generator_pid = recorded_pids(run.run_folder)["generator-0"]
         second = vllm_processes_of(generator_pid)
         assert not set(first) & set(second)
+        assert len(list(sockets.iterdir())) == 1, "the dead engine's folder is left"
         assert not [process for process in first if process.is_running()], "the dead engine's worker is left"
         os.kill(generator_pid, signal.SIGKILL)
         _, left = psutil.wait_procs(second, timeout=15)
         assert not left, f"vLLM's {left} outlive their generator"
         status = await run.drain()
+    assert not list(sockets.iterdir())
     assert status.phase == "stopped", status.reason
     assert balanced(status)
     assert status.groups["failed"] == 0

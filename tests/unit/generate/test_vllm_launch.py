@@ -7,21 +7,23 @@ from asyncrl.errors import GenerationError
 from asyncrl.generate.vllm_folder import ModelFolder
 from asyncrl.generate.vllm_launch import engine_arguments, environment
 
+SOCKETS = Path("/tmp/sockets")
 FOLDER = ModelFolder(Path("model"), {}, 64, frozenset(), "float32", "llama", 32, 512)
 
 
 def test_on_a_cpu_nothing_compiles_and_nothing_spins() -> None:
-    added = environment(VLLMEngineConfig(num_threads=2), on_cpu=True, present={})
+    added = environment(VLLMEngineConfig(num_threads=2), SOCKETS, on_cpu=True, present={})
     assert added["TORCHDYNAMO_DISABLE"] == "1"
     assert (added["OMP_NUM_THREADS"], added["OMP_WAIT_POLICY"]) == ("2", "PASSIVE")
     assert added["VLLM_CPU_KVCACHE_SPACE"] is None, "a whole number of GiB, which would win over ours"
 
 
 def test_a_gpu_keeps_its_threads_and_compilation() -> None:
-    added = environment(VLLMEngineConfig(), on_cpu=False, present={"VLLM_LOGGING_LEVEL": "DEBUG"})
+    added = environment(VLLMEngineConfig(), SOCKETS, on_cpu=False, present={"VLLM_LOGGING_LEVEL": "DEBUG"})
     assert not {"TORCHDYNAMO_DISABLE", "OMP_NUM_THREADS"} & added.keys()
     assert added["VLLM_LOGGING_LEVEL"] == "DEBUG"
     assert added["VLLM_NO_USAGE_STATS"] == "1"
+    assert added["VLLM_RPC_BASE_PATH"] == "/tmp/sockets"
 
 
 def test_arguments_follow_the_config_and_the_folder() -> None:

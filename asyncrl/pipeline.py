@@ -19,7 +19,7 @@ receiver's acknowledgements (`transport.window`); nothing is dropped for lack of
 | 7 | WeightsAvailable | learner -> controller -> generators | control | nothing | | received |
 | 8 | the weights' bytes | learner -> generator | the medium | nothing: never the learner | | fingerprint matches |
 | 9 | VersionLive | generator -> controller | control | nothing | | received |
-| 10 | SetPhase | controller -> learner, generators on one device | control | its turn | PhaseReached of those before | received |
+| 10 | SetPhase | controller -> everyone on one device | control | its turn | PhaseReached of those before | received |
 | 11 | PhaseReached | 10 -> controller | control | the device is given back, or taken | | received |
 | - | Heartbeat, Fault | everyone -> controller | control | nothing | | received |
 | - | Pause, Resume, Checkpoint, Shutdown | controller -> everyone | control | nothing | | received |
@@ -34,10 +34,9 @@ import asyncio
 import contextlib
 import logging
 import os
-import signal
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -51,9 +50,10 @@ from asyncrl.config.generate import ReplayEngineConfig, TransformersEngineConfig
 from asyncrl.config.launch import RayLaunch
 from asyncrl.config.load import load_run_config
 from asyncrl.config.run import RunConfig
-from asyncrl.errors import AsyncRLError, ConfigError, ConnectionClosed, LearnerError, LedgerError
+from asyncrl.control.stage_end import EXIT_FAILED, EXIT_FAULT, EXIT_OK, EXIT_WRONG_INPUT, leave, to_its_end
+from asyncrl.errors import AsyncRLError, ConnectionClosed, LedgerError
 from asyncrl.observe.log import set_up_logging
-from asyncrl.schema.control import Fault, ProcessKind
+from asyncrl.schema.control import ProcessKind
 from asyncrl.tasks.registry import build_task
 from asyncrl.tasks.sampler import PromptSequence
 from asyncrl.transport.channel import Connection, Lane
@@ -74,7 +74,6 @@ RANK = "rank"
 """Kind of a learner process other than rank 0, which starts it; the controller does not know it."""
 JOIN = "join"
 """Kind of a generator that joins a live run; no name, and a JoinRequest in JSON for a folder."""
-EXIT_OK, EXIT_FAILED, EXIT_WRONG_INPUT, EXIT_FAULT = 0, 1, 2, 3
 
 
 # -- the controller ------------------------------------------------------------------------------------------------------
@@ -294,7 +293,22 @@ STAGE_MODULES: dict[ProcessKind, str] = {
     "inference": "asyncrl.inference.worker",
     "learner": "asyncrl.learner.worker",
 }
-"""What each stage imports, heavy libraries with it."""
+"""What each stage imports, heavy libraries with it; a generator's engine beside."""
+WITH_TORCH = frozenset({"generator", "inference", "learner"})
+"""Stages whose interpreter is not torn down."""
+
+
+def _import_stage(kind: ProcessKind, config: RunConfig) -> None:
+    """Import what a stage will need, all of it.
+
+    Before connecting: an event loop that imports for long, as on a busy machine, looks dead to its peer. And before it is needed:
+    an engine's libraries are read while the learner reads its own, not once the learner is there.
+    """
+    import_module(STAGE_MODULES[kind])
+    if kind == "generator":
+        from asyncrl.generate.build import import_engine
+
+        import_engine(config)
 
 
 async def run_stage(kind: ProcessKind, name: str, config: RunConfig, run_folder: Path, clock: Clock) -> int:
@@ -307,12 +321,11 @@ async def run_stage(kind: ProcessKind, name: str, config: RunConfig, run_folder:
 
         config = with_own_memory(config)
         keep_to_own_cores(config)
-    # Before connecting: an event loop that imports for long, as on a busy machine, looks dead to its peer.
-    import_module(STAGE_MODULES[kind])
+    _import_stage(kind, config)
     address = (run_folder / ENDPOINT_FILE).read_text(encoding="utf-8")
     connection = await open_connection(address, new_hello(kind, name), config.transport, run_folder)
     try:
-        return await _to_its_end(STAGES[kind](config, run_folder, connection, clock, name), name, connection)
+        return await to_its_end(STAGES[kind](config, run_folder, connection, clock, name), name, connection)
     finally:
         await connection.close()
 
@@ -329,101 +342,28 @@ async def join_run(request: JoinRequest, clock: Clock) -> int:
             keep_to_own_cores(here.config)
         log.info("joined the run %s as %s; Ctrl-C leaves it", here.config.name, here.name)
         work = _generator(here.config, here.run_folder, here.connection, clock, here.name)
-        return await serve_until_told(_to_its_end(work, here.name, here.connection))
-
-
-async def _to_its_end(work: Awaitable[None], name: str, connection: Connection) -> int:
-    """Await a stage's work and return the exit code; why it cannot go on is told to the controller."""
-    try:
-        await work
-    except ConnectionClosed:
-        log.info("the controller is gone")
-    except Exception as error:  # noqa: BLE001 - the boundary of a process: whatever it was is told, logged, and ends it
-        await _report_fault(name, error, connection)
-        return EXIT_FAULT
-    return EXIT_OK
-
-
-async def _report_fault(name: str, error: Exception, connection: Connection) -> None:
-    """Tell the controller why this process ends; errors of our own kinds would only come again after a restart."""
-    causes = list(_leaves(error))
-    if all(isinstance(cause, ConnectionClosed) for cause in causes):
-        log.info("the controller is gone")
-        return
-    log.error("%s cannot go on", name, exc_info=error)
-    reason = "; ".join(f"{type(cause).__name__}: {cause}" for cause in causes)
-    fatal = any(isinstance(cause, ConfigError | LearnerError) for cause in causes)
-    with contextlib.suppress(ConnectionClosed, TimeoutError):
-        async with asyncio.timeout(2.0):
-            await connection.send(Fault(name, reason, fatal=fatal), Lane.CONTROL)
-            await connection.flush(2.0)
-
-
-def _leaves(error: BaseException) -> Iterator[BaseException]:
-    """Yield the errors inside nested task groups' exceptions."""
-    if isinstance(error, BaseExceptionGroup):
-        for inner in error.exceptions:
-            yield from _leaves(inner)
-    else:
-        yield error
+        return await serve_until_told(to_its_end(work, here.name, here.connection))
 
 
 # -- entry point ---------------------------------------------------------------------------------------------------------
 
 
 async def _main(kind: ProcessKind, name: str, run_folder: Path) -> int:
+    from asyncrl.control.parent_watch import ignore_interrupts, watch_parent
+
     config = load_run_config(run_folder)
     set_up_logging(name, config.observe.log_level)
     clock = SystemClock()
-    if kind != "controller":
-        from asyncrl.broadcast.segments import remove_leftover_segments
-        from asyncrl.control.parent_watch import ignore_interrupts, watch_parent
+    if kind == "controller":
+        from asyncrl.control.owner_watch import watch_owner
 
-        ignore_interrupts()
-        watch_parent(partial(remove_leftover_segments, run_folder) if kind == "learner" else None)
-        return await run_stage(kind, name, config, run_folder, clock)
-    return (
-        EXIT_OK
-        if await run_controller(config, run_folder, clock, await watch_owner(dies_with_it=isinstance(config.launch, RayLaunch)))
-        else EXIT_FAILED
-    )
+        owner_gone = await watch_owner(dies_with_it=isinstance(config.launch, RayLaunch))
+        return EXIT_OK if await run_controller(config, run_folder, clock, owner_gone) else EXIT_FAILED
+    from asyncrl.broadcast.segments import remove_leftover_segments
 
-
-async def watch_owner(*, dies_with_it: bool = False) -> asyncio.Event:
-    """Return what is set once whoever started this controller is gone (standard input ends) or asks it to end (SIGTERM).
-
-    Args:
-        dies_with_it: End at once where standard input ends: an actor's child, whose owner will start another controller.
-    """
-    from asyncrl.control.parent_watch import watch_parent
-
-    owner_gone = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    loop.add_signal_handler(signal.SIGTERM, owner_gone.set)
-    loop.add_signal_handler(signal.SIGINT, lambda: None)
-    if dies_with_it:
-        watch_parent()
-    else:
-        await loop.connect_read_pipe(lambda: _EndOfInput(owner_gone), sys.stdin)
-    return owner_gone
-
-
-class _EndOfInput(asyncio.Protocol):
-    """Sets an event when standard input ends: whoever held it open is gone."""
-
-    def __init__(self, ended: asyncio.Event) -> None:
-        self._ended = ended
-
-    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - asyncio's signature
-        self._ended.set()
-
-
-def _leave(code: int) -> None:
-    """End at once: tearing down an interpreter that has imported vLLM takes seconds on a busy machine, and frees nothing."""
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    ignore_interrupts()
+    watch_parent(partial(remove_leftover_segments, run_folder) if kind == "learner" else None)
+    return await run_stage(kind, name, config, run_folder, clock)
 
 
 def _run_guest(request: str) -> int:
@@ -442,13 +382,13 @@ def main() -> None:
     kind, *rest = sys.argv[1:]
     try:
         if kind == JOIN:
-            _leave(_run_guest(rest[0]))
+            leave(_run_guest(rest[0]))
         name, folder = rest[:2]
         if kind == RANK:
-            sys.exit(_run_rank(int(name), Path(folder), sys.argv[4]))
+            leave(_run_rank(int(name), Path(folder), sys.argv[4]))
         code = asyncio.run(_main(kind, name, Path(folder)))  # type: ignore[arg-type]
-        if kind == "generator":
-            _leave(code)
+        if kind in WITH_TORCH:
+            leave(code)
     except AsyncRLError as error:
         print(f"asyncrl: {error}", file=sys.stderr)  # noqa: T201 - the log is not set up where the config is wrong
         code = EXIT_FAILED

@@ -32,6 +32,21 @@ from asyncrl.generate.replay_engine import ReplayCodec, ReplayEngine
 Built = tuple[Engine, PromptCodec]
 
 
+ENGINE_MODULES = {
+    "transformers": "asyncrl.generate.transformers_engine",
+    "vllm": "asyncrl.generate.vllm_engine",
+    "vllm_server": "asyncrl.generate.vllm_server_engine",
+}
+"""Of engines that bring heavy libraries."""
+
+
+def import_engine(config: RunConfig) -> None:
+    """Import the configured engine's module, so that building the engine later does not."""
+    module = ENGINE_MODULES.get(str(config.generate.engine.__struct_config__.tag))
+    if module is not None:
+        import_module(module)
+
+
 def build_engine(config: RunConfig, model_folder: Path, clock: Clock) -> Built:
     """Make the configured engine, not yet started; slow, run it on a thread.
 
@@ -83,7 +98,7 @@ def with_own_server(config: RunConfig, generator: str) -> RunConfig:
 
 def _transformers(config: RunConfig, model_folder: Path, clock: Clock) -> Built:
     del clock
-    module = import_module("asyncrl.generate.transformers_engine")
+    module = import_module(ENGINE_MODULES["transformers"])
     trust = isinstance(config.model, PretrainedModel) and config.model.trust_remote_code
     engine_config = cast("TransformersEngineConfig", config.generate.engine)
     engine = module.TransformersEngine(
@@ -107,7 +122,7 @@ def _replay(config: RunConfig, model_folder: Path, clock: Clock) -> Built:
 
 def _vllm(config: RunConfig, model_folder: Path, clock: Clock) -> Built:
     del clock
-    module = import_module("asyncrl.generate.vllm_engine")
+    module = import_module(ENGINE_MODULES["vllm"])
     trust = isinstance(config.model, PretrainedModel) and config.model.trust_remote_code
     engine_config = cast("VLLMEngineConfig", config.generate.engine)
     engine = module.VLLMEngine(
@@ -117,7 +132,7 @@ def _vllm(config: RunConfig, model_folder: Path, clock: Clock) -> Built:
 
 
 def _vllm_server(config: RunConfig, model_folder: Path, clock: Clock) -> Built:
-    module = import_module("asyncrl.generate.vllm_server_engine")
+    module = import_module(ENGINE_MODULES["vllm_server"])
     trust = isinstance(config.model, PretrainedModel) and config.model.trust_remote_code
     engine_config = cast("VLLMServerEngineConfig", config.generate.engine)
     engine = module.VLLMServerEngine(engine_config, model_folder, clock, trust_remote_code=trust)

@@ -24,6 +24,7 @@ from asyncrl.broadcast.zeromq import CurveKeys
 from asyncrl.config.broadcast import BroadcastConfig
 from asyncrl.models.copying import copy_tensors
 from asyncrl.models.layout import view_tensors
+from asyncrl.models.mapped import MappedTensors
 from asyncrl.schema.weights import WeightsAvailable, WeightsManifest
 
 TIMEOUT_S = 120.0
@@ -176,7 +177,10 @@ class _Process:
     def _load(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Copy in, as an engine does (generate/weights_in_place.py)."""
         self._held = self._held or {name: tensor.clone() for name, tensor in tensors.items()}
-        copy_tensors((tensor, self._held[name]) for name, tensor in tensors.items())
+        if isinstance(tensors, MappedTensors):
+            tensors.copy_into(self._held)
+        else:
+            copy_tensors((tensor, self._held[name]) for name, tensor in tensors.items())
 
     def _take_parts(self, order: TakeParts) -> None:
         if order.address not in self._sockets:

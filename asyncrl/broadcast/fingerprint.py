@@ -11,7 +11,6 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-import numpy as np
 import xxhash
 
 from asyncrl.errors import BroadcastError
@@ -134,28 +133,6 @@ def fingerprints_behind(flat: memoryview, ends: Sequence[int], progress: CopyPro
             stop = min(done + CHUNK_BYTES, end)
             hasher.update(flat[done:stop])
             done = stop
-    return hasher.digests()
-
-
-def copied_fingerprints(source: memoryview, target: memoryview, ends: Sequence[int], check: Callable[[], None]) -> bytes:
-    """Copy `source` to `target` and hash what arrived; both run without the interpreter lock.
-
-    Args:
-        source: Bytes that another process may be changing.
-        target: As many bytes.
-        ends: Of the buckets.
-        check: Called after every chunk; raises to stop.
-
-    Returns:
-        The fingerprints of `target`.
-    """
-    hasher = BucketHasher(ends)
-    from_bytes, to_bytes = np.frombuffer(source, np.uint8), np.frombuffer(target, np.uint8)
-    for start in range(0, len(target), CHUNK_BYTES):
-        stop = start + CHUNK_BYTES
-        np.copyto(to_bytes[start:stop], from_bytes[start:stop])
-        hasher.update(target[start:stop])
-        check()
     return hasher.digests()
 
 

@@ -31,11 +31,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from asyncrl.broadcast.fingerprint import copied_fingerprints
 from asyncrl.broadcast.medium import NUM_SLOTS, VersionUnavailableError
 from asyncrl.broadcast.segments import note_path, remove_leftover_segments, segment_folder, segment_prefix
+from asyncrl.broadcast.snapshot import copy_with_fingerprints
 from asyncrl.errors import BroadcastError
-from asyncrl.models.layout import bucket_ends
+from asyncrl.models.layout import view_tensors
 from asyncrl.schema.weights import WeightsAvailable, WeightsManifest
 
 HEADER_BYTES = mmap.PAGESIZE
@@ -161,7 +161,11 @@ class SharedMemoryReader:
                 raise VersionUnavailableError(f"the fetch of version {available.version} was cancelled")
 
         try:
-            return copied_fingerprints(lease.flat.numpy().data, into, bucket_ends(available.manifest), check)
+            manifest, flat = available.manifest, torch.frombuffer(into, dtype=torch.uint8)
+            sources, targets = view_tensors(lease.flat, manifest), view_tensors(flat, manifest)
+            found = copy_with_fingerprints(manifest, sources, targets, of_source=True, check=check)
+            check()
+            return found
         finally:
             lease.release()
 

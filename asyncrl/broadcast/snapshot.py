@@ -1,24 +1,25 @@
-"""The snapshot: the learner's tensors copied into a slot, and fingerprinted on the way where that costs least.
+"""Copies that are fingerprinted on the way: the learner's snapshot into a slot, and a generator's load out of one.
 
 Buckets side by side, each by one thread, piece after piece: a piece is hashed while it is in that core's cache, so that memory is
 gone through once and not twice. Tensors divided over ranks are gathered one at a time, in order, by the caller's thread;
 those are hashed behind the copy (`fingerprints_behind`), as is what is checked on a device.
 
-Called by publisher.py, on the learner's thread.
+Called by publisher.py, on the learner's thread, and by subscriber.py, on the engine's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import torch
 import xxhash
 from torch.distributed.tensor import DTensor
 
 from asyncrl.broadcast.fingerprint import DIGEST_BYTES, CopyProgress
 from asyncrl.models.copying import COPY_THREADS, are_same_bytes, bytes_of, copy_tensor
-from asyncrl.models.layout import bucket_ends, copy_out, pieces
+from asyncrl.models.layout import PIECE_BYTES, bucket_ends, copy_out, pieces
 from asyncrl.schema.weights import TensorEntry, WeightsManifest
 
 _GAP = bytes(64)
@@ -46,32 +47,58 @@ def take_snapshot(
         progress.finish(manifest.total_bytes, b"")
         return
 
-    def digest(entries: Sequence[TensorEntry], end: int) -> bytes:
-        return _copied_bucket(entries, end, tensors, views)
-
-    ends = bucket_ends(manifest)
-    with ThreadPoolExecutor(COPY_THREADS, thread_name_prefix="asyncrl-snapshot") as pool:
-        fingerprints = b"".join(pool.map(digest, _entries_by_bucket(manifest, ends), ends))
-    progress.finish(manifest.total_bytes, fingerprints)
+    progress.finish(manifest.total_bytes, copy_with_fingerprints(manifest, tensors, views, of_source=False))
 
 
-def _copied_bucket(
-    entries: Sequence[TensorEntry], end: int, tensors: Mapping[str, torch.Tensor], views: Mapping[str, torch.Tensor]
+def copy_with_fingerprints(
+    manifest: WeightsManifest,
+    sources: Mapping[str, torch.Tensor],
+    targets: Mapping[str, torch.Tensor],
+    *,
+    of_source: bool,
+    check: Callable[[], None] = lambda: None,
 ) -> bytes:
-    """Copy one bucket and return its fingerprint, gaps included."""
-    hasher = xxhash.xxh3_64()
-    position = entries[0].offset
-    for entry in entries:
-        hasher.update(_GAP[: entry.offset - position])
-        for source, target, position in pieces(tensors[entry.name], views[entry.name], entry.offset):  # noqa: B007 - goes on
-            is_hashed_first = are_same_bytes(source, target)
-            if is_hashed_first:  # the copy may stream past the cache: what was read is in it then, what was written is not
-                hasher.update(bytes_of(source).data)
-            copy_tensor(source, target)
-            if not is_hashed_first:
-                hasher.update(bytes_of(target).data)
-    hasher.update(_GAP[: end - position])
-    return int(hasher.intdigest()).to_bytes(DIGEST_BYTES, "little")
+    """Copy every tensor of the layout from `sources` to `targets`, casting on the way, and hash the side that is laid out by it.
+
+    Args:
+        manifest: The layout; its gaps count as the zeros they are made of.
+        sources: By name, with the shapes of the layout.
+        targets: The same.
+        of_source: Which side that is.
+        check: Called before every bucket; raises to stop.
+
+    Returns:
+        The buckets' fingerprints.
+    """
+    ends = bucket_ends(manifest)
+    buckets = _entries_by_bucket(manifest, ends)
+
+    def digest(number: int) -> bytes:
+        check()
+        hasher, position = xxhash.xxh3_64(), buckets[number][0].offset
+        for entry in buckets[number]:
+            hasher.update(_GAP[: entry.offset - position])
+            _copy_and_hash(sources[entry.name], targets[entry.name], hasher, of_source=of_source)
+            position = entry.offset + entry.num_bytes
+        hasher.update(_GAP[: ends[number] - position])
+        return int(hasher.intdigest()).to_bytes(DIGEST_BYTES, "little")
+
+    with ThreadPoolExecutor(COPY_THREADS, thread_name_prefix="asyncrl-copy") as pool:
+        return b"".join(pool.map(digest, range(len(ends))))
+
+
+def _copy_and_hash(source: torch.Tensor, target: torch.Tensor, hasher: xxhash.xxh3_64, *, of_source: bool) -> None:
+    """Copy, then hash; where both sides are the same, what was read: a copy that streams past the cache leaves that in it."""
+    if are_same_bytes(source, target):
+        from_bytes, to_bytes = bytes_of(source), bytes_of(target)
+        for start in range(0, max(from_bytes.size, to_bytes.size), PIECE_BYTES):
+            piece = from_bytes[start : start + PIECE_BYTES]
+            np.copyto(to_bytes[start : start + PIECE_BYTES], piece)
+            hasher.update(piece.data)
+        return
+    for from_piece, to_piece, _ in pieces(source, target, 0):
+        copy_tensor(from_piece, to_piece)
+        hasher.update(bytes_of(from_piece if of_source else to_piece).data)
 
 
 def _entries_by_bucket(manifest: WeightsManifest, ends: Sequence[int]) -> list[list[TensorEntry]]:

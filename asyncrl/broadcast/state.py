@@ -224,7 +224,7 @@ class FetchDone:
 
 @dataclass(frozen=True, slots=True)
 class FetchFailed:
-    """The version did not arrive."""
+    """The version did not arrive, or turned out damaged or overwritten when the engine read it from where it lies."""
 
     version: int
     reason: str
@@ -295,7 +295,7 @@ class SubscriberState:
     attempts: int = 0
     """Failed fetches of `wanted` since its latest announcement."""
     announced_while_fetching: bool = False
-    """The fetch on its way was overtaken by an announcement, perhaps of the same version from another place."""
+    """The version on its way was overtaken by an announcement, perhaps of the same version from another place."""
     retry_at_s: float | None = None
     given_up: bool = False
     _story: deque[str] = field(default_factory=lambda: deque(maxlen=20))
@@ -311,8 +311,8 @@ class SubscriberState:
                 self.fetching, self.staged = None, version
                 return [GoLive(version)]
             case FetchFailed(version, reason, is_final):
-                self._expect(self.fetching == version, f"version {version} is not being fetched")
-                self.fetching = None
+                self._expect(version in {self.fetching, self.staged}, f"version {version} is neither being fetched nor staged")
+                self.fetching = self.staged = None
                 if not self.announced_while_fetching:
                     return self._after_failure(reason, is_final, now)
             case WentLive(version):
@@ -329,11 +329,15 @@ class SubscriberState:
             self._expect(version is None or self.live < version, "on its way and not newer than live")
         self._expect(self.attempts <= MAX_ATTEMPTS, "tried too often")
 
+    @property
+    def _is_occupied(self) -> bool:
+        return self.fetching is not None or self.staged is not None
+
     def _want(self, version: int) -> None:
         if version <= self.live:
             return
         self.wanted, self.attempts, self.retry_at_s, self.given_up = version, 0, None, False
-        self.announced_while_fetching = self.fetching is not None
+        self.announced_while_fetching = self._is_occupied
 
     def _after_failure(self, reason: str, is_final: bool, now: float) -> list[SubscriberInstruction]:
         self.attempts += 1
@@ -344,8 +348,7 @@ class SubscriberState:
         return [RetryAt(self.retry_at_s)]
 
     def _next_fetch(self, now: float) -> list[SubscriberInstruction]:
-        is_occupied = self.fetching is not None or self.staged is not None
-        if is_occupied or self.given_up or self.wanted <= self.live:
+        if self._is_occupied or self.given_up or self.wanted <= self.live:
             return []
         if self.retry_at_s is not None and now < self.retry_at_s:
             return [RetryAt(self.retry_at_s)]

@@ -3,8 +3,9 @@
 Owns the medium's reader, one staging buffer as large as a version (staging.py), and one fetching thread.
 
 Invariants:
-- Tensors are handed out only once all bytes are here and their fingerprint is the announced one; until then whoever holds the old
-  version is not disturbed.
+- Tensors can be read only once all bytes are here and their fingerprint is the announced one; until then whoever holds the old
+  version is not disturbed. Of those that the medium lends, the first reader sees to that (`MappedTensors.verify`), and what it
+  found damaged or overwritten has not been live: it can be fetched again.
 - The tensors are views of the staging buffer, or of the learner's own slot where the medium can lend it: valid until released, or
   until the next `fetch` or `next_version`, which says that the engine is done with them.
 - With deltas they always lie in the staging buffer: the next version is made from them, so nobody may write to them.
@@ -16,15 +17,20 @@ Called by generate/worker.py, through pipeline.py.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from asyncrl.broadcast.fingerprint import fingerprints_of
 from asyncrl.broadcast.media import kind_of, open_reader
 from asyncrl.broadcast.medium import Lease, VersionUnavailableError
+from asyncrl.broadcast.snapshot import copy_with_fingerprints
 from asyncrl.broadcast.staging import Staging, refuse_damaged
 from asyncrl.broadcast.state import (
     Announced,
@@ -50,7 +56,7 @@ from asyncrl.schema.weights import WeightsAvailable
 
 @dataclass(frozen=True, slots=True)
 class FetchedVersion:
-    """A version that is whole and verified."""
+    """A version that is whole and verified, or is verified as it is read."""
 
     available: WeightsAvailable
     tensors: MappedTensors
@@ -85,6 +91,8 @@ class Subscriber:
         self._staging = Staging(self._reader)
         self._may_lease = config.delta is None
         self._handed_out: MappedTensors | None = None
+        self._spoilt: BroadcastError | None = None
+        """What the engine met when it read the tensors handed out."""
         self._cancelled = threading.Event()
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="asyncrl-subscriber")
 
@@ -103,7 +111,7 @@ class Subscriber:
         self._announced.set()
 
     async def next_version(self) -> FetchedVersion:
-        """Wait for a version newer than the last one handed out, fetch and verify it.
+        """Wait for a version newer than the last one that went live, fetch and verify it.
 
         Calling it says that the engine is done with the tensors handed out before. Cancelling it stops the fetch.
 
@@ -114,7 +122,7 @@ class Subscriber:
             BroadcastError: The latest announced version is gone, or could not be fetched after several attempts. The next call
                 waits for another announcement.
         """
-        self._release_staged()
+        _raise_given_up(self._release_staged())
         while True:
             match self._state.handle(Tick(), self._clock.now()):
                 case [Fetch()]:
@@ -132,7 +140,7 @@ class Subscriber:
             Name to tensor, as `FetchedVersion.tensors`.
 
         Raises:
-            BroadcastError: It could not be fetched, is not newer than the last one fetched, or another was announced meanwhile.
+            BroadcastError: It could not be fetched, is not newer than the last live one, or another was announced meanwhile.
         """
         self._release_staged()
         if available.version <= self._state.live:
@@ -192,7 +200,7 @@ class Subscriber:
         """Return the verified bytes: where they lie, if the medium can lend them, or else in the staging buffer."""
         lease = self._reader.lease(available) if self._may_lease else None
         if lease is not None:
-            return _verified_in_place(lease, available, cancelled)
+            return self._lent(lease, available)
         flat = self._staging.receive(available, cancelled)
         return MappedTensors(available.manifest, flat, self._staging.path)
 
@@ -211,34 +219,49 @@ class Subscriber:
         await self._clock.sleep(timeout_s)
         self._announced.set()
 
-    def _release_staged(self) -> None:
+    def _lent(self, lease: Lease, available: WeightsAvailable) -> MappedTensors:
+        """Return the leased bytes as tensors, to be verified by their first reader."""
+
+        def check() -> None:
+            with self._noting_spoilt():
+                lease.check()
+
+        def verify(tensors: Mapping[str, torch.Tensor], targets: Mapping[str, torch.Tensor]) -> None:
+            with self._noting_spoilt():
+                lease.check()
+                if targets:
+                    found = copy_with_fingerprints(available.manifest, tensors, targets, of_source=True, check=lease.check)
+                else:
+                    found = fingerprints_of(lease.flat.numpy().data, bucket_ends(available.manifest), lease.check)
+                lease.check()
+                refuse_damaged(available, found)
+
+        return MappedTensors(
+            available.manifest, lease.flat, lease.path, lease.offset, check=check, release=lease.release, verify=verify
+        )
+
+    @contextlib.contextmanager
+    def _noting_spoilt(self) -> Iterator[None]:
+        try:
+            yield
+        except BroadcastError as error:
+            self._spoilt = error
+            raise
+
+    def _release_staged(self) -> list[SubscriberInstruction]:
+        """Take note that the engine is done with what it was given, live or not."""
         if self._handed_out is not None:
             self._handed_out.release()
             self._handed_out = None
-        if self._state.staged is not None:
-            self._handle(WentLive(self._state.staged))
+        spoilt, self._spoilt = self._spoilt, None
+        if (version := self._state.staged) is None:
+            return []
+        if spoilt is None:
+            return self._handle(WentLive(version))
+        return self._handle(FetchFailed(version, str(spoilt), isinstance(spoilt, VersionUnavailableError)))
 
     def _handle(self, event: SubscriberEvent) -> list[SubscriberInstruction]:
         return self._state.handle(event, self._clock.now())
-
-
-def _verified_in_place(lease: Lease, available: WeightsAvailable, cancelled: threading.Event) -> MappedTensors:
-    """Return the leased bytes as tensors once their fingerprints are the announced ones."""
-
-    def check() -> None:
-        lease.check()
-        if cancelled.is_set():
-            raise VersionUnavailableError(f"the fetch of version {available.version} was cancelled")
-
-    manifest = available.manifest
-    try:
-        found = fingerprints_of(lease.flat.numpy().data, bucket_ends(manifest), check)
-        lease.check()
-        refuse_damaged(available, found)
-    except BaseException:
-        lease.release()
-        raise
-    return MappedTensors(manifest, lease.flat, lease.path, lease.offset, check=lease.check, release=lease.release)
 
 
 def _release_unused(received: Future[MappedTensors]) -> None:

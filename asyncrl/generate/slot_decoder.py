@@ -119,9 +119,13 @@ class SlotDecoder:
     def load_weights(self, version: int, tensors: Mapping[str, torch.Tensor], kv: KVPolicy) -> None:
         """Go on with other weights; raises as `Engine.load_weights`."""
         self._refuse_asleep("load weights")
-        self._model.load_weights(tensors)
+        was_torn, self._is_torn = self._is_torn, True
+        try:
+            self._model.load_weights(tensors)
+        except GenerationError:  # refused before anything was touched
+            self._is_torn = was_torn
+            raise
         if isinstance(tensors, MappedTensors):
-            self._is_torn = True
             tensors.check()
         self._take_up(version, kv)
 

@@ -3,7 +3,7 @@
 Bytes that already lie in a file that the workers see are named, not copied. Others are written once into a file of our own, in
 memory where the machine has /dev/shm, or in the folder that is shared with a server elsewhere; it is gone when the load is over.
 
-Invariant: nothing is sent to a worker before names, shapes and completeness are those of the model folder.
+Invariant: nothing is sent to a worker before names, shapes and completeness are those of the model folder, and bytes verified.
 Called by generate/vllm_engine.py and generate/vllm_server_control.py.
 """
 
@@ -91,6 +91,7 @@ def load_order(
 
     Raises:
         GenerationError: As `check_shapes`; or tied tensors differ, or the bytes cannot be written.
+        BroadcastError: The bytes are damaged or were overwritten.
     """
     if isinstance(tensors, DeferredTensors):
         manifest = tensors.available.manifest
@@ -129,6 +130,7 @@ def _other_names(names: set[str], folder: ModelFolder) -> dict[str, str]:
 def _in_a_file(tensors: Mapping[str, torch.Tensor], shared_folder: str) -> Iterator[FileOrder]:
     """Say where the tensors lie, or write them, tied ones once, into a file of our own."""
     if isinstance(tensors, MappedTensors) and _is_seen(tensors.path, shared_folder):
+        tensors.verify()
         yield FileOrder(tensors.path, tensors.offset, tensors.manifest)
         return
     manifest = tensors.manifest if isinstance(tensors, MappedTensors) else make_manifest(tensors)

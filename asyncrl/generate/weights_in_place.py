@@ -1,4 +1,4 @@
-"""New weights into a running model, in place: everything is checked before anything is touched.
+"""New weights into a running model, in place: checked before anything is touched, lent bytes verified on the way in.
 
 Tied parameters (one storage, several names) may come under any of their names, or under several that agree. Where only adapters
 are trained, new weights are the adapters, and the rest stays as it was opened.
@@ -13,6 +13,7 @@ import torch
 
 from asyncrl.errors import GenerationError
 from asyncrl.models.copying import copy_tensor, copy_tensors
+from asyncrl.models.mapped import MappedTensors
 
 _SHOWN = 5
 
@@ -40,7 +41,13 @@ class WeightsInPlace:
 
         Raises:
             GenerationError: A name is unknown or missing, a shape differs, or tied names disagree; nothing was changed.
+            BroadcastError: The bytes are damaged or were overwritten; the model may hold anything.
         """
+        if isinstance(tensors, MappedTensors):
+            self.refuse_misfit({entry.name: entry.shape for entry in tensors.manifest.entries})
+            self._refuse_disagreement(tensors)
+            tensors.copy_into(self._tensors)
+            return
         self.refuse_misfit({name: tuple(tensor.shape) for name, tensor in tensors.items()})
         self._refuse_disagreement(tensors)
         given = [next(name for name in names if name in tensors) for names in self._tied]

@@ -302,8 +302,8 @@ class GeneratorWorker:
                 async with self._gate.swap():
                     swap_ms = await engine.load_weights(available.version, tensors, kv)
         except BroadcastError as error:
-            log.warning("version %d was overtaken while it was loaded, the newest will be: %s", available.version, error)
-            return True
+            log.warning("version %d was not loaded, the newest will be: %s", available.version, error)
+            return False
         finally:
             if isinstance(tensors, MappedTensors):
                 tensors.release()

@@ -23,8 +23,9 @@ from asyncrl.models.copying import copy_tensor
 from asyncrl.schema.weights import TensorEntry, WeightsManifest
 
 ALIGNMENT_BYTES = 64
-PIECE_BYTES = 4 << 20
-"""Large tensors are copied in pieces of this size, so that what is hashed beside the copy is in the cache."""
+PIECE_BYTES = 1 << 20
+"""Large tensors are copied in pieces of this size: half of a usual second-level cache, so that what is hashed beside the copy is
+in it, and still large enough to be streamed (STREAM_BEYOND in control/launch_local.py)."""
 
 SendDType = Literal["model", "float32", "bfloat16"]
 
@@ -187,7 +188,7 @@ def _copy_one_out(tensor: torch.Tensor, view: torch.Tensor, offset: int, on_copi
 def pieces(source: torch.Tensor, target: torch.Tensor, offset: int) -> Iterator[tuple[torch.Tensor, torch.Tensor, int]]:
     """Yield source, target and end offset of each piece of a tensor that begins at `offset`."""
     num_bytes = target.numel() * target.itemsize
-    if num_bytes <= PIECE_BYTES or not source.is_contiguous():
+    if num_bytes <= PIECE_BYTES or not (source.is_contiguous() and target.is_contiguous()):
         yield source, target, offset + num_bytes
         return
     step = PIECE_BYTES // target.itemsize

@@ -355,7 +355,7 @@ async def test_a_flipped_byte_never_goes_live_and_the_version_comes_once_the_byt
     await subscriber.fetch(learner.publish(1))
     second = learner.publish(2)
     with flipped_byte(learner, second), pytest.raises(BroadcastError, match="arrived damaged"):
-        await subscriber.fetch(second)
+        dict(await subscriber.fetch(second))
     repaired = await subscriber.fetch(second)
     assert torch.equal(repaired["layer.3"], tensors_of(2)["layer.3"])
     subscriber.close()

@@ -101,8 +101,8 @@ def test_a_generator_only_moves_forward_and_always_reaches_what_is_announced_las
                 handle(Announced(max(0, latest - step)))
             case "done" if state.fetching is not None:
                 handle(FetchDone(state.fetching))
-            case "failed" | "gone" if state.fetching is not None:
-                handle(FetchFailed(state.fetching, "why", is_final=move == "gone"))
+            case "failed" | "gone" if (on_its_way := state.fetching or state.staged) is not None:
+                handle(FetchFailed(on_its_way, "why", is_final=move == "gone"))
             case "live" if state.staged is not None:
                 handle(WentLive(state.staged))
             case "wait":

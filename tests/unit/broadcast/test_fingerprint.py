@@ -8,7 +8,6 @@ from asyncrl.broadcast.fingerprint import (
     CHUNK_BYTES,
     BucketHasher,
     CopyProgress,
-    copied_fingerprints,
     damaged_buckets,
     fingerprints_behind,
     fingerprints_of,
@@ -38,26 +37,6 @@ def test_an_abandoned_copy_has_no_fingerprint():
     progress.abandon()
     with pytest.raises(BroadcastError, match="100 bytes"):
         fingerprints_behind(CONTENT.data, ENDS, progress)
-
-
-def test_copying_while_hashing_copies_and_hashes_everything():
-    target = np.zeros_like(CONTENT)
-    checks = []
-    found = copied_fingerprints(CONTENT.data, target.data, ENDS, lambda: checks.append(1))
-    assert np.array_equal(target, CONTENT)
-    assert found == EXPECTED
-    assert len(checks) == -(-len(CONTENT) // CHUNK_BYTES)
-
-
-def test_a_failing_check_stops_the_copy():
-    target = np.zeros_like(CONTENT)
-
-    def check():
-        raise BroadcastError("overtaken")
-
-    with pytest.raises(BroadcastError):
-        copied_fingerprints(CONTENT.data, target.data, ENDS, check)
-    assert not target[CHUNK_BYTES:].any()
 
 
 def test_hashing_in_place_side_by_side_gives_the_same():

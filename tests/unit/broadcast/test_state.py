@@ -162,6 +162,22 @@ def test_a_failed_fetch_is_repeated_with_growing_delay_and_then_given_up():
     assert delays[0] == pytest.approx(FIRST_RETRY_S)
 
 
+def test_what_the_engine_found_damaged_was_never_live_and_is_fetched_again():
+    state = fetching(5)
+    state.handle(FetchDone(5), 0.0)
+    assert state.handle(FetchFailed(5, "damaged"), 0.0) == [RetryAt(FIRST_RETRY_S)]
+    assert state.handle(Tick(), FIRST_RETRY_S) == [Fetch(5)]
+    assert state.live == -1
+
+
+def test_what_the_engine_found_damaged_is_not_held_against_a_newer_announcement():
+    state = fetching(5)
+    state.handle(FetchDone(5), 0.0)
+    state.handle(Announced(6), 0.0)
+    assert state.handle(FetchFailed(5, "gone", is_final=True), 0.0) == []
+    assert (state.handle(Tick(), 0.0), state.attempts) == ([Fetch(6)], 0)
+
+
 def test_what_is_gone_is_given_up_at_once_and_old_goes_on_serving():
     state = fetching(5)
     assert state.handle(FetchFailed(5, "gone", is_final=True), 0.0) == [GiveUp(5, "gone")]

@@ -40,6 +40,40 @@ def test_check_and_release_are_those_of_the_lease():
     assert (tensors.path, tensors.offset, released) == ("/somewhere", 4096, [1])
 
 
+@pytest.mark.parametrize(
+    "read", [MappedTensors.verify, dict, lambda tensors: tensors["a"], lambda tensors: tensors.copy_into({})]
+)
+def test_it_is_verified_once_by_the_first_who_reads_and_by_nobody_who_does_not(read):
+    verified = []
+    flat = torch.zeros(MANIFEST.total_bytes, dtype=torch.uint8)
+    tensors = MappedTensors(MANIFEST, flat, verify=lambda *_: verified.append(1))
+    assert "a" in tensors
+    assert "c" not in tensors
+    assert (list(tensors), verified) == (["a", "b"], [])
+    read(tensors)
+    assert (tensors["b"].shape, verified) == ((2, 2), [1])
+
+
+def test_what_was_not_found_right_cannot_be_read():
+    def damaged(tensors, targets):
+        raise BroadcastError(f"damaged: {sorted(tensors)} on the way to {sorted(targets)}")
+
+    tensors = MappedTensors(MANIFEST, torch.zeros(MANIFEST.total_bytes, dtype=torch.uint8), verify=damaged)
+    for _ in range(2):
+        with pytest.raises(BroadcastError, match=r"\['a', 'b'\] on the way to \['a'\]"):
+            tensors.copy_into({"a": torch.zeros(3)})
+        with pytest.raises(BroadcastError, match=r"on the way to \[\]"):
+            tensors["a"]
+
+
+def test_verified_tensors_are_copied_by_name_and_cast():
+    tensors = MappedTensors(MANIFEST, torch.zeros(MANIFEST.total_bytes, dtype=torch.uint8))
+    tensors["b"].fill_(2.0)
+    targets = {"b": torch.zeros(2, 2), "a": torch.ones(3), "other": torch.ones(1)}
+    tensors.copy_into(targets)
+    assert {name: target.unique().tolist() for name, target in targets.items()} == {"b": [2.0], "a": [0.0], "other": [1.0]}
+
+
 def test_a_buffer_of_another_size_is_refused():
     with pytest.raises(BroadcastError, match="the manifest describes"):
         MappedTensors(MANIFEST, torch.zeros(64, dtype=torch.uint8))

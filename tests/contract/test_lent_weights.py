@@ -1,0 +1,115 @@
+"""A version lent over shared memory, verified on its way into the engine: damaged or overwritten, it is never sampled from."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from asyncrl.broadcast.medium import VersionUnavailableError
+from asyncrl.broadcast.publisher import Publisher
+from asyncrl.broadcast.shared_memory import HEADER_BYTES
+from asyncrl.broadcast.subscriber import Subscriber
+from asyncrl.clock import SystemClock
+from asyncrl.config.broadcast import BroadcastConfig
+from asyncrl.config.generate import TransformersEngineConfig
+from asyncrl.errors import BroadcastError, GenerationError
+from asyncrl.generate.transformers_engine import TransformersEngine
+from asyncrl.schema.weights import WeightsAvailable
+from tests.contract.engine_cases import make_model, make_request, reference_logprobs
+
+IDS = (5, 6, 7, 8, 9, 10)
+CONFIG = BroadcastConfig(bucket_bytes=20_000)
+
+
+class Lending:
+    """A learner, a generator's end and an engine."""
+
+    def __init__(self, run_folder: Path, engine: TransformersEngine) -> None:
+        self.announced: queue.SimpleQueue[WeightsAvailable] = queue.SimpleQueue()
+        self.publisher = Publisher(CONFIG, run_folder, self.announced.put, SystemClock())
+        self.subscriber = Subscriber(CONFIG, run_folder)
+        self.engine = engine
+
+    def publish(self, version: int) -> WeightsAvailable:
+        self.publisher.publish(version, make_model(version).state_dict())
+        return self.announced.get(timeout=10)
+
+    async def load(self, available: WeightsAvailable) -> None:
+        tensors = await self.subscriber.fetch(available)
+        await self.engine.load_weights(available.version, tensors, "keep")
+        tensors.release()
+
+    async def expect(self, version: int) -> None:
+        assert self.engine.version == version
+        right = reference_logprobs(make_model(version), IDS[:1], list(IDS[1:]))
+        assert await self.engine.score(IDS) == pytest.approx(right, abs=1e-5)
+
+
+@pytest_asyncio.fixture
+async def lending(tmp_path: Path) -> AsyncIterator[Lending]:
+    make_model(0).save_pretrained(tmp_path / "model")
+    engine = TransformersEngine(TransformersEngineConfig(num_slots=2, max_sequence_tokens=250), tmp_path / "model")
+    await engine.start()
+    lending = Lending(tmp_path, engine)
+    yield lending
+    await engine.close()
+    lending.subscriber.close()
+    lending.publisher.close()
+
+
+def flip_last_byte(available: WeightsAvailable) -> None:
+    """Damage the last bucket of the second slot: by then all others are in the model."""
+    last = available.manifest.entries[-1]
+    with Path(available.location).open("r+b") as file:
+        file.seek(HEADER_BYTES + (Path(available.location).stat().st_size - HEADER_BYTES) // 2 + last.offset + last.num_bytes - 1)
+        (byte,) = file.read(1)
+        file.seek(-1, 1)
+        file.write(bytes([byte ^ 1]))
+
+
+async def test_nothing_is_sampled_from_damaged_weights_and_the_same_version_comes_once_it_is_right(lending):
+    await lending.load(lending.publish(1))
+    await lending.expect(1)
+    stream = lending.engine.submit(make_request("a", 7, IDS, max_new_tokens=240))
+    await anext(stream)
+    second = lending.publish(2)
+    flip_last_byte(second)
+    with pytest.raises(BroadcastError, match="arrived damaged"):
+        await lending.load(second)
+    with pytest.raises(GenerationError, match="no whole weights"):
+        await lending.engine.score(IDS)
+    flip_last_byte(second)
+    await lending.load(second)
+    await lending.expect(2)
+    assert {version async for chunk in stream for version in chunk.versions} <= {1, 2}
+
+
+async def test_a_slot_that_was_overwritten_before_the_engine_read_it_is_not_sampled_from_and_the_newest_goes_live(lending):
+    await lending.load(lending.publish(1))
+    second = lending.publish(2)
+    tensors = await lending.subscriber.fetch(second)
+    lending.publisher._writer.overwrite(1, 3)
+    with pytest.raises(VersionUnavailableError, match="overwritten while it was read"):
+        await lending.engine.load_weights(2, tensors, "keep")
+    with pytest.raises(VersionUnavailableError, match="version 2 has left shared memory"):
+        await lending.subscriber._on_thread(second)
+    await lending.load(lending.publish(3))
+    await lending.expect(3)
+
+
+async def test_damage_is_found_by_whoever_reads_first_in_any_other_way(lending):
+    await lending.load(lending.publish(1))
+    second = lending.publish(2)
+    flip_last_byte(second)
+    tensors = await lending.subscriber.fetch(second)
+    name = second.manifest.entries[0].name
+    assert name in tensors
+    for read in (tensors.verify, lambda: tensors[name], lambda: dict(tensors)):
+        with pytest.raises(BroadcastError, match="arrived damaged"):
+            read()
+    flip_last_byte(second)
+    assert tensors[name].equal(make_model(2).state_dict()[name])

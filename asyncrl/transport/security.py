@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import stat
 from pathlib import Path
+from typing import Annotated, TypeVar
 
 import msgspec
 import zmq
@@ -28,22 +29,26 @@ CLIENT_FILE = "client.key"
 _ZAP_ADDRESS = "inproc://zeromq.zap.01"
 _ZAP_FRAMES = 7
 
+Z85Key = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-zA-Z.:+=^!/*?&<>()\[\]{}@%$#-]{40}$")]
+"""32 bytes as ZeroMQ writes them down."""
+_Keys = TypeVar("_Keys", "ListenerKeys", "ClientKeys")
+
 
 class ListenerKeys(msgspec.Struct, frozen=True):
-    """What the listener holds, Z85 text."""
+    """What the listener holds."""
 
-    public: str
-    secret: str
-    client_public: str
+    public: Z85Key
+    secret: Z85Key
+    client_public: Z85Key
     """The one key that is let in."""
 
 
 class ClientKeys(msgspec.Struct, frozen=True):
-    """What a connecting process holds, Z85 text."""
+    """What a connecting process holds."""
 
-    public: str
-    secret: str
-    listener_public: str
+    public: Z85Key
+    secret: Z85Key
+    listener_public: Z85Key
     """The one listener that is believed."""
 
 
@@ -51,7 +56,7 @@ def make_keys(run_folder: Path) -> ListenerKeys:
     """Return the run's listener keys; make both key files where there are none yet (a resumed run keeps its keys).
 
     Raises:
-        ConfigError: The files cannot be written, or are open to others.
+        ConfigError: The files are damaged, or open to others.
     """
     folder = run_folder / KEYS_FOLDER
     if not (folder / LISTENER_FILE).exists():
@@ -61,16 +66,18 @@ def make_keys(run_folder: Path) -> ListenerKeys:
         client_public, client_secret = _new_pair()
         _write_private(folder / CLIENT_FILE, ClientKeys(client_public, client_secret, listener_public))
         _write_private(folder / LISTENER_FILE, ListenerKeys(listener_public, listener_secret, client_public))
-    return msgspec.json.decode(_read_private(folder / LISTENER_FILE), type=ListenerKeys)
+    return _read_keys(folder / LISTENER_FILE, ListenerKeys, "listener key: remove RUN/keys, and the run makes new ones")
 
 
 def load_client_keys(run_folder: Path) -> ClientKeys:
     """Return what a connecting process of the run uses.
 
     Raises:
-        ConfigError: There are no keys, or they are open to others.
+        ConfigError: There are no keys, they are damaged, or they are open to others.
     """
-    return msgspec.json.decode(_read_private(run_folder / KEYS_FOLDER / CLIENT_FILE), type=ClientKeys)
+    return _read_keys(
+        run_folder / KEYS_FOLDER / CLIENT_FILE, ClientKeys, "client key: bring RUN/keys/client.key from the run's machine"
+    )
 
 
 def bring_client_keys(file: Path, folder: Path) -> None:
@@ -79,10 +86,7 @@ def bring_client_keys(file: Path, folder: Path) -> None:
     Raises:
         ConfigError: There is no such file, others can read it, or it is no client key.
     """
-    try:
-        keys = msgspec.json.decode(_read_private(file), type=ClientKeys)
-    except msgspec.DecodeError as error:
-        raise ConfigError(f"{file} is no client key: bring RUN/keys/client.key from the run's machine") from error
+    keys = _read_keys(file, ClientKeys, "client key: bring RUN/keys/client.key from the run's machine")
     (folder / KEYS_FOLDER).mkdir(mode=0o700)
     _write_private(folder / KEYS_FOLDER / CLIENT_FILE, keys)
 
@@ -144,6 +148,14 @@ def _write_private(path: Path, keys: ListenerKeys | ClientKeys) -> None:
     with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
         file.write(msgspec.json.encode(keys))
     draft.replace(path)
+
+
+def _read_keys(path: Path, kind: type[_Keys], what: str) -> _Keys:
+    """Return the keys in a file that only its owner can read."""
+    try:
+        return msgspec.json.decode(_read_private(path), type=kind)
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"{path} is no {what}") from error
 
 
 def _read_private(path: Path) -> bytes:

@@ -405,6 +405,17 @@ async def test_a_resumed_run_keeps_its_keys_and_open_key_files_are_refused(tmp_p
         load_client_keys(tmp_path / "elsewhere")
 
 
+@pytest.mark.parametrize("content", ["", "{}", '{"public": "a", "secret": "b", "listener_public": "c", "client_public": "d"}'])
+async def test_damaged_key_files_are_refused_in_words(tmp_path, content):
+    make_keys(tmp_path)
+    for name in ("client", "listener"):
+        (tmp_path / "keys" / f"{name}.key").write_text(content)
+    with pytest.raises(ConfigError, match=r"client\.key is no client key: bring"):
+        load_client_keys(tmp_path)
+    with pytest.raises(ConfigError, match=r"listener\.key is no listener key: remove RUN/keys"):
+        make_keys(tmp_path)
+
+
 async def test_an_idle_connection_makes_few_turns_of_the_event_loop():
     limits = dataclasses.replace(LIMITS, ping_s=10.0)
     listener = make_listener("tcp://127.0.0.1:*", limits=limits)

@@ -49,18 +49,15 @@ def test_answers_do_not_depend_on_who_is_judged_beside(kit, folder):
         assert ours == pytest.approx(theirs, abs=1e-5)
 
 
-def test_models_are_let_go_of_and_opened_again_with_the_same_answers(kit, folder):
-    judge = Judge(_config(folder, normalise="running"), folder / "model")
+def test_models_opened_beforehand_answer_as_those_opened_when_they_are_first_wanted(kit, folder):
+    lazy, ready = (Judge(_config(folder, normalise="running"), folder / "model") for _ in range(2))
+    assert (lazy.loaded, lazy.num_bytes) == ((), 0)
+    ready.load_all()
     requests = kit.random_requests(count=3)
-    before = judge.judge(requests)
-    for shelf in (judge.references, judge.scorers):
-        for name in shelf.names:
-            shelf.unload(name)
-    assert (judge.loaded, judge.num_bytes) == ((), 0)
-    after = judge.judge(requests)
-    assert [answer.reference_logprobs for answer in after] == [answer.reference_logprobs for answer in before]
-    assert judge.num_bytes > 0
-    assert judge._normalisers["judge"].moments.count == 6
+    assert lazy.judge(requests) == ready.judge(requests)
+    assert lazy.loaded == ready.loaded == ("reference", "judge")
+    assert lazy.num_bytes == ready.num_bytes > 0
+    assert ready._normalisers["judge"].moments.count == 3
 
 
 def test_evaluation_samples_get_rewards_alone_and_leave_the_running_figures(kit, folder):

@@ -49,11 +49,10 @@ class CommitFailed:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Copy `version` into `slot`, over `overwritten` (-1: nothing fetchable was there)."""
+    """Copy `version` into `slot`, over whatever was there."""
 
     slot: int
     version: int
-    overwritten: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +94,7 @@ class PublisherState:
     Example:
         >>> state = PublisherState(num_slots=2, keeps_slots=True)
         >>> state.handle(PublishRequested(1), now=0.0)
-        [Stage(slot=0, version=1, overwritten=-1), Commit(slot=0, version=1)]
+        [Stage(slot=0, version=1), Commit(slot=0, version=1)]
         >>> state.handle(Committed(1), now=0.1)
         [Announce(version=1)]
     """
@@ -164,10 +163,9 @@ class PublisherState:
         index = self._choose_slot(event.busy_slots)
         slot = self._slots[index]
         dropped = [Drop(slot.version, f"superseded by {event.version}")] if slot.phase == "staged" else []
-        overwritten = slot.version if slot.phase == "committed" else -1
         slot.phase, slot.version = "staged", event.version
         self.newest_requested = event.version
-        return [*dropped, Stage(index, event.version, overwritten), *self._next_commit()]
+        return [*dropped, Stage(index, event.version), *self._next_commit()]
 
     def _choose_slot(self, busy_slots: frozenset[int]) -> int:
         """Free before superseded before committed; of the committed, one nobody fetches from, and the oldest."""
@@ -217,7 +215,7 @@ class Announced:
 
 @dataclass(frozen=True, slots=True)
 class FetchDone:
-    """All bytes of the version arrived and its fingerprint matches."""
+    """All bytes of the version arrived and its fingerprint matches: the engine's turn; no fetch starts before it went live."""
 
     version: int
 
@@ -247,13 +245,6 @@ class Fetch:
 
 
 @dataclass(frozen=True, slots=True)
-class GoLive:
-    """Hand the staged `version` to the engine; no fetch starts before it went live."""
-
-    version: int
-
-
-@dataclass(frozen=True, slots=True)
 class RetryAt:
     """Send a Tick at this time."""
 
@@ -269,7 +260,7 @@ class GiveUp:
 
 
 SubscriberEvent = Announced | FetchDone | FetchFailed | WentLive | Tick
-SubscriberInstruction = Fetch | GoLive | RetryAt | GiveUp
+SubscriberInstruction = Fetch | RetryAt | GiveUp
 
 
 @dataclass(slots=True)
@@ -309,7 +300,6 @@ class SubscriberState:
             case FetchDone(version):
                 self._expect(self.fetching == version, f"version {version} is not being fetched")
                 self.fetching, self.staged = None, version
-                return [GoLive(version)]
             case FetchFailed(version, reason, is_final):
                 self._expect(version in {self.fetching, self.staged}, f"version {version} is neither being fetched nor staged")
                 self.fetching = self.staged = None

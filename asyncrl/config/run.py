@@ -40,6 +40,8 @@ class PlacementConfig(_Stage, frozen=True):
     """Of the shared device, for this run; 0: all a GPU has, no limit on a CPU (where a number is a simulated budget)."""
     offload_to: Literal["host", "disk"] = "host"
     """Where a component goes that a phase does not need."""
+    host_memory_gib: NonNegativeFloat = 0.0
+    """Of host memory, what offloaded components of one process may take; what finds it full goes to disk. 0: no limit."""
     generation_share: Annotated[float, Meta(gt=0, lt=1)] = 0.5
     """async_hybrid: of the shared device's memory and time that generation may take."""
     most_joining_generators: NonNegativeInt = 0

@@ -9,8 +9,9 @@ What `placement.generation_share` s means for n generators on one device with a 
 - memory: vLLM's KV cache is s B / n - weights (without a budget it gets s / n of the GPU); the transformers engine's is fixed by
   its slots, and on a GPU torch's allocator is held to s B / n.
 
-Training state, weights and the least KV cache that works are added up before anything starts, and refused with the sum where
-they do not fit. Guests (joining.py) on the run's own machine keep to the same cores; on machines of their own nothing holds them.
+Training state with the activations of a row, models of inference workers on the same device, weights and the least KV cache that
+works are added up before anything starts, and refused with the sum where they do not fit. Guests (joining.py) on the run's own
+machine keep to the same cores; on machines of their own nothing holds them.
 Called by pipeline.py and control/process_plan.py.
 """
 
@@ -28,8 +29,18 @@ from msgspec.structs import replace
 from asyncrl.config.generate import TransformersEngineConfig, VLLMEngineConfig
 from asyncrl.config.launch import LocalLaunch
 from asyncrl.config.medium_choice import places_of
+from asyncrl.config.placement_rules import judges_share_device
 from asyncrl.config.run import RunConfig
-from asyncrl.control.memory_estimate import BYTES, Part, generator_parts, learner_parts, policy_shape
+from asyncrl.control.memory_estimate import (
+    BYTES,
+    Part,
+    generator_parts,
+    inference_parts,
+    judging_forward_bytes,
+    learner_parts,
+    policy_shape,
+    training_row_parts,
+)
 from asyncrl.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -139,12 +150,13 @@ def check_shares(config: RunConfig, cores: Collection[int], gpu_bytes: int = 0) 
 
 def _check_memory(config: RunConfig, budget_bytes: int) -> None:
     share, number = config.placement.generation_share, most_generators(config)
-    training, generator = _training_bytes(config), sum(part.num_bytes for part in least_parts(config))
+    beside = _training_parts(config)
+    training, generator = sum(beside.values()), sum(part.num_bytes for part in least_parts(config))
     generation = number * generator
     parts = ", ".join(f"{part.name} {_gib(part.num_bytes)}" for part in least_parts(config)) or "no model"
     sums = (
         f"  training state                {_gib(training)} of {_gib((1 - share) * budget_bytes)} "
-        f"((1 - {share:g}) x {_gib(budget_bytes)})\n"
+        f"((1 - {share:g}) x {_gib(budget_bytes)}): {', '.join(f'{name} {_gib(size)}' for name, size in beside.items())}\n"
         f"  generation, at least          {_gib(generation)} of {_gib(share * budget_bytes)} ({share:g} x {_gib(budget_bytes)}): "
         f"{number} x ({parts})"
     )
@@ -181,11 +193,16 @@ def gpu_memory_bytes(config: RunConfig) -> int:
     return int(told) << 20 if told.isdigit() else 0
 
 
-def _training_bytes(config: RunConfig) -> int:
+def _training_parts(config: RunConfig) -> dict[str, int]:
+    """Return what is on the device beside generation: the learner with a row, and inference workers that are there too."""
     if config.learner.kind != "builtin":
-        return 0
+        return {}
     parts = [part for model in learner_parts(config).values() for part in model if part.place == "device"]
-    return sum(part.num_bytes for part in parts) // config.learner.ranks
+    sizes = {"weights and state": sum(part.num_bytes for part in parts) // config.learner.ranks, **training_row_parts(config)}
+    if judges_share_device(config):
+        judge = sum(part.num_bytes for part in inference_parts(config)) + judging_forward_bytes(config)
+        sizes["inference workers"] = judge * config.inference.num_workers
+    return sizes
 
 
 def _weights_bytes(config: RunConfig) -> int:

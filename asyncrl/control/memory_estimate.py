@@ -1,6 +1,7 @@
-"""What must be resident in each process before activations: first-order sums from the config and from model folders' headers.
+"""What each process must have resident, and what a pass takes beside it: first-order sums from the config and folders' headers.
 
-Nothing is opened but config.json and the headers of safetensors files. Called by control/preview.py.
+Nothing is opened but config.json and the headers of safetensors files. Called by control/preview.py, phase_room.py and
+device_share.py.
 """
 
 from __future__ import annotations
@@ -18,10 +19,13 @@ from asyncrl.config.learner import LearnerConfig, LoRAConfig
 from asyncrl.config.model import ModelConfig, ScratchModel
 from asyncrl.config.run import RunConfig
 from asyncrl.errors import ConfigError
+from asyncrl.residency.activations import forward_row, training_row
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 FLOAT32 = BYTES["float32"]
 GIB = 1 << 30
+JUDGING_CHUNK_TOKENS = 1024
+"""Tokens whose logits exist at once in a reference on an inference worker (inference/reference.py)."""
 CHARACTER_VOCABULARY = 64
 """Upper bound for the character tokenizers of scratch models."""
 
@@ -47,6 +51,11 @@ class ModelShape:
     intermediate: int
     vocabulary: int
     is_tied: bool
+
+    @property
+    def active_intermediate(self) -> int:
+        """The feed-forward's width: the models here are dense."""
+        return self.intermediate
 
     @property
     def linear_layers(self) -> dict[str, tuple[int, int]]:
@@ -93,12 +102,53 @@ def policy_shape(model: ModelConfig) -> ModelShape:
             model.hidden_size, model.num_layers, heads, model.num_kv_heads or heads, head_size,
             model.intermediate_size or 4 * model.hidden_size, CHARACTER_VOCABULARY, model.tie_embeddings,
         )  # fmt: skip
-    raw = _model_json(model.path)
+    return _shape_of(_model_json(model.path, "model.path"))
+
+
+def _shape_of(raw: dict[str, Any]) -> ModelShape:
     hidden, heads = raw["hidden_size"], raw["num_attention_heads"]
     return ModelShape(
         hidden, raw["num_hidden_layers"], heads, raw.get("num_key_value_heads") or heads, raw.get("head_dim") or hidden // heads,
         raw["intermediate_size"], raw["vocab_size"], bool(raw.get("tie_word_embeddings", False)),
     )  # fmt: skip
+
+
+def training_row_parts(config: RunConfig) -> dict[str, int]:
+    """Return what the learner needs for one row in forward and backward: activations, and logits or a layer's backward."""
+    learner, shape = config.learner, policy_shape(config.model)
+    longest = config.samples_per_step * config.generate.engine.max_sequence_tokens
+    row = training_row(
+        shape,
+        min(config.packing.tokens_per_row, longest),
+        BYTES[learner.dtype],
+        checkpointing=learner.gradient_checkpointing,
+        chunk_tokens=learner.logprob_chunk_tokens if learner.logprobs == "chunked" else 0,
+    )
+    return {name: int(size) for name, size in row.items()}
+
+
+def reference_forward_bytes(config: RunConfig) -> int:
+    """Return what a reference on the learner needs for one row."""
+    path = config.algorithm.reference.path
+    shape = _shape_of(_model_json(path, "algorithm.reference.path")) if path else policy_shape(config.model)
+    tokens, learner = config.packing.tokens_per_row, config.learner
+    return int(forward_row(shape, tokens, BYTES[learner.dtype], learner.logprob_chunk_tokens))
+
+
+def judging_forward_bytes(config: RunConfig) -> int:
+    """Return what an inference worker needs for one batch, by the largest of its models: they judge one after the other."""
+    inference = config.inference
+    longest = config.most_samples_in_flight * config.generate.engine.max_sequence_tokens
+    tokens = min(inference.tokens_per_batch, longest)
+    sizes = [
+        forward_row(_shape_of(_model_json(model.path, "inference.reward_models.path")), tokens, BYTES[model.dtype], 0)
+        for model in inference.reward_models
+    ]
+    if config.has_reference_worker:
+        path = config.algorithm.reference.path
+        shape = _shape_of(_model_json(path, "algorithm.reference.path")) if path else policy_shape(config.model)
+        sizes.append(forward_row(shape, tokens, BYTES[inference.dtype], min(tokens, JUDGING_CHUNK_TOKENS)))
+    return int(max(sizes, default=0))
 
 
 def learner_parts(config: RunConfig) -> dict[str, tuple[Part, ...]]:
@@ -211,11 +261,11 @@ def _reference_elements(config: RunConfig) -> int:
     return stored_elements(path, "algorithm.reference.path") if path else policy_shape(config.model).parameters
 
 
-def _model_json(path: str) -> dict[str, Any]:
+def _model_json(path: str, field: str) -> dict[str, Any]:
     try:
         content: dict[str, Any] = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"model.path {path!r} has no readable config.json ({error}); `asyncrl model import` makes such a folder"
+            f"{field} {path!r} has no readable config.json ({error}); `asyncrl model import` makes such a folder"
         ) from error
     return content

@@ -82,6 +82,13 @@ def open_judge_residents(
     ]
     timeline = open_memory(run_folder, name)
     manager = ResidencyManager(
-        name, components, phases, device, clock, offload_to=placement.offload_to, record=timeline.write
-    )  # fmt: skip
+        name,
+        components,
+        phases,
+        device,
+        clock,
+        host_bytes=int(placement.host_memory_gib * GIB) or None,
+        offload_to=placement.offload_to,
+        record=timeline.write,
+    )
     return JudgeResidents(manager, device, timeline)

@@ -136,7 +136,8 @@ def open_residents(trainee: Trainee, config: RunConfig, run_folder: Path, model_
     device = open_device(config)
     components = learner_components(trainee, config, device, run_folder / SWAP_FOLDER, model_folder)
     phases = learner_phases(trainee, config)
-    check_phases(_expected(components, trainee, config.learner), phases, Budget(device.budget_bytes))
+    host_bytes = int(config.placement.host_memory_gib * GIB) or None
+    check_phases(_expected(components, trainee, config.learner), phases, Budget(device.budget_bytes, host_bytes))
     timeline = open_memory(run_folder, PROCESS)
     manager = ResidencyManager(
         PROCESS,
@@ -144,6 +145,7 @@ def open_residents(trainee: Trainee, config: RunConfig, run_folder: Path, model_
         phases,
         device,
         clock,
+        host_bytes=host_bytes,
         offload_to=config.placement.offload_to,
         record=timeline.write,
     )

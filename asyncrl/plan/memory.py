@@ -13,6 +13,7 @@ from typing import Literal
 
 from asyncrl.plan.models import ModelSize
 from asyncrl.plan.question import Question
+from asyncrl.residency.activations import forward_row, training_row
 
 Phase = Literal["rollout", "inference", "train"]
 PHASES: tuple[Phase, ...] = ("rollout", "inference", "train")
@@ -64,54 +65,15 @@ def training_state(question: Question, model: ModelSize, num_gpus: int, *, is_po
 
 
 def activations(question: Question, model: ModelSize) -> float:
-    """Return the activations of one row of `tokens_per_row` in forward and backward, the most of it at one time.
-
-    When the backward begins, every layer has kept what it needs (with checkpointing: its input alone), and the output layer
-    works; later one layer is worked on (with checkpointing: computed again first). docs/planning.md, "Activations".
-    """
-    value, tokens = question.bytes_per_weight, question.tokens_per_row
-    kept = activation_bytes_per_token(model, value, checkpointing=question.checkpointing)
-    layer = tokens * _layer_work(model, value, checkpointing=question.checkpointing)
-    return tokens * kept + max(logits_bytes(model, value), layer)
-
-
-def activation_bytes_per_token(model: ModelSize, bytes_per_value: int, *, checkpointing: bool) -> float:
-    """Return what one token of a row keeps until the backward pass: all layers, the final norm, the targets' hidden states."""
-    layer = model.hidden * bytes_per_value if checkpointing else _layer_bytes(model, bytes_per_value)
-    return model.layers * layer + _norm_bytes(model, bytes_per_value) + model.hidden * bytes_per_value
-
-
-def _layer_bytes(model: ModelSize, bytes_per_value: int) -> float:
-    """Return what one token keeps in one layer: two norms, attention's five, four of the feed-forward's width.
-
-    Attention keeps q, k and v (k and v repeated to all heads), its output and the output layer's input; the feed-forward keeps
-    gate, its activation, up and their product. Source: Korthikanti et al. 2022 (2205.05198), section 4, read for gated
-    feed-forward and a fused kernel, and what torch's autograd was seen to keep (plan/validate.py).
-    """
-    experts = max(1, model.experts_per_token) if model.num_experts else 1
-    wide = 5 * model.heads * model.head_size + 4 * experts * model.intermediate
-    return 2 * _norm_bytes(model, bytes_per_value) + wide * bytes_per_value
-
-
-def _norm_bytes(model: ModelSize, bytes_per_value: int) -> float:
-    """Return what one token keeps of an RMSNorm: its input in float32, the normalised and the scaled value."""
-    return (4 + 2 * bytes_per_value) * model.hidden
-
-
-def _layer_work(model: ModelSize, bytes_per_value: int, *, checkpointing: bool) -> float:
-    """Return what one token needs while its layer is in the backward: two gradients as wide as the feed-forward, the layer."""
-    experts = max(1, model.experts_per_token) if model.num_experts else 1
-    again = _layer_bytes(model, bytes_per_value) if checkpointing else 0.0
-    return again + 2 * experts * model.intermediate * bytes_per_value
-
-
-def logits_bytes(model: ModelSize, bytes_per_value: int) -> float:
-    """Return what the chunked log-probabilities hold at once.
-
-    Three of a chunk's logits in float32, and the output layer's gradient twice beside the one that is accumulated: this chunk's,
-    and the sum of those before.
-    """
-    return 3.0 * LOGPROB_CHUNK_TOKENS * model.vocabulary * 4 + 2.0 * model.vocabulary * model.hidden * bytes_per_value
+    """Return the activations of one row of `tokens_per_row` in forward and backward, the most of it at one time."""
+    row = training_row(
+        model,
+        question.tokens_per_row,
+        question.bytes_per_weight,
+        checkpointing=question.checkpointing,
+        chunk_tokens=LOGPROB_CHUNK_TOKENS,
+    )
+    return sum(row.values())
 
 
 def engine_memory(question: Question, tensor_parallel: int) -> tuple[Components, float]:
@@ -147,7 +109,7 @@ def gpu_memory(question: Question, tensor_parallel: int, num_training_gpus: int)
     engine, _ = engine_memory(question, tensor_parallel)
     frozen = frozen_models(question, num_training_gpus)
     step = {"activations": activations(question, question.model), "CUDA context": CONTEXT_BYTES}
-    forward = {"CUDA context": CONTEXT_BYTES, "activations of a forward": _forward_activations(question)}
+    forward = {"CUDA context": CONTEXT_BYTES, "activations of a forward": _forward(question)}
     match question.placement:
         case "disaggregated":
             return [
@@ -169,11 +131,8 @@ def gpu_memory(question: Question, tensor_parallel: int, num_training_gpus: int)
             return [GPUMemory("all", {"train": trained | frozen | step | engine}, host)]
 
 
-def _forward_activations(question: Question) -> float:
-    """Return two layers' worth of one row, nothing being kept."""
-    model = question.model
-    per_token = _layer_bytes(model, question.bytes_per_weight)
-    return 2 * question.tokens_per_row * per_token + LOGPROB_CHUNK_TOKENS * model.vocabulary * 4
+def _forward(question: Question) -> float:
+    return forward_row(question.model, question.tokens_per_row, question.bytes_per_weight, LOGPROB_CHUNK_TOKENS)
 
 
 def _layer_parameters(model: ModelSize) -> float:

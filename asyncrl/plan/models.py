@@ -34,6 +34,11 @@ class ModelSize:
     experts_per_token: int = 0
 
     @property
+    def active_intermediate(self) -> int:
+        """Return the width of the feed-forward that a token meets, of all its experts together."""
+        return self.intermediate * (max(1, self.experts_per_token) if self.num_experts else 1)
+
+    @property
     def attention_parameters(self) -> int:
         """Return those of one layer: q, k, v, o."""
         return 2 * self.hidden * self.head_size * (self.heads + self.kv_heads)
@@ -58,8 +63,8 @@ class ModelSize:
     @property
     def active_parameters(self) -> int:
         """Return those that a token meets in matrix products: attention, its experts, the output layer."""
-        experts = max(1, self.experts_per_token) if self.num_experts else 1
-        layer = self.attention_parameters + experts * self.expert_parameters + self.hidden * self.num_experts
+        feed_forward = 3 * self.hidden * self.active_intermediate
+        layer = self.attention_parameters + feed_forward + self.hidden * self.num_experts
         return self.layers * layer + self.vocabulary * self.hidden
 
     def cache_bytes_per_token(self, bytes_per_value: int = 2) -> int:

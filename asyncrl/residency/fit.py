@@ -18,6 +18,11 @@ KNOBS = {
     "reward": "reward models on a device of their own (inference.device)",
     "KV cache": "generate.engine.kv_cache_gib, or fewer generate.engine.num_slots",
     "engine weights": 'placement.kind = "hybrid", where engine and learner share one copy',
+    "batch": "smaller inference.tokens_per_batch",
+    "activations": "smaller packing.tokens_per_row, or learner.gradient_checkpointing = true",
+    "backward": "smaller packing.tokens_per_row, or learner.gradient_checkpointing = true",
+    "logits": "smaller learner.logprob_chunk_tokens",
+    "gradients": 'learner.dtype = "bfloat16", or [learner.lora], which trains adapters only',
     "working memory": "smaller packing.tokens_per_row, or learner.gradient_checkpointing = true",
 }
 """What makes a component smaller, by a word of its name; the first that fits is said."""
@@ -67,7 +72,7 @@ def _host(known: dict[str, Part], needs: PhaseNeeds, budget: Budget) -> str:
         return ""
     return (
         f"placement: what phase {needs.phase!r} sends to host memory does not fit there:\n{sum_up(bound, 0, limit)}\n"
-        '  set placement.offload_to = "disk" for what may go there, or run where there is more host memory'
+        '  set placement.host_memory_gib higher, or placement.offload_to = "disk" for what may go there'
     )
 
 

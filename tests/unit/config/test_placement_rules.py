@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from asyncrl.config.load import parse_config
-from asyncrl.control.phase_room import check_phase_room
 from asyncrl.errors import ConfigError
 
 SHARED = {"medium": {"kind": "shared_storage"}}
@@ -51,13 +50,3 @@ def test_a_plain_run_goes_with_every_placement(kind: str) -> None:
 def test_what_does_not_go_together_is_named_with_what_to_write(kind: str, overrides: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         parse_config(settings(kind, **overrides))
-
-
-def test_a_phase_without_room_is_refused_with_its_sum() -> None:
-    with pytest.raises(ConfigError, match=r"(?s)phase 'train' does not fit.*policy optimizer.*sum.*budget.*too much"):
-        check_phase_room(parse_config(settings("colocated", placement__device_memory_gib=0.005)))
-
-
-@pytest.mark.parametrize("kind", ["colocated", "hybrid"])
-def test_phases_that_fit_are_let_pass(kind: str) -> None:
-    check_phase_room(parse_config(settings(kind, placement__device_memory_gib=1.0)))

@@ -58,6 +58,25 @@ def test_steps_between_which_everything_left_the_device_are_the_same_steps(kit, 
     assert all(torch.equal(stayed, moved) for stayed, moved in zip(*results, strict=True))
 
 
+def test_what_finds_host_memory_full_goes_to_disk_and_the_steps_are_the_same(kit, opened):
+    results = []
+    for room in (0.0, None):
+        trainee = kit.trainee(kit.model(), colocated(kit))
+        if room is None:  # the larger of the two leaves first: after it there is no room for the policy
+            optimizer = 2 * sum(parameter.nbytes for parameter in trainee.model.parameters())
+            room = (optimizer + optimizer / 4) / GIB
+        config = colocated(kit, host_memory_gib=room)
+        residents, folder = opened(trainee, config)
+        for step in range(2):
+            train_step(trainee, kit.batch(kit.samples(seed=step), step=step), config)
+            went = {move.component: move.after for move in residents.reach("rollout", 2 * step).moves}
+            residents.reach("train", 2 * step + 1)
+        assert went == {"policy": "disk" if room else "host", "policy optimizer": "host"}
+        assert (folder / "swap").is_dir() == bool(room)
+        results.append(weights(trainee))
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+
+
 def test_policy_critic_and_their_optimizers_leave_and_come_back(kit, opened):
     config = colocated(kit, {"advantage": "gae", "critic": CriticConfig(kind="model")})
     trainee = kit.trainee(kit.model(), config)

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 import torch
 
+from asyncrl.algorithms.aggregation import AGGREGATIONS
 from asyncrl.algorithms.diagnostics import sequence_mismatch, token_mismatch, weight_figures
-from asyncrl.algorithms.types import segment_sum
+from asyncrl.algorithms.types import Denominators, segment_sum
 from asyncrl.models.logprobs import token_logprobs
 
 NUMBERS = Path(__file__).parent / "numbers"
@@ -93,7 +94,11 @@ def test_entropy(case):
     mask = matrix(case, "mask") if "mask" in case["inputs"] else torch.ones(entropy.shape)
     assert_close(case, "entropy_per_token", entropy * mask)
     if "loss" in case["expected"]:
-        loss = (entropy * mask).sum() / mask.sum()
+        rows, width = mask.shape
+        row_ids = torch.arange(rows).repeat_interleave(width)
+        counted = Denominators(int(mask.sum()), int(mask.any(dim=1).sum()))
+        aggregation = AGGREGATIONS[case["params"]["aggregation"]]
+        loss = aggregation(entropy.reshape(-1), mask.reshape(-1).bool(), row_ids, rows, counted)
         loss.backward()
         assert_close(case, "loss", loss)
         assert_close(case, "grad_logits", logits.grad)

@@ -16,6 +16,8 @@ from methods import METHODS, UNCORRECTED
 
 COLLAPSE_SHARE = 0.5
 """A run collapsed where it ended under this share of the accuracy it began with, or on a loss that was not finite."""
+LEVEL = 5e-4
+"""Methods whose accuracies are not further apart than this stand level: at lag 0 most are one and the same computation."""
 
 
 def collapsed(outcome: Outcome) -> bool:
@@ -69,8 +71,8 @@ def _auto_lines(methods: list[str], lags: list[int], accuracy: np.ndarray) -> li
     lines = [
         '## `kind = "auto"` against the best and the worst of the others',
         "",
-        "| lag | auto | best | worst | auto / best |",
-        "|---|---|---|---|---|",
+        "| lag | auto | best | worst | auto / best | others ahead, level, behind |",
+        "|---|---|---|---|---|---|",
     ]
     auto = methods.index("auto")
     for column, lag in enumerate(lags):
@@ -78,8 +80,15 @@ def _auto_lines(methods: list[str], lags: list[int], accuracy: np.ndarray) -> li
         best, worst = max(others, key=others.__getitem__), min(others, key=others.__getitem__)
         share = accuracy[auto, column] / others[best]
         best_cell, worst_cell = f"{others[best]:.2f} ({best})", f"{others[worst]:.2f} ({worst})"
-        lines.append(f"| {lag} | {accuracy[auto, column]:.2f} | {best_cell} | {worst_cell} | {share:.2f} |")
-    return [*lines, ""]
+        gaps = [value - accuracy[auto, column] for value in others.values()]
+        ahead, behind = sum(gap > LEVEL for gap in gaps), sum(gap < -LEVEL for gap in gaps)
+        places = f"{ahead}, {len(gaps) - ahead - behind}, {behind}"
+        lines.append(f"| {lag} | {accuracy[auto, column]:.2f} | {best_cell} | {worst_cell} | {share:.2f} | {places} |")
+    level_note = (
+        f"Level: within {LEVEL:g}. With no lag and one update a step every ratio is 1, so every method with the same aggregation "
+        "is the same computation, auto among them."
+    )
+    return [*lines, "", level_note, ""]
 
 
 def _draw(methods: list[str], lags: list[int], accuracy: np.ndarray, rate: np.ndarray, path: Path) -> None:

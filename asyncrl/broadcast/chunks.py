@@ -1,11 +1,12 @@
 """What the `zeromq` medium says on the wire, and the pure book of a download: which parts to ask for, and when to ask again.
 
-Wire: a request is one frame. A `ChunkRequest` is answered by a `ChunkReply` and the bytes (none where the reply says `gone` or
-`waiting`), a `PlaceRequest`, which only the learner takes, by a `PlaceReply`. What is fetched has a number and a name: a version
-and its fingerprint, or BLOB and the name of a delta.
+Wire: a request is one frame. A `ChunkRequest` is answered, for each part of what it asks for, by a `ChunkReply` and the bytes
+(none where the reply says `gone` or `waiting`), a `PlaceRequest`, which only the learner takes, by a `PlaceReply`. What is
+fetched has a number and a name: a version and its fingerprint, or BLOB and the name of a delta.
 
 Invariants of `Download`:
-- At most `window` parts are asked for and not yet here: that bounds memory on both sides, whatever the network does.
+- At most `window` parts are asked for and not yet here: that bounds memory on both sides, whatever the network does. Half a
+  window at once, in one request where they follow one another: each request wakes three threads.
 - A part is asked for again once nothing at all has come for `resend_s`, or when what was asked for is known to be lost; a part
   that comes twice is taken once.
 - Every byte is taken exactly once.
@@ -29,7 +30,7 @@ BLOB = 2**62
 
 
 class ChunkRequest(msgspec.Struct, frozen=True, tag="chunk_request", forbid_unknown_fields=True):
-    """Subscriber to whoever feeds it: send me this part of this version."""
+    """Subscriber to whoever feeds it: send me these bytes of this version, part by part."""
 
     version: NonNegative
     fingerprint: Name
@@ -79,13 +80,22 @@ class PlaceReply(msgspec.Struct, frozen=True, tag="place_reply", omit_defaults=T
     """Not empty: the learner no longer holds the version, and what it does hold."""
 
 
+def parts_of(request: ChunkRequest, part_bytes: int) -> list[ChunkRequest]:
+    """Return one request for each part that `request` asks for."""
+    end = request.offset + request.num_bytes
+    return [
+        ChunkRequest(request.version, request.fingerprint, offset, min(part_bytes, end - offset))
+        for offset in range(request.offset, end, part_bytes)
+    ]
+
+
 class Download:
     """One version on its way.
 
     Example:
         >>> download = Download(total_bytes=10, chunk_bytes=4, window=2, resend_s=1.0)
         >>> download.to_ask(now=0.0)
-        [(0, 4), (4, 4)]
+        [(0, 8)]
         >>> download.take(0, 4), download.to_ask(now=0.1)
         (True, [(8, 2)])
     """
@@ -111,11 +121,13 @@ class Download:
         return self.whole_until == self._total_bytes
 
     def to_ask(self, now: float) -> list[tuple[int, int]]:
-        """Return (offset, bytes) of what to ask for now, and note it as asked."""
+        """Return (offset, bytes) of what to ask for now, whole parts each, and note it as asked."""
         if self._has_moved:
             self._last_s, self._has_moved = now, False
         elif now - self._last_s >= self._resend_s:
             self.lose()
+        if len(self._asked) > self._window // 2:
+            return []
         asking = sorted(self._lost)[: self._window - len(self._asked)]
         while len(self._asked) + len(asking) < self._window and self._next_offset < self._total_bytes:
             asking.append(self._next_offset)
@@ -124,7 +136,7 @@ class Download:
             self._last_s = now
         self._asked.update(asking)
         self._lost.difference_update(asking)
-        return [(offset, self._size(offset)) for offset in asking]
+        return self._runs(asking)
 
     def lose(self) -> None:
         """Note that nothing of what was asked for will come: it is to be asked for again."""
@@ -157,6 +169,14 @@ class Download:
         assert not self._taken & (self._asked | self._lost)
         assert not self._asked & self._lost
         assert self.is_done or self._asked or self._lost or self._next_offset < self._total_bytes
+
+    def _runs(self, offsets: list[int]) -> list[tuple[int, int]]:
+        """Return (offset, bytes) of the parts at `offsets`, those that follow one another as one."""
+        runs: list[tuple[int, int]] = []
+        for offset in offsets:
+            start, num_bytes = runs.pop() if runs and sum(runs[-1]) == offset else (offset, 0)
+            runs.append((start, num_bytes + self._size(offset)))
+        return runs
 
     def _size(self, offset: int) -> int:
         return min(self._chunk_bytes, self._total_bytes - offset)

@@ -2,14 +2,12 @@
 
 Invariants:
 - Nothing is queued for a peer that is not connected (`send` says so), so whatever was asked for before a break is lost for sure.
-- Bytes go from the socket straight to where they belong.
+- A part is not copied here: its bytes lie in the message until they are let go of.
 
 Called by zeromq_fetch.py.
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import msgspec
 import zmq
@@ -70,14 +68,11 @@ class Connection:
             return False
         return True
 
-    def receive(self, place_of: Callable[[ChunkReply], memoryview | None]) -> tuple[ChunkReply | PlaceReply, bool]:
+    def receive(self) -> tuple[ChunkReply | PlaceReply, memoryview]:
         """Take one answer that is there already.
 
-        Args:
-            place_of: Returns where the bytes of a part go; None: they are not wanted.
-
         Returns:
-            The answer, and whether its bytes were wanted and are in place.
+            The answer, and the bytes of its part where the socket put them; empty where it has none.
 
         Raises:
             BroadcastError: It is no answer, or its bytes are not as many as it says.
@@ -88,14 +83,10 @@ class Connection:
         except msgspec.DecodeError as error:
             self._skip()
             raise BroadcastError(f"{self.address} answered what is no answer: {error}") from error
-        target = place_of(reply) if isinstance(reply, ChunkReply) and reply.num_bytes else None
-        if target is None:
-            self._skip()
-            return reply, False
-        num_bytes = self.socket.recv_into(target, flags=zmq.NOBLOCK) if self.socket.rcvmore else 0
-        if self._skip() or num_bytes != len(target):
-            raise BroadcastError(f"{self.address} answered with {num_bytes} bytes that do not fit {reply}")
-        return reply, True
+        part = self.socket.recv(flags=zmq.NOBLOCK, copy=False).buffer if self.socket.rcvmore else memoryview(b"")
+        if self._skip() or len(part) != (reply.num_bytes if isinstance(reply, ChunkReply) else 0):
+            raise BroadcastError(f"{self.address} answered with {len(part)} bytes that do not fit {reply}")
+        return reply, part
 
     def take_news(self) -> tuple[bool, bool]:
         """Return whether the connection broke since, and whether it could not be made."""

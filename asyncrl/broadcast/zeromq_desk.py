@@ -46,7 +46,7 @@ class LearnerDesk:
         return PlaceReply(request.version, places[0].parent, places[0].address) if places else None
 
     def asked(self, subscriber: bytes, request: ChunkRequest) -> None:
-        """Note that a part was asked for."""
+        """Note that parts were asked for."""
         if request.version == BLOB:
             return
         is_last = request.offset + request.num_bytes >= self._total_bytes

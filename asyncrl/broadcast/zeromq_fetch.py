@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import zmq
 
 from asyncrl.broadcast.chunks import BLOB, ChunkReply, ChunkRequest, Download, PlaceReply, PlaceRequest
@@ -149,7 +150,7 @@ class PartFetch:
     def _take_answer(self, connection: Connection) -> None:
         source = self._source(connection)
         try:
-            reply, is_part = connection.receive(self._place_of)
+            reply, part = connection.receive()
         except BroadcastError:
             if connection is self._learner:
                 raise
@@ -164,21 +165,22 @@ class PartFetch:
             case ChunkReply(gone=reason) if reason:
                 self._carry_out(self._child.handle(Gone(source, reason), now))
             case ChunkReply():
+                is_part = bool(part) and reply.version == self._key[0] and self._download.take(reply.offset, reply.num_bytes)
                 self._child.handle(Heard(source, is_part), now)
                 if is_part:
-                    self._took(reply)
+                    self._put(reply.offset, part)
 
-    def _took(self, reply: ChunkReply) -> None:
-        self._download.take(reply.offset, reply.num_bytes)
-        self._on_part(reply.offset)
+    def _put(self, offset: int, part: memoryview) -> None:
+        """Copy a part to its place, passing it on first where it is the next: it is in the cache then."""
+        end = offset + len(part)
+        if offset == self._passed_on:
+            self._on_more(part)
+            self._passed_on = end
+        np.copyto(np.frombuffer(self._into, np.uint8)[offset:end], np.frombuffer(part, np.uint8))
+        self._on_part(offset)
         if self._download.whole_until > self._passed_on:
             self._on_more(self._into[self._passed_on : self._download.whole_until])
             self._passed_on = self._download.whole_until
-
-    def _place_of(self, reply: ChunkReply) -> memoryview | None:
-        if reply.version != self._key[0] or not self._download.wants(reply.offset, reply.num_bytes):
-            return None
-        return self._into[reply.offset : reply.offset + reply.num_bytes]
 
     def _carry_out(self, instructions: list[ChildInstruction]) -> None:
         for instruction in instructions:

@@ -24,7 +24,7 @@ import msgspec
 import zmq
 import zmq.utils.z85
 
-from asyncrl.broadcast.chunks import MAX_REQUEST_BYTES, ChunkReply, ChunkRequest, PlaceReply, PlaceRequest
+from asyncrl.broadcast.chunks import MAX_REQUEST_BYTES, ChunkReply, ChunkRequest, PlaceReply, PlaceRequest, parts_of
 from asyncrl.broadcast.zeromq_keys import CurveKeys
 from asyncrl.broadcast.zeromq_shelf import Shelf
 from asyncrl.errors import BroadcastError
@@ -50,7 +50,7 @@ class Desk(Protocol):
         ...
 
     def asked(self, subscriber: bytes, request: ChunkRequest) -> None:
-        """Note that a part was asked for."""
+        """Note that parts were asked for."""
         ...
 
     def unreachable(self, subscriber: bytes) -> None:
@@ -68,7 +68,7 @@ class PartServer:
     Args:
         bind: Endpoint to listen at.
         shelf: What there is.
-        chunk_bytes: Largest part that may be asked for.
+        chunk_bytes: Of a part; a request asks for a window of them at most.
         keys: Own pair and who may come in; None: plain, everyone.
         desk: The learner's; None: places are not given here.
     """
@@ -185,8 +185,11 @@ class PartServer:
             case PlaceRequest() as request if self._desk is not None:
                 if (place := self._desk.place(request)) is not None:
                     self._send(router, subscriber, place)
-            case ChunkRequest() as request if request.num_bytes <= self._chunk_bytes:
-                self._answer_chunk(router, subscriber, request)
+            case ChunkRequest() as request if request.num_bytes <= WINDOW * self._chunk_bytes:
+                if self._desk is not None:
+                    self._desk.asked(subscriber, request)
+                for part in parts_of(request, self._chunk_bytes):
+                    self._answer_chunk(router, subscriber, part)
             case _:
                 self.refused += 1
 
@@ -200,8 +203,6 @@ class PartServer:
 
     def _answer_chunk(self, router: zmq.Socket[bytes], subscriber: bytes, request: ChunkRequest) -> bool:
         """Send the part, or why there is none; return whether that settles the request."""
-        if self._desk is not None:
-            self._desk.asked(subscriber, request)
         reply = ChunkReply(request.version, request.offset, request.num_bytes)
         if (lent := self._shelf.lend(request)) is not None:
             if (sent := self._send(router, subscriber, reply, lent)) is not None:

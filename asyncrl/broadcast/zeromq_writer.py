@@ -8,6 +8,7 @@ Called by media.py.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from asyncrl.broadcast.chunks import BLOB
@@ -48,7 +49,8 @@ class ZeroMQWriter:
 
     def open(self, manifest: WeightsManifest) -> tuple[torch.Tensor, ...]:
         """Bind and start serving; see MediumWriter."""
-        slots = tuple(torch.zeros(manifest.total_bytes, dtype=torch.uint8) for _ in range(NUM_SLOTS))
+        # numpy, unlike torch, asks for huge pages: the system copies out of them with less walking of tables.
+        slots = tuple(torch.from_numpy(np.zeros(manifest.total_bytes, np.uint8)) for _ in range(NUM_SLOTS))
         self._slots = tuple(slot.numpy().data for slot in slots)
         self._desk = LearnerDesk(self._shelf, self._config.fanout, manifest.total_bytes)
         self._server = PartServer(self._config.bind, self._shelf, self._config.chunk_bytes, self._keys, self._desk)

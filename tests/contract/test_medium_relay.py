@@ -442,7 +442,7 @@ def test_malformed_requests_to_a_relay_are_counted_and_not_answered(learner):
     asker = Asker(reader.location)
     place = PlaceRequest(1, available.fingerprint, "me")
     too_far = ChunkRequest(1, available.fingerprint, MODEL_BYTES, 8)
-    too_large = ChunkRequest(1, available.fingerprint, 0, CHUNK_BYTES + 1)
+    too_large = ChunkRequest(1, available.fingerprint, 0, WINDOW_BYTES + 1)
     for bad in (b"", b"\xff" * 40, *map(msgspec.msgpack.encode, (place, too_far, too_large))):
         asker.socket.send(bad)
     asker.socket.send_multipart([b"two", b"frames"])

@@ -1,6 +1,15 @@
 import msgspec
 
-from asyncrl.broadcast.chunks import MAX_LOST, MAX_REQUEST_BYTES, ChunkReply, ChunkRequest, Download, PlaceReply, PlaceRequest
+from asyncrl.broadcast.chunks import (
+    MAX_LOST,
+    MAX_REQUEST_BYTES,
+    ChunkReply,
+    ChunkRequest,
+    Download,
+    PlaceReply,
+    PlaceRequest,
+    parts_of,
+)
 
 
 def test_request_bytes_are_what_other_versions_expect():
@@ -28,13 +37,22 @@ def test_the_largest_place_request_fits_in_what_the_learner_takes():
     assert len(msgspec.msgpack.encode(request)) <= MAX_REQUEST_BYTES
 
 
-def test_no_more_than_a_window_is_asked_for():
-    download = Download(total_bytes=100, chunk_bytes=10, window=3, resend_s=5.0)
-    assert download.to_ask(0.0) == [(0, 10), (10, 10), (20, 10)]
+def test_no_more_than_a_window_is_asked_for_and_no_less_than_half_of_one_at_once():
+    download = Download(total_bytes=100, chunk_bytes=10, window=4, resend_s=5.0)
+    assert download.to_ask(0.0) == [(0, 40)]
     assert download.to_ask(0.1) == []
     assert download.take(10, 10)
-    assert download.to_ask(0.2) == [(30, 10)]
+    assert download.to_ask(0.2) == []
+    assert download.take(30, 10)
+    assert download.to_ask(0.3) == [(40, 20)]
     assert download.whole_until == 0
+
+
+def test_a_request_for_several_parts_is_answered_part_by_part():
+    request = ChunkRequest(7, "ab", 20, 25)
+    parts = parts_of(request, part_bytes=10)
+    assert [(part.version, part.fingerprint) for part in parts] == [(7, "ab")] * 3
+    assert [(part.offset, part.num_bytes) for part in parts] == [(20, 10), (30, 10), (40, 5)]
 
 
 def test_what_does_not_come_is_asked_for_again_once_nothing_moves_and_is_taken_once():
@@ -54,7 +72,7 @@ def test_a_lost_window_is_asked_for_again_at_once_and_what_is_here_is_not():
     download.to_ask(0.0)
     assert download.take(10, 10)
     download.lose()
-    assert download.to_ask(0.1) == [(0, 10), (20, 10), (30, 10)]
+    assert download.to_ask(0.1) == [(0, 10), (20, 20)]
     assert download.have_bytes == 10
 
 

@@ -14,6 +14,7 @@ import torch
 from asyncrl.broadcast.collective_reader import CollectiveReceiver
 from asyncrl.errors import BroadcastError
 from asyncrl.schema.weights import WeightsAvailable
+from tests.contract.line_process import orders, say
 
 
 class Receive(msgspec.Struct):
@@ -29,11 +30,6 @@ class Received(msgspec.Struct):
     took_s: float
     is_held: bool = False
     error: str = ""
-
-
-def say(message: object) -> None:
-    sys.stdout.buffer.write(msgspec.json.encode(message) + b"\n")
-    sys.stdout.buffer.flush()
 
 
 def receive(receiver: CollectiveReceiver, order: Receive) -> Received:
@@ -56,8 +52,8 @@ def receive(receiver: CollectiveReceiver, order: Receive) -> Received:
 
 def main() -> None:
     receiver = CollectiveReceiver("gloo", float(sys.argv[1]))
-    while line := sys.stdin.buffer.readline():
-        say(receive(receiver, msgspec.json.decode(line, type=Receive)))
+    for order in orders(Receive):
+        say(receive(receiver, order))
     receiver.close()
 
 

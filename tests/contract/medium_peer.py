@@ -1,6 +1,7 @@
-"""The other process of test_medium.py: a publisher or a subscriber that can be killed. Run as a script; told what to do in argv.
+"""The other process of test_medium.py and test_medium_relay.py: a publisher or a subscriber that can be killed.
 
-Announcements travel over its standard input or output, one JSON object a line, as the controller would carry them.
+Run by line_process.py; told what to do in argv. Announcements travel over its standard input or output, one JSON object a line,
+as the controller would carry them.
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ from asyncrl.clock import SystemClock
 from asyncrl.config.broadcast import BroadcastConfig
 from asyncrl.errors import BroadcastError
 from asyncrl.schema.weights import WeightsAvailable
+from tests.contract.line_process import orders, say
+
+NUM_VALUES = 100_000
 
 
 class Order(msgspec.Struct):
@@ -37,21 +41,16 @@ class Fetched(msgspec.Struct):
     error: str = ""
 
 
-def tensors_of(version: int, num_values: int) -> dict[str, torch.Tensor]:
+def tensors_of(version: int, num_values: int = NUM_VALUES) -> dict[str, torch.Tensor]:
     """Tensors that are all `version`, so that a mixture shows."""
     return {f"layer.{index}": torch.full((num_values,), float(version)) for index in range(4)}
-
-
-def say(message: object) -> None:
-    sys.stdout.buffer.write(msgspec.json.encode(message) + b"\n")
-    sys.stdout.buffer.flush()
 
 
 async def subscribe() -> None:
     """Carry out every order that comes in, with one subscriber a run, and say what arrived."""
     subscribers: dict[str, Subscriber] = {}
-    while line := await asyncio.to_thread(sys.stdin.buffer.readline):
-        order = msgspec.json.decode(line, type=Order)
+    given = orders(Order)
+    while order := await asyncio.to_thread(next, given, None):
         if order.run_folder not in subscribers:
             subscribers[order.run_folder] = Subscriber(order.config, Path(order.run_folder))
         try:

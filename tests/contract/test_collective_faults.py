@@ -5,16 +5,9 @@ What differs on a GPU is the name of the backend and where the buffers lie (test
 
 from __future__ import annotations
 
-import contextlib
-import os
-import queue
 import signal
-import subprocess
-import sys
-import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -29,72 +22,28 @@ from asyncrl.config.broadcast import GlooMedium
 from asyncrl.errors import BroadcastError
 from asyncrl.models.layout import bucket_ends, make_manifest, view_tensors
 from asyncrl.schema.weights import WeightsAvailable
+from tests.contract.collective_member import Receive, Received
+from tests.contract.line_process import LineProcess, LineProcesses
 
-MEMBER = Path(__file__).with_name("collective_member.py")
 CPU = torch.device("cpu")
 TIMEOUT_S = 3.0
-STARTING_S = 60
 CONFIG = GlooMedium(timeout_s=TIMEOUT_S, gather_s=0.5)
 NUM_TENSORS = 12
 BOUND_S = TIMEOUT_S + ANSWER_S + CONFIG.gather_s + 15
 """Loss noticed, the lost one given up, a new group, the version again; and a busy machine."""
 
 
-class Receive(msgspec.Struct):
-    available: WeightsAvailable
-    hold_after: int = -1
-
-
-class Received(msgspec.Struct):
-    version: int
-    num_tensors: int
-    values: list[float]
-    took_s: float
-    is_held: bool = False
-    error: str = ""
-
-
-class Member:
-    """A process that receives."""
-
-    def __init__(self) -> None:
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-        self.process = subprocess.Popen(
-            [sys.executable, str(MEMBER), str(TIMEOUT_S)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
-        )
-        self._lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-        self._listener = threading.Thread(target=self._listen)
-        self._listener.start()
-
-    def _listen(self) -> None:
-        for line in self.process.stdout:
-            self._lines.put(line)
-
-    def order(self, available: WeightsAvailable, hold_after: int = -1) -> None:
-        self.process.stdin.write(msgspec.json.encode(Receive(available, hold_after)) + b"\n")
-        self.process.stdin.flush()
-
-    def go_on(self) -> None:
-        self.process.stdin.write(b"\n")
-        self.process.stdin.flush()
-
-    def hear(self) -> Received:
-        return msgspec.json.decode(self._lines.get(timeout=STARTING_S), type=Received)
-
-    def close(self) -> None:
-        with contextlib.suppress(BrokenPipeError):
-            self.process.stdin.close()
-        self.process.wait(timeout=STARTING_S)
-        self._listener.join(timeout=STARTING_S)
-        self.process.stdout.close()
-
-
 @pytest.fixture(scope="module")
-def members() -> Iterator[list[Member]]:
-    members = [Member() for _ in range(3)]
-    yield members
-    for member in members:
-        member.close()
+def crew() -> Iterator[LineProcesses]:
+    crew = LineProcesses("tests.contract.collective_member", str(TIMEOUT_S))
+    yield crew
+    crew.close()
+
+
+@pytest.fixture
+def members(crew: LineProcesses) -> list[LineProcess]:
+    """Three processes that receive."""
+    return crew.take(3)
 
 
 class Learner:
@@ -126,16 +75,16 @@ def learner() -> Iterator[Learner]:
     learner.writer.close()
 
 
-def receive(members: list[Member], available: WeightsAvailable) -> None:
+def receive(members: list[LineProcess], available: WeightsAvailable) -> None:
     """Have all of them receive it."""
     for member in members:
-        member.order(available)
+        member.tell(Receive(available))
     for member in members:
         expect(member, available.version)
 
 
-def expect(member: Member, version: int) -> Received:
-    received = member.hear()
+def expect(member: LineProcess, version: int) -> Received:
+    received = member.hear(Received)
     assert (received.version, received.num_tensors, received.values, received.error) == (
         version,
         NUM_TENSORS,
@@ -146,28 +95,27 @@ def expect(member: Member, version: int) -> Received:
 
 
 @pytest.mark.parametrize("loss", [signal.SIGSTOP, signal.SIGKILL])
-def test_who_is_lost_in_the_middle_is_dropped_and_the_rest_get_the_version_in_time(learner, members, loss):
+def test_who_is_lost_in_the_middle_is_dropped_and_the_rest_get_the_version_in_time(learner, crew, members, loss):
     receive(members, learner.publish(1))
     first, lost, last = members
     second = learner.publish(2)
-    lost.order(second, hold_after=3)
-    first.order(second)
-    last.order(second)
-    assert lost.hear().is_held
+    lost.tell(Receive(second, hold_after=3))
+    first.tell(Receive(second))
+    last.tell(Receive(second))
+    assert lost.hear(Received).is_held
     lost.process.send_signal(loss)
     for member in (first, last):
         assert expect(member, 2).took_s < BOUND_S
     receive([first, last], learner.publish(3))
 
     if loss == signal.SIGKILL:
-        lost.close()
-        members[1] = lost = Member()
-        lost.order(learner.publish(4))
+        members[1] = lost = crew.take(3)[1]
+        lost.tell(Receive(learner.publish(4)))
         expect(lost, 4)
     else:
         lost.process.send_signal(signal.SIGCONT)
-        lost.go_on()
-        assert lost.hear().version == 2
+        lost.tell(None)
+        assert lost.hear(Received).version == 2
     receive(members, learner.publish(5))
 
 
@@ -175,21 +123,21 @@ def test_a_late_joiner_gets_the_version_that_was_sent_already_and_the_next_one_w
     early, late = members[:2], members[2]
     first = learner.publish(1)
     receive(early, first)
-    late.order(first)
+    late.tell(Receive(first))
     expect(late, 1)
     receive(members, learner.publish(2))
 
 
 def test_the_learner_takes_the_next_versions_while_a_member_stands_still(learner, members):
     held = learner.publish(1)
-    members[0].order(held, hold_after=1)
-    assert members[0].hear().is_held
+    members[0].tell(Receive(held, hold_after=1))
+    assert members[0].hear(Received).is_held
     assert learner.writer.busy_slots() == {0}
     started_s = time.monotonic()
     learner._num_published = 1
     newest = learner.publish(2)
     assert time.monotonic() - started_s < TIMEOUT_S
-    members[0].go_on()
+    members[0].tell(None)
     expect(members[0], 1)
     receive(members, newest)
 
@@ -197,11 +145,11 @@ def test_the_learner_takes_the_next_versions_while_a_member_stands_still(learner
 def test_a_learner_that_goes_in_the_middle_is_an_error_in_time(members):
     learner = Learner()
     available = learner.publish(1)
-    members[0].order(available, hold_after=1)
-    assert members[0].hear().is_held
+    members[0].tell(Receive(available, hold_after=1))
+    assert members[0].hear(Received).is_held
     learner.writer.close()
-    members[0].go_on()
-    received = members[0].hear()
+    members[0].tell(None)
+    received = members[0].hear(Received)
     assert "nothing from the learner" in received.error or "can no longer be fetched" in received.error
     assert received.took_s < 2 * BOUND_S
 

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 import pytest_asyncio
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from asyncrl.broadcast.collective_reader import ReceiverArguments
 from asyncrl.broadcast.collective_writer import CollectiveWriter
@@ -17,25 +17,15 @@ from asyncrl.broadcast.device import device_fingerprints
 from asyncrl.config.broadcast import GlooMedium
 from asyncrl.config.generate import TransformersEngineConfig
 from asyncrl.errors import BroadcastError, GenerationError
-from asyncrl.generate.engine import EngineRequest
 from asyncrl.generate.transformers_engine import TransformersEngine
 from asyncrl.models.deferred import DeferredTensors
 from asyncrl.models.layout import bucket_ends, make_manifest, view_tensors
-from asyncrl.schema.samples import SamplingParams
 from asyncrl.schema.weights import WeightsAvailable
+from tests.contract.engine_cases import collect, make_model, make_request, reference_logprobs
 
 CPU = torch.device("cpu")
 IDS = (5, 6, 7, 8, 9, 10)
 RECEIVER = "asyncrl.broadcast.collective_reader:open_receiver"
-
-
-def make_model(seed: int) -> LlamaForCausalLM:
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        max_position_embeddings=256, bos_token_id=None, eos_token_id=1, pad_token_id=None, initializer_range=0.2,
-    )  # fmt: skip
-    return LlamaForCausalLM(config).eval()
 
 
 class Learner:
@@ -88,10 +78,7 @@ def damaged(deferred: DeferredTensors, learner: Learner) -> DeferredTensors:
 
 
 def expected(model: LlamaForCausalLM) -> list[float]:
-    ids = torch.tensor(IDS)
-    with torch.no_grad():
-        logprobs = model(ids[None]).logits[0, :-1].log_softmax(-1)
-    return logprobs.gather(1, ids[1:, None]).squeeze(1).tolist()
+    return reference_logprobs(model, IDS[:1], list(IDS[1:]))
 
 
 async def test_version_after_version_arrives_in_the_model_itself(engine, learner):
@@ -104,11 +91,10 @@ async def test_version_after_version_arrives_in_the_model_itself(engine, learner
 
 async def test_tokens_go_on_in_flight(engine, learner):
     await engine.load_weights(1, learner.publish(1, make_model(1)), "keep")
-    stream = engine.submit(EngineRequest("a", IDS, SamplingParams(max_new_tokens=200, ignore_eos=True), 7))
-    chunks = [await anext(stream)]
+    stream = engine.submit(make_request("a", 7, IDS, max_new_tokens=200))
+    first = await anext(stream)
     await engine.load_weights(2, learner.publish(2, make_model(2)), "recompute")
-    chunks += [chunk async for chunk in stream]
-    versions = [version for chunk in chunks for version in chunk.versions]
+    versions = (await collect(stream, first)).versions
     assert len(versions) == 200
     assert set(versions) <= {1, 2}
     assert versions == sorted(versions)
@@ -116,7 +102,7 @@ async def test_tokens_go_on_in_flight(engine, learner):
 
 async def test_half_a_version_is_never_sampled_from_and_the_next_whole_one_goes_live(engine, learner):
     await engine.load_weights(1, learner.publish(1, make_model(1)), "keep")
-    stream = engine.submit(EngineRequest("a", IDS, SamplingParams(max_new_tokens=240, ignore_eos=True), 7))
+    stream = engine.submit(make_request("a", 7, IDS, max_new_tokens=240))
     await anext(stream)
     with pytest.raises(BroadcastError, match="could not be sent"):
         await engine.load_weights(2, damaged(learner.publish(2, make_model(2)), learner), "keep")

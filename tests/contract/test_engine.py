@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -11,14 +11,14 @@ import psutil
 import pytest
 import pytest_asyncio
 import torch
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM
 
 from asyncrl.clock import SystemClock
 from asyncrl.config.generate import FakeEngineConfig, TransformersEngineConfig
 from asyncrl.config.learner import LearnerConfig, LoRAConfig
 from asyncrl.config.model import ScratchModel
 from asyncrl.config.run import RunConfig
-from asyncrl.errors import BroadcastError, GenerationError
+from asyncrl.errors import BroadcastError, EngineDied, GenerationError
 from asyncrl.generate.engine import Engine, EngineRequest
 from asyncrl.generate.fake_engine import FakeEngine
 from asyncrl.generate.transformers_engine import TransformersEngine
@@ -27,7 +27,17 @@ from asyncrl.learner.lora import open_policy, publishable_tensors
 from asyncrl.models.layout import make_manifest, view_tensors
 from asyncrl.models.logprobs import token_logprobs
 from asyncrl.models.mapped import MappedTensors
-from asyncrl.schema.samples import SamplingParams
+from tests.contract.engine_cases import (
+    END,
+    VOCABULARY,
+    Completion,
+    collect,
+    collect_all,
+    make_model,
+    make_request,
+    reference_logprobs,
+    tensors_of,
+)
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -38,30 +48,8 @@ VLLM = pytest.param(
         pytest.mark.timeout(400),  # the first test starts it, which takes minutes where others use the cores
     ],
 )
-VOCABULARY = 64
 SLOTS = 4
 MAX_TOKENS = 256
-END = 1
-
-
-def make_model(seed: int, *, tied: bool = True, scale: float = 1.0, hidden: int = 32) -> LlamaForCausalLM:
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=hidden,
-        intermediate_size=2 * hidden,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        head_dim=32,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        tie_word_embeddings=tied,
-        bos_token_id=None,
-        eos_token_id=END,
-        pad_token_id=None,
-        initializer_range=0.2 * scale,
-    )
-    return LlamaForCausalLM(config).eval()
 
 
 @pytest.fixture(scope="session")
@@ -74,7 +62,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def untied_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("untied")
-    make_model(0, tied=False).save_pretrained(folder)
+    make_model(0, tie_word_embeddings=False).save_pretrained(folder)
     return folder
 
 
@@ -113,37 +101,6 @@ async def engine(request: pytest.FixtureRequest, model_folder: Path, vllm_engine
     await made.close()
 
 
-@dataclass
-class Completion:
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    finish_reason: str | None = None
-
-
-def make_request(name: str, seed: int = 0, prompt: tuple[int, ...] = (5, 6, 7), group_key: str = "", **sampling) -> EngineRequest:
-    sampling = {"max_new_tokens": 20, "ignore_eos": True, **sampling}
-    return EngineRequest(name, prompt, SamplingParams(**sampling), seed, group_key)
-
-
-async def collect(stream) -> Completion:
-    completion = Completion()
-    async for chunk in stream:
-        assert completion.finish_reason is None
-        assert len(chunk.token_ids) == len(chunk.logprobs) == len(chunk.versions)
-        completion.token_ids += chunk.token_ids
-        completion.logprobs += chunk.logprobs
-        completion.versions += chunk.versions
-        completion.finish_reason = chunk.finish_reason
-    return completion
-
-
-async def collect_all(engine: Engine, requests: list[EngineRequest]) -> list[Completion]:
-    async with asyncio.TaskGroup() as tasks:
-        running = [tasks.create_task(collect(engine.submit(request))) for request in requests]
-    return [task.result() for task in running]
-
-
 def assert_same(engine: Engine, ours: list[Completion], theirs: list[Completion]) -> None:
     """Bit for bit, or, where the shape of a batch moves the last bits of its logprobs (vLLM), within 1e-5."""
     if isinstance(engine, VLLMEngine):
@@ -163,17 +120,6 @@ def crowd(num: int) -> list[EngineRequest]:
         )
         for i in range(num)
     ]
-
-
-def tensors_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
-
-
-def reference_logprobs(model, prompt: tuple[int, ...], token_ids: list[int], temperature: float = 1.0) -> list[float]:
-    with torch.inference_mode():
-        ids = torch.tensor([[*prompt, *token_ids]])
-        logits = model(ids).logits[0, len(prompt) - 1 : -1] / temperature
-    return logits.log_softmax(-1).gather(1, torch.tensor(token_ids)[:, None]).squeeze(1).tolist()
 
 
 # -- every engine --------------------------------------------------------------------------------------------------------
@@ -313,6 +259,8 @@ async def test_close_ends_every_stream_with_abort(engine: Engine) -> None:
     await engine.close()
     completions = [await collect(stream) for stream in streams]
     assert {c.finish_reason for c in completions} == {"abort"}
+    with pytest.raises(GenerationError, match="closed"):
+        engine.submit(make_request("late"))
 
 
 # -- with a real model ---------------------------------------------------------------------------------------------------
@@ -408,11 +356,7 @@ async def update_in_flight(engine, kv):
     await engine.load_weights(1, tensors_of(new), kv)
     completions = []
     for request, stream, first in zip(requests, streams, first_chunks, strict=True):
-        completion = await collect(stream)
-        completion.token_ids[:0] = first.token_ids
-        completion.logprobs[:0] = first.logprobs
-        completion.versions[:0] = first.versions
-        completions.append((request, completion))
+        completions.append((request, await collect(stream, first)))
     assert all(set(c.versions) == {0, 1} for _, c in completions)
     return completions, new
 
@@ -483,7 +427,7 @@ async def test_tied_head_follows_the_embedding(model_engine, with_head: bool) ->
 async def test_untied_head_is_needed_and_taken(untied_folder: Path) -> None:
     engine = TransformersEngine(TransformersEngineConfig(num_slots=SLOTS, max_sequence_tokens=MAX_TOKENS), untied_folder)
     await engine.start()
-    new = make_model(1, tied=False)
+    new = make_model(1, tie_word_embeddings=False)
     with pytest.raises(GenerationError, match=r"lm_head\.weight"):
         await engine.load_weights(1, tensors_of(new), "keep")
     await engine.load_weights(1, dict(new.state_dict()), "keep")
@@ -492,7 +436,7 @@ async def test_untied_head_is_needed_and_taken(untied_folder: Path) -> None:
 
 
 async def test_twenty_updates_in_flight_do_not_grow_the_process(tmp_path: Path) -> None:
-    model = make_model(0, hidden=384)
+    model = make_model(0, hidden_size=384)
     model.save_pretrained(tmp_path)
     model_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
     engine = TransformersEngine(TransformersEngineConfig(num_slots=SLOTS, max_sequence_tokens=MAX_TOKENS), tmp_path)
@@ -519,6 +463,25 @@ async def test_non_finite_logits_fail_the_request_and_not_the_engine(model_engin
     await model_engine.load_weights(2, tensors_of(new), "keep")
     after = await collect(model_engine.submit(make_request("b")))
     assert after.logprobs == pytest.approx(reference_logprobs(new, (5, 6, 7), after.token_ids), abs=1e-5)
+
+
+async def test_a_decode_thread_that_failed_ends_every_stream_and_every_later_call(model_folder: Path) -> None:
+    engine = TransformersEngine(TransformersEngineConfig(num_slots=SLOTS, max_sequence_tokens=MAX_TOKENS), model_folder)
+    await engine.start()
+    streams = [engine.submit(make_request(f"r{i}", max_new_tokens=250)) for i in range(SLOTS + 1)]
+    with pytest.raises(EngineDied, match="the decode loop failed: AttributeError"):
+        await engine.load_weights(1, {"model.norm.weight": None}, "keep")
+    for stream in streams:
+        with pytest.raises(EngineDied, match="the decode loop failed: AttributeError"):
+            await collect(stream)
+    with pytest.raises(EngineDied, match="the decode loop failed"):
+        engine.submit(make_request("late"))
+    with pytest.raises(EngineDied, match="the decode loop failed"):
+        await engine.pause()
+    with pytest.raises(EngineDied, match="the decode loop failed"):
+        _ = engine.num_slots
+    assert engine.num_running == 0
+    await engine.close()
 
 
 async def test_another_architecture_runs_unchanged(tmp_path: Path) -> None:
@@ -587,7 +550,7 @@ def at_learner(policy, prompt: tuple[int, ...], token_ids: list[int], temperatur
 def learner_folder(tmp_path: Path, dtype: torch.dtype = torch.float32) -> Path:
     """The contract's model with a tokenizer beside it, which the learner wants to see."""
     folder = tmp_path / "learner"
-    make_model(0, hidden=64).to(dtype).save_pretrained(folder)
+    make_model(0, hidden_size=64).to(dtype).save_pretrained(folder)
     (folder / "tokenizer.json").write_text("{}")
     return folder
 

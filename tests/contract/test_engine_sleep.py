@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from asyncrl.clock import SystemClock
 from asyncrl.config.generate import FakeEngineConfig, ReplayEngineConfig, TransformersEngineConfig
@@ -21,32 +21,13 @@ from asyncrl.generate.slot_model import SlotModel
 from asyncrl.generate.transformers_engine import TransformersEngine
 from asyncrl.models.adapters import add_adapters
 from asyncrl.schema.samples import SamplingParams
+from tests.contract.engine_cases import PROMPT, VOCABULARY, collect, make_model, make_request, reference_logprobs, tensors_of
 
-VOCABULARY = 64
 SLOTS = 4
 MAX_TOKENS = 256
 LARGE_VOCABULARY = 65536
 LARGE_BYTES = LARGE_VOCABULARY * 256 * 4
 """Of the large model's embeddings: past what an allocator keeps for itself."""
-
-
-def make_model(seed: int, *, tied: bool = True, vocabulary: int = VOCABULARY, hidden: int = 32) -> LlamaForCausalLM:
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=vocabulary,
-        hidden_size=hidden,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=MAX_TOKENS,
-        tie_word_embeddings=tied,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
-        initializer_range=0.2,
-    )
-    return LlamaForCausalLM(config).eval()
 
 
 def config_of(slots: int = SLOTS) -> TransformersEngineConfig:
@@ -84,28 +65,8 @@ async def engine(request: pytest.FixtureRequest, model_folder: Path):
     await made.close()
 
 
-def tensors_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
-
-
-def request_of(name: str, seed: int = 0, max_new_tokens: int = 100) -> EngineRequest:
-    return EngineRequest(name, (5, 6, 7), SamplingParams(max_new_tokens=max_new_tokens, ignore_eos=True), seed)
-
-
-async def rest_of(stream, *before) -> tuple[list[int], list[float], list[int]]:
-    """Return token ids, logprobs and versions of chunks already taken and those that follow."""
-    chunks = [*before, *[chunk async for chunk in stream]]
-    return (
-        [token for chunk in chunks for token in chunk.token_ids],
-        [logprob for chunk in chunks for logprob in chunk.logprobs],
-        [version for chunk in chunks for version in chunk.versions],
-    )
-
-
-def plain_logprobs(model: LlamaForCausalLM, token_ids: list[int]) -> list[float]:
-    with torch.inference_mode():
-        logits = model(torch.tensor([[5, 6, 7, *token_ids]])).logits[0, 2:-1]
-    return logits.log_softmax(-1).gather(1, torch.tensor(token_ids)[:, None]).squeeze(1).tolist()
+def long_request(name: str, seed: int = 0, max_new_tokens: int = 100) -> EngineRequest:
+    return make_request(name, seed, max_new_tokens=max_new_tokens)
 
 
 async def stays_silent(stream) -> asyncio.Task:
@@ -117,11 +78,11 @@ async def stays_silent(stream) -> asyncio.Task:
 
 @pytest.mark.parametrize("level", [1, 2])
 async def test_nothing_is_sampled_asleep_and_every_request_goes_on_after_it(engine: Engine, level) -> None:
-    streams = [engine.submit(request_of(f"r{i}", i)) for i in range(SLOTS + 2)]
+    streams = [engine.submit(long_request(f"r{i}", i)) for i in range(SLOTS + 2)]
     first = await anext(streams[0])
     await engine.sleep(level)
     await engine.pause()  # an order of its own, and so a round trip to where tokens are made
-    late = engine.submit(request_of("late"))
+    late = engine.submit(long_request("late"))
     waiting = await stays_silent(late)
     await engine.resume()
     await engine.pause()
@@ -133,12 +94,12 @@ async def test_nothing_is_sampled_asleep_and_every_request_goes_on_after_it(engi
         assert not waiting.done()
         await engine.load_weights(1, tensors_of(make_model(0)), "keep")
         await engine.resume()
-    token_ids, _, versions = await rest_of(streams[0], first)
-    assert len(token_ids) == 100
-    assert versions == sorted(versions)
+    whole = await collect(streams[0], first)
+    assert len(whole.token_ids) == 100
+    assert whole.versions == sorted(whole.versions)
     for stream in streams[1:]:
-        assert len((await rest_of(stream))[0]) == 100
-    assert len((await rest_of(late, await waiting))[0]) == 100
+        assert len((await collect(stream)).token_ids) == 100
+    assert len((await collect(late, await waiting)).token_ids) == 100
     assert engine.num_running == 0
 
 
@@ -154,7 +115,7 @@ async def test_orders_that_need_weights_are_refused_asleep(engine: Engine) -> No
 
 
 async def test_abort_and_close_work_asleep(engine: Engine) -> None:
-    streams = [engine.submit(request_of(f"r{i}", i)) for i in range(3)]
+    streams = [engine.submit(long_request(f"r{i}", i)) for i in range(3)]
     await engine.sleep(2)
     engine.abort("r0")
     assert [chunk async for chunk in streams[0]][-1].finish_reason == "abort"
@@ -168,18 +129,18 @@ async def test_waking_twice_and_sleeping_twice_are_as_once(engine: Engine) -> No
     await engine.sleep(1)
     await engine.wake()
     await engine.wake()
-    assert len((await rest_of(engine.submit(request_of("a"))))[0]) == 100
+    assert len((await collect(engine.submit(long_request("a")))).token_ids) == 100
 
 
 async def test_a_paused_engine_stays_paused_over_a_sleep(engine: Engine) -> None:
     await engine.pause()
-    waiting = await stays_silent(stream := engine.submit(request_of("a")))
+    waiting = await stays_silent(stream := engine.submit(long_request("a")))
     await engine.sleep(1)
     await engine.wake()
     await engine.pause()
     assert not waiting.done()
     await engine.resume()
-    assert len((await rest_of(stream, await waiting))[0]) == 100
+    assert len((await collect(stream, await waiting)).token_ids) == 100
 
 
 async def test_the_replay_engine_gives_nothing_back_asleep() -> None:
@@ -197,17 +158,17 @@ async def test_the_replay_engine_gives_nothing_back_asleep() -> None:
 
 
 async def test_after_level_1_logprobs_are_those_of_a_plain_forward(transformers_engine) -> None:
-    stream = transformers_engine.submit(request_of("a", max_new_tokens=200))
+    stream = transformers_engine.submit(long_request("a", max_new_tokens=200))
     first = await anext(stream)
     await transformers_engine.sleep(1)
     await transformers_engine.wake()
-    token_ids, logprobs, _ = await rest_of(stream, first)
-    assert logprobs == pytest.approx(plain_logprobs(make_model(0), token_ids), abs=1e-5)
+    whole = await collect(stream, first)
+    assert whole.logprobs == pytest.approx(reference_logprobs(make_model(0), PROMPT, whole.token_ids), abs=1e-5)
 
 
 async def test_after_level_2_logprobs_are_those_of_the_weights_loaded(transformers_engine) -> None:
     await transformers_engine.load_weights(0, tensors_of(make_model(0)), "keep")
-    stream = transformers_engine.submit(request_of("a", max_new_tokens=200))
+    stream = transformers_engine.submit(long_request("a", max_new_tokens=200))
     first = await anext(stream)
     await transformers_engine.sleep(2)
     await transformers_engine.wake()
@@ -215,9 +176,10 @@ async def test_after_level_2_logprobs_are_those_of_the_weights_loaded(transforme
         await transformers_engine.score([1, 2])
     new = make_model(1)
     await transformers_engine.load_weights(1, tensors_of(new), "keep")
-    token_ids, logprobs, versions = await rest_of(stream, first)
-    start = versions.index(1)
-    assert logprobs[start:] == pytest.approx(plain_logprobs(new, token_ids)[start:], abs=1e-5)
+    whole = await collect(stream, first)
+    start = whole.versions.index(1)
+    expected = reference_logprobs(new, PROMPT, whole.token_ids)
+    assert whole.logprobs[start:] == pytest.approx(expected[start:], abs=1e-5)
 
 
 async def test_level_1_on_a_cpu_frees_the_cache_and_level_2_the_weights_too(transformers_engine) -> None:
@@ -232,7 +194,7 @@ async def test_level_1_on_a_cpu_frees_the_cache_and_level_2_the_weights_too(tran
 
 
 async def test_level_2_gives_the_memory_back_to_the_system(tmp_path: Path) -> None:
-    model = make_model(0, vocabulary=LARGE_VOCABULARY, hidden=256)
+    model = make_model(0, vocab_size=LARGE_VOCABULARY, hidden_size=256, intermediate_size=64)
     model.save_pretrained(tmp_path)
     tensors = tensors_of(model)
     process = psutil.Process()
@@ -254,11 +216,8 @@ def test_tied_weights_are_tied_after_level_2_as_before(model_folder: Path) -> No
     model.wake()
     new = make_model(3)
     model.load_weights(tensors_of(new))
-    ids = [3, 9, 27, 11]
-    with torch.inference_mode():
-        logits = new(torch.tensor([ids])).logits[0, :-1]
-    expected = logits.log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None]).squeeze(1).tolist()
-    assert model.score(ids) == pytest.approx(expected, abs=1e-5)
+    ids = (3, 9, 27, 11)
+    assert model.score(ids) == pytest.approx(reference_logprobs(new, ids[:1], list(ids[1:])), abs=1e-5)
 
 
 def test_level_2_keeps_the_base_that_adapters_stand_on(model_folder: Path) -> None:

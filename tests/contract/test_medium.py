@@ -7,8 +7,6 @@ import contextlib
 import os
 import queue
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -32,8 +30,10 @@ from asyncrl.config.broadcast import BroadcastConfig, DeltaConfig, FilesMedium, 
 from asyncrl.errors import BroadcastError
 from asyncrl.models.layout import make_manifest, view_tensors
 from asyncrl.schema.weights import Probe, WeightsAvailable
+from tests.contract.line_process import LineProcess, LineProcesses
+from tests.contract.medium_peer import NUM_VALUES, Fetched, Order, tensors_of
 
-PEER = Path(__file__).with_name("medium_peer.py")
+PEER = "tests.contract.medium_peer"
 TIMEOUT_S = 30
 MEDIA = {
     "shared_memory": SharedMemoryMedium(),
@@ -41,64 +41,7 @@ MEDIA = {
     "zeromq": ZeroMQMedium(chunk_bytes=64 << 10),
     "gloo": GlooMedium(timeout_s=5.0, gather_s=0.05),
 }
-NUM_VALUES = 100_000
 SHARDS = {f"model-0000{number}-of-00004.safetensors" for number in range(1, 5)} | {"model.safetensors.index.json"}
-
-
-class Order(msgspec.Struct):
-    config: BroadcastConfig
-    run_folder: str
-    available: WeightsAvailable
-
-
-class Fetched(msgspec.Struct):
-    version: int
-    values: list[float]
-    error: str = ""
-
-
-class Peer:
-    """The second process, and the lines it says."""
-
-    def __init__(self, *arguments: str) -> None:
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-        self.process = subprocess.Popen(
-            [sys.executable, str(PEER), *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
-        )
-        self._lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-        self._listener = threading.Thread(target=self._listen)
-        self._listener.start()
-
-    def _listen(self) -> None:
-        for line in self.process.stdout:
-            self._lines.put(line)
-        self._lines.put(b"")
-
-    def tell(self, message: object) -> None:
-        self.process.stdin.write(msgspec.json.encode(message) + b"\n")
-        self.process.stdin.flush()
-
-    def hear(self, kind: type) -> object | None:
-        line = self._lines.get(timeout=TIMEOUT_S)
-        return msgspec.json.decode(line, type=kind) if line else None
-
-    def hear_newest(self, kind: type) -> object | None:
-        """Wait for a line and return the last of those that are there by then."""
-        message = self.hear(kind)
-        while not self._lines.empty():
-            message = self.hear(kind)
-        return message
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait(timeout=TIMEOUT_S)
-
-    def close(self) -> None:
-        with contextlib.suppress(BrokenPipeError):
-            self.process.stdin.close()
-        self.process.wait(timeout=TIMEOUT_S)
-        self._listener.join(timeout=TIMEOUT_S)
-        self.process.stdout.close()
 
 
 @pytest.fixture(params=MEDIA)
@@ -114,25 +57,19 @@ def learner(config, tmp_path) -> Iterator[Learner]:
 
 
 class Generators:
-    """Two long-lived subscriber processes; one that was killed is replaced when it is next needed."""
+    """Two long-lived subscriber processes."""
 
     def __init__(self) -> None:
-        self._peers: dict[int, Peer] = {}
+        self._processes = LineProcesses(PEER, "subscribe")
+        self.close = self._processes.close
 
-    def tell(self, number: int, config: BroadcastConfig, run_folder: Path, available: WeightsAvailable) -> Peer:
-        if number in self._peers and self._peers[number].process.poll() is not None:
-            self._peers.pop(number).close()
-        if number not in self._peers:
-            self._peers[number] = Peer("subscribe")
-        self._peers[number].tell(Order(config, str(run_folder), available))
-        return self._peers[number]
+    def tell(self, number: int, config: BroadcastConfig, run_folder: Path, available: WeightsAvailable) -> LineProcess:
+        generator = self._processes.take(2)[number]
+        generator.tell(Order(config, str(run_folder), available))
+        return generator
 
     def fetch(self, config: BroadcastConfig, run_folder: Path, available: WeightsAvailable) -> Fetched:
         return self.tell(0, config, run_folder, available).hear(Fetched)
-
-    def close(self) -> None:
-        for peer in self._peers.values():
-            peer.close()
 
 
 @pytest.fixture(scope="module")
@@ -143,9 +80,9 @@ def generators() -> Iterator[Generators]:
 
 
 @pytest.fixture
-def publisher_process(config, tmp_path) -> Iterator[Peer]:
+def publisher_process(config, tmp_path) -> Iterator[LineProcess]:
     """A learner of its own that publishes for as long as it lives."""
-    peer = Peer("publish", msgspec.json.encode(config).decode(), str(tmp_path), "400000", "1000000")
+    peer = LineProcess(PEER, "publish", msgspec.json.encode(config).decode(), str(tmp_path), "400000", "1000000")
     yield peer
     peer.kill()
     peer.close()
@@ -163,10 +100,6 @@ class Learner:
         """Publish and wait for the announcement."""
         self.publisher.publish(version, tensors_of(version, num_values))
         return self.announced.get(timeout=TIMEOUT_S)
-
-
-def tensors_of(version: int, num_values: int = NUM_VALUES) -> dict[str, torch.Tensor]:
-    return {f"layer.{index}": torch.full((num_values,), float(version)) for index in range(4)}
 
 
 def fetch(config: BroadcastConfig, run_folder: Path, available: WeightsAvailable) -> dict[str, torch.Tensor]:
@@ -218,7 +151,7 @@ def test_a_racing_publisher_never_yields_a_mixture(config, tmp_path, publisher_p
     asyncio.run(race(config, tmp_path, publisher_process))
 
 
-async def race(config: BroadcastConfig, run_folder: Path, publisher_process: Peer) -> None:
+async def race(config: BroadcastConfig, run_folder: Path, publisher_process: LineProcess) -> None:
     subscriber = Subscriber(config, run_folder)
     whole = 0
     while whole < 5:
@@ -663,7 +596,7 @@ async def test_a_learner_that_went_back_is_never_mixed_with_the_one_before(delta
 
 
 def test_deltas_are_removed_when_no_longer_offered_and_those_of_a_killed_learner_by_the_next(delta_config, tmp_path):
-    peer = Peer("publish", msgspec.json.encode(delta_config).decode(), str(tmp_path), "1000", "9")
+    peer = LineProcess(PEER, "publish", msgspec.json.encode(delta_config).decode(), str(tmp_path), "1000", "9")
     while peer.hear(WeightsAvailable).version < 9:
         pass
     peer.kill()
@@ -679,7 +612,7 @@ def test_deltas_are_removed_when_no_longer_offered_and_those_of_a_killed_learner
 
 
 def test_a_racing_publisher_of_deltas_never_yields_a_mixture(delta_config, tmp_path):
-    peer = Peer("publish", msgspec.json.encode(delta_config).decode(), str(tmp_path), "400000", "1000000")
+    peer = LineProcess(PEER, "publish", msgspec.json.encode(delta_config).decode(), str(tmp_path), "400000", "1000000")
     try:
         asyncio.run(race(delta_config, tmp_path, peer))
     finally:

@@ -6,8 +6,6 @@ import contextlib
 import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -27,26 +25,15 @@ from asyncrl.config.broadcast import BroadcastConfig, ZeroMQMedium
 from asyncrl.errors import BroadcastError
 from asyncrl.models.layout import bucket_ends, make_manifest
 from asyncrl.schema.weights import WeightsAvailable
+from tests.contract.line_process import LineProcesses
+from tests.contract.medium_peer import Fetched, Order
 
-PEER = Path(__file__).with_name("medium_peer.py")
 TIMEOUT_S = 60
 CHUNK_BYTES = 64 << 10
 MODEL_BYTES = 8 << 20
 MEDIUM = ZeroMQMedium(chunk_bytes=CHUNK_BYTES, fanout=1)
 MANIFEST = make_manifest({"layer.0": torch.zeros(MODEL_BYTES // 4)})
 WINDOW_BYTES = WINDOW * CHUNK_BYTES
-
-
-class Order(msgspec.Struct):
-    config: BroadcastConfig
-    run_folder: str
-    available: WeightsAvailable
-
-
-class Fetched(msgspec.Struct):
-    version: int
-    values: list[float]
-    error: str = ""
 
 
 class Learner:
@@ -74,52 +61,9 @@ def learner() -> Iterator[Learner]:
     learner.writer.close()
 
 
-class Generator:
-    """A subscriber process."""
-
-    def __init__(self) -> None:
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-        self.process = subprocess.Popen(
-            [sys.executable, str(PEER), "subscribe"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
-        )
-
-    def tell(self, run_folder: Path, available: WeightsAvailable, medium: ZeroMQMedium = MEDIUM) -> None:
-        order = Order(BroadcastConfig(medium=medium), str(run_folder), available)
-        self.process.stdin.write(msgspec.json.encode(order) + b"\n")
-        self.process.stdin.flush()
-
-    def hear(self) -> Fetched:
-        return msgspec.json.decode(self.process.stdout.readline(), type=Fetched)
-
-    def close(self) -> None:
-        with contextlib.suppress(BrokenPipeError):
-            self.process.stdin.close()
-        self.process.wait(timeout=TIMEOUT_S)
-        self.process.stdout.close()
-
-
-class Generators:
-    """Long-lived processes; one that was killed is replaced when it is next needed."""
-
-    def __init__(self) -> None:
-        self._generators: list[Generator] = []
-
-    def take(self, number: int) -> list[Generator]:
-        for generator in [generator for generator in self._generators if generator.process.poll() is not None]:
-            generator.close()
-            self._generators.remove(generator)
-        while len(self._generators) < number:
-            self._generators.append(Generator())
-        return self._generators[:number]
-
-    def close(self) -> None:
-        for generator in self._generators:
-            generator.close()
-
-
 @pytest.fixture(scope="module")
-def generators() -> Iterator[Generators]:
-    generators = Generators()
+def generators() -> Iterator[LineProcesses]:
+    generators = LineProcesses("tests.contract.medium_peer", "subscribe")
     yield generators
     generators.close()
 
@@ -248,6 +192,10 @@ def uplink(*arguments: object, **options: object) -> Iterator[Uplink]:
         opened.close()
 
 
+def order_of(run_folder: Path, available: WeightsAvailable, medium: ZeroMQMedium = MEDIUM) -> Order:
+    return Order(BroadcastConfig(medium=medium), str(run_folder), available)
+
+
 def through(link: Uplink, available: WeightsAvailable) -> WeightsAvailable:
     return msgspec.structs.replace(available, location=link.location)
 
@@ -258,8 +206,8 @@ def test_four_generators_get_everything_while_the_learner_sends_it_about_once(le
         before = learner.writer.served_bytes
         available = learner.publish(version)
         for generator in four:
-            generator.tell(tmp_path, available)
-        assert [generator.hear() for generator in four] == [Fetched(version, [float(version)])] * 4
+            generator.tell(order_of(tmp_path, available))
+        assert [generator.hear(Fetched) for generator in four] == [Fetched(version, [float(version)])] * 4
         assert MODEL_BYTES <= learner.writer.served_bytes - before < 2 * MODEL_BYTES
 
 
@@ -268,8 +216,8 @@ def test_without_fanout_the_learner_sends_it_to_each(generators, tmp_path):
     learner = Learner(medium)
     available = learner.publish(1)
     for generator in generators.take(2):
-        generator.tell(tmp_path, available, medium)
-        assert generator.hear() == Fetched(1, [1.0])
+        generator.tell(order_of(tmp_path, available, medium))
+        assert generator.hear(Fetched) == Fetched(1, [1.0])
     assert learner.writer.served_bytes == 2 * MODEL_BYTES
     learner.writer.close()
 
@@ -280,7 +228,7 @@ def test_a_relay_that_dies_or_stands_still_in_the_middle_costs_its_children_no_p
     available = learner.publish(1)
     child = ZeroMQReader(MEDIUM)
     with uplink(available.location, stop_after_bytes=MODEL_BYTES // 2) as link:
-        relay.tell(tmp_path, through(link, available))
+        relay.tell(order_of(tmp_path, through(link, available)))
         wait_until_served(learner, MODEL_BYTES // 2)
         fetch = Fetch(child, available)
         asker = Asker(child.location)
@@ -291,8 +239,7 @@ def test_a_relay_that_dies_or_stands_still_in_the_middle_costs_its_children_no_p
         relay.process.send_signal(how)
         assert fetch.join() == {1.0}
         assert time.monotonic() - started_s < 10
-        relay.process.kill()
-        relay.process.wait(TIMEOUT_S)
+        relay.kill()
     sent_to_relay = MODEL_BYTES // 2 + 2 * WINDOW_BYTES
     assert learner.writer.served_bytes <= sent_to_relay + MODEL_BYTES * 3 // 4 + 2 * WINDOW_BYTES
     asker.close()
@@ -312,14 +259,13 @@ def test_a_slow_relay_does_not_hold_its_children(learner, generators, tmp_path):
     available = learner.publish(1)
     children = [ZeroMQReader(MEDIUM) for _ in range(2)]
     with uplink(available.location, bytes_per_s=200_000) as link:
-        relay.tell(tmp_path, through(link, available))
+        relay.tell(order_of(tmp_path, through(link, available)))
         wait_until_served(learner, CHUNK_BYTES)
         started_s = time.monotonic()
         fetches = [Fetch(child, available) for child in children]
         assert [fetch.join() for fetch in fetches] == [{1.0}, {1.0}]
         assert time.monotonic() - started_s < 20
-        relay.process.kill()
-        relay.process.wait(TIMEOUT_S)
+        relay.kill()
     for child in children:
         child.close()
 

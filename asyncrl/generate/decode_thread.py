@@ -75,7 +75,7 @@ class DecodeThread:
             except (GenerationError, BroadcastError) as error:
                 done.set_exception(error)
             except BaseException as error:
-                done.set_exception(error)
+                done.set_exception(_death_by(error))
                 raise
 
         with self._wake:
@@ -89,6 +89,11 @@ class DecodeThread:
     async def call(self, act: Callable[[SlotDecoder], T]) -> T:
         """Like `post`, and wait for the result."""
         return await asyncio.wrap_future(self.post(act))
+
+    @property
+    def fault(self) -> EngineDied | None:
+        """What the thread died of."""
+        return self._fault
 
     async def set_paused(self, paused: bool) -> None:
         """Stop before the next step, or go on; returns once no forward is running."""
@@ -117,7 +122,7 @@ class DecodeThread:
             self._decode(decoder)
             self.tell(decoder.abort_all())
         except Exception as error:  # noqa: BLE001 - the boundary of the thread: a bug here must not leave requests hanging
-            self._fail(EngineDied(f"the decode loop failed: {type(error).__name__}: {error}"))
+            self._fail(_death_by(error))
 
     def _decode(self, decoder: SlotDecoder) -> None:
         """Serve and step until closed."""
@@ -167,3 +172,9 @@ class DecodeThread:
         assert self._loop is not None
         with contextlib.suppress(RuntimeError):  # the event loop is gone, and so is everyone who could listen
             self._loop.call_soon_threadsafe(act)
+
+
+def _death_by(error: BaseException) -> EngineDied:
+    death = EngineDied(f"the decode loop failed: {type(error).__name__}: {error}")
+    death.__cause__ = error
+    return death

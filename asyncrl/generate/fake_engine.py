@@ -68,6 +68,7 @@ class FakeEngine:
         self._holds: set[str] = set()
         self._changed = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
+        self._is_closed = False
         self._rules = RequestRules(config.vocabulary_size, config.max_sequence_tokens)
         self._room = KVRoom(config.num_slots, _BLOCK_TOKENS, config.max_sequence_tokens)
 
@@ -97,6 +98,8 @@ class FakeEngine:
 
     def submit(self, request: EngineRequest) -> TokenStream:
         """Script the whole completion and let time tell it; see `Engine.submit`."""
+        if self._is_closed:
+            raise GenerationError("the engine is closed")
         self._rules.check(request, self._by_id)
         self._num_submitted += 1
         request_id = request.request_id
@@ -155,6 +158,7 @@ class FakeEngine:
 
     async def close(self) -> None:
         """Abort everything and end the clockwork."""
+        self._is_closed = True
         for request_id in list(self._by_id):
             self.abort(request_id)
         if self._task is not None:

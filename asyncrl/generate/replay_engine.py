@@ -64,6 +64,7 @@ class ReplayEngine:
         self._version = -1
         self._is_paused = False
         self._is_asleep = False
+        self._is_closed = False
         self._needs_weights = False
         """Slept at level 2, and none came since."""
         self._waiting: dict[str, tuple[EngineRequest, TokenStream]] = {}
@@ -88,6 +89,8 @@ class ReplayEngine:
 
     def submit(self, request: EngineRequest) -> TokenStream:
         """Give the request's answer back; see `Engine.submit`."""
+        if self._is_closed:
+            raise GenerationError("the engine is closed")
         self._check(request)
         request_id = request.request_id
         stream = TokenStream(on_early_close=lambda: self.abort(request_id))
@@ -135,6 +138,7 @@ class ReplayEngine:
 
     async def close(self) -> None:
         """Abort what waits."""
+        self._is_closed = True
         for request_id in list(self._waiting):
             self.abort(request_id)
 

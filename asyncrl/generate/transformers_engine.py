@@ -70,7 +70,9 @@ class TransformersEngine:
 
     @property
     def num_slots(self) -> int:
-        """Most requests that run at once."""
+        """Most requests that run at once. Raises EngineDied once the decode thread is dead."""
+        if self._thread.fault is not None:
+            raise EngineDied(str(self._thread.fault))
         return self._config.num_slots
 
     @property

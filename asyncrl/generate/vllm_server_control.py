@@ -36,10 +36,6 @@ from asyncrl.models.mapped import MappedTensors
 Hold = Literal["pause", "broken"]
 
 
-class HalfLoaded(GenerationError):  # noqa: N818 - a state of the server's weights
-    """A worker failed in the middle: what it holds now is of no version."""
-
-
 @dataclass(slots=True)
 class ServerControl:
     """The holds of one server, and what may be done under them."""
@@ -73,11 +69,13 @@ class ServerControl:
             async with load_order_on_thread(tensors, self.folder, shared_folder=self.shared_folder) as order:
                 started_s = perf_counter()
                 await self._stop(clear_cache=kv == "recompute")
-                await self._replace(order, tensors)
+                self._holds.add("broken")  # until all of what follows is done, nobody knows what the server has
+                await self._load_in_workers(order, tensors)
                 await self.flights.settle()
                 if self.facts.has_spans:
                     await set_label(self.client, self.flights.labels.of(version))
                 self.flights.note_update(version)
+                self._holds.discard("broken")
                 await self._go_on()
                 return (perf_counter() - started_s) * 1000
 
@@ -125,15 +123,6 @@ class ServerControl:
                 await self._stop(clear_cache=False)
         return prompt_logprobs(decode_reply(raw), token_ids)
 
-    async def _replace(self, order: LoadOrder, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Load; on failure the server stays held, since nobody knows what it has now."""
-        try:
-            await self._load_in_workers(order, tensors)
-        except (BroadcastError, HalfLoaded, ServerRefused):
-            self._holds.add("broken")
-            raise
-        self._holds.discard("broken")
-
     async def _load_in_workers(self, order: LoadOrder, tensors: Mapping[str, torch.Tensor]) -> None:
         """Have every worker of the server load; returns once all have."""
         body = RPCBody(LOAD_METHOD, (msgspec.json.encode(order).decode(),))
@@ -146,7 +135,7 @@ class ServerControl:
             raise BroadcastError(failed[0].message)
         if failed or not replies:
             said = failed[0].message if failed else "no worker answered"
-            raise HalfLoaded(
+            raise GenerationError(
                 f"{len(failed)} of {len(replies)} workers of the server at {self.client.url} could not load the weights: {said}. "
                 "If it does not see this machine's files (another machine, a container), set generate.engine.shared_folder to a "
                 "folder that both see under the same path"

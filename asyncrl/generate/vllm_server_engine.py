@@ -79,6 +79,7 @@ class VLLMServerEngine:
         self._watcher: asyncio.Task[None] | None = None
         self._looking = asyncio.Lock()
         self._fault = ""
+        self._is_closed = False
 
     @property
     def version(self) -> int:
@@ -146,6 +147,7 @@ class VLLMServerEngine:
 
     async def close(self) -> None:
         """Abort everything and close the connections; the server runs on."""
+        self._is_closed = True
         if self._watcher is not None:
             self._watcher.cancel()
             await asyncio.wait([self._watcher])
@@ -157,7 +159,7 @@ class VLLMServerEngine:
         """Do something to the server; if that shows that it is gone, all streams end."""
         try:
             return await doing
-        except ServerLost:
+        except (ServerLost, ServerRefused):
             await self._look()
             _ = self._up
             raise
@@ -167,8 +169,8 @@ class VLLMServerEngine:
         """The server. Raises EngineDied once it is gone."""
         if self._fault:
             raise EngineDied(self._fault)
-        if self._server is None:
-            raise GenerationError("the engine is not started")
+        if self._is_closed or self._server is None:
+            raise GenerationError("the engine is closed" if self._is_closed else "the engine is not started")
         return self._server
 
     async def _make_server(self, client: ServerClient, folder: ModelFolder) -> _Server:
@@ -200,15 +202,21 @@ class VLLMServerEngine:
                 self._server.flights.fail_silent(self._config.request_timeout_s)
 
     async def _look(self) -> None:
-        """Read the gauges; take note of the room there is, or that the server is gone."""
+        """Ask how it is and read the gauges; take note of the room there is, or that the server is gone."""
         server = self._server
         async with self._looking:
             if server is None or self._fault:
                 return
             try:
+                await server.client.get("/health")
                 gauges = await _read(server.client)
-            except (ServerLost, ServerRefused) as error:
+            except ServerLost as error:
                 self._lose(server, str(error))
+                return
+            except ServerRefused as error:
+                self._lose(
+                    server, f"the vLLM server at {server.client.url} answers, but its engine is dead: {error}; start it again"
+                )
                 return
             if gauges.started_s != server.started_s:
                 self._lose(

@@ -24,7 +24,7 @@ from asyncrl.generate.engine import EngineRequest, TokenChunk
 from asyncrl.generate.request_rules import RequestRules
 from asyncrl.generate.token_stream import TokenStream
 from asyncrl.generate.vllm_server_checks import GENERATE
-from asyncrl.generate.vllm_server_http import ServerClient, ServerLost
+from asyncrl.generate.vllm_server_http import ServerClient
 from asyncrl.generate.vllm_server_tokens import VersionedTokens, VersionLabels
 from asyncrl.generate.vllm_server_wire import completion_body, decode_reply
 
@@ -56,7 +56,7 @@ class Flights:
     has_spans: bool
     num_seats: int
     on_stream_lost: Callable[[], Awaitable[None]]
-    """Asked to find out whether the server is gone when a stream broke."""
+    """Asked to find out whether the server is gone when a stream broke or the server failed it."""
     on_finished: Callable[[int], None]
     """Told the length of each finished sequence, prompt and response."""
     version: int = -1
@@ -156,10 +156,8 @@ class Flights:
             async with self._seats:
                 while not await self._stream_once(flight):
                     flight.begins_anew = False
-        except ServerLost as error:
+        except GenerationError as error:  # the server's end says so too, and then no request failed by itself
             await self.on_stream_lost()
-            self._fail(flight, str(error))
-        except GenerationError as error:
             self._fail(flight, str(error))
         finally:
             self._fail(flight, "its task ended early: a bug in asyncrl")

@@ -41,6 +41,8 @@ class StubServer:
     """Requests whose connection went before they were done."""
     refuse_next: str = ""
     refuse_sleep: bool = False
+    garble_loads: bool = False
+    """Answers to loads are cut short."""
     drop_next: bool = False
     may_sample: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(0))
     may_deliver: asyncio.Event = field(default_factory=asyncio.Event)
@@ -162,12 +164,16 @@ class StubServer:
         body = await request.json()
         if not self.extension:
             return web.json_response({"error": {"message": f"no attribute {body['method']!r}", "code": 500}}, status=500)
+        if self.garble_loads:
+            return web.Response(text="{")
         return web.json_response({"results": [msgspec.json.encode(self.load_reply).decode()]})
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
         self.bodies.append(body)
         await self._tell()
+        if self.healthy_after > 0:
+            return web.json_response({"error": {"message": "EngineDeadError", "code": 500}}, status=500)
         if self.refuse_next:
             message, self.refuse_next = self.refuse_next, ""
             return web.json_response({"error": {"message": message, "code": 400}}, status=400)

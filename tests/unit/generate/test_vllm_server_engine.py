@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -22,6 +21,7 @@ from asyncrl.generate.vllm_server_engine import LOOK_INTERVAL_S, VLLMServerEngin
 from asyncrl.models.layout import make_manifest
 from asyncrl.models.mapped import MappedTensors
 from asyncrl.schema.samples import SamplingParams
+from tests.contract.engine_cases import collect
 
 
 @pytest.fixture(scope="module")
@@ -65,22 +65,6 @@ async def running(stub, folder: Path, clock: Clock | None = None, **changes) -> 
 
 def request(name: str, num_tokens: int = 4) -> EngineRequest:
     return EngineRequest(name, (2, 3), SamplingParams(max_new_tokens=num_tokens, ignore_eos=True), 7)
-
-
-@dataclass
-class Completion:
-    token_ids: list[int] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    finish_reason: str | None = None
-
-
-async def collect(stream) -> Completion:
-    completion = Completion()
-    async for chunk in stream:
-        completion.token_ids += chunk.token_ids
-        completion.versions += chunk.versions
-        completion.finish_reason = chunk.finish_reason
-    return completion
 
 
 # -- the start -----------------------------------------------------------------------------------------------------------
@@ -218,6 +202,15 @@ async def test_recompute_clears_the_cache_and_keep_does_not(stub, folder, kv, cl
 # -- what goes wrong -----------------------------------------------------------------------------------------------------
 
 
+async def test_a_closed_engine_takes_nothing(stub, folder) -> None:
+    async with running(stub, folder) as engine:
+        await engine.close()
+        with pytest.raises(GenerationError, match="the engine is closed"):
+            engine.submit(request("late"))
+        with pytest.raises(GenerationError, match="the engine is closed"):
+            await engine.pause()
+
+
 async def test_abort_and_early_close_end_the_connection(stub, folder) -> None:
     async with running(stub, folder) as engine:
         aborted, closed = engine.submit(request("aborted")), engine.submit(request("closed"))
@@ -280,6 +273,28 @@ async def test_a_restarted_server_is_noticed_although_it_answers(stub, folder) -
             _ = engine.num_slots
 
 
+async def test_a_server_whose_engine_died_fails_no_request_although_it_answers(stub, folder) -> None:
+    async with running(stub, folder) as engine:
+        stub.healthy_after = 100
+        streams = [engine.submit(request(f"r{i}")) for i in range(3)]
+        for stream in streams:
+            with pytest.raises(EngineDied, match=r"its engine is dead: .*answered 503"):
+                await collect(stream)
+        with pytest.raises(EngineDied, match="its engine is dead"):
+            _ = engine.num_slots
+
+
+async def test_an_order_that_a_dead_engine_refuses_ends_all(stub, folder) -> None:
+    async with running(stub, folder) as engine:
+        stream = engine.submit(request("a"))
+        await stub.until(lambda: len(stub.streamed()) == 1)
+        stub.healthy_after, stub.refuse_sleep = 100, True
+        with pytest.raises(EngineDied, match="its engine is dead"):
+            await engine.sleep(1)
+        with pytest.raises(EngineDied, match="its engine is dead"):
+            await collect(stream)
+
+
 async def test_an_idle_engine_notices_too(stub, folder) -> None:
     clock = VirtualClock()
     async with running(stub, folder, clock) as engine:
@@ -336,6 +351,19 @@ async def test_a_worker_that_could_not_load_is_told_with_what_to_do(stub, folder
         with pytest.raises(GenerationError, match=r"cannot be mapped.*shared_folder"):
             await engine.load_weights(0, tensors(), "keep")
         assert stub.paused
+
+
+async def test_a_load_whose_answer_is_lost_holds_the_server_until_another_succeeds(stub, folder) -> None:
+    async with running(stub, folder) as engine:
+        await engine.load_weights(0, tensors(), "keep")
+        stub.garble_loads = True
+        with pytest.raises(GenerationError, match="not understood"):
+            await engine.load_weights(1, tensors(), "keep")
+        await engine.resume()
+        assert (stub.paused, engine.version) == (True, 0)
+        stub.garble_loads = False
+        await engine.load_weights(2, tensors(), "keep")
+        assert (stub.paused, engine.version) == (False, 2)
 
 
 async def test_a_shared_folder_that_is_not_there_is_told_before_anything_stops(stub, folder, tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ import itertools
 import statistics
 import tempfile
 import time
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -125,6 +126,11 @@ async def engine_rate(engine: Engine, workload: Workload) -> float:
             num_tokens += len(chunk.token_ids)
         assert num_tokens == workload.lengths[index]
 
+    return await rate_of(consume, workload)
+
+
+async def rate_of(consume: Callable[[int], Coroutine[None, None, None]], workload: Workload) -> float:
+    """Return tokens per second of all requests at once, each taken to its end by `consume`."""
     started_s = time.perf_counter()
     async with asyncio.TaskGroup() as tasks:
         for index in range(len(workload.prompts)):

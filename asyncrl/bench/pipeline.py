@@ -22,6 +22,7 @@ import psutil
 from asyncrl.bench.result import BenchResult, Ratio, ratio
 from asyncrl.client import Run
 from asyncrl.config.load import parse_config
+from asyncrl.plan.validate import short_quickstart
 from asyncrl.schema.status import RunStatus
 from asyncrl.schema.weights import WeightsAvailable, WeightsManifest
 
@@ -66,8 +67,8 @@ async def _measure(rounds: int) -> BenchResult:
 def _sides(folder: Path, number: int) -> dict[str, Callable[[], Awaitable[float]]]:
     """Return every measurement of one round, in the order they are taken."""
     return {
-        "sync": lambda: _real_steps_per_s(_quickstart(folder, f"sync-{number}", max_staleness=0)),
-        "async": lambda: _real_steps_per_s(_quickstart(folder, f"async-{number}", max_staleness=2)),
+        "sync": lambda: _real_steps_per_s(short_quickstart(folder, f"sync-{number}", num_steps=60, max_staleness=0)),
+        "async": lambda: _real_steps_per_s(short_quickstart(folder, f"async-{number}", num_steps=60, max_staleness=2)),
         "tail_sync": lambda: _outside_steps_per_s(_long_tail(folder, f"tail-sync-{number}", max_staleness=0), 0.2, 12),
         "tail_async": lambda: _outside_steps_per_s(_long_tail(folder, f"tail-async-{number}", max_staleness=4), 0.2, 24),
         "idle": lambda: _learner_idle(_long_tail(folder, f"idle-{number}", max_staleness=4, token_latency_s=0.0005), 0.3, 20),
@@ -75,26 +76,6 @@ def _sides(folder: Path, number: int) -> dict[str, Callable[[], Awaitable[float]
 
 
 # -- the quickstart model, trained for real ------------------------------------------------------------------------------
-
-
-def _quickstart(folder: Path, name: str, *, max_staleness: int) -> dict[str, Any]:
-    """Return the quickstart's model, task and algorithm, with a warm start just long enough for answers of the right length."""
-    return {
-        "name": name,
-        "folder": str(folder),
-        "num_steps": 60,
-        "task": {"kind": "addition", "digits": 2},
-        "model": {"kind": "scratch", "hidden_size": 128, "num_layers": 2, "num_heads": 4, "max_positions": 64,
-                  "warm_start": {"steps": 60, "batch_size": 64, "learning_rate": 2e-3}},
-        "generate": {"num_workers": 2, "engine": {"kind": "transformers", "num_slots": 64, "max_sequence_tokens": 16},
-                     "sampling": {"max_new_tokens": 4}},
-        "packing": {"tokens_per_row": 512},
-        "algorithm": {"groups_per_step": 64, "group_size": 4, "proximal": "behaviour"},
-        "learner": {"learning_rate": 1e-4},
-        "buffer": {"max_staleness": max_staleness},
-        "eval": {"at_start": False, "at_end": False},
-        "checkpoint": {"every_steps": 0},
-    }  # fmt: skip
 
 
 async def _real_steps_per_s(settings: dict[str, Any]) -> float:

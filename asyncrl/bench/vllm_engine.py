@@ -16,7 +16,6 @@ import asyncio
 import os
 import statistics
 import tempfile
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from importlib import import_module
@@ -27,7 +26,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from asyncrl.bench.engine import MAX_TOKENS, NUM_SLOTS, Workload, engine_rate, make_model, workloads
+from asyncrl.bench.engine import MAX_TOKENS, NUM_SLOTS, Workload, engine_rate, make_model, rate_of, workloads
 from asyncrl.bench.result import BenchResult, Ratio, ratio, seconds_of
 from asyncrl.config.generate import VLLMEngineConfig
 from asyncrl.generate.vllm_engine import VLLMEngine
@@ -111,11 +110,7 @@ async def _bare_rate(engine: VLLMEngine, workload: Workload, output_kind: str) -
             num_tokens += len(completion.token_ids)
         assert num_tokens == workload.lengths[index]
 
-    started_s = time.perf_counter()
-    async with asyncio.TaskGroup() as tasks:
-        for index in range(len(workload.prompts)):
-            tasks.create_task(consume(index))
-    return sum(workload.lengths) / (time.perf_counter() - started_s)
+    return await rate_of(consume, workload)
 
 
 async def _pauses(rounds: int) -> dict[str, float]:

@@ -144,10 +144,18 @@ async def _fake_run(folder: Path, name: str) -> Path:
 
 async def _transformers_run(folder: Path, name: str) -> Path:
     """Train the quickstart's model for a little while; return the run's folder."""
-    settings = {
+    async with Run(parse_config(short_quickstart(folder, name, num_steps=TRANSFORMERS_STEPS, max_staleness=2))) as live:
+        async for _ in live.steps():
+            pass
+    return live.run_folder
+
+
+def short_quickstart(folder: Path, name: str, *, num_steps: int, max_staleness: int) -> dict[str, Any]:
+    """Return the quickstart's model, task and algorithm, with a warm start just long enough for answers of the right length."""
+    return {
         "name": name,
         "folder": str(folder),
-        "num_steps": TRANSFORMERS_STEPS,
+        "num_steps": num_steps,
         "task": {"kind": "addition", "digits": 2},
         "model": {"kind": "scratch", "hidden_size": 128, "num_layers": 2, "num_heads": 4, "max_positions": 64,
                   "warm_start": {"steps": 60, "batch_size": 64, "learning_rate": 2e-3}},
@@ -156,13 +164,10 @@ async def _transformers_run(folder: Path, name: str) -> Path:
         "packing": {"tokens_per_row": 512},
         "algorithm": {"groups_per_step": 64, "group_size": 4, "proximal": "behaviour"},
         "learner": {"learning_rate": 1e-4},
+        "buffer": {"max_staleness": max_staleness},
         "eval": {"at_start": False, "at_end": False},
         "checkpoint": {"every_steps": 0},
     }  # fmt: skip
-    async with Run(parse_config(settings)) as live:
-        async for _ in live.steps():
-            pass
-    return live.run_folder
 
 
 def _version(number: int) -> WeightsAvailable:

@@ -6,12 +6,14 @@ config/load.py.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from asyncrl.config.algorithm import AlgorithmConfig
 from asyncrl.config.corrections import (
     MASKS_BY_RHO,
     WHOLE_UPDATE,
+    CorrectionConfig,
     MaskedGeometric,
     MaskedSequence,
     MaskedToken,
@@ -20,6 +22,7 @@ from asyncrl.config.corrections import (
     SecondMomentClip,
     TruncatedSequence,
     TruncatedToken,
+    Veto,
     is_importance_weight,
 )
 from asyncrl.config.learner import LearnerConfig
@@ -276,6 +279,20 @@ def _check_bands(algorithm: AlgorithmConfig) -> None:
             )
         if isinstance(item, TruncatedToken | TruncatedSequence) and item.floor > item.cap:
             raise ConfigError(f"algorithm.corrections: {_kind(item)} has floor {item.floor} over cap {item.cap}")
+        low, high = _range_of_rho(item)
+        if not low <= 1.0 <= high:
+            raise ConfigError(
+                f"algorithm.corrections: {_kind(item)} lets rho be in [{low:g}, {high:g}], and the rho of data that is not stale "
+                "is 1, so none of it would be trained as it is: bounds are ratios, one at most 1 and the other at least 1"
+            )
+
+
+def _range_of_rho(item: CorrectionConfig) -> tuple[float, float]:
+    if isinstance(item, MaskedToken | MaskedSequence | MaskedGeometric):
+        return item.low, item.high
+    if isinstance(item, TruncatedToken | TruncatedSequence):
+        return item.floor, item.cap
+    return (item.threshold if isinstance(item, Veto) else 0.0), math.inf
 
 
 def _check_paths(algorithm: AlgorithmConfig) -> None:

@@ -38,3 +38,29 @@ def test_a_correction_s_path_that_can_name_no_function_is_refused():
         parse_config({"algorithm": {"corrections": [{"kind": "python", "path": "own"}]}})
     own = parse_config({"algorithm": {"corrections": [{"kind": "python", "path": "own.py:weigh"}]}})
     assert own.algorithm.corrections[0].path == "own.py:weigh"
+
+
+@pytest.mark.parametrize(
+    ("correction", "bounds"),
+    [
+        ({"kind": "icepop", "low": 1.5, "high": 5.0}, r"\[1.5, 5\]"),
+        ({"kind": "masked_sequence", "low": 0.1, "high": 0.5}, r"\[0.1, 0.5\]"),
+        ({"kind": "masked_geometric", "low": 1.001, "high": 1.01}, r"\[1.001, 1.01\]"),
+        ({"kind": "tis_token", "cap": 0.28}, r"\[0, 0.28\]"),
+        ({"kind": "tis_sequence", "floor": 1.2, "cap": 2.0}, r"\[1.2, 2\]"),
+        ({"kind": "veto", "threshold": 2.0}, r"\[2, inf\]"),
+    ],
+)
+def test_a_correction_that_drops_or_fades_fresh_data_is_refused(correction, bounds):
+    with pytest.raises(
+        ConfigError, match=f"{correction['kind']} lets rho be in {bounds}, and the rho of data that is not stale is 1"
+    ):
+        parse_config({"algorithm": {"corrections": [correction]}})
+
+
+@pytest.mark.parametrize("correction", [{"kind": "tis_token", "cap": 1.0}, {"kind": "icepop", "low": 1.0, "high": 2.0}])
+def test_a_bound_of_exactly_1_lets_fresh_data_through(correction):
+    assert (
+        parse_config({"algorithm": {"corrections": [correction]}}).algorithm.corrections[0].__struct_config__.tag
+        == correction["kind"]
+    )

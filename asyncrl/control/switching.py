@@ -44,7 +44,7 @@ from asyncrl.control.reporter import Reporter
 from asyncrl.control.watchdog import Wait, Watchdog
 from asyncrl.observe.spans import move_spans, phase_span
 from asyncrl.schema.batches import StepDone
-from asyncrl.schema.control import LoadModel, Phase, PhaseReached, ProcessKind
+from asyncrl.schema.control import LoadModel, Phase, PhaseReached, ProcessKind, SetPhase
 
 log = logging.getLogger(__name__)
 
@@ -194,22 +194,20 @@ class Switching:
                     self._turn_page("switch")
                 case Tell(name, order):
                     peer = self._peers.get(name)
-                    if peer is not None and self._has_nothing_loaded(peer):
-                        peer.tell(LoadModel(self._model_folder))
                     if peer is not None:
-                        peer.tell(order)
+                        self._tell(peer, order)
                 case EnterPhase(phase):
                     self._say(phase, self._turn_page(phase))
                     self._give_turn(phase, True)
 
-    def _has_nothing_loaded(self, peer: Peer) -> bool:
-        """Return whether the order that goes out now is the first that puts something of this process on the device."""
-        if peer.kind == "generator":
-            return peer.num_slots == 0
-        is_first = peer.kind == "inference" and peer.name not in self._told_to_load
-        if is_first:
+    def _tell(self, peer: Peer, order: SetPhase) -> None:
+        """Give an order, and where it is the first that puts something of the process on the device, the model before it."""
+        if peer.kind == "generator" and peer.num_slots == 0:
+            peer.tell(LoadModel(self._model_folder))
+        elif peer.kind == "inference" and peer.name not in self._told_to_load:
             self._told_to_load.add(peer.name)
-        return is_first
+            peer.tell(LoadModel(self._model_folder))
+        peer.tell(order)
 
     def _give_turn(self, phase: Phase, has_turn: bool) -> None:
         if phase == "rollout":

@@ -1,0 +1,295 @@
+"""The phases of a shared device between decision and process: who is told what, what is held meanwhile, what it all took."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TypeVar
+
+from asyncrl.buffer.opening import open_buffer
+from asyncrl.clock import VirtualClock
+from asyncrl.config.load import parse_config
+from asyncrl.control.feed import LearnerFeed
+from asyncrl.control.flow import Flow
+from asyncrl.control.peers import Peer, Peers
+from asyncrl.control.reporter import Reporter
+from asyncrl.control.switching import Switching
+from asyncrl.control.waiting import SLOW_SCORE_S, all_waits
+from asyncrl.control.watchdog import Watchdog
+from asyncrl.generate.admission import Admission, AdmissionLimits
+from asyncrl.observe.sinks import open_sinks
+from asyncrl.observe.spans import PHASE, read_spans
+from asyncrl.schema.batches import StepBatch, StepDone
+from asyncrl.schema.codec import Message
+from asyncrl.schema.control import PROTOCOL, ComponentMove, Hello, LoadModel, PhaseReached, SetPhase
+from asyncrl.schema.samples import GroupWork, InferResult, Prompt, Sample, ids_to_bytes, logprobs_to_bytes
+from asyncrl.tasks.sampler import PromptSequence
+from asyncrl.transport.channel import Connection, Lane
+from asyncrl.transport.inprocess import InProcessListener
+
+T = TypeVar("T", bound=Message)
+B = G = 2
+NUM_STEPS = 5
+
+
+class Stage:
+    """Switching with everything that it moves; the processes are the test."""
+
+    def __init__(self, folder: Path, *, judges: bool, eta: int) -> None:
+        judge = {"inference": {"reward_models": [{"name": "taste", "path": "taste"}]}, "reward": {"functions": []}}
+        config = parse_config({
+            "num_steps": NUM_STEPS, "algorithm": {"groups_per_step": B, "group_size": G}, "placement": {"kind": "colocated"},
+            "buffer": {"max_staleness": eta, "ledger": "memory"}, "generate": {"engine": {"kind": "fake", "num_slots": 64}},
+            **(judge if judges else {}),
+        })  # fmt: skip
+        self.clock, self.peers = VirtualClock(100.0), Peers()
+        self.buffer = open_buffer(config, folder, call_soon=asyncio.get_running_loop().call_soon_threadsafe)
+        prompts = PromptSequence([Prompt(f"p{i}", text=f"{i}=", answer="46") for i in range(50)], seed=0)
+        admission = Admission(AdmissionLimits(B, G, eta, max_groups=NUM_STEPS * B))
+        self.flow = Flow(config, self.buffer, admission, prompts, self.peers, self.clock)
+        self.feed = LearnerFeed(config, self.flow, self.clock)
+        self.flow.changed = self.feed.wake
+        self.reporter = Reporter(config, folder, open_sinks(config, folder), self.clock)
+        self.watchdog = Watchdog(600.0, self.clock.now())
+        self.listener = InProcessListener(_hello("controller", "controller"))
+        self.switching = Switching(
+            self.peers, self.flow, self.feed, self.reporter, self.watchdog, self.clock, judges_too=judges
+        )  # fmt: skip
+
+    async def connect(self, kind: str, name: str) -> tuple[Peer, Connection]:
+        far = await self.listener.connect(_hello(kind, name))
+        return self.peers.add(await self.listener.accept()), far
+
+    async def join(self, kind: str, name: str) -> Connection:
+        peer, far = await self.connect(kind, name)
+        if kind == "learner":
+            self.feed.learner_ready(peer.connection, max(self.feed.version, 0))
+        self.switching.join(peer, "model")
+        return far
+
+    async def reach(self, far: Connection, name: str, phase: str, number: int) -> None:
+        assert await _next(far, SetPhase) == SetPhase(phase, number)  # type: ignore[arg-type]
+        self.switching.reached(PhaseReached(name, phase, number))  # type: ignore[arg-type]
+
+    async def until(self, phase: str) -> None:
+        async with asyncio.timeout(5):
+            while self.switching.phases.now != phase:
+                await asyncio.sleep(0)
+
+    async def in_rollout(self) -> tuple[Connection, Connection]:
+        """Bring learner and generator to the first rollout."""
+        learner = await self.join("learner", "learner")
+        await self.reach(learner, "learner", "train", 0)
+        generator = await self.join("generator", "generator-0")
+        self.feed.hold(False)
+        await self.settled()
+        self.switching.announced(0)
+        await self.reach(learner, "learner", "rollout", 1)
+        await self.load(generator)
+        await self.reach(generator, "generator-0", "rollout", 1)
+        return learner, generator
+
+    async def load(self, generator: Connection) -> None:
+        assert await _next(generator, LoadModel) == LoadModel("model")
+        peer = self.peers.get("generator-0")
+        assert peer is not None
+        peer.num_slots, peer.live_version = 64, 0
+        self.flow.generator_ready("generator-0", 64, 0)
+        self.flow.version_live("generator-0", 0)
+
+    async def generate(self, generator: Connection, groups: int) -> None:
+        for _ in range(groups):
+            work = await _next(generator, GroupWork, Lane.DATA)
+            for index in work.indices:
+                self.flow.take_sample(
+                    Sample(
+                        work.group_id, index, work.attempt, ids_to_bytes([1, 2]), ids_to_bytes([3, 4]),
+                        logprobs_to_bytes([-0.1, -0.2]), ids_to_bytes([0, 0]), "stop", "46", "generator-0", 0.0, 1.0,
+                    ),
+                    lambda: None,
+                )  # fmt: skip
+        await self.settled()
+
+    def judge(self) -> None:
+        """Answer all that models are asked."""
+        for group in list(self.buffer.state.groups.values()):
+            for index in group.unscored:
+                answer = InferResult(
+                    group.group_id, index, group.attempt, b"", {"taste": float(index)}, "", "inference-0"
+                )
+                self.flow.take_answer(answer, lambda: None)
+
+    async def settled(self) -> None:
+        """Let the feed do what it can."""
+        for _ in range(50):
+            await asyncio.sleep(0.001)
+
+
+@asynccontextmanager
+async def _stage(folder: Path, *, judges: bool = False, eta: int = 0) -> AsyncIterator[Stage]:
+    stage = Stage(folder, judges=judges, eta=eta)
+    try:
+        async with asyncio.timeout(20), asyncio.TaskGroup() as group:
+            feeding = group.create_task(stage.feed.run())
+            yield stage
+            feeding.cancel()
+    finally:
+        await stage.reporter.close(folder)
+        stage.buffer.close()
+        await stage.listener.close()
+
+
+def _hello(kind: str, name: str) -> Hello:
+    return Hello(PROTOCOL, kind, name, f"{name}-1", 0)  # type: ignore[arg-type]
+
+
+async def _next(connection: Connection, kind: type[T], lane: Lane = Lane.CONTROL) -> T:
+    """Return the next message, which is of this kind."""
+    async with asyncio.timeout(5):
+        delivery = await connection.receive(lane)
+    delivery.ack()
+    assert isinstance(delivery.message, kind), delivery.message
+    return delivery.message
+
+
+async def test_nothing_goes_out_before_the_first_rollout_and_that_begins_when_the_weights_are_out(tmp_path):
+    async with _stage(tmp_path) as stage:
+        learner = await stage.join("learner", "learner")
+        generator = await stage.join("generator", "generator-0")
+        await stage.reach(learner, "learner", "train", 0)
+        await stage.settled()
+        assert stage.switching.phases.now == "train"
+        assert stage.switching.why_nothing_goes_out == "the device: phase train"
+        stage.switching.announced(0)
+        await stage.reach(learner, "learner", "rollout", 1)
+        await stage.load(generator)  # LoadModel is the first that it hears
+        assert stage.buffer.counts().issued == 0
+        await stage.reach(generator, "generator-0", "rollout", 1)
+        assert stage.switching.why_nothing_goes_out == ""
+        assert stage.buffer.counts().issued == B
+
+
+async def test_a_step_that_is_packed_ends_the_rollout_and_is_sent_when_the_learner_has_the_device(tmp_path):
+    async with _stage(tmp_path, judges=True) as stage:
+        learner, generator = await stage.in_rollout()
+        await stage.generate(generator, B)
+        stage.judge()
+        await stage.reach(generator, "generator-0", "train", 2)
+        assert learner.unacknowledged(Lane.DATA) == 0
+        await stage.reach(learner, "learner", "train", 2)
+        batch = await _next(learner, StepBatch, Lane.DATA)
+        assert (batch.step, len(batch.samples)) == (0, B * G)
+        stage.feed.step_done(StepDone(0, 1, {}, 0.0, 1.0))
+        await stage.settled()
+        assert stage.switching.phases.now == "train"  # its weights are not out yet
+        stage.switching.announced(1)
+        await stage.reach(learner, "learner", "rollout", 3)
+        await stage.reach(generator, "generator-0", "rollout", 3)  # and no LoadModel: it has its model
+
+
+async def test_models_judge_between_rollout_and_train_once_all_is_generated(tmp_path):
+    async with _stage(tmp_path, judges=True) as stage:
+        learner, generator = await stage.in_rollout()
+        await stage.generate(generator, B - 1)
+        judge = await stage.join("inference", "inference-0")
+        assert stage.switching.phases.now == "rollout"  # a group is still being generated
+        await stage.generate(generator, 1)
+        await stage.reach(generator, "generator-0", "inference", 2)
+        assert not stage.switching.may_judge
+        assert await _next(judge, LoadModel) == LoadModel("model")
+        await stage.reach(judge, "inference-0", "inference", 2)
+        assert stage.switching.may_judge
+        assert stage.switching.why_nothing_goes_out == "the device: phase inference"
+        await stage.settled()
+        assert stage.switching.phases.now == "inference"  # not all is judged
+        stage.judge()
+        await stage.reach(judge, "inference-0", "train", 3)
+        await stage.reach(learner, "learner", "train", 3)
+        assert (await _next(learner, StepBatch, Lane.DATA)).step == 0
+
+
+async def test_with_more_to_generate_a_step_s_groups_are_enough_to_judge(tmp_path):
+    async with _stage(tmp_path, judges=True, eta=1) as stage:
+        _, generator = await stage.in_rollout()
+        await stage.join("inference", "inference-0")
+        await stage.generate(generator, B - 1)
+        assert stage.switching.phases.phase == "rollout"
+        await stage.generate(generator, 1)
+        assert stage.switching.phases.phase == "inference"
+        assert not stage.flow.has_generated_all
+
+
+async def test_an_inference_worker_loads_in_a_turn_of_its_own_and_again_after_its_death(tmp_path):
+    async with _stage(tmp_path, judges=True) as stage:
+        learner = await stage.join("learner", "learner")
+        judge = await stage.join("inference", "inference-0")
+        await stage.reach(learner, "learner", "train", 0)
+        await stage.settled()
+        stage.switching.announced(0)
+        await stage.reach(learner, "learner", "inference", 1)
+        assert await _next(judge, LoadModel) == LoadModel("model")
+        await stage.reach(judge, "inference-0", "inference", 1)
+        await stage.reach(judge, "inference-0", "rollout", 2)
+        await stage.until("rollout")
+        stage.switching.leave("inference-0")
+        again = await stage.join("inference", "inference-0")
+        assert await _next(again, LoadModel) == LoadModel("model")
+        await stage.reach(again, "inference-0", "inference", 3)
+
+
+async def test_what_a_switch_waits_for_is_the_controllers_wait_since_it_began(tmp_path):
+    async with _stage(tmp_path) as stage:
+        learner = await stage.join("learner", "learner")
+        await stage.reach(learner, "learner", "train", 0)
+        await stage.settled()
+        assert stage.switching.waits() == []
+        stage.clock.advance(5.0)
+        stage.switching.announced(0)
+        stage.clock.advance(2.0)
+        (wait,) = stage.switching.waits()
+        assert wait.text(stage.clock.now()) == "controller waits for learner to give the device back for phase rollout since 2 s"
+        stage.switching.leave("learner")
+        (wait,) = stage.switching.waits()
+        assert wait.what == "a learner to be ready"
+
+
+async def test_unjudged_samples_are_nobodys_wait_before_it_is_the_judges_turn(tmp_path):
+    async with _stage(tmp_path, judges=True) as stage:
+        _, generator = await stage.in_rollout()
+        await stage.generate(generator, 1)
+        later = stage.clock.now() + 2 * SLOW_SCORE_S
+        waits = all_waits([], stage.flow, stage.feed, stage.peers, stage.switching, later)
+        assert not [wait for wait in waits if "answers" in wait.what]
+        waits = all_waits([], stage.flow, stage.feed, stage.peers, None, later)
+        assert [wait.what for wait in waits if "answers" in wait.what] == [
+            f"{G} answers of inference workers, of which none is there"
+        ]
+
+
+async def test_a_steps_report_says_where_the_time_went(tmp_path):
+    async with _stage(tmp_path) as stage:
+        learner = await stage.join("learner", "learner")
+        await stage.reach(learner, "learner", "train", 0)
+        await stage.settled()
+        stage.switching.figured(StepDone(0, 1, {}, 0.0, 1.0))
+        stage.clock.advance(3.0)
+        stage.switching.announced(0)
+        stage.clock.advance(0.5)
+        move = ComponentMove("policy", "device", "host", 1 << 20, 0.25)
+        assert await _next(learner, SetPhase) == SetPhase("rollout", 1)
+        stage.switching.reached(PhaseReached("learner", "rollout", 1, (move,), {}, 1 << 20, stage.clock.now()))
+        stage.clock.advance(4.0)
+        figured = stage.switching.figured(StepDone(0, 1, {"reward/mean": 1.0}, 0.0, 1.0)).metrics
+        assert figured == {
+            "reward/mean": 1.0, "placement/train_s": 3.0, "placement/switch_s": 0.5, "placement/rollout_s": 4.0,
+            "placement/inference_s": 0.0,
+        }  # fmt: skip
+        assert set(stage.switching.figured(StepDone(1, 2, {}, 0.0, 1.0)).metrics.values()) == {0.0}
+    phases = [span for span in read_spans(tmp_path) if span.name == PHASE]
+    assert ("controller", "train", 3.0) in [
+        (span.process, span.attributes["phase"], span.end_s - span.start_s) for span in phases
+    ]  # fmt: skip
+    (moved,) = [span for span in phases if span.process == "learner"]
+    assert (moved.attributes["component"], moved.end_s - moved.start_s) == ("policy", 0.25)

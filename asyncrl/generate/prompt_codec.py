@@ -23,7 +23,7 @@ class PromptCodec(Protocol):
         ...
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Return a completion's text, without special tokens."""
+        """Return a completion's text, without special tokens. Raises GenerationError where an id is none of the tokenizer's."""
         ...
 
     def answer(self, prompt: Prompt, index: int) -> tuple[int, ...]:
@@ -56,7 +56,11 @@ class TokenizerCodec:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text, special tokens left out and spaces left as they are."""
-        text: str = self._loaded().decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        tokenizer = self._loaded()
+        try:
+            text: str = tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        except Exception as error:
+            raise GenerationError(f"a completion cannot be turned into text: {type(error).__name__}: {error}") from error
         return text
 
     def answer(self, prompt: Prompt, index: int) -> tuple[int, ...]:  # noqa: ARG002 - the protocol's signature

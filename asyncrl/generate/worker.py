@@ -25,7 +25,7 @@ import psutil
 from asyncrl.clock import Clock
 from asyncrl.config.generate import FakeEngineConfig, ReplayEngineConfig
 from asyncrl.config.run import RunConfig
-from asyncrl.errors import BroadcastError, ConnectionClosed
+from asyncrl.errors import BroadcastError, first_fault
 from asyncrl.generate.activity import IdleMeter, WeightsGate
 from asyncrl.generate.build import start_engine
 from asyncrl.generate.engine import Engine
@@ -86,9 +86,9 @@ async def run_generator(
     try:
         await worker.run()
     except BaseExceptionGroup as group:
-        faults = group.split(ConnectionClosed)[1]
-        if faults is not None:
-            raise _first_of(faults) from None  # its own traceback stays; the groups around it repeat it once a request
+        fault = first_fault(group)
+        if fault is not None:
+            raise fault from None  # its own traceback stays; the groups around it repeat it once a request
         log.info("the connection to the controller is closed")
     finally:
         await worker.close()
@@ -371,11 +371,3 @@ class GeneratorWorker:
         if self._idle.is_idle:
             return "weights of version 0" if self._rollout.engine.version < 0 else "a group"
         return ""
-
-
-def _first_of(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """Return the first error inside: the one whose message helps."""
-    first: BaseException = group
-    while isinstance(first, BaseExceptionGroup):
-        first = first.exceptions[0]
-    return first

@@ -119,3 +119,20 @@ async def test_an_answer_that_is_too_long_fails_with_the_reason_and_the_other_is
     assert isinstance(chosen, Sample)
     assert isinstance(rejected, SampleFailure)
     assert "answer of 10 must fit into generate.engine.max_sequence_tokens (8)" in rejected.reason
+
+
+class Unreadable(TokenizerCodec):
+    """Has answers that no tokenizer knows."""
+
+    def answer(self, prompt, index):
+        return (-1,)
+
+
+async def test_a_completion_that_the_tokenizer_cannot_read_fails_its_member_and_not_the_generator(tmp_path):
+    character_tokenizer("+=0123").save_pretrained(tmp_path)
+    engine = ReplayEngine(ReplayEngineConfig())
+    await engine.load_weights(0, {}, "keep")
+    work = GroupWork(1, 1, Prompt("p", text="1+2="), (0, 1), SamplingParams(max_new_tokens=4), seed=9)
+    for result in await results_of(engine, Unreadable(tmp_path), work):
+        assert isinstance(result, SampleFailure)
+        assert "cannot be turned into text: OverflowError" in result.reason

@@ -378,3 +378,35 @@ def test_effective_sample_size_runs_from_one_token_to_all():
     mask = torch.tensor([True, True, True, True, False])
     assert effective_sample_size(torch.ones(5), mask) == 1.0
     assert effective_sample_size(torch.tensor([9.0, 0, 0, 0, 5]), mask) == 0.25
+
+
+REJECTING = [
+    MaskedToken(low=1e-9, high=2e-9),
+    MaskedSequence(low=1e-9, high=2e-9),
+    MaskedGeometric(low=1e-9, high=2e-9),
+    Veto(threshold=1e9),
+    StalenessMask(max_versions=0),
+]
+
+
+@any_loss
+@any_aggregation
+@pytest.mark.parametrize("denominator", ["all", "kept"])
+def test_an_update_that_is_all_masked_rejected_or_empty_is_zero_everywhere(name, aggregation, denominator, loss_inputs):
+    drawn = loss_inputs(3, tokens=12, sequences=3, versions=torch.zeros(12, dtype=torch.int64))
+    of_length_one = replace(
+        drawn,
+        mask=torch.tensor([True, *[False] * 11]),
+        sequence_ids=torch.tensor([0, *[2] * 11]),
+        denominators=Denominators(1, 1),
+    )
+    nothing = replace(drawn, mask=torch.zeros(12, dtype=torch.bool), denominators=Denominators(0, 0))
+    cases = [(nothing, corrections) for corrections in CORRECTIONS]
+    cases += [(taken(nothing, torch.tensor([], dtype=torch.int64), 3), ()), *[(drawn, (item,)) for item in REJECTING]]
+    cases += [(of_length_one, (item,)) for item in REJECTING]
+    for inputs, corrections in cases:
+        config = LossConfig(corrections=corrections, aggregation=aggregation, denominator=denominator, dual_clip=3.0)
+        counted = counted_for(inputs, config)
+        loss, slope = run(name, counted, config)
+        assert loss == 0
+        assert (slope == 0).all()

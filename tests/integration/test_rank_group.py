@@ -9,7 +9,7 @@ import pytest
 
 from asyncrl.learner.rank_group import host_store
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.timeout(300), pytest.mark.timed]
 
 TIMEOUT_S = 2.5
 PATIENT_S = 1.2 * TIMEOUT_S

@@ -94,6 +94,7 @@ async def test_what_ends_its_process_costs_one_sample_only():
 
 
 @pytest.mark.parametrize("how", ["hang", "backtrack"])
+@pytest.mark.timed
 async def test_what_hangs_is_killed_at_the_time_limit(how):
     async with pool_of(ON_DEMAND, timeout_s=0.5) as pool:
         hung, fine = await all_scores(pool, [how, "fine"])
@@ -102,6 +103,7 @@ async def test_what_hangs_is_killed_at_the_time_limit(how):
         assert pool.counts.replaced == 1
 
 
+@pytest.mark.timed
 async def test_an_async_function_that_waits_for_ever_is_killed_too():
     async with pool_of(PythonReward(path="scoring_functions:hang_async"), timeout_s=0.5) as pool:
         (hung,) = await all_scores(pool, ["x"])
@@ -132,6 +134,7 @@ async def test_processes_are_kept_warm_and_used_side_by_side():
         assert scores[0].reward in pool.pids
 
 
+@pytest.mark.timed
 async def test_loop_stays_free_while_samples_are_scored():
     async with pool_of(ON_DEMAND, timeout_s=1.0) as pool, asyncio.TaskGroup() as group:
         hung = group.create_task(pool.score(request("backtrack")))
@@ -202,6 +205,7 @@ async def test_what_cannot_be_built_is_said_at_the_start(path, kind, said):
             pass
 
 
+@pytest.mark.timed
 async def test_scores_2000_exact_matches_a_second():
     """A third of it here, because the machines that run tests are shared; the figure is in docs/rewards.md."""
     async with pool_of(AnswerMatchReward()) as pool:

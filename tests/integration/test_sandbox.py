@@ -155,6 +155,7 @@ def test_sees_and_signals_no_process_of_this_machine():
 
 
 @needs_sandbox
+@pytest.mark.timed
 def test_infinite_loop_ends_at_the_cpu_limit():
     started_s = time.monotonic()
     reply = run_script("while True: pass")
@@ -168,6 +169,7 @@ def test_sleeping_ends_at_the_wall_limit():
 
 
 @needs_sandbox
+@pytest.mark.timed
 def test_fork_bomb_is_stopped_and_leaves_nothing():
     confined = make_sandbox(wall_s=2.0).launch({
         "role": "candidate",
@@ -195,6 +197,7 @@ def test_memory_bomb_meets_the_limit_of_its_process():
 
 
 @needs_sandbox
+@pytest.mark.timed
 def test_memory_of_all_processes_together_is_limited():
     code = "import os, time\nfor _ in range(8):\n    if os.fork() == 0: break\nheld = bytearray(os.urandom(1)) * (100 << 20)\ntime.sleep(60)"
     assert "bytes are allowed" not in run_script("print('small')").get("stopped", "")

@@ -21,6 +21,7 @@ def check_placement(config: RunConfig) -> None:
     Raises:
         ConfigError: Names the fields, what they say, and what to write instead.
     """
+    _check_ranks(config)
     if config.placement.takes_turns:
         _check_who_takes_turns(config)
         _check_engine(config)
@@ -49,12 +50,23 @@ def judges_take_turns(config: RunConfig) -> bool:
     return config.placement.takes_turns and judges_share_device(config)
 
 
+def _check_ranks(config: RunConfig) -> None:
+    """Refuse to move weights that are divided over ranks (docs/placement.md, "Limits")."""
+    placement = config.placement
+    if config.learner.ranks == 1 or not (placement.takes_turns or placement.device_memory_gib):
+        return
+    cause = f"placement.kind {placement.kind!r}" if placement.takes_turns else "placement.device_memory_gib"
+    raise ConfigError(
+        f"{cause} moves the learner's weights off its device, which is done for one rank; learner.ranks is "
+        f"{config.learner.ranks}, whose shards FSDP holds too and would not let go of: set learner.ranks = 1, or "
+        'placement.kind = "disaggregated" without placement.device_memory_gib'
+    )
+
+
 def _check_who_takes_turns(config: RunConfig) -> None:
     kind, where = config.placement.kind, f"placement.kind {config.placement.kind!r}"
     if config.learner.kind == "external":
         raise ConfigError(f"{where} takes turns with the learner, and learner.kind 'external' is outside code that knows none")
-    if config.learner.ranks > 1:
-        raise ConfigError(f"{where} moves the learner's weights off its device, for one rank: set learner.ranks = 1")
     if config.generate.num_workers == 0:
         raise ConfigError(f"{where} takes turns with generators and generate.num_workers is 0: set it to at least 1")
     if not config.generate.in_flight_updates:

@@ -26,7 +26,6 @@ from msgspec.structs import replace
 from asyncrl.clock import Clock
 from asyncrl.config.learner import LearnerConfig
 from asyncrl.config.run import RunConfig
-from asyncrl.errors import ConfigError
 from asyncrl.learner.reference import FrozenReference
 from asyncrl.learner.trainee import Trainee
 from asyncrl.observe.memory import MemoryLine, open_memory
@@ -126,13 +125,9 @@ def open_residents(trainee: Trainee, config: RunConfig, run_folder: Path, model_
         clock: Times moves.
 
     Raises:
-        ConfigError: Some phase does not fit the budget, or there are several ranks.
+        ConfigError: Some phase does not fit the budget.
     """
-    if trainee.ranks.size > 1:
-        raise ConfigError(
-            f"learner.ranks is {trainee.ranks.size}, and placement.kind = {config.placement.kind!r} or "
-            "placement.device_memory_gib moves the learner's weights off its device, which is done for one rank: set ranks = 1"
-        )
+    assert trainee.ranks.size == 1, "config/placement_rules.py lets one rank through"
     device = open_device(config)
     components = learner_components(trainee, config, device, run_folder / SWAP_FOLDER, model_folder)
     phases = learner_phases(trainee, config)

@@ -34,7 +34,8 @@ def test_a_plain_run_goes_with_every_placement(kind: str) -> None:
     ("kind", "overrides", "said"),
     [
         ("colocated", {"learner__kind": "external"}, "learner.kind 'external'"),
-        ("colocated", {"learner__ranks": 2}, "learner.ranks = 1"),
+        ("colocated", {"learner__ranks": 2}, "learner.ranks is 2.*set learner.ranks = 1"),
+        ("disaggregated", {"learner__ranks": 2, "placement__device_memory_gib": 1.0}, "device_memory_gib moves .* one rank"),
         ("colocated", {"generate__in_flight_updates": False}, "generate.in_flight_updates = true"),
         ("colocated", {"buffer__max_staleness": 2}, "set 0 .* or 1"),
         ("colocated", {"generate__engine": {"kind": "vllm"}}, "generate.engine.sleep = true"),

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 
+import msgspec
 import pytest
 
 from asyncrl.config.load import parse_config
@@ -115,3 +116,17 @@ def test_vllm_needs_the_kv_cache_of_one_sample_at_least():
     parts = least_parts(_config(engine={"kind": "vllm", "device": "cpu", "max_sequence_tokens": 512}))
     assert [part.name for part in parts] == ["weights", "KV cache of one sample"]
     assert parts[1].num_bytes == 2 * 4 * 128 * 512 * 4
+
+
+def test_inference_workers_on_the_same_device_and_a_rows_activations_are_in_the_sum():
+    def said(**settings: object) -> str:
+        config = _config(device_memory_gib=0.001)
+        with pytest.raises(ConfigError) as refused:
+            check_shares(parse_config(msgspec.to_builtins(config) | settings), {0, 1})
+        return str(refused.value)
+
+    reference = {"algorithm": {"kl": {}, "reference": {"where": "worker"}}}
+    assert "activations 0." in said()
+    assert "inference workers" not in said()
+    assert "inference workers 0." in said(**reference)
+    assert "inference workers" not in said(**reference, inference={"device": "cuda"})

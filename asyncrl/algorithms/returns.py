@@ -30,6 +30,8 @@ LOG_RATIO_LIMIT = 20.0
 def rewards_on_last_tokens(rewards: FloatArray, mask: Mask) -> FloatArray:
     """Return [S, T], each sample's reward [S] on its last trained token and 0 elsewhere; `mask` [S, T] says which are trained."""
     rewards_ST = np.zeros(mask.shape)
+    if not mask.any():
+        return rewards_ST
     trained_S = np.flatnonzero(mask.any(axis=1))
     last_S = mask.shape[1] - 1 - np.argmax(mask[trained_S, ::-1], axis=1)
     rewards_ST[trained_S, last_S] = rewards[trained_S]

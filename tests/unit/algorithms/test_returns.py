@@ -247,3 +247,8 @@ def test_nothing_trained_gives_zeros(shape):
     np.testing.assert_array_equal(returns.discounted_returns(nothing, mask, 1.0), np.zeros(shape))
     outputs = returns.vtrace(nothing, nothing, nothing, mask, gamma=1.0, rho_bar=1.0, c_bar=1.0)
     np.testing.assert_array_equal(outputs.returns, np.zeros(shape))
+
+
+@pytest.mark.parametrize("shape", [(2, 0), (2, 3), (0, 3)])
+def test_a_reward_without_a_trained_token_is_nowhere(shape):
+    assert np.array_equal(returns.rewards_on_last_tokens(np.ones(shape[0]), np.zeros(shape, dtype=bool)), np.zeros(shape))

@@ -150,6 +150,7 @@ class Messages:
         delivery.ack()
         if self._run.peers.get(peer.name) is not peer or peer.num_slots:
             return  # it died meanwhile, or was told twice to load: taking it in again would forget the groups it was given
+        self._run.watchdog.moved("ready", self._run.clock.now())
         peer.num_slots = ready.num_slots
         self._run.flow.generator_ready(peer.name, ready.num_slots, ready.version)
         if self._run.lifecycle.phase == "paused":

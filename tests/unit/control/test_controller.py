@@ -112,7 +112,7 @@ class World:
             await generator.send(VersionLive(version, "generator-0", 0.0, 0.0, 0.0), Lane.CONTROL)
         return learner, reward, generator
 
-    async def let_in(self, name: str = "joined-b-7-0") -> Connection:
+    async def let_in(self, name: str = "joined-b-7-0", *, version_is_live: bool = True) -> Connection:
         """Bring up a generator that the run did not start."""
         self.controller.roster.most_guests = 1
         assert self.controller.roster.judge(_hello("generator", name)) == ""
@@ -120,7 +120,8 @@ class World:
         assert (await _next(guest, JoinTerms)).config_toml
         assert (await _next(guest, LoadModel)).model_folder == "model"
         await guest.send(EngineReady(name, 64, -1), Lane.CONTROL)
-        await guest.send(VersionLive(0, name, 0.0, 0.0, 0.0), Lane.CONTROL)
+        if version_is_live:
+            await guest.send(VersionLive(0, name, 0.0, 0.0, 0.0), Lane.CONTROL)
         return guest
 
     async def until(self, phase: str) -> None:
@@ -233,6 +234,19 @@ async def test_a_generator_that_says_twice_that_it_is_ready_keeps_the_groups_it_
         await world.until("running")
         await generator.send(EngineReady("generator-0", 64, 0), Lane.CONTROL)
         assert await _generate(generator, reward, (ETA + 1) * B) == [0, 1, 2, 3]
+
+
+async def test_an_engine_that_took_as_long_as_the_stall_timeout_to_start_is_no_stall_when_it_is_ready(tmp_path):
+    async with _running(tmp_path) as world:
+        await world.start(version_is_live=False)
+        await world.until("running")
+        controller, late = world.controller, "joined-b-7-0"
+        running_s = controller.clock.now()
+        await world.let_in(late, version_is_live=False)
+        async with asyncio.timeout(5):
+            while not (controller.peers.get(late) and controller.peers.get(late).num_slots):
+                await asyncio.sleep(0.01)
+        assert controller.watchdog.check(running_s + controller.config.supervision.stall_timeout_s + 1e-4, [], {}) is None
 
 
 async def test_a_process_that_comes_back_over_a_new_connection_is_replaced(tmp_path):

@@ -218,7 +218,7 @@ class FakeEngine:
     def _finish_due(self) -> None:
         while self._due and not self._holds and self._due[0][0] <= self._now_s() + 1e-9:
             _, _, scripted = heapq.heappop(self._due)
-            if scripted.request_id not in self._by_id:
+            if self._by_id.get(scripted.request_id) is not scripted:  # aborted; its id may be another's by now
                 continue
             self._tell(scripted, len(scripted.token_ids), scripted.finish_reason)
             self._remove(scripted)

@@ -184,12 +184,21 @@ class Flights:
         async for raw in events:
             flight.last_news_s = self.clock.now()
             for choice in decode_reply(raw).choices:
-                self._tell(flight, tokens.take(choice))
-        self._tell(flight, tokens.end())
+                await self._hear(flight, tokens.take(choice))
+        await self._hear(flight, tokens.end())
+
+    async def _hear(self, flight: _Flight, chunk: TokenChunk | None) -> None:
+        """Take what the stream brought; an end that nobody asked for may be the server's own."""
+        if chunk is not None and chunk.finish_reason == "abort" and self._is_under_way(flight):
+            await self.on_stream_lost()
+        self._tell(flight, chunk)
+
+    def _is_under_way(self, flight: _Flight) -> bool:
+        return self._by_id.get(flight.request.request_id) is flight
 
     def _tell(self, flight: _Flight, chunk: TokenChunk | None) -> None:
         """Hand a chunk to whoever reads; the last one ends the request, and what comes after it is not looked at."""
-        if chunk is None or self._by_id.get(flight.request.request_id) is not flight:
+        if chunk is None or not self._is_under_way(flight):
             return
         if chunk.finish_reason is not None:
             del self._by_id[flight.request.request_id]
@@ -202,7 +211,7 @@ class Flights:
 
     def _end(self, flight: _Flight, news: TokenChunk | GenerationError) -> None:
         """End a request from outside its stream."""
-        if self._by_id.get(flight.request.request_id) is not flight:
+        if not self._is_under_way(flight):
             return
         del self._by_id[flight.request.request_id]
         if (stream := flight.stream()) is not None:

@@ -172,6 +172,17 @@ async def test_abort_ends_the_stream_and_keeps_earlier_tokens(engine: Engine) ->
     assert engine.num_running == 0
 
 
+async def test_an_id_may_be_used_again_after_an_abort(engine: Engine) -> None:
+    before = engine.submit(make_request("a", max_new_tokens=20))
+    await engine.pause()
+    await engine.resume()
+    engine.abort("a")
+    assert (await collect(before)).finish_reason == "abort"
+    again = await asyncio.wait_for(collect(engine.submit(make_request("a", max_new_tokens=60))), 30)
+    assert (len(again.token_ids), again.finish_reason) == (60, "length")
+    assert engine.num_running == 0
+
+
 async def test_abort_of_a_waiting_request_leaves_the_running_ones(engine: Engine) -> None:
     streams = [engine.submit(make_request(f"r{i}", max_new_tokens=30)) for i in range(SLOTS + 1)]
     engine.abort(f"r{SLOTS}")

@@ -41,6 +41,8 @@ class StubServer:
     """Requests whose connection went before they were done."""
     refuse_next: str = ""
     refuse_sleep: bool = False
+    end_early: bool = False
+    """Streams end with the next token and without a reason, as those of a server that shuts down."""
     garble_loads: bool = False
     """Answers to loads are cut short."""
     drop_next: bool = False
@@ -212,6 +214,8 @@ class StubServer:
             self.num_sampled += 1
             await self._tell()
             await self.may_deliver.wait()
+            if self.end_early:
+                break
             if self.drop_next:
                 self.drop_next = False
                 assert request.transport is not None

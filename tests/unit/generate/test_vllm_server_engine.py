@@ -284,6 +284,21 @@ async def test_a_server_whose_engine_died_fails_no_request_although_it_answers(s
             _ = engine.num_slots
 
 
+@pytest.mark.parametrize("lives", [True, False])
+async def test_a_stream_that_ends_without_a_reason_is_an_abort_unless_the_server_goes(stub, folder, lives: bool) -> None:
+    async with running(stub, folder) as engine:
+        stub.end_early = True
+        stream = engine.submit(request("a"))
+        await stub.until(lambda: len(stub.streamed()) == 1)
+        stub.healthy_after = 0 if lives else 100
+        stub.sample(1)
+        if lives:
+            assert (await collect(stream)).finish_reason == "abort"
+        else:
+            with pytest.raises(EngineDied, match="its engine is dead"):
+                await collect(stream)
+
+
 async def test_an_order_that_a_dead_engine_refuses_ends_all(stub, folder) -> None:
     async with running(stub, folder) as engine:
         stream = engine.submit(request("a"))

@@ -33,13 +33,13 @@ from asyncrl.buffer.events import (
     Wait,
 )
 from asyncrl.buffer.external import examine_group
+from asyncrl.buffer.moves import Moves
 from asyncrl.buffer.payloads import Payloads
 from asyncrl.buffer.records import (
     FailureRecord,
     ForgetRecord,
     IssuedRecord,
     Ledger,
-    MovedRecord,
     OnCommitted,
     PlacedRecord,
     Record,
@@ -97,9 +97,8 @@ class Buffer:
         self._needs_reference = needs_reference
         restored = restored or Restored()
         self._payloads = Payloads(restored.held)
-        self._returned = restored.returned
+        self._moves = Moves(state, self._payloads, restored.returned)
         self._steps = StepPayloads(
-            ledger,
             StepParams(0, tokens_per_row, temperature, state.limits.screen, minibatches),
             restored.step_params,
             restored.steps_without_reference,
@@ -144,7 +143,7 @@ class Buffer:
         group_id = self.state.next_group_id
         self.state.handle(GroupIssued(group_id, prompt.prompt_id, group_size, generator, version, replaces), now)
         if replaces is not None:
-            self._returned.pop(replaces, None)
+            self._moves.returned.pop(replaces, None)
         self._payloads.open(group_id, prompt)
         record = IssuedRecord(group_id, prompt, generator, version, group_size, now, retries, replaces, self.cursor)
         self.ledger.write((record,))
@@ -181,7 +180,7 @@ class Buffer:
 
     def returned_prompt(self) -> ReturnedPrompt | None:
         """Return the prompt that should be issued next because its group was dropped or failed; stays until it is issued."""
-        for group_id, prompt in self._returned.items():
+        for group_id, prompt in self._moves.returned.items():
             return ReturnedPrompt(prompt, group_id)
         return None
 
@@ -194,7 +193,8 @@ class Buffer:
     def add_sample(self, sample: Sample, now: float, on_committed: OnCommitted | None = None) -> Receipt:
         """Hold a generated member and ask for its score.
 
-        An invalid sample of a member that is still awaited fails that member, with the reason; the group goes on without it.
+        An invalid sample of a member that is still awaited fails that member, with the reason; the group goes on without it. But
+        not where it is of an earlier attempt: the member is being generated again.
         """
         standing = self.state.member_state(sample.group_id, sample.index)
         if standing != "pending":
@@ -203,6 +203,9 @@ class Buffer:
             counts = examine(sample, newest_version=self.newest_version, max_tokens=self._tokens_per_row)
         except SampleRefusedError as error:
             reason = f"invalid sample from {sample.generator}: {error}"
+            if sample.attempt < self.state.groups[sample.group_id].attempt:
+                self.ledger.write((), on_committed)
+                return Receipt("refused", reason)
             failure = SampleFailure(sample.group_id, sample.index, sample.attempt, "generate", reason)
             instructions = self._fail(failure, now, on_committed)
             return Receipt("refused", reason, instructions)
@@ -227,8 +230,10 @@ class Buffer:
         return Receipt("stored", instructions=instructions)
 
     def add_failure(self, failure: SampleFailure, now: float, on_committed: OnCommitted | None = None) -> Receipt:
-        """Enter that a member will never be trained."""
+        """Enter that a member will never be trained; a repeat where it is being generated again since."""
         standing = self.state.member_state(failure.group_id, failure.index)
+        if standing == "pending" and failure.attempt < self.state.groups[failure.group_id].attempt:
+            standing = "over"
         if standing not in {"pending", "generated"}:
             return self._not_wanted(failure.group_id, failure.index, standing, on_committed)
         return Receipt("stored", instructions=self._fail(failure, now, on_committed))
@@ -289,7 +294,7 @@ class Buffer:
         *dropped, decision = self.state.handle(TakeStep(step), now)
         if isinstance(decision, TakeGroups):
             if decision.repeat:
-                taken = self._steps.repeat(decision, self.newest_version)
+                taken = self._steps.repeat(decision, self.ledger, self.newest_version)
                 self.ledger.write((), on_committed)
             else:
                 taken = self._steps.first(decision, self._payloads.take(decision.group_ids), dropped)
@@ -383,22 +388,9 @@ class Buffer:
         return instructions
 
     def _write(
-        self,
-        records: list[Record],
-        instructions: Sequence[BufferInstruction],
-        now: float,
-        on_committed: OnCommitted | None = None,
+        self, records: list[Record], moves: Sequence[BufferInstruction], now: float, on_committed: OnCommitted | None = None
     ) -> None:
-        """Write what happened and the moves that follow from it as one unit; let go of payloads of groups that are over."""
-        records.extend(self._moved_record(moved, now) for moved in instructions if isinstance(moved, GroupMoved))
+        """Write what happened and the moves that follow from it as one unit."""
+        records.extend(self._moves.records(moves, now))
         if records or on_committed is not None:
             self.ledger.write(records, on_committed)
-
-    def _moved_record(self, moved: GroupMoved, now: float) -> MovedRecord:
-        returns = -1
-        if moved.after in {"dropped", "failed"}:
-            prompt = self._payloads.drop_group(moved.group_id)
-            returns = self.state.returned.get(moved.group_id, -1)
-            if returns >= 0:
-                self._returned[moved.group_id] = prompt
-        return MovedRecord(moved.group_id, moved.before, moved.after, moved.reason, now, returns)

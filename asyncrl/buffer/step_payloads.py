@@ -25,7 +25,6 @@ class StepPayloads:
     """Groups and parameters by step.
 
     Args:
-        ledger: Where trained groups are read from again.
         packed_with: Parameters of new steps, but for `mask_below`.
         params: Of steps that may be repeated.
         lacking: Steps taken with scores that brought no reference log-probabilities.
@@ -34,14 +33,12 @@ class StepPayloads:
 
     def __init__(
         self,
-        ledger: Ledger,
         packed_with: StepParams,
         params: dict[int, StepParams],
         lacking: Collection[int],
         *,
         needs_reference: bool,
     ) -> None:
-        self._ledger = ledger
         self._packed_with = packed_with
         self._params = params
         self._lacking = lacking
@@ -56,7 +53,7 @@ class StepPayloads:
         params = self._params[step] = msgspec.structs.replace(self._packed_with, mask_below=decision.mask_below)
         return TakenStep(step, groups, params, decision.replay, decision.staleness, dropped)
 
-    def repeat(self, decision: TakeGroups, newest_version: int) -> TakenStep:
+    def repeat(self, decision: TakeGroups, ledger: Ledger, newest_version: int) -> TakenStep:
         """Return a step as it was taken the first time.
 
         Raises:
@@ -65,7 +62,7 @@ class StepPayloads:
         step, params = decision.step, self._params[decision.step]
         groups = self._groups.get(step)
         if groups is None:
-            groups = self._groups[step] = tuple(self._ledger.load_groups(decision.group_ids))
+            groups = self._groups[step] = tuple(ledger.load_groups(decision.group_ids))
         figures = staleness_figures(
             step,
             (

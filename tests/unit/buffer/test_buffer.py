@@ -153,6 +153,33 @@ def test_a_lost_generators_groups_are_handed_out_again_without_what_is_held(buff
     assert buffer.reissue(group, "g1", 0, 5.0) is None
 
 
+@pytest.mark.parametrize("late", ["failure", "invalid sample"])
+def test_a_late_failure_of_an_earlier_attempt_does_not_fail_the_member_that_another_generates(buffer, late):
+    group = _issue(buffer)
+    buffer.generator_lost("g0", 1.0)
+    order = buffer.reissue(group, "g1", 0, 2.0)
+    acknowledged = []
+    if late == "failure":
+        failure = SampleFailure(group, 0, 0, "generate", "aborted after 3 tokens")
+        receipt = buffer.add_failure(failure, 3.0, lambda: acknowledged.append(late))
+    else:
+        receipt = buffer.add_sample(_sample(group, 0, logprobs=b""), 3.0, lambda: acknowledged.append(late))
+    assert (receipt.status, receipt.instructions) == ("duplicate" if late == "failure" else "refused", ())
+    assert buffer.state.groups[group].pending == (0, 1)
+    buffer.add_failure(SampleFailure(group, 0, order.attempt, "generate", "no"), 4.0)
+    assert buffer.state.groups[group].pending == (1,)
+    buffer.check()
+    assert acknowledged == [late]
+
+
+def test_a_late_sample_of_an_earlier_attempt_is_as_good_as_any(buffer):
+    group = _issue(buffer)
+    buffer.generator_lost("g0", 1.0)
+    order = buffer.reissue(group, "g1", 0, 2.0)
+    assert buffer.add_sample(_sample(group, 0), 3.0).status == "stored"
+    assert buffer.add_sample(_sample(group, 0, attempt=order.attempt), 4.0).status == "duplicate"
+
+
 def test_issuing_without_a_place_is_a_bug(buffer):
     for _ in range(2):
         _issue(buffer)

@@ -26,7 +26,10 @@ class RewardModel(_Stage, frozen=True):
 
 
 class InferenceConfig(_Stage, frozen=True):
-    """Workers that run reference and reward models forward only, beside generation; started where something needs them."""
+    """Workers that run reference and reward models forward only, beside generation; started where something needs them.
+
+    On the learner's own device, where phases take turns, they have a phase of their own (docs/placement.md).
+    """
 
     num_workers: PositiveInt = 1
     reward_models: tuple[RewardModel, ...] = ()

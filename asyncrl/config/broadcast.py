@@ -89,7 +89,7 @@ class BroadcastConfig(_Stage, frozen=True):
     medium: MediumConfig = SharedMemoryMedium()
     dtype: Literal["model", "float32", "bfloat16"] = "model"
     """Of the bytes sent; `model`: as the learner holds them."""
-    bucket_bytes: PositiveInt = 16 << 20
+    bucket_bytes: PositiveInt = 8 << 20
     """What is fingerprinted, gathered and applied at once."""
     delta: DeltaConfig | None = None
     """None: every version travels whole."""

@@ -23,9 +23,9 @@ from asyncrl.models.copying import copy_tensor
 from asyncrl.schema.weights import TensorEntry, WeightsManifest
 
 ALIGNMENT_BYTES = 64
-PIECE_BYTES = 1 << 20
-"""Large tensors are copied in pieces of this size: half of a usual second-level cache, so that what is hashed beside the copy is
-in it, and still large enough to be streamed (STREAM_BEYOND in control/launch_local.py)."""
+PIECE_BYTES = 256 << 10
+"""Large tensors are copied in pieces of this size: what is hashed beside the copy is in the second-level cache, and the copy is
+still large enough to be streamed past it (STREAM_BEYOND in control/launch_local.py)."""
 
 SendDType = Literal["model", "float32", "bfloat16"]
 

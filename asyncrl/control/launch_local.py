@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from asyncrl.control.launcher import ProcessSpec
 from asyncrl.errors import LaunchError
 
-STREAM_BEYOND = "glibc.cpu.x86_non_temporal_threshold=0x20000"
-"""Copies of 128 KiB and more are written past the caches; what other C libraries and processors do not know they ignore."""
+STREAM_BEYOND = "glibc.cpu.x86_non_temporal_threshold=0x10000"
+"""Copies of 64 KiB and more are written past the caches; what other C libraries and processors do not know they ignore."""
 
 
 class LocalLauncher:

@@ -149,7 +149,7 @@ def draw(timeline: Timeline, path: Path) -> None:
         xlabel="seconds", ylabel="MiB on the shared device", xlim=(0, end - origin), title="What lies on the device, and when"
     )
     handles, labels = axis.get_legend_handles_labels()
-    shades = [mpl.patches.Patch(color=colour, label=f"phase {phase}") for phase, colour in SHADES.items() if phase != "inference"]
+    shades = [mpl.patches.Patch(color=colour, label=f"phase {phase}") for phase, colour in SHADES.items()]
     axis.legend([*handles, *shades], [*labels, *(shade.get_label() for shade in shades)], loc="upper left", bbox_to_anchor=(1, 1))
     figure.savefig(path, dpi=110, bbox_inches="tight")
 

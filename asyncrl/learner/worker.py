@@ -3,7 +3,7 @@
 Owns the policy from start to Shutdown, one thread on which everything that touches it runs (start, steps, publishing,
 checkpoints), and four loops over one connection:
 - batches (DATA): decode the next step's batch on a thread while the step before still trains; at most one is ready;
-- steps: switch to the phase that is asked for, else write a checkpoint that is due, else (unless generation has the device) train
+- steps: switch to the phase that is asked for, else write a checkpoint that is due, else (once the device is its own) train
   the batch that is ready, publish the version, report StepDone, acknowledge;
 - orders (CONTROL): phase, checkpoint, shut down;
 - heartbeat: what it does or waits for, and its gauges.

@@ -234,7 +234,7 @@ async def test_a_run_that_loses_its_learner_s_node_still_learns(nodes: Nodes, tm
     model = {"kind": "scratch", "hidden_size": 128, "num_layers": 2, "num_heads": 4, "max_positions": 64,
              "warm_start": {"steps": 400, "until_accuracy": 0.3, "batch_size": 64, "learning_rate": 2e-3}}  # fmt: skip
     settings = on_ray(
-        tmp_path, nodes, num_steps=80, model=model, generate__engine__num_slots=64, generate__sampling__max_new_tokens=4,
+        tmp_path, nodes, num_steps=140, model=model, generate__engine__num_slots=64, generate__sampling__max_new_tokens=4,
         algorithm={"groups_per_step": 32, "group_size": 4, "proximal": "behaviour", "dual_clip": 3.0},
         learner={"learning_rate": 1.2e-3, "warmup_steps": 5}, packing__tokens_per_row=512, checkpoint__every_steps=10,
     )  # fmt: skip

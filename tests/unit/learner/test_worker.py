@@ -305,7 +305,7 @@ async def test_phases_move_the_learner_off_its_device_and_back_and_steps_wait_fo
         assert (left.name, left.phase, left.number, left.resident) == ("learner", "rollout", 1, {})
         assert {(move.before, move.after) for move in left.moves} == {("device", "host")}
         await controller.connection.send(kit.batch(kit.samples(), step=0))
-        waiting = await controller.heartbeat(lambda beat: "generation has" in beat.waiting_for)
+        waiting = await controller.heartbeat(lambda beat: "others have" in beat.waiting_for)
         assert waiting.gauges["process/version"] == 0
         back = await set_phase(controller, "train", 2)
         assert back.resident["policy"] > 0

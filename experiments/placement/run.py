@@ -229,6 +229,7 @@ def draw(results: Mapping[str, Row], path: Path) -> None:
     for axis, title in zip(axes, ("seconds a step", "share of time idle", "MiB"), strict=True):
         axis.set_title(title)
         axis.set_xticks(list(places), measured, rotation=15)
+        axis.set_ylim(top=axis.get_ylim()[1] * 1.25)  # room for the legend above the bars
         axis.legend(fontsize=8)
     figure.savefig(path, dpi=110)
 

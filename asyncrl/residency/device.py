@@ -20,6 +20,8 @@ from typing import Any, Protocol
 
 import torch
 
+from asyncrl.models.copying import copy_tensors
+
 ALIGNMENT = 64
 HUGE_PAGES_FROM = 4 << 20
 """Smaller mappings are not worth pages of 2 MiB."""
@@ -153,8 +155,7 @@ class SimulatedDevice:
 
     def copy(self, pairs: Sequence[Copy]) -> None:
         """See `Device`."""
-        for source, target in pairs:
-            target.copy_(source)
+        copy_tensors(pairs)
 
     def give_back(self) -> None:
         """Do nothing: what is free is the operating system's already."""

@@ -116,9 +116,7 @@ class Stage:
         """Answer all that models are asked."""
         for group in list(self.buffer.state.groups.values()):
             for index in group.unscored:
-                answer = InferResult(
-                    group.group_id, index, group.attempt, b"", {"taste": float(index)}, "", "inference-0"
-                )
+                answer = InferResult(group.group_id, index, group.attempt, b"", {"taste": float(index)}, "", "inference-0")
                 self.flow.take_answer(answer, lambda: None)
 
     async def settled(self) -> None:

@@ -38,8 +38,6 @@ from asyncrl.schema.samples import FinishReason
 log = logging.getLogger(__name__)
 
 DEATH = "vLLM's engine process died; its last words are in this process's log"
-AHEAD = 8
-"""For so many slots one request more lies with vLLM, which starts it a step or two earlier than we could."""
 _FINISHED: dict[str | None, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 
 
@@ -182,10 +180,9 @@ class Flights:
             await self._is_closing.wait()
 
     def _refill(self) -> None:
-        """Give vLLM requests that wait, as long as there are slots, and a few to wait there: they fill one that ends at once."""
+        """Give vLLM requests that wait, as long as there are slots."""
         assert self._tasks is not None
-        most = self._room.most + -(-self._room.most // AHEAD)
-        while self._waiting and self._num_in_slots < most:
+        while self._waiting and self._num_in_slots < self._room.most:
             flight = self._waiting.popleft()
             if not flight.is_over:
                 flight.has_slot = True

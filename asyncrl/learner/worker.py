@@ -31,7 +31,7 @@ import torch
 
 from asyncrl.clock import Clock
 from asyncrl.config.run import RunConfig
-from asyncrl.errors import ConnectionClosed, LearnerError
+from asyncrl.errors import LearnerError, first_fault
 from asyncrl.learner.checkpoint import TrainerState, save_checkpoint
 from asyncrl.learner.crew import Crew, StartRank
 from asyncrl.learner.lora import publishable_tensors
@@ -106,9 +106,9 @@ async def run_learner(
         await worker.run(warm_start_examples, alphabet)
         all_well = True
     except BaseExceptionGroup as group:
-        faults = group.split(ConnectionClosed)[1]
-        if faults is not None:
-            raise _first_of(faults) from group
+        fault = first_fault(group)
+        if fault is not None:
+            raise fault from group
         log.info("the connection to the controller is closed")
     finally:
         await worker.close(all_well=all_well)
@@ -361,11 +361,3 @@ class LearnerWorker:
             held, peak = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
             return {"memory/allocated_gb": held / 1e9, "memory/peak_gb": peak / 1e9}
         return {"memory/allocated_gb": self._process.memory_info().rss / 1e9}
-
-
-def _first_of(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """Return the first error inside: the one whose message helps."""
-    first: BaseException = group
-    while isinstance(first, BaseExceptionGroup):
-        first = first.exceptions[0]
-    return first

@@ -19,6 +19,7 @@ receiver's acknowledgements (`transport.window`); nothing is dropped for lack of
 | 7 | WeightsAvailable | learner -> controller -> generators | control | nothing | | received |
 | 8 | the weights' bytes | learner -> generator | the medium | nothing: never the learner | | fingerprint matches |
 | 9 | VersionLive | generator -> controller | control | nothing | | received |
+| 9b | AbortGroup | controller -> generator | control | a group dropped while it is generated | | received |
 | 10 | SetPhase | controller -> everyone on one device | control | its turn | PhaseReached of those before | received |
 | 11 | PhaseReached | 10 -> controller | control | the device is given back, or taken | | received |
 | - | Heartbeat, Fault | everyone -> controller | control | nothing | | received |

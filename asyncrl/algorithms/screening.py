@@ -78,6 +78,16 @@ def trained_members(members: Sequence[Member], screen: Screen) -> tuple[int, ...
     return tuple(sorted(member.index for member in _whole(sampled, screen) or sampled))
 
 
+def surely_trained(members: Sequence[Member], screen: Screen) -> tuple[int, ...]:
+    """Return the indices of the members whose tokens are trained whatever members that lack here turn out to be.
+
+    With DPO there are none: a better or worse member takes another's place in a pair.
+    """
+    if screen.preference is not None:
+        return ()
+    return tuple(member.index for member in _whole(members, screen) if member.index != screen.greedy_index)
+
+
 def objection(members: Sequence[Member], screen: Screen) -> str:
     """Return why this group should not be trained, or nothing.
 

@@ -159,6 +159,8 @@ class GroupMoved:
     after: GroupState
     reason: str = ""
     """Of `dropped` and `failed`."""
+    generator: str = ""
+    """Of a group that is over: who still generates members of it, for nobody."""
 
 
 @dataclass(frozen=True, slots=True)

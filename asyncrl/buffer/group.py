@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from asyncrl.algorithms.screening import Member, Screen, trained_members
+from asyncrl.algorithms.screening import Member, Screen, surely_trained, trained_members
 from asyncrl.buffer.events import GroupState, MemberState
 from asyncrl.buffer.staleness import VersionCounts
 
@@ -86,6 +86,13 @@ class Group:
             return f"no greedy baseline: {self.last_failure or 'it has no such member'}"
         needed = max(1, min(min_members, self.size - has_baseline))
         return (self.last_failure or "no reason given") if len(self.scored) - has_baseline < needed else ""
+
+    def is_past_saving(self, oldest_allowed: int, screen: Screen) -> bool:
+        """Return whether members are still to be generated, and one that will be trained holds a token older than allowed."""
+        if "pending" not in self.members:
+            return False
+        surely = (self.version_counts[index] for index in surely_trained(self.judged, screen))
+        return any(counts is not None and counts[0][0] < oldest_allowed for counts in surely)
 
     def settle(self, screen: Screen) -> None:
         """Note which members are trained, and how old those are."""

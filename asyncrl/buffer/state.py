@@ -284,6 +284,8 @@ class BufferState:
             return []
         group.members[event.index] = "scored"
         group.rewards[event.index] = event.reward
+        if self._is_past_saving(group):
+            return self._end(group, "dropped", STALE, now)
         return self._advance(group, now)
 
     def _sample_failed(self, event: SampleFailed, now: float) -> list[BufferInstruction]:
@@ -316,6 +318,11 @@ class BufferState:
             return [*said, *self._end(group, "dropped", reason, now, returns=False)]
         return [*said, self._move(group, "ready", now)]
 
+    def _is_past_saving(self, group: Group) -> bool:
+        """Return whether a group that is still being generated would be dropped as stale whenever it is ready."""
+        limits = self.limits
+        return limits.policy == "drop" and group.is_past_saving(self.next_step - limits.max_staleness, limits.screen)
+
     def _move(self, group: Group, after: GroupState, now: float) -> GroupMoved:
         before, group.state = group.state, after
         if after == "ready":
@@ -329,7 +336,8 @@ class BufferState:
         del self.groups[group.group_id]
         self._ready.ended(group.group_id)
         (self._dropped if after == "dropped" else self._failed).add(reason)
-        instructions: list[BufferInstruction] = [GroupMoved(group.group_id, group.state, after, reason)]
+        at_work = group.generator if group.pending else ""
+        instructions: list[BufferInstruction] = [GroupMoved(group.group_id, group.state, after, reason, at_work)]
         retries = group.retries + (after == "failed")
         if returns and self.limits.reissue_dropped and not group.external and retries <= self.limits.max_group_retries:
             self.returned[group.group_id] = retries
@@ -353,7 +361,12 @@ class BufferState:
             returns = bool(group.trained)
             instructions += self._end(group, "dropped", STALE if returns else NO_PAIR, now, returns=returns)
         chosen = self._ready.choose(event.step, self.groups)
-        return [*instructions, self._take(event.step, chosen, now) if isinstance(chosen, tuple) else chosen]
+        if not isinstance(chosen, tuple):
+            return [*instructions, chosen]
+        taken = self._take(event.step, chosen, now)
+        for group in [group for group in self.groups.values() if self._is_past_saving(group)]:
+            instructions += self._end(group, "dropped", STALE, now)
+        return [*instructions, taken]
 
     def _take(self, step: int, group_ids: tuple[int, ...], now: float) -> TakeGroups:
         groups = self._ready.take(group_ids)

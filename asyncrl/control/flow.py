@@ -42,6 +42,7 @@ from asyncrl.generate.admission_events import (
     RoomChanged,
     VersionIsLive,
 )
+from asyncrl.schema.control import AbortGroup
 from asyncrl.schema.samples import GroupWork, InferResult, Sample, SampleFailure, Score, ScoreRequest
 from asyncrl.schema.status import ExternalGroup, SubmitResult
 from asyncrl.tasks.sampler import PromptSequence
@@ -177,16 +178,20 @@ class Flow:
         self._tell(MembersFinished(sample.generator))
         self.pump()
 
-    def take_failure(self, failure: SampleFailure, generator: str, ack: Callable[[], None]) -> None:
-        """Note a member that will never come."""
+    def take_failure(self, failure: SampleFailure, generator: str, ack: Callable[[], None]) -> bool:
+        """Note a member that will never come; return False where nobody waits for it: its group is over, or given out again."""
+        is_awaited = True
         if failure.purpose == "eval":
             if self.evaluation is not None:
                 self.evaluation.take_verdict(failure)
             ack()
         else:
-            self._settle(self.buffer.add_failure(failure, self._clock.now(), ack))
+            receipt = self.buffer.add_failure(failure, self._clock.now(), ack)
+            is_awaited = receipt.status == "stored"
+            self._settle(receipt)
         self._tell(MembersFinished(generator))
         self.pump()
+        return is_awaited
 
     def take_answer(self, answer: Score | InferResult, ack: Callable[[], None]) -> Score | None:
         """Take in what a reward or inference worker says; return the score where it is complete with that.
@@ -279,7 +284,20 @@ class Flow:
             self._tell(GroupIsReady(move.group_id))
         elif move.after in {"dropped", "failed"}:
             log.debug("group %d %s: %s", move.group_id, move.after, move.reason)
+            if move.generator:
+                self._abort(move.group_id, move.generator)
             self._tell(GroupGone(move.group_id, was_ready=move.before not in {"running", "scoring"}))
+
+    def _abort(self, group_id: int, generator: str) -> None:
+        """Have a generator stop at a group that is over; what it has begun comes back as failures, which free its slots."""
+        outbox = self._outboxes.get(generator, deque())
+        unsent = [work for work in outbox if work.group_id == group_id and work.purpose == "train"]
+        for work in unsent:
+            outbox.remove(work)
+            self._tell(MembersFinished(generator, len(work.indices)))
+        peer = self._peers.get(generator)
+        if peer is not None and not unsent:
+            peer.tell(AbortGroup(group_id))
 
     def _settle(self, receipt: Receipt) -> None:
         if receipt.status == "refused":

@@ -77,8 +77,9 @@ class Messages:
     def _on_failure(self, peer: Peer, delivery: Delivery) -> None:
         failure = delivery.message
         assert isinstance(failure, SampleFailure)
-        log.warning("g%d.%d failed at %s: %s", failure.group_id, failure.index, failure.stage, failure.reason)
-        self._run.flow.take_failure(failure, peer.name, delivery.ack)
+        is_awaited = self._run.flow.take_failure(failure, peer.name, delivery.ack)
+        level = logging.WARNING if is_awaited else logging.DEBUG
+        log.log(level, "g%d.%d failed at %s: %s", failure.group_id, failure.index, failure.stage, failure.reason)
 
     def _on_score(self, _: Peer, delivery: Delivery) -> None:
         answer = delivery.message

@@ -43,7 +43,7 @@ from asyncrl.schema.control import (
     SetPhase,
     Shutdown,
 )
-from asyncrl.schema.samples import GroupWork, Sample, SampleFailure, ids_from_bytes, logprobs_from_bytes
+from asyncrl.schema.samples import GroupWork, Purpose, Sample, SampleFailure, ids_from_bytes, logprobs_from_bytes
 from asyncrl.schema.weights import Probe, VersionLive, WeightsAvailable
 from asyncrl.transport.channel import Connection, Delivery, Lane
 
@@ -120,7 +120,7 @@ class GeneratorWorker:
         self._weights_news = asyncio.Event()
         self._gate = WeightsGate()
         self._idle = IdleMeter(clock)
-        self._work: dict[int, GroupWork] = {}
+        self._work: dict[tuple[Purpose, int], GroupWork] = {}
         self._is_paused = False
         self._told_slots = 0
         self._is_loading = False
@@ -167,8 +167,9 @@ class GeneratorWorker:
                 case SetPhase() as order:
                     await self._reach(order)
                 case AbortGroup(group_id=group_id):
-                    if self._rollout is not None and group_id in self._work:
-                        self._rollout.abort_group(self._work[group_id])
+                    work = self._work.get(("train", group_id))
+                    if self._rollout is not None and work is not None:
+                        self._rollout.abort_group(work)
                 case Shutdown(reason=reason):
                     log.info("shutting down: %s", reason or "asked to")
                     delivery.ack()
@@ -225,7 +226,8 @@ class GeneratorWorker:
 
     async def _serve_group(self, work: GroupWork, delivery: Delivery) -> None:
         assert self._rollout is not None
-        self._work[work.group_id] = work
+        key = (work.purpose, work.group_id)
+        self._work[key] = work
         try:
             if self._config.generate.in_flight_updates:
                 await self._roll_out(self._rollout, work)
@@ -233,8 +235,8 @@ class GeneratorWorker:
                 async with self._gate.group():
                     await self._roll_out(self._rollout, work)
         finally:
-            if self._work.get(work.group_id) is work:
-                del self._work[work.group_id]
+            if self._work.get(key) is work:
+                del self._work[key]
         delivery.ack()
 
     async def _roll_out(self, rollout: Rollout, work: GroupWork) -> None:

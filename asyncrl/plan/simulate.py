@@ -198,6 +198,8 @@ class Simulation:
                     self._score()
                 case GroupMoved(group_id, before, after):
                     self._note_move(group_id, before, after)
+                    if item.generator:
+                        self._abort(self._generators[item.generator], group_id)
                 case Reissue(group_id, _, indices, version):
                     self._tell(GroupLost(group_id, len(indices), version))
                 case ReturnPrompt(group_id):
@@ -217,6 +219,20 @@ class Simulation:
             self._num_ready -= before == "ready"
             self._lengths.pop(group_id, None)
             self._tell(GroupGone(group_id, was_ready=before == "ready"))
+
+    def _abort(self, generator: SimulatedGenerator, group_id: int) -> None:
+        """Have a generator stop at a group that is over; what it says of that frees its slots."""
+        life = generator.life
+
+        def stop() -> None:
+            if generator.life == life:
+                generator.go_to(self._now_s)
+                num_aborted = generator.abort(group_id)
+                self._watch(generator)
+                if num_aborted:
+                    self._after(self._scenario.hop_s, lambda: self._tell(MembersFinished(generator.name, num_aborted)))
+
+        self._after(self._scenario.hop_s, stop)
 
     # -- rewards ---------------------------------------------------------------------------------------------------------
 

@@ -99,6 +99,16 @@ class SimulatedGenerator:
         self._forget_marks()
         return done
 
+    def abort(self, group_id: int) -> int:
+        """Stop at a group and return how many members it still had here; call `go_to` first."""
+        before = len(self._running) + len(self._waiting)
+        self._running = [entry for entry in self._running if entry[3].group_id != group_id]
+        heapq.heapify(self._running)
+        self._waiting = deque(member for member in self._waiting if member.group_id != group_id)
+        num_aborted = before - len(self._running) - len(self._waiting)
+        self._fill()
+        return num_aborted
+
     def lose_all(self) -> None:
         """Die: whatever it held is gone."""
         self.life += 1

@@ -142,7 +142,7 @@ class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
 
 
 class AbortGroup(msgspec.Struct, frozen=True, tag="abort_group"):
-    """Controller to generator: nobody wants this group any more."""
+    """Controller to generator: stop at this group, it was dropped; its members come back as failures."""
 
     group_id: int
 

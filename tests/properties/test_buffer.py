@@ -212,7 +212,16 @@ class RunLife(RuleBasedStateMachine):
                 self.tell(GroupIsReady(item.group_id))
             elif isinstance(item, GroupMoved) and item.after in {"dropped", "failed"}:
                 assert self.policy != "wait" or item.reason != "stale", f"wait dropped {item}"
+                if item.generator:
+                    self.abort(item)
                 self.tell(GroupGone(item.group_id, was_ready=item.before == "ready"))
+
+    def abort(self, moved):
+        """Stop at a group that is over, as its generator is told to."""
+        for key in [key for key in self.orders if key[0] == moved.group_id]:
+            generator, _, _ = self.orders.pop(key)
+            assert generator == moved.generator
+            self.tell(MembersFinished(generator))
 
     def generator_ready(self, name, version):
         self.live[name] = version

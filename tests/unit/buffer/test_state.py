@@ -165,6 +165,40 @@ def test_drop_lets_go_of_groups_past_eta_and_returns_their_prompt():
     assert taken.group_ids == (new,)
 
 
+def _half_done(machine, **sample):
+    """Issue a group of two at version 0, of which the first member is scored and the second still being generated."""
+    group = machine.issue(version=0, size=2)
+    machine(SampleFinished(group, 0, ((0, 3), (1, 2)), **sample))
+    return group, machine(SampleScored(group, 0))
+
+
+def test_drop_does_not_wait_for_the_rest_of_a_group_that_is_stale_whatever_comes():
+    machine = Machine(policy="drop", max_staleness=0)
+    group, scored = _half_done(machine)
+    assert scored == []
+    machine.ready()
+    *dropped, taken = machine(TakeStep(0))
+    assert dropped == [GroupMoved(group, "running", "dropped", "stale", "g0"), ReturnPrompt(group, f"p{group}")]
+    assert isinstance(taken, TakeGroups)
+    late, dropped = _half_done(machine)
+    assert dropped == [GroupMoved(late, "running", "dropped", "stale", "g0"), ReturnPrompt(late, f"p{late}")]
+    assert machine(SampleFinished(late, 1, ((1, 5),))) == []
+
+
+@pytest.mark.parametrize("limits", [
+    {"policy": "mask"}, {"policy": "wait"}, {"policy": "drop", "max_staleness": 1},
+    {"policy": "drop", "screen": Screen(mask_truncated=True)},
+    {"policy": "drop", "screen": Screen(greedy_index=0)},
+    {"policy": "drop", "screen": Screen(preference=PreferenceConfig())},
+])  # fmt: skip
+def test_a_group_that_may_still_be_trained_is_generated_to_its_end(limits):
+    machine = Machine(**{"max_staleness": 0, **limits})
+    machine.state.restore((), (), next_group_id=1, dropped={}, failed={}, returned={}, forgotten_steps=1)
+    group, scored = _half_done(machine, truncated=True)
+    assert scored == []
+    assert machine.state.groups[group].state == "running"
+
+
 def _at_step_2(**limits):
     """Return a machine whose steps 0 and 1 are trained."""
     machine = Machine(**limits)

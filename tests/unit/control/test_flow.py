@@ -21,13 +21,14 @@ from asyncrl.control.scoring import MOST_LOSSES, ScoringDesk
 from asyncrl.errors import RunError
 from asyncrl.generate.admission import Admission, AdmissionLimits
 from asyncrl.schema.batches import StepBatch, StepDone
-from asyncrl.schema.control import PROTOCOL, Hello
+from asyncrl.schema.control import PROTOCOL, AbortGroup, Hello
 from asyncrl.schema.samples import (
     GroupWork,
     InferRequest,
     InferResult,
     Prompt,
     Sample,
+    SampleFailure,
     Score,
     ScoreRequest,
     ids_to_bytes,
@@ -35,6 +36,7 @@ from asyncrl.schema.samples import (
 )
 from asyncrl.schema.status import ExternalGroup
 from asyncrl.tasks.sampler import PromptSequence
+from asyncrl.transport.channel import Lane
 from asyncrl.transport.inprocess import InProcessListener
 
 B, G, ETA = 2, 2, 1
@@ -58,7 +60,7 @@ def _score(request: ScoreRequest, reward: float = 1.0) -> Score:
 class Bench:
     """A flow with one generator and one reward worker at the other ends."""
 
-    def __init__(self, algorithm=None, **settings) -> None:
+    def __init__(self, algorithm=None, policy="wait", **settings) -> None:
         self.config = parse_config({
             "num_steps": 4,
             "algorithm": {"groups_per_step": B, "group_size": G, **(algorithm or {})},
@@ -68,7 +70,8 @@ class Bench:
         })
         self.clock = VirtualClock()
         self.peers = Peers()
-        self.buffer = Buffer(BufferState(BufferLimits(groups_per_step=B, max_staleness=ETA)), MemoryLedger(), tokens_per_row=64)
+        limits = BufferLimits(groups_per_step=B, max_staleness=ETA, policy=policy)
+        self.buffer = Buffer(BufferState(limits), MemoryLedger(), tokens_per_row=64)
         prompts = PromptSequence([Prompt(f"p{i}", text=f"{i}=", answer="46") for i in range(50)], seed=0)
         admission = Admission(AdmissionLimits(groups_per_step=B, group_size=G, max_staleness=ETA, max_groups=4 * B))
         self.flow = Flow(self.config, self.buffer, admission, prompts, self.peers, self.clock)
@@ -85,6 +88,9 @@ class Bench:
         self.flow.generator_ready("generator-0", slots, version)
         self.flow.pump()
         return far
+
+    def admission_members(self, name: str) -> int:
+        return self.flow.admission.members_on(name)
 
     def score_everything(self) -> None:
         """Answer every reward request that is waiting, as if a worker had."""
@@ -176,6 +182,32 @@ async def test_a_full_step_goes_to_the_learner_and_a_restarted_learner_gets_the_
         running.cancel()
     assert bench.buffer.counts().trained == B
     bench.buffer.check()
+
+
+async def test_a_generator_is_told_to_stop_at_a_group_that_is_stale_before_it_is_finished():
+    bench = Bench(policy="drop")
+    far = await bench.with_generator()
+    slow, *quick = await _works(far, (ETA + 1) * B)
+    bench.flow.take_sample(_sample(slow, 0), lambda: None)
+    for step in range(ETA + 1):
+        bench.buffer.version_published(step)
+        bench.flow.version_live("generator-0", step)
+        quick += await _works(far, B * (step > 0))
+        for work in quick[B * step : B * (step + 1)]:
+            for index in work.indices:
+                bench.flow.take_sample(_sample(work, index, version=step), lambda: None)
+        bench.score_everything()
+        taken = bench.buffer.take(step, bench.clock.now())
+        bench.flow.follow(taken.instructions)
+    assert bench.buffer.counts().dropped == {"stale": 1}
+    order = (await asyncio.wait_for(far.receive(Lane.CONTROL), 5)).message
+    assert order == AbortGroup(slow.group_id)
+    members = bench.admission_members("generator-0")
+    acked = []
+    failure = SampleFailure(slow.group_id, 1, slow.attempt, "generate", "aborted after 7 tokens")
+    assert bench.flow.take_failure(failure, "generator-0", lambda: acked.append(True)) is False
+    assert acked == [True]
+    assert bench.admission_members("generator-0") == members - 1
 
 
 async def test_an_outside_learner_takes_a_step_at_a_time():

@@ -6,6 +6,7 @@ import asyncio
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -242,6 +243,15 @@ async def test_aborted_group_fails_and_is_acknowledged() -> None:
         await controller.order(AbortGroup(1))
         assert all("aborted" in failure.reason for failure in await controller.results(3))
         assert await controller.connection.flush(10)
+
+
+async def test_an_evaluation_group_of_the_same_number_is_not_aborted() -> None:
+    async with generator(SLOW) as controller:
+        await controller.load()
+        await controller.connection.send(msgspec.structs.replace(work(), purpose="eval"))
+        await controller.sees_requests_running()
+        await controller.order(AbortGroup(1))
+        assert all(isinstance(result, Sample) for result in await controller.results(3))
 
 
 async def test_paused_generator_says_what_it_waits_for_and_goes_on() -> None:

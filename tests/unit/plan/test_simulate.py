@@ -43,6 +43,17 @@ def test_a_slot_is_refilled_when_it_is_free():
     assert generator.next_finish_s() == pytest.approx(2.0)
 
 
+def test_a_group_that_is_aborted_frees_its_slots_for_those_that_wait():
+    generator = SimulatedGenerator("g", but(num_slots=2))
+    generator.set_version(0)
+    generator.add([Member(0, 0, 0, 10.0), Member(0, 1, 0, 30.0)], 0.0)
+    generator.add([Member(0, 2, 0, 10.0), Member(1, 0, 0, 5.0)], 0.0)
+    generator.go_to(0.1)
+    assert generator.abort(0) == 3
+    assert generator.num_running == 1
+    assert generator.next_finish_s() == pytest.approx(0.1 + 5 * 0.1)
+
+
 def test_tokens_carry_the_version_that_was_live():
     generator = SimulatedGenerator("g", SCENARIO)
     generator.set_version(3)

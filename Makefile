@@ -12,7 +12,7 @@ export OMP_WAIT_POLICY = PASSIVE
 
 install: $(STAMP)
 
-$(STAMP): pyproject.toml requirements.lock
+$(STAMP): pyproject.toml requirements.lock asyncrl/models/_copyhash.c
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q $(TORCH) -c requirements.lock
 	$(BIN)/pip install -q -e '.[dev]' -c requirements.lock

@@ -14,16 +14,16 @@ from contextlib import closing
 from pathlib import Path
 
 import msgspec
-import numpy as np
 import torch
 
 from asyncrl.broadcast.collective_group import Backend, check_nccl
 from asyncrl.broadcast.collective_member import Member
 from asyncrl.broadcast.device import device_fingerprint, refuse_host_memory
-from asyncrl.broadcast.fingerprint import DIGEST_BYTES, BucketHasher
+from asyncrl.broadcast.fingerprint import BucketHasher
 from asyncrl.broadcast.zeromq_keys import CurveKeys, keys_of_run
 from asyncrl.config.broadcast import GlooMedium
 from asyncrl.errors import BroadcastError
+from asyncrl.models.copy_hash import DIGEST_BYTES
 from asyncrl.models.layout import DTYPE_OF_NAME, bucket_ends, check_manifest
 from asyncrl.schema.weights import WeightsAvailable, WeightsManifest
 
@@ -41,11 +41,9 @@ class CollectiveReader:
         """Take part in a broadcast; see MediumReader."""
         ends = bucket_ends(available.manifest)
         hasher = BucketHasher(ends)
-        target = np.frombuffer(into, np.uint8)
         for index, bucket in self._member.buckets(available, torch.device("cpu"), cancelled, lambda _index, _bucket: True):
             start = ends[index - 1] if index else 0
-            np.copyto(target[start : ends[index]], bucket.numpy())
-            hasher.update(into[start : ends[index]])
+            hasher.update(bucket.numpy().data, into[start : ends[index]])
         return hasher.digests()
 
     def fetch_blob(self, available: WeightsAvailable, name: str, num_bytes: int, cancelled: threading.Event) -> bytes:

@@ -25,10 +25,11 @@ import torch
 
 from asyncrl.broadcast.collective_reader import tensors_by_bucket
 from asyncrl.broadcast.device import current_gpu, device_fingerprint, refuse_host_memory
-from asyncrl.broadcast.fingerprint import DIGEST_BYTES, damaged_buckets
+from asyncrl.broadcast.fingerprint import damaged_buckets
 from asyncrl.broadcast.medium import NUM_SLOTS
 from asyncrl.broadcast.shared_memory import SharedMemoryLease, SharedMemoryReader, SharedMemoryWriter
 from asyncrl.errors import BroadcastError, ConfigError
+from asyncrl.models.copy_hash import DIGEST_BYTES
 from asyncrl.models.layout import bucket_ends, check_manifest
 from asyncrl.schema.weights import WeightsAvailable, WeightsManifest
 

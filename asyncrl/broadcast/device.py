@@ -16,9 +16,10 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch.distributed.tensor import DTensor
 
-from asyncrl.broadcast.fingerprint import DIGEST_BYTES, CopyProgress, fingerprints_behind
+from asyncrl.broadcast.fingerprint import CopyProgress, fingerprints_behind
 from asyncrl.config.broadcast import CUDAIPCMedium, MediumConfig, NCCLMedium
 from asyncrl.errors import BroadcastError, ConfigError
+from asyncrl.models.copy_hash import DIGEST_BYTES
 
 NUM_BUFFERS = 2
 WORD_BYTES = 8

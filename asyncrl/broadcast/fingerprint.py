@@ -1,8 +1,8 @@
 """Fingerprints of a version: xxh3-64 of each bucket, and xxh3-128 of those as the version's name. Computed while bytes are warm.
 
-On the learner a second thread hashes behind the copy (`CopyProgress`), so that the snapshot costs the learner a copy and no more;
-on a generator bytes are hashed as they arrive in the staging buffer, or where they lie (`fingerprints_of`, several threads), so
-what is verified is what goes live.
+Where bytes are copied they are hashed on the way (models/copy_hash.py); on the learner, where the copy is not such a one, by a
+second thread behind it (`CopyProgress`); on a generator as they arrive in the staging buffer, or where they lie
+(`fingerprints_of`, several threads), so what is verified is what goes live.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from concurrent.futures import ThreadPoolExecutor
 import xxhash
 
 from asyncrl.errors import BroadcastError
+from asyncrl.models.copy_hash import DIGEST_BYTES, copy_hasher, digest_of
 from asyncrl.models.copying import COPY_THREADS
 
 CHUNK_BYTES = 512 << 10
 """Half of a usual second-level cache: a copied chunk is hashed before it leaves."""
-DIGEST_BYTES = 8
 
 
 class BucketHasher:
@@ -35,25 +35,29 @@ class BucketHasher:
         """Note where the buckets end; the last end is the version's."""
         self._ends = list(ends)
         self._position = 0
-        self._bucket = xxhash.xxh3_64()
+        self._bucket = copy_hasher(self._ends[0])
         self._digests: list[bytes] = []
 
-    def update(self, chunk: bytes | memoryview) -> None:
-        """Take the next bytes in."""
+    def update(self, chunk: bytes | memoryview, target: memoryview | None = None) -> None:
+        """Take the next bytes in; with `target`, as many bytes, copy them there."""
         chunk = memoryview(chunk)
         while len(chunk):
             end = self._ends[len(self._digests)]
-            taken = chunk[: end - self._position]
-            self._bucket.update(taken)
-            self._position += len(taken)
-            chunk = chunk[len(taken) :]
+            count = min(len(chunk), end - self._position)
+            self._bucket.update(chunk[:count], None if target is None else target[:count])
+            self._position += count
+            chunk, target = chunk[count:], None if target is None else target[count:]
             if self._position == end:
-                self._digests.append(_little(self._bucket))
-                self._bucket = xxhash.xxh3_64()
+                self._digests.append(digest_of(self._bucket))
+                self._begin_next(end)
 
     def digests(self) -> bytes:
         """Return the fingerprints of the buckets that are complete, `DIGEST_BYTES` each."""
         return b"".join(self._digests)
+
+    def _begin_next(self, start: int) -> None:
+        if len(self._digests) < len(self._ends):
+            self._bucket = copy_hasher(self._ends[len(self._digests)] - start)
 
 
 def version_fingerprint(bucket_fingerprints: bytes) -> str:
@@ -149,11 +153,7 @@ def fingerprints_of(flat: memoryview, ends: Sequence[int], check: Callable[[], N
 
     def digest(start: int, end: int) -> bytes:
         check()
-        return _little(xxhash.xxh3_64(flat[start:end]))
+        return int(xxhash.xxh3_64_intdigest(flat[start:end])).to_bytes(DIGEST_BYTES, "little")
 
     with ThreadPoolExecutor(num_threads, thread_name_prefix="asyncrl-hash") as pool:
         return b"".join(pool.map(digest, starts, ends))
-
-
-def _little(digest: xxhash.xxh3_64) -> bytes:
-    return int(digest.intdigest()).to_bytes(DIGEST_BYTES, "little")

@@ -1,8 +1,9 @@
 """Copies that are fingerprinted on the way: the learner's snapshot into a slot, and a generator's load out of one.
 
-Buckets side by side, each by one thread, piece after piece: a piece is hashed while it is in that core's cache, so that memory is
-gone through once and not twice. Tensors divided over ranks are gathered one at a time, in order, by the caller's thread;
-those are hashed behind the copy (`fingerprints_behind`), as is what is checked on a device.
+Buckets side by side, each by one thread; bytes are hashed as they are copied (models/copy_hash.py), what is cast piece after
+piece while it is in that core's cache: memory is gone through once and not twice. Tensors divided over ranks are gathered one at
+a time, in order, by the caller's thread; those are hashed behind the copy (`fingerprints_behind`), as is what is checked on a
+device.
 
 Called by publisher.py, on the learner's thread, and by subscriber.py, on the engine's.
 """
@@ -12,14 +13,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-import numpy as np
 import torch
-import xxhash
 from torch.distributed.tensor import DTensor
 
-from asyncrl.broadcast.fingerprint import DIGEST_BYTES, CopyProgress
+from asyncrl.broadcast.fingerprint import CopyProgress
+from asyncrl.models.copy_hash import CopyHasher, copy_hasher, digest_of
 from asyncrl.models.copying import COPY_THREADS, are_same_bytes, bytes_of, copy_tensor
-from asyncrl.models.layout import PIECE_BYTES, bucket_ends, copy_out, pieces
+from asyncrl.models.layout import bucket_ends, copy_out, pieces
 from asyncrl.schema.weights import TensorEntry, WeightsManifest
 
 _GAP = bytes(64)
@@ -75,26 +75,23 @@ def copy_with_fingerprints(
 
     def digest(number: int) -> bytes:
         check()
-        hasher, position = xxhash.xxh3_64(), buckets[number][0].offset
+        position = buckets[number][0].offset
+        hasher = copy_hasher(ends[number] - position)
         for entry in buckets[number]:
             hasher.update(_GAP[: entry.offset - position])
             _copy_and_hash(sources[entry.name], targets[entry.name], hasher, of_source=of_source)
             position = entry.offset + entry.num_bytes
         hasher.update(_GAP[: ends[number] - position])
-        return int(hasher.intdigest()).to_bytes(DIGEST_BYTES, "little")
+        return digest_of(hasher)
 
     with ThreadPoolExecutor(COPY_THREADS, thread_name_prefix="asyncrl-copy") as pool:
         return b"".join(pool.map(digest, range(len(ends))))
 
 
-def _copy_and_hash(source: torch.Tensor, target: torch.Tensor, hasher: xxhash.xxh3_64, *, of_source: bool) -> None:
-    """Copy, then hash; where both sides are the same, what was read: a copy that streams past the cache leaves that in it."""
+def _copy_and_hash(source: torch.Tensor, target: torch.Tensor, hasher: CopyHasher, *, of_source: bool) -> None:
+    """Copy and hash; what is cast in turns, the side that is laid out."""
     if are_same_bytes(source, target):
-        from_bytes, to_bytes = bytes_of(source), bytes_of(target)
-        for start in range(0, max(from_bytes.size, to_bytes.size), PIECE_BYTES):
-            piece = from_bytes[start : start + PIECE_BYTES]
-            np.copyto(to_bytes[start : start + PIECE_BYTES], piece)
-            hasher.update(piece.data)
+        hasher.update(bytes_of(source), bytes_of(target))
         return
     for from_piece, to_piece, _ in pieces(source, target, 0):
         copy_tensor(from_piece, to_piece)

@@ -25,9 +25,10 @@ import xxhash
 
 from asyncrl.broadcast.delta import apply_delta, blob_fingerprint
 from asyncrl.broadcast.delta_chain import FetchPlan, HeldVersion, plan_fetch, plan_whole
-from asyncrl.broadcast.fingerprint import DIGEST_BYTES, damaged_buckets, version_fingerprint
+from asyncrl.broadcast.fingerprint import damaged_buckets, version_fingerprint
 from asyncrl.broadcast.medium import MediumReader, VersionUnavailableError
 from asyncrl.errors import BroadcastError
+from asyncrl.models.copy_hash import DIGEST_BYTES
 from asyncrl.models.layout import bucket_ends
 from asyncrl.schema.weights import Delta, WeightsAvailable, WeightsManifest
 

@@ -58,7 +58,8 @@ class PartFetch:
         into: Where it goes.
         lost: Subscribers not to be fed by.
         on_part: Told the offset of every part that is final.
-        on_more: Given the next bytes, in order, as soon as everything before them is here too.
+        on_more: Given the next bytes, in order, as soon as everything before them is here too, and where to copy them; None: they
+            lie in their place already.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class PartFetch:
         into: memoryview,
         lost: tuple[str, ...],
         on_part: Callable[[int], None],
-        on_more: Callable[[memoryview], None],
+        on_more: Callable[[memoryview, memoryview | None], None],
     ) -> None:
         self._setting = setting
         self._key = key
@@ -171,15 +172,16 @@ class PartFetch:
                     self._put(reply.offset, part)
 
     def _put(self, offset: int, part: memoryview) -> None:
-        """Copy a part to its place, passing it on first where it is the next: it is in the cache then."""
+        """Copy a part to its place; where it is the next, it is passed on as it is copied."""
         end = offset + len(part)
         if offset == self._passed_on:
-            self._on_more(part)
+            self._on_more(part, self._into[offset:end])
             self._passed_on = end
-        np.copyto(np.frombuffer(self._into, np.uint8)[offset:end], np.frombuffer(part, np.uint8))
+        else:
+            np.copyto(np.frombuffer(self._into, np.uint8)[offset:end], np.frombuffer(part, np.uint8))
         self._on_part(offset)
         if self._download.whole_until > self._passed_on:
-            self._on_more(self._into[self._passed_on : self._download.whole_until])
+            self._on_more(self._into[self._passed_on : self._download.whole_until], None)
             self._passed_on = self._download.whole_until
 
     def _carry_out(self, instructions: list[ChildInstruction]) -> None:

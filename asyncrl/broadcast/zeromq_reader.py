@@ -103,7 +103,7 @@ class ZeroMQReader:
         key = (BLOB, name)
         blob = bytearray(num_bytes)
         with self._shared(key, memoryview(blob)):
-            self._begin(key, available.location, memoryview(blob), (), lambda _: None).run(cancelled)
+            self._begin(key, available.location, memoryview(blob), (), _copy).run(cancelled)
         fetched = bytes(blob)
         if any(delta.name == name and delta.fingerprint != blob_fingerprint(fetched) for delta in available.deltas):
             self._shelf.drop(key)
@@ -118,7 +118,12 @@ class ZeroMQReader:
         self._context.destroy(linger=0)
 
     def _begin(
-        self, key: Key, location: str, into: memoryview, lost: tuple[str, ...], on_more: Callable[[memoryview], None]
+        self,
+        key: Key,
+        location: str,
+        into: memoryview,
+        lost: tuple[str, ...],
+        on_more: Callable[[memoryview, memoryview | None], None],
     ) -> PartFetch:
         def on_part(offset: int) -> None:
             if self._server is not None:
@@ -143,3 +148,8 @@ class ZeroMQReader:
         if self._whole is not None:
             self._shelf.drop(self._whole)
             self._whole = None
+
+
+def _copy(source: memoryview, target: memoryview | None) -> None:
+    if target is not None:
+        np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))

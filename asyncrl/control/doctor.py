@@ -22,6 +22,7 @@ import psutil
 
 from asyncrl.errors import GenerationError
 from asyncrl.generate.vllm_versions import installed_version as installed_vllm
+from asyncrl.models.copy_hash import IS_NATIVE
 from asyncrl.reward.sandbox import probe_sandbox
 
 GIB = 1 << 30
@@ -84,6 +85,7 @@ def diagnose(folder: Path | None = None) -> list[Finding]:
         lambda: judge_memory(psutil.virtual_memory().available, _control_group_number("memory.max")),
         judge_torch,
         judge_vllm,
+        lambda: judge_copying(is_native=IS_NATIVE),
         judge_curve,
         lambda: judge_openmp(dict(os.environ)),
         lambda: judge_shared_memory(Path("/dev/shm")),  # noqa: S108 - the system's, not ours
@@ -132,6 +134,13 @@ def judge_torch() -> Finding:
     detail = f"{told['version']}, {devices or 'CPU only'}"
     advice = f"it is built for CUDA {built_for} but sees no device: check the driver (nvidia-smi) and CUDA_VISIBLE_DEVICES"
     return Finding("torch devices", bool(devices) or not built_for, detail, advice, required=False)
+
+
+def judge_copying(*, is_native: bool) -> Finding:
+    """Judge whether the C loop that copies and hashes weights in one pass was built."""
+    detail = "copied and hashed in one pass" if is_native else "copied and hashed in two passes: the C loop is not built"
+    advice = "install a C compiler, then asyncrl again: handing over weights takes about half as long"
+    return Finding("weights", is_native, detail, advice, required=False)
 
 
 def judge_vllm() -> Finding:

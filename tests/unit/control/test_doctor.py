@@ -10,6 +10,7 @@ from asyncrl.control.doctor import (
     available_cores,
     diagnose,
     installed_version,
+    judge_copying,
     judge_cores,
     judge_curve,
     judge_disk,
@@ -147,3 +148,11 @@ def test_a_gpu_without_mps_is_said_and_no_gpu_needs_none():
     assert not found.ok
     assert "nvidia-cuda-mps-control -d" in found.advice
     assert judge_mps(has_gpu=True, commands={3: ["/usr/bin/nvidia-cuda-mps-control", "-d"]}).ok
+
+
+def test_weights_that_take_two_passes_are_said_and_are_no_fault():
+    assert judge_copying(is_native=True).ok
+    slow = judge_copying(is_native=False)
+    assert not slow.ok
+    assert not slow.required
+    assert "install a C compiler" in slow.advice

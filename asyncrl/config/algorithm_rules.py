@@ -94,6 +94,8 @@ UNUSED_BY_DPO = (
     "entropy_coefficient",
 )
 """What says how a policy loss is made: DPO has its own, so each must be left at its default."""
+PICKED_BY_AUTO = ("loss", "corrections")
+"""What `kind = "auto"` is there to pick, so each must be left at its default."""
 
 
 def check_algorithm(algorithm: AlgorithmConfig, learner: LearnerConfig) -> None:
@@ -109,6 +111,8 @@ def check_algorithm(algorithm: AlgorithmConfig, learner: LearnerConfig) -> None:
     if algorithm.kind == "dpo":
         _check_preferences(algorithm)
         return
+    if algorithm.kind == "auto":
+        _check_auto(algorithm)
     _check_advantage(algorithm)
     _check_corrections(algorithm, learner)
     _check_weight_is_counted_once(algorithm)
@@ -117,6 +121,27 @@ def check_algorithm(algorithm: AlgorithmConfig, learner: LearnerConfig) -> None:
     _check_dual_clip(algorithm)
     _check_aggregation(algorithm)
     _check_kl_and_critic(algorithm)
+
+
+def doubts_about_algorithm(algorithm: AlgorithmConfig) -> list[str]:
+    """Return what works but is hardly meant, each with what to do."""
+    default = AlgorithmConfig()
+    return [
+        f"algorithm.{field} = {getattr(algorithm, field)!r} is not read: algorithm.kind = 'auto' always takes "
+        f"{getattr(default, field)!r}; drop it"
+        for field in ("proximal", "denominator")
+        if algorithm.kind == "auto" and getattr(algorithm, field) != getattr(default, field)
+    ]
+
+
+def _check_auto(algorithm: AlgorithmConfig) -> None:
+    default = AlgorithmConfig()
+    for field in PICKED_BY_AUTO:
+        if getattr(algorithm, field) != getattr(default, field):
+            raise ConfigError(
+                f"algorithm.kind = 'auto' picks loss and corrections itself and would not read algorithm.{field}: drop it, or "
+                "set algorithm.kind = 'policy' to have it"
+            )
 
 
 def _check_name(field: str, name: str, known: dict[str, AdvantageRule] | dict[str, LossRule]) -> None:
@@ -160,7 +185,7 @@ def _check_advantage(algorithm: AlgorithmConfig) -> None:
 def _check_corrections(algorithm: AlgorithmConfig, learner: LearnerConfig) -> None:
     rule = LOSS_RULES.get(algorithm.loss, LossRule())
     weighting = [item for item in algorithm.corrections if is_importance_weight(item)]
-    if rule.own_importance_weight and weighting and algorithm.kind == "policy":
+    if rule.own_importance_weight and weighting:
         raise ConfigError(
             f"algorithm.loss = {algorithm.loss!r} has its importance weight inside, and the correction "
             f"{_kind(weighting[0])!r} would count it twice: set algorithm.corrections to masks only, or to []"
@@ -208,7 +233,7 @@ def _check_weight_is_counted_once(algorithm: AlgorithmConfig) -> None:
 
 
 def _check_clip_range(algorithm: AlgorithmConfig) -> None:
-    if algorithm.kind != "policy" or not any(isinstance(item, SecondMomentClip) for item in algorithm.corrections):
+    if not any(isinstance(item, SecondMomentClip) for item in algorithm.corrections):
         return
     if algorithm.loss in LOSS_RULES and not LOSS_RULES[algorithm.loss].has_clip_range:
         clipping = ", ".join(name for name, rule in LOSS_RULES.items() if rule.has_clip_range)
@@ -224,8 +249,7 @@ def _check_clip_range(algorithm: AlgorithmConfig) -> None:
 
 
 def _check_dual_clip(algorithm: AlgorithmConfig) -> None:
-    known = algorithm.kind == "policy" and algorithm.loss in LOSS_RULES
-    if known and algorithm.dual_clip is not None and not LOSS_RULES[algorithm.loss].has_dual_clip:
+    if algorithm.loss in LOSS_RULES and algorithm.dual_clip is not None and not LOSS_RULES[algorithm.loss].has_dual_clip:
         clipping = ", ".join(name for name, rule in LOSS_RULES.items() if rule.has_dual_clip)
         raise ConfigError(
             f"algorithm.dual_clip bounds a clipped loss, and algorithm.loss = {algorithm.loss!r} does not clip: take one of "
@@ -263,7 +287,7 @@ def _check_kl_and_critic(algorithm: AlgorithmConfig) -> None:
 
 def _check_masks_see_a_difference(algorithm: AlgorithmConfig) -> None:
     masks = [_kind(item) for item in algorithm.corrections if isinstance(item, MASKS_BY_RHO)]
-    if algorithm.kind == "policy" and algorithm.proximal == "behaviour" and masks:
+    if algorithm.proximal == "behaviour" and masks:
         raise ConfigError(
             f"the correction {masks[0]!r} compares the proximal with the behaviour policy, and algorithm.proximal = 'behaviour' "
             "makes them one, so it would drop nothing: set algorithm.proximal = 'recompute'"

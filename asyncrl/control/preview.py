@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
+from asyncrl.config.algorithm_rules import doubts_about_algorithm
 from asyncrl.config.load import dump_config
 from asyncrl.config.medium_choice import doubts_about_medium, with_chosen_medium
 from asyncrl.config.run import RunConfig
@@ -41,7 +42,7 @@ def describe(config: RunConfig) -> str:
     check_phase_room(config)
     lines = [dump_config(config), "# derived"]
     lines += [f"# {name:34} {value}" for name, value in derived(config).items()]
-    lines += [f"# WARNING: {doubt}" for doubt in doubts_about_medium(config)]
+    lines += [f"# WARNING: {doubt}" for doubt in (*doubts_about_medium(config), *doubts_about_algorithm(config.algorithm))]
     return "\n".join(lines)
 
 

@@ -11,6 +11,9 @@ import tomli_w
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from asyncrl.algorithms.auto import applied
+from asyncrl.config.algorithm import AlgorithmConfig
+from asyncrl.config.algorithm_rules import doubts_about_algorithm
 from asyncrl.config.corrections import TruncatedSequence, TruncatedToken
 from asyncrl.config.load import dump_config, load_config, parse_config, validated
 from asyncrl.config.run import RunConfig
@@ -234,6 +237,8 @@ IMPOSSIBLE = {
         "'decoupled_ppo' would count it twice",
     ),
     "weight of vtrace and what auto picks": ({"advantage": "vtrace", "critic": {}, "kind": "auto"}, "kind = 'policy'"),
+    "a loss where auto picks one": ({"kind": "auto", "loss": "gspo"}, "not read algorithm.loss: drop it, or set algorithm.kind"),
+    "corrections where auto picks them": ({"kind": "auto", "corrections": []}, "not read algorithm.corrections: drop it"),
     "a clip range for a loss that has none": (
         {"loss": "cispo", "proximal": "behaviour", "corrections": [{"kind": "m2po_clip"}]},
         "take one of ppo_clip, decoupled_ppo, or the correction 'm2po_mask'",
@@ -270,6 +275,19 @@ def test_nobody_would_tell_inference_workers_of_the_model_where_all_is_outside()
         parse_config(outside)
     assert parse_config(outside | {"model": {"kind": "pretrained", "path": "m"}}).needs_inference
     assert parse_config(outside | {"inference": {}}).generate.num_workers == 0
+
+
+def test_what_auto_does_not_read_and_no_recipe_is_about_is_warned_of():
+    auto = parse_config({"algorithm": {"kind": "auto", "proximal": "behaviour", "denominator": "kept"}}).algorithm
+    proximal, denominator = doubts_about_algorithm(auto)
+    assert "algorithm.proximal = 'behaviour' is not read" in proximal
+    assert f"always takes {applied(auto, 'near').proximal!r}" in proximal
+    assert f"always takes {applied(auto, 'near').denominator!r}" in denominator
+    assert (
+        doubts_about_algorithm(AlgorithmConfig(proximal="behaviour"))
+        == doubts_about_algorithm(AlgorithmConfig(kind="auto"))
+        == []
+    )
 
 
 def test_vtrace_goes_with_masks_and_with_losses_that_bring_no_weight():

@@ -1,8 +1,8 @@
 """deploy/kuberay.yaml as far as that goes without Kubernetes: its fields, KubeRay's refusals, what Ray's autoscaler makes of it.
 
 Fields and refusals are KubeRay 1.5's (`ray-operator/apis/ray/v1/*_types.go`, `controllers/ray/utils/validation.go`). The
-autoscaler is Ray's own, the one that would run beside the head: it reads the groups, and is asked for the very placement groups that the
-launcher would make.
+autoscaler is Ray's own, the one that would run beside the head: it reads the groups, and is asked for the very placement groups
+that the launcher would make.
 """
 
 from __future__ import annotations

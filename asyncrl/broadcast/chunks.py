@@ -25,6 +25,8 @@ NonNegative = Annotated[int, Meta(ge=0, le=2**62)]
 Name = Annotated[str, Meta(max_length=64)]
 MAX_REQUEST_BYTES = 1024
 MAX_LOST = 16
+UNDECODABLE = (msgspec.DecodeError, RecursionError)
+"""What decoding bytes from outside raises; the second where they are nested too deeply."""
 BLOB = 2**62
 """In place of a version: a delta, by its name."""
 

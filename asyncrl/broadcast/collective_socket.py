@@ -15,6 +15,7 @@ import msgspec
 import zmq
 import zmq.utils.z85
 
+from asyncrl.broadcast.chunks import UNDECODABLE
 from asyncrl.broadcast.collective_wire import MAX_MESSAGE_BYTES, FromLearner, FromMember
 from asyncrl.broadcast.zeromq_keys import CurveKeys
 from asyncrl.errors import BroadcastError, ConfigError
@@ -149,7 +150,7 @@ class Line:
         header, *blobs = self._dealer.recv_multipart()
         try:
             return _FROM_LEARNER.decode(header), b"".join(blobs)
-        except msgspec.DecodeError as error:
+        except UNDECODABLE as error:
             raise BroadcastError(f"{self.address} said what is not of this protocol: {error}") from error
 
     def close(self) -> None:
@@ -162,5 +163,5 @@ def _understood(frames: list[bytes]) -> FromMember | None:
         return None
     try:
         return _FROM_MEMBER.decode(frames[0])
-    except msgspec.DecodeError:
+    except UNDECODABLE:
         return None

@@ -13,7 +13,7 @@ import msgspec
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from asyncrl.broadcast.chunks import MAX_REQUEST_BYTES, ChunkReply, ChunkRequest, PlaceReply, PlaceRequest
+from asyncrl.broadcast.chunks import MAX_REQUEST_BYTES, UNDECODABLE, ChunkReply, ChunkRequest, PlaceReply, PlaceRequest
 from asyncrl.broadcast.zeromq_keys import CurveKeys
 from asyncrl.broadcast.zeromq_server import HEARTBEAT_MS, SEND_QUEUE
 from asyncrl.errors import BroadcastError
@@ -80,7 +80,7 @@ class Connection:
         header = self.socket.recv(flags=zmq.NOBLOCK)
         try:
             reply: ChunkReply | PlaceReply = msgspec.msgpack.decode(header, type=_Reply)  # type: ignore[arg-type]
-        except msgspec.DecodeError as error:
+        except UNDECODABLE as error:
             self._skip()
             raise BroadcastError(f"{self.address} answered what is no answer: {error}") from error
         part = self.socket.recv(flags=zmq.NOBLOCK, copy=False).buffer if self.socket.rcvmore else memoryview(b"")

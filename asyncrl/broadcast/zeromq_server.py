@@ -24,7 +24,7 @@ import msgspec
 import zmq
 import zmq.utils.z85
 
-from asyncrl.broadcast.chunks import MAX_REQUEST_BYTES, ChunkReply, ChunkRequest, PlaceReply, PlaceRequest, parts_of
+from asyncrl.broadcast.chunks import MAX_REQUEST_BYTES, UNDECODABLE, ChunkReply, ChunkRequest, PlaceReply, PlaceRequest, parts_of
 from asyncrl.broadcast.zeromq_keys import CurveKeys
 from asyncrl.broadcast.zeromq_shelf import Shelf
 from asyncrl.errors import BroadcastError
@@ -198,7 +198,7 @@ class PartServer:
             return None
         try:
             return msgspec.msgpack.decode(frames[0], type=_Request)  # type: ignore[arg-type, no-any-return]
-        except msgspec.DecodeError:
+        except UNDECODABLE:
             return None
 
     def _answer_chunk(self, router: zmq.Socket[bytes], subscriber: bytes, request: ChunkRequest) -> bool:

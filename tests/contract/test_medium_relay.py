@@ -389,11 +389,12 @@ def test_malformed_requests_to_a_relay_are_counted_and_not_answered(learner):
     place = PlaceRequest(1, available.fingerprint, "me")
     too_far = ChunkRequest(1, available.fingerprint, MODEL_BYTES, 8)
     too_large = ChunkRequest(1, available.fingerprint, 0, WINDOW_BYTES + 1)
-    for bad in (b"", b"\xff" * 40, *map(msgspec.msgpack.encode, (place, too_far, too_large))):
+    nested = b"\x82\xa1a" + b"\x91" * 1015 + b"\x01"
+    for bad in (b"", b"\xff" * 40, nested, *map(msgspec.msgpack.encode, (place, too_far, too_large))):
         asker.socket.send(bad)
     asker.socket.send_multipart([b"two", b"frames"])
     assert asker.ask(available)[0].num_bytes == CHUNK_BYTES
-    assert reader.refused == 6
+    assert reader.refused == 7
     asker.close()
     reader.close()
 

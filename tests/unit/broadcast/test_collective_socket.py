@@ -49,14 +49,15 @@ def test_what_is_no_message_is_counted_and_a_word_to_someone_gone_is_lost(desk):
     context = zmq.Context()
     stranger = context.socket(zmq.DEALER)
     stranger.connect(f"tcp://{desk.address}")
-    for frames in ([b"nonsense"], [b"\x81\xa4type\xa5ready"], [b"two", b"frames"]):
+    nested = b"\x82\xa1a" + b"\x91" * 4000 + b"\x01"
+    for frames in ([b"nonsense"], [b"\x81\xa4type\xa5ready"], [b"two", b"frames"], [nested]):
         stranger.send_multipart(frames)
     line = Line(desk.address, None)
     line.say(Leaving())
     (heard,) = hear(desk)
     hear_rest = [desk.hear(0.1) for _ in range(10)]
     assert heard[1] == Leaving()
-    assert desk.refused == 3
+    assert desk.refused == 4
     assert not any(hear_rest)
     desk.say("00" * 12, Noted())
     line.close()

@@ -111,12 +111,14 @@ class Engine(Protocol):
         """
         ...
 
-    async def sleep(self, level: SleepLevel) -> None:
-        """Give device memory back at a token boundary; requests in flight wait, their KV cache is computed anew after `wake`.
+    async def sleep(self, level: SleepLevel, kv: KVPolicy = "recompute") -> None:
+        """Give device memory back at a token boundary; requests in flight wait.
 
         Args:
             level: 1: the KV cache goes, the weights move to host memory. 2: the weights go too; after `wake` nothing is sampled
                 until `load_weights`.
+            kv: `recompute`: keys and values of requests in flight are computed anew after `wake`. `keep`: they are in host memory
+                meanwhile, in an engine that can do that, and come back; others compute them anew.
 
         Requests may be submitted, aborted and paused meanwhile; `load_weights` and `score` raise GenerationError until `wake`.
         Asleep already: a higher level goes deeper, any other changes nothing.

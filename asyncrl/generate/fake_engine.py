@@ -126,8 +126,9 @@ class FakeEngine:
         """Let engine time go on."""
         self._let_go("pause")
 
-    async def sleep(self, level: SleepLevel) -> None:
+    async def sleep(self, level: SleepLevel, kv: KVPolicy = "recompute") -> None:
         """Stop engine time, after level 2 until weights come too; see `Engine.sleep`."""
+        del kv
         self._hold("sleep")
         if level == 2:
             self._hold("no weights")

@@ -112,8 +112,9 @@ class ReplayEngine:
         self._is_paused = False
         self._give_back()
 
-    async def sleep(self, level: SleepLevel) -> None:
+    async def sleep(self, level: SleepLevel, kv: KVPolicy = "recompute") -> None:
         """Give nothing back until `wake`, after level 2 until weights come too; see `Engine.sleep`."""
+        del kv
         self._is_asleep = True
         self._needs_weights |= level == 2
 

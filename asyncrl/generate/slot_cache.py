@@ -49,6 +49,8 @@ class SlotCache:
         self._keys: dict[int, torch.Tensor] = {}
         self._values: dict[int, torch.Tensor] = {}
         self._given_back: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        """Of each layer given back, the first blocks, in host memory."""
 
     @property
     def num_bytes(self) -> int:
@@ -62,15 +64,21 @@ class SlotCache:
             self._values[layer] = self._allocate(value)
         return self._keys[layer], self._values[layer]
 
-    def give_back(self) -> None:
-        """Free all storage; what it held must be computed anew."""
+    def give_back(self, keep_tokens: int = 0) -> None:
+        """Free all storage; the first `keep_tokens` places of every row move to host memory, the rest must be computed anew."""
+        blocks = -(-keep_tokens // self.block_tokens)
+        if not blocks:
+            self._kept.clear()
         for layer, keys in self._keys.items():
-            self._given_back[layer] = (keys.new_empty(keys.shape, device="meta"), self._values[layer].to("meta"))
+            values = self._values[layer]
+            self._given_back[layer] = (keys.new_empty(keys.shape, device="meta"), values.to("meta"))
+            if blocks:
+                self._kept[layer] = (_on_host(keys[:blocks]), _on_host(values[:blocks]))
         self._keys.clear()
         self._values.clear()
 
     def take_again(self) -> None:
-        """Allocate what `give_back` freed, empty.
+        """Allocate what `give_back` freed, empty but for what it kept.
 
         Raises:
             GenerationError: There is not enough memory; nothing is held then.
@@ -83,7 +91,11 @@ class SlotCache:
             self._keys.clear()
             self._values.clear()
             raise GenerationError(f"cannot wake: no room for the KV cache on {self.device}: {error}") from error
+        for layer, (keys, values) in self._kept.items():
+            self._keys[layer][: len(keys)].copy_(keys)
+            self._values[layer][: len(values)].copy_(values)
         self._given_back.clear()
+        self._kept.clear()
 
     def _allocate(self, like: torch.Tensor) -> torch.Tensor:
         shape = (self.num_blocks, self.num_rows, like.shape[1], self.block_tokens, like.shape[3])
@@ -103,6 +115,11 @@ class SlotCache:
         rows = torch.tensor(list(targets), device=self.device)
         for storage in (*self._keys.values(), *self._values.values()):
             storage[:blocks, rows] = storage[:blocks, source : source + 1].clone()
+
+
+def _on_host(values: torch.Tensor) -> torch.Tensor:
+    """Return a copy in host memory, pinned where that means something."""
+    return torch.empty(values.shape, dtype=values.dtype, pin_memory=values.device.type != "cpu").copy_(values)
 
 
 @dataclass(slots=True)

@@ -145,20 +145,21 @@ class SlotDecoder:
         if kv == "recompute" or not self._has_kv:
             self._recompute()
 
-    def sleep(self, level: SleepLevel) -> None:
+    def sleep(self, level: SleepLevel, kv: KVPolicy) -> None:
         """Give memory back; nothing steps until `wake`, after level 2 until weights are loaded too."""
-        self._model.sleep(level)
-        self._is_asleep, self._has_kv = True, False
+        self._has_kv = self._has_kv and kv == "keep"
+        self._model.sleep(level, max(int(self._slots.positions_R.max()), 0) if self._has_kv else 0)
+        self._is_asleep = True
         self._is_torn |= level == 2
 
     def wake(self) -> None:
-        """Take the memory again, and where the weights are still there the requests' keys and values too."""
+        """Take the memory again; where the weights are still there, requests go on."""
         if not self._is_asleep:
             return
         self._model.wake()
         self._is_asleep = False
         self._epoch += 1
-        if not self._is_torn:
+        if not (self._is_torn or self._has_kv):
             self._recompute()
 
     def score(self, token_ids: tuple[int, ...]) -> list[float]:

@@ -227,14 +227,14 @@ class SlotModel:
         """Copy new weights in as they come; see `WeightsInPlace.load_arriving`."""
         self._weights.load_arriving(tensors)
 
-    def sleep(self, level: SleepLevel) -> None:
-        """Free the cache, and the weights as the level says; no forward until `wake`."""
-        self.cache.give_back()
+    def sleep(self, level: SleepLevel, keep_tokens: int = 0) -> None:
+        """Free the cache but for the first tokens of every row, and the weights as the level says; no forward until `wake`."""
+        self.cache.give_back(keep_tokens)
         if not self._has_adopted:
             self._asleep.leave(level)
 
     def wake(self) -> None:
-        """Take the memory again; the cache is empty, and after level 2 the weights hold no values. Raises GenerationError."""
+        """Take the memory again; the cache has what was kept, after level 2 the weights no values. Raises GenerationError."""
         self._asleep.come_back()
         self.cache.take_again()
 

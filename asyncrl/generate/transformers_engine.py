@@ -118,11 +118,11 @@ class TransformersEngine:
         """Go on after `pause`."""
         await self._thread.set_paused(False)
 
-    async def sleep(self, level: SleepLevel) -> None:
+    async def sleep(self, level: SleepLevel, kv: KVPolicy = "recompute") -> None:
         """Give memory back; see `Engine.sleep`. On a CPU level 1 leaves the weights where they are."""
 
         def fall_asleep(decoder: SlotDecoder) -> None:
-            decoder.sleep(level)
+            decoder.sleep(level, kv)
             self._resident = decoder.resident
 
         await self._thread.call(fall_asleep)

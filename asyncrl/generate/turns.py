@@ -1,8 +1,8 @@
 """A generator's part in the phases of a shared device: its engine sleeps while the learner trains, and wakes with newer weights.
 
 It sleeps at level 2: the weights go with the KV cache, because the next version brings them again, and nothing is sampled before
-that is there. Weights that are the learner's own (placement hybrid) stay, and that nobody changed them in a rollout is checked at
-its end.
+that is there. What becomes of the keys and values of requests in flight says `generate.kv`, as wherever new weights come in.
+Weights that are the learner's own (placement hybrid) stay, and that nobody changed them in a rollout is checked at its end.
 
 Invariants: an answer is given when the memory is given back, or taken and filled; each is also a line of the memory timeline; at
 most one order is carried out at a time. Called by generate/worker.py.
@@ -39,6 +39,7 @@ class Turns:
         """Note where its timeline is written; nothing is where no turns are taken."""
         self._clock = clock
         self._name = name
+        self._kv = config.generate.kv
         self._lines = open_memory(run_folder, name) if config.placement.takes_turns else None
         self._phase: Phase = "rollout"
         self.is_asleep = False
@@ -59,7 +60,7 @@ class Turns:
         """
         before, started_s = _resident(engine), self._clock.now()
         if not self.is_asleep:
-            await engine.sleep(2)
+            await engine.sleep(2, self._kv)
         if self._shared is not None and not self.is_asleep:
             self._shared.check()
         self.is_asleep = self.lacks_weights = True

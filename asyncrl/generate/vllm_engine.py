@@ -201,8 +201,9 @@ class VLLMEngine:
             finally:
                 await self._stand_still(clear_cache=False)
 
-    async def sleep(self, level: SleepLevel) -> None:
-        """Give memory back; see `Engine.sleep`. Not run on a GPU."""
+    async def sleep(self, level: SleepLevel, kv: KVPolicy = "recompute") -> None:
+        """Give memory back; see `Engine.sleep`. Keys and values are computed anew. Not run on a GPU."""
+        del kv
         if not self._config.sleep:
             raise GenerationError("the engine cannot sleep: it was started without generate.engine.sleep = true (GPU only)")
         async with self._turn:

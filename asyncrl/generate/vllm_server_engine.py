@@ -132,8 +132,9 @@ class VLLMServerEngine:
         """Replace the server's weights; see `Engine.load_weights`."""
         return await self._steer(self._up.control.load(version, tensors, kv))
 
-    async def sleep(self, level: SleepLevel) -> None:
-        """Give device memory back; see `Engine.sleep`."""
+    async def sleep(self, level: SleepLevel, kv: KVPolicy = "recompute") -> None:
+        """Give device memory back; see `Engine.sleep`. Keys and values are computed anew."""
+        del kv
         await self._steer(self._up.control.sleep(level))
 
     async def wake(self) -> None:

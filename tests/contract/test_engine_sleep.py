@@ -17,7 +17,9 @@ from asyncrl.errors import GenerationError
 from asyncrl.generate.engine import Engine, EngineRequest
 from asyncrl.generate.fake_engine import FakeEngine
 from asyncrl.generate.replay_engine import ReplayEngine
+from asyncrl.generate.slot_decoder import SlotDecoder
 from asyncrl.generate.slot_model import SlotModel
+from asyncrl.generate.slots import InFlight
 from asyncrl.generate.transformers_engine import TransformersEngine
 from asyncrl.models.adapters import add_adapters
 from asyncrl.schema.samples import SamplingParams
@@ -32,6 +34,17 @@ LARGE_BYTES = LARGE_VOCABULARY * 256 * 4
 
 def config_of(slots: int = SLOTS) -> TransformersEngineConfig:
     return TransformersEngineConfig(num_slots=slots, max_sequence_tokens=MAX_TOKENS)
+
+
+class CountingModel(SlotModel):
+    """Counts the tokens whose keys and values were computed before their turn."""
+
+    num_prefilled = 0
+
+    def prefill(self, sequences):
+        sequences = list(sequences)
+        CountingModel.num_prefilled += sum(len(ids) for _, ids in sequences)
+        super().prefill(sequences)
 
 
 @pytest.fixture(scope="module")
@@ -180,6 +193,50 @@ async def test_after_level_2_logprobs_are_those_of_the_weights_loaded(transforme
     start = whole.versions.index(1)
     expected = reference_logprobs(new, PROMPT, whole.token_ids)
     assert whole.logprobs[start:] == pytest.approx(expected[start:], abs=1e-5)
+
+
+@pytest.mark.parametrize("kv", ["keep", "recompute"])
+def test_requests_go_on_over_level_2_to_the_last_bit_as_in_an_engine_that_stays_awake(model_folder: Path, kv) -> None:
+    """With new weights over keys and values of the old ones (`keep`), or over their own."""
+    made: dict[bool, dict[str, list[float]]] = {}
+    for sleeps in (False, True):
+        decoder = SlotDecoder(SlotModel.load(model_folder, config_of()), SLOTS)
+        decoder.load_weights(0, tensors_of(make_model(0)), "keep")
+        for name, seed, most in (("long", 0, 200), ("short", 1, 40), ("aborted", 2, 200)):
+            decoder.submit(InFlight(make_request(name, seed, max_new_tokens=most), frozenset()))
+        emissions = [emission for _ in range(70) for emission in decoder.step()]
+        if sleeps:
+            awake = decoder.resident
+            decoder.sleep(2, kv)
+            decoder.sleep(2, kv)
+            assert decoder.resident == {"engine weights": 0, "KV cache": 0}
+        emissions += decoder.abort("aborted")
+        if sleeps:
+            decoder.wake()
+            assert decoder.resident == awake
+        decoder.load_weights(1, tensors_of(make_model(1)), kv)
+        while decoder.has_work:
+            emissions += decoder.step()
+        made[sleeps] = {emission.request_id: list(emission.news.logprobs) for emission in emissions}
+        assert {name: len(logprobs) for name, logprobs in made[sleeps].items()} == {"long": 200, "short": 40, "aborted": 70}
+    assert made[True] == made[False]
+
+
+def test_keys_and_values_kept_are_not_computed_again(model_folder: Path) -> None:
+    decoder = SlotDecoder(CountingModel.load(model_folder, config_of()), SLOTS)
+    decoder.load_weights(0, tensors_of(make_model(0)), "keep")
+    decoder.submit(InFlight(long_request("a"), frozenset()))
+    for _ in range(5):
+        decoder.step()
+    prefilled = CountingModel.num_prefilled
+    decoder.sleep(2, "keep")
+    decoder.wake()
+    decoder.load_weights(1, tensors_of(make_model(1)), "keep")
+    assert CountingModel.num_prefilled == prefilled
+    decoder.sleep(2, "recompute")
+    decoder.wake()
+    decoder.load_weights(2, tensors_of(make_model(1)), "keep")
+    assert CountingModel.num_prefilled == prefilled + len(PROMPT) + 5 - 1
 
 
 async def test_level_1_on_a_cpu_frees_the_cache_and_level_2_the_weights_too(transformers_engine) -> None:

@@ -14,8 +14,6 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from asyncrl.models.layout import PIECE_BYTES
-
 try:
     from asyncrl.models import _copyhash
 except ImportError:  # no C compiler when this was installed
@@ -23,6 +21,9 @@ except ImportError:  # no C compiler when this was installed
 
 IS_NATIVE = _copyhash is not None
 DIGEST_BYTES = 8
+PIECE_BYTES = 4 << 20
+"""Large tensors are copied and hashed in pieces of this size. On two quiet cores 1 to 4 MiB are level and 256 KiB take a third
+longer: the threads then wait for each other more than the cache saves."""
 
 Bytes = bytes | memoryview | NDArray[np.uint8]
 

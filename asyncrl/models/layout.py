@@ -19,13 +19,11 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from asyncrl.errors import BroadcastError
+from asyncrl.models.copy_hash import PIECE_BYTES
 from asyncrl.models.copying import copy_tensor
 from asyncrl.schema.weights import TensorEntry, WeightsManifest
 
 ALIGNMENT_BYTES = 64
-PIECE_BYTES = 4 << 20
-"""Large tensors are copied and hashed in pieces of this size. On two quiet cores 1 to 4 MiB are level and 256 KiB take a third
-longer: the threads then wait for each other more than the cache saves."""
 
 SendDType = Literal["model", "float32", "bfloat16"]
 

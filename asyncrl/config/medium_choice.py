@@ -16,6 +16,7 @@ from msgspec.structs import replace
 from asyncrl.config.broadcast import (
     AutoMedium,
     CUDAIPCMedium,
+    GlooMedium,
     MediumConfig,
     NCCLMedium,
     SharedMemoryMedium,
@@ -85,7 +86,7 @@ def choose_medium(config: RunConfig) -> Choice:
         return Choice(SharedMemoryMedium(), "placement colocated: versions wait in host memory while the device changes hands")
     places, host = places_of(config), config.transport.host
     on_gpus = places.learner_gpu is not None and bool(places.engine_gpus) and places.engine_receives
-    if on_gpus and config.broadcast.delta is None and (choice := _between_gpus(places, host)) is not None:
+    if on_gpus and config.broadcast.delta is None and (choice := _between_gpus(config, places)) is not None:
         return choice
     if not places.one_machine and isinstance(config.launch, RayLaunch):
         anywhere = f"tcp://{NODE}:*"
@@ -105,15 +106,16 @@ def with_chosen_medium(config: RunConfig) -> tuple[RunConfig, str]:
     return chosen, f"broadcast.medium auto is {choice.kind}: {choice.reason}"
 
 
-def _between_gpus(places: Places, host: str) -> Choice | None:
+def _between_gpus(config: RunConfig, places: Places) -> Choice | None:
     """Choose between the two media that end in a GPU; None where neither reaches every engine."""
-    gpu = places.learner_gpu
+    gpu, host = places.learner_gpu, config.transport.host
     if places.one_machine and places.engine_gpus == {gpu}:
         return Choice(CUDAIPCMedium(), f"learner and engine share GPU {gpu}: handles travel, bytes do not")
+    if isinstance(config.launch, RayLaunch):
+        return Choice(NCCLMedium(host=NODE), "learner and engines are on GPUs, and Ray may put them on any node")
     if not places.one_machine:
-        return Choice(
-            NCCLMedium(host=host), f"learner and engines are on GPUs, and transport.host {host!r} is open to other machines"
-        )
+        why = f"learner and engines are on GPUs, and transport.host {host!r} is open to other machines"
+        return None if _is_every_interface(host) else Choice(NCCLMedium(host=host), why)
     if gpu not in places.engine_gpus:
         return Choice(NCCLMedium(), f"learner on GPU {gpu}, engine on {_shown(places.engine_gpus)} of the same machine")
     return None
@@ -141,6 +143,11 @@ def check_medium(config: RunConfig) -> None:
         ConfigError: Names the fields, what they say, and what to write instead.
     """
     medium, engine = config.broadcast.medium, config.generate.engine
+    if isinstance(medium, GlooMedium | NCCLMedium) and _is_every_interface(medium.host):
+        raise ConfigError(
+            f"broadcast.medium.host {medium.host!r} is told to every generator and names no machine: set the address of the "
+            "learner's machine that they reach"
+        )
     if not isinstance(medium, CUDAIPCMedium | NCCLMedium):
         return
     kind = str(medium.__struct_config__.tag)
@@ -203,6 +210,13 @@ def _is_this_machine(host: str) -> bool:
         return ip_address(name).is_loopback
     except ValueError:
         return name == "localhost"
+
+
+def _is_every_interface(host: str) -> bool:
+    try:
+        return ip_address(host).is_unspecified
+    except ValueError:
+        return False
 
 
 def _shown(gpus: frozenset[int]) -> str:

@@ -8,6 +8,8 @@ VLLM = {"kind": "vllm", "device": "cuda", "max_sequence_tokens": 512}
 ON_CPU = VLLM | {"device": "cpu"}
 SERVERS = {"kind": "vllm_server", "url": "http://10.0.0.7:8000, http://10.0.0.8:8000", "shared_folder": "/mnt/shared"}
 NETWORK = {"kind": "tcp", "host": "10.1.2.3"}
+EVERYWHERE = {"kind": "tcp", "host": "0.0.0.0"}
+RAY = {"kind": "ray"}
 
 
 def config(engine=None, learner="cpu", medium="auto", **rest):
@@ -37,6 +39,11 @@ def config(engine=None, learner="cpu", medium="auto", **rest):
         ({"transport": NETWORK}, "zeromq", "'10.1.2.3' opens the run to other machines"),
         ({"engine": VLLM, "learner": "cuda", "transport": NETWORK}, "nccl", "open to other machines"),
         ({"engine": VLLM, "learner": "cuda", "transport": NETWORK, "broadcast": {"delta": {}}}, "zeromq", "10.1.2.3"),
+        ({"engine": VLLM, "learner": "cuda", "transport": EVERYWHERE}, "zeromq", "0.0.0.0"),
+        ({"launch": RAY}, "zeromq", "Ray may put"),
+        ({"launch": RAY, "engine": VLLM, "learner": "cuda"}, "nccl", "Ray may put"),
+        ({"placement": {"kind": "colocated"}, "buffer": {"max_staleness": 0}}, "shared_memory", "changes hands"),
+        ({"placement": {"kind": "hybrid"}, "buffer": {"max_staleness": 0}}, "shared_storage", "the learner's own weights"),
         ({"transport": {"kind": "tcp", "host": "127.0.0.1"}}, "shared_memory", "on this machine"),
         ({"transport": {"kind": "tcp", "host": "localhost"}}, "shared_memory", "on this machine"),
     ],
@@ -55,6 +62,13 @@ def test_a_learner_outside_has_no_known_device():
 def test_addresses_follow_the_host_that_the_run_is_open_on():
     assert choose_medium(config(transport=NETWORK)).medium.bind == "tcp://10.1.2.3:*"
     assert choose_medium(config(VLLM, "cuda", transport=NETWORK)).medium.host == "10.1.2.3"
+    assert choose_medium(config(VLLM, "cuda", launch=RAY)).medium.host == "node"
+
+
+@pytest.mark.parametrize("medium", [{"kind": "gloo", "host": "0.0.0.0"}, {"kind": "nccl", "host": "::"}])
+def test_a_collective_is_not_told_to_meet_at_every_interface(medium):
+    with pytest.raises(ConfigError, match=r"is told to every generator and names no machine"):
+        config(VLLM, "cuda:1", broadcast={"medium": medium})
 
 
 def test_what_is_chosen_passes_the_checks_of_a_config_that_says_so():

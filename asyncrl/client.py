@@ -26,6 +26,7 @@ from asyncrl.config.run import RunConfig
 from asyncrl.control.owned_controller import OwnedController, controller_of, live_controller
 from asyncrl.control.owned_controller import read_endpoint as read_endpoint
 from asyncrl.control.phase_room import check_phase_room
+from asyncrl.control.user_functions import check_user_functions
 from asyncrl.errors import ConfigError, LaunchError, RunError, RunLostError
 from asyncrl.observe.steps import EvalReport, StepReport
 from asyncrl.schema.batches import GroupsTaken
@@ -198,7 +199,7 @@ class Run(RunClient):
         resume: A run folder to pick up where it stopped.
 
     Raises:
-        ConfigError: The config is wrong, or the folder already holds a run.
+        ConfigError: The config is wrong, a function that it names is not there, or the folder already holds a run.
 
     Example:
         >>> async with asyncrl.Run("configs/quickstart.toml") as run:  # doctest: +SKIP
@@ -219,6 +220,7 @@ class Run(RunClient):
         self._coming_back = asyncio.Lock()
 
     async def __aenter__(self) -> Self:
+        await asyncio.to_thread(check_user_functions, self.config)
         self._prepare_folder()
         self._controller = controller_of(self.config, self.run_folder)
         self._note_choices()

@@ -1,6 +1,7 @@
 """A user's own function, named in a config: `package.module:function`, or `path/to/file.py:function`.
 
-Called where the function is wanted (tasks, rewards), in that process. Runs the user's module, as an import does.
+Called where the function is wanted (tasks, rewards, the learner), in that process, and by control/user_functions.py before. Runs
+the user's module, as an import does.
 """
 
 from __future__ import annotations
@@ -15,6 +16,9 @@ from types import ModuleType
 from typing import Any
 
 from asyncrl.errors import ConfigError
+
+TASK_ARGUMENTS = ("seed",)
+REWARD_ARGUMENTS = ("prompt", "text")
 
 
 def load_function(path: str, field: str, arguments: Sequence[str] = ()) -> Callable[..., Any]:

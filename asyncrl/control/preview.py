@@ -31,14 +31,16 @@ from asyncrl.control.memory_estimate import (
 )
 from asyncrl.control.phase_room import check_phase_room
 from asyncrl.control.process_plan import plan_processes
+from asyncrl.control.user_functions import check_user_functions
 
 
 def describe(config: RunConfig) -> str:
     """Return the resolved TOML and the derived quantities as text.
 
     Raises:
-        ConfigError: As `derived`, or a phase of a shared device does not fit it.
+        ConfigError: As `derived`, a phase of a shared device does not fit it, or a function that it names is not there.
     """
+    check_user_functions(config)
     check_phase_room(config)
     lines = [dump_config(config), "# derived"]
     lines += [f"# {name:34} {value}" for name, value in derived(config).items()]

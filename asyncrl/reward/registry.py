@@ -26,7 +26,7 @@ from asyncrl.config.reward import (
     RewardFunctionConfig,
 )
 from asyncrl.config.reward_names import reward_names
-from asyncrl.config.user_code import load_function
+from asyncrl.config.user_code import REWARD_ARGUMENTS, load_function
 from asyncrl.errors import ConfigError, RewardError
 from asyncrl.reward.answer_match import build_answer_match
 from asyncrl.reward.code_exec import build_code_exec
@@ -123,7 +123,7 @@ def _checked(name: str, value: object) -> float:
 
 
 def _build_python(config: PythonReward) -> RewardFunction:
-    user_function = load_function(config.path, "reward path")
+    user_function = load_function(config.path, "reward path", REWARD_ARGUMENTS)
 
     def score(sample: RewardInput) -> float | Awaitable[float]:
         return cast("float | Awaitable[float]", user_function(sample.prompt, sample.text))

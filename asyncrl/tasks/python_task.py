@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from asyncrl.config.tasks import PythonTask
-from asyncrl.config.user_code import load_function
+from asyncrl.config.user_code import TASK_ARGUMENTS, load_function
 from asyncrl.errors import ConfigError
 from asyncrl.tasks.task import TaskData
 
@@ -14,7 +14,7 @@ def build_python(config: PythonTask, seed: int) -> TaskData:
     Raises:
         ConfigError: The path names no function, it raised, or it returned something other than a usable TaskData.
     """
-    task = load_function(config.path, "task.path")(seed)
+    task = load_function(config.path, "task.path", TASK_ARGUMENTS)(seed)
     if not isinstance(task, TaskData):
         raise ConfigError(f"task.path {config.path!r} must return asyncrl.tasks.task.TaskData, got {type(task).__name__}")
     if not task.train:

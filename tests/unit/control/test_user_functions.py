@@ -1,0 +1,84 @@
+"""A user's functions are looked at before a run is started, by a process that ends with that."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from asyncrl import Run
+from asyncrl.config.load import parse_config
+from asyncrl.control.preview import describe
+from asyncrl.control.user_functions import check_user_functions, user_functions
+from asyncrl.errors import ConfigError
+
+GOOD = """
+print("imported")
+def task(seed): ...
+def score(prompt, text): return 0.0
+def maths(inputs, config): ...
+"""
+
+
+def config_of(path, **changes):
+    return parse_config({
+        "task": {"kind": "python", "path": f"{path}:task"},
+        "reward": {"functions": [{"kind": "python", "path": f"{path}:score"}, {"kind": "answer_match"}]},
+        "algorithm": {
+            "advantage": f"{path}:maths",
+            "loss": f"{path}:maths",
+            "corrections": [{"kind": "python", "path": f"{path}:maths"}],
+        },
+        **changes,
+    })
+
+
+def written(folder, text):
+    path = folder / "mine.py"
+    path.write_text(text)
+    return path
+
+
+def test_every_field_that_names_a_function_is_looked_at(tmp_path):
+    config = config_of(written(tmp_path, GOOD))
+    fields = {"task.path", "reward path", "algorithm.advantage", "algorithm.loss", "algorithm.corrections.path"}
+    assert {function.field for function in user_functions(config)} == fields
+    check_user_functions(config)
+    assert "asyncrl_user_mine" not in sys.modules
+
+
+def test_the_maths_of_an_outside_learner_are_its_own():
+    config = config_of("mine.py", learner={"kind": "external"})
+    assert {function.field for function in user_functions(config)} == {"task.path", "reward path"}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (("def task(seed)", "def task()"), r"task.path '.*mine.py:task' is called with \(seed\) and takes \(\)"),
+        (("def score(prompt, text)", "def score(text)"), r"reward path .* is called with \(prompt, text\) and takes \(text\)"),
+        (("def maths(inputs, config)", "def maths(inputs)"), r"algorithm.advantage .* takes \(inputs\)"),
+        (("def score", "def scores"), "has no function 'score'; it has .*scores"),
+        (("print(", "import no_such_package; ("), "cannot be imported: No module named 'no_such_package'"),
+        (("print(", "raise ValueError("), "cannot be imported: ValueError: imported"),
+        (("print(", "import os; os._exit(7) or ("), "ended the process with exit code 7"),
+    ],
+)
+def test_a_fault_shows_before_anything_is_started(tmp_path, wrong, message):
+    config = config_of(written(tmp_path, GOOD.replace(*wrong)))
+    with pytest.raises(ConfigError, match=message):
+        describe(config)
+
+
+async def test_a_run_with_a_fault_leaves_no_folder_behind(tmp_path):
+    config = config_of(written(tmp_path, "def task(seed): ..."), folder=str(tmp_path), name="faulty")
+    with pytest.raises(ConfigError, match="has no function 'score'"):
+        async with Run(config):
+            pass
+    assert not (tmp_path / "faulty").exists()
+
+
+def test_looking_loads_no_torch():
+    probe = "import sys, asyncrl.control.user_functions; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", probe], check=False).returncode == 0

@@ -1,14 +1,19 @@
 """Where shared-memory segments of a run lie and how they are named; needs no torch, so that a supervisor can clean up.
 
 A learner that is killed cannot unlink its segment. The next learner of the run does, and so does whoever ends the run for good:
-`remove_leftover_segments(run_folder)`. Names begin with a hash of the run folder, so no other run is touched.
+`remove_leftover_segments(run_folder)`. Names begin with a hash of the run folder's path; where another run goes by the same path
+(a container that shares this memory and not the files), or a learner has not ended yet, its owner holds a lock on the segment,
+and that and what lies beside it are left alone.
 
 Called by shared_memory.py and the supervisor.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import hashlib
+import os
 from pathlib import Path
 
 SHARED_FOLDER = Path("/dev/shm")  # noqa: S108 - POSIX shared memory, not a temporary file
@@ -25,16 +30,35 @@ def segment_prefix(run_folder: Path) -> str:
 
 
 def remove_leftover_segments(run_folder: Path) -> list[Path]:
-    """Unlink what killed learners of this run left behind; return the paths."""
-    leftovers = sorted(segment_folder(run_folder).glob(f"{segment_prefix(run_folder)}*"))
+    """Unlink what dead learners of this run left behind, and what this process made itself; return the paths."""
+    files = sorted(segment_folder(run_folder).glob(f"{segment_prefix(run_folder)}*"))
+    in_use = {path for path in files if "." not in path.name and _is_anothers(path)}
+    leftovers = [path for path in files if path.with_name(path.name.partition(".")[0]) not in in_use]
     for path in leftovers:
         path.unlink(missing_ok=True)
-    note_path(run_folder).unlink(missing_ok=True)
     return leftovers
 
 
-def note_path(run_folder: Path) -> Path:
-    """Return the file that says which segment the run uses; its folder exists."""
-    folder = run_folder / "weights"
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder / "shared_memory.json"
+def own(handle: int) -> None:
+    """Say that the segment is in use for as long as this process lives, has it open and closes no other handle of it."""
+    with contextlib.suppress(OSError):  # Some network file systems have no locks: there nobody is spared.
+        fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def _is_anothers(segment: Path) -> bool:
+    """Return whether another process, alive, owns it."""
+    try:
+        handle = os.open(segment, os.O_RDWR)
+    except FileNotFoundError:
+        return False
+    except PermissionError:
+        return True
+    try:
+        fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(handle)
+    return False

@@ -1,7 +1,7 @@
 """Medium `shared_memory`: two slots in one POSIX shared-memory segment; one copy out, one copy in; same machine.
 
-Owns the segment `asyncrl-<run>-<incarnation>` (in /dev/shm; where there is none, in the run's `weights/`), whose name is noted in
-`RUN/weights/shared_memory.json`. Layout: one header page of little-endian int64, then the slots, each a whole number of pages.
+Owns the segment `asyncrl-<run>-<incarnation>` (in /dev/shm; where there is none, in the run's `weights/`).
+Layout: one header page of little-endian int64, then the slots, each a whole number of pages.
 Header: magic, slot bytes, then for each slot a sequence number and a version.
 
 Invariants:
@@ -24,15 +24,15 @@ import os
 import secrets
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from asyncrl.broadcast.medium import NUM_SLOTS, VersionUnavailableError
-from asyncrl.broadcast.segments import note_path, remove_leftover_segments, segment_folder, segment_prefix
+from asyncrl.broadcast.segments import own, remove_leftover_segments, segment_folder, segment_prefix
 from asyncrl.broadcast.snapshot import copy_with_fingerprints
 from asyncrl.errors import BroadcastError
 from asyncrl.models.layout import view_tensors
@@ -45,21 +45,16 @@ MAGIC = 0x4C5243_4E595341  # "ASYNCRL" read as little-endian
 _MAGIC, _SLOT_BYTES, _SLOTS = 0, 1, 2
 
 
-class SegmentNote(msgspec.Struct, frozen=True):
-    """What `RUN/weights/shared_memory.json` says."""
-
-    path: str
-    pid: int
-
-
 class SharedMemoryWriter:
     """The learner's end; owns the segment."""
 
     keeps_slots = True
 
-    def __init__(self, run_folder: Path) -> None:
+    def __init__(self, run_folder: Path, now_s: Callable[[], float] = time.monotonic) -> None:
         self._run_folder = run_folder
+        self._now_s = now_s
         self._path: Path | None = None
+        self._handle = -1
         self._header: NDArray[np.int64] | None = None
         self._locks: list[int] = []
         self._held_since_s: dict[int, float] = {}
@@ -70,11 +65,8 @@ class SharedMemoryWriter:
         remove_leftover_segments(self._run_folder)
         slot_bytes = -(-manifest.total_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         self._path = segment_folder(self._run_folder) / f"{segment_prefix(self._run_folder)}{secrets.token_hex(4)}"
-        segment = make_segment(self._path, HEADER_BYTES + NUM_SLOTS * slot_bytes)
-        lock_paths = [slot_lock_path(self._path, slot) for slot in range(NUM_SLOTS)]
-        self._locks = [os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600) for path in lock_paths]
-        note = SegmentNote(str(self._path), os.getpid())
-        note_path(self._run_folder).write_bytes(msgspec.json.encode(note))
+        segment, self._handle = make_segment(self._path, HEADER_BYTES + NUM_SLOTS * slot_bytes)
+        self._locks = [_create(slot_lock_path(self._path, slot)) for slot in range(NUM_SLOTS)]
         self._header = np.frombuffer(segment, np.int64, count=HEADER_BYTES // 8)
         self._header[_SLOT_BYTES] = slot_bytes
         for slot in range(NUM_SLOTS):
@@ -86,7 +78,7 @@ class SharedMemoryWriter:
 
     def busy_slots(self) -> frozenset[int]:
         """Return the slots that somebody reads: those whose lock is held, though for LEASE_LIMIT_S at most."""
-        now_s = time.monotonic()
+        now_s = self._now_s()
         held = [slot for slot, handle in enumerate(self._locks) if _is_held(handle)]
         self._held_since_s = {slot: self._held_since_s.get(slot, now_s) for slot in held}
         return frozenset(slot for slot in held if now_s - self._held_since_s[slot] < LEASE_LIMIT_S)
@@ -136,7 +128,9 @@ class SharedMemoryWriter:
             for slot in range(NUM_SLOTS):
                 slot_lock_path(self._path, slot).unlink(missing_ok=True)
             self._path.unlink(missing_ok=True)
-            note_path(self._run_folder).unlink(missing_ok=True)
+        if self._handle >= 0:
+            os.close(self._handle)
+        self._handle = -1
         self._header = None
 
 
@@ -287,20 +281,33 @@ def _is_held(handle: int) -> bool:
     return False
 
 
-def make_segment(path: Path, num_bytes: int) -> mmap.mmap:
-    """Create, reserve and map a file nobody else can open."""
-    handle = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
+def make_segment(path: Path, num_bytes: int) -> tuple[mmap.mmap, int]:
+    """Create, reserve and map a file nobody else can open; return it with the handle that owns it until it is closed.
+
+    Raises:
+        BroadcastError: There is no room for it.
+    """
+    handle = _create(path)
     try:
         _reserve(handle, num_bytes)
-        return mmap.mmap(handle, num_bytes)
+        segment = mmap.mmap(handle, num_bytes)
     except OSError as error:
+        os.close(handle)
         path.unlink(missing_ok=True)
         raise BroadcastError(
             f"no room for {num_bytes >> 20} MiB of shared memory in {path.parent} ({error.strerror}); enlarge it "
             f"(docker run --shm-size) or set broadcast.medium.kind to files"
         ) from error
-    finally:
-        os.close(handle)
+    own(handle)
+    return segment, handle
+
+
+def _create(path: Path) -> int:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
+    except OSError as error:
+        raise BroadcastError(f"cannot make {path} ({error.strerror}); set broadcast.medium.kind to files, or zeromq") from error
 
 
 def _reserve(handle: int, num_bytes: int) -> None:

@@ -67,6 +67,7 @@ class HybridPublisher:
         self._on_available = on_available
         self._clock = clock
         self._path: Path | None = None
+        self._handle = -1
         self._header: NDArray[np.int64] | None = None
         self._flat = torch.empty(0, dtype=torch.uint8)
         self._views: dict[str, torch.Tensor] = {}
@@ -104,7 +105,9 @@ class HybridPublisher:
         """Unlink the file; the parameters stay where they are. Safe to repeat."""
         if self._path is not None:
             self._path.unlink(missing_ok=True)
-        self._path = None
+        if self._handle >= 0:
+            os.close(self._handle)
+        self._path, self._handle = None, -1
 
     def _move_in(self, named_tensors: Mapping[str, torch.Tensor]) -> WeightsManifest:
         """Make the place and let every parameter be a view of it."""
@@ -125,7 +128,7 @@ class HybridPublisher:
         remove_leftover_segments(self._run_folder)
         on_gpu = device.type == "cuda"
         self._path = segment_folder(self._run_folder) / f"{segment_prefix(self._run_folder)}{secrets.token_hex(4)}"
-        segment = make_segment(self._path, HEADER_BYTES + (TICKET_BYTES if on_gpu else num_bytes))
+        segment, self._handle = make_segment(self._path, HEADER_BYTES + (TICKET_BYTES if on_gpu else num_bytes))
         self._header = np.frombuffer(segment, np.int64, count=HEADER_BYTES // 8)
         self._header[[_NUM_BYTES, _VERSION, _MAGIC]] = num_bytes, -1, MAGIC
         inside = torch.frombuffer(segment, dtype=torch.uint8)[HEADER_BYTES:]

@@ -400,6 +400,25 @@ def test_a_shared_memory_location_of_another_run_is_refused(tmp_path):
     assert remove_leftover_segments(tmp_path / "one") == []
 
 
+def test_a_learner_that_lives_keeps_its_shared_memory_whoever_starts_under_the_same_path(tmp_path):
+    """As in a container that shares /dev/shm and not the files; once it is killed, the next start removes what it left."""
+    config = BroadcastConfig(medium=SharedMemoryMedium(), dtype="bfloat16", delta=DeltaConfig())
+    other = LineProcess(PEER, "publish", msgspec.json.encode(config).decode(), str(tmp_path), "10000", "2")
+    first, second = other.hear(WeightsAvailable), other.hear(WeightsAvailable)
+    its_files = left_behind(tmp_path)
+    assert any("delta-" in name for name in its_files)
+    learner = Learner(config, tmp_path)
+    assert read(config, tmp_path, learner.publish(1)) == {1.0}
+    assert its_files < left_behind(tmp_path)
+    learner.publisher.close()
+    assert left_behind(tmp_path) == its_files
+    assert remove_leftover_segments(tmp_path) == []
+    assert (read(config, tmp_path, first), read(config, tmp_path, second)) == ({1.0}, {2.0})
+    other.kill()
+    other.close()
+    assert {path.name for path in remove_leftover_segments(tmp_path)} == its_files
+
+
 def curve_keys() -> tuple[CurveKeys, CurveKeys]:
     """Return the learner's and a generator's."""
     learner, generator = zmq.curve_keypair(), zmq.curve_keypair()

@@ -1,13 +1,12 @@
 import threading
 from pathlib import Path
 
-import msgspec
 import pytest
 import torch
 
 from asyncrl.broadcast.medium import VersionUnavailableError
-from asyncrl.broadcast.segments import note_path, remove_leftover_segments, segment_folder, segment_prefix
-from asyncrl.broadcast.shared_memory import SegmentNote, SharedMemoryReader, SharedMemoryWriter, blob_path
+from asyncrl.broadcast.segments import remove_leftover_segments, segment_folder, segment_prefix
+from asyncrl.broadcast.shared_memory import LEASE_LIMIT_S, SharedMemoryReader, SharedMemoryWriter, blob_path
 from asyncrl.errors import BroadcastError
 from asyncrl.models.layout import make_manifest
 from asyncrl.schema.weights import WeightsAvailable, WeightsManifest
@@ -31,10 +30,10 @@ def fetch(tmp_path, version, location):
     return reader.fetch(announcement(version, location), memoryview(bytearray(MANIFEST.total_bytes)), threading.Event())
 
 
-def test_the_segment_is_noted_in_the_run_folder_and_private(writer, tmp_path):
+def test_what_lies_in_shared_memory_is_private(writer, tmp_path):
     writer.open(MANIFEST)
     paths = list(segment_folder(tmp_path).glob(f"{segment_prefix(tmp_path)}*"))
-    assert Path(msgspec.json.decode(note_path(tmp_path).read_bytes(), type=SegmentNote).path) in paths
+    assert len(paths) == 3
     assert all(path.stat().st_mode & 0o077 == 0 for path in paths)
 
 
@@ -104,6 +103,23 @@ def test_a_leased_slot_is_the_last_to_be_written_to_and_says_when_it_was(writer,
         lease.check()
     lease.release()
     assert writer.busy_slots() == frozenset()
+
+
+def test_a_reader_that_stands_still_spares_its_slot_for_a_while_only(tmp_path):
+    now_s = [100.0]
+    writer = SharedMemoryWriter(tmp_path, lambda: now_s[0])
+    writer.open(MANIFEST)
+    writer.overwrite(0, 1)
+    lease = SharedMemoryReader(tmp_path).lease(announcement(1, writer.commit(0, 1, "")))
+    assert writer.busy_slots() == {0}
+    now_s[0] += LEASE_LIMIT_S
+    assert writer.busy_slots() == frozenset()
+    lease.release()
+    assert writer.busy_slots() == frozenset()
+    another = SharedMemoryReader(tmp_path).lease(announcement(1, lease.path))
+    assert writer.busy_slots() == {0}
+    another.release()
+    writer.close()
 
 
 def test_a_lease_shows_the_bytes_where_they_lie(writer, tmp_path):

@@ -4,7 +4,7 @@ Legend: N tokens of a micro-batch or of a whole update (its micro-batches laid e
 sequences; rho = proximal / behaviour. A correction is `(LossInputs, its struct) -> CorrectionOutputs`.
 
 Invariants: everything is detached; a token that is masked or dropped weighs exactly 0; a correction without a weight gives 1; on
-policy every correction gives weight 1 and keeps all. The corrections in config/corrections.WHOLE_UPDATE mean something else on a
+policy every correction gives weight 1 and keeps all. Those that `config.corrections.sees_whole_update` means something else on a
 part of an update, so the caller runs `correct` on the whole of it and hands each micro-batch its slice (`combined` with those
 that read the current policy).
 

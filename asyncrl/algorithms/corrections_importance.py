@@ -14,14 +14,19 @@ from asyncrl.algorithms.ratios import bounded_exp, log_rho, sequence_mean, seque
 from asyncrl.algorithms.types import CorrectionOutputs, LossInputs, masked
 from asyncrl.config.corrections import MaskedGeometric, MaskedSequence, MaskedToken, TruncatedSequence, TruncatedToken
 
+LEAST_MEAN_WEIGHT = 1e-8
+"""Weights whose mean is less are left as they are (verl's bound)."""
+
 
 def tis_token(inputs: LossInputs, config: TruncatedToken) -> CorrectionOutputs:
     """Weigh each token by clamp(rho, floor, cap).
 
     Source: truncated importance sampling, Ionides 2008; on tokens, Yao et al. 2025 ("Your efficient RL framework secretly brings
-    you off-policy RL training"); verl `rollout_is: token`, OpenRLHF and slime `tis`.
+    you off-policy RL training"); verl `rollout_is: token`, OpenRLHF and slime `tis`. `normalize`: self-normalized importance
+    sampling (Hesterberg 1995); verl `rollout_is_batch_normalize`.
     """
-    return _weigh(inputs, bounded_exp(log_rho(inputs)).clamp(config.floor, config.cap))
+    weights = bounded_exp(log_rho(inputs)).clamp(config.floor, config.cap)
+    return _weigh(inputs, weights / _mean_of(weights[inputs.mask]) if config.normalize else weights)
 
 
 def tis_sequence(inputs: LossInputs, config: TruncatedSequence) -> CorrectionOutputs:
@@ -30,6 +35,8 @@ def tis_sequence(inputs: LossInputs, config: TruncatedSequence) -> CorrectionOut
     Source: verl `rollout_is: sequence`; slime `tis` with level sequence.
     """
     weights_S = bounded_exp(sequence_sum(log_rho(inputs), inputs)).clamp(config.floor, config.cap)
+    if config.normalize:
+        weights_S = weights_S / _mean_of(weights_S[inputs.sequence_ids[inputs.mask].unique()])
     return _weigh(inputs, weights_S[inputs.sequence_ids])
 
 
@@ -63,6 +70,12 @@ def masked_geometric(inputs: LossInputs, config: MaskedGeometric) -> CorrectionO
     log_mean = sequence_mean(log_rho_N, inputs.mask, inputs)[inputs.sequence_ids]
     weights = {"geometric": log_mean, "token": log_rho_N, "none": torch.zeros_like(log_rho_N)}[config.weight]
     return _mask(inputs, log_mean, bounded_exp(weights), config.low, config.high)
+
+
+def _mean_of(weights: torch.Tensor) -> torch.Tensor:
+    """Return the mean that weights are divided by; 1 where there is none, or where all but vanish."""
+    mean = weights.mean() if weights.numel() else weights.new_ones(())
+    return torch.where(mean > LEAST_MEAN_WEIGHT, mean, 1.0)
 
 
 def _weigh(inputs: LossInputs, weights: torch.Tensor) -> CorrectionOutputs:

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from asyncrl.config.algorithm import AlgorithmConfig
 from asyncrl.config.corrections import (
     MASKS_BY_RHO,
-    WHOLE_UPDATE,
     CorrectionConfig,
     MaskedGeometric,
     MaskedSequence,
@@ -24,6 +23,7 @@ from asyncrl.config.corrections import (
     TruncatedToken,
     Veto,
     is_importance_weight,
+    sees_whole_update,
 )
 from asyncrl.config.learner import LearnerConfig
 from asyncrl.errors import ConfigError
@@ -357,4 +357,4 @@ def _kind(item: object) -> str:
 
 def looks_at_whole_update(algorithm: AlgorithmConfig) -> bool:
     """Return whether corrections must see every token of an update before its first micro-batch."""
-    return algorithm.denominator == "kept" or any(isinstance(item, WHOLE_UPDATE) for item in algorithm.corrections)
+    return algorithm.denominator == "kept" or any(map(sees_whole_update, algorithm.corrections))

@@ -18,6 +18,8 @@ class TruncatedToken(_Variant, frozen=True, tag="tis_token"):
 
     cap: PositiveFloat = 2.0
     floor: NonNegativeFloat = 0.0
+    normalize: bool = False
+    """Divided by their mean over the update's tokens: truncation then moves weight between tokens and takes none away."""
 
 
 class TruncatedSequence(_Variant, frozen=True, tag="tis_sequence"):
@@ -25,6 +27,8 @@ class TruncatedSequence(_Variant, frozen=True, tag="tis_sequence"):
 
     cap: PositiveFloat = 2.0
     floor: NonNegativeFloat = 0.0
+    normalize: bool = False
+    """Divided by their mean over the update's sequences, each counted once."""
 
 
 class MaskedToken(_Variant, frozen=True, tag="icepop"):
@@ -111,8 +115,6 @@ CorrectionConfig = (
     | PythonCorrection
 )
 
-WHOLE_UPDATE = (SecondMomentMask, SecondMomentClip)
-"""Corrections that look at all tokens of an update at once."""
 READS_CURRENT_POLICY = (OffPolicySequenceMask, PythonCorrection)
 """Corrections of a row alone whose answer may change with every update of a step; of a user's own nothing is known."""
 WEIGHTING = (TruncatedToken, TruncatedSequence, MaskedToken)
@@ -127,3 +129,9 @@ def is_importance_weight(item: CorrectionConfig) -> bool:
 
 
 Probability = Annotated[float, Meta(ge=0, le=1)]
+
+
+def sees_whole_update(item: CorrectionConfig) -> bool:
+    """Return whether the correction looks at all tokens of an update at once."""
+    normalizes = isinstance(item, TruncatedToken | TruncatedSequence) and item.normalize
+    return normalizes or isinstance(item, SecondMomentMask | SecondMomentClip)

@@ -172,10 +172,13 @@ def test_decoupled_ppo(case):
 @pytest.mark.parametrize("case", cases("truncated_is"))
 def test_truncated_importance_sampling(case):
     params = params_of(case, "truncated_is")
-    assert not params.get("batch_normalize", False)
     kind = {"tis-token": TruncatedToken, "tis-token-two-sided": TruncatedToken, "tis-sequence": TruncatedSequence}[stem(case)]
     assert params["level"] == ("sequence" if kind is TruncatedSequence else "token")
-    correction = kind(cap=params["high"] if "high" in params else params["cap"], floor=params.get("low", 0.0))
+    correction = kind(
+        cap=params["high"] if "high" in params else params["cap"],
+        floor=params.get("low", 0.0),
+        normalize=params.get("batch_normalize", False),
+    )
     inputs = flat_inputs(case)
     got = run_loss("decoupled_ppo", inputs, LossConfig(corrections=(correction,), **clip_options(params)))
     rho = (inputs.proximal_logprobs - inputs.behaviour_logprobs)[inputs.mask].exp()

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from asyncrl.algorithms.corrections import CORRECTIONS, correct
 from asyncrl.algorithms.types import CorrectionOutputs
 from asyncrl.config.corrections import (
-    WHOLE_UPDATE,
     CorrectionConfig,
     MaskedGeometric,
     MaskedSequence,
@@ -26,12 +25,15 @@ from asyncrl.config.corrections import (
     TruncatedSequence,
     TruncatedToken,
     Veto,
+    sees_whole_update,
 )
 from asyncrl.errors import ConfigError
 
 ALL = [
     TruncatedToken(cap=1.4, floor=0.6),
     TruncatedSequence(cap=1.8, floor=0.1),
+    TruncatedToken(cap=1.4, normalize=True),
+    TruncatedSequence(cap=1.8, normalize=True),
     MaskedToken(low=0.6, high=1.9),
     MaskedSequence(low=0.2, high=5.0, weight="sequence"),
     MaskedSequence(low=0.2, high=5.0, weight="token"),
@@ -59,6 +61,7 @@ def slow_tokens(inputs):
         row = [j for j in tokens if inputs.sequence_ids[j] == inputs.sequence_ids[i]]
         product = math.exp(sum(log_rho[j] for j in row))
         facts[i] = {
+            "row": inputs.sequence_ids[i].item(),
             "token": math.exp(log_rho[i]),
             "sequence": product,
             "geometric": product ** (1 / len(row)),
@@ -111,6 +114,9 @@ def slow(item, inputs):
         while len(rest) > 1 and sum(facts[i]["square"] for i in rest) / len(rest) >= item.threshold:
             kept[rest.pop()] = False
     weights = [slow_weight(item, facts[i]) if kept.get(i, False) else 0.0 for i in range(len(inputs.mask))]
+    if getattr(item, "normalize", False):
+        by_place = {(i if isinstance(item, TruncatedToken) else fact["row"]): weights[i] for i, fact in facts.items()}
+        weights = [weight / (sum(by_place.values()) / len(by_place)) for weight in weights]
     return torch.tensor(weights, dtype=torch.float64), torch.tensor([kept.get(i, False) for i in range(len(inputs.mask))])
 
 
@@ -186,7 +192,7 @@ def test_parts_of_an_update_laid_end_to_end_are_corrected_as_each_alone(item, lo
     assert torch.equal(got.kept, kept)
     torch.testing.assert_close(got.weights, weights)
     alone = torch.cat([correct(part, (item,)).kept for part in parts])
-    assert isinstance(item, WHOLE_UPDATE) or torch.equal(got.kept, alone)
+    assert sees_whole_update(item) or torch.equal(got.kept, alone)
 
 
 @by_name
@@ -283,3 +289,15 @@ def test_a_users_own_correction_joins_the_others(loss_inputs, tmp_path):
 def test_a_users_own_correction_that_is_not_there_is_named():
     with pytest.raises(ConfigError, match=r"algorithm\.corrections\.path"):
         CORRECTIONS[PythonCorrection](None, PythonCorrection(path="no_such_module:anything"))
+
+
+@pytest.mark.parametrize("kind", [TruncatedToken, TruncatedSequence])
+def test_normalized_weights_have_mean_one_and_those_that_vanish_stay(kind, loss_inputs):
+    inputs = loss_inputs(3)
+    weights = correct(inputs, (kind(cap=1.3, normalize=True),)).weights
+    rows = [row for row in range(inputs.num_sequences) if (inputs.mask & (inputs.sequence_ids == row)).any()]
+    of_rows = torch.stack([weights[inputs.mask & (inputs.sequence_ids == row)].mean() for row in rows])
+    mean = weights[inputs.mask].mean() if kind is TruncatedToken else of_rows.mean()
+    assert mean.item() == pytest.approx(1.0)
+    far = replace(inputs, proximal_logprobs=inputs.behaviour_logprobs - 100.0)
+    assert correct(far, (kind(normalize=True),)).weights.max() < 1e-8

@@ -37,7 +37,7 @@ LEARNER = {"learning_rate": 1e-2, "epsilon": 1e-2, "max_grad_norm": 1e9, "logpro
 """A large epsilon keeps AdamW from turning rounding of tiny gradients into whole steps."""
 DECOUPLED = {"loss": "decoupled_ppo", "corrections": (TruncatedToken(1.1), MaskedSequence()), "entropy_coefficient": 0.01}
 GAE = {"advantage": "gae", "gamma": 0.97, "gae_lambda": 0.9}
-M2PO = {"corrections": (SecondMomentMask(0.02), TruncatedToken(1.5)), "denominator": "kept"}
+M2PO = {"corrections": (SecondMomentMask(0.02), TruncatedToken(1.5, normalize=True)), "denominator": "kept"}
 KL_REWARD = KLConfig(coefficient=0.3, estimator="k1", where="reward", target=0.01, horizon=50)
 CASES = {
     "tied": {"sizes": {"tie_word_embeddings": True}, "rows": 60, "algorithm": DECOUPLED},

@@ -1,5 +1,6 @@
 """Medium `files`: a folder of safetensors a version, under one that learner and generators both see.
 
+That one is the run's own: its `weights/`, or one named after it in `broadcast.medium.folder`, which runs may share.
 Owns `FOLDER/version-00000012/` (shards.py; a Hugging Face folder but for its config: transformers, vLLM and safetensors open its
 weights as they are), `FOLDER/*.delta`, and `FOLDER/.writing-*` and `FOLDER/.removing-*`, which nobody reads.
 
@@ -24,6 +25,7 @@ from pathlib import Path
 import torch
 
 from asyncrl.broadcast.medium import NUM_SLOTS, VersionUnavailableError
+from asyncrl.broadcast.segments import path_hash
 from asyncrl.broadcast.shards import plan_shards, read_shards, write_shards
 from asyncrl.config.broadcast import FilesMedium
 from asyncrl.errors import BroadcastError
@@ -38,7 +40,7 @@ class FilesWriter:
     keeps_slots = False
 
     def __init__(self, config: FilesMedium, run_folder: Path) -> None:
-        self._folder = weights_folder(config, run_folder)
+        self._folder = Path(config.folder) / own_name(run_folder) if config.folder else run_folder / "weights"
         self._config = config
         self._manifest: WeightsManifest | None = None
         self._slots: tuple[memoryview, ...] = ()
@@ -122,7 +124,7 @@ class FilesReader:
     """A generator's end."""
 
     def __init__(self, config: FilesMedium, run_folder: Path) -> None:
-        self._folder = weights_folder(config, run_folder)
+        self._run_folder = run_folder
         self._config = config
 
     def lease(self, available: WeightsAvailable) -> None:
@@ -130,7 +132,7 @@ class FilesReader:
 
     def fetch(self, available: WeightsAvailable, into: memoryview, cancelled: threading.Event) -> bytes:
         """Read the version's folder; see MediumReader."""
-        folder = self._folder / folder_name(available.version)
+        folder = self._folder_of(available) / folder_name(available.version)
         if Path(available.location).name != folder.name:
             raise BroadcastError(f"{available.location} is not where version {available.version} of this run lies")
         shards = plan_shards(available.manifest, self._config.shard_bytes)
@@ -141,16 +143,19 @@ class FilesReader:
                 raise BroadcastError(
                     f"{error.filename} is missing: version {available.version} has {len(shards)} shards"
                 ) from error
-            raise VersionUnavailableError(f"version {available.version} is gone from {self._folder}; fetch the newest") from error
+            raise VersionUnavailableError(
+                f"version {available.version} is gone from {folder.parent}; fetch the newest"
+            ) from error
         except OSError as error:
             raise BroadcastError(f"{error.filename or folder} cannot be read: {error.strerror}") from error
 
     def fetch_blob(self, available: WeightsAvailable, name: str, num_bytes: int, cancelled: threading.Event) -> bytes:  # noqa: ARG002 - small
         """Read the delta's file; see MediumReader."""
+        path = self._folder_of(available) / blob_file_name(name)
         try:
-            blob = (self._folder / blob_file_name(name)).read_bytes()
+            blob = path.read_bytes()
         except OSError as error:
-            raise VersionUnavailableError(f"delta {name} is gone from {self._folder}: {error.strerror}") from error
+            raise VersionUnavailableError(f"delta {name} is gone from {path.parent}: {error.strerror}") from error
         if len(blob) != num_bytes:
             raise BroadcastError(f"delta {name} has {len(blob)} bytes, announced were {num_bytes}")
         return blob
@@ -158,10 +163,19 @@ class FilesReader:
     def close(self) -> None:
         """Do nothing: no file stays open between fetches."""
 
+    def _folder_of(self, available: WeightsAvailable) -> Path:
+        """Return where the run's versions lie; a shared folder has the learner's name for it, whose paths may be others."""
+        if not self._config.folder:
+            return self._run_folder / "weights"
+        name = Path(available.location).parent.name
+        if name in {"", ".."}:
+            raise BroadcastError(f"{available.location} is in no folder of a run")
+        return Path(self._config.folder) / name
 
-def weights_folder(config: FilesMedium, run_folder: Path) -> Path:
-    """Return where the versions lie."""
-    return Path(config.folder) if config.folder else run_folder / "weights"
+
+def own_name(run_folder: Path) -> str:
+    """Return the name of a run's own folder among others: its own, told apart from that of another run of the same name."""
+    return f"{run_folder.resolve().name}-{path_hash(run_folder)}"
 
 
 def folder_name(version: int) -> str:

@@ -26,7 +26,12 @@ def segment_folder(run_folder: Path) -> Path:
 
 def segment_prefix(run_folder: Path) -> str:
     """Return what the names of all segments of this run, and of no other, begin with."""
-    return f"asyncrl-{hashlib.blake2b(bytes(run_folder.resolve()), digest_size=8).hexdigest()}-"
+    return f"asyncrl-{path_hash(run_folder)}-"
+
+
+def path_hash(run_folder: Path) -> str:
+    """Return 16 digits that tell run folders apart."""
+    return hashlib.blake2b(bytes(run_folder.resolve()), digest_size=8).hexdigest()
 
 
 def remove_leftover_segments(run_folder: Path) -> list[Path]:

@@ -17,7 +17,7 @@ class FilesMedium(_Variant, frozen=True, tag="files"):
     """Safetensors in a folder; any shared storage."""
 
     folder: str = ""
-    """Empty: `weights/` in the run folder."""
+    """Empty: `weights/` in the run folder. Else each run has a folder of its own in it."""
     keep_last: PositiveInt = 2
     shard_bytes: PositiveInt = 1 << 30
     """Most bytes of one safetensors file, a larger tensor apart; shards are written and read side by side."""

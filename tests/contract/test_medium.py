@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import queue
+import resource
 import signal
 import threading
 import time
@@ -379,13 +380,18 @@ def test_weight_files_open_with_safetensors(tmp_path):
 
 
 def test_a_full_disk_is_told_to_the_learner_at_the_next_publish(tmp_path):
-    (tmp_path / "weights").mkdir()
+    """No file may become larger than some: the write stops half-way, as on a disk without room."""
     learner = Learner(BroadcastConfig(medium=FilesMedium()), tmp_path)
     learner.publish(1)
-    (tmp_path / "weights" / f".writing-2-{os.getpid()}").mkdir()
-    learner.publisher.publish(2, tensors_of(2))
-    with pytest.raises(BroadcastError, match="version 2 was not published"):
-        learner.publisher.flush(TIMEOUT_S)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (NUM_VALUES, hard))
+    try:
+        learner.publisher.publish(2, tensors_of(2))
+        with pytest.raises(BroadcastError, match=r"version 2 was not published: .* could not be written to .*: File too large"):
+            learner.publisher.flush(TIMEOUT_S)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert [path.name for path in (tmp_path / "weights").iterdir()] == ["version-00000001"]
     assert learner.publish(3).version == 3
     learner.publisher.close()
 

@@ -4,6 +4,7 @@ import threading
 
 import pytest
 import torch
+from msgspec.structs import replace
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
@@ -179,6 +180,23 @@ def test_a_version_being_read_stays_readable_when_it_is_removed(tmp_path):
 
     assert torch.equal(fetch(FilesMedium(num_threads=1), tmp_path, available, RemovedMeanwhile()), learner.slots[0])
     assert names_in(tmp_path / "weights") == ["version-00000002"]
+
+
+def test_runs_of_one_name_that_share_a_folder_leave_each_other_alone(tmp_path):
+    config = FilesMedium(folder=str(tmp_path / "shared"), keep_last=2)
+    first = Learner(config, tmp_path / "a" / "run")
+    available = [first.commit(version) for version in (7, 8)]
+    first.writer.put_blob("delta-7-8", b"blob")
+    second = Learner(config, tmp_path / "b" / "run")
+    newest = second.commit(1)
+    assert len(names_in(tmp_path / "shared")) == 2
+    elsewhere = tmp_path / "where the run's folder is on a generator's machine"
+    for version in (*available, newest):
+        assert torch.equal(fetch(config, elsewhere, version), first.slots[0])
+    assert FilesReader(config, elsewhere).fetch_blob(available[1], "delta-7-8", 4, threading.Event()) == b"blob"
+    outside = replace(newest, location=f"{tmp_path}/../version-00000001")
+    with pytest.raises(BroadcastError, match="in no folder of a run"):
+        fetch(config, elsewhere, outside)
 
 
 def test_what_a_killed_learner_left_is_removed_by_the_next(tmp_path):

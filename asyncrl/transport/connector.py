@@ -4,14 +4,16 @@
     any --Refusal, Goodbye, close, too long without a listener--> closed
 
 Invariants: nothing is sent but in `open`, so nothing piles up towards a listener that is not there; what was lost on the way is
-unacknowledged and is sent again at the next Welcome. A Welcome to another session (the listener was restarted, or had given us
-up) starts the numbers from 0. No tasks: reader callbacks and one timer. Made by open.py.
+unacknowledged and is sent again at the next Welcome. A socket that cannot be opened (no descriptor is left, say) is tried
+again at every tick, until the connection is given up. A Welcome to another session (the listener was restarted, or had given us up)
+starts the numbers from 0. No tasks: reader callbacks and one timer. Made by open.py.
 """
 
 from __future__ import annotations
 
 import asyncio
 import enum
+import logging
 import uuid
 from collections.abc import Sequence
 
@@ -42,6 +44,8 @@ from asyncrl.transport.security import ClientKeys, secure_connector
 _LINK_EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 _RECONNECT_MS = 50
 _RECONNECT_MAX_MS = 1000
+
+_log = logging.getLogger(__name__)
 
 
 class Phase(enum.Enum):
@@ -80,6 +84,8 @@ class ZmqConnector:
         )
         self._pump.endpoint = self._endpoint
         self._context: zmq.SyncContext = zmq.Context()
+        self._not_opened = ""
+        """Why there is no socket; empty where there is one."""
         self._heard_s = self._ticked_s = self._lost_s = self._loop.time()
         self._open_socket()
         self._timer = self._loop.call_later(limits.ping_s, self._tick)
@@ -124,18 +130,26 @@ class ZmqConnector:
         socket.reconnect_ivl_max = _RECONNECT_MAX_MS
         if self._keys:
             secure_connector(socket, self._keys)
-        self._phase = Phase.CONNECTING
-        self._phase_s = self._loop.time()
-        self._watch = SocketWatch(socket, _LINK_EVENTS, self._on_link_event)
+        self._enter(Phase.CONNECTING)
         self._socket = LoopSocket(socket, self._on_message)
+        self._watch = SocketWatch(socket, _LINK_EVENTS, self._on_link_event)
         socket.connect(self._address)
 
     def _reopen(self) -> None:
         """Start with a new socket: whatever is queued in the old one is stale."""
         self._lose()
+        self._drop_socket()
+        try:
+            self._open_socket()
+            self._not_opened = ""
+        except zmq.ZMQError as error:
+            self._drop_socket()
+            self._not_opened = str(error.strerror)
+            _log.warning("no socket to %s could be opened, it is tried again: %s", self._address, error.strerror)
+
+    def _drop_socket(self) -> None:
         self._watch.close()
         self._socket.close(0)
-        self._open_socket()
 
     def _send(self, frames: Sequence[Frame]) -> bool:
         return self._socket.send(frames)
@@ -209,6 +223,7 @@ class ZmqConnector:
     def _tick(self) -> None:
         """Say that we are there; notice when nobody answers, unless it was this loop that stood still."""
         limits = self._limits
+        self._timer = self._loop.call_later(limits.ping_s, self._tick)
         self._socket.drain()
         if self._phase is Phase.CLOSED:
             return
@@ -218,13 +233,15 @@ class ZmqConnector:
         self._lost_s += stood_still_s
         self._ticked_s = now_s
         if not self._pump.is_open and self._welcomed.done() and now_s - self._lost_s > limits.give_up_s:
-            self._shut(f"no listener on {self._address} for {now_s - self._lost_s:.0f} s", 0)
+            why = f", and no socket: {self._not_opened}" if self._not_opened else ""
+            self._shut(f"no listener on {self._address} for {now_s - self._lost_s:.0f} s{why}", 0)
             return
         if self._phase is Phase.OPEN and now_s - self._heard_s <= limits.reconnect_after_s:
             self._socket.send([build(Ping(self._pump.session))])
-        elif self._phase is not Phase.CONNECTING and now_s - max(self._phase_s, self._heard_s) > limits.reconnect_after_s:
+        elif self._not_opened or (
+            self._phase is not Phase.CONNECTING and now_s - max(self._phase_s, self._heard_s) > limits.reconnect_after_s
+        ):
             self._reopen()
-        self._timer = self._loop.call_later(limits.ping_s, self._tick)
 
     def _fail(self, reason: str) -> None:
         """End for good, with the reason for whoever still waits to be connected."""

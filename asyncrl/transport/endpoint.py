@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import logging
 import sys
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +20,8 @@ from asyncrl.schema.codec import Frame, Message, decode, encode
 from asyncrl.schema.control import Hello
 from asyncrl.transport.channel import ConnectionCounts, Delivery, Lane, RefusalCounts
 from asyncrl.transport.lanes import Arrival, InLane, OutLane
+
+log = logging.getLogger(__name__)
 
 PARCEL_BYTES = 256 << 10
 """A parcel is full from this size on; small messages share one, a larger message has its own."""
@@ -219,7 +222,13 @@ class Endpoint:
 
     def heed(self, window: int, max_message_bytes: int) -> None:
         """Send no more at once, and nothing larger, than the other end takes."""
-        self._send_limit_bytes = min(self._max_message_bytes, max_message_bytes)
+        limit_bytes = min(self._max_message_bytes, max_message_bytes)
+        if limit_bytes < self._send_limit_bytes:
+            log.warning(
+                "%s takes messages of at most %d bytes, this side of %d: nothing larger is sent to it; set "
+                "transport.max_message_bytes alike", self._peer.name, max_message_bytes, self._max_message_bytes,
+            )  # fmt: skip
+        self._send_limit_bytes = limit_bytes
         for out in self._out:
             out.window = min(self._window, window)
 

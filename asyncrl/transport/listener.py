@@ -282,6 +282,7 @@ class ZmqListener:
     def _check_silence(self) -> None:
         """End the connections of peers that have been silent for too long, unless it was this loop that stood still."""
         period_s = self._limits.silence_timeout_s / 4
+        self._timer = self._loop.call_later(period_s, self._check_silence)
         self._socket.drain()
         now_s = self._loop.time()
         stood_still_s = max(0.0, now_s - self._checked_s - 2 * period_s)
@@ -290,7 +291,6 @@ class ZmqListener:
             if now_s - peer.heard_s > self._limits.silence_timeout_s:
                 self._forget(peer, f"silent for {now_s - peer.heard_s:.1f} s (limit {self._limits.silence_timeout_s:.1f} s)")
         self._checked_s = now_s
-        self._timer = self._loop.call_later(period_s, self._check_silence)
 
     def _note_failed_handshake(self, _event: int) -> None:
         if self._is_secure:

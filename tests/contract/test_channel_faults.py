@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import os
 import random
+import resource
 import stat
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +18,7 @@ import zmq
 import zmq.asyncio
 
 from asyncrl.config.stages import TransportConfig
-from asyncrl.errors import ConfigError, ConnectionClosed, TransportError
+from asyncrl.errors import CodecError, ConfigError, ConnectionClosed, TransportError
 from asyncrl.schema.codec import encode
 from asyncrl.schema.control import Heartbeat
 from asyncrl.schema.samples import SampleFailure
@@ -122,6 +123,56 @@ class CuttingProxy:
                 writer.write(chunk)
                 await writer.drain()
         writer.transport.abort()
+
+
+async def test_of_two_limits_the_smaller_holds_both_ways_and_the_greeting_says_so(caplog):
+    small = dataclasses.replace(LIMITS, max_message_bytes=LIMITS.max_message_bytes // 2)
+    large_message = failure(1, "x" * (small.max_message_bytes + 1))
+    for listeners, connectors in ((LIMITS, small), (small, LIMITS)):
+        caplog.clear()
+        listener = make_listener("tcp://127.0.0.1:*", limits=listeners)
+        connector, far = await connect(listener.address, limits=connectors)
+        async with closing(listener, connector):
+            near = await accept(listener)
+            (warning,) = (record.getMessage() for record in caplog.records if record.levelname == "WARNING")
+            assert f"at most {small.max_message_bytes} bytes, this side of {LIMITS.max_message_bytes}" in warning
+            for end in (far, near):
+                with pytest.raises(CodecError, match=f"the limit is {small.max_message_bytes};"):
+                    await end.send(large_message)
+            await far.send(failure(2))
+            assert await consume(near, 1) == [2]
+
+
+async def test_a_connector_that_finds_no_descriptor_tries_until_there_is_one(caplog):
+    listener = make_listener("tcp://127.0.0.1:*")
+    connector, far = await connect(listener.address)
+    async with closing(listener, connector):
+        near = await accept(listener)
+        with no_descriptor_left():
+            connector.break_link()
+            await far.send(failure(1))
+            await until(lambda: caplog.text.count("Too many open files") >= 2)
+        assert await consume(near, 1) == [1]
+
+
+async def test_a_connector_that_never_finds_a_descriptor_ends_and_says_why():
+    listener = make_listener("tcp://127.0.0.1:*")
+    connector, far = await connect(listener.address, limits=dataclasses.replace(LIMITS, give_up_s=0.3))
+    async with closing(listener, connector):
+        with no_descriptor_left():
+            connector.break_link()
+            with pytest.raises(ConnectionClosed, match="and no socket: Too many open files"):
+                await asyncio.wait_for(far.receive(), WAIT_S)
+
+
+@contextlib.contextmanager
+def no_descriptor_left():
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 async def test_a_link_that_breaks_again_and_again_loses_and_repeats_nothing():

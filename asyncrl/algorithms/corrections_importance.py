@@ -36,7 +36,8 @@ def tis_sequence(inputs: LossInputs, config: TruncatedSequence) -> CorrectionOut
     """
     weights_S = bounded_exp(sequence_sum(log_rho(inputs), inputs)).clamp(config.floor, config.cap)
     if config.normalize:
-        weights_S = weights_S / _mean_of(weights_S[inputs.sequence_ids[inputs.mask].unique()])
+        has_tokens_S = sequence_sum(torch.ones_like(inputs.behaviour_logprobs), inputs) > 0
+        weights_S = weights_S / _mean_of(weights_S[has_tokens_S])
     return _weigh(inputs, weights_S[inputs.sequence_ids])
 
 

@@ -4,8 +4,11 @@ Work: a model of SmolLM2-135M's shapes, random, float32 (538 MB), and the optimi
 pinned; without one the device is the simulated one (residency/device.py), whose memory is really taken and really given back.
 
 - `switch_vs_copy`: seconds of a whole turn by the manager (device to host, and back to the device) over those of bare copies of
-  the same tensors there and back between two sets of buffers that stay, which no switch that gives memory to others can do.
-- `switch_vs_fresh_copy` (a figure): the same over copies that take memory where they go and let go of the old.
+  the same tensors there and back between two sets of buffers that stay. What the policy left is on offer to others meanwhile, and
+  nobody takes it.
+- `taken_switch_vs_copy` (a figure): the same where all that was on offer is taken before the policy comes back (a GPU's memory
+  is with the driver in either case).
+- `switch_vs_fresh_copy` (a figure): the first over copies that take memory where they go and let go of the old.
 
 Sides are measured in turns within a round, after warm rounds; figures are medians.
 """
@@ -25,7 +28,7 @@ from asyncrl.residency.components import ModuleComponent
 from asyncrl.residency.cuda import CudaDevice
 from asyncrl.residency.device import Device, SimulatedDevice
 from asyncrl.residency.manager import ResidencyManager
-from asyncrl.residency.plan import OffloadTo, PhaseNeeds
+from asyncrl.residency.plan import PhaseNeeds
 from asyncrl.residency.tensors import TensorComponent
 
 DEFAULT_ROUNDS = 7
@@ -43,7 +46,13 @@ def run(rounds: int = 0) -> BenchResult:
     num_bytes = sum(parameter.nbytes for parameter in model.parameters())
     with tempfile.TemporaryDirectory(prefix="asyncrl-bench-") as folder:
         policy = ModuleComponent("policy", model, device, Path(folder))
-        sides = {"switch": _turn(policy, device), "copy": _bare_copies(model, device), "fresh": _fresh_copies(model, device)}
+        manager = ResidencyManager("bench", [policy], PHASES, device, SystemClock())
+        sides = {
+            "switch": _turn(manager),
+            "taken": _turn(manager, lambda: device.give_back(at_once=True)),
+            "copy": _bare_copies(model, device),
+            "fresh": _fresh_copies(model, device),
+        }
         seconds = interleaved({name: _timed(side) for name, side in sides.items()}, rounds, WARM_ROUNDS)
         del sides
         disk = interleaved(_disk_sides(policy), max(1, rounds // 2), 1)
@@ -53,9 +62,11 @@ def run(rounds: int = 0) -> BenchResult:
         {
             "model_mb": num_bytes / MEGA,
             "switch_ms": seconds["switch"] * 1e3,
+            "taken_switch_ms": seconds["taken"] * 1e3,
             "copy_ms": seconds["copy"] * 1e3,
             "fresh_copy_ms": seconds["fresh"] * 1e3,
             "switch_mb_per_s": 2 * num_bytes / MEGA / seconds["switch"],
+            "taken_switch_vs_copy": seconds["taken"] / seconds["copy"],
             "switch_vs_fresh_copy": seconds["switch"] / seconds["fresh"],
             "disk_write_ms": disk["write"] * 1e3,
             "disk_reload_ms": disk["reload"] * 1e3,
@@ -71,12 +82,13 @@ def _timed(action: Callable[[], object]) -> Callable[[], float]:
     return lambda: seconds_of(action)
 
 
-def _turn(component: TensorComponent, device: Device, offload_to: OffloadTo = "host") -> Callable[[], None]:
-    """Return a whole turn by the manager: everything off the device, and back."""
-    manager = ResidencyManager("bench", [component], PHASES, device, SystemClock(), offload_to=offload_to)
+def _turn(manager: ResidencyManager, meanwhile: Callable[[], None] | None = None) -> Callable[[], None]:
+    """Return a whole turn by the manager: everything off the device, what happens meanwhile, and back."""
 
     def turn() -> None:
         manager.switch("rollout")
+        if meanwhile is not None:
+            meanwhile()
         manager.switch("train")
 
     return turn
@@ -127,7 +139,8 @@ def _optimizer_turn(model: torch.nn.Module, device: Device) -> dict[str, float]:
     moments = [
         (f"{kind}/{name}", torch.zeros_like(p)) for name, p in model.named_parameters() for kind in ("exp_avg", "exp_avg_sq")
     ]
-    turn = _turn(TensorComponent("policy optimizer", device, lambda: moments), device)
+    component = TensorComponent("policy optimizer", device, lambda: moments)
+    turn = _turn(ResidencyManager("bench", [component], PHASES, device, SystemClock()))
     turn()
     seconds, num_bytes = seconds_of(turn), sum(tensor.nbytes for _, tensor in moments)
     return {

@@ -67,8 +67,9 @@ class CudaDevice:
                 target.copy_(source, non_blocking=True)
         self._stream.synchronize()
 
-    def give_back(self) -> None:
-        """Return torch's cached blocks to the driver: another process (an engine) wants them."""
+    def give_back(self, *, at_once: bool) -> None:
+        """Return torch's cached blocks to the driver, always at once: another process (an engine) wants them."""
+        del at_once
         torch.cuda.empty_cache()
 
 

@@ -4,8 +4,9 @@ Invariants, for both (`SimulatedDevice` here, `CudaDevice` in residency/cuda.py)
 once; a copy has arrived when `copy` returns; running out raises torch.OutOfMemoryError and takes nothing.
 
 Bytes are uint8 tensors, each with a storage of its own, because a model's tensors must not come to share one. On a CPU the
-"device" is a simulation over real memory: an anonymous mapping for each `take`, so that the operating system has it back once the
-last tensor on it is gone, and a count that falls just then. `hold` puts tensors that came from elsewhere on the same count.
+"device" is a simulation over real memory: a piece of memory (residency/arenas.py) for each `take`, which anyone on the machine
+can have once the last tensor on it is gone, and a count that falls just then. `hold` puts tensors that came from elsewhere on
+the same count.
 
 Called by residency/tensors.py, residency/manager.py and learner/residents.py.
 """
@@ -13,7 +14,6 @@ Called by residency/tensors.py, residency/manager.py and learner/residents.py.
 from __future__ import annotations
 
 import contextlib
-import mmap
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
@@ -21,10 +21,7 @@ from typing import Any, Protocol
 import torch
 
 from asyncrl.models.copying import copy_tensors
-
-ALIGNMENT = 64
-HUGE_PAGES_FROM = 4 << 20
-"""Smaller mappings are not worth pages of 2 MiB."""
+from asyncrl.residency.arenas import Arenas
 
 Copy = tuple[torch.Tensor, torch.Tensor]
 """(from, to), uint8, of one size."""
@@ -66,7 +63,7 @@ class Device(Protocol):
         ...
 
     def take_host(self, sizes: Sequence[int]) -> list[torch.Tensor]:
-        """Return host memory that copies go to fastest (pinned, where that means something)."""
+        """Return host memory that copies go to fastest (pinned, where that means something), holding anything."""
         ...
 
     def hold(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -77,8 +74,8 @@ class Device(Protocol):
         """Copy all of them, in whatever order, and return once all have arrived."""
         ...
 
-    def give_back(self) -> None:
-        """Let others have what is free."""
+    def give_back(self, *, at_once: bool) -> None:
+        """Let others have what is free; with `at_once` nothing of it is kept for the next time, as far as there is a choice."""
         ...
 
 
@@ -106,6 +103,7 @@ class SimulatedDevice:
         self._peak = 0
         self._held: set[int] = set()
         """Addresses of the storages on the count."""
+        self._arenas = Arenas()
 
     @property
     def kind(self) -> torch.device:
@@ -135,16 +133,16 @@ class SimulatedDevice:
         """See `Device`."""
         num_bytes = sum(sizes)
         self._require(num_bytes)
-        mapping, tensors = _map(sizes)
-        if mapping is not None:
-            self._count(mapping, num_bytes)
+        piece, tensors = self._arenas.take(sizes)
+        if piece is not None:
+            self._count(piece, num_bytes)
         for tensor in tensors:
             self._note_address(tensor.untyped_storage())
         return tensors
 
     def take_host(self, sizes: Sequence[int]) -> list[torch.Tensor]:
         """See `Device`."""
-        return _map(sizes)[1]
+        return self._arenas.take(sizes)[1]
 
     def hold(self, tensors: Iterable[torch.Tensor]) -> None:
         """See `Device`; may pass the budget, because the memory is taken already."""
@@ -157,8 +155,10 @@ class SimulatedDevice:
         """See `Device`."""
         copy_tensors(pairs)
 
-    def give_back(self) -> None:
-        """Do nothing: what is free is the operating system's already."""
+    def give_back(self, *, at_once: bool) -> None:
+        """See `Device`; what is free is on offer to the system already, and `at_once` the system has it."""
+        if at_once:
+            self._arenas.drop()
 
     @contextlib.contextmanager
     def counting_activations(self) -> Iterator[None]:
@@ -195,26 +195,3 @@ class SimulatedDevice:
                 f"the simulated device is out of memory: {num_bytes} bytes asked for, {self._allocated} of "
                 f"{self._budget_bytes} taken"
             )
-
-
-def _map(sizes: Sequence[int]) -> tuple[mmap.mmap | None, list[torch.Tensor]]:
-    """Return a new mapping and a tensor for each size on it; they keep it alive."""
-    places, end = [], 0
-    for size in sizes:
-        places.append(end)
-        end += -(-size // ALIGNMENT) * ALIGNMENT
-    if not end:
-        return None, [torch.empty(0, dtype=torch.uint8) for _ in sizes]
-    # Private, which Python's default is not: the kernel gives shared mappings no huge pages, and faults take four times as long.
-    mapping = mmap.mmap(-1, end, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if end >= HUGE_PAGES_FROM and hasattr(mmap, "MADV_HUGEPAGE"):
-        # Not every kernel is built with them; without, pages are small and all else is the same.
-        with contextlib.suppress(OSError):
-            mapping.madvise(mmap.MADV_HUGEPAGE)
-    return mapping, [_tensor_on(mapping, place, size) for place, size in zip(places, sizes, strict=True)]
-
-
-def _tensor_on(mapping: mmap.mmap, place: int, size: int) -> torch.Tensor:
-    if not size:
-        return torch.empty(0, dtype=torch.uint8)
-    return torch.frombuffer(mapping, dtype=torch.uint8, count=size, offset=place)

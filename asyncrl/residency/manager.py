@@ -74,10 +74,6 @@ class ResidencyManager:
         self._device, self._clock, self._record = device, clock, record
         self._budget = Budget(device.budget_bytes, host_bytes)
         self._offload_to: OffloadTo = offload_to
-        for component in self._components.values():
-            # Host memory that is kept beside the device's would be in no sum.
-            if host_bytes is not None and isinstance(component, TensorComponent):
-                component.keeps_host_buffers = False
         self._phase: Phase | None = None
         self._moved: list[ComponentMove] = []
         """Since the controller was last told."""
@@ -132,7 +128,7 @@ class ResidencyManager:
         """Take everything off the device but `keep`, as far as it may leave; return the bytes that left."""
         moves = plan_room(self._parts(), keep, self._budget, self._offload_to)
         self._carry_out(moves, self._phase or "train", OWN_SWITCH)
-        self._device.give_back()
+        self._device.give_back(at_once=True)
         return sum(move.num_bytes for move in moves)
 
     @contextlib.contextmanager

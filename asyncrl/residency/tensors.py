@@ -95,9 +95,6 @@ class TensorComponent:
         self._residence: Residence = "device"
         self._blocks: tuple[Block, ...] = ()
         self._host: list[torch.Tensor] = []
-        self.keeps_host_buffers = True
-        """Whether host memory, once taken, stays its own while it is on the device: taking (and pinning) it costs as much as the
-        copy. Given back when it goes to disk or is destroyed."""
         self.look()
 
     @property
@@ -137,7 +134,7 @@ class TensorComponent:
             case "device":
                 self._arrive()
             case "host":
-                self._leave(self._filled(self._take_host))
+                self._leave(self._filled(self._device.take_host))
             case "disk":
                 self._spill()
                 self._leave([])
@@ -192,11 +189,6 @@ class TensorComponent:
                 self._device.copy([pair])
         return taken
 
-    def _take_host(self, sizes: Sequence[int]) -> list[torch.Tensor]:
-        """Return its kept host memory, or new where it has none or has grown."""
-        kept = [raw.numel() for raw in self._host] == list(sizes)
-        return self._host if kept and self._residence == "device" else self._device.take_host(sizes)
-
     def _arrive(self) -> None:
         for block, raw in zip(self._blocks, self._filled(self._device.take), strict=True):
             block.show(raw)
@@ -218,10 +210,11 @@ class TensorComponent:
     def _clean_up(self, to: Residence) -> None:
         """Note where it is now, and let go of where it was."""
         before, self._residence = self._residence, to
-        if to in {"disk", "absent"} or (to == "device" and not self.keeps_host_buffers):
+        if to == "device":
             self._host = []
-        if before == "device":
-            self._device.give_back()
+        if to in {"disk", "absent"} or before == "device":
+            # In host memory it soon takes as much again; elsewhere it goes to make room.
+            self._device.give_back(at_once=to != "host")
         if before == "disk" and self._path is not None:
             self._path.unlink(missing_ok=True)
 

@@ -37,9 +37,9 @@ from asyncrl.control.memory_estimate import (
     generator_parts,
     inference_parts,
     judging_forward_bytes,
-    learner_parts,
     policy_shape,
-    training_row_parts,
+    reference_sizes,
+    training_sizes,
 )
 from asyncrl.errors import ConfigError
 
@@ -197,8 +197,11 @@ def _training_parts(config: RunConfig) -> dict[str, int]:
     """Return what is on the device beside generation: the learner with a row, and inference workers that are there too."""
     if config.learner.kind != "builtin":
         return {}
-    parts = [part for model in learner_parts(config).values() for part in model if part.place == "device"]
-    sizes = {"weights and state": sum(part.num_bytes for part in parts) // config.learner.ranks, **training_row_parts(config)}
+    sizes, reference = training_sizes(config), reference_sizes(config)
+    if not config.placement.device_memory_gib:  # with a budget it comes and goes (learner/residents.py)
+        sizes |= {name: size for name, size in reference.items() if name == "reference"}
+    elif sum(reference.values()) > sum(sizes.values()):
+        sizes = reference
     if judges_share_device(config):
         judge = sum(part.num_bytes for part in inference_parts(config)) + judging_forward_bytes(config)
         sizes["inference workers"] = judge * config.inference.num_workers

@@ -1,12 +1,13 @@
 """What each process must have resident, and what a pass takes beside it: first-order sums from the config and folders' headers.
 
-Nothing is opened but config.json and the headers of safetensors files. Called by control/preview.py, phase_room.py and
-device_share.py.
+Nothing is opened but config.json and the headers of safetensors files. Every refusal of a plan that cannot fit adds these up.
+Called by control/preview.py, phase_room.py and device_share.py.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -127,7 +128,32 @@ def training_row_parts(config: RunConfig) -> dict[str, int]:
     return {name: int(size) for name, size in row.items()}
 
 
-def reference_forward_bytes(config: RunConfig) -> int:
+def training_sizes(config: RunConfig) -> dict[str, int]:
+    """Return what one rank of the learner has on its device while it trains: weights, state, gradients, one row in the making."""
+    sizes: dict[str, int] = {}
+    gradients = 0
+    for model, parts in learner_parts(config).items():
+        if model != "reference":
+            gradients += _on_device(parts, "gradients")
+            state = _on_device(parts, "masters") + _on_device(parts, "moments")
+            sizes |= {model: _on_device(parts, "weights"), f"{model} optimizer": state}
+    whole = {**sizes, "gradients": gradients}
+    return {name: size // config.learner.ranks for name, size in whole.items()} | training_row_parts(config)
+
+
+def reference_sizes(config: RunConfig) -> dict[str, int]:
+    """Return what one rank of the learner has on its device while it reads a reference of its own; nothing where it has none."""
+    weights = _on_device(learner_parts(config).get("reference", ()), "weights")
+    if not weights:
+        return {}
+    return {"reference": weights // config.learner.ranks, "activations of a forward": _reference_forward_bytes(config)}
+
+
+def _on_device(parts: Iterable[Part], word: str) -> int:
+    return sum(part.num_bytes for part in parts if part.place == "device" and word in part.name)
+
+
+def _reference_forward_bytes(config: RunConfig) -> int:
     """Return what a reference on the learner needs for one row."""
     path = config.algorithm.reference.path
     shape = _shape_of(_model_json(path, "algorithm.reference.path")) if path else policy_shape(config.model)

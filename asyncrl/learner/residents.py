@@ -24,7 +24,7 @@ import torch
 from msgspec.structs import replace
 
 from asyncrl.clock import Clock
-from asyncrl.config.learner import LearnerConfig
+from asyncrl.config.launch import LocalLaunch
 from asyncrl.config.run import RunConfig
 from asyncrl.learner.reference import FrozenReference
 from asyncrl.learner.trainee import Trainee
@@ -34,18 +34,16 @@ from asyncrl.residency.component import Component
 from asyncrl.residency.components import FrozenModelComponent, ModuleComponent, OptimizerComponent
 from asyncrl.residency.cuda import device_at
 from asyncrl.residency.device import Device, SimulatedDevice
-from asyncrl.residency.fit import check_phases
 from asyncrl.residency.manager import ResidencyManager
-from asyncrl.residency.plan import GIB, Budget, Part, PhaseNeeds, gib
+from asyncrl.residency.plan import GIB, PhaseNeeds, gib
 from asyncrl.schema.control import Phase, PhaseReached
 
 POLICY, CRITIC, REFERENCE = "policy", "critic", "reference"
 POLICY_OPTIMIZER, CRITIC_OPTIMIZER = "policy optimizer", "critic optimizer"
 PROCESS = "learner"
 SWAP_FOLDER = "swap"
-_STATE_BYTES = {"adamw": 8, "adamw_8bit": 2, "paged_adamw_8bit": 0}
-"""Of moments, a parameter, on the device."""
-_MASTER_BYTES = _SUM_BYTES = 4
+_SUM_BYTES = 4
+"""Of gradients, a parameter."""
 
 
 class Residents:
@@ -115,7 +113,7 @@ def needs_residents(config: RunConfig) -> bool:
 
 
 def open_residents(trainee: Trainee, config: RunConfig, run_folder: Path, model_folder: Path, clock: Clock) -> Residents:
-    """Put a trainee's components under a manager.
+    """Put a trainee's components under a manager; that every phase has room was checked before the start (control/phase_room.py).
 
     Args:
         trainee: On the device, whole.
@@ -123,16 +121,11 @@ def open_residents(trainee: Trainee, config: RunConfig, run_folder: Path, model_
         run_folder: `memory/learner.jsonl` is written there, and `swap/` where components go to disk.
         model_folder: What the reference was opened from, unless the config names another.
         clock: Times moves.
-
-    Raises:
-        ConfigError: Some phase does not fit the budget.
     """
     assert trainee.ranks.size == 1, "config/placement_rules.py lets one rank through"
     device = open_device(config)
     components = learner_components(trainee, config, device, run_folder / SWAP_FOLDER, model_folder)
     phases = learner_phases(trainee, config)
-    host_bytes = int(config.placement.host_memory_gib * GIB) or None
-    check_phases(_expected(components, trainee, config.learner), phases, Budget(device.budget_bytes, host_bytes))
     timeline = open_memory(run_folder, PROCESS)
     manager = ResidencyManager(
         PROCESS,
@@ -140,7 +133,7 @@ def open_residents(trainee: Trainee, config: RunConfig, run_folder: Path, model_
         phases,
         device,
         clock,
-        host_bytes=host_bytes,
+        host_bytes=int(config.placement.host_memory_gib * GIB) or None,
         offload_to=config.placement.offload_to,
         record=timeline.write,
     )
@@ -150,7 +143,8 @@ def open_residents(trainee: Trainee, config: RunConfig, run_folder: Path, model_
 def open_device(config: RunConfig) -> Device:
     """Return the learner's device with its part of the budget: all of it, but beside generation that goes on."""
     placement = config.placement
-    share = 1 - placement.generation_share if placement.kind == "async_hybrid" else 1.0
+    is_shared = placement.kind == "async_hybrid" and isinstance(config.launch, LocalLaunch)
+    share = 1 - placement.generation_share if is_shared else 1.0
     budget = int(placement.device_memory_gib * GIB * share) or None
     return device_at(config.learner.device, budget)
 
@@ -185,19 +179,3 @@ def learner_phases(trainee: Trainee, config: RunConfig) -> list[PhaseNeeds]:
 def _trained_parameters(trainee: Trainee) -> list[torch.nn.Parameter]:
     modules: list[torch.nn.Module] = [trainee.model, *([] if trainee.critic is None else [trainee.critic])]
     return [parameter for module in modules for parameter in module.parameters() if parameter.requires_grad]
-
-
-def _expected(components: list[Component], trainee: Trainee, learner: LearnerConfig) -> list[Part]:
-    """Return the components as they will be once the optimizers have taken a step."""
-    modules = {POLICY_OPTIMIZER: trainee.model, CRITIC_OPTIMIZER: trainee.critic}
-    parts = []
-    for component in components:
-        module, num_bytes = modules.get(component.name), component.num_bytes
-        if module is not None:
-            num_bytes = sum(
-                parameter.numel() * (_STATE_BYTES[learner.optimizer] + (0 if parameter.dtype == torch.float32 else _MASTER_BYTES))
-                for parameter in module.parameters()
-                if parameter.requires_grad
-            )
-        parts.append(Part(component.name, num_bytes, component.residence, component.places))
-    return parts

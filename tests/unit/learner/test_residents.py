@@ -5,11 +5,12 @@ import torch
 
 from asyncrl.clock import SystemClock
 from asyncrl.config.algorithm import CriticConfig, KLConfig
+from asyncrl.config.launch import RayLaunch
 from asyncrl.config.run import PlacementConfig
-from asyncrl.errors import ConfigError
+from asyncrl.errors import ResidencyError
 from asyncrl.learner.critic import SeparateCritic, build_critic_optimizer
 from asyncrl.learner.reference import FrozenReference
-from asyncrl.learner.residents import Residents, needs_residents, open_residents
+from asyncrl.learner.residents import Residents, needs_residents, open_device, open_residents
 from asyncrl.learner.step import train_step
 from asyncrl.observe.memory import read_memory
 from asyncrl.residency.plan import GIB
@@ -124,10 +125,23 @@ def test_with_little_room_the_reference_and_the_optimizer_take_turns_within_a_st
     assert all(torch.allclose(roomy, turns, atol=1e-6) for roomy, turns in zip(*results, strict=True))
 
 
-def test_a_budget_that_training_does_not_fit_is_refused_at_start_with_the_sums(kit, opened):
+def test_what_does_not_fit_after_all_is_said_with_the_sums_when_it_is_to_come(kit, opened):
+    """Sums of the start are first-order; whoever gets past them is told what the learner really holds."""
     config = colocated(kit, device_memory_gib=1e-4)
-    with pytest.raises(ConfigError, match=r"(?s)'train'.*policy optimizer .*working memory.*too much.*device_memory_gib"):
-        opened(kit.trainee(kit.model(), config), config)
+    residents, _ = opened(kit.trainee(kit.model(), config), config)
+    residents.reach("rollout", 0)
+    with pytest.raises(ResidencyError, match=r"(?s)'train'.*policy .*working memory.*too much"):
+        residents.reach("train", 1)
+
+
+def test_the_learners_part_of_a_device_is_what_generation_beside_it_leaves(kit):
+    def budget(**settings):
+        return open_device(kit.config(**settings)).budget_bytes
+
+    beside = PlacementConfig(kind="async_hybrid", device_memory_gib=2.0, generation_share=0.25)
+    assert budget(placement=beside) == 1.5 * GIB
+    assert budget(placement=beside, launch=RayLaunch()) == 2 * GIB  # no generator of such a run is held to a share
+    assert budget(placement=PlacementConfig(device_memory_gib=2.0)) == 2 * GIB
 
 
 def test_residents_are_for_shared_and_for_bounded_devices(kit):

@@ -2,7 +2,8 @@
 
 Owns which step comes next. Invariants: a batch is sent only once the ledger holds that its groups are taken, so that a restart
 sends the very same batch; at most `AHEAD` steps are sent and not done; after a learner restart the feed goes back to the version
-it stands at. Where the learner shares its device, a step is packed at any time and sent when it is the learner's turn.
+it stands at. Where the learner shares its device, one step at most is sent before its turn: the learner has it ready when that
+comes, and brings what it lies on nearer while others give the device back.
 Called by control/controller.py and control/switching.py; an outside learner takes its groups here too.
 """
 
@@ -53,8 +54,6 @@ class LearnerFeed:
         self._next_step = 0
         self._held = True
         self._has_turn = True
-        self._packed: StepBatch | None = None
-        """The next step, where it waits for the learner's turn."""
         self._sending = False
         self._incarnation = 0
         self._outside_started_s = 0.0
@@ -70,13 +69,13 @@ class LearnerFeed:
 
     @property
     def wants_turn(self) -> bool:
-        """Return whether a step is packed and waits for the learner's turn."""
-        return self._packed is not None
+        """Return whether the learner has a step, or is sent one, that waits for its turn."""
+        return not self._has_turn and self._next_step > max(self.version, 0)
 
     @property
     def is_at_rest(self) -> bool:
         """Return whether every step that could be sent is sent and done."""
-        return self.idle and not self._wake.is_set() and not self.wants_turn
+        return self.idle and not self._wake.is_set()
 
     def wake(self) -> None:
         """Something has changed: a step may be possible now."""
@@ -85,12 +84,10 @@ class LearnerFeed:
     def hold(self, held: bool) -> None:
         """Send nothing while held; what was sent is still done."""
         self._held = held
-        if held:
-            self._packed = None
         self.wake()
 
     def take_turn(self, has_turn: bool) -> None:
-        """Send only while it is the learner's turn on a device that it shares."""
+        """Send more than the next step only while it is the learner's turn on a device that it shares."""
         self._has_turn = has_turn
         self.wake()
 
@@ -98,7 +95,6 @@ class LearnerFeed:
         """Start again from the version the learner stands at; later steps that were taken before are replayed."""
         self._learner = connection
         self._incarnation += 1
-        self._packed = None
         self._buffer.learner_restarted(version, self._clock.now())
         self.version = self._next_step = version
         self.wake()
@@ -107,7 +103,6 @@ class LearnerFeed:
         """Send nothing until a learner is ready again."""
         self._learner = None
         self._incarnation += 1
-        self._packed = None
 
     def step_done(self, done: StepDone) -> bool:
         """Note a finished step; return False where it was known before."""
@@ -133,22 +128,18 @@ class LearnerFeed:
             self.on_rest()
 
     def _may_send(self) -> bool:
-        return (
-            self._learner is not None and not self._held and self._next_step < min(self.version + AHEAD, self._config.num_steps)
-        )
+        end = min(self.version + (AHEAD if self._has_turn else 1), self._config.num_steps)
+        return self._learner is not None and not self._held and self._next_step < end
 
     async def _send_next(self) -> bool:
         """Take, pack and send the next step; return False when it must wait."""
         learner, incarnation = self._learner, self._incarnation
         assert learner is not None
-        batch, self._packed = self._packed or await self._pack_next(), None
+        batch = await self._pack_next()
         if batch is None:
             return False
         if self._held or incarnation != self._incarnation:
             return True
-        if not self._has_turn:
-            self._packed = batch
-            return False
         self._next_step = batch.step + 1
         try:
             await learner.send(batch)

@@ -8,6 +8,7 @@ Invariants (check_invariants, after every event in tests):
 - A process owes at most one answer; the next switch begins when nobody owes one.
 - A process that joins is told the phase when it is its turn, and not before. A learner cannot be kept from loading its model when
   it starts, so while there is none, or one that came in during a rollout, the device is the learner's: generation stands still.
+- What was wished for before a learner came in is void: it goes back to its checkpoint, and has steps to train again.
 - Whoever dies owes nothing any more.
 
 At the beginning the device is the learner's to take. `handle(event) -> list[instruction]`; called by control/switching.py.
@@ -184,6 +185,8 @@ class Phases:
         if name in self._members:
             return
         self._members[name] = _Member(role)
+        if role == "learner":
+            self.wanted = "train"  # what was wished for before it was there: it may have steps to train again
         if role == HOLDER[self.phase] and self.stage != "giving":
             self._tell(name, instructions)
 
@@ -197,6 +200,8 @@ class Phases:
         if self.owing:
             return False
         if self.stage == "giving":
+            if self._is_learners and self.phase != "train":  # nobody takes the device only to give it back at once
+                self.phase, self.number = "train", self.number + 1
             self.stage = "taking"
             self._tell_all(HOLDER[self.phase], instructions)
             return True
@@ -213,9 +218,14 @@ class Phases:
         self._tell_all(HOLDER[self.before], instructions)
         return True
 
+    @property
+    def _is_learners(self) -> bool:
+        """Return whether the device is the learner's, whatever is wanted: there is none, or it has just started."""
+        return not self.has("learner") or self.has_newcomer("learner")
+
     def _target(self) -> Phase:
-        """Return the phase to be in: what is wanted, unless a learner is starting."""
-        return "train" if not self.has("learner") or self.has_newcomer("learner") else self.wanted
+        """Return the phase to be in."""
+        return "train" if self._is_learners else self.wanted
 
     def _tell_all(self, role: Role, instructions: list[PhaseInstruction]) -> None:
         for name in self._with_role(role):

@@ -1,14 +1,14 @@
 """Carries out what the phases decide (control/phases.py): orders out, answers in, and what it all took, for logs and metrics.
 
 Owns the phases of one run whose placement takes turns. Invariants: groups and evaluation prompts go out only in `rollout`, steps
-only in `train`, and inference workers on the device judge in `inference` only; a generator or an inference worker is told to load
-its model when the device is first its own. What a switch waits for is somebody's wait, so that a process which never answers is a
-stall with a name.
+but the next one, which the learner keeps for its turn, only in `train`, and inference workers on the device judge in `inference`
+only; a generator or an inference worker is told to load its model when the device is first its own. What a switch waits for is
+somebody's wait, so that a process which never answers is a stall with a name.
 
     phase       ends when                                                       then comes
-    rollout     a step is packed                                                train
+    rollout     the learner is sent a step                                      train
                 models are to judge, and a step's groups or all are generated   inference
-    inference   every request is answered                                       train where a step is packed, else rollout
+    inference   every request is answered, or the learner is sent a step        train where it is, else rollout
     train       every step that was possible is done and its weights are out    inference where a worker must load, else rollout
 
 Called by control/controller.py, on its event loop.
@@ -78,7 +78,7 @@ class Switching:
         Args:
             peers: Of the run; orders go to them.
             flow: Held but in `rollout`.
-            feed: Held but in `train`.
+            feed: One step ahead, but in `train`.
             reporter: Told of switches, for spans.
             watchdog: Told that things move.
             clock: Times phases.
@@ -119,6 +119,8 @@ class Switching:
         """Note that a process is gone."""
         self._told_to_load.discard(name)
         self._handle(Left(name))
+        if not self.phases.has("learner"):
+            self._announced = -1  # the next learner may stand at the same version, and has to put it where it can be had
         self.consider()
 
     def reached(self, answer: PhaseReached) -> None:

@@ -68,7 +68,8 @@ async def test_whoever_dies_is_told_the_phase_again_and_the_run_finishes(tiny, r
 
 
 async def test_switches_are_recorded_and_no_two_phases_overlap(tiny):
-    async with asyncrl.Run(tiny(buffer__max_staleness=1, **PLACEMENTS["colocated"])) as run:
+    placement = {"kind": "colocated", "offload_to": "disk"}
+    async with asyncrl.Run(tiny(buffer__max_staleness=1, placement=placement)) as run:
         reports = [report async for report in run.steps()]
         status = await run.wait()
     assert status.version == 5
@@ -88,6 +89,9 @@ async def test_switches_are_recorded_and_no_two_phases_overlap(tiny):
         held = line.resident.get("KV cache" if line.process.startswith("generator") else "policy", 0)
         mine = "rollout" if line.process.startswith("generator") else "train"
         assert (held > 0) == (line.phase == mine), line
+    # What is on disk comes nearer before it is the learner's turn.
+    moves = {(line.phase, move.before, move.after) for line in lines if line.process == "learner" for move in line.moves}
+    assert {("rollout", "device", "disk"), ("rollout", "disk", "host"), ("train", "host", "device")} <= moves
 
 
 @pytest.fixture

@@ -90,17 +90,44 @@ def test_a_learner_that_dies_in_a_rollout_has_the_device_again_before_it_is_back
     assert phases.handle(Reached("learner", 2)) == [EnterPhase("train")]
 
 
-def test_a_learner_that_dies_while_it_gives_the_device_back_gets_it_again():
+def in_train() -> Phases:
     phases = in_rollout()
     phases.handle(Wanted("train"))
-    for name in ("generator-0", "generator-1"):
+    for name in ("generator-0", "generator-1", "learner"):
         phases.handle(Reached(name, 2))
-    phases.handle(Reached("learner", 2))
+    assert phases.now == "train"
+    return phases
+
+
+def test_a_learner_that_dies_while_it_gives_the_device_back_gets_it_again_and_generators_never_take_it():
+    phases = in_train()
     phases.handle(Wanted("rollout"))
-    assert phases.handle(Left("learner")) == [tell("generator-0", "rollout", 3), tell("generator-1", "rollout", 3)]
+    assert phases.handle(Left("learner")) == []
+    assert phases.waiting_for == "a learner to be ready"
+    assert phases.handle(Joined("learner", "learner")) == [tell("learner", "train", 4)]
+    assert phases.handle(Reached("learner", 4)) == [EnterPhase("train")]
+    phases.check_invariants()
+
+
+def test_a_learner_that_dies_while_generators_give_way_to_inference_gets_the_device_before_it():
+    phases = in_rollout()
+    phases.handle(Joined("inference-0", "inference"))
+    phases.handle(Wanted("inference"))
+    phases.handle(Left("learner"))
     phases.handle(Joined("learner", "learner"))
-    phases.handle(Reached("generator-0", 3))
-    assert phases.handle(Reached("generator-1", 3))[:2] == [EnterPhase("rollout"), LeavePhase("rollout")]
+    phases.handle(Reached("generator-0", 2))
+    assert phases.handle(Reached("generator-1", 2)) == [tell("learner", "train", 3)]
+    assert phases.handle(Reached("learner", 3)) == [EnterPhase("train")]
+
+
+def test_a_learner_that_comes_back_trains_first_whatever_was_wished_for_when_it_died():
+    phases = in_train()
+    phases.handle(Left("learner"))
+    assert phases.handle(Wanted("rollout")) == []  # all was trained when it died
+    assert phases.handle(Joined("learner", "learner")) == [tell("learner", "train", 2)]
+    assert phases.handle(Reached("learner", 2)) == []  # and is to be trained again, from its checkpoint
+    assert phases.now == "train"
+    assert phases.handle(Wanted("rollout"))[0] == LeavePhase("train")
 
 
 def test_inference_workers_take_the_device_between_generators_and_learner():

@@ -24,7 +24,7 @@ from asyncrl.observe.spans import PHASE, read_spans
 from asyncrl.schema.batches import StepBatch, StepDone
 from asyncrl.schema.codec import Message
 from asyncrl.schema.control import PROTOCOL, ComponentMove, Hello, LoadModel, PhaseReached, SetPhase
-from asyncrl.schema.samples import GroupWork, InferResult, Prompt, Sample, ids_to_bytes, logprobs_to_bytes
+from asyncrl.schema.samples import GroupWork, InferResult, Prompt, Sample, Score, ids_to_bytes, logprobs_to_bytes
 from asyncrl.tasks.sampler import PromptSequence
 from asyncrl.transport.channel import Connection, Lane
 from asyncrl.transport.inprocess import InProcessListener
@@ -37,11 +37,11 @@ NUM_STEPS = 5
 class Stage:
     """Switching with everything that it moves; the processes are the test."""
 
-    def __init__(self, folder: Path, *, judges: bool, eta: int) -> None:
+    def __init__(self, folder: Path, *, judges: bool, eta: int, ledger: str) -> None:
         judge = {"inference": {"reward_models": [{"name": "taste", "path": "taste"}]}, "reward": {"functions": []}}
         config = parse_config({
             "num_steps": NUM_STEPS, "algorithm": {"groups_per_step": B, "group_size": G}, "placement": {"kind": "colocated"},
-            "buffer": {"max_staleness": eta, "ledger": "memory"}, "generate": {"engine": {"kind": "fake", "num_slots": 64}},
+            "buffer": {"max_staleness": eta, "ledger": ledger}, "generate": {"engine": {"kind": "fake", "num_slots": 64}},
             **(judge if judges else {}),
         })  # fmt: skip
         self.clock, self.peers = VirtualClock(100.0), Peers()
@@ -62,16 +62,25 @@ class Stage:
         far = await self.listener.connect(_hello(kind, name))
         return self.peers.add(await self.listener.accept()), far
 
-    async def join(self, kind: str, name: str) -> Connection:
+    async def join(self, kind: str, name: str, version: int | None = None) -> Connection:
         peer, far = await self.connect(kind, name)
         if kind == "learner":
-            self.feed.learner_ready(peer.connection, max(self.feed.version, 0))
+            self.feed.learner_ready(peer.connection, max(self.feed.version, 0) if version is None else version)
         self.switching.join(peer, "model")
         return far
 
     async def reach(self, far: Connection, name: str, phase: str, number: int) -> None:
         assert await _next(far, SetPhase) == SetPhase(phase, number)  # type: ignore[arg-type]
         self.switching.reached(PhaseReached(name, phase, number))  # type: ignore[arg-type]
+
+    def lose(self, name: str) -> None:
+        """Do what the controller does about a death."""
+        peer = self.peers.get(name)
+        assert peer is not None
+        self.peers.remove(peer)
+        if name == "learner":
+            self.feed.learner_dead()
+        self.switching.leave(name)
 
     async def until(self, phase: str) -> None:
         async with asyncio.timeout(5):
@@ -99,7 +108,7 @@ class Stage:
         self.flow.generator_ready("generator-0", 64, 0)
         self.flow.version_live("generator-0", 0)
 
-    async def generate(self, generator: Connection, groups: int) -> None:
+    async def generate(self, generator: Connection, groups: int, *, score: bool = False) -> None:
         for _ in range(groups):
             work = await _next(generator, GroupWork, Lane.DATA)
             for index in work.indices:
@@ -110,6 +119,8 @@ class Stage:
                     ),
                     lambda: None,
                 )  # fmt: skip
+                if score:
+                    self.flow.take_answer(Score(work.group_id, index, work.attempt, float(index)), lambda: None)
         await self.settled()
 
     def judge(self) -> None:
@@ -126,8 +137,8 @@ class Stage:
 
 
 @asynccontextmanager
-async def _stage(folder: Path, *, judges: bool = False, eta: int = 0) -> AsyncIterator[Stage]:
-    stage = Stage(folder, judges=judges, eta=eta)
+async def _stage(folder: Path, *, judges: bool = False, eta: int = 0, ledger: str = "memory") -> AsyncIterator[Stage]:
+    stage = Stage(folder, judges=judges, eta=eta, ledger=ledger)
     try:
         async with asyncio.timeout(20), asyncio.TaskGroup() as group:
             feeding = group.create_task(stage.feed.run())
@@ -169,22 +180,87 @@ async def test_nothing_goes_out_before_the_first_rollout_and_that_begins_when_th
         assert stage.buffer.counts().issued == B
 
 
-async def test_a_step_that_is_packed_ends_the_rollout_and_is_sent_when_the_learner_has_the_device(tmp_path):
+async def test_a_step_that_is_sent_ends_the_rollout_and_the_learner_has_it_before_it_has_the_device(tmp_path):
     async with _stage(tmp_path, judges=True) as stage:
         learner, generator = await stage.in_rollout()
         await stage.generate(generator, B)
         stage.judge()
-        await stage.reach(generator, "generator-0", "train", 2)
-        assert learner.unacknowledged(Lane.DATA) == 0
-        await stage.reach(learner, "learner", "train", 2)
         batch = await _next(learner, StepBatch, Lane.DATA)
         assert (batch.step, len(batch.samples)) == (0, B * G)
+        await stage.reach(generator, "generator-0", "train", 2)
+        await stage.reach(learner, "learner", "train", 2)
         stage.feed.step_done(StepDone(0, 1, {}, 0.0, 1.0))
         await stage.settled()
         assert stage.switching.phases.now == "train"  # its weights are not out yet
         stage.switching.announced(1)
         await stage.reach(learner, "learner", "rollout", 3)
         await stage.reach(generator, "generator-0", "rollout", 3)  # and no LoadModel: it has its model
+
+
+async def test_before_its_turn_the_learner_is_sent_one_step_and_in_it_the_others_that_are_possible(tmp_path):
+    async with _stage(tmp_path, eta=1) as stage:
+        learner, generator = await stage.in_rollout()
+        await stage.generate(generator, 2 * B, score=True)
+        assert (await _next(learner, StepBatch, Lane.DATA)).step == 0
+        assert learner.unacknowledged(Lane.DATA) == 0
+        await stage.reach(generator, "generator-0", "train", 2)
+        await stage.reach(learner, "learner", "train", 2)
+        assert (await _next(learner, StepBatch, Lane.DATA)).step == 1
+
+
+async def test_a_pause_does_not_hold_back_the_turn_of_a_step_that_is_sent(tmp_path):
+    async with _stage(tmp_path) as stage:
+        learner, generator = await stage.in_rollout()
+        await stage.generate(generator, B, score=True)
+        stage.flow.hold(evaluation_too=True)
+        stage.feed.hold(True)
+        await stage.settled()
+        await stage.reach(generator, "generator-0", "train", 2)
+        await stage.reach(learner, "learner", "train", 2)
+        assert (await _next(learner, StepBatch, Lane.DATA)).step == 0
+        stage.feed.step_done(StepDone(0, 1, {}, 0.0, 1.0))
+        stage.switching.announced(1)
+        await stage.settled()
+        await stage.reach(learner, "learner", "rollout", 3)
+        await stage.reach(generator, "generator-0", "rollout", 3)
+        await stage.settled()
+        assert stage.switching.phases.now == "rollout"
+        assert stage.buffer.counts().running == 0  # the run is paused
+
+
+async def test_a_learner_that_dies_once_all_is_trained_trains_it_again_before_generators_have_the_device(tmp_path):
+    async with _stage(tmp_path, ledger="disk") as stage:
+        learner, generator = await stage.in_rollout()
+        await stage.generate(generator, B, score=True)
+        await stage.reach(generator, "generator-0", "train", 2)
+        await stage.reach(learner, "learner", "train", 2)
+        await stage.settled()
+        stage.feed.step_done(StepDone(0, 1, {}, 0.0, 1.0))
+        stage.switching.announced(1)
+        stage.lose("learner")
+        await stage.settled()
+        again = await stage.join("learner", "learner", version=0)
+        await stage.settled()
+        await stage.reach(again, "learner", "train", 2)
+        assert (await _next(again, StepBatch, Lane.DATA)).step == 0
+        await stage.settled()
+        assert stage.switching.phases.now == "train"
+
+
+async def test_generators_wait_for_the_weights_of_the_learner_that_is_there(tmp_path):
+    """One that comes back at the version its predecessor had put out last has to put it out again: that one's went with it."""
+    async with _stage(tmp_path) as stage:
+        learner = await stage.join("learner", "learner")
+        await stage.reach(learner, "learner", "train", 0)
+        stage.switching.announced(0)
+        stage.lose("learner")
+        again = await stage.join("learner", "learner")
+        await stage.reach(again, "learner", "train", 0)
+        await stage.settled()
+        assert stage.switching.phases.now == "train"
+        stage.feed.hold(False)
+        stage.switching.announced(0)
+        await stage.reach(again, "learner", "rollout", 1)
 
 
 async def test_models_judge_between_rollout_and_train_once_all_is_generated(tmp_path):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
 from types import NoneType, TracebackType
@@ -35,6 +36,8 @@ from asyncrl.schema.weights import WeightsAvailable
 
 START_TIMEOUT_S = 60.0
 """For the controller to answer; models load later."""
+FULL_DISK_BYTES = 1 << 20
+"""A disk with less room than this is full."""
 NOT_REPEATED = frozenset({"/submit", "/trained"})
 """Requests whose effect a lost controller may have kept: only the caller can know whether to ask again."""
 
@@ -90,7 +93,9 @@ class RunClient:
             async for line in self._lines("/steps", first):
                 yield msgspec.json.decode(line, type=StepReport)
         except aiohttp.ClientError as error:
-            raise RunLostError(f"lost the run in {self.run_folder}: {error}; see its logs/ folder") from error
+            raise RunLostError(
+                f"lost the run in {self.run_folder}: {error}; {_full_disk(self.run_folder) or 'see its logs/ folder'}"
+            ) from error
         status = await self.status()
         if status.phase == "failed":
             raise RunError(status.reason)
@@ -170,7 +175,8 @@ class RunClient:
                 if response.status >= 400:
                     raise RunError(answer.decode(errors="replace"))
         except (aiohttp.ClientError, OSError) as error:
-            raise RunLostError(f"the run in {self.run_folder} does not answer: {error or type(error).__name__}") from error
+            said = "; ".join(filter(None, (str(error) or type(error).__name__, _full_disk(self.run_folder))))
+            raise RunLostError(f"the run in {self.run_folder} does not answer: {said}") from error
         return msgspec.msgpack.decode(answer, type=kind)
 
 
@@ -302,9 +308,12 @@ class Run(RunClient):
             )
         if is_live(self.run_folder):
             raise LaunchError(f"{self.run_folder} already runs; `asyncrl stop {self.run_folder}` first")
-        self.run_folder.mkdir(parents=True, exist_ok=True)
         said = "".join(f"# {choice}\n" for choice in self._choices)
-        config_file.write_text(said + dump_config(self.config), encoding="utf-8")
+        try:
+            self.run_folder.mkdir(parents=True, exist_ok=True)
+            _write_whole(config_file, said + dump_config(self.config))
+        except OSError as error:
+            raise LaunchError(f"cannot write {config_file}: {_full_disk(self.run_folder) or error.strerror}") from error
 
     def _note_choices(self) -> None:
         logs = self.run_folder / "logs"
@@ -353,6 +362,25 @@ def _resolve(config: RunConfig | dict[str, Any] | str | Path | None, resume: str
     if isinstance(config, RunConfig):
         return validated(config)
     return parse_config(config) if isinstance(config, dict) else load_config(config)
+
+
+def _write_whole(file: Path, text: str) -> None:
+    """Write a file or leave the one that is there as it is: a run whose config is cut short cannot be resumed."""
+    partial = file.with_name(f"{file.name}.partial")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(file)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _full_disk(run_folder: Path) -> str:
+    """Return what to do about a disk on which there is no room; empty where there is some."""
+    with contextlib.suppress(OSError):
+        free_bytes = shutil.disk_usage(run_folder).free
+        if free_bytes < FULL_DISK_BYTES:
+            return f"its disk is full ({free_bytes} bytes free): make room, then `asyncrl resume {run_folder}`"
+    return ""
 
 
 def _tail_of(log: Path, code: int | None) -> str:

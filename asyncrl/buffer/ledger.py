@@ -68,7 +68,7 @@ class SqliteLedger:
             os.close(self._lock_fd)
             if isinstance(error, LedgerError):
                 raise
-            raise LedgerError(f"{path} cannot be opened: {error}; it is no ledger, or it is damaged") from error
+            raise LedgerError(f"{path} cannot be opened: {error}; it is no ledger, it is damaged, or its disk is full") from error
         self._call_soon = call_soon
         self._on_failure = on_failure
         self._max_queued = max_queued
@@ -158,7 +158,10 @@ class SqliteLedger:
             self._call_soon(lambda: _run_all(callbacks))
 
     def _fail(self, cause: Exception) -> None:
-        error = LedgerError(f"{self.path}: commit failed: {cause}; nothing written since is safe, the run must stop")
+        error = LedgerError(
+            f"{self.path}: commit failed: {cause}; nothing written since is safe, the run must stop; `asyncrl resume` goes on "
+            "from what is committed"
+        )
         with self._changed:
             self._error = error
             self._busy = False

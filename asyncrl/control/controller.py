@@ -189,7 +189,10 @@ class Controller:
     async def _close_books(self) -> None:
         await asyncio.to_thread(self.flow.buffer.check)
         await asyncio.to_thread(self.flow.buffer.close)
-        await self.reporter.close(self.run_folder)
+        try:
+            await self.reporter.close(self.run_folder)
+        except OSError as error:  # on a full disk, say: the run's end and its reason are still to be told
+            log.error("the pictures of the run could not be written: %s; `asyncrl report` draws them", error)  # noqa: TRY400
 
     async def _stop_when(self, owner_gone: asyncio.Event) -> None:
         await owner_gone.wait()

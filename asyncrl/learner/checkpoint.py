@@ -24,6 +24,7 @@ from typing import Any
 
 import msgspec
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
@@ -133,14 +134,21 @@ def write_folder(target: Path, fill: Callable[[Path], None]) -> Path:
 
     Returns:
         `target`.
+
+    Raises:
+        LearnerError: The disk takes no more; what was written of it is removed, and a folder already there stays.
     """
-    target.parent.mkdir(parents=True, exist_ok=True)
     partial = target.parent / f"{PARTIAL}{target.name}"
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir()
-    fill(partial)
-    for path in [*partial.rglob("*"), partial]:
-        _sync(path)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir()
+        fill(partial)
+        for path in [*partial.rglob("*"), partial]:
+            _sync(path)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise LearnerError(f"{target} cannot be written: {error}; make room on its disk, then `asyncrl resume`") from error
     if target.exists():
         shutil.rmtree(target)
     partial.rename(target)

@@ -5,8 +5,8 @@
 
 Invariants: nothing is sent but in `open`, so nothing piles up towards a listener that is not there; what was lost on the way is
 unacknowledged and is sent again at the next Welcome. A socket that cannot be opened (no descriptor is left, say) is tried
-again at every tick, until the connection is given up. A Welcome to another session (the listener was restarted, or had given us up)
-starts the numbers from 0. No tasks: reader callbacks and one timer. Made by open.py.
+again at every tick, until the connection is given up. A Welcome to another session (the listener was restarted, or had given us
+up) starts the numbers from 0. No tasks: reader callbacks and one timer. Made by open.py.
 """
 
 from __future__ import annotations

@@ -1,0 +1,98 @@
+"""A disk that is full: the run ends and says so, and goes on where it stopped once there is room. Needs a small disk to mount."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import asyncrl
+from asyncrl.buffer.ledger_reader import LedgerReader
+from tests.integration.conftest import tiny_settings
+
+pytestmark = pytest.mark.timeout(240)
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=400m", "tmpfs", folder], capture_output=True, check=False)
+    if mounted.returncode:
+        pytest.skip(f"no disk can be mounted here: {mounted.stderr.decode().strip()}")
+    yield folder
+    subprocess.run(["umount", folder], check=True)
+
+
+def filler_of(disk: Path) -> Path:
+    return disk / "filler"
+
+
+def fill(disk: Path) -> None:
+    """Take all the room that is left."""
+    with filler_of(disk).open("wb", buffering=0) as file:
+        for size in (1 << 20, 1 << 12):
+            with contextlib.suppress(OSError):
+                while True:
+                    file.write(bytes(size))
+
+
+def steps_of(run_folder: Path) -> list[tuple[int, ...]]:
+    """Return the groups of every step that the ledger holds."""
+    with LedgerReader(run_folder / "ledger.sqlite") as ledger:
+        return [step.group_ids for step in ledger.steps()]
+
+
+def config_of(folder: Path) -> dict:
+    return tiny_settings(folder, num_steps=10_000, eval__at_start=False, eval__at_end=False, generate__num_workers=2)
+
+
+async def until_it_fails(config: dict, *, full: Path, once: Callable[[], bool]) -> None:
+    """Run, and leave no room on a disk as soon as it is so."""
+    async with asyncrl.Run(config) as run:
+        async for _ in run.steps():
+            if not filler_of(full).exists() and once():
+                fill(full)
+
+
+async def go_on(config: dict, run_folder: Path) -> None:
+    """Resume, train a few more steps, and compare the books with those before."""
+    before = steps_of(run_folder)
+    goal = len(before) + 4
+    async with asyncrl.Run(config | {"num_steps": goal}, resume=run_folder) as run:
+        async for _ in run.steps():
+            pass
+        status = await run.status()
+    assert (status.phase, status.version) == ("stopped", goal), status.reason
+    groups = dict(status.groups)
+    assert groups.pop("issued") == sum(groups.values())
+    steps = steps_of(run_folder)
+    assert steps[: len(before)] == before
+    trained = [group_id for group_ids in steps for group_id in group_ids]
+    assert len(trained) == len(set(trained)) == goal * 4
+
+
+async def test_a_run_on_a_full_disk_says_so_and_goes_on_once_there_is_room(small_disk):
+    run_folder, config = small_disk / "tiny", config_of(small_disk)
+    with pytest.raises(asyncrl.RunError, match=r"make room.*, then `asyncrl resume"):
+        await until_it_fails(config, full=small_disk, once=lambda: any(run_folder.glob("checkpoints/step-*")))
+    fill(small_disk)
+    with pytest.raises(asyncrl.LaunchError, match=r"cannot write .*config.toml: its disk is full"):
+        await go_on(config, run_folder)
+    filler_of(small_disk).unlink()
+    await go_on(config, run_folder)
+
+
+async def test_a_checkpoint_that_finds_no_room_ends_the_run_and_the_one_before_stays(tmp_path, small_disk):
+    run_folder, config = tmp_path / "tiny", config_of(tmp_path)
+    run_folder.mkdir()
+    (run_folder / "checkpoints").symlink_to(small_disk)
+    with pytest.raises(asyncrl.RunError, match=r"step-0000\d\d cannot be written: .*No space left.*; make room on its disk"):
+        await until_it_fails(config, full=small_disk, once=lambda: any(small_disk.glob("step-*")))
+    assert not list(small_disk.glob(".partial-*"))
+    assert list(small_disk.glob("step-*/trainer/state.json"))
+    filler_of(small_disk).unlink()
+    await go_on(config, run_folder)

@@ -1,0 +1,117 @@
+"""A generator that is slow costs the learner nothing: its step takes as long as with none, over every medium that runs here."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import signal
+import statistics
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from asyncrl.broadcast.publisher import Publisher
+from asyncrl.clock import SystemClock
+from asyncrl.config.broadcast import BroadcastConfig, FilesMedium, GlooMedium, SharedMemoryMedium, ZeroMQMedium
+from asyncrl.schema.weights import WeightsAvailable
+from tests.contract.line_process import LineProcess
+from tests.contract.medium_peer import Fetched, Order, tensors_of
+
+pytestmark = pytest.mark.timed
+
+NUM_VALUES = 1 << 19
+STEP_S = 0.1
+"""What the device takes."""
+NUM_STEPS = 10
+RUNS_S, STANDS_STILL_S = 0.02, 0.18
+MOST_SLOWER = 1.05
+MEDIA = {
+    "shared_memory": SharedMemoryMedium(),
+    "files": FilesMedium(),
+    "zeromq": ZeroMQMedium(chunk_bytes=64 << 10),
+    "gloo": GlooMedium(timeout_s=5.0, gather_s=0.05),
+}
+
+
+class Learner:
+    """Trains: the device computes, then the weights are published."""
+
+    def __init__(self, config: BroadcastConfig, run_folder: Path) -> None:
+        self.announced: queue.SimpleQueue[WeightsAvailable] = queue.SimpleQueue()
+        self.publisher = Publisher(config, run_folder, self.announced.put, SystemClock())
+        self._version = 0
+
+    def step(self) -> float:
+        """Return the seconds it took."""
+        self._version += 1
+        tensors = tensors_of(self._version, NUM_VALUES)
+        started_s = time.perf_counter()
+        threading.Event().wait(STEP_S)
+        self.publisher.publish(self._version, tensors)
+        return time.perf_counter() - started_s
+
+    def newest(self) -> WeightsAvailable:
+        available = self.announced.get(timeout=30)
+        while not self.announced.empty():
+            available = self.announced.get()
+        return available
+
+
+@contextlib.contextmanager
+def slowed(generator: LineProcess) -> Iterator[None]:
+    """Let it run a tenth of the time."""
+    done = threading.Event()
+
+    def throttle() -> None:
+        while not done.is_set():
+            generator.process.send_signal(signal.SIGSTOP)
+            done.wait(STANDS_STILL_S)
+            generator.process.send_signal(signal.SIGCONT)
+            done.wait(RUNS_S)
+
+    thread = threading.Thread(target=throttle)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+def steps_with(learner: Learner, generator: LineProcess, config: BroadcastConfig, run_folder: Path) -> tuple[list[float], int]:
+    """Return what steps took while a slow generator fetched the newest version again and again, and how often it had one."""
+    took_s: list[float] = []
+    num_whole = 0
+    generator.tell(Order(config, str(run_folder), learner.newest()))
+    with slowed(generator):
+        for _ in range(NUM_STEPS):
+            took_s.append(learner.step())
+            if generator.has_spoken():
+                num_whole += not generator.hear(Fetched).error
+                generator.tell(Order(config, str(run_folder), learner.newest()))
+    return took_s, num_whole + (not generator.hear(Fetched).error)
+
+
+@pytest.mark.parametrize("medium", MEDIA)
+def test_a_slow_generator_does_not_make_the_learners_steps_longer(medium, tmp_path):
+    config = BroadcastConfig(medium=MEDIA[medium], bucket_bytes=1 << 20)
+    learner = Learner(config, tmp_path)
+    generator = LineProcess("tests.contract.medium_peer", "subscribe")
+    alone_s: list[float] = []
+    accompanied_s: list[float] = []
+    num_whole = 0
+    learner.step()
+    generator.tell(Order(config, str(tmp_path), learner.newest()))
+    assert not generator.hear(Fetched).error
+    for _ in range(2):
+        alone_s += [learner.step() for _ in range(NUM_STEPS)]
+        took_s, fetched = steps_with(learner, generator, config, tmp_path)
+        accompanied_s += took_s
+        num_whole += fetched
+    generator.close()
+    learner.publisher.close()
+    assert 0 < num_whole < len(accompanied_s), "it was to be slow, and to get something all the same"
+    assert statistics.median(accompanied_s) <= MOST_SLOWER * statistics.median(alone_s)

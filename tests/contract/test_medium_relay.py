@@ -20,7 +20,7 @@ import zmq
 from asyncrl.broadcast.chunks import ChunkReply, ChunkRequest, PlaceRequest
 from asyncrl.broadcast.fingerprint import BucketHasher, version_fingerprint
 from asyncrl.broadcast.zeromq import CurveKeys, ZeroMQReader, ZeroMQWriter
-from asyncrl.broadcast.zeromq_server import WINDOW
+from asyncrl.broadcast.zeromq_server import SEND_QUEUE, WINDOW
 from asyncrl.config.broadcast import BroadcastConfig, ZeroMQMedium
 from asyncrl.errors import BroadcastError
 from asyncrl.models.layout import bucket_ends, make_manifest
@@ -396,6 +396,31 @@ def test_malformed_requests_to_a_relay_are_counted_and_not_answered(learner):
     assert asker.ask(available)[0].num_bytes == CHUNK_BYTES
     assert reader.refused == 7
     asker.close()
+    reader.close()
+
+
+@pytest.mark.parametrize("feeder", ["learner", "relay"])
+def test_who_asks_and_never_reads_costs_a_queue_of_parts_and_holds_nobody_up(learner, feeder):
+    """What was sent lies in its queue and in the system's socket buffers, both bounded; the rest is lost."""
+    available = learner.publish(1)
+    reader = ZeroMQReader(MEDIUM)
+    assert Fetch(reader, available).join() == {1.0}
+    feeding, location = (learner.writer, available.location) if feeder == "learner" else (reader, reader.location)
+    before, num_requests = feeding.served_bytes, 300
+    context = zmq.Context()
+    greedy = context.socket(zmq.DEALER)
+    greedy.rcvhwm, greedy.rcvbuf = 1, 1 << 16
+    greedy.connect(location)
+    for _ in range(num_requests):
+        greedy.send(msgspec.msgpack.encode(ChunkRequest(1, available.fingerprint, 0, WINDOW_BYTES)))
+    modest = Asker(location)
+    for _ in range(num_requests):  # by turns with the other: who gets the last answer knows that all are dealt with
+        assert modest.ask(available)[0].num_bytes == CHUNK_BYTES
+    queued_bytes = feeding.served_bytes - before - num_requests * CHUNK_BYTES
+    assert queued_bytes < SEND_QUEUE * CHUNK_BYTES + (16 << 20) < num_requests * WINDOW_BYTES // 4
+    greedy.close(linger=0)
+    context.term()
+    modest.close()
     reader.close()
 
 

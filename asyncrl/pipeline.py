@@ -333,16 +333,16 @@ async def run_stage(kind: ProcessKind, name: str, config: RunConfig, run_folder:
 
 async def join_run(request: JoinRequest, clock: Clock) -> int:
     """Be a generator of a run that others started, until it ends or a signal says to leave; return the exit code."""
-    from asyncrl.control.device_share import keep_to_own_cores
+    from asyncrl.control.device_share import as_guest, keep_to_own_cores
     from asyncrl.control.joining import serve_until_told, visit
 
     import_module(STAGE_MODULES["generator"])
     async with visit(request, os.getpid(), ENDPOINT_FILE) as here:
         set_up_logging(here.name, here.config.observe.log_level)
-        if here.is_on_same_machine:
-            keep_to_own_cores(here.config)
-        log.info("joined the run %s as %s; Ctrl-C leaves it", here.config.name, here.name)
-        work = _generator(here.config, here.run_folder, here.connection, clock, here.name)
+        config = as_guest(here.config, on_same_machine=here.is_on_same_machine)
+        keep_to_own_cores(config)
+        log.info("joined the run %s as %s; Ctrl-C leaves it", config.name, here.name)
+        work = _generator(config, here.run_folder, here.connection, clock, here.name)
         return await serve_until_told(to_its_end(work, here.name, here.connection))
 
 

@@ -60,6 +60,13 @@ def most_generators(config: RunConfig) -> int:
     return max(elastic.max_generators if elastic is not None else config.generate.num_workers, 1)
 
 
+def as_guest(config: RunConfig, *, on_same_machine: bool) -> RunConfig:
+    """Return the config as a joined generator reads it: on a machine of its own it shares nobody's device."""
+    if on_same_machine or not shares_device(config):
+        return config
+    return replace(config, placement=replace(config.placement, kind="disaggregated"))
+
+
 # -- time ------------------------------------------------------------------------------------------------------------------
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from asyncrl.config.placement_rules import judges_take_turns
 from asyncrl.config.run import RunConfig
-from asyncrl.control.device_share import gpu_memory_bytes, shares_device
+from asyncrl.control.device_share import gpu_memory_bytes, most_generators, shares_device
 from asyncrl.control.memory_estimate import (
     generator_parts,
     inference_parts,
@@ -55,11 +55,11 @@ def _learner(config: RunConfig) -> tuple[Sizes, Sizes]:
 
 
 def _generators(config: RunConfig) -> Sizes:
-    """Return what all generators hold; in hybrid their weights are the policy."""
+    """Return what as many generators as there may be hold; in hybrid their weights are the policy."""
     sizes = {"KV cache" if part.name.startswith("KV") else "engine weights": part.num_bytes for part in generator_parts(config)}
     if config.placement.kind == "hybrid":
         sizes.pop("engine weights", None)
-    return {name: size * config.generate.num_workers for name, size in sizes.items()}
+    return {name: size * most_generators(config) for name, size in sizes.items()}
 
 
 def _judges(config: RunConfig) -> Sizes:

@@ -13,6 +13,7 @@ import pytest
 from asyncrl.config.load import parse_config
 from asyncrl.control.device_share import (
     MPS_PERCENTAGE,
+    as_guest,
     check_shares,
     generator_environment,
     keep_to_own_cores,
@@ -82,6 +83,15 @@ def test_however_many_threads_a_generator_starts_it_takes_no_more_time_than_its_
 def test_generators_on_a_gpu_divide_the_share_of_its_multiprocessors():
     assert generator_environment(_config("cuda", generation_share=0.5)) == {MPS_PERCENTAGE: "25"}
     assert generator_environment(_config("cpu")) == {}
+
+
+def test_a_guest_is_held_to_a_share_on_the_runs_own_machine_only():
+    config = _config("cuda", device_memory_gib=8.0, generation_share=0.5)
+    assert memory_bounds(as_guest(config, on_same_machine=True)) == (0.25, 0.5, 8 << 30)
+    assert memory_bounds(as_guest(config, on_same_machine=False)) == (1.0, 1.0, 0)
+    before = os.sched_getaffinity(0)
+    assert keep_to_own_cores(as_guest(_config(), on_same_machine=False)) == frozenset()
+    assert os.sched_getaffinity(0) == before
 
 
 def test_training_and_generation_that_do_not_fit_are_refused_with_the_sum():

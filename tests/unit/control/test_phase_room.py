@@ -81,6 +81,9 @@ def test_a_rollout_counts_the_kv_cache_of_every_generator() -> None:
     engine = {"kind": "transformers", "num_slots": 8, "max_sequence_tokens": 512}
     rollout = sums(generate={"num_workers": 2, "engine": engine})["rollout"]
     assert rollout["KV cache"] == pytest.approx(2 * 2 * 2 * D * 512 * 8 * 4 / GIB, abs=1e-4)
+    elastic = {"kind": "local", "elastic": {"min_generators": 1, "max_generators": 6}}
+    most = sums(generate={"num_workers": 2, "engine": engine}, launch=elastic)["rollout"]
+    assert most["KV cache"] == pytest.approx(3 * rollout["KV cache"], abs=3e-4)
     assert "policy" in sums("hybrid", generate={"num_workers": 2, "engine": engine})["rollout"]
 
 

@@ -18,6 +18,7 @@ import logging
 import platform
 import re
 import signal
+import socket
 import tempfile
 from collections.abc import AsyncIterator, Coroutine
 from dataclasses import dataclass
@@ -26,7 +27,9 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
+from msgspec.structs import replace
 
+from asyncrl.config.broadcast import ZeroMQMedium
 from asyncrl.config.generate import FakeEngineConfig, ReplayEngineConfig, VLLMServerEngineConfig
 from asyncrl.config.joining_rules import why_weights_do_not_reach
 from asyncrl.config.load import load_config
@@ -46,6 +49,8 @@ WELCOME_S = 30.0
 FLUSH_S = 5.0
 """For finished samples to reach the ledger before a guest leaves."""
 LEAVE_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+LISTENS_ANYWHERE = frozenset({"127.0.0.1", "localhost", "0.0.0.0", "*", "[::1]", "[::]"})  # noqa: S104 - compared with
+"""Hosts in a relay's address that are right on every machine."""
 OWN_SETTINGS = ("generate.engine.", "generate.model_folder=", "observe.log_level=")
 """What a guest may set for itself."""
 
@@ -104,7 +109,7 @@ async def visit(request: JoinRequest, pid: int, endpoint_file: str) -> AsyncIter
         connection = await open_connection(address, new_hello("generator", name), transport, folder, WELCOME_S)
         try:
             terms = await _terms(connection)
-            config = own_config(terms, request.overrides, Path(private))
+            config = at_own_address(own_config(terms, request.overrides, Path(private)), address)
             folder = _folder_of(terms, request, folder, host)
             refuse_what_does_not_reach(config, terms, host, shares_folder=folder != Path(private))
             yield Visit(name, connection, config, folder, terms.machine == host)
@@ -169,6 +174,30 @@ def own_config(terms: JoinTerms, overrides: tuple[str, ...], folder: Path) -> Ru
             "--set generate.engine.url=http://host:port"
         )
     return own
+
+
+def at_own_address(config: RunConfig, address: str) -> RunConfig:
+    """Return the config with this machine's address where the run's names one of its own: here nobody can listen at that.
+
+    Args:
+        config: Of the run.
+        address: The run's, by which its machine is reached.
+    """
+    medium = config.broadcast.medium
+    if not isinstance(medium, ZeroMQMedium) or _host(medium.relay_bind) in LISTENS_ANYWHERE or not address.startswith("tcp:"):
+        return config
+    run = urlsplit(address)
+    family, kind, _, _, there = socket.getaddrinfo(run.hostname, run.port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as towards:  # of this kind `connect` sends nothing: it only chooses the way
+        towards.connect(there)
+        here = str(towards.getsockname()[0])
+    port = medium.relay_bind.rpartition(":")[2]
+    relay_bind = f"tcp://[{here}]:{port}" if family == socket.AF_INET6 else f"tcp://{here}:{port}"
+    return replace(config, broadcast=replace(config.broadcast, medium=replace(medium, relay_bind=relay_bind)))
+
+
+def _host(bind: str) -> str:
+    return bind.removeprefix("tcp://").rpartition(":")[0]
 
 
 def refuse_what_does_not_reach(config: RunConfig, terms: JoinTerms, host: str, *, shares_folder: bool) -> None:

@@ -265,10 +265,11 @@ class ZmqListener:
         return peer
 
     async def _dismiss(self, peer: _Peer) -> None:
-        """Say goodbye to a peer that this side closes."""
+        """Say goodbye to a peer that this side closes; one that was cut off may come back, it would only hear it then."""
         if self._by_name.get(peer.hello.name) is peer:
-            self._dismissed[peer.hello.name] = peer.token
-            self._socket.send([peer.route, build(Goodbye(peer.session))])
+            if self._loop.time() - peer.heard_s <= self._limits.reconnect_after_s:
+                self._dismissed[peer.hello.name] = peer.token
+                self._socket.send([peer.route, build(Goodbye(peer.session))])
             self._forget(peer, "closed on this side")
 
     def _forget(self, peer: _Peer, reason: str) -> None:

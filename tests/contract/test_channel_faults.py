@@ -282,6 +282,19 @@ async def test_a_connection_closed_by_the_listener_stays_closed():
                 await asyncio.wait_for(far.receive(), WAIT_S)
 
 
+async def test_one_that_was_cut_off_when_the_listener_closed_its_connection_comes_back():
+    """It would hear a goodbye only once its link is whole again, and end when it could go on."""
+    listener = make_listener("tcp://127.0.0.1:*", limits=dataclasses.replace(LIMITS, reconnect_after_s=0.1))
+    async with closing(listener):
+        connector, far = await connect(listener.address, limits=dataclasses.replace(LIMITS, ping_s=1.0, reconnect_after_s=20.0))
+        async with closing(connector):
+            near = await accept(listener)
+            await asyncio.sleep(0.3)  # nothing comes of it in this time: it pings once a second
+            await near.close()
+            await far.send(failure(1))
+            assert await consume(await accept(listener), 1) == [1]
+
+
 async def test_a_peer_that_the_listener_does_not_want_is_told_why():
     listener = make_listener("tcp://127.0.0.1:*", judge=lambda hello: f"{hello.name} is not of this run")
     async with closing(listener):

@@ -1,6 +1,6 @@
-"""Be the controller of a run whose generators live in another network namespace: `netns_controller.py RUN_FOLDER NAMESPACE`.
+"""Be the controller of a run, whose processes of one kind live elsewhere: `netns_controller.py RUN_FOLDER NAMESPACE KIND`.
 
-Started inside its own namespace by test_networks.py; learner and reward workers are beside it.
+Started inside its own namespace by test_networks.py; all other processes are beside it. An empty KIND: all are.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from asyncrl.pipeline import run_controller
 
 
 class AcrossLauncher:
-    """Starts generators in another namespace, all else here."""
+    """Starts processes of one kind in another namespace, all else here."""
 
-    def __init__(self, namespace: str) -> None:
+    def __init__(self, namespace: str, kind: str) -> None:
         self._local = LocalLauncher()
-        self._namespace = namespace
+        self._namespace, self._kind = namespace, kind
 
     async def start(self, spec: ProcessSpec) -> LocalProcess:
-        if spec.kind == "generator":
+        if spec.kind == self._kind:
             spec = replace(spec, command=("ip", "netns", "exec", self._namespace, *spec.command))
         return await self._local.start(spec)
 
 
-async def main(run_folder: Path, namespace: str) -> bool:
+async def main(run_folder: Path, namespace: str, kind: str) -> bool:
     set_up_logging("controller", "INFO")
     config = load_config(run_folder / "config.toml")
-    return await run_controller(config, run_folder, SystemClock(), await watch_owner(), AcrossLauncher(namespace))
+    return await run_controller(config, run_folder, SystemClock(), await watch_owner(), AcrossLauncher(namespace, kind))
 
 
 if __name__ == "__main__":
-    sys.exit(0 if asyncio.run(main(Path(sys.argv[1]), sys.argv[2])) else 1)
+    sys.exit(0 if asyncio.run(main(Path(sys.argv[1]), sys.argv[2], sys.argv[3])) else 1)

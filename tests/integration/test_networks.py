@@ -1,8 +1,8 @@
-"""Across a network: the controller and the learner in one network namespace, the generator in another, each with its own address.
+"""Across a network: the controller in one network namespace; generator, learner or a guest in another, at its own address.
 
 Everything between them goes over TCP with CURVE: samples, orders, and the weights by the zeromq medium. The link is a pair of
-virtual interfaces that is taken down and up again. Needs root and iproute2; the namespaces bear this process's number and are
-removed whatever happens.
+virtual interfaces that is taken down and up again, for less time than anybody may be silent, and for more. Needs root and
+iproute2; the namespaces bear this process's number and are removed whatever happens.
 """
 
 from __future__ import annotations
@@ -15,9 +15,11 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from asyncrl.buffer.ledger import connect_read_only
 from asyncrl.buffer.ledger_reader import LedgerReader
 from asyncrl.config.load import dump_config
 from asyncrl.config.run import RunConfig
@@ -77,9 +79,10 @@ def link() -> Iterator[Link]:
             subprocess.run(["ip", "netns", "del", namespace], capture_output=True, check=False, timeout=20)
 
 
-def start_run(tiny: Callable[..., RunConfig], link: Link) -> tuple[Path, subprocess.Popen[bytes]]:
+def start_run(tiny: Callable[..., RunConfig], link: Link, far_kind: str = "", **settings: Any) -> Run:
+    """Start a run whose processes of `far_kind` are at the far end; without one, all are near."""
+    at = {kind: link.far_address if kind == far_kind else link.near_address for kind in ("learner", "generator")}
     config = tiny(
-        num_steps=NUM_STEPS,
         eval__at_start=False,
         eval__at_end=False,
         checkpoint__every_steps=0,
@@ -88,51 +91,143 @@ def start_run(tiny: Callable[..., RunConfig], link: Link) -> tuple[Path, subproc
         transport__host=link.near_address,
         broadcast__medium={
             "kind": "zeromq",
-            "bind": f"tcp://{link.near_address}:*",
-            "relay_bind": f"tcp://{link.far_address}:*",
+            "bind": f"tcp://{at['learner']}:*",
+            "relay_bind": f"tcp://{at['generator']}:*",
         },
+        **settings,
     )
+    assert config.transport.encryption == "curve"
     run_folder = Path(config.folder) / config.name
     (run_folder / "logs").mkdir(parents=True)
     (run_folder / "config.toml").write_text(dump_config(config), encoding="utf-8")
     host = Path(__file__).with_name("netns_controller.py")
-    command = ["ip", "netns", "exec", link.near, sys.executable, str(host), str(run_folder), link.far]
+    command = ["ip", "netns", "exec", link.near, sys.executable, str(host), str(run_folder), link.far, far_kind]
     with (run_folder / "logs" / "controller.log").open("wb") as log:
-        return run_folder, subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=log)
+        return Run(run_folder, subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=log))
 
 
-def wait_until(holds: Callable[[], bool], process: subprocess.Popen[bytes], what: str) -> None:
-    deadline_s = time.monotonic() + PATIENCE_S
-    while not holds():
-        assert process.poll() is None, f"the controller ended before {what}"
-        assert time.monotonic() < deadline_s, f"{what}: not within {PATIENCE_S:.0f} s"
-        time.sleep(0.02)
+@dataclass(frozen=True)
+class Run:
+    """A run whose owner is this test."""
+
+    folder: Path
+    process: subprocess.Popen[bytes]
+
+    @property
+    def log(self) -> str:
+        return (self.folder / "logs" / "controller.log").read_text()
+
+    @property
+    def num_steps(self) -> int:
+        return len(read_steps(self.folder))
+
+    def wait_until(self, holds: Callable[[], bool], what: str) -> None:
+        deadline_s = time.monotonic() + PATIENCE_S
+        while not holds():
+            assert self.process.poll() is None, f"the controller ended before {what}:\n{self.log[-4000:]}"
+            assert time.monotonic() < deadline_s, f"{what}: not within {PATIENCE_S:.0f} s\n{self.log[-4000:]}"
+            time.sleep(0.02)
+
+    def end(self) -> int:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        return self.process.wait(60)
+
+    def assert_balanced(self) -> None:
+        """Every step happened once, every group is in one state, and none was trained twice."""
+        reports = [report.step for report in read_steps(self.folder)]
+        assert reports == list(range(len(reports)))
+        with LedgerReader(self.folder / "ledger.sqlite") as ledger:
+            groups = {row.state: row.groups for row in ledger.counts()}
+            trained = [group_id for step in ledger.steps(last=1_000_000) for group_id in step.group_ids]
+        assert len(trained) == len(set(trained)) == len(reports) * 4 == groups["trained"]
+        assert not groups.keys() & {"scoring", "taken", "failed"}, groups
+
+    def samples_from_afar(self) -> int:
+        """Return how many the guest has brought."""
+        with connect_read_only(self.folder / "ledger.sqlite") as connection:
+            asked = connection.execute("SELECT count(*) FROM samples WHERE generator LIKE 'joined-elsewhere-%'")
+            return int(asked.fetchone()[0])
 
 
 @pytest.mark.timed
 @pytest.mark.timeout(300)
-def test_a_partition_between_generator_and_controller_heals_and_nothing_is_lost(tiny, link):
-    run_folder, process = start_run(tiny, link)
+@pytest.mark.parametrize("far_kind", ["generator", "learner"])
+def test_a_partition_between_the_controller_and_another_machine_heals_and_nothing_is_lost(tiny, link, far_kind):
+    run = start_run(tiny, link, far_kind, num_steps=NUM_STEPS)
     try:
-        wait_until(lambda: len(read_steps(run_folder)) >= 5, process, "5 steps over the link")
-        assert link.near_address in (run_folder / "endpoint").read_text()
+        run.wait_until(lambda: run.num_steps >= 5, "5 steps over the link")
+        assert link.near_address in (run.folder / "endpoint").read_text()
         link.set("down")
-        before = len(read_steps(run_folder))
+        before = run.num_steps
         time.sleep(PARTITION_S)  # how long the partition lasts, not a wait for anything
-        during = len(read_steps(run_folder)) - before
+        during = run.num_steps - before
         link.set("up")
-        wait_until(lambda: len(read_steps(run_folder)) == NUM_STEPS, process, "all steps")
-        assert process.stdin is not None
-        wait_until(lambda: "run ended" in (run_folder / "logs" / "controller.log").read_text(), process, "the end")
+        run.wait_until(lambda: run.num_steps == NUM_STEPS, "all steps")
+        run.wait_until(lambda: "run ended" in run.log, "the end")
     finally:
-        process.stdin.close()
-        code = process.wait(60)
-    log = (run_folder / "logs" / "controller.log").read_text()
-    assert code == 0, log
-    # What had arrived before is still trained; then there is nothing to train on.
+        code = run.end()
+    assert code == 0, run.log[-4000:]
+    # What had arrived before is still trained; then there is nothing to train on, or nobody to train.
     assert during <= MAX_STALENESS + 3
-    assert "is gone" not in log, "somebody was taken for dead"
-    assert [report.step for report in read_steps(run_folder)] == list(range(NUM_STEPS))
-    with LedgerReader(run_folder / "ledger.sqlite") as ledger:
-        groups = {row.state: row.groups for row in ledger.counts()}
-    assert groups == {"trained": NUM_STEPS * 4}
+    assert "is gone" not in run.log, "somebody was taken for dead"
+    run.assert_balanced()
+    assert run.num_steps == NUM_STEPS
+
+
+@pytest.fixture
+def join_from_afar(link: Link, tmp_path: Path) -> Iterator[Callable[[Run, Path | None], subprocess.Popen[bytes]]]:
+    """Start `asyncrl join --address` on what is another machine by name and address; killed at the end if it is still there."""
+    guests: list[subprocess.Popen[bytes]] = []
+
+    def join(run: Run, keys: Path | None) -> subprocess.Popen[bytes]:
+        address = (run.folder / "endpoint").read_text().strip()
+        command = [sys.executable, "-m", "asyncrl", "join", "--address", address, "--model", str(run.folder / "model")]
+        command += ["--keys", str(keys)] if keys is not None else []
+        elsewhere = ["unshare", "--uts", "sh", "-c", 'hostname elsewhere && exec "$@"', "sh", *command]
+        with (tmp_path / f"guest-{len(guests)}.log").open("wb") as log:
+            guests.append(subprocess.Popen(["ip", "netns", "exec", link.far, *elsewhere], stdout=log, stderr=log))
+        return guests[-1]
+
+    yield join
+    for guest in guests:
+        guest.kill()
+        guest.wait(10)
+
+
+@pytest.mark.timed
+@pytest.mark.timeout(300)
+def test_a_guest_that_was_cut_off_for_too_long_is_left_out_and_works_again_when_the_link_is_back(
+    tiny, link, join_from_afar, tmp_path
+):
+    """While it is away its groups are made elsewhere; what it finished meanwhile and brings back is not trained again."""
+    run = start_run(
+        tiny, link, num_steps=100_000, placement={"most_joining_generators": 1},
+        supervision__heartbeat_s=0.5, supervision__heartbeat_timeout_s=12.0,
+        generate__engine={"kind": "fake", "num_slots": 8, "max_sequence_tokens": 16, "vocabulary_size": 8, "mean_tokens": 4.0,
+                          "token_latency_s": 0.05},
+    )  # fmt: skip
+    try:
+        run.wait_until(lambda: run.num_steps >= 2, "2 steps")
+        stranger = join_from_afar(run, None)
+        keys = Path(shutil.copy2(run.folder / "keys" / "client.key", tmp_path / "client.key"))
+        guest = join_from_afar(run, keys)
+        run.wait_until(lambda: run.samples_from_afar() >= 32, "samples from afar")
+        link.set("down")
+        run.wait_until(lambda: "it is left out" in run.log, "the guest is given up")
+        before = run.num_steps
+        run.wait_until(lambda: run.num_steps > before + 10, "steps without it")
+        theirs = run.samples_from_afar()
+        link.set("up")
+        run.wait_until(lambda: run.samples_from_afar() >= theirs + 32, "the guest works again")
+        assert guest.poll() is None
+        subprocess.run(
+            ["ip", "netns", "exec", link.near, sys.executable, "-m", "asyncrl", "drain", str(run.folder)], check=True, timeout=60
+        )
+        run.wait_until(lambda: "run ended" in run.log, "the end")
+        assert guest.wait(30) == 0
+        assert stranger.wait(60) != 0, "who has no key must not get in"
+    finally:
+        code = run.end()
+    assert code == 0, run.log[-4000:]
+    run.assert_balanced()

@@ -13,6 +13,7 @@ from asyncrl.config.joining_rules import why_weights_do_not_reach
 from asyncrl.config.load import dump_config, parse_config
 from asyncrl.control.joining import (
     JoinRequest,
+    at_own_address,
     check_overrides,
     guest_name,
     own_config,
@@ -62,6 +63,22 @@ def test_a_medium_that_does_not_reach_another_machine_says_so(medium, shares_fol
     why = why_weights_do_not_reach(_medium(**medium), shares_folder=shares_folder)
     assert reason in why
     assert bool(why) == bool(reason)
+
+
+@pytest.mark.parametrize(
+    ("relay_bind", "address", "own"),
+    [
+        ("tcp://10.0.0.5:*", "tcp://127.0.0.1:41873", "tcp://127.0.0.1:*"),
+        ("tcp://10.0.0.5:7000", "tcp://localhost:41873", "tcp://127.0.0.1:7000"),
+        ("tcp://node:*", "tcp://127.0.0.9:41873", "tcp://127.0.0.1:*"),
+        ("tcp://0.0.0.0:*", "tcp://127.0.0.1:41873", "tcp://0.0.0.0:*"),
+        ("tcp://127.0.0.1:*", "tcp://127.0.0.1:41873", "tcp://127.0.0.1:*"),
+        ("tcp://10.0.0.5:*", "ipc:///runs/far/controller.sock", "tcp://10.0.0.5:*"),
+    ],
+)
+def test_a_guest_feeds_others_from_an_address_of_its_own(relay_bind, address, own):
+    config = at_own_address(_medium(kind="zeromq", bind="tcp://10.0.0.5:*", relay_bind=relay_bind), address)
+    assert (config.broadcast.medium.relay_bind, config.broadcast.medium.bind) == (own, "tcp://10.0.0.5:*")
 
 
 def test_on_the_runs_own_machine_every_medium_reaches():

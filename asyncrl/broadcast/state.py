@@ -289,6 +289,8 @@ class SubscriberState:
     """The version on its way was overtaken by an announcement, perhaps of the same version from another place."""
     retry_at_s: float | None = None
     given_up: bool = False
+    _reasons: dict[str, None] = field(default_factory=dict)
+    """Of the failed fetches of `wanted`, each once: a transfer that was damaged and then timed out was damaged."""
     _story: deque[str] = field(default_factory=lambda: deque(maxlen=20))
 
     def handle(self, event: SubscriberEvent, now: float) -> list[SubscriberInstruction]:
@@ -327,13 +329,15 @@ class SubscriberState:
         if version <= self.live:
             return
         self.wanted, self.attempts, self.retry_at_s, self.given_up = version, 0, None, False
+        self._reasons.clear()
         self.announced_while_fetching = self._is_occupied
 
     def _after_failure(self, reason: str, is_final: bool, now: float) -> list[SubscriberInstruction]:
         self.attempts += 1
+        self._reasons[reason] = None
         if is_final or self.attempts >= MAX_ATTEMPTS:
             self.given_up = True
-            return [GiveUp(self.wanted, reason)]
+            return [GiveUp(self.wanted, "; then ".join(self._reasons))]
         self.retry_at_s = now + min(LONGEST_RETRY_S, FIRST_RETRY_S * 2 ** (self.attempts - 1))
         return [RetryAt(self.retry_at_s)]
 

@@ -177,6 +177,16 @@ def test_what_the_engine_found_damaged_is_not_held_against_a_newer_announcement(
     assert (state.handle(Tick(), 0.0), state.attempts) == ([Fetch(6)], 0)
 
 
+def test_what_is_given_up_tells_every_reason_once_and_those_of_an_earlier_announcement_not():
+    state = fetching(4)
+    state.handle(FetchFailed(4, "overwritten"), 0.0)
+    state.handle(Announced(5), 0.0)
+    for reason in (*["damaged"] * (MAX_ATTEMPTS - 1), "timed out"):
+        assert state.handle(Tick(), 1e6) == [Fetch(5)]
+        said = state.handle(FetchFailed(5, reason), 0.0)
+    assert said == [GiveUp(5, "damaged; then timed out")]
+
+
 def test_what_is_gone_is_given_up_at_once_and_old_goes_on_serving():
     state = fetching(5)
     assert state.handle(FetchFailed(5, "gone", is_final=True), 0.0) == [GiveUp(5, "gone")]

@@ -35,6 +35,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable, Mapping
@@ -54,6 +55,7 @@ from asyncrl.config.run import RunConfig
 from asyncrl.control.stage_end import EXIT_FAILED, EXIT_FAULT, EXIT_OK, EXIT_WRONG_INPUT, leave, to_its_end
 from asyncrl.errors import AsyncRLError, ConnectionClosed, LedgerError
 from asyncrl.observe.log import set_up_logging
+from asyncrl.residency.plan import SWAP_FOLDER
 from asyncrl.schema.control import ProcessKind
 from asyncrl.tasks.registry import build_task
 from asyncrl.tasks.sampler import PromptSequence
@@ -135,6 +137,7 @@ async def run_controller(
     finally:
         await listener.close()
         remove_leftover_segments(run_folder)
+        shutil.rmtree(run_folder / SWAP_FOLDER, ignore_errors=True)
 
 
 async def _launcher_of(config: RunConfig, run_folder: Path) -> Launcher:

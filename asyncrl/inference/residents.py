@@ -22,10 +22,8 @@ from asyncrl.residency.components import FrozenModelComponent
 from asyncrl.residency.cuda import device_at
 from asyncrl.residency.device import Device
 from asyncrl.residency.manager import ResidencyManager
-from asyncrl.residency.plan import GIB, PhaseNeeds
+from asyncrl.residency.plan import GIB, SWAP_FOLDER, PhaseNeeds
 from asyncrl.schema.control import PhaseReached, SetPhase
-
-SWAP_FOLDER = "swap"
 
 
 class JudgeResidents:

@@ -18,6 +18,8 @@ from asyncrl.errors import ResidencyError
 from asyncrl.schema.control import ComponentMove, Phase, Residence
 
 GIB = 1 << 30
+SWAP_FOLDER = "swap"
+"""In the run folder: components that are on disk."""
 OffloadTo = Literal["host", "disk"]
 _PREFERENCE: dict[OffloadTo, tuple[Residence, ...]] = {"host": ("host", "absent", "disk"), "disk": ("absent", "disk", "host")}
 

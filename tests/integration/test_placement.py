@@ -18,6 +18,7 @@ from asyncrl.config.run import RunConfig
 from asyncrl.learner.tokenizer import character_tokenizer
 from asyncrl.observe.memory import read_memory
 from asyncrl.observe.spans import PHASE, SCORE, SWAP, read_spans
+from asyncrl.residency.plan import SWAP_FOLDER
 from asyncrl.tasks.registry import build_task
 
 pytestmark = pytest.mark.timeout(240)
@@ -92,6 +93,7 @@ async def test_switches_are_recorded_and_no_two_phases_overlap(tiny):
     # What is on disk comes nearer before it is the learner's turn.
     moves = {(line.phase, move.before, move.after) for line in lines if line.process == "learner" for move in line.moves}
     assert {("rollout", "device", "disk"), ("rollout", "disk", "host"), ("train", "host", "device")} <= moves
+    assert not (run.run_folder / SWAP_FOLDER).exists()  # of no use to anybody, and as large as the learner
 
 
 @pytest.fixture

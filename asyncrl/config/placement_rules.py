@@ -51,16 +51,20 @@ def judges_take_turns(config: RunConfig) -> bool:
 
 
 def _check_ranks(config: RunConfig) -> None:
-    """Refuse to move weights that are divided over ranks (docs/placement.md, "Limits")."""
-    placement = config.placement
-    if config.learner.ranks == 1 or not (placement.takes_turns or placement.device_memory_gib):
+    """Refuse several ranks where somebody else would need a place on each rank's device (docs/placement.md, "Limits")."""
+    kind, learner = config.placement.kind, config.learner
+    if learner.ranks == 1 or not config.placement.takes_turns:
         return
-    cause = f"placement.kind {placement.kind!r}" if placement.takes_turns else "placement.device_memory_gib"
-    raise ConfigError(
-        f"{cause} moves the learner's weights off its device, which is done for one rank; learner.ranks is "
-        f"{config.learner.ranks}, whose shards FSDP holds too and would not let go of: set learner.ranks = 1, or "
-        'placement.kind = "disaggregated" without placement.device_memory_gib'
-    )
+    if kind == "hybrid":
+        raise ConfigError(
+            f"placement.kind 'hybrid' lets the engine read the learner's weights, and learner.ranks = {learner.ranks} leaves no "
+            'rank with all of them: set learner.ranks = 1, or placement.kind = "colocated"'
+        )
+    if gpu_of(learner.device) is not None:
+        raise ConfigError(
+            f"placement.kind {kind!r} takes turns on one device and learner.ranks = {learner.ranks} on {learner.device!r} has "
+            f'{learner.ranks}, of which engines use one: set learner.ranks = 1, or placement.kind = "disaggregated"'
+        )
 
 
 def _check_who_takes_turns(config: RunConfig) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from asyncrl.schema.batches import StepBatch
+from asyncrl.schema.control import Phase
 
 
 class Begin(msgspec.Struct, frozen=True, tag="begin"):
@@ -22,6 +23,25 @@ class Publish(msgspec.Struct, frozen=True, tag="publish"):
     """Help to gather the weights that generators are to have."""
 
 
+class Settle(msgspec.Struct, frozen=True, tag="settle"):
+    """Put what is on the device under a residency manager."""
+
+    model_folder: str
+    """What rank 0 opened the policy from."""
+
+
+class Move(msgspec.Struct, frozen=True, tag="move"):
+    """Bring about a phase of a shared device."""
+
+    phase: Phase
+    number: int
+    """Of the controller's switch."""
+
+
+class Prefetch(msgspec.Struct, frozen=True, tag="prefetch"):
+    """Bring what training needs nearer."""
+
+
 class Save(msgspec.Struct, frozen=True, tag="save"):
     """Help to gather a checkpoint."""
 
@@ -30,7 +50,7 @@ class Stop(msgspec.Struct, frozen=True, tag="stop"):
     """End."""
 
 
-Order = Begin | StepBatch | Publish | Save | Stop
+Order = Begin | StepBatch | Publish | Settle | Move | Prefetch | Save | Stop
 _decoder: msgspec.msgpack.Decoder[Order] = msgspec.msgpack.Decoder(Order)
 
 

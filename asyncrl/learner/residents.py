@@ -5,12 +5,13 @@
     inference   the reference, while a step reads it                   what does not fit beside it, the optimizer first
     train       policy, critic, their optimizers                       what does not fit beside them
 
-`rollout` and `train` are the controller's (SetPhase); its `inference`, in which inference workers have the device, is `rollout`
-here. The learner's own `inference` is within a step, and only where the reference is here. A checkpoint in `rollout` is read from
-host memory or disk, without a byte on the device.
+Of several ranks each moves its own shards, and a phase is reached when all have. `rollout` and `train` are the controller's
+(SetPhase); its `inference`, in which inference workers have the device, is `rollout` here. The learner's own `inference` is
+within a step, and only where the reference is here. A checkpoint in `rollout` is read from host memory or disk, without a byte
+on the device.
 
-Called by learner/worker.py (makes and switches) and, as `Trainee.residents`, by whoever runs a step. Used on the learner's
-thread.
+Called by learner/worker.py and learner/follower.py (which make and switch) and, as `Trainee.residents`, by whoever runs a step.
+Used on the learner's thread.
 """
 
 from __future__ import annotations
@@ -22,10 +23,13 @@ from pathlib import Path
 
 import torch
 from msgspec.structs import replace
+from torch.distributed.tensor import DTensor
 
 from asyncrl.clock import Clock
 from asyncrl.config.launch import LocalLaunch
 from asyncrl.config.run import RunConfig
+from asyncrl.errors import ResidencyError
+from asyncrl.learner.crew import rank_device
 from asyncrl.learner.reference import FrozenReference
 from asyncrl.learner.trainee import Trainee
 from asyncrl.observe.memory import MemoryLine, open_memory
@@ -58,6 +62,11 @@ class Residents:
         """Take over a trainee that is on the device."""
         self._manager, self._device, self._trainee, self._timeline = manager, device, trainee, timeline
 
+    @property
+    def allocated_bytes(self) -> int:
+        """Return what this rank has on its device."""
+        return self._device.allocated_bytes
+
     def close(self) -> None:
         """Close the timeline's file."""
         self._timeline.close()
@@ -65,11 +74,24 @@ class Residents:
     def reach(self, phase: Phase, number: int) -> PhaseReached:
         """Do what the controller asks.
 
+        Returns:
+            This rank's answer, once every rank has reached the phase.
+
         Raises:
-            ResidencyError: It cannot be done.
+            ResidencyError: It cannot be done, here or on another rank.
         """
-        reached = self._manager.switch("train" if phase == "train" else "rollout", number)
+        try:
+            reached = self._manager.switch("train" if phase == "train" else "rollout", number)
+        except ResidencyError:
+            self._num_failed(1.0)
+            raise
+        if failed := self._num_failed(0.0):
+            raise ResidencyError(f"phase {phase!r} was not reached by {failed} of the learner's other ranks; their logs say why")
         return replace(reached, phase=phase)
+
+    def _num_failed(self, own: float) -> int:
+        """Wait for all ranks, and return how many of them failed."""
+        return int(self._trainee.ranks.sum(torch.tensor(own)).item())
 
     def prefetch(self) -> None:
         """Bring what training needs nearer while generation has the device."""
@@ -93,13 +115,17 @@ class Residents:
 
     @contextlib.contextmanager
     def watch(self) -> Iterator[None]:
-        """See `Memory`; a GPU counts by itself, and without a budget there is nothing to run out of."""
-        if not isinstance(self._device, SimulatedDevice) or self._device.budget_bytes is None:
+        """See `Memory`; a GPU counts by itself, and without a budget there is nothing to run out of.
+
+        With several ranks activations are not counted: FSDP empties and fills the storages of gathered weights again and again.
+        """
+        device, is_alone = self._device, self._trainee.ranks.size == 1
+        if not isinstance(device, SimulatedDevice) or device.budget_bytes is None or not is_alone:
             yield
             return
-        with self._device.counting_activations():
+        with device.counting_activations():
             yield
-        self._device.hold(one.grad for one in self._trainee.model.parameters() if one.grad is not None)
+        device.hold(one.grad for one in self._trainee.model.parameters() if one.grad is not None)
 
     def describe(self) -> str:
         """See `Memory`."""
@@ -116,19 +142,22 @@ def open_residents(trainee: Trainee, config: RunConfig, run_folder: Path, model_
     """Put a trainee's components under a manager; that every phase has room was checked before the start (control/phase_room.py).
 
     Args:
-        trainee: On the device, whole.
+        trainee: On the device.
         config: `placement`, `learner` and `algorithm` are read.
-        run_folder: `memory/learner.jsonl` is written there, and `swap/` where components go to disk.
+        run_folder: `memory/learner.jsonl` is written there, and `swap/` where components go to disk; by another rank than 0
+            `memory/learner-RANK.jsonl` and `swap/learner-RANK/`.
         model_folder: What the reference was opened from, unless the config names another.
         clock: Times moves.
     """
-    assert trainee.ranks.size == 1, "config/placement_rules.py lets one rank through"
-    device = open_device(config)
-    components = learner_components(trainee, config, device, run_folder / SWAP_FOLDER, model_folder)
+    rank = trainee.ranks.rank
+    process = f"{PROCESS}-{rank}" if rank else PROCESS
+    device = open_device(config, rank)
+    swap = run_folder / SWAP_FOLDER / (process if rank else "")
+    components = learner_components(trainee, config, device, swap, model_folder)
     phases = learner_phases(trainee, config)
-    timeline = open_memory(run_folder, PROCESS)
+    timeline = open_memory(run_folder, process)
     manager = ResidencyManager(
-        PROCESS,
+        process,
         components,
         phases,
         device,
@@ -137,16 +166,18 @@ def open_residents(trainee: Trainee, config: RunConfig, run_folder: Path, model_
         offload_to=config.placement.offload_to,
         record=timeline.write,
     )
-    return Residents(manager, device, trainee, timeline)
+    residents = Residents(manager, device, trainee, timeline)
+    trainee.residents = residents
+    return residents
 
 
-def open_device(config: RunConfig) -> Device:
-    """Return the learner's device with its part of the budget: all of it, but beside generation that goes on."""
+def open_device(config: RunConfig, rank: int = 0) -> Device:
+    """Return a rank's device with its part of the budget: all of it, but beside generation that goes on."""
     placement = config.placement
     is_shared = placement.kind == "async_hybrid" and isinstance(config.launch, LocalLaunch)
     share = 1 - placement.generation_share if is_shared else 1.0
     budget = int(placement.device_memory_gib * GIB * share) or None
-    return device_at(config.learner.device, budget)
+    return device_at(rank_device(config, rank), budget)
 
 
 def learner_components(trainee: Trainee, config: RunConfig, device: Device, swap: Path, model_folder: Path) -> list[Component]:
@@ -168,7 +199,7 @@ def learner_phases(trainee: Trainee, config: RunConfig) -> list[PhaseNeeds]:
     """Return what the learner needs in each phase."""
     trained = (POLICY, CRITIC, POLICY_OPTIMIZER, CRITIC_OPTIMIZER)
     stays = (POLICY,) if config.placement.kind == "hybrid" else ()
-    gradients = sum(parameter.numel() * _SUM_BYTES for parameter in _trained_parameters(trainee))
+    gradients = sum(_num_here(parameter) * _SUM_BYTES for parameter in _trained_parameters(trainee))
     return [
         PhaseNeeds("rollout", now=stays, soon=trained, gives_back=config.placement.takes_turns),
         PhaseNeeds("inference", now=(*stays, REFERENCE), soon=trained),
@@ -179,3 +210,8 @@ def learner_phases(trainee: Trainee, config: RunConfig) -> list[PhaseNeeds]:
 def _trained_parameters(trainee: Trainee) -> list[torch.nn.Parameter]:
     modules: list[torch.nn.Module] = [trainee.model, *([] if trainee.critic is None else [trainee.critic])]
     return [parameter for module in modules for parameter in module.parameters() if parameter.requires_grad]
+
+
+def _num_here(parameter: torch.nn.Parameter) -> int:
+    """Return how many of a parameter's elements this rank has."""
+    return parameter.to_local().numel() if isinstance(parameter, DTensor) else parameter.numel()

@@ -12,9 +12,9 @@ order. Called by learner/divided.py, only where there are several ranks: acceler
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from accelerate.utils import FullyShardedDataParallelPlugin, fsdp2_prepare_model
@@ -23,7 +23,9 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 
+from asyncrl.errors import LearnerError
 from asyncrl.models.causal import INSIDE
+from asyncrl.residency.components import HELD_TOO
 
 T = TypeVar("T")
 M = TypeVar("M", bound=torch.nn.Module)
@@ -49,6 +51,7 @@ class FSDPDivider:
         whole_pass = _WholePass(root)
         for part in (model, model.base_model):
             setattr(part, INSIDE, whole_pass.run)
+        setattr(model, HELD_TOO, lambda: list(_held_by_fsdp(root)))
         return model
 
     def critic(self, critic: M) -> M:
@@ -57,6 +60,7 @@ class FSDPDivider:
         _prepare(output, self._mesh, None)
         if body is not None:
             _prepare(critic, self._mesh, body)
+        setattr(critic, HELD_TOO, lambda: list(_held_by_fsdp(critic)))
         return critic
 
 
@@ -143,3 +147,19 @@ def _layer_classes(transformer: PreTrainedModel) -> set[str]:
     """Return the class names of the decoder layers that this model has."""
     present = {type(module).__name__ for module in transformer.modules()}
     return set(transformer._no_split_modules or ()) & present  # noqa: SLF001 - transformers has no public reader
+
+
+def _held_by_fsdp(root: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the flat tensor that FSDP keeps of each shard and gathers from; torch has no public reader.
+
+    Raises:
+        LearnerError: It is not where torch 2.8 to 2.13 keep it: whoever moved the shards would train on old bytes.
+    """
+    units: list[Any] = [module._get_fsdp_state() for module in root.modules() if isinstance(module, FSDPModule)]  # noqa: SLF001
+    groups = [group for unit in units for group in getattr(unit, "_fsdp_param_groups", None) or [unit._fsdp_param_group]]  # noqa: SLF001
+    shards = [shard for group in groups if group is not None for shard in group.fsdp_params]
+    for number, shard in enumerate(shards):
+        flat, part = shard._sharded_param_data, shard.sharded_param._local_tensor  # noqa: SLF001
+        if part.numel() and flat.untyped_storage().data_ptr() != part.untyped_storage().data_ptr():
+            raise LearnerError(f"torch {torch.__version__} keeps shards elsewhere than is known here: set learner.ranks = 1")
+        yield f"shard {number}", flat

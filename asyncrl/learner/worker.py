@@ -35,7 +35,7 @@ from asyncrl.errors import LearnerError, first_fault
 from asyncrl.learner.checkpoint import TrainerState, save_checkpoint
 from asyncrl.learner.crew import Crew, StartRank
 from asyncrl.learner.lora import publishable_tensors
-from asyncrl.learner.orders import Publish, Save
+from asyncrl.learner.orders import Move, Prefetch, Publish, Save, Settle
 from asyncrl.learner.probe import make_probe
 from asyncrl.learner.residents import Residents, needs_residents, open_residents
 from asyncrl.learner.rows import Division, PreparedBatch, prepare
@@ -188,9 +188,7 @@ class LearnerWorker:
         self._standing = standing
         await self._on_thread(self._publish_version)
         if needs_residents(self._config):
-            self._residents = standing.trainee.residents = await self._on_thread(
-                lambda: open_residents(standing.trainee, self._config, self._run_folder, standing.model_folder, self._clock)
-            )
+            self._residents = await self._on_thread(self._settle)
         ready = LearnerReady(standing.version, str(standing.model_folder), standing.metrics)
         await self._connection.send(ready, Lane.CONTROL)
 
@@ -251,14 +249,15 @@ class LearnerWorker:
         residents, self._phase = self._residents, wanted.phase
         reached = PhaseReached(NAME, wanted.phase, wanted.number, finished_s=self._clock.now())
         if residents is not None:
-            reached = await self._on_thread(lambda: residents.reach(wanted.phase, wanted.number))
+            reached = await self._on_thread(lambda: self._move(residents, wanted))
         await self._connection.send(reached, Lane.CONTROL)
 
     async def _wait_for_news(self) -> None:
         self._idle_since_s = self._clock.now()
         self._news.clear()
         if self._ready is not None and self._residents is not None:
-            await self._on_thread(self._residents.prefetch)
+            residents = self._residents
+            await self._on_thread(lambda: self._prefetch_components(residents))
         await self._news.wait()
         self._idle_s += self._clock.now() - self._idle_since_s
         self._idle_since_s = None
@@ -335,6 +334,21 @@ class LearnerWorker:
                 policy.checkpoint = save_checkpoint(folder, policy.trainee, policy.tokenizer, state, keep_last)
             policy.state = state
         return policy.checkpoint
+
+    # -- the device's memory ---------------------------------------------------------------------------------------------
+
+    def _settle(self) -> Residents:
+        policy = self._policy
+        self._crew.tell(Settle(str(policy.model_folder)))
+        return open_residents(policy.trainee, self._config, self._run_folder, policy.model_folder, self._clock)
+
+    def _move(self, residents: Residents, wanted: SetPhase) -> PhaseReached:
+        self._crew.tell(Move(wanted.phase, wanted.number))
+        return residents.reach(wanted.phase, wanted.number)
+
+    def _prefetch_components(self, residents: Residents) -> None:
+        self._crew.tell(Prefetch())
+        residents.prefetch()
 
     # -- small things ----------------------------------------------------------------------------------------------------
 

@@ -20,11 +20,14 @@ from asyncrl.residency.tensors import NamedTensors, TensorComponent
 from asyncrl.schema.control import Residence
 
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
+HELD_TOO = "asyncrl_held_too"
+"""Attribute of a divided module: yields the other tensors that lie on its parameters' memory (learner/sharded.py)."""
 
 
 def weights_of(module: torch.nn.Module) -> NamedTensors:
     """Return a module's parameters and persistent buffers; rotary tables and the like are small, and nothing would bring them."""
-    return module.state_dict(keep_vars=True).items()
+    held_too: Callable[[], NamedTensors] = getattr(module, HELD_TOO, tuple)
+    return [*module.state_dict(keep_vars=True).items(), *held_too()]
 
 
 class HasState(Protocol):
@@ -81,7 +84,9 @@ class FrozenModelComponent(TensorComponent):
         self._can_be_made_anew = False
         super().__init__(name, device, lambda: weights_of(module), spill_folder)
         self._files = _files_by_name(model_folder)
-        self._can_be_made_anew = all(self._source_of(number) for number in range(len(self._blocks)))
+        self._can_be_made_anew = all(
+            self._source_of(number) and block.views[0].tensor.is_contiguous() for number, block in enumerate(self._blocks)
+        )
 
     @property
     def places(self) -> frozenset[Residence]:

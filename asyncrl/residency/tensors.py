@@ -1,8 +1,9 @@
 """Tensors that change their memory and stay the same objects: what every component of weights or optimizer state is made of.
 
-A component's tensors are grouped by storage, so that tied ones stay tied. Off the device each object is an empty placeholder of
-its dtype and device: who uses it by mistake gets an error of shapes. The bytes meanwhile are in host memory, in a file, or
-(frozen models) nowhere but in the model's own folder.
+A component's tensors are grouped by storage, so that tied ones stay tied. Of a tensor that is divided over ranks the part of this
+rank is moved, and with every view the tensor that it was cut from, which would keep the memory. Off the device each object is an
+empty placeholder of its dtype and device: who uses it by mistake gets an error of shapes. The bytes meanwhile are in host memory,
+in a file, or (frozen models) nowhere but in the model's own folder.
 
 Invariants: those of residency/component.py. Whatever a move needs is taken and filled before anything is let go, and the swap
 in between cannot fail. Used on one thread at a time. Called by residency/manager.py; made by residency/components.py.
@@ -220,11 +221,11 @@ class TensorComponent:
 
 
 def blocks_of(named: NamedTensors, device: torch.device) -> tuple[Block, ...]:
-    """Return the distinct objects that lie on a device, those of one storage together; empty ones are left out."""
+    """Return the distinct objects that lie on a device, those of one storage together, without those that have none."""
     names: dict[int, list[str]] = {}
     objects: dict[int, list[torch.Tensor]] = {}
-    for name, tensor in named:
-        if tensor.device != device or not tensor.numel():
+    for name, tensor in ((name, own) for name, whole in named for own in _owners(whole)):
+        if tensor.device != device or not tensor.untyped_storage().nbytes():
             continue
         address = tensor.untyped_storage().data_ptr()
         names.setdefault(address, []).append(name)
@@ -235,3 +236,12 @@ def blocks_of(named: NamedTensors, device: torch.device) -> tuple[Block, ...]:
         Block(tuple(names[address]), tuple(map(View.of, known)), known[0].untyped_storage().nbytes())
         for address, known in objects.items()
     )
+
+
+def _owners(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield the objects by which a tensor holds memory: itself, or its part here, and what that is a view of."""
+    # Not `to_local`, which makes a new object of a parameter's part.
+    own: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+    yield own
+    if own._base is not None:  # noqa: SLF001 - the documented mark of a view
+        yield own._base  # noqa: SLF001

@@ -48,6 +48,26 @@ async def test_synchronous_placements_train_the_very_same_weights(tiny, tmp_path
             assert torch.equal(tensor, trained[kind][name]), f"{kind}: {name} differs"
 
 
+async def test_ranks_that_take_turns_train_the_very_same_weights(tiny, tmp_path):
+    (tmp_path / "my_reward.py").write_text("def mixed(prompt, text):\n    return float(sum(map(ord, text)) % 5)\n")
+    rewards = [{"kind": "python", "path": f"{tmp_path / 'my_reward.py'}:mixed"}]
+    placements = {"disaggregated": {}, "colocated": {"placement": {"kind": "colocated", "offload_to": "disk"}}}
+    trained = {
+        kind: await _weights(
+            tiny(name=kind, num_steps=4, buffer__max_staleness=0, learner__ranks=2, reward__functions=rewards, **settings)
+        )
+        for kind, settings in placements.items()
+    }
+    for name, tensor in trained["disaggregated"].items():
+        assert torch.equal(tensor, trained["colocated"][name]), f"{name} differs"
+    (colocated,) = tmp_path.rglob("colocated*/memory")
+    lines = read_memory(colocated.parent)
+    assert {line.process for line in lines} == {"learner", "learner-1", "generator-0"}
+    for line in lines:
+        if line.process.startswith("learner"):
+            assert set(line.resident) == ({"policy", "policy optimizer"} if line.phase == "train" else set()), line
+
+
 async def test_whoever_dies_is_told_the_phase_again_and_the_run_finishes(tiny, recorded_pids):
     config = tiny(num_steps=10, generate__num_workers=2, buffer__max_staleness=1, eval__at_start=False, **PLACEMENTS["hybrid"])
     async with asyncrl.Run(config) as run:

@@ -16,15 +16,19 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import conftest as kit
 
+from asyncrl.clock import SystemClock
 from asyncrl.config.algorithm import CriticConfig, KLConfig
 from asyncrl.config.corrections import MaskedSequence, SecondMomentMask, TruncatedToken
 from asyncrl.config.learner import LoRAConfig
+from asyncrl.config.run import PlacementConfig
+from asyncrl.errors import ResidencyError
 from asyncrl.learner.checkpoint import TrainerState, contribute_checkpoint, load_trainer, save_checkpoint
 from asyncrl.learner.critic import SeparateCritic, ValueHead, build_critic_optimizer
 from asyncrl.learner.divided import divider_of, whole_tensors
 from asyncrl.learner.lora import adapters_off, publishable_tensors
 from asyncrl.learner.rank_group import guest_store, joined_ranks
 from asyncrl.learner.reference import AdapterOffReference, FrozenReference
+from asyncrl.learner.residents import open_residents
 from asyncrl.learner.start import build_trainee
 from asyncrl.learner.step import train_step
 from asyncrl.learner.tokenizer import character_tokenizer
@@ -147,6 +151,75 @@ def two_more(trainee, config, rows):
     return list(whole_tensors(trainee.model.named_parameters()))
 
 
+MOVED = {
+    "tied": "host",
+    "untied_two_updates": "disk",
+    "bfloat16": "host",
+    "separate_critic": "disk",
+    "value_head": "host",
+    "kl_in_the_reward": "host",
+    "lora_with_its_base_for_reference": "host",
+}
+"""Cases whose components leave the device between steps, and where to."""
+
+
+def run_moved(name, ranks, folder):
+    """Train a case twice, once with everything off the device between steps; return both ends, and bytes while it was off.
+
+    `left` has this rank's device after the move, resident components before it, and the tensors that still had memory then.
+    """
+    case, found = CASES[name], {}
+    config = kit.run_config(
+        case["algorithm"],
+        LEARNER | case.get("learner", {}),
+        placement=PlacementConfig(kind="colocated", offload_to=MOVED[name]),
+    )
+    for side in ("stayed", "moved"):
+        trainee = trainee_of(case, config, ranks)
+        residents = open_residents(trainee, config, folder / "moved" / name, folder, SystemClock()) if side == "moved" else None
+        for step in range(STEPS):
+            train_step(trainee, batch_at(step, case["rows"], ranks.size), config)
+            if residents is not None:
+                found["left"] = ranks.gather(leave_and_come_back(residents, trainee, step))
+        if residents is not None:
+            residents.reach("rollout", 2 * STEPS)
+            with residents.readable():
+                found |= {f"read/{key}": value for key, value in whole_tensors(trainee.model.named_parameters())}
+            residents.close()
+            continue
+        found |= {f"stayed/{key}": value for key, value in whole_tensors(trainee.model.named_parameters())}
+    return found
+
+
+def leave_and_come_back(residents, trainee, step):
+    held = residents.reach("train", 2 * step).resident
+    left = residents.reach("rollout", 2 * step)
+    still = [tensor for tensor in trainee.model.state_dict().values() if tensor.to_local().untyped_storage().nbytes()]
+    counted = residents.allocated_bytes
+    residents.reach("train", 2 * step + 1)
+    return torch.tensor([[counted, sum(held.values()), len(left.resident), len(still)]])
+
+
+def run_refused(ranks, folder):
+    """Have rank 1 alone unable to leave the device; return what each rank says, and weights after a step that follows."""
+    placement = PlacementConfig(kind="colocated", offload_to="disk")
+    config = kit.run_config(DECOUPLED, LEARNER, placement=placement)
+    trainee = trainee_of(CASES["tied"], config, ranks)
+    residents = open_residents(trainee, config, folder / "refused", folder, SystemClock())
+    if ranks.rank == 1:
+        (folder / "refused" / "swap").mkdir(exist_ok=True)
+        (folder / "refused" / "swap" / "learner-1").write_text("a file where the folder should be")
+    try:
+        residents.reach("rollout", 0)
+        said = "nothing"
+    except ResidencyError as error:
+        said = str(error)
+    residents.reach("train", 1)
+    train_step(trainee, batch_at(0, 60, ranks.size), config)
+    residents.close()
+    return {"said": ranks.gather(as_bytes(f"rank {ranks.rank}: {said}\n")), **dict(two_more(trainee, config, 60))}
+
+
 class LiveBytes(TorchDispatchMode):
     """Counts the bytes that operations made and that are still alive, at their peak."""
 
@@ -205,6 +278,9 @@ def main(rank, size, address, folder):
     with joined_ranks(rank, size, store, "cpu", TIMEOUT_S) as ranks:
         found = {f"{name}/{key}": value for name in CASES for key, value in run_case(name, ranks).items()}
         found |= {f"checkpoint/{key}": value for key, value in run_resumed(ranks, folder).items()}
+        for name in MOVED:
+            found |= {f"moved/{name}/{key}": value for key, value in run_moved(name, ranks, folder).items()}
+        found |= {f"refused/{key}": value for key, value in run_refused(ranks, folder).items()}
         for name, options in PUBLISHED.items():
             found |= {f"published/{name}/{key}": value for key, value in run_publish(ranks, **options).items()}
         numbers = torch.arange(3 * (rank + 1)).reshape(-1, 3) + 100 * rank

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from asyncrl.learner.rank_group import host_store
 from asyncrl.learner.ranks import OneRank
+from asyncrl.observe.memory import read_memory
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -92,6 +93,37 @@ def test_sums_and_collections_are_over_both_ranks(found):
 
 def test_orders_arrive_as_they_were_told(found, folder):
     assert (folder / "heard").read_bytes() == b"first|"
+
+
+@pytest.mark.parametrize("name", rank_cases.MOVED)
+def test_shards_that_leave_the_device_between_steps_train_the_same_bit_for_bit(found, name):
+    stayed, read = _part(found, f"moved/{name}/stayed/"), _part(found, f"moved/{name}/read/")
+    assert stayed.keys() == read.keys() != set()
+    assert all(torch.equal(stayed[key], read[key]) for key in stayed)
+
+
+@pytest.mark.parametrize("name", rank_cases.MOVED)
+def test_no_rank_keeps_memory_of_shards_that_left(found, name):
+    for counted, held, resident, still in found[f"moved/{name}/left"].tolist():
+        assert held > 0
+        assert (counted, resident, still) == (0, 0, 0)
+
+
+def test_a_rank_that_cannot_move_fails_the_switch_of_all_and_nothing_is_lost(found):
+    said = bytes(found["refused/said"].tolist()).decode()
+    assert "rank 0: phase 'rollout' was not reached by 1 of the learner's other ranks" in said
+    assert "rank 1: phase 'rollout' was not reached: cannot write" in said
+    stayed = _part(found, "moved/tied/stayed/")
+    assert all(torch.equal(found[f"refused/{key}"], value) for key, value in stayed.items())
+
+
+def test_each_rank_has_a_timeline_and_a_swap_folder_of_its_own(folder):
+    lines = read_memory(folder / "moved" / "separate_critic")
+    assert {line.process for line in lines} == {"learner", "learner-1"}
+    moved = {line.process: {(move.component, move.after) for move in line.moves} for line in lines if line.phase == "rollout"}
+    names = {"policy", "policy optimizer", "critic", "critic optimizer"}
+    assert moved["learner"] == moved["learner-1"] == {(name, "disk") for name in names}
+    assert len(list((folder / "moved" / "separate_critic" / "swap" / "learner-1").glob("*.safetensors"))) == 4
 
 
 @pytest.mark.parametrize("name", rank_cases.PUBLISHED)

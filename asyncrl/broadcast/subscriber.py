@@ -94,6 +94,9 @@ class Subscriber:
         self._spoilt: BroadcastError | None = None
         """What the engine met when it read the tensors handed out."""
         self._cancelled = threading.Event()
+        self._received: Future[MappedTensors] | None = None
+        """Of the fetch whose outcome nobody has taken yet."""
+        self._is_closed = False
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="asyncrl-subscriber")
 
     def announce(self, available: WeightsAvailable) -> None:
@@ -160,8 +163,11 @@ class Subscriber:
 
     def close(self) -> None:
         """Stop a fetch under way and release everything; tensors handed out can still be read, but are no longer spared."""
+        self._is_closed = True
         self._cancelled.set()
         self._executor.shutdown(wait=True)
+        if self._received is not None:
+            _release_unused(self._received)
         if self._handed_out is not None:
             self._handed_out.release()
         self._staging.close()
@@ -187,14 +193,18 @@ class Subscriber:
 
     async def _on_thread(self, available: WeightsAvailable) -> MappedTensors:
         """Fetch and verify; on cancellation the thread is told to stop, and the next fetch queues behind it."""
+        if self._is_closed:
+            raise VersionUnavailableError("the subscriber is closed")
         cancelled = self._cancelled = threading.Event()
-        received = self._executor.submit(self._receive, available, cancelled)
+        received = self._received = self._executor.submit(self._receive, available, cancelled)
         try:
-            return await asyncio.wrap_future(received)
+            tensors = await asyncio.wrap_future(received)
         except asyncio.CancelledError:
             cancelled.set()
             received.add_done_callback(_release_unused)
             raise
+        self._received = None
+        return tensors
 
     def _receive(self, available: WeightsAvailable, cancelled: threading.Event) -> MappedTensors:
         """Return the verified bytes: where they lie, if the medium can lend them, or else in the staging buffer."""

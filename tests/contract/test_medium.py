@@ -10,7 +10,7 @@ import resource
 import signal
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Coroutine, Iterator, Mapping
 from pathlib import Path
 
 import msgspec
@@ -24,7 +24,7 @@ from asyncrl.broadcast.media import open_reader
 from asyncrl.broadcast.publisher import Publisher
 from asyncrl.broadcast.segments import remove_leftover_segments, segment_folder, segment_prefix
 from asyncrl.broadcast.shared_memory import HEADER_BYTES
-from asyncrl.broadcast.subscriber import Subscriber
+from asyncrl.broadcast.subscriber import FetchedVersion, Subscriber
 from asyncrl.broadcast.zeromq import CurveKeys, ZeroMQReader
 from asyncrl.clock import SystemClock
 from asyncrl.config.broadcast import BroadcastConfig, DeltaConfig, FilesMedium, GlooMedium, SharedMemoryMedium, ZeroMQMedium
@@ -344,6 +344,29 @@ async def test_a_cancelled_fetch_leaves_the_subscriber_usable(config, tmp_path, 
     tensors = await subscriber.fetch(learner.publish(1))
     assert torch.equal(tensors["layer.1"], tensors_of(1)["layer.1"])
     subscriber.close()
+
+
+async def test_closing_while_a_version_is_fetched_ends_the_fetch(config, tmp_path):
+    """It may be all but done, or come from a learner that is no more; the newer one announced meanwhile is not begun with."""
+    learner = Learner(config, tmp_path)
+    first, second = learner.publish(1), learner.publish(2)
+    learner.publisher.close()
+    subscriber = Subscriber(config, tmp_path)
+    subscriber.announce(first)
+    async with asyncio.timeout(TIMEOUT_S), asyncio.TaskGroup() as tasks:
+        waiting = tasks.create_task(outcome_of(subscriber.next_version()))
+        await asyncio.sleep(0)
+        subscriber.announce(second)
+        await asyncio.to_thread(subscriber.close)
+    outcome = waiting.result()
+    assert isinstance(outcome, BroadcastError) or (isinstance(config.medium, FilesMedium) and outcome.available == first)
+
+
+async def outcome_of(fetching: Coroutine[None, None, FetchedVersion]) -> FetchedVersion | BroadcastError:
+    try:
+        return await fetching
+    except BroadcastError as error:
+        return error
 
 
 async def test_announcements_of_another_medium_and_of_old_versions_are_refused(config, tmp_path, learner):
@@ -693,6 +716,10 @@ async def test_a_fetch_cancelled_when_it_was_all_but_done_holds_no_slot(tmp_path
     assert fetching.cancelled()
     assert learner.publisher._writer.busy_slots() == frozenset()
     assert (await subscriber.fetch(learner.publish(2)))["layer.0"][0] == 2.0
-    subscriber.close()
-    assert learner.publisher._writer.busy_slots() == frozenset()
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(subscriber.fetch(learner.publish(3)))
+        await asyncio.sleep(0)
+        subscriber._executor.submit(lambda: None).result(TIMEOUT_S)
+        subscriber.close()
+        assert learner.publisher._writer.busy_slots() == frozenset()
     learner.publisher.close()

@@ -17,6 +17,7 @@ settings.load_profile("asyncrl")
 TESTS = Path(__file__).parent
 WITH_VLLM = (
     "contract/test_engine.py",
+    "contract/test_vllm_parallel.py",
     "contract/test_vllm_engine.py",
     "contract/test_vllm_server.py",
     "integration/test_vllm_run.py",

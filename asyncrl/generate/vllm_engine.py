@@ -31,7 +31,7 @@ from asyncrl.generate.request_rules import RequestRules
 from asyncrl.generate.token_stream import TokenStream
 from asyncrl.generate.vllm_folder import read_folder
 from asyncrl.generate.vllm_launch import core_pids, launch, processes_of, shut_down
-from asyncrl.generate.vllm_orders import LoadOrder, LoadReply
+from asyncrl.generate.vllm_orders import LoadOrder, LoadReply, fault_of
 from asyncrl.generate.vllm_requests import check_request
 from asyncrl.generate.vllm_sockets import SocketFolder
 from asyncrl.generate.vllm_streams import DEATH, Flights
@@ -114,7 +114,7 @@ class VLLMEngine:
             self._flights = Flights(self._llm, self._rules, self._room)
             await self._flights.open()
             following = (os.getpid(), core_pids(self._llm), str(self._sockets.path))
-            await self._call(self._llm.collective_rpc("asyncrl_follow", args=following))
+            await self._call(self._in_every_worker("asyncrl_follow", *following))
             await self._label(-1)
         except BaseException:
             await self.close()
@@ -171,19 +171,27 @@ class VLLMEngine:
         assert self._flights is not None
         order = msgspec.structs.replace(order, zero_kv=self._flights.met_non_finite and self._has_kv)
         was_torn, self._is_torn = self._is_torn, True
-        replies = await self._call(self._llm.collective_rpc("asyncrl_load", args=(msgspec.json.encode(order).decode(),)))
-        for reply in (msgspec.json.decode(text, type=LoadReply) for text in replies):
-            if reply.fault:
-                self._is_torn = was_torn or reply.is_touched
-                await self._go_on()
-                error = BroadcastError if reply.fault == "broadcast" else GenerationError
-                raise error(f"the weights were not loaded: {reply.message}")
-        if self._config.data_parallel > 1:
-            await self._call(self._llm.collective_rpc("asyncrl_confirm"))
+        replies = await self._call(self._in_every_worker("asyncrl_load", msgspec.json.encode(order).decode()))
+        fault = fault_of([msgspec.json.decode(text, type=LoadReply) for text in replies])
+        if fault is not None:
+            self._is_torn = was_torn or fault.is_touched
+            await self._go_on()
+            error = BroadcastError if fault.fault == "broadcast" else GenerationError
+            raise error(f"the weights were not loaded: {fault.message}")
         self._flights.met_non_finite = False
         if isinstance(tensors, MappedTensors):
             tensors.check()
         self._is_torn = False
+
+    async def _in_every_worker(self, method: str, *args: object) -> list[Any]:
+        """Call a method of every worker's; by `collective_rpc` only those of the first data-parallel engine would answer."""
+        client = self._llm.engine_core
+        async with asyncio.TaskGroup() as tasks:
+            calls = [
+                tasks.create_task(client._call_utility_async("collective_rpc", method, None, args, None, engine=engine))  # noqa: SLF001
+                for engine in client.core_engines
+            ]
+        return [reply for call in calls for reply in call.result()]
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         """Return the probe's logprobs; see `Engine.score`. While paused, vLLM runs for as long as it takes."""
@@ -347,7 +355,7 @@ async def _on_thread(start: Callable[[], Any]) -> Any:  # noqa: ANN401
     try:
         return await asyncio.shield(running)
     except asyncio.CancelledError:
-        llm = (await asyncio.wait({running}))[0].pop()
-        if llm.exception() is None:
-            await asyncio.to_thread(shut_down, llm.result(), processes_of(llm.result()))
+        started = (await asyncio.wait({running}))[0].pop()
+        if started.exception() is None:
+            await asyncio.to_thread(shut_down, started.result(), processes_of(started.result()))
         raise

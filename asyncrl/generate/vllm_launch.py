@@ -9,11 +9,12 @@ The only importer of vllm beside vllm_streams.py and vllm_worker.py. Called by g
 from __future__ import annotations
 
 import contextlib
-import inspect
 import os
+import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ _DEAD_GRACE_S = 1.0
 """For what a dead engine core left: a successor waits for it."""
 _STOP_S = 1.5
 """For vLLM's engine core to end by itself."""
+_RING = re.compile(r"/dev/shm/psm_\w+$", re.MULTILINE)  # noqa: S108 - vLLM's
 
 _QUIET = {
     "VLLM_NO_USAGE_STATS": "1",
@@ -176,13 +178,27 @@ def processes_of(llm: Any) -> set[psutil.Process]:  # noqa: ANN401
 def shut_down(llm: Any, processes: set[psutil.Process]) -> None:  # noqa: ANN401
     """End an AsyncLLM and wait for its processes; slow, run it on a thread."""
     # vLLM's own 5 s, an interpreter's teardown after them, are past what a run grants its processes; a killed core frees as much.
-    has_timeout = "timeout" in inspect.signature(llm.shutdown).parameters
+    rings = _rings(processes)
     if llm.output_handler is not None:  # it would log the end of the core as a death
         llm.output_handler.get_loop().call_soon_threadsafe(llm.output_handler.cancel)
     try:
-        llm.shutdown(**({"timeout": _STOP_S} if has_timeout else {}))
+        llm.shutdown(timeout=_STOP_S)
     finally:
         end(processes, _DEAD_GRACE_S if llm.errored else _GRACE_S)
+        for ring in rings:
+            if ring.exists():
+                ring.unlink(missing_ok=True)
+                resource_tracker.unregister(f"/{ring.name}", "shared_memory")
+
+
+def _rings(processes: set[psutil.Process]) -> set[Path]:
+    """Return the shared memory by which cores and workers talk: a core that is not given the time to end leaves it."""
+    found: set[Path] = set()
+    for process in processes:
+        with contextlib.suppress(OSError):
+            maps = Path(f"/proc/{process.pid}/maps").read_text()
+            found |= {Path(path) for path in _RING.findall(maps)}
+    return found
 
 
 def end(processes: set[psutil.Process], grace_s: float = _GRACE_S) -> None:

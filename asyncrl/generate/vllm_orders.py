@@ -6,6 +6,7 @@ vllm nor torch.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
@@ -61,3 +62,10 @@ class LoadReply(msgspec.Struct, frozen=True):
     message: str = ""
     is_touched: bool = True
     """False: it went wrong before anything was changed."""
+
+
+def fault_of(replies: Sequence[LoadReply]) -> LoadReply | None:
+    """Return the first worker's that failed, or None; the model is untouched only if it is in every worker."""
+    fault = next((reply for reply in replies if reply.fault), None)
+    is_touched = any(reply.is_touched or not reply.fault for reply in replies)
+    return None if fault is None else msgspec.structs.replace(fault, is_touched=is_touched)

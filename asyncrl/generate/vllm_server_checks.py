@@ -26,7 +26,7 @@ from asyncrl.generate.vllm_server_wire import (
     VersionReply,
     decode_reply,
 )
-from asyncrl.generate.vllm_versions import parse_version
+from asyncrl.generate.vllm_versions import VLLMVersion, parse_version
 
 EXTENSION = "asyncrl.generate.vllm_worker.WeightsExtension"
 LOAD_METHOD = "asyncrl_load"
@@ -55,19 +55,25 @@ class _SchedulerPart(msgspec.Struct, frozen=True):
     max_num_seqs: int = 0
 
 
+class _ParallelPart(msgspec.Struct, frozen=True):
+    data_parallel_size: int = 1
+
+
 class _ConfigPart(msgspec.Struct, frozen=True):
     model_config: _ModelPart = _ModelPart()
     scheduler_config: _SchedulerPart = _SchedulerPart()
+    parallel_config: _ParallelPart = _ParallelPart()
 
 
 class _ServerInfo(msgspec.Struct, frozen=True):
     vllm_config: _ConfigPart = _ConfigPart()
 
 
-def serve_command(model_folder: Path) -> str:
+def serve_command(model_folder: Path, version: VLLMVersion) -> str:
     """Return the command line that starts a server as we need it."""
     return (
-        f"VLLM_SERVER_DEV_MODE=1 vllm serve {shlex.quote(str(model_folder))} --enable-scale-out "
+        f"VLLM_SERVER_DEV_MODE=1 vllm serve {shlex.quote(str(model_folder))} "
+        f"{'--enable-scale-out ' if version.has_scale_out_flag else ''}"
         f"--logprobs-mode processed_logprobs --worker-extension-cls {EXTENSION}"
     )
 
@@ -93,11 +99,11 @@ async def check_server(
     await _wait_until_healthy(client, config.start_timeout_s, clock)
     number = decoded(await client.get("/version"), VersionReply, "/version").version
     try:
-        parse_version(number)
+        version = parse_version(number)
     except GenerationError as error:
         raise GenerationError(f"the server at {client.url}: {error}") from error
     await _check_model(client, config)
-    hint = f"Start it so: {serve_command(model_folder)}"
+    hint = f"Start it so: {serve_command(model_folder, version)}"
     await _check_development_routes(client, hint)
     has_label = await set_label(client, first_label)
     choice = await _probe(client, hint)
@@ -108,6 +114,11 @@ async def check_server(
         )
     await _check_extension(client, hint)
     part = await _server_config(client)
+    if (num_replicas := part.parallel_config.data_parallel_size) > 1:
+        raise GenerationError(
+            f"the server at {client.url} has {num_replicas} data-parallel replicas, and only the first says whether it took new "
+            "weights: start one server a replica, without --data-parallel-size, and name them all in generate.engine.url"
+        )
     return ServerFacts(
         number,
         has_label and choice.weight_versions is not None,
@@ -117,7 +128,7 @@ async def check_server(
 
 
 async def set_label(client: ServerClient, label: str) -> bool:
-    """Name the weights that the server has now; return False where it knows no labels (before 0.32)."""
+    """Name the weights that the server has now; return False where it knows no labels (before 0.27)."""
     try:
         await client.post("/update_weight_version", VersionBody(label))
     except ServerRefused as error:
@@ -185,7 +196,7 @@ async def _probe(client: ServerClient, hint: str) -> Choice:
             raise
         raise GenerationError(
             f"the server at {client.url} has no route for token ids in and out ({GENERATE}): it was started without "
-            f"--enable-scale-out (older versions: --tokens-only). {hint}"
+            f"--enable-scale-out. {hint}"
         ) from error
     if not reply.choices:
         raise GenerationError(f"the server at {client.url} answered a request of two tokens with nothing")

@@ -58,7 +58,7 @@ class RPCReply(msgspec.Struct, frozen=True):
 
 
 class VersionBody(msgspec.Struct, frozen=True):
-    """Body of `POST /update_weight_version`, 0.32 and later."""
+    """Body of `POST /update_weight_version`."""
 
     new_version: str
 

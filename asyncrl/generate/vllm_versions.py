@@ -1,8 +1,7 @@
 """Which vLLM this is, and the one table of what differs between those we drive: 0.26 to 0.33.
 
-Everything else the adapter uses is alike in all of them: `AsyncLLM`, `add_request` and its collector, `pause_generation`
-(`mode="keep"`), `collective_rpc`, worker extensions, the layer-wise reload. Called by generate/vllm_launch.py and
-generate/vllm_engine.py; imports no vllm.
+Everything else that the adapter uses is alike in all of them; scripts/check_vllm_api.py holds both against vLLM's source.
+Called by generate/vllm_engine.py and generate/vllm_server_checks.py; imports no vllm.
 """
 
 from __future__ import annotations
@@ -29,6 +28,11 @@ class VLLMVersion:
     def has_weight_versions(self) -> bool:
         """Whether a final output says which weights sampled which tokens; before, our own counts stand alone."""
         return self.release >= (0, 32)
+
+    @property
+    def has_scale_out_flag(self) -> bool:
+        """Whether `vllm serve` has --enable-scale-out; before, its route for token ids was there unasked."""
+        return self.release >= (0, 30)
 
 
 def installed_version() -> VLLMVersion:

@@ -12,6 +12,7 @@ Called by generate/vllm_engine.py and generate/vllm_server_engine.py, through vL
 
 from __future__ import annotations
 
+import glob
 import logging
 import os
 import select
@@ -21,6 +22,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import closing, suppress
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -35,6 +37,8 @@ from asyncrl.models.layout import view_tensors
 _NOISY = "vllm.model_executor.model_loader.reload.layerwise"
 """Warns at every load of layers that have no weights (rotary embeddings); what was not loaded, we look at ourselves."""
 
+_MEMORY = Path("/dev/shm")  # noqa: S108 - vLLM's place
+
 NamedTensors = Iterator[tuple[str, torch.Tensor]]
 
 
@@ -45,11 +49,11 @@ class _UntouchedError(BroadcastError):
 class WeightsExtension:
     """Mixed into vLLM's worker; every name begins with `asyncrl_`, so that none of the worker's is hidden."""
 
-    asyncrl_fault = ""
-    """What went wrong at the last load; empty: nothing."""
-
     def asyncrl_load(self, order: str) -> str:
-        """Replace the weights as a `LoadOrder` says; return a `LoadReply`. Both as JSON."""
+        """Replace the weights as a `LoadOrder` says; return a `LoadReply`. Both as JSON.
+
+        Never raises: vLLM takes the first rank's error and leaves the others' in its queue, for the next call to find.
+        """
         reply = LoadReply()
         try:
             _load(self, msgspec.json.decode(order, type=LoadOrder))
@@ -59,16 +63,12 @@ class WeightsExtension:
             reply = LoadReply("broadcast", str(error))
         except Exception as error:  # noqa: BLE001 - the boundary of vLLM's process: raised there, the reply would be lost
             reply = LoadReply("generation", f"{type(error).__name__}: {error}")
-        self.asyncrl_fault = reply.message
         return msgspec.json.encode(reply).decode()
-
-    def asyncrl_confirm(self) -> None:
-        """Raise if this worker's last load failed: of several data-parallel engines, only the first one's replies come back."""
-        if self.asyncrl_fault:
-            raise GenerationError(self.asyncrl_fault)
 
     def asyncrl_follow(self, owner_pid: int, core_pids: list[int], sockets: str) -> None:
         """End the engine's cores and this worker when the process that owns the engine is gone, however it ended.
+
+        Called once all ranks are there: what they only met by is unnamed here.
 
         Args:
             owner_pid: The generator's; it must live.
@@ -76,6 +76,7 @@ class WeightsExtension:
             sockets: The folder of the engine's sockets, removed in the end.
         """
         owner, others = os.pidfd_open(owner_pid), [os.pidfd_open(pid) for pid in core_pids if pid != os.getpid()]
+        _unname_rank_memory()
         threading.Thread(target=_end_with, args=(owner, others, sockets), name="asyncrl-owner-watch", daemon=True).start()
 
 
@@ -154,6 +155,13 @@ def _with_other_names(tensors: NamedTensors, also_as: dict[str, str]) -> NamedTe
             yield also_as[name], tensor
     if missing := also_as.keys() - seen:
         raise GenerationError(f"new weights lack {', '.join(sorted(missing))}")
+
+
+def _unname_rank_memory() -> None:
+    """Remove the names of the memory by which ranks on a CPU talk: all have it open by now, and one that is killed would not."""
+    if ident := os.environ.get("VLLM_DIST_IDENT"):
+        for path in _MEMORY.glob(f"{glob.escape(ident)}-*-cpushm_*"):
+            path.unlink(missing_ok=True)
 
 
 def _end_with(owner: int, others: list[int], sockets: str) -> None:

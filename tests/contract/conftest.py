@@ -18,6 +18,19 @@ SLOTS = 4
 MAX_TOKENS = 256
 
 
+async def start_vllm(folder: Path, lora: LoRAConfig | None = None, **config) -> VLLMEngine:
+    """Start an engine over a folder, as small as tests need it; `config` is more of its config."""
+    engine = VLLMEngine(
+        VLLMEngineConfig(num_slots=SLOTS, max_sequence_tokens=MAX_TOKENS, kv_cache_gib=0.125, **config), folder, lora=lora
+    )
+    sys.path.append(_HERE)  # the workers take it over: vllm_receiver.py is imported there
+    try:
+        await engine.start()
+    finally:
+        sys.path.remove(_HERE)
+    return engine
+
+
 class VLLMEngines:
     """One engine for each `config.json`, on the session's event loop."""
 
@@ -34,14 +47,7 @@ class VLLMEngines:
                 return engine
         except GenerationError:  # a test ended it
             await engine.close()
-        engine = self._engines[shape] = VLLMEngine(
-            VLLMEngineConfig(num_slots=SLOTS, max_sequence_tokens=MAX_TOKENS, kv_cache_gib=0.125), folder, lora=lora
-        )
-        sys.path.append(_HERE)  # the workers take it over: vllm_receiver.py is imported there
-        try:
-            await engine.start()
-        finally:
-            sys.path.remove(_HERE)
+        engine = self._engines[shape] = await start_vllm(folder, lora=lora)
         return engine
 
     async def close(self) -> None:

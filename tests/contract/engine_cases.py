@@ -6,9 +6,9 @@ import asyncio
 from dataclasses import dataclass, field
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
-from asyncrl.generate.engine import Engine, EngineRequest
+from asyncrl.generate.engine import Engine, EngineRequest, KVPolicy
 from asyncrl.schema.samples import SamplingParams
 
 VOCABULARY = 64
@@ -50,6 +50,17 @@ def reference_logprobs(model, prompt: tuple[int, ...], token_ids: list[int], tem
     return logits.log_softmax(-1).gather(1, torch.tensor(token_ids)[:, None]).squeeze(1).tolist()
 
 
+def kept_logprobs(old, new, prompt: tuple[int, ...], token_ids: list[int], first: int) -> list[float]:
+    """Logprob of each token from `first` on, under `new`, over keys and values that `old` left of what came before."""
+    ids = [*prompt, *token_ids]
+    boundary = len(prompt) + first - 1
+    with torch.inference_mode():
+        cache = DynamicCache(config=old.config)
+        old(torch.tensor([ids[:boundary]]), past_key_values=cache, use_cache=True)
+        logits = new(torch.tensor([ids[boundary:-1]]), past_key_values=cache, use_cache=True).logits[0]
+    return logits.log_softmax(-1).gather(1, torch.tensor(ids[boundary + 1 :])[:, None]).squeeze(1).tolist()
+
+
 @dataclass
 class Completion:
     token_ids: list[int] = field(default_factory=list)
@@ -86,3 +97,18 @@ async def collect_all(engine: Engine, requests: list[EngineRequest]) -> list[Com
     async with asyncio.TaskGroup() as tasks:
         running = [tasks.create_task(collect(engine.submit(request))) for request in requests]
     return [task.result() for task in running]
+
+
+async def update_in_flight(engine: Engine, kv: KVPolicy, num: int = 4):
+    """Load version 0, let some requests run, load version 1 once each running one has tokens."""
+    await engine.load_weights(0, tensors_of(make_model(0)), kv)
+    new = make_model(1)
+    requests = [make_request(f"r{i}", seed=i, prompt=tuple(range(2, 12 + i)), max_new_tokens=230) for i in range(num)]
+    streams = [engine.submit(request) for request in requests]
+    first_chunks = [await anext(stream) for stream in streams]
+    await engine.load_weights(1, tensors_of(new), kv)
+    completions = []
+    for request, stream, first in zip(requests, streams, first_chunks, strict=True):
+        completions.append((request, await collect(stream, first)))
+    assert all(set(c.versions) == {0, 1} for _, c in completions)
+    return completions, new

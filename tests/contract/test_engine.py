@@ -11,7 +11,7 @@ import psutil
 import pytest
 import pytest_asyncio
 import torch
-from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from asyncrl.clock import SystemClock
 from asyncrl.config.generate import FakeEngineConfig, TransformersEngineConfig
@@ -33,10 +33,12 @@ from tests.contract.engine_cases import (
     Completion,
     collect,
     collect_all,
+    kept_logprobs,
     make_model,
     make_request,
     reference_logprobs,
     tensors_of,
+    update_in_flight,
 )
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -345,31 +347,10 @@ async def test_keep_goes_on_over_the_keys_and_values_of_the_old_weights(model_en
         first = completion.versions.index(1)
         if first == 0:
             continue
-        ids = [*request.prompt_ids, *completion.token_ids]
-        boundary = len(request.prompt_ids) + first - 1
-        with torch.inference_mode():
-            cache = DynamicCache(config=old.config)
-            old(torch.tensor([ids[:boundary]]), past_key_values=cache, use_cache=True)
-            logits = new(torch.tensor([ids[boundary:-1]]), past_key_values=cache, use_cache=True).logits[0]
-        expected = logits.log_softmax(-1).gather(1, torch.tensor(ids[boundary + 1 :])[:, None]).squeeze(1).tolist()
+        expected = kept_logprobs(old, new, request.prompt_ids, completion.token_ids, first)
         assert completion.logprobs[first:] == pytest.approx(expected, abs=1e-5)
         fresh = reference_logprobs(new, request.prompt_ids, completion.token_ids)[first:]
         assert completion.logprobs[first:] != pytest.approx(fresh, abs=1e-3)
-
-
-async def update_in_flight(engine, kv):
-    """Load version 0, let some requests run, load version 1 once each running one has tokens."""
-    await engine.load_weights(0, tensors_of(make_model(0)), kv)
-    new = make_model(1)
-    requests = [make_request(f"r{i}", seed=i, prompt=tuple(range(2, 12 + i)), max_new_tokens=240) for i in range(SLOTS)]
-    streams = [engine.submit(request) for request in requests]
-    first_chunks = [await anext(stream) for stream in streams]
-    await engine.load_weights(1, tensors_of(new), kv)
-    completions = []
-    for request, stream, first in zip(requests, streams, first_chunks, strict=True):
-        completions.append((request, await collect(stream, first)))
-    assert all(set(c.versions) == {0, 1} for _, c in completions)
-    return completions, new
 
 
 async def test_group_members_share_a_prefill_and_lose_no_bit_by_it(model_engine) -> None:

@@ -20,6 +20,7 @@ class StubServer:
     number: str = "0.32.0"
     max_model_len: int = 64
     max_num_seqs: int = 5
+    data_parallel_size: int = 1
     key: str = ""
     development: bool = True
     scale_out: bool = True
@@ -127,6 +128,7 @@ class StubServer:
             "vllm_config": {
                 "model_config": {"enable_sleep_mode": self.sleep_mode},
                 "scheduler_config": {"max_num_seqs": self.max_num_seqs},
+                "parallel_config": {"data_parallel_size": self.data_parallel_size},
             }
         }
 

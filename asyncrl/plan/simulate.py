@@ -282,9 +282,9 @@ class Simulation:
         self._training, self._idle_since_s = False, self._now_s
         self._version = step + 1
         self._steps[step].done_s = self._now_s
-        busy = (
-            sum(generator.busy_slot_s for generator in self._generators.values()) if self._scenario.num_generators < 2000 else 0.0
-        )
+        for generator in self._generators.values():
+            generator.go_to(self._now_s)
+        busy = sum(generator.busy_slot_s for generator in self._generators.values())
         self._marks.append((self._now_s, self._generated_tokens, busy))
         self._enter(StepTrained(step))
         self._enter(StepsForgotten(step))

@@ -122,10 +122,16 @@ def test_slower_weights_make_older_samples_or_fewer_steps():
     assert slow.steps_per_s < quick.steps_per_s
 
 
-def test_a_thousand_generators_are_simulated_in_seconds():
-    made = simulate(Scenario(num_generators=1000, groups_per_step=250, num_steps=10, num_slots=8))
+@pytest.mark.parametrize("num_generators", [400, 2400])
+def test_many_generators_are_simulated_whole(num_generators):
+    """As many prompts as slots, one sample each: every slot decodes while the others do."""
+    made = simulate(
+        but(num_generators=num_generators, num_slots=1, groups_per_step=num_generators // 4, group_size=1, num_steps=8,
+            max_staleness=20, step_s=fixed(0.01))
+    )  # fmt: skip
     assert made.lost_groups == 0
-    assert made.num_events > 10_000
+    assert made.num_events > 10 * num_generators
+    assert made.slots_used > 0.9
 
 
 # -- distributions and sweeps --------------------------------------------------------------------------------------------

@@ -39,13 +39,12 @@ from asyncrl.residency.components import FrozenModelComponent, ModuleComponent, 
 from asyncrl.residency.cuda import device_at
 from asyncrl.residency.device import Device, SimulatedDevice
 from asyncrl.residency.manager import ResidencyManager
-from asyncrl.residency.plan import GIB, PhaseNeeds, gib
+from asyncrl.residency.plan import GIB, SWAP_FOLDER, PhaseNeeds, gib
 from asyncrl.schema.control import Phase, PhaseReached
 
 POLICY, CRITIC, REFERENCE = "policy", "critic", "reference"
 POLICY_OPTIMIZER, CRITIC_OPTIMIZER = "policy optimizer", "critic optimizer"
 PROCESS = "learner"
-SWAP_FOLDER = "swap"
 _SUM_BYTES = 4
 """Of gradients, a parameter."""
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from asyncrl.errors import ResidencyError
 from asyncrl.residency.device import Device
@@ -104,9 +104,15 @@ class FrozenModelComponent(TensorComponent):
 
     def _made_anew(self) -> Iterator[torch.Tensor]:
         for number, block in enumerate(self._blocks):
-            name, dtype = self._source_of(number), block.views[0].dtype
-            with safe_open(str(self._files[name]), framework="pt", device="cpu") as file:
-                yield file.get_tensor(name).to(dtype).contiguous().reshape(-1).view(torch.uint8)
+            try:
+                name, dtype = self._source_of(number), block.views[0].dtype
+                with safe_open(str(self._files[name]), framework="pt", device="cpu") as file:
+                    values = file.get_tensor(name)
+            except (OSError, SafetensorError, KeyError) as error:
+                raise ResidencyError(
+                    f"cannot read {self._name} back: {error}; the folder it was opened from has to stay as it is for the run"
+                ) from error
+            yield values.to(dtype).contiguous().reshape(-1).view(torch.uint8)
 
 
 class CallbackComponent:

@@ -171,6 +171,35 @@ def test_a_frozen_model_whose_folder_has_not_all_of_it_is_moved_and_never_destro
     assert component.places == {"device", "host", "disk"}
 
 
+def test_a_frozen_model_whose_tensors_are_laid_out_otherwise_than_its_files_is_never_destroyed(tmp_path):
+    case = Case("frozen", tmp_path, SimulatedDevice())
+    case.module.body.weight.data = case.module.body.weight.data.t().contiguous().t()
+    component = FrozenModelComponent("reference", case.module, SimulatedDevice(), tmp_path, tmp_path / "swap")
+    before = case.module.body.weight.detach().clone()
+    assert "absent" not in component.places
+    component.move("host")
+    component.move("device")
+    assert torch.equal(case.module.body.weight, before)
+
+
+@pytest.mark.parametrize("change", ["gone", "damaged", "another"])
+def test_a_frozen_model_whose_folder_changed_says_so_and_comes_once_it_is_as_it_was(tmp_path, change):
+    case = Case("frozen", tmp_path, SimulatedDevice())
+    before, path = case.values(), tmp_path / "model.safetensors"
+    case.component.move("absent")
+    was = path.read_bytes()
+    if change == "another":
+        save_file({"body.weight": torch.zeros(16, 16)}, path)
+    else:
+        path.unlink() if change == "gone" else path.write_bytes(was[:100])
+    with pytest.raises(ResidencyError, match="has to stay as it is"):
+        case.component.move("device")
+    assert (case.component.residence, case.device.allocated_bytes) == ("absent", 0)
+    path.write_bytes(was)
+    case.component.move("device")
+    assert all(torch.equal(old, new) for (*_, old), (*_, new) in zip(before, case.values(), strict=True))
+
+
 def test_tied_tensors_stay_tied(tmp_path):
     case = Case("module", tmp_path, SimulatedDevice())
     case.component.move("host")

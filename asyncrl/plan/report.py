@@ -7,7 +7,7 @@ from typing import Any
 from asyncrl.plan.hardware import GIB
 from asyncrl.plan.memory import PHASES, GPUMemory
 from asyncrl.plan.plan import Plan, advice
-from asyncrl.plan.textbook import textbook_gb
+from asyncrl.plan.textbook import WHOLE_MODELS, textbook_gb
 
 NAME_WIDTH = 38
 
@@ -63,7 +63,9 @@ def textbook_text(made: Plan) -> str:
     """Return the arithmetic on paper beside the device's memory."""
     parts = textbook_gb(made.question)
     total, memory = sum(parts.values()), made.question.cluster.accelerator.memory_bytes / 1e9
-    rows = [f"{name:{NAME_WIDTH}}{size:10.1f} GB" for name, size in parts.items()]
+    models = {name: size for name, size in parts.items() if name in WHOLE_MODELS}
+    rows = [f"{name:{NAME_WIDTH}}{size:10.1f} GB" for name, size in {**models, **parts}.items()]
+    rows.insert(len(models), f"{f'models alone ({len(models)})':{NAME_WIDTH}}{sum(models.values()):10.1f} GB")
     verdict = "fits" if total <= memory else "does not fit"
     return "\n".join([*rows, f"{'together':{NAME_WIDTH}}{total:10.1f} GB of {memory:.0f}: {verdict} on one, by the textbook"])
 

@@ -9,6 +9,8 @@ from asyncrl.plan.question import Question
 
 GB = 1e9
 ACTIVATIONS_GB = 8.0
+WHOLE_MODELS = ("policy", "reference", "reward model", "value model")
+"""Parts that are a model's weights."""
 
 
 def textbook_gb(question: Question) -> dict[str, float]:

@@ -1,5 +1,6 @@
 import dataclasses
 import json
+import re
 
 import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -11,7 +12,7 @@ from asyncrl.plan.memory import gpu_memory
 from asyncrl.plan.models import NAMED, find_model, model_of_json
 from asyncrl.plan.plan import advice, plan
 from asyncrl.plan.question import Question
-from asyncrl.plan.report import plan_text, plan_values
+from asyncrl.plan.report import plan_text, plan_values, textbook_text
 from asyncrl.plan.speed import engine_speed, generation_s, training_s
 from asyncrl.plan.textbook import textbook_gb
 
@@ -70,6 +71,7 @@ def test_four_models_of_70b_in_bf16_are_560_gb():
     models = {"model": seventy, "critic": seventy, "reward_model": seventy}
     parts = textbook_gb(ppo_on_one_card(**models))
     assert sum(parts[name] for name in ("policy", "reference", "reward model", "value model")) == pytest.approx(560, rel=1e-3)
+    assert re.search(r"models alone \(4\) +560\.0 GB\n", textbook_text(plan(ppo_on_one_card(**models))))
 
 
 def test_7b_ppo_is_92_gb_on_paper_and_does_not_fit_on_80():

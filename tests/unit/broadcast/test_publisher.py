@@ -6,7 +6,7 @@ import torch
 from asyncrl.broadcast.publisher import Publisher
 from asyncrl.broadcast.segments import remove_leftover_segments
 from asyncrl.clock import VirtualClock
-from asyncrl.config.broadcast import BroadcastConfig, FilesMedium
+from asyncrl.config.broadcast import BroadcastConfig, FilesMedium, ZeroMQMedium
 from asyncrl.errors import BroadcastError
 
 
@@ -84,6 +84,16 @@ def test_a_publisher_whose_thread_broke_says_so_from_then_on(tmp_path):
     with pytest.raises(BroadcastError, match="nobody hears of version 1"):
         publisher.close()
     assert remove_leftover_segments(tmp_path) == []
+
+
+def test_the_learner_goes_on_while_its_version_is_made_fetchable(tmp_path, announced):
+    """The commit waits for what the test holds; whoever publishes has the tensors back all the same."""
+    publisher = Publisher(BroadcastConfig(medium=ZeroMQMedium()), tmp_path, announced.put, VirtualClock(0.0))
+    with publisher._writer._shelf._lock:
+        publisher.publish(1, {"w": torch.zeros(8)})
+        assert publisher.num_unfinished == 1
+    assert announced.get(timeout=10).version == 1
+    publisher.close()
 
 
 def test_what_was_published_before_close_is_announced(tmp_path, announced):

@@ -1,0 +1,57 @@
+"""Processes that die in the middle of a switch of a shared device, when others have given it back for them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+import asyncrl
+from asyncrl.observe.memory import MemoryLine, read_memory
+
+pytestmark = pytest.mark.timeout(240)
+
+KILLS = [
+    ("generator-0", "learner", "rollout"),
+    ("learner", "generator-0", "train"),
+]
+"""Who is to take the device and dies, when this other one has given it back for this phase."""
+
+
+async def _kill(run_folder: Path, pids, who: str, after: str, phase: str) -> None:
+    """Wait for the next line of the memory timeline that says so, and kill at once."""
+
+    def lines() -> list[MemoryLine]:
+        return [line for line in read_memory(run_folder) if (line.process, line.phase) == (after, phase)]
+
+    seen = len(lines())
+    async with asyncio.timeout(60):
+        while len(lines()) == seen:
+            await asyncio.sleep(0.001)
+    os.kill(pids(run_folder)[who], signal.SIGKILL)
+
+
+@pytest.mark.parametrize("kind", ["colocated", "hybrid"])
+async def test_every_group_is_accounted_for_after_deaths_in_the_middle_of_switches(tiny, recorded_pids, kind):
+    medium = {"broadcast__medium": {"kind": "shared_storage"}} if kind == "hybrid" else {}
+    config = tiny(
+        num_steps=10, buffer__max_staleness=1, eval__at_start=False, placement={"kind": kind}, **medium,
+        supervision={"stall_timeout_s": 60.0, "backoff_s": 0.1, "max_deaths": 10},
+    )  # fmt: skip
+    async with asyncrl.Run(config) as run:
+        kills = iter(KILLS)
+        next_at = 2
+        async for report in run.steps():
+            if report.version >= next_at and (kill := next(kills, None)) is not None:
+                await _kill(run.run_folder, recorded_pids, *kill)
+                next_at = report.version + 3
+        status = await run.wait()
+    assert (status.phase, status.version) == ("stopped", 10), status.reason
+    deaths = {process.name: process.deaths for process in status.processes}
+    assert (deaths["generator-0"], deaths["learner"]) == (1, 1)
+    groups = dict(status.groups)
+    assert groups["trained"] == 10 * 4
+    assert groups.pop("issued") == sum(groups.values())

@@ -9,6 +9,7 @@ import asyncio
 import logging
 import re
 import signal
+import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
@@ -19,11 +20,15 @@ import psutil
 import pytest
 
 import asyncrl
+from asyncrl.buffer.ledger import connect_read_only
 from asyncrl.buffer.ledger_reader import LedgerReader
 from asyncrl.config.launch import ProcessNeeds, RayLaunch
+from asyncrl.config.load import dump_config, parse_config
 from asyncrl.control.launcher import ProcessSpec
 from asyncrl.control.life_events import ProcessPlan
+from asyncrl.control.pids import read_pids
 from asyncrl.errors import LaunchError
+from asyncrl.observe.steps import read_steps
 from asyncrl.schema.status import RunStatus
 from tests.integration.conftest import tiny_settings
 
@@ -192,11 +197,11 @@ def states(status: RunStatus) -> dict[str, str]:
     return {process.name: process.state for process in status.processes}
 
 
-def assert_balanced(run: asyncrl.Run, status: RunStatus, groups_per_step: int) -> None:
+def assert_balanced(run_folder: Path, status: RunStatus, groups_per_step: int) -> None:
     """Every group is accounted for, and none was trained twice."""
     groups = dict(status.groups)
     assert groups.pop("issued") == sum(groups.values())
-    with LedgerReader(run.run_folder / "ledger.sqlite") as ledger:
+    with LedgerReader(run_folder / "ledger.sqlite") as ledger:
         trained = [group_id for step in ledger.steps(last=1_000_000) for group_id in step.group_ids]
     assert len(trained) == len(set(trained)) == status.version * groups_per_step
 
@@ -227,7 +232,7 @@ async def test_generators_come_and_go_with_their_nodes_and_the_controller_comes_
         assert run._endpoint != before
         status = await run.drain()
     assert status.phase == "stopped", status.reason
-    assert_balanced(run, status, groups_per_step=4)
+    assert_balanced(run.run_folder, status, groups_per_step=4)
 
 
 async def test_a_run_that_loses_its_learner_s_node_still_learns(nodes: Nodes, tmp_path: Path) -> None:
@@ -250,9 +255,53 @@ async def test_a_run_that_loses_its_learner_s_node_still_learns(nodes: Nodes, tm
         status = await run.status()
     assert status.phase == "stopped", status.reason
     assert places(run)["learner"] != lost
-    assert_balanced(run, status, groups_per_step=64)
+    assert_balanced(run.run_folder, status, groups_per_step=64)
     newest = [rewards[version] for version in sorted(rewards)[-8:]]
     assert sum(newest) / len(newest) >= 0.55, rewards
+
+
+async def test_a_guest_joins_a_run_on_ray_and_every_process_has_the_run_s_environment(nodes: Nodes, tmp_path: Path) -> None:
+    """By the command line, both: `asyncrl run` is a driver of its own, with the runtime environment of its config."""
+    settings = on_ray(tmp_path, nodes, num_steps=100_000, placement={"most_joining_generators": 1})
+    settings["generate"]["engine"] = {
+        "kind": "fake", "num_slots": 8, "max_sequence_tokens": 64, "mean_tokens": 8.0, "token_latency_s": 0.02,
+        "vocabulary_size": 8,
+    }  # fmt: skip
+    settings["launch"]["environment"] = {"env_vars": {"ASYNCRL_TEST_SAYS": "hello"}}
+    config = parse_config(settings)
+    (tmp_path / "config.toml").write_text(dump_config(config), encoding="utf-8")
+    run_folder = tmp_path / config.name
+
+    def command(*words: str) -> subprocess.Popen[bytes]:
+        with (tmp_path / f"{words[0]}.log").open("wb") as out:
+            return subprocess.Popen([sys.executable, "-m", "asyncrl", *words], stdout=out, stderr=out)
+
+    owner, guest = command("run", str(tmp_path / "config.toml"), "--plain"), None
+    try:
+        while not read_steps(run_folder):
+            assert owner.poll() is None, (tmp_path / "run.log").read_text()
+            await asyncio.sleep(0.2)
+        for name, record in read_pids(run_folder).processes.items():
+            assert psutil.Process(record.pid).environ().get("ASYNCRL_TEST_SAYS") == "hello", name
+        guest = command("join", str(run_folder))
+        async with asyncrl.connect(run_folder) as run:
+            first = (await run.status()).version
+            await until(run, lambda status: status.guests["here"] == 1 and status.version > first + 5, first)
+            status = await until(run, lambda status: _samples_of_guests(run_folder) >= 16, first)
+            status = await run.drain()
+        assert status.phase == "stopped", status.reason
+        assert status.guests["came"] == 1
+        assert owner.wait(60) == guest.wait(60) == 0
+    finally:
+        for process in filter(None, (owner, guest)):
+            process.kill()
+            process.wait(10)
+    assert_balanced(run_folder, status, groups_per_step=4)
+
+
+def _samples_of_guests(run_folder: Path) -> int:
+    with connect_read_only(run_folder / "ledger.sqlite") as connection:
+        return int(connection.execute("SELECT count(*) FROM samples WHERE generator LIKE 'joined-%'").fetchone()[0])
 
 
 async def test_no_cluster_is_said_with_what_to_do(tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
 """The placements on the same work, one whole run after the other: what a step costs, who idles, what lies in memory.
 
 `python experiments/placement/run.py` measures and writes results.json, RESULTS.md and placement.png; `--only hybrid` measures
-one, `--steps 10` is a short try. `--learn` trains the quickstart under each placement instead, and notes the accuracy.
+one, `--steps 10` is a short try. What is printed also says where the time of a switch went. `--learn` trains the quickstart under
+each placement instead, and notes the accuracy.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from matplotlib.figure import Figure
 import asyncrl
 from asyncrl.control.pids import read_pids
 from asyncrl.observe.memory import MemoryLine, read_memory
+from asyncrl.observe.spans import PHASE, SWAP, Span, read_spans
 
 HERE = Path(__file__).parent
 CONFIGS = HERE.parents[1] / "configs"
@@ -49,7 +51,31 @@ async def measure(name: str, overrides: list[str], folder: Path) -> Row:
         watching.cancel()
     if status.phase != "stopped":
         raise SystemExit(f"{name}: {status.phase}: {status.reason}")
-    return figures(reports[WARM_UP_STEPS:], read_memory(run.run_folder)) | {"peak_pss_mib": peak.mib}
+    lines = read_memory(run.run_folder)
+    told = switch_parts(list(read_spans(run.run_folder)), lines)
+    return figures(reports[WARM_UP_STEPS:], lines) | {"peak_pss_mib": peak.mib} | told
+
+
+def switch_parts(spans: list[Span], lines: list[MemoryLine]) -> Row:
+    """Return the mean milliseconds of a switch to either phase, and of its parts, after the first few.
+
+    `give` and `take` are the two halves as the slowest process tells them, `load` what of `take` are an engine's fetch and swap
+    of the new version (keys and values that are computed anew among it), `rest` is messages.
+    """
+    switches = [span for span in spans if span.name == PHASE and span.attributes.get("phase") == "switch"]
+    parts: dict[str, list[float]] = {}
+    for switch in switches[2 * WARM_UP_STEPS :]:
+        halves = {"give": 0.0, "take": 0.0}
+        mine = [line for line in lines if line.number == switch.attributes["number"]]
+        for line in mine:
+            half = "take" if (line.phase == "train") == (line.process == "learner") else "give"
+            halves[half] = max(halves[half], line.finished_s - line.started_s)
+        loads = [s.end_s - s.start_s for s in spans if s.name == SWAP and switch.start_s <= s.start_s <= switch.end_s]
+        told = halves | {"load": max(loads, default=0.0), "rest": switch.end_s - switch.start_s - sum(halves.values())}
+        for name, seconds in ({"whole": switch.end_s - switch.start_s} | told).items():
+            for line in mine[:1]:
+                parts.setdefault(f"to_{line.phase}_{name}_ms", []).append(seconds * 1e3)
+    return {name: sum(values) / len(values) for name, values in sorted(parts.items())}
 
 
 class PeakMemory:

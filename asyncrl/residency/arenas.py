@@ -76,7 +76,8 @@ class Arenas:
 
     def _again(self, num_bytes: int) -> mmap.mmap | None:
         """Return a piece of just this size that was let go of, the latest first: most of it will still be there."""
-        mapping = next((one for one in reversed(self._free) if len(one) == num_bytes), None)
+        # Of a copy: the collector may end a piece, which is then on offer too, in between.
+        mapping = next((one for one in reversed(list(self._free)) if len(one) == num_bytes), None)
         if mapping is not None:
             self._free.remove(mapping)
         return mapping

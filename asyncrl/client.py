@@ -33,6 +33,7 @@ from asyncrl.observe.steps import EvalReport, StepReport
 from asyncrl.schema.batches import GroupsTaken
 from asyncrl.schema.status import ENDED, ApiEndpoint, ExternalGroup, RunStatus, SubmitResult
 from asyncrl.schema.weights import WeightsAvailable
+from asyncrl.tasks.json_lines import missing_files
 
 START_TIMEOUT_S = 60.0
 """For the controller to answer; models load later."""
@@ -205,7 +206,7 @@ class Run(RunClient):
         resume: A run folder to pick up where it stopped.
 
     Raises:
-        ConfigError: The config is wrong, a function that it names is not there, or the folder already holds a run.
+        ConfigError: The config is wrong, a function or file that it names is not there, or the folder already holds a run.
 
     Example:
         >>> async with asyncrl.Run("configs/quickstart.toml") as run:  # doctest: +SKIP
@@ -300,6 +301,8 @@ class Run(RunClient):
 
     def _prepare_folder(self) -> None:
         check_phase_room(self.config)
+        if missing := missing_files(self.config.task):
+            raise ConfigError("; ".join(missing))
         config_file = self.run_folder / "config.toml"
         if config_file.exists() and not self._resumed:
             raise ConfigError(

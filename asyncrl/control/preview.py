@@ -32,6 +32,7 @@ from asyncrl.control.memory_estimate import (
 from asyncrl.control.phase_room import check_phase_room
 from asyncrl.control.process_plan import plan_processes
 from asyncrl.control.user_functions import check_user_functions
+from asyncrl.tasks.json_lines import missing_files
 
 
 def describe(config: RunConfig) -> str:
@@ -44,8 +45,13 @@ def describe(config: RunConfig) -> str:
     check_phase_room(config)
     lines = [dump_config(config), "# derived"]
     lines += [f"# {name:34} {value}" for name, value in derived(config).items()]
-    lines += [f"# WARNING: {doubt}" for doubt in (*doubts_about_medium(config), *doubts_about_algorithm(config.algorithm))]
+    lines += [f"# WARNING: {doubt}" for doubt in _doubts(config)]
     return "\n".join(lines)
+
+
+def _doubts(config: RunConfig) -> list[str]:
+    """Return what works but is hardly meant, and what a run would find missing."""
+    return [*doubts_about_medium(config), *doubts_about_algorithm(config.algorithm), *missing_files(config.task)]
 
 
 def derived(config: RunConfig) -> dict[str, str]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from asyncrl.config.tasks import JsonlTask, PreferencesTask, TaskConfig
 from asyncrl.errors import ConfigError
 
 
@@ -21,6 +22,13 @@ class JsonLine:
     """File and line, for messages."""
     text: str
     fields: dict[str, Any]
+
+
+def missing_files(config: TaskConfig) -> list[str]:
+    """Return what is wrong with the files that a task names, before any is read; empty: nothing."""
+    fields = ("path", "held_out_path") if isinstance(config, JsonlTask) else ("path",)
+    named = {field: getattr(config, field) for field in fields if isinstance(config, JsonlTask | PreferencesTask)}
+    return [f"task.{field}: there is no file {path}" for field, path in named.items() if path and not Path(path).is_file()]
 
 
 def read_json_lines(path: Path) -> Iterator[JsonLine]:

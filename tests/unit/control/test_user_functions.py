@@ -79,6 +79,18 @@ async def test_a_run_with_a_fault_leaves_no_folder_behind(tmp_path):
     assert not (tmp_path / "faulty").exists()
 
 
+async def test_a_task_s_file_that_is_not_there_blocks_no_name_and_the_dry_run_warns_of_it(tmp_path):
+    task = {"kind": "jsonl", "path": str(tmp_path / "train.jsonl"), "held_out_path": str(tmp_path / "test.jsonl")}
+    config = parse_config({"task": task, "folder": str(tmp_path), "name": "early"})
+    with pytest.raises(ConfigError, match=r"task.path: there is no file .*train.jsonl; task.held_out_path: .*test.jsonl"):
+        async with Run(config):
+            pass
+    assert not (tmp_path / "early").exists()
+    assert describe(config).count("# WARNING: task.") == 2
+    (tmp_path / "train.jsonl").write_text("")
+    assert describe(config).count("# WARNING: task.") == 1
+
+
 def test_looking_loads_no_torch():
     probe = "import sys, asyncrl.control.user_functions; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", probe], check=False).returncode == 0

@@ -119,6 +119,7 @@ class GenerateConfig(_Stage, frozen=True):
     """Where generators find the model; empty: where the learner says. For machines that do not share the learner's folders."""
     sampling: SamplingConfig = SamplingConfig()
     kv: Literal["keep", "recompute"] = "keep"
-    """What happens to the KV cache of requests in flight when new weights come in."""
+    """What happens to the KV cache of requests in flight when new weights come in; where phases take turns, `keep` has it in host
+    memory while others have the device (vLLM computes it anew then)."""
     in_flight_updates: bool = True
     """False: a generator takes new weights only between requests."""

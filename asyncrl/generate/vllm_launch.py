@@ -56,9 +56,10 @@ def environment(config: VLLMEngineConfig, sockets: Path, *, on_cpu: bool, presen
     """Return what vLLM's processes need in their environment beside what is `present`; None: it must not be there.
 
     On a CPU nothing is compiled (the first request with logprobs would wait 40 s for it) and threads neither spin nor are bound:
-    other processes of the run have the same cores.
+    other processes of the run have the same cores. The file by which ranks find each other, which vLLM leaves behind, lies with
+    the sockets.
     """
-    added: dict[str, str | None] = {**_QUIET, VARIABLE: str(sockets)}
+    added: dict[str, str | None] = {**_QUIET, VARIABLE: str(sockets), "TMPDIR": str(sockets)}
     added["VLLM_LOGGING_LEVEL"] = present.get("VLLM_LOGGING_LEVEL", "WARNING")
     if on_cpu:
         added |= {

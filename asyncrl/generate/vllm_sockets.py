@@ -77,7 +77,8 @@ def sweep(parent: Path) -> None:
 
 def _parent(present: Mapping[str, str]) -> Path:
     """Return where to put folders: where sockets in them are within the kernel's limit."""
-    wanted = present.get(VARIABLE) or tempfile.gettempdir()
+    usual = tempfile.gettempdir()  # asked first: Python remembers what it is told, and vLLM's processes are told another
+    wanted = present.get(VARIABLE) or usual
     is_short = len(os.fsencode(wanted)) + _FOLDER_NAME + _SOCKET_NAME <= _LONGEST_SOCKET_PATH
     return Path(wanted if is_short else "/tmp")  # noqa: S108 - the folder in it has a name of its own and mode 0700
 

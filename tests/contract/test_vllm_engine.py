@@ -287,7 +287,8 @@ async def test_close_ends_every_stream_with_abort_and_leaves_no_process(engine: 
     processes = list(engine._processes)
     assert len(processes) >= 2
     sockets = engine._sockets.path
-    assert any(sockets.iterdir()), "vLLM's processes talk by sockets in there"
+    assert any(path.is_socket() for path in sockets.iterdir()), "vLLM's processes talk by sockets in there"
+    assert any(sockets.glob("vllm_dist_*")), "its ranks find each other by a file in there"
     await engine.close()
     await engine.close()
     assert not sockets.exists()

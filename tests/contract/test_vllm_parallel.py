@@ -66,12 +66,17 @@ def crowd(name: str, num_tokens: int = 40):
 
 async def assert_holds(engine: VLLMEngine, model) -> None:
     """Every rank of every replica has its share of the model: what each samples agrees with a forward."""
-    requests = crowd("holds")
-    streams = [engine.submit(request) for request in requests]
-    first_chunks = [await anext(stream) for stream in streams]
-    assert [running > 0 for _, running in engine._fullness.values()] == [True] * REPLICAS, "a replica had nothing to do"
-    for request, stream, first in zip(requests, streams, first_chunks, strict=True):
-        held = await collect(stream, first)
+    requests, busy = crowd("holds"), set()
+
+    async def noting_who_works(stream):
+        async for chunk in stream:
+            busy.update(replica for replica, (_, running) in engine._fullness.items() if running)
+            yield chunk
+
+    streams = [noting_who_works(engine.submit(request)) for request in requests]
+    completions = [await collect(stream) for stream in streams]
+    assert len(busy) == REPLICAS, "a replica had nothing to do"
+    for request, held in zip(requests, completions, strict=True):
         assert held.logprobs == pytest.approx(reference_logprobs(model, request.prompt_ids, held.token_ids), abs=1e-5)
     probe = list(range(2, 40))
     assert await engine.score(probe) == pytest.approx(reference_logprobs(model, (probe[0],), probe[1:]), abs=1e-5)

@@ -152,7 +152,6 @@ class Run:
             return int(asked.fetchone()[0])
 
 
-@pytest.mark.timed
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("far_kind", ["generator", "learner"])
 def test_a_partition_between_the_controller_and_another_machine_heals_and_nothing_is_lost(tiny, link, far_kind):
@@ -197,7 +196,6 @@ def join_from_afar(link: Link, tmp_path: Path) -> Iterator[Callable[[Run, Path |
         guest.wait(10)
 
 
-@pytest.mark.timed
 @pytest.mark.timeout(300)
 def test_a_guest_that_was_cut_off_for_too_long_is_left_out_and_works_again_when_the_link_is_back(
     tiny, link, join_from_afar, tmp_path

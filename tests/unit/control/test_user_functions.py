@@ -40,7 +40,8 @@ def written(folder, text):
     return path
 
 
-def test_every_field_that_names_a_function_is_looked_at(tmp_path):
+def test_every_field_that_names_a_function_is_looked_at(tmp_path, monkeypatch):
+    monkeypatch.delitem(sys.modules, "asyncrl_user_mine", raising=False)  # of another test
     config = config_of(written(tmp_path, GOOD))
     fields = {"task.path", "reward path", "algorithm.advantage", "algorithm.loss", "algorithm.corrections.path"}
     assert {function.field for function in user_functions(config)} == fields

@@ -23,7 +23,7 @@ def test_a_gpu_keeps_its_threads_and_compilation() -> None:
     assert not {"TORCHDYNAMO_DISABLE", "OMP_NUM_THREADS"} & added.keys()
     assert added["VLLM_LOGGING_LEVEL"] == "DEBUG"
     assert added["VLLM_NO_USAGE_STATS"] == "1"
-    assert added["VLLM_RPC_BASE_PATH"] == "/tmp/sockets"
+    assert added["VLLM_RPC_BASE_PATH"] == added["TMPDIR"] == "/tmp/sockets"
 
 
 def test_arguments_follow_the_config_and_the_folder() -> None:

@@ -143,6 +143,7 @@ def ray_store(weights: Mapping[str, torch.Tensor], most: int) -> Iterator[HandOv
         yield None
         return
     ray.init(
+        address="local",  # whatever cluster was left running, or said to be
         num_cpus=RAY_THREADS, include_dashboard=False, log_to_driver=False, logging_level="error",
         object_store_memory=RAY_STORE_BYTES,
     )  # fmt: skip

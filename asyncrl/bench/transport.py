@@ -209,7 +209,7 @@ def _ray_queue() -> Iterator[Callable[[], float] | None]:
     except ImportError:
         yield None
         return
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="error")
+    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="error")
     payload = encode(_sample(0))[0]
 
     @ray.remote(num_cpus=0)  # type: ignore[untyped-decorator]

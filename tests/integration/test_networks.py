@@ -13,6 +13,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -244,6 +245,8 @@ def ray_cluster(link: Link, tmp_path: Path) -> Iterator[str]:
     }
     ray = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--num-cpus=2", "--object-store-memory=80000000"]
     nodes: list[subprocess.Popen[bytes]] = []
+    # Its own: a head notes itself in there as the one of this machine. Short: there are sockets in it.
+    folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
     try:
         for namespace, words in ends.items():
             log = tmp_path / f"ray-{len(nodes)}.log"
@@ -251,7 +254,7 @@ def ray_cluster(link: Link, tmp_path: Path) -> Iterator[str]:
                 nodes.append(
                     subprocess.Popen(
                         ["ip", "netns", "exec", namespace, *ray, *words],
-                        stdout=out, stderr=out, env=os.environ | {"RAY_AUTH_MODE": "disabled"},
+                        stdout=out, stderr=out, env=os.environ | {"RAY_AUTH_MODE": "disabled", "RAY_TMPDIR": folder},
                     )
                 )  # fmt: skip
             deadline_s = time.monotonic() + PATIENCE_S
@@ -270,6 +273,7 @@ def ray_cluster(link: Link, tmp_path: Path) -> Iterator[str]:
             for pid in left.stdout.split():
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(int(pid), signal.SIGKILL)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.mark.slow

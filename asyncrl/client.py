@@ -20,6 +20,7 @@ from typing import Any, Self, TypeVar
 import aiohttp
 import msgspec
 
+from asyncrl.config.launch import has_own_environment
 from asyncrl.config.launch_rules import with_launch_choices
 from asyncrl.config.load import dump_config, load_config, parse_config, validated
 from asyncrl.config.medium_choice import with_chosen_medium
@@ -301,7 +302,7 @@ class Run(RunClient):
 
     def _prepare_folder(self) -> None:
         check_phase_room(self.config)
-        if missing := missing_files(self.config.task):
+        if not has_own_environment(self.config.launch) and (missing := missing_files(self.config.task)):
             raise ConfigError("; ".join(missing))
         config_file = self.run_folder / "config.toml"
         if config_file.exists() and not self._resumed:

@@ -47,7 +47,7 @@ def remove_leftover_segments(run_folder: Path) -> list[Path]:
 def own(handle: int) -> None:
     """Say that the segment is in use for as long as this process lives, has it open and closes no other handle of it."""
     with contextlib.suppress(OSError):  # Some network file systems have no locks: there nobody is spared.
-        fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.lockf(handle, fcntl.LOCK_EX)  # waits, for another process that looks whether somebody owns it at most
 
 
 def _is_anothers(segment: Path) -> bool:

@@ -288,6 +288,7 @@ def make_segment(path: Path, num_bytes: int) -> tuple[mmap.mmap, int]:
         BroadcastError: There is no room for it.
     """
     handle = _create(path)
+    own(handle)  # before it is filled, which takes a while: another learner under the same path may look for leftovers meanwhile
     try:
         _reserve(handle, num_bytes)
         segment = mmap.mmap(handle, num_bytes)
@@ -298,7 +299,6 @@ def make_segment(path: Path, num_bytes: int) -> tuple[mmap.mmap, int]:
             f"no room for {num_bytes >> 20} MiB of shared memory in {path.parent} ({error.strerror}); enlarge it "
             f"(docker run --shm-size) or set broadcast.medium.kind to files"
         ) from error
-    own(handle)
     return segment, handle
 
 

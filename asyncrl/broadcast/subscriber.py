@@ -204,6 +204,8 @@ class Subscriber:
             received.add_done_callback(_release_unused)
             raise
         self._received = None
+        if self._is_closed:  # in between: what was received has been let go of
+            raise VersionUnavailableError("the subscriber is closed")
         return tensors
 
     def _receive(self, available: WeightsAvailable, cancelled: threading.Event) -> MappedTensors:

@@ -73,3 +73,8 @@ class RayLaunch(_Variant, frozen=True, tag="ray"):
 
 
 LaunchConfig = LocalLaunch | RayLaunch
+
+
+def has_own_environment(launch: LaunchConfig) -> bool:
+    """Return whether the run's processes see other folders and packages than the process that starts it."""
+    return isinstance(launch, RayLaunch) and launch.environment != RayEnvironment()

@@ -52,7 +52,8 @@ def _check_takes(function: Callable[..., Any], arguments: Sequence[str], where: 
     if not arguments:
         return
     try:
-        signature = inspect.signature(function)
+        # Not of what a decorator wraps: the wrapper is what is called.
+        signature = inspect.signature(function, follow_wrapped=False)
     except ValueError:  # built in: it does not say what it takes
         return
     try:

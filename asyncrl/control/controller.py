@@ -250,7 +250,7 @@ class Controller:
             self.feed.learner_dead()
             self.checkpoints.fail("the learner died")
         if self.switching is not None:
-            self.switching.leave(name)
+            self.switching.leave(name, kind)
 
     @property
     def _learner_idle(self) -> bool:

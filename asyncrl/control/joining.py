@@ -109,7 +109,8 @@ async def visit(request: JoinRequest, pid: int, endpoint_file: str) -> AsyncIter
         connection = await open_connection(address, new_hello("generator", name), transport, folder, WELCOME_S)
         try:
             terms = await _terms(connection)
-            config = at_own_address(own_config(terms, request.overrides, Path(private)), address)
+            config = own_config(terms, request.overrides, Path(private))
+            config = config if terms.machine == host else at_own_address(config, address)
             folder = _folder_of(terms, request, folder, host)
             refuse_what_does_not_reach(config, terms, host, shares_folder=folder != Path(private))
             yield Visit(name, connection, config, folder, terms.machine == host)

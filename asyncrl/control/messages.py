@@ -24,6 +24,7 @@ from asyncrl.schema.control import (
     ModelsReady,
     Pause,
     PhaseReached,
+    Resume,
 )
 from asyncrl.schema.samples import InferResult, Sample, SampleFailure, Score
 from asyncrl.schema.weights import VersionLive, WeightsAvailable
@@ -156,6 +157,8 @@ class Messages:
         self._run.flow.generator_ready(peer.name, ready.num_slots, ready.version)
         if self._run.lifecycle.phase == "paused":
             peer.tell(Pause())
+        elif self._run.roster.is_guest(peer.name):
+            peer.tell(Resume())  # the run may have been paused when the guest was cut off
         if self._run.weights is not None:
             peer.tell(self._run.weights)
         if self._run.roster.is_guest(peer.name):

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from asyncrl.config.algorithm_rules import doubts_about_algorithm
+from asyncrl.config.launch import has_own_environment
 from asyncrl.config.load import dump_config
 from asyncrl.config.medium_choice import doubts_about_medium, with_chosen_medium
 from asyncrl.config.run import RunConfig
@@ -51,7 +52,8 @@ def describe(config: RunConfig) -> str:
 
 def _doubts(config: RunConfig) -> list[str]:
     """Return what works but is hardly meant, and what a run would find missing."""
-    return [*doubts_about_medium(config), *doubts_about_algorithm(config.algorithm), *missing_files(config.task)]
+    missing = [] if has_own_environment(config.launch) else missing_files(config.task)
+    return [*doubts_about_medium(config), *doubts_about_algorithm(config.algorithm), *missing]
 
 
 def derived(config: RunConfig) -> dict[str, str]:

@@ -115,11 +115,11 @@ class Switching:
         self._handle(Joined(peer.name, ROLES[peer.kind]))
         self.consider()
 
-    def leave(self, name: str) -> None:
-        """Note that a process is gone."""
+    def leave(self, name: str, kind: ProcessKind) -> None:
+        """Note that a process is gone, one that never joined too."""
         self._told_to_load.discard(name)
         self._handle(Left(name))
-        if not self.phases.has("learner"):
+        if kind == "learner":
             self._announced = -1  # the next learner may stand at the same version, and has to put it where it can be had
         self.consider()
 

@@ -1,18 +1,22 @@
 """The functions that a config names, imported and looked at before a run is started, in a process of their own.
 
 That process sees modules as the run's processes will, and what an import takes (memory, threads, a GPU) goes with it: neither the
-program that starts a run nor the controller holds a user's code. Called by control/preview.py and client.py.
+program that starts a run nor the controller holds a user's code. Where Ray makes an environment for the run there is nothing to
+see here, and what is wrong shows once the run is started. Called by control/preview.py and client.py.
 """
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import tempfile
 
 import msgspec
 
 from asyncrl.algorithms.user_function import ARGUMENTS
 from asyncrl.config.corrections import PythonCorrection
+from asyncrl.config.launch import has_own_environment
 from asyncrl.config.reward import PythonReward
 from asyncrl.config.run import RunConfig
 from asyncrl.config.tasks import PythonTask
@@ -56,33 +60,39 @@ def check_user_functions(config: RunConfig) -> None:
         ConfigError: One cannot be imported, or does not take what it is called with.
     """
     functions = user_functions(config)
-    if not functions:
+    if not functions or has_own_environment(config.launch):
         return
     named = ", ".join(function.path for function in functions)
     command = (sys.executable, "-m", "asyncrl.control.user_functions", msgspec.json.encode(functions).decode())
-    try:
-        done = subprocess.run(  # noqa: S603 - our own interpreter
-            command, stdin=subprocess.DEVNULL, capture_output=True, timeout=IMPORT_TIMEOUT_S, check=False
-        )
-    except subprocess.TimeoutExpired as error:
-        raise ConfigError(f"importing {named} has not ended after {IMPORT_TIMEOUT_S:.0f} s") from error
+    with tempfile.TemporaryFile() as output:  # no pipe: a process that an import starts could hold it open
+        try:
+            done = subprocess.run(  # noqa: S603 - our own interpreter
+                command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, timeout=IMPORT_TIMEOUT_S, check=False
+            )
+        except subprocess.TimeoutExpired as error:
+            raise ConfigError(f"importing {named} has not ended after {IMPORT_TIMEOUT_S:.0f} s") from error
+        output.seek(0)
+        said = output.read().decode(errors="replace").strip()
     if done.returncode:
-        said = done.stderr.decode(errors="replace").strip()
         if done.returncode == _WRONG and said:
             raise ConfigError(said.splitlines()[-1])
         raise ConfigError(f"importing {named} ended the process with exit code {done.returncode}: {said[-2000:]}")
 
 
 def main(functions_json: str) -> int:
-    """Import them; the first fault is the last line on standard error."""
+    """Import them; the first fault is the last line that is said."""
     try:
         for function in msgspec.json.decode(functions_json, type=list[UserFunction]):
             load_function(function.path, function.field, function.arguments)
     except ConfigError as error:
-        print(" ".join(str(error).splitlines()), file=sys.stderr)  # noqa: T201 - its parent reads it
+        sys.stdout.flush()
+        print("\n" + " ".join(str(error).splitlines()), file=sys.stderr)  # noqa: T201 - its parent reads it
         return _WRONG
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    code = main(sys.argv[1])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # threads that an import began, and libraries that break at exit, are no fault of the functions

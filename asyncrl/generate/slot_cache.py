@@ -65,15 +65,21 @@ class SlotCache:
         return self._keys[layer], self._values[layer]
 
     def give_back(self, keep_tokens: int = 0) -> None:
-        """Free all storage; the first `keep_tokens` places of every row move to host memory, the rest must be computed anew."""
+        """Free all storage; the first `keep_tokens` places of every row move to host memory, the rest must be computed anew.
+
+        Raises:
+            GenerationError: Host memory has no room for what is kept; nothing is freed then.
+        """
         blocks = -(-keep_tokens // self.block_tokens)
-        if not blocks:
-            self._kept.clear()
+        layers = list(self._keys) if blocks else []
+        try:
+            kept = {layer: (_on_host(self._keys[layer][:blocks]), _on_host(self._values[layer][:blocks])) for layer in layers}
+        except (RuntimeError, MemoryError) as error:
+            raise GenerationError(f"cannot sleep: no room in host memory for the keys and values to keep: {error}") from error
+        if self._keys or not blocks:  # given back already, what was kept then stays
+            self._kept = kept
         for layer, keys in self._keys.items():
-            values = self._values[layer]
-            self._given_back[layer] = (keys.new_empty(keys.shape, device="meta"), values.to("meta"))
-            if blocks:
-                self._kept[layer] = (_on_host(keys[:blocks]), _on_host(values[:blocks]))
+            self._given_back[layer] = (keys.new_empty(keys.shape, device="meta"), self._values[layer].to("meta"))
         self._keys.clear()
         self._values.clear()
 

@@ -186,11 +186,14 @@ class VLLMEngine:
     async def _in_every_worker(self, method: str, *args: object) -> list[Any]:
         """Call a method of every worker's; by `collective_rpc` only those of the first data-parallel engine would answer."""
         client = self._llm.engine_core
-        async with asyncio.TaskGroup() as tasks:
-            calls = [
-                tasks.create_task(client._call_utility_async("collective_rpc", method, None, args, None, engine=engine))  # noqa: SLF001
-                for engine in client.core_engines
-            ]
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                calls = [
+                    tasks.create_task(client._call_utility_async("collective_rpc", method, None, args, None, engine=engine))  # noqa: SLF001
+                    for engine in client.core_engines
+                ]
+        except BaseExceptionGroup as group:
+            raise group.exceptions[0] from None
         return [reply for call in calls for reply in call.result()]
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:

@@ -218,6 +218,7 @@ static uint64_t digest_of(const State *state) {
 typedef struct {
     PyObject_HEAD
     State state;
+    int is_busy; /* some thread is in `update`; read and written with the interpreter lock */
 } Hasher;
 
 static PyObject *hasher_new(PyTypeObject *type, PyObject *args, PyObject *named) {
@@ -228,7 +229,10 @@ static PyObject *hasher_new(PyTypeObject *type, PyObject *args, PyObject *named)
     if (!PyArg_ParseTupleAndKeywords(args, named, ":Hasher", names)) return NULL;
     allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
     Hasher *self = (Hasher *)allocate(type, 0);
-    if (self) self->state = fresh;
+    if (self) {
+        self->state = fresh;
+        self->is_busy = 0;
+    }
     return (PyObject *)self;
 }
 
@@ -255,7 +259,15 @@ static PyObject *hasher_update(PyObject *self, PyObject *args) {
             return NULL;
         }
     }
-    State *state = &((Hasher *)self)->state;
+    Hasher *hasher = (Hasher *)self;
+    State *state = &hasher->state;
+    if (hasher->is_busy) {
+        PyErr_SetString(PyExc_RuntimeError, "another thread is in this Hasher's update: it is for one thread at a time");
+        if (target.obj) PyBuffer_Release(&target);
+        PyBuffer_Release(&source);
+        return NULL;
+    }
+    hasher->is_busy = 1;
     if (source.len < WITHOUT_LOCK) {
         take(state, source.buf, target.buf, (size_t)source.len);
     } else {
@@ -263,6 +275,7 @@ static PyObject *hasher_update(PyObject *self, PyObject *args) {
         take(state, source.buf, target.buf, (size_t)source.len);
         Py_END_ALLOW_THREADS
     }
+    hasher->is_busy = 0;
     if (target.obj) PyBuffer_Release(&target);
     PyBuffer_Release(&source);
     Py_RETURN_NONE;

@@ -116,6 +116,8 @@ def check_manifest(manifest: WeightsManifest) -> None:
     Raises:
         BroadcastError: Naming the first such entry.
     """
+    if not manifest.entries:
+        raise BroadcastError("the manifest names no tensor")
     end = 0
     for entry in manifest.entries:
         dtype = DTYPE_OF_NAME.get(entry.dtype)

@@ -76,10 +76,11 @@ class Arenas:
 
     def _again(self, num_bytes: int) -> mmap.mmap | None:
         """Return a piece of just this size that was let go of, the latest first: most of it will still be there."""
-        # Of a copy: the collector may end a piece, which is then on offer too, in between.
+        # Of a copy: the collector may end a piece, which is then on offer too and may push this one out, in between.
         mapping = next((one for one in reversed(list(self._free)) if len(one) == num_bytes), None)
-        if mapping is not None:
-            self._free.remove(mapping)
+        with contextlib.suppress(ValueError):
+            if mapping is not None:
+                self._free.remove(mapping)
         return mapping
 
     def _offer(self, mapping: mmap.mmap) -> None:

@@ -83,11 +83,14 @@ class ZmqConnector:
             unknown, limits.window, limits.max_message_bytes, self._pump.wake, on_close=self.close, refused=self._refused
         )
         self._pump.endpoint = self._endpoint
-        self._context: zmq.SyncContext = zmq.Context()
         self._not_opened = ""
         """Why there is no socket; empty where there is one."""
         self._heard_s = self._ticked_s = self._lost_s = self._loop.time()
-        self._open_socket()
+        try:
+            self._context: zmq.SyncContext = zmq.Context()
+            self._open_socket()
+        except zmq.ZMQError as error:
+            raise TransportError(f"no socket to {address} could be opened: {error.strerror}") from error
         self._timer = self._loop.call_later(limits.ping_s, self._tick)
 
     async def connect(self, timeout_s: float) -> Connection:

@@ -165,6 +165,13 @@ async def test_a_connector_that_never_finds_a_descriptor_ends_and_says_why():
                 await asyncio.wait_for(far.receive(), WAIT_S)
 
 
+async def test_without_a_descriptor_the_first_connection_is_refused_with_the_cause():
+    listener = make_listener("tcp://127.0.0.1:*")
+    async with closing(listener):
+        with no_descriptor_left(), pytest.raises(TransportError, match=r"no socket to .* could be opened: Too many open files"):
+            await connect(listener.address)
+
+
 @contextlib.contextmanager
 def no_descriptor_left():
     before = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -27,3 +27,17 @@ def test_a_module_and_a_file_both_work(tmp_path):
 def test_a_wrong_name_says_what_is_wrong(path, message):
     with pytest.raises(ConfigError, match=message):
         load_function(path, "reward path")
+
+
+def test_what_a_decorator_takes_counts_and_not_what_it_wraps(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "import functools\n"
+        "def on_text(f):\n    @functools.wraps(f)\n    def call(prompt, text):\n        return f(text)\n    return call\n"
+        "def for_all(f):\n    @functools.wraps(f)\n    def call():\n        return f(1, 2)\n    return call\n"
+        "@on_text\ndef fits(text):\n    return text\n"
+        "@for_all\ndef fits_not(prompt, text):\n    return text\n"
+    )
+    assert load_function(f"{file}:fits", "reward path", ("prompt", "text"))("p", "t") == "t"
+    with pytest.raises(ConfigError, match=r"is called with \(prompt, text\) and takes \(\)"):
+        load_function(f"{file}:fits_not", "reward path", ("prompt", "text"))

@@ -80,7 +80,7 @@ class Stage:
         self.peers.remove(peer)
         if name == "learner":
             self.feed.learner_dead()
-        self.switching.leave(name)
+        self.switching.leave(name, peer.kind)
 
     async def until(self, phase: str) -> None:
         async with asyncio.timeout(5):
@@ -307,7 +307,7 @@ async def test_an_inference_worker_loads_in_a_turn_of_its_own_and_again_after_it
         await stage.reach(judge, "inference-0", "inference", 1)
         await stage.reach(judge, "inference-0", "rollout", 2)
         await stage.until("rollout")
-        stage.switching.leave("inference-0")
+        stage.switching.leave("inference-0", "inference")
         again = await stage.join("inference", "inference-0")
         assert await _next(again, LoadModel) == LoadModel("model")
         await stage.reach(again, "inference-0", "inference", 3)
@@ -324,9 +324,21 @@ async def test_what_a_switch_waits_for_is_the_controllers_wait_since_it_began(tm
         stage.clock.advance(2.0)
         (wait,) = stage.switching.waits()
         assert wait.text(stage.clock.now()) == "controller waits for learner to give the device back for phase rollout since 2 s"
-        stage.switching.leave("learner")
+        stage.switching.leave("learner", "learner")
         (wait,) = stage.switching.waits()
         assert wait.what == "a learner to be ready"
+
+
+async def test_a_reward_worker_that_dies_before_the_learner_is_ready_takes_no_announcement_with_it(tmp_path):
+    """A learner announces its weights, moves off what it need not hold, and only then says that it is ready."""
+    async with _stage(tmp_path) as stage:
+        stage.switching.announced(0)
+        stage.switching.leave("reward-0", "reward")
+        learner = await stage.join("learner", "learner")
+        await stage.reach(learner, "learner", "train", 0)
+        await stage.join("generator", "generator-0")
+        await stage.settled()
+        assert await _next(learner, SetPhase) == SetPhase("rollout", 1)
 
 
 async def test_unjudged_samples_are_nobodys_wait_before_it_is_the_judges_turn(tmp_path):

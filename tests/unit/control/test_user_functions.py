@@ -95,3 +95,26 @@ async def test_a_task_s_file_that_is_not_there_blocks_no_name_and_the_dry_run_wa
 def test_looking_loads_no_torch():
     probe = "import sys, asyncrl.control.user_functions; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", probe], check=False).returncode == 0
+
+
+def test_what_an_import_leaves_running_is_no_fault(tmp_path, monkeypatch):
+    monkeypatch.setattr("asyncrl.control.user_functions.IMPORT_TIMEOUT_S", 30.0)
+    left = (
+        "import atexit, os, subprocess, sys, threading, time\n"
+        "threading.Thread(target=time.sleep, args=(60,)).start()\n"
+        "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
+        "atexit.register(os.abort)\n"
+        "print('said at import')\n"
+    )
+    path = written(tmp_path, left + GOOD)
+    check_user_functions(config_of(path))
+    path.write_text(left + GOOD.replace("def task(seed)", "def task()"))
+    with pytest.raises(ConfigError, match=r"^task.path .* takes \(\)"):
+        check_user_functions(config_of(path))
+
+
+def test_functions_in_an_environment_of_the_run_are_not_looked_for_here():
+    launch = {"kind": "ray", "environment": {"working_dir": "elsewhere"}}
+    check_user_functions(config_of("not_here.py", launch=launch))
+    with pytest.raises(ConfigError, match=r"there is no file not_here\.py"):
+        check_user_functions(config_of("not_here.py", launch={"kind": "ray"}))

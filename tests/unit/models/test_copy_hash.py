@@ -115,6 +115,19 @@ def test_other_threads_run_while_bytes_move():
     assert during > 0
 
 
+def test_a_second_thread_in_the_same_hasher_is_refused():
+    source, hasher, refused = content(256 << 20), native(256 << 20), []
+    hashing = threading.Thread(target=hasher.update, args=(source,))
+    hashing.start()
+    while hashing.is_alive() and not refused:
+        try:
+            hasher.update(source[:1])
+        except RuntimeError as error:
+            refused.append(str(error))
+    hashing.join()
+    assert refused == ["another thread is in this Hasher's update: it is for one thread at a time"]
+
+
 def test_without_the_c_loop_python_takes_over(monkeypatch):
     monkeypatch.setattr(copy_hash, "_copyhash", None)
     assert isinstance(copy_hasher(1 << 20), InTurns)

@@ -704,6 +704,12 @@ async def test_a_released_lease_spares_the_learner_and_the_reader(tmp_path):
     learner.publisher.close()
 
 
+async def _refused(fetch) -> str:
+    with pytest.raises(BroadcastError) as refusal:
+        await fetch
+    return str(refusal.value)
+
+
 async def test_a_fetch_cancelled_when_it_was_all_but_done_holds_no_slot(tmp_path):
     config = BroadcastConfig(medium=SharedMemoryMedium())
     learner = Learner(config, tmp_path)
@@ -717,9 +723,10 @@ async def test_a_fetch_cancelled_when_it_was_all_but_done_holds_no_slot(tmp_path
     assert learner.publisher._writer.busy_slots() == frozenset()
     assert (await subscriber.fetch(learner.publish(2)))["layer.0"][0] == 2.0
     async with asyncio.TaskGroup() as tasks:
-        tasks.create_task(subscriber.fetch(learner.publish(3)))
+        fetching = tasks.create_task(_refused(subscriber.fetch(learner.publish(3))))
         await asyncio.sleep(0)
         subscriber._executor.submit(lambda: None).result(TIMEOUT_S)
         subscriber.close()
         assert learner.publisher._writer.busy_slots() == frozenset()
+    assert "the subscriber is closed" in fetching.result()
     learner.publisher.close()

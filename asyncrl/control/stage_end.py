@@ -1,6 +1,7 @@
 """How a stage's process ends: with an exit code, and where it cannot go on with a word to the controller about why.
 
-Invariant: what would only come again after a restart (wrong config, a learner that cannot go on) is a fatal fault; the run ends.
+Invariant: what would only come again after a restart (wrong config, a learner that cannot go on), or be passed over by it (a
+model that was exchanged), is a fatal fault; the run ends.
 Called by pipeline.py.
 """
 
@@ -14,13 +15,14 @@ import sys
 from collections.abc import Awaitable, Iterator
 from typing import NoReturn
 
-from asyncrl.errors import ConfigError, ConnectionClosed, LearnerError
+from asyncrl.errors import ConfigError, ConnectionClosed, LearnerError, ModelChangedError
 from asyncrl.schema.control import Fault
 from asyncrl.transport.channel import Connection, Lane
 
 log = logging.getLogger("asyncrl")
 
 EXIT_OK, EXIT_FAILED, EXIT_WRONG_INPUT, EXIT_FAULT = 0, 1, 2, 3
+_FATAL = (ConfigError, LearnerError, ModelChangedError)
 TELL_S = 2.0
 """For the controller to be told."""
 
@@ -52,7 +54,7 @@ async def _report_fault(name: str, error: Exception, connection: Connection) -> 
         return
     log.error("%s cannot go on", name, exc_info=error)
     reason = "; ".join(f"{type(cause).__name__}: {cause}" for cause in causes)
-    fatal = any(isinstance(cause, ConfigError | LearnerError) for cause in causes)
+    fatal = any(isinstance(cause, _FATAL) for cause in causes)
     with contextlib.suppress(ConnectionClosed, TimeoutError):
         async with asyncio.timeout(TELL_S):
             await connection.send(Fault(name, reason, fatal=fatal), Lane.CONTROL)

@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from safetensors import SafetensorError, safe_open
 
-from asyncrl.errors import ResidencyError
+from asyncrl.errors import ModelChangedError, ResidencyError
 from asyncrl.residency.device import Device
 from asyncrl.residency.tensors import NamedTensors, TensorComponent
 from asyncrl.schema.control import Residence
@@ -22,6 +22,7 @@ from asyncrl.schema.control import Residence
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 HELD_TOO = "asyncrl_held_too"
 """Attribute of a divided module: yields the other tensors that lie on its parameters' memory (learner/sharded.py)."""
+_STAYS = "the folder it was opened from has to stay as it is for the run"
 
 
 def weights_of(module: torch.nn.Module) -> NamedTensors:
@@ -84,9 +85,9 @@ class FrozenModelComponent(TensorComponent):
         self._can_be_made_anew = False
         super().__init__(name, device, lambda: weights_of(module), spill_folder)
         self._files = _files_by_name(model_folder)
-        self._can_be_made_anew = all(
-            self._source_of(number) and block.views[0].tensor.is_contiguous() for number, block in enumerate(self._blocks)
-        )
+        sources = {self._source_of(number) for number in range(len(self._blocks))}
+        self._can_be_made_anew = all(sources) and all(block.views[0].tensor.is_contiguous() for block in self._blocks)
+        self._stamps = {path: _stamp(path) for path in {self._files[name] for name in sources if name}}
 
     @property
     def places(self) -> frozenset[Residence]:
@@ -103,16 +104,29 @@ class FrozenModelComponent(TensorComponent):
         return ""
 
     def _made_anew(self) -> Iterator[torch.Tensor]:
+        self._check_unchanged()
         for number, block in enumerate(self._blocks):
             try:
                 name, dtype = self._source_of(number), block.views[0].dtype
                 with safe_open(str(self._files[name]), framework="pt", device="cpu") as file:
                     values = file.get_tensor(name)
             except (OSError, SafetensorError, KeyError) as error:
-                raise ResidencyError(
-                    f"cannot read {self._name} back: {error}; the folder it was opened from has to stay as it is for the run"
-                ) from error
+                raise ResidencyError(f"cannot read {self._name} back: {error}; {_STAYS}") from error
             yield values.to(dtype).contiguous().reshape(-1).view(torch.uint8)
+        self._check_unchanged()
+
+    def _check_unchanged(self) -> None:
+        """Refuse files that were written since they were read: with the same shapes they would bring other values."""
+        for path, stamp in self._stamps.items():
+            try:
+                is_as_it_was = _stamp(path) == stamp
+            except OSError as error:
+                raise ResidencyError(f"cannot read {self._name} back: {error}; {_STAYS}") from error
+            if not is_as_it_was:
+                raise ModelChangedError(
+                    f"{self._name} cannot be read back: {path} was written during the run; {_STAYS}. Put the old "
+                    f"file back and resume the run, or start another run with the new one"
+                )
 
 
 class CallbackComponent:
@@ -171,6 +185,12 @@ class CallbackComponent:
         except Exception as error:  # the boundary: whatever an engine raises
             raise ResidencyError(f"{self._name} did not go from {self._residence!r} to {to!r}: {error}") from error
         self._residence = to
+
+
+def _stamp(path: Path) -> tuple[int, int]:
+    """Return what changes when a file is written."""
+    status = path.stat()
+    return status.st_size, status.st_mtime_ns
 
 
 def _files_by_name(folder: Path) -> dict[str, Path]:

@@ -156,7 +156,7 @@ class ResidencyManager:
             done.extend(self._carry_out_one(move) for move in moves)
         except ResidencyError as error:
             held = ", ".join(f"{name} {gib(num_bytes)}" for name, num_bytes in self.resident.items())
-            raise ResidencyError(f"phase {phase!r} was not reached: {error}; on the device: {held or 'nothing'}") from error
+            raise type(error)(f"phase {phase!r} was not reached: {error}; on the device: {held or 'nothing'}") from error
         finally:
             self._note(done, phase, number, started_s, peak_bytes)
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from asyncrl.config.learner import LearnerConfig
-from asyncrl.errors import ResidencyError
+from asyncrl.errors import ModelChangedError, ResidencyError
 from asyncrl.learner.optim import PolicyOptimizer
 from asyncrl.residency.components import CallbackComponent, FrozenModelComponent, ModuleComponent, OptimizerComponent
 from asyncrl.residency.device import SimulatedDevice
@@ -187,7 +189,7 @@ def test_a_frozen_model_whose_folder_changed_says_so_and_comes_once_it_is_as_it_
     case = Case("frozen", tmp_path, SimulatedDevice())
     before, path = case.values(), tmp_path / "model.safetensors"
     case.component.move("absent")
-    was = path.read_bytes()
+    was, when = path.read_bytes(), path.stat().st_mtime_ns
     if change == "another":
         save_file({"body.weight": torch.zeros(16, 16)}, path)
     else:
@@ -196,8 +198,30 @@ def test_a_frozen_model_whose_folder_changed_says_so_and_comes_once_it_is_as_it_
         case.component.move("device")
     assert (case.component.residence, case.device.allocated_bytes) == ("absent", 0)
     path.write_bytes(was)
+    os.utime(path, ns=(when, when))
     case.component.move("device")
     assert all(torch.equal(old, new) for (*_, old), (*_, new) in zip(before, case.values(), strict=True))
+
+
+@pytest.mark.parametrize("written", ["before", "while"])
+def test_a_frozen_model_whose_files_were_rewritten_does_not_come_back_with_other_values(tmp_path, written, monkeypatch):
+    case = Case("frozen", tmp_path, SimulatedDevice())
+    path = tmp_path / "model.safetensors"
+    others, when = {name: tensor + 1 for name, tensor in load_file(path).items()}, path.stat().st_mtime_ns
+
+    def rewrite() -> None:
+        save_file(others, path)
+        os.utime(path, ns=(when + 1, when + 1))  # what was read and written within one tick of the clock has one time
+
+    case.component.move("absent")
+    if written == "before":
+        rewrite()
+    else:
+        copy = case.device.copy
+        monkeypatch.setattr(case.device, "copy", lambda pairs: (rewrite(), copy(pairs)))
+    with pytest.raises(ModelChangedError, match=r"model\.safetensors was written during the run.*resume the run"):
+        case.component.move("device")
+    assert (case.component.residence, case.device.allocated_bytes) == ("absent", 0)
 
 
 def test_tied_tensors_stay_tied(tmp_path):

@@ -39,6 +39,8 @@ class Rollout:
     send: SendResult
     count_tokens: Callable[[int], None] = lambda _: None
     """Told of new tokens as they come, long before their sample is finished."""
+    is_aborted: Callable[[GroupWork], bool] = lambda _: False
+    """Asked before a member begins: an engine forgets an abort of what it was not given yet."""
 
     async def run_group(self, work: GroupWork) -> None:
         """Generate the members that `work` names and send each result; returns once the last one was handed to `send`.
@@ -63,6 +65,9 @@ class Rollout:
             self.engine.abort(request_id_of(work, index))
 
     async def _run_member(self, work: GroupWork, index: int, prompt_ids: tuple[int, ...]) -> None:
+        if self.is_aborted(work):
+            await self.send(_failure(work, index, "aborted before it began"))
+            return
         started_s = self.clock.now()
         try:
             answer_ids = self.codec.answer(work.prompt, index)

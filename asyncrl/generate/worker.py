@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -121,6 +122,8 @@ class GeneratorWorker:
         self._gate = WeightsGate()
         self._idle = IdleMeter(clock)
         self._work: dict[tuple[Purpose, int], GroupWork] = {}
+        self._aborted: deque[int] = deque(maxlen=config.transport.window)
+        """Training groups that are over and never come again; so many can be on their way here."""
         self._is_paused = False
         self._told_slots = 0
         self._is_loading = False
@@ -167,9 +170,7 @@ class GeneratorWorker:
                 case SetPhase() as order:
                     await self._reach(order)
                 case AbortGroup(group_id=group_id):
-                    work = self._work.get(("train", group_id))
-                    if self._rollout is not None and work is not None:
-                        self._rollout.abort_group(work)
+                    self._abort(group_id)
                 case Shutdown(reason=reason):
                     log.info("shutting down: %s", reason or "asked to")
                     delivery.ack()
@@ -182,7 +183,9 @@ class GeneratorWorker:
         if self._rollout is None:
             self._is_loading = True
             engine, codec = await start_engine(self._config, folder, self._clock, self._name)
-            self._rollout = Rollout(engine, codec, self._clock, self._name, self._send_result, self._count_tokens)
+            self._rollout = Rollout(
+                engine, codec, self._clock, self._name, self._send_result, self._count_tokens, self._is_aborted
+            )
             if self._is_paused:
                 await engine.pause()
             self._is_ready.set()
@@ -195,6 +198,16 @@ class GeneratorWorker:
         self._is_paused = paused
         if self._rollout is not None:
             await (self._rollout.engine.pause() if paused else self._rollout.engine.resume())
+
+    def _abort(self, group_id: int) -> None:
+        """End a group, or see to it that it is not begun: it may wait for a swap, or the order may have overtaken it."""
+        self._aborted.append(group_id)
+        work = self._work.get(("train", group_id))
+        if self._rollout is not None and work is not None:
+            self._rollout.abort_group(work)
+
+    def _is_aborted(self, work: GroupWork) -> bool:
+        return work.purpose == "train" and work.group_id in self._aborted
 
     async def _reach(self, order: SetPhase) -> None:
         """Give a shared device back or take it again, with the newest weights, and say so."""

@@ -245,12 +245,48 @@ async def test_aborted_group_fails_and_is_acknowledged() -> None:
         assert await controller.connection.flush(10)
 
 
-async def test_an_evaluation_group_of_the_same_number_is_not_aborted() -> None:
+async def test_a_group_whose_abort_overtook_it_is_not_begun() -> None:
+    async with generator(ENDLESS) as controller:
+        await controller.load()
+        await controller.order(AbortGroup(1))
+        assert await controller.connection.flush(10)
+        await controller.connection.send(work())
+        assert {failure.reason for failure in await controller.results(3)} == {"aborted before it began"}
+        assert await controller.connection.flush(10)
+
+
+async def test_a_group_that_is_aborted_while_it_waits_for_a_swap_is_not_begun() -> None:
+    wanted = asyncio.Event()
+
+    async def fetch(announced):
+        wanted.set()
+        return {}
+
+    async with generator(ENDLESS, fetch=fetch, in_flight_updates=False) as controller:
+        await controller.load()
+        await controller.connection.send(work(1))
+        await controller.sees_requests_running()
+        await controller.order(available(1))
+        await asyncio.wait_for(wanted.wait(), 20)
+        await controller.connection.send(work(2))
+        await controller.order(AbortGroup(2))
+        await controller.order(AbortGroup(1))
+        reasons = {failure.group_id: failure.reason for failure in await controller.results(6)}
+        assert reasons == {1: "aborted after 0 tokens", 2: "aborted before it began"}
+
+
+@pytest.mark.parametrize("is_running", [True, False])
+async def test_an_evaluation_group_of_the_same_number_is_not_aborted(is_running) -> None:
     async with generator(SLOW) as controller:
         await controller.load()
+        order = AbortGroup(1)
+        if not is_running:
+            await controller.order(order)
+            assert await controller.connection.flush(10)
         await controller.connection.send(msgspec.structs.replace(work(), purpose="eval"))
-        await controller.sees_requests_running()
-        await controller.order(AbortGroup(1))
+        if is_running:
+            await controller.sees_requests_running()
+            await controller.order(order)
         assert all(isinstance(result, Sample) for result in await controller.results(3))
 
 

@@ -38,6 +38,12 @@ class Reception:
                 connection = await self._run.listener.accept()
             except ConnectionClosed:
                 return
+            # Asked again: a guest that greeted while it was being given up had a place then, and has none by now.
+            refusal = self._run.roster.judge(connection.peer)
+            if refusal:
+                log.warning("%s is turned away: %s", connection.peer.name, refusal)
+                await connection.close()
+                continue
             before = self._run.peers.get(connection.peer.name)
             peer = self._run.peers.add(connection)
             if before is not None and self._run.roster.is_guest(peer.name):

@@ -19,6 +19,7 @@ from asyncrl.control.flow import Flow
 from asyncrl.control.launch_fake import FakeLauncher
 from asyncrl.control.life_events import DrainRequested, ProcessUnwanted, ProcessWanted
 from asyncrl.control.peers import Peers
+from asyncrl.control.process_plan import plan_processes
 from asyncrl.control.reporter import Reporter
 from asyncrl.control.roster import Roster
 from asyncrl.control.run_api import RunApi
@@ -69,7 +70,9 @@ NUM_STEPS = 2
 class World:
     """A controller whose processes are the test."""
 
-    def __init__(self, folder: Path, window: int = 64, **settings: object) -> None:
+    def __init__(
+        self, folder: Path, window: int = 64, listener: type[InProcessListener] = InProcessListener, **settings: object
+    ) -> None:
         config = parse_config({
             "num_steps": NUM_STEPS,
             "algorithm": {"groups_per_step": B, "group_size": G},
@@ -87,11 +90,11 @@ class World:
         admission = Admission(AdmissionLimits(B, G, ETA, max_groups=NUM_STEPS * B))
         flow = Flow(config, self.buffer, admission, prompts, peers, clock)
         reporter = Reporter(config, folder, open_sinks(config, folder), clock)
-        self.listener = InProcessListener(_hello("controller", "controller"), window)
+        self.listener = listener(_hello("controller", "controller"), window)
         self.controller = Controller(
             RunParts(
                 config, folder, self.listener, self.launcher, peers, flow, LearnerFeed(config, flow, clock), reporter, [], clock,
-                resumed=False, roster=Roster(config=config.supervision),
+                resumed=False, roster=Roster(plan_processes(config), config=config.supervision),
             )
         )  # fmt: skip
 
@@ -138,8 +141,8 @@ class World:
 
 
 @asynccontextmanager
-async def _running(folder: Path, window: int = 64, **settings: object) -> AsyncIterator[World]:
-    world = World(folder, window, **settings)
+async def _running(folder: Path, **settings: object) -> AsyncIterator[World]:
+    world = World(folder, **settings)
     try:
         async with asyncio.TaskGroup() as group:
             run = group.create_task(world.controller.run(asyncio.Event()))
@@ -409,6 +412,40 @@ async def test_a_guest_that_comes_back_over_a_new_connection_keeps_its_place(tmp
         await world.let_in()
         await world.let_in()
         assert RunApi(world.controller).status().guests == {"here": 1, "most": 1, "came": 1, "left": 0, "lost": 0}
+
+
+class _LateListener(InProcessListener):
+    """Hands a connection over only when it is told to: who is judged in one turn of the loop is taken in in a later one."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)
+        self.may_accept = asyncio.Event()
+        self.may_accept.set()
+
+    async def accept(self) -> Connection:
+        connection = await super().accept()
+        await self.may_accept.wait()
+        return connection
+
+
+async def test_a_guest_that_greets_as_it_is_being_given_up_is_let_in_anew(tmp_path):
+    async with _running(tmp_path, listener=_LateListener) as world:
+        await world.start()
+        controller, name = world.controller, "joined-b-7-0"
+        guest = await world.let_in(name)
+        world.listener.may_accept.clear()
+        assert controller.roster.judge(_hello("generator", name)) == ""
+        again = await world.join("generator", name)  # and with that the connection before is over
+        async with asyncio.timeout(5):
+            while controller.roster.is_guest(name):
+                await asyncio.sleep(0.01)
+        world.listener.may_accept.set()
+        assert (await _next(again, LoadModel)).model_folder == "model"
+        await again.send(EngineReady(name, 64, -1), Lane.CONTROL)
+        assert await again.flush(5.0)
+        assert controller.roster.guests[name].is_ready
+        assert RunApi(controller).status().guests == {"here": 1, "most": 1, "came": 2, "left": 0, "lost": 1}
+        assert guest.closed_reason
 
 
 async def test_a_guest_that_falls_silent_is_left_out(tmp_path):

@@ -111,7 +111,7 @@ class VLLMEngine:
             self._llm = await _on_thread(self._launch)
             self._processes = processes_of(self._llm)
             self._room = self._make_room()
-            self._flights = Flights(self._llm, self._rules, self._room)
+            self._flights = Flights(self._llm, self._rules, self._room, self._vllm)
             await self._flights.open()
             following = (os.getpid(), core_pids(self._llm), str(self._sockets.path))
             await self._call(self._in_every_worker("asyncrl_follow", *following))

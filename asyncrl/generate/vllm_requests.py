@@ -13,10 +13,13 @@ from typing import Any
 from asyncrl.errors import GenerationError
 from asyncrl.generate.engine import EngineRequest
 from asyncrl.generate.request_rules import RequestRules
+from asyncrl.generate.vllm_versions import VLLMVersion
 
 LOWEST_TEMPERATURE = 0.01
 """vLLM raises any lower one to this, 0 apart."""
 _SEED_BITS = (1 << 63) - 1
+_ONE_TOKEN = 1e-9
+"""top_p that only the likeliest token passes, whatever ties with it."""
 
 
 def check_request(request: EngineRequest, rules: RequestRules, running: Container[str]) -> None:
@@ -29,13 +32,18 @@ def check_request(request: EngineRequest, rules: RequestRules, running: Containe
         )
 
 
-def sampling_arguments(request: EngineRequest, rules: RequestRules) -> dict[str, Any]:
-    """Return the arguments of vLLM's SamplingParams that do not depend on how outputs travel."""
+def sampling_arguments(request: EngineRequest, rules: RequestRules, version: VLLMVersion) -> dict[str, Any]:
+    """Return the arguments of vLLM's SamplingParams that do not depend on how outputs travel.
+
+    A greedy request has no seed there, which where it matters (`keeps_seeds_beside_greedy`) costs the others theirs: there its
+    token is asked for as the only one to sample from.
+    """
     sampling = request.sampling
+    is_seeded_greedy = sampling.temperature == 0 and not version.keeps_seeds_beside_greedy
     return {
         "max_tokens": sampling.max_new_tokens,
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
+        "temperature": 1.0 if is_seeded_greedy else sampling.temperature,
+        "top_p": _ONE_TOKEN if is_seeded_greedy else sampling.top_p,
         "top_k": sampling.top_k,
         "seed": request.seed & _SEED_BITS,
         "stop_token_ids": sorted(rules.stop_ids(request)),

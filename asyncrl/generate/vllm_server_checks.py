@@ -38,8 +38,7 @@ _HEALTH_INTERVAL_S = 0.5
 class ServerFacts:
     """What the server said about itself."""
 
-    number: str
-    """Of vLLM."""
+    vllm: VLLMVersion
     has_spans: bool
     """Whether a completion ends with which weights sampled which tokens (0.32 and later)."""
     max_requests: int
@@ -120,7 +119,7 @@ async def check_server(
             "weights: start one server a replica, without --data-parallel-size, and name them all in generate.engine.url"
         )
     return ServerFacts(
-        number,
+        version,
         has_label and choice.weight_versions is not None,
         part.scheduler_config.max_num_seqs,
         part.model_config.enable_sleep_mode,

@@ -13,6 +13,7 @@ from asyncrl.errors import GenerationError
 from asyncrl.generate.engine import EngineRequest
 from asyncrl.generate.request_rules import RequestRules
 from asyncrl.generate.vllm_requests import sampling_arguments
+from asyncrl.generate.vllm_versions import VLLMVersion
 
 CLAMPED_LOGPROB = -9999.0
 """What the server sends for a logprob that is not a number."""
@@ -142,15 +143,15 @@ class VersionReply(msgspec.Struct, frozen=True):
     version: str = ""
 
 
-def completion_body(request: EngineRequest, rules: RequestRules, cache_salt: str) -> GenerateBody:
-    """Return what asks for this completion, token by token."""
-    params = ServerSampling(**sampling_arguments(request, rules), detokenize=False)
+def completion_body(request: EngineRequest, rules: RequestRules, version: VLLMVersion, cache_salt: str) -> GenerateBody:
+    """Return what asks a server of this version for a completion, token by token."""
+    params = ServerSampling(**sampling_arguments(request, rules, version), detokenize=False)
     return GenerateBody(request.request_id, request.prompt_ids, params, stream=True, cache_salt=cache_salt)
 
 
 def prompt_body(token_ids: tuple[int, ...], cache_salt: str) -> GenerateBody:
     """Return what asks for the logprobs of the prompt itself; the server samples one token at least, which nobody reads."""
-    params = ServerSampling(max_tokens=1, temperature=1.0, prompt_logprobs=0, detokenize=False)
+    params = ServerSampling(max_tokens=1, temperature=1.0, seed=0, prompt_logprobs=0, detokenize=False)
     return GenerateBody("asyncrl-score", token_ids, params, stream=False, cache_salt=cache_salt)
 
 

@@ -33,6 +33,7 @@ from asyncrl.generate.kv_room import KVRoom
 from asyncrl.generate.request_rules import RequestRules
 from asyncrl.generate.token_stream import TokenStream
 from asyncrl.generate.vllm_requests import sampling_arguments
+from asyncrl.generate.vllm_versions import VLLMVersion
 from asyncrl.schema.samples import FinishReason
 
 log = logging.getLogger(__name__)
@@ -74,17 +75,19 @@ class Flight:
 class Flights:
     """All requests of an engine; see the module."""
 
-    def __init__(self, llm: Any, rules: RequestRules, room: KVRoom) -> None:  # noqa: ANN401 - vLLM's AsyncLLM
+    def __init__(self, llm: Any, rules: RequestRules, room: KVRoom, version: VLLMVersion) -> None:  # noqa: ANN401 - an AsyncLLM
         """Note whom requests go to.
 
         Args:
             llm: Started.
             rules: Of this engine.
             room: Told of every request that finishes; its `most` is the number of slots.
+            version: Of vLLM.
         """
         self._llm = llm
         self._rules = rules
         self._room = room
+        self._vllm = version
         self._by_id: dict[str, Flight] = {}
         self._waiting: deque[Flight] = deque()
         self._num_in_slots = 0
@@ -160,7 +163,7 @@ class Flights:
 
         Prompt logprobs are taken before any temperature or filter, whatever `logprobs_mode` says, and never from cached prompts.
         """
-        params = self._make_params(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False, ignore_eos=True)
+        params = self._make_params(max_tokens=1, seed=0, prompt_logprobs=0, detokenize=False, ignore_eos=True)
         request_id = f"asyncrl-score-{next(self._scored)}"
         final = None
         async for output in self._llm.generate({"type": "token", "prompt_token_ids": list(token_ids)}, params, request_id):
@@ -221,7 +224,7 @@ class Flights:
         flight.epoch = self.epoch
         request = flight.request
         params = self._make_params(
-            **sampling_arguments(request, self._rules), detokenize=False, flat_logprobs=True, output_kind=self._delta
+            **sampling_arguments(request, self._rules, self._vllm), detokenize=False, flat_logprobs=True, output_kind=self._delta
         )
         prompt = {"type": "token", "prompt_token_ids": list(request.prompt_ids), "cache_salt": f"asyncrl-{flight.epoch}"}
         flight.collector = await self._llm.add_request(request.request_id, prompt, params)

@@ -30,6 +30,11 @@ class VLLMVersion:
         return self.release >= (0, 32)
 
     @property
+    def keeps_seeds_beside_greedy(self) -> bool:
+        """Whether, on a CPU, a request keeps to its seed while another samples without one; before, none of the batch did."""
+        return self.release >= (0, 29)
+
+    @property
     def has_scale_out_flag(self) -> bool:
         """Whether `vllm serve` has --enable-scale-out; before, its route for token ids was there unasked."""
         return self.release >= (0, 30)

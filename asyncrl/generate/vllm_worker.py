@@ -4,8 +4,9 @@ vLLM mixes `WeightsExtension` into its worker class (`worker_extension_cls`), so
 `self.vllm_config`, `self.device`. Its methods are called by `collective_rpc`, text in, text out.
 
 Three things go wrong silently without the care taken here: a plain `load_weights` stops half-way where linears are repacked
-(CPU), hence the layer-wise reload; a tied head keeps its old values unless it is loaded under its own name too (`also_as`); and
-one shard of a fused layer alone gives garbage, which generate/vllm_weights.py excludes by asking for the whole set.
+(CPU), hence the layer-wise reload; a tied head keeps its old values unless it is loaded under its own name too (`also_as`), or
+repacked where the model skips that name (`_repack_skipped_heads`); and one shard of a fused layer alone gives garbage, which
+generate/vllm_weights.py excludes by asking for the whole set.
 
 Called by generate/vllm_engine.py and generate/vllm_server_engine.py, through vLLM.
 """
@@ -96,9 +97,22 @@ def _load(worker: Any, order: LoadOrder) -> None:  # noqa: ANN401 - vLLM's worke
             reload.finalize_layerwise_reload(model, worker.model_runner.model_config)
         if loaded is not None and (missing := expected - loaded):
             raise GenerationError(f"vLLM did not load {len(missing)} of its parameters: {', '.join(sorted(missing)[:5])}")
+        _repack_skipped_heads(model, loaded or set())
         if order.zero_kv:
             for cache in _leaves(worker.model_runner.kv_caches):
                 cache.zero_()
+
+
+def _repack_skipped_heads(model: torch.nn.Module, loaded: set[str]) -> None:
+    """Make tied heads anew that were not loaded under their own name: some models skip it (Llama until 0.28, GPT-2 still).
+
+    Such a head has the embedding's storage, which has new values; but on a CPU its matrix product runs over a packed copy.
+    """
+    embedding = import_module("vllm.model_executor.layers.vocab_parallel_embedding")
+    for name, module in model.named_modules():
+        is_skipped = isinstance(module, embedding.ParallelLMHead) and f"{name}.weight" not in loaded
+        if is_skipped and isinstance(module.quant_method, embedding.UnquantizedEmbeddingMethod):
+            module.quant_method.process_weights_after_loading(module)
 
 
 def _leaves(caches: Any) -> Iterator[torch.Tensor]:  # noqa: ANN401 - a tensor, or a list of such, by vLLM's version and model

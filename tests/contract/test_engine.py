@@ -150,6 +150,13 @@ async def test_same_request_gives_same_tokens_alone_and_in_a_crowd(engine: Engin
     assert_same(engine, [crowded], [alone])
 
 
+async def test_greedy_requests_beside_it_do_not_move_a_seeded_one(engine: Engine) -> None:
+    sampled = [make_request(f"r{i}", seed=i, max_new_tokens=40) for i in range(SLOTS // 2)]
+    greedy = [make_request(f"g{i}", temperature=0.0, max_new_tokens=30) for i in range(SLOTS // 2)]
+    alone = await collect_all(engine, sampled)
+    assert_same(engine, (await collect_all(engine, [*greedy, *sampled]))[len(greedy) :], alone)
+
+
 async def test_other_seed_gives_other_tokens(engine: Engine) -> None:
     one, other = await collect_all(engine, [make_request("a", seed=1), make_request("b", seed=2)])
     assert one.token_ids != other.token_ids

@@ -17,6 +17,8 @@ import os
 from pathlib import Path
 
 SHARED_FOLDER = Path("/dev/shm")  # noqa: S108 - POSIX shared memory, not a temporary file
+_MINE: set[Path] = set()
+"""Segments that this process made: a lock does not tell its own from another's."""
 
 
 def segment_folder(run_folder: Path) -> Path:
@@ -44,14 +46,19 @@ def remove_leftover_segments(run_folder: Path) -> list[Path]:
     return leftovers
 
 
-def own(handle: int) -> None:
-    """Say that the segment is in use for as long as this process lives, has it open and closes no other handle of it."""
+def own(handle: int, segment: Path) -> None:
+    """Say that the segment is in use for as long as this process lives and has this handle, or a mapping made with it."""
+    _MINE.add(segment)
     with contextlib.suppress(OSError):  # Some network file systems have no locks: there nobody is spared.
-        fcntl.lockf(handle, fcntl.LOCK_EX)  # waits, for another process that looks whether somebody owns it at most
+        # Not `lockf`, whose lock is gone once the process closes any handle of the file. It waits, at most for another
+        # process that looks whether somebody owns it.
+        fcntl.flock(handle, fcntl.LOCK_EX)
 
 
 def _is_anothers(segment: Path) -> bool:
     """Return whether another process, alive, owns it."""
+    if segment in _MINE:
+        return False
     try:
         handle = os.open(segment, os.O_RDWR)
     except FileNotFoundError:
@@ -59,7 +66,7 @@ def _is_anothers(segment: Path) -> bool:
     except PermissionError:
         return True
     try:
-        fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
         return True
     except OSError:

@@ -288,7 +288,8 @@ def make_segment(path: Path, num_bytes: int) -> tuple[mmap.mmap, int]:
         BroadcastError: There is no room for it.
     """
     handle = _create(path)
-    own(handle)  # before it is filled, which takes a while: another learner under the same path may look for leftovers meanwhile
+    # Before it is filled, which takes a while: another learner under the same path may look for leftovers meanwhile.
+    own(handle, path)
     try:
         _reserve(handle, num_bytes)
         segment = mmap.mmap(handle, num_bytes)

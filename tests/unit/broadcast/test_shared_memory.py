@@ -1,3 +1,6 @@
+import os
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -76,6 +79,37 @@ def test_no_room_is_an_error_that_says_what_to_do_and_leaves_nothing(writer, tmp
     with pytest.raises(BroadcastError, match="shm-size"):
         writer.open(WeightsManifest((), 1 << 46))
     assert remove_leftover_segments(tmp_path) == []
+
+
+def test_a_segment_is_owned_before_it_is_filled(writer, tmp_path, monkeypatch):
+    """Filling takes a while, in which another learner under the same path may look for leftovers."""
+    reserve, left = os.posix_fallocate, []
+
+    def look_and_reserve(handle, *size):
+        left.append((kept_from_others(tmp_path), os.fstat(handle).st_size))
+        reserve(handle, *size)
+
+    monkeypatch.setattr(os, "posix_fallocate", look_and_reserve)
+    writer.open(MANIFEST)
+    assert left == [(True, 0)]
+
+
+def test_a_segment_that_its_own_process_opens_and_closes_again_stays_its_own(writer, tmp_path):
+    writer.open(MANIFEST)
+    writer.overwrite(0, 1)
+    location = writer.commit(0, 1, "")
+    fetch(tmp_path, 1, location)
+    Path(location).read_bytes()
+    assert kept_from_others(tmp_path)
+
+
+def kept_from_others(run_folder):
+    """Have another process remove what it takes for left over; return whether that is nothing."""
+    sweep = (
+        "import sys, pathlib, asyncrl.broadcast.segments as segments\n"
+        "sys.exit(len(segments.remove_leftover_segments(pathlib.Path(sys.argv[1]))))"
+    )
+    return subprocess.run([sys.executable, "-c", sweep, str(run_folder)], check=False).returncode == 0
 
 
 def test_a_reader_keeps_what_it_mapped_when_the_segment_is_unlinked(writer, tmp_path):

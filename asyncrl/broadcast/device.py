@@ -14,12 +14,12 @@ import contextlib
 from collections.abc import Mapping, Sequence
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from asyncrl.broadcast.fingerprint import CopyProgress, fingerprints_behind
 from asyncrl.config.broadcast import CUDAIPCMedium, MediumConfig, NCCLMedium
 from asyncrl.errors import BroadcastError, ConfigError
 from asyncrl.models.copy_hash import DIGEST_BYTES
+from asyncrl.models.layout import is_divided
 
 NUM_BUFFERS = 2
 WORD_BYTES = 8
@@ -138,7 +138,7 @@ def is_checked_on_device(medium: MediumConfig) -> bool:
 def device_of(tensors: Mapping[str, torch.Tensor]) -> torch.device:
     """Return where the learner's tensors are."""
     first = next(iter(tensors.values()))
-    return first.to_local().device if isinstance(first, DTensor) else first.device
+    return first.to_local().device if is_divided(first) else first.device
 
 
 def current_gpu() -> torch.device:

@@ -14,12 +14,11 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from asyncrl.broadcast.fingerprint import CopyProgress
 from asyncrl.models.copy_hash import CopyHasher, copy_hasher, digest_of
 from asyncrl.models.copying import COPY_THREADS, are_same_bytes, bytes_of, copy_tensor
-from asyncrl.models.layout import bucket_ends, copy_out, pieces
+from asyncrl.models.layout import bucket_ends, copy_out, is_divided, pieces
 from asyncrl.schema.weights import TensorEntry, WeightsManifest
 
 _GAP = bytes(64)
@@ -42,7 +41,7 @@ def take_snapshot(
         progress: Told what is final, and the fingerprints where they were made here.
         hashed: False where the buckets' fingerprints are not xxh3 of the slot's bytes.
     """
-    if not hashed or any(isinstance(tensor, DTensor) for tensor in tensors.values()):
+    if not hashed or any(map(is_divided, tensors.values())):
         copy_out(tensors, manifest, views, progress.advance)
         progress.finish(manifest.total_bytes, b"")
         return

@@ -11,17 +11,20 @@ Called by broadcast/publisher.py (make, copy out), broadcast/subscriber.py and e
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from math import prod
-from typing import Literal
+from typing import TYPE_CHECKING, Literal, TypeGuard
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from asyncrl.errors import BroadcastError
 from asyncrl.models.copy_hash import PIECE_BYTES
 from asyncrl.models.copying import copy_tensor
 from asyncrl.schema.weights import TensorEntry, WeightsManifest
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 ALIGNMENT_BYTES = 64
 
@@ -185,6 +188,15 @@ def _copy_one_out(tensor: torch.Tensor, view: torch.Tensor, offset: int, on_copi
         on_copied(end)
 
 
+def is_divided(tensor: torch.Tensor) -> TypeGuard[DTensor]:
+    """Return whether the tensor is divided over ranks.
+
+    Where nobody has imported DTensor there is none, and importing it, sympy with it, is half as much work again as torch.
+    """
+    distributed = sys.modules.get("torch.distributed.tensor")
+    return distributed is not None and isinstance(tensor, distributed.DTensor)
+
+
 def pieces(source: torch.Tensor, target: torch.Tensor, offset: int) -> Iterator[tuple[torch.Tensor, torch.Tensor, int]]:
     """Yield source, target and end offset of each piece of a tensor that begins at `offset`."""
     num_bytes = target.numel() * target.itemsize
@@ -201,7 +213,7 @@ def pieces(source: torch.Tensor, target: torch.Tensor, offset: int) -> Iterator[
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor, gathered where it is divided over ranks: one at a time, the other ranks in the same order."""
     with torch.no_grad():
-        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        return tensor.full_tensor() if is_divided(tensor) else tensor
 
 
 def _sent_dtype(name: str, tensor: torch.Tensor, dtype: SendDType) -> torch.dtype:
@@ -215,7 +227,7 @@ def _sent_dtype(name: str, tensor: torch.Tensor, dtype: SendDType) -> torch.dtyp
 
 def _memory_identity(tensor: torch.Tensor) -> tuple[object, ...]:
     """Equal for two tensors that are the very same elements."""
-    if isinstance(tensor, DTensor):
+    if is_divided(tensor):
         return (*_memory_identity(tensor.to_local()), tuple(tensor.shape))
     return (
         tensor.device,

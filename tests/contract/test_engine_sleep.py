@@ -239,6 +239,40 @@ def test_keys_and_values_kept_are_not_computed_again(model_folder: Path) -> None
     assert CountingModel.num_prefilled == prefilled + len(PROMPT) + 5 - 1
 
 
+def test_without_host_memory_for_keys_and_values_it_stays_awake_and_changes_nothing(model_folder: Path, monkeypatch) -> None:
+    made: dict[bool, list[float]] = {}
+    for finds_no_room in (False, True):
+        decoder = SlotDecoder(SlotModel.load(model_folder, config_of()), SLOTS)
+        decoder.load_weights(0, tensors_of(make_model(0)), "keep")
+        decoder.submit(InFlight(make_request("a", 0, max_new_tokens=100), frozenset()))
+        emissions = [emission for _ in range(5) for emission in decoder.step()]
+        if finds_no_room:
+            awake = decoder.resident
+            with monkeypatch.context() as patched:
+                patched.setattr(torch, "empty", _RoomForOne(torch.empty))
+                with pytest.raises(GenerationError, match="no room in host memory for the keys"):
+                    decoder.sleep(2, "keep")
+            assert decoder.resident == awake
+        while decoder.has_work:
+            emissions += decoder.step()
+        made[finds_no_room] = [logprob for emission in emissions for logprob in emission.news.logprobs]
+    assert len(made[True]) == 100
+    assert made[True] == made[False]
+
+
+class _RoomForOne:
+    """Memory that is full after one tensor."""
+
+    def __init__(self, allocate) -> None:
+        self._allocate, self._num_left = allocate, 1
+
+    def __call__(self, *size, **options) -> torch.Tensor:
+        if not self._num_left:
+            raise RuntimeError("CUDA error: out of memory")
+        self._num_left -= 1
+        return self._allocate(*size, **options)
+
+
 async def test_level_1_on_a_cpu_frees_the_cache_and_level_2_the_weights_too(transformers_engine) -> None:
     awake = transformers_engine.model_bytes
     weights = sum(tensor.nbytes for tensor in tensors_of(make_model(0)).values())

@@ -17,7 +17,7 @@ from asyncrl.control.controller import Controller, RunParts
 from asyncrl.control.feed import LearnerFeed
 from asyncrl.control.flow import Flow
 from asyncrl.control.launch_fake import FakeLauncher
-from asyncrl.control.life_events import DrainRequested, ProcessUnwanted, ProcessWanted
+from asyncrl.control.life_events import DrainRequested, PauseRequested, ProcessUnwanted, ProcessWanted, ResumeRequested
 from asyncrl.control.peers import Peers
 from asyncrl.control.process_plan import plan_processes
 from asyncrl.control.reporter import Reporter
@@ -42,6 +42,7 @@ from asyncrl.schema.control import (
     ModelsReady,
     Pause,
     PhaseReached,
+    Resume,
     SetPhase,
     Shutdown,
 )
@@ -412,6 +413,23 @@ async def test_a_guest_that_comes_back_over_a_new_connection_keeps_its_place(tmp
         await world.let_in()
         await world.let_in()
         assert RunApi(world.controller).status().guests == {"here": 1, "most": 1, "came": 1, "left": 0, "lost": 0}
+
+
+async def test_a_guest_that_was_cut_off_in_a_pause_and_comes_back_after_it_goes_on(tmp_path):
+    async with _running(tmp_path) as world:
+        await world.start()
+        await world.until("running")
+        name = "joined-b-7-0"
+        guest = await world.let_in(name)
+        world.controller.post(PauseRequested())
+        await _next(guest, Pause)
+        await guest.close()
+        async with asyncio.timeout(5):
+            while world.controller.roster.is_guest(name):
+                await asyncio.sleep(0.01)
+        world.controller.post(ResumeRequested())
+        await world.until("running")
+        assert await _next(await world.let_in(name), Resume) == Resume()
 
 
 class _LateListener(InProcessListener):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import platform
 import signal
 from pathlib import Path
 
@@ -164,6 +165,25 @@ async def test_a_guest_comes_in_is_told_the_run_and_says_goodbye(tmp_path):
                 assert not here.is_on_same_machine
             with pytest.raises(Exception, match="closed by the peer"):
                 await asyncio.wait_for(near.result().receive(Lane.CONTROL), 10)
+    finally:
+        await listener.close()
+
+
+@pytest.mark.parametrize(("machine", "own"), [(platform.node(), "tcp://10.0.0.5:*"), ("there", "tcp://127.0.0.1:*")])
+async def test_a_guest_on_the_runs_own_machine_feeds_others_from_the_runs_address(tmp_path, machine, own):
+    """The run's address may be the one by which other machines reach this one; loopback is not."""
+    config = _config(transport={"kind": "tcp"})
+    told = _medium(kind="zeromq", bind="tcp://10.0.0.5:*", relay_bind="tcp://10.0.0.5:*")
+    listener = await _run_of(config, tmp_path, Roster(most_guests=1))
+    try:
+        async with asyncio.TaskGroup() as group:
+
+            async def welcome() -> None:
+                await (await listener.accept()).send(_terms(told, machine), Lane.CONTROL)
+
+            group.create_task(welcome())
+            async with visit(JoinRequest(run_folder=str(tmp_path)), 7, "endpoint") as here:
+                assert here.config.broadcast.medium.relay_bind == own
     finally:
         await listener.close()
 

@@ -9,6 +9,7 @@ from asyncrl.config.launch import RayLaunch
 from asyncrl.config.run import PlacementConfig
 from asyncrl.errors import ResidencyError
 from asyncrl.learner.critic import SeparateCritic, build_critic_optimizer
+from asyncrl.learner.ranks import OneRank
 from asyncrl.learner.reference import FrozenReference
 from asyncrl.learner.residents import Residents, needs_residents, open_device, open_residents
 from asyncrl.learner.step import train_step
@@ -132,6 +133,40 @@ def test_what_does_not_fit_after_all_is_said_with_the_sums_when_it_is_to_come(ki
     residents.reach("rollout", 0)
     with pytest.raises(ResidencyError, match=r"(?s)'train'.*policy .*working memory.*too much"):
         residents.reach("train", 1)
+
+
+class VotingRanks(OneRank):
+    """Hears what this rank says when all vote on whether a phase was reached; the others have this many failures."""
+
+    def __init__(self, num_others_failed=0.0):
+        self.votes, self._others = [], num_others_failed
+
+    def sum(self, values):
+        self.votes.append(float(values))
+        return values + self._others
+
+
+def test_a_rank_that_fails_says_so_to_the_others_whatever_failed(kit, opened):
+    """They wait for its word: without it they would stand until the time-out of their group."""
+    config = colocated(kit)
+    trainee = kit.trainee(kit.model(), config)
+    trainee.ranks = VotingRanks()
+    residents, _ = opened(trainee, config)
+    residents.reach("rollout", 0)
+    assert trainee.ranks.votes == [0.0]
+    residents._manager._components["policy"]._blocks = None  # a fault that nobody thought of
+    with pytest.raises(TypeError):
+        residents.reach("train", 1)
+    assert trainee.ranks.votes == [0.0, 1.0]
+
+
+def test_a_phase_that_another_rank_did_not_reach_is_not_reached(kit, opened):
+    config = colocated(kit)
+    trainee = kit.trainee(kit.model(), config)
+    trainee.ranks = VotingRanks(num_others_failed=2.0)
+    residents, _ = opened(trainee, config)
+    with pytest.raises(ResidencyError, match="phase 'rollout' was not reached by 2 of the learner's other ranks"):
+        residents.reach("rollout", 0)
 
 
 def test_the_learners_part_of_a_device_is_what_generation_beside_it_leaves(kit):

@@ -25,8 +25,8 @@ receiver's acknowledgements (`transport.window`); nothing is dropped for lack of
 | - | Heartbeat, Fault | everyone -> controller | control | nothing | | received |
 | - | Pause, Resume, Checkpoint, Shutdown | controller -> everyone | control | nothing | | received |
 
-Each process of a run is `python -m asyncrl.pipeline KIND NAME RUN_FOLDER`; the controller starts all others. This file changes in
-the same commit as any hop.
+Each process of a run is `python -m asyncrl.pipeline KIND NAME RUN_FOLDER`; the controller starts all others, but for a learner's
+further ranks (control/learner_rank.py). This file changes in the same commit as any hop.
 """
 
 from __future__ import annotations
@@ -37,7 +37,6 @@ import gc
 import logging
 import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
@@ -66,7 +65,7 @@ from asyncrl.transport.open import new_hello, open_connection, open_listener
 if TYPE_CHECKING:
     from asyncrl.control.joining import JoinRequest
     from asyncrl.control.launcher import Launcher
-    from asyncrl.schema.weights import Probe, WeightsAvailable
+    from asyncrl.schema.weights import WeightsAvailable
 
 log = logging.getLogger("asyncrl")
 
@@ -74,8 +73,6 @@ ENDPOINT_FILE = "endpoint"
 """In the run folder: the address that the run's processes connect to."""
 NICENESS = 10
 """Of everyone who computes beside the learner: where cores are short it goes first."""
-RANK = "rank"
-"""Kind of a learner process other than rank 0, which starts it; the controller does not know it."""
 JOIN = "join"
 """Kind of a generator that joins a live run; no name, and a JoinRequest in JSON for a folder."""
 
@@ -226,6 +223,7 @@ async def _inference_worker(config: RunConfig, run_folder: Path, connection: Con
 async def _learner(config: RunConfig, run_folder: Path, connection: Connection, clock: Clock, _name: str) -> None:
     from asyncrl.broadcast.publisher import Publisher
     from asyncrl.broadcast.shared_storage import HybridPublisher
+    from asyncrl.control.learner_rank import start_rank
     from asyncrl.learner.worker import run_learner
 
     _hold_to_share(config, config.learner.device, of_learner=True)
@@ -245,43 +243,17 @@ async def _learner(config: RunConfig, run_folder: Path, connection: Connection, 
     is_hybrid = isinstance(config.broadcast.medium, SharedStorageMedium)
     publisher = (HybridPublisher if is_hybrid else Publisher)(config.broadcast, run_folder, announce, clock)
 
-    def publish(version: int, named_tensors: Mapping[str, Any], probe: Probe | None) -> float:
-        return publisher.publish(version, named_tensors, probe)
-
     try:
         async with asyncio.TaskGroup() as group:
             telling = group.create_task(tell_controller(), name="announcements")
             await run_learner(
                 config, run_folder, connection, clock,
-                publish=publish, warm_start_examples=lambda: list(task.worked_examples), alphabet=task.alphabet,
-                start_rank=partial(_start_rank, run_folder),
+                publish=publisher.publish, warm_start_examples=lambda: list(task.worked_examples), alphabet=task.alphabet,
+                start_rank=partial(start_rank, run_folder),
             )  # fmt: skip
             telling.cancel()
     finally:
         publisher.close()
-
-
-def _start_rank(run_folder: Path, rank: int, address: str) -> subprocess.Popen[bytes]:
-    """Start another rank of the learner, a child of this process in its process group, which ends when this one does."""
-    command = [sys.executable, "-m", "asyncrl.pipeline", RANK, str(rank), str(run_folder), address]
-    return subprocess.Popen(command, stdin=subprocess.PIPE)  # noqa: S603 - this program itself
-
-
-def _run_rank(rank: int, run_folder: Path, address: str) -> int:
-    """Be one of the learner's ranks other than 0, until rank 0 says stop or is gone."""
-    from asyncrl.control.parent_watch import ignore_interrupts, watch_parent
-    from asyncrl.learner.follower import run_follower
-
-    config = load_run_config(run_folder)
-    set_up_logging(f"learner-{rank}", config.observe.log_level)
-    ignore_interrupts()
-    watch_parent()
-    try:
-        run_follower(config, run_folder, rank, address)
-    except Exception:
-        log.exception("rank %d cannot go on", rank)
-        return EXIT_FAULT
-    return EXIT_OK
 
 
 Stage = Callable[[RunConfig, Path, Connection, Clock, str], Awaitable[None]]
@@ -387,14 +359,12 @@ def _run_guest(request: str) -> int:
 
 
 def main() -> None:
-    """Run one process: `python -m asyncrl.pipeline KIND NAME RUN_FOLDER`, a learner's rank beside 0, or a guest of a run."""
+    """Run one process: `python -m asyncrl.pipeline KIND NAME RUN_FOLDER`, or a guest of a run."""
     kind, *rest = sys.argv[1:]
     try:
         if kind == JOIN:
             leave(_run_guest(rest[0]))
         name, folder = rest[:2]
-        if kind == RANK:
-            leave(_run_rank(int(name), Path(folder), sys.argv[4]))
         code = asyncio.run(_main(kind, name, Path(folder)))  # type: ignore[arg-type]
         if kind in WITH_TORCH:
             leave(code)

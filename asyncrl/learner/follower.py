@@ -1,7 +1,7 @@
 """A learner rank other than 0: does its share of what rank 0 says, and has no connection of its own.
 
 Invariant: what it calls, and in which order, follows from orders, config and batches alone, so that it meets rank 0 in every
-collective. Called by pipeline.py.
+collective. Called by control/learner_rank.py.
 """
 
 from __future__ import annotations

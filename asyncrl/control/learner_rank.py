@@ -1,0 +1,46 @@
+"""A learner's rank other than 0: a child of rank 0's process and of its process group, which ends when that one does.
+
+    python -m asyncrl.control.learner_rank RANK RUN_FOLDER ADDRESS
+
+The controller does not know it, and it has no connection of its own: rank 0 tells it what to do. `start_rank` is called by
+pipeline.py, in rank 0's process.
+"""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from pathlib import Path
+
+from asyncrl.config.load import load_run_config
+from asyncrl.control.parent_watch import ignore_interrupts, watch_parent
+from asyncrl.control.stage_end import EXIT_FAULT, EXIT_OK, leave
+from asyncrl.learner.follower import run_follower
+from asyncrl.observe.log import set_up_logging
+
+log = logging.getLogger("asyncrl")
+
+
+def start_rank(run_folder: Path, rank: int, address: str) -> subprocess.Popen[bytes]:
+    """Start another rank of the learner whose rank 0 this process is, and listens at `address`."""
+    command = [sys.executable, "-m", "asyncrl.control.learner_rank", str(rank), str(run_folder), address]
+    return subprocess.Popen(command, stdin=subprocess.PIPE)  # noqa: S603 - this program itself
+
+
+def run_rank(rank: int, run_folder: Path, address: str) -> int:
+    """Be that rank until rank 0 says stop or is gone; return the exit code."""
+    config = load_run_config(run_folder)
+    set_up_logging(f"learner-{rank}", config.observe.log_level)
+    ignore_interrupts()
+    watch_parent()
+    try:
+        run_follower(config, run_folder, rank, address)
+    except Exception:
+        log.exception("rank %d cannot go on", rank)
+        return EXIT_FAULT
+    return EXIT_OK
+
+
+if __name__ == "__main__":
+    leave(run_rank(int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]))

@@ -49,8 +49,9 @@ from asyncrl.generate.admission_events import (
     ReissueGroup,
     VersionIsLive,
 )
-from asyncrl.plan.scenario import WARM_UP, Outcome, Scenario
+from asyncrl.plan.scenario import Outcome, Scenario
 from asyncrl.plan.simulated_generator import Member, SimulatedGenerator
+from asyncrl.plan.tally import Tally
 
 
 def simulate(scenario: Scenario) -> Outcome:
@@ -96,7 +97,7 @@ class Simulation:
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
         self._now_s = 0.0
-        self._num_events = 0
+        self._tally = Tally()
         self._num_ready = 0
         self._version = 0
         self._in_hand: deque[tuple[int, float]] = deque()
@@ -104,11 +105,6 @@ class Simulation:
         self._idle_since_s = 0.0
         self._num_scoring = 0
         self._unscored: deque[ScoreMember] = deque()
-        self._steps: list[_Step] = []
-        self._idle_s: list[float] = []
-        self._generated_tokens = 0.0
-        self._marks: list[tuple[float, float, float]] = []
-        self._lost_generators = 0
 
     # -- the loop --------------------------------------------------------------------------------------------------------
 
@@ -118,7 +114,7 @@ class Simulation:
             self._start(generator)
         while self._heap and self._version < self._scenario.num_steps:
             self._now_s, _, act = heapq.heappop(self._heap)
-            self._num_events += 1
+            self._tally.num_events += 1
             act()
         self._buffer.check_invariants()
 
@@ -186,7 +182,7 @@ class Simulation:
 
     def sample_finished(self, name: str, member: Member, counts: VersionCounts) -> None:
         """Enter a sample; called by its event."""
-        self._generated_tokens += member.num_tokens
+        self._tally.generated_tokens += member.num_tokens
         self._enter(SampleFinished(member.group_id, member.index, counts))
         self._tell(MembersFinished(name))
 
@@ -263,7 +259,7 @@ class Simulation:
         self._num_ready -= len(group_ids)
         for group_id in group_ids:
             self._lengths.pop(group_id)
-        self._steps.append(_Step(figures))
+        self._tally.taken.append(figures)
         self._in_hand.append((step, float(figures.num_tokens)))
         self._train()
         self._take()
@@ -273,7 +269,7 @@ class Simulation:
             return
         step, num_tokens = self._in_hand.popleft()
         self._training = True
-        self._idle_s.append(self._now_s - self._idle_since_s)
+        self._tally.idle_s.append(self._now_s - self._idle_since_s)
         self._after(
             self._step() + num_tokens * self._scenario.step_s_per_token + self._scenario.hop_s, lambda: self._trained(step)
         )
@@ -281,11 +277,9 @@ class Simulation:
     def _trained(self, step: int) -> None:
         self._training, self._idle_since_s = False, self._now_s
         self._version = step + 1
-        self._steps[step].done_s = self._now_s
         for generator in self._generators.values():
             generator.go_to(self._now_s)
-        busy = sum(generator.busy_slot_s for generator in self._generators.values())
-        self._marks.append((self._now_s, self._generated_tokens, busy))
+        self._tally.step_done(self._now_s, sum(generator.busy_slot_s for generator in self._generators.values()))
         self._enter(StepTrained(step))
         self._enter(StepsForgotten(step))
         for generator in self._generators.values():
@@ -330,7 +324,7 @@ class Simulation:
             self._tell(VersionIsLive(generator.name, version))
 
     def _fail(self, generator: SimulatedGenerator) -> None:
-        self._lost_generators += 1
+        self._tally.lost_generators += 1
         generator.go_to(self._now_s)
         generator.lose_all()
         self._tell(GeneratorLost(generator.name))
@@ -341,44 +335,14 @@ class Simulation:
 
     def outcome(self) -> Outcome:
         """Return the figures, the warm-up left out."""
-        scenario, done = self._scenario, [step for step in self._steps if step.done_s > 0]
         counts = self._buffer.counts()
-        made = Outcome(
+        whole = Outcome(
             dropped_groups=sum(counts.dropped.values()),
             failed_groups=sum(counts.failed.values()),
             lost_groups=counts.issued - counts.total,
-            lost_generators=self._lost_generators,
-            num_events=self._num_events,
             simulated_s=self._now_s,
-            step_times_s=[step.done_s for step in done],
-            max_staleness=max((step.figures.token_max for step in done), default=0),
         )
-        first = int(WARM_UP * len(done))
-        counted = done[first + 1 :]
-        if not counted:
-            return made
-        seconds = max(done[-1].done_s - done[first].done_s, 1e-9)
-        made.steps_per_s = len(counted) / seconds
-        made.samples_per_s = made.steps_per_s * scenario.groups_per_step * scenario.group_size
-        made.trained_tokens_per_s = sum(step.figures.num_tokens for step in counted) / seconds
-        made.generated_tokens_per_s = (self._marks[-1][1] - self._marks[first][1]) / seconds
-        made.mean_staleness = float(np.mean([step.figures.sample_mean for step in counted]))
-        made.learner_idle = sum(self._idle_s[first + 1 : len(done)]) / seconds
-        slots = scenario.num_generators * scenario.num_slots
-        made.slots_used = (self._marks[-1][2] - self._marks[first][2]) / (seconds * slots)
-        hourly = scenario.generator_price * scenario.num_generators + scenario.learner_price
-        made.dollars_per_step = hourly / 3600 / made.steps_per_s
-        return made
-
-
-class _Step:
-    """One taken step."""
-
-    __slots__ = ("done_s", "figures")
-
-    def __init__(self, figures: StalenessFigures) -> None:
-        self.figures = figures
-        self.done_s = 0.0
+        return self._tally.outcome(self._scenario, whole)
 
 
 class _Finished:

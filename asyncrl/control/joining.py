@@ -39,6 +39,7 @@ from asyncrl.control.roster import GUEST_PREFIX
 from asyncrl.errors import ConfigError
 from asyncrl.schema.control import JoinTerms
 from asyncrl.transport.channel import Connection, Lane
+from asyncrl.transport.link import LinkLimits
 from asyncrl.transport.open import new_hello, open_connection
 from asyncrl.transport.security import CLIENT_FILE, KEYS_FOLDER, bring_client_keys
 
@@ -46,6 +47,8 @@ log = logging.getLogger(__name__)
 
 WELCOME_S = 30.0
 """For the run to answer."""
+AS_THE_RUN_HAS_IT = LinkLimits(window=1 << 31, max_message_bytes=1 << 40, are_listeners=True)
+"""A guest is told the run's config only once it is connected."""
 FLUSH_S = 5.0
 """For finished samples to reach the ledger before a guest leaves."""
 LEAVE_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -106,7 +109,8 @@ async def visit(request: JoinRequest, pid: int, endpoint_file: str) -> AsyncIter
         name = guest_name(host, pid)
         encryption = "curve" if (folder / KEYS_FOLDER / CLIENT_FILE).exists() else "plain"
         transport = TransportConfig(encryption=encryption)  # type: ignore[arg-type]  # one of the two it may be
-        connection = await open_connection(address, new_hello("generator", name), transport, folder, WELCOME_S)
+        hello = new_hello("generator", name)
+        connection = await open_connection(address, hello, transport, folder, WELCOME_S, AS_THE_RUN_HAS_IT)
         try:
             terms = await _terms(connection)
             config = own_config(terms, request.overrides, Path(private))

@@ -214,6 +214,8 @@ class ZmqConnector:
             return
         self._enter(Phase.OPEN)
         self._pump.is_open = True
+        if self._limits.are_listeners:
+            self._endpoint.adopt(welcome.terms.window, welcome.terms.max_message_bytes)
         self._endpoint.heed(welcome.terms.window, welcome.terms.max_message_bytes)
         if welcome.session == self._pump.session:
             self._endpoint.resend_all()

@@ -220,6 +220,12 @@ class Endpoint:
             out.renumber()
         self.resend_all()
 
+    def adopt(self, window: int, max_message_bytes: int) -> None:
+        """Have these sizes for its own from now on."""
+        self._window, self._max_message_bytes, self._send_limit_bytes = window, max_message_bytes, max_message_bytes
+        for half in self._in:
+            half.window = window
+
     def heed(self, window: int, max_message_bytes: int) -> None:
         """Send no more at once, and nothing larger, than the other end takes."""
         limit_bytes = min(self._max_message_bytes, max_message_bytes)

@@ -31,6 +31,8 @@ class LinkLimits:
     """A listener that hears nothing from a peer for so long ends the connection."""
     give_up_s: float = 120.0
     """A connector that cannot get back for so long ends the connection."""
+    are_listeners: bool = False
+    """A connector's sizes are whatever its listener's are: it does not know them, and these are only to be larger."""
 
     @property
     def terms(self) -> Terms:

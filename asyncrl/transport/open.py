@@ -71,7 +71,7 @@ async def open_connection(
         config: The run's own.
         run_folder: Where `keys/client.key` lies.
         timeout_s: How long to wait for the listener's welcome.
-        limits: Overrides the config's sizes and the default times (tests).
+        limits: Overrides the config's sizes and the default times (guests, tests).
 
     Raises:
         TransportError: Nobody answered, or the listener refused us; the message says why.

@@ -23,8 +23,9 @@ from asyncrl.control.joining import (
     visit,
 )
 from asyncrl.control.roster import Roster
-from asyncrl.errors import ConfigError, TransportError
+from asyncrl.errors import CodecError, ConfigError, TransportError
 from asyncrl.schema.control import JoinTerms
+from asyncrl.schema.samples import SampleFailure
 from asyncrl.transport.channel import Lane, Listener
 from asyncrl.transport.open import open_listener
 from asyncrl.transport.security import CLIENT_FILE, KEYS_FOLDER, bring_client_keys, load_client_keys, make_keys
@@ -167,6 +168,32 @@ async def test_a_guest_comes_in_is_told_the_run_and_says_goodbye(tmp_path):
                 await asyncio.wait_for(near.result().receive(Lane.CONTROL), 10)
     finally:
         await listener.close()
+
+
+@pytest.mark.parametrize(("window", "max_message_bytes"), [(3, 1 << 20), (1000, 1 << 30)])
+async def test_a_guest_has_the_runs_window_and_message_size_and_nobody_is_warned(tmp_path, caplog, window, max_message_bytes):
+    config = _config(transport={"window": window, "max_message_bytes": max_message_bytes})
+    listener = await _run_of(config, tmp_path, Roster(most_guests=1))
+    try:
+        async with asyncio.TaskGroup() as group:
+            near = group.create_task(listener.accept())
+
+            async def welcome() -> None:
+                await (await near).send(_terms(_medium(kind="files", folder="/shared")), Lane.CONTROL)
+
+            group.create_task(welcome())
+            async with visit(JoinRequest(run_folder=str(tmp_path)), 7, "endpoint") as here:
+                for end in (near.result(), here.connection):
+                    sent = [end.try_send(SampleFailure(number, 0, 1, "generate", "short")) for number in range(window + 1)]
+                    assert sent == [True] * window + [False]
+                    if window == 3:
+                        with pytest.raises(CodecError, match=f"the limit is {max_message_bytes};"):
+                            end.try_send(SampleFailure(0, 0, 1, "generate", "x" * max_message_bytes), Lane.CONTROL)
+                for _ in range(window):
+                    (await near.result().receive()).ack()
+    finally:
+        await listener.close()
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
 
 
 @pytest.mark.parametrize(("machine", "own"), [(platform.node(), "tcp://10.0.0.5:*"), ("there", "tcp://127.0.0.1:*")])

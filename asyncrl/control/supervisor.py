@@ -201,7 +201,8 @@ class Supervisor:
         elif isinstance(instruction, RetireProcess):
             self._retire(instruction)
         elif isinstance(instruction, AnnounceDead):
-            log.warning("%s is gone: %s", instruction.name, instruction.reason)
+            was_wanted = self._lifecycle.processes[instruction.name].state == "left"
+            log.log(logging.INFO if was_wanted else logging.WARNING, "%s is gone: %s", instruction.name, instruction.reason)
             self._callbacks.on_dead(instruction.name, instruction.kind)
         elif isinstance(instruction, EnterPhase):
             self._draining_since_s = self._clock.now() if instruction.phase == "draining" else None

@@ -480,7 +480,7 @@ async def test_a_guest_that_falls_silent_is_left_out(tmp_path):
 # -- generators that come and go -------------------------------------------------------------------------------------------
 
 
-async def test_a_generator_that_is_not_needed_finishes_what_it_holds_and_leaves_without_a_death(tmp_path):
+async def test_a_generator_that_is_not_needed_finishes_what_it_holds_and_leaves_without_a_death(tmp_path, caplog):
     async with _running(tmp_path) as world:
         _, reward, generator = await world.start()
         await world.until("running")
@@ -493,6 +493,7 @@ async def test_a_generator_that_is_not_needed_finishes_what_it_holds_and_leaves_
             while record.state != "left":
                 await asyncio.sleep(0.01)
         assert (record.exit_codes, record.departures) == ([], 1)
+        assert "generator-0 is gone" not in "".join(line.getMessage() for line in caplog.records if line.levelname != "INFO")
         assert world.buffer.counts().running == 0
         world.controller.post(ProcessWanted("generator-0", "generator"))
         assert (await world.launcher.started("generator-0", 2)).spec.incarnation == 2

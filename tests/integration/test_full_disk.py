@@ -11,7 +11,7 @@ import pytest
 
 import asyncrl
 from asyncrl.buffer.ledger_reader import LedgerReader
-from tests.integration.conftest import tiny_settings
+from tests.integration.conftest import NO_MODEL, tiny_settings
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -43,11 +43,11 @@ def fill(disk: Path) -> None:
 def steps_of(run_folder: Path) -> list[tuple[int, ...]]:
     """Return the groups of every step that the ledger holds."""
     with LedgerReader(run_folder / "ledger.sqlite") as ledger:
-        return [step.group_ids for step in ledger.steps()]
+        return [step.group_ids for step in ledger.steps(last=1_000_000)]
 
 
 def config_of(folder: Path) -> dict:
-    return tiny_settings(folder, num_steps=10_000, eval__at_start=False, eval__at_end=False, generate__num_workers=2)
+    return tiny_settings(folder, num_steps=10_000, eval__at_start=False, eval__at_end=False, generate__engine=NO_MODEL)
 
 
 async def until_it_fails(config: dict, *, full: Path, once: Callable[[], bool]) -> None:

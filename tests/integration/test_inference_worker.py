@@ -24,6 +24,7 @@ from asyncrl.schema.samples import InferRequest, ids_to_bytes
 from asyncrl.tasks.registry import build_task
 from asyncrl.transport.channel import Lane
 from asyncrl.transport.inprocess import InProcessListener
+from tests.integration.conftest import NO_MODEL
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -180,7 +181,7 @@ async def test_a_run_is_scored_by_rules_and_models_and_trains_against_the_worker
 
 
 async def test_an_inference_worker_killed_in_a_run_is_replaced_and_the_books_balance(tiny, sum_judge, recorded_pids):
-    settings = with_models(sum_judge) | {"reward__functions": []}
+    settings = with_models(sum_judge) | {"reward__functions": [], "generate__engine": NO_MODEL}
     async with asyncrl.Run(tiny(num_steps=10, eval__at_start=False, eval__at_end=False, **settings)) as run:
         killed = False
         async for report in run.steps():
@@ -198,6 +199,6 @@ async def test_an_inference_worker_killed_in_a_run_is_replaced_and_the_books_bal
 
 async def test_a_reward_model_that_cannot_be_opened_ends_the_run_with_the_reason(tiny, tmp_path):
     judge = {"name": "nobody", "path": str(tmp_path / "nowhere")}
-    async with asyncrl.Run(tiny(inference__reward_models=[judge])) as run:
+    async with asyncrl.Run(tiny(inference__reward_models=[judge], generate__engine=NO_MODEL)) as run:
         with pytest.raises(asyncrl.RunError, match=r"inference\.reward_models 'nobody': .*nowhere has no config\.json"):
             await run.wait()

@@ -51,14 +51,16 @@ async def test_a_generator_that_leaves_and_one_that_is_killed_give_their_groups_
         leaving, killed = join(run.run_folder), join(run.run_folder)
         names: set[str] = set()
         for_good = 0
+        told = False
         async for report in steps:
             status = await run.status()
             here = {guest: _name(guest, status) for guest in (leaving, killed)}
             if not names and all(here.values()):
                 names, from_step = set(here.values()), report.step
-            elif names and report.step > from_step + 20 and leaving.poll() is None:
-                leaving.terminate()
+            elif names and report.step > from_step + 20 and not told:
+                leaving.terminate()  # once: who is told again while it leaves is gone at once
                 killed.kill()
+                told = True
             for_good += (status.guests["left"], status.guests["lost"]) == (1, 1)
             if for_good == 5:
                 break

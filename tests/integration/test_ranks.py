@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 import asyncrl
 from asyncrl.buffer.ledger_reader import LedgerReader
 from asyncrl.control.pids import read_pids
+from tests.integration.conftest import NO_MODEL
 
 RANKS = {"learner__ranks": 2, "eval__at_start": False, "eval__at_end": False}
 
@@ -71,7 +72,7 @@ async def test_two_ranks_train_publish_and_checkpoint(two_ranks):
 @pytest.mark.timeout(300)
 async def test_a_killed_rank_takes_the_others_down_and_the_run_goes_on_from_its_checkpoint(two_ranks):
     victims, before = {3: 1, 12: 0}, []
-    async with asyncrl.Run(two_ranks(num_steps=24)) as run:
+    async with asyncrl.Run(two_ranks(num_steps=24, generate__engine=NO_MODEL)) as run:
         async for report in run.steps():
             if (rank := victims.pop(report.version, None)) is not None:
                 ranks = await _ranks_at_rest(run)

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import asyncrl
 from asyncrl.buffer.ledger_reader import LedgerReader
 from asyncrl.schema.status import RunStatus
+from tests.integration.conftest import NO_MODEL
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -46,28 +47,21 @@ async def test_a_run_trains_every_step_and_leaves_what_it_promises(tiny):
     assert metrics
 
 
-async def test_pause_holds_the_version_and_resume_goes_on(tiny):
-    async with asyncrl.Run(tiny(num_steps=30, eval__at_start=False)) as run:
-        steps = run.steps()
-        await anext(steps)
-        paused = await run.pause()
-        assert paused.phase == "paused"
-        await asyncio.sleep(1.0)
-        assert (await run.status()).version == paused.version
-        await run.resume()
-        async with asyncio.timeout(60):
-            async for report in steps:
-                if report.version > paused.version + 1:
-                    break
-        await run.drain()
-
-
-async def test_another_process_can_join_and_drain_a_run(tiny):
-    async with asyncrl.Run(tiny(num_steps=10_000, eval__at_start=False, eval__at_end=False)) as run:
+async def test_another_process_can_pause_resume_checkpoint_and_drain_a_run(tiny):
+    settings = {"eval__at_start": False, "eval__at_end": False, "generate__engine": NO_MODEL}
+    async with asyncrl.Run(tiny(num_steps=10_000, **settings)) as run:
         async with asyncrl.connect(run.run_folder) as guest:
-            async for report in guest.steps():
-                if report.version >= 2:
-                    break
+            steps = guest.steps()
+            await anext(steps)
+            paused = await guest.pause()
+            assert paused.phase == "paused"
+            await asyncio.sleep(1.0)
+            assert (await run.status()).version == paused.version
+            await guest.resume()
+            async with asyncio.timeout(60):
+                async for report in steps:
+                    if report.version > paused.version + 1:
+                        break
             folder = await guest.checkpoint()
             assert AutoModelForCausalLM.from_pretrained(folder)
             ended = await guest.drain()
@@ -77,7 +71,7 @@ async def test_another_process_can_join_and_drain_a_run(tiny):
 
 async def test_a_cancelled_run_leaves_nothing_behind(tiny):
     async def train() -> None:
-        async with asyncrl.Run(tiny(num_steps=10_000)) as run:
+        async with asyncrl.Run(tiny(num_steps=10_000, generate__engine=NO_MODEL)) as run:
             async for _ in run.steps():
                 started.set()
 
@@ -106,7 +100,7 @@ async def test_killed_processes_are_replaced_and_the_run_finishes(tiny, recorded
 
 
 async def test_a_run_killed_outright_resumes_and_trains_no_group_twice(tiny, recorded_pids):
-    config = tiny(num_steps=8, eval__at_start=False, eval__at_end=False)
+    config = tiny(num_steps=8, eval__at_start=False, eval__at_end=False, generate__engine=NO_MODEL)
     async with asyncrl.Run(config) as run:
         async for report in run.steps():
             if report.version == 5:
@@ -132,7 +126,8 @@ async def test_a_reward_that_raises_fails_its_samples_and_the_run_goes_on(tiny, 
         "    return float(text.strip() == prompt.answer)\n"
     )
     functions = [{"kind": "python", "path": f"{tmp_path / 'my_reward.py'}:sometimes"}]
-    async with asyncrl.Run(tiny(reward__functions=functions, buffer__reissue_dropped=False)) as run:
+    settings = {"reward__functions": functions, "buffer__reissue_dropped": False, "generate__engine": NO_MODEL}
+    async with asyncrl.Run(tiny(**settings)) as run:
         _, status = await _finish(run)
     assert status.phase == "stopped", status.reason
     assert status.groups["trained"] == 20
@@ -141,7 +136,7 @@ async def test_a_reward_that_raises_fails_its_samples_and_the_run_goes_on(tiny, 
 
 async def test_too_many_deaths_end_the_run_with_the_reason(tiny):
     settings = {"kind": "pretrained", "path": "/nowhere/at/all"}
-    async with asyncrl.Run(tiny(model=settings)) as run:
+    async with asyncrl.Run(tiny(model=settings, generate__engine=NO_MODEL)) as run:
         with pytest.raises(asyncrl.RunError, match="nowhere"):
             await run.wait()
 

@@ -121,6 +121,7 @@ USES: dict[str, dict[str, str]] = {
         "ParallelLMHead.quant_method": "",
         "UnquantizedEmbeddingMethod.process_weights_after_loading": "layer",
     },
+    "vllm/model_executor/layers/fused_moe/fused_moe_method_base.py": {"FusedMoEMethodBase.moe_kernel": ""},
     "vllm/v1/worker/worker_base.py": {
         "WorkerBase.vllm_config": "",
         "WorkerBase.device": "",

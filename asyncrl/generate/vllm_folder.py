@@ -16,9 +16,11 @@ from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, GenerationConfig
 
 from asyncrl.errors import GenerationError
+from asyncrl.generate.vllm_orders import HEAD, Part
+from asyncrl.generate.vllm_parts import find_parts
 
 _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-_EMBEDDING, _HEAD = "embed_tokens.weight", "lm_head.weight"
+_EMBEDDING = "embed_tokens.weight"
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +29,7 @@ class ModelFolder:
 
     path: Path
     shapes: dict[str, tuple[int, ...]]
-    """Of every tensor, by its name in the model's state dict; tied ones once."""
+    """Of every tensor, by its name in transformers' model; tied ones once."""
     vocabulary_size: int
     end_ids: frozenset[int]
     dtype: str
@@ -40,13 +42,15 @@ class ModelFolder:
     """Longest sequence the model was made for; 0: it does not say."""
     tied: dict[str, str] = field(default_factory=dict)
     """A second name of a tensor to the name it has in `shapes`."""
+    parts: dict[str, tuple[Part, ...]] = field(default_factory=dict)
+    """What the checkpoint has instead of a tensor of `shapes`, where it has not that one."""
 
 
 def read_folder(path: Path, *, trust_remote_code: bool = False) -> ModelFolder:
     """Read a folder's config and headers.
 
     Raises:
-        GenerationError: It cannot be read, or has no safetensors.
+        GenerationError: It cannot be read, has no safetensors, or its tensors are not those of transformers' model.
     """
     try:
         config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=trust_remote_code)
@@ -55,6 +59,7 @@ def read_folder(path: Path, *, trust_remote_code: bool = False) -> ModelFolder:
         raise GenerationError(f"cannot open the model folder {path}: {error}") from error
     if not shapes:
         raise GenerationError(f"the model folder {path} has no model.safetensors: save the model with save_pretrained")
+    shapes, parts = find_parts(path, config, shapes, trust_remote_code=trust_remote_code)
     text = config.get_text_config()
     tied = _tied(shapes) if getattr(config, "tie_word_embeddings", False) else {}
     for name in tied:
@@ -69,6 +74,7 @@ def read_folder(path: Path, *, trust_remote_code: bool = False) -> ModelFolder:
         head_size=_head_size(text),
         max_positions=getattr(text, "max_position_embeddings", 0) or 0,
         tied=tied,
+        parts=parts,
     )
 
 
@@ -94,7 +100,7 @@ def weight_files(path: Path) -> list[Path]:
 
 def _tied(shapes: dict[str, tuple[int, ...]]) -> dict[str, str]:
     embedding = next((name for name in shapes if name.endswith(_EMBEDDING)), None)
-    return {} if embedding is None else {_HEAD: embedding}
+    return {} if embedding is None else {HEAD: embedding}
 
 
 def _head_size(config: Any) -> int:  # noqa: ANN401 - transformers is untyped

@@ -13,6 +13,9 @@ import msgspec
 
 from asyncrl.schema.weights import WeightsAvailable, WeightsManifest
 
+HEAD = "lm_head.weight"
+"""transformers' name of a head that may be tied to the embedding."""
+
 
 class Base(msgspec.Struct, frozen=True):
     """What adapters are added to."""
@@ -42,12 +45,25 @@ class ReceiverOrder(msgspec.Struct, frozen=True, tag="receiver"):
     available: WeightsAvailable
 
 
+class Part(msgspec.Struct, frozen=True):
+    """A checkpoint's tensor inside one of the model's; all numbers count elements."""
+
+    name: str
+    """In the checkpoint."""
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    """From the start of the model's tensor, which is contiguous."""
+
+
 class LoadOrder(msgspec.Struct, frozen=True):
     """Replace the weights."""
 
     source: FileOrder | ReceiverOrder
     also_as: dict[str, str] = {}
     """Name in the layout to another name that the same tensor is loaded under too (tied embeddings)."""
+    parts: dict[str, tuple[Part, ...]] = {}
+    """Name in the layout to what the checkpoint has instead, under other names or cut up; others are alike in both."""
     base: Base | None = None
     """Given where the tensors are adapters, which are added to it."""
     zero_kv: bool = False

@@ -116,8 +116,8 @@ def _order(
     source: FileOrder | ReceiverOrder, manifest: WeightsManifest, folder: ModelFolder, lora: LoRAConfig | None
 ) -> LoadOrder:
     if lora is None:
-        return LoadOrder(source, _other_names({entry.name for entry in manifest.entries}, folder))
-    return LoadOrder(source, _other_names(set(folder.shapes), folder), base_of(folder, lora))
+        return LoadOrder(source, _other_names({entry.name for entry in manifest.entries}, folder), folder.parts)
+    return LoadOrder(source, _other_names(set(folder.shapes), folder), base=base_of(folder, lora))
 
 
 def _other_names(names: set[str], folder: ModelFolder) -> dict[str, str]:

@@ -31,7 +31,7 @@ import torch
 
 from asyncrl.errors import BroadcastError, GenerationError
 from asyncrl.generate.vllm_adapters import merged
-from asyncrl.generate.vllm_orders import FileOrder, LoadOrder, LoadReply, ReceiverOrder
+from asyncrl.generate.vllm_orders import HEAD, FileOrder, LoadOrder, LoadReply, Part, ReceiverOrder
 from asyncrl.models.deferred import Receiver, make_receiver
 from asyncrl.models.layout import view_tensors
 
@@ -85,34 +85,50 @@ def _load(worker: Any, order: LoadOrder) -> None:  # noqa: ANN401 - vLLM's worke
     """Load everything, layer by layer; a layer whose tensors did not come keeps its old ones."""
     logging.getLogger(_NOISY).setLevel(logging.ERROR)
     reload = import_module("vllm.model_executor.model_loader.reload")
+    vocabulary = import_module("vllm.model_executor.layers.vocab_parallel_embedding")
     with import_module("vllm.config").set_current_vllm_config(worker.vllm_config), torch.no_grad():
         model, tensors = worker.model_runner.get_model(), _tensors(worker, order.source)
+        heads = {name: module for name, module in model.named_modules() if isinstance(module, vocabulary.ParallelLMHead)}
         expected = {name for name, parameter in model.named_parameters() if parameter.numel()}
+        if torch.device(worker.device).type == "cpu":
+            _forget_packed_experts(model)
         reload.initialize_layerwise_reload(model)
         try:
             if order.base is not None:
                 tensors = merged(tensors, order.base, torch.device(worker.device))
-            loaded = model.load_weights(_with_other_names(tensors, order.also_as))
+            tensors = _in_parts(_with_other_names(tensors, order.also_as), order.parts)
+            loaded = model.load_weights(tensors if heads else _without_head(tensors))
         finally:
             reload.finalize_layerwise_reload(model, worker.model_runner.model_config)
         if loaded is not None and (missing := expected - loaded):
             raise GenerationError(f"vLLM did not load {len(missing)} of its parameters: {', '.join(sorted(missing)[:5])}")
-        _repack_skipped_heads(model, loaded or set())
+        _repack_skipped_heads(heads, vocabulary.UnquantizedEmbeddingMethod, loaded or set())
         if order.zero_kv:
             for cache in _leaves(worker.model_runner.kv_caches):
                 cache.zero_()
 
 
-def _repack_skipped_heads(model: torch.nn.Module, loaded: set[str]) -> None:
+def _forget_packed_experts(model: torch.nn.Module) -> None:
+    """Have experts packed again as they load: on a CPU vLLM packs the first ones, and copies later ones in as they are."""
+    for module in model.modules():
+        method: Any = getattr(module, "quant_method", None)
+        if getattr(method, "moe_kernel", None) is not None:
+            method.moe_kernel = None
+
+
+def _repack_skipped_heads(heads: dict[str, Any], plain: type, loaded: set[str]) -> None:
     """Make tied heads anew that were not loaded under their own name: some models skip it (Llama until 0.28, GPT-2 still).
 
     Such a head has the embedding's storage, which has new values; but on a CPU its matrix product runs over a packed copy.
     """
-    embedding = import_module("vllm.model_executor.layers.vocab_parallel_embedding")
-    for name, module in model.named_modules():
-        is_skipped = isinstance(module, embedding.ParallelLMHead) and f"{name}.weight" not in loaded
-        if is_skipped and isinstance(module.quant_method, embedding.UnquantizedEmbeddingMethod):
-            module.quant_method.process_weights_after_loading(module)
+    for name, head in heads.items():
+        if f"{name}.weight" not in loaded and isinstance(head.quant_method, plain):
+            head.quant_method.process_weights_after_loading(head)
+
+
+def _without_head(tensors: NamedTensors) -> NamedTensors:
+    """Leave out the head's second name where the model has none but applies the embedding itself (Gemma)."""
+    return ((name, tensor) for name, tensor in tensors if name != HEAD)
 
 
 def _leaves(caches: Any) -> Iterator[torch.Tensor]:  # noqa: ANN401 - a tensor, or a list of such, by vLLM's version and model
@@ -169,6 +185,15 @@ def _with_other_names(tensors: NamedTensors, also_as: dict[str, str]) -> NamedTe
             yield also_as[name], tensor
     if missing := also_as.keys() - seen:
         raise GenerationError(f"new weights lack {', '.join(sorted(missing))}")
+
+
+def _in_parts(tensors: NamedTensors, parts: dict[str, tuple[Part, ...]]) -> NamedTensors:
+    """Yield tensors as a checkpoint has them: views of what comes, which is contiguous."""
+    for name, tensor in tensors:
+        if name not in parts:
+            yield name, tensor
+        for part in parts.get(name, ()):
+            yield part.name, tensor.as_strided(part.shape, part.stride, tensor.storage_offset() + part.offset)
 
 
 def _unname_rank_memory() -> None:

@@ -14,7 +14,15 @@ import psutil
 import pytest
 import pytest_asyncio
 import torch
-from transformers import LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    GemmaConfig,
+    GPT2Config,
+    LlamaForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen3MoeConfig,
+)
 
 from asyncrl.config.generate import VLLMEngineConfig
 from asyncrl.config.learner import LearnerConfig, LoRAConfig
@@ -26,6 +34,7 @@ from asyncrl.models.deferred import DeferredTensors
 from asyncrl.models.layout import make_manifest, view_tensors
 from asyncrl.models.mapped import MappedTensors
 from asyncrl.schema.weights import WeightsAvailable
+from tests.contract.conftest import start_vllm
 from tests.contract.engine_cases import PROMPT, collect, make_model, make_request, reference_logprobs
 
 pytestmark = [
@@ -35,6 +44,28 @@ pytestmark = [
 ]
 
 ADAPTED = {"hidden_size": 64, "initializer_range": 0.06}
+
+
+_SMALL = {"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+_LARGE_STEPS = {"initializer_range": 0.2, "bos_token_id": None, "eos_token_id": 1, "pad_token_id": None}
+OTHER_SHAPES = {
+    "mixture of experts": Qwen3MoeConfig(
+        **_SMALL,
+        **_LARGE_STEPS,
+        head_dim=32,
+        intermediate_size=96,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
+    ),
+    "tied head that is skipped": GPT2Config(vocab_size=64, n_embd=64, n_layer=2, n_head=2, n_positions=256, **_LARGE_STEPS),
+    "embedding without a head": GemmaConfig(**_SMALL, **_LARGE_STEPS, head_dim=32, intermediate_size=96),
+}
+
+
+def other_model(config: PreTrainedConfig, seed: int) -> PreTrainedModel:
+    torch.manual_seed(seed)
+    return AutoModelForCausalLM.from_config(config).eval()
 
 
 def untied_model(seed: int) -> LlamaForCausalLM:
@@ -80,6 +111,21 @@ async def test_an_untied_head_and_fused_layers_take_new_weights_from_a_mapped_fi
     with in_a_file(new.state_dict(), tmp_path) as tensors:
         await engine.load_weights(1, tensors, "keep")
     await assert_holds(engine, new)
+
+
+@pytest.mark.parametrize("shape", OTHER_SHAPES)
+async def test_models_that_vllm_holds_otherwise_take_new_weights(shape: str, tmp_path: Path) -> None:
+    old, new = (other_model(OTHER_SHAPES[shape], seed) for seed in (0, 1))
+    old.save_pretrained(tmp_path)
+    engine = await start_vllm(tmp_path)
+    try:
+        for version, model in enumerate([new, old]):
+            await engine.load_weights(
+                version, {name: tensor.detach().clone() for name, tensor in model.named_parameters()}, "keep"
+            )
+            await assert_holds(engine, model)
+    finally:
+        await engine.close()
 
 
 async def test_an_untied_head_is_asked_for(engine: VLLMEngine) -> None:

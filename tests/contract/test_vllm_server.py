@@ -25,6 +25,7 @@ from asyncrl.config.generate import VLLMServerEngineConfig
 from asyncrl.errors import BroadcastError, GenerationError
 from asyncrl.generate.vllm_server_checks import EXTENSION
 from asyncrl.generate.vllm_server_engine import VLLMServerEngine
+from asyncrl.generate.vllm_versions import installed_version
 from asyncrl.models.layout import make_manifest
 from asyncrl.models.mapped import MappedTensors
 from tests.contract.engine_cases import PROMPT, collect, collect_all, make_model, make_request, reference_logprobs, tensors_of
@@ -66,8 +67,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     model_of(0).save_pretrained(folder / "model")
     (folder / "key").write_text(KEY + "\n")
     port = free_port()
-    arguments = f"--host 127.0.0.1 --port {port} --enable-scale-out --logprobs-mode processed_logprobs --dtype float32".split()
+    arguments = f"--host 127.0.0.1 --port {port} --logprobs-mode processed_logprobs --dtype float32".split()
     arguments += f"--skip-tokenizer-init --enforce-eager --max-model-len {MAX_TOKENS} --max-num-seqs 9 --api-key {KEY}".split()
+    arguments += ["--enable-scale-out"] if installed_version().has_scale_out_flag else []
     environment = {
         **os.environ,
         "VLLM_SERVER_DEV_MODE": "1",

@@ -1,0 +1,64 @@
+"""What vLLM is given of a model whose checkpoint has its tensors otherwise: exactly what transformers would write."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, GPTNeoXConfig, LlamaConfig, MixtralConfig, PreTrainedModel, Qwen3MoeConfig
+
+from asyncrl.errors import GenerationError
+from asyncrl.generate.vllm_folder import read_folder
+from asyncrl.generate.vllm_weights import load_order
+from asyncrl.generate.vllm_worker import _in_parts
+
+SMALL = {"vocab_size": 16, "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2, "num_attention_heads": 2}
+MIXTURE = {**SMALL, "num_key_value_heads": 1, "num_experts_per_tok": 2}
+CONFIGS = {
+    "experts in one tensor": Qwen3MoeConfig(**MIXTURE, num_experts=3, moe_intermediate_size=5),
+    "experts and layers by other names": MixtralConfig(**MIXTURE, num_local_experts=3),
+    "a head by another name": GPTNeoXConfig(**SMALL),
+    "nothing else": LlamaConfig(**SMALL),
+}
+
+
+def saved(name: str, folder: Path) -> PreTrainedModel:
+    model = AutoModelForCausalLM.from_config(CONFIGS[name])
+    model.save_pretrained(folder)
+    return model
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_checkpoint_is_made_of_the_models_tensors_bit_for_bit(name: str, tmp_path: Path) -> None:
+    model = saved(name, tmp_path)
+    tensors = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    folder = read_folder(tmp_path)
+    assert folder.shapes == {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    with load_order(tensors, folder) as order:
+        given = dict(_in_parts(iter(tensors.items()), order.parts))
+    written = load_file(tmp_path / "model.safetensors")
+    assert given.keys() == written.keys()
+    assert all(torch.equal(given[name], tensor) for name, tensor in written.items())
+    assert bool(folder.parts) == (name != "nothing else")
+
+
+def test_tensors_are_cut_up_without_a_copy(tmp_path: Path) -> None:
+    saved("experts in one tensor", tmp_path)
+    folder = read_folder(tmp_path)
+    name = "model.layers.1.mlp.experts.gate_up_proj"
+    room = torch.arange(7.0 + 3 * 10 * 8)
+    whole = room[7:].view(3, 10, 8)
+    given = dict(_in_parts(iter([(name, whole)]), folder.parts))
+    assert torch.equal(given["model.layers.1.mlp.experts.2.up_proj.weight"], whole[2, 5:])
+    assert {tensor.untyped_storage().data_ptr() for tensor in given.values()} == {room.untyped_storage().data_ptr()}
+
+
+def test_a_checkpoint_that_lacks_an_expert_is_refused_at_the_start(tmp_path: Path) -> None:
+    saved("experts in one tensor", tmp_path)
+    file = tmp_path / "model.safetensors"
+    rest = {name: tensor for name, tensor in load_file(file).items() if "layers.1.mlp.experts.2.up_proj" not in name}
+    save_file(rest, file, {"format": "pt"})
+    with pytest.raises(
+        GenerationError, match=r"layers\.1\.mlp\.experts\.gate_up_proj as transformers would write it .*save it anew"
+    ):
+        read_folder(tmp_path)

@@ -29,7 +29,7 @@ def _run(command, timeout_s):
 
 
 def test_uncorrected_training_collapses_at_a_lag_of_sixteen_and_corrected_does_not(tmp_path):
-    _run([sys.executable, str(EXPERIMENT / "run.py"), "--subset", "--steps", "60", "--out", str(tmp_path)], timeout_s=590)
+    _run([sys.executable, str(EXPERIMENT / "run.py"), "--subset", "--steps", "40", "--out", str(tmp_path)], timeout_s=590)
 
     runs = {
         (run["cell"]["method"], run["cell"]["lag"]): run["accuracy"]

@@ -30,7 +30,15 @@ WITH_VLLM = (
 """In this order: the last tests of a file may end the engine that those before it share."""
 TIMED = ("contract/test_collective_faults.py", "gpu/")
 """`timed` as a whole: faults that must be noticed in time, and whatever has the accelerator."""
-LONGEST = (*WITH_VLLM, "integration/test_ray_cluster.py", "integration/test_off_policy_experiment.py", "integration/test_run.py")
+LONGEST = (
+    *WITH_VLLM,
+    "integration/test_ray_cluster.py",
+    "integration/test_placement.py",
+    "integration/test_networks.py",
+    "integration/test_run.py",
+    "contract/test_medium.py",
+    "unit/learner/test_sharded.py",
+)
 
 
 class ByFile(LoadFileScheduling):

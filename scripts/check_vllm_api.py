@@ -116,6 +116,11 @@ USES: dict[str, dict[str, str]] = {
         "initialize_layerwise_reload": "model",
         "finalize_layerwise_reload": "",
         "finalize_layerwise_processing": "model model_config",
+        "get_layerwise_info": "layer",
+    },
+    "vllm/model_executor/model_loader/reload/types.py": {
+        "LayerReloadingInfo.can_load": "",
+        "LayerReloadingInfo.load_numel": "",
     },
     "vllm/model_executor/layers/vocab_parallel_embedding.py": {
         "ParallelLMHead.quant_method": "",

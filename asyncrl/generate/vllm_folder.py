@@ -12,14 +12,16 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, GenerationConfig
 
 from asyncrl.errors import GenerationError
-from asyncrl.generate.vllm_orders import HEAD, Part
-from asyncrl.generate.vllm_parts import find_parts
+from asyncrl.generate.vllm_orders import HEAD, FixedTensor, Part
+from asyncrl.generate.vllm_parts import find_tensors
 
 _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+_MOST_FIXED_BYTES = 16 << 20
 _EMBEDDING = "embed_tokens.weight"
 
 
@@ -44,6 +46,8 @@ class ModelFolder:
     """A second name of a tensor to the name it has in `shapes`."""
     parts: dict[str, tuple[Part, ...]] = field(default_factory=dict)
     """What the checkpoint has instead of a tensor of `shapes`, where it has not that one."""
+    fixed: dict[str, FixedTensor] = field(default_factory=dict)
+    """What the checkpoint has beside them that belongs to the model, by its name there."""
 
 
 def read_folder(path: Path, *, trust_remote_code: bool = False) -> ModelFolder:
@@ -59,7 +63,8 @@ def read_folder(path: Path, *, trust_remote_code: bool = False) -> ModelFolder:
         raise GenerationError(f"cannot open the model folder {path}: {error}") from error
     if not shapes:
         raise GenerationError(f"the model folder {path} has no model.safetensors: save the model with save_pretrained")
-    shapes, parts = find_parts(path, config, shapes, trust_remote_code=trust_remote_code)
+    tensors = find_tensors(path, config, shapes, trust_remote_code=trust_remote_code)
+    shapes = tensors.shapes
     text = config.get_text_config()
     tied = _tied(shapes) if getattr(config, "tie_word_embeddings", False) else {}
     for name in tied:
@@ -74,7 +79,8 @@ def read_folder(path: Path, *, trust_remote_code: bool = False) -> ModelFolder:
         head_size=_head_size(text),
         max_positions=getattr(text, "max_position_embeddings", 0) or 0,
         tied=tied,
-        parts=parts,
+        parts=tensors.parts,
+        fixed=_fixed(path, tensors.fixed),
     )
 
 
@@ -88,6 +94,22 @@ def _tensors(path: Path) -> tuple[dict[str, tuple[int, ...]], str]:
                 shapes[name], dtypes[name] = tuple(header.get_shape()), header.get_dtype()
     largest = max(shapes, key=lambda name: prod(shapes[name]), default="")
     return shapes, _DTYPES.get(dtypes.get(largest, ""), "auto")
+
+
+def _fixed(path: Path, names: frozenset[str]) -> dict[str, FixedTensor]:
+    found = {}
+    for file in weight_files(path) if names else []:
+        with safe_open(file, framework="pt") as tensors:
+            for name in names.intersection(tensors.keys()):
+                tensor = tensors.get_tensor(name)
+                data = tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
+                found[name] = FixedTensor(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), data)
+    if (num_bytes := sum(len(tensor.data) for tensor in found.values())) > _MOST_FIXED_BYTES:
+        raise GenerationError(
+            f"the model folder {path} has {num_bytes} bytes of buffers beside its parameters ({min(found)}, ...); "
+            f"vLLM is given at most {_MOST_FIXED_BYTES} with each update: use generate.engine.kind = 'transformers'"
+        )
+    return found
 
 
 def weight_files(path: Path) -> list[Path]:
@@ -104,6 +126,8 @@ def _tied(shapes: dict[str, tuple[int, ...]]) -> dict[str, str]:
 
 
 def _head_size(config: Any) -> int:  # noqa: ANN401 - transformers is untyped
+    if getattr(config, "kv_lora_rank", None):  # latent attention has kernels, and sizes, of its own
+        return 0
     given = getattr(config, "head_dim", None)
     heads, width = getattr(config, "num_attention_heads", 0), getattr(config, "hidden_size", 0)
     return int(given or (width // heads if heads else 0))

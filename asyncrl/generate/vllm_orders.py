@@ -56,6 +56,15 @@ class Part(msgspec.Struct, frozen=True):
     """From the start of the model's tensor, which is contiguous."""
 
 
+class FixedTensor(msgspec.Struct, frozen=True):
+    """A small tensor that no version changes (a buffer of the model), which vLLM wants with every load of its layer."""
+
+    dtype: str
+    """As torch names it."""
+    shape: tuple[int, ...]
+    data: bytes
+
+
 class LoadOrder(msgspec.Struct, frozen=True):
     """Replace the weights."""
 
@@ -64,6 +73,8 @@ class LoadOrder(msgspec.Struct, frozen=True):
     """Name in the layout to another name that the same tensor is loaded under too (tied embeddings)."""
     parts: dict[str, tuple[Part, ...]] = {}
     """Name in the layout to what the checkpoint has instead, under other names or cut up; others are alike in both."""
+    fixed: dict[str, FixedTensor] = {}
+    """Loaded with the rest, by the checkpoint's names."""
     base: Base | None = None
     """Given where the tensors are adapters, which are added to it."""
     zero_kv: bool = False

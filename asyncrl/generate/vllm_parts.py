@@ -9,13 +9,14 @@ Called by generate/vllm_folder.py. Imports no vllm.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
-from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.core_model_loading import revert_weight_conversion
 
 from asyncrl.errors import GenerationError
@@ -24,14 +25,26 @@ from asyncrl.generate.vllm_orders import Part
 Shapes = dict[str, tuple[int, ...]]
 
 
-def find_parts(
+@dataclass(frozen=True, slots=True)
+class ModelTensors:
+    """What a model has, by the names of transformers."""
+
+    shapes: Shapes
+    """Of every parameter, tied ones once: what the learner sends."""
+    parts: dict[str, tuple[Part, ...]]
+    """What the checkpoint has instead of a parameter, where it has not that one."""
+    fixed: frozenset[str] = frozenset()
+    """Names, in the checkpoint, of what is no parameter but the model's: it never changes, and vLLM wants it all the same."""
+
+
+def find_tensors(
     path: Path,
     config: Any,  # noqa: ANN401 - transformers is untyped
     shapes: Shapes,
     *,
     trust_remote_code: bool = False,
-) -> tuple[Shapes, dict[str, tuple[Part, ...]]]:
-    """Find what of a checkpoint each of the model's tensors is.
+) -> ModelTensors:
+    """Find what of a checkpoint each of the model's tensors is; what else lies in it is not the model's.
 
     Args:
         path: Of the model folder, for the message.
@@ -40,31 +53,31 @@ def find_parts(
         trust_remote_code: Whether code in the folder may run.
 
     Returns:
-        The shapes by the names that transformers has for them, and the parts of those tensors that a checkpoint has otherwise.
+        The model's tensors; those of the checkpoint where transformers has no such language model.
 
     Raises:
         GenerationError: A tensor of this model is no rearrangement of tensors in this checkpoint.
     """
-    kinds = {config.model_type, config.get_text_config().model_type, *(config.architectures or ())}
-    if not any(get_checkpoint_conversion_mapping(kind) for kind in kinds):
-        return shapes, {}
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-    held, parts = dict(shapes), {}
-    for name, parameter in model.named_parameters():
-        if name in shapes:
-            continue
-        parts[name] = _parts_of(model, name, parameter)
-        if not all(shapes.get(part.name) == part.shape for part in parts[name]):
-            missing = ", ".join(f"{part.name} {part.shape}" for part in parts[name][:3])
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    except ValueError:
+        return ModelTensors(shapes, {})
+    model.tie_weights()
+    parameters = dict(model.named_parameters())
+    parts = {name: _parts_of(model, name, parameter) for name, parameter in parameters.items() if name not in shapes}
+    for name, found in parts.items():
+        if not all(shapes.get(part.name) == part.shape for part in found):
+            missing = ", ".join(f"{part.name} {part.shape}" for part in found[:3])
             raise GenerationError(
                 f"the checkpoint in {path} does not have {name} as transformers would write it ({missing}): load the model with "
                 "transformers and save it anew"
             )
-        held[name] = tuple(parameter.shape)
-        for part in parts[name]:
-            held.pop(part.name, None)
-    return held, parts
+    buffers = {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if not isinstance(tensor, Parameter)}
+    fixed = {part.name for name, tensor in buffers.items() for part in _parts_of(model, name, tensor)}
+    return ModelTensors(
+        {name: tuple(parameter.shape) for name, parameter in parameters.items()}, parts, frozenset(fixed & shapes.keys())
+    )
 
 
 def _parts_of(model: torch.nn.Module, name: str, parameter: torch.Tensor) -> tuple[Part, ...]:

@@ -116,7 +116,7 @@ def _order(
     source: FileOrder | ReceiverOrder, manifest: WeightsManifest, folder: ModelFolder, lora: LoRAConfig | None
 ) -> LoadOrder:
     if lora is None:
-        return LoadOrder(source, _other_names({entry.name for entry in manifest.entries}, folder), folder.parts)
+        return LoadOrder(source, _other_names({entry.name for entry in manifest.entries}, folder), folder.parts, folder.fixed)
     return LoadOrder(source, _other_names(set(folder.shapes), folder), base=base_of(folder, lora))
 
 

@@ -23,6 +23,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import closing, suppress
 from importlib import import_module
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ import torch
 
 from asyncrl.errors import BroadcastError, GenerationError
 from asyncrl.generate.vllm_adapters import merged
-from asyncrl.generate.vllm_orders import HEAD, FileOrder, LoadOrder, LoadReply, Part, ReceiverOrder
+from asyncrl.generate.vllm_orders import HEAD, FileOrder, FixedTensor, LoadOrder, LoadReply, Part, ReceiverOrder
 from asyncrl.models.deferred import Receiver, make_receiver
 from asyncrl.models.layout import view_tensors
 
@@ -96,16 +97,32 @@ def _load(worker: Any, order: LoadOrder) -> None:  # noqa: ANN401 - vLLM's worke
         try:
             if order.base is not None:
                 tensors = merged(tensors, order.base, torch.device(worker.device))
-            tensors = _in_parts(_with_other_names(tensors, order.also_as), order.parts)
+            tensors = chain(_in_parts(_with_other_names(tensors, order.also_as), order.parts), _fixed(order.fixed))
             loaded = model.load_weights(tensors if heads else _without_head(tensors))
+            missing = expected & _missed(model, loaded)
         finally:
             reload.finalize_layerwise_reload(model, worker.model_runner.model_config)
-        if loaded is not None and (missing := expected - loaded):
+        if missing:
             raise GenerationError(f"vLLM did not load {len(missing)} of its parameters: {', '.join(sorted(missing)[:5])}")
         _repack_skipped_heads(heads, vocabulary.UnquantizedEmbeddingMethod, loaded or set())
         if order.zero_kv:
             for cache in _leaves(worker.model_runner.kv_caches):
                 cache.zero_()
+
+
+def _missed(model: torch.nn.Module, loaded: set[str] | None) -> set[str]:
+    """Return parameters, of layers that are not complete yet, that were not loaded.
+
+    That is all of a layer's which was given nothing, whatever the model says it loaded (GPT-OSS writes past the reload), and what
+    the model does not name. Of a complete layer it need not name them as they are called (mixtures until 0.28).
+    """
+    info_of = import_module("vllm.model_executor.model_loader.reload.layerwise").get_layerwise_info
+    missed = set()
+    for name, layer in model.named_modules():
+        info = info_of(layer)
+        own = {f"{name}.{parameter}" for parameter, _ in layer.named_parameters(recurse=False)} if info.can_load() else set()
+        missed |= own - (loaded or own) if info.load_numel else own
+    return missed
 
 
 def _forget_packed_experts(model: torch.nn.Module) -> None:
@@ -116,7 +133,7 @@ def _forget_packed_experts(model: torch.nn.Module) -> None:
             method.moe_kernel = None
 
 
-def _repack_skipped_heads(heads: dict[str, Any], plain: type, loaded: set[str]) -> None:
+def _repack_skipped_heads(heads: dict[str, Any], plain: Any, loaded: set[str]) -> None:  # noqa: ANN401
     """Make tied heads anew that were not loaded under their own name: some models skip it (Llama until 0.28, GPT-2 still).
 
     Such a head has the embedding's storage, which has new values; but on a CPU its matrix product runs over a packed copy.
@@ -194,6 +211,12 @@ def _in_parts(tensors: NamedTensors, parts: dict[str, tuple[Part, ...]]) -> Name
             yield name, tensor
         for part in parts.get(name, ()):
             yield part.name, tensor.as_strided(part.shape, part.stride, tensor.storage_offset() + part.offset)
+
+
+def _fixed(tensors: dict[str, FixedTensor]) -> NamedTensors:
+    for name, tensor in tensors.items():
+        flat = torch.frombuffer(bytearray(tensor.data), dtype=getattr(torch, tensor.dtype))
+        yield name, flat.view(tensor.shape)
 
 
 def _unname_rank_memory() -> None:

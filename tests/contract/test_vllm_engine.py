@@ -17,7 +17,9 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     GemmaConfig,
+    Glm4MoeConfig,
     GPT2Config,
+    GptOssConfig,
     LlamaForCausalLM,
     PreTrainedConfig,
     PreTrainedModel,
@@ -29,6 +31,7 @@ from asyncrl.config.learner import LearnerConfig, LoRAConfig
 from asyncrl.config.run import RunConfig
 from asyncrl.errors import BroadcastError, EngineDied, GenerationError
 from asyncrl.generate.vllm_engine import VLLMEngine
+from asyncrl.generate.vllm_versions import installed_version
 from asyncrl.learner.lora import open_policy, publishable_tensors
 from asyncrl.models.deferred import DeferredTensors
 from asyncrl.models.layout import make_manifest, view_tensors
@@ -57,6 +60,19 @@ OTHER_SHAPES = {
         num_experts=4,
         num_experts_per_tok=2,
         moe_intermediate_size=64,
+    ),
+    "mixture with buffers": Glm4MoeConfig(
+        **_SMALL,
+        **_LARGE_STEPS,
+        head_dim=32,
+        intermediate_size=96,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
+        first_k_dense_replace=1,
+        n_shared_experts=1,
+        n_group=1,
+        topk_group=1,
     ),
     "tied head that is skipped": GPT2Config(vocab_size=64, n_embd=64, n_layer=2, n_head=2, n_positions=256, **_LARGE_STEPS),
     "embedding without a head": GemmaConfig(**_SMALL, **_LARGE_STEPS, head_dim=32, intermediate_size=96),
@@ -115,6 +131,8 @@ async def test_an_untied_head_and_fused_layers_take_new_weights_from_a_mapped_fi
 
 @pytest.mark.parametrize("shape", OTHER_SHAPES)
 async def test_models_that_vllm_holds_otherwise_take_new_weights(shape: str, tmp_path: Path) -> None:
+    if "mixture" in shape and installed_version().release == (0, 27):
+        pytest.skip("vLLM 0.27 runs no mixture in float32 on processors with AMX")
     old, new = (other_model(OTHER_SHAPES[shape], seed) for seed in (0, 1))
     old.save_pretrained(tmp_path)
     engine = await start_vllm(tmp_path)
@@ -124,6 +142,21 @@ async def test_models_that_vllm_holds_otherwise_take_new_weights(shape: str, tmp
                 version, {name: tensor.detach().clone() for name, tensor in model.named_parameters()}, "keep"
             )
             await assert_holds(engine, model)
+    finally:
+        await engine.close()
+
+
+async def test_a_model_that_writes_past_vllms_reload_is_refused_and_samples_nothing(tmp_path: Path) -> None:
+    """vLLM's own account says that GPT-OSS loaded everything; its experts and sinks keep their old values."""
+    config = GptOssConfig(**_SMALL, **_LARGE_STEPS, head_dim=32, intermediate_size=64, num_local_experts=4, num_experts_per_tok=2)
+    model = other_model(config, 0)
+    model.save_pretrained(tmp_path)
+    engine = await start_vllm(tmp_path)
+    try:
+        with pytest.raises(GenerationError, match=r"vLLM did not load \d+ of its parameters: model\.layers\.0\.attn\.sinks"):
+            await engine.load_weights(0, {name: tensor.detach().clone() for name, tensor in model.named_parameters()}, "keep")
+        with pytest.raises(GenerationError, match="came only in part"):
+            await engine.score([2, 3, 4])
     finally:
         await engine.close()
 
@@ -334,7 +367,8 @@ async def test_close_ends_every_stream_with_abort_and_leaves_no_process(engine: 
     assert len(processes) >= 2
     sockets = engine._sockets.path
     assert any(path.is_socket() for path in sockets.iterdir()), "vLLM's processes talk by sockets in there"
-    assert any(sockets.glob("vllm_dist_*")), "its ranks find each other by a file in there"
+    if installed_version().release >= (0, 28):
+        assert any(sockets.glob("vllm_dist_*")), "its ranks find each other by a file in there"
     await engine.close()
     await engine.close()
     assert not sockets.exists()

@@ -2,21 +2,34 @@
 
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, GPTNeoXConfig, LlamaConfig, MixtralConfig, PreTrainedModel, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    Glm4MoeConfig,
+    GPTNeoXConfig,
+    LlamaConfig,
+    MixtralConfig,
+    PreTrainedModel,
+    Qwen3MoeConfig,
+)
 
 from asyncrl.errors import GenerationError
 from asyncrl.generate.vllm_folder import read_folder
+from asyncrl.generate.vllm_orders import LoadOrder
 from asyncrl.generate.vllm_weights import load_order
-from asyncrl.generate.vllm_worker import _in_parts
+from asyncrl.generate.vllm_worker import _fixed, _in_parts
 
 SMALL = {"vocab_size": 16, "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2, "num_attention_heads": 2}
 MIXTURE = {**SMALL, "num_key_value_heads": 1, "num_experts_per_tok": 2}
 CONFIGS = {
     "experts in one tensor": Qwen3MoeConfig(**MIXTURE, num_experts=3, moe_intermediate_size=5),
     "experts and layers by other names": MixtralConfig(**MIXTURE, num_local_experts=3),
+    "buffers beside its parameters": Glm4MoeConfig(
+        **MIXTURE, n_routed_experts=3, moe_intermediate_size=5, first_k_dense_replace=1
+    ),
     "a head by another name": GPTNeoXConfig(**SMALL),
     "nothing else": LlamaConfig(**SMALL),
 }
@@ -35,11 +48,20 @@ def test_a_checkpoint_is_made_of_the_models_tensors_bit_for_bit(name: str, tmp_p
     folder = read_folder(tmp_path)
     assert folder.shapes == {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     with load_order(tensors, folder) as order:
-        given = dict(_in_parts(iter(tensors.items()), order.parts))
+        order = msgspec.json.decode(msgspec.json.encode(order), type=LoadOrder)
+    given = dict(_in_parts(iter(tensors.items()), order.parts)) | dict(_fixed(order.fixed))
     written = load_file(tmp_path / "model.safetensors")
     assert given.keys() == written.keys()
     assert all(torch.equal(given[name], tensor) for name, tensor in written.items())
     assert bool(folder.parts) == (name != "nothing else")
+    assert len(folder.fixed) == (name == "buffers beside its parameters")
+
+
+def test_what_is_not_the_models_is_not_asked_for(tmp_path: Path) -> None:
+    model = saved("nothing else", tmp_path)
+    file = tmp_path / "model.safetensors"
+    save_file({**load_file(file), "model.layers.2.eh_proj.weight": torch.zeros(2)}, file, {"format": "pt"})
+    assert read_folder(tmp_path).shapes.keys() == dict(model.named_parameters()).keys()
 
 
 def test_tensors_are_cut_up_without_a_copy(tmp_path: Path) -> None:

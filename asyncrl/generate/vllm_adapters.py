@@ -41,11 +41,17 @@ def check_adapters(shapes: Mapping[str, tuple[int, ...]], folder: ModelFolder, l
         lora: The learner's.
 
     Raises:
-        GenerationError: A tensor belongs to no layer of the base, lacks its partner, or has another shape; or a layer that
-            `target_modules` names has no adapters.
+        GenerationError: A tensor belongs to no layer of the base, or to one that its checkpoint has under another name; lacks its
+            partner, or has another shape; or a layer that `target_modules` names has no adapters.
     """
     expected: dict[str, tuple[int, ...]] = {}
-    for layer in {name.removesuffix(_A).removesuffix(_B) for name in shapes}:
+    layers = {name.removesuffix(_A).removesuffix(_B) for name in shapes}
+    if elsewhere := sorted(layer for layer in layers if f"{layer}.weight" in folder.parts):
+        raise GenerationError(
+            f"the checkpoint has {elsewhere[0]} under another name, where adapters are not merged: leave it out of "
+            "learner.lora.target_modules"
+        )
+    for layer in layers:
         shape = folder.shapes.get(f"{layer}.weight", ())
         if len(shape) == 2:
             outputs, inputs = reversed(shape) if folder.model_type in _INPUT_FIRST else shape

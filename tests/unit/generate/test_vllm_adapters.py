@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -6,6 +8,7 @@ from asyncrl.config.learner import LoRAConfig
 from asyncrl.errors import GenerationError
 from asyncrl.generate.vllm_adapters import base_of, check_adapters, merged
 from asyncrl.generate.vllm_folder import ModelFolder
+from asyncrl.generate.vllm_orders import Part
 
 A, B = "layer.q_proj.lora_A.default.weight", "layer.q_proj.lora_B.default.weight"
 LORA = LoRAConfig(rank=2, alpha=6.0, target_modules=("q_proj",))
@@ -51,3 +54,10 @@ def test_what_is_not_the_whole_of_the_adapters_is_refused(tmp_path, shapes, mess
 
 def test_the_whole_of_the_adapters_is_taken(tmp_path) -> None:
     check_adapters({A: (2, 3), B: (4, 2)}, folder_of(tmp_path), LORA)
+
+
+def test_a_layer_that_the_checkpoint_has_under_another_name_is_refused(tmp_path) -> None:
+    part = Part("attention.query.weight", (4, 3), (3, 1), 0)
+    folder = replace(folder_of(tmp_path), parts={"layer.q_proj.weight": (part,)})
+    with pytest.raises(GenerationError, match=r"layer\.q_proj under another name"):
+        check_adapters({A: (2, 3), B: (4, 2)}, folder, LORA)

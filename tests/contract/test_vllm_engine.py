@@ -101,12 +101,12 @@ async def engine(vllm_engines, untied_folder: Path):
     return await vllm_engines.like_new(untied_folder)
 
 
-async def assert_holds(engine: VLLMEngine, model) -> None:
+async def assert_holds(engine: VLLMEngine, model, abs_error: float = 1e-5) -> None:
     """Every tensor of the model is the engine's: a forward agrees, and so does a generated sequence."""
     probe = list(range(2, 40))
-    assert await engine.score(probe) == pytest.approx(reference_logprobs(model, (probe[0],), probe[1:]), abs=1e-5)
+    assert await engine.score(probe) == pytest.approx(reference_logprobs(model, (probe[0],), probe[1:]), abs=abs_error)
     held = await collect(engine.submit(make_request("holds", prompt=tuple(probe))))
-    assert held.logprobs == pytest.approx(reference_logprobs(model, tuple(probe), held.token_ids), abs=1e-5)
+    assert held.logprobs == pytest.approx(reference_logprobs(model, tuple(probe), held.token_ids), abs=abs_error)
 
 
 @contextmanager
@@ -141,7 +141,7 @@ async def test_models_that_vllm_holds_otherwise_take_new_weights(shape: str, tmp
             await engine.load_weights(
                 version, {name: tensor.detach().clone() for name, tensor in model.named_parameters()}, "keep"
             )
-            await assert_holds(engine, model)
+            await assert_holds(engine, model, abs_error=1e-4)  # sums over experts are of another order
     finally:
         await engine.close()
 

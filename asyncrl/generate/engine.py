@@ -97,7 +97,7 @@ class Engine(Protocol):
 
         Args:
             version: The version the tensors are.
-            tensors: Name to CPU tensor, names as in the model's state dict; tied tensors may be absent. Shapes must match.
+            tensors: Name to CPU tensor, named as the model's parameters; tied ones may be absent. Shapes must match.
                 `MappedTensors` (models/mapped.py) may be loaded from where they lie, by another process too.
             kv: What happens to requests in flight.
 

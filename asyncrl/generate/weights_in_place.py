@@ -19,13 +19,12 @@ _SHOWN = 5
 
 
 class WeightsInPlace:
-    """What of one model is replaced: its parameters and persistent buffers, or the trainable parameters alone; by name."""
+    """What of one model is replaced: its parameters, or the trainable ones alone; by name. Buffers are no version's."""
 
     def __init__(self, model: torch.nn.Module, *, trainable_only: bool = False) -> None:
         # The model's own tensors, not views of them: sleeping gives their memory back and takes other memory later.
-        everything = model.state_dict(keep_vars=True)
-        trainable = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-        self._tensors = {name: tensor for name, tensor in everything.items() if name in trainable or not trainable_only}
+        parameters = model.named_parameters(remove_duplicate=False)
+        self._tensors = {name: tensor for name, tensor in parameters if tensor.requires_grad or not trainable_only}
         self._tied = _by_storage(self._tensors)
 
     @property
@@ -37,7 +36,7 @@ class WeightsInPlace:
         """Copy every tensor in, cast to the model's dtype.
 
         Args:
-            tensors: Name to tensor, names as in the model's state dict: all that is replaced. Of tied names one is enough.
+            tensors: Name to tensor, named as the model's parameters: all that is replaced. Of tied names one is enough.
 
         Raises:
             GenerationError: A name is unknown or missing, a shape differs, or tied names disagree; nothing was changed.

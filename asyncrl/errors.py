@@ -48,7 +48,7 @@ class ResidencyError(AsyncRLError):
 
 
 class ModelChangedError(ResidencyError):
-    """A frozen model's files were written during the run: whoever read them again would go on with another model."""
+    """A frozen model's files are not what the run opened, or are gone: whoever read them again would go on with another model."""
 
 
 class LearnerError(AsyncRLError):

@@ -15,14 +15,19 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from asyncrl.errors import ModelChangedError, ResidencyError
+from asyncrl.models.copy_hash import copy_hasher
+from asyncrl.models.copying import bytes_of
 from asyncrl.residency.device import Device
-from asyncrl.residency.tensors import NamedTensors, TensorComponent
+from asyncrl.residency.tensors import Block, NamedTensors, TensorComponent
 from asyncrl.schema.control import Residence
 
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 HELD_TOO = "asyncrl_held_too"
 """Attribute of a divided module: yields the other tensors that lie on its parameters' memory (learner/sharded.py)."""
-_STAYS = "the folder it was opened from has to stay as it is for the run"
+_STAYS = (
+    "the folder it was opened from has to stay as it is for the run. Put the old files back and resume the run, or start another "
+    "run with the new ones"
+)
 
 
 def weights_of(module: torch.nn.Module) -> NamedTensors:
@@ -67,6 +72,9 @@ class OptimizerComponent(TensorComponent):
 class FrozenModelComponent(TensorComponent):
     """A model that never changes and was opened from a folder: it may be destroyed, and is loaded anew when it is needed.
 
+    Its values are hashed before they are destroyed for the first time, and what is read back is held to that: where the files
+    bring others, or cannot be read, a move raises `ModelChangedError`.
+
     Where its tensors are not all in the folder under their own names and shapes, it is moved as any other module is.
     """
 
@@ -85,48 +93,49 @@ class FrozenModelComponent(TensorComponent):
         self._can_be_made_anew = False
         super().__init__(name, device, lambda: weights_of(module), spill_folder)
         self._files = _files_by_name(model_folder)
-        sources = {self._source_of(number) for number in range(len(self._blocks))}
-        self._can_be_made_anew = all(sources) and all(block.views[0].tensor.is_contiguous() for block in self._blocks)
-        self._stamps = {path: _stamp(path) for path in {self._files[name] for name in sources if name}}
+        self._sources = tuple(self._source_of(block) for block in self._blocks)
+        """Under which name the folder has each block."""
+        self._can_be_made_anew = all(self._sources) and all(block.views[0].tensor.is_contiguous() for block in self._blocks)
+        self._fingerprints: tuple[int, ...] = ()
+        """Of the blocks, once they were given up."""
 
     @property
     def places(self) -> frozenset[Residence]:
         """Return where it may be: `absent` too where the folder has all of it."""
         return super().places | {"absent"} if self._can_be_made_anew else super().places
 
-    def _source_of(self, number: int) -> str:
+    def _source_of(self, block: Block) -> str:
         """Return the name under which the folder has a block; empty where it has not."""
-        block, (first, *_) = self._blocks[number], self._blocks[number].views
+        first = block.views[0]
         is_plain = first.offset == 0 and first.size.numel() * first.dtype.itemsize == block.num_bytes
         for name in block.names if is_plain else ():
             if name in self._files and _shape_in(self._files[name], name) == first.size:
                 return name
         return ""
 
-    def _made_anew(self) -> Iterator[torch.Tensor]:
-        self._check_unchanged()
-        for number, block in enumerate(self._blocks):
-            try:
-                name, dtype = self._source_of(number), block.views[0].dtype
-                with safe_open(str(self._files[name]), framework="pt", device="cpu") as file:
-                    values = file.get_tensor(name)
-            except (OSError, SafetensorError, KeyError) as error:
-                raise ResidencyError(f"cannot read {self._name} back: {error}; {_STAYS}") from error
-            yield values.to(dtype).contiguous().reshape(-1).view(torch.uint8)
-        self._check_unchanged()
+    def _give_up(self) -> None:
+        self._fingerprints = self._fingerprints or tuple(map(_fingerprint, self._contents()))
+        super()._give_up()
 
-    def _check_unchanged(self) -> None:
-        """Refuse files that were written since they were read: with the same shapes they would bring other values."""
-        for path, stamp in self._stamps.items():
-            try:
-                is_as_it_was = _stamp(path) == stamp
-            except OSError as error:
-                raise ResidencyError(f"cannot read {self._name} back: {error}; {_STAYS}") from error
-            if not is_as_it_was:
+    def _made_anew(self) -> Iterator[torch.Tensor]:
+        for block, name, fingerprint in zip(self._blocks, self._sources, self._fingerprints, strict=True):
+            path, dtype = self._files[name], block.views[0].dtype
+            raw = self._read(path, name).to(dtype).contiguous().reshape(-1).view(torch.uint8)
+            if raw.nbytes == block.num_bytes:
+                yield raw
+            # Only now that they are copied: these bytes may be the file's own pages, which change when it is written to.
+            if raw.nbytes != block.num_bytes or _fingerprint(raw) != fingerprint:
                 raise ModelChangedError(
-                    f"{self._name} cannot be read back: {path} was written during the run; {_STAYS}. Put the old "
-                    f"file back and resume the run, or start another run with the new one"
+                    f"{self._name} cannot be read back: {name} in {path} is not what it was when the run opened it; {_STAYS}"
                 )
+
+    def _read(self, path: Path, name: str) -> torch.Tensor:
+        try:
+            with safe_open(str(path), framework="pt", device="cpu") as file:
+                values: torch.Tensor = file.get_tensor(name)
+        except (OSError, SafetensorError) as error:
+            raise ModelChangedError(f"{self._name} cannot be read back: {path}: {error}; {_STAYS}") from error
+        return values
 
 
 class CallbackComponent:
@@ -187,10 +196,10 @@ class CallbackComponent:
         self._residence = to
 
 
-def _stamp(path: Path) -> tuple[int, int]:
-    """Return what changes when a file is written."""
-    status = path.stat()
-    return status.st_size, status.st_mtime_ns
+def _fingerprint(raw: torch.Tensor) -> int:
+    hasher = copy_hasher(raw.nbytes)
+    hasher.update(bytes_of(raw.cpu()))
+    return hasher.intdigest()
 
 
 def _files_by_name(folder: Path) -> dict[str, Path]:

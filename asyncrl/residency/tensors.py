@@ -140,7 +140,7 @@ class TensorComponent:
                 self._spill()
                 self._leave([])
             case "absent":
-                self._leave([])
+                self._give_up()
         self._clean_up(to)
 
     @contextlib.contextmanager
@@ -198,6 +198,10 @@ class TensorComponent:
         if self._residence == "device":
             self._hide()
         self._host = host
+
+    def _give_up(self) -> None:
+        """Destroy the bytes; `_made_anew` brings them back."""
+        self._leave([])
 
     def _hide(self) -> None:
         for block in self._blocks:

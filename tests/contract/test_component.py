@@ -184,26 +184,27 @@ def test_a_frozen_model_whose_tensors_are_laid_out_otherwise_than_its_files_is_n
     assert torch.equal(case.module.body.weight, before)
 
 
-@pytest.mark.parametrize("change", ["gone", "damaged", "another"])
+@pytest.mark.parametrize("change", ["gone", "damaged", "another", "another shape"])
 def test_a_frozen_model_whose_folder_changed_says_so_and_comes_once_it_is_as_it_was(tmp_path, change):
     case = Case("frozen", tmp_path, SimulatedDevice())
     before, path = case.values(), tmp_path / "model.safetensors"
     case.component.move("absent")
-    was, when = path.read_bytes(), path.stat().st_mtime_ns
+    was = path.read_bytes()
     if change == "another":
         save_file({"body.weight": torch.zeros(16, 16)}, path)
+    elif change == "another shape":
+        save_file({name: tensor.repeat(2) if tensor.dim() == 1 else tensor for name, tensor in load_file(path).items()}, path)
     else:
         path.unlink() if change == "gone" else path.write_bytes(was[:100])
-    with pytest.raises(ResidencyError, match="has to stay as it is"):
+    with pytest.raises(ModelChangedError, match=rf"{path}.*has to stay as it is.*resume the run"):
         case.component.move("device")
     assert (case.component.residence, case.device.allocated_bytes) == ("absent", 0)
     path.write_bytes(was)
-    os.utime(path, ns=(when, when))
     case.component.move("device")
     assert all(torch.equal(old, new) for (*_, old), (*_, new) in zip(before, case.values(), strict=True))
 
 
-@pytest.mark.parametrize("written", ["before", "while"])
+@pytest.mark.parametrize("written", ["before it went", "before", "while"])
 def test_a_frozen_model_whose_files_were_rewritten_does_not_come_back_with_other_values(tmp_path, written, monkeypatch):
     case = Case("frozen", tmp_path, SimulatedDevice())
     path = tmp_path / "model.safetensors"
@@ -211,17 +212,28 @@ def test_a_frozen_model_whose_files_were_rewritten_does_not_come_back_with_other
 
     def rewrite() -> None:
         save_file(others, path)
-        os.utime(path, ns=(when + 1, when + 1))  # what was read and written within one tick of the clock has one time
+        os.utime(path, ns=(when, when))  # as `cp -p` and `rsync -t` leave it
 
+    if written == "before it went":
+        rewrite()
     case.component.move("absent")
     if written == "before":
         rewrite()
-    else:
+    elif written == "while":
         copy = case.device.copy
         monkeypatch.setattr(case.device, "copy", lambda pairs: (rewrite(), copy(pairs)))
-    with pytest.raises(ModelChangedError, match=r"model\.safetensors was written during the run.*resume the run"):
+    with pytest.raises(ModelChangedError, match=r"model\.safetensors is not what it was.*resume the run"):
         case.component.move("device")
     assert (case.component.residence, case.device.allocated_bytes) == ("absent", 0)
+
+
+def test_a_frozen_model_whose_files_were_touched_and_have_the_same_values_comes_back(tmp_path):
+    case = Case("frozen", tmp_path, SimulatedDevice())
+    before, path = case.values(), tmp_path / "model.safetensors"
+    case.component.move("absent")
+    save_file({name: tensor.float() for name, tensor in load_file(path).items()}, path)
+    case.component.move("device")
+    assert all(torch.equal(old, new) for (*_, old), (*_, new) in zip(before, case.values(), strict=True))
 
 
 def test_tied_tensors_stay_tied(tmp_path):

@@ -27,7 +27,7 @@ from asyncrl.generate.vllm_folder import ModelFolder
 from asyncrl.generate.vllm_launch import engine_arguments, environment
 from asyncrl.generate.vllm_requests import sampling_arguments
 from asyncrl.generate.vllm_server_wire import GenerateBody, ServerSampling
-from asyncrl.generate.vllm_versions import VLLMVersion, installed_version, parse_version
+from asyncrl.generate.vllm_versions import installed_version, parse_version
 from asyncrl.schema.samples import SamplingParams
 
 _CLIENT, _ASYNC = "vllm/v1/engine/core_client.py", "vllm/v1/engine/async_llm.py"
@@ -265,7 +265,7 @@ def parameters_of(node: ast.AST) -> set[str]:
     return {argument.arg for argument in [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]}
 
 
-def from_our_code(version: VLLMVersion) -> Iterator[tuple[str, str, tuple[str, ...]]]:
+def from_our_code() -> Iterator[tuple[str, str, tuple[str, ...]]]:
     """Yield what asyncrl's own code says it uses: arguments, environment, bodies of requests."""
     folder = ModelFolder(Path("model"), {}, 64, frozenset(), "float32", "llama", 32, 512)
     config = VLLMEngineConfig(max_sequence_tokens=64, kv_cache_gib=1.0)
@@ -276,9 +276,7 @@ def from_our_code(version: VLLMVersion) -> Iterator[tuple[str, str, tuple[str, .
         if name.startswith("VLLM_"):
             yield "vllm/envs.py", repr(name), ()
     yield "vllm/envs.py", "'VLLM_SERVER_DEV_MODE'", ()
-    ours = sampling_arguments(
-        EngineRequest("a", (1,), SamplingParams(max_new_tokens=1), 0), RequestRules(64, 64, frozenset()), version
-    )
+    ours = sampling_arguments(EngineRequest("a", (1,), SamplingParams(max_new_tokens=1), 0), RequestRules(64, 64, frozenset()))
     for name in {*ours, *ServerSampling.__struct_fields__, "flat_logprobs", "output_kind"}:
         yield "vllm/sampling_params.py", f"SamplingParams.{name}", ()
     for name in GenerateBody.__struct_fields__:
@@ -289,7 +287,7 @@ def faults(root: Path, number: str) -> list[str]:
     """Return what this vLLM lacks, or has though the table says it has not."""
     source, version = Source(root), parse_version(number)
     wanted = [(place, use, tuple(names.split())) for place, uses in USES.items() for use, names in uses.items()]
-    wanted += from_our_code(version)
+    wanted += from_our_code()
     found = [
         f"{place}: no {use}" + (f" that takes {', '.join(names)}" if names else "")
         for place, use, names in wanted

@@ -30,7 +30,7 @@ from asyncrl.generate.kv_room import KVRoom
 from asyncrl.generate.request_rules import RequestRules
 from asyncrl.generate.token_stream import TokenStream
 from asyncrl.generate.vllm_folder import read_folder
-from asyncrl.generate.vllm_launch import core_pids, launch, processes_of, shut_down
+from asyncrl.generate.vllm_launch import core_pids, is_on_cpu, launch, processes_of, shut_down
 from asyncrl.generate.vllm_orders import LoadOrder, LoadReply, fault_of
 from asyncrl.generate.vllm_requests import check_request
 from asyncrl.generate.vllm_sockets import SocketFolder
@@ -111,7 +111,12 @@ class VLLMEngine:
             self._llm = await _on_thread(self._launch)
             self._processes = processes_of(self._llm)
             self._room = self._make_room()
-            self._flights = Flights(self._llm, self._rules, self._room, self._vllm)
+            self._flights = Flights(
+                self._llm,
+                self._rules,
+                self._room,
+                seeds_greedy=is_on_cpu(self._config) and not self._vllm.keeps_seeds_beside_greedy,
+            )
             await self._flights.open()
             following = (os.getpid(), core_pids(self._llm), str(self._sockets.path))
             await self._call(self._in_every_worker("asyncrl_follow", *following))

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, GenerationConfig
 
@@ -59,10 +60,15 @@ def read_folder(path: Path, *, trust_remote_code: bool = False) -> ModelFolder:
     try:
         config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=trust_remote_code)
         shapes, dtype = _tensors(path)
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
+    except (OSError, ValueError, KeyError, SafetensorError, StrictDataclassError) as error:
         raise GenerationError(f"cannot open the model folder {path}: {error}") from error
     if not shapes:
         raise GenerationError(f"the model folder {path} has no model.safetensors: save the model with save_pretrained")
+    if getattr(config, "quantization_config", None):
+        raise GenerationError(
+            f"the model in {path} is quantized (quantization_config in its config.json); training changes what it was made "
+            "of: take the unquantized model"
+        )
     tensors = find_tensors(path, config, shapes, trust_remote_code=trust_remote_code)
     shapes = tensors.shapes
     text = config.get_text_config()

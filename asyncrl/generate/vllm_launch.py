@@ -145,7 +145,7 @@ def launch(
     """
     before = _children()
     try:
-        on_cpu = _is_on_cpu(config)
+        on_cpu = is_on_cpu(config)
         arguments = engine_arguments(config, folder, on_cpu=on_cpu, trust_remote_code=trust_remote_code, fp32_head=fp32_head)
         with _environment(environment(config, sockets, on_cpu=on_cpu, present=os.environ)):
             if on_cpu:
@@ -215,7 +215,7 @@ def _children() -> set[psutil.Process]:
     return set(psutil.Process().children(recursive=True))
 
 
-def _is_on_cpu(config: VLLMEngineConfig) -> bool:
+def is_on_cpu(config: VLLMEngineConfig) -> bool:
     """Import vLLM and say which device it was built for."""
     with _environment({**_QUIET, "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING")}):
         on_cpu = bool(import_module("vllm.platforms").current_platform.is_cpu())

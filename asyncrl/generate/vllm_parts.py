@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
+from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import revert_weight_conversion
 
 from asyncrl.errors import GenerationError
@@ -56,33 +57,41 @@ def find_tensors(
         The model's tensors; those of the checkpoint where transformers has no such language model.
 
     Raises:
-        GenerationError: A tensor of this model is no rearrangement of tensors in this checkpoint.
+        GenerationError: transformers cannot build the model, or a tensor of it is no rearrangement of tensors in this checkpoint.
     """
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and "AutoModelForCausalLM" not in getattr(config, "auto_map", {}):
+        return ModelTensors(shapes, {})
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-    except ValueError:
-        return ModelTensors(shapes, {})
+            model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", trust_remote_code=trust_remote_code)
+    except Exception as error:
+        raise GenerationError(f"transformers cannot build the model in {path}: {type(error).__name__}: {error}") from error
     model.tie_weights()
-    parameters = dict(model.named_parameters())
-    parts = {name: _parts_of(model, name, parameter) for name, parameter in parameters.items() if name not in shapes}
-    for name, found in parts.items():
-        if not all(shapes.get(part.name) == part.shape for part in found):
-            missing = ", ".join(f"{part.name} {part.shape}" for part in found[:3])
-            raise GenerationError(
-                f"the checkpoint in {path} does not have {name} as transformers would write it ({missing}): load the model with "
-                "transformers and save it anew"
-            )
+    parameters = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    differing = {name: shape for name, shape in parameters.items() if name not in shapes}
+    parts = {name: _parts_of(model, name, shape) for name, shape in differing.items()}
+    if _missing(parts, shapes):  # a prefix of the checkpoint's, which transformers leaves out of what was made from a config
+        model._weight_conversions = get_model_conversion_mapping(model, add_legacy=False)  # noqa: SLF001 - as from_pretrained does
+        parts = {name: _parts_of(model, name, shape) for name, shape in differing.items()}
+    for name, missing in _missing(parts, shapes).items():
+        raise GenerationError(
+            f"the checkpoint in {path} has {name} neither by this name nor as transformers would write it ({missing}): load the "
+            "model with transformers and save it anew, or use generate.engine.kind = 'transformers'"
+        )
     buffers = {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if not isinstance(tensor, Parameter)}
-    fixed = {part.name for name, tensor in buffers.items() for part in _parts_of(model, name, tensor)}
-    return ModelTensors(
-        {name: tuple(parameter.shape) for name, parameter in parameters.items()}, parts, frozenset(fixed & shapes.keys())
-    )
+    fixed = {part.name for name, tensor in buffers.items() for part in _parts_of(model, name, tuple(tensor.shape))}
+    return ModelTensors(parameters, parts, frozenset(fixed & shapes.keys()))
 
 
-def _parts_of(model: torch.nn.Module, name: str, parameter: torch.Tensor) -> tuple[Part, ...]:
+def _missing(parts: dict[str, tuple[Part, ...]], shapes: Shapes) -> dict[str, str]:
+    """Return the tensors of which the checkpoint lacks parts, with the first of these."""
+    lacking = {name: [part for part in own if shapes.get(part.name) != part.shape] for name, own in parts.items()}
+    return {name: ", ".join(f"{part.name} {part.shape}" for part in some[:3]) for name, some in lacking.items() if some}
+
+
+def _parts_of(model: torch.nn.Module, name: str, shape: tuple[int, ...]) -> tuple[Part, ...]:
     """Return where each tensor that transformers would write lies inside this one."""
-    whole = torch.empty(parameter.shape, device="meta")
+    whole = torch.empty(shape, device="meta")
     try:
         with torch.no_grad(), _ViewsOnly():  # type: ignore[no-untyped-call]
             written = revert_weight_conversion(model, {name: whole})

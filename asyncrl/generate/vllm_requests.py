@@ -13,7 +13,6 @@ from typing import Any
 from asyncrl.errors import GenerationError
 from asyncrl.generate.engine import EngineRequest
 from asyncrl.generate.request_rules import RequestRules
-from asyncrl.generate.vllm_versions import VLLMVersion
 
 LOWEST_TEMPERATURE = 0.01
 """vLLM raises any lower one to this, 0 apart."""
@@ -32,14 +31,17 @@ def check_request(request: EngineRequest, rules: RequestRules, running: Containe
         )
 
 
-def sampling_arguments(request: EngineRequest, rules: RequestRules, version: VLLMVersion) -> dict[str, Any]:
+def sampling_arguments(request: EngineRequest, rules: RequestRules, *, seeds_greedy: bool = False) -> dict[str, Any]:
     """Return the arguments of vLLM's SamplingParams that do not depend on how outputs travel.
 
-    A greedy request has no seed there, which where it matters (`keeps_seeds_beside_greedy`) costs the others theirs: there its
-    token is asked for as the only one to sample from.
+    Args:
+        request: What is asked for.
+        rules: The engine's.
+        seeds_greedy: A greedy request, which has no seed in vLLM, would cost the others theirs: ask for its token as the only one
+            to sample from.
     """
     sampling = request.sampling
-    is_seeded_greedy = sampling.temperature == 0 and not version.keeps_seeds_beside_greedy
+    is_seeded_greedy = sampling.temperature == 0 and seeds_greedy
     return {
         "max_tokens": sampling.max_new_tokens,
         "temperature": 1.0 if is_seeded_greedy else sampling.temperature,

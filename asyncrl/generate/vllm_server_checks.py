@@ -38,7 +38,8 @@ _HEALTH_INTERVAL_S = 0.5
 class ServerFacts:
     """What the server said about itself."""
 
-    vllm: VLLMVersion
+    number: str
+    """Of vLLM."""
     has_spans: bool
     """Whether a completion ends with which weights sampled which tokens (0.32 and later)."""
     max_requests: int
@@ -119,7 +120,7 @@ async def check_server(
             "weights: start one server a replica, without --data-parallel-size, and name them all in generate.engine.url"
         )
     return ServerFacts(
-        version,
+        number,
         has_label and choice.weight_versions is not None,
         part.scheduler_config.max_num_seqs,
         part.model_config.enable_sleep_mode,

@@ -186,7 +186,6 @@ class VLLMServerEngine:
             clock=self._clock,
             rules=rules,
             labels=labels,
-            vllm=facts.vllm,
             has_spans=facts.has_spans,
             num_seats=most,
             on_stream_lost=self._look,

@@ -27,7 +27,6 @@ from asyncrl.generate.vllm_server_checks import GENERATE
 from asyncrl.generate.vllm_server_http import ServerClient
 from asyncrl.generate.vllm_server_tokens import VersionedTokens, VersionLabels
 from asyncrl.generate.vllm_server_wire import completion_body, decode_reply
-from asyncrl.generate.vllm_versions import VLLMVersion
 
 _QUIET_S = 0.05
 """Streams of a paused server that brought nothing for this long have brought everything."""
@@ -54,7 +53,6 @@ class Flights:
     clock: Clock
     rules: RequestRules
     labels: VersionLabels
-    vllm: VLLMVersion
     has_spans: bool
     num_seats: int
     on_stream_lost: Callable[[], Awaitable[None]]
@@ -170,7 +168,7 @@ class Flights:
         request, flight.last_news_s = flight.request, self.clock.now()
         labels = self.labels if self.has_spans else None
         tokens = flight.tokens = VersionedTokens(self.version, labels, is_greedy=request.sampling.temperature == 0)
-        body = completion_body(request, self.rules, self.vllm, cache_salt=self.labels.of(self.version))
+        body = completion_body(request, self.rules, cache_salt=self.labels.of(self.version))
         try:
             async with asyncio.timeout(None) as flight.scope, self.client.stream(GENERATE, body) as events:
                 await self._follow(flight, tokens, events)

@@ -13,7 +13,6 @@ from asyncrl.errors import GenerationError
 from asyncrl.generate.engine import EngineRequest
 from asyncrl.generate.request_rules import RequestRules
 from asyncrl.generate.vllm_requests import sampling_arguments
-from asyncrl.generate.vllm_versions import VLLMVersion
 
 CLAMPED_LOGPROB = -9999.0
 """What the server sends for a logprob that is not a number."""
@@ -143,9 +142,9 @@ class VersionReply(msgspec.Struct, frozen=True):
     version: str = ""
 
 
-def completion_body(request: EngineRequest, rules: RequestRules, version: VLLMVersion, cache_salt: str) -> GenerateBody:
-    """Return what asks a server of this version for a completion, token by token."""
-    params = ServerSampling(**sampling_arguments(request, rules, version), detokenize=False)
+def completion_body(request: EngineRequest, rules: RequestRules, cache_salt: str) -> GenerateBody:
+    """Return what asks for this completion, token by token."""
+    params = ServerSampling(**sampling_arguments(request, rules), detokenize=False)
     return GenerateBody(request.request_id, request.prompt_ids, params, stream=True, cache_salt=cache_salt)
 
 

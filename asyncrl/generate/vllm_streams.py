@@ -33,7 +33,6 @@ from asyncrl.generate.kv_room import KVRoom
 from asyncrl.generate.request_rules import RequestRules
 from asyncrl.generate.token_stream import TokenStream
 from asyncrl.generate.vllm_requests import sampling_arguments
-from asyncrl.generate.vllm_versions import VLLMVersion
 from asyncrl.schema.samples import FinishReason
 
 log = logging.getLogger(__name__)
@@ -75,19 +74,19 @@ class Flight:
 class Flights:
     """All requests of an engine; see the module."""
 
-    def __init__(self, llm: Any, rules: RequestRules, room: KVRoom, version: VLLMVersion) -> None:  # noqa: ANN401 - an AsyncLLM
+    def __init__(self, llm: Any, rules: RequestRules, room: KVRoom, *, seeds_greedy: bool) -> None:  # noqa: ANN401 - an AsyncLLM
         """Note whom requests go to.
 
         Args:
             llm: Started.
             rules: Of this engine.
             room: Told of every request that finishes; its `most` is the number of slots.
-            version: Of vLLM.
+            seeds_greedy: As `sampling_arguments`.
         """
         self._llm = llm
         self._rules = rules
         self._room = room
-        self._vllm = version
+        self._seeds_greedy = seeds_greedy
         self._by_id: dict[str, Flight] = {}
         self._waiting: deque[Flight] = deque()
         self._num_in_slots = 0
@@ -224,7 +223,10 @@ class Flights:
         flight.epoch = self.epoch
         request = flight.request
         params = self._make_params(
-            **sampling_arguments(request, self._rules, self._vllm), detokenize=False, flat_logprobs=True, output_kind=self._delta
+            **sampling_arguments(request, self._rules, seeds_greedy=self._seeds_greedy),
+            detokenize=False,
+            flat_logprobs=True,
+            output_kind=self._delta,
         )
         prompt = {"type": "token", "prompt_token_ids": list(request.prompt_ids), "cache_salt": f"asyncrl-{flight.epoch}"}
         flight.collector = await self._llm.add_request(request.request_id, prompt, params)

@@ -44,7 +44,7 @@ def check_shapes(shapes: Mapping[str, tuple[int, ...]], folder: ModelFolder) -> 
     Raises:
         GenerationError: A name is unknown or missing, or a shape differs.
     """
-    unknown = [name for name in shapes if name not in folder.shapes and name not in folder.tied]
+    unknown = [name for name in shapes if name not in folder.shapes and name not in folder.tied and name not in folder.fixed]
     if unknown:
         raise GenerationError(
             f"new weights have {len(unknown)} tensors this model does not have: {_some(unknown)}; "
@@ -57,7 +57,8 @@ def check_shapes(shapes: Mapping[str, tuple[int, ...]], folder: ModelFolder) -> 
             f"new weights lack {len(missing)} of the model's {len(folder.shapes)} tensors: {_some(missing)}; send all of them"
         )
     for name, shape in shapes.items():
-        expected = folder.shapes[folder.tied.get(name, name)]
+        known = folder.tied.get(name, name)
+        expected = folder.shapes[known] if known in folder.shapes else folder.fixed[known].shape
         if shape != expected:
             raise GenerationError(f"new weights: {name} has shape {shape}, the model's is {expected}")
 
@@ -116,7 +117,9 @@ def _order(
     source: FileOrder | ReceiverOrder, manifest: WeightsManifest, folder: ModelFolder, lora: LoRAConfig | None
 ) -> LoadOrder:
     if lora is None:
-        return LoadOrder(source, _other_names({entry.name for entry in manifest.entries}, folder), folder.parts, folder.fixed)
+        names = {entry.name for entry in manifest.entries}
+        fixed = {name: tensor for name, tensor in folder.fixed.items() if name not in names}
+        return LoadOrder(source, _other_names(names, folder), folder.parts, fixed)
     return LoadOrder(source, _other_names(set(folder.shapes), folder), base=base_of(folder, lora))
 
 

@@ -120,7 +120,8 @@ def _missed(model: torch.nn.Module, loaded: set[str] | None) -> set[str]:
     missed = set()
     for name, layer in model.named_modules():
         info = info_of(layer)
-        own = {f"{name}.{parameter}" for parameter, _ in layer.named_parameters(recurse=False)} if info.can_load() else set()
+        waiting = {own for own, parameter in layer.named_parameters(recurse=False) if parameter.is_meta and info.can_load()}
+        own = {f"{name}.{parameter}" for parameter in waiting}
         missed |= own - (loaded or own) if info.load_numel else own
     return missed
 
@@ -205,11 +206,13 @@ def _with_other_names(tensors: NamedTensors, also_as: dict[str, str]) -> NamedTe
 
 
 def _in_parts(tensors: NamedTensors, parts: dict[str, tuple[Part, ...]]) -> NamedTensors:
-    """Yield tensors as a checkpoint has them: views of what comes, which is contiguous."""
-    for name, tensor in tensors:
+    """Yield tensors as a checkpoint has them: views of what comes, where that is contiguous."""
+    for name, given in tensors:
         if name not in parts:
-            yield name, tensor
-        for part in parts.get(name, ()):
+            yield name, given
+            continue
+        tensor = given.contiguous()
+        for part in parts[name]:
             yield part.name, tensor.as_strided(part.shape, part.stride, tensor.storage_offset() + part.offset)
 
 

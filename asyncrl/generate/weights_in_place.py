@@ -8,6 +8,7 @@ Called by generate/slot_model.py between two forwards.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 
 import torch
 
@@ -19,18 +20,19 @@ _SHOWN = 5
 
 
 class WeightsInPlace:
-    """What of one model is replaced: its parameters, or the trainable ones alone; by name. Buffers are no version's."""
+    """What of one model is replaced, by name: its parameters, or the trainable ones alone; of its buffers, those that come."""
 
     def __init__(self, model: torch.nn.Module, *, trainable_only: bool = False) -> None:
         # The model's own tensors, not views of them: sleeping gives their memory back and takes other memory later.
-        parameters = model.named_parameters(remove_duplicate=False)
-        self._tensors = {name: tensor for name, tensor in parameters if tensor.requires_grad or not trainable_only}
+        own = model.state_dict(keep_vars=True)
+        self._tensors = {name: tensor for name, tensor in own.items() if tensor.requires_grad or not trainable_only}
         self._tied = _by_storage(self._tensors)
+        self._buffers = frozenset(name for name, tensor in own.items() if not isinstance(tensor, torch.nn.Parameter))
 
     @property
     def names(self) -> frozenset[str]:
-        """Return the names that new weights bring, or one of each tied few."""
-        return frozenset(self._tensors)
+        """Return the names that all new weights bring, or one of each tied few."""
+        return frozenset(self._tensors) - self._buffers
 
     def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Copy every tensor in, cast to the model's dtype.
@@ -49,7 +51,7 @@ class WeightsInPlace:
             return
         self.refuse_misfit({name: tuple(tensor.shape) for name, tensor in tensors.items()})
         self._refuse_disagreement(tensors)
-        given = [next(name for name in names if name in tensors) for names in self._tied]
+        given = [name for names in self._tied for name in [name for name in names if name in tensors][:1]]
         copy_tensors((tensors[name], self._tensors[name]) for name in given)
 
     def adopt(self, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -70,9 +72,9 @@ class WeightsInPlace:
                     "with the engine; both read the same bytes: set generate.engine.dtype and device to the learner's"
                 )
         for names in self._tied:
-            given = next(name for name in names if name in tensors)
-            for name in names:
-                self._tensors[name].data = tensors[given]
+            for given in [name for name in names if name in tensors][:1]:
+                for name in names:
+                    self._tensors[name].data = tensors[given]
 
     def load_arriving(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Copy in what comes, one by one; what came before an error stays. Names and shapes as `refuse_misfit` let pass."""
@@ -91,7 +93,7 @@ class WeightsInPlace:
                 f"new weights have {len(unknown)} tensors this model does not have: {_some(unknown)}; "
                 f"it has {len(self._tensors)}, among them {_some(list(self._tensors))}"
             )
-        missing = [names[0] for names in self._tied if not any(name in shapes for name in names)]
+        missing = [names[0] for names in self._tied if not any(name in shapes or name in self._buffers for name in names)]
         if missing:
             raise GenerationError(
                 f"new weights lack {len(missing)} of the model's {len(self._tied)} tensors: {_some(missing)}; send all of them"
@@ -102,8 +104,8 @@ class WeightsInPlace:
 
     def _refuse_disagreement(self, tensors: Mapping[str, torch.Tensor]) -> None:
         for names in self._tied:
-            first, *others = [name for name in names if name in tensors]
-            for other in others:
+            given = [name for name in names if name in tensors]
+            for first, other in pairwise(given):
                 if not torch.equal(tensors[first], tensors[other]):
                     raise GenerationError(f"new weights: {first} and {other} are one tensor in this model but differ")
 

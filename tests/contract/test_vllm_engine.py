@@ -159,7 +159,7 @@ async def test_a_model_that_writes_past_vllms_reload_is_refused_and_samples_noth
     model.save_pretrained(tmp_path)
     engine = await start_vllm(tmp_path)
     try:
-        with pytest.raises(GenerationError, match=r"vLLM did not load \d+ of its parameters: model\.layers\.0\.attn\.sinks"):
+        with pytest.raises(GenerationError, match=r"vLLM did not load \d+ of its parameters: model\.layers\.0\."):
             await engine.load_weights(0, {name: tensor.detach().clone() for name, tensor in model.named_parameters()}, "keep")
         with pytest.raises(GenerationError, match="came only in part"):
             await engine.score([2, 3, 4])

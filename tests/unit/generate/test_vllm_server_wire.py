@@ -8,7 +8,6 @@ from asyncrl.generate.engine import EngineRequest
 from asyncrl.generate.request_rules import RequestRules
 from asyncrl.generate.vllm_server_gauges import read_gauges
 from asyncrl.generate.vllm_server_wire import EventSplitter, completion_body, decode_reply, prompt_body, prompt_logprobs
-from asyncrl.generate.vllm_versions import parse_version
 from asyncrl.schema.samples import SamplingParams
 
 METRICS = """# HELP process_start_time_seconds Start time.
@@ -45,7 +44,7 @@ def test_what_is_no_answer_is_told() -> None:
 def test_a_request_names_the_models_own_end_tokens_and_the_given_ones() -> None:
     rules = RequestRules(vocabulary_size=64, max_sequence_tokens=64, end_ids=frozenset({1}))
     request = EngineRequest("a", (5, 6), SamplingParams(max_new_tokens=4, stop_token_ids=(9,), temperature=0.7), 11)
-    body = msgspec.json.decode(msgspec.json.encode(completion_body(request, rules, parse_version("0.32.0"), "salt")))
+    body = msgspec.json.decode(msgspec.json.encode(completion_body(request, rules, "salt")))
     assert (body["token_ids"], body["cache_salt"], body["stream"]) == ([5, 6], "salt", True)
     sampling = body["sampling_params"]
     assert (sampling["stop_token_ids"], sampling["logprobs"], sampling["seed"], sampling["max_tokens"]) == ([1, 9], 0, 11, 4)

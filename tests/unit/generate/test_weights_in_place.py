@@ -31,7 +31,16 @@ def test_new_weights_are_the_parameters_and_buffers_stay_even_in_deep_sleep(mode
     assert torch.equal(running.get_buffer(BIAS), torch.full((3,), 3.0))
 
 
-def test_a_buffer_among_new_weights_is_refused(models) -> None:
+def test_a_buffer_that_a_learner_moves_may_come_with_them(models) -> None:
     running, trained = models
-    with pytest.raises(GenerationError, match="e_score_correction_bias"):
-        WeightsInPlace(running).load(dict(trained.state_dict()))
+    trained.get_buffer(BIAS).fill_(5.0)
+    WeightsInPlace(running).load(dict(trained.state_dict()))
+    assert torch.equal(running.get_buffer(BIAS), torch.full((3,), 5.0))
+
+
+def test_a_parameter_that_does_not_come_is_missed(models) -> None:
+    running, trained = models
+    tensors = dict(trained.named_parameters())
+    del tensors["model.norm.weight"]
+    with pytest.raises(GenerationError, match=r"lack 1 .*model\.norm\.weight"):
+        WeightsInPlace(running).load(tensors)

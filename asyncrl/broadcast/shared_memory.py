@@ -21,7 +21,6 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
-import secrets
 import threading
 import time
 from collections.abc import Callable
@@ -32,7 +31,14 @@ import torch
 from numpy.typing import NDArray
 
 from asyncrl.broadcast.medium import NUM_SLOTS, VersionUnavailableError
-from asyncrl.broadcast.segments import own, remove_leftover_segments, segment_folder, segment_prefix
+from asyncrl.broadcast.segments import (
+    create_private,
+    disown,
+    make_segment,
+    remove_leftover_segments,
+    segment_folder,
+    segment_prefix,
+)
 from asyncrl.broadcast.snapshot import copy_with_fingerprints
 from asyncrl.errors import BroadcastError
 from asyncrl.models.layout import view_tensors
@@ -54,7 +60,6 @@ class SharedMemoryWriter:
         self._run_folder = run_folder
         self._now_s = now_s
         self._path: Path | None = None
-        self._handle = -1
         self._header: NDArray[np.int64] | None = None
         self._locks: list[int] = []
         self._held_since_s: dict[int, float] = {}
@@ -64,9 +69,8 @@ class SharedMemoryWriter:
         """Make the segment; see MediumWriter."""
         remove_leftover_segments(self._run_folder)
         slot_bytes = -(-manifest.total_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        self._path = segment_folder(self._run_folder) / f"{segment_prefix(self._run_folder)}{secrets.token_hex(4)}"
-        segment, self._handle = make_segment(self._path, HEADER_BYTES + NUM_SLOTS * slot_bytes)
-        self._locks = [_create(slot_lock_path(self._path, slot)) for slot in range(NUM_SLOTS)]
+        self._path, segment = make_segment(self._run_folder, HEADER_BYTES + NUM_SLOTS * slot_bytes)
+        self._locks = [create_private(slot_lock_path(self._path, slot)) for slot in range(NUM_SLOTS)]
         self._header = np.frombuffer(segment, np.int64, count=HEADER_BYTES // 8)
         self._header[_SLOT_BYTES] = slot_bytes
         for slot in range(NUM_SLOTS):
@@ -128,9 +132,7 @@ class SharedMemoryWriter:
             for slot in range(NUM_SLOTS):
                 slot_lock_path(self._path, slot).unlink(missing_ok=True)
             self._path.unlink(missing_ok=True)
-        if self._handle >= 0:
-            os.close(self._handle)
-        self._handle = -1
+            disown(self._path)
         self._header = None
 
 
@@ -279,43 +281,6 @@ def _is_held(handle: int) -> bool:
         return True
     fcntl.flock(handle, fcntl.LOCK_UN)
     return False
-
-
-def make_segment(path: Path, num_bytes: int) -> tuple[mmap.mmap, int]:
-    """Create, reserve and map a file nobody else can open; return it with the handle that owns it until it is closed.
-
-    Raises:
-        BroadcastError: There is no room for it.
-    """
-    handle = _create(path)
-    # Before it is filled, which takes a while: another learner under the same path may look for leftovers meanwhile.
-    own(handle, path)
-    try:
-        _reserve(handle, num_bytes)
-        segment = mmap.mmap(handle, num_bytes)
-    except OSError as error:
-        os.close(handle)
-        path.unlink(missing_ok=True)
-        raise BroadcastError(
-            f"no room for {num_bytes >> 20} MiB of shared memory in {path.parent} ({error.strerror}); enlarge it "
-            f"(docker run --shm-size) or set broadcast.medium.kind to files"
-        ) from error
-    return segment, handle
-
-
-def _create(path: Path) -> int:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        return os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
-    except OSError as error:
-        raise BroadcastError(f"cannot make {path} ({error.strerror}); set broadcast.medium.kind to files, or zeromq") from error
-
-
-def _reserve(handle: int, num_bytes: int) -> None:
-    if hasattr(os, "posix_fallocate"):
-        os.posix_fallocate(handle, 0, num_bytes)
-    else:
-        os.ftruncate(handle, num_bytes)
 
 
 def _find_version(header: NDArray[np.int64], version: int) -> tuple[int, int]:

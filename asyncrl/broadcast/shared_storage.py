@@ -20,7 +20,6 @@ from __future__ import annotations
 import asyncio
 import mmap
 import os
-import secrets
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -34,8 +33,7 @@ from asyncrl.broadcast.cuda_ipc import TICKET_BYTES, Ticket, gpu_id, opened, tic
 from asyncrl.broadcast.device import device_fingerprints, device_of
 from asyncrl.broadcast.fingerprint import fingerprints_of, version_fingerprint
 from asyncrl.broadcast.medium import VersionUnavailableError
-from asyncrl.broadcast.segments import remove_leftover_segments, segment_folder, segment_prefix
-from asyncrl.broadcast.shared_memory import make_segment
+from asyncrl.broadcast.segments import disown, make_segment, remove_leftover_segments, segment_folder, segment_prefix
 from asyncrl.broadcast.staging import refuse_damaged
 from asyncrl.clock import Clock
 from asyncrl.config.broadcast import BroadcastConfig
@@ -67,7 +65,6 @@ class HybridPublisher:
         self._on_available = on_available
         self._clock = clock
         self._path: Path | None = None
-        self._handle = -1
         self._header: NDArray[np.int64] | None = None
         self._flat = torch.empty(0, dtype=torch.uint8)
         self._views: dict[str, torch.Tensor] = {}
@@ -105,9 +102,8 @@ class HybridPublisher:
         """Unlink the file; the parameters stay where they are. Safe to repeat."""
         if self._path is not None:
             self._path.unlink(missing_ok=True)
-        if self._handle >= 0:
-            os.close(self._handle)
-        self._path, self._handle = None, -1
+            disown(self._path)
+        self._path = None
 
     def _move_in(self, named_tensors: Mapping[str, torch.Tensor]) -> WeightsManifest:
         """Make the place and let every parameter be a view of it."""
@@ -127,8 +123,7 @@ class HybridPublisher:
     def _make_place(self, num_bytes: int, device: torch.device) -> torch.Tensor:
         remove_leftover_segments(self._run_folder)
         on_gpu = device.type == "cuda"
-        self._path = segment_folder(self._run_folder) / f"{segment_prefix(self._run_folder)}{secrets.token_hex(4)}"
-        segment, self._handle = make_segment(self._path, HEADER_BYTES + (TICKET_BYTES if on_gpu else num_bytes))
+        self._path, segment = make_segment(self._run_folder, HEADER_BYTES + (TICKET_BYTES if on_gpu else num_bytes))
         self._header = np.frombuffer(segment, np.int64, count=HEADER_BYTES // 8)
         self._header[[_NUM_BYTES, _VERSION, _MAGIC]] = num_bytes, -1, MAGIC
         inside = torch.frombuffer(segment, dtype=torch.uint8)[HEADER_BYTES:]

@@ -1,3 +1,4 @@
+import fcntl
 import os
 import subprocess
 import sys
@@ -101,6 +102,61 @@ def test_a_segment_that_its_own_process_opens_and_closes_again_stays_its_own(wri
     fetch(tmp_path, 1, location)
     Path(location).read_bytes()
     assert kept_from_others(tmp_path)
+
+
+def test_a_segment_that_is_swept_before_it_is_locked_is_made_again(writer, tmp_path, monkeypatch):
+    create, swept = os.open, []
+
+    def create_and_sweep(path, flags, *mode):
+        handle = create(path, flags, *mode)
+        if flags & os.O_CREAT and not swept:
+            swept.extend(remove_leftover_segments(tmp_path))
+        return handle
+
+    monkeypatch.setattr(os, "open", create_and_sweep)
+    writer.open(MANIFEST)
+    writer.overwrite(0, 1)
+    location = Path(writer.commit(0, 1, ""))
+    assert swept
+    assert location not in swept
+    assert location.exists()
+    assert kept_from_others(tmp_path)
+
+
+def test_a_sweep_holds_the_lock_of_what_it_removes(tmp_path, monkeypatch):
+    """An owner that waits for the lock finds its segment gone, not about to go."""
+    segment = segment_folder(tmp_path) / f"{segment_prefix(tmp_path)}left"
+    segment.touch()
+    unlink, was_held = Path.unlink, []
+
+    def look_and_unlink(path, missing_ok=False):
+        if path.exists():
+            with path.open() as file, pytest.raises(BlockingIOError):
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            was_held.append(path)
+        unlink(path, missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", look_and_unlink)
+    assert remove_leftover_segments(tmp_path) == was_held == [segment]
+
+
+def test_a_forked_child_keeps_no_segment_of_a_learner_that_was_killed(tmp_path):
+    """As workers of a data loader outlive their learner; while that lives its segment is its own."""
+    learner = (
+        "import os, pathlib, sys, signal, asyncrl.broadcast.segments as segments\n"
+        "path, mapping = segments.make_segment(pathlib.Path(sys.argv[1]), 4096)\n"
+        "if os.fork():\n"
+        "    signal.pause()\n"
+        "print(path, flush=True)\n"
+        "os.read(0, 1)"
+    )
+    command = [sys.executable, "-c", learner, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        path = Path(process.stdout.readline().strip())
+        assert remove_leftover_segments(tmp_path) == []
+        process.kill()
+        process.wait()
+        assert remove_leftover_segments(tmp_path) == [path]
 
 
 def kept_from_others(run_folder):

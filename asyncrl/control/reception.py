@@ -42,7 +42,7 @@ class Reception:
             refusal = self._run.roster.judge(connection.peer)
             if refusal:
                 log.warning("%s is turned away: %s", connection.peer.name, refusal)
-                await connection.close()
+                await connection.close(refusal)
                 continue
             before = self._run.peers.get(connection.peer.name)
             peer = self._run.peers.add(connection)

@@ -121,8 +121,12 @@ class Connection(Protocol):
         """Wait until everything sent is acknowledged; return False when `timeout_s` passed first."""
         ...
 
-    async def close(self) -> None:
-        """Say goodbye and release everything; what is unacknowledged is given up (call `flush` before)."""
+    async def close(self, reason: str = "") -> None:
+        """Say goodbye and release everything; what is unacknowledged is given up (call `flush` before).
+
+        Args:
+            reason: What the other end has as its `closed_reason`; empty: GOODBYE.
+        """
         ...
 
 

@@ -22,7 +22,7 @@ import zmq
 from asyncrl.errors import CodecError, TransportError
 from asyncrl.schema.codec import Frame
 from asyncrl.schema.control import PROTOCOL, Hello
-from asyncrl.transport.channel import Connection, RefusalCounts
+from asyncrl.transport.channel import GOODBYE, Connection, RefusalCounts
 from asyncrl.transport.endpoint import Endpoint
 from asyncrl.transport.link import GOODBYE_LINGER_MS, LinkLimits, Pump, configure
 from asyncrl.transport.loop_socket import LoopSocket, SocketWatch
@@ -112,12 +112,12 @@ class ZmqConnector:
             raise
         return self._endpoint
 
-    async def close(self) -> None:
+    async def close(self, reason: str = "") -> None:
         """Say goodbye where there is somebody, and release everything; safe to repeat."""
         if self._phase is not Phase.CLOSED:
             self._pump.run()
             if self._phase is Phase.OPEN:
-                self._send([build(Goodbye(self._pump.session))])
+                self._send([build(Goodbye(self._pump.session, reason))])
             self._shut("closed on this side", GOODBYE_LINGER_MS)
         await asyncio.to_thread(self._context.term)
 
@@ -207,7 +207,7 @@ class ZmqConnector:
         elif isinstance(packet, Refusal):
             self._fail(f"{self._address} refused {self._hello.name}: {packet.reason}")
         elif isinstance(packet, Goodbye) and packet.session == self._pump.session:
-            self._shut(packet.reason or "closed by the peer", 0)
+            self._shut(packet.reason or GOODBYE, 0)
 
     def _on_welcome(self, welcome: Welcome) -> None:
         if self._phase is not Phase.GREETING:

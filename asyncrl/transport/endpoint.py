@@ -59,7 +59,7 @@ class Endpoint:
         window: int,
         max_message_bytes: int,
         on_outgoing: Callable[[bool], None],
-        on_close: Callable[[], Awaitable[None]],
+        on_close: Callable[[str], Awaitable[None]],
         refused: RefusalCounts,
     ) -> None:
         """Open with nothing sent and nothing received.
@@ -69,7 +69,7 @@ class Endpoint:
             window: Most unacknowledged messages per lane and direction.
             max_message_bytes: Limit of one encoded message.
             on_outgoing: Called when there is something to carry; True when a parcel is full and should leave at once.
-            on_close: Awaited by `close`: say goodbye and release the wire; safe to repeat.
+            on_close: Awaited by `close`: say goodbye, with the reason there is, and release the wire; safe to repeat.
             refused: Where messages that cannot be taken are counted.
         """
         self._refused = refused
@@ -154,14 +154,14 @@ class Endpoint:
             return False
         return not self._is_owed()
 
-    async def close(self) -> None:
-        """Say goodbye and release everything; safe to repeat."""
+    async def close(self, reason: str = "") -> None:
+        """Say goodbye and release everything; safe to repeat. See `Connection.close`."""
         if not self._closed:
             self._on_outgoing(True)
             self.end("closed on this side")
             for half in self._in:
                 half.inbox.clear()
-        await self._on_close()
+        await self._on_close(reason)
 
     def end(self, reason: str) -> None:
         """Mark the connection as over and wake everyone who waits; what already arrived can still be received."""

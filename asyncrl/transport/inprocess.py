@@ -12,7 +12,7 @@ from collections import deque
 from asyncrl.errors import ConnectionClosed, TransportError
 from asyncrl.schema.codec import MAX_MESSAGE_BYTES
 from asyncrl.schema.control import PROTOCOL, Hello
-from asyncrl.transport.channel import Connection, RefusalCounts
+from asyncrl.transport.channel import GOODBYE, Connection, RefusalCounts
 from asyncrl.transport.endpoint import Endpoint
 
 
@@ -110,7 +110,7 @@ class _Pair:
             if not target.closed_reason:
                 target.deliver(parcel)
 
-    async def _goodbye(self) -> None:
+    async def _goodbye(self, reason: str) -> None:
         self._carry()
-        self.near.end("closed by the peer")
-        self.far.end("closed by the peer")
+        self.near.end(reason or GOODBYE)
+        self.far.end(reason or GOODBYE)

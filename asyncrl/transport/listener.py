@@ -254,7 +254,7 @@ class ZmqListener:
             self._limits.window,
             self._limits.max_message_bytes,
             pump.wake,
-            on_close=lambda: self._dismiss(peer),
+            on_close=lambda reason: self._dismiss(peer, reason),
             refused=self._refused,
         )
         pump.endpoint, pump.session = endpoint, uuid.uuid4().hex
@@ -264,12 +264,12 @@ class ZmqListener:
         self._changed.set()
         return peer
 
-    async def _dismiss(self, peer: _Peer) -> None:
+    async def _dismiss(self, peer: _Peer, reason: str) -> None:
         """Say goodbye to a peer that this side closes; one that was cut off may come back, it would only hear it then."""
         if self._by_name.get(peer.hello.name) is peer:
             if self._loop.time() - peer.heard_s <= self._limits.reconnect_after_s:
                 self._dismissed[peer.hello.name] = peer.token
-                self._socket.send([peer.route, build(Goodbye(peer.session))])
+                self._socket.send([peer.route, build(Goodbye(peer.session, reason))])
             self._forget(peer, "closed on this side")
 
     def _forget(self, peer: _Peer, reason: str) -> None:

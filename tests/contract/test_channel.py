@@ -14,7 +14,7 @@ from asyncrl.config.stages import TransportConfig
 from asyncrl.errors import CodecError, ConnectionClosed, TransportError
 from asyncrl.schema.control import PROTOCOL, Heartbeat, Hello
 from asyncrl.schema.samples import Prompt, SampleFailure, Score, ScoredGroup
-from asyncrl.transport.channel import Connection, Lane, Listener
+from asyncrl.transport.channel import GOODBYE, Connection, Lane, Listener
 from asyncrl.transport.inprocess import InProcessListener
 from asyncrl.transport.link import LinkLimits
 from asyncrl.transport.open import new_hello, open_connection, open_listener
@@ -87,6 +87,15 @@ async def test_both_ends_know_who_the_other_is(channel):
     near = await asyncio.wait_for(channel.listener.accept(), WAIT_S)
     assert near.peer == hello
     assert far.peer.kind == "controller"
+
+
+@pytest.mark.parametrize("reason", ["", "all 1 places are taken"])
+async def test_an_end_that_closes_says_why(channel, reason):
+    for closing, other in (await open_pair(channel), (await open_pair(channel, "generator-1"))[::-1]):
+        await closing.close(reason)
+        with pytest.raises(ConnectionClosed, match=reason or GOODBYE):
+            await take(other)
+        assert other.closed_reason == (reason or GOODBYE)
 
 
 async def test_messages_arrive_in_order_in_both_directions(channel):

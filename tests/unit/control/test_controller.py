@@ -466,6 +466,26 @@ async def test_a_guest_that_greets_as_it_is_being_given_up_is_let_in_anew(tmp_pa
         assert guest.closed_reason
 
 
+async def test_a_guest_whose_place_was_given_away_before_it_was_taken_in_is_told_so(tmp_path):
+    async with _running(tmp_path, listener=_LateListener) as world:
+        await world.start()
+        roster, late, early = world.controller.roster, "joined-b-7-0", "joined-b-8-0"
+        await world.let_in(late)
+        world.listener.may_accept.clear()
+        assert roster.judge(_hello("generator", late)) == ""
+        again = await world.join("generator", late)  # and with that the connection before is over
+        async with asyncio.timeout(5):
+            while roster.is_guest(late):
+                await asyncio.sleep(0.01)
+        assert roster.judge(_hello("generator", early)) == ""
+        guest = await world.join("generator", early)
+        world.listener.may_accept.set()
+        with pytest.raises(ConnectionClosed, match="all 1 places for joining generators are taken"):
+            await _next(again, JoinTerms)
+        assert (await _next(guest, JoinTerms)).config_toml
+        assert roster.counts() == {"here": 1, "most": 1, "came": 2, "left": 0, "lost": 1}
+
+
 async def test_a_guest_that_falls_silent_is_left_out(tmp_path):
     async with _running(tmp_path, supervision={"backoff_s": 0.01, "heartbeat_s": 0.1, "heartbeat_timeout_s": 0.3}) as world:
         await world.start()

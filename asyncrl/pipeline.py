@@ -33,7 +33,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import logging
 import os
 import shutil
@@ -53,6 +52,7 @@ from asyncrl.config.launch import RayLaunch
 from asyncrl.config.load import load_run_config
 from asyncrl.config.run import RunConfig
 from asyncrl.control.stage_end import EXIT_FAILED, EXIT_FAULT, EXIT_OK, EXIT_WRONG_INPUT, leave, to_its_end
+from asyncrl.control.stage_imports import without_looking_for_garbage
 from asyncrl.errors import AsyncRLError, ConnectionClosed, LedgerError
 from asyncrl.observe.log import set_up_logging
 from asyncrl.residency.plan import SWAP_FOLDER
@@ -279,17 +279,14 @@ def _import_stage(kind: ProcessKind, config: RunConfig) -> None:
     """Import what a stage will need, all of it.
 
     Before connecting: an event loop that imports for long, as on a busy machine, looks dead to its peer. And before it is needed:
-    an engine's libraries are read while the learner reads its own, not once the learner is there. A million objects come and
-    none of them goes: looking for garbage among them meanwhile is a sixth of the time, and later would hold the event loop up.
+    an engine's libraries are read while the learner reads its own, not once the learner is there.
     """
-    gc.disable()
-    import_module(STAGE_MODULES[kind])
-    if kind == "generator":
-        from asyncrl.generate.build import import_engine
+    with without_looking_for_garbage():
+        import_module(STAGE_MODULES[kind])
+        if kind == "generator":
+            from asyncrl.generate.build import import_engine
 
-        import_engine(config)
-    gc.freeze()
-    gc.enable()
+            import_engine(config)
 
 
 async def run_stage(kind: ProcessKind, name: str, config: RunConfig, run_folder: Path, clock: Clock) -> int:
@@ -316,7 +313,8 @@ async def join_run(request: JoinRequest, clock: Clock) -> int:
     from asyncrl.control.device_share import as_guest, keep_to_own_cores
     from asyncrl.control.joining import serve_until_told, visit
 
-    import_module(STAGE_MODULES["generator"])
+    with without_looking_for_garbage():
+        import_module(STAGE_MODULES["generator"])
     async with visit(request, os.getpid(), ENDPOINT_FILE) as here:
         set_up_logging(here.name, here.config.observe.log_level)
         config = as_guest(here.config, on_same_machine=here.is_on_same_machine)

@@ -8,16 +8,16 @@ Collecting makes a million objects that stay: no garbage is looked for among the
 time, nor later.
 """
 
-import gc
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
 from xdist.scheduler import LoadFileScheduling
 
+from asyncrl.control.stage_imports import without_looking_for_garbage
+
 settings.register_profile("asyncrl", deadline=None)
 settings.load_profile("asyncrl")
-gc.disable()
 
 TESTS = Path(__file__).parent
 WITH_VLLM = (
@@ -54,9 +54,10 @@ def pytest_xdist_make_scheduler(config, log):
     return ByFile(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
-def pytest_collection_finish():
-    gc.freeze()
-    gc.enable()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    with without_looking_for_garbage():
+        return (yield)
 
 
 def pytest_collection_modifyitems(items):

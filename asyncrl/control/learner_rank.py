@@ -16,7 +16,7 @@ from pathlib import Path
 from asyncrl.config.load import load_run_config
 from asyncrl.control.parent_watch import ignore_interrupts, watch_parent
 from asyncrl.control.stage_end import EXIT_FAULT, EXIT_OK, leave
-from asyncrl.learner.follower import run_follower
+from asyncrl.control.stage_imports import without_looking_for_garbage
 from asyncrl.observe.log import set_up_logging
 
 log = logging.getLogger("asyncrl")
@@ -35,6 +35,9 @@ def run_rank(rank: int, run_folder: Path, address: str) -> int:
     ignore_interrupts()
     watch_parent()
     try:
+        with without_looking_for_garbage():
+            from asyncrl.learner.follower import run_follower  # noqa: PLC0415 - torch: not before a config is there
+
         run_follower(config, run_folder, rank, address)
     except Exception:
         log.exception("rank %d cannot go on", rank)

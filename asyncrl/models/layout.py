@@ -193,8 +193,9 @@ def is_divided(tensor: torch.Tensor) -> TypeGuard[DTensor]:
 
     Where nobody has imported DTensor there is none, and importing it, sympy with it, is half as much work again as torch.
     """
-    distributed = sys.modules.get("torch.distributed.tensor")
-    return distributed is not None and isinstance(tensor, distributed.DTensor)
+    # Another thread may be importing it: then the module is there, and not yet what is in it.
+    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    return kind is not None and isinstance(tensor, kind)
 
 
 def pieces(source: torch.Tensor, target: torch.Tensor, offset: int) -> Iterator[tuple[torch.Tensor, torch.Tensor, int]]:

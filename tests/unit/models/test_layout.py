@@ -1,3 +1,6 @@
+import sys
+import types
+
 import msgspec
 import pytest
 import torch
@@ -9,6 +12,7 @@ from asyncrl.models.layout import (
     check_manifest,
     check_tensors,
     copy_out,
+    is_divided,
     make_manifest,
     view_tensors,
 )
@@ -121,3 +125,8 @@ def test_a_manifest_that_contradicts_itself_is_refused(entries):
 def test_a_manifest_survives_the_wire():
     manifest = make_manifest({"a": torch.randn(3, 4), "b": torch.zeros((), dtype=torch.bfloat16)})
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(manifest), type=WeightsManifest) == manifest
+
+
+def test_no_tensor_is_divided_while_another_thread_still_imports_what_would_tell(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch.distributed.tensor", types.ModuleType("torch.distributed.tensor"))
+    assert not is_divided(torch.zeros(2))

@@ -15,8 +15,9 @@ from pathlib import Path
 
 from asyncrl.config.load import load_run_config
 from asyncrl.control.parent_watch import ignore_interrupts, watch_parent
-from asyncrl.control.stage_end import EXIT_FAULT, EXIT_OK, leave
+from asyncrl.control.stage_end import EXIT_FAILED, EXIT_FAULT, EXIT_OK, leave
 from asyncrl.control.stage_imports import without_looking_for_garbage
+from asyncrl.errors import ConfigError
 from asyncrl.observe.log import set_up_logging
 
 log = logging.getLogger("asyncrl")
@@ -30,7 +31,11 @@ def start_rank(run_folder: Path, rank: int, address: str) -> subprocess.Popen[by
 
 def run_rank(rank: int, run_folder: Path, address: str) -> int:
     """Be that rank until rank 0 says stop or is gone; return the exit code."""
-    config = load_run_config(run_folder)
+    try:
+        config = load_run_config(run_folder)
+    except ConfigError as error:
+        print(f"asyncrl: {error}", file=sys.stderr)  # noqa: T201 - the log is not set up where the config is wrong
+        return EXIT_FAILED
     set_up_logging(f"learner-{rank}", config.observe.log_level)
     ignore_interrupts()
     watch_parent()

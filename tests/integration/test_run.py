@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import asyncrl
 from asyncrl.buffer.ledger_reader import LedgerReader
+from asyncrl.control.pids import PIDS_FILE
 from asyncrl.schema.status import RunStatus
 from tests.integration.conftest import NO_MODEL
 
@@ -134,7 +135,23 @@ async def test_a_reward_that_raises_fails_its_samples_and_the_run_goes_on(tiny, 
     assert _balanced(status)
 
 
-async def test_too_many_deaths_end_the_run_with_the_reason(tiny):
+async def test_too_many_deaths_end_the_run_with_the_reason(tiny, recorded_pids):
+    async with asyncrl.Run(tiny(supervision__max_deaths=1, generate__engine=NO_MODEL)) as run:
+        killed: set[int] = set()
+        async with asyncio.timeout(60):
+            while len(killed) < 2:
+                await asyncio.sleep(0.02)
+                pid = recorded_pids(run.run_folder).get("reward-0") if (run.run_folder / PIDS_FILE).exists() else None
+                if pid and pid not in killed:
+                    os.kill(pid, signal.SIGKILL)
+                    killed.add(pid)
+        with pytest.raises(
+            asyncrl.RunError, match=r"2 deaths within 300 s, allowed are 1.*reward-0 ended with signal 9, signal 9"
+        ):
+            await run.wait()
+
+
+async def test_a_model_that_is_not_there_ends_the_run_with_the_reason(tiny):
     settings = {"kind": "pretrained", "path": "/nowhere/at/all"}
     async with asyncrl.Run(tiny(model=settings, generate__engine=NO_MODEL)) as run:
         with pytest.raises(asyncrl.RunError, match="nowhere"):

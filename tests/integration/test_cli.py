@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from asyncrl.config.load import dump_config
+from asyncrl.control.pids import read_pids
 from tests.integration.conftest import NO_MODEL
 
 pytestmark = pytest.mark.timeout(240)
@@ -61,6 +62,16 @@ class Following:
         """The process and everything below it."""
         return [psutil.Process(self.process.pid), *psutil.Process(self.process.pid).children(recursive=True)]
 
+    def family_with(self, names: set[str], run_folder: Path) -> list[psutil.Process]:
+        """Wait until the run's own record has all of these, and they are of the family."""
+        until_s = time.monotonic() + 60
+        while time.monotonic() < until_s:
+            family, recorded = self.family(), read_pids(run_folder).processes
+            if names == recorded.keys() and {record.pid for record in recorded.values()} < {member.pid for member in family}:
+                return family
+            time.sleep(0.05)
+        raise AssertionError(f"recorded are {recorded}, the family is {family}")
+
 
 def _all_gone(processes: list[psutil.Process]) -> bool:
     _, alive = psutil.wait_procs(processes, timeout=20)
@@ -102,7 +113,7 @@ def test_two_interrupts_stop_at_once_and_as_a_kill_of_the_command_line_leave_not
     assert _all_gone(family)
     again = Following(tmp_path / "tiny", "resume")
     again.until(r"\bstep \d+/100000")  # a new one: those before are told again without the goal
-    family = again.family()
+    family = again.family_with({"learner", "generator-0", "reward-0"}, tmp_path / "tiny")
     os.kill(again.process.pid, signal.SIGKILL)
     again.rest()
     assert _all_gone(family)

@@ -122,8 +122,10 @@ class GeneratorWorker:
         self._gate = WeightsGate()
         self._idle = IdleMeter(clock)
         self._work: dict[tuple[Purpose, int], GroupWork] = {}
-        self._aborted: deque[int] = deque(maxlen=config.transport.window)
-        """Training groups that are over and never come again; so many can be on their way here."""
+        self._aborted: set[int] = set()
+        """Training groups in `_work` that are over."""
+        self._aborted_early: deque[int] = deque(maxlen=config.transport.window)
+        """Those that are not here; so many can be on their way, and those that were here never come again."""
         self._is_paused = False
         self._told_slots = 0
         self._is_loading = False
@@ -201,9 +203,11 @@ class GeneratorWorker:
 
     def _abort(self, group_id: int) -> None:
         """End a group, or see to it that it is not begun: it may wait for a swap, or the order may have overtaken it."""
-        self._aborted.append(group_id)
         work = self._work.get(("train", group_id))
-        if self._rollout is not None and work is not None:
+        if self._rollout is None or work is None:
+            self._aborted_early.append(group_id)
+        else:
+            self._aborted.add(group_id)
             self._rollout.abort_group(work)
 
     def _is_aborted(self, work: GroupWork) -> bool:
@@ -241,6 +245,8 @@ class GeneratorWorker:
         assert self._rollout is not None
         key = (work.purpose, work.group_id)
         self._work[key] = work
+        if work.purpose == "train" and work.group_id in self._aborted_early:
+            self._aborted.add(work.group_id)
         try:
             if self._config.generate.in_flight_updates:
                 await self._roll_out(self._rollout, work)
@@ -250,6 +256,8 @@ class GeneratorWorker:
         finally:
             if self._work.get(key) is work:
                 del self._work[key]
+                if work.purpose == "train":
+                    self._aborted.discard(work.group_id)
         delivery.ack()
 
     async def _roll_out(self, rollout: Rollout, work: GroupWork) -> None:

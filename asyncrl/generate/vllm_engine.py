@@ -25,6 +25,7 @@ import psutil
 from asyncrl.config.generate import VLLMEngineConfig
 from asyncrl.config.learner import LoRAConfig
 from asyncrl.errors import BroadcastError, EngineDied, GenerationError
+from asyncrl.folders import OwnedFolder
 from asyncrl.generate.engine import EngineRequest, KVPolicy, SleepLevel
 from asyncrl.generate.kv_room import KVRoom
 from asyncrl.generate.request_rules import RequestRules
@@ -33,7 +34,7 @@ from asyncrl.generate.vllm_folder import read_folder
 from asyncrl.generate.vllm_launch import core_pids, is_on_cpu, launch, processes_of, shut_down
 from asyncrl.generate.vllm_orders import LoadOrder, LoadReply, fault_of
 from asyncrl.generate.vllm_requests import check_request
-from asyncrl.generate.vllm_sockets import SocketFolder
+from asyncrl.generate.vllm_sockets import socket_folder
 from asyncrl.generate.vllm_streams import DEATH, Flights
 from asyncrl.generate.vllm_versions import installed_version
 from asyncrl.generate.vllm_weights import load_order_on_thread
@@ -81,7 +82,7 @@ class VLLMEngine:
         self._is_closed = False
         self._llm: Any = None
         self._processes: set[psutil.Process] = set()
-        self._sockets: SocketFolder | None = None
+        self._sockets: OwnedFolder | None = None
         self._flights: Flights | None = None
 
     @property
@@ -106,7 +107,7 @@ class VLLMEngine:
         self._vllm = installed_version()
         self._folder = await asyncio.to_thread(read_folder, self._model_folder, trust_remote_code=self._trust_remote_code)
         self._rules = RequestRules(self._folder.vocabulary_size, self._config.max_sequence_tokens, self._folder.end_ids)
-        self._sockets = SocketFolder(os.environ)
+        self._sockets = socket_folder(os.environ)
         try:
             self._llm = await _on_thread(self._launch)
             self._processes = processes_of(self._llm)

@@ -10,16 +10,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import shutil
 import uuid
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import zmq
 
 from asyncrl.errors import CodecError, ConnectionClosed, TransportError
+from asyncrl.folders import OwnedFolder
 from asyncrl.schema.control import PROTOCOL, Hello
 from asyncrl.transport.channel import GOODBYE, Connection, RefusalCounts
 from asyncrl.transport.endpoint import Endpoint
@@ -79,7 +78,7 @@ class ZmqListener:
         limits: LinkLimits,
         keys: ListenerKeys | None = None,
         judge: Callable[[Hello], str] = lambda _hello: "",
-        owned_folder: Path | None = None,
+        owned_folder: OwnedFolder | None = None,
     ) -> None:
         """Bind and start listening; needs a running event loop.
 
@@ -158,7 +157,7 @@ class ZmqListener:
         self._close_sockets()
         await asyncio.to_thread(self._context.term)
         if self._owned_folder is not None:
-            shutil.rmtree(self._owned_folder, ignore_errors=True)
+            self._owned_folder.close()
 
     def _close_sockets(self) -> None:
         self._watch.close()

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import tempfile
 import uuid
 from collections.abc import Callable
 from pathlib import Path
 
 from asyncrl.config.stages import TransportConfig
 from asyncrl.errors import TransportError
+from asyncrl.folders import OwnedFolder
 from asyncrl.schema.control import PROTOCOL, Hello, ProcessKind
 from asyncrl.transport.channel import Connection, Listener
 from asyncrl.transport.connector import ZmqConnector
@@ -51,7 +51,7 @@ async def open_listener(
     """
     keys = make_keys(run_folder) if config.encryption == "curve" else None
     folder = _make_ipc_folder() if config.kind == "ipc" else None
-    address = f"ipc://{folder}/c" if folder else f"tcp://{config.host}:*"
+    address = f"ipc://{folder.path}/c" if folder else f"tcp://{config.host}:*"
     return ZmqListener(address, hello or new_hello("controller", "controller"), limits or _limits_of(config), keys, judge, folder)
 
 
@@ -85,13 +85,13 @@ def _limits_of(config: TransportConfig) -> LinkLimits:
     return LinkLimits(window=config.window, max_message_bytes=config.max_message_bytes)
 
 
-def _make_ipc_folder() -> Path:
+def _make_ipc_folder() -> OwnedFolder:
     """Return a new folder that only this user can enter, with a path short enough for a Unix socket."""
-    for parent in (None, "/tmp"):  # noqa: S108 - mkdtemp makes it private; only where TMPDIR is too long a path
-        folder = Path(tempfile.mkdtemp(prefix="asyncrl-", dir=parent))
-        if len(os.fsencode(folder / "c")) <= MAX_IPC_PATH_BYTES:
+    for parent in (None, Path("/tmp")):  # noqa: S108 - made private; only where TMPDIR is too long a path
+        folder = OwnedFolder("asyncrl-ipc-", parent)
+        if len(os.fsencode(folder.path / "c")) <= MAX_IPC_PATH_BYTES:
             return folder
-        folder.rmdir()
+        folder.close()
     raise TransportError(
         f"no temporary folder with a path of at most {MAX_IPC_PATH_BYTES} bytes; set TMPDIR, or transport.kind = 'tcp'"
     )

@@ -1,0 +1,93 @@
+"""Temporary folders that outlive nobody: removed by the process that made them, or, where it was killed, by the next one's.
+
+A folder is locked by the process that made it, and by nobody else: the lock goes with that process, however it ends, and so tells
+a folder in use from one that was left. Invariant: a folder whose owner lives is removed by nobody else.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+
+class OwnedFolder:
+    """A folder that only this user can enter, as long as this process lives and nobody closes it.
+
+    Example:
+        >>> with OwnedFolder("asyncrl-example-") as folder:
+        ...     _ = (folder.path / "key").write_text("secret")
+        >>> folder.path.exists()
+        False
+    """
+
+    def __init__(self, prefix: str, parent: Path | None = None, clear: Callable[[Path], None] = lambda _: None) -> None:
+        """Make it, after removing what others left.
+
+        Args:
+            prefix: Its name begins so, and nothing else's in `parent` does.
+            parent: Where; by default where temporary files go.
+            clear: Called with each folder that was left, before it is removed.
+
+        Raises:
+            OSError: It cannot be made.
+        """
+        parent = parent or Path(tempfile.gettempdir())
+        sweep(prefix, parent, clear)
+        self.path, self._lock = _make(prefix, parent)
+
+    def close(self) -> None:
+        """Remove it with all that is in it. Safe to repeat."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+    def __enter__(self) -> OwnedFolder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def sweep(prefix: str, parent: Path, clear: Callable[[Path], None] = lambda _: None) -> None:
+    """Remove folders in `parent` whose names begin with `prefix` and whose owners are gone."""
+    for path in parent.glob(f"{prefix}*"):
+        with suppress(OSError):  # in use, another user's, or gone in this moment
+            _remove_left(path, clear)
+
+
+def _remove_left(path: Path, clear: Callable[[Path], None]) -> None:
+    lock = _locked(path)
+    try:
+        if os.fstat(lock).st_uid == os.geteuid():
+            clear(path)
+            shutil.rmtree(path, ignore_errors=True)
+    finally:
+        os.close(lock)
+
+
+def _make(prefix: str, parent: Path) -> tuple[Path, int]:
+    """Make a folder and lock it; once more where another process's sweep came between."""
+    while True:
+        path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+        with suppress(BlockingIOError, FileNotFoundError):
+            lock = _locked(path)
+            if path.exists():
+                return path, lock
+            os.close(lock)
+
+
+def _locked(path: Path) -> int:
+    """Return a handle that holds a folder's lock. Raises OSError where another does, or it is no folder."""
+    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(handle)
+        raise
+    return handle

@@ -57,9 +57,10 @@ def environment(config: VLLMEngineConfig, sockets: Path, *, on_cpu: bool, presen
 
     On a CPU nothing is compiled (the first request with logprobs would wait 40 s for it) and threads neither spin nor are bound:
     other processes of the run have the same cores. The file by which ranks find each other, which vLLM leaves behind, lies with
-    the sockets.
+    the sockets. Whoever finds that folder left knows the processes by it (vllm_sockets.py), so their titles are not written over
+    their environment (SPT_NOENV).
     """
-    added: dict[str, str | None] = {**_QUIET, VARIABLE: str(sockets), "TMPDIR": str(sockets)}
+    added: dict[str, str | None] = {**_QUIET, VARIABLE: str(sockets), "TMPDIR": str(sockets), "SPT_NOENV": "1"}
     added["VLLM_LOGGING_LEVEL"] = present.get("VLLM_LOGGING_LEVEL", "WARNING")
     if on_cpu:
         added |= {

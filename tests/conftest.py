@@ -1,4 +1,5 @@
-"""What all tests share: how they are spread over processes, and a Hypothesis that does not measure the machine (no deadline).
+"""What all tests share: how they are spread over processes, and a Hypothesis that neither measures the machine (no deadline) nor
+draws anew on each (`pytest --hypothesis-profile explore` does).
 
 `make test` runs first, over two processes and file by file, whatever is not marked `timed`. A file stays in one process, and so
 do all that start vLLM: they share engines, and two at a time would only wait for each other. Files of long tests begin first, so
@@ -16,7 +17,8 @@ from xdist.scheduler import LoadFileScheduling
 
 from asyncrl.control.stage_imports import without_looking_for_garbage
 
-settings.register_profile("asyncrl", deadline=None)
+settings.register_profile("explore", deadline=None)
+settings.register_profile("asyncrl", deadline=None, derandomize=True)
 settings.load_profile("asyncrl")
 
 TESTS = Path(__file__).parent

@@ -201,7 +201,7 @@ def test_a_stopped_subscriber_does_not_hold_the_publisher_up(config, tmp_path, l
         started_s = time.monotonic()
         for version in range(3, 23):
             available = learner.publish(version)
-        assert time.monotonic() - started_s < 10
+        assert time.monotonic() - started_s < 30, "it waits for one that stands still"
     finally:
         peer.process.send_signal(signal.SIGCONT)
     assert peer.hear(Fetched).version == 2

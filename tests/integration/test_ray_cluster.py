@@ -207,13 +207,14 @@ def assert_balanced(run_folder: Path, status: RunStatus, groups_per_step: int) -
 
 
 async def test_generators_come_and_go_with_their_nodes_and_the_controller_comes_back(nodes: Nodes, tmp_path: Path) -> None:
-    """Slow engines: the learner waits, so more generators are wanted than there is room for, until a node joins."""
+    """Slow engines: the learner waits, so more generators are wanted than there is room for, until a node joins; none leaves."""
     settings = on_ray(tmp_path, nodes, num_steps=100_000)
     settings["generate"]["engine"] = {
         "kind": "fake", "num_slots": 8, "max_sequence_tokens": 64, "mean_tokens": 8.0, "token_latency_s": 0.02,
         "vocabulary_size": 8,
     }  # fmt: skip
-    settings["launch"]["elastic"] = {"max_generators": 2, "decide_every_s": 1.5, "patience": 1}
+    settings["launch"]["elastic"] = {"max_generators": 2, "decide_every_s": 1.5, "patience": 1,
+                                     "learner_idle_above": 0.02, "slots_used_below": 0.01}  # fmt: skip
     async with asyncrl.Run(settings) as run:
         wanted = await until(run, lambda status: "generator-1" in states(status))
         first = places(run)

@@ -1,7 +1,9 @@
 """Temporary folders that outlive nobody: removed by the process that made them, or, where it was killed, by the next one's.
 
 A folder is locked by the process that made it, and by nobody else: the lock goes with that process, however it ends, and so tells
-a folder in use from one that was left. Invariant: a folder whose owner lives is removed by nobody else.
+a folder in use from one that was left. Where a file system has no locks, what was left stays.
+
+Invariant: a folder whose owner lives is removed by nobody else.
 """
 
 from __future__ import annotations
@@ -75,11 +77,15 @@ def _make(prefix: str, parent: Path) -> tuple[Path, int]:
     """Make a folder and lock it; once more where another process's sweep came between."""
     while True:
         path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
-        with suppress(BlockingIOError, FileNotFoundError):
+        try:
             lock = _locked(path)
-            if path.exists():
-                return path, lock
-            os.close(lock)
+        except (BlockingIOError, FileNotFoundError):
+            continue
+        except OSError:
+            return path, -1
+        if path.exists():
+            return path, lock
+        os.close(lock)
 
 
 def _locked(path: Path) -> int:

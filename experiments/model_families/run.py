@@ -181,10 +181,8 @@ def make_model(family: str, seed: int) -> PreTrainedModel:
     with torch.no_grad():
         for parameter in vectors(model):  # norms and biases are the same for each seed otherwise
             parameter.add_(0.1 * torch.randn_like(parameter))
-        for (
-            name,
-            tensor,
-        ) in model.state_dict().items():  # buffers stay, so they are alike in both models; and not what they begin with
+        # Buffers stay, so they are alike in both models; and not what they begin with.
+        for name, tensor in model.state_dict().items():
             if name not in dict(model.named_parameters()) and tensor.ndim == 1 and tensor.is_floating_point():
                 tensor.copy_(torch.linspace(-0.2, 0.2, len(tensor)))
     return model

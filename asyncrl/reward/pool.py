@@ -102,12 +102,13 @@ class RewardPool:
         try:
             async with asyncio.TaskGroup() as group:
                 starts = [group.create_task(self._start()) for _ in range(self._config.concurrency)]
+            await self._tasks.__aenter__()
         except BaseExceptionGroup as group:
+            await self._kill_all()
             raise _first_cause(group) from None
-        finally:
-            if len(self._processes) < self._config.concurrency:
-                await self._kill_all()
-        await self._tasks.__aenter__()
+        except BaseException:
+            await self._kill_all()
+            raise
         self._slots = [self._tasks.create_task(self._serve(start.result())) for start in starts]
         return self
 
@@ -183,15 +184,19 @@ class RewardPool:
         )
 
     async def _start(self) -> ScoringProcess:
-        process = await ScoringProcess.start(self._config)
+        process = ScoringProcess()
         self._processes.add(process)
+        await process.begin(self._config)
         return process
 
     async def _stop(self, process: ScoringProcess) -> None:
-        await process.kill()
+        process.kill()
+        await process.reap()
         self._processes.discard(process)
 
     async def _kill_all(self) -> None:
+        for process in self._processes:
+            process.kill()
         for process in tuple(self._processes):
             await self._stop(process)
 

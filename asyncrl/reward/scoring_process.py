@@ -1,6 +1,6 @@
 """One scoring process, seen from the pool's event loop: start, ask, kill.
 
-Owns the process and the socket to it. `start` returns once the rewards inside are built; every way out kills and reaps.
+Owns the process and the socket to it from the constructor on: whoever makes one kills and reaps it, however far `begin` came.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import signal
 import socket
 import subprocess
 import sys
-from typing import Self
 
 import msgspec
 
@@ -33,20 +32,17 @@ class ProcessDied(Exception):  # noqa: N818 - an event to handle, not an error o
 class ScoringProcess:
     """A child that scores samples one after the other, in the order sent."""
 
-    def __init__(self, process: subprocess.Popen[bytes], reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._process, self._reader, self._writer = process, reader, writer
-
-    @classmethod
-    async def start(cls, config: RewardConfig) -> Self:
-        """Start a child and wait until its rewards are built.
+    def __init__(self) -> None:
+        """Start the child, which waits to be told what to score by.
 
         Raises:
-            ConfigError: The rewards are configured wrongly.
-            RewardError: They cannot be built here (a missing package, no sandbox), or the child did not come up.
+            RewardError: It cannot be started.
         """
-        ours, theirs = socket.socketpair()
+        self._reader: asyncio.StreamReader | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        self._socket, theirs = socket.socketpair()
         try:
-            process = subprocess.Popen(  # noqa: ASYNC220, S603 - a few ms, our own command line
+            self._process = subprocess.Popen(  # noqa: S603 - our own command line
                 [sys.executable, "-m", "asyncrl.reward.child", str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
                 stdout=2,
@@ -54,50 +50,19 @@ class ScoringProcess:
                 start_new_session=True,
             )
         except OSError as error:
-            ours.close()
+            self._socket.close()
             raise RewardError(f"cannot start a scoring process: {error}") from error
         finally:
             theirs.close()
-        reader, writer = await asyncio.open_connection(sock=ours)
-        self = cls(process, reader, writer)
-        try:
-            await self._begin(config)
-        except BaseException:
-            await self.kill()
-            raise
-        return self
 
-    @property
-    def pid(self) -> int:
-        """The process id of the child, which is also that of its process group."""
-        return self._process.pid
-
-    def send(self, samples: list[RewardInput]) -> None:
-        """Hand over samples to score, in order; a dead child is noticed by `judgement`.
-
-        Does not wait: a hanging child would not read, and its time limit runs in `judgement`. The caller bounds the batch.
-        """
-        self._writer.write(b"".join(map(frame, samples)))
-
-    async def judgement(self) -> Judgement:
-        """Return the next sample's judgement.
+    async def begin(self, config: RewardConfig) -> None:
+        """Wait until the child has built its rewards.
 
         Raises:
-            ProcessDied: The child ended instead.
+            ConfigError: The rewards are configured wrongly.
+            RewardError: They cannot be built here (a missing package, no sandbox), or the child did not come up.
         """
-        return _judgements.decode(await self._read())
-
-    async def kill(self) -> None:
-        """End the child and all it started, now; reap it and close the socket. Safe to repeat."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.kill()
-        self._writer.close()
-        with contextlib.suppress(ConnectionError):
-            await self._writer.wait_closed()
-        await asyncio.to_thread(self._process.wait)
-
-    async def _begin(self, config: RewardConfig) -> None:
+        self._reader, self._writer = await asyncio.open_connection(sock=self._socket)
         self._writer.write(frame(Begin(config, os.getpid(), tuple(sys.path))))
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
@@ -109,7 +74,45 @@ class ScoringProcess:
         if ready.error:
             raise (ConfigError if ready.is_config_error else RewardError)(ready.error)
 
+    @property
+    def pid(self) -> int:
+        """The process id of the child, which is also that of its process group."""
+        return self._process.pid
+
+    def send(self, samples: list[RewardInput]) -> None:
+        """Hand over samples to score, in order; a dead child is noticed by `judgement`.
+
+        Does not wait: a hanging child would not read, and its time limit runs in `judgement`. The caller bounds the batch.
+        """
+        assert self._writer is not None, "begin comes first"
+        self._writer.write(b"".join(map(frame, samples)))
+
+    async def judgement(self) -> Judgement:
+        """Return the next sample's judgement.
+
+        Raises:
+            ProcessDied: The child ended instead.
+        """
+        return _judgements.decode(await self._read())
+
+    def kill(self) -> None:
+        """End the child and all it started, now. Safe to repeat."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.kill()
+
+    async def reap(self) -> None:
+        """Wait for the end of the child and close the socket to it. Safe to repeat, and to repeat when it was cancelled."""
+        if self._writer is None:
+            self._socket.close()
+        else:
+            self._writer.close()
+            with contextlib.suppress(ConnectionError):
+                await self._writer.wait_closed()
+        await asyncio.to_thread(self._process.wait)
+
     async def _read(self) -> bytes:
+        assert self._reader is not None, "begin comes first"
         try:
             (size,) = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))
             return await self._reader.readexactly(size)

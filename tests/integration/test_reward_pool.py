@@ -156,6 +156,19 @@ async def test_closing_leaves_no_process():
     assert not any(is_alive(pid) for pid in pids)
 
 
+async def test_a_start_cancelled_at_any_point_leaves_no_process():
+    """Of the pool, or of a process in the place of one that was lost."""
+    before = children()
+    for loop_turns in range(20):
+        async with asyncio.TaskGroup() as group:
+            starting = group.create_task(pool_of(AnswerMatchReward(), concurrency=2).__aenter__())
+            for _ in range(loop_turns):
+                await asyncio.sleep(0)
+            starting.cancel()
+        assert starting.cancelled()
+        assert children() == before
+
+
 async def test_scoring_processes_die_with_a_killed_worker():
     code = """
 import asyncio, os, sys
@@ -175,6 +188,11 @@ asyncio.run(main())
     owner.kill()
     await owner.communicate()
     assert await asyncio.to_thread(gone_within, pid, 10.0)
+
+
+def children() -> set[str]:
+    """Process ids of what this process has started and not reaped."""
+    return {pid for path in Path("/proc/self/task").glob("*/children") for pid in path.read_text().split()}
 
 
 def is_alive(pid: int) -> bool:

@@ -58,7 +58,11 @@ class DecodeThread:
         self._started: Future[None] = Future()
 
     async def start(self) -> None:
-        """Start the thread and wait for the model. Raises GenerationError if it cannot be loaded."""
+        """Start the thread and wait for the model; whatever goes wrong, call `close`.
+
+        Raises:
+            GenerationError: It cannot be loaded.
+        """
         self._loop = asyncio.get_running_loop()
         self._thread.start()
         await asyncio.wrap_future(self._started)
@@ -112,6 +116,8 @@ class DecodeThread:
             await asyncio.to_thread(self._thread.join)
 
     def _main(self) -> None:
+        if not self._started.set_running_or_notify_cancel():  # from here on a start that is cancelled does not cancel it
+            return
         try:
             decoder = self._make_decoder()
         except BaseException as error:  # noqa: BLE001 - carried over to `start`, which raises it

@@ -69,7 +69,7 @@ class Engine(Protocol):
         ...
 
     async def start(self) -> None:
-        """Load the model; ready to submit on return. Raises GenerationError."""
+        """Load the model; ready to submit on return. Raises GenerationError; nothing is left to close then, or if cancelled."""
         ...
 
     def submit(self, request: EngineRequest) -> AsyncIterator[TokenChunk]:

@@ -92,7 +92,11 @@ class TransformersEngine:
 
     async def start(self) -> None:
         """Load the model; see `Engine.start`."""
-        await self._thread.start()
+        try:
+            await self._thread.start()
+        except BaseException:
+            await self.close()
+            raise
 
     def submit(self, request: EngineRequest) -> TokenStream:
         """Start a request; see `Engine.submit`."""

@@ -56,7 +56,12 @@ class Crew:
         if size > 1:
             assert start_rank is not None, "several ranks need a way to start the others"
             self._store, address = host_store(size, config.supervision.start_timeout_s)
-            self._processes = [start_rank(rank, address) for rank in range(1, size)]
+            try:
+                for rank in range(1, size):
+                    self._processes.append(start_rank(rank, address))
+            except BaseException:
+                self.close(all_well=False)
+                raise
             for rank, process in enumerate(self._processes, start=1):
                 threading.Thread(target=self._watch, args=(rank, process), name=f"rank-{rank}-watch", daemon=True).start()
 
@@ -86,8 +91,7 @@ class Crew:
             all_well: They wait for an order. Otherwise they may be stuck in a collective, and are killed.
         """
         self._is_closing = True
-        if all_well:
-            self.tell(Stop())
+        all_well = all_well and self._say_stop()
         self._ranks = None
         deadline_s = time.monotonic() + (GOODBYE_S if all_well else 0.0)
         for process in self._processes:
@@ -98,6 +102,15 @@ class Crew:
             if process.stdin is not None:
                 process.stdin.close()
         self._leaving.close()
+
+    def _say_stop(self) -> bool:
+        """Return whether all of them could be told: one that is gone, just now, fails the collective."""
+        try:
+            self.tell(Stop())
+        except RuntimeError as error:
+            log.warning("the learner's other ranks could not be told to stop, and are killed: %s", error)
+            return False
+        return True
 
     def _watch(self, rank: int, process: subprocess.Popen[bytes]) -> None:
         code = process.wait()

@@ -174,10 +174,12 @@ class LearnerWorker:
     async def close(self, *, all_well: bool) -> None:
         """Wait for the thread to finish what it is at, and end it and the other ranks."""
         self._is_ending = True
-        await asyncio.to_thread(self._thread.shutdown)
-        if self._residents is not None:
-            self._residents.close()
-        await asyncio.to_thread(lambda: self._crew.close(all_well=all_well))
+        try:
+            await asyncio.to_thread(self._thread.shutdown)
+            if self._residents is not None:
+                self._residents.close()
+        finally:
+            await asyncio.to_thread(lambda: self._crew.close(all_well=all_well))
 
     # -- loops -----------------------------------------------------------------------------------------------------------
 
@@ -188,7 +190,7 @@ class LearnerWorker:
         self._standing = standing
         await self._on_thread(self._publish_version)
         if needs_residents(self._config):
-            self._residents = await self._on_thread(self._settle)
+            await self._on_thread(self._settle)
         ready = LearnerReady(standing.version, str(standing.model_folder), standing.metrics)
         await self._connection.send(ready, Lane.CONTROL)
 
@@ -337,10 +339,10 @@ class LearnerWorker:
 
     # -- the device's memory ---------------------------------------------------------------------------------------------
 
-    def _settle(self) -> Residents:
+    def _settle(self) -> None:
         policy = self._policy
         self._crew.tell(Settle(str(policy.model_folder)))
-        return open_residents(policy.trainee, self._config, self._run_folder, policy.model_folder, self._clock)
+        self._residents = open_residents(policy.trainee, self._config, self._run_folder, policy.model_folder, self._clock)
 
     def _move(self, residents: Residents, wanted: SetPhase) -> PhaseReached:
         self._crew.tell(Move(wanted.phase, wanted.number))

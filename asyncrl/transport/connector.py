@@ -12,6 +12,7 @@ up) starts the numbers from 0. No tasks: reader callbacks and one timer. Made by
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import enum
 import logging
 import uuid
@@ -88,7 +89,10 @@ class ZmqConnector:
         self._heard_s = self._ticked_s = self._lost_s = self._loop.time()
         try:
             self._context: zmq.SyncContext = zmq.Context()
-            self._open_socket()
+            with contextlib.ExitStack() as undo:
+                undo.callback(self._context.destroy, linger=0)
+                self._open_socket()
+                undo.pop_all()
         except zmq.ZMQError as error:
             raise TransportError(f"no socket to {address} could be opened: {error.strerror}") from error
         self._timer = self._loop.call_later(limits.ping_s, self._tick)
@@ -127,16 +131,22 @@ class ZmqConnector:
             self._reopen()
 
     def _open_socket(self) -> None:
-        socket = self._context.socket(zmq.DEALER)
-        configure(socket, self._limits)
-        socket.reconnect_ivl = _RECONNECT_MS
-        socket.reconnect_ivl_max = _RECONNECT_MAX_MS
-        if self._keys:
-            secure_connector(socket, self._keys)
         self._enter(Phase.CONNECTING)
-        self._socket = LoopSocket(socket, self._on_message)
-        self._watch = SocketWatch(socket, _LINK_EVENTS, self._on_link_event)
-        socket.connect(self._address)
+        with contextlib.ExitStack() as undo:
+            socket = self._context.socket(zmq.DEALER)
+            undo.callback(socket.close, 0)
+            configure(socket, self._limits)
+            socket.reconnect_ivl = _RECONNECT_MS
+            socket.reconnect_ivl_max = _RECONNECT_MAX_MS
+            if self._keys:
+                secure_connector(socket, self._keys)
+            loop_socket = LoopSocket(socket, self._on_message)
+            undo.callback(loop_socket.close, 0)
+            watch = SocketWatch(socket, _LINK_EVENTS, self._on_link_event)
+            undo.callback(watch.close)
+            socket.connect(self._address)
+            undo.pop_all()
+        self._socket, self._watch = loop_socket, watch
 
     def _reopen(self) -> None:
         """Start with a new socket: whatever is queued in the old one is stale."""
@@ -146,7 +156,6 @@ class ZmqConnector:
             self._open_socket()
             self._not_opened = ""
         except zmq.ZMQError as error:
-            self._drop_socket()
             self._not_opened = str(error.strerror)
             _log.warning("no socket to %s could be opened, it is tried again: %s", self._address, error.strerror)
 

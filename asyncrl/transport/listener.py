@@ -9,6 +9,7 @@ are known by their numbers. No tasks: reader callbacks and one timer. Made by op
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import uuid
 from collections import deque
@@ -106,22 +107,10 @@ class ZmqListener:
         self._changed = asyncio.Event()
         self._is_closed = False
         self._loop = asyncio.get_running_loop()
-        self._context: zmq.SyncContext = zmq.Context()
-        self._guard = KeyGuard(self._context, keys) if keys else None
-        socket = self._context.socket(zmq.ROUTER)
-        configure(socket, limits)
-        socket.router_mandatory = True
-        if keys:
-            secure_listener(socket, keys)
-        self._watch = SocketWatch(socket, _HANDSHAKE_FAILURES, self._note_failed_handshake)
-        self._socket = LoopSocket(socket, self._on_message)
         try:
-            socket.bind(address)
+            self._address = self._open_sockets(address, keys)
         except zmq.ZMQError as error:
-            self._close_sockets()
-            self._context.term()
             raise TransportError(f"cannot listen on {address}: {error.strerror}") from error
-        self._address = socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
         self._checked_s = self._loop.time()
         self._timer = self._loop.call_later(limits.silence_timeout_s / 4, self._check_silence)
 
@@ -155,9 +144,32 @@ class ZmqListener:
         for peer in list(self._by_name.values()):
             await peer.endpoint.close()
         self._close_sockets()
-        await asyncio.to_thread(self._context.term)
-        if self._owned_folder is not None:
-            self._owned_folder.close()
+        try:
+            await asyncio.to_thread(self._context.term)
+        finally:
+            if self._owned_folder is not None:
+                self._owned_folder.close()
+
+    def _open_sockets(self, address: str, keys: ListenerKeys | None) -> str:
+        """Return the address bound to; nothing is left open where that fails."""
+        self._context: zmq.SyncContext = zmq.Context()
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._context.destroy, linger=0)
+            self._guard = KeyGuard(self._context, keys) if keys else None
+            if self._guard:
+                undo.callback(self._guard.close)
+            socket = self._context.socket(zmq.ROUTER)
+            configure(socket, self._limits)
+            socket.router_mandatory = True
+            if keys:
+                secure_listener(socket, keys)
+            self._watch = SocketWatch(socket, _HANDSHAKE_FAILURES, self._note_failed_handshake)
+            undo.callback(self._watch.close)
+            self._socket = LoopSocket(socket, self._on_message)
+            undo.callback(self._socket.close, 0)
+            socket.bind(address)
+            undo.pop_all()
+        return socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
 
     def _close_sockets(self) -> None:
         self._watch.close()

@@ -52,7 +52,13 @@ async def open_listener(
     keys = make_keys(run_folder) if config.encryption == "curve" else None
     folder = _make_ipc_folder() if config.kind == "ipc" else None
     address = f"ipc://{folder.path}/c" if folder else f"tcp://{config.host}:*"
-    return ZmqListener(address, hello or new_hello("controller", "controller"), limits or _limits_of(config), keys, judge, folder)
+    hello = hello or new_hello("controller", "controller")
+    try:
+        return ZmqListener(address, hello, limits or _limits_of(config), keys, judge, folder)
+    except BaseException:
+        if folder:
+            folder.close()
+        raise
 
 
 async def open_connection(

@@ -9,6 +9,7 @@ import os
 import random
 import resource
 import stat
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -170,6 +171,44 @@ async def test_without_a_descriptor_the_first_connection_is_refused_with_the_cau
     async with closing(listener):
         with no_descriptor_left(), pytest.raises(TransportError, match=r"no socket to .* could be opened: Too many open files"):
             await connect(listener.address)
+
+
+async def test_what_cannot_be_opened_leaves_no_descriptor(tmp_path):
+    keys, client_keys = make_keys(tmp_path), load_client_keys(tmp_path)
+    descriptors = os.listdir("/proc/self/fd")
+    for these in (client_keys, msgspec.structs.replace(client_keys, public="too short"), None):
+        with pytest.raises(TransportError, match="no socket to tcp://nowhere could be opened"):
+            ZmqConnector("tcp://nowhere", new_hello("generator", "generator-0"), LIMITS, these)
+        assert os.listdir("/proc/self/fd") == descriptors
+    for these in (keys, msgspec.structs.replace(keys, public="too short"), None):
+        with pytest.raises(TransportError, match="cannot listen on tcp://nowhere"):
+            make_listener("tcp://nowhere", these)
+        assert os.listdir("/proc/self/fd") == descriptors
+
+
+async def test_a_listener_that_cannot_be_opened_leaves_no_folder(tmp_path):
+    before = folders()
+    with pytest.raises(OverflowError):
+        await open_listener(
+            TransportConfig(kind="ipc", encryption="plain"), tmp_path, limits=LinkLimits(max_message_bytes=1 << 63)
+        )
+    assert folders() == before
+
+
+async def test_a_listener_that_is_cancelled_as_it_closes_leaves_no_folder(tmp_path):
+    before = folders()
+    for loop_turns in range(1, 5):
+        listener = await open_listener(TransportConfig(kind="ipc", encryption="plain"), tmp_path)
+        async with asyncio.TaskGroup() as group:
+            closing_it = group.create_task(listener.close())
+            for _ in range(loop_turns):
+                await asyncio.sleep(0)
+            closing_it.cancel()
+        assert folders() == before
+
+
+def folders() -> set[Path]:
+    return {path for parent in (tempfile.gettempdir(), "/tmp") for path in Path(parent).glob("asyncrl-ipc-*")}
 
 
 @contextlib.contextmanager

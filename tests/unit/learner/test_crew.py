@@ -1,4 +1,4 @@
-"""Rank 0 and its other ranks' processes: whatever goes wrong, none of them is left. Real ranks: tests/integration/test_ranks.py."""
+"""Rank 0 and its other ranks' processes: whatever goes wrong, none is left. Whole runs: tests/integration/test_ranks.py."""
 
 from __future__ import annotations
 

@@ -86,13 +86,18 @@ class PartServer:
         """Requests that were none: malformed, oversized, out of range."""
         self.served_bytes = 0
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
-        router, doorman = self._bind(bind)
-        self.location = reachable(router.getsockopt_string(zmq.LAST_ENDPOINT))
-        self._bell, self._listening = socket.socketpair()
-        self._bell.setblocking(False)
-        self._listening.setblocking(False)
-        self._thread = threading.Thread(target=self._serve, args=(router, doorman), name="asyncrl-weights-server", daemon=True)
-        self._thread.start()
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._context.destroy, linger=0)
+            router, doorman = self._bind(bind)
+            self.location = reachable(router.getsockopt_string(zmq.LAST_ENDPOINT))
+            self._bell, self._listening = map(undo.enter_context, socket.socketpair())
+            self._bell.setblocking(False)
+            self._listening.setblocking(False)
+            self._thread = threading.Thread(
+                target=self._serve, args=(router, doorman), name="asyncrl-weights-server", daemon=True
+            )
+            self._thread.start()
+            undo.pop_all()
 
     @property
     def is_serving(self) -> bool:
@@ -137,7 +142,6 @@ class PartServer:
         try:
             router.bind(address)
         except zmq.ZMQError as error:
-            self._context.destroy(linger=0)
             raise BroadcastError(
                 f"cannot serve weights at {address}: {error}; give an address of this machine, and port * where several "
                 "processes share it (broadcast.medium.bind, broadcast.medium.relay_bind)"

@@ -1,3 +1,4 @@
+import os
 import threading
 
 import pytest
@@ -5,6 +6,9 @@ import torch
 import zmq
 
 from asyncrl.broadcast.chunks import ChunkRequest
+from asyncrl.broadcast.zeromq_keys import CurveKeys
+from asyncrl.broadcast.zeromq_server import PartServer
+from asyncrl.broadcast.zeromq_shelf import Shelf
 from asyncrl.broadcast.zeromq_writer import ZeroMQWriter
 from asyncrl.config.broadcast import ZeroMQMedium
 from asyncrl.errors import BroadcastError
@@ -27,6 +31,14 @@ def test_a_version_that_nobody_would_serve_is_an_error_and_not_a_silence(writer)
     writer.close()
     with pytest.raises(BroadcastError, match="version 2 can be fetched by nobody"):
         writer.commit(1, 2, "g")
+
+
+@pytest.mark.parametrize("key", [b"0" * 40, b"too short"])
+def test_a_server_that_cannot_be_opened_leaves_no_descriptor(key):
+    descriptors = os.listdir("/proc/self/fd")
+    with pytest.raises((BroadcastError, zmq.ZMQError)):
+        PartServer("tcp://nowhere", Shelf(), 1 << 20, CurveKeys(key, key, ()))
+    assert os.listdir("/proc/self/fd") == descriptors
 
 
 def test_a_slot_is_busy_for_as_long_as_a_part_of_it_is_on_its_way(writer):

@@ -121,8 +121,10 @@ async def visit(request: JoinRequest, pid: int, endpoint_file: str) -> AsyncIter
             refuse_what_does_not_reach(config, terms, host, shares_folder=folder != private)
             yield Visit(name, connection, config, folder, terms.machine == host)
         finally:
-            await connection.flush(FLUSH_S)
-            await connection.close()
+            try:
+                await connection.flush(FLUSH_S)
+            finally:
+                await connection.close()
 
 
 async def serve_until_told(work: Coroutine[Any, Any, int]) -> int:

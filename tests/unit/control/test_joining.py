@@ -23,7 +23,7 @@ from asyncrl.control.joining import (
     visit,
 )
 from asyncrl.control.roster import Roster
-from asyncrl.errors import CodecError, ConfigError, TransportError
+from asyncrl.errors import CodecError, ConfigError, ConnectionClosed, TransportError
 from asyncrl.schema.control import JoinTerms
 from asyncrl.schema.samples import SampleFailure
 from asyncrl.transport.channel import Lane, Listener
@@ -166,6 +166,32 @@ async def test_a_guest_comes_in_is_told_the_run_and_says_goodbye(tmp_path):
                 assert not here.is_on_same_machine
             with pytest.raises(Exception, match="closed by the peer"):
                 await asyncio.wait_for(near.result().receive(Lane.CONTROL), 10)
+    finally:
+        await listener.close()
+
+
+async def test_a_guest_that_is_cancelled_as_it_leaves_says_goodbye_all_the_same(tmp_path):
+    """It waits for what nobody acknowledges; a second Ctrl-C does not wait."""
+    listener = await _run_of(_config(), tmp_path, Roster(most_guests=1))
+    leaving = asyncio.Event()
+    try:
+        async with asyncio.TaskGroup() as group:
+
+            async def come_and_go() -> None:
+                async with visit(JoinRequest(run_folder=str(tmp_path)), 7, "endpoint") as here:
+                    here.connection.try_send(SampleFailure(0, 0, 1, "generate", "unheard"))
+                    leaving.set()
+
+            going = group.create_task(come_and_go())
+            near = await listener.accept()
+            await near.send(_terms(_medium(kind="files", folder="/shared")), Lane.CONTROL)
+            await leaving.wait()
+            await asyncio.sleep(0)
+            going.cancel()
+        async with asyncio.timeout(10):
+            await near.receive()
+            with pytest.raises(ConnectionClosed, match="closed by the peer"):
+                await near.receive()
     finally:
         await listener.close()
 

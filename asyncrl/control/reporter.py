@@ -7,6 +7,7 @@ Called by control/controller.py on its event loop; writing the report (matplotli
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
@@ -252,11 +253,10 @@ class Reporter:
         return self._sinks.prometheus_text()
 
     async def close(self, run_folder: Path) -> None:
-        """Close every file and draw the pictures."""
-        self._steps_file.close()
-        self._evals_file.close()
-        self._spans_file.close()
-        self._sinks.close()
+        """Close every file, whatever becomes of the others, and draw the pictures."""
+        with contextlib.ExitStack() as closing:
+            for open_one in (self._sinks, self._spans_file, self._evals_file, self._steps_file):
+                closing.callback(open_one.close)
         await asyncio.to_thread(self._draw, run_folder)
 
     def _draw(self, run_folder: Path) -> None:

@@ -6,6 +6,7 @@ that sink's file; a missing one is a ConfigError that names the extra to install
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import logging
 from collections.abc import Callable, Mapping
@@ -56,9 +57,10 @@ class MetricSinks:
         return self._prometheus.text()
 
     def close(self) -> None:
-        """Close every destination."""
-        for sink in self._sinks:
-            sink.close()
+        """Close every destination, whatever becomes of the others."""
+        with contextlib.ExitStack() as closing:
+            for sink in self._sinks:
+                closing.callback(sink.close)
 
 
 def open_sinks(config: RunConfig, run_folder: Path) -> MetricSinks:

@@ -13,6 +13,7 @@ config says `sandbox = "none"`. Called by code_exec.py and by `asyncrl doctor`.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import math
 import os
@@ -97,47 +98,48 @@ class Sandbox:
             beside: A driver whose pipes the new one takes over, under the same descriptor numbers.
 
         Raises:
-            RewardError: bubblewrap could not be executed.
+            RewardError: bubblewrap could not be executed, or no descriptor is left.
         """
-        lent_fds = () if beside is None else beside.lend_pipes()
-        child_read, write_fd = os.pipe()
-        read_fd, child_write = os.pipe()
-        fds = [child_read, child_write, *lent_fds]
-        drop_root = self.interpreter is not None and os.geteuid() == 0
-        filter_fd = _filter_fd() if self.interpreter else None
-        errors = tempfile.TemporaryFile()  # noqa: SIM115 - Confined owns and closes it
-        python = [*self._python(), "-I", "-S", "-c", bootstrap(), str(child_read), str(child_write), str(self._max_frame)]
         try:
+            pipes = self._start(() if beside is None else beside.lend_pipes())
+        except OSError as error:
+            raise RewardError(f"cannot start the sandbox: {error}; {INSTALL_HINT}") from error
+        confined = Confined(pipes, self.limits.wall_s, self.limits.memory_bytes, self._max_frame, beside)
+        limits = self.limits.rlimits(confined=self.interpreter is not None)
+        confined.send({**setup, "limits": limits, "output_bytes": self.limits.output_bytes})
+        return confined
+
+    def _start(self, lent_fds: tuple[int, ...]) -> ConfinedPipes:
+        """Start the driver; where it fails, none of the descriptors made for it is left."""
+        drop_root = self.interpreter is not None and os.geteuid() == 0
+        with contextlib.ExitStack() as ours, contextlib.ExitStack() as its:
+            child_read, write_fd = os.pipe()
+            its.callback(os.close, child_read)
+            ours.callback(os.close, write_fd)
+            read_fd, child_write = os.pipe()
+            its.callback(os.close, child_write)
+            ours.callback(os.close, read_fd)
+            fds = [child_read, child_write, *lent_fds]
+            filter_fd = _filter_fd() if self.interpreter else None
+            if filter_fd is not None:
+                its.callback(os.close, filter_fd)
+                fds.append(filter_fd)
+            errors = ours.enter_context(tempfile.TemporaryFile())
+            python = [*self._python(), "-I", "-S", "-c", bootstrap(), str(child_read), str(child_write), str(self._max_frame)]
             process = subprocess.Popen(  # noqa: S603 - our own command line
                 python if self.interpreter is None else [*_bubblewrap(self.interpreter, filter_fd), *python],
                 stdin=subprocess.DEVNULL,
                 stdout=errors,
                 stderr=errors,
                 cwd="/",
-                pass_fds=fds if filter_fd is None else [*fds, filter_fd],
+                pass_fds=fds,
                 start_new_session=True,
                 user=NOBODY if drop_root else None,
                 group=NOBODY if drop_root else None,
                 extra_groups=[] if drop_root else None,
             )
-        except OSError as error:
-            for fd in (write_fd, read_fd):
-                os.close(fd)
-            errors.close()
-            raise RewardError(f"cannot start the sandbox: {error}; {INSTALL_HINT}") from error
-        finally:
-            for fd in (child_read, child_write, *(() if filter_fd is None else (filter_fd,))):
-                os.close(fd)
-        confined = Confined(
-            ConfinedPipes(process, read_fd, write_fd, errors),
-            self.limits.wall_s,
-            self.limits.memory_bytes,
-            self._max_frame,
-            beside,
-        )
-        limits = self.limits.rlimits(confined=self.interpreter is not None)
-        confined.send({**setup, "limits": limits, "output_bytes": self.limits.output_bytes})
-        return confined
+            ours.pop_all()
+        return ConfinedPipes(process, read_fd, write_fd, errors)
 
     def _python(self) -> list[str]:
         return [self.interpreter.path if self.interpreter else sys.executable]

@@ -1,7 +1,9 @@
 """The sandbox against programs that mean harm, and the judging against programs that want to pass without being right."""
 # ruff: noqa: E501 - programs are quoted as they are
 
+import contextlib
 import os
+import resource
 import socket
 import subprocess
 import sys
@@ -52,6 +54,37 @@ def said(code: str) -> str:
     )
     assert "stdout" in reply, reply
     return reply["stdout"]
+
+
+@pytest.mark.parametrize("sandbox", ["none", pytest.param("bubblewrap", marks=needs_sandbox)])
+def test_a_launch_that_runs_out_of_descriptors_at_any_point_leaves_none(sandbox):
+    sandbox = open_sandbox(sandbox, SandboxLimits())
+    sandbox.launch({"role": "candidate", "code": ""}).close()
+    descriptors, outcomes = os.listdir("/proc/self/fd"), []
+    for free in range(16):
+        with descriptors_left(free):
+            try:
+                sandbox.launch({"role": "candidate", "code": ""}).close()
+            except RewardError as error:
+                outcomes.append(str(error))
+            else:
+                outcomes.append("")
+        assert os.listdir("/proc/self/fd") == descriptors
+    assert "Too many open files" in outcomes[0]
+    assert not outcomes[-1]
+
+
+@contextlib.contextmanager
+def descriptors_left(free: int):
+    """Let this process open so many more."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used = set(map(int, os.listdir("/proc/self/fd")))
+    limit = next(limit for limit in range(before[0]) if limit - sum(number < limit for number in used) >= free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 # -- what a program may not do -------------------------------------------------------------------------------------------

@@ -64,11 +64,12 @@ class SqliteLedger:
         self._lock_fd = _lock(path)
         try:
             self._connection = _open(path, identity or {}, synchronous)
-        except (sqlite3.Error, LedgerError) as error:
+        except sqlite3.Error as error:
             os.close(self._lock_fd)
-            if isinstance(error, LedgerError):
-                raise
             raise LedgerError(f"{path} cannot be opened: {error}; it is no ledger, it is damaged, or its disk is full") from error
+        except BaseException:
+            os.close(self._lock_fd)
+            raise
         self._call_soon = call_soon
         self._on_failure = on_failure
         self._max_queued = max_queued
@@ -212,6 +213,15 @@ def _lock(path: Path) -> int:
 
 def _open(path: Path, identity: dict[str, str], synchronous: str) -> sqlite3.Connection:
     connection = sqlite3.connect(path, timeout=30.0, isolation_level=None, check_same_thread=False)
+    try:
+        _prepare(path, connection, identity, synchronous)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _prepare(path: Path, connection: sqlite3.Connection, identity: dict[str, str], synchronous: str) -> None:
     # Large pages keep a payload on one page; rare checkpoints (every 256 MB of log) wait for the disk less often.
     connection.execute("PRAGMA page_size = 65536")
     connection.execute("PRAGMA journal_mode = WAL")
@@ -223,7 +233,6 @@ def _open(path: Path, identity: dict[str, str], synchronous: str) -> sqlite3.Con
         _create(connection, identity)
     _migrate(connection)
     _check_identity(path, connection, identity)
-    return connection
 
 
 def _create(connection: sqlite3.Connection, identity: dict[str, str]) -> None:

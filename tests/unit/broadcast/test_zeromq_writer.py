@@ -35,10 +35,10 @@ def test_a_version_that_nobody_would_serve_is_an_error_and_not_a_silence(writer)
 
 @pytest.mark.parametrize("key", [b"0" * 40, b"too short"])
 def test_a_server_that_cannot_be_opened_leaves_no_descriptor(key):
-    descriptors = os.listdir("/proc/self/fd")
+    descriptors = set(os.listdir("/proc/self/fd"))
     with pytest.raises((BroadcastError, zmq.ZMQError)):
         PartServer("tcp://nowhere", Shelf(), 1 << 20, CurveKeys(key, key, ()))
-    assert os.listdir("/proc/self/fd") == descriptors
+    assert set(os.listdir("/proc/self/fd")) <= descriptors
 
 
 def test_a_slot_is_busy_for_as_long_as_a_part_of_it_is_on_its_way(writer):

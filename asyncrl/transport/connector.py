@@ -25,7 +25,7 @@ from asyncrl.schema.codec import Frame
 from asyncrl.schema.control import PROTOCOL, Hello
 from asyncrl.transport.channel import GOODBYE, Connection, RefusalCounts
 from asyncrl.transport.endpoint import Endpoint
-from asyncrl.transport.link import GOODBYE_LINGER_MS, LinkLimits, Pump, configure
+from asyncrl.transport.link import GOODBYE_LINGER_MS, LinkLimits, Pump, configure, end_context, terminate
 from asyncrl.transport.loop_socket import LoopSocket, SocketWatch
 from asyncrl.transport.packets import (
     Goodbye,
@@ -123,7 +123,7 @@ class ZmqConnector:
             if self._phase is Phase.OPEN:
                 self._send([build(Goodbye(self._pump.session, reason))])
             self._shut("closed on this side", GOODBYE_LINGER_MS)
-        await asyncio.to_thread(self._context.term)
+        await terminate(self._context)
 
     def break_link(self) -> None:
         """Drop the socket as if the network had; the connector finds its way back. For tests and fault drills."""

@@ -23,7 +23,7 @@ from asyncrl.folders import OwnedFolder
 from asyncrl.schema.control import PROTOCOL, Hello
 from asyncrl.transport.channel import GOODBYE, Connection, RefusalCounts
 from asyncrl.transport.endpoint import Endpoint
-from asyncrl.transport.link import GOODBYE_LINGER_MS, LinkLimits, Pump, configure
+from asyncrl.transport.link import GOODBYE_LINGER_MS, LinkLimits, Pump, configure, end_context, terminate
 from asyncrl.transport.loop_socket import LoopSocket, SocketWatch
 from asyncrl.transport.packets import (
     Goodbye,
@@ -145,7 +145,7 @@ class ZmqListener:
             await peer.endpoint.close()
         self._close_sockets()
         try:
-            await asyncio.to_thread(self._context.term)
+            await terminate(self._context)
         finally:
             if self._owned_folder is not None:
                 self._owned_folder.close()

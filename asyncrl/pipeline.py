@@ -108,34 +108,36 @@ async def run_controller(
     check_shares(config, usable_cores(), gpu_memory_bytes(config))
     task = build_task(config.task, config.seed)
     loop = asyncio.get_running_loop()
-    buffer = open_buffer(config, run_folder, call_soon=loop.call_soon_threadsafe, on_failure=_ledger_failed, now=clock.now())
-    counts = buffer.counts()
-    limits = AdmissionLimits(
-        groups_per_step=config.algorithm.groups_per_step,
-        group_size=config.algorithm.members_per_group,
-        max_staleness=config.buffer.max_staleness,
-        max_running_groups=config.buffer.max_running_groups,
-        max_groups=config.num_steps * config.algorithm.groups_per_step,
-    )
-    admission = Admission(limits, running=counts.running + counts.scoring, accepted=counts.ready + counts.taken + counts.trained)
-    peers = Peers()
-    flow = Flow(config, buffer, admission, PromptSequence(task.train, config.seed), peers, clock)
-    feed = LearnerFeed(config, flow, clock)
-    reporter = Reporter(config, run_folder, open_sinks(config, run_folder), clock)
-    roster = Roster(plan_processes(config), config.placement.most_joining_generators, config.supervision)
-    listener = await open_listener(config.transport, run_folder, judge=roster.judge)
-    (run_folder / ENDPOINT_FILE).write_text(listener.address, encoding="utf-8")
-    launcher = launcher or await _launcher_of(config, run_folder)
-    parts = RunParts(
-        config, run_folder, listener, launcher, peers, flow, feed, reporter, list(task.held_out), clock,
-        resumed=counts.issued > 0, roster=roster,
-    )  # fmt: skip
-    try:
+    async with contextlib.AsyncExitStack() as leaving:
+        buffer = open_buffer(config, run_folder, call_soon=loop.call_soon_threadsafe, on_failure=_ledger_failed, now=clock.now())
+        leaving.callback(buffer.close)
+        leaving.callback(shutil.rmtree, run_folder / SWAP_FOLDER, ignore_errors=True)
+        leaving.callback(remove_leftover_segments, run_folder)
+        roster = Roster(plan_processes(config), config.placement.most_joining_generators, config.supervision)
+        listener = await open_listener(config.transport, run_folder, judge=roster.judge)
+        leaving.push_async_callback(listener.close)
+        (run_folder / ENDPOINT_FILE).write_text(listener.address, encoding="utf-8")
+        launcher = launcher or await _launcher_of(config, run_folder)
+        counts = buffer.counts()
+        limits = AdmissionLimits(
+            groups_per_step=config.algorithm.groups_per_step,
+            group_size=config.algorithm.members_per_group,
+            max_staleness=config.buffer.max_staleness,
+            max_running_groups=config.buffer.max_running_groups,
+            max_groups=config.num_steps * config.algorithm.groups_per_step,
+        )
+        admission = Admission(
+            limits, running=counts.running + counts.scoring, accepted=counts.ready + counts.taken + counts.trained
+        )
+        peers = Peers()
+        flow = Flow(config, buffer, admission, PromptSequence(task.train, config.seed), peers, clock)
+        feed = LearnerFeed(config, flow, clock)
+        reporter = Reporter(config, run_folder, open_sinks(config, run_folder), clock)
+        parts = RunParts(
+            config, run_folder, listener, launcher, peers, flow, feed, reporter, list(task.held_out), clock,
+            resumed=counts.issued > 0, roster=roster,
+        )  # fmt: skip
         return await Controller(parts).run(owner_gone)
-    finally:
-        await listener.close()
-        remove_leftover_segments(run_folder)
-        shutil.rmtree(run_folder / SWAP_FOLDER, ignore_errors=True)
 
 
 async def _launcher_of(config: RunConfig, run_folder: Path) -> Launcher:

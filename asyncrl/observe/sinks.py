@@ -69,13 +69,18 @@ def open_sinks(config: RunConfig, run_folder: Path) -> MetricSinks:
     Raises:
         ConfigError: A destination needs a package that is not installed.
     """
-    sinks: list[Sink] = [JsonlSink(run_folder / "metrics.jsonl")]
-    if config.observe.tensorboard:
-        make: Callable[..., Sink] = _optional("sink_tensorboard", extra="tensorboard").TensorBoardSink
-        sinks.append(make(run_folder / "tensorboard"))
-    if config.observe.wandb != "off":
-        make = _optional("sink_wandb", extra="wandb").WandbSink
-        sinks.append(make(config, run_folder))
+    sinks: list[Sink] = []
+    try:
+        sinks.append(JsonlSink(run_folder / "metrics.jsonl"))
+        if config.observe.tensorboard:
+            make: Callable[..., Sink] = _optional("sink_tensorboard", extra="tensorboard").TensorBoardSink
+            sinks.append(make(run_folder / "tensorboard"))
+        if config.observe.wandb != "off":
+            make = _optional("sink_wandb", extra="wandb").WandbSink
+            sinks.append(make(config, run_folder))
+    except BaseException:
+        MetricSinks(sinks).close()
+        raise
     return MetricSinks(sinks)
 
 

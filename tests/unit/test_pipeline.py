@@ -1,0 +1,44 @@
+"""What a controller that cannot begin leaves behind; that it works is seen in whole runs (tests/integration)."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import tempfile
+import threading
+from pathlib import Path
+
+import pytest
+
+from asyncrl.clock import SystemClock
+from asyncrl.config.load import parse_config
+from asyncrl.control.launch_fake import FakeLauncher
+from asyncrl.errors import ConfigError, TransportError
+from asyncrl.pipeline import ENDPOINT_FILE, run_controller
+
+FAKE = {"generate": {"engine": {"kind": "fake"}}}
+
+
+@pytest.mark.parametrize(
+    ("settings", "error"),
+    [
+        ({}, IsADirectoryError),
+        ({"transport": {"kind": "tcp", "host": "192.0.2.1"}}, TransportError),
+        ({"observe": {"wandb": "offline"}}, ConfigError),
+    ],
+)
+async def test_a_controller_that_cannot_begin_leaves_no_socket_thread_or_folder(tmp_path, monkeypatch, settings, error):
+    config = parse_config({**FAKE, **settings})
+    if error is IsADirectoryError:
+        (tmp_path / ENDPOINT_FILE).mkdir()
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    monkeypatch.delitem(sys.modules, "asyncrl.observe.sink_wandb", raising=False)
+    folders = ipc_folders()
+    with pytest.raises(error):
+        await run_controller(config, tmp_path, SystemClock(), asyncio.Event(), FakeLauncher())
+    assert ipc_folders() == folders
+    assert "ledger" not in {thread.name for thread in threading.enumerate()}
+
+
+def ipc_folders() -> set[Path]:
+    return {path for parent in (tempfile.gettempdir(), "/tmp") for path in Path(parent).glob("asyncrl-ipc-*")}

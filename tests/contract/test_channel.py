@@ -21,9 +21,10 @@ from asyncrl.transport.open import new_hello, open_connection, open_listener
 
 WINDOW = 4
 LIMITS = LinkLimits(
-    window=WINDOW, max_message_bytes=1 << 20, ping_s=0.05, reconnect_after_s=1.0, silence_timeout_s=5.0, give_up_s=10.0
+    window=WINDOW, max_message_bytes=1 << 20, ping_s=0.05, reconnect_after_s=30.0, silence_timeout_s=60.0, give_up_s=60.0
 )
-WAIT_S = 10.0
+"""No link breaks here: however long the machine stands still, nobody is given up, or closed without a goodbye."""
+WAIT_S = 30.0
 
 KINDS = ["inprocess", "ipc-plain", "tcp-plain", "tcp-curve"]
 

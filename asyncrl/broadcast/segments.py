@@ -99,8 +99,13 @@ def _make_own(run_folder: Path) -> tuple[Path, int]:
     while True:
         path = segment_folder(run_folder) / f"{segment_prefix(run_folder)}{secrets.token_hex(4)}"
         handle = create_private(path)
-        if _own(path):
-            return path, handle
+        try:
+            if _own(path):
+                return path, handle
+        except OSError as error:
+            path.unlink(missing_ok=True)
+            os.close(handle)
+            raise BroadcastError(f"cannot make {path}: {error.strerror}") from error
         os.close(handle)
 
 

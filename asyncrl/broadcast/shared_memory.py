@@ -70,7 +70,8 @@ class SharedMemoryWriter:
         remove_leftover_segments(self._run_folder)
         slot_bytes = -(-manifest.total_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         self._path, segment = make_segment(self._run_folder, HEADER_BYTES + NUM_SLOTS * slot_bytes)
-        self._locks = [create_private(slot_lock_path(self._path, slot)) for slot in range(NUM_SLOTS)]
+        for slot in range(NUM_SLOTS):
+            self._locks.append(create_private(slot_lock_path(self._path, slot)))
         self._header = np.frombuffer(segment, np.int64, count=HEADER_BYTES // 8)
         self._header[_SLOT_BYTES] = slot_bytes
         for slot in range(NUM_SLOTS):

@@ -140,8 +140,12 @@ def _shareable_memory(num_bytes: int) -> tuple[torch.Tensor, int]:
     if not hasattr(os, "memfd_create"):
         return torch.zeros(num_bytes, dtype=torch.uint8), -1
     file = os.memfd_create("asyncrl-staging")
-    os.ftruncate(file, num_bytes)
-    return torch.frombuffer(mmap.mmap(file, num_bytes), dtype=torch.uint8), file
+    try:
+        os.ftruncate(file, num_bytes)
+        return torch.frombuffer(mmap.mmap(file, num_bytes), dtype=torch.uint8), file
+    except BaseException:
+        os.close(file)
+        raise
 
 
 def refuse_damaged(available: WeightsAvailable, found: bytes) -> None:

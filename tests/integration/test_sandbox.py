@@ -1,9 +1,7 @@
 """The sandbox against programs that mean harm, and the judging against programs that want to pass without being right."""
 # ruff: noqa: E501 - programs are quoted as they are
 
-import contextlib
 import os
-import resource
 import socket
 import subprocess
 import sys
@@ -20,6 +18,7 @@ from asyncrl.reward.inputs import RewardInput
 from asyncrl.reward.sandbox import Sandbox, SandboxLimits, open_sandbox, probe_sandbox
 from asyncrl.reward.sandbox_process import ProgramStopped, resident_bytes_of_tree
 from asyncrl.schema.samples import Prompt
+from tests.descriptors import descriptors_left, open_descriptors
 
 STATUS = probe_sandbox()
 needs_sandbox = pytest.mark.skipif(not STATUS.works, reason=f"no sandbox on this machine: {STATUS.reason}")
@@ -60,7 +59,7 @@ def said(code: str) -> str:
 def test_a_launch_that_runs_out_of_descriptors_at_any_point_leaves_none(sandbox):
     sandbox = open_sandbox(sandbox, SandboxLimits())
     sandbox.launch({"role": "candidate", "code": ""}).close()
-    descriptors, outcomes = set(os.listdir("/proc/self/fd")), []
+    descriptors, outcomes = open_descriptors(), []
     for free in range(16):
         with descriptors_left(free):
             try:
@@ -69,22 +68,9 @@ def test_a_launch_that_runs_out_of_descriptors_at_any_point_leaves_none(sandbox)
                 outcomes.append(str(error))
             else:
                 outcomes.append("")
-        assert set(os.listdir("/proc/self/fd")) <= descriptors
+        assert open_descriptors() <= descriptors
     assert "Too many open files" in outcomes[0]
     assert not outcomes[-1]
-
-
-@contextlib.contextmanager
-def descriptors_left(free: int):
-    """Let this process open so many more."""
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    used = set(map(int, os.listdir("/proc/self/fd")))
-    limit = next(limit for limit in range(before[0]) if limit - sum(number < limit for number in used) >= free)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 # -- what a program may not do -------------------------------------------------------------------------------------------

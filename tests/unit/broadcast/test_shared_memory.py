@@ -1,3 +1,4 @@
+import contextlib
 import fcntl
 import os
 import subprocess
@@ -14,6 +15,7 @@ from asyncrl.broadcast.shared_memory import LEASE_LIMIT_S, SharedMemoryReader, S
 from asyncrl.errors import BroadcastError
 from asyncrl.models.layout import make_manifest
 from asyncrl.schema.weights import WeightsAvailable, WeightsManifest
+from tests.descriptors import descriptors_left, open_descriptors
 
 MANIFEST = make_manifest({"w": torch.zeros(1_000_000)})
 
@@ -80,6 +82,20 @@ def test_no_room_is_an_error_that_says_what_to_do_and_leaves_nothing(writer, tmp
     with pytest.raises(BroadcastError, match="shm-size"):
         writer.open(WeightsManifest((), 1 << 46))
     assert remove_leftover_segments(tmp_path) == []
+
+
+def test_a_writer_that_runs_out_of_descriptors_at_any_point_leaves_none(tmp_path):
+    descriptors, is_open = open_descriptors(), []
+    for free in range(8):
+        writer = SharedMemoryWriter(tmp_path)
+        with descriptors_left(free), contextlib.suppress(OSError, BroadcastError):
+            writer.open(MANIFEST)
+            is_open.append(free)
+        writer.close()
+        assert open_descriptors() <= descriptors
+        assert not list(segment_folder(tmp_path).glob(f"{segment_prefix(tmp_path)}*"))
+    assert is_open[0] > 1
+    assert is_open[-1] == 7
 
 
 def test_a_segment_is_owned_before_it_is_filled(writer, tmp_path, monkeypatch):

@@ -3,6 +3,7 @@ import subprocess
 import sys
 import threading
 
+import msgspec
 import pytest
 import torch
 
@@ -14,6 +15,7 @@ from asyncrl.clock import VirtualClock
 from asyncrl.config.broadcast import BroadcastConfig, DeltaConfig, FilesMedium
 from asyncrl.errors import BroadcastError
 from asyncrl.models.layout import view_tensors
+from tests.descriptors import open_descriptors
 
 NUM_VALUES = 20_000
 CONFIG = BroadcastConfig(medium=FilesMedium(), bucket_bytes=4096, delta=DeltaConfig(full_every=5))
@@ -54,6 +56,15 @@ def staging(tmp_path):
 
 def received(staging, available):
     return view_tensors(staging.receive(available, NOT_CANCELLED), available.manifest)
+
+
+def test_a_buffer_for_which_there_is_no_room_leaves_no_descriptor(learner, staging):
+    available = learner.publish(1)
+    too_large = msgspec.structs.replace(available.manifest, total_bytes=1 << 50)
+    descriptors = open_descriptors()
+    with pytest.raises(OSError, match="Cannot allocate memory"):
+        staging.receive(msgspec.structs.replace(available, manifest=too_large), NOT_CANCELLED)
+    assert open_descriptors() <= descriptors
 
 
 def test_who_has_the_version_before_needs_the_delta_alone(learner, staging):

@@ -1,4 +1,3 @@
-import os
 import threading
 
 import pytest
@@ -13,6 +12,7 @@ from asyncrl.broadcast.zeromq_writer import ZeroMQWriter
 from asyncrl.config.broadcast import ZeroMQMedium
 from asyncrl.errors import BroadcastError
 from asyncrl.models.layout import make_manifest
+from tests.descriptors import open_descriptors
 
 MANIFEST = make_manifest({"w": torch.zeros(100)})
 FIRST = ChunkRequest(1, "f", 0, 64)
@@ -35,10 +35,10 @@ def test_a_version_that_nobody_would_serve_is_an_error_and_not_a_silence(writer)
 
 @pytest.mark.parametrize("key", [b"0" * 40, b"too short"])
 def test_a_server_that_cannot_be_opened_leaves_no_descriptor(key):
-    descriptors = set(os.listdir("/proc/self/fd"))
+    descriptors = open_descriptors()
     with pytest.raises((BroadcastError, zmq.ZMQError)):
         PartServer("tcp://nowhere", Shelf(), 1 << 20, CurveKeys(key, key, ()))
-    assert set(os.listdir("/proc/self/fd")) <= descriptors
+    assert open_descriptors() <= descriptors
 
 
 def test_a_slot_is_busy_for_as_long_as_a_part_of_it_is_on_its_way(writer):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import sqlite3
 import subprocess
@@ -29,6 +28,7 @@ from asyncrl.buffer.records import (
 )
 from asyncrl.errors import LedgerError
 from asyncrl.schema.samples import Prompt, Sample, Score, ids_to_bytes, logprobs_to_bytes
+from tests.descriptors import open_descriptors
 
 PARAMS = StepParams(0, 4096, 1.0)
 
@@ -191,11 +191,11 @@ def test_a_file_that_is_no_ledger_is_refused_and_left_alone(path):
 def test_what_cannot_be_opened_leaves_no_descriptor(tmp_path):
     SqliteLedger(tmp_path / "of_another", identity={"group_size": "1"}).close()
     (tmp_path / "damaged").write_bytes(b"not a database" * 1000)
-    descriptors = set(os.listdir("/proc/self/fd"))
+    descriptors = open_descriptors()
     for name in ("of_another", "damaged"):
         with pytest.raises(LedgerError) as caught:
             SqliteLedger(tmp_path / name, identity={"group_size": "4"})
-        assert set(os.listdir("/proc/self/fd")) <= descriptors, caught
+        assert open_descriptors() <= descriptors, caught
 
 
 def test_a_failed_commit_is_told_once_and_every_later_call_says_so(path):

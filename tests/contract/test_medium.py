@@ -229,7 +229,7 @@ def test_a_killed_publisher_leaves_a_whole_version_or_an_error_and_the_next_one_
     publisher_process.kill()
     while (later := publisher_process.hear(WeightsAvailable)) is not None:
         available = later
-    whole_or_error = read(config, tmp_path, available)
+    whole_or_error = read(config, tmp_path, available, stalled_after_s=0.5)
     assert whole_or_error in ({float(available.version)}, set())
 
     learner = Learner(config, tmp_path)
@@ -238,10 +238,10 @@ def test_a_killed_publisher_leaves_a_whole_version_or_an_error_and_the_next_one_
     assert left_behind(tmp_path) <= {f"version-00000001/{name}" for name in SHARDS}
 
 
-def read(config: BroadcastConfig, run_folder: Path, available: WeightsAvailable) -> set[float]:
+def read(config: BroadcastConfig, run_folder: Path, available: WeightsAvailable, stalled_after_s: float = 20.0) -> set[float]:
     """Return the distinct values that one fetch yields, none where it fails as promised."""
     if isinstance(config.medium, ZeroMQMedium):
-        reader = ZeroMQReader(config.medium, stalled_after_s=0.5)
+        reader = ZeroMQReader(config.medium, stalled_after_s=stalled_after_s)
     else:
         reader = open_reader(config.medium, run_folder)
     into = torch.zeros(available.manifest.total_bytes, dtype=torch.uint8)

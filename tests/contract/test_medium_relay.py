@@ -218,7 +218,7 @@ def test_without_fanout_the_learner_sends_it_to_each(generators, tmp_path):
     for generator in generators.take(2):
         generator.tell(order_of(tmp_path, available, medium))
         assert generator.hear(Fetched) == Fetched(1, [1.0])
-    assert learner.writer.served_bytes == 2 * MODEL_BYTES
+    assert 2 * MODEL_BYTES <= learner.writer.served_bytes < 3 * MODEL_BYTES  # what is slow to come is asked for again
     learner.writer.close()
 
 
@@ -305,16 +305,20 @@ def test_a_relay_that_moves_on_never_sends_a_mixture(learner):
     available = learner.publish(1)
     done = threading.Event()
 
+    num_parts = 0
+
     def move_on() -> None:
+        """Until it was met in the middle, too: who asks may be slow to begin."""
         nonlocal available
-        for version in range(2, 12):
+        version = 2
+        while version < (12 if num_parts else 1000):
             reader.fetch(available, into.data, threading.Event())
             available = learner.publish(version)
+            version += 1
         done.set()
 
     thread = threading.Thread(target=move_on)
     thread.start()
-    num_parts = 0
     while not done.is_set():
         asked = available
         for offset in range(0, MODEL_BYTES, MODEL_BYTES // 8):
@@ -350,7 +354,7 @@ def test_a_delta_goes_from_generator_to_generator_too(learner):
     learner.writer.put_blob("delta-1", blob)
     readers = [ZeroMQReader(MEDIUM) for _ in range(3)]
     assert [reader.fetch_blob(available, "delta-1", len(blob), threading.Event()) for reader in readers] == [blob] * 3
-    assert learner.writer.served_bytes == len(blob)
+    assert len(blob) <= learner.writer.served_bytes < 2 * len(blob)
     learner.writer.drop_blob("delta-1")
     with pytest.raises(BroadcastError, match="'delta-1' can no longer be fetched"):
         readers[0].fetch_blob(available, "delta-1", len(blob), threading.Event())
@@ -370,14 +374,15 @@ def test_a_relay_serves_those_with_the_keys_of_the_run_and_nobody_else():
     relay, child = ZeroMQReader(MEDIUM, keys), ZeroMQReader(MEDIUM, keys)
     for reader in (relay, child):
         assert Fetch(reader, available).join() == {1.0}
-    assert relay.served_bytes == MODEL_BYTES == learner.writer.served_bytes
+    assert MODEL_BYTES <= learner.writer.served_bytes < 2 * MODEL_BYTES
+    assert (served_bytes := relay.served_bytes) > 0
     stranger = Asker(relay.location, keys_of(peers_of=keys))
     with contextlib.suppress(zmq.Again):  # refused already: there is nobody to send to
         stranger.socket.send(msgspec.msgpack.encode(ChunkRequest(1, available.fingerprint, 0, CHUNK_BYTES)), zmq.NOBLOCK)
     assert stranger.news.poll(TIMEOUT_S * 1000)
     assert not stranger.socket.poll(0)
     stranger.close()
-    assert relay.served_bytes == MODEL_BYTES
+    assert relay.served_bytes == served_bytes
     for end in (relay, child, learner.writer):
         end.close()
 

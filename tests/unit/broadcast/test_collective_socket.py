@@ -55,10 +55,15 @@ def test_what_is_no_message_is_counted_and_a_word_to_someone_gone_is_lost(desk):
     line = Line(desk.address, None)
     line.say(Leaving())
     (heard,) = hear(desk)
-    hear_rest = [desk.hear(0.1) for _ in range(10)]
+    hear_rest = []
+    for _ in range(50):
+        hear_rest += desk.hear(0.1)
+        if desk.refused == 4:
+            break
+    hear_rest += desk.hear(0.3)
     assert heard[1] == Leaving()
     assert desk.refused == 4
-    assert not any(hear_rest)
+    assert not hear_rest
     desk.say("00" * 12, Noted())
     line.close()
     stranger.close(linger=0)

@@ -25,7 +25,7 @@ from asyncrl.schema.codec import Frame
 from asyncrl.schema.control import PROTOCOL, Hello
 from asyncrl.transport.channel import GOODBYE, Connection, RefusalCounts
 from asyncrl.transport.endpoint import Endpoint
-from asyncrl.transport.link import GOODBYE_LINGER_MS, LinkLimits, Pump, configure, end_context, terminate
+from asyncrl.transport.link import GOODBYE_LINGER_MS, LinkLimits, Pump, configure, terminate
 from asyncrl.transport.loop_socket import LoopSocket, SocketWatch
 from asyncrl.transport.packets import (
     Goodbye,

@@ -61,11 +61,6 @@ async def terminate(context: zmq.SyncContext) -> None:
     await asyncio.shield(asyncio.get_running_loop().run_in_executor(None, context.term))
 
 
-async def end_context(context: zmq.SyncContext) -> None:
-    """Wait until the last packets are out, GOODBYE_LINGER_MS at most; it ends all the same where this is cancelled."""
-    await asyncio.shield(asyncio.get_running_loop().run_in_executor(None, context.term))
-
-
 class Pump:
     """Moves an endpoint's outbox to the wire: at once when a parcel is full, else at the loop's next turn, all at once."""
 

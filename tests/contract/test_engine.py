@@ -52,6 +52,8 @@ VLLM = pytest.param(
 )
 SLOTS = 4
 MAX_TOKENS = 256
+LONG = 240
+"""Tokens of a completion that is still under way when a test does something to it: a quarter of a second, or an eighth."""
 
 
 @pytest.fixture(scope="session")
@@ -170,7 +172,7 @@ async def test_slots_are_refilled_until_every_request_is_done(engine: Engine) ->
 
 
 async def test_abort_ends_the_stream_and_keeps_earlier_tokens(engine: Engine) -> None:
-    request = make_request("a", max_new_tokens=100)
+    request = make_request("a", max_new_tokens=LONG)
     whole = await collect(engine.submit(request))
     stream = engine.submit(request)
     engine.abort("a")
@@ -182,7 +184,7 @@ async def test_abort_ends_the_stream_and_keeps_earlier_tokens(engine: Engine) ->
 
 
 async def test_an_id_may_be_used_again_after_an_abort(engine: Engine) -> None:
-    before = engine.submit(make_request("a", max_new_tokens=20))
+    before = engine.submit(make_request("a", max_new_tokens=LONG))
     await engine.pause()
     await engine.resume()
     engine.abort("a")
@@ -193,12 +195,12 @@ async def test_an_id_may_be_used_again_after_an_abort(engine: Engine) -> None:
 
 
 async def test_abort_of_a_waiting_request_leaves_the_running_ones(engine: Engine) -> None:
-    streams = [engine.submit(make_request(f"r{i}", max_new_tokens=30)) for i in range(SLOTS + 1)]
+    streams = [engine.submit(make_request(f"r{i}", max_new_tokens=LONG)) for i in range(SLOTS + 1)]
     engine.abort(f"r{SLOTS}")
     *running, waiting = [await collect(stream) for stream in streams]
     assert waiting.finish_reason == "abort"
     assert waiting.token_ids == []
-    assert [len(c.token_ids) for c in running] == [30] * SLOTS
+    assert [len(c.token_ids) for c in running] == [LONG] * SLOTS
 
 
 async def test_closing_a_stream_aborts_its_request(engine: Engine) -> None:
@@ -210,7 +212,7 @@ async def test_closing_a_stream_aborts_its_request(engine: Engine) -> None:
 
 
 async def test_paused_engine_generates_nothing_and_goes_on_where_it_stopped(engine: Engine) -> None:
-    requests = [make_request(f"r{i}", seed=i, max_new_tokens=60) for i in range(SLOTS + 2)]
+    requests = [make_request(f"r{i}", seed=i, max_new_tokens=LONG) for i in range(SLOTS + 2)]
     undisturbed = await collect_all(engine, requests)
     async with asyncio.TaskGroup() as tasks:
         running = [tasks.create_task(collect(engine.submit(request))) for request in requests]
@@ -234,18 +236,19 @@ async def test_weights_may_be_loaded_while_paused(engine: Engine) -> None:
 
 @pytest.mark.parametrize("kv", ["keep", "recompute"])
 async def test_versions_never_decrease_when_weights_change_in_flight(engine: Engine, kv) -> None:
-    await engine.load_weights(0, tensors_of(make_model(0)), kv)
+    weights = [tensors_of(make_model(version)) for version in range(4)]
+    await engine.load_weights(0, weights[0], kv)
     async with asyncio.TaskGroup() as tasks:
-        requests = [make_request(f"r{i}", seed=i, max_new_tokens=100) for i in range(2 * SLOTS)]
+        requests = [make_request(f"r{i}", seed=i, max_new_tokens=LONG) for i in range(2 * SLOTS)]
         running = [tasks.create_task(collect(engine.submit(request))) for request in requests]
         await asyncio.sleep(0)
         for version in range(1, 4):
-            assert await engine.load_weights(version, tensors_of(make_model(version)), kv) >= 0
+            assert await engine.load_weights(version, weights[version], kv) >= 0
             assert engine.version == version
     completions = [task.result() for task in running]
     assert all(c.versions == sorted(c.versions) for c in completions)
-    assert all(len(c.token_ids) == 100 for c in completions)
-    assert completions[-1].versions == [3] * 100
+    assert all(len(c.token_ids) == LONG for c in completions)
+    assert completions[-1].versions == [3] * LONG
 
 
 @pytest.mark.parametrize(
@@ -275,7 +278,7 @@ async def test_request_id_in_use_is_refused(engine: Engine) -> None:
 async def test_close_ends_every_stream_with_abort(engine: Engine) -> None:
     if isinstance(engine, VLLMEngine):
         pytest.skip("closes an engine that others need: see test_vllm_engine.py")
-    streams = [engine.submit(make_request(f"r{i}", max_new_tokens=100)) for i in range(2 * SLOTS)]
+    streams = [engine.submit(make_request(f"r{i}", max_new_tokens=LONG)) for i in range(2 * SLOTS)]
     await engine.close()
     completions = [await collect(stream) for stream in streams]
     assert {c.finish_reason for c in completions} == {"abort"}
@@ -642,13 +645,13 @@ def exact_head(policy, token_ids: list[int]) -> torch.Tensor:
 async def test_nothing_is_sampled_from_weights_that_were_overwritten_while_they_were_read(model_engine) -> None:
     """The learner took the slot back in the middle: requests in flight stand still until a whole version comes."""
     whole = tensors_of(make_model(1))
-    await model_engine.load_weights(1, tensors_of(make_model(0)), "keep")
-    stream = model_engine.submit(make_request("a", max_new_tokens=200))
-    first = await anext(stream)
     manifest = make_manifest(whole)
     flat = torch.zeros(manifest.total_bytes, dtype=torch.uint8)
     for name, view in view_tensors(flat, manifest).items():
         view.copy_(whole[name])
+    await model_engine.load_weights(1, tensors_of(make_model(0)), "keep")
+    stream = model_engine.submit(make_request("a", max_new_tokens=LONG))
+    first = await anext(stream)
 
     def overwritten() -> None:
         raise BroadcastError("overwritten")

@@ -128,7 +128,7 @@ async def test_orders_that_need_weights_are_refused_asleep(engine: Engine) -> No
 
 
 async def test_abort_and_close_work_asleep(engine: Engine) -> None:
-    streams = [engine.submit(long_request(f"r{i}", i)) for i in range(3)]
+    streams = [engine.submit(long_request(f"r{i}", i, max_new_tokens=250)) for i in range(3)]
     await engine.sleep(2)
     engine.abort("r0")
     assert [chunk async for chunk in streams[0]][-1].finish_reason == "abort"
@@ -181,7 +181,7 @@ async def test_after_level_1_logprobs_are_those_of_a_plain_forward(transformers_
 
 async def test_after_level_2_logprobs_are_those_of_the_weights_loaded(transformers_engine) -> None:
     await transformers_engine.load_weights(0, tensors_of(make_model(0)), "keep")
-    stream = transformers_engine.submit(long_request("a", max_new_tokens=200))
+    stream = transformers_engine.submit(long_request("a", max_new_tokens=250))
     first = await anext(stream)
     await transformers_engine.sleep(2)
     await transformers_engine.wake()

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 import tempfile
 import threading
-from pathlib import Path
 
 import pytest
 
@@ -19,6 +19,14 @@ from asyncrl.pipeline import ENDPOINT_FILE, run_controller
 FAKE = {"generate": {"engine": {"kind": "fake"}}}
 
 
+@pytest.fixture
+def folders(monkeypatch):
+    """List what lies where folders for sockets are made; nobody else makes them there."""
+    with tempfile.TemporaryDirectory(prefix="s-", dir="/tmp") as parent:  # pytest's own names are too long for sockets
+        monkeypatch.setattr(tempfile, "tempdir", parent)
+        yield lambda: os.listdir(parent)
+
+
 @pytest.mark.parametrize(
     ("settings", "error"),
     [
@@ -27,18 +35,13 @@ FAKE = {"generate": {"engine": {"kind": "fake"}}}
         ({"observe": {"wandb": "offline"}}, ConfigError),
     ],
 )
-async def test_a_controller_that_cannot_begin_leaves_no_socket_thread_or_folder(tmp_path, monkeypatch, settings, error):
+async def test_a_controller_that_cannot_begin_leaves_no_socket_thread_or_folder(tmp_path, monkeypatch, folders, settings, error):
     config = parse_config({**FAKE, **settings})
     if error is IsADirectoryError:
         (tmp_path / ENDPOINT_FILE).mkdir()
     monkeypatch.setitem(sys.modules, "wandb", None)
     monkeypatch.delitem(sys.modules, "asyncrl.observe.sink_wandb", raising=False)
-    folders = ipc_folders()
     with pytest.raises(error):
         await run_controller(config, tmp_path, SystemClock(), asyncio.Event(), FakeLauncher())
-    assert ipc_folders() == folders
+    assert folders() == []
     assert "ledger" not in {thread.name for thread in threading.enumerate()}
-
-
-def ipc_folders() -> set[Path]:
-    return {path for parent in (tempfile.gettempdir(), "/tmp") for path in Path(parent).glob("asyncrl-ipc-*")}

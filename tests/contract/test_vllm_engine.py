@@ -358,7 +358,8 @@ async def test_twenty_updates_in_flight_do_not_grow_vllms_processes(engine: VLLM
         for stream in streams:
             await collect(stream)
         resident.append(sum(process.memory_info().rss for process in engine._processes))
-    assert resident[-1] - resident[4] < 2 * model_bytes
+    # An allocator at rest scatters by two models of this size; a quarter of a model left at each update would be five.
+    assert resident[-1] - resident[4] < 5 * model_bytes
 
 
 async def test_cpu_cannot_sleep_and_says_so(engine: VLLMEngine) -> None:

@@ -89,7 +89,7 @@ async def test_generators_leave_a_run_whose_learner_is_what_takes_time_and_no_fe
         model={"kind": "scratch", "hidden_size": 256, "num_layers": 4, "num_heads": 4, "max_positions": 64,
                "warm_start": {"steps": 1, "batch_size": 8}},
         launch={"kind": "local", "elastic": {"min_generators": 2, "max_generators": 3, "decide_every_s": 1.5, "patience": 1,
-                                             "learner_idle_above": 0.5}},
+                                             "learner_idle_above": 0.9}},
     )  # fmt: skip
     async with asyncrl.Run(config) as run:
         steps_with_two = 0

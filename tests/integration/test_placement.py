@@ -69,7 +69,9 @@ async def test_ranks_that_take_turns_train_the_very_same_weights(tiny, tmp_path)
 
 
 async def test_whoever_dies_is_told_the_phase_again_and_the_run_finishes(tiny, recorded_pids):
-    config = tiny(num_steps=10, generate__num_workers=2, buffer__max_staleness=1, eval__at_start=False, **PLACEMENTS["hybrid"])
+    num_steps = 30  # many more than are made before a report is heard
+    settings = PLACEMENTS["hybrid"] | {"eval__at_start": False}
+    config = tiny(num_steps=num_steps, generate__num_workers=2, buffer__max_staleness=1, **settings)
     async with asyncrl.Run(config) as run:
         async for report in run.steps():
             if report.version == 3:
@@ -82,7 +84,7 @@ async def test_whoever_dies_is_told_the_phase_again_and_the_run_finishes(tiny, r
         await run.resume()
         status = await run.wait()
     assert status.phase == "stopped", status.reason
-    assert status.version == 10
+    assert status.version == num_steps
     deaths = {process.name: process.deaths for process in status.processes}
     assert (deaths["generator-0"], deaths["learner"]) == (1, 1)
     assert not list(segment_folder(run.run_folder).glob(f"{segment_prefix(run.run_folder)}*"))
@@ -163,11 +165,11 @@ async def test_models_on_the_shared_device_judge_in_a_phase_of_their_own(tiny, j
 
 
 async def test_a_judge_that_dies_in_its_turn_loads_again_in_its_turn(tiny, judged, recorded_pids):
-    config = tiny(num_steps=8, buffer__max_staleness=0, eval__at_start=False, **judged, **PLACEMENTS["colocated"])
+    config = tiny(num_steps=12, buffer__max_staleness=0, eval__at_start=False, **judged, **PLACEMENTS["colocated"])
     async with asyncrl.Run(config) as run:
         async for report in run.steps():
             if report.version == 3:
                 os.kill(recorded_pids(run.run_folder)["inference-0"], signal.SIGKILL)
         status = await run.wait()
-    assert (status.phase, status.version) == ("stopped", 8), status.reason
+    assert (status.phase, status.version) == ("stopped", 12), status.reason
     assert {process.name: process.deaths for process in status.processes}["inference-0"] == 1

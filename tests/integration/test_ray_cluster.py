@@ -88,7 +88,8 @@ def nodes() -> Iterator[Nodes]:
 def no_process_left(tmp_path: Path) -> Iterator[None]:
     """Ray's processes live on between these tests; none of the run's may."""
     yield
-    left = [process for process in psutil.process_iter() if str(tmp_path) in " ".join(_command(process))]
+    those = [process for process in psutil.process_iter() if str(tmp_path) in " ".join(_command(process))]
+    _, left = psutil.wait_procs(those, timeout=5)  # one that is on its way out has a few seconds
     for process in left:
         process.kill()
     assert not left, f"processes left behind: {[_command(process) for process in left]}"

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.timeout(240)
 
 async def test_a_run_by_deltas_trains_and_a_generator_that_was_killed_catches_up(tiny, recorded_pids):
     config = tiny(
-        num_steps=10,
+        num_steps=30,
         broadcast__medium={"kind": "files", "keep_last": 1},
         broadcast__dtype="bfloat16",
         broadcast__delta={"full_every": 4},
@@ -26,7 +26,7 @@ async def test_a_run_by_deltas_trains_and_a_generator_that_was_killed_catches_up
         async for report in steps:
             newest = report
         status = await run.status()
-    assert (status.phase, newest.version, newest.staleness_max <= 2) == ("stopped", 10, True), status.reason
+    assert (status.phase, newest.version, newest.staleness_max <= 2) == ("stopped", 30, True), status.reason
     rows = [json.loads(line)["metrics"] for line in (run.run_folder / "metrics.jsonl").read_text().splitlines()]
     sizes = {row["weights/update_bytes"] for row in rows if "weights/update_bytes" in row}
     assert min(sizes) < max(sizes) / 3

@@ -182,7 +182,7 @@ async def test_a_run_is_scored_by_rules_and_models_and_trains_against_the_worker
 
 async def test_an_inference_worker_killed_in_a_run_is_replaced_and_the_books_balance(tiny, sum_judge, recorded_pids):
     settings = with_models(sum_judge) | {"reward__functions": [], "generate__engine": NO_MODEL}
-    async with asyncrl.Run(tiny(num_steps=10, eval__at_start=False, eval__at_end=False, **settings)) as run:
+    async with asyncrl.Run(tiny(num_steps=20, eval__at_start=False, eval__at_end=False, **settings)) as run:
         killed = False
         async for report in run.steps():
             if report.version == 3 and not killed:
@@ -190,11 +190,11 @@ async def test_an_inference_worker_killed_in_a_run_is_replaced_and_the_books_bal
                 killed = True
         status = await run.status()
     assert status.phase == "stopped", status.reason
-    assert (status.version, status.groups["trained"]) == (10, 10 * 4)
+    assert (status.version, status.groups["trained"]) == (20, 20 * 4)
     assert balanced(status)
     assert {process.name: process.deaths for process in status.processes}["inference-0"] >= 1
     assert "reward" not in {process.kind for process in status.processes}
-    assert len(trained_groups(run)) == 10 * 4
+    assert len(trained_groups(run)) == 20 * 4
 
 
 async def test_a_reward_model_that_cannot_be_opened_ends_the_run_with_the_reason(tiny, tmp_path):

@@ -37,8 +37,9 @@ async def _kill(run_folder: Path, pids, who: str, after: str, phase: str) -> Non
 @pytest.mark.parametrize("kind", ["colocated", "hybrid"])
 async def test_every_group_is_accounted_for_after_deaths_in_the_middle_of_switches(tiny, recorded_pids, kind):
     medium = {"broadcast__medium": {"kind": "shared_storage"}} if kind == "hybrid" else {}
+    num_steps = 40 if kind == "hybrid" else 14  # a second or two after the last kill: what is read of a run lags behind it
     config = tiny(
-        num_steps=10, buffer__max_staleness=1, eval__at_start=False, placement={"kind": kind}, **medium,
+        num_steps=num_steps, buffer__max_staleness=1, eval__at_start=False, placement={"kind": kind}, **medium,
         supervision={"stall_timeout_s": 60.0, "backoff_s": 0.1, "max_deaths": 10},
     )  # fmt: skip
     async with asyncrl.Run(config) as run:
@@ -49,9 +50,9 @@ async def test_every_group_is_accounted_for_after_deaths_in_the_middle_of_switch
                 await _kill(run.run_folder, recorded_pids, *kill)
                 next_at = report.version + 3
         status = await run.wait()
-    assert (status.phase, status.version) == ("stopped", 10), status.reason
+    assert (status.phase, status.version) == ("stopped", num_steps), status.reason
     deaths = {process.name: process.deaths for process in status.processes}
     assert (deaths["generator-0"], deaths["learner"]) == (1, 1)
     groups = dict(status.groups)
-    assert groups["trained"] == 10 * 4
+    assert groups["trained"] == num_steps * 4
     assert groups.pop("issued") == sum(groups.values())

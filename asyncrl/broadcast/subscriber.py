@@ -193,10 +193,13 @@ class Subscriber:
 
     async def _on_thread(self, available: WeightsAvailable) -> MappedTensors:
         """Fetch and verify; on cancellation the thread is told to stop, and the next fetch queues behind it."""
+        cancelled = self._cancelled = threading.Event()  # before the look: `close`, on another thread, sets it after its word
         if self._is_closed:
             raise VersionUnavailableError("the subscriber is closed")
-        cancelled = self._cancelled = threading.Event()
-        received = self._received = self._executor.submit(self._receive, available, cancelled)
+        try:
+            received = self._received = self._executor.submit(self._receive, available, cancelled)
+        except RuntimeError as error:  # closed since
+            raise VersionUnavailableError("the subscriber is closed") from error
         try:
             tensors = await asyncio.wrap_future(received)
         except asyncio.CancelledError:

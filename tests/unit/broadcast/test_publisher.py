@@ -24,7 +24,7 @@ def publisher(tmp_path, announced):
 
 def test_an_announcement_says_when_it_was_published_and_what_it_cost(publisher, announced):
     blocked_ms = publisher.publish(3, {"w": torch.ones(5)})
-    available = announced.get(timeout=10)
+    available = announced.get(timeout=30)
     assert (available.version, available.published_s, available.blocked_ms) == (3, 12.5, blocked_ms)
     assert blocked_ms > 0
 
@@ -32,8 +32,8 @@ def test_an_announcement_says_when_it_was_published_and_what_it_cost(publisher, 
 def test_equal_weights_have_equal_fingerprints_and_others_have_not(publisher, announced):
     for version, value in ((1, 1.0), (2, 1.0), (3, 1.5)):
         publisher.publish(version, {"w": torch.full((1000,), value)})
-        assert publisher.flush(10)
-    first, second, third = (announced.get(timeout=10).fingerprint for _ in range(3))
+        assert publisher.flush(30)
+    first, second, third = (announced.get(timeout=30).fingerprint for _ in range(3))
     assert first == second != third
     assert len(first) == 32
 
@@ -41,8 +41,8 @@ def test_equal_weights_have_equal_fingerprints_and_others_have_not(publisher, an
 def test_announcements_come_in_order_and_the_last_is_never_left_out(publisher, announced):
     for version in range(50):
         publisher.publish(version, {"w": torch.full((1000,), float(version))})
-    assert publisher.flush(10)
-    versions = [announced.get(timeout=10).version for _ in range(announced.qsize())]
+    assert publisher.flush(30)
+    versions = [announced.get(timeout=30).version for _ in range(announced.qsize())]
     assert versions == sorted(set(versions))
     assert versions[-1] == 49
     assert publisher.num_unfinished == 0
@@ -53,7 +53,7 @@ def test_weights_that_do_not_fit_the_run_are_refused_and_the_next_are_taken(publ
     with pytest.raises(BroadcastError, match=r"\(6,\)"):
         publisher.publish(2, {"w": torch.ones(6)})
     publisher.publish(2, {"w": torch.ones(5)})
-    assert publisher.flush(10)
+    assert publisher.flush(30)
 
 
 def test_a_version_published_twice_is_refused(publisher):
@@ -78,7 +78,7 @@ def test_a_publisher_whose_thread_broke_says_so_from_then_on(tmp_path):
     publisher.publish(1, {"w": torch.ones(5)})
     for _ in range(2):
         with pytest.raises(BroadcastError, match="nobody hears of version 1"):
-            publisher.flush(10)
+            publisher.flush(30)
     with pytest.raises(BroadcastError, match="nothing can be published any more"):
         publisher.publish(2, {"w": torch.ones(5)})
     with pytest.raises(BroadcastError, match="nobody hears of version 1"):
@@ -92,7 +92,7 @@ def test_the_learner_goes_on_while_its_version_is_made_fetchable(tmp_path, annou
     with publisher._writer._shelf._lock:
         publisher.publish(1, {"w": torch.zeros(8)})
         assert publisher.num_unfinished == 1
-    assert announced.get(timeout=10).version == 1
+    assert announced.get(timeout=30).version == 1
     publisher.close()
 
 
@@ -100,4 +100,4 @@ def test_what_was_published_before_close_is_announced(tmp_path, announced):
     publisher = Publisher(BroadcastConfig(), tmp_path, announced.put, VirtualClock())
     publisher.publish(1, {"w": torch.ones(5)})
     publisher.close()
-    assert announced.get(timeout=10).version == 1
+    assert announced.get(timeout=30).version == 1

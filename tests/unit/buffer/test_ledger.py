@@ -285,7 +285,7 @@ def test_killed_outright_it_holds_everything_acknowledged_and_only_whole_units(p
     child.send_signal(signal.SIGKILL)
     acknowledged += [int(line) for line in child.stdout.read().split(b"\n")[:-1]]
     child.stdout.close()
-    assert child.wait(10.0) == -signal.SIGKILL
+    assert child.wait(60.0) == -signal.SIGKILL
 
     SqliteLedger(path).close()
     with sqlite3.connect(path) as connection:

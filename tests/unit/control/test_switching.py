@@ -83,7 +83,7 @@ class Stage:
         self.switching.leave(name, peer.kind)
 
     async def until(self, phase: str) -> None:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             while self.switching.phases.now != phase:
                 await asyncio.sleep(0)
 
@@ -140,7 +140,7 @@ class Stage:
 async def _stage(folder: Path, *, judges: bool = False, eta: int = 0, ledger: str = "memory") -> AsyncIterator[Stage]:
     stage = Stage(folder, judges=judges, eta=eta, ledger=ledger)
     try:
-        async with asyncio.timeout(20), asyncio.TaskGroup() as group:
+        async with asyncio.timeout(100), asyncio.TaskGroup() as group:
             feeding = group.create_task(stage.feed.run())
             yield stage
             feeding.cancel()
@@ -156,7 +156,7 @@ def _hello(kind: str, name: str) -> Hello:
 
 async def _next(connection: Connection, kind: type[T], lane: Lane = Lane.CONTROL) -> T:
     """Return the next message, which is of this kind."""
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         delivery = await connection.receive(lane)
     delivery.ack()
     assert isinstance(delivery.message, kind), delivery.message

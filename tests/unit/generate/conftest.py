@@ -99,7 +99,7 @@ class StubServer:
             self.may_sample.release()
 
     async def until(self, condition) -> None:
-        async with asyncio.timeout(5), self.changed:
+        async with asyncio.timeout(30), self.changed:
             await self.changed.wait_for(condition)
 
     @web.middleware

@@ -91,7 +91,7 @@ async def test_the_same_request_twice_is_refused_and_there_is_nothing_to_score_w
 
 async def test_an_answer_is_given_to_who_waits_for_it():
     engine = ReplayEngine(ReplayEngineConfig())
-    async with asyncio.timeout(5), asyncio.TaskGroup() as tasks:
+    async with asyncio.timeout(30), asyncio.TaskGroup() as tasks:
         reading = tasks.create_task(all_of(engine.submit(request())))
         await asyncio.sleep(0)
         await engine.load_weights(0, {}, "keep")

@@ -48,6 +48,7 @@ from asyncrl.transport.inprocess import InProcessListener
 FAKE = FakeEngineConfig(num_slots=8, max_sequence_tokens=64, token_latency_s=0.0, length_distribution="fixed", mean_tokens=5)
 ENDLESS = FakeEngineConfig(num_slots=8, max_sequence_tokens=64, token_latency_s=1000.0)
 SLOW = FakeEngineConfig(num_slots=8, max_sequence_tokens=64, token_latency_s=0.02, length_distribution="fixed", mean_tokens=10)
+SLOWER = FakeEngineConfig(num_slots=8, max_sequence_tokens=64, token_latency_s=0.1, length_distribution="fixed", mean_tokens=8)
 
 
 class Controller:
@@ -211,13 +212,21 @@ async def test_a_version_that_could_not_be_fetched_is_tried_again_though_no_othe
 
 
 async def test_without_in_flight_updates_a_running_group_keeps_one_version() -> None:
-    async with generator(SLOW, in_flight_updates=False) as controller:
+    wanted = asyncio.Event()
+
+    async def fetch(announced):
+        if announced.version == 1:
+            wanted.set()
+        return {}
+
+    async with generator(SLOWER, fetch=fetch, in_flight_updates=False) as controller:
         await controller.load()
         await controller.order(available(0))
         await controller.report(VersionLive)
         await controller.connection.send(work(1))
         await controller.sees_requests_running()
         await controller.order(available(1))
+        await asyncio.wait_for(wanted.wait(), 20)
         assert await controller.connection.flush(0) is False
         await controller.connection.send(work(2))
         results = await controller.results(6)

@@ -36,7 +36,7 @@ class Lending:
 
     def publish(self, version: int) -> WeightsAvailable:
         self.publisher.publish(version, make_model(version).state_dict())
-        return self.announced.get(timeout=10)
+        return self.announced.get(timeout=30)
 
     async def load(self, available: WeightsAvailable) -> None:
         tensors = await self.subscriber.fetch(available)

@@ -65,7 +65,7 @@ def no_process_left():
     before = set(psutil.Process(os.getpid()).children(recursive=True))
     yield
     children = set(psutil.Process(os.getpid()).children(recursive=True)) - before
-    _, left = psutil.wait_procs(children, timeout=5)
+    _, left = psutil.wait_procs(children, timeout=10)
     for process in left:
         process.kill()
     assert not left, f"processes left behind: {left}"

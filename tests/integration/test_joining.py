@@ -29,7 +29,7 @@ def join(tmp_path: Path):
     yield start
     for guest in guests:
         guest.kill()
-        guest.wait(10)
+        guest.wait(60)
 
 
 def _name(guest: subprocess.Popen[str], status: RunStatus) -> str:

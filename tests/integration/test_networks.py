@@ -194,7 +194,7 @@ def join_from_afar(link: Link, tmp_path: Path) -> Iterator[Callable[[Run, Path |
     yield join
     for guest in guests:
         guest.kill()
-        guest.wait(10)
+        guest.wait(60)
 
 
 @pytest.mark.timeout(300)

@@ -89,7 +89,7 @@ def no_process_left(tmp_path: Path) -> Iterator[None]:
     """Ray's processes live on between these tests; none of the run's may."""
     yield
     those = [process for process in psutil.process_iter() if str(tmp_path) in " ".join(_command(process))]
-    _, left = psutil.wait_procs(those, timeout=5)  # one that is on its way out has a few seconds
+    _, left = psutil.wait_procs(those, timeout=10)  # one that is on its way out has a few seconds
     for process in left:
         process.kill()
     assert not left, f"processes left behind: {[_command(process) for process in left]}"
@@ -297,7 +297,7 @@ async def test_a_guest_joins_a_run_on_ray_and_every_process_has_the_run_s_enviro
     finally:
         for process in filter(None, (owner, guest)):
             process.kill()
-            process.wait(10)
+            process.wait(60)
     assert_balanced(run_folder, status, groups_per_step=4)
 
 

@@ -284,7 +284,7 @@ async def test_worker_scores_acknowledges_beats_and_shuts_down(tmp_path):
         assert sorted(scores) == [0, 1, 2, 3]
         assert [bool(scores[index].error) for index in range(4)] == [False, True, True, False]
         assert all(score.worker == "reward-0" and score.purpose == "eval" for score in scores.values())
-        assert await desk.connection.flush(5.0)
+        assert await desk.connection.flush(30)
         beat = await desk.beat_where(lambda beat: beat.gauges["process/samples_scored"] == 2)
         assert beat.gauges["process/samples_failed"] == 2
         assert beat.gauges["process/resident_bytes"] > 0

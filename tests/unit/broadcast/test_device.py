@@ -106,7 +106,7 @@ def test_fingerprints_wait_for_the_copy_to_end():
     progress.advance(32_000)
     slot.copy_(CONTENT)
     progress.advance(64_000)
-    hashing.join(10)
+    hashing.join(30)
     assert found == [device_fingerprint(CONTENT)]
 
 

@@ -27,7 +27,7 @@ def test_hashing_behind_a_copy_equals_hashing_the_whole():
     follower.start()
     for end in (1, 1000, CHUNK_BYTES, CHUNK_BYTES + 1, len(CONTENT)):
         progress.advance(end)
-    follower.join(timeout=10)
+    follower.join(timeout=30)
     assert found == [EXPECTED]
 
 

@@ -32,7 +32,7 @@ class Learner:
     def publish(self, version):
         self.tensors["a"][version] = float(version)
         self.publisher.publish(version, self.tensors)
-        return self._announced.get(timeout=10)
+        return self._announced.get(timeout=30)
 
     def remove(self, *patterns):
         for pattern in patterns:

@@ -165,7 +165,7 @@ async def test_a_guest_comes_in_is_told_the_run_and_says_goodbye(tmp_path):
                 assert here.run_folder == tmp_path.resolve()
                 assert not here.is_on_same_machine
             with pytest.raises(Exception, match="closed by the peer"):
-                await asyncio.wait_for(near.result().receive(Lane.CONTROL), 10)
+                await asyncio.wait_for(near.result().receive(Lane.CONTROL), 30)
     finally:
         await listener.close()
 

@@ -62,7 +62,7 @@ class World:
 
 @contextlib.asynccontextmanager
 async def running(world: World) -> AsyncIterator[World]:
-    async with asyncio.timeout(10), asyncio.TaskGroup() as group:
+    async with asyncio.timeout(60), asyncio.TaskGroup() as group:
         running = group.create_task(world.supervisor.run())
         await world.settle()
         yield world

@@ -65,7 +65,7 @@ def test_a_process_that_a_killed_owner_left_is_ended_by_the_next_one_and_no_othe
             owner.kill()
             owner.wait()
             socket_folder({VARIABLE: str(short)}).close()
-            assert theirs.wait(10) == -signal.SIGKILL
+            assert theirs.wait(30) == -signal.SIGKILL
             assert stranger.poll() is None
         finally:
             for process in (theirs, stranger):

@@ -32,10 +32,10 @@ def test_workers_and_cores_end_with_the_process_that_owns_them_and_take_their_so
         assert worker.stdout.readline() == b"following\n"
         assert sockets.exists()
         owner.kill()
-        assert worker.wait(10) == -signal.SIGKILL
+        assert worker.wait(30) == -signal.SIGKILL
         assert not sockets.exists()
         if has_core:
-            assert core.wait(10) == -signal.SIGKILL
+            assert core.wait(30) == -signal.SIGKILL
     finally:
         for process in (owner, core, worker):
             process.kill()

@@ -96,7 +96,7 @@ async def test_requests_are_answered_in_batches_and_acknowledged(kit, folder):
         assert all(item.error == "" and item.worker == "inference-0" and "judge" in item.rewards for item in results)
         assert [len(item.reference_logprobs) for item in results] == [len(item.token_ids) for item in requests]
         assert 1 < len({item.started_s for item in results}) < 30
-        assert await controller.connection.flush(5.0)
+        assert await controller.connection.flush(30)
         beat = await controller.beat_where(lambda beat: beat.gauges["process/samples_scored"] == 30)
         tokens = sum(len(item.prompt_ids + item.token_ids) // 4 for item in requests)
         assert beat.gauges["process/tokens_judged"] == tokens
@@ -114,7 +114,7 @@ async def test_it_says_what_it_waits_for_and_keeps_requests_until_its_models_are
         (result,) = await controller.results(1)
         assert result.error == ""
         assert (await controller.beat_where(lambda beat: beat.waiting_for == "a sample to judge")).waiting_since_s > 0
-        assert await controller.connection.flush(5.0)
+        assert await controller.connection.flush(30)
 
 
 async def test_being_told_to_load_twice_opens_nothing_twice(folder):

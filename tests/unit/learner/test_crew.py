@@ -79,4 +79,4 @@ async def test_a_learner_that_is_cancelled_as_it_closes_ends_its_other_ranks(tmp
             for _ in range(loop_turns):
                 await asyncio.sleep(0)
             closing.cancel()
-        assert [process.wait(5) for process in idlers.started] == [-9, -9]
+        assert [process.wait(30) for process in idlers.started] == [-9, -9]

@@ -41,7 +41,8 @@ async def test_a_controller_that_cannot_begin_leaves_no_socket_thread_or_folder(
         (tmp_path / ENDPOINT_FILE).mkdir()
     monkeypatch.setitem(sys.modules, "wandb", None)
     monkeypatch.delitem(sys.modules, "asyncrl.observe.sink_wandb", raising=False)
+    threads = set(threading.enumerate())
     with pytest.raises(error):
         await run_controller(config, tmp_path, SystemClock(), asyncio.Event(), FakeLauncher())
     assert folders() == []
-    assert "ledger" not in {thread.name for thread in threading.enumerate()}
+    assert "ledger" not in {thread.name for thread in set(threading.enumerate()) - threads}

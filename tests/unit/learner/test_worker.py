@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 
 import msgspec
+import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -298,19 +299,24 @@ async def set_phase(controller, phase, number):
     return await controller.news(PhaseReached)
 
 
-async def test_phases_move_the_learner_off_its_device_and_back_and_steps_wait_for_their_turn(kit, tmp_path):
-    async with learner(tmp_path, COLOCATED) as controller:
+@pytest.mark.parametrize(("offload_to", "nearer"), [("host", set()), ("disk", {("disk", "host")})])
+async def test_phases_move_the_learner_off_its_device_and_back_and_steps_wait_for_their_turn(kit, tmp_path, offload_to, nearer):
+    """With a step in hand, what is on disk comes nearer before its turn."""
+    placement = msgspec.structs.replace(COLOCATED.placement, offload_to=offload_to)
+    async with learner(tmp_path, msgspec.structs.replace(COLOCATED, placement=placement)) as controller:
         await controller.news(LearnerReady)
         left = await set_phase(controller, "rollout", 1)
         assert (left.name, left.phase, left.number, left.resident) == ("learner", "rollout", 1, {})
-        assert {(move.before, move.after) for move in left.moves} == {("device", "host")}
+        assert {(move.before, move.after) for move in left.moves} == {("device", offload_to)}
         await controller.connection.send(kit.batch(kit.samples(), step=0))
         waiting = await controller.heartbeat(lambda beat: "others have" in beat.waiting_for)
         assert waiting.gauges["process/version"] == 0
         back = await set_phase(controller, "train", 2)
+        assert {(move.before, move.after) for move in back.moves} == {("host", "device"), *nearer}
         assert back.resident["policy"] > 0
         assert (await controller.news(StepDone)).version == 1
-        assert (await set_phase(controller, "rollout", 3)).peak_bytes >= sum(move.num_bytes for move in back.moves)
+        onto_it = [move.num_bytes for move in back.moves if move.after == "device"]
+        assert (await set_phase(controller, "rollout", 3)).peak_bytes >= sum(onto_it)
 
 
 async def test_a_checkpoint_while_generation_has_the_device_is_that_of_the_version(kit, tmp_path):

@@ -191,6 +191,8 @@ class RayController:
                 log.error("%s", error)  # noqa: TRY400 - the message is complete
                 self._code = code
                 return
+            if self._ending:  # said while none was there to hear it
+                process.terminate()
 
 
 def read_endpoint(run_folder: Path) -> ApiEndpoint | None:

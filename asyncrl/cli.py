@@ -1,17 +1,20 @@
-"""The front door: every command a user types. Thin: it parses, calls the client or a tool, and prints.
+"""The command line: it parses, calls the client or a tool, and prints.
 
-Invariants: importing this file loads no torch (tests/architecture holds it to 0.4 s); every error that is the user's to mend is
-one line on standard error and exit code 2; a run that failed exits with 1.
+Invariants: importing this file loads no torch (tests/architecture holds it to 0.4 s); every error is one line on standard error;
+exit statuses are those of docs/running.md.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
+import importlib
 import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Coroutine, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
@@ -19,12 +22,22 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 import typer
 
 from asyncrl import __version__
-from asyncrl.bench.registry import BENCHMARKS
-from asyncrl.errors import AsyncRLError, ConfigError, RunError
+from asyncrl.errors import AsyncRLError, ConfigError, LaunchError, RunError, RunLostError
 
 if TYPE_CHECKING:
     from asyncrl.client import Run
     from asyncrl.schema.status import RunStatus
+
+OK, FAILED, WRONG_INPUT, NOT_FINISHED = 0, 1, 2, 3
+"""Exit statuses: docs/running.md."""
+WHAT_TO_DO = {
+    errno.ENOSPC: "; make room on that disk",
+    errno.EDQUOT: "; make room, or have the quota raised",
+    errno.EFBIG: "; raise the limit on file sizes (ulimit -f)",
+    errno.EROFS: "; copy the folder to where it can be written",
+}
+CONTROLLER_END_S = 60.0
+"""For the controller of a run that has ended to end too."""
 
 T = TypeVar("T")
 Dtype = Literal["float32", "bfloat16"]
@@ -57,9 +70,12 @@ def run(
 
     resolved = load_config(config, overrides, presets)
     if dry_run:
-        from asyncrl.control.preview import describe
+        from asyncrl.control.tools.dry_run import describe
 
-        print(describe(resolved))
+        text, faults = describe(resolved)
+        print(text)
+        if faults:
+            raise ConfigError("\n".join(["this run would fail:", *faults]))
         return
     from asyncrl.client import Run
 
@@ -75,12 +91,41 @@ def resume(
     """Go on: with a live run after a pause, or with a stopped one where it stopped (`--set num_steps=...` takes it further)."""
     from asyncrl.client import Run, is_live
     from asyncrl.config.load import load_config
+    from asyncrl.observe.steps import read_steps
 
     folder = _newest(folder)
-    if is_live(folder):
-        _print_status(_run(_ask(folder, "resume")), as_json=False)
-    else:
-        _follow(Run(load_config(folder / "config.toml", overrides), resume=folder), plain=plain)
+    if is_live(folder) and _resumed_where_it_lives(folder):
+        return
+    config, steps = load_config(folder / "config.toml", overrides), read_steps(folder)
+    done = steps[-1].version if steps else 0
+    checkpoints = sorted((folder / "checkpoints").glob("step-*"))
+    if done >= config.num_steps and checkpoints:
+        raise ConfigError(
+            f"{folder} has done its {config.num_steps} steps; `asyncrl resume {folder} --set num_steps={2 * config.num_steps}` "
+            "takes it further"
+        )
+    print(f"resumed at step {done} from {checkpoints[-1] if checkpoints else 'the model as the run began'}")
+    _follow(Run(config, resume=folder), plain=plain, first=done)
+
+
+def _resumed_where_it_lives(folder: Path) -> bool:
+    """Have a paused run go on; False once the controller of one that has ended, or is about to, is gone."""
+    from asyncrl.client import is_live
+
+    try:
+        live = _run(_ask(folder, "status"))
+        if live.phase in {"paused", "starting", "warming", "running", "evaluating"}:
+            _print_status(_run(_ask(folder, "resume")), as_json=False)
+            return True
+    except (LaunchError, RunLostError):
+        pass  # it ended as it was asked
+    print(f"{folder} is ending: waiting for its controller", file=sys.stderr)
+    until_s = time.monotonic() + CONTROLLER_END_S
+    while is_live(folder):
+        if time.monotonic() > until_s:
+            raise LaunchError(f"the controller of {folder} has not ended after {CONTROLLER_END_S:g} s; see its logs/ folder")
+        time.sleep(0.1)
+    return False
 
 
 @app.command()
@@ -124,10 +169,10 @@ def join(
     overrides: SetOption = [],  # noqa: B006 - typer copies it
 ) -> None:
     """Start a generator here that serves a live run until the run ends; Ctrl-C leaves, and the run goes on."""
-    from asyncrl.control.launch_guest import become_guest
+    from asyncrl.control.join import exec_join
 
     own = [f"generate.model_folder={json.dumps(str(model.resolve()))}"] if model else []
-    become_guest("" if address else str(_newest(folder)), address, str(keys.resolve()) if keys else "", (*overrides, *own))
+    exec_join("" if address else str(_newest(folder)), address, str(keys.resolve()) if keys else "", (*overrides, *own))
 
 
 @app.command()
@@ -138,7 +183,7 @@ def inspect(
     as_json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False,
 ) -> None:
     """Read the ledger of a run, live or ended: counts per state, per version, per prompt; one sample's story."""
-    from asyncrl.control.inspection import inspect_run
+    from asyncrl.control.tools.inspect import inspect_run
 
     print(inspect_run(_newest(folder), sample=sample, prompt=prompt, as_json=as_json))
 
@@ -162,7 +207,9 @@ def trace(folder: RunArgument = None) -> None:
 
 @app.command()
 def bench(
-    name: Annotated[str, typer.Argument(help=f"One of {', '.join(BENCHMARKS)}.")],
+    name: Annotated[
+        str, typer.Argument(help="transport, broadcast, engine, pipeline, packing, learner, residency or controller.")
+    ],
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")] = False,
     rounds: Annotated[
         int, typer.Option(help="Interleaved rounds, of which medians are taken. 0: the benchmark's own number.", min=0)
@@ -171,13 +218,17 @@ def bench(
     media: Annotated[str, typer.Option(help="Of `broadcast`: all (the default), or names with commas between.")] = "",
 ) -> None:
     """Measure one part against its plain counterpart, both sides interleaved in the same run."""
-    from asyncrl.bench.registry import run_benchmark
-
+    folder = Path(__file__).parent.parent / "experiments"
+    if not (folder / "benchmarks").is_dir():
+        raise ConfigError("benchmarks are in a checkout of the repository, not in the wheel: run `asyncrl bench` from a checkout")
+    sys.path.insert(0, str(folder))
+    benchmarks = importlib.import_module("benchmarks.harness")
     asked = {"engine": engine, "media": media}
-    _print_bench(run_benchmark(name, rounds, **{option: value for option, value in asked.items() if value}), as_json=as_json)
+    result = benchmarks.run_benchmark(name, rounds, **{option: value for option, value in asked.items() if value})
+    _print_figures(result, as_json=as_json)
 
 
-def _print_bench(result: dict[str, Any], *, as_json: bool) -> None:
+def _print_figures(result: dict[str, Any], *, as_json: bool) -> None:
     """Print figures and ratios, as JSON or in columns."""
     if as_json:
         print(json.dumps(result))
@@ -214,12 +265,12 @@ def plan(
     if validate:
         from asyncrl.plan.validate import validate_memory
 
-        _print_bench(validate_memory(), as_json=as_json)
+        _print_figures(validate_memory(), as_json=as_json)
         return
     if not model:
         raise ConfigError("name a model to plan for, as `asyncrl plan 7B`; `asyncrl plan --validate` needs none")
-    from asyncrl.plan.ask import ask
-    from asyncrl.plan.plan import plan as make_plan
+    from asyncrl.plan.cli_args import ask
+    from asyncrl.plan.planner import plan as make_plan
     from asyncrl.plan.report import plan_text, plan_values, textbook_text
 
     question = ask(
@@ -238,7 +289,7 @@ def plan(
 def simulate_run(
     overrides: Annotated[
         list[str],
-        typer.Option("--set", metavar="FIELD=VALUE", help="num_generators=64, lengths=lognormal:512:1:8192, step_s=2.5, ..."),
+        typer.Option("--set", metavar="FIELD=VALUE", help="num_workers=64, lengths=lognormal:512:1:8192, step_s=2.5, ..."),
     ] = [],  # noqa: B006 - typer copies it
     over: Annotated[str, typer.Option("--sweep", metavar="FIELD=A,B,C", help="Simulate each value.")] = "",
     from_run: Annotated[Path | None, typer.Option(help="A run's folder: begin with what it measured.")] = None,
@@ -250,27 +301,34 @@ def simulate_run(
     if validate:
         from asyncrl.plan.validate import validate_simulation
 
-        _print_bench(validate_simulation(), as_json=as_json)
+        _print_figures(validate_simulation(), as_json=as_json)
         return
     import dataclasses
 
-    from asyncrl.plan.measured import scenario_of_run
-    from asyncrl.plan.scenario import Scenario
-    from asyncrl.plan.sweep import scenario_of, sweep, table
+    from asyncrl.plan.cli_args import scenario_of, sweep
+    from asyncrl.plan.report import table
+    from asyncrl.plan.simulator.measured import scenario_of_run
+    from asyncrl.plan.simulator.scenario import Scenario
 
     scenario = scenario_of(scenario_of_run(from_run) if from_run else Scenario(), overrides)
-    rows = sweep(scenario, over)
+    rows = sweep(scenario, over, _print_progress if sys.stderr.isatty() else None)
     print(json.dumps([{"value": value, **dataclasses.asdict(made)} for value, made in rows]) if as_json else table(rows, over))
     if picture is not None:
-        from asyncrl.plan.picture import plot
+        from asyncrl.plan.plot import plot
 
         plot(rows, over, picture)
+
+
+def _print_progress(value: str, step: int, num_steps: int) -> None:
+    """Rewrite one line on the terminal; it is empty once the last step is done."""
+    line = f"{value or 'simulating'}: step {step} of {num_steps}" if step < num_steps else ""
+    print(f"\r\x1b[K{line}", end="", file=sys.stderr, flush=True)
 
 
 @app.command()
 def doctor(as_json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False) -> None:
     """Say what is installed and what works on this machine, and what to do about what does not."""
-    from asyncrl.control.doctor import diagnose
+    from asyncrl.control.tools.doctor import diagnose
 
     findings = diagnose()
     if as_json:
@@ -309,10 +367,16 @@ def main() -> None:
         app()
     except AsyncRLError as error:
         print(f"asyncrl: {error}", file=sys.stderr)
-        sys.exit(1 if isinstance(error, RunError) else 2)
+        sys.exit(FAILED if isinstance(error, RunError) else WRONG_INPUT)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(1)
+        sys.exit(FAILED)
+    except OSError as error:
+        if error.filename is None and error.errno not in WHAT_TO_DO:
+            raise
+        where = f"{error.filename}: " if error.filename else ""
+        print(f"asyncrl: {where}{error.strerror}{WHAT_TO_DO.get(error.errno or 0, '')}", file=sys.stderr)
+        sys.exit(FAILED)
 
 
 def _run(work: Coroutine[Any, Any, T]) -> T:
@@ -355,45 +419,53 @@ def _print_status(status: RunStatus, *, as_json: bool) -> None:
             print(f"{key:18} {value}")
 
 
-def _follow(run: Run, *, plain: bool) -> None:
-    _run(_follow_to_the_end(run, plain=plain))
+def _follow(run: Run, *, plain: bool, first: int = 0) -> None:
+    """Show a run until it has ended, steps from `first`; exit with what became of it."""
+    status = _run(_follow_to_the_end(run, plain=plain, first=first))
+    if status is None or status.version < status.num_steps:
+        print(f"asyncrl: ended before its goal; `asyncrl resume {run.run_folder}` goes on", file=sys.stderr)
+        sys.exit(NOT_FINISHED)
 
 
-async def _follow_to_the_end(run: Run, *, plain: bool) -> None:
-    """Show a run until it has ended; Ctrl-C once drains, twice stops."""
+async def _follow_to_the_end(run: Run, *, plain: bool, first: int) -> RunStatus | None:
+    """Return the run's last status; None where it was ended before it could say one."""
     from asyncrl.observe.display import follow_run
 
     async with run:
-        with _interrupts(run):
-            await follow_run(run, plain=plain or not sys.stdout.isatty())
+        with _interrupts(run) as asked:
+            try:
+                return await follow_run(run, plain=plain or not sys.stdout.isatty(), first=first)
+            except RunLostError:
+                if len(asked) > 1:
+                    return None
+                raise
 
 
 @contextlib.contextmanager
-def _interrupts(run: Run) -> Iterator[None]:
-    """Map the first SIGINT or SIGTERM to drain and the second to stop."""
+def _interrupts(run: Run) -> Iterator[list[asyncio.Task[Any]]]:
+    """Map the first SIGINT or SIGTERM to drain and the second to the end within two seconds; yield what was asked."""
     loop = asyncio.get_running_loop()
     asked: list[asyncio.Task[Any]] = []
 
+    async def drain() -> None:
+        with contextlib.suppress(RunError):
+            await run.drain()
+
     def ask() -> None:
         first = not asked
-        print("\ndraining: finishing the step and writing a checkpoint; Ctrl-C again stops at once"
-              if first else "\nstopping at once", file=sys.stderr)  # fmt: skip
-        asked.append(loop.create_task(_ask_quietly(run, drain=first)))
+        print("\ndraining: finishing the step and writing a checkpoint; Ctrl-C again ends at once"
+              if first else "\nending at once", file=sys.stderr)  # fmt: skip
+        asked.append(loop.create_task(drain() if first else run.end_now()))
 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, ask)
     try:
-        yield
+        yield asked
     finally:
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.remove_signal_handler(number)
         for task in asked:
             task.cancel()
-
-
-async def _ask_quietly(run: Run, *, drain: bool) -> None:
-    with contextlib.suppress(RunError):
-        await (run.drain() if drain else run.stop())
 
 
 if __name__ == "__main__":

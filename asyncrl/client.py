@@ -4,15 +4,18 @@
 on the machine, so what the CLI does, a program can do, and the other way round. A `Run` that is left by an exception or a
 cancelled task stops its processes before the exception goes on: nothing stays behind.
 
-Called by the CLI and by users' programs; imports no torch.
+Imports no torch.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
+import os
 import shutil
-from collections.abc import AsyncIterator
+import signal
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from types import NoneType, TracebackType
 from typing import Any, Self, TypeVar
@@ -20,28 +23,29 @@ from typing import Any, Self, TypeVar
 import aiohttp
 import msgspec
 
-from asyncrl.config.launch import has_own_environment
-from asyncrl.config.launch_rules import with_launch_choices
-from asyncrl.config.load import dump_config, load_config, parse_config, validated
+from asyncrl.buffer.ledger.reader import LedgerReader
+from asyncrl.config.load import Overrides, dump_config, resolve_config
 from asyncrl.config.medium_choice import with_chosen_medium
+from asyncrl.config.placement_rules import with_launch_choices
 from asyncrl.config.run import RunConfig
-from asyncrl.control.owned_controller import OwnedController, controller_of, live_controller
-from asyncrl.control.owned_controller import read_endpoint as read_endpoint
-from asyncrl.control.phase_room import check_phase_room
-from asyncrl.control.user_functions import check_user_functions
-from asyncrl.errors import ConfigError, LaunchError, RunError, RunLostError
-from asyncrl.observe.steps import EvalReport, StepReport
+from asyncrl.control.launch.controller_process import ControllerProcess, live_controller
+from asyncrl.control.launch.controller_process import read_endpoint as read_endpoint
+from asyncrl.control.placement.memory_check import check_phase_room
+from asyncrl.control.tools.inputs import check_user_functions, path_faults
+from asyncrl.errors import ConfigError, LaunchError, LedgerError, RunError, RunLostError
+from asyncrl.observe.steps import EvalReport, StepReport, read_steps
 from asyncrl.schema.batches import GroupsTaken
 from asyncrl.schema.status import ENDED, ApiEndpoint, ExternalGroup, RunStatus, SubmitResult
 from asyncrl.schema.weights import WeightsAvailable
-from asyncrl.tasks.json_lines import missing_files
 
 START_TIMEOUT_S = 60.0
 """For the controller to answer; models load later."""
 FULL_DISK_BYTES = 1 << 20
 """A disk with less room than this is full."""
-NOT_REPEATED = frozenset({"/submit", "/trained"})
-"""Requests whose effect a lost controller may have kept: only the caller can know whether to ask again."""
+ANSWER_TIMEOUT_S = 60.0
+"""For questions that a live controller answers at once."""
+STOP_TIMEOUT_S = 1.0
+"""For a run to end by itself once it is told to end at once; then its processes are killed."""
 
 T = TypeVar("T")
 
@@ -83,7 +87,7 @@ class RunClient:
         Raises:
             RunError: The run does not answer.
         """
-        return await self._call("GET", "/status", RunStatus)
+        return await self._call("GET", "/status", RunStatus, timeout_s=ANSWER_TIMEOUT_S)
 
     async def steps(self, first: int = 0) -> AsyncIterator[StepReport]:
         """Yield every step's report from step `first`, past ones at once and coming ones as they happen, until the run ends.
@@ -94,10 +98,8 @@ class RunClient:
         try:
             async for line in self._lines("/steps", first):
                 yield msgspec.json.decode(line, type=StepReport)
-        except aiohttp.ClientError as error:
-            raise RunLostError(
-                f"lost the run in {self.run_folder}: {error}; {_full_disk(self.run_folder) or 'see its logs/ folder'}"
-            ) from error
+        except (aiohttp.ClientError, OSError) as error:
+            raise _lost(self.run_folder) from error
         status = await self.status()
         if status.phase == "failed":
             raise RunError(status.reason)
@@ -110,7 +112,7 @@ class RunClient:
 
     async def evaluations(self) -> list[EvalReport]:
         """Return the held-out evaluations so far, oldest first."""
-        return await self._call("GET", "/evaluations", list[EvalReport])
+        return await self._call("GET", "/evaluations", list[EvalReport], timeout_s=ANSWER_TIMEOUT_S)
 
     async def pause(self) -> RunStatus:
         """Stop generating and training at the next boundary; nothing in flight is lost."""
@@ -169,16 +171,25 @@ class RunClient:
             raise RunError("this client is closed; use it inside `async with`")
         return self._http
 
-    async def _call(self, method: str, path: str, kind: type[T], body: Any = None) -> T:  # noqa: ANN401 - any struct
-        encoded = None if body is None else msgspec.msgpack.encode(body)
+    async def _call(
+        self,
+        method: str,
+        path: str,
+        kind: type[T],
+        body: Any = None,  # noqa: ANN401 - any struct
+        timeout_s: float | None = None,
+    ) -> T:
+        encoded = None if body is None else io.BytesIO(msgspec.msgpack.encode(body))
         try:
-            async with self._session().request(method, path, data=encoded) as response:
+            async with (
+                asyncio.timeout(timeout_s),
+                self._session().request(method, path, data=encoded) as response,
+            ):
                 answer = await response.read()
                 if response.status >= 400:
                     raise RunError(answer.decode(errors="replace"))
-        except (aiohttp.ClientError, OSError) as error:
-            said = "; ".join(filter(None, (str(error) or type(error).__name__, _full_disk(self.run_folder))))
-            raise RunLostError(f"the run in {self.run_folder} does not answer: {said}") from error
+        except (aiohttp.ClientError, OSError) as error:  # TimeoutError is an OSError
+            raise _lost(self.run_folder) from error
         return msgspec.msgpack.decode(answer, type=kind)
 
 
@@ -205,6 +216,7 @@ class Run(RunClient):
     Args:
         config: A `RunConfig`, nested dicts, or the path of a TOML file. With `resume`, may be left out.
         resume: A run folder to pick up where it stopped.
+        overrides: Laid over the config: `["buffer.max_staleness=1"]` or `{"buffer.max_staleness": 1}`.
 
     Raises:
         ConfigError: The config is wrong, a function or file that it names is not there, or the folder already holds a run.
@@ -216,26 +228,30 @@ class Run(RunClient):
     """
 
     def __init__(
-        self, config: RunConfig | dict[str, Any] | str | Path | None = None, *, resume: str | Path | None = None
+        self,
+        config: RunConfig | Mapping[str, Any] | str | Path | None = None,
+        *,
+        resume: str | Path | None = None,
+        overrides: Overrides = (),
     ) -> None:
-        resolved, said = with_launch_choices(_resolve(config, resume))
+        if config is None and resume is None:
+            raise ConfigError("Run takes a config (RunConfig, dict or TOML path) or resume=RUN_FOLDER, got neither")
+        given = config if config is not None else Path(resume or "") / "config.toml"
+        resolved, said = with_launch_choices(resolve_config(given, overrides))
         self.config, choice = with_chosen_medium(resolved)
         self._choices = [*said, choice] if choice else said
         super().__init__(resume if resume is not None else Path(self.config.folder) / self.config.name)
         self._resumed = resume is not None
-        self._controller: OwnedController | None = None
-        self._endpoint: ApiEndpoint | None = None
-        self._coming_back = asyncio.Lock()
+        self._controller: ControllerProcess | None = None
 
     async def __aenter__(self) -> Self:
         await asyncio.to_thread(check_user_functions, self.config)
         self._prepare_folder()
-        self._controller = controller_of(self.config, self.run_folder)
+        self._controller = ControllerProcess(self.config, self.run_folder)
         self._note_choices()
         try:
             await self._controller.start()
-            self._endpoint = await self._wait_for_endpoint()
-            await self._open(self._endpoint)
+            await self._open(await self._wait_for_endpoint())
         except BaseException:
             await self._end_controller()
             raise
@@ -254,41 +270,15 @@ class Run(RunClient):
         if len(leaving) > 1:
             raise asyncio.CancelledError
 
-    async def steps(self, first: int = 0) -> AsyncIterator[StepReport]:
-        """Yield steps as `RunClient.steps`, on through the loss of a controller that is started again (`launch.kind = "ray"`)."""
-        while True:
-            lost = self._endpoint
-            try:
-                async for report in super().steps(first):
-                    first = report.step + 1
-                    yield report
-            except RunLostError:
-                if not await self._come_back(lost):
-                    raise
-            else:
-                return
-
-    async def _call(self, method: str, path: str, kind: type[T], body: Any = None) -> T:  # noqa: ANN401 - any struct
-        lost = self._endpoint
-        try:
-            return await super()._call(method, path, kind, body)
-        except RunLostError:
-            if path in NOT_REPEATED or not await self._come_back(lost):
-                raise
-        return await super()._call(method, path, kind, body)
-
-    async def _come_back(self, lost: ApiEndpoint | None) -> bool:
-        """Find the controller that takes the place of the one at `lost`; False where none will."""
-        async with self._coming_back:
-            if self._controller is None or self._endpoint is not lost:
-                return self._controller is not None
-            endpoint = await self._controller.endpoint(lost)
-            if endpoint is None:
-                return False
-            await self._close()
-            self._endpoint = endpoint
-            await self._open(endpoint)
-            return True
+    async def end_now(self) -> None:
+        """End the run within seconds: it is told to, and what has not ended then is killed. It can be resumed."""
+        with contextlib.suppress(RunError, TimeoutError):
+            async with asyncio.timeout(STOP_TIMEOUT_S):
+                await self.stop()
+        pid = live_controller(self.run_folder)
+        if pid:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)  # its processes end as their standard input does
 
     async def wait(self) -> RunStatus:
         """Wait until the run has ended and return its last status.
@@ -301,20 +291,23 @@ class Run(RunClient):
         return await self.status()
 
     def _prepare_folder(self) -> None:
+        if faults := path_faults(self.config, resumed=self._resumed):
+            raise ConfigError("; ".join(faults))
         check_phase_room(self.config)
-        if not has_own_environment(self.config.launch) and (missing := missing_files(self.config.task)):
-            raise ConfigError("; ".join(missing))
         config_file = self.run_folder / "config.toml"
-        if config_file.exists() and not self._resumed:
-            raise ConfigError(
-                f"{self.run_folder} already holds a run: `asyncrl resume {self.run_folder}` goes on with it, "
-                "`--set name=...` starts another"
-            )
         if is_live(self.run_folder):
             raise LaunchError(f"{self.run_folder} already runs; `asyncrl stop {self.run_folder}` first")
+        if config_file.exists() and not self._resumed:
+            if _holds_samples(self.run_folder) or not (self.run_folder / "logs").is_dir():
+                raise ConfigError(
+                    f"{self.run_folder} already holds a run: `asyncrl resume {self.run_folder}` goes on with it, "
+                    "`--set name=...` starts another"
+                )
+            _forget_failed_start(self.run_folder)
         said = "".join(f"# {choice}\n" for choice in self._choices)
         try:
             self.run_folder.mkdir(parents=True, exist_ok=True)
+            self.run_folder.chmod(0o700)
             _write_whole(config_file, said + dump_config(self.config))
         except OSError as error:
             raise LaunchError(f"cannot write {config_file}: {_full_disk(self.run_folder) or error.strerror}") from error
@@ -335,7 +328,7 @@ class Run(RunClient):
                 f"the controller did not answer within {START_TIMEOUT_S:.0f} s; see {self.run_folder}/logs"
             ) from error
         if endpoint is None:
-            raise LaunchError(_tail_of(self.run_folder / "logs" / "controller.log", self._controller.code))
+            raise LaunchError(f"the run could not start: {_last_words(self.run_folder)}")
         return endpoint
 
     async def _leave(self, *, polite: bool) -> None:
@@ -358,14 +351,22 @@ class Run(RunClient):
             self._controller = None
 
 
-def _resolve(config: RunConfig | dict[str, Any] | str | Path | None, resume: str | Path | None) -> RunConfig:
-    if config is None:
-        if resume is None:
-            raise ConfigError("Run takes a config (RunConfig, dict or TOML path) or resume=RUN_FOLDER, got neither")
-        return load_config(Path(resume) / "config.toml")
-    if isinstance(config, RunConfig):
-        return validated(config)
-    return parse_config(config) if isinstance(config, dict) else load_config(config)
+def _holds_samples(run_folder: Path) -> bool:
+    """Return whether anything was generated, or saved, in a run folder; a ledger that cannot be read counts as one that has."""
+    if any((run_folder / "checkpoints").glob("step-*")) or read_steps(run_folder):
+        return True
+    try:
+        with LedgerReader(run_folder) as ledger:
+            return bool(ledger.versions())
+    except LedgerError:
+        return (run_folder / "ledger.sqlite").exists()
+
+
+def _forget_failed_start(run_folder: Path) -> None:
+    """Remove what a start left that failed before its first sample: its model and ledger are of another config, perhaps."""
+    for path in run_folder.glob("ledger.sqlite*"):
+        path.unlink()
+    shutil.rmtree(run_folder / "model", ignore_errors=True)
 
 
 def _write_whole(file: Path, text: str) -> None:
@@ -387,6 +388,19 @@ def _full_disk(run_folder: Path) -> str:
     return ""
 
 
-def _tail_of(log: Path, code: int | None) -> str:
-    lines = log.read_text(errors="replace").splitlines()[-12:] if log.exists() else []
-    return "the controller ended with exit code {}:\n{}".format(code, "\n".join(lines))
+def _last_words(run_folder: Path) -> str:
+    """Return what the controller said last: its own one-line error, else the end of its log."""
+    log = run_folder / "logs" / "controller.log"
+    lines = log.read_text(errors="replace").splitlines()[-200:] if log.exists() else []
+    errors = [line for line in lines if line.startswith("asyncrl: ") or " CRITICAL " in line]
+    if errors:
+        return errors[-1].removeprefix("asyncrl: ").rpartition(" | ")[2]
+    return "\n".join([f"the end of {log} is", *lines[-12:]])
+
+
+def _lost(run_folder: Path) -> RunLostError:
+    """Return what became of a run that does not answer, and what to do."""
+    if is_live(run_folder):
+        return RunLostError(f"the run in {run_folder} does not answer; its controller is alive: see {run_folder}/logs")
+    reason = _full_disk(run_folder) or f"{_last_words(run_folder)}; `asyncrl resume {run_folder}` goes on with it"
+    return RunLostError(f"the run in {run_folder} is lost, its controller has ended: {reason}")

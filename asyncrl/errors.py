@@ -6,6 +6,14 @@ outside world does to us is one of the other classes. A message says what happen
 
 from __future__ import annotations
 
+import os
+import traceback
+from pathlib import Path
+
+MOST_TRACE_CHARS = 4000
+"""Of a traceback that travels; its end is kept."""
+_STANDARD_LIBRARY = str(Path(os.__file__).parent)
+
 
 class AsyncRLError(Exception):
     """Base of every error that asyncrl raises on purpose."""
@@ -77,3 +85,24 @@ def first_fault(group: BaseExceptionGroup[BaseException]) -> BaseException | Non
     while isinstance(faults, BaseExceptionGroup):
         faults = faults.exceptions[0]
     return faults
+
+
+def kind_of(error: BaseException) -> str:
+    """Return the type and place of an error, `TypeError at rewards.py:12`: what failures are counted by.
+
+    The place is the innermost line that is in no installed package and not in the standard library, else the innermost of all.
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [
+        frame
+        for frame in frames
+        if not frame.filename.startswith((_STANDARD_LIBRARY, "<")) and "site-packages" not in frame.filename
+    ]
+    place = next(reversed(own or list(frames)), None)
+    name = type(error).__name__
+    return f"{name} at {Path(place.filename).name}:{place.lineno}" if place is not None else name
+
+
+def trace_of(error: BaseException) -> str:
+    """Return the traceback as text, at most its last `MOST_TRACE_CHARS` characters."""
+    return "".join(traceback.format_exception(error))[-MOST_TRACE_CHARS:]

@@ -1,7 +1,7 @@
-"""Temporary folders that outlive nobody: removed by the process that made them, or, where it was killed, by the next one's.
+"""Temporary folders that are removed by the process that made them, or, where it was killed, when the next one starts.
 
-A folder is locked by the process that made it, and by nobody else: the lock goes with that process, however it ends, and so tells
-a folder in use from one that was left. Where a file system has no locks, what was left stays.
+A folder is locked by the process that made it. The lock goes with that process, however it ends, and so tells a folder in use
+from one that was left. Where a file system has no locks, what was left stays.
 
 Invariant: a folder whose owner lives is removed by nobody else.
 """

@@ -47,24 +47,30 @@ import msgspec
 
 from asyncrl.clock import Clock, SystemClock
 from asyncrl.config.broadcast import SharedStorageMedium
-from asyncrl.config.generate import ReplayEngineConfig, TransformersEngineConfig
-from asyncrl.config.launch import RayLaunch
 from asyncrl.config.load import load_run_config
-from asyncrl.config.run import RunConfig
-from asyncrl.control.stage_end import EXIT_FAILED, EXIT_FAULT, EXIT_OK, EXIT_WRONG_INPUT, leave, to_its_end
-from asyncrl.control.stage_imports import without_looking_for_garbage
+from asyncrl.config.run import RayLaunch, RunConfig
+from asyncrl.control.launch.process_main import (
+    EXIT_FAILED,
+    EXIT_FAULT,
+    EXIT_OK,
+    EXIT_WRONG_INPUT,
+    imports_without_gc,
+    leave,
+    run_to_exit_code,
+)
 from asyncrl.errors import AsyncRLError, ConnectionClosed, LedgerError
 from asyncrl.observe.log import set_up_logging
 from asyncrl.residency.plan import SWAP_FOLDER
 from asyncrl.schema.control import ProcessKind
 from asyncrl.tasks.registry import build_task
 from asyncrl.tasks.sampler import PromptSequence
-from asyncrl.transport.channel import Connection, Lane
-from asyncrl.transport.open import new_hello, open_connection, open_listener
+from asyncrl.transport.protocol import Connection, Lane, new_hello
+from asyncrl.transport.zmq_client import open_connection
+from asyncrl.transport.zmq_server import open_listener
 
 if TYPE_CHECKING:
-    from asyncrl.control.joining import JoinRequest
-    from asyncrl.control.launcher import Launcher
+    from asyncrl.control.join import JoinRequest
+    from asyncrl.control.launch.local import Launcher
     from asyncrl.schema.weights import WeightsAvailable
 
 log = logging.getLogger("asyncrl")
@@ -92,62 +98,56 @@ async def run_controller(
         owner_gone: Set when whoever started the run has hung up.
         launcher: Where its processes come from; None: from the one that the config names.
     """
-    from asyncrl.broadcast.segments import remove_leftover_segments
-    from asyncrl.buffer.opening import open_buffer
+    from asyncrl.buffer.open import open_buffer
+    from asyncrl.control.api import RunApi, serve_api
+    from asyncrl.control.batch_feeder import BatchFeeder
     from asyncrl.control.controller import Controller, RunParts
-    from asyncrl.control.device_share import check_shares, gpu_memory_bytes, usable_cores
-    from asyncrl.control.feed import LearnerFeed
-    from asyncrl.control.flow import Flow
+    from asyncrl.control.dispatcher import Dispatcher
+    from asyncrl.control.join import Membership
+    from asyncrl.control.launch.processes import plan_processes
     from asyncrl.control.peers import Peers
-    from asyncrl.control.process_plan import plan_processes
+    from asyncrl.control.placement.gpu_share import check_shares, gpu_memory_bytes, usable_cores
     from asyncrl.control.reporter import Reporter
-    from asyncrl.control.roster import Roster
-    from asyncrl.generate.admission import Admission, AdmissionLimits
     from asyncrl.observe.sinks import open_sinks
+    from asyncrl.reward.sandbox.code_exec import check_tests
+    from asyncrl.weights.shm_segments import remove_leftover_segments
 
     check_shares(config, usable_cores(), gpu_memory_bytes(config))
     task = build_task(config.task, config.seed)
+    check_tests(config.reward, task.train)
+    check_tests(config.reward, task.held_out)
     loop = asyncio.get_running_loop()
     async with contextlib.AsyncExitStack() as leaving:
         buffer = open_buffer(config, run_folder, call_soon=loop.call_soon_threadsafe, on_failure=_ledger_failed, now=clock.now())
         leaving.callback(buffer.close)
         leaving.callback(shutil.rmtree, run_folder / SWAP_FOLDER, ignore_errors=True)
         leaving.callback(remove_leftover_segments, run_folder)
-        roster = Roster(plan_processes(config), config.placement.most_joining_generators, config.supervision)
-        listener = await open_listener(config.transport, run_folder, judge=roster.judge)
+        membership = Membership(plan_processes(config), config.placement.most_joining_generators, config.supervision)
+        listener = await open_listener(config.transport, run_folder, judge=membership.refusal)
         leaving.push_async_callback(listener.close)
         (run_folder / ENDPOINT_FILE).write_text(listener.address, encoding="utf-8")
         launcher = launcher or await _launcher_of(config, run_folder)
-        counts = buffer.counts()
-        limits = AdmissionLimits(
-            groups_per_step=config.algorithm.groups_per_step,
-            group_size=config.algorithm.members_per_group,
-            max_staleness=config.buffer.max_staleness,
-            max_running_groups=config.buffer.max_running_groups,
-            max_groups=config.num_steps * config.algorithm.groups_per_step,
-        )
-        admission = Admission(
-            limits, running=counts.running + counts.scoring, accepted=counts.ready + counts.taken + counts.trained
-        )
         peers = Peers()
-        flow = Flow(config, buffer, admission, PromptSequence(task.train, config.seed), peers, clock)
-        feed = LearnerFeed(config, flow, clock)
+        dispatcher = Dispatcher(config, buffer, PromptSequence(task.train, config.seed), peers, clock)
+        feeder = BatchFeeder(config, dispatcher, clock)
         reporter = Reporter(config, run_folder, open_sinks(config, run_folder), clock)
         parts = RunParts(
-            config, run_folder, listener, launcher, peers, flow, feed, reporter, list(task.held_out), clock,
-            resumed=counts.issued > 0, roster=roster,
+            config, run_folder, listener, launcher, peers, dispatcher, feeder, reporter, list(task.held_out), clock,
+            resumed=buffer.counts().issued > 0, membership=membership,
         )  # fmt: skip
-        return await Controller(parts).run(owner_gone)
+        controller = Controller(parts)
+        async with serve_api(RunApi(controller), run_folder):
+            return await controller.run(owner_gone)
 
 
 async def _launcher_of(config: RunConfig, run_folder: Path) -> Launcher:
     """Return where the run's processes come from, as the config says."""
     if not isinstance(config.launch, RayLaunch):
-        from asyncrl.control.launch_local import LocalLauncher
+        from asyncrl.control.launch.local import LocalLauncher
 
         return LocalLauncher()
-    from asyncrl.control.launch_ray import RayLauncher
-    from asyncrl.control.process_plan import plan_processes
+    from asyncrl.control.launch.processes import plan_processes
+    from asyncrl.control.launch.ray import RayLauncher
 
     launcher = RayLauncher.of_run(config, run_folder, plan_processes(config))
     await launcher.open()
@@ -164,11 +164,11 @@ def _ledger_failed(error: LedgerError) -> None:
 
 
 async def _generator(config: RunConfig, run_folder: Path, connection: Connection, clock: Clock, name: str) -> None:
-    from asyncrl.broadcast.media import receiver_of
-    from asyncrl.broadcast.shared_storage import HybridSubscriber
-    from asyncrl.broadcast.subscriber import Subscriber
     from asyncrl.generate.worker import run_generator
-    from asyncrl.models.deferred import DeferredTensors
+    from asyncrl.weights.media.registry import receiver_of
+    from asyncrl.weights.media.shared_params import HybridSubscriber
+    from asyncrl.weights.subscriber import Subscriber
+    from asyncrl.weights.tensors import DeferredTensors
 
     # Where cores are short the learner goes first: while it works generation is ahead, and when it waits they have all cores.
     os.nice(NICENESS)
@@ -179,14 +179,12 @@ async def _generator(config: RunConfig, run_folder: Path, connection: Connection
         subscriber = HybridSubscriber(run_folder, getattr(config.generate.engine, "device", "cpu"))
     elif receiver is None:
         subscriber = Subscriber(config.broadcast, run_folder)
-    holds_weights = not isinstance(config.generate.engine, ReplayEngineConfig)
+    holds_weights = not config.generate.engine.replays
 
     async def fetch_weights(available: WeightsAvailable) -> Mapping[str, Any]:
         if not holds_weights or not available.manifest.total_bytes:
             return {}
         if subscriber is not None:
-            if config.placement.takes_turns:
-                subscriber.forget()  # an engine that was asleep has to have its version again
             return await subscriber.fetch(available)
         assert receiver is not None
         return DeferredTensors(available, *receiver)
@@ -200,10 +198,10 @@ async def _generator(config: RunConfig, run_folder: Path, connection: Connection
 
 def _hold_to_share(config: RunConfig, device: str, *, of_learner: bool) -> None:
     """Where generation goes on beside training on a GPU, hold this process's own tensors to its part of the memory."""
-    from asyncrl.control.device_share import memory_bounds, shares_device
-    from asyncrl.residency.share import hold_to_share
+    from asyncrl.control.placement.gpu_share import memory_bounds, shares_device
+    from asyncrl.residency.cuda import hold_to_share
 
-    in_process = of_learner or isinstance(config.generate.engine, TransformersEngineConfig)
+    in_process = of_learner or config.generate.engine.adopts
     if shares_device(config) and device.startswith("cuda") and in_process:
         generator_share, learner_share, budget_bytes = memory_bounds(config)
         hold_to_share(device, learner_share if of_learner else generator_share, budget_bytes)
@@ -223,10 +221,10 @@ async def _inference_worker(config: RunConfig, run_folder: Path, connection: Con
 
 
 async def _learner(config: RunConfig, run_folder: Path, connection: Connection, clock: Clock, _name: str) -> None:
-    from asyncrl.broadcast.publisher import Publisher
-    from asyncrl.broadcast.shared_storage import HybridPublisher
-    from asyncrl.control.learner_rank import start_rank
+    from asyncrl.control.launch.ranks import start_rank
     from asyncrl.learner.worker import run_learner
+    from asyncrl.weights.media.shared_params import HybridPublisher
+    from asyncrl.weights.publisher import Publisher
 
     _hold_to_share(config, config.learner.device, of_learner=True)
     loop = asyncio.get_running_loop()
@@ -283,10 +281,10 @@ def _import_stage(kind: ProcessKind, config: RunConfig) -> None:
     Before connecting: an event loop that imports for long, as on a busy machine, looks dead to its peer. And before it is needed:
     an engine's libraries are read while the learner reads its own, not once the learner is there.
     """
-    with without_looking_for_garbage():
+    with imports_without_gc():
         import_module(STAGE_MODULES[kind])
         if kind == "generator":
-            from asyncrl.generate.build import import_engine
+            from asyncrl.generate.factory import import_engine
 
             import_engine(config)
 
@@ -297,7 +295,7 @@ async def run_stage(kind: ProcessKind, name: str, config: RunConfig, run_folder:
     An error of the outside world is told to the controller as a Fault before the process ends.
     """
     if kind == "generator":
-        from asyncrl.control.device_share import keep_to_own_cores, with_own_memory
+        from asyncrl.control.placement.gpu_share import keep_to_own_cores, with_own_memory
 
         config = with_own_memory(config)
         keep_to_own_cores(config)
@@ -305,51 +303,51 @@ async def run_stage(kind: ProcessKind, name: str, config: RunConfig, run_folder:
     address = (run_folder / ENDPOINT_FILE).read_text(encoding="utf-8")
     connection = await open_connection(address, new_hello(kind, name), config.transport, run_folder)
     try:
-        return await to_its_end(STAGES[kind](config, run_folder, connection, clock, name), name, connection)
+        return await run_to_exit_code(STAGES[kind](config, run_folder, connection, clock, name), name, connection)
     finally:
         await connection.close()
 
 
 async def join_run(request: JoinRequest, clock: Clock) -> int:
     """Be a generator of a run that others started, until it ends or a signal says to leave; return the exit code."""
-    from asyncrl.control.device_share import as_guest, keep_to_own_cores
-    from asyncrl.control.joining import serve_until_told, visit
+    from asyncrl.control.join import joined, serve_until_told
+    from asyncrl.control.placement.gpu_share import as_joined, keep_to_own_cores
 
-    with without_looking_for_garbage():
+    with imports_without_gc():
         import_module(STAGE_MODULES["generator"])
-    async with visit(request, os.getpid(), ENDPOINT_FILE) as here:
+    async with joined(request, os.getpid(), ENDPOINT_FILE) as here:
         set_up_logging(here.name, here.config.observe.log_level)
-        config = as_guest(here.config, on_same_machine=here.is_on_same_machine)
+        config = as_joined(here.config, on_same_machine=here.is_on_same_machine)
         keep_to_own_cores(config)
         log.info("joined the run %s as %s; Ctrl-C leaves it", config.name, here.name)
         work = _generator(config, here.run_folder, here.connection, clock, here.name)
-        return await serve_until_told(to_its_end(work, here.name, here.connection))
+        return await serve_until_told(run_to_exit_code(work, here.name, here.connection))
 
 
 # -- entry point ---------------------------------------------------------------------------------------------------------
 
 
 async def _main(kind: ProcessKind, name: str, run_folder: Path) -> int:
-    from asyncrl.control.parent_watch import ignore_interrupts, watch_parent
+    from asyncrl.control.launch.process_main import ignore_interrupts, watch_parent
 
     config = load_run_config(run_folder)
     set_up_logging(name, config.observe.log_level)
     clock = SystemClock()
     if kind == "controller":
-        from asyncrl.control.owner_watch import watch_owner
+        from asyncrl.control.launch.process_main import watch_owner
 
-        owner_gone = await watch_owner(dies_with_it=isinstance(config.launch, RayLaunch))
+        owner_gone = await watch_owner()
         return EXIT_OK if await run_controller(config, run_folder, clock, owner_gone) else EXIT_FAILED
-    from asyncrl.broadcast.segments import remove_leftover_segments
+    from asyncrl.weights.shm_segments import remove_leftover_segments
 
     ignore_interrupts()
     watch_parent(partial(remove_leftover_segments, run_folder) if kind == "learner" else None)
     return await run_stage(kind, name, config, run_folder, clock)
 
 
-def _run_guest(request: str) -> int:
+def _run_joining(request: str) -> int:
     """Join a run as its JSON says; what the user can mend is one line and exit code 2."""
-    from asyncrl.control.joining import JoinRequest
+    from asyncrl.control.join import JoinRequest
 
     try:
         return asyncio.run(join_run(msgspec.json.decode(request, type=JoinRequest), SystemClock()))
@@ -359,11 +357,11 @@ def _run_guest(request: str) -> int:
 
 
 def main() -> None:
-    """Run one process: `python -m asyncrl.pipeline KIND NAME RUN_FOLDER`, or a guest of a run."""
+    """Run one process: `python -m asyncrl.pipeline KIND NAME RUN_FOLDER`, or a generator that joins a run."""
     kind, *rest = sys.argv[1:]
     try:
         if kind == JOIN:
-            leave(_run_guest(rest[0]))
+            leave(_run_joining(rest[0]))
         name, folder = rest[:2]
         code = asyncio.run(_main(kind, name, Path(folder)))  # type: ignore[arg-type]
         if kind in WITH_TORCH:

@@ -5,7 +5,7 @@
     scripts/check_vllm_api.py vllm-0.33.0 ...      unpacked source distributions (or wheels)
 
 `USES` is the adapter's own list; what its code says anyway (arguments, environment, bodies of requests) is taken from there. What
-only a part of the range has stands in `SINCE`, and must begin in the version that generate/vllm_versions.py names. That a name is
+only a part of the range has stands in `SINCE`, and must begin in the version that generate/vllm/versions.py names. That a name is
 there does not show that it does the same: run the contract (tests/contract, engine `vllm`) before the range grows.
 
 Exits with 1 where something is missing.
@@ -21,13 +21,12 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from asyncrl.config.generate import VLLMEngineConfig
-from asyncrl.generate.engine import EngineRequest
-from asyncrl.generate.request_rules import RequestRules
-from asyncrl.generate.vllm_folder import ModelFolder
-from asyncrl.generate.vllm_launch import engine_arguments, environment
-from asyncrl.generate.vllm_requests import sampling_arguments
-from asyncrl.generate.vllm_server_wire import GenerateBody, ServerSampling
-from asyncrl.generate.vllm_versions import installed_version, parse_version
+from asyncrl.generate.engine import EngineRequest, RequestRules
+from asyncrl.generate.vllm.backend import sampling_arguments
+from asyncrl.generate.vllm.checkpoint import ModelFolder
+from asyncrl.generate.vllm.http_client import GenerateBody, ServerSampling
+from asyncrl.generate.vllm.launch import engine_arguments, environment
+from asyncrl.generate.vllm.versions import installed_version, parse_version
 from asyncrl.schema.samples import SamplingParams
 
 _CLIENT, _ASYNC = "vllm/v1/engine/core_client.py", "vllm/v1/engine/async_llm.py"
@@ -37,9 +36,8 @@ _TOKENS = "vllm/entrypoints/scale_out/token_in_token_out"
 USES: dict[str, dict[str, str]] = {
     _ASYNC: {
         "AsyncLLM.from_engine_args": "engine_args stat_loggers",
-        "AsyncLLM.add_request": "request_id prompt params",
         "AsyncLLM.generate": "prompt sampling_params request_id",
-        "AsyncLLM.abort": "request_id internal",
+        "AsyncLLM.abort": "request_id",
         "AsyncLLM.is_paused": "",
         "AsyncLLM.resume_generation": "",
         "AsyncLLM.sleep": "level mode",
@@ -53,27 +51,16 @@ USES: dict[str, dict[str, str]] = {
     },
     _CLIENT: {
         "AsyncMPClient.pause_scheduler_async": "mode clear_cache",
-        "AsyncMPClient.outputs_queue": "",
         "AsyncMPClient.resources": "",
         "AsyncMPClient.core_engines": "",
         "AsyncMPClient._call_utility_async": "method engine",
         "BackgroundResources.ctx": "",
-        "BackgroundResources.engine_manager": "",
-        "BackgroundResources.coordinator": "",
     },
     "vllm/v1/engine/core.py": {
         "EngineCoreProc.pause_scheduler": "mode clear_cache",
         "EngineCore.collective_rpc": "method timeout args kwargs",
     },
-    "vllm/v1/engine/coordinator.py": {"DPCoordinator.proc": ""},
-    "vllm/v1/engine/utils.py": {"CoreEngineProcManager.processes": ""},
-    "vllm/v1/engine/__init__.py": {"EngineCoreOutputs.outputs": "", "'stop'": "", "'length'": "", "'abort'": ""},
-    "vllm/v1/engine/output_processor.py": {
-        "RequestOutputCollector.get": "",
-        "RequestOutputCollector.get_nowait": "",
-        "RequestOutputCollector.request_id": "",
-        "RequestOutputCollector.put": "output",
-    },
+    "vllm/v1/engine/__init__.py": {"'stop'": "", "'length'": "", "'abort'": ""},
     "vllm/v1/metrics/loggers.py": {
         "StatLoggerBase.record": "scheduler_stats",
         "StatLoggerBase.log": "",
@@ -86,6 +73,7 @@ USES: dict[str, dict[str, str]] = {
     "vllm/v1/metrics/stats.py": {"SchedulerStats.kv_cache_usage": "", "SchedulerStats.num_running_reqs": ""},
     "vllm/outputs.py": {
         "RequestOutput.outputs": "",
+        "RequestOutput.finished": "",
         "RequestOutput.prompt_logprobs": "",
         "CompletionOutput.token_ids": "",
         "CompletionOutput.logprobs": "",
@@ -167,7 +155,7 @@ SINCE: dict[str, dict[str, list[str]]] = {
     },
     "has_scale_out_flag": {"vllm/entrypoints": ["'enable_scale_out'"]},
 }
-"""A row of the table in generate/vllm_versions.py to what is there where it is true; elsewhere some of it is missing."""
+"""A property in generate/vllm/versions.py to what is there where it is true; elsewhere some of it is missing."""
 
 
 class Source:
@@ -296,7 +284,7 @@ def faults(root: Path, number: str) -> list[str]:
     for row, places in SINCE.items():
         missing = [f"{place}: no {use}" for place, uses in places.items() for use in uses if not source.has(place, use)]
         if bool(missing) == getattr(version, row):
-            found += [f"the table says that {row} is {getattr(version, row)}, and it is not", *missing]
+            found += [f"versions.py says that {row} is {getattr(version, row)}, and it is not", *missing]
     return found
 
 

@@ -3,8 +3,8 @@
     python scripts/gpu_bundle.py pack WHEELS FOLDER [--piece-mib 52] [--beside FILE ...]
     python scripts/gpu_bundle.py unpack FOLDER SITE
 
-FOLDER holds `vllm.tar.xz.000`, `.001`, ... and `manifest.json`, with the length and SHA-256 of every piece; files named by `--beside`
-are split the same way. `unpack` joins what is there into SITE, a folder for PYTHONPATH. What the machine has installed already it
+FOLDER holds `libraries.tar.xz.000`, `vllm.tar.xz.000`, `.001`, ... and `manifest.json`, with the length and SHA-256 of every piece; files
+named by `--beside` are split the same way. The libraries come first, so that what needs no vLLM can run before vLLM is there. `unpack` joins what is there into SITE, a folder for PYTHONPATH. What the machine has installed already it
 keeps: a library of ours never shadows one of its own. Exit code 3: pieces are missing, by name; 1: one is damaged.
 
 The standard library alone, so that it runs on a bare machine. Called by bring_vllm.sh and gpu_check.sh.
@@ -27,7 +27,7 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-ARCHIVE = "vllm.tar.xz"
+LIBRARIES, VLLM = "libraries.tar.xz", "vllm.tar.xz"
 MANIFEST = "manifest.json"
 LEFT_OUT = (
     "vllm/vllm_flash_attn/_vllm_fa2_C",  # 305 MB; a Hopper GPU takes FlashAttention 3, any other Triton's
@@ -35,8 +35,11 @@ LEFT_OUT = (
     "vllm/vllm-rs",
     "vllm/third_party/deep_gemm/",
     "vllm/third_party/fmha_sm100/",
+    "vllm/_qutlass_C",
+    "vllm/_flashmla_C",
+    *(f"bitsandbytes/libbitsandbytes_{other}" for other in ("cuda11", "cuda12", "cuda132", "rocm", "xpu")),
 )
-"""What a dense model on one GPU never loads."""
+"""What a dense model on one GPU with CUDA 13.0 never loads."""
 COPY_BYTES = 1 << 20
 EXIT_DAMAGED, EXIT_MISSING = 1, 3
 
@@ -90,7 +93,9 @@ def pack(wheels: Path, folder: Path, piece_bytes: int, beside: list[Path]) -> di
     folder.mkdir(parents=True, exist_ok=True)
     for old in [*folder.glob("*.[0-9][0-9][0-9]"), *folder.glob(MANIFEST)]:
         old.unlink()
-    manifest = {ARCHIVE: _pack_wheels(sorted(wheels.glob("*.whl")), Pieces(folder, ARCHIVE, piece_bytes))}
+    vllm = set(wheels.glob("vllm-*.whl"))
+    parts = {LIBRARIES: set(wheels.glob("*.whl")) - vllm, VLLM: vllm}
+    manifest = {name: _pack_wheels(sorted(part), Pieces(folder, name, piece_bytes)) for name, part in parts.items()}
     for path in beside:
         pieces = Pieces(folder, path.name, piece_bytes)
         with path.open("rb") as source, pieces:
@@ -147,7 +152,7 @@ def _put_in_place(name: str, paths: list[Path], pieces: list[dict[str, Any]], si
     note, sums = site / f".{name}.sums", " ".join(piece["sha256"] for piece in pieces)
     if note.is_file() and note.read_text(encoding="utf-8") == sums:
         return
-    if name == ARCHIVE:
+    if name in {LIBRARIES, VLLM}:
         _unpack_archive(paths, site)
     else:
         with (site / name).open("wb") as target:

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import settings
 from xdist.scheduler import LoadFileScheduling
 
-from asyncrl.control.stage_imports import without_looking_for_garbage
+from asyncrl.control.launch.process_main import imports_without_gc
 
 settings.register_profile("explore", deadline=None)
 settings.register_profile("asyncrl", deadline=None, derandomize=True)
@@ -58,7 +58,7 @@ def pytest_xdist_make_scheduler(config, log):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection():
-    with without_looking_for_garbage():
+    with imports_without_gc():
         return (yield)
 
 

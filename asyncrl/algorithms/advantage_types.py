@@ -3,8 +3,7 @@
 Legend: S samples of one step, in any order; T the most response tokens of one of them, right-padded. A trained token is one the
 policy wrote and the step trains; tool output and padding are not.
 
-Invariants: whatever stands at an untrained token (NaN too) changes nothing; an untrained token has advantage exactly 0. Called
-by algorithms/advantages.py, learner/micro_batches.py and outside advantages.
+Invariants: whatever stands at an untrained token (NaN too) changes nothing; an untrained token has advantage exactly 0.
 """
 
 from __future__ import annotations

@@ -7,20 +7,21 @@ Legend: S samples, G groups, T tokens of a sample.
 
 Invariants: order of samples and of groups does not matter; a group of one has advantage 0 in the first kind (nothing to compare
 it with), unless `singleton_keeps_reward` says what verl does; samples without a trained token still count in their group's
-mean; with `whiten`, all trained tokens of the step influence each other, else only samples of one group do. Called by
-learner/micro_batches.py.
+mean; with `whiten`, all trained tokens of the step influence each other, else only samples of one group do.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
+from numpy.typing import NDArray
 
 from asyncrl.algorithms import returns as recursions
 from asyncrl.algorithms.advantage_types import Advantage, AdvantageConfig, AdvantageInputs, AdvantageOutputs, FloatArray
-from asyncrl.algorithms.groups import Groups
-from asyncrl.algorithms.user_function import load_own, wrong_shape
-from asyncrl.algorithms.whitening import whitened
+from asyncrl.config.algorithm_table import ADVANTAGE_RULES
 from asyncrl.errors import ConfigError
+from asyncrl.user_code import load_own, wrong_shape
 
 
 def grpo(inputs: AdvantageInputs, config: AdvantageConfig) -> AdvantageOutputs:
@@ -135,18 +136,8 @@ def vtrace(inputs: AdvantageInputs, config: AdvantageConfig) -> AdvantageOutputs
     return _whitened_if_told(outputs, inputs, config)
 
 
-ADVANTAGES: dict[str, Advantage] = {
-    "grpo": grpo,
-    "dr_grpo": dr_grpo,
-    "rloo": rloo,
-    "opo": opo,
-    "reinforce_pp": reinforce_pp,
-    "reinforce_pp_baseline": reinforce_pp_baseline,
-    "remax": remax,
-    "reward": reward,
-    "gae": gae,
-    "vtrace": vtrace,
-}
+ADVANTAGES: dict[str, Advantage] = {name: globals()[name] for name in ADVANTAGE_RULES}
+"""Each by the name of its row in the table of config/algorithm_table.py."""
 
 
 def load_advantage(name: str) -> Advantage:
@@ -219,3 +210,65 @@ def _token_rewards(inputs: AdvantageInputs) -> FloatArray:
     if inputs.token_rewards is not None:
         return inputs.token_rewards
     return recursions.rewards_on_last_tokens(inputs.rewards, inputs.mask)
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """Which samples answer the same prompt."""
+
+    numbers: NDArray[np.intp]
+    """[S], number of each sample's group, from 0 to G - 1."""
+    firsts: NDArray[np.intp]
+    """[S], the first sample of each sample's group."""
+    sizes: FloatArray
+    """[S], how many samples each sample's group has."""
+
+    @classmethod
+    def of(cls, group_ids: NDArray[np.int64]) -> Groups:
+        """Return the groups of samples with these ids [S]."""
+        _, firsts_G, numbers_S, sizes_G = np.unique(group_ids, return_index=True, return_inverse=True, return_counts=True)
+        return cls(numbers_S, firsts_G[numbers_S], sizes_G[numbers_S].astype(np.float64))
+
+    def sum(self, values: FloatArray) -> FloatArray:
+        """Return [S], the sum of `values` [S] over each sample's group."""
+        sums_S: FloatArray = np.bincount(self.numbers, weights=values)[self.numbers].astype(np.float64)
+        return sums_S
+
+    def minus_mean(self, values: FloatArray, weights: FloatArray | None = None) -> FloatArray:
+        """Return [S], `values` minus their group's mean, weighted by `weights` [S]; exactly 0 where a group's are equal."""
+        # Distances from one member: the rounded mean of equal values is not always equal to them.
+        distances_S = values - values[self.firsts]
+        if weights is None:
+            return distances_S - self.sum(distances_S) / self.sizes
+        totals_S = self.sum(weights)
+        means_S: FloatArray = self.sum(weights * distances_S) / np.where(totals_S > 0, totals_S, 1.0)
+        return distances_S - means_S
+
+
+WHITEN_EPSILON = 1e-8
+"""Keeps 1 / sqrt(variance) finite (verl, OpenRLHF)."""
+
+
+def whitened(values: FloatArray, mask: NDArray[np.bool_], *, biased: bool = False) -> FloatArray:
+    """Return (x - mean) / sqrt(variance) over the tokens where `mask` is true, 0 elsewhere.
+
+    Args:
+        values: [S, T]; whatever stands where `mask` is false (NaN too) changes nothing.
+        mask: [S, T].
+        biased: The variance is max(sum of squares / N, epsilon), as in OpenRLHF, not sum of squares / (N - 1) + epsilon, as in
+            verl.
+
+    Source: verl `masked_whiten`; OpenRLHF `compute_advantages_and_returns`.
+    """
+    whitened_ST = np.zeros(mask.shape)
+    values_N = values[mask]
+    num_tokens = len(values_N)
+    if num_tokens == 0:
+        return whitened_ST
+    # Distances from one token: the rounded mean of equal values is not always equal to them.
+    centred_N = values_N - values_N[0]
+    centred_N -= centred_N.mean()
+    squares = float(np.square(centred_N).sum())
+    variance = max(squares / num_tokens, WHITEN_EPSILON) if biased else squares / max(num_tokens - 1, 1) + WHITEN_EPSILON
+    whitened_ST[mask] = centred_N / np.sqrt(variance)
+    return whitened_ST

@@ -5,8 +5,7 @@ gentler one only when every signal has fallen well under the limit (RETURN), so 
 each step. All numbers to tune are in LIMITS. Signals do not depend on the recipe in force: they compare the behaviour policy
 with the learner before the step.
 
-Pure: no clock, no tensors, no memory of its own; the same measurements and last recipe give the same choice. Called by
-learner/plan.py and learner/step.py.
+Pure: no clock, no tensors, no memory of its own; the same measurements and last recipe give the same choice.
 """
 
 from __future__ import annotations
@@ -17,8 +16,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from asyncrl.config.algorithm import AlgorithmConfig
-from asyncrl.config.corrections import CorrectionConfig, OffPolicySequenceMask, TruncatedToken
+from asyncrl.config.algorithm import AlgorithmConfig, CorrectionConfig, OffPolicySequenceMask, TruncatedToken
 
 
 @dataclass(frozen=True, slots=True)

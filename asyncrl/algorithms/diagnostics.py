@@ -1,20 +1,20 @@
 """How far the data is from the policy that trains on it. Pure, without gradient; the caller leaves masked tokens out.
 
 Legend: N tokens, S sequences; rho = learner / behaviour, log rho = learner - behaviour. Sums are taken in float64, so that the
-order of tokens, and with it the packing, does not show. Called by learner/token_figures.py.
+order of tokens, and with it the packing, does not show.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
 import torch
 
-from asyncrl.algorithms.quantiles import quantiles
-from asyncrl.algorithms.ratios import LOG_RATIO_LIMIT
-from asyncrl.algorithms.types import segment_sum
+from asyncrl.algorithms.types import LOG_RATIO_LIMIT, segment_sum
 
 STALENESS_BUCKETS = ("0", "1", "2", "3-4", "5-8", "9+")
 """Versions behind the learner, in the groups that figures are told by."""
@@ -239,3 +239,45 @@ def bucket_means(terms: torch.Tensor, buckets: torch.Tensor) -> dict[str, list[f
     counts = torch.bincount(buckets + 1, minlength=num_buckets)
     means = (sums / counts).T[1:].tolist()
     return {name: mean for name, mean, count in zip(STALENESS_BUCKETS, means, counts[1:].tolist(), strict=True) if count}
+
+
+def quantiles(values: torch.Tensor, levels: Sequence[float]) -> tuple[float, ...]:
+    """Return the quantiles of `values` [N] at each of `levels`, interpolated linearly between neighbours.
+
+    Selects the few order statistics that are needed instead of sorting everything, on the CPU.
+
+    Args:
+        values: [N] of any real type, N at least 1, no NaN.
+        levels: Each in [0, 1].
+
+    Source: Hyndman and Fan 1996, definition 7: the default of numpy and torch.
+    """
+    array = values.detach().cpu().numpy()
+    positions = np.asarray(levels, dtype=np.float64) * (len(array) - 1)
+    below = np.floor(positions).astype(np.int64)
+    above = np.minimum(below + 1, len(array) - 1)
+    chosen = np.partition(array, np.union1d(below, above))
+    low, high = chosen[below].astype(np.float64), chosen[above].astype(np.float64)
+    return tuple((low + (positions - below) * (high - low)).tolist())
+
+
+@torch.no_grad()
+def explained_variance(values: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor) -> float:
+    """Return 1 - var(R - v) / var(R) over the trained tokens: 1 is a perfect critic, 0 no better than a constant.
+
+    Args:
+        values: float [N], of the critic before the step: those the returns were made with.
+        returns: float [N].
+        mask: bool [N]; at least one token is true.
+
+    Returns:
+        At most 1; 0 where the returns do not vary beyond rounding: there is nothing to explain.
+
+    Source: Schulman et al., OpenAI baselines `explained_variance`.
+    """
+    values_M, returns_M = values[mask].double(), returns[mask].double()
+    spread = returns_M.var(correction=0).item()
+    rounding = torch.finfo(returns.dtype).eps * max(returns_M.abs().max().item(), values_M.abs().max().item())
+    if spread <= (4.0 * rounding) ** 2:
+        return 0.0
+    return 1.0 - (returns_M - values_M).var(correction=0).item() / spread

@@ -3,8 +3,9 @@
 Legend: N tokens, d = logprobs - reference. k1 is unbiased and may be negative; k2 is biased, low variance; k3 is unbiased and
 never negative. That is said of the values: differentiated as they stand on the policy's own samples, k1's gradient is zero on
 average, k3's is that of KL(reference || policy), and k2's is the unbiased one. Source: Schulman 2020, "Approximating KL
-divergence"; on the gradients: Liu et al. 2025 (arXiv 2510.01555). Called by algorithms/loss_terms.py, learner/micro_batches.py
-and learner/step.py.
+divergence"; on the gradients: Liu et al. 2025 (arXiv 2510.01555).
+
+Also here: the proximal policy without a forward pass of its own, between the behaviour and the current policy, by version.
 """
 
 from __future__ import annotations
@@ -13,8 +14,7 @@ from collections.abc import Callable
 
 import torch
 
-from asyncrl.algorithms.ratios import LOG_RATIO_LIMIT, log_ratio
-from asyncrl.algorithms.types import masked
+from asyncrl.algorithms.types import LOG_RATIO_LIMIT, log_ratio, masked
 from asyncrl.config.algorithm import KLConfig
 
 KLEstimator = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -119,3 +119,26 @@ def next_coefficient(coefficient: float, *, measured_kl: float, target: float, h
     """
     error = min(max(measured_kl / target - 1.0, -MAX_ADAPTIVE_ERROR), MAX_ADAPTIVE_ERROR)
     return coefficient * (1.0 + error * min(num_samples / horizon, 1.0))
+
+
+@torch.no_grad()
+def interpolated_proximal(
+    logprobs: torch.Tensor, behaviour_logprobs: torch.Tensor, versions: torch.Tensor, mask: torch.Tensor, *, current_version: int
+) -> torch.Tensor:
+    """Return behaviour + alpha (current - behaviour) [N], alpha = (v_cur - 1 - v) / (v_cur - v); detached, 0 at masked tokens.
+
+    The proximal policy is taken to be one version before the current one, and log-probabilities to move linearly in the version.
+    Lags 0 and 1 both give alpha 0, the behaviour policy itself; so does a token whose version is unknown (negative).
+
+    Args:
+        logprobs: float [N], current policy.
+        behaviour_logprobs: float [N].
+        versions: int64 [N], the version v that sampled each token.
+        mask: bool [N].
+        current_version: v_cur, the version of the weights being trained.
+
+    Source: A-3PO (arXiv 2512.06547); AReaL `compute_prox_logp_approximations`, method `loglinear`.
+    """
+    lag = (current_version - versions).to(logprobs.dtype)
+    alpha = torch.where((versions >= 0) & (lag > 0), (lag - 1) / lag.clamp(min=1), 0.0)
+    return masked(behaviour_logprobs + alpha * (logprobs - behaviour_logprobs), mask)

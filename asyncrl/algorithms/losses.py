@@ -1,34 +1,263 @@
-"""Policy losses by name: pure functions `(LossInputs, LossConfig) -> LossOutputs`, one row of `LOSSES` each.
+"""Losses by name: pure functions `(LossInputs, LossConfig) -> LossOutputs`, and the critic's value loss.
 
-Invariants: at ratio 1 the gradient of every loss is the policy gradient (times the correction weight); a masked token has
-gradient exactly 0, and a dropped one no policy gradient. The functions are in losses_clipped.py and losses_weighted.py, what
-they share in loss_terms.py. Called by learner/policy_loss.py.
+A new loss is one function here and one row of LOSS_RULES in config/algorithm_table.py, which has the function's name and says
+what the loss asks of the rest of the config. What losses share is in loss_terms.py.
+
+Legend: N tokens of one micro-batch laid end to end, S sequences of it; A advantage, X loss a token, sg: no gradient.
+
+Invariants: at ratio 1 the gradient of every policy loss is the policy gradient (times the correction weight); a masked token has
+gradient exactly 0, and a dropped one no policy gradient; whatever stands at a masked token (NaN too) changes nothing; the losses
+of micro-batches and ranks add up to that of the whole update.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 
-from asyncrl.algorithms.losses_clipped import decoupled_ppo, gspo, gspo_token, ppo_clip
-from asyncrl.algorithms.losses_weighted import aipo, cispo, importance_sampling, reinforce, sapo, topr
-from asyncrl.algorithms.types import LossConfig, LossInputs, LossOutputs
-from asyncrl.algorithms.user_function import load_own, wrong_shape
+import torch
+
+from asyncrl.algorithms.loss_terms import AGGREGATIONS, Objective, clipping_of, corrections_of, finish, known_advantages
+from asyncrl.algorithms.types import (
+    CorrectionOutputs,
+    Denominators,
+    LossConfig,
+    LossInputs,
+    LossOutputs,
+    bounded_exp,
+    log_ratio,
+    log_rho,
+    masked,
+    sequence_mean,
+    sequence_sum,
+)
+from asyncrl.config.algorithm import PythonCorrection, is_importance_weight
+from asyncrl.config.algorithm_table import LOSS_RULES
 from asyncrl.errors import ConfigError
+from asyncrl.user_code import load_own, wrong_shape
+
+
+def ppo_clip(inputs: LossInputs, config: LossConfig) -> LossOutputs:
+    """Compute PPO's clipped objective against the proximal policy.
+
+    Per token X = max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)), r = current / proximal; with dual clip, X = min(X, -A c)
+    where A < 0. No weight but that of the corrections.
+
+    Source: Schulman et al. (arXiv 1707.06347), equation 7; clip-higher: DAPO (arXiv 2503.14476); dual clip: Ye et al.
+    (arXiv 1912.09729), equation 5.
+    """
+    corrections = corrections_of(inputs, config)
+    ratio = log_ratio(inputs.logprobs, inputs.proximal_logprobs.detach(), inputs.mask).exp()
+    return finish(inputs, config, _clip(ratio, inputs, clipping_of(config, corrections)), corrections)
+
+
+def decoupled_ppo(inputs: LossInputs, config: LossConfig) -> LossOutputs:
+    """Compute the decoupled objective: `ppo_clip`'s X, then each token times its weight proximal / behaviour.
+
+    The weight is detached and multiplies after clipping and dual clip. Where the config names an importance weight (tis_*,
+    icepop, masked_* with a weight, or a user's own correction) it is that one; where it names none, the weight is uncapped.
+
+    Source: Hilton et al. (arXiv 2110.00641), equation 4; AReaL (arXiv 2505.24298), equation 5, uncapped there.
+    """
+    corrections = corrections_of(inputs, config)
+    if not any(is_importance_weight(item) or isinstance(item, PythonCorrection) for item in config.corrections):
+        rho = masked(bounded_exp(log_rho(inputs)), corrections.kept)
+        corrections = replace(corrections, weights=corrections.weights * rho)
+    ratio = log_ratio(inputs.logprobs, inputs.proximal_logprobs.detach(), inputs.mask).exp()
+    return finish(inputs, config, _clip(ratio, inputs, clipping_of(config, corrections)), corrections)
+
+
+def gspo(inputs: LossInputs, config: LossConfig) -> LossOutputs:
+    """Compute GSPO: PPO's clipping of one ratio a sequence, s = exp(mean_t log(current / proximal)).
+
+    Every token of the sequence carries X = max(-A s, -A clip(s)), and the gradient runs through the mean: under
+    seq-mean-token-mean (the paper's) an unclipped sequence of length L gives each of its tokens -A s / (S L). Tokens that a
+    correction dropped are not in the mean. An advantage that differs within a sequence reaches all its tokens as their mean;
+    where that is not wanted, take `gspo_token`.
+
+    Source: GSPO (arXiv 2507.18071), equations 5 to 7.
+    """
+    corrections = corrections_of(inputs, config)
+    ratio_S = bounded_exp(_mean_log_ratio(inputs, corrections))
+    return finish(inputs, config, _clip(ratio_S[inputs.sequence_ids], inputs, clipping_of(config, corrections)), corrections)
+
+
+def gspo_token(inputs: LossInputs, config: LossConfig) -> LossOutputs:
+    """Compute GSPO's token form: s as in `gspo`, detached, times current / sg(current) of the token.
+
+    Same values and clipping; each token has its own advantage and its own gradient, -A_t s / (S L) under seq-mean-token-mean.
+
+    Source: GSPO (arXiv 2507.18071), equations 13 and 14; verl `compute_policy_loss_gspo`.
+    """
+    corrections = corrections_of(inputs, config)
+    ratio_S = bounded_exp(_mean_log_ratio(inputs, corrections)).detach()
+    logprobs = masked(inputs.logprobs, inputs.mask)
+    ratio = ratio_S[inputs.sequence_ids] * (logprobs - logprobs.detach()).exp()
+    return finish(inputs, config, _clip(ratio, inputs, clipping_of(config, corrections)), corrections)
+
+
+def _clip(ratio: torch.Tensor, inputs: LossInputs, config: LossConfig) -> Objective:
+    advantages = known_advantages(inputs)
+    free = -advantages * ratio
+    bounded = -advantages * ratio.clamp(1.0 - config.clip_low, 1.0 + config.clip_high)
+    clipped = bounded > free
+    loss = torch.maximum(free, bounded)
+    if config.dual_clip is None:
+        return Objective(loss, clipped)
+    ceiling = -advantages * config.dual_clip
+    dual_clipped = (advantages < 0) & (ceiling < loss)
+    return Objective(torch.where(dual_clipped, ceiling, loss), clipped, dual_clipped)
+
+
+def _mean_log_ratio(inputs: LossInputs, corrections: CorrectionOutputs) -> torch.Tensor:
+    """Return [S], the mean of log(current / proximal) over kept tokens."""
+    return sequence_mean(inputs.logprobs - inputs.proximal_logprobs.detach(), corrections.kept, inputs)
+
+
+def cispo(inputs: LossInputs, config: LossConfig) -> LossOutputs:
+    """Compute CISPO: X = -sg(clip(r, min_ratio, max_ratio)) A log current, r = current / proximal.
+
+    The bounds are absolute ratios, as in TRL; verl and slime give distances from 1 (their clip_high 0.28 is max_ratio 1.28 here).
+    With min_ratio 0 (the config's) there is no lower bound, as in the paper. No token loses its gradient.
+
+    Source: MiniMax-M1 (arXiv 2506.13585), equations 4 and 5.
+    """
+    ratio = log_ratio(inputs.logprobs, inputs.proximal_logprobs, inputs.mask).detach().exp()
+    bounded = ratio.clamp(config.min_ratio, config.max_ratio)
+    objective = Objective(bounded * _negative_likelihood(inputs), clipped=inputs.mask & (bounded != ratio))
+    return finish(inputs, config, objective, corrections_of(inputs, config))
+
+
+def sapo(inputs: LossInputs, config: LossConfig) -> LossOutputs:
+    """Compute SAPO's soft gate: X = -A sigmoid(tau (r - 1)) 4 / tau, r = current / proximal.
+
+    tau is tau_positive where A > 0, else tau_negative. At r = 1 the gate's slope is 1, and it fades on both sides.
+
+    Source: SAPO (arXiv 2511.20347); verl and TRL take the mean of sequences, AReaL that of tokens.
+    """
+    ratio = log_ratio(inputs.logprobs, inputs.proximal_logprobs.detach(), inputs.mask).exp()
+    advantages = known_advantages(inputs)
+    tau = torch.full_like(advantages, config.tau_negative).masked_fill(advantages > 0, config.tau_positive)
+    objective = Objective(-advantages * torch.sigmoid(tau * (ratio - 1.0)) * 4.0 / tau, clipped=_nowhere(inputs))
+    return finish(inputs, config, objective, corrections_of(inputs, config))
+
+
+def reinforce(inputs: LossInputs, config: LossConfig) -> LossOutputs:
+    """Compute the plain policy gradient: X = -A log current.
+
+    Off-policy it is right only with an importance weight among the corrections.
+
+    Source: Williams 1992.
+    """
+    objective = Objective(_negative_likelihood(inputs), clipped=_nowhere(inputs))
+    return finish(inputs, config, objective, corrections_of(inputs, config))
+
+
+def importance_sampling(inputs: LossInputs, config: LossConfig) -> LossOutputs:
+    """Compute the importance-weighted policy gradient: X = -A current / behaviour, with the gradient through the ratio.
+
+    Unbounded but for ratios.LOG_RATIO_LIMIT, beyond which a token has no gradient.
+
+    Source: Degris et al. 2012 (arXiv 1205.4839), per token; Tinker's loss `importance_sampling`.
+    """
+    ratio = log_ratio(inputs.logprobs, inputs.behaviour_logprobs.detach(), inputs.mask).exp()
+    objective = Objective(-known_advantages(inputs) * ratio, clipped=_nowhere(inputs))
+    return finish(inputs, config, objective, corrections_of(inputs, config))
+
+
+def aipo(inputs: LossInputs, config: LossConfig) -> LossOutputs:
+    """Compute AIPO: X = -sg(min(current / behaviour, max_ratio)) A log current.
+
+    The weight is detached, so a token over the bound keeps its gradient, with weight max_ratio.
+
+    Source: LlamaRL (arXiv 2505.24034), asynchronous importance-weighted policy optimization.
+    """
+    ratio = log_ratio(inputs.logprobs, inputs.behaviour_logprobs, inputs.mask).detach().exp()
+    objective = Objective(
+        ratio.clamp(max=config.max_ratio) * _negative_likelihood(inputs), clipped=inputs.mask & (ratio > config.max_ratio)
+    )
+    return finish(inputs, config, objective, corrections_of(inputs, config))
+
+
+def topr(inputs: LossInputs, config: LossConfig) -> LossOutputs:
+    """Compute TOPR: X = -w A log current; w is 1 where A >= 0, else the sequence's current / behaviour held in [0, 1], detached.
+
+    Good samples are learnt at full weight however stale; bad ones count less the further the policy has left them, which bounds
+    the objective. Aggregate by seq-mean-token-sum or constant for the paper's log-likelihood of whole sequences.
+
+    Source: Tapered off-policy REINFORCE (arXiv 2503.14286).
+    """
+    difference = inputs.logprobs.detach() - inputs.behaviour_logprobs.detach()
+    ratio = bounded_exp(sequence_sum(difference, inputs))[inputs.sequence_ids]
+    negative = known_advantages(inputs) < 0
+    weight = torch.where(negative, ratio.clamp(max=1.0), 1.0)
+    objective = Objective(weight * _negative_likelihood(inputs), clipped=negative & (ratio > 1.0))
+    return finish(inputs, config, objective, corrections_of(inputs, config))
+
+
+def _negative_likelihood(inputs: LossInputs) -> torch.Tensor:
+    """Return -A log current [N], 0 at masked tokens."""
+    return -known_advantages(inputs) * masked(inputs.logprobs, inputs.mask)
+
+
+def _nowhere(inputs: LossInputs) -> torch.Tensor:
+    return torch.zeros_like(inputs.mask)
+
+
+@dataclass(frozen=True, slots=True)
+class ValueInputs:
+    """One micro-batch, flat."""
+
+    values: torch.Tensor
+    """float [N], the critic now, with gradient."""
+    old_values: torch.Tensor
+    """float [N], the critic before this step's first update."""
+    returns: torch.Tensor
+    """float [N], what the values are trained towards."""
+    mask: torch.Tensor
+    """bool [N], true on trained tokens."""
+    sequence_ids: torch.Tensor
+    """int64 [N], in [0, S)."""
+    num_sequences: int
+    """S."""
+    denominators: Denominators
+
+
+@dataclass(frozen=True, slots=True)
+class ValueOutputs:
+    """The scalar to differentiate, and what diagnostics read."""
+
+    loss: torch.Tensor
+    """float [], this micro-batch's share of the update's value loss."""
+    clipped: torch.Tensor
+    """bool [N], the clipped term was strictly larger: the token has no gradient. False at masked tokens."""
+
+
+def value_loss(inputs: ValueInputs, *, clip: float, aggregation: str) -> ValueOutputs:
+    """Compute 0.5 max((v - R)^2, (clip(v, old - c, old + c) - R)^2), aggregated.
+
+    Args:
+        inputs: One micro-batch.
+        clip: c, how far a value moves from its old one before its loss stops falling; inf: 0.5 (v - R)^2.
+        aggregation: A name in AGGREGATIONS.
+
+    Source: OpenAI baselines `ppo2`; InstructGPT (arXiv 2203.02155); verl `compute_value_loss`.
+    """
+    values = masked(inputs.values, inputs.mask)
+    old_values = masked(inputs.old_values.detach(), inputs.mask)
+    returns = masked(inputs.returns.detach(), inputs.mask)
+    errors = (values - returns).square()
+    clipped_errors = (values.clamp(old_values - clip, old_values + clip) - returns).square()
+    clipped = clipped_errors.detach() > errors.detach()
+    larger = torch.maximum(errors, clipped_errors)
+    loss = AGGREGATIONS[aggregation](0.5 * larger, inputs.mask, inputs.sequence_ids, inputs.num_sequences, inputs.denominators)
+    return ValueOutputs(loss, clipped)
+
 
 Loss = Callable[[LossInputs, LossConfig], LossOutputs]
 
-LOSSES: dict[str, Loss] = {
-    "ppo_clip": ppo_clip,
-    "decoupled_ppo": decoupled_ppo,
-    "gspo": gspo,
-    "gspo_token": gspo_token,
-    "cispo": cispo,
-    "sapo": sapo,
-    "reinforce": reinforce,
-    "importance_sampling": importance_sampling,
-    "aipo": aipo,
-    "topr": topr,
-}
+LOSSES: dict[str, Loss] = {name: globals()[name] for name in LOSS_RULES}
+"""Each by the name of its row in the table of config/algorithm_table.py."""
 
 
 def load_loss(name: str) -> Loss:

@@ -5,7 +5,7 @@ Legend: N tokens of one micro-batch laid end to end, S sequences, P pairs of thi
 
 Invariants: a pair's two sequences share a micro-batch; whatever stands at a masked token (NaN too) changes no value and no
 gradient; sequences of no pair (pair id -1) have no gradient; the loss is a sum over this micro-batch's pairs over the *global*
-number of pairs, so that micro-batches and ranks add up. Called by learner/preference_step.py.
+number of pairs, so that micro-batches and ranks add up.
 """
 
 from __future__ import annotations

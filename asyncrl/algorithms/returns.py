@@ -2,11 +2,11 @@
 
 Every one of them is `backwards`, y_t = x_t + f_t y_{t+1}, on rows without gaps. Tokens the policy did not write (tool output,
 padding) are taken out first (`skip`: verl, AReaL), so they cost no discount, or stand in as zeros (`discount`: OpenRLHF).
+Also here: DAPO's penalty on a sample's reward for its length.
 
 Legend: S rows, T tokens of a row, right-padded; L at most T, trained tokens of a row moved to the left.
 
-Invariants: whatever stands at a masked token (NaN too) changes nothing; results are exactly 0 there. Called by
-algorithms/advantages.py and learner/micro_batches.py.
+Invariants: whatever stands at a masked token (NaN too) changes nothing; results are exactly 0 there.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Mask = NDArray[np.bool_]
 Gaps = Literal["skip", "discount"]
 
 LOG_RATIO_LIMIT = 20.0
-"""Log-ratios are held within plus and minus this before `exp`; the same as in algorithms/ratios.py, which needs torch."""
+"""Log-ratios are held within plus and minus this before `exp`; the same as in types.py, which needs torch."""
 
 
 def rewards_on_last_tokens(rewards: FloatArray, mask: Mask) -> FloatArray:
@@ -223,3 +223,27 @@ def _places_on_the_left(mask: Mask) -> Mask:
 
 def _bounded(weights: FloatArray, bound: float | None) -> FloatArray:
     return weights if bound is None else np.minimum(weights, bound)
+
+
+def overlong_penalty(length: int, max_tokens: int, buffer_tokens: int) -> float:
+    """Return DAPO's soft punishment of long answers, in [-1, 0].
+
+    0 up to max_tokens - buffer_tokens, then down linearly to -1 at max_tokens, and -1 beyond. A caller scales it.
+
+    Args:
+        length: Generated tokens.
+        max_tokens: The longest answer wanted.
+        buffer_tokens: Over how many tokens the penalty grows; at least 1.
+
+    Source: DAPO (arXiv 2503.14476), equation 13; OpenRLHF `apply_overlong_penalty`.
+    """
+    return max(overlong_penalty_unfloored(length, max_tokens, buffer_tokens), -1.0)
+
+
+def overlong_penalty_unfloored(length: int, max_tokens: int, buffer_tokens: int) -> float:
+    """Return the same without its floor: it goes on falling beyond max_tokens.
+
+    Source: AReaL `reward_overlong_penalty`; verl `DAPORewardManager`.
+    """
+    excess = length - (max_tokens - buffer_tokens)
+    return -max(excess, 0) / buffer_tokens

@@ -1,17 +1,16 @@
-"""Which members of a scored group are trained, and whether the group is worth a step at all.
+"""Which members of a scored group are trained, in which update, and whether the group is worth a step at all.
 
 One answer for everybody who asks: the buffer drops groups that teach nothing and counts the age of trained tokens only, packing
-masks and pairs. Pure Python, no torch. Called by buffer/ and packing/.
+masks and pairs. Pure Python, no torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
 
-from asyncrl.algorithms.pairs import Pair, choose_pairs
 from asyncrl.config.algorithm import AlgorithmConfig, PreferenceConfig
 from asyncrl.schema.samples import ScoredGroup
 
@@ -104,3 +103,48 @@ def objection(members: Sequence[Member], screen: Screen) -> str:
 
 def _whole(members: Sequence[Member], screen: Screen) -> list[Member]:
     return [member for member in members if not (screen.mask_truncated and member.truncated)]
+
+
+Pair = tuple[int, int]
+"""(index of the chosen member, index of the rejected one)."""
+
+
+def choose_pairs(rewards: Mapping[int, float], config: PreferenceConfig) -> tuple[Pair, ...]:
+    """Return the pairs of a group; no member is in two of them.
+
+    `best_worst` pairs the best with the worst member, the first by index among equals, where their rewards differ. `threshold`
+    pairs the first member that is good enough with the first that is bad enough, the second with the second, and so on, up to
+    `max_pairs_per_group`.
+
+    Args:
+        rewards: Member index to reward.
+        config: `pairs`, the thresholds and `max_pairs_per_group` are read.
+
+    Source: best against worst as in online DPO (arXiv 2402.04792, two samples) and iterative DPO (arXiv 2312.16682).
+    """
+    if config.pairs == "best_worst":
+        return _best_and_worst(rewards)
+    in_order = sorted(rewards)
+    chosen = [index for index in in_order if rewards[index] >= config.chosen_at_least]
+    rejected = [index for index in in_order if rewards[index] <= config.rejected_at_most]
+    return tuple(zip(chosen, rejected, strict=False))[: config.max_pairs_per_group]
+
+
+def _best_and_worst(rewards: Mapping[int, float]) -> tuple[Pair, ...]:
+    if len(set(rewards.values())) < 2:
+        return ()
+    in_order = sorted(rewards)
+    return ((max(in_order, key=rewards.__getitem__), min(in_order, key=rewards.__getitem__)),)
+
+
+def updates_of_groups(group_ids: Iterable[int], minibatches: int) -> dict[int, int]:
+    """Return the update of each group; the first is 0, and none is without a group.
+
+    Args:
+        group_ids: Of what is trained, in the batch's order; a group may come more than once.
+        minibatches: Most updates there may be (`learner.minibatches`).
+    """
+    groups = list(dict.fromkeys(group_ids))
+    num_updates = min(minibatches, len(groups))
+    # Group i is in the last update j that begins, at floor(j * groups / updates), no later than i.
+    return {group_id: ((place + 1) * num_updates - 1) // len(groups) for place, group_id in enumerate(groups)}

@@ -1,6 +1,6 @@
-"""What every loss takes and gives.
+"""What policy losses take and give, and the ratios between two policies.
 
-Legend: N tokens of one micro-batch laid end to end (trained tokens and, where a caller has them, masked ones), S sequences of
+Legend: N tokens of one micro-batch laid end to end (trained ones and, where a caller has them, masked ones), S sequences of
 it. Log-probabilities are of the sampled token, natural logarithm, at the sampling temperature. Three policies: `behaviour`
 sampled the token, `proximal` is the learner before this step's first update, `current` carries the gradient; a frozen
 `reference` where there is one.
@@ -8,8 +8,6 @@ sampled the token, `proximal` is the learner before this step's first update, `c
 Invariants: whatever stands at a masked token (NaN too) changes no value and no gradient; advantages, proximal, behaviour and
 reference carry no gradient; the loss of a micro-batch is its numerator over the *global* denominator, so that losses and
 gradients of micro-batches and ranks add up.
-
-Called by learner/policy_loss.py and by outside losses.
 """
 
 from __future__ import annotations
@@ -18,8 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from asyncrl.config.algorithm import AlgorithmConfig, KLConfig
-from asyncrl.config.corrections import CorrectionConfig
+from asyncrl.config.algorithm import AlgorithmConfig, CorrectionConfig, KLConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,3 +152,43 @@ def segment_sum(values: torch.Tensor, sequence_ids: torch.Tensor, num_sequences:
 def masked(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """Return `values` with exact zeros, and zero gradient, where `mask` is false."""
     return torch.where(mask, values, torch.zeros((), dtype=values.dtype, device=values.device))
+
+
+LOG_RATIO_LIMIT = 20.0
+"""Log-ratios are held within plus and minus this before `exp`: e^20 is far past every cap, and e^90 is infinite in float32."""
+
+
+def log_ratio(numerator: torch.Tensor, denominator: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Return numerator - denominator [N], bounded, 0 and without gradient at masked tokens."""
+    return masked(numerator - denominator, mask).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+
+
+def bounded_exp(log_values: torch.Tensor) -> torch.Tensor:
+    """Return exp of values held within plus and minus LOG_RATIO_LIMIT, with gradient 0 outside."""
+    return log_values.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+
+
+def log_rho(inputs: LossInputs) -> torch.Tensor:
+    """Return proximal - behaviour [N], detached and unbounded, 0 at masked tokens."""
+    return masked(inputs.proximal_logprobs.detach() - inputs.behaviour_logprobs.detach(), inputs.mask)
+
+
+def sequence_sum(values: torch.Tensor, inputs: LossInputs) -> torch.Tensor:
+    """Return [S], the sum of `values` [N] over each sequence's trained tokens."""
+    return segment_sum(masked(values, inputs.mask), inputs.sequence_ids, inputs.num_sequences)
+
+
+def sequence_mean(values: torch.Tensor, mask: torch.Tensor, inputs: LossInputs) -> torch.Tensor:
+    """Return [S], the mean of `values` [N] over each sequence's tokens in `mask` [N]; 0 where there is none."""
+    sums_S = segment_sum(masked(values, mask), inputs.sequence_ids, inputs.num_sequences)
+    lengths_S = segment_sum(mask.to(values.dtype), inputs.sequence_ids, inputs.num_sequences)
+    return sums_S / lengths_S.clamp(min=1)
+
+
+def effective_sample_size(weights: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Return (sum w)^2 / (N sum w^2) over the N unmasked tokens: 1 when all weights agree, 1/N when one token has them all.
+
+    Source: Kish 1965; as a fraction, verl `eff_sample_size`.
+    """
+    kept = weights[mask]
+    return kept.sum().square() / (kept.numel() * kept.square().sum())

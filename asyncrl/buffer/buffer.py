@@ -1,64 +1,39 @@
-"""The buffer as the controller sees it: decisions (state), books (ledger) and payloads in memory, joined.
+"""The buffer as the controller sees it: decisions (state), the ledger, and payloads in memory, joined.
 
 Invariants: whatever the state machine decides is in the same unit of the ledger as what caused it; `on_committed` runs once that
-unit is on disk, on the event loop, and only then is a message acknowledged or a batch sent. At most (eta + 1) x B groups of
-payloads are in memory, besides those of steps taken and not yet trained. Samples that are not what they say are refused with a
-reason and never raise into the run.
+unit is on disk, on the event loop, and only then is a message acknowledged or a batch sent. Payloads are held of exactly the live
+groups. A prompt waits here to be issued again exactly where the state says that it returns. Samples that are not what they say
+are refused with a reason and never raise into the run.
 
-Nothing here waits, except `write` of a ledger that falls behind. Called by the controller (control/), the transport bench and
-plan/simulate.
+Nothing here waits, except `write` of a ledger that falls behind.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from asyncrl.buffer.events import (
-    BufferInstruction,
-    GeneratorGone,
-    GroupDropped,
-    GroupIssued,
-    GroupMoved,
-    GroupPlaced,
-    LearnerRestarted,
-    NotEnough,
-    Reissue,
-    SampleFailed,
-    SampleFinished,
-    SampleScored,
-    StepsForgotten,
-    StepTrained,
-    TakeGroups,
-    TakeStep,
-    Wait,
-)
-from asyncrl.buffer.external import examine_group
-from asyncrl.buffer.moves import Moves
-from asyncrl.buffer.payloads import Payloads
-from asyncrl.buffer.records import (
-    FailureRecord,
-    ForgetRecord,
-    IssuedRecord,
-    Ledger,
-    OnCommitted,
-    PlacedRecord,
-    Record,
-    RestartedRecord,
-    SampleRecord,
-    ScoreRecord,
-    StepParams,
-    TakenRecord,
-    TrainedRecord,
-)
-from asyncrl.buffer.replies import Receipt, ReturnedPrompt, TakenStep, Waiting, WorkOrder, not_wanted
-from asyncrl.buffer.restore import Restored
-from asyncrl.buffer.state import BufferState, Counts
-from asyncrl.buffer.step_payloads import StepPayloads
-from asyncrl.buffer.validate import SampleRefusedError, examine, score_error
-from asyncrl.errors import LedgerError
-from asyncrl.schema.samples import Prompt, Sample, SampleFailure, Score, ScoreRequest
+import msgspec
 
-__all__ = ["Buffer", "Counts", "Receipt", "ReturnedPrompt", "TakenStep", "Waiting", "WorkOrder"]
+import asyncrl.buffer.ledger.records as rec
+from asyncrl.buffer import events as ev
+from asyncrl.buffer.events import BufferInstruction, GroupMoved
+from asyncrl.buffer.group import Counts
+from asyncrl.buffer.ledger.records import Ledger, OnCommitted, Record, StepParams
+from asyncrl.buffer.ledger.restore import Restored
+from asyncrl.buffer.payloads import (
+    HeldGroup,
+    Receipt,
+    ReturnedPrompt,
+    StepPayloads,
+    TakenStep,
+    Waiting,
+    WorkOrder,
+)
+from asyncrl.buffer.staleness import VersionCounts
+from asyncrl.buffer.state import BufferState
+from asyncrl.buffer.validate import SampleRefusedError, examine, group_error, id_beyond, score_error
+from asyncrl.errors import LedgerError
+from asyncrl.schema.samples import Prompt, Sample, SampleFailure, Score, ScoredGroup, ScoredSample, ScoreRequest
 
 
 class Buffer:
@@ -96,8 +71,9 @@ class Buffer:
         self._tokens_per_row = tokens_per_row
         self._needs_reference = needs_reference
         restored = restored or Restored()
-        self._payloads = Payloads(restored.held)
-        self._moves = Moves(state, self._payloads, restored.returned)
+        self._held: dict[int, HeldGroup] = restored.held
+        self._returned: dict[int, Prompt] = restored.returned
+        """Prompts that wait to be issued again, by the group that was dropped or failed."""
         self._steps = StepPayloads(
             StepParams(0, tokens_per_row, temperature, state.limits.screen, minibatches),
             restored.step_params,
@@ -108,6 +84,8 @@ class Buffer:
         """No sample can hold a token of a later version."""
         self.cursor = restored.cursor
         """Where the prompt source stands."""
+        self.vocab_size = 0
+        """Token ids from here on are refused; 0: not known yet."""
 
     # -- generation ------------------------------------------------------------------------------------------------------
 
@@ -141,35 +119,32 @@ class Buffer:
         self.newest_version = max(self.newest_version, version)
         retries = self.state.returned.get(replaces, 0) if replaces is not None else 0
         group_id = self.state.next_group_id
-        self.state.handle(GroupIssued(group_id, prompt.prompt_id, group_size, generator, version, replaces), now)
+        self.state.handle(ev.GroupIssued(group_id, prompt.prompt_id, group_size, generator, version, replaces), now)
         if replaces is not None:
-            self._moves.returned.pop(replaces, None)
-        self._payloads.open(group_id, prompt)
-        record = IssuedRecord(group_id, prompt, generator, version, group_size, now, retries, replaces, self.cursor)
+            self._returned.pop(replaces, None)
+        self._held[group_id] = HeldGroup(prompt)
+        record = rec.IssuedRecord(group_id, prompt, generator, version, group_size, now, retries, replaces, self.cursor)
         self.ledger.write((record,))
         return WorkOrder(group_id, 0, prompt, tuple(range(group_size)))
 
-    def reissue(self, group_id: int, generator: str, version: int, now: float) -> WorkOrder | None:
-        """Hand the missing members of a group out again; None where none is missing any more."""
-        group = self.state.groups.get(group_id)
-        if group is None or group.state != "running":
-            return None
-        self.state.handle(GroupPlaced(group_id, generator, version), now)
-        self.ledger.write((PlacedRecord(group_id, generator, version, group.attempt, now),))
-        return WorkOrder(group_id, group.attempt, self._payloads.groups[group_id].prompt, group.pending)
+    def reissue(self, group_id: int, generator: str, version: int, now: float) -> WorkOrder:
+        """Hand the missing members of a group out again."""
+        self.state.handle(ev.GroupPlaced(group_id, generator, version), now)
+        group = self.state.groups[group_id]
+        self.ledger.write((rec.PlacedRecord(group_id, generator, version, group.attempt, now),))
+        return WorkOrder(group_id, group.attempt, self._held[group_id].prompt, group.pending)
 
     def generator_lost(self, name: str, now: float) -> Sequence[BufferInstruction]:
-        """Note a generator's death; `Reissue` for what to hand out again, `GroupMoved` for what could not be saved."""
-        lost = [group for group in self.state.groups.values() if group.state == "running" and group.generator == name]
-        failing = {group.group_id: (group.pending, group.attempt) for group in lost}
-        instructions = self.state.handle(GeneratorGone(name), now)
-        saved = {instruction.group_id for instruction in instructions if isinstance(instruction, Reissue)}
+        """Note a generator's end; what it held is handed out again or, after too many losses, failed."""
+        held = [group for group in self.state.groups.values() if group.state == "running" and group.generator == name]
+        pending = {group.group_id: (group.pending, group.attempt) for group in held}
+        instructions = self.state.handle(ev.GeneratorGone(name), now)
         reason = f"generator {name} died once too often"
         failures: list[Record] = [
-            FailureRecord(group_id, index, attempt, "generate", reason, now)
-            for group_id, (indices, attempt) in failing.items()
-            if group_id not in saved
-            for index in indices
+            rec.FailureRecord(group.group_id, index, pending[group.group_id][1], "generate", reason, now)
+            for group in held
+            if not group.pending
+            for index in pending[group.group_id][0]
         ]
         self._write(failures, instructions, now)
         return instructions
@@ -180,13 +155,9 @@ class Buffer:
 
     def returned_prompt(self) -> ReturnedPrompt | None:
         """Return the prompt that should be issued next because its group was dropped or failed; stays until it is issued."""
-        for group_id, prompt in self._moves.returned.items():
+        for group_id, prompt in self._returned.items():
             return ReturnedPrompt(prompt, group_id)
         return None
-
-    def unplaced(self) -> list[Reissue]:
-        """Return what is with no generator and must be handed out again (after a resume), oldest first."""
-        return self.state.unplaced()
 
     # -- samples and scores ----------------------------------------------------------------------------------------------
 
@@ -200,7 +171,7 @@ class Buffer:
         if standing != "pending":
             return self._not_wanted(sample.group_id, sample.index, standing, on_committed)
         try:
-            counts = examine(sample, newest_version=self.newest_version, max_tokens=self._tokens_per_row)
+            counts = self._examine(sample)
         except SampleRefusedError as error:
             reason = f"invalid sample from {sample.generator}: {error}"
             if sample.attempt < self.state.groups[sample.group_id].attempt:
@@ -210,9 +181,9 @@ class Buffer:
             instructions = self._fail(failure, now, on_committed)
             return Receipt("refused", reason, instructions)
         truncated = sample.finish_reason == "length"
-        instructions = self.state.handle(SampleFinished(sample.group_id, sample.index, counts, truncated), now)
-        self._payloads.groups[sample.group_id].samples[sample.index] = sample
-        self._write([SampleRecord(sample, counts[0][0], counts[-1][0], now)], instructions, now, on_committed)
+        instructions = self.state.handle(ev.SampleFinished(sample.group_id, sample.index, counts, truncated), now)
+        self._held[sample.group_id].samples[sample.index] = sample
+        self._write([rec.SampleRecord(sample, counts[0][0], counts[-1][0], now)], instructions, now, on_committed)
         return Receipt("stored", instructions=instructions)
 
     def add_score(self, score: Score, now: float, on_committed: OnCommitted | None = None) -> Receipt:
@@ -220,13 +191,15 @@ class Buffer:
         standing = self.state.member_state(score.group_id, score.index)
         if standing != "generated":
             return self._not_wanted(score.group_id, score.index, standing, on_committed)
-        num_tokens = self._payloads.num_tokens(score.group_id, score.index)
-        if error := score_error(score, num_tokens, needs_reference=self._needs_reference):
-            failure = SampleFailure(score.group_id, score.index, score.attempt, "reward", error)
+        held = self._held[score.group_id]
+        sample = held.samples[score.index]
+        if error := score_error(score, sample.num_tokens, needs_reference=self._needs_reference):
+            kind = score.error_kind if score.error else ""
+            failure = SampleFailure(score.group_id, score.index, score.attempt, "reward", error, kind=kind)
             return Receipt("stored", instructions=self._fail(failure, now, on_committed))
-        self._payloads.score(score)
-        instructions = self.state.handle(SampleScored(score.group_id, score.index, score.reward), now)
-        self._write([ScoreRecord(score, now)], instructions, now, on_committed)
+        held.scored[score.index] = ScoredSample(sample, score.reward, score.parts, score.reference_logprobs)
+        instructions = self.state.handle(ev.SampleScored(score.group_id, score.index, score.reward), now)
+        self._write([rec.ScoreRecord(score, now)], instructions, now, on_committed)
         return Receipt("stored", instructions=instructions)
 
     def add_failure(self, failure: SampleFailure, now: float, on_committed: OnCommitted | None = None) -> Receipt:
@@ -246,33 +219,57 @@ class Buffer:
         Group id and member indices in `samples` are replaced by new ones; the receipt names the group. It is refused, with
         nothing changed and `on_committed` not called, where a sample is invalid or there is no place for a group as old as that.
         """
-        group = examine_group(
-            prompt,
-            samples,
-            submitter,
-            newest_version=self.newest_version,
-            screen=self.state.limits.screen,
-            tokens_per_row=self._tokens_per_row,
-        )
-        if isinstance(group, str):
-            return Receipt("refused", group)
-        if not self.state.has_place(group.oldest):
-            why = f"no place for a group with tokens of version {group.oldest} now; try again after the next step"
-            return Receipt("refused", why)
+        size, screen = len(samples), self.state.limits.screen
+        try:
+            counts = tuple(self._examine(sample) for sample in samples)
+        except SampleRefusedError as error:
+            return Receipt("refused", f"invalid sample from {submitter}: {error}")
+        if reason := group_error(samples, screen, self._tokens_per_row):
+            return Receipt("refused", reason)
+        oldest = min(each[0][0] for each in counts)
+        if not self.state.has_place(oldest):
+            return Receipt("refused", f"no place for a group with tokens of version {oldest} now; try again after the next step")
         group_id = self.state.next_group_id
-        instructions = self.state.handle(group.added(group_id), now)
-        held = self._payloads.open(group_id, prompt)
-        held.samples.update(group.held(group_id))
-        self._write(group.records(held.samples, group_id, now, self.cursor), instructions, now, on_committed)
+        truncated = tuple(index for index, sample in enumerate(samples) if sample.finish_reason == "length")
+        instructions = self.state.handle(ev.ExternalGroupAdded(group_id, prompt.prompt_id, submitter, counts, truncated), now)
+        held = self._held[group_id] = HeldGroup(prompt)
+        for index, sample in enumerate(samples):
+            held.samples[index] = msgspec.structs.replace(
+                sample, group_id=group_id, index=index, generator=submitter, purpose="train"
+            )
+        issued = rec.IssuedRecord(group_id, prompt, submitter, oldest, size, now, cursor=self.cursor, external=True)
+        stored = [rec.SampleRecord(held.samples[index], each[0][0], each[-1][0], now) for index, each in enumerate(counts)]
+        self._write([issued, *stored], instructions, now, on_committed)
         return Receipt("stored", instructions=instructions, group_id=group_id)
 
     def score_request(self, group_id: int, index: int) -> ScoreRequest:
         """Return the message that asks a reward worker for a member's score."""
-        return self._payloads.score_request(group_id, index)
+        held = self._held[group_id]
+        sample = held.samples[index]
+        return ScoreRequest(
+            group_id, index, sample.attempt, held.prompt, sample.text, sample.finish_reason, sample.num_tokens, sample.purpose
+        )
 
     def sample(self, group_id: int, index: int) -> Sample:
         """Return a held member that is generated and not taken yet."""
-        return self._payloads.groups[group_id].samples[index]
+        return self._held[group_id].samples[index]
+
+    def prompt_ids(self, group_id: int) -> bytes:
+        """Return the token ids of a live group's prompt, as far as they are known: by the task, or by a member's sample."""
+        held = self._held[group_id]
+        return held.prompt.token_ids or next((sample.prompt_ids for sample in held.samples.values()), b"")
+
+    def know_vocabulary(self, size: int, now: float) -> list[int]:
+        """Refuse token ids from `size` on; return the held groups that have such, which are dropped."""
+        self.vocab_size = size
+        wrong = [
+            group_id
+            for group_id, held in self._held.items()
+            if any(id_beyond(sample, size) >= 0 for sample in held.samples.values())
+        ]
+        for group_id in wrong:
+            self.drop_group(group_id, "token ids beyond the vocabulary", now)
+        return wrong
 
     def outstanding_scores(self) -> list[ScoreRequest]:
         """Return a request for every member generated and not scored yet, by rules or by models: all that a resume asks again."""
@@ -291,29 +288,30 @@ class Buffer:
         Raises:
             LedgerError: A step to be repeated has lost its payloads.
         """
-        *dropped, decision = self.state.handle(TakeStep(step), now)
-        if isinstance(decision, TakeGroups):
+        *dropped, decision = self.state.handle(ev.TakeStep(step), now)
+        if isinstance(decision, ev.TakeGroups):
             if decision.repeat:
                 taken = self._steps.repeat(decision, self.ledger, self.newest_version)
                 self.ledger.write((), on_committed)
             else:
-                taken = self._steps.first(decision, self._payloads.take(decision.group_ids), dropped)
-                record = TakenRecord(step, decision.group_ids, taken.params, taken.staleness.token_max, now)
+                groups = tuple(self._held.pop(group_id).as_scored(group_id) for group_id in decision.group_ids)
+                taken = self._steps.first(decision, groups, dropped)
+                record = rec.TakenRecord(step, decision.group_ids, taken.params, taken.staleness.token_max, now)
                 self._write([record], dropped, now, on_committed)
             return taken
         if dropped:
             self._write([], dropped, now)
-        if isinstance(decision, Wait):
+        if isinstance(decision, ev.Wait):
             return Waiting(step, decision.reason, decision.group_ids, dropped)
-        assert isinstance(decision, NotEnough)
+        assert isinstance(decision, ev.NotEnough)
         return Waiting(step, f"{decision.have} of {decision.need} groups are ready for step {step}", (), dropped)
 
     def mark_trained(self, step: int, now: float, on_committed: OnCommitted | None = None) -> Sequence[BufferInstruction]:
         """Note that the optimizer step is done; harmless when repeated."""
-        instructions = self.state.handle(StepTrained(step), now)
+        instructions = self.state.handle(ev.StepTrained(step), now)
         self._steps.trained(step)
         group_ids = tuple(moved.group_id for moved in instructions if isinstance(moved, GroupMoved))
-        self.ledger.write((TrainedRecord(step, group_ids, now),) if group_ids else (), on_committed)
+        self.ledger.write((rec.TrainedRecord(step, group_ids, now),) if group_ids else (), on_committed)
         return instructions
 
     def learner_restarted(self, version: int, now: float) -> tuple[int, ...]:
@@ -332,9 +330,9 @@ class Buffer:
                 f"the learner stands at version {version}, but the ledger repeats steps from {first} on and {last} were taken: "
                 "the checkpoint is not of this run, or older than the oldest one kept"
             )
-        self.state.handle(LearnerRestarted(version), now)
+        self.state.handle(ev.LearnerRestarted(version), now)
         if last:
-            self.ledger.write((RestartedRecord(version, now),))
+            self.ledger.write((rec.RestartedRecord(version, now),))
         self.newest_version = max(self.newest_version, version)
         to_repeat = self.state.steps_to_repeat()
         self._steps.check_repeatable(to_repeat)
@@ -342,17 +340,28 @@ class Buffer:
 
     def drop_group(self, group_id: int, reason: str, now: float) -> Sequence[BufferInstruction]:
         """Drop a live group on somebody's decision; the reason goes into the books."""
-        instructions = self.state.handle(GroupDropped(group_id, reason), now)
+        instructions = self.state.handle(ev.GroupDropped(group_id, reason), now)
         self._write([], instructions, now)
         return instructions
 
+    def set_aside(self, step: int, reason: str, now: float) -> tuple[ScoredGroup, ...]:
+        """Drop the groups of a step that is taken and was never trained, and move later steps up by one; return the groups.
+
+        For a batch that ends the learner whenever it is tried.
+        """
+        group_ids = self.state.steps[step].group_ids
+        groups = self._steps.set_aside(step) or tuple(self.ledger.load_groups(group_ids))
+        self.state.handle(ev.StepSetAside(step, reason), now)
+        self.ledger.write((rec.SetAsideRecord(step, group_ids, reason, now),))
+        return groups
+
     def forget(self, before_step: int, now: float) -> None:
         """Let go of payloads of steps before this one: call with the version of the OLDEST checkpoint kept."""
-        self.state.handle(StepsForgotten(before_step), now)
+        self.state.handle(ev.StepsForgotten(before_step), now)
         self._steps.forget(before_step)
-        self.ledger.write((ForgetRecord(before_step),))
+        self.ledger.write((rec.ForgetRecord(before_step),))
 
-    # -- the books -------------------------------------------------------------------------------------------------------
+    # -- the ledger ------------------------------------------------------------------------------------------------------
 
     def counts(self) -> Counts:
         """Return the groups per state."""
@@ -365,7 +374,7 @@ class Buffer:
             AssertionError: They do not say the same: something was lost or counted twice.
         """
         self.state.check_invariants()
-        assert self._payloads.groups.keys() == self.state.groups.keys(), "payloads are held of other groups than the live ones"
+        assert self._held.keys() == self.state.groups.keys(), "payloads are held of other groups than the live ones"
         self.ledger.sync()
         expected, on_disk = self.counts().by_state, self.ledger.state_counts()
         assert on_disk == expected, f"ledger has {on_disk}, state {expected}"
@@ -376,21 +385,39 @@ class Buffer:
 
     # -- inside ----------------------------------------------------------------------------------------------------------
 
+    def _examine(self, sample: Sample) -> VersionCounts:
+        return examine(sample, newest_version=self.newest_version, max_tokens=self._tokens_per_row, vocab_size=self.vocab_size)
+
     def _not_wanted(self, group_id: int, index: int, standing: str, on_committed: OnCommitted | None) -> Receipt:
+        """Return the receipt of what came for a member that waits for something else, or for nothing any more."""
         self.ledger.write((), on_committed)
-        return not_wanted(group_id, index, standing)
+        if standing == "unknown":
+            return Receipt("refused", f"there is no member g{group_id}.{index}")
+        if standing == "pending":
+            return Receipt("refused", f"g{group_id}.{index} has no sample yet that could be scored")
+        return Receipt("duplicate")
 
     def _fail(self, failure: SampleFailure, now: float, on_committed: OnCommitted | None) -> Sequence[BufferInstruction]:
-        instructions = self.state.handle(SampleFailed(failure.group_id, failure.index, failure.reason), now)
-        record = FailureRecord(failure.group_id, failure.index, failure.attempt, failure.stage, failure.reason, now)
+        instructions = self.state.handle(ev.SampleFailed(failure.group_id, failure.index, failure.kind or failure.reason), now)
+        record = rec.FailureRecord(failure.group_id, failure.index, failure.attempt, failure.stage, failure.reason, now)
         self._write([record], instructions, now, on_committed)
-        self._payloads.drop_member(failure.group_id, failure.index)
+        if held := self._held.get(failure.group_id):
+            held.samples.pop(failure.index, None)
         return instructions
 
     def _write(
         self, records: list[Record], moves: Sequence[BufferInstruction], now: float, on_committed: OnCommitted | None = None
     ) -> None:
-        """Write what happened and the moves that follow from it as one unit."""
-        records.extend(self._moves.records(moves, now))
+        """Write what happened and the moves that follow from it as one unit, and let go of what belongs to ended groups."""
+        for moved in moves:
+            if not isinstance(moved, GroupMoved):
+                continue
+            returns = -1
+            if moved.after in {"dropped", "failed"}:
+                prompt = self._held.pop(moved.group_id).prompt
+                returns = self.state.returned.get(moved.group_id, -1)
+                if returns >= 0:
+                    self._returned[moved.group_id] = prompt
+            records.append(rec.MovedRecord(moved.group_id, moved.before, moved.after, moved.reason, now, returns))
         if records or on_committed is not None:
             self.ledger.write(records, on_committed)

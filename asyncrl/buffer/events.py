@@ -1,11 +1,8 @@
-"""What can happen to the buffer, and what it asks for: the words that buffer/state.py is spoken to in.
-
-Pure values, no behaviour.
-"""
+"""The events that the buffer's state machine handles, and the instructions it returns. Plain values."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from asyncrl.buffer.staleness import StalenessFigures, VersionCounts
@@ -13,7 +10,77 @@ from asyncrl.buffer.staleness import StalenessFigures, VersionCounts
 GroupState = Literal["running", "scoring", "ready", "taken", "trained", "dropped", "failed"]
 MemberState = Literal["pending", "generated", "scored", "failed"]
 
-# -- events --------------------------------------------------------------------------------------------------------------
+# -- events of generators -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class GeneratorReady:
+    """A generator can take work. One known by that name before is replaced."""
+
+    name: str
+    num_slots: int
+    version: int
+    """Of the weights it samples with; -1: none yet, and no group is issued to it."""
+
+
+@dataclass(frozen=True, slots=True)
+class GeneratorLeaving:
+    """A generator gets no more work. It finishes what it holds."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class GeneratorGone:
+    """A generator died or left. What it held is handed out again or failed."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class RoomChanged:
+    """A generator's engine can run this many requests at once from now on; what it holds stays."""
+
+    name: str
+    num_slots: int
+    """At least 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class VersionIsLive:
+    """A generator samples with this version from now on."""
+
+    name: str
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class MembersStarted:
+    """Work that is no group (evaluation) holds slots of this generator."""
+
+    name: str
+    num_members: int
+
+
+@dataclass(frozen=True, slots=True)
+class MembersFinished:
+    """This many members hold no slot of this generator any more: finished, failed or never sent."""
+
+    name: str
+    num_members: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class IssuePaused:
+    """Hand out nothing until IssueResumed."""
+
+
+@dataclass(frozen=True, slots=True)
+class IssueResumed:
+    """Hand out groups again."""
+
+
+# -- events of groups and steps -------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,13 +149,6 @@ class SampleFailed:
 
 
 @dataclass(frozen=True, slots=True)
-class GeneratorGone:
-    """A generator died; what it held is handed out again or failed."""
-
-    generator: str
-
-
-@dataclass(frozen=True, slots=True)
 class TakeStep:
     """The learner asks for the groups of this step (again, where the step was taken before and is to be replayed)."""
 
@@ -124,19 +184,36 @@ class StepsForgotten:
     before_step: int
 
 
+@dataclass(frozen=True, slots=True)
+class StepSetAside:
+    """The batch of this step ends the learner whenever it is tried: its groups are dropped, later steps move up by one."""
+
+    step: int
+    reason: str
+
+
 BufferEvent = (
-    GroupIssued
+    GeneratorReady
+    | GeneratorLeaving
+    | GeneratorGone
+    | RoomChanged
+    | VersionIsLive
+    | MembersStarted
+    | MembersFinished
+    | IssuePaused
+    | IssueResumed
+    | GroupIssued
     | GroupPlaced
     | ExternalGroupAdded
     | SampleFinished
     | SampleScored
     | SampleFailed
-    | GeneratorGone
     | TakeStep
     | StepTrained
     | LearnerRestarted
     | GroupDropped
     | StepsForgotten
+    | StepSetAside
 )
 
 # -- instructions --------------------------------------------------------------------------------------------------------
@@ -161,15 +238,25 @@ class GroupMoved:
     """Of `dropped` and `failed`."""
     generator: str = ""
     """Of a group that is over: who still generates members of it, for nobody."""
+    prompt_id: str = field(default="", compare=False)
+    """Of a group that is over."""
 
 
 @dataclass(frozen=True, slots=True)
-class Reissue:
-    """These members must be generated again, by a generator at `version` or above; the group keeps its place."""
+class IssueGroup:
+    """Send the next prompt, as a new group of all members, to this generator, and enter it with GroupIssued."""
+
+    generator: str
+    version: int
+    """Live on the generator: no token of the group can be older."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReissueGroup:
+    """Send the missing members of this group to this generator, and enter that with GroupPlaced."""
 
     group_id: int
-    attempt: int
-    indices: tuple[int, ...]
+    generator: str
     version: int
 
 
@@ -236,6 +323,4 @@ class ScreenStands:
     """Groups dropped one after the other, this one included."""
 
 
-BufferInstruction = (
-    ScoreMember | GroupMoved | Reissue | ReturnPrompt | TakeGroups | Wait | NotEnough | ScreenLifted | ScreenStands
-)
+BufferInstruction = ScoreMember | GroupMoved | ReturnPrompt | TakeGroups | Wait | NotEnough | ScreenLifted | ScreenStands

@@ -1,4 +1,4 @@
-"""Which ready groups a step takes, by policy: the rules alone, over (oldest version, group id) pairs.
+"""Which groups a step takes: the rules, the ready groups, and what becomes of a group whose last member is scored.
 
 A group's deadline is `oldest version + eta`, the last step that may train it. Under `wait`, with B groups a step and B only,
 it is not enough that a step takes the groups whose deadline it is: those of one later deadline may be more than B. A step
@@ -7,13 +7,17 @@ it that this can always be done. Taking ready groups earliest deadline first doe
 rule is: earliest deadline first, unless too few of those due by some k' are ready; then wait for the others. Proof in
 docs/buffer.md.
 
-Pure; called by buffer/ready_groups.py.
+Pure.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from asyncrl.algorithms.screening import objection
+from asyncrl.buffer.events import BufferInstruction, NotEnough, ScreenLifted, ScreenStands, Wait
+from asyncrl.buffer.group import BufferLimits, Group
 
 Aged = tuple[int, int]
 """(oldest version, group id): sorts by deadline, then by order of issue."""
@@ -86,3 +90,201 @@ def _count_by_slack(groups: Sequence[Aged], version_of_last_chance: int) -> dict
 
 def _first(ready: Sequence[Aged], count: int) -> tuple[int, ...]:
     return tuple(sorted(group_id for _, group_id in sorted(ready)[:count]))
+
+
+@dataclass(slots=True)
+class StandingAnswer:
+    """The answer to a step that could not be taken, and what must happen before it is worth asking again.
+
+    The controller asks after every sample, and looking through all groups each time costs more the larger the run is. An answer
+    holds until something changes it: `NotEnough` until this many more groups are ready, `Wait` until this many of those it names
+    are done. What could change it in another way (a group's age, a placement, a restart) makes it void.
+    """
+
+    answer: NotEnough | Wait
+    missing: int
+    """Groups that must be ready (`NotEnough`), or done with among those waited for (`Wait`), before the answer can change."""
+    _among: dict[int, None] | None = field(init=False)
+    """Those waited for that are not done with; None: any group counts."""
+    _is_current: bool = True
+
+    def __post_init__(self) -> None:
+        """Note whom it waits for."""
+        self._among = dict.fromkeys(self.answer.group_ids) if isinstance(self.answer, Wait) else None
+
+    def names(self, group_id: int) -> bool:
+        """Return whether it waits for this very group."""
+        return self._among is not None and group_id in self._among
+
+    def group_done(self, group_id: int, *, is_ready: bool) -> None:
+        """Note that an unfinished group became ready, or ended."""
+        if self._among is None:
+            self.missing -= is_ready
+        elif group_id in self._among:
+            del self._among[group_id]
+            self.missing -= 1
+        else:
+            return
+        self._is_current = False
+
+    def holds_for(self, step: int) -> bool:
+        """Return whether `step` would be answered the same."""
+        return self.answer.step == step and self.missing > 0
+
+    def now(self) -> NotEnough | Wait:
+        """Return the answer with the numbers of this moment."""
+        if not self._is_current:
+            self._is_current = True
+            if isinstance(self.answer, NotEnough):
+                self.answer = NotEnough(self.answer.step, self.answer.need - self.missing, self.answer.need)
+            else:
+                self.answer = Wait(self.answer.step, tuple(self._among or ()), self.answer.reason)
+        return self.answer
+
+
+class ReadyGroups:
+    """The groups that are ready, and the answer that stands while the next step must wait.
+
+    Invariants (`check`): it holds exactly the live groups that are ready; while an answer stands, a fresh look at all groups
+    would find no step either.
+
+    Args:
+        limits: B, eta and the policy are read.
+    """
+
+    def __init__(self, limits: BufferLimits) -> None:
+        self._limits = limits
+        self._ready: dict[int, Group] = {}
+        self._standing: StandingAnswer | None = None
+        self._unexamined: dict[int, Group] = {}
+        """Became ready since unfit groups were last looked for."""
+        self._examined_step = -1
+
+    @property
+    def count(self) -> int:
+        """Return how many groups are ready."""
+        return len(self._ready)
+
+    def restore(self, groups: Iterable[Group]) -> None:
+        """Fill an empty machine."""
+        self._ready = {group.group_id: group for group in groups}
+
+    def add(self, group: Group) -> None:
+        """Take in a group that became ready."""
+        self._ready[group.group_id] = self._unexamined[group.group_id] = group
+        if self._standing is not None:
+            self._standing.group_done(group.group_id, is_ready=True)
+
+    def ended(self, group_id: int) -> None:
+        """Note that a live group, ready or not, was dropped or failed."""
+        if self._ready.pop(group_id, None) is not None:
+            self._standing = None
+        elif self._standing is not None:
+            self._standing.group_done(group_id, is_ready=False)
+
+    def grew_older(self, group_id: int) -> None:
+        """Note that an unfinished group turned out to be of another age than it seemed."""
+        if self._standing is not None and self._standing.names(group_id):
+            self._standing = None
+
+    def group_placed(self) -> None:
+        """Note that an unfinished group was handed out again: its age may be any."""
+        self._standing = None
+
+    def look_again(self) -> None:
+        """Note that the learner went back: neither the answer nor what was examined holds."""
+        self._standing, self._examined_step = None, -1
+
+    def unfit(self, step: int) -> list[Group]:
+        """Return the ready groups that cannot be trained at `step` without breaking the bound; each is told of once.
+
+        So is a group without a pair, which became ready before a resume that asks for preferences.
+        """
+        unexamined = self._unexamined if step == self._examined_step else self._ready
+        unfit = [group for group in unexamined.values() if group.group_id in self._ready and not self._is_fit(group, step)]
+        self._unexamined, self._examined_step = {}, step
+        return unfit
+
+    def choose(self, step: int, live: Mapping[int, Group]) -> tuple[int, ...] | NotEnough | Wait:
+        """Return the groups of `step`, ascending, or what it waits for; call `unfit` before.
+
+        Args:
+            step: The next one.
+            live: All running, scoring and ready groups.
+        """
+        if self._standing is not None and self._standing.holds_for(step):
+            return self._standing.now()
+        self._standing = None
+        choice = self._choice(step, self._ready.values(), live)
+        if choice.take:
+            return choice.take
+        if choice.wait_for:
+            self._standing = StandingAnswer(Wait(step, choice.wait_for, choice.why(step)), choice.missing)
+        else:
+            num_ready, needed = len(self._ready), self._limits.groups_per_step
+            self._standing = StandingAnswer(NotEnough(step, num_ready, needed), needed - num_ready)
+        return self._standing.now()
+
+    def take(self, group_ids: tuple[int, ...]) -> list[Group]:
+        """Give these groups away, in this order."""
+        return [self._ready.pop(group_id) for group_id in group_ids]
+
+    def check(self, next_step: int, live: Mapping[int, Group]) -> None:
+        """Raise AssertionError where it holds other groups than the ready ones, or a standing answer is out of date."""
+        assert self._ready.keys() == {group.group_id for group in live.values() if group.state == "ready"}, "ready is not"
+        if self._standing is None or not self._standing.holds_for(next_step):
+            return
+        fit = [group for group in self._ready.values() if self._is_fit(group, next_step)]
+        choice = self._choice(next_step, fit, live)
+        assert not choice.take, f"step {next_step} could take {choice.take} and is told {self._standing}"
+
+    def _choice(self, step: int, ready: Iterable[Group], live: Mapping[int, Group]) -> Choice:
+        limits, aged = self._limits, _aged(ready)
+        if limits.policy != "wait":
+            return choose_oldest(aged, limits.groups_per_step)
+        unfinished = _aged(group for group in live.values() if group.state != "ready")
+        return choose_by_deadline(
+            step, aged, unfinished, max_staleness=limits.max_staleness, groups_per_step=limits.groups_per_step
+        )
+
+    def _is_fit(self, group: Group, step: int) -> bool:
+        age = group.newest if self._limits.policy == "mask" else group.oldest
+        return bool(group.trained) and age >= step - self._limits.max_staleness
+
+
+def _aged(groups: Iterable[Group]) -> list[Aged]:
+    return [(group.oldest, group.group_id) for group in groups]
+
+
+class Screening:
+    """What becomes of a group whose last member is scored: ready, or dropped because it teaches nothing.
+
+    Without preferences at most `max_resamples` x B groups are dropped in a row; then groups are ready as they come, until the
+    screen has no objection to one. A group without a preference pair is never ready, since a step of such groups could not be
+    trained. A run that finds no pair goes on sampling, says so at every further `max_resamples` x B, and is ended by the stall
+    detector.
+
+    Args:
+        limits: `screen`, `max_resamples` and `groups_per_step` are read.
+    """
+
+    def __init__(self, limits: BufferLimits) -> None:
+        self._screen = limits.screen
+        self._most = limits.max_resamples * limits.groups_per_step
+        self._num_in_row = 0
+        """Groups objected to since one was liked; in this process."""
+
+    def judge(self, group: Group) -> tuple[str, list[BufferInstruction]]:
+        """Settle a scored group; return why it is to be dropped (nothing: it is ready), and what is to be said about it."""
+        group.settle(self._screen)
+        reason = objection(group.judged, self._screen)
+        self._num_in_row = self._num_in_row + 1 if reason else 0
+        if not reason:
+            return "", []
+        if self._screen.preference is not None:
+            due = self._num_in_row % self._most == 0
+            return reason, [ScreenStands(group.group_id, reason, self._num_in_row)] if due else []
+        if self._num_in_row <= self._most:
+            return reason, []
+        first = self._num_in_row == self._most + 1
+        return "", [ScreenLifted(group.group_id, reason, self._most)] if first else []

@@ -2,7 +2,7 @@
 
 Staleness of a token at step k is k minus its version; that of a sample is that of its oldest trained token. The in-flight part of
 a sample's staleness is newest minus oldest version (it grew while the sample was generated), the in-queue part is k minus newest.
-Pure; called by buffer/state.py at a take and by buffer/buffer.py at a replay.
+Pure.
 """
 
 from __future__ import annotations

@@ -1,16 +1,17 @@
-"""The buffer's decisions: which state every group is in, and which groups a step takes.
+"""The buffer's decisions: which state every group is in, who generates the next one, and which groups a step takes.
 
-Owns the ledger states. Every group ever issued is in exactly one of: running, scoring, ready, taken, trained, dropped(reason),
-failed(reason); `issued` is the sum of all, always. Running, scoring and ready groups are `Group`s; taken and trained ones are the
-group ids of their step; dropped and failed ones are a count by reason. A group that is scored and teaches nothing
-(buffer/screening.py) is dropped instead of becoming ready, and its prompt is not issued again. Which of the ready ones a step
-takes is worked out in buffer/ready_groups.py.
+Every group ever issued is in exactly one of: running, scoring, ready, taken, trained, dropped(reason), failed(reason); `issued`
+is the sum of all, always. Running, scoring and ready groups are `Group`s; taken and trained ones are the group ids of their step;
+dropped and failed ones are a count by reason. The other files hold parts of this machine: group.py what is known of a group,
+selection.py which groups a step takes, admission.py which generator gets the next group.
 
 Invariants (`check_invariants`): conservation; a step has exactly B groups and no group is in two steps; steps are taken in order,
-without a gap; a step once taken keeps its groups for ever, so that it can be repeated after the learner died; no trained token is
-older than eta at its step, under any policy, whatever happened.
+without a gap; a step once taken keeps its groups, so that it can be repeated after the learner died (unless it is set aside); no
+trained token is older than eta at its step, under any policy; a group that is handed out again keeps its place and goes first,
+oldest first, and only to a generator that is at least at the group's version.
 
-Pure: `handle(event, now) -> list[instruction]`. Called by buffer/buffer.py and by plan/simulate.
+Pure: `handle(event, now) -> list[instruction]`, and `next_issue()` says what may be handed out now. Run by buffer.py and by
+plan/simulator.
 """
 
 from __future__ import annotations
@@ -20,84 +21,74 @@ from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 from asyncrl.algorithms.screening import NO_PAIR
-from asyncrl.buffer.books import STALE, BufferLimits, Counts, Policy, ReasonCounts, StepRecord
-from asyncrl.buffer.events import (
-    BufferEvent,
-    BufferInstruction,
-    ExternalGroupAdded,
-    GeneratorGone,
-    GroupDropped,
-    GroupIssued,
-    GroupMoved,
-    GroupPlaced,
-    GroupState,
-    LearnerRestarted,
-    MemberState,
-    Reissue,
-    ReturnPrompt,
-    SampleFailed,
-    SampleFinished,
-    SampleScored,
-    ScoreMember,
-    StepsForgotten,
-    StepTrained,
-    TakeGroups,
-    TakeStep,
-)
-from asyncrl.buffer.group import Group
-from asyncrl.buffer.invariants import check_group, check_steps
-from asyncrl.buffer.ready_groups import ReadyGroups
-from asyncrl.buffer.screening import Screening
+from asyncrl.buffer import events as ev
+from asyncrl.buffer.admission import Generator, GeneratorPool, capacity
+from asyncrl.buffer.events import BufferInstruction, GroupMoved, GroupState, MemberState
+from asyncrl.buffer.group import STALE, BufferLimits, Counts, Group, Policy, ReasonCounts, StepRecord
+from asyncrl.buffer.selection import ReadyGroups, Screening
 from asyncrl.buffer.staleness import staleness_figures
-from asyncrl.buffer.steps import TakenSteps
 
 __all__ = ["STALE", "BufferLimits", "BufferState", "Counts", "Policy", "StepRecord"]
+
+_NO_LIMIT = 1 << 62
 
 
 class BufferState:
     """The state machine.
 
     Args:
-        limits: B, eta, policy and the rest.
+        limits: B, G, eta, policy and the rest.
 
     Example:
         >>> state = BufferState(BufferLimits(groups_per_step=1, max_staleness=0))
-        >>> _ = state.handle(GroupIssued(0, "p", 1, "generator-0", 0), now=0.0)
-        >>> _ = state.handle(SampleFinished(0, 0, ((0, 5),)), now=1.0)
-        >>> _ = state.handle(SampleScored(0, 0), now=2.0)
-        >>> state.handle(TakeStep(0), now=3.0)[-1].group_ids
+        >>> _ = state.handle(ev.GeneratorReady("generator-0", num_slots=1, version=0), now=0.0)
+        >>> state.next_issue()
+        IssueGroup(generator='generator-0', version=0)
+        >>> _ = state.handle(ev.GroupIssued(0, "p", 1, "generator-0", 0), now=0.0)
+        >>> _ = state.handle(ev.SampleFinished(0, 0, ((0, 5),)), now=1.0)
+        >>> _ = state.handle(ev.SampleScored(0, 0), now=2.0)
+        >>> state.handle(ev.TakeStep(0), now=3.0)[-1].group_ids
         (0,)
     """
 
     def __init__(self, limits: BufferLimits) -> None:
         self.limits = limits
+        self.pool = GeneratorPool(limits)
+        self.paused = False
         self.groups: dict[int, Group] = {}
         """Running, scoring and ready groups by id, in order of issue."""
         self.next_group_id = 0
         self.returned: dict[int, int] = {}
         """Dropped and failed groups whose prompt waits to be issued again, and how often it failed."""
+        self.steps: dict[int, StepRecord] = {}
+        """Taken and trained steps that may still be repeated."""
+        self.next_step = 0
+        """Steps taken so far; the next new one."""
+        self._unplaced: set[int] = set()
+        """Running groups that no generator has."""
         self._ready = ReadyGroups(limits)
         self._screening = Screening(limits)
-        self._taken = TakenSteps()
+        self._num_forgotten_groups = 0
         self._dropped = ReasonCounts()
         self._failed = ReasonCounts()
-        self._story: deque[tuple[float, BufferEvent]] = deque(maxlen=256)
+        self._story: deque[tuple[float, ev.BufferEvent]] = deque(maxlen=256)
         self._handlers: dict[type, Callable[[Any, float], list[BufferInstruction]]] = {
-            GroupIssued: self._group_issued,
-            GroupPlaced: self._group_placed,
-            ExternalGroupAdded: self._external_group_added,
-            SampleFinished: self._sample_finished,
-            SampleScored: self._sample_scored,
-            SampleFailed: self._sample_failed,
-            GeneratorGone: self._generator_gone,
-            TakeStep: self._take_step,
-            StepTrained: self._step_trained,
-            LearnerRestarted: self._learner_restarted,
-            GroupDropped: self._group_dropped,
-            StepsForgotten: self._steps_forgotten,
+            ev.GroupIssued: self._group_issued,
+            ev.GroupPlaced: self._group_placed,
+            ev.ExternalGroupAdded: self._external_group_added,
+            ev.SampleFinished: self._sample_finished,
+            ev.SampleScored: self._sample_scored,
+            ev.SampleFailed: self._sample_failed,
+            ev.GeneratorGone: self._generator_gone,
+            ev.TakeStep: self._take_step,
+            ev.StepTrained: self._step_trained,
+            ev.LearnerRestarted: self._learner_restarted,
+            ev.GroupDropped: self._group_dropped,
+            ev.StepsForgotten: self._steps_forgotten,
+            ev.StepSetAside: self._step_set_aside,
         }
 
-    def handle(self, event: BufferEvent, now: float) -> list[BufferInstruction]:
+    def handle(self, event: ev.BufferEvent, now: float) -> list[BufferInstruction]:
         """Take note of `event` and return what follows from it, in order.
 
         Repeats are harmless: a sample, score or failure of a member that is past it, or of a group that is over, changes nothing.
@@ -105,8 +96,25 @@ class BufferState:
         Raises:
             AssertionError: The event cannot follow what happened before; the message tells the group's recent story.
         """
-        self._story.append((now, event))
-        return self._handlers[type(event)](event, now)
+        match event:
+            case ev.GeneratorReady(name, num_slots, version):
+                self.pool.put(Generator(name, num_slots, version))
+            case ev.GeneratorLeaving(name):
+                self.pool.leave(name)
+            case ev.RoomChanged(name, num_slots):
+                self.pool.change(name, num_slots=num_slots)
+            case ev.VersionIsLive(name, version):
+                self.pool.change(name, version=version)
+            case ev.MembersStarted(name, num_members):
+                self.pool.change(name, add_members=num_members)
+            case ev.MembersFinished(name, num_members):
+                self.pool.change(name, add_members=-num_members)
+            case ev.IssuePaused() | ev.IssueResumed():
+                self.paused = isinstance(event, ev.IssuePaused)
+            case _:
+                self._story.append((now, event))
+                return self._handlers[type(event)](event, now)
+        return []
 
     def restore(
         self,
@@ -119,43 +127,91 @@ class BufferState:
         returned: dict[int, int],
         forgotten_steps: int,
     ) -> None:
-        """Fill an empty machine from a ledger; running groups are with nobody and must be placed again."""
+        """Fill an empty machine from a ledger; running groups are with nobody and are handed out again."""
         assert self.next_group_id == 0, "restore is for an empty machine"
         self.groups = {group.group_id: group for group in groups}
         self.next_group_id = next_group_id
         self.returned = dict(returned)
-        self._taken.restore(steps, forgotten_steps=forgotten_steps, groups_per_step=self.limits.groups_per_step)
+        self.steps = {record.step: record for record in steps}
+        self.next_step = max(self.steps, default=forgotten_steps - 1) + 1
+        self._num_forgotten_groups = forgotten_steps * self.limits.groups_per_step
         self._dropped, self._failed = ReasonCounts(dropped), ReasonCounts(failed)
         for group in self.groups.values():
-            group.attempt += group.state == "running"
-            group.generator = "" if group.state == "running" else group.generator
-            if group.state == "ready":
+            if group.state == "running":
+                group.attempt, group.generator, group.holders = group.attempt + 1, "", {}
+                self._unplaced.add(group.group_id)
+            elif group.state == "ready":
                 group.settle(self.limits.screen)
         self._ready.restore(group for group in self.groups.values() if group.state == "ready")
 
-    @property
-    def steps(self) -> dict[int, StepRecord]:
-        """Taken and trained steps that may still be repeated."""
-        return self._taken.records
-
-    @property
-    def next_step(self) -> int:
-        """Return the steps taken so far; the next new one."""
-        return self._taken.next_step
-
     # -- questions -------------------------------------------------------------------------------------------------------
+
+    def next_issue(self) -> ev.IssueGroup | ev.ReissueGroup | None:
+        """Return what is handed out next, and to whom; None where nothing may be. Ask again after GroupIssued or GroupPlaced."""
+        if self.paused:
+            return None
+        for group_id in sorted(self._unplaced):
+            if generator := self.pool.best(max(self.groups[group_id].version, 0)):
+                return ev.ReissueGroup(group_id, generator.name, generator.version)
+        if self.capacity(self.pool.newest_version) <= 0:
+            return None
+        # The rule allows every version from one on, and that one is found by division.
+        lowest = self._num_held // self.limits.groups_per_step - self.limits.max_staleness
+        generator = self.pool.best(max(lowest, 0))
+        if generator is None or self.capacity(generator.version) <= 0:
+            return None
+        return ev.IssueGroup(generator.name, generator.version)
+
+    def capacity(self, version: int) -> int:
+        """Return how many more groups may start with tokens as old as `version`, slots aside; may be negative."""
+        limits, num_running = self.limits, len(self.groups) - self._ready.count
+        free = capacity(
+            max_running=limits.max_running_groups or _NO_LIMIT,
+            running=num_running,
+            accepted=self._num_held - num_running,
+            version=version,
+            max_staleness=limits.max_staleness,
+            groups_per_step=limits.groups_per_step,
+        )
+        return free if limits.max_groups is None else min(free, limits.max_groups - self._num_held)
+
+    def has_place(self, version: int) -> bool:
+        """Return whether one more group with tokens as old as `version` can be held and still be trained in time."""
+        return (version + self.limits.max_staleness + 1) * self.limits.groups_per_step > self._num_held
+
+    @property
+    def _num_held(self) -> int:
+        """Return the groups that hold a place: all but those dropped and failed."""
+        return len(self.groups) + self.next_step * self.limits.groups_per_step
+
+    def why_nothing_is_issued(self) -> str:
+        """Return in words why no group is issued now; empty when one could be."""
+        held, newest, limits = self._num_held, self.pool.newest_version, self.limits
+        allowed = (newest + limits.max_staleness + 1) * limits.groups_per_step
+        reasons = (
+            (self.paused, "paused"),
+            (not len(self.pool), "no generator is ready"),
+            (newest < 0, "no generator has weights yet"),
+            (limits.max_groups is not None and held >= limits.max_groups, "every group the run needs is issued"),
+            (held >= allowed, f"the staleness bound: {held} groups hold a place, version {newest} allows {allowed}"),
+            (self.capacity(newest) <= 0, f"{len(self.groups) - self._ready.count} groups are running, the most that may"),
+            (self.next_issue() is None, "every generator that may get a group has its slots full"),
+        )
+        return next((reason for applies, reason in reasons if applies), "")
 
     def counts(self) -> Counts:
         """Return the groups per state."""
         live = Counter(group.state for group in self.groups.values())
-        taken, trained = self._taken.num_groups
+        by_trained = Counter[bool]()
+        for record in self.steps.values():
+            by_trained[record.trained] += len(record.group_ids)
         return Counts(
             issued=self.next_group_id,
             running=live["running"],
             scoring=live["scoring"],
             ready=live["ready"],
-            taken=taken,
-            trained=trained,
+            taken=by_trained[False],
+            trained=by_trained[True] + self._num_forgotten_groups,
             dropped=dict(self._dropped.counts),
             failed=dict(self._failed.counts),
         )
@@ -167,23 +223,13 @@ class BufferState:
             return "over" if 0 <= group_id < self.next_group_id else "unknown"
         return group.members[index] if 0 <= index < group.size else "unknown"
 
-    def has_place(self, version: int) -> bool:
-        """Return whether one more group with tokens as old as `version` can be held and still be trained in time."""
-        held = len(self.groups) + self.next_step * self.limits.groups_per_step
-        return (version + self.limits.max_staleness + 1) * self.limits.groups_per_step - held > 0
-
-    def unplaced(self) -> list[Reissue]:
-        """Return what must be handed out again and is with nobody, oldest first."""
-        waiting = [group for group in self.groups.values() if group.state == "running" and not group.generator]
-        return [Reissue(group.group_id, group.attempt, group.pending, group.version) for group in waiting]
-
-    def unscored(self) -> list[ScoreMember]:
+    def unscored(self) -> list[ev.ScoreMember]:
         """Return every member that is generated and has no score yet."""
-        return [ScoreMember(group.group_id, index) for group in self.groups.values() for index in group.unscored]
+        return [ev.ScoreMember(group.group_id, index) for group in self.groups.values() for index in group.unscored]
 
     def steps_to_repeat(self) -> tuple[int, ...]:
         """Return the steps taken and not (or no longer) trained, in order."""
-        return self._taken.to_repeat()
+        return tuple(step for step, record in sorted(self.steps.items()) if not record.trained)
 
     def story(self, group_id: int) -> str:
         """Return the recent events that name this group, one a line."""
@@ -191,44 +237,52 @@ class BufferState:
         return "\n".join(told) or "(nothing recent)"
 
     def check_invariants(self) -> None:
-        """Raise AssertionError where the books do not balance."""
-        counts = self.counts()
+        """Raise AssertionError where the sums are wrong or two parts contradict each other."""
+        counts, steps = self.counts(), self.steps
         assert counts.total == counts.issued, f"{counts.issued} groups issued, but {counts}"
-        check_steps(self.steps, self.next_step, self.limits)
-        assert not self.groups.keys() & self._taken.group_ids, "a taken group is still live"
+        assert counts.held == self._num_held, f"{self._num_held} places, but {counts}"
+        assert sorted(steps) == list(range(self.next_step - len(steps), self.next_step)), f"steps {sorted(steps)}: a gap"
+        taken = [group_id for record in steps.values() for group_id in record.group_ids]
+        assert len(set(taken)) == len(taken), "a group is in two steps"
+        for record in steps.values():
+            assert len(record.group_ids) == self.limits.groups_per_step, f"{record} is not of B groups"
+            assert record.max_staleness >= 0, f"{record} trained a version that did not exist"
+        assert not self.groups.keys() & set(taken), "a taken group is still live"
         self._ready.check(self.next_step, self.groups)
+        self.pool.check()
         for group in self.groups.values():
             assert group.group_id < self.next_group_id, f"{group} was never issued"
-            check_group(group, self.story(group.group_id))
+            is_unplaced = group.state == "running" and not group.generator
+            assert is_unplaced == (group.group_id in self._unplaced), f"{group} is with nobody, or is not"
+            group.check(self.story(group.group_id))
 
     # -- groups ----------------------------------------------------------------------------------------------------------
 
-    def _group_issued(self, event: GroupIssued, now: float) -> list[BufferInstruction]:
-        assert event.group_id == self.next_group_id, f"group ids have no gap: {self.next_group_id} is next, not {event.group_id}"
-        retries = self.returned.pop(event.replaces, 0) if event.replaces is not None else 0
+    def _enter(self, group: Group) -> None:
+        assert group.group_id == self.next_group_id, f"group ids have no gap: {self.next_group_id} is next, not {group.group_id}"
         self.next_group_id += 1
-        self.groups[event.group_id] = Group(
-            event.group_id,
-            event.prompt_id,
-            event.size,
-            event.version,
-            now,
-            generator=event.generator,
-            retries=retries,
-        )
+        self.groups[group.group_id] = group
+
+    def _group_issued(self, event: ev.GroupIssued, now: float) -> list[BufferInstruction]:
+        retries = self.returned.pop(event.replaces, 0) if event.replaces is not None else 0
+        group = Group(event.group_id, event.prompt_id, event.size, event.version, now, generator=event.generator, retries=retries)
+        self._enter(group)
+        self.pool.change(event.generator, add_members=event.size)
         return []
 
-    def _group_placed(self, event: GroupPlaced, _: float) -> list[BufferInstruction]:
-        group = self._running(event.group_id)
-        group.generator = event.generator
+    def _group_placed(self, event: ev.GroupPlaced, _: float) -> list[BufferInstruction]:
+        group = self.groups.get(event.group_id)
+        assert group is not None, f"group {event.group_id} is not live\n{self.story(event.group_id)}"
+        assert group.state == "running", f"{group}\n{self.story(event.group_id)}"
+        group.generator = group.holders[group.attempt] = event.generator
         group.version = min(group.version, event.version)
         group.refresh_age()
+        self._unplaced.discard(event.group_id)
         self._ready.group_placed()
+        self.pool.change(event.generator, add_members=len(group.pending))
         return []
 
-    def _external_group_added(self, event: ExternalGroupAdded, now: float) -> list[BufferInstruction]:
-        assert event.group_id == self.next_group_id, f"group ids have no gap: {self.next_group_id} is next, not {event.group_id}"
-        self.next_group_id += 1
+    def _external_group_added(self, event: ev.ExternalGroupAdded, now: float) -> list[BufferInstruction]:
         group = Group(
             event.group_id,
             event.prompt_id,
@@ -241,33 +295,33 @@ class BufferState:
             version_counts=list(event.version_counts),
             truncated=set(event.truncated),
         )
-        self.groups[event.group_id] = group
-        return [*(ScoreMember(group.group_id, index) for index in group.unscored), self._move(group, "scoring", now)]
+        self._enter(group)
+        return [*(ev.ScoreMember(group.group_id, index) for index in group.unscored), self._move(group, "scoring", now)]
 
-    def _generator_gone(self, event: GeneratorGone, now: float) -> list[BufferInstruction]:
+    def _generator_gone(self, event: ev.GeneratorGone, now: float) -> list[BufferInstruction]:
+        self.pool.remove(event.name)
         instructions: list[BufferInstruction] = []
         for group in list(self.groups.values()):
-            if group.state != "running" or group.generator != event.generator:
+            if group.state != "running" or group.generator != event.name:
                 continue
             group.generator = ""
             group.attempt += 1
             group.losses += 1
-            if group.losses <= self.limits.max_group_retries:
-                instructions.append(Reissue(group.group_id, group.attempt, group.pending, group.version))
-                continue
-            reason = f"generator died {group.losses} times"
-            for index in group.pending:
-                instructions += self._sample_failed(SampleFailed(group.group_id, index, reason), now)
+            self._unplaced.add(group.group_id)
+            if group.losses > self.limits.max_group_retries:
+                for index in group.pending:
+                    lost = ev.SampleFailed(group.group_id, index, f"generator died {group.losses} times")
+                    instructions += self._sample_failed(lost, now)
         return instructions
 
-    def _group_dropped(self, event: GroupDropped, now: float) -> list[BufferInstruction]:
+    def _group_dropped(self, event: ev.GroupDropped, now: float) -> list[BufferInstruction]:
         group = self.groups.get(event.group_id)
         assert group is not None, f"group {event.group_id} is not live\n{self.story(event.group_id)}"
         return self._end(group, "dropped", event.reason, now)
 
     # -- members ---------------------------------------------------------------------------------------------------------
 
-    def _sample_finished(self, event: SampleFinished, now: float) -> list[BufferInstruction]:
+    def _sample_finished(self, event: ev.SampleFinished, now: float) -> list[BufferInstruction]:
         group = self.groups.get(event.group_id)
         if group is None or group.members[event.index] != "pending":
             return []
@@ -275,20 +329,17 @@ class BufferState:
         group.version_counts[event.index] = event.version_counts
         if event.truncated:
             group.truncated.add(event.index)
-        instructions: list[BufferInstruction] = [ScoreMember(event.group_id, event.index)]
-        return instructions + self._advance(group, now)
+        return [ev.ScoreMember(event.group_id, event.index), *self._advance(group, now)]
 
-    def _sample_scored(self, event: SampleScored, now: float) -> list[BufferInstruction]:
+    def _sample_scored(self, event: ev.SampleScored, now: float) -> list[BufferInstruction]:
         group = self.groups.get(event.group_id)
         if group is None or group.members[event.index] != "generated":
             return []
         group.members[event.index] = "scored"
         group.rewards[event.index] = event.reward
-        if self._is_past_saving(group):
-            return self._end(group, "dropped", STALE, now)
-        return self._advance(group, now)
+        return self._end(group, "dropped", STALE, now) if self._is_past_saving(group) else self._advance(group, now)
 
-    def _sample_failed(self, event: SampleFailed, now: float) -> list[BufferInstruction]:
+    def _sample_failed(self, event: ev.SampleFailed, now: float) -> list[BufferInstruction]:
         group = self.groups.get(event.group_id)
         if group is None or group.members[event.index] not in {"pending", "generated"}:
             return []
@@ -310,9 +361,6 @@ class BufferState:
             return [self._move(group, "scoring", now)] if group.state == "running" else []
         if reason := group.shortage(self.limits.min_group_members, self.limits.screen.greedy_index):
             return self._end(group, "failed", reason, now)
-        return self._screened(group, now)
-
-    def _screened(self, group: Group, now: float) -> list[BufferInstruction]:
         reason, said = self._screening.judge(group)
         if reason:
             return [*said, *self._end(group, "dropped", reason, now, returns=False)]
@@ -325,6 +373,7 @@ class BufferState:
 
     def _move(self, group: Group, after: GroupState, now: float) -> GroupMoved:
         before, group.state = group.state, after
+        self._unplaced.discard(group.group_id)  # late samples can complete a group that waits to be handed out again
         if after == "ready":
             group.ready_s = now
             self._ready.add(group)
@@ -334,43 +383,36 @@ class BufferState:
         self, group: Group, after: Literal["dropped", "failed"], reason: str, _: float, *, returns: bool = True
     ) -> list[BufferInstruction]:
         del self.groups[group.group_id]
+        self._unplaced.discard(group.group_id)
         self._ready.ended(group.group_id)
         (self._dropped if after == "dropped" else self._failed).add(reason)
         at_work = group.generator if group.pending else ""
-        instructions: list[BufferInstruction] = [GroupMoved(group.group_id, group.state, after, reason, at_work)]
+        instructions: list[BufferInstruction] = [GroupMoved(group.group_id, group.state, after, reason, at_work, group.prompt_id)]
         retries = group.retries + (after == "failed")
         if returns and self.limits.reissue_dropped and not group.external and retries <= self.limits.max_group_retries:
             self.returned[group.group_id] = retries
-            instructions.append(ReturnPrompt(group.group_id, group.prompt_id))
+            instructions.append(ev.ReturnPrompt(group.group_id, group.prompt_id))
         return instructions
-
-    def _running(self, group_id: int) -> Group:
-        group = self.groups.get(group_id)
-        assert group is not None, f"group {group_id} is not live\n{self.story(group_id)}"
-        assert group.state == "running", f"{group}\n{self.story(group_id)}"
-        return group
 
     # -- steps -----------------------------------------------------------------------------------------------------------
 
-    def _take_step(self, event: TakeStep, now: float) -> list[BufferInstruction]:
-        if event.step < self.next_step:
-            return [self._taken.repeat(event.step)]
-        assert event.step == self.next_step, f"step {self.next_step} is next, not {event.step}"
+    def _take_step(self, event: ev.TakeStep, now: float) -> list[BufferInstruction]:
+        step = event.step
+        if step < self.next_step:
+            record = self.steps.get(step)
+            assert record is not None, f"step {step} cannot be repeated: steps before {min(self.steps, default=0)} are forgotten"
+            assert not record.trained, f"step {step} is trained; it is repeated only after LearnerRestarted"
+            return [ev.TakeGroups(step, record.group_ids, record.mask_below, replay=record.trained_before, repeat=True)]
+        assert step == self.next_step, f"step {self.next_step} is next, not {step}"
         instructions: list[BufferInstruction] = []
-        for group in self._ready.unfit(event.step):
+        for group in self._ready.unfit(step):
             returns = bool(group.trained)
             instructions += self._end(group, "dropped", STALE if returns else NO_PAIR, now, returns=returns)
-        chosen = self._ready.choose(event.step, self.groups)
+        chosen = self._ready.choose(step, self.groups)
         if not isinstance(chosen, tuple):
             return [*instructions, chosen]
-        taken = self._take(event.step, chosen, now)
-        for group in [group for group in self.groups.values() if self._is_past_saving(group)]:
-            instructions += self._end(group, "dropped", STALE, now)
-        return [*instructions, taken]
-
-    def _take(self, step: int, group_ids: tuple[int, ...], now: float) -> TakeGroups:
-        groups = self._ready.take(group_ids)
-        for group_id in group_ids:
+        groups = self._ready.take(chosen)
+        for group_id in chosen:
             del self.groups[group_id]
         mask_below = max(0, step - self.limits.max_staleness) if self.limits.policy == "mask" else 0
         figures = staleness_figures(
@@ -380,17 +422,47 @@ class BufferState:
             queue_s=[now - group.ready_s for group in groups],
         )
         assert figures.token_max <= self.limits.max_staleness, f"step {step} would train a token {figures.token_max} versions old"
-        self._taken.enter(StepRecord(step, group_ids, mask_below, figures.token_max))
-        return TakeGroups(step, group_ids, mask_below, replay=False, staleness=figures)
+        self.steps[step] = StepRecord(step, chosen, mask_below, figures.token_max)
+        self.next_step += 1
+        for group in [group for group in self.groups.values() if self._is_past_saving(group)]:
+            instructions += self._end(group, "dropped", STALE, now)
+        return [*instructions, ev.TakeGroups(step, chosen, mask_below, replay=False, staleness=figures)]
 
-    def _step_trained(self, event: StepTrained, _: float) -> list[BufferInstruction]:
-        return list(self._taken.mark_trained(event.step))
+    def _step_trained(self, event: ev.StepTrained, _: float) -> list[BufferInstruction]:
+        record = self.steps.get(event.step)
+        if record is None:
+            assert event.step < self.next_step, f"step {event.step} was never taken; {self.next_step} is next"
+            return []
+        was_trained, record.trained, record.trained_before = record.trained, True, True
+        return [] if was_trained else [GroupMoved(group_id, "taken", "trained") for group_id in record.group_ids]
 
-    def _learner_restarted(self, event: LearnerRestarted, _: float) -> list[BufferInstruction]:
-        self._taken.go_back_to(event.version)
+    def _learner_restarted(self, event: ev.LearnerRestarted, _: float) -> list[BufferInstruction]:
+        version, first = event.version, min(self.steps, default=self.next_step)
+        assert version <= self.next_step, f"the learner stands at version {version}, but only {self.next_step} steps were taken"
+        assert version >= first, f"the learner stands at version {version}, but steps before {first} are forgotten"
+        for step, record in self.steps.items():
+            record.trained = step < version
+            record.trained_before |= step < version
         self._ready.look_again()
         return []
 
-    def _steps_forgotten(self, event: StepsForgotten, _: float) -> list[BufferInstruction]:
-        self._taken.forget(event.before_step)
+    def _steps_forgotten(self, event: ev.StepsForgotten, _: float) -> list[BufferInstruction]:
+        for step in [step for step in self.steps if step < event.before_step]:
+            assert self.steps[step].trained, f"step {step} is taken and not trained; it cannot be forgotten"
+            self._num_forgotten_groups += len(self.steps.pop(step).group_ids)
         return []
+
+    def _step_set_aside(self, event: ev.StepSetAside, _: float) -> list[BufferInstruction]:
+        record = self.steps.get(event.step)
+        assert record is not None, f"step {event.step} is not taken"
+        assert not record.trained_before, f"step {event.step} was trained before; it is not set aside"
+        del self.steps[event.step]
+        later = [self.steps.pop(step) for step in range(event.step + 1, self.next_step)]
+        for moved in later:
+            moved.step -= 1
+            self.steps[moved.step] = moved
+        self.next_step -= 1
+        for _group in record.group_ids:
+            self._dropped.add(event.reason)
+        self._ready.look_again()
+        return [GroupMoved(group_id, "taken", "dropped", event.reason) for group_id in record.group_ids]

@@ -1,6 +1,6 @@
 """Is this sample what it says? The checks that every sample and score passes before it is held, whoever made it.
 
-Pure; called by buffer/buffer.py once a sample, on the controller's event loop, so it stays in the microseconds.
+Pure; they run once a sample on the controller's event loop, so they stay in the microseconds.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ class SampleRefusedError(ValueError):
     """The sample contradicts itself; the message says how."""
 
 
-def examine(sample: Sample, *, newest_version: int, max_tokens: int) -> VersionCounts:
+def examine(sample: Sample, *, newest_version: int, max_tokens: int, vocab_size: int = 0) -> VersionCounts:
     """Check a sample's arrays and count its trained tokens by version.
 
     Args:
         sample: As it came in.
         newest_version: No token can be of a later version: it does not exist yet.
         max_tokens: Most tokens of prompt and response together; 0: no limit.
+        vocab_size: Of the model; 0: not known.
 
     Returns:
         Version counts over the tokens with loss mask 1.
@@ -40,6 +41,8 @@ def examine(sample: Sample, *, newest_version: int, max_tokens: int) -> VersionC
     """
     num_tokens = _check_lengths(sample, max_tokens)
     _check_values(sample)
+    if vocab_size and (beyond := id_beyond(sample, vocab_size)) >= 0:
+        raise SampleRefusedError(f"token id {beyond} is beyond the model's vocabulary of {vocab_size}")
     versions = sample.versions
     if not sample.loss_mask and versions == versions[:4] * num_tokens:
         counts: VersionCounts = ((int.from_bytes(versions[:4], "little", signed=True), num_tokens),)
@@ -50,6 +53,12 @@ def examine(sample: Sample, *, newest_version: int, max_tokens: int) -> VersionC
             f"versions span {counts[0][0]} to {counts[-1][0]}, but only 0 to {newest_version} were ever published"
         )
     return counts
+
+
+def id_beyond(sample: Sample, vocab_size: int) -> int:
+    """Return the largest token id of a sample where the vocabulary does not have it, else -1."""
+    highest = max(int(np.maximum.reduce(ids_from_bytes(ids))) for ids in (sample.token_ids, sample.prompt_ids))
+    return highest if highest >= vocab_size else -1
 
 
 def group_error(samples: Sequence[Sample], screen: Screen, tokens_per_row: int) -> str:
@@ -95,6 +104,8 @@ def score_error(score: Score, num_tokens: int, *, needs_reference: bool = False)
         return score.error
     if not math.isfinite(score.reward):
         return f"the reward is {score.reward}"
+    if odd := [name for name, value in score.parts.items() if not math.isfinite(value)]:
+        return f"the reward's part {odd[0]!r} is {score.parts[odd[0]]}"
     if not score.reference_logprobs:
         return "the score brings no reference logprobs (algorithm.reference.where = 'worker')" if needs_reference else ""
     if len(score.reference_logprobs) != 4 * num_tokens:
@@ -130,6 +141,8 @@ def _check_values(sample: Sample) -> None:
     if lowest < 0:
         raise SampleRefusedError(f"token id {lowest} is negative")
     logprobs = logprobs_from_bytes(sample.logprobs)
+    if not (math.isfinite(sample.started_s) and math.isfinite(sample.finished_s)):
+        raise SampleRefusedError(f"its times are {sample.started_s} and {sample.finished_s} s; they must be finite")
     # NaN fails both comparisons: the reductions pass it on.
     highest, least = float(np.maximum.reduce(logprobs)), float(np.minimum.reduce(logprobs))
     if not (highest <= LOGPROB_SLACK and least > -np.inf):

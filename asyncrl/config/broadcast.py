@@ -1,4 +1,4 @@
-"""How weights reach the generators: media, variants by the tag `kind`, and what is sent over them."""
+"""How weights reach the generators: media, variants by the tag `kind`, and what travels over them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from asyncrl.config.fields import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, _Stage, _Variant
+from asyncrl.config import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, _Stage, _Variant
 
 
 class SharedMemoryMedium(_Variant, frozen=True, tag="shared_memory"):
@@ -31,7 +31,7 @@ class ZeroMQMedium(_Variant, frozen=True, tag="zeromq"):
     bind: str = "tcp://127.0.0.1:*"
     chunk_bytes: PositiveInt = 1 << 20
     fanout: NonNegativeInt = 2
-    """Generators the learner feeds itself; each feeds as many others with what it has already. 0: the learner feeds all."""
+    """Generators that the learner feeds itself; each feeds as many others with what it has already. 0: the learner feeds all."""
     relay_bind: str = "tcp://127.0.0.1:*"
     """Where a generator listens for those it feeds."""
 
@@ -42,7 +42,7 @@ class GlooMedium(_Variant, frozen=True, tag="gloo"):
     host: str = "127.0.0.1"
     """Where the learner lets the others meet; they must reach it."""
     timeout_s: PositiveFloat = 30.0
-    """A member that does not take part for this long is dropped, and the rest go on."""
+    """A generator that does not take part for this long is left out, and the rest go on."""
     gather_s: PositiveFloat = 1.0
     """How long a version waits for members to be ready before it goes out to those that are."""
 
@@ -93,5 +93,7 @@ class BroadcastConfig(_Stage, frozen=True):
     """What is fingerprinted, gathered and applied at once."""
     delta: DeltaConfig | None = None
     """None: every version travels whole."""
+    verify: bool = False
+    """Compare fingerprints over `shared_memory` too, where the medium proves a whole version without them (on x86)."""
     probe_tolerance: NonNegativeFloat = 0.05
     """Probe logprobs further apart than this, generator against learner, are an alarm."""

@@ -2,13 +2,66 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
-from asyncrl.config.fields import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, _Stage, _Variant
+from asyncrl.config import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, _Stage, _Variant
 
 
-class TransformersEngineConfig(_Variant, frozen=True, tag="transformers"):
+class _Engine(_Variant, frozen=True):
+    """What every engine's config says about its kind; the rest of the program asks this and not which kind it is."""
+
+    has_model: ClassVar[bool] = True
+    """It computes with a model: new weights can be checked by a probe, and a device can be shared."""
+    needs_folder: ClassVar[bool] = True
+    """It reads the model's folder, for the model or for the tokenizer."""
+    replays: ClassVar[bool] = False
+    """It gives back a task's own answers: nothing is generated, and no weights are taken."""
+    receives: ClassVar[bool] = False
+    """It can run the receiving end of a medium that ends in the model's own process or device."""
+    adopts: ClassVar[bool] = False
+    """Its model lives in the generator's own process and can be the learner's parameters themselves."""
+    is_remote: ClassVar[bool] = False
+    """It is a server that the run does not start."""
+
+    @property
+    def kind(self) -> str:
+        """The tag."""
+        return str(self.__struct_config__.tag)
+
+    @property
+    def device_name(self) -> str:
+        """`device`, where it has one."""
+        return str(getattr(self, "device", ""))
+
+    @property
+    def process_threads(self) -> int:
+        """OpenMP threads of its process."""
+        return int(getattr(self, "num_threads", 1))
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """Servers that the run does not start, one a generator."""
+        return ()
+
+    @property
+    def can_sleep(self) -> bool:
+        """Whether it gives its memory back while others have the device."""
+        return not self.is_remote
+
+    def gpus(self, learner_gpu: int | None) -> tuple[int, ...]:  # noqa: ARG002 - for those that go where the learner is
+        """Return the numbers of the GPUs that it takes; none without one.
+
+        Args:
+            learner_gpu: Of the learner, which `device = "auto"` follows; None: it has none.
+        """
+        return ()
+
+
+class TransformersEngineConfig(_Engine, frozen=True, tag="transformers"):
     """The embedded engine: continuous batching in slots over a transformers causal LM."""
+
+    receives: ClassVar[bool] = True
+    adopts: ClassVar[bool] = True
 
     num_slots: PositiveInt = 32
     max_sequence_tokens: PositiveInt = 512
@@ -17,9 +70,16 @@ class TransformersEngineConfig(_Variant, frozen=True, tag="transformers"):
     device: str = "cpu"
     num_threads: PositiveInt = 1
 
+    def gpus(self, learner_gpu: int | None) -> tuple[int, ...]:  # noqa: ARG002
+        """Return the number of its device; see `_Engine.gpus`."""
+        gpu = gpu_of(self.device)
+        return () if gpu is None else (gpu,)
 
-class VLLMEngineConfig(_Variant, frozen=True, tag="vllm"):
+
+class VLLMEngineConfig(_Engine, frozen=True, tag="vllm"):
     """vLLM's AsyncLLM, its engine core and workers in processes of their own. Extra `vllm`; on a CPU see docs/vllm.md."""
+
+    receives: ClassVar[bool] = True
 
     max_sequence_tokens: PositiveInt = 4096
     """Prompt and response together; longer requests are refused. vLLM's `max_model_len`."""
@@ -44,9 +104,21 @@ class VLLMEngineConfig(_Variant, frozen=True, tag="vllm"):
     arguments: dict[str, str | int | float | bool] = {}
     """Further arguments of vLLM's AsyncEngineArgs, by their names there."""
 
+    @property
+    def can_sleep(self) -> bool:
+        """As started, and never on a CPU."""
+        return self.sleep and self.device != "cpu"
 
-class VLLMServerEngineConfig(_Variant, frozen=True, tag="vllm_server"):
+    def gpus(self, learner_gpu: int | None) -> tuple[int, ...]:
+        """Return the numbers of its ranks' devices; see `_Engine.gpus`."""
+        on_gpu = self.device == "cuda" or (self.device == "auto" and learner_gpu is not None)
+        return tuple(range(self.tensor_parallel * self.data_parallel)) if on_gpu else ()
+
+
+class VLLMServerEngineConfig(_Engine, frozen=True, tag="vllm_server"):
     """A running `vllm serve` elsewhere, over HTTP: token ids in and out, pause, weights."""
+
+    is_remote: ClassVar[bool] = True
 
     url: str = ""
     """Of the server: http://host:port. With several generators, one for each, separated by commas."""
@@ -68,8 +140,11 @@ class VLLMServerEngineConfig(_Variant, frozen=True, tag="vllm_server"):
         return tuple(url.strip() for url in self.url.split(",") if url.strip())
 
 
-class FakeEngineConfig(_Variant, frozen=True, tag="fake"):
+class FakeEngineConfig(_Engine, frozen=True, tag="fake"):
     """No model: deterministic tokens, scripted lengths and latencies; load-tests everything else."""
+
+    has_model: ClassVar[bool] = False
+    needs_folder: ClassVar[bool] = False
 
     num_slots: PositiveInt = 32
     max_sequence_tokens: PositiveInt = 4096
@@ -88,8 +163,11 @@ class FakeEngineConfig(_Variant, frozen=True, tag="fake"):
     0: no end of them."""
 
 
-class ReplayEngineConfig(_Variant, frozen=True, tag="replay"):
+class ReplayEngineConfig(_Engine, frozen=True, tag="replay"):
     """Gives back the chosen and rejected answers of a preferences task instead of generating: offline DPO, same pipeline."""
+
+    has_model: ClassVar[bool] = False
+    replays: ClassVar[bool] = True
 
     num_slots: PositiveInt = 256
     max_sequence_tokens: PositiveInt = 2048
@@ -97,6 +175,12 @@ class ReplayEngineConfig(_Variant, frozen=True, tag="replay"):
 
 
 EngineConfig = TransformersEngineConfig | VLLMEngineConfig | VLLMServerEngineConfig | FakeEngineConfig | ReplayEngineConfig
+
+
+def gpu_of(device: str) -> int | None:
+    """Return the number of a CUDA device, None of any other; `cuda` is the first."""
+    kind, _, number = device.partition(":")
+    return int(number or 0) if kind == "cuda" and (number or "0").isdigit() else None
 
 
 class SamplingConfig(_Stage, frozen=True):

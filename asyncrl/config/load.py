@@ -5,42 +5,39 @@ Every error is a `ConfigError` that names the field, what was given and what is 
 
 from __future__ import annotations
 
+import copy
 import os
+import re
 import tomllib
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import tomli_w
 
-from asyncrl.config.algorithm_rules import check_algorithm
-from asyncrl.config.data_rules import check_data
-from asyncrl.config.explain import explained
-from asyncrl.config.inference_rules import check_inference
-from asyncrl.config.joining_rules import check_joining
-from asyncrl.config.launch_rules import at_node, check_launch
-from asyncrl.config.learner_rules import check_learner
+from asyncrl.config.algorithm_table import check_algorithm
+from asyncrl.config.check import check_data, check_inference, check_learner, check_run, check_vllm_server
 from asyncrl.config.medium_choice import check_medium
-from asyncrl.config.placement_rules import check_placement
+from asyncrl.config.placement_rules import at_node, check_joining, check_launch, check_placement
 from asyncrl.config.run import RunConfig
-from asyncrl.config.run_rules import check_run
-from asyncrl.config.vllm_server_rules import check_vllm_server
 from asyncrl.errors import ConfigError
 
 NODE_ADDRESS = "ASYNCRL_NODE_ADDRESS"
 """Environment variable by which a launcher says how other machines reach this one."""
 
 
-def load_config(
-    path: str | Path, overrides: list[str] | tuple[str, ...] = (), presets: list[Path] | tuple[Path, ...] = ()
-) -> RunConfig:
+Overrides = Mapping[str, Any] | Sequence[str]
+
+
+def load_config(path: str | Path, overrides: Overrides = (), presets: Sequence[Path] = ()) -> RunConfig:
     """Read a TOML file, lay `presets` and `overrides` over it, check everything.
 
     Args:
         path: The TOML file.
         presets: TOML files laid over it one after the other: tables merge, but one that names its
             `kind` and anything that is no table is replaced (configs/algorithms/).
-        overrides: `a.b=value` each; the value is TOML, or a bare string where it is not.
+        overrides: `a.b=value` each, the value TOML, or a bare string where it is not; or a mapping of `a.b` to values.
 
     Returns:
         The checked config.
@@ -48,12 +45,41 @@ def load_config(
     Raises:
         ConfigError: The file is missing or not TOML, a field is unknown, a value is out of range or does not go with another.
     """
-    raw = _in_todays_names(_read(Path(path)))
+    raw = _read(Path(path))
     for preset in presets:
         raw = _merged(raw, _read(preset))
-    for override in overrides:
-        _lay_over(raw, override)
-    return parse_config(raw, source=" + ".join(map(str, (path, *presets))))
+    return resolve_config(raw, overrides, source=" + ".join(map(str, (path, *presets))))
+
+
+def resolve_config(
+    config: RunConfig | Mapping[str, Any] | str | Path, overrides: Overrides = (), source: str = "config"
+) -> RunConfig:
+    """Return a checked config, whatever form it came in.
+
+    Args:
+        config: A config, nested dicts, or a TOML file.
+        overrides: Laid over it: `a.b=value` each, or a mapping of `a.b` to values.
+        source: What the config is called in messages.
+
+    Raises:
+        ConfigError: As `load_config`; a wrong override is named as it was given.
+    """
+    if isinstance(config, (str, Path)):
+        return load_config(config, overrides)
+    raw = copy.deepcopy(dict(msgspec.to_builtins(config)))
+    pairs = [(key, value, f"{key} = {value!r}") for key, value in overrides.items()] if isinstance(overrides, Mapping) else [
+        _override(text) for text in overrides
+    ]  # fmt: skip
+    for key, value, given in pairs:
+        _lay_over(raw, key, value, given)
+    try:
+        checked = msgspec.convert(raw, RunConfig)
+    except msgspec.ValidationError as error:
+        said, place = explained(error, raw, RunConfig), _place(error)
+        at_fault = [text for key, _, text in pairs if f"{place}.".startswith(f"{key}.") or key.startswith(f"{place}.")]
+        raise ConfigError(f"{at_fault[-1] if at_fault else source}: {said}") from error
+    check_config(checked)
+    return checked
 
 
 def load_run_config(run_folder: Path) -> RunConfig:
@@ -71,21 +97,7 @@ def parse_config(raw: dict[str, Any], source: str = "config") -> RunConfig:
     Raises:
         ConfigError: As `load_config`.
     """
-    try:
-        config = msgspec.convert(raw, RunConfig)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"{source}: {explained(error, raw, RunConfig)}") from error
-    check_config(config)
-    return config
-
-
-def validated(config: RunConfig) -> RunConfig:
-    """Check a config that was built in Python, where msgspec's bounds are not applied.
-
-    Raises:
-        ConfigError: As `load_config`.
-    """
-    return parse_config(msgspec.to_builtins(config))
+    return resolve_config(raw, source=source)
 
 
 def check_config(config: RunConfig) -> None:
@@ -95,7 +107,7 @@ def check_config(config: RunConfig) -> None:
         ConfigError: Two fields contradict each other; the message names both.
     """
     check_algorithm(config.algorithm, config.learner)
-    check_learner(config.learner, config.algorithm)
+    check_learner(config.learner)
     check_data(config)
     check_inference(config)
     check_run(config)
@@ -125,25 +137,6 @@ def _read(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} is not TOML: {error}") from error
 
 
-def _in_todays_names(raw: dict[str, Any]) -> dict[str, Any]:
-    """Return `raw` of an older run in today's names.
-
-    `launcher` was always `local`. `algorithm.correction` and `correction_cap` are from before there were `corrections`:
-    ppo_clip had no correction whatever they said, and decoupled_ppo without one was ppo_clip; it now weighs by the bare ratio.
-    """
-    raw = {key: value for key, value in raw.items() if key != "launcher"}
-    algorithm = raw.get("algorithm")
-    if not isinstance(algorithm, dict) or not {"correction", "correction_cap"} & algorithm.keys() or "corrections" in algorithm:
-        return raw
-    kept = {key: value for key, value in algorithm.items() if key not in {"correction", "correction_cap"}}
-    kind, loss = algorithm.get("correction", "tis_token"), algorithm.get("loss", "decoupled_ppo")
-    if kind == "none" or loss == "ppo_clip":
-        renamed: dict[str, Any] = {"loss": "ppo_clip", "corrections": []}
-    else:
-        renamed = {"corrections": [{"kind": kind, "cap": algorithm.get("correction_cap", 2.0)}]}
-    return raw | {"algorithm": kept | renamed}
-
-
 def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
     """Return `below` with `above` laid over it: tables merge, but one that names its `kind` takes the place of the one below."""
     merged = dict(below)
@@ -162,18 +155,120 @@ def _without_none(value: Any) -> Any:  # noqa: ANN401 - plain nested TOML values
     return [_without_none(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
-def _lay_over(raw: dict[str, Any], override: str) -> None:
-    path, equals, text = override.partition("=")
-    keys = path.strip().split(".")
-    if not equals or not all(keys):
-        raise ConfigError(f"--set takes a.b=value, got {override!r}")
+def _override(text: str) -> tuple[str, Any, str]:
+    """Return key, value and the option as it was given."""
+    key, equals, value = text.partition("=")
+    if not equals or not all(key.strip().split(".")):
+        raise ConfigError(f"--set takes a.b=value, got {text!r}")
     try:
-        value = tomllib.loads(f"value = {text}")["value"]
+        parsed = tomllib.loads(f"value = {value}")["value"]
     except tomllib.TOMLDecodeError:
-        value = text
+        parsed = value
+    return key.strip(), parsed, f"--set {text}"
+
+
+def _lay_over(raw: dict[str, Any], key: str, value: Any, given: str) -> None:  # noqa: ANN401 - any TOML value
+    *parents, last = key.split(".")
     table = raw
-    for key in keys[:-1]:
-        table = table.setdefault(key, {})
+    for name in parents:
+        table = table.setdefault(name, {})
         if not isinstance(table, dict):
-            raise ConfigError(f"--set {override}: {key} is not a table")
-    table[keys[-1]] = value
+            raise ConfigError(f"{given}: {name} is not a table")
+    table[last] = value
+
+
+def _place(error: msgspec.ValidationError) -> str:
+    """Return the dotted key that an error is about; an unknown field's own, not its table's."""
+    unknown = _UNKNOWN_FIELD.search(str(error))
+    return ".".join([*map(str, _steps(error)), *([unknown["field"]] if unknown else [])])
+
+
+def _steps(error: msgspec.ValidationError) -> list[str | int]:
+    """Return the keys and indices that lead to what an error is about."""
+    found = _PATH.search(str(error))
+    keys = re.findall(r"\[(\d+)\]|\.([A-Za-z_]\w*)", found["path"]) if found else []
+    return [int(index) if index else name for index, name in keys]
+
+
+_PATH = re.compile(r" - at `\$(?P<path>[^`]*)`$")
+_UNKNOWN_FIELD = re.compile(r"unknown field `(?P<field>[^`]*)`")
+
+
+def explained(error: msgspec.ValidationError, raw: dict[str, Any], root: type) -> str:
+    """Return the error's message, with the kinds, values or fields that are known there where it is about a name.
+
+    Args:
+        error: From `msgspec.convert(raw, root)`.
+        raw: What was converted.
+        root: The config struct.
+    """
+    message, steps = str(error), _steps(error)
+    unknown = _UNKNOWN_FIELD.search(message)
+    if unknown is not None:
+        known = _fields(_at(root, raw, steps))
+    elif message.startswith(("Invalid value", "Invalid enum value")) and steps:
+        known = _values(root, raw, steps)
+    else:
+        known = []
+    return f"{message}; known are {', '.join(known)}" if known else message
+
+
+def _values(root: type, raw: Any, steps: list[str | int]) -> list[str]:  # noqa: ANN401 - plain nested TOML values
+    """Return the tags (where the last step is a tag field) or literal values allowed at the end of `steps`."""
+    holder = _at(root, raw, steps[:-1], choose=False)
+    tags = [str(member.tag) for member in _members(holder) if isinstance(member, msgspec.inspect.StructType) and member.tag]
+    if tags and steps[-1] == "kind":
+        return tags
+    return [
+        str(value)
+        for member in _members(_at(root, raw, steps))
+        if isinstance(member, msgspec.inspect.LiteralType)
+        for value in member.values
+    ]
+
+
+def _fields(place: msgspec.inspect.Type | None) -> list[str]:
+    for member in _members(place):
+        if isinstance(member, msgspec.inspect.StructType):
+            return sorted(field.encode_name for field in member.fields)
+    return []
+
+
+def _at(root: type, raw: Any, steps: list[str | int], *, choose: bool = True) -> msgspec.inspect.Type | None:  # noqa: ANN401
+    """Return the type at the end of `steps`; of a union of structs the one whose tag `raw` names, where `choose` says so."""
+    place: msgspec.inspect.Type | None = msgspec.inspect.type_info(root)
+    for step in steps:
+        place = _below(_chosen(place, raw), step)
+        raw = _item(raw, step)
+    return _chosen(place, raw) if choose else place
+
+
+def _below(place: msgspec.inspect.Type | None, step: str | int) -> msgspec.inspect.Type | None:
+    for member in _members(place):
+        if isinstance(member, msgspec.inspect.StructType):
+            field = next((field for field in member.fields if field.encode_name == step), None)
+            if field is not None:
+                return field.type
+        elif isinstance(member, msgspec.inspect.VarTupleType | msgspec.inspect.ListType) and isinstance(step, int):
+            return member.item_type
+    return None
+
+
+def _chosen(place: msgspec.inspect.Type | None, raw: Any) -> msgspec.inspect.Type | None:  # noqa: ANN401
+    tag = raw.get("kind") if isinstance(raw, dict) else None
+    named = [member for member in _members(place) if isinstance(member, msgspec.inspect.StructType) and member.tag == tag]
+    return named[0] if named and tag is not None else place
+
+
+def _members(place: msgspec.inspect.Type | None) -> list[msgspec.inspect.Type]:
+    if place is None:
+        return []
+    if isinstance(place, msgspec.inspect.Metadata):
+        return _members(place.type)
+    return list(place.types) if isinstance(place, msgspec.inspect.UnionType) else [place]
+
+
+def _item(raw: Any, step: str | int) -> Any:  # noqa: ANN401
+    if isinstance(raw, dict):
+        return raw.get(step)
+    return raw[step] if isinstance(raw, list | tuple) and isinstance(step, int) and step < len(raw) else None

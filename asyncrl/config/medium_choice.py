@@ -2,7 +2,7 @@
 
 `places_of` says where the processes are, `choose_medium` decides from that alone: a launcher that puts them elsewhere (a cluster)
 needs another `places_of` and nothing here. Chosen once, by whoever starts the run, before its config.toml is written: every
-process reads the outcome. Pure. Called by client.py (chooses), control/preview.py (says), config/load.py (refuses).
+process reads the outcome. Pure.
 """
 
 from __future__ import annotations
@@ -23,16 +23,8 @@ from asyncrl.config.broadcast import (
     SharedStorageMedium,
     ZeroMQMedium,
 )
-from asyncrl.config.generate import (
-    FakeEngineConfig,
-    ReplayEngineConfig,
-    TransformersEngineConfig,
-    VLLMEngineConfig,
-    VLLMServerEngineConfig,
-)
-from asyncrl.config.launch import RayLaunch
-from asyncrl.config.launch_rules import NODE
-from asyncrl.config.run import RunConfig
+from asyncrl.config.generate import gpu_of
+from asyncrl.config.run import NODE, RayLaunch, RunConfig
 from asyncrl.errors import ConfigError
 
 
@@ -67,15 +59,10 @@ def places_of(config: RunConfig) -> Places:
     """Return where a run's processes are: on one machine, unless Ray places them or the run is open to a network."""
     engine = config.generate.engine
     learner_gpu = gpu_of(config.learner.device) if config.learner.kind == "builtin" else None
-    engine_gpus: frozenset[int] = frozenset()
-    if isinstance(engine, VLLMEngineConfig) and _vllm_on_gpu(config):
-        engine_gpus = frozenset(range(engine.tensor_parallel * engine.data_parallel))
-    elif isinstance(engine, TransformersEngineConfig) and (gpu := gpu_of(engine.device)) is not None:
-        engine_gpus = frozenset({gpu})
+    engine_gpus = frozenset(engine.gpus(gpu_of(config.learner.device)))
     one_machine = config.transport.kind == "ipc" or _is_this_machine(config.transport.host)
     one_machine = one_machine and not isinstance(config.launch, RayLaunch)
-    receives = isinstance(engine, VLLMEngineConfig | TransformersEngineConfig)
-    return Places(one_machine, learner_gpu, engine_gpus, engine_receives=receives)
+    return Places(one_machine, learner_gpu, engine_gpus, engine_receives=engine.receives)
 
 
 def choose_medium(config: RunConfig) -> Choice:
@@ -128,7 +115,7 @@ def _why_shared_memory(config: RunConfig, places: Places, *, on_gpus: bool) -> s
     if on_gpus:
         gpus = _shown(places.engine_gpus)
         return f"{here}; the engine is on {gpus}, the learner's among them, so cuda_ipc and nccl reach only a part of it"
-    if isinstance(config.generate.engine, VLLMServerEngineConfig):
+    if config.generate.engine.is_remote:
         return f"{here}; each hands its vLLM server the bytes (generate.engine.shared_folder, where that is elsewhere)"
     return here
 
@@ -156,14 +143,13 @@ def check_medium(config: RunConfig) -> None:
         raise ConfigError(
             f"broadcast.medium.kind {kind!r} begins in a GPU and learner.device is {config.learner.device!r}: {instead}"
         )
-    if isinstance(engine, FakeEngineConfig | ReplayEngineConfig):
+    if not engine.has_model:
         raise ConfigError(
-            f"broadcast.medium.kind {kind!r} ends in an engine's GPU and generate.engine.kind {engine.__struct_config__.tag!r} "
-            f"has none: {instead}"
+            f"broadcast.medium.kind {kind!r} ends in an engine's GPU and generate.engine.kind {engine.kind!r} has none: {instead}"
         )
-    if isinstance(engine, VLLMServerEngineConfig):
+    if engine.is_remote:
         return  # only the server knows where it is
-    if engine.device == "cpu":
+    if engine.device_name == "cpu":
         raise ConfigError(f"broadcast.medium.kind {kind!r} ends in a GPU and generate.engine.device is 'cpu': {instead}")
     if config.learner.kind == "builtin":
         _check_gpus(config, kind, instead)
@@ -188,20 +174,6 @@ def doubts_about_medium(config: RunConfig) -> list[str]:
             'optimizer step changes almost every float32; set broadcast.dtype = "bfloat16"'
         ]
     return []
-
-
-def _vllm_on_gpu(config: RunConfig) -> bool:
-    """Return whether vLLM runs on a GPU: as it says, or, where that is `auto`, as the learner does."""
-    engine = config.generate.engine
-    if not isinstance(engine, VLLMEngineConfig) or engine.device == "cpu":
-        return False
-    return engine.device == "cuda" or gpu_of(config.learner.device) is not None
-
-
-def gpu_of(device: str) -> int | None:
-    """Return the number of a CUDA device, None of any other; `cuda` is the first (with several ranks, rank 0's)."""
-    kind, _, number = device.partition(":")
-    return int(number or 0) if kind == "cuda" and (number or "0").isdigit() else None
 
 
 def _is_this_machine(host: str) -> bool:

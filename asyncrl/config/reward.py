@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Literal
 
-from asyncrl.config.fields import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, _Stage, _Variant
+from asyncrl.config import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, _Stage, _Variant
+from asyncrl.errors import ConfigError
 
 
 class AnswerMatchReward(_Variant, frozen=True, tag="answer_match"):
@@ -14,8 +16,9 @@ class AnswerMatchReward(_Variant, frozen=True, tag="answer_match"):
     """`math` is math-verify; `regex` full-matches the reference as a pattern."""
     extract: str = ""
     """Regex whose first group (last match) is the answer; empty: the whole completion, stripped."""
-    tolerance: NonNegativeFloat = 1e-6
-    """Only `numeric`: largest difference allowed, relative to max(1, |reference|)."""
+    tolerance: NonNegativeFloat | None = None
+    """Only `numeric`: largest difference allowed, relative to max(1, |reference|). Without it a whole number must be equal
+    exactly, and any other may differ by 1e-6."""
     weight: float = 1.0
     name: str = ""
 
@@ -101,3 +104,36 @@ class RewardConfig(_Stage, frozen=True):
     """Samples one worker scores at once, each in a process of its own."""
     process_memory_bytes: PositiveInt = 4 << 30
     """Data one scoring process may hold; a sample that needs more is failed and the process replaced."""
+
+
+def reward_names(config: RewardConfig) -> tuple[str, ...]:
+    """Return each function's name: as configured, else its kind, with `_2`, `_3`, ... where the kind repeats.
+
+    Raises:
+        ConfigError: Two functions are given the same name.
+    """
+    given = Counter(function.name for function in config.functions if function.name)
+    repeated = sorted(name for name, count in given.items() if count > 1)
+    if repeated:
+        raise ConfigError(f"reward.functions: the name {repeated[0]!r} is given {given[repeated[0]]} times; names must be unique")
+    taken, names = set(given), []
+    for function in config.functions:
+        name = function.name or _free_name(str(function.__struct_config__.tag), taken)
+        taken.add(name)
+        names.append(name)
+    return tuple(names)
+
+
+def verdict_weights(config: RewardConfig) -> dict[str, float]:
+    """Return the weights, by name, of the functions that judge an answer: all but penalties (`overlong`, a weight under 0)."""
+    named = zip(reward_names(config), config.functions, strict=True)
+    return {name: each.weight for name, each in named if each.weight > 0 and not isinstance(each, OverlongPenalty)}
+
+
+def _free_name(kind: str, taken: set[str]) -> str:
+    if kind not in taken:
+        return kind
+    suffix = 2
+    while f"{kind}_{suffix}" in taken:
+        suffix += 1
+    return f"{kind}_{suffix}"

@@ -1,4 +1,4 @@
-"""The whole of what a run is told, and what follows from it."""
+"""The whole of what a run is told, with the stages that have no variants, where processes come from, life and observation."""
 
 from __future__ import annotations
 
@@ -6,15 +6,158 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
+from asyncrl.config import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, _Stage, _Variant
 from asyncrl.config.algorithm import AlgorithmConfig, LearnerConfig
 from asyncrl.config.broadcast import BroadcastConfig
-from asyncrl.config.fields import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, _Stage
 from asyncrl.config.generate import GenerateConfig
-from asyncrl.config.launch import LaunchConfig, LocalLaunch
-from asyncrl.config.model import ModelConfig, ScratchModel
+from asyncrl.config.learner import ModelConfig, ScratchModel
 from asyncrl.config.reward import RewardConfig
-from asyncrl.config.stages import BufferConfig, InferenceConfig, PackingConfig, TransportConfig
 from asyncrl.config.tasks import AdditionTask, TaskConfig
+
+NODE = "node"
+"""In place of a host: the address by which other machines reach the one that a process runs on."""
+
+
+class ElasticConfig(_Stage, frozen=True):
+    """Generators come and go between two bounds, by how much the learner waits and how full the engines are."""
+
+    min_generators: PositiveInt = 1
+    max_generators: PositiveInt = 4
+    decide_every_s: PositiveFloat = 15.0
+    """What was measured is averaged over so long."""
+    patience: PositiveInt = 2
+    """So many verdicts in a row must agree before the number changes."""
+    learner_idle_above: Fraction = 0.1
+    """A learner that waits for samples for more than this share of the time wants more generators."""
+    slots_used_below: Fraction = 0.6
+    """Engines that use less of their slots than this, while the learner is busy, are too many."""
+
+
+class ProcessNeeds(_Stage, frozen=True):
+    """What one process asks of the node it is placed on."""
+
+    num_cpus: NonNegativeFloat = 0.25
+    """Ray counts places, it limits nobody: by default four processes go on a core."""
+    num_gpus: NonNegativeFloat | None = None
+    """None: as many as its devices say, learner.ranks on `cuda`, say."""
+    memory_gib: NonNegativeFloat = 0.0
+    """Host memory that Ray reserves; 0: none is."""
+    resources: dict[str, NonNegativeFloat] = {}
+    """Of the cluster's own names, `{ accelerator_type:H100 = 0.001 }`."""
+    labels: dict[str, str] = {}
+    """Which nodes will do: `{ "asyncrl/role" = "rewards" }`, or Ray's `in(a,b)` and `!a`, against `ray start --labels`."""
+
+
+class RayEnvironment(_Stage, frozen=True):
+    """What Ray makes on every node before a process starts there; left out, what `ray job submit` was given."""
+
+    working_dir: str = ""
+    py_modules: tuple[str, ...] = ()
+    pip: tuple[str, ...] = ()
+    env_vars: dict[str, str] = {}
+
+
+class LocalLaunch(_Variant, frozen=True, tag="local"):
+    """Processes of this machine."""
+
+    elastic: ElasticConfig | None = None
+    """None: generate.num_workers generators, always."""
+
+
+class RayLaunch(_Variant, frozen=True, tag="ray"):
+    """One Ray actor for each process, in placement groups, on any number of nodes. Extra `ray`; see docs/scale.md."""
+
+    address: str = "auto"
+    """Of a running cluster: `auto` finds the one this machine is part of (RAY_ADDRESS, or `ray start`), else HOST:PORT."""
+    strategy: Literal["PACK", "SPREAD", "STRICT_SPREAD"] = "PACK"
+    """How the processes that a run begins with are laid over the nodes that will do."""
+    learner: ProcessNeeds = ProcessNeeds()
+    generator: ProcessNeeds = ProcessNeeds()
+    reward: ProcessNeeds = ProcessNeeds()
+    inference: ProcessNeeds = ProcessNeeds()
+    environment: RayEnvironment = RayEnvironment()
+    elastic: ElasticConfig | None = None
+    """None: generate.num_workers generators, always."""
+
+
+LaunchConfig = LocalLaunch | RayLaunch
+
+
+def has_own_environment(launch: LaunchConfig) -> bool:
+    """Return whether the run's processes see other folders and packages than the process that starts it."""
+    return isinstance(launch, RayLaunch) and launch.environment != RayEnvironment()
+
+
+class RewardModel(_Stage, frozen=True):
+    """Any sequence-classification checkpoint with one output, read at the last token."""
+
+    name: str
+    """Of its part in the rewards."""
+    path: str
+    """Hugging Face folder, tokenizer of the policy."""
+    weight: float = 1.0
+    normalise: Literal["none", "running"] = "none"
+    """`running`: minus the mean, over the deviation, of the scores seen so far by that worker; after `mean` and `std`."""
+    mean: float = 0.0
+    std: PositiveFloat = 1.0
+    """Scores are (score - mean) / std."""
+    clip: PositiveFloat | None = None
+    """Then held in [-clip, clip]."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+
+
+class InferenceConfig(_Stage, frozen=True):
+    """Workers that run reference and reward models forward only, beside generation; started where something needs them.
+
+    On the learner's own device, where phases take turns, they have a phase of their own (docs/placement.md).
+    """
+
+    num_workers: PositiveInt = 1
+    reward_models: tuple[RewardModel, ...] = ()
+    tokens_per_batch: PositiveInt = 8192
+    """Tokens of one packed forward pass."""
+    device: str = "cpu"
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the reference."""
+    num_threads: PositiveInt = 1
+
+
+class BufferConfig(_Stage, frozen=True):
+    """The bounded, staleness-tracked experience buffer."""
+
+    max_staleness: NonNegativeInt = 2
+    """Eta: no token older than this many versions is ever trained. 0 is synchronous, exactly."""
+    policy: Literal["wait", "drop", "mask"] = "wait"
+    """What happens to a group about to pass eta: wait for it, drop it, or train it with its old tokens masked."""
+    reissue_dropped: bool = True
+    """Give a dropped or failed group's prompt to the generators again, as a new group."""
+    max_group_retries: NonNegativeInt = 3
+    """How often a group may be handed out again after its generator died."""
+    max_running_groups: NonNegativeInt = 0
+    """Most groups issued and not yet ready; 0: as the generators' slots allow."""
+    min_group_members: PositiveInt = 2
+    """Scored members a group needs to be trained when others failed; at most the group size."""
+    ledger: Literal["disk", "memory"] = "disk"
+    """`memory` is for benchmarks: nothing survives the process."""
+
+
+class PackingConfig(_Stage, frozen=True):
+    """How samples share micro-batches."""
+
+    tokens_per_row: PositiveInt = 4096
+    """Token budget of one micro-batch; a longer single sample is an error before it is generated."""
+
+
+class TransportConfig(_Stage, frozen=True):
+    """The data and control channels."""
+
+    kind: Literal["ipc", "tcp"] = "ipc"
+    host: str = "127.0.0.1"
+    """Only with `tcp`; anything but loopback opens the run to the network (CURVE keys still apply)."""
+    encryption: Literal["curve", "plain"] = "curve"
+    window: PositiveInt = 256
+    """Most messages sent and not yet acknowledged, per connection and direction."""
+    max_message_bytes: PositiveInt = 256 << 20
 
 
 class EvalConfig(_Stage, frozen=True):
@@ -76,6 +219,8 @@ class SupervisionConfig(_Stage, frozen=True):
     stall_timeout_s: PositiveFloat = 600.0
     """Nothing generated, scored or trained for this long: say who waits for whom, and exit non-zero."""
     drain_timeout_s: PositiveFloat = 120.0
+    max_failed_share: Fraction = 0.5
+    """A run ends, with the reason, once a larger share than this of 64 groups in a row has failed."""
 
 
 class ObserveConfig(_Stage, frozen=True):
@@ -87,6 +232,8 @@ class ObserveConfig(_Stage, frozen=True):
     trace: bool = False
     """Write trace.json (Chrome / Perfetto) at the end."""
     log_level: Literal["DEBUG", "INFO", "WARNING"] = "INFO"
+    samples: NonNegativeInt = 32
+    """Samples of each step that are kept as text, with rewards and versions (samples.jsonl, wandb, TensorBoard); 0: none."""
 
 
 class RunConfig(_Stage, frozen=True):

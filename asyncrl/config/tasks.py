@@ -6,7 +6,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from asyncrl.config.fields import NonNegativeInt, PositiveInt, _Variant
+from asyncrl.config import NonNegativeInt, PositiveInt, _Variant
 
 
 class AdditionTask(_Variant, frozen=True, tag="addition"):

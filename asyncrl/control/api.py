@@ -1,29 +1,45 @@
 """The run's HTTP API: aiohttp on loopback, a bearer token of the run's own, msgpack bodies (NDJSON for the step stream).
 
-Owns the server and `api.json` (mode 0600), nothing of the run: every route calls one method of the `RunControl` it was given.
-Called by control/controller.py; spoken to by client.py.
+Owns the server and `api.json` (mode 0600), nothing of the run. Every route calls one method of `RunApi`.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import hmac
 import os
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 from aiohttp import web
 
-from asyncrl.errors import AsyncRLError
+from asyncrl.control.controller import Controller
+from asyncrl.control.lifecycle.events import DrainRequested, Event, PauseRequested, ResumeRequested, StopRequested
+from asyncrl.control.stall_detector import wait_chain
+from asyncrl.errors import AsyncRLError, RunError
 from asyncrl.observe.steps import EvalReport, StepReport
 from asyncrl.schema.batches import GroupsTaken
-from asyncrl.schema.status import ApiEndpoint, ExternalGroup, RunStatus, SubmitResult
+from asyncrl.schema.control import Heartbeat
+from asyncrl.schema.status import ENDED, ApiEndpoint, ExternalGroup, ProcessStatus, RunStatus, SubmitResult
 from asyncrl.schema.weights import WeightsAvailable
 
-MAX_BODY_BYTES = 256 << 20
+MOST_BODY_BYTES = 1 << 20
+"""Of a request, unpacked, unless its route needs more."""
+MOST_MANIFEST_BYTES = 64 << 20
+"""Of a version's manifest: a model's tensors, by name."""
+MOST_GROUP_BYTES = 256 << 20
+"""Of a group of samples."""
+READ_TIMEOUT_S = 60.0
+"""For a request's body to come."""
+ACTIONS = ("pause", "resume", "checkpoint", "drain", "stop", "take")
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class ExternalStep(msgspec.Struct, frozen=True):
@@ -40,70 +56,16 @@ class ExternalWeights(msgspec.Struct, frozen=True):
     model_folder: str = ""
 
 
-class RunControl(Protocol):
-    """What the API can ask of a run; the controller, or a stand-in in tests."""
-
-    def status(self) -> RunStatus:
-        """Return the run as it is now."""
-        ...
-
-    def evaluations(self) -> list[EvalReport]:
-        """Return the evaluations so far."""
-        ...
-
-    def steps_from(self, first: int) -> AsyncIterator[StepReport]:
-        """Yield reports from step `first` until the run has ended."""
-        ...
-
-    def metrics_text(self) -> str:
-        """Return the newest metrics in Prometheus' text form."""
-        ...
-
-    async def pause(self) -> RunStatus:
-        """Hold the run."""
-        ...
-
-    async def resume(self) -> RunStatus:
-        """Go on."""
-        ...
-
-    async def checkpoint(self) -> str:
-        """Write a checkpoint; return its folder."""
-        ...
-
-    async def drain(self) -> RunStatus:
-        """End the run in good order; return once it has ended."""
-        ...
-
-    async def stop(self) -> RunStatus:
-        """End the run at once; return once it has ended."""
-        ...
-
-    async def submit(self, group: ExternalGroup) -> SubmitResult:
-        """Take in a group generated elsewhere."""
-        ...
-
-    async def take(self) -> GroupsTaken:
-        """Hand the next step's groups to an outside learner."""
-        ...
-
-    async def trained(self, step: int, metrics: dict[str, float]) -> None:
-        """An outside learner has done a step."""
-        ...
-
-    async def announce_weights(self, available: WeightsAvailable, model_folder: str) -> None:
-        """An outside learner has published a version."""
-        ...
-
-
 @asynccontextmanager
-async def serve_api(control: RunControl, run_folder: Path, host: str = "127.0.0.1") -> AsyncIterator[ApiEndpoint]:
+async def serve_api(
+    control: RunApi, run_folder: Path, *, host: str = "127.0.0.1", read_timeout_s: float = READ_TIMEOUT_S
+) -> AsyncIterator[ApiEndpoint]:
     """Serve the API while the context is open, on a free port; `api.json` exists exactly that long."""
     token = secrets.token_urlsafe(32)
-    app = web.Application(middlewares=[_guard(token)], client_max_size=MAX_BODY_BYTES)
-    app.add_routes(_routes(control))
+    app = web.Application(middlewares=[_guard(token)], client_max_size=MOST_GROUP_BYTES)
+    app.add_routes(_routes(control, read_timeout_s))
     # A caller that hangs up is not worked for any longer: a step taken for nobody could never be reported as trained.
-    runner = web.AppRunner(app, access_log=None, shutdown_timeout=5.0, handler_cancellation=True)
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=5.0, handler_cancellation=True, lingering_time=1.0)
     await runner.setup()
     try:
         site = web.TCPSite(runner, host, 0)
@@ -117,68 +79,70 @@ async def serve_api(control: RunControl, run_folder: Path, host: str = "127.0.0.
         await runner.cleanup()
 
 
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+def _routes(control: RunApi, read_timeout_s: float) -> list[web.RouteDef]:
+    def tells(ask: Callable[[], Any]) -> Handler:
+        async def handler(_: web.Request) -> web.StreamResponse:
+            return _packed(ask())
 
+        return handler
 
-def _routes(control: RunControl) -> list[web.RouteDef]:
-    acts = {
-        "pause": control.pause,
-        "resume": control.resume,
-        "checkpoint": control.checkpoint,
-        "drain": control.drain,
-        "stop": control.stop,
-        "take": control.take,
-    }
-    return [
-        web.get("/status", _answering(control.status)),
-        web.get("/evaluations", _answering(control.evaluations)),
-        web.get("/metrics", _metrics(control)),
-        web.get("/steps", _steps(control)),
-        web.post("/submit", _taking(ExternalGroup, control.submit)),
-        web.post("/trained", _taking(ExternalStep, lambda body: control.trained(body.step, body.metrics))),
-        web.post("/weights", _taking(ExternalWeights, lambda body: control.announce_weights(body.available, body.model_folder))),
-        *(web.post(f"/{name}", _acting(act)) for name, act in acts.items()),
-    ]
+    def acts(act: Callable[[], Awaitable[Any]]) -> Handler:
+        async def handler(_: web.Request) -> web.StreamResponse:
+            return _packed(await act())
 
+        return handler
 
-def _answering(ask: Callable[[], Any]) -> Handler:
-    async def answer(_: web.Request) -> web.StreamResponse:
-        return _packed(ask())
+    def takes(kind: type[Any], act: Callable[[Any], Awaitable[Any]], most_bytes: int = MOST_BODY_BYTES) -> Handler:
+        async def handler(request: web.Request) -> web.StreamResponse:
+            return _packed(await act(msgspec.msgpack.decode(await _body(request, most_bytes, read_timeout_s), type=kind)))
 
-    return answer
+        return handler
 
-
-def _acting(act: Callable[[], Awaitable[Any]]) -> Handler:
-    async def answer(_: web.Request) -> web.StreamResponse:
-        return _packed(await act())
-
-    return answer
-
-
-def _taking(kind: type[Any], act: Callable[[Any], Awaitable[Any]]) -> Handler:
-    async def answer(request: web.Request) -> web.StreamResponse:
-        return _packed(await act(msgspec.msgpack.decode(await request.read(), type=kind)))
-
-    return answer
-
-
-def _metrics(control: RunControl) -> Handler:
-    async def answer(_: web.Request) -> web.StreamResponse:
+    async def metrics(_: web.Request) -> web.StreamResponse:
         return web.Response(text=control.metrics_text())
 
-    return answer
-
-
-def _steps(control: RunControl) -> Handler:
-    async def answer(request: web.Request) -> web.StreamResponse:
+    async def steps(request: web.Request) -> web.StreamResponse:
+        first = int(request.query.get("first", "0"))
         response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
         await response.prepare(request)
-        async for report in control.steps_from(int(request.query.get("first", "0"))):
+        async for report in control.steps_from(first):
             await response.write(msgspec.json.encode(report) + b"\n")
         await response.write_eof()
         return response
 
-    return answer
+    actions = (control.pause, control.resume, control.checkpoint, control.drain, control.stop, control.take)
+    return [
+        web.get("/status", tells(control.status)),
+        web.get("/evaluations", tells(control.evaluations)),
+        web.get("/metrics", metrics),
+        web.get("/steps", steps),
+        web.post("/submit", takes(ExternalGroup, control.submit, MOST_GROUP_BYTES)),
+        web.post("/trained", takes(ExternalStep, lambda body: control.trained(body.step, body.metrics))),
+        web.post(
+            "/weights",
+            takes(ExternalWeights, lambda body: control.announce_weights(body.available, body.model_folder), MOST_MANIFEST_BYTES),
+        ),
+        *(web.post(f"/{name}", acts(act)) for name, act in zip(ACTIONS, actions, strict=True)),
+    ]
+
+
+async def _body(request: web.Request, most_bytes: int, timeout_s: float) -> bytes:
+    """Return the unpacked body.
+
+    Raises:
+        HTTPRequestEntityTooLarge: It is larger than `most_bytes`; no more than that is read.
+        HTTPRequestTimeout: It has not come within `timeout_s`.
+    """
+    read = bytearray()
+    try:
+        async with asyncio.timeout(timeout_s):
+            async for chunk in request.content.iter_any():
+                read += chunk
+                if len(read) > most_bytes:
+                    raise web.HTTPRequestEntityTooLarge(max_size=most_bytes, actual_size=len(read))
+    except TimeoutError as error:
+        raise web.HTTPRequestTimeout(text=f"the body has not come within {timeout_s:g} s") from error
+    return bytes(read)
 
 
 def _guard(token: str) -> Any:  # noqa: ANN401 - aiohttp's middleware type is private
@@ -186,7 +150,8 @@ def _guard(token: str) -> Any:  # noqa: ANN401 - aiohttp's middleware type is pr
 
     @web.middleware
     async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
-        if not hmac.compare_digest(request.headers.get("Authorization", "").encode(), expected):
+        given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
+        if not hmac.compare_digest(given, expected):
             return web.Response(status=401, text="a bearer token is needed; it is in the run folder's api.json")
         try:
             return await handler(request)
@@ -209,3 +174,169 @@ def _write_private(path: Path, content: bytes) -> None:
     with os.fdopen(descriptor, "wb") as file:
         file.write(content)
     partial.replace(path)
+
+
+LOOK_AGAIN_S = 0.5
+"""Several requests share one event; none waits longer than this for a change that another has seen first."""
+
+
+class RunApi:
+    """What may be asked of a live run, one method a route."""
+
+    def __init__(self, controller: Controller) -> None:
+        self._run = controller
+
+    def status(self) -> RunStatus:
+        """Return the run as it is now."""
+        now, counts = self._run.clock.now(), self._run.dispatcher.buffer.counts()
+        groups = {state: getattr(counts, state) for state in ("issued", "running", "scoring", "ready", "taken", "trained")}
+        groups |= {"dropped": sum(counts.dropped.values()), "failed": sum(counts.failed.values())}
+        evaluations, failures = self._run.reporter.evaluations, self._run.dispatcher.failures
+        return RunStatus(
+            name=self._run.config.name,
+            run_folder=str(self._run.run_folder),
+            phase=self._visible_phase(),
+            reason=self._run.lifecycle.reason,
+            version=self._run.feeder.version,
+            num_steps=self._run.config.num_steps,
+            groups=groups,
+            dropped={**counts.dropped, **counts.failed},
+            failed_share=failures.share,
+            failures=tuple(failures.kinds.values()),
+            set_aside=tuple(failures.set_aside),
+            processes=tuple(self._process_status(now)),
+            waiting=wait_chain(self._run.waits(now), now),
+            accuracy_before=evaluations[0].accuracy if evaluations else None,
+            accuracy_after=evaluations[-1].accuracy if len(evaluations) > 1 else None,
+            checkpoint=self._run.checkpoints.folder,
+            refused_messages=self._run.listener.refused.total + self._run.edge.refused.total(),
+            refused_samples=self._run.dispatcher.refused_samples,
+            uptime_s=now - self._run.started_s,
+            guests=self._run.membership.counts(),
+        )
+
+    def _visible_phase(self) -> str:
+        """Return the phase; an ended run still shows `draining` until its books are closed."""
+        return "draining" if self._run.lifecycle.phase in ENDED and not self._run.over.is_set() else self._run.lifecycle.phase
+
+    def _process_status(self, now: float) -> list[ProcessStatus]:
+        beats, pids = self._run.heartbeats(), self._run.supervisor.pids
+        rows = []
+        for record in self._run.lifecycle.processes.values():
+            pid = pids[record.name].pid if record.name in pids else 0
+            row = ProcessStatus(record.name, record.kind, pid, record.state, len(record.exit_codes))
+            rows.append(_with_wait(row, beats.get(record.name), now))
+        for one in self._run.membership.joined.values():
+            row = ProcessStatus(one.name, "generator", one.pid, "ready" if one.is_ready else "starting", joined=True)
+            rows.append(_with_wait(row, beats.get(one.name), now))
+        return rows
+
+    def evaluations(self) -> list[EvalReport]:
+        """Return the evaluations so far."""
+        return list(self._run.reporter.evaluations)
+
+    async def steps_from(self, first: int) -> AsyncIterator[StepReport]:
+        """Yield reports from step `first` until the run has ended."""
+        reports, sent = self._run.reporter.steps, 0
+        while sent < len(reports) or not self._run.over.is_set():
+            while sent < len(reports):
+                report = reports[sent]
+                sent += 1
+                if report.step >= first:
+                    yield report
+            await self._until_moved(partial(self._has_more, sent))
+
+    def _has_more(self, sent: int) -> bool:
+        return len(self._run.reporter.steps) > sent or self._run.over.is_set()
+
+    async def _until_moved(self, reached: Callable[[], bool]) -> None:
+        """Wait until a step or a phase has made this true."""
+        while not reached():
+            self._run.moved.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LOOK_AGAIN_S):
+                    await self._run.moved.wait()
+
+    def metrics_text(self) -> str:
+        """Return the newest metrics in Prometheus' text form."""
+        return self._run.reporter.prometheus_text()
+
+    async def pause(self) -> RunStatus:
+        """Hold the run; return once no step is in hand any more (an outside learner's step is in the caller's own hands)."""
+        self._request(PauseRequested())
+        if self._run.config.learner.kind == "builtin":
+            await self._until_moved(lambda: self._run.feeder.idle or self._run.lifecycle.phase != "paused")
+        return self.status()
+
+    async def resume(self) -> RunStatus:
+        """Go on."""
+        return self._request(ResumeRequested())
+
+    async def drain(self) -> RunStatus:
+        """End the run in good order; return once it has ended."""
+        self._request(DrainRequested())
+        await self._run.over.wait()
+        return self.status()
+
+    async def stop(self) -> RunStatus:
+        """End the run at once; return once it has ended."""
+        self._request(StopRequested())
+        await self._run.over.wait()
+        return self.status()
+
+    def _request(self, event: Event) -> RunStatus:
+        refusal = self._run.lifecycle.refusal(event)
+        if refusal:
+            raise RunError(refusal)
+        self._run.supervisor.post(event)
+        return self.status()
+
+    async def checkpoint(self) -> str:
+        """Write a checkpoint; return its folder."""
+        return await self._run.checkpoints.wait_for_next(self._run.feeder.version)
+
+    async def submit(self, group: ExternalGroup) -> SubmitResult:
+        """Take in a group generated elsewhere."""
+        if self._run.lifecycle.over:
+            raise RunError("the run is over")
+        return self._run.dispatcher.submit(group)
+
+    async def take(self) -> GroupsTaken:
+        """Hand the next step's groups to an outside learner."""
+        self._only_external()
+        try:
+            return await self._run.feeder.take_outside(self._run.ending)
+        except RunError as error:
+            if not self._run.lifecycle.over:
+                raise
+            raise RunError(f"{error}: {self._run.lifecycle.reason}") from error
+
+    async def trained(self, step: int, metrics: dict[str, float]) -> None:
+        """Note that an outside learner has done a step."""
+        self._only_external()
+        if self._run.lifecycle.over:
+            raise RunError("the run is over")
+        now = self._run.clock.now()
+        self._run.step_done(self._run.feeder.outside_step(step, metrics, now))
+
+    async def announce_weights(self, available: WeightsAvailable, model_folder: str) -> None:
+        """Tell the generators about a version that an outside learner has published."""
+        self._only_external()
+        if self._run.lifecycle.over:
+            return
+        if model_folder and not self._run.model_folder:
+            self._run.know_model(model_folder)
+            self._run.tell_model_folder()
+        self._run.spread(available)
+
+    def _only_external(self) -> None:
+        if self._run.config.learner.kind != "external":
+            raise RunError('this run has its own learner; set learner.kind = "external" to train outside')
+
+
+def _with_wait(row: ProcessStatus, beat: Heartbeat | None, now: float) -> ProcessStatus:
+    """Return the row with what its process waits for, by its newest heartbeat."""
+    if beat is None or not beat.waiting_for:
+        return row
+    # A joined generator's clock is of another machine: its wait is at most as long as the run.
+    return msgspec.structs.replace(row, waiting_for=beat.waiting_for, waiting_s=max(0.0, now - beat.waiting_since_s))

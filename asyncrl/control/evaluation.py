@@ -4,8 +4,8 @@ Owns the one evaluation that is going on, if any. Evaluation samples take the sa
 worker) but never enter the ledger or the buffer; their group ids are negative, so that nothing confuses them. Invariant: every
 prompt is pending, out at one generator, being scored, or judged; a generator that dies gives its prompts back. The seeds do not
 depend on the version, so that two evaluations differ by the weights alone. A sample is right where the rules that judge it,
-without penalties and reward models, come to RIGHT_FROM or more; where no rule judges there is no accuracy. Called by
-control/controller.py; pure but for the list of results.
+without penalties and reward models, come to RIGHT_FROM or more; where no rule judges there is no accuracy. Pure
+but for the list of results.
 """
 
 from __future__ import annotations
@@ -13,11 +13,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from asyncrl.config.reward_names import verdict_weights
+from asyncrl.config.reward import verdict_weights
 from asyncrl.config.run import RunConfig
 from asyncrl.observe.steps import EvalReport
-from asyncrl.schema.ids import derive_seed
-from asyncrl.schema.samples import GroupWork, Prompt, Sample, SampleFailure, SamplingParams, Score, ScoreRequest
+from asyncrl.schema.samples import GroupWork, Prompt, Sample, SampleFailure, SamplingParams, Score, ScoreRequest, derive_seed
 
 RIGHT_FROM = 0.99
 
@@ -54,9 +53,9 @@ class Evaluation:
         """Return whether every sample has been judged or has failed."""
         return not any(self._missing.values())
 
-    def num_out(self, generator: str) -> int:
-        """Return how many prompts this generator is at work on."""
-        return sum(name == generator for name in self._out.values())
+    def holder(self, group_id: int) -> str | None:
+        """Return the generator that is at work on a prompt; None where nobody is."""
+        return self._out.get(group_id)
 
     def next_work(self, generator: str) -> GroupWork | None:
         """Take the next pending prompt for this generator; None when there is none."""

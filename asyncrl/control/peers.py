@@ -1,7 +1,6 @@
 """Who is connected.
 
-Owns the table of open connections by name. Invariant: a name has at most one connection, the newest. Called by
-control/controller.py, control/flow.py and control/scoring.py.
+Owns the table of open connections by name. Invariant: a name has at most one connection, the newest.
 """
 
 from __future__ import annotations
@@ -12,7 +11,8 @@ from dataclasses import dataclass, field
 from asyncrl.errors import ConnectionClosed
 from asyncrl.schema.codec import Message
 from asyncrl.schema.control import Heartbeat, ProcessKind
-from asyncrl.transport.channel import Connection, Lane
+from asyncrl.schema.weights import WeightsAvailable
+from asyncrl.transport.protocol import Connection, Lane
 
 
 @dataclass(slots=True)
@@ -27,6 +27,10 @@ class Peer:
     """Generators: from EngineReady, then EngineRoom; 0: not ready."""
     live_version: int = -1
     """Generators: from VersionLive."""
+    is_ready: bool = False
+    """It has said that it is ready: its engine, its models, or itself."""
+    told_weights: WeightsAvailable | None = None
+    """Generators: the version they were told of last."""
     _untold: deque[Message] = field(default_factory=deque)
 
     def offer(self, message: Message, lane: Lane = Lane.DATA) -> bool:

@@ -1,7 +1,7 @@
 """What the run was like: step and evaluation reports, spans, metrics, and the pictures at the end.
 
 Owns steps.jsonl, eval.jsonl, spans.jsonl and the sinks of one run, and the little memory that rates need. Decides nothing.
-Called by control/controller.py on its event loop; writing the report (matplotlib) is the one slow thing and runs on a thread.
+Writing the report (matplotlib) is the one slow thing and runs on a thread.
 """
 
 from __future__ import annotations
@@ -16,16 +16,19 @@ from pathlib import Path
 
 import msgspec
 
-from asyncrl.buffer.buffer import TakenStep
+from asyncrl.buffer.payloads import TakenStep
 from asyncrl.buffer.staleness import StalenessFigures
 from asyncrl.buffer.state import Counts
 from asyncrl.clock import Clock
 from asyncrl.config.run import RunConfig
-from asyncrl.control.flow import Flow
+from asyncrl.control.dispatcher import Dispatcher
+from asyncrl.control.lifecycle.failure_watch import FailureWatch
 from asyncrl.control.peers import Peers
 from asyncrl.observe.metrics import finite
+from asyncrl.observe.samples import rows_of
 from asyncrl.observe.sinks import MetricSinks
 from asyncrl.observe.spans import (
+    OLD_SPANS_FILE,
     SPANS_FILE,
     Span,
     publish_span,
@@ -48,6 +51,8 @@ STEPS_WITH_METRICS = 1000
 """Newest steps whose metrics stay in memory; metrics.jsonl and steps.jsonl have them all."""
 REMEMBERED_STEPS = 8
 """Taken steps whose staleness figures are kept until they are done."""
+MOST_SPANS_BYTES = 32 << 20
+"""Of spans.jsonl; then it becomes spans.old.jsonl and a new one is begun, so that twice this is the most."""
 SPANS_BUFFER_BYTES = 1 << 20
 """Every tick writes out what is there; a write in between waits for the disk, and for the other threads."""
 
@@ -84,7 +89,8 @@ class Reporter:
         self._clock = clock
         self._steps_file: JsonLines[StepReport] = JsonLines(run_folder / STEPS_FILE)
         self._evals_file: JsonLines[EvalReport] = JsonLines(run_folder / EVAL_FILE)
-        self._spans_file = (run_folder / SPANS_FILE).open("ab", SPANS_BUFFER_BYTES)
+        self._spans_path = run_folder / SPANS_FILE
+        self._spans_file = self._spans_path.open("ab", SPANS_BUFFER_BYTES)
         self._encoder = msgspec.json.Encoder()
         self._staleness: dict[int, dict[str, float]] = {}
         self._published_s: dict[int, float] = {}
@@ -114,10 +120,14 @@ class Reporter:
             self._scored.add(reward=score.reward)
 
     def note_taken(self, taken: TakenStep) -> None:
-        """Remember a step's staleness until it is done."""
+        """Remember a step's staleness until it is done, and keep some of its samples as text."""
         self._staleness[taken.step] = _staleness_metrics(taken.staleness)
         for step in sorted(self._staleness)[:-REMEMBERED_STEPS]:
             del self._staleness[step]
+        if self._config.observe.samples and not taken.replay:
+            self._sinks.write_samples(
+                taken.step, self._clock.now(), rows_of(taken.step, taken.groups, self._config.observe.samples)
+            )
 
     def note_published(self, available: WeightsAvailable) -> None:
         """Record a published version."""
@@ -168,18 +178,18 @@ class Reporter:
             values["eval/accuracy"] = report.accuracy
         self._sinks.write(report.version, self._clock.now(), values)
 
-    def note_step(self, done: StepDone, flow: Flow, peers: Peers, heartbeats: Mapping[str, Heartbeat]) -> None:
+    def note_step(self, done: StepDone, dispatcher: Dispatcher, peers: Peers, heartbeats: Mapping[str, Heartbeat]) -> None:
         """Record a finished step: one line in steps.jsonl and the metrics to every sink."""
         now = self._clock.now()
         elapsed_s = max(now - self._last_step_s, 1e-9)
-        counts = flow.buffer.counts()
+        counts = dispatcher.buffer.counts()
         self._trained.add_mean(done.metrics)
         metrics = {
             **done.metrics,
             **self._staleness.pop(done.step, {}),
             **self._weights_metrics,
             **({"weights/sync_ms": max(self._sync_ms.values())} if self._sync_ms else {}),
-            **self._rates(done, flow.generated_tokens, elapsed_s),
+            **self._rates(done, dispatcher.generated_tokens, elapsed_s),
             **_by_name("dropped", counts.dropped),
             **_by_name("failed", counts.failed),
             **_by_name("deaths", self._deaths),
@@ -197,10 +207,10 @@ class Reporter:
             "queue/ready": float(counts.ready),
             "queue/running": float(counts.running),
             "queue/scoring": float(counts.scoring),
-            "refused/samples": float(flow.refused_samples),
+            "refused/samples": float(dispatcher.refused_samples),
         }
-        report = _step_report(done, metrics, counts, now)
-        self._last_step_s, self._last_generated = now, flow.generated_tokens
+        report = _step_report(done, metrics, counts, dispatcher.failures, now)
+        self._last_step_s, self._last_generated = now, dispatcher.generated_tokens
         self._keep(report)
         for item in step_spans(done):
             self._record(item)
@@ -247,6 +257,10 @@ class Reporter:
     def tick(self) -> None:
         """Let what was recorded reach the files."""
         self._spans_file.flush()
+        if self._spans_file.tell() > MOST_SPANS_BYTES:
+            self._spans_file.close()
+            self._spans_path.replace(self._spans_path.with_name(OLD_SPANS_FILE))
+            self._spans_file = self._spans_path.open("ab", SPANS_BUFFER_BYTES)
 
     def prometheus_text(self) -> str:
         """Return the newest metrics in Prometheus' text form."""
@@ -297,7 +311,7 @@ def _by_name(stage: str, counts: Mapping[str, int]) -> dict[str, float]:
     return {f"{stage}/{name}": float(count) for name, count in counts.items()}
 
 
-def _step_report(done: StepDone, metrics: dict[str, float], counts: Counts, now: float) -> StepReport:
+def _step_report(done: StepDone, metrics: dict[str, float], counts: Counts, failures: FailureWatch, now: float) -> StepReport:
     return StepReport(
         step=done.step,
         version=done.version,
@@ -314,6 +328,8 @@ def _step_report(done: StepDone, metrics: dict[str, float], counts: Counts, now:
         learner_idle=metrics["idle/learner"],
         generators_idle=metrics["idle/generators"],
         dropped={**counts.dropped, **counts.failed},
+        failed_samples=failures.num_failed_samples,
+        failed_share=failures.share,
         weight_sync_ms=metrics.get("weights/sync_ms", 0.0),
         metrics=finite(metrics),
     )

@@ -8,7 +8,7 @@ Owns what is asked and not yet answered. Invariants:
   score, and an error of either half fails the sample with both reasons.
 
 A half that has answered lives in memory only: the ledger lists the member as unscored until both have, and a resume asks both
-again. Nothing here waits. Called by control/flow.py.
+again. Nothing here waits.
 """
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ JudgeKind = Literal["reward", "inference"]
 R = TypeVar("R", ScoreRequest, InferRequest)
 
 
-class RequestDesk(Generic[R]):
+class RequestQueue(Generic[R]):
     """Requests to the workers of one kind: waiting for one with room, or out at one."""
 
     def __init__(self) -> None:
         self._waiting: deque[R] = deque()
         self._out: dict[ScoreKey, tuple[str, R]] = {}
-        self._losses: dict[ScoreKey, int] = {}
+        self._lost: dict[ScoreKey, list[str]] = {}
+        """Workers that were taken for dead while they held it."""
 
     def __len__(self) -> int:
         """Return how many requests are not answered yet."""
@@ -52,13 +53,17 @@ class RequestDesk(Generic[R]):
             if worker is None:
                 return
             request = self._waiting.popleft()
-            self._out[_key(request)] = (worker.name, request)
+            self._out[key_of(request)] = (worker.name, request)
 
     def close(self, key: ScoreKey) -> None:
         """Let go of an answered request, wherever it is: its worker may have been taken for dead just before it answered."""
-        self._losses.pop(key, None)
+        self._lost.pop(key, None)
         if self._out.pop(key, None) is None:
-            self._waiting = deque(request for request in self._waiting if _key(request) != key)
+            self._waiting = deque(request for request in self._waiting if key_of(request) != key)
+
+    def was_asked(self, key: ScoreKey, worker: str) -> bool:
+        """Return whether this worker holds the request, or was taken for dead while it did."""
+        return self._out.get(key, ("", None))[0] == worker or worker in self._lost.get(key, ())
 
     def worker_lost(self, name: str) -> list[R]:
         """Ask again, first of all, what a dead worker had not answered; return what is given up instead."""
@@ -66,11 +71,11 @@ class RequestDesk(Generic[R]):
         given_up: list[R] = []
         for key in reversed(lost):
             request = self._out.pop(key)[1]
-            self._losses[key] = self._losses.get(key, 0) + 1
-            if self._losses[key] < MOST_LOSSES:
+            self._lost.setdefault(key, []).append(name)
+            if len(self._lost[key]) < MOST_LOSSES:
                 self._waiting.appendleft(request)
             else:
-                del self._losses[key]
+                del self._lost[key]
                 given_up.append(request)
         return given_up
 
@@ -86,7 +91,7 @@ class _Pending:
     models: InferResult | None = None
 
 
-class ScoringDesk:
+class ScoreDispatcher:
     """Scores asked for and not complete.
 
     Args:
@@ -96,8 +101,8 @@ class ScoringDesk:
     def __init__(self, weights: Mapping[str, float] | None = None) -> None:
         self._weights = dict(weights or {})
         self._pending: dict[ScoreKey, _Pending] = {}
-        self._rules: RequestDesk[ScoreRequest] = RequestDesk()
-        self._models: RequestDesk[InferRequest] = RequestDesk()
+        self._rules: RequestQueue[ScoreRequest] = RequestQueue()
+        self._models: RequestQueue[InferRequest] = RequestQueue()
 
     def __len__(self) -> int:
         """Return how many scores are not complete."""
@@ -116,9 +121,9 @@ class ScoringDesk:
         """Ask for a sample's score, of the rules, of the models, or of both; `dispatch` sends the requests."""
         request = rules or models
         assert request is not None, "a score is asked of somebody"
-        if _key(request) in self._pending:
+        if key_of(request) in self._pending:
             return
-        self._pending[_key(request)] = _Pending(now, rules is not None, models is not None)
+        self._pending[key_of(request)] = _Pending(now, rules is not None, models is not None)
         if rules is not None:
             self._rules.ask(rules)
         if models is not None:
@@ -129,9 +134,21 @@ class ScoringDesk:
         self._rules.dispatch(peers.of("reward"))
         self._models.dispatch(peers.of("inference"))
 
+    def refusal(self, answer: Score | InferResult, worker: str) -> str:
+        """Return why this answer of this worker cannot be taken, or nothing; a repeated answer can, and changes nothing."""
+        key, is_rules = key_of(answer), isinstance(answer, Score)
+        pending = self._pending.get(key)
+        if pending is None or not (pending.awaits_rules if is_rules else pending.awaits_models):
+            return ""
+        if not (self._rules if is_rules else self._models).was_asked(key, worker):
+            return f"g{answer.group_id}.{answer.index} was asked of another worker"
+        if isinstance(answer, InferResult) and not answer.error and answer.rewards.keys() != self._weights.keys():
+            return f"it judges by {sorted(answer.rewards)}, and the run by {sorted(self._weights)}"
+        return ""
+
     def take(self, answer: Score | InferResult) -> Score | None:
         """Take one half in; return the score where it is complete now, None where it is not or the answer is not awaited."""
-        key, is_rules = _key(answer), isinstance(answer, Score)
+        key, is_rules = key_of(answer), isinstance(answer, Score)
         pending = self._pending.get(key)
         if pending is None or not (pending.awaits_rules if is_rules else pending.awaits_models):
             return None
@@ -144,10 +161,10 @@ class ScoringDesk:
         complete = []
         for request in self._rules.worker_lost(name):
             failed = Score(request.group_id, request.index, request.attempt, 0.0, error=reason, purpose=request.purpose)
-            complete.append(self._settle(_key(request), failed))
+            complete.append(self._settle(key_of(request), failed))
         for wanted in self._models.worker_lost(name):
             unjudged = InferResult(wanted.group_id, wanted.index, wanted.attempt, error=reason, purpose=wanted.purpose)
-            complete.append(self._settle(_key(wanted), unjudged))
+            complete.append(self._settle(key_of(wanted), unjudged))
         return [score for score in complete if score is not None]
 
     def _settle(self, key: ScoreKey, answer: Score | InferResult) -> Score | None:
@@ -194,6 +211,8 @@ def merge_score(rules: Score | None, models: InferResult | None, weights: Mappin
         max(rules.finished_s, models.finished_s),
         rules.purpose,
         models.reference_logprobs,
+        rules.error_kind,
+        rules.trace,
     )
 
 
@@ -209,5 +228,6 @@ def infer_request(sample: Sample, temperature: float) -> InferRequest:
     )
 
 
-def _key(message: ScoreRequest | InferRequest | Score | InferResult) -> ScoreKey:
+def key_of(message: ScoreRequest | InferRequest | Score | InferResult) -> ScoreKey:
+    """Return which member a request or an answer is about."""
     return (message.purpose, message.group_id, message.index)

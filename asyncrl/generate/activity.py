@@ -2,22 +2,25 @@
 
 `WeightsGate` keeps groups and weight swaps apart where `in_flight_updates` is off; `IdleMeter` measures time without a request,
 or asleep.
-Called by generate/worker.py, on its event loop.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 
 from asyncrl.clock import Clock
 
 
 class WeightsGate:
-    """Many groups at once, or one swap; a waiting swap goes before groups that have not started."""
+    """Many groups at once, or one swap; a waiting swap goes before groups that have not started.
 
-    def __init__(self) -> None:
+    Where updates are taken in flight (`is_off`) it holds nobody up.
+    """
+
+    def __init__(self, *, is_off: bool) -> None:
+        self._is_off = is_off
         self._changed = asyncio.Condition()
         self._num_groups = 0
         self._swap_wanted = False
@@ -26,7 +29,7 @@ class WeightsGate:
     async def group(self) -> AsyncIterator[None]:
         """Hold off swaps; wait for one that is wanted or under way."""
         async with self._changed:
-            await self._changed.wait_for(lambda: not self._swap_wanted)
+            await self._changed.wait_for(lambda: self._is_off or not self._swap_wanted)
             self._num_groups += 1
         try:
             yield
@@ -41,7 +44,7 @@ class WeightsGate:
         self._swap_wanted = True
         try:
             async with self._changed:
-                await self._changed.wait_for(lambda: self._num_groups == 0)
+                await self._changed.wait_for(lambda: self._is_off or self._num_groups == 0)
             yield
         finally:
             self._swap_wanted = False
@@ -70,13 +73,14 @@ class IdleMeter:
         """Clock seconds at which it last became idle or busy."""
         return self._since_s
 
-    def begin(self) -> None:
-        """Note that one more thing runs."""
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Count one more thing that runs."""
         self._change(self._num_running + 1, self._stands_still)
-
-    def end(self) -> None:
-        """Note that one thing is done."""
-        self._change(self._num_running - 1, self._stands_still)
+        try:
+            yield
+        finally:
+            self._change(self._num_running - 1, self._stands_still)
 
     def stand_still(self) -> None:
         """Note that nothing goes on until `go_on`, whatever is there."""

@@ -10,15 +10,20 @@ Invariants, for every implementation (tests/contract/test_engine.py runs over al
 - An engine that can serve nothing any more says so by EngineDied, from every stream and every later call.
 - After `abort` the request's stream ends with reason `abort`; tokens streamed before stay valid.
 
-Called by generate/rollout.py and generate/worker.py; never by anything outside this stage.
+Beside the contract stands what all engines share: a request's stream, the limits of requests and weights, and how many requests
+the KV cache has room for. No torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass
+import asyncio
+import math
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Container, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+from asyncrl.errors import GenerationError
 from asyncrl.schema.samples import FinishReason, SamplingParams
 
 KVPolicy = Literal["keep", "recompute"]
@@ -98,7 +103,7 @@ class Engine(Protocol):
         Args:
             version: The version the tensors are.
             tensors: Name to CPU tensor, named as the model's parameters; tied ones may be absent. Shapes must match.
-                `MappedTensors` (models/mapped.py) may be loaded from where they lie, by another process too.
+                `MappedTensors` (weights/tensors.py) may be loaded from where they lie, by another process too.
             kv: What happens to requests in flight.
 
         Returns:
@@ -139,3 +144,219 @@ class Engine(Protocol):
     async def close(self) -> None:
         """Abort everything and release the model."""
         ...
+
+
+class TokenStream:
+    """The async iterator that `Engine.submit` returns; closing it early aborts the request.
+
+    Chunks are put in by an engine and taken out by one consumer, on one event loop. What nobody took yet is at most the request's
+    own `max_new_tokens`.
+    """
+
+    def __init__(self, on_early_close: Callable[[], None]) -> None:
+        self._on_early_close = on_early_close
+        self._ready: deque[TokenChunk | GenerationError] = deque()
+        self._waiter: asyncio.Future[None] | None = None
+        self._is_complete = False
+        self._is_closed = False
+
+    def put(self, news: TokenChunk | GenerationError) -> None:
+        """Hand the consumer a chunk, or the error that the stream ends with."""
+        if self._is_complete:
+            return
+        self._is_complete = isinstance(news, GenerationError) or news.finish_reason is not None
+        self._ready.append(news)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def __aiter__(self) -> TokenStream:
+        """Return the stream itself."""
+        return self
+
+    async def __anext__(self) -> TokenChunk:
+        """Return the next chunk.
+
+        Raises:
+            GenerationError: The engine could not finish the request.
+        """
+        while not self._ready:
+            if self._is_complete or self._is_closed:
+                raise StopAsyncIteration
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        news = self._ready.popleft()
+        if isinstance(news, GenerationError):
+            raise news
+        return news
+
+    async def aclose(self) -> None:
+        """Abort the request unless it is complete; nothing more comes out."""
+        self._close()
+
+    def _close(self) -> None:
+        if not self._is_closed and not self._is_complete:
+            self._on_early_close()
+        self._is_closed = True
+        self._ready.clear()
+
+    def __del__(self) -> None:
+        """Abort a request whose stream was dropped half-way, as `break` out of an `async for` does."""
+        self._close()
+
+
+@dataclass(frozen=True, slots=True)
+class RequestRules:
+    """The limits of one engine and its model."""
+
+    vocabulary_size: int
+    max_sequence_tokens: int
+    end_ids: frozenset[int] = frozenset()
+    """Of the model: each ends a completion."""
+
+    def check(self, request: EngineRequest, running: Container[str]) -> None:
+        """Raise GenerationError, with the numbers, where the request cannot be served beside those `running`."""
+        what = f"request {request.request_id}"
+        self.check_ids(request.prompt_ids, what)
+        refuse_running(request, running)
+        prompt, response, limit = len(request.prompt_ids), request.sampling.max_new_tokens, self.max_sequence_tokens
+        if response < 1:
+            raise GenerationError(f"{what}: max_new_tokens must be at least 1, got {response}")
+        if prompt + response > limit:
+            raise GenerationError(
+                f"{what}: prompt of {prompt} tokens plus max_new_tokens {response} is {prompt + response}, "
+                f"over generate.engine.max_sequence_tokens ({limit}); shorten the prompt, ask for fewer tokens or raise the limit"
+            )
+
+    def check_ids(self, token_ids: Sequence[int], what: str) -> None:
+        """Raise GenerationError where there are no ids, or one is outside the vocabulary."""
+        if not token_ids:
+            raise GenerationError(f"{what}: there are no prompt tokens; give at least one (a beginning-of-sequence token, say)")
+        low, high = min(token_ids), max(token_ids)
+        if low < 0 or high >= self.vocabulary_size:
+            wrong = low if low < 0 else high
+            raise GenerationError(
+                f"{what}: token id {wrong} is outside the vocabulary: allowed are 0 to {self.vocabulary_size - 1}"
+            )
+
+    def scorable(self, token_ids: Sequence[int], limit: int = 0) -> tuple[int, ...]:
+        """Return the ids of a sequence to score.
+
+        Args:
+            token_ids: At least one.
+            limit: The most that the engine takes; 0: `max_sequence_tokens`.
+
+        Raises:
+            GenerationError: There are none, too many, or one is outside the vocabulary.
+        """
+        ids, most = tuple(int(token) for token in token_ids), limit or self.max_sequence_tokens
+        self.check_ids(ids, "score")
+        if len(ids) > most:
+            raise GenerationError(f"cannot score {len(ids)} tokens: {most} is the most (generate.engine.max_sequence_tokens)")
+        return ids
+
+    def stop_ids(self, request: EngineRequest) -> frozenset[int]:
+        """Return the tokens that end this request: the model's and its own, or none where it ignores them."""
+        return frozenset() if request.sampling.ignore_eos else self.end_ids | set(request.sampling.stop_token_ids)
+
+
+def refuse_running(request: EngineRequest, running: Container[str]) -> None:
+    """Raise GenerationError where the request's id is in use."""
+    if request.request_id in running:
+        raise GenerationError(f"request {request.request_id} is running already; request ids must be unique")
+
+
+def check_weights(
+    shapes: Mapping[str, tuple[int, ...]], own: Mapping[str, tuple[int, ...]], needed: Sequence[Sequence[str]]
+) -> None:
+    """Refuse weights that are not the whole of a model.
+
+    Args:
+        shapes: Of the new tensors, by name.
+        own: Of all that the model takes.
+        needed: What has to come: of each row of names, which are one tensor, at least one.
+
+    Raises:
+        GenerationError: A name is unknown or missing, or a shape differs.
+    """
+    if unknown := [name for name in shapes if name not in own]:
+        raise GenerationError(
+            f"new weights have {len(unknown)} tensors this model does not have: {_some(unknown)}; "
+            f"it has {len(own)}, among them {_some(list(own))}"
+        )
+    if missing := [names[0] for names in needed if not any(name in shapes for name in names)]:
+        raise GenerationError(
+            f"new weights lack {len(missing)} of the model's {len(needed)} tensors: {_some(missing)}; send all of them"
+        )
+    for name, shape in shapes.items():
+        if shape != tuple(own[name]):
+            raise GenerationError(f"new weights: {name} has shape {shape}, the model's is {tuple(own[name])}")
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
+
+
+_MEAN_OVER = 256
+"""Finished sequences over which the mean length is taken, roughly: older ones count less and less."""
+_NOTICEABLE = 8
+"""A change of less than one in so many is no news."""
+
+
+@dataclass(slots=True)
+class KVRoom:
+    """How many requests an engine with paged KV could run now, by the blocks that are free: what admission is told.
+
+    `1 <= num_slots <= most`. It moves only when the answer has moved by at least an eighth, or to `most`. Too low a number
+    leaves the batch with gaps, too high a one makes groups wait inside the engine while their weights grow old. Neither is ever
+    wrong, since the staleness rule does not depend on it.
+
+    Args:
+        most: Never more than this (config's num_slots).
+        block_tokens: Tokens of a KV block.
+        expected_tokens: Prompt and response of a sequence, until some have finished: the longest allowed is the careful guess.
+
+    Example:
+        >>> room = KVRoom(most=256, block_tokens=16, expected_tokens=160)
+        >>> room.update(free_blocks=320, running=0)
+        32
+        >>> room.note_finished(num_tokens=80)
+        >>> room.update(free_blocks=320, running=0)
+        64
+    """
+
+    most: int
+    block_tokens: int
+    expected_tokens: int
+    num_slots: int = field(init=False)
+    """As of the last `update`; `most` before the first."""
+    _mean_tokens: float = field(init=False, default=0.0)
+    _num_finished: int = field(init=False, default=0)
+
+    def __post_init__(self) -> None:
+        self.num_slots = self.most
+
+    def note_finished(self, num_tokens: int) -> None:
+        """Take a finished sequence's length (prompt and response) into the mean."""
+        self._num_finished += 1
+        self._mean_tokens += (num_tokens - self._mean_tokens) / min(self._num_finished, _MEAN_OVER)
+
+    def update(self, free_blocks: int, running: int) -> int:
+        """Return the number of slots: requests that run, and as many more as find room for a whole sequence.
+
+        Every running request is given one block first: it will ask for one within the next block's worth of tokens, and who
+        gets none is thrown out and computed again. What running requests will need beyond that is taken to be what others give
+        back by ending.
+
+        Args:
+            free_blocks: KV blocks that nobody holds; blocks of cached prefixes count as free.
+            running: Requests in the batch; those that wait inside the engine are not among them.
+        """
+        tokens = self._mean_tokens if self._num_finished else float(self.expected_tokens)
+        fits = running + int((free_blocks - running) / math.ceil(tokens / self.block_tokens))
+        now = min(self.most, max(1, fits))
+        if now == self.most or abs(now - self.num_slots) * _NOTICEABLE >= self.num_slots:
+            self.num_slots = now
+        return self.num_slots

@@ -5,8 +5,6 @@ Invariants:
 - The member `greedy_index` is drawn at temperature 0, all others as the work says.
 - A sample's ids are those the engine sampled; its text is only for rewards and people.
 - Members are submitted together, so that the engine prefills their prompt once.
-
-Called by generate/worker.py, one call a group.
 """
 
 from __future__ import annotations
@@ -18,11 +16,10 @@ from dataclasses import dataclass
 import msgspec
 
 from asyncrl.clock import Clock
-from asyncrl.errors import EngineDied, GenerationError
+from asyncrl.errors import EngineDied, GenerationError, kind_of, trace_of
 from asyncrl.generate.engine import Engine, EngineRequest, TokenChunk
-from asyncrl.generate.prompt_codec import PromptCodec
-from asyncrl.schema.ids import derive_seed
-from asyncrl.schema.samples import GroupWork, Sample, SampleFailure, ids_to_bytes, logprobs_to_bytes
+from asyncrl.generate.tokenizer import PromptCodec
+from asyncrl.schema.samples import GroupWork, Sample, SampleFailure, derive_seed, ids_to_bytes, logprobs_to_bytes
 
 SendResult = Callable[[Sample | SampleFailure], Awaitable[None]]
 
@@ -53,7 +50,7 @@ class Rollout:
             prompt_ids = self.codec.encode(work.prompt)
         except GenerationError as error:
             for index in work.indices:
-                await self.send(_failure(work, index, str(error)))
+                await self.send(_failure(work, index, str(error), error))
             return
         async with asyncio.TaskGroup() as members:
             for index in work.indices:
@@ -76,7 +73,7 @@ class Rollout:
         except EngineDied:
             raise
         except GenerationError as error:
-            await self.send(_failure(work, index, str(error)))
+            await self.send(_failure(work, index, str(error), error))
             return
         if chunk.finish_reason is None or chunk.finish_reason == "abort":
             await self.send(_failure(work, index, f"aborted after {len(chunk.token_ids)} tokens"))
@@ -131,5 +128,6 @@ def _request(work: GroupWork, index: int, prompt_ids: tuple[int, ...], answer_id
     )
 
 
-def _failure(work: GroupWork, index: int, reason: str) -> SampleFailure:
-    return SampleFailure(work.group_id, index, work.attempt, stage="generate", reason=reason, purpose=work.purpose)
+def _failure(work: GroupWork, index: int, reason: str, error: Exception | None = None) -> SampleFailure:
+    kind, trace = (kind_of(error), trace_of(error)) if error is not None else ("aborted", "")
+    return SampleFailure(work.group_id, index, work.attempt, "generate", reason, work.purpose, kind, trace)

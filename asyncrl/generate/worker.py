@@ -1,15 +1,14 @@
 """The generator process: groups in, samples out, new weights whenever there are some.
 
-Owns the engine from LoadModel to Shutdown, and five loops over one connection:
-- orders (CONTROL): load the model, pause, resume, give a shared device back or take it (turns.py), abort a group, note the
+Owns the engine from LoadModel to Shutdown, and four loops over one connection:
+- orders (CONTROL): load the model, pause, resume, give a shared device back or take it (sleep_wake.py), abort a group, note the
   newest version, shut down;
 - groups (DATA): one task a group, at most as many as the channel's window; a group is acknowledged when its last result is sent;
 - weights: fetch the newest version announced (those in between are skipped), swap, probe, report VersionLive;
-- room: how many requests the engine can run at once, told whenever the engine's answer has changed;
-- heartbeat: what it does or waits for, and its gauges.
+- heartbeat: what it does or waits for, its gauges, and how many requests the engine can run at once where that has changed.
 
 Invariant: whatever the prompts, a group ends in results; only a failing engine or weights that do not fit end the process.
-Called by pipeline.py, which binds `fetch_weights` (stages do not import each other).
+pipeline.py binds `fetch_weights`: stages do not import each other.
 """
 
 from __future__ import annotations
@@ -24,15 +23,13 @@ from typing import TYPE_CHECKING
 import psutil
 
 from asyncrl.clock import Clock
-from asyncrl.config.generate import FakeEngineConfig, ReplayEngineConfig
 from asyncrl.config.run import RunConfig
 from asyncrl.errors import BroadcastError, first_fault
 from asyncrl.generate.activity import IdleMeter, WeightsGate
-from asyncrl.generate.build import start_engine
 from asyncrl.generate.engine import Engine
+from asyncrl.generate.factory import start_engine
 from asyncrl.generate.rollout import Rollout
-from asyncrl.generate.turns import Turns
-from asyncrl.models.mapped import MappedTensors
+from asyncrl.generate.sleep_wake import SleepWake
 from asyncrl.schema.control import (
     AbortGroup,
     EngineReady,
@@ -46,15 +43,14 @@ from asyncrl.schema.control import (
 )
 from asyncrl.schema.samples import GroupWork, Purpose, Sample, SampleFailure, ids_from_bytes, logprobs_from_bytes
 from asyncrl.schema.weights import Probe, VersionLive, WeightsAvailable
-from asyncrl.transport.channel import Connection, Delivery, Lane
+from asyncrl.transport.protocol import Connection, Delivery, Lane
+from asyncrl.weights.tensors import MappedTensors
 
 if TYPE_CHECKING:
     import torch
 
 log = logging.getLogger(__name__)
 
-ROOM_INTERVAL_S = 0.5
-"""How often the engine is asked how much it can take."""
 FETCH_AGAIN_S, LONGEST_FETCH_AGAIN_S = 1.0, 30.0
 """After which a version that could not be fetched is tried again, should no other come: at first, and in the end."""
 
@@ -83,7 +79,7 @@ async def run_generator(
         GenerationError: The model cannot be loaded, or a version's weights do not fit it.
         ConfigError: The configured engine is not built.
     """
-    worker = GeneratorWorker(config, connection, clock, fetch_weights, name, Turns(config, run_folder, clock, name))
+    worker = GeneratorWorker(config, connection, clock, fetch_weights, name, SleepWake(config, run_folder, clock, name))
     try:
         await worker.run()
     except BaseExceptionGroup as group:
@@ -105,21 +101,21 @@ class GeneratorWorker:
         clock: Clock,
         fetch_weights: FetchWeights,
         name: str,
-        turns: Turns,
+        cycle: SleepWake,
     ) -> None:
         self._config = config
         self._connection = connection
         self._clock = clock
         self._fetch_weights = fetch_weights
         self._name = name
-        self._turns = turns
+        self._cycle = cycle
         self._taking = asyncio.Lock()
         """Held while weights are taken or the engine falls asleep or wakes: one or the other."""
         self._rollout: Rollout | None = None
         self._is_ready = asyncio.Event()
         self._newest: WeightsAvailable | None = None
         self._weights_news = asyncio.Event()
-        self._gate = WeightsGate()
+        self._gate = WeightsGate(is_off=config.generate.in_flight_updates)
         self._idle = IdleMeter(clock)
         self._work: dict[tuple[Purpose, int], GroupWork] = {}
         self._aborted: set[int] = set()
@@ -134,12 +130,11 @@ class GeneratorWorker:
         self._process = psutil.Process()
 
     async def run(self) -> None:
-        """Run the five loops until the orders end."""
+        """Run the four loops until the orders end."""
         async with asyncio.TaskGroup() as loops:
             background = [
                 loops.create_task(self._serve_groups(), name="groups"),
                 loops.create_task(self._follow_weights(), name="weights"),
-                loops.create_task(self._tell_room(), name="room"),
                 loops.create_task(self._beat(), name="heartbeat"),
             ]
             try:
@@ -150,7 +145,7 @@ class GeneratorWorker:
 
     async def close(self) -> None:
         """Close the engine, if there is one."""
-        self._turns.close()
+        self._cycle.close()
         if self._rollout is not None:
             await self._rollout.engine.close()
 
@@ -216,17 +211,19 @@ class GeneratorWorker:
     async def _reach(self, order: SetPhase) -> None:
         """Give a shared device back or take it again, with the newest weights, and say so."""
         assert self._rollout is not None, f"told to {order.phase} before the model was loaded"
-        engine, turns = self._rollout.engine, self._turns
+        engine = self._rollout.engine
+
+        async def take_weights() -> None:
+            if not await self._take_newest(engine):
+                self._weights_news.set()
+            self._idle.go_on()
+
         async with self._taking:
             if order.phase != "rollout":
                 self._idle.stand_still()
-                reached = await turns.sleep(engine, order)
+                reached = await self._cycle.sleep(engine, order)
             else:
-                before, started_s = await turns.wake(engine)
-                if not await self._take_newest(engine):
-                    self._weights_news.set()
-                self._idle.go_on()
-                reached = turns.woken(engine, order, before, started_s)
+                reached = await self._cycle.wake(engine, order, take_weights)
         await self._connection.send(reached, Lane.CONTROL)
 
     async def _serve_groups(self) -> None:
@@ -248,24 +245,15 @@ class GeneratorWorker:
         if work.purpose == "train" and work.group_id in self._aborted_early:
             self._aborted.add(work.group_id)
         try:
-            if self._config.generate.in_flight_updates:
-                await self._roll_out(self._rollout, work)
-            else:
-                async with self._gate.group():
-                    await self._roll_out(self._rollout, work)
+            async with self._gate.group():
+                with self._idle.running():
+                    await self._rollout.run_group(work)
         finally:
             if self._work.get(key) is work:
                 del self._work[key]
                 if work.purpose == "train":
                     self._aborted.discard(work.group_id)
         delivery.ack()
-
-    async def _roll_out(self, rollout: Rollout, work: GroupWork) -> None:
-        self._idle.begin()
-        try:
-            await rollout.run_group(work)
-        finally:
-            self._idle.end()
 
     async def _send_result(self, result: Sample | SampleFailure) -> None:
         await self._connection.send(result, Lane.DATA)
@@ -283,7 +271,7 @@ class GeneratorWorker:
             await self._weights_news.wait()
             self._weights_news.clear()
             async with self._taking:
-                is_settled = self._turns.is_asleep or await self._take_newest(engine)
+                is_settled = self._cycle.is_asleep or await self._take_newest(engine)
             if is_settled:
                 again_s = FETCH_AGAIN_S
             else:
@@ -304,7 +292,7 @@ class GeneratorWorker:
     async def _take_newest(self, engine: Engine) -> bool:
         """Take the newest version, if the engine has not; return whether there is no use in trying the same one again."""
         available = self._newest
-        if available is not None and (available.version > engine.version or self._turns.lacks_weights):
+        if available is not None and (available.version > engine.version or self._cycle.lacks_weights):
             return await self._take(engine, available)
         return True
 
@@ -317,20 +305,16 @@ class GeneratorWorker:
             log.warning("version %d was not fetched, the newest will be: %s", available.version, error)
             return False
         fetch_ms = (self._clock.now() - before_s) * 1000
-        kv = self._config.generate.kv
         try:
-            if self._config.generate.in_flight_updates:
-                swap_ms = await engine.load_weights(available.version, tensors, kv)
-            else:
-                async with self._gate.swap():
-                    swap_ms = await engine.load_weights(available.version, tensors, kv)
+            async with self._gate.swap():
+                swap_ms = await engine.load_weights(available.version, tensors, self._config.generate.kv)
         except BroadcastError as error:
             log.warning("version %d was not loaded, the newest will be: %s", available.version, error)
             return False
         finally:
             if isinstance(tensors, MappedTensors):
                 tensors.release()
-        self._turns.took(tensors)
+        self._cycle.took(tensors)
         live_s = self._clock.now()
         probe_error = await self._probe_error(engine, available.probe)
         await self._connection.send(
@@ -340,7 +324,7 @@ class GeneratorWorker:
 
     async def _probe_error(self, engine: Engine, probe: Probe | None) -> float:
         """Return how far the engine's probe logprobs are from the learner's; -1 where there is nothing to compare."""
-        if probe is None or isinstance(self._config.generate.engine, FakeEngineConfig | ReplayEngineConfig):
+        if probe is None or not self._config.generate.engine.has_model:
             return -1.0
         ours = await engine.score(ids_from_bytes(probe.token_ids).tolist())
         error = max((abs(a - b) for a, b in zip(ours, logprobs_from_bytes(probe.logprobs).tolist(), strict=True)), default=0.0)
@@ -352,40 +336,32 @@ class GeneratorWorker:
             )
         return error
 
-    async def _tell_room(self) -> None:
-        """Say how much the engine can take whenever that is not what was said last; engines with a fixed number stay silent."""
-        await self._is_ready.wait()
-        assert self._rollout is not None
-        while True:
-            await self._clock.sleep(ROOM_INTERVAL_S)
-            num_slots = self._rollout.engine.num_slots
-            if num_slots != self._told_slots:
-                self._told_slots = num_slots
-                await self._connection.send(EngineRoom(self._name, num_slots), Lane.CONTROL)
-
     async def _beat(self) -> None:
         while True:
-            waiting_for = self._waiting_for()
-            idle_s, busy_s = self._idle.totals_s()
-            rollout = self._rollout
+            waiting_for, (idle_s, busy_s) = self._waiting_for(), self._idle.totals_s()
+            engine = self._rollout.engine if self._rollout is not None else None
+            num_slots = engine.num_slots if engine is not None else 0
             gauges = {
                 "process/tokens_generated": float(self._num_tokens),
-                "process/requests_running": float(rollout.engine.num_running if rollout is not None else 0),
-                "process/slots": float(rollout.engine.num_slots if rollout is not None else 0),
+                "process/requests_running": float(engine.num_running if engine is not None else 0),
+                "process/slots": float(num_slots),
                 "process/idle_s": idle_s,
                 "process/busy_s": busy_s,
                 "process/resident_bytes": float(self._process.memory_info().rss),
-                "process/version": float(rollout.engine.version if rollout is not None else -1),
+                "process/version": float(engine.version if engine is not None else -1),
             }
             since_s = self._idle.since_s if waiting_for else 0.0
             beat = Heartbeat(self._name, self._clock.now(), waiting_for, since_s, gauges)
             self._connection.try_send(beat, Lane.CONTROL)
+            if self._is_ready.is_set() and num_slots != self._told_slots:
+                self._told_slots = num_slots
+                await self._connection.send(EngineRoom(self._name, num_slots), Lane.CONTROL)
             await self._clock.sleep(self._config.supervision.heartbeat_s)
 
     def _waiting_for(self) -> str:
         if self._rollout is None:
             return "" if self._is_loading else "a model to load"
-        if self._turns.is_asleep:
+        if self._cycle.is_asleep:
             return "the device, on which the learner trains"
         if self._is_paused:
             return "resume"

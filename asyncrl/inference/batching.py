@@ -1,11 +1,11 @@
 """Which requests share a forward pass, and how their tokens lie in it.
 
 Requests are taken in the order they came, as many as `tokens_per_batch` allows; a prompt that several of them begin with (the
-members of a group) is laid down once, because a causal model's hidden states of it are the same for all. Where the last token
+members of a group) is stored once, because a causal model's hidden states of it are the same for all. Where the last token
 of a sequence lies is known from its length, never from a padding id: the padding token of many models is their end of turn.
 
 Invariants: every request is in exactly one batch; a request longer than the budget is a batch of its own; one target for each
-response token of a request whose reference is wanted. Called by inference/judge.py and inference/worker.py.
+response token of a request whose reference is wanted.
 
 Legend: N tokens of the batch, S sequences, M targets, P prompt and T response tokens of a sequence.
 """
@@ -38,7 +38,7 @@ class PackedSequences:
 
     @property
     def last_index(self) -> torch.Tensor:
-        """Return int64 [S], where the last token of each sequence lies."""
+        """int64 [S], where the last token of each sequence lies."""
         return torch.tensor([int(sequence[-1]) for sequence in self.sequences])
 
     def to(self, device: torch.device) -> PackedSequences:

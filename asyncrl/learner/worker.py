@@ -3,15 +3,14 @@
 Owns the policy from start to Shutdown, one thread on which everything that touches it runs (start, steps, publishing,
 checkpoints), and four loops over one connection:
 - batches (DATA): decode the next step's batch on a thread while the step before still trains; at most one is ready;
-- steps: switch to the phase that is asked for, else write a checkpoint that is due, else (once the device is its own) train
-  the batch that is ready, publish the version, report StepDone, acknowledge;
+- steps: switch to the phase that is asked for, else write a checkpoint that is due, else (in phase `train`) train the batch that
+  is ready, publish the version, report StepDone, acknowledge;
 - orders (CONTROL): phase, checkpoint, shut down;
 - heartbeat: what it does or waits for, and its gauges.
 
 Invariants: steps are trained in order, each once on one line of checkpoints (a repeat is answered and not trained); the
 learner waits for batches and, where its device is shared by turns, for its turn; publishing blocks for one copy of the weights;
-Shutdown lets the step in hand finish. Called by pipeline.py, which binds `publish`, `warm_start_examples` and `alphabet` (stages
-do not import each other).
+Shutdown lets the step in hand finish. `publish`, `warm_start_examples` and `alphabet` are given: stages do not import each other.
 """
 
 from __future__ import annotations
@@ -33,15 +32,14 @@ from asyncrl.clock import Clock
 from asyncrl.config.run import RunConfig
 from asyncrl.errors import LearnerError, first_fault
 from asyncrl.learner.checkpoint import TrainerState, save_checkpoint
-from asyncrl.learner.crew import Crew, StartRank
-from asyncrl.learner.lora import publishable_tensors
-from asyncrl.learner.orders import Move, Prefetch, Publish, Save, Settle
-from asyncrl.learner.probe import make_probe
-from asyncrl.learner.residents import Residents, needs_residents, open_residents
-from asyncrl.learner.rows import Division, PreparedBatch, prepare
-from asyncrl.learner.start import Examples, Standing, prepare_standing
-from asyncrl.learner.step import StepResult, division_of, train_step
-from asyncrl.learner.warm_start import StartAbandoned
+from asyncrl.learner.model.lora import publishable_tensors
+from asyncrl.learner.model.policy import make_probe
+from asyncrl.learner.model.sft_warmup import StartAbandoned
+from asyncrl.learner.offload import Offload, needs_offload, open_offload
+from asyncrl.learner.ranks.launch import Prefetch, Publish, RankLauncher, ReachPhase, Save, StartOffload, StartRank
+from asyncrl.learner.resume import Examples, InitialState, load_or_make
+from asyncrl.learner.step.microbatch import PreparedBatch, prepare
+from asyncrl.learner.step.train_step import StepResult, division_of, train_step
 from asyncrl.schema.batches import StepBatch, StepDone
 from asyncrl.schema.control import (
     Checkpoint,
@@ -56,7 +54,7 @@ from asyncrl.schema.control import (
     Shutdown,
 )
 from asyncrl.schema.weights import Probe
-from asyncrl.transport.channel import Connection, Delivery, Lane
+from asyncrl.transport.protocol import Connection, Delivery, Lane
 
 log = logging.getLogger(__name__)
 
@@ -100,7 +98,7 @@ async def run_learner(
         LearnerError: A step could not be taken, or came out of order.
         BroadcastError: A version could not be published.
     """
-    worker = LearnerWorker(config, run_folder, connection, clock, publish, Crew(config, start_rank))
+    worker = LearnerWorker(config, run_folder, connection, clock, publish, RankLauncher(config, start_rank))
     all_well = False
     try:
         await worker.run(warm_start_examples, alphabet)
@@ -126,22 +124,28 @@ class LearnerWorker:
     """The learner's state and loops; `run_learner` is the way in."""
 
     def __init__(
-        self, config: RunConfig, run_folder: Path, connection: Connection, clock: Clock, publish: PublishVersion, crew: Crew
+        self,
+        config: RunConfig,
+        run_folder: Path,
+        connection: Connection,
+        clock: Clock,
+        publish: PublishVersion,
+        launcher: RankLauncher,
     ) -> None:
         self._config = config
         self._run_folder = run_folder
         self._connection = connection
         self._clock = clock
         self._publish = publish
-        self._crew = crew
+        self._launcher = launcher
         self._thread = ThreadPoolExecutor(1, "asyncrl-learner", torch.set_num_threads, (config.learner.num_threads,))
-        self._standing: Standing | None = None
+        self._initial: InitialState | None = None
         self._ready: _Ready | None = None
         self._checkpoint: Checkpoint | None = None
         self._wanted_phase: SetPhase | None = None
         self._phase: Phase = "train"
         """Until a controller whose phases take turns says otherwise."""
-        self._residents: Residents | None = None
+        self._offload: Offload | None = None
         self._is_ending = False
         self._news = asyncio.Event()
         """A batch is ready, a phase or checkpoint is asked for, or the end has come."""
@@ -176,22 +180,23 @@ class LearnerWorker:
         self._is_ending = True
         try:
             await asyncio.to_thread(self._thread.shutdown)
-            if self._residents is not None:
-                self._residents.close()
+            if self._offload is not None:
+                self._offload.close()
         finally:
-            await asyncio.to_thread(lambda: self._crew.close(all_well=all_well))
+            await asyncio.to_thread(lambda: self._launcher.close(all_well=all_well))
 
     # -- loops -----------------------------------------------------------------------------------------------------------
 
     async def _start(self, examples: Examples, alphabet: str) -> None:
-        standing = await self._on_thread(
-            lambda: prepare_standing(self._config, self._run_folder, examples, alphabet, self._crew, lambda: self._is_ending)
+        """Load or make the policy, publish it, and say that the learner is ready."""
+        initial = await self._on_thread(
+            lambda: load_or_make(self._config, self._run_folder, examples, alphabet, self._launcher, lambda: self._is_ending)
         )
-        self._standing = standing
+        self._initial = initial
         await self._on_thread(self._publish_version)
-        if needs_residents(self._config):
-            await self._on_thread(self._settle)
-        ready = LearnerReady(standing.version, str(standing.model_folder), standing.metrics)
+        if needs_offload(self._config):
+            await self._on_thread(self._start_offload)
+        ready = LearnerReady(initial.version, str(initial.model_folder), initial.metrics)
         await self._connection.send(ready, Lane.CONTROL)
 
     async def _obey(self) -> None:
@@ -221,7 +226,7 @@ class LearnerWorker:
                 log.warning("the learner has no use for %s", type(delivery.message).__name__)
                 delivery.ack()
                 continue
-            prepared = await asyncio.to_thread(prepare, delivery.message, self._division)
+            prepared = await asyncio.to_thread(prepare, delivery.message, division_of(self._policy.train_state, self._config))
             while self._ready is not None:
                 self._room.clear()
                 await self._room.wait()
@@ -248,18 +253,22 @@ class LearnerWorker:
 
     async def _reach(self, wanted: SetPhase) -> None:
         """Bring about a phase between steps, and answer; without components of its own to move, only answer."""
-        residents, self._phase = self._residents, wanted.phase
+        offload, self._phase = self._offload, wanted.phase
         reached = PhaseReached(NAME, wanted.phase, wanted.number, finished_s=self._clock.now())
-        if residents is not None:
-            reached = await self._on_thread(lambda: self._move(residents, wanted))
+        if offload is not None:
+
+            def move() -> PhaseReached:
+                self._launcher.tell(ReachPhase(wanted.phase, wanted.number))
+                return offload.reach(wanted.phase, wanted.number)
+
+            reached = await self._on_thread(move)
         await self._connection.send(reached, Lane.CONTROL)
 
     async def _wait_for_news(self) -> None:
         self._idle_since_s = self._clock.now()
         self._news.clear()
-        if self._ready is not None and self._residents is not None:
-            residents = self._residents
-            await self._on_thread(lambda: self._prefetch_components(residents))
+        if self._ready is not None and self._offload is not None:
+            await self._on_thread(self._prefetch_components)
         await self._news.wait()
         self._idle_s += self._clock.now() - self._idle_since_s
         self._idle_since_s = None
@@ -273,7 +282,7 @@ class LearnerWorker:
                 "process/idle_s": idle_s,
                 "process/busy_s": now - self._started_s - idle_s,
                 "process/resident_bytes": float(self._process.memory_info().rss),
-                "process/version": float(-1 if self._standing is None else self._standing.version),
+                "process/version": float(-1 if self._initial is None else self._initial.version),
             }
             beat = Heartbeat(NAME, now, self._waiting_for(), self._idle_since_s or 0.0, gauges)
             self._connection.try_send(beat, Lane.CONTROL)
@@ -290,7 +299,7 @@ class LearnerWorker:
         """Train a batch and say so; one that was trained before is only answered."""
         step = ready.prepared.batch.step
         if step > self._policy.version:
-            raise LearnerError(f"step {step} came while the learner stands at version {self._policy.version}: steps go in order")
+            raise LearnerError(f"step {step} came while the learner is at version {self._policy.version}: steps go in order")
         if step == self._policy.version:
             started_s = self._clock.now()
             result = await self._on_thread(lambda: self._train(ready.prepared))
@@ -298,26 +307,27 @@ class LearnerWorker:
             await self._on_thread(self._publish_version)
             self._num_tokens += result.num_tokens
             metrics = result.metrics | result.timings_s | self._memory()
-            self._remember(StepDone(step, result.version, metrics, started_s, finished_s, waited_s))
+            self._done[step] = StepDone(step, result.version, metrics, started_s, finished_s, waited_s)
+            self._done.pop(step - REMEMBERED_STEPS, None)
         now = self._clock.now()
         await self._connection.send(self._done.get(step, StepDone(step, step + 1, {}, now, now)), Lane.CONTROL)
         ready.delivery.ack()
 
     def _train(self, prepared: PreparedBatch) -> StepResult:
         policy = self._policy
+        self._launcher.tell(prepared.batch)
         failed = self._run_folder / FAILED_FOLDER
-        self._crew.tell(prepared.batch)
-        result = train_step(policy.trainee, prepared, self._config, failed_folder=failed)
+        result = train_step(policy.train_state, prepared, self._config, failed_folder=failed)
         if result.recipe_reason:
             log.info("step %d trains by %s", result.version - 1, result.recipe_reason)
         policy.version = result.version
         return result
 
     def _publish_version(self) -> float:
-        policy = self._policy
-        self._crew.tell(Publish())
-        probe = make_probe(policy.trainee.model, self._config.generate.engine.max_sequence_tokens)
-        return self._publish(policy.version, publishable_tensors(policy.trainee.model), probe)
+        model = self._policy.train_state.model
+        self._launcher.tell(Publish())
+        probe = make_probe(model, self._config.generate.engine.max_sequence_tokens)
+        return self._publish(self._policy.version, publishable_tensors(model), probe)
 
     async def _write_checkpoint(self, wanted: Checkpoint) -> None:
         """Write the version that exists now, unless it is on disk already, and say where it is."""
@@ -328,51 +338,39 @@ class LearnerWorker:
 
     def _save(self, wanted: Checkpoint) -> Path:
         policy = self._policy
-        state = TrainerState(policy.version, wanted.controller_json, memory=copy.deepcopy(policy.trainee.memory))
-        if policy.checkpoint is None or policy.state != state:
+        memory = copy.deepcopy(policy.train_state.memory)
+        saved = TrainerState(policy.version, wanted.controller_json, memory=memory)
+        if policy.checkpoint is None or policy.saved != saved:
             folder, keep_last = self._run_folder / "checkpoints", self._config.checkpoint.keep_last
-            self._crew.tell(Save())
-            with contextlib.nullcontext() if self._residents is None else self._residents.readable():
-                policy.checkpoint = save_checkpoint(folder, policy.trainee, policy.tokenizer, state, keep_last)
-            policy.state = state
+            self._launcher.tell(Save())
+            with contextlib.nullcontext() if self._offload is None else self._offload.readable():
+                policy.checkpoint = save_checkpoint(folder, policy.train_state, policy.tokenizer, saved, keep_last)
+            policy.saved = saved
         return policy.checkpoint
-
-    # -- the device's memory ---------------------------------------------------------------------------------------------
-
-    def _settle(self) -> None:
-        policy = self._policy
-        self._crew.tell(Settle(str(policy.model_folder)))
-        self._residents = open_residents(policy.trainee, self._config, self._run_folder, policy.model_folder, self._clock)
-
-    def _move(self, residents: Residents, wanted: SetPhase) -> PhaseReached:
-        self._crew.tell(Move(wanted.phase, wanted.number))
-        return residents.reach(wanted.phase, wanted.number)
-
-    def _prefetch_components(self, residents: Residents) -> None:
-        self._crew.tell(Prefetch())
-        residents.prefetch()
 
     # -- small things ----------------------------------------------------------------------------------------------------
 
+    def _prefetch_components(self) -> None:
+        assert self._offload is not None
+        self._launcher.tell(Prefetch())
+        self._offload.prefetch()
+
+    def _start_offload(self) -> None:
+        policy = self._policy
+        self._launcher.tell(StartOffload(str(policy.model_folder)))
+        self._offload = open_offload(policy.train_state, self._config, self._run_folder, policy.model_folder, self._clock)
+
     @property
-    def _policy(self) -> Standing:
-        assert self._standing is not None, "the policy is used before it is ready"
-        return self._standing
+    def _policy(self) -> InitialState:
+        assert self._initial is not None, "the policy is used before it is ready"
+        return self._initial
 
     async def _on_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
-    @property
-    def _division(self) -> Division:
-        return division_of(self._policy.trainee, self._config)
-
-    def _remember(self, done: StepDone) -> None:
-        self._done[done.step] = done
-        self._done.pop(done.step - REMEMBERED_STEPS, None)
-
     def _memory(self) -> dict[str, float]:
         """Return what the learner holds, in GB, on its device or (on a CPU) resident."""
-        device = self._policy.trainee.model.device
+        device = self._policy.train_state.model.device
         if device.type == "cuda":
             held, peak = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
             return {"memory/allocated_gb": held / 1e9, "memory/peak_gb": peak / 1e9}

@@ -1,8 +1,8 @@
 """Low-rank adapters (LoRA) in a causal model, by peft: put in place alike in learner and engine, switched off for the reference.
 
 Invariants: the model keeps its class; its own parameters are frozen and never change, so they need not be sent or saved again;
-two processes that add adapters with the same config and seed hold the same adapters, on any device. Called by learner/lora.py
-and generate/slot_model.py. The only place that imports peft.
+two processes that add adapters with the same config and seed hold the same adapters, on any device.
+The only place that imports peft.
 """
 
 from __future__ import annotations

@@ -98,6 +98,7 @@ def build_layout(sequences: list[NDArray[np.int64]], num_tokens: int) -> Sequenc
     )
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def packed_attention(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -165,11 +166,12 @@ def _attend(bucket: Sequence[torch.Tensor], shape: tuple[int, int], scaling: flo
     """Run one bucket's query, key and value, [n * T, H, D] each; return [n * T, H, D]."""
     query, key, value = (tensor.view(*shape, *tensor.shape[1:]).transpose(1, 2) for tensor in bucket)
     repeats = query.shape[1] // key.shape[1]
-    if repeats > 1:
+    is_grouped = repeats > 1 and query.device.type == "cuda"  # its kernels read a shared head in place
+    if repeats > 1 and not is_grouped:
         key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
     mask = _window_mask(shape[1], window, query.device) if window is not None and shape[1] > window else None
     attended = torch.nn.functional.scaled_dot_product_attention(
-        query, key, value, attn_mask=mask, is_causal=mask is None, scale=scaling
+        query, key, value, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=is_grouped
     )
     return attended.transpose(1, 2).flatten(0, 1)
 

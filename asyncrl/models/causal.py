@@ -1,7 +1,7 @@
 """Causal language models with packed attention: what a folder must hold, and what of a model's forward can be relied on.
 
 Invariants: nothing is ever fetched from a network; a model that does more to its logits than its output layer does is refused,
-because logprobs.py runs the output layer by itself. Called by learner/ and inference/.
+because logprobs.py runs the output layer by itself.
 """
 
 from __future__ import annotations

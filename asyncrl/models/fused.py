@@ -1,75 +1,88 @@
-"""Log-probabilities by a library's kernel: liger-kernel's fused linear cross-entropy, on CUDA.
+"""Log-probabilities and entropy of a chunk of logits in one pass over them, and their gradient in another: for CUDA.
 
-It never holds the logits of all tokens, and its per-token losses take any upstream gradient (a policy loss weighs each token).
-Liger before 0.8.5 gave wrong gradients there without a word (its pull request 1298), so older ones are refused.
-cut-cross-entropy was the other candidate: its gradients are right too, but in bfloat16 and float16 only.
+The same values as `token_logprobs` makes step by step (models/logprobs.py). There each of some eight passes over [C, V] float32
+numbers goes through the GPU's memory, which takes longer than the output layer itself. Here torch.compile makes one kernel of the
+forward and one of the backward, and what is kept between them is the logits in their own dtype and two numbers a token.
 
-It has no entropy: that comes from chunks of logits, without gradient, for one more forward of the output layer. The temperature
-divides the hidden states (and the bias), in their dtype: outside float32 that rounds once more than dividing logits. Called by
-learner/model.py. The only place that imports liger_kernel.
+C chunk tokens, V vocabulary.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
-from importlib import import_module
-from importlib.metadata import version
 from typing import Any
 
 import torch
-from packaging.version import Version
-
-from asyncrl.errors import ConfigError
-from asyncrl.models.logprobs import token_logprobs
-from asyncrl.models.output_layer import Float32Head
-
-OLDEST_LIGER = "0.8.5"
-_NO_TARGET = -100
+from torch.autograd.function import once_differentiable
 
 
-def fused_logprobs(
-    hidden: torch.Tensor, target_ids: torch.Tensor, head: torch.nn.Module, *, temperature: float, chunk_tokens: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return log-probability and (detached) entropy at each position, as `token_logprobs` does.
+class FusedChosenAndEntropy(torch.autograd.Function):
+    """Logits [C, V] and targets [C] to the log-probability of each target and the entropy, float32 [C] each."""
 
-    Args:
-        hidden: float [M, D], on CUDA.
-        target_ids: int64 [M].
-        head: A linear output layer.
-        temperature: Divides the logits.
-        chunk_tokens: Of the entropy.
+    @staticmethod
+    def forward(
+        ctx: Any,  # noqa: ANN401 - torch's own
+        logits_CV: torch.Tensor,
+        targets_C: torch.Tensor,
+        temperature: float,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """One pass over the logits."""
+        logprobs_C, entropy_C, normalizer_C = _compiled(values)(logits_CV, targets_C, temperature)
+        ctx.save_for_backward(logits_CV, targets_C, entropy_C, normalizer_C)
+        ctx.temperature = temperature
+        ctx.set_materialize_grads(False)
+        return logprobs_C, entropy_C
 
-    Raises:
-        ConfigError: Not on CUDA, or the library is missing or too old.
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(
+        ctx: Any,  # noqa: ANN401 - torch's own
+        grad_logprobs_C: torch.Tensor | None,
+        grad_entropy_C: torch.Tensor | None,
+    ) -> tuple[torch.Tensor | None, None, None]:
+        """Another pass."""
+        logits_CV, targets_C, entropy_C, normalizer_C = ctx.saved_tensors
+        if grad_logprobs_C is None:
+            grad_logprobs_C = torch.zeros_like(entropy_C)
+        given = (logits_CV, targets_C, entropy_C, normalizer_C, grad_logprobs_C, grad_entropy_C, ctx.temperature)
+        return _compiled(gradient)(*given), None, None
+
+
+def values(
+    logits_CV: torch.Tensor, targets_C: torch.Tensor, temperature: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the targets' log-probabilities, the entropies, and the logarithm of each row's sum of exponentials."""
+    scaled_CV = logits_CV.float() / temperature
+    normalizer_C = scaled_CV.logsumexp(dim=-1)
+    logprobs_C = scaled_CV.gather(-1, targets_C.unsqueeze(-1)).squeeze(-1) - normalizer_C
+    mean_C = ((scaled_CV - normalizer_C.unsqueeze(-1)).exp() * scaled_CV).sum(dim=-1)
+    return logprobs_C, normalizer_C - mean_C, normalizer_C
+
+
+def gradient(
+    logits_CV: torch.Tensor,
+    targets_C: torch.Tensor,
+    entropy_C: torch.Tensor,
+    normalizer_C: torch.Tensor,
+    grad_logprobs_C: torch.Tensor,
+    grad_entropy_C: torch.Tensor | None,
+    temperature: float,
+) -> torch.Tensor:
+    """Return the gradient of the logits, [C, V] in their dtype.
+
+    With p the probabilities, T the temperature, H the entropy: d logp(target) / d logits = (onehot(target) - p) / T, and
+    d H / d logits = -p (log p + H) / T.
     """
-    if hidden.device.type != "cuda":
-        raise ConfigError(f"learner.logprobs = 'fused' runs on CUDA, the learner is on {hidden.device.type}: set 'chunked'")
-    with torch.no_grad():
-        _, entropy = token_logprobs(hidden, target_ids, head, temperature=temperature, chunk_tokens=chunk_tokens)
-    return fused_chosen(hidden, target_ids, head, temperature), entropy
-
-
-def fused_chosen(hidden: torch.Tensor, target_ids: torch.Tensor, head: torch.nn.Module, temperature: float) -> torch.Tensor:
-    """Return float32 [M], the log-probability of each target, by the kernel alone (wherever triton runs)."""
-    weight: Any = head.weight
-    bias: Any = head.bias
-    if isinstance(head, Float32Head):
-        hidden, weight, bias = hidden.float(), weight.float(), None if bias is None else bias.float()
-    if temperature != 1.0:
-        hidden, bias = hidden / temperature, None if bias is None else bias / temperature
-    losses: torch.Tensor = _kernel().apply(
-        hidden, weight, target_ids, bias, None, _NO_TARGET, 0.0, 0.0, "none", None, False, torch.float32
-    )[0]
-    return -losses.float()
+    logprobs_CV = logits_CV.float() / temperature - normalizer_C.unsqueeze(-1)
+    weight_CV = grad_logprobs_C.unsqueeze(-1)
+    if grad_entropy_C is not None:
+        weight_CV = weight_CV + (logprobs_CV + entropy_C.unsqueeze(-1)) * grad_entropy_C.unsqueeze(-1)
+    is_target_CV = torch.arange(logits_CV.shape[-1], device=logits_CV.device) == targets_C.unsqueeze(-1)
+    grad_CV = torch.where(is_target_CV, grad_logprobs_C.unsqueeze(-1), 0.0) - logprobs_CV.exp() * weight_CV
+    return (grad_CV / temperature).to(logits_CV.dtype)
 
 
 @cache
-def _kernel() -> Any:  # noqa: ANN401 - untyped, and not installed everywhere
-    advice = f"learner.logprobs = 'fused' needs liger-kernel {OLDEST_LIGER} or newer: pip install 'asyncrl[fused]'"
-    try:
-        module = import_module("liger_kernel.ops.fused_linear_cross_entropy")
-    except ImportError as error:
-        raise ConfigError(f"{advice}, or set learner.logprobs = 'chunked' ({error})") from error
-    if Version(version("liger-kernel")) < Version(OLDEST_LIGER):
-        raise ConfigError(f"{advice}; {version('liger-kernel')} is installed, whose per-token gradients are wrong")
-    return module.LigerFusedLinearCrossEntropyFunction
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function, dynamic=True)

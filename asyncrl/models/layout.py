@@ -6,27 +6,31 @@ Invariants:
 - The layout follows from names, shapes, order and dtypes alone: every version of a run has the same one.
 - Buckets are runs of whole tensors: what is hashed, sent and applied at once.
 
-Called by broadcast/publisher.py (make, copy out), broadcast/subscriber.py and engines in processes of their own (view).
+torch copies element by element through the caches; numpy calls memcpy, which writes past them once a copy is large enough (when,
+the C library decides): half the time for the same bytes. So bytes of equal kind are copied by numpy.
 """
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from math import prod
 from typing import TYPE_CHECKING, Literal, TypeGuard
 
+import numpy as np
 import torch
 
 from asyncrl.errors import BroadcastError
-from asyncrl.models.copy_hash import PIECE_BYTES
-from asyncrl.models.copying import copy_tensor
 from asyncrl.schema.weights import TensorEntry, WeightsManifest
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 ALIGNMENT_BYTES = 64
+COPY_THREADS = max(1, min(4, os.cpu_count() or 1))
+"""More do not copy faster: two to four keep the memory of one processor busy."""
 
 SendDType = Literal["model", "float32", "bfloat16"]
 
@@ -153,22 +157,19 @@ def check_tensors(tensors: Mapping[str, torch.Tensor], manifest: WeightsManifest
             )
 
 
-def copy_out(
-    tensors: Mapping[str, torch.Tensor],
-    manifest: WeightsManifest,
-    views: Mapping[str, torch.Tensor],
-    on_copied: Callable[[int], None],
-) -> None:
-    """Copy `tensors` into `views` of a flat buffer, from its start to its end, casting on the way.
+def copy_out(tensors: Mapping[str, torch.Tensor], views: Mapping[str, torch.Tensor]) -> None:
+    """Copy `tensors` into the views of a flat buffer, casting on the way; several at once into host memory.
 
     Args:
         tensors: Those that `check_tensors` accepted.
-        manifest: The layout.
-        views: What `view_tensors` returned for the buffer.
-        on_copied: Told after every piece how many bytes from the start are final.
+        views: What `view_tensors` returned for the buffer, in the order of the layout.
     """
-    for entry in manifest.entries:
-        _copy_one_out(tensors[entry.name], views[entry.name], entry.offset, on_copied)
+    is_on_host = all(view.device.type == "cpu" for view in views.values())
+    if is_on_host and not any(map(is_divided, tensors.values())):
+        copy_tensors((tensors[name], view) for name, view in views.items())
+        return
+    for name, view in views.items():
+        copy_tensor(_whole(tensors[name]), view)  # in order, on the caller's stream; one gathered tensor at a time is in memory
 
 
 def help_copy_out(tensors: Mapping[str, torch.Tensor]) -> None:
@@ -181,11 +182,27 @@ def help_copy_out(tensors: Mapping[str, torch.Tensor]) -> None:
         _whole(tensor)
 
 
-def _copy_one_out(tensor: torch.Tensor, view: torch.Tensor, offset: int, on_copied: Callable[[int], None]) -> None:
-    """Gather and copy one tensor. A function of its own, so that it is let go of before the next is gathered."""
-    for source, target, end in pieces(_whole(tensor), view, offset):
-        copy_tensor(source, target)
-        on_copied(end)
+def copy_tensor(source: torch.Tensor, target: torch.Tensor) -> None:
+    """Copy `source` into `target`, of the same shape, casting and changing device where they differ; keeps no graph."""
+    alike = source.dtype == target.dtype and source.is_contiguous() and target.is_contiguous()
+    if alike and source.device.type == target.device.type == "cpu":
+        np.copyto(bytes_of(target), bytes_of(source))
+    else:
+        with torch.no_grad():
+            target.copy_(source)
+
+
+def copy_tensors(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]], num_threads: int = COPY_THREADS) -> None:
+    """Copy each (source, target), several at once; targets must not overlap."""
+    with ThreadPoolExecutor(num_threads, thread_name_prefix="asyncrl-copy") as pool:
+        for _ in pool.map(lambda pair: copy_tensor(*pair), sorted(pairs, key=lambda pair: -pair[1].nbytes)):
+            pass
+
+
+def bytes_of(tensor: torch.Tensor) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+    """Return the memory of a contiguous tensor on the CPU."""
+    flat: np.ndarray[tuple[int], np.dtype[np.uint8]] = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    return flat
 
 
 def is_divided(tensor: torch.Tensor) -> TypeGuard[DTensor]:
@@ -198,21 +215,8 @@ def is_divided(tensor: torch.Tensor) -> TypeGuard[DTensor]:
     return kind is not None and isinstance(tensor, kind)
 
 
-def pieces(source: torch.Tensor, target: torch.Tensor, offset: int) -> Iterator[tuple[torch.Tensor, torch.Tensor, int]]:
-    """Yield source, target and end offset of each piece of a tensor that begins at `offset`."""
-    num_bytes = target.numel() * target.itemsize
-    if num_bytes <= PIECE_BYTES or not (source.is_contiguous() and target.is_contiguous()):
-        yield source, target, offset + num_bytes
-        return
-    step = PIECE_BYTES // target.itemsize
-    from_flat, to_flat = source.view(-1), target.view(-1)
-    for start in range(0, to_flat.numel(), step):
-        piece = to_flat[start : start + step]
-        yield from_flat[start : start + step], piece, offset + (start + piece.numel()) * piece.itemsize
-
-
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor, gathered where it is divided over ranks: one at a time, the other ranks in the same order."""
+    """Return the tensor, gathered where it is divided over ranks; the other ranks gather in the same order."""
     with torch.no_grad():
         return tensor.full_tensor() if is_divided(tensor) else tensor
 

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import importlib
-from collections.abc import AsyncIterator, Callable
+import itertools
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -21,10 +24,115 @@ from rich.text import Text
 from asyncrl.clock import Clock, SystemClock
 from asyncrl.errors import RunError
 from asyncrl.observe.steps import STEPS_FILE, StepReport, read_evals
-from asyncrl.observe.view import RunView, duration, sparkline
-from asyncrl.schema.status import ENDED, RunStatus
+from asyncrl.schema.status import ENDED, FailureSeen, RunStatus
+
+BARS = "▁▂▃▄▅▆▇█"
+REMEMBERED_STEPS = 400
+REMEMBERED_EVENTS = 6
+
+
+class RunView:
+    """A run as its follower knows it."""
+
+    def __init__(self) -> None:
+        self.status: RunStatus | None = None
+        self.steps: deque[StepReport] = deque(maxlen=REMEMBERED_STEPS)
+        self.events: deque[str] = deque(maxlen=REMEMBERED_EVENTS)
+
+    @property
+    def last(self) -> StepReport | None:
+        """Return the newest step."""
+        return self.steps[-1] if self.steps else None
+
+    def take_step(self, report: StepReport) -> str:
+        """Take a step in and return it as one line."""
+        self.steps.append(report)
+        return step_line(report, self.status.num_steps if self.status else 0)
+
+    def take_status(self, status: RunStatus) -> list[str]:
+        """Take a status in and return what is new in it, one line each."""
+        news = news_between(self.status, status)
+        self.status = status
+        self.events.extend(f"{duration(status.uptime_s)}  {line}" for line in news)
+        return news
+
+    def remaining_s(self) -> float | None:
+        """Return the seconds to go at the pace of the last steps; None before there is a pace."""
+        if len(self.steps) < 2 or self.status is None:
+            return None
+        recent = list(self.steps)[-20:]
+        pace_s = (recent[-1].time_s - recent[0].time_s) / (len(recent) - 1)
+        return max(self.status.num_steps - recent[-1].version, 0) * pace_s
+
+
+def failure_text(seen: FailureSeen) -> str:
+    """Return the first failure of a kind, with its traceback."""
+    return "\n".join(filter(None, (f"a sample failed at {seen.stage} ({seen.kind}): {seen.reason}", seen.trace.rstrip())))
+
+
+def news_between(before: RunStatus | None, after: RunStatus) -> list[str]:
+    """Return what happened between two statuses, in words."""
+    news = []
+    if before is None or before.phase != after.phase:
+        news.append(f"{after.phase}{f': {after.reason}' if after.reason else ''}")
+    deaths_before = {process.name: process.deaths for process in before.processes} if before else {}
+    died = [process for process in after.processes if process.deaths > deaths_before.get(process.name, 0)]
+    news += [f"{process.name} died ({process.deaths} times so far), now {process.state}" for process in died]
+    news += _comings_and_goings(before, after)
+    if after.accuracy_before is not None and (before is None or before.accuracy_before is None):
+        news.append(f"held-out accuracy before training {after.accuracy_before:.3f}")
+    if after.accuracy_after is not None and (before is None or before.accuracy_after != after.accuracy_after):
+        news.append(f"held-out accuracy now {after.accuracy_after:.3f}")
+    then_aside = before.set_aside if before else ()
+    news += [f"prompt {prompt} failed too often and is set aside" for prompt in after.set_aside if prompt not in then_aside]
+    if after.checkpoint and (before is None or before.checkpoint != after.checkpoint):
+        news.append(f"checkpoint {after.checkpoint}")
+    return news
+
+
+def _comings_and_goings(before: RunStatus | None, after: RunStatus) -> list[str]:
+    """Return which generators joined and left."""
+    then = {process.name for process in before.processes if process.joined} if before else set()
+    now = {process.name for process in after.processes if process.joined}
+    lost = after.guests.get("lost", 0) > (before.guests.get("lost", 0) if before else 0)
+    gone = "left, or was lost" if lost else "left"
+    return [f"{name} joined" for name in sorted(now - then)] + [f"{name} {gone}" for name in sorted(then - now)]
+
+
+def step_line(report: StepReport, num_steps: int = 0) -> str:
+    """Return a step as the one line that logs and pipes get."""
+    of = f"/{num_steps}" if num_steps else ""
+    return (
+        f"step {report.version}{of}  reward {report.reward_mean:.3f} +-{report.reward_std:.2f}  "
+        f"staleness {report.staleness_mean:.2f} (max {report.staleness_max})  "
+        f"ready {report.groups_ready} running {report.groups_running} scoring {report.groups_scoring}  "
+        f"tok/s {report.generated_tokens_per_s:,.0f} generated {report.trained_tokens_per_s:,.0f} trained  "
+        f"idle learner {report.learner_idle:.0%} generators {report.generators_idle:.0%}  sync {report.weight_sync_ms:.0f} ms"
+        + (f"  FAILED {report.failed_samples} samples, {report.failed_share:.0%} of groups" if report.failed_samples else "")
+    )
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """Return values as a line of bars, at most `width`: neighbours are averaged where there are more."""
+    if not values or width < 1:
+        return ""
+    if len(values) > width:
+        cuts = [round(column * len(values) / width) for column in range(width + 1)]
+        values = [sum(values[first:last]) / (last - first) for first, last in itertools.pairwise(cuts)]
+    low, high = min(values), max(values)
+    scale = (len(BARS) - 1) / (high - low) if high > low else 0.0
+    return "".join(BARS[round((value - low) * scale)] for value in values)
+
+
+def duration(seconds: float) -> str:
+    """Return a duration as `1:02:03` or `4:05`."""
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
 
 REFRESH_S = 0.5
+MOST_FAILURES_SHOWN = 4
 _PHASE_STYLE = {
     "running": "bold green",
     "paused": "bold yellow",
@@ -48,30 +156,40 @@ class Followed(Protocol):
         ...
 
 
-async def follow_run(run: Followed, *, plain: bool, console: Console | None = None, clock: Clock | None = None) -> None:
+async def follow_run(
+    run: Followed, *, plain: bool, first: int = 0, console: Console | None = None, clock: Clock | None = None
+) -> RunStatus | None:
     """Show a run until it has ended, then what came of it.
 
     Args:
         run: An entered run or client.
         plain: One line a step and an event, for pipes and logs.
+        first: Steps before this one are not shown.
         console: Where to; standard output by default.
         clock: Paces the looks at the status; the system's by default.
+
+    Returns:
+        Its last status; None where it never answered.
 
     Raises:
         RunError: The run failed; the message is its reason.
     """
     console = console or Console(highlight=False)
+    clock = clock or SystemClock()
     if plain:
-        follower = _Follower(run, clock or SystemClock(), tell=lambda line: _print_line(console, line))
-        failure = await follower.follow()
+        follower = _Follower(run, clock, tell=partial(_print_line, console), warn=partial(_print_line, console))
+        failure = await follower.follow(first)
     else:
         with Live(Text("starting"), console=console, auto_refresh=False) as live:
-            follower = _Follower(run, clock or SystemClock(), show=lambda view: live.update(render(view), refresh=True))
-            failure = await follower.follow()
+            follower = _Follower(
+                run, clock, show=lambda view: live.update(render(view), refresh=True), warn=partial(_print_line, console)
+            )
+            failure = await follower.follow(first)
     for line in await asyncio.to_thread(closing_lines, run.run_folder, follower.view.status):
         _print_line(console, line)
     if failure is not None:
         raise failure
+    return follower.view.status
 
 
 class _Follower:
@@ -83,20 +201,22 @@ class _Follower:
         clock: Clock,
         tell: Callable[[str], None] = lambda _: None,
         show: Callable[[RunView], None] = lambda _: None,
+        warn: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.view = RunView()
         self._run = run
         self._clock = clock
         self._tell = tell
         self._show = show
+        self._warn = warn
 
-    async def follow(self) -> RunError | None:
+    async def follow(self, first: int) -> RunError | None:
         """Return once the run has ended: why it failed, if it did."""
         failure: RunError | None = None
         async with asyncio.TaskGroup() as group:
             polling = group.create_task(self._poll(), name="display-poll")
             try:
-                async for report in self._run.steps():
+                async for report in self._run.steps(first):
                     self._tell(self.view.take_step(report))
             except RunError as error:
                 failure = error
@@ -114,8 +234,11 @@ class _Follower:
             status = await self._run.status()
         except RunError:
             return False
+        known = len(self.view.status.failures) if self.view.status else 0
         for line in self.view.take_status(status):
             self._tell(f"{duration(status.uptime_s)} {line}")
+        for seen in status.failures[known:]:
+            self._warn(failure_text(seen))
         self._show(self.view)
         return True
 
@@ -136,7 +259,10 @@ def closing_lines(run_folder: Path, status: RunStatus | None) -> list[str]:
             f"held-out {name} {before:.3f} (version {first.version}) -> {after:.3f} (version {last.version}), "
             f"{last.num_samples} samples each"
         )
-    lines += [f"{name:<12}{path}" for name, path in _pictures(run_folder).items()]
+    try:
+        lines += [f"{name:<12}{path}" for name, path in _pictures(run_folder).items()]
+    except OSError as error:
+        lines.append(f"no pictures: {error.strerror}; `asyncrl report {run_folder}` draws them")
     if status is not None and status.checkpoint:
         lines.append(f"{'checkpoint':<12}{status.checkpoint}")
     if status is not None and status.phase in ENDED:
@@ -171,6 +297,8 @@ def render(view: RunView) -> RenderableType:
     parts: list[RenderableType] = [head]
     if view.last is not None:
         parts.append(_figures(view, view.last))
+    if status.failures:
+        parts.append(_failures(status))
     parts.append(_processes(status))
     if status.waiting:
         parts.append(Text.assemble(("waiting  ", "dim"), (status.waiting, "yellow")))
@@ -203,6 +331,16 @@ def _figures(view: RunView, last: StepReport) -> Table:
     table.add_row("weights", f"live everywhere {last.weight_sync_ms:.0f} ms after they were published")
     if last.dropped:
         table.add_row("dropped", "  ".join(f"{count} {reason}" for reason, count in sorted(last.dropped.items())))
+    return table
+
+
+def _failures(status: RunStatus) -> Table:
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold red", no_wrap=True)
+    table.add_column(overflow="ellipsis", no_wrap=True)
+    for seen in sorted(status.failures, key=lambda seen: -seen.count)[:MOST_FAILURES_SHOWN]:
+        table.add_row(f"{seen.count} failed", f"at {seen.stage}: {seen.kind}")
+    table.add_row("", f"{status.failed_share:.0%} of the newest groups; a run ends at supervision.max_failed_share")
     return table
 
 

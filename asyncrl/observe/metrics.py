@@ -220,6 +220,7 @@ _ROWS = (
     ("process/samples_scoring", "samples", "being judged by this worker"),
     ("process/score_s_mean", "s", "judging of a sample by this worker, mean since it started"),
     ("process/children_replaced", "processes", "of this worker's children that died or hung and were replaced"),
+    ("process/samples_over_limit", "samples", "that made a reward run out of time or memory, which scores 0"),
     ("process/tokens_judged", "tokens", "prompts and responses that this inference worker has judged since it started"),
     ("process/judged_tokens_per_sec", "tokens/s", "of them, over the time this inference worker had something to do"),
     ("process/models_loaded", "models", "reference and reward models in this inference worker's memory"),

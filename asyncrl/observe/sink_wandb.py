@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 import wandb
 
 from asyncrl.config.run import RunConfig
+from asyncrl.observe.samples import SampleRow
 
 
 class WandbSink:
@@ -34,6 +35,15 @@ class WandbSink:
         version may end later.
         """
         self._run.log({**values, "version": step, "time_s": time_s})
+
+    def write_samples(self, step: int, time_s: float, rows: Sequence[SampleRow]) -> None:  # noqa: ARG002 - wandb keeps its own
+        """Log a table."""
+        columns = ["sample", "prompt", "text", "reward", "parts", "versions"]
+        table = wandb.Table(columns=columns)
+        for row in rows:
+            versions = f"{row.oldest_version}-{row.newest_version}"
+            table.add_data(row.name, row.prompt, row.text, row.reward, str(row.parts), versions)
+        self._run.log({"samples": table, "version": step + 1})
 
     def close(self) -> None:
         """Hand everything over and end wandb's own process."""

@@ -9,16 +9,19 @@ from __future__ import annotations
 import contextlib
 import importlib
 import logging
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Protocol
 
+import msgspec
+
 from asyncrl.config.run import RunConfig
 from asyncrl.errors import ConfigError
-from asyncrl.observe.metrics import unknown_names
-from asyncrl.observe.sink_jsonl import JsonlSink
-from asyncrl.observe.sink_prometheus import PrometheusSink
+from asyncrl.observe.metrics import Metric, find_metric, finite, unknown_names
+from asyncrl.observe.samples import SampleRow, SamplesFile
+from asyncrl.observe.steps import JsonLines
 
 log = logging.getLogger(__name__)
 
@@ -28,6 +31,10 @@ class Sink(Protocol):
 
     def write(self, step: int, time_s: float, values: Mapping[str, float]) -> None:
         """Take one step's metrics, named as in metrics.py."""
+        ...
+
+    def write_samples(self, step: int, time_s: float, rows: Sequence[SampleRow]) -> None:
+        """Take some of one step's samples, where the destination shows text."""
         ...
 
     def close(self) -> None:
@@ -52,6 +59,11 @@ class MetricSinks:
         for sink in self._sinks:
             sink.write(step, time_s, values)
 
+    def write_samples(self, step: int, time_s: float, rows: Sequence[SampleRow]) -> None:
+        """Hand some of one step's samples to every destination."""
+        for sink in self._sinks:
+            sink.write_samples(step, time_s, rows)
+
     def prometheus_text(self) -> str:
         """Return the newest values in Prometheus' text form."""
         return self._prometheus.text()
@@ -71,7 +83,7 @@ def open_sinks(config: RunConfig, run_folder: Path) -> MetricSinks:
     """
     sinks: list[Sink] = []
     try:
-        sinks.append(JsonlSink(run_folder / "metrics.jsonl"))
+        sinks.append(JsonlSink(run_folder))
         if config.observe.tensorboard:
             make: Callable[..., Sink] = _optional("sink_tensorboard", extra="tensorboard").TensorBoardSink
             sinks.append(make(run_folder / "tensorboard"))
@@ -89,3 +101,85 @@ def _optional(module: str, *, extra: str) -> ModuleType:
         return importlib.import_module(f"asyncrl.observe.{module}")
     except ModuleNotFoundError as error:
         raise ConfigError(f"observe.{extra} needs the package {error.name!r}: pip install 'asyncrl[{extra}]'") from error
+
+
+class MetricsRow(msgspec.Struct, frozen=True):
+    """One line."""
+
+    step: int
+    time_s: float
+    metrics: dict[str, float]
+    """Finite ones only: JSON has no word for the others."""
+
+
+class JsonlSink:
+    """Appends to metrics.jsonl and samples.jsonl."""
+
+    def __init__(self, run_folder: Path) -> None:
+        self._lines: JsonLines[MetricsRow] = JsonLines(run_folder / "metrics.jsonl")
+        self._samples = SamplesFile(run_folder)
+
+    def write(self, step: int, time_s: float, values: Mapping[str, float]) -> None:
+        """Append one line."""
+        self._lines.write(MetricsRow(step, time_s, finite(values)))
+
+    def write_samples(self, step: int, time_s: float, rows: Sequence[SampleRow]) -> None:  # noqa: ARG002 - the rows have it
+        """Append a line a sample."""
+        self._samples.write(rows)
+
+    def close(self) -> None:
+        """Close the files."""
+        self._samples.close()
+        self._lines.close()
+
+
+CONTENT_TYPE = "text/plain; version=0.0.4"
+
+
+class PrometheusSink:
+    """Remembers the newest value of every metric."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, float] = {}
+        self._step = 0
+
+    def write(self, step: int, time_s: float, values: Mapping[str, float]) -> None:  # noqa: ARG002 - the scrape has its own time
+        """Replace the values that are given."""
+        self._step = step
+        self._values.update(values)
+
+    def write_samples(self, step: int, time_s: float, rows: Sequence[SampleRow]) -> None:
+        """Prometheus has no text."""
+
+    def text(self) -> str:
+        """Return everything as it stands."""
+        return render_prometheus({"step": self._step, **self._values})
+
+    def close(self) -> None:
+        """Keep the last values: a scrape may still come."""
+
+
+def render_prometheus(values: Mapping[str, float]) -> str:
+    """Return metrics as exposition text, members of a family under one header."""
+    by_header: dict[str, list[str]] = {}
+    for name, value in sorted(values.items()):
+        metric = find_metric(name)
+        family = metric is not None and metric.is_family
+        stem, _, key = name.rpartition("/") if family else (name, "", "")
+        exposed = "asyncrl_" + re.sub(r"[^a-zA-Z0-9_]", "_", stem)
+        label = f'{{key="{_escaped(key)}"}}' if family else ""
+        by_header.setdefault(_header(exposed, metric), []).append(f"{exposed}{label} {_number(value)}")
+    return "".join(header + "\n".join(lines) + "\n" for header, lines in by_header.items())
+
+
+def _header(exposed: str, metric: Metric | None) -> str:
+    meaning = f"# HELP {exposed} {metric.meaning} ({metric.unit})\n" if metric else ""
+    return f"{meaning}# TYPE {exposed} gauge\n"
+
+
+def _escaped(label: str) -> str:
+    return label.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
+
+
+def _number(value: float) -> str:
+    return {"nan": "NaN", "inf": "+Inf", "-inf": "-Inf"}.get(str(float(value)), repr(float(value)))

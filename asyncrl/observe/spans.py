@@ -19,6 +19,8 @@ from asyncrl.schema.samples import InferResult, Sample, Score
 from asyncrl.schema.weights import VersionLive, WeightsAvailable
 
 SPANS_FILE = "spans.jsonl"
+OLD_SPANS_FILE = "spans.old.jsonl"
+"""What `spans.jsonl` was before it grew too large; the one before that is gone."""
 TRACE_FILE = "trace.json"
 
 GENERATE: Final = "generate"
@@ -112,8 +114,9 @@ def move_spans(reached: PhaseReached) -> list[Span]:
 
 
 def read_spans(run_folder: Path) -> Iterator[Span]:
-    """Yield the spans of a run in the order in which they were written."""
-    return read_lines(run_folder / SPANS_FILE, Span)
+    """Yield the spans of a run that are kept, in the order in which they were written."""
+    yield from read_lines(run_folder / OLD_SPANS_FILE, Span)
+    yield from read_lines(run_folder / SPANS_FILE, Span)
 
 
 def write_trace(run_folder: Path) -> Path:

@@ -41,7 +41,11 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     generators_idle: float = 0.0
     """Mean over generators of the fraction of that time in which nothing was being generated."""
     dropped: dict[str, int] = {}
-    """Groups dropped since the run began, by reason."""
+    """Groups dropped or failed since the run began, by reason."""
+    failed_samples: int = 0
+    """Samples that failed since this controller began."""
+    failed_share: float = 0.0
+    """Of the newest 64 groups that were completed or failed, the share that failed."""
     weight_sync_ms: float = 0.0
     """From publish to live, the slowest generator of the newest version that all of them have."""
     metrics: dict[str, float] = {}

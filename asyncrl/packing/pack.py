@@ -1,13 +1,14 @@
-"""Which samples share a row: best-fit-decreasing into a token budget.
+"""Which samples share a row, and which rank trains it: best-fit-decreasing into a token budget, rows of equal cost to each rank.
 
-Pure and deterministic: the same lengths give the same rows, on every machine. A length is never split. Called by
-packing/tensors.py.
+Pure and deterministic: the same lengths give the same rows, on every machine. A length is never split.
 """
 
 from __future__ import annotations
 
+import heapq
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -80,3 +81,158 @@ def _first_fit(lengths: Sequence[int], order: list[int], capacity: int) -> list[
         room[chosen] -= lengths[i]
         bins[chosen].append(i)
     return bins
+
+
+LINEAR_FACTOR = 12
+"""Weights of a decoder layer over hidden_size squared: 4 in attention's projections, 8 in an MLP four times as wide."""
+
+
+@dataclass(frozen=True, slots=True)
+class CostModel:
+    """What a sample of n tokens costs: linear * n + attention * n^2, in any unit."""
+
+    linear: float = 1.0
+    attention: float = 0.0
+
+    @classmethod
+    def of_model(cls, hidden_size: int) -> CostModel:
+        """Return the cost in linear layers' work for one token.
+
+        A layer multiplies each token with 12 hidden_size^2 weights (24 hidden_size^2 operations); causal attention pairs it
+        with n / 2 tokens on average, twice (2 n hidden_size operations). So attention = 2 / (24 hidden_size), which has both
+        halves equal at n = 12 hidden_size.
+
+        Source: J. Kaplan et al., Scaling laws for neural language models (2020), table 1, with causality counted.
+        """
+        return cls(1.0, 1.0 / (LINEAR_FACTOR * hidden_size))
+
+    def of(self, lengths: Iterable[int]) -> float:
+        """Return the cost of samples of these lengths."""
+        return sum(self.linear * n + self.attention * n * n for n in lengths)
+
+
+@dataclass(frozen=True, slots=True)
+class RankPlan:
+    """Over how many ranks a step is spread and by what cost, and in how many updates they train it."""
+
+    num_ranks: int = 1
+    cost: CostModel = CostModel()
+    minibatches: int = 1
+    """Most updates of a step."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankedRow:
+    """A row and who runs it."""
+
+    members: tuple[int, ...]
+    """What lies in it, ascending."""
+    rank: int
+
+
+def rows_of_ranks(sizes_U: Sequence[int], costs_U: Sequence[float], capacity: int, num_ranks: int) -> list[RankedRow]:
+    """Put units (samples, or several that must share a row) into rows, and rows onto ranks.
+
+    Args:
+        sizes_U: Tokens of each unit, each in [1, capacity].
+        costs_U: What training each of them costs (0 where it is only carried along).
+        capacity: Tokens of a row.
+        num_ranks: R.
+
+    Returns:
+        The rows; the t-th row of every rank is run in turn t, rows of a turn follow each other. With one rank: the rows of
+        `pack_lengths` in their order.
+
+    Raises:
+        ConfigError: A unit does not fit into any row.
+    """
+    packed = pack_lengths(sizes_U, capacity)
+    if num_ranks == 1:
+        return [RankedRow(tuple(members), 0) for members in packed]
+    wanted = min(-(-len(packed) // num_ranks) * num_ranks, len(sizes_U))
+    options = [_halved_until(wanted, packed, sizes_U, costs_U), _spread_evenly(wanted, sizes_U, costs_U, capacity)]
+    rows = min((rows for rows in options if rows), key=lambda rows: step_cost(_sums(rows, costs_U), num_ranks), default=[])
+    return [RankedRow(tuple(rows[row]), rank) for row, rank in ranks_of_rows(_sums(rows, costs_U), num_ranks)]
+
+
+def ranks_of_rows(costs_K: Sequence[float], num_ranks: int) -> list[tuple[int, int]]:
+    """Give every row a rank and a turn.
+
+    Args:
+        costs_K: Of each row.
+        num_ranks: R.
+
+    Returns:
+        (row, rank) in the order of turns, costliest turn first, ranks ascending within a turn; only the last turn can have
+        fewer than R rows.
+    """
+    order = sorted(range(len(costs_K)), key=lambda row: (-costs_K[row], row))
+    loads_R = [0.0] * num_ranks
+    placed: list[tuple[int, int]] = []
+    for turn in (order[start : start + num_ranks] for start in range(0, len(order), num_ranks)):
+        idlest = sorted(range(num_ranks), key=lambda rank: (loads_R[rank], rank))
+        chosen = dict(zip(idlest, turn, strict=False))
+        for rank in sorted(chosen):
+            loads_R[rank] += costs_K[chosen[rank]]
+            placed.append((chosen[rank], rank))
+    return placed
+
+
+def step_cost(costs_K: Sequence[float], num_ranks: int) -> float:
+    """Return how long a step lasts: the sum over its turns of the costliest row, turns as `ranks_of_rows` makes them."""
+    return sum(sorted(costs_K, reverse=True)[::num_ranks])
+
+
+def idle_share(costs_K: Sequence[float], num_ranks: int) -> float:
+    """Return the share of the ranks' time in which they wait for a costlier row of the same turn, in [0, 1)."""
+    return 1.0 - sum(costs_K) / (num_ranks * step_cost(costs_K, num_ranks)) if any(costs_K) else 0.0
+
+
+def _sums(rows: Sequence[Sequence[int]], costs_U: Sequence[float]) -> list[float]:
+    return [sum(costs_U[i] for i in members) for members in rows]
+
+
+def _halved_until(
+    wanted: int, packed: Sequence[Sequence[int]], sizes_U: Sequence[int], costs_U: Sequence[float]
+) -> list[list[int]]:
+    """Return the packed rows, the costliest with more than one unit halved until there are `wanted`."""
+    done = [list(members) for members in packed if len(members) == 1]
+    heap = [(-sum(costs_U[i] for i in members), list(members)) for members in packed if len(members) > 1]
+    heapq.heapify(heap)
+    while heap and len(heap) + len(done) < wanted:
+        _, members = heapq.heappop(heap)
+        total = sum(sizes_U[i] for i in members)
+        for half in _spread_evenly(2, [sizes_U[i] for i in members], [costs_U[i] for i in members], total):
+            part = [members[position] for position in half]
+            if len(part) > 1:
+                heapq.heappush(heap, (-sum(costs_U[i] for i in part), part))
+            else:
+                done.append(part)
+    return sorted([*done, *(members for _, members in heap)])
+
+
+def _spread_evenly(num_rows: int, sizes_U: Sequence[int], costs_U: Sequence[float], capacity: int) -> list[list[int]]:
+    """Put the costliest unit left into the cheapest row with room, again and again; nothing where there is no such row.
+
+    Args:
+        num_rows: At most as many as there are units: every row then gets one.
+        sizes_U: See `rows_of_ranks`.
+        costs_U: See `rows_of_ranks`.
+        capacity: Tokens of a row.
+    """
+    rows: list[list[int]] = [[] for _ in range(num_rows)]
+    heap = [(0.0, 0, row) for row in range(num_rows)]
+    used = [0] * num_rows
+    for i in sorted(range(len(sizes_U)), key=lambda i: (-costs_U[i], -sizes_U[i], i)):
+        full = []
+        while heap and used[heap[0][2]] + sizes_U[i] > capacity:
+            full.append(heapq.heappop(heap))
+        if not heap:
+            return []
+        load, count, row = heap[0]
+        heapq.heapreplace(heap, (load + costs_U[i], count + 1, row))
+        rows[row].append(i)
+        used[row] += sizes_U[i]
+        for entry in full:
+            heapq.heappush(heap, entry)
+    return sorted(sorted(members) for members in rows)

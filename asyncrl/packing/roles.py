@@ -1,7 +1,7 @@
 """What each sample of a step is there for: trained, a baseline, half of a preference pair. Decided before anything is laid out.
 
 Invariants: with preferences only paired samples have a role; pairs are numbered over the step in the order of the groups; a
-sample that is not trained has loss mask 0 and still counts in its group. Pure; called by packing/tensors.py.
+sample that is not trained has loss mask 0 and still counts in its group. Pure.
 """
 
 from __future__ import annotations

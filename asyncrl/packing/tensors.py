@@ -4,7 +4,7 @@ Invariants: the same groups and arguments give the same bytes; `samples` is in t
 within a row samples keep that order; the two samples of a preference pair share a row; groups that different updates train
 share none, so that a row is one micro-batch; prompt tokens, tool output, tokens older than `mask_below` and samples that are
 not trained (packing/roles.py) have mask 0; prompt tokens have version -1 and logprob 0.
-Pure numpy, no torch. Called by the controller once per step.
+Pure numpy, no torch.
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.algorithms.screening import Screen
-from asyncrl.algorithms.updates import updates_of_groups
-from asyncrl.packing.balance import RankedRow, RankPlan, rows_of_ranks
+from asyncrl.algorithms.screening import Screen, updates_of_groups
+from asyncrl.packing.pack import RankedRow, RankPlan, rows_of_ranks
 from asyncrl.packing.roles import Role, roles_of, units_of
 from asyncrl.schema.batches import PackedRow, PackedSample, StepBatch
 from asyncrl.schema.samples import (

@@ -3,7 +3,7 @@
 A scratch Llama with the learner's own optimizer and `train_step`, float32, rows of one sample each. The first step makes the
 optimizer's state; in the second, the second row's forward meets the first one's gradients: that is the peak. A tiny model is
 trained before, so that libraries are loaded and not counted. `python -m asyncrl.plan.learner_peak JSON`, the JSON a `PeakCase`,
-in a process of its own. Called by plan/validate.py.
+in a process of its own.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from asyncrl.config.algorithm import AlgorithmConfig
 from asyncrl.config.learner import LearnerConfig
 from asyncrl.config.run import RunConfig
-from asyncrl.learner.model import made_ready
-from asyncrl.learner.optim import build_optimizer
-from asyncrl.learner.step import train_step
-from asyncrl.learner.trainee import Trainee
+from asyncrl.learner.model.policy import made_ready
+from asyncrl.learner.optim.optimizer import build_optimizer
+from asyncrl.learner.step.train_step import train_step
+from asyncrl.learner.train_state import TrainState
+from asyncrl.models.memory import ModelShape
 from asyncrl.packing.tensors import pack_step
-from asyncrl.plan.models import ModelSize
-from asyncrl.plan.peak_case import PeakCase
+from asyncrl.plan.spec import PeakCase
 from asyncrl.schema.batches import StepBatch
 from asyncrl.schema.samples import Prompt, Sample, ScoredGroup, ScoredSample, ids_to_bytes, logprobs_to_bytes
 
@@ -37,7 +37,7 @@ LEARNING_RATE = 1e-6
 def peak_bytes(case: PeakCase) -> int:
     """Return the peak resident bytes that making and training the model adds to this process; Linux only."""
     torch.set_num_threads(1)
-    _train(PeakCase(ModelSize("tiny", 32, 2, 2, 2, 16, 64, 128), 64, case.checkpointing))
+    _train(PeakCase(ModelShape(32, 2, 2, 2, 16, 64, 128, name="tiny"), 64, case.checkpointing))
     gc.collect()
     before = _resident_bytes("VmRSS")
     _train(case)
@@ -50,7 +50,7 @@ def _train(case: PeakCase) -> None:
         learner=LearnerConfig(learning_rate=LEARNING_RATE, warmup_steps=0, gradient_checkpointing=case.checkpointing),
     )
     model = made_ready(LlamaForCausalLM(_llama(case)), config.learner)
-    trainee = Trainee(model, build_optimizer(model, config.learner, NUM_STEPS))
+    trainee = TrainState(model, build_optimizer(model, config.learner, NUM_STEPS))
     for step in range(NUM_STEPS):
         train_step(trainee, _batch(case, step), config)
 

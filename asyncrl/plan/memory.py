@@ -1,8 +1,6 @@
 """Bytes on one GPU, component by component and phase by phase. Formulas and sources: docs/planning.md.
 
 Training state is divided over all training GPUs (FSDP2), an engine over its tensor-parallel group. Everything is in bytes.
-
-Called by plan/plan.py and plan/validate.py.
 """
 
 from __future__ import annotations
@@ -11,9 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from asyncrl.plan.models import ModelSize
-from asyncrl.plan.question import Question
-from asyncrl.residency.activations import forward_row, training_row
+from asyncrl.config.learner import LearnerConfig
+from asyncrl.models.memory import ModelShape, forward_row, trained_parts, training_row
+from asyncrl.plan.spec import Question
 
 Phase = Literal["rollout", "inference", "train"]
 PHASES: tuple[Phase, ...] = ("rollout", "inference", "train")
@@ -43,28 +41,26 @@ class GPUMemory:
         return max((sum(parts.values()) for parts in self.phases.values()), default=0.0)
 
 
-def training_state(question: Question, model: ModelSize, num_gpus: int, *, is_policy: bool) -> tuple[Components, Components]:
+def training_state(question: Question, model: ModelShape, num_gpus: int, *, is_policy: bool) -> tuple[Components, Components]:
     """Return (on the GPU, in host memory) of a model that is trained: one GPU's share.
 
     Weights in the compute dtype; float32 gradients; float32 masters where the compute dtype is shorter or the state is offloaded;
-    two moments of 4 bytes, or of 1. As asyncrl/learner/masters.py and optim.py hold them.
+    two moments of 4 bytes, or of 1. As asyncrl/learner/optim/master_weights.py and optim.py hold them.
     """
     adapters = question.lora_parameters if is_policy else 0
-    trained = adapters or model.parameters
-    weights = model.parameters + adapters
-    state: Components = {}
-    if question.bytes_per_weight < 4 or question.offload_optimizer:
-        state["masters"] = 4 * trained / num_gpus
-    state["moments"] = (8 if question.optimizer == "adamw" else 2) * trained / num_gpus
-    on_gpu: Components = {"weights": weights * question.bytes_per_weight / num_gpus, "gradients": 4 * trained / num_gpus}
+    learner = LearnerConfig(dtype=question.dtype, optimizer=question.optimizer, offload_optimizer=question.offload_optimizer)
+    trained, frozen = (adapters, model.parameters) if adapters else (model.parameters, 0)
+    on_gpu: Components = {}
+    in_host: Components = {}
+    for part in trained_parts(trained, frozen, learner):
+        side = on_gpu if part.place == "device" else in_host
+        side[part.name.split()[-1]] = part.num_bytes / num_gpus
     if num_gpus > 1:
         on_gpu["gathered layers"] = 2 * _layer_parameters(model) * question.bytes_per_weight
-    if question.offload_optimizer or question.optimizer == "paged_adamw_8bit":
-        return on_gpu, state
-    return on_gpu | state, {}
+    return on_gpu, in_host
 
 
-def activations(question: Question, model: ModelSize) -> float:
+def activations(question: Question, model: ModelShape) -> float:
     """Return the activations of one row of `tokens_per_row` in forward and backward, the most of it at one time."""
     row = training_row(
         model,
@@ -135,8 +131,8 @@ def _forward(question: Question) -> float:
     return forward_row(question.model, question.tokens_per_row, question.bytes_per_weight, LOGPROB_CHUNK_TOKENS)
 
 
-def _layer_parameters(model: ModelSize) -> float:
-    return max(model.body_parameters / model.layers, model.vocabulary * model.hidden / 2)
+def _layer_parameters(model: ModelShape) -> float:
+    return max(model.block_parameters, model.vocabulary * model.hidden / 2)
 
 
 def _named(prefix: str, parts: Components) -> Components:

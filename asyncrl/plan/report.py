@@ -1,13 +1,14 @@
-"""A plan in words and columns, for people; as plain values, for programs. Called by the command line."""
+"""A plan and a sweep in words and columns, for people; as plain values, for programs. With the arithmetic people do on paper."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-from asyncrl.plan.hardware import GIB
 from asyncrl.plan.memory import PHASES, GPUMemory
-from asyncrl.plan.plan import Plan, advice
-from asyncrl.plan.textbook import WHOLE_MODELS, textbook_gb
+from asyncrl.plan.planner import Plan, advice
+from asyncrl.plan.simulator.scenario import Outcome
+from asyncrl.plan.spec import GIB, Question
 
 NAME_WIDTH = 38
 
@@ -105,3 +106,53 @@ def _speeds(made: Plan) -> list[str]:
         f"staleness: about {made.mean_staleness:.1f} of at most {question.max_staleness} versions",
         f"about ${made.dollars_per_step:.2f} a step at ${question.cluster.accelerator.dollars_per_hour:.2f} a GPU hour",
     ]
+
+
+GB = 1e9
+ACTIVATIONS_GB = 8.0
+WHOLE_MODELS = ("policy", "reference", "reward model", "value model")
+"""Parts that are a model's weights."""
+
+
+def textbook_gb(question: Question) -> dict[str, float]:
+    """Return decimal gigabytes of each part: bf16 models, 4 bytes of optimizer a trained parameter (8 bit: 2), 8 activations.
+
+    Example:
+        >>> from asyncrl.plan.hardware import parse_cluster
+        >>> from asyncrl.plan.models import find_model
+        >>> seven = find_model("7B")
+        >>> ppo = Question(model=seven, cluster=parse_cluster("H100"), placement="colocated", algorithm="ppo",
+        ...                critic=seven, reward_model=seven, has_reference=True)
+        >>> round(sum(textbook_gb(ppo).values()))
+        92
+    """
+    model = 2 * question.model.parameters / GB
+    trained = (question.lora_parameters or question.model.parameters) / GB
+    parts = {"policy": model, "optimizer": (4 if question.optimizer == "adamw" else 2) * trained, "activations": ACTIVATIONS_GB}
+    if question.has_reference and not question.lora_rank:
+        parts["reference"] = model
+    if question.reward_model is not None:
+        parts["reward model"] = 2 * question.reward_model.parameters / GB
+    if question.critic is not None:
+        parts["value model"] = 2 * question.critic.parameters / GB
+    if question.lora_rank:
+        parts["adapters"] = 2 * question.lora_parameters / GB
+    return parts
+
+
+COLUMNS = {
+    "steps_per_s": "steps/s",
+    "generated_tokens_per_s": "tokens/s",
+    "mean_staleness": "staleness",
+    "learner_idle": "learner idle",
+    "slots_used": "slots used",
+    "dollars_per_step": "$/step",
+}
+
+
+def table(rows: Sequence[tuple[str, Outcome]], over: str) -> str:
+    """Return the rows as text, one scenario a line."""
+    name = over.partition("=")[0]
+    lines = [f"{name:>18}" + "".join(f"{title:>14}" for title in COLUMNS.values())]
+    lines += [f"{value:>18}" + "".join(f"{getattr(made, column):14,.4g}" for column in COLUMNS) for value, made in rows]
+    return "\n".join(lines)

@@ -1,15 +1,12 @@
-"""How fast: tokens a second of engines, seconds of a training step, seconds of a weight hand-over. First-order; docs/planning.md.
-
-Called by plan/plan.py and plan/simulate (as distributions).
-"""
+"""How fast: tokens a second of engines, seconds of a training step and of a weight hand-over. First-order; docs/planning.md."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from asyncrl.models.memory import ModelShape
 from asyncrl.plan.memory import engine_memory
-from asyncrl.plan.models import ModelSize
-from asyncrl.plan.question import Question
+from asyncrl.plan.spec import Question
 
 DECODE_BANDWIDTH_SHARE = 0.6
 """Of the memory's speed that decoding reaches (vLLM on H100, published roofline studies: 0.5 to 0.75)."""
@@ -116,7 +113,7 @@ def _compute(question: Question, num_gpus: int) -> float:
     return num_gpus * question.cluster.accelerator.bf16_flops * COMPUTE_SHARE
 
 
-def _weights_read(model: ModelSize, batch: int) -> float:
+def _weights_read(model: ModelShape, batch: int) -> float:
     """Return the parameters that a decode step of `batch` tokens reads: all, or the experts that are met."""
     if not model.num_experts:
         return model.active_parameters

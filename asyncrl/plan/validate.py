@@ -2,7 +2,7 @@
 
 `asyncrl simulate --validate`: a run with fake engines and a learner whose step takes a fixed time, and one with the transformers
 engine and the built-in learner; the simulation is given what their spans say. `asyncrl plan --validate`: the learner's peak
-memory on the CPU. Called by the command line.
+memory on the CPU.
 """
 
 from __future__ import annotations
@@ -23,19 +23,17 @@ import msgspec
 from asyncrl.client import Run
 from asyncrl.config.load import parse_config
 from asyncrl.errors import RunError
-from asyncrl.plan.hardware import parse_cluster
-from asyncrl.plan.measured import real_figures, scenario_of_run
+from asyncrl.models.memory import ModelShape
 from asyncrl.plan.memory import activations, training_state
-from asyncrl.plan.models import ModelSize
-from asyncrl.plan.peak_case import PeakCase
-from asyncrl.plan.question import Question
-from asyncrl.plan.simulate import simulate
+from asyncrl.plan.simulator.engine import simulate
+from asyncrl.plan.simulator.measured import real_figures, scenario_of_run
+from asyncrl.plan.spec import PeakCase, Question, parse_cluster
 from asyncrl.schema.weights import WeightsAvailable, WeightsManifest
 
 STEPS_GOAL, STALENESS_GOAL, MEMORY_GOAL = 0.1, 0.5, 0.1
 FAKE_STEPS, TRANSFORMERS_STEPS = 40, 60
 FAKE_STEP_S = 0.2
-MODEL = ModelSize("scratch", 384, 6, 6, 6, 64, 1536, 8192)
+MODEL = ModelShape(384, 6, 6, 6, 64, 1536, 8192, name="scratch")
 TOKENS_PER_ROW = 1024
 RETURN_AT_ONCE = {"MALLOC_MMAP_THRESHOLD_": "262144", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 """glibc then gives freed tensors back to the system. Left to itself it keeps them, in a heap with holes: that, and no tensor, is
@@ -89,7 +87,7 @@ def planned_peak_bytes(case: PeakCase) -> float:
 
 
 def _measured_peak_bytes(case: PeakCase, environment: dict[str, str]) -> int:
-    command = [sys.executable, "-m", "asyncrl.plan.learner_peak", msgspec.json.encode(case).decode()]
+    command = [sys.executable, "-P", "-m", "asyncrl.plan.learner_peak", msgspec.json.encode(case).decode()]
     done = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, check=False)  # noqa: S603
     if done.returncode:
         raise RunError(f"the learner's peak was not measured (exit code {done.returncode}): {done.stderr[-1000:]}")

@@ -1,7 +1,6 @@
-"""The kinds of components: a module's weights, an optimizer's state, a frozen model, and what somebody else moves.
+"""The kinds of components: a module's weights, an optimizer's state, a frozen model, and what something else moves.
 
-Invariants: those of residency/component.py (tests/contract/test_component.py runs over all of these). Called by
-learner/residents.py and whoever else puts a process's memory under a manager.
+Invariants: those of residency/component.py.
 """
 
 from __future__ import annotations
@@ -12,18 +11,17 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
+import xxhash
 from safetensors import SafetensorError, safe_open
 
 from asyncrl.errors import ModelChangedError, ResidencyError
-from asyncrl.models.copy_hash import copy_hasher
-from asyncrl.models.copying import bytes_of
+from asyncrl.residency.component import Block, NamedTensors, TensorComponent
 from asyncrl.residency.device import Device
-from asyncrl.residency.tensors import Block, NamedTensors, TensorComponent
 from asyncrl.schema.control import Residence
 
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 HELD_TOO = "asyncrl_held_too"
-"""Attribute of a divided module: yields the other tensors that lie on its parameters' memory (learner/sharded.py)."""
+"""Attribute of a divided module: yields the other tensors that lie on its parameters' memory (learner/ranks/fsdp.py)."""
 _STAYS = (
     "the folder it was opened from has to stay as it is for the run. Put the old files back and resume the run, or start another "
     "run with the new ones"
@@ -113,9 +111,8 @@ class FrozenModelComponent(TensorComponent):
                 return name
         return ""
 
-    def _give_up(self) -> None:
+    def _prepare_absence(self) -> None:
         self._fingerprints = self._fingerprints or tuple(map(_fingerprint, self._contents()))
-        super()._give_up()
 
     def _made_anew(self) -> Iterator[torch.Tensor]:
         for block, name, fingerprint in zip(self._blocks, self._sources, self._fingerprints, strict=True):
@@ -126,7 +123,7 @@ class FrozenModelComponent(TensorComponent):
             # Only now that they are copied: these bytes may be the file's own pages, which change when it is written to.
             if raw.nbytes != block.num_bytes or _fingerprint(raw) != fingerprint:
                 raise ModelChangedError(
-                    f"{self._name} cannot be read back: {name} in {path} is not what it was when the run opened it; {_STAYS}"
+                    f"{self.name} cannot be read back: {name} in {path} is not what it was when the run opened it; {_STAYS}"
                 )
 
     def _read(self, path: Path, name: str) -> torch.Tensor:
@@ -134,7 +131,7 @@ class FrozenModelComponent(TensorComponent):
             with safe_open(str(path), framework="pt", device="cpu") as file:
                 values: torch.Tensor = file.get_tensor(name)
         except (OSError, SafetensorError) as error:
-            raise ModelChangedError(f"{self._name} cannot be read back: {path}: {error}; {_STAYS}") from error
+            raise ModelChangedError(f"{self.name} cannot be read back: {path}: {error}; {_STAYS}") from error
         return values
 
 
@@ -156,17 +153,8 @@ class CallbackComponent:
             moves: What to call for (from, to); it returns once it is done, and raises (whatever) where it is as before.
             residence: Where it is now.
         """
-        self._name, self._num_bytes, self._moves, self._residence = name, num_bytes, dict(moves), residence
-
-    @property
-    def name(self) -> str:
-        """Return its name."""
-        return self._name
-
-    @property
-    def residence(self) -> Residence:
-        """Return where it is."""
-        return self._residence
+        self.name, self.residence = name, residence
+        self._num_bytes, self._moves = num_bytes, dict(moves)
 
     @property
     def num_bytes(self) -> int:
@@ -176,30 +164,28 @@ class CallbackComponent:
     @property
     def places(self) -> frozenset[Residence]:
         """Return every end of a move."""
-        return frozenset(place for ends in self._moves for place in ends) | {self._residence}
+        return frozenset(place for ends in self._moves for place in ends) | {self.residence}
 
     def look(self) -> None:
         """Do nothing: whoever owns it counts it."""
 
     def move(self, to: Residence) -> None:
         """See `Component`."""
-        if to == self._residence:
+        if to == self.residence:
             return
-        act = self._moves.get((self._residence, to))
+        act = self._moves.get((self.residence, to))
         if act is None:
             known = ", ".join(f"{before} to {after}" for before, after in self._moves)
-            raise ResidencyError(f"{self._name} cannot go from {self._residence!r} to {to!r}; it knows {known}")
+            raise ResidencyError(f"{self.name} cannot go from {self.residence!r} to {to!r}; it knows {known}")
         try:
             act()
         except Exception as error:  # the boundary: whatever an engine raises
-            raise ResidencyError(f"{self._name} did not go from {self._residence!r} to {to!r}: {error}") from error
-        self._residence = to
+            raise ResidencyError(f"{self.name} did not go from {self.residence!r} to {to!r}: {error}") from error
+        self.residence = to
 
 
 def _fingerprint(raw: torch.Tensor) -> int:
-    hasher = copy_hasher(raw.nbytes)
-    hasher.update(bytes_of(raw.cpu()))
-    return hasher.intdigest()
+    return int(xxhash.xxh3_64_intdigest(raw.cpu().numpy().data))
 
 
 def _files_by_name(folder: Path) -> dict[str, Path]:

@@ -1,8 +1,7 @@
 """A GPU as the residency manager sees it: pinned host memory, a stream of its own for copies, memory given back to the driver.
 
 Copies run on the copy stream, all of a component under way at once, and begin after what the current stream was told before; so
-they pass beside kernels of other streams. `device_at`, which chooses between a GPU and the simulated device, is called by
-learner/residents.py and inference/residents.py. Nothing else here runs without a GPU.
+they pass beside kernels of other streams. Only `device_at` and `hold_to_share` do something without a GPU.
 """
 
 from __future__ import annotations
@@ -19,19 +18,9 @@ class CudaDevice:
 
     def __init__(self, device: torch.device, budget_bytes: int | None = None) -> None:
         """Take a GPU; `budget_bytes` None: all it has."""
-        self._device = torch.device("cuda", torch.cuda.current_device()) if device.index is None else device
-        self._budget_bytes = budget_bytes or torch.cuda.get_device_properties(self._device).total_memory
+        self.kind = self._device = torch.device("cuda", torch.cuda.current_device()) if device.index is None else device
+        self.budget_bytes: int | None = budget_bytes or torch.cuda.get_device_properties(self._device).total_memory
         self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-
-    @property
-    def kind(self) -> torch.device:
-        """Return the GPU."""
-        return self._device
-
-    @property
-    def budget_bytes(self) -> int | None:
-        """Return the budget, or all that the GPU has."""
-        return self._budget_bytes
 
     @property
     def allocated_bytes(self) -> int:
@@ -67,9 +56,8 @@ class CudaDevice:
                 target.copy_(source, non_blocking=True)
         self._stream.synchronize()
 
-    def give_back(self, *, at_once: bool) -> None:
-        """Return torch's cached blocks to the driver, always at once: another process (an engine) wants them."""
-        del at_once
+    def give_back(self) -> None:
+        """Return torch's cached blocks to the driver: another process (an engine) wants them."""
         torch.cuda.empty_cache()
 
 
@@ -77,3 +65,23 @@ def device_at(where: str, budget_bytes: int | None) -> Device:
     """Return a device by torch's name for it; a CPU is simulated. `budget_bytes` None: no limit, or all that a GPU has."""
     device = torch.device(where)
     return CudaDevice(device, budget_bytes) if device.type == "cuda" else SimulatedDevice(budget_bytes)
+
+
+def hold_to_share(device: str, share: float, budget_bytes: int) -> None:
+    """Let torch's allocator have `share` x `budget_bytes` of a GPU; on any other device do nothing.
+
+    For `placement.kind = "async_hybrid"`, where generation and training share a GPU. vLLM's processes are held by their own
+    arguments instead (control/placement/gpu_share.py).
+
+    Args:
+        device: As torch writes it.
+        share: Of the budget.
+        budget_bytes: Of all processes of the run together; 0: all that the GPU has.
+    """
+    place = torch.device(device)
+    if place.type != "cuda":
+        return
+    if place.index is None:  # torch wants a number here
+        place = torch.device("cuda", torch.cuda.current_device())
+    total_bytes = torch.cuda.get_device_properties(place).total_memory
+    torch.cuda.set_per_process_memory_fraction(min(1.0, share * (budget_bytes or total_bytes) / total_bytes), place)

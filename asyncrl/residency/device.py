@@ -1,14 +1,11 @@
 """The memory that a process shares with others: taken and given back by the storage, counted, with a budget.
 
-Invariants, for both (`SimulatedDevice` here, `CudaDevice` in residency/cuda.py): what was given back can be had by others at
-once; a copy has arrived when `copy` returns; running out raises torch.OutOfMemoryError and takes nothing.
+Invariants, for both (`SimulatedDevice` here, `CudaDevice` in cuda.py): what was given back can be had by others at once; a copy
+has arrived when `copy` returns; running out raises torch.OutOfMemoryError and takes nothing.
 
 Bytes are uint8 tensors, each with a storage of its own, because a model's tensors must not come to share one. On a CPU the
-"device" is a simulation over real memory: a piece of memory (residency/arenas.py) for each `take`, which anyone on the machine
-can have once the last tensor on it is gone, and a count that falls just then. `hold` puts tensors that came from elsewhere on
-the same count.
-
-Called by residency/tensors.py, residency/manager.py and learner/residents.py.
+"device" is simulated over ordinary memory, with a count that falls when a storage is gone. `hold` puts tensors that came from
+elsewhere on the same count.
 """
 
 from __future__ import annotations
@@ -16,12 +13,11 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
-from asyncrl.models.copying import copy_tensors
-from asyncrl.residency.arenas import Arenas
+from asyncrl.models.layout import copy_tensors
 
 Copy = tuple[torch.Tensor, torch.Tensor]
 """(from, to), uint8, of one size."""
@@ -74,8 +70,8 @@ class Device(Protocol):
         """Copy all of them, in whatever order, and return once all have arrived."""
         ...
 
-    def give_back(self, *, at_once: bool) -> None:
-        """Let others have what is free; with `at_once` nothing of it is kept for the next time, as far as there is a choice."""
+    def give_back(self) -> None:
+        """Let others have what is free."""
         ...
 
 
@@ -98,67 +94,45 @@ class SimulatedDevice:
 
     def __init__(self, budget_bytes: int | None = None) -> None:
         """Begin with nothing on it; `budget_bytes` None: no limit."""
-        self._budget_bytes = budget_bytes
-        self._allocated = 0
-        self._peak = 0
+        self.kind = torch.device("cpu")
+        self.budget_bytes = budget_bytes
+        self.allocated_bytes = 0
+        """Of all storages on it that exist."""
+        self.peak_bytes = 0
+        """The most there was since `reset_peak`."""
         self._held: set[int] = set()
         """Addresses of the storages on the count."""
-        self._arenas = Arenas()
-
-    @property
-    def kind(self) -> torch.device:
-        """Return the CPU."""
-        return torch.device("cpu")
-
-    @property
-    def budget_bytes(self) -> int | None:
-        """Return the budget."""
-        return self._budget_bytes
-
-    @property
-    def allocated_bytes(self) -> int:
-        """Return the bytes of all storages on it that exist."""
-        return self._allocated
-
-    @property
-    def peak_bytes(self) -> int:
-        """Return the most there was since `reset_peak`."""
-        return self._peak
 
     def reset_peak(self) -> None:
         """Begin to measure the peak anew."""
-        self._peak = self._allocated
+        self.peak_bytes = self.allocated_bytes
 
     def take(self, sizes: Sequence[int]) -> list[torch.Tensor]:
         """See `Device`."""
-        num_bytes = sum(sizes)
-        self._require(num_bytes)
-        piece, tensors = self._arenas.take(sizes)
-        if piece is not None:
-            self._count(piece, num_bytes)
-        for tensor in tensors:
-            self._note_address(tensor.untyped_storage())
+        self._require(sum(sizes))
+        tensors = self.take_host(sizes)
+        self.hold(tensors)
         return tensors
 
     def take_host(self, sizes: Sequence[int]) -> list[torch.Tensor]:
         """See `Device`."""
-        return self._arenas.take(sizes)[1]
+        return [torch.empty(size, dtype=torch.uint8) for size in sizes]
 
     def hold(self, tensors: Iterable[torch.Tensor]) -> None:
         """See `Device`; may pass the budget, because the memory is taken already."""
         for storage in (tensor.untyped_storage() for tensor in tensors):
             if storage.nbytes() and storage.data_ptr() not in self._held:
-                self._note_address(storage)
-                self._count(storage, storage.nbytes())
+                self._held.add(storage.data_ptr())
+                self.allocated_bytes += storage.nbytes()
+                self.peak_bytes = max(self.peak_bytes, self.allocated_bytes)
+                weakref.finalize(storage, self._let_go, storage.data_ptr(), storage.nbytes())
 
     def copy(self, pairs: Sequence[Copy]) -> None:
         """See `Device`."""
         copy_tensors(pairs)
 
-    def give_back(self, *, at_once: bool) -> None:
-        """See `Device`; what is free is on offer to the system already, and `at_once` the system has it."""
-        if at_once:
-            self._arenas.drop()
+    def give_back(self) -> None:
+        """Do nothing: the system has memory back as soon as its last tensor is gone."""
 
     @contextlib.contextmanager
     def counting_activations(self) -> Iterator[None]:
@@ -177,21 +151,13 @@ class SimulatedDevice:
         # Not the tensor itself: a graph that keeps its own output is a cycle, and a forward that fails half-way would leak it.
         return tensor.detach()
 
-    def _note_address(self, storage: torch.UntypedStorage) -> None:
-        self._held.add(storage.data_ptr())
-        weakref.finalize(storage, self._held.discard, storage.data_ptr())
-
-    def _count(self, owner: Any, num_bytes: int) -> None:  # noqa: ANN401 - whatever dies when the memory does
-        self._allocated += num_bytes
-        self._peak = max(self._peak, self._allocated)
-        weakref.finalize(owner, self._uncount, num_bytes)
-
-    def _uncount(self, num_bytes: int) -> None:
-        self._allocated -= num_bytes
+    def _let_go(self, address: int, num_bytes: int) -> None:
+        self._held.discard(address)
+        self.allocated_bytes -= num_bytes
 
     def _require(self, num_bytes: int) -> None:
-        if self._budget_bytes is not None and self._allocated + num_bytes > self._budget_bytes:
+        if self.budget_bytes is not None and self.allocated_bytes + num_bytes > self.budget_bytes:
             raise SimulatedOutOfMemoryError(
-                f"the simulated device is out of memory: {num_bytes} bytes asked for, {self._allocated} of "
-                f"{self._budget_bytes} taken"
+                f"the simulated device is out of memory: {num_bytes} bytes asked for, {self.allocated_bytes} of "
+                f"{self.budget_bytes} taken"
             )

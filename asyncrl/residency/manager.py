@@ -1,23 +1,24 @@
-"""Who moves components: carries plans out, times and logs every move, knows what is where and what the peak of each phase was.
+"""The residency manager: carries plans out, times and logs every move, knows what is where and what the peak of each phase was.
 
-Invariants: a component is moved whole or stays whole where it was; after a move that failed the manager still knows where
-everything is, and the next switch plans from there; the phase is noted only once all its needs are met. Used on one thread at a
-time (a learner's own). Called by learner/residents.py and whoever else has components.
+Invariants: a component is moved whole or stays whole where it was. After a move that failed the manager still knows where
+everything is, and the next switch plans from there. The phase is noted only once all its needs are met. Used on one thread at a
+time.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+import msgspec
 
 from asyncrl.clock import Clock
 from asyncrl.errors import ResidencyError
 from asyncrl.observe.memory import MemoryLine
-from asyncrl.residency.component import Component
+from asyncrl.residency.component import Component, TensorComponent
 from asyncrl.residency.device import Device
-from asyncrl.residency.plan import Budget, OffloadTo, Part, PhaseNeeds, gib, plan_prefetch, plan_room, plan_switch
-from asyncrl.residency.tensors import TensorComponent
+from asyncrl.residency.plan import Budget, OffloadTo, Part, PhaseNeeds, gib, plan_prefetch, plan_switch
 from asyncrl.schema.control import ComponentMove, Phase, PhaseReached
 
 log = logging.getLogger(__name__)
@@ -106,7 +107,8 @@ class ResidencyManager:
         """
         if phase not in self._phases:
             raise ResidencyError(f"{self._process} knows the phases {', '.join(self._phases)}, not {phase!r}")
-        self._look()
+        for component in self._components.values():
+            component.look()
         moves = plan_switch(self._parts(), self._phases[phase], self._budget, self._offload_to)
         self._carry_out(moves, phase, number)
         self._phase = phase
@@ -124,13 +126,6 @@ class ResidencyManager:
             moves = plan_prefetch(self._parts(), needs, self._phases[phase], self._budget)
             self._carry_out(moves, needs.phase, OWN_SWITCH)
 
-    def make_room(self, keep: Collection[str]) -> int:
-        """Take everything off the device but `keep`, as far as it may leave; return the bytes that left."""
-        moves = plan_room(self._parts(), keep, self._budget, self._offload_to)
-        self._carry_out(moves, self._phase or "train", OWN_SWITCH)
-        self._device.give_back(at_once=True)
-        return sum(move.num_bytes for move in moves)
-
     @contextlib.contextmanager
     def readable(self) -> Iterator[None]:
         """Let everything be read where it is, to save it, without a byte on the device."""
@@ -139,10 +134,6 @@ class ResidencyManager:
                 if isinstance(component, TensorComponent) and component.residence != "absent":
                     stack.enter_context(component.readable())
             yield
-
-    def _look(self) -> None:
-        for component in self._components.values():
-            component.look()
 
     def _parts(self) -> list[Part]:
         return [Part(one.name, one.num_bytes, one.residence, one.places) for one in self._components.values()]
@@ -153,36 +144,34 @@ class ResidencyManager:
         done: list[ComponentMove] = []
         peak_bytes = max(self._device.peak_bytes, sum(self.resident.values()))
         try:
-            done.extend(self._carry_out_one(move) for move in moves)
+            for move in moves:
+                began_s = self._clock.now()
+                self._components[move.component].move(move.after)
+                done.append(msgspec.structs.replace(move, seconds=self._clock.now() - began_s))
         except ResidencyError as error:
             held = ", ".join(f"{name} {gib(num_bytes)}" for name, num_bytes in self.resident.items())
             raise type(error)(f"phase {phase!r} was not reached: {error}; on the device: {held or 'nothing'}") from error
         finally:
-            self._note(done, phase, number, started_s, peak_bytes)
+            self._moved += done
+            self._peak_bytes = max(self._peak_bytes, peak_bytes)
+            if done or number != OWN_SWITCH:
+                self._note(MemoryLine(
+                    self._process, phase, number, started_s, self._clock.now(), tuple(done), self.resident, peak_bytes,
+                    self._phase or "",
+                ))  # fmt: skip
 
-    def _carry_out_one(self, move: ComponentMove) -> ComponentMove:
-        component, started_s = self._components[move.component], self._clock.now()
-        component.move(move.after)
-        seconds = self._clock.now() - started_s
-        return ComponentMove(move.component, move.before, move.after, move.num_bytes, seconds)
-
-    def _note(self, done: Sequence[ComponentMove], phase: Phase, number: int, started_s: float, peak_bytes: int) -> None:
-        self._moved += done
-        self._peak_bytes = max(self._peak_bytes, peak_bytes)
-        if not done and number == OWN_SWITCH:
-            return
-        finished_s, ended = self._clock.now(), self._phase or ""
-        line = MemoryLine(self._process, phase, number, started_s, finished_s, tuple(done), self.resident, peak_bytes, ended)
+    def _note(self, line: MemoryLine) -> None:
         if self._record is not None:
             self._record(line)
         self._device.reset_peak()
-        log.info("phase %s: %s", phase, describe(done, finished_s - started_s, sum(self.resident.values())))
+        log.info("phase %s: %s", line.phase, describe(line))
 
 
-def describe(moves: Sequence[ComponentMove], seconds: float, resident_bytes: int) -> str:
+def describe(line: MemoryLine) -> str:
     """Return a switch in one line."""
-    if not moves:
-        return f"nothing to move, {resident_bytes / MIB:.1f} MiB on the device"
-    said = ", ".join(f"{move.component} {move.before} to {move.after}" for move in moves)
-    total = sum(move.num_bytes for move in moves)
-    return f"{said}: {total / MIB:.1f} MiB in {seconds * 1e3:.1f} ms, {resident_bytes / MIB:.1f} MiB on the device"
+    resident = f"{sum(line.resident.values()) / MIB:.1f} MiB on the device"
+    if not line.moves:
+        return f"nothing to move, {resident}"
+    said = ", ".join(f"{move.component} {move.before} to {move.after}" for move in line.moves)
+    total = sum(move.num_bytes for move in line.moves)
+    return f"{said}: {total / MIB:.1f} MiB in {(line.finished_s - line.started_s) * 1e3:.1f} ms, {resident}"

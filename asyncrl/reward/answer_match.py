@@ -1,28 +1,22 @@
 """1 where the completion's answer equals the reference answer, else 0: exact, numeric, regex or mathematical equality.
 
 The answer is the first group of the last match of `extract`, or the whole completion. An answer that names several candidates is
-not an answer: `numeric` takes exactly one number, and `math` is handed only what was extracted.
-
-math-verify guards itself with signal.alarm; its timeouts are switched off here, because the pool (reward/pool.py) kills a scoring
-process that takes too long. So these functions belong in scoring processes only.
+not an answer: `numeric` takes exactly one number (numbers.py), and `math` exactly one expression (math_match.py).
 """
 
 from __future__ import annotations
 
-import logging
-import re
 from collections.abc import Callable
+from functools import lru_cache
 
 from asyncrl.config.reward import AnswerMatchReward
-from asyncrl.errors import RewardError
-from asyncrl.reward.inputs import RewardFunction, RewardInput, compile_extract, extract_answer, import_optional
+from asyncrl.errors import ConfigError, RewardError
+from asyncrl.reward.inputs import Pattern, RewardFunction, RewardInput, compile_extract, compile_pattern, extract_answer
+from asyncrl.reward.math_match import build_math_match
 from asyncrl.reward.numbers import same_quantity
 
 Matcher = Callable[[str, str], bool]
 """(answer, reference) -> equal; both stripped and not empty."""
-
-_DELIMITER = re.compile(r"\$|\\boxed|\\\(|\\\[")
-_WORD = re.compile(r"(?<![\\A-Za-z])(?!(?:sin|cos|tan|log|ln|exp|sqrt|pi)(?![A-Za-z]))[A-Za-z]{2,}")
 
 
 def build_answer_match(config: AnswerMatchReward) -> RewardFunction:
@@ -33,7 +27,13 @@ def build_answer_match(config: AnswerMatchReward) -> RewardFunction:
         RewardError: Mode `math` without math-verify installed.
     """
     extract = compile_extract(config.extract, "reward.functions answer_match extract")
-    matches = _build_matcher(config)
+    matchers: dict[str, Callable[[], Matcher]] = {
+        "exact": lambda: str.__eq__,
+        "numeric": lambda: lambda answer, reference: same_quantity(answer, reference, config.tolerance),
+        "regex": lambda: lambda answer, reference: _reference_pattern(reference).fullmatch(answer) is not None,
+        "math": build_math_match,
+    }
+    matches = matchers[config.mode]()
 
     def score(sample: RewardInput) -> float:
         reference = sample.prompt.answer.strip()
@@ -45,39 +45,9 @@ def build_answer_match(config: AnswerMatchReward) -> RewardFunction:
     return score
 
 
-def _build_matcher(config: AnswerMatchReward) -> Matcher:
-    if config.mode == "exact":
-        return str.__eq__
-    if config.mode == "numeric":
-        return lambda answer, reference: same_quantity(answer, reference, config.tolerance)
-    if config.mode == "regex":
-        return _regex_match
-    return _build_math_match()
-
-
-def _regex_match(answer: str, reference: str) -> bool:
+@lru_cache(maxsize=1024)
+def _reference_pattern(reference: str) -> Pattern:
     try:
-        return re.fullmatch(reference, answer, re.DOTALL) is not None
-    except re.error as error:
-        raise RewardError(f"reference {reference!r} is not a regular expression: {error}") from error
-
-
-def _build_math_match() -> Matcher:
-    math_verify = import_optional("math_verify", "answer_match")
-    # Both warn at every call that their own timeouts are off.
-    for name in ("math_verify.parser", "math_verify.grader", "math_verify.utils"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-
-    def parse(text: str) -> list[object]:
-        # Outside dollars only numbers are read, and of `1 + x` only the 1.
-        bare = _DELIMITER.search(text) is None and _WORD.search(text) is None
-        readings = (f"${text}$", text) if bare else (text,)
-        return next((found for reading in readings if (found := math_verify.parse(reading, parsing_timeout=None))), [])
-
-    def matches(answer: str, reference: str) -> bool:
-        gold = parse(reference)
-        if not gold:
-            raise RewardError(f"math-verify cannot read the reference answer {reference!r}")
-        return bool(math_verify.verify(gold, parse(answer), timeout_seconds=None))
-
-    return matches
+        return compile_pattern(reference, "reference")
+    except ConfigError as error:
+        raise RewardError(str(error)) from error

@@ -5,10 +5,12 @@ from __future__ import annotations
 import importlib
 import re
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from types import ModuleType
+from typing import Any, Protocol, cast
 
 import msgspec
+import re2  # type: ignore[import-untyped]
 
 from asyncrl.errors import ConfigError, RewardError
 from asyncrl.schema.samples import FinishReason, Prompt
@@ -30,19 +32,45 @@ RewardFunction = Callable[[RewardInput], "float | Awaitable[float]"]
 """Judges one sample; sync or async; what it raises fails the sample with that reason."""
 
 
-def compile_pattern(pattern: str, field: str) -> re.Pattern[str]:
-    """Compile a pattern from the config; `.` matches newlines too.
+class Pattern(Protocol):
+    """A compiled pattern of the config."""
+
+    groups: int
+
+    def fullmatch(self, text: str, /) -> Any:  # noqa: ANN401 - a match of either library
+        """Return a match of the whole text, or None."""
+
+    def finditer(self, text: str, /) -> Iterator[Any]:
+        """Yield the matches from the left."""
+
+
+def linear_pattern(pattern: str) -> Pattern:
+    """Compile with RE2, `.` matching newlines too; raise re2.error where RE2 has no such pattern."""
+    options = re2.Options()
+    options.dot_nl, options.log_errors = True, False
+    return cast("Pattern", re2.compile(pattern, options))
+
+
+def compile_pattern(pattern: str, field: str) -> Pattern:
+    """Compile a pattern so that it runs in linear time (RE2); `.` matches newlines too.
+
+    Lookaround and backreferences, which RE2 does not have, run with Python's `re`, whose time has no bound but the sample's.
 
     Raises:
         ConfigError: It is not a regular expression; the message names `field`.
     """
     try:
-        return re.compile(pattern, re.DOTALL)
+        # Python's end of text is RE2's \z; as RE2 has no \Z, the two cannot be confused.
+        return linear_pattern(re.sub(r"(?<!\\)((?:\\\\)*)\\Z", r"\1\\z", pattern))
+    except re2.error:
+        pass
+    try:
+        return cast("Pattern", re.compile(pattern, re.DOTALL))
     except re.error as error:
         raise ConfigError(f"{field}: {pattern!r} is not a regular expression: {error}") from error
 
 
-def compile_extract(pattern: str, field: str) -> re.Pattern[str] | None:
+def compile_extract(pattern: str, field: str) -> Pattern | None:
     """Compile an extraction pattern, which must have a group; None where it is empty. Raises as `compile_pattern`."""
     if not pattern:
         return None
@@ -52,7 +80,7 @@ def compile_extract(pattern: str, field: str) -> re.Pattern[str] | None:
     return compiled
 
 
-def extract_answer(text: str, pattern: re.Pattern[str] | None) -> str | None:
+def extract_answer(text: str, pattern: Pattern | None) -> str | None:
     """Return the answer in a completion, stripped.
 
     Args:

@@ -1,80 +1,196 @@
 r"""Reading a quantity as people and models write it: `1,234.50`, `$3`, `3/4`, `1 1/2`, `\frac{3}{4}`, `12 km`, `5e-3`, `50%`.
 
-Exact arithmetic (fractions) throughout, so that tolerance is the only source of slack. A text with two numbers is no quantity.
+Exact arithmetic (fractions) throughout, so that tolerance is the only source of slack. The rules (docs/rewards.md lists them):
+- wrappers are taken off: `$..$`, `\(..\)`, `\boxed{..}`, `**..**`, parentheses around everything, and a name in front (`x = 5`);
+- one number, with ASCII digits; two numbers, or a word that is no unit, make it no quantity;
+- a unit is one that is listed here, or the very unit of the reference.
 """
 
 from __future__ import annotations
 
 import re
 from fractions import Fraction
+from functools import lru_cache
 from typing import NamedTuple
 
-_MAX_CHARS = 200
+MAX_CHARS = 200
 _MAX_EXPONENT = 400
-_SIGNS = str.maketrans({"\u2212": "-", "\u2013": "-", "\u00a0": " ", "\u202f": " ", "\u2009": " "})
-_LATEX_NOISE = re.compile(r"\\[!,;:]|\\(?:left|right|displaystyle)(?![A-Za-z])")
-_LATEX_TEXT = re.compile(r"\\(?:text|mathrm|mbox|textbf)\s*\{([^{}]*)\}")
-_LATEX_FRACTION = re.compile(r"\\[dt]?frac\s*\{\s*([^{}]+?)\s*\}\s*\{\s*([^{}]+?)\s*\}")
-_BOXED = re.compile(r"\\boxed\s*\{(.*)\}", re.DOTALL)
-_NUMBER = r"(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d*)?|\.\d+"
-_QUANTITY = re.compile(
-    rf"(?P<sign>[-+]?)\s*(?P<currency>[$€£¥])?\s*(?P<inner_sign>[-+]?)\s*"
-    rf"(?:(?P<whole>\d+)\s+)?(?P<number>{_NUMBER})(?:[eE](?P<exponent>[-+]?\d+))?"
-    rf"(?:\s*/\s*(?P<denominator>{_NUMBER}))?\s*(?P<unit>(?:[^\W\d_]|[%°€£¥$])[^\d\n,;=]*(?:\^\(?\d\)?)?)?"
+_SIGNS = str.maketrans({"\u2212": "-", "\u2013": "-", "\u00a0": " ", "\u202f": " ", "\u2009": " ", "\u00d7": "*"})
+_LATEX_NOISE = re.compile(r"\\[!,;: ]|\\(?:left|right|displaystyle)(?![A-Za-z])")
+_LATEX_TEXT = re.compile(r"\\(?:text|mathrm|mathbf|mbox|textbf|textrm|operatorname)\s*\{([^{}]*)\}")
+_LATEX_FRACTION = re.compile(
+    r"\\[dtc]?frac\s*(?:\{\s*(?P<a>[-\d.,\s]+?)\s*\}|(?P<b>\d))\s*(?:\{\s*(?P<c>[-\d.,\s]+?)\s*\}|(?P<d>\d))", re.ASCII
 )
+_DEGREES = re.compile(r"\s*\^\s*(?:\{\s*\\circ\s*\}|\\circ(?![A-Za-z]))|\u00b0")
+_WRAPPERS = tuple(
+    re.compile(pattern, re.DOTALL)
+    for pattern in (
+        r"\$\$(.*)\$\$",
+        r"\$([^$]*)\$",
+        r"\\\((.*)\\\)",
+        r"\\\[(.*)\\\]",
+        r"\\boxed\s*\{(.*)\}",
+        r"\\f?box\s*\{(.*)\}",
+        r"\*\*([^*]*)\*\*",
+        r"\(([^()]*)\)",
+        r"\{([^{}]*)\}",
+        r"\\(?:text|mathrm|mathbf|textbf)\s*\{([^{}]*)\}",
+    )
+)
+_NAMED = re.compile(r"\\?(?P<name>[A-Za-z]+(?:_\w|_\{\w+\})?|[A-Za-z]\([a-z]\))\s*=\s*(?P<value>[^=]+)", re.ASCII)
+_NUMBER = r"(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d*)?|\.\d+"
+_PLAIN = re.compile(r"[-+]?\d+(?:\.\d+)?", re.ASCII)
+_QUANTITY = re.compile(
+    rf"(?P<sign>[-+]?)\s*(?P<currency>[$€£¥])?\s*(?P<inner_sign>[-+]?)\s*(?:(?P<whole>\d+)\s+)?(?P<number>{_NUMBER})"
+    rf"(?:[eE](?P<exponent>[-+]?\d+)|\s*(?:\\times|\\cdot|\*|x)\s*10\s*(?:\^|\*\*)\s*(?:\{{\s*(?P<ten>[-+]?\d+)\s*\}}|(?P<digit>-?\d+)))?"
+    rf"(?:\s*/\s*(?P<denominator>{_NUMBER}))?\s*(?P<unit>[^\d\s].*)?",
+    re.ASCII,
+)
+_SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+_UNIT_NAMES = """
+    %,percent,per cent,pct; $,dollar,usd,us dollar,buck; €,euro,eur; £,gbp,pound sterling; ¥,yen,jpy; ¢,cent; rupee,inr
+    °,degree,deg; °c,degrees celsius,celsius; °f,degrees fahrenheit,fahrenheit; rad,radian
+    km,kilometer,kilometre; m,meter,metre; cm,centimeter,centimetre; mm,millimeter,millimetre; um,micrometer; nm,nanometer
+    mi,mile; yd,yard; ft,foot,feet; in,inch,inches; light year
+    kg,kilogram,kilo; g,gram; mg,milligram; t,ton,tonne; lb,pound; oz,ounce
+    l,liter,litre; ml,milliliter,millilitre; gal,gallon; quart; pint; cup; tablespoon,tbsp; teaspoon,tsp
+    s,sec,second; ms,millisecond; min,minute; h,hr,hour; day; week; month; year,yr; decade; century,centuries
+    n,newton; j,joule; kj,kilojoule; cal,calorie; kcal,kilocalorie; w,watt; kw,kilowatt; kwh,kilowatt hour; v,volt; a,amp,ampere
+    ohm; hz,hertz; pa,pascal; kpa,kilopascal; atm,atmosphere; kelvin; mol,mole
+    b,byte; kb,kilobyte; mb,megabyte; gb,gigabyte; tb,terabyte; bit
+    km/h,kph,kmh,kilometers per hour; mph,mi/h,miles per hour; m/s,mps,meters per second; m/s^2; g/ml; g/cm^3; kg/m^3
+    unit; square unit,sq unit; cubic unit; square meter,sq m,m^2; square centimeter,sq cm,cm^2; square kilometer,sq km,km^2; mm^2
+    square foot,square feet,sq ft,ft^2; square inch,square inches,sq in,in^2; square mile,sq mi,mi^2; square yard,sq yd,yd^2
+    hectare; acre; cubic meter,m^3; cubic centimeter,cm^3,cc; cubic foot,cubic feet,ft^3; cubic inch,cubic inches,in^3; mm^3
+    apple; orange; banana; egg; cookie; cake; pie; slice; pizza; candy,candies; sandwich,sandwiches; bottle; bag; box,boxes; pack
+    person,people; student; child,children; kid; boy; girl; man,men; woman,women; friend; teacher; worker; player; member; guest
+    customer; book; page; card; sticker; stamp; marble; ball; toy; coin; pencil; pen; ticket; photo; picture; letter; word
+    question; problem; point; vote; cat; dog; bird; fish; cow; chicken; horse; sheep; animal; tree; flower; plant; rose
+    seed; shirt; shoe; sock; hat; dress,dresses; car; bus,buses; truck; bike; train; house; room; seat; chair; table
+    floor; lap; game; goal; time; item; piece; part; pair; group; team; row; side; triangle; square; circle; cube
+"""
+
+
+def _read_units() -> dict[str, str]:
+    entries = [[name.strip() for name in entry.split(",")] for entry in _UNIT_NAMES.replace("\n", ";").split(";")]
+    units = {f"{name}s": names[0] for names in entries for name in names if len(name) > 2}
+    return units | {name: names[0] for names in entries for name in names if name}
+
+
+UNITS = _read_units()
+"""A unit as it may be written, lower case, to the one name it is compared by."""
 
 
 class Quantity(NamedTuple):
-    """A number and the unit written after it (lower case, empty where there is none)."""
+    """A number and the unit written after it (empty where there is none)."""
 
     value: Fraction
     unit: str
+    name: str = ""
+    """What stands before the equals sign, in `x = 5`."""
 
 
-def parse_quantity(text: str) -> Quantity | None:
-    """Return the one quantity that `text` is, or None where it is anything else."""
-    match = _QUANTITY.fullmatch(_plain(text)) if len(text) <= _MAX_CHARS else None
+@lru_cache(maxsize=4096)
+def parse_quantity(text: str, reference_unit: str = "") -> Quantity | None:
+    """Return the one quantity that `text` is, or None where it is anything else.
+
+    Args:
+        text: As it was written.
+        reference_unit: A unit that counts as one although it is not listed.
+    """
+    if len(text) > MAX_CHARS:
+        return None
+    if _PLAIN.fullmatch(text):
+        return Quantity(Fraction(text), "")
+    text, name = _unwrapped(text.translate(_SIGNS))
+    text = _LATEX_TEXT.sub(r" \1 ", _LATEX_NOISE.sub(" ", text.replace("{,}", ",").replace(r"\,", " ")))
+    text = _LATEX_FRACTION.sub(lambda m: f" {m['a'] or m['b']}/{m['c'] or m['d']}", text)
+    text = _DEGREES.sub("°", text).replace(r"\%", "%").replace(r"\$", "$").strip()
+    match = _QUANTITY.fullmatch(re.sub(r"(?<=\d)\.$", "", re.sub(r"([-+])\s+(?=[\d.])", r"\1", text)))
     if match is None:
         return None
+    unit, power = _unit(match["unit"] or "", reference_unit)
     value = _value(match)
-    unit = re.sub(r"[\s.$]+", " ", match["unit"] or "").strip().lower()
-    return None if value is None else Quantity(value, unit)
+    if value is None or unit is None or (unit and match["currency"] and unit != match["currency"]):
+        return None
+    return Quantity(value * 10**power, unit or match["currency"] or "", name)
 
 
-def same_quantity(answer: str, reference: str, tolerance: float) -> bool:
+def same_quantity(answer: str, reference: str, tolerance: float | None = None) -> bool:
     """Return whether two texts are the same quantity.
 
     Args:
         answer: The model's.
         reference: The task's.
-        tolerance: Largest difference allowed, relative to max(1, |reference|).
+        tolerance: Largest difference allowed, relative to max(1, |reference|); None: none for whole numbers, else 1e-6.
 
     Returns:
-        True where both are quantities, closer than the tolerance, and of one unit (either may leave it out).
+        True where both are quantities, close enough, of one unit and under one name (either may leave these out).
     """
-    given, wanted = parse_quantity(answer), parse_quantity(reference)
-    if given is None or wanted is None:
+    wanted = parse_quantity(reference, _bare_unit(reference))
+    given = wanted and parse_quantity(answer, wanted.unit)
+    if wanted is None or given is None:
         return False
-    if given.unit and wanted.unit and given.unit.rstrip("s") != wanted.unit.rstrip("s"):
+    if (given.unit and wanted.unit and given.unit != wanted.unit) or (given.name and wanted.name and given.name != wanted.name):
         return False
+    if tolerance is None:
+        tolerance = 0.0 if wanted.value.denominator == 1 else 1e-6
     return abs(given.value - wanted.value) <= Fraction(tolerance) * max(Fraction(1), abs(wanted.value))
 
 
-def _plain(text: str) -> str:
-    text = text.strip().translate(_SIGNS)
-    boxed = _BOXED.fullmatch(text.strip("$ "))
-    text = boxed[1] if boxed else text
-    if len(text) > 1 and text[0] == text[-1] == "$":
-        text = text[1:-1]
-    text = _LATEX_TEXT.sub(r" \1", _LATEX_NOISE.sub("", text))
-    text = _LATEX_FRACTION.sub(r" \1/\2", text).replace("\\%", "%").replace("\\$", "$").replace("{,}", ",")
-    return re.sub(r"(?<=\d)\.$", "", re.sub(r"([-+])\s+(?=\d)", r"\1", text.strip()))
+def _unwrapped(text: str) -> tuple[str, str]:
+    """Take off what stands around an answer; return it and the name in front of it."""
+    name = ""
+    text = text.strip().removesuffix(".")
+    while True:
+        text = text.strip()
+        inner = next((match[1] for match in (wrapper.fullmatch(text) for wrapper in _WRAPPERS) if match), None)
+        if inner is not None and _is_balanced(inner):
+            text = inner
+            continue
+        named = _NAMED.fullmatch(text)
+        if named is None or name:
+            return text, name
+        text, name = named["value"], named["name"]
+
+
+def _is_balanced(text: str) -> bool:
+    depth = 0
+    for character in text:
+        depth += (character in "({") - (character in ")}")
+        if depth < 0:
+            return False
+    return depth == 0
+
+
+def _bare_unit(reference: str) -> str:
+    """Return the words behind the number of a reference: the task knows its own units."""
+    match = re.fullmatch(r"[^A-Za-z]*\d[\d.,]*\s+([A-Za-z][A-Za-z ]*?)\.?", reference.strip(), re.ASCII)
+    return _singular(match[1].lower()) if match else ""
+
+
+def _singular(unit: str) -> str:
+    return UNITS.get(unit, unit[:-1] if unit.endswith("s") and len(unit) > 3 else unit)
+
+
+def _unit(text: str, reference_unit: str) -> tuple[str | None, int]:
+    """Return the unit that `text` names, None where it names none, and the power of ten of a word before it."""
+    words = re.sub(r"\^\{(\d)\}", r"^\1", text).strip().rstrip(".").casefold().split()
+    power = 0
+    while words and words[0] in _SCALES:
+        power += _SCALES[words.pop(0)]
+    unit = " ".join(words)
+    if not unit:
+        return "", power
+    if unit in UNITS:
+        return UNITS[unit], power
+    return (reference_unit, power) if reference_unit and _singular(unit) == reference_unit else (None, power)
 
 
 def _value(match: re.Match[str]) -> Fraction | None:
     if match["sign"] and match["inner_sign"]:
         return None
-    exponent = int(match["exponent"] or 0)
+    exponent = int(match["exponent"] or match["ten"] or match["digit"] or 0)
     if abs(exponent) > _MAX_EXPONENT:
         return None
     value = _fraction(match["number"]) * Fraction(10) ** exponent

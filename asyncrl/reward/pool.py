@@ -1,33 +1,42 @@
 """Scores samples in child processes, so that no reward ever runs on an event loop, hangs a worker or takes it down.
 
-Invariants: every `score` returns a Score, with a reward or with the reason why there is none; a sample's process is killed once
-`timeout_s` has passed since its turn came; a process that dies, hangs or runs out of memory costs the one sample it was at, and
-the others that it was sent go to its replacement. Processes are warm and reused. Cheap rewards are sent several at a time
-(`_batch_size`): at most about 20 ms of work waits behind one process while others are idle.
+Invariants:
+- Every `score` returns a Score, with a reward or with the reason why there is none.
+- A sample's process is killed once `timeout_s` has passed since its turn came. A function that a sample makes run out of time or
+  memory scores 0 for it and is counted, the other functions score it as ever: a sample that could fail its judge would escape the
+  score it earns. So it is where a built-in function's process dies. Where a user's own function ends it, the sample fails.
+- What stops a process costs the one sample it was at; the others that it was sent go to its replacement, and a sample that it had
+  not begun is blamed for nothing. Where a function had several samples at once, they are scored again one by one.
 
-Called by reward/worker.py.
+Processes are warm and reused. Cheap rewards are sent several at a time (`_batch_size`): at most about 20 ms of work waits behind
+one process while others are idle.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+import logging
+from collections import Counter, deque
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from asyncrl.clock import Clock
-from asyncrl.config.reward import RewardConfig
+from asyncrl.config.reward import PythonReward, RewardConfig, reward_names
 from asyncrl.errors import AsyncRLError
 from asyncrl.reward.inputs import RewardInput
-from asyncrl.reward.scoring_process import ProcessDied, ScoringProcess
-from asyncrl.reward.wire import Judgement
+from asyncrl.reward.worker_process import Item, Judgement, PrintedOutput, ProcessDied, ScoringProcess
 from asyncrl.schema.samples import Score, ScoreRequest
+
+log = logging.getLogger(__name__)
 
 MAX_BATCH = 32
 MAX_ERROR_CHARS = 2000
 """Of the reason why a sample has no score. It travels, goes into the ledger and is counted by, and a reward may say anything."""
 _BATCH_WORK_S = 0.02
+_MAX_LOST = 3
+"""Processes that may die before they began a sample, until the sample fails."""
 
 
 @dataclass(slots=True, eq=False)
@@ -35,6 +44,12 @@ class _Job:
     request: ScoreRequest
     done: asyncio.Future[Score]
     started_s: float = 0.0
+    number: int = 0
+    """Which of the samples it is that its process was sent, from 1."""
+    skipped: tuple[int, ...] = ()
+    is_alone: bool = False
+    """It is sent by itself, because a function failed that had it together with others."""
+    num_lost: int = 0
 
 
 @dataclass(slots=True)
@@ -45,6 +60,10 @@ class PoolCounts:
     failed: int = 0
     replaced: int = 0
     """Processes killed or lost, and started anew."""
+    over_limit: int = 0
+    """Functions that scored 0 because a sample made them run out of time or memory, or ended their process."""
+    died: int = 0
+    """Samples failed because a user's own function ended its process."""
     busy_s: float = 0.0
     """Sum of the time that judging took, failed samples included."""
 
@@ -57,18 +76,22 @@ class RewardPool:
         ...     score = await pool.score(request)
     """
 
-    def __init__(self, config: RewardConfig, clock: Clock, name: str = "reward") -> None:
+    def __init__(self, config: RewardConfig, clock: Clock, name: str = "reward", output: Path | None = None) -> None:
         """Prepare a pool; nothing is started before it is entered.
 
         Args:
             config: Which rewards, how many processes, how long one sample may take.
             clock: Stamps the scores. Time limits are real time, whatever the clock.
             name: The worker's, written into each score.
+            output: File for what rewards print; None: standard error.
         """
         self.counts = PoolCounts()
+        self._stops: Counter[tuple[str, str]] = Counter()
+        self._output_path = output
         self._config, self._clock, self._name = config, clock, name
         self._waiting: asyncio.Queue[_Job] = asyncio.Queue(self.capacity)
         self._processes: set[ScoringProcess] = set()
+        self._takes_batches = False
         self._tasks = asyncio.TaskGroup()
         self._slots: list[asyncio.Task[None]] = []
 
@@ -100,6 +123,7 @@ class RewardPool:
             RewardError: They cannot be built here.
         """
         try:
+            self._output = PrintedOutput(self._output_path)
             async with asyncio.TaskGroup() as group:
                 starts = [group.create_task(self._start()) for _ in range(self._config.concurrency)]
             await self._tasks.__aenter__()
@@ -135,31 +159,67 @@ class RewardPool:
         mean_s = _BATCH_WORK_S
         while True:
             jobs.append(await self._waiting.get())
-            while len(jobs) < _batch_size(mean_s) and not self._waiting.empty():
+            room = MAX_BATCH if self._takes_batches else _batch_size(mean_s)
+            while len(jobs) < room and not self._waiting.empty():
                 jobs.append(self._waiting.get_nowait())
-            process.send([_input(job.request) for job in jobs])
+            _send(process, jobs)
             while jobs:
                 jobs[0].started_s = self._clock.now()
-                judgement, alive = await self._judgement(process)
-                self._finish(jobs.popleft(), judgement)
-                mean_s = max(judgement.seconds, 0.7 * mean_s + 0.3 * judgement.seconds)
-                if not alive:
-                    await self._stop(process)
-                    process = await self._start()
-                    self.counts.replaced += 1
-                    process.send([_input(job.request) for job in jobs])
+                stopped, judgement = "", Judgement()
+                try:
+                    async with asyncio.timeout(self._config.timeout_s):
+                        judgement = await process.judgement()
+                except TimeoutError:
+                    stopped = "time"
+                except ProcessDied as died:
+                    stopped = str(died)
+                if judgement.out_of_memory:
+                    stopped = "memory"
+                if not stopped:
+                    self._finish(jobs.popleft(), judgement)
+                    mean_s = max(judgement.seconds, 0.7 * mean_s + 0.3 * judgement.seconds)
+                    continue
+                await self._stop(process)
+                if (failure := self._blame(process, jobs, stopped)) is not None:
+                    self._finish(jobs.popleft(), failure)
+                self.counts.replaced += 1
+                process = await self._start()
+                _send(process, jobs)
 
-    async def _judgement(self, process: ScoringProcess) -> tuple[Judgement, bool]:
-        """Return the judgement of the sample whose turn it is, and whether the process can go on."""
-        timeout_s = self._config.timeout_s
-        try:
-            async with asyncio.timeout(timeout_s):
-                judgement = await process.judgement()
-        except TimeoutError:
-            return Judgement(error=f"timed out: not scored within reward.timeout_s ({timeout_s:g} s)", seconds=timeout_s), False
-        except ProcessDied as died:
-            return Judgement(error=f"its scoring process died: {died}"), False
-        return judgement, not judgement.retiring
+    def _blame(self, process: ScoringProcess, jobs: deque[_Job], stopped: str) -> Judgement | None:
+        """Note what stopped a process at the first of its jobs; return the judgement that fails that sample, if one does."""
+        job, mark = jobs[0], process.mark
+        if mark.in_batch and mark.sample >= job.number:
+            for each in jobs:
+                each.is_alone = True
+            return None
+        if mark.sample < job.number:
+            job.num_lost += 1
+            if job.num_lost < _MAX_LOST:
+                return None
+            return Judgement(error=f"its scoring process ended {_MAX_LOST} times before it was begun, the last time: {stopped}")
+        limit = {
+            "time": f"ran past reward.timeout_s ({self._config.timeout_s:g} s)",
+            "memory": f"ran over reward.process_memory_bytes ({self._config.process_memory_bytes})",
+        }.get(stopped, "")
+        fails = not limit and isinstance(self._config.functions[mark.function], PythonReward)
+        name = reward_names(self._config)[mark.function]
+        self._tell(name, limit or f"ended its process ({stopped})", fails)
+        if fails:
+            self.counts.died += 1
+            return Judgement(error=f"its scoring process died in {name}: {stopped}")
+        self.counts.over_limit += 1
+        job.skipped = (*job.skipped, mark.function)
+        return None
+
+    def _tell(self, name: str, what: str, fails: bool) -> None:
+        """Log the first, second, fourth, ... time that a function does something."""
+        self._stops[name, what] += 1
+        count = self._stops[name, what]
+        if count & (count - 1) == 0:
+            done = self.counts.scored + self.counts.failed + 1
+            verb = "fail" if fails else "score 0 there"
+            log.warning("reward %s: %s on %d of %d samples so far; they %s", name, what, count, done, verb)
 
     def _finish(self, job: _Job, judgement: Judgement) -> None:
         self.counts.scored += not judgement.error
@@ -176,6 +236,8 @@ class RewardPool:
                 reward=judgement.reward,
                 parts=judgement.parts,
                 error=judgement.error[:MAX_ERROR_CHARS],
+                error_kind=judgement.kind[:MAX_ERROR_CHARS],
+                trace=judgement.trace,
                 worker=self._name,
                 started_s=job.started_s,
                 finished_s=self._clock.now(),
@@ -184,9 +246,9 @@ class RewardPool:
         )
 
     async def _start(self) -> ScoringProcess:
-        process = ScoringProcess()
+        process = ScoringProcess(self._output)
         self._processes.add(process)
-        await process.begin(self._config)
+        self._takes_batches = await process.begin(self._config)
         return process
 
     async def _stop(self, process: ScoringProcess) -> None:
@@ -199,10 +261,28 @@ class RewardPool:
             process.kill()
         for process in tuple(self._processes):
             await self._stop(process)
+        self._output.close()
 
 
 def _batch_size(mean_s: float) -> int:
     return max(1, min(MAX_BATCH, int(_BATCH_WORK_S / max(mean_s, 1e-9))))
+
+
+def _send(process: ScoringProcess, jobs: deque[_Job]) -> None:
+    """Send jobs, together but for those that go alone."""
+    together: list[Item] = []
+    for job in jobs:
+        job.number = process.num_sent + len(together) + 1
+        item = Item(_input(job.request), job.skipped)
+        if job.is_alone:
+            if together:
+                process.send(together)
+                together = []
+            process.send([item])
+        else:
+            together.append(item)
+    if together:
+        process.send(together)
 
 
 def _input(request: ScoreRequest) -> RewardInput:

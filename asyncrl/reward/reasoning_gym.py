@@ -13,7 +13,9 @@ What no scorer can close: in some families a constant answer is often right (let
 
 from __future__ import annotations
 
+import ast
 import json
+import math
 import re
 from collections.abc import Callable
 from functools import lru_cache
@@ -28,6 +30,11 @@ Shape = Callable[[str, Entry], bool]
 """(answer, entry) -> whether the answer has the form of one answer of this family."""
 
 _MAX_EXPRESSION_CHARS = 500
+_MAX_MAGNITUDE = 200
+_MAX_EXPONENT_DIGITS = 2
+_MAX_DIGITS = 50
+_DIGITS = re.compile(r"\d+")
+_LARGE_EXPONENT = re.compile(r"\d[eE][-+]?\d{3,}")
 _TOKEN = re.compile(r"[A-Za-z_][A-Za-z_0-9]*|\d+(?:\.\d+)?|\*\*|\S")
 _FUNCTIONS = frozenset({"sin", "cos", "tan", "asin", "acos", "atan", "sinh", "cosh", "tanh", "exp", "log", "ln", "sqrt", "pi"})
 _OPERATORS = frozenset({"+", "-", "*", "/", "**", "^", "(", ")"})
@@ -111,8 +118,10 @@ def _dataset(family: str, options_json: str) -> _Dataset:
 
 
 def _has_shape(family: str, answer: str, entry: Entry) -> bool:
+    if answer == str(entry.get("answer")).strip():
+        return True
     shape = _SHAPES.get(family)
-    return shape is None or answer == str(entry.get("answer")).strip() or shape(answer, entry)
+    return _has_bounded_numbers(answer, entry) and (shape is None or shape(answer, entry))
 
 
 def _never(_answer: str, _entry: Entry) -> bool:
@@ -139,12 +148,58 @@ def _statements(text: str) -> list[str]:
 
 def _expression(answer: str, _entry: Entry) -> bool:
     """Whether it is one algebraic expression of numbers, one-letter variables and the usual functions, safe to be evaluated."""
-    if len(answer) > _MAX_EXPRESSION_CHARS:
+    if len(answer) > _MAX_EXPRESSION_CHARS or not answer.isascii():
         return False
-    return all(
-        token in _OPERATORS or token in _FUNCTIONS or token[0].isdigit() or (len(token) == 1 and token.isalpha())
+    if any(
+        token not in _OPERATORS
+        and token not in _FUNCTIONS
+        and not token[0].isdigit()
+        and not (len(token) == 1 and token.isalpha())
         for token in _TOKEN.findall(answer)
-    )
+    ):
+        return False
+    try:
+        return _magnitude(ast.parse(answer.strip().replace("^", "**"), mode="eval").body) <= _MAX_MAGNITUDE
+    except (SyntaxError, ValueError, RecursionError, MemoryError, OverflowError):
+        return False
+
+
+def _magnitude(node: ast.expr) -> float:
+    """Return a bound on the digits of a number, or on the degree of a polynomial, that an expression can become.
+
+    Raises:
+        ValueError: It is none of the expressions that `_expression` lets through.
+    """
+    match node:
+        case ast.Constant(value=int() | float() as value):
+            return math.log10(abs(value) + 1) + 1
+        case ast.Name():
+            return 1.0
+        case ast.UnaryOp(operand=operand):
+            return _magnitude(operand)
+        case ast.Call(args=args):
+            # Of a function only exp grows, and that of a large number is out of bounds by the exponent's rule.
+            inner = max(map(_magnitude, args), default=0.0)
+            if inner > _MAX_EXPONENT_DIGITS + 1:
+                raise ValueError("a function of a large number")
+            return float(10.0**inner)
+        case ast.BinOp(left=left, op=ast.Pow(), right=right):
+            if any(isinstance(each, ast.Pow) for each in ast.walk(right)) or _magnitude(right) > _MAX_EXPONENT_DIGITS + 1:
+                raise ValueError("a large exponent")
+            numbers = [float(each.value) for each in ast.walk(right) if isinstance(each, ast.Constant)]  # type: ignore[arg-type]
+            return _magnitude(left) * max([1.0, *numbers])
+        case ast.BinOp(left=left, op=ast.Add() | ast.Sub(), right=right):
+            return max(_magnitude(left), _magnitude(right)) + 1
+        case ast.BinOp(left=left, right=right):
+            return _magnitude(left) + _magnitude(right)
+    raise ValueError("not an expression")
+
+
+def _has_bounded_numbers(answer: str, entry: Entry) -> bool:
+    """Whether its numbers are not far longer than those of the question and the reference, nor have a large exponent."""
+    own = f"{entry.get('question')} {entry.get('answer')}"
+    longest = max(map(len, _DIGITS.findall(own)), default=0)
+    return all(len(digits) <= _MAX_DIGITS + longest for digits in _DIGITS.findall(answer)) and not _LARGE_EXPONENT.search(answer)
 
 
 def _pattern(pattern: str | re.Pattern[str]) -> Shape:

@@ -1,8 +1,8 @@
 """From the config's reward functions to callables, and their weighted sum.
 
-A reward function takes one `RewardInput` and returns a number, or an awaitable of one. A new built-in is one module with a
-`build_*` function and one row in `_BUILDERS`; a user's own is named by import path (`PythonReward`). Functions are built once per
-scoring process (reward/child.py) and called one sample at a time; what they raise fails that sample only.
+A reward function takes one `RewardInput` and returns a number, or an awaitable of one. A new built-in is one `build_*` function
+and one row in `_BUILDERS`; a user's own is named by import path (`PythonReward`) and may take several samples at once. Functions
+are built once per scoring process (worker_process.py); what they raise fails that sample only.
 
 Invariants: names are unique within a run and the same in every process; the sum is finite or the sample is failed.
 """
@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import NamedTuple, cast
 
+from asyncrl.algorithms.returns import overlong_penalty
 from asyncrl.config.reward import (
     AnswerMatchReward,
     CodeExecReward,
@@ -24,17 +25,20 @@ from asyncrl.config.reward import (
     ReasoningGymReward,
     RewardConfig,
     RewardFunctionConfig,
+    reward_names,
 )
-from asyncrl.config.reward_names import reward_names
-from asyncrl.config.user_code import REWARD_ARGUMENTS, load_function
 from asyncrl.errors import ConfigError, RewardError
 from asyncrl.reward.answer_match import build_answer_match
-from asyncrl.reward.code_exec import build_code_exec
-from asyncrl.reward.format_check import build_format_check
-from asyncrl.reward.inputs import RewardFunction, RewardInput
-from asyncrl.reward.overlong import build_overlong
-from asyncrl.reward.preference import build_preference
+from asyncrl.reward.inputs import RewardFunction, RewardInput, compile_pattern
 from asyncrl.reward.reasoning_gym import build_reasoning_gym
+from asyncrl.reward.sandbox.code_exec import build_code_exec
+from asyncrl.user_code import REWARD_ARGUMENTS, load_function, takes_batches
+
+BatchFunction = Callable[[Sequence[RewardInput]], "Sequence[float] | Awaitable[Sequence[float]]"]
+Resolve = Callable[[Awaitable[object]], object]
+"""Runs an awaitable to its end in the scoring process's own event loop."""
+Outcome = tuple[float, dict[str, float]] | RewardError
+"""The weighted sum and every value by name, unweighted; or why there is none."""
 
 
 class NamedReward(NamedTuple):
@@ -43,6 +47,8 @@ class NamedReward(NamedTuple):
     name: str
     weight: float
     function: RewardFunction
+    batch: BatchFunction | None = None
+    """Judges several samples at once; where it is given, `function` does the same for one."""
 
 
 def build_rewards(config: RewardConfig) -> tuple[NamedReward, ...]:
@@ -58,10 +64,8 @@ def build_rewards(config: RewardConfig) -> tuple[NamedReward, ...]:
                 f"reward.functions code_exec: wall_s ({function.wall_s:g}) must be under timeout_s ({config.timeout_s:g}): "
                 f"a slow program would fail its sample instead of scoring 0"
             )
-    return tuple(
-        NamedReward(name, function.weight, build_reward(function))
-        for name, function in zip(reward_names(config), config.functions, strict=True)
-    )
+    named = zip(reward_names(config), config.functions, strict=True)
+    return tuple(NamedReward(name, function.weight, build_reward(function), _build_batch(function)) for name, function in named)
 
 
 def build_reward(config: RewardFunctionConfig) -> RewardFunction:
@@ -73,43 +77,58 @@ def build_reward(config: RewardFunctionConfig) -> RewardFunction:
     return builder(config)
 
 
-def weighted_sum(rewards: tuple[NamedReward, ...], sample: RewardInput, resolve: Resolve) -> tuple[float, dict[str, float]]:
-    """Call every reward on one sample.
+def score_together(
+    rewards: Sequence[NamedReward],
+    items: Sequence[tuple[RewardInput, Sequence[int]]],
+    resolve: Resolve,
+    at: Callable[[int, int, bool], None] = lambda *_: None,
+) -> Iterator[Outcome]:
+    """Score samples that came together: functions that take several first, then one sample after the other.
 
     Args:
         rewards: As built by `build_rewards`.
-        sample: The completion to judge.
+        items: The samples, each with the functions that score 0 for it without being called.
         resolve: Waits for what an async reward returned.
+        at: Called before each function with the sample's index, the function's, and whether it has several samples.
 
-    Returns:
-        The sum of weight x value, and every value by name, unweighted.
-
-    Raises:
-        RewardError: A reward raised, or returned something that is not a finite number; the message begins with its name.
+    Yields:
+        For each sample its sum and parts, or an error that begins with the name of the function that failed.
     """
-    total, parts = 0.0, {}
-    for name, weight, function in rewards:
-        parts[name] = _call(name, function, sample, resolve)
-        total += weight * parts[name]
-    if not math.isfinite(total):
-        raise RewardError(f"the weighted sum of {parts} is not finite")
-    return total, parts
+    values: dict[tuple[int, int], float] = {}
+    for number, reward in enumerate(rewards):
+        wanted = [index for index, (_, skipped) in enumerate(items) if number not in skipped]
+        if reward.batch is not None and len(wanted) > 1:
+            at(wanted[0], number, True)
+            try:
+                told = _call(reward.name, lambda: reward.batch([items[index][0] for index in wanted]), resolve)  # type: ignore[misc] # noqa: B023
+                numbers = _checked_batch(reward.name, told, len(wanted))
+            except RewardError:
+                continue  # One of them is at fault, and fails alone below.
+            values.update(((index, number), value) for index, value in zip(wanted, numbers, strict=True))
+    for index, (sample, skipped) in enumerate(items):
+        total, parts = 0.0, {}
+        try:
+            for number, (name, weight, function, _) in enumerate(rewards):
+                value = 0.0 if number in skipped else values.get((index, number))
+                if value is None:
+                    at(index, number, False)
+                    value = _checked(name, _call(name, lambda: function(sample), resolve))  # noqa: B023
+                parts[name] = value
+                total += weight * value
+        except RewardError as error:
+            yield error
+            continue
+        yield (total, parts) if math.isfinite(total) else RewardError(f"the weighted sum of {parts} is not finite")
 
 
-Resolve = Callable[[Awaitable[float]], float]
-"""Runs an awaitable to its end in the scoring process's own event loop."""
-
-
-def _call(name: str, function: RewardFunction, sample: RewardInput, resolve: Resolve) -> float:
+def _call(name: str, function: Callable[[], object], resolve: Resolve) -> object:
     try:
-        value = function(sample)
-        if inspect.isawaitable(value):
-            value = resolve(value)
+        value = function()
+        return resolve(value) if inspect.isawaitable(value) else value
     except MemoryError:
         raise
     except Exception as error:
         raise RewardError(f"{name}: {type(error).__name__}: {error}") from error
-    return _checked(name, value)
 
 
 def _checked(name: str, value: object) -> float:
@@ -122,21 +141,69 @@ def _checked(name: str, value: object) -> float:
     return number
 
 
+def _checked_batch(name: str, values: object, num_wanted: int) -> list[float]:
+    try:
+        numbers = [_checked(name, value) for value in values]  # type: ignore[attr-defined]
+    except TypeError as error:
+        raise RewardError(f"{name}: returned {values!r} for {num_wanted} samples, which is not a list of numbers") from error
+    if len(numbers) != num_wanted:
+        raise RewardError(f"{name}: returned {len(numbers)} numbers for {num_wanted} samples")
+    return numbers
+
+
 def _build_python(config: PythonReward) -> RewardFunction:
     user_function = load_function(config.path, "reward path", REWARD_ARGUMENTS)
+    batch = _build_batch(config)
 
     def score(sample: RewardInput) -> float | Awaitable[float]:
         return cast("float | Awaitable[float]", user_function(sample.prompt, sample.text))
+
+    async def score_one_of_several(sample: RewardInput) -> float:
+        assert batch is not None
+        values = batch([sample])
+        values = await values if inspect.isawaitable(values) else values
+        return _checked_batch("it", values, 1)[0]
+
+    return score if batch is None else score_one_of_several
+
+
+def _build_batch(config: RewardFunctionConfig) -> BatchFunction | None:
+    if not isinstance(config, PythonReward):
+        return None
+    user_function = load_function(config.path, "reward path", REWARD_ARGUMENTS)
+    if not takes_batches(user_function):
+        return None
+    return lambda samples: user_function([sample.prompt for sample in samples], [sample.text for sample in samples])  # type: ignore[no-any-return]
+
+
+def _build_format_check(config: FormatCheckReward) -> RewardFunction:
+    """1 where the whole completion matches the pattern, `.` matching newlines."""
+    pattern = compile_pattern(config.pattern, "reward.functions format_check pattern")
+    return lambda sample: float(pattern.fullmatch(sample.text) is not None)
+
+
+def _build_overlong(config: OverlongPenalty) -> RewardFunction:
+    """DAPO's soft punishment of long answers; its weight is the configured one, so a positive weight punishes."""
+    return lambda sample: overlong_penalty(sample.num_tokens, config.max_tokens, config.buffer_tokens)
+
+
+def _build_preference(_: PreferenceReward) -> RewardFunction:
+    """1 for the chosen answer, 0 for the rejected one: the replay engine gives them back as members 0 and 1."""
+
+    def score(sample: RewardInput) -> float:
+        if sample.index > 1:
+            raise RewardError(f"member {sample.index} of a group is neither the chosen answer (0) nor the rejected one (1)")
+        return 1.0 - sample.index
 
     return score
 
 
 _BUILDERS: dict[type, Callable[..., RewardFunction]] = {
     AnswerMatchReward: build_answer_match,
-    FormatCheckReward: build_format_check,
+    FormatCheckReward: _build_format_check,
     CodeExecReward: build_code_exec,
     ReasoningGymReward: build_reasoning_gym,
-    OverlongPenalty: build_overlong,
-    PreferenceReward: build_preference,
+    OverlongPenalty: _build_overlong,
+    PreferenceReward: _build_preference,
     PythonReward: _build_python,
 }

@@ -6,7 +6,7 @@ Three loops over one connection:
 - heartbeat: what it does or waits for, and its gauges. It beats while the scoring processes still start.
 
 Invariant: every request ends in one Score, with a reward or with the reason why there is none; only a scoring process that
-cannot be started ends the worker. Nothing is scored on this event loop: see pool.py. Called by pipeline.py.
+cannot be started ends the worker. Nothing is scored on this event loop: see pool.py.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from asyncrl.clock import Clock
 from asyncrl.config.run import RunConfig
 from asyncrl.errors import first_fault
 from asyncrl.reward.pool import RewardPool
-from asyncrl.reward.sandbox_process import resident_bytes_of_tree
+from asyncrl.reward.sandbox.confined import resident_bytes_of_tree
 from asyncrl.schema.control import Heartbeat, Shutdown
 from asyncrl.schema.samples import ScoreRequest
-from asyncrl.transport.channel import Connection, Delivery, Lane
+from asyncrl.transport.protocol import Connection, Delivery, Lane
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ async def run_reward_worker(
 
     Args:
         config: Of the run.
-        run_folder: Of the run; unused here, part of every process's signature.
+        run_folder: Of the run; what rewards print goes to `logs/NAME-printed.log` there.
         connection: To the controller.
         clock: Times scores and heartbeats; time limits are real time.
         name: This process's name, as it said at hello.
@@ -44,9 +44,8 @@ async def run_reward_worker(
         ConfigError: The rewards are configured wrongly.
         RewardError: They cannot be built here (a missing package, no sandbox).
     """
-    del run_folder
     try:
-        await RewardWorker(config, connection, clock, name).run()
+        await RewardWorker(config, connection, clock, name, run_folder).run()
     except BaseExceptionGroup as group:
         fault = first_fault(group)
         if fault is not None:
@@ -57,9 +56,11 @@ async def run_reward_worker(
 class RewardWorker:
     """One worker's state and loops; `run_reward_worker` is the way in."""
 
-    def __init__(self, config: RunConfig, connection: Connection, clock: Clock, name: str) -> None:
+    def __init__(self, config: RunConfig, connection: Connection, clock: Clock, name: str, run_folder: Path) -> None:
         self._config, self._connection, self._clock, self._name = config, connection, clock, name
-        self._pool = RewardPool(config.reward, clock, name)
+        printed = run_folder / "logs" / f"{name}-printed.log"
+        printed.parent.mkdir(exist_ok=True)
+        self._pool = RewardPool(config.reward, clock, name, printed)
         self._is_ready = False
         self._num_scoring = 0
         self._since_s = clock.now()
@@ -130,6 +131,7 @@ class RewardWorker:
             "process/samples_scoring": float(self._num_scoring),
             "process/score_s_mean": counts.busy_s / max(counts.scored + counts.failed, 1),
             "process/children_replaced": float(counts.replaced),
+            "process/samples_over_limit": float(counts.over_limit),
             "process/idle_s": self._idle_s + idle_now_s,
             "process/resident_bytes": float(resident_bytes_of_tree(os.getpid())),
         }

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
+from asyncrl.schema.control import Message
 from asyncrl.schema.samples import ScoredGroup
 
 
@@ -54,7 +55,7 @@ class PackedRow(msgspec.Struct, frozen=True):
     """float32 [L], 0 on prompt tokens; empty where the batch brings none."""
 
 
-class StepBatch(msgspec.Struct, frozen=True, tag="step_batch"):
+class StepBatch(Message, frozen=True, tag="step_batch"):
     """Controller to learner: train exactly this at optimizer step `step`, which makes version `step + 1`."""
 
     step: int
@@ -68,7 +69,7 @@ class StepBatch(msgspec.Struct, frozen=True, tag="step_batch"):
     """True when this step was trained before on this line of checkpoints and is repeated after a crash."""
 
 
-class StepDone(msgspec.Struct, frozen=True, tag="step_done"):
+class StepDone(Message, frozen=True, tag="step_done"):
     """Learner to controller: the optimizer step is done and its version exists."""
 
     step: int
@@ -81,7 +82,7 @@ class StepDone(msgspec.Struct, frozen=True, tag="step_done"):
     """How long the learner had nothing to train before this step."""
 
 
-class GroupsTaken(msgspec.Struct, frozen=True, tag="groups_taken"):
+class GroupsTaken(Message, frozen=True, tag="groups_taken"):
     """Controller to an outside learner: one step's worth of scored groups, oldest first."""
 
     step: int

@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Raised whenever a peer of the number before could misread us; checked at hello."""
 
 Phase = Literal["rollout", "inference", "train"]
@@ -15,6 +15,10 @@ Residence = Literal["absent", "disk", "host", "device"]
 """Where a component is; `absent`: it would have to be made anew."""
 
 ProcessKind = Literal["controller", "generator", "reward", "inference", "learner", "client"]
+
+
+class Message(msgspec.Struct, frozen=True):
+    """What may travel over a channel: a new message is a class with this base and a tag of its own."""
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
@@ -29,7 +33,7 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     pid: int
 
 
-class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
+class Heartbeat(Message, frozen=True, tag="heartbeat"):
     """Any process to the controller, every `control.heartbeat_s`: alive, and what it is doing."""
 
     name: str
@@ -41,7 +45,7 @@ class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
     """Named as in observe/metrics.py: tokens generated so far, running requests, idle seconds, resident bytes."""
 
 
-class LearnerReady(msgspec.Struct, frozen=True, tag="learner_ready"):
+class LearnerReady(Message, frozen=True, tag="learner_ready"):
     """Learner to controller: model loaded or resumed; I stand at `version` and the model's folder can be opened."""
 
     version: int
@@ -51,24 +55,24 @@ class LearnerReady(msgspec.Struct, frozen=True, tag="learner_ready"):
     """Of the warm start, where there was one."""
 
 
-class LoadModel(msgspec.Struct, frozen=True, tag="load_model"):
+class LoadModel(Message, frozen=True, tag="load_model"):
     """Controller to generator or inference worker: open this folder (or what the config names beside it) and get ready."""
 
     model_folder: str
 
 
-class JoinTerms(msgspec.Struct, frozen=True, tag="join_terms"):
+class JoinTerms(Message, frozen=True, tag="join_terms"):
     """Controller to a generator that it did not start, first thing: what this run is told, and where it is."""
 
     config_toml: str
-    """The resolved config; a guest may differ in its engine's own settings only."""
+    """The resolved config; a generator that joins may differ in its engine's own settings only."""
     run_folder: str
     """On the run's machine."""
     machine: str
     """Host name of the run's machine: what only one machine can share is refused elsewhere."""
 
 
-class EngineReady(msgspec.Struct, frozen=True, tag="engine_ready"):
+class EngineReady(Message, frozen=True, tag="engine_ready"):
     """Generator to controller: the engine is up and can take this much at once."""
 
     generator: str
@@ -77,14 +81,14 @@ class EngineReady(msgspec.Struct, frozen=True, tag="engine_ready"):
     """Version of the weights it holds, -1 when none yet."""
 
 
-class EngineRoom(msgspec.Struct, frozen=True, tag="engine_room"):
+class EngineRoom(Message, frozen=True, tag="engine_room"):
     """Generator to controller: the engine can take this much at once by now, as its memory fills and empties."""
 
     generator: str
     num_slots: int
 
 
-class ModelsReady(msgspec.Struct, frozen=True, tag="models_ready"):
+class ModelsReady(Message, frozen=True, tag="models_ready"):
     """Inference worker to controller: its models are in memory and it judges what it is sent."""
 
     worker: str
@@ -93,11 +97,11 @@ class ModelsReady(msgspec.Struct, frozen=True, tag="models_ready"):
     """Of their weights."""
 
 
-class Pause(msgspec.Struct, frozen=True, tag="pause"):
+class Pause(Message, frozen=True, tag="pause"):
     """Stop generating; requests in flight stay where they are."""
 
 
-class Resume(msgspec.Struct, frozen=True, tag="resume"):
+class Resume(Message, frozen=True, tag="resume"):
     """Go on where Pause stopped."""
 
 
@@ -112,7 +116,7 @@ class ComponentMove(msgspec.Struct, frozen=True):
     seconds: float = 0.0
 
 
-class SetPhase(msgspec.Struct, frozen=True, tag="set_phase"):
+class SetPhase(Message, frozen=True, tag="set_phase"):
     """Controller to a process on a shared device: bring about what this phase needs of you, give back what it does not."""
 
     phase: Phase
@@ -120,7 +124,7 @@ class SetPhase(msgspec.Struct, frozen=True, tag="set_phase"):
     """Grows with every switch; the answer bears it."""
 
 
-class PhaseReached(msgspec.Struct, frozen=True, tag="phase_reached"):
+class PhaseReached(Message, frozen=True, tag="phase_reached"):
     """Its answer: done, by these moves; this is what I hold on the device now."""
 
     name: str
@@ -135,19 +139,19 @@ class PhaseReached(msgspec.Struct, frozen=True, tag="phase_reached"):
     """Clock seconds."""
 
 
-class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
+class Shutdown(Message, frozen=True, tag="shutdown"):
     """Finish what cannot wait, close, and exit with 0."""
 
     reason: str = ""
 
 
-class AbortGroup(msgspec.Struct, frozen=True, tag="abort_group"):
+class AbortGroup(Message, frozen=True, tag="abort_group"):
     """Controller to generator: stop at this group, it was dropped; its members come back as failures."""
 
     group_id: int
 
 
-class Checkpoint(msgspec.Struct, frozen=True, tag="checkpoint"):
+class Checkpoint(Message, frozen=True, tag="checkpoint"):
     """Controller to learner: write a checkpoint of the version you hold once you reach it."""
 
     version: int
@@ -155,7 +159,7 @@ class Checkpoint(msgspec.Struct, frozen=True, tag="checkpoint"):
     """The controller's own part (data position, issued count), stored beside the model."""
 
 
-class CheckpointDone(msgspec.Struct, frozen=True, tag="checkpoint_done"):
+class CheckpointDone(Message, frozen=True, tag="checkpoint_done"):
     """Learner to controller: the checkpoint is complete and on disk."""
 
     version: int
@@ -163,7 +167,7 @@ class CheckpointDone(msgspec.Struct, frozen=True, tag="checkpoint_done"):
     seconds: float
 
 
-class Fault(msgspec.Struct, frozen=True, tag="fault"):
+class Fault(Message, frozen=True, tag="fault"):
     """Any process to the controller: I cannot go on; fatal says whether a restart could help."""
 
     name: str

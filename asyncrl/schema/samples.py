@@ -2,15 +2,21 @@
 
 Arrays are raw little-endian bytes: `token_ids` int32, `logprobs` float32, `versions` int32, `loss_mask` uint8; `ids_to_bytes`
 and friends convert. T below is the number of generated (response) tokens of a sample.
+
+A group is one prompt issued once to the generators; it has `group_size` members, numbered from 0. `attempt` counts how often a
+member was handed out (1 at first; more after a generator died). A repeat of a member that the ledger already holds is harmless.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+import hashlib
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
+
+from asyncrl.schema.control import Message
 
 FinishReason = Literal["stop", "length", "abort"]
 Purpose = Literal["train", "eval"]
@@ -39,6 +45,12 @@ class Prompt(msgspec.Struct, frozen=True):
     reference_json: str = ""
     """Whatever else the task's own scorer needs (a reasoning-gym entry, unit tests), as JSON text."""
 
+    @property
+    def columns(self) -> dict[str, Any]:
+        """The task's other columns by name: of a JSONL task, the whole line; empty where there are none."""
+        found = msgspec.json.decode(self.reference_json) if self.reference_json else {}
+        return found if isinstance(found, dict) else {}
+
 
 class PreferenceAnswers(msgspec.Struct, frozen=True):
     """What `Prompt.reference_json` of a preferences task holds, as JSON."""
@@ -62,7 +74,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """Generate exactly `max_new_tokens` tokens (load tests)."""
 
 
-class GroupWork(msgspec.Struct, frozen=True, tag="group_work"):
+class GroupWork(Message, frozen=True, tag="group_work"):
     """Controller to generator: generate these members of this group."""
 
     group_id: int
@@ -78,7 +90,7 @@ class GroupWork(msgspec.Struct, frozen=True, tag="group_work"):
     """The member that is drawn greedily, as a baseline (ReMax); -1: none."""
 
 
-class Sample(msgspec.Struct, frozen=True, tag="sample"):
+class Sample(Message, frozen=True, tag="sample"):
     """Generator to controller: one finished completion, with everything training needs to know about it."""
 
     group_id: int
@@ -110,7 +122,7 @@ class Sample(msgspec.Struct, frozen=True, tag="sample"):
         return len(self.token_ids) // 4
 
 
-class SampleFailure(msgspec.Struct, frozen=True, tag="sample_failure"):
+class SampleFailure(Message, frozen=True, tag="sample_failure"):
     """A member that will never be trained, with the reason; data, not a crash."""
 
     group_id: int
@@ -119,9 +131,13 @@ class SampleFailure(msgspec.Struct, frozen=True, tag="sample_failure"):
     stage: Literal["generate", "reward"]
     reason: str
     purpose: Purpose = "train"
+    kind: str = ""
+    """Type and place of what was raised (`errors.kind_of`): failures are counted by it. Empty: the reason stands for it."""
+    trace: str = ""
+    """The traceback, where there is one."""
 
 
-class ScoreRequest(msgspec.Struct, frozen=True, tag="score_request"):
+class ScoreRequest(Message, frozen=True, tag="score_request"):
     """Controller to reward worker: judge this completion."""
 
     group_id: int
@@ -134,7 +150,7 @@ class ScoreRequest(msgspec.Struct, frozen=True, tag="score_request"):
     purpose: Purpose = "train"
 
 
-class Score(msgspec.Struct, frozen=True, tag="score"):
+class Score(Message, frozen=True, tag="score"):
     """Reward worker to controller: the judgement, or why there is none."""
 
     group_id: int
@@ -152,9 +168,13 @@ class Score(msgspec.Struct, frozen=True, tag="score"):
     purpose: Purpose = "train"
     reference_logprobs: bytes = b""
     """float32 [T], from an inference worker's reference model; empty where the run has none there."""
+    error_kind: str = ""
+    """As `SampleFailure.kind`, of `error`."""
+    trace: str = ""
+    """As `SampleFailure.trace`."""
 
 
-class InferRequest(msgspec.Struct, frozen=True, tag="infer_request"):
+class InferRequest(Message, frozen=True, tag="infer_request"):
     """Controller to inference worker: run the named models over this completion, forward only."""
 
     group_id: int
@@ -169,7 +189,7 @@ class InferRequest(msgspec.Struct, frozen=True, tag="infer_request"):
     purpose: Purpose = "train"
 
 
-class InferResult(msgspec.Struct, frozen=True, tag="infer_result"):
+class InferResult(Message, frozen=True, tag="infer_result"):
     """Inference worker to controller: what its models say, or why they cannot."""
 
     group_id: int
@@ -196,12 +216,26 @@ class ScoredSample(msgspec.Struct, frozen=True):
     """float32 [T], or empty."""
 
 
-class ScoredGroup(msgspec.Struct, frozen=True, tag="scored_group"):
+class ScoredGroup(Message, frozen=True, tag="scored_group"):
     """All scored members of one group, by index; failed members are absent."""
 
     group_id: int
     prompt: Prompt
     members: tuple[ScoredSample, ...]
+
+
+def derive_seed(*parts: int | str) -> int:
+    """Return a 63-bit seed that depends on every part and on nothing else.
+
+    Args:
+        parts: For a sample: run seed, group id, member index. The attempt is left out on purpose: the same request under the
+            same weights gives the same tokens.
+
+    Returns:
+        An integer in [0, 2^63).
+    """
+    digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
 
 
 def ids_to_bytes(ids: list[int] | NDArray[np.int32]) -> bytes:

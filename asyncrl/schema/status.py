@@ -30,6 +30,21 @@ class ProcessStatus(msgspec.Struct, frozen=True):
     """A generator that the run did not start (`asyncrl join`)."""
 
 
+class FailureSeen(msgspec.Struct, frozen=True):
+    """One kind of failure of samples."""
+
+    kind: str
+    """Type and place of what was raised, `TypeError at rewards.py:3`."""
+    stage: str
+    """`generate` or `reward`."""
+    count: int
+    """Samples that failed so, since this controller began."""
+    reason: str
+    """Of the first, in words."""
+    trace: str = ""
+    """Its traceback, where there is one."""
+
+
 class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     """A run at one moment."""
 
@@ -45,6 +60,12 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Ledger counts by state, and `issued`, their sum."""
     dropped: dict[str, int] = {}
     """Groups dropped or failed, by reason."""
+    failed_share: float = 0.0
+    """Of the newest 64 groups that were completed or failed, the share that failed."""
+    failures: tuple[FailureSeen, ...] = ()
+    """Kinds of failure so far, in the order of the first of each."""
+    set_aside: tuple[str, ...] = ()
+    """Ids of prompts that failed so often that they are not issued again."""
     processes: tuple[ProcessStatus, ...] = ()
     waiting: str = ""
     """Who waits for whom, in one line; empty while everything moves."""

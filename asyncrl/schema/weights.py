@@ -1,8 +1,10 @@
-"""What is said about a weight version; the bytes themselves travel by a medium (see broadcast/)."""
+"""What is said about a weight version; the bytes themselves travel by a medium (see weights/)."""
 
 from __future__ import annotations
 
 import msgspec
+
+from asyncrl.schema.control import Message
 
 
 class TensorEntry(msgspec.Struct, frozen=True):
@@ -49,7 +51,7 @@ class Probe(msgspec.Struct, frozen=True):
     """float32 [T - 1], of token t + 1 given tokens up to t, temperature 1."""
 
 
-class WeightsAvailable(msgspec.Struct, frozen=True, tag="weights_available"):
+class WeightsAvailable(Message, frozen=True, tag="weights_available"):
     """Learner to controller to generators: a version is published and can be fetched."""
 
     version: int
@@ -81,7 +83,7 @@ class WeightsAvailable(msgspec.Struct, frozen=True, tag="weights_available"):
         return self.deltas[-1].num_bytes if self.deltas else self.manifest.total_bytes
 
 
-class VersionLive(msgspec.Struct, frozen=True, tag="version_live"):
+class VersionLive(Message, frozen=True, tag="version_live"):
     """Generator to controller: from now on this version samples my tokens."""
 
     version: int

@@ -10,8 +10,7 @@ from bisect import bisect_right
 
 from asyncrl.config.tasks import AdditionTask
 from asyncrl.errors import ConfigError
-from asyncrl.schema.ids import derive_seed
-from asyncrl.schema.samples import Prompt
+from asyncrl.schema.samples import Prompt, derive_seed
 from asyncrl.tasks.task import ComputedSequence, TaskData
 
 ALPHABET = "+0123456789="

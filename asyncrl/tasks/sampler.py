@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from asyncrl.errors import ConfigError
-from asyncrl.schema.ids import derive_seed
-from asyncrl.schema.samples import Prompt
+from asyncrl.schema.samples import Prompt, derive_seed
 
 ROUNDS = 6
 _WORD = (1 << 64) - 1

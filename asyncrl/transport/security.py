@@ -4,14 +4,15 @@
       listener.key     0600   the listener's pair
       client.key       0600   the pair every connecting process of the run uses, and the listener's public key
 
-A connecting machine needs `client.key` only. A file that others can read is refused, as ssh does. `KeyGuard` answers ZeroMQ's own
-authentication requests (ZAP) on the event loop and lets in exactly the run's client key.
+A connecting machine needs `client.key` only. A file that others can read is refused, as ssh does. Every socket of asyncrl that
+listens asks `zap_reply`, the one handler of ZeroMQ's authentication requests (ZAP), and lets in exactly the keys it names.
 """
 
 from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Annotated, TypeVar
 
@@ -20,12 +21,12 @@ import zmq
 import zmq.utils.z85
 
 from asyncrl.errors import ConfigError, TransportError
-from asyncrl.transport.loop_socket import LoopSocket
 
 KEYS_FOLDER = "keys"
 LISTENER_FILE = "listener.key"
 CLIENT_FILE = "client.key"
 
+_CLIENT_KEY = "client key: bring RUN/keys/client.key from the run's machine"
 _ZAP_ADDRESS = "inproc://zeromq.zap.01"
 _ZAP_FRAMES = 7
 
@@ -75,60 +76,57 @@ def load_client_keys(run_folder: Path) -> ClientKeys:
     Raises:
         ConfigError: There are no keys, they are damaged, or they are open to others.
     """
-    return _read_keys(
-        run_folder / KEYS_FOLDER / CLIENT_FILE, ClientKeys, "client key: bring RUN/keys/client.key from the run's machine"
-    )
+    return _read_keys(run_folder / KEYS_FOLDER / CLIENT_FILE, ClientKeys, _CLIENT_KEY)
 
 
 def bring_client_keys(file: Path, folder: Path) -> None:
-    """Take a `client.key` that was brought from the run's machine into `folder`, where `load_client_keys` finds it.
+    """Copy a `client.key` from the run's machine into `folder`, where `load_client_keys` finds it.
 
     Raises:
         ConfigError: There is no such file, others can read it, or it is no client key.
     """
-    keys = _read_keys(file, ClientKeys, "client key: bring RUN/keys/client.key from the run's machine")
+    keys = _read_keys(file, ClientKeys, _CLIENT_KEY)
     (folder / KEYS_FOLDER).mkdir(mode=0o700)
     _write_private(folder / KEYS_FOLDER / CLIENT_FILE, keys)
 
 
-def secure_listener(socket: zmq.SyncSocket, keys: ListenerKeys) -> None:
-    """Make a socket speak CURVE only, as the listener; call before it binds."""
+def secure_server(socket: zmq.SyncSocket, public: bytes, secret: bytes) -> None:
+    """Make a socket speak CURVE only, as the end that others connect to; call before it binds, with `open_zap_socket` open."""
     socket.curve_server = True
-    socket.curve_publickey = keys.public.encode()
-    socket.curve_secretkey = keys.secret.encode()
+    socket.curve_publickey = public
+    socket.curve_secretkey = secret
     socket.zap_domain = b"asyncrl"
 
 
-def secure_connector(socket: zmq.SyncSocket, keys: ClientKeys) -> None:
-    """Make a socket speak CURVE only, to this one listener; call before it connects."""
-    socket.curve_publickey = keys.public.encode()
-    socket.curve_secretkey = keys.secret.encode()
-    socket.curve_serverkey = keys.listener_public.encode()
+def secure_client(socket: zmq.SyncSocket, public: bytes, secret: bytes, server_public: bytes) -> None:
+    """Make a socket speak CURVE only, to this one server; call before it connects."""
+    socket.curve_publickey = public
+    socket.curve_secretkey = secret
+    socket.curve_serverkey = server_public
 
 
-class KeyGuard:
-    """Answers the ZAP requests of one ZeroMQ context until `close`."""
+def open_zap_socket(context: zmq.SyncContext) -> zmq.SyncSocket:
+    """Return the socket on which libzmq asks whom to let in to this context's sockets; answer it with `zap_reply`.
 
-    def __init__(self, context: zmq.SyncContext, keys: ListenerKeys) -> None:
-        """Start answering; must exist before the first peer shakes hands."""
-        self._allowed = zmq.utils.z85.decode(keys.client_public)
-        socket = context.socket(zmq.ROUTER)
-        socket.bind(_ZAP_ADDRESS)
-        self._socket = LoopSocket(socket, self._answer)
+    It must be open before the first peer shakes hands. Once it is closed, nobody is let in any more.
+    """
+    socket = context.socket(zmq.REP)
+    socket.linger = 0
+    socket.bind(_ZAP_ADDRESS)
+    return socket
 
-    def close(self) -> None:
-        """Stop answering: whoever shakes hands from now on is let in by nobody."""
-        self._socket.close(0)
 
-    def _answer(self, frames: list[zmq.Frame]) -> None:
-        """Reply 200 to the run's own key and 400 to every other."""
-        parts = [frame.bytes for frame in frames]
-        delimiter = parts.index(b"") + 1
-        envelope, request = parts[:delimiter], parts[delimiter:]
-        version, request_id = request[:2]
-        is_ours = len(request) >= _ZAP_FRAMES and request[5] == b"CURVE" and request[6] == self._allowed
-        status, text = (b"200", b"OK") if is_ours else (b"400", b"not a key of this run")
-        self._socket.send([*envelope, version, request_id, status, text, b"run", b""])
+def zap_reply(request: Sequence[bytes], allowed: Collection[bytes]) -> list[bytes]:
+    """Return the answer to one question: 200 to a bearer of an allowed key, 400 to every other (ZeroMQ RFC 27).
+
+    Args:
+        request: The frames that came.
+        allowed: Public keys as Z85 text.
+    """
+    keys = {zmq.utils.z85.decode(key) for key in allowed}
+    is_known = len(request) == _ZAP_FRAMES and request[5] == b"CURVE" and request[6] in keys
+    status, text = (b"200", b"OK") if is_known else (b"400", b"not a key of this run")
+    return [b"1.0", request[1] if len(request) > 1 else b"", status, text, b"run" if is_known else b"", b""]
 
 
 def _new_pair() -> tuple[str, str]:
@@ -153,18 +151,13 @@ def _write_private(path: Path, keys: ListenerKeys | ClientKeys) -> None:
 def _read_keys(path: Path, kind: type[_Keys], what: str) -> _Keys:
     """Return the keys in a file that only its owner can read."""
     try:
-        return msgspec.json.decode(_read_private(path), type=kind)
-    except msgspec.DecodeError as error:
-        raise ConfigError(f"{path} is no {what}") from error
-
-
-def _read_private(path: Path) -> bytes:
-    """Return the bytes of a key file that only its owner can read."""
-    try:
         mode = stat.S_IMODE(path.stat().st_mode)
         content = path.read_bytes()
     except OSError as error:
         raise ConfigError(f"cannot read the run's key file {path}: {error.strerror}; it is made when the run starts") from error
     if mode & 0o077:
         raise ConfigError(f"key file {path} has mode {mode:o}, others can read it; make new keys or chmod 600 it")
-    return content
+    try:
+        return msgspec.json.decode(content, type=kind)
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"{path} is no {what}") from error

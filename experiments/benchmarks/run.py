@@ -8,10 +8,12 @@ import platform
 import sys
 from datetime import date
 from pathlib import Path
-
-from asyncrl.bench.registry import BENCHMARKS, run_benchmark
+from typing import Any
 
 HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parent))
+
+from benchmarks.harness import BENCHMARKS, run_benchmark  # noqa: E402
 
 
 def main() -> None:
@@ -34,7 +36,7 @@ def machine() -> str:
     return f"{os.cpu_count()} cores, {model}, Python {platform.python_version()}"
 
 
-def table(results: dict) -> str:
+def table(results: dict[str, Any]) -> str:
     lines = [
         "# Results",
         "",

@@ -29,8 +29,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from asyncrl.config.generate import TransformersEngineConfig, VLLMEngineConfig
 from asyncrl.generate.engine import Engine, EngineRequest
-from asyncrl.generate.transformers_engine import TransformersEngine
-from asyncrl.generate.vllm_engine import VLLMEngine
+from asyncrl.generate.transformers.engine import TransformersEngine
+from asyncrl.generate.vllm.embedded import EmbeddedVLLM
+from asyncrl.generate.vllm.engine import VLLMEngine
 from asyncrl.schema.samples import SamplingParams
 
 HERE = Path(__file__).parent
@@ -194,7 +195,8 @@ def vectors(model: PreTrainedModel) -> Iterator[torch.Tensor]:
 
 def make_engine(kind: str, folder: Path) -> Engine:
     if kind == "vllm":
-        return VLLMEngine(VLLMEngineConfig(num_slots=4, max_sequence_tokens=MAX_TOKENS, kv_cache_gib=0.1), folder)
+        config = VLLMEngineConfig(num_slots=4, max_sequence_tokens=MAX_TOKENS, kv_cache_gib=0.1)
+        return VLLMEngine(EmbeddedVLLM(config), folder)
     return TransformersEngine(TransformersEngineConfig(num_slots=4, max_sequence_tokens=MAX_TOKENS), folder)
 
 

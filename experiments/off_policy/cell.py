@@ -18,19 +18,18 @@ import torch
 from transformers import PreTrainedModel
 
 from asyncrl.config.algorithm import AlgorithmConfig
-from asyncrl.config.load import load_config, validated
+from asyncrl.config.load import load_config, resolve_config
 from asyncrl.config.run import RunConfig
 from asyncrl.control.evaluation import sampling_of
 from asyncrl.errors import LearnerError
 from asyncrl.generate.engine import EngineRequest
-from asyncrl.generate.transformers_engine import TransformersEngine
-from asyncrl.learner.model import run_row
-from asyncrl.learner.rows import Division, Row, prepare
-from asyncrl.learner.start import prepare_standing
-from asyncrl.learner.step import train_step
+from asyncrl.generate.transformers.engine import TransformersEngine
+from asyncrl.learner.model.policy import run_row
+from asyncrl.learner.resume import load_or_make
+from asyncrl.learner.step.microbatch import Division, Row, prepare
+from asyncrl.learner.step.train_step import train_step
 from asyncrl.packing.tensors import pack_step
-from asyncrl.schema.ids import derive_seed
-from asyncrl.schema.samples import Prompt, Sample, ScoredGroup, ScoredSample, ids_to_bytes, logprobs_to_bytes
+from asyncrl.schema.samples import Prompt, Sample, ScoredGroup, ScoredSample, derive_seed, ids_to_bytes, logprobs_to_bytes
 from asyncrl.tasks.registry import build_task
 from asyncrl.tasks.sampler import PromptSequence
 
@@ -68,7 +67,7 @@ def config_of(cell: Cell, algorithm: dict[str, object]) -> RunConfig:
     """Return the run's config."""
     base = load_config(HERE / "config.toml")
     changed = msgspec.to_builtins(base.algorithm) | algorithm
-    return validated(
+    return resolve_config(
         msgspec.structs.replace(
             base, algorithm=msgspec.convert(changed, AlgorithmConfig), num_steps=cell.num_steps, seed=cell.seed
         )
@@ -128,7 +127,7 @@ def make_model(folder: Path) -> None:
     """Make the model that all cells start from: the warm start of seed 0, in `folder`/model."""
     config = load_config(HERE / "config.toml")
     task = build_task(config.task, config.seed)
-    prepare_standing(config, folder, lambda: list(task.worked_examples), task.alphabet)
+    load_or_make(config, folder, lambda: list(task.worked_examples), task.alphabet)
 
 
 def run_cell(cell: Cell, algorithm: dict[str, object], folder: Path) -> Outcome:
@@ -143,18 +142,18 @@ async def _run_cell(cell: Cell, algorithm: dict[str, object], folder: Path) -> O
     config = config_of(cell, algorithm)
     task = build_task(config.task, 0)
     prompts = PromptSequence(task.train, config.seed)
-    standing = prepare_standing(config, folder, list, task.alphabet)
-    trainee = standing.trainee
+    initial = load_or_make(config, folder, list, task.alphabet)
+    train_state = initial.train_state
     engine = TransformersEngine(config.generate.engine, folder / "model")  # type: ignore[arg-type]
     await engine.start()
-    source = _Loop(config, engine, standing.tokenizer)
-    judged = _judged_row(task.held_out, standing.tokenizer)
-    past = deque([_copy(trainee.model)], maxlen=cell.lag + 1)
+    source = _Loop(config, engine, initial.tokenizer)
+    judged = _judged_row(task.held_out, initial.tokenizer)
+    past = deque([_copy(train_state.model)], maxlen=cell.lag + 1)
     accuracy, kl, ess, recipes, fault = [], [0.0], [1.0], {}, ""
     sampled_by = -1
     for step in range(cell.num_steps):
         if step % EVALUATE_EVERY == 0:
-            accuracy.append(_accuracy(trainee.model, judged))
+            accuracy.append(_accuracy(train_state.model, judged))
         version = max(0, step - cell.lag)
         if version != sampled_by:
             await engine.load_weights(version, past[0], "keep")
@@ -165,16 +164,16 @@ async def _run_cell(cell: Cell, algorithm: dict[str, object], folder: Path) -> O
         groups = await source.groups(chosen, first, config.algorithm.group_size)
         batch = pack_step(step, groups, tokens_per_row=config.packing.tokens_per_row, temperature=1.0)
         try:
-            metrics = train_step(trainee, batch, config).metrics
+            metrics = train_step(train_state, batch, config).metrics
         except LearnerError as error:
             fault = str(error).partition(";")[0]
             break
         kl.append(metrics["kl/mean"])
         ess.append(metrics["ratio/ess"])
-        if trainee.memory.recipe:
-            recipes[trainee.memory.recipe] = recipes.get(trainee.memory.recipe, 0) + 1
-        past.append(_copy(trainee.model))
-    accuracy.append(_accuracy(trainee.model, judged))
+        if train_state.memory.recipe:
+            recipes[train_state.memory.recipe] = recipes.get(train_state.memory.recipe, 0) + 1
+        past.append(_copy(train_state.model))
+    accuracy.append(_accuracy(train_state.model, judged))
     await engine.close()
     return Outcome(cell, accuracy, max(kl), min(ess), recipes, fault, loop.time() - started_s)
 

@@ -20,7 +20,7 @@ import psutil
 from matplotlib.figure import Figure
 
 import asyncrl
-from asyncrl.control.pids import read_pids
+from asyncrl.control.lifecycle.pid_file import read_pids
 from asyncrl.observe.memory import MemoryLine, read_memory
 from asyncrl.observe.spans import PHASE, SWAP, Span, read_spans
 

@@ -14,9 +14,8 @@ import matplotlib as mpl
 mpl.use("Agg")
 import matplotlib.pyplot as plt
 
-from asyncrl.plan.distributions import Distribution, fixed
-from asyncrl.plan.scenario import Scenario
-from asyncrl.plan.simulate import simulate
+from asyncrl.plan.simulator.engine import simulate
+from asyncrl.plan.simulator.scenario import Distribution, Scenario, fixed
 
 HERE = Path(__file__).parent
 SLOTS, GROUP_SIZE, NUM_STEPS = 8, 8, 8
@@ -59,7 +58,7 @@ def scenario(series: str, generators: int) -> Scenario:
     """Return a run in which a step trains half of what the slots hold, or what those of 100 generators hold."""
     size = 100 if series == "batch stays" else generators
     return Scenario(
-        num_generators=generators,
+        num_workers=generators,
         num_slots=SLOTS,
         lengths=LENGTHS,
         decode_s=0.02,

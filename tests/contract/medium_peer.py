@@ -13,12 +13,12 @@ from pathlib import Path
 import msgspec
 import torch
 
-from asyncrl.broadcast.publisher import Publisher
-from asyncrl.broadcast.subscriber import Subscriber
 from asyncrl.clock import SystemClock
 from asyncrl.config.broadcast import BroadcastConfig
 from asyncrl.errors import BroadcastError
 from asyncrl.schema.weights import WeightsAvailable
+from asyncrl.weights.publisher import Publisher
+from asyncrl.weights.subscriber import Subscriber
 from tests.contract.line_process import orders, say
 
 NUM_VALUES = 100_000

@@ -13,11 +13,12 @@ from pathlib import Path
 import msgspec
 import torch
 
-from asyncrl.broadcast.publisher import Publisher
-from asyncrl.broadcast.subscriber import Subscriber
 from asyncrl.clock import SystemClock
 from asyncrl.config.broadcast import BroadcastConfig
+from asyncrl.models.layout import copy_tensors
 from asyncrl.schema.weights import WeightsAvailable
+from asyncrl.weights.publisher import Publisher
+from asyncrl.weights.subscriber import Subscriber
 from tests.contract.line_process import orders, say
 
 TENSOR_BYTES = 4 << 20
@@ -75,7 +76,7 @@ class Learner:
 async def load(subscriber: Subscriber, available: WeightsAvailable, model: dict[str, torch.Tensor]) -> None:
     """Take a version in as the embedded engine does."""
     tensors = await subscriber.fetch(available)
-    tensors.copy_into(model)
+    copy_tensors((tensors[name], tensor) for name, tensor in model.items())
     tensors.check()
     tensors.release()
 

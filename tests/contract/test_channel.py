@@ -10,14 +10,14 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 
-from asyncrl.config.stages import TransportConfig
+from asyncrl.config.run import TransportConfig
 from asyncrl.errors import CodecError, ConnectionClosed, TransportError
 from asyncrl.schema.control import PROTOCOL, Heartbeat, Hello
 from asyncrl.schema.samples import Prompt, SampleFailure, Score, ScoredGroup
-from asyncrl.transport.channel import GOODBYE, Connection, Lane, Listener
-from asyncrl.transport.inprocess import InProcessListener
-from asyncrl.transport.link import LinkLimits
-from asyncrl.transport.open import new_hello, open_connection, open_listener
+from asyncrl.transport.local import InProcessListener
+from asyncrl.transport.protocol import GOODBYE, Connection, Lane, LinkLimits, Listener, new_hello
+from asyncrl.transport.zmq_client import open_connection
+from asyncrl.transport.zmq_server import open_listener
 
 WINDOW = 4
 LIMITS = LinkLimits(

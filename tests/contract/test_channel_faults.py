@@ -18,19 +18,15 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from asyncrl.config.stages import TransportConfig
+from asyncrl.config.run import TransportConfig
 from asyncrl.errors import CodecError, ConfigError, ConnectionClosed, TransportError
 from asyncrl.schema.codec import encode
 from asyncrl.schema.control import Heartbeat
 from asyncrl.schema.samples import SampleFailure
-from asyncrl.transport.channel import Connection, Lane
-from asyncrl.transport.connector import ZmqConnector
-from asyncrl.transport.endpoint import Item, Parcel
-from asyncrl.transport.link import LinkLimits
-from asyncrl.transport.listener import ZmqListener
-from asyncrl.transport.open import new_hello, open_connection, open_listener
-from asyncrl.transport.packets import build_greeting, build_parcel
+from asyncrl.transport.protocol import Connection, Item, Lane, LinkLimits, Parcel, build_greeting, build_parcel, new_hello
 from asyncrl.transport.security import load_client_keys, make_keys
+from asyncrl.transport.zmq_client import ZmqConnector, open_connection
+from asyncrl.transport.zmq_server import ZmqListener, open_listener
 from tests.descriptors import open_descriptors
 
 LIMITS = LinkLimits(
@@ -129,22 +125,19 @@ class CuttingProxy:
         writer.transport.abort()
 
 
-async def test_of_two_limits_the_smaller_holds_both_ways_and_the_greeting_says_so(caplog):
-    small = dataclasses.replace(LIMITS, max_message_bytes=LIMITS.max_message_bytes // 2)
-    large_message = failure(1, "x" * (small.max_message_bytes + 1))
-    for listeners, connectors in ((LIMITS, small), (small, LIMITS)):
-        caplog.clear()
-        listener = make_listener("tcp://127.0.0.1:*", limits=listeners)
-        connector, far = await connect(listener.address, limits=connectors)
+async def test_the_listener_s_sizes_hold_at_both_ends():
+    for of_connector in (LIMITS.max_message_bytes // 2, 2 * LIMITS.max_message_bytes):
+        listener = make_listener("tcp://127.0.0.1:*")
+        other = dataclasses.replace(LIMITS, window=1, max_message_bytes=of_connector)
+        connector, far = await connect(listener.address, limits=other)
         async with closing(listener, connector):
             near = await accept(listener)
-            (warning,) = (record.getMessage() for record in caplog.records if record.levelname == "WARNING")
-            assert f"at most {small.max_message_bytes} bytes, this side of {LIMITS.max_message_bytes}" in warning
             for end in (far, near):
-                with pytest.raises(CodecError, match=f"the limit is {small.max_message_bytes};"):
-                    await end.send(large_message)
-            await far.send(failure(2))
-            assert await consume(near, 1) == [2]
+                with pytest.raises(CodecError, match=f"the limit is {LIMITS.max_message_bytes};"):
+                    await end.send(failure(1, "x" * LIMITS.max_message_bytes))
+            assert all(far.try_send(failure(number)) for number in range(LIMITS.window))
+            assert not far.try_send(failure(LIMITS.window))
+            assert await consume(near, LIMITS.window) == list(range(LIMITS.window))
 
 
 async def test_a_connector_that_finds_no_descriptor_tries_until_there_is_one(caplog):
@@ -392,9 +385,7 @@ async def test_a_wrong_key_is_refused_and_counted(tmp_path, wire):
 
 def malformed_packets(rng: random.Random, session: str, count: int) -> list[list[bytes]]:
     """Random bytes, truncated, bit-flipped, mis-shaped and oversized packets, none of which is a parcel of a known session."""
-    parcel = Parcel(
-        ([1, 2], []), [Item(Lane.DATA, seq, frames := encode(failure(seq, "y" * 50)), len(frames[0])) for seq in range(3)]
-    )
+    parcel = Parcel(([1, 2], []), [Item(Lane.DATA, seq, encode(failure(seq, "y" * 50))) for seq in range(3)])
     real = [bytes(frame) for frame in build_parcel(session, parcel)]
     packets: list[list[bytes]] = []
     for number in range(count):
@@ -453,7 +444,7 @@ async def send_all(socket: zmq.asyncio.Socket, packets: list[list[bytes]]) -> No
 
 def near_session(listener: ZmqListener) -> str:
     (peer,) = listener._by_name.values()
-    return peer.session
+    return peer.session_id
 
 
 async def test_a_known_peer_that_sends_an_unreadable_message_stays_connected():
@@ -463,18 +454,18 @@ async def test_a_known_peer_that_sends_an_unreadable_message_stays_connected():
         socket = context.socket(zmq.DEALER)
         socket.linger = 0
         socket.connect(listener.address)
-        await socket.send(build_greeting(new_hello("client", "c"), "token", "", LIMITS.terms))
+        await socket.send(build_greeting(new_hello("client", "c"), "token", ""))
         near = await accept(listener)
         session = near_session(listener)
         good = encode(failure(1))
         bodies = [
             b"\x81\xa4type\xa5nonsense",
             os.urandom(50),
-            bytes(good[0])[:-3],
+            good[:-3],
             bytes(LIMITS.max_message_bytes + 1),
-            bytes(good[0]),
+            good,
         ]
-        items = [Item(Lane.DATA, seq, [body], len(body)) for seq, body in enumerate(bodies)]
+        items = [Item(Lane.DATA, seq, body) for seq, body in enumerate(bodies)]
         for item in items:
             await socket.send_multipart(build_parcel(session, Parcel(([], []), [item])))
         assert await consume(near, 1) == [1]

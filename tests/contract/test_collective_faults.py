@@ -13,15 +13,14 @@ import msgspec
 import pytest
 import torch
 
-from asyncrl.broadcast.collective_membership import ANSWER_S
-from asyncrl.broadcast.collective_reader import CollectiveReceiver
-from asyncrl.broadcast.collective_writer import CollectiveWriter
-from asyncrl.broadcast.device import device_fingerprints
-from asyncrl.broadcast.fingerprint import version_fingerprint
 from asyncrl.config.broadcast import GlooMedium
 from asyncrl.errors import BroadcastError
 from asyncrl.models.layout import bucket_ends, make_manifest, view_tensors
 from asyncrl.schema.weights import WeightsAvailable
+from asyncrl.weights.fingerprint import version_fingerprint
+from asyncrl.weights.media.collective import ANSWER_S, CollectiveWriter
+from asyncrl.weights.media.collective_member import CollectiveReceiver
+from asyncrl.weights.media.device import device_fingerprints
 from tests.contract.collective_member import Receive, Received
 from tests.contract.line_process import LineProcess, LineProcesses
 

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from asyncrl.config.learner import LearnerConfig
 from asyncrl.errors import ModelChangedError, ResidencyError
-from asyncrl.learner.optim import PolicyOptimizer
+from asyncrl.learner.optim.optimizer import PolicyOptimizer
 from asyncrl.residency.components import CallbackComponent, FrozenModelComponent, ModuleComponent, OptimizerComponent
 from asyncrl.residency.device import SimulatedDevice
 

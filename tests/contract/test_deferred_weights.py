@@ -11,31 +11,32 @@ import pytest_asyncio
 import torch
 from transformers import LlamaForCausalLM
 
-from asyncrl.broadcast.collective_reader import ReceiverArguments
-from asyncrl.broadcast.collective_writer import CollectiveWriter
-from asyncrl.broadcast.device import device_fingerprints
 from asyncrl.config.broadcast import GlooMedium
 from asyncrl.config.generate import TransformersEngineConfig
 from asyncrl.errors import BroadcastError, GenerationError
-from asyncrl.generate.transformers_engine import TransformersEngine
-from asyncrl.models.deferred import DeferredTensors
+from asyncrl.generate.transformers.engine import TransformersEngine
 from asyncrl.models.layout import bucket_ends, make_manifest, view_tensors
 from asyncrl.schema.weights import WeightsAvailable
+from asyncrl.weights.media.base import ReceiverArguments
+from asyncrl.weights.media.collective import CollectiveWriter
+from asyncrl.weights.media.device import device_fingerprints
+from asyncrl.weights.tensors import DeferredTensors
 from tests.contract.engine_cases import collect, make_model, make_request, reference_logprobs
 
 CPU = torch.device("cpu")
 IDS = (5, 6, 7, 8, 9, 10)
-RECEIVER = "asyncrl.broadcast.collective_reader:open_receiver"
+RECEIVER = "asyncrl.weights.media.collective_member:open_receiver"
 
 
 class Learner:
     """Offers one version after the other in the first slot."""
 
     def __init__(self, run_folder: Path) -> None:
-        self.writer = CollectiveWriter(GlooMedium(timeout_s=5.0, gather_s=0.05), through=lambda: CPU, backend="gloo")
+        medium = GlooMedium(timeout_s=5.0, gather_s=0.05)
+        self.writer = CollectiveWriter(medium, through=lambda: CPU, backend="gloo")
         self._manifest = make_manifest(make_model(0).state_dict(), bucket_bytes=20_000)
         self._slots = self.writer.open(self._manifest)
-        self._arguments = msgspec.json.encode(ReceiverArguments(str(run_folder), 5.0, "gloo"))
+        self._arguments = msgspec.json.encode(ReceiverArguments(str(run_folder), medium))
 
     def publish(self, version: int, model: LlamaForCausalLM) -> DeferredTensors:
         self.writer.overwrite(0, version)

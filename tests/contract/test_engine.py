@@ -15,18 +15,17 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from asyncrl.clock import SystemClock
 from asyncrl.config.generate import FakeEngineConfig, TransformersEngineConfig
-from asyncrl.config.learner import LearnerConfig, LoRAConfig
-from asyncrl.config.model import ScratchModel
+from asyncrl.config.learner import LearnerConfig, LoRAConfig, ScratchModel
 from asyncrl.config.run import RunConfig
 from asyncrl.errors import BroadcastError, EngineDied, GenerationError
+from asyncrl.generate.doubles.fake import FakeEngine
 from asyncrl.generate.engine import Engine, EngineRequest
-from asyncrl.generate.fake_engine import FakeEngine
-from asyncrl.generate.transformers_engine import TransformersEngine
-from asyncrl.generate.vllm_engine import VLLMEngine
-from asyncrl.learner.lora import open_policy, publishable_tensors
+from asyncrl.generate.transformers.engine import TransformersEngine
+from asyncrl.generate.vllm.engine import VLLMEngine
+from asyncrl.learner.model.lora import open_policy, publishable_tensors
 from asyncrl.models.layout import make_manifest, view_tensors
 from asyncrl.models.logprobs import token_logprobs
-from asyncrl.models.mapped import MappedTensors
+from asyncrl.weights.tensors import MappedTensors
 from tests.contract.engine_cases import (
     END,
     VOCABULARY,
@@ -608,7 +607,7 @@ async def test_an_engine_with_adapters_refuses_whole_weights_and_stays_as_it_was
         with pytest.raises(GenerationError, match="tensors this model does not have"):
             await engine.load_weights(0, whole, "keep")
         assert engine.version == -1
-        assert engine.model_bytes > sum(parameter.nbytes for parameter in policy.parameters())
+        assert sum(engine.resident.values()) > sum(parameter.nbytes for parameter in policy.parameters())
     finally:
         await engine.close()
 

@@ -14,13 +14,12 @@ from asyncrl.clock import SystemClock
 from asyncrl.config.generate import FakeEngineConfig, ReplayEngineConfig, TransformersEngineConfig
 from asyncrl.config.learner import LoRAConfig
 from asyncrl.errors import GenerationError
+from asyncrl.generate.doubles.fake import FakeEngine
+from asyncrl.generate.doubles.replay import ReplayEngine
 from asyncrl.generate.engine import Engine, EngineRequest
-from asyncrl.generate.fake_engine import FakeEngine
-from asyncrl.generate.replay_engine import ReplayEngine
-from asyncrl.generate.slot_decoder import SlotDecoder
-from asyncrl.generate.slot_model import SlotModel
-from asyncrl.generate.slots import InFlight
-from asyncrl.generate.transformers_engine import TransformersEngine
+from asyncrl.generate.transformers.engine import TransformersEngine
+from asyncrl.generate.transformers.model import SlotModel
+from asyncrl.generate.transformers.scheduler import InFlight, SlotDecoder
 from asyncrl.models.adapters import add_adapters
 from asyncrl.schema.samples import SamplingParams
 from tests.contract.engine_cases import PROMPT, VOCABULARY, collect, make_model, make_request, reference_logprobs, tensors_of
@@ -274,14 +273,14 @@ class _RoomForOne:
 
 
 async def test_level_1_on_a_cpu_frees_the_cache_and_level_2_the_weights_too(transformers_engine) -> None:
-    awake = transformers_engine.model_bytes
+    awake = sum(transformers_engine.resident.values())
     weights = sum(tensor.nbytes for tensor in tensors_of(make_model(0)).values())
     await transformers_engine.sleep(1)
-    assert transformers_engine.model_bytes == weights
+    assert sum(transformers_engine.resident.values()) == weights
     await transformers_engine.sleep(2)
-    assert transformers_engine.model_bytes == 0
+    assert sum(transformers_engine.resident.values()) == 0
     await transformers_engine.wake()
-    assert transformers_engine.model_bytes == awake
+    assert sum(transformers_engine.resident.values()) == awake
 
 
 async def test_level_2_gives_the_memory_back_to_the_system(tmp_path: Path) -> None:

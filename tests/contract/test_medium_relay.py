@@ -17,14 +17,14 @@ import pytest
 import torch
 import zmq
 
-from asyncrl.broadcast.chunks import ChunkReply, ChunkRequest, PlaceRequest
-from asyncrl.broadcast.fingerprint import BucketHasher, version_fingerprint
-from asyncrl.broadcast.zeromq import CurveKeys, ZeroMQReader, ZeroMQWriter
-from asyncrl.broadcast.zeromq_server import SEND_QUEUE, WINDOW
 from asyncrl.config.broadcast import BroadcastConfig, ZeroMQMedium
 from asyncrl.errors import BroadcastError
 from asyncrl.models.layout import bucket_ends, make_manifest
 from asyncrl.schema.weights import WeightsAvailable
+from asyncrl.weights.fingerprint import fingerprints_of, version_fingerprint
+from asyncrl.weights.media.zeromq import FeederReply, FeederRequest, PartReply, PartRequest, ZeroMQWriter
+from asyncrl.weights.media.zeromq_reader import ZeroMQReader
+from asyncrl.weights.sockets import SEND_QUEUE, WINDOW, CurveKeys
 from tests.contract.line_process import LineProcesses
 from tests.contract.medium_peer import Fetched, Order
 
@@ -47,11 +47,10 @@ class Learner:
         slot = version % 2
         self.writer.overwrite(slot, version)
         self._slots[slot].view(torch.float32).fill_(float(version))
-        hasher = BucketHasher(bucket_ends(MANIFEST))
-        hasher.update(self._slots[slot].numpy().data)
-        fingerprint = version_fingerprint(hasher.digests())
+        fingerprints = fingerprints_of(self._slots[slot].numpy().data, bucket_ends(MANIFEST))
+        fingerprint = version_fingerprint(fingerprints)
         location = self.writer.commit(slot, version, fingerprint)
-        return WeightsAvailable(version, "zeromq", location, MANIFEST, fingerprint, 0.0, bucket_fingerprints=hasher.digests())
+        return WeightsAvailable(version, "zeromq", location, MANIFEST, fingerprint, 0.0, bucket_fingerprints=fingerprints)
 
 
 @pytest.fixture
@@ -80,16 +79,13 @@ class Asker:
         self.news = self.socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)
         self.socket.connect(address)
 
-    def ask(self, available: WeightsAvailable, offset: int = 0) -> tuple[ChunkReply, bytes]:
-        """Return the answer, once it is more than a sign of life."""
-        request = ChunkRequest(available.version, available.fingerprint, offset, CHUNK_BYTES)
+    def ask(self, available: WeightsAvailable, offset: int = 0) -> tuple[PartReply, bytes]:
+        """Return the answer and its bytes."""
+        request = PartRequest(available.version, available.fingerprint, offset, CHUNK_BYTES)
         self.socket.send(msgspec.msgpack.encode(request))
-        while True:
-            assert self.socket.poll(TIMEOUT_S * 1000), "no answer"
-            header, part = self.socket.recv_multipart()
-            reply = msgspec.msgpack.decode(header, type=ChunkReply)
-            if not reply.waiting:
-                return reply, part
+        assert self.socket.poll(TIMEOUT_S * 1000), "no answer"
+        header, *parts = self.socket.recv_multipart()
+        return msgspec.msgpack.decode(header, type=PartReply), b"".join(parts)
 
     def close(self) -> None:
         self.socket.disable_monitor()
@@ -203,12 +199,12 @@ def through(link: Uplink, available: WeightsAvailable) -> WeightsAvailable:
 def test_four_generators_get_everything_while_the_learner_sends_it_about_once(learner, generators, tmp_path):
     four = generators.take(4)
     for version in (1, 2):
-        before = learner.writer.served_bytes
+        before = learner.writer.server.served_bytes
         available = learner.publish(version)
         for generator in four:
             generator.tell(order_of(tmp_path, available))
         assert [generator.hear(Fetched) for generator in four] == [Fetched(version, [float(version)])] * 4
-        assert MODEL_BYTES <= learner.writer.served_bytes - before < 2 * MODEL_BYTES
+        assert MODEL_BYTES <= learner.writer.server.served_bytes - before < 2 * MODEL_BYTES
 
 
 def test_without_fanout_the_learner_sends_it_to_each(generators, tmp_path):
@@ -218,43 +214,95 @@ def test_without_fanout_the_learner_sends_it_to_each(generators, tmp_path):
     for generator in generators.take(2):
         generator.tell(order_of(tmp_path, available, medium))
         assert generator.hear(Fetched) == Fetched(1, [1.0])
-    assert 2 * MODEL_BYTES <= learner.writer.served_bytes < 3 * MODEL_BYTES  # what is slow to come is asked for again
+    assert 2 * MODEL_BYTES <= learner.writer.server.served_bytes < 3 * MODEL_BYTES  # what is slow to come is asked for again
     learner.writer.close()
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_relay_that_dies_or_stands_still_in_the_middle_costs_its_children_no_part_twice(learner, generators, tmp_path, how):
-    (relay,) = generators.take(1)
+class Relay:
+    """Says that it has the version, answers so many parts, and then nothing more."""
+
+    def __init__(self, available: WeightsAvailable, num_parts: int, value: float = 1.0) -> None:
+        self._context = zmq.Context()
+        self._router = self._context.socket(zmq.ROUTER)
+        port = self._router.bind_to_random_port("tcp://127.0.0.1")
+        self.num_asked, self._num_parts, self._value = 0, num_parts, value
+        self._closing = threading.Event()
+        learner = self._context.socket(zmq.DEALER)
+        learner.connect(available.location)
+        whole = FeederRequest(
+            available.version, available.fingerprint, "relay", f"tcp://127.0.0.1:{port}", socket.gethostname(), is_whole=True
+        )
+        learner.send(msgspec.msgpack.encode(whole))
+        assert learner.poll(TIMEOUT_S * 1000)
+        assert msgspec.msgpack.decode(learner.recv(), type=FeederReply).wait
+        learner.close()
+        self._thread = threading.Thread(target=self._serve)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        while not self._closing.is_set():
+            if self._router.poll(50):
+                asker, frame = self._router.recv_multipart()
+                request = msgspec.msgpack.decode(frame, type=PartRequest)
+                self.num_asked += 1
+                if self.num_asked <= self._num_parts:
+                    header = msgspec.msgpack.encode(PartReply(request.offset, request.num_bytes))
+                    part = np.full(request.num_bytes // 4, self._value, np.float32).tobytes()
+                    self._router.send_multipart([asker, header, part])
+
+    def close(self) -> None:
+        self._closing.set()
+        self._thread.join()
+        self._context.destroy(linger=0)
+
+
+def test_a_feeder_that_falls_silent_in_the_middle_is_left_and_no_part_is_fetched_twice(learner):
     available = learner.publish(1)
+    relay = Relay(available, num_parts=64)
     child = ZeroMQReader(MEDIUM)
-    with uplink(available.location, stop_after_bytes=MODEL_BYTES // 2) as link:
-        relay.tell(order_of(tmp_path, through(link, available)))
-        wait_until_served(learner, MODEL_BYTES // 2)
-        fetch = Fetch(child, available)
-        asker = Asker(child.location)
-        # The child passes on what it has while the rest is still to come.
-        reply, part = asker.ask(available, offset=MODEL_BYTES // 4)
-        assert (reply.num_bytes, np.unique(np.frombuffer(part, np.float32)).tolist()) == (CHUNK_BYTES, [1.0])
-        started_s = time.monotonic()
-        relay.process.send_signal(how)
-        assert fetch.join() == {1.0}
-        assert time.monotonic() - started_s < 10
-        relay.kill()
-    sent_to_relay = MODEL_BYTES // 2 + 2 * WINDOW_BYTES
-    assert learner.writer.served_bytes <= sent_to_relay + MODEL_BYTES * 3 // 4 + 2 * WINDOW_BYTES
-    asker.close()
+    started_s = time.monotonic()
+    assert Fetch(child, available).join() == {1.0}
+    assert time.monotonic() - started_s < 20
+    assert relay.num_asked <= 64 + WINDOW
+    assert learner.writer.server.served_bytes == MODEL_BYTES - 64 * CHUNK_BYTES
+    relay.close()
     child.close()
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_relay_that_dies_or_stands_still_in_the_middle_costs_the_next_one_no_part_twice(learner, generators, tmp_path, how):
+    (lost,) = generators.take(1)
+    available = learner.publish(1)
+    other = ZeroMQReader(MEDIUM)
+    with uplink(available.location, stop_after_bytes=MODEL_BYTES // 2) as link:
+        lost.tell(order_of(tmp_path, through(link, available)))
+        wait_until_served(learner, MODEL_BYTES // 2)
+        fetch = Fetch(other, available)
+        asker = Asker(other.server.location)
+        while (answer := asker.ask(available, offset=MODEL_BYTES // 4))[0].gone:
+            pass  # it has not begun yet
+        # It passes on what it has while the rest is still to come.
+        assert set(np.frombuffer(answer[1], np.float32).tolist()) == {1.0}
+        started_s = time.monotonic()
+        lost.process.send_signal(how)
+        assert fetch.join() == {1.0}
+        assert time.monotonic() - started_s < 20
+        lost.kill()
+    sent_to_lost = MODEL_BYTES // 2 + 2 * WINDOW_BYTES
+    assert learner.writer.server.served_bytes <= sent_to_lost + MODEL_BYTES * 3 // 4 + 2 * WINDOW_BYTES
+    asker.close()
+    other.close()
 
 
 def wait_until_served(learner: Learner, num_bytes: int) -> None:
     """Look at the learner's count until it is there."""
     deadline_s = time.monotonic() + TIMEOUT_S
-    while learner.writer.served_bytes < num_bytes:
+    while learner.writer.server.served_bytes < num_bytes:
         assert time.monotonic() < deadline_s
         threading.Event().wait(0.01)
 
 
-def test_a_slow_relay_does_not_hold_its_children(learner, generators, tmp_path):
+def test_a_slow_generator_does_not_hold_the_others(learner, generators, tmp_path):
     (relay,) = generators.take(1)
     available = learner.publish(1)
     children = [ZeroMQReader(MEDIUM) for _ in range(2)]
@@ -278,14 +326,14 @@ def test_a_break_costs_what_was_under_way_and_nothing_else(learner):
         wait_until_served(learner, MODEL_BYTES // 2)
         link.break_off()
         assert fetch.join() == {1.0}
-    assert learner.writer.served_bytes <= MODEL_BYTES + 4 * WINDOW_BYTES
+    assert learner.writer.server.served_bytes <= MODEL_BYTES + 4 * WINDOW_BYTES
     reader.close()
 
 
 def test_a_relay_serves_its_version_until_the_next_one_arrives_in_the_same_buffer(learner):
     reader = ZeroMQReader(MEDIUM)
     into = np.zeros(MODEL_BYTES, np.uint8)
-    asker = Asker(reader.location)
+    asker = Asker(reader.server.location)
     first, second = learner.publish(1), learner.publish(2)
     assert asker.ask(first)[0].gone
     reader.fetch(first, into.data, threading.Event())
@@ -293,7 +341,7 @@ def test_a_relay_serves_its_version_until_the_next_one_arrives_in_the_same_buffe
     reader.fetch(second, into.data, threading.Event())
     assert "[2]" in asker.ask(first)[0].gone
     assert np.frombuffer(asker.ask(second)[1], np.float32)[0] == 2.0
-    assert reader.served_bytes == 2 * CHUNK_BYTES
+    assert reader.server.served_bytes == 2 * CHUNK_BYTES
     asker.close()
     reader.close()
 
@@ -301,7 +349,7 @@ def test_a_relay_serves_its_version_until_the_next_one_arrives_in_the_same_buffe
 def test_a_relay_that_moves_on_never_sends_a_mixture(learner):
     reader = ZeroMQReader(MEDIUM)
     into = np.zeros(MODEL_BYTES, np.uint8)
-    asker = Asker(reader.location)
+    asker = Asker(reader.server.location)
     available = learner.publish(1)
     done = threading.Event()
 
@@ -333,14 +381,14 @@ def test_a_relay_that_moves_on_never_sends_a_mixture(learner):
 
 
 def test_damage_on_a_relay_is_not_passed_on_twice(learner):
-    """The child that got damaged bytes fetches them again, from somebody else, and does not serve them meanwhile."""
+    """Who got damaged bytes fetches them again, from somebody else, and does not serve them meanwhile."""
     relay, child = ZeroMQReader(MEDIUM), ZeroMQReader(MEDIUM)
     available = learner.publish(1)
     relay_into, child_into = np.zeros(MODEL_BYTES, np.uint8), np.zeros(MODEL_BYTES, np.uint8)
     relay.fetch(available, relay_into.data, threading.Event())
     relay_into[1000] ^= 1
     assert child.fetch(available, child_into.data, threading.Event()) != available.bucket_fingerprints
-    asker = Asker(child.location)
+    asker = Asker(child.server.location)
     assert asker.ask(available)[0].gone
     assert child.fetch(available, child_into.data, threading.Event()) == available.bucket_fingerprints
     asker.close()
@@ -354,7 +402,7 @@ def test_a_delta_goes_from_generator_to_generator_too(learner):
     learner.writer.put_blob("delta-1", blob)
     readers = [ZeroMQReader(MEDIUM) for _ in range(3)]
     assert [reader.fetch_blob(available, "delta-1", len(blob), threading.Event()) for reader in readers] == [blob] * 3
-    assert len(blob) <= learner.writer.served_bytes < 2 * len(blob)
+    assert len(blob) <= learner.writer.server.served_bytes < 2 * len(blob)
     learner.writer.drop_blob("delta-1")
     with pytest.raises(BroadcastError, match="'delta-1' can no longer be fetched"):
         readers[0].fetch_blob(available, "delta-1", len(blob), threading.Event())
@@ -374,15 +422,15 @@ def test_a_relay_serves_those_with_the_keys_of_the_run_and_nobody_else():
     relay, child = ZeroMQReader(MEDIUM, keys), ZeroMQReader(MEDIUM, keys)
     for reader in (relay, child):
         assert Fetch(reader, available).join() == {1.0}
-    assert MODEL_BYTES <= learner.writer.served_bytes < 2 * MODEL_BYTES
-    assert (served_bytes := relay.served_bytes) > 0
-    stranger = Asker(relay.location, keys_of(peers_of=keys))
+    assert MODEL_BYTES <= learner.writer.server.served_bytes < 2 * MODEL_BYTES
+    assert (served_bytes := relay.server.served_bytes) > 0
+    stranger = Asker(relay.server.location, keys_of(peers_of=keys))
     with contextlib.suppress(zmq.Again):  # refused already: there is nobody to send to
-        stranger.socket.send(msgspec.msgpack.encode(ChunkRequest(1, available.fingerprint, 0, CHUNK_BYTES)), zmq.NOBLOCK)
+        stranger.socket.send(msgspec.msgpack.encode(PartRequest(1, available.fingerprint, 0, CHUNK_BYTES)), zmq.NOBLOCK)
     assert stranger.news.poll(TIMEOUT_S * 1000)
     assert not stranger.socket.poll(0)
     stranger.close()
-    assert relay.served_bytes == served_bytes
+    assert relay.server.served_bytes == served_bytes
     for end in (relay, child, learner.writer):
         end.close()
 
@@ -391,16 +439,16 @@ def test_malformed_requests_to_a_relay_are_counted_and_not_answered(learner):
     reader = ZeroMQReader(MEDIUM)
     available = learner.publish(1)
     assert Fetch(reader, available).join() == {1.0}
-    asker = Asker(reader.location)
-    place = PlaceRequest(1, available.fingerprint, "me")
-    too_far = ChunkRequest(1, available.fingerprint, MODEL_BYTES, 8)
-    too_large = ChunkRequest(1, available.fingerprint, 0, WINDOW_BYTES + 1)
+    asker = Asker(reader.server.location)
+    place = FeederRequest(1, available.fingerprint, "me")
+    too_far = PartRequest(1, available.fingerprint, MODEL_BYTES, 8)
+    too_large = PartRequest(1, available.fingerprint, 0, CHUNK_BYTES + 1)
     nested = b"\x82\xa1a" + b"\x91" * 1015 + b"\x01"
     for bad in (b"", b"\xff" * 40, nested, *map(msgspec.msgpack.encode, (place, too_far, too_large))):
         asker.socket.send(bad)
     asker.socket.send_multipart([b"two", b"frames"])
     assert asker.ask(available)[0].num_bytes == CHUNK_BYTES
-    assert reader.refused == 7
+    assert reader.server.refused == 7
     asker.close()
     reader.close()
 
@@ -411,19 +459,19 @@ def test_who_asks_and_never_reads_costs_a_queue_of_parts_and_holds_nobody_up(lea
     available = learner.publish(1)
     reader = ZeroMQReader(MEDIUM)
     assert Fetch(reader, available).join() == {1.0}
-    feeding, location = (learner.writer, available.location) if feeder == "learner" else (reader, reader.location)
-    before, num_requests = feeding.served_bytes, 300
+    feeding, location = (learner.writer, available.location) if feeder == "learner" else (reader, reader.server.location)
+    before, num_requests = feeding.server.served_bytes, 2400
     context = zmq.Context()
     greedy = context.socket(zmq.DEALER)
     greedy.rcvhwm, greedy.rcvbuf = 1, 1 << 16
     greedy.connect(location)
     for _ in range(num_requests):
-        greedy.send(msgspec.msgpack.encode(ChunkRequest(1, available.fingerprint, 0, WINDOW_BYTES)))
+        greedy.send(msgspec.msgpack.encode(PartRequest(1, available.fingerprint, 0, CHUNK_BYTES)))
     modest = Asker(location)
-    for _ in range(num_requests):  # by turns with the other: who gets the last answer knows that all are dealt with
+    for _ in range(300):  # by turns with the other: who gets the last answer knows that all are dealt with
         assert modest.ask(available)[0].num_bytes == CHUNK_BYTES
-    queued_bytes = feeding.served_bytes - before - num_requests * CHUNK_BYTES
-    assert queued_bytes < SEND_QUEUE * CHUNK_BYTES + (16 << 20) < num_requests * WINDOW_BYTES // 4
+    queued_bytes = feeding.server.served_bytes - before - 300 * CHUNK_BYTES
+    assert queued_bytes < SEND_QUEUE * CHUNK_BYTES + (16 << 20) < num_requests * CHUNK_BYTES // 4
     greedy.close(linger=0)
     context.term()
     modest.close()
@@ -433,5 +481,5 @@ def test_who_asks_and_never_reads_costs_a_queue_of_parts_and_holds_nobody_up(lea
 def test_an_address_that_is_taken_is_a_clear_error():
     reader = ZeroMQReader(MEDIUM)
     with pytest.raises(BroadcastError, match="relay_bind"):
-        ZeroMQReader(msgspec.structs.replace(MEDIUM, relay_bind=reader.location))
+        ZeroMQReader(msgspec.structs.replace(MEDIUM, relay_bind=reader.server.location))
     reader.close()

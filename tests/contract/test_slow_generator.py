@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.broadcast.publisher import Publisher
 from asyncrl.clock import SystemClock
 from asyncrl.config.broadcast import BroadcastConfig, FilesMedium, GlooMedium, SharedMemoryMedium, ZeroMQMedium
 from asyncrl.schema.weights import WeightsAvailable
+from asyncrl.weights.publisher import Publisher
 from tests.contract.line_process import LineProcess
 from tests.contract.medium_peer import Fetched, Order, tensors_of
 

@@ -30,13 +30,13 @@ from asyncrl.config.generate import VLLMEngineConfig
 from asyncrl.config.learner import LearnerConfig, LoRAConfig
 from asyncrl.config.run import RunConfig
 from asyncrl.errors import BroadcastError, EngineDied, GenerationError
-from asyncrl.generate.vllm_engine import VLLMEngine
-from asyncrl.generate.vllm_versions import installed_version
-from asyncrl.learner.lora import open_policy, publishable_tensors
-from asyncrl.models.deferred import DeferredTensors
+from asyncrl.generate.vllm.embedded import EmbeddedVLLM
+from asyncrl.generate.vllm.engine import VLLMEngine
+from asyncrl.generate.vllm.versions import installed_version
+from asyncrl.learner.model.lora import open_policy, publishable_tensors
 from asyncrl.models.layout import make_manifest, view_tensors
-from asyncrl.models.mapped import MappedTensors
 from asyncrl.schema.weights import WeightsAvailable
+from asyncrl.weights.tensors import DeferredTensors, MappedTensors
 from tests.contract.conftest import start_vllm
 from tests.contract.engine_cases import PROMPT, collect, make_model, make_request, reference_logprobs
 
@@ -295,7 +295,7 @@ async def test_members_that_begin_after_an_update_do_not_use_keys_that_others_le
 async def test_a_group_shares_its_prompt_in_the_prefix_cache(engine: VLLMEngine) -> None:
     prompt = tuple(range(2, 60)) * 2
     await collect(engine.submit(make_request("first", 0, prompt)))
-    *_, last = [output async for output in engine._llm.generate(*hand_made(engine, prompt))]
+    *_, last = [output async for output in engine.backend.llm.generate(*hand_made(engine, prompt))]
     assert last.num_cached_tokens >= 96
 
 
@@ -303,31 +303,24 @@ def hand_made(engine: VLLMEngine, prompt: tuple[int, ...]):
     """What the engine gives vLLM for a member, to see what vLLM says about it."""
     from vllm import SamplingParams as VLLMSamplingParams
 
-    salt = f"asyncrl-{engine._flights.epoch}"
-    return {"type": "token", "prompt_token_ids": list(prompt), "cache_salt": salt}, VLLMSamplingParams(max_tokens=2), "by-hand"
+    salted = {"type": "token", "prompt_token_ids": list(prompt), "cache_salt": engine._requests.salt}
+    return salted, VLLMSamplingParams(max_tokens=2), "by-hand"
 
 
-async def test_an_abort_in_the_moment_of_the_last_token_leaves_no_task_waiting_for_more(engine: VLLMEngine) -> None:
-    stream = engine.submit(make_request("a", max_new_tokens=1))
-    flight = engine._flights._by_id["a"]
-    while flight.collector is None:
-        await asyncio.sleep(0)
-    follower, collector = named_task("vllm-a"), flight.collector
-
-    def put_and_abort(output) -> None:
-        type(collector).put(collector, output)
-        engine.abort("a")
-
-    collector.put = put_and_abort  # vLLM's own object: its output loop calls this
-    only = await collect(stream)
-    assert (len(only.token_ids), only.finish_reason) == (1, "length")
-    await asyncio.wait([follower], timeout=5)
-    assert follower.done(), "closing the engine would wait for it for ever"
-
-
-def named_task(name: str) -> asyncio.Task:
-    (task,) = [task for task in asyncio.all_tasks() if task.get_name() == name]
-    return task
+async def test_requests_aborted_at_any_moment_leave_nothing_behind(engine: VLLMEngine) -> None:
+    """Before vLLM has them, while they run, and about their last token; a request with the same id begins at once."""
+    for turns in [0, 1, 2, 3, 5, 8, 13, 21, 34, 55]:
+        streams = [engine.submit(make_request(f"a{i}", i, max_new_tokens=1 + i)) for i in range(6)]
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        for i in range(6):
+            engine.abort(f"a{i}")
+        again = [engine.submit(make_request(f"a{i}", i, max_new_tokens=2)) for i in range(6)]
+        assert {(await collect(stream)).finish_reason for stream in streams} <= {"abort", "length"}
+        assert [len((await collect(stream)).token_ids) for stream in again] == [2] * 6
+    async with asyncio.timeout(20):
+        while engine._requests._tasks or engine.backend.llm.output_processor.has_unfinished_requests():
+            await asyncio.sleep(0.01)
 
 
 async def test_a_score_that_fails_leaves_a_paused_engine_paused(engine: VLLMEngine) -> None:
@@ -339,7 +332,7 @@ async def test_a_score_that_fails_leaves_a_paused_engine_paused(engine: VLLMEngi
     scoring.cancel()
     await asyncio.wait([scoring])
     await engine.score([3, 4, 5])
-    assert await engine._llm.is_paused()
+    assert await engine.backend.llm.is_paused()
     await engine.resume()
     await collect(stream)
 
@@ -360,7 +353,7 @@ async def test_twenty_updates_in_flight_do_not_grow_vllms_processes(engine: VLLM
         await engine.load_weights(version, tensors, "recompute")
         for stream in streams:
             await collect(stream)
-        resident.append(sum(process.memory_info().rss for process in engine._processes))
+        resident.append(sum(process.memory_info().rss for process in engine.backend.processes))
     # An allocator at rest scatters by two models of this size; a quarter of a model left at each update would be five.
     assert resident[-1] - resident[4] < 5 * model_bytes
 
@@ -373,9 +366,9 @@ async def test_cpu_cannot_sleep_and_says_so(engine: VLLMEngine) -> None:
 async def test_close_ends_every_stream_with_abort_and_leaves_no_process(engine: VLLMEngine) -> None:
     """Last but one: the next test starts another."""
     streams = [engine.submit(make_request(f"r{i}", i, max_new_tokens=200)) for i in range(8)]
-    processes = list(engine._processes)
+    processes = list(engine.backend.processes)
     assert len(processes) >= 2
-    sockets = engine._sockets.path
+    sockets = engine.backend.sockets.path
     assert any(path.is_socket() for path in sockets.iterdir()), "vLLM's processes talk by sockets in there"
     if installed_version().release >= (0, 28):
         assert any(sockets.glob("vllm_dist_*")), "its ranks find each other by a file in there"
@@ -394,7 +387,7 @@ async def test_a_killed_engine_core_fails_every_stream_and_every_later_call(vllm
     engine = await vllm_engines.like_new(tmp_path)
     streams = [engine.submit(make_request(f"r{i}", i, max_new_tokens=200)) for i in range(8)]
     await anext(streams[0])
-    core = next(process for process in engine._processes if process.ppid() == os.getpid())
+    core = next(process for process in engine.backend.processes if process.ppid() == os.getpid())
     core.send_signal(signal.SIGKILL)
     for stream in streams:
         with pytest.raises(GenerationError, match="vLLM"):
@@ -406,13 +399,15 @@ async def test_a_killed_engine_core_fails_every_stream_and_every_later_call(vllm
     with pytest.raises(GenerationError, match="died"):
         await engine.load_weights(1, dict(make_model(0).state_dict()), "keep")
     await engine.close()
-    assert not [process for process in engine._processes if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
-    assert not engine._sockets.path.exists()
+    assert not [
+        process for process in engine.backend.processes if process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    ]
+    assert not engine.backend.sockets.path.exists()
 
 
 async def test_a_model_that_cannot_be_opened_is_a_generation_error_and_leaves_no_process(tmp_path: Path) -> None:
     before = {process.pid for process in psutil.Process().children(recursive=True)}
-    engine = VLLMEngine(VLLMEngineConfig(), tmp_path / "nothing")
+    engine = VLLMEngine(EmbeddedVLLM(VLLMEngineConfig()), tmp_path / "nothing")
     with pytest.raises(GenerationError, match="cannot open the model folder"):
         await engine.start()
     await engine.close()

@@ -13,11 +13,10 @@ import pytest_asyncio
 import torch
 
 from asyncrl.errors import BroadcastError, GenerationError
-from asyncrl.generate.vllm_engine import VLLMEngine
-from asyncrl.generate.vllm_launch import core_pids
-from asyncrl.models.deferred import DeferredTensors
+from asyncrl.generate.vllm.engine import VLLMEngine
 from asyncrl.models.layout import make_manifest
 from asyncrl.schema.weights import WeightsAvailable
+from asyncrl.weights.tensors import DeferredTensors
 from tests.contract.conftest import SLOTS, start_vllm
 from tests.contract.engine_cases import (
     collect,
@@ -64,13 +63,19 @@ def crowd(name: str, num_tokens: int = 40):
     return [make_request(f"{name}{i}", i, tuple(range(2, 6 + i)), max_new_tokens=num_tokens) for i in range(REPLICAS * SLOTS)]
 
 
+def cores_of(engine: VLLMEngine) -> list[psutil.Process]:
+    """One a replica: this process's children that have children."""
+    found = [process for process in engine.backend.processes if process.ppid() == os.getpid() and process.children()]
+    return sorted(found, key=lambda process: process.create_time())
+
+
 async def assert_holds(engine: VLLMEngine, model) -> None:
     """Every rank of every replica has its share of the model: what each samples agrees with a forward."""
     requests, busy = crowd("holds"), set()
 
     async def noting_who_works(stream):
         async for chunk in stream:
-            busy.update(replica for replica, (_, running) in engine._fullness.items() if running)
+            busy.update(replica for replica, (_, running) in engine.backend.fullness.items() if running)
             yield chunk
 
     streams = [noting_who_works(engine.submit(request)) for request in requests]
@@ -83,8 +88,7 @@ async def assert_holds(engine: VLLMEngine, model) -> None:
 
 
 async def test_each_replica_has_its_ranks_and_all_of_its_slots(engine: VLLMEngine) -> None:
-    workers = [[child.pid for child in psutil.Process(pid).children()] for pid in core_pids(engine._llm)[:REPLICAS]]
-    assert [len(pids) for pids in workers] == [RANKS] * REPLICAS
+    assert [len(core.children()) for core in cores_of(engine)] == [RANKS] * REPLICAS
     assert engine.num_slots == REPLICAS * SLOTS
 
 
@@ -118,9 +122,9 @@ async def test_pause_holds_every_replica_and_a_score_goes_between(engine: VLLMEn
     first_chunks = [await anext(stream) for stream in streams]
     await engine.pause()
     await asyncio.wait_for(engine.score([1, 2, 3]), 30)
-    taken = [flight.num_tokens for flight in engine._flights._by_id.values()]
+    taken = engine._requests.num_tokens
     await asyncio.sleep(0.2)
-    assert [flight.num_tokens for flight in engine._flights._by_id.values()] == taken
+    assert engine._requests.num_tokens == taken
     await engine.resume()
     for stream, first, whole in zip(streams, first_chunks, undisturbed, strict=True):
         assert (await collect(stream, first)).token_ids == whole.token_ids
@@ -131,7 +135,7 @@ async def test_bytes_that_fail_in_one_replica_alone_stop_sampling_until_a_whole_
     engine: VLLMEngine, replica: int, tmp_path: Path
 ) -> None:
     """Only the first replica's workers can answer; what goes wrong in another one must not be lost."""
-    pid = core_pids(engine._llm)[replica]
+    pid = cores_of(engine)[replica].pid
     with pytest.raises(BroadcastError, match="the sender is gone"):
         await engine.load_weights(1, deferred(make_model(4), tmp_path, f"half below {pid}"), "keep")
     assert engine.version == -1
@@ -152,14 +156,14 @@ def deferred(model: torch.nn.Module, folder: Path, fingerprint: str = "") -> Def
 async def test_close_leaves_no_process_and_nothing_in_memory(engine: VLLMEngine) -> None:
     """Last: it ends the engine."""
     streams = [engine.submit(request) for request in crowd("late", 200)]
-    processes = list(engine._processes)
+    processes = list(engine.backend.processes)
     assert len(processes) >= REPLICAS * (1 + RANKS)
     shared = {name for process in processes for name in shared_memory_of(process.pid)}
     assert len([name for name in shared if name.startswith("psm_")]) >= REPLICAS, "nothing was looked at"
     await engine.close()
     assert {(await collect(stream)).finish_reason for stream in streams} == {"abort"}
     assert not [process for process in processes if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
-    assert not engine._sockets.path.exists()
+    assert not engine.backend.sockets.path.exists()
     assert not shared & set(os.listdir("/dev/shm"))
 
 

@@ -25,11 +25,12 @@ from transformers import LlamaForCausalLM
 from asyncrl.clock import SystemClock
 from asyncrl.config.generate import VLLMServerEngineConfig
 from asyncrl.errors import BroadcastError, GenerationError
-from asyncrl.generate.vllm_server_checks import EXTENSION
-from asyncrl.generate.vllm_server_engine import VLLMServerEngine
-from asyncrl.generate.vllm_versions import installed_version
+from asyncrl.generate.vllm.engine import VLLMEngine
+from asyncrl.generate.vllm.launch import EXTENSION
+from asyncrl.generate.vllm.server import VLLMServer
+from asyncrl.generate.vllm.versions import installed_version
 from asyncrl.models.layout import make_manifest
-from asyncrl.models.mapped import MappedTensors
+from asyncrl.weights.tensors import MappedTensors
 from tests.contract.engine_cases import PROMPT, collect, collect_all, make_model, make_request, reference_logprobs, tensors_of
 
 pytestmark = [
@@ -105,7 +106,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture
 async def engine(server: Server):
-    made = VLLMServerEngine(config_of(server), server.folder, SystemClock())
+    made = VLLMEngine(VLLMServer(config_of(server), SystemClock()), server.folder)
     await made.start()
     yield made
     await made.close()
@@ -134,7 +135,7 @@ async def until_idle(server: Server) -> None:
             await asyncio.sleep(0.05)
 
 
-async def test_completion_has_a_logprob_and_a_version_for_every_token(engine: VLLMServerEngine) -> None:
+async def test_completion_has_a_logprob_and_a_version_for_every_token(engine: VLLMEngine) -> None:
     before = await collect(engine.submit(make_request("before", max_new_tokens=3)))
     assert (engine.version, before.versions) == (-1, [-1] * 3)
     await engine.load_weights(0, tensors_of(model_of(0)), "keep")
@@ -144,7 +145,7 @@ async def test_completion_has_a_logprob_and_a_version_for_every_token(engine: VL
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-async def test_logprobs_are_those_of_a_plain_forward(engine: VLLMServerEngine, temperature: float) -> None:
+async def test_logprobs_are_those_of_a_plain_forward(engine: VLLMEngine, temperature: float) -> None:
     await engine.load_weights(3, tensors_of(model_of(3)), "recompute")
     requests = [
         make_request(f"r{i}", i, tuple(range(2, 5 + 9 * i)), max_new_tokens=30, temperature=temperature) for i in range(4)
@@ -157,7 +158,7 @@ async def test_logprobs_are_those_of_a_plain_forward(engine: VLLMServerEngine, t
         assert completion.logprobs == pytest.approx(expected, abs=1e-5)
 
 
-async def test_greedy_stop_and_end_tokens(engine: VLLMServerEngine) -> None:
+async def test_greedy_stop_and_end_tokens(engine: VLLMEngine) -> None:
     await engine.load_weights(0, tensors_of(model_of(0)), "recompute")
     free = await collect(engine.submit(make_request("a", temperature=0.0)))
     assert free.logprobs == [0.0] * 20
@@ -168,7 +169,7 @@ async def test_greedy_stop_and_end_tokens(engine: VLLMServerEngine) -> None:
 
 
 @pytest.mark.parametrize("kv", ["recompute", "keep"])
-async def test_weights_come_in_flight_and_every_token_knows_its_version(engine: VLLMServerEngine, kv) -> None:
+async def test_weights_come_in_flight_and_every_token_knows_its_version(engine: VLLMEngine, kv) -> None:
     await engine.load_weights(0, tensors_of(model_of(0)), kv)
     new = model_of(1)
     requests = [make_request(f"r{i}", i, tuple(range(2, 12 + i)), max_new_tokens=LONG) for i in range(10)]
@@ -193,7 +194,7 @@ async def test_weights_come_in_flight_and_every_token_knows_its_version(engine: 
             assert completion.logprobs[first:] != pytest.approx(by_new[first:], abs=1e-3)
 
 
-async def test_prefixes_are_not_shared_across_versions(engine: VLLMServerEngine) -> None:
+async def test_prefixes_are_not_shared_across_versions(engine: VLLMEngine) -> None:
     prompt = tuple(range(2, 62)) * 5
     for version in (0, 1):
         model = model_of(version)
@@ -202,7 +203,7 @@ async def test_prefixes_are_not_shared_across_versions(engine: VLLMServerEngine)
         assert completion.logprobs == pytest.approx(reference_logprobs(model, prompt, completion.token_ids), abs=1e-5)
 
 
-async def test_score_follows_the_weights_also_while_paused(engine: VLLMServerEngine) -> None:
+async def test_score_follows_the_weights_also_while_paused(engine: VLLMEngine) -> None:
     ids = list(range(3, 60))
     for version in (4, 5):
         model = model_of(version)
@@ -211,7 +212,7 @@ async def test_score_follows_the_weights_also_while_paused(engine: VLLMServerEng
         await engine.pause()
 
 
-async def test_paused_engine_generates_nothing_and_goes_on_where_it_stopped(engine: VLLMServerEngine, server: Server) -> None:
+async def test_paused_engine_generates_nothing_and_goes_on_where_it_stopped(engine: VLLMEngine, server: Server) -> None:
     requests = [make_request(f"r{i}", i, max_new_tokens=LONG) for i in range(4)]
     undisturbed = await collect_all(engine, requests)
     streams = [engine.submit(request) for request in requests]
@@ -233,7 +234,7 @@ async def test_paused_engine_generates_nothing_and_goes_on_where_it_stopped(engi
         assert len(completion.token_ids) == LONG
 
 
-async def test_abort_and_early_close_free_the_server(engine: VLLMServerEngine, server: Server) -> None:
+async def test_abort_and_early_close_free_the_server(engine: VLLMEngine, server: Server) -> None:
     aborted, closed = (engine.submit(make_request(name, max_new_tokens=LONG)) for name in ("aborted", "closed"))
     first = await anext(aborted)
     await anext(closed)
@@ -248,7 +249,7 @@ async def test_abort_and_early_close_free_the_server(engine: VLLMServerEngine, s
 
 
 async def test_close_ends_every_stream_with_abort_and_leaves_the_server_idle(server: Server) -> None:
-    engine = VLLMServerEngine(config_of(server), server.folder, SystemClock())
+    engine = VLLMEngine(VLLMServer(config_of(server), SystemClock()), server.folder)
     await engine.start()
     streams = [engine.submit(make_request(f"r{i}", i, max_new_tokens=LONG)) for i in range(12)]
     await anext(streams[0])
@@ -257,7 +258,7 @@ async def test_close_ends_every_stream_with_abort_and_leaves_the_server_idle(ser
     await until_idle(server)
 
 
-async def test_weights_that_do_not_fit_leave_the_old_ones_whole(engine: VLLMServerEngine) -> None:
+async def test_weights_that_do_not_fit_leave_the_old_ones_whole(engine: VLLMEngine) -> None:
     await engine.load_weights(0, tensors_of(model_of(0)), "keep")
     good = tensors_of(model_of(1))
     name = "model.layers.1.mlp.up_proj.weight"
@@ -269,7 +270,7 @@ async def test_weights_that_do_not_fit_leave_the_old_ones_whole(engine: VLLMServ
 
 
 async def test_a_shared_folder_carries_the_weights_and_is_left_empty(server: Server, tmp_path: Path) -> None:
-    engine = VLLMServerEngine(config_of(server, shared_folder=str(tmp_path)), server.folder, SystemClock())
+    engine = VLLMEngine(VLLMServer(config_of(server, shared_folder=str(tmp_path)), SystemClock()), server.folder)
     await engine.start()
     try:
         await engine.load_weights(2, tensors_of(model_of(2)), "keep")
@@ -279,7 +280,7 @@ async def test_a_shared_folder_carries_the_weights_and_is_left_empty(server: Ser
         await engine.close()
 
 
-async def test_overwritten_bytes_stop_sampling_until_whole_weights_come(engine: VLLMServerEngine, tmp_path: Path) -> None:
+async def test_overwritten_bytes_stop_sampling_until_whole_weights_come(engine: VLLMEngine, tmp_path: Path) -> None:
     await engine.load_weights(0, tensors_of(model_of(0)), "keep")
     stream = engine.submit(make_request("a", max_new_tokens=LONG))
     first = await anext(stream)
@@ -318,7 +319,7 @@ async def test_a_wrong_key_and_too_long_sequences_are_refused_at_the_start(serve
         ({"api_key_file": ""}, "api_key_file"),
         ({"max_sequence_tokens": 4096}, r"512 tokens, .*4096.*--max-model-len 4096"),
     ):
-        engine = VLLMServerEngine(config_of(server, **changes), server.folder, SystemClock())
+        engine = VLLMEngine(VLLMServer(config_of(server, **changes), SystemClock()), server.folder)
         with pytest.raises(GenerationError, match=expected):
             await engine.start()
         await engine.close()

@@ -10,10 +10,9 @@ import torch
 from asyncrl.algorithms import returns
 from asyncrl.algorithms.advantage_types import AdvantageConfig, AdvantageInputs
 from asyncrl.algorithms.advantages import ADVANTAGES
-from asyncrl.algorithms.returns import Trajectories
-from asyncrl.algorithms.shaping import overlong_penalty
+from asyncrl.algorithms.losses import ValueInputs, value_loss
+from asyncrl.algorithms.returns import Trajectories, overlong_penalty
 from asyncrl.algorithms.types import Denominators
-from asyncrl.algorithms.values import ValueInputs, value_loss
 
 NUMBERS = Path(__file__).parent / "numbers"
 TOLERANCE = {"float64": {"rtol": 1e-6, "atol": 1e-8}, "float32": {"rtol": 2e-5, "atol": 2e-6}}

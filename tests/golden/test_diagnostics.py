@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from asyncrl.algorithms.aggregation import AGGREGATIONS
 from asyncrl.algorithms.diagnostics import sequence_mismatch, token_mismatch, weight_figures
+from asyncrl.algorithms.loss_terms import AGGREGATIONS
 from asyncrl.algorithms.types import Denominators, segment_sum
 from asyncrl.models.logprobs import token_logprobs
 

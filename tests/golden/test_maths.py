@@ -13,15 +13,13 @@ import numpy as np
 import pytest
 import torch
 
-from asyncrl.algorithms.aggregation import AGGREGATIONS, count_denominators
 from asyncrl.algorithms.corrections import correct
-from asyncrl.algorithms.kl import kl_penalty
+from asyncrl.algorithms.kl import interpolated_proximal, kl_penalty
+from asyncrl.algorithms.loss_terms import AGGREGATIONS, count_denominators
 from asyncrl.algorithms.losses import LOSSES
-from asyncrl.algorithms.proximal import interpolated_proximal
-from asyncrl.algorithms.ratios import effective_sample_size
-from asyncrl.algorithms.types import Denominators, LossConfig, LossInputs
-from asyncrl.config.algorithm import KLConfig
-from asyncrl.config.corrections import (
+from asyncrl.algorithms.types import Denominators, LossConfig, LossInputs, effective_sample_size
+from asyncrl.config.algorithm import (
+    KLConfig,
     MaskedGeometric,
     MaskedSequence,
     MaskedToken,

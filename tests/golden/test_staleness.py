@@ -7,15 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.generate.admission import Admission, AdmissionLimits, capacity
-from asyncrl.generate.admission_events import (
+from asyncrl.buffer.admission import capacity
+from asyncrl.buffer.events import (
     GeneratorReady,
-    GroupGone,
-    GroupIsReady,
-    Paused,
-    Resumed,
+    GroupDropped,
+    GroupIssued,
+    SampleFinished,
+    SampleScored,
     VersionIsLive,
 )
+from asyncrl.buffer.group import BufferLimits
+from asyncrl.buffer.state import BufferState
 
 CASES = json.loads((Path(__file__).parent / "numbers" / "staleness.json").read_text())["cases"]
 NAMES = [case["name"] for case in CASES]
@@ -57,22 +59,37 @@ def test_capacity_is_that_of_areal_after_every_event(case):
 def test_admission_issues_exactly_what_areal_would_still_allow(case):
     """Fill up after every non-submit event: what is issued is the capacity, and then the capacity is 0."""
     params = case["params"]
-    admission = Admission(
-        AdmissionLimits(
+    state = BufferState(
+        BufferLimits(
             groups_per_step=params["consumer_batch_size"],
-            group_size=1,
             max_staleness=params["max_staleness"],
             max_running_groups=params["max_concurrent_rollouts"],
+            reissue_dropped=False,
         )
     )
-    issued = len(admission.handle(GeneratorReady("g", 10_000, params["initial_version"]), 0.0))
-    assert issued == case["expected"]["initial_capacity"]
+    version = params["initial_version"]
+    state.handle(GeneratorReady("g", 10_000, version), 0.0)
+
+    def fill() -> int:
+        before = state.next_group_id
+        while state.next_issue() is not None:
+            state.handle(GroupIssued(state.next_group_id, "p", 1, "g", version), 0.0)
+        return state.next_group_id - before
+
+    assert fill() == case["expected"]["initial_capacity"]
     for event, *argument in case["inputs"]["events"]:
-        if event == "submit" or (event in ("accept", "reject") and not admission.running):
+        running = [group.group_id for group in state.groups.values() if group.state == "running"]
+        if event == "submit" or (event in ("accept", "reject") and not running):
             continue
-        admission.handle(Paused(), 0.0)
-        admission.handle({"accept": GroupIsReady(0), "reject": GroupGone(0)}.get(event) or VersionIsLive("g", argument[0]), 0.0)
-        room = admission.capacity_on("g")
-        assert len(admission.handle(Resumed(), 0.0)) == max(room, 0)
-        assert admission.capacity_on("g") == min(room, 0)
-        admission.check_invariants()
+        if event == "version":
+            version = argument[0]
+            state.handle(VersionIsLive("g", version), 0.0)
+        elif event == "accept":
+            state.handle(SampleFinished(running[0], 0, ((version, 1),)), 0.0)
+            state.handle(SampleScored(running[0], 0), 0.0)
+        else:
+            state.handle(GroupDropped(running[0], "rejected"), 0.0)
+        room = state.capacity(version)
+        assert fill() == max(room, 0)
+        assert state.capacity(version) == min(room, 0)
+        state.check_invariants()

@@ -14,19 +14,21 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from asyncrl.broadcast.device import device_fingerprints
-from asyncrl.broadcast.media import receiver_of
-from asyncrl.broadcast.publisher import Publisher
 from asyncrl.clock import SystemClock
 from asyncrl.config.broadcast import BroadcastConfig, CUDAIPCMedium, MediumConfig, NCCLMedium
 from asyncrl.config.generate import TransformersEngineConfig
-from asyncrl.generate.transformers_engine import TransformersEngine
-from asyncrl.models.deferred import DeferredTensors
+from asyncrl.generate.transformers.engine import TransformersEngine
+from asyncrl.models.layout import view_tensors
 from asyncrl.schema.weights import WeightsAvailable
+from asyncrl.weights.media.device import device_fingerprints
+from asyncrl.weights.media.registry import receiver_of
+from asyncrl.weights.publisher import Publisher
+from asyncrl.weights.tensors import DeferredTensors
 
 NUM_GPUS = torch.cuda.device_count()
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.filterwarnings("default"),  # torch warns of its own code on a GPU
     pytest.mark.skipif(not NUM_GPUS, reason="not run on a GPU: there is none here"),
 ]
 TIMEOUT_S = 60
@@ -34,7 +36,7 @@ LEARNER = """
 import json, queue, sys
 from pathlib import Path
 import msgspec, torch
-from asyncrl.broadcast.publisher import Publisher
+from asyncrl.weights.publisher import Publisher
 from asyncrl.clock import SystemClock
 from asyncrl.config.broadcast import BroadcastConfig
 from transformers import AutoModelForCausalLM
@@ -147,6 +149,6 @@ def test_the_snapshot_on_the_gpu_is_of_the_moment_it_was_taken(tmp_path, model_f
             for parameter in model.parameters():
                 parameter.zero_().add_(version)
         announced.get(timeout=TIMEOUT_S)
-        views = publisher._views[(version - 1) % 2]
+        views = view_tensors(publisher._flats[(version - 1) % 2], publisher._manifest)
         assert all(torch.equal(views[name], before[name]) for name in views)
     publisher.close()

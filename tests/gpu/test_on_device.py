@@ -8,18 +8,16 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from asyncrl.broadcast.publisher import Publisher
-from asyncrl.broadcast.subscriber import Subscriber
 from asyncrl.clock import SystemClock
 from asyncrl.config.broadcast import BroadcastConfig
 from asyncrl.config.generate import TransformersEngineConfig
 from asyncrl.config.load import parse_config
 from asyncrl.generate.engine import EngineRequest
-from asyncrl.generate.transformers_engine import TransformersEngine
-from asyncrl.learner.model import made_ready
-from asyncrl.learner.optim import build_optimizer
-from asyncrl.learner.step import train_step
-from asyncrl.learner.trainee import Trainee
+from asyncrl.generate.transformers.engine import TransformersEngine
+from asyncrl.learner.model.policy import made_ready
+from asyncrl.learner.optim.optimizer import build_optimizer
+from asyncrl.learner.step.train_step import train_step
+from asyncrl.learner.train_state import TrainState
 from asyncrl.packing.tensors import pack_step
 from asyncrl.schema.samples import (
     Prompt,
@@ -30,9 +28,12 @@ from asyncrl.schema.samples import (
     ids_to_bytes,
     logprobs_to_bytes,
 )
+from asyncrl.weights.publisher import Publisher
+from asyncrl.weights.subscriber import Subscriber
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.filterwarnings("default"),  # torch warns of its own code on a GPU
     pytest.mark.skipif(not torch.cuda.is_available(), reason="not run on a GPU: there is none here"),
 ]
 
@@ -85,7 +86,7 @@ def _batch():
 def _trained(folder: Path, device: str) -> dict[str, torch.Tensor]:
     config = parse_config({"learner": {"device": device, "learning_rate": 1e-2, "warmup_steps": 0}})
     model = made_ready(AutoModelForCausalLM.from_pretrained(folder).to(device), config.learner)
-    train_step(Trainee(model, build_optimizer(model, config.learner, 10)), _batch(), config)
+    train_step(TrainState(model, build_optimizer(model, config.learner, 10)), _batch(), config)
     return {name: tensor.detach().cpu() for name, tensor in model.state_dict().items()}
 
 

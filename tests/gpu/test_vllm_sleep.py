@@ -13,11 +13,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from asyncrl.config.generate import VLLMEngineConfig
 from asyncrl.errors import GenerationError
 from asyncrl.generate.engine import EngineRequest
-from asyncrl.generate.vllm_engine import VLLMEngine
+from asyncrl.generate.vllm.embedded import EmbeddedVLLM
+from asyncrl.generate.vllm.engine import VLLMEngine
 from asyncrl.schema.samples import SamplingParams
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.filterwarnings("default"),  # torch warns of its own code on a GPU
     pytest.mark.asyncio(loop_scope="module"),
     pytest.mark.timeout(400),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="not run on a GPU: there is none here"),
@@ -42,7 +44,7 @@ async def started(tmp_path_factory: pytest.TempPathFactory):
     folder = tmp_path_factory.mktemp("model")
     make_model(0).save_pretrained(folder)
     config = VLLMEngineConfig(num_slots=4, max_sequence_tokens=4000, kv_cache_gib=KV_GIB, gpu_memory_share=0.3, sleep=True)
-    engine = VLLMEngine(config, folder)
+    engine = VLLMEngine(EmbeddedVLLM(config), folder)
     await engine.start()
     yield engine
     await engine.close()

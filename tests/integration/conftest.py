@@ -11,7 +11,7 @@ import pytest
 
 from asyncrl.config.load import parse_config
 from asyncrl.config.run import RunConfig
-from asyncrl.control.pids import read_pids
+from asyncrl.control.lifecycle.pid_file import read_pids
 
 NO_MODEL = {"kind": "fake", "num_slots": 8, "max_sequence_tokens": 16, "vocabulary_size": 8, "mean_tokens": 4.0,
             "token_latency_s": 0.02}  # fmt: skip

@@ -12,9 +12,8 @@ from pathlib import Path
 
 from asyncrl.clock import SystemClock
 from asyncrl.config.load import load_config
-from asyncrl.control.launch_local import LocalLauncher, LocalProcess
-from asyncrl.control.launcher import ProcessSpec
-from asyncrl.control.owner_watch import watch_owner
+from asyncrl.control.launch.local import LocalLauncher, LocalProcess, ProcessSpec
+from asyncrl.control.launch.process_main import watch_owner
 from asyncrl.observe.log import set_up_logging
 from asyncrl.pipeline import run_controller
 

@@ -40,6 +40,17 @@ def make_noise():
     os.write(1, b"more noise\n")
 
 
+def score_batch(prompts, texts):
+    """Right answers, with ways to fail."""
+    if "raise" in texts:
+        raise KeyError("no such thing")
+    if "die" in texts:
+        os._exit(3)
+    if "sizes" in texts:
+        return []
+    return [float(text == prompt.answer) for prompt, text in zip(prompts, texts, strict=True)]
+
+
 ACTS = {
     "hang": lambda: time.sleep(1000),
     "backtrack": lambda: re.fullmatch(r"(a+)+b", "a" * 60),
@@ -50,6 +61,7 @@ ACTS = {
     "exit": lambda: sys.exit(1),
     "hog": lambda: len([bytearray(64 << 20) for _ in range(1000)]),
     "noise": make_noise,
+    "flood": lambda: sys.stdout.write("flood " * 500_000) and None,
     "pid": os.getpid,
     "torch": lambda: "torch" in sys.modules,
 }

@@ -7,7 +7,7 @@ import json
 import pytest
 
 import asyncrl
-from asyncrl.buffer.ledger_reader import LedgerReader
+from asyncrl.buffer.ledger.reader import LedgerReader
 from asyncrl.errors import RunError
 from tests.integration.conftest import NO_MODEL
 

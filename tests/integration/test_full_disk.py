@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import asyncrl
-from asyncrl.buffer.ledger_reader import LedgerReader
+from asyncrl.buffer.ledger.reader import LedgerReader
 from tests.integration.conftest import NO_MODEL, tiny_settings
 
 pytestmark = pytest.mark.timeout(240)

@@ -14,16 +14,16 @@ import torch
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
 import asyncrl
-from asyncrl.buffer.ledger_reader import LedgerReader
+from asyncrl.buffer.ledger.reader import LedgerReader
 from asyncrl.clock import SystemClock
 from asyncrl.config.load import parse_config
 from asyncrl.inference.worker import run_inference_worker
-from asyncrl.learner.tokenizer import character_tokenizer
+from asyncrl.learner.model.policy import character_tokenizer
 from asyncrl.schema.control import PROTOCOL, Hello, LoadModel, ModelsReady, Shutdown
 from asyncrl.schema.samples import InferRequest, ids_to_bytes
 from asyncrl.tasks.registry import build_task
-from asyncrl.transport.channel import Lane
-from asyncrl.transport.inprocess import InProcessListener
+from asyncrl.transport.local import InProcessListener
+from asyncrl.transport.protocol import Lane
 from tests.integration.conftest import NO_MODEL
 
 pytestmark = pytest.mark.timeout(300)
@@ -198,6 +198,7 @@ async def test_an_inference_worker_killed_in_a_run_is_replaced_and_the_books_bal
 
 
 async def test_a_reward_model_that_cannot_be_opened_ends_the_run_with_the_reason(tiny, tmp_path):
+    (tmp_path / "nowhere").mkdir()
     judge = {"name": "nobody", "path": str(tmp_path / "nowhere")}
     async with asyncrl.Run(tiny(inference__reward_models=[judge], generate__engine=NO_MODEL)) as run:
         with pytest.raises(asyncrl.RunError, match=r"inference\.reward_models 'nobody': .*nowhere has no config\.json"):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import asyncrl
-from asyncrl.buffer.ledger_reader import LedgerReader
+from asyncrl.buffer.ledger.reader import LedgerReader
 from asyncrl.schema.status import RunStatus
 
 pytestmark = pytest.mark.timeout(180)

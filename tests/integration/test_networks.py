@@ -22,8 +22,8 @@ from typing import Any
 
 import pytest
 
-from asyncrl.buffer.ledger import connect_read_only
-from asyncrl.buffer.ledger_reader import LedgerReader
+from asyncrl.buffer.ledger.reader import LedgerReader
+from asyncrl.buffer.ledger.store import connect_read_only
 from asyncrl.config.load import dump_config
 from asyncrl.config.run import RunConfig
 from asyncrl.observe.steps import read_steps
@@ -215,7 +215,7 @@ def test_a_guest_that_was_cut_off_for_too_long_is_left_out_and_works_again_when_
         guest = join_from_afar(run, keys)
         run.wait_until(lambda: run.samples_from_afar() >= 32, "samples from afar")
         link.set("down")
-        run.wait_until(lambda: "it is left out" in run.log, "the guest is given up")
+        run.wait_until(lambda: "its connection is closed" in run.log, "the generator is given up")
         before = run.num_steps
         run.wait_until(lambda: run.num_steps > before + 10, "steps without it")
         theirs = run.samples_from_afar()

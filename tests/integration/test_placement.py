@@ -13,13 +13,13 @@ from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
 import asyncrl
-from asyncrl.broadcast.segments import segment_folder, segment_prefix
 from asyncrl.config.run import RunConfig
-from asyncrl.learner.tokenizer import character_tokenizer
+from asyncrl.learner.model.policy import character_tokenizer
 from asyncrl.observe.memory import read_memory
 from asyncrl.observe.spans import PHASE, SCORE, SWAP, read_spans
 from asyncrl.residency.plan import SWAP_FOLDER
 from asyncrl.tasks.registry import build_task
+from asyncrl.weights.shm_segments import segment_folder, segment_prefix
 
 pytestmark = pytest.mark.timeout(240)
 

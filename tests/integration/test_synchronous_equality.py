@@ -13,13 +13,12 @@ from asyncrl.config.generate import TransformersEngineConfig
 from asyncrl.config.run import RunConfig
 from asyncrl.control.evaluation import sampling_of
 from asyncrl.generate.engine import EngineRequest
-from asyncrl.generate.transformers_engine import TransformersEngine
-from asyncrl.learner.optim import build_optimizer
-from asyncrl.learner.step import train_step
-from asyncrl.learner.trainee import Trainee
+from asyncrl.generate.transformers.engine import TransformersEngine
+from asyncrl.learner.optim.optimizer import build_optimizer
+from asyncrl.learner.step.train_step import train_step
+from asyncrl.learner.train_state import TrainState
 from asyncrl.packing.tensors import pack_step
-from asyncrl.schema.ids import derive_seed
-from asyncrl.schema.samples import Sample, ScoredGroup, ScoredSample, ids_to_bytes, logprobs_to_bytes
+from asyncrl.schema.samples import Sample, ScoredGroup, ScoredSample, derive_seed, ids_to_bytes, logprobs_to_bytes
 from asyncrl.tasks.registry import build_task
 from asyncrl.tasks.sampler import PromptSequence
 
@@ -66,7 +65,7 @@ async def _plain_loop(config: RunConfig, model_folder: Path) -> dict[str, torch.
                 members.append(ScoredSample(sample, float(text.strip() == prompt.answer)))
             groups.append(ScoredGroup(group_id, prompt, tuple(members)))
         batch = pack_step(step, groups, tokens_per_row=config.packing.tokens_per_row, temperature=1.0)
-        train_step(Trainee(model, optimizer), batch, config)
+        train_step(TrainState(model, optimizer), batch, config)
     await engine.close()
     return model.state_dict()
 

@@ -1,6 +1,6 @@
 """The staleness bound under `wait`: however groups finish, weights arrive and room changes, nothing is ever too old or stuck.
 
-Pure: admission and buffer state alone, groups of one member that finish and are scored in one go, so that many schedules are
+Pure: the buffer's state machine alone, groups of one member that finish and are scored in one go, so that many schedules are
 tried. A step is taken only when the buffer allows it, up to one ahead of the step being trained.
 """
 
@@ -11,30 +11,24 @@ from hypothesis import strategies as st
 
 from asyncrl.buffer.events import (
     GeneratorGone,
+    GeneratorReady,
     GroupIssued,
     GroupMoved,
     GroupPlaced,
+    IssueGroup,
+    MembersFinished,
     NotEnough,
-    Reissue,
+    RoomChanged,
     SampleFinished,
     SampleScored,
     StepTrained,
     TakeGroups,
     TakeStep,
+    VersionIsLive,
     Wait,
 )
-from asyncrl.buffer.state import BufferLimits, BufferState
-from asyncrl.generate.admission import Admission, AdmissionLimits
-from asyncrl.generate.admission_events import (
-    GeneratorLost,
-    GeneratorReady,
-    GroupIsReady,
-    GroupLost,
-    IssueGroup,
-    MembersFinished,
-    RoomChanged,
-    VersionIsLive,
-)
+from asyncrl.buffer.group import BufferLimits
+from asyncrl.buffer.state import BufferState
 
 
 class Schedule:
@@ -42,7 +36,6 @@ class Schedule:
 
     def __init__(self, groups_per_step: int, max_staleness: int, num_slots: list[int]) -> None:
         self.state = BufferState(BufferLimits(groups_per_step, max_staleness, "wait", max_group_retries=1000))
-        self.admission = Admission(AdmissionLimits(groups_per_step, 1, max_staleness))
         self.num_slots = num_slots
         self.live: dict[str, int] = {}
         self.running: dict[int, tuple[str, int]] = {}
@@ -54,16 +47,21 @@ class Schedule:
             self.come(number)
 
     def tell(self, event) -> None:
-        for instruction in self.admission.handle(event, 0.0):
-            version = self.live[instruction.generator]
-            if isinstance(instruction, IssueGroup):
+        assert self.state.handle(event, 0.0) == []
+        self.issue()
+
+    def issue(self) -> None:
+        while (issue := self.state.next_issue()) is not None:
+            version = self.live[issue.generator]
+            assert issue.version == version
+            if isinstance(issue, IssueGroup):
                 group_id = self.state.next_group_id
                 self.issued_under[group_id] = version
-                self.state.handle(GroupIssued(group_id, "p", 1, instruction.generator, version), 0.0)
+                self.state.handle(GroupIssued(group_id, "p", 1, issue.generator, version), 0.0)
             else:
-                group_id = instruction.group_id
-                self.state.handle(GroupPlaced(group_id, instruction.generator, version), 0.0)
-            self.running[group_id] = (instruction.generator, version)
+                group_id = issue.group_id
+                self.state.handle(GroupPlaced(group_id, issue.generator, version), 0.0)
+            self.running[group_id] = (issue.generator, version)
 
     def come(self, number: int) -> None:
         name = f"g{number % len(self.num_slots)}"
@@ -75,10 +73,7 @@ class Schedule:
         name = f"g{number % len(self.num_slots)}"
         if self.live.pop(name, None) is not None:
             self.running = {group: held for group, held in self.running.items() if held[0] != name}
-            self.tell(GeneratorLost(name))
-            for item in self.state.handle(GeneratorGone(name), 0.0):
-                assert isinstance(item, Reissue)
-                self.tell(GroupLost(item.group_id, 1, item.version))
+            self.tell(GeneratorGone(name))
 
     def update(self, number: int) -> None:
         if self.live:
@@ -102,7 +97,6 @@ class Schedule:
             self.state.handle(SampleFinished(group_id, 0, ((version, 1),)), 0.0)
             (moved,) = self.state.handle(SampleScored(group_id, 0), 0.0)
             assert isinstance(moved, GroupMoved)
-            self.tell(GroupIsReady(group_id))
             self.tell(MembersFinished(generator))
 
     def take(self, _: int = 0) -> TakeGroups | Wait | NotEnough:
@@ -125,13 +119,9 @@ class Schedule:
 
     def check(self) -> None:
         self.state.check_invariants()
-        self.admission.check_invariants()
-        counts = self.state.counts()
-        assert self.admission.running == counts.running + counts.scoring
-        assert self.admission.accepted == counts.ready + counts.taken + counts.trained
         for name in self.live:
             held = sum(generator == name for generator, _ in self.running.values())
-            assert held == self.admission.members_on(name)
+            assert held == self.state.pool.members_on(name)
 
     def everybody_works(self) -> None:
         """Finish what runs, train what is taken, bring every generator up to date."""
@@ -174,7 +164,7 @@ def test_nothing_is_ever_too_old_or_dropped_and_no_schedule_gets_stuck(drawn):
         assert isinstance(decision, TakeGroups) or schedule.untrained or not schedule.running, decision
         if len(schedule.steps) == goal:
             return
-    raise AssertionError(f"stuck: {schedule.state.counts()}, {schedule.admission.why_nothing()}")
+    raise AssertionError(f"stuck: {schedule.state.counts()}, {schedule.state.why_nothing_is_issued()}")
 
 
 @settings(max_examples=100, deadline=None)
@@ -193,7 +183,7 @@ def test_with_eta_0_a_step_is_exactly_the_groups_issued_under_its_version(drawn)
 @given(schedules())
 def test_the_rule_of_areal_holds_for_every_group_when_it_is_issued(drawn):
     schedule, acts = drawn
-    limits = schedule.admission.limits
+    limits = schedule.state.limits
     for act, number in acts:
         held_before, issued_before = schedule.state.counts().held, schedule.state.next_group_id
         act(number)
@@ -206,12 +196,12 @@ def test_the_rule_of_areal_holds_for_every_group_when_it_is_issued(drawn):
 @given(schedules())
 def test_a_generator_gets_no_group_beyond_its_room_of_the_moment_and_never_starves(drawn):
     schedule, acts = drawn
-    ahead = schedule.admission.limits.queue_ahead_groups
+    ahead = schedule.state.limits.queue_ahead_groups
     for act, number in acts:
-        held_before = {name: schedule.admission.members_on(name) for name in schedule.live}
+        held_before = {name: schedule.state.pool.members_on(name) for name in schedule.live}
         act(number)
         for name in schedule.live:
-            held, room = schedule.admission.members_on(name), schedule.num_slots[int(name[1:])]
+            held, room = schedule.state.pool.members_on(name), schedule.num_slots[int(name[1:])]
             assert held <= max(held_before.get(name, 0), room + ahead, 1), (name, held, room)
             if held == 0 and schedule.live[name] == schedule.version:
-                assert schedule.admission.capacity_on(name) <= 0, f"{name} may have a group and holds none"
+                assert schedule.state.capacity(schedule.live[name]) <= 0, f"{name} may have a group and holds none"

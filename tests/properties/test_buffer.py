@@ -18,24 +18,20 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from asyncrl.algorithms.screening import NO_PAIR, NO_SPREAD, TRUNCATED, members_of, trained_members
 from asyncrl.buffer.buffer import Buffer
-from asyncrl.buffer.events import GroupMoved, Reissue, ReturnPrompt, ScreenLifted
-from asyncrl.buffer.opening import open_buffer
-from asyncrl.buffer.replies import TakenStep
-from asyncrl.config.load import parse_config
-from asyncrl.generate.admission import Admission, AdmissionLimits
-from asyncrl.generate.admission_events import (
-    GeneratorLost,
+from asyncrl.buffer.events import (
     GeneratorReady,
-    GroupAdded,
-    GroupGone,
-    GroupIsReady,
-    GroupLost,
-    IssueGroup,
+    GroupMoved,
+    IssuePaused,
+    IssueResumed,
     MembersFinished,
-    Paused,
-    Resumed,
+    ReissueGroup,
+    ReturnPrompt,
+    ScreenLifted,
     VersionIsLive,
 )
+from asyncrl.buffer.open import open_buffer
+from asyncrl.buffer.payloads import TakenStep
+from asyncrl.config.load import parse_config
 from asyncrl.schema.samples import Prompt, Sample, SampleFailure, Score, ids_to_bytes, logprobs_to_bytes
 
 SCREENED = {NO_SPREAD, NO_PAIR, TRUNCATED}
@@ -106,6 +102,7 @@ class RunLife(RuleBasedStateMachine):
             group_size = max(group_size, 2)
         advantage = {} if screen.get("kind") == "dpo" else {"advantage": "reward"}
         self.config = parse_config({
+            "num_steps": 1_000_000,
             "algorithm": {"groups_per_step": groups_per_step, "group_size": group_size, **advantage, **screen},
             "buffer": {
                 "max_staleness": max_staleness,
@@ -132,10 +129,6 @@ class RunLife(RuleBasedStateMachine):
     def open(self):
         self.buffer: Buffer = open_buffer(self.config, self.folder)
         self.buffer.ledger = HoldingLedger(self.buffer.ledger)
-        counts = self.buffer.counts()
-        algorithm, buffer = self.config.algorithm, self.config.buffer
-        limits = AdmissionLimits(algorithm.groups_per_step, algorithm.members_per_group, buffer.max_staleness)
-        self.admission = Admission(limits, counts.running + counts.scoring, counts.ready + counts.taken + counts.trained)
         self.live = {}
         self.orders = {}
         self.rewards = {(g.group_id, i): reward for g in self.buffer.state.groups.values() for i, reward in g.rewards.items()}
@@ -145,34 +138,30 @@ class RunLife(RuleBasedStateMachine):
     # -- the world -------------------------------------------------------------------------------------------------------
 
     def tell(self, event):
-        for instruction in self.admission.handle(event, self.now):
-            if isinstance(instruction, IssueGroup):
-                self.issue(instruction)
-            else:
-                order = self.buffer.reissue(instruction.group_id, instruction.generator, instruction.version, self.now)
-                missing = order.indices if order else ()
-                self.give(instruction.generator, order)
-                if len(missing) < instruction.num_members:
-                    self.tell(MembersFinished(instruction.generator, instruction.num_members - len(missing)))
+        self.buffer.state.handle(event, self.now)
+        self.issue()
 
-    def issue(self, instruction):
-        returned = self.buffer.returned_prompt()
-        cursor = self.buffer.cursor + (returned is None)
-        order = self.buffer.issue(
-            returned.prompt if returned else Prompt(f"p{cursor}"),
-            instruction.generator,
-            version=instruction.version,
-            group_size=self.config.algorithm.members_per_group,
-            now=self.now,
-            cursor=cursor,
-            replaces=returned.replaces if returned else None,
-        )
-        self.give(instruction.generator, order)
+    def issue(self):
+        while (issue := self.buffer.state.next_issue()) is not None:
+            if isinstance(issue, ReissueGroup):
+                order = self.buffer.reissue(issue.group_id, issue.generator, issue.version, self.now)
+            else:
+                returned = self.buffer.returned_prompt()
+                cursor = self.buffer.cursor + (returned is None)
+                order = self.buffer.issue(
+                    returned.prompt if returned else Prompt(f"p{cursor}"),
+                    issue.generator,
+                    version=issue.version,
+                    group_size=self.config.algorithm.members_per_group,
+                    now=self.now,
+                    cursor=cursor,
+                    replaces=returned.replaces if returned else None,
+                )
+            self.give(issue.generator, order)
 
     def give(self, generator, order):
-        if order is not None:
-            for index in order.indices:
-                self.orders[order.group_id, index] = (generator, order.attempt, self.live[generator])
+        for index in order.indices:
+            self.orders[order.group_id, index] = (generator, order.attempt, self.live[generator])
 
     def objection(self, group_id):
         """What the screen should say, worked out from what the world itself sent."""
@@ -206,15 +195,11 @@ class RunLife(RuleBasedStateMachine):
                 assert self.objection(item.group_id) == item.reason
             if isinstance(item, GroupMoved):
                 self.screened(item)
-            if isinstance(item, Reissue):
-                self.tell(GroupLost(item.group_id, len(item.indices), item.version))
-            elif isinstance(item, GroupMoved) and item.after == "ready":
-                self.tell(GroupIsReady(item.group_id))
-            elif isinstance(item, GroupMoved) and item.after in {"dropped", "failed"}:
+            if isinstance(item, GroupMoved) and item.after in {"dropped", "failed"}:
                 assert self.policy != "wait" or item.reason != "stale", f"wait dropped {item}"
                 if item.generator:
                     self.abort(item)
-                self.tell(GroupGone(item.group_id, was_ready=item.before == "ready"))
+        self.issue()
 
     def abort(self, moved):
         """Stop at a group that is over, as its generator is told to."""
@@ -326,7 +311,6 @@ class RunLife(RuleBasedStateMachine):
         name = self.pick(self.live, number)
         del self.live[name]
         self.orders = {key: order for key, order in self.orders.items() if order[0] != name}
-        self.tell(GeneratorLost(name))
         self.follow(self.buffer.generator_lost(name, self.now))
 
     @rule(number=st.integers(0, 9))
@@ -388,6 +372,19 @@ class RunLife(RuleBasedStateMachine):
         assert steps == tuple(range(version, self.buffer.state.next_step))
 
     @rule()
+    @precondition(lambda self: self.to_train and not self.buffer.state.steps[self.to_train[0]].trained_before)
+    def batch_is_set_aside(self):
+        """The learner died twice over the step in hand; later steps move up, and it starts again where it was."""
+        step = self.to_train[0]
+        group_ids = self.delivered[step]
+        groups = self.buffer.set_aside(step, "it ends the learner", self.now)
+        assert tuple(group.group_id for group in groups) == group_ids
+        later = {key - 1: ids for key, ids in self.delivered.items() if key > step}
+        self.delivered = {key: ids for key, ids in self.delivered.items() if key < step} | later
+        self.restart_learner(self.learner_version)
+        self.issue()
+
+    @rule()
     def checkpoint_ages(self):
         trained = min((step for step, r in self.buffer.state.steps.items() if not r.trained), default=self.buffer.state.next_step)
         self.oldest_checkpoint = max(self.oldest_checkpoint, min(self.learner_version, trained))
@@ -399,7 +396,6 @@ class RunLife(RuleBasedStateMachine):
         samples = [self.sample((0, 0), version, version, generator="outside") for _ in range(size)]
         receipt = self.buffer.submit_group(Prompt("theirs"), samples, "outside", self.now)
         if receipt.status == "stored":
-            self.tell(GroupAdded())
             self.follow(receipt.instructions)
 
     @rule(number=st.integers(0, 99))
@@ -412,8 +408,8 @@ class RunLife(RuleBasedStateMachine):
 
     @rule()
     def pause_and_resume(self):
-        self.tell(Paused())
-        self.tell(Resumed())
+        self.tell(IssuePaused())
+        self.tell(IssueResumed())
 
     @rule(num_units=st.integers(1, 5))
     def ledger_commits(self, num_units):
@@ -429,7 +425,7 @@ class RunLife(RuleBasedStateMachine):
         for key in self.acknowledged:
             assert self.buffer.state.member_state(*key) not in {"pending", "unknown"}, f"{key} was acknowledged and is lost"
         self.restart_learner(max(self.oldest_checkpoint, self.learner_version - back))
-        self.follow(self.buffer.unplaced())
+        self.issue()
         for name in self.num_slots:
             self.generator_ready(name, self.learner_version)
 
@@ -443,10 +439,7 @@ class RunLife(RuleBasedStateMachine):
             return
         self.now += 1.0
         self.buffer.state.check_invariants()
-        self.admission.check_invariants()
         counts = self.buffer.counts()
-        assert self.admission.running == counts.running + counts.scoring
-        assert self.admission.accepted == counts.ready + counts.taken + counts.trained
         most = (self.newest_ever + self.config.buffer.max_staleness + 1) * self.config.algorithm.groups_per_step
         assert counts.held <= most
 

@@ -7,16 +7,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.broadcast.delta import apply_delta, encode_delta
-from asyncrl.broadcast.delta_offers import DeltaOffers
-from asyncrl.broadcast.fingerprint import BucketHasher, version_fingerprint
-from asyncrl.broadcast.medium import VersionUnavailableError
-from asyncrl.broadcast.staging import Staging
-from asyncrl.broadcast.state import Commit
 from asyncrl.config.broadcast import DeltaConfig
 from asyncrl.errors import BroadcastError
 from asyncrl.models.layout import bucket_ends, make_manifest
 from asyncrl.schema.weights import WeightsAvailable
+from asyncrl.weights.delta import apply_delta, encode_delta
+from asyncrl.weights.delta_chain import DeltaOffers
+from asyncrl.weights.fingerprint import fingerprints_of, version_fingerprint
+from asyncrl.weights.media.base import VersionUnavailableError
+from asyncrl.weights.subscriber import Staging
 
 DTYPES = [torch.bfloat16, torch.float32, torch.int8, torch.float64, torch.bool, torch.float16]
 MANIFEST = make_manifest({str(i): torch.zeros(40 + i, dtype=dtype) for i, dtype in enumerate(DTYPES)}, bucket_bytes=128)
@@ -49,9 +48,7 @@ class UnreliableMedium:
 
     def fetch(self, available, into, cancelled):
         into[:] = self.wholes[available.location]
-        hasher = BucketHasher(bucket_ends(available.manifest))
-        hasher.update(into)
-        return hasher.digests()
+        return fingerprints_of(into, bucket_ends(available.manifest))
 
     def fetch_blob(self, available, name, num_bytes, cancelled):
         if name not in self.blobs:
@@ -67,10 +64,8 @@ class Learner:
 
     def publish(self, version, flat):
         self._medium.flat = flat
-        hasher = BucketHasher(bucket_ends(MANIFEST))
-        hasher.update(flat)
-        buckets = hasher.digests()
-        offer = self._offers.offer(Commit(0, version), memoryview(flat), version_fingerprint(buckets), buckets)
+        buckets = fingerprints_of(memoryview(flat), bucket_ends(MANIFEST))
+        offer = self._offers.offer(0, version, memoryview(flat), version_fingerprint(buckets), buckets)
         return WeightsAvailable(
             version,
             "any",

@@ -4,8 +4,8 @@ import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.broadcast.delta_chain import DeltaChain, HeldVersion, WholeVersion, is_path, num_bytes, plan_fetch
 from asyncrl.schema.weights import Delta, WeightsAvailable, WeightsManifest
+from asyncrl.weights.delta_chain import DeltaChain, HeldVersion, WholeVersion, is_path, num_bytes, plan_fetch
 
 TOTAL_BYTES = 100
 MANIFEST = WeightsManifest((), TOTAL_BYTES)

@@ -8,12 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.config.run import SupervisionConfig
-from asyncrl.control.life_events import (
+from asyncrl.control.lifecycle.events import (
     AnnounceDead,
     Begin,
     Drained,
     DrainRequested,
-    DrainTimeout,
     EndRun,
     EnterPhase,
     EvaluationDone,
@@ -25,16 +24,15 @@ from asyncrl.control.life_events import (
     ProcessFault,
     ProcessPlan,
     ProcessReady,
-    ProcessSilent,
     ProcessStarted,
     ResumeRequested,
     Stalled,
     StartProcess,
-    StartTimeout,
     StepsDone,
     StopRequested,
+    Tick,
 )
-from asyncrl.control.lifecycle import IllegalTransitionError, Lifecycle
+from asyncrl.control.lifecycle.state import IllegalTransitionError, Lifecycle
 
 PLAN = [ProcessPlan("learner", "learner"), ProcessPlan("generator-0", "generator"), ProcessPlan("reward-0", "reward")]
 KINDS = {item.name: item.kind for item in PLAN}
@@ -54,17 +52,13 @@ NEXT_PHASES = {
 EVENTS: st.SearchStrategy[Event] = st.one_of(
     st.builds(ProcessStarted, NAMES, st.integers(1, 4)),
     st.builds(ProcessReady, NAMES),
-    NAMES.flatmap(
-        lambda name: st.builds(ProcessExited, st.just(name), st.just(KINDS[name]), st.integers(-15, 3), st.integers(0, 4))
-    ),
-    st.builds(ProcessSilent, NAMES, st.just(61.0)),
-    st.builds(StartTimeout, NAMES, st.just(301.0)),
+    NAMES.flatmap(lambda name: st.builds(ProcessExited, st.just(name), st.integers(-15, 3), st.integers(0, 4))),
+    st.just(Tick()),
     st.builds(ProcessFault, NAMES, st.just("broken"), st.just(False)),
     st.sampled_from([EvaluationDone(), StepsDone(), PauseRequested(), ResumeRequested(), Drained()]),
 )
 ENDINGS: st.SearchStrategy[Event] = st.sampled_from([
     DrainRequested(),
-    DrainTimeout(121.0),
     StopRequested(),
     Stalled("nothing moves"),
     ProcessFault("learner", "loss is nan", fatal=True),
@@ -87,7 +81,10 @@ def live_through(life: Lifecycle, events: list[tuple[Event, float]]) -> list[lis
 
 
 def a_life(draw_evaluate: bool, max_deaths: int) -> Lifecycle:
-    config = SupervisionConfig(max_deaths=max_deaths, death_window_s=50.0)
+    config = SupervisionConfig(
+        max_deaths=max_deaths, death_window_s=50.0, heartbeat_s=15.0, heartbeat_timeout_s=30.0, start_timeout_s=40.0,
+        drain_timeout_s=30.0,
+    )  # fmt: skip
     return Lifecycle(PLAN, config, evaluate_first=draw_evaluate, evaluate_last=draw_evaluate)
 
 

@@ -5,7 +5,18 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.control.phases import HOLDER, EnterPhase, Joined, LeavePhase, Left, PhaseEvent, Phases, Reached, Tell, Wanted
+from asyncrl.control.placement.state import (
+    HOLDER,
+    EnterPhase,
+    Joined,
+    LeavePhase,
+    Left,
+    PhaseEvent,
+    Phases,
+    Reached,
+    Tell,
+    Wanted,
+)
 from asyncrl.schema.control import Phase, SetPhase
 
 ROLES = {"learner": "learner", "generator-0": "generator", "generator-1": "generator", "inference-0": "inference"}

@@ -12,9 +12,9 @@ import pytest
 
 from asyncrl.clock import SystemClock
 from asyncrl.config.load import parse_config
-from asyncrl.control.launch_fake import FakeLauncher
 from asyncrl.errors import ConfigError, TransportError
 from asyncrl.pipeline import ENDPOINT_FILE, run_controller
+from tests.fake_launcher import FakeLauncher
 
 FAKE = {"generate": {"engine": {"kind": "fake"}}}
 

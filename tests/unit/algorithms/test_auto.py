@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from asyncrl.algorithms.auto import FIRST, LIMITS, RECIPE_NAMES, RETURN, SIGNALS, applied, choose, signals_of
 from asyncrl.config.algorithm import AlgorithmConfig, KLConfig
-from asyncrl.config.algorithm_rules import check_algorithm
+from asyncrl.config.algorithm_table import check_algorithm
 from asyncrl.config.learner import LearnerConfig
 from asyncrl.observe.metrics import METRICS, unknown_names
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from asyncrl.algorithms.corrections import CORRECTIONS, correct
 from asyncrl.algorithms.types import CorrectionOutputs
-from asyncrl.config.corrections import (
+from asyncrl.config.algorithm import (
     CorrectionConfig,
     MaskedGeometric,
     MaskedSequence,
@@ -25,9 +25,7 @@ from asyncrl.config.corrections import (
     TruncatedSequence,
     TruncatedToken,
     Veto,
-    sees_whole_update,
 )
-from asyncrl.errors import ConfigError
 
 ALL = [
     TruncatedToken(cap=1.4, floor=0.6),
@@ -178,24 +176,6 @@ def test_what_stands_at_masked_tokens_does_not_matter(item, loss_inputs):
 
 
 @by_name
-def test_parts_of_an_update_laid_end_to_end_are_corrected_as_each_alone(item, loss_inputs):
-    parts = [loss_inputs(seed) for seed in range(3)]
-    names = ("logprobs", "proximal_logprobs", "behaviour_logprobs", "advantages", "mask", "versions")
-    whole = replace(
-        parts[0],
-        **{name: torch.cat([getattr(part, name).detach() for part in parts]) for name in names},
-        sequence_ids=torch.cat([part.sequence_ids + 6 * place for place, part in enumerate(parts)]),
-        num_sequences=18,
-    )
-    got = correct(whole, (item,))
-    weights, kept = slow(item, whole)
-    assert torch.equal(got.kept, kept)
-    torch.testing.assert_close(got.weights, weights)
-    alone = torch.cat([correct(part, (item,)).kept for part in parts])
-    assert sees_whole_update(item) or torch.equal(got.kept, alone)
-
-
-@by_name
 @pytest.mark.parametrize("far", [100.0, -100.0])
 def test_policies_a_hundred_nats_apart_overflow_nothing(item, far, loss_inputs):
     near = loss_inputs(1, dtype=torch.float32)
@@ -209,14 +189,6 @@ def test_nothing_to_train_is_no_error(loss_inputs):
     got = correct(nothing, tuple(ALL))
     assert not got.kept.any()
     assert not got.weights.any()
-
-
-def test_m2po_mask_keeps_one_token_whatever_the_threshold(loss_inputs):
-    inputs = loss_inputs(2)
-    got = correct(inputs, (SecondMomentMask(threshold=1e-12),))
-    squares = (inputs.proximal_logprobs - inputs.behaviour_logprobs).square()
-    assert got.kept.sum() == 1
-    assert squares[got.kept] == squares[inputs.mask].min()
 
 
 def test_m2po_mask_drops_until_the_mean_is_under_the_threshold_not_at_it(loss_inputs):
@@ -255,11 +227,6 @@ def test_tokens_of_unknown_version_count_as_fresh(loss_inputs):
     assert torch.equal(correct(unknown, (StalenessWeight(decay=0.5),)).weights, inputs.mask.double())
 
 
-def test_staleness_corrections_ask_for_versions(loss_inputs):
-    with pytest.raises(AssertionError, match=r"LossInputs\.versions is missing"):
-        correct(replace(loss_inputs(0), versions=None), (StalenessMask(),))
-
-
 USERS_OWN = """
 from asyncrl.algorithms.types import CorrectionOutputs
 
@@ -284,20 +251,3 @@ def test_a_users_own_correction_joins_the_others(loss_inputs, tmp_path):
     assert torch.equal(got.kept, kept)
     torch.testing.assert_close(got.weights, torch.where(kept, 3 * inputs.logprobs.detach().exp() * truncated, 0.0))
     assert not got.weights.requires_grad
-
-
-def test_a_users_own_correction_that_is_not_there_is_named():
-    with pytest.raises(ConfigError, match=r"algorithm\.corrections\.path"):
-        CORRECTIONS[PythonCorrection](None, PythonCorrection(path="no_such_module:anything"))
-
-
-@pytest.mark.parametrize("kind", [TruncatedToken, TruncatedSequence])
-def test_normalized_weights_have_mean_one_and_those_that_vanish_stay(kind, loss_inputs):
-    inputs = loss_inputs(3)
-    weights = correct(inputs, (kind(cap=1.3, normalize=True),)).weights
-    rows = [row for row in range(inputs.num_sequences) if (inputs.mask & (inputs.sequence_ids == row)).any()]
-    of_rows = torch.stack([weights[inputs.mask & (inputs.sequence_ids == row)].mean() for row in rows])
-    mean = weights[inputs.mask].mean() if kind is TruncatedToken else of_rows.mean()
-    assert mean.item() == pytest.approx(1.0)
-    far = replace(inputs, proximal_logprobs=inputs.behaviour_logprobs - 100.0)
-    assert correct(far, (kind(normalize=True),)).weights.max() < 1e-8

@@ -70,13 +70,6 @@ def test_in_a_loss_the_ratio_corrects_for_the_policy_that_sampled(estimator):
     torch.testing.assert_close((behaviour.exp() * outputs.reference_kl).sum(), divergence.detach())
 
 
-@pytest.mark.parametrize("estimator", ["k1", "k3"])
-def test_with_the_ratio_samples_of_another_policy_give_the_gradient_of_the_divergence(estimator):
-    logits, current, proximal, reference = policies(1)
-    got = expected_gradient(proximal, logits, current, proximal, reference, option(estimator, "ratio"))
-    torch.testing.assert_close(got, divergence_gradient(logits, current, reference))
-
-
 def test_left_to_itself_k1_teaches_nothing_and_k3_the_other_direction():
     logits, current, proximal, reference = policies(2)
     of_k1 = expected_gradient(current, logits, current, proximal, reference, option("k1", "own"))
@@ -107,20 +100,6 @@ def test_beyond_the_cap_the_value_is_the_cap_and_the_gradient_zero(estimator, gr
     # The ratio's own gradient stays: the penalty there is the constant cap times the ratio.
     torch.testing.assert_close(slope[beyond], got.detach()[beyond] if gradient == "ratio" else torch.zeros(2).double())
     assert slope[~beyond] != 0
-
-
-@pytest.mark.parametrize("gradient", ["own", "k2", "ratio"])
-@pytest.mark.parametrize("estimator", KL_ESTIMATORS)
-@pytest.mark.parametrize("cap", [float("inf"), 10.0])
-def test_far_apart_and_masked_tokens_stay_finite(estimator, gradient, cap):
-    current = torch.tensor([-100.0, 0.0, float("nan")], requires_grad=True)
-    reference = torch.tensor([0.0, -100.0, float("nan")])
-    mask = torch.tensor([True, True, False])
-    got = kl_penalty(current, torch.tensor([0.0, -100.0, 3.0]), reference, mask, option(estimator, gradient, cap))
-    (slope,) = torch.autograd.grad(got.sum(), current)
-    assert torch.isfinite(got).all()
-    assert torch.isfinite(slope).all()
-    assert got[2] == slope[2] == 0
 
 
 def test_kl_for_rewards_is_detached_capped_and_zero_at_masked_tokens():

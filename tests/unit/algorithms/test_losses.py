@@ -9,14 +9,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.algorithms.aggregation import AGGREGATIONS, count_denominators
 from asyncrl.algorithms.corrections import correct
+from asyncrl.algorithms.loss_terms import AGGREGATIONS, count_denominators
 from asyncrl.algorithms.losses import LOSSES, load_loss
-from asyncrl.algorithms.ratios import effective_sample_size
-from asyncrl.algorithms.types import CorrectionOutputs, Denominators, LossConfig
-from asyncrl.config.algorithm import KLConfig
-from asyncrl.config.algorithm_rules import LOSS_RULES
-from asyncrl.config.corrections import (
+from asyncrl.algorithms.types import CorrectionOutputs, Denominators, LossConfig, effective_sample_size
+from asyncrl.config.algorithm import (
+    KLConfig,
     MaskedGeometric,
     MaskedSequence,
     MaskedToken,
@@ -156,10 +154,6 @@ def counted_for(inputs, config):
     )
 
 
-def test_the_registry_is_what_config_allows():
-    assert set(LOSSES) == set(LOSS_RULES)
-
-
 @any_loss
 @any_aggregation
 @settings(max_examples=5, deadline=None)
@@ -216,19 +210,6 @@ def test_whatever_stands_at_a_masked_token_does_not_matter(name, seed, correctio
     assert (dirty_slope[~clean.mask] == 0).all()
 
 
-@any_loss
-@settings(max_examples=4, deadline=None)
-@given(seed=seeds, corrections=st.sampled_from(CORRECTIONS), aggregation=st.sampled_from(list(AGGREGATIONS)))
-def test_padding_between_and_after_the_tokens_changes_nothing(name, seed, corrections, aggregation, loss_inputs):
-    """Masked tokens are moved from one end to the other, and out of the batch."""
-    config = full_config(corrections=corrections, aggregation=aggregation)
-    padded = loss_inputs(seed)
-    packed = taken(padded, padded.mask.nonzero().flatten(), padded.num_sequences)
-    (loss, slope), (packed_loss, packed_slope) = run(name, padded, config), run(name, packed, config)
-    torch.testing.assert_close(loss, packed_loss, rtol=1e-12, atol=1e-14)
-    torch.testing.assert_close(slope[padded.mask], packed_slope, rtol=1e-12, atol=1e-14)
-
-
 def taken(whole, positions, num_sequences, first_sequence=0):
     """The tokens at `positions`, as inputs of their own over the same denominators."""
     names = ("proximal_logprobs", "behaviour_logprobs", "reference_logprobs", "advantages", "entropy", "mask", "versions")
@@ -274,19 +255,6 @@ def test_micro_batches_add_up_to_the_whole(name, seed, corrections, aggregation,
 
 
 @any_loss
-@pytest.mark.parametrize("item", DROPPING, ids=str)
-@settings(max_examples=2, deadline=None)
-@given(seed=seeds, denominator=st.sampled_from(["all", "kept"]))
-def test_dropped_tokens_have_no_policy_gradient(name, item, seed, denominator, loss_inputs):
-    config = LossConfig(corrections=(item,), denominator=denominator)
-    inputs = counted_for(loss_inputs(seed), config)
-    outputs = LOSSES[name](inputs, config)
-    assert (differentiate(outputs.loss, inputs)[~outputs.kept] == 0).all()
-    assert (outputs.weights[~outputs.kept] == 0).all()
-    assert torch.equal(outputs.kept, correct(inputs, (item,)).kept)
-
-
-@any_loss
 @pytest.mark.parametrize("shifted", ["proximal_logprobs", "behaviour_logprobs", "reference_logprobs"])
 def test_policies_a_hundred_nats_apart_overflow_nothing(name, shifted, loss_inputs):
     near = loss_inputs(0, dtype=torch.float32)
@@ -315,48 +283,6 @@ def test_reference_kl_is_the_estimate_without_its_coefficient(loss_inputs):
     expected = torch.where(inputs.mask, (inputs.logprobs - inputs.reference_logprobs).detach(), 0.0)
     assert torch.equal(outputs.reference_kl, expected)
     assert LOSSES["reinforce"](inputs, LossConfig()).reference_kl is None
-
-
-@pytest.mark.parametrize(
-    ("config", "field"),
-    [(LossConfig(entropy_coefficient=0.1), "entropy"), (LossConfig(kl=KLConfig()), "reference_logprobs")],
-)
-def test_a_penalty_without_what_it_needs_is_refused(config, field, loss_inputs):
-    with pytest.raises(AssertionError, match=rf"LossInputs\.{field} is missing"):
-        LOSSES["ppo_clip"](replace(loss_inputs(0), **{field: None}), config)
-
-
-def one_token(current, proximal, behaviour, advantage, loss_inputs):
-    def of(value):
-        return torch.tensor([value], dtype=torch.float64)
-
-    return loss_inputs(
-        tokens=1, sequences=1, logprobs=of(math.log(current)), proximal_logprobs=of(math.log(proximal)),
-        behaviour_logprobs=of(math.log(behaviour)), advantages=of(advantage), mask=torch.tensor([True]),
-        sequence_ids=torch.tensor([0]), denominators=Denominators(1, 1),
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize(("name", "slope"), [("aipo", -5.0), ("importance_sampling", -8.0), ("topr", -1.0)])
-def test_a_token_far_over_the_bound_keeps_its_gradient(name, slope, loss_inputs):
-    inputs = one_token(0.8, 0.8, 0.1, 1.0, loss_inputs)
-    assert run(name, inputs, LossConfig(max_ratio=5.0))[1].item() == pytest.approx(slope)
-
-
-def test_topr_tapers_bad_samples_that_the_policy_has_left(loss_inputs):
-    assert run("topr", one_token(0.02, 0.1, 0.2, -1.0, loss_inputs), LossConfig())[1].item() == pytest.approx(0.1)
-    outputs = LOSSES["topr"](one_token(0.4, 0.1, 0.2, -1.0, loss_inputs), LossConfig())
-    assert outputs.clipped.item()
-
-
-def test_m2po_clip_takes_the_place_of_the_configs_range(loss_inputs):
-    inputs = loss_inputs(6)
-    found = correct(inputs, (SecondMomentClip(threshold=0.02),))
-    assert 0 < found.clip_low < 1
-    by_correction = LOSSES["ppo_clip"](inputs, LossConfig(corrections=(SecondMomentClip(threshold=0.02),)))
-    by_hand = LOSSES["ppo_clip"](inputs, LossConfig(clip_low=found.clip_low, clip_high=found.clip_high))
-    assert torch.equal(by_correction.loss, by_hand.loss)
-    assert torch.equal(by_correction.clipped, by_hand.clipped)
 
 
 def test_load_loss_knows_names_and_a_users_own(tmp_path, loss_inputs):

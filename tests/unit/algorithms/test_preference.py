@@ -133,25 +133,6 @@ def test_figures_come_by_rising_pair_id_with_summed_rewards():
     assert not outputs.chosen_rewards.requires_grad
 
 
-def test_a_policy_equal_to_the_reference_pays_log_two_and_pulls_the_sides_apart():
-    inputs = inputs_of([4, 4], [0, 0], [True, False])
-    same = PreferenceInputs(
-        inputs.reference_logprobs.clone().requires_grad_(),
-        inputs.reference_logprobs,
-        torch.ones(8, dtype=torch.bool),
-        inputs.sequence_ids,
-        2,
-        inputs.pair_ids,
-        inputs.is_chosen,
-        1,
-    )
-    outputs = preference_loss(same, PreferenceConfig(beta=0.2))
-    outputs.loss.backward()
-    assert outputs.loss.item() == pytest.approx(math.log(2))
-    torch.testing.assert_close(same.logprobs.grad, torch.tensor([-0.1] * 4 + [0.1] * 4, dtype=torch.float64))
-    assert not outputs.correct.item()
-
-
 @pytest.mark.parametrize(
     ("pair_ids", "is_chosen"), [([0, 0], [True, True]), ([0, 1], [True, False]), ([0, 0, 0, 0], [True, True, False, False])]
 )

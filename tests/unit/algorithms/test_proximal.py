@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from asyncrl.algorithms.proximal import interpolated_proximal
+from asyncrl.algorithms.kl import interpolated_proximal
 
 
 def test_it_is_the_policy_one_version_back_when_logprobs_move_linearly_in_the_version():

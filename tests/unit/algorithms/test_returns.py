@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.algorithms import ratios, returns
+from asyncrl.algorithms import returns, types
 from asyncrl.algorithms.returns import Trajectories
 
 FRACTIONS = st.floats(0, 1)
@@ -96,59 +96,6 @@ def test_vtrace_is_the_sum_of_the_paper(rows, gamma, rho_bar, c_bar):
     np.testing.assert_allclose(outputs.returns, targets, rtol=1e-8, atol=1e-8)
 
 
-@quick
-@given(rows=rows_of(2), gamma=FRACTIONS)
-def test_vtrace_on_policy_is_gae_with_lambda_1(rows, gamma):
-    rewards, values, mask = rows
-    of_vtrace = returns.vtrace(rewards, values, np.where(mask, 0.0, np.nan), mask, gamma=gamma, rho_bar=1.0, c_bar=1.0)
-    of_gae = returns.gae(rewards, values, mask, gamma=gamma, gae_lambda=1.0, gaps="skip")
-    np.testing.assert_allclose(of_vtrace.advantages, of_gae.advantages, **CLOSE)
-    np.testing.assert_allclose(of_vtrace.returns, of_gae.returns, **CLOSE)
-
-
-@quick
-@given(rows=rows_of(2), gamma=FRACTIONS)
-def test_returns_of_gae_with_lambda_1_are_the_discounted_rewards_whatever_the_critic_says(rows, gamma):
-    rewards, values, mask = rows
-    of_gae = returns.gae(rewards, values, mask, gamma=gamma, gae_lambda=1.0, gaps="skip")
-    np.testing.assert_allclose(of_gae.returns, returns.discounted_returns(rewards, mask, gamma), **CLOSE)
-
-
-@quick
-@given(rows=rows_of(1))
-def test_without_discount_a_return_is_the_sum_of_later_rewards(rows):
-    rewards, mask = rows
-    sums = np.cumsum(np.where(mask, rewards, 0.0)[:, ::-1], axis=1)[:, ::-1]
-    np.testing.assert_allclose(returns.discounted_returns(rewards, mask, 1.0), np.where(mask, sums, 0.0), **CLOSE)
-
-
-@quick
-@given(rows=rows_of(2), gamma=FRACTIONS)
-def test_gae_with_lambda_0_is_the_temporal_difference(rows, gamma):
-    rewards, values, mask = rows
-    outputs = returns.gae(rewards, values, mask, gamma=gamma, gae_lambda=0.0, gaps="skip")
-    for s in range(len(mask)):
-        tokens = np.flatnonzero(mask[s])
-        following = np.append(values[s, tokens[1:]], 0.0) if len(tokens) else np.zeros(0)
-        expected = rewards[s, tokens] + gamma * following - values[s, tokens]
-        np.testing.assert_allclose(outputs.advantages[s, tokens], expected, **CLOSE)
-
-
-@quick
-@given(rows=rows_of(2), gamma=st.floats(0.1, 0.9), gae_lambda=st.floats(0.1, 0.9))
-def test_the_two_treatments_of_gaps_agree_where_there_are_none(rows, gamma, gae_lambda):
-    rewards, values, mask = rows
-    padded_on_the_right = np.arange(mask.shape[1]) < mask.sum(axis=1)[:, None]
-    packed = [np.full(mask.shape, np.nan) for _ in range(2)]
-    for target, source in zip(packed, (rewards, values), strict=True):
-        target[padded_on_the_right] = source[mask]
-    options = {"gamma": gamma, "gae_lambda": gae_lambda}
-    skipped = returns.gae(*packed, padded_on_the_right, **options, gaps="skip")
-    discounted = returns.gae(*packed, padded_on_the_right, **options, gaps="discount")
-    np.testing.assert_allclose(skipped.advantages, discounted.advantages, **CLOSE)
-    np.testing.assert_allclose(skipped.returns, discounted.returns, **CLOSE)
-
-
 def test_a_gap_costs_nothing_when_skipped_and_gamma_lambda_a_token_when_not():
     rewards, values = np.array([[0.0, np.nan, np.nan, 1.0]]), np.array([[0.0, np.nan, np.nan, 0.0]])
     mask = np.array([[True, False, False, True]])
@@ -196,23 +143,6 @@ def test_a_cut_episode_is_worth_its_next_value_and_a_terminated_one_nothing():
             np.testing.assert_allclose(outputs.returns, [[1.0 + worth, 3.0]])
 
 
-@quick
-@given(rows=rows_of(2), gamma=st.floats(0.1, 1))
-def test_terminated_episodes_of_torchrl_and_discounts_of_torchbeast_agree(rows, gamma):
-    rewards, log_ratios, mask = rows
-    rewards, log_ratios = np.where(mask, rewards, 0.0), np.where(mask, log_ratios, 0.0)
-    values, ends = rewards[::-1] * 0.7, mask
-    after = np.arange(len(values), dtype=np.float64)
-    next_values = np.concatenate([values[:, 1:], after[:, None]], axis=1)
-    by_ends = Trajectories.of_episodes(rewards, values, next_values, ends, ends, gamma)
-    by_discounts = Trajectories.of_discounts(rewards, values, after, np.where(ends, 0.0, gamma))
-    bounds = {"rho_bar": None, "c_bar": 1.2, "pg_rho_bar": 2.0}
-    first = returns.vtrace_of_trajectories(by_ends, log_ratios, **bounds)
-    second = returns.vtrace_of_trajectories(by_discounts, log_ratios, **bounds)
-    np.testing.assert_allclose(first.advantages, second.advantages, **CLOSE)
-    np.testing.assert_allclose(first.returns, second.returns, **CLOSE)
-
-
 def test_unbounded_weights_stay_finite():
     rows = Trajectories.of_samples(np.ones((1, 2)), np.zeros((1, 2)), 1.0)
     outputs = returns.vtrace_of_trajectories(rows, np.array([[1e6, -1e6]]), rho_bar=None, c_bar=None, pg_rho_bar=None)
@@ -222,20 +152,7 @@ def test_unbounded_weights_stay_finite():
 
 
 def test_the_bound_of_log_ratios_is_that_of_the_losses():
-    assert returns.LOG_RATIO_LIMIT == ratios.LOG_RATIO_LIMIT
-
-
-@quick
-@given(rows=rows_of(1))
-def test_moving_to_the_left_keeps_order_and_is_undone(rows):
-    values, mask = rows
-    moved = returns.to_the_left(values, mask)
-    assert moved.shape == (len(mask), mask.sum(axis=1).max())
-    for s in range(len(mask)):
-        length = mask[s].sum()
-        np.testing.assert_array_equal(moved[s, :length], values[s, mask[s]])
-        assert (moved[s, length:] == 0).all()
-    np.testing.assert_array_equal(returns.to_places(moved, mask), np.where(mask, values, 0.0))
+    assert returns.LOG_RATIO_LIMIT == types.LOG_RATIO_LIMIT
 
 
 @pytest.mark.parametrize("shape", [(0, 0), (0, 3), (2, 0), (2, 3)])
@@ -247,8 +164,3 @@ def test_nothing_trained_gives_zeros(shape):
     np.testing.assert_array_equal(returns.discounted_returns(nothing, mask, 1.0), np.zeros(shape))
     outputs = returns.vtrace(nothing, nothing, nothing, mask, gamma=1.0, rho_bar=1.0, c_bar=1.0)
     np.testing.assert_array_equal(outputs.returns, np.zeros(shape))
-
-
-@pytest.mark.parametrize("shape", [(2, 0), (2, 3), (0, 3)])
-def test_a_reward_without_a_trained_token_is_nowhere(shape):
-    assert np.array_equal(returns.rewards_on_last_tokens(np.ones(shape[0]), np.zeros(shape, dtype=bool)), np.zeros(shape))

@@ -1,6 +1,10 @@
+"""Pairs of a group, against a search over all pairs."""
+
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from asyncrl.algorithms.screening import (
     NO_PAIR,
@@ -8,9 +12,11 @@ from asyncrl.algorithms.screening import (
     TRUNCATED,
     Member,
     Screen,
+    choose_pairs,
     objection,
     pairs_among,
     trained_members,
+    updates_of_groups,
 )
 from asyncrl.config.algorithm import AlgorithmConfig, PreferenceConfig
 
@@ -69,3 +75,57 @@ def test_the_screen_of_a_config():
     dpo = AlgorithmConfig(kind="dpo", advantage="remax", preference=PreferenceConfig(beta=0.5))
     assert Screen.of(dpo) == Screen(preference=PreferenceConfig(beta=0.5))
     assert dpo.members_per_group == dpo.group_size
+
+
+BEST_WORST = PreferenceConfig()
+REWARDS = st.dictionaries(st.integers(0, 9), st.sampled_from([-1.0, 0.0, 0.25, 0.5, 1.0, 2.0]), max_size=8)
+
+
+def threshold(most=1, chosen=1.0, rejected=0.0):
+    return PreferenceConfig(pairs="threshold", chosen_at_least=chosen, rejected_at_most=rejected, max_pairs_per_group=most)
+
+
+def test_best_is_paired_with_worst_and_the_first_of_equals_counts():
+    assert choose_pairs({0: 0.5, 1: 2.0, 2: 2.0, 3: -1.0, 4: -1.0}, BEST_WORST) == ((1, 3),)
+
+
+def test_thresholds_pair_in_member_order_and_use_each_sample_once():
+    rewards = {0: 0.0, 1: 1.0, 2: 1.5, 3: -1.0, 4: 1.0, 5: 0.5}
+    assert choose_pairs(rewards, threshold(most=9)) == ((1, 0), (2, 3))
+    assert choose_pairs(rewards, threshold(most=1)) == ((1, 0),)
+    assert choose_pairs(rewards, threshold(most=9, chosen=1.5, rejected=1.0)) == ((2, 0),)
+
+
+@given(REWARDS)
+def test_no_pair_has_a_wider_gap_than_best_and_worst(rewards):
+    pairs = choose_pairs(rewards, BEST_WORST)
+    gaps = [rewards[a] - rewards[b] for a in rewards for b in rewards]
+    assert bool(pairs) == (max(gaps, default=0.0) > 0)
+    assert all(rewards[chosen] - rewards[rejected] == max(gaps) for chosen, rejected in pairs)
+
+
+@given(REWARDS, st.integers(1, 4))
+def test_threshold_pairs_are_as_many_as_there_can_be(rewards, most):
+    pairs = choose_pairs(rewards, threshold(most))
+    good = sum(reward >= 1.0 for reward in rewards.values())
+    bad = sum(reward <= 0.0 for reward in rewards.values())
+    members = [index for pair in pairs for index in pair]
+    assert len(pairs) == min(good, bad, most)
+    assert len(set(members)) == len(members)
+    assert all(rewards[chosen] >= 1.0 and rewards[rejected] <= 0.0 for chosen, rejected in pairs)
+
+
+@given(groups=st.lists(st.integers(0, 50), max_size=60), minibatches=st.integers(1, 20))
+def test_updates_are_runs_of_about_equal_size_none_without_a_group(groups, minibatches):
+    distinct = list(dict.fromkeys(groups))
+    updates = updates_of_groups(groups, minibatches)
+    assert list(updates) == distinct
+    numbers = list(updates.values())
+    assert numbers == sorted(numbers)
+    sizes = [numbers.count(number) for number in range(min(minibatches, len(distinct)))]
+    assert sum(sizes) == len(distinct)
+    assert not sizes or max(sizes) - min(sizes) <= 1
+
+
+def test_five_groups_in_two_updates():
+    assert updates_of_groups([7, 7, 3, 9, 1, 4, 4], 2) == {7: 0, 3: 0, 9: 1, 1: 1, 4: 1}

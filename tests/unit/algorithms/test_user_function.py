@@ -12,7 +12,7 @@ from asyncrl.algorithms.advantages import load_advantage
 from asyncrl.algorithms.corrections import load_correction
 from asyncrl.algorithms.losses import load_loss
 from asyncrl.algorithms.types import LossConfig
-from asyncrl.config.corrections import PythonCorrection
+from asyncrl.config.algorithm import PythonCorrection
 from asyncrl.errors import ConfigError, LearnerError
 
 DOCS = Path(__file__).resolve().parents[3] / "docs" / "algorithms.md"

@@ -6,9 +6,10 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from asyncrl.algorithms.aggregation import AGGREGATIONS
+from asyncrl.algorithms.diagnostics import explained_variance
+from asyncrl.algorithms.loss_terms import AGGREGATIONS
+from asyncrl.algorithms.losses import ValueInputs, value_loss
 from asyncrl.algorithms.types import Denominators
-from asyncrl.algorithms.values import ValueInputs, explained_variance, value_loss
 
 CLIP = 0.155
 """Between the numbers the strategies make, so that no value stands on an edge."""
@@ -99,31 +100,6 @@ def test_losses_and_gradients_of_micro_batches_add_up(aggregation, batch, data):
     expected.backward()
     np.testing.assert_allclose(sum(losses).item(), expected.item(), rtol=1e-9, atol=1e-12)
     np.testing.assert_allclose(leaf.grad, whole_leaf.grad, rtol=1e-9, atol=1e-12)
-
-
-@quick
-@given(batch=batches())
-def test_at_the_old_values_clipping_changes_nothing(batch):
-    values, _, returns, mask = batch
-    results = []
-    for clip in (CLIP, float("inf")):
-        leaf = torch.tensor(values, requires_grad=True)
-        outputs = value_loss(inputs_of(leaf, values.copy(), returns, mask), clip=clip, aggregation="token-mean")
-        outputs.loss.backward()
-        assert not outputs.clipped.any()
-        results.append((outputs.loss.item(), leaf.grad.numpy()))
-    assert results[0][0] == pytest.approx(results[1][0])
-    np.testing.assert_allclose(results[0][1], results[1][1], rtol=1e-9, atol=1e-12)
-
-
-def test_returns_and_old_values_get_no_gradient():
-    leaves = [torch.zeros(2, dtype=torch.float64, requires_grad=True) for _ in range(3)]
-    ids = torch.zeros(2, dtype=torch.int64)
-    mask = torch.ones(2, dtype=torch.bool)
-    inputs = ValueInputs(leaves[0], leaves[1] + 1.0, leaves[2] + 2.0, mask, ids, 1, Denominators(2, 1))
-    value_loss(inputs, clip=0.2, aggregation="token-mean").loss.backward()
-    assert leaves[1].grad is None
-    assert leaves[2].grad is None
 
 
 class TestExplainedVariance:

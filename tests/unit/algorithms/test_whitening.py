@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.algorithms.whitening import whitened
+from asyncrl.algorithms.advantages import whitened
 
 
 @pytest.mark.parametrize("biased", [False, True])
@@ -24,12 +24,3 @@ def test_trained_tokens_get_mean_0_and_variance_1_and_others_0(biased, seed):
 def test_equal_values_come_out_as_exact_zeros(biased, num_tokens):
     values = np.full((1, num_tokens), 0.1)
     assert (whitened(values, np.ones_like(values, dtype=bool), biased=biased) == 0).all()
-
-
-def test_the_biased_and_the_unbiased_variance_differ_as_n_and_n_minus_1():
-    values, mask = np.array([[0.0, 1.0, 5.0]]), np.ones((1, 3), dtype=bool)
-    np.testing.assert_allclose(whitened(values, mask, biased=True) / whitened(values, mask), np.sqrt(1.5), rtol=1e-6)
-
-
-def test_nothing_trained_gives_zeros():
-    assert (whitened(np.full((2, 2), np.nan), np.zeros((2, 2), dtype=bool)) == 0).all()

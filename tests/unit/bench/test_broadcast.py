@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from asyncrl.bench.broadcast import MEDIA, OTHERS, _changing, _ratios_of, chosen
 from asyncrl.errors import ConfigError
+from benchmarks.broadcast import MEDIA, OTHERS, _changing, _ratios_of, chosen
 
 
 def test_all_media_and_the_others_are_measured_unless_some_are_named():

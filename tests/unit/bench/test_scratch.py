@@ -2,13 +2,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-from asyncrl.bench.scratch import remove_leftovers, scratch_folder
-from asyncrl.broadcast.segments import segment_folder, segment_prefix
+from asyncrl.weights.shm_segments import segment_folder, segment_prefix
+from benchmarks.transports import remove_leftovers, scratch_folder
 
 HOLDER = """
 import sys, torch
-from asyncrl.bench.scratch import end_tidily, scratch_folder
-from asyncrl.broadcast.shared_memory import SharedMemoryWriter
+from benchmarks.transports import end_tidily, scratch_folder
+from asyncrl.weights.media.shared_memory import SharedMemoryWriter
 from asyncrl.models.layout import make_manifest
 end_tidily()
 with scratch_folder() as folder:

@@ -1,5 +1,5 @@
-from asyncrl.buffer.books import BufferLimits
 from asyncrl.buffer.events import GroupIssued, GroupPlaced, NotEnough, SampleFinished, SampleScored, TakeGroups, TakeStep, Wait
+from asyncrl.buffer.group import BufferLimits
 from asyncrl.buffer.state import BufferState
 
 

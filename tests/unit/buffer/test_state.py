@@ -3,17 +3,17 @@ from __future__ import annotations
 import pytest
 
 from asyncrl.algorithms.screening import Screen
-from asyncrl.buffer.books import MOST_REASONS, OTHER_REASONS
 from asyncrl.buffer.events import (
     ExternalGroupAdded,
     GeneratorGone,
+    GeneratorReady,
     GroupDropped,
     GroupIssued,
     GroupMoved,
     GroupPlaced,
     LearnerRestarted,
     NotEnough,
-    Reissue,
+    ReissueGroup,
     ReturnPrompt,
     SampleFailed,
     SampleFinished,
@@ -27,6 +27,7 @@ from asyncrl.buffer.events import (
     TakeStep,
     Wait,
 )
+from asyncrl.buffer.group import MOST_REASONS, OTHER_REASONS
 from asyncrl.buffer.state import BufferLimits, BufferState
 from asyncrl.config.algorithm import PreferenceConfig
 
@@ -120,18 +121,26 @@ def test_a_dead_generators_members_are_missing_and_its_finished_ones_are_kept():
     machine = Machine()
     group = machine.issue(size=3, version=4)
     machine(SampleFinished(group, 1, ((4, 1),)))
-    assert machine(GeneratorGone("g0")) == [Reissue(group, 1, (0, 2), 4)]
-    machine(GroupPlaced(group, "g1", 5))
     assert machine(GeneratorGone("g0")) == []
-    assert machine(GeneratorGone("g1")) == [Reissue(group, 2, (0, 2), 4)]
+    machine(GeneratorReady("behind", 8, 3))
+    assert not isinstance(machine.state.next_issue(), ReissueGroup)
+    machine(GeneratorReady("g1", 8, 5))
+    assert machine.state.next_issue() == ReissueGroup(group, "g1", 5)
+    machine(GroupPlaced(group, "g1", 5))
+    assert machine.state.pool.members_on("g1") == 2
+    machine(GeneratorGone("g0"))
+    assert machine.state.groups[group].generator == "g1"
+    machine(GeneratorGone("g1"))
+    assert (machine.state.groups[group].attempt, machine.state.groups[group].pending) == (2, (0, 2))
 
 
 def test_a_group_whose_generators_keep_dying_fails_with_that_reason():
     machine = Machine(max_group_retries=1, reissue_dropped=False)
     group = machine.issue()
-    assert isinstance(machine(GeneratorGone("g0"))[0], Reissue)
+    assert machine(GeneratorGone("g0")) == []
     machine(GroupPlaced(group, "g1", 0))
-    assert machine(GeneratorGone("g1")) == [GroupMoved(group, "running", "failed", "generator died 2 times")]
+    (moved,) = machine(GeneratorGone("g1"))
+    assert (moved.group_id, moved.before, moved.after, moved.reason) == (group, "running", "failed", "generator died 2 times")
 
 
 def test_wait_never_drops_and_names_the_groups_it_waits_for():

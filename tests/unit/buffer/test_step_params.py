@@ -2,8 +2,8 @@
 
 import msgspec
 
-from asyncrl.buffer.opening import open_buffer
-from asyncrl.buffer.records import StepParams
+from asyncrl.buffer.ledger.records import StepParams
+from asyncrl.buffer.open import open_buffer
 from asyncrl.config.load import parse_config
 from asyncrl.schema.samples import Prompt, Sample, Score, ids_to_bytes, logprobs_to_bytes
 

@@ -14,11 +14,7 @@ from asyncrl.errors import ConfigError
             r"set learner.offload_optimizer = false, or take 'adamw_8bit'",
         ),
         ({"logprobs": "fused"}, {}, r"runs on CUDA only and learner.device is 'cpu': set 'chunked'"),
-        (
-            {"logprobs": "fused", "device": "cuda:0"},
-            {"entropy_coefficient": 0.01},
-            r"entropy_coefficient is 0.01 and learner.logprobs = 'fused' has no gradient of the entropy",
-        ),
+        ({"compile": True}, {}, r"learner.compile is for CUDA and learner.device is 'cpu': set it to false"),
         ({"lora": {"rank": 0}}, {}, r"rank"),
         ({"lora": {"ranks": 8}}, {}, r"ranks"),
         ({"optimizer": "adam_8bit"}, {}, r"adam_8bit"),
@@ -34,7 +30,7 @@ def test_settings_that_cannot_go_together_are_refused(learner, algorithm, messag
     [
         {"optimizer": "paged_adamw_8bit", "device": "cuda"},
         {"optimizer": "adamw_8bit", "offload_optimizer": True, "dtype": "float16"},
-        {"logprobs": "fused", "device": "cuda", "lora": {"rank": 8, "target_modules": ["q_proj"]}},
+        {"logprobs": "fused", "compile": True, "device": "cuda", "lora": {"rank": 8, "target_modules": ["q_proj"]}},
     ],
 )
 def test_settings_that_can_go_together_are_read(learner):

@@ -7,15 +7,14 @@ import tomllib
 
 import msgspec
 import pytest
-import tomli_w
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from asyncrl.algorithms.auto import applied
 from asyncrl.config.algorithm import AlgorithmConfig
-from asyncrl.config.algorithm_rules import doubts_about_algorithm
-from asyncrl.config.corrections import TruncatedSequence, TruncatedToken
-from asyncrl.config.load import dump_config, load_config, parse_config, validated
+from asyncrl.config.algorithm_table import doubts_about_algorithm
+from asyncrl.config.generate import GenerateConfig
+from asyncrl.config.load import dump_config, load_config, parse_config, resolve_config
 from asyncrl.config.run import RunConfig
 from asyncrl.errors import ConfigError
 
@@ -105,31 +104,6 @@ def test_any_config_of_the_right_types_reads_back_as_itself(raw):
     assert msgspec.convert(tomllib.loads(dump_config(config)), RunConfig) == config
 
 
-@pytest.mark.parametrize(
-    ("old", "loss", "corrections"),
-    [
-        ({"correction": "tis_token", "correction_cap": 3.0}, "decoupled_ppo", (TruncatedToken(cap=3.0),)),
-        ({"correction": "tis_sequence"}, "decoupled_ppo", (TruncatedSequence(cap=2.0),)),
-        ({"correction_cap": 4.0}, "decoupled_ppo", (TruncatedToken(cap=4.0),)),
-        ({"correction": "none", "correction_cap": 2.0}, "ppo_clip", ()),
-        ({"loss": "ppo_clip", "correction": "tis_token", "correction_cap": 2.0}, "ppo_clip", ()),
-    ],
-)
-def test_the_config_of_a_run_with_one_correction_still_loads(old, loss, corrections, tmp_path):
-    file = tmp_path / "config.toml"
-    file.write_text(tomli_w.dumps({"name": "old", "algorithm": {"group_size": 4} | old}))
-    algorithm = load_config(file, ["algorithm.groups_per_step=2"]).algorithm
-    assert (algorithm.loss, algorithm.corrections) == (loss, corrections)
-    assert (algorithm.group_size, algorithm.groups_per_step) == (4, 2)
-
-
-def test_old_and_new_names_of_corrections_together_are_refused(tmp_path):
-    file = tmp_path / "config.toml"
-    file.write_text("[algorithm]\ncorrection_cap = 3.0\ncorrections = []\n")
-    with pytest.raises(ConfigError, match="correction_cap"):
-        load_config(file)
-
-
 def test_set_lays_values_over_the_file(tmp_path):
     file = tmp_path / "c.toml"
     file.write_text("[learner]\nlearning_rate = 1e-6\n")
@@ -159,7 +133,48 @@ def test_what_cannot_be_is_refused_by_name(raw, message):
 def test_a_config_built_in_python_is_checked_too():
     config = msgspec.structs.replace(RunConfig(), num_steps=0)
     with pytest.raises(ConfigError, match="num_steps"):
-        validated(config)
+        resolve_config(config)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "given"),
+    [
+        (["num_steps=abc"], "--set num_steps=abc"),
+        (["seed=1", "buffer.max_stalenes=1"], "--set buffer.max_stalenes=1"),
+        (["generate.engine.kind=trnsformers"], "--set generate.engine.kind=trnsformers"),
+        ({"buffer.max_staleness": -1}, "buffer.max_staleness = -1"),
+    ],
+)
+def test_a_wrong_override_is_named_as_it_was_given(overrides, given, tmp_path):
+    file = tmp_path / "c.toml"
+    file.write_text('name = "x"\n')
+    with pytest.raises(ConfigError) as refused:
+        load_config(file, overrides)
+    assert str(refused.value).startswith(f"{given}: ")
+
+
+def test_a_wrong_file_is_named_where_no_override_is_at_fault(tmp_path):
+    file = tmp_path / "c.toml"
+    file.write_text("num_steps = 0\n")
+    with pytest.raises(ConfigError, match=r"^\S*c.toml: "):
+        load_config(file, ["seed=1"])
+
+
+def test_overrides_go_over_every_form_of_config(tmp_path):
+    file = tmp_path / "c.toml"
+    file.write_text("seed = 3\n[generate]\nnum_workers = 2\n")
+    raw = {"seed": 3, "generate": {"num_workers": 2}}
+    for config in (file, str(file), raw, RunConfig(seed=3, generate=GenerateConfig(num_workers=2))):
+        for overrides in (["generate.num_workers=5"], {"generate.num_workers": 5}):
+            resolved = resolve_config(config, overrides)
+            assert (resolved.seed, resolved.generate.num_workers) == (3, 5)
+    assert raw == {"seed": 3, "generate": {"num_workers": 2}}, "what was given is left as it is"
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "../x", "a/b", "/x", "a\0b", " x", "x\n", "n" * 300])
+def test_a_name_that_is_no_folder_of_its_own_is_refused(name):
+    with pytest.raises(ConfigError, match=r"^name "):
+        parse_config({"name": name})
 
 
 @pytest.mark.parametrize("override", ["novalue", "=3", "a..b=1", "name.first=1"])

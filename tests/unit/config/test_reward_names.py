@@ -1,8 +1,7 @@
 import pytest
 
 from asyncrl.config.load import parse_config
-from asyncrl.config.reward import AnswerMatchReward, FormatCheckReward, RewardConfig
-from asyncrl.config.reward_names import reward_names
+from asyncrl.config.reward import AnswerMatchReward, FormatCheckReward, RewardConfig, reward_names
 from asyncrl.errors import ConfigError
 
 

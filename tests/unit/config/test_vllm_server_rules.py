@@ -4,13 +4,12 @@ import msgspec
 import pytest
 
 from asyncrl.config.broadcast import BroadcastConfig, NCCLMedium
+from asyncrl.config.check import check_vllm_server
 from asyncrl.config.generate import GenerateConfig, VLLMServerEngineConfig
-from asyncrl.config.learner import LearnerConfig, LoRAConfig
-from asyncrl.config.model import ScratchModel
+from asyncrl.config.learner import LearnerConfig, LoRAConfig, ScratchModel
 from asyncrl.config.run import RunConfig
-from asyncrl.config.vllm_server_rules import check_vllm_server
 from asyncrl.errors import ConfigError
-from asyncrl.generate.build import with_own_server
+from asyncrl.generate.factory import with_own_server
 
 TWO = "http://127.0.0.1:8000, http://localhost:8001"
 

@@ -10,22 +10,20 @@ from typing import TypeVar
 
 import pytest
 
-from asyncrl.buffer.opening import open_buffer
+from asyncrl.buffer.open import open_buffer
 from asyncrl.clock import SystemClock
 from asyncrl.config.load import parse_config
+from asyncrl.control.api import RunApi
+from asyncrl.control.batch_feeder import BatchFeeder
 from asyncrl.control.controller import Controller, RunParts
-from asyncrl.control.feed import LearnerFeed
-from asyncrl.control.flow import Flow
-from asyncrl.control.launch_fake import FakeLauncher
-from asyncrl.control.life_events import DrainRequested, PauseRequested, ProcessUnwanted, ProcessWanted, ResumeRequested
+from asyncrl.control.dispatcher import Dispatcher
+from asyncrl.control.join import Membership
+from asyncrl.control.launch.processes import plan_processes
+from asyncrl.control.lifecycle.events import DrainRequested, PauseRequested, ProcessUnwanted, ProcessWanted, ResumeRequested
 from asyncrl.control.peers import Peers
-from asyncrl.control.process_plan import plan_processes
 from asyncrl.control.reporter import Reporter
-from asyncrl.control.roster import Roster
-from asyncrl.control.run_api import RunApi
-from asyncrl.control.waiting import SLOW_SCORE_S
+from asyncrl.control.stall_detector import SLOW_SCORE_S
 from asyncrl.errors import ConnectionClosed
-from asyncrl.generate.admission import Admission, AdmissionLimits
 from asyncrl.observe.sinks import open_sinks
 from asyncrl.schema.batches import StepBatch, StepDone
 from asyncrl.schema.codec import Message
@@ -59,8 +57,9 @@ from asyncrl.schema.samples import (
 )
 from asyncrl.schema.weights import VersionLive, WeightsAvailable, WeightsManifest
 from asyncrl.tasks.sampler import PromptSequence
-from asyncrl.transport.channel import Connection, Lane
-from asyncrl.transport.inprocess import InProcessListener
+from asyncrl.transport.local import InProcessListener
+from asyncrl.transport.protocol import Connection, Lane
+from tests.fake_launcher import FakeLauncher
 
 T = TypeVar("T", bound=Message)
 B = G = 2
@@ -88,14 +87,13 @@ class World:
         self.launcher = FakeLauncher()
         self.buffer = open_buffer(config, folder, call_soon=asyncio.get_running_loop().call_soon_threadsafe)
         prompts = PromptSequence([Prompt(f"p{i}", text=f"{i}=", answer="46") for i in range(50)], seed=0)
-        admission = Admission(AdmissionLimits(B, G, ETA, max_groups=NUM_STEPS * B))
-        flow = Flow(config, self.buffer, admission, prompts, peers, clock)
+        flow = Dispatcher(config, self.buffer, prompts, peers, clock)
         reporter = Reporter(config, folder, open_sinks(config, folder), clock)
         self.listener = listener(_hello("controller", "controller"), window)
         self.controller = Controller(
             RunParts(
-                config, folder, self.listener, self.launcher, peers, flow, LearnerFeed(config, flow, clock), reporter, [], clock,
-                resumed=False, roster=Roster(plan_processes(config), config=config.supervision),
+                config, folder, self.listener, self.launcher, peers, flow, BatchFeeder(config, flow, clock), reporter, [], clock,
+                resumed=False, membership=Membership(plan_processes(config), config=config.supervision),
             )
         )  # fmt: skip
 
@@ -118,8 +116,8 @@ class World:
 
     async def let_in(self, name: str = "joined-b-7-0", *, version_is_live: bool = True) -> Connection:
         """Bring up a generator that the run did not start."""
-        self.controller.roster.most_guests = 1
-        assert self.controller.roster.judge(_hello("generator", name)) == ""
+        self.controller.membership.most_joined = 1
+        assert self.controller.membership.refusal(_hello("generator", name)) == ""
         guest = await self.join("generator", name)
         assert (await _next(guest, JoinTerms)).config_toml
         assert (await _next(guest, LoadModel)).model_folder == "model"
@@ -204,7 +202,7 @@ async def test_a_learner_that_dies_over_the_last_checkpoint_repeats_its_steps_an
         assert (await _next(again, Checkpoint)).version == NUM_STEPS
         await again.send(CheckpointDone(NUM_STEPS, str(tmp_path / "checkpoints" / "step-000002"), 0.1), Lane.CONTROL)
         await asyncio.wait_for(world.controller.ending.wait(), 30)
-        assert (world.controller.lifecycle.phase, world.controller.feed.version) == ("stopped", NUM_STEPS)
+        assert (world.controller.lifecycle.phase, world.controller.feeder.version) == ("stopped", NUM_STEPS)
 
 
 async def test_a_drain_whose_learner_dies_over_the_checkpoint_asks_the_next_one(tmp_path):
@@ -217,6 +215,24 @@ async def test_a_drain_whose_learner_dies_over_the_checkpoint_asks_the_next_one(
         assert (await _next(again, Checkpoint)).version == 0
 
 
+async def test_a_drain_trains_every_step_that_was_taken_and_takes_no_other(tmp_path):
+    async with _running(tmp_path, num_steps=9, buffer={"max_staleness": 5}) as world:
+        learner, reward, generator = await world.start()
+        await _generate(generator, reward, 4 * B)
+        assert (await _next(learner, StepBatch, Lane.DATA)).step == 0
+        async with asyncio.timeout(30):
+            while world.buffer.counts().taken < 2 * B:
+                await asyncio.sleep(0.01)
+        world.controller.post(DrainRequested())
+        again = await world.restart_learner(version=0)
+        await _train(again, range(2))
+        assert (await _next(again, Checkpoint)).version == 2
+        await again.send(CheckpointDone(2, str(tmp_path / "checkpoints" / "step-000002"), 0.1), Lane.CONTROL)
+        await asyncio.wait_for(world.controller.ending.wait(), 30)
+        counts = world.buffer.counts()
+        assert (world.controller.lifecycle.phase, counts.trained, counts.taken, counts.ready) == ("stopped", 2 * B, 0, 2 * B)
+
+
 async def test_an_ended_run_sends_no_further_step(tmp_path):
     async with _running(tmp_path) as world:
         learner, reward, generator = await world.start()
@@ -226,7 +242,7 @@ async def test_an_ended_run_sends_no_further_step(tmp_path):
         await _generate(generator, reward, B)
         await learner.send(CheckpointDone(0, str(tmp_path / "checkpoints" / "step-000000"), 0.1), Lane.CONTROL)
         await asyncio.wait_for(world.controller.ending.wait(), 30)
-        world.controller.feed.wake()
+        world.controller.feeder.wake()
         for _ in range(5):
             await asyncio.sleep(0)
         assert world.buffer.counts().taken == 0
@@ -250,7 +266,7 @@ async def test_an_engine_that_took_as_long_as_the_stall_timeout_to_start_is_no_s
         async with asyncio.timeout(30):
             while not (controller.peers.get(late) and controller.peers.get(late).num_slots):
                 await asyncio.sleep(0.01)
-        assert controller.watchdog.check(running_s + controller.config.supervision.stall_timeout_s + 1e-4, [], {}) is None
+        assert controller.stall_detector.check(running_s + controller.config.supervision.stall_timeout_s + 1e-4, [], {}) is None
 
 
 async def test_a_process_that_comes_back_over_a_new_connection_is_replaced(tmp_path):
@@ -306,7 +322,7 @@ async def test_by_turns_groups_go_out_in_rollouts_and_steps_when_the_learner_has
         assert await _next(generator, SetPhase) == SetPhase("train", 2)
         wait = next(wait for wait in world.controller.waits(world.controller.clock.now()) if "device back" in wait.what)
         assert wait.what == "generator-0 to give the device back for phase train"
-        assert world.controller.feed.version == 0
+        assert world.controller.feeder.version == 0
         await generator.send(PhaseReached("generator-0", "train", 2), Lane.CONTROL)
         await _reach(learner, "learner", "train", 2)
         await _train(learner, range(1))
@@ -356,7 +372,7 @@ async def test_an_inference_worker_is_waited_for_named_when_it_is_slow_and_asked
         assert await _next(again, InferRequest, Lane.DATA) == request
         await again.send(InferResult(request.group_id, 0, request.attempt, b"", {"judge": 0.5}, "", "inference-0"))
         async with asyncio.timeout(30):
-            while len(world.controller.flow.desk):
+            while len(world.controller.dispatcher.scores):
                 await asyncio.sleep(0.01)
 
 
@@ -369,15 +385,15 @@ async def test_an_outside_learners_versions_make_inference_workers_open_the_mode
             while world.controller.peers.get("inference-0") is None:
                 await asyncio.sleep(0.01)
         api = RunApi(world.controller)
-        for version in range(3):
-            available = WeightsAvailable(version, "none", "", WeightsManifest((), 0), "", float(version))
+        for number in range(3):
+            available = WeightsAvailable(0, "none", "", WeightsManifest((), 0), "", float(number))
             await api.announce_weights(available, "model")
         world.controller.peers.get("inference-0").tell(Pause())
         told = [await inference.receive(Lane.CONTROL) for _ in range(2)]
         assert [delivery.message for delivery in told] == [LoadModel("model"), Pause()]
 
 
-async def test_a_guest_that_leaves_gives_its_groups_back_and_no_death_is_counted(tmp_path):
+async def test_a_joining_generator_that_leaves_gives_its_groups_back_and_no_death_is_counted(tmp_path):
     async with _running(tmp_path) as world:
         _, _, generator = await world.start(version_is_live=False)
         await world.until("running")
@@ -393,7 +409,7 @@ async def test_a_guest_that_leaves_gives_its_groups_back_and_no_death_is_counted
         assert not any(process.joined or process.deaths for process in status.processes)
 
 
-async def test_a_guest_that_cannot_go_on_does_not_end_the_run(tmp_path):
+async def test_a_joining_generator_that_cannot_go_on_does_not_end_the_run(tmp_path):
     async with _running(tmp_path) as world:
         await world.start()
         await world.until("running")
@@ -406,7 +422,7 @@ async def test_a_guest_that_cannot_go_on_does_not_end_the_run(tmp_path):
         assert world.controller.lifecycle.phase == "running"
 
 
-async def test_a_guest_that_comes_back_over_a_new_connection_keeps_its_place(tmp_path):
+async def test_a_joining_generator_that_comes_back_over_a_new_connection_keeps_its_place(tmp_path):
     async with _running(tmp_path) as world:
         await world.start()
         await world.until("running")
@@ -415,7 +431,7 @@ async def test_a_guest_that_comes_back_over_a_new_connection_keeps_its_place(tmp
         assert RunApi(world.controller).status().guests == {"here": 1, "most": 1, "came": 1, "left": 0, "lost": 0}
 
 
-async def test_a_guest_that_was_cut_off_in_a_pause_and_comes_back_after_it_goes_on(tmp_path):
+async def test_a_joining_generator_that_was_cut_off_in_a_pause_and_comes_back_after_it_goes_on(tmp_path):
     async with _running(tmp_path) as world:
         await world.start()
         await world.until("running")
@@ -425,7 +441,7 @@ async def test_a_guest_that_was_cut_off_in_a_pause_and_comes_back_after_it_goes_
         await _next(guest, Pause)
         await guest.close()
         async with asyncio.timeout(30):
-            while world.controller.roster.is_guest(name):
+            while world.controller.membership.is_joined(name):
                 await asyncio.sleep(0.01)
         world.controller.post(ResumeRequested())
         await world.until("running")
@@ -446,47 +462,47 @@ class _LateListener(InProcessListener):
         return connection
 
 
-async def test_a_guest_that_greets_as_it_is_being_given_up_is_let_in_anew(tmp_path):
+async def test_a_joining_generator_that_greets_as_it_is_being_given_up_is_let_in_anew(tmp_path):
     async with _running(tmp_path, listener=_LateListener) as world:
         await world.start()
         controller, name = world.controller, "joined-b-7-0"
         guest = await world.let_in(name)
         world.listener.may_accept.clear()
-        assert controller.roster.judge(_hello("generator", name)) == ""
+        assert controller.membership.refusal(_hello("generator", name)) == ""
         again = await world.join("generator", name)  # and with that the connection before is over
         async with asyncio.timeout(30):
-            while controller.roster.is_guest(name):
+            while controller.membership.is_joined(name):
                 await asyncio.sleep(0.01)
         world.listener.may_accept.set()
         assert (await _next(again, LoadModel)).model_folder == "model"
         await again.send(EngineReady(name, 64, -1), Lane.CONTROL)
         assert await again.flush(30)
-        assert controller.roster.guests[name].is_ready
+        assert controller.membership.joined[name].is_ready
         assert RunApi(controller).status().guests == {"here": 1, "most": 1, "came": 2, "left": 0, "lost": 1}
         assert guest.closed_reason
 
 
-async def test_a_guest_whose_place_was_given_away_before_it_was_taken_in_is_told_so(tmp_path):
+async def test_a_joining_generator_whose_place_was_given_away_before_it_was_taken_in_is_told_so(tmp_path):
     async with _running(tmp_path, listener=_LateListener) as world:
         await world.start()
-        roster, late, early = world.controller.roster, "joined-b-7-0", "joined-b-8-0"
+        membership, late, early = world.controller.membership, "joined-b-7-0", "joined-b-8-0"
         await world.let_in(late)
         world.listener.may_accept.clear()
-        assert roster.judge(_hello("generator", late)) == ""
+        assert membership.refusal(_hello("generator", late)) == ""
         again = await world.join("generator", late)  # and with that the connection before is over
         async with asyncio.timeout(30):
-            while roster.is_guest(late):
+            while membership.is_joined(late):
                 await asyncio.sleep(0.01)
-        assert roster.judge(_hello("generator", early)) == ""
+        assert membership.refusal(_hello("generator", early)) == ""
         guest = await world.join("generator", early)
         world.listener.may_accept.set()
         with pytest.raises(ConnectionClosed, match="all 1 places for joining generators are taken"):
             await _next(again, JoinTerms)
         assert (await _next(guest, JoinTerms)).config_toml
-        assert roster.counts() == {"here": 1, "most": 1, "came": 2, "left": 0, "lost": 1}
+        assert membership.counts() == {"here": 1, "most": 1, "came": 2, "left": 0, "lost": 1}
 
 
-async def test_a_guest_that_falls_silent_is_left_out(tmp_path):
+async def test_a_joining_generator_that_falls_silent_is_left_out(tmp_path):
     async with _running(tmp_path, supervision={"backoff_s": 0.01, "heartbeat_s": 0.1, "heartbeat_timeout_s": 0.3}) as world:
         await world.start()
         guest = await world.let_in()
@@ -494,7 +510,7 @@ async def test_a_guest_that_falls_silent_is_left_out(tmp_path):
             await asyncio.wait_for(_next(guest, StepDone), 30)
         for _ in range(5):
             await asyncio.sleep(0)
-        assert world.controller.roster.counts()["lost"] == 1
+        assert world.controller.membership.counts()["lost"] == 1
 
 
 # -- generators that come and go -------------------------------------------------------------------------------------------
@@ -525,6 +541,6 @@ async def test_a_generator_that_is_wanted_is_started_and_let_in_and_one_not_up_y
     async with _running(tmp_path, launch=elastic, generate=generate) as world:
         await world.start()
         joined = await world.launcher.started("generator-1")
-        assert world.controller.roster.judge(_hello("generator", "generator-1")) == ""
+        assert world.controller.membership.refusal(_hello("generator", "generator-1")) == ""
         world.controller.post(ProcessUnwanted("generator-1"))
         assert await joined.wait() == -15

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from asyncrl.control.peers import Peers
-from asyncrl.control.scoring import MOST_LOSSES, ScoringDesk, infer_request, merge_score
+from asyncrl.control.scoring import MOST_LOSSES, ScoreDispatcher, infer_request, merge_score
 from asyncrl.errors import ConnectionClosed
 from asyncrl.schema.control import PROTOCOL, Hello
 from asyncrl.schema.samples import (
@@ -65,7 +65,7 @@ def _result(member=0, error=""):
 
 @pytest.mark.parametrize("first", ["rules", "models"])
 def test_a_score_is_complete_when_both_have_answered_in_either_order(first):
-    desk = ScoringDesk(WEIGHTS)
+    desk = ScoreDispatcher(WEIGHTS)
     desk.ask(_rules(), _models(), 5.0)
     answers = [_score(), _result()] if first == "rules" else [_result(), _score()]
     assert desk.take(answers[0]) is None
@@ -80,7 +80,7 @@ def test_a_score_is_complete_when_both_have_answered_in_either_order(first):
 
 
 def test_an_answer_that_comes_twice_completes_nothing():
-    desk = ScoringDesk(WEIGHTS)
+    desk = ScoreDispatcher(WEIGHTS)
     desk.ask(_rules(), _models(), 0.0)
     assert desk.take(_score()) is None
     assert desk.take(_score(reward=9.0)) is None
@@ -90,7 +90,7 @@ def test_an_answer_that_comes_twice_completes_nothing():
 
 
 def test_asking_again_for_an_open_score_changes_nothing():
-    desk = ScoringDesk(WEIGHTS)
+    desk = ScoreDispatcher(WEIGHTS)
     desk.ask(_rules(), _models(), 1.0)
     desk.take(_score())
     desk.ask(_rules(), _models(), 2.0)
@@ -100,7 +100,7 @@ def test_asking_again_for_an_open_score_changes_nothing():
 
 
 def test_either_half_alone_is_a_score():
-    desk = ScoringDesk(WEIGHTS)
+    desk = ScoreDispatcher(WEIGHTS)
     desk.ask(_rules(), None, 0.0)
     assert desk.take(_result()) is None
     assert desk.take(_score()) == _score()
@@ -117,7 +117,7 @@ def test_an_error_of_either_half_fails_the_sample_with_both_reasons():
 
 
 def test_an_evaluation_sample_is_not_taken_for_a_training_sample():
-    desk = ScoringDesk(WEIGHTS)
+    desk = ScoreDispatcher(WEIGHTS)
     desk.ask(None, _models(), 0.0)
     sample = Sample(1, 0, 1, b"", b"", b"", b"", "stop", "", "g", 0.0, 1.0, purpose="eval")
     assert infer_request(sample, 0.5).temperature == 0.5
@@ -126,7 +126,7 @@ def test_an_evaluation_sample_is_not_taken_for_a_training_sample():
 
 
 def test_a_sample_that_kills_inference_workers_is_given_up_and_its_other_half_still_counts():
-    desk, peers = ScoringDesk(WEIGHTS), Peers()
+    desk, peers = ScoreDispatcher(WEIGHTS), Peers()
     desk.ask(_rules(), _models(), 0.0)
     for _ in range(MOST_LOSSES):
         peers.add(FakeConnection("inference", "inference-0"))
@@ -142,7 +142,7 @@ class DeskMachine(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        self.desk, self.peers = ScoringDesk(WEIGHTS), Peers()
+        self.desk, self.peers = ScoreDispatcher(WEIGHTS), Peers()
         self.connections, self.asked, self.complete, self.said = {}, {}, [], []
         for name in ("reward-0", "reward-1", "inference-0", "inference-1"):
             self._start(name)

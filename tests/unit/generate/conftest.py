@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from aiohttp import web
 
-from asyncrl.generate.vllm_orders import LoadReply
+from asyncrl.generate.vllm.load_request import LoadReply
 
 
 @dataclass

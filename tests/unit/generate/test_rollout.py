@@ -10,10 +10,10 @@ import pytest
 from asyncrl.clock import VirtualClock
 from asyncrl.config.generate import ReplayEngineConfig
 from asyncrl.errors import EngineDied
-from asyncrl.generate.prompt_codec import ByteCodec, TokenizerCodec
-from asyncrl.generate.replay_engine import ReplayCodec, ReplayEngine
+from asyncrl.generate.doubles.replay import ReplayEngine
 from asyncrl.generate.rollout import Rollout
-from asyncrl.learner.tokenizer import character_tokenizer
+from asyncrl.generate.tokenizer import ByteCodec, ReplayCodec, TokenizerCodec
+from asyncrl.learner.model.policy import character_tokenizer
 from asyncrl.schema.samples import (
     GroupWork,
     PreferenceAnswers,

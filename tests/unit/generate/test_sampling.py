@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from asyncrl.generate.counter_random import seed_word, uniforms
-from asyncrl.generate.sampling import filtered_logprobs, sample, sampling_batch
+from asyncrl.generate.counter_rng import seed_word, uniforms
+from asyncrl.generate.transformers.sampling import filtered_logprobs, sample, sampling_batch
 from asyncrl.schema.samples import SamplingParams
 
 ROWS = 8

@@ -10,7 +10,7 @@ import pytest
 
 from asyncrl.config.generate import TransformersEngineConfig
 from asyncrl.errors import GenerationError
-from asyncrl.generate.transformers_engine import TransformersEngine
+from asyncrl.generate.transformers.engine import TransformersEngine
 from tests.contract.engine_cases import make_model
 
 CONFIG = TransformersEngineConfig(num_slots=2, max_sequence_tokens=32)

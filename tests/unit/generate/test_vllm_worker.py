@@ -7,7 +7,7 @@ import pytest
 
 FOLLOWING = """
 import os, sys, time
-from asyncrl.generate.vllm_worker import WeightsExtension
+from asyncrl.generate.vllm.worker_extension import WeightsExtension
 sockets, owner, *cores = sys.argv[1:]
 WeightsExtension().asyncrl_follow(int(owner), [int(core) for core in cores] or [os.getpid()], sockets)
 print("following", flush=True)

@@ -13,8 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from asyncrl.clock import SystemClock
 from asyncrl.config.generate import FakeEngineConfig, GenerateConfig, TransformersEngineConfig
-from asyncrl.config.run import RunConfig, SupervisionConfig
-from asyncrl.config.stages import TransportConfig
+from asyncrl.config.run import RunConfig, SupervisionConfig, TransportConfig
 from asyncrl.errors import BroadcastError, ConnectionClosed, GenerationError
 from asyncrl.generate.worker import run_generator
 from asyncrl.schema.control import (
@@ -42,8 +41,8 @@ from asyncrl.schema.samples import (
     logprobs_to_bytes,
 )
 from asyncrl.schema.weights import Probe, VersionLive, WeightsAvailable, WeightsManifest
-from asyncrl.transport.channel import Lane
-from asyncrl.transport.inprocess import InProcessListener
+from asyncrl.transport.local import InProcessListener
+from asyncrl.transport.protocol import Lane
 
 FAKE = FakeEngineConfig(num_slots=8, max_sequence_tokens=64, token_latency_s=0.0, length_distribution="fixed", mean_tokens=5)
 ENDLESS = FakeEngineConfig(num_slots=8, max_sequence_tokens=64, token_latency_s=1000.0)

@@ -7,9 +7,9 @@ import torch
 from asyncrl.config.algorithm import LearnerConfig
 from asyncrl.errors import ConfigError
 from asyncrl.inference.batching import pack
-from asyncrl.inference.reference import ReferenceModel
-from asyncrl.learner.model import open_model, row_logprobs
-from asyncrl.learner.rows import prepare
+from asyncrl.inference.models import ReferenceModel
+from asyncrl.learner.model.policy import open_model, run_row
+from asyncrl.learner.step.microbatch import prepare
 from asyncrl.packing.tensors import pack_step
 from asyncrl.schema.samples import (
     Prompt,
@@ -65,7 +65,7 @@ def test_they_are_the_learners_own_forward_over_packed_rows(kit, tmp_path, refer
     learners = open_model_without_tokenizer(tmp_path)
     ours = reference.logprobs(pack(requests), _lengths(requests), [0.8] * len(requests))
     for row in prepare(batch).rows:
-        logprobs, _ = row_logprobs(learners, row, temperature=0.8, chunk_tokens=7)
+        logprobs = run_row(learners, row, temperature=0.8, chunk_tokens=7).logprobs
         for local, index in enumerate(row.sample_index):
             theirs = logprobs[row.sequence_ids == local].detach().numpy()
             assert ours[index] == pytest.approx(theirs, abs=1e-5)

@@ -14,10 +14,10 @@ from transformers import (
     Qwen3ForSequenceClassification,
 )
 
-from asyncrl.config.stages import RewardModel
+from asyncrl.config.run import RewardModel
 from asyncrl.errors import ConfigError
 from asyncrl.inference.batching import pack
-from asyncrl.inference.reward_model import RewardScorer
+from asyncrl.inference.models import RewardScorer
 from asyncrl.schema.samples import ids_from_bytes
 
 

@@ -12,8 +12,8 @@ from asyncrl.inference.worker import run_inference_worker
 from asyncrl.observe.memory import read_memory
 from asyncrl.schema.control import PROTOCOL, Heartbeat, Hello, LoadModel, ModelsReady, PhaseReached, SetPhase, Shutdown
 from asyncrl.schema.samples import GroupWork, Prompt, SamplingParams
-from asyncrl.transport.channel import Lane
-from asyncrl.transport.inprocess import InProcessListener
+from asyncrl.transport.local import InProcessListener
+from asyncrl.transport.protocol import Lane
 
 TIMEOUT_S = 20
 
@@ -113,7 +113,7 @@ async def test_it_says_what_it_waits_for_and_keeps_requests_until_its_models_are
         await controller.load()
         (result,) = await controller.results(1)
         assert result.error == ""
-        assert (await controller.beat_where(lambda beat: beat.waiting_for == "a sample to judge")).waiting_since_s > 0
+        assert (await controller.beat_where(lambda beat: beat.waiting_for == "a sample to score")).waiting_since_s > 0
         assert await controller.connection.flush(30)
 
 
@@ -155,7 +155,8 @@ async def test_on_a_shared_device_it_judges_in_its_turn_only_and_gives_the_memor
         num_bytes = (await controller.load()).num_bytes
         for request in requests:
             await controller.connection.send(request)
-        await controller.beat_where(lambda beat: beat.waiting_for == "the device, which others have")
+        waiting = await controller.beat_where(lambda beat: beat.gauges["process/samples_scoring"] == 6)
+        assert waiting.waiting_for == "the device, which others have"
         taken = await reach("inference", 0)
         assert taken.moves == ()
         assert set(taken.resident) == {"reference", "reward judge"}
@@ -168,14 +169,15 @@ async def test_on_a_shared_device_it_judges_in_its_turn_only_and_gives_the_memor
         assert sum(taken.resident.values()) == pytest.approx(num_bytes, rel=0.01)
         for request in requests:
             await controller.connection.send(request)
-        beat = await controller.beat_where(lambda beat: beat.waiting_for == "the device, which others have")
+        beat = await controller.beat_where(lambda beat: beat.gauges["process/samples_scoring"] == 6)
+        assert beat.waiting_for == "the device, which others have"
         assert beat.gauges["process/samples_scored"] == 6
         await reach("inference", 2)
         after = await controller.results(6)
-        # What comes back is what left: the very same numbers.
-        assert [(item.reference_logprobs, item.rewards) for item in after] == [
-            (item.reference_logprobs, item.rewards) for item in before
-        ]  # fmt: skip
+        assert [item.reference_logprobs for item in after] == [item.reference_logprobs for item in before]
+        # The last bit of a product may depend on where its weights lie.
+        rewards = [[item.rewards["judge"] for item in results] for results in (after, before)]
+        assert rewards[0] == pytest.approx(rewards[1], abs=1e-6)
     assert [(line.phase, line.ended_phase) for line in read_memory(folder)] == [
         ("inference", ""), ("train", "inference"), ("inference", "train")
     ]  # fmt: skip

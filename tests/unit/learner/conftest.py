@@ -10,9 +10,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from asyncrl.config.algorithm import AlgorithmConfig, LearnerConfig
 from asyncrl.config.run import RunConfig
-from asyncrl.learner.model import made_ready
-from asyncrl.learner.optim import PolicyOptimizer
-from asyncrl.learner.trainee import Trainee
+from asyncrl.learner.model.policy import made_ready
+from asyncrl.learner.optim.optimizer import PolicyOptimizer
+from asyncrl.learner.train_state import TrainState
 from asyncrl.models.attention import PACKED_ATTENTION
 from asyncrl.schema.batches import PackedRow, PackedSample, StepBatch
 
@@ -56,8 +56,8 @@ def optimizer_of(model, config):
     return PolicyOptimizer(model.named_parameters(), config.learner, config.num_steps)
 
 
-def trainee_of(model, config):
-    return Trainee(model, optimizer_of(model, config))
+def train_state_of(model, config):
+    return TrainState(model, optimizer_of(model, config))
 
 
 def random_samples(seed=0, groups=3, group_size=4, prompt=(3, 8), response=(1, 12), reward=None):
@@ -191,7 +191,7 @@ def kit():
         model=tiny_model,
         config=run_config,
         optimizer=optimizer_of,
-        trainee=trainee_of,
+        train_state=train_state_of,
         samples=random_samples,
         batch=batch_of,
         plain_logprobs=plain_logprobs,

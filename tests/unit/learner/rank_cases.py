@@ -17,21 +17,19 @@ sys.path.insert(0, str(Path(__file__).parent))
 import conftest as kit
 
 from asyncrl.clock import SystemClock
-from asyncrl.config.algorithm import CriticConfig, KLConfig
-from asyncrl.config.corrections import MaskedSequence, SecondMomentMask, TruncatedToken
+from asyncrl.config.algorithm import CriticConfig, KLConfig, MaskedSequence, SecondMomentMask, TruncatedToken
 from asyncrl.config.learner import LoRAConfig
 from asyncrl.config.run import PlacementConfig
 from asyncrl.errors import ResidencyError
 from asyncrl.learner.checkpoint import TrainerState, contribute_checkpoint, load_trainer, save_checkpoint
-from asyncrl.learner.critic import SeparateCritic, ValueHead, build_critic_optimizer
-from asyncrl.learner.divided import divider_of, whole_tensors
-from asyncrl.learner.lora import adapters_off, publishable_tensors
-from asyncrl.learner.rank_group import guest_store, joined_ranks
-from asyncrl.learner.reference import AdapterOffReference, FrozenReference
-from asyncrl.learner.residents import open_residents
-from asyncrl.learner.start import build_trainee
-from asyncrl.learner.step import train_step
-from asyncrl.learner.tokenizer import character_tokenizer
+from asyncrl.learner.model.critic import SeparateCritic, ValueHead, build_critic_optimizer
+from asyncrl.learner.model.lora import adapters_off, publishable_tensors
+from asyncrl.learner.model.policy import Reference, character_tokenizer
+from asyncrl.learner.offload import open_offload
+from asyncrl.learner.ranks.fsdp import Divider, whole_tensors
+from asyncrl.learner.ranks.group import join_store, joined_ranks
+from asyncrl.learner.resume import build_train_state
+from asyncrl.learner.step.train_step import train_step
 from asyncrl.models.adapters import add_adapters
 from asyncrl.models.layout import copy_out, help_copy_out, make_manifest, view_tensors
 
@@ -76,26 +74,28 @@ def batch_at(step, tokens_per_row, num_ranks, *, has_pairs=False):
     return kit.batch_of(samples, tokens_per_row, step, temperature=0.9, num_ranks=num_ranks)
 
 
-def trainee_of(case, config, ranks):
-    divide = divider_of("cpu", ranks.size)
+def train_state_of(case, config, ranks):
+    divide = Divider("cpu", ranks.size)
     model = kit.tiny_model(dtype=config.learner.dtype, **case.get("sizes", {}))
     if config.learner.lora is not None:
         add_adapters(model, config.learner.lora, seed=3)
     if config.learner.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    trainee = kit.trainee_of(divide.policy(model), config)
-    trainee.ranks = ranks
+    train_state = kit.train_state_of(divide.policy(model), config)
+    train_state.ranks = ranks
     if config.algorithm.needs_reference and config.learner.lora is not None:
-        trainee.reference = AdapterOffReference(trainee.model, lambda: adapters_off(trainee.model), 16)
+        train_state.reference = Reference(train_state.model, 16, lambda: adapters_off(train_state.model))
     elif config.algorithm.needs_reference:
-        trainee.reference = FrozenReference(divide.policy(kit.tiny_model(seed=2)), 16)
+        train_state.reference = Reference(divide.policy(kit.tiny_model(seed=2)), 16)
     if (critic := config.algorithm.critic) is not None:
         made = ValueHead(32) if critic.kind == "head" else SeparateCritic(kit.tiny_model(seed=1).base_model)
         torch.manual_seed(5)
         torch.nn.init.normal_(made.output.weight, std=0.1)
-        trainee.critic = divide.critic(made)
-        trainee.critic_optimizer = build_critic_optimizer(trainee.critic, critic, config.learner, 100, trainee.optimizer)
-    return trainee
+        train_state.critic = divide.critic(made)
+        train_state.critic_optimizer = build_critic_optimizer(
+            train_state.critic, critic, config.learner, 100, train_state.optimizer
+        )
+    return train_state
 
 
 def run_case(name, ranks, tokens_per_row=None):
@@ -103,11 +103,11 @@ def run_case(name, ranks, tokens_per_row=None):
     case = CASES[name]
     tokens_per_row = tokens_per_row or case["rows"]
     config = kit.run_config(case["algorithm"], LEARNER | case.get("learner", {}))
-    trainee, found = trainee_of(case, config, ranks), {}
-    parts = {"policy": (trainee.model, trainee.optimizer), "critic": (trainee.critic, trainee.critic_optimizer)}
+    train_state, found = train_state_of(case, config, ranks), {}
+    parts = {"policy": (train_state.model, train_state.optimizer), "critic": (train_state.critic, train_state.critic_optimizer)}
     for step in range(STEPS):
         batch = batch_at(step, tokens_per_row, ranks.size, has_pairs=case.get("has_pairs", False))
-        result = train_step(trainee, batch, config)
+        result = train_step(train_state, batch, config)
         assert not result.metrics.get("policy/skipped_updates"), f"{name} has nothing to compare in step {step}"
         figures = [result.metrics["policy/loss"], result.metrics["policy/grad_norm"], result.metrics.get("value/loss", 0.0)]
         found[f"figures/{step}"] = torch.tensor(figures)
@@ -125,30 +125,30 @@ def run_case(name, ranks, tokens_per_row=None):
 def run_resumed(ranks, folder):
     """Train a step, save, train two more; then open what was saved and train those two again. Return both ends."""
     config = kit.run_config(DECOUPLED, LEARNER)
-    trainee, rows = trainee_of(CASES["tied"], config, ranks), CASES["tied"]["rows"]
-    train_step(trainee, batch_at(0, rows, ranks.size), config)
+    train_state, rows = train_state_of(CASES["tied"], config, ranks), CASES["tied"]["rows"]
+    train_step(train_state, batch_at(0, rows, ranks.size), config)
     saved = folder / "checkpoints" / "step-000001"
     if ranks.rank == 0:
-        save_checkpoint(folder / "checkpoints", trainee, character_tokenizer("0123456789"), TrainerState(1), 2)
+        save_checkpoint(folder / "checkpoints", train_state, character_tokenizer("0123456789"), TrainerState(1), 2)
     else:
-        contribute_checkpoint(trainee)
+        contribute_checkpoint(train_state)
     ranks.sum(torch.zeros(1))  # nobody reads before it is written
     return {
-        **{f"went_on/{key}": value for key, value in two_more(trainee, config, rows)},
+        **{f"went_on/{key}": value for key, value in two_more(train_state, config, rows)},
         **{f"resumed/{key}": value for key, value in resumed(saved, config, ranks, rows)},
     }
 
 
 def resumed(saved, config, ranks, rows):
-    trainee = build_trainee(config, saved, saved, ranks)
-    load_trainer(saved, trainee)
-    return two_more(trainee, config, rows)
+    train_state = build_train_state(config, saved, saved, ranks)
+    load_trainer(saved, train_state)
+    return two_more(train_state, config, rows)
 
 
-def two_more(trainee, config, rows):
+def two_more(train_state, config, rows):
     for step in (1, 2):
-        train_step(trainee, batch_at(step, rows, trainee.ranks.size), config)
-    return list(whole_tensors(trainee.model.named_parameters()))
+        train_step(train_state, batch_at(step, rows, train_state.ranks.size), config)
+    return list(whole_tensors(train_state.model.named_parameters()))
 
 
 MOVED = {
@@ -175,26 +175,26 @@ def run_moved(name, ranks, folder):
         placement=PlacementConfig(kind="colocated", offload_to=MOVED[name]),
     )
     for side in ("stayed", "moved"):
-        trainee = trainee_of(case, config, ranks)
-        residents = open_residents(trainee, config, folder / "moved" / name, folder, SystemClock()) if side == "moved" else None
+        train_state = train_state_of(case, config, ranks)
+        residents = open_offload(train_state, config, folder / "moved" / name, folder, SystemClock()) if side == "moved" else None
         for step in range(STEPS):
-            train_step(trainee, batch_at(step, case["rows"], ranks.size), config)
+            train_step(train_state, batch_at(step, case["rows"], ranks.size), config)
             if residents is not None:
-                found["left"] = ranks.gather(leave_and_come_back(residents, trainee, step))
+                found["left"] = ranks.gather(leave_and_come_back(residents, train_state, step))
         if residents is not None:
             residents.reach("rollout", 2 * STEPS)
             with residents.readable():
-                found |= {f"read/{key}": value for key, value in whole_tensors(trainee.model.named_parameters())}
+                found |= {f"read/{key}": value for key, value in whole_tensors(train_state.model.named_parameters())}
             residents.close()
             continue
-        found |= {f"stayed/{key}": value for key, value in whole_tensors(trainee.model.named_parameters())}
+        found |= {f"stayed/{key}": value for key, value in whole_tensors(train_state.model.named_parameters())}
     return found
 
 
-def leave_and_come_back(residents, trainee, step):
+def leave_and_come_back(residents, train_state, step):
     held = residents.reach("train", 2 * step).resident
     left = residents.reach("rollout", 2 * step)
-    still = [tensor for tensor in trainee.model.state_dict().values() if tensor.to_local().untyped_storage().nbytes()]
+    still = [tensor for tensor in train_state.model.state_dict().values() if tensor.to_local().untyped_storage().nbytes()]
     counted = residents.allocated_bytes
     residents.reach("train", 2 * step + 1)
     return torch.tensor([[counted, sum(held.values()), len(left.resident), len(still)]])
@@ -204,8 +204,8 @@ def run_refused(ranks, folder):
     """Have rank 1 alone unable to leave the device; return what each rank says, and weights after a step that follows."""
     placement = PlacementConfig(kind="colocated", offload_to="disk")
     config = kit.run_config(DECOUPLED, LEARNER, placement=placement)
-    trainee = trainee_of(CASES["tied"], config, ranks)
-    residents = open_residents(trainee, config, folder / "refused", folder, SystemClock())
+    train_state = train_state_of(CASES["tied"], config, ranks)
+    residents = open_offload(train_state, config, folder / "refused", folder, SystemClock())
     if ranks.rank == 1:
         (folder / "refused" / "swap").mkdir(exist_ok=True)
         (folder / "refused" / "swap" / "learner-1").write_text("a file where the folder should be")
@@ -215,9 +215,9 @@ def run_refused(ranks, folder):
     except ResidencyError as error:
         said = str(error)
     residents.reach("train", 1)
-    train_step(trainee, batch_at(0, 60, ranks.size), config)
+    train_step(train_state, batch_at(0, 60, ranks.size), config)
     residents.close()
-    return {"said": ranks.gather(as_bytes(f"rank {ranks.rank}: {said}\n")), **dict(two_more(trainee, config, 60))}
+    return {"said": ranks.gather(as_bytes(f"rank {ranks.rank}: {said}\n")), **dict(two_more(train_state, config, 60))}
 
 
 class LiveBytes(TorchDispatchMode):
@@ -248,7 +248,7 @@ def publishing_model(*, tied):
 
 def run_publish(ranks, *, tied, dtype="model"):
     """Gather a divided model's weights as a publisher does; return what rank 0 has then, and how much was alive at once."""
-    model = divider_of("cpu", ranks.size).policy(publishing_model(tied=tied))
+    model = Divider("cpu", ranks.size).policy(publishing_model(tied=tied))
     tensors = publishable_tensors(model)
     peak = torch.zeros(ranks.size)
     if ranks.rank != 0:
@@ -260,7 +260,7 @@ def run_publish(ranks, *, tied, dtype="model"):
     flat = torch.zeros(manifest.total_bytes, dtype=torch.uint8)
     views = view_tensors(flat, manifest)
     with LiveBytes(flat) as alive:
-        copy_out(tensors, manifest, views, lambda _: None)
+        copy_out(tensors, views)
     peak[0] = alive.peak
     return {"flat": flat, "peak": ranks.sum(peak), "names": as_bytes("\n".join(views))}
 
@@ -274,7 +274,7 @@ PUBLISHED = {"tied": {"tied": True}, "untied": {"tied": False}, "bfloat16": {"ti
 
 def main(rank, size, address, folder):
     torch.set_num_threads(1)
-    store = guest_store(address, size, TIMEOUT_S)
+    store = join_store(address, size, TIMEOUT_S)
     with joined_ranks(rank, size, store, "cpu", TIMEOUT_S) as ranks:
         found = {f"{name}/{key}": value for name in CASES for key, value in run_case(name, ranks).items()}
         found |= {f"checkpoint/{key}": value for key, value in run_resumed(ranks, folder).items()}

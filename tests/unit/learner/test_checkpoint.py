@@ -1,89 +1,83 @@
+"""What is checked before a learner makes or opens anything."""
+
 import copy
+import json
 
 import msgspec
 import pytest
 import torch
-from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, dynamic_module_utils
 
-from asyncrl.config.algorithm import AlgorithmConfig, CriticConfig, KLConfig
-from asyncrl.config.learner import LearnerConfig, LoRAConfig
-from asyncrl.config.model import ScratchModel
+from asyncrl.config.algorithm import AlgorithmConfig, CriticConfig, KLConfig, PythonCorrection
+from asyncrl.config.learner import LearnerConfig, LoRAConfig, PretrainedModel, ScratchModel
 from asyncrl.config.run import RunConfig
-from asyncrl.errors import LearnerError
-from asyncrl.learner.checkpoint import TrainerState, latest_checkpoint, load_trainer, save_checkpoint, write_folder
-from asyncrl.learner.start import prepare_standing
-from asyncrl.learner.step import train_step
-from asyncrl.learner.trainee import StepMemory
+from asyncrl.errors import ConfigError, LearnerError
+from asyncrl.learner.checkpoint import TrainerState, latest_checkpoint, load_trainer, save_checkpoint, save_shards, write_folder
+from asyncrl.learner.resume import build_train_state, load_or_make
+from asyncrl.learner.step.train_step import train_step
+from asyncrl.learner.train_state import StepMemory
 
 CONFIG = RunConfig(model=ScratchModel(hidden_size=32, num_layers=1, num_heads=2))
 ALPHABET = "abcdefghijklmnopqrstu"
 
 
 def standing_in(folder):
-    return prepare_standing(CONFIG, folder, list, ALPHABET)
+    return load_or_make(CONFIG, folder, list, ALPHABET)
 
 
-def save(folder, standing, keep_last=2, controller_json=""):
-    state = TrainerState(standing.version, controller_json)
-    return save_checkpoint(folder / "checkpoints", standing.trainee, standing.tokenizer, state, keep_last)
+def save(folder, initial, keep_last=2, controller_json=""):
+    state = TrainerState(initial.version, controller_json)
+    return save_checkpoint(folder / "checkpoints", initial.train_state, initial.tokenizer, state, keep_last)
 
 
-def train(kit, standing, steps):
+def train(kit, initial, steps):
     for step in steps:
-        train_step(standing.trainee, kit.batch(kit.samples(seed=step), 60, step=step), CONFIG)
-        standing.version = step + 1
-
-
-def test_resuming_is_bit_identical_to_not_stopping(kit, tmp_path):
-    whole = standing_in(tmp_path / "whole")
-    train(kit, whole, range(5))
-    first = standing_in(tmp_path / "parts")
-    train(kit, first, range(3))
-    save(tmp_path / "parts", first)
-    second = standing_in(tmp_path / "parts")
-    assert second.version == 3
-    train(kit, second, range(3, 5))
-    assert all(
-        torch.equal(a, b) for a, b in zip(whole.trainee.model.parameters(), second.trainee.model.parameters(), strict=True)
-    )
-    moments = []
-    for name, standing in (("whole", whole), ("parts", second)):
-        standing.trainee.optimizer.save(tmp_path / f"{name}.safetensors")
-        moments.append(load_file(tmp_path / f"{name}.safetensors"))
-    assert all(torch.equal(moments[0][name], moments[1][name]) for name in moments[0].keys() | moments[1].keys())
+        train_step(initial.train_state, kit.batch(kit.samples(seed=step), 60, step=step), CONFIG)
+        initial.version = step + 1
 
 
 def test_a_checkpoint_opens_with_plain_transformers(kit, tmp_path):
-    standing = standing_in(tmp_path)
-    train(kit, standing, range(1))
-    folder = save(tmp_path, standing)
+    initial = standing_in(tmp_path)
+    train(kit, initial, range(1))
+    folder = save(tmp_path, initial)
     assert folder.name == "step-000001"
     opened = AutoModelForCausalLM.from_pretrained(folder)
-    assert all(torch.equal(a, b) for a, b in zip(standing.trainee.model.parameters(), opened.parameters(), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(initial.train_state.model.parameters(), opened.parameters(), strict=True))
     assert AutoTokenizer.from_pretrained(folder).decode([2, 3]) == "ab"
 
 
 def test_nothing_in_a_checkpoint_is_pickled(kit, tmp_path):
-    standing = standing_in(tmp_path)
-    train(kit, standing, range(1))
-    suffixes = {path.suffix for path in save(tmp_path, standing).rglob("*") if path.is_file()}
+    initial = standing_in(tmp_path)
+    train(kit, initial, range(1))
+    suffixes = {path.suffix for path in save(tmp_path, initial).rglob("*") if path.is_file()}
     assert suffixes == {".json", ".safetensors"}
 
 
+def test_shards_are_written_as_they_become_whole_and_open_as_one_model(kit, tmp_path):
+    """The largest tensor has a shard of its own, out of order."""
+    model = kit.model(tie_word_embeddings=False)
+    tensors = dict(model.named_parameters())
+    largest = max(tensor.nbytes for tensor in tensors.values())
+    save_shards(((name, tensor.detach()) for name, tensor in tensors.items()), tensors, tmp_path, shard_bytes=largest - 1)
+    model.config.save_pretrained(tmp_path)
+    assert len(list(tmp_path.glob("model-*-of-*.safetensors"))) > 2
+    opened = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert all(torch.equal(opened.get_parameter(name), tensor) for name, tensor in tensors.items())
+
+
 def test_only_the_last_ones_are_kept(kit, tmp_path):
-    standing = standing_in(tmp_path)
+    initial = standing_in(tmp_path)
     for version in (1, 2, 3, 10):
-        standing.version = version
-        save(tmp_path, standing)
+        initial.version = version
+        save(tmp_path, initial)
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-000003", "step-000010"]
     assert latest_checkpoint(tmp_path / "checkpoints").name == "step-000010"
 
 
 def test_a_half_written_checkpoint_is_ignored_and_then_removed(kit, tmp_path):
-    standing = standing_in(tmp_path)
-    standing.version = 2
-    complete = save(tmp_path, standing)
+    initial = standing_in(tmp_path)
+    initial.version = 2
+    complete = save(tmp_path, initial)
 
     def die_half_way(partial):
         (partial / "model.safetensors").write_bytes(b"half of it")
@@ -93,37 +87,27 @@ def test_a_half_written_checkpoint_is_ignored_and_then_removed(kit, tmp_path):
         write_folder(tmp_path / "checkpoints" / "step-000004", die_half_way)
     (tmp_path / "checkpoints" / "step-000005").mkdir()
     assert latest_checkpoint(tmp_path / "checkpoints") == complete
-    standing.version = 6
-    save(tmp_path, standing)
+    initial.version = 6
+    save(tmp_path, initial)
     assert not list((tmp_path / "checkpoints").glob(".partial-*"))
 
 
-def test_the_controller_s_part_comes_back_as_it_was(tmp_path):
-    standing = standing_in(tmp_path)
-    folder = save(tmp_path, standing, controller_json='{"position": 17}')
-    assert load_trainer(folder, standing.trainee).controller_json == '{"position": 17}'
-
-
 def test_random_state_is_restored(tmp_path):
-    standing = standing_in(tmp_path)
+    initial = standing_in(tmp_path)
     torch.manual_seed(5)
-    folder = save(tmp_path, standing)
+    folder = save(tmp_path, initial)
     expected = torch.rand(3)
     torch.rand(100)
-    load_trainer(folder, standing.trainee)
+    load_trainer(folder, initial.train_state)
     assert torch.equal(torch.rand(3), expected)
 
 
 def test_another_format_is_refused(tmp_path):
-    standing = standing_in(tmp_path)
-    folder = save(tmp_path, standing)
+    initial = standing_in(tmp_path)
+    folder = save(tmp_path, initial)
     (folder / "trainer" / "state.json").write_text('{"version": 0, "format": 99}')
     with pytest.raises(LearnerError, match="format 99"):
-        load_trainer(folder, standing.trainee)
-
-
-def test_no_checkpoint_is_none(tmp_path):
-    assert latest_checkpoint(tmp_path / "nowhere") is None
+        load_trainer(folder, initial.train_state)
 
 
 def everything_config(critic="separate", **learner):
@@ -154,40 +138,88 @@ def test_everything_goes_on_to_the_same_bits(kit, tmp_path, config):
     """Replayed after a crash, a step is the same step: weights, critic, both optimizers, memory and metrics."""
 
     def stand(folder):
-        return prepare_standing(config, folder, list, ALPHABET)
+        return load_or_make(config, folder, list, ALPHABET)
 
-    def go(standing, steps):
+    def go(initial, steps):
         results = []
         for step in steps:
-            results.append(train_step(standing.trainee, kit.batch(kit.samples(seed=step), 60, step=step), config))
-            standing.version = step + 1
+            results.append(train_step(initial.train_state, kit.batch(kit.samples(seed=step), 60, step=step), config))
+            initial.version = step + 1
         return results
 
     whole, first = stand(tmp_path / "whole"), stand(tmp_path / "parts")
     expected = go(whole, range(5))
     go(first, range(3))
-    state = TrainerState(first.version, memory=copy.deepcopy(first.trainee.memory))
-    save_checkpoint(tmp_path / "parts" / "checkpoints", first.trainee, first.tokenizer, state, 1)
+    state = TrainerState(first.version, memory=copy.deepcopy(first.train_state.memory))
+    save_checkpoint(tmp_path / "parts" / "checkpoints", first.train_state, first.tokenizer, state, 1)
     second = stand(tmp_path / "parts")
-    assert second.trainee.memory == first.trainee.memory != StepMemory()
+    assert second.train_state.memory == first.train_state.memory != StepMemory()
     assert go(second, range(3, 5)) == expected[3:]
-    assert second.trainee.memory == whole.trainee.memory
+    assert second.train_state.memory == whole.train_state.memory
     for part in ("model", "critic"):
-        ours, theirs = (getattr(standing.trainee, part) for standing in (second, whole))
+        ours, theirs = (getattr(initial.train_state, part) for initial in (second, whole))
         if theirs is not None:
             assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
 
 
 def test_a_checkpoint_without_a_critic_is_refused_by_a_run_with_one(kit, tmp_path):
-    standing = standing_in(tmp_path)
-    train(kit, standing, range(1))
-    save(tmp_path, standing)
+    initial = standing_in(tmp_path)
+    train(kit, initial, range(1))
+    save(tmp_path, initial)
     with pytest.raises(LearnerError, match="was written without a critic"):
-        prepare_standing(everything_config(), tmp_path, list, ALPHABET)
+        load_or_make(everything_config(), tmp_path, list, ALPHABET)
 
 
-def test_a_checkpoint_from_before_there_was_memory_opens(kit, tmp_path):
-    standing = standing_in(tmp_path)
-    folder = save(tmp_path, standing)
-    (folder / "trainer" / "state.json").write_text('{"version": 0, "controller_json": "", "format": 1}')
-    assert load_trainer(folder, standing.trainee).memory == StepMemory()
+def refused():
+    raise AssertionError("the warm start began")
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "message"),
+    [
+        ({"loss": "no_such_module:loss"}, "algorithm.loss.*cannot import 'no_such_module'"),
+        ({"advantage": "math:no_such_function"}, "algorithm.advantage.*has no function 'no_such_function'"),
+        (
+            {"corrections": (PythonCorrection(path="nowhere.py:weigh"),)},
+            "algorithm.corrections.path.*there is no file nowhere.py",
+        ),
+    ],
+)
+def test_a_function_that_is_not_there_is_refused_before_a_model_is_made(kit, tmp_path, algorithm, message):
+    with pytest.raises(ConfigError, match=message):
+        load_or_make(kit.config(algorithm), tmp_path, refused, "0123456789")
+    assert list(tmp_path.iterdir()) == []
+
+
+OWN_CODE = """
+from transformers import LlamaConfig, LlamaForCausalLM
+
+
+class OwnConfig(LlamaConfig):
+    model_type = "own_llama"
+
+
+class OwnForCausalLM(LlamaForCausalLM):
+    config_class = OwnConfig
+"""
+
+
+def folder_with_own_code(kit, folder):
+    kit.model().save_pretrained(folder)
+    (folder / "own.py").write_text(OWN_CODE)
+    (folder / "tokenizer.json").write_text("{}")
+    own = {"model_type": "own_llama", "auto_map": {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnForCausalLM"}}
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | own))
+    return folder
+
+
+@pytest.mark.parametrize("path_is_given", [True, False])
+def test_a_separate_critic_opens_a_folder_with_code_where_the_run_trusts_it(kit, tmp_path, monkeypatch, path_is_given):
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    folder = folder_with_own_code(kit, tmp_path / "model")
+    critic = CriticConfig(path=str(folder) if path_is_given else "")
+    model = PretrainedModel(path=str(folder), trust_remote_code=True)
+    config = kit.config({"advantage": "gae", "critic": critic}, model=model)
+    train_state = build_train_state(config, folder)
+    assert type(train_state.critic.body.config).__name__ == "OwnConfig"

@@ -1,17 +1,14 @@
 """Critics: what they see, what they start from, and that they train alone when they should."""
 
-import copy
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
-from asyncrl.config.algorithm import CriticConfig
-from asyncrl.config.corrections import MaskedToken
+from asyncrl.config.algorithm import CriticConfig, MaskedToken
 from asyncrl.config.learner import LearnerConfig
 from asyncrl.errors import LearnerError
-from asyncrl.learner.critic import (
+from asyncrl.learner.model.critic import (
     SeparateCritic,
     ValueHead,
     build_critic,
@@ -19,9 +16,9 @@ from asyncrl.learner.critic import (
     load_critic,
     save_critic,
 )
-from asyncrl.learner.model import row_hidden
-from asyncrl.learner.rows import prepare
-from asyncrl.learner.step import train_step
+from asyncrl.learner.model.policy import row_hidden
+from asyncrl.learner.step.microbatch import prepare
+from asyncrl.learner.step.train_step import train_step
 
 KINDS = ["head", "separate"]
 
@@ -38,13 +35,13 @@ def ppo_config(kit, kind, learner=None, **critic):
     return kit.config({"advantage": "gae", "critic": own}, learner)
 
 
-def trainee_of(kit, model, critic, config):
-    trainee = kit.trainee(model, config)
-    trainee.critic = critic
-    trainee.critic_optimizer = build_critic_optimizer(
-        critic, config.algorithm.critic, config.learner, config.num_steps, trainee.optimizer
+def train_state_of(kit, model, critic, config):
+    train_state = kit.train_state(model, config)
+    train_state.critic = critic
+    train_state.critic_optimizer = build_critic_optimizer(
+        critic, config.algorithm.critic, config.learner, config.num_steps, train_state.optimizer
     )
-    return trainee
+    return train_state
 
 
 def bits(module):
@@ -72,8 +69,8 @@ def test_a_new_critic_says_nothing_and_changes_no_first_policy_step(kit, kind):
     samples, config, rewarded = kit.samples(), ppo_config(kit, kind), kit.config({"advantage": "reward"})
     critic = ValueHead(32) if kind == "head" else SeparateCritic(kit.model(seed=4).base_model)
     with_critic, plain = kit.model(), kit.model()
-    result = train_step(trainee_of(kit, with_critic, critic, config), kit.batch(samples), config)
-    train_step(kit.trainee(plain, rewarded), kit.batch(samples), rewarded)
+    result = train_step(train_state_of(kit, with_critic, critic, config), kit.batch(samples), config)
+    train_step(kit.train_state(plain, rewarded), kit.batch(samples), rewarded)
     assert result.metrics["value/mean"] == 0.0
     for ours, theirs in zip(with_critic.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
@@ -83,29 +80,18 @@ def test_a_new_critic_says_nothing_and_changes_no_first_policy_step(kit, kind):
 def test_warmup_trains_the_critic_and_leaves_the_policy_s_bits(kit, kind):
     config = ppo_config(kit, kind, {"weight_decay": 0.1}, warmup_steps=2)
     model, critic = kit.model(), critic_of(kit, kind)
-    trainee = trainee_of(kit, model, critic, config)
+    train_state = train_state_of(kit, model, critic, config)
     policy, values = bits(model), bits(critic)
     for step in range(2):
-        result = train_step(trainee, kit.batch(kit.samples(seed=step), 40, step=step), config)
+        result = train_step(train_state, kit.batch(kit.samples(seed=step), 40, step=step), config)
         assert same(policy, model.parameters())
         assert "policy/loss" not in result.metrics
         assert result.metrics["value/grad_norm"] > 0
         assert result.version == step + 1
     assert not same(values, critic.parameters())
-    after = train_step(trainee, kit.batch(kit.samples(seed=2), 40, step=2), config)
+    after = train_step(train_state, kit.batch(kit.samples(seed=2), 40, step=2), config)
     assert not same(policy, model.parameters())
     assert after.metrics["policy/grad_norm"] > 0
-
-
-def test_value_losses_of_a_head_reach_the_policy(kit):
-    """With equal returns everywhere the policy loss has no gradient left once advantages are whitened; the head's has."""
-    samples, moved = kit.samples(reward=1.0), []
-    for coefficient in (1e-9, 1.0):
-        config = ppo_config(kit, "head", {"learning_rate": 1e-2, "epsilon": 1e-2}, coefficient=coefficient)
-        model = kit.model()
-        train_step(trainee_of(kit, model, critic_of(kit, "head"), config), kit.batch(samples), config)
-        moved.append(bits(model))
-    assert not same(*moved)
 
 
 @pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-mean"])
@@ -126,7 +112,7 @@ def test_what_corrections_drop_is_no_matter_to_the_critic(kit, band, aggregation
             {"minibatches": 2, "epsilon": 1e-2},
         )
         critic = critic_of(kit, "separate")
-        result = train_step(trainee_of(kit, kit.model(), critic, config), kit.batch(kit.samples(), tokens_per_row), config)
+        result = train_step(train_state_of(kit, kit.model(), critic, config), kit.batch(kit.samples(), tokens_per_row), config)
         assert (result.metrics["policy/kept_fraction"] > 0.0) == (band[0] < 1.0)
         assert result.metrics["policy/kept_fraction"] < 0.7
         outcomes.append((result.metrics["value/loss"], result.metrics["value/grad_norm"], bits(critic)))
@@ -135,29 +121,6 @@ def test_what_corrections_drop_is_no_matter_to_the_critic(kit, band, aggregation
         assert norm == pytest.approx(outcomes[0][1], rel=1e-5)
         for ours, expected in zip(weights, outcomes[0][2], strict=True):
             torch.testing.assert_close(ours, expected, rtol=0, atol=1e-6)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_critic_learns_to_explain_its_returns(kit, kind):
-    samples = kit.samples(groups=4, group_size=2)
-    for sample in samples:
-        sample["reward"] = float(sample["group_id"] % 2)
-    config = ppo_config(kit, kind, warmup_steps=100)
-    trainee = trainee_of(kit, kit.model(), critic_of(kit, kind), config)
-    results = [train_step(trainee, kit.batch(samples, step=step), config).metrics for step in range(25)]
-    assert results[-1]["value/loss"] < 0.5 * results[0]["value/loss"]
-    assert results[-1]["value/explained_var"] > results[0]["value/explained_var"] + 0.2
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_saving_and_loading_changes_no_bit(kit, kind, tmp_path):
-    critic, other = critic_of(kit, kind), critic_of(kit, kind)
-    with torch.no_grad():
-        for parameter in other.parameters():
-            parameter.add_(1.0)
-    save_critic(critic, tmp_path / "critic.safetensors")
-    load_critic(other, tmp_path / "critic.safetensors")
-    assert same(critic.parameters(), other.parameters())
 
 
 def test_another_critic_s_file_is_refused(kit, tmp_path):
@@ -190,46 +153,6 @@ def test_an_advantage_without_returns_is_refused(kit, tmp_path):
     )
     own = f"{tmp_path / 'own_advantage.py'}:plain"
     config = kit.config({"advantage": own, "critic": CriticConfig(kind="head")})
-    trainee = trainee_of(kit, kit.model(), critic_of(kit, "head"), config)
+    train_state = train_state_of(kit, kit.model(), critic_of(kit, "head"), config)
     with pytest.raises(LearnerError, match="gives no returns to train the critic towards"):
-        train_step(trainee, kit.batch(kit.samples()), config)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_metric_of_a_critic_is_in_the_table(kit, kind):
-    from asyncrl.observe.metrics import unknown_names
-
-    config = ppo_config(kit, kind)
-    trainee = trainee_of(kit, kit.model(), critic_of(kit, kind), config)
-    result = train_step(trainee, kit.batch(kit.samples()), config)
-    assert unknown_names(result.metrics | result.timings_s) == []
-    assert np.isfinite(list(result.metrics.values())).all()
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_same_batch_gives_the_same_bits(kit, kind):
-    config, outcomes = ppo_config(kit, kind, {"epochs": 2, "minibatches": 2}), []
-    for _ in range(2):
-        model, critic = kit.model(), critic_of(kit, kind)
-        trainee = trainee_of(kit, model, critic, config)
-        results = [train_step(trainee, kit.batch(kit.samples(), 40, step=step), config) for step in range(2)]
-        outcomes.append((results, bits(model) + bits(critic)))
-    assert outcomes[0][0] == outcomes[1][0]
-    assert same(outcomes[0][1], outcomes[1][1])
-
-
-def test_vtrace_on_policy_trains_like_gae_of_1(kit):
-    """Behaviour equal to the learner: every weight is 1, and V-trace is GAE with lambda 1."""
-    samples, start = kit.samples(groups=2, group_size=2), kit.model()
-    with torch.no_grad():
-        for sample, logprobs in zip(samples, kit.plain_logprobs(start, samples), strict=True):
-            sample["logprobs"] = logprobs.numpy()
-    weights = []
-    for advantage in ("gae", "vtrace"):
-        critic = critic_of(kit, "separate")
-        config = kit.config({"advantage": advantage, "critic": CriticConfig(value_clip=float("inf"))}, {"epsilon": 1e-2})
-        model = copy.deepcopy(start)
-        train_step(trainee_of(kit, model, critic, config), kit.batch(samples, 40), config)
-        weights.append(list(model.parameters()) + list(critic.parameters()))
-    for gae, vtrace in zip(*weights, strict=True):
-        torch.testing.assert_close(gae, vtrace, rtol=0, atol=1e-6)
+        train_step(train_state, kit.batch(kit.samples()), config)

@@ -1,20 +1,33 @@
+"""The reference on the learner: frozen, apart from the policy, or the policy without its adapters."""
+
 import json
 
+import msgspec
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from asyncrl.config.algorithm import LearnerConfig
-from asyncrl.config.model import PretrainedModel, ScratchModel, WarmStart
+from asyncrl.config.algorithm import KLConfig
+from asyncrl.config.learner import LearnerConfig, LoRAConfig, PretrainedModel, ScratchModel, WarmStart
 from asyncrl.config.run import RunConfig
-from asyncrl.errors import ConfigError
-from asyncrl.learner.model import build_scratch, made_ready, open_model, open_tokenizer, row_logprobs, save_model
-from asyncrl.learner.rows import prepare
-from asyncrl.learner.start import prepare_standing
-from asyncrl.learner.step import train_step
-from asyncrl.learner.tokenizer import character_tokenizer
-from asyncrl.learner.warm_start import StartAbandoned, tokenise, warm_start
+from asyncrl.config.tasks import AdditionTask
+from asyncrl.errors import ConfigError, LearnerError
+from asyncrl.learner.model.policy import (
+    Reference,
+    build_scratch,
+    character_tokenizer,
+    made_ready,
+    open_model,
+    open_tokenizer,
+    run_row,
+    save_model,
+)
+from asyncrl.learner.model.sft_warmup import StartAbandoned, tokenise, warm_start
+from asyncrl.learner.resume import build_train_state, load_or_make
+from asyncrl.learner.step.microbatch import prepare
+from asyncrl.learner.step.train_step import train_step
 from asyncrl.models.attention import PACKED_ATTENTION
+from asyncrl.tasks.registry import build_task
 
 SMALL = ScratchModel(hidden_size=32, num_layers=1, num_heads=2, max_positions=32)
 ALPHABET = "0123456789+="
@@ -38,11 +51,6 @@ def test_a_character_outside_the_alphabet_is_an_error():
         character_tokenizer("ab")("abc")
 
 
-def test_an_empty_alphabet_is_refused():
-    with pytest.raises(ValueError, match="empty alphabet"):
-        character_tokenizer("")
-
-
 def test_a_saved_scratch_model_opens_with_plain_transformers(tmp_path):
     model, tokenizer = build_scratch(SMALL, ALPHABET, seed=3)
     save_model(made_ready(model, LearnerConfig()), tokenizer, tmp_path)
@@ -53,12 +61,6 @@ def test_a_saved_scratch_model_opens_with_plain_transformers(tmp_path):
     assert (reopened.eos_token, reopened.pad_token, reopened.bos_token) == ("<eos>", "<pad>", None)
     assert opened.generation_config.eos_token_id == reopened.eos_token_id
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), opened.parameters(), strict=True))
-
-
-def test_the_seed_decides_the_scratch_weights():
-    first, second, other = (build_scratch(SMALL, ALPHABET, seed)[0] for seed in (1, 1, 2))
-    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
-    assert not all(torch.equal(a, b) for a, b in zip(first.parameters(), other.parameters(), strict=True))
 
 
 def test_opening_names_the_folder_and_what_is_missing(tmp_path):
@@ -110,40 +112,34 @@ def test_warm_start_lowers_the_loss_and_repeats_bit_for_bit():
     assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
 
 
-def test_completions_end_with_the_end_of_sequence_token():
-    tokenizer = character_tokenizer(ALPHABET)
-    (example,) = tokenise([("1+1=", "2")], tokenizer)
-    assert example.completion_ids.tolist() == [tokenizer("2")["input_ids"][0], tokenizer.eos_token_id]
-    assert len(example.prompt_ids) == 4
-
-
 def test_warm_start_without_examples_is_a_config_error(tmp_path):
     model = ScratchModel(hidden_size=32, num_layers=1, num_heads=2, warm_start=WarmStart(steps=1))
     with pytest.raises(ConfigError, match="no worked examples"):
-        prepare_standing(RunConfig(model=model), tmp_path, list, ALPHABET)
+        load_or_make(RunConfig(model=model), tmp_path, list, ALPHABET)
 
 
 def test_the_initial_model_is_made_once(tmp_path):
     model = ScratchModel(hidden_size=32, num_layers=1, num_heads=2, warm_start=WarmStart(steps=3, batch_size=8))
     config = RunConfig(model=model)
-    first = prepare_standing(config, tmp_path, sums, ALPHABET)
+    first = load_or_make(config, tmp_path, sums, ALPHABET)
     assert first.metrics["warm_start/steps"] == 3
 
     def never():
         raise AssertionError("a second warm start")
 
-    second = prepare_standing(config, tmp_path, never, ALPHABET)
+    second = load_or_make(config, tmp_path, never, ALPHABET)
     assert second.metrics == {}
     assert second.version == 0
     assert all(
-        torch.equal(a, b) for a, b in zip(first.trainee.model.parameters(), second.trainee.model.parameters(), strict=True)
+        torch.equal(a, b)
+        for a, b in zip(first.train_state.model.parameters(), second.train_state.model.parameters(), strict=True)
     )
 
 
 def test_an_abandoned_warm_start_leaves_no_model_behind(tmp_path):
     model = ScratchModel(hidden_size=32, num_layers=1, num_heads=2, warm_start=WarmStart(steps=3))
     with pytest.raises(StartAbandoned):
-        prepare_standing(RunConfig(model=model), tmp_path, sums, ALPHABET, stopped=lambda: True)
+        load_or_make(RunConfig(model=model), tmp_path, sums, ALPHABET, stopped=lambda: True)
     assert not (tmp_path / "model").exists()
 
 
@@ -152,8 +148,8 @@ def test_a_pretrained_folder_becomes_the_run_s_model(tmp_path):
     (tmp_path / "source").mkdir()
     save_model(model, tokenizer, tmp_path / "source")
     config = RunConfig(model=PretrainedModel(path=str(tmp_path / "source")))
-    standing = prepare_standing(config, tmp_path / "run", list, "")
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), standing.trainee.model.parameters(), strict=True))
+    initial = load_or_make(config, tmp_path / "run", list, "")
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), initial.train_state.model.parameters(), strict=True))
     assert open_tokenizer(tmp_path / "run" / "model")("1+2=")["input_ids"] == tokenizer("1+2=")["input_ids"]
     assert (tmp_path / "run" / "model" / "model.safetensors").is_symlink()
     AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")
@@ -172,18 +168,6 @@ def test_a_lower_precision_leaves_rotary_frequencies_as_transformers_has_them(tm
         assert torch.equal(ours(ids).logits, plain(ids).logits)
 
 
-def test_gradient_checkpointing_changes_no_bit_of_a_packed_row_s_gradients(kit):
-    batch, gradients = kit.batch(kit.samples(groups=2)), []
-    for checkpointing in (False, True):
-        model = made_ready(kit.model(), LearnerConfig(gradient_checkpointing=checkpointing))
-        assert model.is_gradient_checkpointing == checkpointing
-        for row in prepare(batch).rows:
-            logprobs, _ = row_logprobs(model, row, temperature=1.0, chunk_tokens=16)
-            logprobs.exp().sum().backward()
-        gradients.append([parameter.grad for parameter in model.parameters()])
-    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
-
-
 def test_a_float32_head_is_in_force_where_it_is_asked_for(tmp_path, kit):
     model, tokenizer = build_scratch(SMALL, ALPHABET, seed=0)
     save_model(model, tokenizer, tmp_path)
@@ -198,7 +182,92 @@ def test_a_float32_head_is_in_force_where_it_is_asked_for(tmp_path, kit):
     assert all(torch.equal(a, b) for a, b in zip(half.parameters(), again.parameters(), strict=True))
 
 
-def test_the_learner_s_choice_of_the_fused_kernel_reaches_the_output_layer(kit):
-    config = kit.config({}, {"logprobs": "fused"})
-    with pytest.raises(ConfigError, match=r"learner.logprobs = 'fused' runs on CUDA"):
-        train_step(kit.trainee(kit.model(), config), prepare(kit.batch(kit.samples())), config)
+def started(until_accuracy, steps=200):
+    torch.set_num_threads(1)
+    task = build_task(AdditionTask(digits=1, held_out=20), 0)
+    model, tokenizer = build_scratch(ScratchModel(hidden_size=32, num_layers=1, num_heads=2), task.alphabet, 0)
+    config = WarmStart(steps=steps, batch_size=16, learning_rate=5e-3, until_accuracy=until_accuracy)
+    return warm_start(made_ready(model, LearnerConfig()), tokenise(task.worked_examples, tokenizer), config, LearnerConfig(), 0)
+
+
+def test_a_warm_start_ends_at_the_accuracy_it_was_asked_for():
+    metrics = started(0.2)
+    assert metrics["warm_start/steps"] < 200
+    assert 0.2 <= metrics["warm_start/accuracy"] < 0.4
+
+
+def test_an_accuracy_out_of_reach_ends_at_the_last_step():
+    assert started(1.0, steps=12)["warm_start/steps"] == 12
+
+
+LETTERS = "abcdefghijklmnopqrstu"
+RUN = RunConfig(
+    model=ScratchModel(hidden_size=32, num_layers=1, num_heads=2), learner=LearnerConfig(learning_rate=1e-2, warmup_steps=0)
+)
+
+
+def with_kl(config, **learner):
+    algorithm = msgspec.structs.replace(config.algorithm, kl=KLConfig(coefficient=0.1))
+    return msgspec.structs.replace(config, algorithm=algorithm, learner=msgspec.structs.replace(config.learner, **learner))
+
+
+def test_the_reference_stays_what_it_was(kit):
+    model, config = kit.model(), kit.config({"kl": KLConfig(coefficient=0.1)}, {"learning_rate": 1e-2})
+    train_state = kit.train_state(model, config)
+    train_state.reference = Reference(kit.model(), 64)
+    (row,) = prepare(kit.batch(kit.samples())).rows
+    before = train_state.reference.logprobs(row, 1.0)
+    results = [train_step(train_state, kit.batch(kit.samples(), step=step), config) for step in range(3)]
+    assert torch.equal(train_state.reference.logprobs(row, 1.0), before)
+    assert results[0].metrics["kl/reference_mean"] == pytest.approx(0.0, abs=1e-6)
+    assert results[2].metrics["kl/reference_mean"] > 1e-6
+    assert results[0].timings_s["time/reference_s"] > 0
+
+
+def test_the_reference_is_the_run_s_initial_model_unless_a_path_says_otherwise(kit, tmp_path):
+    config = with_kl(RUN)
+    load_or_make(config, tmp_path, list, LETTERS)
+    train_state = build_train_state(config, tmp_path / "model")
+    (row,) = prepare(kit.batch(kit.samples())).rows
+    own = run_row(train_state.model, row, temperature=1.0, chunk_tokens=64).logprobs
+    assert torch.equal(train_state.reference.logprobs(row, 1.0), own.detach())
+    other = msgspec.structs.replace(RUN, seed=5)
+    load_or_make(other, tmp_path / "other", list, LETTERS)
+    reference = msgspec.structs.replace(config.algorithm.reference, path=str(tmp_path / "other" / "model"))
+    elsewhere = msgspec.structs.replace(config, algorithm=msgspec.structs.replace(config.algorithm, reference=reference))
+    away = build_train_state(elsewhere, tmp_path / "model").reference.logprobs(row, 1.0)
+    assert (away - own).abs().max() > 1e-3
+
+
+def test_with_adapters_the_reference_is_the_policy_without_them(kit, tmp_path):
+    config = with_kl(RUN, lora=LoRAConfig(rank=4))
+    load_or_make(config, tmp_path, list, LETTERS)
+    train_state = build_train_state(config, tmp_path / "model")
+    assert not train_state.reference.is_own_model
+    (row,) = prepare(kit.batch(kit.samples())).rows
+    before = train_state.reference.logprobs(row, 1.0)
+    for step in range(3):
+        train_step(train_state, kit.batch(kit.samples(), step=step), config)
+    assert torch.equal(train_state.reference.logprobs(row, 1.0), before)
+    now = run_row(train_state.model, row, temperature=1.0, chunk_tokens=64).logprobs
+    assert (now - before).abs().max() > 1e-4
+
+
+def test_a_missing_reference_is_named(kit):
+    config = kit.config({"kl": KLConfig()})
+    with pytest.raises(LearnerError, match="step 0 needs log-probabilities of the reference"):
+        train_step(kit.train_state(kit.model(), config), kit.batch(kit.samples()), config)
+
+
+def test_a_batch_where_one_row_lacks_them_asks_the_learner_s_own(kit):
+    """Rows of all ranks decide alike, or ranks that share a reference would call it unequally often."""
+    config = kit.config({"kl": KLConfig()})
+    samples = kit.samples()
+    for sample in samples:
+        sample["reference"] = sample["logprobs"]
+    batch = kit.batch(samples, 40)
+    short = (msgspec.structs.replace(batch.rows[0], reference_logprobs=b""), *batch.rows[1:])
+    train_state = kit.train_state(kit.model(), config)
+    train_step(train_state, batch, config)
+    with pytest.raises(LearnerError, match="needs log-probabilities of the reference"):
+        train_step(train_state, msgspec.structs.replace(batch, rows=short, step=1), config)

@@ -9,11 +9,10 @@ import math
 import pytest
 import torch
 
-from asyncrl.config.algorithm import CriticConfig, KLConfig
-from asyncrl.config.corrections import TruncatedToken
-from asyncrl.learner.critic import SeparateCritic, ValueHead, build_critic_optimizer
-from asyncrl.learner.reference import FrozenReference
-from asyncrl.learner.step import train_step
+from asyncrl.config.algorithm import CriticConfig, KLConfig, TruncatedToken
+from asyncrl.learner.model.critic import SeparateCritic, ValueHead, build_critic_optimizer
+from asyncrl.learner.model.policy import Reference
+from asyncrl.learner.step.train_step import train_step
 
 PACKINGS = [1, 45, 10_000]
 LEARNER = {"learning_rate": 1e-2, "epsilon": 1e-2, "max_grad_norm": 0.5, "weight_decay": 0.1}
@@ -146,7 +145,7 @@ def test_grpo_with_decoupled_ppo(kit, tokens_per_row, minibatches, epochs):
 
     expected, loss = once(("grpo", minibatches), slow)
     model = copy.deepcopy(start)
-    result = train_step(kit.trainee(model, config), kit.batch(samples, tokens_per_row), config)
+    result = train_step(kit.train_state(model, config), kit.batch(samples, tokens_per_row), config)
     assert result.metrics["policy/updates"] == minibatches * epochs
     assert result.metrics["policy/loss"] == pytest.approx(loss, abs=1e-6)
     assert_same_weights(model, expected)
@@ -161,13 +160,13 @@ def with_random_output(critic, seed=5):
     return critic.double()
 
 
-def critic_trainee(kit, model, critic, config):
-    trainee = kit.trainee(model, config)
-    trainee.critic = critic
-    trainee.critic_optimizer = build_critic_optimizer(
-        critic, config.algorithm.critic, config.learner, config.num_steps, trainee.optimizer
+def critic_train_state(kit, model, critic, config):
+    train_state = kit.train_state(model, config)
+    train_state.critic = critic
+    train_state.critic_optimizer = build_critic_optimizer(
+        critic, config.algorithm.critic, config.learner, config.num_steps, train_state.optimizer
     )
-    return trainee
+    return train_state
 
 
 def slow_ppo(kit, model, critic, samples, epochs, reference=None):
@@ -220,7 +219,7 @@ def test_ppo_with_a_critic(kit, tokens_per_row, epochs, kind):
     first = with_random_output(ValueHead(32) if kind == "head" else SeparateCritic(kit.model(seed=1).base_model))
     samples = behaviour_near(kit, start, kit.samples(groups=3, group_size=2))
     model, critic = copy.deepcopy(start), copy.deepcopy(first)
-    result = train_step(critic_trainee(kit, model, critic, config), kit.batch(samples, tokens_per_row), config)
+    result = train_step(critic_train_state(kit, model, critic, config), kit.batch(samples, tokens_per_row), config)
     slow_model, slow_critic, policy_loss, value_loss = once(
         (kind, epochs), lambda: slow_ppo(kit, copy.deepcopy(start), copy.deepcopy(first), samples, epochs)
     )
@@ -242,9 +241,9 @@ def test_kl_in_the_reward(kit, tokens_per_row):
     first = with_random_output(SeparateCritic(kit.model(seed=1).base_model))
     samples = behaviour_near(kit, start, kit.samples(groups=3, group_size=2))
     model, critic = copy.deepcopy(start), copy.deepcopy(first)
-    trainee = critic_trainee(kit, model, critic, config)
-    trainee.reference = FrozenReference(copy.deepcopy(reference), 64)
-    train_step(trainee, kit.batch(samples, tokens_per_row), config)
+    train_state = critic_train_state(kit, model, critic, config)
+    train_state.reference = Reference(copy.deepcopy(reference), 64)
+    train_step(train_state, kit.batch(samples, tokens_per_row), config)
     slow_model, slow_critic, _, _ = once(
         "kl in reward", lambda: slow_ppo(kit, copy.deepcopy(start), copy.deepcopy(first), samples, 1, reference)
     )
@@ -279,12 +278,12 @@ def test_kl_in_the_loss(kit, tokens_per_row, is_brought):
 
     expected, loss = once("kl in loss", slow)
     model = copy.deepcopy(start)
-    trainee = kit.trainee(model, config)
+    train_state = kit.train_state(model, config)
     if is_brought:
         for sample, logprobs in zip(samples, frozen, strict=True):
             sample["reference"] = logprobs.float().numpy()
     else:
-        trainee.reference = FrozenReference(copy.deepcopy(reference), 64)
-    result = train_step(trainee, kit.batch(samples, tokens_per_row), config)
+        train_state.reference = Reference(copy.deepcopy(reference), 64)
+    result = train_step(train_state, kit.batch(samples, tokens_per_row), config)
     assert result.metrics["policy/loss"] == pytest.approx(loss, abs=1e-6)
     assert_same_weights(model, expected, atol=1e-5 if is_brought else 2e-6)

@@ -1,23 +1,27 @@
-"""What of the fused kernel can be seen without a GPU: who is told what. tests/gpu compares its numbers."""
+"""The two passes of the fused log-probabilities are those made step by step; tests/gpu compares the compiled ones."""
 
-import sys
+from __future__ import annotations
 
 import pytest
 import torch
 
-from asyncrl.errors import ConfigError
-from asyncrl.models import fused
-from asyncrl.models.fused import fused_chosen, fused_logprobs
+from asyncrl.models.fused import gradient, values
+from asyncrl.models.logprobs import token_logprobs
 
 
-def test_it_refuses_any_device_but_cuda():
-    with pytest.raises(ConfigError, match=r"runs on CUDA, the learner is on cpu: set 'chunked'"):
-        fused_logprobs(torch.randn(3, 4), torch.arange(3), torch.nn.Linear(4, 5), temperature=1.0, chunk_tokens=8)
-
-
-def test_a_missing_library_is_named_with_how_to_get_it(monkeypatch):
-    for name in ("liger_kernel", "liger_kernel.ops.fused_linear_cross_entropy"):
-        monkeypatch.setitem(sys.modules, name, None)
-    fused._kernel.cache_clear()
-    with pytest.raises(ConfigError, match=r"pip install 'asyncrl\[fused\]', or set learner.logprobs = 'chunked'"):
-        fused_chosen(torch.randn(3, 4), torch.arange(3), torch.nn.Linear(4, 5), 1.0)
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("entropy_weight", [0.0, 0.3])
+def test_values_and_gradient_are_those_made_step_by_step(temperature, entropy_weight):
+    torch.manual_seed(0)
+    head, hidden, targets = torch.nn.Linear(16, 50), torch.randn(7, 16), torch.randint(0, 50, (7,))
+    weights, logits = torch.randn(7), head(hidden)
+    logprobs, entropy = token_logprobs(
+        hidden, targets, lambda _: logits, temperature=temperature, chunk_tokens=8, entropy_gradient=True
+    )
+    (expected,) = torch.autograd.grad((logprobs * weights).sum() + entropy_weight * entropy.sum(), logits)
+    ours, our_entropy, normalizer = values(logits.detach(), targets, temperature)
+    torch.testing.assert_close(ours, logprobs.detach())
+    torch.testing.assert_close(our_entropy, entropy.detach())
+    grad_entropy = torch.full((7,), entropy_weight) if entropy_weight else None
+    grad = gradient(logits.detach(), targets, our_entropy, normalizer, weights, grad_entropy, temperature)
+    torch.testing.assert_close(grad, expected)

@@ -8,10 +8,11 @@ import torch
 from asyncrl.errors import BroadcastError
 from asyncrl.models.layout import (
     ALIGNMENT_BYTES,
-    PIECE_BYTES,
     check_manifest,
     check_tensors,
     copy_out,
+    copy_tensor,
+    copy_tensors,
     is_divided,
     make_manifest,
     view_tensors,
@@ -23,7 +24,7 @@ def copied(tensors, dtype="model"):
     manifest = make_manifest(tensors, dtype)
     flat = torch.zeros(manifest.total_bytes, dtype=torch.uint8)
     views = view_tensors(flat, manifest)
-    copy_out(tensors, manifest, views, lambda _: None)
+    copy_out(tensors, views)
     return manifest, flat, views
 
 
@@ -68,16 +69,10 @@ def test_cast_applies_to_floating_point_only():
     assert [entry.dtype for entry in make_manifest({"w": torch.zeros(2, dtype=torch.float16)}, "float32").entries] == ["F32"]
 
 
-def test_large_and_transposed_tensors_are_copied_whole_and_progress_ends_at_the_end():
-    wide = torch.arange(PIECE_BYTES // 4 + 100, dtype=torch.float32)
-    tensors = {"wide": wide, "turned": torch.randn(50, 7).t(), "turned_wide": wide.view(4, -1).t()}
-    manifest = make_manifest(tensors)
-    views = view_tensors(torch.zeros(manifest.total_bytes, dtype=torch.uint8), manifest)
-    marks = []
-    copy_out(tensors, manifest, views, marks.append)
+def test_transposed_tensors_are_copied_whole():
+    tensors = {"turned": torch.randn(50, 7).t(), "turned_wide": torch.arange(1000.0).view(4, -1).t()}
+    _, _, views = copied(tensors)
     assert all(torch.equal(views[name], tensor) for name, tensor in tensors.items())
-    assert marks == sorted(marks)
-    assert marks[-1] == manifest.entries[-1].offset + manifest.entries[-1].num_bytes
 
 
 def test_parameters_that_need_gradients_are_copied_without_a_graph():
@@ -130,3 +125,19 @@ def test_a_manifest_survives_the_wire():
 def test_no_tensor_is_divided_while_another_thread_still_imports_what_would_tell(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch.distributed.tensor", types.ModuleType("torch.distributed.tensor"))
     assert not is_divided(torch.zeros(2))
+
+
+def test_a_target_that_needs_gradients_is_written_in_place():
+    parameter = torch.nn.Parameter(torch.zeros(4))
+    address = parameter.data_ptr()
+    copy_tensor(torch.ones(4), parameter)
+    copy_tensor(torch.full((4,), 2, dtype=torch.int64), parameter)
+    assert (parameter.tolist(), parameter.data_ptr(), parameter.grad_fn) == ([2.0] * 4, address, None)
+
+
+def test_many_are_copied_side_by_side_and_a_failing_copy_is_raised():
+    pairs = [(torch.full((index + 1,), float(index)), torch.zeros(index + 1)) for index in range(50)]
+    copy_tensors(iter(pairs), num_threads=3)
+    assert all(torch.equal(source, target) for source, target in pairs)
+    with pytest.raises((ValueError, RuntimeError)):
+        copy_tensors([(torch.zeros(3), torch.zeros(4))])

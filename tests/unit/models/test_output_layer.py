@@ -3,8 +3,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from asyncrl.errors import ConfigError
-from asyncrl.models.logprobs import token_logprobs
-from asyncrl.models.output_layer import Float32Head, use_float32_head
+from asyncrl.models.logprobs import Float32Head, token_logprobs, use_float32_head
 
 
 def tiny(dtype, *, tied=True, seed=0):

@@ -10,9 +10,8 @@ import pytest
 from rich.console import Console
 
 from asyncrl.errors import RunError
-from asyncrl.observe.display import closing_lines, follow_run, render
+from asyncrl.observe.display import RunView, closing_lines, follow_run, render
 from asyncrl.observe.steps import EVAL_FILE, EvalReport, JsonLines, StepReport, read_steps
-from asyncrl.observe.view import RunView
 from asyncrl.schema.status import ProcessStatus, RunStatus
 
 

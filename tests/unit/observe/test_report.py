@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from asyncrl.observe.report import MOST_GENERATORS_SHOWN, draw_timeline, write_report
+from asyncrl.observe.report import MOST_GENERATORS_SHOWN, draw_timeline, lanes_of, write_report
 from asyncrl.observe.spans import GENERATE, SPANS_FILE, STEP, Span
 from asyncrl.observe.steps import EVAL_FILE, STEPS_FILE
-from asyncrl.observe.timeline import lanes_of
 
 PNG = b"\x89PNG\r\n\x1a\n"
 

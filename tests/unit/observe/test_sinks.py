@@ -12,9 +12,8 @@ from tensorboard.backend.event_processing.event_file_loader import EventFileLoad
 
 from asyncrl.config.load import parse_config
 from asyncrl.config.run import RunConfig
-from asyncrl.observe.sink_prometheus import render_prometheus
 from asyncrl.observe.sink_tensorboard import TensorBoardSink
-from asyncrl.observe.sinks import MetricSinks, open_sinks
+from asyncrl.observe.sinks import MetricSinks, open_sinks, render_prometheus
 
 
 def test_metrics_file_has_one_line_a_step(tmp_path: Path) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from asyncrl.observe.report import choose_window, lanes_of, mean_occupancy, occupancy, running_mean
 from asyncrl.observe.spans import GENERATE, SCORE, STEP, Span
-from asyncrl.observe.timeline import choose_window, lanes_of, mean_occupancy, occupancy, running_mean
 
 
 def test_lanes_are_generators_by_number_then_reward_then_learner() -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from asyncrl.observe.display import RunView, duration, sparkline, step_line
 from asyncrl.observe.steps import StepReport
-from asyncrl.observe.view import RunView, duration, sparkline, step_line
 from asyncrl.schema.status import ProcessStatus, RunStatus
 
 

@@ -7,14 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.packing.balance import (
-    CostModel,
-    idle_share,
-    ranks_of_rows,
-    rows_of_ranks,
-    step_cost,
-)
-from asyncrl.packing.pack import pack_lengths
+from asyncrl.packing.pack import CostModel, idle_share, pack_lengths, ranks_of_rows, rows_of_ranks, step_cost
 
 COST = CostModel.of_model(64)
 
@@ -48,15 +41,6 @@ def test_one_rank_gets_the_rows_of_the_packer():
     assert [list(row.members) for row in rows] == pack_lengths(lengths, 12)
 
 
-def test_a_long_sample_weighs_more_than_its_tokens():
-    """Two ranks, one long sample: by tokens 100 + 0 against 50 + 50 would do, by cost the long one has company later."""
-    lengths = [100, 50, 50, 25, 25, 25, 25]
-    quadratic = CostModel(0.0, 1.0)
-    rows = _rows(lengths, 200, 2, quadratic)
-    loads = [sum(quadratic.of([lengths[i] for i in row.members]) for row in rows if row.rank == rank) for rank in (0, 1)]
-    assert sorted(loads) == [2 * 2500 + 4 * 625, 10_000]
-
-
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=40), st.integers(40, 100), st.integers(2, 5))
 def test_ranks_have_equally_many_rows_within_the_budget(lengths, capacity, num_ranks):
     rows = _rows(lengths, capacity, num_ranks)
@@ -82,17 +66,6 @@ def test_turns_are_the_ranks_rows_in_order_and_last_as_long_as_promised(costs, n
     by_rank = [[costs[row] for row, rank in placed if rank == mine] for mine in range(num_ranks)]
     turns = itertools.zip_longest(*by_rank, fillvalue=0.0)
     assert sum(map(max, turns)) == pytest.approx(step_cost(costs, num_ranks))
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_two_ranks_come_close_to_the_best_split_of_few_samples(seed):
-    """Against every way to part eight samples in two rows: the even spread is within Graham's 7/6 of the best."""
-    lengths = np.random.default_rng(seed).integers(1, 200, 8).tolist()
-    rows = _rows(lengths, 2_000, 2)
-    halves = [[[i for i in range(8) if bits >> i & 1], [i for i in range(8) if not bits >> i & 1]] for bits in range(1, 2**8 - 1)]
-    best = min(max(COST.of([lengths[i] for i in half]) for half in pair) for pair in halves)
-    assert len(rows) == 2
-    assert max(_row_costs(rows, lengths)) <= best * 7 / 6
 
 
 def _imbalance(costs, num_ranks):
@@ -123,7 +96,3 @@ def test_what_is_only_carried_along_counts_for_room_and_not_for_work():
     trained = [sum(i % 2 == 0 for row in rows if row.rank == rank for i in row.members) for rank in (0, 1)]
     assert trained == [2, 2]
     assert max(len(row.members) for row in rows) <= 2
-
-
-def test_fewer_samples_than_ranks_leave_ranks_without_a_row():
-    assert [row.rank for row in _rows([5, 7], 100, 4)] == [0, 1]

@@ -8,10 +8,6 @@ from asyncrl.errors import ConfigError
 from asyncrl.packing.pack import num_bins_at_least, pack_lengths
 
 
-def test_nothing_packs_into_nothing():
-    assert pack_lengths([], 10) == []
-
-
 def test_a_length_over_the_budget_names_itself_and_the_knob():
     with pytest.raises(ConfigError, match=r"sample 1 has 11 tokens and packing.tokens_per_row is 10.*at least 11"):
         pack_lengths([3, 11, 4], 10)

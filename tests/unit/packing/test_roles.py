@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -66,11 +65,6 @@ def test_only_paired_samples_are_in_a_batch_of_preferences_and_pairs_are_numbere
     assert batch.num_trained_tokens == 8
 
 
-def test_several_pairs_of_a_group():
-    batch = pack([group(3, [0.0, 1.0, 1.0, 0.0, 0.5])], THRESHOLD)
-    assert [(s.index, s.pair, s.is_chosen) for s in batch.samples] == [(0, 0, False), (1, 0, True), (2, 1, True), (3, 1, False)]
-
-
 def test_a_step_of_preferences_without_a_pair_says_what_to_look_at():
     with pytest.raises(ConfigError, match=r"none of its 1 groups has a preference pair.*leave them out.*algorithm.preference"):
         pack([group(0, [1.0, 1.0])], DPO)
@@ -112,10 +106,3 @@ def test_a_row_with_a_trained_sample_that_brings_no_reference_has_none():
     with_reference, without = group(1, [1.0, 0.0], reference=logprobs_to_bytes([-1.0, -2.0])), group(2, [1.0, 0.0])
     assert pack([with_reference, without], Screen()).rows[0].reference_logprobs == b""
     assert pack([without], Screen()).rows[0].reference_logprobs == b""
-
-
-def test_a_baseline_needs_no_reference_logprobs():
-    members = group(1, [1.0, 0.0, 0.5], reference=logprobs_to_bytes([-1.0, -2.0])).members
-    members = (*members[:2], msgspec.structs.replace(members[2], reference_logprobs=b""))
-    batch = pack([ScoredGroup(1, Prompt("p"), members)], Screen(greedy_index=2))
-    assert logprobs_from_bytes(batch.rows[0].reference_logprobs).tolist() == [0, 0, -1, -2] * 2 + [0] * 4

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.learner.rows import Division, prepare
-from asyncrl.packing.balance import RankPlan
+from asyncrl.learner.step.microbatch import Division, prepare
+from asyncrl.packing.pack import RankPlan
 from asyncrl.packing.tensors import pack_step
 from asyncrl.schema.samples import Prompt, Sample, ScoredGroup, ScoredSample, ids_to_bytes, logprobs_to_bytes
 

@@ -1,20 +1,17 @@
 import dataclasses
 import json
-import re
 
 import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from asyncrl.errors import ConfigError
-from asyncrl.plan.ask import ask
-from asyncrl.plan.hardware import GIB, parse_cluster
+from asyncrl.models.memory import shape_of_json
+from asyncrl.plan.cli_args import ask
 from asyncrl.plan.memory import gpu_memory
-from asyncrl.plan.models import NAMED, find_model, model_of_json
-from asyncrl.plan.plan import advice, plan
-from asyncrl.plan.question import Question
-from asyncrl.plan.report import plan_text, plan_values, textbook_text
-from asyncrl.plan.speed import engine_speed, generation_s, training_s
-from asyncrl.plan.textbook import textbook_gb
+from asyncrl.plan.planner import advice, plan
+from asyncrl.plan.report import plan_text, plan_values, textbook_gb
+from asyncrl.plan.spec import GIB, NAMED, Question, find_model, parse_cluster
+from asyncrl.plan.speed import engine_speed
 
 SEVEN = find_model("7B")
 
@@ -59,19 +56,10 @@ def test_what_is_no_model_is_answered_with_what_is(tmp_path):
     with pytest.raises(ConfigError, match=r"llama-3-70b.*7B.*config.json"):
         find_model("gpt-5")
     with pytest.raises(ConfigError, match="num_hidden_layers"):
-        model_of_json({"hidden_size": 1, "num_attention_heads": 1}, "x")
+        shape_of_json({"hidden_size": 1, "num_attention_heads": 1}, "x")
 
 
 # -- the budgets of the mission ------------------------------------------------------------------------------------------
-
-
-def test_four_models_of_70b_in_bf16_are_560_gb():
-    seventy = find_model("70B")
-    assert 2 * seventy.parameters / 1e9 == pytest.approx(140, rel=1e-3)
-    models = {"model": seventy, "critic": seventy, "reward_model": seventy}
-    parts = textbook_gb(ppo_on_one_card(**models))
-    assert sum(parts[name] for name in ("policy", "reference", "reward model", "value model")) == pytest.approx(560, rel=1e-3)
-    assert re.search(r"models alone \(4\) +560\.0 GB\n", textbook_text(plan(ppo_on_one_card(**models))))
 
 
 def test_7b_ppo_is_92_gb_on_paper_and_does_not_fit_on_80():
@@ -134,11 +122,6 @@ def test_hybrid_holds_the_weights_once():
     assert hybrid.phases["rollout"]["policy weights"] == colocated.phases["rollout"]["engine weights"]
 
 
-def test_async_hybrid_holds_everything_at_once():
-    (both,) = gpu_memory(question(placement="async_hybrid"), 1, 8)
-    assert {"engine weights", "policy moments", "activations"} <= set(both.phases["train"])
-
-
 def test_adapters_alone_have_state_under_lora():
     (everything,) = gpu_memory(question(placement="colocated", lora_rank=16), 1, 1)
     adapters = question(lora_rank=16).lora_parameters
@@ -149,27 +132,10 @@ def test_adapters_alone_have_state_under_lora():
 # -- speed and the split -------------------------------------------------------------------------------------------------
 
 
-def test_a_larger_batch_is_faster_in_all_and_slower_for_each():
-    small, large = engine_speed(question(), 1, 8), engine_speed(question(), 1, 64)
-    assert large.tokens_per_s > 2 * small.tokens_per_s
-    assert large.step_s > small.step_s
-
-
-def test_more_gpus_are_faster():
-    assert generation_s(question(), 1, 4) < generation_s(question(), 1, 2)
-    assert training_s(question(), 4) == pytest.approx(training_s(question(), 2) / 2)
-
-
 def test_a_model_with_experts_decodes_faster_than_a_dense_one_of_its_size():
     experts = engine_speed(question(model=NAMED["qwen3-30b-a3b"]), 1, 4)
     dense = engine_speed(question(model=NAMED["qwen2.5-32b"]), 1, 4)
     assert experts.step_s < dense.step_s / 3
-
-
-def test_the_split_moves_towards_generation_with_longer_responses():
-    short = plan(question(cluster=parse_cluster("16xH100"), response_tokens=256))
-    long = plan(question(cluster=parse_cluster("16xH100"), response_tokens=6144))
-    assert long.num_generation_gpus >= short.num_generation_gpus
 
 
 def test_synchronous_phases_add_up_and_have_no_staleness():
@@ -177,11 +143,6 @@ def test_synchronous_phases_add_up_and_have_no_staleness():
     assert made.step_s == made.generation_s + made.training_s + made.sync_s
     assert made.mean_staleness == 0
     assert plan(question(max_staleness=0)).mean_staleness == 0
-
-
-def test_staleness_never_passes_the_bound():
-    for bound in (1, 2, 8):
-        assert 0 < plan(question(max_staleness=bound)).mean_staleness <= bound
 
 
 # -- advice and asking ---------------------------------------------------------------------------------------------------

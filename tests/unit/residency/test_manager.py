@@ -54,12 +54,11 @@ def test_a_switch_answers_with_moves_residents_and_the_peak_of_what_ended(kit, t
 
 
 def test_moves_within_a_phase_are_told_with_the_next_answer(kit, tmp_path):
-    manager, _, _ = kit(budget_bytes=2 * SIZE)
-    manager.switch("train", 0)
-    manager.make_room(keep=("policy",))
+    manager, _, _ = kit()
+    manager.switch("rollout", 0)
     manager.switch("inference")
-    assert manager.resident == {"policy": SIZE, "reference": SIZE}
-    assert told(manager.switch("train", 1).moves) == [("reference", "device", "host"), ("reference", "host", "device")]
+    assert manager.resident == {"reference": SIZE}
+    assert told(manager.switch("train", 1).moves) == [("reference", "host", "device"), ("policy", "host", "device")]
 
 
 def test_every_switch_is_one_line_of_the_timeline_and_of_the_log(kit, tmp_path, caplog):
@@ -86,15 +85,6 @@ def test_with_host_memory_full_the_rest_goes_to_disk_and_prefetch_brings_it_near
     manager.prefetch("train")
     manager.switch("train", 1)
     assert torch.equal(modules["policy"].weight, before)
-
-
-def test_a_prefetch_during_rollout_brings_what_is_on_disk_to_host_memory(kit, tmp_path):
-    manager, device, _ = kit(offload_to="disk")
-    assert {move.after for move in manager.switch("rollout", 0).moves} == {"disk"}
-    manager.prefetch("train")
-    assert device.allocated_bytes == 0
-    moves = told(manager.switch("train", 1).moves)
-    assert moves == [("policy", "disk", "host"), ("policy", "host", "device")]
 
 
 def test_everything_can_be_read_while_nothing_is_on_the_device(kit, tmp_path):
@@ -125,10 +115,3 @@ def test_a_move_that_fails_leaves_the_phase_unreached_and_the_next_switch_goes_o
     assert (manager.phase, manager.resident) == ("rollout", {"policy": SIZE})
     broken.clear()
     assert told(manager.switch("train", 2).moves) == [("policy", "host", "device"), ("engine weights", "host", "device")]
-
-
-def test_a_phase_nobody_declared_is_refused(kit, tmp_path):
-    device = SimulatedDevice()
-    manager = ResidencyManager("learner", [], [PhaseNeeds("train")], device, SystemClock())
-    with pytest.raises(ResidencyError, match="knows the phases train"):
-        manager.switch("rollout")

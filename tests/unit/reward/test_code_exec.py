@@ -4,8 +4,8 @@ import pytest
 
 from asyncrl.config.reward import CodeExecReward
 from asyncrl.errors import RewardError
-from asyncrl.reward.code_exec import CodeTest, build_code_exec, extract_code, parse_tests
 from asyncrl.reward.inputs import RewardInput
+from asyncrl.reward.sandbox.code_exec import CodeTest, build_code_exec, extract_code, parse_tests
 from asyncrl.schema.samples import Prompt
 
 
@@ -48,27 +48,30 @@ def test_share_of_tests_passed_or_all_or_nothing_without_a_sandbox_where_the_con
 
 
 def test_no_code_passes_nothing():
-    assert run("   ", ["assert True"]) == 0.0
+    assert run("   ", ["assert f() is None"]) == 0.0
 
 
 def test_values_are_compared_as_json_and_strictly():
-    code = "import collections, fractions, decimal\ndef f(name):\n    return eval(name)"
+    code = "import collections, fractions, decimal, itertools\ndef f(name):\n    return eval(name)"
     same = [
         ("(1, 2)", [1, 2]),
-        ("{1, 2}", [2, 1]),
         ("{'a': (1,)}", {"a": [1]}),
         ("{1: 'x'}", {"1": "x"}),
         ("0.1 + 0.2", 0.3),
         ("2**100", 2**100),
         ("range(3)", [0, 1, 2]),
         ("fractions.Fraction(1, 2)", 0.5),
-        ("fractions.Fraction(4, 2)", 2),
-        ("decimal.Decimal('-1.5e3')", -1500),
         ("None", None),
         ("True", True),
         ("collections.Counter('aa')", {"a": 2}),
         ("collections.deque([1])", [1]),
-        ("3.0", 3),
+        ("decimal.Decimal('-1.5e3')", -1500.0),
+        ("fractions.Fraction(4, 2)", 2.0),
+        ("3", 3.0),
+        ("(n for n in (1, 2))", [1, 2]),
+        ("map(str, [1])", ["1"]),
+        ("{'a': 1}.keys()", ["a"]),
+        ("{'a': 1}.items()", [["a", 1]]),
     ]
     other = [
         ("True", 1),
@@ -84,6 +87,10 @@ def test_values_are_compared_as_json_and_strictly():
         ("b'a'", "a"),
         ("{'a': 1}", {}),
         ("1/0", 0),
+        ("3.0", 3),
+        ("5000000001.0", 5000000000),
+        ("{1, 2}", [1, 2]),
+        ("itertools.count()", [0]),
         ("range(10**9)", [0]),
         ("decimal.Decimal('1e999999999')", 1),
         ("decimal.Decimal('nan')", 0),

@@ -2,34 +2,38 @@ import asyncio
 
 import pytest
 
-from asyncrl.config.reward import CodeExecReward, PythonReward, RewardConfig
+from asyncrl.config.reward import CodeExecReward, FormatCheckReward, OverlongPenalty, PreferenceReward, PythonReward, RewardConfig
 from asyncrl.errors import ConfigError, RewardError
 from asyncrl.reward.inputs import RewardInput
-from asyncrl.reward.registry import NamedReward, build_reward, build_rewards, weighted_sum
+from asyncrl.reward.registry import NamedReward, build_reward, build_rewards, score_together
 from asyncrl.schema.samples import Prompt
 
 SAMPLE = RewardInput(Prompt("p", answer="46"), "46", "stop", 2)
 
 
 def resolve(pending):
-    return asyncio.new_event_loop().run_until_complete(pending)
+    async def awaited():
+        return await pending
+
+    return asyncio.run(awaited())
 
 
-def of(*values_by_name):
-    return tuple(NamedReward(name, weight, function) for name, weight, function in values_by_name)
+def score(rewards, sample=SAMPLE, skipped=()):
+    (outcome,) = score_together(rewards, [(sample, skipped)], resolve)
+    if isinstance(outcome, RewardError):
+        raise outcome
+    return outcome
+
+
+async def half(_sample):
+    await asyncio.sleep(0)
+    return 0.5
 
 
 def test_weighted_sum_of_sync_and_async_parts():
-    async def half(_sample):
-        await asyncio.sleep(0)
-        return 0.5
-
-    rewards = of(("one", 2.0, lambda _: True), ("half", -1.0, half))
-    loop = asyncio.new_event_loop()
-    try:
-        assert weighted_sum(rewards, SAMPLE, loop.run_until_complete) == (1.5, {"one": 1.0, "half": 0.5})
-    finally:
-        loop.close()
+    rewards = (NamedReward("one", 2.0, lambda _: True), NamedReward("half", -1.0, half))
+    assert score(rewards) == (1.5, {"one": 1.0, "half": 0.5})
+    assert score(rewards, skipped=(0,)) == (-0.5, {"one": 0.0, "half": 0.5})
 
 
 class Several:
@@ -41,22 +45,35 @@ class Several:
 
 @pytest.mark.parametrize(
     ("value", "said"),
-    [
-        (None, "None, which is not a number"),
-        ("1", "not a finite number"),
-        (float("nan"), "nan"),
-        (10**400, "not a number"),
-        (Several(), "not a number"),
-    ],
-)
+    [(None, "None, which is not a number"), ("1", "not a finite number"), (float("nan"), "nan"), (10**400, "not a number"),
+     (Several(), "not a number")],
+)  # fmt: skip
 def test_what_is_no_finite_number_fails_the_sample(value, said):
     with pytest.raises(RewardError, match=said):
-        weighted_sum(of(("bad", 1.0, lambda _: value)), SAMPLE, resolve)
+        score((NamedReward("bad", 1.0, lambda _: value),))
 
 
 def test_exception_becomes_an_error_with_name_type_and_message():
     with pytest.raises(RewardError, match="bad: ZeroDivisionError: division by zero"):
-        weighted_sum(of(("bad", 1.0, lambda _: 1 / 0)), SAMPLE, resolve)
+        score((NamedReward("bad", 1.0, lambda _: 1 / 0),))
+
+
+def test_a_batch_is_called_once_and_falls_back_to_one_by_one():
+    calls = []
+
+    def batch(samples):
+        calls.append(len(samples))
+        return [float(sample.text == "46") for sample in samples]
+
+    rewards = (NamedReward("b", 1.0, lambda sample: batch([sample])[0], batch),)
+    items = [(SAMPLE, ()), (RewardInput(Prompt("p"), "x", "stop", 1), ()), (SAMPLE, (0,))]
+    assert [reward for reward, _ in score_together(rewards, items, resolve)] == [1.0, 0.0, 0.0]
+    assert calls == [2]
+    marks = []
+    rewards = (NamedReward("b", 1.0, lambda sample: float(len(sample.text)), lambda samples: [1.0]),)
+    outcomes = list(score_together(rewards, items, resolve, lambda *mark: marks.append(mark)))
+    assert outcomes == [(2.0, {"b": 2.0}), (1.0, {"b": 1.0}), (0.0, {"b": 0.0})]
+    assert marks == [(0, 0, True), (0, 0, False), (1, 0, False)]
 
 
 def test_user_function_gets_prompt_and_text():
@@ -80,3 +97,23 @@ def test_program_time_must_fit_into_the_sample_time():
     config = RewardConfig(functions=(CodeExecReward(sandbox="none", wall_s=30.0),), timeout_s=30.0)
     with pytest.raises(ConfigError, match=r"wall_s \(30\) must be under timeout_s \(30\)"):
         build_rewards(config)
+
+
+def test_format_matches_the_whole_completion_over_lines():
+    check = build_reward(FormatCheckReward(pattern=r"<a>.*</a>"))
+    texts = ("<a>x\ny</a>", "<a>x</a> ", "x<a></a>", "")
+    assert [check(RewardInput(Prompt("p"), text, "stop", 1)) for text in texts] == [1.0, 0.0, 0.0, 0.0]
+    with pytest.raises(ConfigError, match="not a regular expression"):
+        build_reward(FormatCheckReward(pattern="("))
+
+
+def test_overlong_falls_linearly_to_minus_one():
+    penalty = build_reward(OverlongPenalty(max_tokens=100, buffer_tokens=20))
+    assert [penalty(RewardInput(Prompt("p"), "", "stop", n)) for n in (0, 80, 90, 100, 150)] == [0.0, 0.0, -0.5, -1.0, -1.0]
+
+
+def test_preference_is_one_for_the_chosen_answer():
+    reward = build_reward(PreferenceReward())
+    assert [reward(RewardInput(Prompt("p"), "", "stop", 1, index)) for index in (0, 1)] == [1.0, 0.0]
+    with pytest.raises(RewardError, match="member 2"):
+        reward(RewardInput(Prompt("p"), "", "stop", 1, 2))

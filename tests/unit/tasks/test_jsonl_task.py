@@ -4,7 +4,7 @@ import pytest
 
 from asyncrl.config.tasks import JsonlTask
 from asyncrl.errors import ConfigError
-from asyncrl.tasks.jsonl_task import build_jsonl
+from asyncrl.tasks.json_lines import build_jsonl
 
 
 def write(path, records):

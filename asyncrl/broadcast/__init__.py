@@ -1,1 +1,0 @@
-"""STAGE 6: versioned weights to the generators."""

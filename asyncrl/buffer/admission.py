@@ -1,0 +1,174 @@
+"""Admission: how many more groups may start, and which generator gets the next one.
+
+The rule is AReaL's, with the version that is live on the generator: a group may start on generator g while
+`(live_version_g + max_staleness + 1) * B - (accepted + running) > 0`. The version is the generator's and not the learner's: the
+group's oldest token will carry it, and only so does the staleness proof in docs/buffer.md hold while weights are on their way.
+The counts are those of the buffer's state machine (state.py), which asks; nothing is counted twice.
+
+The pool keeps one heap for each live version, of (load, name), with stale entries left in until they come up or are too many. A
+change is one push, a question looks at the top of as many heaps as there are versions live. With hundreds of generators a scan
+would cost the controller more than its sockets do.
+
+Invariants: a generator whose room shrinks below what it holds keeps that and gets no more until there is room again; one that
+holds nothing always has room for one group, unless it is leaving. Room never enters the staleness rule. Pure.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from asyncrl.buffer.group import BufferLimits
+
+_STALE_SHARE = 8
+"""Entries a heap may hold for each generator at its version, before the stale ones are thrown out."""
+
+
+def capacity(*, max_running: int, running: int, accepted: int, version: int, max_staleness: int, groups_per_step: int) -> int:
+    """Return how many more groups may start; may be negative.
+
+    Source: AReaL (arXiv 2505.24298), staleness control of the rollout controller.
+    """
+    return min(max_running - running, (version + max_staleness + 1) * groups_per_step - (accepted + running))
+
+
+@dataclass(slots=True)
+class Generator:
+    """A generator as admission knows it."""
+
+    name: str
+    num_slots: int
+    version: int
+    """Live on it; -1: none yet."""
+    members: int = 0
+    """That it holds, in slots or queued."""
+    is_leaving: bool = False
+    """It finishes what it holds and gets nothing more."""
+    stamp: int = -1
+    """Another with every change, never given twice: heap entries of an older one are stale."""
+
+    @property
+    def load(self) -> float:
+        """Return members a slot."""
+        return self.members / self.num_slots
+
+
+class GeneratorPool:
+    """Generators by name, and which of them is next.
+
+    Example:
+        >>> pool = GeneratorPool(BufferLimits(groups_per_step=1, max_staleness=0))
+        >>> pool.put(Generator("a", num_slots=2, version=0, members=1))
+        >>> pool.put(Generator("b", num_slots=4, version=0, members=1))
+        >>> pool.best(0).name
+        'b'
+    """
+
+    def __init__(self, limits: BufferLimits) -> None:
+        self._limits = limits
+        self._by_name: dict[str, Generator] = {}
+        self._heaps: dict[int, list[tuple[float, str, int]]] = {}
+        self._num_at: dict[int, int] = {}
+        self._stamps = itertools.count()
+
+    def __len__(self) -> int:
+        """Return the number of generators."""
+        return len(self._by_name)
+
+    def __iter__(self) -> Iterator[Generator]:
+        """Go over all of them."""
+        return iter(self._by_name.values())
+
+    def get(self, name: str) -> Generator | None:
+        """Return a generator; None where it is unknown."""
+        return self._by_name.get(name)
+
+    def members_on(self, name: str) -> int:
+        """Return how many members this generator holds; 0 where it is unknown."""
+        known = self._by_name.get(name)
+        return known.members if known else 0
+
+    @property
+    def newest_version(self) -> int:
+        """Return the newest version live on any; -1 where there is none."""
+        return max(self._num_at, default=-1)
+
+    def put(self, generator: Generator) -> None:
+        """Take a generator in, in place of one of that name."""
+        assert generator.num_slots > 0, f"{generator.name} has {generator.num_slots} slots"
+        self.remove(generator.name)
+        self._by_name[generator.name] = generator
+        self._num_at[generator.version] = self._num_at.get(generator.version, 0) + 1
+        self._offer(generator)
+
+    def remove(self, name: str) -> None:
+        """Forget a generator; unknown ones are ignored."""
+        generator = self._by_name.pop(name, None)
+        if generator is not None:
+            self._one_less_at(generator.version)
+
+    def leave(self, name: str) -> None:
+        """Give a generator nothing more; unknown ones are ignored."""
+        if generator := self._by_name.get(name):
+            generator.is_leaving = True
+            self._offer(generator)
+
+    def change(self, name: str, *, add_members: int = 0, num_slots: int = 0, version: int | None = None) -> None:
+        """Change what is given; unknown generators are ignored.
+
+        A late sample of the process that bore this name before must not make the count of members negative.
+        """
+        generator = self._by_name.get(name)
+        if generator is None:
+            return
+        if version is not None and version != generator.version:
+            self._one_less_at(generator.version)
+            self._num_at[version] = self._num_at.get(version, 0) + 1
+            generator.version = version
+        generator.members = max(0, generator.members + add_members)
+        generator.num_slots = num_slots or generator.num_slots
+        self._offer(generator)
+
+    def best(self, min_version: int) -> Generator | None:
+        """Return the least loaded generator at `min_version` or above that has room; of equals the newest, then by name."""
+        tops = [top for version in self._num_at if version >= min_version and (top := self._top(version)) is not None]
+        return min(tops, key=lambda generator: (generator.load, -generator.version, generator.name)) if tops else None
+
+    def check(self) -> None:
+        """Raise AssertionError where a count has become impossible."""
+        for generator in self:
+            assert generator.members >= 0, f"{generator.name} holds {generator.members} members"
+            assert generator.num_slots > 0, f"{generator.name} has {generator.num_slots} slots"
+
+    def _has_room(self, generator: Generator) -> bool:
+        size = self._limits.group_size
+        most = generator.num_slots + self._limits.queue_ahead_groups * size
+        return not generator.is_leaving and (generator.members == 0 or generator.members + size <= most)
+
+    def _top(self, version: int) -> Generator | None:
+        heap = self._heaps.get(version, [])
+        while heap:
+            _, name, stamp = heap[0]
+            generator = self._by_name.get(name)
+            if generator is not None and generator.stamp == stamp:
+                return generator
+            heapq.heappop(heap)
+        return None
+
+    def _offer(self, generator: Generator) -> None:
+        generator.stamp = next(self._stamps)
+        if not self._has_room(generator):
+            return
+        heap = self._heaps.setdefault(generator.version, [])
+        heapq.heappush(heap, (generator.load, generator.name, generator.stamp))
+        if len(heap) > _STALE_SHARE * self._num_at[generator.version] + _STALE_SHARE:
+            heap[:] = [entry for entry in heap if (known := self._by_name.get(entry[1])) is not None and known.stamp == entry[2]]
+            heapq.heapify(heap)
+
+    def _one_less_at(self, version: int) -> None:
+        self._num_at[version] -= 1
+        if not self._num_at[version]:
+            del self._num_at[version]
+            self._heaps.pop(version, None)

@@ -1,0 +1,277 @@
+"""What the ledger is told, and the contract of a ledger, with the variant that keeps nothing.
+
+A write is a unit: all of its records are committed or none is, and units are committed in the order written. `on_committed` runs
+after that, so an acknowledgement sent from it promises what is on disk.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import msgspec
+
+from asyncrl.algorithms.screening import Screen
+from asyncrl.buffer.events import GroupState
+from asyncrl.errors import LedgerError
+from asyncrl.schema.samples import Prompt, Sample, Score, ScoredGroup
+
+OnCommitted = Callable[[], None]
+
+
+class StepParams(msgspec.Struct, frozen=True):
+    """Beside its groups, all that is needed to build the very same batch of a step again."""
+
+    mask_below: int
+    tokens_per_row: int
+    temperature: float
+    screen: Screen = Screen()
+    minibatches: int = 1
+    """Updates whose groups share no row."""
+
+
+@dataclass(slots=True)
+class IssuedRecord:
+    """A new group, with the prompt itself."""
+
+    group_id: int
+    prompt: Prompt
+    generator: str
+    version: int
+    size: int
+    now: float
+    retries: int = 0
+    replaces: int | None = None
+    cursor: int = 0
+    """Where the prompt source stands after this prompt."""
+    external: bool = False
+
+
+@dataclass(slots=True)
+class PlacedRecord:
+    """A group was handed out again."""
+
+    group_id: int
+    generator: str
+    version: int
+    attempt: int
+    now: float
+
+
+@dataclass(slots=True)
+class SampleRecord:
+    """A generated member, payload and all."""
+
+    sample: Sample
+    oldest: int
+    newest: int
+    now: float
+
+
+@dataclass(slots=True)
+class ScoreRecord:
+    """A member's reward, and its reference log-probabilities where the score brings some."""
+
+    score: Score
+    now: float
+
+
+@dataclass(slots=True)
+class FailureRecord:
+    """A member that will never be trained."""
+
+    group_id: int
+    index: int
+    attempt: int
+    stage: str
+    reason: str
+    now: float
+
+
+@dataclass(slots=True)
+class MovedRecord:
+    """A group changed its state (taken and trained come with their step instead)."""
+
+    group_id: int
+    before: GroupState
+    after: GroupState
+    reason: str
+    now: float
+    returns: int = -1
+    """How often the prompt failed, where it is to be issued again; else -1."""
+
+
+@dataclass(slots=True)
+class TakenRecord:
+    """A step and its groups, in order."""
+
+    step: int
+    group_ids: tuple[int, ...]
+    params: StepParams
+    max_staleness: int
+    now: float
+
+
+@dataclass(slots=True)
+class TrainedRecord:
+    """The optimizer step of these groups is done."""
+
+    step: int
+    group_ids: tuple[int, ...]
+    now: float
+
+
+@dataclass(slots=True)
+class RestartedRecord:
+    """Steps from `version` on are to be repeated; those before it are trained."""
+
+    version: int
+    now: float
+
+
+@dataclass(slots=True)
+class RescoreRecord:
+    """Scores of groups not taken yet that brought no reference log-probabilities are to be asked for again."""
+
+    now: float
+
+
+@dataclass(slots=True)
+class ForgetRecord:
+    """Payloads of steps before this one are not needed any more."""
+
+    before_step: int
+
+
+@dataclass(slots=True)
+class SetAsideRecord:
+    """The groups of this step are dropped, and later steps move up by one."""
+
+    step: int
+    group_ids: tuple[int, ...]
+    reason: str
+    now: float
+
+
+Record = (
+    IssuedRecord
+    | PlacedRecord
+    | SampleRecord
+    | ScoreRecord
+    | FailureRecord
+    | MovedRecord
+    | TakenRecord
+    | TrainedRecord
+    | RestartedRecord
+    | RescoreRecord
+    | ForgetRecord
+    | SetAsideRecord
+)
+
+
+class Ledger(Protocol):
+    """Where the books are kept."""
+
+    def write(self, records: Sequence[Record], on_committed: OnCommitted | None = None) -> None:
+        """Queue one unit; wait while too many are queued. No records: `on_committed` runs once all before it is committed.
+
+        Raises:
+            LedgerError: The ledger is closed, or an earlier commit failed.
+        """
+        ...
+
+    def sync(self, timeout_s: float = 60.0) -> None:
+        """Return once everything written so far is committed.
+
+        Raises:
+            LedgerError: It took longer than `timeout_s`, or a commit failed.
+        """
+        ...
+
+    def state_counts(self) -> dict[str, int]:
+        """Return the number of groups per state, as committed; call `sync` before."""
+        ...
+
+    def load_groups(self, group_ids: Sequence[int]) -> list[ScoredGroup]:
+        """Return scored groups with their payloads, in the order asked for.
+
+        Raises:
+            LedgerError: A payload is gone.
+        """
+        ...
+
+    def close(self) -> None:
+        """Commit what is queued and release the ledger."""
+        ...
+
+
+@dataclass(slots=True)
+class MemoryLedger:
+    """Counts and forgets: commits at once, and nothing outlives the process. For benchmarks and simulation."""
+
+    _states: Counter[str] = field(default_factory=Counter)
+    _steps: dict[int, tuple[bool, int]] = field(default_factory=dict)
+
+    def write(self, records: Sequence[Record], on_committed: OnCommitted | None = None) -> None:
+        """Count the records and call back at once."""
+        for record in records:
+            kind = type(record)
+            if kind is not SampleRecord and kind is not ScoreRecord:
+                self._count(record)
+        if on_committed is not None:
+            on_committed()
+
+    def sync(self, timeout_s: float = 60.0) -> None:
+        """Do nothing: everything is committed."""
+
+    def state_counts(self) -> dict[str, int]:
+        """Return the number of groups per state."""
+        return {state: count for state, count in self._states.items() if count}
+
+    def load_groups(self, group_ids: Sequence[int]) -> list[ScoredGroup]:
+        """Raise: nothing is kept once it is trained."""
+        raise LedgerError(
+            f"groups {list(group_ids)[:4]}... cannot be repeated: buffer.ledger is 'memory'; use 'disk' for runs that may restart"
+        )
+
+    def close(self) -> None:
+        """Do nothing."""
+
+    def _count(self, record: Record) -> None:
+        states = self._states
+        match record:
+            case IssuedRecord():
+                states["running"] += 1
+            case MovedRecord(before=before, after=after):
+                states[before] -= 1
+                states[after] += 1
+            case TakenRecord(step=step, group_ids=group_ids):
+                states["ready"] -= len(group_ids)
+                states["taken"] += len(group_ids)
+                self._steps[step] = (False, len(group_ids))
+            case TrainedRecord(step=step):
+                self._flip(step, trained=True)
+            case SetAsideRecord(step=step, group_ids=group_ids):
+                states["taken"] -= len(group_ids)
+                states["dropped"] += len(group_ids)
+                later = sorted(key for key in self._steps if key > step)
+                self._steps.pop(step, None)
+                for key in later:
+                    self._steps[key - 1] = self._steps.pop(key)
+            case RestartedRecord(version=version):
+                for step in list(self._steps):
+                    self._flip(step, trained=step < version)
+            case ForgetRecord(before_step=before_step):
+                for step in [step for step in self._steps if step < before_step]:
+                    del self._steps[step]
+            case _:
+                pass
+
+    def _flip(self, step: int, *, trained: bool) -> None:
+        was_trained, size = self._steps.get(step, (trained, 0))
+        if was_trained != trained:
+            self._states["trained"] += size if trained else -size
+            self._states["taken"] += -size if trained else size
+            self._steps[step] = (trained, size)

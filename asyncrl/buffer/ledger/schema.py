@@ -1,0 +1,340 @@
+"""The tables of the ledger file, and how each kind of record becomes rows. See docs/buffer.md for what each column is for.
+
+Versions of long samples are compressed. Every record that a resume or a repeat reads carries a CRC-32 over its key and content:
+`checksum` of a group, a payload and a step when they are made, `score_checksum` of a sample when it is scored.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sqlite3
+import struct
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import msgspec
+
+from asyncrl.buffer.ledger.records import (
+    FailureRecord,
+    ForgetRecord,
+    IssuedRecord,
+    MovedRecord,
+    PlacedRecord,
+    Record,
+    RescoreRecord,
+    RestartedRecord,
+    SampleRecord,
+    ScoreRecord,
+    SetAsideRecord,
+    TakenRecord,
+    TrainedRecord,
+)
+from asyncrl.schema.samples import Sample
+
+SCHEMA_VERSION = 3
+MAX_MEMBERS = 1 << 20
+"""More than any group has; (group_id, index) is one integer key, so that rows of a group lie together."""
+ROWS_PER_STATEMENT = 32
+MIN_COMPRESSED_BYTES = 1024
+"""Smaller payloads are stored as they are."""
+
+# No index besides the primary keys: each would add a page to nearly every commit, and what would use them is asked rarely.
+# `prompt` comes last: a scan of the other columns does not read its pages.
+TABLES = """
+CREATE TABLE meta (name TEXT PRIMARY KEY, value TEXT NOT NULL);
+CREATE TABLE groups (
+    group_id INTEGER PRIMARY KEY, prompt_id TEXT NOT NULL, generator TEXT NOT NULL,
+    version INTEGER NOT NULL, attempt INTEGER NOT NULL, size INTEGER NOT NULL, state TEXT NOT NULL, reason TEXT NOT NULL,
+    step INTEGER, retries INTEGER NOT NULL, replaces INTEGER, returns INTEGER NOT NULL, cursor INTEGER NOT NULL,
+    external INTEGER NOT NULL, issued_s REAL NOT NULL, ready_s REAL, checksum INTEGER NOT NULL, prompt BLOB NOT NULL);
+CREATE TABLE samples (
+    key INTEGER PRIMARY KEY, attempt INTEGER NOT NULL, generator TEXT NOT NULL, oldest INTEGER, newest INTEGER,
+    num_tokens INTEGER NOT NULL, finish_reason TEXT NOT NULL, state TEXT NOT NULL, reward REAL, parts TEXT, stage TEXT,
+    failure TEXT, worker TEXT, started_s REAL, finished_s REAL, stored_s REAL NOT NULL, settled_s REAL, score_checksum INTEGER);
+CREATE TABLE payloads (key INTEGER PRIMARY KEY, checksum INTEGER NOT NULL, body BLOB NOT NULL);
+CREATE TABLE reference_logprobs (key INTEGER PRIMARY KEY, body BLOB NOT NULL);
+CREATE TABLE steps (
+    step INTEGER PRIMARY KEY, group_ids TEXT NOT NULL, state TEXT NOT NULL, params TEXT NOT NULL, max_staleness INTEGER NOT NULL,
+    trained_before INTEGER NOT NULL, taken_s REAL NOT NULL, trained_s REAL, checksum INTEGER NOT NULL);
+CREATE TABLE events (id INTEGER PRIMARY KEY, at_s REAL NOT NULL, group_id INTEGER, what TEXT NOT NULL, detail TEXT NOT NULL);
+"""
+
+_EVENT = "INSERT INTO events (at_s, group_id, what, detail) VALUES (?, ?, ?, ?)"
+_FAILED = (
+    "INSERT INTO samples (key, attempt, generator, num_tokens, finish_reason, state, stage, failure, stored_s, settled_s)"
+    " VALUES (?, ?, '', 0, '', 'failed', ?, ?, ?, ?) ON CONFLICT (key) DO UPDATE SET"
+    " state = 'failed', stage = excluded.stage, failure = excluded.failure, settled_s = excluded.settled_s"
+)
+
+_encoder = msgspec.msgpack.Encoder()
+_json = msgspec.json.Encoder()
+
+
+def sample_key(group_id: int, index: int) -> int:
+    """Return the row key of a member; keys of one group are consecutive."""
+    return group_id * MAX_MEMBERS + index
+
+
+def split_key(key: int) -> tuple[int, int]:
+    """Return (group_id, index) of a row key."""
+    return divmod(key, MAX_MEMBERS)
+
+
+def checksum(*parts: int | float | str | bytes) -> int:
+    """Return the CRC-32 of a record's content, each part with its length."""
+    crc = 0
+    for part in parts:
+        raw = part if isinstance(part, bytes) else part.encode() if isinstance(part, str) else struct.pack("<d", part)
+        crc = zlib.crc32(raw, zlib.crc32(struct.pack("<Q", len(raw)), crc))
+    return crc
+
+
+def pack_sample(sample: Sample) -> bytes:
+    """Return a sample as it is stored: one byte for the form, then the content.
+
+    Of a long one the versions are compressed. They are nearly all alike, so that takes microseconds. Log-probabilities do not
+    get smaller, and trying takes longer than writing them.
+    """
+    if len(sample.versions) < MIN_COMPRESSED_BYTES:
+        return b"r" + _encoder.encode(sample)
+    return b"v" + _encoder.encode(msgspec.structs.replace(sample, versions=zlib.compress(sample.versions, 1)))
+
+
+def unpack_sample(stored: bytes) -> Sample:
+    """Return a sample from its stored form, once its checksum was right."""
+    sample = msgspec.msgpack.decode(memoryview(stored)[1:], type=Sample)
+    return msgspec.structs.replace(sample, versions=zlib.decompress(sample.versions)) if stored[:1] == b"v" else sample
+
+
+def insert(connection: sqlite3.Connection, records: Iterable[Record]) -> None:
+    """Write records inside the open transaction.
+
+    Records of groups and members are written kind by kind, for speed, in an order in which rows exist before they are changed;
+    records of steps change many rows at once, so everything before them is written first.
+    """
+    by_kind: dict[type, list[Any]] = {}
+    for record in records:
+        if type(record) in _STEP_WRITERS:
+            _insert_by_kind(connection, by_kind)
+            by_kind = {}
+            _STEP_WRITERS[type(record)](connection, record)
+        else:
+            by_kind.setdefault(type(record), []).append(record)
+    _insert_by_kind(connection, by_kind)
+
+
+def _insert_by_kind(connection: sqlite3.Connection, by_kind: dict[type, list[Any]]) -> None:
+    for kind, writer in _WRITERS:
+        if of_kind := by_kind.get(kind):
+            writer(connection, of_kind)
+
+
+def _issued(connection: sqlite3.Connection, records: Sequence[IssuedRecord]) -> None:
+    connection.executemany(
+        "INSERT INTO groups (group_id, prompt_id, prompt, checksum, generator, version, attempt, size, state, reason, retries,"
+        " replaces, returns, cursor, external, issued_s) VALUES (?, ?, ?, ?, ?, ?, 0, ?, 'running', '', ?, ?, -1, ?, ?, ?)",
+        [
+            (
+                r.group_id,
+                r.prompt.prompt_id,
+                prompt := _encoder.encode(r.prompt),
+                checksum(r.group_id, r.prompt.prompt_id, prompt, r.size),
+                r.generator,
+                r.version,
+                r.size,
+                r.retries,
+                r.replaces,
+                r.cursor,
+                r.external,
+                r.now,
+            )
+            for r in records
+        ],
+    )
+    connection.executemany(_EVENT, [(r.now, r.group_id, "issued", f"{r.generator} v{r.version}") for r in records])
+
+
+def _placed(connection: sqlite3.Connection, records: Sequence[PlacedRecord]) -> None:
+    connection.executemany(
+        "UPDATE groups SET generator = ?, version = min(version, ?), attempt = ? WHERE group_id = ?",
+        [(r.generator, r.version, r.attempt, r.group_id) for r in records],
+    )
+    events = [(r.now, r.group_id, "issued again", f"{r.generator} v{r.version} attempt {r.attempt}") for r in records]
+    connection.executemany(_EVENT, events)
+
+
+def _samples(connection: sqlite3.Connection, records: Sequence[SampleRecord]) -> None:
+    rows = []
+    payloads = []
+    for record in records:
+        sample = record.sample
+        key = sample_key(sample.group_id, sample.index)
+        body = pack_sample(sample)
+        payloads.append((key, checksum(key, body), body))
+        rows.append((
+            key,
+            sample.attempt,
+            sample.generator,
+            record.oldest,
+            record.newest,
+            sample.num_tokens,
+            sample.finish_reason,
+            sample.started_s,
+            sample.finished_s,
+            record.now,
+        ))
+    _insert_many(
+        connection,
+        "INSERT OR IGNORE INTO samples (key, attempt, generator, oldest, newest, num_tokens, finish_reason, state, started_s,"
+        " finished_s, stored_s) VALUES ",
+        "(?, ?, ?, ?, ?, ?, ?, 'generated', ?, ?, ?)",
+        rows,
+    )
+    _insert_many(connection, "INSERT OR IGNORE INTO payloads (key, checksum, body) VALUES ", "(?, ?, ?)", payloads)
+
+
+def _insert_many(connection: sqlite3.Connection, head: str, row: str, rows: Sequence[tuple[Any, ...]]) -> None:
+    """Insert rows, many to a statement.
+
+    sqlite3 lets go of the interpreter's lock for every statement and may wait long to get it back from a busy event loop:
+    fewer statements, fewer such waits.
+    """
+    whole = len(rows) - len(rows) % ROWS_PER_STATEMENT
+    many = head + ", ".join([row] * ROWS_PER_STATEMENT)
+    for start in range(0, whole, ROWS_PER_STATEMENT):
+        connection.execute(many, list(itertools.chain.from_iterable(rows[start : start + ROWS_PER_STATEMENT])))
+    if whole < len(rows):
+        connection.executemany(head + row, rows[whole:])
+
+
+def _scores(connection: sqlite3.Connection, records: Sequence[ScoreRecord]) -> None:
+    rows, references = [], []
+    for record in records:
+        score, key = record.score, sample_key(record.score.group_id, record.score.index)
+        parts = _json.encode(score.parts).decode()
+        rows.append((
+            score.reward, parts, score.worker, record.now, checksum(key, score.reward, parts, score.reference_logprobs), key
+        ))  # fmt: skip
+        if score.reference_logprobs:
+            references.append((key, score.reference_logprobs))
+    connection.executemany(
+        "UPDATE samples SET state = 'scored', reward = ?, parts = ?, worker = ?, settled_s = ?, score_checksum = ?"
+        " WHERE key = ? AND state = 'generated'",
+        rows,
+    )
+    if references:
+        _insert_many(connection, "INSERT OR IGNORE INTO reference_logprobs (key, body) VALUES ", "(?, ?)", references)
+
+
+def _failures(connection: sqlite3.Connection, records: Sequence[FailureRecord]) -> None:
+    rows = [(sample_key(r.group_id, r.index), r.attempt, r.stage, r.reason, r.now, r.now) for r in records]
+    connection.executemany(_FAILED, rows)
+
+
+def _moved(connection: sqlite3.Connection, records: Sequence[MovedRecord]) -> None:
+    connection.executemany(
+        "UPDATE groups SET state = ?, reason = ?, returns = ?, ready_s = CASE ? WHEN 'ready' THEN ? ELSE ready_s END"
+        " WHERE group_id = ?",
+        [(r.after, r.reason, r.returns, r.after, r.now, r.group_id) for r in records],
+    )
+    connection.executemany(_EVENT, [(r.now, r.group_id, r.after, r.reason) for r in records])
+    _let_go(connection, [r.group_id for r in records if r.after in {"dropped", "failed"}])
+
+
+def _let_go(connection: sqlite3.Connection, group_ids: Iterable[int]) -> None:
+    """Delete what the samples of these groups hold; their rows stay."""
+    ranges = [(sample_key(group_id, 0), sample_key(group_id + 1, 0)) for group_id in group_ids]
+    connection.executemany("DELETE FROM payloads WHERE key >= ? AND key < ?", ranges)
+    connection.executemany("DELETE FROM reference_logprobs WHERE key >= ? AND key < ?", ranges)
+
+
+def _taken(connection: sqlite3.Connection, r: TakenRecord) -> None:
+    group_ids, params = _json.encode(r.group_ids).decode(), _json.encode(r.params).decode()
+    connection.execute(
+        "INSERT INTO steps (step, group_ids, state, params, max_staleness, trained_before, taken_s, checksum)"
+        " VALUES (?, ?, 'taken', ?, ?, 0, ?, ?)",
+        (r.step, group_ids, params, r.max_staleness, r.now, checksum(group_ids, params)),
+    )
+    rows = [(r.step, group_id) for group_id in r.group_ids]
+    connection.executemany("UPDATE groups SET state = 'taken', step = ? WHERE group_id = ?", rows)
+    connection.executemany(_EVENT, [(r.now, group_id, "taken", f"step {r.step}") for group_id in r.group_ids])
+
+
+def _trained(connection: sqlite3.Connection, r: TrainedRecord) -> None:
+    connection.execute("UPDATE steps SET state = 'trained', trained_before = 1, trained_s = ? WHERE step = ?", (r.now, r.step))
+    connection.executemany("UPDATE groups SET state = 'trained' WHERE group_id = ?", [(group_id,) for group_id in r.group_ids])
+    connection.executemany(_EVENT, [(r.now, group_id, "trained", f"step {r.step}") for group_id in r.group_ids])
+
+
+def _restarted(connection: sqlite3.Connection, r: RestartedRecord) -> None:
+    connection.execute("UPDATE steps SET state = 'trained', trained_before = 1 WHERE step < ?", (r.version,))
+    connection.execute("UPDATE groups SET state = 'trained' WHERE state = 'taken' AND step < ?", (r.version,))
+    connection.execute("UPDATE steps SET state = 'taken' WHERE step >= ?", (r.version,))
+    connection.execute("UPDATE groups SET state = 'taken' WHERE state = 'trained' AND step >= ?", (r.version,))
+    connection.execute(_EVENT, (r.now, None, "learner restarted", f"version {r.version}"))
+
+
+def _rescore(connection: sqlite3.Connection, r: RescoreRecord) -> None:
+    live = connection.execute("SELECT group_id FROM groups WHERE state IN ('running', 'scoring', 'ready')").fetchall()
+    for (group_id,) in live:
+        keys = sample_key(group_id, 0), sample_key(group_id + 1, 0)
+        num_again = connection.execute(
+            "UPDATE samples SET state = 'generated', reward = NULL, parts = NULL, worker = NULL, settled_s = NULL,"
+            " score_checksum = NULL"
+            " WHERE key >= ? AND key < ? AND state = 'scored' AND key NOT IN (SELECT key FROM reference_logprobs)",
+            keys,
+        ).rowcount
+        if num_again:
+            connection.execute(
+                "UPDATE groups SET state = 'scoring', ready_s = NULL WHERE group_id = ? AND state = 'ready'", (group_id,)
+            )
+            connection.execute(_EVENT, (r.now, group_id, "scored again", f"{num_again} samples without reference logprobs"))
+
+
+def _forget(connection: sqlite3.Connection, r: ForgetRecord) -> None:
+    before_step = max(r.before_step, forgotten_before(connection))
+    gone = connection.execute(
+        "SELECT group_ids FROM steps WHERE state = 'trained' AND step < ? AND step >= ?",
+        (before_step, forgotten_before(connection)),
+    ).fetchall()
+    _let_go(connection, itertools.chain.from_iterable(msgspec.json.decode(group_ids, type=list[int]) for (group_ids,) in gone))
+    connection.execute("INSERT OR REPLACE INTO meta (name, value) VALUES ('forgotten_before', ?)", (str(before_step),))
+
+
+def _set_aside(connection: sqlite3.Connection, r: SetAsideRecord) -> None:
+    connection.executemany(
+        "UPDATE groups SET state = 'dropped', reason = ?, step = NULL, returns = -1 WHERE group_id = ?",
+        [(r.reason, group_id) for group_id in r.group_ids],
+    )
+    connection.executemany(_EVENT, [(r.now, group_id, "dropped", r.reason) for group_id in r.group_ids])
+    _let_go(connection, r.group_ids)
+    connection.execute("DELETE FROM steps WHERE step = ?", (r.step,))
+    # One after the other, in order: the step before has made room for each.
+    for (step,) in connection.execute("SELECT step FROM steps WHERE step > ? ORDER BY step", (r.step,)).fetchall():
+        connection.execute("UPDATE steps SET step = step - 1 WHERE step = ?", (step,))
+        connection.execute("UPDATE groups SET step = step - 1 WHERE step = ?", (step,))
+
+
+def forgotten_before(connection: sqlite3.Connection) -> int:
+    """Return the step before which payloads are gone."""
+    row = connection.execute("SELECT value FROM meta WHERE name = 'forgotten_before'").fetchone()
+    return int(row[0]) if row else 0
+
+
+_WRITERS: tuple[tuple[type, Callable[[sqlite3.Connection, Any], None]], ...] = (
+    (IssuedRecord, _issued),
+    (PlacedRecord, _placed),
+    (SampleRecord, _samples),
+    (ScoreRecord, _scores),
+    (FailureRecord, _failures),
+    (MovedRecord, _moved),
+)
+_STEP_WRITERS: dict[type, Callable[[sqlite3.Connection, Any], None]] = {
+    TakenRecord: _taken,
+    TrainedRecord: _trained,
+    RestartedRecord: _restarted,
+    RescoreRecord: _rescore,
+    ForgetRecord: _forget,
+    SetAsideRecord: _set_aside,
+}

@@ -1,0 +1,357 @@
+"""The ledger on disk: one SQLite file (WAL) in the run folder, written by one thread that commits in groups.
+
+Whatever is queued when the thread comes round is one transaction. It comes round at most every `COMMIT_EVERY_S` unless much is
+queued or somebody waits (a batch to be sent, `sync`): each commit writes every page it touched, and few commits touch few pages.
+The file is locked while a run has it open (an advisory lock on a file beside it, freed by the kernel whatever kills the process);
+readers such as `asyncrl inspect` need no lock. `synchronous = NORMAL`: a commit is in the operating system's hands, so it
+survives `kill -9` of any process; a power cut can lose the newest commits but never leaves half of one or a damaged file. See
+docs/buffer.md.
+
+Every record that is read to be trained carries a checksum (schema.py). What is damaged is a LedgerError with table, row and what
+to do. Owns the thread and both files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import sqlite3
+import struct
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from asyncrl.buffer.ledger.records import OnCommitted, Record, SampleRecord, TakenRecord
+from asyncrl.buffer.ledger.schema import SCHEMA_VERSION, TABLES, checksum, insert, sample_key, unpack_sample
+from asyncrl.errors import LedgerError
+from asyncrl.schema.samples import Prompt, Sample, ScoredGroup, ScoredSample
+
+COMMIT_EVERY_S = 0.05
+COMMIT_RECORDS = 512
+"""From here on nothing waits for the next turn."""
+COMMIT_SOON_BYTES = 64 << 10
+"""The same, of queued payload: beside that much of it the pages that a commit touches anyway do not count."""
+COMMIT_BYTES = 8 << 20
+"""Most payload of one transaction, so that the write-ahead log stays within its bound."""
+PAGE_BYTES = 4096
+WAL_BYTES = 16 << 20
+"""Of the write-ahead log when it is copied into the file; twice that is the bound, as a transaction comes on top."""
+REMEDY = "the file is damaged there; restore the run's folder from a copy, or start a new run from its newest checkpoint"
+
+CallSoon = Callable[[Callable[[], None]], object]
+_Unit = tuple[Sequence[Record], OnCommitted | None]
+# Text with half a surrogate pair is a ValueError, a number of more than 64 bits an OverflowError. An error that ended the thread
+# unsaid would leave whoever waits for a commit waiting for ever.
+_NOT_WRITTEN = (sqlite3.Error, msgspec.MsgspecError, ValueError, OverflowError, MemoryError)
+
+
+class SqliteLedger:
+    """An open ledger file.
+
+    Args:
+        path: The file; made when it is not there.
+        identity: Names and values that must be the same each time the ledger is opened (B, G), written when it is made.
+        call_soon: Runs a function on the event loop from another thread (`loop.call_soon_threadsafe`); None: callbacks run on the
+            writer thread.
+        on_failure: Called once, the same way, when a commit fails; every later call raises that error.
+        max_queued: Records waiting to be committed before `write` waits.
+        synchronous: `full` also survives a power cut, at one disk flush a commit.
+
+    Raises:
+        LedgerError: Another run has it open, it is of another schema or identity, or it is damaged.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        identity: dict[str, str] | None = None,
+        call_soon: CallSoon | None = None,
+        on_failure: Callable[[LedgerError], None] | None = None,
+        max_queued: int = 8192,
+        synchronous: Literal["normal", "full"] = "normal",
+    ) -> None:
+        self.path = path
+        self._lock_fd = _lock(path)
+        try:
+            self._connection = _open(path, identity or {}, synchronous)
+        except sqlite3.Error as error:
+            os.close(self._lock_fd)
+            raise LedgerError(f"{path} cannot be opened: {error}; it is no ledger, it is damaged, or its disk is full") from error
+        except BaseException:
+            os.close(self._lock_fd)
+            raise
+        self._call_soon = call_soon
+        self._on_failure = on_failure
+        self._max_queued = max_queued
+        self._changed = threading.Condition()
+        self._queue: list[_Unit] = []
+        self._num_queued = 0
+        self._queued_bytes = 0
+        self._busy = False
+        self._is_urgent = False
+        self._closing = False
+        self._error: LedgerError | None = None
+        self._thread = threading.Thread(target=self._commit_until_closed, name="ledger", daemon=True)
+        self._thread.start()
+
+    def write(self, records: Sequence[Record], on_committed: OnCommitted | None = None) -> None:
+        """Queue one unit; see `Ledger.write`."""
+        with self._changed:
+            while self._num_queued >= self._max_queued and self._error is None:
+                self._changed.wait()
+            self._raise_if_unusable()
+            self._queue.append((records, on_committed))
+            self._num_queued += len(records)
+            self._queued_bytes += _payload_bytes(records)
+            self._is_urgent |= bool(records) and type(records[0]) is TakenRecord
+            if not self._busy and (len(self._queue) == 1 or self._is_worth_a_commit()):
+                self._changed.notify_all()
+
+    def sync(self, timeout_s: float = 60.0) -> None:
+        """Wait until everything written is committed; see `Ledger.sync`."""
+        with self._changed:
+            self._is_urgent = True
+            self._changed.notify_all()
+            if not self._changed.wait_for(lambda: self._error or not (self._queue or self._busy), timeout_s):
+                raise LedgerError(
+                    f"{self.path}: {self._num_queued} records not committed after {timeout_s} s; is the disk stuck?"
+                )
+            if self._error is not None:
+                raise self._error
+
+    def state_counts(self) -> dict[str, int]:
+        """Return the number of groups per state, as committed."""
+        with connect_read_only(self.path) as connection:
+            return dict(connection.execute("SELECT state, count(*) FROM groups GROUP BY state").fetchall())
+
+    def load_groups(self, group_ids: Sequence[int]) -> list[ScoredGroup]:
+        """Return scored groups with their payloads; see `Ledger.load_groups`."""
+        self.sync()
+        with connect_read_only(self.path) as connection:
+            return [_load_group(self.path, connection, group_id) for group_id in group_ids]
+
+    def close(self) -> None:
+        """Commit what is queued, stop the thread, release file and lock. Safe to repeat."""
+        with self._changed:
+            if self._closing:
+                return
+            self._closing = True
+            self._changed.notify_all()
+        self._thread.join()
+        self._connection.close()
+        os.close(self._lock_fd)
+
+    def _commit_until_closed(self) -> None:
+        committed_s = 0.0
+        while True:
+            with self._changed:
+                self._busy = False
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: self._queue or self._closing)
+                wait_s = committed_s + COMMIT_EVERY_S - time.monotonic()
+                self._changed.wait_for(lambda: self._closing or self._is_worth_a_commit(), max(wait_s, 0.0))
+                if not self._queue:
+                    return
+                units = self._next_units()
+                self._busy = True
+            try:
+                self._connection.execute("BEGIN IMMEDIATE")
+                insert(self._connection, (record for records, _ in units for record in records))
+                self._connection.execute("COMMIT")
+            except _NOT_WRITTEN as error:
+                self._fail(error)
+                return
+            committed_s = time.monotonic()
+            self._deliver([on_committed for _, on_committed in units if on_committed is not None])
+
+    def _is_worth_a_commit(self) -> bool:
+        return self._is_urgent or self._num_queued >= COMMIT_RECORDS or self._queued_bytes >= COMMIT_SOON_BYTES
+
+    def _next_units(self) -> list[_Unit]:
+        """Take what the next transaction writes off the queue."""
+        num_bytes = num_units = 0
+        while num_units < len(self._queue) and num_bytes <= COMMIT_BYTES:
+            records, _ = self._queue[num_units]
+            num_bytes += _payload_bytes(records)
+            num_units += 1
+        units, self._queue = self._queue[:num_units], self._queue[num_units:]
+        self._num_queued -= sum(len(records) for records, _ in units)
+        self._queued_bytes -= num_bytes
+        self._is_urgent = self._is_urgent and bool(self._queue)
+        return units
+
+    def _deliver(self, callbacks: list[OnCommitted]) -> None:
+        if not callbacks:
+            return
+        if self._call_soon is None:
+            _run_all(callbacks)
+            return
+        # The loop may be closed by the time the last commits are done; nobody is there to be told then.
+        with contextlib.suppress(RuntimeError):
+            self._call_soon(lambda: _run_all(callbacks))
+
+    def _fail(self, cause: Exception) -> None:
+        error = LedgerError(
+            f"{self.path}: commit failed: {cause}; nothing written since is safe, the run must stop; `asyncrl resume` goes on "
+            "from what is committed"
+        )
+        with self._changed:
+            self._error = error
+            self._busy = False
+            self._changed.notify_all()
+        on_failure = self._on_failure
+        if on_failure is not None:
+            self._deliver([lambda: on_failure(error)])
+
+    def _raise_if_unusable(self) -> None:
+        if self._error is not None:
+            raise self._error
+        if self._closing:
+            raise LedgerError(f"{self.path} is closed")
+
+
+def _payload_bytes(records: Sequence[Record]) -> int:
+    """Return about how much samples' token ids, log-probabilities, versions and text take."""
+    return sum(4 * len(record.sample.token_ids) for record in records if type(record) is SampleRecord)
+
+
+@contextlib.contextmanager
+def connect_read_only(path: Path) -> Iterator[sqlite3.Connection]:
+    """Open a ledger for reading, beside a run that writes it.
+
+    Raises:
+        LedgerError: There is no ledger at `path`, or what is there cannot be read.
+    """
+    if not path.is_file():
+        raise LedgerError(f"there is no ledger at {path}; name the folder of a run")
+    try:
+        uri = f"{path.absolute().as_uri()}?mode=ro"
+        with contextlib.closing(sqlite3.connect(uri, uri=True, timeout=30.0, isolation_level=None)) as connection:
+            yield connection
+    except sqlite3.Error as error:
+        name = getattr(error, "sqlite_errorname", "")
+        raise LedgerError(f"{path} cannot be read: {error} ({name}); it is no ledger, or {REMEDY}") from error
+
+
+def _lock(path: Path) -> int:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lock_fd = os.open(path.with_name(f"{path.name}.lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        holder = os.pread(lock_fd, 32, 0).decode(errors="replace").strip()
+        os.close(lock_fd)
+        raise LedgerError(
+            f"{path} is in use by another run (process {holder or 'unknown'}); stop it, or choose another name"
+        ) from error
+    os.ftruncate(lock_fd, 0)
+    os.pwrite(lock_fd, str(os.getpid()).encode(), 0)
+    return lock_fd
+
+
+def _open(path: Path, identity: dict[str, str], synchronous: str) -> sqlite3.Connection:
+    connection = sqlite3.connect(path, timeout=30.0, isolation_level=None, check_same_thread=False)
+    try:
+        _prepare(path, connection, identity, synchronous)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _prepare(path: Path, connection: sqlite3.Connection, identity: dict[str, str], synchronous: str) -> None:
+    connection.execute(f"PRAGMA page_size = {PAGE_BYTES}")
+    connection.execute("PRAGMA journal_mode = WAL")
+    connection.execute(f"PRAGMA synchronous = {synchronous}")
+    connection.execute(f"PRAGMA wal_autocheckpoint = {WAL_BYTES // PAGE_BYTES}")
+    connection.execute(f"PRAGMA journal_size_limit = {WAL_BYTES}")
+    tables = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
+    if not tables:
+        connection.executescript(f"BEGIN IMMEDIATE;{TABLES}")
+        meta = {**identity, "schema": str(SCHEMA_VERSION)}
+        connection.executemany("INSERT INTO meta (name, value) VALUES (?, ?)", meta.items())
+        connection.execute("COMMIT")
+    stored = dict(connection.execute("SELECT name, value FROM meta").fetchall())
+    if stored.get("schema") != str(SCHEMA_VERSION):
+        raise LedgerError(
+            f"{path} has the form {stored.get('schema')} of another version of asyncrl, this one reads {SCHEMA_VERSION}: go on "
+            "with that version, or start a new run"
+        )
+    for name, value in identity.items():
+        if stored.get(name) != value:
+            raise LedgerError(f"{path} was made with {name} = {stored.get(name)}, this run has {value}; resume with the same")
+
+
+@contextlib.contextmanager
+def reading(path: Path, table: str, row: object) -> Iterator[None]:
+    """Turn whatever damaged content raises into a LedgerError that names its place."""
+    try:
+        yield
+    except LedgerError:
+        raise
+    except (msgspec.MsgspecError, ValueError, TypeError, LookupError, ArithmeticError, struct.error, zlib.error) as error:
+        raise LedgerError(f"{path}: table {table}, row {row}: {error}; {REMEDY}") from error
+
+
+def check_sum(path: Path, table: str, row: object, stored: object, *content: int | float | str | bytes) -> None:
+    """Raise LedgerError where a record is not what was written."""
+    with reading(path, table, row):
+        found = checksum(*content)
+    if stored != found:
+        raise LedgerError(f"{path}: table {table}, row {row}: the checksum is {found}, and {stored} was written; {REMEDY}")
+
+
+def read_sample(path: Path, key: int, stored: object, body: bytes) -> Sample:
+    """Return a sample from its payload row, once its checksum is right."""
+    check_sum(path, "payloads", key, stored, key, body)
+    with reading(path, "payloads", key):
+        sample = unpack_sample(body)
+        if sample_key(sample.group_id, sample.index) != key:
+            raise ValueError(f"it holds g{sample.group_id}.{sample.index}")
+    return sample
+
+
+def read_scored(path: Path, key: int, sample: Sample, score: tuple[object, Any, Any, Any]) -> ScoredSample:
+    """Return a sample with its score (checksum, reward, parts, reference log-probabilities), once that checksum is right."""
+    stored, reward, parts, reference = score
+    check_sum(path, "samples", key, stored, key, reward, parts, reference or b"")
+    with reading(path, "samples", key):
+        return ScoredSample(sample, reward, msgspec.json.decode(parts, type=dict[str, float]), reference or b"")
+
+
+def read_prompt(path: Path, group_id: int, prompt_id: str, prompt: bytes, size: int, stored: object) -> Prompt:
+    """Return a group's prompt, once the group's checksum is right."""
+    check_sum(path, "groups", group_id, stored, group_id, prompt_id, prompt, size)
+    with reading(path, "groups", group_id):
+        return msgspec.msgpack.decode(prompt, type=Prompt)
+
+
+def _load_group(path: Path, connection: sqlite3.Connection, group_id: int) -> ScoredGroup:
+    row = connection.execute("SELECT prompt_id, prompt, size, checksum FROM groups WHERE group_id = ?", (group_id,)).fetchone()
+    if row is None:
+        raise LedgerError(f"{path}: table groups has no row {group_id}; {REMEDY}")
+    prompt = read_prompt(path, group_id, *row)
+    rows = connection.execute(
+        "SELECT s.key, p.checksum, p.body, s.score_checksum, s.reward, s.parts, r.body FROM samples s"
+        " LEFT JOIN payloads p ON p.key = s.key LEFT JOIN reference_logprobs r ON r.key = s.key"
+        " WHERE s.key >= ? AND s.key < ? AND s.state = 'scored' ORDER BY s.key",
+        (sample_key(group_id, 0), sample_key(group_id + 1, 0)),
+    ).fetchall()
+    if any(body is None for _, _, body, *_ in rows):
+        raise LedgerError(f"the payloads of group {group_id} are gone: it was trained before the oldest checkpoint kept")
+    members = tuple(
+        read_scored(path, key, read_sample(path, key, stored, body), tuple(score)) for key, stored, body, *score in rows
+    )
+    return ScoredGroup(group_id, prompt, members)
+
+
+def _run_all(callbacks: list[OnCommitted]) -> None:
+    for callback in callbacks:
+        callback()

@@ -1,0 +1,298 @@
+"""The learner's side of the controller: batches on their way to it, and the checkpoints that are asked of it.
+
+Owns which step comes next. Invariants: a batch is sent only once the ledger holds that its groups are taken, so that a restart
+sends the very same batch; at most `AHEAD` steps are sent and not done; after a learner restart the feed goes back to the version
+it stands at. Where the learner shares its device, one step at most is sent before its turn: the learner has it ready when that
+comes. A step that the learner dies over twice is set aside. An outside learner takes its groups here too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from asyncrl.buffer.buffer import Buffer
+from asyncrl.buffer.payloads import TakenStep, Waiting
+from asyncrl.clock import Clock
+from asyncrl.config.run import RunConfig
+from asyncrl.control.dispatcher import Dispatcher
+from asyncrl.control.launch.processes import plan_ranks
+from asyncrl.control.peers import Peers
+from asyncrl.errors import ConnectionClosed, RunError
+from asyncrl.packing.tensors import pack_step
+from asyncrl.schema.batches import GroupsTaken, StepBatch, StepDone
+from asyncrl.schema.control import Checkpoint, CheckpointDone
+from asyncrl.schema.samples import ScoredGroup
+from asyncrl.transport.protocol import Connection
+
+log = logging.getLogger(__name__)
+
+AHEAD = 2
+"""The step in hand and the next one, prefetched."""
+MOST_DEATHS = 2
+"""Of the learner over one step that it never did; then the step is set aside."""
+
+
+class BatchFeeder:
+    """Steps on their way to the learner."""
+
+    def __init__(self, config: RunConfig, dispatcher: Dispatcher, clock: Clock) -> None:
+        self.version = -1
+        """The newest version that exists."""
+        self.waiting = ""
+        """What the next step still needs, in words; empty when nothing is missing."""
+        self.waiting_since_s = 0.0
+        self.on_taken: Callable[[TakenStep], None] = lambda _: None
+        self.woken = asyncio.Event()
+        self._config = config
+        self._dispatcher = dispatcher
+        self._buffer: Buffer = dispatcher.buffer
+        self._clock = clock
+        self._ranks = plan_ranks(config)
+        self._learner: Connection | None = None
+        self._next_step = 0
+        self._held = True
+        self._finishes_taken = False
+        self._has_turn = True
+        self._sending = False
+        self._incarnation = 0
+        self._deaths: Counter[int] = Counter()
+        """Of learners, by the step they had in hand."""
+        self._outside_started_s = 0.0
+        self._outside_turn = asyncio.Lock()
+        if config.learner.kind == "external":
+            state = self._buffer.state
+            self.version = self._next_step = min(state.steps_to_repeat(), default=state.next_step)
+
+    @property
+    def idle(self) -> bool:
+        """Return whether every step that was sent, or is still to be sent while draining, is done."""
+        return not self._sending and self._next_step <= max(self.version, 0) and not self._has_rest_to_send
+
+    @property
+    def _has_rest_to_send(self) -> bool:
+        return self._finishes_taken and self._learner is not None and self._next_step < self._buffer.state.next_step
+
+    @property
+    def num_sent(self) -> int:
+        """Return how many steps the learner may report as done: those sent to it, or to one before it."""
+        return self._next_step
+
+    @property
+    def has_learner(self) -> bool:
+        """Return whether a learner is there and ready."""
+        return self._learner is not None
+
+    @property
+    def wants_turn(self) -> bool:
+        """Return whether the learner has a step, or is sent one, that waits for its turn."""
+        return not self._has_turn and self._next_step > max(self.version, 0)
+
+    @property
+    def is_at_rest(self) -> bool:
+        """Return whether every step that could be sent is sent and done."""
+        return self.idle and not self.woken.is_set()
+
+    def wake(self) -> None:
+        """Something has changed: a step may be possible now."""
+        self.woken.set()
+
+    def hold(self, held: bool, *, finish_taken: bool = False) -> None:
+        """Take no new step while held; with `finish_taken`, steps that are taken are still sent."""
+        self._held, self._finishes_taken = held, finish_taken
+        self.wake()
+
+    def take_turn(self, has_turn: bool) -> None:
+        """Send more than the next step only while it is the learner's turn on a device that it shares."""
+        self._has_turn = has_turn
+        self.wake()
+
+    def learner_ready(self, connection: Connection, version: int) -> None:
+        """Start again from the version the learner stands at; later steps that were taken before are replayed."""
+        self._incarnation += 1
+        self._buffer.learner_restarted(version, self._clock.now())
+        self._learner = connection
+        self.version = self._next_step = version
+        self.wake()
+
+    def learner_dead(self) -> tuple[int, tuple[ScoredGroup, ...]] | None:
+        """Send nothing until a learner is ready again; return the step that it died over, if that is now set aside."""
+        in_hand = self.version if self._learner is not None and self._next_step > self.version else -1
+        self._learner = None
+        self._incarnation += 1
+        record = self._buffer.state.steps.get(in_hand)
+        if record is None or record.trained_before:
+            return None
+        self._deaths = Counter({in_hand: self._deaths[in_hand] + 1})
+        if self._deaths[in_hand] < MOST_DEATHS:
+            return None
+        self._deaths.clear()
+        reason = f"the learner died over it {MOST_DEATHS} times"
+        return in_hand, self._buffer.set_aside(in_hand, reason, self._clock.now())
+
+    def step_done(self, done: StepDone) -> bool:
+        """Note a finished step; return False where it was known before."""
+        if done.version <= self.version:
+            return False
+        self.version = done.version
+        self._dispatcher.follow(self._buffer.mark_trained(done.step, self._clock.now()))
+        self.wake()
+        return True
+
+    async def send_possible(self) -> None:
+        """Take, pack and send steps until the next one must wait."""
+        self._sending = True
+        try:
+            while self._may_send() and await self._send_next():
+                pass
+        finally:
+            self._sending = False
+
+    def _may_send(self) -> bool:
+        end = min(self.version + (AHEAD if self._has_turn else 1), self._config.num_steps)
+        return self._learner is not None and (not self._held or self._has_rest_to_send) and self._next_step < end
+
+    async def _send_next(self) -> bool:
+        """Take, pack and send the next step; return False when it must wait."""
+        learner, incarnation = self._learner, self._incarnation
+        assert learner is not None
+        taken = await self._take(self._next_step)
+        if taken is None:
+            return False
+        batch = await asyncio.to_thread(self._pack, taken)
+        if incarnation != self._incarnation or (self._held and not self._finishes_taken):
+            return True
+        self._next_step = batch.step + 1
+        try:
+            await learner.send(batch)
+        except ConnectionClosed:
+            log.warning("step %d could not be sent: the learner is gone", batch.step)
+        return True
+
+    def _pack(self, taken: TakenStep) -> StepBatch:
+        return pack_step(
+            taken.step,
+            taken.groups,
+            tokens_per_row=taken.params.tokens_per_row,
+            temperature=taken.params.temperature,
+            mask_below=taken.params.mask_below,
+            replay=taken.replay,
+            ranks=replace(self._ranks, minibatches=taken.params.minibatches),
+            screen=taken.params.screen,
+        )
+
+    async def _take(self, step: int) -> TakenStep | None:
+        """Take a step's groups and wait until the ledger has that on disk; None when it must wait, with `waiting` set."""
+        committed = asyncio.Event()
+        taken = self._buffer.take(step, self._clock.now(), committed.set)
+        self._dispatcher.follow(taken.instructions)
+        if isinstance(taken, Waiting):
+            if not self.waiting:
+                self.waiting_since_s = self._clock.now()
+            self.waiting = taken.reason
+            return None
+        self.waiting = ""
+        await committed.wait()
+        self.on_taken(taken)
+        return taken
+
+    # -- an outside learner ----------------------------------------------------------------------------------------------
+
+    async def take_outside(self, ending: asyncio.Event) -> GroupsTaken:
+        """Take the next step's groups for outside code, waiting until there are enough.
+
+        Raises:
+            RunError: The run ended, reached its last step, or the step before is not reported as trained.
+        """
+        async with self._outside_turn:
+            if self._next_step > self.version:
+                raise RunError(f"step {self._next_step - 1} is taken and not trained yet; report it with `trained` first")
+            if self._next_step >= self._config.num_steps:
+                raise RunError(f"all {self._config.num_steps} steps are trained")
+            while not ending.is_set():
+                if not self._held and (taken := await self._take(self._next_step)) is not None:
+                    self._next_step = taken.step + 1
+                    self._outside_started_s = self._clock.now()
+                    return GroupsTaken(taken.step, taken.groups)
+                self.woken.clear()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(0.25):
+                        await self.woken.wait()
+            raise RunError("the run has ended")
+
+    def outside_step(self, step: int, metrics: dict[str, float], now: float) -> StepDone:
+        """Turn an outside learner's report into the learner's own form.
+
+        Raises:
+            RunError: That step is not the one in hand.
+        """
+        if step != self.version or self._next_step != step + 1:
+            raise RunError(f"step {step} is not in hand: the newest version is {self.version}, the next step {self._next_step}")
+        return StepDone(step, step + 1, metrics, self._outside_started_s, now)
+
+
+class Checkpoints:
+    """The newest checkpoint, and who waits for the next."""
+
+    def __init__(self, peers: Peers) -> None:
+        self.folder = ""
+        """Of the newest complete one."""
+        self.version = -1
+        self._peers = peers
+        self._waiters: list[asyncio.Future[str]] = []
+        self._asked: tuple[Connection, int] | None = None
+        """Which learner was asked last, and for which version."""
+
+    def ask(self, version: int) -> bool:
+        """Ask the learner for a checkpoint of the version it holds, `version` or a little later; False where there is none."""
+        learner = self._peers.get("learner")
+        if learner is None:
+            return False
+        learner.tell(Checkpoint(version))
+        self._asked = learner.connection, version
+        return True
+
+    def is_asked(self, version: int) -> bool:
+        """Return whether the learner that is there has been asked for this very version last."""
+        learner = self._peers.get("learner")
+        return learner is not None and self._asked == (learner.connection, version)
+
+    async def wait_for_next(self, version: int) -> str:
+        """Ask for a checkpoint and return its folder once it is complete.
+
+        Raises:
+            RunError: There is no learner, or it died over it.
+        """
+        if not self.ask(version):
+            raise RunError("there is no learner that could write a checkpoint now")
+        waiter: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._waiters.append(waiter)
+        return await waiter
+
+    def done(self, message: CheckpointDone) -> int:
+        """Note a complete checkpoint; return the version of the oldest one kept, which no replay can go behind."""
+        self.folder, self.version = message.folder, message.version
+        for waiter in self._take_waiters():
+            waiter.set_result(message.folder)
+        return oldest_version(Path(message.folder).parent)
+
+    def fail(self, reason: str) -> None:
+        """Tell whoever waits that there will be none."""
+        for waiter in self._take_waiters():
+            waiter.set_exception(RunError(f"no checkpoint was written: {reason}"))
+
+    def _take_waiters(self) -> list[asyncio.Future[str]]:
+        waiting = [waiter for waiter in self._waiters if not waiter.done()]
+        self._waiters.clear()
+        return waiting
+
+
+def oldest_version(folder: Path) -> int:
+    """Return the version of the oldest checkpoint in `folder`, 0 where there is none."""
+    numbers = (path.name.removeprefix("step-") for path in folder.glob("step-*"))
+    return min((int(number) for number in numbers if number.isdigit()), default=0)

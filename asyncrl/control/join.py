@@ -1,0 +1,335 @@
+"""Generators that join a live run which did not start them: which processes a run lets in, and how `asyncrl join` gets in.
+
+    asyncrl join RUN                       the run's folder: on its machine, or where the folder is shared
+    asyncrl join --address A --keys FILE   anywhere: RUN/endpoint and RUN/keys/client.key, brought over by the user
+
+A joining generator connects like any generator and is first told what the run is (JoinTerms). It takes the run's config, except
+for its own engine's settings. Where a medium or a folder does not reach its machine it ends at once and says what to change. The
+run gives it work like any generator and never restarts it. Its end is no death: the lifecycle does not know it.
+
+Invariants:
+- A name has one incarnation at a time; it is free again once its connection is over.
+- At most `most_joined` joined generators are here at once. The place is taken before the connection is accepted.
+- One that was let in is let in again (its link broke) while it holds its place.
+- No key is ever logged or put on a command line. The private folder with keys goes with the process, or, where it was killed,
+  when the next one starts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import platform
+import re
+import signal
+import sys
+from collections.abc import AsyncIterator, Coroutine, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+from urllib.parse import urlsplit
+
+import msgspec
+from msgspec.structs import replace
+
+from asyncrl.config.broadcast import ZeroMQMedium
+from asyncrl.config.load import load_config
+from asyncrl.config.placement_rules import why_weights_do_not_reach
+from asyncrl.config.run import RunConfig, SupervisionConfig, TransportConfig
+from asyncrl.control.launch.local import ProcessSpec, child_environment
+from asyncrl.control.lifecycle.events import ProcessPlan
+from asyncrl.control.lifecycle.state import Heartbeats
+from asyncrl.errors import ConfigError
+from asyncrl.folders import OwnedFolder
+from asyncrl.schema.control import Hello, JoinTerms, ProcessKind
+from asyncrl.transport.protocol import Connection, Lane, new_hello
+from asyncrl.transport.security import CLIENT_FILE, KEYS_FOLDER, bring_client_keys
+from asyncrl.transport.zmq_client import open_connection
+
+log = logging.getLogger(__name__)
+
+JOINED_PREFIX = "joined-"
+"""How the name of every joined generator begins, and no other's."""
+WELCOME_S = 30.0
+"""For the run to answer."""
+FLUSH_S = 5.0
+"""For finished samples to reach the ledger before a joined generator leaves."""
+LEAVE_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+OWN_SETTINGS = ("generate.engine.", "generate.model_folder=", "observe.log_level=")
+"""What a joining generator may set for itself."""
+
+
+# -- the run's side ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class JoinedGenerator:
+    """A joined generator."""
+
+    name: str
+    incarnation: str
+    pid: int
+    """On its own machine."""
+    is_ready: bool = False
+    """Its engine is up."""
+
+
+class Membership:
+    """The processes that a run lets in: those it starts itself, and joined generators.
+
+    Example:
+        >>> membership = Membership([ProcessPlan("generator-0", "generator")], most_joined=1)
+        >>> membership.refusal(Hello(1, "generator", "joined-elsewhere-7-0", "a", 7))
+        ''
+        >>> membership.refusal(Hello(1, "generator", "joined-elsewhere-8-0", "b", 8))
+        'all 1 places for joining generators are taken (placement.most_joining_generators)'
+    """
+
+    def __init__(
+        self, planned: Iterable[ProcessPlan] = (), most_joined: int = 0, config: SupervisionConfig | None = None
+    ) -> None:
+        """Know the planned processes; nobody is here yet.
+
+        Args:
+            planned: What the run starts itself.
+            most_joined: Joined generators at once.
+            config: How long one may be silent.
+        """
+        self.most_joined = most_joined
+        self.joined: dict[str, JoinedGenerator] = {}
+        self.num_came = self.num_left = self.num_lost = 0
+        self._planned = {item.name: item.kind for item in planned}
+        self._heartbeats = Heartbeats(config or SupervisionConfig())
+
+    def expect(self, name: str, kind: ProcessKind) -> None:
+        """Let in a process that the run is about to start."""
+        self._planned[name] = kind
+
+    def refusal(self, hello: Hello) -> str:
+        """Return why a peer may not come in; empty lets it in, and gives a joining generator its place."""
+        if self._planned.get(hello.name) == hello.kind:
+            return ""
+        if hello.kind != "generator" or not hello.name.startswith(JOINED_PREFIX):
+            return f"this run has no {hello.kind} named {hello.name!r}"
+        here = self.joined.get(hello.name)
+        if here is not None:
+            if here.incarnation == hello.incarnation:
+                return ""
+            return f"another generator named {hello.name!r} has joined; try again, under another process id"
+        if self.most_joined == 0:
+            return "this run lets no generator join: set placement.most_joining_generators and resume it"
+        if len(self.joined) >= self.most_joined:
+            return f"all {self.most_joined} places for joining generators are taken (placement.most_joining_generators)"
+        self.joined[hello.name] = JoinedGenerator(hello.name, hello.incarnation, hello.pid)
+        self.num_came += 1
+        return ""
+
+    def is_joined(self, name: str) -> bool:
+        """Return whether this is a joined generator that is here now."""
+        return name in self.joined
+
+    def ready(self, name: str) -> None:
+        """Note that its engine is up."""
+        self.joined[name].is_ready = True
+
+    def connected(self, name: str, now: float) -> None:
+        """Expect heartbeats of a joined generator from now on."""
+        self._heartbeats.expect(name, now)
+        self._heartbeats.beat(name, now)
+
+    def beat(self, name: str, now: float) -> None:
+        """Note a heartbeat; of the run's own processes it is ignored."""
+        self._heartbeats.beat(name, now)
+
+    def overdue(self, now: float) -> dict[str, str]:
+        """Return the joined generators that have been silent for too long, with the reason; call it every `heartbeat_s`."""
+        return self._heartbeats.overdue(now)
+
+    def gone(self, name: str, *, said_goodbye: bool) -> None:
+        """Give its place back."""
+        if self.joined.pop(name, None) is not None:
+            self._heartbeats.forget(name)
+            self.num_left += said_goodbye
+            self.num_lost += not said_goodbye
+
+    def counts(self) -> dict[str, int]:
+        """Return how many joined generators are here, may be, came, left in good order and were lost; empty where none may."""
+        if not self.most_joined:
+            return {}
+        here = len(self.joined)
+        return {
+            "here": here, "most": self.most_joined, "came": self.num_came, "left": self.num_left, "lost": self.num_lost,
+        }  # fmt: skip
+
+
+# -- the generator's side ------------------------------------------------------------------------------------------------
+
+
+class JoinRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """What the user asked for. It travels on a command line, so it holds paths and no secrets."""
+
+    run_folder: str = ""
+    """Of the run; empty: `address` and `keys` say where it is."""
+    address: str = ""
+    keys: str = ""
+    """File: the run's keys/client.key; empty: the run speaks in plain text."""
+    overrides: tuple[str, ...] = ()
+    """`generate.engine.A=VALUE` or `generate.model_folder=FOLDER`, for this generator alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """A generator's place in a run."""
+
+    name: str
+    connection: Connection
+    config: RunConfig
+    """The run's, with the generator's own engine settings."""
+    run_folder: Path
+    """The run's where this machine has it, else the private one: keys, and what media need."""
+    is_on_same_machine: bool
+
+
+def exec_join(run_folder: str, address: str, keys: str, overrides: tuple[str, ...]) -> NoReturn:
+    """Replace this process by one that joins a run, with the environment of the run's own generators; see JoinRequest.
+
+    Raises:
+        ConfigError: The settings are not a generator's to make, or keys come without an address.
+    """
+    check_overrides(overrides)
+    if keys and not address:
+        raise ConfigError("--keys goes with --address; a run folder has its keys in itself")
+    request = JoinRequest(run_folder=run_folder, address=address, keys=keys, overrides=overrides)
+    command = (sys.executable, "-P", "-m", "asyncrl.pipeline", "join", msgspec.json.encode(request).decode())
+    spec = ProcessSpec("join", "generator", 1, command, Path())
+    sys.stdout.flush()
+    os.execve(sys.executable, command, child_environment(os.environ, spec))  # noqa: S606 - this program itself
+
+
+@contextlib.asynccontextmanager
+async def joined(request: JoinRequest, pid: int, endpoint_file: str) -> AsyncIterator[Joined]:
+    """Join a run, and stay connected while the context is open.
+
+    Args:
+        request: Where, and with what.
+        pid: Of this process.
+        endpoint_file: Name of the file in a run folder that holds its address.
+
+    Raises:
+        ConfigError: There is no such run, it cannot reach this machine with its weights, or it lets nobody join here.
+        TransportError: Nobody answered, or the run refused us; the message says why.
+    """
+    host = platform.node()
+    check_overrides(request.overrides)
+    with OwnedFolder("asyncrl-join-") as owned:
+        address, folder = _find_run(request, owned.path, endpoint_file)
+        transport = load_config(folder / "config.toml").transport if request.run_folder else TransportConfig()
+        encryption = "curve" if (folder / KEYS_FOLDER / CLIENT_FILE).exists() else "plain"
+        transport = replace(transport, encryption=encryption)
+        name = joined_name(host, pid)
+        connection = await open_connection(address, new_hello("generator", name), transport, folder, WELCOME_S)
+        try:
+            async with asyncio.timeout(WELCOME_S):
+                delivery = await connection.receive(Lane.CONTROL)
+            delivery.ack()
+            terms = delivery.message
+            assert isinstance(terms, JoinTerms), f"the run's first message was {type(terms).__name__}"
+            is_here = terms.machine == host
+            config = own_config(terms, request.overrides, owned.path)
+            if not request.run_folder and is_here and (Path(terms.run_folder) / "config.toml").exists():
+                folder = Path(terms.run_folder)
+            if not is_here:
+                if why := why_weights_do_not_reach(config, shares_folder=folder != owned.path):
+                    raise ConfigError(f"the run is on {terms.machine}, this is {host}: {why}")
+                if isinstance(medium := config.broadcast.medium, ZeroMQMedium):  # relay_bind is the run's machine's
+                    config = replace(config, broadcast=replace(config.broadcast, medium=replace(medium, fanout=0)))
+            yield Joined(name, connection, config, folder, is_here)
+        finally:
+            try:
+                await connection.flush(FLUSH_S)
+            finally:
+                await connection.close()
+
+
+async def serve_until_told(work: Coroutine[Any, Any, int]) -> int:
+    """Do the work until it ends or a signal of LEAVE_ON comes, and return its exit code; 0 where a signal ended it."""
+    loop = asyncio.get_running_loop()
+    working = loop.create_task(work, name="joined")
+    for number in LEAVE_ON:
+        loop.add_signal_handler(number, working.cancel)
+    try:
+        return await working
+    except asyncio.CancelledError:
+        log.info("leaving; unfinished groups go back to the run")
+        return 0
+    finally:
+        for number in LEAVE_ON:
+            loop.remove_signal_handler(number)
+
+
+def joined_name(host: str, pid: int, number: int = 0) -> str:
+    """Return the name of a joining generator, unique over machines: `joined-HOST-PID-N`."""
+    readable = re.sub(r"[^A-Za-z0-9]+", "-", host.partition(".")[0]).strip("-")[:32] or "unnamed"
+    return f"{JOINED_PREFIX}{readable}-{pid}-{number}"
+
+
+def check_overrides(overrides: tuple[str, ...]) -> None:
+    """Refuse settings that are the run's.
+
+    Raises:
+        ConfigError: Names the first one.
+    """
+    for override in overrides:
+        if not override.startswith(OWN_SETTINGS):
+            raise ConfigError(
+                f"--set {override}: a generator that joins takes the run's config, and may set only generate.engine.*, "
+                "generate.model_folder and observe.log_level for itself"
+            )
+
+
+def own_config(terms: JoinTerms, overrides: tuple[str, ...], folder: Path) -> RunConfig:
+    """Return the run's config with this generator's own settings laid over it; `folder` is where its file is put.
+
+    Raises:
+        ConfigError: The settings are wrong, or this generator's samples would not be the run's.
+    """
+    file = folder / "config.toml"
+    file.write_text(terms.config_toml, encoding="utf-8")
+    own = load_config(file, overrides)
+    theirs, ours = load_config(file).generate.engine, own.generate.engine
+    if type(theirs) is not type(ours) and not (theirs.has_model and ours.has_model):
+        raise ConfigError(
+            f"the run's engine is {theirs.kind!r}, and one of kind {ours.kind!r} does not "
+            "generate what it trains on; leave generate.engine.kind as it is"
+        )
+    taken = set(theirs.urls)
+    if taken & set(ours.urls):
+        raise ConfigError(
+            f"the servers {', '.join(sorted(taken))} each serve a generator of the run; name another: "
+            "--set generate.engine.url=http://host:port"
+        )
+    return own
+
+
+def _find_run(request: JoinRequest, private: Path, endpoint_file: str) -> tuple[str, Path]:
+    """Return the run's address and the folder with the keys that it takes."""
+    if request.run_folder:
+        folder = Path(request.run_folder).resolve()
+        if not (folder / "api.json").exists() or not (folder / endpoint_file).exists():
+            raise ConfigError(f"{folder} has no live run (no api.json); start one with `asyncrl run` or `asyncrl resume`")
+        address = (folder / endpoint_file).read_text(encoding="utf-8").strip()
+    else:
+        folder, address = private, request.address
+        if request.keys:
+            bring_client_keys(Path(request.keys), private)
+    parts = urlsplit(address)
+    if parts.scheme == "ipc" and not Path(parts.netloc + parts.path).exists():
+        raise ConfigError(
+            f"the run listens on {address}, which only its own machine reaches: set transport.kind = 'tcp' and transport.host "
+            "to an address of that machine, and resume the run"
+        )
+    if parts.scheme != "ipc" and not re.fullmatch(r"tcp://\S+:\d{1,5}", address):
+        raise ConfigError(f"an address reads tcp://HOST:PORT, as in the run's file `endpoint`; got {address!r}")
+    return address, folder

@@ -1,0 +1,1 @@
+"""How the processes of a run start and end: on this machine or on a Ray cluster."""

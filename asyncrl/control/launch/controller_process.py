@@ -1,0 +1,98 @@
+"""The controller's process as its owner holds it: started, found by its endpoint file, ended.
+
+It is a child of the owner, or, with `launch.kind = "ray"`, the child of an actor on the owner's node. A controller that is lost
+is not started again: `asyncrl resume` goes on from its ledger.
+
+Invariant: `api.json` is never that of an earlier controller once `start` has returned.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+
+import msgspec
+import psutil
+
+from asyncrl.config.run import RayLaunch, RunConfig
+from asyncrl.control.launch.local import LocalLauncher, ProcessHandle, ProcessSpec
+from asyncrl.schema.status import ApiEndpoint
+
+STOP_TIMEOUT_S = 60.0
+LOOK_S = 0.02
+"""Between looks for api.json."""
+
+
+class ControllerProcess:
+    """The controller of one run, held by its owner."""
+
+    def __init__(self, config: RunConfig, run_folder: Path) -> None:
+        self.code: int | None = None
+        """Its exit code once it is gone."""
+        self._config = config
+        self._run_folder = run_folder
+        self._process: ProcessHandle | None = None
+        self._waiting: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Start it; `endpoint` returns once it answers.
+
+        Raises:
+            LaunchError: It could not be started, or no Ray cluster answers.
+        """
+        (self._run_folder / "api.json").unlink(missing_ok=True)
+        command = (sys.executable, "-P", "-m", "asyncrl.pipeline", "controller", "controller", str(self._run_folder))
+        spec = ProcessSpec("controller", "controller", 1, command, self._run_folder / "logs" / "controller.log")
+        if isinstance(self._config.launch, RayLaunch):
+            from asyncrl.control.launch.ray import start_beside  # noqa: PLC0415 - only runs on Ray need Ray
+
+            self._process = await start_beside(self._config.launch, spec, self._run_folder)
+        else:
+            self._process = await LocalLauncher().start(spec)
+        self._waiting = asyncio.get_running_loop().create_task(self._wait(self._process), name="controller-wait")
+
+    async def endpoint(self) -> ApiEndpoint | None:
+        """Return where it answers, waiting until it does; None once it is gone."""
+        while self.code is None:
+            if endpoint := read_endpoint(self._run_folder):
+                return endpoint
+            await asyncio.sleep(LOOK_S)
+        return None
+
+    async def end(self) -> None:
+        """Ask it to end (SIGTERM), wait, and kill it where it stays."""
+        if self._process is None or self._waiting is None:
+            return
+        self._process.terminate()
+        try:
+            async with asyncio.timeout(STOP_TIMEOUT_S):
+                await asyncio.shield(self._waiting)
+        except TimeoutError:
+            self._process.kill()
+            await self._waiting
+        self._process = None
+
+    async def _wait(self, process: ProcessHandle) -> None:
+        self.code = await process.wait()
+
+
+def read_endpoint(run_folder: Path) -> ApiEndpoint | None:
+    """Return what `api.json` says, or None where there is none."""
+    try:
+        return msgspec.json.decode((run_folder / "api.json").read_bytes(), type=ApiEndpoint)
+    except (OSError, msgspec.DecodeError):
+        return None
+
+
+def live_controller(run_folder: Path) -> int:
+    """Return the pid of the run's controller on this machine; 0 where none is alive.
+
+    The pid may have been given to another program since, so its command line is read too.
+    """
+    endpoint = read_endpoint(run_folder)
+    try:
+        is_ours = endpoint is not None and "asyncrl.pipeline" in psutil.Process(endpoint.pid).cmdline()
+    except psutil.Error:
+        return 0
+    return endpoint.pid if endpoint is not None and is_ours else 0

@@ -1,0 +1,146 @@
+"""How a process of a run begins and ends.
+
+A stage's process watches its standard input, which its parent holds open. The kernel closes that pipe however the parent ends, so
+end of file means that nobody needs the process any more. For a controller end of file, or SIGTERM,
+is the request to stop the run.
+
+Invariant: an error that a restart would meet again, or hide, is a fatal fault and ends the run: a wrong config, a learner that
+cannot go on, a model that was exchanged, a missing package or device, damaged weights.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+from typing import NoReturn
+
+from asyncrl.errors import ConfigError, ConnectionClosed, LearnerError, ModelChangedError
+from asyncrl.schema.control import Fault
+from asyncrl.transport.protocol import Connection, Lane
+
+log = logging.getLogger("asyncrl")
+
+EXIT_OK, EXIT_FAILED, EXIT_WRONG_INPUT, EXIT_FAULT = 0, 1, 2, 3
+PARENT_GONE_EXIT_CODE = 113
+_FATAL = (ConfigError, ImportError, LearnerError, ModelChangedError)
+_FATAL_NAMES = {"SafetensorError"}
+"""Types of libraries that are not imported here: damaged weights."""
+_FATAL_WORDS = ("not compiled with CUDA", "No CUDA GPUs", "no NVIDIA driver", "invalid device", "Invalid device", "pip install")
+"""In the messages of errors whose type says less: a device that is not there, a package that is missing."""
+TELL_S = 2.0
+"""For the controller to be told."""
+
+
+def watch_parent(on_gone: Callable[[], object] | None = None, input_fd: int = 0) -> threading.Thread:
+    """Start a daemon thread that ends this process, and its process group if it leads one, at the end of `input_fd`.
+
+    Args:
+        on_gone: Called first, on that thread, for what must be removed from the machine (shared memory). Keep it short.
+        input_fd: File descriptor of the pipe; standard input.
+
+    Returns:
+        The thread, already running.
+    """
+
+    def watch() -> None:
+        with contextlib.suppress(OSError):
+            while os.read(input_fd, 4096):
+                pass
+        try:
+            if on_gone is not None:
+                on_gone()
+        finally:
+            if os.getpgid(0) == os.getpid():
+                os.killpg(os.getpid(), signal.SIGKILL)
+            os._exit(PARENT_GONE_EXIT_CODE)
+
+    thread = threading.Thread(target=watch, name="parent-watch", daemon=True)
+    thread.start()
+    return thread
+
+
+def ignore_interrupts() -> None:
+    """Leave Ctrl-C to the controller: a terminal sends it to everyone in the foreground group."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+async def watch_owner() -> asyncio.Event:
+    """Return what is set once whoever started this controller is gone (standard input ends) or asks it to end (SIGTERM)."""
+    owner_gone = asyncio.Event()
+
+    class EndOfInput(asyncio.Protocol):
+        def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - asyncio's signature
+            owner_gone.set()
+
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGTERM, owner_gone.set)
+    loop.add_signal_handler(signal.SIGINT, lambda: None)
+    await loop.connect_read_pipe(EndOfInput, sys.stdin)
+    return owner_gone
+
+
+@contextlib.contextmanager
+def imports_without_gc() -> Iterator[None]:
+    """Import with the garbage collector off, which takes a sixth of the time, and freeze what was imported.
+
+    An import makes a million objects that stay. Later collections pass over them and do not hold a loop up.
+    """
+    gc.disable()
+    try:
+        yield
+        gc.freeze()
+    finally:
+        gc.enable()
+
+
+async def run_to_exit_code(work: Awaitable[None], name: str, connection: Connection) -> int:
+    """Await a stage's work and return the exit code. Why it cannot go on is told to the controller."""
+    try:
+        await work
+    except Exception as error:  # the boundary of a process: whatever it was is told, logged, and ends it
+        causes = list(_leaves(error))
+        if not all(isinstance(cause, ConnectionClosed) for cause in causes):
+            log.exception("%s cannot go on", name)
+            await _report_fault(name, causes, connection)
+            return EXIT_FAULT
+        log.info("the controller is gone")
+    return EXIT_OK
+
+
+def leave(code: int) -> NoReturn:
+    """End at once: tearing down an interpreter that has imported torch takes 0.7 s, vLLM seconds, and it frees nothing."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+async def _report_fault(name: str, causes: list[BaseException], connection: Connection) -> None:
+    reason = "; ".join(f"{type(cause).__name__}: {cause}" for cause in causes)
+    fatal = any(_comes_again(cause) for cause in causes)
+    with contextlib.suppress(ConnectionClosed, TimeoutError):
+        async with asyncio.timeout(TELL_S):
+            await connection.send(Fault(name, reason, fatal=fatal), Lane.CONTROL)
+            await connection.flush(TELL_S)
+
+
+def _comes_again(cause: BaseException) -> bool:
+    """Return whether a restart would meet the same error."""
+    names = {kind.__name__ for kind in type(cause).__mro__}
+    return isinstance(cause, _FATAL) or bool(names & _FATAL_NAMES) or any(words in str(cause) for words in _FATAL_WORDS)
+
+
+def _leaves(error: BaseException) -> Iterator[BaseException]:
+    """Yield the errors inside nested task groups' exceptions."""
+    if isinstance(error, BaseExceptionGroup):
+        for inner in error.exceptions:
+            yield from _leaves(inner)
+    else:
+        yield error

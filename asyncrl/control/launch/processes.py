@@ -1,0 +1,71 @@
+"""Which processes a run wants, what each one is started with, and how the learner's ranks share its steps.
+
+All of it follows from the config. The learner is one process here: its rank 0, which starts the others.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from asyncrl.config.learner import ScratchModel
+from asyncrl.config.run import RunConfig
+from asyncrl.control.launch.local import ProcessSpec, stage_spec
+from asyncrl.control.lifecycle.events import ProcessPlan
+from asyncrl.control.placement.gpu_share import generator_environment
+from asyncrl.packing.pack import CostModel, RankPlan
+from asyncrl.schema.control import ProcessKind
+
+
+def plan_processes(config: RunConfig) -> list[ProcessPlan]:
+    """Return the run's processes in the order they are started.
+
+    The learner (unless outside code is it), reward workers where rules score, inference workers where models do, generators.
+    """
+    plan = [ProcessPlan("learner", "learner")] if config.learner.kind == "builtin" else []
+    if config.has_rules:
+        plan += [ProcessPlan(f"reward-{number}", "reward") for number in range(config.reward.num_workers)]
+    if config.needs_inference:
+        plan += [ProcessPlan(f"inference-{number}", "inference") for number in range(config.inference.num_workers)]
+    plan += [ProcessPlan(f"generator-{number}", "generator") for number in range(config.generate.num_workers)]
+    return plan
+
+
+def plan_ranks(config: RunConfig) -> RankPlan:
+    """Return how a step is spread over the learner's ranks, its costs by the model's hidden size.
+
+    A pretrained model's is read from its folder; where that does not say, only linear layers count.
+    """
+    if config.learner.ranks == 1:
+        return RankPlan()
+    hidden_size = config.model.hidden_size if isinstance(config.model, ScratchModel) else _hidden_size(Path(config.model.path))
+    return RankPlan(config.learner.ranks, CostModel.of_model(hidden_size) if hidden_size else CostModel())
+
+
+def _hidden_size(folder: Path) -> int:
+    try:
+        said = json.loads((folder / "config.json").read_bytes())
+    except (OSError, ValueError):
+        return 0  # the learner says what is wrong with the folder
+    return int(said.get("text_config", said).get("hidden_size", 0))
+
+
+def num_threads(config: RunConfig, kind: ProcessKind) -> int:
+    """Return how many OpenMP threads a process of this kind may use."""
+    if kind == "learner":
+        return config.learner.num_threads
+    if kind == "inference":
+        return config.inference.num_threads
+    return config.generate.engine.process_threads if kind == "generator" else 1
+
+
+def spec_maker(config: RunConfig, run_folder: Path) -> Callable[[str, ProcessKind, int], ProcessSpec]:
+    """Return what `Supervisor` takes as `spec_for`: the stage processes of this run."""
+
+    def spec_for(name: str, kind: ProcessKind, incarnation: int) -> ProcessSpec:
+        spec = stage_spec(kind, name, run_folder, incarnation, num_threads(config, kind))
+        return replace(spec, env=generator_environment(config)) if kind == "generator" else spec
+
+    return spec_for

@@ -1,0 +1,387 @@
+"""Processes anywhere on a Ray cluster: one actor each, in placement groups. The one file that talks to Ray.
+
+Ray knows the nodes, finds one that has what a process asks for, notices when a node is lost, and finds (or, with its autoscaler,
+makes) another. Whether and when a process is started again our own lifecycle decides, as on one machine: actors never restart by
+themselves, so a death is seen and counted once.
+
+The actor starts the very command that the local launcher would, with the local launcher, so that logs, exit codes, signals,
+threads and the end of the process group are the same on one machine and on a hundred. Our code does not run in the actor itself:
+a stage that dies of a signal leaves an actor that can report it.
+
+Invariants:
+- What a run begins with is one placement group, placed as a whole or not at all. A process keeps its bundle over its deaths, and
+  Ray moves a bundle whose node is lost. Each generator that is added later has a group of its own, which goes with it.
+- An actor ends with its owner, the process that called `start`, and its child with it, whose standard input it holds open.
+- `wait` returns LOST where actor or node are gone. A node that was merely cut off is met by the channels, which let in one
+  incarnation of a name and no older one.
+- Data, weights and keys never pass through Ray.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import ray
+import ray.util
+from ray.exceptions import ActorUnavailableError, RayError
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+
+from asyncrl.config.load import NODE_ADDRESS
+from asyncrl.config.placement_rules import needs_of
+from asyncrl.config.run import ProcessNeeds, RayEnvironment, RayLaunch, RunConfig
+from asyncrl.control.launch.local import LocalLauncher, LocalProcess, ProcessSpec
+from asyncrl.control.lifecycle.events import ProcessPlan
+from asyncrl.errors import LaunchError
+from asyncrl.schema.control import ProcessKind
+
+log = logging.getLogger(__name__)
+
+LOST = -9
+"""Exit code of a process whose actor or node is gone."""
+SAY_SO_AFTER_S = 10.0
+"""A process that has no place for this long gets a line in the log."""
+LOOK_AGAIN_S = 0.25
+"""Between questions to an actor that Ray cannot reach and has not yet given up."""
+REACH_S = 5.0
+"""For a cluster's head to take a connection."""
+PROBE_S = 60.0
+"""For every node to say whether it sees the run's folder."""
+JOB_CONFIG = "RAY_JOB_CONFIG_JSON_ENV_VAR"
+"""Ray's own variable: what a driver among our children takes as its job's runtime environment."""
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """What became of a request to start a process."""
+
+    pid: int = 0
+    node: str = ""
+    """Address."""
+    refusal: str = ""
+    """Why there is no process; empty where there is one."""
+
+
+class ProcessHost:
+    """The actor: holds one child from its start to its end."""
+
+    def __init__(self) -> None:
+        self._process: LocalProcess | None = None
+
+    async def start(self, spec: ProcessSpec, folder: str, run_folder: str, digest: str) -> Started:
+        """Start the child with this node's own Python; see `Launcher.start`.
+
+        Args:
+            spec: Of the process.
+            folder: Its working directory, where the node has it; Ray's runtime environment comes first.
+            run_folder: Of the run.
+            digest: Of RUN/config.toml. A node that reads another one does not see this run's folder.
+        """
+        address = ray.util.get_node_ip_address()
+        if refusal := why_not_shared(run_folder, digest, address):
+            return Started(node=address, refusal=refusal)
+        context = ray.get_runtime_context()
+        runtime = dict(context.runtime_env)
+        if not runtime.get("working_dir"):
+            with contextlib.suppress(OSError):
+                os.chdir(folder)
+        # Without what Ray tells its workers. Only the controller is a driver, and may prove who it is.
+        kept = "RAY_AUTH_" if spec.kind == "controller" else "-"
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_") or name.startswith(kept)}
+        ours = {
+            NODE_ADDRESS: address,
+            "RAY_ADDRESS": context.gcs_address,
+            JOB_CONFIG: json.dumps({"runtime_env": runtime}),
+        }
+        spec = replace(spec, command=(sys.executable, *spec.command[1:]), env={**spec.env, **ours})
+        try:
+            self._process = await LocalLauncher(environment).start(spec)
+        except LaunchError as error:
+            return Started(node=address, refusal=str(error))
+        return Started(self._process.pid, address)
+
+    async def wait(self) -> int:
+        """Return the child's exit code once it and its group are gone."""
+        assert self._process is not None
+        return await self._process.wait()
+
+    async def terminate(self) -> None:
+        """Ask the child to end."""
+        if self._process is not None:
+            self._process.terminate()
+
+    async def kill(self) -> None:
+        """End the child and its group."""
+        if self._process is not None:
+            self._process.kill()
+
+
+class RayLauncher:
+    """Starts the processes of one run on a cluster; see `Launcher`."""
+
+    def __init__(
+        self,
+        launch: RayLaunch,
+        run_folder: Path,
+        needs_for: Callable[[ProcessKind], ProcessNeeds],
+        planned: Sequence[ProcessPlan],
+    ) -> None:
+        """Know what to place; nothing is asked of Ray before `open`.
+
+        Args:
+            launch: Of the run's config.
+            run_folder: On storage that every node sees.
+            needs_for: What a process of a kind asks of its node.
+            planned: What the run begins with.
+        """
+        self._launch = launch
+        self._run_folder = run_folder
+        self._needs_for = needs_for
+        self._bundles = {item.name: number for number, item in enumerate(planned)}
+        self._kinds = [item.kind for item in planned]
+        self._group: PlacementGroup | None = None
+
+    @classmethod
+    def of_run(cls, config: RunConfig, run_folder: Path, planned: Sequence[ProcessPlan]) -> RayLauncher:
+        """Return the launcher of a run's stages."""
+        assert isinstance(config.launch, RayLaunch)
+        return cls(config.launch, run_folder, partial(needs_of, config), planned)
+
+    async def open(self) -> None:
+        """Connect, and see that every node sees the run's folder.
+
+        Raises:
+            LaunchError: No cluster answers, or nodes do not see the folder; the message names them.
+        """
+        await connect(self._launch.address)
+        await _check_nodes(self._run_folder)
+
+    async def start(self, spec: ProcessSpec) -> RayProcess:
+        """Start one process wherever there is room, waiting until there is; see `Launcher.start`."""
+        needs = self._needs_for(spec.kind)
+        number = self._bundles.get(spec.name)
+        release: Callable[[], None] = _keep
+        if number is None:
+            group = self._new_group([needs])
+            release = partial(remove_placement_group, group)
+        else:
+            if self._group is None:
+                self._group = self._new_group([self._needs_for(kind) for kind in self._kinds])
+            group = self._group
+        strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=number or 0)
+        return await _start_in(strategy, spec, self._run_folder, needs, release)
+
+    def _new_group(self, needs: list[ProcessNeeds]) -> PlacementGroup:
+        return placement_group(
+            [bundle_of(each) for each in needs],
+            strategy=self._launch.strategy,
+            bundle_label_selector=[dict(each.labels) for each in needs],
+        )
+
+
+class RayProcess:
+    """A child of an actor somewhere; see `ProcessHandle`."""
+
+    def __init__(self, name: str, actor: Any, started: Started, release: Callable[[], None]) -> None:  # noqa: ANN401 - Ray's
+        self.pid = started.pid
+        """On its own node."""
+        self.node = started.node
+        """Address of the node it runs on."""
+        self._name = name
+        self._actor = actor
+        self._release = release
+        self._code: int | None = None
+
+    async def wait(self) -> int:
+        """Return its exit code, or LOST, once it is gone and its place is free."""
+        while self._code is None:
+            try:
+                code = await _answer(self._actor.wait.remote())
+            except ActorUnavailableError:
+                await asyncio.sleep(LOOK_AGAIN_S)
+                continue
+            except RayError as error:
+                log.warning("%s on node %s is lost: %s", self._name, self.node, _first_line(error))
+                code = LOST
+            if self._code is None:  # several callers may wait
+                self._code = code
+                self._release()
+        return self._code
+
+    def terminate(self) -> None:
+        """Ask it to end; nothing where it is gone."""
+        if self._code is None:
+            self._actor.terminate.remote()
+
+    def kill(self) -> None:
+        """End it and its group; nothing where it is gone."""
+        if self._code is None:
+            self._actor.kill.remote()
+
+
+async def start_beside(launch: RayLaunch, spec: ProcessSpec, run_folder: Path) -> RayProcess:
+    """Start a process in an actor on this very node: the controller, whose HTTP API is on loopback, beside the run's owner.
+
+    Raises:
+        LaunchError: No cluster answers, or the process could not be started.
+    """
+    await connect(launch.address, launch.environment)
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    return await _start_in(here, spec, run_folder, ProcessNeeds(num_cpus=0, num_gpus=0), _keep)
+
+
+async def connect(address: str, environment: RayEnvironment | None = None) -> None:
+    """Be a driver of the cluster, unless this process is one already.
+
+    Args:
+        address: As RayLaunch says.
+        environment: Of everything this driver starts; None: as whoever started this process arranged it (JOB_CONFIG).
+
+    Raises:
+        LaunchError: No cluster answers.
+    """
+    if ray.is_initialized():
+        return
+    asked = {name: value for name, value in msgspec.to_builtins(environment or RayEnvironment()).items() if value}
+    try:
+        await asyncio.to_thread(_connect, address, asked)
+    except (OSError, RuntimeError, ValueError) as error:
+        raise LaunchError(
+            f"no Ray cluster at launch.address {address!r} ({_first_line(error)}): run on a node of one "
+            "(`ray start --head`, or `ray job submit`), or give HOST:PORT"
+        ) from error
+    # Ray's native code takes these signals for itself, from a thread too; set again they are Python's.
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.getsignal(number))
+
+
+def _connect(address: str, runtime_env: dict[str, Any]) -> None:
+    """Connect, which takes a second. Where nobody listens at HOST:PORT raise at once: Ray itself would try for minutes."""
+    logging.getLogger("ray._private.worker").setLevel(logging.ERROR)
+    host, colon, port = address.rpartition(":")
+    if colon and port.isdigit():
+        socket.create_connection((host, int(port)), REACH_S).close()
+    ray.init(address=address, runtime_env=runtime_env or None, log_to_driver=False, configure_logging=False)
+
+
+async def _check_nodes(run_folder: Path) -> None:
+    """Ask every node, by a task of its own, whether it sees the run's folder.
+
+    Raises:
+        LaunchError: Some do not.
+    """
+    look, digest = ray.remote(why_not_shared), digest_of(run_folder)
+    nodes = [(node["NodeID"], node["NodeManagerAddress"]) for node in ray.nodes() if node["Alive"]]
+    asked = [
+        look.options(num_cpus=0, max_retries=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False)).remote(
+            str(run_folder), digest, address
+        )
+        for node_id, address in nodes
+    ]
+    refusals = []
+    for answer, (_, address) in zip(asked, nodes, strict=True):
+        try:
+            async with asyncio.timeout(PROBE_S):
+                refusals.append(await _answer(answer))
+        except (RayError, TimeoutError) as error:
+            log.warning("node %s does not say whether it sees the run's folder: %s", address, _first_line(error))
+    if blind := [refusal for refusal in refusals if refusal]:
+        raise LaunchError("; ".join(blind))
+
+
+async def _start_in(
+    strategy: Any,  # noqa: ANN401 - Ray's
+    spec: ProcessSpec,
+    run_folder: Path,
+    needs: ProcessNeeds,
+    release: Callable[[], None],
+) -> RayProcess:
+    """Make an actor and have it start its child; whatever goes wrong leaves neither.
+
+    Raises:
+        LaunchError: The actor died, or says why it cannot.
+    """
+    assert spec.command[0] == sys.executable, f"only Python programs are started on other nodes, not {spec.command[0]}"
+    bundle = bundle_of(needs) if needs.num_cpus or needs.num_gpus or needs.resources else {}
+    options = {"num_cpus": bundle.pop("CPU", 0), "num_gpus": bundle.pop("GPU", 0), "memory": bundle.pop("memory", None)}
+    asked = {**{name: value for name, value in options.items() if value is not None}, "resources": bundle}
+    host = ray.remote(ProcessHost).options(scheduling_strategy=strategy, max_restarts=0, max_task_retries=0, **asked)
+    actor = host.remote()
+
+    def end() -> None:
+        ray.kill(actor)
+        release()
+
+    try:
+        reference = actor.start.remote(spec, os.getcwd(), str(run_folder), digest_of(run_folder))
+        answer: asyncio.Future[Started] = asyncio.wrap_future(reference.future())
+        done, _ = await asyncio.wait({answer}, timeout=SAY_SO_AFTER_S)
+        if not done:
+            wanted = {**bundle_of(needs), **needs.labels}
+            free = {kind: amount for kind, amount in ray.available_resources().items() if ":" not in kind}
+            log.warning("%s waits for a node with %s; free on the whole cluster: %s", spec.name, wanted, free)
+        started = await answer
+    except RayError as error:
+        end()
+        raise LaunchError(f"cannot start {spec.name}: {_first_line(error)}") from error
+    except BaseException:
+        end()
+        raise
+    if started.refusal:
+        end()
+        raise LaunchError(f"cannot start {spec.name}: {started.refusal}")
+    log.info("%s is on node %s (pid %d)", spec.name, started.node, started.pid)
+    return RayProcess(spec.name, actor, started, end)
+
+
+def bundle_of(needs: ProcessNeeds) -> dict[str, float]:
+    """Return what Ray reserves for a process; a bundle must hold something, so one that needs nothing takes a sliver of a CPU."""
+    named = {"CPU": needs.num_cpus, "GPU": needs.num_gpus or 0.0, "memory": needs.memory_gib * (1 << 30), **needs.resources}
+    return {name: amount for name, amount in named.items() if amount} or {"CPU": 0.001}
+
+
+def digest_of(run_folder: Path) -> str:
+    """Return what tells one run's config.toml from another's."""
+    return hashlib.blake2b((run_folder / "config.toml").read_bytes(), digest_size=16).hexdigest()
+
+
+def why_not_shared(run_folder: str, digest: str, address: str) -> str:
+    """Return why a node cannot work for a run: it does not see its folder; empty where it does."""
+    try:
+        seen = digest_of(Path(run_folder))
+    except OSError as error:
+        seen = str(error.strerror or error)
+    if seen == digest:
+        return ""
+    return (
+        f"node {address} does not see the run's folder {run_folder}: launch.kind = 'ray' wants it on storage that every node "
+        "mounts under the same path (keys, config, model and checkpoints are there); set `folder` to such a path"
+    )
+
+
+def _keep() -> None:
+    """Release nothing: the place belongs to the whole run."""
+
+
+async def _answer(reference: Any) -> Any:  # noqa: ANN401 - Ray's
+    return await asyncio.wrap_future(reference.future())
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,118 @@
+"""Failures of samples and groups: counted by kind, told once each, and ending a run that cannot succeed.
+
+A kind is the type and place of what was raised (`errors.kind_of`), never its message: one cause is one kind. Pure: no clock, no
+IO. The controller feeds it and acts on `verdict`.
+
+Invariants: a kind is news once; memory is bounded whatever fails; the verdict, once there, stays.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+
+from asyncrl.schema.status import FailureSeen
+
+WINDOW_GROUPS = 64
+"""Newest groups over which the share of failed ones is taken."""
+MOST_KINDS = 64
+"""Kinds counted apart; further ones are counted together."""
+OTHER_KINDS = "other kinds"
+FIRST_GROUPS, FIRST_SAMPLES = 4, 16
+"""So many groups and samples, failed before a single sample was scored, are enough to end a run."""
+MOST_PROMPT_FAILURES = 4
+"""A prompt whose groups failed so often is set aside."""
+
+
+class FailureWatch:
+    """Counts of failures, and what follows from them.
+
+    Args:
+        max_failed_share: `supervision.max_failed_share`.
+
+    Example:
+        >>> watch = FailureWatch(0.5)
+        >>> watch.sample_failed("reward", "TypeError at rewards.py:3", "score: TypeError: ...", "Traceback ...")
+        True
+        >>> watch.share
+        0.0
+    """
+
+    def __init__(self, max_failed_share: float) -> None:
+        self.kinds: dict[str, FailureSeen] = {}
+        """What failed, by kind, in the order of the first of each."""
+        self.set_aside: dict[str, str] = {}
+        """Prompts that are not issued again, by id, and the kind of their last failure."""
+        self.verdict = ""
+        """Empty, or why the run must end."""
+        self._max_failed_share = max_failed_share
+        self._window: deque[bool] = deque(maxlen=WINDOW_GROUPS)
+        self._prompt_failures: Counter[str] = Counter()
+        self._any_scored = False
+        self.num_failed_samples = 0
+        self._num_failed_groups = 0
+
+    @property
+    def share(self) -> float:
+        """Return the share of failed groups among the newest that were completed or failed; 0 before there is one."""
+        return sum(self._window) / len(self._window) if self._window else 0.0
+
+    def sample_scored(self) -> None:
+        """Note a sample that has its reward."""
+        self._any_scored = True
+
+    def sample_failed(self, stage: str, kind: str, reason: str, trace: str = "") -> bool:
+        """Count a failed sample.
+
+        Args:
+            stage: `generate` or `reward`.
+            kind: Type and place; empty: the reason stands for it.
+            reason: In words.
+            trace: The traceback, where there is one.
+
+        Returns:
+            Whether it is the first of its kind: to be told.
+        """
+        self.num_failed_samples += 1
+        kind = kind or reason
+        if kind not in self.kinds and len(self.kinds) >= MOST_KINDS:
+            kind, reason, trace = OTHER_KINDS, f"more than {MOST_KINDS} kinds of failure", ""
+        seen = self.kinds.get(kind)
+        self.kinds[kind] = FailureSeen(
+            kind=kind,
+            stage=seen.stage if seen else stage,
+            count=seen.count + 1 if seen else 1,
+            reason=seen.reason if seen else reason,
+            trace=seen.trace if seen else trace,
+        )
+        return seen is None
+
+    def group_completed(self) -> None:
+        """Note a group whose members are scored, whatever becomes of it."""
+        self._window.append(False)
+
+    def group_failed(self, prompt_id: str, kind: str) -> bool:
+        """Note a group that failed; return whether its prompt is set aside with that."""
+        self._window.append(True)
+        self._num_failed_groups += 1
+        self._judge(kind)
+        self._prompt_failures[prompt_id] += 1
+        if self._prompt_failures[prompt_id] < MOST_PROMPT_FAILURES:
+            return False
+        del self._prompt_failures[prompt_id]
+        self.set_aside[prompt_id] = kind
+        return True
+
+    def _judge(self, kind: str) -> None:
+        if self.verdict:
+            return
+        most = max(self.kinds.values(), key=lambda seen: seen.count, default=None)
+        cause = (
+            f"; most often at {most.stage}: {most.reason.splitlines()[0] if most.reason else most.kind}" if most else f": {kind}"
+        )
+        if not self._any_scored and self._num_failed_groups >= FIRST_GROUPS and self.num_failed_samples >= FIRST_SAMPLES:
+            self.verdict = f"all of the first {self.num_failed_samples} samples failed{cause}"
+        elif len(self._window) == WINDOW_GROUPS and self.share > self._max_failed_share:
+            self.verdict = (
+                f"{sum(self._window)} of the last {WINDOW_GROUPS} groups failed, more than supervision.max_failed_share "
+                f"({self._max_failed_share:g}) allows{cause}"
+            )

@@ -1,0 +1,405 @@
+"""Run life, decided purely: which phase the run is in, which processes should be up, and when it is over.
+
+Invariants (check_invariants, after every event in tests):
+- A process has at most one incarnation that is starting, up, ready, dying or leaving; incarnation numbers only grow.
+- Every process that is not up in a live run has a restart on its way; none is started once the run is over.
+- A process that left because it is not wanted is down, and nobody starts it until it is wanted again. That is no death.
+- Every death is announced exactly once, when the process is really gone, before its restart is asked for.
+- `stopped` and `failed` are final: an `EndRun` is given exactly once, and nothing but exits is expected after it.
+- Time during which the controller itself stood still is not counted as silence of a process.
+
+Phases: starting -> warming -> (evaluating) -> running -> (evaluating) -> draining -> stopped; paused stands beside evaluating and
+running; failed can follow anything. The supervisor carries the instructions out.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Literal
+
+from asyncrl.config.run import SupervisionConfig
+from asyncrl.control.lifecycle.events import (
+    FINAL_PHASES,
+    AnnounceDead,
+    Begin,
+    Drained,
+    DrainRequested,
+    EndRun,
+    EnterPhase,
+    EvaluationDone,
+    Event,
+    Instruction,
+    KillProcess,
+    PauseRequested,
+    ProcessEvent,
+    ProcessExited,
+    ProcessFault,
+    ProcessPlan,
+    ProcessReady,
+    ProcessStarted,
+    ProcessUnwanted,
+    ProcessWanted,
+    ResumeRequested,
+    RetireProcess,
+    Stalled,
+    StartProcess,
+    StepsDone,
+    StopRequested,
+    Tick,
+)
+from asyncrl.schema.control import ProcessKind
+from asyncrl.schema.status import Phase
+
+ProcessState = Literal["planned", "starting", "up", "ready", "dying", "restarting", "leaving", "left", "gone"]
+LONGEST_BACKOFF_S = 30.0
+_COMES_IN: dict[type, frozenset[Phase]] = {
+    EvaluationDone: frozenset({"evaluating", "draining"}),
+    StepsDone: frozenset({"evaluating", "running", "draining"}),
+    Drained: frozenset({"draining"}),
+}
+"""Events that can come in some phases only. While paused it is the phase that was left that counts."""
+
+
+class IllegalTransitionError(AssertionError):
+    """An event came that cannot come in this phase; the message carries the recent story."""
+
+
+@dataclass(slots=True)
+class ProcessRecord:
+    """What the run knows about one of its processes."""
+
+    name: str
+    kind: ProcessKind
+    state: ProcessState = "planned"
+    incarnation: int = 0
+    deaths_s: list[float] = field(default_factory=list)
+    """When it died, within the window."""
+    exit_codes: list[int] = field(default_factory=list)
+    """Of every incarnation that died. Exits after the run's end, and of processes that were not wanted, are no deaths."""
+    departures: int = 0
+    """Incarnations that left because the run could do without them."""
+    reason: str = ""
+    """Why it was killed or said it would die; empty where nobody knows."""
+
+
+class Heartbeats:
+    """When each process was last heard of.
+
+    From its start to its first heartbeat a process has `start_timeout_s`: Python, torch and the model are being loaded. After
+    that every gap may last `heartbeat_timeout_s`. A process that beats and is not ready yet is not late: preparing may take long.
+    """
+
+    def __init__(self, config: SupervisionConfig) -> None:
+        self._config = config
+        self._heard_s: dict[str, float] = {}
+        self._beating: set[str] = set()
+        self._looked_s: float | None = None
+
+    def expect(self, name: str, now: float) -> None:
+        """Begin to wait for the first heartbeat of a new incarnation."""
+        self._heard_s[name] = now
+        self._beating.discard(name)
+
+    def beat(self, name: str, now: float) -> None:
+        """Note a heartbeat; of a process that is not expected it is ignored."""
+        if name in self._heard_s:
+            self._heard_s[name] = now
+            self._beating.add(name)
+
+    def forget(self, name: str) -> None:
+        """Expect nothing more of it."""
+        self._heard_s.pop(name, None)
+        self._beating.discard(name)
+
+    def overdue(self, now: float) -> dict[str, str]:
+        """Return who is late at `now`, and in words by how much. Call it every `heartbeat_s`."""
+        away_s = 0.0 if self._looked_s is None else now - self._looked_s - self._config.heartbeat_s
+        self._looked_s = now
+        if away_s > 2 * self._config.heartbeat_s:
+            self._heard_s = {name: heard_s + away_s for name, heard_s in self._heard_s.items()}
+        late = {}
+        for name, heard_s in self._heard_s.items():
+            waited_s = now - heard_s
+            if name in self._beating and waited_s > self._config.heartbeat_timeout_s:
+                late[name] = f"{name} sent no heartbeat for {waited_s:.0f} s"
+            elif name not in self._beating and waited_s > self._config.start_timeout_s:
+                late[name] = f"{name} sent no heartbeat in {waited_s:.0f} s since its start"
+        return late
+
+
+class Lifecycle:
+    """The state machine of one run.
+
+    Example:
+        >>> life = Lifecycle([ProcessPlan("learner", "learner")], SupervisionConfig())
+        >>> life.handle(Begin(), now=0.0)[0]
+        EnterPhase(phase='starting')
+    """
+
+    def __init__(
+        self,
+        plan: Iterable[ProcessPlan],
+        config: SupervisionConfig,
+        *,
+        evaluate_first: bool = False,
+        evaluate_last: bool = False,
+        logs_folder: str = "logs",
+    ) -> None:
+        """Plan a run.
+
+        Args:
+            plan: Every process the run wants, by unique name; may be empty (everything is outside code).
+            config: Deaths allowed, their window, the back-off, and how long a process may be silent and a drain may take.
+            evaluate_first: Pass through `evaluating` before `running`.
+            evaluate_last: Pass through `evaluating` once the goal is reached.
+            logs_folder: Where the processes' logs lie, for messages.
+        """
+        planned = list(plan)
+        self.phase: Phase = "starting"
+        self.reason = ""
+        self.processes = {item.name: ProcessRecord(item.name, item.kind) for item in planned}
+        if len(self.processes) != len(planned):
+            raise ValueError(f"process names must be unique, got {[item.name for item in planned]}")
+        self.heartbeats = Heartbeats(config)
+        self.goal_reached = False
+        """The last step's version has existed, even if a learner has gone back behind it since."""
+        self._config = config
+        self._evaluate_first = evaluate_first
+        self._evaluate_last = evaluate_last
+        self._logs_folder = logs_folder
+        self._begun = False
+        self._now = 0.0
+        self._phase_since_s = 0.0
+        self._resume_to: Phase = "running"
+        self._drain_reason = "goal reached"
+        self._out: list[Instruction] = []
+        self._ended = 0
+        self._story: deque[str] = deque(maxlen=40)
+
+    @property
+    def over(self) -> bool:
+        """Return whether the run has ended, well or not."""
+        return self.phase in FINAL_PHASES
+
+    def refusal(self, event: Event) -> str:
+        """Return why a user's request cannot be met now, or an empty string when it can."""
+        if isinstance(event, PauseRequested | ResumeRequested) and self.phase not in {"running", "evaluating", "paused"}:
+            wanted = "only a running run can be paused" if isinstance(event, PauseRequested) else "only a paused run can go on"
+            return f"{wanted}; this one is {self.phase}"
+        if isinstance(event, DrainRequested | StopRequested) and self.over:
+            return f"the run is over ({self.phase}: {self.reason})"
+        return ""
+
+    def handle(self, event: Event, now: float) -> list[Instruction]:
+        """Take one event in and return what is to be done about it, in order.
+
+        Args:
+            event: What happened.
+            now: Clock seconds; never less than at the call before.
+
+        Returns:
+            Instructions for the supervisor; empty where nothing follows.
+
+        Raises:
+            IllegalTransitionError: The event cannot come now (a bug of the caller); the state is unchanged.
+        """
+        if refused := self._cannot_come(event):
+            raise IllegalTransitionError(f"{event} at {now:.3f}: {refused}\nrecent story:\n  " + "\n  ".join(self._story))
+        self._now, self._out = now, []
+        if isinstance(event, ProcessExited):
+            self._exited(event)
+        elif self.over:
+            pass
+        elif isinstance(event, ProcessEvent):
+            self._process_event(event)
+        else:
+            self._run_event(event)
+        if self._out or not isinstance(event, Tick):
+            self._story.append(f"{now:.3f} {event} -> {self._out or 'nothing'} [{self.phase}]")
+        return self._out
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError where the state contradicts itself."""
+        assert self._ended == int(self.over), f"EndRun was given {self._ended} times in phase {self.phase}"
+        assert not (self.phase == "failed" and not self.reason), "a failed run has no reason"
+        for record in self.processes.values():
+            assert (record.state == "planned") == (record.incarnation == 0), record
+            if not self.over and self._begun:
+                assert record.state not in {"planned", "gone"}, f"{record.name} is down and nobody starts it: {record}"
+            if self.over:
+                assert record.state != "restarting", f"{record.name} would start after the end"
+            else:
+                ended = record.incarnation - (record.state not in {"planned", "left"})
+                assert len(record.exit_codes) + record.departures == ended, (
+                    f"{record.name}: incarnations that ended and exit codes differ: {record}"
+                )
+
+    def _cannot_come(self, event: Event) -> str:
+        if self._begun == isinstance(event, Begin):
+            return "the run has begun before" if self._begun else "the run has not begun"
+        if isinstance(event, ProcessEvent) and event.name not in self.processes and not isinstance(event, ProcessWanted):
+            return f"no process of that name; there are {sorted(self.processes)}"
+        if isinstance(event, PauseRequested | ResumeRequested):
+            return self.refusal(event)
+        comes_in = _COMES_IN.get(type(event))
+        phase = self._resume_to if self.phase == "paused" else self.phase
+        if comes_in is None or self.over or phase in comes_in:
+            return ""
+        return f"it comes in {' or '.join(sorted(comes_in))} only, and this run is {self.phase}"
+
+    # -- the run's phases --------------------------------------------------------------------------------------------------
+
+    def _run_event(self, event: Event) -> None:
+        match event:
+            case Begin():
+                self._begun = True
+                self._enter("starting")
+                for record in self.processes.values():
+                    self._start(record, delay_s=0.0)
+                self._leave_start()
+            case Tick():
+                self._tick()
+            case StepsDone() if not self.goal_reached and self.phase != "draining":
+                self.goal_reached = True
+                self._advance("evaluating" if self._evaluate_last else "draining")
+            case EvaluationDone() if self.phase != "draining":
+                self._advance("draining" if self.goal_reached else "running")
+            case PauseRequested() if self.phase != "paused":
+                self._resume_to = self.phase
+                self._enter("paused")
+            case ResumeRequested() if self.phase == "paused":
+                self._enter(self._resume_to)
+            case DrainRequested(reason) if self.phase != "draining":
+                self._drain_reason = reason
+                self._enter("draining")
+            case Drained():
+                self._end(ok=True, reason=self._drain_reason)
+            case StopRequested(reason):
+                self._end(ok=True, reason=reason)
+            case Stalled(reason):
+                self._end(ok=False, reason=reason)
+
+    def _tick(self) -> None:
+        for name, reason in self.heartbeats.overdue(self._now).items():
+            self._kill(self.processes[name], reason)
+        waited_s = self._now - self._phase_since_s
+        if self.phase == "draining" and waited_s > self._config.drain_timeout_s:
+            said = f"draining took {waited_s:.0f} s, longer than supervision.drain_timeout_s allows"
+            self._end(ok=False, reason=said)
+
+    def _leave_start(self) -> None:
+        """Move on from `starting` once all processes are up, from `warming` once one of every kind is ready."""
+        wanted = [record for record in self.processes.values() if record.state not in {"leaving", "left"}]
+        if self.phase == "starting" and all(record.state in {"up", "ready"} for record in wanted):
+            self._enter("warming")
+        ready = {record.kind for record in wanted if record.state == "ready"}
+        if self.phase == "warming" and all(record.kind in ready for record in wanted):
+            self._enter("evaluating" if self._evaluate_first else "running")
+
+    def _advance(self, phase: Phase) -> None:
+        """Enter `phase`, or, while paused, remember to enter it when the run goes on."""
+        if self.phase == "paused":
+            self._resume_to = phase
+        else:
+            self._enter(phase)
+
+    def _enter(self, phase: Phase) -> None:
+        self.phase = phase
+        self._phase_since_s = self._now
+        self._out.append(EnterPhase(phase))
+
+    def _end(self, *, ok: bool, reason: str) -> None:
+        self._enter("stopped" if ok else "failed")
+        self.reason = reason
+        self._ended += 1
+        for record in self.processes.values():
+            if record.state == "restarting":
+                record.state = "gone"
+        self._out.append(EndRun(ok, reason))
+
+    # -- its processes -----------------------------------------------------------------------------------------------------
+
+    def _process_event(self, event: ProcessEvent) -> None:
+        match event:
+            case ProcessStarted(name, incarnation):
+                record = self.processes[name]
+                if incarnation == record.incarnation:
+                    self.heartbeats.expect(name, self._now)
+                    if record.state in {"starting", "restarting"}:
+                        record.state = "up"
+                self._leave_start()
+            case ProcessReady(name):
+                record = self.processes[name]
+                if record.state in {"starting", "up"}:
+                    record.state = "ready"
+                self._leave_start()
+            case ProcessFault(name, reason, fatal):
+                if fatal:
+                    self._end(ok=False, reason=f"{name}: {reason}")
+                else:
+                    self._kill(self.processes[name], f"{name}: {reason}")
+            case ProcessWanted(name, kind):
+                record = self.processes.setdefault(name, ProcessRecord(name, kind))
+                if record.state in {"planned", "left"}:
+                    self._start(record, delay_s=0.0)
+            case ProcessUnwanted(name):
+                record = self.processes[name]
+                if record.state not in {"leaving", "left"}:
+                    is_going_anyway = record.state == "dying"
+                    record.state = "leaving"
+                    self._out += [] if is_going_anyway else [RetireProcess(name, record.kind, record.incarnation)]
+
+    def _start(self, record: ProcessRecord, delay_s: float) -> None:
+        record.incarnation += 1
+        record.state = "restarting" if delay_s > 0 else "starting"
+        record.reason = ""
+        self._out.append(StartProcess(record.name, record.kind, record.incarnation, delay_s))
+
+    def _kill(self, record: ProcessRecord, reason: str) -> None:
+        if record.state in {"starting", "up", "ready"}:
+            record.state = "dying"
+            record.reason = reason
+            self._out.append(KillProcess(record.name, reason))
+
+    def _exited(self, event: ProcessExited) -> None:
+        record = self.processes[event.name]
+        if event.incarnation not in {0, record.incarnation} or record.state in {"planned", "left", "gone"}:
+            return
+        self.heartbeats.forget(record.name)
+        if self.over:
+            record.state = "gone"
+            return
+        if record.state == "leaving":
+            record.state = "left"
+            record.departures += 1
+            self._out.append(AnnounceDead(record.name, record.kind, "it was not needed any more"))
+            return
+        record.exit_codes.append(event.code)
+        record.deaths_s.append(self._now)
+        why = record.reason or f"{record.name} exited with {_exit_text(event.code)}"
+        self._out.append(AnnounceDead(record.name, record.kind, why))
+        window_s = self._config.death_window_s
+        for each in self.processes.values():
+            each.deaths_s = [died_s for died_s in each.deaths_s if self._now - died_s <= window_s]
+        deaths = {each.name: len(each.deaths_s) for each in self.processes.values() if each.deaths_s}
+        if sum(deaths.values()) <= self._config.max_deaths:
+            doublings = min(deaths[record.name] - 1, 30)
+            self._start(record, float(min(self._config.backoff_s * 2**doublings, LONGEST_BACKOFF_S)))
+            return
+        record.state = "gone"
+        listing = "; ".join(
+            f"{name} ended with {', '.join(map(_exit_text, self.processes[name].exit_codes[-number:]))}"
+            for name, number in deaths.items()
+        )
+        self._end(
+            ok=False,
+            reason=f"{sum(deaths.values())} deaths within {window_s:.0f} s, allowed are {self._config.max_deaths} "
+            f"(supervision.max_deaths): {listing}; the last: {why}; see {self._logs_folder}/{record.name}.log",
+        )
+
+
+def _exit_text(code: int) -> str:
+    """Return an exit code in words, `signal 9` for -9."""
+    return f"signal {-code}" if code < 0 else f"code {code}"

@@ -1,0 +1,283 @@
+"""Carries out what the lifecycle decides: starts, watches, kills and restarts the processes of a run.
+
+Invariants:
+- Every process has one task here that owns it from its start to its exit; when `run` returns or raises, none is left.
+- Processes are killed by the handle they were started with (recorded in RUN/pids.jsonl), never by name.
+- Callbacks run on the event loop, inside `post`; they may post further events, which are taken in order.
+
+The controller runs `run()` in its task group, posts what it learns, and answers `on_end` by telling the processes to stop over
+their channels and then awaiting `shutdown(deadline_s)`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from asyncrl.clock import Clock
+from asyncrl.config.run import SupervisionConfig
+from asyncrl.control.launch.local import Launcher, ProcessHandle, ProcessSpec
+from asyncrl.control.lifecycle.events import (
+    AnnounceDead,
+    Begin,
+    EndRun,
+    EnterPhase,
+    Event,
+    Instruction,
+    KillProcess,
+    ProcessExited,
+    ProcessStarted,
+    RetireProcess,
+    StartProcess,
+    Tick,
+)
+from asyncrl.control.lifecycle.pid_file import PidFile, PidRecord
+from asyncrl.control.lifecycle.state import Lifecycle
+from asyncrl.errors import LaunchError
+from asyncrl.schema.control import Heartbeat, ProcessKind
+from asyncrl.schema.status import Phase
+
+log = logging.getLogger(__name__)
+
+COULD_NOT_START = 127
+"""Exit code of a process that never came to be."""
+KILL_GRACE_S = 3.0
+"""Between asking a process to end and ending it."""
+
+
+@dataclass(frozen=True, slots=True)
+class SupervisorCallbacks:
+    """What the controller wants to be told, on the event loop, at once."""
+
+    on_dead: Callable[[str, ProcessKind], None]
+    """A process is gone and will come back: issue its groups again, or replay its steps."""
+    on_phase: Callable[[Phase], None]
+    on_end: Callable[[bool, str], None]
+    """The run is over (ok, reason): say Shutdown over the channels, then await `shutdown`."""
+    on_leave: Callable[[str], None] = lambda _: None
+    """A process is to go: once it holds nothing, say Shutdown over its channel, or `terminate` where it has none."""
+
+
+@dataclass(slots=True)
+class LiveProcess:
+    """A process from its start to its exit."""
+
+    handle: ProcessHandle
+    pid: PidRecord
+    heartbeat: Heartbeat | None = None
+    """The newest."""
+    kill_at_s: float | None = None
+    """When it is killed, once it was asked to end."""
+
+
+class Supervisor:
+    """Owns the processes of one run.
+
+    Example:
+        >>> supervisor = Supervisor(lifecycle, LocalLauncher(), spec_for, config.supervision, callbacks, clock, run_folder)
+        >>> async with asyncio.TaskGroup() as group:
+        ...     group.create_task(supervisor.run())
+        ...     ...  # on_end fired: say goodbye, then
+        ...     await supervisor.shutdown(deadline_s=10.0)
+    """
+
+    def __init__(
+        self,
+        lifecycle: Lifecycle,
+        launcher: Launcher,
+        spec_for: Callable[[str, ProcessKind, int], ProcessSpec],
+        config: SupervisionConfig,
+        callbacks: SupervisorCallbacks,
+        clock: Clock,
+        run_folder: Path,
+    ) -> None:
+        """Wire a supervisor; nothing starts before `run`.
+
+        Args:
+            lifecycle: The state machine that decides.
+            launcher: Where processes come from.
+            spec_for: (name, kind, incarnation) to what is to be started.
+            config: Heartbeat interval.
+            callbacks: What the controller wants to know.
+            clock: Time, real or virtual.
+            run_folder: Where pids.jsonl lies.
+        """
+        self._lifecycle = lifecycle
+        self._launcher = launcher
+        self._spec_for = spec_for
+        self._config = config
+        self._callbacks = callbacks
+        self._clock = clock
+        self._pid_file = PidFile(run_folder)
+        self.live: dict[str, LiveProcess] = {}
+        self._inbox: deque[Event] = deque()
+        self._handling = False
+        self._group: asyncio.TaskGroup | None = None
+        self._owners: dict[str, asyncio.Task[None]] = {}
+        self._none_left = asyncio.Event()
+        self._closing = False
+
+    @property
+    def pids(self) -> dict[str, PidRecord]:
+        """Return the live processes, by name."""
+        return {name: process.pid for name, process in self.live.items()}
+
+    @property
+    def heartbeats(self) -> dict[str, Heartbeat]:
+        """Return the newest heartbeat of every live process, by name."""
+        return {name: process.heartbeat for name, process in self.live.items() if process.heartbeat is not None}
+
+    def post(self, event: Event) -> None:
+        """Tell the lifecycle what happened and carry out what follows; safe to call from a callback.
+
+        Raises:
+            IllegalTransitionError: The event cannot come now; ask `Lifecycle.refusal` first for what users request.
+        """
+        self._inbox.append(event)
+        if self._handling:
+            return
+        self._handling = True
+        try:
+            while self._inbox:
+                for instruction in self._lifecycle.handle(self._inbox.popleft(), self._clock.now()):
+                    self._carry_out(instruction)
+        finally:
+            self._handling = False
+
+    def note_heartbeat(self, heartbeat: Heartbeat) -> None:
+        """Take a heartbeat in; of a process that this supervisor did not start it is ignored."""
+        if (process := self.live.get(heartbeat.name)) is not None:
+            process.heartbeat = heartbeat
+            self._lifecycle.heartbeats.beat(heartbeat.name, self._clock.now())
+
+    def terminate(self, name: str) -> None:
+        """End a process that cannot be told over its channel; nothing where it is gone."""
+        if (process := self.live.get(name)) is not None:
+            process.kill_at_s = self._clock.now() + KILL_GRACE_S
+            process.handle.terminate()
+
+    async def run(self) -> None:
+        """Begin the run; return once it is over, `shutdown` was called, and no process is left.
+
+        Cancelling it kills every process before it returns.
+        """
+        if self._closing:
+            return
+        try:
+            async with asyncio.TaskGroup() as group:
+                self._group = group
+                watching = group.create_task(self._watch(), name="supervisor-watch")
+                self.post(Begin())
+                await self._none_left.wait()
+                watching.cancel()
+        finally:
+            for process in self.live.values():
+                process.handle.kill()
+            for name, process in list(self.live.items()):
+                await process.handle.wait()
+                self._went_away(name)
+
+    async def shutdown(self, deadline_s: float) -> None:
+        """End every process: wait for those that were told to, then terminate, then kill.
+
+        Args:
+            deadline_s: How long processes may take to end by themselves.
+        """
+        self._closing = True
+        for name, owner in self._owners.items():
+            if name not in self.live:
+                owner.cancel()
+        self._note_if_none_left()
+        if not await self._gone_within(deadline_s):
+            log.warning("still up %.0f s after they were told to stop: %s; terminating them", deadline_s, ", ".join(self.live))
+            for process in list(self.live.values()):
+                process.handle.terminate()
+        if not await self._gone_within(KILL_GRACE_S):
+            log.warning("killing %s", ", ".join(self.live))
+            for process in list(self.live.values()):
+                process.handle.kill()
+            await self._none_left.wait()
+
+    def _carry_out(self, instruction: Instruction) -> None:
+        match instruction:
+            case StartProcess(name, _, incarnation):
+                assert self._group is not None, "nothing is started before run()"
+                task = self._group.create_task(self._own(instruction), name=f"own-{name}-{incarnation}")
+                self._owners[name] = task
+                task.add_done_callback(lambda done: self._owner_done(name, done))
+            case KillProcess(name, reason):
+                log.warning("ending %s: %s", name, reason)
+                self.terminate(name)
+            case RetireProcess(name, _, incarnation):
+                log.info("%s is not needed any more", name)
+                if name in self.live:
+                    self._callbacks.on_leave(name)
+                    return
+                if (owner := self._owners.get(name)) is not None:
+                    owner.cancel()
+                self.post(ProcessExited(name, 0, incarnation))
+            case AnnounceDead(name, kind, reason):
+                was_wanted = self._lifecycle.processes[name].state != "left"
+                log.log(logging.WARNING if was_wanted else logging.INFO, "%s is gone: %s", name, reason)
+                self._callbacks.on_dead(name, kind)
+            case EnterPhase(phase):
+                log.info("phase %s", phase)
+                self._callbacks.on_phase(phase)
+            case EndRun(ok, reason):
+                log.log(logging.INFO if ok else logging.ERROR, "run ended: %s", reason)
+                self._callbacks.on_end(ok, reason)
+
+    async def _own(self, start: StartProcess) -> None:
+        """Start one incarnation and stay with it until it is gone."""
+        await self._clock.sleep(start.delay_s)
+        log.info("starting %s (incarnation %d)", start.name, start.incarnation)
+        try:
+            handle = await self._launcher.start(self._spec_for(start.name, start.kind, start.incarnation))
+        except LaunchError as error:
+            log.error("%s", error)  # noqa: TRY400 - the message is complete
+            self.post(ProcessExited(start.name, COULD_NOT_START, start.incarnation))
+            return
+        record = PidRecord(start.name, start.kind, handle.pid, start.incarnation, self._clock.now())
+        self.live[start.name] = LiveProcess(handle, record)
+        self._pid_file.note(record)
+        self.post(ProcessStarted(start.name, start.incarnation))
+        code = await handle.wait()
+        self._went_away(start.name)
+        self.post(ProcessExited(start.name, code, start.incarnation))
+
+    def _went_away(self, name: str) -> None:
+        self._pid_file.note(msgspec.structs.replace(self.live.pop(name).pid, ended_s=self._clock.now()))
+
+    def _owner_done(self, name: str, task: asyncio.Task[None]) -> None:
+        if self._owners.get(name) is task:
+            del self._owners[name]
+        self._note_if_none_left()
+
+    def _note_if_none_left(self) -> None:
+        if self._closing and not self._owners:
+            self._none_left.set()
+
+    async def _watch(self) -> None:
+        while True:
+            await self._clock.sleep(self._config.heartbeat_s)
+            self.post(Tick())
+            now = self._clock.now()
+            for process in self.live.values():
+                if process.kill_at_s is not None and now >= process.kill_at_s:
+                    process.handle.kill()
+
+    async def _gone_within(self, deadline_s: float) -> bool:
+        """Return whether every process was gone before `deadline_s` had passed."""
+        async with asyncio.TaskGroup() as group:
+            gone = group.create_task(self._none_left.wait(), name="none-left")
+            late = group.create_task(self._clock.sleep(deadline_s), name="deadline")
+            await asyncio.wait({gone, late}, return_when=asyncio.FIRST_COMPLETED)
+            gone.cancel()
+            late.cancel()
+        return self._none_left.is_set()

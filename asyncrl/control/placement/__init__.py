@@ -1,0 +1,1 @@
+"""Which process holds a shared device: placement phases, and the shares of a GPU."""

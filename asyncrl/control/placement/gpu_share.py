@@ -1,0 +1,228 @@
+"""The share of the learner's device that generation may take beside training (`placement.kind = "async_hybrid"`).
+
+What `placement.generation_share` s means for n generators on one device with a budget of B bytes:
+
+- time, on a CPU: all generators run on the same floor(s x cores) cores, whatever their number and threads; training may use
+  every core, and goes first (niceness);
+- time, on a GPU: each gets floor(100 s / n) % of the multiprocessors, by MPS; where its daemon does not run, kernels take turns
+  and nothing bounds them;
+- memory: vLLM's KV cache is s B / n - weights (without a budget it gets s / n of the GPU); the transformers engine's is fixed by
+  its slots, and on a GPU torch's allocator is held to s B / n.
+
+Training state with the activations of a row, models of inference workers on the same device, weights and the least KV cache
+that works are added up before anything starts, and refused with the sum where they do not fit. Joined generators (join.py) on
+the run's own machine keep to the same cores; on machines of their own nothing holds them.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import subprocess
+from collections.abc import Collection
+from math import ceil, floor
+
+from msgspec.structs import replace
+
+from asyncrl.config.generate import VLLMEngineConfig
+from asyncrl.config.medium_choice import places_of
+from asyncrl.config.placement_rules import inference_shares_device
+from asyncrl.config.run import LocalLaunch, RunConfig
+from asyncrl.control.tools.memory import (
+    generator_parts,
+    inference_parts,
+    judging_forward_bytes,
+    policy_shape,
+    reference_sizes,
+    training_sizes,
+)
+from asyncrl.errors import ConfigError
+from asyncrl.models.memory import BYTES, Part
+
+log = logging.getLogger(__name__)
+
+GIB = 1 << 30
+MPS_PERCENTAGE = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
+
+
+def shares_device(config: RunConfig) -> bool:
+    """Return whether generators of this run are bound to a share of the learner's device."""
+    return config.placement.kind == "async_hybrid" and isinstance(config.launch, LocalLaunch)
+
+
+def most_generators(config: RunConfig) -> int:
+    """Return how many generators of its own a run has at most."""
+    elastic = config.launch.elastic
+    return max(elastic.max_generators if elastic is not None else config.generate.num_workers, 1)
+
+
+def as_joined(config: RunConfig, *, on_same_machine: bool) -> RunConfig:
+    """Return the config as a joined generator reads it: on a machine of its own it shares nobody's device."""
+    if on_same_machine or not shares_device(config):
+        return config
+    return replace(config, placement=replace(config.placement, kind="disaggregated"))
+
+
+# -- time ------------------------------------------------------------------------------------------------------------------
+
+
+def own_cores(share: float, cores: Collection[int]) -> frozenset[int]:
+    """Return the cores of all generators together: the last floor(share x cores).
+
+    Raises:
+        ConfigError: That is none.
+    """
+    number = floor(share * len(cores) + 1e-9)
+    if number == 0:
+        raise ConfigError(
+            f"placement.generation_share {share:g} of {len(cores)} cores is {share * len(cores):.2f} cores, and generators are "
+            f"held to whole ones: set it to at least {1 / len(cores):.2f}"
+            + ("" if len(cores) > 1 else ", on a machine of two cores or more")
+        )
+    return frozenset(sorted(cores)[-number:])
+
+
+def keep_to_own_cores(config: RunConfig) -> frozenset[int]:
+    """Hold this process, a generator, and all it will start to the generators' cores; return them, or nothing where none are set.
+
+    Call it before torch is imported: threads that exist already stay where they are.
+    """
+    if not shares_device(config) or _on_gpu(config) or not hasattr(os, "sched_setaffinity"):
+        return frozenset()
+    cores = own_cores(config.placement.generation_share, usable_cores())
+    os.sched_setaffinity(0, cores)
+    log.info("held to cores %s (placement.generation_share %g)", sorted(cores), config.placement.generation_share)
+    return cores
+
+
+def usable_cores() -> frozenset[int]:
+    """Return the cores that this process may run on."""
+    return frozenset(os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1))
+
+
+def generator_environment(config: RunConfig) -> dict[str, str]:
+    """Return what a generator's process needs in its environment to keep to its share of a GPU's time."""
+    if not shares_device(config) or not _on_gpu(config):
+        return {}
+    return {MPS_PERCENTAGE: str(max(1, floor(100 * config.placement.generation_share / most_generators(config))))}
+
+
+# -- memory ----------------------------------------------------------------------------------------------------------------
+
+
+def with_own_memory(config: RunConfig) -> RunConfig:
+    """Return the config as a generator beside training reads it: vLLM's memory bounded by the share."""
+    engine = config.generate.engine
+    if not shares_device(config) or not isinstance(engine, VLLMEngineConfig):
+        return config
+    share = config.placement.generation_share / most_generators(config)
+    budget_bytes = int(config.placement.device_memory_gib * GIB)
+    if budget_bytes:
+        room_gib = (share * budget_bytes - _weights_bytes(config)) / GIB
+        engine = replace(engine, kv_cache_gib=min(engine.kv_cache_gib or room_gib, room_gib))
+    elif _on_gpu(config):
+        engine = replace(engine, gpu_memory_share=min(engine.gpu_memory_share, share))
+    return replace(config, generate=replace(config.generate, engine=engine))
+
+
+def memory_bounds(config: RunConfig) -> tuple[float, float, int]:
+    """Return the shares of the budget that a generator and the learner are held to, and the budget in bytes; 0: the whole GPU."""
+    share, budget_bytes = config.placement.generation_share, int(config.placement.device_memory_gib * GIB)
+    return (share / most_generators(config), 1 - share, budget_bytes) if shares_device(config) else (1.0, 1.0, 0)
+
+
+def check_shares(config: RunConfig, cores: Collection[int], gpu_bytes: int = 0) -> None:
+    """Refuse shares that cannot be, with the sum.
+
+    Args:
+        config: Of the run.
+        cores: Those the run may use.
+        gpu_bytes: Of the learner's GPU; 0: nobody knows, and without a budget nothing is added up.
+
+    Raises:
+        ConfigError: No whole core, or training and the least that generation needs do not fit beside each other.
+    """
+    if not shares_device(config):
+        return
+    if not _on_gpu(config):
+        own_cores(config.placement.generation_share, cores)
+    budget_bytes = int(config.placement.device_memory_gib * GIB) or gpu_bytes
+    if budget_bytes:
+        _check_memory(config, budget_bytes)
+
+
+def _check_memory(config: RunConfig, budget_bytes: int) -> None:
+    share, number = config.placement.generation_share, most_generators(config)
+    beside = _training_parts(config)
+    training, generator = sum(beside.values()), sum(part.num_bytes for part in least_parts(config))
+    generation = number * generator
+    parts = ", ".join(f"{part.name} {_gib(part.num_bytes)}" for part in least_parts(config)) or "no model"
+    sums = (
+        f"  training state                {_gib(training)} of {_gib((1 - share) * budget_bytes)} "
+        f"((1 - {share:g}) x {_gib(budget_bytes)}): {', '.join(f'{name} {_gib(size)}' for name, size in beside.items())}\n"
+        f"  generation, at least          {_gib(generation)} of {_gib(share * budget_bytes)} ({share:g} x {_gib(budget_bytes)}): "
+        f"{number} x ({parts})"
+    )
+    if training + generation > budget_bytes:
+        raise ConfigError(
+            f"placement: training and generation do not fit the device beside each other:\n{sums}\n  set "
+            f"placement.device_memory_gib to at least {_gib(training + generation)} if the device has it; fewer "
+            "generate.num_workers or slots; learner.optimizer = 'adamw_8bit' or offload_optimizer; or "
+            "placement.kind = 'colocated', where they take turns"
+        )
+    least, most = ceil(100 * generation / budget_bytes) / 100, floor(100 * (1 - training / budget_bytes)) / 100
+    if not least <= share <= most:
+        asked = f"between {least:.2f} and {most:.2f}" if least <= most else f"near {least:.2f}, and the budget a little larger"
+        raise ConfigError(f"placement.generation_share {share:g} does not divide the device's memory:\n{sums}\n  set it {asked}")
+
+
+def least_parts(config: RunConfig) -> tuple[Part, ...]:
+    """Return what one generator cannot do without: weights, and the KV cache of all its slots, with vLLM of one sample."""
+    engine, shape = config.generate.engine, policy_shape(config.model)
+    if not isinstance(engine, VLLMEngineConfig):
+        return generator_parts(config)
+    held = BYTES[config.learner.dtype if engine.dtype == "auto" else engine.dtype]
+    one = 2 * shape.layers * shape.kv_heads * shape.head_size * engine.max_sequence_tokens * held
+    return Part("weights", _weights_bytes(config)), Part("KV cache of one sample", one)
+
+
+def gpu_memory_bytes(config: RunConfig) -> int:
+    """Return the memory of the learner's GPU as its driver says; 0 where there is none, or nobody says."""
+    tool, gpu = shutil.which("nvidia-smi"), places_of(config).learner_gpu
+    if tool is None or gpu is None:
+        return 0
+    command = [tool, f"--id={gpu}", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    told = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False).stdout.strip()  # noqa: S603
+    return int(told) << 20 if told.isdigit() else 0
+
+
+def _training_parts(config: RunConfig) -> dict[str, int]:
+    """Return what is on the device beside generation: the learner with a row, and inference workers that are there too."""
+    if config.learner.kind != "builtin":
+        return {}
+    sizes, reference = training_sizes(config), reference_sizes(config)
+    if not config.placement.device_memory_gib:  # with a budget it comes and goes (learner/offload.py)
+        sizes |= {name: size for name, size in reference.items() if name == "reference"}
+    elif sum(reference.values()) > sum(sizes.values()):
+        sizes = reference
+    if inference_shares_device(config):
+        judge = sum(part.num_bytes for part in inference_parts(config)) + judging_forward_bytes(config)
+        sizes["inference workers"] = judge * config.inference.num_workers
+    return sizes
+
+
+def _weights_bytes(config: RunConfig) -> int:
+    return next((part.num_bytes for part in generator_parts(config) if part.name == "weights"), 0)
+
+
+def _on_gpu(config: RunConfig) -> bool:
+    engine = config.generate.engine
+    places = places_of(config)
+    if engine.receives:
+        return bool(places.engine_gpus)
+    return places.learner_gpu is not None
+
+
+def _gib(num_bytes: float) -> str:
+    return f"{num_bytes / GIB:.3f} GiB"

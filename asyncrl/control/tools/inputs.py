@@ -1,0 +1,242 @@
+"""What a config names outside itself, looked at before a run is started: functions, files, folders, devices, prompts.
+
+A user's code and heavy libraries are imported in a process that ends with that: it sees modules as the run's processes will, and
+what an import takes (memory, threads, a GPU) goes with it. Where Ray makes an environment for the run there is nothing to see
+here, and what is wrong shows once the run is started.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from asyncrl.config.algorithm import PythonCorrection
+from asyncrl.config.broadcast import FilesMedium
+from asyncrl.config.generate import ReplayEngineConfig
+from asyncrl.config.learner import PretrainedModel
+from asyncrl.config.load import parse_config
+from asyncrl.config.reward import PythonReward
+from asyncrl.config.run import RunConfig, has_own_environment
+from asyncrl.config.tasks import PythonTask
+from asyncrl.errors import AsyncRLError, ConfigError
+from asyncrl.generate.tokenizer import TokenizerCodec
+from asyncrl.schema.samples import Prompt
+from asyncrl.tasks.json_lines import missing_files
+from asyncrl.tasks.registry import build_task
+from asyncrl.user_code import MATHS_ARGUMENTS, REWARD_ARGUMENTS, TASK_ARGUMENTS, load_function
+
+TIMEOUT_S = 300.0
+MOST_PROMPTS = 2000
+"""Prompts whose length is looked at."""
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt", "spiece.model")
+_WRONG = 2
+
+
+class UserFunction(msgspec.Struct, frozen=True):
+    """One function and how it is called."""
+
+    path: str
+    field: str
+    arguments: tuple[str, ...]
+
+
+class Question(msgspec.Struct, frozen=True):
+    """What the other process is asked."""
+
+    functions: list[UserFunction]
+    config: dict[str, Any] = {}
+    """Empty: only the functions are looked at."""
+
+
+class Findings(msgspec.Struct):
+    """What it answers."""
+
+    faults: list[str] = []
+    figures: dict[str, str] = {}
+
+
+def user_functions(config: RunConfig) -> list[UserFunction]:
+    """Return the functions that the processes of this run will import."""
+    found = [UserFunction(config.task.path, "task.path", TASK_ARGUMENTS)] if isinstance(config.task, PythonTask) else []
+    found += [
+        UserFunction(function.path, "reward path", REWARD_ARGUMENTS)
+        for function in config.reward.functions
+        if isinstance(function, PythonReward)
+    ]
+    if config.learner.kind == "builtin":
+        algorithm = config.algorithm
+        maths = [("algorithm.advantage", algorithm.advantage), ("algorithm.loss", algorithm.loss)]
+        maths += [
+            ("algorithm.corrections.path", item.path) for item in algorithm.corrections if isinstance(item, PythonCorrection)
+        ]
+        found += [UserFunction(path, field, MATHS_ARGUMENTS) for field, path in maths if ":" in path]
+    return found
+
+
+def check_user_functions(config: RunConfig) -> None:
+    """Import every function the config names.
+
+    Raises:
+        ConfigError: One cannot be imported, or does not take what it is called with.
+    """
+    functions = user_functions(config)
+    if functions and not has_own_environment(config.launch):
+        _ask(Question(functions), f"importing {', '.join(function.path for function in functions)}")
+
+
+def path_faults(config: RunConfig, *, resumed: bool = False) -> list[str]:
+    """Return which files and folders are missing or cannot be written; a resumed run has the model in its own folder."""
+    if has_own_environment(config.launch):
+        return []
+    faults = missing_files(config.task)
+    if isinstance(config.model, PretrainedModel) and not resumed:
+        faults += _model_faults(config.model.path, "model.path")
+    others = {"algorithm.reference.path": config.algorithm.reference.path if config.algorithm.needs_reference else ""}
+    others["algorithm.critic.path"] = config.algorithm.critic.path if config.algorithm.critic is not None else ""
+    others |= {f"inference.reward_models {model.name}": model.path for model in config.inference.reward_models}
+    faults += [f"{field}: there is no folder {path}" for field, path in others.items() if path and not Path(path).is_dir()]
+    written = {"folder": Path(config.folder)}
+    if isinstance(config.broadcast.medium, FilesMedium) and config.broadcast.medium.folder:
+        written["broadcast.medium.folder"] = Path(config.broadcast.medium.folder)
+    for field, path in written.items():
+        there = next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists())
+        if not there.is_dir() or not os.access(there, os.W_OK):
+            faults.append(f"{field}: {there} is no folder that can be written")
+    return faults
+
+
+def _model_faults(path: str, field: str) -> list[str]:
+    folder = Path(path)
+    if not folder.is_dir():
+        return [f"{field}: there is no folder {path}; `asyncrl model import` makes one"]
+    faults = [] if (folder / "config.json").is_file() else [f"{field}: {path} has no config.json"]
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        faults.append(f"{field}: {path} has no tokenizer (none of {', '.join(TOKENIZER_FILES)})")
+    return faults
+
+
+def examine(config: RunConfig) -> Findings:
+    """Build the task, tokenise prompts and open devices, and return what is wrong and what was counted.
+
+    Raises:
+        ConfigError: As `check_user_functions`.
+    """
+    if has_own_environment(config.launch):
+        return Findings()
+    faults = path_faults(config)
+    check_user_functions(config)
+    found = Findings() if faults else _ask(Question([], msgspec.to_builtins(config)), "looking at the task's prompts")
+    return Findings([*faults, *found.faults], found.figures)
+
+
+def _ask(question: Question, what: str) -> Findings:
+    command = (sys.executable, "-P", "-m", "asyncrl.control.tools.inputs")
+    with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as given:  # no pipe: a process that an import starts
+        given.write(msgspec.json.encode(question))  # could hold it open
+        given.seek(0)
+        try:
+            done = subprocess.run(  # noqa: S603 - our own interpreter
+                command, stdin=given, stdout=output, stderr=output, timeout=TIMEOUT_S, check=False
+            )
+        except subprocess.TimeoutExpired as error:
+            raise ConfigError(f"{what} has not ended after {TIMEOUT_S:.0f} s") from error
+        output.seek(0)
+        said = output.read().decode(errors="replace").strip()
+    if done.returncode == _WRONG and said:
+        raise ConfigError(said.splitlines()[-1])
+    if done.returncode:
+        raise ConfigError(f"{what} ended the process with exit code {done.returncode}: {said[-2000:]}")
+    return msgspec.json.decode(said.splitlines()[-1], type=Findings)
+
+
+# -- in the other process ------------------------------------------------------------------------------------------------
+
+
+def main() -> int:
+    """Answer the question on standard input; the last line that is said is the answer, or the first fault of a function."""
+    try:
+        question = msgspec.json.decode(sys.stdin.buffer.read(), type=Question)
+        for function in question.functions:
+            load_function(function.path, function.field, function.arguments)
+    except ConfigError as error:
+        sys.stdout.flush()
+        print("\n" + " ".join(str(error).splitlines()), file=sys.stderr)  # noqa: T201 - its parent reads it
+        return _WRONG
+    findings = Findings()
+    if question.config:
+        config = parse_config(question.config)
+        findings.faults += device_faults(config)
+        try:
+            _look_at_prompts(config, findings)
+        except AsyncRLError as error:
+            findings.faults.append(str(error))
+    sys.stderr.flush()
+    print("\n" + msgspec.json.encode(findings).decode())  # noqa: T201 - its parent reads it
+    return 0
+
+
+def device_faults(config: RunConfig) -> list[str]:
+    """Return which devices cannot be used here."""
+    devices = {"generate.engine.device": getattr(config.generate.engine, "device", "cpu")}
+    if config.learner.kind == "builtin":
+        devices["learner.device"] = config.learner.device
+    if config.needs_inference:
+        devices["inference.device"] = config.inference.device
+    named = {field: device for field, device in devices.items() if device not in {"cpu", "auto"}}
+    torch: Any = importlib.import_module("torch") if named else None
+    faults = []
+    for field, device in named.items():
+        try:
+            torch.empty(1, device=device)
+        except Exception as error:  # noqa: BLE001 - the boundary: torch raises what it likes
+            faults.append(f"{field} {device!r} cannot be used here: {str(error).splitlines()[0]}")
+    return faults
+
+
+def _look_at_prompts(config: RunConfig, findings: Findings) -> None:
+    task = build_task(config.task, config.seed)
+    findings.figures["training prompts"] = f"{len(task.train):,}"
+    findings.figures["held-out prompts"] = f"{len(task.held_out):,}"
+    evaluates = config.eval.at_start or config.eval.at_end or config.eval.every_steps
+    if evaluates and len(task.held_out) < config.eval.num_prompts:
+        findings.figures["held-out prompts"] += f"  (eval.num_prompts asks for {config.eval.num_prompts}: all of them are taken)"
+    room = config.generate.engine.max_sequence_tokens - config.generate.sampling.max_new_tokens
+    looked_at = f"of the first {min(len(task.train), MOST_PROMPTS):,}"
+    if isinstance(config.generate.engine, ReplayEngineConfig):
+        return
+    count = _token_counter(config)
+    lengths = [count(task.train[index]) for index in range(min(len(task.train), MOST_PROMPTS))]
+    over = sum(length > room for length in lengths)
+    findings.figures["tokens of the longest prompt"] = f"{max(lengths)}  ({looked_at}; there is room for {room})"
+    if over:
+        findings.faults.append(
+            f"{over} {looked_at} prompts are over {room} tokens (the longest has {max(lengths)}), which is what "
+            "generate.engine.max_sequence_tokens leaves beside generate.sampling.max_new_tokens: they will fail; raise the "
+            "one or lower the other"
+        )
+
+
+def _token_counter(config: RunConfig) -> Any:  # noqa: ANN401 - a function of a prompt
+    """Return what counts a prompt's tokens: the model's tokenizer, or one a character where the model is made from nothing."""
+    if isinstance(config.model, PretrainedModel):
+        codec = TokenizerCodec(Path(config.model.path), trust_remote_code=config.model.trust_remote_code)
+        return lambda prompt: len(codec.encode(prompt))
+
+    def characters(prompt: Prompt) -> int:
+        return len(prompt.token_ids) // 4 or len(prompt.text) or sum(len(turn.content) for turn in prompt.messages)
+
+    return characters
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # threads that an import began, and libraries that break at exit, are no fault of the functions

@@ -1,0 +1,140 @@
+"""`asyncrl inspect`: the ledger in words. Read-only; works on a live run and on one that ended."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from asyncrl.buffer.ledger.reader import GroupStory, LedgerReader, SampleStory
+from asyncrl.errors import ConfigError
+from asyncrl.observe.samples import SampleRow, find_sample
+from asyncrl.schema.samples import ids_from_bytes, logprobs_from_bytes
+
+TOKENS_SHOWN = 64
+
+
+def inspect_run(run_folder: Path, *, sample: str = "", prompt: str = "", as_json: bool = False) -> str:
+    """Return what the ledger says: an overview, or one sample's (or group's) whole story.
+
+    Args:
+        run_folder: The run.
+        sample: `g17.3` or `17.3` for a sample, `g17` or `17` for a group; empty for the overview.
+        prompt: Only prompts whose id contains this.
+        as_json: One JSON object instead of text.
+
+    Raises:
+        ConfigError: `sample` is not of that form.
+        LedgerError: There is no ledger, group or sample of that name.
+    """
+    with LedgerReader(run_folder) as reader:
+        if sample:
+            story = _story(reader, sample)
+            if as_json:
+                return msgspec.json.encode(story).decode()
+            row = story.row if isinstance(story, SampleStory) else None
+            return _story_text(story, find_sample(run_folder, row.group_id, row.index) if row else None)
+        overview = {
+            "states": reader.counts(),
+            "versions": reader.versions(),
+            "steps": reader.steps(last=10),
+            "prompts": [row for row in reader.prompts(limit=1_000_000 if prompt else 20) if prompt in row.prompt_id],
+        }
+    return msgspec.json.encode(overview).decode() if as_json else _overview_text(overview)
+
+
+def _story(reader: LedgerReader, name: str) -> GroupStory | SampleStory:
+    parts = re.fullmatch(r"g?(\d+)(?:\.(\d+))?", name)
+    if parts is None:
+        raise ConfigError(f"--sample takes g17.3 (a sample) or g17 (a group), got {name!r}")
+    group_id, index = parts.groups()
+    return reader.group(int(group_id)) if index is None else reader.sample(int(group_id), int(index))
+
+
+def _overview_text(overview: dict[str, Any]) -> str:
+    total = sum(row.groups for row in overview["states"])
+    sections = [
+        f"{total} groups issued",
+        _table(("state", "reason", "groups"), [(row.state, row.reason, row.groups) for row in overview["states"]]),
+        _table(
+            ("oldest version", "samples", "tokens", "mean reward"),
+            [(row.version, row.samples, row.tokens, row.mean_reward) for row in overview["versions"][-20:]],
+        ),
+        _table(
+            ("step", "state", "groups", "max staleness"),
+            [(row.step, row.state, len(row.group_ids), row.max_staleness) for row in overview["steps"]],
+        ),
+        _table(
+            ("prompt", "groups", "trained", "dropped", "failed", "mean reward", "mean tokens"),
+            [
+                (row.prompt_id, row.groups, row.trained, row.dropped, row.failed, row.mean_reward, row.mean_tokens)
+                for row in overview["prompts"]
+            ],
+        ),
+    ]
+    return "\n\n".join(sections)
+
+
+def _story_text(story: GroupStory | SampleStory, kept: SampleRow | None) -> str:
+    group = story.group if isinstance(story, SampleStory) else story
+    lines = [
+        f"group {group.group_id} ({group.prompt.prompt_id}): {group.state}{f', {group.reason}' if group.reason else ''}",
+        f"issued to {group.generator} at version {group.version}, attempt {group.attempt}"
+        + (f", trained at step {group.step}" if group.step is not None else "")
+        + (f", replaces group {group.replaces}" if group.replaces is not None else ""),
+        f"prompt: {group.prompt.text or ' | '.join(f'{turn.role}: {turn.content}' for turn in group.prompt.messages)}",
+        f"reference answer: {group.prompt.answer}",
+        "",
+        *(f"{event.at_s:.3f}  {event.what:12} {event.detail}" for event in group.events),
+        "",
+        _table(
+            ("sample", "state", "reward", "tokens", "versions", "finish", "generator", "failure"),
+            [
+                (f"g{row.group_id}.{row.index}", row.state, row.reward, row.num_tokens,
+                 f"{row.oldest_version}-{row.newest_version}", row.finish_reason, row.generator, row.failure)
+                for row in group.samples
+            ],
+        ),
+    ]  # fmt: skip
+    if isinstance(story, SampleStory):
+        lines += ["", *_sample_lines(story, kept)]
+    return "\n".join(lines)
+
+
+def _sample_lines(story: SampleStory, kept: SampleRow | None) -> list[str]:
+    sample, row = story.sample, story.row
+    if sample is None:
+        why = row.failure or "trained before the oldest checkpoint"
+        text = f"completion: {kept.text!r}" if kept else "completion: not among the samples that observe.samples keeps as text"
+        return [f"g{row.group_id}.{row.index}: its tokens are not kept ({why})", text, f"rewards: {row.parts or row.reward}"]
+    ids, logprobs, versions = (
+        ids_from_bytes(sample.token_ids),
+        logprobs_from_bytes(sample.logprobs),
+        ids_from_bytes(sample.versions),
+    )
+    rows = [
+        (position, token, f"{logprob:.4f}", version)
+        for position, (token, logprob, version) in enumerate(zip(ids[:TOKENS_SHOWN], logprobs, versions, strict=False))
+    ]
+    more = [f"... {len(ids) - TOKENS_SHOWN} more"] if len(ids) > TOKENS_SHOWN else []
+    return [
+        f"completion: {sample.text!r}",
+        f"rewards: {row.parts or row.reward}",
+        _table(("t", "token", "logprob", "version"), rows),
+        *more,
+    ]
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    cells = [header, *[[_cell(value) for value in row] for row in rows]]
+    widths = [max(len(line[column]) for line in cells) for column in range(len(header))]
+    return "\n".join("  ".join(value.ljust(width) for value, width in zip(line, widths, strict=True)).rstrip() for line in cells)
+
+
+def _cell(value: object) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.3f}" if isinstance(value, float) else str(value)

@@ -1,0 +1,206 @@
+"""What each process must have resident, and what a pass takes beside it: first-order sums from the config and folders' headers.
+
+Nothing is opened but config.json and the headers of safetensors files. Every refusal of a plan that cannot fit adds these up.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from asyncrl.config.generate import TransformersEngineConfig, VLLMEngineConfig
+from asyncrl.config.learner import ModelConfig, ScratchModel
+from asyncrl.config.run import RunConfig
+from asyncrl.errors import ConfigError
+from asyncrl.models.memory import BYTES, ModelShape, Part, forward_row, shape_of_json, trained_parts, training_row
+
+GIB = 1 << 30
+JUDGING_CHUNK_TOKENS = 1024
+"""Tokens whose logits exist at once in a reference on an inference worker (inference/reference.py)."""
+CHARACTER_VOCABULARY = 64
+"""Upper bound for the character tokenizers of scratch models."""
+
+
+def policy_shape(model: ModelConfig) -> ModelShape:
+    """Return the policy's shape.
+
+    Raises:
+        ConfigError: A pretrained model's folder has no readable config.json.
+    """
+    if isinstance(model, ScratchModel):
+        heads, head_size = model.num_heads, model.hidden_size // model.num_heads
+        return ModelShape(
+            model.hidden_size, model.num_layers, heads, model.num_kv_heads or heads, head_size,
+            model.intermediate_size or 4 * model.hidden_size, CHARACTER_VOCABULARY, model.tie_embeddings,
+        )  # fmt: skip
+    return _shape_of(_model_json(model.path, "model.path"))
+
+
+def _shape_of(raw: dict[str, Any]) -> ModelShape:
+    return shape_of_json(raw, "the model's config.json")
+
+
+def training_row_parts(config: RunConfig) -> dict[str, int]:
+    """Return what the learner needs for one row in forward and backward: activations, and logits or a layer's backward."""
+    learner, shape = config.learner, policy_shape(config.model)
+    longest = config.samples_per_step * config.generate.engine.max_sequence_tokens
+    row = training_row(
+        shape,
+        min(config.packing.tokens_per_row, longest),
+        BYTES[learner.dtype],
+        checkpointing=learner.gradient_checkpointing,
+        chunk_tokens=learner.logprob_chunk_tokens if learner.logprobs == "chunked" else 0,
+    )
+    return {name: int(size) for name, size in row.items()}
+
+
+def training_sizes(config: RunConfig) -> dict[str, int]:
+    """Return what one rank of the learner has on its device while it trains: weights, state, gradients, one row in the making."""
+    sizes: dict[str, int] = {}
+    gradients = 0
+    for model, parts in learner_parts(config).items():
+        if model != "reference":
+            gradients += _on_device(parts, "gradients")
+            state = _on_device(parts, "masters") + _on_device(parts, "moments")
+            sizes |= {model: _on_device(parts, "weights"), f"{model} optimizer": state}
+    whole = {**sizes, "gradients": gradients}
+    return {name: size // config.learner.ranks for name, size in whole.items()} | training_row_parts(config)
+
+
+def reference_sizes(config: RunConfig) -> dict[str, int]:
+    """Return what one rank of the learner has on its device while it reads a reference of its own; nothing where it has none."""
+    weights = _on_device(learner_parts(config).get("reference", ()), "weights")
+    if not weights:
+        return {}
+    return {"reference": weights // config.learner.ranks, "activations of a forward": _reference_forward_bytes(config)}
+
+
+def _on_device(parts: Iterable[Part], word: str) -> int:
+    return sum(part.num_bytes for part in parts if part.place == "device" and word in part.name)
+
+
+def _reference_forward_bytes(config: RunConfig) -> int:
+    """Return what a reference on the learner needs for one row."""
+    path = config.algorithm.reference.path
+    shape = _shape_of(_model_json(path, "algorithm.reference.path")) if path else policy_shape(config.model)
+    tokens, learner = config.packing.tokens_per_row, config.learner
+    return int(forward_row(shape, tokens, BYTES[learner.dtype], learner.logprob_chunk_tokens))
+
+
+def judging_forward_bytes(config: RunConfig) -> int:
+    """Return what an inference worker needs for one batch, by the largest of its models: they judge one after the other."""
+    inference = config.inference
+    longest = config.most_samples_in_flight * config.generate.engine.max_sequence_tokens
+    tokens = min(inference.tokens_per_batch, longest)
+    sizes = [
+        forward_row(_shape_of(_model_json(model.path, "inference.reward_models.path")), tokens, BYTES[model.dtype], 0)
+        for model in inference.reward_models
+    ]
+    if config.has_reference_worker:
+        path = config.algorithm.reference.path
+        shape = _shape_of(_model_json(path, "algorithm.reference.path")) if path else policy_shape(config.model)
+        sizes.append(forward_row(shape, tokens, BYTES[inference.dtype], min(tokens, JUDGING_CHUNK_TOKENS)))
+    return int(max(sizes, default=0))
+
+
+def learner_parts(config: RunConfig) -> dict[str, tuple[Part, ...]]:
+    """Return what the learner's ranks hold together, by model: policy, critic, reference."""
+    learner, algorithm, shape = config.learner, config.algorithm, policy_shape(config.model)
+    adapters = shape.adapter_parameters(learner.lora)
+    trained, frozen = (adapters, shape.parameters) if learner.lora is not None else (shape.parameters, 0)
+    parts = {"policy": trained_parts(trained, frozen, learner)}
+    critic, reference = algorithm.critic, algorithm.reference
+    if critic is not None and critic.kind == "head":
+        parts["critic"] = trained_parts(shape.hidden + 1, 0, msgspec.structs.replace(learner, dtype="float32"))
+    elif critic is not None:
+        body = stored_elements(critic.path, "algorithm.critic.path") if critic.path else shape.body_parameters
+        parts["critic"] = trained_parts(body + shape.hidden + 1, 0, learner)
+    if algorithm.needs_reference and reference.where == "learner":
+        parts["reference"] = (Part("policy without its adapters", 0),)
+        if reference.path or learner.lora is None:
+            parts["reference"] = (Part(f"{learner.dtype} weights", _reference_elements(config) * BYTES[learner.dtype]),)
+    return parts
+
+
+def generator_parts(config: RunConfig) -> tuple[Part, ...]:
+    """Return what each generator holds; nothing where its engine has no model, or has it on a server elsewhere."""
+    engine, shape = config.generate.engine, policy_shape(config.model)
+    if isinstance(engine, VLLMEngineConfig):
+        return _vllm_parts(config, engine, shape)
+    if not isinstance(engine, TransformersEngineConfig):
+        return ()
+    held, width = BYTES[engine.dtype], shape.kv_heads * shape.head_size
+    weights = (shape.parameters + shape.adapter_parameters(config.learner.lora)) * held
+    cache = 2 * shape.layers * width * engine.max_sequence_tokens * engine.num_slots * held
+    return Part("weights", weights), Part("KV cache", cache)
+
+
+def _vllm_parts(config: RunConfig, engine: VLLMEngineConfig, shape: ModelShape) -> tuple[Part, ...]:
+    """Return what vLLM's processes hold for one generator, over all its devices; a GPU's KV cache is what room there is."""
+    held = BYTES[config.learner.dtype if engine.dtype == "auto" else engine.dtype]
+    adapters = shape.adapter_parameters(config.learner.lora)
+    weights = Part("weights", (shape.parameters + adapters) * held * engine.data_parallel)
+    rest_of_gpu = f"what is left of {engine.gpu_memory_share:.0%} of each GPU"
+    if engine.device == "cuda":
+        return weights, Part(f"KV cache: {rest_of_gpu}", 0)
+    on_gpu = "" if engine.device == "cpu" else f" on a CPU, on a GPU {rest_of_gpu}"
+    return weights, Part(f"KV cache{on_gpu}", int((engine.kv_cache_gib or 1.0) * GIB))
+
+
+def inference_parts(config: RunConfig) -> tuple[Part, ...]:
+    """Return what each inference worker holds, a part a model; nothing where there is none."""
+    parts = [
+        Part(model.name, stored_elements(model.path, "inference.reward_models.path") * BYTES[model.dtype])
+        for model in config.inference.reward_models
+    ]
+    if config.has_reference_worker:
+        parts.append(Part("reference", _reference_elements(config) * BYTES[config.inference.dtype]))
+    return tuple(parts)
+
+
+def version_bytes(config: RunConfig) -> int:
+    """Return the bytes of one weight version: of the adapters alone under LoRA."""
+    shape, dtype = policy_shape(config.model), config.broadcast.dtype
+    sent = shape.parameters if config.learner.lora is None else shape.adapter_parameters(config.learner.lora)
+    return sent * BYTES[config.learner.dtype if dtype == "model" else dtype]
+
+
+def stored_elements(path: str, field: str) -> int:
+    """Return how many numbers the safetensors files of a folder hold, from their headers.
+
+    Raises:
+        ConfigError: There are none, or one is no safetensors file; `field` is whose path it is.
+    """
+    files = list(Path(path).glob("*.safetensors"))
+    if not files:
+        raise ConfigError(f"{field} {path!r} has no *.safetensors")
+    try:
+        return sum(prod(entry["shape"]) for file in files for name, entry in _header(file).items() if name != "__metadata__")
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"{field} {path!r} has a *.safetensors that cannot be read ({error})") from error
+
+
+def _header(file: Path) -> dict[str, Any]:
+    with file.open("rb") as stream:
+        header: dict[str, Any] = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
+    return header
+
+
+def _reference_elements(config: RunConfig) -> int:
+    path = config.algorithm.reference.path
+    return stored_elements(path, "algorithm.reference.path") if path else policy_shape(config.model).parameters
+
+
+def _model_json(path: str, field: str) -> dict[str, Any]:
+    try:
+        content: dict[str, Any] = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{field} {path!r} has no readable config.json ({error}); `asyncrl model import` makes such a folder"
+        ) from error
+    return content

@@ -1,0 +1,284 @@
+"""An engine without a model: deterministic tokens, scripted lengths and latencies, any number of requests.
+
+What a request will generate follows from its seed; when, from an engine time that stands still while paused or loading. So there
+is nothing to do per token: one task sleeps until the next request is due, and chunks end where versions change.
+
+Invariants: those of generate/engine.py, with a made-up distribution; no torch anywhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import math
+import weakref
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from asyncrl.clock import Clock
+from asyncrl.config.generate import FakeEngineConfig
+from asyncrl.errors import GenerationError
+from asyncrl.generate.counter_rng import seed_word, uniforms
+from asyncrl.generate.engine import EngineRequest, KVPolicy, KVRoom, RequestRules, SleepLevel, TokenChunk, TokenStream
+from asyncrl.schema.samples import FinishReason
+
+_BLOCK_TOKENS = 16
+_LENGTH_SALT = 1 << 40
+"""Positions from here on of a seed's random stream decide its length; those before, its tokens and logprobs."""
+
+
+@dataclass(slots=True, eq=False)
+class _Scripted:
+    """One request: all it will say, and how far it got."""
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    finish_reason: FinishReason
+    fails: bool
+    prompt_tokens: int
+    stream: weakref.ref[TokenStream]
+    started_s: float = -1.0
+    """Engine seconds; negative while it waits for a slot."""
+    num_told: int = 0
+
+
+class FakeEngine:
+    """See `asyncrl.generate.engine.Engine`."""
+
+    def __init__(self, config: FakeEngineConfig, clock: Clock) -> None:
+        self._config = config
+        self._clock = clock
+        self._version = -1
+        self._num_submitted = 0
+        self._by_id: dict[str, _Scripted] = {}
+        self._waiting: deque[_Scripted] = deque()
+        self._due: list[tuple[float, int, _Scripted]] = []
+        self._num_placed = 0
+        self._num_in_slots = 0
+        self._engine_s = 0.0
+        self._running_since_s: float | None = None
+        self._holds: set[str] = set()
+        self._changed = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self._is_closed = False
+        self._rules = RequestRules(config.vocabulary_size, config.max_sequence_tokens)
+        self._room = KVRoom(config.num_slots, _BLOCK_TOKENS, config.max_sequence_tokens)
+
+    @property
+    def version(self) -> int:
+        """Version given to the last `load_weights`; -1 before the first."""
+        return self._version
+
+    @property
+    def num_slots(self) -> int:
+        """Most requests that run at once: config's, or fewer where `kv_blocks` are given and do not last."""
+        if not self._config.kv_blocks:
+            return self._config.num_slots
+        running = [scripted for scripted in self._by_id.values() if scripted.started_s >= 0]
+        held = sum(-(-(scripted.prompt_tokens + self._num_done(scripted)) // _BLOCK_TOKENS) for scripted in running)
+        return self._room.update(max(0, self._config.kv_blocks - held), len(running))
+
+    @property
+    def num_running(self) -> int:
+        """Requests submitted and not finished."""
+        return len(self._by_id)
+
+    async def start(self) -> None:
+        """Start the clockwork."""
+        self._running_since_s = self._clock.now()
+        self._task = asyncio.get_running_loop().create_task(self._run(), name="fake-engine")
+
+    def submit(self, request: EngineRequest) -> TokenStream:
+        """Script the whole completion and let time tell it; see `Engine.submit`."""
+        if self._is_closed:
+            raise GenerationError("the engine is closed")
+        self._rules.check(request, self._by_id)
+        self._num_submitted += 1
+        request_id = request.request_id
+        stream = TokenStream(on_early_close=lambda: self.abort(request_id))
+        scripted = self._script(request, stream)
+        self._by_id[request_id] = scripted
+        self._waiting.append(scripted)
+        self._changed.set()
+        return stream
+
+    def abort(self, request_id: str) -> None:
+        """End a request; see `Engine.abort`."""
+        scripted = self._by_id.get(request_id)
+        if scripted is not None:
+            self._tell(scripted, self._num_done(scripted), "abort")
+            self._remove(scripted)
+            self._changed.set()
+
+    async def pause(self) -> None:
+        """Stop engine time; see `Engine.pause`."""
+        self._hold("pause")
+
+    async def resume(self) -> None:
+        """Let engine time go on."""
+        self._let_go("pause")
+
+    async def sleep(self, level: SleepLevel, kv: KVPolicy = "recompute") -> None:
+        """Stop engine time, after level 2 until weights come too; see `Engine.sleep`."""
+        del kv
+        self._hold("sleep")
+        if level == 2:
+            self._hold("no weights")
+
+    async def wake(self) -> None:
+        """Let engine time go on."""
+        self._let_go("sleep")
+
+    async def load_weights(self, version: int, tensors: Mapping[str, Any], kv: KVPolicy) -> float:
+        """Stamp later tokens with `version`, after `load_latency_s` without tokens; the tensors are not looked at."""
+        del tensors, kv
+        self._refuse_asleep("load weights")
+        before_s = self._clock.now()
+        self._hold("load")
+        for scripted in self._by_id.values():
+            self._tell(scripted, self._num_done(scripted), None)
+        if self._config.load_latency_s:
+            await self._clock.sleep(self._config.load_latency_s)
+        self._version = version
+        self._let_go("no weights")
+        self._let_go("load")
+        return (self._clock.now() - before_s) * 1000
+
+    async def score(self, token_ids: Sequence[int]) -> list[float]:
+        """Return the logprobs of a uniform model."""
+        self._refuse_asleep("score")
+        return [-math.log(self._config.vocabulary_size)] * (len(token_ids) - 1)
+
+    async def close(self) -> None:
+        """Abort everything and end the clockwork."""
+        self._is_closed = True
+        for request_id in list(self._by_id):
+            self.abort(request_id)
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+
+    async def _run(self) -> None:
+        """Place, finish, sleep until the next request is due or something changed."""
+        while True:
+            self._changed.clear()
+            self._finish_due()
+            self._place_waiting()
+            if self._holds or not self._due:
+                await self._changed.wait()
+            elif (delay_s := self._due[0][0] - self._now_s()) > 0:
+                await self._sleep_or_change(delay_s)
+            else:
+                await asyncio.sleep(0)
+
+    async def _sleep_or_change(self, delay_s: float) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            sleeping = tasks.create_task(self._clock.sleep(delay_s))
+            changed = tasks.create_task(self._changed.wait())
+            await asyncio.wait((sleeping, changed), return_when=asyncio.FIRST_COMPLETED)
+            sleeping.cancel()
+            changed.cancel()
+
+    def _refuse_asleep(self, what: str) -> None:
+        if "sleep" in self._holds:
+            raise GenerationError(f"cannot {what}: the engine is asleep; wake it first")
+
+    def _now_s(self) -> float:
+        """Return engine time: seconds in which nothing held it."""
+        since_s = self._running_since_s
+        return self._engine_s + (self._clock.now() - since_s if since_s is not None else 0.0)
+
+    def _hold(self, why: str) -> None:
+        self._engine_s, self._running_since_s = self._now_s(), None
+        self._holds.add(why)
+        self._changed.set()
+
+    def _let_go(self, why: str) -> None:
+        self._holds.discard(why)
+        if not self._holds and self._running_since_s is None:
+            self._running_since_s = self._clock.now()
+        self._changed.set()
+
+    def _place_waiting(self) -> None:
+        while self._waiting and not self._holds and self._num_in_slots < self.num_slots:
+            scripted = self._waiting.popleft()
+            scripted.started_s = self._now_s()
+            self._num_in_slots += 1
+            self._num_placed += 1
+            due_s = scripted.started_s + len(scripted.token_ids) * self._config.token_latency_s
+            heapq.heappush(self._due, (due_s, self._num_placed, scripted))
+
+    def _finish_due(self) -> None:
+        while self._due and not self._holds and self._due[0][0] <= self._now_s() + 1e-9:
+            _, _, scripted = heapq.heappop(self._due)
+            if self._by_id.get(scripted.request_id) is not scripted:  # aborted; its id may be another's by now
+                continue
+            self._tell(scripted, len(scripted.token_ids), scripted.finish_reason)
+            self._remove(scripted)
+            self._room.note_finished(scripted.prompt_tokens + len(scripted.token_ids))
+
+    def _num_done(self, scripted: _Scripted) -> int:
+        if scripted.started_s < 0:
+            return 0
+        if not self._config.token_latency_s:
+            return len(scripted.token_ids)
+        steps = (self._now_s() - scripted.started_s + 1e-9) / self._config.token_latency_s
+        return min(len(scripted.token_ids) - 1, int(steps))
+
+    def _tell(self, scripted: _Scripted, num_done: int, finish_reason: FinishReason | None) -> None:
+        stream = scripted.stream()
+        if stream is None:
+            return
+        if scripted.fails and finish_reason in {"stop", "length"}:
+            stream.put(GenerationError(f"request {scripted.request_id} failed: generate.engine.fail_every says so"))
+            return
+        start = scripted.num_told
+        scripted.num_told = num_done
+        if num_done > start or finish_reason is not None:
+            versions = (self._version,) * (num_done - start)
+            stream.put(TokenChunk(scripted.token_ids[start:num_done], scripted.logprobs[start:num_done], versions, finish_reason))
+
+    def _remove(self, scripted: _Scripted) -> None:
+        del self._by_id[scripted.request_id]
+        if scripted.started_s < 0:
+            self._waiting.remove(scripted)
+        else:
+            self._num_in_slots -= 1
+
+    def _script(self, request: EngineRequest, stream: TokenStream) -> _Scripted:
+        word = seed_word(request.seed)
+        num_tokens, finish_reason = self._length(request, word)
+        draws = uniforms(word, np.arange(2 * num_tokens, dtype=np.uint64))
+        token_ids = (draws[:num_tokens] * self._config.vocabulary_size).astype(np.int64)
+        logprobs = -2 * math.log(self._config.vocabulary_size) * draws[num_tokens:]
+        fails = self._config.fail_every > 0 and self._num_submitted % self._config.fail_every == 0
+        return _Scripted(
+            request.request_id,
+            tuple(token_ids.tolist()),
+            tuple(logprobs.astype(np.float32).tolist()),
+            finish_reason,
+            fails,
+            len(request.prompt_ids),
+            weakref.ref(stream),
+        )
+
+    def _length(self, request: EngineRequest, word: np.uint64) -> tuple[int, FinishReason]:
+        """Draw the completion's length; a log-normal one has the configured mean."""
+        limit, mean, sigma = request.sampling.max_new_tokens, self._config.mean_tokens, self._config.sigma
+        u1, u2 = uniforms(word, np.array([_LENGTH_SALT, _LENGTH_SALT + 1], dtype=np.uint64))
+        if request.sampling.ignore_eos:
+            return limit, "length"
+        if self._config.length_distribution == "fixed":
+            length = mean
+        elif self._config.length_distribution == "uniform":
+            length = 1 + u1 * (2 * mean - 1)
+        else:
+            normal = math.sqrt(-2 * math.log(1 - u1)) * math.cos(2 * math.pi * u2)
+            length = mean * math.exp(sigma * normal - sigma**2 / 2)
+        num_tokens = max(1, round(length))
+        return (limit, "length") if num_tokens >= limit else (num_tokens, "stop")

@@ -1,0 +1,152 @@
+"""Prompts into token ids and completions into text: by the model's own tokenizer, or, for the fake engine, by bytes.
+
+Completions are decoded once, for rewards and people; training uses the sampled ids and never this text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+
+from asyncrl.errors import GenerationError
+from asyncrl.schema.samples import PreferenceAnswers, Prompt, ids_from_bytes
+
+_answers_decoder = msgspec.json.Decoder(PreferenceAnswers)
+
+
+class PromptCodec(Protocol):
+    """Tokenises prompts and decodes completions."""
+
+    def encode(self, prompt: Prompt) -> tuple[int, ...]:
+        """Return the prompt's token ids. Raises GenerationError if it cannot be tokenised."""
+        ...
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return a completion's text, without special tokens. Raises GenerationError where an id is none of the tokenizer's."""
+        ...
+
+    def answer(self, prompt: Prompt, index: int) -> tuple[int, ...]:
+        """Return the tokens that member `index` is to be given back, end of sequence included; none where they are generated."""
+        ...
+
+
+class TokenizerCodec:
+    """The tokenizer in the model's folder, loaded when the first prompt needs it."""
+
+    def __init__(self, model_folder: Path, *, trust_remote_code: bool = False) -> None:
+        self._model_folder = model_folder
+        self._trust_remote_code = trust_remote_code
+        self._tokenizer: Any = None
+
+    def encode(self, prompt: Prompt) -> tuple[int, ...]:
+        """Return `token_ids` as given, `messages` by the chat template, or `text` as the tokenizer does it."""
+        if prompt.token_ids:
+            return tuple(ids_from_bytes(prompt.token_ids).tolist())
+        tokenizer = self._loaded()
+        try:
+            if prompt.messages:
+                turns = [{"role": message.role, "content": message.content} for message in prompt.messages]
+                ids = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=True, return_dict=False)
+            else:
+                ids = tokenizer(prompt.text)["input_ids"]
+        except Exception as error:
+            raise GenerationError(f"prompt {prompt.prompt_id!r} cannot be tokenised: {type(error).__name__}: {error}") from error
+        return tuple(ids)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text, special tokens left out and spaces left as they are."""
+        tokenizer = self._loaded()
+        try:
+            text: str = tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        except Exception as error:
+            raise GenerationError(f"a completion cannot be turned into text: {type(error).__name__}: {error}") from error
+        return text
+
+    def answer(self, prompt: Prompt, index: int) -> tuple[int, ...]:  # noqa: ARG002 - the protocol's signature
+        """Return nothing: completions are generated."""
+        return ()
+
+    def encode_answer(self, text: str) -> tuple[int, ...]:
+        """Return a completion's token ids with the end-of-sequence token after them, as a model would have sampled it.
+
+        Raises:
+            GenerationError: It cannot be tokenised, or the tokenizer has no end-of-sequence token.
+        """
+        tokenizer = self._loaded()
+        if tokenizer.eos_token_id is None:
+            raise GenerationError(f"the tokenizer in {self._model_folder} has no end-of-sequence token")
+        try:
+            ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        except Exception as error:
+            raise GenerationError(f"answer {text[:80]!r} cannot be tokenised: {type(error).__name__}: {error}") from error
+        return (*ids, tokenizer.eos_token_id)
+
+    def _loaded(self) -> Any:  # noqa: ANN401 - transformers is untyped
+        if self._tokenizer is None:
+            auto_tokenizer = import_module("transformers").AutoTokenizer
+            try:
+                self._tokenizer = auto_tokenizer.from_pretrained(
+                    self._model_folder, local_files_only=True, trust_remote_code=self._trust_remote_code
+                )
+            except Exception as error:
+                raise GenerationError(
+                    f"cannot load a tokenizer from {self._model_folder}: {type(error).__name__}: {error}"
+                ) from error
+        return self._tokenizer
+
+
+class ByteCodec:
+    """No tokenizer: one token a byte, folded into the vocabulary; text is the ids, separated by spaces."""
+
+    def __init__(self, vocabulary_size: int) -> None:
+        self._vocabulary_size = vocabulary_size
+
+    def encode(self, prompt: Prompt) -> tuple[int, ...]:
+        """Return `token_ids` as given, else the bytes of the text (or of all messages)."""
+        if prompt.token_ids:
+            return tuple(ids_from_bytes(prompt.token_ids).tolist())
+        text = "\n".join(message.content for message in prompt.messages) if prompt.messages else prompt.text
+        return tuple(byte % self._vocabulary_size for byte in text.encode())
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the ids as words."""
+        return " ".join(map(str, token_ids))
+
+    def answer(self, prompt: Prompt, index: int) -> tuple[int, ...]:  # noqa: ARG002 - the protocol's signature
+        """Return nothing: completions are generated."""
+        return ()
+
+
+class ReplayCodec:
+    """A tokenizer that also knows the answers of a preferences task: member 0 is the chosen one, member 1 the rejected one."""
+
+    def __init__(self, tokenizer: TokenizerCodec) -> None:
+        self._tokenizer = tokenizer
+
+    def encode(self, prompt: Prompt) -> tuple[int, ...]:
+        """Return the prompt's token ids; see `PromptCodec.encode`."""
+        return self._tokenizer.encode(prompt)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return an answer's text, without special tokens."""
+        return self._tokenizer.decode(token_ids)
+
+    def answer(self, prompt: Prompt, index: int) -> tuple[int, ...]:
+        """Return the chosen or rejected answer's token ids.
+
+        Raises:
+            GenerationError: The prompt is of no preferences task, or there is no such answer.
+        """
+        try:
+            answers = _answers_decoder.decode(prompt.reference_json)
+        except msgspec.MsgspecError as error:
+            raise GenerationError(
+                f"prompt {prompt.prompt_id!r} has no chosen and rejected answer to give back: {error}"
+            ) from error
+        if index > 1:
+            raise GenerationError(f"prompt {prompt.prompt_id!r} has a chosen answer (0) and a rejected one (1), but none {index}")
+        return self._tokenizer.encode_answer(answers.rejected if index else answers.chosen)

@@ -1,0 +1,1 @@
+"""The embedded engine: a transformers causal LM, decoded in slots on any machine."""

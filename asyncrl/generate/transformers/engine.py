@@ -1,0 +1,305 @@
+"""The embedded engine: continuous batching in slots over any transformers causal LM, on any machine.
+
+`TransformersEngine` is the asyncio face: it checks requests, keeps their streams and hands everything else over to the one
+thread that touches the model. That thread runs what the event loop asks for at token boundaries and decodes in between. News
+comes back in batches: requests that ended at once, tokens of running ones every `_NEWS_INTERVAL_S`, one `call_soon_threadsafe`
+each time.
+
+What the engine promises stands in generate/engine.py. How it keeps it: scheduler.py (slots, refill, versions), model.py and
+kv_cache.py (forwards of fixed shape), sampling.py (draws from (seed, position)).
+
+Invariants:
+- Requests (submit, abort, pause, weights, score) are served in the order they were handed over, between two steps.
+- An exception in a step ends the thread and every request with an EngineDied; later calls raise it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from asyncrl.config.generate import TransformersEngineConfig
+from asyncrl.config.learner import LoRAConfig
+from asyncrl.errors import BroadcastError, EngineDied, GenerationError
+from asyncrl.generate.engine import EngineRequest, KVPolicy, RequestRules, SleepLevel, TokenStream
+from asyncrl.generate.transformers.model import SlotModel
+from asyncrl.generate.transformers.scheduler import Emission, InFlight, SlotDecoder
+from asyncrl.weights.tensors import ArrivingTensors, DeferredTensors, Receiver, make_receiver
+
+_NEWS_INTERVAL_S = 0.05
+
+T = TypeVar("T")
+
+
+_Work = tuple[Callable[[SlotDecoder], Any], "Future[Any]"]
+
+
+class TransformersEngine:
+    """See `asyncrl.generate.engine.Engine`.
+
+    Example:
+        >>> engine = TransformersEngine(TransformersEngineConfig(), Path("model"))  # doctest: +SKIP
+        >>> await engine.start()                                                    # doctest: +SKIP
+        >>> async for chunk in engine.submit(request): ...                          # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        config: TransformersEngineConfig,
+        model_folder: Path,
+        *,
+        trust_remote_code: bool = False,
+        fp32_head: bool = False,
+        lora: LoRAConfig | None = None,
+    ) -> None:
+        """Note what `start` will load; see `SlotModel.load`."""
+        self._config = config
+        self._load = partial(
+            SlotModel.load, model_folder, config, trust_remote_code=trust_remote_code, fp32_head=fp32_head, lora=lora
+        )
+        self._streams: dict[str, weakref.ref[TokenStream]] = {}
+        self._version = -1
+        self._rules = RequestRules(0, config.max_sequence_tokens)
+        self._resident: dict[str, int] = {}
+        self._receiver: Receiver | None = None
+        self._wake = threading.Condition()
+        """Of the four that follow, which both threads use."""
+        self._asked: deque[_Work] = deque()
+        self._is_paused = False
+        self._is_closing = False
+        self._fault: EngineDied | None = None
+        self._thread = threading.Thread(target=self._main, name="decode", daemon=True)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._started: Future[None] = Future()
+
+    # -- on the event loop -------------------------------------------------------------------------------------------------
+
+    @property
+    def version(self) -> int:
+        """Version of the weights that sample now; -1 before the first `load_weights`."""
+        return self._version
+
+    @property
+    def num_slots(self) -> int:
+        """Most requests that run at once. Raises EngineDied once the decode thread is dead."""
+        if self._fault is not None:
+            raise EngineDied(str(self._fault))
+        return self._config.num_slots
+
+    @property
+    def num_running(self) -> int:
+        """Requests submitted and not finished."""
+        return len(self._streams)
+
+    @property
+    def resident(self) -> Mapping[str, int]:
+        """Bytes of weights and KV cache, as far as they are on the device now."""
+        return self._resident
+
+    async def start(self) -> None:
+        """Load the model; see `Engine.start`."""
+        try:
+            self._loop = asyncio.get_running_loop()
+            self._thread.start()
+            await asyncio.wrap_future(self._started)
+        except BaseException:
+            await self.close()
+            raise
+
+    def submit(self, request: EngineRequest) -> TokenStream:
+        """Start a request; see `Engine.submit`."""
+        self._rules.check(request, self._streams)
+        request_id, stop_ids = request.request_id, self._rules.stop_ids(request)
+        stream = TokenStream(on_early_close=lambda: self.abort(request_id))
+        handed_over = self._post(lambda decoder: decoder.submit(InFlight(request, stop_ids)))
+        if handed_over.done():
+            handed_over.result()
+        self._streams[request_id] = weakref.ref(stream)
+        return stream
+
+    def abort(self, request_id: str) -> None:
+        """End a request; see `Engine.abort`."""
+        if request_id in self._streams:
+            self._post(lambda decoder: self._tell(decoder.abort(request_id)))
+
+    async def pause(self) -> None:
+        """Stop at a token boundary; see `Engine.pause`."""
+        await self._set_paused(True)
+
+    async def resume(self) -> None:
+        """Go on after `pause`."""
+        await self._set_paused(False)
+
+    async def sleep(self, level: SleepLevel, kv: KVPolicy = "recompute") -> None:
+        """Give memory back; see `Engine.sleep`. On a CPU level 1 leaves the weights where they are."""
+
+        def sleep(decoder: SlotDecoder) -> None:
+            decoder.sleep(level, kv)
+            self._resident = decoder.resident
+
+        await self._call(sleep)
+
+    async def wake(self) -> None:
+        """Take it again after `sleep`."""
+
+        def wake(decoder: SlotDecoder) -> None:
+            decoder.wake()
+            self._resident = decoder.resident
+
+        await self._call(wake)
+
+    async def load_weights(self, version: int, tensors: Mapping[str, torch.Tensor], kv: KVPolicy) -> float:
+        """Replace the weights between two tokens; see `Engine.load_weights`."""
+        arriving: ArrivingTensors | None = None
+        if isinstance(tensors, DeferredTensors):  # it goes on generating until the version begins to arrive
+            if self._receiver is None:
+                self._receiver = make_receiver(tensors.receiver, tensors.arguments)
+            device = torch.device(self._config.device)
+            arriving = await asyncio.to_thread(ArrivingTensors, self._receiver, tensors.available, device)
+
+        def swap(decoder: SlotDecoder) -> float:
+            started_s = time.perf_counter()
+            if arriving is None:
+                decoder.load_weights(version, tensors, kv)
+            else:
+                with contextlib.closing(arriving):
+                    decoder.load_arriving(version, arriving, kv)
+            self._version, self._resident = version, decoder.resident
+            return (time.perf_counter() - started_s) * 1000
+
+        return await self._call(swap)
+
+    async def score(self, token_ids: Sequence[int]) -> list[float]:
+        """Return the probe's logprobs; see `Engine.score`."""
+        ids = self._rules.scorable(token_ids)
+        return await self._call(lambda decoder: decoder.score(ids))
+
+    async def close(self) -> None:
+        """End the thread after the step it is in, and its requests with reason `abort`."""
+        with self._wake:
+            self._is_closing = True
+            self._wake.notify()
+        if self._thread.ident is not None:
+            await asyncio.to_thread(self._thread.join)
+        if self._receiver is not None:
+            self._receiver.close()
+            self._receiver = None
+
+    async def _set_paused(self, paused: bool) -> None:
+        def act(_: SlotDecoder) -> None:
+            self._is_paused = paused
+
+        await self._call(act)
+
+    async def _call(self, act: Callable[[SlotDecoder], T]) -> T:
+        return await asyncio.wrap_future(self._post(act))
+
+    def _post(self, act: Callable[[SlotDecoder], T]) -> Future[T]:
+        """Have `act` run in the thread at the next token boundary; returns at once."""
+        done: Future[T] = Future()
+        with self._wake:
+            if self._is_closing or self._fault is not None:
+                done.set_exception(self._fault or GenerationError("the engine is closed"))
+            else:
+                self._asked.append((act, done))
+                self._wake.notify()
+        return done
+
+    def _hear(self, news: list[Emission]) -> None:
+        for emission in news:
+            reference = self._streams.get(emission.request_id)
+            stream = reference() if reference is not None else None
+            if emission.is_last:
+                self._streams.pop(emission.request_id, None)
+            if stream is not None:
+                stream.put(emission.news)
+
+    # -- in the thread -----------------------------------------------------------------------------------------------------
+
+    def _main(self) -> None:
+        if not self._started.set_running_or_notify_cancel():  # from here on a start that is cancelled does not cancel it
+            return
+        try:
+            torch.set_num_threads(self._config.num_threads)
+            model = self._load()
+            self._rules = RequestRules(model.vocabulary_size, self._config.max_sequence_tokens, model.end_ids)
+            self._resident = model.resident
+            decoder = SlotDecoder(model, self._config.num_slots)
+        except BaseException as error:  # noqa: BLE001 - carried over to `start`, which raises it
+            self._started.set_exception(error)
+            return
+        self._started.set_result(None)
+        try:
+            self._decode(decoder)
+            self._tell(decoder.abort_all())
+        except Exception as error:  # noqa: BLE001 - the boundary of the thread: a bug here must not leave requests hanging
+            fault = _death_by(error)
+            with self._wake:
+                self._fault = fault
+                unserved = list(self._asked)
+                self._asked.clear()
+            for _, done in unserved:
+                if done.set_running_or_notify_cancel():
+                    done.set_exception(fault)
+            self._on_loop(
+                lambda: self._hear([Emission(request_id, EngineDied(str(fault))) for request_id in list(self._streams)])
+            )
+
+    def _decode(self, decoder: SlotDecoder) -> None:
+        """Serve what is asked for and step, until closed."""
+        told_s = time.monotonic()
+        while self._serve(decoder):
+            if self._is_paused or not decoder.can_step or not decoder.has_work:
+                self._tell(decoder.chunks())
+                with self._wake:
+                    self._wake.wait_for(lambda: self._asked or self._is_closing)
+                continue
+            news = decoder.step()
+            now_s = time.monotonic()
+            if now_s - told_s >= _NEWS_INTERVAL_S:
+                news += decoder.chunks()
+                told_s = now_s
+            self._tell(news)
+
+    def _serve(self, decoder: SlotDecoder) -> bool:
+        """Run everything asked for; return False once closing."""
+        while True:
+            with self._wake:
+                if not self._asked:
+                    return not self._is_closing
+                act, done = self._asked.popleft()
+            if not done.set_running_or_notify_cancel():
+                continue
+            try:
+                done.set_result(act(decoder))
+            except (GenerationError, BroadcastError) as error:
+                done.set_exception(error)
+            except BaseException as error:
+                done.set_exception(_death_by(error))
+                raise
+
+    def _tell(self, news: list[Emission]) -> None:
+        if news:
+            self._on_loop(lambda: self._hear(news))
+
+    def _on_loop(self, act: Callable[[], None]) -> None:
+        assert self._loop is not None
+        with contextlib.suppress(RuntimeError):  # the event loop is gone, and so is everyone who could listen
+            self._loop.call_soon_threadsafe(act)
+
+
+def _death_by(error: BaseException) -> EngineDied:
+    death = EngineDied(f"the decode loop failed: {type(error).__name__}: {error}")
+    death.__cause__ = error
+    return death

@@ -1,0 +1,348 @@
+"""A transformers causal LM driven over a `SlotCache`: decode a token for every row, prefill pieces, score, take new weights.
+
+Owns the model and the cache. The model's own forward runs unchanged; only its attention is ours, plugged in through transformers'
+attention interface, which hands the `slot_plan` argument down to `_slot_attention`.
+
+Invariants:
+- `decode` always runs all rows and `prefill` always runs a length that follows from each piece alone, so that no matrix product's
+  shape, and so no bit of a row's result, depends on what else is in the batch.
+- Used from one thread only, after `load`. New weights are copied in between two forwards or not at all.
+
+R rows, V vocabulary, T tokens.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import AttentionInterface, AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
+
+from asyncrl.config.generate import TransformersEngineConfig
+from asyncrl.config.learner import LoRAConfig
+from asyncrl.errors import GenerationError
+from asyncrl.generate.engine import SleepLevel
+from asyncrl.generate.transformers.kv_cache import AttentionPlan, DecodePlan, Piece, PrefillPlan, SlotCache, WholePlan
+from asyncrl.generate.transformers.weight_loader import WeightsAsleep, WeightsInPlace
+from asyncrl.models.logprobs import use_float32_head
+from asyncrl.weights.tensors import SharedTensors
+
+_ATTENTION: Final = "asyncrl_slots"
+_REFUSED_ARGUMENTS: Final = ("softcap", "position_bias", "s_aux")
+_ANY_SEED: Final = 0
+"""Of adapters' values, all of which the first version replaces."""
+_PIECE_TOKENS: Final = 256
+"""A prompt longer than this is prefilled in several forwards."""
+_FORWARD_TOKENS: Final = ((16, 32), (64, 64), (128, 128), (_PIECE_TOKENS, _PIECE_TOKENS))
+"""(longest piece, length of the forward that pieces up to that long share)."""
+_GPU_FORWARD_TOKENS: Final = ((_PIECE_TOKENS, 2048),)
+"""The same on a GPU, where a forward of 2,048 tokens takes little more time than one of 64."""
+
+
+def _slot_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    slot_plan: AttentionPlan | None = None,
+    **kwargs: object,
+) -> tuple[torch.Tensor, None]:
+    """Attend as the plan says; the signature is transformers' attention interface."""
+    del attention_mask
+    if slot_plan is None:
+        raise GenerationError(
+            f"{type(module).__name__} does not hand attention arguments through, so the transformers engine cannot run this model"
+        )
+    for name in _REFUSED_ARGUMENTS:
+        if kwargs.get(name) is not None:
+            raise GenerationError(f"{type(module).__name__} attends with {name}, which the transformers engine cannot do")
+    window, cache = kwargs.get("sliding_window"), getattr(slot_plan, "cache", None)
+    if isinstance(window, int) and cache is not None and window <= cache.idle_position:
+        raise GenerationError(
+            f"the model attends within a sliding window of {window} tokens and generate.engine.max_sequence_tokens reaches "
+            f"{cache.idle_position + 1}: set it to at most {window}"
+        )
+    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    return slot_plan.attend(module.layer_idx, query, key, value, scale), None  # type: ignore[arg-type]
+
+
+def rows_for(num_slots: int) -> int:
+    """Return how many rows a batch of `num_slots` is padded to.
+
+    Element-wise kernels work on whole vectors and finish the remainder by other code, whose last bit may differ: with such a
+    row count there is no remainder, and all rows are treated alike.
+    """
+    if num_slots >= 32:
+        return -(-num_slots // 32) * 32
+    return max(8, 1 << (num_slots - 1).bit_length())
+
+
+class SlotModel:
+    """The model, its cache, and the forwards that generation consists of."""
+
+    def __init__(
+        self,
+        model: Any,  # noqa: ANN401 - transformers is untyped
+        num_slots: int,
+        max_tokens: int,
+        device: str,
+        *,
+        adapters_only: bool = False,
+    ) -> None:
+        self._model = model
+        self.device = torch.device(device)
+        self.num_rows = rows_for(num_slots)
+        self.cache = SlotCache(self.num_rows, max_tokens, self.device)
+        self.vocabulary_size = int(model.get_input_embeddings().weight.shape[0])
+        self.end_ids = _end_ids(model)
+        self.weights = WeightsInPlace(model, trainable_only=adapters_only)
+        self._asleep = WeightsAsleep(model, self.weights.names)
+        self._graphs = DecodeGraphs(self) if self.device.type == "cuda" else None
+        self._forward_tokens = _FORWARD_TOKENS if self._graphs is None else _GPU_FORWARD_TOKENS
+        self._has_adopted = False
+        """The weights are the learner's own; they do not leave with the engine's sleep."""
+
+    @classmethod
+    def load(
+        cls,
+        folder: Path,
+        config: TransformersEngineConfig,
+        *,
+        trust_remote_code: bool = False,
+        fp32_head: bool = False,
+        lora: LoRAConfig | None = None,
+    ) -> SlotModel:
+        """Open a Hugging Face folder and run one decode to see that the model can be driven this way.
+
+        Args:
+            folder: The model; with adapters, their base.
+            config: Slots, longest sequence, dtype and device are read.
+            trust_remote_code: Of `model` in the run's config.
+            fp32_head: As well.
+            lora: Where the learner trains adapters: new weights are then those alone.
+
+        Raises:
+            ConfigError: The adapters or the output layer do not fit the model.
+            GenerationError: The folder cannot be opened, or the model's attention cannot be replaced.
+        """
+        AttentionInterface.register(_ATTENTION, _slot_attention)
+        transformers_logging.disable_progress_bar()
+        try:
+            model = AutoModelForCausalLM.from_pretrained(
+                folder,
+                dtype=getattr(torch, config.dtype),
+                local_files_only=True,
+                trust_remote_code=trust_remote_code,
+                attn_implementation=_ATTENTION,
+            )
+        except (OSError, ValueError, KeyError) as error:
+            raise GenerationError(f"cannot open the model folder {folder}: {error}") from error
+        _refuse_other_mixers(model.config)
+        if fp32_head:
+            use_float32_head(model)
+        if lora is not None:
+            import_module("asyncrl.models.adapters").add_adapters(model, lora, _ANY_SEED)
+        num_slots, max_tokens = config.num_slots, config.max_sequence_tokens
+        slot_model = cls(model.eval().to(config.device), num_slots, max_tokens, config.device, adapters_only=lora is not None)
+        slot_model.warm_up()
+        return slot_model
+
+    def warm_up(self) -> None:
+        """Run one decode of idle rows: allocates the cache and meets every refusal before any request does."""
+        idle = np.zeros(self.num_rows, dtype=np.int64)
+        self.decode(idle, np.full(self.num_rows, -1, dtype=np.int64))
+        if not self.cache.num_bytes:
+            raise GenerationError(
+                f"{type(self._model).__name__} never called the replaced attention: the transformers engine cannot run it"
+            )
+
+    @property
+    def resident(self) -> dict[str, int]:
+        """Return the bytes of weights and cache, as far as they are on the device now; weights that are another's are not."""
+        return {"engine weights": 0 if self._has_adopted else self._asleep.num_bytes, "KV cache": self.cache.num_bytes}
+
+    @torch.inference_mode()
+    def decode(self, tokens_R: NDArray[np.int64], positions_R: NDArray[np.int64]) -> torch.Tensor:
+        """Feed one token a row.
+
+        Args:
+            tokens_R: Ids; anything valid in idle rows.
+            positions_R: Position of that token in its sequence; -1 for an idle row.
+
+        Returns:
+            Logits [R, V] of each row's next token; meaningless in idle rows.
+        """
+        idle = positions_R < 0
+        attend = np.where(idle, 0, positions_R)
+        num_blocks = int(attend.max()) // self.cache.block_tokens + 1
+        inputs_3R = torch.from_numpy(np.stack([tokens_R, np.where(idle, self.cache.idle_position, positions_R), attend]))
+        if self._graphs is not None and self.cache.num_bytes:
+            return self._graphs.decode(inputs_3R, num_blocks)
+        return self.decode_eagerly(inputs_3R.to(self.device), num_blocks)
+
+    def decode_eagerly(self, inputs_3R: torch.Tensor, num_blocks: int) -> torch.Tensor:
+        """Return logits [R, V]; the inputs, on the device: tokens, positions to write to, last positions seen."""
+        tokens_R, write_R, attend_R = inputs_3R
+        plan = DecodePlan(self.cache, write_positions_R=write_R, attend_positions_R=attend_R, num_blocks=num_blocks)
+        return self._forward(tokens_R.view(-1, 1), attend_R.view(-1, 1), plan)[:, 0]
+
+    @torch.inference_mode()
+    def prefill(self, sequences: Iterable[tuple[int, Sequence[int]]]) -> None:
+        """Fill rows' caches with sequences from position 0 on.
+
+        Args:
+            sequences: Row and token ids; empty sequences are fine.
+        """
+        for pieces, num_tokens in _forwards(sequences, self._forward_tokens):
+            plan = PrefillPlan(self.cache, pieces, num_tokens)
+            tokens = np.zeros(num_tokens, dtype=np.int64)
+            ids = [token for piece in pieces for token in piece.token_ids]
+            tokens[: len(ids)] = ids
+            positions = torch.from_numpy(plan.positions()).to(self.device)
+            self._forward(torch.from_numpy(tokens).to(self.device).view(1, -1), positions.view(1, -1), plan, logits_to_keep=1)
+
+    @torch.inference_mode()
+    def score(self, token_ids: Sequence[int]) -> list[float]:
+        """Return the logprob of each token after the first, temperature 1."""
+        ids_T = torch.tensor(token_ids, dtype=torch.int64, device=self.device)
+        positions_T = torch.arange(len(token_ids), device=self.device)
+        logits_TV = self._forward(ids_T.view(1, -1), positions_T.view(1, -1), WholePlan())[0, :-1].float()
+        logprobs_TV = torch.log_softmax(logits_TV, dim=-1)
+        chosen: list[float] = logprobs_TV.gather(1, ids_T[1:, None]).squeeze(1).tolist()
+        return chosen
+
+    def load_weights(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Copy new weights in, or take over the learner's own; see `WeightsInPlace`."""
+        if isinstance(tensors, SharedTensors):
+            self.weights.adopt(tensors)
+            self._has_adopted = True
+            self._forget_graphs()
+        else:
+            self.weights.load(tensors)
+
+    def sleep(self, level: SleepLevel, keep_tokens: int = 0) -> None:
+        """Free the cache but for the first tokens of every row, and the weights as the level says; no forward until `wake`."""
+        self._forget_graphs()
+        self.cache.give_back(keep_tokens)
+        if not self._has_adopted:
+            self._asleep.leave(level)
+
+    def wake(self) -> None:
+        """Take the memory again; the cache has what was kept, after level 2 the weights no values. Raises GenerationError."""
+        self._asleep.come_back()
+        self.cache.take_again()
+
+    def _forget_graphs(self) -> None:
+        """Give up recordings that read memory which is about to go."""
+        if self._graphs is not None:
+            self._graphs.clear()
+
+    def _forward(
+        self, tokens: torch.Tensor, positions: torch.Tensor, plan: AttentionPlan, logits_to_keep: int = 0
+    ) -> torch.Tensor:
+        logits: torch.Tensor = self._model(
+            input_ids=tokens,
+            position_ids=positions,
+            use_cache=False,
+            logits_to_keep=logits_to_keep,
+            slot_plan=plan,
+        ).logits
+        return logits
+
+
+class DecodeGraphs:
+    """A GPU's decode forwards, recorded once for each number of blocks and then replayed: one launch and not a thousand.
+
+    Recordings read the weights and the cache where they lay. New weights that are copied in are seen; where the memory itself
+    goes (sleep, another's weights), `clear` comes first. A model whose forward cannot be recorded is run as it is.
+    """
+
+    def __init__(self, model: SlotModel) -> None:
+        self._model: SlotModel = weakref.proxy(model)  # a cycle would keep the GPU's memory after the engine has gone
+        self._inputs_3R = torch.zeros(3, model.num_rows, dtype=torch.int64, device=model.device)
+        self._recorded: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
+        self._stream = torch.cuda.Stream(model.device)  # type: ignore[no-untyped-call]
+        self._cannot = False
+
+    def clear(self) -> None:
+        """Forget all recordings, and what the matrix products keep for themselves: 32 MB a stream."""
+        self._recorded.clear()
+        torch._C._cuda_clearCublasWorkspaces()  # noqa: SLF001 - torch has no public name for it
+
+    def decode(self, inputs_3R: torch.Tensor, num_blocks: int) -> torch.Tensor:
+        """See `SlotModel.decode_eagerly`; the inputs are on the host, the logits are overwritten by the next call."""
+        self._inputs_3R.copy_(inputs_3R)
+        if num_blocks not in self._recorded and not self._cannot:
+            try:
+                self._record(num_blocks)
+            except RuntimeError:  # a choice that depends on values, as experts' routing may be
+                self._cannot = True
+        if self._cannot:
+            return self._model.decode_eagerly(self._inputs_3R, num_blocks)
+        graph, logits_RV = self._recorded[num_blocks]
+        graph.replay()
+        return logits_RV
+
+    def _record(self, num_blocks: int) -> None:
+        self._stream.wait_stream(torch.cuda.current_stream(self._model.device))
+        with torch.cuda.stream(self._stream):  # kernels that choose their way on first use do so before the recording
+            self._model.decode_eagerly(self._inputs_3R, num_blocks)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
+            logits_RV = self._model.decode_eagerly(self._inputs_3R, num_blocks)
+        self._recorded[num_blocks] = (graph, logits_RV)
+
+
+def _forwards(
+    sequences: Iterable[tuple[int, Sequence[int]]], forward_tokens: tuple[tuple[int, int], ...] = _FORWARD_TOKENS
+) -> list[tuple[tuple[Piece, ...], int]]:
+    """Cut sequences into pieces and lay them into forwards; a piece's forward length follows from its own length."""
+    whole: list[tuple[tuple[Piece, ...], int]] = []
+    tails: dict[int, list[Piece]] = {num_tokens: [] for _, num_tokens in forward_tokens}
+    for row, token_ids in sequences:
+        for start in range(0, len(token_ids), _PIECE_TOKENS):
+            piece = Piece(row, start, tuple(token_ids[start : start + _PIECE_TOKENS]))
+            if len(piece.token_ids) == _PIECE_TOKENS:
+                whole.append(((piece,), _PIECE_TOKENS))
+            else:
+                tails[next(num for longest, num in forward_tokens if len(piece.token_ids) <= longest)].append(piece)
+    for num_tokens, pieces in tails.items():
+        whole.extend((packed, num_tokens) for packed in _pack(pieces, num_tokens))
+    return whole
+
+
+def _pack(pieces: list[Piece], num_tokens: int) -> list[tuple[Piece, ...]]:
+    packs: list[tuple[Piece, ...]] = []
+    pack: list[Piece] = []
+    room = num_tokens
+    for piece in pieces:
+        if len(piece.token_ids) > room:
+            packs.append(tuple(pack))
+            pack, room = [], num_tokens
+        pack.append(piece)
+        room -= len(piece.token_ids)
+    return [*packs, tuple(pack)] if pack else packs
+
+
+def _refuse_other_mixers(config: Any) -> None:  # noqa: ANN401 - transformers is untyped
+    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    if kinds:
+        raise GenerationError(f"the transformers engine runs attention layers only; this model also has {sorted(kinds)}")
+
+
+def _end_ids(model: Any) -> frozenset[int]:  # noqa: ANN401 - transformers is untyped
+    end = model.generation_config.eos_token_id if model.generation_config is not None else None
+    if end is None:
+        end = getattr(model.config, "eos_token_id", None)
+    if end is None:
+        return frozenset()
+    return frozenset([end] if isinstance(end, int) else end)

@@ -1,0 +1,124 @@
+"""From logits to tokens and behaviour logprobs: temperature, top-k, top-p, and a draw that depends on (seed, position) alone.
+
+Invariants:
+- The logprob of a token is that of the final distribution: divided by the temperature, filtered, renormalised.
+- A token of probability 0 is never drawn. Temperature 0 is greedy, with logprob 0.
+- Row r of the result depends on row r of the inputs only; every operation here works on rows one by one.
+
+R rows (slots), V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from asyncrl.generate.counter_rng import seed_word, uniforms
+from asyncrl.schema.samples import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingBatch:
+    """How each of R rows draws its tokens; made anew whenever a row changes hands."""
+
+    seeds_R: NDArray[np.uint64]  # noqa: N815
+    temperatures_R1: torch.Tensor  # noqa: N815
+    """float32; 1 where the row is greedy."""
+    greedy_R: torch.Tensor  # noqa: N815
+    """bool."""
+    any_greedy: bool
+    all_unscaled: bool
+    """Every temperature is 1: the division can be left out."""
+    top_k_rows: torch.Tensor
+    """int64 [K], the rows with a top-k filter."""
+    top_k: tuple[int, ...]
+    top_p_rows: torch.Tensor
+    """int64 [P], the rows with a top-p filter."""
+    top_p_P1: torch.Tensor  # noqa: N815
+
+
+def sampling_batch(
+    params_R: Sequence[SamplingParams], seeds_R: Sequence[int], device: torch.device | str = "cpu"
+) -> SamplingBatch:
+    """Lay R rows' sampling parameters out as tensors."""
+    temperatures = [params.temperature for params in params_R]
+    greedy = [temperature == 0 for temperature in temperatures]
+    scales = [1.0 if is_greedy else temperature for temperature, is_greedy in zip(temperatures, greedy, strict=True)]
+    k_rows = [row for row, params in enumerate(params_R) if params.top_k > 0]
+    p_rows = [row for row, params in enumerate(params_R) if params.top_p < 1]
+    return SamplingBatch(
+        seeds_R=np.array([seed_word(seed) for seed in seeds_R], dtype=np.uint64),
+        temperatures_R1=torch.tensor(scales, dtype=torch.float32, device=device).unsqueeze(1),
+        greedy_R=torch.tensor(greedy, dtype=torch.bool, device=device),
+        any_greedy=any(greedy),
+        all_unscaled=all(scale == 1.0 for scale in scales),
+        top_k_rows=torch.tensor(k_rows, dtype=torch.int64, device=device),
+        top_k=tuple(params_R[row].top_k for row in k_rows),
+        top_p_rows=torch.tensor(p_rows, dtype=torch.int64, device=device),
+        top_p_P1=torch.tensor([params_R[row].top_p for row in p_rows], dtype=torch.float32, device=device).unsqueeze(1),
+    )
+
+
+def filtered_logprobs(logits_RV: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+    """Return the log-probabilities that tokens are drawn from.
+
+    Args:
+        logits_RV: Any float dtype; not changed.
+        batch: The rows' parameters.
+
+    Returns:
+        float32 [R, V], -inf where a filter cut the token off. Ties at the top-k threshold are all kept.
+    """
+    scores_RV = logits_RV.float()
+    if not batch.all_unscaled:
+        scores_RV = scores_RV / batch.temperatures_R1
+    if len(batch.top_k) or len(batch.top_p_rows):
+        scores_RV = scores_RV.clone()
+    if len(batch.top_k):
+        scores_RV[batch.top_k_rows] = _keep_top_k(scores_RV[batch.top_k_rows], batch.top_k)
+    if len(batch.top_p_rows):
+        scores_RV[batch.top_p_rows] = _keep_top_p(scores_RV[batch.top_p_rows], batch.top_p_P1)
+    return torch.log_softmax(scores_RV, dim=-1)
+
+
+def _keep_top_k(scores_KV: torch.Tensor, top_k: tuple[int, ...]) -> torch.Tensor:
+    vocabulary = scores_KV.shape[-1]
+    ranks = torch.tensor([min(k, vocabulary) - 1 for k in top_k], device=scores_KV.device).unsqueeze(1)
+    largest = scores_KV.topk(min(max(top_k), vocabulary), dim=-1).values
+    return scores_KV.masked_fill(scores_KV < largest.gather(1, ranks), -torch.inf)
+
+
+def _keep_top_p(scores_PV: torch.Tensor, top_p_P1: torch.Tensor) -> torch.Tensor:
+    """Keep the smallest set of most likely tokens whose mass reaches top_p; always at least one."""
+    ascending, order = scores_PV.sort(dim=-1)
+    cut = ascending.softmax(dim=-1).cumsum(dim=-1) <= 1 - top_p_P1
+    cut[:, -1] = False
+    return scores_PV.masked_fill(cut.scatter(1, order, cut), -torch.inf)
+
+
+def sample(logits_RV: torch.Tensor, batch: SamplingBatch, positions_R: NDArray[np.uint64]) -> tuple[list[int], list[float]]:
+    """Draw one token a row.
+
+    Args:
+        logits_RV: Any float dtype.
+        batch: The rows' parameters and seeds.
+        positions_R: Ordinal of the token within its request's completion.
+
+    Returns:
+        Token ids and behaviour logprobs, R each. A row of non-finite logits gives a non-finite logprob.
+    """
+    logprobs_RV = filtered_logprobs(logits_RV, batch)
+    draws_R1 = torch.from_numpy(uniforms(batch.seeds_R, positions_R)).to(logprobs_RV.device).unsqueeze(1)
+    cumulative_RV = logprobs_RV.exp().cumsum(dim=-1, dtype=torch.float64)
+    targets_R1 = draws_R1 * cumulative_RV[:, -1:]
+    tokens_R1 = torch.searchsorted(cumulative_RV, targets_R1, right=True).clamp_(max=logprobs_RV.shape[-1] - 1)
+    chosen_R = logprobs_RV.gather(1, tokens_R1).squeeze(1)
+    if batch.any_greedy:
+        best_R, at_R = logprobs_RV.max(dim=-1)
+        tokens_R1 = torch.where(batch.greedy_R, at_R, tokens_R1.squeeze(1)).unsqueeze(1)
+        chosen_R = torch.where(batch.greedy_R, best_R - best_R, chosen_R)
+    return tokens_R1.squeeze(1).tolist(), chosen_R.tolist()

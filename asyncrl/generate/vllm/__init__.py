@@ -1,0 +1,1 @@
+"""vLLM: embedded in the generator, or behind a running `vllm serve`."""

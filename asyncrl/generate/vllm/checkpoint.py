@@ -1,0 +1,270 @@
+"""A model's checkpoint, looked at before vLLM opens it: what its tensors are called, where they are, and what it is made for.
+
+vLLM is told none of it: it loads what it is given and reads past what it does not understand, so requests and weights are
+checked against the folder first. transformers holds some models otherwise than their checkpoints do (all experts of a layer in
+one tensor, a head by another name), and the learner sends what transformers holds. What transformers would write of each tensor
+is found once, without any data, as names and places inside that tensor; workers then cut the tensor up without copying.
+
+Reads safetensors' headers only. Imports no vllm.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError, safe_open
+from torch.nn import Parameter
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import revert_weight_conversion
+
+from asyncrl.errors import GenerationError
+
+HEAD = "lm_head.weight"
+"""transformers' name of a head that may be tied to the embedding."""
+_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+_MOST_FIXED_BYTES = 16 << 20
+_EMBEDDING = "embed_tokens.weight"
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+class Part(msgspec.Struct, frozen=True):
+    """A checkpoint's tensor inside one of the model's; all numbers count elements."""
+
+    name: str
+    """In the checkpoint."""
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    """From the start of the model's tensor, which is contiguous."""
+
+
+class FixedTensor(msgspec.Struct, frozen=True):
+    """A small tensor that no version changes (a buffer of the model), which vLLM wants with every load of its layer."""
+
+    dtype: str
+    """As torch names it."""
+    shape: tuple[int, ...]
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFolder:
+    """A Hugging Face folder, looked at from outside."""
+
+    path: Path
+    shapes: dict[str, tuple[int, ...]]
+    """Of every tensor, by its name in transformers' model; tied ones once."""
+    vocabulary_size: int
+    end_ids: frozenset[int]
+    dtype: str
+    """Of the largest tensor, as torch names it: what vLLM's `auto` is not, which halves float32."""
+    model_type: str
+    """transformers' name of the architecture."""
+    head_size: int
+    """Of attention; 0: it does not say."""
+    max_positions: int
+    """Longest sequence the model was made for; 0: it does not say."""
+    tied: dict[str, str] = field(default_factory=dict)
+    """A second name of a tensor to the name it has in `shapes`."""
+    parts: dict[str, tuple[Part, ...]] = field(default_factory=dict)
+    """What the checkpoint has instead of a tensor of `shapes`, where it has not that one."""
+    fixed: dict[str, FixedTensor] = field(default_factory=dict)
+    """What the checkpoint has beside them that belongs to the model, by its name there."""
+    trust_remote_code: bool = False
+
+
+def read_folder(path: Path, *, trust_remote_code: bool = False) -> ModelFolder:
+    """Read a folder's config and headers.
+
+    Raises:
+        GenerationError: It cannot be read, has no safetensors, or its tensors are not those of transformers' model.
+    """
+    try:
+        config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=trust_remote_code)
+        shapes, dtype = _tensors(path)
+    except (OSError, ValueError, KeyError, SafetensorError, StrictDataclassError) as error:
+        raise GenerationError(f"cannot open the model folder {path}: {error}") from error
+    if not shapes:
+        raise GenerationError(f"the model folder {path} has no model.safetensors: save the model with save_pretrained")
+    if getattr(config, "quantization_config", None):
+        raise GenerationError(
+            f"the model in {path} is quantized (quantization_config in its config.json); training changes what it was made "
+            "of: take the unquantized model"
+        )
+    tensors = find_tensors(path, config, shapes, trust_remote_code=trust_remote_code)
+    shapes = tensors.shapes
+    text = config.get_text_config()
+    tied = _tied(shapes) if getattr(config, "tie_word_embeddings", False) else {}
+    for name in tied:
+        shapes.pop(name, None)
+    return ModelFolder(
+        path=path,
+        shapes=shapes,
+        vocabulary_size=text.vocab_size,
+        end_ids=_end_ids(path, text),
+        dtype=dtype,
+        model_type=config.model_type,
+        head_size=_head_size(text),
+        max_positions=getattr(text, "max_position_embeddings", 0) or 0,
+        tied=tied,
+        parts=tensors.parts,
+        fixed=_fixed(path, tensors.fixed),
+        trust_remote_code=trust_remote_code,
+    )
+
+
+def _tensors(path: Path) -> tuple[dict[str, tuple[int, ...]], str]:
+    """Return the shapes, and the dtype of the largest tensor."""
+    shapes, dtypes = {}, {}
+    for file in weight_files(path):
+        with safe_open(file, framework="numpy") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 - not a mapping
+                header = tensors.get_slice(name)
+                shapes[name], dtypes[name] = tuple(header.get_shape()), header.get_dtype()
+    largest = max(shapes, key=lambda name: prod(shapes[name]), default="")
+    return shapes, _DTYPES.get(dtypes.get(largest, ""), "auto")
+
+
+def _fixed(path: Path, names: frozenset[str]) -> dict[str, FixedTensor]:
+    found = {}
+    for file in weight_files(path) if names else []:
+        with safe_open(file, framework="pt") as tensors:
+            for name in names.intersection(tensors.keys()):
+                tensor = tensors.get_tensor(name)
+                data = tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
+                found[name] = FixedTensor(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), data)
+    if (num_bytes := sum(len(tensor.data) for tensor in found.values())) > _MOST_FIXED_BYTES:
+        raise GenerationError(
+            f"the model folder {path} has {num_bytes} bytes of buffers beside its parameters ({min(found)}, ...); "
+            f"vLLM is given at most {_MOST_FIXED_BYTES} with each update: use generate.engine.kind = 'transformers'"
+        )
+    return found
+
+
+def weight_files(path: Path) -> list[Path]:
+    """Return the files that save_pretrained wrote, and no others that lie beside them."""
+    index = path / "model.safetensors.index.json"
+    if index.is_file():
+        return [path / name for name in sorted(set(json.loads(index.read_bytes())["weight_map"].values()))]
+    return [file for file in [path / "model.safetensors"] if file.is_file()]
+
+
+def _tied(shapes: dict[str, tuple[int, ...]]) -> dict[str, str]:
+    embedding = next((name for name in shapes if name.endswith(_EMBEDDING)), None)
+    return {} if embedding is None else {HEAD: embedding}
+
+
+def _head_size(config: Any) -> int:  # noqa: ANN401 - transformers is untyped
+    if getattr(config, "kv_lora_rank", None):  # latent attention has kernels, and sizes, of its own
+        return 0
+    given = getattr(config, "head_dim", None)
+    heads, width = getattr(config, "num_attention_heads", 0), getattr(config, "hidden_size", 0)
+    return int(given or (width // heads if heads else 0))
+
+
+def _end_ids(path: Path, config: Any) -> frozenset[int]:  # noqa: ANN401 - transformers is untyped
+    end = getattr(config, "eos_token_id", None)
+    if (path / "generation_config.json").is_file():
+        end = GenerationConfig.from_pretrained(path, local_files_only=True).eos_token_id or end
+    if end is None:
+        return frozenset()
+    return frozenset([end] if isinstance(end, int) else end)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelTensors:
+    """What a model has, by the names of transformers."""
+
+    shapes: Shapes
+    """Of every parameter, tied ones once: what the learner sends."""
+    parts: dict[str, tuple[Part, ...]]
+    """What the checkpoint has instead of a parameter, where it has not that one."""
+    fixed: frozenset[str] = frozenset()
+    """Names, in the checkpoint, of what is no parameter but the model's: it never changes, and vLLM wants it all the same."""
+
+
+def find_tensors(
+    path: Path,
+    config: Any,  # noqa: ANN401 - transformers is untyped
+    shapes: Shapes,
+    *,
+    trust_remote_code: bool = False,
+) -> ModelTensors:
+    """Find what of a checkpoint each of the model's tensors is; what else lies in it is not the model's.
+
+    Args:
+        path: Of the model folder, for the message.
+        config: Of the model.
+        shapes: Of every tensor in the checkpoint, by its name there.
+        trust_remote_code: Whether code in the folder may run.
+
+    Returns:
+        The model's tensors; those of the checkpoint where transformers has no such language model.
+
+    Raises:
+        GenerationError: transformers cannot build the model, or a tensor of it is no rearrangement of tensors in this checkpoint.
+    """
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and "AutoModelForCausalLM" not in getattr(config, "auto_map", {}):
+        return ModelTensors(shapes, {})
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", trust_remote_code=trust_remote_code)
+    except Exception as error:
+        raise GenerationError(f"transformers cannot build the model in {path}: {type(error).__name__}: {error}") from error
+    model.tie_weights()
+    parameters = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    differing = {name: shape for name, shape in parameters.items() if name not in shapes}
+    parts = {name: _parts_of(model, name, shape) for name, shape in differing.items()}
+    if _missing(parts, shapes):  # a prefix of the checkpoint's, which transformers leaves out of what was made from a config
+        model._weight_conversions = get_model_conversion_mapping(model, add_legacy=False)  # noqa: SLF001 - as from_pretrained does
+        parts = {name: _parts_of(model, name, shape) for name, shape in differing.items()}
+    for name, missing in _missing(parts, shapes).items():
+        raise GenerationError(
+            f"the checkpoint in {path} has {name} neither by this name nor as transformers would write it ({missing}): load the "
+            "model with transformers and save it anew, or use generate.engine.kind = 'transformers'"
+        )
+    buffers = {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if not isinstance(tensor, Parameter)}
+    fixed = {part.name for name, tensor in buffers.items() for part in _parts_of(model, name, tuple(tensor.shape))}
+    return ModelTensors(parameters, parts, frozenset(fixed & shapes.keys()))
+
+
+def _missing(parts: dict[str, tuple[Part, ...]], shapes: Shapes) -> dict[str, str]:
+    """Return the tensors of which the checkpoint lacks parts, with the first of these."""
+    lacking = {name: [part for part in own if shapes.get(part.name) != part.shape] for name, own in parts.items()}
+    return {name: ", ".join(f"{part.name} {part.shape}" for part in some[:3]) for name, some in lacking.items() if some}
+
+
+def _parts_of(model: torch.nn.Module, name: str, shape: tuple[int, ...]) -> tuple[Part, ...]:
+    """Return where each tensor that transformers would write lies inside this one."""
+    whole = torch.empty(shape, device="meta")
+    try:
+        with torch.no_grad(), _ViewsOnly():  # type: ignore[no-untyped-call]
+            written = revert_weight_conversion(model, {name: whole})
+    except (RuntimeError, ValueError, TypeError) as error:
+        raise GenerationError(f"vLLM cannot be given new values of {name}: {error}") from error
+    if any(tensor.untyped_storage()._cdata != whole.untyped_storage()._cdata for tensor in written.values()):  # noqa: SLF001
+        raise GenerationError(
+            f"vLLM cannot be given new values of {name}: its checkpoint has other numbers, not the same in another order; "
+            f"generate.engine.kind = 'transformers' can"
+        )
+    return tuple(
+        Part(own, tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset())) for own, tensor in written.items()
+    )
+
+
+class _ViewsOnly(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Copies that only lay out anew (`contiguous`) are left out, so that a result still says where in the source it is."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401 - torch's
+        del types
+        return args[0] if func is torch.ops.aten.clone.default else func(*args, **(kwargs or {}))

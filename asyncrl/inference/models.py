@@ -1,0 +1,226 @@
+"""The models of an inference worker, forward only: the frozen reference policy, and reward models.
+
+A reward model is any sequence-classification checkpoint with one output. A decoder with a linear `score` over its last token
+runs packed, like the policy. Whether a model is of that sort is not guessed from its name: when it is opened, its own forward and
+the packed one score the same sequences. Where they differ (an encoder that reads both ways, a head of another form, attention
+with soft caps) its own forward is used, one sequence at a time.
+
+Invariants: packed attention and chunked logits as in the learner (asyncrl/models), so that both give the same numbers; a score is
+read at the last token, known by the sequence's length, and the padding id plays no part; no gradient, dropout off.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
+
+from asyncrl.config.run import RewardModel
+from asyncrl.errors import ConfigError, LearnerError
+from asyncrl.inference.batching import PackedSequences, pack
+from asyncrl.models.attention import PACKED_ATTENTION
+from asyncrl.models.causal import DTYPES, check_head, missing_weights, use_packed_attention
+from asyncrl.models.logprobs import token_logprobs, use_float32_head
+from asyncrl.schema.samples import InferRequest, ids_to_bytes
+
+log = logging.getLogger(__name__)
+
+CHUNK_TOKENS = 1024
+"""Tokens whose logits exist at once."""
+TOLERANCE = {"float32": 1e-3, "bfloat16": 5e-2}
+"""Largest difference of a packed score from the model's own, relative to max(1, |score|)."""
+PROBE_LENGTHS = (3, 7, 12)
+
+
+class ReferenceModel:
+    """A causal language model that is never trained."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+
+    @classmethod
+    def open(
+        cls, folder: Path, *, dtype: str, device: str, fp32_head: bool = False, trust_remote_code: bool = False
+    ) -> ReferenceModel:
+        """Open a Hugging Face folder.
+
+        Args:
+            folder: With config and safetensors.
+            dtype: Of the weights.
+            device: Where it runs.
+            fp32_head: Its output layer runs in float32, as the policy's does (`model.fp32_head`).
+            trust_remote_code: Whether code in the folder may run.
+
+        Raises:
+            ConfigError: The folder is missing something, or the model cannot run on packed rows.
+        """
+        missing = missing_weights(folder)
+        if missing:
+            raise ConfigError(f"algorithm.reference.path: {folder} has no {', no '.join(missing)}")
+        try:
+            model = AutoModelForCausalLM.from_pretrained(
+                folder,
+                dtype=DTYPES[dtype],
+                attn_implementation=PACKED_ATTENTION,
+                local_files_only=True,
+                trust_remote_code=trust_remote_code,
+            )
+        except (ValueError, OSError, RuntimeError) as error:
+            raise ConfigError(f"algorithm.reference.path: cannot open the model in {folder}: {error}") from error
+        model = model.to(device).eval().requires_grad_(False)
+        if fp32_head:
+            use_float32_head(model)
+        check_head(model)
+        return cls(model)
+
+    @torch.inference_mode()
+    def logprobs(
+        self, batch: PackedSequences, responses: Sequence[int], temperatures: Sequence[float]
+    ) -> list[NDArray[np.float32]]:
+        """Return the log-probability of every response token under the reference.
+
+        Args:
+            batch: S sequences.
+            responses: T of each sequence, at most its length minus 1; 0: none is wanted of it.
+            temperatures: That of each sequence's sampling; divides the logits.
+
+        Returns:
+            S arrays float32 [T].
+        """
+        batch = batch.to(self.model.device)
+        hidden_ND = _hidden_states(self.model, batch)
+        logprobs: list[NDArray[np.float32]] = [np.empty(0, dtype=np.float32)] * len(responses)
+        for temperature in sorted(set(temperatures)):
+            members = [at for at, own in enumerate(temperatures) if own == temperature and responses[at]]
+            if not members:
+                continue
+            before = np.concatenate([batch.sequences[at][-responses[at] - 1 : -1] for at in members])
+            targets = np.concatenate([batch.sequences[at][-responses[at] :] for at in members])
+            values, _ = token_logprobs(
+                hidden_ND.index_select(0, torch.from_numpy(before).to(hidden_ND.device)),
+                batch.input_ids[torch.from_numpy(targets).to(hidden_ND.device)],
+                self.model.get_output_embeddings(),
+                temperature=temperature,
+                chunk_tokens=CHUNK_TOKENS,
+            )
+            ends = np.cumsum([responses[at] for at in members])[:-1]
+            for at, part in zip(members, np.split(values.float().cpu().numpy(), ends), strict=True):
+                logprobs[at] = part
+        return logprobs
+
+
+class RewardScorer:
+    """A reward model ready to score."""
+
+    def __init__(self, name: str, model: PreTrainedModel, *, is_packed: bool) -> None:
+        self.name = name
+        self.model = model
+        self.is_packed = is_packed
+
+    @classmethod
+    def open(cls, config: RewardModel, device: str) -> RewardScorer:
+        """Open a Hugging Face folder.
+
+        Raises:
+            ConfigError: The folder is missing something, or the model is no reward model: several outputs, or a head whose
+                weights are not in the folder.
+        """
+        folder, field = Path(config.path), f"inference.reward_models {config.name!r}"
+        missing = missing_weights(folder)
+        if missing:
+            raise ConfigError(f"{field}: {folder} has no {', no '.join(missing)}")
+        try:
+            model, loading = AutoModelForSequenceClassification.from_pretrained(
+                folder, dtype=DTYPES[config.dtype], local_files_only=True, output_loading_info=True
+            )
+        except (ValueError, OSError, RuntimeError) as error:
+            raise ConfigError(f"{field}: cannot open {folder} for sequence classification: {error}") from error
+        if model.config.num_labels != 1:
+            raise ConfigError(f"{field}: {folder} has {model.config.num_labels} outputs; a reward model has 1 (num_labels)")
+        if loading["missing_keys"]:
+            names = ", ".join(sorted(loading["missing_keys"])[:4])
+            raise ConfigError(f"{field}: {folder} has no weights for {names}: it is not a trained reward model")
+        model = model.to(device).eval().requires_grad_(False)
+        # Without a padding id transformers reads the last token, not the last one that is not the padding id.
+        model.config.get_text_config().pad_token_id = model.config.pad_token_id = None
+        is_packed = _can_run_packed(model, TOLERANCE[config.dtype])
+        if not is_packed:
+            log.warning("reward model %s (%s) cannot run packed: it scores one sequence at a time", config.name, config.path)
+        return cls(config.name, model, is_packed=is_packed)
+
+    def refusal(self, length: int, largest_id: int) -> str:
+        """Return why a sequence cannot be scored, or an empty string.
+
+        Args:
+            length: Its tokens.
+            largest_id: The largest of its token ids.
+        """
+        text_config = self.model.config.get_text_config()
+        if largest_id >= text_config.vocab_size:
+            return (
+                f"reward model {self.name}: token {largest_id} is outside its vocabulary of {text_config.vocab_size}; it must "
+                "have the policy's tokenizer"
+            )
+        most = getattr(text_config, "max_position_embeddings", None)
+        if most and length > most:
+            return f"reward model {self.name} takes at most {most} tokens, the sample has {length}"
+        return ""
+
+    @torch.inference_mode()
+    def scores(self, batch: PackedSequences) -> list[float]:
+        """Return the raw score of each of the S sequences."""
+        return (_packed_scores if self.is_packed else _own_scores)(self.model, batch)
+
+
+@torch.inference_mode()
+def _can_run_packed(model: PreTrainedModel, tolerance: float) -> bool:
+    """Compare both ways of scoring on short sequences; leave the model's attention as the better way needs it."""
+    if not isinstance(getattr(model, "score", None), torch.nn.Linear):
+        return False
+    vocabulary = model.config.get_text_config().vocab_size
+    probe = pack([
+        InferRequest(0, at, 0, b"", ids_to_bytes([(5 * at + 3 * step + 1) % vocabulary for step in range(length)]))
+        for at, length in enumerate(PROBE_LENGTHS)
+    ])
+    own = _own_scores(model, probe)
+    before = model.config._attn_implementation  # noqa: SLF001 - transformers has no public reader
+    try:
+        use_packed_attention(model)
+        packed = _packed_scores(model, probe)
+    except (LearnerError, ValueError, TypeError, RuntimeError) as error:
+        log.debug("packed attention does not fit: %s", error)
+        packed = []
+    if packed and all(abs(a - b) <= tolerance * max(1.0, abs(a)) for a, b in zip(own, packed, strict=True)):
+        return True
+    model.set_attn_implementation(before)
+    return False
+
+
+def _hidden_states(model: PreTrainedModel, batch: PackedSequences) -> torch.Tensor:
+    hidden_ND: torch.Tensor = model.base_model(
+        input_ids=batch.input_ids.unsqueeze(0),
+        position_ids=batch.position_ids.unsqueeze(0),
+        use_cache=False,
+        packed_layout=batch.layout,
+    ).last_hidden_state[0]
+    return hidden_ND
+
+
+def _packed_scores(model: PreTrainedModel, batch: PackedSequences) -> list[float]:
+    batch = batch.to(model.device)
+    hidden_ND = _hidden_states(model, batch)
+    last_SD = hidden_ND.index_select(0, batch.last_index.to(hidden_ND.device))
+    return [float(score) for score in model.score(last_SD).float().squeeze(-1).tolist()]
+
+
+def _own_scores(model: PreTrainedModel, batch: PackedSequences) -> list[float]:
+    """Run the model's own forward over one sequence after the other."""
+    return [
+        float(model(input_ids=batch.input_ids[torch.from_numpy(tokens)].unsqueeze(0).to(model.device)).logits.float().item())
+        for tokens in batch.sequences
+    ]

@@ -1,0 +1,123 @@
+"""The critic: the return to expect from the state before each token, as a head on the policy or as a model of its own.
+
+Invariants: a new critic gives 0 everywhere (its output layer starts at zero), so that it begins by changing nothing; the output
+layer is float32, also where the body is not; saving and loading changes no bit.
+
+Legend: M targets of a row, D hidden size.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel
+
+from asyncrl.config.algorithm import CriticConfig
+from asyncrl.config.learner import LearnerConfig
+from asyncrl.errors import LearnerError
+from asyncrl.learner.model.policy import open_model, row_hidden
+from asyncrl.learner.optim.optimizer import PolicyOptimizer
+from asyncrl.learner.ranks.fsdp import divided_like, whole_tensors
+from asyncrl.learner.step.microbatch import Row
+
+
+class ValueHead(torch.nn.Module):
+    """One linear layer on the policy's hidden states; its gradient goes on into the policy."""
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        self.output = _output_layer(hidden_size)
+
+    def forward(self, row: Row, hidden: torch.Tensor | None) -> torch.Tensor:
+        """Return [M], the value of the state before each target; `hidden` is the policy's, [M, D]."""
+        del row
+        assert hidden is not None, "a value head reads the policy's hidden states"
+        return _values(self.output, hidden)
+
+
+class SeparateCritic(torch.nn.Module):
+    """A transformer without its output layer, and a linear layer on it."""
+
+    def __init__(self, body: PreTrainedModel) -> None:
+        super().__init__()
+        self.body = body
+        self.output = _output_layer(body.config.get_text_config().hidden_size)
+        self.output.to(next(body.parameters()).device)
+
+    def forward(self, row: Row, hidden: torch.Tensor | None) -> torch.Tensor:
+        """Return [M], the value of the state before each target; the policy's hidden states do not matter."""
+        del hidden
+        return _values(self.output, row_hidden(self.body, row))
+
+
+Critic = ValueHead | SeparateCritic
+
+
+def build_critic(
+    config: CriticConfig, learner: LearnerConfig, policy: PreTrainedModel, model_folder: Path, *, trust_remote_code: bool = False
+) -> Critic:
+    """Make a critic that has learned nothing yet, on the learner's device.
+
+    Args:
+        config: Which, and where a separate one starts from.
+        learner: Device, dtype and gradient checkpointing.
+        policy: What a head sits on.
+        model_folder: The policy's initial model, where `config.path` names no other.
+        trust_remote_code: Whether a folder's own code may run.
+
+    Raises:
+        ConfigError: The folder of a separate critic cannot be opened.
+    """
+    if config.kind == "head":
+        return ValueHead(policy.config.get_text_config().hidden_size).to(policy.device)
+    whole = msgspec.structs.replace(learner, lora=None)
+    folder = Path(config.path) if config.path else model_folder
+    return SeparateCritic(open_model(folder, whole, trust_remote_code=trust_remote_code).base_model)
+
+
+def build_critic_optimizer(
+    critic: Critic, config: CriticConfig, learner: LearnerConfig, num_steps: int, policy: PolicyOptimizer
+) -> PolicyOptimizer:
+    """Return the critic's optimizer: the learner's, at the critic's learning rate; `policy` is the policy's."""
+    own = msgspec.structs.replace(learner, learning_rate=config.learning_rate)
+    shared = policy if isinstance(critic, ValueHead) else None
+    return PolicyOptimizer(critic.named_parameters(), own, num_steps, shares_scale_of=shared)
+
+
+def save_critic(critic: Critic, path: Path) -> None:
+    """Write the critic's parameters to a safetensors file."""
+    tensors = {name: parameter.contiguous() for name, parameter in whole_tensors(critic.named_parameters())}
+    save_file(tensors, path)
+
+
+def load_critic(critic: Critic, path: Path) -> None:
+    """Take over what `save_critic` wrote.
+
+    Raises:
+        LearnerError: The file is not there or belongs to another critic.
+    """
+    if not path.is_file():
+        raise LearnerError(
+            f"{path.parent.parent} was written without a critic: go on without [algorithm.critic], or start a new run"
+        )
+    stored, own = load_file(path), dict(critic.named_parameters())
+    if {name: tensor.shape for name, tensor in stored.items()} != {name: parameter.shape for name, parameter in own.items()}:
+        raise LearnerError(f"{path} is of another critic: algorithm.critic.kind and path must stay those of the run")
+    with torch.no_grad():
+        for name, tensor in stored.items():
+            own[name].copy_(divided_like(tensor, own[name]))
+
+
+def _output_layer(hidden_size: int) -> torch.nn.Linear:
+    layer = torch.nn.Linear(hidden_size, 1)
+    torch.nn.init.zeros_(layer.weight)
+    torch.nn.init.zeros_(layer.bias)
+    return layer
+
+
+def _values(output: torch.nn.Linear, hidden: torch.Tensor) -> torch.Tensor:
+    values: torch.Tensor = output(hidden.to(output.weight.dtype)).squeeze(-1)
+    return values

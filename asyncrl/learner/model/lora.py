@@ -1,0 +1,125 @@
+"""LoRA adapters at the learner: added, sent, saved and read back, without the base.
+
+A checkpoint under LoRA is a Hugging Face folder whose weights are links to the run's model, with the adapters beside them in
+peft's format (adapter_config.json, adapter_model.safetensors). `AutoModelForCausalLM.from_pretrained` opens it with the adapters
+in force; `peft.PeftModel.from_pretrained` opens it over the base.
+
+Invariants: what engines and checkpoints get is exactly what is trained; saving and loading changes no bit. peft is
+imported only where there are adapters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel
+
+from asyncrl.config.learner import PretrainedModel
+from asyncrl.config.run import RunConfig
+from asyncrl.errors import LearnerError
+from asyncrl.learner.model.policy import link_folder, open_model
+
+ADAPTER_FILE = "adapter_model.safetensors"
+_PEFT_PREFIX = "base_model.model."
+
+
+def open_policy(config: RunConfig, model_folder: Path, checkpoint: Path | None = None) -> PreTrainedModel:
+    """Open the policy with what is trained of it, ready to train.
+
+    Args:
+        config: `model`, `learner` and `seed` are read.
+        model_folder: `RUN/model`, the policy at version 0.
+        checkpoint: Whose weights, or adapters, it has; None: those of version 0.
+
+    Raises:
+        ConfigError: A folder cannot be opened, or there is no layer that the adapters name.
+        LearnerError: The checkpoint's adapters are of another shape.
+    """
+    trusted = isinstance(config.model, PretrainedModel) and config.model.trust_remote_code
+    weights = checkpoint if checkpoint is not None and config.learner.lora is None else model_folder
+    model = open_model(weights, config.learner, trust_remote_code=trusted, fp32_head=config.model.fp32_head)
+    if config.learner.lora is not None:
+        import_module("asyncrl.models.adapters").add_adapters(model, config.learner.lora, config.seed)
+        if checkpoint is not None:
+            load_adapters(model, checkpoint)
+    return model
+
+
+def has_adapters(model: PreTrainedModel) -> bool:
+    """Return whether `add_adapters` was called on a model."""
+    return bool(getattr(model, "peft_config", None))
+
+
+def publishable_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Return what engines must load to hold this version: the trained adapters where there are any, else every parameter."""
+    parameters = model.named_parameters()
+    if not has_adapters(model):
+        return dict(parameters)
+    return {name: parameter for name, parameter in parameters if parameter.requires_grad}
+
+
+def adapters_off(model: PreTrainedModel) -> AbstractContextManager[None]:
+    """Return what makes a model with adapters its base for as long as the context lasts."""
+    context: AbstractContextManager[None] = import_module("asyncrl.models.adapters").adapters_off(model)
+    return context
+
+
+def save_policy(
+    model: PreTrainedModel,
+    tokenizer: Any,  # noqa: ANN401 - transformers has no one class
+    folder: Path,
+    whole: Mapping[str, torch.Tensor] | None = None,
+) -> None:
+    """Write a folder that `AutoModelForCausalLM.from_pretrained` opens as this policy.
+
+    Args:
+        model: From `open_policy`.
+        tokenizer: Its tokenizer.
+        folder: Exists and is empty.
+        whole: What `publishable_tensors` names, where the model's own are divided over ranks; None: the model's.
+    """
+    if has_adapters(model):
+        _save_adapters(model, folder, publishable_tensors(model) if whole is None else whole)
+    else:
+        model.save_pretrained(folder, state_dict=None if whole is None else dict(whole))
+    tokenizer.save_pretrained(folder)
+
+
+def _save_adapters(model: PreTrainedModel, folder: Path, adapters: Mapping[str, torch.Tensor]) -> None:
+    base = Path(model.name_or_path).resolve()
+    link_folder(base, folder, relative=True)
+    save_file({_peft_name(name): tensor.detach().cpu().contiguous() for name, tensor in adapters.items()}, folder / ADAPTER_FILE)
+    config = next(iter(model.peft_config.values()))
+    config.base_model_name_or_path = str(base)
+    config.save_pretrained(folder)
+
+
+def load_adapters(model: PreTrainedModel, folder: Path) -> None:
+    """Take over the adapters that `save_policy` wrote.
+
+    Raises:
+        LearnerError: There are none, or they are not of this model and this `learner.lora`.
+    """
+    path = folder / ADAPTER_FILE
+    if not path.is_file():
+        raise LearnerError(f"{folder} has no {ADAPTER_FILE}: it was written without learner.lora; go on without, or start anew")
+    saved, trained = load_file(path), publishable_tensors(model)
+    wanted = {_peft_name(name): parameter for name, parameter in trained.items()}
+    if {name: tensor.shape for name, tensor in saved.items()} != {name: tensor.shape for name, tensor in wanted.items()}:
+        raise LearnerError(
+            f"the adapters in {path} are not those of this model under this learner.lora: take the run's own config"
+        )
+    with torch.no_grad():
+        for name, parameter in wanted.items():
+            parameter.copy_(saved[name])
+
+
+def _peft_name(name: str) -> str:
+    """Return what peft calls a parameter in its files: without the adapter's name."""
+    return _PEFT_PREFIX + name.replace(".default.", ".")

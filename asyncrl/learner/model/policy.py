@@ -1,0 +1,270 @@
+"""The policy: made from scratch or opened from a local folder, always with packed attention; and its forward over a packed row.
+
+Invariants: nothing is ever fetched from a network; dropout is off (the importance ratio of an update's first forward is 1
+only where the forward is a function of weights and tokens); a folder written here opens with
+`AutoModelForCausalLM.from_pretrained`.
+
+Legend: M targets of a row, D hidden size.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
+
+from asyncrl.config.algorithm import LearnerConfig
+from asyncrl.config.learner import ScratchModel
+from asyncrl.errors import ConfigError
+from asyncrl.learner.step.microbatch import Row
+from asyncrl.models.attention import PACKED_ATTENTION
+from asyncrl.models.causal import DTYPES, check_folder, check_head, run_inside, sequence_logprobs, use_packed_attention
+from asyncrl.models.logprobs import token_logprobs, use_float32_head
+from asyncrl.schema.samples import ids_to_bytes, logprobs_to_bytes
+from asyncrl.schema.weights import Probe
+
+PAD, EOS = "<pad>", "<eos>"
+PROBE_TOKENS = 16
+
+
+def character_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
+    """Return a tokenizer with one token a character; ids follow the sorted characters, 0 is `<pad>` and 1 is `<eos>`.
+
+    A character outside the alphabet raises: a task whose prompts do not fit its own alphabet is a bug, not an unknown token.
+
+    Raises:
+        ValueError: The alphabet is empty.
+    """
+    if not alphabet:
+        raise ValueError("a character tokenizer needs at least one character, got an empty alphabet")
+    vocabulary = {token: index for index, token in enumerate([PAD, EOS, *sorted(set(alphabet))])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=PAD, eos_token=EOS, clean_up_tokenization_spaces=False)
+
+
+def build_scratch(config: ScratchModel, alphabet: str, seed: int) -> tuple[PreTrainedModel, Any]:
+    """Make a small Llama with random weights and its character tokenizer.
+
+    Args:
+        config: Sizes.
+        alphabet: Every character a prompt or completion may hold.
+        seed: Of the weights.
+
+    Returns:
+        float32 model on the CPU, tokenizer.
+    """
+    tokenizer = character_tokenizer(alphabet)
+    llama = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=config.hidden_size,
+        num_hidden_layers=config.num_layers,
+        num_attention_heads=config.num_heads,
+        num_key_value_heads=config.num_kv_heads or config.num_heads,
+        intermediate_size=config.intermediate_size or 4 * config.hidden_size,
+        max_position_embeddings=config.max_positions,
+        tie_word_embeddings=config.tie_embeddings,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = LlamaForCausalLM(llama)
+    return model, tokenizer
+
+
+def open_model(
+    folder: Path, config: LearnerConfig, *, trust_remote_code: bool = False, fp32_head: bool = False
+) -> PreTrainedModel:
+    """Open a Hugging Face folder with packed attention, on the learner's device and in its dtype, ready to train.
+
+    Args:
+        folder: Config, safetensors and tokenizer.
+        config: Device, dtype and gradient checkpointing are read.
+        trust_remote_code: Of `model` in the run's config.
+        fp32_head: As well.
+
+    Raises:
+        ConfigError: The folder is missing something, or the model cannot be trained on packed rows.
+    """
+    check_folder(folder)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=DTYPES[config.dtype],
+            attn_implementation=PACKED_ATTENTION,
+            local_files_only=True,
+            trust_remote_code=trust_remote_code,
+        )
+    except (ValueError, OSError, RuntimeError) as error:
+        raise ConfigError(f"cannot open the model in {folder}: {error}") from error
+    return made_ready(model, config, fp32_head=fp32_head)
+
+
+def made_ready(model: PreTrainedModel, config: LearnerConfig, *, fp32_head: bool = False) -> PreTrainedModel:
+    """Move a model to device and dtype, set packed attention, switch dropout off, and check that its head is understood."""
+    use_packed_attention(model)
+    model.to(device=config.device)
+    # Not model.to(dtype): it would round the rotary frequencies too, and positions far out would turn by whole radians.
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(DTYPES[config.dtype])
+    if fp32_head:
+        use_float32_head(model)
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    model.train()
+    if config.compile:
+        for layer in model.modules():
+            if type(layer).__name__ in (model._no_split_modules or ()):  # noqa: SLF001 - transformers' name for its repeated blocks
+                layer.compile(dynamic=True)  # type: ignore[no-untyped-call]
+    if config.gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    check_head(model)
+    return model
+
+
+def open_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> Any:  # noqa: ANN401 - transformers' own class
+    """Open the tokenizer of a folder that `check_folder` let pass."""
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
+    except (ValueError, OSError, RuntimeError) as error:
+        raise ConfigError(f"cannot open the tokenizer in {folder}: {error}") from error
+
+
+def save_model(model: PreTrainedModel, tokenizer: Any, folder: Path) -> None:  # noqa: ANN401
+    """Write model and tokenizer into an existing folder, in Hugging Face layout."""
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def link_folder(source: Path, folder: Path, *, relative: bool = False) -> None:
+    """Fill `folder` with the small files of `source`, and links to its weights; `relative` ones survive moving both."""
+    for path in source.iterdir():
+        if path.suffix == ".safetensors":
+            (folder / path.name).symlink_to(os.path.relpath(path, folder.resolve()) if relative else path)
+        elif path.is_file() and path.suffix in {".json", ".txt", ".model", ".jinja", ".py"}:
+            shutil.copyfile(path, folder / path.name)
+
+
+@dataclass(frozen=True, slots=True)
+class RowOutputs:
+    """What one forward of the policy over a row gives."""
+
+    logprobs: torch.Tensor
+    """float32 [M] (float64 of a float64 model), log-probability of each target."""
+    entropy: torch.Tensor
+    """As `logprobs`, of the distribution that each target was drawn from."""
+    hidden: torch.Tensor
+    """[M, D], what the output layer saw of each target: the state before it."""
+
+
+def run_row(
+    model: PreTrainedModel,
+    row: Row,
+    *,
+    temperature: float,
+    chunk_tokens: int,
+    entropy_gradient: bool = False,
+    fused: bool = False,
+) -> RowOutputs:
+    """Run the policy over a row.
+
+    Args:
+        model: From `open_model` or `made_ready`.
+        row: On the model's device.
+        temperature: See `token_logprobs`.
+        chunk_tokens: See `token_logprobs`.
+        entropy_gradient: See `token_logprobs`.
+        fused: See `token_logprobs`.
+    """
+
+    def work() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        hidden, head = row_hidden(model.base_model, row), model.get_output_embeddings()
+        logprobs, entropy = token_logprobs(
+            hidden,
+            row.target_ids,
+            head,
+            temperature=temperature,
+            chunk_tokens=chunk_tokens,
+            entropy_gradient=entropy_gradient,
+            fused=fused,
+        )
+        return logprobs, entropy, hidden
+
+    return RowOutputs(*run_inside(model, work))
+
+
+def row_hidden(body: PreTrainedModel, row: Row) -> torch.Tensor:
+    """Return [M, D], the last hidden state of the token before each target; `body` is a model without its output layer."""
+    assert body.config._attn_implementation == PACKED_ATTENTION, "see use_packed_attention"  # noqa: SLF001
+
+    def work() -> torch.Tensor:
+        output = body(
+            input_ids=row.input_ids.unsqueeze(0),
+            position_ids=row.position_ids.unsqueeze(0),
+            use_cache=False,
+            packed_layout=row.layout,
+        )
+        hidden: torch.Tensor = output.last_hidden_state[0].index_select(0, row.hidden_index)
+        return hidden
+
+    return run_inside(body, work)
+
+
+class Reference:
+    """The frozen reference policy on the learner's device: a model of its own, or the policy with its adapters off."""
+
+    def __init__(
+        self, model: PreTrainedModel, chunk_tokens: int, adapters_off: Callable[[], AbstractContextManager[None]] | None = None
+    ) -> None:
+        """Freeze `model`, unless it is the policy.
+
+        Args:
+            model: The reference, or the policy.
+            chunk_tokens: `learner.logprob_chunk_tokens`.
+            adapters_off: Makes the policy its base for as long as the context lasts, which saves a second copy; None: `model` is
+                a model of its own.
+        """
+        self.model = model if adapters_off is not None else model.requires_grad_(False)
+        self.is_own_model = adapters_off is None
+        self._adapters_off = adapters_off or contextlib.nullcontext
+        self._chunk_tokens = chunk_tokens
+
+    @torch.no_grad()
+    def logprobs(self, row: Row, temperature: float) -> torch.Tensor:
+        """Return float32 [M], log-probability of each target of the row."""
+        with self._adapters_off():
+            return run_row(self.model, row, temperature=temperature, chunk_tokens=self._chunk_tokens).logprobs
+
+
+def make_probe(model: PreTrainedModel, max_tokens: int) -> Probe:
+    """Return a fixed sequence and its log-probabilities: they show whether a generator holds the weights the learner means.
+
+    Args:
+        model: The policy.
+        max_tokens: Longest sequence a generator takes.
+    """
+    vocabulary = model.config.get_text_config().vocab_size
+    token_ids = np.random.default_rng(0).integers(0, vocabulary, min(PROBE_TOKENS, max_tokens)).astype(np.int32)
+    logprobs = sequence_logprobs(model, torch.from_numpy(token_ids.astype(np.int64)).to(model.device))
+    return Probe(ids_to_bytes(token_ids), logprobs_to_bytes(logprobs.float().cpu().numpy()))

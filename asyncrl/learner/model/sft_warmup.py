@@ -1,0 +1,145 @@
+"""A short supervised training of a scratch model on the task's own worked examples, before version 0 exists.
+
+Cross-entropy on completion and end-of-sequence, token mean; ends early at a given accuracy, where asked to; seeded, so that the
+same config gives the same version 0. The learning rate rises over the first tenth and then falls along a cosine to a tenth.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import PreTrainedModel
+
+from asyncrl.config.algorithm import LearnerConfig
+from asyncrl.config.learner import WarmStart
+from asyncrl.errors import ConfigError, LearnerError
+from asyncrl.learner.model.policy import run_row
+from asyncrl.learner.optim.optimizer import PolicyOptimizer
+from asyncrl.learner.step.microbatch import Row, prepare_row
+from asyncrl.schema.batches import PackedRow, PackedSample
+
+log = logging.getLogger(__name__)
+
+LOG_EVERY = 50
+FINAL_RATE_SHARE = 0.1
+WARMUP_SHARE = 0.1
+ACCURACY_BATCHES = 8
+"""Batches that the accuracy is averaged over."""
+
+
+class StartAbandoned(Exception):  # noqa: N818 - not an error: somebody asked for the end
+    """The learner was told to end before it had a version 0."""
+
+
+Example = tuple[NDArray[np.int32], NDArray[np.int32]]
+"""A worked example as tokens: prompt, and completion with its end-of-sequence token."""
+
+
+def tokenise(examples: Sequence[tuple[str, str]], tokenizer: Any) -> list[Example]:  # noqa: ANN401 - transformers' class
+    """Turn (prompt, completion) texts into tokens, end-of-sequence appended."""
+
+    def ids(text: str) -> list[int]:
+        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    eos = [tokenizer.eos_token_id]
+    return [(np.array(ids(prompt), dtype=np.int32), np.array(ids(text) + eos, dtype=np.int32)) for prompt, text in examples]
+
+
+def warm_start(
+    model: PreTrainedModel,
+    examples: Sequence[Example],
+    config: WarmStart,
+    learner: LearnerConfig,
+    seed: int,
+    stopped: Callable[[], bool] = lambda: False,
+) -> dict[str, float]:
+    """Train the model in place.
+
+    Args:
+        model: From `made_ready`.
+        examples: Drawn from without replacement within a batch.
+        config: Steps, batch size, learning rate.
+        learner: Everything else of an optimizer: betas, clipping, chunking.
+        seed: Of the draw.
+        stopped: Asked before every step.
+
+    Returns:
+        `warm_start/loss` (nats a token, mean of the last ten steps), `warm_start/accuracy` (of the last batches, before they
+        were trained on) and `warm_start/steps` taken.
+
+    Raises:
+        ConfigError: There are no examples.
+        LearnerError: The loss is not finite.
+        StartAbandoned: `stopped` said so.
+    """
+    if not examples:
+        raise ConfigError("model.warm_start: this task has no worked examples; remove warm_start or choose another task")
+    schedule = LearnerConfig(
+        learning_rate=config.learning_rate,
+        min_learning_rate_ratio=FINAL_RATE_SHARE,
+        warmup_steps=max(1, int(config.steps * WARMUP_SHARE)),
+        betas=learner.betas,
+        epsilon=learner.epsilon,
+        weight_decay=learner.weight_decay,
+        max_grad_norm=learner.max_grad_norm,
+    )
+    optimizer = PolicyOptimizer(model.named_parameters(), schedule, config.steps)
+    rng = np.random.default_rng(seed)
+    losses: list[float] = []
+    accuracies: deque[float] = deque(maxlen=ACCURACY_BATCHES)
+    for step in range(config.steps):
+        if stopped():
+            raise StartAbandoned(f"stopped at warm start step {step} of {config.steps}; the next start begins again")
+        drawn = rng.choice(len(examples), size=min(config.batch_size, len(examples)), replace=False)
+        drawn_examples = [examples[index] for index in drawn]
+        row = _row(drawn_examples).to(model.device)
+        logprobs = run_row(model, row, temperature=1.0, chunk_tokens=learner.logprob_chunk_tokens).logprobs
+        loss = -logprobs.mean()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.clip()
+        optimizer.step(step)
+        losses.append(loss.item())
+        if not np.isfinite(losses[-1]):
+            raise LearnerError(f"warm start: loss {losses[-1]} at step {step}; lower model.warm_start.learning_rate")
+        # The mean probability that sampling at temperature 1 gives the worked completion, end included.
+        parts = torch.split(logprobs.detach(), [len(completion) for _, completion in drawn_examples])
+        accuracies.append(float(np.mean([part.sum().exp().item() for part in parts])))
+        is_full = len(accuracies) == ACCURACY_BATCHES
+        done = step == config.steps - 1 or (0 < config.until_accuracy <= np.mean(accuracies) and is_full)
+        if step % LOG_EVERY == 0 or done:
+            log.info("warm start step %d of %d: loss %.3f, accuracy %.3f", step + 1, config.steps, losses[-1], accuracies[-1])
+        if done:
+            break
+    return {
+        "warm_start/loss": float(np.mean(losses[-10:])),
+        "warm_start/accuracy": float(np.mean(accuracies)),
+        "warm_start/steps": float(len(losses)),
+    }
+
+
+def _row(examples: list[Example]) -> Row:
+    """Lay examples end to end in one row; every token of a completion is a target."""
+    samples, start = [], 0
+    for group_id, (prompt_ids, completion_ids) in enumerate(examples):
+        sizes = len(prompt_ids), len(completion_ids)
+        samples.append(PackedSample(group_id, 0, 0, start, *sizes, reward=0.0, oldest_version=0))
+        start += sum(sizes)
+    parts = [part for example in examples for part in example]
+    mask = np.concatenate([np.full(len(part), position % 2, dtype=np.uint8) for position, part in enumerate(parts)])
+    row = PackedRow(
+        token_ids=np.concatenate(parts).astype("<i4").tobytes(),
+        position_ids=b"",
+        segment_ids=b"",
+        loss_mask=mask.tobytes(),
+        behaviour_logprobs=np.zeros(len(mask), dtype="<f4").tobytes(),
+        versions=b"",
+    )
+    prepared = prepare_row(row, list(enumerate(samples)))
+    assert prepared is not None
+    return prepared

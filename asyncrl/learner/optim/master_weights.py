@@ -1,0 +1,127 @@
+"""The tensors that optimizers change, and how gradients get to them and weights back.
+
+A float32 parameter on the learner's device is its own master. Otherwise the master is a float32 copy, because at RL learning
+rates an update of a bfloat16 or float16 parameter rounds to nothing; the gradients of all micro-batches then add up in float32
+on the parameter's device. With offload the copy is in host memory (pinned where the parameter is on CUDA), and gradients come
+over bucket by bucket, the next bucket's copy under way while the host works on this one.
+
+Invariant: where a master is kept changes no bit on a CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+FULL_PRECISION = (torch.float32, torch.float64)
+BUCKET_ELEMENTS = 16 << 20
+"""64 MiB of float32 gradients, twice over, in staging memory."""
+
+
+class Master:
+    """One trained parameter of the model and what its optimizer changes in its place."""
+
+    def __init__(self, parameter: torch.nn.Parameter, *, on_host: bool) -> None:
+        self.parameter = parameter
+        self._sums_by_itself = parameter.dtype in FULL_PRECISION
+        self._sum: torch.Tensor | None = None
+        if not self._sums_by_itself:
+            parameter.register_post_accumulate_grad_hook(self._add_up)  # type: ignore[no-untyped-call]
+        self.trained = parameter
+        if on_host or not self._sums_by_itself:
+            self.trained = torch.nn.Parameter(_copy_of(parameter, on_host=on_host))
+
+    @property
+    def is_copy(self) -> bool:
+        """Whether the optimizer changes a copy, which has to be written back and saved."""
+        return self.trained is not self.parameter
+
+    @property
+    def gradient(self) -> torch.Tensor | None:
+        """The sum of the gradients since the last `drop_gradient`, on the parameter's device."""
+        return self.parameter.grad if self._sums_by_itself else self._sum
+
+    def drop_gradient(self) -> None:
+        """Forget the gradients."""
+        self.parameter.grad = self._sum = self.trained.grad = None
+
+    @torch.no_grad()
+    def write_back(self) -> None:
+        """Give the model the new weights."""
+        if self.is_copy:
+            self.parameter.copy_(self.trained, non_blocking=self.trained.is_pinned())
+
+    def _add_up(self, source: torch.Tensor) -> None:
+        assert source.grad is not None
+        gradient = source.grad.float()
+        self._sum = gradient if self._sum is None else self._sum.add_(gradient)
+        source.grad = None
+
+
+def buckets_of(masters: Sequence[Master], bucket_elements: int = BUCKET_ELEMENTS) -> list[list[Master]]:
+    """Cut masters, in order, into buckets of at most `bucket_elements` (a larger parameter is one of its own)."""
+    buckets: list[list[Master]] = []
+    room = 0
+    for master in masters:
+        if not buckets or master.trained.numel() > room:
+            buckets.append([])
+            room = bucket_elements
+        buckets[-1].append(master)
+        room -= master.trained.numel()
+    return buckets
+
+
+class HostGradients:
+    """Brings gradients to host memory, two buckets at a time."""
+
+    def __init__(self, buckets: Sequence[Sequence[Master]]) -> None:
+        self._buckets = buckets
+        self._staging: tuple[torch.Tensor, ...] = ()
+
+    def arrivals(self) -> Iterator[int]:
+        """Yield each bucket's index once its masters hold their gradients; they last until the next one is asked for."""
+        arrived = [self._send(0)]
+        for index, bucket in enumerate(self._buckets):
+            if index + 1 < len(self._buckets):
+                arrived.append(self._send(index + 1))
+            if (event := arrived[index]) is not None:
+                event.synchronize()
+            yield index
+            for master in bucket:
+                master.trained.grad = None
+
+    @torch.no_grad()
+    def _send(self, index: int) -> torch.cuda.Event | None:
+        """Start the copy of a bucket's gradients; return what says that it is over, None where it is already."""
+        on_cuda = any(master.parameter.is_cuda for master in self._buckets[index])
+        if not self._staging:
+            num_bytes = max(sum(map(_room, bucket)) for bucket in self._buckets)
+            self._staging = tuple(torch.empty(num_bytes, dtype=torch.uint8, pin_memory=on_cuda) for _ in range(2))
+        start = 0
+        for master in self._buckets[index]:
+            if (gradient := master.gradient) is not None:
+                place = self._staging[index % 2][start : start + gradient.nbytes].view(gradient.dtype).view(gradient.shape)
+                master.trained.grad = place.copy_(gradient, non_blocking=on_cuda)
+            start += _room(master)
+        if not on_cuda:
+            return None
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+
+def _room(master: Master) -> int:
+    """Return the bytes a gradient takes in the staging memory, rounded up to whole cache lines."""
+    return -(-master.trained.nbytes // 64) * 64
+
+
+@torch.no_grad()
+def _copy_of(parameter: torch.nn.Parameter, *, on_host: bool) -> torch.Tensor:
+    values = parameter.detach()
+    copy = values.to(torch.promote_types(values.dtype, torch.float32))
+    if on_host:
+        copy = copy.cpu()
+    if copy.data_ptr() == values.data_ptr():
+        copy = copy.clone()
+    return copy.pin_memory() if on_host and parameter.is_cuda else copy

@@ -1,0 +1,286 @@
+"""AdamW with a schedule, clipping and loss scaling, over float32 master weights, with a state that is saved without pickle.
+
+Invariants: the learning rate is a function of the step number alone, so there is no scheduler state to lose; what the optimizer
+changes is at least float32 (optim/master_weights.py); saving and loading changes no bit; a loss scale is a power of two, so that
+scaling and unscaling round nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import get_total_norm
+
+from asyncrl.config.algorithm import LearnerConfig
+from asyncrl.errors import LearnerError
+from asyncrl.learner.optim.low_bit import build_lowbit, plain_state, restore_state
+from asyncrl.learner.optim.master_weights import HostGradients, Master, buckets_of
+from asyncrl.learner.ranks.fsdp import divided_like, whole_tensors
+
+_MASTER, _SCALE = "master", "loss_scale"
+_ADAMW_KINDS = {"step", "exp_avg", "exp_avg_sq"}
+FIRST_SCALE = 2.0**16
+SMALLEST_SCALE = 1.0
+GROWTH_INTERVAL = 2000
+"""Good updates in a row after which the scale doubles."""
+
+
+class LossScale:
+    """What float16 losses are multiplied by before the backward pass: small gradients vanish without, large ones overflow.
+
+    Source: Micikevicius et al. 2018 (arXiv 1710.03740), section 3.2; numbers of `torch.amp.GradScaler`.
+
+    Example:
+        >>> scale = LossScale()
+        >>> scale.shrink(), scale.value
+        (True, 32768.0)
+    """
+
+    def __init__(self) -> None:
+        self.value = FIRST_SCALE
+        self._good_updates = 0
+
+    def note_update(self) -> None:
+        """Count an update that was made."""
+        self._good_updates += 1
+        if self._good_updates >= GROWTH_INTERVAL:
+            self.value, self._good_updates = self.value * 2.0, 0
+
+    def shrink(self) -> bool:
+        """Halve the scale after an overflow; return False where it cannot be the scale's fault any more."""
+        self._good_updates = 0
+        if self.value <= SMALLEST_SCALE:
+            return False
+        self.value /= 2.0
+        return True
+
+    def to_tensor(self) -> torch.Tensor:
+        """Return float64 [2], all there is to save."""
+        return torch.tensor([self.value, self._good_updates], dtype=torch.float64)
+
+    def load_tensor(self, saved: torch.Tensor) -> None:
+        """Take over what `to_tensor` gave."""
+        self.value, self._good_updates = float(saved[0]), int(saved[1])
+
+
+def learning_rate_at(step: int, config: LearnerConfig, num_steps: int) -> float:
+    """Return the learning rate of optimizer step `step` (0 is the first).
+
+    Linear from learning_rate / warmup_steps up to `learning_rate`, then cosine down to `min_learning_rate_ratio` of it at the
+    last step; constant where the ratio is 1.
+    """
+    if step < config.warmup_steps:
+        return config.learning_rate * (step + 1) / config.warmup_steps
+    floor = config.min_learning_rate_ratio
+    progress = min(1.0, (step - config.warmup_steps) / max(1, num_steps - 1 - config.warmup_steps))
+    return config.learning_rate * (floor + (1.0 - floor) * 0.5 * (1.0 + math.cos(math.pi * progress)))
+
+
+def build_optimizer(model: torch.nn.Module, config: LearnerConfig, num_steps: int) -> PolicyOptimizer:
+    """Return the optimizer of a model's trainable parameters; `num_steps` is where a cosine schedule ends."""
+    return PolicyOptimizer(model.named_parameters(), config, num_steps)
+
+
+class PolicyOptimizer:
+    """AdamW over a model's trainable parameters.
+
+    Example:
+        >>> optimizer = PolicyOptimizer(model.named_parameters(), LearnerConfig(), num_steps=100)
+        >>> optimizer.backward(loss)
+        >>> norm = optimizer.clip()
+        >>> if math.isfinite(norm):
+        ...     optimizer.step(0)
+        ... elif not skip_update([(optimizer, norm)]):
+        ...     raise LearnerError
+    """
+
+    def __init__(
+        self,
+        named_parameters: Iterable[tuple[str, torch.nn.Parameter]],
+        config: LearnerConfig,
+        num_steps: int,
+        shares_scale_of: PolicyOptimizer | None = None,
+    ) -> None:
+        """Take over a model's parameters.
+
+        Args:
+            named_parameters: Those that need no gradient are left alone.
+            config: Optimizer and dtype.
+            num_steps: Where a cosine schedule ends.
+            shares_scale_of: The optimizer that runs the backward pass of a loss whose gradients reach these parameters too (a
+                value head beside its policy); it owns the loss scale.
+        """
+        self._config = config
+        self._num_steps = num_steps
+        on_host = config.offload_optimizer
+        self._masters = {name: Master(p, on_host=on_host) for name, p in named_parameters if p.requires_grad}
+        masters = list(self._masters.values())
+        buckets = buckets_of(masters) if on_host else [masters]
+        self._adamws = [_build_adamw([master.trained for master in bucket], config) for bucket in buckets]
+        self._host = HostGradients(buckets) if on_host else None
+        self._adamw_of = {id(m.trained): adamw for bucket, adamw in zip(buckets, self._adamws, strict=True) for m in bucket}
+        self._owns_scale = config.dtype == "float16" and shares_scale_of is None
+        self._scale = LossScale() if self._owns_scale else None
+        if shares_scale_of is not None:
+            self._scale = shares_scale_of._scale  # noqa: SLF001 - the same class
+
+    @property
+    def scale(self) -> LossScale | None:
+        """What owns `loss_scale`, one and the same for all whose gradients come from one backward pass; None but for float16."""
+        return self._scale
+
+    @property
+    def loss_scale(self) -> float:
+        """What losses are multiplied by before the backward pass; 1 but for float16."""
+        return 1.0 if self._scale is None else self._scale.value
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Add the gradients of a loss."""
+        (loss if self._scale is None else loss * self._scale.value).backward()  # type: ignore[no-untyped-call]
+
+    def clip(self) -> float:
+        """Scale the gradients to at most `max_grad_norm`; return the norm they had (not finite where a gradient was not)."""
+        gradients = [gradient for master in self._masters.values() if (gradient := master.gradient) is not None]
+        norm = _whole(get_total_norm(gradients)) / self.loss_scale
+        factor = (self._config.max_grad_norm / (norm + 1e-6)).clamp(max=1.0).item() / self.loss_scale
+        if factor != 1.0:
+            for gradient in gradients:
+                gradient.mul_(factor)
+        return norm.item()
+
+    def step(self, step: int) -> float:
+        """Apply and drop the clipped gradients at the learning rate of optimizer step `step`, and return that rate."""
+        rate = learning_rate_at(step, self._config, self._num_steps)
+        for adamw in self._adamws:
+            for group in adamw.param_groups:
+                group["lr"] = rate
+        if self._host is None:
+            for master in self._masters.values():
+                master.trained.grad = master.gradient
+            self._adamws[0].step()
+        else:
+            for index in self._host.arrivals():
+                self._adamws[index].step()
+        for master in self._masters.values():
+            master.write_back()
+        if self._scale is not None and self._owns_scale:
+            self._scale.note_update()
+        self.zero_grad()
+        return rate
+
+    def zero_grad(self) -> None:
+        """Drop all gradients."""
+        for master in self._masters.values():
+            master.drop_gradient()
+
+    def named_state(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield everything that has to be saved, each under its kind and its parameter's name, in the parameters' order."""
+        for name, master in self._masters.items():
+            if master.is_copy:
+                yield f"{_MASTER}/{name}", master.trained.detach()
+            for kind, value in plain_state(self._adamw_of[id(master.trained)].state.get(master.trained, {})).items():
+                yield f"{kind}/{name}", value
+        if self._scale is not None and self._owns_scale:
+            yield f"{_SCALE}/", self._scale.to_tensor()
+
+    def state_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield everything that it keeps between steps as the very tensors it works on; there is more after the first step.
+
+        What an optimizer pages itself is left out: its memory is not on a device.
+        """
+        for name, master in self._masters.items():
+            if master.is_copy:
+                yield f"{_MASTER}/{name}", master.trained
+            for kind, value in self._adamw_of[id(master.trained)].state.get(master.trained, {}).items():
+                if isinstance(value, torch.Tensor) and not getattr(value, "is_paged", False):
+                    yield f"{kind}/{name}", value
+
+    def save(self, path: Path) -> None:
+        """Write moments, update counts, master weights and the loss scale to a safetensors file.
+
+        Of several ranks one calls this, while the others go through `whole_tensors(named_state())`.
+        """
+        save_file({name: tensor.contiguous() for name, tensor in whole_tensors(self.named_state())}, path)
+
+    def load(self, path: Path) -> None:
+        """Take over what `save` wrote for a model of the same parameters, under the same optimizer and dtype.
+
+        Raises:
+            LearnerError: The file belongs to another model or another optimizer.
+        """
+        states: dict[str, dict[str, torch.Tensor]] = {}
+        for key, tensor in load_file(path).items():
+            kind, _, name = key.partition("/")
+            states.setdefault(name, {})[kind] = tensor
+        scale = states.pop("", {})
+        if self._scale is not None and self._owns_scale and _SCALE in scale:
+            self._scale.load_tensor(scale[_SCALE])
+        for name, state in states.items():
+            try:
+                self._load_one(self._masters[name], state)
+            except (KeyError, ValueError, RuntimeError) as error:
+                raise LearnerError(f"{path} is not the optimizer state of this model: {name} does not fit ({error})") from error
+
+    def _load_one(self, master: Master, state: dict[str, torch.Tensor]) -> None:
+        values = state.pop(_MASTER, None)
+        if (values is not None) != master.is_copy:
+            raise ValueError(f"it has {'a' if values is not None else 'no'} master weight, this run another dtype or offload")
+        if values is not None:
+            with torch.no_grad():
+                master.trained.copy_(_fitting(values, master.trained))
+        if not state:
+            return
+        adamw = self._adamw_of[id(master.trained)]
+        if self._config.optimizer != "adamw":
+            restore_state(adamw, master.trained, state)
+            return
+        if state.keys() != _ADAMW_KINDS:
+            raise ValueError(f"it has {sorted(state)}, adamw has {sorted(_ADAMW_KINDS)}")
+        for kind, value in state.items():
+            adamw.state[master.trained][kind] = (
+                value.to(master.trained.device) if kind == "step" else _fitting(value, master.trained)
+            )
+
+
+def skip_update(norms: Sequence[tuple[PolicyOptimizer, float]]) -> bool:
+    """Drop the gradients of an update in which some are not finite; return whether the run may go on.
+
+    It may where float16 overflowed under too large a loss scale: each scale under which a gradient did is halved, once however
+    many optimizers share it, and the others stay. It may not in other dtypes, nor where such a scale is at its smallest.
+
+    Args:
+        norms: The update's optimizers, each with the norm its gradients had.
+    """
+    for optimizer, _ in norms:
+        optimizer.zero_grad()
+    overflowed = [optimizer.scale for optimizer, norm in norms if not math.isfinite(norm)]
+    answers = [scale is not None and scale.shrink() for scale in {id(scale): scale for scale in overflowed}.values()]
+    return all(answers)
+
+
+def _build_adamw(trained: Sequence[torch.nn.Parameter], config: LearnerConfig) -> torch.optim.Optimizer:
+    groups: list[dict[str, Any]] = [
+        {"params": [parameter for parameter in trained if parameter.ndim >= 2], "weight_decay": config.weight_decay},
+        {"params": [parameter for parameter in trained if parameter.ndim < 2], "weight_decay": 0.0},
+    ]
+    if config.optimizer != "adamw":
+        return build_lowbit(groups, config)
+    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, eps=config.epsilon, fused=True)
+
+
+def _fitting(values: torch.Tensor, parameter: torch.nn.Parameter) -> torch.Tensor:
+    """Return the values where the parameter is; ValueError where their shape is not the parameter's."""
+    if values.shape != parameter.shape:
+        raise ValueError(f"{tuple(values.shape)} instead of {tuple(parameter.shape)}")
+    return divided_like(values, parameter)
+
+
+def _whole(norm: torch.Tensor) -> torch.Tensor:
+    """Return the norm over all ranks of gradients that are divided over them."""
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm

@@ -1,0 +1,192 @@
+"""Models and tensors divided over the learner's ranks (FSDP2, prepared by accelerate), and whole again to be saved.
+
+Each decoder layer is a unit that is gathered around its own forward and backward. What is left (embeddings, last norm, output
+layer, tied or not) is one more unit, gathered around a whole pass. The learner runs a model's parts one by one, so that its
+output layer never sees all tokens at once; `models/causal.run_inside` marks where such a pass begins and ends.
+
+Losses are a local numerator over a denominator of all ranks, so gradients are summed over ranks, not averaged, and in float32.
+
+Invariants: parameters keep their names; a parameter is a DTensor between passes; all ranks call everything here in the same
+order; gathering and dividing change no bit, and what is saved does not depend on the number of ranks. With one rank there is no
+group, nothing is divided, and accelerate is not imported (it takes seconds).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils._pytree import tree_map_only
+from transformers import PreTrainedModel
+
+from asyncrl.errors import LearnerError
+from asyncrl.models.causal import INSIDE
+from asyncrl.residency.components import HELD_TOO
+
+T = TypeVar("T")
+M = TypeVar("M", bound=torch.nn.Module)
+
+AXIS = "ranks"
+
+
+class Divider:
+    """Divides models over the ranks of the default process group, in place; a single rank's models stay whole."""
+
+    def __init__(self, device: str, num_ranks: int) -> None:
+        """Take the ranks, on devices of this kind, each on its current one."""
+        self._mesh: DeviceMesh | None = None
+        if num_ranks > 1:
+            self._mesh = init_device_mesh(torch.device(device).type, (num_ranks,), mesh_dim_names=(AXIS,))
+
+    def policy(self, model: PreTrainedModel) -> PreTrainedModel:
+        """Divide a policy or reference; return it.
+
+        Args:
+            model: The same on every rank, whole; on its device or on the CPU (a unit at a time then goes to the device).
+        """
+        if self._mesh is None:
+            return model
+        root = _Root(model)
+        _prepare(root, self._mesh, model)
+        for part in (model, model.base_model):
+            setattr(part, INSIDE, root.run_pass)
+        setattr(model, HELD_TOO, lambda: list(_held_by_fsdp(root)))
+        return model
+
+    def critic(self, critic: M) -> M:
+        """Divide a critic; return it. Its `output` layer is a unit of its own, as its body may be of another dtype."""
+        if self._mesh is None:
+            return critic
+        output, body = cast("torch.nn.Module", critic.output), getattr(critic, "body", None)
+        _prepare(output, self._mesh, None)
+        if body is not None:
+            _prepare(critic, self._mesh, body)
+        setattr(critic, HELD_TOO, lambda: list(_held_by_fsdp(critic)))
+        return critic
+
+
+def whole_tensors(named: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield every tensor whole and on the CPU, gathered one at a time; every rank must go through all of them.
+
+    Args:
+        named: A model's parameters or an optimizer's state, the same names in the same order on every rank.
+    """
+    for name, tensor in named:
+        yield name, whole(tensor).cpu()
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor whole, detached, on its device: itself where it is not divided."""
+    return tensor.full_tensor().detach() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def divided_like(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Return `tensor`, the same and whole on every rank, on the device of `other` and divided as `other` is."""
+    moved = tensor.to(other.device)
+    if not isinstance(other, DTensor) or tensor.shape != other.shape:
+        return moved
+    return distribute_tensor(moved, other.device_mesh, other.placements, src_data_rank=None)
+
+
+def is_divided(tensors: Iterable[torch.Tensor]) -> bool:
+    """Return whether any of these is divided over ranks."""
+    return any(isinstance(tensor, DTensor) for tensor in tensors)
+
+
+class _Root(torch.nn.Module):
+    """Stands for a whole pass over a model. A pass is the caller's code, run inside this module's forward."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self._is_inside = False
+
+    def forward(self, work: Callable[[], T]) -> T:
+        # FSDP registers its hooks on what is returned; changing a view in place would drop them.
+        return cast("T", tree_map_only(torch.Tensor, _owning, work()))
+
+    def run_pass(self, work: Callable[[], T]) -> T:
+        """Run one pass at a time; a pass within a pass is part of it."""
+        if self._is_inside:
+            return work()
+        self._is_inside = True
+        try:
+            result: T = self(work)
+        finally:
+            self._is_inside = False
+        if not torch.is_grad_enabled():
+            # With no backward to come, nothing else would divide the root's weights again.
+            cast("FSDPModule", self).reshard()
+        return result
+
+
+def _owning(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor._base is None else tensor.clone()  # noqa: SLF001 - the documented mark of a view
+
+
+@dataclass(frozen=True, slots=True)
+class _FSDPPlugin:
+    fsdp_plugin: Any
+
+
+@dataclass(frozen=True, slots=True)
+class _Dimensions:
+    fsdp_dim_names: tuple[str, ...] = (AXIS,)
+
+
+@dataclass(frozen=True, slots=True)
+class _Accelerator:
+    """What `fsdp2_prepare_model` reads of an `Accelerator`. The class itself has FSDP on GPUs only, and global state."""
+
+    state: _FSDPPlugin
+    torch_device_mesh: DeviceMesh
+    device: torch.device
+    parallelism_config: _Dimensions = _Dimensions()
+    mixed_precision: str = "no"
+    is_main_process: bool = False
+
+
+def _prepare(root: torch.nn.Module, mesh: DeviceMesh, transformer: PreTrainedModel | None) -> None:
+    """Divide `root` in place, the decoder layers of `transformer` as units of their own."""
+    from accelerate.utils import FullyShardedDataParallelPlugin, fsdp2_prepare_model  # noqa: PLC0415 - takes seconds
+
+    layers: list[str] = []
+    if transformer is not None:
+        present = {type(module).__name__ for module in transformer.modules()}
+        layers = sorted(set(transformer._no_split_modules or ()) & present)  # noqa: SLF001 - transformers has no public reader
+    plugin = FullyShardedDataParallelPlugin(  # type: ignore[no-untyped-call]
+        fsdp_version=2,
+        reshard_after_forward=True,
+        auto_wrap_policy="transformer_based_wrap" if layers else "no_wrap",
+        transformer_cls_names_to_wrap=layers,
+        mixed_precision_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32),
+        cpu_ram_efficient_loading=False,
+    )
+    device = torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")
+    prepared: torch.nn.Module = fsdp2_prepare_model(_Accelerator(_FSDPPlugin(plugin), mesh, device), root)
+    for module in prepared.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            # Without it a factor of 1 becomes a pre-multiplied sum, which gloo does not have.
+            module.set_force_sum_reduction_for_comms(True)
+
+
+def _held_by_fsdp(root: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the flat tensor that FSDP keeps of each shard and gathers from; torch has no public reader.
+
+    Raises:
+        LearnerError: It is not where torch 2.8 to 2.13 keep it. Moving the shards would then mean training on old bytes.
+    """
+    units: list[Any] = [module._get_fsdp_state() for module in root.modules() if isinstance(module, FSDPModule)]  # noqa: SLF001
+    groups = [group for unit in units for group in getattr(unit, "_fsdp_param_groups", None) or [unit._fsdp_param_group]]  # noqa: SLF001
+    shards = [shard for group in groups if group is not None for shard in group.fsdp_params]
+    for number, shard in enumerate(shards):
+        flat, part = shard._sharded_param_data, shard.sharded_param._local_tensor  # noqa: SLF001
+        if part.numel() and flat.untyped_storage().data_ptr() != part.untyped_storage().data_ptr():
+            raise LearnerError(f"torch {torch.__version__} keeps shards elsewhere than is known here: set learner.ranks = 1")
+        yield f"shard {number}", flat

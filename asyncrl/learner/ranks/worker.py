@@ -1,0 +1,83 @@
+"""A learner rank other than 0: does its share of each command of rank 0, and has no connection of its own.
+
+Invariant: what it calls, and in which order, follows from commands, config and batches alone. So it meets rank 0 in every
+collective.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from pathlib import Path
+
+import torch
+
+from asyncrl.clock import SystemClock
+from asyncrl.config.run import RunConfig
+from asyncrl.learner.checkpoint import contribute_checkpoint, load_trainer
+from asyncrl.learner.model.lora import publishable_tensors
+from asyncrl.learner.model.policy import make_probe
+from asyncrl.learner.offload import Offload, open_offload
+from asyncrl.learner.ranks.group import join_store, joined_ranks
+from asyncrl.learner.ranks.launch import (
+    Begin,
+    Prefetch,
+    Publish,
+    ReachPhase,
+    Save,
+    StartOffload,
+    Stop,
+    command_decoder,
+    rank_device,
+)
+from asyncrl.learner.resume import build_train_state
+from asyncrl.learner.step.microbatch import prepare
+from asyncrl.learner.step.train_step import division_of, train_step
+from asyncrl.learner.train_state import TrainState
+from asyncrl.models.layout import help_copy_out
+from asyncrl.schema.batches import StepBatch
+
+log = logging.getLogger(__name__)
+
+
+def run_rank_worker(config: RunConfig, run_folder: Path, rank: int, address: str) -> None:
+    """Join rank 0 at `address` and follow its commands until it says stop.
+
+    Raises:
+        ConfigError: The policy cannot be opened.
+        LearnerError: A step could not be taken; rank 0 has the same error.
+        RuntimeError: Another rank is gone.
+    """
+    torch.set_num_threads(config.learner.num_threads)
+    timeout_s, size = config.supervision.start_timeout_s, config.learner.ranks
+    store = join_store(address, size, timeout_s)
+    state: TrainState | None = None
+    offload: Offload | None = None
+    with joined_ranks(rank, size, store, rank_device(config, rank), timeout_s) as ranks, contextlib.ExitStack() as leaving:
+        while not isinstance(command := command_decoder.decode(ranks.hear()), Stop):
+            if isinstance(command, Begin):
+                checkpoint = Path(command.checkpoint) if command.checkpoint else None
+                state = build_train_state(config, run_folder / "model", checkpoint, ranks)
+                if checkpoint is not None:
+                    load_trainer(checkpoint, state)
+                log.info("rank %d of %d begins from %s", ranks.rank, ranks.size, checkpoint or run_folder / "model")
+                continue
+            assert state is not None, "rank 0 says Begin first"
+            match command:
+                case StepBatch():
+                    train_step(state, prepare(command, division_of(state, config)), config)
+                case Publish():
+                    make_probe(state.model, config.generate.engine.max_sequence_tokens)
+                    help_copy_out(publishable_tensors(state.model))
+                case StartOffload(model_folder=folder):
+                    offload = open_offload(state, config, run_folder, Path(folder), SystemClock())
+                    leaving.callback(offload.close)
+                case ReachPhase() | Prefetch():
+                    assert offload is not None, "rank 0 says StartOffload first"
+                    if isinstance(command, ReachPhase):
+                        offload.reach(command.phase, command.number)
+                    else:
+                        offload.prefetch()
+                case Save():
+                    with contextlib.nullcontext() if offload is None else offload.readable():
+                        contribute_checkpoint(state)

@@ -1,0 +1,101 @@
+"""What one step does: by which algorithm, on which rows, and what must be known before its first update.
+
+Invariant: a plan follows from batch, config and memory alone, so every rank makes the same one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from asyncrl.algorithms.auto import Choice, applied, choose
+from asyncrl.algorithms.types import LossConfig
+from asyncrl.config.algorithm import READS_CURRENT_POLICY, AlgorithmConfig, CorrectionConfig
+from asyncrl.config.algorithm_table import looks_at_whole_update
+from asyncrl.config.learner import LearnerConfig
+from asyncrl.config.run import RunConfig
+from asyncrl.learner.metrics import batch_staleness
+from asyncrl.learner.step.microbatch import PreparedBatch, Row
+from asyncrl.learner.train_state import StepMemory
+from asyncrl.schema.batches import StepBatch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPlan:
+    """One step."""
+
+    prepared: PreparedBatch
+    """On the model's device."""
+    batch: StepBatch
+    rows: tuple[Row, ...]
+    """This rank's rows, update by update, fillers included."""
+    algorithm: AlgorithmConfig
+    """In force: what `auto` picked, where it picks."""
+    learner: LearnerConfig
+    choice: Choice | None
+    """What `auto` picked, and why."""
+    kl_coefficient: float
+    """In force; 0 where there is no penalty."""
+    loss_config: LossConfig
+    num_updates: int
+    """How often the optimizer is called."""
+    trains_policy: bool
+    """False while the critic is trained alone (`critic.warmup_steps`)."""
+    has_token_kl: bool
+    """Whether the KL penalty is taken from token rewards."""
+    plans_corrections: bool
+    """Whether corrections are computed for a whole update before its first row."""
+    planned_corrections: tuple[CorrectionConfig, ...]
+    """Those of them."""
+    corrections_of_rows: tuple[CorrectionConfig, ...]
+    """The others: beside planned ones, each row still asks these of the current policy."""
+    wants_log_ratios: bool
+    """Whether the advantage reads proximal / behaviour."""
+    needs_proximal: bool
+    """Whether the policy runs over the rows before the first update. Otherwise its first forward gives the same values."""
+    needs_reference: bool
+    """Whether reference log-probabilities are read."""
+
+
+def make_plan(prepared: PreparedBatch, config: RunConfig, memory: StepMemory) -> StepPlan:
+    """Return the plan of a step.
+
+    Args:
+        prepared: On the model's device.
+        config: `algorithm` and `learner` are read.
+        memory: Of the steps before.
+    """
+    algorithm, learner, batch, choice = config.algorithm, config.learner, prepared.batch, None
+    if algorithm.kind == "auto":
+        choice = choose(memory.measured | batch_staleness(batch), memory.recipe)
+        algorithm = applied(algorithm, choice.recipe)
+    kl, critic, kl_coefficient = algorithm.kl, algorithm.critic, 0.0
+    if kl is not None:
+        is_adapted = kl.target is not None and memory.kl_coefficient >= 0
+        kl_coefficient = memory.kl_coefficient if is_adapted else kl.coefficient
+    num_updates = len(prepared.updates) * learner.epochs
+    trains_policy = critic is None or batch.step >= critic.warmup_steps
+    has_token_kl = kl is not None and kl.where == "reward"
+    plans_corrections = trains_policy and looks_at_whole_update(algorithm)
+    # With `kept`, what is dropped must be counted before the first row.
+    reads_current = () if algorithm.denominator == "kept" else READS_CURRENT_POLICY
+    wants_log_ratios = algorithm.advantage == "vtrace" or (":" in algorithm.advantage and critic is not None)
+    recomputes = num_updates > 1 and trains_policy and algorithm.proximal == "recompute"
+    return StepPlan(
+        prepared=prepared,
+        batch=batch,
+        rows=prepared.rows,
+        algorithm=algorithm,
+        learner=learner,
+        choice=choice,
+        kl_coefficient=kl_coefficient,
+        loss_config=LossConfig.of(algorithm, kl_coefficient),
+        num_updates=num_updates,
+        trains_policy=trains_policy,
+        has_token_kl=has_token_kl,
+        plans_corrections=plans_corrections,
+        planned_corrections=tuple(item for item in algorithm.corrections if not isinstance(item, reads_current)),
+        corrections_of_rows=tuple(item for item in algorithm.corrections if isinstance(item, reads_current)),
+        wants_log_ratios=wants_log_ratios,
+        needs_proximal=algorithm.kind != "dpo" and (recomputes or has_token_kl or wants_log_ratios or plans_corrections),
+        needs_reference=algorithm.needs_reference and (trains_policy or has_token_kl),
+    )

@@ -1,0 +1,130 @@
+"""What a step of preference learning minimises: a loss on pairs of samples of one row.
+
+A pair with a side that has no trained token (its tokens are too old, for example) is left out and not counted.
+
+Legend: M targets of a row, S samples of a row.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from asyncrl.algorithms.preference import PreferenceInputs, preference_loss
+from asyncrl.algorithms.types import Denominators, LossInputs
+from asyncrl.errors import LearnerError
+from asyncrl.learner.metrics import StepPairs, StepTokens, TokenRecord
+from asyncrl.learner.model.policy import RowOutputs
+from asyncrl.learner.step.forward_passes import Passes, run_policy
+from asyncrl.learner.step.microbatch import PreparedBatch, Row
+from asyncrl.learner.step.plan import StepPlan
+from asyncrl.learner.train_state import TrainState
+from asyncrl.schema.samples import logprobs_from_bytes
+
+
+class PreferenceObjective:
+    """One step's preference loss, row by row."""
+
+    def __init__(self, state: TrainState, plan: StepPlan, passes: Passes) -> None:
+        """Find the pairs of every update.
+
+        Raises:
+            LearnerError: There is none, or its two samples lie in different rows.
+        """
+        assert passes.reference is not None, "a plan of preferences needs the reference"
+        self._state = state
+        self._plan = plan
+        self._knows_sampler = any(logprobs_from_bytes(row.behaviour_logprobs).any() for row in plan.batch.rows)
+        self._pairs = StepPairs(ranks=state.ranks)
+        self._tokens = StepTokens(len(plan.rows), ranks=state.ranks)
+        references = iter(passes.reference)
+        self._updates = [[(row, next(references)) for row in rows] for rows in plan.prepared.updates]
+        self._pair_of_sample = whole_pairs(plan.prepared)
+        self._num_pairs = [
+            len(np.unique(pairs[pairs >= 0]))
+            for number in range(len(plan.prepared.updates))
+            for pairs in [self._pair_of_sample[plan.prepared.update_of_sample == number]]
+        ]
+        if not any(self._num_pairs):
+            raise LearnerError(
+                f"step {plan.batch.step} has no preference pair to train: none of its {len(plan.batch.samples)} samples is of a "
+                "pair whose other side is trained too"
+            )
+
+    def train_row(self, number: int, place: int, *, is_first_update: bool) -> torch.Tensor:
+        """Add the gradients of one row; see `PolicyObjective.train_row`. The second share is 0: there is no value loss."""
+        row, reference = self._updates[number][place]
+        outputs = run_policy(self._state, self._plan, row)
+        inputs = self._inputs(row, outputs.logprobs, reference, self._num_pairs[number])
+        computed = preference_loss(inputs, self._plan.algorithm.preference)
+        self._state.optimizer.backward(computed.loss)
+        self._pairs.add(computed)
+        self._note_tokens(row, outputs, reference, is_first_update=is_first_update)
+        loss = computed.loss.detach().double()
+        return torch.stack([loss, torch.zeros_like(loss)])
+
+    def metrics(self) -> dict[str, float]:
+        """Return the figures of tokens and pairs; every rank calls.
+
+        Figures of the policy that sampled are left out where none of its log-probabilities is known (0 throughout: data from a
+        file).
+        """
+        figures = self._tokens.metrics()
+        if not self._knows_sampler:
+            figures = {name: value for name, value in figures.items() if not name.startswith(("ratio/", "mismatch/"))}
+        return figures | self._pairs.metrics()
+
+    def _note_tokens(self, row: Row, outputs: RowOutputs, reference: torch.Tensor, *, is_first_update: bool) -> None:
+        logprobs = outputs.logprobs.detach()
+        unknown = torch.full_like(logprobs, torch.nan)
+        inputs = LossInputs(
+            logprobs=logprobs,
+            proximal_logprobs=logprobs,
+            behaviour_logprobs=row.behaviour_logprobs.to(logprobs) if self._knows_sampler else unknown,
+            advantages=torch.zeros_like(logprobs),
+            mask=row.mask,
+            sequence_ids=row.sequence_ids,
+            num_sequences=row.num_sequences,
+            denominators=Denominators(1, 1),
+            entropy=outputs.entropy,
+            reference_logprobs=reference.to(logprobs),
+            versions=row.versions,
+            learner_version=self._plan.batch.step,
+        )
+        self._tokens.add(TokenRecord.without_loss(inputs, is_first_update=is_first_update))
+
+    def _inputs(self, row: Row, logprobs: torch.Tensor, reference: torch.Tensor, num_pairs: int) -> PreferenceInputs:
+        samples = self._plan.batch.samples
+        pair_ids = np.full(row.num_sequences, -1) if row.is_filler else self._pair_of_sample[row.sample_index]
+        is_chosen = [samples[index].is_chosen for index in row.sample_index]
+        return PreferenceInputs(
+            logprobs=logprobs,
+            reference_logprobs=reference.to(logprobs),
+            mask=row.mask,
+            sequence_ids=row.sequence_ids,
+            num_sequences=row.num_sequences,
+            pair_ids=torch.as_tensor(pair_ids, device=logprobs.device),
+            is_chosen=torch.tensor(is_chosen, device=logprobs.device),
+            num_pairs=max(1, num_pairs),
+        )
+
+
+def whole_pairs(prepared: PreparedBatch) -> NDArray[np.int64]:
+    """Return [S of the step], the pair of each sample; -1 where it has none, or one side of it has no trained token.
+
+    Raises:
+        LearnerError: The two samples of a pair lie in different rows.
+    """
+    sides: dict[int, list[int]] = {}
+    for index, sample in enumerate(prepared.batch.samples):
+        if sample.pair >= 0 and prepared.update_of_sample[index] >= 0:
+            sides.setdefault(sample.pair, []).append(index)
+    pair_of_sample = np.full(len(prepared.batch.samples), -1, dtype=np.int64)
+    for pair, members in sides.items():
+        rows = {prepared.batch.samples[index].row for index in members}
+        if len(rows) > 1:
+            raise LearnerError(f"the samples of preference pair {pair} lie in rows {sorted(rows)}; a pair must share one")
+        if len({prepared.batch.samples[index].is_chosen for index in members}) == 2:
+            pair_of_sample[members] = pair
+    return pair_of_sample

@@ -1,0 +1,210 @@
+"""One optimizer step: exactly this batch trains version k and makes version k + 1.
+
+1. Forward-only passes under the weights as they are, where something needs them: proximal and reference log-probabilities,
+   values. A step with one update and neither reference nor critic makes none.
+2. Advantages, and corrections that see a whole update, over the samples of all ranks (step/objective.py).
+3. For each update: its rows one after the other (a row is a micro-batch), clip, optimizer.
+
+Losses are numerators of this rank over denominators of all ranks, and FSDP sums gradients over ranks (ranks/fsdp.py). So how
+samples share rows and ranks changes nothing, and every rank sees the same loss and norm and decides alike.
+
+Invariants: the same weights, memory and batch give the same bits on a CPU; weights change only if loss and gradients are finite;
+what has no gradient in a step has no optimizer step either.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import msgspec
+import torch
+
+from asyncrl.algorithms.auto import signals_of
+from asyncrl.algorithms.kl import next_coefficient
+from asyncrl.config.run import RunConfig
+from asyncrl.errors import LearnerError
+from asyncrl.learner.metrics import batch_metrics
+from asyncrl.learner.optim.optimizer import skip_update
+from asyncrl.learner.step.forward_passes import run_passes
+from asyncrl.learner.step.microbatch import Division, PreparedBatch, prepare
+from asyncrl.learner.step.objective import PolicyObjective
+from asyncrl.learner.step.plan import StepPlan, make_plan
+from asyncrl.learner.step.preference import PreferenceObjective
+from asyncrl.learner.train_state import TrainState
+from asyncrl.models.causal import use_packed_attention
+from asyncrl.schema.batches import StepBatch
+
+Objective = PolicyObjective | PreferenceObjective
+OUT_OF_MEMORY_ADVICE = (
+    "lower packing.tokens_per_row, or set learner.gradient_checkpointing = true or a smaller learner.logprob_chunk_tokens"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step was like."""
+
+    version: int
+    """The version that exists now."""
+    num_tokens: int
+    """Trained tokens, of all ranks."""
+    metrics: dict[str, float]
+    timings_s: dict[str, float] = field(default_factory=dict, compare=False)
+    """By metric name."""
+    recipe_reason: str = ""
+    """Why `kind = "auto"` changed its recipe; empty where it did not."""
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateOutcome:
+    """What an update was like."""
+
+    loss: float
+    value_loss: float
+    grad_norm: float
+    """0 where the policy is not trained."""
+    value_grad_norm: float
+    learning_rate: float
+    """The policy's; 0 where it is not trained or the update was skipped."""
+    is_skipped: bool
+    """float16 gradients overflowed: no weights changed, and the loss scale is halved."""
+
+
+def train_step(
+    state: TrainState, batch: StepBatch | PreparedBatch, config: RunConfig, *, failed_folder: Path | None = None
+) -> StepResult:
+    """Train one batch. Every rank calls it with the same batch.
+
+    Args:
+        state: The policy at version `step` and what belongs to it; changed in place. The model is switched to packed attention
+            if it has another.
+        batch: As it came, or decoded already (`prepare` with `division_of(state, config)`).
+        config: `algorithm` and `learner` are read.
+        failed_folder: Where the batch is saved if loss or gradient is not finite; None: nowhere.
+
+    Returns:
+        The new version and the step's metrics, named as in observe/metrics.py.
+
+    Raises:
+        LearnerError: Nothing to train, something needed is missing, the device is out of memory, or a loss or gradient is not
+            finite (the weights are those before the update).
+    """
+    plan = make_plan(_on_device(state, batch, config), config, state.memory)
+    try:
+        passes = run_passes(state, plan)
+        build = PreferenceObjective if plan.algorithm.kind == "dpo" else PolicyObjective
+        objective: Objective = build(state, plan, passes)
+        started_s = time.perf_counter()
+        outcomes: list[UpdateOutcome] = []
+        for _ in range(config.learner.epochs):
+            for number in range(len(plan.prepared.updates)):
+                outcomes.append(_train_update(state, plan, objective, number, not outcomes, failed_folder))
+        update_s = time.perf_counter() - started_s
+    except torch.OutOfMemoryError as error:
+        held = "all the learner has" if state.offload is None else state.offload.describe()
+        raise LearnerError(
+            f"step {plan.batch.step} is out of device memory: {error}; on the device: {held}; {OUT_OF_MEMORY_ADVICE}"
+        ) from error
+    metrics = _metrics(plan, objective, outcomes)
+    reason = ""
+    if plan.choice is not None:
+        reason = plan.choice.reason if plan.choice.recipe != state.memory.recipe else ""
+        state.memory.recipe = plan.choice.recipe
+        state.memory.measured = signals_of(metrics) or state.memory.measured
+    kl = plan.algorithm.kl
+    if kl is not None and kl.target is not None and plan.trains_policy:
+        state.memory.kl_coefficient = next_coefficient(
+            plan.kl_coefficient,
+            measured_kl=metrics["kl/penalty_mean"],
+            target=kl.target,
+            horizon=kl.horizon,
+            num_samples=len(plan.batch.samples),
+        )
+    timings_s = passes.timings_s | {"time/update_s": update_s}
+    return StepResult(plan.batch.step + 1, plan.batch.num_trained_tokens, metrics, timings_s, reason)
+
+
+def division_of(state: TrainState, config: RunConfig) -> Division:
+    """Return how a batch is to be prepared for this state."""
+    return Division(config.learner.minibatches, state.ranks.rank, state.ranks.size)
+
+
+def _on_device(state: TrainState, batch: StepBatch | PreparedBatch, config: RunConfig) -> PreparedBatch:
+    """Return the batch decoded, checked, and on the model's device."""
+    division = division_of(state, config)
+    prepared = batch if isinstance(batch, PreparedBatch) else prepare(batch, division)
+    if prepared.division != division:
+        prepared = prepare(prepared.batch, division)
+    whole, targets = prepared.batch, int(prepared.table.mask.sum())
+    if targets == 0:
+        raise LearnerError(f"step {whole.step} has nothing to train: no token of its {len(whole.samples)} samples is unmasked")
+    if targets != whole.num_trained_tokens:
+        raise LearnerError(f"step {whole.step} promises {whole.num_trained_tokens} trained tokens and its rows hold {targets}")
+    use_packed_attention(state.model)
+    device = state.model.device
+    return replace(prepared, updates=tuple(tuple(row.to(device) for row in update) for update in prepared.updates))
+
+
+def _train_update(
+    state: TrainState, plan: StepPlan, objective: Objective, number: int, is_first: bool, failed_folder: Path | None
+) -> UpdateOutcome:
+    """Train one update of a pass over the batch: all of it, or nothing where a loss or gradient is not finite.
+
+    Raises:
+        LearnerError: It is not finite; gradients are dropped and the batch is saved.
+    """
+    with contextlib.nullcontext() if state.offload is None else state.offload.watch():
+        places = range(len(plan.prepared.updates[number]))
+        shares = torch.stack([objective.train_row(number, place, is_first_update=is_first) for place in places]).sum(dim=0)
+    loss, value_loss = state.ranks.sum(shares).tolist()
+    policy = state.optimizer if plan.trains_policy else None
+    norms = {own: own.clip() for own in (policy, state.critic_optimizer) if own is not None}
+    norm, value_norm = (0.0 if own is None else norms[own] for own in (policy, state.critic_optimizer))
+    is_finite = all(map(math.isfinite, norms.values()))
+    if not math.isfinite(loss + value_loss) or not (is_finite or skip_update(list(norms.items()))):
+        for own in norms:
+            own.zero_grad()
+        figures = [f"loss {loss}, gradient norm {norm}"] if plan.trains_policy else []
+        if state.critic is not None:
+            figures.append(f"value loss {value_loss}, its gradient norm {value_norm}")
+        raise LearnerError(_describe_failure(plan.batch, ", ".join(figures), failed_folder))
+    state.bring("train")
+    rates = [own.step(plan.batch.step) for own in norms] if is_finite else []
+    rate = rates[0] if rates and plan.trains_policy else 0.0
+    return UpdateOutcome(loss, value_loss, norm, value_norm, rate, not is_finite)
+
+
+def _describe_failure(batch: StepBatch, figures: str, failed_folder: Path | None) -> str:
+    what = f"step {batch.step}: {figures}; the weights were not changed"
+    if failed_folder is None:
+        return what
+    failed_folder.mkdir(parents=True, exist_ok=True)
+    path = failed_folder / f"step-{batch.step}.msgpack"
+    path.write_bytes(msgspec.msgpack.encode(batch))
+    return f"{what}; the batch is in {path} (msgspec.msgpack, StepBatch); try a lower learning rate"
+
+
+def _metrics(plan: StepPlan, objective: Objective, outcomes: Sequence[UpdateOutcome]) -> dict[str, float]:
+    advantages = objective.advantages if isinstance(objective, PolicyObjective) else None
+    metrics = batch_metrics(plan.batch, advantages) | objective.metrics() | {"policy/updates": float(len(outcomes))}
+
+    def mean(name: str) -> float:
+        return float(sum(getattr(outcome, name) for outcome in outcomes) / len(outcomes))
+
+    if plan.trains_policy:
+        metrics |= {"policy/loss": mean("loss"), "policy/grad_norm": mean("grad_norm")}
+        metrics["policy/learning_rate"] = outcomes[-1].learning_rate
+    if plan.learner.dtype == "float16":
+        metrics["policy/skipped_updates"] = float(sum(outcome.is_skipped for outcome in outcomes))
+    if plan.algorithm.critic is not None:
+        metrics |= {"value/loss": mean("value_loss"), "value/grad_norm": mean("value_grad_norm")}
+    if plan.algorithm.kl is not None:
+        metrics["kl/coefficient"] = plan.kl_coefficient
+    if plan.choice is not None:
+        metrics["policy/recipe"] = plan.choice.number
+    return metrics

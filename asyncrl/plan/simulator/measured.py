@@ -1,0 +1,198 @@
+"""A scenario out of a real run: what its spans say of lengths, decode speed, rewards, steps and weights on their way."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from asyncrl.config.load import load_config
+from asyncrl.errors import ConfigError
+from asyncrl.observe.spans import GENERATE, SCORE, STEP, SWAP, WAIT, Span, read_spans
+from asyncrl.observe.steps import read_steps
+from asyncrl.plan.simulator.scenario import WARM_UP, Distribution, Scenario, fixed, measured, recorded
+
+MOST_VALUES = 4096
+"""Of a measured distribution; more are thinned out evenly."""
+SHORTEST_S = 1e-6
+PAUSE_STEPS, SHORTEST_PAUSE_S = 10, 5.0
+"""Nothing begins or ends for so many usual steps, and for so long: the run was paused, or stopped and resumed."""
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeFit:
+    """How long a sequence takes: `sequence_s + tokens x (decode_s + (n - 1) x decode_s_per_sequence)`, n running beside it."""
+
+    sequence_s: float
+    decode_s: float
+    decode_s_per_sequence: float
+
+
+def scenario_of_run(run_folder: Path) -> Scenario:
+    """Return the scenario that a run was.
+
+    Raises:
+        ConfigError: The folder holds no run, or one without enough steps to learn from.
+    """
+    config = load_config(run_folder / "config.toml")
+    spans: dict[str, list[Span]] = defaultdict(list)
+    working_s = working_time(run_folder)
+    for item in read_spans(run_folder):
+        spans[item.name].append(msgspec.structs.replace(item, start_s=working_s(item.start_s), end_s=working_s(item.end_s)))
+    steps = sorted(spans[STEP], key=lambda item: item.start_s)
+    samples = [item for item in spans[GENERATE] if item.attributes.get("purpose", "train") == "train"]
+    if len(steps) < 5 or not samples:
+        raise ConfigError(
+            f"{run_folder} has {len(steps)} steps and {len(samples)} samples; at least 5 steps are needed to learn from"
+        )
+    started_s = _started_in_slots(samples, config.generate.engine.num_slots)
+    fit = fit_decode(samples, started_s)
+    is_outside = config.learner.kind == "external"
+    return Scenario(
+        num_workers=config.generate.num_workers,
+        num_slots=config.generate.engine.num_slots,
+        lengths=_lengths(samples, config.algorithm.members_per_group),
+        decode_s=fit.decode_s,
+        decode_s_per_sequence=fit.decode_s_per_sequence,
+        sequence_s=fit.sequence_s,
+        groups_per_step=config.algorithm.groups_per_step,
+        group_size=config.algorithm.members_per_group,
+        max_staleness=config.buffer.max_staleness,
+        policy=config.buffer.policy,
+        max_running_groups=config.buffer.max_running_groups,
+        reward_s=_measured(item.end_s - item.start_s for item in spans[SCORE]) if spans[SCORE] else fixed(0.0),
+        reward_workers=config.reward.num_workers,
+        step_s=_step_times(steps, spans[WAIT], is_outside=is_outside),
+        steps_ahead=1 if is_outside else 2,
+        sync_s=_sync_times(steps, spans[SWAP]),
+        swap_s=statistics.median([float(item.attributes["swap_ms"]) / 1e3 for item in spans[SWAP]] or [0.0]),
+        hop_s=_hop_s(samples, spans[SCORE]),
+        num_steps=len(steps),
+        seed=config.seed,
+    )
+
+
+def working_time(run_folder: Path) -> Callable[[float], float]:
+    """Return what turns a moment of a run into seconds of work: stretches in which the run was paused or stopped do not count.
+
+    Such a stretch is one in which nothing began or ended anywhere, for at least PAUSE_STEPS usual steps and SHORTEST_PAUSE_S.
+    """
+    spans = list(read_spans(run_folder))
+    moments = sorted({moment for item in spans for moment in (item.start_s, item.end_s)})
+    done_s = sorted(item.end_s for item in spans if item.name == STEP)
+    usual_s = statistics.median([after - before for before, after in itertools.pairwise(done_s)] or [0.0])
+    limit_s = max(SHORTEST_PAUSE_S, PAUSE_STEPS * usual_s)
+    pauses = [(before, after) for before, after in itertools.pairwise(moments) if after - before > limit_s]
+    return lambda moment: moment - sum(min(moment, after) - before for before, after in pauses if moment > before)
+
+
+def fit_decode(samples: Sequence[Span], started_s: Sequence[float]) -> DecodeFit:
+    """Fit the three terms by least squares, none below zero; a term that would be is left out and the others are fitted again."""
+    tokens = np.array([max(1.0, float(item.attributes["tokens"])) for item in samples])
+    seconds = np.array([max(SHORTEST_S, item.end_s - start) for item, start in zip(samples, started_s, strict=True)])
+    beside = _running_beside(samples, started_s)
+    columns = np.stack([np.ones_like(tokens), tokens, tokens * beside], axis=1) / seconds[:, None]
+    kept = [0, 1, 2]
+    while True:
+        # Relative errors: long sequences must not outweigh short ones.
+        found = np.linalg.lstsq(columns[:, kept], np.ones(len(tokens)), rcond=None)[0]
+        if len(kept) == 1 or found.min() >= 0:
+            break
+        kept.pop(int(found.argmin()))
+    terms = dict.fromkeys(range(3), 0.0) | dict(zip(kept, map(float, found), strict=True))
+    return DecodeFit(max(terms[0], 0.0), max(terms[1], SHORTEST_S), max(terms[2], 0.0))
+
+
+def _started_in_slots(samples: Sequence[Span], num_slots: int) -> list[float]:
+    """Return when each sample got its slot: a sample's own start is when the engine was asked."""
+    ends: dict[str, list[float]] = defaultdict(list)
+    started = [0.0] * len(samples)
+    for index in sorted(range(len(samples)), key=lambda number: samples[number].start_s):
+        item = samples[index]
+        running = ends[item.process]
+        while running and running[0] <= item.start_s:
+            heapq.heappop(running)
+        started[index] = heapq.heappop(running) if len(running) >= num_slots else item.start_s
+        heapq.heappush(running, item.end_s)
+    return started
+
+
+def _running_beside(samples: Sequence[Span], started_s: Sequence[float]) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+    """Return how many others ran on the same generator in the middle of each sample."""
+    beside = np.zeros(len(samples))
+    by_generator: dict[str, list[int]] = defaultdict(list)
+    for index, item in enumerate(samples):
+        by_generator[item.process].append(index)
+    for indices in by_generator.values():
+        starts = np.sort([started_s[index] for index in indices])
+        ends = np.sort([samples[index].end_s for index in indices])
+        middle = np.array([(started_s[index] + samples[index].end_s) / 2 for index in indices])
+        beside[indices] = np.searchsorted(starts, middle, "right") - np.searchsorted(ends, middle, "right") - 1
+    return np.maximum(beside, 0)
+
+
+def _lengths(samples: Sequence[Span], group_size: int) -> Distribution:
+    """Return every member's tokens in the order of the groups, which is the order in which a simulation issues them.
+
+    With long tails the longest few samples decide how long steps take; drawn anew, they would be others.
+    """
+    tokens = {
+        (int(item.attributes["group"]), int(item.attributes["index"])): float(item.attributes["tokens"]) for item in samples
+    }
+    unknown = statistics.median(tokens.values())
+    num_groups = max(group for group, _ in tokens) + 1
+    return recorded([tokens.get((group, index), unknown) for group in range(num_groups) for index in range(group_size)])
+
+
+def _step_times(steps: Sequence[Span], waits: Sequence[Span], *, is_outside: bool) -> Distribution:
+    """Return from the start of one step to that of the next, without the wait for its batch.
+
+    An outside learner does not say how long it waited: there it is from taking a batch to reporting it as trained.
+    """
+    if is_outside:
+        return recorded([max(SHORTEST_S, step.end_s - step.start_s) for step in steps])
+    waited = {item.attributes["step"]: item.end_s - item.start_s for item in waits}
+    between = [
+        max(SHORTEST_S, after.start_s - step.start_s - waited.get(after.attributes["step"], 0.0))
+        for step, after in itertools.pairwise(steps)
+    ]
+    return recorded(between)
+
+
+def _sync_times(steps: Sequence[Span], swaps: Sequence[Span]) -> Distribution:
+    """Return from a step's end to its version's bytes verified on a generator, where the generator took that version at all."""
+    done_s = {item.attributes["version"]: item.end_s for item in steps}
+    times = [
+        max(0.0, item.end_s - float(item.attributes["swap_ms"]) / 1e3 - done_s[item.attributes["version"]])
+        for item in swaps
+        if item.attributes["version"] in done_s
+    ]
+    return _measured(times) if times else fixed(0.0)
+
+
+def _hop_s(samples: Sequence[Span], scores: Sequence[Span]) -> float:
+    """Return half the time from a sample's end to the start of its scoring: two hops."""
+    began = {(item.attributes["group"], item.attributes["index"]): item.start_s for item in scores}
+    gaps = [began[key] - item.end_s for item in samples if (key := (item.attributes["group"], item.attributes["index"])) in began]
+    return max(0.0, statistics.median(gaps)) / 2 if gaps else 0.0
+
+
+def _measured(values: Iterable[float]) -> Distribution:
+    everything = list(values)
+    return measured(everything[:: -(-len(everything) // MOST_VALUES)])
+
+
+def real_figures(run_folder: Path) -> tuple[float, float]:
+    """Return (steps a second, mean staleness) of a run, without its pauses; its warm-up is left out as a simulation's is."""
+    steps, working_s = list(read_steps(run_folder)), working_time(run_folder)
+    first = int(WARM_UP * len(steps))
+    seconds = working_s(steps[-1].time_s) - working_s(steps[first].time_s)
+    counted = steps[first + 1 :]
+    return len(counted) / seconds, statistics.fmean(report.staleness_mean for report in counted)

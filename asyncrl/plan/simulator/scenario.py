@@ -1,0 +1,206 @@
+"""What is simulated: generators, a learner, rewards, weights, failures, as fixed numbers or distributions; and what came of it.
+
+A distribution is given by a shape or by measured values. On the command line: `fixed:0.3`, `uniform:1:9`,
+`lognormal:MEAN:SIGMA[:MOST]`, `exponential:MEAN`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncrl.errors import ConfigError
+
+Draw = Callable[[], float]
+_AT_ONCE = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Distribution:
+    """One shape with its parameters, or the values that were measured."""
+
+    kind: str
+    parameters: tuple[float, ...] = ()
+    values: tuple[float, ...] = ()
+    """Of kind `measured`: drawn from with replacement; of kind `recorded`: one after the other, and drawn from after the last."""
+
+    @property
+    def mean(self) -> float:
+        """Return the mean; a log-normal's before it is cut."""
+        match self.kind:
+            case "measured" | "recorded":
+                return float(np.mean(self.values))
+            case "uniform":
+                return sum(self.parameters) / 2
+        return self.parameters[0]
+
+    def drawer(self, rng: np.random.Generator) -> Draw:
+        """Return a function that draws one value after the other, in blocks from `rng`."""
+        block: list[float] = []
+
+        def draw() -> float:
+            if not block:
+                block.extend(self._draw(rng, _AT_ONCE).tolist())
+            return block.pop()
+
+        if self.kind == "recorded":
+            block.extend(reversed(self.values))
+        if self.kind == "fixed":
+            value = self.parameters[0]
+            return lambda: value
+        return draw
+
+    def _draw(self, rng: np.random.Generator, count: int) -> NDArray[np.float64]:
+        match self.kind, self.parameters:
+            case "uniform", (low, high):
+                return rng.uniform(low, high, count)
+            case "exponential", (mean,):
+                return rng.exponential(mean, count)
+            case "lognormal", (mean, sigma, *most):
+                drawn = rng.lognormal(math.log(mean) - sigma * sigma / 2, sigma, count)
+                return np.minimum(drawn, most[0]) if most else drawn
+        return rng.choice(np.asarray(self.values), count)
+
+
+_PARAMETERS = {"fixed": (1, 1), "uniform": (2, 2), "exponential": (1, 1), "lognormal": (2, 3)}
+
+
+def fixed(value: float) -> Distribution:
+    """Return the distribution that is always `value`."""
+    return Distribution("fixed", (value,))
+
+
+def measured(values: Sequence[float]) -> Distribution:
+    """Return the distribution of what was measured.
+
+    Raises:
+        ConfigError: Nothing was.
+    """
+    if not values:
+        raise ConfigError("a measured distribution needs at least one value")
+    return Distribution("measured", values=tuple(map(float, values)))
+
+
+def recorded(values: Sequence[float]) -> Distribution:
+    """Return what was measured, in its order: a simulation of that very run then meets the same draws.
+
+    Raises:
+        ConfigError: Nothing was measured.
+    """
+    return Distribution("recorded", values=measured(values).values)
+
+
+def parse_distribution(text: str) -> Distribution:
+    """Return what `lognormal:64:1` names; a number alone is fixed.
+
+    Raises:
+        ConfigError: No such shape, or other parameters.
+    """
+    kind, *rest = text.split(":") if ":" in text else ("fixed", text)
+    try:
+        numbers = tuple(map(float, rest))
+    except ValueError:
+        numbers = ()
+    least, most = _PARAMETERS.get(kind, (1, 0))
+    if not least <= len(numbers) <= most or any(not math.isfinite(number) or number < 0 for number in numbers):
+        raise ConfigError(
+            f"a distribution is a number, uniform:LOW:HIGH, exponential:MEAN or lognormal:MEAN:SIGMA[:MOST]; got {text!r}"
+        )
+    if kind in {"lognormal", "exponential"} and numbers[0] == 0:
+        raise ConfigError(f"the mean of {text!r} must be above 0")
+    return Distribution(kind, numbers)
+
+
+WARM_UP = 0.2
+"""Of the steps, at the start, left out of the figures while pipelines fill."""
+LENGTHS = Distribution("lognormal", (64.0, 1.0, 2000.0))
+AT_ONCE, STEP = fixed(0.0), fixed(0.2)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scenario:
+    """One run to be."""
+
+    num_workers: int = 2
+    """Generators, as `generate.num_workers` of a config."""
+    num_slots: int = 64
+    lengths: Distribution = LENGTHS
+    """Tokens of a response."""
+    decode_s: float = 0.002
+    """One decode step with one sequence."""
+    decode_s_per_sequence: float = 0.0
+    """What each further sequence of the batch adds to it."""
+    sequence_s: float = 0.0
+    """What a sequence takes in its slot beside its tokens."""
+    prefill_s: float = 0.0
+    """What a new group costs its generator before its first token."""
+    groups_per_step: int = 16
+    group_size: int = 4
+    max_staleness: int = 2
+    policy: Literal["wait", "drop", "mask"] = "wait"
+    max_running_groups: int = 0
+    reward_s: Distribution = AT_ONCE
+    reward_workers: int = 0
+    """Samples scored at once; 0: no limit."""
+    step_s: Distribution = STEP
+    """Optimizer step, from batch in hand to new version."""
+    step_s_per_token: float = 0.0
+    """What each trained token adds to it."""
+    steps_ahead: int = 2
+    """Steps taken and not yet done: the one in hand and a prefetched one, as control/feed.py has it; an outside learner has 1."""
+    sync_s: Distribution = AT_ONCE
+    """From publish to bytes verified on a generator."""
+    swap_s: float = 0.0
+    """How long a generator stands still for it."""
+    hop_s: float = 0.0
+    """From a generator's or worker's word to the controller's deed."""
+    failures_per_hour: float = 0.0
+    """Of one generator."""
+    restart_s: float = 30.0
+    num_steps: int = 50
+    generator_price: float = 0.0
+    """Dollars an hour, each."""
+    learner_price: float = 0.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be simulated."""
+        for name in ("num_workers", "num_slots", "groups_per_step", "group_size", "num_steps", "steps_ahead"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.decode_s <= 0:
+            raise ConfigError(f"decode_s must be above 0, got {self.decode_s}")
+        if self.max_staleness < 0:
+            raise ConfigError(f"max_staleness must be at least 0, got {self.max_staleness}")
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What a simulated run did, without its warm-up; seconds are the run's, not the simulation's."""
+
+    steps_per_s: float = 0.0
+    samples_per_s: float = 0.0
+    generated_tokens_per_s: float = 0.0
+    trained_tokens_per_s: float = 0.0
+    mean_staleness: float = 0.0
+    """Of samples, by their oldest token."""
+    max_staleness: int = 0
+    learner_idle: float = 0.0
+    """Share of the time in which the learner had no batch."""
+    slots_used: float = 0.0
+    """Share of the generators' slots that held a running sequence."""
+    dropped_groups: int = 0
+    failed_groups: int = 0
+    lost_generators: int = 0
+    lost_groups: int = 0
+    """Issued and in no state: must be 0."""
+    dollars_per_step: float = 0.0
+    num_events: int = 0
+    simulated_s: float = 0.0
+    step_times_s: list[float] = field(default_factory=list)
+    """When each step was done."""

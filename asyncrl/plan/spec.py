@@ -1,0 +1,239 @@
+"""What is to be planned: a model, an algorithm, a placement and the hardware, before any of it exists.
+
+Accelerators by name are the vendors' data sheets', dense, per device; link speeds one way. Models by name are sizes from their
+own config.json files.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from asyncrl.config.learner import LoRAConfig
+from asyncrl.errors import ConfigError
+from asyncrl.models.memory import ModelShape, shape_of_json
+
+GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class Accelerator:
+    """One device."""
+
+    name: str
+    memory_bytes: float
+    bf16_flops: float
+    """Floating-point operations a second, dense, bf16 with float32 sums."""
+    memory_bytes_per_s: float
+    link_bytes_per_s: float
+    """To another device of the same machine (NVLink; PCIe where there is none), one way."""
+    network_bytes_per_s: float
+    """To another machine, this device's share."""
+    host_bytes_per_s: float
+    """To the memory of its own machine (PCIe), one way."""
+    dollars_per_hour: float
+    """A usual price of renting one; to be replaced by your own (`--price`)."""
+
+
+def _gpu(
+    name: str,
+    memory_gb: float,
+    tflops: float,
+    bandwidth_tb: float,
+    link_gb: float,
+    network_gb: float,
+    host_gb: float,
+    price: float,
+) -> Accelerator:
+    return Accelerator(
+        name, memory_gb * 1e9, tflops * 1e12, bandwidth_tb * 1e12, link_gb * 1e9, network_gb * 1e9, host_gb * 1e9, price
+    )
+
+
+ACCELERATORS = {
+    item.name: item
+    for item in (
+        _gpu("B200", 180, 2250, 8.0, 900, 50, 64, 5.0),
+        _gpu("H200", 141, 989, 4.8, 450, 50, 64, 3.5),
+        _gpu("H100", 80, 989, 3.35, 450, 50, 64, 2.8),
+        _gpu("A100", 80, 312, 2.04, 300, 25, 32, 1.7),
+        _gpu("A100-40", 40, 312, 1.56, 300, 25, 32, 1.3),
+        _gpu("L40S", 48, 362, 0.864, 32, 12.5, 32, 1.0),
+        _gpu("RTX4090", 24, 165, 1.01, 32, 1.25, 32, 0.5),
+    )
+}
+"""Sources: NVIDIA data sheets of each product. Network: 400 Gbit/s a device for Hopper and later, 200 for Ampere."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """Machines of equal devices."""
+
+    accelerator: Accelerator
+    num_gpus: int
+    gpus_per_node: int = 8
+
+    @property
+    def num_nodes(self) -> int:
+        """Return the number of machines."""
+        return -(-self.num_gpus // self.gpus_per_node)
+
+
+def parse_cluster(text: str, gpus_per_node: int = 8) -> Cluster:
+    """Return the cluster that `64xH100` (or `H100`) names.
+
+    Raises:
+        ConfigError: No such device, or no number.
+    """
+    match = re.fullmatch(r"(?:(\d+)x)?([A-Za-z0-9-]+)", text)
+    known = {name.lower(): item for name, item in ACCELERATORS.items()}
+    if match is None or match[2].lower() not in known or match[1] == "0":
+        raise ConfigError(f"hardware must be NUMBERxDEVICE, as 64xH100, with one of {', '.join(ACCELERATORS)}; got {text!r}")
+    return Cluster(known[match[2].lower()], int(match[1] or 1), gpus_per_node)
+
+
+def find_model(text: str) -> ModelShape:
+    """Return a model by name, by the path of its folder or config.json, or by a round number of parameters (`1B`).
+
+    Raises:
+        ConfigError: It is none of these.
+    """
+    if text.lower() in NAMED:
+        return NAMED[text.lower()]
+    number = re.fullmatch(r"(\d+(?:\.\d+)?)[bB]", text)
+    if number is not None:
+        return _of_round_number(float(number[1]) * 1e9, text)
+    path = Path(text)
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        return shape_of_json(json.loads(file.read_text(encoding="utf-8")), path.name)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"model must be one of {', '.join(NAMED)}, a number of parameters (7B), or a config.json or its folder; "
+            f"got {text!r} ({error})"
+        ) from error
+
+
+def _of_round_number(parameters: float, name: str) -> ModelShape:
+    """Return a model of that many parameters in the proportions of Llama: the width that makes its blocks about 3 wide."""
+    shapes = [_of_width(width, parameters, name) for width in (256, 512, 1024, 2048, 3072, 4096, 5120, 6144, 8192, 12288, 16384)]
+    return min(shapes, key=lambda shape: abs(math.log(shape.intermediate / shape.hidden / 3)))
+
+
+def _of_width(hidden: int, parameters: float, name: str) -> ModelShape:
+    layers, vocabulary = max(2, hidden // 128), 32_000
+    block = (parameters - (2 * vocabulary + 1) * hidden) / layers - 2 * hidden
+    intermediate = max(1, round((block - 4 * hidden * hidden) / (3 * hidden)))
+    return ModelShape(hidden, layers, hidden // 128, hidden // 128, 128, intermediate, vocabulary, name=name)
+
+
+NAMED = {
+    item.name: item
+    for item in (
+        ModelShape(576, 30, 9, 3, 64, 1536, 49152, is_tied=True, name="smollm2-135m"),
+        ModelShape(896, 24, 14, 2, 64, 4864, 151936, is_tied=True, name="qwen2.5-0.5b"),
+        ModelShape(1536, 28, 12, 2, 128, 8960, 151936, is_tied=True, name="qwen2.5-1.5b"),
+        ModelShape(3584, 28, 28, 4, 128, 18944, 152064, name="qwen2.5-7b"),
+        ModelShape(5120, 64, 40, 8, 128, 27648, 152064, name="qwen2.5-32b"),
+        ModelShape(4096, 32, 32, 8, 128, 14336, 128256, name="llama-3-8b"),
+        ModelShape(8192, 80, 64, 8, 128, 28672, 128256, name="llama-3-70b"),
+        ModelShape(2048, 48, 32, 4, 128, 768, 151936, num_experts=128, experts_per_token=8, name="qwen3-30b-a3b"),
+        ModelShape(4096, 94, 64, 4, 128, 1536, 151936, num_experts=128, experts_per_token=8, name="qwen3-235b-a22b"),
+    )
+}
+"""Sources: the models' own config.json files."""
+
+
+Placement = Literal["disaggregated", "colocated", "hybrid", "async_hybrid"]
+Algorithm = Literal["grpo", "ppo", "dpo"]
+BYTES_OF = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """A run that somebody thinks of renting machines for."""
+
+    model: ModelShape
+    cluster: Cluster
+    algorithm: Algorithm = "grpo"
+    placement: Placement = "disaggregated"
+    has_reference: bool = False
+    """A frozen copy of the policy for KL; under LoRA the base is one already."""
+    critic: ModelShape | None = None
+    """Of PPO: a separate value model; None: none."""
+    reward_model: ModelShape | None = None
+    lora_rank: int = 0
+    """0: all parameters are trained."""
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    optimizer: Literal["adamw", "adamw_8bit", "paged_adamw_8bit"] = "adamw"
+    offload_optimizer: bool = False
+    checkpointing: bool = True
+    """Activations of one layer at a time; the others are computed again in the backward pass."""
+    groups_per_step: int = 64
+    group_size: int = 8
+    prompt_tokens: int = 512
+    response_tokens: int = 2048
+    """Mean."""
+    max_tokens: int = 8192
+    """Longest sample: prompt and response."""
+    tokens_per_row: int = 16384
+    max_staleness: int = 2
+    tensor_parallel: int = 0
+    """GPUs of one engine; 0: as few as hold the weights and a useful cache."""
+    num_generation_gpus: int = 0
+    """0: the split that balances generation and training."""
+    memory_share: float = 0.9
+    """Of a device's memory that may be planned with."""
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be."""
+        if self.prompt_tokens + self.response_tokens > self.max_tokens:
+            raise ConfigError(
+                f"max_tokens ({self.max_tokens}) must hold a mean sample: prompt_tokens ({self.prompt_tokens}) and "
+                f"response_tokens ({self.response_tokens})"
+            )
+        if self.max_tokens > self.tokens_per_row:
+            raise ConfigError(f"tokens_per_row ({self.tokens_per_row}) must be at least max_tokens ({self.max_tokens})")
+        if self.num_generation_gpus >= self.cluster.num_gpus and self.placement == "disaggregated" and self.num_generation_gpus:
+            raise ConfigError(
+                f"num_generation_gpus must be under {self.cluster.num_gpus}, all there are, got {self.num_generation_gpus}: "
+                f"disaggregated training needs its own"
+            )
+
+    @property
+    def samples_per_step(self) -> int:
+        """Return groups x members."""
+        return self.groups_per_step * self.group_size
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Return the tokens that one step trains on, prompts included."""
+        return self.samples_per_step * (self.prompt_tokens + self.response_tokens)
+
+    @property
+    def bytes_per_weight(self) -> int:
+        """Return bytes of one weight as it is computed with."""
+        return BYTES_OF[self.dtype]
+
+    @property
+    def lora_parameters(self) -> int:
+        """Return what adapters on every linear layer have: rank x (inputs + outputs)."""
+        return self.model.adapter_parameters(LoRAConfig(rank=self.lora_rank)) if self.lora_rank else 0
+
+    @property
+    def version_bytes(self) -> int:
+        """Return what one weight version sends."""
+        return (self.lora_parameters or self.model.parameters) * self.bytes_per_weight
+
+
+@dataclass(frozen=True, slots=True)
+class PeakCase:
+    """A model and a row."""
+
+    model: ModelShape
+    tokens_per_row: int
+    checkpointing: bool

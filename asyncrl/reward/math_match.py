@@ -1,0 +1,401 @@
+r"""Whether an answer equals a reference as mathematics: one answer is taken by stated rules, and only then math-verify compares.
+
+1. One answer: what stands in `\boxed{}`, else what stands in `$..$`, `\(..\)` or `\[..\]` (with words around it that only
+   introduce it), else the whole text. Several that differ are none.
+2. One form: an answer must have the form of the reference. A number is compared exactly (numbers.py); text as text; tuples,
+   intervals, sets, lists, unions and matrices by their brackets and item by item; a relation only with a relation.
+3. One expression: what is left must be one, of known functions and no more letters than the reference has, and small: length,
+   digits, nesting, powers and factorials are bounded before anything parses or evaluates it.
+
+math-verify alone takes the last number or the last side of what it is given, so `1=7` and `1 or 2 or 7` are 7 to it. It guards
+itself with signal.alarm; that is switched off here, because the pool (pool.py) kills a scoring process that takes too long.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from typing import Any
+
+from asyncrl.reward.inputs import import_optional, linear_pattern
+from asyncrl.reward.numbers import UNITS, parse_quantity, same_quantity
+
+MAX_TEXT_CHARS = 100_000
+MAX_ANSWER_CHARS = 400
+_MAX_DIGITS, _MAX_NESTING, _MAX_NUMBER_POWER, _MAX_LETTER_POWER, _MAX_FACTORIAL = 100, 30, 3000, 30, 100
+_SYMBOLS = {
+    "\u2212": "-", "\u2013": "-", "\u00a0": " ", "\u00d7": r"\times ", "\u222a": r"\cup ", "π": r"\pi ", "∞": r"\infty ",
+    "√": r"\sqrt ", "·": r"\cdot ", "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "±": r"\pm ", "∈": r"\in ", "°": r"^{\circ}",
+    "∅": r"\emptyset ",
+}  # fmt: skip
+_NOISE = re.compile(r"\\(?:left|right|displaystyle|quad|qquad|limits|bigl?|bigr?|Bigl?|Bigr?)(?![A-Za-z])|(?<!\\)\\[!,;: ]|~")
+_SAME = (
+    (re.compile(r"\\[dtc]frac(?![A-Za-z])"), r"\\frac"),
+    (re.compile(r"\\(?:leq|leqslant)(?![A-Za-z])"), r"\\le"),
+    (re.compile(r"\\(?:geq|geqslant)(?![A-Za-z])"), r"\\ge"),
+    (re.compile(r"\\neq(?![A-Za-z])"), r"\\ne"),
+    (re.compile(r"\\varnothing(?![A-Za-z])"), r"\\emptyset"),
+    (re.compile(r"\\(?:mathrm|mbox|textbf|textrm|textit|operatorname)\s*\{"), r"\\text{"),
+    (re.compile(r"\\lbrace(?![A-Za-z])"), r"\\{"),
+    (re.compile(r"\\rbrace(?![A-Za-z])"), r"\\}"),
+    (re.compile(r"\*\*"), "^"),
+    (re.compile(r"([_^])\s*\{(\w)\}"), r"\1\2"),
+    (re.compile(r"\s+"), " "),
+)
+_DELIMITED = linear_pattern(r"\$\$(.+?)\$\$|\$([^$]+)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]")
+_INTRODUCING_WORDS = """the a an final answer is so therefore thus hence then we get have which equals equal to of value result
+    solution this it and that gives be in simplest form as"""
+_INTRODUCES = frozenset(_INTRODUCING_WORDS.split())
+_LEAD = re.compile(
+    r"(?:so |thus |therefore,? |hence,? )?(?:the )?(?:final )?(?:answer|result|value|solution)(?: is:?|:| =)\s*", re.IGNORECASE
+)
+_NAME = re.compile(
+    r"(?P<name>[A-Za-z](?:_\w|_\{\w+\})?(?:\([A-Za-z]\))?|\\[a-z]+)\s*(?:=|\\in(?![A-Za-z]))\s*(?P<rest>.+)", re.DOTALL
+)
+_RELATION = re.compile(r"=|<|>|\\(?:le|ge|ne|lt|gt|in|equiv|approx|sim|to|mid|iff|implies|Rightarrow)(?![A-Za-z])")
+_COMMAND_WORDS = """frac sqrt pi infty cdot times div pm mp sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh log ln exp
+    lg binom circ alpha beta gamma delta epsilon theta lambda mu nu rho sigma tau phi varphi omega Delta Omega text lfloor rfloor
+    lceil rceil min max gcd"""
+_COMMANDS = frozenset(_COMMAND_WORDS.split())
+_FUNCTION_WORDS = "sin cos tan cot sec csc arcsin arccos arctan asin acos atan sinh cosh tanh log ln exp sqrt pi lg"
+_FUNCTIONS = frozenset(_FUNCTION_WORDS.split())
+_MATRIX = re.compile(r"\\begin\{(?P<kind>[pbB]?matrix|array)\}(?:\{[lcr|]*\})?(?P<cells>.*)\\end\{(?P=kind)\}", re.DOTALL)
+_TEXT = re.compile(r"\\text\{([^{}]*)\}")
+_SUBSCRIPT = re.compile(r"_\s*(?:\{[^{}]*\}|\w)")
+_OPENING, _CLOSING = "([{", ")]}"
+
+Equal = Callable[[str, str], bool]
+
+
+def build_math_match() -> Equal:
+    """Return a function of (answer, reference) that says whether they are equal.
+
+    Raises:
+        RewardError: math-verify is not installed.
+    """
+    math_verify = import_optional("math_verify", "answer_match")
+    for name in ("math_verify.parser", "math_verify.grader", "math_verify.utils"):
+        # Both warn at every call that their own timeouts are off.
+        logging.getLogger(name).setLevel(logging.ERROR)
+    config = [math_verify.LatexExtractionConfig()]
+
+    options = {"fallback_mode": "no_fallback", "extraction_mode": "first_match", "parsing_timeout": None}
+
+    @lru_cache(maxsize=1024)
+    def parse(text: str) -> list[Any]:
+        found = math_verify.parse(f"${text}$", config, **options)
+        return [each for each in found if not isinstance(each, str)]
+
+    def verify(answer: str, reference: str) -> bool:
+        given, wanted = parse(answer), parse(reference)
+        return bool(given and wanted and math_verify.verify(wanted, given, timeout_seconds=None))
+
+    def matches(answer: str, reference: str) -> bool:
+        wanted, given = take_one(reference), take_one(answer)
+        return given is not None and _equal(given, wanted or _normal(reference), verify)
+
+    return matches
+
+
+def take_one(text: str) -> str | None:
+    """Return the one answer that a text gives, normalised; None where it gives none or several that differ."""
+    text = text[-MAX_TEXT_CHARS:]
+    found = list(_boxed(text))
+    if not found:
+        matches = list(_DELIMITED.finditer(text))
+        found = [next(filter(None, match.groups())) for match in matches]
+        ends = [0, *(place for match in matches for place in match.span()), len(text)]
+        around = " ".join(text[start:end] for start, end in zip(ends[::2], ends[1::2], strict=True))
+        unit = around.strip(" .*:,\n").casefold()
+        if found and unit in UNITS:
+            found, around = [rf"{each}\text{{ {unit}}}" for each in found], ""
+        words = re.findall(r"[^\W_]+|['=<>+*/^-]", around.replace("**", " ")) if found else []
+        if any(word.casefold() not in _INTRODUCES for word in words):
+            return None
+    answers = {_normal(each) for each in found or [_without_lead(text.strip())]}
+    answer = answers.pop()
+    return answer if not answers and 0 < len(answer) <= MAX_ANSWER_CHARS else None
+
+
+def _without_lead(text: str) -> str:
+    lead = _LEAD.match(text)
+    return text[lead.end() :] if lead else text
+
+
+def _boxed(text: str) -> Iterator[str]:
+    r"""Yield the contents of each `\boxed{}`; one that is not closed ends the search."""
+    position = 0
+    while (match := re.compile(r"\\f?boxed\s*\{").search(text, position)) is not None:
+        depth, end = 1, match.end()
+        while depth and end < len(text):
+            depth += {"{": 1, "}": -1}.get(text[end], 0) if text[end - 1] != "\\" else 0
+            end += 1
+        if depth:
+            return
+        inner = text[match.end() : end - 1]
+        position = end
+        yield from _boxed(inner) if "boxed" in inner and len(inner) < MAX_ANSWER_CHARS else (inner,)
+
+
+def _normal(text: str) -> str:
+    """Return LaTeX without what does not change its meaning."""
+    if len(text) > 2 * MAX_ANSWER_CHARS:
+        return text
+    text = text.strip()
+    text = text[2:-2] if text.startswith("**") and text.endswith("**") and len(text) > 4 else text
+    for symbol, latex in _SYMBOLS.items():
+        text = text.replace(symbol, latex)
+    text = _NOISE.sub(" ", text)
+    for pattern, replacement in _SAME:
+        text = pattern.sub(replacement, text)
+    text = text.strip().removesuffix(".").strip()
+    for opening, closing in (("$", "$"), ("\\(", "\\)"), ("\\[", "\\]")):
+        if text.startswith(opening) and text.endswith(closing) and len(text) > len(opening) + len(closing):
+            text = text[len(opening) : -len(closing)].strip()
+    return text
+
+
+def _equal(answer: str, reference: str, verify: Equal, depth: int = 0) -> bool:
+    """Compare two normalised answers, containers item by item."""
+    if _squeezed(answer) == _squeezed(reference):
+        return True
+    if depth > 3:
+        return False
+    if _is_text(reference) or _is_text(answer):
+        return _folded(answer) == _folded(reference)
+    answer, reference, same_names = _without_names(answer, reference)
+    if not same_names:
+        return False
+    wanted, given = parse_quantity(reference), parse_quantity(answer)
+    if wanted and given:
+        return same_quantity(answer, reference) or _same_percentage(answer, reference)
+    given_items, wanted_items = _items(answer), _items(reference)
+    if given_items is not None or wanted_items is not None:
+        return given_items is not None and wanted_items is not None and _same_items(given_items, wanted_items, verify, depth)
+    return _one_expression(answer, reference) and _same_units(answer, reference) and verify(*_without_units(answer, reference))
+
+
+def _squeezed(text: str) -> str:
+    return re.sub(r"\s+", "", text)
+
+
+def _is_text(text: str) -> bool:
+    r"""Whether it is words, not mathematics: `\text{(A)}`, `yes`."""
+    words = _TEXT.fullmatch(text)
+    if words:
+        return not _folded(words[1]).isdigit()
+    return re.fullmatch(r"[A-Za-z][A-Za-z '-]*[A-Za-z]", text) is not None and text.casefold() not in _FUNCTIONS
+
+
+def _folded(text: str) -> str:
+    return re.sub(r"[\s.()]+", "", _TEXT.sub(r"\1", text)).casefold()
+
+
+def _without_names(answer: str, reference: str) -> tuple[str, str, bool]:
+    r"""Take `x =` and `x \in` off both; return the rest and whether the names agree (either may leave it out)."""
+    given, wanted = _NAME.fullmatch(answer), _NAME.fullmatch(reference)
+    given = given if given and not _RELATION.search(given["rest"]) else None
+    wanted = wanted if wanted and not _RELATION.search(wanted["rest"]) else None
+    same = given is None or wanted is None or _squeezed(given["name"]) == _squeezed(wanted["name"])
+    return given["rest"] if given else answer, wanted["rest"] if wanted else reference, same
+
+
+def _same_percentage(answer: str, reference: str) -> bool:
+    """Whether one of them is the other in per cent."""
+    given, wanted = parse_quantity(answer), parse_quantity(reference)
+    if given is None or wanted is None or {given.unit, wanted.unit} != {"%", ""}:
+        return False
+    return given.value == wanted.value * 100 if given.unit else given.value * 100 == wanted.value
+
+
+# -- containers --------------------------------------------------------------------------------------------------------------
+
+
+def _items(text: str) -> tuple[str, list[str]] | None:
+    """Return the brackets and the items of a container, and None for a single expression. Without brackets it is a list."""
+    matrix = _MATRIX.fullmatch(text)
+    if matrix:
+        rows = [row for row in matrix["cells"].strip().split("\\\\") if row.strip()]
+        return "matrix" + "/".join(str(row.count("&")) for row in rows), [cell.strip() for row in rows for cell in row.split("&")]
+    parts = _split(text, r"\cup")
+    if len(parts) > 1:
+        return "union", parts
+    brackets, inner = "", text
+    if text.startswith("\\{") and text.endswith("\\}"):
+        brackets, inner = "{}", text[2:-2]
+    elif text[:1] in ("(", "[") and text[-1:] in (")", "]") and _closes_at_end(text):
+        brackets, inner = text[0] + text[-1], text[1:-1]
+    items = [item.strip() for part in _split(inner, ",") for item in re.split(r" (?:or|and) |\\text\{ ?(?:or|and) ?\}", part)]
+    items = [each for item in items for each in _plus_minus(item)]
+    if len(items) > 1:
+        return brackets, items
+    return (brackets, items) if brackets in ("{}", "[]") else None
+
+
+def _plus_minus(item: str) -> list[str]:
+    return [item.replace(r"\pm", sign).strip() for sign in "+-"] if item.count(r"\pm") == 1 else [item]
+
+
+def _split(text: str, separator: str) -> list[str]:
+    """Split where no bracket is open. A comma between a digit and three digits belongs to a number."""
+    parts, depth, start, position = [], 0, 0, 0
+    while position < len(text):
+        character = text[position]
+        if character == "\\" and not text.startswith(separator, position):
+            position += 2
+            continue
+        depth += (character in _OPENING) - (character in _CLOSING)
+        if depth == 0 and text.startswith(separator, position):
+            thousands = separator == "," and re.match(r"\d,\d{3}(?!\d)", text[max(position - 1, 0) : position + 5])
+            if not thousands:
+                parts.append(text[start:position].strip())
+                start = position + len(separator)
+            position += len(separator)
+            continue
+        position += 1
+    return [*parts, text[start:].strip()]
+
+
+def _closes_at_end(text: str) -> bool:
+    depth = 0
+    for position, character in enumerate(text):
+        depth += (character in _OPENING) - (character in _CLOSING)
+        if depth == 0:
+            return position == len(text) - 1
+    return False
+
+
+def _same_items(given: tuple[str, list[str]], wanted: tuple[str, list[str]], verify: Equal, depth: int) -> bool:
+    (given_kind, given_items), (wanted_kind, wanted_items) = given, wanted
+    any_order = {"", "{}"}
+    if given_kind != wanted_kind and not {given_kind, wanted_kind} <= any_order:
+        return False
+    if len(given_items) != len(wanted_items) or not all(given_items):
+        return False
+    if wanted_kind not in any_order and wanted_kind != "union":
+        return all(_equal(item, want, verify, depth + 1) for item, want in zip(given_items, wanted_items, strict=True))
+    left = list(wanted_items)
+    for item in given_items:
+        match = next((want for want in left if _equal(item, want, verify, depth + 1)), None)
+        if match is None:
+            return False
+        left.remove(match)
+    return True
+
+
+# -- one expression ----------------------------------------------------------------------------------------------------------
+
+
+def _one_expression(answer: str, reference: str) -> bool:
+    """Whether an answer is one expression, of the kind that the reference is, and small enough to be evaluated."""
+    if sorted(_relations(answer)) != sorted(_relations(reference)):
+        return False
+    if not answer.isascii() or re.search(r"\d\s+[\d.]", _SUBSCRIPT.sub("", answer), re.ASCII):
+        return False
+    if re.search(r"[?;$#@&`\"]|//|[-+*/^=<>]\s*$|^\s*[*/^=<>]", answer, re.ASCII):
+        return False
+    plain = _TEXT.sub(" ", answer)
+    known = _COMMANDS | {command[1:] for command in re.findall(r"\\[A-Za-z]+", reference)} | {"le", "ge", "ne", "lt", "gt", "in"}
+    if any(command not in known for command in re.findall(r"\\([A-Za-z]+)", plain)) or re.search(r"\\[^A-Za-z{}%]", plain):
+        return False
+    letters = _letters(reference)
+    for word in re.findall(r"(?<![\\A-Za-z])[A-Za-z]+", plain):
+        if word not in _FUNCTIONS and word.casefold() not in UNITS and not set(word) <= letters | {"e", "i"}:
+            return False
+    return _bases(answer) == _bases(reference) and _is_small(answer)
+
+
+def _letters(text: str) -> set[str]:
+    return set(re.findall(r"[A-Za-z]", re.sub(r"\\[A-Za-z]+", " ", text)))
+
+
+def _bases(text: str) -> list[str]:
+    """Return the subscripts of numbers, which math-verify ignores."""
+    return [_squeezed(found) for found in re.findall(r"\d\s*(_\s*(?:\{\w+\}|\w))", text)]
+
+
+def _relations(text: str) -> list[str]:
+    kinds = {"<": "order", ">": "order", r"\lt": "order", r"\gt": "order", r"\le": "order or equal", r"\ge": "order or equal"}
+    return [kinds.get(found, found) for found in _RELATION.findall(text)]
+
+
+def _is_small(text: str) -> bool:
+    """Whether digits, nesting, powers, factorials and binomials are bounded."""
+    if re.search(rf"\d{{{_MAX_DIGITS + 1}}}", text) or _has_power_in_exponent(text):
+        return False
+    depth = deepest = 0
+    for character in text:
+        depth += (character in _OPENING) - (character in _CLOSING)
+        deepest = max(deepest, depth)
+        if depth < 0:
+            return False
+    if depth or deepest > _MAX_NESTING:
+        return False
+    for base in re.findall(r"(.{0,4})!", text):
+        number = re.search(r"(?:^|\D)(\d{1,3})$", base, re.ASCII)
+        if number is None or int(number[1]) > _MAX_FACTORIAL:
+            return False
+    if "binom" in text and re.search(r"\d{4}", text):
+        return False
+    return _largest_power(text) <= (_MAX_LETTER_POWER if _letters(text) - {"e", "i"} else _MAX_NUMBER_POWER)
+
+
+def _has_power_in_exponent(text: str) -> bool:
+    """Whether an exponent has a power in it, or is raised itself."""
+    for match in re.finditer(r"\^\s*", text):
+        exponent, _ = _item(text, match.end())
+        if "^" in exponent.replace(r"^{\circ}", "") or re.match(r"\s*\^", text[match.end() + len(exponent) :]):
+            return True
+    return False
+
+
+def _item(text: str, start: int) -> tuple[str, int]:
+    """Return the group, number or character that begins at `start`, and where it ends."""
+    if text[start : start + 1] and text[start] in _OPENING:
+        depth = 0
+        for end in range(start, len(text)):
+            depth += (text[end] in _OPENING) - (text[end] in _CLOSING)
+            if depth == 0:
+                return text[start : end + 1], end + 1
+        return text[start:], len(text)
+    match = re.compile(r"\d+|\\[A-Za-z]+|.|$", re.ASCII | re.DOTALL).match(text, start)
+    assert match is not None
+    return match[0], match.end()
+
+
+def _largest_power(text: str) -> int:
+    """Return the largest power that a text raises anything to, nested groups multiplied."""
+    largest, position = 1, 0
+    while position < len(text):
+        item, position = _item(text, position)
+        size = _largest_power(item[1:-1]) if len(item) > 1 and item[0] in _OPENING else max(1, len(item) if item.isdigit() else 1)
+        after = re.compile(r"\s*\^\s*").match(text, position)
+        if after is not None:
+            exponent, position = _item(text, after.end())
+            size *= max([1, *(int(number[:6]) for number in re.findall(r"\d+", exponent, re.ASCII))])
+        largest = max(largest, size)
+    return largest
+
+
+def _same_units(answer: str, reference: str) -> bool:
+    given, wanted = _trailing_unit(answer)[1], _trailing_unit(reference)[1]
+    return not given or not wanted or given == wanted
+
+
+def _without_units(answer: str, reference: str) -> tuple[str, str]:
+    return _trailing_unit(answer)[0], _trailing_unit(reference)[0]
+
+
+def _trailing_unit(text: str) -> tuple[str, str]:
+    r"""Return an expression and the unit written behind it, in `\text{}` or after a blank."""
+    match = re.fullmatch(
+        r"(.*?[\d})])\s*\\text\{\s*([^{}]*?)\s*\}(\^\{?\d\}?)?|(.*?[\d})])\s+([A-Za-z]{1,20})(\^\{?\d\}?)?", text, re.DOTALL
+    )
+    if match is None:
+        return text, ""
+    body, name = (match[1], match[2]) if match[1] is not None else (match[4], match[5])
+    power = re.sub(r"[{}]", "", (match[3] if match[1] is not None else match[6]) or "")
+    unit = UNITS.get(f"{name.casefold().rstrip('.')}{power}")
+    return (body, unit) if unit else (text, "")

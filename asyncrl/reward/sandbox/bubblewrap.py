@@ -1,0 +1,272 @@
+"""The sandbox that model-written Python runs in: bubblewrap, built so that nothing is trusted to hold on its own.
+
+What a program finds inside: no network, no process but its own, no file of this machine but `/usr` (and the interpreter, where
+that is elsewhere) read-only, `/tmp` of 64 MiB in memory, no environment, no capabilities, no way to a new user namespace, and
+where pyseccomp is installed no socket, ptrace, keyring or bpf call either. As root the whole thing runs as uid 65534. Limits: CPU
+time, address space, file size, open files and processes by rlimit, per test; wall time and the memory of all its processes
+together by the scoring process, which kills it (confined.py). bubblewrap dies with the scoring process, and all inside
+with it.
+
+`probe_sandbox` runs a program for real and says what is missing; `open_sandbox` refuses where it does not work, unless the
+config says `sandbox = "none"`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import math
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Literal
+
+from asyncrl.errors import RewardError
+from asyncrl.reward.sandbox.confined import Confined, ConfinedPipes, ProgramStopped
+
+NOBODY = 65534
+SCRATCH_BYTES = 64 << 20
+MAX_PROCESSES = 32
+MAX_OPEN_FILES = 64
+INSTALL_HINT = "install bubblewrap 0.7 or later (apt-get install bubblewrap, dnf install bubblewrap)"
+_REFUSED_CALLS = """
+    socket connect bind listen accept accept4 ptrace process_vm_readv process_vm_writev pidfd_getfd keyctl add_key request_key bpf
+    perf_event_open userfaultfd io_uring_setup unshare setns mount umount2 pivot_root memfd_create shmget msgget semget mq_open
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class SandboxLimits:
+    """What one program may use."""
+
+    cpu_s: float = 5.0
+    """CPU time of each test's process; rounded up to whole seconds."""
+    wall_s: float = 10.0
+    """The program with all its tests."""
+    memory_bytes: int = 1 << 30
+    """Address space of each process, and resident memory of all of them together."""
+    output_bytes: int = 1 << 20
+    """Standard output of one test, any file it writes, and any one value it returns."""
+
+    def rlimits(self, confined: bool) -> dict[str, int]:
+        """Return them by the names of `resource`; the process limit counts all of a user's processes, so only when confined."""
+        limits = {
+            "RLIMIT_CPU": math.ceil(self.cpu_s),
+            "RLIMIT_AS": self.memory_bytes,
+            "RLIMIT_FSIZE": self.output_bytes,
+            "RLIMIT_NOFILE": MAX_OPEN_FILES,
+            "RLIMIT_CORE": 0,
+        }
+        return limits | {"RLIMIT_NPROC": MAX_PROCESSES} if confined else limits
+
+
+@dataclass(frozen=True, slots=True)
+class Interpreter:
+    """The Python that runs inside, and the folder to bind for it (empty where `/usr` holds it)."""
+
+    path: str
+    folder: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class SandboxStatus:
+    """Whether model-written code can be run safely here, and if not, why and what to do."""
+
+    works: bool
+    reason: str
+    interpreter: Interpreter | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Sandbox:
+    """A way to start confined interpreters; `interpreter` None means unconfined, with this user's rights."""
+
+    limits: SandboxLimits
+    interpreter: Interpreter | None
+
+    def launch(self, setup: dict[str, object], beside: Confined | None = None) -> Confined:
+        """Start one driver (guest.py) and hand it its first message; `Confined.begin` waits until it is up.
+
+        Args:
+            setup: The program, or the descriptors of a judge; the limits are added.
+            beside: A driver whose pipes the new one has too, under the same descriptor numbers.
+
+        Raises:
+            RewardError: bubblewrap could not be executed, or no descriptor is left.
+        """
+        try:
+            pipes = self._start(() if beside is None else (beside.read_fd, beside.write_fd))
+        except OSError as error:
+            raise RewardError(f"cannot start the sandbox: {error}; {INSTALL_HINT}") from error
+        confined = Confined(pipes, self.limits.wall_s, self.limits.memory_bytes, self._max_frame, beside)
+        is_confined = self.interpreter is not None
+        limits = self.limits.rlimits(is_confined)
+        confined.send({**setup, "limits": limits, "output_bytes": self.limits.output_bytes, "confined": is_confined})
+        return confined
+
+    def _start(self, lent_fds: tuple[int, ...]) -> ConfinedPipes:
+        """Start the driver; where it fails, none of the descriptors made for it is left."""
+        drop_root = self.interpreter is not None and os.geteuid() == 0
+        with contextlib.ExitStack() as ours, contextlib.ExitStack() as its:
+            child_read, write_fd = os.pipe()
+            its.callback(os.close, child_read)
+            ours.callback(os.close, write_fd)
+            read_fd, child_write = os.pipe()
+            its.callback(os.close, child_write)
+            ours.callback(os.close, read_fd)
+            fds = [child_read, child_write, *lent_fds]
+            filter_fd = _filter_fd() if self.interpreter else None
+            if filter_fd is not None:
+                its.callback(os.close, filter_fd)
+                fds.append(filter_fd)
+            errors = ours.enter_context(tempfile.TemporaryFile())
+            python = [*self._python(), "-I", "-S", "-c", _driver_text(), str(child_read), str(child_write), str(self._max_frame)]
+            process = subprocess.Popen(  # noqa: S603 - our own command line
+                python if self.interpreter is None else [*_bubblewrap(self.interpreter, filter_fd), *python],
+                stdin=subprocess.DEVNULL,
+                stdout=errors,
+                stderr=errors,
+                cwd="/",
+                pass_fds=fds,
+                start_new_session=True,
+                user=NOBODY if drop_root else None,
+                group=NOBODY if drop_root else None,
+                extra_groups=[] if drop_root else None,
+            )
+            ours.pop_all()
+        return ConfinedPipes(process, read_fd, write_fd, errors)
+
+    def _python(self) -> list[str]:
+        return [self.interpreter.path if self.interpreter else sys.executable]
+
+    @property
+    def _max_frame(self) -> int:
+        """Output as JSON: at most 6 characters a byte, and some room for the frame itself."""
+        return 6 * self.limits.output_bytes + 4096
+
+
+def open_sandbox(kind: Literal["bubblewrap", "none"], limits: SandboxLimits) -> Sandbox:
+    """Return the sandbox that the config asks for.
+
+    Raises:
+        RewardError: bubblewrap is asked for and does not work here; the message says what to install or to set.
+    """
+    if kind == "none":
+        return Sandbox(limits, None)
+    status = probe_sandbox()
+    if not status.works:
+        raise RewardError(
+            f"model-written code is not run without a sandbox, and there is none here: {status.reason}; "
+            f'or set sandbox = "none" on the code_exec reward to run it with this user\'s rights'
+        )
+    return Sandbox(limits, status.interpreter)
+
+
+def probe_sandbox() -> SandboxStatus:
+    """Run a program in the sandbox and return whether it came back right; takes about 0.1 s."""
+    if sys.platform != "linux":
+        return SandboxStatus(False, f"bubblewrap needs Linux, this is {sys.platform}")
+    if shutil.which("bwrap") is None:
+        return SandboxStatus(False, f"bubblewrap is not installed: {INSTALL_HINT}")
+    if "--size" not in _bubblewrap_help():
+        return SandboxStatus(False, f"this bubblewrap is too old: {INSTALL_HINT}")
+    reasons = []
+    for interpreter in _interpreters():
+        reason = _try(interpreter)
+        if not reason:
+            return SandboxStatus(True, f"bubblewrap with {interpreter.path}", interpreter)
+        reasons.append(f"with {interpreter.path}: {reason}")
+    return SandboxStatus(False, "; ".join(reasons) or "no python3 in /usr/bin")
+
+
+def _try(interpreter: Interpreter) -> str:
+    """Run one program; return what went wrong, empty where nothing did."""
+    code = "import os; print(6 * 7, os.path.exists('/etc/passwd'), len(os.listdir('/tmp')))"
+    confined = Sandbox(SandboxLimits(), interpreter).launch({"code": code})
+    try:
+        confined.begin()
+        confined.send({"op": "run", "stdin": ""})
+        reply = confined.receive()
+    except (ProgramStopped, RewardError) as stopped:
+        return str(stopped)
+    finally:
+        confined.close()
+    return "" if reply == {"status": 0, "output": "42 False 0\n"} else f"a program that should print '42 False 0' gave {reply}"
+
+
+def _interpreters() -> list[Interpreter]:
+    """Return the interpreters worth trying: the system's, then the one that runs us."""
+    found = [Interpreter("/usr/bin/python3")] if Path("/usr/bin/python3").exists() else []
+    own = str(Path(sys.executable).resolve())
+    return [*found, Interpreter(own, "" if own.startswith("/usr/") else str(Path(sys.base_prefix).resolve()))]
+
+
+def _bubblewrap(interpreter: Interpreter, filter_fd: int | None) -> list[str]:
+    size = str(SCRATCH_BYTES)
+    options = [
+        "bwrap",
+        "--unshare-all",
+        "--unshare-user",
+        "--die-with-parent",
+        "--new-session",
+        "--clearenv",
+        "--cap-drop",
+        "ALL",
+    ]
+    options += ["--disable-userns"] if "--disable-userns" in _bubblewrap_help() else []
+    options += ["--ro-bind", "/usr", "/usr"]
+    for name in ("lib", "lib64", "bin"):
+        path = Path("/", name)
+        if path.is_symlink():
+            options += ["--symlink", str(path.readlink()), str(path)]
+        elif path.is_dir():
+            options += ["--ro-bind", str(path), str(path)]
+    if interpreter.folder:
+        options += ["--ro-bind", interpreter.folder, interpreter.folder]
+    options += ["--dev", "/dev", "--size", size, "--tmpfs", "/dev/shm", "--size", size, "--tmpfs", "/tmp"]  # noqa: S108
+    options += ["--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/tmp"]  # noqa: S108
+    if filter_fd is not None:
+        options += ["--seccomp", str(filter_fd)]
+    return [*options, "--"]
+
+
+@cache
+def _driver_text() -> str:
+    return Path(__file__).with_name("guest.py").read_text(encoding="utf-8")
+
+
+@cache
+def _bubblewrap_help() -> str:
+    command = [shutil.which("bwrap") or "bwrap", "--help"]
+    return subprocess.run(command, capture_output=True, text=True, timeout=30, check=False).stdout  # noqa: S603
+
+
+def _filter_fd() -> int | None:
+    """Return a descriptor that holds the system-call filter, for the caller to close; None where pyseccomp is missing."""
+    program = _filter_program()
+    if program is None:
+        return None
+    fd = os.memfd_create("seccomp")
+    os.write(fd, program)
+    os.lseek(fd, 0, os.SEEK_SET)
+    return fd
+
+
+@cache
+def _filter_program() -> bytes | None:
+    try:
+        seccomp = importlib.import_module("pyseccomp")
+    except (ImportError, OSError, RuntimeError):
+        return None
+    calls = seccomp.SyscallFilter(seccomp.ALLOW)
+    for name in _REFUSED_CALLS.split():
+        calls.add_rule(seccomp.ERRNO(1), name)
+    with tempfile.TemporaryFile() as file:
+        calls.export_bpf(file)
+        file.seek(0)
+        return file.read()

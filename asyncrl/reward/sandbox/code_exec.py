@@ -1,0 +1,282 @@
+r"""The share of a task's tests that the completion's Python passes, run in a sandbox and judged outside it.
+
+`prompt.reference_json` is `{"tests": [...]}`; a test is one of
+- `{"stdin": "2 3\n", "stdout": "5\n"}`: the program is run as a script; trailing white space does not count;
+- `{"function": "add", "args": [2, 3], "kwargs": {}, "expected": 5}`: the function is called and what it returns compared by type
+  and value; `"Solution().add"` calls a method of a fresh object;
+- `{"code": "assert add(2, 3) == 5"}`, or the bare string: test code, which has the program's objects as handles (guest.py).
+
+Expected values of the first two never enter a sandbox, and test code runs in a sandbox of its own. Whatever the program's side
+sends costs the program its test: nothing of it is evaluated, and nothing of it can raise here.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Sequence
+from decimal import Decimal
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from asyncrl.config.reward import CodeExecReward, RewardConfig
+from asyncrl.errors import ConfigError, RewardError
+from asyncrl.reward.inputs import RewardFunction, RewardInput
+from asyncrl.reward.sandbox.bubblewrap import Sandbox, SandboxLimits, open_sandbox
+from asyncrl.reward.sandbox.confined import Confined, ProgramStopped
+from asyncrl.reward.sandbox.test_code import UnusableTest, examine
+from asyncrl.schema.samples import Prompt
+
+if TYPE_CHECKING:
+    from markdown_it import MarkdownIt
+
+MAX_TEXT_CHARS = 400_000
+"""Of a completion; what is longer than that many characters is read from its end."""
+_PYTHON = frozenset({"python", "python3", "py", "py3"})
+_CALLABLE = re.compile(r"(\w+)(?:\(\)\.(\w+))?", re.ASCII)
+_MAX_UNORDERED = 2000
+_SEQUENCES = frozenset({"tuple", "deque"})
+_UNORDERED = frozenset({"set", "frozenset"})
+_SHOWN_COMPLAINTS, _CHECKED_OF_COMPUTED = 5, 1000
+
+
+class CodeTest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One test, in exactly one of its three forms."""
+
+    code: str = ""
+    stdin: str | None = None
+    stdout: str | None = None
+    function: str = ""
+    args: list[object] = []
+    kwargs: dict[str, object] = {}
+    expected: object = None
+    tolerance: float = 1e-9
+    """Relative and absolute, where the expected value is a floating-point number; everything else is exact."""
+    unordered: bool = False
+    """Expected lists match in any order, and sets match them too."""
+
+
+class _Tests(msgspec.Struct, frozen=True):
+    tests: list[CodeTest | str]
+
+
+def build_code_exec(config: CodeExecReward) -> RewardFunction:
+    """Open the sandbox and build the reward.
+
+    Raises:
+        RewardError: There is no working sandbox and the config does not say to do without.
+    """
+    limits = SandboxLimits(config.cpu_s, config.wall_s, config.memory_bytes, config.output_bytes)
+    sandbox = open_sandbox(config.sandbox, limits)
+
+    def score(sample: RewardInput) -> float:
+        tests = parse_tests(sample.prompt.reference_json, sample.prompt.prompt_id)
+        code = extract_code(sample.text)
+        passed = run_tests(sandbox, code, tests) if code.strip() else 0
+        return float(passed == len(tests)) if config.all_or_nothing else passed / len(tests)
+
+    return score
+
+
+def check_tests(config: RewardConfig, prompts: Sequence[Prompt]) -> None:
+    """Refuse prompts whose tests `code_exec` cannot judge, before a run starts.
+
+    Args:
+        config: Where it has no `code_exec`, nothing is looked at.
+        prompts: Of a task; of one that makes its prompts when asked for them, the first thousand.
+
+    Raises:
+        ConfigError: There are such prompts; the message has the number, and the first ones with test and line.
+    """
+    if not any(isinstance(function, CodeExecReward) for function in config.functions):
+        return
+    complaints = []
+    for prompt in prompts if isinstance(prompts, list | tuple) else prompts[:_CHECKED_OF_COMPUTED]:
+        try:
+            parse_tests(prompt.reference_json, prompt.prompt_id)
+        except RewardError as error:
+            complaints.append(str(error))
+    if complaints:
+        shown = "\n  ".join(complaints[:_SHOWN_COMPLAINTS])
+        raise ConfigError(f"code_exec cannot judge {len(complaints)} prompts; take them out or change their tests:\n  {shown}")
+
+
+@cache
+def _markdown() -> MarkdownIt:
+    from markdown_it import MarkdownIt  # noqa: PLC0415 - scoring processes alone need it
+
+    reader = MarkdownIt("zero").enable(["fence", "list", "blockquote"])
+    reader.core.ruler.enableOnly(["normalize", "block"])
+    return reader
+
+
+def extract_code(text: str) -> str:
+    """Return the last fenced block marked as Python, else the last unmarked one, else the whole text."""
+    text = text[-MAX_TEXT_CHARS:]
+    marked, unmarked = [], []
+    for token in _markdown().parse(text):
+        if token.type == "fence":
+            words = token.info.strip().strip("{}").split()
+            language = words[0].strip("{}.").split(":")[0].casefold() if words else ""
+            if language in _PYTHON:
+                marked.append(token.content)
+            elif not language:
+                unmarked.append(token.content)
+    return (marked or unmarked or [text])[-1]
+
+
+def parse_tests(reference_json: str, prompt_id: str) -> list[CodeTest]:
+    """Read and check a prompt's tests.
+
+    Raises:
+        RewardError: There are none, one of them is in none or in several of the three forms, or its code cannot be judged.
+    """
+    try:
+        tests = msgspec.json.decode(reference_json or "{}", type=_Tests).tests
+    except msgspec.MsgspecError as error:
+        raise RewardError(f'prompt {prompt_id!r}: reference_json must be {{"tests": [...]}}: {error}') from error
+    checked = [CodeTest(code=test) if isinstance(test, str) else test for test in tests]
+    for number, test in enumerate(checked):
+        forms = [bool(test.code), test.stdout is not None, bool(test.function)]
+        if sum(forms) != 1 or (test.function and not _CALLABLE.fullmatch(test.function)):
+            raise RewardError(
+                f"prompt {prompt_id!r}: test {number} must have one of code, stdout (with stdin) or function: {test}"
+            )
+        if test.code:
+            try:
+                examine(test.code)
+            except UnusableTest as error:
+                raise RewardError(f"prompt {prompt_id!r}: test {number}, {error}") from error
+    if not checked:
+        raise RewardError(f"prompt {prompt_id!r} has no tests")
+    return checked
+
+
+def run_tests(sandbox: Sandbox, code: str, tests: list[CodeTest]) -> int:
+    """Return how many tests the program passes; those it leaves no time or memory for are failed.
+
+    Raises:
+        RewardError: The sandbox itself failed.
+    """
+    passed = 0
+    plain, judged = [test for test in tests if not test.code], [test for test in tests if test.code]
+    candidate = sandbox.launch({"code": code})
+    judge = None
+    try:
+        if judged:  # The two start at the same time.
+            setup: dict[str, object] = {"candidate_in": candidate.read_fd, "candidate_out": candidate.write_fd}
+            judge = sandbox.launch(setup, beside=candidate)
+        candidate.begin()
+        for test in plain:
+            passed += _run_once(candidate, test)
+        if judge is not None:
+            candidate.hand_over()
+            judge.begin()
+            for test in judged:
+                needs = examine(test.code)
+                judge.send({
+                    "op": "test",
+                    "code": test.code,
+                    "names": needs.names,
+                    "globals": needs.global_names,
+                    "test_functions": needs.test_functions,
+                })
+                passed += judge.receive().get("passed") is True
+    except ProgramStopped:
+        pass
+    finally:
+        if judge is not None:
+            judge.close()
+        candidate.close()
+    return passed
+
+
+def _run_once(candidate: Confined, test: CodeTest) -> bool:
+    """Run the program as a script, or call its function, and compare what came of it."""
+    if test.stdout is not None:
+        candidate.send({"op": "run", "stdin": test.stdin or ""})
+    else:
+        match = _CALLABLE.fullmatch(test.function)
+        assert match is not None, "parse_tests checked it"
+        name, method = match.groups("")
+        candidate.send({"op": "run", "function": name, "method": method, "args": test.args, "kwargs": test.kwargs})
+    reply = candidate.receive()
+    output = reply.get("output")
+    if reply.get("status") != 0 or type(output) is not str:
+        return False
+    if test.stdout is not None:
+        return _lines(output) == _lines(test.stdout)
+    try:
+        return _same(json.loads(output), test.expected, test)
+    except Exception:  # noqa: BLE001 - the boundary: what the program's side wrote may be anything, and then is not the same
+        return False
+
+
+# -- values, as guest.py writes them -----------------------------------------------------------------------------------------
+
+
+def _same(value: Any, expected: Any, test: CodeTest) -> bool:  # noqa: ANN401 - expected values are of any kind
+    """Compare what a program returned, as JSON, with what is expected. Recursion follows `expected`, which is the task's own."""
+    tag, inner = ("", value) if type(value) is not dict else (value["t"], value["v"])
+    if isinstance(expected, float):
+        return _same_number(tag, inner, expected, test.tolerance)
+    if isinstance(expected, list):
+        is_list = type(inner) is list and (tag in {"", *_SEQUENCES} or (tag in _UNORDERED and test.unordered))
+        if not is_list or len(inner) != len(expected):
+            return False
+        if test.unordered:
+            return _same_in_any_order(inner, expected, test)
+        return all(_same(item, want, test) for item, want in zip(inner, expected, strict=True))
+    if isinstance(expected, dict):
+        if tag != "dict" or len(inner) != len(expected):
+            return False
+        items = {key if isinstance(key, str) else json.dumps(key): item for key, item in inner}
+        return items.keys() == expected.keys() and all(_same(items[key], expected[key], test) for key in expected)
+    if type(expected) is int and tag == "int":
+        return int(inner, 16) == expected
+    return not tag and type(inner) is type(expected) and bool(inner == expected)
+
+
+def _same_number(tag: str, inner: Any, expected: float, tolerance: float) -> bool:  # noqa: ANN401 - a value of any kind
+    if tag == "fractions.Fraction":
+        number: float = int(inner[0], 16) / int(inner[1], 16)
+    elif tag == "decimal.Decimal":
+        # Never a Fraction of the text: of 1E+999999999 it would write out every digit, here, outside the sandbox.
+        number = float(Decimal(inner))
+    elif tag == "int":
+        number = int(inner, 16)
+    elif not tag and type(inner) in (int, float):
+        number = inner
+    else:
+        return False
+    return math.isclose(number, expected, rel_tol=tolerance, abs_tol=tolerance)
+
+
+def _same_in_any_order(values: list[Any], expected: list[Any], test: CodeTest) -> bool:
+    exact = "float" not in str({type(each).__name__ for each in expected}) and not any(
+        isinstance(each, (list, dict)) for each in expected
+    )
+    if exact:
+        want = Counter((type(each).__name__, each) for each in expected)
+        got: Counter[tuple[str, object]] = Counter()
+        for value in values:
+            number = int(value["v"], 16) if type(value) is dict and value["t"] == "int" else value
+            got[type(number).__name__, number] += 1
+        return got == want
+    if len(values) > _MAX_UNORDERED:
+        return False
+    left = list(expected)
+    for value in values:
+        index = next((index for index, want in enumerate(left) if _same(value, want, test)), None)
+        if index is None:
+            return False
+        del left[index]
+    return True
+
+
+def _lines(text: str) -> list[str]:
+    return [line.rstrip() for line in text.rstrip().splitlines()]

@@ -1,0 +1,165 @@
+"""What a test needs of the program it judges, read from the test's own source, on the trusted side.
+
+`examine` returns the names that the judge asks the program for: those that the test uses, does not bind itself, and that are not
+built in. A test that needs what the sandbox does not offer (docs/rewards.md lists it) is refused with its line, before any
+program is judged: a right program would fail it, or a wrong one pass.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import symtable
+import sys
+from functools import lru_cache
+from typing import NamedTuple
+
+_BUILT_IN = frozenset(dir(builtins))
+_ERRORS = frozenset(
+    name for name in _BUILT_IN if isinstance(vars(builtins)[name], type) and name.endswith(("Error", "Exception"))
+)
+_EVALUATES = frozenset({"eval", "exec", "compile", "__import__", "globals", "locals"})
+_LOOKS_INSIDE = frozenset({"vars", "dir", "id"})
+_LOADS_OBJECTS = frozenset({"pickle", "marshal", "shelve", "ctypes", "importlib", "inspect", "gc"})
+
+
+class Needs(NamedTuple):
+    """What the judge asks a program for before it runs a test."""
+
+    names: tuple[str, ...]
+    """All that is asked for, attributes of the module `solution` included."""
+    global_names: tuple[str, ...]
+    """Those that the test finds as names of its own module."""
+    test_functions: tuple[str, ...]
+    """Functions `test_...` without arguments that nothing calls: the judge does, as pytest would."""
+
+
+class UnusableTest(Exception):  # noqa: N818 - of the data, told as such
+    """The test cannot be judged here; the message begins with its line."""
+
+
+@lru_cache(maxsize=4096)
+def examine(code: str) -> Needs:
+    """Return what a test needs.
+
+    Raises:
+        UnusableTest: It is no Python, uses nothing of the program, or needs what handles and the sandbox do not offer.
+    """
+    try:
+        tree = ast.parse(code)
+        own = _names_of_others(code, tree)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise UnusableTest(f"line {getattr(error, 'lineno', None) or 1}: is not Python: {error}") from error
+    from_solution, as_solution = _imports_of_solution(tree)
+    global_names = {name for name in own if name not in _BUILT_IN and not _is_dunder(name)}
+    names = global_names | {name for name in from_solution if not _is_dunder(name)}
+    if not names:
+        raise UnusableTest("line 1: uses nothing of the program, so every program would pass")
+    rooted = names | as_solution
+    for node in ast.walk(tree):
+        complaint = _complaint(node, rooted)
+        if complaint:
+            raise UnusableTest(f"line {node.lineno}: {complaint}")  # type: ignore[attr-defined]
+    return Needs(tuple(sorted(names)), tuple(sorted(global_names)), _uncalled_tests(tree))
+
+
+def _is_dunder(name: str) -> bool:
+    return name.startswith("__")
+
+
+def _names_of_others(code: str, tree: ast.Module) -> set[str]:
+    """Return the names that a module uses without binding them, or before it binds them."""
+    module = symtable.symtable(code, "<test>", "exec")
+    used, tables = set[str](), list(module.get_children())
+    while tables:
+        table = tables.pop()
+        tables += table.get_children()
+        used.update(symbol.get_name() for symbol in table.get_symbols() if symbol.is_global() and symbol.is_referenced())
+    bound = set[str]()
+    for symbol in module.get_symbols():
+        if symbol.is_referenced():
+            used.add(symbol.get_name())
+        if symbol.is_assigned() or symbol.is_imported() or symbol.is_namespace():
+            bound.add(symbol.get_name())
+    first_store: dict[str, tuple[int, int]] = {}
+    loads: list[tuple[str, tuple[int, int]]] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name):
+            # In `f = wrap(f)` the right side is evaluated first, and stands behind.
+            place = (node.lineno, node.col_offset)
+            if isinstance(node.ctx, ast.Load):
+                loads.append((node.id, place))
+            else:
+                statement_end = (node.lineno, 1 << 20)
+                first_store[node.id] = min(first_store.get(node.id, statement_end), statement_end)
+    plainly_bound = {name for name in bound if name not in first_store}
+    early = {name for name, place in loads if name in first_store and place < first_store[name]}
+    return (used - bound) | ((used & early) - plainly_bound)
+
+
+def _imports_of_solution(tree: ast.Module) -> tuple[set[str], set[str]]:
+    """Return the names taken from the module `solution`, and the names that the module is known by."""
+    taken, modules = set[str](), set[str]()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module == "solution" and not node.level:
+            taken.update(alias.name for alias in node.names if alias.name != "*")
+        elif isinstance(node, ast.Import):
+            modules.update(alias.asname or alias.name for alias in node.names if alias.name == "solution")
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in modules:
+            taken.add(node.attr)
+    return taken, modules
+
+
+def _complaint(node: ast.AST, rooted: set[str]) -> str:
+    """Return what is wrong with one node of a test; empty: nothing."""
+    if isinstance(node, ast.ClassDef):
+        if not (node.bases and all(isinstance(base, ast.Name) and base.id in _ERRORS for base in node.bases)):
+            return (
+                f"defines class {node.name}; objects of a test cannot be handed to the program, and unittest classes are not run"
+            )
+    elif isinstance(node, (ast.AsyncFor, ast.AsyncWith)):
+        return "uses async for or async with; of a program's object only `await` works"
+    elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+        if any(_root(decorator) in rooted for decorator in node.decorator_list):
+            return f"decorates {node.name} with a function of the program, which may call it only while it is being passed"
+    elif isinstance(node, ast.Attribute):
+        if _is_dunder(node.attr) and _root(node.value) in rooted:
+            return f"reads {node.attr} of a program's object"
+    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+        if node.func.id in _LOOKS_INSIDE and any(_root(each) in rooted for each in node.args):
+            return f"calls {node.func.id}() of a program's object"
+    elif isinstance(node, ast.Name) and node.id in _EVALUATES:
+        return f"uses {node.id}, which would let the program's text run in the judge"
+    elif isinstance(node, (ast.Import, ast.ImportFrom)):
+        return _import_complaint(node)
+    return ""
+
+
+def _import_complaint(node: ast.Import | ast.ImportFrom) -> str:
+    modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""]
+    for module in (name.split(".")[0] for name in modules):
+        if module in _LOADS_OBJECTS:
+            return f"imports {module}, which reaches past the values that the program returns"
+        if module != "solution" and module not in sys.stdlib_module_names:
+            return f"imports {module}, which is not in the standard library; the sandbox has nothing else"
+    return ""
+
+
+def _root(node: ast.AST) -> str:
+    """Return the name that an expression of attributes, items and calls begins with; empty where there is none."""
+    while isinstance(node, (ast.Attribute, ast.Subscript, ast.Call, ast.Await)):
+        node = node.func if isinstance(node, ast.Call) else node.value
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def _uncalled_tests(tree: ast.Module) -> tuple[str, ...]:
+    used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    return tuple(
+        node.name
+        for node in tree.body
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+        and node.name.startswith("test")
+        and node.name not in used
+        and not (node.args.args or node.args.posonlyargs or node.args.kwonlyargs)
+    )

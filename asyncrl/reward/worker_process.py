@@ -1,0 +1,370 @@
+"""The scoring process: `python -m asyncrl.reward.worker_process FD MARK_FD`, and the pool's side of it.
+
+The process scores strictly one sample after the other, in its main thread, with an event loop of its own for async rewards;
+functions that take several samples at once are called first, with all that came together. It may hang, run out of memory or
+die: the pool notices and replaces it. It dies with its parent, holds at most `process_memory_bytes` of data, and never imports
+torch unless a user's reward does. Before each function it writes into a shared mark which sample and which function it is at, so
+that the pool knows what to blame.
+
+The two talk in msgpack over a socket pair: `Begin`, `Ready`, then for each `Work` one `Judgement` per sample, in order. A message
+is its length in 4 bytes, little-endian, and the payload.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import mmap
+import os
+import resource
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from asyncrl.config.reward import RewardConfig
+from asyncrl.errors import AsyncRLError, ConfigError, RewardError, kind_of, trace_of
+from asyncrl.reward.inputs import RewardInput
+
+START_TIMEOUT_S = 120.0
+"""Importing what rewards need, on a busy machine."""
+MAX_PRINTED_BYTES = 1 << 20
+"""Of what rewards print, in each of two files: the older is overwritten."""
+_PR_SET_PDEATHSIG = 1
+_LENGTH = struct.Struct("<I")
+_MARK = struct.Struct("<QiB")
+
+
+class Begin(msgspec.Struct, frozen=True):
+    """Pool to process: build these rewards."""
+
+    config: RewardConfig
+    parent_pid: int
+    """Whose death ends the process."""
+    import_paths: tuple[str, ...] = ()
+    """The pool's own `sys.path`, so that a user's modules are found in the process too."""
+
+
+class Ready(msgspec.Struct, frozen=True):
+    """Process to pool: the rewards are built, or why they cannot be."""
+
+    error: str = ""
+    is_config_error: bool = False
+    takes_batches: bool = False
+    """A function judges several samples at once, and is called with as many as there are."""
+
+
+class Item(msgspec.Struct, frozen=True):
+    """One sample to score."""
+
+    sample: RewardInput
+    skipped: tuple[int, ...] = ()
+    """Functions that score 0 without being called: the sample made them run out of time or memory."""
+
+
+class Work(msgspec.Struct, frozen=True):
+    """Pool to process: score these."""
+
+    items: tuple[Item, ...]
+
+
+class Judgement(msgspec.Struct, frozen=True):
+    """Process to pool: one sample's rewards."""
+
+    reward: float = 0.0
+    parts: dict[str, float] = {}
+    error: str = ""
+    kind: str = ""
+    """Type and place of the error (`errors.kind_of`)."""
+    trace: str = ""
+    seconds: float = 0.0
+    out_of_memory: bool = False
+    """There is no reward, and the process ends: what filled the memory may still be held."""
+
+
+class Mark(NamedTuple):
+    """Where a scoring process is."""
+
+    sample: int
+    """How many samples it has begun, this one included; 0 before the first."""
+    function: int
+    in_batch: bool
+    """It is in a function that has several samples, this one the first."""
+
+
+class ProcessDied(Exception):  # noqa: N818 - an event to handle, not an error of ours
+    """The scoring process is gone; the message says how it ended."""
+
+
+_judgements = msgspec.msgpack.Decoder(Judgement)
+
+
+def _message(message: msgspec.Struct) -> bytes:
+    payload = msgspec.msgpack.encode(message)
+    return _LENGTH.pack(len(payload)) + payload
+
+
+# -- the pool's side -----------------------------------------------------------------------------------------------------------
+
+
+class PrintedOutput:
+    """What rewards print, in a file of at most `MAX_PRINTED_BYTES` and one older; without a path, on standard error and cut."""
+
+    def __init__(self, path: Path | None = None) -> None:
+        self._path, self._size = path, 0
+        self._file = path.open("ab") if path is not None else None
+        if self._file is not None:
+            self._size = self._file.tell()
+
+    def write(self, text: bytes) -> None:
+        """Add to the file; begin a new one where this one is full. On a full disk what is printed is lost, and nothing else."""
+        with contextlib.suppress(OSError):
+            self._write(text)
+
+    def _write(self, text: bytes) -> None:
+        if self._size + len(text) > MAX_PRINTED_BYTES:
+            if self._path is None:
+                return
+            self.close()
+            self._path.replace(self._path.with_suffix(".old.log"))
+            self._file, self._size = self._path.open("wb"), 0
+        self._size += len(text)
+        if self._file is None:
+            os.write(2, text)
+        else:
+            self._file.write(text)
+            self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+
+
+class ScoringProcess:
+    """A child that scores samples one after the other, in the order sent.
+
+    Owns the process and what connects to it from the constructor on: whoever makes one kills and reaps it, however far `begin`
+    came.
+    """
+
+    def __init__(self, output: PrintedOutput) -> None:
+        """Start the child, which waits to be told what to score by.
+
+        Raises:
+            RewardError: It cannot be started.
+        """
+        self.num_sent = 0
+        self._output = output
+        self._reader: asyncio.StreamReader | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        self._printing: asyncio.ReadTransport | None = None
+        with contextlib.ExitStack() as ours, contextlib.ExitStack() as theirs:
+            try:
+                self._socket, its_socket = socket.socketpair()
+                ours.callback(self._socket.close)
+                theirs.callback(its_socket.close)
+                mark_file = theirs.enter_context(tempfile.TemporaryFile())
+                mark_file.truncate(_MARK.size)
+                self._mark = mmap.mmap(mark_file.fileno(), _MARK.size)
+                ours.callback(self._mark.close)
+                printed_fd, its_printed_fd = os.pipe()
+                self._printed = ours.enter_context(os.fdopen(printed_fd, "rb", 0))
+                theirs.callback(os.close, its_printed_fd)
+                fds = (its_socket.fileno(), mark_file.fileno())
+                self._process = subprocess.Popen(  # noqa: S603 - our own command line
+                    [sys.executable, "-P", "-m", "asyncrl.reward.worker_process", *map(str, fds)],
+                    stdin=subprocess.DEVNULL,
+                    stdout=its_printed_fd,
+                    stderr=its_printed_fd,
+                    pass_fds=fds,
+                    start_new_session=True,
+                )
+            except OSError as error:
+                raise RewardError(f"cannot start a scoring process: {error}") from error
+            ours.pop_all()
+
+    async def begin(self, config: RewardConfig) -> bool:
+        """Wait until the child has built its rewards; return whether one of them takes several samples at once.
+
+        Raises:
+            ConfigError: The rewards are configured wrongly.
+            RewardError: They cannot be built here (a missing package, no sandbox), or the child did not come up.
+        """
+        output = self._output
+
+        class Printing(asyncio.Protocol):
+            def data_received(self, data: bytes) -> None:
+                output.write(data)
+
+        self._printing, _ = await asyncio.get_running_loop().connect_read_pipe(Printing, self._printed)
+        self._reader, self._writer = await asyncio.open_connection(sock=self._socket)
+        self._writer.write(_message(Begin(config, os.getpid(), tuple(sys.path))))
+        try:
+            async with asyncio.timeout(START_TIMEOUT_S):
+                ready = msgspec.msgpack.decode(await self._read(), type=Ready)
+        except TimeoutError as error:
+            raise RewardError(f"a scoring process did not come up within {START_TIMEOUT_S:g} s") from error
+        except ProcessDied as died:
+            raise RewardError(f"a scoring process could not start: {died}; the worker's log has what it said") from died
+        if ready.error:
+            raise (ConfigError if ready.is_config_error else RewardError)(ready.error)
+        return ready.takes_batches
+
+    @property
+    def pid(self) -> int:
+        """The process id of the child, which is also that of its process group."""
+        return self._process.pid
+
+    @property
+    def mark(self) -> Mark:
+        """Where the child is; where it was, once it is gone."""
+        sample, function, in_batch = _MARK.unpack(self._mark[: _MARK.size])
+        return Mark(sample, function, bool(in_batch))
+
+    def send(self, items: list[Item]) -> None:
+        """Hand over samples to score together; a dead child is noticed by `judgement`.
+
+        Does not wait: a hanging child would not read, and its time limit runs in `judgement`. The caller bounds the batch.
+        """
+        assert self._writer is not None, "begin comes first"
+        self.num_sent += len(items)
+        self._writer.write(_message(Work(tuple(items))))
+
+    async def judgement(self) -> Judgement:
+        """Return the next sample's judgement.
+
+        Raises:
+            ProcessDied: The child ended instead.
+        """
+        return _judgements.decode(await self._read())
+
+    def kill(self) -> None:
+        """End the child and all it started, now. Safe to repeat."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.kill()
+
+    async def reap(self) -> None:
+        """Wait for the end of the child and close what connects to it. Safe to repeat, and to repeat when it was cancelled."""
+        if self._writer is None:
+            self._socket.close()
+        else:
+            self._writer.transport.abort()
+        if self._printing is None:
+            self._printed.close()
+        else:
+            self._printing.close()
+        await asyncio.to_thread(self._process.wait)
+
+    async def _read(self) -> bytes:
+        assert self._reader is not None, "begin comes first"
+        try:
+            (size,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
+            return await self._reader.readexactly(size)
+        except (asyncio.IncompleteReadError, OSError) as error:
+            raise ProcessDied(await self._how_it_ended()) from error
+
+    async def _how_it_ended(self) -> str:
+        try:
+            status = await asyncio.to_thread(self._process.wait, 5.0)
+        except subprocess.TimeoutExpired:
+            return "it closed its socket"
+        return f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
+
+
+# -- the process -----------------------------------------------------------------------------------------------------------
+
+
+def main() -> None:
+    """Serve the pool until it hangs up."""
+    # Here, so that the pool, whose process imports this module too, holds no reward.
+    from asyncrl.reward.registry import build_rewards, score_together  # noqa: PLC0415
+
+    with socket.socket(fileno=int(sys.argv[1])) as pool, pool.makefile("rb") as stream, asyncio.Runner() as runner:
+        pool.set_inheritable(False)
+        mark = mmap.mmap(int(sys.argv[2]), _MARK.size)
+        os.close(int(sys.argv[2]))
+        begin = msgspec.msgpack.decode(_read_message(stream), type=Begin)
+        _tie_to_parent(begin.parent_pid)
+        _limit_memory(begin.config.process_memory_bytes)
+        sys.path.extend(path for path in begin.import_paths if path not in sys.path)
+        try:
+            rewards = build_rewards(begin.config)
+        except AsyncRLError as error:
+            pool.sendall(_message(Ready(str(error), isinstance(error, ConfigError))))
+            return
+        pool.sendall(_message(Ready(takes_batches=any(reward.batch is not None for reward in rewards))))
+
+        def resolve(pending: Awaitable[object]) -> object:
+            return runner.run(_await(pending))
+
+        decoder, num_done = msgspec.msgpack.Decoder(Work), 0
+        while payload := _read_message(stream):
+            items = [(item.sample, item.skipped) for item in decoder.decode(payload).items]
+            outcomes = score_together(rewards, items, resolve, partial(_set_mark, mark, num_done + 1))
+            try:
+                _answer(pool, outcomes)
+            except MemoryError:
+                pool.sendall(_message(Judgement(out_of_memory=True)))
+                return
+            num_done += len(items)
+
+
+def _set_mark(mark: mmap.mmap, first: int, index: int, function: int, in_batch: bool) -> None:
+    _MARK.pack_into(mark, 0, first + index, function, in_batch)
+
+
+def _answer(pool: socket.socket, outcomes: Iterator[tuple[float, dict[str, float]] | RewardError]) -> None:
+    """Send a judgement of each sample as it is scored."""
+    started_s = time.monotonic()
+    for outcome in outcomes:
+        now_s = time.monotonic()
+        seconds, started_s = now_s - started_s, now_s
+        if isinstance(outcome, RewardError):
+            cause = outcome.__cause__ or outcome
+            judgement = Judgement(
+                error=str(outcome) or "RewardError", kind=kind_of(cause), trace=trace_of(cause), seconds=seconds
+            )
+        else:
+            judgement = Judgement(*outcome, seconds=seconds)
+        pool.sendall(_message(judgement))
+
+
+async def _await(pending: Awaitable[object]) -> object:
+    return await pending
+
+
+def _read_message(stream: object) -> bytes:
+    header = stream.read(_LENGTH.size)  # type: ignore[attr-defined]
+    return stream.read(_LENGTH.unpack(header)[0]) if header else b""  # type: ignore[attr-defined,no-any-return]
+
+
+def _tie_to_parent(parent_pid: int) -> None:
+    """Ask the kernel for SIGKILL when the parent dies: a hanging C call would not see the socket close."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:
+        raise SystemExit(0)
+
+
+def _limit_memory(limit_bytes: int) -> None:
+    hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+    limit_bytes = limit_bytes if hard == resource.RLIM_INFINITY else min(limit_bytes, hard)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit_bytes, hard))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""Channels within one event loop: the contract without a socket, for tests, simulations and embedded runs.
+
+Messages still go through the codec, so what would not travel between processes does not travel here either.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+
+from asyncrl.errors import ConnectionClosed, TransportError
+from asyncrl.schema.codec import MAX_MESSAGE_BYTES
+from asyncrl.schema.control import PROTOCOL, Hello
+from asyncrl.transport.protocol import GOODBYE, Connection, RefusalCounts
+from asyncrl.transport.session import Session
+
+
+class InProcessListener:
+    """A `Listener` that its own event loop connects to with `connect`."""
+
+    def __init__(self, hello: Hello, window: int = 64, max_message_bytes: int = MAX_MESSAGE_BYTES) -> None:
+        """Listen; nothing to bind.
+
+        Args:
+            hello: Who listens, as `Connection.peer` shows it to those who connect.
+            window: Most unacknowledged messages per lane and direction.
+            max_message_bytes: Limit of one encoded message.
+        """
+        self.address = f"inproc://{hello.name}"
+        self.refused = RefusalCounts()
+        self._hello = hello
+        self._sizes = window, max_message_bytes
+        self._by_name: dict[str, tuple[Session, Session]] = {}
+        self._accepted: deque[Connection] = deque()
+        self._changed = asyncio.Event()
+        self._is_closed = False
+
+    async def connect(self, hello: Hello) -> Connection:
+        """Return the connecting end of a new pair; a pair of the same name is closed.
+
+        Raises:
+            TransportError: Closed, or of another protocol.
+        """
+        if self._is_closed:
+            raise TransportError(f"{self.address} is closed")
+        if hello.protocol != PROTOCOL:
+            self.refused.wrong_protocol += 1
+            raise TransportError(f"{self.address} speaks protocol {PROTOCOL}, {hello.name} speaks {hello.protocol}")
+        for old in self._by_name.get(hello.name, ()):
+            old.end(f"replaced by incarnation {hello.incarnation}")
+
+        async def goodbye(reason: str) -> None:
+            near.pump()
+            far.pump()
+            near.end(reason or GOODBYE)
+            far.end(reason or GOODBYE)
+
+        near = Session(hello, *self._sizes, goodbye, self.refused)
+        far = Session(self._hello, *self._sizes, goodbye, RefusalCounts())
+        near.wire, far.wire = far.deliver, near.deliver
+        self._by_name[hello.name] = near, far
+        self._accepted.append(near)
+        self._changed.set()
+        return far
+
+    async def accept(self) -> Connection:
+        """Return the next new peer. Raises ConnectionClosed once closed."""
+        while not self._accepted:
+            if self._is_closed:
+                raise ConnectionClosed(f"{self.address} is closed")
+            self._changed.clear()
+            await self._changed.wait()
+        return self._accepted.popleft()
+
+    async def close(self) -> None:
+        """Close every connection."""
+        self._is_closed = True
+        self._accepted.clear()
+        self._changed.set()
+        for near, _ in self._by_name.values():
+            await near.close()

@@ -1,0 +1,288 @@
+"""One end of a connection above any wire: lanes, credit, order, repeats, counts. The wire moves `Parcel`s between two of these.
+
+A session is passive: `send` puts an encoded message into the outbox, and what waits there is handed to `wire` at the event
+loop's next turn, or at once when a parcel is full; what arrives comes in by `deliver`. It survives any number of wires:
+`resend_all` queues every unacknowledged message again, `start_over` does so towards a peer that has no memory of us. Everything
+runs on one event loop; no tasks.
+
+Invariants: the sending half holds unacknowledged messages in sequence order, never more than its window. The receiving half takes
+sequence numbers one by one, so what it has seen is exactly `[0, expected)` and a repeat is recognised by its number alone. A
+number is acknowledged at most once per arrival, and again whenever the sender repeats it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import sys
+from collections import deque
+from collections.abc import Awaitable, Callable
+
+from asyncrl.errors import CodecError, ConnectionClosed
+from asyncrl.schema.codec import Message, decode, encode
+from asyncrl.schema.control import Hello
+from asyncrl.transport.protocol import PARCEL_BYTES, ConnectionCounts, Delivery, Item, Lane, Parcel, RefusalCounts
+
+Wire = Callable[[Parcel], bool]
+"""Carries a parcel; False where it is lost: the wire is gone."""
+
+
+class OutLane:
+    """The sending half of a lane: what is not yet acknowledged, and whether there is room for more."""
+
+    def __init__(self) -> None:
+        self.next_seq = 0
+        self.unacked: dict[int, Message] = {}
+        self.turn = asyncio.Lock()
+        """Senders that wait for room do so one at a time, in the order they came."""
+        self.changed = asyncio.Event()
+        """Set whenever room appeared or the connection ended."""
+
+
+class InLane:
+    """The receiving half of a lane: messages in order, waiting to be received and then acknowledged."""
+
+    def __init__(self) -> None:
+        self.expected = 0
+        self.inbox: deque[tuple[int, Message]] = deque()
+        self.unhandled: set[int] = set()
+        """Numbers that arrived and are not acknowledged yet."""
+        self.acks: list[int] = []
+        """Numbers to tell the sender about with the next packet."""
+        self.changed = asyncio.Event()
+        """Set whenever a message arrived or the connection ended."""
+
+
+class Session:
+    """A `Connection` (see protocol.py) over whatever `wire` is set."""
+
+    def __init__(
+        self,
+        peer: Hello,
+        window: int,
+        max_message_bytes: int,
+        on_close: Callable[[str], Awaitable[None]],
+        refused: RefusalCounts,
+    ) -> None:
+        """Open with nothing sent and nothing received, and no wire.
+
+        Args:
+            peer: Who is at the other end.
+            window: Most unacknowledged messages per lane and direction.
+            max_message_bytes: Limit of one encoded message.
+            on_close: Awaited by `close`: say goodbye, with the reason there is, and release the wire; safe to repeat.
+            refused: Where messages that cannot be taken are counted.
+        """
+        self.peer = peer
+        self.counts = ConnectionCounts()
+        self.closed_reason = ""
+        self.wire: Wire | None = None
+        """None while there is nobody to send to; the outbox then waits."""
+        self._window = window
+        self._max_message_bytes = max_message_bytes
+        self._on_close = on_close
+        self._refused = refused
+        self._out = (OutLane(), OutLane())
+        self._in = (InLane(), InLane())
+        self._outbox: list[Item] = []
+        self._outbox_bytes = 0
+        self._acked = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        self._is_scheduled = False
+
+    async def send(self, message: Message, lane: Lane = Lane.DATA) -> None:
+        """Queue `message`; wait while the lane's window is full. See `Connection.send`."""
+        if self.try_send(message, lane):
+            return
+        out = self._out[lane]
+        blocked_since_s = self._loop.time()
+        try:
+            async with out.turn:
+                while len(out.unacked) >= self._window:
+                    self._raise_if_closed()
+                    out.changed.clear()
+                    await out.changed.wait()
+                self._raise_if_closed()
+                self._enqueue(message, lane, out)
+        finally:
+            self.counts.blocked_s += self._loop.time() - blocked_since_s
+
+    def try_send(self, message: Message, lane: Lane = Lane.DATA) -> bool:
+        """Queue `message` if the window has room and nobody waits for it; return whether it was. Raises as `send`."""
+        if self.closed_reason:
+            self._raise_if_closed()
+        out = self._out[lane]
+        if len(out.unacked) >= self._window or out.turn.locked():
+            return False
+        self._enqueue(message, lane, out)
+        return True
+
+    async def receive(self, lane: Lane = Lane.DATA) -> Delivery:
+        """Return the next message of the lane. See `Connection.receive`."""
+        while not (half := self._in[lane]).inbox:
+            self._raise_if_closed()
+            half.changed.clear()
+            await half.changed.wait()
+        seq, message = half.inbox.popleft()
+        return Delivery(message, functools.partial(self._acknowledge, half, seq))
+
+    def unacknowledged(self, lane: Lane = Lane.DATA) -> int:
+        """Return how many sent messages the other end has not acknowledged."""
+        return len(self._out[lane].unacked)
+
+    async def flush(self, timeout_s: float) -> bool:
+        """Wait until everything sent is acknowledged; False when `timeout_s` passed or the connection ended first."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                while any(out.unacked for out in self._out) and not self.closed_reason:
+                    self._acked.clear()
+                    await self._acked.wait()
+        except TimeoutError:
+            return False
+        return not any(out.unacked for out in self._out)
+
+    async def close(self, reason: str = "") -> None:
+        """Say goodbye and release everything; safe to repeat. See `Connection.close`."""
+        if not self.closed_reason:
+            self.pump()
+            self.end("closed on this side")
+            for half in self._in:
+                half.inbox.clear()
+        await self._on_close(reason)
+
+    def end(self, reason: str) -> None:
+        """Mark the connection as over and wake everyone who waits; what already arrived can still be received."""
+        self.closed_reason = self.closed_reason or reason
+        self.wire = None
+        for event in (*(half.changed for half in (*self._out, *self._in)), self._acked):
+            event.set()
+
+    def pump(self) -> None:
+        """Hand everything that waits to the wire; what a lost wire loses is sent again when the peer greets or is greeted."""
+        while self.wire is not None and not (parcel := self._take_parcel()).is_empty:
+            if not self.wire(parcel):
+                self.wire = None
+
+    def deliver(self, parcel: Parcel) -> bool:
+        """Take in what arrived.
+
+        Returns:
+            True when all is well; False when messages are missing in between, so that the wire must have them sent again.
+        """
+        for out, acks in zip(self._out, parcel.acks, strict=True):
+            if acks:
+                for seq in acks:
+                    out.unacked.pop(seq, None)  # a number that is not held is a repeat
+                if len(out.unacked) < self._window:
+                    out.changed.set()
+                self._acked.set()
+        return all(map(self._take_in, parcel.items))
+
+    def resend_all(self) -> None:
+        """Queue every unacknowledged message again, in order; the other end knows the repeats by their numbers."""
+        self._outbox = [
+            Item(lane, seq, encode(message, sys.maxsize))
+            for lane, out in zip(Lane, self._out, strict=True)
+            for seq, message in out.unacked.items()
+        ]
+        self._outbox_bytes = sum(len(item.body) for item in self._outbox)
+        self.pump()
+
+    def start_over(self, peer: Hello) -> None:
+        """Face a peer that has no memory of us: number what is unacknowledged from 0, drop what the old one sent."""
+        self.peer = peer
+        stale, self._in = self._in, (InLane(), InLane())
+        for half in stale:
+            half.changed.set()
+        for out in self._out:
+            out.unacked = dict(enumerate(out.unacked.values()))
+            out.next_seq = len(out.unacked)
+        self.resend_all()
+
+    def adopt(self, window: int, max_message_bytes: int) -> None:
+        """Have the listener's sizes from now on."""
+        self._window, self._max_message_bytes = window, max_message_bytes
+
+    def _enqueue(self, message: Message, lane: Lane, out: OutLane) -> None:
+        """Encode, number and queue one message; nothing changes where it cannot be encoded."""
+        item = Item(lane, out.next_seq, encode(message, self._max_message_bytes))
+        out.unacked[out.next_seq] = message
+        out.next_seq += 1
+        self._outbox.append(item)
+        self._outbox_bytes += len(item.body)
+        self.counts.sent += 1
+        self.counts.sent_bytes += len(item.body)
+        if self._outbox_bytes >= PARCEL_BYTES:
+            self.pump()
+        else:
+            self._pump_soon()
+
+    def _pump_soon(self) -> None:
+        if not self._is_scheduled:
+            self._is_scheduled = True
+            self._loop.call_soon(self._pump_scheduled)
+
+    def _pump_scheduled(self) -> None:
+        self._is_scheduled = False
+        self.pump()
+
+    def _take_parcel(self) -> Parcel:
+        """Return the next parcel and forget it; an empty one means there is nothing to carry."""
+        parcel = Parcel((self._in[0].acks, self._in[1].acks))
+        for half in self._in:
+            if half.acks:
+                half.acks = []
+        if self._outbox_bytes <= PARCEL_BYTES:
+            parcel.items, self._outbox, self._outbox_bytes = self._outbox, [], 0
+            return parcel
+        taken = taken_bytes = 0
+        for item in self._outbox:
+            if taken and taken_bytes + len(item.body) > PARCEL_BYTES:
+                break
+            taken += 1
+            taken_bytes += len(item.body)
+        parcel.items, self._outbox = self._outbox[:taken], self._outbox[taken:]
+        self._outbox_bytes -= taken_bytes
+        return parcel
+
+    def _take_in(self, item: Item) -> bool:
+        """Take one arriving message; False where messages are missing before it."""
+        half, seq = self._in[item.lane], item.seq
+        if seq < half.expected:
+            if seq not in half.unhandled:
+                half.acks.append(seq)
+                self._pump_soon()
+            return True
+        if seq > half.expected:
+            return False
+        if len(half.unhandled) >= self._window:
+            self._refused.malformed += 1
+            return False
+        half.expected = seq + 1
+        try:
+            message = decode(item.body, self._max_message_bytes)
+        except CodecError:
+            if len(item.body) > self._max_message_bytes:
+                self._refused.oversized += 1
+            else:
+                self._refused.malformed += 1
+            # Stepped over: its place in the sender's window is given back.
+            half.acks.append(seq)
+            self._pump_soon()
+            return True
+        half.unhandled.add(seq)
+        half.inbox.append((seq, message))
+        half.changed.set()
+        self.counts.received += 1
+        self.counts.received_bytes += len(item.body)
+        return True
+
+    def _acknowledge(self, half: InLane, seq: int) -> None:
+        if seq in half.unhandled:
+            half.unhandled.remove(seq)
+            half.acks.append(seq)
+            self._pump_soon()
+
+    def _raise_if_closed(self) -> None:
+        if self.closed_reason:
+            raise ConnectionClosed(f"connection to {self.peer.name} ({self.peer.incarnation}): {self.closed_reason}")

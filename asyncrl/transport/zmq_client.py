@@ -1,0 +1,286 @@
+"""The connecting end over ZeroMQ: one DEALER socket that finds its way back.
+
+    connecting --handshake done--> greeting --Welcome--> open --GreetAgain, link broken--> greeting | connecting
+    any --Refusal, Goodbye, close, too long without a listener--> closed
+
+Invariants: nothing is sent but in `open`, so nothing piles up towards a listener that is not there; what was lost on the way is
+unacknowledged and is sent again at the next Welcome. A socket that cannot be opened (no descriptor is left, say) is tried
+again at every tick, until the connection is given up. A Welcome to another session (the listener was restarted, or had given us
+up) starts the numbers from 0. No tasks: reader callbacks and one timer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import uuid
+from pathlib import Path
+from typing import Literal
+
+import zmq
+
+from asyncrl.config.run import TransportConfig
+from asyncrl.errors import CodecError, TransportError
+from asyncrl.schema.control import PROTOCOL, Hello
+from asyncrl.transport.protocol import (
+    GOODBYE,
+    Connection,
+    Goodbye,
+    GreetAgain,
+    LinkLimits,
+    Packet,
+    Parcel,
+    ParcelHead,
+    Ping,
+    Refusal,
+    RefusalCounts,
+    Welcome,
+    build,
+    build_greeting,
+    build_parcel,
+    parse,
+    parse_parcel,
+)
+from asyncrl.transport.security import ClientKeys, load_client_keys, secure_client
+from asyncrl.transport.session import Session
+from asyncrl.transport.zmq_socket import GOODBYE_LINGER_MS, LoopSocket, SocketWatch, configure, terminate
+
+_LINK_EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+_RECONNECT_MS = 50
+_RECONNECT_MAX_MS = 1000
+
+Phase = Literal["connecting", "greeting", "open", "closed"]
+
+_log = logging.getLogger(__name__)
+
+
+async def open_connection(
+    address: str,
+    hello: Hello,
+    config: TransportConfig,
+    run_folder: Path,
+    timeout_s: float = 30.0,
+    limits: LinkLimits | None = None,
+) -> Connection:
+    """Connect to a run's listener.
+
+    Args:
+        address: `Listener.address`.
+        hello: Who connects (see `new_hello`); its name is unique within the run.
+        config: Its encryption is read.
+        run_folder: Where `keys/client.key` lies.
+        timeout_s: How long to wait for the listener's welcome.
+        limits: Overrides the default times (tests).
+
+    Raises:
+        TransportError: Nobody answered, or the listener refused us; the message says why.
+        ConfigError: The key file is unusable.
+    """
+    keys = load_client_keys(run_folder) if config.encryption == "curve" else None
+    return await ZmqConnector(address, hello, limits or LinkLimits(), keys).connect(timeout_s)
+
+
+class ZmqConnector:
+    """Owns the socket, the timer and the session of one connection; `connect` returns the session."""
+
+    def __init__(self, address: str, hello: Hello, limits: LinkLimits, keys: ClientKeys | None = None) -> None:
+        """Start connecting; needs a running event loop.
+
+        Args:
+            address: As `Listener.address` gives it.
+            hello: Who connects.
+            limits: Times; the sizes are the listener's.
+            keys: Speak CURVE with these; None is plain text.
+        """
+        self._address = address
+        self._hello = hello
+        self._limits = limits
+        self._keys = keys
+        self._token = uuid.uuid4().hex
+        self._refused = RefusalCounts()
+        self._loop = asyncio.get_running_loop()
+        self._welcomed: asyncio.Future[None] = self._loop.create_future()
+        unknown = Hello(PROTOCOL, "controller", address, "", 0)
+        self._session = Session(unknown, limits.window, limits.max_message_bytes, self.close, self._refused)
+        self._session_id = ""
+        self._not_opened = ""
+        """Why there is no socket; empty where there is one."""
+        self._heard_s = self._ticked_s = self._lost_s = self._loop.time()
+        try:
+            self._context: zmq.SyncContext = zmq.Context()
+            with contextlib.ExitStack() as undo:
+                undo.callback(self._context.destroy, linger=0)
+                self._open_socket()
+                undo.pop_all()
+        except zmq.ZMQError as error:
+            raise TransportError(f"no socket to {address} could be opened: {error.strerror}") from error
+        self._timer = self._loop.call_later(limits.ping_s, self._tick)
+
+    async def connect(self, timeout_s: float) -> Connection:
+        """Return the open connection.
+
+        Raises:
+            TransportError: The listener refused us (with its reason), or there was no answer in `timeout_s`.
+        """
+        try:
+            async with asyncio.timeout(timeout_s):
+                await asyncio.shield(self._welcomed)
+        except TimeoutError as error:
+            await self.close()
+            raise TransportError(
+                f"no welcome from {self._address} within {timeout_s:.1f} s: is the run alive, are the keys its own (RUN/keys)?"
+            ) from error
+        except BaseException:
+            await self.close()
+            raise
+        return self._session
+
+    async def close(self, reason: str = "") -> None:
+        """Say goodbye where there is somebody, and release everything; safe to repeat."""
+        if self._phase != "closed":
+            self._session.pump()
+            if self._phase == "open":
+                self._socket.send([build(Goodbye(self._session_id, reason))])
+            self._shut("closed on this side", GOODBYE_LINGER_MS)
+        await terminate(self._context)
+
+    def break_link(self) -> None:
+        """Drop the socket as if the network had; the connector finds its way back. For tests and fault drills."""
+        if self._phase != "closed":
+            self._reopen()
+
+    def _open_socket(self) -> None:
+        self._enter("connecting")
+        with contextlib.ExitStack() as undo:
+            socket = self._context.socket(zmq.DEALER)
+            undo.callback(socket.close, 0)
+            configure(socket)
+            socket.reconnect_ivl = _RECONNECT_MS
+            socket.reconnect_ivl_max = _RECONNECT_MAX_MS
+            if self._keys:
+                keys = self._keys
+                secure_client(socket, keys.public.encode(), keys.secret.encode(), keys.listener_public.encode())
+            loop_socket = LoopSocket(socket, self._on_message)
+            undo.callback(loop_socket.close, 0)
+            watch = SocketWatch(socket, _LINK_EVENTS, self._on_link_event)
+            undo.callback(watch.close)
+            socket.connect(self._address)
+            undo.pop_all()
+        self._socket, self._watch = loop_socket, watch
+
+    def _reopen(self) -> None:
+        """Start with a new socket: whatever is queued in the old one is stale."""
+        self._lose()
+        self._watch.close()
+        self._socket.close(0)
+        try:
+            self._open_socket()
+            self._not_opened = ""
+        except zmq.ZMQError as error:
+            self._not_opened = str(error.strerror)
+            _log.warning("no socket to %s could be opened, it is tried again: %s", self._address, error.strerror)
+
+    def _on_link_event(self, event: int) -> None:
+        if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            self._greet()
+        elif event == zmq.EVENT_DISCONNECTED:
+            self._lose()
+            self._enter("connecting")
+        elif not self._welcomed.done():
+            self._fail(f"{self._address} refused our key: it is not one of this run (RUN/keys)")
+
+    def _greet(self) -> None:
+        self._lose()
+        self._enter("greeting")
+        self._socket.send([build_greeting(self._hello, self._token, self._session_id)])
+
+    def _lose(self) -> None:
+        """Stop sending; remember since when."""
+        if self._phase == "open":
+            self._session.wire = None
+            self._lost_s = self._loop.time()
+
+    def _enter(self, phase: Phase) -> None:
+        self._phase: Phase = phase
+        self._phase_s = self._loop.time()
+
+    def _on_message(self, frames: list[zmq.Frame]) -> None:
+        """Judge one multipart message; whatever is wrong with it is counted."""
+        if self._phase == "closed":
+            return
+        self._heard_s = self._loop.time()
+        try:
+            packet = parse(frames[0].buffer)
+            if type(packet) is not ParcelHead:
+                self._on_notice(packet)
+            elif packet.session != self._session_id or self._phase != "open":
+                self._refused.unknown_peer += 1
+            elif not self._session.deliver(parse_parcel(packet, [frame.buffer for frame in frames[1:]])):
+                self._greet()
+        except CodecError:
+            self._refused.malformed += 1
+
+    def _on_notice(self, packet: Packet) -> None:
+        """Take a packet that carries nothing."""
+        if isinstance(packet, Welcome):
+            if self._phase == "greeting":
+                self._on_welcome(packet)
+        elif isinstance(packet, GreetAgain):
+            if self._phase == "open":
+                self._greet()
+        elif isinstance(packet, Refusal):
+            self._fail(f"{self._address} refused {self._hello.name}: {packet.reason}")
+        elif isinstance(packet, Goodbye) and packet.session == self._session_id:
+            self._shut(packet.reason or GOODBYE, 0)
+
+    def _on_welcome(self, welcome: Welcome) -> None:
+        self._enter("open")
+        self._session.adopt(welcome.window, welcome.max_message_bytes)
+        self._session.wire = self._carry
+        if welcome.session == self._session_id:
+            self._session.resend_all()
+        else:
+            self._session_id = welcome.session
+            self._session.start_over(welcome.hello)
+        if not self._welcomed.done():
+            self._welcomed.set_result(None)
+
+    def _carry(self, parcel: Parcel) -> bool:
+        return self._socket.send(build_parcel(self._session_id, parcel))
+
+    def _tick(self) -> None:
+        """Say that we are there; notice when nobody answers, unless it was this loop that stood still."""
+        limits = self._limits
+        self._timer = self._loop.call_later(limits.ping_s, self._tick)
+        self._socket.drain()
+        if self._phase == "closed":
+            return
+        now_s = self._loop.time()
+        stood_still_s = max(0.0, now_s - self._ticked_s - 2 * limits.ping_s)
+        self._heard_s += stood_still_s
+        self._lost_s += stood_still_s
+        self._ticked_s = now_s
+        if self._phase != "open" and self._welcomed.done() and now_s - self._lost_s > limits.give_up_s:
+            why = f", and no socket: {self._not_opened}" if self._not_opened else ""
+            self._shut(f"no listener on {self._address} for {now_s - self._lost_s:.0f} s{why}", 0)
+        elif self._phase == "open" and now_s - self._heard_s <= limits.reconnect_after_s:
+            self._socket.send([build(Ping(self._session_id))])
+        elif self._not_opened or (
+            self._phase != "connecting" and now_s - max(self._phase_s, self._heard_s) > limits.reconnect_after_s
+        ):
+            self._reopen()
+
+    def _fail(self, reason: str) -> None:
+        """End for good, with the reason for whoever still waits to be connected."""
+        if not self._welcomed.done():
+            self._welcomed.set_exception(TransportError(reason))
+        self._shut(reason, 0)
+
+    def _shut(self, reason: str, linger_ms: int) -> None:
+        """Release socket and timer, and end the connection."""
+        self._phase = "closed"
+        self._timer.cancel()
+        self._watch.close()
+        self._socket.close(linger_ms)
+        self._session.end(reason)

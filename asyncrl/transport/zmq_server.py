@@ -1,0 +1,346 @@
+"""The controller's end over ZeroMQ: one ROUTER socket, one `Session` a peer.
+
+Invariants: a peer is known by its name and at most one incarnation of a name is open; a packet counts only when it comes over
+the route its session last greeted from; nothing a peer sends raises here, it is counted in `refused`. A peer whose packets went
+missing (its link broke, ours was restarted) is told `GreetAgain`, and both sides send what is unacknowledged; repeats are known
+by their numbers. No tasks: reader callbacks and one timer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import logging
+import os
+import uuid
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import zmq
+
+from asyncrl.config.run import TransportConfig
+from asyncrl.errors import CodecError, ConnectionClosed, TransportError
+from asyncrl.folders import OwnedFolder
+from asyncrl.schema.control import PROTOCOL, Hello
+from asyncrl.transport.protocol import (
+    GOODBYE,
+    Connection,
+    Goodbye,
+    GreetAgain,
+    Greeting,
+    LinkLimits,
+    Listener,
+    Parcel,
+    ParcelHead,
+    Ping,
+    Pong,
+    Refusal,
+    RefusalCounts,
+    Welcome,
+    build,
+    build_parcel,
+    new_hello,
+    parse,
+    parse_hello,
+    parse_parcel,
+)
+from asyncrl.transport.security import ListenerKeys, make_keys, open_zap_socket, secure_server, zap_reply
+from asyncrl.transport.session import Session
+from asyncrl.transport.zmq_socket import GOODBYE_LINGER_MS, LoopSocket, SocketWatch, configure, terminate
+
+MAX_PEERS = 4096
+"""Most connections at once."""
+MAX_IPC_PATH_BYTES = 100
+"""A Unix socket's path ends at 107 bytes on Linux and 103 elsewhere."""
+_HANDSHAKE_FAILURES = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+
+_log = logging.getLogger(__name__)
+
+
+async def open_listener(
+    config: TransportConfig,
+    run_folder: Path,
+    hello: Hello | None = None,
+    judge: Callable[[Hello], str] = lambda _hello: "",
+    limits: LinkLimits | None = None,
+) -> Listener:
+    """Listen for the processes of a run; makes the run's keys where the config wants CURVE and there are none.
+
+    Args:
+        config: Kind, host, encryption, window, message size.
+        run_folder: Where `keys/` lies.
+        hello: Who listens; `controller` by default.
+        judge: Why a peer may not come in, in words it is told; empty lets it in.
+        limits: Overrides the config's sizes and the default times (tests).
+
+    Returns:
+        A listener; hand its `address` to those who connect. The socket of `ipc` lies in a private temporary folder.
+
+    Raises:
+        TransportError: The address cannot be bound.
+        ConfigError: The key files are unusable.
+    """
+    keys = make_keys(run_folder) if config.encryption == "curve" else None
+    limits = limits or LinkLimits(window=config.window, max_message_bytes=config.max_message_bytes)
+    folder = _make_ipc_folder() if config.kind == "ipc" else None
+    address = f"ipc://{folder.path}/c" if folder else f"tcp://{config.host}:*"
+    try:
+        return ZmqListener(address, hello or new_hello("controller", "controller"), limits, keys, judge, folder)
+    except BaseException:
+        if folder:
+            folder.close()
+        raise
+
+
+@dataclass(slots=True, eq=False)
+class _Peer:
+    """One open connection and the way to it."""
+
+    hello: Hello
+    token: str
+    session_id: str
+    route: bytes
+    session: Session
+    heard_s: float
+
+
+class ZmqListener:
+    """A `Listener` (see protocol.py) on `ipc://` or `tcp://`.
+
+    Example:
+        >>> listener = ZmqListener("tcp://127.0.0.1:*", hello, LinkLimits())
+        >>> listener.address
+        'tcp://127.0.0.1:45127'
+    """
+
+    def __init__(
+        self,
+        address: str,
+        hello: Hello,
+        limits: LinkLimits,
+        keys: ListenerKeys | None = None,
+        judge: Callable[[Hello], str] = lambda _hello: "",
+        owned_folder: OwnedFolder | None = None,
+    ) -> None:
+        """Bind and start listening; needs a running event loop.
+
+        Args:
+            address: `ipc://PATH` or `tcp://HOST:PORT`; port `*` takes a free one.
+            hello: Who listens.
+            limits: Sizes and times.
+            keys: Speak CURVE with these; None is plain text.
+            judge: Why a peer may not come in; empty lets it in.
+            owned_folder: Removed at close (where the ipc socket lies).
+
+        Raises:
+            TransportError: The address cannot be bound.
+        """
+        self.refused = RefusalCounts()
+        self._hello = hello
+        self._limits = limits
+        self._keys = keys
+        self._judge = judge
+        self._owned_folder = owned_folder
+        self._by_route: dict[bytes, _Peer] = {}
+        self._by_name: dict[str, _Peer] = {}
+        self._dismissed: dict[str, str] = {}
+        self._accepted: deque[Connection] = deque()
+        self._changed = asyncio.Event()
+        self._is_closed = False
+        self._loop = asyncio.get_running_loop()
+        try:
+            self.address = self._open_sockets(address)
+        except zmq.ZMQError as error:
+            raise TransportError(f"cannot listen on {address}: {error.strerror}") from error
+        self._checked_s = self._loop.time()
+        self._timer = self._loop.call_later(limits.silence_timeout_s / 4, self._check_silence)
+
+    async def accept(self) -> Connection:
+        """Return the next new peer. Raises ConnectionClosed once the listener is closed."""
+        while not self._accepted:
+            if self._is_closed:
+                raise ConnectionClosed(f"listener on {self.address} is closed")
+            self._changed.clear()
+            await self._changed.wait()
+        return self._accepted.popleft()
+
+    async def close(self) -> None:
+        """Close every connection and the address; safe to repeat."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._timer.cancel()
+        self._changed.set()
+        self._accepted.clear()
+        for peer in list(self._by_name.values()):
+            await peer.session.close()
+        self._watch.close()
+        self._socket.close(GOODBYE_LINGER_MS)
+        if self._zap:
+            self._zap.close(0)
+        try:
+            await terminate(self._context)
+        finally:
+            if self._owned_folder is not None:
+                self._owned_folder.close()
+
+    def _open_sockets(self, address: str) -> str:
+        """Return the address bound to; nothing is left open where that fails."""
+        self._context: zmq.SyncContext = zmq.Context()
+        self._zap: LoopSocket | None = None
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._context.destroy, linger=0)
+            socket = self._context.socket(zmq.ROUTER)
+            configure(socket)
+            # Twice our own limit: what is between the two is read, counted and refused by us; what is above, libzmq cuts off.
+            socket.maxmsgsize = 2 * self._limits.max_packet_bytes
+            socket.router_mandatory = True
+            if self._keys:
+                self._zap = LoopSocket(open_zap_socket(self._context), self._answer_zap)
+                undo.callback(self._zap.close, 0)
+                secure_server(socket, self._keys.public.encode(), self._keys.secret.encode())
+            self._watch = SocketWatch(socket, _HANDSHAKE_FAILURES, self._note_failed_handshake)
+            undo.callback(self._watch.close)
+            self._socket = LoopSocket(socket, self._on_message)
+            undo.callback(self._socket.close, 0)
+            socket.bind(address)
+            undo.pop_all()
+        return socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
+
+    def _answer_zap(self, frames: list[zmq.Frame]) -> None:
+        assert self._zap is not None
+        assert self._keys is not None
+        self._zap.send(zap_reply([frame.bytes for frame in frames], (self._keys.client_public.encode(),)))
+
+    def _note_failed_handshake(self, _event: int) -> None:
+        if self._keys:
+            self.refused.unauthenticated += 1
+        else:
+            self.refused.malformed += 1
+
+    def _on_message(self, frames: list[zmq.Frame]) -> None:
+        """Judge one multipart message; whatever is wrong with it is counted."""
+        route = frames[0].bytes
+        if sum(map(len, frames)) > self._limits.max_packet_bytes:
+            self.refused.oversized += 1
+            return
+        try:
+            packet = parse(frames[1].buffer if len(frames) > 1 else b"")
+            if type(packet) is Greeting:
+                self._on_greeting(route, packet)
+            elif isinstance(packet, ParcelHead | Ping | Goodbye):
+                self._on_packet(route, packet, frames)
+            else:
+                self.refused.malformed += 1
+        except CodecError as error:
+            self.refused.malformed += 1
+            _log.debug("refused a packet: %s", error)
+
+    def _on_packet(self, route: bytes, packet: ParcelHead | Ping | Goodbye, frames: list[zmq.Frame]) -> None:
+        """Take a packet of a session; whoever has none on this route is asked to greet."""
+        peer = self._by_route.get(route)
+        if peer is None or peer.session_id != packet.session:
+            self.refused.unknown_peer += 1
+            self._socket.send([route, build(GreetAgain())])
+            return
+        peer.heard_s = self._loop.time()
+        if isinstance(packet, Ping):
+            self._socket.send([route, build(Pong(peer.session_id))])
+        elif isinstance(packet, Goodbye):
+            self._forget(peer, packet.reason or GOODBYE)
+        elif not peer.session.deliver(parse_parcel(packet, [frame.buffer for frame in frames[2:]])):
+            self._socket.send([route, build(GreetAgain())])
+
+    def _on_greeting(self, route: bytes, greeting: Greeting) -> None:
+        """Let a new peer in, or an old one back in."""
+        if greeting.protocol != PROTOCOL:
+            self.refused.wrong_protocol += 1
+            reason = f"{self._hello.name} speaks protocol {PROTOCOL}, you speak {greeting.protocol}"
+            self._socket.send([route, build(Refusal(reason))])
+            return
+        hello = parse_hello(greeting)
+        reason = self._reason_against(hello, greeting.token)
+        if reason:
+            self.refused.unknown_peer += 1
+            self._socket.send([route, build(Refusal(reason))])
+            return
+        peer = self._by_name.get(hello.name)
+        if peer and (peer.hello.incarnation, peer.token) == (hello.incarnation, greeting.token):
+            self._by_route.pop(peer.route, None)
+            peer.route, peer.heard_s = route, self._loop.time()
+        else:
+            if peer:
+                self._forget(peer, f"replaced by incarnation {hello.incarnation}")
+            peer = self._make_peer(route, hello, greeting.token)
+        self._by_route[route] = peer
+        welcome = Welcome(peer.session_id, self._hello, self._limits.window, self._limits.max_message_bytes)
+        self._socket.send([route, build(welcome)])
+        peer.session.wire = functools.partial(self._carry, peer)
+        peer.session.resend_all()
+
+    def _reason_against(self, hello: Hello, token: str) -> str:
+        """Return why this peer may not come in; empty where it may."""
+        if self._is_closed:
+            return "the listener closes"
+        if self._dismissed.get(hello.name) == token:
+            return "this connection was closed by the listener"
+        if hello.name not in self._by_name and len(self._by_name) >= MAX_PEERS:
+            return f"there are {MAX_PEERS} peers already"
+        return self._judge(hello)
+
+    def _make_peer(self, route: bytes, hello: Hello, token: str) -> _Peer:
+        async def dismiss(reason: str) -> None:
+            await self._dismiss(peer, reason)
+
+        session = Session(hello, self._limits.window, self._limits.max_message_bytes, dismiss, self.refused)
+        peer = _Peer(hello, token, uuid.uuid4().hex, route, session, self._loop.time())
+        self._by_name[hello.name] = peer
+        self._accepted.append(session)
+        self._changed.set()
+        return peer
+
+    def _carry(self, peer: _Peer, parcel: Parcel) -> bool:
+        return self._socket.send([peer.route, *build_parcel(peer.session_id, parcel)])
+
+    async def _dismiss(self, peer: _Peer, reason: str) -> None:
+        """Say goodbye to a peer that this side closes; one that was cut off may come back, it would only hear it then."""
+        if self._by_name.get(peer.hello.name) is peer:
+            if self._loop.time() - peer.heard_s <= self._limits.reconnect_after_s:
+                self._dismissed[peer.hello.name] = peer.token
+                self._socket.send([peer.route, build(Goodbye(peer.session_id, reason))])
+            self._forget(peer, "closed on this side")
+
+    def _forget(self, peer: _Peer, reason: str) -> None:
+        """End a connection and drop every way to it."""
+        peer.session.end(reason)
+        self._by_route.pop(peer.route, None)
+        if self._by_name.get(peer.hello.name) is peer:
+            del self._by_name[peer.hello.name]
+
+    def _check_silence(self) -> None:
+        """End the connections of peers that have been silent for too long, unless it was this loop that stood still."""
+        period_s = self._limits.silence_timeout_s / 4
+        self._timer = self._loop.call_later(period_s, self._check_silence)
+        self._socket.drain()
+        now_s = self._loop.time()
+        stood_still_s = max(0.0, now_s - self._checked_s - 2 * period_s)
+        for peer in list(self._by_name.values()):
+            peer.heard_s += stood_still_s
+            if now_s - peer.heard_s > self._limits.silence_timeout_s:
+                self._forget(peer, f"silent for {now_s - peer.heard_s:.1f} s (limit {self._limits.silence_timeout_s:.1f} s)")
+        self._checked_s = now_s
+
+
+def _make_ipc_folder() -> OwnedFolder:
+    """Return a new folder that only this user can enter, with a path short enough for a Unix socket."""
+    for parent in (None, Path("/tmp")):  # noqa: S108 - made private; only where TMPDIR is too long a path
+        folder = OwnedFolder("asyncrl-ipc-", parent)
+        if len(os.fsencode(folder.path / "c")) <= MAX_IPC_PATH_BYTES:
+            return folder
+        folder.close()
+    raise TransportError(
+        f"no temporary folder with a path of at most {MAX_IPC_PATH_BYTES} bytes; set TMPDIR, or transport.kind = 'tcp'"
+    )

@@ -1,0 +1,149 @@
+"""A user's own function, named in a config: `package.module:function`, or `path/to/file.py:function`.
+
+Loading runs the user's module, as an import does.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any, TypeVar
+
+from asyncrl.errors import ConfigError, LearnerError
+
+Inputs = TypeVar("Inputs")
+T = TypeVar("T")
+
+TASK_ARGUMENTS = ("seed",)
+REWARD_ARGUMENTS = ("prompt", "text")
+MATHS_ARGUMENTS = ("inputs", "config")
+"""Of a user's own loss, advantage or correction."""
+
+
+def load_function(path: str, field: str, arguments: Sequence[str] = ()) -> Callable[..., Any]:
+    """Import what `path` names.
+
+    Args:
+        path: `module:function`, the module importable from the working directory too, or `file.py:function`.
+        field: The config field, for messages.
+        arguments: What it is called with, by position; empty: not looked at.
+
+    Returns:
+        The function.
+
+    Raises:
+        ConfigError: The path is not of that form, the module cannot be imported, or it has no such function that takes the
+            arguments.
+    """
+    module_name, colon, function_name = path.rpartition(":")
+    if not (module_name and colon and function_name):
+        raise ConfigError(f"{field} takes module:function or file.py:function, got {path!r}")
+    module = _load_file(Path(module_name), path, field) if module_name.endswith(".py") else _load_module(module_name, path, field)
+    function: Callable[..., Any] | None = getattr(module, function_name, None)
+    if function is None or not callable(function):
+        known = ", ".join(name for name in vars(module) if not name.startswith("_") and callable(getattr(module, name)))
+        raise ConfigError(f"{field} {path!r}: {module_name} has no function {function_name!r}; it has {known or 'none'}")
+    _check_takes(function, arguments, f"{field} {path!r}")
+    return function
+
+
+def load_own(path: str, field: str, kind: type[T], fault_in: Callable[[Inputs, T], str]) -> Callable[[Inputs, object], T]:
+    """Import a user's own loss, advantage or correction, and return what calls it and checks its answer.
+
+    What it raises, and an answer that is not what ours return, is a LearnerError that names the path: a restart would fail the
+    same way, so the run stops. Running out of memory is passed on as it is.
+
+    Args:
+        path: `module:function` or `file.py:function`.
+        field: The config field, for messages.
+        kind: What it returns.
+        fault_in: (inputs, answer) to what is wrong with the answer; empty: nothing.
+
+    Raises:
+        ConfigError: The path leads to no function of two arguments.
+    """
+    function = load_function(path, field, MATHS_ARGUMENTS)
+
+    def call(inputs: Inputs, config: object) -> T:
+        try:
+            answer = function(inputs, config)
+        except Exception as error:  # the boundary: whatever a user's function raises
+            if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+                raise
+            raise LearnerError(f"{field} {path!r} raised {type(error).__name__}: {error}") from error
+        if not isinstance(answer, kind):
+            raise LearnerError(f"{field} {path!r} must return {kind.__module__}.{kind.__name__}, got {type(answer).__name__}")
+        if fault := fault_in(inputs, answer):
+            raise LearnerError(f"{field} {path!r}: {fault}")
+        return answer
+
+    return call
+
+
+def wrong_shape(name: str, array: object, expected: tuple[int, ...], axes: str) -> str:
+    """Return what is wrong with an array's type or shape; empty: nothing."""
+    shape = getattr(array, "shape", None)
+    if shape is None:
+        return f"{name} must be an array {axes}, got {type(array).__name__}"
+    return "" if tuple(shape) == expected else f"{name} must have shape {axes} = {list(expected)}, got {list(shape)}"
+
+
+def takes_batches(function: Callable[..., Any]) -> bool:
+    """Return whether a reward function takes several samples at once: its arguments are called `prompts` and `texts`."""
+    try:
+        names = list(inspect.signature(function, follow_wrapped=False).parameters)
+    except ValueError:
+        return False
+    return names[:2] == ["prompts", "texts"]
+
+
+def _check_takes(function: Callable[..., Any], arguments: Sequence[str], where: str) -> None:
+    if not arguments:
+        return
+    try:
+        # Not of what a decorator wraps: the wrapper is what is called.
+        signature = inspect.signature(function, follow_wrapped=False)
+    except ValueError:  # built in: it does not say what it takes
+        return
+    try:
+        signature.bind(*arguments)
+    except TypeError as error:
+        raise ConfigError(f"{where} is called with ({', '.join(arguments)}) and takes {signature}: {error}") from error
+
+
+def _load_module(module_name: str, path: str, field: str) -> ModuleType:
+    working_directory = str(Path.cwd())
+    if working_directory not in sys.path:
+        sys.path.append(working_directory)
+    try:
+        return importlib.import_module(module_name)
+    except Exception as error:  # the boundary: whatever a user's module raises
+        raise ConfigError(
+            f"{field} {path!r}: cannot import {module_name!r} ({_said(error)}); it must be importable from the working "
+            "directory, PYTHONPATH or the environment's packages"
+        ) from error
+
+
+def _load_file(file: Path, path: str, field: str) -> ModuleType:
+    if not file.is_file():
+        raise ConfigError(f"{field} {path!r}: there is no file {file}")
+    name = f"asyncrl_user_{file.stem}"
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:  # the boundary: whatever a user's module raises
+        raise ConfigError(f"{field} {path!r}: {file} cannot be imported: {_said(error)}") from error
+    return module
+
+
+def _said(error: Exception) -> str:
+    return str(error) if isinstance(error, ImportError) else f"{type(error).__name__}: {error}"

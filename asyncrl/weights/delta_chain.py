@@ -1,0 +1,283 @@
+"""Which deltas are kept, when a version is written whole, and which of both a subscriber fetches.
+
+`DeltaChain` and `plan_fetch` decide, purely. `DeltaOffers` is the learner's side: it owns a copy of the newest version that can
+be fetched (as many bytes as a version, in host memory), makes the next delta from it and then brings it up to date in place.
+
+The learner's chain is a run of deltas, each based on the version before, the last leading to the newest version; somewhere along
+it lies one version whose whole bytes can be fetched (the newest, on media that hold that anyway).
+
+    v7 ─delta─▶ v8 ─delta─▶ v9 (whole) ─delta─▶ v10 ─delta─▶ v11, announced
+
+Invariants:
+- From the whole version on every delta is kept, so that the newest can be had by whoever has nothing: whole, then deltas.
+- At most `full_every` deltas are kept, of fewer bytes together than a version; the oldest go first.
+- Only what succeeded is told to the chain (`advance`): versions that were superseded or failed leave it as it is.
+- A base is the same one only if version and fingerprint both are: after a restart other bytes go by the same number.
+- The copy, the chain and what subscribers can fetch are of one version: they change together, after everything that can fail.
+- A delta that is too large, or that the medium refuses, is no failure: the version goes whole.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import msgspec
+import numpy as np
+
+from asyncrl.config.broadcast import DeltaConfig
+from asyncrl.errors import BroadcastError
+from asyncrl.schema.weights import Delta, WeightsAvailable, WeightsManifest
+from asyncrl.weights.delta import apply_delta, blob_fingerprint, encode_delta
+from asyncrl.weights.media.base import MediumWriter
+
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class WholeVersion:
+    """A version whose bytes can be fetched."""
+
+    version: int
+    location: str
+    bucket_fingerprints: bytes
+
+
+@dataclass(slots=True)
+class DeltaChain:
+    """What the learner offers.
+
+    Example:
+        >>> chain = DeltaChain(total_bytes=1000, full_every=2)
+        >>> chain.is_whole_due(delta_bytes=None)
+        True
+        >>> chain.advance("ab", WholeVersion(1, "here", b""), None)
+        ()
+        >>> chain.is_whole_due(delta_bytes=10)
+        False
+    """
+
+    total_bytes: int
+    full_every: int
+    whole: WholeVersion | None = None
+    deltas: tuple[Delta, ...] = ()
+    head: tuple[int, str] | None = field(default=None, init=False)
+    """Newest version and its fingerprint; what the next delta is based on."""
+
+    def is_whole_due(self, delta_bytes: int | None) -> bool:
+        """Return whether the next version has to be fetchable whole.
+
+        Args:
+            delta_bytes: Of the delta that leads to it; None: there is none.
+        """
+        if self.whole is None or delta_bytes is None:
+            return True
+        since = deltas_from(self.deltas, self.whole.version)
+        return len(since) + 1 >= self.full_every or num_bytes(since) + delta_bytes > self.total_bytes
+
+    def advance(self, fingerprint: str, whole: WholeVersion | None, delta: Delta | None) -> tuple[Delta, ...]:
+        """Take the next version in.
+
+        Args:
+            fingerprint: Its.
+            whole: Where its whole bytes lie; None: only the delta leads to it.
+            delta: From the head to it; None: the chain begins anew.
+
+        Returns:
+            The deltas that are no longer offered.
+        """
+        assert whole is not None or delta is not None, "nothing leads to the version"
+        assert delta is None or self.head == (delta.base_version, delta.base_fingerprint), "not based on the newest"
+        before = self.deltas
+        self.deltas = () if delta is None else (*before, delta)
+        self.whole = whole or self.whole
+        self.head = (delta.version if delta else self._whole_version(), fingerprint)
+        while self.deltas and self._is_long() and self.deltas[0].version <= self._whole_version():
+            self.deltas = self.deltas[1:]
+        return tuple(old for old in (*before, delta) if old is not None and old not in self.deltas)
+
+    def check_invariants(self) -> None:
+        """Assert what must hold between versions."""
+        whole_version = self._whole_version()
+        assert not self.deltas or is_path(self.deltas), f"the chain is broken: {self.deltas}"
+        assert self.head is not None, "no version yet"
+        newest = self.deltas[-1].version if self.deltas else whole_version
+        assert self.head[0] == newest, f"the chain leads to {newest}, not to {self.head[0]}"
+        assert whole_version == newest or deltas_from(self.deltas, whole_version), f"nothing leads on from {whole_version}"
+        assert not self._is_long(), f"{len(self.deltas)} deltas, {num_bytes(self.deltas)} bytes"
+
+    def _whole_version(self) -> int:
+        assert self.whole is not None
+        return self.whole.version
+
+    def _is_long(self) -> bool:
+        return len(self.deltas) > self.full_every or num_bytes(self.deltas) > self.total_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class HeldVersion:
+    """What a generator's staging buffer holds, verified."""
+
+    version: int
+    fingerprint: str
+    bucket_fingerprints: bytes
+    total_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class FetchPlan:
+    """How to get from what is held to the announced version."""
+
+    whole: WeightsAvailable | None
+    """What to fetch first, as if it were announced; None: what is held is the base."""
+    deltas: tuple[Delta, ...]
+    """To apply then, in order."""
+
+
+def plan_fetch(available: WeightsAvailable, held: HeldVersion | None) -> FetchPlan:
+    """Return the way of fewest bytes to the announced version.
+
+    Args:
+        available: What was announced.
+        held: What is there already; None: nothing of value.
+
+    Raises:
+        BroadcastError: The announcement contradicts itself: nothing leads from its whole version to the announced one.
+    """
+    from_whole = plan_whole(available)
+    if held is None or held.total_bytes != available.manifest.total_bytes:
+        return from_whole
+    if held.fingerprint == available.fingerprint:
+        return FetchPlan(None, ())
+    changes = deltas_from(available.deltas, held.version, held.fingerprint)
+    whole_bytes = available.manifest.total_bytes + num_bytes(from_whole.deltas)
+    if not changes or changes[-1].version != available.version or num_bytes(changes) >= whole_bytes:
+        return from_whole
+    return FetchPlan(None, changes)
+
+
+def plan_whole(available: WeightsAvailable) -> FetchPlan:
+    """Return the way that needs nothing: the whole version, then the deltas after it. Raises as `plan_fetch`."""
+    if available.full_version in {-1, available.version}:
+        return FetchPlan(msgspec.structs.replace(available, deltas=()), ())
+    deltas = deltas_from(available.deltas, available.full_version)
+    if not deltas or deltas[-1].version != available.version:
+        raise BroadcastError(
+            f"version {available.version} is announced on top of version {available.full_version}, and no deltas lead from there"
+        )
+    whole = msgspec.structs.replace(
+        available,
+        version=available.full_version,
+        location=available.full_location or available.location,
+        fingerprint=deltas[0].base_fingerprint,
+        bucket_fingerprints=available.full_bucket_fingerprints or available.bucket_fingerprints,
+        deltas=(),
+    )
+    return FetchPlan(whole, deltas)
+
+
+def deltas_from(deltas: tuple[Delta, ...], version: int, fingerprint: str | None = None) -> tuple[Delta, ...]:
+    """Return the unbroken run of deltas that begins at `version`; empty: there is none."""
+    for index, delta in enumerate(deltas):
+        if delta.base_version == version and fingerprint in {None, delta.base_fingerprint}:
+            return deltas[index:] if is_path(deltas[index:]) else ()
+    return ()
+
+
+def is_path(deltas: tuple[Delta, ...]) -> bool:
+    """Return whether each delta is based on the version that the one before leads to."""
+    return all(after.base_version == before.version for before, after in pairwise(deltas))
+
+
+def num_bytes(deltas: tuple[Delta, ...]) -> int:
+    """Return how many bytes the deltas have together."""
+    return sum(delta.num_bytes for delta in deltas)
+
+
+# -- the learner's side, with its effects --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """How a version can be fetched."""
+
+    whole: WholeVersion
+    deltas: tuple[Delta, ...] = ()
+
+
+class DeltaOffers:
+    """Makes each version fetchable as a delta, whole, or both.
+
+    Args:
+        config: How deltas are made.
+        writer: Of the medium, open.
+        manifest: The layout.
+    """
+
+    def __init__(self, config: DeltaConfig, writer: MediumWriter, manifest: WeightsManifest) -> None:
+        self._config = config
+        self._writer = writer
+        self._manifest = manifest
+        self._chain = DeltaChain(manifest.total_bytes, config.full_every)
+        self._warned = False
+        self._newest = np.empty(manifest.total_bytes, np.uint8)
+
+    def offer(self, slot: int, version: int, flat: memoryview, fingerprint: str, bucket_fingerprints: bytes) -> Offer:
+        """Make the version fetchable.
+
+        Args:
+            slot: Where it lies.
+            version: Its number.
+            flat: Its bytes; nobody changes them meanwhile.
+            fingerprint: Of the version.
+            bucket_fingerprints: Of its buckets.
+
+        Raises:
+            BroadcastError: It could not be; everything is as before.
+        """
+        blob = self._encode(flat)
+        needs_whole = self._writer.keeps_slots or self._chain.is_whole_due(None if blob is None else len(blob))
+        whole: WholeVersion | None = None
+        if needs_whole:
+            whole = WholeVersion(version, self._writer.commit(slot, version, fingerprint), bucket_fingerprints)
+        delta = self._put(version, blob)
+        if delta is None and whole is None:
+            whole = WholeVersion(version, self._writer.commit(slot, version, fingerprint), bucket_fingerprints)
+        if delta is None or blob is None:
+            np.copyto(self._newest, np.frombuffer(flat, np.uint8))
+        else:
+            apply_delta(self._manifest, blob, self._newest.data)
+        for dropped in self._chain.advance(fingerprint, whole, delta):
+            self._writer.drop_blob(dropped.name)
+        assert self._chain.whole is not None
+        return Offer(self._chain.whole, self._chain.deltas)
+
+    def _encode(self, flat: memoryview) -> bytes | None:
+        """Return the delta from the newest version; None where there is none, or a large one."""
+        if self._chain.head is None:
+            return None
+        max_bytes = int(self._config.max_share * self._manifest.total_bytes)
+        blob = encode_delta(self._manifest, self._newest.data, flat, self._config.compression_level, max_bytes)
+        if blob is None and not self._warned:
+            self._warned = True
+            _LOG.warning(
+                "so much changes from version to version that a delta has more than %d bytes: such versions go whole. "
+                'Set broadcast.dtype = "bfloat16", or leave broadcast.delta out',
+                max_bytes,
+            )
+        return blob
+
+    def _put(self, version: int, blob: bytes | None) -> Delta | None:
+        """Make the delta fetchable; None where there is none or the medium refuses it."""
+        if blob is None or self._chain.head is None:
+            return None
+        base_version, base_fingerprint = self._chain.head
+        fingerprint = blob_fingerprint(blob)
+        name = f"delta-{version:08d}-{fingerprint[:16]}"
+        try:
+            self._writer.put_blob(name, blob)
+        except BroadcastError as error:
+            _LOG.warning("the delta to version %d is not offered, the version goes whole: %s", version, error)
+            return None
+        return Delta(version, base_version, base_fingerprint, name, len(blob), fingerprint)

@@ -1,0 +1,1 @@
+"""How the bytes of a version travel: one file a medium."""

@@ -1,0 +1,153 @@
+"""The weight-medium contract: how the bytes of a version get from the learner to a generator.
+
+A version is one flat run of bytes (models/layout.py). The learner owns two slots, each as large as a version. publisher.py copies
+the tensors into one of them, and the medium makes it fetchable from there. Media differ in nothing else.
+
+Invariants, for every implementation (tests/contract/test_medium.py runs over all of them):
+- Publishing blocks the learner for one copy of the bytes (the snapshot into a slot); everything else is done on other threads.
+- A fetch yields the whole of one version, or raises: never a mixture.
+- A lease gives the bytes where they lie, without a copy, and says afterwards whether they stayed what they were.
+- Blobs (deltas) are small, named, written once, and go when the version they lead to can no longer be asked for.
+- The learner never waits for a subscriber; one that is too slow gets `BroadcastError` and fetches the newest instead.
+- Memory is bounded: the model plus two slots at most for the learner (and one copy where it makes deltas), the model plus one
+  staging buffer for a generator.
+- What a killed process left behind is removed by the next writer of the same run.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Protocol
+
+import msgspec
+
+from asyncrl.config.broadcast import MediumConfig
+from asyncrl.errors import BroadcastError
+from asyncrl.schema.weights import WeightsAvailable, WeightsManifest
+
+if TYPE_CHECKING:
+    import torch
+
+NUM_SLOTS = 2
+
+
+class ReceiverArguments(msgspec.Struct, frozen=True):
+    """What `open_receiver` of a medium is told, as JSON, in the process that holds the model."""
+
+    run_folder: str
+    medium: MediumConfig
+
+
+class VersionUnavailableError(BroadcastError):
+    """The version cannot be had any more under this announcement: only another announcement helps, no second attempt."""
+
+
+class MediumWriter(Protocol):
+    """The learner's end. `overwrite` runs on the learner's thread and is quick; `commit` runs on the publisher's."""
+
+    keeps_slots: bool
+    """Whether a committed version is read out of its slot, which then is free only once a newer version is committed."""
+
+    def open(self, manifest: WeightsManifest) -> tuple[torch.Tensor, ...]:
+        """Return the slots: NUM_SLOTS flat uint8 tensors of `manifest.total_bytes`, zeroed.
+
+        Raises:
+            BroadcastError: There is no room for them.
+        """
+        ...
+
+    def busy_slots(self) -> frozenset[int]:
+        """Return the slots that a subscriber is fetching from right now, as far as the medium knows."""
+        ...
+
+    def overwrite(self, slot: int, version: int) -> None:
+        """Make what the slot holds unfetchable; the caller is about to write `version` over it."""
+        ...
+
+    def commit(self, slot: int, version: int, fingerprint: str) -> str:
+        """Make `version`, now whole in `slot`, fetchable. Where only a delta leads to a version, this is not called for it.
+
+        Returns:
+            The location, as `WeightsAvailable.location` carries it.
+
+        Raises:
+            BroadcastError: It could not be made fetchable (disk full, say); older versions are untouched.
+        """
+        ...
+
+    def put_blob(self, name: str, blob: bytes) -> None:
+        """Make a delta fetchable under `name` ([a-z0-9-], at most 64).
+
+        Raises:
+            BroadcastError: It could not be made fetchable.
+        """
+        ...
+
+    def drop_blob(self, name: str) -> None:
+        """Make the delta unfetchable; unknown names are ignored."""
+        ...
+
+    def close(self) -> None:
+        """Release threads, memory and whatever nobody may fetch after the learner is gone. Safe to repeat."""
+        ...
+
+
+class Lease(Protocol):
+    """A version's bytes where they lie, on this machine; held until released or until its process ends."""
+
+    flat: torch.Tensor
+    """uint8 [total_bytes], to be read only."""
+    path: str
+    """File that any process of this machine may map; empty: none can."""
+    offset: int
+    """Of `flat` in that file, bytes."""
+
+    def check(self) -> None:
+        """Say that the bytes are still those of the version.
+
+        Raises:
+            VersionUnavailableError: They were overwritten: whatever was read since the lease began may be a mixture.
+        """
+        ...
+
+    def release(self) -> None:
+        """Let the slot be written to again. Safe to repeat."""
+        ...
+
+
+class MediumReader(Protocol):
+    """A generator's end."""
+
+    def lease(self, available: WeightsAvailable) -> Lease | None:
+        """Return the version's bytes where they lie, or None where the medium has to fetch them.
+
+        Raises:
+            VersionUnavailableError: The version is gone.
+        """
+        ...
+
+    def fetch(self, available: WeightsAvailable, into: memoryview, cancelled: threading.Event) -> bytes:
+        """Fill `into` (`manifest.total_bytes`, uint8) with the version's bytes; blocking, runs on a thread.
+
+        Args:
+            available: What was announced.
+            into: Staging buffer; holds nothing of value when this raises.
+            cancelled: Checked at least every second; set, the fetch gives up.
+
+        Returns:
+            The bucket fingerprints of what is in `into` now; the caller compares them with the announced ones.
+
+        Raises:
+            VersionUnavailableError: The version is gone, was overwritten while reading, does not come, or the fetch was
+                cancelled.
+            BroadcastError: What arrived is damaged or could not be read; a second attempt may go better.
+        """
+        ...
+
+    def fetch_blob(self, available: WeightsAvailable, name: str, num_bytes: int, cancelled: threading.Event) -> bytes:
+        """Return the delta `name` of `available.deltas`; blocking, runs on a thread. Raises as `fetch`."""
+        ...
+
+    def close(self) -> None:
+        """Release handles. Safe to repeat."""
+        ...

@@ -1,0 +1,335 @@
+"""Media `gloo` and `nccl`, a generator's end: it asks for a version until told to begin, then receives its buckets.
+
+`gloo` fills the subscriber's staging buffer and hashes what arrived, as every medium does. `nccl` ends on the model's own
+device, so nothing is staged: each bucket is verified where it arrived and its tensors are yielded at once.
+
+Invariants:
+- Nothing waits without a bound: a learner that says nothing for `timeout_s` raises, a group in which nothing arrives for so
+  long is left, and whoever is told that the attempt is over leaves at once and asks again, MAX_ATTEMPTS times.
+- A bucket is handed on once, in order: in another attempt the buckets that were handed on already are received again and left.
+- A new group has new buffers: what a broken one still writes reaches nobody.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+import zmq
+
+from asyncrl.config.broadcast import GlooMedium, NCCLMedium
+from asyncrl.errors import BroadcastError
+from asyncrl.models.layout import bucket_ends, check_manifest
+from asyncrl.schema.weights import WeightsAvailable
+from asyncrl.weights.fingerprint import DIGEST_BYTES, fingerprints_of
+from asyncrl.weights.media.base import ReceiverArguments, VersionUnavailableError
+from asyncrl.weights.media.collective import (
+    Abort,
+    Answer,
+    Begin,
+    BlobHere,
+    BlobWanted,
+    FromLearner,
+    FromMember,
+    Leaving,
+    Ready,
+    Refused,
+)
+from asyncrl.weights.media.collective_group import Backend, Group, GroupBrokenError, Place, check_nccl, own_address, wait_done
+from asyncrl.weights.media.device import NUM_BUFFERS, BucketBuffers, device_fingerprint, refuse_host_memory
+from asyncrl.weights.sockets import UNDECODABLE, CurveKeys, keys_of_run, open_dealer
+from asyncrl.weights.tensors import tensors_by_bucket
+
+MAX_ATTEMPTS = 4
+ASK_EVERY_S = 1.0
+_POLL_MS = 100
+_FROM_LEARNER: msgspec.msgpack.Decoder[FromLearner] = msgspec.msgpack.Decoder(FromLearner)
+
+Accept = Callable[[int, torch.Tensor], bool]
+
+
+class Member:
+    """One receiver of the learner's broadcasts; used from one thread.
+
+    Args:
+        backend: Of torch.distributed; the learner's.
+        timeout_s: As the learner's.
+        keys: Of the run; None: the learner asks for none.
+    """
+
+    def __init__(self, backend: Backend, timeout_s: float, keys: CurveKeys | None = None) -> None:
+        self._backend = backend
+        self._timeout_s = timeout_s
+        self._keys = keys
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
+        self._dealer: zmq.Socket[bytes] | None = None
+        self._address = ""
+        self._group: Group | None = None
+        self._buffers: BucketBuffers | None = None
+
+    def buckets(
+        self, available: WeightsAvailable, device: torch.device, cancelled: threading.Event, accept: Accept
+    ) -> Iterator[tuple[int, torch.Tensor]]:
+        """Receive a version.
+
+        Args:
+            available: What was announced.
+            device: Where the buckets are to arrive.
+            cancelled: Set, the fetch gives up.
+            accept: Whether the bucket is as announced; one that is not is received again, with the rest.
+
+        Yields:
+            Number and bytes of each bucket, in order; valid until the next one is asked for.
+
+        Raises:
+            VersionUnavailableError: The version is gone, the learner says nothing, or the fetch was cancelled.
+            BroadcastError: It could not be sent in several attempts.
+        """
+        self._connect(available.location)
+        ends = bucket_ends(available.manifest)
+        next_index, failure = 0, ""
+        for _ in range(MAX_ATTEMPTS):
+            begin = self._await_begin(available, cancelled)
+            failure = "the fetch was given up"
+            try:
+                for index, bucket in self._receive(begin, ends, device, cancelled):
+                    if index < next_index:
+                        continue
+                    if not accept(index, bucket):
+                        failure = f"bucket {index} arrived damaged"
+                        break
+                    yield index, bucket
+                    next_index = index + 1
+                else:
+                    failure = ""
+            except GroupBrokenError as error:
+                failure = str(error) or repr(error)
+            finally:
+                if failure:
+                    self._leave_group()
+                self._say(Answer(begin.attempt, failure[:1000]))
+            if not failure:
+                return
+        raise BroadcastError(f"version {available.version} could not be sent in {MAX_ATTEMPTS} attempts: {failure}")
+
+    def blob(self, location: str, name: str, num_bytes: int, cancelled: threading.Event) -> bytes:
+        """Ask the learner for a delta.
+
+        Raises:
+            VersionUnavailableError: It is gone, the learner says nothing, or the fetch was cancelled.
+            BroadcastError: It has another size.
+        """
+        self._connect(location)
+        for message, blob in self._ask(BlobWanted(name), cancelled, f"delta {name}"):
+            match message:
+                case BlobHere(here, is_gone) if here == name:
+                    if is_gone:
+                        raise VersionUnavailableError(f"delta {name} is gone from {location}; fetch the newest")
+                    if len(blob) != num_bytes:
+                        raise BroadcastError(f"delta {name} has {len(blob)} bytes, announced were {num_bytes}")
+                    return blob
+                case Begin(attempt):
+                    self._say(Answer(attempt, f"wants delta {name}"))
+                case _:
+                    pass
+        raise AssertionError("asking ends with an answer or an error")
+
+    def close(self) -> None:
+        """Leave; the others go on. Safe to repeat."""
+        self._hang_up()
+        self._context.term()
+
+    def _connect(self, address: str) -> None:
+        if self._dealer is None or self._address != address:
+            self._hang_up()
+            # The first byte of a ROUTER's names must not be zero.
+            self._dealer = open_dealer(self._context, f"tcp://{address}", self._keys, name=b"m" + secrets.token_bytes(11))
+            self._address = address
+
+    def _hang_up(self) -> None:
+        self._leave_group()
+        if self._dealer is not None:
+            self._say(Leaving())
+            self._dealer.close()
+        self._dealer = None
+
+    def _say(self, message: FromMember) -> None:
+        """Tell the learner; lost where the connection has been down for long."""
+        assert self._dealer is not None
+        with contextlib.suppress(zmq.Again):
+            self._dealer.send(msgspec.msgpack.encode(message), flags=zmq.NOBLOCK)
+
+    def _hear(self, timeout_ms: int) -> tuple[FromLearner, bytes] | None:
+        """Wait for one message and its blob; None where none came."""
+        assert self._dealer is not None
+        if not self._dealer.poll(timeout_ms):
+            return None
+        header, *blobs = self._dealer.recv_multipart()
+        try:
+            return _FROM_LEARNER.decode(header), b"".join(blobs)
+        except UNDECODABLE as error:
+            raise BroadcastError(f"{self._address} said what is not of this protocol: {error}") from error
+
+    def _ask(self, question: Ready | BlobWanted, cancelled: threading.Event, what: str) -> Iterator[tuple[FromLearner, bytes]]:
+        """Ask again and again, and yield what is heard; raises once the learner has said nothing for `timeout_s`."""
+        heard_s, asked_s = time.monotonic(), float("-inf")
+        while True:
+            now_s = time.monotonic()
+            if cancelled.is_set():
+                self._say(Leaving())
+                raise VersionUnavailableError(f"the fetch of {what} was cancelled")
+            if now_s - asked_s >= ASK_EVERY_S:
+                self._say(question)
+                asked_s = now_s
+            answer = self._hear(_POLL_MS)
+            if answer is not None:
+                heard_s = time.monotonic()
+                yield answer
+            elif now_s - heard_s > self._timeout_s:
+                raise VersionUnavailableError(
+                    f"{what} does not come: nothing from the learner at {self._address} for {self._timeout_s:g} s; is it alive "
+                    f"and reachable (broadcast.medium.host), do the keys match?"
+                )
+
+    def _await_begin(self, available: WeightsAvailable, cancelled: threading.Event) -> Begin:
+        """Ask until told to begin."""
+        version = available.version
+        for message, _ in self._ask(Ready(version, available.fingerprint), cancelled, f"version {version}"):
+            match message:
+                case Begin() if message.version == version:
+                    return message
+                case Begin(attempt):
+                    self._say(Answer(attempt, f"wants version {version}"))
+                case Abort(attempt):
+                    self._leave_group()
+                    self._say(Answer(attempt, "told to stop"))
+                case Refused(refused, reason) if refused == version:
+                    raise VersionUnavailableError(f"version {version} can no longer be fetched: {reason}; fetch the newest")
+                case _:
+                    pass
+        raise AssertionError("asking ends with an answer or an error")
+
+    def _receive(
+        self, begin: Begin, ends: tuple[int, ...], device: torch.device, cancelled: threading.Event
+    ) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield the buckets of one broadcast; raises GroupBrokenError where it breaks off."""
+        progress_s, is_over = time.monotonic(), False
+
+        def should_stop() -> bool:
+            nonlocal is_over
+            while not is_over and (answer := self._hear(0)) is not None:
+                is_over = isinstance(answer[0], Abort) and answer[0].attempt == begin.attempt
+            return is_over or cancelled.is_set() or time.monotonic() - progress_s > self._timeout_s
+
+        if self._group is None or self._buffers is None or self._group.place.epoch != begin.epoch:
+            self._leave_group()
+            if not begin.store:
+                raise GroupBrokenError(f"the group of epoch {begin.epoch} was left")
+            place = Place(begin.epoch, begin.rank, begin.size, begin.store)
+            self._buffers = BucketBuffers(ends, device)
+            self._group = Group(self._backend, place, own_address(begin.store), self._timeout_s, device=device)
+        group, buffers, under_way = self._group, self._buffers, deque[Any]()
+        group.wait_open(should_stop)
+        for index in range(len(ends)):
+            while len(under_way) < min(NUM_BUFFERS, len(ends) - index):
+                under_way.append(group.broadcast(buffers[index + len(under_way)]))
+            progress_s = time.monotonic()
+            wait_done(under_way.popleft(), should_stop)
+            yield index, buffers[index]
+
+    def _leave_group(self) -> None:
+        if self._group is not None:
+            self._group.leave()
+        self._group, self._buffers = None, None
+
+
+class CollectiveReader:
+    """A generator's end of `gloo`, into host memory."""
+
+    def __init__(self, config: GlooMedium, keys: CurveKeys | None = None) -> None:
+        self._member = Member("gloo", config.timeout_s, keys)
+
+    def lease(self, available: WeightsAvailable) -> None:
+        """Return none: the bytes are elsewhere."""
+
+    def fetch(self, available: WeightsAvailable, into: memoryview, cancelled: threading.Event) -> bytes:
+        """Take part in a broadcast; see MediumReader."""
+        ends = bucket_ends(available.manifest)
+        for index, bucket in self._member.buckets(available, torch.device("cpu"), cancelled, lambda _index, _bucket: True):
+            target = into[ends[index - 1] if index else 0 : ends[index]]
+            np.copyto(np.frombuffer(target, np.uint8), bucket.numpy())
+        return fingerprints_of(into, ends)
+
+    def fetch_blob(self, available: WeightsAvailable, name: str, num_bytes: int, cancelled: threading.Event) -> bytes:
+        """Ask the learner for a delta; see MediumReader."""
+        return self._member.blob(available.location, name, num_bytes, cancelled)
+
+    def close(self) -> None:
+        """Leave; the others go on."""
+        self._member.close()
+
+
+class CollectiveReceiver:
+    """A Receiver (weights/tensors.py): buckets arrive on the model's device and are verified there."""
+
+    def __init__(self, backend: Backend, timeout_s: float, keys: CurveKeys | None = None) -> None:
+        self._backend = backend
+        self._member = Member(backend, timeout_s, keys)
+        self._in_use = threading.Lock()
+        """Held while the member is: `close` may be called from another thread."""
+        self._closing = threading.Event()
+
+    def fetch(self, available: WeightsAvailable, device: torch.device) -> Generator[tuple[str, torch.Tensor], None, None]:
+        """Take part in a broadcast; see Receiver."""
+        if self._backend == "nccl":
+            refuse_host_memory("nccl", device)
+        with closing(self._tensors(available, device)) as tensors:
+            while True:
+                with self._in_use:
+                    arrived = next(tensors, None)
+                if arrived is None:
+                    return
+                yield arrived
+
+    def close(self) -> None:
+        """Leave; the others go on."""
+        self._closing.set()
+        with self._in_use:
+            self._member.close()
+
+    def _tensors(self, available: WeightsAvailable, device: torch.device) -> Generator[tuple[str, torch.Tensor], None, None]:
+        check_manifest(available.manifest)
+        announced, by_bucket = available.bucket_fingerprints, list(tensors_by_bucket(available.manifest))
+        expected = [announced[at : at + DIGEST_BYTES] for at in range(0, len(announced), DIGEST_BYTES)]
+        if len(expected) != len(by_bucket):
+            raise BroadcastError(f"version {available.version} was announced with {len(expected)} fingerprints for its buckets")
+
+        def accept(index: int, bucket: torch.Tensor) -> bool:
+            return device_fingerprint(bucket) == expected[index]
+
+        for index, bucket in self._member.buckets(available, device, self._closing, accept):
+            yield from by_bucket[index].views(bucket)
+
+
+def open_receiver(arguments: bytes) -> CollectiveReceiver:
+    """Make the receiving end in the process that holds the model; see weights/tensors.py.
+
+    Raises:
+        ConfigError: NCCL cannot be used here.
+    """
+    told = msgspec.json.decode(arguments, type=ReceiverArguments)
+    assert isinstance(told.medium, GlooMedium | NCCLMedium)
+    is_nccl = isinstance(told.medium, NCCLMedium)
+    if is_nccl:
+        check_nccl()
+    return CollectiveReceiver("nccl" if is_nccl else "gloo", told.medium.timeout_s, keys_of_run(Path(told.run_folder)))

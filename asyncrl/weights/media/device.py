@@ -1,0 +1,151 @@
+"""Buckets of a version on a device: two buffers to receive or send through, and fingerprints that a device can compute.
+
+xxh3 cannot run on a GPU, and copying everything back to hash it would cost what the media on devices save. So `nccl` and
+`cuda_ipc` announce fingerprints of their own, of the same size: every 8-byte word is mixed with its place by splitmix64, and the
+results are added up, all modulo 2**64. Integer arithmetic alone: the same number on every device, whatever the order of the
+additions. A changed word always changes it (the mixing is one to one); words that changed places, or several, all but surely.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+
+from asyncrl.errors import BroadcastError, ConfigError
+from asyncrl.models.layout import is_divided
+from asyncrl.weights.fingerprint import DIGEST_BYTES
+
+NUM_BUFFERS = 2
+WORD_BYTES = 8
+_PIECE_WORDS = 1 << 20
+"""Mixed at once: bounds the memory that mixing takes to a few times 8 MiB, whatever the bucket."""
+
+
+def _signed(value: int) -> int:
+    """Return the int64 with these 64 bits."""
+    return value - (1 << 64) if value >= 1 << 63 else value
+
+
+_GOLDEN = _signed(0x9E3779B97F4A7C15)
+_MIX_1 = _signed(0xBF58476D1CE4E5B9)
+_MIX_2 = _signed(0x94D049BB133111EB)
+
+
+def device_fingerprint(bucket: torch.Tensor) -> bytes:
+    """Return the fingerprint of a bucket where it lies; waits for the device.
+
+    Args:
+        bucket: uint8 [N], contiguous, N and its start multiples of 8 bytes (the layout's are multiples of 64).
+
+    Returns:
+        DIGEST_BYTES, little-endian.
+
+    Source: splitmix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, OOPSLA 2014), its output function.
+    """
+    words = bucket.view(torch.int64)
+    total = torch.zeros((), dtype=torch.int64, device=bucket.device)
+    for start in range(0, len(words), _PIECE_WORDS):
+        total += _mixed_sum(words[start : start + _PIECE_WORDS], start)
+    return (int(total.item()) % (1 << 64)).to_bytes(DIGEST_BYTES, "little")
+
+
+def _mixed_sum(words: torch.Tensor, first: int) -> torch.Tensor:
+    mixed = torch.arange(first + 1, first + 1 + len(words), dtype=torch.int64, device=words.device)
+    mixed.mul_(_GOLDEN).bitwise_xor_(words)
+    mixed.bitwise_xor_(_shifted(mixed, 30)).mul_(_MIX_1)
+    mixed.bitwise_xor_(_shifted(mixed, 27)).mul_(_MIX_2)
+    return mixed.bitwise_xor_(_shifted(mixed, 31)).sum()
+
+
+def _shifted(words: torch.Tensor, bits: int) -> torch.Tensor:
+    """Shift right, zeros from the left; torch's own shift of int64 repeats the sign."""
+    return (words >> bits).bitwise_and_((1 << (64 - bits)) - 1)
+
+
+def device_fingerprints(flat: torch.Tensor, ends: Sequence[int], device: torch.device) -> bytes:
+    """Return the fingerprints of a version's buckets, computed on `device`, by way of two buffers where it lies elsewhere."""
+    starts = [0, *ends[:-1]]
+    if flat.device == device:
+        return b"".join(device_fingerprint(flat[start:end]) for start, end in zip(starts, ends, strict=True))
+    buffers = BucketBuffers(ends, device)
+    digests: list[bytes] = []
+    for index, (start, end) in enumerate(zip(starts, ends, strict=True)):
+        buffers[index].copy_(flat[start:end], non_blocking=True)
+        digests.append(device_fingerprint(buffers[index]))
+    return b"".join(digests)
+
+
+class BucketBuffers:
+    """Two buffers on a device that the buckets of a version pass through by turns."""
+
+    def __init__(self, ends: Sequence[int], device: torch.device) -> None:
+        """Allocate them.
+
+        Raises:
+            BroadcastError: The device has no room.
+        """
+        self._sizes = [end - start for start, end in zip([0, *ends[:-1]], ends, strict=True)]
+        largest = max(self._sizes)
+        try:
+            self._buffers = [torch.zeros(largest, dtype=torch.uint8, device=device) for _ in range(min(NUM_BUFFERS, len(ends)))]
+        except torch.OutOfMemoryError as error:
+            raise BroadcastError(
+                f"{device} has no room for {NUM_BUFFERS} buckets of {largest >> 20} MiB; set broadcast.bucket_bytes lower"
+            ) from error
+
+    def __len__(self) -> int:
+        """Return the number of buckets."""
+        return len(self._sizes)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        """Return where bucket `index` goes, over bucket `index - 2`."""
+        return self._buffers[index % NUM_BUFFERS][: self._sizes[index]]
+
+
+def device_of(tensors: Mapping[str, torch.Tensor]) -> torch.device:
+    """Return where the learner's tensors are."""
+    first = next(iter(tensors.values()))
+    return first.to_local().device if is_divided(first) else first.device
+
+
+def current_gpu() -> torch.device:
+    """Return the GPU that new tensors of this thread go to.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    if not torch.cuda.is_available():
+        raise ConfigError("this medium needs the learner on a GPU, and there is none here; use shared_memory, zeromq or gloo")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def refuse_host_memory(kind: str, device: torch.device) -> None:
+    """Refuse an engine whose model is not on a GPU.
+
+    Raises:
+        ConfigError: It is not.
+    """
+    if device.type != "cuda":
+        raise ConfigError(
+            f"broadcast.medium.kind {kind!r} needs the engine's model on a GPU, not on {device}: set generate.engine.device, or "
+            f"use shared_memory, zeromq or gloo"
+        )
+
+
+def as_current(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Make `device` the current one where it is a GPU."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def side_stream(device: torch.device) -> Iterator[None]:
+    """Compute on a stream of its own, behind what the learner has asked of its device so far."""
+    if device.type != "cuda":
+        yield
+        return
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.default_stream(device))
+    with torch.cuda.device(device), torch.cuda.stream(stream):
+        yield

@@ -1,0 +1,348 @@
+"""Medium `files`: a folder of safetensors a version, under one that learner and generators both see.
+
+That one is the run's own: its `weights/`, or one named after it in `broadcast.medium.folder`, which runs may share. Owns
+`FOLDER/version-00000012/` (a Hugging Face folder but for its config: transformers, vLLM and safetensors open its weights as they
+are), `FOLDER/*.delta`, and `FOLDER/.writing-*` and `FOLDER/.removing-*`, which nobody reads.
+
+The format knows no gaps: the alignment of the flat layout (models/layout.py) is left out of the files and made again, as zeros,
+by the reader.
+
+Invariants:
+- A version appears under its name whole and on disk (written beside, fsync, atomic rename of its folder, fsync) or not at all.
+- At most `keep_last` versions lie in the folder, the newest committed one always, none above it (such are of a line of
+  checkpoints that was left). A version loses its name before it is removed: a reader that has its files open reads on, any other
+  finds it gone.
+- Deltas are removed when they are dropped, or by the next learner of the run: never by age.
+- Tensors go from the slot to the file and from the file into the staging buffer, several at once: no further copy of the model
+  in memory. A file is read only once its header was seen to be that of the announced version.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import torch
+from huggingface_hub import split_torch_state_dict_into_shards
+
+from asyncrl.config.broadcast import FilesMedium
+from asyncrl.errors import BroadcastError
+from asyncrl.models.layout import DTYPE_OF_NAME, bucket_ends
+from asyncrl.schema.weights import TensorEntry, WeightsAvailable, WeightsManifest
+from asyncrl.weights.fingerprint import fingerprints_of, version_fingerprint
+from asyncrl.weights.media.base import NUM_SLOTS, VersionUnavailableError
+from asyncrl.weights.shm_segments import path_hash
+
+INDEX_NAME = "model.safetensors.index.json"
+MAX_HEADER_BYTES = 64 << 20
+READ_BYTES = 1 << 20
+_WRITING, _REMOVING, _BLOB_SUFFIX = ".writing-", ".removing-", ".delta"
+
+
+class _HeaderEntry(msgspec.Struct, frozen=True):
+    """One tensor in a safetensors header."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
+
+
+class FilesWriter:
+    """The learner's end; owns the folder."""
+
+    keeps_slots = False
+
+    def __init__(self, config: FilesMedium, run_folder: Path) -> None:
+        self._folder = Path(config.folder) / own_name(run_folder) if config.folder else run_folder / "weights"
+        self._config = config
+        self._shards: dict[str, tuple[TensorEntry, ...]] = {}
+        self._slots: tuple[memoryview, ...] = ()
+
+    def open(self, manifest: WeightsManifest) -> tuple[torch.Tensor, ...]:
+        """Make the folder and remove what a killed learner left half-written; see MediumWriter."""
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            for pattern in (f"{_WRITING}*", f"{_REMOVING}*", f"*{_BLOB_SUFFIX}"):
+                for path in self._folder.glob(pattern):
+                    _remove(path)
+        except OSError as error:
+            raise BroadcastError(f"cannot use {self._folder} for weights: {error.strerror}") from error
+        slots = tuple(torch.zeros(manifest.total_bytes, dtype=torch.uint8) for _ in range(NUM_SLOTS))
+        self._shards = plan_shards(manifest, self._config.shard_bytes)
+        self._slots = tuple(slot.numpy().data for slot in slots)
+        return slots
+
+    def busy_slots(self) -> frozenset[int]:
+        """Return none: subscribers read files."""
+        return frozenset()
+
+    def overwrite(self, slot: int, version: int) -> None:
+        """Do nothing: a slot is nobody's once its files are written."""
+
+    def commit(self, slot: int, version: int, fingerprint: str) -> str:
+        """Write the version's folder; see MediumWriter."""
+        target, writing = self._folder / folder_name(version), self._folder / f"{_WRITING}{version}-{os.getpid()}"
+        try:
+            writing.mkdir()
+            self._write_shards(writing, self._slots[slot], version, fingerprint)
+            _fsync_folder(writing)
+            self._set_aside(version)
+            writing.rename(target)
+            _fsync_folder(self._folder)
+            self._remove_old(version)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                _remove(writing)
+            raise BroadcastError(f"version {version} could not be written to {self._folder}: {error.strerror}") from error
+        return str(target)
+
+    def _write_shards(self, folder: Path, flat: memoryview, version: int, fingerprint: str) -> None:
+        """Write a version's files, several at once, each on the disk when this returns."""
+        metadata = {"format": "pt", "asyncrl_version": str(version), "fingerprint": fingerprint}
+
+        def write(name: str) -> None:
+            entries, header, position = self._shards[name], dict[str, object](), 0
+            for entry in entries:
+                header[entry.name] = _HeaderEntry(entry.dtype, entry.shape, (position, position + entry.num_bytes))
+                position += entry.num_bytes
+            encoded = msgspec.json.encode({"__metadata__": metadata, **header})
+            encoded += b" " * (-len(encoded) % 8)
+            tensors = [flat[entry.offset : entry.offset + entry.num_bytes] for entry in entries]
+            _write_synced(folder / name, [len(encoded).to_bytes(8, "little"), encoded, *tensors])
+
+        with ThreadPoolExecutor(self._config.num_threads, thread_name_prefix="asyncrl-shards") as pool:
+            for _ in pool.map(write, self._shards):
+                pass
+        if len(self._shards) > 1:
+            total_size = sum(entry.num_bytes for entries in self._shards.values() for entry in entries)
+            weight_map = {entry.name: name for name, entries in self._shards.items() for entry in entries}
+            index = msgspec.json.encode({"metadata": {"total_size": total_size, **metadata}, "weight_map": weight_map})
+            _write_synced(folder / INDEX_NAME, [msgspec.json.format(index)])
+
+    def put_blob(self, name: str, blob: bytes) -> None:
+        """Write the delta beside the versions; see MediumWriter."""
+        target, writing = self._folder / blob_file_name(name), self._folder / f"{_WRITING}{name}-{os.getpid()}"
+        try:
+            writing.write_bytes(blob)
+            writing.replace(target)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                _remove(writing)
+            raise BroadcastError(f"delta {name} could not be written to {self._folder}: {error.strerror}") from error
+
+    def drop_blob(self, name: str) -> None:
+        """Remove the delta's file."""
+        (self._folder / blob_file_name(name)).unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Release the slots; the newest versions stay in the folder."""
+        self._slots = ()
+
+    def _remove_old(self, newest: int) -> None:
+        versions = sorted(version_of(path) for path in self._folder.glob("version-*") if version_of(path) >= 0)
+        kept = [version for version in versions if version <= newest][-self._config.keep_last :]
+        for version in versions:
+            if version not in kept:
+                self._set_aside(version)
+        for path in self._folder.glob(f"{_REMOVING}*"):
+            # Some network file systems keep what a reader has open: such is tried again after the next version.
+            shutil.rmtree(path, ignore_errors=True)
+
+    def _set_aside(self, version: int) -> None:
+        """Take a version's name away before its files, so that nobody opens half of it."""
+        with contextlib.suppress(FileNotFoundError):
+            (self._folder / folder_name(version)).rename(self._folder / f"{_REMOVING}{version}-{secrets.token_hex(4)}")
+
+
+class FilesReader:
+    """A generator's end."""
+
+    def __init__(self, config: FilesMedium, run_folder: Path) -> None:
+        self._run_folder = run_folder
+        self._config = config
+
+    def lease(self, available: WeightsAvailable) -> None:
+        """Return none: files have gaps left out and may be far away."""
+
+    def fetch(self, available: WeightsAvailable, into: memoryview, cancelled: threading.Event) -> bytes:
+        """Read the version's folder, several tensors at once; see MediumReader."""
+        folder = self._folder_of(available) / folder_name(available.version)
+        if Path(available.location).name != folder.name:
+            raise BroadcastError(f"{available.location} is not where version {available.version} of this run lies")
+        if not folder.is_dir():
+            raise VersionUnavailableError(f"version {available.version} is gone from {folder.parent}; fetch the newest")
+        try:
+            with ExitStack() as opened:
+                located = _locate(folder, available, opened)
+                with ThreadPoolExecutor(self._config.num_threads, thread_name_prefix="asyncrl-shards") as pool:
+                    for _ in pool.map(lambda tensor: _read(tensor, into, cancelled), located):
+                        pass
+        except OSError as error:
+            if not folder.is_dir():
+                raise VersionUnavailableError(f"version {available.version} is gone from {folder.parent}") from error
+            raise BroadcastError(f"{error.filename or folder} cannot be read: {error.strerror}") from error
+        following = [entry.offset for entry in available.manifest.entries[1:]] + [available.manifest.total_bytes]
+        for entry, end in zip(available.manifest.entries, following, strict=True):
+            into[entry.offset + entry.num_bytes : end] = bytes(end - entry.offset - entry.num_bytes)
+        return fingerprints_of(into, bucket_ends(available.manifest))
+
+    def fetch_blob(self, available: WeightsAvailable, name: str, num_bytes: int, cancelled: threading.Event) -> bytes:  # noqa: ARG002 - small
+        """Read the delta's file; see MediumReader."""
+        path = self._folder_of(available) / blob_file_name(name)
+        try:
+            blob = path.read_bytes()
+        except OSError as error:
+            raise VersionUnavailableError(f"delta {name} is gone from {path.parent}: {error.strerror}") from error
+        if len(blob) != num_bytes:
+            raise BroadcastError(f"delta {name} has {len(blob)} bytes, announced were {num_bytes}")
+        return blob
+
+    def close(self) -> None:
+        """Do nothing: no file stays open between fetches."""
+
+    def _folder_of(self, available: WeightsAvailable) -> Path:
+        """Return where the run's versions lie; a shared folder has the learner's name for it, whose paths may be others."""
+        if not self._config.folder:
+            return self._run_folder / "weights"
+        name = Path(available.location).parent.name
+        if name in {"", ".."}:
+            raise BroadcastError(f"{available.location} is in no folder of a run")
+        return Path(self._config.folder) / name
+
+
+def plan_shards(manifest: WeightsManifest, shard_bytes: int) -> dict[str, tuple[TensorEntry, ...]]:
+    """Return which tensors go into which file, as Hugging Face divides and names them.
+
+    Args:
+        manifest: Their layout.
+        shard_bytes: Most tensor bytes of one file; a larger tensor has one of its own.
+    """
+    entries = {entry.name: entry for entry in manifest.entries}
+    shapes = {name: torch.empty(entry.shape, dtype=DTYPE_OF_NAME[entry.dtype], device="meta") for name, entry in entries.items()}
+    split = split_torch_state_dict_into_shards(shapes, max_shard_size=shard_bytes)
+    return {file: tuple(entries[name] for name in names) for file, names in split.filename_to_tensors.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class _Located:
+    """A tensor's bytes: where they lie, and where they go."""
+
+    path: Path
+    handle: int
+    position: int
+    entry: TensorEntry
+
+
+def _locate(folder: Path, available: WeightsAvailable, opened: ExitStack) -> list[_Located]:
+    """Open a version's files and say where each announced tensor is.
+
+    Raises:
+        OSError: A file cannot be opened.
+        BroadcastError: One is damaged, cut short or not of this version, or a tensor is in none.
+    """
+    announced = {entry.name: entry for entry in available.manifest.entries}
+    located: dict[str, _Located] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        handle = os.open(path, os.O_RDONLY)
+        opened.callback(os.close, handle)
+        begin, header = _header(path, handle, available)
+        expected = begin + max((entry.data_offsets[1] for entry in header.values()), default=0)
+        if (found := os.fstat(handle).st_size) != expected:
+            raise BroadcastError(
+                f"{path} has {found} bytes and should have {expected}: it was cut short or written by someone else"
+            )
+        for name, inside in header.items():
+            entry, (start, end) = announced.get(name), inside.data_offsets
+            if entry is None or (entry.dtype, entry.shape, entry.num_bytes) != (inside.dtype, inside.shape, end - start):
+                raise BroadcastError(f"{path} holds other tensors than were announced for version {available.version}")
+            located[name] = _Located(path, handle, begin + start, entry)
+    if missing := [name for name in announced if name not in located]:
+        raise BroadcastError(
+            f"version {available.version} in {folder} is missing {len(missing)} tensors, the first is {missing[0]}"
+        )
+    return [located[name] for name in announced]
+
+
+def _header(path: Path, handle: int, available: WeightsAvailable) -> tuple[int, dict[str, _HeaderEntry]]:
+    """Return where the tensors begin and what they are, having seen that they are of that version."""
+    num_bytes = int.from_bytes(os.pread(handle, 8, 0), "little")
+    if not 0 < num_bytes <= MAX_HEADER_BYTES:
+        raise BroadcastError(f"{path} is not a safetensors file: its header would be {num_bytes} bytes long")
+    try:
+        raw = msgspec.json.decode(os.pread(handle, num_bytes, 8), type=dict[str, msgspec.Raw])
+        metadata = msgspec.json.decode(raw.pop("__metadata__", msgspec.Raw(b"{}")), type=dict[str, str])
+        header = {name: msgspec.json.decode(entry, type=_HeaderEntry) for name, entry in raw.items()}
+    except msgspec.DecodeError as error:
+        raise BroadcastError(f"{path} has a damaged header: {error}") from error
+    announced = version_fingerprint(available.bucket_fingerprints)
+    if metadata.get("fingerprint") != announced:
+        raise BroadcastError(
+            f"{path} is of version {metadata.get('asyncrl_version')} with fingerprint {metadata.get('fingerprint')}; announced "
+            f"was version {available.version} with {announced}"
+        )
+    return 8 + num_bytes, header
+
+
+def _read(tensor: _Located, into: memoryview, cancelled: threading.Event) -> None:
+    """Fill in one tensor's bytes."""
+    position, target = tensor.position, into[tensor.entry.offset :][: tensor.entry.num_bytes]
+    while len(target):
+        if cancelled.is_set():
+            raise VersionUnavailableError(f"the fetch was cancelled with {len(target)} bytes of {tensor.path} to go")
+        num_bytes = os.preadv(tensor.handle, [target[:READ_BYTES]], position)
+        if not num_bytes:
+            raise BroadcastError(f"{tensor.path} ends too early")
+        target, position = target[num_bytes:], position + num_bytes
+
+
+def own_name(run_folder: Path) -> str:
+    """Return the name of a run's own folder among others: its own, told apart from that of another run of the same name."""
+    return f"{run_folder.resolve().name}-{path_hash(run_folder)}"
+
+
+def folder_name(version: int) -> str:
+    """Return the name of a version's folder."""
+    return f"version-{version:08d}"
+
+
+def blob_file_name(name: str) -> str:
+    """Return the name of a delta's file."""
+    return f"{name}{_BLOB_SUFFIX}"
+
+
+def version_of(path: Path) -> int:
+    """Return the version a folder holds, by its name; -1 where the name is not one of ours."""
+    number = path.name.removeprefix("version-")
+    return int(number) if number.isascii() and number.isdigit() else -1
+
+
+def _remove(path: Path) -> None:
+    """Remove a folder or a file, if it is there."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _write_synced(path: Path, parts: Sequence[bytes | memoryview]) -> None:
+    with path.open("wb") as file:
+        file.writelines(parts)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _fsync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

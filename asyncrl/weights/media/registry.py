@@ -1,0 +1,121 @@
+"""The one table of media: from `broadcast.medium.kind` to the ends of a medium.
+
+A new medium is a file with a writer and a reader, a config variant in config/broadcast.py, a row here, and a row in
+tests/contract/test_medium.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from asyncrl.config.broadcast import (
+    AutoMedium,
+    BroadcastConfig,
+    CUDAIPCMedium,
+    FilesMedium,
+    GlooMedium,
+    MediumConfig,
+    NCCLMedium,
+    SharedMemoryMedium,
+    SharedStorageMedium,
+    ZeroMQMedium,
+)
+from asyncrl.errors import ConfigError
+from asyncrl.weights.media.base import MediumReader, MediumWriter, ReceiverArguments
+from asyncrl.weights.media.collective import CollectiveWriter
+from asyncrl.weights.media.collective_member import CollectiveReader
+from asyncrl.weights.media.cuda_ipc import CUDAIPCWriter
+from asyncrl.weights.media.device import current_gpu
+from asyncrl.weights.media.files import FilesReader, FilesWriter
+from asyncrl.weights.media.shared_memory import SharedMemoryReader, SharedMemoryWriter, proves_whole_versions
+from asyncrl.weights.media.zeromq import ZeroMQWriter
+from asyncrl.weights.media.zeromq_reader import ZeroMQReader
+from asyncrl.weights.sockets import CurveKeys, keys_of_run
+
+Open = Callable[[Any, Path, CurveKeys | None], Any]
+"""From the medium's config, the run folder and keys to one of its ends."""
+
+
+@dataclass(frozen=True, slots=True)
+class Medium:
+    """What there is of a medium."""
+
+    writer: Open | None = None
+    reader: Open | None = None
+    """None: it ends in the engine's own GPU memory."""
+    receiver: str = ""
+    """`module:function` that makes the receiving end in the process that holds the model (`make_receiver`)."""
+    fingerprints: Literal["host", "device"] = "host"
+    refusal: str = ""
+    """Why it has no ends."""
+
+
+MEDIA: dict[type[MediumConfig], Medium] = {
+    SharedMemoryMedium: Medium(lambda _, run, __: SharedMemoryWriter(run), lambda _, run, __: SharedMemoryReader(run)),
+    FilesMedium: Medium(lambda config, run, _: FilesWriter(config, run), lambda config, run, _: FilesReader(config, run)),
+    ZeroMQMedium: Medium(lambda config, _, keys: ZeroMQWriter(config, keys), lambda config, _, keys: ZeroMQReader(config, keys)),
+    GlooMedium: Medium(
+        lambda config, _, keys: CollectiveWriter(config, keys), lambda config, _, keys: CollectiveReader(config, keys)
+    ),
+    NCCLMedium: Medium(
+        lambda config, _, keys: CollectiveWriter(config, keys, through=current_gpu),
+        receiver="asyncrl.weights.media.collective_member:open_receiver",
+        fingerprints="device",
+    ),
+    CUDAIPCMedium: Medium(
+        lambda _, run, __: CUDAIPCWriter(run), receiver="asyncrl.weights.media.cuda_ipc:open_receiver", fingerprints="device"
+    ),
+    SharedStorageMedium: Medium(
+        refusal="moves nothing and so has no writer or reader: the engine opens the learner's own parameters "
+        "(weights/media/shared_params.py)"
+    ),
+    AutoMedium: Medium(
+        refusal="is chosen when a run starts (config/medium_choice.py): take the run's own config, as Run.config.broadcast and "
+        "RUN/config.toml have it"
+    ),
+}
+
+
+def open_writer(config: MediumConfig, run_folder: Path, curve_keys: CurveKeys | None = None) -> MediumWriter:
+    """Return the learner's end of the configured medium. Keys: None: the run's own, if it has any."""
+    medium = MEDIA[type(config)]
+    if medium.writer is None:
+        raise ConfigError(f"broadcast.medium.kind {kind_of(config)!r} {medium.refusal}")
+    writer: MediumWriter = medium.writer(config, run_folder, curve_keys or keys_of_run(run_folder))
+    return writer
+
+
+def open_reader(config: MediumConfig, run_folder: Path, curve_keys: CurveKeys | None = None) -> MediumReader:
+    """Return a generator's end of the configured medium. Keys: None: the run's own, if it has any."""
+    medium = MEDIA[type(config)]
+    if medium.reader is None:
+        refusal = medium.refusal or (
+            "ends in the engine's own GPU memory: its versions are received by the process that holds the model "
+            "(weights/tensors.py), and no generator can fetch them"
+        )
+        raise ConfigError(f"broadcast.medium.kind {kind_of(config)!r} {refusal}")
+    reader: MediumReader = medium.reader(config, run_folder, curve_keys or keys_of_run(run_folder))
+    return reader
+
+
+def receiver_of(config: MediumConfig, run_folder: Path) -> tuple[str, bytes] | None:
+    """Return what makes the receiving end where the model is (`make_receiver`), None where generators fetch the bytes."""
+    receiver = MEDIA[type(config)].receiver
+    return (receiver, msgspec.json.encode(ReceiverArguments(str(run_folder.resolve()), config))) if receiver else None
+
+
+def fingerprints_made(config: BroadcastConfig) -> Literal["none", "host", "device"]:
+    """Return where the learner makes the fingerprints of its versions; none: the medium proves a whole version without them."""
+    if isinstance(config.medium, SharedMemoryMedium) and config.delta is None and not config.verify and proves_whole_versions():
+        return "none"
+    return MEDIA[type(config.medium)].fingerprints
+
+
+def kind_of(config: MediumConfig) -> str:
+    """Return the medium's name, as config and announcements write it."""
+    return str(config.__struct_config__.tag)

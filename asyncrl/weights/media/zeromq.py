@@ -1,0 +1,445 @@
+"""Medium `zeromq`: versions and deltas part by part over TCP, from the learner and from generators that have them already.
+
+    learner ── ZeroMQWriter: slots ▸ PartServer (ROUTER, a thread) ◂ Feeders: who feeds whom
+                    │ FeederRequest, FeederReply, PartRequest, PartReply
+    generator ─ ZeroMQReader (zeromq_reader.py): DEALERs ▸ staging buffer ▸ PartServer ── other generators
+
+A request is one frame. A `PartRequest` is answered by a `PartReply` and the bytes, a `FeederRequest`, which only the learner
+takes, by a `FeederReply`. What is fetched has a number and a name: a version and its fingerprint, or BLOB and the name of a
+delta.
+
+Invariants:
+- Nothing is pushed. A generator asks for parts in their order and has at most WINDOW under way, so a slow one slows nobody and no
+  queue grows. One that reads no answers has at most SEND_QUEUE parts waiting for it, then loses them.
+- One rule says who feeds whom: the learner feeds the first `fanout`; after that a generator that has the version, or is getting
+  it, may serve what it has, and the learner names the one with the fewest readers. No circles. Who is silent or slow is neither
+  named nor counted.
+- A feeder that falls silent, is slow or no longer has the version is left by time-out. What is here already is never asked for
+  again. Who lost MAX_LOST feeders is fed by the learner.
+- A generator serves what is here of a version until its buffer is written to again; parts are copied out under the lock under
+  which it is withdrawn. What is asked for and still arriving is sent once it is there. The learner sends parts from where they
+  lie: a slot that had to be overwritten meanwhile shows in the fingerprint. Who fed damaged bytes is not asked for that version
+  again.
+- A version spares its slot while somebody that fetches it is heard of, PIN_LIMIT_S at most.
+- What is not a request is counted (`refused`) and not answered. With keys, peers without one of the right keys get no further
+  than the handshake.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated
+
+import msgspec
+import numpy as np
+import torch
+import zmq
+from msgspec import Meta
+
+from asyncrl.config.broadcast import ZeroMQMedium
+from asyncrl.errors import BroadcastError
+from asyncrl.schema.weights import WeightsManifest
+from asyncrl.weights.media.base import NUM_SLOTS
+from asyncrl.weights.sockets import UNDECODABLE, WINDOW, CurveKeys, Router
+
+MAX_REQUEST_BYTES = 1024
+LEARNER = ""
+BLOB = 2**62
+"""In place of a version: a delta, by its name."""
+SILENT_AFTER_S = 3.0
+"""Whoever was not heard of for so long is gone, or stopped."""
+HOLD_S = 3.0
+SLOW_BYTES_PER_S = 4 << 20
+"""Who gets less than this for HOLD_S is slow, and so is its feeder: a network this slow is none for weights."""
+MAX_LOST = 2
+PIN_LIMIT_S = 120.0
+MAX_READERS = 4096
+_POLL_MS = 100
+_POLL_WAITING_MS = 5
+MAX_WAITING = 64 * WINDOW
+_LOOPBACK = ("tcp://127.", "tcp://localhost", "tcp://[::1]", "ipc:", "inproc:")
+
+Key = tuple[int, str]
+"""Version and fingerprint; BLOB and name."""
+NonNegative = Annotated[int, Meta(ge=0, le=2**62)]
+Name = Annotated[str, Meta(max_length=64)]
+
+
+class PartRequest(msgspec.Struct, frozen=True, tag="part_request", forbid_unknown_fields=True):
+    """Send me these bytes of this version."""
+
+    version: NonNegative
+    fingerprint: Name
+    """Tells two versions of one number apart, after a learner went back to a checkpoint; of a delta, its name."""
+    offset: NonNegative
+    num_bytes: Annotated[int, Meta(ge=1, le=2**40)]
+
+
+class PartReply(msgspec.Struct, frozen=True, tag="part_reply", omit_defaults=True):
+    """Here it is, or why not."""
+
+    offset: int
+    num_bytes: int
+    gone: str = ""
+    """Not empty: it is not held here, and what is."""
+
+
+class FeederRequest(msgspec.Struct, frozen=True, tag="feeder_request", forbid_unknown_fields=True, omit_defaults=True):
+    """Generator to learner, every second of a fetch: who is to feed me, and what can I feed others."""
+
+    version: NonNegative
+    fingerprint: Name
+    subscriber: Annotated[str, Meta(min_length=1, max_length=16)]
+    """Its own name, made up when it started."""
+    address: Annotated[str, Meta(max_length=128)] = ""
+    """Where it serves what it has; empty: nowhere."""
+    host: Name = ""
+    """Its machine: a loopback address is told to nobody elsewhere."""
+    lost: Annotated[tuple[Annotated[str, Meta(max_length=16)], ...], Meta(max_length=16)] = ()
+    """Those that fed it and fell silent, were slow, lost the version, or fed it damaged bytes."""
+    have_bytes: NonNegative = 0
+    is_whole: bool = False
+    """The fetch is over; it can feed others, and needs nobody."""
+
+
+class FeederReply(msgspec.Struct, frozen=True, tag="feeder_reply", omit_defaults=True):
+    """Learner to generator: ask this one for parts."""
+
+    feeder: str = LEARNER
+    address: str = ""
+    wait: bool = False
+    """Nobody can feed you yet; ask again."""
+    gone: str = ""
+    """Not empty: the learner no longer holds the version, and what it does hold."""
+
+
+# -- serving -------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Held:
+    memory: memoryview
+    copied: bool
+    """Whether a part has to be copied before it is sent."""
+    num_here: int
+    """Bytes of it that are final, from its start."""
+
+
+class PartServer:
+    """Owns an address, a context and the thread that serves what is held.
+
+    Args:
+        bind: Endpoint to listen at.
+        chunk_bytes: Most bytes of a part.
+        keys: Own pair and who may come in; None: plain, everyone.
+        find_feeder: The learner's answer to a FeederRequest; None: such are not taken here.
+    """
+
+    def __init__(
+        self,
+        bind: str,
+        chunk_bytes: int,
+        keys: CurveKeys | None,
+        find_feeder: Callable[[FeederRequest], FeederReply] | None = None,
+    ) -> None:
+        self._chunk_bytes = chunk_bytes
+        self._find_feeder = find_feeder
+        self._lock = threading.Lock()
+        self._held: dict[Key, _Held] = {}
+        self._waiting: deque[tuple[bytes, PartRequest]] = deque(maxlen=MAX_WAITING)
+        """Who asked for what is still arriving; one too many is forgotten, and asks again."""
+        self._closing = threading.Event()
+        self.refused = 0
+        """Requests that were none: malformed, oversized, out of range."""
+        self.served_bytes = 0
+        self._router = Router(keys, MAX_REQUEST_BYTES)
+        try:
+            self._router.socket.bind(bind)
+        except zmq.ZMQError as error:
+            self._router.close()
+            raise BroadcastError(
+                f"cannot serve weights at {bind}: {error}; give an address of this machine, and port * where several processes "
+                "share it (broadcast.medium.bind, broadcast.medium.relay_bind)"
+            ) from error
+        endpoint = self._router.socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self.location = endpoint.replace("://0.0.0.0:", f"://{socket.gethostname()}:")
+        self._thread = threading.Thread(target=self._serve, name="asyncrl-weights-server", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_serving(self) -> bool:
+        """Return whether requests are answered; False after `close`, or where the serving thread broke."""
+        return self._thread.is_alive()
+
+    def put(self, key: Key, memory: memoryview, *, copied: bool = False, num_here: int = -1) -> None:
+        """Serve the first `num_here` bytes (-1: all); `copied`: they may change as soon as it is dropped, so parts are copied."""
+        with self._lock:
+            self._held[key] = _Held(memory, copied, len(memory) if num_here < 0 else num_here)
+
+    def arrived(self, key: Key, num_here: int) -> None:
+        """Serve so many bytes of it now."""
+        with self._lock:
+            self._held[key].num_here = num_here
+
+    def drop(self, key: Key) -> None:
+        """Stop serving it. Unknown keys are ignored."""
+        with self._lock:
+            self._held.pop(key, None)
+
+    def keys(self) -> list[Key]:
+        """Return what is served, the oldest first."""
+        with self._lock:
+            return list(self._held)
+
+    def close(self) -> None:
+        """Stop serving. Safe to repeat."""
+        self._closing.set()
+        self._thread.join()
+        self._router.close()
+
+    def _serve(self) -> None:
+        """Answer until closing."""
+        while not self._closing.is_set():
+            has_message = self._router.poll(_POLL_WAITING_MS if self._waiting else _POLL_MS)
+            for _ in range(len(self._waiting)):
+                self._send_part(*self._waiting.popleft())
+            if not has_message:
+                continue
+            asker, *frames = self._router.socket.recv_multipart()
+            match decode(frames, PartRequest | FeederRequest):
+                case FeederRequest() as request if self._find_feeder is not None:
+                    self._send(asker, self._find_feeder(request))
+                case PartRequest() as request if request.num_bytes <= self._chunk_bytes:
+                    self._send_part(asker, request)
+                case _:
+                    self.refused += 1
+
+    def _send_part(self, asker: bytes, request: PartRequest) -> None:
+        end = request.offset + request.num_bytes
+        part: memoryview | bytes = b""
+        with self._lock:
+            held = self._held.get((request.version, request.fingerprint))
+            if held is not None and end <= held.num_here:
+                part = held.memory[request.offset : end]
+                part = bytes(part) if held.copied else part
+        if held is None:
+            versions = sorted({version for version, _ in self.keys()})
+            self._send(asker, PartReply(request.offset, 0, gone=f"what is held now is {versions}"))
+        elif not part and end <= len(held.memory):
+            self._waiting.append((asker, request))
+        elif not part:
+            self.refused += 1
+        else:
+            self._send(asker, PartReply(request.offset, len(part)), part)
+
+    def _send(self, asker: bytes, reply: msgspec.Struct, part: memoryview | bytes = b"") -> None:
+        """Send without waiting."""
+        frames = [asker, msgspec.msgpack.encode(reply), *([part] if part else [])]
+        # Before it goes out: who has the part may ask at once how much was served.
+        self.served_bytes += len(part)
+        try:
+            self._router.socket.send_multipart(frames, flags=zmq.NOBLOCK, copy=False)
+        except zmq.ZMQError:
+            # EAGAIN: it reads nothing. EHOSTUNREACH: it is gone. Either way it may ask again.
+            self.served_bytes -= len(part)
+
+
+def decode(frames: list[bytes], kind: object) -> object:
+    """Return the request or reply in the first of `frames`, None where there is none."""
+    try:
+        return msgspec.msgpack.decode(frames[0], type=kind) if len(frames) == 1 else None  # type: ignore[call-overload]
+    except UNDECODABLE:
+        return None
+
+
+# -- the learner's end ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Reader:
+    since_s: float
+    heard_s: float
+    address: str = ""
+    host: str = ""
+    lost: tuple[str, ...] = ()
+    have_bytes: int = 0
+    is_whole: bool = False
+    is_lost: bool = False
+    """Somebody found it silent and it has not asked since: nobody is sent to it."""
+    feeder: str | None = None
+    fed_since_s: float = 0.0
+    fed_from_bytes: int = 0
+    """What it had when it got its feeder."""
+
+    def is_served(self, now: float) -> bool:
+        """Whether it is being fed, is alive and not slow."""
+        if self.feeder is None or now - self.heard_s > SILENT_AFTER_S:
+            return False
+        return not is_slow(self.have_bytes - self.fed_from_bytes, now - self.fed_since_s)
+
+
+def is_slow(num_bytes: int, waited_s: float) -> bool:
+    """Return whether so few bytes in that time are too few."""
+    return waited_s > HOLD_S and num_bytes < SLOW_BYTES_PER_S * waited_s
+
+
+class Feeders:
+    """Who feeds whom with one version or delta, decided purely.
+
+    Example:
+        >>> feeders = Feeders(fanout=1)
+        >>> asked = [FeederRequest(1, "f", name, f"tcp://10.0.0.{number}:1") for number, name in enumerate("ab")]
+        >>> [feeders.find(request, now=0.0) for request in asked][1]
+        FeederReply(feeder='a', address='tcp://10.0.0.0:1', wait=False, gone='')
+    """
+
+    def __init__(self, fanout: int) -> None:
+        self._fanout = fanout
+        self._readers: dict[str, _Reader] = {}
+
+    def find(self, request: FeederRequest, now: float) -> FeederReply:
+        """Take note of what a subscriber says of itself and return who is to feed it."""
+        silent = [n for n, reader in self._readers.items() if not reader.is_whole and now - reader.heard_s > SILENT_AFTER_S]
+        for name in silent:
+            del self._readers[name]
+        if len(self._readers) >= MAX_READERS:
+            del self._readers[next(iter(self._readers))]
+        reader = self._readers.setdefault(request.subscriber, _Reader(now, now))
+        for name in {*request.lost} - {*reader.lost} - {request.subscriber}:
+            if name in self._readers:
+                self._readers[name].is_lost = True
+        reader.heard_s, reader.is_lost, reader.lost = now, False, request.lost
+        reader.address, reader.host = request.address, request.host
+        reader.have_bytes, reader.is_whole = request.have_bytes, request.is_whole
+        if reader.is_whole or reader.feeder in reader.lost or reader.feeder not in {None, LEARNER, *self._readers}:
+            reader.feeder = None
+        if reader.feeder is None and not reader.is_whole:
+            reader.feeder = self._choose(request.subscriber, reader, now)
+            reader.fed_since_s, reader.fed_from_bytes = now, reader.have_bytes
+        if reader.feeder is None:
+            return FeederReply(wait=True)
+        return FeederReply(reader.feeder, self._readers[reader.feeder].address if reader.feeder else "")
+
+    def forget(self, subscriber: str) -> None:
+        """Note that it has or wants another version now."""
+        self._readers.pop(subscriber, None)
+
+    def is_in_use(self, now: float) -> bool:
+        """Return whether somebody is fetching it and may come back for more."""
+        return any(
+            not reader.is_whole and now - reader.heard_s <= SILENT_AFTER_S and now - reader.since_s <= PIN_LIMIT_S
+            for reader in self._readers.values()
+        )
+
+    def check_invariants(self) -> None:
+        """Assert what must hold between requests."""
+        assert len(self._readers) <= MAX_READERS
+        for name, reader in self._readers.items():
+            assert reader.feeder not in reader.lost, f"{name} is fed by one that it lost"
+            assert not reader.is_whole or reader.feeder is None, f"{name} is whole and is fed"
+            assert reader.feeder is None or name not in self._chain(reader.feeder), f"{name} feeds itself"
+
+    def _choose(self, name: str, reader: _Reader, now: float) -> str | None:
+        """Return the learner for the first `fanout`, else the generator with the fewest readers; None: wait."""
+        loads = Counter(other.feeder for other in self._readers.values() if other.is_served(now))
+        num_first = loads[LEARNER] + sum(other.is_whole for other in self._readers.values())
+        if not self._fanout or len(reader.lost) >= MAX_LOST or num_first < self._fanout:
+            return LEARNER
+        able = [
+            (loads[feeder], -other.have_bytes, feeder)
+            for feeder, other in self._readers.items()
+            if (other.is_whole or other.is_served(now)) and other.address and not other.is_lost and feeder not in reader.lost
+            and (other.host == reader.host or not other.address.startswith(_LOOPBACK))
+            and loads[feeder] < self._fanout and name not in self._chain(feeder)
+        ]  # fmt: skip
+        if able:
+            return min(able)[2]
+        return LEARNER if loads[LEARNER] < self._fanout else None
+
+    def _chain(self, name: str) -> list[str]:
+        """Return `name`, its feeder, its feeder's feeder, until the learner, one that is whole, or one that nobody feeds now."""
+        chain, current = list[str](), self._readers.get(name)
+        while current is not None and name not in chain:
+            chain.append(name)
+            name = current.feeder or LEARNER
+            current = self._readers.get(name)
+        return chain
+
+
+class ZeroMQWriter:
+    """The learner's end; owns the slots, and the server that sends them part by part."""
+
+    keeps_slots = True
+
+    def __init__(self, config: ZeroMQMedium, keys: CurveKeys | None = None) -> None:
+        self._config = config
+        self._keys = keys
+        self._slots: tuple[memoryview, ...] = ()
+        self._committed: dict[int, Key] = {}
+        self._feeders: dict[Key, Feeders] = {}
+        self._lock = threading.Lock()
+        """Of the feeders: the serving thread asks, the learner's looks."""
+        self.server: PartServer | None = None
+
+    def open(self, manifest: WeightsManifest) -> tuple[torch.Tensor, ...]:
+        """Bind and start serving; see MediumWriter."""
+        # numpy, unlike torch, asks for huge pages: the system copies out of them with less walking of tables.
+        slots = tuple(torch.from_numpy(np.zeros(manifest.total_bytes, np.uint8)) for _ in range(NUM_SLOTS))
+        self._slots = tuple(slot.numpy().data for slot in slots)
+        self.server = PartServer(self._config.bind, self._config.chunk_bytes, self._keys, self._find_feeder)
+        return slots
+
+    def busy_slots(self) -> frozenset[int]:
+        """Return the slots whose version is being fetched."""
+        now = time.monotonic()
+        with self._lock:
+            in_use = {key for key, feeders in self._feeders.items() if feeders.is_in_use(now)}
+        return frozenset(slot for slot, key in self._committed.items() if key in in_use)
+
+    def overwrite(self, slot: int, version: int) -> None:  # noqa: ARG002 - nothing is said about it before it is whole
+        """Stop serving what the slot holds."""
+        key = self._committed.pop(slot, None)
+        if key is not None and self.server is not None:
+            self.server.drop(key)
+
+    def commit(self, slot: int, version: int, fingerprint: str) -> str:
+        """Start serving the slot; see MediumWriter."""
+        if self.server is None or not self.server.is_serving:
+            raise BroadcastError(f"version {version} can be fetched by nobody: the thread that serves weights has ended")
+        self._committed[slot] = (version, fingerprint)
+        self.server.put((version, fingerprint), self._slots[slot])
+        return self.server.location
+
+    def put_blob(self, name: str, blob: bytes) -> None:
+        """Start serving a delta; see MediumWriter."""
+        assert self.server is not None
+        self.server.put((BLOB, name), memoryview(blob))
+
+    def drop_blob(self, name: str) -> None:
+        """Stop serving it."""
+        if self.server is not None:
+            self.server.drop((BLOB, name))
+
+    def close(self) -> None:
+        """Stop serving; fetches under way end in BroadcastError."""
+        if self.server is not None:
+            self.server.close()
+        self._slots = ()
+
+    def _find_feeder(self, request: FeederRequest) -> FeederReply:
+        assert self.server is not None
+        key, held = (request.version, request.fingerprint), self.server.keys()
+        if key not in held:
+            versions = sorted(version for version, _ in held if version != BLOB)
+            return FeederReply(gone=f"the learner now holds {versions}")
+        with self._lock:
+            self._feeders = {kept: feeders for kept, feeders in self._feeders.items() if kept in held}
+            for other, feeders in self._feeders.items():
+                if other != key and BLOB not in {other[0], request.version}:  # its buffer is for this version now
+                    feeders.forget(request.subscriber)
+            return self._feeders.setdefault(key, Feeders(self._config.fanout)).find(request, time.monotonic())

@@ -1,0 +1,167 @@
+"""Shared-memory segments of a run: where they lie, how they are made and owned. No torch, so that a supervisor can clean up.
+
+A learner that is killed cannot unlink its segment. The next learner of the run does, and so does whoever ends the run for good:
+`remove_leftover_segments(run_folder)`. Names begin with a hash of the run folder's path; where another run goes by the same path
+(a container that shares this memory and not the files), or a learner has not ended yet, its owner holds a lock on the segment,
+and that and what lies beside it are left alone.
+
+Invariants: whoever unlinks a segment of others holds its lock meanwhile, and no name is made twice: so an owner that finds its
+segment where it was, once it has the lock, keeps it. The lock's descriptor is nobody else's: not the mapping's, and not a forked
+child's, which may live longer than the owner.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import mmap
+import os
+import secrets
+from pathlib import Path
+
+from asyncrl.errors import BroadcastError
+
+SHARED_FOLDER = Path("/dev/shm")  # noqa: S108 - POSIX shared memory, not a temporary file
+_LOCKS: dict[Path, int] = {}
+"""Segments that this process made, with the descriptor of each one's lock: a lock does not tell its own from another's."""
+
+
+def segment_folder(run_folder: Path) -> Path:
+    """Return where this machine keeps shared memory."""
+    return SHARED_FOLDER if SHARED_FOLDER.is_dir() else run_folder.resolve() / "weights"
+
+
+def segment_prefix(run_folder: Path) -> str:
+    """Return what the names of all segments of this run, and of no other, begin with."""
+    return f"asyncrl-{path_hash(run_folder)}-"
+
+
+def path_hash(run_folder: Path) -> str:
+    """Return 16 digits that tell run folders apart."""
+    return hashlib.blake2b(bytes(run_folder.resolve()), digest_size=8).hexdigest()
+
+
+def remove_leftover_segments(run_folder: Path) -> list[Path]:
+    """Unlink what dead learners of this run left behind, and what this process made itself; return the paths."""
+    files = sorted(segment_folder(run_folder).glob(f"{segment_prefix(run_folder)}*"))
+    in_use = {path for path in files if "." not in path.name and not _remove_unless_anothers(path)}
+    leftovers = [path for path in files if path.with_name(path.name.partition(".")[0]) not in in_use]
+    for path in leftovers:
+        path.unlink(missing_ok=True)
+    return leftovers
+
+
+def make_segment(run_folder: Path, num_bytes: int) -> tuple[Path, mmap.mmap]:
+    """Create, reserve and map a file nobody else can open; it is this process's until `disown` or its end.
+
+    Raises:
+        BroadcastError: There is no room for it.
+    """
+    path, handle = _make_own(run_folder)
+    try:
+        _reserve(handle, num_bytes)
+        return path, mmap.mmap(handle, num_bytes)
+    except OSError as error:
+        path.unlink(missing_ok=True)
+        disown(path)
+        raise BroadcastError(
+            f"no room for {num_bytes >> 20} MiB of shared memory in {path.parent} ({error.strerror}); enlarge it "
+            f"(docker run --shm-size) or set broadcast.medium.kind to files"
+        ) from error
+    finally:
+        os.close(handle)
+
+
+def create_private(path: Path) -> int:
+    """Create a file that only this user may open, and return a descriptor.
+
+    Raises:
+        BroadcastError: It cannot be made.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
+    except OSError as error:
+        raise BroadcastError(f"cannot make {path} ({error.strerror}); set broadcast.medium.kind to files, or zeromq") from error
+
+
+def disown(segment: Path) -> None:
+    """Let go of the lock of a segment that this process made; safe to repeat."""
+    if segment in _LOCKS:
+        os.close(_LOCKS.pop(segment))
+
+
+def _make_own(run_folder: Path) -> tuple[Path, int]:
+    """Create an empty segment and own it before it is filled, which takes a while; a sweep may come even before that."""
+    while True:
+        path = segment_folder(run_folder) / f"{segment_prefix(run_folder)}{secrets.token_hex(4)}"
+        handle = create_private(path)
+        try:
+            if _own(path):
+                return path, handle
+        except OSError as error:
+            path.unlink(missing_ok=True)
+            os.close(handle)
+            raise BroadcastError(f"cannot make {path}: {error.strerror}") from error
+        os.close(handle)
+
+
+def _own(segment: Path) -> bool:
+    """Lock a segment; return whether it was still there once it was locked."""
+    try:
+        _LOCKS[segment] = lock = os.open(segment, os.O_RDWR)
+    except FileNotFoundError:
+        return False
+    with contextlib.suppress(OSError):  # Some network file systems have no locks: there nobody is spared.
+        # Not `lockf`, whose lock is gone once the process closes any handle of the file. It waits, at most for another
+        # process that looks whether somebody owns it.
+        fcntl.flock(lock, fcntl.LOCK_EX)
+    if not segment.exists():
+        disown(segment)
+    return segment in _LOCKS
+
+
+def _reserve(handle: int, num_bytes: int) -> None:
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(handle, 0, num_bytes)
+    else:
+        os.ftruncate(handle, num_bytes)
+
+
+def _remove_unless_anothers(segment: Path) -> bool:
+    """Unlink a segment; return False where another process, alive, owns it."""
+    if segment in _LOCKS:
+        segment.unlink(missing_ok=True)
+        return True
+    try:
+        handle = os.open(segment, os.O_RDWR)
+    except FileNotFoundError:
+        return True
+    except PermissionError:
+        return False
+    try:
+        if _is_locked(handle):
+            return False
+        segment.unlink(missing_ok=True)
+    finally:
+        os.close(handle)
+    return True
+
+
+def _is_locked(handle: int) -> bool:
+    """Return whether another has the lock; otherwise take it, where there are locks."""
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return isinstance(error, BlockingIOError | PermissionError)
+    return False
+
+
+def _forget_what_the_parent_owns() -> None:
+    """Close a forked child's duplicates, which would hold the locks beyond the parent's end; the parent keeps its own."""
+    while _LOCKS:
+        os.close(_LOCKS.popitem()[1])
+
+
+os.register_at_fork(after_in_child=_forget_what_the_parent_owns)

@@ -1,0 +1,107 @@
+"""ZeroMQ sockets of the weight media, with the keys of the run: the learner's end answers whoever holds the right key."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import zmq
+
+from asyncrl.errors import BroadcastError
+from asyncrl.transport.security import (
+    CLIENT_FILE,
+    KEYS_FOLDER,
+    load_client_keys,
+    open_zap_socket,
+    secure_client,
+    secure_server,
+    zap_reply,
+)
+
+WINDOW = 8
+SEND_QUEUE = 4 * WINDOW
+"""libzmq hears of what was read half a queue at a time: twice the window would be full with a whole window on its way."""
+UNDECODABLE = (msgspec.DecodeError, RecursionError)
+"""What decoding bytes from outside raises; the second where they are nested too deeply."""
+HEARTBEAT_MS = 2000
+FAREWELL_MS = 500
+
+
+@dataclass(frozen=True, slots=True)
+class CurveKeys:
+    """One end's CURVE keys, Z85 (40 bytes each)."""
+
+    public: bytes
+    secret: bytes
+    peers: tuple[bytes, ...]
+    """Public keys of the other end: whoever may fetch (learner's end), or the learner's, one (generator's end)."""
+
+
+def keys_of_run(run_folder: Path) -> CurveKeys | None:
+    """Return the keys of a run whose channels are encrypted, None for one without keys.
+
+    Every process of a run holds the same client pair (transport/security.py), so all ends show it and believe no other.
+    """
+    if not (run_folder / KEYS_FOLDER / CLIENT_FILE).exists():
+        return None
+    keys = load_client_keys(run_folder)
+    public = keys.public.encode()
+    return CurveKeys(public, keys.secret.encode(), (public,))
+
+
+class Router:
+    """A ROUTER that lets in the bearers of the right keys alone; used from one thread once it is bound."""
+
+    def __init__(self, keys: CurveKeys | None, max_bytes: int) -> None:
+        self._allowed = keys.peers if keys else ()
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
+        self._poller = zmq.Poller()
+        self._zap = open_zap_socket(self.context) if keys else None
+        self.socket = self.context.socket(zmq.ROUTER)
+        self.socket.linger = 0
+        self.socket.sndhwm, self.socket.rcvhwm = SEND_QUEUE, 2 * WINDOW
+        self.socket.maxmsgsize = max_bytes
+        self.socket.router_mandatory = True
+        self.socket.router_handover = True
+        self.socket.heartbeat_ivl = HEARTBEAT_MS
+        if keys is not None:
+            secure_server(self.socket, keys.public, keys.secret)
+        for listening in filter(None, (self._zap, self.socket)):
+            self._poller.register(listening, zmq.POLLIN)
+
+    def poll(self, timeout_ms: int) -> bool:
+        """Wait until there is a message and return whether there is; those who knock meanwhile are let in or not."""
+        ready = dict(self._poller.poll(timeout_ms))
+        if self._zap is not None and self._zap in ready:
+            self._zap.send_multipart(zap_reply(self._zap.recv_multipart(), self._allowed))
+        return self.socket in ready
+
+    def close(self) -> None:
+        """Close both sockets and the context."""
+        self.context.destroy(linger=0)
+
+
+def open_dealer(
+    context: zmq.Context[zmq.Socket[bytes]], address: str, keys: CurveKeys | None, max_bytes: int = -1, name: bytes = b""
+) -> zmq.Socket[bytes]:
+    """Return a DEALER that connects to `address`, now or whenever it can be reached.
+
+    Raises:
+        BroadcastError: That is no address.
+    """
+    dealer = context.socket(zmq.DEALER)
+    dealer.linger = FAREWELL_MS
+    dealer.sndhwm = dealer.rcvhwm = SEND_QUEUE
+    dealer.maxmsgsize = max_bytes
+    if name:
+        dealer.routing_id = name
+    dealer.heartbeat_ivl = HEARTBEAT_MS
+    if keys is not None:
+        secure_client(dealer, keys.public, keys.secret, keys.peers[0])
+    try:
+        dealer.connect(address)
+    except zmq.ZMQError as error:
+        dealer.close(linger=0)
+        raise BroadcastError(f"cannot fetch weights from {address}: {error}") from error
+    return dealer

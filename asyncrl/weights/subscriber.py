@@ -1,0 +1,258 @@
+"""A generator's end of weight sync: where a version arrives, and the check before anybody reads it.
+
+Owns the medium's reader, one staging buffer as large as a version, and one fetching thread.
+
+Invariants:
+- Tensors are handed out only once all bytes are here and have the announced fingerprints; until then whoever holds the old
+  version is not disturbed. Where the medium lends the learner's own slot, its lease proves the version (`MappedTensors.check`),
+  and fingerprints are compared only where the announcement has any.
+- The tensors are views of the staging buffer or of the learner's slot: valid until released, or until the next `fetch`, which
+  says that the engine is done with them.
+- The staging buffer is said to hold a version from when its fingerprints were compared until the first byte of another is
+  written.
+- With deltas the tensors always lie in the staging buffer: the next version is made from them, so nobody may write to them. A
+  delta is applied only if its own fingerprint is right, and only to the very bytes it was made from. Whatever goes wrong with
+  deltas is answered by fetching the whole at once. Where what went wrong lies between the whole version and the announced one,
+  the next fetch goes on from the version before it.
+- Where the system has memory files (Linux), the buffer is one: another process of this user can map it by its path, nothing is in
+  any folder, and nothing is left when this process ends.
+- A fetch that failed is repeated by the caller, or not: there is one retry loop, the generator's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import mmap
+import os
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+from asyncrl.config.broadcast import BroadcastConfig
+from asyncrl.errors import BroadcastError
+from asyncrl.models.layout import bucket_ends, check_manifest
+from asyncrl.schema.weights import Delta, WeightsAvailable, WeightsManifest
+from asyncrl.weights.delta import apply_delta, blob_fingerprint
+from asyncrl.weights.delta_chain import FetchPlan, HeldVersion, plan_fetch, plan_whole
+from asyncrl.weights.fingerprint import DIGEST_BYTES, fingerprints_of, refuse_damaged, version_fingerprint
+from asyncrl.weights.media.base import MediumReader, VersionUnavailableError
+from asyncrl.weights.media.registry import kind_of, open_reader
+from asyncrl.weights.sockets import CurveKeys
+from asyncrl.weights.tensors import MappedTensors
+
+_LOG = logging.getLogger(__name__)
+
+
+class Subscriber:
+    """Fetches versions for one engine.
+
+    Args:
+        config: The medium; the same as the publisher's.
+        run_folder: Of this run.
+        curve_keys: For media with sockets; None: the run's own (RUN/keys), or no encryption where it has none.
+
+    Example:
+        >>> tensors = await subscriber.fetch(available)  # doctest: +SKIP
+        >>> await engine.load_weights(available.version, tensors, "keep")  # doctest: +SKIP
+        >>> tensors.release()  # doctest: +SKIP
+    """
+
+    def __init__(self, config: BroadcastConfig, run_folder: Path, curve_keys: CurveKeys | None = None) -> None:
+        self._medium = kind_of(config.medium)
+        self._reader = open_reader(config.medium, run_folder, curve_keys)
+        self._staging = Staging(self._reader)
+        self._may_lease = config.delta is None
+        self._handed_out: MappedTensors | None = None
+        self._cancelled = threading.Event()
+        self._received: Future[MappedTensors] | None = None
+        """Of the fetch whose outcome nobody has taken yet."""
+        self._is_closed = False
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="asyncrl-subscriber")
+
+    async def fetch(self, available: WeightsAvailable) -> MappedTensors:
+        """Fetch and verify this version; cancelling it stops the fetch, and the next one queues behind it.
+
+        Calling it says that the engine is done with the tensors handed out before.
+
+        Returns:
+            Name to CPU tensor, views of where the bytes lie; tied tensors under one name.
+
+        Raises:
+            VersionUnavailableError: The version is gone, or this subscriber is closed: only another announcement helps.
+            BroadcastError: It arrived damaged or could not be read, is of another medium, or its manifest contradicts itself.
+        """
+        if available.medium != self._medium:
+            raise BroadcastError(f"version {available.version} lies in {available.medium!r}, this run uses {self._medium!r}")
+        check_manifest(available.manifest)
+        if self._handed_out is not None:
+            self._handed_out.release()
+        cancelled = self._cancelled = threading.Event()  # before the look: `close`, on another thread, sets it after its word
+        if self._is_closed:
+            raise VersionUnavailableError("the subscriber is closed")
+        try:
+            received = self._received = self._executor.submit(self._receive, available, cancelled)
+        except RuntimeError as error:  # closed since
+            raise VersionUnavailableError("the subscriber is closed") from error
+        try:
+            tensors = await asyncio.wrap_future(received)
+        except asyncio.CancelledError:
+            cancelled.set()
+            received.add_done_callback(_release_unused)
+            raise
+        self._received = None
+        if self._is_closed:  # in between: what was received has been let go of
+            raise VersionUnavailableError("the subscriber is closed")
+        self._handed_out = tensors
+        return tensors
+
+    def close(self) -> None:
+        """Stop a fetch under way and release everything; tensors handed out can still be read, but are no longer spared."""
+        self._is_closed = True
+        self._cancelled.set()
+        self._executor.shutdown(wait=True)
+        if self._received is not None:
+            _release_unused(self._received)
+        if self._handed_out is not None:
+            self._handed_out.release()
+        self._staging.close()
+        self._reader.close()
+
+    def _receive(self, available: WeightsAvailable, cancelled: threading.Event) -> MappedTensors:
+        """Return the bytes where they lie, if the medium can lend them, or else in the staging buffer."""
+        manifest = available.manifest
+        lease = self._reader.lease(available) if self._may_lease else None
+        if lease is None:
+            return MappedTensors(manifest, self._staging.receive(available, cancelled), self._staging.path)
+        try:
+            if available.bucket_fingerprints:
+                refuse_damaged(available, fingerprints_of(lease.flat.numpy().data, bucket_ends(manifest), lease.check))
+            lease.check()
+        except BroadcastError:
+            lease.release()
+            raise
+        return MappedTensors(manifest, lease.flat, lease.path, lease.offset, check=lease.check, release=lease.release)
+
+
+def _release_unused(received: Future[MappedTensors]) -> None:
+    """Let go of a version that arrived although nobody waits for it any more: a lease would be held for good."""
+    if not received.cancelled() and received.exception() is None:
+        received.result().release()
+
+
+class Staging:
+    """One version's bytes in the memory of this process, fetched whole or brought there by deltas."""
+
+    def __init__(self, reader: MediumReader) -> None:
+        self._reader = reader
+        self._flat: torch.Tensor | None = None
+        self._file = -1
+        self._held: HeldVersion | None = None
+
+    def receive(self, available: WeightsAvailable, cancelled: threading.Event) -> torch.Tensor:
+        """Fetch what is missing of the version and verify it; blocking.
+
+        Args:
+            available: What was announced.
+            cancelled: Set, the fetch gives up.
+
+        Returns:
+            uint8 [total_bytes], valid until the next call.
+
+        Raises:
+            VersionUnavailableError: The version is gone, or the fetch was cancelled.
+            BroadcastError: It arrived damaged or could not be read.
+        """
+        total_bytes = available.manifest.total_bytes
+        if self._flat is None or self._flat.numel() != total_bytes:
+            self.close()
+            self._flat, self._file = _shareable_memory(total_bytes)
+        plan = plan_fetch(available, self._held)
+        try:
+            self._carry_out(plan, available, cancelled)
+        except BroadcastError as error:
+            whole = plan_whole(available)
+            if plan.whole is not None or cancelled.is_set() or self._is_past(whole):
+                raise
+            _LOG.warning("version %d is fetched whole, its deltas were of no use: %s", available.version, error)
+            self._carry_out(whole, available, cancelled)
+        return self._flat
+
+    @property
+    def path(self) -> str:
+        """Where other processes of this machine can map the buffer, until the next call or `close`; empty: nowhere."""
+        return f"/proc/{os.getpid()}/fd/{self._file}" if self._file >= 0 else ""
+
+    def close(self) -> None:
+        """Let go of the memory; tensors in it stay valid, `path` does not. Safe to repeat."""
+        if self._file >= 0:
+            os.close(self._file)
+        self._flat, self._file, self._held = None, -1, None
+
+    def _carry_out(self, plan: FetchPlan, available: WeightsAvailable, cancelled: threading.Event) -> None:
+        """Fetch, apply, compare."""
+        if plan.whole is not None:
+            self._held = None
+            refuse_damaged(plan.whole, self._reader.fetch(plan.whole, self._bytes(), cancelled))
+            self._held = _held(plan.whole)
+        assert self._held is not None
+        before = self._held.bucket_fingerprints
+        touched: set[int] = set()
+        for delta in plan.deltas:
+            try:
+                touched |= self._apply(delta, available, cancelled)
+            except BroadcastError:
+                # What was reached before this delta need not be fetched again, if it is the version the delta was made from.
+                found = _rehashed(before, touched, available.manifest, self._bytes())
+                if version_fingerprint(found) == delta.base_fingerprint:
+                    self._held = HeldVersion(delta.base_version, delta.base_fingerprint, found, available.manifest.total_bytes)
+                raise
+        refuse_damaged(available, _rehashed(before, touched, available.manifest, self._bytes()))
+        self._held = _held(available)
+
+    def _apply(self, delta: Delta, available: WeightsAvailable, cancelled: threading.Event) -> set[int]:
+        """Fetch the delta and apply it; return the buckets it touched."""
+        if cancelled.is_set():
+            raise VersionUnavailableError(f"the fetch of version {available.version} was cancelled")
+        blob = self._reader.fetch_blob(available, delta.name, delta.num_bytes, cancelled)
+        if blob_fingerprint(blob) != delta.fingerprint:
+            raise BroadcastError(f"the delta to version {delta.version} arrived damaged: its fingerprint differs")
+        self._held = None
+        return apply_delta(available.manifest, blob, self._bytes())
+
+    def _is_past(self, whole: FetchPlan) -> bool:
+        """Return whether what is held is on the way from the whole version already: fetching that would lead here again."""
+        return self._held is not None and any(delta.base_fingerprint == self._held.fingerprint for delta in whole.deltas)
+
+    def _bytes(self) -> memoryview:
+        assert self._flat is not None
+        return memoryview(self._flat.numpy().data)
+
+
+def _shareable_memory(num_bytes: int) -> tuple[torch.Tensor, int]:
+    """Return zeroed memory and the handle of its file; -1: it has none."""
+    if not hasattr(os, "memfd_create"):
+        return torch.zeros(num_bytes, dtype=torch.uint8), -1
+    file = os.memfd_create("asyncrl-staging")
+    try:
+        os.ftruncate(file, num_bytes)
+        return torch.frombuffer(mmap.mmap(file, num_bytes), dtype=torch.uint8), file
+    except BaseException:
+        os.close(file)
+        raise
+
+
+def _held(available: WeightsAvailable) -> HeldVersion:
+    return HeldVersion(available.version, available.fingerprint, available.bucket_fingerprints, available.manifest.total_bytes)
+
+
+def _rehashed(bucket_fingerprints: bytes, touched: set[int], manifest: WeightsManifest, flat: memoryview) -> bytes:
+    """Return the fingerprints with those of the touched buckets computed anew."""
+    found = bytearray(bucket_fingerprints)
+    buckets = sorted(touched)
+    digests = fingerprints_of(flat, bucket_ends(manifest), buckets=buckets)
+    for place, bucket in enumerate(buckets):
+        found[bucket * DIGEST_BYTES : (bucket + 1) * DIGEST_BYTES] = digests[place * DIGEST_BYTES : (place + 1) * DIGEST_BYTES]
+    return bytes(found)

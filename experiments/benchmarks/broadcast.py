@@ -1,0 +1,262 @@
+"""`asyncrl bench broadcast`: from publish to live in other processes, over every medium, beside what else moves the same bytes.
+
+135M parameters in bfloat16, shaped like SmolLM2-135M (269 MB), held by this process (the learner). A subscriber is a process that
+does what a generator does: fetch, compare fingerprints, copy every tensor into the weights it already holds. `live_ms` runs from
+the call of `publish` until the last of 1, 2 or 4 of them said so here. Beside the media: `torch.save` and `torch.load` through a
+file in memory, Ray's object store (copied into held weights too, not verified), and bare pyzmq (nothing verified or loaded).
+
+The bare copy is torch's `copy_` of the same number of bytes between two warm buffers, with all cores; one is made in every
+round, and a ratio is the median of the rounds' ratios. The processes have the environment that a run gives its own
+(`child_environment`), with as many threads as there are cores.
+
+- `shm_vs_two_copies`: bytes a second over shared memory, live, over those of two bare copies.
+- `zeromq_vs_bare`: bytes a second fetched and verified over the `zeromq` medium, over those of bare pyzmq in turns with it.
+- `delta_bytes`: see weight_costs.py. `pause_overhead_ms`: the pause there minus one bare copy.
+- `learner_blocked_copies`: bare copies for which `publish` held the learner up.
+- `slow_subscriber_step` (a figure): a step of fixed work and its publish while a subscriber stands still, over that without.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import msgspec
+import torch
+
+from asyncrl.config.broadcast import BroadcastConfig, DeltaConfig, FilesMedium, GlooMedium, SharedMemoryMedium, ZeroMQMedium
+from asyncrl.control.launch.local import ProcessSpec, child_environment
+from asyncrl.errors import ConfigError
+from benchmarks.harness import BenchResult, Ratio, ratio, seconds_of
+from benchmarks.subscribers import Subscribers, Take
+from benchmarks.transports import (
+    BareZeroMQ,
+    HandOver,
+    MediumWay,
+    end_tidily,
+    file_hand_over,
+    ray_store,
+    remove_leftovers,
+    scratch_folder,
+)
+from benchmarks.weight_costs import changes, is_pretrained, pauses
+from benchmarks.workload import smollm2_model
+
+SHM_GOAL, ZEROMQ_GOAL, DELTA_GOAL, PAUSE_GOAL_MS, BLOCKED_GOAL = 0.8, 0.7, 0.03, 50.0, 1.5
+DEFAULT_ROUNDS = 5
+COUNTS = (1, 2, 4)
+NUM_TRAIN_STEPS = 4
+CHANGED_SHARE = 0.01
+"""Of the elements, from one version to the next, where a delta is published: what RL steps change at most (`delta_bytes`)."""
+TIME_LIMIT_S = 600.0
+
+MEDIA: dict[str, BroadcastConfig] = {
+    "shared_memory": BroadcastConfig(medium=SharedMemoryMedium()),
+    "zeromq": BroadcastConfig(medium=ZeroMQMedium()),
+    "zeromq_curve": BroadcastConfig(medium=ZeroMQMedium()),
+    "gloo": BroadcastConfig(medium=GlooMedium()),
+    "files": BroadcastConfig(medium=FilesMedium()),
+    "shared_memory_delta": BroadcastConfig(medium=SharedMemoryMedium(), delta=DeltaConfig()),
+    "zeromq_delta": BroadcastConfig(medium=ZeroMQMedium(), delta=DeltaConfig()),
+}
+"""What `--media` can name, beside `torch_save` and `ray`."""
+OTHERS = ("torch_save", "ray")
+
+Rounds = dict[str, list[float]]
+
+
+def run(rounds: int = 0, media: str = "all") -> BenchResult:
+    """Measure in a process with a run's environment, and return medians.
+
+    Args:
+        rounds: Measured rounds for one subscriber, after one that warms up; 0: 5. For two and four it is half as many.
+        media: `all`, or names of MEDIA and OTHERS with commas between.
+
+    Raises:
+        ConfigError: A name is unknown.
+    """
+    names = chosen(media)
+    cores = os.cpu_count() or 1
+    command = (sys.executable, "-m", "benchmarks.broadcast", str(rounds or DEFAULT_ROUNDS), ",".join(names))
+    spec = ProcessSpec("bench", "learner", 1, command, Path(os.devnull), cores)
+    environment = child_environment(os.environ, spec)
+    said = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True, timeout=TIME_LIMIT_S)
+    return msgspec.json.decode(said.stdout.splitlines()[-1], type=BenchResult)
+
+
+def chosen(media: str) -> list[str]:
+    """Return the names that `media` asks for. Raises ConfigError for an unknown one."""
+    known = [*MEDIA, *OTHERS]
+    names = known if media == "all" else [name.strip() for name in media.split(",")]
+    if unknown := [name for name in names if name not in known]:
+        raise ConfigError(f"no medium {unknown[0]!r} to measure; there are all, {', '.join(known)}")
+    return names
+
+
+def measure(rounds: int, names: list[str], counts: tuple[int, ...] = COUNTS) -> BenchResult:
+    """Measure here; `run` says what."""
+    weights = {name: tensor.detach() for name, tensor in smollm2_model(torch.bfloat16).named_parameters()}
+    samples = _hand_overs(weights, rounds, names, counts)
+    figures = {name: round(statistics.median(values), 3) for name, values in samples.items() if not name.endswith("_copies")}
+    ratios = _ratios_of(samples)
+    if "shared_memory" in names:
+        pause = pauses(rounds)
+        figures["pause_ms"] = round(statistics.median(pause_ms for pause_ms, _ in pause), 3)
+        overhead_ms = statistics.median(pause_ms - copy_ms for pause_ms, copy_ms in pause)
+        ratios["pause_overhead_ms"] = ratio(round(overhead_ms, 2), PAUSE_GOAL_MS, at_least=False)
+    if any(name.endswith("_delta") for name in names):
+        steps = list(changes(NUM_TRAIN_STEPS))
+        figures |= {
+            "delta_pretrained": float(is_pretrained()),
+            "delta_identical": float(all(step.is_identical for step in steps)),
+        }
+        figures["delta_changed_share"] = round(statistics.median(step.changed_share for step in steps), 5)
+        share = statistics.median(step.delta_share for step in steps)
+        ratios["delta_bytes"] = ratio(round(share, 5), DELTA_GOAL, at_least=False)
+    return BenchResult("broadcast", {"model_bytes": _num_bytes(weights), "rounds": rounds, **figures}, ratios)
+
+
+def _ratios_of(samples: Rounds) -> dict[str, Ratio]:
+    ratios: dict[str, Ratio] = {}
+    if copies := samples.get("shared_memory_live_copies"):
+        ratios["shm_vs_two_copies"] = ratio(round(2 / statistics.median(copies), 3), SHM_GOAL)
+        blocked = statistics.median(samples["shared_memory_blocked_copies"])
+        ratios["learner_blocked_copies"] = ratio(round(blocked, 3), BLOCKED_GOAL, at_least=False)
+    if fetches := samples.get("zeromq_fetch_ms"):
+        shares = [bare / fetch for bare, fetch in zip(samples["bare_zeromq_live_ms"], fetches, strict=True)]
+        ratios["zeromq_vs_bare"] = ratio(round(statistics.median(shares), 3), ZEROMQ_GOAL)
+    return ratios
+
+
+@dataclass(frozen=True, slots=True)
+class _HandOvers:
+    """What all ways are measured with."""
+
+    weights: dict[str, torch.Tensor]
+    folder: Path
+    """In memory, where there is such a one: the others' files are then as fast as they can be."""
+    peers: Subscribers
+    rounds: int
+    counts: tuple[int, ...]
+    bare_copy: Callable[[], float]
+    """Makes one warm copy of as many bytes; returns its milliseconds."""
+    samples: Rounds = field(default_factory=lambda: defaultdict(list))
+
+    def measure(self, name: str) -> None:
+        """Add what every measured round of one way gives, for each number of subscribers."""
+        sys.stderr.write(f"measuring {name}\n")
+        with self._way(name) as hand_over, contextlib.closing(BareZeroMQ(_num_bytes(self.weights), self.peers)) as bare:
+            if hand_over is None:
+                return
+            for count in self.counts:
+                beside = bare if name == "zeromq" and count == 1 else None
+                self._rounds_of(name, hand_over, count, beside)
+
+    def _rounds_of(self, name: str, hand_over: HandOver, count: int, bare: BareZeroMQ | None) -> None:
+        prefix = name if count == 1 else f"{name}_{count}"
+        for number in range((self.rounds if count == 1 else -(-self.rounds // 2)) + 1):
+            copy_ms, measured = self.bare_copy(), hand_over(count)
+            beside = bare.hand_over() if bare is not None else {}
+            if number == 0:  # mappings, buffers and connections are made in the first
+                continue
+            figures = {f"{prefix}_{figure}": value for figure, value in measured.items() if count == 1 or figure == "live_ms"}
+            figures |= {f"{prefix}_{figure}_copies": measured[f"{figure}_ms"] / copy_ms for figure in ("live", "blocked")}
+            figures |= {f"bare_zeromq_{figure}": value for figure, value in beside.items()} | {"copy_ms": copy_ms}
+            for figure, value in figures.items():
+                self.samples[figure].append(value)
+
+    @contextlib.contextmanager
+    def _way(self, name: str) -> Iterator[HandOver | None]:
+        """Open one way; None where it is not there."""
+        with contextlib.ExitStack() as opened:
+            if name == "ray":
+                yield opened.enter_context(ray_store(self.weights, max(self.counts)))
+            elif name == "torch_save":
+                path = self.folder / "weights.pt"
+                opened.callback(path.unlink)
+                yield lambda count: file_hand_over(self.weights, count, path, self.peers)
+            else:
+                on_disk = opened.enter_context(scratch_folder())
+                way = MediumWay(MEDIA[name], on_disk / name, self.peers, is_encrypted=name.endswith("_curve"))
+                opened.callback(way.close)
+                given = _changing(self.weights) if MEDIA[name].delta else lambda: self.weights
+                yield lambda count: way.hand_over(given(), count)
+
+    def slow_subscriber_step(self, run_folder: Path) -> None:
+        """Add, for each round, a step's time while a subscriber that was told of a version stands still, over that without."""
+        with contextlib.closing(MediumWay(MEDIA["shared_memory"], run_folder, self.peers)) as way:
+            way.hand_over(self.weights, 1)
+            stopped = self.peers.processes[0].pid
+            assert stopped is not None
+            for _ in range(self.rounds):
+                alone_s = seconds_of(lambda: self._step(way))
+                available, _ = way.publish(self.weights)
+                os.kill(stopped, signal.SIGSTOP)
+                try:
+                    self.peers.tell([0], Take(available))
+                    self.samples["slow_subscriber_step"].append(seconds_of(lambda: self._step(way)) / alone_s)
+                finally:
+                    os.kill(stopped, signal.SIGCONT)
+                self.peers.wait([0])
+
+    def _step(self, way: MediumWay) -> None:
+        for _ in range(8):
+            self.bare_copy()
+        way.publish(self.weights)
+
+
+def _hand_overs(weights: dict[str, torch.Tensor], rounds: int, names: list[str], counts: tuple[int, ...]) -> Rounds:
+    """Return what every measured round gave, by figure."""
+    with contextlib.ExitStack() as opened:
+        folder = opened.enter_context(scratch_folder(in_memory=True))
+        peers = opened.enter_context(contextlib.closing(Subscribers(max(counts))))
+        hand_overs = _HandOvers(weights, folder, peers, rounds, counts, _bare_copy(_num_bytes(weights)))
+        for name in names:
+            hand_overs.measure(name)
+        if "shared_memory" in names:
+            hand_overs.slow_subscriber_step(folder / "slow")
+        return hand_overs.samples
+
+
+def _num_bytes(weights: Mapping[str, torch.Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in weights.values())
+
+
+def _changing(weights: dict[str, torch.Tensor]) -> Callable[[], Mapping[str, torch.Tensor]]:
+    """Return what gives a copy of the weights in which, from call to call, CHANGED_SHARE of the elements differ."""
+    changing = {name: tensor.clone() for name, tensor in weights.items()}
+    generator = torch.Generator().manual_seed(0)
+
+    def change() -> Mapping[str, torch.Tensor]:
+        for tensor in changing.values():
+            flat = tensor.view(torch.int16).view(-1)
+            chosen_elements = torch.randint(flat.numel(), (int(flat.numel() * CHANGED_SHARE) + 1,), generator=generator)
+            flat[chosen_elements] ^= 1
+        return changing
+
+    return change
+
+
+def _bare_copy(num_bytes: int) -> Callable[[], float]:
+    """Return what makes one warm copy and returns its milliseconds."""
+    source, target = torch.ones(num_bytes, dtype=torch.uint8), torch.ones(num_bytes, dtype=torch.uint8)
+    return lambda: seconds_of(partial(target.copy_, source)) * 1e3
+
+
+if __name__ == "__main__":
+    end_tidily()
+    remove_leftovers()
+    started_s = time.perf_counter()
+    outcome = measure(int(sys.argv[1]), sys.argv[2].split(","))
+    outcome.figures["bench_s"] = round(time.perf_counter() - started_s, 1)
+    sys.stdout.write(msgspec.json.encode(outcome).decode() + "\n")

@@ -1,0 +1,156 @@
+"""`asyncrl bench controller`: what one sample costs the controller, with 8, 64 and 256 generators.
+
+The controller is the real one, in a process of its own: CURVE on the wire, the ledger on disk, admission, scores asked for and
+taken in, steps packed and sent. All other processes of the run are one (fake_cluster.py), which takes no time over anything: what
+is seen is the controller's own back-pressure. Every size has the same steps; the first are left out while the pipeline fills.
+
+`cpu_growth`: the controller's CPU seconds a sample with the most generators over those with the fewest; medians over rounds in
+which all sizes take their turn. Its threads count (the ledger's, the wire's encryption), and so does what it does for versions,
+heartbeats and reports. `rounds` 0 means 2.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import cProfile
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from asyncrl.client import connect, read_endpoint
+from asyncrl.clock import SystemClock
+from asyncrl.config.load import dump_config, load_config, parse_config
+from asyncrl.control.launch.local import LocalLauncher, LocalProcess, ProcessSpec
+from asyncrl.control.launch.process_main import watch_owner
+from asyncrl.errors import LaunchError
+from asyncrl.observe.log import set_up_logging
+from asyncrl.pipeline import run_controller
+from benchmarks.fake_cluster import MEASURED_TO, RESULT_FILE, Mark
+from benchmarks.harness import BenchResult, medians, ratio
+
+SIZES = (8, 64, 256)
+ROUNDS = 2
+GROWTH_GOAL = 1.3
+GROUPS_PER_STEP, GROUP_SIZE = 256, 8
+MAX_STALENESS = 2
+START_TIMEOUT_S = 30.0
+RUN_TIMEOUT_S = 120.0
+
+
+def run(rounds: int = 0) -> BenchResult:
+    """Measure every size in turn, `rounds` times."""
+    measured: dict[int, list[dict[str, float]]] = {size: [] for size in SIZES}
+    folder = Path(tempfile.mkdtemp(prefix="asyncrl-bench-"))
+    try:
+        for number in range(rounds or ROUNDS):
+            for size in SIZES:
+                run_folder = folder / f"controller-{size}-{number}"
+                measured[size].append(asyncio.run(measure(run_folder, size)))
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    middle = {size: medians(rows) for size, rows in measured.items()}
+    figures = {f"{name}_{size}": value for size, row in middle.items() for name, value in row.items()}
+    cpu = "cpu_s_per_1000_samples"
+    ratios = {
+        "cpu_growth": ratio(middle[SIZES[-1]][cpu] / middle[SIZES[0]][cpu], GROWTH_GOAL, at_least=False),
+        "lost": ratio(sum(row["lost_groups"] for rows in measured.values() for row in rows), 0, at_least=False),
+    }
+    return BenchResult("controller", figures, ratios)
+
+
+async def measure(run_folder: Path, num_workers: int, profile_file: str = "") -> dict[str, float]:
+    """Host one run to its end and return its figures.
+
+    Raises:
+        LaunchError: The controller did not come up; RunError where its run failed.
+    """
+    (run_folder / "logs").mkdir(parents=True)
+    config = parse_config(_settings(run_folder, num_workers))
+    (run_folder / "config.toml").write_text(dump_config(config), encoding="utf-8")
+    command = (sys.executable, "-m", "benchmarks.controller", str(run_folder), *filter(None, [profile_file]))
+    with (run_folder / "logs" / "controller.log").open("wb") as log:
+        process = await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.PIPE, stdout=log, stderr=log)
+    try:
+        async with asyncio.timeout(RUN_TIMEOUT_S):
+            lost = await _follow(run_folder, process)
+    finally:
+        assert process.stdin is not None
+        process.stdin.close()
+        await process.wait()
+    before, after = msgspec.json.decode((run_folder / RESULT_FILE).read_bytes(), type=list[Mark])
+    samples = (after.step - before.step) * GROUPS_PER_STEP * GROUP_SIZE
+    wall_s, cpu_s = after.wall_s - before.wall_s, after.cpu_s - before.cpu_s
+    return {
+        "samples_per_s": samples / wall_s,
+        "cpu_s_per_1000_samples": 1000 * cpu_s / samples,
+        "busy_cores": cpu_s / wall_s,
+        "lost_groups": float(lost),
+    }
+
+
+async def _follow(run_folder: Path, process: asyncio.subprocess.Process) -> int:
+    """Wait until the run has ended; return how many groups are in no state."""
+    async with asyncio.timeout(START_TIMEOUT_S):
+        while read_endpoint(run_folder) is None:
+            if process.returncode is not None:
+                raise LaunchError((run_folder / "logs" / "controller.log").read_text(errors="replace")[-2000:])
+            await asyncio.sleep(0.05)
+    async with connect(run_folder) as live:
+        async for _ in live.steps(first=1 << 60):
+            pass
+        groups = dict((await live.status()).groups)
+    return abs(groups.pop("issued") - sum(groups.values()))
+
+
+def _settings(run_folder: Path, num_workers: int) -> dict[str, Any]:
+    return {
+        "name": run_folder.name,
+        "folder": str(run_folder.parent),
+        "num_steps": MEASURED_TO + MAX_STALENESS + 2,  # samples of later steps are still made in the last that is measured
+        "generate": {"num_workers": num_workers, "sampling": {"max_new_tokens": 256},
+                     "engine": {"kind": "fake", "num_slots": 64, "max_sequence_tokens": 1024}},
+        "algorithm": {"groups_per_step": GROUPS_PER_STEP, "group_size": GROUP_SIZE},
+        "packing": {"tokens_per_row": 4096},
+        "reward": {"num_workers": 1},
+        "buffer": {"max_staleness": MAX_STALENESS},
+        "eval": {"at_start": False, "at_end": False},
+        "checkpoint": {"every_steps": 0},
+    }  # fmt: skip
+
+
+class FakeClusterLauncher:
+    """Starts one process, whatever it is asked for: the fake cluster, which is everyone."""
+
+    def __init__(self, run_folder: Path) -> None:
+        command = (sys.executable, "-m", "benchmarks.fake_cluster", str(run_folder))
+        self._spec = ProcessSpec("cluster", "generator", 1, command, run_folder / "logs" / "cluster.log")
+        self._cluster: LocalProcess | None = None
+        self._starting = asyncio.Lock()
+
+    async def start(self, spec: ProcessSpec) -> LocalProcess:  # noqa: ARG002 - see Launcher.start
+        """Return the cluster, which is started with the first of them."""
+        async with self._starting:
+            if self._cluster is None:
+                self._cluster = await LocalLauncher().start(self._spec)
+            return self._cluster
+
+
+async def host(run_folder: Path) -> bool:
+    """Run the real controller to the run's end, or until standard input ends; return whether the end was good."""
+    config = load_config(run_folder / "config.toml")
+    set_up_logging("controller", config.observe.log_level)
+    return await run_controller(config, run_folder, SystemClock(), await watch_owner(), FakeClusterLauncher(run_folder))
+
+
+if __name__ == "__main__":
+    folder, *profile_file = sys.argv[1:]
+    with cProfile.Profile() if profile_file else contextlib.nullcontext() as profile:
+        ended_well = asyncio.run(host(Path(folder)))
+    if profile is not None:
+        profile.dump_stats(profile_file[0])
+    sys.exit(int(not ended_well))

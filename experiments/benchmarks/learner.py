@@ -1,0 +1,275 @@
+"""The learner's step: packed against padded, against TRL's own, against a bare forward and backward; and memory of the logits.
+
+Work: 64 samples of 16 groups, prompts of 24 tokens, log-normal responses (mean about 100, sigma 1, cut at 488); a Llama of 4
+layers, 192 wide, vocabulary 2,048, float32, one thread, AdamW; decoupled PPO without a second forward.
+
+- `packed_vs_padded`: trained tokens per second of `train_step`, over those of the same loss, model and optimizer on micro-batches
+  of 8 samples in order of arrival, each padded to its longest.
+- `vs_trl`: the same over TRL's `GRPOTrainer.training_step` (micro-batches of 8, its own loss and AdamW), generation taken out: it
+  is handed the finished completions. Needs the extra `asyncrl[bench]`.
+- `share_of_bare`: seconds of the same packed rows through forward, output layer and backward of a plain sum, over those of the
+  whole step.
+- `logits_memory`: peak memory of log-probabilities at vocabulary 49,152 for 4,096 tokens, forward and backward, over that of the
+  usual way with all [T, V] logits; each in a process of its own.
+
+Sides are measured in turns within a round; figures are medians.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn.utils.rnn import pad_sequence
+from transformers import LlamaForCausalLM
+
+from asyncrl.algorithms.losses import LOSSES
+from asyncrl.algorithms.types import Denominators, LossConfig, LossInputs
+from asyncrl.config.algorithm import AlgorithmConfig
+from asyncrl.config.learner import LearnerConfig
+from asyncrl.config.run import RunConfig
+from asyncrl.errors import ConfigError
+from asyncrl.learner.model.policy import made_ready
+from asyncrl.learner.optim.optimizer import build_optimizer
+from asyncrl.learner.step.microbatch import PreparedBatch, prepare
+from asyncrl.learner.step.train_step import train_step
+from asyncrl.learner.train_state import TrainState
+from asyncrl.packing.tensors import pack_step
+from asyncrl.schema.samples import ScoredGroup
+from benchmarks.harness import BenchResult, interleaved, ratio, seconds_of
+from benchmarks.workload import llama, scored_group
+
+DEFAULT_ROUNDS = 5
+PACKED_GOAL, TRL_GOAL, BARE_GOAL, LOGITS_GOAL = 2.0, 1.5, 0.85, 0.25
+NUM_GROUPS, GROUP_SIZE, PROMPT_TOKENS, MOST_TOKENS = 16, 4, 24, 512
+MICRO_BATCH = 8
+VOCABULARY = 2048
+TOKENS_PER_ROW = 2048
+LEARNING_RATE = 1e-5
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """One step's samples, group after group. P prompt, T response tokens."""
+
+    prompts: list[list[int]]
+    responses: list[list[int]]
+    logprobs: list[list[float]]
+    rewards: list[float]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(map(len, self.responses))
+
+
+def run(rounds: int = 0) -> BenchResult:
+    """Measure all sides; `rounds` 0 means 5."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return _measure(rounds or DEFAULT_ROUNDS)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _measure(rounds: int) -> BenchResult:
+    work = _make_work()
+    sides = {"packed": _packed_side(work), "padded": _padded_side(work), "bare": _bare_side(work), "trl": _trl_side(work)}
+    seconds = interleaved({name: partial(seconds_of, side) for name, side in sides.items()}, rounds)
+    ours, whole = _peak_bytes("chunked"), _peak_bytes("whole")
+    rates = {f"{name}_tokens_per_s": work.num_tokens / value for name, value in seconds.items()}
+    ratios = {
+        "packed_vs_padded": ratio(seconds["padded"] / seconds["packed"], PACKED_GOAL),
+        "vs_trl": ratio(seconds["trl"] / seconds["packed"], TRL_GOAL),
+        "share_of_bare": ratio(seconds["bare"] / seconds["packed"], BARE_GOAL),
+        "logits_memory": ratio(ours / whole, LOGITS_GOAL, at_least=False),
+    }
+    memory = {"logits_chunked_mb": ours / 1e6, "logits_whole_mb": whole / 1e6}
+    return BenchResult(bench="learner", figures={"trained_tokens": float(work.num_tokens), **rates, **memory}, ratios=ratios)
+
+
+def _make_work() -> _Work:
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(2, VOCABULARY, PROMPT_TOKENS).tolist() for _ in range(NUM_GROUPS)]
+    drawn = rng.lognormal(np.log(100) - 0.5, 1.0, NUM_GROUPS * GROUP_SIZE)
+    lengths = np.clip(drawn, 1, MOST_TOKENS - PROMPT_TOKENS).astype(int)
+    return _Work(
+        prompts=[prompt for prompt in prompts for _ in range(GROUP_SIZE)],
+        responses=[rng.integers(2, VOCABULARY, length).tolist() for length in lengths],
+        logprobs=[rng.normal(-np.log(VOCABULARY), 0.1, length).tolist() for length in lengths],
+        rewards=rng.random(NUM_GROUPS * GROUP_SIZE).round().tolist(),
+    )
+
+
+def _model() -> LlamaForCausalLM:
+    return llama(192, 4, 4, 768, VOCABULARY, max_position_embeddings=MOST_TOKENS, tie_word_embeddings=False)
+
+
+def _config() -> RunConfig:
+    learner = LearnerConfig(learning_rate=LEARNING_RATE, warmup_steps=0)
+    return RunConfig(algorithm=AlgorithmConfig(groups_per_step=NUM_GROUPS, group_size=GROUP_SIZE), learner=learner)
+
+
+def _prepared(work: _Work) -> PreparedBatch:
+    def group(number: int) -> ScoredGroup:
+        of_group = slice(number * GROUP_SIZE, (number + 1) * GROUP_SIZE)
+        prompt, responses = work.prompts[number * GROUP_SIZE], work.responses[of_group]
+        return scored_group(number, prompt, responses, work.rewards[of_group], logprobs=work.logprobs[of_group])
+
+    return prepare(pack_step(0, [group(number) for number in range(NUM_GROUPS)], tokens_per_row=TOKENS_PER_ROW, temperature=1.0))
+
+
+def _packed_side(work: _Work) -> Callable[[], object]:
+    config, prepared = _config(), _prepared(work)
+    model = made_ready(_model(), config.learner)
+    trainee = TrainState(model, build_optimizer(model, config.learner, config.num_steps))
+    return lambda: train_step(trainee, prepared, config)
+
+
+def _bare_side(work: _Work) -> Callable[[], object]:
+    config, prepared = _config(), _prepared(work)
+    model = made_ready(_model(), config.learner)
+
+    def measure() -> None:
+        for row in prepared.rows:
+            output = model.base_model(
+                input_ids=row.input_ids.unsqueeze(0),
+                position_ids=row.position_ids.unsqueeze(0),
+                use_cache=False,
+                packed_layout=row.layout,
+            )
+            hidden = output.last_hidden_state[0].index_select(0, row.hidden_index)
+            model.get_output_embeddings()(hidden).sum().backward()
+        model.zero_grad(set_to_none=True)
+
+    return measure
+
+
+def _padded_side(work: _Work) -> Callable[[], object]:
+    """The usual way: right-padded micro-batches with an attention mask, the same loss and optimizer."""
+    config, model = _config(), _model().train()
+    optimizer = build_optimizer(model, config.learner, config.num_steps)
+    advantages = torch.tensor(_group_advantages(work))
+    denominators = Denominators(work.num_tokens, len(work.prompts))
+
+    def inputs_of(members: slice) -> LossInputs:
+        prompts, responses = work.prompts[members], work.responses[members]
+        ids = pad_sequence(
+            [torch.tensor(prompt + response) for prompt, response in zip(prompts, responses, strict=True)], batch_first=True
+        )
+        lengths = torch.tensor([PROMPT_TOKENS + len(response) for response in responses])
+        attention = torch.arange(ids.shape[1]) < lengths[:, None]
+        logits = model(input_ids=ids, attention_mask=attention.long(), use_cache=False).logits[:, PROMPT_TOKENS - 1 : -1].float()
+        logprobs = logits.log_softmax(-1).gather(-1, ids[:, PROMPT_TOKENS:, None]).squeeze(-1)
+        rows, width = logprobs.shape
+        flat = logprobs.reshape(-1)
+        return LossInputs(
+            logprobs=flat,
+            proximal_logprobs=flat.detach(),
+            behaviour_logprobs=pad_sequence([torch.tensor(one) for one in work.logprobs[members]], batch_first=True).reshape(-1),
+            advantages=advantages[members].repeat_interleave(width),
+            mask=attention[:, PROMPT_TOKENS:].reshape(-1),
+            sequence_ids=torch.arange(rows).repeat_interleave(width),
+            num_sequences=rows,
+            denominators=denominators,
+        )
+
+    def measure() -> None:
+        for start in range(0, len(work.prompts), MICRO_BATCH):
+            inputs = inputs_of(slice(start, start + MICRO_BATCH))
+            LOSSES["decoupled_ppo"](inputs, LossConfig.of(config.algorithm)).loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.clip()
+        optimizer.step(0)
+
+    return measure
+
+
+def _group_advantages(work: _Work) -> list[float]:
+    rewards = np.array(work.rewards).reshape(NUM_GROUPS, GROUP_SIZE)
+    centred = rewards - rewards.mean(axis=1, keepdims=True)
+    advantages: list[float] = (centred / (rewards.std(axis=1, ddof=1, keepdims=True) + 1e-6)).reshape(-1).tolist()
+    return advantages
+
+
+def _trl_side(work: _Work) -> Callable[[], object]:
+    """TRL's own training steps over one generation batch, then its optimizer."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            trainer = _trl_trainer(work)
+    except ImportError as error:
+        raise ConfigError(f"the learner benchmark measures TRL beside us; pip install 'asyncrl[bench]' ({error})") from error
+    num_micro_batches = len(work.prompts) // MICRO_BATCH
+
+    def measure() -> None:
+        for _ in range(num_micro_batches):
+            trainer.training_step(trainer.model, [{}], None)
+        torch.nn.utils.clip_grad_norm_(trainer.model.parameters(), 1.0)
+        trainer.optimizer.step()
+        trainer.optimizer.zero_grad(set_to_none=True)
+
+    return measure
+
+
+def _trl_trainer(work: _Work) -> Any:
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    from datasets import Dataset
+    from transformers import PreTrainedTokenizerFast
+    from trl import GRPOConfig, GRPOTrainer
+
+    from asyncrl.learner.model.policy import character_tokenizer
+
+    advantages = torch.tensor(_group_advantages(work))
+    responses = [torch.tensor(response) for response in work.responses]
+    batch = {
+        "prompt_ids": torch.tensor(work.prompts),
+        "prompt_mask": torch.ones(len(work.prompts), PROMPT_TOKENS, dtype=torch.long),
+        "completion_ids": pad_sequence(responses, batch_first=True),
+        "completion_mask": pad_sequence([torch.ones_like(response) for response in responses], batch_first=True),
+        "advantages": advantages,
+        "num_items_in_batch": torch.tensor(work.num_tokens),
+    }
+
+    class HandedOver(GRPOTrainer):  # type: ignore[misc]
+        """Finished completions instead of generation."""
+
+        def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:  # noqa: ARG002
+            return dict(batch)
+
+    tokenizer = character_tokenizer("0123456789")
+    assert isinstance(tokenizer, PreTrainedTokenizerFast)
+    num_micro_batches = len(work.prompts) // MICRO_BATCH
+    with tempfile.TemporaryDirectory(prefix="asyncrl-bench-") as folder, contextlib.redirect_stdout(io.StringIO()):
+        arguments = GRPOConfig(
+            output_dir=folder, use_cpu=True, bf16=False, report_to="none", learning_rate=LEARNING_RATE, beta=0.0,
+            per_device_train_batch_size=MICRO_BATCH, gradient_accumulation_steps=num_micro_batches, gradient_checkpointing=False,
+            steps_per_generation=num_micro_batches, num_generations=GROUP_SIZE, max_completion_length=MOST_TOKENS,
+        )  # fmt: skip
+        trainer = HandedOver(
+            model=_model(),
+            reward_funcs=lambda completions, **_: [0.0] * len(completions),
+            args=arguments,
+            train_dataset=Dataset.from_dict({"prompt": ["1"] * 64}),
+            processing_class=tokenizer,
+        )
+    trainer.create_optimizer()
+    trainer.model.train()
+    trainer.current_gradient_accumulation_steps = num_micro_batches
+    return trainer
+
+
+def _peak_bytes(way: str) -> float:
+    """Return the peak memory, beyond what the process needs anyway, of one forward and backward in a process of its own."""
+    command = [sys.executable, "-m", "benchmarks.logits_memory", way]
+    return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)

@@ -1,0 +1,82 @@
+"""Packing at the size of a large step: 1,024 log-normal lengths into rows of 16,384 tokens.
+
+Lengths: mean about 2,650, sigma 1, cut at the row, drawn anew with another seed each round. `fill` is the share of the rows'
+tokens that are samples, over all rounds; `bins_vs_bound` the rows used over the fewest that the sum of lengths allows. Beside
+what others use: padding every sample to the longest of the step, and rows filled in order of arrival. `idle_R_ranks` is the
+share of their time in which R ranks wait for each other (packing/balance.py), `in_order_idle_R_ranks` where rows are dealt out
+as they are packed.
+"""
+
+from __future__ import annotations
+
+import statistics
+from functools import partial
+
+import numpy as np
+
+from asyncrl.packing.pack import CostModel, idle_share, num_bins_at_least, pack_lengths, rows_of_ranks
+from benchmarks.harness import BenchResult, ratio, seconds_of
+
+DEFAULT_ROUNDS = 25
+NUM_LENGTHS = 1024
+CAPACITY = 16_384
+NUM_RANKS = (2, 8)
+COST = CostModel.of_model(hidden_size=896)
+FILL_GOAL, PACK_MS_GOAL, BINS_GOAL = 0.99, 5.0, 1.02
+
+
+def run(rounds: int = 0) -> BenchResult:
+    """Pack `rounds` (0: 25) sets of lengths."""
+    sets = [_lengths(seed) for seed in range(rounds or DEFAULT_ROUNDS)]
+    pack_lengths(sets[0], CAPACITY)
+    times_ms = [1e3 * seconds_of(partial(pack_lengths, lengths, CAPACITY)) for lengths in sets]
+    bins = sum(len(pack_lengths(lengths, CAPACITY)) for lengths in sets)
+    bounds = sum(num_bins_at_least(lengths, CAPACITY) for lengths in sets)
+    tokens = sum(map(sum, sets))
+    return BenchResult(
+        bench="packing",
+        figures={
+            "mean_length_tokens": tokens / (len(sets) * NUM_LENGTHS),
+            "rows_per_step": bins / len(sets),
+            "padded_fill": tokens / sum(len(lengths) * max(lengths) for lengths in sets),
+            "in_order_fill": tokens / (CAPACITY * sum(_in_order(lengths) for lengths in sets)),
+            "pack_worst_ms": max(times_ms),
+            **{
+                f"{name}idle_{ranks}_ranks": statistics.mean(share(lengths, ranks) for lengths in sets)
+                for ranks in NUM_RANKS
+                for name, share in (("", _idle), ("in_order_", _idle_in_order))
+            },
+        },
+        ratios={
+            "fill": ratio(tokens / (CAPACITY * bins), FILL_GOAL),
+            "pack_ms": ratio(statistics.median(times_ms), PACK_MS_GOAL, at_least=False),
+            "bins_vs_bound": ratio(bins / bounds, BINS_GOAL, at_least=False),
+        },
+    )
+
+
+def _lengths(seed: int) -> list[int]:
+    drawn = np.random.default_rng(seed).lognormal(np.log(2_800) - 0.5, 1.0, NUM_LENGTHS)
+    lengths: list[int] = np.clip(drawn, 1, CAPACITY).astype(int).tolist()
+    return lengths
+
+
+def _in_order(lengths: list[int]) -> int:
+    """Return how many rows are needed when samples are laid down as they come."""
+    rows, room = 1, CAPACITY
+    for length in lengths:
+        if length > room:
+            rows, room = rows + 1, CAPACITY
+        room -= length
+    return rows
+
+
+def _idle(lengths: list[int], num_ranks: int) -> float:
+    rows = rows_of_ranks(lengths, [COST.of([n]) for n in lengths], CAPACITY, num_ranks)
+    return idle_share([COST.of(lengths[i] for i in row.members) for row in rows], num_ranks)
+
+
+def _idle_in_order(lengths: list[int], num_ranks: int) -> float:
+    costs_K = [COST.of(lengths[i] for i in members) for members in pack_lengths(lengths, CAPACITY)]
+    turns = (costs_K[start : start + num_ranks] for start in range(0, len(costs_K), num_ranks))
+    return 1.0 - sum(costs_K) / (num_ranks * sum(max(turn) for turn in turns))

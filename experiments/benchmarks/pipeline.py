@@ -1,0 +1,188 @@
+"""The whole pipeline: asynchronous against synchronous, and the controller under load. Every run is real, with real processes.
+
+`async_vs_sync`: the quickstart model, the same config but for `max_staleness`, optimizer steps per second.
+`async_vs_sync_long_tail`: fake engines with long-tailed lengths and an outside learner whose step takes a fixed time.
+`learner_idle`: the same learner, generation fast enough.
+`lost`, `controller_cores`: 64 fake generators and 1,000 groups in flight.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from asyncrl.client import Run
+from asyncrl.config.load import parse_config
+from asyncrl.plan.validate import short_quickstart
+from asyncrl.schema.status import RunStatus
+from asyncrl.schema.weights import WeightsAvailable, WeightsManifest
+from benchmarks.harness import BenchResult, Ratio, ratio
+
+ROUNDS = 3
+SKIPPED_STEPS = 5
+"""At the start of a run, while pipelines fill."""
+
+
+def run(rounds: int = 0) -> BenchResult:
+    """Run the benchmark; `rounds` 0 means 3."""
+    return asyncio.run(_measure(rounds or ROUNDS))
+
+
+async def _measure(rounds: int) -> BenchResult:
+    folder = Path(tempfile.mkdtemp(prefix="asyncrl-bench-"))
+    sides: dict[str, list[float]] = {name: [] for name in ("sync", "async", "tail_sync", "tail_async", "idle")}
+    try:
+        for number in range(rounds):
+            for name, measure in _sides(folder, number).items():
+                sides[name].append(await measure())
+        load = await _controller_under_load(folder)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    middle = {name: statistics.median(values) for name, values in sides.items()}
+    figures = {
+        "sync_steps_per_s": middle["sync"],
+        "async_steps_per_s": middle["async"],
+        "long_tail_sync_steps_per_s": middle["tail_sync"],
+        "long_tail_async_steps_per_s": middle["tail_async"],
+        **load,
+    }
+    ratios: dict[str, Ratio] = {
+        "async_vs_sync": ratio(middle["async"] / middle["sync"], 1.3),
+        "async_vs_sync_long_tail": ratio(middle["tail_async"] / middle["tail_sync"], 1.8),
+        "learner_idle": ratio(middle["idle"], 0.1, at_least=False),
+        "lost": ratio(load["lost_groups"], 0, at_least=False),
+        "controller_cores": ratio(load["controller_busy_cores"], 1.0, at_least=False),
+    }
+    return BenchResult("pipeline", figures, ratios)
+
+
+def _sides(folder: Path, number: int) -> dict[str, Callable[[], Awaitable[float]]]:
+    """Return every measurement of one round, in the order they are taken."""
+    return {
+        "sync": lambda: _real_steps_per_s(short_quickstart(folder, f"sync-{number}", num_steps=60, max_staleness=0)),
+        "async": lambda: _real_steps_per_s(short_quickstart(folder, f"async-{number}", num_steps=60, max_staleness=2)),
+        "tail_sync": lambda: _outside_steps_per_s(_long_tail(folder, f"tail-sync-{number}", max_staleness=0), 0.2, 12),
+        "tail_async": lambda: _outside_steps_per_s(_long_tail(folder, f"tail-async-{number}", max_staleness=4), 0.2, 24),
+        "idle": lambda: _learner_idle(_long_tail(folder, f"idle-{number}", max_staleness=4, token_latency_s=0.0005), 0.3, 20),
+    }
+
+
+# -- the quickstart model, trained for real ------------------------------------------------------------------------------
+
+
+async def _real_steps_per_s(settings: dict[str, Any]) -> float:
+    async with Run(parse_config(settings)) as live:
+        times = [report.time_s async for report in live.steps()]
+    return (len(times) - 1 - SKIPPED_STEPS) / (times[-1] - times[SKIPPED_STEPS])
+
+
+# -- fake engines and an outside learner ---------------------------------------------------------------------------------
+
+
+def _long_tail(folder: Path, name: str, *, max_staleness: int, token_latency_s: float = 0.002) -> dict[str, Any]:
+    return {
+        "name": name,
+        "folder": str(folder),
+        "num_steps": 1000,
+        "generate": {"num_workers": 2, "sampling": {"max_new_tokens": 2000},
+                     "engine": {"kind": "fake", "num_slots": 64, "token_latency_s": token_latency_s,
+                                "mean_tokens": 64.0, "sigma": 1.0, "max_sequence_tokens": 4096}},
+        "algorithm": {"groups_per_step": 16, "group_size": 4},
+        "learner": {"kind": "external"},
+        "buffer": {"max_staleness": max_staleness},
+        "eval": {"at_start": False, "at_end": False},
+    }  # fmt: skip
+
+
+def _nothing_to_load(version: int) -> WeightsAvailable:
+    return WeightsAvailable(version, "none", "", WeightsManifest((), 0), "", time.time())  # noqa: TID251 - wall clock of a message
+
+
+async def _train_outside(live: Run, step_s: float, num_steps: int) -> list[tuple[float, float]]:
+    """Be a learner whose step takes `step_s`; return when each step began to wait and when it had its groups."""
+    await live.announce_weights(_nothing_to_load(0), "fake")
+    times = []
+    for _ in range(num_steps):
+        asked_s = time.perf_counter()
+        taken = await live.take()
+        times.append((asked_s, time.perf_counter()))
+        await asyncio.sleep(step_s)
+        await live.announce_weights(_nothing_to_load(taken.step + 1))
+        await live.trained(taken.step)
+    return times
+
+
+async def _outside_steps_per_s(settings: dict[str, Any], step_s: float, num_steps: int) -> float:
+    async with Run(parse_config(settings)) as live:
+        times = await _train_outside(live, step_s, num_steps)
+        await live.stop()
+    return (num_steps - 1 - SKIPPED_STEPS) / (times[-1][1] - times[SKIPPED_STEPS][1])
+
+
+async def _learner_idle(settings: dict[str, Any], step_s: float, num_steps: int) -> float:
+    """Return the fraction of its time that the learner waited for groups."""
+    async with Run(parse_config(settings)) as live:
+        times = await _train_outside(live, step_s, num_steps)
+        await live.stop()
+    counted = times[SKIPPED_STEPS:]
+    return sum(got - asked for asked, got in counted) / (counted[-1][1] - counted[0][0])
+
+
+# -- the controller under load -------------------------------------------------------------------------------------------
+
+
+async def _controller_under_load(folder: Path) -> dict[str, float]:
+    """Run 64 fake generators with 1,000 groups in flight for a while and count groups and the controller's CPU time."""
+    settings = _long_tail(folder, "load", max_staleness=30, token_latency_s=0.02)
+    settings["generate"]["num_workers"] = 64
+    settings["algorithm"] = {"groups_per_step": 64, "group_size": 4}
+    settings["buffer"]["max_running_groups"] = 1000
+    settings["reward"] = {"num_workers": 1}
+    async with Run(parse_config(settings)) as live:
+        await _train_outside(live, 0.2, 3)
+        controller = psutil.Process(await _endpoint_pid(live))
+        most_running = 0
+        cpu_s, started_s = _cpu_seconds(controller), time.perf_counter()
+        trained_before = (await live.status()).groups["trained"]
+        for _ in range(15):
+            taken = await live.take()
+            await live.announce_weights(_nothing_to_load(taken.step + 1))
+            await live.trained(taken.step)
+            groups = (await live.status()).groups
+            most_running = max(most_running, groups["running"] + groups["scoring"])
+        elapsed_s = time.perf_counter() - started_s
+        busy_cores = (_cpu_seconds(controller) - cpu_s) / elapsed_s
+        trained = (await live.status()).groups["trained"] - trained_before
+        ended = await live.stop()
+    return {
+        "lost_groups": float(_lost(ended)),
+        "controller_busy_cores": busy_cores,
+        "load_groups_in_flight": float(most_running),
+        "load_samples_per_s": trained * 4 / elapsed_s,
+    }
+
+
+async def _endpoint_pid(live: Run) -> int:
+    from asyncrl.client import read_endpoint
+
+    endpoint = read_endpoint(live.run_folder)
+    assert endpoint is not None
+    return endpoint.pid
+
+
+def _cpu_seconds(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return float(times.user + times.system)
+
+
+def _lost(status: RunStatus) -> int:
+    groups = dict(status.groups)
+    return abs(groups.pop("issued") - sum(groups.values()))

@@ -1,0 +1,159 @@
+"""How much of the weights one RL step changes, and so how large a delta is; and how long an engine stands still for new weights.
+
+The steps: SmolLM2-135M, learning rate 1e-6, sent as bfloat16.
+
+Real `train_step`s (decoupled PPO, AdamW, float32 masters) on a few short samples with random rewards; after each, the weights as
+they would be sent are encoded against those before, applied, and compared bit for bit. The model is the pretrained one where
+`models/SmolLM2-135M-Instruct` is there, else one of its shape with random weights. The engine: the embedded one's
+`load_weights` of a lease, beside one warm copy of the same bytes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from transformers.utils import logging as transformers_logging
+
+from asyncrl.clock import SystemClock
+from asyncrl.config.algorithm import AlgorithmConfig
+from asyncrl.config.broadcast import BroadcastConfig
+from asyncrl.config.generate import TransformersEngineConfig
+from asyncrl.config.learner import LearnerConfig
+from asyncrl.config.run import RunConfig
+from asyncrl.generate.transformers.engine import TransformersEngine
+from asyncrl.learner.model.lora import publishable_tensors
+from asyncrl.learner.model.policy import made_ready
+from asyncrl.learner.optim.optimizer import build_optimizer
+from asyncrl.learner.step.train_step import train_step
+from asyncrl.learner.train_state import TrainState
+from asyncrl.models.layout import copy_out, make_manifest, view_tensors
+from asyncrl.packing.tensors import pack_step
+from asyncrl.schema.batches import StepBatch
+from asyncrl.schema.weights import WeightsAvailable, WeightsManifest
+from asyncrl.weights.delta import apply_delta, encode_delta
+from asyncrl.weights.publisher import Publisher
+from asyncrl.weights.subscriber import Subscriber
+from benchmarks.harness import seconds_of
+from benchmarks.transports import scratch_folder
+from benchmarks.workload import PRETRAINED, scored_group, smollm2_model
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+LEARNING_RATE = 1e-6
+NUM_GROUPS, GROUP_SIZE, PROMPT_TOKENS, RESPONSE_TOKENS = 2, 2, 16, 16
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """From one version to the next."""
+
+    delta_share: float
+    """Bytes of the delta over those of the whole."""
+    changed_share: float
+    """Elements whose bytes changed."""
+    is_identical: bool
+    """Whether the deltas so far, applied to one buffer, gave the very bytes of the new version."""
+
+
+def changes(num_steps: int, folder: Path = PRETRAINED) -> Iterator[Change]:
+    """Train and yield what each step changed, after a first one, where AdamW moves every element by the learning rate."""
+    config = RunConfig(
+        algorithm=AlgorithmConfig(groups_per_step=NUM_GROUPS, group_size=GROUP_SIZE),
+        learner=LearnerConfig(learning_rate=LEARNING_RATE, warmup_steps=0),
+    )
+    model = made_ready(_opened(folder), config.learner)
+    trainee = TrainState(model, build_optimizer(model, config.learner, num_steps + 1))
+    manifest = make_manifest(publishable_tensors(model), "bfloat16")
+    before, after, received = (torch.zeros(manifest.total_bytes, dtype=torch.uint8) for _ in range(3))
+    _send(model, manifest, before)
+    received.copy_(before)
+    for step in range(num_steps + 1):
+        train_step(trainee, _batch(step), config)
+        _send(model, manifest, after)
+        change = _change(manifest, before, after, received)
+        if step:
+            yield change
+        before, after = after, before
+
+
+def is_pretrained(folder: Path = PRETRAINED) -> bool:
+    """Return whether the pretrained model is there."""
+    return (folder / "config.json").is_file()
+
+
+def _opened(folder: Path) -> PreTrainedModel:
+    if not is_pretrained(folder):
+        return smollm2_model()
+    from transformers import AutoModelForCausalLM
+
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
+    return model
+
+
+def _send(model: PreTrainedModel, manifest: WeightsManifest, flat: torch.Tensor) -> None:
+    copy_out(publishable_tensors(model), view_tensors(flat, manifest))
+
+
+def _change(manifest: WeightsManifest, before: torch.Tensor, after: torch.Tensor, received: torch.Tensor) -> Change:
+    blob = encode_delta(manifest, before.numpy().data, after.numpy().data)
+    assert blob is not None
+    apply_delta(manifest, blob, received.numpy().data)
+    changed = int((before.view(torch.int16) != after.view(torch.int16)).sum())
+    share = len(blob) / manifest.total_bytes
+    return Change(share, changed / (manifest.total_bytes // 2), torch.equal(received, after))
+
+
+def _batch(step: int) -> StepBatch:
+    rng = np.random.default_rng(step)
+
+    def tokens(num_rows: int, length: int) -> list[list[int]]:
+        drawn: list[list[int]] = rng.integers(2, 40_000, (num_rows, length)).tolist()
+        return drawn
+
+    rewards = [float(index) for index in range(GROUP_SIZE)]
+    groups = [
+        scored_group(number, prompt, tokens(GROUP_SIZE, RESPONSE_TOKENS), rewards, version=[step] * GROUP_SIZE)
+        for number, prompt in enumerate(tokens(NUM_GROUPS, PROMPT_TOKENS))
+    ]
+    return pack_step(step, groups, tokens_per_row=256, temperature=1.0)
+
+
+def pauses(rounds: int) -> list[tuple[float, float]]:
+    """Return, for each round, the milliseconds of the pause and those of one warm copy of the same bytes."""
+    transformers_logging.disable_progress_bar()
+    with scratch_folder() as folder:
+        model = smollm2_model(torch.bfloat16)
+        model.save_pretrained(folder / "model")
+        return asyncio.run(_pauses(folder, dict(model.named_parameters()), rounds))
+
+
+async def _pauses(folder: Path, weights: dict[str, torch.Tensor], rounds: int) -> list[tuple[float, float]]:
+    announced: queue.SimpleQueue[WeightsAvailable] = queue.SimpleQueue()
+    config = BroadcastConfig()
+    publisher, subscriber = Publisher(config, folder, announced.put, SystemClock()), Subscriber(config, folder)
+    engine = TransformersEngine(TransformersEngineConfig(dtype="bfloat16", num_slots=1, max_sequence_tokens=64), folder / "model")
+    measured: list[tuple[float, float]] = []
+    try:
+        await engine.start()
+        for version in range(1, rounds + 2):
+            publisher.publish(version, weights)
+            tensors = await subscriber.fetch(await asyncio.to_thread(announced.get))
+            pause_ms = await engine.load_weights(version, tensors, "keep")
+            tensors.release()
+            source = torch.ones_like(tensors.flat)
+            target = torch.ones_like(tensors.flat)
+            target.copy_(source)
+            measured.append((pause_ms, seconds_of(lambda source=source, target=target: target.copy_(source)) * 1e3))  # type: ignore[misc]
+    finally:
+        await engine.close()
+        subscriber.close()
+        publisher.close()
+    return measured[1:]

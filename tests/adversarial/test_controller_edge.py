@@ -1,0 +1,372 @@
+"""The controller's edge: a peer is believed only about itself, and nothing it says raises out of a loop of the controller.
+
+Each attack that was tried once is a test of its own. The property drives every role with every message, in several states.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+import types
+import typing
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from asyncrl.control.api import RunApi
+from asyncrl.control.edge import MAY_SEND, MOST_REFUSALS
+from asyncrl.control.lifecycle.events import DrainRequested, PauseRequested
+from asyncrl.errors import ConnectionClosed, RunError
+from asyncrl.schema.batches import StepBatch, StepDone
+from asyncrl.schema.codec import MESSAGE_TYPES, decode, encode
+from asyncrl.schema.control import (
+    CheckpointDone,
+    EngineReady,
+    EngineRoom,
+    Fault,
+    Heartbeat,
+    LearnerReady,
+    ModelsReady,
+    PhaseReached,
+)
+from asyncrl.schema.samples import (
+    GroupWork,
+    InferResult,
+    Prompt,
+    Sample,
+    SampleFailure,
+    Score,
+    ScoreRequest,
+    ids_to_bytes,
+    logprobs_to_bytes,
+)
+from asyncrl.schema.status import ExternalGroup
+from asyncrl.schema.weights import VersionLive, WeightsAvailable, WeightsManifest
+from asyncrl.transport.protocol import Lane
+from tests.unit.control.test_controller import World, _hello, _next
+
+GUEST = "joined-b-7-0"
+
+
+@asynccontextmanager
+async def running(folder, **settings):
+    """Yield a world whose controller runs; fail where a loop of it has raised."""
+    world = World(folder, **settings)
+    run = asyncio.get_running_loop().create_task(world.controller.run(asyncio.Event()))
+    try:
+        yield world
+        assert not run.done() or run.exception() is None, run.exception()
+        world.buffer.state.check_invariants()
+        world.buffer.ledger.sync()
+    finally:
+        run.cancel()
+        await asyncio.wait([run])
+        world.controller.reporter.steps.clear()
+        await world.controller.reporter.close(folder)
+        world.buffer.close()
+
+
+async def settled(world, refused):
+    """Wait until so many messages were refused."""
+    async with asyncio.timeout(30):
+        while world.controller.edge.refused.total() < refused:
+            await asyncio.sleep(0.005)
+
+
+def sample(work, index=0, generator="generator-0", versions=(0, 0), **changes):
+    made = Sample(
+        work.group_id, index, work.attempt, ids_to_bytes([1, 2]), ids_to_bytes([3, 4]), logprobs_to_bytes([-0.1, -0.2]),
+        ids_to_bytes(versions), "stop", "46", generator, 0.0, 1.0,
+    )  # fmt: skip
+    return msgspec.structs.replace(made, **changes)
+
+
+def weights(version):
+    return WeightsAvailable(version, "none", "", WeightsManifest((), 0), "", 0.0)
+
+
+# -- the attacks that were tried -----------------------------------------------------------------------------------------
+
+FROM_A_GUEST = [
+    ModelsReady(GUEST, ("m",), 1),
+    StepDone(10**6, 10**6 + 1, {}, 0.0, 1.0),
+    LearnerReady(10**6, "model"),
+    LearnerReady(0, "model"),
+    Fault("nobody", "it fell over", fatal=True),
+    Fault("learner", "it fell over", fatal=True),
+    Fault("generator-0", "it fell over", fatal=False),
+    weights(10**7),
+    CheckpointDone(10**6, "/", 0.1),
+    EngineRoom("generator-0", 0),
+    EngineReady("generator-0", 0, 0),
+    VersionLive(10**7, GUEST, 0.0, 0.0, 0.0),
+    VersionLive(0, "generator-0", 0.0, 0.0, 0.0),
+    Heartbeat("learner", 0.0),
+    Heartbeat(GUEST, float("nan")),
+    PhaseReached("learner", "train", 0),
+    Score(0, 0, 0, 1.0),
+    InferResult(0, 0, 0),
+]
+
+
+@pytest.mark.parametrize("message", FROM_A_GUEST, ids=[f"{i}-{type(each).__name__}" for i, each in enumerate(FROM_A_GUEST)])
+async def test_what_a_guest_says_of_others_is_refused_and_counted(tmp_path, message):
+    async with running(tmp_path) as world:
+        await world.start()
+        guest = await world.let_in()
+        await guest.send(message, Lane.CONTROL)
+        await settled(world, 1)
+        assert world.controller.edge.refused == {(GUEST, type(message).__name__): 1}
+        assert world.controller.lifecycle.phase not in {"failed", "stopped"}
+        assert world.buffer.newest_version == 0
+        assert RunApi(world.controller).status().refused_messages == 1
+
+
+async def test_an_engine_with_no_slots_is_refused(tmp_path):
+    async with running(tmp_path) as world:
+        await world.launcher.started("generator-0")
+        generator = await world.join("generator", "generator-0")
+        await generator.send(EngineReady("generator-0", 0, -1), Lane.CONTROL)
+        await settled(world, 1)
+        assert len(world.buffer.state.pool) == 0
+
+
+BAD_SAMPLES = {
+    "another generator's group": {"generator": GUEST, "group": "other"},
+    "in another's name": {"generator": "generator-0"},
+    "an attempt that breaks the ledger": {"attempt": 2**63},
+    "an attempt that was not given out": {"attempt": 7},
+    "a start that is no number": {"started_s": float("nan")},
+    "an end that is no number": {"finished_s": float("inf")},
+    "no such member": {"index": 5},
+    "no such group": {"group_id": 10**6},
+}
+
+
+@pytest.mark.parametrize("case", BAD_SAMPLES)
+async def test_a_sample_that_is_not_this_guests_own_is_refused(tmp_path, case):
+    async with running(tmp_path) as world:
+        _, _, generator = await world.start(version_is_live=False)
+        guest = await world.let_in()
+        own = await _next(guest, GroupWork, Lane.DATA)
+        await _next(guest, GroupWork, Lane.DATA)
+        await generator.send(VersionLive(0, "generator-0", 0.0, 0.0, 0.0), Lane.CONTROL)
+        changes = dict(BAD_SAMPLES[case])
+        group = world.buffer.state.groups[own.group_id]
+        if changes.pop("group", ""):
+            group.holders[0] = "generator-0"
+        await guest.send(msgspec.structs.replace(sample(own, 1, GUEST), **changes))
+        await settled(world, 1)
+        assert group.members[1] == "pending"
+        assert world.controller.edge.refused == {(GUEST, "Sample"): 1}
+
+
+async def test_a_sample_of_another_prompt_than_its_group_is_refused(tmp_path):
+    async with running(tmp_path) as world:
+        _, _, generator = await world.start()
+        work = await _next(generator, GroupWork, Lane.DATA)
+        await generator.send(sample(work, 0))
+        await generator.send(sample(work, 1, prompt_ids=ids_to_bytes([9, 9, 9])))
+        await settled(world, 1)
+        assert world.buffer.state.groups[work.group_id].members == ["generated", "pending"]
+
+
+async def test_forged_versions_let_no_forged_tokens_in(tmp_path):
+    """The attack that trained tokens of version 1,000,000: first the version, then samples of it."""
+    async with running(tmp_path) as world:
+        await world.start(version_is_live=False)
+        guest = await world.let_in()
+        await guest.send(weights(10**7), Lane.CONTROL)
+        work = await _next(guest, GroupWork, Lane.DATA)
+        await guest.send(sample(work, 0, GUEST, versions=(10**6, 10**6)))
+        await settled(world, 1)
+        async with asyncio.timeout(30):
+            while world.buffer.state.member_state(work.group_id, 0) == "pending":
+                await asyncio.sleep(0.005)
+        assert world.buffer.state.member_state(work.group_id, 0) == "failed"
+        assert world.buffer.newest_version == 0
+
+
+async def test_a_learner_cannot_announce_or_finish_what_was_never_taken(tmp_path):
+    async with running(tmp_path) as world:
+        learner, _, _ = await world.start()
+        for message in (weights(1), StepDone(0, 1, {}, 0.0, 1.0)):
+            await learner.send(message, Lane.CONTROL)
+        await settled(world, 2)
+        assert (world.controller.feeder.version, world.buffer.newest_version) == (0, 0)
+
+
+async def test_a_score_of_a_worker_that_was_not_asked_is_refused(tmp_path):
+    async with running(tmp_path, reward={"num_workers": 2}) as world:
+        _, reward, generator = await world.start()
+        other = await world.join("reward", "reward-1")
+        work = await _next(generator, GroupWork, Lane.DATA)
+        await generator.send(sample(work))
+        async with asyncio.timeout(30):
+            while not any(peer.connection.unacknowledged() for peer in world.controller.peers.of("reward")):
+                await asyncio.sleep(0.005)
+        asked = {peer.name for peer in world.controller.peers.of("reward") if peer.connection.unacknowledged()}
+        liar = other if asked == {"reward-0"} else reward
+        await liar.send(Score(work.group_id, 0, work.attempt, 1.0))
+        await settled(world, 1)
+        assert world.buffer.state.member_state(work.group_id, 0) == "generated"
+
+
+async def test_the_third_refusal_in_a_minute_ends_the_connection_with_one_line(tmp_path, caplog):
+    async with running(tmp_path) as world:
+        await world.start()
+        guest = await world.let_in()
+        for _ in range(MOST_REFUSALS):
+            await guest.send(Heartbeat("learner", 0.0), Lane.CONTROL)
+        async with asyncio.timeout(30):
+            while not guest.closed_reason:
+                await asyncio.sleep(0.005)
+            while world.controller.membership.joined:
+                await asyncio.sleep(0.005)
+        lines = [record.message for record in caplog.records if "is ended" in record.message]
+        assert lines == [
+            f"the connection of {GUEST} is ended: its messages were refused, the last, a Heartbeat: it speaks for 'learner'"
+        ]
+
+
+async def test_a_submitted_group_with_token_ids_beyond_the_vocabulary_is_refused(tmp_path):
+    async with running(tmp_path) as world:
+        work = GroupWork(0, 0, Prompt("mine"), (0,), None, 0)
+        early = RunApi(world.controller)
+        beyond = ExternalGroup(Prompt("mine"), (sample(work, token_ids=ids_to_bytes([3, 500])),))
+        assert (await early.submit(beyond)).group_id == 0  # nothing is known of the model yet
+        (tmp_path / "model").mkdir()
+        (tmp_path / "model" / "config.json").write_text('{"vocab_size": 100}')
+        world.controller.know_model(str(tmp_path / "model"))
+        assert world.buffer.counts().dropped == {"token ids beyond the vocabulary": 1}
+        refused = await early.submit(beyond)
+        assert "token id 500 is beyond the model's vocabulary of 100" in refused.refused
+        assert (await early.submit(ExternalGroup(Prompt("mine"), (sample(work),)))).group_id == 1
+
+
+async def test_an_outside_learner_cannot_announce_a_version_that_no_step_made(tmp_path):
+    async with running(tmp_path, learner={"kind": "external"}) as world:
+        with pytest.raises(RunError, match="there is no version 7: 0 steps were taken"):
+            await RunApi(world.controller).announce_weights(weights(7), "")
+
+
+async def test_a_batch_that_kills_the_learner_twice_is_set_aside_and_named(tmp_path, caplog):
+    async with running(tmp_path) as world:
+        learner, reward, generator = await world.start()
+        for _ in range(3):
+            work = await _next(generator, GroupWork, Lane.DATA)
+            for index in work.indices:
+                await generator.send(sample(work, index))
+                request = await _next(reward, ScoreRequest, Lane.DATA)
+                await reward.send(Score(request.group_id, request.index, request.attempt, 1.0, worker="reward-0"))
+        for life in (1, 2):
+            await _next(learner, StepBatch, Lane.DATA)
+            (await world.launcher.started("learner", life)).exit(-9)
+            await world.launcher.started("learner", life + 1)
+            learner = await world.join("learner", "learner")
+            await learner.send(LearnerReady(0, "model"), Lane.CONTROL)
+        path = tmp_path / "set_aside" / "step-0.msgpack"
+        async with asyncio.timeout(30):
+            while not path.exists():
+                await asyncio.sleep(0.005)
+        assert [group["group_id"] for group in msgspec.msgpack.decode(path.read_bytes())] == [0, 1]
+        assert world.buffer.counts().dropped == {"the learner died over it 2 times": 2}
+        assert "groups 0, 1 are set aside" in caplog.text
+
+
+# -- every message, every role, several states ---------------------------------------------------------------------------
+
+NAMES = st.sampled_from(["learner", "generator-0", "reward-0", "inference-0", GUEST, "nobody", "", "model", "/", "train", "\x00"])
+INTS = st.sampled_from([-(2**63), -2, -1, 0, 0, 0, 1, 1, 2, 3, 7, 64, 2**31, 10**6, 2**63 - 1, 2**63, 2**64 - 1])
+FLOATS = st.sampled_from([0.0, 1.0, -1.0, 1e300, float("nan"), float("inf"), float("-inf")])
+BYTES = st.sampled_from([
+    b"",
+    b"\0",
+    ids_to_bytes([1, 2]),
+    ids_to_bytes([0, 0]),
+    ids_to_bytes([-1]),
+    logprobs_to_bytes([-0.5, -0.25]),
+])
+
+
+def strategy_of(annotation):
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Annotated:
+        return strategy_of(arguments[0])
+    if origin is typing.Literal:
+        return st.sampled_from(arguments)
+    if origin in {typing.Union, types.UnionType}:
+        return st.one_of(*map(strategy_of, arguments))
+    if origin is tuple:
+        return st.lists(strategy_of(arguments[0]), max_size=2).map(tuple)
+    if origin is dict:
+        return st.dictionaries(strategy_of(arguments[0]), strategy_of(arguments[1]), max_size=2)
+    plain = {int: INTS, float: FLOATS, str: NAMES, bytes: BYTES, bool: st.booleans(), type(None): st.none()}
+    return plain[annotation] if annotation in plain else struct_of(annotation)
+
+
+def struct_of(kind):
+    hints = typing.get_type_hints(kind, include_extras=True)
+    fields = {name: strategy_of(hints[name]) for name in kind.__struct_fields__}
+    return st.builds(lambda **values: kind(**values), **fields)
+
+
+ANY_MESSAGE = st.one_of(*map(struct_of, MESSAGE_TYPES))
+ROLES = {"learner": "learner", "generator-0": "generator", "reward-0": "reward", "inference-0": "inference", GUEST: "generator"}
+SAID = st.lists(st.tuples(st.sampled_from(sorted(ROLES)), ANY_MESSAGE, st.sampled_from(list(Lane))), min_size=5, max_size=40)
+
+
+def crosses(message):
+    try:
+        return decode(encode(message))
+    except Exception:  # noqa: BLE001 - what the codec refuses never comes to the controller
+        return None
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@given(said=SAID, state=st.sampled_from(["fresh", "running", "paused", "draining"]), model=st.booleans())
+def test_no_message_of_a_peer_raises_out_of_the_controller(said, state, model):
+    judge = {"inference": {"reward_models": [{"name": "judge", "path": "judge"}]}} if model else {}
+
+    async def live(folder):
+        async with running(folder, **judge) as world:
+            peers = {}
+            if state != "fresh":
+                learner, reward, generator = await world.start()
+                peers = {"learner": learner, "reward-0": reward, "generator-0": generator}
+            if state == "paused" and world.controller.lifecycle.phase == "running":
+                world.controller.post(PauseRequested())
+            if state == "draining":
+                world.controller.post(DrainRequested())
+            world.controller.membership.most_joined = 1
+            for name, message, lane in said:
+                message = crosses(message)
+                if message is None or world.controller.ending.is_set():
+                    continue
+                connection = peers.get(name)
+                if connection is None or connection.closed_reason:
+                    if name == GUEST:
+                        world.controller.membership.refusal(_hello("generator", GUEST))
+                    connection = peers[name] = await world.join(ROLES[name], name)
+                try:
+                    connection.try_send(message, lane)
+                except ConnectionClosed:
+                    peers.pop(name)
+                await asyncio.sleep(0)
+            for _ in range(20):
+                await asyncio.sleep(0)
+            assert world.buffer.newest_version <= world.buffer.state.next_step
+
+    with tempfile.TemporaryDirectory() as folder:
+        asyncio.run(live(Path(folder)))
+
+
+def test_every_message_to_the_controller_has_a_role_that_may_send_it():
+    allowed = frozenset().union(*MAY_SEND.values())
+    assert allowed <= set(MESSAGE_TYPES)
+    assert SampleFailure in allowed
+    assert GroupWork not in allowed

@@ -1,0 +1,131 @@
+"""What goes wrong is on the screen, and a run that cannot succeed ends: the real command line, with short runs."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from asyncrl.config.load import dump_config, parse_config
+from tests.integration.conftest import NO_MODEL, no_process_left, tiny_settings  # noqa: F401 - a fixture
+
+pytestmark = pytest.mark.timeout(180)
+
+OUTSIDE = {
+    "learner__kind": "external",
+    "eval__at_start": False,
+    "eval__at_end": False,
+    "generate__engine": NO_MODEL,
+    "buffer__max_staleness": 30,
+}
+"""Neither torch nor a learner: generation goes on by itself for 31 steps of 4 groups once a version is announced."""
+
+
+def asyncrl(*arguments: object, cwd: Path | None = None, timeout: float = 150) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "asyncrl", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False, cwd=cwd)
+
+
+def run(folder: Path, reward: str, **overrides) -> subprocess.CompletedProcess[str]:
+    """`asyncrl run --plain` with this reward function in rewards.py."""
+    (folder / "rewards.py").write_text(reward)
+    functions = {"functions": [{"kind": "python", "path": f"{folder / 'rewards.py'}:score"}]}
+    settings = {"eval__at_start": False, "eval__at_end": False, "generate__engine": NO_MODEL, "num_steps": 10_000}
+    config = parse_config(tiny_settings(folder, reward=functions, **settings | overrides))
+    (folder / "c.toml").write_text(dump_config(config))
+    return asyncrl("run", folder / "c.toml", "--plain")
+
+
+def test_a_reward_that_raises_on_every_sample_ends_the_run_with_its_traceback_on_the_screen(tmp_path):
+    ended = run(tmp_path, "def score(prompt, text):\n    return lenght(text)\n")
+    assert ended.returncode == 1, ended.stdout + ended.stderr
+    assert "NameError at rewards.py:2" in ended.stdout
+    assert "    return lenght(text)" in ended.stdout
+    assert ended.stdout.count("Traceback") == 1, "one cause is told once"
+    assert re.search(r"all of the first \d+ samples failed; most often at reward: .*NameError", ended.stderr)
+    assert "Traceback" in (tmp_path / "tiny" / "logs" / "controller.log").read_text()
+    overview = asyncrl("inspect", tmp_path / "tiny").stdout
+    assert len(set(re.findall(r"^failed +(.*?)  +\d+$", overview, flags=re.MULTILINE))) == 1, overview
+
+
+def test_messages_that_differ_are_one_kind_and_a_share_over_the_limit_ends_the_run(tmp_path):
+    reward = (
+        "import random\n"
+        "def score(prompt, text):\n"
+        "    if random.random() < 0.97:\n"
+        "        raise ValueError(f'no luck with {random.random()}')\n"
+        "    return 1.0\n"
+    )
+    ended = run(tmp_path, reward)
+    assert ended.returncode == 1, ended.stdout + ended.stderr
+    assert ended.stdout.count("Traceback") == 1
+    assert re.search(
+        r"of the last 64 groups failed, more than supervision.max_failed_share \(0.5\)|all of the first", ended.stderr
+    )
+
+
+def test_failures_that_are_allowed_are_on_the_step_line_and_the_run_goes_on(tmp_path):
+    reward = "def score(prompt, text):\n    return 1 / (hash(text) % 4 > 0)\n"
+    ended = run(tmp_path, reward, supervision__max_failed_share=1.0, algorithm__group_size=8, num_steps=3)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "ZeroDivisionError at rewards.py:2" in ended.stdout
+    assert re.search(r"step \d+/3 .* FAILED \d+ samples, \d+% of groups", ended.stdout), ended.stdout
+
+
+def test_prompts_that_are_all_too_long_end_the_run_and_say_so(tmp_path):
+    task = {"kind": "python", "path": f"{tmp_path / 'task.py'}:task"}
+    (tmp_path / "task.py").write_text(
+        "import asyncrl\ndef task(seed):\n"
+        "    return asyncrl.TaskData([asyncrl.Prompt(str(i), text='x' * 40, answer='1') for i in range(99)], [], alphabet='x1')\n"
+    )
+    ended = run(tmp_path, "def score(prompt, text):\n    return 1.0\n", task=task, model__warm_start=None)
+    assert ended.returncode == 1, ended.stdout + ended.stderr
+    assert "over generate.engine.max_sequence_tokens (16)" in ended.stdout
+    assert "samples failed; most often at generate" in ended.stderr
+
+
+def test_a_reward_process_that_dies_is_on_the_screen(tmp_path):
+    reward = "import os\ndef score(prompt, text):\n    os._exit(7)\n"
+    ended = run(tmp_path, reward)
+    assert ended.returncode == 1, ended.stdout + ended.stderr
+    assert "its scoring process died" in ended.stdout
+    assert "samples failed; most often at reward" in ended.stderr
+
+
+def test_a_module_of_the_user_s_does_not_stand_in_for_the_standard_library(tmp_path):
+    (tmp_path / "grp.py").write_text("raise ImportError('the user\\'s grp.py')\n")
+    settings = {"eval__at_start": False, "eval__at_end": False, "generate__engine": NO_MODEL, "num_steps": 1}
+    (tmp_path / "c.toml").write_text(dump_config(parse_config(tiny_settings(tmp_path, **settings))))
+    ended = asyncrl("run", tmp_path / "c.toml", "--plain", cwd=tmp_path)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ({"learner__device": "cuda:55"}, r"cuda|CUDA"),
+        ({"learner__optimizer": "adamw_8bit"}, r"bitsandbytes|8bit"),
+    ],
+)
+def test_what_a_restart_would_meet_again_ends_the_run_at_once(tmp_path, overrides, said):
+    settings = {"eval__at_start": False, "eval__at_end": False, "generate__engine": NO_MODEL, "num_steps": 1}
+    (tmp_path / "c.toml").write_text(dump_config(parse_config(tiny_settings(tmp_path, **settings, **overrides))))
+    ended = asyncrl("run", tmp_path / "c.toml", "--plain")
+    if ended.returncode == 0:
+        pytest.skip("this machine has it")
+    assert ended.returncode == 1, ended.stdout + ended.stderr
+    assert re.search(said, ended.stderr)
+    assert "Traceback" not in ended.stderr
+    assert ended.stdout.count("learner died") <= 1, "it was not started again and again"
+
+
+def test_a_wrong_option_is_named_as_it_was_given(tmp_path):
+    (tmp_path / "c.toml").write_text('name = "x"\n')
+    for option in ("num_steps=abc", "buffer.max_stalenes=1", "name=../x", "name="):
+        ended = asyncrl("run", tmp_path / "c.toml", "--set", option)
+        assert ended.returncode == 2
+        assert ended.stderr.count("\n") == 1
+        assert (f"--set {option}: " if "name" not in option else "name ") in ended.stderr

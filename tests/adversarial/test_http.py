@@ -1,0 +1,163 @@
+"""The run's HTTP interface against requests that are wrong: each is answered, none reaches the run, memory stays bounded."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import io
+import resource
+import socket
+import zlib
+from urllib.parse import urlsplit
+
+import aiohttp
+import msgspec
+import pytest
+
+from asyncrl.control.api import MOST_BODY_BYTES, serve_api
+from asyncrl.schema.status import RunStatus
+
+
+class Control:
+    """A run that notes what reaches it."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def __getattr__(self, name):
+        async def note(*_):
+            self.asked.append(name)
+
+        return note
+
+    def status(self) -> RunStatus:
+        return RunStatus(name="r", run_folder="r", phase="running")
+
+    async def steps_from(self, first: int):
+        self.asked.append(f"steps from {first}")
+        return
+        yield
+
+
+@contextlib.asynccontextmanager
+async def served(tmp_path, **limits):
+    control = Control()
+    async with serve_api(control, tmp_path, **limits) as endpoint:
+        yield control, endpoint
+
+
+def session_of(endpoint) -> aiohttp.ClientSession:
+    return aiohttp.ClientSession(endpoint.url, headers={"Authorization": f"Bearer {endpoint.token}"})
+
+
+async def said(endpoint, request: bytes, timeout_s: float = 30.0) -> bytes:
+    """What the server says to these bytes, up to the end of the connection."""
+    parts = urlsplit(endpoint.url)
+    reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
+    try:
+        writer.write(request)
+        await writer.drain()
+        async with asyncio.timeout(timeout_s):
+            return await reader.read()
+    finally:
+        writer.close()
+
+
+def raw(endpoint, line: str, *headers: bytes, body: bytes = b"") -> bytes:
+    lines = [line.encode() + b" HTTP/1.1", b"Host: here", b"Connection: close", *headers]
+    if body:
+        lines.append(b"Content-Length: " + str(len(body)).encode())
+    return b"\r\n".join(lines) + b"\r\n\r\n" + body
+
+
+def bearer(endpoint) -> bytes:
+    return f"Authorization: Bearer {endpoint.token}".encode()
+
+
+TOKENS = [
+    b"",
+    b"Bearer",
+    b"Bearer \xff\xfe",
+    b"\x80\x81\x82",
+    b"Bearer " + b"\xf0\x9f\x98\x80",
+    b"Basic QQ==",
+    b"Bearer " + b"a" * 4000,
+]
+
+
+@pytest.mark.parametrize("token", TOKENS, ids=range(len(TOKENS)))
+async def test_a_wrong_token_of_any_bytes_is_answered_with_401(tmp_path, token):
+    async with served(tmp_path) as (control, endpoint):
+        answer = await said(endpoint, raw(endpoint, "POST /stop", b"Authorization: " + token))
+        assert answer.startswith(b"HTTP/1.1 401 ")
+        assert control.asked == []
+
+
+@pytest.mark.parametrize("first", ["abc", "1.5", "", "0x10", "%00", "nan", "1e3"])
+async def test_steps_from_what_is_no_number_is_400(tmp_path, first):
+    async with served(tmp_path) as (control, endpoint):
+        answer = await said(endpoint, raw(endpoint, f"GET /steps?first={first}", bearer(endpoint)))
+        assert answer.startswith(b"HTTP/1.1 400 ")
+        assert control.asked == []
+
+
+@pytest.mark.parametrize("body", [b"", b"\xc1", b"abc", msgspec.msgpack.encode({"step": "x"}), msgspec.msgpack.encode([1])])
+async def test_a_body_that_is_no_message_is_400(tmp_path, body):
+    async with served(tmp_path) as (control, endpoint):
+        answer = await said(endpoint, raw(endpoint, "POST /trained", bearer(endpoint), body=body))
+        assert answer.startswith(b"HTTP/1.1 400 ")
+        assert control.asked == []
+
+
+@pytest.mark.parametrize("packed", [False, True])
+async def test_a_body_over_a_mebibyte_is_413_packed_or_not(tmp_path, packed):
+    body = msgspec.msgpack.encode({"step": 1, "metrics": {"x" * (MOST_BODY_BYTES + 1): 1.0}})
+    headers = {"Content-Encoding": "deflate"} if packed else {}
+    async with served(tmp_path) as (control, endpoint):
+        sent = io.BytesIO(zlib.compress(body) if packed else body)
+        async with session_of(endpoint) as session, session.post("/trained", data=sent, headers=headers) as answer:
+            assert answer.status == 413
+        assert control.asked == []
+
+
+async def test_a_packed_body_that_unpacks_to_a_quarter_of_a_gibibyte_is_not_unpacked(tmp_path):
+    packer, bomb = zlib.compressobj(9), bytearray()
+    for _ in range(256):
+        bomb += packer.compress(bytes(1 << 20))
+    bomb += packer.flush()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    packing = {"Content-Encoding": "deflate"}
+    async with (
+        served(tmp_path) as (control, endpoint),
+        session_of(endpoint) as session,
+        session.post("/trained", data=io.BytesIO(bomb), headers=packing) as answer,
+    ):
+        assert answer.status == 413
+    assert control.asked == []
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 << 10, "in KiB"
+
+
+async def test_a_body_that_never_comes_is_given_up(tmp_path):
+    async with served(tmp_path, read_timeout_s=0.2) as (control, endpoint):
+        request = raw(endpoint, "POST /trained", bearer(endpoint), b"Content-Length: 100") + b"\x81"
+        assert (await said(endpoint, request)).startswith(b"HTTP/1.1 408 ")
+        assert control.asked == []
+
+
+@pytest.mark.parametrize("line", ["GET /", "GET /../api.json", "POST /status", "GET /stop", "DELETE /steps", "POST /nothing"])
+async def test_a_route_that_is_none_does_nothing(tmp_path, line):
+    async with served(tmp_path) as (control, endpoint):
+        answer = await said(endpoint, raw(endpoint, line, bearer(endpoint)))
+        assert answer[9:12] in {b"404", b"405"}
+        assert control.asked == []
+
+
+async def test_bytes_that_are_no_http_leave_the_server_as_it_is(tmp_path):
+    async with served(tmp_path) as (control, endpoint):
+        for junk in (b"\x00" * 100, b"GET / HTTP/9.9\r\n\r\n", b"GET /" + b"a" * 20_000 + b" HTTP/1.1\r\n\r\n", b"\x16\x03\x01"):
+            parts = urlsplit(endpoint.url)
+            with socket.create_connection((parts.hostname, parts.port), timeout=5) as line:
+                line.sendall(junk)
+        answer = await said(endpoint, raw(endpoint, "GET /status", bearer(endpoint)))
+        assert answer.startswith(b"HTTP/1.1 200 ")
+        assert control.asked == []

@@ -1,0 +1,160 @@
+"""Answers that want to be right without being so, right answers however they are written, and answers made to hang their judge."""
+# ruff: noqa: E501, RUF001 - answers are quoted as they are
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from asyncrl.clock import SystemClock
+from asyncrl.config.reward import AnswerMatchReward, FormatCheckReward, RewardConfig
+from asyncrl.reward.inputs import RewardInput
+from asyncrl.reward.pool import RewardPool
+from asyncrl.reward.registry import build_reward
+from asyncrl.schema.samples import Prompt, ScoreRequest
+
+MARKED = Path(__file__).parents[2] / "experiments/benchmarks/marked"
+SECONDS = 2.0
+"""Of CPU time for one answer, on a busy machine; what these guard against takes hours."""
+
+
+def scorer(mode, **options):
+    reward = build_reward(AnswerMatchReward(mode=mode, **options))
+    return lambda text, reference: reward(RewardInput(Prompt("p", answer=reference), text, "stop", 4))
+
+
+def errors(name, judge):
+    """Return the pairs of a marked set that a judge gets wrong: accepted, and refused."""
+    pairs = [json.loads(line) for line in (MARKED / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()]
+    told = [(pair, bool(judge(pair["answer"], pair["reference"]))) for pair in pairs]
+    assert len(pairs) >= 300
+    return [pair for pair, equal in told if equal and not pair["equal"]], [p for p, equal in told if not equal and p["equal"]]
+
+
+def test_the_marked_numbers_are_judged_right():
+    assert errors("numbers", scorer("numeric")) == ([], [])
+
+
+def test_the_marked_mathematics_are_judged_right_but_for_what_the_docs_state():
+    accepted, refused = errors("math", scorer("math"))
+    assert not accepted
+    assert len(refused) <= 2
+
+
+@pytest.mark.parametrize("text", [
+    "5 is wrong", "5 or six", "5 million", "5x", "5i", "٥", "５", "5\u0665", "⑤", "Ⅴ", "5\u200b6", "5 6", "5;6", "5/6/7", "0x5", "5e", "--5", "5%%", "\\boxed{5}\\boxed{6}",
+    "\\boxed{5 \\boxed{6}}", "$5$$6$", "5 = 6", "six", "", "5\n6", "five (5) or six (6)", "5 km 6 m", "5,6", "not 5", "<5>", "5?", "about 5", "5 ± 1", "≥5", "5 wrong",
+])  # fmt: skip
+def test_what_is_not_the_number_is_not_taken_for_it(text):
+    assert scorer("numeric")(text, "5") == 0.0
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "\\(5\\)",
+        "**5**",
+        "\\boxed{\\boxed{5}}",
+        "x = 5",
+        "(5)",
+        "5^\\circ",
+        "$\\boxed{5}$",
+        "5.0",
+        "$x=5$",
+        "5.",
+        "+5",
+        "5 apples",
+    ],
+)
+def test_a_number_is_read_as_it_is_written(text):
+    assert scorer("numeric")(text, "5") == 1.0
+
+
+@pytest.mark.parametrize("text", [
+    "1=7", "not 7", "1 or 2 or 7", "x^2=7", "$1$ $2$ $7$", "7, 8", "$7$ or $8$", "\\boxed{6}\\boxed{7}", "7 7", "\\text{7 or 8}", "x=7=8", "7 \\neq 8", "\\{6,7\\}", "(6,7)",
+    "either 7", "7!", "7?", "7 is not it", "the answer is not $7$", "$7$ is wrong", "6\\text{ or }7", "7 \\vee 8", "7\\mid 8", "7 8 9", "\\frac{7}", "٧", "7\\\\8", "7 & 8",
+    "\\begin{pmatrix}7\\end{pmatrix}x", "\\boxed{7", "\\pm 7", "7+x-x+y", "7;8", "$$ 7 $$ $$ 8 $$", "\\(7\\) \\(8\\)", "7 \\text{ km } 8",
+])  # fmt: skip
+def test_what_is_not_one_expression_is_not_seven(text):
+    assert scorer("math")(text, "7") == 0.0
+
+
+BOMBS = [
+    "9^{9^{9}}", "9^9^9", "(10^9)!", "((10)!)!", "(((9)!)!)!", "100000!", "10^{10^{10}}", "(" * 500 + "7" + ")" * 500, "{" * 500 + "7" + "}" * 500, "(x+1)^{100000}",
+    "(x+y+z)^{60}(x+y)^{60}", "((((9^{99})^{99})^{99})^{99})", "\\sqrt{" * 60 + "2" + "}" * 60, "\\binom{1000000}{500000}", "9" * 100_000, "1e999999999", "\\sum_{i=1}^{10^9} i",
+    "\\int_0^1 x^x dx", "\\prod_{i=1}^{10^9} i", "\\boxed{" * 20_000, "\\boxed{" * 5_000 + "7" + "}" * 5_000, "$" * 50_000, "$7" * 30_000, "\\(" * 30_000, "," * 50_000, "1," * 20_000,
+    "\\frac{1}{" * 200 + "1" + "}" * 200, "-" * 50_000 + "7", "7 " * 30_000, "x" * 50_000, "\\text{" * 10_000, "^" * 10_000, "\\cup" * 10_000, "=" * 50_000, " " * 400_000 + "7 x",
+    "\\sin(10^{100000})", "0." + "1" * 50_000, "1/" * 20_000 + "3", "\\begin{pmatrix}" * 2_000, "!" * 10_000, "(7)!" * 200, "**" * 30_000, "**7" * 20_000, "the answer is " * 10_000,
+    "x=" * 20_000 + "7", "\\tan(\\tan(\\tan(\\tan(9^{99}))))", "x_{" * 5_000, "7^{-" * 5_000, "(1,(1,(1,(1,(1,(1,1))))))", "\\log_{\\log_{\\log_2 3} 4} 5" * 20, "e^{e^{e^{e^{9}}}}", "2^{-2^{-2^{-99}}}",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("mode", ["numeric", "math", "exact"])
+def test_no_answer_makes_a_judge_hang(mode):
+    score = scorer(mode)
+    slow = []
+    for reference in ("7", "x+1", "\\frac{1}{2}"):
+        for bomb in BOMBS:
+            started_s = time.process_time()
+            assert score(bomb, reference) == 0.0, bomb[:40]
+            if time.process_time() - started_s > SECONDS:
+                slow.append(bomb[:40])
+    assert not slow
+
+
+@pytest.mark.parametrize(
+    ("pattern", "text"),
+    [
+        ("<answer>(.*?)</answer>", "<answer>" * 50_000),
+        ("<answer>(.*?)</answer>", "<answer>7" * 30_000 + "</answer" * 10_000),
+        ("(a+)+b", "a" * 50_000),
+        ("(?:(?:x*)*)*y()", "x" * 50_000),
+        (r"answer\s*:?\s*(.*?)\s*$", "answer" + " " * 50_000 + "x"),
+        (r"```\s*(.*?)\s*```", "```" + " " * 20_000),
+    ],
+)
+def test_patterns_run_in_linear_time(pattern, text):
+    score, check = scorer("exact", extract=f"({pattern})"), build_reward(FormatCheckReward(pattern=pattern))
+    started_s = time.process_time()
+    score(text, "7")
+    check(RewardInput(Prompt("p"), text, "stop", 1))
+    assert time.process_time() - started_s < SECONDS
+
+
+DOCS_FORMAT = r"\s*<think>(?:[^<]|<[^/at])*</think>\s*<answer>(?:[^<]|<[^/at])*</answer>\s*"
+
+
+def test_the_format_that_the_docs_show_takes_one_of_each_tag():
+    docs = (Path(__file__).parents[2] / "docs/rewards.md").read_text(encoding="utf-8")
+    assert DOCS_FORMAT in docs
+    check = build_reward(FormatCheckReward(pattern=DOCS_FORMAT))
+    good = (
+        "<think>a < b\nc</think>\n<answer>5</answer>",
+        "<think></think><answer>x</answer>\n",
+        "\n<think>1 <2</think> <answer>3</answer>",
+    )
+    bad = (
+        "<think>a</think><answer>1</answer><answer>2</answer>",
+        "<think><think>a</think></think><answer>1</answer>",
+        "<think>a</think><answer><answer>1</answer></answer>",
+        "<think>a <answer>1</answer></think><answer>2</answer>",
+        "<think>a</think><answer>1</answer> and more",
+        "<answer>1</answer>",
+        "",
+    )
+    assert [check(RewardInput(Prompt("p"), text, "stop", 1)) for text in (*good, *bad)] == [1.0] * len(good) + [0.0] * len(bad)
+
+
+@pytest.mark.timed
+async def test_a_sample_that_hangs_a_judge_scores_0_there_and_the_next_one_is_scored():
+    """By a pattern that only `re` can run: RE2 has no backreferences."""
+    functions = (AnswerMatchReward(extract=r"((a+)+)\2b"), FormatCheckReward(pattern="(?s).*", weight=0.5))
+    config = RewardConfig(functions=functions, concurrency=1, timeout_s=1.0)
+    async with RewardPool(config, SystemClock(), "reward-0") as pool:
+        scores = [
+            await pool.score(ScoreRequest(1, index, 1, Prompt("p", answer="aa"), text, "stop", 3))
+            for index, text in enumerate(["a" * 60, "aaaaab", "a" * 70])
+        ]
+        assert [(score.reward, score.error) for score in scores] == [(0.5, ""), (0.5, ""), (0.5, "")]
+        assert (pool.counts.over_limit, pool.counts.failed) == (2, 0)

@@ -1,0 +1,494 @@
+"""Programs that want to pass without being right, right programs that must pass, and tests that cannot be judged.
+
+Each cheat here passed, or could raise in the scoring process, in an earlier design or in an attack on this one.
+"""
+# ruff: noqa: E501 - programs are quoted as they are
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from asyncrl.config.reward import CodeExecReward, RewardConfig
+from asyncrl.errors import ConfigError, RewardError
+from asyncrl.reward.inputs import RewardInput
+from asyncrl.reward.registry import build_reward
+from asyncrl.reward.sandbox.bubblewrap import SandboxLimits, open_sandbox, probe_sandbox
+from asyncrl.reward.sandbox.code_exec import CodeTest, check_tests, extract_code, parse_tests, run_tests
+from asyncrl.schema.samples import Prompt
+
+STATUS = probe_sandbox()
+pytestmark = pytest.mark.skipif(not STATUS.works, reason=f"no sandbox on this machine: {STATUS.reason}")
+MARKED = Path(__file__).parents[2] / "experiments/benchmarks/marked/programs.jsonl"
+
+
+def passed(program, *tests, **limits):
+    sandbox = open_sandbox("bubblewrap", SandboxLimits(**{"cpu_s": 1, "wall_s": 10, "memory_bytes": 256 << 20, **limits}))
+    tests = parse_tests(json.dumps({"tests": list(tests)}), "p")
+    return run_tests(sandbox, program, tests)
+
+
+ADD = [
+    "assert add(2, 3) == 5",
+    "assert abs(add(2, 3) - 5) < 1e-6",
+    "assert not add(2, 3) - 5",
+    "assert sorted([add(2, 3), 1]) == [1, 5]",
+    "assert set([add(2, 3)]) == {5}",
+    "assert len([add(2, 3)]) == 1 and 5 in [add(2, 3)]",
+    "for got, want in zip(map(add, [2], [3]), [5]):\n    assert got == want",
+    "assert all(map(lambda pair: add(*pair) == 5, [(2, 3)])) and all(map(add, [2], [3]))\nassert add(2, 3) == 5",
+    "import math\nassert math.isclose(add(2, 3), 5)",
+    "import math\nassert math.fabs(add(2, 3) - 5) < 1e-6 or math.isclose(add(2, 3) - 5, 0)",
+    "assert f'{add(2, 3) - 5:.2f}' == '0.00'",
+    "assert '%.1f' % (add(2, 3) - 5) == '0.0'",
+    "assert round(add(2, 3) - 5, 6) == 0",
+    "import unittest\nunittest.TestCase().assertAlmostEqual(add(2, 3), 5)",
+    "import unittest\nunittest.TestCase().assertEqual(add(2, 3), 5)",
+    "assert sum([add(2, 3), -5]) == 0",
+    "assert {0: True}.get(add(2, 3) - 5)",
+    "assert [True, False][add(2, 3) - 5]",
+    "assert len({add(2, 3), 5}) == 1",
+    "assert add(2, 3) > 4 and add(2, 3) < 6",
+    "assert isinstance(add(2, 3), int) and add(2, 3) in (5,)",
+    "assert 1 <= add(2, 3) and 5 in {add(2, 3): 1}",
+    "def check(candidate):\n    assert candidate(2, 3) == 5\ncheck(add)",
+    {"function": "add", "args": [2, 3], "expected": 5},
+    {"function": "add", "args": [2, 3], "expected": 5.0},
+    {"stdin": "2 3\n", "stdout": "5\n"},
+]
+"""Each fails where the program does not know that the answer is 5."""
+
+FORGE = """
+import gc, json, os, struct, sys, types
+def pipes():
+    frame = sys._getframe()
+    while frame:
+        for value in frame.f_locals.values():
+            if type(value).__name__ in ('Pipe', 'ProgramSession', 'Driver'):
+                yield value
+        frame = frame.f_back
+def send(message):
+    payload = json.dumps(message).encode()
+    for fd in range(3, 32):
+        try: os.write(fd, struct.pack('<I', len(payload)) + payload)
+        except OSError: pass
+"""
+
+CHEATS = {
+    "sends the names itself, built-in ones too": FORGE + """
+fake = {'t': 'object', 'v': 0}
+send({'names': {name: fake for name in ('__builtins__', '__import__', 'abs', 'sorted', 'set', 'len', 'zip', 'all', 'map', 'add', 'check', 'math')}})
+""",
+    "announces values for the names of the test": FORGE + "send({'names': {'add': 5, 'candidate': 5, 'got': 5, 'want': 5, 'pair': [2, 3]}})",
+    "reads the test through format": """
+def add(a, b):
+    for path in ('{0.__globals__}', '{0.__code__.co_consts}', '{0.__self__}'):
+        try: return path.format(a)
+        except Exception: pass""",
+    "asks the judge for attributes": FORGE + """
+def add(a, b):
+    for session in pipes():
+        if hasattr(session, 'pipe'):
+            session.pipe.write({'op': 'getattr', 'args': [{'t': 'function', 'v': 0}, '__globals__'], 'kwargs': {}, 'as_object': False})
+            session.pipe.write({'call': 0, 'args': ['{0.__globals__}'], 'kwargs': {}})
+            return session.pipe.read().get('value')""",
+    "calls functions that it was not handed": FORGE + """
+def add(a, b):
+    send({'call': 0, 'args': [], 'kwargs': {}})
+    send({'call': -1, 'args': [], 'kwargs': {}})
+    send({'call': 'exit', 'args': [0], 'kwargs': {}})
+    return None""",
+    "an object that does arithmetic with the expected value": """
+class Yes:
+    __sub__ = __rsub__ = __add__ = __radd__ = __mul__ = __truediv__ = __mod__ = __xor__ = __and__ = lambda self, other: 0
+    __eq__ = __lt__ = __le__ = __gt__ = __ge__ = __contains__ = __ne__ = lambda *_: True
+    __abs__ = __neg__ = __round__ = lambda self, *_: 0
+    __bool__ = lambda self: False
+    __len__ = __hash__ = __index__ = __int__ = lambda self: 0
+    __float__ = lambda self: 0.0
+    __iter__ = lambda self: iter([])
+def add(a, b): return Yes()""",
+    "an object that formats itself to nothing": """
+class Yes:
+    __sub__ = lambda self, other: self
+    __format__ = lambda self, form: '0.00'
+    __str__ = __repr__ = lambda self: '4'
+def add(a, b): return Yes()""",
+    "changes the test's values where it was not called with them": FORGE + """
+class Yes:
+    def __contains__(self, value):
+        if isinstance(value, list): value.clear()
+        return True
+    def __getitem__(self, key): return key
+def add(a, b): return Yes()
+def found(): return []""",
+    "answers an operator with plain data": FORGE + """
+class Yes:
+    def __sub__(self, other):
+        send({'value': 0, 'changed': []}); return 0
+    __rsub__ = __sub__
+def add(a, b): return Yes()""",
+    "raises StopIteration to end the test's loop": "def add(*_): raise StopIteration",
+    "raises an exception class that is a StopIteration": "class Mine(StopIteration): pass\ndef add(*_): raise Mine(1)",
+    "raises GeneratorExit and KeyboardInterrupt": "def add(*_): raise GeneratorExit",
+    "is an exception class": "class add(Exception):\n    def __init__(self, a, b): self.value = a + 1\n    def __eq__(self, other): return True",
+    "is a class whose objects equal everything": "class add:\n    def __init__(self, *a): pass\n    def __eq__(self, o): return True\n    def __hash__(self): return hash(5)",
+    "subclasses of built-in types that lie": """
+class I(int):
+    __eq__ = __lt__ = __le__ = __gt__ = __ge__ = lambda *_: True
+    __hash__ = lambda self: 5
+    __sub__ = __rsub__ = __abs__ = lambda self, *_: self
+    __bool__ = lambda self: False
+    __int__ = __index__ = lambda self: 5
+def add(a, b): return I(7)""",
+    "a class that says it is int": "class I:\n    __class__ = int\n    def __eq__(self, o): return True\ndef add(a, b): return I()",
+    "replaces the encoder": """
+import sys, json
+def add(a, b): return 4
+for module in list(sys.modules.values()):
+    if hasattr(module, 'encode') and hasattr(module, 'decode'):
+        module.encode = lambda *a, **k: {'t': 'object', 'v': 0}
+json.dumps = lambda *_: '{"value": true, "passed": true}'""",
+    "patches what the driver imported": """
+import os
+os._exit_really = os._exit
+os._exit = lambda status: os._exit_really(77)
+def add(a, b): return None""",
+    "threads that write for ever": FORGE + """
+import threading
+def spam():
+    while True: send({'value': True, 'passed': True, 'ended': 0, 'names': {}})
+threading.Thread(target=spam, daemon=True).start()
+def add(a, b): return 4""",
+    "deep data": "def add(a, b):\n    x = []\n    for _ in range(100000): x = [x]\n    return x",
+    "cyclic data": "def add(a, b):\n    x = []\n    x.append(x)\n    return x",
+    "huge data": "def add(a, b): return [0] * 10**7",
+    "a huge number": "def add(a, b): return 10 ** 10 ** 6",
+    "a lone surrogate": "def add(a, b): return '\\ud800'",
+    "not a number": "def add(a, b): return float('nan')",
+    "closes every descriptor": "import os\nos.closerange(0, 256)\ndef add(a, b): return 5 if False else 4",
+    "leaves a process that answers": FORGE + """
+if os.fork() == 0:
+    os.setsid()
+    while True: send({'value': 6.0, 'passed': True, 'status': 0, 'output': '6'})
+def add(a, b): return 4""",
+    "sets alarms on everybody": "import os, signal\nfor pid in range(1, 50):\n    for s in (signal.SIGSTOP, signal.SIGTERM):\n        try: os.kill(pid, s)\n        except OSError: pass",
+    "ctypes": """
+import ctypes
+def add(a, b):
+    try: ctypes.string_at(0)
+    except BaseException: pass
+    return None""",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("cheat", CHEATS)
+def test_a_cheat_passes_nothing_and_raises_nothing(cheat):
+    assert passed(CHEATS[cheat], *ADD, wall_s=3) == 0
+
+
+def test_what_is_right_passes_all_of_them():
+    code = "def add(a, b): return a + b\nif __name__ == '__main__': print(add(*map(int, input().split())))"
+    # `expected: 5.0` takes any number, `expected: 5` an integer alone.
+    assert passed(code, *ADD) == len(ADD)
+
+
+HOSTILE_FRAMES = [
+    b"",
+    b"\x00\x00\x00\x00",
+    b"\xff\xff\xff\xff",
+    b"\x02\x00\x00\x00[]",
+    b"\x02\x00\x00\x00{}",
+    b"\x05\x00\x00\x00nul",
+    b"\x04\x00\x00\x00null",
+    b"\x10\x27\x00\x00" + b"[" * 10000,
+]
+
+
+@pytest.mark.parametrize("value", [
+    '{"t": "dict"}', '{"t": "dict", "v": 5}', '{"t": "dict", "v": [[1]]}', '{"t": "dict", "v": [[[], 1]]}', '{"t": "int", "v": "x"}', '{"t": "int", "v": null}',
+    '{"t": ["int"], "v": 1}', '{"v": 1}', "{}", '{"t": "decimal.Decimal", "v": "sNaN"}', '{"t": "fractions.Fraction", "v": ["0x1", "0x0"]}',
+    '{"t": "fractions.Fraction", "v": "1"}', '{"t": "set", "v": [[1]]}', '{"t": "range", "v": [0, 1e308, 0]}', "1e400", "NaN", "[[[[1]]]]", "[" * 5000 + "]" * 5000,
+    '{"t": "dict", "v": [[{"t": "tuple", "v": []}, 1], [2, 3]]}', '"' + "\\ud800" * 3 + '"', "9" * 5000,
+])  # fmt: skip
+@pytest.mark.parametrize("expected", [5, 1.5, [1], {"a": 1}, "x", None, True])
+def test_a_forged_result_scores_0_and_raises_nothing(value, expected):
+    from asyncrl.reward.sandbox.code_exec import _run_once
+
+    class Forged:
+        def send(self, frame): ...
+        def receive(self):
+            return {"status": 0, "output": value}
+
+    for unordered in (False, True):
+        assert _run_once(Forged(), CodeTest(function="f", expected=expected, unordered=unordered)) is False
+    for reply in ({}, {"status": 0}, {"status": 0, "output": 5}, {"status": [], "output": "5"}, {"status": "0", "output": value}):
+        Forged.receive = lambda self, reply=reply: reply
+        assert _run_once(Forged(), CodeTest(function="f", expected=expected)) is False
+        assert _run_once(Forged(), CodeTest(stdin="", stdout="x")) is False
+
+
+@pytest.mark.parametrize("frame", HOSTILE_FRAMES)
+def test_broken_messages_cost_the_program_its_tests_only(frame):
+    code = f"""
+import os
+for fd in range(3, 32):
+    try: os.write(fd, {frame!r})
+    except OSError: pass
+def add(a, b): return 4
+"""
+    assert passed(code, *ADD[:2], ADD[-3], wall_s=2) == 0
+
+
+def test_a_forged_failure_of_the_sandbox_is_the_program_s_failure():
+    """The words of a sandbox that cannot start, after it has started: the sample scores 0 and is not failed."""
+    code = "import os, signal\nfor fd in (1, 2):\n    os.write(fd, b'bwrap: cannot start')\nos.kill(os.getppid(), signal.SIGKILL)"
+    assert passed(code, *ADD) == 0
+
+
+def test_a_program_longer_than_its_output_may_be_is_run():
+    """Else a long completion would fail its sample, and escape a 0."""
+    code = "def add(a, b): return a + b\n# " + "\u00e9" * 100_000
+    assert passed(code, *ADD[:2], output_bytes=1 << 12) == 2
+
+
+def test_a_program_changes_what_it_is_called_with_and_nothing_else():
+    code = "class Any:\n    def __contains__(self, v):\n        v.clear()\n        return True\ndef got(): return Any()\ndef f(): return []"
+    assert passed(code, "expected = [1, 2]\nassert expected in got()\nassert f() == expected") == 0
+
+
+def test_the_test_s_values_stay_unknown_between_tests():
+    """Nothing of an earlier test is alive: neither its processes nor its module."""
+    code = """
+import os, sys
+if os.fork() == 0:
+    os.setsid()
+    import time
+    time.sleep(60)
+def few_alive():
+    count = 0
+    for pid in range(2, 200):
+        try: os.kill(pid, 0); count += 1
+        except OSError: pass
+    return count <= 3
+"""
+    test = {"function": "few_alive", "expected": True}  # the driver, this test's process and the one that it left
+    assert passed(code, test, test, test) == 3
+
+
+def test_an_assertion_in_a_with_block_of_the_program_s_counts():
+    code = "class Quiet:\n    def __enter__(self): return self\n    def __exit__(self, *e): return True\n    def value(self): raise KeyError\ndef quiet(): return Quiet()"
+    assert passed(code, "with quiet():\n    assert 1 == 2", "with quiet() as q:\n    q.value()\n    assert False") == 0
+
+
+def test_lists_are_compared_in_order_and_numbers_by_type():
+    cases = [
+        ("set([1, 2])", [1, 2]), ("{1: 0, 2: 0}", [1, 2]), ("5000000001.0", 5000000000), ("5.0", 5), ("True", 1), ("'5'", 5), ("5", "5"), ("[1, 2.5]", [1, 2]),
+        ("{'a': 1.0}", {"a": 1}), ("b'5'", "5"), ("(1,)", 1), ("frozenset([1])", [1]), ("float('inf')", 1e308),
+    ]  # fmt: skip
+    tests = [{"function": "f", "args": [text], "expected": expected} for text, expected in cases]
+    assert passed("def f(text): return eval(text)", *tests) == 0
+    cases = [
+        ("{2, 1}", [1, 2]),
+        ("[2, 1, 1]", [1, 1, 2]),
+        ("(x for x in (2, 1))", [1, 2]),
+        ("[[2], [1]]", [[1], [2]]),
+        ("[0.1 + 0.2, 1]", [1, 0.3]),
+    ]
+    tests = [{"function": "f", "args": [text], "expected": expected, "unordered": True} for text, expected in cases]
+    assert passed("def f(text): return eval(text)", *tests) == len(cases)
+    tests = [{**test, "expected": [*test["expected"][:-1], 7]} for test in tests]
+    assert passed("def f(text): return eval(text)", *tests) == 0
+
+
+# -- right programs, however they are written down -------------------------------------------------------------------------------
+
+
+RIGHT = "print(5)\n"
+
+
+@pytest.mark.parametrize("text", [
+    "```python\nprint(5)\n```", "````python\nprint(5)\n````", "~~~python\nprint(5)\n~~~", "```{python}\nprint(5)\n```", "```{.python}\nprint(5)\n```",
+    '```python title="main.py"\nprint(5)\n```', "``` python\nprint(5)\n```", "```Python3\nprint(5)\n```", "```python:main.py\nprint(5)\n```", "1. So:\n\n   ```python\n   print(5)\n   ```",
+    "- a\n  - b\n\n    ```py\n    print(5)\n    ```", "> ```python\n> print(5)\n> ```", "```bash\npip install x\n```\n```python\nprint(5)\n```",
+    "```json\n{}\n```\n\n```python\nprint(5)\n```", "```text\nhello\n```\n```\nprint(5)\n```\n```json\n5\n```", "print(5)\n", "```python\nprint(5)\n", "```\nprint(5)\n```",
+    "    ```python\nprint(5)\n    ```", "<answer>\n```python\nprint(5)\n```\n</answer>", "text ```python in a line``` and\n```python\nprint(5)\n```", "````\n```python\nx\n```\n````\n```python\nprint(5)\n```",
+    "```python\nprint(4)\n```\nNo:\n```python\nprint(5)\n```", "\r\n```python\r\nprint(5)\r\n```\r\n",
+])  # fmt: skip
+def test_code_is_found_in_markdown(text):
+    assert extract_code(text).strip() == RIGHT.strip()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "```" + " " * 20_000,
+        "`" * 50_000,
+        "```python\n" * 5_000,
+        "> " * 20_000,
+        "- " * 20_000,
+        "1. " * 10_000,
+        "~~~\n" * 10_000,
+        "[" * 50_000,
+        " " * 400_000,
+        "<a>" * 20_000,
+        "\t```\n" * 9_000,
+    ],
+)
+def test_markdown_of_any_shape_is_read_in_linear_time(text):
+    started_s = time.process_time()
+    extract_code(text)
+    assert time.process_time() - started_s < 5
+
+
+@pytest.mark.parametrize("ending", ["exit()", "quit()", "exit(0)", "raise SystemExit", "import sys; sys.exit()"])
+def test_a_script_may_end_itself(ending):
+    assert passed(f"print(5)\n{ending}", {"stdin": "", "stdout": "5"}) == 1
+
+
+def test_the_marked_programs_are_judged_right():
+    """Every third of them; `asyncrl bench rewards` takes all."""
+    cases = [json.loads(line) for line in MARKED.read_text().splitlines()][::3]
+    wrong = [case for case in cases if (passed(case["program"], *case["tests"]) == len(case["tests"])) != case["right"]]
+    assert not wrong
+
+
+# -- what handles do ------------------------------------------------------------------------------------------------------------
+
+OBJECTS = """
+import asyncio, collections, contextlib, datetime, fractions
+class Vector:
+    def __init__(self, x, y): self.x, self.y = x, y
+    def __add__(self, o): return Vector(self.x + o.x, self.y + o.y) if isinstance(o, Vector) else Vector(self.x + o, self.y + o)
+    __radd__ = __add__
+    def __mul__(self, k): return Vector(self.x * k, self.y * k) if not isinstance(k, Vector) else self.x * k.x + self.y * k.y
+    __rmul__ = __mul__
+    def __eq__(self, o): return isinstance(o, Vector) and (self.x, self.y) == (o.x, o.y)
+    def __hash__(self): return hash((self.x, self.y))
+    def __neg__(self): return Vector(-self.x, -self.y)
+    def __abs__(self): return (self.x ** 2 + self.y ** 2) ** .5
+    def __contains__(self, k): return k in (self.x, self.y)
+    def __iter__(self): return iter((self.x, self.y))
+    def __len__(self): return 2
+    def __repr__(self): return f"Vector({self.x}, {self.y})"
+    def __float__(self): return float(abs(self))
+    def __bool__(self): return bool(self.x or self.y)
+class BankError(Exception): pass
+class Insufficient(BankError, ValueError):
+    def __init__(self, need): super().__init__(f"need {need}"); self.need = need
+def pay(n): raise Insufficient(n)
+@contextlib.contextmanager
+def opened(log):
+    log.append("in")
+    try: yield Vector(1, 2)
+    finally: log.append("out")
+async def later(x):
+    await asyncio.sleep(0)
+    return x * 2
+def gen():
+    yield 1
+    yield 2
+def apply(f, *a, **k): return f(*a, **k)
+def days(n): return datetime.date(2020, 1, 1) + datetime.timedelta(n)
+def grow(d): d["a"].append(1)
+def freq(s): return collections.Counter(s)
+def half(): return fractions.Fraction(1, 2)
+def catches(f):
+    try: return f(1)
+    except ValueError as e: return str(e)
+def sqrt(x): return x ** .5
+PI = 3
+"""
+
+HONEST = [
+    "assert Vector(1, 2) * 2 == Vector(2, 4) and 2 * Vector(1, 2) == Vector(2, 4) and Vector(1, 2) + 1 != Vector(1, 2)",
+    "assert (Vector(1, 2) * 2).x == 2 and str(Vector(1, 2) * 2) == 'Vector(2, 4)' and f'{Vector(1, 2)}' == 'Vector(1, 2)'",
+    "assert Vector(1, 2) * Vector(3, 4) == 11 and -Vector(1, 2) == Vector(-1, -2) and abs(Vector(3, 4)) == 5",
+    "assert 1 in Vector(1, 2) and 3 not in Vector(1, 2) and list(Vector(1, 2)) == [1, 2] and len(Vector(1, 2)) == 2",
+    "x, y = Vector(5, 6)\nassert (x, y) == (5, 6) and sum([Vector(1, 1), Vector(2, 2)], Vector(0, 0)) == Vector(3, 3)",
+    "assert {Vector(1, 2): 3}[Vector(1, 2)] == 3 and len({Vector(1, 2), Vector(1, 2)}) == 1",
+    "assert float(Vector(3, 4)) == 5.0 and Vector(1, 0) and not Vector(0, 0)",
+    "try:\n    pay(5)\n    assert False\nexcept Insufficient as e:\n    assert e.need == 5 and str(e) == 'need 5' and isinstance(e, ValueError)",
+    "try:\n    pay(5)\nexcept BankError:\n    pass\nelse:\n    assert False",
+    "import unittest\nwith unittest.TestCase().assertRaises(Insufficient) as c:\n    pay(3)\nassert c.exception.need == 3 and Insufficient(4).need == 4",
+    "log = []\nwith opened(log) as v:\n    assert v.x == 1",
+    "import asyncio\nasync def t():\n    a, b = await asyncio.gather(later(1), later(2))\n    return a + b + await later(3)\nassert asyncio.run(t()) == 12 and asyncio.run(later(4)) == 8",
+    "async def test_it():\n    assert await later(2) == 4",
+    "assert list(gen()) == [1, 2] and next(gen()) == 1 and [want == got for want, got in zip([1, 2], gen())] == [True, True]",
+    "assert apply(len, 'abc') == 3 and apply(max, [1, 5], key=lambda x: -x) == 1 and apply(lambda *a, k=1: sum(a) + k, 1, 2, k=5) == 8",
+    "import datetime\nassert days(1) == datetime.date(2020, 1, 2)\nd = {'a': []}\ngrow(d)\nassert d == {'a': [1]} and freq('aab') == {'a': 2, 'b': 1}",
+    "from fractions import Fraction\nassert half() == Fraction(1, 2) and half() * 2 == 1",
+    "def boom(x): raise ValueError('bad')\nassert catches(boom) == 'bad' and (lambda f: f(3))(lambda n: apply(lambda m: m + n, 4)) == 7",
+    "import solution\nassert solution.sqrt(9) == 3.0 and solution.PI == 3",
+    "from solution import *\nassert sqrt(4) == 2 and PI == 3",
+    "def test_a():\n    assert PI == 3\ndef test_b():\n    assert sqrt(4) == 2",
+    "if __name__ == '__main__':\n    assert PI == 3",
+    "from unittest.mock import Mock\nm = Mock(return_value=3)\nassert apply(m, 1) == 3\nm.assert_called_once_with(1)",
+    "import copy\nv = Vector(1, 2)\nw = copy.copy(v)\nw.x = 9\nassert v.x == 1 and w.x == 9 and not hasattr(v, 'z')",
+    "assert sorted([Vector(2, 0), Vector(1, 0)], key=lambda v: v.x)[0].x == 1",
+]  # fmt: skip
+
+
+def test_honest_tests_of_objects_pass_and_fail_as_they_should():
+    assert passed(OBJECTS, *HONEST, wall_s=30) == len(HONEST)
+    assert passed(OBJECTS, *(f"{test}\nassert sqrt(4) == 3" for test in HONEST), wall_s=30) == 0
+
+
+@pytest.mark.parametrize(
+    ("test", "said"),
+    [
+        ("x = 1\nassert x == 1", "line 1: uses nothing of the program"),
+        ("from math import sqrt\nassert sqrt(4) == 2", "uses nothing of the program"),
+        ("def check(candidate):\n    assert candidate(1) == 2", "uses nothing of the program"),
+        ("assert f(1) ==", "line 1: is not Python"),
+        ("\nclass Node:\n    pass\nassert f(Node())", "line 2: defines class Node"),
+        (
+            "import unittest\nclass T(unittest.TestCase):\n    def test(self): self.assertEqual(f(1), 2)",
+            "line 2: defines class T",
+        ),
+        ("assert eval(f(1)) == 5", "line 1: uses eval"),
+        ("exec(f(1))", "uses exec"),
+        ("import pickle\nassert pickle.loads(f(1)) == 5", "imports pickle"),
+        ("import numpy as np\nassert np.allclose(f(1), 5)", "line 1: imports numpy, which is not in the standard library"),
+        ("import pytest\nwith pytest.raises(ValueError):\n    f(1)", "imports pytest"),
+        ("@memoize\ndef g(x): return x\nassert g(1) == 1", "line 2: decorates g|line 1: decorates g"),
+        ("async def t():\n    async with f() as x:\n        pass", "line 2: uses async for or async with"),
+        ("assert f.__doc__", "line 1: reads __doc__ of a program's object"),
+        ("assert vars(f(1)) == {}", "calls vars"),
+    ],
+)
+def test_a_test_that_cannot_be_judged_is_refused_with_its_line(test, said):
+    with pytest.raises(RewardError, match=said):
+        parse_tests(json.dumps({"tests": [test]}), "p")
+    prompts = [
+        Prompt("good", reference_json='{"tests": ["assert f() == 1"]}'),
+        Prompt("bad/17", reference_json=json.dumps({"tests": [test]})),
+    ]
+    with pytest.raises(ConfigError, match="cannot judge 1 prompts") as refused:
+        check_tests(RewardConfig(functions=(CodeExecReward(),)), prompts)
+    assert "'bad/17': test 0, line" in str(refused.value)
+
+
+def test_error_classes_of_a_test_and_ordinary_code_are_not_refused():
+    parse_tests(
+        json.dumps({
+            "tests": ["class Mine(ValueError):\n    pass\nassert type(f(1)).__name__ == 'int'", "add = f\nassert add(1) == 2"]
+        }),
+        "p",
+    )
+
+
+def test_a_test_that_a_program_leaves_hanging_costs_no_other_test():
+    code = "def f(n):\n    while n == 1: pass\n    return n"
+    tests = ["assert f(0) == 0", "assert f(1) == 1", "f(0)\nwhile True: pass", "assert f(2) == 2"]
+    assert passed(code, *tests, wall_s=30) == 2
+
+
+def test_a_whole_completion_is_scored():
+    reward = build_reward(CodeExecReward(wall_s=5))
+    text = "Thinking.\n\n```bash\nls\n```\n1. Code:\n   ```{python}\n   def add(a, b):\n       return a + b\n   ```\n"
+    prompt = Prompt(
+        "p", reference_json=json.dumps({"tests": ["assert add(1, 2) == 3", {"function": "add", "args": [1, 1], "expected": 2}]})
+    )
+    assert reward(RewardInput(prompt, text, "stop", 9)) == 1.0

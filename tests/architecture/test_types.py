@@ -1,0 +1,46 @@
+"""What a user's type checker sees of the package."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+USER = """
+import asyncrl
+
+async def main() -> None:
+    async with asyncrl.Run({"name": "x"}, overrides={"seed": 1}) as run:
+        async for step in run.steps():
+            reveal_type(step.reward_mean)
+
+asyncrl.nope
+asyncrl.RunLostError
+"""
+
+
+def test_a_strict_type_checker_knows_the_exported_names_and_no_others(tmp_path):
+    (tmp_path / "user.py").write_text(USER)
+    told = subprocess.run(
+        [sys.executable, "-m", "mypy", "--strict", "--follow-imports=silent", "--cache-dir", str(tmp_path / "cache"), "user.py"],
+        capture_output=True, text=True, check=False, timeout=300, cwd=tmp_path, env=os.environ | {"MYPYPATH": str(ROOT)},
+    )  # fmt: skip
+    errors = [line for line in told.stdout.splitlines() if ": error:" in line]
+    assert errors == ['user.py:9: error: Module has no attribute "nope"  [attr-defined]'], told.stdout + told.stderr
+    assert 'Revealed type is "float"' in told.stdout or "builtins.float" in told.stdout
+
+
+def test_the_project_installs_itself_so_that_type_checkers_find_it():
+    commands = [line for line in (ROOT / "Makefile").read_text().splitlines() if "pip install" in line and " -e " in line]
+    users = [line for line in commands if "$(LOCKENV)" not in line]
+    assert users
+    assert all("--config-settings editable_mode=compat" in line for line in users)
+
+
+def test_the_package_lists_what_it_exports():
+    code = "import asyncrl as a; [getattr(a, n) for n in a.__all__]; print(set(dir(a)) >= {*a.__all__, '__version__'})"
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert told.stdout == "True\n"

@@ -1,0 +1,162 @@
+"""deploy/kuberay.yaml as far as that goes without Kubernetes: its fields, KubeRay's refusals, what Ray's autoscaler makes of it.
+
+Fields and refusals are KubeRay 1.5's (`ray-operator/apis/ray/v1/*_types.go`, `controllers/ray/utils/validation.go`). The
+autoscaler is Ray's own, the one that would run beside the head: it reads the groups, and is asked for the very placement groups
+that the launcher would make.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from asyncrl.config.load import load_config
+from asyncrl.config.placement_rules import needs_of
+from asyncrl.config.run import RayLaunch, RunConfig
+from asyncrl.control.launch.processes import plan_processes
+
+pytest.importorskip("ray")
+from ray.autoscaler._private.kuberay.autoscaling_config import _derive_autoscaling_config_from_ray_cr
+from ray.autoscaler.v2.event_logger import AutoscalerEventLogger
+from ray.autoscaler.v2.instance_manager.config import AutoscalingConfig
+from ray.autoscaler.v2.scheduler import ResourceDemandScheduler, SchedulingReply, SchedulingRequest
+from ray.autoscaler.v2.utils import ResourceRequestUtil
+from ray.core.generated.autoscaler_pb2 import GangResourceRequest
+from ray.core.generated.common_pb2 import LabelSelectorOperator
+
+from asyncrl.control.launch.ray import bundle_of
+
+DEPLOY = Path(__file__).parents[4] / "deploy"
+JOB, CLAIM = yaml.safe_load_all((DEPLOY / "kuberay.yaml").read_text(encoding="utf-8"))
+SPEC: dict[str, Any] = JOB["spec"]
+CLUSTER: dict[str, Any] = SPEC["rayClusterSpec"]
+GROUPS: list[dict[str, Any]] = [CLUSTER["headGroupSpec"], *CLUSTER["workerGroupSpecs"]]
+HEAD_FIELDS = {"rayStartParams", "resources", "labels", "template", "serviceType", "headService", "enableIngress"}
+WORKER_FIELDS = {
+    "groupName", "replicas", "minReplicas", "maxReplicas", "numOfHosts", "idleTimeoutSeconds", "rayStartParams", "resources",
+    "labels", "template", "scaleStrategy", "suspend",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def config() -> RunConfig:
+    return load_config(DEPLOY / "config.toml")
+
+
+def pod_of(group: dict[str, Any]) -> dict[str, Any]:
+    return group["template"]["spec"]
+
+
+# -- what KubeRay takes --------------------------------------------------------------------------------------------------
+
+
+def test_fields_are_kuberay_s():
+    assert (JOB["apiVersion"], JOB["kind"]) == ("ray.io/v1", "RayJob")
+    assert set(SPEC) <= {"entrypoint", "backoffLimit", "shutdownAfterJobFinishes", "rayClusterSpec"}
+    assert set(CLUSTER) <= {"rayVersion", "enableInTreeAutoscaling", "autoscalerOptions", "headGroupSpec", "workerGroupSpecs"}
+    assert CLUSTER["autoscalerOptions"] == {"version": "v2"}
+    assert set(GROUPS[0]) <= HEAD_FIELDS
+    for group in GROUPS[1:]:
+        assert set(group) <= WORKER_FIELDS
+        assert group["minReplicas"] <= group["replicas"] <= group["maxReplicas"]
+
+
+def test_nothing_is_said_that_kuberay_refuses():
+    assert len(JOB["metadata"]["name"]) <= 47
+    for group in GROUPS:
+        parameters = group["rayStartParams"]
+        assert "labels" not in parameters, "KubeRay refuses labels there: they are the group's own field"
+        assert not ({"num-cpus", "num-gpus", "memory", "resources"} & set(parameters) and group.get("resources"))
+        assert all(isinstance(value, str) for value in [*parameters.values(), *group.get("labels", {}).values()])
+        assert pod_of(group).get("restartPolicy", "Never") == "Never", "the autoscaler's second version asks for it"
+
+
+def test_every_mount_is_a_volume_of_its_pod_and_the_runs_are_one_claim_that_all_nodes_mount():
+    for group in GROUPS:
+        (container,) = pod_of(group)["containers"]
+        volumes = {volume["name"]: volume for volume in pod_of(group)["volumes"]}
+        mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+        assert set(mounts) == set(volumes)
+        assert mounts["runs"] == "/runs"
+        assert volumes["runs"]["persistentVolumeClaim"]["claimName"] == CLAIM["metadata"]["name"]
+    assert CLAIM["spec"]["accessModes"] == ["ReadWriteMany"]
+
+
+def test_the_entry_point_goes_on_with_the_run_of_the_config(config: RunConfig):
+    """Both words of one run: the config's folder and name, and what is looked for before it is resumed."""
+    folder = f"{config.folder}/{config.name}"
+    assert f"if [ -e {folder}/config.toml ]; then exec python -m asyncrl resume {folder} " in SPEC["entrypoint"]
+    assert "exec python -m asyncrl run /runs/config.toml " in SPEC["entrypoint"]
+
+
+def test_ray_is_the_one_that_the_image_gets():
+    (version,) = re.findall(r"ray\[default\]==([0-9.]+)", (DEPLOY / "README.md").read_text(encoding="utf-8"))
+    assert version == CLUSTER["rayVersion"]
+
+
+# -- what Ray's autoscaler makes of it -----------------------------------------------------------------------------------
+
+
+def autoscaling() -> AutoscalingConfig:
+    resource = {"metadata": {"name": "asyncrl", "namespace": "default"}, "spec": CLUSTER}
+    return AutoscalingConfig(_derive_autoscaling_config_from_ray_cr(resource), skip_content_hash=True)
+
+
+def gang(config: RunConfig, kinds: list[str]) -> GangResourceRequest:
+    """A placement group as the launcher makes it, as the autoscaler sees it."""
+    demand = GangResourceRequest()
+    chosen = demand.bundle_selectors.add()
+    for kind in kinds:
+        needs = needs_of(config, kind)  # type: ignore[arg-type]
+        selector = [(key, LabelSelectorOperator.LABEL_OPERATOR_IN, [value]) for key, value in needs.labels.items()]
+        chosen.resource_requests.append(ResourceRequestUtil.make(bundle_of(needs), label_selectors=[selector]))
+    demand.requests.extend(chosen.resource_requests)
+    return demand
+
+
+def answer(demands: list[GangResourceRequest]) -> SchedulingReply:
+    asked = autoscaling()
+    return ResourceDemandScheduler(AutoscalerEventLogger(_Silent())).schedule(
+        SchedulingRequest(
+            disable_launch_config_check=True,
+            node_type_configs=asked.get_node_type_configs(),
+            max_num_nodes=asked.get_max_num_nodes(),
+            gang_resource_requests=demands,
+        )
+    )
+
+
+class _Silent:
+    """Takes the autoscaler's events and forgets them."""
+
+    def __getattr__(self, _: str) -> Any:
+        return lambda *_args, **_named: None
+
+
+def launched(reply: SchedulingReply) -> dict[str, int]:
+    assert not reply.infeasible_gang_resource_requests
+    return {request.instance_type: request.count for request in reply.to_launch}
+
+
+def test_the_nodes_that_would_be_started_are_those_the_run_asks_for(config: RunConfig):
+    assert isinstance(config.launch, RayLaunch)
+    assert config.launch.elastic is not None
+    begins_with = gang(config, [item.kind for item in plan_processes(config)])
+    joining = [gang(config, ["generator"])] * (config.launch.elastic.max_generators - config.generate.num_workers)
+    assert launched(answer([begins_with])) == {"rewards": 1, "engine": 2, "trainer": 1}
+    assert launched(answer([begins_with, *joining])) == {"rewards": 1, "engine": 16, "trainer": 1}, (
+        "one GPU each, up to the bound"
+    )
+
+
+def test_a_generator_beyond_the_bound_of_its_group_finds_no_node(config: RunConfig):
+    assert len(answer([gang(config, ["generator"])] * 17).infeasible_gang_resource_requests) == 1
+
+
+def test_rewards_take_nodes_without_a_gpu(config: RunConfig):
+    places = int(autoscaling().get_node_resources("rewards")["CPU"] / needs_of(config, "reward").num_cpus)
+    assert launched(answer([gang(config, ["reward"])] * (places + 1))) == {"rewards": 2, "engine": 2, "trainer": 1}

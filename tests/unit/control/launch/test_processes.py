@@ -1,0 +1,76 @@
+"""Which processes a config asks for, and with how many threads."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from asyncrl.config.load import parse_config
+from asyncrl.config.run import RunConfig
+from asyncrl.control.launch.processes import plan_processes, plan_ranks, spec_maker
+from asyncrl.packing.pack import CostModel, RankPlan
+
+
+def test_plan_has_the_learner_the_reward_workers_and_the_generators() -> None:
+    names = [item.name for item in plan_processes(RunConfig())]
+    assert names == ["learner", "reward-0", "generator-0", "generator-1"]
+
+
+def test_outside_learner_and_outside_generators_are_not_started() -> None:
+    config = parse_config({
+        "learner": {"kind": "external"},
+        "generate": {"num_workers": 0},
+        "eval": {"at_start": False, "at_end": False},
+    })
+    assert [item.name for item in plan_processes(config)] == ["reward-0"]
+
+
+def test_inference_workers_come_with_what_needs_them_and_reward_workers_go_with_their_functions() -> None:
+    judge = {"num_workers": 2, "reward_models": [{"name": "judge", "path": "judge"}]}
+    both = parse_config({"inference": judge})
+    assert [item.kind for item in plan_processes(both)] == ["learner", "reward", "inference", "inference"] + ["generator"] * 2
+    alone = parse_config({"inference": judge, "reward": {"functions": []}})
+    assert {item.kind for item in plan_processes(alone)} == {"learner", "inference", "generator"}
+    here = parse_config({"algorithm": {"kl": {}, "reference": {"where": "learner"}}})
+    there = parse_config({"algorithm": {"kl": {}, "reference": {"where": "worker"}}})
+    assert "inference-0" not in [item.name for item in plan_processes(here)]
+    assert "inference-0" in [item.name for item in plan_processes(there)]
+
+
+def test_every_kind_gets_the_threads_its_config_gives_it(tmp_path: Path) -> None:
+    config = parse_config({
+        "learner": {"num_threads": 3},
+        "generate": {"engine": {"kind": "transformers", "num_threads": 2}},
+        "inference": {"num_threads": 4},
+    })
+    spec_for = spec_maker(config, tmp_path)
+    assert [spec_for(f"{kind}-0", kind, 1).num_threads for kind in ("learner", "generator", "reward", "inference")] == [
+        3,
+        2,
+        1,
+        4,
+    ]
+
+
+def test_ranks_are_one_process_and_share_rows_by_the_models_size(tmp_path: Path) -> None:
+    config = parse_config({"learner": {"ranks": 2}, "model": {"kind": "scratch", "hidden_size": 64}})
+    assert [item.name for item in plan_processes(config)].count("learner") == 1
+    assert plan_ranks(config) == RankPlan(2, CostModel.of_model(64))
+    assert plan_ranks(RunConfig()) == RankPlan(1)
+    (tmp_path / "config.json").write_text('{"hidden_size": 576}')
+    pretrained = parse_config({"learner": {"ranks": 2}, "model": {"kind": "pretrained", "path": str(tmp_path)}})
+    assert plan_ranks(pretrained).cost == CostModel.of_model(576)
+
+
+@pytest.mark.parametrize(("config", "said"), [("[buffer]\nmax_stalenes = 1\n", "max_stalenes"), (None, "config.toml")])
+def test_a_rank_without_a_good_config_ends_with_one_line(tmp_path, config, said):
+    if config is not None:
+        (tmp_path / "config.toml").write_text(config)
+    command = [sys.executable, "-m", "asyncrl.control.launch.ranks", "1", str(tmp_path), "tcp://127.0.0.1:1"]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert ended.returncode == 1
+    (line,) = ended.stderr.strip().splitlines()
+    assert said in line

@@ -1,0 +1,102 @@
+"""What a launch on Ray follows from, without a cluster; the launcher itself is in tests/integration/test_ray_cluster.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl.config.broadcast import GlooMedium, ZeroMQMedium
+from asyncrl.config.load import dump_config, load_config, load_run_config, parse_config
+from asyncrl.config.medium_choice import with_chosen_medium
+from asyncrl.config.placement_rules import at_node, needs_of, with_launch_choices
+from asyncrl.config.run import LocalLaunch, ProcessNeeds, RayLaunch, RunConfig
+from asyncrl.errors import ConfigError
+
+pytest.importorskip("ray")
+from asyncrl.control.launch.ray import bundle_of, digest_of, why_not_shared
+
+
+def on_ray(**settings: Any) -> RunConfig:
+    return parse_config({"launch": {"kind": "ray"}, **settings})
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"launch": {"kind": "ray", "address": "ray://head:10001"}}, "Ray's client"),
+        ({"launch": {"kind": "ray"}, "placement": {"kind": "colocated"}}, "launch"),
+        ({"launch": {"kind": "ray"}, "learner": {"device": "cuda:1"}}, "from 0"),
+        ({"launch": {"kind": "ray", "learner": {"num_gpus": 0}}, "learner": {"device": "cuda"}}, "launch.learner.num_gpus is 0"),
+        ({"launch": {"kind": "local", "elastic": {"min_generators": 3}}}, "must lie between"),
+    ],
+)
+def test_what_cannot_be_launched_is_refused_with_what_to_do(settings: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        parse_config(settings)
+
+
+def test_gpus_follow_from_devices_unless_they_are_said() -> None:
+    config = on_ray(learner={"device": "cuda", "ranks": 4}, generate={"engine": {"kind": "vllm", "tensor_parallel": 2}})
+    assert needs_of(config, "learner").num_gpus == 4
+    assert needs_of(config, "generator").num_gpus == 2
+    assert needs_of(config, "reward").num_gpus == 0
+    said = parse_config({"launch": {"kind": "ray", "generator": {"num_gpus": 0.5}}})
+    assert needs_of(said, "generator").num_gpus == 0.5
+
+
+def test_a_bundle_holds_what_is_asked_and_never_nothing() -> None:
+    needs = ProcessNeeds(num_cpus=2, num_gpus=1, memory_gib=1, resources={"engine": 1})
+    assert bundle_of(needs) == {"CPU": 2, "GPU": 1, "memory": 1 << 30, "engine": 1}
+    assert bundle_of(ProcessNeeds(num_cpus=0, num_gpus=0)) == {"CPU": 0.001}
+
+
+def test_what_ends_at_one_machine_s_edge_is_replaced_on_a_cluster_and_each_process_puts_its_own_address_there() -> None:
+    config, said = with_launch_choices(on_ray())
+    assert (config.transport.kind, config.transport.host) == ("tcp", "node")
+    assert isinstance(config.broadcast.medium, ZeroMQMedium)
+    assert len(said) == 2
+    here = at_node(config, "10.0.0.7")
+    assert here.transport.host == "10.0.0.7"
+    assert isinstance(here.broadcast.medium, ZeroMQMedium)
+    assert (here.broadcast.medium.bind, here.broadcast.medium.relay_bind) == ("tcp://10.0.0.7:*", "tcp://10.0.0.7:*")
+
+
+def test_hosts_that_were_named_stay_as_they_are() -> None:
+    config = on_ray(transport={"kind": "tcp", "host": "10.0.0.1"}, broadcast={"medium": {"kind": "gloo", "host": "10.0.0.2"}})
+    assert with_launch_choices(config) == (config, [])
+    loopback, _ = with_launch_choices(on_ray(broadcast={"medium": {"kind": "gloo"}}))
+    assert isinstance(loopback.broadcast.medium, GlooMedium)
+    assert loopback.broadcast.medium.host == "node"
+
+
+def test_a_local_run_is_left_alone() -> None:
+    config = parse_config({})
+    assert config.launch == LocalLaunch()
+    assert with_launch_choices(config) == (config, [])
+
+
+def test_an_automatic_medium_reaches_other_nodes() -> None:
+    config, said = with_chosen_medium(on_ray(broadcast={"medium": {"kind": "auto"}}))
+    assert isinstance(config.broadcast.medium, ZeroMQMedium)
+    assert config.broadcast.medium.bind == "tcp://node:*"
+    assert "any node" in said
+
+
+def test_a_process_reads_the_run_s_config_with_its_own_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, _ = with_launch_choices(on_ray())
+    (tmp_path / "config.toml").write_text(dump_config(config))
+    assert load_run_config(tmp_path).transport.host == "127.0.0.1"
+    monkeypatch.setenv("ASYNCRL_NODE_ADDRESS", "10.0.0.9")
+    assert load_run_config(tmp_path).transport.host == "10.0.0.9"
+    assert isinstance(load_config(tmp_path / "config.toml").launch, RayLaunch)
+
+
+def test_a_node_without_the_run_folder_is_named(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text("name = 'a'")
+    digest = digest_of(tmp_path)
+    assert why_not_shared(str(tmp_path), digest, "10.0.0.3") == ""
+    (tmp_path / "config.toml").write_text("name = 'another run on this disk'")
+    assert "node 10.0.0.3 does not see" in why_not_shared(str(tmp_path), digest, "10.0.0.3")
+    assert "set `folder`" in why_not_shared(str(tmp_path / "gone"), digest, "10.0.0.3")

@@ -1,0 +1,94 @@
+"""Failures: counted by kind, told once, and the end of a run that cannot succeed."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+
+from asyncrl.control.lifecycle.failure_watch import FIRST_GROUPS, MOST_KINDS, OTHER_KINDS, WINDOW_GROUPS, FailureWatch
+from asyncrl.errors import kind_of, trace_of
+
+KIND = "TypeError at rewards.py:3"
+
+
+def raised(call) -> Exception:
+    with pytest.raises(Exception) as caught:
+        call()
+    return caught.value
+
+
+def test_a_kind_is_told_once_whatever_its_messages_say():
+    watch = FailureWatch(0.5)
+    news = [watch.sample_failed("reward", KIND, f"score: TypeError: {number}", "Traceback") for number in range(5)]
+    assert news == [True, False, False, False, False]
+    seen = watch.kinds[KIND]
+    assert (seen.count, seen.reason, seen.trace) == (5, "score: TypeError: 0", "Traceback")
+
+
+def test_kinds_are_bounded():
+    watch = FailureWatch(0.5)
+    for number in range(MOST_KINDS + 20):
+        watch.sample_failed("reward", f"kind {number}", "why")
+    assert len(watch.kinds) == MOST_KINDS + 1
+    assert watch.kinds[OTHER_KINDS].count == 20
+
+
+def test_a_run_whose_first_samples_all_fail_ends_with_the_cause():
+    watch = FailureWatch(1.0)
+    for group in range(FIRST_GROUPS):
+        assert watch.verdict == ""
+        for _ in range(4):
+            watch.sample_failed("reward", KIND, "score: TypeError: no", "Traceback")
+        watch.group_failed(f"p{group}", KIND)
+    assert watch.verdict == "all of the first 16 samples failed; most often at reward: score: TypeError: no"
+
+
+def test_a_run_that_has_scored_ends_only_by_its_share():
+    watch = FailureWatch(0.5)
+    watch.sample_scored()
+    for number in range(WINDOW_GROUPS - 1):
+        watch.sample_failed("generate", KIND, "no")
+        watch.group_failed(f"p{number}", KIND)
+    assert watch.verdict == ""
+    watch.group_failed("last", KIND)
+    assert "64 of the last 64 groups failed, more than supervision.max_failed_share (0.5)" in watch.verdict
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_share_is_that_of_the_newest_groups_and_the_verdict_follows_it(seed):
+    chance, watch, story = random.Random(seed), FailureWatch(0.4), []
+    watch.sample_scored()
+    for number in range(300):
+        story.append(chance.random() < 0.35)
+        if story[-1]:
+            watch.group_failed(f"p{number}", KIND)
+        else:
+            watch.group_completed()
+        newest = story[-WINDOW_GROUPS:]
+        assert watch.share == pytest.approx(sum(newest) / len(newest))
+        over = any(
+            sum(story[end - WINDOW_GROUPS : end]) > 0.4 * WINDOW_GROUPS and story[end - 1]
+            for end in range(WINDOW_GROUPS, len(story) + 1)
+        )
+        assert bool(watch.verdict) == over
+
+
+def test_a_prompt_that_failed_four_times_is_set_aside_and_named():
+    watch = FailureWatch(0.5)
+    watch.sample_scored()
+    assert [watch.group_failed("p1", KIND) for _ in range(4)] == [False, False, False, True]
+    assert watch.set_aside == {"p1": KIND}
+
+
+def test_the_kind_is_the_type_and_the_own_line_never_the_message():
+    kinds = {kind_of(raised(lambda text=text: json.loads(text))) for text in ("{", "x", "[1,")}
+    assert len(kinds) == 1
+    assert kinds.pop().startswith("JSONDecodeError at test_failure_watch.py:")
+    assert kind_of(ValueError("never raised")) == "ValueError"
+
+
+def test_a_trace_is_bounded():
+    error = raised(lambda: int("x" * 100_000))
+    assert len(trace_of(error)) <= 4000

@@ -1,0 +1,191 @@
+"""The supervisor over the fake launcher and a virtual clock: what it starts, kills, restarts and reports."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from asyncrl.clock import VirtualClock
+from asyncrl.config.run import SupervisionConfig
+from asyncrl.control.launch.local import ProcessSpec
+from asyncrl.control.lifecycle.events import DrainRequested, ProcessPlan, ProcessReady, StopRequested
+from asyncrl.control.lifecycle.pid_file import read_pids
+from asyncrl.control.lifecycle.state import Lifecycle
+from asyncrl.control.lifecycle.supervisor import Supervisor, SupervisorCallbacks
+from asyncrl.schema.control import Heartbeat, ProcessKind
+from asyncrl.schema.status import Phase
+from tests.fake_launcher import FakeLauncher
+
+PLAN = [ProcessPlan("learner", "learner"), ProcessPlan("generator-0", "generator")]
+CONFIG = SupervisionConfig(backoff_s=2.0, max_deaths=2, heartbeat_s=1.0, heartbeat_timeout_s=10.0, start_timeout_s=30.0)
+
+
+@dataclass
+class World:
+    folder: Path
+    launcher: FakeLauncher = field(default_factory=FakeLauncher)
+    clock: VirtualClock = field(default_factory=VirtualClock)
+    dead: list[str] = field(default_factory=list)
+    phases: list[Phase] = field(default_factory=list)
+    ends: list[tuple[bool, str]] = field(default_factory=list)
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __post_init__(self) -> None:
+        self.lifecycle = Lifecycle(PLAN, CONFIG)
+        callbacks = SupervisorCallbacks(lambda name, _: self.dead.append(name), self.phases.append, self._on_end)
+        self.supervisor = Supervisor(self.lifecycle, self.launcher, self._spec, CONFIG, callbacks, self.clock, self.folder)
+
+    def _spec(self, name: str, kind: ProcessKind, incarnation: int) -> ProcessSpec:
+        return ProcessSpec(name, kind, incarnation, ("true",), self.folder / f"{name}.log")
+
+    def _on_end(self, ok: bool, reason: str) -> None:
+        self.ends.append((ok, reason))
+        self.ended.set()
+
+    async def settle(self) -> None:
+        """Let everything that can run without time passing run."""
+        for _ in range(20):
+            await asyncio.sleep(0)
+
+    async def advance(self, seconds: float, tick_s: float = 1.0) -> None:
+        passed = 0.0
+        while passed < seconds:
+            self.clock.advance(min(tick_s, seconds - passed))
+            passed += tick_s
+            await self.settle()
+
+
+@contextlib.asynccontextmanager
+async def running(world: World) -> AsyncIterator[World]:
+    async with asyncio.timeout(60), asyncio.TaskGroup() as group:
+        running = group.create_task(world.supervisor.run())
+        await world.settle()
+        yield world
+        if not running.done() and not world.ended.is_set():
+            world.supervisor.post(StopRequested())
+        stopping = group.create_task(world.supervisor.shutdown(5.0))
+        while not stopping.done():
+            await world.advance(1.0)
+
+
+async def test_starts_the_plan_and_records_every_pid(tmp_path: Path) -> None:
+    async with running(World(tmp_path)) as world:
+        table = read_pids(tmp_path)
+        assert {name: record.pid for name, record in table.processes.items()} == {
+            process.spec.name: process.pid for process in world.launcher.history
+        }
+        assert world.phases == ["starting", "warming"]
+    assert not world.launcher.alive
+    assert read_pids(tmp_path).processes == {}
+
+
+async def test_dead_process_is_announced_and_started_again_after_its_back_off(tmp_path: Path) -> None:
+    async with running(World(tmp_path)) as world:
+        (await world.launcher.started("generator-0")).exit(-9)
+        await world.settle()
+        assert world.dead == ["generator-0"]
+        await world.advance(1.9, tick_s=0.1)
+        assert world.launcher.alive == ["learner"]
+        await world.advance(0.2, tick_s=0.1)
+        assert sorted(world.launcher.alive) == ["generator-0", "learner"]
+        assert (await world.launcher.started("generator-0", 2)).spec.incarnation == 2
+
+
+async def test_silent_process_is_terminated_then_killed(tmp_path: Path) -> None:
+    world = World(tmp_path, launcher=FakeLauncher(ignores_terminate=True))
+    async with running(world):
+        generator = await world.launcher.started("generator-0")
+        for name in ("generator-0", "learner"):
+            world.supervisor.note_heartbeat(Heartbeat(name, sent_s=0.0))
+        for _ in range(12):
+            await world.advance(1.0)
+            world.supervisor.note_heartbeat(Heartbeat("learner", sent_s=world.clock.now()))
+        assert generator.terminated == 1
+        assert generator.alive
+        for _ in range(4):
+            await world.advance(1.0)
+            world.supervisor.note_heartbeat(Heartbeat("learner", sent_s=world.clock.now()))
+        assert not generator.alive
+        assert world.dead == ["generator-0"]
+
+
+async def test_program_that_cannot_be_started_counts_as_a_death(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    world.launcher.failures = ["no such program"] * 3
+    async with running(world):
+        await world.advance(20.0)
+        assert world.ends
+        assert "code 127" in world.ends[0][1]
+
+
+async def test_shutdown_waits_for_processes_that_end_by_themselves(tmp_path: Path) -> None:
+    async with running(World(tmp_path)) as world:
+        world.supervisor.post(StopRequested())
+        for process in world.launcher.history:
+            process.exit(0)
+        await world.settle()
+    assert all(process.terminated == 0 and process.killed == 0 for process in world.launcher.history)
+
+
+async def test_shutdown_kills_what_ignores_everything(tmp_path: Path) -> None:
+    world = World(tmp_path, launcher=FakeLauncher(ignores_terminate=True))
+    async with running(world):
+        world.supervisor.post(StopRequested())
+    assert [process.killed for process in world.launcher.history] == [1, 1]
+
+
+async def test_shutdown_gives_up_restarts_that_wait_for_their_back_off(tmp_path: Path) -> None:
+    async with running(World(tmp_path)) as world:
+        (await world.launcher.started("learner")).exit(1)
+        await world.settle()
+    assert len(world.launcher.history) == 2
+
+
+async def test_cancelling_run_kills_every_process(tmp_path: Path) -> None:
+    world = World(tmp_path, launcher=FakeLauncher(ignores_terminate=True))
+    async with asyncio.TaskGroup() as group:
+        task = group.create_task(world.supervisor.run())
+        await world.settle()
+        task.cancel()
+    assert not world.launcher.alive
+    assert len(world.launcher.history) == 2
+
+
+async def test_error_in_a_callback_kills_every_process_and_is_raised(tmp_path: Path) -> None:
+    world = World(tmp_path)
+
+    def broken(phase: Phase) -> None:
+        if phase == "warming":
+            raise RuntimeError("bug in the controller")
+
+    callbacks = SupervisorCallbacks(lambda *_: None, broken, lambda *_: None)
+    supervisor = Supervisor(world.lifecycle, world.launcher, world._spec, CONFIG, callbacks, world.clock, tmp_path)
+    with pytest.raises(ExceptionGroup) as caught:
+        await supervisor.run()
+    assert caught.group_contains(RuntimeError, match="bug in the controller")
+    assert not world.launcher.alive
+
+
+async def test_event_posted_by_a_callback_is_taken_after_the_one_in_hand(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    order: list[str] = []
+
+    def on_phase(phase: Phase) -> None:
+        order.append(phase)
+        if phase == "running":
+            supervisor.post(DrainRequested("at once"))
+            order.append("posted")
+
+    callbacks = SupervisorCallbacks(lambda *_: None, on_phase, world._on_end)
+    supervisor = world.supervisor = Supervisor(
+        world.lifecycle, world.launcher, world._spec, CONFIG, callbacks, world.clock, tmp_path
+    )
+    async with running(world):
+        for item in PLAN:
+            supervisor.post(ProcessReady(item.name))
+        assert order == ["starting", "warming", "running", "posted", "draining"]

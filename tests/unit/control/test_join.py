@@ -1,0 +1,269 @@
+"""Joining generators: whom a run lets in, and how a generator gets in, with which config."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import platform
+import signal
+from pathlib import Path
+
+import pytest
+
+from asyncrl.config.load import dump_config, parse_config
+from asyncrl.config.placement_rules import why_weights_do_not_reach
+from asyncrl.config.run import SupervisionConfig
+from asyncrl.control.join import JoinRequest, Membership, check_overrides, joined, own_config, serve_until_told
+from asyncrl.control.lifecycle.events import ProcessPlan
+from asyncrl.errors import ConfigError, ConnectionClosed, TransportError
+from asyncrl.schema.control import PROTOCOL, Hello, JoinTerms, ProcessKind
+from asyncrl.schema.samples import SampleFailure
+from asyncrl.transport.protocol import Lane, Listener
+from asyncrl.transport.security import CLIENT_FILE, KEYS_FOLDER, bring_client_keys, load_client_keys, make_keys
+from asyncrl.transport.zmq_server import open_listener
+
+
+def _config(**settings: object):
+    return parse_config({"generate": {"engine": {"kind": "fake"}}, "placement": {"most_joining_generators": 1}, **settings})
+
+
+def _terms(config, machine: str = "there") -> JoinTerms:
+    return JoinTerms(dump_config(config), "/runs/far", machine)
+
+
+def _medium(**medium: object):
+    return _config(broadcast={"medium": medium})
+
+
+@pytest.mark.parametrize(
+    ("medium", "shares_folder", "reason"),
+    [
+        ({"kind": "shared_memory"}, True, "the run's own machine only"),
+        ({"kind": "files"}, False, "the run's folder, which is not here"),
+        ({"kind": "files"}, True, ""),
+        ({"kind": "files", "folder": "/shared"}, False, ""),
+        ({"kind": "zeromq"}, True, "tcp://127.0.0.1:*, which only"),
+        ({"kind": "zeromq", "bind": "tcp://10.0.0.5:*"}, False, ""),
+        ({"kind": "gloo"}, True, "127.0.0.1, which only"),
+        ({"kind": "gloo", "host": "10.0.0.5"}, False, ""),
+    ],
+)
+def test_a_medium_that_does_not_reach_another_machine_says_so(medium, shares_folder, reason):
+    why = why_weights_do_not_reach(_medium(**medium), shares_folder=shares_folder)
+    assert reason in why
+    assert bool(why) == bool(reason)
+
+
+def test_a_joining_generator_sets_only_what_is_its_own(tmp_path):
+    overrides = ("generate.engine.num_slots=3", "generate.model_folder=/models/a", "observe.log_level=DEBUG")
+    check_overrides(overrides)
+    own = own_config(_terms(_config()), overrides, tmp_path)
+    assert (own.generate.engine.num_slots, own.generate.model_folder, own.observe.log_level) == (3, "/models/a", "DEBUG")
+    with pytest.raises(ConfigError, match=r"may set only generate\.engine"):
+        check_overrides(("buffer.max_staleness=9",))
+
+
+def test_a_joining_generator_does_not_make_samples_up(tmp_path):
+    run = _config(generate={"engine": {"kind": "transformers"}})
+    with pytest.raises(ConfigError, match="does not generate what it trains on"):
+        own_config(_terms(run), ('generate.engine={kind="fake"}',), tmp_path)
+
+
+def test_a_joining_generator_needs_a_server_that_no_generator_of_the_run_has(tmp_path):
+    run = _config(generate={"num_workers": 1, "engine": {"kind": "vllm_server", "url": "http://127.0.0.1:1"}})
+    with pytest.raises(ConfigError, match=r"127\.0\.0\.1:1 each serve.*generate\.engine\.url"):
+        own_config(_terms(run), (), tmp_path)
+    assert own_config(_terms(run), ("generate.engine.url=http://127.0.0.1:2",), tmp_path).generate.engine.urls == (
+        "http://127.0.0.1:2",
+    )
+
+
+def test_keys_that_were_brought_are_private_and_nothing_else_is_taken_for_them(tmp_path):
+    make_keys(tmp_path / "run")
+    file, private = tmp_path / "run" / KEYS_FOLDER / CLIENT_FILE, tmp_path / "private"
+    private.mkdir()
+    bring_client_keys(file, private)
+    assert load_client_keys(private) == load_client_keys(tmp_path / "run")
+    wrong = tmp_path / "wrong"
+    wrong.write_text("no keys")
+    wrong.chmod(0o600)
+    with pytest.raises(ConfigError, match="is no client key"):
+        bring_client_keys(wrong, tmp_path)
+    wrong.chmod(0o644)
+    with pytest.raises(ConfigError, match="others can read it"):
+        bring_client_keys(wrong, tmp_path)
+
+
+async def test_a_folder_without_a_live_run_and_an_address_that_is_none_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match="has no live run"):
+        async with joined(JoinRequest(run_folder=str(tmp_path)), 7, "endpoint"):
+            pass
+    for address, message in (("10.0.0.5:99", "tcp://HOST:PORT"), ("ipc:///nowhere/c", "only its own machine reaches")):
+        with pytest.raises(ConfigError, match=message):
+            async with joined(JoinRequest(address=address), 7, "endpoint"):
+                pass
+
+
+async def _run_of(config, folder: Path, membership: Membership) -> Listener:
+    listener = await open_listener(config.transport, folder, judge=membership.refusal)
+    (folder / "endpoint").write_text(listener.address)
+    (folder / "api.json").write_text("{}")
+    (folder / "config.toml").write_text(dump_config(config))
+    return listener
+
+
+async def test_a_joining_generator_comes_in_is_told_the_run_and_says_goodbye(tmp_path):
+    config = _config()
+    listener = await _run_of(config, tmp_path, Membership(most_joined=1))
+    try:
+        async with asyncio.TaskGroup() as group:
+            near = group.create_task(listener.accept())
+
+            async def welcome() -> None:
+                await (await near).send(
+                    _terms(_config(broadcast={"medium": {"kind": "files", "folder": "/shared"}})), Lane.CONTROL
+                )
+
+            group.create_task(welcome())
+            async with joined(JoinRequest(run_folder=str(tmp_path)), 7, "endpoint") as here:
+                assert here.name == near.result().peer.name
+                assert here.run_folder == tmp_path.resolve()
+                assert not here.is_on_same_machine
+            with pytest.raises(Exception, match="closed by the peer"):
+                await asyncio.wait_for(near.result().receive(Lane.CONTROL), 30)
+    finally:
+        await listener.close()
+
+
+async def test_a_joining_generator_that_is_cancelled_as_it_leaves_says_goodbye_all_the_same(tmp_path):
+    """It waits for what nobody acknowledges; a second Ctrl-C does not wait."""
+    listener = await _run_of(_config(), tmp_path, Membership(most_joined=1))
+    leaving = asyncio.Event()
+    try:
+        async with asyncio.TaskGroup() as group:
+
+            async def come_and_go() -> None:
+                async with joined(JoinRequest(run_folder=str(tmp_path)), 7, "endpoint") as here:
+                    here.connection.try_send(SampleFailure(0, 0, 1, "generate", "unheard"))
+                    leaving.set()
+
+            going = group.create_task(come_and_go())
+            near = await listener.accept()
+            await near.send(_terms(_medium(kind="files", folder="/shared")), Lane.CONTROL)
+            await leaving.wait()
+            await asyncio.sleep(0)
+            going.cancel()
+        async with asyncio.timeout(10):
+            await near.receive()
+            with pytest.raises(ConnectionClosed, match="closed by the peer"):
+                await near.receive()
+    finally:
+        await listener.close()
+
+
+@pytest.mark.parametrize(("machine", "fanout"), [(platform.node(), 4), ("there", 0)])
+async def test_only_a_generator_on_the_runs_own_machine_passes_weights_on_from_the_runs_address(tmp_path, machine, fanout):
+    config = _config(transport={"kind": "tcp"})
+    told = _medium(kind="zeromq", bind="tcp://10.0.0.5:*", relay_bind="tcp://10.0.0.5:*", fanout=4)
+    listener = await _run_of(config, tmp_path, Membership(most_joined=1))
+    try:
+        async with asyncio.TaskGroup() as group:
+
+            async def welcome() -> None:
+                await (await listener.accept()).send(_terms(told, machine), Lane.CONTROL)
+
+            group.create_task(welcome())
+            async with joined(JoinRequest(run_folder=str(tmp_path)), 7, "endpoint") as here:
+                assert here.config.broadcast.medium.fanout == fanout
+    finally:
+        await listener.close()
+
+
+async def test_weights_that_do_not_reach_this_machine_are_refused_with_what_to_set(tmp_path):
+    listener = await _run_of(_config(), tmp_path, Membership(most_joined=1))
+    try:
+        async with asyncio.TaskGroup() as group:
+
+            async def welcome() -> None:
+                await (await listener.accept()).send(_terms(_medium(kind="shared_memory")), Lane.CONTROL)
+
+            group.create_task(welcome())
+            with pytest.raises(ConfigError, match=r"the run is on there, this is .*broadcast\.medium\.kind = 'zeromq'"):
+                async with joined(JoinRequest(run_folder=str(tmp_path)), 7, "endpoint"):
+                    pass
+    finally:
+        await listener.close()
+
+
+async def test_a_joining_generator_that_the_run_does_not_take_is_told_why(tmp_path):
+    listener = await _run_of(_config(), tmp_path, Membership())
+    try:
+        with pytest.raises(TransportError, match=r"placement\.most_joining_generators"):
+            async with joined(JoinRequest(run_folder=str(tmp_path)), 7, "endpoint"):
+                pass
+    finally:
+        await listener.close()
+
+
+async def test_a_signal_ends_the_work_and_is_no_failure():
+    begun, ended = asyncio.Event(), []
+
+    async def work() -> int:
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append(True)
+        return 3
+
+    async with asyncio.TaskGroup() as group:
+        serving = group.create_task(serve_until_told(work()))
+        await begun.wait()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert await serving == 0
+    assert ended == [True]
+
+
+# -- whom a run lets in ----------------------------------------------------------------------------------------------------
+
+PLAN = [ProcessPlan("learner", "learner"), ProcessPlan("generator-0", "generator")]
+
+
+def _hello(name: str, incarnation: str = "a", kind: ProcessKind = "generator") -> Hello:
+    return Hello(PROTOCOL, kind, name, incarnation, 7)
+
+
+def test_planned_processes_come_in_under_their_own_kind_only():
+    membership = Membership(PLAN)
+    assert membership.refusal(_hello("generator-0")) == ""
+    assert membership.refusal(_hello("generator-0", kind="reward")) == "this run has no reward named 'generator-0'"
+    assert membership.refusal(_hello("generator-1")) == "this run has no generator named 'generator-1'"
+
+
+def test_a_place_is_taken_when_a_joining_generator_is_let_in_and_free_when_it_is_gone():
+    membership = Membership(PLAN, most_joined=1)
+    assert membership.refusal(_hello("joined-b-7-0")) == ""
+    assert "all 1 places" in membership.refusal(_hello("joined-b-8-0"))
+    membership.gone("joined-b-7-0", said_goodbye=True)
+    assert membership.refusal(_hello("joined-b-8-0")) == ""
+    membership.gone("joined-b-8-0", said_goodbye=False)
+    assert membership.counts() == {"here": 0, "most": 1, "came": 2, "left": 1, "lost": 1}
+
+
+def test_a_joining_generator_whose_link_broke_is_let_in_again_and_another_of_its_name_is_not():
+    membership = Membership(PLAN, most_joined=1)
+    assert membership.refusal(_hello("joined-b-7-0")) == ""
+    assert membership.refusal(_hello("joined-b-7-0")) == ""
+    assert membership.num_came == 1
+    assert "another generator named" in membership.refusal(_hello("joined-b-7-0", incarnation="b"))
+
+
+def test_a_silent_joined_generator_is_overdue_until_it_is_gone():
+    membership = Membership(PLAN, 1, SupervisionConfig(heartbeat_s=100.0, heartbeat_timeout_s=5.0))
+    membership.refusal(_hello("joined-b-7-0"))
+    membership.connected("joined-b-7-0", 0.0)
+    membership.beat("joined-b-7-0", 4.0)
+    assert membership.overdue(8.0) == {}
+    assert membership.overdue(10.0) == {"joined-b-7-0": "joined-b-7-0 sent no heartbeat for 6 s"}
+    membership.gone("joined-b-7-0", said_goodbye=False)
+    assert membership.overdue(20.0) == {}

@@ -1,0 +1,139 @@
+"""What a dry run says about processes and memory."""
+
+from __future__ import annotations
+
+from typing import get_args, get_type_hints
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from asyncrl.config.broadcast import BroadcastConfig
+from asyncrl.config.generate import TransformersEngineConfig
+from asyncrl.config.learner import LearnerConfig
+from asyncrl.config.load import parse_config
+from asyncrl.config.run import InferenceConfig, RewardModel
+from asyncrl.control.tools.dry_run import derived, describe
+from asyncrl.errors import ConfigError
+
+KL = {"kl": {}, "reference": {"where": "worker"}}
+ELEMENTS = 3 << 18
+"""3 MiB in float32."""
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A model's folder, stored in float16."""
+    save_file(
+        {"a": np.zeros((ELEMENTS // 4, 2), np.float16), "b": np.zeros(ELEMENTS // 2, np.float16)}, tmp_path / "m.safetensors"
+    )
+    return str(tmp_path)
+
+
+def shown(**raw):
+    return derived(parse_config(raw))
+
+
+def mib(text):
+    return float(text.split()[0].replace(",", ""))
+
+
+def test_processes_are_those_that_would_be_started(folder):
+    assert shown()["processes"] == "1 controller, 2 generators, 1 reward workers, 1 learner"
+    outside = shown(
+        inference={"reward_models": [{"name": "judge", "path": folder}]}, reward={"functions": []}, learner={"kind": "external"}
+    )
+    assert outside["processes"] == "1 controller, 2 generators, 1 inference workers, learner outside"
+    assert "policy on the learner" not in outside
+    assert shown(learner={"ranks": 4})["processes"].endswith("1 learner of 4 ranks")
+
+
+@pytest.mark.parametrize(
+    ("kind", "place"),
+    [
+        (LearnerConfig, lambda dtype: {"learner": {"dtype": dtype}}),
+        (TransformersEngineConfig, lambda dtype: {"generate": {"engine": {"kind": "transformers", "dtype": dtype}}}),
+        (InferenceConfig, lambda dtype: {"inference": {"dtype": dtype}, "algorithm": KL}),
+        (RewardModel, lambda dtype: {"inference": {"reward_models": [{"name": "j", "path": "FOLDER", "dtype": dtype}]}}),
+        (BroadcastConfig, lambda dtype: {"broadcast": {"dtype": dtype}}),
+    ],
+)
+def test_every_dtype_that_a_config_may_name_is_known(kind, place, folder):
+    for dtype in get_args(get_type_hints(kind)["dtype"]):
+        raw = place(dtype)
+        for model in raw.get("inference", {}).get("reward_models", ()):
+            model["path"] = folder
+        assert "MiB" in describe(parse_config(raw))[0]
+
+
+def test_an_inference_workers_memory_is_that_of_its_models_in_the_dtype_they_are_held_in(folder):
+    judge = {"name": "judge", "path": folder}
+    alone = mib(shown(algorithm=KL)["memory of each inference worker"])
+    assert alone > 0
+    both = shown(inference={"reward_models": [judge]}, algorithm=KL)["memory of each inference worker"]
+    assert both == f"{alone + 3:.1f} MiB + activations  (judge, reference)"
+    halved = shown(inference={"reward_models": [judge | {"dtype": "bfloat16"}]})["memory of each inference worker"]
+    assert halved == "1.5 MiB + activations  (judge)"
+    assert "memory of each inference worker" not in shown()
+
+
+def test_a_model_without_weights_is_found_before_anything_starts(tmp_path):
+    judge = {"inference": {"reward_models": [{"name": "judge", "path": str(tmp_path)}]}}
+    with pytest.raises(ConfigError, match=r"inference\.reward_models\.path .* has no \*\.safetensors"):
+        shown(**judge)
+    (tmp_path / "model.safetensors").write_bytes(bytes(100))
+    with pytest.raises(ConfigError, match=r"inference\.reward_models\.path .* cannot be read"):
+        shown(**judge)
+
+
+def test_each_model_of_the_learner_has_a_line(folder):
+    plain = shown()
+    assert "critic on the learner" not in plain
+    assert "reference on the learner" not in plain
+    critic = {"advantage": "gae", "critic": {}, "kl": {}}
+    lines = shown(algorithm=critic)
+    policy = mib(lines["policy on the learner"])
+    assert mib(lines["reference on the learner"]) == pytest.approx(policy / 4, abs=0.1)
+    assert mib(lines["critic on the learner"]) == pytest.approx(policy, rel=0.02)
+    elsewhere = shown(algorithm=critic | {"reference": {"path": folder}, "critic": {"path": folder}})
+    assert mib(elsewhere["reference on the learner"]) == 3.0
+    assert mib(elsewhere["critic on the learner"]) == 12.0
+    head = shown(algorithm=critic | {"critic": {"kind": "head"}, "reference": {"where": "worker"}})
+    assert mib(head["critic on the learner"]) < 0.1
+    assert "reference on the learner" not in head
+
+
+def test_adapters_alone_are_trained_and_sent_and_the_reference_costs_nothing():
+    model = {"kind": "scratch", "hidden_size": 256, "num_layers": 4}
+    whole, adapted = [shown(model=model, learner=learner, algorithm={"kl": {}}) for learner in ({}, {"lora": {"rank": 4}})]
+    assert mib(adapted["bytes of one weight version"]) < mib(whole["bytes of one weight version"]) / 10
+    assert mib(adapted["policy on the learner"]) < mib(whole["policy on the learner"]) / 3
+    assert mib(adapted["memory of each generator"]) >= mib(whole["memory of each generator"])
+    assert mib(adapted["reference on the learner"]) == 0.0
+    assert "of the adapters" in adapted["parameters"]
+
+
+def test_ranks_divide_what_the_learner_holds():
+    model = {"kind": "scratch", "hidden_size": 512}
+    one, four = shown(model=model), shown(model=model, learner={"ranks": 4})
+    assert mib(four["policy on each learner rank"]) == pytest.approx(mib(one["policy on the learner"]) / 4, abs=0.1)
+
+
+def test_an_engine_without_a_model_has_no_memory_line():
+    assert "memory of each generator" not in shown(
+        generate={"engine": {"kind": "fake", "max_sequence_tokens": 512}}, packing={"tokens_per_row": 512}
+    )
+
+
+def test_what_vllm_holds_follows_its_device():
+    def memory(**engine):
+        return shown(generate={"engine": {"kind": "vllm", **engine}})["memory of each generator"]
+
+    weights = mib(memory(device="cuda"))
+    assert "KV cache: what is left of 90% of each GPU" in memory(device="cuda")
+    assert mib(memory(device="cpu")) == pytest.approx(weights + 1024, abs=0.2)
+    assert mib(memory(device="cpu", kv_cache_gib=0.25)) == pytest.approx(weights + 256, abs=0.2)
+    assert "KV cache on a CPU, on a GPU what is left" in memory()
+    assert mib(memory(device="cuda", dtype="bfloat16")) == pytest.approx(weights / 2, abs=0.2)
+    server = shown(generate={"num_workers": 1, "engine": {"kind": "vllm_server", "url": "http://127.0.0.1:8000"}})
+    assert "memory of each generator" not in server

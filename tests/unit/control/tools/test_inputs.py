@@ -1,0 +1,169 @@
+"""A user's functions are looked at before a run is started, by a process that ends with that."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from asyncrl import Run
+from asyncrl.config.load import parse_config
+from asyncrl.control.tools.dry_run import describe
+from asyncrl.control.tools.inputs import check_user_functions, user_functions
+from asyncrl.errors import ConfigError
+
+GOOD = """
+print("imported")
+def task(seed): ...
+def score(prompt, text): return 0.0
+def maths(inputs, config): ...
+"""
+
+
+def config_of(path, **changes):
+    return parse_config({
+        "task": {"kind": "python", "path": f"{path}:task"},
+        "reward": {"functions": [{"kind": "python", "path": f"{path}:score"}, {"kind": "answer_match"}]},
+        "algorithm": {
+            "advantage": f"{path}:maths",
+            "loss": f"{path}:maths",
+            "corrections": [{"kind": "python", "path": f"{path}:maths"}],
+        },
+        **changes,
+    })
+
+
+def written(folder, text):
+    path = folder / "mine.py"
+    path.write_text(text)
+    return path
+
+
+def test_every_field_that_names_a_function_is_looked_at(tmp_path, monkeypatch):
+    monkeypatch.delitem(sys.modules, "asyncrl_user_mine", raising=False)  # of another test
+    config = config_of(written(tmp_path, GOOD))
+    fields = {"task.path", "reward path", "algorithm.advantage", "algorithm.loss", "algorithm.corrections.path"}
+    assert {function.field for function in user_functions(config)} == fields
+    check_user_functions(config)
+    assert "asyncrl_user_mine" not in sys.modules
+
+
+def test_the_maths_of_an_outside_learner_are_its_own():
+    config = config_of("mine.py", learner={"kind": "external"})
+    assert {function.field for function in user_functions(config)} == {"task.path", "reward path"}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (("def task(seed)", "def task()"), r"task.path '.*mine.py:task' is called with \(seed\) and takes \(\)"),
+        (("def score(prompt, text)", "def score(text)"), r"reward path .* is called with \(prompt, text\) and takes \(text\)"),
+        (("def maths(inputs, config)", "def maths(inputs)"), r"algorithm.advantage .* takes \(inputs\)"),
+        (("def score", "def scores"), "has no function 'score'; it has .*scores"),
+        (("print(", "import no_such_package; ("), "cannot be imported: No module named 'no_such_package'"),
+        (("print(", "raise ValueError("), "cannot be imported: ValueError: imported"),
+        (("print(", "import os; os._exit(7) or ("), "ended the process with exit code 7"),
+    ],
+)
+def test_a_fault_shows_before_anything_is_started(tmp_path, wrong, message):
+    config = config_of(written(tmp_path, GOOD.replace(*wrong)))
+    with pytest.raises(ConfigError, match=message):
+        describe(config)
+
+
+async def test_a_run_with_a_fault_leaves_no_folder_behind(tmp_path):
+    config = config_of(written(tmp_path, "def task(seed): ..."), folder=str(tmp_path), name="faulty")
+    with pytest.raises(ConfigError, match="has no function 'score'"):
+        async with Run(config):
+            pass
+    assert not (tmp_path / "faulty").exists()
+
+
+async def test_a_task_s_file_that_is_not_there_blocks_no_name_and_the_dry_run_names_it(tmp_path):
+    task = {"kind": "jsonl", "path": str(tmp_path / "train.jsonl"), "held_out_path": str(tmp_path / "test.jsonl")}
+    config = parse_config({"task": task, "folder": str(tmp_path), "name": "early"})
+    with pytest.raises(ConfigError, match=r"task.path: there is no file .*train.jsonl; task.held_out_path: .*test.jsonl"):
+        async with Run(config):
+            pass
+    assert not (tmp_path / "early").exists()
+    assert [fault.partition(":")[0] for fault in describe(config)[1]] == ["task.path", "task.held_out_path"]
+    (tmp_path / "train.jsonl").write_text("")
+    assert [fault.partition(":")[0] for fault in describe(config)[1]] == ["task.held_out_path"]
+
+
+def test_looking_loads_no_torch():
+    probe = "import sys, asyncrl.control.tools.inputs; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", probe], check=False).returncode == 0
+
+
+def test_what_an_import_leaves_running_is_no_fault(tmp_path, monkeypatch):
+    monkeypatch.setattr("asyncrl.control.tools.inputs.TIMEOUT_S", 30.0)
+    left = (
+        "import atexit, os, subprocess, sys, threading, time\n"
+        "threading.Thread(target=time.sleep, args=(60,)).start()\n"
+        "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
+        "atexit.register(os.abort)\n"
+        "print('said at import')\n"
+    )
+    path = written(tmp_path, left + GOOD)
+    check_user_functions(config_of(path))
+    path.write_text(left + GOOD.replace("def task(seed)", "def task()"))
+    with pytest.raises(ConfigError, match=r"^task.path .* takes \(\)"):
+        check_user_functions(config_of(path))
+
+
+def test_functions_in_an_environment_of_the_run_are_not_looked_for_here():
+    launch = {"kind": "ray", "environment": {"working_dir": "elsewhere"}}
+    check_user_functions(config_of("not_here.py", launch=launch))
+    with pytest.raises(ConfigError, match=r"there is no file not_here\.py"):
+        check_user_functions(config_of("not_here.py", launch={"kind": "ray"}))
+
+
+def faults_of(**raw):
+    return describe(parse_config(raw))[1]
+
+
+def lines(path, count, prompt="1+1="):
+    path.write_text("".join(json.dumps({"question": f"{prompt}{number}", "answer": "2"}) + "\n" for number in range(count)))
+    return {"kind": "jsonl", "path": str(path), "chat": False}
+
+
+def test_a_dry_run_counts_prompts_and_names_those_that_are_too_long(tmp_path):
+    task = lines(tmp_path / "d.jsonl", 30, prompt="x" * 20) | {"held_out": 10}
+    generate = {"engine": {"kind": "transformers", "max_sequence_tokens": 32}, "sampling": {"max_new_tokens": 16}}
+    (fault,) = faults_of(task=task, generate=generate)
+    assert fault.startswith("20 of the first 20 prompts are over 16 tokens (the longest has 22)")
+
+
+def test_a_dry_run_says_that_more_is_held_out_than_there_is(tmp_path):
+    (fault,) = faults_of(task=lines(tmp_path / "d.jsonl", 5) | {"held_out": 10})
+    assert "lower task.held_out" in fault
+
+
+def test_a_dry_run_opens_the_devices():
+    (fault,) = faults_of(learner={"device": "cuda:77"})
+    assert fault.startswith("learner.device 'cuda:77' cannot be used here: ")
+
+
+@pytest.mark.parametrize(
+    ("files", "said"),
+    [
+        (None, "model.path: there is no folder"),
+        (["config.json"], "has no tokenizer"),
+        (["tokenizer.json"], "has no config.json"),
+    ],
+)
+def test_a_dry_run_looks_into_the_model_s_folder(tmp_path, files, said):
+    folder = tmp_path / "m"
+    for name in files or []:
+        folder.mkdir(exist_ok=True)
+        (folder / name).write_text("{}")
+    assert [said in fault for fault in faults_of(model={"kind": "pretrained", "path": str(folder)})] == [True]
+
+
+def test_a_dry_run_finds_folders_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").write_text("")
+    (fault,) = faults_of(folder=str(tmp_path / "file" / "runs"))
+    assert fault == f"folder: {tmp_path / 'file'} is no folder that can be written"

@@ -1,0 +1,100 @@
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from asyncrl.clock import VirtualClock
+from asyncrl.config.generate import FakeEngineConfig
+from asyncrl.errors import GenerationError
+from asyncrl.generate.doubles.fake import FakeEngine
+from asyncrl.generate.engine import EngineRequest, TokenChunk
+from asyncrl.schema.samples import SamplingParams
+
+
+def request(name: str, seed: int = 0, max_new_tokens: int = 10, *, ignore_eos: bool = True) -> EngineRequest:
+    return EngineRequest(name, (1, 2), SamplingParams(max_new_tokens=max_new_tokens, ignore_eos=ignore_eos), seed)
+
+
+async def settle() -> None:
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+async def collect(stream) -> list[TokenChunk]:
+    return [chunk async for chunk in stream]
+
+
+async def start(clock: VirtualClock, **config) -> FakeEngine:
+    engine = FakeEngine(FakeEngineConfig(**{"token_latency_s": 1.0, "num_slots": 2, **config}), clock)
+    await engine.start()
+    return engine
+
+
+async def test_a_request_takes_its_tokens_times_the_latency() -> None:
+    clock = VirtualClock()
+    engine = await start(clock)
+    other, stream = engine.submit(request("a")), engine.submit(request("b"))
+    await settle()
+    clock.advance(9.5)
+    await settle()
+    assert engine.num_running == 2
+    clock.advance(0.5)
+    await settle()
+    assert engine.num_running == 0
+    assert len((await collect(stream))[-1].token_ids) == len((await collect(other))[-1].token_ids) == 10
+    await engine.close()
+
+
+async def test_requests_beyond_the_slots_wait_their_turn() -> None:
+    clock = VirtualClock()
+    engine = await start(clock, num_slots=1)
+    streams = [engine.submit(request(f"r{i}")) for i in range(3)]
+    for running in (2, 1, 0):
+        await settle()
+        clock.advance(10)
+        await settle()
+        assert engine.num_running == running
+    del streams
+    await engine.close()
+
+
+async def test_tokens_after_a_load_carry_the_new_version_and_the_load_takes_its_time() -> None:
+    clock = VirtualClock()
+    engine = await start(clock, load_latency_s=5.0)
+    stream = engine.submit(request("a"))
+    await settle()
+    clock.advance(4)
+    async with asyncio.TaskGroup() as tasks:
+        loading = tasks.create_task(engine.load_weights(3, {}, "keep"))
+        await settle()
+        clock.advance(5)
+    assert loading.result() == pytest.approx(5000)
+    await settle()
+    clock.advance(6)
+    await settle()
+    versions = [version for chunk in await collect(stream) for version in chunk.versions]
+    assert versions == [-1] * 4 + [3] * 6
+    await engine.close()
+
+
+async def test_every_nth_request_fails() -> None:
+    clock = VirtualClock()
+    engine = await start(clock, fail_every=2, token_latency_s=0.0)
+    ok, failing = engine.submit(request("a")), engine.submit(request("b"))
+    assert (await collect(ok))[-1].finish_reason == "length"
+    with pytest.raises(GenerationError, match="fail_every"):
+        await collect(failing)
+    await engine.close()
+
+
+@pytest.mark.parametrize("distribution", ["fixed", "uniform", "lognormal"])
+async def test_lengths_have_the_configured_mean(distribution) -> None:
+    clock = VirtualClock()
+    engine = await start(clock, token_latency_s=0.0, num_slots=64, length_distribution=distribution, mean_tokens=20.0, sigma=0.7)
+    streams = [engine.submit(request(f"r{i}", i, 4000, ignore_eos=False)) for i in range(1500)]
+    lengths = [sum(len(chunk.token_ids) for chunk in await collect(stream)) for stream in streams]
+    assert np.mean(lengths) == pytest.approx(20, rel=0.08)
+    assert min(lengths) >= 1
+    await engine.close()

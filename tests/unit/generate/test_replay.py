@@ -1,0 +1,128 @@
+"""The engine without a model, and the codec that knows what it gives back."""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+import pytest
+
+from asyncrl.config.generate import ReplayEngineConfig
+from asyncrl.errors import GenerationError
+from asyncrl.generate.doubles.replay import ReplayEngine
+from asyncrl.generate.engine import EngineRequest
+from asyncrl.generate.tokenizer import ReplayCodec, TokenizerCodec
+from asyncrl.learner.model.policy import character_tokenizer
+from asyncrl.schema.samples import PreferenceAnswers, Prompt, SamplingParams
+
+SAMPLING = SamplingParams(max_new_tokens=4)
+EOS = 1
+
+
+def request(name="r", prompt=(5, 6), answer=(7, 8, EOS)):
+    return EngineRequest(name, prompt, SAMPLING, seed=0, answer_ids=answer)
+
+
+async def all_of(stream):
+    return [chunk async for chunk in stream]
+
+
+async def live_engine(version=3, **config):
+    engine = ReplayEngine(ReplayEngineConfig(**config))
+    await engine.start()
+    await engine.load_weights(version, {}, "keep")
+    return engine
+
+
+async def test_the_answer_comes_back_whole_with_the_live_version():
+    engine = await live_engine(3)
+    (chunk,) = await all_of(engine.submit(request()))
+    assert (chunk.token_ids, chunk.logprobs, chunk.versions) == ((7, 8, EOS), (0.0, 0.0, 0.0), (3, 3, 3))
+    assert chunk.finish_reason == "stop"
+    assert engine.num_running == 0
+
+
+async def test_nothing_comes_back_before_the_first_version_or_while_paused():
+    engine = ReplayEngine(ReplayEngineConfig())
+    first = engine.submit(request("a"))
+    assert (engine.version, engine.num_running) == (-1, 1)
+    await engine.pause()
+    await engine.load_weights(0, {}, "keep")
+    second = engine.submit(request("b"))
+    assert engine.num_running == 2
+    await engine.load_weights(1, {}, "keep")
+    await engine.resume()
+    assert [chunk.versions for stream in (first, second) for chunk in await all_of(stream)] == [(1, 1, 1)] * 2
+
+
+async def test_what_waits_can_be_aborted_and_the_end_aborts_all():
+    engine = ReplayEngine(ReplayEngineConfig())
+    first, second = engine.submit(request("a")), engine.submit(request("b"))
+    engine.abort("a")
+    engine.abort("unknown")
+    await engine.close()
+    assert [chunk.finish_reason for stream in (first, second) for chunk in await all_of(stream)] == ["abort", "abort"]
+    assert engine.num_running == 0
+
+
+@pytest.mark.parametrize(
+    ("wrong", "reason"),
+    [
+        ({"prompt": ()}, "a prompt of 0 tokens"),
+        ({"answer": ()}, "an answer of 0"),
+        ({"answer": (EOS,) * 7}, r"max_sequence_tokens \(8\)"),
+    ],
+)
+async def test_requests_that_cannot_be_answered_are_refused(wrong, reason):
+    engine = await live_engine(max_sequence_tokens=8)
+    with pytest.raises(GenerationError, match=reason):
+        engine.submit(request(**wrong))
+
+
+async def test_the_same_request_twice_is_refused_and_there_is_nothing_to_score_with():
+    engine = ReplayEngine(ReplayEngineConfig())
+    waiting = engine.submit(request("a"))
+    with pytest.raises(GenerationError, match="running already"):
+        engine.submit(request("a"))
+    with pytest.raises(GenerationError, match="holds no model"):
+        await engine.score([1, 2])
+    await waiting.aclose()
+
+
+async def test_an_answer_is_given_to_who_waits_for_it():
+    engine = ReplayEngine(ReplayEngineConfig())
+    async with asyncio.timeout(30), asyncio.TaskGroup() as tasks:
+        reading = tasks.create_task(all_of(engine.submit(request())))
+        await asyncio.sleep(0)
+        await engine.load_weights(0, {}, "keep")
+    assert [chunk.token_ids for chunk in reading.result()] == [(7, 8, EOS)]
+
+
+@pytest.fixture
+def codec(tmp_path):
+    character_tokenizer("+=0123").save_pretrained(tmp_path)
+    return ReplayCodec(TokenizerCodec(tmp_path))
+
+
+def preference(chosen="3", rejected="12"):
+    return Prompt("p", text="1+2=", reference_json=msgspec.json.encode(PreferenceAnswers(chosen, rejected)).decode())
+
+
+def test_answers_are_tokenised_by_the_runs_tokenizer_and_end_with_its_end_token(codec):
+    assert [codec.decode(codec.answer(preference(), index)) for index in (0, 1)] == ["3", "12"]
+    assert [codec.answer(preference(), index)[-1] for index in (0, 1)] == [EOS, EOS]
+    assert len(codec.answer(preference(), 1)) == 3
+    assert codec.encode(preference()) == codec.encode(Prompt("q", text="1+2="))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "index", "reason"),
+    [
+        (Prompt("p", text="1+2="), 0, "no chosen and rejected answer"),
+        (preference(), 2, "but none 2"),
+        (preference(chosen="hello"), 0, "cannot be tokenised"),
+    ],
+)
+def test_what_has_no_answer_fails_with_the_reason(codec, prompt, index, reason):
+    with pytest.raises(GenerationError, match=reason):
+        codec.answer(prompt, index)

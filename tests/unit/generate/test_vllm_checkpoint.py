@@ -1,0 +1,132 @@
+"""What vLLM is given of a model whose checkpoint has its tensors otherwise: exactly what transformers would write."""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3Config,
+    Glm4MoeConfig,
+    GPTNeoXConfig,
+    LlamaConfig,
+    MixtralConfig,
+    PreTrainedModel,
+    Qwen3MoeConfig,
+)
+
+from asyncrl.errors import GenerationError
+from asyncrl.generate.vllm.checkpoint import read_folder
+from asyncrl.generate.vllm.load_request import LoadRequest, load_request
+from asyncrl.generate.vllm.worker_extension import _fixed, _in_parts
+
+SMALL = {"vocab_size": 16, "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2, "num_attention_heads": 2}
+MIXTURE = {**SMALL, "num_key_value_heads": 1, "num_experts_per_tok": 2}
+CONFIGS = {
+    "experts in one tensor": Qwen3MoeConfig(**MIXTURE, num_experts=3, moe_intermediate_size=5),
+    "experts and layers by other names": MixtralConfig(**MIXTURE, num_local_experts=3),
+    "buffers beside its parameters": Glm4MoeConfig(
+        **MIXTURE, n_routed_experts=3, moe_intermediate_size=5, first_k_dense_replace=1
+    ),
+    "a head by another name": GPTNeoXConfig(**SMALL),
+    "nothing else": LlamaConfig(**SMALL),
+}
+
+
+def saved(name: str, folder: Path) -> PreTrainedModel:
+    model = AutoModelForCausalLM.from_config(CONFIGS[name])
+    model.save_pretrained(folder)
+    return model
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_checkpoint_is_made_of_the_models_tensors_bit_for_bit(name: str, tmp_path: Path) -> None:
+    model = saved(name, tmp_path)
+    tensors = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    folder = read_folder(tmp_path)
+    assert folder.shapes == {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    with load_request(tensors, folder) as order:
+        order = msgspec.json.decode(msgspec.json.encode(order), type=LoadRequest)
+    given = dict(_in_parts(iter(tensors.items()), order.parts)) | dict(_fixed(order.fixed))
+    written = load_file(tmp_path / "model.safetensors")
+    assert given.keys() == written.keys()
+    assert all(torch.equal(given[name], tensor) for name, tensor in written.items())
+    assert bool(folder.parts) == (name != "nothing else")
+    assert len(folder.fixed) == (name == "buffers beside its parameters")
+
+
+def test_a_prefix_of_the_checkpoints_own_is_found(tmp_path: Path) -> None:
+    """As Gemma 3 of the hub has its vision tower: transformers writes the prefix only of what it read with it."""
+    vision = {
+        "hidden_size": 8,
+        "intermediate_size": 12,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": 8,
+        "patch_size": 4,
+    }
+    text = {**SMALL, "num_key_value_heads": 1, "head_dim": 4}
+    model = AutoModelForCausalLM.from_config(Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4))
+    model.save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    written = {name.replace("vision_tower.", "vision_tower.vision_model."): tensor for name, tensor in load_file(file).items()}
+    save_file(written, file, {"format": "pt"})
+    tensors = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    given = dict(_in_parts(iter(tensors.items()), read_folder(tmp_path).parts))
+    assert given.keys() == written.keys()
+    assert all(torch.equal(given[name], tensor) for name, tensor in written.items())
+
+
+@pytest.mark.parametrize(
+    ("field", "message"),
+    [
+        ({"quantization_config": {"quant_method": "fp8"}}, "is quantized"),
+        ({"num_attention_heads": 3}, "cannot open the model folder .* multiple of the number of attention heads"),
+        ({"hidden_act": "nonsense"}, "cannot build the model in .*nonsense"),
+    ],
+)
+def test_a_folder_that_cannot_be_trained_is_refused(field: dict[str, object], message: str, tmp_path: Path) -> None:
+    saved("nothing else", tmp_path)
+    config = tmp_path / "config.json"
+    config.write_bytes(msgspec.json.encode({**msgspec.json.decode(config.read_bytes()), **field}))
+    with pytest.raises(GenerationError, match=f"(?s){message}"):
+        read_folder(tmp_path)
+
+
+def test_attention_that_is_not_installed_here_does_not_matter(tmp_path: Path) -> None:
+    saved("nothing else", tmp_path)
+    config = tmp_path / "config.json"
+    fields = {**msgspec.json.decode(config.read_bytes()), "attn_implementation": "flash_attention_2"}
+    config.write_bytes(msgspec.json.encode(fields))
+    assert read_folder(tmp_path).shapes
+
+
+def test_what_is_not_the_models_is_not_asked_for(tmp_path: Path) -> None:
+    model = saved("nothing else", tmp_path)
+    file = tmp_path / "model.safetensors"
+    save_file({**load_file(file), "model.layers.2.eh_proj.weight": torch.zeros(2)}, file, {"format": "pt"})
+    assert read_folder(tmp_path).shapes.keys() == dict(model.named_parameters()).keys()
+
+
+def test_tensors_are_cut_up_without_a_copy(tmp_path: Path) -> None:
+    saved("experts in one tensor", tmp_path)
+    folder = read_folder(tmp_path)
+    name = "model.layers.1.mlp.experts.gate_up_proj"
+    room = torch.arange(7.0 + 3 * 10 * 8)
+    whole = room[7:].view(3, 10, 8)
+    given = dict(_in_parts(iter([(name, whole)]), folder.parts))
+    assert torch.equal(given["model.layers.1.mlp.experts.2.up_proj.weight"], whole[2, 5:])
+    assert {tensor.untyped_storage().data_ptr() for tensor in given.values()} == {room.untyped_storage().data_ptr()}
+
+
+def test_a_checkpoint_that_lacks_an_expert_is_refused_at_the_start(tmp_path: Path) -> None:
+    saved("experts in one tensor", tmp_path)
+    file = tmp_path / "model.safetensors"
+    rest = {name: tensor for name, tensor in load_file(file).items() if "layers.1.mlp.experts.2.up_proj" not in name}
+    save_file(rest, file, {"format": "pt"})
+    with pytest.raises(
+        GenerationError, match=r"layers\.1\.mlp\.experts\.gate_up_proj neither .*experts\.2\.up_proj.* save it anew"
+    ):
+        read_folder(tmp_path)

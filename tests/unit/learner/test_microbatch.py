@@ -1,0 +1,338 @@
+"""How a batch becomes rows: its division over updates and ranks, and what a row knows of its tokens."""
+
+import copy
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from asyncrl.algorithms.losses import LOSSES
+from asyncrl.algorithms.types import Denominators, LossConfig, LossInputs
+from asyncrl.config.algorithm import (
+    MaskedGeometric,
+    MaskedToken,
+    OffPolicySequenceMask,
+    SecondMomentClip,
+    SecondMomentMask,
+    TruncatedToken,
+)
+from asyncrl.errors import LearnerError
+from asyncrl.learner.model.policy import run_row
+from asyncrl.learner.ranks.group import OneRank
+from asyncrl.learner.step.microbatch import Division, prepare
+from asyncrl.learner.step.train_step import train_step
+from asyncrl.models.attention import PACKED_ATTENTION
+
+BATCHES = st.fixed_dictionaries({
+    "seed": st.integers(0, 50),
+    "groups": st.integers(1, 5),
+    "group_size": st.integers(1, 4),
+    "tokens_per_row": st.sampled_from([1, 30, 60, 10_000]),
+    "num_ranks": st.integers(1, 4),
+    "minibatches": st.integers(1, 4),
+})
+
+
+def prepared_of_all_ranks(kit, case):
+    samples = kit.samples(seed=case["seed"], groups=case["groups"], group_size=case["group_size"])
+    batch = kit.batch(samples, case["tokens_per_row"], num_ranks=case["num_ranks"])
+    divisions = [Division(case["minibatches"], rank, case["num_ranks"]) for rank in range(case["num_ranks"])]
+    return batch, samples, [prepare(batch, division) for division in divisions]
+
+
+def targets_of(rows):
+    return [
+        (int(sample), int(offset))
+        for row in rows
+        if not row.is_filler
+        for sample, offset in zip(row.targets.samples, row.targets.offsets, strict=True)
+    ]
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(case=BATCHES)
+def test_every_trained_token_is_in_one_row_of_one_rank_and_one_update(kit, case):
+    _, samples, ranks = prepared_of_all_ranks(kit, case)
+    placed = [target for prepared in ranks for target in targets_of(prepared.rows)]
+    wanted = [(number, offset) for number, sample in enumerate(samples) for offset in np.flatnonzero(sample["mask"]).tolist()]
+    assert sorted(placed) == wanted
+    assert ranks[0].table.mask.sum() == len(wanted)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(case=BATCHES)
+def test_ranks_have_equally_many_rows_in_each_update(kit, case):
+    _, _, ranks = prepared_of_all_ranks(kit, case)
+    assert len({tuple(map(len, prepared.updates)) for prepared in ranks}) == 1
+    for update in zip(*(prepared.updates for prepared in ranks), strict=True):
+        assert any(not any(row.is_filler for row in rows) for rows in update), "one rank needs no filler"
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(case=BATCHES)
+def test_updates_hold_whole_groups_whatever_the_packing(kit, case):
+    batch, _, ranks = prepared_of_all_ranks(kit, case)
+    one_row = prepare(kit.batch(kit.samples(**{name: case[name] for name in ("seed", "groups", "group_size")})),
+                      Division(case["minibatches"]))  # fmt: skip
+    update_of = ranks[0].update_of_sample
+    assert (update_of == one_row.update_of_sample).all()
+    groups = {}
+    for sample, update in zip(batch.samples, update_of, strict=True):
+        groups.setdefault(sample.group_id, set()).add(int(update))
+    assert all(len(updates) == 1 for updates in groups.values())
+    sizes = np.bincount([min(updates) for updates in groups.values()])
+    assert len(sizes) == min(case["minibatches"], case["groups"])
+    assert sizes.max() - sizes.min() <= 1
+
+
+def test_an_update_never_holds_only_groups_that_are_masked(kit):
+    samples = kit.samples(groups=4, group_size=2)
+    for sample in samples[:4]:
+        sample["mask"][:] = 0
+    prepared = prepare(kit.batch(samples, 30), Division(minibatches=2))
+    assert prepared.update_of_sample.tolist() == [-1, -1, -1, -1, 0, 0, 1, 1]
+    assert all(update for update in prepared.updates)
+
+
+def test_a_row_knows_versions_and_reference_logprobs_of_its_targets(kit):
+    samples = kit.samples(groups=2, group_size=2)
+    for number, sample in enumerate(samples):
+        sample["versions"] = 10 * number + np.arange(len(sample["response"]))
+        sample["reference"] = -0.5 * sample["versions"]
+    for row in prepare(kit.batch(samples, 30)).rows:
+        expected = 10 * row.targets.samples + row.targets.offsets
+        assert row.versions.tolist() == expected.tolist()
+        assert row.reference_logprobs.tolist() == (-0.5 * expected).tolist()
+        assert row.behaviour_logprobs.tolist() == [
+            float(samples[sample]["logprobs"][offset])
+            for sample, offset in zip(row.targets.samples, row.targets.offsets, strict=True)
+        ]
+
+
+def test_without_versions_or_reference_they_are_unknown(kit):
+    batch = kit.batch(kit.samples())
+    bare = msgspec.structs.replace(batch, rows=tuple(msgspec.structs.replace(row, versions=b"") for row in batch.rows))
+    (row,) = prepare(bare).rows
+    assert set(row.versions.tolist()) == {-1}
+    assert row.reference_logprobs is None
+
+
+def test_a_table_gives_every_row_back_what_was_collected(kit):
+    prepared = prepare(kit.batch(kit.samples(), 30))
+    values = [torch.arange(row.num_targets) + 100.0 * number for number, row in enumerate(prepared.rows)]
+    table = prepared.table.collect(prepared.rows, values, OneRank())
+    assert (table[~prepared.table.mask] == 0).all()
+    for row, own in zip(prepared.rows, values, strict=True):
+        assert torch.equal(prepared.table.of_row(table, row).float(), own)
+
+
+class RecordedRank:
+    """One rank of two, whose `gather` is given what the other one sends."""
+
+    size = 2
+
+    def __init__(self, rank, exchange):
+        self.rank = rank
+        self.exchange = exchange
+
+    def gather(self, values):
+        self.exchange[self.rank] = values
+        return torch.cat([self.exchange[rank] for rank in sorted(self.exchange)])
+
+
+def test_a_table_collected_over_ranks_is_the_same_as_of_one_rank(kit):
+    samples = kit.samples(groups=3)
+    whole = prepare(kit.batch(samples, 30))
+    expected = whole.table.collect(whole.rows, [row.behaviour_logprobs for row in whole.rows], OneRank())
+    exchange = {}
+    for _ in range(2):
+        for rank in range(2):
+            own = prepare(kit.batch(samples, 30, num_ranks=2), Division(rank=rank, num_ranks=2))
+            table = own.table.collect(own.rows, [row.behaviour_logprobs for row in own.rows], RecordedRank(rank, exchange))
+    assert (table == expected).all()
+
+
+def test_a_rank_without_a_row_runs_a_filler_of_another_s(kit):
+    batch = kit.batch(kit.samples(), num_ranks=2)
+    (filler,) = prepare(batch, Division(rank=1, num_ranks=2)).rows
+    (row,) = prepare(batch, Division(rank=0, num_ranks=2)).rows
+    assert filler.is_filler
+    assert not row.is_filler
+    assert torch.equal(filler.input_ids, row.input_ids)
+
+
+def test_a_trained_prompt_token_is_refused(kit):
+    batch = kit.batch(kit.samples(groups=1, group_size=1))
+    row = batch.rows[0]
+    masked = msgspec.structs.replace(row, loss_mask=bytes([0, 1, *row.loss_mask[2:]]))
+    with pytest.raises(LearnerError, match=r"g0\.0: token 1 is to be trained, and is part of the prompt"):
+        prepare(msgspec.structs.replace(batch, rows=(masked,)))
+
+
+def test_arrays_of_different_length_are_refused(kit):
+    batch = kit.batch(kit.samples())
+    short = msgspec.structs.replace(batch.rows[0], loss_mask=batch.rows[0].loss_mask[:-1])
+    with pytest.raises(LearnerError, match="arrays of a row differ in length"):
+        prepare(msgspec.structs.replace(batch, rows=(short,)))
+
+
+def gradients(model, batch):
+    """Gradient of a weighted sum of the targets' logprobs, weights by sample so that a mix-up shows."""
+    model.zero_grad()
+    for row in prepare(batch).rows:
+        logprobs = run_row(model, row, temperature=batch.temperature, chunk_tokens=64).logprobs
+        weights = torch.from_numpy(row.sample_index + 1)[row.sequence_ids].to(logprobs.dtype)
+        (logprobs * weights).mean().mul(row.num_targets).backward()
+    return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+
+def plain_logprobs(model, sample, temperature=1.0):
+    """A sample on its own through transformers' own forward and eager attention."""
+    ids = torch.tensor([*sample["prompt"], *sample["response"]])
+    model.set_attn_implementation("eager")
+    logits = model(input_ids=ids[None], use_cache=False).logits[0] / temperature
+    model.set_attn_implementation(PACKED_ATTENTION)
+    chosen = logits.log_softmax(-1)[:-1].gather(-1, ids[1:, None]).squeeze(-1)
+    return chosen[len(sample["prompt"]) - 1 :][torch.tensor(sample["mask"]).bool()]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_packed_logprobs_equal_those_of_each_sample_alone(kit, temperature):
+    model, samples = kit.model(), kit.samples(groups=4)
+    expected = torch.cat([plain_logprobs(model, sample, temperature) for sample in samples])
+    rows = prepare(kit.batch(samples)).rows
+    got = run_row(model, rows[0], temperature=temperature, chunk_tokens=1024).logprobs
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("tokens_per_row", [1, 40, 10_000])
+def test_packed_gradients_equal_those_of_plain_unpacked_samples(kit, tokens_per_row):
+    model, samples = kit.model(), kit.samples(groups=5, response=(1, 40))
+    packed = gradients(model, kit.batch(samples, tokens_per_row))
+    model.zero_grad()
+    for index, sample in enumerate(samples):
+        (plain_logprobs(model, sample).sum() * (index + 1)).backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(packed[name], parameter.grad, rtol=1e-5, atol=1e-4, msg=name)
+
+
+CORRECTED = {
+    "m2po": {"corrections": (SecondMomentMask(0.01),), "denominator": "kept"},
+    "m2po, two updates": {"corrections": (SecondMomentMask(0.01), TruncatedToken(1.5)), "denominator": "kept"},
+    "m2po clip": {
+        "corrections": (SecondMomentClip(0.01),), "loss": "ppo_clip", "proximal": "behaviour", "denominator": "kept",
+    },
+    "kept, by sequence": {
+        "corrections": (MaskedGeometric(0.97, 1.03),), "denominator": "kept", "aggregation": "seq-mean-token-mean",
+    },
+    "kept, opsm": {"corrections": (OffPolicySequenceMask(0.05),), "denominator": "kept"},
+    "kept, loglinear": {"corrections": (MaskedToken(0.9, 1.1),), "denominator": "kept", "proximal": "loglinear"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CORRECTED)
+def test_corrections_of_a_whole_update_do_not_depend_on_rows(kit, case):
+    """What is dropped, and what the loss divides by, is decided over the update: one row and many rows agree."""
+    learner = {"epsilon": 1e-2, "minibatches": 2 if "two" in case else 1}
+    config, outcomes, start = kit.config(CORRECTED[case], learner), [], kit.model()
+    samples = kit.samples(groups=4, group_size=3)
+    with torch.no_grad():
+        for sample, logprobs in zip(samples, plain_all(start, samples), strict=True):
+            sample["logprobs"] = (logprobs + 0.2 * torch.randn(len(logprobs))).numpy()
+            sample["versions"] = torch.randint(0, 5, (len(logprobs),)).numpy()
+    for tokens_per_row in (10_000, 45, 1):
+        model = copy.deepcopy(start)
+        result = train_step(kit.train_state(model, config), kit.batch(samples, tokens_per_row, step=5), config)
+        outcomes.append((result, list(model.parameters())))
+    (one_row, expected), *others = outcomes
+    assert any(not torch.equal(old, new) for old, new in zip(start.parameters(), expected, strict=True))
+    if case != "m2po clip":
+        assert 0 < one_row.metrics["policy/kept_fraction"] < 1
+    for result, weights in others:
+        assert result.metrics["policy/loss"] == pytest.approx(one_row.metrics["policy/loss"], abs=1e-5)
+        for got, wanted in zip(weights, expected, strict=True):
+            torch.testing.assert_close(got, wanted, rtol=0, atol=1e-6)
+
+
+def plain_all(model, samples):
+    return [plain_logprobs(model, sample | {"mask": np.ones(len(sample["response"]))}) for sample in samples]
+
+
+def test_a_batch_packed_for_several_ranks_trains_alike_on_one(kit):
+    config, weights = kit.config({}, {"minibatches": 2, "epsilon": 1e-2}), []
+    for num_ranks in (1, 3):
+        model = kit.model()
+        train_step(kit.train_state(model, config), kit.batch(kit.samples(groups=4), 45, num_ranks=num_ranks), config)
+        weights.append(list(model.parameters()))
+    assert all(torch.equal(one, three) for one, three in zip(*weights, strict=True))
+
+
+def test_a_shared_prompt_is_computed_once(kit):
+    samples = kit.samples(groups=2, group_size=4, prompt=(6, 7), response=(3, 4))
+    for sample in samples:
+        sample["mask"][:] = 1
+    (row,) = prepare(kit.batch(samples)).rows
+    assert len(row.input_ids) == 2 * (6 + 4 * 2)
+    assert row.num_targets == 2 * 4 * 3
+
+
+def test_members_of_a_group_with_other_prompts_do_not_share(kit):
+    samples = kit.samples(groups=1, group_size=2, prompt=(5, 6))
+    samples[1]["prompt"] = samples[1]["prompt"][::-1].copy()
+    model = kit.model()
+    got = run_row(model, prepare(kit.batch(samples)).rows[0], temperature=1.0, chunk_tokens=64).logprobs
+    torch.testing.assert_close(got, torch.cat([plain_logprobs(model, sample) for sample in samples]), rtol=1e-5, atol=1e-5)
+
+
+def test_nothing_leaks_between_samples(kit):
+    model, samples = kit.model(), kit.samples(groups=2, group_size=2)
+    before = run_row(model, prepare(kit.batch(samples)).rows[0], temperature=1.0, chunk_tokens=64).logprobs
+    samples[-1]["response"] = (samples[-1]["response"] + 1) % kit.vocabulary
+    after = run_row(model, prepare(kit.batch(samples)).rows[0], temperature=1.0, chunk_tokens=64).logprobs
+    changed = int(samples[-1]["mask"].sum())
+    assert torch.equal(before[:-changed], after[:-changed])
+    assert not torch.equal(before[-changed:], after[-changed:])
+
+
+def test_sliding_window_is_kept_in_packed_rows(kit):
+    from transformers import MistralConfig, MistralForCausalLM
+
+    from asyncrl.config.algorithm import LearnerConfig
+    from asyncrl.learner.model.policy import made_ready
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": kit.vocabulary, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = MistralConfig(**sizes, num_key_value_heads=2, intermediate_size=48, sliding_window=5, bos_token_id=None)
+    model = made_ready(MistralForCausalLM(config), LearnerConfig())
+    samples = kit.samples(groups=2, response=(8, 20))
+    got = run_row(model, prepare(kit.batch(samples)).rows[0], temperature=1.0, chunk_tokens=64).logprobs
+    expected = torch.cat([plain_logprobs(model, sample) for sample in samples])
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_single_update_equals_recomputed_proximal(kit):
+    """With one update a step the proximal forward is skipped; running it gives the same bits."""
+    model = kit.model()
+    (row,) = prepare(kit.batch(kit.samples())).rows
+    with torch.no_grad():
+        recomputed = run_row(model, row, temperature=1.0, chunk_tokens=64).logprobs
+    current = run_row(model, row, temperature=1.0, chunk_tokens=64).logprobs
+    assert torch.equal(recomputed, current.detach())
+    inputs = [
+        LossInputs(
+            logprobs=current,
+            proximal_logprobs=proximal,
+            behaviour_logprobs=row.behaviour_logprobs,
+            advantages=torch.ones_like(proximal),
+            mask=torch.ones_like(proximal, dtype=torch.bool),
+            sequence_ids=row.sequence_ids,
+            num_sequences=len(row.sample_index),
+            denominators=Denominators(row.num_targets, len(row.sample_index)),
+        )
+        for proximal in (recomputed, current.detach())
+    ]
+    first, second = (LOSSES["decoupled_ppo"](given, LossConfig(corrections=(TruncatedToken(),))).loss for given in inputs)
+    assert torch.equal(first, second)

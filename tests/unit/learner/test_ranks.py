@@ -1,0 +1,217 @@
+"""Two ranks against one: the same gradients, weights, figures and checkpoints, whatever shares a row or a rank."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from asyncrl.clock import SystemClock
+from asyncrl.config.algorithm import LearnerConfig
+from asyncrl.config.run import RunConfig
+from asyncrl.learner.ranks.group import OneRank, host_store
+from asyncrl.learner.ranks.launch import RankLauncher
+from asyncrl.learner.worker import LearnerWorker
+from asyncrl.observe.memory import read_memory
+
+pytestmark = pytest.mark.timeout(300)
+
+SCRIPT = Path(__file__).parent / "rank_cases.py"
+_spec = importlib.util.spec_from_file_location("rank_cases", SCRIPT)
+rank_cases = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(rank_cases)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Where two ranks have left what they found; they run all cases once."""
+    folder = tmp_path_factory.mktemp("ranks")
+    _store, address = host_store(2, rank_cases.TIMEOUT_S)
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    peers = [
+        subprocess.Popen([sys.executable, str(SCRIPT), str(rank), "2", address, str(folder)], env=env, stderr=subprocess.PIPE)
+        for rank in (0, 1)
+    ]
+    said = [peer.communicate(timeout=280)[1].decode() for peer in peers]
+    assert [peer.returncode for peer in peers] == [0, 0], "\n".join(said)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def found(folder):
+    return load_file(folder / "found.safetensors")
+
+
+def _part(found, prefix):
+    return {key.removeprefix(prefix): value for key, value in found.items() if key.startswith(prefix)}
+
+
+def _assert_agree(got, expected, tolerance=rank_cases.TOLERANCE):
+    """Within a share of each tensor's largest element."""
+    assert got.keys() == expected.keys()
+    for key, value in expected.items():
+        scale = float(value.abs().max()) or 1.0
+        assert float((got[key] - value).abs().max()) <= tolerance * scale, key
+
+
+@pytest.mark.parametrize("name", rank_cases.CASES)
+def test_two_ranks_have_the_gradients_and_weights_of_one(found, name):
+    got = _part(found, f"{name}/")
+    assert any(key.startswith("weight/policy") for key in got)
+    _assert_agree(got, rank_cases.run_case(name, OneRank()), rank_cases.CASES[name].get("tolerance", rank_cases.TOLERANCE))
+
+
+@pytest.mark.parametrize("tokens_per_row", [1, 35, 10_000])
+def test_packing_of_one_rank_does_not_matter_to_two(found, tokens_per_row):
+    _assert_agree(_part(found, "tied/"), rank_cases.run_case("tied", OneRank(), tokens_per_row))
+
+
+def test_gradients_are_worth_comparing(found):
+    gradients = _part(found, "separate_critic/gradient/")
+    assert {key.split("/")[0] for key in gradients} == {"policy", "critic"}
+    assert all(float(gradient.abs().max()) > 1e-6 for gradient in gradients.values())
+
+
+def test_going_on_from_a_checkpoint_of_two_ranks_is_not_stopping_bit_for_bit(found):
+    went_on, resumed = _part(found, "checkpoint/went_on/"), _part(found, "checkpoint/resumed/")
+    assert went_on.keys() == resumed.keys()
+    assert all(torch.equal(went_on[key], resumed[key]) for key in went_on)
+
+
+def test_one_rank_goes_on_from_a_checkpoint_of_two(found, folder):
+    config = rank_cases.kit.run_config(rank_cases.DECOUPLED, rank_cases.LEARNER)
+    saved = folder / "checkpoints" / "step-000001"
+    resumed = dict(rank_cases.resumed(saved, config, OneRank(), rank_cases.CASES["tied"]["rows"]))
+    _assert_agree(resumed, _part(found, "checkpoint/resumed/"))
+
+
+def test_sums_and_collections_are_over_both_ranks(found):
+    assert found["ranks/sum"].tolist() == [3.0]
+    assert found["ranks/gather"].tolist() == [[0, 1, 2], [100, 101, 102], [103, 104, 105]]
+    assert found["ranks/none"].tolist() == [0.0]
+
+
+def test_orders_arrive_as_they_were_told(found, folder):
+    assert (folder / "heard").read_bytes() == b"first|"
+
+
+@pytest.mark.parametrize("name", rank_cases.MOVED)
+def test_shards_that_leave_the_device_between_steps_train_the_same_bit_for_bit(found, name):
+    stayed, read = _part(found, f"moved/{name}/stayed/"), _part(found, f"moved/{name}/read/")
+    assert stayed.keys() == read.keys() != set()
+    assert all(torch.equal(stayed[key], read[key]) for key in stayed)
+
+
+@pytest.mark.parametrize("name", rank_cases.MOVED)
+def test_no_rank_keeps_memory_of_shards_that_left(found, name):
+    for counted, held, resident, still in found[f"moved/{name}/left"].tolist():
+        assert held > 0
+        assert (counted, resident, still) == (0, 0, 0)
+
+
+def test_a_rank_that_cannot_move_fails_the_switch_of_all_and_nothing_is_lost(found):
+    said = bytes(found["refused/said"].tolist()).decode()
+    assert "rank 0: phase 'rollout' was not reached by 1 of the learner's other ranks" in said
+    assert "rank 1: phase 'rollout' was not reached: cannot write" in said
+    stayed = _part(found, "moved/tied/stayed/")
+    assert all(torch.equal(found[f"refused/{key}"], value) for key, value in stayed.items())
+
+
+def test_each_rank_has_a_timeline_and_a_swap_folder_of_its_own(folder):
+    lines = read_memory(folder / "moved" / "separate_critic")
+    assert {line.process for line in lines} == {"learner", "learner-1"}
+    moved = {line.process: {(move.component, move.after) for move in line.moves} for line in lines if line.phase == "rollout"}
+    names = {"policy", "policy optimizer", "critic", "critic optimizer"}
+    assert moved["learner"] == moved["learner-1"] == {(name, "disk") for name in names}
+    assert len(list((folder / "moved" / "separate_critic" / "swap" / "learner-1").glob("*.safetensors"))) == 4
+
+
+@pytest.mark.parametrize("name", rank_cases.PUBLISHED)
+def test_what_two_ranks_publish_has_the_names_and_bytes_of_one(found, name):
+    published, expected = _part(found, f"published/{name}/"), rank_cases.run_publish(OneRank(), **rank_cases.PUBLISHED[name])
+    assert torch.equal(published["names"], expected["names"])
+    assert torch.equal(published["flat"], expected["flat"])
+
+
+@pytest.mark.parametrize("name", rank_cases.PUBLISHED)
+def test_no_rank_ever_holds_more_than_a_few_gathered_tensors(found, name):
+    """Gathering makes a buffer and the tensor, and the collective lets go of the one before a moment later."""
+    sizes = [parameter.nbytes for parameter in rank_cases.publishing_model(tied=name == "tied").parameters()]
+    peaks = found[f"published/{name}/peak"].tolist()
+    assert max(peaks) <= 4 * max(sizes) < sum(sizes) / 10
+    assert min(peaks) >= max(sizes)
+
+
+THREE_RANKS = RunConfig(learner=LearnerConfig(ranks=3))
+LOST_RANK = """
+import os, subprocess, sys
+from asyncrl.config.algorithm import LearnerConfig
+from asyncrl.config.run import RunConfig
+from asyncrl.learner.ranks.launch import RankLauncher
+from asyncrl.learner.ranks.group import join_store, joined_ranks
+
+if len(sys.argv) > 1:
+    with joined_ranks(1, 2, join_store(sys.argv[1], 2, 60.0), "cpu", 60.0):
+        os._exit(0)
+
+def start(rank, address):
+    started.append(subprocess.Popen([sys.executable, __file__, address], stdin=subprocess.PIPE))
+    return started[-1]
+
+started = []
+launcher = RankLauncher(RunConfig(learner=LearnerConfig(ranks=2)), start)
+launcher.join()
+started[0].wait()
+launcher.close(all_well=True)
+assert started[0].stdin.closed
+print("closed", flush=True)
+os._exit(0)
+"""
+
+
+class Idlers:
+    """Starts processes that do nothing until their input ends; the one of rank `fails_at` cannot be started."""
+
+    def __init__(self, fails_at: int = 0) -> None:
+        self.started: list[subprocess.Popen[bytes]] = []
+        self._fails_at = fails_at
+
+    def start(self, rank: int, address: str) -> subprocess.Popen[bytes]:
+        del address
+        if rank == self._fails_at:
+            raise OSError("no process")
+        self.started.append(subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL))
+        return self.started[-1]
+
+
+def test_where_a_rank_cannot_be_started_those_that_were_are_ended():
+    idlers = Idlers(fails_at=2)
+    with pytest.raises(OSError, match="no process"):
+        RankLauncher(THREE_RANKS, idlers.start)
+    assert [process.returncode for process in idlers.started] == [-9]
+
+
+def test_a_rank_that_was_lost_is_no_hindrance_to_the_end(tmp_path):
+    program = tmp_path / "rank.py"
+    program.write_text(LOST_RANK)
+    ended = subprocess.run([sys.executable, program], capture_output=True, text=True, check=False, timeout=100)
+    assert ended.stdout == "closed\n", ended.stderr
+
+
+async def test_a_learner_that_is_cancelled_as_it_closes_ends_its_other_ranks(tmp_path):
+    for loop_turns in range(1, 6):
+        idlers = Idlers()
+        worker = LearnerWorker(THREE_RANKS, tmp_path, None, SystemClock(), None, RankLauncher(THREE_RANKS, idlers.start))
+        async with asyncio.TaskGroup() as group:
+            closing = group.create_task(worker.close(all_well=False))
+            for _ in range(loop_turns):
+                await asyncio.sleep(0)
+            closing.cancel()
+        assert [process.wait(30) for process in idlers.started] == [-9, -9]

@@ -1,0 +1,232 @@
+import json
+import os
+import threading
+
+import pytest
+import torch
+from msgspec.structs import replace
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from asyncrl.config.broadcast import FilesMedium
+from asyncrl.errors import BroadcastError
+from asyncrl.models.layout import bucket_ends, copy_out, make_manifest, view_tensors
+from asyncrl.schema.weights import WeightsAvailable
+from asyncrl.weights.fingerprint import fingerprints_of, version_fingerprint
+from asyncrl.weights.media.base import VersionUnavailableError
+from asyncrl.weights.media.files import FilesReader, FilesWriter
+
+TENSORS = {
+    "embed": torch.arange(700, dtype=torch.float32).view(7, 100),
+    "nothing": torch.zeros(0, 3),
+    "norm": torch.full((3,), 0.5, dtype=torch.bfloat16),
+    "up": torch.arange(900, dtype=torch.float32) * -1,
+    "count": torch.arange(5),
+}
+SHARDED = FilesMedium(shard_bytes=2820, num_threads=3)
+THREE_SHARDS = ["model-00001-of-00003.safetensors", "model-00002-of-00003.safetensors", "model-00003-of-00003.safetensors"]
+
+
+class Learner:
+    """A writer, and what it would announce."""
+
+    def __init__(self, config, run_folder, tensors=TENSORS, bucket_bytes=1024):
+        self.manifest = make_manifest(tensors, bucket_bytes=bucket_bytes)
+        self.writer = FilesWriter(config, run_folder)
+        self.slots = self.writer.open(self.manifest)
+        copy_out(tensors, view_tensors(self.slots[0], self.manifest))
+
+    def commit(self, version):
+        buckets = fingerprints_of(self.slots[0].numpy().data, bucket_ends(self.manifest))
+        fingerprint = version_fingerprint(buckets)
+        location = self.writer.commit(0, version, fingerprint)
+        return WeightsAvailable(version, "files", location, self.manifest, fingerprint, 0.0, bucket_fingerprints=buckets)
+
+
+def fetch(config, run_folder, available, cancelled=None):
+    """Return the flat bytes, having seen that the fingerprints are theirs."""
+    flat = torch.full((available.manifest.total_bytes,), 255, dtype=torch.uint8)
+    found = FilesReader(config, run_folder).fetch(available, flat.numpy().data, cancelled or threading.Event())
+    assert found == available.bucket_fingerprints
+    return flat
+
+
+def names_in(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 1024, 1 << 20])
+@pytest.mark.parametrize("shard_bytes", [1, 3000, 1 << 20])
+def test_bytes_arrive_whatever_shards_and_buckets_are(tmp_path, shard_bytes, bucket_bytes):
+    config = FilesMedium(shard_bytes=shard_bytes, num_threads=2)
+    learner = Learner(config, tmp_path, bucket_bytes=bucket_bytes)
+    assert torch.equal(fetch(config, tmp_path, learner.commit(1)), learner.slots[0])
+
+
+def test_several_shards_have_the_index_that_hugging_face_writes(tmp_path):
+    available = Learner(SHARDED, tmp_path).commit(12)
+    folder = tmp_path / "weights" / "version-00000012"
+    assert available.location == str(folder)
+    assert names_in(folder) == [*THREE_SHARDS, "model.safetensors.index.json"]
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(tensor.numel() * tensor.itemsize for tensor in TENSORS.values())
+    for name, tensor in TENSORS.items():
+        assert torch.equal(load_file(folder / index["weight_map"][name])[name], tensor)
+
+
+def test_one_shard_needs_no_index(tmp_path):
+    Learner(FilesMedium(), tmp_path).commit(1)
+    folder = tmp_path / "weights" / "version-00000001"
+    assert names_in(folder) == ["model.safetensors"]
+    assert load_file(folder / "model.safetensors").keys() == TENSORS.keys()
+
+
+def test_transformers_opens_the_shards_as_they_are(tmp_path):
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 64}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=True))
+    tensors = dict(model.named_parameters())
+    folder = tmp_path / "weights" / "version-00000003"
+    Learner(FilesMedium(shard_bytes=4000), tmp_path, tensors).commit(3)
+    model.config.save_pretrained(folder)
+    opened = dict(AutoModelForCausalLM.from_pretrained(folder).named_parameters())
+    assert len(names_in(folder)) > 3
+    assert opened.keys() == tensors.keys()
+    assert all(torch.equal(opened[name], tensor) for name, tensor in tensors.items())
+
+
+@pytest.mark.parametrize("number", [0, 2])
+@pytest.mark.parametrize("cut_bytes", [1, 100, 10**9])
+def test_a_truncated_shard_is_named(tmp_path, number, cut_bytes):
+    available = Learner(SHARDED, tmp_path).commit(1)
+    path = tmp_path / "weights" / "version-00000001" / THREE_SHARDS[number]
+    os.truncate(path, max(path.stat().st_size - cut_bytes, 0))
+    with pytest.raises(BroadcastError, match=f"{THREE_SHARDS[number]} (has|is not a)"):
+        fetch(SHARDED, tmp_path, available)
+
+
+def test_a_missing_shard_is_damage_and_a_missing_version_is_gone(tmp_path):
+    available = Learner(SHARDED, tmp_path).commit(1)
+    folder = tmp_path / "weights" / "version-00000001"
+    (folder / THREE_SHARDS[1]).unlink()
+    with pytest.raises(BroadcastError, match=r"version 1 in .* is missing 3 tensors, the first is embed") as damage:
+        fetch(SHARDED, tmp_path, available)
+    assert not isinstance(damage.value, VersionUnavailableError)
+    folder.rename(tmp_path / "elsewhere")
+    with pytest.raises(VersionUnavailableError, match="version 1 is gone"):
+        fetch(SHARDED, tmp_path, available)
+
+
+def test_a_shard_of_another_version_is_refused(tmp_path):
+    learner = Learner(SHARDED, tmp_path)
+    learner.commit(1)
+    learner.slots[0][:4] = torch.tensor([0, 0, 128, 63], dtype=torch.uint8)
+    available = learner.commit(2)
+    weights = tmp_path / "weights"
+    (weights / "version-00000001" / THREE_SHARDS[1]).replace(weights / "version-00000002" / THREE_SHARDS[1])
+    with pytest.raises(BroadcastError, match=r"00002-of-00003.safetensors is of version 1 .* announced was version 2"):
+        fetch(SHARDED, tmp_path, available)
+
+
+def test_shards_of_another_learner_are_refused(tmp_path):
+    available = Learner(SHARDED, tmp_path).commit(1)
+    Learner(SHARDED, tmp_path, {name: tensor for name, tensor in TENSORS.items() if name != "norm"}).commit(1)
+    with pytest.raises(BroadcastError, match=r"is of version 1 with fingerprint .* announced was version 1 with"):
+        fetch(SHARDED, tmp_path, available)
+
+
+def test_a_damaged_header_and_a_location_elsewhere_are_refused(tmp_path):
+    available = Learner(FilesMedium(), tmp_path).commit(1)
+    path = tmp_path / "weights" / "version-00000001" / "model.safetensors"
+    path.write_bytes(path.read_bytes().replace(b"{", b"[", 1))
+    with pytest.raises(BroadcastError, match="damaged header"):
+        fetch(FilesMedium(), tmp_path, available)
+    elsewhere = WeightsAvailable(2, "files", available.location, available.manifest, "", 0.0)
+    with pytest.raises(BroadcastError, match="is not where version 2 of this run lies"):
+        fetch(FilesMedium(), tmp_path, elsewhere)
+
+
+def test_the_newest_versions_are_kept_and_deltas_for_as_long_as_nobody_drops_them(tmp_path):
+    learner = Learner(FilesMedium(keep_last=2), tmp_path)
+    learner.writer.put_blob("delta-1-2", b"blob")
+    for version in range(1, 5):
+        learner.commit(version)
+    weights = tmp_path / "weights"
+    assert names_in(weights) == ["delta-1-2.delta", "version-00000003", "version-00000004"]
+    learner.writer.drop_blob("delta-1-2")
+    learner.writer.drop_blob("never-there")
+    assert names_in(weights) == ["version-00000003", "version-00000004"]
+
+
+def test_versions_of_a_line_that_was_left_go_with_the_first_of_the_new_one(tmp_path):
+    learner = Learner(FilesMedium(keep_last=2), tmp_path)
+    for version in (5, 6):
+        learner.commit(version)
+    again = Learner(FilesMedium(keep_last=2), tmp_path)
+    available = again.commit(5)
+    assert names_in(tmp_path / "weights") == ["version-00000005"]
+    assert torch.equal(fetch(FilesMedium(), tmp_path, available), again.slots[0])
+
+
+def test_a_version_being_read_stays_readable_when_it_is_removed(tmp_path):
+    """The reader has opened its files when it first asks whether it is cancelled."""
+    learner = Learner(FilesMedium(keep_last=1), tmp_path)
+    available = learner.commit(1)
+
+    class RemovedMeanwhile(threading.Event):
+        def is_set(self):
+            if not (tmp_path / "weights" / "version-00000002").exists():
+                learner.commit(2)
+            return False
+
+    assert torch.equal(fetch(FilesMedium(num_threads=1), tmp_path, available, RemovedMeanwhile()), learner.slots[0])
+    assert names_in(tmp_path / "weights") == ["version-00000002"]
+
+
+def test_runs_of_one_name_that_share_a_folder_leave_each_other_alone(tmp_path):
+    config = FilesMedium(folder=str(tmp_path / "shared"), keep_last=2)
+    first = Learner(config, tmp_path / "a" / "run")
+    available = [first.commit(version) for version in (7, 8)]
+    first.writer.put_blob("delta-7-8", b"blob")
+    second = Learner(config, tmp_path / "b" / "run")
+    newest = second.commit(1)
+    assert len(names_in(tmp_path / "shared")) == 2
+    elsewhere = tmp_path / "where the run's folder is on a generator's machine"
+    for version in (*available, newest):
+        assert torch.equal(fetch(config, elsewhere, version), first.slots[0])
+    assert FilesReader(config, elsewhere).fetch_blob(available[1], "delta-7-8", 4, threading.Event()) == b"blob"
+    outside = replace(newest, location=f"{tmp_path}/../version-00000001")
+    with pytest.raises(BroadcastError, match="in no folder of a run"):
+        fetch(config, elsewhere, outside)
+
+
+def test_what_a_killed_learner_left_is_removed_by_the_next(tmp_path):
+    weights = tmp_path / "weights"
+    for name in (".writing-7-1", ".removing-3-00ff"):
+        (weights / name).mkdir(parents=True)
+        (weights / name / "model.safetensors").write_bytes(b"half")
+    (weights / ".writing-delta-1-2-1").write_bytes(b"half")
+    (weights / "delta-0-1.delta").write_bytes(b"of another process")
+    (weights / "notes.txt").write_text("the user's own")
+    Learner(FilesMedium(), tmp_path)
+    assert names_in(weights) == ["notes.txt"]
+
+
+def test_a_cancelled_fetch_stops(tmp_path):
+    cancelled = threading.Event()
+    cancelled.set()
+    available = Learner(SHARDED, tmp_path).commit(1)
+    with pytest.raises(VersionUnavailableError, match="cancelled"):
+        fetch(SHARDED, tmp_path, available, cancelled)
+
+
+def test_a_delta_cut_short_is_damage_and_a_dropped_one_is_gone(tmp_path):
+    learner = Learner(FilesMedium(), tmp_path)
+    available = learner.commit(1)
+    learner.writer.put_blob("delta-1-2", b"blob")
+    reader = FilesReader(FilesMedium(), tmp_path)
+    assert reader.fetch_blob(available, "delta-1-2", 4, threading.Event()) == b"blob"
+    with pytest.raises(BroadcastError, match="has 4 bytes, announced were 5"):
+        reader.fetch_blob(available, "delta-1-2", 5, threading.Event())
+    learner.writer.drop_blob("delta-1-2")
+    with pytest.raises(VersionUnavailableError):
+        reader.fetch_blob(available, "delta-1-2", 4, threading.Event())

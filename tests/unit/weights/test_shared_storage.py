@@ -1,0 +1,118 @@
+"""One copy of the weights for learner and engine: what is shared, what is checked, what is refused."""
+
+from __future__ import annotations
+
+import mmap
+from pathlib import Path
+
+import pytest
+import torch
+
+from asyncrl.clock import SystemClock
+from asyncrl.config.broadcast import BroadcastConfig
+from asyncrl.errors import BroadcastError, GenerationError
+from asyncrl.generate.transformers.weight_loader import WeightsInPlace
+from asyncrl.schema.weights import WeightsAvailable
+from asyncrl.weights.media.shared_params import HybridPublisher, HybridSubscriber
+from asyncrl.weights.shm_segments import segment_folder, segment_prefix
+
+
+def a_model() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Linear(7, 3))
+
+
+class Ends:
+    """A learner's model with its publisher, and a generator's subscriber."""
+
+    def __init__(self, run_folder: Path) -> None:
+        self.model = a_model()
+        self.announced: list[WeightsAvailable] = []
+        self.publisher = HybridPublisher(BroadcastConfig(), run_folder, self.announced.append, SystemClock())
+        self.subscriber = HybridSubscriber(run_folder, "cpu")
+
+    def publish(self, version: int) -> WeightsAvailable:
+        self.publisher.publish(version, dict(self.model.named_parameters()))
+        return self.announced[-1]
+
+
+@pytest.fixture
+def ends(tmp_path: Path):
+    made = Ends(tmp_path)
+    yield made
+    made.subscriber.close()
+    made.publisher.close()
+    assert not list(segment_folder(tmp_path).glob(f"{segment_prefix(tmp_path)}*"))
+
+
+def test_publishing_moves_parameters_once_and_keeps_objects_values_and_optimizer_state(ends):
+    parameters, expected = list(ends.model.parameters()), a_model().state_dict()
+    optimizer = torch.optim.Adam(ends.model.parameters(), lr=0.1)
+    ends.publish(0)
+    places = [parameter.data_ptr() for parameter in parameters]
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in ends.model.state_dict().items())
+    ends.model(torch.ones(2, 5)).sum().backward()
+    optimizer.step()
+    ends.publish(1)
+    assert [parameter.data_ptr() for parameter in ends.model.parameters()] == places
+    assert all(mine is theirs for mine, theirs in zip(parameters, ends.model.parameters(), strict=True))
+    assert ends.announced[0].fingerprint != ends.announced[1].fingerprint
+
+
+async def test_an_engine_that_adopts_reads_what_the_learner_writes(ends):
+    engine = a_model().requires_grad_(False)
+    tensors = await ends.subscriber.fetch(ends.publish(0))
+    WeightsInPlace(engine).adopt(tensors)
+    with torch.no_grad():
+        ends.model[0].weight.fill_(0.25)
+    assert torch.equal(engine[0].weight, ends.model[0].weight)
+
+
+async def test_an_engine_cannot_write_to_the_learners_weights(ends):
+    tensors = await ends.subscriber.fetch(ends.publish(0))
+    before = ends.model[1].bias.detach().clone()
+    tensors["1.bias"].fill_(9.0)
+    assert torch.equal(ends.model[1].bias, before)
+
+
+async def test_a_version_made_while_the_one_before_is_in_use_is_noticed(ends):
+    tensors = await ends.subscriber.fetch(ends.publish(0))
+    tensors.check()
+    ends.publish(1)
+    with pytest.raises(BroadcastError, match="phases did not keep training and sampling apart"):
+        tensors.check()
+
+
+async def test_a_change_that_was_not_published_is_refused(ends):
+    available = ends.publish(0)
+    with torch.no_grad():
+        ends.model[0].bias.add_(1.0)
+    with pytest.raises(BroadcastError, match="damaged"):
+        await ends.subscriber.fetch(available)
+
+
+def test_a_parameter_that_was_moved_away_cannot_be_published(ends):
+    ends.publish(0)
+    ends.model[0].weight.data = ends.model[0].weight.data.clone()
+    with pytest.raises(BroadcastError, match=r"0\.weight has left the memory"):
+        ends.publish(1)
+
+
+async def test_another_dtype_is_refused_and_nothing_is_adopted(ends):
+    engine = a_model().bfloat16()
+    before = engine[0].weight.data_ptr()
+    tensors = await ends.subscriber.fetch(ends.publish(0))
+    with pytest.raises(GenerationError, match=r"generate\.engine\.dtype"):
+        WeightsInPlace(engine).adopt(tensors)
+    assert engine[0].weight.data_ptr() == before
+
+
+async def test_a_file_of_another_run_is_refused(ends, tmp_path):
+    available = ends.publish(0)
+    with pytest.raises(BroadcastError, match="not a shared-memory segment of this run"):
+        await HybridSubscriber(tmp_path / "other", "cpu").fetch(available)
+
+
+def test_the_file_is_one_copy_of_the_weights_and_a_page(ends):
+    path = Path(ends.publish(0).location)
+    assert path.stat().st_size == mmap.PAGESIZE + ends.announced[0].manifest.total_bytes

@@ -208,7 +208,7 @@ def trace(folder: RunArgument = None) -> None:
 @app.command()
 def bench(
     name: Annotated[
-        str, typer.Argument(help="transport, broadcast, engine, pipeline, packing, learner, residency or controller.")
+        str, typer.Argument(help="transport, ledger, broadcast, engine, pipeline, packing, learner, residency or controller.")
     ],
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")] = False,
     rounds: Annotated[

@@ -20,8 +20,8 @@ CONFIG = parse_config({"algorithm": {"groups_per_step": 1, "group_size": 2}, "bu
 LONG = 600
 """Tokens of each sample: enough that payloads are compressed."""
 TRAINED_COLUMNS = [
-    ("payloads", "body"), ("payloads", "checksum"), ("groups", "prompt"), ("groups", "prompt_id"), ("groups", "size"),
-    ("groups", "checksum"), ("samples", "reward"), ("samples", "parts"), ("samples", "score_checksum"),
+    ("payloads", "file"), ("payloads", "start"), ("payloads", "size"), ("payloads", "checksum"), ("groups", "prompt"), ("groups", "prompt_id"),
+    ("groups", "size"), ("groups", "checksum"), ("samples", "reward"), ("samples", "parts"), ("samples", "score_checksum"),
     ("reference_logprobs", "body"), ("steps", "group_ids"), ("steps", "params"), ("steps", "checksum"),
 ]  # fmt: skip
 OTHER_COLUMNS = [
@@ -92,24 +92,37 @@ def same_or_refused(folder, before):
 
 
 class Whole(tuple):
-    """A ledger's bytes, and what is trained from it."""
+    """A ledger's files, and what is trained from it."""
 
     def __repr__(self):
         return "the whole ledger"
+
+    def put(self, folder, flipped_bit=None):
+        """Make `folder` hold the ledger and nothing else, with one bit flipped."""
+        for leftover in folder.iterdir():
+            leftover.unlink()
+        for name, content in self[0].items():
+            damaged = bytearray(content)
+            if flipped_bit is not None and 0 <= flipped_bit < 8 * len(content):
+                damaged[flipped_bit // 8] ^= 1 << flipped_bit % 8
+            if flipped_bit is not None:
+                flipped_bit -= 8 * len(content)
+            (folder / name).write_bytes(damaged)
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     folder = tmp_path_factory.mktemp("whole")
     fill(folder)
-    content = (folder / "ledger.sqlite").read_bytes()
-    return Whole((content, read_all(folder)))
+    files = {path.name: path.read_bytes() for path in sorted(folder.glob("ledger.sqlite*"))}
+    assert len(files) == 3, "the ledger, its lock and one file of payloads"
+    return Whole((files, read_all(folder)))
 
 
 @pytest.mark.parametrize(("table", "column"), TRAINED_COLUMNS, ids=lambda value: value)
 def test_a_changed_value_that_is_trained_is_a_ledger_error_with_table_and_row(tmp_path, whole, table, column):
-    (tmp_path / "ledger.sqlite").write_bytes(whole[0])
-    value = {"size": 10**9, "reward": 9.0, "checksum": 1, "score_checksum": 1}.get(
+    whole.put(tmp_path)
+    value = {"file": 9, "start": 7, "size": 10**9, "reward": 9.0, "checksum": 1, "score_checksum": 1}.get(
         column, b"damaged" if column == "body" else "[9]"
     )
     damage(tmp_path, table, column, value, row=0)
@@ -120,9 +133,7 @@ def test_a_changed_value_that_is_trained_is_a_ledger_error_with_table_and_row(tm
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(place=st.sampled_from(TRAINED_COLUMNS + OTHER_COLUMNS), value=VALUES, row=st.integers(0, 9))
 def test_any_value_anywhere_is_the_same_content_or_a_ledger_error(tmp_path, whole, place, value, row):
-    for leftover in tmp_path.iterdir():
-        leftover.unlink()
-    (tmp_path / "ledger.sqlite").write_bytes(whole[0])
+    whole.put(tmp_path)
     with contextlib.suppress(sqlite3.IntegrityError):
         damage(tmp_path, *place, value, row)
     if place in OTHER_COLUMNS:
@@ -133,13 +144,9 @@ def test_any_value_anywhere_is_the_same_content_or_a_ledger_error(tmp_path, whol
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(place=st.floats(0.0, 0.999), bit=st.integers(0, 7))
-def test_a_single_flipped_bit_is_never_trained(tmp_path, whole, place, bit):
-    for leftover in tmp_path.iterdir():
-        leftover.unlink()
-    content = bytearray(whole[0])
-    content[int(place * len(content))] ^= 1 << bit
-    (tmp_path / "ledger.sqlite").write_bytes(content)
+@given(place=st.floats(0.0, 0.999999))
+def test_a_single_flipped_bit_is_never_trained(tmp_path, whole, place):
+    whole.put(tmp_path, flipped_bit=int(place * 8 * sum(map(len, whole[0].values()))))
     try:
         after = read_all(tmp_path)
     except LedgerError:
@@ -151,7 +158,7 @@ def test_a_single_flipped_bit_is_never_trained(tmp_path, whole, place, bit):
 
 
 def test_a_forged_size_allocates_nothing(tmp_path, whole):
-    (tmp_path / "ledger.sqlite").write_bytes(whole[0])
+    whole.put(tmp_path)
     damage(tmp_path, "groups", "size", 10**9, row=4)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(LedgerError, match="table groups, row 4"):

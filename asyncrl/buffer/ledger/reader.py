@@ -212,8 +212,8 @@ class LedgerReader:
             if row is None:
                 raise LedgerError(f"g{group_id}.{index} has neither sample nor failure yet; the group is {group.state}")
             key = sample_key(group_id, index)
-            body = connection.execute("SELECT checksum, body FROM payloads WHERE key = ?", (key,)).fetchone()
-        return SampleStory(group, row, read_sample(self.path, key, *body) if body else None)
+            stored = connection.execute("SELECT checksum, file, start, size FROM payloads WHERE key = ?", (key,)).fetchone()
+        return SampleStory(group, row, read_sample(self.path, key, stored[0], stored[1:]) if stored else None)
 
     def _rows(self, query: str, *arguments: int) -> list[tuple[Any, ...]]:
         for attempt in range(NUM_TRIES):

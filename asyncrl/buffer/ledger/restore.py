@@ -138,20 +138,20 @@ def _live_groups(path: Path, connection: sqlite3.Connection, newest: int) -> tup
 def _fill_members(path: Path, connection: sqlite3.Connection, group: Group, prompt: Prompt, newest: int) -> HeldGroup:
     held = HeldGroup(prompt)
     rows = connection.execute(
-        "SELECT s.key, s.state, s.failure, p.checksum, p.body, s.score_checksum, s.reward, s.parts, r.body FROM samples s"
-        " LEFT JOIN payloads p ON p.key = s.key LEFT JOIN reference_logprobs r ON r.key = s.key WHERE s.key >= ? AND s.key < ?",
+        "SELECT s.key, s.state, s.failure, p.checksum, p.file, p.start, p.size, s.score_checksum, s.reward, s.parts, r.body"
+        " FROM samples s LEFT JOIN payloads p ON p.key = s.key LEFT JOIN reference_logprobs r ON r.key = s.key WHERE s.key >= ? AND s.key < ?",
         (sample_key(group.group_id, 0), sample_key(group.group_id + 1, 0)),
     ).fetchall()
-    for key, state, failure, stored, body, *score in rows:
+    for key, state, failure, stored, file, start, size, *score in rows:
         with reading(path, "samples", key):
             _, index = split_key(key)
             group.members[index] = _MEMBER_STATES[state]
             if state == "failed":
                 group.last_failure = str(failure)
                 continue
-            if body is None:
+            if stored is None:
                 raise ValueError("its payload is gone")
-            sample = read_sample(path, key, stored, body)
+            sample = read_sample(path, key, stored, (file, start, size))
             if sample.finish_reason == "length":
                 group.truncated.add(index)
             group.version_counts[index] = examine(sample, newest_version=newest, max_tokens=0)

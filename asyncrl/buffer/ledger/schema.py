@@ -1,20 +1,21 @@
 """The tables of the ledger file, and how each kind of record becomes rows. See docs/buffer.md for what each column is for.
 
-Versions of long samples are compressed. Every record that a resume or a repeat reads carries a CRC-32 over its key and content:
-`checksum` of a group, a payload and a step when they are made, `score_checksum` of a sample when it is scored.
+Every record that a resume or a repeat reads carries a checksum (64 bits, xxh3) over its key and content: `checksum` of a group, a
+payload and a step when they are made, `score_checksum` of a sample when it is scored.
 """
 
 from __future__ import annotations
 
 import itertools
 import sqlite3
-import struct
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import msgspec
+import xxhash
 
+from asyncrl.buffer.ledger.payload_files import PayloadFiles, Place
 from asyncrl.buffer.ledger.records import (
     FailureRecord,
     ForgetRecord,
@@ -32,12 +33,10 @@ from asyncrl.buffer.ledger.records import (
 )
 from asyncrl.schema.samples import Sample
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 MAX_MEMBERS = 1 << 20
 """More than any group has; (group_id, index) is one integer key, so that rows of a group lie together."""
 ROWS_PER_STATEMENT = 32
-MIN_COMPRESSED_BYTES = 1024
-"""Smaller payloads are stored as they are."""
 
 # No index besides the primary keys: each would add a page to nearly every commit, and what would use them is asked rarely.
 # `prompt` comes last: a scan of the other columns does not read its pages.
@@ -52,7 +51,8 @@ CREATE TABLE samples (
     key INTEGER PRIMARY KEY, attempt INTEGER NOT NULL, generator TEXT NOT NULL, oldest INTEGER, newest INTEGER,
     num_tokens INTEGER NOT NULL, finish_reason TEXT NOT NULL, state TEXT NOT NULL, reward REAL, parts TEXT, stage TEXT,
     failure TEXT, worker TEXT, started_s REAL, finished_s REAL, stored_s REAL NOT NULL, settled_s REAL, score_checksum INTEGER);
-CREATE TABLE payloads (key INTEGER PRIMARY KEY, checksum INTEGER NOT NULL, body BLOB NOT NULL);
+CREATE TABLE payloads (
+    key INTEGER PRIMARY KEY, checksum INTEGER NOT NULL, file INTEGER NOT NULL, start INTEGER NOT NULL, size INTEGER NOT NULL);
 CREATE TABLE reference_logprobs (key INTEGER PRIMARY KEY, body BLOB NOT NULL);
 CREATE TABLE steps (
     step INTEGER PRIMARY KEY, group_ids TEXT NOT NULL, state TEXT NOT NULL, params TEXT NOT NULL, max_staleness INTEGER NOT NULL,
@@ -82,33 +82,31 @@ def split_key(key: int) -> tuple[int, int]:
 
 
 def checksum(*parts: int | float | str | bytes) -> int:
-    """Return the CRC-32 of a record's content, each part with its length."""
-    crc = 0
-    for part in parts:
-        raw = part if isinstance(part, bytes) else part.encode() if isinstance(part, str) else struct.pack("<d", part)
-        crc = zlib.crc32(raw, zlib.crc32(struct.pack("<Q", len(raw)), crc))
-    return crc
+    """Return 63 bits of the hash of a record's content; an int and the same float differ."""
+    return xxhash.xxh3_64_intdigest(_encoder.encode(parts)) >> 1
 
 
 def pack_sample(sample: Sample) -> bytes:
-    """Return a sample as it is stored: one byte for the form, then the content.
+    """Return a sample as it is stored: one byte for the form of its versions, then the content.
 
-    Of a long one the versions are compressed. They are nearly all alike, so that takes microseconds. Log-probabilities do not
-    get smaller, and trying takes longer than writing them.
+    Versions are nearly always all alike: then one is stored (`u`). Others are compressed (`v`). Log-probabilities do not get smaller,
+    and trying takes longer than writing them.
     """
-    if len(sample.versions) < MIN_COMPRESSED_BYTES:
-        return b"r" + _encoder.encode(sample)
-    return b"v" + _encoder.encode(msgspec.structs.replace(sample, versions=zlib.compress(sample.versions, 1)))
+    versions, one = sample.versions, sample.versions[:4]
+    if versions == one * sample.num_tokens:
+        return b"u" + _encoder.encode(msgspec.structs.replace(sample, versions=one))
+    return b"v" + _encoder.encode(msgspec.structs.replace(sample, versions=zlib.compress(versions, 1)))
 
 
 def unpack_sample(stored: bytes) -> Sample:
     """Return a sample from its stored form, once its checksum was right."""
     sample = msgspec.msgpack.decode(memoryview(stored)[1:], type=Sample)
-    return msgspec.structs.replace(sample, versions=zlib.decompress(sample.versions)) if stored[:1] == b"v" else sample
+    versions = sample.versions * sample.num_tokens if stored[:1] == b"u" else zlib.decompress(sample.versions)
+    return msgspec.structs.replace(sample, versions=versions)
 
 
-def insert(connection: sqlite3.Connection, records: Iterable[Record]) -> None:
-    """Write records inside the open transaction.
+def insert(connection: sqlite3.Connection, records: Iterable[Record], payloads: PayloadFiles) -> None:
+    """Write records inside the open transaction, and samples' bytes into the payload files.
 
     Records of groups and members are written kind by kind, for speed, in an order in which rows exist before they are changed;
     records of steps change many rows at once, so everything before them is written first.
@@ -116,15 +114,18 @@ def insert(connection: sqlite3.Connection, records: Iterable[Record]) -> None:
     by_kind: dict[type, list[Any]] = {}
     for record in records:
         if type(record) in _STEP_WRITERS:
-            _insert_by_kind(connection, by_kind)
+            _insert_by_kind(connection, by_kind, payloads)
             by_kind = {}
             _STEP_WRITERS[type(record)](connection, record)
         else:
             by_kind.setdefault(type(record), []).append(record)
-    _insert_by_kind(connection, by_kind)
+    _insert_by_kind(connection, by_kind, payloads)
 
 
-def _insert_by_kind(connection: sqlite3.Connection, by_kind: dict[type, list[Any]]) -> None:
+def _insert_by_kind(connection: sqlite3.Connection, by_kind: dict[type, list[Any]], payloads: PayloadFiles) -> None:
+    if samples := by_kind.pop(SampleRecord, None):
+        bodies = [pack_sample(record.sample) for record in samples]
+        by_kind[SampleRecord] = list(zip(samples, bodies, payloads.append(bodies), strict=True))
     for kind, writer in _WRITERS:
         if of_kind := by_kind.get(kind):
             writer(connection, of_kind)
@@ -164,14 +165,13 @@ def _placed(connection: sqlite3.Connection, records: Sequence[PlacedRecord]) -> 
     connection.executemany(_EVENT, events)
 
 
-def _samples(connection: sqlite3.Connection, records: Sequence[SampleRecord]) -> None:
+def _samples(connection: sqlite3.Connection, written: Sequence[tuple[SampleRecord, bytes, Place]]) -> None:
     rows = []
     payloads = []
-    for record in records:
+    for record, body, place in written:
         sample = record.sample
         key = sample_key(sample.group_id, sample.index)
-        body = pack_sample(sample)
-        payloads.append((key, checksum(key, body), body))
+        payloads.append((key, checksum(key, body), *place))
         rows.append((
             key,
             sample.attempt,
@@ -191,7 +191,9 @@ def _samples(connection: sqlite3.Connection, records: Sequence[SampleRecord]) ->
         "(?, ?, ?, ?, ?, ?, ?, 'generated', ?, ?, ?)",
         rows,
     )
-    _insert_many(connection, "INSERT OR IGNORE INTO payloads (key, checksum, body) VALUES ", "(?, ?, ?)", payloads)
+    _insert_many(
+        connection, "INSERT OR IGNORE INTO payloads (key, checksum, file, start, size) VALUES ", "(?, ?, ?, ?, ?)", payloads
+    )
 
 
 def _insert_many(connection: sqlite3.Connection, head: str, row: str, rows: Sequence[tuple[Any, ...]]) -> None:
@@ -214,7 +216,7 @@ def _scores(connection: sqlite3.Connection, records: Sequence[ScoreRecord]) -> N
         score, key = record.score, sample_key(record.score.group_id, record.score.index)
         parts = _json.encode(score.parts).decode()
         rows.append((
-            score.reward, parts, score.worker, record.now, checksum(key, score.reward, parts, score.reference_logprobs), key
+            score.reward, parts, score.worker, record.now, checksum(key, float(score.reward), parts, score.reference_logprobs), key
         ))  # fmt: skip
         if score.reference_logprobs:
             references.append((key, score.reference_logprobs))

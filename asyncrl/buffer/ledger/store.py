@@ -17,7 +17,6 @@ import contextlib
 import fcntl
 import os
 import sqlite3
-import struct
 import threading
 import time
 import zlib
@@ -27,7 +26,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from asyncrl.buffer.ledger.records import OnCommitted, Record, SampleRecord, TakenRecord
+from asyncrl.buffer.ledger.payload_files import PayloadFiles, Place, read_payload
+from asyncrl.buffer.ledger.records import ForgetRecord, OnCommitted, Record, SampleRecord, TakenRecord
 from asyncrl.buffer.ledger.schema import SCHEMA_VERSION, TABLES, checksum, insert, sample_key, unpack_sample
 from asyncrl.errors import LedgerError
 from asyncrl.schema.samples import Prompt, Sample, ScoredGroup, ScoredSample
@@ -35,10 +35,10 @@ from asyncrl.schema.samples import Prompt, Sample, ScoredGroup, ScoredSample
 COMMIT_EVERY_S = 0.05
 COMMIT_RECORDS = 512
 """From here on nothing waits for the next turn."""
-COMMIT_SOON_BYTES = 64 << 10
+COMMIT_SOON_BYTES = 256 << 10
 """The same, of queued payload: beside that much of it the pages that a commit touches anyway do not count."""
 COMMIT_BYTES = 8 << 20
-"""Most payload of one transaction, so that the write-ahead log stays within its bound."""
+"""Most payload of one transaction."""
 PAGE_BYTES = 4096
 WAL_BYTES = 16 << 20
 """Of the write-ahead log when it is copied into the file; twice that is the bound, as a transaction comes on top."""
@@ -48,7 +48,7 @@ CallSoon = Callable[[Callable[[], None]], object]
 _Unit = tuple[Sequence[Record], OnCommitted | None]
 # Text with half a surrogate pair is a ValueError, a number of more than 64 bits an OverflowError. An error that ended the thread
 # unsaid would leave whoever waits for a commit waiting for ever.
-_NOT_WRITTEN = (sqlite3.Error, msgspec.MsgspecError, ValueError, OverflowError, MemoryError)
+_NOT_WRITTEN = (sqlite3.Error, OSError, msgspec.MsgspecError, ValueError, OverflowError, MemoryError)
 
 
 class SqliteLedger:
@@ -87,6 +87,7 @@ class SqliteLedger:
         except BaseException:
             os.close(self._lock_fd)
             raise
+        self._payloads = PayloadFiles(path, flushes=synchronous == "full")
         self._call_soon = call_soon
         self._on_failure = on_failure
         self._max_queued = max_queued
@@ -146,6 +147,7 @@ class SqliteLedger:
             self._changed.notify_all()
         self._thread.join()
         self._connection.close()
+        self._payloads.close()
         os.close(self._lock_fd)
 
     def _commit_until_closed(self) -> None:
@@ -163,8 +165,11 @@ class SqliteLedger:
                 self._busy = True
             try:
                 self._connection.execute("BEGIN IMMEDIATE")
-                insert(self._connection, (record for records, _ in units for record in records))
+                insert(self._connection, (record for records, _ in units for record in records), self._payloads)
                 self._connection.execute("COMMIT")
+                if any(type(record) is ForgetRecord for records, _ in units for record in records):
+                    used = self._connection.execute("SELECT DISTINCT file FROM payloads").fetchall()
+                    self._payloads.remove_all_but({number for (number,) in used})
             except _NOT_WRITTEN as error:
                 self._fail(error)
                 return
@@ -296,7 +301,7 @@ def reading(path: Path, table: str, row: object) -> Iterator[None]:
         yield
     except LedgerError:
         raise
-    except (msgspec.MsgspecError, ValueError, TypeError, LookupError, ArithmeticError, struct.error, zlib.error) as error:
+    except (msgspec.MsgspecError, ValueError, TypeError, LookupError, ArithmeticError, OSError, zlib.error) as error:
         raise LedgerError(f"{path}: table {table}, row {row}: {error}; {REMEDY}") from error
 
 
@@ -308,8 +313,10 @@ def check_sum(path: Path, table: str, row: object, stored: object, *content: int
         raise LedgerError(f"{path}: table {table}, row {row}: the checksum is {found}, and {stored} was written; {REMEDY}")
 
 
-def read_sample(path: Path, key: int, stored: object, body: bytes) -> Sample:
-    """Return a sample from its payload row, once its checksum is right."""
+def read_sample(path: Path, key: int, stored: object, place: Place) -> Sample:
+    """Return the sample that a row of `payloads` names, once its checksum is right."""
+    with reading(path, "payloads", key):
+        body = read_payload(path, *place)
     check_sum(path, "payloads", key, stored, key, body)
     with reading(path, "payloads", key):
         sample = unpack_sample(body)
@@ -339,15 +346,16 @@ def _load_group(path: Path, connection: sqlite3.Connection, group_id: int) -> Sc
         raise LedgerError(f"{path}: table groups has no row {group_id}; {REMEDY}")
     prompt = read_prompt(path, group_id, *row)
     rows = connection.execute(
-        "SELECT s.key, p.checksum, p.body, s.score_checksum, s.reward, s.parts, r.body FROM samples s"
+        "SELECT s.key, p.checksum, p.file, p.start, p.size, s.score_checksum, s.reward, s.parts, r.body FROM samples s"
         " LEFT JOIN payloads p ON p.key = s.key LEFT JOIN reference_logprobs r ON r.key = s.key"
         " WHERE s.key >= ? AND s.key < ? AND s.state = 'scored' ORDER BY s.key",
         (sample_key(group_id, 0), sample_key(group_id + 1, 0)),
     ).fetchall()
-    if any(body is None for _, _, body, *_ in rows):
+    if any(stored is None for _, stored, *_ in rows):
         raise LedgerError(f"the payloads of group {group_id} are gone: it was trained before the oldest checkpoint kept")
     members = tuple(
-        read_scored(path, key, read_sample(path, key, stored, body), tuple(score)) for key, stored, body, *score in rows
+        read_scored(path, key, read_sample(path, key, stored, (file, start, size)), (score[0], score[1], score[2], score[3]))
+        for key, stored, file, start, size, *score in rows
     )
     return ScoredGroup(group_id, prompt, members)
 

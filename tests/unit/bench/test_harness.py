@@ -51,7 +51,7 @@ def test_every_listed_benchmark_has_its_module(name):
 @pytest.mark.parametrize(
     ("name", "options", "said"),
     [
-        ("nonsense", {}, "no benchmark 'nonsense'; there are transport, broadcast, engine, pipeline"),
+        ("nonsense", {}, "no benchmark 'nonsense'; there are transport, ledger, broadcast, engine, pipeline"),
         ("packing", {"engine": "vllm"}, "benchmark 'packing' takes no --engine"),
         ("engine", {"engine": "abacus"}, "measures 'transformers' and 'vllm', not 'abacus'"),
     ],

@@ -530,7 +530,7 @@ def test_a_checkpoint_does_not_look_at_groups_dropped_before(reopen):
     buffer.mark_trained(0, 3.0)
     buffer.ledger.sync()
     with contextlib.closing(sqlite3.connect(buffer.ledger.path)) as connection, connection:
-        connection.execute("INSERT INTO payloads (key, checksum, body) VALUES (0, 0, 'left')")
+        connection.execute("INSERT INTO payloads (key, checksum, file, start, size) VALUES (0, 0, 1, 0, 4)")
     buffer.forget(1, 4.0)
     buffer.ledger.sync()
     with connect_read_only(buffer.ledger.path) as connection:
@@ -574,10 +574,10 @@ def _long_sample(index, num_tokens):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("other", ["2", "4"])
+@pytest.mark.parametrize("other", ["3", "5"])
 def test_a_ledger_of_another_schema_is_refused_in_one_line(reopen, tmp_path, other):
     reopen().close()
     with contextlib.closing(sqlite3.connect(tmp_path / "ledger.sqlite")) as connection, connection:
         connection.execute("UPDATE meta SET value = ? WHERE name = 'schema'", (other,))
-    with pytest.raises(LedgerError, match=f"has the form {other} of another version of asyncrl, this one reads 3"):
+    with pytest.raises(LedgerError, match=f"has the form {other} of another version of asyncrl, this one reads 4"):
         reopen()

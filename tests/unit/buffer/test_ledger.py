@@ -167,6 +167,20 @@ def test_forgotten_payloads_are_gone_and_their_rows_stay(path, ledger):
     assert (story.sample, story.row.reward, story.group.step) == (None, 0.5, 0)
 
 
+def test_a_file_of_payloads_goes_once_no_row_points_into_it(path, monkeypatch):
+    monkeypatch.setattr("asyncrl.buffer.ledger.payload_files.FILE_BYTES", 1)
+    ledger = SqliteLedger(path)
+    for group_id in range(3):
+        ledger.write(_ready(group_id))
+        ledger.sync()
+    ledger.write([TakenRecord(0, (0,), PARAMS, 0, 2.0), TrainedRecord(0, (0,), 3.0), ForgetRecord(1)])
+    ledger.close()
+    assert [file.name[-1] for file in sorted(path.parent.glob("ledger.sqlite.payloads-*"))] == ["2", "3"]
+    with contextlib.closing(SqliteLedger(path)) as again:
+        again.write(_ready(3))
+        assert [group.members[0].sample for group in again.load_groups([1, 2, 3])] == [_sample(1), _sample(2), _sample(3)]
+
+
 def test_a_second_run_on_the_same_folder_is_refused(path, ledger):
     with pytest.raises(LedgerError, match=r"in use by another run \(process \d+\)"):
         SqliteLedger(path)

@@ -1,0 +1,94 @@
+"""`asyncrl bench ledger`: what the ledger writes to the disk for what it is given, from /proc/self/io.
+
+- `long`: samples of 1,024 tokens, as fast as it takes them. `bytes_written_per_payload` is over the encoded samples.
+- `short`: steps of 64 groups of 4 samples of 4 tokens, one every 0.15 s, all of their life: issued, generated, scored, taken,
+  trained, forgotten. `mb_written_per_step` is of the later half of the steps.
+
+Log and file both count, and so does what is written twice. `wal_mb` is the longest that the write-ahead log was.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from pathlib import Path
+
+import msgspec
+
+from asyncrl.buffer.ledger import records as rec
+from asyncrl.buffer.ledger.store import SqliteLedger
+from asyncrl.schema.codec import encode
+from asyncrl.schema.samples import Prompt, Score
+from benchmarks.harness import BenchResult, medians, ratio
+from benchmarks.samples import random_sample
+
+ROUNDS = 3
+NUM_LONG, LONG_TOKENS = 4000, 1024
+NUM_STEPS, GROUPS_PER_STEP, GROUP_SIZE, STEP_S = 40, 64, 4, 0.15
+PER_PAYLOAD_GOAL, MB_PER_STEP_GOAL, WAL_MB_GOAL = 2.0, 1.0, 32.0
+
+
+def run(rounds: int = 0) -> BenchResult:
+    """Measure and return medians; `rounds` 0 means 3."""
+    middle = medians([_long() | _short() for _ in range(rounds or ROUNDS)])
+    ratios = {
+        "bytes_written_per_payload": ratio(round(middle["bytes_written_per_payload"], 3), PER_PAYLOAD_GOAL, at_least=False),
+        "mb_written_per_step": ratio(round(middle["mb_written_per_step"], 3), MB_PER_STEP_GOAL, at_least=False),
+        "wal_mb": ratio(round(max(middle["long_wal_mb"], middle["short_wal_mb"]), 1), WAL_MB_GOAL, at_least=False),
+    }
+    return BenchResult("ledger", middle, ratios)
+
+
+def _long() -> dict[str, float]:
+    sample = random_sample(LONG_TOKENS, 64)
+    samples = [msgspec.structs.replace(sample, group_id=number // 8, index=number % 8) for number in range(NUM_LONG)]
+    with tempfile.TemporaryDirectory(prefix="asyncrl-") as folder:
+        ledger = SqliteLedger(Path(folder) / "ledger.sqlite")
+        written, started_s, cpu_s = _written_bytes(), time.perf_counter(), time.process_time()
+        for number, each in enumerate(samples):
+            if number % 8 == 0:
+                ledger.write((rec.IssuedRecord(each.group_id, Prompt(f"p{each.group_id}"), "g", 0, 8, 0.0),))
+            ledger.write((rec.SampleRecord(each, 0, 0, 0.0),))
+        ledger.sync()
+        wall_s, cpu_s, wal = time.perf_counter() - started_s, time.process_time() - cpu_s, _wal_mb(ledger)
+        ledger.close()
+        return {
+            "long_samples_per_s": NUM_LONG / wall_s,
+            "long_cpu_us_per_sample": 1e6 * cpu_s / NUM_LONG,
+            "bytes_written_per_payload": (_written_bytes() - written) / (NUM_LONG * len(encode(sample))),
+            "long_wal_mb": wal,
+        }
+
+
+def _short() -> dict[str, float]:
+    sample, params = random_sample(4, 8), rec.StepParams(0, 4096, 1.0)
+    with tempfile.TemporaryDirectory(prefix="asyncrl-") as folder:
+        ledger = SqliteLedger(Path(folder) / "ledger.sqlite")
+        written, wal, begun_s = 0, 0.0, time.perf_counter()
+        for step in range(NUM_STEPS):
+            written = _written_bytes() if step == NUM_STEPS // 2 else written
+            group_ids = tuple(range(step * GROUPS_PER_STEP, (step + 1) * GROUPS_PER_STEP))
+            for count, group_id in enumerate(group_ids):
+                ledger.write((rec.IssuedRecord(group_id, Prompt(f"p{group_id}", "1 + 1 =", answer="2"), "g", step, GROUP_SIZE, 0.0),))
+                for index in range(GROUP_SIZE):
+                    placed = msgspec.structs.replace(sample, group_id=group_id, index=index)
+                    ledger.write((rec.SampleRecord(placed, step, step, 0.0),))
+                    ledger.write((rec.ScoreRecord(Score(group_id, index, 0, 1.0, {"match": 1.0}, worker="r"), 0.0),))
+                moves = [("running", "scoring"), ("scoring", "ready")]
+                ledger.write([rec.MovedRecord(group_id, before, after, "", 0.0) for before, after in moves])
+                time.sleep(max(0.0, begun_s + STEP_S * (step + (count + 1) / GROUPS_PER_STEP) - time.perf_counter()))
+            ledger.write((rec.TakenRecord(step, group_ids, params, 0, 0.0), rec.TrainedRecord(step, group_ids, 0.0)))
+            if step % 10 == 9:
+                ledger.write((rec.ForgetRecord(step - 5),))
+            wal = max(wal, _wal_mb(ledger))
+        ledger.close()
+        return {"mb_written_per_step": (_written_bytes() - written) / (NUM_STEPS - NUM_STEPS // 2) / 1e6, "short_wal_mb": wal}
+
+
+def _written_bytes() -> int:
+    lines = Path("/proc/self/io").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("write_bytes"))
+
+
+def _wal_mb(ledger: SqliteLedger) -> float:
+    return Path(f"{ledger.path}-wal").stat().st_size / 1e6

@@ -19,7 +19,18 @@ import msgspec
 
 from asyncrl.errors import ConfigError
 
-BENCHMARKS = ("transport", "ledger", "broadcast", "engine", "pipeline", "packing", "learner", "residency", "controller", "rewards")
+BENCHMARKS = (
+    "transport",
+    "ledger",
+    "broadcast",
+    "engine",
+    "pipeline",
+    "packing",
+    "learner",
+    "residency",
+    "controller",
+    "rewards",
+)
 OPTIONS: dict[str, frozenset[str]] = {"engine": frozenset({"engine"}), "broadcast": frozenset({"media"})}
 """Further words that `run` of a benchmark takes, by its name."""
 

@@ -69,7 +69,9 @@ def _short() -> dict[str, float]:
             written = _written_bytes() if step == NUM_STEPS // 2 else written
             group_ids = tuple(range(step * GROUPS_PER_STEP, (step + 1) * GROUPS_PER_STEP))
             for count, group_id in enumerate(group_ids):
-                ledger.write((rec.IssuedRecord(group_id, Prompt(f"p{group_id}", "1 + 1 =", answer="2"), "g", step, GROUP_SIZE, 0.0),))
+                ledger.write((
+                    rec.IssuedRecord(group_id, Prompt(f"p{group_id}", "1 + 1 =", answer="2"), "g", step, GROUP_SIZE, 0.0),
+                ))
                 for index in range(GROUP_SIZE):
                     placed = msgspec.structs.replace(sample, group_id=group_id, index=index)
                     ledger.write((rec.SampleRecord(placed, step, step, 0.0),))

@@ -20,7 +20,8 @@ CONFIG = parse_config({"algorithm": {"groups_per_step": 1, "group_size": 2}, "bu
 LONG = 600
 """Tokens of each sample: enough that payloads are compressed."""
 TRAINED_COLUMNS = [
-    ("payloads", "file"), ("payloads", "start"), ("payloads", "size"), ("payloads", "checksum"), ("groups", "prompt"), ("groups", "prompt_id"),
+    ("payloads", "file"), ("payloads", "start"), ("payloads", "size"), ("payloads", "checksum"),
+    ("groups", "prompt"), ("groups", "prompt_id"),
     ("groups", "size"), ("groups", "checksum"), ("samples", "reward"), ("samples", "parts"), ("samples", "score_checksum"),
     ("reference_logprobs", "body"), ("steps", "group_ids"), ("steps", "params"), ("steps", "checksum"),
 ]  # fmt: skip

@@ -139,7 +139,8 @@ def _fill_members(path: Path, connection: sqlite3.Connection, group: Group, prom
     held = HeldGroup(prompt)
     rows = connection.execute(
         "SELECT s.key, s.state, s.failure, p.checksum, p.file, p.start, p.size, s.score_checksum, s.reward, s.parts, r.body"
-        " FROM samples s LEFT JOIN payloads p ON p.key = s.key LEFT JOIN reference_logprobs r ON r.key = s.key WHERE s.key >= ? AND s.key < ?",
+        " FROM samples s LEFT JOIN payloads p ON p.key = s.key LEFT JOIN reference_logprobs r ON r.key = s.key"
+        " WHERE s.key >= ? AND s.key < ?",
         (sample_key(group.group_id, 0), sample_key(group.group_id + 1, 0)),
     ).fetchall()
     for key, state, failure, stored, file, start, size, *score in rows:

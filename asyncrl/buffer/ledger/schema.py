@@ -89,8 +89,8 @@ def checksum(*parts: int | float | str | bytes) -> int:
 def pack_sample(sample: Sample) -> bytes:
     """Return a sample as it is stored: one byte for the form of its versions, then the content.
 
-    Versions are nearly always all alike: then one is stored (`u`). Others are compressed (`v`). Log-probabilities do not get smaller,
-    and trying takes longer than writing them.
+    Versions are nearly always all alike: then one is stored (`u`). Others are compressed (`v`). Log-probabilities do not get
+    smaller, and trying takes longer than writing them.
     """
     versions, one = sample.versions, sample.versions[:4]
     if versions == one * sample.num_tokens:
@@ -215,9 +215,8 @@ def _scores(connection: sqlite3.Connection, records: Sequence[ScoreRecord]) -> N
     for record in records:
         score, key = record.score, sample_key(record.score.group_id, record.score.index)
         parts = _json.encode(score.parts).decode()
-        rows.append((
-            score.reward, parts, score.worker, record.now, checksum(key, float(score.reward), parts, score.reference_logprobs), key
-        ))  # fmt: skip
+        stored = checksum(key, float(score.reward), parts, score.reference_logprobs)
+        rows.append((score.reward, parts, score.worker, record.now, stored, key))
         if score.reference_logprobs:
             references.append((key, score.reference_logprobs))
     connection.executemany(

@@ -1,8 +1,8 @@
 """The samples' own bytes: files beside the ledger that are only ever appended to, each removed once no row points into it.
 
 A payload is written once, in one call a commit, before the row that says where it lies is committed. So whoever sees the row can
-read the payload, and what a crash left without a row is never looked at. In SQLite itself every payload would be written twice, page
-by page: to the log and to the file. Each start of a run begins a new file.
+read the payload, and what a crash left without a row is never looked at. SQLite would write every payload twice, page by page: to
+the log and to the file. Each start of a run begins a new file.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ from asyncrl.buffer.payloads import (
 )
 from asyncrl.buffer.staleness import VersionCounts
 from asyncrl.buffer.state import BufferState
-from asyncrl.buffer.validate import SampleRefusedError, examine, group_error, id_beyond, score_error
+from asyncrl.buffer.validate import SampleRefusedError, examine, group_error, largest_id, score_error
 from asyncrl.errors import LedgerError
 from asyncrl.schema.samples import Prompt, Sample, SampleFailure, Score, ScoredGroup, ScoredSample, ScoreRequest
 
@@ -265,7 +265,7 @@ class Buffer:
         wrong = [
             group_id
             for group_id, held in self._held.items()
-            if any(id_beyond(sample, size) >= 0 for sample in held.samples.values())
+            if any(largest_id(sample) >= size for sample in held.samples.values())
         ]
         for group_id in wrong:
             self.drop_group(group_id, "token ids beyond the vocabulary", now)

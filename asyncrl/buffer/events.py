@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+import msgspec
+
 from asyncrl.buffer.staleness import StalenessFigures, VersionCounts
 
 GroupState = Literal["running", "scoring", "ready", "taken", "trained", "dropped", "failed"]
@@ -13,8 +15,7 @@ MemberState = Literal["pending", "generated", "scored", "failed"]
 # -- events of generators -------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class GeneratorReady:
+class GeneratorReady(msgspec.Struct, frozen=True):
     """A generator can take work. One known by that name before is replaced."""
 
     name: str
@@ -23,22 +24,19 @@ class GeneratorReady:
     """Of the weights it samples with; -1: none yet, and no group is issued to it."""
 
 
-@dataclass(frozen=True, slots=True)
-class GeneratorLeaving:
+class GeneratorLeaving(msgspec.Struct, frozen=True):
     """A generator gets no more work. It finishes what it holds."""
 
     name: str
 
 
-@dataclass(frozen=True, slots=True)
-class GeneratorGone:
+class GeneratorGone(msgspec.Struct, frozen=True):
     """A generator died or left. What it held is handed out again or failed."""
 
     name: str
 
 
-@dataclass(frozen=True, slots=True)
-class RoomChanged:
+class RoomChanged(msgspec.Struct, frozen=True):
     """A generator's engine can run this many requests at once from now on; what it holds stays."""
 
     name: str
@@ -46,45 +44,39 @@ class RoomChanged:
     """At least 1."""
 
 
-@dataclass(frozen=True, slots=True)
-class VersionIsLive:
+class VersionIsLive(msgspec.Struct, frozen=True):
     """A generator samples with this version from now on."""
 
     name: str
     version: int
 
 
-@dataclass(frozen=True, slots=True)
-class MembersStarted:
+class MembersStarted(msgspec.Struct, frozen=True):
     """Work that is no group (evaluation) holds slots of this generator."""
 
     name: str
     num_members: int
 
 
-@dataclass(frozen=True, slots=True)
-class MembersFinished:
+class MembersFinished(msgspec.Struct, frozen=True):
     """This many members hold no slot of this generator any more: finished, failed or never sent."""
 
     name: str
     num_members: int = 1
 
 
-@dataclass(frozen=True, slots=True)
-class IssuePaused:
+class IssuePaused(msgspec.Struct, frozen=True):
     """Hand out nothing until IssueResumed."""
 
 
-@dataclass(frozen=True, slots=True)
-class IssueResumed:
+class IssueResumed(msgspec.Struct, frozen=True):
     """Hand out groups again."""
 
 
 # -- events of groups and steps -------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class GroupIssued:
+class GroupIssued(msgspec.Struct, frozen=True):
     """A prompt was handed to a generator as a new group; ids are given out in order, without a gap."""
 
     group_id: int
@@ -97,8 +89,7 @@ class GroupIssued:
     """The dropped or failed group whose prompt this is again."""
 
 
-@dataclass(frozen=True, slots=True)
-class GroupPlaced:
+class GroupPlaced(msgspec.Struct, frozen=True):
     """The missing members of a running group were handed out again."""
 
     group_id: int
@@ -106,8 +97,7 @@ class GroupPlaced:
     version: int
 
 
-@dataclass(frozen=True, slots=True)
-class ExternalGroupAdded:
+class ExternalGroupAdded(msgspec.Struct, frozen=True):
     """Outside code submitted a whole generated group."""
 
     group_id: int
@@ -119,8 +109,7 @@ class ExternalGroupAdded:
     """Members cut off by the length limit."""
 
 
-@dataclass(frozen=True, slots=True)
-class SampleFinished:
+class SampleFinished(msgspec.Struct, frozen=True):
     """A member was generated and is held."""
 
     group_id: int
@@ -130,8 +119,7 @@ class SampleFinished:
     """Cut off by the length limit."""
 
 
-@dataclass(frozen=True, slots=True)
-class SampleScored:
+class SampleScored(msgspec.Struct, frozen=True):
     """A member has its reward."""
 
     group_id: int
@@ -139,8 +127,7 @@ class SampleScored:
     reward: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class SampleFailed:
+class SampleFailed(msgspec.Struct, frozen=True):
     """A member will never be trained."""
 
     group_id: int
@@ -148,44 +135,38 @@ class SampleFailed:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class TakeStep:
+class TakeStep(msgspec.Struct, frozen=True):
     """The learner asks for the groups of this step (again, where the step was taken before and is to be replayed)."""
 
     step: int
 
 
-@dataclass(frozen=True, slots=True)
-class StepTrained:
+class StepTrained(msgspec.Struct, frozen=True):
     """The optimizer step that used the groups of this step is done."""
 
     step: int
 
 
-@dataclass(frozen=True, slots=True)
-class LearnerRestarted:
+class LearnerRestarted(msgspec.Struct, frozen=True):
     """The learner stands at this version again: steps from here on are to be repeated with the very same groups."""
 
     version: int
 
 
-@dataclass(frozen=True, slots=True)
-class GroupDropped:
+class GroupDropped(msgspec.Struct, frozen=True):
     """Somebody decided that this group will not be trained (at a drain, say)."""
 
     group_id: int
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class StepsForgotten:
+class StepsForgotten(msgspec.Struct, frozen=True):
     """No checkpoint can ask for a replay of a step before this one any more."""
 
     before_step: int
 
 
-@dataclass(frozen=True, slots=True)
-class StepSetAside:
+class StepSetAside(msgspec.Struct, frozen=True):
     """The batch of this step ends the learner whenever it is tried: its groups are dropped, later steps move up by one."""
 
     step: int
@@ -219,8 +200,7 @@ BufferEvent = (
 # -- instructions --------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class ScoreMember:
+class ScoreMember(msgspec.Struct, frozen=True):
     """Ask a reward worker for this member's score."""
 
     group_id: int
@@ -242,8 +222,7 @@ class GroupMoved:
     """Of a group that is over."""
 
 
-@dataclass(frozen=True, slots=True)
-class IssueGroup:
+class IssueGroup(msgspec.Struct, frozen=True):
     """Send the next prompt, as a new group of all members, to this generator, and enter it with GroupIssued."""
 
     generator: str
@@ -251,8 +230,7 @@ class IssueGroup:
     """Live on the generator: no token of the group can be older."""
 
 
-@dataclass(frozen=True, slots=True)
-class ReissueGroup:
+class ReissueGroup(msgspec.Struct, frozen=True):
     """Send the missing members of this group to this generator, and enter that with GroupPlaced."""
 
     group_id: int
@@ -260,16 +238,14 @@ class ReissueGroup:
     version: int
 
 
-@dataclass(frozen=True, slots=True)
-class ReturnPrompt:
+class ReturnPrompt(msgspec.Struct, frozen=True):
     """Issue the prompt of this dropped or failed group again, as a new group."""
 
     group_id: int
     prompt_id: str
 
 
-@dataclass(frozen=True, slots=True)
-class TakeGroups:
+class TakeGroups(msgspec.Struct, frozen=True):
     """Train exactly these, in this order."""
 
     step: int
@@ -284,8 +260,7 @@ class TakeGroups:
     """None on a repeat."""
 
 
-@dataclass(frozen=True, slots=True)
-class Wait:
+class Wait(msgspec.Struct, frozen=True):
     """The step cannot be taken before these groups are finished: it is their last chance, or the places left run out."""
 
     step: int
@@ -293,8 +268,7 @@ class Wait:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class NotEnough:
+class NotEnough(msgspec.Struct, frozen=True):
     """Fewer groups are ready than a step needs."""
 
     step: int
@@ -302,8 +276,7 @@ class NotEnough:
     need: int
 
 
-@dataclass(frozen=True, slots=True)
-class ScreenLifted:
+class ScreenLifted(msgspec.Struct, frozen=True):
     """From this group on, groups are ready though the screen objects to them, until one comes that it likes."""
 
     group_id: int
@@ -313,8 +286,7 @@ class ScreenLifted:
     """Groups dropped one after the other before."""
 
 
-@dataclass(frozen=True, slots=True)
-class ScreenStands:
+class ScreenStands(msgspec.Struct, frozen=True):
     """Many groups in a row could not be trained at all, this one included; sampling goes on."""
 
     group_id: int

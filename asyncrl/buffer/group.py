@@ -211,11 +211,11 @@ class Group:
         """Work `oldest` and `newest` out anew."""
         held = [
             counts
-            for index, (state, counts) in enumerate(zip(self.members, self.version_counts, strict=True))
-            if counts is not None and (state in {"generated", "scored"} if self.trained is None else index in self.trained)
+            for index, counts in enumerate(self.version_counts)
+            if counts and (self.members[index] != "failed" if self.trained is None else index in self.trained)
         ]
-        self.newest = max((counts[-1][0] for counts in held), default=self.version)
-        oldest = min((counts[0][0] for counts in held), default=self.version)
+        self.newest = max([counts[-1][0] for counts in held], default=self.version)
+        oldest = min([counts[0][0] for counts in held], default=self.version)
         self.oldest = min(oldest, self.version) if "pending" in self.members else oldest
 
     def check(self, story: str) -> None:

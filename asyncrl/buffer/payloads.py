@@ -22,8 +22,7 @@ from asyncrl.errors import LedgerError
 from asyncrl.schema.samples import Prompt, Sample, ScoredGroup, ScoredSample
 
 
-@dataclass(frozen=True, slots=True)
-class WorkOrder:
+class WorkOrder(msgspec.Struct, frozen=True):
     """What a GroupWork message needs besides sampling parameters and seed."""
 
     group_id: int
@@ -32,16 +31,14 @@ class WorkOrder:
     indices: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class ReturnedPrompt:
+class ReturnedPrompt(msgspec.Struct, frozen=True):
     """A prompt to be issued again: pass `replaces` on to `issue`."""
 
     prompt: Prompt
     replaces: int
 
 
-@dataclass(frozen=True, slots=True)
-class Receipt:
+class Receipt(msgspec.Struct, frozen=True):
     """What became of something that came in; `on_committed` runs in every case, so acknowledge there and nowhere else."""
 
     status: Literal["stored", "duplicate", "refused"]
@@ -53,8 +50,7 @@ class Receipt:
     """With `submit_group`: the id the group was given."""
 
 
-@dataclass(frozen=True, slots=True)
-class TakenStep:
+class TakenStep(msgspec.Struct, frozen=True):
     """One step's groups, by group id, to be packed with these very parameters."""
 
     step: int
@@ -66,8 +62,7 @@ class TakenStep:
     """Groups dropped on the way."""
 
 
-@dataclass(frozen=True, slots=True)
-class Waiting:
+class Waiting(msgspec.Struct, frozen=True):
     """Why there is no step yet; ask again when a group became ready or failed."""
 
     step: int

@@ -15,6 +15,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from asyncrl.algorithms.screening import objection
 from asyncrl.buffer.events import BufferInstruction, NotEnough, ScreenLifted, ScreenStands, Wait
 from asyncrl.buffer.group import BufferLimits, Group
@@ -23,8 +25,7 @@ Aged = tuple[int, int]
 """(oldest version, group id): sorts by deadline, then by order of issue."""
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
+class Choice(msgspec.Struct, frozen=True):
     """What a step does. At most one of the tuples is non-empty; both empty: not enough is ready."""
 
     take: tuple[int, ...] = ()

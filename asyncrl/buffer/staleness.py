@@ -8,14 +8,14 @@ Pure.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+
+import msgspec
 
 VersionCounts = tuple[tuple[int, int], ...]
 """(version, number of trained tokens) of one sample, ascending by version, never empty: all that staleness needs to know."""
 
 
-@dataclass(frozen=True, slots=True)
-class StalenessFigures:
+class StalenessFigures(msgspec.Struct, frozen=True):
     """Of the trained tokens of one step; masked ones are counted apart. All zero for no sample."""
 
     num_samples: int = 0
@@ -33,9 +33,9 @@ class StalenessFigures:
     queue_mean_s: float = 0.0
     """From `ready` to `taken`, over groups."""
     queue_max_s: float = 0.0
-    token_histogram: dict[int, int] = field(default_factory=dict)
+    token_histogram: dict[int, int] = {}
     """Staleness to number of trained tokens."""
-    sample_histogram: dict[int, int] = field(default_factory=dict)
+    sample_histogram: dict[int, int] = {}
 
 
 def staleness_figures(

@@ -96,6 +96,9 @@ class BufferState:
         Raises:
             AssertionError: The event cannot follow what happened before; the message tells the group's recent story.
         """
+        if handler := self._handlers.get(type(event)):
+            self._story.append((now, event))
+            return handler(event, now)
         match event:
             case ev.GeneratorReady(name, num_slots, version):
                 self.pool.put(Generator(name, num_slots, version))
@@ -112,8 +115,7 @@ class BufferState:
             case ev.IssuePaused() | ev.IssueResumed():
                 self.paused = isinstance(event, ev.IssuePaused)
             case _:
-                self._story.append((now, event))
-                return self._handlers[type(event)](event, now)
+                raise AssertionError(f"{event} is no event of the buffer")
         return []
 
     def restore(
@@ -337,7 +339,10 @@ class BufferState:
             return []
         group.members[event.index] = "scored"
         group.rewards[event.index] = event.reward
-        return self._end(group, "dropped", STALE, now) if self._is_past_saving(group) else self._advance(group, now)
+        if self._is_past_saving(group):
+            return self._end(group, "dropped", STALE, now)
+        is_done = "pending" not in group.members and "generated" not in group.members
+        return self._settle(group, now) if is_done else []
 
     def _sample_failed(self, event: ev.SampleFailed, now: float) -> list[BufferInstruction]:
         group = self.groups.get(event.group_id)
@@ -350,7 +355,7 @@ class BufferState:
         return self._advance(group, now)
 
     def _advance(self, group: Group, now: float) -> list[BufferInstruction]:
-        """Move a group on as far as its members allow."""
+        """Move a group on as far as its members allow, after one of them was generated or failed."""
         if "pending" in group.members:
             return []
         oldest = group.oldest
@@ -359,6 +364,10 @@ class BufferState:
             self._ready.grew_older(group.group_id)
         if "generated" in group.members:
             return [self._move(group, "scoring", now)] if group.state == "running" else []
+        return self._settle(group, now)
+
+    def _settle(self, group: Group, now: float) -> list[BufferInstruction]:
+        """Decide what becomes of a group none of whose members is waited for."""
         if reason := group.shortage(self.limits.min_group_members, self.limits.screen.greedy_index):
             return self._end(group, "failed", reason, now)
         reason, said = self._screening.judge(group)

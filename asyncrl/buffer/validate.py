@@ -18,6 +18,7 @@ LOGPROB_SLACK = 1e-3
 """Log-probabilities may exceed 0 by this much: rounding of a log-softmax in low precision."""
 
 MAX_ATTEMPT = 2**31 - 1
+MAX_ID = 2**31
 
 
 class SampleRefusedError(ValueError):
@@ -40,9 +41,20 @@ def examine(sample: Sample, *, newest_version: int, max_tokens: int, vocab_size:
         SampleRefusedError: Lengths disagree, a value is impossible, or there is nothing to train.
     """
     num_tokens = _check_lengths(sample, max_tokens)
-    _check_values(sample)
-    if vocab_size and (beyond := id_beyond(sample, vocab_size)) >= 0:
-        raise SampleRefusedError(f"token id {beyond} is beyond the model's vocabulary of {vocab_size}")
+    if not 0 <= sample.attempt <= MAX_ATTEMPT:
+        raise SampleRefusedError(f"its attempt is {sample.attempt}; attempts are counted from 0")
+    if not math.isfinite(sample.started_s + sample.finished_s):
+        raise SampleRefusedError(f"its times are {sample.started_s} and {sample.finished_s} s; they must be finite")
+    largest = largest_id(sample)
+    if largest >= MAX_ID:
+        raise SampleRefusedError(f"token id {largest - 2 * MAX_ID} is negative")
+    if vocab_size and largest >= vocab_size:
+        raise SampleRefusedError(f"token id {largest} is beyond the model's vocabulary of {vocab_size}")
+    logprobs = logprobs_from_bytes(sample.logprobs)
+    # NaN fails both comparisons: the reductions pass it on.
+    highest, least = float(np.maximum.reduce(logprobs)), float(np.minimum.reduce(logprobs))
+    if not (highest <= LOGPROB_SLACK and least > -math.inf):
+        raise SampleRefusedError(f"logprobs span {least:g} to {highest:g}; they must be finite and at most 0")
     versions = sample.versions
     if not sample.loss_mask and versions == versions[:4] * num_tokens:
         counts: VersionCounts = ((int.from_bytes(versions[:4], "little", signed=True), num_tokens),)
@@ -55,10 +67,9 @@ def examine(sample: Sample, *, newest_version: int, max_tokens: int, vocab_size:
     return counts
 
 
-def id_beyond(sample: Sample, vocab_size: int) -> int:
-    """Return the largest token id of a sample where the vocabulary does not have it, else -1."""
-    highest = max(int(np.maximum.reduce(ids_from_bytes(ids))) for ids in (sample.token_ids, sample.prompt_ids))
-    return highest if highest >= vocab_size else -1
+def largest_id(sample: Sample) -> int:
+    """Return the largest token id of a sample; read without a sign, so that a negative one is MAX_ID or more."""
+    return int(np.maximum.reduce(np.frombuffer(sample.token_ids + sample.prompt_ids, "<u4")))
 
 
 def group_error(samples: Sequence[Sample], screen: Screen, tokens_per_row: int) -> str:
@@ -132,21 +143,6 @@ def _check_lengths(sample: Sample, max_tokens: int) -> int:
     if max_tokens and total > max_tokens:
         raise SampleRefusedError(f"{total} tokens with its prompt; at most {max_tokens} fit into a row (packing.tokens_per_row)")
     return num_tokens
-
-
-def _check_values(sample: Sample) -> None:
-    if not 0 <= sample.attempt <= MAX_ATTEMPT:
-        raise SampleRefusedError(f"its attempt is {sample.attempt}; attempts are counted from 0")
-    lowest = min(int(np.minimum.reduce(ids_from_bytes(ids))) for ids in (sample.token_ids, sample.prompt_ids))
-    if lowest < 0:
-        raise SampleRefusedError(f"token id {lowest} is negative")
-    logprobs = logprobs_from_bytes(sample.logprobs)
-    if not (math.isfinite(sample.started_s) and math.isfinite(sample.finished_s)):
-        raise SampleRefusedError(f"its times are {sample.started_s} and {sample.finished_s} s; they must be finite")
-    # NaN fails both comparisons: the reductions pass it on.
-    highest, least = float(np.maximum.reduce(logprobs)), float(np.minimum.reduce(logprobs))
-    if not (highest <= LOGPROB_SLACK and least > -np.inf):
-        raise SampleRefusedError(f"logprobs span {least:g} to {highest:g}; they must be finite and at most 0")
 
 
 def _count_versions(sample: Sample) -> VersionCounts:

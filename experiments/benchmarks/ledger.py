@@ -76,8 +76,8 @@ def _short() -> dict[str, float]:
                     placed = msgspec.structs.replace(sample, group_id=group_id, index=index)
                     ledger.write((rec.SampleRecord(placed, step, step, 0.0),))
                     ledger.write((rec.ScoreRecord(Score(group_id, index, 0, 1.0, {"match": 1.0}, worker="r"), 0.0),))
-                moves = [("running", "scoring"), ("scoring", "ready")]
-                ledger.write([rec.MovedRecord(group_id, before, after, "", 0.0) for before, after in moves])
+                ledger.write((rec.MovedRecord(group_id, "running", "scoring", "", 0.0),))
+                ledger.write((rec.MovedRecord(group_id, "scoring", "ready", "", 0.0),))
                 time.sleep(max(0.0, begun_s + STEP_S * (step + (count + 1) / GROUPS_PER_STEP) - time.perf_counter()))
             ledger.write((rec.TakenRecord(step, group_ids, params, 0, 0.0), rec.TrainedRecord(step, group_ids, 0.0)))
             if step % 10 == 9:

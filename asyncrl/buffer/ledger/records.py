@@ -32,8 +32,7 @@ class StepParams(msgspec.Struct, frozen=True):
     """Updates whose groups share no row."""
 
 
-@dataclass(slots=True)
-class IssuedRecord:
+class IssuedRecord(msgspec.Struct, frozen=True):
     """A new group, with the prompt itself."""
 
     group_id: int
@@ -49,8 +48,7 @@ class IssuedRecord:
     external: bool = False
 
 
-@dataclass(slots=True)
-class PlacedRecord:
+class PlacedRecord(msgspec.Struct, frozen=True):
     """A group was handed out again."""
 
     group_id: int
@@ -60,8 +58,7 @@ class PlacedRecord:
     now: float
 
 
-@dataclass(slots=True)
-class SampleRecord:
+class SampleRecord(msgspec.Struct, frozen=True):
     """A generated member, payload and all."""
 
     sample: Sample
@@ -70,16 +67,14 @@ class SampleRecord:
     now: float
 
 
-@dataclass(slots=True)
-class ScoreRecord:
+class ScoreRecord(msgspec.Struct, frozen=True):
     """A member's reward, and its reference log-probabilities where the score brings some."""
 
     score: Score
     now: float
 
 
-@dataclass(slots=True)
-class FailureRecord:
+class FailureRecord(msgspec.Struct, frozen=True):
     """A member that will never be trained."""
 
     group_id: int
@@ -90,8 +85,7 @@ class FailureRecord:
     now: float
 
 
-@dataclass(slots=True)
-class MovedRecord:
+class MovedRecord(msgspec.Struct, frozen=True):
     """A group changed its state (taken and trained come with their step instead)."""
 
     group_id: int
@@ -103,8 +97,7 @@ class MovedRecord:
     """How often the prompt failed, where it is to be issued again; else -1."""
 
 
-@dataclass(slots=True)
-class TakenRecord:
+class TakenRecord(msgspec.Struct, frozen=True):
     """A step and its groups, in order."""
 
     step: int
@@ -114,8 +107,7 @@ class TakenRecord:
     now: float
 
 
-@dataclass(slots=True)
-class TrainedRecord:
+class TrainedRecord(msgspec.Struct, frozen=True):
     """The optimizer step of these groups is done."""
 
     step: int
@@ -123,30 +115,26 @@ class TrainedRecord:
     now: float
 
 
-@dataclass(slots=True)
-class RestartedRecord:
+class RestartedRecord(msgspec.Struct, frozen=True):
     """Steps from `version` on are to be repeated; those before it are trained."""
 
     version: int
     now: float
 
 
-@dataclass(slots=True)
-class RescoreRecord:
+class RescoreRecord(msgspec.Struct, frozen=True):
     """Scores of groups not taken yet that brought no reference log-probabilities are to be asked for again."""
 
     now: float
 
 
-@dataclass(slots=True)
-class ForgetRecord:
+class ForgetRecord(msgspec.Struct, frozen=True):
     """Payloads of steps before this one are not needed any more."""
 
     before_step: int
 
 
-@dataclass(slots=True)
-class SetAsideRecord:
+class SetAsideRecord(msgspec.Struct, frozen=True):
     """The groups of this step are dropped, and later steps move up by one."""
 
     step: int

@@ -91,7 +91,8 @@ class SqliteLedger:
         self._call_soon = call_soon
         self._on_failure = on_failure
         self._max_queued = max_queued
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
         self._queue: list[_Unit] = []
         self._num_queued = 0
         self._queued_bytes = 0
@@ -104,14 +105,18 @@ class SqliteLedger:
 
     def write(self, records: Sequence[Record], on_committed: OnCommitted | None = None) -> None:
         """Queue one unit; see `Ledger.write`."""
-        with self._changed:
+        with self._lock:
             while self._num_queued >= self._max_queued and self._error is None:
                 self._changed.wait()
-            self._raise_if_unusable()
+            if self._error is not None or self._closing:
+                raise self._error or LedgerError(f"{self.path} is closed")
             self._queue.append((records, on_committed))
             self._num_queued += len(records)
-            self._queued_bytes += _payload_bytes(records)
-            self._is_urgent |= bool(records) and type(records[0]) is TakenRecord
+            for record in records:
+                if type(record) is SampleRecord:
+                    self._queued_bytes += _payload_bytes(record)
+                elif type(record) is TakenRecord:
+                    self._is_urgent = True
             if not self._busy and (len(self._queue) == 1 or self._is_worth_a_commit()):
                 self._changed.notify_all()
 
@@ -184,7 +189,7 @@ class SqliteLedger:
         num_bytes = num_units = 0
         while num_units < len(self._queue) and num_bytes <= COMMIT_BYTES:
             records, _ = self._queue[num_units]
-            num_bytes += _payload_bytes(records)
+            num_bytes += sum(_payload_bytes(record) for record in records if type(record) is SampleRecord)
             num_units += 1
         units, self._queue = self._queue[:num_units], self._queue[num_units:]
         self._num_queued -= sum(len(records) for records, _ in units)
@@ -215,16 +220,10 @@ class SqliteLedger:
         if on_failure is not None:
             self._deliver([lambda: on_failure(error)])
 
-    def _raise_if_unusable(self) -> None:
-        if self._error is not None:
-            raise self._error
-        if self._closing:
-            raise LedgerError(f"{self.path} is closed")
 
-
-def _payload_bytes(records: Sequence[Record]) -> int:
-    """Return about how much samples' token ids, log-probabilities, versions and text take."""
-    return sum(4 * len(record.sample.token_ids) for record in records if type(record) is SampleRecord)
+def _payload_bytes(record: SampleRecord) -> int:
+    """Return about how much a sample's token ids, log-probabilities and text take."""
+    return 3 * len(record.sample.token_ids)
 
 
 @contextlib.contextmanager

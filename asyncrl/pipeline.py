@@ -26,7 +26,7 @@ receiver's acknowledgements (`transport.window`); nothing is dropped for lack of
 | - | Pause, Resume, Checkpoint, Shutdown | controller -> everyone | control | nothing | | received |
 
 Each process of a run is `python -m asyncrl.pipeline KIND NAME RUN_FOLDER`; the controller starts all others, but for a learner's
-further ranks (control/learner_rank.py). This file changes in the same commit as any hop.
+further ranks (control/launch/ranks.py). This file changes in the same commit as any hop.
 """
 
 from __future__ import annotations
@@ -48,22 +48,15 @@ import msgspec
 from asyncrl.clock import Clock, SystemClock
 from asyncrl.config.broadcast import SharedStorageMedium
 from asyncrl.config.load import load_run_config
+from asyncrl.config.placement_rules import needs_of
 from asyncrl.config.run import RayLaunch, RunConfig
-from asyncrl.control.launch.process_main import (
-    EXIT_FAILED,
-    EXIT_FAULT,
-    EXIT_OK,
-    EXIT_WRONG_INPUT,
-    imports_without_gc,
-    leave,
-    run_to_exit_code,
-)
+from asyncrl.control.launch import process_main as process
+from asyncrl.control.launch.process_main import EXIT_FAILED, EXIT_FAULT, EXIT_OK, EXIT_WRONG_INPUT, imports_without_gc, leave
 from asyncrl.errors import AsyncRLError, ConnectionClosed, LedgerError
 from asyncrl.observe.log import set_up_logging
 from asyncrl.residency.plan import SWAP_FOLDER
 from asyncrl.schema.control import ProcessKind
 from asyncrl.tasks.registry import build_task
-from asyncrl.tasks.sampler import PromptSequence
 from asyncrl.transport.protocol import Connection, Lane, new_hello
 from asyncrl.transport.zmq_client import open_connection
 from asyncrl.transport.zmq_server import open_listener
@@ -100,58 +93,36 @@ async def run_controller(
     """
     from asyncrl.buffer.open import open_buffer
     from asyncrl.control.api import RunApi, serve_api
-    from asyncrl.control.batch_feeder import BatchFeeder
     from asyncrl.control.controller import Controller, RunParts
-    from asyncrl.control.dispatcher import Dispatcher
     from asyncrl.control.join import Membership
+    from asyncrl.control.launch.local import LocalLauncher
     from asyncrl.control.launch.processes import plan_processes
-    from asyncrl.control.peers import Peers
     from asyncrl.control.placement.gpu_share import check_shares, gpu_memory_bytes, usable_cores
-    from asyncrl.control.reporter import Reporter
-    from asyncrl.observe.sinks import open_sinks
     from asyncrl.reward.sandbox.code_exec import check_tests
     from asyncrl.weights.shm_segments import remove_leftover_segments
 
     check_shares(config, usable_cores(), gpu_memory_bytes(config))
-    task = build_task(config.task, config.seed)
+    task, planned = build_task(config.task, config.seed), plan_processes(config)
     check_tests(config.reward, task.train)
     check_tests(config.reward, task.held_out)
-    loop = asyncio.get_running_loop()
+    call_soon = asyncio.get_running_loop().call_soon_threadsafe
     async with contextlib.AsyncExitStack() as leaving:
-        buffer = open_buffer(config, run_folder, call_soon=loop.call_soon_threadsafe, on_failure=_ledger_failed, now=clock.now())
+        buffer = open_buffer(config, run_folder, call_soon=call_soon, on_failure=_ledger_failed, now=clock.now())
         leaving.callback(buffer.close)
         leaving.callback(shutil.rmtree, run_folder / SWAP_FOLDER, ignore_errors=True)
         leaving.callback(remove_leftover_segments, run_folder)
-        membership = Membership(plan_processes(config), config.placement.most_joining_generators, config.supervision)
+        membership = Membership(planned, config.placement.most_joining_generators, config.supervision)
         listener = await open_listener(config.transport, run_folder, judge=membership.refusal)
         leaving.push_async_callback(listener.close)
         (run_folder / ENDPOINT_FILE).write_text(listener.address, encoding="utf-8")
-        launcher = launcher or await _launcher_of(config, run_folder)
-        peers = Peers()
-        dispatcher = Dispatcher(config, buffer, PromptSequence(task.train, config.seed), peers, clock)
-        feeder = BatchFeeder(config, dispatcher, clock)
-        reporter = Reporter(config, run_folder, open_sinks(config, run_folder), clock)
-        parts = RunParts(
-            config, run_folder, listener, launcher, peers, dispatcher, feeder, reporter, list(task.held_out), clock,
-            resumed=buffer.counts().issued > 0, membership=membership,
-        )  # fmt: skip
+        if launcher is None and isinstance(config.launch, RayLaunch):
+            from asyncrl.control.launch.ray import open_launcher
+
+            launcher = await open_launcher(config.launch, run_folder, partial(needs_of, config), planned)
+        parts = RunParts(config, run_folder, buffer, task, listener, launcher or LocalLauncher(), membership, clock)
         controller = Controller(parts)
         async with serve_api(RunApi(controller), run_folder):
             return await controller.run(owner_gone)
-
-
-async def _launcher_of(config: RunConfig, run_folder: Path) -> Launcher:
-    """Return where the run's processes come from, as the config says."""
-    if not isinstance(config.launch, RayLaunch):
-        from asyncrl.control.launch.local import LocalLauncher
-
-        return LocalLauncher()
-    from asyncrl.control.launch.processes import plan_processes
-    from asyncrl.control.launch.ray import RayLauncher
-
-    launcher = RayLauncher.of_run(config, run_folder, plan_processes(config))
-    await launcher.open()
-    return launcher
 
 
 def _ledger_failed(error: LedgerError) -> None:
@@ -257,53 +228,39 @@ async def _learner(config: RunConfig, run_folder: Path, connection: Connection, 
 
 
 Stage = Callable[[RunConfig, Path, Connection, Clock, str], Awaitable[None]]
-STAGES: dict[ProcessKind, Stage] = {
-    "generator": _generator,
-    "reward": _reward_worker,
-    "inference": _inference_worker,
-    "learner": _learner,
+STAGES: dict[ProcessKind, tuple[str, Stage]] = {
+    "generator": ("asyncrl.generate.worker", _generator),
+    "reward": ("asyncrl.reward.worker", _reward_worker),
+    "inference": ("asyncrl.inference.worker", _inference_worker),
+    "learner": ("asyncrl.learner.worker", _learner),
 }
-
-STAGE_MODULES: dict[ProcessKind, str] = {
-    "generator": "asyncrl.generate.worker",
-    "reward": "asyncrl.reward.worker",
-    "inference": "asyncrl.inference.worker",
-    "learner": "asyncrl.learner.worker",
-}
-"""What each stage imports, heavy libraries with it; a generator's engine beside."""
+"""What each stage imports, heavy libraries with it, and what it runs; a generator imports its engine beside."""
 WITH_TORCH = frozenset({"generator", "inference", "learner"})
 """Stages whose interpreter is not torn down."""
-
-
-def _import_stage(kind: ProcessKind, config: RunConfig) -> None:
-    """Import what a stage will need, all of it.
-
-    Before connecting: an event loop that imports for long, as on a busy machine, looks dead to its peer. And before it is needed:
-    an engine's libraries are read while the learner reads its own, not once the learner is there.
-    """
-    with imports_without_gc():
-        import_module(STAGE_MODULES[kind])
-        if kind == "generator":
-            from asyncrl.generate.factory import import_engine
-
-            import_engine(config)
 
 
 async def run_stage(kind: ProcessKind, name: str, config: RunConfig, run_folder: Path, clock: Clock) -> int:
     """Connect to the controller, run one stage until it is told to stop, and return the exit code.
 
-    An error of the outside world is told to the controller as a Fault before the process ends.
+    Everything that the stage needs is imported before it connects: an event loop that imports for long, as on a busy machine,
+    looks dead to its peer. An error of the outside world is told to the controller as a Fault before the process ends.
     """
+    module, stage = STAGES[kind]
     if kind == "generator":
         from asyncrl.control.placement.gpu_share import keep_to_own_cores, with_own_memory
 
         config = with_own_memory(config)
         keep_to_own_cores(config)
-    _import_stage(kind, config)
+    with imports_without_gc():
+        import_module(module)
+        if kind == "generator":
+            from asyncrl.generate.factory import import_engine
+
+            import_engine(config)
     address = (run_folder / ENDPOINT_FILE).read_text(encoding="utf-8")
     connection = await open_connection(address, new_hello(kind, name), config.transport, run_folder)
     try:
-        return await run_to_exit_code(STAGES[kind](config, run_folder, connection, clock, name), name, connection)
+        return await process.run_to_exit_code(stage(config, run_folder, connection, clock, name), name, connection)
     finally:
         await connection.close()
 
@@ -314,61 +271,49 @@ async def join_run(request: JoinRequest, clock: Clock) -> int:
     from asyncrl.control.placement.gpu_share import as_joined, keep_to_own_cores
 
     with imports_without_gc():
-        import_module(STAGE_MODULES["generator"])
+        import_module(STAGES["generator"][0])
     async with joined(request, os.getpid(), ENDPOINT_FILE) as here:
         set_up_logging(here.name, here.config.observe.log_level)
         config = as_joined(here.config, on_same_machine=here.is_on_same_machine)
         keep_to_own_cores(config)
         log.info("joined the run %s as %s; Ctrl-C leaves it", config.name, here.name)
         work = _generator(config, here.run_folder, here.connection, clock, here.name)
-        return await serve_until_told(run_to_exit_code(work, here.name, here.connection))
+        return await serve_until_told(process.run_to_exit_code(work, here.name, here.connection))
 
 
 # -- entry point ---------------------------------------------------------------------------------------------------------
 
 
 async def _main(kind: ProcessKind, name: str, run_folder: Path) -> int:
-    from asyncrl.control.launch.process_main import ignore_interrupts, watch_parent
-
     config = load_run_config(run_folder)
     set_up_logging(name, config.observe.log_level)
     clock = SystemClock()
     if kind == "controller":
-        from asyncrl.control.launch.process_main import watch_owner
-
-        owner_gone = await watch_owner()
+        owner_gone = await process.watch_owner()
         return EXIT_OK if await run_controller(config, run_folder, clock, owner_gone) else EXIT_FAILED
     from asyncrl.weights.shm_segments import remove_leftover_segments
 
-    ignore_interrupts()
-    watch_parent(partial(remove_leftover_segments, run_folder) if kind == "learner" else None)
+    process.ignore_interrupts()
+    process.watch_parent(partial(remove_leftover_segments, run_folder) if kind == "learner" else None)
     return await run_stage(kind, name, config, run_folder, clock)
-
-
-def _run_joining(request: str) -> int:
-    """Join a run as its JSON says; what the user can mend is one line and exit code 2."""
-    from asyncrl.control.join import JoinRequest
-
-    try:
-        return asyncio.run(join_run(msgspec.json.decode(request, type=JoinRequest), SystemClock()))
-    except AsyncRLError as error:
-        print(f"asyncrl: {error}", file=sys.stderr)  # noqa: T201 - for the terminal that `asyncrl join` was typed in
-        return EXIT_WRONG_INPUT
 
 
 def main() -> None:
     """Run one process: `python -m asyncrl.pipeline KIND NAME RUN_FOLDER`, or a generator that joins a run."""
     kind, *rest = sys.argv[1:]
+    wrong = EXIT_WRONG_INPUT if kind == JOIN else EXIT_FAILED
     try:
         if kind == JOIN:
-            leave(_run_joining(rest[0]))
+            from asyncrl.control.join import JoinRequest
+
+            leave(asyncio.run(join_run(msgspec.json.decode(rest[0], type=JoinRequest), SystemClock())))
         name, folder = rest[:2]
         code = asyncio.run(_main(kind, name, Path(folder)))  # type: ignore[arg-type]
         if kind in WITH_TORCH:
             leave(code)
     except AsyncRLError as error:
         print(f"asyncrl: {error}", file=sys.stderr)  # noqa: T201 - the log is not set up where the config is wrong
-        code = EXIT_FAILED
+        code = wrong
     sys.exit(code)
 
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
+import inspect
 import os
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,6 @@ from asyncrl.control.stall_detector import wait_chain
 from asyncrl.errors import AsyncRLError, RunError
 from asyncrl.observe.steps import EvalReport, StepReport
 from asyncrl.schema.batches import GroupsTaken
-from asyncrl.schema.control import Heartbeat
 from asyncrl.schema.status import ENDED, ApiEndpoint, ExternalGroup, ProcessStatus, RunStatus, SubmitResult
 from asyncrl.schema.weights import WeightsAvailable
 
@@ -80,21 +79,14 @@ async def serve_api(
 
 
 def _routes(control: RunApi, read_timeout_s: float) -> list[web.RouteDef]:
-    def tells(ask: Callable[[], Any]) -> Handler:
-        async def handler(_: web.Request) -> web.StreamResponse:
-            return _packed(ask())
+    def answers(act: Callable[..., Any], kind: type[Any] | None = None, most_bytes: int = MOST_BODY_BYTES) -> Handler:
+        """Return the handler of a route: what `act` says, of the request's body where it takes one of a kind."""
 
-        return handler
-
-    def acts(act: Callable[[], Awaitable[Any]]) -> Handler:
-        async def handler(_: web.Request) -> web.StreamResponse:
-            return _packed(await act())
-
-        return handler
-
-    def takes(kind: type[Any], act: Callable[[Any], Awaitable[Any]], most_bytes: int = MOST_BODY_BYTES) -> Handler:
         async def handler(request: web.Request) -> web.StreamResponse:
-            return _packed(await act(msgspec.msgpack.decode(await _body(request, most_bytes, read_timeout_s), type=kind)))
+            given = () if kind is None else (msgspec.msgpack.decode(await _body(request, most_bytes, read_timeout_s), type=kind),)
+            answer = act(*given)
+            answer = await answer if inspect.isawaitable(answer) else answer
+            return web.Response(body=msgspec.msgpack.encode(answer), content_type="application/msgpack")
 
         return handler
 
@@ -110,19 +102,15 @@ def _routes(control: RunApi, read_timeout_s: float) -> list[web.RouteDef]:
         await response.write_eof()
         return response
 
-    actions = (control.pause, control.resume, control.checkpoint, control.drain, control.stop, control.take)
     return [
-        web.get("/status", tells(control.status)),
-        web.get("/evaluations", tells(control.evaluations)),
+        web.get("/status", answers(control.status)),
+        web.get("/evaluations", answers(control.evaluations)),
         web.get("/metrics", metrics),
         web.get("/steps", steps),
-        web.post("/submit", takes(ExternalGroup, control.submit, MOST_GROUP_BYTES)),
-        web.post("/trained", takes(ExternalStep, lambda body: control.trained(body.step, body.metrics))),
-        web.post(
-            "/weights",
-            takes(ExternalWeights, lambda body: control.announce_weights(body.available, body.model_folder), MOST_MANIFEST_BYTES),
-        ),
-        *(web.post(f"/{name}", acts(act)) for name, act in zip(ACTIONS, actions, strict=True)),
+        web.post("/submit", answers(control.submit, ExternalGroup, MOST_GROUP_BYTES)),
+        web.post("/trained", answers(control.trained, ExternalStep)),
+        web.post("/weights", answers(control.announce_weights, ExternalWeights, MOST_MANIFEST_BYTES)),
+        *(web.post(f"/{name}", answers(getattr(control, name))) for name in ACTIONS),
     ]
 
 
@@ -163,10 +151,6 @@ def _guard(token: str) -> Any:  # noqa: ANN401 - aiohttp's middleware type is pr
     return guard
 
 
-def _packed(answer: object) -> web.Response:
-    return web.Response(body=msgspec.msgpack.encode(answer), content_type="application/msgpack")
-
-
 def _write_private(path: Path, content: bytes) -> None:
     """Write a file that only this user can read, whole or not at all."""
     partial = path.with_suffix(".partial")
@@ -188,66 +172,72 @@ class RunApi:
 
     def status(self) -> RunStatus:
         """Return the run as it is now."""
-        now, counts = self._run.clock.now(), self._run.dispatcher.buffer.counts()
+        run = self._run
+        now, counts, failures = run.clock.now(), run.buffer.counts(), run.dispatcher.failures
         groups = {state: getattr(counts, state) for state in ("issued", "running", "scoring", "ready", "taken", "trained")}
         groups |= {"dropped": sum(counts.dropped.values()), "failed": sum(counts.failed.values())}
-        evaluations, failures = self._run.reporter.evaluations, self._run.dispatcher.failures
+        accuracies = [report.accuracy for report in run.reporter.evaluations]
         return RunStatus(
-            name=self._run.config.name,
-            run_folder=str(self._run.run_folder),
-            phase=self._visible_phase(),
-            reason=self._run.lifecycle.reason,
-            version=self._run.feeder.version,
-            num_steps=self._run.config.num_steps,
+            name=run.config.name,
+            run_folder=str(run.run_folder),
+            # An ended run still shows `draining` until its books are closed.
+            phase="draining" if run.lifecycle.phase in ENDED and not run.over.is_set() else run.lifecycle.phase,
+            reason=run.lifecycle.reason,
+            version=run.feeder.version,
+            num_steps=run.config.num_steps,
             groups=groups,
             dropped={**counts.dropped, **counts.failed},
             failed_share=failures.share,
             failures=tuple(failures.kinds.values()),
             set_aside=tuple(failures.set_aside),
-            processes=tuple(self._process_status(now)),
-            waiting=wait_chain(self._run.waits(now), now),
-            accuracy_before=evaluations[0].accuracy if evaluations else None,
-            accuracy_after=evaluations[-1].accuracy if len(evaluations) > 1 else None,
-            checkpoint=self._run.checkpoints.folder,
-            refused_messages=self._run.listener.refused.total + self._run.edge.refused.total(),
-            refused_samples=self._run.dispatcher.refused_samples,
-            uptime_s=now - self._run.started_s,
-            guests=self._run.membership.counts(),
+            processes=tuple(self._processes(now)),
+            waiting=wait_chain(run.waits(now), now),
+            accuracy_before=accuracies[0] if accuracies else None,
+            accuracy_after=accuracies[-1] if len(accuracies) > 1 else None,
+            checkpoint=run.checkpoints.folder,
+            refused_messages=run.listener.refused.total + run.edge.refused.total(),
+            refused_samples=run.dispatcher.refused_samples,
+            uptime_s=now - run.started_s,
+            guests=run.membership.counts(),
         )
 
-    def _visible_phase(self) -> str:
-        """Return the phase; an ended run still shows `draining` until its books are closed."""
-        return "draining" if self._run.lifecycle.phase in ENDED and not self._run.over.is_set() else self._run.lifecycle.phase
-
-    def _process_status(self, now: float) -> list[ProcessStatus]:
-        beats, pids = self._run.heartbeats(), self._run.supervisor.pids
-        rows = []
-        for record in self._run.lifecycle.processes.values():
-            pid = pids[record.name].pid if record.name in pids else 0
-            row = ProcessStatus(record.name, record.kind, pid, record.state, len(record.exit_codes))
-            rows.append(_with_wait(row, beats.get(record.name), now))
-        for one in self._run.membership.joined.values():
-            row = ProcessStatus(one.name, "generator", one.pid, "ready" if one.is_ready else "starting", joined=True)
-            rows.append(_with_wait(row, beats.get(one.name), now))
+    def _processes(self, now: float) -> list[ProcessStatus]:
+        run = self._run
+        pids = {name: process.pid.pid for name, process in run.supervisor.live.items()}
+        rows = [
+            ProcessStatus(record.name, record.kind, pids.get(record.name, 0), record.state, len(record.exit_codes))
+            for record in run.lifecycle.processes.values()
+        ]
+        rows += [
+            ProcessStatus(one.name, "generator", one.pid, "ready" if one.is_ready else "starting", joined=True)
+            for one in run.membership.joined.values()
+        ]
+        beats = {beat.name: beat for beat in run.heartbeats() if beat.waiting_for}
+        for number, row in enumerate(rows):
+            if (beat := beats.get(row.name)) is not None:
+                # A joined generator's clock is of another machine: its wait is at most as long as the run.
+                waiting_s = max(0.0, now - beat.waiting_since_s)
+                rows[number] = msgspec.structs.replace(row, waiting_for=beat.waiting_for, waiting_s=waiting_s)
         return rows
 
     def evaluations(self) -> list[EvalReport]:
         """Return the evaluations so far."""
         return list(self._run.reporter.evaluations)
 
+    def metrics_text(self) -> str:
+        """Return the newest metrics in Prometheus' text form."""
+        return self._run.reporter.sinks.prometheus_text()
+
     async def steps_from(self, first: int) -> AsyncIterator[StepReport]:
         """Yield reports from step `first` until the run has ended."""
-        reports, sent = self._run.reporter.steps, 0
-        while sent < len(reports) or not self._run.over.is_set():
-            while sent < len(reports):
-                report = reports[sent]
+        reports, over, sent = self._run.reporter.steps, self._run.over, 0
+        while sent < len(reports) or not over.is_set():
+            for report in reports[sent:]:
                 sent += 1
                 if report.step >= first:
                     yield report
-            await self._until_moved(partial(self._has_more, sent))
-
-    def _has_more(self, sent: int) -> bool:
-        return len(self._run.reporter.steps) > sent or self._run.over.is_set()
+            seen = sent
+            await self._until_moved(lambda: len(reports) > seen or over.is_set())  # noqa: B023 - awaited at once
 
     async def _until_moved(self, reached: Callable[[], bool]) -> None:
         """Wait until a step or a phase has made this true."""
@@ -257,10 +247,6 @@ class RunApi:
                 async with asyncio.timeout(LOOK_AGAIN_S):
                     await self._run.moved.wait()
 
-    def metrics_text(self) -> str:
-        """Return the newest metrics in Prometheus' text form."""
-        return self._run.reporter.prometheus_text()
-
     async def pause(self) -> RunStatus:
         """Hold the run; return once no step is in hand any more (an outside learner's step is in the caller's own hands)."""
         self._request(PauseRequested())
@@ -268,34 +254,34 @@ class RunApi:
             await self._until_moved(lambda: self._run.feeder.idle or self._run.lifecycle.phase != "paused")
         return self.status()
 
-    async def resume(self) -> RunStatus:
+    def resume(self) -> RunStatus:
         """Go on."""
-        return self._request(ResumeRequested())
+        self._request(ResumeRequested())
+        return self.status()
 
     async def drain(self) -> RunStatus:
         """End the run in good order; return once it has ended."""
-        self._request(DrainRequested())
-        await self._run.over.wait()
-        return self.status()
+        return await self._end(DrainRequested())
 
     async def stop(self) -> RunStatus:
         """End the run at once; return once it has ended."""
-        self._request(StopRequested())
+        return await self._end(StopRequested())
+
+    async def _end(self, event: Event) -> RunStatus:
+        self._request(event)
         await self._run.over.wait()
         return self.status()
 
-    def _request(self, event: Event) -> RunStatus:
-        refusal = self._run.lifecycle.refusal(event)
-        if refusal:
+    def _request(self, event: Event) -> None:
+        if refusal := self._run.lifecycle.refusal(event):
             raise RunError(refusal)
         self._run.supervisor.post(event)
-        return self.status()
 
     async def checkpoint(self) -> str:
         """Write a checkpoint; return its folder."""
         return await self._run.checkpoints.wait_for_next(self._run.feeder.version)
 
-    async def submit(self, group: ExternalGroup) -> SubmitResult:
+    def submit(self, group: ExternalGroup) -> SubmitResult:
         """Take in a group generated elsewhere."""
         if self._run.lifecycle.over:
             raise RunError("the run is over")
@@ -311,32 +297,23 @@ class RunApi:
                 raise
             raise RunError(f"{error}: {self._run.lifecycle.reason}") from error
 
-    async def trained(self, step: int, metrics: dict[str, float]) -> None:
+    def trained(self, done: ExternalStep) -> None:
         """Note that an outside learner has done a step."""
         self._only_external()
         if self._run.lifecycle.over:
             raise RunError("the run is over")
-        now = self._run.clock.now()
-        self._run.step_done(self._run.feeder.outside_step(step, metrics, now))
+        self._run.step_done(self._run.feeder.outside_step(done.step, done.metrics, self._run.clock.now()))
 
-    async def announce_weights(self, available: WeightsAvailable, model_folder: str) -> None:
+    def announce_weights(self, made: ExternalWeights) -> None:
         """Tell the generators about a version that an outside learner has published."""
         self._only_external()
         if self._run.lifecycle.over:
             return
-        if model_folder and not self._run.model_folder:
-            self._run.know_model(model_folder)
+        if made.model_folder and not self._run.model_folder:
+            self._run.know_model(made.model_folder)
             self._run.tell_model_folder()
-        self._run.spread(available)
+        self._run.spread(made.available)
 
     def _only_external(self) -> None:
         if self._run.config.learner.kind != "external":
             raise RunError('this run has its own learner; set learner.kind = "external" to train outside')
-
-
-def _with_wait(row: ProcessStatus, beat: Heartbeat | None, now: float) -> ProcessStatus:
-    """Return the row with what its process waits for, by its newest heartbeat."""
-    if beat is None or not beat.waiting_for:
-        return row
-    # A joined generator's clock is of another machine: its wait is at most as long as the run.
-    return msgspec.structs.replace(row, waiting_for=beat.waiting_for, waiting_s=max(0.0, now - beat.waiting_since_s))

@@ -16,7 +16,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from asyncrl.buffer.buffer import Buffer
 from asyncrl.buffer.payloads import TakenStep, Waiting
 from asyncrl.clock import Clock
 from asyncrl.config.run import RunConfig
@@ -25,7 +24,7 @@ from asyncrl.control.launch.processes import plan_ranks
 from asyncrl.control.peers import Peers
 from asyncrl.errors import ConnectionClosed, RunError
 from asyncrl.packing.tensors import pack_step
-from asyncrl.schema.batches import GroupsTaken, StepBatch, StepDone
+from asyncrl.schema.batches import GroupsTaken, StepDone
 from asyncrl.schema.control import Checkpoint, CheckpointDone
 from asyncrl.schema.samples import ScoredGroup
 from asyncrl.transport.protocol import Connection
@@ -44,18 +43,21 @@ class BatchFeeder:
     def __init__(self, config: RunConfig, dispatcher: Dispatcher, clock: Clock) -> None:
         self.version = -1
         """The newest version that exists."""
+        self.next_step = 0
+        """The learner may report as done what is before it: steps that were sent to it, or to one before it."""
+        self.learner: Connection | None = None
+        """Of a learner that is ready."""
         self.waiting = ""
         """What the next step still needs, in words; empty when nothing is missing."""
         self.waiting_since_s = 0.0
         self.on_taken: Callable[[TakenStep], None] = lambda _: None
         self.woken = asyncio.Event()
+        """Set when a step may be possible now."""
         self._config = config
         self._dispatcher = dispatcher
-        self._buffer: Buffer = dispatcher.buffer
+        self._buffer = dispatcher.buffer
         self._clock = clock
         self._ranks = plan_ranks(config)
-        self._learner: Connection | None = None
-        self._next_step = 0
         self._held = True
         self._finishes_taken = False
         self._has_turn = True
@@ -67,63 +69,48 @@ class BatchFeeder:
         self._outside_turn = asyncio.Lock()
         if config.learner.kind == "external":
             state = self._buffer.state
-            self.version = self._next_step = min(state.steps_to_repeat(), default=state.next_step)
+            self.version = self.next_step = min(state.steps_to_repeat(), default=state.next_step)
+
+    # -- when a step may go out ------------------------------------------------------------------------------------------
+
+    @property
+    def _has_rest_to_send(self) -> bool:
+        return self._finishes_taken and self.learner is not None and self.next_step < self._buffer.state.next_step
 
     @property
     def idle(self) -> bool:
         """Return whether every step that was sent, or is still to be sent while draining, is done."""
-        return not self._sending and self._next_step <= max(self.version, 0) and not self._has_rest_to_send
-
-    @property
-    def _has_rest_to_send(self) -> bool:
-        return self._finishes_taken and self._learner is not None and self._next_step < self._buffer.state.next_step
-
-    @property
-    def num_sent(self) -> int:
-        """Return how many steps the learner may report as done: those sent to it, or to one before it."""
-        return self._next_step
-
-    @property
-    def has_learner(self) -> bool:
-        """Return whether a learner is there and ready."""
-        return self._learner is not None
+        return not self._sending and self.next_step <= max(self.version, 0) and not self._has_rest_to_send
 
     @property
     def wants_turn(self) -> bool:
         """Return whether the learner has a step, or is sent one, that waits for its turn."""
-        return not self._has_turn and self._next_step > max(self.version, 0)
-
-    @property
-    def is_at_rest(self) -> bool:
-        """Return whether every step that could be sent is sent and done."""
-        return self.idle and not self.woken.is_set()
-
-    def wake(self) -> None:
-        """Something has changed: a step may be possible now."""
-        self.woken.set()
+        return not self._has_turn and self.next_step > max(self.version, 0)
 
     def hold(self, held: bool, *, finish_taken: bool = False) -> None:
         """Take no new step while held; with `finish_taken`, steps that are taken are still sent."""
         self._held, self._finishes_taken = held, finish_taken
-        self.wake()
+        self.woken.set()
 
     def take_turn(self, has_turn: bool) -> None:
         """Send more than the next step only while it is the learner's turn on a device that it shares."""
         self._has_turn = has_turn
-        self.wake()
+        self.woken.set()
+
+    # -- the learner -----------------------------------------------------------------------------------------------------
 
     def learner_ready(self, connection: Connection, version: int) -> None:
         """Start again from the version the learner stands at; later steps that were taken before are replayed."""
         self._incarnation += 1
         self._buffer.learner_restarted(version, self._clock.now())
-        self._learner = connection
-        self.version = self._next_step = version
-        self.wake()
+        self.learner = connection
+        self.version = self.next_step = version
+        self.woken.set()
 
     def learner_dead(self) -> tuple[int, tuple[ScoredGroup, ...]] | None:
         """Send nothing until a learner is ready again; return the step that it died over, if that is now set aside."""
-        in_hand = self.version if self._learner is not None and self._next_step > self.version else -1
-        self._learner = None
+        in_hand = self.version if self.learner is not None and self.next_step > self.version else -1
+        self.learner = None
         self._incarnation += 1
         record = self._buffer.state.steps.get(in_hand)
         if record is None or record.trained_before:
@@ -141,50 +128,39 @@ class BatchFeeder:
             return False
         self.version = done.version
         self._dispatcher.follow(self._buffer.mark_trained(done.step, self._clock.now()))
-        self.wake()
+        self.woken.set()
         return True
 
     async def send_possible(self) -> None:
         """Take, pack and send steps until the next one must wait."""
         self._sending = True
         try:
-            while self._may_send() and await self._send_next():
-                pass
+            while (learner := self.learner) is not None and (not self._held or self._has_rest_to_send):
+                if self.next_step >= min(self.version + (AHEAD if self._has_turn else 1), self._config.num_steps):
+                    return
+                incarnation, taken = self._incarnation, await self._take(self.next_step)
+                if taken is None:
+                    return
+                batch = await asyncio.to_thread(
+                    pack_step,
+                    taken.step,
+                    taken.groups,
+                    tokens_per_row=taken.params.tokens_per_row,
+                    temperature=taken.params.temperature,
+                    mask_below=taken.params.mask_below,
+                    replay=taken.replay,
+                    ranks=replace(self._ranks, minibatches=taken.params.minibatches),
+                    screen=taken.params.screen,
+                )
+                if incarnation != self._incarnation or (self._held and not self._finishes_taken):
+                    continue
+                self.next_step = batch.step + 1
+                try:
+                    await learner.send(batch)
+                except ConnectionClosed:
+                    log.warning("step %d could not be sent: the learner is gone", batch.step)
         finally:
             self._sending = False
-
-    def _may_send(self) -> bool:
-        end = min(self.version + (AHEAD if self._has_turn else 1), self._config.num_steps)
-        return self._learner is not None and (not self._held or self._has_rest_to_send) and self._next_step < end
-
-    async def _send_next(self) -> bool:
-        """Take, pack and send the next step; return False when it must wait."""
-        learner, incarnation = self._learner, self._incarnation
-        assert learner is not None
-        taken = await self._take(self._next_step)
-        if taken is None:
-            return False
-        batch = await asyncio.to_thread(self._pack, taken)
-        if incarnation != self._incarnation or (self._held and not self._finishes_taken):
-            return True
-        self._next_step = batch.step + 1
-        try:
-            await learner.send(batch)
-        except ConnectionClosed:
-            log.warning("step %d could not be sent: the learner is gone", batch.step)
-        return True
-
-    def _pack(self, taken: TakenStep) -> StepBatch:
-        return pack_step(
-            taken.step,
-            taken.groups,
-            tokens_per_row=taken.params.tokens_per_row,
-            temperature=taken.params.temperature,
-            mask_below=taken.params.mask_below,
-            replay=taken.replay,
-            ranks=replace(self._ranks, minibatches=taken.params.minibatches),
-            screen=taken.params.screen,
-        )
 
     async def _take(self, step: int) -> TakenStep | None:
         """Take a step's groups and wait until the ledger has that on disk; None when it must wait, with `waiting` set."""
@@ -210,13 +186,13 @@ class BatchFeeder:
             RunError: The run ended, reached its last step, or the step before is not reported as trained.
         """
         async with self._outside_turn:
-            if self._next_step > self.version:
-                raise RunError(f"step {self._next_step - 1} is taken and not trained yet; report it with `trained` first")
-            if self._next_step >= self._config.num_steps:
+            if self.next_step > self.version:
+                raise RunError(f"step {self.next_step - 1} is taken and not trained yet; report it with `trained` first")
+            if self.next_step >= self._config.num_steps:
                 raise RunError(f"all {self._config.num_steps} steps are trained")
             while not ending.is_set():
-                if not self._held and (taken := await self._take(self._next_step)) is not None:
-                    self._next_step = taken.step + 1
+                if not self._held and (taken := await self._take(self.next_step)) is not None:
+                    self.next_step = taken.step + 1
                     self._outside_started_s = self._clock.now()
                     return GroupsTaken(taken.step, taken.groups)
                 self.woken.clear()
@@ -231,8 +207,8 @@ class BatchFeeder:
         Raises:
             RunError: That step is not the one in hand.
         """
-        if step != self.version or self._next_step != step + 1:
-            raise RunError(f"step {step} is not in hand: the newest version is {self.version}, the next step {self._next_step}")
+        if step != self.version or self.next_step != step + 1:
+            raise RunError(f"step {step} is not in hand: the newest version is {self.version}, the next step {self.next_step}")
         return StepDone(step, step + 1, metrics, self._outside_started_s, now)
 
 
@@ -248,19 +224,18 @@ class Checkpoints:
         self._asked: tuple[Connection, int] | None = None
         """Which learner was asked last, and for which version."""
 
-    def ask(self, version: int) -> bool:
-        """Ask the learner for a checkpoint of the version it holds, `version` or a little later; False where there is none."""
+    def ask(self, version: int, *, again: bool = True) -> bool:
+        """Ask the learner for a checkpoint of the version it holds, `version` or a little later; False where there is none.
+
+        Without `again` a learner that was asked for this very version last is not asked twice.
+        """
         learner = self._peers.get("learner")
         if learner is None:
             return False
-        learner.tell(Checkpoint(version))
-        self._asked = learner.connection, version
+        if again or self._asked != (learner.connection, version):
+            learner.tell(Checkpoint(version))
+            self._asked = learner.connection, version
         return True
-
-    def is_asked(self, version: int) -> bool:
-        """Return whether the learner that is there has been asked for this very version last."""
-        learner = self._peers.get("learner")
-        return learner is not None and self._asked == (learner.connection, version)
 
     async def wait_for_next(self, version: int) -> str:
         """Ask for a checkpoint and return its folder once it is complete.
@@ -275,11 +250,12 @@ class Checkpoints:
         return await waiter
 
     def done(self, message: CheckpointDone) -> int:
-        """Note a complete checkpoint; return the version of the oldest one kept, which no replay can go behind."""
+        """Note a complete checkpoint; return the version of the oldest one kept (0: none), which no replay can go behind."""
         self.folder, self.version = message.folder, message.version
         for waiter in self._take_waiters():
             waiter.set_result(message.folder)
-        return oldest_version(Path(message.folder).parent)
+        numbers = (path.name.removeprefix("step-") for path in Path(message.folder).parent.glob("step-*"))
+        return min((int(number) for number in numbers if number.isdigit()), default=0)
 
     def fail(self, reason: str) -> None:
         """Tell whoever waits that there will be none."""
@@ -287,12 +263,5 @@ class Checkpoints:
             waiter.set_exception(RunError(f"no checkpoint was written: {reason}"))
 
     def _take_waiters(self) -> list[asyncio.Future[str]]:
-        waiting = [waiter for waiter in self._waiters if not waiter.done()]
-        self._waiters.clear()
+        waiting, self._waiters = [waiter for waiter in self._waiters if not waiter.done()], []
         return waiting
-
-
-def oldest_version(folder: Path) -> int:
-    """Return the version of the oldest checkpoint in `folder`, 0 where there is none."""
-    numbers = (path.name.removeprefix("step-") for path in folder.glob("step-*"))
-    return min((int(number) for number in numbers if number.isdigit()), default=0)

@@ -20,11 +20,13 @@ import asyncio
 import contextlib
 import logging
 import platform
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
+from asyncrl.buffer import events as buffer_events
+from asyncrl.buffer.buffer import Buffer
 from asyncrl.clock import Clock
 from asyncrl.config.load import dump_config
 from asyncrl.config.placement_rules import inference_takes_turns
@@ -37,45 +39,24 @@ from asyncrl.control.evaluation import Evaluation
 from asyncrl.control.join import Membership
 from asyncrl.control.launch.local import Launcher
 from asyncrl.control.launch.processes import plan_processes, spec_maker
-from asyncrl.control.lifecycle.events import (
-    Drained,
-    DrainRequested,
-    EvaluationDone,
-    Event,
-    ProcessFault,
-    ProcessReady,
-    Stalled,
-    StepsDone,
-    StopRequested,
-)
+from asyncrl.control.lifecycle import events as ev
 from asyncrl.control.lifecycle.state import Lifecycle
 from asyncrl.control.lifecycle.supervisor import Supervisor, SupervisorCallbacks
 from asyncrl.control.peers import Peer, Peers
 from asyncrl.control.placement.switching import Switching
 from asyncrl.control.reporter import Reporter
-from asyncrl.control.stall_detector import StallDetector, Wait, all_waits, queue_depths, working_of
+from asyncrl.control.scoring import JUDGES
+from asyncrl.control.stall_detector import SLOW_SCORE_S, StallDetector, Wait
 from asyncrl.errors import AsyncRLError, ConnectionClosed, LedgerError, RunError
+from asyncrl.observe.sinks import open_sinks
+from asyncrl.schema import control as msg
 from asyncrl.schema.batches import StepDone
 from asyncrl.schema.codec import Message
-from asyncrl.schema.control import (
-    CheckpointDone,
-    EngineReady,
-    EngineRoom,
-    Fault,
-    Heartbeat,
-    JoinTerms,
-    LearnerReady,
-    LoadModel,
-    ModelsReady,
-    Pause,
-    PhaseReached,
-    ProcessKind,
-    Resume,
-    Shutdown,
-)
-from asyncrl.schema.samples import InferResult, Prompt, Sample, SampleFailure, Score
+from asyncrl.schema.samples import InferResult, Sample, SampleFailure, Score
 from asyncrl.schema.status import Phase
 from asyncrl.schema.weights import VersionLive, WeightsAvailable
+from asyncrl.tasks.sampler import PromptSequence
+from asyncrl.tasks.task import TaskData
 from asyncrl.transport.protocol import GOODBYE, Delivery, Lane, Listener
 
 log = logging.getLogger(__name__)
@@ -89,77 +70,74 @@ LINGER_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class RunParts:
-    """What pipeline.py has wired for one run."""
+    """What pipeline.py has opened for one run."""
 
     config: RunConfig
     run_folder: Path
+    buffer: Buffer
+    task: TaskData
     listener: Listener
     launcher: Launcher
-    peers: Peers
-    dispatcher: Dispatcher
-    feeder: BatchFeeder
-    reporter: Reporter
-    held_out: list[Prompt]
-    clock: Clock
-    resumed: bool
-    """The run goes on where it stopped: no first evaluation."""
-    membership: Membership = field(default_factory=Membership)
+    membership: Membership
     """The one that the listener asks."""
+    clock: Clock
 
 
 class Controller:
     """One run, from its first process to its last."""
 
     def __init__(self, parts: RunParts) -> None:
-        self.config = config = parts.config
-        self.run_folder = run_folder = parts.run_folder
-        self.listener, self.peers, self.membership = parts.listener, parts.peers, parts.membership
-        self.dispatcher, self.feeder, self.reporter = parts.dispatcher, parts.feeder, parts.reporter
-        self.buffer = parts.dispatcher.buffer
-        self.clock = parts.clock
-        self.started_s = parts.clock.now()
-        self._held_out = parts.held_out
+        self.config, self.run_folder, self.buffer, self.clock = parts.config, parts.run_folder, parts.buffer, parts.clock
+        self.listener, self.membership = parts.listener, parts.membership
+        config, clock, self._held_out = parts.config, parts.clock, list(parts.task.held_out)
+        self.started_s = clock.now()
+        self.peers = Peers()
+        self.dispatcher = Dispatcher(config, self.buffer, PromptSequence(parts.task.train, config.seed), self.peers, clock)
+        self.feeder = BatchFeeder(config, self.dispatcher, clock)
+        self.checkpoints = Checkpoints(self.peers)
+        self.reporter = Reporter(config, self.run_folder, open_sinks(config, self.run_folder), clock)
+        self.edge = Edge(self.run_folder, self.dispatcher, self.feeder)
+        self.stall_detector = StallDetector(config.supervision.stall_timeout_s, self.started_s)
+        is_resumed = self.buffer.counts().issued > 0
         self.lifecycle = Lifecycle(
             plan_processes(config),
             config.supervision,
-            evaluate_first=config.eval.at_start and bool(parts.held_out) and not parts.resumed,
-            evaluate_last=config.eval.at_end and bool(parts.held_out),
-            logs_folder=str(run_folder / "logs"),
+            evaluate_first=config.eval.at_start and bool(self._held_out) and not is_resumed,
+            evaluate_last=config.eval.at_end and bool(self._held_out),
+            logs_folder=str(self.run_folder / "logs"),
         )
         callbacks = SupervisorCallbacks(self._on_dead, self._on_phase, self._on_end, self._on_leave)
+        spec_for = spec_maker(config, self.run_folder)
         self.supervisor = Supervisor(
-            self.lifecycle, parts.launcher, spec_maker(config, run_folder), config.supervision, callbacks, parts.clock, run_folder
-        )
+            self.lifecycle, parts.launcher, spec_for, config.supervision, callbacks, clock, self.run_folder
+        )  # fmt: skip
         self.autoscaler = Autoscaler(
-            config, parts.dispatcher, parts.peers, parts.membership, self.post, self.supervisor.terminate
-        )
-        self.stall_detector = StallDetector(config.supervision.stall_timeout_s, self.started_s)
-        self.weights: WeightsAvailable | None = None
-        """The version that was announced last."""
+            config, self.dispatcher, self.peers, self.membership, self.post, self.supervisor.terminate
+        )  # fmt: skip
         self.switching: Switching | None = None
         """Where processes take turns on a device."""
         if config.placement.takes_turns:
             self.switching = Switching(
-                parts.peers, parts.dispatcher, parts.feeder, parts.reporter, self.stall_detector, parts.clock,
+                self.peers, self.dispatcher, self.feeder, self.reporter, self.stall_detector, clock,
                 judges_too=inference_takes_turns(config),
             )  # fmt: skip
-        self.checkpoints = Checkpoints(parts.peers)
-        self.edge = Edge(run_folder, parts.dispatcher, parts.feeder)
+        self.weights: WeightsAvailable | None = None
+        """The version that was announced last."""
         self.model_folder = ""
         if config.learner.kind == "external" and hasattr(config.model, "path"):
             self.know_model(config.model.path)
-        self.ending = asyncio.Event()
-        self.over = asyncio.Event()
+        self.ending, self.over = asyncio.Event(), asyncio.Event()
         self.moved = asyncio.Event()
-        self._ok = False
+        """Set by every step and phase."""
+        self._ended_well = False
         self._work_changed, self._scores_changed, self._weights_changed = asyncio.Event(), asyncio.Event(), asyncio.Event()
-        parts.feeder.on_taken = parts.reporter.note_taken
-        parts.dispatcher.changed = self._wake_all
+        self.feeder.on_taken = self.reporter.note_taken
+        self.dispatcher.changed = self._wake_all
 
     def _wake_all(self) -> None:
         self._work_changed.set()
         self._scores_changed.set()
-        self.feeder.wake()
+        self.feeder.woken.set()
 
     async def run(self, owner_gone: asyncio.Event) -> bool:
         """Live through the whole run; return whether it ended well.
@@ -170,20 +148,17 @@ class Controller:
         async with asyncio.TaskGroup() as group:
             self.dispatcher.pick_up()
             supervising = group.create_task(self.supervisor.run(), name="supervisor")
-            background = [
-                group.create_task(self.accept(group), name="accept"),
-                group.create_task(self.issue_groups(), name="issue"),
-                group.create_task(self.dispatch_scores(), name="scores"),
-                group.create_task(self.feed_learner(), name="feed"),
-                group.create_task(self.follow_weights(), name="weights"),
-                group.create_task(self.supervise(), name="supervise"),
-                group.create_task(self._stop_when(owner_gone), name="owner"),
-            ]
+            loops = {
+                "accept": self.accept(group), "issue": self.issue_groups(), "scores": self.dispatch_scores(),
+                "feed": self.feed_learner(), "weights": self.follow_weights(), "supervise": self.supervise(),
+                "owner": self.stop_without_owner(owner_gone),
+            }  # fmt: skip
+            background = [group.create_task(loop, name=name) for name, loop in loops.items()]
             await self.ending.wait()
-            for peer in self.peers.all():
-                peer.tell(Shutdown(self.lifecycle.reason))
+            for peer in self.peers.values():
+                peer.tell(msg.Shutdown(self.lifecycle.reason))
             # A process that has not connected yet is still importing and holds nothing worth waiting for.
-            everyone_heard = all(self.peers.get(name) is not None for name in self.supervisor.pids)
+            everyone_heard = self.supervisor.live.keys() <= self.peers.keys()
             await self.supervisor.shutdown(SHUTDOWN_S if everyone_heard else 1.0)
             await supervising
             for task in background:
@@ -200,25 +175,23 @@ class Controller:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LINGER_S):
                 await owner_gone.wait()
-        return self._ok
-
-    async def _stop_when(self, owner_gone: asyncio.Event) -> None:
-        await owner_gone.wait()
-        if not self.lifecycle.over:
-            log.warning("whoever started this run is gone: stopping")
-            self.post(StopRequested("the process that started the run is gone"))
+        return self._ended_well
 
     # -- the loops -------------------------------------------------------------------------------------------------------
 
     async def issue_groups(self) -> None:
-        """Hand out groups and evaluation prompts while there are places and slots, and send what the windows take."""
+        """Hand out groups and evaluation prompts.
+
+        Consumes places under the staleness bound, and prompts. Produces GroupWork. Waits for a place and a generator with free
+        slots; unblocked by VersionLive, a group that is ready or dropped, a window that opens.
+        """
         while True:
             await self._work_changed.wait()
             self._work_changed.clear()
             self.dispatcher.issue()
 
     async def accept(self, group: asyncio.TaskGroup) -> None:
-        """Take in whoever connects, until the listener is closed; each lane is received by a task of the group."""
+        """Take in whoever connects, until the listener is closed; its messages are received by a task of the group."""
         while True:
             try:
                 connection = await self.listener.accept()
@@ -231,12 +204,22 @@ class Controller:
                 continue
             before = self.peers.get(connection.peer.name)
             peer = self.peers.add(connection)
-            if before is not None and self.membership.is_joined(peer.name):
+            if before is not None and peer.name in self.membership.joined:
                 self._hand_out_again(peer.name)
             elif before is not None:
-                self.post(ProcessFault(peer.name, "its connection broke, and what was on its way is lost", fatal=False))
+                self.post(ev.ProcessFault(peer.name, "its connection broke, and what was on its way is lost", fatal=False))
             group.create_task(self._receive_all(peer), name=f"receive-{peer.name}")
-            self._connected(peer)
+            log.info("%s connected (pid %d)", peer.name, connection.peer.pid)
+            if peer.name in self.membership.joined:
+                self.membership.connected(peer.name, self.clock.now())
+                peer.tell(msg.JoinTerms(dump_config(self.config), str(self.run_folder.resolve()), platform.node()))
+            if self.ending.is_set():
+                peer.tell(msg.Shutdown(self.lifecycle.reason))
+            elif peer.kind == "reward":
+                self.post(ev.ProcessReady(peer.name))
+                self._scores_changed.set()
+            elif peer.kind in {"generator", "inference"} and self.model_folder:
+                self._let_load(peer)
 
     async def _receive_all(self, peer: Peer) -> None:
         """Receive both lanes until the connection is over and all that came over it is dealt with."""
@@ -244,7 +227,7 @@ class Controller:
             for lane in Lane:
                 lanes.create_task(self.receive(peer, lane), name=f"receive-{peer.name}-{lane.name}")
         self.edge.forget(peer)
-        if self.membership.is_joined(peer.name) and self.peers.remove(peer):
+        if peer.name in self.membership.joined and self.peers.remove(peer):
             why = peer.connection.closed_reason
             self.membership.gone(peer.name, said_goodbye=why == GOODBYE or self.ending.is_set())
             log.info("%s has left: %s", peer.name, why)
@@ -252,7 +235,11 @@ class Controller:
                 self._hand_out_again(peer.name)
 
     async def receive(self, peer: Peer, lane: Lane) -> None:
-        """Handle every message of one lane that the edge lets in, until the connection ends."""
+        """Handle what one peer says, until its connection ends.
+
+        Consumes every message of one lane that the edge lets in. Produces events for the machines, and acknowledgements once the
+        ledger holds what came. Waits for a message; unblocked by the peer.
+        """
         while True:
             try:
                 delivery = await peer.connection.receive(lane)
@@ -267,35 +254,46 @@ class Controller:
             if self.edge.count(peer, delivery.message, self.clock.now()):
                 reason = f"its messages were refused, the last, a {type(delivery.message).__name__}: {refusal}"
                 log.warning("the connection of %s is ended: %s", peer.name, reason)
-                if self.peers.get(peer.name) is peer and not self.membership.is_joined(peer.name):
-                    self.post(ProcessFault(peer.name, reason, fatal=False))
+                if self.peers.get(peer.name) is peer and peer.name not in self.membership.joined:
+                    self.post(ev.ProcessFault(peer.name, reason, fatal=False))
                 await peer.connection.close(reason)
                 return
 
     async def dispatch_scores(self) -> None:
-        """Ask reward and inference workers for scores, each as long as it has room."""
+        """Ask reward and inference workers for scores.
+
+        Consumes members without a score. Produces ScoreRequest and InferRequest. Waits for a worker with room; unblocked by
+        Sample, an answered request, a worker that is ready.
+        """
         while True:
             await self._scores_changed.wait()
             self._scores_changed.clear()
-            self.dispatcher.send_score_requests()
+            self.dispatcher.scores.dispatch(self.peers)
 
     async def feed_learner(self) -> None:
-        """Send the learner one step after the other, as they become possible; while draining, finish what was taken."""
+        """Send the learner one step after the other; while draining, finish what was taken, then ask for a checkpoint.
+
+        Consumes ready groups. Produces StepBatch. Waits for the groups of a step and for a learner that is at most a step behind;
+        unblocked by Score, StepDone, LearnerReady.
+        """
         while True:
             await self.feeder.woken.wait()
             self.feeder.woken.clear()
             try:
                 await self.feeder.send_possible()
             except AsyncRLError as error:
-                self.post(ProcessFault("learner", f"its next step cannot be sent: {error}", fatal=True))
+                self.post(ev.ProcessFault("learner", f"its next step cannot be sent: {error}", fatal=True))
                 return
-            if self.lifecycle.phase == "draining" and self.feeder.has_learner and self.feeder.idle:
-                self._write_last_checkpoint()
+            if self.feeder.learner is not None:
+                self._finish_drain()
             if self.switching is not None:
                 self.switching.consider()
 
     async def follow_weights(self) -> None:
-        """Tell every generator that is ready about the newest version."""
+        """Tell every generator that is ready about the newest version.
+
+        Consumes and produces WeightsAvailable. Waits for a version that is newer; unblocked by the learner, EngineReady.
+        """
         while True:
             await self._weights_changed.wait()
             self._weights_changed.clear()
@@ -305,31 +303,44 @@ class Controller:
                     peer.tell(self.weights)
 
     async def supervise(self) -> None:
-        """Do what no message sets off: windows that opened, evaluations that ended, stalls, the time limit."""
+        """Do what no message sets off: windows that opened, evaluations that ended, stalls, the time limit.
+
+        Consumes heartbeats and time. Produces events of the lifecycle. Waits for the clock.
+        """
         while True:
             await self.clock.sleep(TICK_S)
             now, running = self.clock.now(), self.lifecycle.phase == "running"
-            for peer in self.peers.all():
-                peer.tell_rest()
+            for peer in self.peers.values():
+                peer.tell()
             self._wake_all()
             self._finish_evaluation()
-            for name, reason in self.membership.overdue(now).items():
+            for name, reason in self.membership.heartbeats.overdue(now).items():
                 if (silent := self.peers.get(name)) is not None:
                     log.warning("%s: its connection is closed", reason)
                     await silent.connection.close()
             learner_is_there = self.config.learner.kind == "external" or bool(self.peers.of("learner"))
             self.autoscaler.tick(now, running=running, learner_idle=self.feeder.idle and learner_is_there)
             self.reporter.tick()
-            self.stall_detector.sampling_in_vain(bool(self.dispatcher.fruitless))
-            working = working_of(self.heartbeats().values())
-            stall = self.stall_detector.check(now, self.waits(now), queue_depths(self.dispatcher), working)
-            if stall is not None:
-                self.post(Stalled(stall.reason))
-            elif self.dispatcher.failures.verdict:
-                self.post(Stalled(self.dispatcher.failures.verdict))
+            self.stall_detector.in_vain = bool(self.dispatcher.fruitless)
+            counts, scores = self.buffer.counts(), self.dispatcher.scores
+            queues = {
+                "ready": counts.ready, "running": counts.running, "scoring": counts.scoring, "scores asked for": len(scores),
+                **{f"of {kind} workers": scores.num_open[kind] for kind in JUDGES},
+            }  # fmt: skip
+            working = [beat.name for beat in self.heartbeats() if not beat.waiting_for]
+            stall = self.stall_detector.check(now, self.waits(now), queues, working)
+            if stall or self.dispatcher.failures.verdict:
+                self.post(ev.Stalled(stall or self.dispatcher.failures.verdict))
             limit_s = self.config.max_run_s
             if limit_s and now - self.started_s > limit_s and running:
-                self.post(DrainRequested(f"max_run_s ({limit_s:g} s) is over"))
+                self.post(ev.DrainRequested(f"max_run_s ({limit_s:g} s) is over"))
+
+    async def stop_without_owner(self, owner_gone: asyncio.Event) -> None:
+        """Stop the run once whoever started it is gone."""
+        await owner_gone.wait()
+        if not self.lifecycle.over:
+            log.warning("whoever started this run is gone: stopping")
+            self.post(ev.StopRequested("the process that started the run is gone"))
 
     # -- messages --------------------------------------------------------------------------------------------------------
 
@@ -347,10 +358,7 @@ class Controller:
                 log.debug("g%d.%d failed at %s: %s%s", *told)
             case Score() | InferResult():
                 self.stall_detector.moved("evaluated" if message.purpose == "eval" else "scored", now)
-                self.reporter.note_judged(message)
-                score = self.dispatcher.take_answer(message, delivery.ack)
-                if score is not None:
-                    self.reporter.note_score(score)
+                self.reporter.note_answer(message, self.dispatcher.take_answer(message, delivery.ack))
             case _:
                 self._handle_control(peer, message, is_current=self.peers.get(peer.name) is peer)
                 delivery.ack()
@@ -359,107 +367,84 @@ class Controller:
         """Take in what a process says of itself; `is_current`: no other connection has taken its name."""
         now = self.clock.now()
         match message:
-            case Heartbeat():
+            case msg.Heartbeat():
                 peer.heartbeat = message
-                self.supervisor.note_heartbeat(message)
-                self.membership.beat(peer.name, now)
-            case Fault() if self.membership.is_joined(peer.name):
+                self.lifecycle.heartbeats.beat(peer.name, now)
+                self.membership.heartbeats.beat(peer.name, now)
+            case msg.Fault() if peer.name in self.membership.joined:
                 log.warning("%s cannot go on: %s", peer.name, message.reason)
-            case Fault():
-                self.post(ProcessFault(peer.name, message.reason, message.fatal))
-            case LearnerReady() if is_current:
+            case msg.Fault():
+                self.post(ev.ProcessFault(peer.name, message.reason, message.fatal))
+            case msg.LearnerReady() if is_current:
                 self._learner_ready(peer, message)
-            case EngineReady() if is_current:
+            case msg.EngineReady() if is_current:
                 self._engine_ready(peer, message)
-            case EngineRoom() if is_current and peer.num_slots:
+            case msg.EngineRoom() if is_current and peer.num_slots:
                 peer.num_slots = max(1, message.num_slots)
-                self.dispatcher.room_changed(peer.name, peer.num_slots)
-            case ModelsReady() if is_current:
+                self.dispatcher.tell(buffer_events.RoomChanged(peer.name, peer.num_slots))
+            case msg.ModelsReady() if is_current:
                 log.info("%s: %s ready (%.1f MiB)", peer.name, ", ".join(message.models), message.num_bytes / 2**20)
-                self.post(ProcessReady(peer.name))
+                self.post(ev.ProcessReady(peer.name))
                 self._scores_changed.set()
             case VersionLive() if is_current:
-                self._version_live(peer, message)
+                self.stall_detector.moved("live", now)
+                peer.live_version = message.version
+                self.reporter.note_live(message, self.weights)
+                self.dispatcher.tell(buffer_events.VersionIsLive(peer.name, message.version))
             case StepDone():
                 self.step_done(message)
             case WeightsAvailable():
                 self.spread(message)
                 if self.switching is not None:
                     self.switching.announced(message.version)
-            case CheckpointDone():
+            case msg.CheckpointDone():
                 log.info("checkpoint of version %d: %s (%.1f s)", message.version, message.folder, message.seconds)
                 self.buffer.forget(min(self.checkpoints.done(message), max(self.feeder.version, 0)), now)
-                if self.lifecycle.phase == "draining" and self.feeder.idle:
-                    self._write_last_checkpoint()
-            case PhaseReached() if is_current and self.switching is not None:
+                self._finish_drain()
+            case msg.PhaseReached() if is_current and self.switching is not None:
                 self.switching.reached(message)
             case _:
                 pass  # its process has been replaced meanwhile
 
-    def _connected(self, peer: Peer) -> None:
-        log.info("%s connected (pid %d)", peer.name, peer.connection.peer.pid)
-        if self.membership.is_joined(peer.name):
-            self.membership.connected(peer.name, self.clock.now())
-            peer.tell(JoinTerms(dump_config(self.config), str(self.run_folder.resolve()), platform.node()))
-        if self.ending.is_set():
-            peer.tell(Shutdown(self.lifecycle.reason))
-        elif peer.kind == "reward":
-            self.post(ProcessReady(peer.name))
-            self._scores_changed.set()
-        elif peer.kind in {"generator", "inference"} and self.model_folder:
-            self._let_load(peer)
-
-    def _hand_out_again(self, generator: str) -> None:
-        self.reporter.forget(generator)
-        self.dispatcher.generator_dead(generator)
-
-    def _learner_ready(self, peer: Peer, ready: LearnerReady) -> None:
+    def _learner_ready(self, peer: Peer, ready: msg.LearnerReady) -> None:
         peer.is_ready = True
         self.know_model(ready.model_folder)
-        self.reporter.note_warm_start(ready.metrics)
+        if ready.metrics:
+            log.info("warm start: %s", ", ".join(f"{name} {value:.4g}" for name, value in ready.metrics.items()))
         try:
             self.feeder.learner_ready(peer.connection, ready.version)
         except LedgerError as error:
-            self.post(ProcessFault(peer.name, str(error), fatal=True))
+            self.post(ev.ProcessFault(peer.name, str(error), fatal=True))
             return
         self.buffer.version_published(ready.version)
         if self.switching is not None:
             self.switching.join(peer, self.model_folder)
         self.tell_model_folder()
-        self.post(ProcessReady(peer.name))
-        if self.reached_goal:
-            self._reach_goal()
+        self.post(ev.ProcessReady(peer.name))
+        self._reach_goal()
 
-    def _engine_ready(self, peer: Peer, ready: EngineReady) -> None:
+    def _engine_ready(self, peer: Peer, ready: msg.EngineReady) -> None:
         if peer.num_slots:
             return  # it was told twice to load: taking it in again would forget the groups it was given
         self.stall_detector.moved("ready", self.clock.now())
         peer.num_slots = ready.num_slots
-        self.dispatcher.generator_ready(peer.name, ready.num_slots, ready.version)
-        is_joined = self.membership.is_joined(peer.name)
+        self.dispatcher.tell(buffer_events.GeneratorReady(peer.name, ready.num_slots, ready.version))
+        joined = self.membership.joined.get(peer.name)
         if self.lifecycle.phase == "paused":
-            peer.tell(Pause())
-        elif is_joined:
-            peer.tell(Resume())  # the run may have been paused when it was cut off
+            peer.tell(msg.Pause())
+        elif joined is not None:
+            peer.tell(msg.Resume())  # the run may have been paused when it was cut off
         self._weights_changed.set()
-        if is_joined:
-            self.membership.ready(peer.name)
+        if joined is not None:
+            joined.is_ready = True
         else:
-            self.post(ProcessReady(peer.name))
+            self.post(ev.ProcessReady(peer.name))
 
-    def _version_live(self, peer: Peer, live: VersionLive) -> None:
-        self.stall_detector.moved("live", self.clock.now())
-        peer.live_version = live.version
-        self.reporter.note_live(live, self.weights)
-        tolerance = self.config.broadcast.probe_tolerance
-        if live.probe_error > tolerance:
-            log.warning(
-                "%s: probe logprobs of version %d differ by %.3g from the learner's (broadcast.probe_tolerance %g): engine and "
-                "learner do not agree on the model; check dtypes", peer.name, live.version, live.probe_error, tolerance,
-            )  # fmt: skip
-        self.dispatcher.version_live(peer.name, live.version)
+    def _hand_out_again(self, generator: str) -> None:
+        self.reporter.forget(generator)
+        self.dispatcher.generator_dead(generator)
 
-    # -- versions and steps ----------------------------------------------------------------------------------------------
+    # -- versions, steps, evaluations ------------------------------------------------------------------------------------
 
     def spread(self, available: WeightsAvailable) -> None:
         """Have every generator told about a version, unless a newer one is out already.
@@ -483,55 +468,37 @@ class Controller:
         self.buffer.version_published(done.version)
         if fresh:
             done = done if self.switching is None else self.switching.figured(done)
-            self.reporter.note_step(done, self.dispatcher, self.peers, self.heartbeats())
+            self.reporter.note_step(done, self.dispatcher, self.peers)
             self.moved.set()
         checkpoint, evaluate = self.config.checkpoint.every_steps, self.config.eval.every_steps
-        if self.reached_goal:
-            self._reach_goal()
-        elif checkpoint and done.version % checkpoint == 0:
+        if self._reach_goal():
+            return
+        if checkpoint and done.version % checkpoint == 0:
             self.checkpoints.ask(self.feeder.version)
-        if evaluate and done.version % evaluate == 0 and not self.reached_goal:
+        if evaluate and done.version % evaluate == 0:
             self._start_evaluation(done.version)
 
-    @property
-    def reached_goal(self) -> bool:
-        """Return whether the version that the run is for exists."""
-        return self.feeder.version >= self.config.num_steps
-
-    def _reach_goal(self) -> None:
+    def _reach_goal(self) -> bool:
+        """Return whether the version that the run is for exists; then it is checkpointed, and the lifecycle told."""
+        if self.feeder.version < self.config.num_steps:
+            return False
         if self.lifecycle.phase in {"running", "paused", "evaluating"}:
             self.checkpoints.ask(self.feeder.version)
-            self.post(StepsDone())
+            self.post(ev.StepsDone())
+        return True
 
-    def _write_last_checkpoint(self) -> None:
-        if self.checkpoints.version >= self.feeder.version:
-            self.post(Drained())
-        elif not self.checkpoints.is_asked(self.feeder.version):
-            self.checkpoints.ask(self.feeder.version)
-
-    def know_model(self, folder: str) -> None:
-        """Note where the model is, and how large its vocabulary is: token ids beyond that are refused from now on."""
-        self.model_folder = folder
-        if size := vocabulary_of(folder):
-            for group_id in self.buffer.know_vocabulary(size, self.clock.now()):
-                log.warning("group %d is dropped: it has token ids beyond the model's vocabulary of %d", group_id, size)
-
-    def tell_model_folder(self) -> None:
-        """Have everyone who waits for the model's folder open it; inference workers take being told twice."""
-        for peer in self.peers.all():
-            if peer.kind == "inference" or (peer.kind == "generator" and peer.num_slots == 0):
-                self._let_load(peer)
-
-    def _let_load(self, peer: Peer) -> None:
-        """Have a process open the model; one on a shared device when it is its turn."""
-        if self.switching is not None and self.switching.takes_turns(peer.kind):
-            self.switching.join(peer, self.model_folder)
-        else:
-            peer.tell(LoadModel(self.model_folder))
+    def _finish_drain(self) -> None:
+        """While draining, once every step that was taken is done: have the newest version written, then end."""
+        if self.lifecycle.phase == "draining" and self.feeder.idle:
+            if self.checkpoints.version >= self.feeder.version:
+                self.post(ev.Drained())
+            else:
+                self.checkpoints.ask(self.feeder.version, again=False)
 
     def _start_evaluation(self, version: int) -> None:
         if self.dispatcher.evaluation is None and self._held_out:
-            self.dispatcher.start_evaluation(Evaluation(self.config, self._held_out, version, self.clock.now()))
+            self.dispatcher.evaluation = Evaluation(self.config, self._held_out, version, self.clock.now())
+            self._wake_all()
 
     def _finish_evaluation(self) -> None:
         evaluation = self.dispatcher.evaluation
@@ -546,37 +513,63 @@ class Controller:
             if report.version < self.feeder.version:
                 self._start_evaluation(self.feeder.version)
             else:
-                self.post(EvaluationDone())
+                self.post(ev.EvaluationDone())
+
+    # -- the model -------------------------------------------------------------------------------------------------------
+
+    def know_model(self, folder: str) -> None:
+        """Note where the model is, and how large its vocabulary is: token ids beyond that are refused from now on."""
+        self.model_folder = folder
+        if size := vocabulary_of(folder):
+            for group_id in self.buffer.know_vocabulary(size, self.clock.now()):
+                log.warning("group %d is dropped: it has token ids beyond the model's vocabulary of %d", group_id, size)
+
+    def tell_model_folder(self) -> None:
+        """Have everyone who waits for the model's folder open it; inference workers take being told twice."""
+        for peer in self.peers.values():
+            if peer.kind == "inference" or (peer.kind == "generator" and peer.num_slots == 0):
+                self._let_load(peer)
+
+    def _let_load(self, peer: Peer) -> None:
+        """Have a process open the model; one on a shared device when it is its turn."""
+        if self.switching is not None and self.switching.takes_turns(peer.kind):
+            self.switching.join(peer, self.model_folder)
+        else:
+            peer.tell(msg.LoadModel(self.model_folder))
 
     # -- what the lifecycle wants ----------------------------------------------------------------------------------------
 
-    def post(self, event: Event) -> None:
+    def post(self, event: ev.Event) -> None:
         """Tell the lifecycle what happened, unless the run is over."""
         if not self.lifecycle.over:
             self.supervisor.post(event)
 
-    def heartbeats(self) -> dict[str, Heartbeat]:
-        """Return the newest heartbeat of every live process, joined generators among them, by name."""
-        peers = (self.peers.get(name) for name in self.membership.joined)
-        joined = {peer.name: peer.heartbeat for peer in peers if peer is not None and peer.heartbeat is not None}
-        return {**self.supervisor.heartbeats, **joined}
+    def heartbeats(self) -> list[msg.Heartbeat]:
+        """Return the newest heartbeat of every process that is there, joined generators among them."""
+        return [peer.heartbeat for peer in self.peers.values() if peer.heartbeat is not None]
 
     def waits(self, now: float) -> list[Wait]:
-        """Return who waits for what, the controller's own wait for a full step among them."""
-        device = self.switching
-        return all_waits(
-            self.heartbeats().values(), self.dispatcher, self.feeder, self.peers, now,
-            device_waits=device.waits() if device is not None else (),
-            why_held=device.why_nothing_goes_out if device is not None else "",
-            judges=("reward", "inference") if device is None or device.may_judge else ("reward",),
-        )  # fmt: skip
+        """Return who waits for what, the controller's own waits for a full step, a switch and scores among them."""
+        switching, scores = self.switching, self.dispatcher.scores
+        waits = [Wait(beat.name, beat.waiting_for, beat.waiting_since_s) for beat in self.heartbeats() if beat.waiting_for]
+        own = (self.feeder.waiting, self.dispatcher.fruitless)
+        waits += [Wait("controller", what, self.feeder.waiting_since_s or now) for what in own if what]
+        waits += switching.waits() if switching is not None else ()
+        held = (switching is not None and switching.why_nothing_goes_out) or self.buffer.state.why_nothing_is_issued()
+        if held and any(wait.who.startswith("generator") for wait in waits):
+            waits.append(Wait("admission", held, now))
+        for kind in JUDGES if switching is None or switching.may_judge else JUDGES[:1]:
+            since_s = scores.open_since_s(kind)
+            if since_s is not None and now - since_s > SLOW_SCORE_S:
+                names = ", ".join(peer.name for peer in self.peers.of(kind)) or f"{kind} workers, of which none is there"
+                waits.append(Wait("controller", f"{scores.num_open[kind]} answers of {names}", since_s))
+        return waits
 
-    def _on_dead(self, name: str, kind: ProcessKind) -> None:
-        peer = self.peers.get(name)
-        if peer is not None:
+    def _on_dead(self, name: str, kind: msg.ProcessKind) -> None:
+        if (peer := self.peers.get(name)) is not None:
             self.peers.remove(peer)
         if self.lifecycle.processes[name].state == "left":
-            self.autoscaler.gone(name)
+            self.autoscaler.leaving.pop(name, None)
             self.reporter.forget(name)
         else:
             self.reporter.note_death(name, kind)
@@ -599,10 +592,8 @@ class Controller:
         path = self.run_folder / "set_aside" / f"step-{step}.msgpack"
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(msgspec.msgpack.encode(groups))
-        log.error(
-            "the learner died twice over step %d: groups %s are set aside in %s and not trained",
-            step, ", ".join(str(group.group_id) for group in groups), path,
-        )  # fmt: skip
+        named = ", ".join(str(group.group_id) for group in groups)
+        log.error("the learner died twice over step %d: groups %s are set aside in %s and not trained", step, named, path)
 
     def _on_leave(self, name: str) -> None:
         self.autoscaler.leaves(name, self.clock.now())
@@ -612,28 +603,20 @@ class Controller:
         self.stall_detector.hold(self.clock.now(), held=phase in {"paused", "starting", "warming"})
         # While draining, a step that was taken is still trained: also those that a learner from a checkpoint must repeat.
         self.feeder.hold(phase not in {"running", "evaluating"}, finish_taken=phase == "draining")
+        self.dispatcher.hold(groups=phase != "running", evaluation=phase not in {"running", "evaluating"})
+        order = {"running": msg.Resume(), "evaluating": msg.Resume(), "paused": msg.Pause()}.get(phase)
+        for peer in self.peers.of("generator"):
+            if peer.num_slots and order is not None:
+                peer.tell(order)
         if phase == "running":
-            self._tell_generators(Resume())
-            self.dispatcher.release()
-            if self.reached_goal:
-                self._reach_goal()
-            return
-        self.dispatcher.hold(evaluation_too=phase != "evaluating")
-        if phase == "paused":
-            self._tell_generators(Pause())
+            self._reach_goal()
         elif phase == "evaluating":
-            self._tell_generators(Resume())
             self._start_evaluation(self.feeder.version)
         elif phase == "draining" and (self.config.learner.kind == "external" or self.feeder.version < 0):
             # An outside learner's step stays taken for a resume; a learner that never was ready has nothing to save.
-            self.post(Drained())
-
-    def _tell_generators(self, message: Message) -> None:
-        for peer in self.peers.of("generator"):
-            if peer.num_slots:
-                peer.tell(message)
+            self.post(ev.Drained())
 
     def _on_end(self, ok: bool, reason: str) -> None:
-        self._ok = ok
+        self._ended_well = ok
         self.checkpoints.fail(f"the run ended: {reason}")
         self.ending.set()

@@ -4,8 +4,7 @@ Decides nothing: the buffer's state machine says who gets a group and what a sam
 Invariants: a message is acknowledged exactly once, and only when the ledger holds what it brought (evaluation samples, which the
 ledger does not know, at once); every group handed out is in an outbox, at a generator, or in the buffer.
 
-Everything here returns at once. What comes in calls `changed`; then the controller's loops call `issue` and
-`send_score_requests`.
+Everything here returns at once. What comes in calls `changed`; then the controller's loops call `issue` and `scores.dispatch`.
 """
 
 from __future__ import annotations
@@ -16,16 +15,15 @@ from collections.abc import Callable, Iterable
 
 from asyncrl.buffer import events as ev
 from asyncrl.buffer.buffer import Buffer
-from asyncrl.buffer.events import BufferInstruction, GroupMoved
 from asyncrl.buffer.payloads import Receipt
 from asyncrl.clock import Clock
 from asyncrl.config.run import RunConfig
 from asyncrl.control.evaluation import Evaluation, sampling_of
 from asyncrl.control.lifecycle.failure_watch import FailureWatch
 from asyncrl.control.peers import Peers
-from asyncrl.control.scoring import ScoreDispatcher, infer_request
+from asyncrl.control.scoring import ScoreDispatcher
 from asyncrl.schema.control import AbortGroup
-from asyncrl.schema.samples import GroupWork, InferResult, Prompt, Sample, SampleFailure, Score, ScoreRequest
+from asyncrl.schema.samples import GroupWork, InferRequest, InferResult, Prompt, Sample, SampleFailure, Score, ScoreRequest
 from asyncrl.schema.status import ExternalGroup, SubmitResult
 from asyncrl.tasks.sampler import PromptSequence
 
@@ -46,6 +44,7 @@ class Dispatcher:
         self.buffer = buffer
         self.state = buffer.state
         self.evaluation: Evaluation | None = None
+        """The one that is going on; its prompts go out beside whatever else does."""
         self.scores = ScoreDispatcher({model.name: model.weight for model in config.inference.reward_models})
         self.failures = FailureWatch(config.supervision.max_failed_share)
         self.refused_samples = 0
@@ -59,27 +58,79 @@ class Dispatcher:
         self._peers = peers
         self._clock = clock
         self._sampling = sampling_of(config)
-        self._greedy_index = buffer.state.limits.screen.greedy_index
-        self._is_held = False
-        self._evaluation_held = False
+        self._groups_held = self._evaluation_held = False
         self._has_turn = True
         self._outboxes: defaultdict[str, deque[GroupWork]] = defaultdict(deque)
         """Of the generators for which something waits, and of no others."""
 
-    # -- generators ------------------------------------------------------------------------------------------------------
+    # -- what goes out ---------------------------------------------------------------------------------------------------
 
-    def generator_ready(self, name: str, num_slots: int, version: int) -> None:
-        """Take a generator in; it gets work once its version is 0 or more."""
-        self._outboxes.pop(name, None)
-        self._tell(ev.GeneratorReady(name, num_slots, version))
+    def issue(self) -> None:
+        """Hand out evaluation prompts and groups while there are places, and send what the windows take."""
+        self._place_evaluation()
+        while (issue := self.state.next_issue()) is not None:
+            now = self._clock.now()
+            if isinstance(issue, ev.ReissueGroup):
+                order = self.buffer.reissue(issue.group_id, issue.generator, issue.version, now)
+            else:
+                returned = self.buffer.returned_prompt()
+                prompt, cursor = (returned.prompt, self.buffer.cursor) if returned else self._next_prompt(self.buffer.cursor)
+                order = self.buffer.issue(
+                    prompt, issue.generator, version=issue.version, group_size=self._config.algorithm.members_per_group,
+                    now=now, cursor=cursor, replaces=returned.replaces if returned else None,
+                )  # fmt: skip
+            self._outboxes[issue.generator].append(
+                GroupWork(
+                    order.group_id, order.attempt, order.prompt, order.indices, self._sampling, self._config.seed,
+                    greedy_index=self.state.limits.screen.greedy_index,
+                )
+            )  # fmt: skip
+        for name, outbox in list(self._outboxes.items()):
+            peer = self._peers.get(name)
+            while outbox and peer is not None and peer.offer(outbox[0]):
+                outbox.popleft()
+            if not outbox:
+                del self._outboxes[name]
 
-    def room_changed(self, name: str, num_slots: int) -> None:
-        """Note how many requests a generator's engine can run at once by now."""
-        self._tell(ev.RoomChanged(name, num_slots))
+    def _place_evaluation(self) -> None:
+        evaluation = self.evaluation
+        if evaluation is None or self._evaluation_held or not self._has_turn:
+            return
+        for peer in self._peers.of("generator"):
+            if peer.live_version < evaluation.version:
+                continue
+            while self.state.pool.members_on(peer.name) < EVALUATION_ROOM * peer.num_slots:
+                work = evaluation.next_work(peer.name)
+                if work is None:
+                    return
+                self._outboxes[peer.name].append(work)
+                self.state.handle(ev.MembersStarted(peer.name, len(work.indices)), self._clock.now())
 
-    def version_live(self, name: str, version: int) -> None:
-        """Note that a generator samples with this version."""
-        self._tell(ev.VersionIsLive(name, version))
+    def _next_prompt(self, cursor: int) -> tuple[Prompt, int]:
+        """Return the next prompt that is not set aside (any, where all are), and the cursor behind it."""
+        for index in range(cursor, cursor + self._prompts.epoch_length):
+            if self._prompts[index].prompt_id not in self.failures.set_aside:
+                return self._prompts[index], index + 1
+        return self._prompts[cursor], cursor + 1
+
+    def hold(self, *, groups: bool, evaluation: bool) -> None:
+        """Issue no training groups, or no evaluation prompts, until told otherwise."""
+        self._groups_held, self._evaluation_held = groups, evaluation
+        self.take_turn(self._has_turn)
+
+    def take_turn(self, has_turn: bool) -> None:
+        """Issue only while it is the generators' turn on a device that they share."""
+        self._has_turn = has_turn
+        self.tell(ev.IssueResumed() if has_turn and not self._groups_held else ev.IssuePaused())
+
+    # -- who is there ----------------------------------------------------------------------------------------------------
+
+    def tell(self, event: ev.BufferEvent) -> None:
+        """Tell the buffer what became of a generator: it is ready, has other room, samples with a version, leaves."""
+        if isinstance(event, ev.GeneratorReady):
+            self._outboxes.pop(event.name, None)
+        self.state.handle(event, self._clock.now())
+        self.changed()
 
     def generator_dead(self, name: str) -> None:
         """Hand out again whatever it held."""
@@ -89,50 +140,15 @@ class Dispatcher:
         self.follow(self.buffer.generator_lost(name, self._clock.now()))
         self.changed()
 
-    def generator_leaving(self, name: str) -> None:
-        """Give it nothing more; groups that wait for its window still go out."""
-        self._tell(ev.GeneratorLeaving(name))
-
-    def holds_nothing(self, name: str) -> bool:
-        """Return whether a generator has finished all it was given."""
-        return not self._outboxes.get(name) and self.state.pool.members_on(name) == 0
-
-    @property
-    def has_generated_all(self) -> bool:
-        """Return whether the generators have finished all they were given."""
-        return all(self.holds_nothing(peer.name) for peer in self._peers.of("generator"))
-
-    @property
-    def has_generated_a_step(self) -> bool:
-        """Return whether as many groups as a step takes are generated, and fewer have their scores."""
-        counts, needed = self.buffer.counts(), self._config.algorithm.groups_per_step
-        return counts.ready < needed <= counts.ready + counts.scoring
-
     def judge_dead(self, name: str) -> None:
         """Ask others for what a reward or inference worker owed."""
         for score in self.scores.worker_lost(name):
             self._enter_score(score, lambda: None)
         self.changed()
 
-    def hold(self, *, evaluation_too: bool) -> None:
-        """Issue no training group until `release`; with `evaluation_too`, nothing at all."""
-        self._is_held, self._evaluation_held = True, evaluation_too
-        self._tell(ev.IssuePaused())
-
-    def release(self) -> None:
-        """Issue again."""
-        self._is_held = self._evaluation_held = False
-        self._tell(ev.IssueResumed() if self._has_turn else ev.IssuePaused())
-
-    def take_turn(self, has_turn: bool) -> None:
-        """Issue only while it is the generators' turn on a device that they share."""
-        self._has_turn = has_turn
-        self._tell(ev.IssueResumed() if has_turn and not self._is_held else ev.IssuePaused())
-
-    def start_evaluation(self, evaluation: Evaluation) -> None:
-        """Send this evaluation's prompts out beside whatever else is going on."""
-        self.evaluation = evaluation
-        self.changed()
+    def holds_nothing(self, name: str) -> bool:
+        """Return whether a generator has finished all it was given."""
+        return not self._outboxes.get(name) and self.state.pool.members_on(name) == 0
 
     # -- what comes in ---------------------------------------------------------------------------------------------------
 
@@ -146,7 +162,7 @@ class Dispatcher:
             ack()
         else:
             self._settle(self.buffer.add_sample(sample, self._clock.now(), ack))
-        self._tell(ev.MembersFinished(sample.generator))
+        self.tell(ev.MembersFinished(sample.generator))
 
     def take_failure(self, failure: SampleFailure, generator: str, ack: Callable[[], None]) -> bool:
         """Note a member that will never come; return False where nobody waits for it: its group is over, or given out again."""
@@ -161,7 +177,7 @@ class Dispatcher:
             if is_awaited:
                 self._note_failure(failure.stage, failure.kind, failure.reason, failure.trace)
             self._settle(receipt)
-        self._tell(ev.MembersFinished(generator))
+        self.tell(ev.MembersFinished(generator))
         return is_awaited
 
     def take_answer(self, answer: Score | InferResult, ack: Callable[[], None]) -> Score | None:
@@ -194,16 +210,18 @@ class Dispatcher:
         for request in self.buffer.outstanding_scores():
             self._ask_score(request, self.buffer.sample(request.group_id, request.index))
 
-    def follow(self, instructions: Iterable[BufferInstruction]) -> None:
+    # -- what the buffer wants -------------------------------------------------------------------------------------------
+
+    def follow(self, instructions: Iterable[ev.BufferInstruction]) -> None:
         """Carry out what the buffer asks for."""
         for item in instructions:
             match item:
                 case ev.ScoreMember(group_id, index):
                     self._ask_score(self.buffer.score_request(group_id, index), self.buffer.sample(group_id, index))
-                case GroupMoved(after="ready"):
+                case ev.GroupMoved(after="ready"):
                     self.fruitless = ""
                     self.failures.group_completed()
-                case GroupMoved(group_id=group_id, after="dropped" | "failed"):
+                case ev.GroupMoved(group_id=group_id, after="dropped" | "failed"):
                     log.debug("group %d %s: %s", group_id, item.after, item.reason)
                     if item.after == "dropped":
                         self.failures.group_completed()
@@ -224,72 +242,23 @@ class Dispatcher:
                 case _:
                     pass
 
-    # -- what goes out ---------------------------------------------------------------------------------------------------
-
-    def issue(self) -> None:
-        """Hand out evaluation prompts and groups while there are places, and send what the windows take."""
-        self._place_evaluation()
-        while (issue := self.state.next_issue()) is not None:
-            now = self._clock.now()
-            if isinstance(issue, ev.ReissueGroup):
-                order = self.buffer.reissue(issue.group_id, issue.generator, issue.version, now)
-            else:
-                returned = self.buffer.returned_prompt()
-                prompt, cursor = (returned.prompt, self.buffer.cursor) if returned else self._next_prompt(self.buffer.cursor)
-                order = self.buffer.issue(
-                    prompt,
-                    issue.generator,
-                    version=issue.version,
-                    group_size=self._config.algorithm.members_per_group,
-                    now=now,
-                    cursor=cursor,
-                    replaces=returned.replaces if returned else None,
-                )
-            self._outboxes[issue.generator].append(
-                GroupWork(
-                    order.group_id, order.attempt, order.prompt, order.indices, self._sampling, self._config.seed,
-                    greedy_index=self._greedy_index,
-                )
-            )  # fmt: skip
-        for name, outbox in list(self._outboxes.items()):
-            peer = self._peers.get(name)
-            while outbox and peer is not None and peer.offer(outbox[0]):
-                outbox.popleft()
-            if not outbox:
-                del self._outboxes[name]
-
-    def _next_prompt(self, cursor: int) -> tuple[Prompt, int]:
-        """Return the next prompt that is not set aside (any, where all are), and the cursor behind it."""
-        for index in range(cursor, cursor + self._prompts.epoch_length):
-            if self._prompts[index].prompt_id not in self.failures.set_aside:
-                return self._prompts[index], index + 1
-        return self._prompts[cursor], cursor + 1
-
-    def send_score_requests(self) -> None:
-        """Send requests for scores to the workers that have room."""
-        self.scores.dispatch(self._peers)
-
     def _ask_score(self, request: ScoreRequest, sample: Sample) -> None:
         """Ask the rules, the models, or both, as the config and the sample's purpose want it."""
-        config = self._config
-        asks_models = bool(config.inference.reward_models) or (config.has_reference_worker and sample.purpose == "train")
-        self.scores.ask(
-            request if config.has_rules else None,
-            infer_request(sample, self._sampling.temperature) if asks_models else None,
-            self._clock.now(),
-        )
-
-    def _note_failure(self, stage: str, kind: str, reason: str, trace: str) -> None:
-        """Count a failed sample; the first of its kind is logged with its traceback."""
-        if self.failures.sample_failed(stage, kind, reason, trace):
-            log.warning("a sample failed at %s (%s): %s%s", stage, kind or "no kind", reason, f"\n{trace}" if trace else "")
+        config, models = self._config, None
+        if config.inference.reward_models or (config.has_reference_worker and sample.purpose == "train"):
+            # The learner divides its logits by the temperature, and so must the reference.
+            models = InferRequest(
+                sample.group_id, sample.index, sample.attempt, sample.prompt_ids, sample.token_ids,
+                self._sampling.temperature, sample.purpose,
+            )  # fmt: skip
+        self.scores.ask(request if config.has_rules else None, models, self._clock.now())
 
     def _enter_score(self, score: Score, ack: Callable[[], None]) -> None:
         """Store a reward, or the reason why there is none."""
         if score.error:
             self._note_failure("reward", score.error_kind, score.error, score.trace)
         else:
-            self.failures.sample_scored()
+            self.failures.any_scored = True
         if score.purpose == "eval":
             if self.evaluation is not None:
                 self.evaluation.take_verdict(score)
@@ -297,16 +266,10 @@ class Dispatcher:
         else:
             self._settle(self.buffer.add_score(score, self._clock.now(), ack))
 
-    def _abort(self, group_id: int, generator: str) -> None:
-        """Have a generator stop at a group that is over; what it has begun comes back as failures, which free its slots."""
-        outbox = self._outboxes.get(generator, deque())
-        unsent = [work for work in outbox if work.group_id == group_id and work.purpose == "train"]
-        for work in unsent:
-            outbox.remove(work)
-            self._tell(ev.MembersFinished(generator, len(work.indices)))
-        peer = self._peers.get(generator)
-        if peer is not None and not unsent:
-            peer.tell(AbortGroup(group_id))
+    def _note_failure(self, stage: str, kind: str, reason: str, trace: str) -> None:
+        """Count a failed sample; the first of its kind is logged with its traceback."""
+        if self.failures.sample_failed(stage, kind, reason, trace):
+            log.warning("a sample failed at %s (%s): %s%s", stage, kind or "no kind", reason, f"\n{trace}" if trace else "")
 
     def _settle(self, receipt: Receipt) -> None:
         if receipt.status == "refused":
@@ -314,20 +277,13 @@ class Dispatcher:
             log.warning("refused a sample: %s", receipt.reason)
         self.follow(receipt.instructions)
 
-    def _tell(self, event: ev.BufferEvent) -> None:
-        self.state.handle(event, self._clock.now())
-        self.changed()
-
-    def _place_evaluation(self) -> None:
-        evaluation = self.evaluation
-        if evaluation is None or self._evaluation_held or not self._has_turn:
-            return
-        for peer in self._peers.of("generator"):
-            if peer.live_version < evaluation.version:
-                continue
-            while self.state.pool.members_on(peer.name) < EVALUATION_ROOM * peer.num_slots:
-                work = evaluation.next_work(peer.name)
-                if work is None:
-                    return
-                self._outboxes[peer.name].append(work)
-                self.state.handle(ev.MembersStarted(peer.name, len(work.indices)), self._clock.now())
+    def _abort(self, group_id: int, generator: str) -> None:
+        """Have a generator stop at a group that is over; what it has begun comes back as failures, which free its slots."""
+        outbox = self._outboxes.get(generator, deque())
+        unsent = [work for work in outbox if work.group_id == group_id and work.purpose == "train"]
+        for work in unsent:
+            outbox.remove(work)
+            self.tell(ev.MembersFinished(generator, len(work.indices)))
+        peer = self._peers.get(generator)
+        if peer is not None and not unsent:
+            peer.tell(AbortGroup(group_id))

@@ -13,8 +13,9 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable
 from pathlib import Path
+
+import msgspec
 
 from asyncrl.buffer.validate import MAX_ATTEMPT
 from asyncrl.control.batch_feeder import BatchFeeder
@@ -49,14 +50,14 @@ MOST_REFUSALS = 3
 """Within `REFUSAL_WINDOW_S`: then the connection is ended."""
 REFUSAL_WINDOW_S = 60.0
 MOST_SLOTS = 1 << 20
-MOST_BYTES = 1 << 60
-MOST_SECONDS = 1e12
-"""Of any time: more than clocks show, less than breaks arithmetic."""
+MOST_NUMBER = 1 << 60
+"""Of bytes, seconds or anything else: more than clocks and memories show, less than breaks arithmetic."""
 MOST_VALUES = 4096
 """Of metrics or gauges in one message."""
-UNKNOWN = "the controller takes no such message"
 MOST_TEXT = 1 << 20
 """Characters of a reason."""
+CHECKED_ELSEWHERE = frozenset({"text", "reward", "parts", "rewards"})
+"""Fields that are checked where they are stored. The values of `metrics` may be anything: those of a step that failed are."""
 
 
 class Edge:
@@ -86,102 +87,54 @@ class Edge:
         """Return why this message of this peer is not taken, or nothing."""
         if type(message) not in MAY_SEND.get(peer.kind, frozenset()):
             return f"a {peer.kind} process does not send it"
-        if isinstance(message, Heartbeat):
-            numbers = (message.sent_s, message.waiting_since_s, *message.gauges.values())
-            return _named(message.name, peer) or _numbers(numbers, text=message.waiting_for)
-        if isinstance(message, Fault):
-            return _named(message.name, peer) or _numbers((), text=message.reason)
-        if isinstance(message, PhaseReached):
-            moved = (*message.resident.values(), *(move.num_bytes for move in message.moves), message.peak_bytes)
-            seconds = (message.finished_s, *(move.seconds for move in message.moves))
-            return (
-                _named(message.name, peer)
-                or _count("bytes", min(moved), 0)
-                or _count("bytes", max(moved), 0, MOST_BYTES)
-                or (_numbers(seconds))
-            )
-        if peer.kind == "generator":
-            return self._of_generator(peer, message)
-        return self._of_learner(peer, message) if peer.kind == "learner" else self._of_judge(peer, message)
+        for field in ("name", "generator", "worker"):
+            speaks_for = getattr(message, field, peer.name)
+            if speaks_for != peer.name and (speaks_for or field != "worker"):
+                return f"it speaks for {speaks_for[:100]!r}"
+        return _odd_value(message) or self._state_refusal(peer, message)
 
-    def _of_generator(self, peer: Peer, message: Message) -> str:
-        newest = self._buffer.newest_version
+    def _state_refusal(self, peer: Peer, message: Message) -> str:
+        """Return why this message cannot be true by what the controller knows."""
+        newest, feeder, refusal = self._buffer.newest_version, self._feeder, ""
         match message:
-            case Sample():
-                return _named(message.generator, peer) or self._of_member(peer, message) or self._prompt(message)
-            case SampleFailure():
-                wrong_stage = "" if message.stage == "generate" else f"a generator cannot fail at {message.stage}"
-                return (
-                    wrong_stage
-                    or self._of_member(peer, message)
-                    or _numbers((), text=message.reason + message.kind + message.trace)
-                )
+            case Sample() | SampleFailure():
+                refusal = self._member_refusal(peer, message)
             case EngineReady():
-                return (
-                    _named(message.generator, peer)
-                    or _count("num_slots", message.num_slots, 1, MOST_SLOTS)
-                    or _count("version", message.version, -1, newest)
+                refusal = _beyond("num_slots", message.num_slots, 1, MOST_SLOTS) or _beyond(
+                    "version", message.version, -1, newest
                 )
             case EngineRoom():
-                return _named(message.generator, peer) or _count("num_slots", message.num_slots, 0, MOST_SLOTS)
+                refusal = _beyond("num_slots", message.num_slots, 0, MOST_SLOTS)
             case VersionLive():
-                return (
-                    _named(message.generator, peer)
-                    or ("" if peer.num_slots else "its engine is not ready")
-                    or _count("version", message.version, 0, newest)
-                    or _numbers((message.live_s, message.fetch_ms, message.swap_ms, message.probe_error))
-                )
-        return UNKNOWN
-
-    def _of_judge(self, peer: Peer, message: Message) -> str:
-        match message:
+                refusal = _beyond("version", message.version, 0, newest) if peer.num_slots else "its engine is not ready"
             case Score() | InferResult():
-                told = message.error + (message.error_kind + message.trace if isinstance(message, Score) else "")
-                return (
-                    (_named(message.worker, peer) if message.worker else "")
-                    or _count("attempt", message.attempt, 0, MAX_ATTEMPT)
-                    or _numbers((message.started_s, message.finished_s), text=told)
-                    or self._dispatcher.scores.refusal(message, peer.name)
-                )
-            case ModelsReady():
-                return _named(message.worker, peer) or _count("num_bytes", message.num_bytes, 0, MOST_BYTES)
-        return UNKNOWN
-
-    def _of_learner(self, peer: Peer, message: Message) -> str:
-        match message:
-            case LearnerReady():
-                return "it has said so before" if peer.is_ready else _numbers((), text=message.model_folder)
+                refusal = _beyond("attempt", message.attempt, 0, MAX_ATTEMPT)
+                refusal = refusal or self._dispatcher.scores.refusal(message, peer.name)
+            case LearnerReady() if peer.is_ready:
+                refusal = "it has said so before"
+            case StepDone() if not peer.is_ready:
+                refusal = "it is not ready"
             case StepDone():
-                if message.version != message.step + 1:
-                    return f"step {message.step} makes no version {message.version}"
-                if not peer.is_ready or len(message.metrics) > MOST_VALUES:
-                    return f"it is not ready, or {len(message.metrics)} metrics are too many"
-                return _count("step", message.step, 0, self._feeder.num_sent - 1) or _numbers((
-                    message.started_s,
-                    message.finished_s,
-                    message.waited_s,
-                ))
+                refusal = _beyond("step", message.step, 0, feeder.next_step - 1)
+                refusal = refusal or _beyond("version", message.version, message.step + 1, message.step + 1)
             case WeightsAvailable():
-                return _count("version", message.version, 0, self._buffer.state.next_step) or _numbers((
-                    message.published_s,
-                    message.blocked_ms,
-                ))
+                refusal = _beyond("version", message.version, 0, self._buffer.state.next_step)
+            case CheckpointDone() if Path(message.folder).parent != self._checkpoints:
+                refusal = f"{message.folder[:200]!r} is not in {self._checkpoints}"
             case CheckpointDone():
-                if Path(message.folder).parent != self._checkpoints:
-                    return f"{message.folder[:200]!r} is not in {self._checkpoints}"
-                return _count("version", message.version, 0, max(self._feeder.version, 0)) or _numbers((message.seconds,))
-        return UNKNOWN
+                refusal = _beyond("version", message.version, 0, max(feeder.version, 0))
+        return refusal
 
-    def _of_member(self, peer: Peer, message: Sample | SampleFailure) -> str:
+    def _member_refusal(self, peer: Peer, message: Sample | SampleFailure) -> str:
         """Return why this peer cannot speak of that member; of a group that is over it may, and that changes nothing."""
-        if refusal := _count("attempt", message.attempt, 0, MAX_ATTEMPT):
+        if refusal := _beyond("attempt", message.attempt, 0, MAX_ATTEMPT):
             return refusal
-        if isinstance(message, Sample) and (refusal := _numbers((message.started_s, message.finished_s))):
-            return refusal
+        if isinstance(message, SampleFailure) and message.stage != "generate":
+            return f"a generator cannot fail at {message.stage}"
         if message.purpose == "eval":
             evaluation = self._dispatcher.evaluation
-            holder = evaluation.holder(message.group_id) if evaluation is not None else None
-            return "" if holder in {None, peer.name} else f"prompt {message.group_id} was given to {holder}"
+            holder = evaluation.holders.get(message.group_id, peer.name) if evaluation is not None else peer.name
+            return "" if holder == peer.name else f"prompt {message.group_id} was given to {holder}"
         state = self._buffer.state
         group = state.groups.get(message.group_id)
         if group is None:
@@ -190,14 +143,9 @@ class Edge:
             return f"group {message.group_id} has no member {message.index}"
         if group.holders.get(message.attempt) != peer.name or group.external:
             return f"attempt {message.attempt} of group {message.group_id} was not given to it"
+        if isinstance(message, Sample) and self._buffer.prompt_ids(message.group_id) not in {b"", message.prompt_ids}:
+            return f"its prompt is not that of group {message.group_id}"
         return ""
-
-    def _prompt(self, sample: Sample) -> str:
-        """Return a word where a sample is of another prompt than its group."""
-        if sample.purpose != "train" or sample.group_id not in self._buffer.state.groups:
-            return ""
-        known = self._buffer.prompt_ids(sample.group_id)
-        return "" if known in {b"", sample.prompt_ids} else f"its prompt is not that of group {sample.group_id}"
 
 
 def vocabulary_of(model_folder: str) -> int:
@@ -209,18 +157,26 @@ def vocabulary_of(model_folder: str) -> int:
         return 0
 
 
-def _named(name: str, peer: Peer) -> str:
-    return "" if name == peer.name else f"it speaks for {name[:100]!r}"
-
-
-def _count(name: str, value: int, least: int, most: int = MOST_BYTES) -> str:
+def _beyond(name: str, value: int, least: int, most: int) -> str:
     return "" if least <= value <= most else f"{name} is {value}, not {least} to {most}"
 
 
-def _numbers(values: Iterable[float], *, text: str = "") -> str:
-    """Return what is wrong with these numbers and this text, or nothing."""
-    numbers = tuple(values)
-    if len(numbers) > MOST_VALUES or len(text) > MOST_TEXT:
-        return f"{len(numbers)} numbers and {len(text)} characters are too many"
-    odd = [value for value in numbers if not (math.isfinite(value) and abs(value) <= MOST_SECONDS)]
-    return f"{odd[0]} is no usable number" if odd else ""
+def _odd_value(message: msgspec.Struct) -> str:
+    """Return what is wrong with a message's numbers, tables and texts, or nothing."""
+    for field in message.__struct_fields__:
+        value = getattr(message, field)
+        if field in CHECKED_ELSEWHERE:
+            continue
+        if isinstance(value, tuple):
+            for each in value:
+                if isinstance(each, msgspec.Struct) and (odd := _odd_value(each)):
+                    return odd
+        if isinstance(value, str) and len(value) > MOST_TEXT:
+            return f"{len(value)} characters are too many"
+        table = value if isinstance(value, dict) else {field: value} if isinstance(value, int | float) else {}
+        if len(table) > MOST_VALUES:
+            return f"{len(table)} values are too many"
+        for number in table.values() if field != "metrics" else ():
+            if not (math.isfinite(number) and abs(number) <= MOST_NUMBER):
+                return f"{number} is no usable number"
+    return ""

@@ -1,11 +1,10 @@
 """Sampled accuracy and reward on held-out prompts: which prompt goes where, what came back, when it is done.
 
-Owns the one evaluation that is going on, if any. Evaluation samples take the same road as training samples (generator, reward
-worker) but never enter the ledger or the buffer; their group ids are negative, so that nothing confuses them. Invariant: every
-prompt is pending, out at one generator, being scored, or judged; a generator that dies gives its prompts back. The seeds do not
-depend on the version, so that two evaluations differ by the weights alone. A sample is right where the rules that judge it,
-without penalties and reward models, come to RIGHT_FROM or more; where no rule judges there is no accuracy. Pure
-but for the list of results.
+Evaluation samples take the same road as training samples (generator, reward worker) but never enter the ledger or the buffer;
+their group ids are negative, so that nothing confuses them. Invariant: every prompt is pending, out at one generator, being
+scored, or judged; a generator that dies gives its prompts back. The seeds do not depend on the version, so that two evaluations
+differ by the weights alone. A sample is right where the rules that judge it, without penalties and reward models, come to
+RIGHT_FROM or more; where no rule judges there is no accuracy. Pure.
 """
 
 from __future__ import annotations
@@ -22,29 +21,26 @@ RIGHT_FROM = 0.99
 
 
 class Evaluation:
-    """One pass over the held-out prompts under one version."""
+    """One pass over the held-out prompts under one version.
+
+    Args:
+        config: For the number of prompts, samples per prompt and sampling.
+        prompts: The task's held-out prompts; the first `eval.num_prompts` are used.
+        version: Generators must have at least this version live to take part.
+        now: Clock seconds.
+    """
 
     def __init__(self, config: RunConfig, prompts: Sequence[Prompt], version: int, now: float) -> None:
-        """Plan the pass.
-
-        Args:
-            config: For the number of prompts, samples per prompt and sampling.
-            prompts: The task's held-out prompts; the first `eval.num_prompts` are used.
-            version: Generators must have at least this version live to take part.
-            now: Clock seconds.
-        """
         self.version = version
+        self.holders: dict[int, str] = {}
+        """The generator that is at work on a prompt, by group id."""
         self._started_s = now
-        self._per_prompt = config.eval.samples_per_prompt
-        chosen = prompts[: config.eval.num_prompts]
-        self._by_group = {-1 - index: prompt for index, prompt in enumerate(chosen)}
+        self._by_group = {-1 - index: prompt for index, prompt in enumerate(prompts[: config.eval.num_prompts])}
         self._pending = deque(self._by_group)
-        self._out: dict[int, str] = {}
-        self._missing = {group_id: set(range(self._per_prompt)) for group_id in self._by_group}
+        self._missing = {group_id: set(range(config.eval.samples_per_prompt)) for group_id in self._by_group}
         self._verdict_weights = verdict_weights(config.reward)
         self._rewards: list[float] = []
         self._num_right = 0
-        self._num_failed = 0
         self._seed = derive_seed(config.seed, "evaluation")
         self._sampling = sampling_of(config, config.eval.temperature)
 
@@ -53,25 +49,21 @@ class Evaluation:
         """Return whether every sample has been judged or has failed."""
         return not any(self._missing.values())
 
-    def holder(self, group_id: int) -> str | None:
-        """Return the generator that is at work on a prompt; None where nobody is."""
-        return self._out.get(group_id)
-
     def next_work(self, generator: str) -> GroupWork | None:
         """Take the next pending prompt for this generator; None when there is none."""
         if not self._pending:
             return None
         group_id = self._pending.popleft()
-        self._out[group_id] = generator
+        self.holders[group_id] = generator
         members = tuple(sorted(self._missing[group_id]))
         return GroupWork(group_id, 1, self._by_group[group_id], members, self._sampling, self._seed, purpose="eval")
 
     def generator_lost(self, name: str) -> None:
         """Hand its prompts out again."""
-        for group_id in [group_id for group_id, holder in self._out.items() if holder == name]:
-            del self._out[group_id]
-            if self._missing[group_id]:
-                self._pending.append(group_id)
+        lost = [group_id for group_id, holder in self.holders.items() if holder == name]
+        self._pending.extend(group_id for group_id in lost if self._missing[group_id])
+        for group_id in lost:
+            del self.holders[group_id]
 
     def take_sample(self, sample: Sample) -> ScoreRequest | None:
         """Turn a finished sample into a request for its reward; None where it is not awaited."""
@@ -84,15 +76,13 @@ class Evaluation:
 
     def take_verdict(self, verdict: Score | SampleFailure) -> None:
         """Count a reward, or a failure as a wrong answer."""
-        awaited = self._missing.get(verdict.group_id)
-        if awaited is None or verdict.index not in awaited:
+        awaited = self._missing.get(verdict.group_id, set())
+        if verdict.index not in awaited:
             return
         awaited.discard(verdict.index)
         if not awaited:
-            self._out.pop(verdict.group_id, None)
-        failed = isinstance(verdict, SampleFailure) or bool(verdict.error)
-        self._num_failed += failed
-        if failed or isinstance(verdict, SampleFailure):
+            self.holders.pop(verdict.group_id, None)
+        if isinstance(verdict, SampleFailure) or verdict.error:
             self._rewards.append(0.0)
             return
         self._rewards.append(verdict.reward)
@@ -115,9 +105,5 @@ class Evaluation:
 def sampling_of(config: RunConfig, temperature: float | None = None) -> SamplingParams:
     """Return the run's sampling, at another temperature where one is given."""
     sampling = config.generate.sampling
-    return SamplingParams(
-        max_new_tokens=sampling.max_new_tokens,
-        temperature=sampling.temperature if temperature is None else temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-    )
+    asked = sampling.temperature if temperature is None else temperature
+    return SamplingParams(max_new_tokens=sampling.max_new_tokens, temperature=asked, top_p=sampling.top_p, top_k=sampling.top_k)

@@ -101,7 +101,8 @@ class Membership:
         self.joined: dict[str, JoinedGenerator] = {}
         self.num_came = self.num_left = self.num_lost = 0
         self._planned = {item.name: item.kind for item in planned}
-        self._heartbeats = Heartbeats(config or SupervisionConfig())
+        self.heartbeats = Heartbeats(config or SupervisionConfig())
+        """Of joined generators alone."""
 
     def expect(self, name: str, kind: ProcessKind) -> None:
         """Let in a process that the run is about to start."""
@@ -126,31 +127,15 @@ class Membership:
         self.num_came += 1
         return ""
 
-    def is_joined(self, name: str) -> bool:
-        """Return whether this is a joined generator that is here now."""
-        return name in self.joined
-
-    def ready(self, name: str) -> None:
-        """Note that its engine is up."""
-        self.joined[name].is_ready = True
-
     def connected(self, name: str, now: float) -> None:
         """Expect heartbeats of a joined generator from now on."""
-        self._heartbeats.expect(name, now)
-        self._heartbeats.beat(name, now)
-
-    def beat(self, name: str, now: float) -> None:
-        """Note a heartbeat; of the run's own processes it is ignored."""
-        self._heartbeats.beat(name, now)
-
-    def overdue(self, now: float) -> dict[str, str]:
-        """Return the joined generators that have been silent for too long, with the reason; call it every `heartbeat_s`."""
-        return self._heartbeats.overdue(now)
+        self.heartbeats.expect(name, now)
+        self.heartbeats.beat(name, now)
 
     def gone(self, name: str, *, said_goodbye: bool) -> None:
         """Give its place back."""
         if self.joined.pop(name, None) is not None:
-            self._heartbeats.forget(name)
+            self.heartbeats.forget(name)
             self.num_left += said_goodbye
             self.num_lost += not said_goodbye
 

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from asyncrl.control.api import RunApi
+from asyncrl.control.api import ExternalWeights, RunApi
 from asyncrl.control.edge import MAY_SEND, MOST_REFUSALS
 from asyncrl.control.lifecycle.events import DrainRequested, PauseRequested
 from asyncrl.errors import ConnectionClosed, RunError
@@ -238,20 +238,20 @@ async def test_a_submitted_group_with_token_ids_beyond_the_vocabulary_is_refused
         work = GroupWork(0, 0, Prompt("mine"), (0,), None, 0)
         early = RunApi(world.controller)
         beyond = ExternalGroup(Prompt("mine"), (sample(work, token_ids=ids_to_bytes([3, 500])),))
-        assert (await early.submit(beyond)).group_id == 0  # nothing is known of the model yet
+        assert early.submit(beyond).group_id == 0  # nothing is known of the model yet
         (tmp_path / "model").mkdir()
         (tmp_path / "model" / "config.json").write_text('{"vocab_size": 100}')
         world.controller.know_model(str(tmp_path / "model"))
         assert world.buffer.counts().dropped == {"token ids beyond the vocabulary": 1}
-        refused = await early.submit(beyond)
+        refused = early.submit(beyond)
         assert "token id 500 is beyond the model's vocabulary of 100" in refused.refused
-        assert (await early.submit(ExternalGroup(Prompt("mine"), (sample(work),)))).group_id == 1
+        assert early.submit(ExternalGroup(Prompt("mine"), (sample(work),))).group_id == 1
 
 
 async def test_an_outside_learner_cannot_announce_a_version_that_no_step_made(tmp_path):
     async with running(tmp_path, learner={"kind": "external"}) as world:
         with pytest.raises(RunError, match="there is no version 7: 0 steps were taken"):
-            await RunApi(world.controller).announce_weights(weights(7), "")
+            RunApi(world.controller).announce_weights(ExternalWeights(weights(7)))
 
 
 async def test_a_batch_that_kills_the_learner_twice_is_set_aside_and_named(tmp_path, caplog):

@@ -36,7 +36,7 @@ from tests.integration.conftest import tiny_settings
 ray = pytest.importorskip("ray")
 from ray.cluster_utils import Cluster  # noqa: E402
 
-from asyncrl.control.launch.ray import LOST, RayLauncher, RayProcess  # noqa: E402
+from asyncrl.control.launch.ray import LOST, RayProcess, open_launcher  # noqa: E402
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.slow, pytest.mark.filterwarnings("ignore::ResourceWarning")]
 
@@ -111,8 +111,7 @@ async def start(nodes: Nodes, tmp_path: Path) -> AsyncIterator[Callable[..., Any
     (tmp_path / "config.toml").write_text("")
     needs = ProcessNeeds(labels={ROLE: "engine"})
     launch = RayLaunch(address=nodes.cluster.address)
-    launcher = RayLauncher(launch, tmp_path, lambda _: needs, [ProcessPlan("child-0", "generator")])
-    await launcher.open()
+    launcher = await open_launcher(launch, tmp_path, lambda _: needs, [ProcessPlan("child-0", "generator")])
     started: list[RayProcess] = []
 
     async def start_one(program: str, name: str = "child-0", incarnation: int = 1) -> RayProcess:

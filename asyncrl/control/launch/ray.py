@@ -43,8 +43,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from asyncrl.config.load import NODE_ADDRESS
-from asyncrl.config.placement_rules import needs_of
-from asyncrl.config.run import ProcessNeeds, RayEnvironment, RayLaunch, RunConfig
+from asyncrl.config.run import ProcessNeeds, RayEnvironment, RayLaunch
 from asyncrl.control.launch.local import LocalLauncher, LocalProcess, ProcessSpec
 from asyncrl.control.lifecycle.events import ProcessPlan
 from asyncrl.errors import LaunchError
@@ -120,19 +119,21 @@ class ProcessHost:
         assert self._process is not None
         return await self._process.wait()
 
-    async def terminate(self) -> None:
-        """Ask the child to end."""
+    async def end(self, *, at_once: bool) -> None:
+        """Ask the child to end, or end it and its group."""
         if self._process is not None:
-            self._process.terminate()
-
-    async def kill(self) -> None:
-        """End the child and its group."""
-        if self._process is not None:
-            self._process.kill()
+            (self._process.kill if at_once else self._process.terminate)()
 
 
 class RayLauncher:
-    """Starts the processes of one run on a cluster; see `Launcher`."""
+    """Starts the processes of one run on a cluster; see `Launcher`. Nothing is asked of Ray before the first.
+
+    Args:
+        launch: Of the run's config.
+        run_folder: On storage that every node sees.
+        needs_for: What a process of a kind asks of its node.
+        planned: What the run begins with.
+    """
 
     def __init__(
         self,
@@ -141,14 +142,6 @@ class RayLauncher:
         needs_for: Callable[[ProcessKind], ProcessNeeds],
         planned: Sequence[ProcessPlan],
     ) -> None:
-        """Know what to place; nothing is asked of Ray before `open`.
-
-        Args:
-            launch: Of the run's config.
-            run_folder: On storage that every node sees.
-            needs_for: What a process of a kind asks of its node.
-            planned: What the run begins with.
-        """
         self._launch = launch
         self._run_folder = run_folder
         self._needs_for = needs_for
@@ -156,26 +149,11 @@ class RayLauncher:
         self._kinds = [item.kind for item in planned]
         self._group: PlacementGroup | None = None
 
-    @classmethod
-    def of_run(cls, config: RunConfig, run_folder: Path, planned: Sequence[ProcessPlan]) -> RayLauncher:
-        """Return the launcher of a run's stages."""
-        assert isinstance(config.launch, RayLaunch)
-        return cls(config.launch, run_folder, partial(needs_of, config), planned)
-
-    async def open(self) -> None:
-        """Connect, and see that every node sees the run's folder.
-
-        Raises:
-            LaunchError: No cluster answers, or nodes do not see the folder; the message names them.
-        """
-        await connect(self._launch.address)
-        await _check_nodes(self._run_folder)
-
     async def start(self, spec: ProcessSpec) -> RayProcess:
         """Start one process wherever there is room, waiting until there is; see `Launcher.start`."""
         needs = self._needs_for(spec.kind)
         number = self._bundles.get(spec.name)
-        release: Callable[[], None] = _keep
+        release: Callable[[], None] | None = None
         if number is None:
             group = self._new_group([needs])
             release = partial(remove_placement_group, group)
@@ -226,12 +204,25 @@ class RayProcess:
     def terminate(self) -> None:
         """Ask it to end; nothing where it is gone."""
         if self._code is None:
-            self._actor.terminate.remote()
+            self._actor.end.remote(at_once=False)
 
     def kill(self) -> None:
         """End it and its group; nothing where it is gone."""
         if self._code is None:
-            self._actor.kill.remote()
+            self._actor.end.remote(at_once=True)
+
+
+async def open_launcher(
+    launch: RayLaunch, run_folder: Path, needs_for: Callable[[ProcessKind], ProcessNeeds], planned: Sequence[ProcessPlan]
+) -> RayLauncher:
+    """Connect, see that every node sees the run's folder, and return the launcher of the run's stages; arguments as there.
+
+    Raises:
+        LaunchError: No cluster answers, or nodes do not see the folder; the message names them.
+    """
+    await connect(launch.address)
+    await _check_nodes(run_folder)
+    return RayLauncher(launch, run_folder, needs_for, planned)
 
 
 async def start_beside(launch: RayLaunch, spec: ProcessSpec, run_folder: Path) -> RayProcess:
@@ -242,7 +233,7 @@ async def start_beside(launch: RayLaunch, spec: ProcessSpec, run_folder: Path) -
     """
     await connect(launch.address, launch.environment)
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    return await _start_in(here, spec, run_folder, ProcessNeeds(num_cpus=0, num_gpus=0), _keep)
+    return await _start_in(here, spec, run_folder, ProcessNeeds(num_cpus=0, num_gpus=0))
 
 
 async def connect(address: str, environment: RayEnvironment | None = None) -> None:
@@ -310,9 +301,9 @@ async def _start_in(
     spec: ProcessSpec,
     run_folder: Path,
     needs: ProcessNeeds,
-    release: Callable[[], None],
+    release: Callable[[], None] | None = None,
 ) -> RayProcess:
-    """Make an actor and have it start its child; whatever goes wrong leaves neither.
+    """Make an actor and have it start its child; whatever goes wrong leaves neither. `release` gives its place back.
 
     Raises:
         LaunchError: The actor died, or says why it cannot.
@@ -326,7 +317,8 @@ async def _start_in(
 
     def end() -> None:
         ray.kill(actor)
-        release()
+        if release is not None:
+            release()
 
     try:
         reference = actor.start.remote(spec, os.getcwd(), str(run_folder), digest_of(run_folder))
@@ -373,10 +365,6 @@ def why_not_shared(run_folder: str, digest: str, address: str) -> str:
         f"node {address} does not see the run's folder {run_folder}: launch.kind = 'ray' wants it on storage that every node "
         "mounts under the same path (keys, config, model and checkpoints are there); set `folder` to such a path"
     )
-
-
-def _keep() -> None:
-    """Release nothing: the place belongs to the whole run."""
 
 
 async def _answer(reference: Any) -> Any:  # noqa: ANN401 - Ray's

@@ -47,7 +47,8 @@ class FailureWatch:
         self._max_failed_share = max_failed_share
         self._window: deque[bool] = deque(maxlen=WINDOW_GROUPS)
         self._prompt_failures: Counter[str] = Counter()
-        self._any_scored = False
+        self.any_scored = False
+        """Some sample has its reward."""
         self.num_failed_samples = 0
         self._num_failed_groups = 0
 
@@ -55,10 +56,6 @@ class FailureWatch:
     def share(self) -> float:
         """Return the share of failed groups among the newest that were completed or failed; 0 before there is one."""
         return sum(self._window) / len(self._window) if self._window else 0.0
-
-    def sample_scored(self) -> None:
-        """Note a sample that has its reward."""
-        self._any_scored = True
 
     def sample_failed(self, stage: str, kind: str, reason: str, trace: str = "") -> bool:
         """Count a failed sample.
@@ -94,25 +91,20 @@ class FailureWatch:
         """Note a group that failed; return whether its prompt is set aside with that."""
         self._window.append(True)
         self._num_failed_groups += 1
-        self._judge(kind)
+        most = max(self.kinds.values(), key=lambda seen: seen.count, default=None)
+        said = f"; most often at {most.stage}: {(most.reason or most.kind).splitlines()[0]}" if most else f": {kind}"
+        if self.verdict:
+            pass
+        elif not self.any_scored and self._num_failed_groups >= FIRST_GROUPS and self.num_failed_samples >= FIRST_SAMPLES:
+            self.verdict = f"all of the first {self.num_failed_samples} samples failed{said}"
+        elif len(self._window) == WINDOW_GROUPS and self.share > self._max_failed_share:
+            self.verdict = (
+                f"{sum(self._window)} of the last {WINDOW_GROUPS} groups failed, more than supervision.max_failed_share "
+                f"({self._max_failed_share:g}) allows{said}"
+            )
         self._prompt_failures[prompt_id] += 1
         if self._prompt_failures[prompt_id] < MOST_PROMPT_FAILURES:
             return False
         del self._prompt_failures[prompt_id]
         self.set_aside[prompt_id] = kind
         return True
-
-    def _judge(self, kind: str) -> None:
-        if self.verdict:
-            return
-        most = max(self.kinds.values(), key=lambda seen: seen.count, default=None)
-        cause = (
-            f"; most often at {most.stage}: {most.reason.splitlines()[0] if most.reason else most.kind}" if most else f": {kind}"
-        )
-        if not self._any_scored and self._num_failed_groups >= FIRST_GROUPS and self.num_failed_samples >= FIRST_SAMPLES:
-            self.verdict = f"all of the first {self.num_failed_samples} samples failed{cause}"
-        elif len(self._window) == WINDOW_GROUPS and self.share > self._max_failed_share:
-            self.verdict = (
-                f"{sum(self._window)} of the last {WINDOW_GROUPS} groups failed, more than supervision.max_failed_share "
-                f"({self._max_failed_share:g}) allows{cause}"
-            )

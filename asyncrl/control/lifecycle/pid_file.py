@@ -2,7 +2,7 @@
 
 One line a start, one line an end; whoever reads it adds them up. So a start costs the same however many processes there are.
 Invariant: what is there is true: a line is appended at once and whole, and one that a crash cut short is not read. A controller
-begins the file anew. Written by control/supervisor.py, read by tests and by whoever must end what a dead controller left.
+begins the file anew. Read by tests and by whoever must end what a dead controller left.
 """
 
 from __future__ import annotations
@@ -36,26 +36,17 @@ class PidTable(msgspec.Struct, frozen=True):
     processes: dict[str, PidRecord] = {}
 
 
-class PidFile:
-    """The file of one controller; it is begun anew when the first process is noted.
+def begin_pids(run_folder: Path, now: float) -> None:
+    """Begin the file anew with this process, the controller."""
+    aside = (run_folder / PIDS_FILE).with_suffix(".tmp")
+    aside.write_bytes(msgspec.json.encode(PidRecord("controller", "controller", os.getpid(), 0, now)) + b"\n")
+    aside.replace(run_folder / PIDS_FILE)
 
-    Args:
-        run_folder: Where it lies.
-    """
 
-    def __init__(self, run_folder: Path) -> None:
-        self._path = run_folder / PIDS_FILE
-        self._is_begun = False
-
-    def note(self, record: PidRecord) -> None:
-        """Append a process that started, or ended."""
-        if not self._is_begun:
-            aside = self._path.with_suffix(".tmp")
-            aside.write_bytes(_line(PidRecord("controller", "controller", os.getpid(), 0, record.started_s)))
-            os.replace(aside, self._path)
-            self._is_begun = True
-        with self._path.open("ab") as file:
-            file.write(_line(record))
+def note_pid(run_folder: Path, record: PidRecord) -> None:
+    """Append a process that started, or ended."""
+    with (run_folder / PIDS_FILE).open("ab") as file:
+        file.write(msgspec.json.encode(record) + b"\n")
 
 
 def read_pids(run_folder: Path) -> PidTable:
@@ -73,7 +64,3 @@ def read_pids(run_folder: Path) -> PidTable:
         else:
             records.pop(record.name, None)
     return PidTable(controller=records.pop("controller").pid, processes=records)
-
-
-def _line(record: PidRecord) -> bytes:
-    return msgspec.json.encode(record) + b"\n"

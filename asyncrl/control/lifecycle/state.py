@@ -20,44 +20,16 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from asyncrl.config.run import SupervisionConfig
-from asyncrl.control.lifecycle.events import (
-    FINAL_PHASES,
-    AnnounceDead,
-    Begin,
-    Drained,
-    DrainRequested,
-    EndRun,
-    EnterPhase,
-    EvaluationDone,
-    Event,
-    Instruction,
-    KillProcess,
-    PauseRequested,
-    ProcessEvent,
-    ProcessExited,
-    ProcessFault,
-    ProcessPlan,
-    ProcessReady,
-    ProcessStarted,
-    ProcessUnwanted,
-    ProcessWanted,
-    ResumeRequested,
-    RetireProcess,
-    Stalled,
-    StartProcess,
-    StepsDone,
-    StopRequested,
-    Tick,
-)
+from asyncrl.control.lifecycle import events as ev
 from asyncrl.schema.control import ProcessKind
 from asyncrl.schema.status import Phase
 
 ProcessState = Literal["planned", "starting", "up", "ready", "dying", "restarting", "leaving", "left", "gone"]
 LONGEST_BACKOFF_S = 30.0
 _COMES_IN: dict[type, frozenset[Phase]] = {
-    EvaluationDone: frozenset({"evaluating", "draining"}),
-    StepsDone: frozenset({"evaluating", "running", "draining"}),
-    Drained: frozenset({"draining"}),
+    ev.EvaluationDone: frozenset({"evaluating", "draining"}),
+    ev.StepsDone: frozenset({"evaluating", "running", "draining"}),
+    ev.Drained: frozenset({"draining"}),
 }
 """Events that can come in some phases only. While paused it is the phase that was left that counts."""
 
@@ -93,39 +65,36 @@ class Heartbeats:
 
     def __init__(self, config: SupervisionConfig) -> None:
         self._config = config
-        self._heard_s: dict[str, float] = {}
-        self._beating: set[str] = set()
+        self._heard: dict[str, tuple[float, bool]] = {}
+        """When, and whether that was a heartbeat; else its start."""
         self._looked_s: float | None = None
 
     def expect(self, name: str, now: float) -> None:
         """Begin to wait for the first heartbeat of a new incarnation."""
-        self._heard_s[name] = now
-        self._beating.discard(name)
+        self._heard[name] = now, False
 
     def beat(self, name: str, now: float) -> None:
         """Note a heartbeat; of a process that is not expected it is ignored."""
-        if name in self._heard_s:
-            self._heard_s[name] = now
-            self._beating.add(name)
+        if name in self._heard:
+            self._heard[name] = now, True
 
     def forget(self, name: str) -> None:
         """Expect nothing more of it."""
-        self._heard_s.pop(name, None)
-        self._beating.discard(name)
+        self._heard.pop(name, None)
 
     def overdue(self, now: float) -> dict[str, str]:
         """Return who is late at `now`, and in words by how much. Call it every `heartbeat_s`."""
         away_s = 0.0 if self._looked_s is None else now - self._looked_s - self._config.heartbeat_s
         self._looked_s = now
         if away_s > 2 * self._config.heartbeat_s:
-            self._heard_s = {name: heard_s + away_s for name, heard_s in self._heard_s.items()}
+            self._heard = {name: (heard_s + away_s, beats) for name, (heard_s, beats) in self._heard.items()}
         late = {}
-        for name, heard_s in self._heard_s.items():
+        for name, (heard_s, beats) in self._heard.items():
             waited_s = now - heard_s
-            if name in self._beating and waited_s > self._config.heartbeat_timeout_s:
-                late[name] = f"{name} sent no heartbeat for {waited_s:.0f} s"
-            elif name not in self._beating and waited_s > self._config.start_timeout_s:
-                late[name] = f"{name} sent no heartbeat in {waited_s:.0f} s since its start"
+            if waited_s > (self._config.heartbeat_timeout_s if beats else self._config.start_timeout_s):
+                late[name] = f"{name} sent no heartbeat " + (
+                    f"for {waited_s:.0f} s" if beats else f"in {waited_s:.0f} s since its start"
+                )
         return late
 
 
@@ -133,14 +102,14 @@ class Lifecycle:
     """The state machine of one run.
 
     Example:
-        >>> life = Lifecycle([ProcessPlan("learner", "learner")], SupervisionConfig())
-        >>> life.handle(Begin(), now=0.0)[0]
+        >>> life = Lifecycle([ev.ProcessPlan("learner", "learner")], SupervisionConfig())
+        >>> life.handle(ev.Begin(), now=0.0)[0]
         EnterPhase(phase='starting')
     """
 
     def __init__(
         self,
-        plan: Iterable[ProcessPlan],
+        plan: Iterable[ev.ProcessPlan],
         config: SupervisionConfig,
         *,
         evaluate_first: bool = False,
@@ -174,25 +143,25 @@ class Lifecycle:
         self._phase_since_s = 0.0
         self._resume_to: Phase = "running"
         self._drain_reason = "goal reached"
-        self._out: list[Instruction] = []
+        self._out: list[ev.Instruction] = []
         self._ended = 0
         self._story: deque[str] = deque(maxlen=40)
 
     @property
     def over(self) -> bool:
         """Return whether the run has ended, well or not."""
-        return self.phase in FINAL_PHASES
+        return self.phase in ev.FINAL_PHASES
 
-    def refusal(self, event: Event) -> str:
+    def refusal(self, event: ev.Event) -> str:
         """Return why a user's request cannot be met now, or an empty string when it can."""
-        if isinstance(event, PauseRequested | ResumeRequested) and self.phase not in {"running", "evaluating", "paused"}:
-            wanted = "only a running run can be paused" if isinstance(event, PauseRequested) else "only a paused run can go on"
+        if isinstance(event, ev.PauseRequested | ev.ResumeRequested) and self.phase not in {"running", "evaluating", "paused"}:
+            wanted = "only a running run can be paused" if isinstance(event, ev.PauseRequested) else "only a paused run can go on"
             return f"{wanted}; this one is {self.phase}"
-        if isinstance(event, DrainRequested | StopRequested) and self.over:
+        if isinstance(event, ev.DrainRequested | ev.StopRequested) and self.over:
             return f"the run is over ({self.phase}: {self.reason})"
         return ""
 
-    def handle(self, event: Event, now: float) -> list[Instruction]:
+    def handle(self, event: ev.Event, now: float) -> list[ev.Instruction]:
         """Take one event in and return what is to be done about it, in order.
 
         Args:
@@ -208,15 +177,15 @@ class Lifecycle:
         if refused := self._cannot_come(event):
             raise IllegalTransitionError(f"{event} at {now:.3f}: {refused}\nrecent story:\n  " + "\n  ".join(self._story))
         self._now, self._out = now, []
-        if isinstance(event, ProcessExited):
+        if isinstance(event, ev.ProcessExited):
             self._exited(event)
         elif self.over:
             pass
-        elif isinstance(event, ProcessEvent):
+        elif isinstance(event, ev.ProcessEvent):
             self._process_event(event)
         else:
             self._run_event(event)
-        if self._out or not isinstance(event, Tick):
+        if self._out or not isinstance(event, ev.Tick):
             self._story.append(f"{now:.3f} {event} -> {self._out or 'nothing'} [{self.phase}]")
         return self._out
 
@@ -236,12 +205,12 @@ class Lifecycle:
                     f"{record.name}: incarnations that ended and exit codes differ: {record}"
                 )
 
-    def _cannot_come(self, event: Event) -> str:
-        if self._begun == isinstance(event, Begin):
+    def _cannot_come(self, event: ev.Event) -> str:
+        if self._begun == isinstance(event, ev.Begin):
             return "the run has begun before" if self._begun else "the run has not begun"
-        if isinstance(event, ProcessEvent) and event.name not in self.processes and not isinstance(event, ProcessWanted):
+        if isinstance(event, ev.ProcessEvent) and event.name not in self.processes and not isinstance(event, ev.ProcessWanted):
             return f"no process of that name; there are {sorted(self.processes)}"
-        if isinstance(event, PauseRequested | ResumeRequested):
+        if isinstance(event, ev.PauseRequested | ev.ResumeRequested):
             return self.refusal(event)
         comes_in = _COMES_IN.get(type(event))
         phase = self._resume_to if self.phase == "paused" else self.phase
@@ -251,43 +220,41 @@ class Lifecycle:
 
     # -- the run's phases --------------------------------------------------------------------------------------------------
 
-    def _run_event(self, event: Event) -> None:
+    def _run_event(self, event: ev.Event) -> None:
         match event:
-            case Begin():
+            case ev.Begin():
                 self._begun = True
                 self._enter("starting")
                 for record in self.processes.values():
                     self._start(record, delay_s=0.0)
                 self._leave_start()
-            case Tick():
-                self._tick()
-            case StepsDone() if not self.goal_reached and self.phase != "draining":
+            case ev.Tick():
+                for name, reason in self.heartbeats.overdue(self._now).items():
+                    self._kill(self.processes[name], reason)
+                waited_s = self._now - self._phase_since_s
+                if self.phase == "draining" and waited_s > self._config.drain_timeout_s:
+                    self._end(
+                        ok=False, reason=f"draining took {waited_s:.0f} s, longer than supervision.drain_timeout_s allows"
+                    )  # fmt: skip
+            case ev.StepsDone() if not self.goal_reached and self.phase != "draining":
                 self.goal_reached = True
                 self._advance("evaluating" if self._evaluate_last else "draining")
-            case EvaluationDone() if self.phase != "draining":
+            case ev.EvaluationDone() if self.phase != "draining":
                 self._advance("draining" if self.goal_reached else "running")
-            case PauseRequested() if self.phase != "paused":
+            case ev.PauseRequested() if self.phase != "paused":
                 self._resume_to = self.phase
                 self._enter("paused")
-            case ResumeRequested() if self.phase == "paused":
+            case ev.ResumeRequested() if self.phase == "paused":
                 self._enter(self._resume_to)
-            case DrainRequested(reason) if self.phase != "draining":
+            case ev.DrainRequested(reason) if self.phase != "draining":
                 self._drain_reason = reason
                 self._enter("draining")
-            case Drained():
+            case ev.Drained():
                 self._end(ok=True, reason=self._drain_reason)
-            case StopRequested(reason):
+            case ev.StopRequested(reason):
                 self._end(ok=True, reason=reason)
-            case Stalled(reason):
+            case ev.Stalled(reason):
                 self._end(ok=False, reason=reason)
-
-    def _tick(self) -> None:
-        for name, reason in self.heartbeats.overdue(self._now).items():
-            self._kill(self.processes[name], reason)
-        waited_s = self._now - self._phase_since_s
-        if self.phase == "draining" and waited_s > self._config.drain_timeout_s:
-            said = f"draining took {waited_s:.0f} s, longer than supervision.drain_timeout_s allows"
-            self._end(ok=False, reason=said)
 
     def _leave_start(self) -> None:
         """Move on from `starting` once all processes are up, from `warming` once one of every kind is ready."""
@@ -308,7 +275,7 @@ class Lifecycle:
     def _enter(self, phase: Phase) -> None:
         self.phase = phase
         self._phase_since_s = self._now
-        self._out.append(EnterPhase(phase))
+        self._out.append(ev.EnterPhase(phase))
 
     def _end(self, *, ok: bool, reason: str) -> None:
         self._enter("stopped" if ok else "failed")
@@ -317,53 +284,53 @@ class Lifecycle:
         for record in self.processes.values():
             if record.state == "restarting":
                 record.state = "gone"
-        self._out.append(EndRun(ok, reason))
+        self._out.append(ev.EndRun(ok, reason))
 
     # -- its processes -----------------------------------------------------------------------------------------------------
 
-    def _process_event(self, event: ProcessEvent) -> None:
+    def _process_event(self, event: ev.ProcessEvent) -> None:
         match event:
-            case ProcessStarted(name, incarnation):
+            case ev.ProcessStarted(name, incarnation):
                 record = self.processes[name]
                 if incarnation == record.incarnation:
                     self.heartbeats.expect(name, self._now)
                     if record.state in {"starting", "restarting"}:
                         record.state = "up"
                 self._leave_start()
-            case ProcessReady(name):
+            case ev.ProcessReady(name):
                 record = self.processes[name]
                 if record.state in {"starting", "up"}:
                     record.state = "ready"
                 self._leave_start()
-            case ProcessFault(name, reason, fatal):
+            case ev.ProcessFault(name, reason, fatal):
                 if fatal:
                     self._end(ok=False, reason=f"{name}: {reason}")
                 else:
                     self._kill(self.processes[name], f"{name}: {reason}")
-            case ProcessWanted(name, kind):
+            case ev.ProcessWanted(name, kind):
                 record = self.processes.setdefault(name, ProcessRecord(name, kind))
                 if record.state in {"planned", "left"}:
                     self._start(record, delay_s=0.0)
-            case ProcessUnwanted(name):
+            case ev.ProcessUnwanted(name):
                 record = self.processes[name]
                 if record.state not in {"leaving", "left"}:
                     is_going_anyway = record.state == "dying"
                     record.state = "leaving"
-                    self._out += [] if is_going_anyway else [RetireProcess(name, record.kind, record.incarnation)]
+                    self._out += [] if is_going_anyway else [ev.RetireProcess(name, record.kind, record.incarnation)]
 
     def _start(self, record: ProcessRecord, delay_s: float) -> None:
         record.incarnation += 1
         record.state = "restarting" if delay_s > 0 else "starting"
         record.reason = ""
-        self._out.append(StartProcess(record.name, record.kind, record.incarnation, delay_s))
+        self._out.append(ev.StartProcess(record.name, record.kind, record.incarnation, delay_s))
 
     def _kill(self, record: ProcessRecord, reason: str) -> None:
         if record.state in {"starting", "up", "ready"}:
             record.state = "dying"
             record.reason = reason
-            self._out.append(KillProcess(record.name, reason))
+            self._out.append(ev.KillProcess(record.name, reason))
 
-    def _exited(self, event: ProcessExited) -> None:
+    def _exited(self, event: ev.ProcessExited) -> None:
         record = self.processes[event.name]
         if event.incarnation not in {0, record.incarnation} or record.state in {"planned", "left", "gone"}:
             return
@@ -374,12 +341,12 @@ class Lifecycle:
         if record.state == "leaving":
             record.state = "left"
             record.departures += 1
-            self._out.append(AnnounceDead(record.name, record.kind, "it was not needed any more"))
+            self._out.append(ev.AnnounceDead(record.name, record.kind, "it was not needed any more"))
             return
         record.exit_codes.append(event.code)
         record.deaths_s.append(self._now)
         why = record.reason or f"{record.name} exited with {_exit_text(event.code)}"
-        self._out.append(AnnounceDead(record.name, record.kind, why))
+        self._out.append(ev.AnnounceDead(record.name, record.kind, why))
         window_s = self._config.death_window_s
         for each in self.processes.values():
             each.deaths_s = [died_s for died_s in each.deaths_s if self._now - died_s <= window_s]

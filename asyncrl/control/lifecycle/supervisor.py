@@ -16,6 +16,7 @@ import logging
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -23,24 +24,11 @@ import msgspec
 from asyncrl.clock import Clock
 from asyncrl.config.run import SupervisionConfig
 from asyncrl.control.launch.local import Launcher, ProcessHandle, ProcessSpec
-from asyncrl.control.lifecycle.events import (
-    AnnounceDead,
-    Begin,
-    EndRun,
-    EnterPhase,
-    Event,
-    Instruction,
-    KillProcess,
-    ProcessExited,
-    ProcessStarted,
-    RetireProcess,
-    StartProcess,
-    Tick,
-)
-from asyncrl.control.lifecycle.pid_file import PidFile, PidRecord
+from asyncrl.control.lifecycle import events as ev
+from asyncrl.control.lifecycle.pid_file import PidRecord, begin_pids, note_pid
 from asyncrl.control.lifecycle.state import Lifecycle
 from asyncrl.errors import LaunchError
-from asyncrl.schema.control import Heartbeat, ProcessKind
+from asyncrl.schema.control import ProcessKind
 from asyncrl.schema.status import Phase
 
 log = logging.getLogger(__name__)
@@ -70,14 +58,21 @@ class LiveProcess:
 
     handle: ProcessHandle
     pid: PidRecord
-    heartbeat: Heartbeat | None = None
-    """The newest."""
     kill_at_s: float | None = None
     """When it is killed, once it was asked to end."""
 
 
 class Supervisor:
-    """Owns the processes of one run.
+    """Owns the processes of one run. Nothing starts before `run`.
+
+    Args:
+        lifecycle: The state machine that decides.
+        launcher: Where processes come from.
+        spec_for: (name, kind, incarnation) to what is to be started.
+        config: Heartbeat interval.
+        callbacks: What the controller wants to know.
+        clock: Time, real or virtual.
+        run_folder: Where pids.jsonl lies.
 
     Example:
         >>> supervisor = Supervisor(lifecycle, LocalLauncher(), spec_for, config.supervision, callbacks, clock, run_folder)
@@ -97,43 +92,22 @@ class Supervisor:
         clock: Clock,
         run_folder: Path,
     ) -> None:
-        """Wire a supervisor; nothing starts before `run`.
-
-        Args:
-            lifecycle: The state machine that decides.
-            launcher: Where processes come from.
-            spec_for: (name, kind, incarnation) to what is to be started.
-            config: Heartbeat interval.
-            callbacks: What the controller wants to know.
-            clock: Time, real or virtual.
-            run_folder: Where pids.jsonl lies.
-        """
         self._lifecycle = lifecycle
         self._launcher = launcher
         self._spec_for = spec_for
         self._config = config
         self._callbacks = callbacks
         self._clock = clock
-        self._pid_file = PidFile(run_folder)
+        self._run_folder = run_folder
         self.live: dict[str, LiveProcess] = {}
-        self._inbox: deque[Event] = deque()
+        self._inbox: deque[ev.Event] = deque()
         self._handling = False
         self._group: asyncio.TaskGroup | None = None
         self._owners: dict[str, asyncio.Task[None]] = {}
         self._none_left = asyncio.Event()
         self._closing = False
 
-    @property
-    def pids(self) -> dict[str, PidRecord]:
-        """Return the live processes, by name."""
-        return {name: process.pid for name, process in self.live.items()}
-
-    @property
-    def heartbeats(self) -> dict[str, Heartbeat]:
-        """Return the newest heartbeat of every live process, by name."""
-        return {name: process.heartbeat for name, process in self.live.items() if process.heartbeat is not None}
-
-    def post(self, event: Event) -> None:
+    def post(self, event: ev.Event) -> None:
         """Tell the lifecycle what happened and carry out what follows; safe to call from a callback.
 
         Raises:
@@ -149,12 +123,6 @@ class Supervisor:
                     self._carry_out(instruction)
         finally:
             self._handling = False
-
-    def note_heartbeat(self, heartbeat: Heartbeat) -> None:
-        """Take a heartbeat in; of a process that this supervisor did not start it is ignored."""
-        if (process := self.live.get(heartbeat.name)) is not None:
-            process.heartbeat = heartbeat
-            self._lifecycle.heartbeats.beat(heartbeat.name, self._clock.now())
 
     def terminate(self, name: str) -> None:
         """End a process that cannot be told over its channel; nothing where it is gone."""
@@ -173,7 +141,8 @@ class Supervisor:
             async with asyncio.TaskGroup() as group:
                 self._group = group
                 watching = group.create_task(self._watch(), name="supervisor-watch")
-                self.post(Begin())
+                begin_pids(self._run_folder, self._clock.now())
+                self.post(ev.Begin())
                 await self._none_left.wait()
                 watching.cancel()
         finally:
@@ -193,7 +162,8 @@ class Supervisor:
         for name, owner in self._owners.items():
             if name not in self.live:
                 owner.cancel()
-        self._note_if_none_left()
+        if not self._owners:
+            self._none_left.set()
         if not await self._gone_within(deadline_s):
             log.warning("still up %.0f s after they were told to stop: %s; terminating them", deadline_s, ", ".join(self.live))
             for process in list(self.live.values()):
@@ -204,36 +174,36 @@ class Supervisor:
                 process.handle.kill()
             await self._none_left.wait()
 
-    def _carry_out(self, instruction: Instruction) -> None:
+    def _carry_out(self, instruction: ev.Instruction) -> None:
         match instruction:
-            case StartProcess(name, _, incarnation):
+            case ev.StartProcess(name, _, incarnation):
                 assert self._group is not None, "nothing is started before run()"
                 task = self._group.create_task(self._own(instruction), name=f"own-{name}-{incarnation}")
                 self._owners[name] = task
-                task.add_done_callback(lambda done: self._owner_done(name, done))
-            case KillProcess(name, reason):
+                task.add_done_callback(partial(self._owner_done, name))
+            case ev.KillProcess(name, reason):
                 log.warning("ending %s: %s", name, reason)
                 self.terminate(name)
-            case RetireProcess(name, _, incarnation):
+            case ev.RetireProcess(name, _, incarnation):
                 log.info("%s is not needed any more", name)
                 if name in self.live:
                     self._callbacks.on_leave(name)
                     return
                 if (owner := self._owners.get(name)) is not None:
                     owner.cancel()
-                self.post(ProcessExited(name, 0, incarnation))
-            case AnnounceDead(name, kind, reason):
+                self.post(ev.ProcessExited(name, 0, incarnation))
+            case ev.AnnounceDead(name, kind, reason):
                 was_wanted = self._lifecycle.processes[name].state != "left"
                 log.log(logging.WARNING if was_wanted else logging.INFO, "%s is gone: %s", name, reason)
                 self._callbacks.on_dead(name, kind)
-            case EnterPhase(phase):
+            case ev.EnterPhase(phase):
                 log.info("phase %s", phase)
                 self._callbacks.on_phase(phase)
-            case EndRun(ok, reason):
+            case ev.EndRun(ok, reason):
                 log.log(logging.INFO if ok else logging.ERROR, "run ended: %s", reason)
                 self._callbacks.on_end(ok, reason)
 
-    async def _own(self, start: StartProcess) -> None:
+    async def _own(self, start: ev.StartProcess) -> None:
         """Start one incarnation and stay with it until it is gone."""
         await self._clock.sleep(start.delay_s)
         log.info("starting %s (incarnation %d)", start.name, start.incarnation)
@@ -241,32 +211,29 @@ class Supervisor:
             handle = await self._launcher.start(self._spec_for(start.name, start.kind, start.incarnation))
         except LaunchError as error:
             log.error("%s", error)  # noqa: TRY400 - the message is complete
-            self.post(ProcessExited(start.name, COULD_NOT_START, start.incarnation))
+            self.post(ev.ProcessExited(start.name, COULD_NOT_START, start.incarnation))
             return
         record = PidRecord(start.name, start.kind, handle.pid, start.incarnation, self._clock.now())
         self.live[start.name] = LiveProcess(handle, record)
-        self._pid_file.note(record)
-        self.post(ProcessStarted(start.name, start.incarnation))
+        note_pid(self._run_folder, record)
+        self.post(ev.ProcessStarted(start.name, start.incarnation))
         code = await handle.wait()
         self._went_away(start.name)
-        self.post(ProcessExited(start.name, code, start.incarnation))
+        self.post(ev.ProcessExited(start.name, code, start.incarnation))
 
     def _went_away(self, name: str) -> None:
-        self._pid_file.note(msgspec.structs.replace(self.live.pop(name).pid, ended_s=self._clock.now()))
+        note_pid(self._run_folder, msgspec.structs.replace(self.live.pop(name).pid, ended_s=self._clock.now()))
 
     def _owner_done(self, name: str, task: asyncio.Task[None]) -> None:
         if self._owners.get(name) is task:
             del self._owners[name]
-        self._note_if_none_left()
-
-    def _note_if_none_left(self) -> None:
         if self._closing and not self._owners:
             self._none_left.set()
 
     async def _watch(self) -> None:
         while True:
             await self._clock.sleep(self._config.heartbeat_s)
-            self.post(Tick())
+            self.post(ev.Tick())
             now = self._clock.now()
             for process in self.live.values():
                 if process.kill_at_s is not None and now >= process.kill_at_s:

@@ -148,10 +148,16 @@ class Phases:
         """Take one event in and return what is to be done, in order."""
         instructions: list[PhaseInstruction] = []
         match event:
-            case Joined(name, role):
-                self._join(name, role, instructions)
+            case Joined(name, role) if name not in self._members:
+                self._members[name] = _Member(role)
+                if role == "learner":
+                    self.wanted = "train"  # what was wished for before it was there: it may have steps to train again
+                if role == HOLDER[self.phase] and self.stage != "giving":
+                    self._tell([name], instructions)
             case Left(name):
-                self._leave(name)
+                member = self._members.pop(name, None)
+                if member is not None and member.role == "learner":
+                    self.wanted = "train"
             case Reached(name, number):
                 member = self._members.get(name)
                 if member is not None and member.told == number:
@@ -166,40 +172,23 @@ class Phases:
     def check_invariants(self) -> None:
         """Raise AssertionError, with the recent story, where the state contradicts itself."""
         story = "\n  ".join(["", *self._story])
+        teller = HOLDER[self.before if self.stage == "giving" else self.phase]
         for name, member in self._members.items():
             assert not member.owes or member.told == self.number, f"{name} owes an answer to an old order{story}"
-            out_of_turn = member.owes and member.role != self._teller
-            assert not out_of_turn, f"{name} was told out of its turn{story}"
+            assert not member.owes or member.role == teller, f"{name} was told out of its turn{story}"
         assert self.stage != "giving" or self.owing, f"a switch waits for nobody{story}"
-
-    @property
-    def _teller(self) -> Role:
-        """Return the role that is being told now: who gives in the first half of a switch, else who takes or has."""
-        return HOLDER[self.before if self.stage == "giving" else self.phase]
-
-    def _join(self, name: str, role: Role, instructions: list[PhaseInstruction]) -> None:
-        if name in self._members:
-            return
-        self._members[name] = _Member(role)
-        if role == "learner":
-            self.wanted = "train"  # what was wished for before it was there: it may have steps to train again
-        if role == HOLDER[self.phase] and self.stage != "giving":
-            self._tell(name, instructions)
-
-    def _leave(self, name: str) -> None:
-        member = self._members.pop(name, None)
-        if member is not None and member.role == "learner":
-            self.wanted = "train"
 
     def _advance(self, instructions: list[PhaseInstruction]) -> bool:
         """Do the next thing that can be done; return False where there is none."""
         if self.owing:
             return False
+        # Whatever is wanted, the device is the learner's while there is none, or one that has just started.
+        is_learners = not self.has("learner") or self.has_newcomer("learner")
         if self.stage == "giving":
-            if self._is_learners and self.phase != "train":  # nobody takes the device only to give it back at once
+            if is_learners and self.phase != "train":  # nobody takes the device only to give it back at once
                 self.phase, self.number = "train", self.number + 1
             self.stage = "taking"
-            self._tell_all(HOLDER[self.phase], instructions)
+            self._tell(self._with_role(HOLDER[self.phase]), instructions)
             return True
         if self.stage == "taking":
             if self.phase == "train" and not self.has("learner"):
@@ -207,30 +196,19 @@ class Phases:
             self.stage = "settled"
             instructions.append(EnterPhase(self.phase))
             return True
-        if self._target() == self.phase:
+        target: Phase = "train" if is_learners else self.wanted
+        if target == self.phase:
             return False
         instructions.append(LeavePhase(self.phase))
-        self.before, self.phase, self.stage, self.number = self.phase, self._target(), "giving", self.number + 1
-        self._tell_all(HOLDER[self.before], instructions)
+        self.before, self.phase, self.stage, self.number = self.phase, target, "giving", self.number + 1
+        self._tell(self._with_role(HOLDER[self.before]), instructions)
         return True
 
-    @property
-    def _is_learners(self) -> bool:
-        """Return whether the device is the learner's, whatever is wanted: there is none, or it has just started."""
-        return not self.has("learner") or self.has_newcomer("learner")
-
-    def _target(self) -> Phase:
-        """Return the phase to be in."""
-        return "train" if self._is_learners else self.wanted
-
-    def _tell_all(self, role: Role, instructions: list[PhaseInstruction]) -> None:
-        for name in self._with_role(role):
-            self._tell(name, instructions)
-
-    def _tell(self, name: str, instructions: list[PhaseInstruction]) -> None:
-        member = self._members[name]
-        member.told, member.owes = self.number, True
-        instructions.append(Tell(name, SetPhase(self.phase, self.number)))
+    def _tell(self, names: list[str], instructions: list[PhaseInstruction]) -> None:
+        for name in names:
+            member = self._members[name]
+            member.told, member.owes = self.number, True
+            instructions.append(Tell(name, SetPhase(self.phase, self.number)))
 
     def _with_role(self, role: Role) -> list[str]:
         return sorted(name for name, member in self._members.items() if member.role == role)

@@ -15,6 +15,7 @@ never answers is a stall with a name.
 from __future__ import annotations
 
 import logging
+from collections import defaultdict
 from typing import Literal
 
 from msgspec.structs import replace
@@ -23,23 +24,12 @@ from asyncrl.clock import Clock
 from asyncrl.control.batch_feeder import BatchFeeder
 from asyncrl.control.dispatcher import Dispatcher
 from asyncrl.control.peers import Peer, Peers
-from asyncrl.control.placement.state import (
-    EnterPhase,
-    Joined,
-    LeavePhase,
-    Left,
-    PhaseEvent,
-    Phases,
-    Reached,
-    Role,
-    Tell,
-    Wanted,
-)
+from asyncrl.control.placement import state as st
 from asyncrl.control.reporter import Reporter
 from asyncrl.control.stall_detector import StallDetector, Wait
 from asyncrl.observe.spans import move_spans, phase_span
 from asyncrl.schema.batches import StepDone
-from asyncrl.schema.control import LoadModel, Phase, PhaseReached, ProcessKind, SetPhase
+from asyncrl.schema.control import LoadModel, Phase, PhaseReached, ProcessKind
 
 log = logging.getLogger(__name__)
 
@@ -51,11 +41,21 @@ METRICS: dict[Activity, str] = {
     "train": "placement/train_s",
     "switch": "placement/switch_s",
 }
-ROLES: dict[ProcessKind, Role] = {"learner": "learner", "generator": "generator", "inference": "inference"}
+ROLES: dict[ProcessKind, st.Role] = {"learner": "learner", "generator": "generator", "inference": "inference"}
 
 
 class Switching:
-    """The phases of one run whose placement takes turns."""
+    """The phases of one run whose placement takes turns; at first nobody holds the device.
+
+    Args:
+        peers: Of the run; orders go to them.
+        dispatcher: Held, except in `rollout`.
+        feeder: One step ahead, except in `train`.
+        reporter: Told of switches, for spans.
+        stall_detector: Told that things move.
+        clock: Times phases.
+        judges_too: Inference workers take turns too.
+    """
 
     def __init__(
         self,
@@ -63,29 +63,18 @@ class Switching:
         dispatcher: Dispatcher,
         feeder: BatchFeeder,
         reporter: Reporter,
-        watchdog: StallDetector,
+        stall_detector: StallDetector,
         clock: Clock,
         *,
         judges_too: bool = False,
     ) -> None:
-        """Begin with a device that nobody holds.
-
-        Args:
-            peers: Of the run; orders go to them.
-            dispatcher: Held, except in `rollout`.
-            feeder: One step ahead, except in `train`.
-            reporter: Told of switches, for spans.
-            watchdog: Told that things move.
-            clock: Times phases.
-            judges_too: Inference workers take turns too.
-        """
-        self.phases = Phases()
+        self.phases = st.Phases()
         self._judges_too = judges_too
         self._peers = peers
         self._dispatcher = dispatcher
         self._feeder = feeder
         self._reporter = reporter
-        self._watchdog = watchdog
+        self._stall_detector = stall_detector
         self._clock = clock
         self._announced = -1
         """The version whose weights were announced last."""
@@ -96,7 +85,7 @@ class Switching:
         self._activity: Activity = "start"
         self._activity_number = 0
         self._began_s = self._counted_s = clock.now()
-        self._spent_s: dict[Activity, float] = {}
+        self._spent_s: defaultdict[Activity, float] = defaultdict(float)
         """Seconds by activity since the last step's report."""
         dispatcher.take_turn(False)
         feeder.take_turn(False)
@@ -110,23 +99,23 @@ class Switching:
     def join(self, peer: Peer, model_folder: str) -> None:
         """Take in a learner that is ready, or somebody else who takes turns and may load this model."""
         self._model_folder = model_folder
-        self._handle(Joined(peer.name, ROLES[peer.kind]))
+        self._handle(st.Joined(peer.name, ROLES[peer.kind]))
         self.consider()
 
     def leave(self, name: str, kind: ProcessKind) -> None:
         """Note that a process is gone, one that never joined too."""
         self._told_to_load.discard(name)
-        self._handle(Left(name))
+        self._handle(st.Left(name))
         if kind == "learner":
             self._announced = -1  # the next learner may stand at the same version, and has to put it where it can be had
         self.consider()
 
     def reached(self, answer: PhaseReached) -> None:
         """Take in a process's answer."""
-        self._watchdog.moved(f"phase {answer.phase}", self._clock.now())
+        self._stall_detector.moved(f"phase {answer.phase}", self._clock.now())
         self._answers.append(answer)
-        self._reporter.note_spans(move_spans(answer))
-        self._handle(Reached(answer.name, answer.number))
+        self._reporter.note_spans(*move_spans(answer))
+        self._handle(st.Reached(answer.name, answer.number))
         self.consider()
 
     def announced(self, version: int) -> None:
@@ -136,28 +125,20 @@ class Switching:
 
     def consider(self) -> None:
         """Want another phase, where the one that is on has nothing left to do."""
-        now, feed = self.phases.now, self._feeder
+        now, feed, unjudged = self.phases.now, self._feeder, self._dispatcher.scores.num_open["inference"]
+        is_at_rest = feed.idle and not feed.woken.is_set()
         if now in {"rollout", "inference"} and feed.wants_turn:
-            self._handle(Wanted("train"))
-        elif now == "rollout" and self._is_judging_next:
-            self._handle(Wanted("inference"))
-        elif now == "inference" and feed.is_at_rest and not self._num_unjudged:
-            self._handle(Wanted("rollout"))
-        elif now == "train" and feed.is_at_rest and 0 <= feed.version == self._announced:
-            self._handle(Wanted("inference" if self.phases.has_newcomer("inference") else "rollout"))
-
-    @property
-    def _num_unjudged(self) -> int:
-        return self._dispatcher.scores.num_open("inference")
-
-    @property
-    def _is_judging_next(self) -> bool:
-        """Return whether generation has made what a step needs, or all it can, and models have not judged it."""
-        if not self.phases.has("inference"):
-            return False
-        if self._num_unjudged and self._dispatcher.has_generated_a_step:
-            return True
-        return bool(self._num_unjudged or self.phases.has_newcomer("inference")) and self._dispatcher.has_generated_all
+            self._handle(st.Wanted("train"))
+        elif now == "rollout" and self.phases.has("inference") and (unjudged or self.phases.has_newcomer("inference")):
+            # Models judge once generation has made what a step needs, or all that it can.
+            counts, needed = self._dispatcher.buffer.counts(), self._dispatcher.state.limits.groups_per_step
+            is_step_made = bool(unjudged) and counts.ready < needed <= counts.ready + counts.scoring
+            if is_step_made or all(self._dispatcher.holds_nothing(peer.name) for peer in self._peers.of("generator")):
+                self._handle(st.Wanted("inference"))
+        elif now == "inference" and is_at_rest and not unjudged:
+            self._handle(st.Wanted("rollout"))
+        elif now == "train" and is_at_rest and 0 <= feed.version == self._announced:
+            self._handle(st.Wanted("inference" if self.phases.has_newcomer("inference") else "rollout"))
 
     # -- what is said ----------------------------------------------------------------------------------------------------
 
@@ -178,36 +159,35 @@ class Switching:
 
     def figured(self, done: StepDone) -> StepDone:
         """Return a step's report with the seconds of each phase and of switches since the step before."""
-        self._count(self._clock.now())
-        spent, self._spent_s = self._spent_s, {}
-        return replace(done, metrics=done.metrics | {metric: spent.get(activity, 0.0) for activity, metric in METRICS.items()})
+        self._count()
+        seconds = {metric: self._spent_s[activity] for activity, metric in METRICS.items()}
+        self._spent_s.clear()
+        return replace(done, metrics=done.metrics | seconds)
 
     # -- carrying out ----------------------------------------------------------------------------------------------------
 
-    def _handle(self, event: PhaseEvent) -> None:
+    def _handle(self, event: st.PhaseEvent) -> None:
         for item in self.phases.handle(event):
             match item:
-                case LeavePhase(phase):
+                case st.LeavePhase(phase):
                     self._give_turn(phase, False)
                     self._begin("switch")
-                case Tell(name, order):
+                case st.Tell(name, order):
                     peer = self._peers.get(name)
-                    if peer is not None:
-                        self._tell(peer, order)
-                case EnterPhase(phase):
+                    if peer is None:
+                        continue
+                    # Before the first order that puts something of a process on the device it is told which model.
+                    if (peer.kind == "generator" and peer.num_slots == 0) or (
+                        peer.kind == "inference" and name not in self._told_to_load
+                    ):
+                        self._told_to_load.add(name)
+                        peer.tell(LoadModel(self._model_folder))
+                    peer.tell(order)
+                case st.EnterPhase(phase):
                     took_s, said = self._begin(phase), "; ".join(map(_described, self._answers)) or "nothing moved"
                     log.info("phase %s (switch %d, %.3f s): %s", phase, self.phases.number, took_s, said)
                     self._answers = []
                     self._give_turn(phase, True)
-
-    def _tell(self, peer: Peer, order: SetPhase) -> None:
-        """Give an order, and before the first one that puts something of the process on the device tell it which model."""
-        if peer.kind == "generator" and peer.num_slots == 0:
-            peer.tell(LoadModel(self._model_folder))
-        elif peer.kind == "inference" and peer.name not in self._told_to_load:
-            self._told_to_load.add(peer.name)
-            peer.tell(LoadModel(self._model_folder))
-        peer.tell(order)
 
     def _give_turn(self, phase: Phase, has_turn: bool) -> None:
         if phase == "rollout":
@@ -217,17 +197,19 @@ class Switching:
 
     def _begin(self, activity: Activity) -> float:
         """Begin a phase or a switch; return how long the activity before took."""
-        now = self._clock.now()
-        self._count(now)
+        now = self._count()
         took_s = now - self._began_s
-        self._reporter.note_spans([phase_span(self._activity, self._activity_number, self._began_s, now)])
+        self._reporter.note_spans(phase_span(self._activity, self._activity_number, self._began_s, now))
         self._activity, self._activity_number, self._began_s = activity, self.phases.number, now
-        self._watchdog.moved(f"phase {activity}", now)
+        self._stall_detector.moved(f"phase {activity}", now)
         return took_s
 
-    def _count(self, now: float) -> None:
-        self._spent_s[self._activity] = self._spent_s.get(self._activity, 0.0) + now - self._counted_s
+    def _count(self) -> float:
+        """Count the time of the phase or switch that is on, and return what the clock says."""
+        now = self._clock.now()
+        self._spent_s[self._activity] += now - self._counted_s
         self._counted_s = now
+        return now
 
 
 def _described(answer: PhaseReached) -> str:

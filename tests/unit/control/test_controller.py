@@ -13,18 +13,13 @@ import pytest
 from asyncrl.buffer.open import open_buffer
 from asyncrl.clock import SystemClock
 from asyncrl.config.load import parse_config
-from asyncrl.control.api import RunApi
-from asyncrl.control.batch_feeder import BatchFeeder
+from asyncrl.control.api import ExternalWeights, RunApi
 from asyncrl.control.controller import Controller, RunParts
-from asyncrl.control.dispatcher import Dispatcher
 from asyncrl.control.join import Membership
 from asyncrl.control.launch.processes import plan_processes
 from asyncrl.control.lifecycle.events import DrainRequested, PauseRequested, ProcessUnwanted, ProcessWanted, ResumeRequested
-from asyncrl.control.peers import Peers
-from asyncrl.control.reporter import Reporter
 from asyncrl.control.stall_detector import SLOW_SCORE_S
 from asyncrl.errors import ConnectionClosed
-from asyncrl.observe.sinks import open_sinks
 from asyncrl.schema.batches import StepBatch, StepDone
 from asyncrl.schema.codec import Message
 from asyncrl.schema.control import (
@@ -56,7 +51,7 @@ from asyncrl.schema.samples import (
     logprobs_to_bytes,
 )
 from asyncrl.schema.weights import VersionLive, WeightsAvailable, WeightsManifest
-from asyncrl.tasks.sampler import PromptSequence
+from asyncrl.tasks.task import TaskData
 from asyncrl.transport.local import InProcessListener
 from asyncrl.transport.protocol import Connection, Lane
 from tests.fake_launcher import FakeLauncher
@@ -83,18 +78,13 @@ class World:
             "supervision": {"backoff_s": 0.01},
             **settings,
         })  # fmt: skip
-        clock, peers = SystemClock(), Peers()
         self.launcher = FakeLauncher()
         self.buffer = open_buffer(config, folder, call_soon=asyncio.get_running_loop().call_soon_threadsafe)
-        prompts = PromptSequence([Prompt(f"p{i}", text=f"{i}=", answer="46") for i in range(50)], seed=0)
-        flow = Dispatcher(config, self.buffer, prompts, peers, clock)
-        reporter = Reporter(config, folder, open_sinks(config, folder), clock)
+        task = TaskData([Prompt(f"p{i}", text=f"{i}=", answer="46") for i in range(50)], [])
         self.listener = listener(_hello("controller", "controller"), window)
+        membership = Membership(plan_processes(config), config=config.supervision)
         self.controller = Controller(
-            RunParts(
-                config, folder, self.listener, self.launcher, peers, flow, BatchFeeder(config, flow, clock), reporter, [], clock,
-                resumed=False, membership=Membership(plan_processes(config), config=config.supervision),
-            )
+            RunParts(config, folder, self.buffer, task, self.listener, self.launcher, membership, SystemClock())
         )  # fmt: skip
 
     async def join(self, kind: str, name: str) -> Connection:
@@ -242,7 +232,7 @@ async def test_an_ended_run_sends_no_further_step(tmp_path):
         await _generate(generator, reward, B)
         await learner.send(CheckpointDone(0, str(tmp_path / "checkpoints" / "step-000000"), 0.1), Lane.CONTROL)
         await asyncio.wait_for(world.controller.ending.wait(), 30)
-        world.controller.feeder.wake()
+        world.controller.feeder.woken.set()
         for _ in range(5):
             await asyncio.sleep(0)
         assert world.buffer.counts().taken == 0
@@ -266,7 +256,7 @@ async def test_an_engine_that_took_as_long_as_the_stall_timeout_to_start_is_no_s
         async with asyncio.timeout(30):
             while not (controller.peers.get(late) and controller.peers.get(late).num_slots):
                 await asyncio.sleep(0.01)
-        assert controller.stall_detector.check(running_s + controller.config.supervision.stall_timeout_s + 1e-4, [], {}) is None
+        assert controller.stall_detector.check(running_s + controller.config.supervision.stall_timeout_s + 1e-4, [], {}) == ""
 
 
 async def test_a_process_that_comes_back_over_a_new_connection_is_replaced(tmp_path):
@@ -387,7 +377,7 @@ async def test_an_outside_learners_versions_make_inference_workers_open_the_mode
         api = RunApi(world.controller)
         for number in range(3):
             available = WeightsAvailable(0, "none", "", WeightsManifest((), 0), "", float(number))
-            await api.announce_weights(available, "model")
+            api.announce_weights(ExternalWeights(available, "model"))
         world.controller.peers.get("inference-0").tell(Pause())
         told = [await inference.receive(Lane.CONTROL) for _ in range(2)]
         assert [delivery.message for delivery in told] == [LoadModel("model"), Pause()]
@@ -441,7 +431,7 @@ async def test_a_joining_generator_that_was_cut_off_in_a_pause_and_comes_back_af
         await _next(guest, Pause)
         await guest.close()
         async with asyncio.timeout(30):
-            while world.controller.membership.is_joined(name):
+            while name in world.controller.membership.joined:
                 await asyncio.sleep(0.01)
         world.controller.post(ResumeRequested())
         await world.until("running")
@@ -471,7 +461,7 @@ async def test_a_joining_generator_that_greets_as_it_is_being_given_up_is_let_in
         assert controller.membership.refusal(_hello("generator", name)) == ""
         again = await world.join("generator", name)  # and with that the connection before is over
         async with asyncio.timeout(30):
-            while controller.membership.is_joined(name):
+            while name in controller.membership.joined:
                 await asyncio.sleep(0.01)
         world.listener.may_accept.set()
         assert (await _next(again, LoadModel)).model_folder == "model"
@@ -491,7 +481,7 @@ async def test_a_joining_generator_whose_place_was_given_away_before_it_was_take
         assert membership.refusal(_hello("generator", late)) == ""
         again = await world.join("generator", late)  # and with that the connection before is over
         async with asyncio.timeout(30):
-            while membership.is_joined(late):
+            while late in membership.joined:
                 await asyncio.sleep(0.01)
         assert membership.refusal(_hello("generator", early)) == ""
         guest = await world.join("generator", early)

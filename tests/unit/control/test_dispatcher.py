@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 
 import msgspec
 import pytest
 
+from asyncrl.buffer import events as ev
 from asyncrl.buffer.buffer import Buffer
 from asyncrl.buffer.ledger.records import MemoryLedger
 from asyncrl.buffer.state import BufferLimits, BufferState
@@ -17,7 +17,6 @@ from asyncrl.control.batch_feeder import BatchFeeder
 from asyncrl.control.dispatcher import Dispatcher
 from asyncrl.control.evaluation import Evaluation
 from asyncrl.control.peers import Peers
-from asyncrl.control.scoring import MOST_LOSSES, ScoreDispatcher
 from asyncrl.errors import RunError
 from asyncrl.schema.batches import StepBatch, StepDone
 from asyncrl.schema.control import PROTOCOL, AbortGroup, Hello
@@ -79,7 +78,7 @@ class Bench:
     def pump(self) -> None:
         """Do what the controller's loops do."""
         self.dispatcher.issue()
-        self.dispatcher.send_score_requests()
+        self.dispatcher.scores.dispatch(self.peers)
 
     async def join(self, kind, name):
         far = await self.listener.connect(_hello(kind, name))
@@ -89,11 +88,17 @@ class Bench:
     async def with_generator(self, version: int = 0, slots: int = 64):
         far, peer = await self.join("generator", "generator-0")
         peer.num_slots, peer.live_version = slots, version
-        self.dispatcher.generator_ready("generator-0", slots, version)
+        self.dispatcher.tell(ev.GeneratorReady("generator-0", slots, version))
         return far
 
-    def admission_members(self, name: str) -> int:
-        return self.dispatcher.state.pool.members_on(name)
+    async def full_steps(self, slots: int = 64):
+        """Have as many groups generated and scored as may be; return the generator's end."""
+        far = await self.with_generator(slots=slots)
+        for work in await _works(far, (ETA + 1) * B):
+            for index in work.indices:
+                self.dispatcher.take_sample(_sample(work, index), lambda: None)
+        self.score_everything()
+        return far
 
     def score_everything(self) -> None:
         """Answer every reward request that is waiting, as if a worker had."""
@@ -116,36 +121,14 @@ async def _works(far, count: int) -> list[GroupWork]:
     return works
 
 
-async def test_groups_are_issued_up_to_the_staleness_bound():
-    bench = Bench()
-    far = await bench.with_generator()
-    works = await _works(far, (ETA + 1) * B)
-    assert [work.group_id for work in works] == [0, 1, 2, 3]
-    assert all(work.indices == (0, 1) for work in works)
-    assert bench.buffer.counts().running == 4
-
-
-async def test_a_sample_is_acknowledged_and_its_reward_asked_for():
-    bench = Bench()
-    far = await bench.with_generator()
-    reward, _ = await bench.join("reward", "reward-0")
-    (work,) = await _works(far, 1)
-    acked = []
-    bench.dispatcher.take_sample(_sample(work, 0), lambda: acked.append(True))
-    request = (await asyncio.wait_for(reward.receive(), 30)).message
-    assert isinstance(request, ScoreRequest)
-    assert (request.group_id, request.index, request.text) == (work.group_id, 0, "46")
-    assert acked == [True]
-
-
 async def test_a_generator_gets_groups_as_its_room_allows():
     bench = Bench()
     far = await bench.with_generator(slots=1)
     await _works(far, 1)
-    bench.dispatcher.room_changed("generator-0", 3)
+    bench.dispatcher.tell(ev.RoomChanged("generator-0", 3))
     await _works(far, 1)
     assert bench.buffer.counts().running == 2
-    bench.dispatcher.room_changed("generator-0", 64)
+    bench.dispatcher.tell(ev.RoomChanged("generator-0", 64))
     await _works(far, 2)
 
 
@@ -157,7 +140,7 @@ async def test_a_dead_generators_groups_go_to_another():
     other, peer = await bench.join("generator", "generator-1")
     peer.num_slots, peer.live_version = 64, 0
     bench.dispatcher.generator_dead("generator-0")
-    bench.dispatcher.generator_ready("generator-1", 64, 0)
+    bench.dispatcher.tell(ev.GeneratorReady("generator-1", 64, 0))
     bench.pump()
     again = await _works(other, 4)
     assert {work.group_id: work.indices for work in again} == {0: (1,), 1: (0, 1), 2: (0, 1), 3: (0, 1)}
@@ -166,13 +149,9 @@ async def test_a_dead_generators_groups_go_to_another():
 
 async def test_a_full_step_goes_to_the_learner_and_a_restarted_learner_gets_the_very_same():
     bench = Bench()
-    far = await bench.with_generator()
-    for work in await _works(far, 4):
-        for index in work.indices:
-            bench.dispatcher.take_sample(_sample(work, index), lambda: None)
-    bench.score_everything()
+    await bench.full_steps()
     feed = BatchFeeder(bench.config, bench.dispatcher, bench.clock)
-    bench.dispatcher.changed = feed.wake
+    bench.dispatcher.changed = feed.woken.set
     learner, peer = await bench.join("learner", "learner")
     async with asyncio.TaskGroup() as group:
         running = group.create_task(_feed(feed))
@@ -201,7 +180,7 @@ async def test_a_generator_is_told_to_stop_at_a_group_that_is_stale_before_it_is
     bench.dispatcher.take_sample(_sample(slow, 0), lambda: None)
     for step in range(ETA + 1):
         bench.buffer.version_published(step)
-        bench.dispatcher.version_live("generator-0", step)
+        bench.dispatcher.tell(ev.VersionIsLive("generator-0", step))
         quick += await _works(far, B * (step > 0))
         for work in quick[B * step : B * (step + 1)]:
             for index in work.indices:
@@ -212,68 +191,34 @@ async def test_a_generator_is_told_to_stop_at_a_group_that_is_stale_before_it_is
     assert bench.buffer.counts().dropped == {"stale": 1}
     order = (await asyncio.wait_for(far.receive(Lane.CONTROL), 30)).message
     assert order == AbortGroup(slow.group_id)
-    members = bench.admission_members("generator-0")
+    members = bench.buffer.state.pool.members_on("generator-0")
     acked = []
     failure = SampleFailure(slow.group_id, 1, slow.attempt, "generate", "aborted after 7 tokens")
     assert bench.dispatcher.take_failure(failure, "generator-0", lambda: acked.append(True)) is False
     assert acked == [True]
-    assert bench.admission_members("generator-0") == members - 1
+    assert bench.buffer.state.pool.members_on("generator-0") == members - 1
 
 
-async def test_an_outside_learner_takes_a_step_at_a_time():
-    bench = Bench()
-    far = await bench.with_generator()
-    for work in await _works(far, 4):
-        for index in work.indices:
-            bench.dispatcher.take_sample(_sample(work, index), lambda: None)
-    bench.score_everything()
-    config = parse_config({"num_steps": 4, "learner": {"kind": "external"}, "algorithm": {"groups_per_step": B, "group_size": G}})
-    feed = BatchFeeder(config, bench.dispatcher, bench.clock)
-    feed.hold(False)
-    ending = asyncio.Event()
-    taken = await asyncio.wait_for(feed.take_outside(ending), 30)
-    assert [len(group.members) for group in taken.groups] == [G, G]
-    with pytest.raises(RunError, match="report it with `trained`"):
-        await feed.take_outside(ending)
+async def test_an_outside_learner_takes_a_step_at_a_time_and_again_after_a_restart():
+    bench = Bench(learner={"kind": "external"})
+    await bench.full_steps()
+    feed, ending = BatchFeeder(bench.config, bench.dispatcher, bench.clock), asyncio.Event()
+    async with asyncio.timeout(30), asyncio.TaskGroup() as group:
+        takers = [group.create_task(feed.take_outside(ending)), group.create_task(_refused(feed.take_outside(ending)))]
+        await asyncio.sleep(0)
+        feed.hold(False)
+    assert [len(each.members) for each in takers[0].result().groups] == [G, G]
+    assert "report it with `trained`" in takers[1].result()
+    assert BatchFeeder(bench.config, bench.dispatcher, bench.clock).version == 0  # it was taken and not trained
     feed.step_done(feed.outside_step(0, {}, 1.0))
     with pytest.raises(RunError, match="not in hand"):
         feed.outside_step(0, {}, 1.0)
 
 
-async def test_a_step_that_outside_code_took_and_did_not_train_is_handed_out_again_after_a_restart():
-    bench = Bench()
-    far = await bench.with_generator()
-    for work in await _works(far, 4):
-        for index in work.indices:
-            bench.dispatcher.take_sample(_sample(work, index), lambda: None)
-    bench.score_everything()
-    bench.buffer.take(0, 0.0)
-    config = parse_config({"num_steps": 4, "learner": {"kind": "external"}, "algorithm": {"groups_per_step": B, "group_size": G}})
-    feed = BatchFeeder(config, bench.dispatcher, bench.clock)
-    assert feed.version == 0
-
-
-async def test_two_outside_takers_never_get_the_same_groups():
-    bench = Bench()
-    far = await bench.with_generator()
-    for work in await _works(far, 4):
-        for index in work.indices:
-            bench.dispatcher.take_sample(_sample(work, index), lambda: None)
-    bench.score_everything()
-    config = parse_config({"num_steps": 4, "learner": {"kind": "external"}, "algorithm": {"groups_per_step": B, "group_size": G}})
-    feed = BatchFeeder(config, bench.dispatcher, bench.clock)
-    taken = []
-
-    async def take() -> None:
-        with contextlib.suppress(RunError):
-            taken.append(await feed.take_outside(asyncio.Event()))
-
-    async with asyncio.timeout(30), asyncio.TaskGroup() as group:
-        for _ in range(2):
-            group.create_task(take())
-        await asyncio.sleep(0)
-        feed.hold(False)
-    assert [groups.step for groups in taken] == [0]
+async def _refused(work) -> str:
+    with pytest.raises(RunError) as refusal:
+        await work
+    return str(refusal.value)
 
 
 async def test_an_outside_group_is_checked_and_takes_a_place():
@@ -290,15 +235,16 @@ async def test_an_outside_group_is_checked_and_takes_a_place():
 
 async def test_an_evaluation_survives_its_generator_and_never_enters_the_ledger():
     bench = Bench()
-    bench.dispatcher.hold(evaluation_too=False)
+    bench.dispatcher.hold(groups=True, evaluation=False)
     far = await bench.with_generator()
     evaluation = Evaluation(bench.config, [Prompt(f"h{i}", text="1=", answer="46") for i in range(5)], 0, 0.0)
-    bench.dispatcher.start_evaluation(evaluation)
+    bench.dispatcher.evaluation = evaluation
+    bench.dispatcher.changed()
     works = await _works(far, 3)
     assert all(work.purpose == "eval" and work.group_id < 0 for work in works)
     other, peer = await bench.join("generator", "generator-1")
     peer.num_slots, peer.live_version = 64, 0
-    bench.dispatcher.generator_ready("generator-1", 64, 0)
+    bench.dispatcher.tell(ev.GeneratorReady("generator-1", 64, 0))
     bench.peers.remove(bench.peers.get("generator-0"))
     bench.dispatcher.generator_dead("generator-0")
     for work in await _works(other, 3):
@@ -308,20 +254,6 @@ async def test_an_evaluation_survives_its_generator_and_never_enters_the_ledger(
     assert evaluation.done
     assert evaluation.report(2.0).accuracy == pytest.approx(1 / 3)
     assert bench.buffer.counts().issued == 0
-
-
-async def test_a_sample_that_kills_reward_workers_is_given_up():
-    listener = InProcessListener(_hello("controller", "controller"))
-    peers, desk = Peers(), ScoreDispatcher()
-    desk.ask(ScoreRequest(1, 0, 1, Prompt("p"), "x", "stop", 1), None, 0.0)
-    verdicts = []
-    for _ in range(MOST_LOSSES):
-        await listener.connect(_hello("reward", "reward-0"))
-        peers.add(await listener.accept())
-        desk.dispatch(peers)
-        verdicts = desk.worker_lost("reward-0")
-    assert len(desk) == 0
-    assert "died" in verdicts[0].error
 
 
 JUDGE = {"reward_models": [{"name": "judge", "path": "/judge", "weight": 2.0}]}
@@ -366,28 +298,15 @@ async def test_rules_and_models_are_asked_at_once_and_the_score_is_complete_when
     bench.buffer.check()
 
 
-async def test_without_rules_only_the_models_are_asked():
-    bench = Bench(inference=JUDGE, reward={"functions": []})
-    far = await bench.with_generator()
-    reward, _ = await bench.join("reward", "reward-0")
-    inference, _ = await bench.join("inference", "inference-0")
-    (work,) = await _works(far, 1)
-    bench.dispatcher.take_sample(_sample(work, 0), lambda: None)
-    score = bench.dispatcher.take_answer(_result(await _next(inference)), lambda: None)
-    assert score.reward == 0.5
-    assert bench.dispatcher.scores.num_open("reward") == 0
-    with pytest.raises(TimeoutError):
-        await asyncio.wait_for(reward.receive(), 0.05)
-
-
 async def test_an_evaluation_sample_is_judged_by_reward_models_and_not_by_the_reference():
     for settings, asks_models in (({"inference": JUDGE}, True), ({}, False)):
         bench = Bench(REFERENCE, **settings)
-        bench.dispatcher.hold(evaluation_too=False)
+        bench.dispatcher.hold(groups=True, evaluation=False)
         far = await bench.with_generator()
         inference, _ = await bench.join("inference", "inference-0")
         reward, _ = await bench.join("reward", "reward-0")
-        bench.dispatcher.start_evaluation(Evaluation(bench.config, [Prompt("h", text="1=", answer="46")], 0, 0.0))
+        bench.dispatcher.evaluation = Evaluation(bench.config, [Prompt("h", text="1=", answer="46")], 0, 0.0)
+        bench.dispatcher.changed()
         (work,) = await _works(far, 1)
         bench.dispatcher.take_sample(_sample(work, 0), lambda: None)
         bench.dispatcher.take_answer(_score(await _next(reward)), lambda: None)
@@ -408,20 +327,7 @@ async def test_after_a_resume_both_are_asked_again_for_what_has_no_score():
     again = Bench(REFERENCE, inference=JUDGE)
     again.dispatcher.buffer = bench.buffer
     again.dispatcher.pick_up()
-    assert (again.dispatcher.scores.num_open("reward"), again.dispatcher.scores.num_open("inference")) == (2, 2)
+    assert (again.dispatcher.scores.num_open["reward"], again.dispatcher.scores.num_open["inference"]) == (2, 2)
     inference, _ = await again.join("inference", "inference-0")
     again.pump()
     assert [(await _next(inference)).group_id for _ in range(2)] == [work.group_id for work in works]
-
-
-async def test_what_a_dead_inference_worker_held_is_asked_of_another():
-    bench = Bench(REFERENCE)
-    far = await bench.with_generator()
-    dead, peer = await bench.join("inference", "inference-0")
-    (work,) = await _works(far, 1)
-    bench.dispatcher.take_sample(_sample(work, 0), lambda: None)
-    request = await _next(dead)
-    bench.peers.remove(peer)
-    other, _ = await bench.join("inference", "inference-1")
-    bench.dispatcher.judge_dead("inference-0")
-    assert await _next(other) == request

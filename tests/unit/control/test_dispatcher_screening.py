@@ -6,6 +6,7 @@ import logging
 
 import pytest
 
+from asyncrl.buffer import events as ev
 from asyncrl.buffer.open import open_buffer
 from asyncrl.buffer.payloads import TakenStep
 from asyncrl.clock import VirtualClock
@@ -38,14 +39,14 @@ class Run:
 
     def pump(self):
         self.dispatcher.issue()
-        self.dispatcher.send_score_requests()
+        self.dispatcher.scores.dispatch(self.peers)
 
     async def start(self):
         listener = InProcessListener(Hello(PROTOCOL, "controller", "controller", "1", 0))
         self.far = await listener.connect(Hello(PROTOCOL, "generator", "generator-0", "1", 0))
         peer = self.peers.add(await listener.accept())
         peer.num_slots = 64
-        self.dispatcher.generator_ready("generator-0", 64, 0)
+        self.dispatcher.tell(ev.GeneratorReady("generator-0", 64, 0))
 
     async def next_work(self):
         delivery = await self.far.receive()
@@ -85,7 +86,7 @@ async def test_when_nothing_has_spread_the_run_still_comes_to_its_end_and_says_w
                 run.answer(await run.next_work(), [1.0, 1.0], version=step)
             run.buffer.mark_trained(step, 0.0)
             run.buffer.version_published(step + 1)
-            run.dispatcher.version_live("generator-0", step + 1)
+            run.dispatcher.tell(ev.VersionIsLive("generator-0", step + 1))
     assert run.buffer.counts().dropped == {"no spread": 3 * B}
     assert run.buffer.counts().trained == NUM_STEPS * B
     (message,) = [record.getMessage() for record in caplog.records]

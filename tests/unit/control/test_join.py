@@ -262,8 +262,8 @@ def test_a_silent_joined_generator_is_overdue_until_it_is_gone():
     membership = Membership(PLAN, 1, SupervisionConfig(heartbeat_s=100.0, heartbeat_timeout_s=5.0))
     membership.refusal(_hello("joined-b-7-0"))
     membership.connected("joined-b-7-0", 0.0)
-    membership.beat("joined-b-7-0", 4.0)
-    assert membership.overdue(8.0) == {}
-    assert membership.overdue(10.0) == {"joined-b-7-0": "joined-b-7-0 sent no heartbeat for 6 s"}
+    membership.heartbeats.beat("joined-b-7-0", 4.0)
+    assert membership.heartbeats.overdue(8.0) == {}
+    assert membership.heartbeats.overdue(10.0) == {"joined-b-7-0": "joined-b-7-0 sent no heartbeat for 6 s"}
     membership.gone("joined-b-7-0", said_goodbye=False)
-    assert membership.overdue(20.0) == {}
+    assert membership.heartbeats.overdue(20.0) == {}

@@ -30,7 +30,7 @@ async def test_what_cannot_be_closed_keeps_nothing_else_open(tmp_path):
     (tmp_path / SPANS_FILE).symlink_to("/dev/full")
     sinks = [Destination(), Destination("no network"), Destination()]
     reporter = Reporter(RunConfig(), tmp_path, MetricSinks(sinks), VirtualClock())
-    reporter.note_judged(Score(0, 0, 1, 1.0))
+    reporter.note_answer(Score(0, 0, 1, 1.0), None)
     with pytest.raises(OSError, match=r"No space left|no network"):
         await reporter.close(tmp_path)
     assert all(sink.is_closed for sink in sinks)

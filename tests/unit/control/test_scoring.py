@@ -1,4 +1,4 @@
-"""The scoring desk: two halves make a score, whatever dies or comes twice on the way."""
+"""Scores: two halves make a score, whatever dies or comes twice on the way."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from asyncrl.control.peers import Peers
-from asyncrl.control.scoring import MOST_LOSSES, ScoreDispatcher, infer_request, merge_score
+from asyncrl.control.scoring import MOST_LOSSES, ScoreDispatcher, merge_score
 from asyncrl.errors import ConnectionClosed
 from asyncrl.schema.control import PROTOCOL, Hello
 from asyncrl.schema.samples import (
     InferRequest,
     InferResult,
     Prompt,
-    Sample,
     Score,
     ScoreRequest,
     ids_to_bytes,
@@ -79,34 +78,14 @@ def test_a_score_is_complete_when_both_have_answered_in_either_order(first):
     assert len(desk) == 0
 
 
-def test_an_answer_that_comes_twice_completes_nothing():
-    desk = ScoreDispatcher(WEIGHTS)
-    desk.ask(_rules(), _models(), 0.0)
-    assert desk.take(_score()) is None
-    assert desk.take(_score(reward=9.0)) is None
-    assert desk.take(_result()).parts["match"] == 1.0
-    assert desk.take(_result()) is None
-    assert desk.take(_score()) is None
-
-
 def test_asking_again_for_an_open_score_changes_nothing():
     desk = ScoreDispatcher(WEIGHTS)
     desk.ask(_rules(), _models(), 1.0)
     desk.take(_score())
     desk.ask(_rules(), _models(), 2.0)
-    assert (desk.num_open("reward"), desk.num_open("inference"), len(desk)) == (0, 1, 1)
+    assert (desk.num_open["reward"], desk.num_open["inference"], len(desk)) == (0, 1, 1)
     assert desk.open_since_s("inference") == 1.0
     assert desk.open_since_s("reward") is None
-
-
-def test_either_half_alone_is_a_score():
-    desk = ScoreDispatcher(WEIGHTS)
-    desk.ask(_rules(), None, 0.0)
-    assert desk.take(_result()) is None
-    assert desk.take(_score()) == _score()
-    desk.ask(None, _models(), 0.0)
-    score = desk.take(_result())
-    assert (score.reward, score.worker, score.attempt) == (0.0, "inference-0", 0)
 
 
 def test_an_error_of_either_half_fails_the_sample_with_both_reasons():
@@ -116,15 +95,6 @@ def test_an_error_of_either_half_fails_the_sample_with_both_reasons():
     assert merge_score(None, _result(error="too long"), WEIGHTS).error == "too long"
 
 
-def test_an_evaluation_sample_is_not_taken_for_a_training_sample():
-    desk = ScoreDispatcher(WEIGHTS)
-    desk.ask(None, _models(), 0.0)
-    sample = Sample(1, 0, 1, b"", b"", b"", b"", "stop", "", "g", 0.0, 1.0, purpose="eval")
-    assert infer_request(sample, 0.5).temperature == 0.5
-    desk.ask(None, infer_request(sample, 1.0), 0.0)
-    assert len(desk) == 2
-
-
 def test_a_sample_that_kills_inference_workers_is_given_up_and_its_other_half_still_counts():
     desk, peers = ScoreDispatcher(WEIGHTS), Peers()
     desk.ask(_rules(), _models(), 0.0)
@@ -132,7 +102,7 @@ def test_a_sample_that_kills_inference_workers_is_given_up_and_its_other_half_st
         peers.add(FakeConnection("inference", "inference-0"))
         desk.dispatch(peers)
         assert desk.worker_lost("inference-0") == []
-    assert desk.num_open("inference") == 0
+    assert desk.num_open["inference"] == 0
     score = desk.take(_score())
     assert "3 workers died while they held this sample, the last was inference-0" in score.error
 
@@ -197,8 +167,8 @@ class DeskMachine(RuleBasedStateMachine):
     @invariant()
     def open_halves_belong_to_open_scores(self):
         open_members = set(self.asked) - set(self.complete)
-        assert self.desk.num_open("reward") <= sum(self.asked[member][0] for member in open_members)
-        assert self.desk.num_open("inference") <= sum(self.asked[member][1] for member in open_members)
+        assert self.desk.num_open["reward"] <= sum(self.asked[member][0] for member in open_members)
+        assert self.desk.num_open["inference"] <= sum(self.asked[member][1] for member in open_members)
 
     def teardown(self):
         for _ in range(4 * len(self.asked) + 4):
@@ -206,7 +176,7 @@ class DeskMachine(RuleBasedStateMachine):
             for name in self.connections:
                 self.answer(name, 0)
         assert len(self.desk) == 0, "an asked score never became complete"
-        assert self.desk.num_open("reward") == self.desk.num_open("inference") == 0
+        assert self.desk.num_open["reward"] == self.desk.num_open["inference"] == 0
 
 
 TestDesk = DeskMachine.TestCase

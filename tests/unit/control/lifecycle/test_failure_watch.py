@@ -47,7 +47,7 @@ def test_a_run_whose_first_samples_all_fail_ends_with_the_cause():
 
 def test_a_run_that_has_scored_ends_only_by_its_share():
     watch = FailureWatch(0.5)
-    watch.sample_scored()
+    watch.any_scored = True
     for number in range(WINDOW_GROUPS - 1):
         watch.sample_failed("generate", KIND, "no")
         watch.group_failed(f"p{number}", KIND)
@@ -59,7 +59,7 @@ def test_a_run_that_has_scored_ends_only_by_its_share():
 @pytest.mark.parametrize("seed", range(20))
 def test_the_share_is_that_of_the_newest_groups_and_the_verdict_follows_it(seed):
     chance, watch, story = random.Random(seed), FailureWatch(0.4), []
-    watch.sample_scored()
+    watch.any_scored = True
     for number in range(300):
         story.append(chance.random() < 0.35)
         if story[-1]:
@@ -77,7 +77,7 @@ def test_the_share_is_that_of_the_newest_groups_and_the_verdict_follows_it(seed)
 
 def test_a_prompt_that_failed_four_times_is_set_aside_and_named():
     watch = FailureWatch(0.5)
-    watch.sample_scored()
+    watch.any_scored = True
     assert [watch.group_failed("p1", KIND) for _ in range(4)] == [False, False, False, True]
     assert watch.set_aside == {"p1": KIND}
 

@@ -17,7 +17,7 @@ from asyncrl.control.lifecycle.events import DrainRequested, ProcessPlan, Proces
 from asyncrl.control.lifecycle.pid_file import read_pids
 from asyncrl.control.lifecycle.state import Lifecycle
 from asyncrl.control.lifecycle.supervisor import Supervisor, SupervisorCallbacks
-from asyncrl.schema.control import Heartbeat, ProcessKind
+from asyncrl.schema.control import ProcessKind
 from asyncrl.schema.status import Phase
 from tests.fake_launcher import FakeLauncher
 
@@ -101,15 +101,15 @@ async def test_silent_process_is_terminated_then_killed(tmp_path: Path) -> None:
     async with running(world):
         generator = await world.launcher.started("generator-0")
         for name in ("generator-0", "learner"):
-            world.supervisor.note_heartbeat(Heartbeat(name, sent_s=0.0))
+            world.lifecycle.heartbeats.beat(name, world.clock.now())
         for _ in range(12):
             await world.advance(1.0)
-            world.supervisor.note_heartbeat(Heartbeat("learner", sent_s=world.clock.now()))
+            world.lifecycle.heartbeats.beat("learner", world.clock.now())
         assert generator.terminated == 1
         assert generator.alive
         for _ in range(4):
             await world.advance(1.0)
-            world.supervisor.note_heartbeat(Heartbeat("learner", sent_s=world.clock.now()))
+            world.lifecycle.heartbeats.beat("learner", world.clock.now())
         assert not generator.alive
         assert world.dead == ["generator-0"]
 

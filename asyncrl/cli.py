@@ -255,7 +255,6 @@ def plan(
             "--set", metavar="FIELD=VALUE", help="Any other field: has_reference=true, lora_rank=16, dollars_per_hour=2, ..."
         ),
     ] = [],  # noqa: B006 - typer copies it
-    textbook: Annotated[bool, typer.Option("--textbook", help="Also the arithmetic on paper.")] = False,
     validate: Annotated[
         bool, typer.Option("--validate", help="Train a little on the CPU and compare its peak memory with the formulas.")
     ] = False,
@@ -271,18 +270,13 @@ def plan(
         raise ConfigError("name a model to plan for, as `asyncrl plan 7B`; `asyncrl plan --validate` needs none")
     from asyncrl.plan.cli_args import ask
     from asyncrl.plan.planner import plan as make_plan
-    from asyncrl.plan.report import plan_text, plan_values, textbook_text
+    from asyncrl.plan.report import plan_text, plan_values
 
     question = ask(
         model, hardware, algorithm=algorithm, placement=placement, critic=critic, reward_model=reward_model, overrides=overrides,
     )  # fmt: skip
     made = make_plan(question)
-    if as_json:
-        print(json.dumps(plan_values(made)))
-        return
-    print(plan_text(made))
-    if textbook:
-        print(f"\n{textbook_text(made)}")
+    print(json.dumps(plan_values(made)) if as_json else plan_text(made))
 
 
 @app.command("simulate")
@@ -306,7 +300,7 @@ def simulate_run(
     import dataclasses
 
     from asyncrl.plan.cli_args import scenario_of, sweep
-    from asyncrl.plan.report import table
+    from asyncrl.plan.report import plot, table
     from asyncrl.plan.simulator.measured import scenario_of_run
     from asyncrl.plan.simulator.scenario import Scenario
 
@@ -314,8 +308,6 @@ def simulate_run(
     rows = sweep(scenario, over, _print_progress if sys.stderr.isatty() else None)
     print(json.dumps([{"value": value, **dataclasses.asdict(made)} for value, made in rows]) if as_json else table(rows, over))
     if picture is not None:
-        from asyncrl.plan.plot import plot
-
         plot(rows, over, picture)
 
 

@@ -19,3 +19,8 @@ class _Stage(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 class _Variant(_Stage, frozen=True, tag_field="kind"):
     """One of several under the same field, told apart by `kind`."""
+
+    @property
+    def kind(self) -> str:
+        """The tag."""
+        return str(self.__struct_config__.tag)

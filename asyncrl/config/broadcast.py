@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
-
-from msgspec import Meta
+from typing import Literal
 
 from asyncrl.config import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, _Stage, _Variant
 
@@ -77,8 +75,6 @@ class DeltaConfig(_Stage, frozen=True):
 
     full_every: PositiveInt = 20
     """Every n-th version is also made fetchable whole, where the medium does not hold the newest one whole anyway."""
-    compression_level: Annotated[int, Meta(ge=1, le=19)] = 1
-    """Of zstd; more costs time and, on the bytes of deltas, makes them no smaller."""
     max_share: Fraction = 0.5
     """A delta larger than this share of the whole is not sent; the whole is."""
 

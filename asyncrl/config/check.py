@@ -1,324 +1,185 @@
 """What a run's parts ask of each other, checked when the config is read.
 
 Names, lengths, evaluation, rewards, data, inference, learner, vLLM servers, outside code. Algorithms are checked in
-algorithm_table.py, devices and machines in placement_rules.py.
+algorithm_table.py, devices and machines in placement_rules.py. Every check raises ConfigError with the fields, what they say and
+what to write instead.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from urllib.parse import SplitResult, urlsplit
+from urllib.parse import urlsplit
 
 from asyncrl.config.broadcast import CUDAIPCMedium, NCCLMedium
 from asyncrl.config.generate import TransformersEngineConfig, VLLMServerEngineConfig
 from asyncrl.config.learner import LearnerConfig, ScratchModel
+from asyncrl.config.medium_choice import is_loopback
 from asyncrl.config.reward import OverlongPenalty, PreferenceReward, reward_names
 from asyncrl.config.run import RunConfig
 from asyncrl.config.tasks import PreferencesTask
 from asyncrl.errors import ConfigError
 
 MOST_NAME_BYTES = 200
+REFERENCE = "reference"
+"""The name that the reference has among an inference worker's models."""
+NO_EVALUATION = "set eval.at_start = false, eval.at_end = false and eval.every_steps = 0"
 
 
 def check_run(config: RunConfig) -> None:
-    """Refuse what each part allows on its own but the whole does not.
-
-    Raises:
-        ConfigError: Two fields contradict each other; the message names both.
-    """
-    _check_name(config.name)
-    _check_groups(config)
-    _check_lengths(config)
-    _check_scratch_model(config)
-    _check_evaluation(config)
-    _check_rewards(config)
-    _check_outside_code(config)
-    _check_deltas(config)
-
-
-def _check_name(name: str) -> None:
-    """A name is one folder's, below `folder`."""
+    """Check the run's name, group sizes, lengths, model sizes and evaluation, and that something scores."""
+    name, model, engine, evaluation = config.name, config.model, config.generate.engine, config.eval
     if name in {"", ".", ".."} or name != name.strip() or len(name.encode()) > MOST_NAME_BYTES or set(name) & set("/\\\0"):
-        raise ConfigError(
-            f"name {name!r} cannot be a folder of its own: it must be 1 to {MOST_NAME_BYTES} bytes without / or \\, and neither "
-            "'.' nor '..'; `folder` says where runs lie"
-        )
-
-
-def _check_groups(config: RunConfig) -> None:
+        raise ConfigError(f"name {name!r} cannot be a folder: take 1 to {MOST_NAME_BYTES} bytes without / or \\")
     least, group_size = config.buffer.min_group_members, config.algorithm.group_size
     if least > max(group_size, 2):
         raise ConfigError(f"buffer.min_group_members must be at most algorithm.group_size ({group_size}), got {least}")
-
-
-def _check_lengths(config: RunConfig) -> None:
-    sample, response = config.generate.engine.max_sequence_tokens, config.generate.sampling.max_new_tokens
-    if response >= sample:
+    longest, response, row = engine.max_sequence_tokens, config.generate.sampling.max_new_tokens, config.packing.tokens_per_row
+    if response >= longest:
         raise ConfigError(
-            f"generate.sampling.max_new_tokens ({response}) must be under generate.engine.max_sequence_tokens ({sample}): "
-            "prompt and response share it"
+            f"generate.sampling.max_new_tokens ({response}) must be under generate.engine.max_sequence_tokens ({longest}), "
+            "which holds the prompt too"
         )
-    if sample > config.packing.tokens_per_row:
-        raise ConfigError(
-            f"packing.tokens_per_row ({config.packing.tokens_per_row}) must be at least generate.engine.max_sequence_tokens "
-            f"({sample}): a sample is never split"
-        )
-
-
-def _check_scratch_model(config: RunConfig) -> None:
-    model, engine = config.model, config.generate.engine
-    if not isinstance(model, ScratchModel):
-        return
-    if model.hidden_size % model.num_heads:
+    if longest > row:
+        raise ConfigError(f"packing.tokens_per_row ({row}) must be at least generate.engine.max_sequence_tokens ({longest})")
+    if isinstance(model, ScratchModel) and model.hidden_size % model.num_heads:
         raise ConfigError(f"model.hidden_size ({model.hidden_size}) must be a multiple of model.num_heads ({model.num_heads})")
-    if isinstance(engine, TransformersEngineConfig) and engine.max_sequence_tokens > model.max_positions:
+    is_bounded = isinstance(engine, TransformersEngineConfig) or engine.replays
+    if isinstance(model, ScratchModel) and is_bounded and longest > model.max_positions:
         raise ConfigError(
-            f"generate.engine.max_sequence_tokens ({engine.max_sequence_tokens}) must be at most model.max_positions "
-            f"({model.max_positions})"
+            f"generate.engine.max_sequence_tokens ({longest}) must be at most model.max_positions ({model.max_positions})"
         )
-
-
-def _check_evaluation(config: RunConfig) -> None:
-    if config.generate.num_workers == 0 and (config.eval.at_start or config.eval.at_end or config.eval.every_steps):
-        raise ConfigError(
-            "generate.num_workers is 0, so nobody can generate evaluation samples: set eval.at_start = false, "
-            "eval.at_end = false and eval.every_steps = 0"
-        )
-
-
-def _check_rewards(config: RunConfig) -> None:
+    evaluates = evaluation.at_start or evaluation.at_end or evaluation.every_steps
+    if evaluates and (config.generate.num_workers == 0 or engine.replays):
+        raise ConfigError(f"nobody generates evaluation samples without a generator that holds a model: {NO_EVALUATION}")
     if not config.reward.functions and not config.inference.reward_models:
-        raise ConfigError(
-            "reward.functions is empty: name at least one reward, for example [[reward.functions]] kind = 'answer_match'"
-        )
-
-
-def _check_outside_code(config: RunConfig) -> None:
-    """Inference workers open their models once the run's model folder is known."""
+        raise ConfigError("reward.functions is empty: name at least one reward, as [[reward.functions]] kind = 'answer_match'")
     all_outside = config.learner.kind == "external" and config.generate.num_workers == 0
-    if all_outside and config.needs_inference and isinstance(config.model, ScratchModel):
+    if all_outside and config.needs_inference and isinstance(model, ScratchModel):
         raise ConfigError(
-            "learner.kind = 'external' with generate.num_workers = 0 and model.kind = 'scratch' leaves nobody to name the "
-            "model's folder, and the inference workers that [inference] or algorithm.reference asks for would wait for ever: set "
-            "model.kind = 'pretrained' and model.path"
+            "inference workers would wait for a model for ever: with learner.kind = 'external' and generate.num_workers = 0, "
+            "set model.kind = 'pretrained' and model.path"
         )
-
-
-def _check_deltas(config: RunConfig) -> None:
     medium = config.broadcast.medium
     if config.broadcast.delta is not None and isinstance(medium, NCCLMedium | CUDAIPCMedium):
         raise ConfigError(
-            f"broadcast.delta needs a copy of the version before on the generator's side, and broadcast.medium.kind "
-            f"{medium.__struct_config__.tag!r} ends in the engine's own memory: take shared_memory, files or zeromq, or leave "
-            "broadcast.delta out"
+            f"broadcast.delta needs a copy of the version before, and broadcast.medium.kind {medium.kind!r} keeps none: take "
+            "shared_memory, files or zeromq, or leave broadcast.delta out"
         )
 
 
 def check_data(config: RunConfig) -> None:
-    """Refuse mixes of task, engine, rewards and packing that cannot train what they say.
-
-    Raises:
-        ConfigError: Names the fields, what they say, and what to write instead.
-    """
-    _check_penalties(config)
-    if config.algorithm.kind == "dpo":
-        _check_pairs(config)
-    replays = config.generate.engine.replays
-    if isinstance(config.task, PreferencesTask) != replays:
-        raise ConfigError(
-            "task.kind = 'preferences' and generate.engine.kind = 'replay' go together: the one has the answers that the other "
-            "gives back"
-        )
-    if replays:
-        _check_replay(config)
-    elif any(isinstance(function, PreferenceReward) for function in config.reward.functions):
-        raise ConfigError("reward.functions: 'preference' judges the answers of task.kind = 'preferences'; take another reward")
-
-
-def _check_penalties(config: RunConfig) -> None:
-    longest = config.generate.sampling.max_new_tokens
+    """Check that task, engine, rewards and packing go together."""
+    longest, row, sampling = config.generate.engine.max_sequence_tokens, config.packing.tokens_per_row, config.generate.sampling
+    algorithm, replays = config.algorithm, config.generate.engine.replays
     for function in config.reward.functions:
-        if not isinstance(function, OverlongPenalty):
-            continue
-        if function.buffer_tokens > function.max_tokens:
+        if isinstance(function, OverlongPenalty) and function.buffer_tokens > function.max_tokens:
             raise ConfigError(
                 f"reward.functions overlong: buffer_tokens ({function.buffer_tokens}) must be at most max_tokens "
                 f"({function.max_tokens})"
             )
-        if function.max_tokens > longest:
+        if isinstance(function, OverlongPenalty) and function.max_tokens > sampling.max_new_tokens:
             raise ConfigError(
                 f"reward.functions overlong: max_tokens ({function.max_tokens}) must be at most "
-                f"generate.sampling.max_new_tokens ({longest}): no answer gets longer, so the penalty would not reach -1"
+                f"generate.sampling.max_new_tokens ({sampling.max_new_tokens}), the longest answer there is"
             )
-
-
-def _check_pairs(config: RunConfig) -> None:
-    longest, row = config.generate.engine.max_sequence_tokens, config.packing.tokens_per_row
-    if row < 2 * longest:
+    if algorithm.kind == "dpo" and row < 2 * longest:
         raise ConfigError(
-            f"packing.tokens_per_row ({row}) must be at least {2 * longest}, twice generate.engine.max_sequence_tokens "
-            f"({longest}): algorithm.kind = 'dpo' trains the two answers of a pair in one row"
+            f"packing.tokens_per_row ({row}) must be at least {2 * longest}, twice generate.engine.max_sequence_tokens, as "
+            "algorithm.kind = 'dpo' trains both answers of a pair in one row"
         )
-    if config.buffer.policy == "mask":
+    if algorithm.kind == "dpo" and config.buffer.policy == "mask":
+        raise ConfigError("buffer.policy = 'mask' cuts old tokens out and 'dpo' compares whole answers: take 'wait' or 'drop'")
+    if isinstance(config.task, PreferencesTask) != replays:
+        raise ConfigError("task.kind = 'preferences' and generate.engine.kind = 'replay' go together: set both or neither")
+    if not replays and any(isinstance(function, PreferenceReward) for function in config.reward.functions):
+        raise ConfigError("reward.functions: 'preference' judges the answers of task.kind = 'preferences'; take another")
+    if replays and (algorithm.kind != "dpo" or algorithm.group_size != 2):
         raise ConfigError(
-            "buffer.policy = 'mask' cuts old tokens out of answers, and algorithm.kind = 'dpo' compares whole answers: take "
-            "'wait' or 'drop'"
+            f"task.kind = 'preferences' gives two answers a prompt: set algorithm.kind = 'dpo' (is {algorithm.kind!r}) and "
+            f"algorithm.group_size = 2 (is {algorithm.group_size})"
         )
-
-
-def _check_replay(config: RunConfig) -> None:
-    algorithm, evaluation = config.algorithm, config.eval
-    if algorithm.kind != "dpo" or algorithm.group_size != 2:
+    if replays and sampling.temperature != 1.0:
         raise ConfigError(
-            "task.kind = 'preferences' gives two answers a prompt, which nothing but preferences can be learned from: set "
-            f"algorithm.kind = 'dpo' (is {algorithm.kind!r}) and algorithm.group_size = 2 (is {algorithm.group_size})"
+            f"generate.sampling.temperature ({sampling.temperature}) must be 1 with generate.engine.kind = 'replay'"
         )
-    if evaluation.at_start or evaluation.at_end or evaluation.every_steps:
-        raise ConfigError(
-            "generate.engine.kind = 'replay' holds no model, so nobody can generate evaluation samples: set eval.at_start = "
-            "false, eval.at_end = false and eval.every_steps = 0"
-        )
-    if config.generate.sampling.temperature != 1.0:
-        raise ConfigError(
-            f"generate.sampling.temperature ({config.generate.sampling.temperature}) must be 1 with generate.engine.kind = "
-            "'replay': its answers were not drawn at any temperature"
-        )
-    longest, model = config.generate.engine.max_sequence_tokens, config.model
-    if isinstance(model, ScratchModel) and longest > model.max_positions:
-        raise ConfigError(
-            f"generate.engine.max_sequence_tokens ({longest}) must be at most model.max_positions ({model.max_positions})"
-        )
-
-
-REFERENCE = "reference"
-"""The name that the reference has among an inference worker's models."""
 
 
 def check_inference(config: RunConfig) -> None:
-    """Refuse models that could not be told apart (from each other, from the rules), or that nothing would read.
-
-    Raises:
-        ConfigError: Names the model and what to change.
-    """
+    """Check that reward models can be told apart, and that a reference worker is read."""
     if config.algorithm.reference.where == "worker" and not config.algorithm.needs_reference:
         raise ConfigError(
             "algorithm.reference.where = 'worker' and nothing reads a reference: add [algorithm.kl] or algorithm.kind = 'dpo', "
             "or drop it"
         )
-    rules = reward_names(config.reward)
+    taken = {REFERENCE: "the reference model"} | dict.fromkeys(reward_names(config.reward), "one of reward.functions")
     for name, count in Counter(model.name for model in config.inference.reward_models).items():
         if not name:
-            raise ConfigError("inference.reward_models: a reward model needs a name; its part of the reward is shown under it")
+            raise ConfigError("inference.reward_models: a reward model needs a name")
         if count > 1:
             raise ConfigError(f"inference.reward_models: the name {name!r} is given {count} times; names must be unique")
-        if name in rules or name == REFERENCE:
-            taken = "one of reward.functions" if name in rules else "the reference model"
-            raise ConfigError(f"inference.reward_models: the name {name!r} is that of {taken}; take another")
+        if name in taken:
+            raise ConfigError(f"inference.reward_models: the name {name!r} is that of {taken[name]}; take another")
 
 
 def check_learner(learner: LearnerConfig) -> None:
-    """Refuse what the learner's device or another setting makes impossible.
-
-    Raises:
-        ConfigError: Names the fields, what they say, and what to write instead.
-    """
-    _check_ranks(learner)
-    on_cuda = learner.device.startswith("cuda")
-    if learner.optimizer == "paged_adamw_8bit" and not on_cuda:
+    """Check the optimizer, the kernels and the ranks against the device."""
+    device, on_cuda, is_paged = learner.device, learner.device.startswith("cuda"), learner.optimizer == "paged_adamw_8bit"
+    if learner.ranks > 1 and device not in {"cpu", "cuda"}:
         raise ConfigError(
-            f"learner.optimizer = 'paged_adamw_8bit' pages on CUDA only and learner.device is {learner.device!r}: "
-            "take 'adamw_8bit'"
+            f"learner.ranks = {learner.ranks} take a device each and learner.device is {device!r}: set 'cuda' or 'cpu'"
         )
-    if learner.optimizer == "paged_adamw_8bit" and learner.offload_optimizer:
+    if learner.ranks > 1 and (learner.optimizer != "adamw" or learner.offload_optimizer):
         raise ConfigError(
-            "learner.optimizer = 'paged_adamw_8bit' moves its state between device and host by itself: set "
-            "learner.offload_optimizer = false, or take 'adamw_8bit'"
+            f"learner.ranks = {learner.ranks} hold the optimizer's state in float32 on their devices: set learner.optimizer = "
+            f"'adamw' (is {learner.optimizer!r}) and learner.offload_optimizer = false"
+        )
+    if is_paged and not on_cuda:
+        raise ConfigError(
+            f"learner.optimizer = 'paged_adamw_8bit' pages on CUDA only and learner.device is {device!r}: take 'adamw_8bit'"
+        )
+    if is_paged and learner.offload_optimizer:
+        raise ConfigError(
+            "'paged_adamw_8bit' moves its state by itself: set learner.offload_optimizer = false, or take 'adamw_8bit'"
         )
     if learner.logprobs == "fused" and not on_cuda:
-        raise ConfigError(f"learner.logprobs = 'fused' runs on CUDA only and learner.device is {learner.device!r}: set 'chunked'")
+        raise ConfigError(f"learner.logprobs = 'fused' runs on CUDA only and learner.device is {device!r}: set 'chunked'")
     if learner.compile and not on_cuda:
-        raise ConfigError(f"learner.compile is for CUDA and learner.device is {learner.device!r}: set it to false")
-
-
-def _check_ranks(learner: LearnerConfig) -> None:
-    """Refuse what several ranks do not have."""
-    if learner.ranks == 1:
-        return
-    if learner.device not in {"cpu", "cuda"}:
-        raise ConfigError(
-            f"learner.ranks = {learner.ranks} puts each rank on a device of its own and learner.device is {learner.device!r}: "
-            "set 'cuda' (rank r takes cuda:r) or 'cpu'"
-        )
-    if learner.optimizer != "adamw" or learner.offload_optimizer:
-        raise ConfigError(
-            f"learner.ranks = {learner.ranks} divides the optimizer's state over the ranks, in float32 and on their devices: set "
-            f"learner.optimizer = 'adamw' (is {learner.optimizer!r}) and learner.offload_optimizer = false (is "
-            f"{str(learner.offload_optimizer).lower()})"
-        )
-
-
-_LOOPBACK = ("localhost", "::1")
+        raise ConfigError(f"learner.compile is for CUDA and learner.device is {device!r}: set it to false")
 
 
 def check_vllm_server(config: RunConfig) -> None:
-    """Refuse servers that are missing, shared, or out of the weights' reach.
-
-    Raises:
-        ConfigError: Naming the field, what is allowed and what to do.
-    """
-    engine = config.generate.engine
+    """Check that every generator has a server of its own, which the weights reach."""
+    engine, num_workers = config.generate.engine, config.generate.num_workers
     if not isinstance(engine, VLLMServerEngineConfig):
         return
-    _check_urls(config, engine)
-    _check_reach(config, engine)
-    if config.learner.lora is not None:
-        raise ConfigError(
-            "learner.lora sends adapters alone, which a vLLM server is not given yet: remove [learner.lora], or use "
-            "generate.engine.kind = 'transformers'"
-        )
-    if config.model.fp32_head:
-        raise ConfigError(
-            "model.fp32_head = true changes the output layer in the engine too, and a vLLM server computes it in its own "
-            "dtype: set model.fp32_head = false, or use generate.engine.kind = 'transformers'"
-        )
-
-
-def is_local(url: str) -> bool:
-    """Return whether the server runs on this machine, as far as its address says."""
-    host = _split(url).hostname or ""
-    return host in _LOOPBACK or host.startswith("127.")
-
-
-def _check_urls(config: RunConfig, engine: VLLMServerEngineConfig) -> None:
     if not engine.urls:
         raise ConfigError("generate.engine.url is empty: give the server's address, for example url = 'http://127.0.0.1:8000'")
+    reaches = engine.shared_folder or isinstance(config.broadcast.medium, NCCLMedium)
     for url in engine.urls:
-        parts = _split(url)
-        if parts.scheme not in {"http", "https"} or not parts.hostname or parts.path not in {"", "/"}:
+        try:
+            parts = urlsplit(url)
+            is_address = bool(
+                parts.scheme in {"http", "https"} and parts.hostname and parts.path in {"", "/"} and parts.port != 0
+            )
+        except ValueError:
+            is_address = False
+        if not is_address:
             raise ConfigError(f"generate.engine.url: {url!r} is no server's address; it looks like http://host:port")
+        if not reaches and not is_loopback(url):
+            raise ConfigError(
+                f"generate.engine.url: {url} is another machine: set generate.engine.shared_folder to a folder that this machine "
+                "and the server see under the same path"
+            )
     distinct = len({url.rstrip("/") for url in engine.urls})
-    if distinct < max(len(engine.urls), config.generate.num_workers):
+    if distinct < max(len(engine.urls), num_workers):
         raise ConfigError(
-            f"generate.engine.url names {distinct} servers for generate.num_workers = {config.generate.num_workers}: each "
-            "generator pauses and updates its server, so each needs its own: name as many, comma-separated, or lower num_workers"
+            f"generate.engine.url names {distinct} servers for generate.num_workers = {num_workers} and each generator needs its "
+            "own: name as many, comma-separated, or lower num_workers"
         )
-
-
-def _check_reach(config: RunConfig, engine: VLLMServerEngineConfig) -> None:
-    if engine.shared_folder or isinstance(config.broadcast.medium, NCCLMedium):
-        return
-    remote = [url for url in engine.urls if not is_local(url)]
-    if remote:
+    if config.learner.lora is not None:
+        raise ConfigError("a vLLM server takes no adapters alone: remove [learner.lora], or take another generate.engine.kind")
+    if config.model.fp32_head:
         raise ConfigError(
-            f"generate.engine.url: {remote[0]} is another machine, and its weights come through files: set "
-            "generate.engine.shared_folder to a folder on storage that this machine and the server see under the same path"
+            "a vLLM server computes the output layer in its own dtype: set model.fp32_head = false, or take another "
+            "generate.engine.kind"
         )
-
-
-def _split(url: str) -> SplitResult:
-    try:
-        parts = urlsplit(url)
-        parts.port  # noqa: B018 - reading it checks it
-    except ValueError as error:
-        raise ConfigError(f"generate.engine.url: {url!r} is no server's address: {error}") from error
-    return parts

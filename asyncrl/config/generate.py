@@ -24,19 +24,9 @@ class _Engine(_Variant, frozen=True):
     """It is a server that the run does not start."""
 
     @property
-    def kind(self) -> str:
-        """The tag."""
-        return str(self.__struct_config__.tag)
-
-    @property
     def device_name(self) -> str:
         """`device`, where it has one."""
         return str(getattr(self, "device", ""))
-
-    @property
-    def process_threads(self) -> int:
-        """OpenMP threads of its process."""
-        return int(getattr(self, "num_threads", 1))
 
     @property
     def urls(self) -> tuple[str, ...]:

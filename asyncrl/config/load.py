@@ -67,18 +67,32 @@ def resolve_config(
     if isinstance(config, (str, Path)):
         return load_config(config, overrides)
     raw = copy.deepcopy(dict(msgspec.to_builtins(config)))
-    pairs = [(key, value, f"{key} = {value!r}") for key, value in overrides.items()] if isinstance(overrides, Mapping) else [
-        _override(text) for text in overrides
-    ]  # fmt: skip
+    if isinstance(overrides, Mapping):
+        pairs = [(key, value, f"{key} = {value!r}") for key, value in overrides.items()]
+    else:
+        pairs = [_override(text) for text in overrides]
     for key, value, given in pairs:
-        _lay_over(raw, key, value, given)
+        *parents, last = key.split(".")
+        table = raw
+        for name in parents:
+            table = table.setdefault(name, {})
+            if not isinstance(table, dict):
+                raise ConfigError(f"{given}: {name} is not a table")
+        table[last] = value
     try:
         checked = msgspec.convert(raw, RunConfig)
     except msgspec.ValidationError as error:
-        said, place = explained(error, raw, RunConfig), _place(error)
+        known, unknown = _known(error, raw), _UNKNOWN_FIELD.search(str(error))
+        said = f"{error}; known are {', '.join(known)}" if known else str(error)
+        place = ".".join([*map(str, _steps(error)), *([unknown["field"]] if unknown else [])])
         at_fault = [text for key, _, text in pairs if f"{place}.".startswith(f"{key}.") or key.startswith(f"{place}.")]
         raise ConfigError(f"{at_fault[-1] if at_fault else source}: {said}") from error
-    check_config(checked)
+    check_algorithm(checked.algorithm, checked.learner)
+    check_learner(checked.learner)
+    for check in (
+        check_data, check_inference, check_run, check_medium, check_placement, check_joining, check_launch, check_vllm_server,
+    ):  # fmt: skip
+        check(checked)
     return checked
 
 
@@ -98,24 +112,6 @@ def parse_config(raw: dict[str, Any], source: str = "config") -> RunConfig:
         ConfigError: As `load_config`.
     """
     return resolve_config(raw, source=source)
-
-
-def check_config(config: RunConfig) -> None:
-    """Refuse what each field allows on its own but the whole does not.
-
-    Raises:
-        ConfigError: Two fields contradict each other; the message names both.
-    """
-    check_algorithm(config.algorithm, config.learner)
-    check_learner(config.learner)
-    check_data(config)
-    check_inference(config)
-    check_run(config)
-    check_medium(config)
-    check_placement(config)
-    check_joining(config)
-    check_launch(config)
-    check_vllm_server(config)
 
 
 def dump_config(config: RunConfig) -> str:
@@ -167,20 +163,8 @@ def _override(text: str) -> tuple[str, Any, str]:
     return key.strip(), parsed, f"--set {text}"
 
 
-def _lay_over(raw: dict[str, Any], key: str, value: Any, given: str) -> None:  # noqa: ANN401 - any TOML value
-    *parents, last = key.split(".")
-    table = raw
-    for name in parents:
-        table = table.setdefault(name, {})
-        if not isinstance(table, dict):
-            raise ConfigError(f"{given}: {name} is not a table")
-    table[last] = value
-
-
-def _place(error: msgspec.ValidationError) -> str:
-    """Return the dotted key that an error is about; an unknown field's own, not its table's."""
-    unknown = _UNKNOWN_FIELD.search(str(error))
-    return ".".join([*map(str, _steps(error)), *([unknown["field"]] if unknown else [])])
+_PATH = re.compile(r" - at `\$(?P<path>[^`]*)`$")
+_UNKNOWN_FIELD = re.compile(r"unknown field `(?P<field>[^`]*)`")
 
 
 def _steps(error: msgspec.ValidationError) -> list[str | int]:
@@ -190,85 +174,24 @@ def _steps(error: msgspec.ValidationError) -> list[str | int]:
     return [int(index) if index else name for index, name in keys]
 
 
-_PATH = re.compile(r" - at `\$(?P<path>[^`]*)`$")
-_UNKNOWN_FIELD = re.compile(r"unknown field `(?P<field>[^`]*)`")
-
-
-def explained(error: msgspec.ValidationError, raw: dict[str, Any], root: type) -> str:
-    """Return the error's message, with the kinds, values or fields that are known there where it is about a name.
-
-    Args:
-        error: From `msgspec.convert(raw, root)`.
-        raw: What was converted.
-        root: The config struct.
-    """
-    message, steps = str(error), _steps(error)
-    unknown = _UNKNOWN_FIELD.search(message)
-    if unknown is not None:
-        known = _fields(_at(root, raw, steps))
-    elif message.startswith(("Invalid value", "Invalid enum value")) and steps:
-        known = _values(root, raw, steps)
-    else:
-        known = []
-    return f"{message}; known are {', '.join(known)}" if known else message
-
-
-def _values(root: type, raw: Any, steps: list[str | int]) -> list[str]:  # noqa: ANN401 - plain nested TOML values
-    """Return the tags (where the last step is a tag field) or literal values allowed at the end of `steps`."""
-    holder = _at(root, raw, steps[:-1], choose=False)
-    tags = [str(member.tag) for member in _members(holder) if isinstance(member, msgspec.inspect.StructType) and member.tag]
-    if tags and steps[-1] == "kind":
-        return tags
-    return [
-        str(value)
-        for member in _members(_at(root, raw, steps))
-        if isinstance(member, msgspec.inspect.LiteralType)
-        for value in member.values
-    ]
-
-
-def _fields(place: msgspec.inspect.Type | None) -> list[str]:
-    for member in _members(place):
-        if isinstance(member, msgspec.inspect.StructType):
-            return sorted(field.encode_name for field in member.fields)
+def _known(error: msgspec.ValidationError, raw: Any) -> list[str]:  # noqa: ANN401 - plain nested TOML values
+    """Return the fields, kinds or values that are allowed where an error is about a name; else none."""
+    place: msgspec.inspect.Type = msgspec.inspect.type_info(RunConfig)
+    is_field = _UNKNOWN_FIELD.search(str(error)) is not None
+    for step in (*_steps(error), None):
+        place = place.type if isinstance(place, msgspec.inspect.Metadata) else place
+        members = place.types if isinstance(place, msgspec.inspect.UnionType) else (place,)
+        structs = {member.tag: member for member in members if isinstance(member, msgspec.inspect.StructType)}
+        named = structs.get(raw.get("kind") if isinstance(raw, dict) and None not in structs else None)
+        fields = {item.encode_name: item.type for item in named.fields} if named else {}
+        if step is None:
+            literals = (member for member in members if isinstance(member, msgspec.inspect.LiteralType))
+            return sorted(fields) if is_field else [str(value) for literal in literals for value in literal.values]
+        if step == "kind" and None not in structs:
+            return [str(tag) for tag in structs]
+        lists = [member.item_type for member in members if isinstance(member, msgspec.inspect.VarTupleType)]
+        below = [fields[step]] if step in fields else lists if isinstance(step, int) else []
+        if not below:
+            return []
+        place, raw = below[0], raw[step]
     return []
-
-
-def _at(root: type, raw: Any, steps: list[str | int], *, choose: bool = True) -> msgspec.inspect.Type | None:  # noqa: ANN401
-    """Return the type at the end of `steps`; of a union of structs the one whose tag `raw` names, where `choose` says so."""
-    place: msgspec.inspect.Type | None = msgspec.inspect.type_info(root)
-    for step in steps:
-        place = _below(_chosen(place, raw), step)
-        raw = _item(raw, step)
-    return _chosen(place, raw) if choose else place
-
-
-def _below(place: msgspec.inspect.Type | None, step: str | int) -> msgspec.inspect.Type | None:
-    for member in _members(place):
-        if isinstance(member, msgspec.inspect.StructType):
-            field = next((field for field in member.fields if field.encode_name == step), None)
-            if field is not None:
-                return field.type
-        elif isinstance(member, msgspec.inspect.VarTupleType | msgspec.inspect.ListType) and isinstance(step, int):
-            return member.item_type
-    return None
-
-
-def _chosen(place: msgspec.inspect.Type | None, raw: Any) -> msgspec.inspect.Type | None:  # noqa: ANN401
-    tag = raw.get("kind") if isinstance(raw, dict) else None
-    named = [member for member in _members(place) if isinstance(member, msgspec.inspect.StructType) and member.tag == tag]
-    return named[0] if named and tag is not None else place
-
-
-def _members(place: msgspec.inspect.Type | None) -> list[msgspec.inspect.Type]:
-    if place is None:
-        return []
-    if isinstance(place, msgspec.inspect.Metadata):
-        return _members(place.type)
-    return list(place.types) if isinstance(place, msgspec.inspect.UnionType) else [place]
-
-
-def _item(raw: Any, step: str | int) -> Any:  # noqa: ANN401
-    if isinstance(raw, dict):
-        return raw.get(step)
-    return raw[step] if isinstance(raw, list | tuple) and isinstance(step, int) and step < len(raw) else None

@@ -9,7 +9,15 @@ from asyncrl.config import Fraction, NonNegativeFloat, NonNegativeInt, PositiveF
 from asyncrl.errors import ConfigError
 
 
-class AnswerMatchReward(_Variant, frozen=True, tag="answer_match"):
+class _Reward(_Variant, frozen=True, kw_only=True):
+    """What every reward function has."""
+
+    weight: float = 1.0
+    name: str = ""
+    """Empty: its kind."""
+
+
+class AnswerMatchReward(_Reward, frozen=True, tag="answer_match"):
     """1 when the extracted answer equals the reference, else 0."""
 
     mode: Literal["exact", "numeric", "regex", "math"] = "exact"
@@ -19,19 +27,15 @@ class AnswerMatchReward(_Variant, frozen=True, tag="answer_match"):
     tolerance: NonNegativeFloat | None = None
     """Only `numeric`: largest difference allowed, relative to max(1, |reference|). Without it a whole number must be equal
     exactly, and any other may differ by 1e-6."""
-    weight: float = 1.0
-    name: str = ""
 
 
-class FormatCheckReward(_Variant, frozen=True, tag="format_check"):
+class FormatCheckReward(_Reward, frozen=True, tag="format_check"):
     """1 when the whole completion matches the pattern, else 0."""
 
     pattern: str
-    weight: float = 1.0
-    name: str = ""
 
 
-class CodeExecReward(_Variant, frozen=True, tag="code_exec"):
+class CodeExecReward(_Reward, frozen=True, tag="code_exec"):
     """Fraction of the reference's tests that the completion's Python passes, inside a sandbox."""
 
     sandbox: Literal["bubblewrap", "none"] = "bubblewrap"
@@ -41,20 +45,16 @@ class CodeExecReward(_Variant, frozen=True, tag="code_exec"):
     memory_bytes: PositiveInt = 1 << 30
     output_bytes: PositiveInt = 1 << 20
     all_or_nothing: bool = False
-    weight: float = 1.0
-    name: str = ""
 
 
-class ReasoningGymReward(_Variant, frozen=True, tag="reasoning_gym"):
+class ReasoningGymReward(_Reward, frozen=True, tag="reasoning_gym"):
     """The family's own scorer, strict: 1 at a score of `threshold` and above, else 0."""
 
     threshold: Fraction = 0.99
     extract: str = r"<answer>(.*?)</answer>"
-    weight: float = 1.0
-    name: str = ""
 
 
-class OverlongPenalty(_Variant, frozen=True, tag="overlong"):
+class OverlongPenalty(_Reward, frozen=True, tag="overlong"):
     """DAPO's soft punishment of long answers: 0 up to max_tokens - buffer_tokens, then down to -1 linearly, never below.
 
     Source: DAPO (arXiv 2503.14476), equation 13.
@@ -63,23 +63,16 @@ class OverlongPenalty(_Variant, frozen=True, tag="overlong"):
     max_tokens: PositiveInt
     """Usually, and at most, generate.sampling.max_new_tokens."""
     buffer_tokens: PositiveInt
-    weight: float = 1.0
-    name: str = ""
 
 
-class PreferenceReward(_Variant, frozen=True, tag="preference"):
+class PreferenceReward(_Reward, frozen=True, tag="preference"):
     """1 for the chosen answer of a preferences task, 0 for the rejected one."""
 
-    weight: float = 1.0
-    name: str = ""
 
-
-class PythonReward(_Variant, frozen=True, tag="python"):
+class PythonReward(_Reward, frozen=True, tag="python"):
     """A user's own function `module:function`, sync or async: (prompt, text) -> float; see reward/registry.py."""
 
     path: str
-    weight: float = 1.0
-    name: str = ""
 
 
 RewardFunctionConfig = (
@@ -118,7 +111,10 @@ def reward_names(config: RewardConfig) -> tuple[str, ...]:
         raise ConfigError(f"reward.functions: the name {repeated[0]!r} is given {given[repeated[0]]} times; names must be unique")
     taken, names = set(given), []
     for function in config.functions:
-        name = function.name or _free_name(str(function.__struct_config__.tag), taken)
+        name, number = function.name or function.kind, 1
+        while not function.name and name in taken:
+            number += 1
+            name = f"{function.kind}_{number}"
         taken.add(name)
         names.append(name)
     return tuple(names)
@@ -128,12 +124,3 @@ def verdict_weights(config: RewardConfig) -> dict[str, float]:
     """Return the weights, by name, of the functions that judge an answer: all but penalties (`overlong`, a weight under 0)."""
     named = zip(reward_names(config), config.functions, strict=True)
     return {name: each.weight for name, each in named if each.weight > 0 and not isinstance(each, OverlongPenalty)}
-
-
-def _free_name(kind: str, taken: set[str]) -> str:
-    if kind not in taken:
-        return kind
-    suffix = 2
-    while f"{kind}_{suffix}" in taken:
-        suffix += 1
-    return f"{kind}_{suffix}"

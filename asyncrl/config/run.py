@@ -52,7 +52,6 @@ class RayEnvironment(_Stage, frozen=True):
     """What Ray makes on every node before a process starts there; left out, what `ray job submit` was given."""
 
     working_dir: str = ""
-    py_modules: tuple[str, ...] = ()
     pip: tuple[str, ...] = ()
     env_vars: dict[str, str] = {}
 

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 
 from asyncrl.errors import ConfigError
 from asyncrl.plan.simulator.engine import simulate
 from asyncrl.plan.simulator.scenario import Distribution, Outcome, Scenario, parse_distribution
-from asyncrl.plan.spec import Accelerator, Algorithm, Cluster, Placement, Question, find_model, parse_cluster
+from asyncrl.plan.spec import Algorithm, Placement, Question, find_model, parse_cluster
 
-OF_OTHERS: dict[str, type] = {"gpus_per_node": Cluster, "dollars_per_hour": Accelerator}
-"""Overrides that are no fields of Question, and whose they are."""
+OF_CLUSTER = {"gpus_per_node": int, "dollars_per_hour": float}
+"""Overrides that are no fields of Question."""
 
 
 def ask(
@@ -35,70 +35,46 @@ def ask(
     Raises:
         ConfigError: Something is not what it should be; the message says what is allowed.
     """
-    pairs = split_assignments(overrides)
-    values = {name: convert_field(OF_OTHERS.get(name, Question), name, value) for name, value in pairs}
+    values = typed_fields(Question, overrides, OF_CLUSTER)
     cluster = parse_cluster(hardware, values.pop("gpus_per_node", 8))
     price = values.pop("dollars_per_hour", cluster.accelerator.dollars_per_hour)
-    cluster = dataclasses.replace(cluster, accelerator=dataclasses.replace(cluster.accelerator, dollars_per_hour=price))
     policy = find_model(model)
-    value_model = find_model(critic) if critic else policy
     return Question(
         model=policy,
-        cluster=cluster,
-        critic=value_model if algorithm == "ppo" else None,
+        cluster=dataclasses.replace(cluster, accelerator=dataclasses.replace(cluster.accelerator, dollars_per_hour=price)),
+        critic=(find_model(critic) if critic else policy) if algorithm == "ppo" else None,
         reward_model=find_model(reward_model) if reward_model else None,
         **({"has_reference": algorithm != "grpo", "algorithm": algorithm, "placement": placement} | values),
     )
 
 
-_PLAIN_TYPES: dict[type, type] = {
-    msgspec.inspect.IntType: int,
-    msgspec.inspect.FloatType: float,
-    msgspec.inspect.BoolType: bool,
-}
+def typed_fields(kind: type, texts: Sequence[str], others: Mapping[str, type] = {}) -> dict[str, Any]:  # noqa: B006 - never written
+    """Return `field=value` each as the type that the dataclass's field has.
 
-
-def split_assignments(texts: Sequence[str]) -> list[tuple[str, str]]:
-    """Return (field, value) of each.
+    Args:
+        kind: The dataclass; fields that no text can be (models, clusters) are not among its own.
+        texts: What was typed.
+        others: Names that are allowed beside its fields.
 
     Raises:
-        ConfigError: One is not of that form.
+        ConfigError: A text is not of that form, there is no such field, or the value does not fit it.
     """
-    pairs = [tuple(text.split("=", 1)) for text in texts]
-    for text, pair in zip(texts, pairs, strict=True):
-        if len(pair) != 2 or not pair[1]:
+    hints = {name: hint for name, hint in get_type_hints(kind).items()
+             if hint in {int, float, bool, Distribution} or get_origin(hint) is Literal} | others  # fmt: skip
+    values: dict[str, Any] = {}
+    for text in texts:
+        name, _, value = text.partition("=")
+        if not value:
             raise ConfigError(f"--set takes FIELD=VALUE, got {text!r}")
-    return [(pair[0], pair[1]) for pair in pairs]
-
-
-def convert_field(kind: type, name: str, value: str) -> Any:  # noqa: ANN401 - whatever the field's type is
-    """Return `value` as the type that the dataclass's field has.
-
-    Raises:
-        ConfigError: There is no such field that can be typed, or the value does not fit it.
-    """
-    described = msgspec.inspect.type_info(kind)
-    assert isinstance(described, msgspec.inspect.DataclassType)
-    fields = {item.name: item.type for item in described.fields if _can_be_typed(item.type)}
-    if name not in fields:
-        raise ConfigError(f"there is no field {name!r}; there are {', '.join(fields)}")
-    allowed = fields[name]
-    if isinstance(allowed, msgspec.inspect.DataclassType):
-        return parse_distribution(value)
-    wanted = _PLAIN_TYPES.get(type(allowed), str)
-    try:
-        converted: object = msgspec.convert(value, wanted, strict=False)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"{name} takes {wanted.__name__}, got {value!r}") from error
-    if isinstance(allowed, msgspec.inspect.LiteralType) and converted not in allowed.values:
-        raise ConfigError(f"{name} takes one of {', '.join(map(str, allowed.values))}; got {value!r}")
-    return converted
-
-
-def _can_be_typed(allowed: msgspec.inspect.Type) -> bool:
-    if isinstance(allowed, msgspec.inspect.DataclassType):
-        return allowed.cls is Distribution
-    return isinstance(allowed, msgspec.inspect.LiteralType) or type(allowed) in _PLAIN_TYPES
+        if name not in hints:
+            raise ConfigError(f"there is no field {name!r}; there are {', '.join(hints)}")
+        wanted = hints[name]
+        try:
+            values[name] = parse_distribution(value) if wanted is Distribution else msgspec.convert(value, wanted, strict=False)
+        except msgspec.ValidationError as error:
+            allowed = " or ".join(map(str, get_args(wanted))) or wanted.__name__
+            raise ConfigError(f"{name} takes {allowed}, got {value!r}") from error
+    return values
 
 
 def scenario_of(base: Scenario, overrides: Sequence[str]) -> Scenario:
@@ -107,9 +83,7 @@ def scenario_of(base: Scenario, overrides: Sequence[str]) -> Scenario:
     Raises:
         ConfigError: No such field, or a value that it cannot take.
     """
-    return dataclasses.replace(
-        base, **{name: convert_field(Scenario, name, value) for name, value in split_assignments(overrides)}
-    )
+    return dataclasses.replace(base, **typed_fields(Scenario, overrides))
 
 
 def sweep(base: Scenario, over: str, on_step: Callable[[str, int, int], None] | None = None) -> list[tuple[str, Outcome]]:
@@ -123,10 +97,14 @@ def sweep(base: Scenario, over: str, on_step: Callable[[str, int, int], None] | 
     Raises:
         ConfigError: As `scenario_of`.
     """
-    ((name, values),) = split_assignments([over]) if over else [("", "")]
-    scenarios = [(value, scenario_of(base, [f"{name}={value}"] if name else [])) for value in values.split(",")]
+    name, _, values = over.partition("=")
+    rows = []
+    for value in values.split(","):
+        scenario = scenario_of(base, [f"{name}={value}"] if over else [])
 
-    def watched(value: str, scenario: Scenario) -> Outcome:
-        return simulate(scenario, None if on_step is None else lambda step: on_step(value, step, scenario.num_steps))
+        def tell(step: int, value: str = value) -> None:
+            if on_step is not None:
+                on_step(value, step, scenario.num_steps)
 
-    return [(value, watched(value, scenario)) for value, scenario in scenarios]
+        rows.append((value, simulate(scenario, tell)))
+    return rows

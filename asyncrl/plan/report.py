@@ -1,14 +1,16 @@
-"""A plan and a sweep in words and columns, for people; as plain values, for programs. With the arithmetic people do on paper."""
+"""A plan and a sweep in words, columns and a picture, for people; as plain values, for programs."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-from asyncrl.plan.memory import PHASES, GPUMemory
+from asyncrl.errors import ConfigError
+from asyncrl.plan.memory import PHASES
 from asyncrl.plan.planner import Plan, advice
 from asyncrl.plan.simulator.scenario import Outcome
-from asyncrl.plan.spec import GIB, Question
+from asyncrl.plan.spec import GIB
 
 NAME_WIDTH = 38
 
@@ -40,104 +42,43 @@ def plan_values(made: Plan) -> dict[str, Any]:
         "mean_staleness": made.mean_staleness,
         "dollars_per_step": made.dollars_per_step,
         "advice": advice(made),
-        "textbook_gb": textbook_gb(made.question),
     }
 
 
 def plan_text(made: Plan) -> str:
     """Return the plan as a person reads it."""
-    question = made.question
-    cluster = question.cluster
+    question, cluster, apart = made.question, made.question.cluster, made.question.placement == "disaggregated"
     lines = [
-        f"{question.model.name} ({question.model.parameters / 1e9:.2f} B parameters), {question.algorithm}, "
-        f"{question.placement}, "
+        f"{question.model.name} ({question.model.parameters / 1e9:.2f} B parameters), {question.algorithm}, {question.placement}, "
         f"{cluster.num_gpus} x {cluster.accelerator.name} on {cluster.num_nodes} node{'s' * (cluster.num_nodes > 1)}",
         "",
     ]
     for role in made.memory:
-        lines += [*_role_table(role, made), ""]
-    lines += [*_verdict(made), "", *_speeds(made)]
-    return "\n".join(lines)
-
-
-def textbook_text(made: Plan) -> str:
-    """Return the arithmetic on paper beside the device's memory."""
-    parts = textbook_gb(made.question)
-    total, memory = sum(parts.values()), made.question.cluster.accelerator.memory_bytes / 1e9
-    models = {name: size for name, size in parts.items() if name in WHOLE_MODELS}
-    rows = [f"{name:{NAME_WIDTH}}{size:10.1f} GB" for name, size in {**models, **parts}.items()]
-    rows.insert(len(models), f"{f'models alone ({len(models)})':{NAME_WIDTH}}{sum(models.values()):10.1f} GB")
-    verdict = "fits" if total <= memory else "does not fit"
-    return "\n".join([*rows, f"{'together':{NAME_WIDTH}}{total:10.1f} GB of {memory:.0f}: {verdict} on one, by the textbook"])
-
-
-def _role_table(role: GPUMemory, made: Plan) -> list[str]:
-    phases = [phase for phase in PHASES if phase in role.phases]
-    names = list(dict.fromkeys(name for phase in phases for name in role.phases[phase]))
-    title = f"GiB on a GPU ({role.role})" if role.role != "all" else "GiB on every GPU"
-    lines = [f"{title:{NAME_WIDTH}}" + "".join(f"{phase:>11}" for phase in phases)]
-    for name in names:
-        cells = (role.phases[phase].get(name) for phase in phases)
-        lines.append(f"{name:{NAME_WIDTH}}" + "".join(f"{'':>11}" if size is None else f"{size / GIB:11.1f}" for size in cells))
-    sums = "".join(f"{sum(role.phases[phase].values()) / GIB:11.1f}" for phase in phases)
-    lines.append(f"{'together':{NAME_WIDTH}}{sums}   of {made.usable_bytes / GIB:.1f}")
-    if role.host:
-        lines.append(f"{'in host memory, for each GPU':{NAME_WIDTH}}{sum(role.host.values()) / GIB:11.1f}")
-    return lines
-
-
-def _verdict(made: Plan) -> list[str]:
-    if made.fits:
-        return ["fits"]
-    return ["DOES NOT FIT. It would with:", *(f"  - {line}" for line in advice(made))]
-
-
-def _speeds(made: Plan) -> list[str]:
-    question = made.question
-    split = f"{made.num_generation_gpus} GPUs generate (engines of {made.tensor_parallel}), {made.num_training_gpus} train"
-    if question.placement != "disaggregated":
-        split = f"all {made.num_training_gpus} GPUs generate (engines of {made.tensor_parallel}) and train"
+        phases = [phase for phase in PHASES if phase in role.phases]
+        title = f"GiB on a GPU ({role.role})" if role.role != "all" else "GiB on every GPU"
+        lines.append(f"{title:{NAME_WIDTH}}" + "".join(f"{phase:>11}" for phase in phases))
+        for name in dict.fromkeys(name for phase in phases for name in role.phases[phase]):
+            sizes = (role.phases[phase].get(name) for phase in phases)
+            lines.append(f"{name:{NAME_WIDTH}}" + "".join(f"{'':>11}" if size is None else f"{size / GIB:11.1f}" for size in sizes))
+        sums = "".join(f"{sum(role.phases[phase].values()) / GIB:11.1f}" for phase in phases)
+        lines.append(f"{'together':{NAME_WIDTH}}{sums}   of {made.usable_bytes / GIB:.1f}")
+        if role.host:
+            lines.append(f"{'in host memory, for each GPU':{NAME_WIDTH}}{sum(role.host.values()) / GIB:11.1f}")
+        lines.append("")
+    lines += ["fits"] if made.fits else ["DOES NOT FIT. It would with:", *(f"  - {line}" for line in advice(made))]
+    generate = f"{made.num_generation_gpus if apart else f'all {made.num_training_gpus}'} GPUs generate"
+    train = f"{made.num_training_gpus} train" if apart else "and train"
     way = "side by side" if made.overlaps else "one after the other"
-    return [
-        split,
+    return "\n".join([
+        *lines,
+        "",
+        f"{generate} (engines of {made.tensor_parallel}), {train}",
         f"generation {made.generation_s:.1f} s a step ({made.generated_tokens_per_s:,.0f} tokens/s), "
         f"training {made.training_s:.1f} s ({made.trained_tokens_per_s:,.0f} tokens/s), {way}: {made.step_s:.1f} s a step",
         f"weights: {question.version_bytes / GIB:.1f} GiB a version, {made.sync_s:.2f} s from publish to live",
         f"staleness: about {made.mean_staleness:.1f} of at most {question.max_staleness} versions",
-        f"about ${made.dollars_per_step:.2f} a step at ${question.cluster.accelerator.dollars_per_hour:.2f} a GPU hour",
-    ]
-
-
-GB = 1e9
-ACTIVATIONS_GB = 8.0
-WHOLE_MODELS = ("policy", "reference", "reward model", "value model")
-"""Parts that are a model's weights."""
-
-
-def textbook_gb(question: Question) -> dict[str, float]:
-    """Return decimal gigabytes of each part: bf16 models, 4 bytes of optimizer a trained parameter (8 bit: 2), 8 activations.
-
-    Example:
-        >>> from asyncrl.plan.hardware import parse_cluster
-        >>> from asyncrl.plan.models import find_model
-        >>> seven = find_model("7B")
-        >>> ppo = Question(model=seven, cluster=parse_cluster("H100"), placement="colocated", algorithm="ppo",
-        ...                critic=seven, reward_model=seven, has_reference=True)
-        >>> round(sum(textbook_gb(ppo).values()))
-        92
-    """
-    model = 2 * question.model.parameters / GB
-    trained = (question.lora_parameters or question.model.parameters) / GB
-    parts = {"policy": model, "optimizer": (4 if question.optimizer == "adamw" else 2) * trained, "activations": ACTIVATIONS_GB}
-    if question.has_reference and not question.lora_rank:
-        parts["reference"] = model
-    if question.reward_model is not None:
-        parts["reward model"] = 2 * question.reward_model.parameters / GB
-    if question.critic is not None:
-        parts["value model"] = 2 * question.critic.parameters / GB
-    if question.lora_rank:
-        parts["adapters"] = 2 * question.lora_parameters / GB
-    return parts
+        f"about ${made.dollars_per_step:.2f} a step at ${cluster.accelerator.dollars_per_hour:.2f} a GPU hour",
+    ])
 
 
 COLUMNS = {
@@ -156,3 +97,24 @@ def table(rows: Sequence[tuple[str, Outcome]], over: str) -> str:
     lines = [f"{name:>18}" + "".join(f"{title:>14}" for title in COLUMNS.values())]
     lines += [f"{value:>18}" + "".join(f"{getattr(made, column):14,.4g}" for column in COLUMNS) for value, made in rows]
     return "\n".join(lines)
+
+
+def plot(rows: Sequence[tuple[str, Outcome]], over: str, path: Path) -> None:
+    """Draw steps a second, staleness and use of learner and slots over the values of a sweep.
+
+    Raises:
+        ConfigError: There is nothing to draw a line through.
+    """
+    from matplotlib.figure import Figure  # noqa: PLC0415 - slow to import, and only a picture needs it
+
+    if len(rows) < 2:
+        raise ConfigError("a picture needs a sweep over at least two values: --sweep FIELD=A,B,C")
+    shown = ("steps_per_s", "mean_staleness", "learner_idle", "slots_used")
+    figure = Figure(figsize=(4 * len(shown), 3.2), layout="constrained")
+    for axis, column in zip(figure.subplots(1, len(shown)), shown, strict=True):
+        axis.plot([value for value, _ in rows], [getattr(made, column) for _, made in rows], marker="o", color="#20639b", lw=1.8)
+        axis.set_xlabel(over.partition("=")[0])
+        axis.set_title(COLUMNS[column])
+        axis.set_ylim(bottom=0)
+        axis.grid(alpha=0.3)
+    figure.savefig(path, dpi=120)

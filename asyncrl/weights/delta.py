@@ -59,7 +59,6 @@ def encode_delta(
     manifest: WeightsManifest,
     base: memoryview,
     current: memoryview,
-    compression_level: int = 1,
     max_bytes: int | None = None,
 ) -> bytes | None:
     """Return what turns `base` into `current`.
@@ -68,7 +67,6 @@ def encode_delta(
         manifest: The layout of both.
         base: `manifest.total_bytes` bytes.
         current: As many.
-        compression_level: Of zstd.
         max_bytes: Most that the blob may have; None: any number.
 
     Returns:
@@ -79,7 +77,7 @@ def encode_delta(
         start, end, item_bytes = chunk
         kind = _UNSIGNED[item_bytes]
         old, new = np.frombuffer(base[start:end], kind), np.frombuffer(current[start:end], kind)
-        return _encode_section(start, old, new, zstandard.ZstdCompressor(level=compression_level).compress)
+        return _encode_section(start, old, new, zstandard.ZstdCompressor(level=1).compress)
 
     sections = [MAGIC]
     num_bytes = len(MAGIC)

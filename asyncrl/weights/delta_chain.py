@@ -258,7 +258,7 @@ class DeltaOffers:
         if self._chain.head is None:
             return None
         max_bytes = int(self._config.max_share * self._manifest.total_bytes)
-        blob = encode_delta(self._manifest, self._newest.data, flat, self._config.compression_level, max_bytes)
+        blob = encode_delta(self._manifest, self._newest.data, flat, max_bytes)
         if blob is None and not self._warned:
             self._warned = True
             _LOG.warning(

@@ -58,7 +58,7 @@ def num_threads(config: RunConfig, kind: ProcessKind) -> int:
         return config.learner.num_threads
     if kind == "inference":
         return config.inference.num_threads
-    return config.generate.engine.process_threads if kind == "generator" else 1
+    return int(getattr(config.generate.engine, "num_threads", 1)) if kind == "generator" else 1
 
 
 def spec_maker(config: RunConfig, run_folder: Path) -> Callable[[str, ProcessKind, int], ProcessSpec]:

@@ -123,7 +123,7 @@ def _processes(config: RunConfig) -> str:
 
 def _medium(config: RunConfig) -> str:
     chosen, reason = with_chosen_medium(config)
-    return reason or str(chosen.broadcast.medium.__struct_config__.tag)
+    return reason or chosen.broadcast.medium.kind
 
 
 def _total(parts: Sequence[Part]) -> int:

@@ -118,4 +118,4 @@ def fingerprints_made(config: BroadcastConfig) -> Literal["none", "host", "devic
 
 def kind_of(config: MediumConfig) -> str:
     """Return the medium's name, as config and announcements write it."""
-    return str(config.__struct_config__.tag)
+    return str(config.kind)

@@ -48,7 +48,7 @@ def ask(
     )
 
 
-def typed_fields(kind: type, texts: Sequence[str], others: Mapping[str, type] = {}) -> dict[str, Any]:  # noqa: B006 - never written
+def typed_fields(kind: type, texts: Sequence[str], others: Mapping[str, type] = {}) -> dict[str, Any]:
     """Return `field=value` each as the type that the dataclass's field has.
 
     Args:
@@ -59,8 +59,9 @@ def typed_fields(kind: type, texts: Sequence[str], others: Mapping[str, type] = 
     Raises:
         ConfigError: A text is not of that form, there is no such field, or the value does not fit it.
     """
-    hints = {name: hint for name, hint in get_type_hints(kind).items()
-             if hint in {int, float, bool, Distribution} or get_origin(hint) is Literal} | others  # fmt: skip
+    own = get_type_hints(kind).items()
+    hints = {name: hint for name, hint in own if hint in {int, float, bool, Distribution} or get_origin(hint) is Literal}
+    hints |= dict(others)
     values: dict[str, Any] = {}
     for text in texts:
         name, _, value = text.partition("=")
@@ -98,13 +99,9 @@ def sweep(base: Scenario, over: str, on_step: Callable[[str, int, int], None] | 
         ConfigError: As `scenario_of`.
     """
     name, _, values = over.partition("=")
-    rows = []
-    for value in values.split(","):
-        scenario = scenario_of(base, [f"{name}={value}"] if over else [])
+    scenarios = {value: scenario_of(base, [f"{name}={value}"] if over else []) for value in values.split(",")}
 
-        def tell(step: int, value: str = value) -> None:
-            if on_step is not None:
-                on_step(value, step, scenario.num_steps)
+    def outcome(value: str, scenario: Scenario) -> Outcome:
+        return simulate(scenario, None if on_step is None else lambda step: on_step(value, step, scenario.num_steps))
 
-        rows.append((value, simulate(scenario, tell)))
-    return rows
+    return [(value, outcome(value, scenario)) for value, scenario in scenarios.items()]

@@ -56,19 +56,17 @@ def training_state(question: Question, model: ModelShape, num_gpus: int, *, is_p
         side = on_gpu if part.place == "device" else in_host
         side[part.name.split()[-1]] = part.num_bytes / num_gpus
     if num_gpus > 1:
-        on_gpu["gathered layers"] = 2 * _layer_parameters(model) * question.bytes_per_weight
+        largest = max(model.block_parameters, model.vocabulary * model.hidden / 2)
+        on_gpu["gathered layers"] = 2 * largest * question.bytes_per_weight
     return on_gpu, in_host
 
 
 def activations(question: Question, model: ModelShape) -> float:
     """Return the activations of one row of `tokens_per_row` in forward and backward, the most of it at one time."""
     row = training_row(
-        model,
-        question.tokens_per_row,
-        question.bytes_per_weight,
-        checkpointing=question.checkpointing,
-        chunk_tokens=LOGPROB_CHUNK_TOKENS,
-    )
+        model, question.tokens_per_row, question.bytes_per_weight,
+        checkpointing=question.gradient_checkpointing, chunk_tokens=LOGPROB_CHUNK_TOKENS,
+    )  # fmt: skip
     return sum(row.values())
 
 
@@ -76,36 +74,31 @@ def engine_memory(question: Question, tensor_parallel: int) -> tuple[Components,
     """Return an engine's components on one GPU, with the least useful cache, and the bytes left there for all of its cache."""
     model, device = question.model, question.cluster.accelerator
     weights = (model.parameters + question.lora_parameters) * question.bytes_per_weight / tensor_parallel
-    least = MIN_CACHED_SEQUENCES * question.max_tokens * model.cache_bytes_per_token() / tensor_parallel
+    least = MIN_CACHED_SEQUENCES * question.max_sequence_tokens * model.cache_bytes_per_token() / tensor_parallel
     parts: Components = {"engine weights": weights, "engine overhead": ENGINE_OVERHEAD_BYTES, "KV cache (least)": least}
     return parts, device.memory_bytes * question.memory_share - weights - ENGINE_OVERHEAD_BYTES
 
 
-def frozen_models(question: Question, num_gpus: int) -> Components:
-    """Return reference and reward model, one GPU's share where they are divided over `num_gpus`."""
-    parts: Components = {}
-    if question.has_reference:
-        parts["reference"] = 0.0 if question.lora_rank else question.model.parameters * question.bytes_per_weight / num_gpus
-    if question.reward_model is not None:
-        parts["reward model"] = question.reward_model.parameters * question.bytes_per_weight / num_gpus
-    return parts
-
-
 def gpu_memory(question: Question, tensor_parallel: int, num_training_gpus: int) -> list[GPUMemory]:
-    """Return what one GPU of each role holds, by the placement."""
-    policy, policy_host = training_state(question, question.model, num_training_gpus, is_policy=True)
-    trained, host = (
-        {f"policy {name}": size for name, size in policy.items()},
-        {f"policy {name}": size for name, size in policy_host.items()},
-    )
-    if question.critic is not None:
-        critic, critic_host = training_state(question, question.critic, num_training_gpus, is_policy=False)
-        trained |= {f"critic {name}": size for name, size in critic.items()}
-        host |= {f"critic {name}": size for name, size in critic_host.items()}
+    """Return what one GPU of each role holds, by the placement; reference and reward model are divided over the training GPUs."""
+    trained: Components = {}
+    host: Components = {}
+    for name, model in (("policy", question.model), ("critic", question.critic)):
+        if model is not None:
+            on_gpu, in_host = training_state(question, model, num_training_gpus, is_policy=name == "policy")
+            trained |= {f"{name} {part}": size for part, size in on_gpu.items()}
+            host |= {f"{name} {part}": size for part, size in in_host.items()}
     engine, _ = engine_memory(question, tensor_parallel)
-    frozen = frozen_models(question, num_training_gpus)
+    share = question.bytes_per_weight / num_training_gpus
+    frozen: Components = {}
+    if question.has_reference:
+        frozen["reference"] = 0.0 if question.lora_rank else question.model.parameters * share
+    if question.reward_model is not None:
+        frozen["reward model"] = question.reward_model.parameters * share
     step = {"activations": activations(question, question.model), "CUDA context": CONTEXT_BYTES}
-    forward = {"CUDA context": CONTEXT_BYTES, "activations of a forward": _forward(question)}
+    forward_bytes = forward_row(question.model, question.tokens_per_row, question.bytes_per_weight, LOGPROB_CHUNK_TOKENS)
+    forward = {"CUDA context": CONTEXT_BYTES, "activations of a forward": forward_bytes}
+    kept = {name: size for name, size in (trained | frozen).items() if "gathered" not in name and "gradients" not in name}
     match question.placement:
         case "disaggregated":
             return [
@@ -113,27 +106,15 @@ def gpu_memory(question: Question, tensor_parallel: int, num_training_gpus: int)
                 GPUMemory("training", {"inference": trained | frozen | forward, "train": trained | frozen | step}, host),
             ]
         case "colocated":
-            away = host | _named("offloaded ", trained) | _named("offloaded ", frozen)
+            away = host | {f"offloaded {name}": size for name, size in kept.items()}
             phases: dict[Phase, Components] = {"rollout": engine, "inference": frozen | forward, "train": trained | step}
             return [GPUMemory("all", phases, away)]
         case "hybrid":
-            shared = {name: size for name, size in trained.items() if name == "policy weights"}
-            rest = {name: size for name, size in trained.items() if name != "policy weights"}
-            cache = {name: size for name, size in engine.items() if name != "engine weights"}
-            whole = {"policy weights, gathered for the engine": max(0.0, engine["engine weights"] - shared["policy weights"])}
-            phases = {"rollout": shared | whole | cache, "inference": shared | frozen | forward, "train": trained | step}
-            return [GPUMemory("all", phases, host | _named("offloaded ", rest))]
+            weights, engine_weights = trained["policy weights"], engine.pop("engine weights")
+            shared: Components = {"policy weights": weights}
+            whole = {"policy weights, gathered for the engine": max(0.0, engine_weights - weights)}
+            away = host | {f"offloaded {name}": size for name, size in kept.items() if name not in shared | frozen}
+            phases = {"rollout": shared | whole | engine, "inference": shared | frozen | forward, "train": trained | step}
+            return [GPUMemory("all", phases, away)]
         case "async_hybrid":
             return [GPUMemory("all", {"train": trained | frozen | step | engine}, host)]
-
-
-def _forward(question: Question) -> float:
-    return forward_row(question.model, question.tokens_per_row, question.bytes_per_weight, LOGPROB_CHUNK_TOKENS)
-
-
-def _layer_parameters(model: ModelShape) -> float:
-    return max(model.block_parameters, model.vocabulary * model.hidden / 2)
-
-
-def _named(prefix: str, parts: Components) -> Components:
-    return {prefix + name: size for name, size in parts.items() if "gathered" not in name and "gradients" not in name}

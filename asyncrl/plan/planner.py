@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,7 +33,6 @@ class Plan:
     sync_s: float
     generated_tokens_per_s: float
     trained_tokens_per_s: float
-    mean_staleness: float
 
     @property
     def usable_bytes(self) -> float:
@@ -41,9 +40,14 @@ class Plan:
         return self.question.cluster.accelerator.memory_bytes * self.question.memory_share
 
     @property
+    def overflow_bytes(self) -> float:
+        """Return by how much the worst role does not fit; 0 where all do."""
+        return max(0.0, *(role.peak_bytes - self.usable_bytes for role in self.memory))
+
+    @property
     def fits(self) -> bool:
         """Return whether every role fits in every phase."""
-        return all(role.peak_bytes <= self.usable_bytes for role in self.memory)
+        return self.overflow_bytes == 0
 
     @property
     def overlaps(self) -> bool:
@@ -58,6 +62,19 @@ class Plan:
         return self.generation_s + self.training_s + self.sync_s
 
     @property
+    def mean_staleness(self) -> float:
+        """Return the mean age of a sample's oldest token when it is trained, in versions.
+
+        Where training is the bottleneck the buffer fills up to the bound; where generation is, a sample is as old as it took to
+        make, plus half a step of waiting for its batch.
+        """
+        bound = float(self.question.max_staleness) if self.overlaps else 0.0
+        if not bound or self.training_s >= self.generation_s:
+            return bound
+        sample_s = self.question.response_tokens * engine_speed(self.question, self.tensor_parallel).step_s
+        return min(bound, sample_s / self.step_s + 0.5)
+
+    @property
     def dollars_per_step(self) -> float:
         """Return what one step costs at the device's usual price."""
         cluster = self.question.cluster
@@ -70,48 +87,41 @@ def plan(question: Question) -> Plan:
     Raises:
         ConfigError: There are too few GPUs to divide, whatever fits.
     """
-    candidates = list(_candidates(question))
-    if not candidates:
-        raise ConfigError(
-            f"{question.placement} needs at least 2 GPUs, one to generate and one to train; got {question.cluster.num_gpus}"
-        )
-    return min(candidates, key=lambda made: (not made.fits, _overflow(made), made.step_s, made.tensor_parallel))
+    total, chosen = question.cluster.num_gpus, question.num_generation_gpus
+    most = min(total, question.cluster.gpus_per_node)
+    plans = []
+    for size in [question.tensor_parallel] if question.tensor_parallel else [2**power for power in range(most.bit_length())]:
+        if question.placement == "disaggregated":
+            splits = [chosen] if chosen else range(size, total, size)
+            plans += [_plan_with(question, size, here, total - here) for here in splits if size <= here < total]
+        elif total % size == 0:
+            plans.append(_plan_with(question, size, total, total))
+    if not plans:
+        raise ConfigError(f"{question.placement} needs at least 2 GPUs, one to generate and one to train; got {total}")
+    return min(plans, key=lambda made: (made.overflow_bytes, made.step_s, made.tensor_parallel))
 
 
 def advice(made: Plan) -> list[str]:
     """Return what would make the plan fit: single changes, or else pairs and triples of them; then the fewest GPUs as it is."""
+    question, lines = made.question, list[str]()
     if made.fits:
-        return []
-    lines = next((found for size in (1, 2, 3) if (found := _that_fit(made.question, size))), [])
-    fewest = _fewest_gpus(made.question)
-    if fewest:
-        lines.append(f"{fewest} GPUs of this kind instead of {made.question.cluster.num_gpus}")
-    return lines or ["no three changes are enough: take larger devices or more of them"]
-
-
-def _that_fit(question: Question, size: int) -> list[str]:
-    """Return up to MAX_ADVICE combinations of `size` changes after which it fits."""
-    fitting = []
+        return lines
     changes = [(text, fields) for text, fields_of in _CHANGES if (fields := fields_of(question))]
-    for combination in itertools.combinations(changes, size):
-        merged = {name: value for _, fields in combination for name, value in fields.items()}
-        if len(merged) == sum(len(fields) for _, fields in combination) and _fits(dataclasses.replace(question, **merged)):
-            fitting.append(" and ".join(text for text, _ in combination))
-    return fitting[:MAX_ADVICE]
-
-
-def _candidates(question: Question) -> Iterator[Plan]:
-    total = question.cluster.num_gpus
-    sizes = [question.tensor_parallel] if question.tensor_parallel else _powers_of_two(min(total, question.cluster.gpus_per_node))
-    for tensor_parallel in sizes:
-        if question.placement != "disaggregated":
-            if total % tensor_parallel == 0:
-                yield _plan_with(question, tensor_parallel, total, total)
-            continue
-        chosen = question.num_generation_gpus
-        for generation in [chosen] if chosen else range(tensor_parallel, total, tensor_parallel):
-            if tensor_parallel <= generation < total:
-                yield _plan_with(question, tensor_parallel, generation, total - generation)
+    for size in (1, 2, 3):
+        for combination in itertools.combinations(changes, size):
+            merged = {name: value for _, fields in combination for name, value in fields.items()}
+            is_apart = len(merged) == sum(len(fields) for _, fields in combination)
+            if len(lines) < MAX_ADVICE and is_apart and _fits(dataclasses.replace(question, **merged)):
+                lines.append(" and ".join(text for text, _ in combination))
+        if lines:
+            break
+    count = question.cluster.num_gpus * 2
+    while count <= MAX_GPUS_SEARCHED:
+        cluster = dataclasses.replace(question.cluster, num_gpus=count)
+        if _fits(dataclasses.replace(question, cluster=cluster, num_generation_gpus=0)):
+            return [*lines, f"{count} GPUs of this kind instead of {question.cluster.num_gpus}"]
+        count *= 2
+    return lines or ["no three changes are enough: take larger devices or more of them"]
 
 
 def _plan_with(question: Question, tensor_parallel: int, num_generation: int, num_training: int) -> Plan:
@@ -123,7 +133,7 @@ def _plan_with(question: Question, tensor_parallel: int, num_generation: int, nu
     if question.placement == "async_hybrid":
         # Both share the devices' compute and memory speed: each goes as fast as if it had its share of the time.
         generating_s, training = generating_s + training / 2, training + generating_s / 2
-    made = Plan(
+    return Plan(
         question=question,
         tensor_parallel=tensor_parallel,
         num_generation_gpus=num_generation,
@@ -134,29 +144,7 @@ def _plan_with(question: Question, tensor_parallel: int, num_generation: int, nu
         sync_s=weight_sync_s(question),
         generated_tokens_per_s=question.samples_per_step * question.response_tokens / generating_s,
         trained_tokens_per_s=question.tokens_per_step / training,
-        mean_staleness=0.0,
     )
-    return dataclasses.replace(made, mean_staleness=_staleness(made))
-
-
-def _staleness(made: Plan) -> float:
-    """Return the mean age of a sample's oldest token when it is trained, in versions.
-
-    Where training is the bottleneck the buffer fills up to the bound; where generation is, a sample is as old as it took to make,
-    plus half a step of waiting for its batch.
-    """
-    question = made.question
-    if not made.overlaps:
-        return 0.0
-    if made.training_s >= made.generation_s:
-        return float(question.max_staleness)
-    engine = engine_speed(question, made.tensor_parallel)
-    sample_s = question.response_tokens * engine.step_s
-    return min(float(question.max_staleness), sample_s / made.step_s + 0.5)
-
-
-def _overflow(made: Plan) -> float:
-    return max(0.0, *(role.peak_bytes - made.usable_bytes for role in made.memory))
 
 
 def _fits(question: Question) -> bool:
@@ -167,10 +155,10 @@ def _fits(question: Question) -> bool:
 
 
 _CHANGES: tuple[tuple[str, Callable[[Question], dict[str, Any]]], ...] = (
-    ("gradient checkpointing", lambda q: {} if q.checkpointing else {"checkpointing": True}),
+    ("gradient checkpointing", lambda q: {} if q.gradient_checkpointing else {"gradient_checkpointing": True}),
     (
         "rows as short as the longest sample",
-        lambda q: {"tokens_per_row": q.max_tokens} if q.tokens_per_row > q.max_tokens else {},
+        lambda q: {"tokens_per_row": q.max_sequence_tokens} if q.tokens_per_row > q.max_sequence_tokens else {},
     ),
     ("an 8-bit optimizer", lambda q: {"optimizer": "adamw_8bit"} if q.optimizer == "adamw" else {}),
     ("optimizer state in host memory", lambda q: {} if q.offload_optimizer else {"offload_optimizer": True}),
@@ -181,17 +169,3 @@ _CHANGES: tuple[tuple[str, Callable[[Question], dict[str, Any]]], ...] = (
     ("placement = disaggregated", lambda q: {"placement": "disaggregated"} if q.placement != "disaggregated" else {}),
 )
 """What can be changed, cheapest first: in words, and the fields that it sets; none where it is so already."""
-
-
-def _fewest_gpus(question: Question) -> int:
-    count = question.cluster.num_gpus
-    while count < MAX_GPUS_SEARCHED:
-        count *= 2
-        more = dataclasses.replace(question.cluster, num_gpus=count)
-        if _fits(dataclasses.replace(question, cluster=more, num_generation_gpus=0)):
-            return count
-    return 0
-
-
-def _powers_of_two(most: int) -> list[int]:
-    return [2**power for power in range(most.bit_length()) if 2**power <= most]

@@ -49,8 +49,9 @@ def plan_text(made: Plan) -> str:
     """Return the plan as a person reads it."""
     question, cluster, apart = made.question, made.question.cluster, made.question.placement == "disaggregated"
     lines = [
-        f"{question.model.name} ({question.model.parameters / 1e9:.2f} B parameters), {question.algorithm}, {question.placement}, "
-        f"{cluster.num_gpus} x {cluster.accelerator.name} on {cluster.num_nodes} node{'s' * (cluster.num_nodes > 1)}",
+        f"{question.model.name} ({question.model.parameters / 1e9:.2f} B parameters), {question.algorithm}, "
+        f"{question.placement}, {cluster.num_gpus} x "
+        f"{cluster.accelerator.name} on {cluster.num_nodes} node{'s' * (cluster.num_nodes > 1)}",
         "",
     ]
     for role in made.memory:
@@ -59,7 +60,9 @@ def plan_text(made: Plan) -> str:
         lines.append(f"{title:{NAME_WIDTH}}" + "".join(f"{phase:>11}" for phase in phases))
         for name in dict.fromkeys(name for phase in phases for name in role.phases[phase]):
             sizes = (role.phases[phase].get(name) for phase in phases)
-            lines.append(f"{name:{NAME_WIDTH}}" + "".join(f"{'':>11}" if size is None else f"{size / GIB:11.1f}" for size in sizes))
+            lines.append(
+                f"{name:{NAME_WIDTH}}" + "".join(f"{'':>11}" if size is None else f"{size / GIB:11.1f}" for size in sizes)
+            )
         sums = "".join(f"{sum(role.phases[phase].values()) / GIB:11.1f}" for phase in phases)
         lines.append(f"{'together':{NAME_WIDTH}}{sums}   of {made.usable_bytes / GIB:.1f}")
         if role.host:

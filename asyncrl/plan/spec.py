@@ -39,32 +39,18 @@ class Accelerator:
     """A usual price of renting one; to be replaced by your own (`--price`)."""
 
 
-def _gpu(
-    name: str,
-    memory_gb: float,
-    tflops: float,
-    bandwidth_tb: float,
-    link_gb: float,
-    network_gb: float,
-    host_gb: float,
-    price: float,
-) -> Accelerator:
-    return Accelerator(
-        name, memory_gb * 1e9, tflops * 1e12, bandwidth_tb * 1e12, link_gb * 1e9, network_gb * 1e9, host_gb * 1e9, price
-    )
-
-
+_UNITS = (1e9, 1e12, 1e12, 1e9, 1e9, 1e9, 1.0)
 ACCELERATORS = {
-    item.name: item
-    for item in (
-        _gpu("B200", 180, 2250, 8.0, 900, 50, 64, 5.0),
-        _gpu("H200", 141, 989, 4.8, 450, 50, 64, 3.5),
-        _gpu("H100", 80, 989, 3.35, 450, 50, 64, 2.8),
-        _gpu("A100", 80, 312, 2.04, 300, 25, 32, 1.7),
-        _gpu("A100-40", 40, 312, 1.56, 300, 25, 32, 1.3),
-        _gpu("L40S", 48, 362, 0.864, 32, 12.5, 32, 1.0),
-        _gpu("RTX4090", 24, 165, 1.01, 32, 1.25, 32, 0.5),
-    )
+    name: Accelerator(name, *(figure * unit for figure, unit in zip(figures, _UNITS, strict=True)))
+    for name, figures in {
+        "B200": (180, 2250, 8.0, 900, 50, 64, 5.0),
+        "H200": (141, 989, 4.8, 450, 50, 64, 3.5),
+        "H100": (80, 989, 3.35, 450, 50, 64, 2.8),
+        "A100": (80, 312, 2.04, 300, 25, 32, 1.7),
+        "A100-40": (40, 312, 1.56, 300, 25, 32, 1.3),
+        "L40S": (48, 362, 0.864, 32, 12.5, 32, 1.0),
+        "RTX4090": (24, 165, 1.01, 32, 1.25, 32, 0.5),
+    }.items()
 }
 """Sources: NVIDIA data sheets of each product. Network: 400 Gbit/s a device for Hopper and later, 200 for Ampere."""
 
@@ -106,7 +92,10 @@ def find_model(text: str) -> ModelShape:
         return NAMED[text.lower()]
     number = re.fullmatch(r"(\d+(?:\.\d+)?)[bB]", text)
     if number is not None:
-        return _of_round_number(float(number[1]) * 1e9, text)
+        # In the proportions of Llama: the width that makes its blocks about 3 wide.
+        widths = (256, 512, 1024, 2048, 3072, 4096, 5120, 6144, 8192, 12288, 16384)
+        shapes = [_of_width(width, float(number[1]) * 1e9, text) for width in widths]
+        return min(shapes, key=lambda shape: abs(math.log(shape.intermediate / shape.hidden / 3)))
     path = Path(text)
     file = path / "config.json" if path.is_dir() else path
     try:
@@ -116,12 +105,6 @@ def find_model(text: str) -> ModelShape:
             f"model must be one of {', '.join(NAMED)}, a number of parameters (7B), or a config.json or its folder; "
             f"got {text!r} ({error})"
         ) from error
-
-
-def _of_round_number(parameters: float, name: str) -> ModelShape:
-    """Return a model of that many parameters in the proportions of Llama: the width that makes its blocks about 3 wide."""
-    shapes = [_of_width(width, parameters, name) for width in (256, 512, 1024, 2048, 3072, 4096, 5120, 6144, 8192, 12288, 16384)]
-    return min(shapes, key=lambda shape: abs(math.log(shape.intermediate / shape.hidden / 3)))
 
 
 def _of_width(hidden: int, parameters: float, name: str) -> ModelShape:
@@ -171,14 +154,14 @@ class Question:
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     optimizer: Literal["adamw", "adamw_8bit", "paged_adamw_8bit"] = "adamw"
     offload_optimizer: bool = False
-    checkpointing: bool = True
+    gradient_checkpointing: bool = True
     """Activations of one layer at a time; the others are computed again in the backward pass."""
     groups_per_step: int = 64
     group_size: int = 8
     prompt_tokens: int = 512
     response_tokens: int = 2048
     """Mean."""
-    max_tokens: int = 8192
+    max_sequence_tokens: int = 8192
     """Longest sample: prompt and response."""
     tokens_per_row: int = 16384
     max_staleness: int = 2
@@ -191,13 +174,13 @@ class Question:
 
     def __post_init__(self) -> None:
         """Refuse what cannot be."""
-        if self.prompt_tokens + self.response_tokens > self.max_tokens:
+        longest, mean = self.max_sequence_tokens, self.prompt_tokens + self.response_tokens
+        if mean > longest:
             raise ConfigError(
-                f"max_tokens ({self.max_tokens}) must hold a mean sample: prompt_tokens ({self.prompt_tokens}) and "
-                f"response_tokens ({self.response_tokens})"
+                f"max_sequence_tokens ({longest}) must hold a mean sample: prompt_tokens and response_tokens ({mean})"
             )
-        if self.max_tokens > self.tokens_per_row:
-            raise ConfigError(f"tokens_per_row ({self.tokens_per_row}) must be at least max_tokens ({self.max_tokens})")
+        if longest > self.tokens_per_row:
+            raise ConfigError(f"tokens_per_row ({self.tokens_per_row}) must be at least max_sequence_tokens ({longest})")
         if self.num_generation_gpus >= self.cluster.num_gpus and self.placement == "disaggregated" and self.num_generation_gpus:
             raise ConfigError(
                 f"num_generation_gpus must be under {self.cluster.num_gpus}, all there are, got {self.num_generation_gpus}: "
@@ -228,12 +211,3 @@ class Question:
     def version_bytes(self) -> int:
         """Return what one weight version sends."""
         return (self.lora_parameters or self.model.parameters) * self.bytes_per_weight
-
-
-@dataclass(frozen=True, slots=True)
-class PeakCase:
-    """A model and a row."""
-
-    model: ModelShape
-    tokens_per_row: int
-    checkpointing: bool

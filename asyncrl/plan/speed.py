@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
-from asyncrl.models.memory import ModelShape
 from asyncrl.plan.memory import engine_memory
 from asyncrl.plan.spec import Question
 
@@ -19,18 +18,12 @@ MAX_SEQUENCES = 256
 """Most that one engine decodes at once (vLLM's `max_num_seqs`)."""
 
 
-@dataclass(frozen=True, slots=True)
-class EngineSpeed:
+class EngineSpeed(NamedTuple):
     """One engine of `tensor_parallel` GPUs at the batch its cache allows."""
 
     batch: int
     step_s: float
     """One token of every sequence."""
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Return generated tokens of the whole batch."""
-        return self.batch / self.step_s
 
 
 def engine_speed(question: Question, tensor_parallel: int, most_sequences: float = MAX_SEQUENCES) -> EngineSpeed:
@@ -48,7 +41,12 @@ def engine_speed(question: Question, tensor_parallel: int, most_sequences: float
     context = question.prompt_tokens + question.response_tokens / 2
     per_sequence = context * model.cache_bytes_per_token() / tensor_parallel
     batch = max(1, int(min(cache_bytes / per_sequence, MAX_SEQUENCES, most_sequences)))
-    read = _weights_read(model, batch) * question.bytes_per_weight / tensor_parallel + batch * per_sequence
+    weights: float = model.active_parameters
+    if model.num_experts:  # those that no token of the batch meets are not read
+        asked = model.experts_per_token / model.num_experts
+        met = 1 - (1 - asked) ** batch
+        weights += model.layers * model.num_experts * model.expert_parameters * (met - asked)
+    read = weights * question.bytes_per_weight / tensor_parallel + batch * per_sequence
     read_s = read / (device.memory_bytes_per_s * DECODE_BANDWIDTH_SHARE)
     compute_s = batch * model.forward_flops(context) / tensor_parallel / (device.bf16_flops * COMPUTE_SHARE)
     collective_s = 2 * model.layers * COLLECTIVE_S if tensor_parallel > 1 else 0.0
@@ -60,7 +58,7 @@ def generation_s(question: Question, tensor_parallel: int, num_gpus: int) -> flo
     engines = max(1, num_gpus // tensor_parallel)
     in_flight = question.samples_per_step * (question.max_staleness + 1) / engines
     speed = engine_speed(question, tensor_parallel, in_flight)
-    decode_s = question.samples_per_step * question.response_tokens / (speed.tokens_per_s * engines)
+    decode_s = question.samples_per_step * question.response_tokens * speed.step_s / (speed.batch * engines)
     prompts = question.groups_per_step * question.prompt_tokens
     prefill_flops = prompts * question.model.forward_flops(question.prompt_tokens / 2)
     device = question.cluster.accelerator
@@ -74,7 +72,7 @@ def training_s(question: Question, num_gpus: int) -> float:
     values before the step.
     """
     context = (question.prompt_tokens + question.response_tokens) / 2
-    passes = 4.0 if question.checkpointing else 3.0
+    passes = 4.0 if question.gradient_checkpointing else 3.0
     flops = (passes - bool(question.lora_rank)) * question.model.forward_flops(context)
     if question.critic is not None:
         flops += (passes + 1) * question.critic.forward_flops(context)
@@ -111,12 +109,3 @@ def switch_s(question: Question, moved_bytes: float) -> float:
 
 def _compute(question: Question, num_gpus: int) -> float:
     return num_gpus * question.cluster.accelerator.bf16_flops * COMPUTE_SHARE
-
-
-def _weights_read(model: ModelShape, batch: int) -> float:
-    """Return the parameters that a decode step of `batch` tokens reads: all, or the experts that are met."""
-    if not model.num_experts:
-        return model.active_parameters
-    met = 1 - (1 - model.experts_per_token / model.num_experts) ** batch
-    experts = model.layers * model.num_experts * model.expert_parameters
-    return model.active_parameters - experts * model.experts_per_token / model.num_experts + experts * met

@@ -243,7 +243,7 @@ def learner_step(
         )  # fmt: skip
         question = Question(
             model=shape, cluster=parse_cluster("2xH100"), dtype=setting.dtype, tokens_per_row=tokens_per_row,
-            checkpointing=False, max_tokens=tokens_per_row,
+            gradient_checkpointing=False, max_sequence_tokens=tokens_per_row,
             prompt_tokens=PROMPT_TOKENS, response_tokens=tokens_per_row // 8,
         )  # fmt: skip
         state, _ = training_state(question, shape, 1, is_policy=True)

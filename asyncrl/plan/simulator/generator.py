@@ -8,11 +8,14 @@ came and went meanwhile: a finish is one entry in a heap, and no token is an eve
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections import deque
 from dataclasses import dataclass
 
 from asyncrl.buffer.staleness import VersionCounts
 from asyncrl.plan.simulator.scenario import Scenario
+
+MOST_MARKS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +24,6 @@ class Member:
 
     group_id: int
     index: int
-    attempt: int
     num_tokens: float
 
 
@@ -49,11 +51,6 @@ class SimulatedGenerator:
         self._work = 0.0
         self._at_s = 0.0
         self._held_until_s = 0.0
-
-    @property
-    def num_running(self) -> int:
-        """Return the sequences that decode."""
-        return len(self._running)
 
     @property
     def step_s(self) -> float:
@@ -94,9 +91,18 @@ class SimulatedGenerator:
         done = []
         while self._running and self._running[0][0] <= self._work + 1e-9 * max(1.0, self._work):
             _, _, started, member = heapq.heappop(self._running)
-            done.append((member, self._versions(started, member.num_tokens)))
+            ended = started + member.num_tokens
+            counts: dict[int, int] = {}
+            for (since, version), (until, _) in itertools.pairwise([*self._marks, (ended, 0)]):
+                tokens = round(min(until, ended) - max(since, started))
+                if tokens > 0:
+                    counts[version] = counts.get(version, 0) + tokens
+            done.append((member, tuple(sorted(counts.items())) or ((self.version, max(1, round(member.num_tokens))),)))
         self._fill()
-        self._forget_marks()
+        if len(self._marks) > MOST_MARKS:  # keep only swaps that a running sequence can have seen
+            oldest = min((started for _, _, started, _ in self._running), default=self._work)
+            while len(self._marks) > MOST_MARKS and self._marks[1][0] <= oldest:
+                self._marks.pop(0)
         return done
 
     def abort(self, group_id: int) -> int:
@@ -125,22 +131,3 @@ class SimulatedGenerator:
             self._num_placed += 1
             first_token = self._work + self._scenario.sequence_s / self._scenario.decode_s
             heapq.heappush(self._running, (first_token + member.num_tokens, self._num_placed, first_token, member))
-
-    def _versions(self, started: float, num_tokens: float) -> VersionCounts:
-        """Return (version, tokens) of a sequence that began at `started`."""
-        ended = started + num_tokens
-        counts: dict[int, int] = {}
-        for index, (since, version) in enumerate(self._marks):
-            until = self._marks[index + 1][0] if index + 1 < len(self._marks) else ended
-            tokens = round(min(until, ended) - max(since, started))
-            if tokens > 0:
-                counts[version] = counts.get(version, 0) + tokens
-        if not counts:
-            counts[self.version] = max(1, round(num_tokens))
-        return tuple(sorted(counts.items()))
-
-    def _forget_marks(self) -> None:
-        """Keep only swaps that a running sequence can have seen."""
-        oldest = min((started for _, _, started, _ in self._running), default=self._work) if len(self._marks) > 8 else 0.0
-        while len(self._marks) > 8 and self._marks[1][0] <= oldest:
-            self._marks.pop(0)

@@ -6,8 +6,7 @@ import heapq
 import itertools
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -26,54 +25,66 @@ PAUSE_STEPS, SHORTEST_PAUSE_S = 10, 5.0
 """Nothing begins or ends for so many usual steps, and for so long: the run was paused, or stopped and resumed."""
 
 
-@dataclass(frozen=True, slots=True)
-class DecodeFit:
-    """How long a sequence takes: `sequence_s + tokens x (decode_s + (n - 1) x decode_s_per_sequence)`, n running beside it."""
-
-    sequence_s: float
-    decode_s: float
-    decode_s_per_sequence: float
-
-
 def scenario_of_run(run_folder: Path) -> Scenario:
     """Return the scenario that a run was.
+
+    Lengths and times of steps come in their own order: with long tails the longest few samples decide how long steps take; drawn
+    anew, they would be others.
 
     Raises:
         ConfigError: The folder holds no run, or one without enough steps to learn from.
     """
     config = load_config(run_folder / "config.toml")
-    spans: dict[str, list[Span]] = defaultdict(list)
-    working_s = working_time(run_folder)
+    working_s, spans = working_time(run_folder), defaultdict[str, list[Span]](list)
     for item in read_spans(run_folder):
         spans[item.name].append(msgspec.structs.replace(item, start_s=working_s(item.start_s), end_s=working_s(item.end_s)))
     steps = sorted(spans[STEP], key=lambda item: item.start_s)
     samples = [item for item in spans[GENERATE] if item.attributes.get("purpose", "train") == "train"]
     if len(steps) < 5 or not samples:
-        raise ConfigError(
-            f"{run_folder} has {len(steps)} steps and {len(samples)} samples; at least 5 steps are needed to learn from"
-        )
-    started_s = _started_in_slots(samples, config.generate.engine.num_slots)
-    fit = fit_decode(samples, started_s)
+        raise ConfigError(f"{run_folder} has {len(steps)} steps and {len(samples)} samples: take a run of at least 5 steps")
+    num_slots, group_size = config.generate.engine.num_slots, config.algorithm.members_per_group
+    sequence_s, decode_s, decode_s_per_sequence = fit_decode(samples, _started_in_slots(samples, num_slots))
+    tokens = {(item.attributes["group"], item.attributes["index"]): float(item.attributes["tokens"]) for item in samples}
+    usual = statistics.median(tokens.values())
+    members = itertools.product(range(int(max(group for group, _ in tokens)) + 1), range(group_size))
+    # From the start of one step to that of the next, without the wait for its batch. An outside learner does not say how long it
+    # waited: there it is from taking a batch to reporting it as trained.
     is_outside = config.learner.kind == "external"
+    waited = {item.attributes["step"]: item.end_s - item.start_s for item in spans[WAIT]}
+    step_s = (
+        [step.end_s - step.start_s for step in steps]
+        if is_outside
+        else [
+            after.start_s - step.start_s - waited.get(after.attributes["step"], 0.0) for step, after in itertools.pairwise(steps)
+        ]
+    )
+    # From a step's end to its version's bytes verified on a generator, where the generator took that version at all.
+    done_s = {item.attributes["version"]: item.end_s for item in steps}
+    swaps = [(item, float(item.attributes["swap_ms"]) / 1e3) for item in spans[SWAP]]
+    taken = [(item, swap_s) for item, swap_s in swaps if item.attributes["version"] in done_s]
+    # Half the time from a sample's end to the start of its scoring: two hops.
+    began = {(item.attributes["group"], item.attributes["index"]): item.start_s for item in spans[SCORE]}
+    ended = {(item.attributes["group"], item.attributes["index"]): item.end_s for item in samples}
+    gaps = [began[key] - end_s for key, end_s in ended.items() if key in began]
     return Scenario(
         num_workers=config.generate.num_workers,
-        num_slots=config.generate.engine.num_slots,
-        lengths=_lengths(samples, config.algorithm.members_per_group),
-        decode_s=fit.decode_s,
-        decode_s_per_sequence=fit.decode_s_per_sequence,
-        sequence_s=fit.sequence_s,
+        num_slots=num_slots,
+        lengths=recorded([tokens.get(member, usual) for member in members]),
+        decode_s=decode_s,
+        decode_s_per_sequence=decode_s_per_sequence,
+        sequence_s=sequence_s,
         groups_per_step=config.algorithm.groups_per_step,
-        group_size=config.algorithm.members_per_group,
+        group_size=group_size,
         max_staleness=config.buffer.max_staleness,
         policy=config.buffer.policy,
         max_running_groups=config.buffer.max_running_groups,
-        reward_s=_measured(item.end_s - item.start_s for item in spans[SCORE]) if spans[SCORE] else fixed(0.0),
+        reward_s=_measured([item.end_s - item.start_s for item in spans[SCORE]]),
         reward_workers=config.reward.num_workers,
-        step_s=_step_times(steps, spans[WAIT], is_outside=is_outside),
+        step_s=recorded([max(SHORTEST_S, seconds) for seconds in step_s]),
         steps_ahead=1 if is_outside else 2,
-        sync_s=_sync_times(steps, spans[SWAP]),
-        swap_s=statistics.median([float(item.attributes["swap_ms"]) / 1e3 for item in spans[SWAP]] or [0.0]),
-        hop_s=_hop_s(samples, spans[SCORE]),
+        sync_s=_measured([max(0.0, item.end_s - swap_s - done_s[item.attributes["version"]]) for item, swap_s in taken]),
+        swap_s=statistics.median([swap_s for _, swap_s in swaps] or [0.0]),
+        hop_s=max(0.0, statistics.median(gaps)) / 2 if gaps else 0.0,
         num_steps=len(steps),
         seed=config.seed,
     )
@@ -93,11 +104,20 @@ def working_time(run_folder: Path) -> Callable[[float], float]:
     return lambda moment: moment - sum(min(moment, after) - before for before, after in pauses if moment > before)
 
 
-def fit_decode(samples: Sequence[Span], started_s: Sequence[float]) -> DecodeFit:
-    """Fit the three terms by least squares, none below zero; a term that would be is left out and the others are fitted again."""
+def fit_decode(samples: Sequence[Span], started_s: Sequence[float]) -> tuple[float, float, float]:
+    """Return (sequence_s, decode_s, decode_s_per_sequence) by least squares, none below zero.
+
+    A sequence takes `sequence_s + tokens x (decode_s + (n - 1) x decode_s_per_sequence)` seconds, where n run on its generator in
+    the middle of it. A term that would be below zero is left out and the others are fitted again.
+    """
     tokens = np.array([max(1.0, float(item.attributes["tokens"])) for item in samples])
-    seconds = np.array([max(SHORTEST_S, item.end_s - start) for item, start in zip(samples, started_s, strict=True)])
-    beside = _running_beside(samples, started_s)
+    starts, ends = np.array(started_s), np.array([item.end_s for item in samples])
+    seconds, middles = np.maximum(ends - starts, SHORTEST_S), (starts + ends) / 2
+    processes, beside = np.array([item.process for item in samples]), np.zeros(len(samples))
+    for process in set(processes):
+        mine = processes == process
+        running = np.searchsorted(np.sort(starts[mine]), middles[mine], "right")
+        beside[mine] = np.maximum(running - np.searchsorted(np.sort(ends[mine]), middles[mine], "right") - 1, 0)
     columns = np.stack([np.ones_like(tokens), tokens, tokens * beside], axis=1) / seconds[:, None]
     kept = [0, 1, 2]
     while True:
@@ -107,7 +127,7 @@ def fit_decode(samples: Sequence[Span], started_s: Sequence[float]) -> DecodeFit
             break
         kept.pop(int(found.argmin()))
     terms = dict.fromkeys(range(3), 0.0) | dict(zip(kept, map(float, found), strict=True))
-    return DecodeFit(max(terms[0], 0.0), max(terms[1], SHORTEST_S), max(terms[2], 0.0))
+    return max(terms[0], 0.0), max(terms[1], SHORTEST_S), max(terms[2], 0.0)
 
 
 def _started_in_slots(samples: Sequence[Span], num_slots: int) -> list[float]:
@@ -124,69 +144,8 @@ def _started_in_slots(samples: Sequence[Span], num_slots: int) -> list[float]:
     return started
 
 
-def _running_beside(samples: Sequence[Span], started_s: Sequence[float]) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    """Return how many others ran on the same generator in the middle of each sample."""
-    beside = np.zeros(len(samples))
-    by_generator: dict[str, list[int]] = defaultdict(list)
-    for index, item in enumerate(samples):
-        by_generator[item.process].append(index)
-    for indices in by_generator.values():
-        starts = np.sort([started_s[index] for index in indices])
-        ends = np.sort([samples[index].end_s for index in indices])
-        middle = np.array([(started_s[index] + samples[index].end_s) / 2 for index in indices])
-        beside[indices] = np.searchsorted(starts, middle, "right") - np.searchsorted(ends, middle, "right") - 1
-    return np.maximum(beside, 0)
-
-
-def _lengths(samples: Sequence[Span], group_size: int) -> Distribution:
-    """Return every member's tokens in the order of the groups, which is the order in which a simulation issues them.
-
-    With long tails the longest few samples decide how long steps take; drawn anew, they would be others.
-    """
-    tokens = {
-        (int(item.attributes["group"]), int(item.attributes["index"])): float(item.attributes["tokens"]) for item in samples
-    }
-    unknown = statistics.median(tokens.values())
-    num_groups = max(group for group, _ in tokens) + 1
-    return recorded([tokens.get((group, index), unknown) for group in range(num_groups) for index in range(group_size)])
-
-
-def _step_times(steps: Sequence[Span], waits: Sequence[Span], *, is_outside: bool) -> Distribution:
-    """Return from the start of one step to that of the next, without the wait for its batch.
-
-    An outside learner does not say how long it waited: there it is from taking a batch to reporting it as trained.
-    """
-    if is_outside:
-        return recorded([max(SHORTEST_S, step.end_s - step.start_s) for step in steps])
-    waited = {item.attributes["step"]: item.end_s - item.start_s for item in waits}
-    between = [
-        max(SHORTEST_S, after.start_s - step.start_s - waited.get(after.attributes["step"], 0.0))
-        for step, after in itertools.pairwise(steps)
-    ]
-    return recorded(between)
-
-
-def _sync_times(steps: Sequence[Span], swaps: Sequence[Span]) -> Distribution:
-    """Return from a step's end to its version's bytes verified on a generator, where the generator took that version at all."""
-    done_s = {item.attributes["version"]: item.end_s for item in steps}
-    times = [
-        max(0.0, item.end_s - float(item.attributes["swap_ms"]) / 1e3 - done_s[item.attributes["version"]])
-        for item in swaps
-        if item.attributes["version"] in done_s
-    ]
-    return _measured(times) if times else fixed(0.0)
-
-
-def _hop_s(samples: Sequence[Span], scores: Sequence[Span]) -> float:
-    """Return half the time from a sample's end to the start of its scoring: two hops."""
-    began = {(item.attributes["group"], item.attributes["index"]): item.start_s for item in scores}
-    gaps = [began[key] - item.end_s for item in samples if (key := (item.attributes["group"], item.attributes["index"])) in began]
-    return max(0.0, statistics.median(gaps)) / 2 if gaps else 0.0
-
-
-def _measured(values: Iterable[float]) -> Distribution:
-    everything = list(values)
-    return measured(everything[:: -(-len(everything) // MOST_VALUES)])
+def _measured(values: Sequence[float]) -> Distribution:
+    return measured(values[:: -(-len(values) // MOST_VALUES)]) if values else fixed(0.0)
 
 
 def real_figures(run_folder: Path) -> tuple[float, float]:

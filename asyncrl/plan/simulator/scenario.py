@@ -41,22 +41,19 @@ class Distribution:
 
     def drawer(self, rng: np.random.Generator) -> Draw:
         """Return a function that draws one value after the other, in blocks from `rng`."""
-        block: list[float] = []
+        block = list(reversed(self.values)) if self.kind == "recorded" else []
 
         def draw() -> float:
             if not block:
                 block.extend(self._draw(rng, _AT_ONCE).tolist())
             return block.pop()
 
-        if self.kind == "recorded":
-            block.extend(reversed(self.values))
-        if self.kind == "fixed":
-            value = self.parameters[0]
-            return lambda: value
         return draw
 
     def _draw(self, rng: np.random.Generator, count: int) -> NDArray[np.float64]:
         match self.kind, self.parameters:
+            case "fixed", (value,):
+                return np.full(count, value)
             case "uniform", (low, high):
                 return rng.uniform(low, high, count)
             case "exponential", (mean,):
@@ -76,23 +73,13 @@ def fixed(value: float) -> Distribution:
 
 
 def measured(values: Sequence[float]) -> Distribution:
-    """Return the distribution of what was measured.
-
-    Raises:
-        ConfigError: Nothing was.
-    """
-    if not values:
-        raise ConfigError("a measured distribution needs at least one value")
+    """Return the distribution of what was measured, at least one value."""
     return Distribution("measured", values=tuple(map(float, values)))
 
 
 def recorded(values: Sequence[float]) -> Distribution:
-    """Return what was measured, in its order: a simulation of that very run then meets the same draws.
-
-    Raises:
-        ConfigError: Nothing was measured.
-    """
-    return Distribution("recorded", values=measured(values).values)
+    """Return what was measured, in its order: a simulation of that very run then meets the same draws."""
+    return Distribution("recorded", values=tuple(map(float, values)))
 
 
 def parse_distribution(text: str) -> Distribution:
@@ -170,13 +157,10 @@ class Scenario:
 
     def __post_init__(self) -> None:
         """Refuse what cannot be simulated."""
-        for name in ("num_workers", "num_slots", "groups_per_step", "group_size", "num_steps", "steps_ahead"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.decode_s <= 0:
-            raise ConfigError(f"decode_s must be above 0, got {self.decode_s}")
-        if self.max_staleness < 0:
-            raise ConfigError(f"max_staleness must be at least 0, got {self.max_staleness}")
+        least = dict.fromkeys(("num_workers", "num_slots", "groups_per_step", "group_size", "num_steps", "steps_ahead"), 1.0)
+        for name, bound in (least | {"max_staleness": 0, "decode_s": 1e-9}).items():
+            if getattr(self, name) < bound:
+                raise ConfigError(f"{name} must be at least {bound:g}, got {getattr(self, name)}")
 
 
 @dataclass(slots=True)

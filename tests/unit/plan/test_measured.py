@@ -17,10 +17,7 @@ def test_the_three_terms_of_decoding_are_found_again():
         seconds = 0.05 + tokens * (0.01 + (size - 1) * 0.0005)
         samples += [span("generate", start, start + seconds, "g", tokens=tokens) for _ in range(size)]
         starts += [start] * size
-    fit = fit_decode(samples, starts)
-    assert fit.sequence_s == pytest.approx(0.05, rel=0.02)
-    assert fit.decode_s == pytest.approx(0.01, rel=0.02)
-    assert fit.decode_s_per_sequence == pytest.approx(0.0005, rel=0.02)
+    assert fit_decode(samples, starts) == pytest.approx((0.05, 0.01, 0.0005), rel=0.02)
 
 
 def write_run(folder, num_steps, pause_s=0.0):

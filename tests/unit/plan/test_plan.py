@@ -9,7 +9,7 @@ from asyncrl.models.memory import shape_of_json
 from asyncrl.plan.cli_args import ask
 from asyncrl.plan.memory import gpu_memory
 from asyncrl.plan.planner import advice, plan
-from asyncrl.plan.report import plan_text, plan_values, textbook_gb
+from asyncrl.plan.report import plan_text, plan_values
 from asyncrl.plan.spec import GIB, NAMED, Question, find_model, parse_cluster
 from asyncrl.plan.speed import engine_speed
 
@@ -62,22 +62,10 @@ def test_what_is_no_model_is_answered_with_what_is(tmp_path):
 # -- the budgets of the mission ------------------------------------------------------------------------------------------
 
 
-def test_7b_ppo_is_92_gb_on_paper_and_does_not_fit_on_80():
-    parts = textbook_gb(ppo_on_one_card())
-    assert {name: round(size) for name, size in parts.items()} == {
-        "policy": 14, "reference": 14, "reward model": 14, "value model": 14, "optimizer": 28, "activations": 8,
-    }  # fmt: skip
-    assert sum(parts.values()) == pytest.approx(92, rel=1e-3)
+def test_7b_ppo_does_not_fit_on_80_and_with_lora_and_small_models_it_does():
     assert not plan(ppo_on_one_card()).fits
-
-
-def test_7b_with_lora_a_small_reward_model_and_an_8_bit_optimizer_fits_on_80():
-    changed = ppo_on_one_card(critic=None, algorithm="grpo", reward_model=find_model("1B"), lora_rank=64, optimizer="adamw_8bit")
-    parts = textbook_gb(changed)
-    assert "reference" not in parts
-    assert 2 <= parts["reward model"] <= 4
-    assert sum(parts.values()) < 40
-    made = plan(changed)
+    small = {"critic": None, "algorithm": "grpo", "reward_model": find_model("1B"), "lora_rank": 64, "optimizer": "adamw_8bit"}
+    made = plan(ppo_on_one_card(**small))
     assert made.fits
     assert made.memory[0].phases["inference"]["reference"] == 0
 
@@ -167,7 +155,7 @@ def test_advice_is_true():
         (("7B", "8xH100"), {"overrides": ["optimizer=sgd"]}, "adamw_8bit"),
         (("7B", "8xH100"), {"overrides": ["rank=2"]}, "lora_rank"),
         (("7B", "8xH100"), {"overrides": ["lora_rank=many"]}, "takes int"),
-        (("7B", "8xH100"), {"overrides": ["max_tokens=100"]}, "max_tokens"),
+        (("7B", "8xH100"), {"overrides": ["max_sequence_tokens=100"]}, "max_sequence_tokens"),
         (("7B", "8xH100"), {"overrides": ["tokens_per_row=4096"]}, "tokens_per_row"),
         (("7B", "8xH100"), {"overrides": ["num_generation_gpus=8"]}, "under 8"),
     ],
@@ -177,12 +165,12 @@ def test_what_cannot_be_is_answered_with_what_can(arguments, fields, said):
         plan(ask(*arguments, **fields))
 
 
-OVERRIDES = ["lora_rank=16", "checkpointing=false", "dtype=float32", "dollars_per_hour=1", "gpus_per_node=4"]
+OVERRIDES = ["lora_rank=16", "gradient_checkpointing=false", "dtype=float32", "dollars_per_hour=1", "gpus_per_node=4"]
 
 
 def test_overrides_have_the_types_of_their_fields():
     asked = ask("7B", "8xH100", algorithm="ppo", overrides=OVERRIDES)
-    assert (asked.lora_rank, asked.checkpointing, asked.dtype) == (16, False, "float32")
+    assert (asked.lora_rank, asked.gradient_checkpointing, asked.dtype) == (16, False, "float32")
     assert asked.critic == asked.model
     assert asked.has_reference
     assert asked.cluster.accelerator.dollars_per_hour == 1.0

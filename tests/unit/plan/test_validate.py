@@ -10,7 +10,6 @@ from asyncrl.observe.steps import StepReport
 from asyncrl.plan.simulator.engine import simulate
 from asyncrl.plan.simulator.measured import real_figures, scenario_of_run
 from asyncrl.plan.simulator.scenario import recorded
-from asyncrl.plan.spec import PeakCase
 from asyncrl.plan.validate import planned_peak_bytes
 
 GENERATE_S, STEP_S, NUM_STEPS = 0.5, 0.3, 20
@@ -74,7 +73,7 @@ def test_recorded_values_come_in_their_order_and_then_again():
 
 def test_checkpointing_leaves_of_each_layer_its_input_and_of_one_all():
     model = ModelShape(64, 10, 4, 4, 16, 256, 128)
-    kept, all_of_it = (planned_peak_bytes(PeakCase(model, 4096, checkpointing)) for checkpointing in (True, False))
+    kept, all_of_it = (planned_peak_bytes(model, 4096, checkpointing=checkpointing) for checkpointing in (True, False))
     # A layer's values: two norms of 3, attention of 5, feed-forward of 4 widths; checkpointed, nine layers keep 1 of them.
     layer = 4 * 4096 * (2 * 3 * 64 + 5 * 64 + 4 * 256)
     assert all_of_it - kept == 9 * layer - 10 * 4 * 4096 * 64

@@ -6,11 +6,11 @@ Called by the CLI with a `Run` or a client of one. It only reads: leaving it doe
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib
 import itertools
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
-from functools import partial
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -24,7 +24,7 @@ from rich.text import Text
 from asyncrl.clock import Clock, SystemClock
 from asyncrl.errors import RunError
 from asyncrl.observe.steps import STEPS_FILE, StepReport, read_evals
-from asyncrl.schema.status import ENDED, FailureSeen, RunStatus
+from asyncrl.schema.status import ENDED, RunStatus
 
 BARS = "▁▂▃▄▅▆▇█"
 REMEMBERED_STEPS = 400
@@ -38,11 +38,6 @@ class RunView:
         self.status: RunStatus | None = None
         self.steps: deque[StepReport] = deque(maxlen=REMEMBERED_STEPS)
         self.events: deque[str] = deque(maxlen=REMEMBERED_EVENTS)
-
-    @property
-    def last(self) -> StepReport | None:
-        """Return the newest step."""
-        return self.steps[-1] if self.steps else None
 
     def take_step(self, report: StepReport) -> str:
         """Take a step in and return it as one line."""
@@ -65,11 +60,6 @@ class RunView:
         return max(self.status.num_steps - recent[-1].version, 0) * pace_s
 
 
-def failure_text(seen: FailureSeen) -> str:
-    """Return the first failure of a kind, with its traceback."""
-    return "\n".join(filter(None, (f"a sample failed at {seen.stage} ({seen.kind}): {seen.reason}", seen.trace.rstrip())))
-
-
 def news_between(before: RunStatus | None, after: RunStatus) -> list[str]:
     """Return what happened between two statuses, in words."""
     news = []
@@ -78,7 +68,11 @@ def news_between(before: RunStatus | None, after: RunStatus) -> list[str]:
     deaths_before = {process.name: process.deaths for process in before.processes} if before else {}
     died = [process for process in after.processes if process.deaths > deaths_before.get(process.name, 0)]
     news += [f"{process.name} died ({process.deaths} times so far), now {process.state}" for process in died]
-    news += _comings_and_goings(before, after)
+    then = {process.name for process in before.processes if process.joined} if before else set()
+    now = {process.name for process in after.processes if process.joined}
+    lost = after.guests.get("lost", 0) > (before.guests.get("lost", 0) if before else 0)
+    news += [f"{name} joined" for name in sorted(now - then)]
+    news += [f"{name} {'left, or was lost' if lost else 'left'}" for name in sorted(then - now)]
     if after.accuracy_before is not None and (before is None or before.accuracy_before is None):
         news.append(f"held-out accuracy before training {after.accuracy_before:.3f}")
     if after.accuracy_after is not None and (before is None or before.accuracy_after != after.accuracy_after):
@@ -88,15 +82,6 @@ def news_between(before: RunStatus | None, after: RunStatus) -> list[str]:
     if after.checkpoint and (before is None or before.checkpoint != after.checkpoint):
         news.append(f"checkpoint {after.checkpoint}")
     return news
-
-
-def _comings_and_goings(before: RunStatus | None, after: RunStatus) -> list[str]:
-    """Return which generators joined and left."""
-    then = {process.name for process in before.processes if process.joined} if before else set()
-    now = {process.name for process in after.processes if process.joined}
-    lost = after.guests.get("lost", 0) > (before.guests.get("lost", 0) if before else 0)
-    gone = "left, or was lost" if lost else "left"
-    return [f"{name} joined" for name in sorted(now - then)] + [f"{name} {gone}" for name in sorted(then - now)]
 
 
 def step_line(report: StepReport, num_steps: int = 0) -> str:
@@ -175,16 +160,19 @@ async def follow_run(
         RunError: The run failed; the message is its reason.
     """
     console = console or Console(highlight=False)
-    clock = clock or SystemClock()
-    if plain:
-        follower = _Follower(run, clock, tell=partial(_print_line, console), warn=partial(_print_line, console))
-        failure = await follower.follow(first)
-    else:
-        with Live(Text("starting"), console=console, auto_refresh=False) as live:
-            follower = _Follower(
-                run, clock, show=lambda view: live.update(render(view), refresh=True), warn=partial(_print_line, console)
-            )
-            failure = await follower.follow(first)
+    failure: RunError | None = None
+    with contextlib.ExitStack() as stack:
+        live = None if plain else stack.enter_context(Live(Text("starting"), console=console, auto_refresh=False))
+        follower = _Follower(run, console, live)
+        async with asyncio.TaskGroup() as group:
+            polling = group.create_task(follower.poll(clock or SystemClock()), name="display-poll")
+            try:
+                async for report in run.steps(first):
+                    follower.tell(follower.view.take_step(report))
+            except RunError as error:
+                failure = error
+            polling.cancel()
+        await follower.look()
     for line in await asyncio.to_thread(closing_lines, run.run_folder, follower.view.status):
         _print_line(console, line)
     if failure is not None:
@@ -193,42 +181,23 @@ async def follow_run(
 
 
 class _Follower:
-    """Feeds a view from a run until the run ends."""
+    """Takes a run's statuses into a view and shows them."""
 
-    def __init__(
-        self,
-        run: Followed,
-        clock: Clock,
-        tell: Callable[[str], None] = lambda _: None,
-        show: Callable[[RunView], None] = lambda _: None,
-        warn: Callable[[str], None] = lambda _: None,
-    ) -> None:
+    def __init__(self, run: Followed, console: Console, live: Live | None) -> None:
         self.view = RunView()
-        self._run = run
-        self._clock = clock
-        self._tell = tell
-        self._show = show
-        self._warn = warn
+        self._run, self._console, self._live = run, console, live
 
-    async def follow(self, first: int) -> RunError | None:
-        """Return once the run has ended: why it failed, if it did."""
-        failure: RunError | None = None
-        async with asyncio.TaskGroup() as group:
-            polling = group.create_task(self._poll(), name="display-poll")
-            try:
-                async for report in self._run.steps(first):
-                    self._tell(self.view.take_step(report))
-            except RunError as error:
-                failure = error
-            polling.cancel()
-        await self._look()
-        return failure
+    async def poll(self, clock: Clock) -> None:
+        """Look every REFRESH_S until the run does not answer any more."""
+        while await self.look():
+            await clock.sleep(REFRESH_S)
 
-    async def _poll(self) -> None:
-        while await self._look():
-            await self._clock.sleep(REFRESH_S)
+    def tell(self, line: str) -> None:
+        """Print a line where there is no display."""
+        if self._live is None:
+            _print_line(self._console, line)
 
-    async def _look(self) -> bool:
+    async def look(self) -> bool:
         """Take one status in; return whether the run answered."""
         try:
             status = await self._run.status()
@@ -236,10 +205,11 @@ class _Follower:
             return False
         known = len(self.view.status.failures) if self.view.status else 0
         for line in self.view.take_status(status):
-            self._tell(f"{duration(status.uptime_s)} {line}")
+            self.tell(f"{duration(status.uptime_s)} {line}")
+        if self._live is not None:
+            self._live.update(render(self.view), refresh=True)
         for seen in status.failures[known:]:
-            self._warn(failure_text(seen))
-        self._show(self.view)
+            _print_line(self._console, f"a sample failed at {seen.stage} ({seen.kind}): {seen.reason}\n{seen.trace}".rstrip())
         return True
 
 
@@ -288,17 +258,36 @@ def _pictures(run_folder: Path) -> dict[str, Path]:
 
 def render(view: RunView) -> RenderableType:
     """Return the whole display."""
-    status = view.status
+    status, last, remaining_s = view.status, view.steps[-1] if view.steps else None, view.remaining_s()
     if status is None:
         return Text("starting")
-    head = Table.grid(expand=True)
-    head.add_row(_headline(view, status))
-    head.add_row(ProgressBar(total=max(status.num_steps, 1), completed=max(status.version, 0)))
-    parts: list[RenderableType] = [head]
-    if view.last is not None:
-        parts.append(_figures(view, view.last))
+    text = Text.assemble((status.phase, _PHASE_STYLE.get(status.phase, "bold cyan")), "  version ")
+    text.append(f"{max(status.version, 0)}/{status.num_steps}", style="bold")
+    to_go = f", {duration(remaining_s)} to go" if remaining_s is not None and status.phase == "running" else ""
+    text.append(f"  {duration(status.uptime_s)}{to_go}", style="dim")
+    parts: list[RenderableType] = [text, ProgressBar(total=max(status.num_steps, 1), completed=max(status.version, 0))]
+    if last is not None:
+        table = Table.grid(padding=(0, 2))
+        table.add_column(style="dim", no_wrap=True)
+        spark = sparkline([report.reward_mean for report in view.steps], 48)
+        table.add_row("reward", Text.assemble((f"{last.reward_mean:.3f} ", "bold green"), (spark, "green")))
+        table.add_row("staleness", f"mean {last.staleness_mean:.2f}  max {last.staleness_max} versions")
+        table.add_row("buffer", f"{last.groups_ready} groups ready  {last.groups_running} running  {last.groups_scoring} scoring")
+        speeds = f"{last.generated_tokens_per_s:,.0f} generated  {last.trained_tokens_per_s:,.0f} trained"
+        table.add_row("tokens/s", speeds)
+        table.add_row("idle", f"learner {last.learner_idle:.0%}  generators {last.generators_idle:.0%}")
+        table.add_row("weights", f"live everywhere {last.weight_sync_ms:.0f} ms after they were published")
+        if last.dropped:
+            table.add_row("dropped", "  ".join(f"{count} {reason}" for reason, count in sorted(last.dropped.items())))
+        parts.append(table)
     if status.failures:
-        parts.append(_failures(status))
+        table = Table.grid(padding=(0, 2))
+        table.add_column(style="bold red", no_wrap=True)
+        table.add_column(overflow="ellipsis", no_wrap=True)
+        for seen in sorted(status.failures, key=lambda seen: -seen.count)[:MOST_FAILURES_SHOWN]:
+            table.add_row(f"{seen.count} failed", f"at {seen.stage}: {seen.kind}")
+        table.add_row("", f"{status.failed_share:.0%} of the newest groups; a run ends at supervision.max_failed_share")
+        parts.append(table)
     parts.append(_processes(status))
     if status.waiting:
         parts.append(Text.assemble(("waiting  ", "dim"), (status.waiting, "yellow")))
@@ -307,47 +296,10 @@ def render(view: RunView) -> RenderableType:
     return Panel(Group(*parts), title=title, subtitle=folder, border_style="blue")
 
 
-def _headline(view: RunView, status: RunStatus) -> Text:
-    remaining_s = view.remaining_s()
-    text = Text.assemble((status.phase, _PHASE_STYLE.get(status.phase, "bold cyan")), "  version ")
-    text.append(f"{max(status.version, 0)}/{status.num_steps}", style="bold")
-    text.append(f"  {duration(status.uptime_s)}", style="dim")
-    if remaining_s is not None and status.phase == "running":
-        text.append(f", {duration(remaining_s)} to go", style="dim")
-    return text
-
-
-def _figures(view: RunView, last: StepReport) -> Table:
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="dim", no_wrap=True)
-    table.add_column()
-    spark = sparkline([report.reward_mean for report in view.steps], 48)
-    table.add_row("reward", Text.assemble((f"{last.reward_mean:.3f} ", "bold green"), (spark, "green")))
-    table.add_row("staleness", f"mean {last.staleness_mean:.2f}  max {last.staleness_max} versions")
-    table.add_row("buffer", f"{last.groups_ready} groups ready  {last.groups_running} running  {last.groups_scoring} scoring")
-    speeds = f"{last.generated_tokens_per_s:,.0f} generated  {last.trained_tokens_per_s:,.0f} trained"
-    table.add_row("tokens/s", speeds)
-    table.add_row("idle", f"learner {last.learner_idle:.0%}  generators {last.generators_idle:.0%}")
-    table.add_row("weights", f"live everywhere {last.weight_sync_ms:.0f} ms after they were published")
-    if last.dropped:
-        table.add_row("dropped", "  ".join(f"{count} {reason}" for reason, count in sorted(last.dropped.items())))
-    return table
-
-
-def _failures(status: RunStatus) -> Table:
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="bold red", no_wrap=True)
-    table.add_column(overflow="ellipsis", no_wrap=True)
-    for seen in sorted(status.failures, key=lambda seen: -seen.count)[:MOST_FAILURES_SHOWN]:
-        table.add_row(f"{seen.count} failed", f"at {seen.stage}: {seen.kind}")
-    table.add_row("", f"{status.failed_share:.0%} of the newest groups; a run ends at supervision.max_failed_share")
-    return table
-
-
 def _processes(status: RunStatus) -> Table:
     table = Table.grid(padding=(0, 2))
-    table.add_column(no_wrap=True)
-    table.add_column(no_wrap=True)
+    for _ in range(2):
+        table.add_column(no_wrap=True)
     table.add_column(style="dim", overflow="ellipsis", no_wrap=True)
     for process in status.processes[:12]:
         doing = f"waits for {process.waiting_for} ({process.waiting_s:.0f} s)" if process.waiting_for else "at work"

@@ -26,16 +26,10 @@ def set_up_logging(process: str, level: str = "INFO", file: Path | None = None) 
     if file is not None:
         file.parent.mkdir(parents=True, exist_ok=True)
         handlers.append(logging.FileHandler(file, encoding="utf-8"))
+    escaped = process.replace("%", "%%")
+    line = f"%(asctime)s.%(msecs)03d %(levelname)-7s {escaped} %(name)s | %(message)s"
     for handler in handlers:
-        handler.setFormatter(line_format(process))
+        handler.setFormatter(logging.Formatter(line, datefmt="%Y-%m-%d %H:%M:%S"))
         root.addHandler(handler)
     root.setLevel(logging.WARNING)
     logging.getLogger("asyncrl").setLevel(level)
-
-
-def line_format(process: str) -> logging.Formatter:
-    """Return `time level process module | message`."""
-    escaped = process.replace("%", "%%")
-    return logging.Formatter(
-        f"%(asctime)s.%(msecs)03d %(levelname)-7s {escaped} %(name)s | %(message)s", datefmt="%Y-%m-%d %H:%M:%S"
-    )

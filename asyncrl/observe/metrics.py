@@ -49,10 +49,6 @@ _ROWS = (
     ("kl/proximal_k3", "nat", "k3 estimate of the same"),
     ("kl/current_k1", "nat", "k1 estimate of KL(behaviour || current policy), mean over every update of the step"),
     ("kl/current_k3", "nat", "k3 estimate of the same"),
-    ("kl/proximal_k1_by_staleness/*", "nat", "kl/proximal_k1 of the tokens that many versions behind: 0, 1, 2, 3-4, 5-8, 9+"),
-    ("kl/proximal_k3_by_staleness/*", "nat", "kl/proximal_k3 of the same tokens"),
-    ("kl/current_k1_by_staleness/*", "nat", "kl/current_k1 of the same tokens"),
-    ("kl/current_k3_by_staleness/*", "nat", "kl/current_k3 of the same tokens"),
     ("kl/reference_mean", "nat", "k3 estimate of KL(learner || reference), where there is a reference model"),
     ("kl/reference_k1", "nat", "k1 estimate of the same"),
     (
@@ -64,10 +60,8 @@ _ROWS = (
     ("policy/loss", "1", "the objective that is minimised, penalties included"),
     ("policy/entropy", "nat", "mean entropy of the learner's distribution over trained tokens"),
     ("policy/clip_fraction", "fraction", "trained tokens at which the clip holds the gradient back"),
-    ("policy/clip_fraction_by_staleness/*", "fraction", "the same of the tokens that many versions behind"),
     ("policy/dual_clip_fraction", "fraction", "trained tokens at which the dual clip does"),
     ("policy/kept_fraction", "fraction", "trained tokens that no correction dropped"),
-    ("policy/kept_fraction_by_staleness/*", "fraction", "the same of the tokens that many versions behind"),
     ("policy/grad_norm", "1", "global gradient norm before clipping, mean over the updates of the step"),
     ("policy/learning_rate", "1", "of the last update"),
     ("policy/updates", "updates", "optimizer updates in the step"),
@@ -108,21 +102,6 @@ _ROWS = (
     ("ratio/chi2_token", "1", "chi-squared divergence over tokens: mean ratio squared, minus 1"),
     ("ratio/chi2_sequence", "1", "the same over whole sequences"),
     ("ratio/perplexity", "1", "perplexity of the learner over that of the behaviour policy, mean over sequences"),
-    ("ratio/mean_by_staleness/*", "1", "ratio/mean of the tokens that many versions behind: 0, 1, 2, 3-4, 5-8, 9+"),
-    ("ratio/p01_by_staleness/*", "1", "ratio/p01 of the same tokens"),
-    ("ratio/p05_by_staleness/*", "1", "ratio/p05 of the same tokens"),
-    ("ratio/p50_by_staleness/*", "1", "ratio/p50 of the same tokens"),
-    ("ratio/p95_by_staleness/*", "1", "ratio/p95 of the same tokens"),
-    ("ratio/p99_by_staleness/*", "1", "ratio/p99 of the same tokens"),
-    ("ratio/ess_by_staleness/*", "fraction", "ratio/ess of the same tokens"),
-    ("ratio/chi2_token_by_staleness/*", "1", "ratio/chi2_token of the same tokens"),
-    ("ratio/capped_fraction_by_staleness/*", "fraction", "ratio/capped_fraction of the same tokens"),
-    (
-        "ratio/chi2_sequence_by_staleness/*",
-        "1",
-        "ratio/chi2_sequence of the samples whose oldest trained token is that far behind",
-    ),
-    ("ratio/perplexity_by_staleness/*", "1", "ratio/perplexity of the same samples"),
     ("perplexity/learner", "1", "exp(-mean log-probability) of a sample under the learner, mean over samples"),
     ("perplexity/learner_log", "nat", "its logarithm, mean over samples"),
     ("perplexity/behaviour", "1", "the same under the policy that sampled"),
@@ -214,7 +193,6 @@ _ROWS = (
     ("process/tokens_trained", "tokens", "trained by this learner since it started"),
     ("process/requests_running", "requests", "in flight in this generator's engine"),
     ("process/slots", "requests", "that its engine can run at once, by the memory there is now"),
-    ("process/tokens_trained", "tokens", "trained by this learner since it started"),
     ("process/samples_scored", "samples", "judged by this worker since it started"),
     ("process/samples_failed", "samples", "that this worker could not judge since it started"),
     ("process/samples_scoring", "samples", "being judged by this worker"),
@@ -231,8 +209,19 @@ _ROWS = (
     ("process/version", "version", "of the weights it holds"),
 )
 
+_BY_STALENESS = (
+    "kl/proximal_k1", "kl/proximal_k3", "kl/current_k1", "kl/current_k3", "policy/clip_fraction", "policy/kept_fraction",
+    "ratio/mean", "ratio/p01", "ratio/p05", "ratio/p50", "ratio/p95", "ratio/p99", "ratio/ess", "ratio/chi2_token",
+    "ratio/capped_fraction", "ratio/chi2_sequence", "ratio/perplexity",
+)  # fmt: skip
+_OF_BUCKET = "of the tokens (of whole samples: by the oldest token) that many versions behind: 0, 1, 2, 3-4, 5-8, 9+"
+
 METRICS: dict[str, Metric] = {name: Metric(name, unit, meaning) for name, unit, meaning in _ROWS}
 """Name (or family) to its row."""
+METRICS |= {
+    f"{name}_by_staleness/*": Metric(f"{name}_by_staleness/*", METRICS[name].unit, f"`{name}` {_OF_BUCKET}")
+    for name in _BY_STALENESS
+}
 
 
 def find_metric(name: str) -> Metric | None:

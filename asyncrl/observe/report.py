@@ -6,6 +6,7 @@ end of a run by whoever follows it. The only file that imports matplotlib; its f
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,11 +16,12 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from asyncrl.config.load import load_config
 from asyncrl.config.run import RunConfig
-from asyncrl.observe.spans import CHECKPOINT, EVALUATE, GENERATE, PUBLISH, SCORE, STEP, SWAP, WAIT, Span, read_spans
+from asyncrl.observe.spans import CHECKPOINT, GENERATE, PUBLISH, SCORE, STEP, SWAP, WAIT, Span, read_spans
 from asyncrl.observe.steps import EvalReport, StepReport, read_evals, read_steps
 
 REWARD_FILE = "reward.png"
@@ -35,6 +37,8 @@ SWAP_COLOUR, STALE_COLOUR, CHECKPOINT_COLOUR = "#b4338a", "#d1495b", "#6b7280"
 
 Axes = Any
 """matplotlib's; it carries no types."""
+Window = tuple[float, float]
+"""First and last second that is shown."""
 
 
 def write_report(run_folder: Path) -> dict[str, Path]:
@@ -71,7 +75,17 @@ def draw_reward(steps: Sequence[StepReport], evals: Sequence[EvalReport], config
     above.plot(versions, [report.reward_mean for report in steps], ".", color=GENERATE_COLOURS[0], ms=5, label="reward of a step")
     smooth = running_mean([report.reward_mean for report in steps], width)
     above.plot(versions, smooth, color="#2868b8", lw=2.2, label=f"mean of {width} steps")
-    _draw_evals(above, evals)
+    if evals:
+        values, label = [item.headline[1] for item in evals], f"held-out {evals[0].headline[0]}"
+        above.plot([item.version for item in evals], values, "D--", color=LEARN_COLOURS[0], lw=1, ms=8, mec="white", label=label,
+                   zorder=5)  # fmt: skip
+        for item in {evals[0].version: evals[0], evals[-1].version: evals[-1]}.values():
+            above.annotate(
+                f"{item.headline[1]:.2f}", (item.version, item.headline[1]), xytext=(0, -19), textcoords="offset points",
+                ha="center", fontweight="bold", color=LEARN_COLOURS[0], zorder=6,
+                bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1},
+            )  # fmt: skip
+        above.margins(y=0.12)
     above.set_ylabel("mean reward")
     above.legend(loc="best", frameon=False)
     above.set_title(f"{config.name}: reward over policy version", loc="left", color=INK, fontweight="bold")
@@ -93,20 +107,6 @@ def draw_reward(steps: Sequence[StepReport], evals: Sequence[EvalReport], config
     return figure
 
 
-def _draw_evals(axes: Axes, evals: Sequence[EvalReport]) -> None:
-    if not evals:
-        return
-    versions, values = [item.version for item in evals], [item.headline[1] for item in evals]
-    label = f"held-out {evals[0].headline[0]}"
-    axes.plot(versions, values, "D--", color=LEARN_COLOURS[0], lw=1, ms=8, mec="white", label=label, zorder=5)
-    for item in (evals[0], evals[-1]) if len(evals) > 1 else evals:
-        value = item.headline[1]
-        text = axes.annotate(f"{value:.2f}", (item.version, value), xytext=(0, -19), textcoords="offset points",
-                             ha="center", fontweight="bold", color=LEARN_COLOURS[0], zorder=6)  # fmt: skip
-        text.set_bbox({"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1})
-    axes.margins(y=0.12)
-
-
 # -- timeline ------------------------------------------------------------------------------------------------------------
 
 
@@ -118,72 +118,79 @@ def draw_timeline(lanes: Sequence[Lane], title: str) -> Figure:
     shown = generators[:MOST_GENERATORS_SHOWN] + [lane for lane in lanes if lane.kind != "generator"]
     figure = Figure(figsize=(13, 2.6 + 0.95 * len(shown)), layout="constrained")
     detail, strip = figure.subplots(2, 1, height_ratios=[3.2, 1.3])
-    origin = min(item.start_s for lane in lanes for spans in lane.spans.values() for item in spans)
     upwards = list(reversed(shown))
     for row, lane in enumerate(upwards):
-        _draw_lane(detail, lane, row, window, origin)
-    _draw_handovers(detail, upwards, window, origin)
+        _draw_lane(detail, lane, row, window)
+    # From each publish to the swaps that it led to.
+    rows = {lane.process: row for row, lane in enumerate(upwards)}
+    published = {item.attributes.get("version"): (item.end_s, rows[lane.process])
+                 for lane in upwards for item in _inside(lane.named(PUBLISH), window)}  # fmt: skip
+    for lane in upwards:
+        for item in _inside(lane.named(SWAP), window):
+            if item.attributes.get("version") in published:
+                at_s, row = published[item.attributes["version"]]
+                detail.plot([at_s, item.end_s], [row + 0.8, rows[lane.process]], color=SWAP_COLOUR, lw=0.9, alpha=0.55, zorder=3)
     _label_lanes(detail, [lane.process for lane in upwards])
-    detail.set_xlim(window[0] - origin, window[1] - origin)
+    detail.set_xlim(*window)
     shown_s = window[1] - window[0]
     hidden = max(len(generators) - MOST_GENERATORS_SHOWN, 0)
     heading = f"{title}: who does what, {shown_s:.1f} s of it" + (f" ({hidden} more generators not shown)" if hidden else "")
     figure.suptitle(heading, x=0.008, ha="left", color=INK, fontweight="bold")
-    _draw_legend(figure)
+    entries = [
+        Patch(color=GENERATE_COLOURS[1], label="samples in flight (v: version that samples)"),
+        Patch(color=SWAP_COLOUR, label="weights fetched and swapped in"),
+        Patch(color=REWARD_COLOUR, label="samples being judged"),
+        Patch(color=LEARN_COLOURS[0], label="optimizer step"),
+        Patch(facecolor=WAIT_COLOUR, edgecolor=FAINT, hatch="////", lw=0, label="learner waits for a batch"),
+    ]
+    figure.legend(handles=entries, loc="outside lower center", ncols=len(entries), frameon=False, fontsize=9)
 
-    _draw_strip(strip, lanes, window, origin)
+    _draw_strip(strip, lanes, window)
     strip.set_title("the whole run: how busy each is", loc="left", color=INK, fontsize=10)
     strip.set_xlabel("seconds since the first span")
     return figure
 
 
-def _draw_lane(axes: Axes, lane: Lane, row: int, window: tuple[float, float], origin: float) -> None:
-    if lane.kind == "learner":
-        _draw_learner(axes, lane, row, window, origin)
-    elif lane.kind == "generator":
-        _draw_generator(axes, lane, row, window, origin)
-    else:
-        least_s = (window[1] - window[0]) / 400
-        visible = [
-            Span(item.name, item.start_s, max(item.end_s, item.start_s + least_s), item.process) for item in lane.named(SCORE)
-        ]
-        _fill_occupancy(axes, visible, row, window, origin, REWARD_COLOUR)
-
-
-def _draw_learner(axes: Axes, lane: Lane, row: int, window: tuple[float, float], origin: float) -> None:
-    for item in _inside(lane.named(WAIT), window):
-        axes.broken_barh([_bar(item, origin)], (row + 0.2, 0.5), facecolor=WAIT_COLOUR, edgecolor=FAINT, hatch="////", lw=0)
-    for item in _inside(lane.named(CHECKPOINT), window):
-        axes.broken_barh([_bar(item, origin)], (row + 0.1, 0.1), color=CHECKPOINT_COLOUR, lw=0)
+def _draw_lane(axes: Axes, lane: Lane, row: int, window: Window) -> None:
     shown_s = window[1] - window[0]
+    if lane.kind == "reward":
+        shown = [
+            Span(item.name, item.start_s, max(item.end_s, item.start_s + shown_s / 400), item.process)
+            for item in lane.named(SCORE)
+        ]
+        _fill_occupancy(axes, shown, row, window, REWARD_COLOUR)
+    for item in _inside(lane.named(WAIT), window):
+        axes.broken_barh([_bar(item)], (row + 0.2, 0.5), facecolor=WAIT_COLOUR, edgecolor=FAINT, hatch="////", lw=0)
+    for item in _inside(lane.named(CHECKPOINT), window):
+        axes.broken_barh([_bar(item)], (row + 0.1, 0.1), color=CHECKPOINT_COLOUR, lw=0)
     for item in _inside(lane.named(STEP), window):
-        step = int(item.attributes.get("step", 0))
-        axes.broken_barh([_bar(item, origin)], (row + 0.12, 0.66), color=LEARN_COLOURS[step % 2], lw=0)
-        middle = (max(item.start_s, window[0]) + min(item.end_s, window[1])) / 2
-        if min(item.end_s, window[1]) - max(item.start_s, window[0]) > shown_s / 45:
-            axes.text(
-                middle - origin, row + 0.45, str(step), ha="center", va="center", color="white", fontsize=9, fontweight="bold"
-            )
+        step, start_s, end_s = int(item.attributes.get("step", 0)), max(item.start_s, window[0]), min(item.end_s, window[1])
+        axes.broken_barh([_bar(item)], (row + 0.12, 0.66), color=LEARN_COLOURS[step % 2], lw=0)
+        if end_s - start_s > shown_s / 45:
+            axes.text((start_s + end_s) / 2, row + 0.45, str(step), ha="center", va="center", color="white", fontsize=9,
+                      fontweight="bold")  # fmt: skip
+    if lane.kind == "generator":
+        _draw_generator(axes, lane, row, window)
 
 
-def _draw_generator(axes: Axes, lane: Lane, row: int, window: tuple[float, float], origin: float) -> None:
-    swaps = lane.named(SWAP)
+def _draw_generator(axes: Axes, lane: Lane, row: int, window: Window) -> None:
+    swaps, shown_s = lane.named(SWAP), window[1] - window[0]
     borders = [-np.inf, *(item.end_s for item in swaps), np.inf]
     versions = [int(swaps[0].attributes.get("version", 1)) - 1 if swaps else 0]
     versions += [int(item.attributes.get("version", 0)) for item in swaps]
-    for version, since, until in zip(versions, borders[:-1], borders[1:], strict=True):
+    for version, (since, until) in zip(versions, itertools.pairwise(borders), strict=True):
         part = (max(since, window[0]), min(until, window[1]))
         if part[0] < part[1]:
-            _fill_occupancy(axes, lane.named(GENERATE), row, part, origin, GENERATE_COLOURS[version % 2])
-            if part[1] - part[0] > (window[1] - window[0]) / 35:
-                axes.annotate(f"v{version}", (part[0] - origin, row + 0.06), xytext=(5, 0), textcoords="offset points",
+            _fill_occupancy(axes, lane.named(GENERATE), row, part, GENERATE_COLOURS[version % 2])
+            if part[1] - part[0] > shown_s / 35:
+                axes.annotate(f"v{version}", (part[0], row + 0.06), xytext=(5, 0), textcoords="offset points",
                               va="bottom", fontsize=8.5, color=INK)  # fmt: skip
     for item in _inside(swaps, window):
-        start, length = _bar(item, origin)
-        axes.broken_barh([(start, max(length, (window[1] - window[0]) / 500))], (row, 0.86), color=SWAP_COLOUR, lw=0, zorder=4)
+        start_s, length_s = _bar(item)
+        axes.broken_barh([(start_s, max(length_s, shown_s / 500))], (row, 0.86), color=SWAP_COLOUR, lw=0, zorder=4)
 
 
-def _fill_occupancy(axes: Axes, spans: Sequence[Span], row: int, window: tuple[float, float], origin: float, colour: str) -> None:
+def _fill_occupancy(axes: Axes, spans: Sequence[Span], row: int, window: Window, colour: str) -> None:
     """Fill the lane as high as the share of its busiest moment that runs."""
     if not spans:
         return
@@ -191,31 +198,15 @@ def _fill_occupancy(axes: Axes, spans: Sequence[Span], row: int, window: tuple[f
     most = max(int(open_now.max()), 1)
     first, last = np.searchsorted(times, window)
     before = open_now[first - 1] if first > 0 else 0
-    shown_times = np.concatenate([[window[0]], times[first:last], [window[1]]]) - origin
+    shown_times = np.concatenate([[window[0]], times[first:last], [window[1]]])
     after = open_now[last - 1] if last > 0 else 0
     shown = np.concatenate([[before], open_now[first:last], [after]])
     axes.fill_between(shown_times, row, row + 0.82 * shown / most, step="post", color=colour, lw=0)
 
 
-def _draw_handovers(axes: Axes, lanes_upwards: Sequence[Lane], window: tuple[float, float], origin: float) -> None:
-    """Join each publish to the swaps that it led to."""
-    rows = {lane.process: row for row, lane in enumerate(lanes_upwards)}
-    published = {
-        item.attributes.get("version"): (item.end_s, rows[lane.process])
-        for lane in lanes_upwards
-        for item in _inside(lane.named(PUBLISH), window)
-    }
-    for lane in lanes_upwards:
-        for item in _inside(lane.named(SWAP), window):
-            if item.attributes.get("version") in published:
-                at_s, row = published[item.attributes["version"]]
-                axes.plot([at_s - origin, item.end_s - origin], [row + 0.8, rows[lane.process]], color=SWAP_COLOUR, lw=0.9,
-                          alpha=0.55, zorder=3)  # fmt: skip
-
-
-def _draw_strip(axes: Axes, lanes: Sequence[Lane], window: tuple[float, float], origin: float) -> None:
+def _draw_strip(axes: Axes, lanes: Sequence[Lane], window: Window) -> None:
     end = max(item.end_s for lane in lanes for spans in lane.spans.values() for item in spans)
-    edges = np.linspace(origin, max(end, origin + 1e-3), 500)
+    edges = np.linspace(0.0, max(end, 1e-3), 500)
     kinds = [("generator", GENERATE, GENERATE_COLOURS[1], "generators"), ("reward", SCORE, REWARD_COLOUR, "reward")]
     kinds.append(("learner", STEP, LEARN_COLOURS[0], "learner"))
     for row, (kind, name, colour, _) in enumerate(reversed(kinds)):
@@ -223,10 +214,10 @@ def _draw_strip(axes: Axes, lanes: Sequence[Lane], window: tuple[float, float], 
         share = mean_occupancy(spans, edges)
         top = max(float(np.quantile(share, 0.99)), 1e-9) if kind != "learner" else 1.0
         height = 0.85 * np.minimum(share / top, 1.0)
-        axes.fill_between(edges[:-1] - origin, row, row + height, step="post", color=colour, lw=0)
+        axes.fill_between(edges[:-1], row, row + height, step="post", color=colour, lw=0)
     _label_lanes(axes, [label for *_, label in reversed(kinds)])
-    axes.axvspan(window[0] - origin, window[1] - origin, color=INK, alpha=0.1, lw=0)
-    axes.set_xlim(0, edges[-1] - origin)
+    axes.axvspan(*window, color=INK, alpha=0.1, lw=0)
+    axes.set_xlim(0, edges[-1])
 
 
 def _label_lanes(axes: Axes, names: Sequence[str]) -> None:
@@ -239,28 +230,12 @@ def _label_lanes(axes: Axes, names: Sequence[str]) -> None:
     axes.spines["left"].set_visible(False)
 
 
-def _draw_legend(figure: Figure) -> None:
-    entries = [
-        Patch(color=GENERATE_COLOURS[1], label="samples in flight (v: version that samples)"),
-        Patch(color=SWAP_COLOUR, label="weights fetched and swapped in"),
-        Patch(color=REWARD_COLOUR, label="samples being judged"),
-        Patch(color=LEARN_COLOURS[0], label="optimizer step"),
-        Patch(facecolor=WAIT_COLOUR, edgecolor=FAINT, hatch="////", lw=0, label="learner waits for a batch"),
-    ]
-    figure.legend(handles=entries, loc="outside lower center", ncols=len(entries), frameon=False, fontsize=9)
-
-
-def _inside(spans: Sequence[Span], window: tuple[float, float]) -> list[Span]:
+def _inside(spans: Sequence[Span], window: Window) -> list[Span]:
     return [item for item in spans if item.end_s >= window[0] and item.start_s <= window[1]]
 
 
-def _widened(spans: Sequence[Span], least_s: float) -> list[Span]:
-    """Return spans long enough to be seen."""
-    return [Span(item.name, item.start_s, max(item.end_s, item.start_s + least_s), item.process) for item in spans]
-
-
-def _bar(item: Span, origin: float) -> tuple[float, float]:
-    return item.start_s - origin, item.end_s - item.start_s
+def _bar(item: Span) -> tuple[float, float]:
+    return item.start_s, item.end_s - item.start_s
 
 
 def _plain_axes(axes: Axes, *, grid: bool = True) -> None:
@@ -282,7 +257,6 @@ def _save(figure: Figure, path: Path) -> None:
 LaneKind = Literal["generator", "reward", "learner"]
 _KIND_OF_SPAN: dict[str, LaneKind] = {GENERATE: "generator", SWAP: "generator", SCORE: "reward", STEP: "learner"}
 _KIND_OF_SPAN |= {WAIT: "learner", PUBLISH: "learner", CHECKPOINT: "learner"}
-_LEARNER_FIRST: dict[LaneKind, int] = {"generator": 0, "reward": 1, "learner": 2}
 
 
 @dataclass(slots=True)
@@ -299,16 +273,23 @@ class Lane:
 
 
 def lanes_of(spans: Iterable[Span]) -> list[Lane]:
-    """Return generators by number, then reward workers (all in one lane), then the learner, each with its spans in order."""
+    """Return generators by number, then reward workers (all in one lane), then the learner, each with its spans in order.
+
+    Seconds are those since the first span.
+    """
     lanes: dict[str, Lane] = {}
-    for item in sorted(spans, key=lambda span: span.start_s):
-        kind = _KIND_OF_SPAN.get(item.name)
-        if kind is None or item.name == EVALUATE:
-            continue
+    shown = sorted((item for item in spans if item.name in _KIND_OF_SPAN), key=lambda item: item.start_s)
+    for item in shown:
+        kind = _KIND_OF_SPAN[item.name]
         process = "reward" if kind == "reward" else item.process
-        lane = lanes.setdefault(process, Lane(process, kind))
-        lane.spans.setdefault(item.name, []).append(item)
-    return sorted(lanes.values(), key=lambda lane: (_LEARNER_FIRST[lane.kind], _number_in(lane.process), lane.process))
+        moved = replace(item, start_s=item.start_s - shown[0].start_s, end_s=item.end_s - shown[0].start_s)
+        lanes.setdefault(process, Lane(process, kind)).spans.setdefault(item.name, []).append(moved)
+
+    def place(lane: Lane) -> tuple[int, int, str]:
+        number = lane.process.rpartition("-")[2]
+        return ("generator", "reward", "learner").index(lane.kind), int(number) if number.isdigit() else 0, lane.process
+
+    return sorted(lanes.values(), key=place)
 
 
 def occupancy(spans: Sequence[Span]) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
@@ -334,7 +315,7 @@ def mean_occupancy(spans: Sequence[Span], edges_E: NDArray[np.float64]) -> NDArr
     return np.diff(np.interp(edges_E, times, area)) / np.diff(edges_E)
 
 
-def choose_window(steps: Sequence[Span], most_s: float = 20.0, most_steps: int = 14) -> tuple[float, float]:
+def choose_window(steps: Sequence[Span], most_s: float = 20.0, most_steps: int = 14) -> Window:
     """Return the stretch in the middle of training that can be read: at most `most_s` seconds and about `most_steps` steps."""
     begin, end = steps[0].start_s, steps[-1].end_s
     typical_s = float(np.median(np.diff([item.start_s for item in steps]))) if len(steps) > 1 else end - begin
@@ -351,8 +332,3 @@ def running_mean(values: Sequence[float], width: int) -> NDArray[np.float64]:
     since = np.maximum(upto - width, 0)
     means: NDArray[np.float64] = (total[upto] - total[since]) / (upto - since)
     return means
-
-
-def _number_in(process: str) -> int:
-    last = process.rpartition("-")[2]
-    return int(last) if last.isdigit() else 0

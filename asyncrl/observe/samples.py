@@ -40,6 +40,13 @@ class SampleRow(msgspec.Struct, frozen=True):
         """What `asyncrl inspect --sample` calls it."""
         return f"g{self.group_id}.{self.index}"
 
+    @property
+    def cells(self) -> dict[str, str]:
+        """Column to text, for tables of samples."""
+        versions = f"{self.oldest_version}-{self.newest_version}"
+        return {"sample": self.name, "prompt": self.prompt, "text": self.text, "reward": f"{self.reward:g}",
+                "parts": str(self.parts), "versions": versions}  # fmt: skip
+
 
 def rows_of(step: int, groups: Sequence[ScoredGroup], most: int) -> list[SampleRow]:
     """Return at most `most` rows of a step: the first member of every group, then the second, and so on, in that order."""

@@ -27,11 +27,8 @@ class TensorBoardSink:
 
     def write_samples(self, step: int, time_s: float, rows: Sequence[SampleRow]) -> None:
         """Queue one event of a Markdown table."""
-        lines = ["| sample | prompt | text | reward | parts | versions |", "|---|---|---|---|---|---|"]
-        for row in rows:
-            versions = f"{row.oldest_version}-{row.newest_version}"
-            cells = (row.name, row.prompt, row.text, f"{row.reward:g}", str(row.parts), versions)
-            lines.append("| " + " | ".join(cell.replace("|", "\\|").replace("\n", "<br>") for cell in cells) + " |")
+        table = [[cell.replace("|", "\\|").replace("\n", "<br>") for cell in row.cells.values()] for row in rows]
+        lines = ["| " + " | ".join(line) + " |" for line in ([*rows[0].cells], ["---"] * len(rows[0].cells), *table)]
         text = TensorProto(dtype="DT_STRING", string_val=["\n".join(lines).encode()])
         metadata = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text"))
         value = Summary.Value(tag="samples", metadata=metadata, tensor=text)

@@ -38,11 +38,7 @@ class WandbSink:
 
     def write_samples(self, step: int, time_s: float, rows: Sequence[SampleRow]) -> None:  # noqa: ARG002 - wandb keeps its own
         """Log a table."""
-        columns = ["sample", "prompt", "text", "reward", "parts", "versions"]
-        table = wandb.Table(columns=columns)
-        for row in rows:
-            versions = f"{row.oldest_version}-{row.newest_version}"
-            table.add_data(row.name, row.prompt, row.text, row.reward, str(row.parts), versions)
+        table = wandb.Table(columns=list(rows[0].cells), data=[[*({**row.cells, "reward": row.reward}).values()] for row in rows])
         self._run.log({"samples": table, "version": step + 1})
 
     def close(self) -> None:

@@ -10,16 +10,15 @@ import contextlib
 import importlib
 import logging
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
 from asyncrl.config.run import RunConfig
 from asyncrl.errors import ConfigError
-from asyncrl.observe.metrics import Metric, find_metric, finite, unknown_names
+from asyncrl.observe.metrics import find_metric, finite, unknown_names
 from asyncrl.observe.samples import SampleRow, SamplesFile
 from asyncrl.observe.steps import JsonLines
 
@@ -45,9 +44,9 @@ class Sink(Protocol):
 class MetricSinks:
     """All destinations of a run, behind one `write`."""
 
-    def __init__(self, sinks: list[Sink], prometheus: PrometheusSink | None = None) -> None:
-        self._prometheus = prometheus or PrometheusSink()
-        self._sinks: list[Sink] = [*sinks, self._prometheus]
+    def __init__(self, sinks: list[Sink]) -> None:
+        self._sinks = sinks
+        self._newest: dict[str, float] = {}
         self._told: set[str] = set()
 
     def write(self, step: int, time_s: float, values: Mapping[str, float]) -> None:
@@ -56,17 +55,18 @@ class MetricSinks:
         if unknown:
             self._told |= unknown
             log.warning("metrics that observe/metrics.py does not list: %s", ", ".join(sorted(unknown)))
+        self._newest |= {**values, "step": step}
         for sink in self._sinks:
             sink.write(step, time_s, values)
 
     def write_samples(self, step: int, time_s: float, rows: Sequence[SampleRow]) -> None:
-        """Hand some of one step's samples to every destination."""
-        for sink in self._sinks:
+        """Hand some of one step's samples, if there are any, to every destination."""
+        for sink in self._sinks if rows else ():
             sink.write_samples(step, time_s, rows)
 
     def prometheus_text(self) -> str:
-        """Return the newest values in Prometheus' text form."""
-        return self._prometheus.text()
+        """Return the newest value of every metric in Prometheus' text form; after `close`, too: a scrape may still come."""
+        return render_prometheus(self._newest)
 
     def close(self) -> None:
         """Close every destination, whatever becomes of the others."""
@@ -85,18 +85,16 @@ def open_sinks(config: RunConfig, run_folder: Path) -> MetricSinks:
     try:
         sinks.append(JsonlSink(run_folder))
         if config.observe.tensorboard:
-            make: Callable[..., Sink] = _optional("sink_tensorboard", extra="tensorboard").TensorBoardSink
-            sinks.append(make(run_folder / "tensorboard"))
+            sinks.append(_optional("sink_tensorboard", extra="tensorboard").TensorBoardSink(run_folder / "tensorboard"))
         if config.observe.wandb != "off":
-            make = _optional("sink_wandb", extra="wandb").WandbSink
-            sinks.append(make(config, run_folder))
+            sinks.append(_optional("sink_wandb", extra="wandb").WandbSink(config, run_folder))
     except BaseException:
         MetricSinks(sinks).close()
         raise
     return MetricSinks(sinks)
 
 
-def _optional(module: str, *, extra: str) -> ModuleType:
+def _optional(module: str, *, extra: str) -> Any:  # noqa: ANN401 - a module
     try:
         return importlib.import_module(f"asyncrl.observe.{module}")
     except ModuleNotFoundError as error:
@@ -133,32 +131,6 @@ class JsonlSink:
         self._lines.close()
 
 
-CONTENT_TYPE = "text/plain; version=0.0.4"
-
-
-class PrometheusSink:
-    """Remembers the newest value of every metric."""
-
-    def __init__(self) -> None:
-        self._values: dict[str, float] = {}
-        self._step = 0
-
-    def write(self, step: int, time_s: float, values: Mapping[str, float]) -> None:  # noqa: ARG002 - the scrape has its own time
-        """Replace the values that are given."""
-        self._step = step
-        self._values.update(values)
-
-    def write_samples(self, step: int, time_s: float, rows: Sequence[SampleRow]) -> None:
-        """Prometheus has no text."""
-
-    def text(self) -> str:
-        """Return everything as it stands."""
-        return render_prometheus({"step": self._step, **self._values})
-
-    def close(self) -> None:
-        """Keep the last values: a scrape may still come."""
-
-
 def render_prometheus(values: Mapping[str, float]) -> str:
     """Return metrics as exposition text, members of a family under one header."""
     by_header: dict[str, list[str]] = {}
@@ -167,18 +139,11 @@ def render_prometheus(values: Mapping[str, float]) -> str:
         family = metric is not None and metric.is_family
         stem, _, key = name.rpartition("/") if family else (name, "", "")
         exposed = "asyncrl_" + re.sub(r"[^a-zA-Z0-9_]", "_", stem)
-        label = f'{{key="{_escaped(key)}"}}' if family else ""
-        by_header.setdefault(_header(exposed, metric), []).append(f"{exposed}{label} {_number(value)}")
+        escaped = key.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
+        label = f'{{key="{escaped}"}}' if family else ""
+        meaning = f"# HELP {exposed} {metric.meaning} ({metric.unit})\n" if metric else ""
+        by_header.setdefault(f"{meaning}# TYPE {exposed} gauge\n", []).append(f"{exposed}{label} {_number(value)}")
     return "".join(header + "\n".join(lines) + "\n" for header, lines in by_header.items())
-
-
-def _header(exposed: str, metric: Metric | None) -> str:
-    meaning = f"# HELP {exposed} {metric.meaning} ({metric.unit})\n" if metric else ""
-    return f"{meaning}# TYPE {exposed} gauge\n"
-
-
-def _escaped(label: str) -> str:
-    return label.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
 
 
 def _number(value: float) -> str:

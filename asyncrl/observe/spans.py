@@ -52,19 +52,11 @@ def span(name: str, start: float, end: float, process: str, **attributes: float 
 
 def sample_span(sample: Sample) -> Span:
     """Return the generation of one sample."""
-    oldest, newest = _version_range(sample.versions)
+    versions = memoryview(sample.versions).cast("i") if sample.versions else [-1]
     return span(
-        GENERATE,
-        sample.started_s,
-        sample.finished_s,
-        sample.generator,
-        group=sample.group_id,
-        index=sample.index,
-        tokens=sample.num_tokens,
-        oldest_version=oldest,
-        newest_version=newest,
-        purpose=sample.purpose,
-    )
+        GENERATE, sample.started_s, sample.finished_s, sample.generator, group=sample.group_id, index=sample.index,
+        tokens=sample.num_tokens, oldest_version=min(versions), newest_version=max(versions), purpose=sample.purpose,
+    )  # fmt: skip
 
 
 def score_span(answer: Score | InferResult) -> Span:
@@ -148,31 +140,9 @@ def trace_events(spans: Iterable[Span]) -> list[TraceEvent]:
     events = [TraceEvent("process_name", "M", pid, args={"name": name}) for name, pid in pids.items()]
     rows_busy_until: dict[str, list[float]] = {name: [] for name in pids}
     for item in ordered:
-        row = first_free_row(rows_busy_until[item.process], item.start_s, item.end_s)
-        events.append(
-            TraceEvent(
-                item.name,
-                "X",
-                pids[item.process],
-                row,
-                round((item.start_s - origin_s) * 1e6, 3),
-                round((item.end_s - item.start_s) * 1e6, 3),
-                item.attributes,
-            )
-        )
+        busy_until_s, pid = rows_busy_until[item.process], pids[item.process]
+        row = next((row for row, until_s in enumerate(busy_until_s) if until_s <= item.start_s), len(busy_until_s))
+        busy_until_s[row : row + 1] = [item.end_s]
+        start_us, length_us = (round(seconds * 1e6, 3) for seconds in (item.start_s - origin_s, item.end_s - item.start_s))
+        events.append(TraceEvent(item.name, "X", pid, row, start_us, length_us, item.attributes))
     return events
-
-
-def first_free_row(busy_until_s: list[float], start_s: float, end_s: float) -> int:
-    """Return the first row that is free at `start_s` and occupy it until `end_s`; rows are added as needed."""
-    for row, until_s in enumerate(busy_until_s):
-        if until_s <= start_s:
-            busy_until_s[row] = end_s
-            return row
-    busy_until_s.append(end_s)
-    return len(busy_until_s) - 1
-
-
-def _version_range(versions: bytes) -> tuple[int, int]:
-    values = memoryview(versions).cast("i") if versions else [-1]
-    return min(values), max(values)

@@ -78,7 +78,10 @@ class JsonLines(Generic[T]):
     def __init__(self, path: Path) -> None:
         """Open `path` for appending; a torn last line, of a writer that was killed, is cut off."""
         self._file = path.open("ab", buffering=0)
-        self._file.truncate(_end_of_last_line(path))
+        with path.open("rb") as file:
+            start = max(file.seek(0, 2) - MOST_LINE_BYTES, 0)
+            file.seek(start)
+            self._file.truncate(start + file.read().rfind(b"\n") + 1)
         self._encoder = msgspec.json.Encoder()
 
     def write(self, row: T) -> None:
@@ -88,15 +91,6 @@ class JsonLines(Generic[T]):
     def close(self) -> None:
         """Close the file; safe to repeat."""
         self._file.close()
-
-
-def _end_of_last_line(path: Path) -> int:
-    """Return the size up to and with the last newline."""
-    with path.open("rb") as file:
-        size = file.seek(0, 2)
-        start = max(size - MOST_LINE_BYTES, 0)
-        file.seek(start)
-        return start + file.read().rfind(b"\n") + 1
 
 
 def read_lines(path: Path, kind: type[T]) -> Iterator[T]:
@@ -112,19 +106,14 @@ def read_lines(path: Path, kind: type[T]) -> Iterator[T]:
     decoder = msgspec.json.Decoder(kind)
     with path.open("rb") as file:
         for line in file:
-            row = _decoded(decoder, line)
+            try:
+                row = decoder.decode(line) if line.endswith(b"\n") else None
+            except msgspec.ValidationError:
+                raise
+            except msgspec.DecodeError:
+                row = None
             if row is not None:
                 yield row
-
-
-def _decoded(decoder: msgspec.json.Decoder[T], line: bytes) -> T | None:
-    """Return the row, or None where the line is torn."""
-    try:
-        return decoder.decode(line) if line.endswith(b"\n") else None
-    except msgspec.ValidationError:
-        raise
-    except msgspec.DecodeError:
-        return None
 
 
 def read_steps(run_folder: Path) -> list[StepReport]:

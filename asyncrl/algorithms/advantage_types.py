@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,7 +52,8 @@ class AdvantageConfig:
     """Bound of the importance weight in V-trace's temporal differences."""
     vtrace_c: float = 1.0
     """Bound of the importance weight that cuts V-trace's traces."""
-    whiten: bool = False
+    whiten: bool | Literal["samples"] = False
+    """Over all trained tokens, or over samples."""
     singleton_keeps_reward: bool = False
     """What a group of one gets: its raw reward (verl, OpenRLHF), or 0."""
     biased_variance: bool = False

@@ -36,6 +36,16 @@ def grpo(inputs: AdvantageInputs, config: AdvantageConfig) -> AdvantageOutputs:
     return _of_groups(advantages_S, inputs, config, groups, singleton_scale=1.0 / (1.0 + config.epsilon))
 
 
+def grpo_batch(inputs: AdvantageInputs, config: AdvantageConfig) -> AdvantageOutputs:
+    """Return (R - group mean) / (unbiased standard deviation of the step's rewards + epsilon) at every trained token.
+
+    Source: Lite PPO (arXiv 2508.08221), section 4; TRL `scale_rewards="batch"`; AReaL `mean_level: group, std_level: batch`.
+    """
+    groups = Groups.of(inputs.group_ids)
+    deviation = inputs.rewards.std(ddof=1) if len(inputs.rewards) > 1 else 0.0
+    return _of_groups(groups.minus_mean(inputs.rewards) / (deviation + config.epsilon), inputs, config, groups)
+
+
 def dr_grpo(inputs: AdvantageInputs, config: AdvantageConfig) -> AdvantageOutputs:
     """Return R - group mean at every trained token.
 
@@ -108,10 +118,8 @@ def gae(inputs: AdvantageInputs, config: AdvantageConfig) -> AdvantageOutputs:
     Source: Schulman et al. (arXiv 1506.02438), equation 16; over tokens as in verl and AReaL.
     """
     assert inputs.values is not None, "gae needs values"
-    outputs = recursions.gae(
-        _token_rewards(inputs), inputs.values, inputs.mask, gamma=config.gamma, gae_lambda=config.gae_lambda, gaps="skip"
-    )
-    return _whitened_if_told(outputs, inputs, config)
+    outputs = recursions.gae(_token_rewards(inputs), inputs.values, inputs.mask, gamma=config.gamma, gae_lambda=config.gae_lambda)
+    return AdvantageOutputs(_whitened_if_told(outputs.advantages, inputs.mask, config), outputs.returns)
 
 
 def vtrace(inputs: AdvantageInputs, config: AdvantageConfig) -> AdvantageOutputs:
@@ -133,7 +141,7 @@ def vtrace(inputs: AdvantageInputs, config: AdvantageConfig) -> AdvantageOutputs
         rho_bar=config.vtrace_rho,
         c_bar=config.vtrace_c,
     )
-    return _whitened_if_told(outputs, inputs, config)
+    return AdvantageOutputs(_whitened_if_told(outputs.advantages, inputs.mask, config), outputs.returns)
 
 
 ADVANTAGES: dict[str, Advantage] = {name: globals()[name] for name in ADVANTAGE_RULES}
@@ -189,20 +197,19 @@ def _of_groups(
     else:
         advantages_S = np.where(alone_S, 0.0, advantages_S)
         told_ST = inputs.mask & ~alone_S[:, None]
-    advantages_ST = np.where(told_ST, advantages_S[:, None], 0.0)
-    if whiten or config.whiten:
-        advantages_ST = whitened(advantages_ST, told_ST, biased=config.biased_variance)
-    return AdvantageOutputs(advantages_ST)
+    return AdvantageOutputs(_whitened_if_told(np.where(told_ST, advantages_S[:, None], 0.0), told_ST, config, always=whiten))
 
 
 def _broadcast(advantages_S: FloatArray, inputs: AdvantageInputs, config: AdvantageConfig) -> AdvantageOutputs:
-    return _whitened_if_told(AdvantageOutputs(np.where(inputs.mask, advantages_S[:, None], 0.0)), inputs, config)
+    return AdvantageOutputs(_whitened_if_told(np.where(inputs.mask, advantages_S[:, None], 0.0), inputs.mask, config))
 
 
-def _whitened_if_told(outputs: AdvantageOutputs, inputs: AdvantageInputs, config: AdvantageConfig) -> AdvantageOutputs:
-    if not config.whiten:
-        return outputs
-    return AdvantageOutputs(whitened(outputs.advantages, inputs.mask, biased=config.biased_variance), outputs.returns)
+def _whitened_if_told(
+    advantages_ST: FloatArray, told_ST: NDArray[np.bool_], config: AdvantageConfig, *, always: bool = False
+) -> FloatArray:
+    if not config.whiten and not always:
+        return advantages_ST
+    return whitened(advantages_ST, told_ST, biased=config.biased_variance, by_sample=config.whiten == "samples" and not always)
 
 
 def _token_rewards(inputs: AdvantageInputs) -> FloatArray:
@@ -249,26 +256,25 @@ WHITEN_EPSILON = 1e-8
 """Keeps 1 / sqrt(variance) finite (verl, OpenRLHF)."""
 
 
-def whitened(values: FloatArray, mask: NDArray[np.bool_], *, biased: bool = False) -> FloatArray:
-    """Return (x - mean) / sqrt(variance) over the tokens where `mask` is true, 0 elsewhere.
+def whitened(values: FloatArray, mask: NDArray[np.bool_], *, biased: bool = False, by_sample: bool = False) -> FloatArray:
+    """Return (x - mean) / sqrt(variance) at the tokens where `mask` is true, 0 elsewhere.
 
     Args:
         values: [S, T]; whatever stands where `mask` is false (NaN too) changes nothing.
         mask: [S, T].
         biased: The variance is max(sum of squares / N, epsilon), as in OpenRLHF, not sum of squares / (N - 1) + epsilon, as in
             verl.
+        by_sample: Mean and variance are over samples, each by the mean of its tokens, and not over tokens.
 
-    Source: verl `masked_whiten`; OpenRLHF `compute_advantages_and_returns`.
+    Source: verl `masked_whiten`; OpenRLHF `compute_advantages_and_returns`; by samples: TRL's RLOO, `normalize_advantages`.
     """
-    whitened_ST = np.zeros(mask.shape)
-    values_N = values[mask]
-    num_tokens = len(values_N)
-    if num_tokens == 0:
-        return whitened_ST
+    if not mask.any():
+        return np.zeros(mask.shape)
     # Distances from one token: the rounded mean of equal values is not always equal to them.
-    centred_N = values_N - values_N[0]
-    centred_N -= centred_N.mean()
-    squares = float(np.square(centred_N).sum())
-    variance = max(squares / num_tokens, WHITEN_EPSILON) if biased else squares / max(num_tokens - 1, 1) + WHITEN_EPSILON
-    whitened_ST[mask] = centred_N / np.sqrt(variance)
-    return whitened_ST
+    distances_ST = np.where(mask, values - values[mask][0], 0.0)
+    lengths_S = mask.sum(axis=1)
+    counted_N = distances_ST.sum(axis=1)[lengths_S > 0] / lengths_S[lengths_S > 0] if by_sample else distances_ST[mask]
+    mean, count = counted_N.mean(), len(counted_N)
+    squares = float(np.square(counted_N - mean).sum())
+    variance = max(squares / count, WHITEN_EPSILON) if biased else squares / max(count - 1, 1) + WHITEN_EPSILON
+    return np.where(mask, (distances_ST - mean) / np.sqrt(variance), 0.0)

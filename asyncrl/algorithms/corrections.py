@@ -1,11 +1,11 @@
 """Off-policy corrections: a function for each kind of config struct, and all of a run's applied together.
 
-Three kinds: importance weights rho = proximal / behaviour, truncated or masked outside a band; masks and weights by other
-statistics (veto, opsm, staleness); second-moment trust (m2po_mask, m2po_clip: two algorithms that share the name).
+Three kinds: importance weights rho = proximal / behaviour, truncated; rejection of what lies outside a band; and masks and weights by other statistics (opsm, staleness, and the second moments of m2po_mask and m2po_clip: two algorithms
+that share the name).
 
 Legend: N tokens of a micro-batch or of a whole update (its micro-batches laid end to end, sequences numbered through), S
 sequences, K tokens looked at. A correction is `(LossInputs, its struct) -> CorrectionOutputs`. Truncation keeps every token and
-bounds its weight; masking drops what lies outside [low, high]. Bands are compared on logarithms, so that no product overflows.
+bounds its weight; rejection drops what lies outside [low, high]. Ratios are compared on logarithms, so that no product overflows.
 
 Invariants: everything is detached; a token that is masked or dropped weighs exactly 0; a correction without a weight gives 1; on
 policy every correction gives weight 1 and keeps all. Those that `config.algorithm.sees_whole_update` means something else on a
@@ -33,99 +33,113 @@ from asyncrl.algorithms.types import (
     sequence_mean,
     sequence_sum,
 )
-from asyncrl.config.algorithm import (
-    CorrectionConfig,
-    MaskedGeometric,
-    MaskedSequence,
-    MaskedToken,
-    OffPolicySequenceMask,
-    PythonCorrection,
-    SecondMomentClip,
-    SecondMomentMask,
-    StalenessMask,
-    StalenessWeight,
-    TruncatedSequence,
-    TruncatedToken,
-    Veto,
-)
+from asyncrl.config import algorithm as kinds
 from asyncrl.user_code import load_own, wrong_shape
 
 LEAST_MEAN_WEIGHT = 1e-8
 """Weights whose mean is less are left as they are (verl's bound)."""
+LEAST_PROBABILITY = 1e-6
+"""Probabilities are held this far from 0 and 1 in `binary_kl` (verl's bound)."""
 
 
-def tis_token(inputs: LossInputs, config: TruncatedToken) -> CorrectionOutputs:
-    """Weigh each token by clamp(rho, floor, cap).
+def truncated(inputs: LossInputs, config: kinds.Truncated) -> CorrectionOutputs:
+    """Weigh tokens by rho, or by the product or geometric mean of their sequence's rho, held in [floor, cap].
 
-    Source: truncated importance sampling, Ionides 2008; on tokens, Yao et al. 2025 ("Your efficient RL framework secretly brings
-    you off-policy RL training"); verl `rollout_is: token`, OpenRLHF and slime `tis`. `normalize`: self-normalized importance
-    sampling (Hesterberg 1995); verl `rollout_is_batch_normalize`.
+    Source: truncated importance sampling, Ionides 2008; `tis_token`: Yao et al. 2025 ("Your efficient RL framework secretly
+    brings you off-policy RL training"), verl `rollout_is: token`, OpenRLHF and slime `tis`, AReaL `action: clamp`;
+    `tis_sequence`: verl `rollout_is: sequence`; `tis_geometric`: AReaL `level: sequence, action: clamp`, slime `tis_level:
+    geometric`. Floor and cap: slime `tis_mode: clip`. `normalize`: self-normalized importance sampling (Hesterberg 1995), verl
+    `rollout_is_batch_normalize`.
     """
-    weights = bounded_exp(log_rho(inputs)).clamp(config.floor, config.cap)
-    return _weigh(inputs, weights / _mean_of(weights[inputs.mask]) if config.normalize else weights)
-
-
-def tis_sequence(inputs: LossInputs, config: TruncatedSequence) -> CorrectionOutputs:
-    """Weigh each token by clamp(product of its sequence's rho, floor, cap).
-
-    Source: verl `rollout_is: sequence`; slime `tis` with level sequence.
-    """
-    weights_S = bounded_exp(sequence_sum(log_rho(inputs), inputs)).clamp(config.floor, config.cap)
+    weights = _ratio(inputs, WEIGHT_OF_TRUNCATED[type(config)]).clamp(config.floor, config.cap)
     if config.normalize:
-        has_tokens_S = sequence_sum(torch.ones_like(inputs.behaviour_logprobs), inputs) > 0
-        weights_S = weights_S / _mean_of(weights_S[has_tokens_S])
-    return _weigh(inputs, weights_S[inputs.sequence_ids])
-
-
-def icepop(inputs: LossInputs, config: MaskedToken) -> CorrectionOutputs:
-    """Weigh each token by rho where it lies in [low, high], and drop it elsewhere.
-
-    Source: IcePop, Ling team 2025 (arXiv 2510.18855); AReaL and OpenRLHF with level token.
-    """
-    log_rho_N = log_rho(inputs)
-    return _mask(inputs, log_rho_N, bounded_exp(log_rho_N), config.low, config.high)
-
-
-def masked_sequence(inputs: LossInputs, config: MaskedSequence) -> CorrectionOutputs:
-    """Drop sequences whose product of rho leaves [low, high]; `config.weight` says what the others weigh.
-
-    Source: weight `sequence`: verl and TRL (`sequence_mask`); `token`: OpenRLHF and NeMo-RL.
-    """
-    log_rho_N = log_rho(inputs)
-    log_product = sequence_sum(log_rho_N, inputs)[inputs.sequence_ids]
-    weights = {"sequence": log_product, "token": log_rho_N, "none": torch.zeros_like(log_rho_N)}[config.weight]
-    return _mask(inputs, log_product, bounded_exp(weights), config.low, config.high)
-
-
-def masked_geometric(inputs: LossInputs, config: MaskedGeometric) -> CorrectionOutputs:
-    """Drop sequences whose geometric mean of rho leaves [low, high]; `config.weight` says what the others weigh.
-
-    Source: Liu, Li et al. 2025 ("When speed kills stability"); weight `geometric`: AReaL; `token`: OpenRLHF and NeMo-RL. verl's
-    `seq_mean_k1` bounds 1/rho: its [a, b] is [1/b, 1/a] here.
-    """
-    log_rho_N = log_rho(inputs)
-    log_mean = sequence_mean(log_rho_N, inputs.mask, inputs)[inputs.sequence_ids]
-    weights = {"geometric": log_mean, "token": log_rho_N, "none": torch.zeros_like(log_rho_N)}[config.weight]
-    return _mask(inputs, log_mean, bounded_exp(weights), config.low, config.high)
-
-
-def _mean_of(weights: torch.Tensor) -> torch.Tensor:
-    """Return the mean that weights are divided by; 1 where there is none, or where all but vanish."""
-    mean = weights.mean() if weights.numel() else weights.new_ones(())
-    return torch.where(mean > LEAST_MEAN_WEIGHT, mean, 1.0)
-
-
-def _weigh(inputs: LossInputs, weights: torch.Tensor) -> CorrectionOutputs:
+        counted = weights[inputs.mask]
+        if not isinstance(config, kinds.TruncatedToken):  # Each sequence once: the mean of its tokens' weights is its weight.
+            has_tokens_S = sequence_sum(torch.ones_like(weights), inputs) > 0
+            counted = sequence_mean(weights, inputs.mask, inputs)[has_tokens_S]
+        mean = counted.mean() if counted.numel() else weights.new_ones(())
+        weights = weights / torch.where(mean > LEAST_MEAN_WEIGHT, mean, 1.0)
     return CorrectionOutputs(weights=masked(weights, inputs.mask), kept=inputs.mask)
 
 
-def _mask(inputs: LossInputs, log_statistic: torch.Tensor, weights: torch.Tensor, low: float, high: float) -> CorrectionOutputs:
-    log_low = math.log(low) if low > 0 else -math.inf
-    kept = inputs.mask & (log_statistic >= log_low) & (log_statistic <= math.log(high))
-    return CorrectionOutputs(weights=masked(weights, kept), kept=kept)
+def rejection(inputs: LossInputs, config: kinds.Rejection) -> CorrectionOutputs:
+    """Drop the tokens, or sequences, whose measure leaves [low, high]; `config.weight` says what the others weigh.
+
+    Bounds of `ratio` are ratios, compared on logarithms; of k1 (-log rho, an estimate of KL(behaviour || proximal)) and the
+    others they are values. verl gives those of its k1 options as ratios, and of 1 / rho: its "a_b" is low = log a, high = log b
+    here, or `ratio` in [1 / b, 1 / a]. AReaL's k1 is +log rho, and its k3 that of the inverse ratio.
+
+    Source: verl `rollout_rs` (token, seq_sum, seq_mean, seq_max of k1, k2, k3; `binary_kl`, KPop: the larger of both
+    directions); AReaL `rejection_sampling`; `tv`: DPPO (arXiv 2602.04879), binary total variation. Presets: `icepop`: Ling team
+    2025 (arXiv 2510.18855); `masked_sequence`: verl and TRL, with weight `token` OpenRLHF and NeMo-RL; `masked_geometric`: Liu,
+    Li et al. 2025 ("When speed kills stability"), AReaL; `veto`: verl `rollout_token_veto_threshold`, slime `use_mis`.
+    """
+    is_ratio, low, high = config.measure == "ratio", config.low, config.high
+    if is_ratio:
+        low, high = (math.log(bound) if bound > 0 else -math.inf for bound in (low, high))
+    values = MEASURES[config.measure](inputs)
+    if config.level == "sum":
+        values = sequence_sum(values, inputs)[inputs.sequence_ids]
+    elif config.level == "mean" and is_ratio:
+        values = sequence_mean(bounded_exp(values), inputs.mask, inputs)[inputs.sequence_ids].log()
+    elif config.level in {"mean", "geometric"}:
+        values = sequence_mean(values, inputs.mask, inputs)[inputs.sequence_ids]
+    inside = (values >= low) & (values <= high)
+    if config.level == "max":
+        inside = (sequence_sum((~inside).to(values.dtype), inputs) == 0)[inputs.sequence_ids]
+    kept = inputs.mask & inside
+    return CorrectionOutputs(weights=masked(_ratio(inputs, config.weight), kept), kept=kept)
 
 
-def m2po_mask(inputs: LossInputs, config: SecondMomentMask) -> CorrectionOutputs:
+def _ratio(inputs: LossInputs, of: str) -> torch.Tensor:
+    """Return rho [N] of each token, or what its sequence's are together, by the name of a rejection's weight."""
+    log_rho_N = log_rho(inputs)
+    if of == "none":
+        return torch.ones_like(log_rho_N)
+    if of == "token":
+        return bounded_exp(log_rho_N)
+    log_S = sequence_sum(log_rho_N, inputs) if of == "sequence" else sequence_mean(log_rho_N, inputs.mask, inputs)
+    return bounded_exp(log_S)[inputs.sequence_ids]
+
+
+WEIGHT_OF_TRUNCATED = {
+    kinds.TruncatedToken: "token",
+    kinds.TruncatedSequence: "sequence",
+    kinds.TruncatedGeometric: "geometric",
+}
+
+
+def _binary_kl(inputs: LossInputs) -> torch.Tensor:
+    """Return the larger of KL(p || q) and KL(q || p) of one token against all others; p is proximal, q behaviour."""
+    q = masked(inputs.behaviour_logprobs.detach(), inputs.mask).exp().clamp(LEAST_PROBABILITY, 1.0 - LEAST_PROBABILITY)
+    p = masked(inputs.proximal_logprobs.detach(), inputs.mask).exp().clamp(LEAST_PROBABILITY, 1.0 - LEAST_PROBABILITY)
+    taken, others = (p / q).log(), ((1.0 - p) / (1.0 - q)).log()
+    return torch.maximum(p * taken + (1.0 - p) * others, -q * taken - (1.0 - q) * others)
+
+
+def _k3(inputs: LossInputs) -> torch.Tensor:
+    """Return rho - 1 - log rho."""
+    log_rho_N = log_rho(inputs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    return torch.expm1(log_rho_N) - log_rho_N
+
+
+def _total_variation(inputs: LossInputs) -> torch.Tensor:
+    """Return |p - q|."""
+    return masked(inputs.proximal_logprobs.detach().exp() - inputs.behaviour_logprobs.detach().exp(), inputs.mask).abs()
+
+
+MEASURES: dict[str, Callable[[LossInputs], torch.Tensor]] = {
+    "ratio": log_rho,
+    "k1": lambda inputs: -log_rho(inputs),
+    "k2": lambda inputs: 0.5 * log_rho(inputs).square(),
+    "k3": _k3,
+    "tv": _total_variation,
+    "binary_kl": _binary_kl,
+}
+"""Of each token [N]; 0 where both policies agree (`ratio`: the logarithm)."""
+
+
+def m2po_mask(inputs: LossInputs, config: kinds.SecondMomentMask) -> CorrectionOutputs:
     """Drop the tokens of largest (log rho)^2, as few as possible, until the mean of the rest is under the threshold.
 
     At least one token stays. Goes with denominator `kept` in AReaL.
@@ -139,10 +153,10 @@ def m2po_mask(inputs: LossInputs, config: SecondMomentMask) -> CorrectionOutputs
     num_kept = max(int((means_K < config.threshold).sum()), 1)
     positions_K = inputs.mask.nonzero().squeeze(-1)[order_K]
     kept[positions_K[num_kept:]] = False
-    return CorrectionOutputs(weights=kept.to(inputs.behaviour_logprobs.dtype), kept=kept)
+    return _keep(inputs, kept)
 
 
-def m2po_clip(inputs: LossInputs, config: SecondMomentClip) -> CorrectionOutputs:
+def m2po_clip(inputs: LossInputs, config: kinds.SecondMomentClip) -> CorrectionOutputs:
     """Choose one clip range [exp(-tau), exp(tau)] for the update, so that harmful tokens keep their second moment in bounds.
 
     Harmful are the K tokens that PPO's clipping can act on: advantage over 0 and ratio over 1, or both under, of the ratio that
@@ -166,21 +180,11 @@ def m2po_clip(inputs: LossInputs, config: SecondMomentClip) -> CorrectionOutputs
         tau = math.sqrt(squares_K[num_under - 1].item()) if num_under else 0.0
         assert tau <= LOG_RATIO_LIMIT
         clip_low, clip_high = 1.0 - math.exp(-tau), math.exp(tau) - 1.0
-    return CorrectionOutputs(
-        weights=inputs.mask.to(inputs.behaviour_logprobs.dtype), kept=inputs.mask, clip_low=clip_low, clip_high=clip_high
-    )
+    weights = inputs.mask.to(inputs.behaviour_logprobs.dtype)
+    return CorrectionOutputs(weights=weights, kept=inputs.mask, clip_low=clip_low, clip_high=clip_high)
 
 
-def veto(inputs: LossInputs, config: Veto) -> CorrectionOutputs:
-    """Drop every sequence that has a token whose rho is under the threshold.
-
-    Source: verl `rollout_token_veto_threshold`; slime `use_mis` veto.
-    """
-    catastrophic = (log_rho(inputs) < math.log(config.threshold)).to(inputs.behaviour_logprobs.dtype)
-    return _keep(inputs, (sequence_sum(catastrophic, inputs) == 0)[inputs.sequence_ids])
-
-
-def opsm(inputs: LossInputs, config: OffPolicySequenceMask) -> CorrectionOutputs:
+def opsm(inputs: LossInputs, config: kinds.OffPolicySequenceMask) -> CorrectionOutputs:
     """Drop sequences of negative advantage whose mean of behaviour - current log-probability exceeds the threshold.
 
     The current policy is meant, not the proximal one, so the answer changes within a step of several updates. A sequence's
@@ -194,7 +198,7 @@ def opsm(inputs: LossInputs, config: OffPolicySequenceMask) -> CorrectionOutputs
     return _keep(inputs, ((advantage_S >= 0) | (divergence_S <= config.threshold))[inputs.sequence_ids])
 
 
-def staleness_weight(inputs: LossInputs, config: StalenessWeight) -> CorrectionOutputs:
+def staleness_weight(inputs: LossInputs, config: kinds.StalenessWeight) -> CorrectionOutputs:
     """Weigh each token by decay^staleness; staleness is the learner's version minus the token's, 0 where unknown.
 
     Source: ours, after staleness-aware asynchronous SGD, Zhang et al. 2016 (arXiv 1511.05950).
@@ -203,7 +207,7 @@ def staleness_weight(inputs: LossInputs, config: StalenessWeight) -> CorrectionO
     return CorrectionOutputs(weights=masked(weights, inputs.mask), kept=inputs.mask)
 
 
-def staleness_mask(inputs: LossInputs, config: StalenessMask) -> CorrectionOutputs:
+def staleness_mask(inputs: LossInputs, config: kinds.StalenessMask) -> CorrectionOutputs:
     """Drop tokens more than `max_versions` behind the learner; tokens of unknown version stay.
 
     Source: ours; the per-token form of the staleness bound of AReaL (arXiv 2505.24298), section 5.1.
@@ -224,68 +228,6 @@ def _keep(inputs: LossInputs, wanted: torch.Tensor) -> CorrectionOutputs:
 Correction = Callable[[LossInputs, Any], CorrectionOutputs]
 
 
-def python(inputs: LossInputs, config: PythonCorrection) -> CorrectionOutputs:
-    """Ask a user's own function; its answer is detached by `correct` like any other.
-
-    Raises:
-        ConfigError: The path names no function.
-        LearnerError: It raised, or its answer is not one token's weight each.
-    """
-    return load_correction(config.path)(inputs, config)
-
-
-CORRECTIONS: dict[type, Correction] = {
-    TruncatedToken: tis_token,
-    TruncatedSequence: tis_sequence,
-    MaskedToken: icepop,
-    MaskedSequence: masked_sequence,
-    MaskedGeometric: masked_geometric,
-    Veto: veto,
-    OffPolicySequenceMask: opsm,
-    SecondMomentMask: m2po_mask,
-    SecondMomentClip: m2po_clip,
-    StalenessWeight: staleness_weight,
-    StalenessMask: staleness_mask,
-    PythonCorrection: python,
-}
-
-
-def correct(inputs: LossInputs, corrections: tuple[CorrectionConfig, ...]) -> CorrectionOutputs:
-    """Apply all corrections: weights multiply, a token stays where all keep it, the narrowest clip range wins.
-
-    Args:
-        inputs: A micro-batch, or a whole update laid end to end. `logprobs` are read by `opsm` and `m2po_clip` only, as the
-            current policy's.
-        corrections: In any order; none of them sees another's answer.
-
-    Returns:
-        Weights and kept tokens [N], detached; the clip range where a correction sets one.
-    """
-    weights, kept = inputs.mask.to(inputs.behaviour_logprobs.dtype), inputs.mask
-    clip_low, clip_high = None, None
-    for item in corrections:
-        outputs = CORRECTIONS[type(item)](inputs, item)
-        kept = kept & outputs.kept
-        weights = weights * masked(outputs.weights.detach(), inputs.mask)
-        clip_low, clip_high = _narrower(clip_low, outputs.clip_low), _narrower(clip_high, outputs.clip_high)
-    return CorrectionOutputs(masked(weights, kept), kept, clip_low, clip_high)
-
-
-def combined(first: CorrectionOutputs, second: CorrectionOutputs) -> CorrectionOutputs:
-    """Return what two answers of `correct` for the same tokens say together."""
-    kept = first.kept & second.kept
-    return CorrectionOutputs(
-        masked(first.weights * second.weights, kept),
-        kept,
-        _narrower(first.clip_low, second.clip_low),
-        _narrower(first.clip_high, second.clip_high),
-    )
-
-
-def _narrower(first: float | None, second: float | None) -> float | None:
-    return min((value for value in (first, second) if value is not None), default=None)
-
-
 @functools.cache
 def load_correction(path: str) -> Correction:
     """Return a user's own correction; one import a process: a file named by its path would run again at every micro-batch.
@@ -302,3 +244,49 @@ def _fault_in(inputs: LossInputs, outputs: CorrectionOutputs) -> str:
         if fault := wrong_shape(name, getattr(outputs, name), tuple(inputs.logprobs.shape), "[N]"):
             return fault
     return "" if outputs.kept.dtype == torch.bool else f"kept must be bool, got {outputs.kept.dtype}"
+
+
+CORRECTIONS: dict[type, Correction] = {
+    **dict.fromkeys(WEIGHT_OF_TRUNCATED, truncated),
+    **dict.fromkeys((kinds.Rejection, *kinds.Rejection.__subclasses__()), rejection),
+    kinds.OffPolicySequenceMask: opsm,
+    kinds.SecondMomentMask: m2po_mask,
+    kinds.SecondMomentClip: m2po_clip,
+    kinds.StalenessWeight: staleness_weight,
+    kinds.StalenessMask: staleness_mask,
+    kinds.PythonCorrection: lambda inputs, config: load_correction(config.path)(inputs, config),  # A user's own.
+}
+
+
+def correct(inputs: LossInputs, corrections: tuple[kinds.CorrectionConfig, ...]) -> CorrectionOutputs:
+    """Apply all corrections: weights multiply, a token stays where all keep it, the narrowest clip range wins.
+
+    Args:
+        inputs: A micro-batch, or a whole update laid end to end. `logprobs` are read by `opsm` and `m2po_clip` only, as the
+            current policy's.
+        corrections: In any order; none of them sees another's answer.
+
+    Returns:
+        Weights and kept tokens [N], detached; the clip range where a correction sets one.
+    """
+    together = _keep(inputs, inputs.mask)
+    for item in corrections:
+        outputs = CORRECTIONS[type(item)](inputs, item)
+        weights = masked(outputs.weights.detach(), inputs.mask)
+        together = combined(together, CorrectionOutputs(weights, outputs.kept, outputs.clip_low, outputs.clip_high))
+    return together
+
+
+def combined(first: CorrectionOutputs, second: CorrectionOutputs) -> CorrectionOutputs:
+    """Return what two answers of `correct` for the same tokens say together."""
+    kept = first.kept & second.kept
+    return CorrectionOutputs(
+        masked(first.weights * second.weights, kept),
+        kept,
+        _narrower(first.clip_low, second.clip_low),
+        _narrower(first.clip_high, second.clip_high),
+    )
+
+
+def _narrower(first: float | None, second: float | None) -> float | None:
+    return min((value for value in (first, second) if value is not None), default=None)

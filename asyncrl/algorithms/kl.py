@@ -39,7 +39,12 @@ def k3(logprobs: torch.Tensor, reference_logprobs: torch.Tensor) -> torch.Tensor
     return torch.expm1(-difference) + difference
 
 
-KL_ESTIMATORS: dict[str, KLEstimator] = {"k1": k1, "k2": k2, "k3": k3}
+def absolute(logprobs: torch.Tensor, reference_logprobs: torch.Tensor) -> torch.Tensor:
+    """Return |d|, which estimates no KL but is 0 where the policies agree. Source: verl `abs`."""
+    return (logprobs - reference_logprobs).abs()
+
+
+KL_ESTIMATORS: dict[str, KLEstimator] = {"k1": k1, "k2": k2, "k3": k3, "abs": absolute}
 
 
 def capped(kl: torch.Tensor, cap: float) -> torch.Tensor:
@@ -71,8 +76,8 @@ def kl_penalty(
         mask: bool [N].
         config: `estimator`, `gradient` and `cap` are read.
 
-    Source: `k2`: verl's `k3+` and the gradient analysis of arXiv 2510.01555; `ratio`: DeepSeek-V3.2 (arXiv 2512.02556), TRL
-    `use_bias_correction_kl`, which takes the old policy for the sampler.
+    Source: `k2`: verl's `k1+` and `k3+` (which keep the gradient beyond the cap) and the gradient analysis of arXiv 2510.01555;
+    `ratio`: DeepSeek-V3.2 (arXiv 2512.02556), TRL `use_bias_correction_kl`, which takes the old policy for the sampler.
     """
     current, reference = masked(logprobs, mask), masked(reference_logprobs.detach(), mask)
     free = KL_ESTIMATORS[config.estimator](current, reference)

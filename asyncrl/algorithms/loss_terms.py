@@ -16,7 +16,16 @@ import torch
 
 from asyncrl.algorithms.corrections import correct
 from asyncrl.algorithms.kl import kl_penalty
-from asyncrl.algorithms.types import CorrectionOutputs, Denominators, LossConfig, LossInputs, LossOutputs, masked, segment_sum
+from asyncrl.algorithms.types import (
+    CorrectionOutputs,
+    Denominators,
+    LossConfig,
+    LossInputs,
+    LossOutputs,
+    log_ratio,
+    masked,
+    segment_sum,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +58,11 @@ def known_advantages(inputs: LossInputs) -> torch.Tensor:
 
 
 def finish(inputs: LossInputs, config: LossConfig, objective: Objective, corrections: CorrectionOutputs) -> LossOutputs:
-    """Weigh the objective, add entropy bonus and KL penalty, and aggregate.
+    """Weigh the objective, add entropy bonus, KL penalty and squared log-ratio, and aggregate.
 
-    Weights multiply the policy term alone. Under denominator `all`, a dropped token keeps its entropy bonus and its KL penalty
-    (as in TRL, whose KL term is added after the weights); under `kept` it is out of every term (as in verl, whose rejection
-    changes the mask).
+    Weights multiply the policy term alone. Under denominator `all`, a dropped token keeps its entropy bonus and its penalties
+    (as in TRL, whose KL term is added after the weights, and in prime-rl, whose squared log-ratio is); under `kept` it is out of
+    every term (as in verl, whose rejection changes the mask).
 
     Args:
         inputs: The micro-batch.
@@ -68,6 +77,9 @@ def finish(inputs: LossInputs, config: LossConfig, objective: Objective, correct
     if config.entropy_coefficient:
         assert inputs.entropy is not None, "entropy_coefficient is set and LossInputs.entropy is missing"
         loss = loss - config.entropy_coefficient * masked(inputs.entropy, inputs.mask)
+    if config.log_ratio_penalty:
+        distance = log_ratio(inputs.logprobs, inputs.behaviour_logprobs.detach(), inputs.mask)
+        loss = loss + config.log_ratio_penalty * distance.square()
     reference_kl = None
     if config.kl is not None:
         assert inputs.reference_logprobs is not None, "a KL penalty is set and LossInputs.reference_logprobs is missing"
@@ -75,7 +87,7 @@ def finish(inputs: LossInputs, config: LossConfig, objective: Objective, correct
         loss = loss + config.kl_coefficient * penalty
         reference_kl = penalty.detach()
     counted = corrections.kept if config.denominator == "kept" else inputs.mask
-    total = AGGREGATIONS[config.aggregation](loss, counted, inputs.sequence_ids, inputs.num_sequences, inputs.denominators)
+    total = aggregate(config.aggregation, loss, counted, inputs.sequence_ids, inputs.num_sequences, inputs.denominators)
     nowhere = torch.zeros_like(inputs.mask)
     return LossOutputs(
         loss=total,
@@ -85,10 +97,6 @@ def finish(inputs: LossInputs, config: LossConfig, objective: Objective, correct
         kept=corrections.kept,
         reference_kl=reference_kl,
     )
-
-
-Aggregation = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int, Denominators], torch.Tensor]
-"""(loss [N], mask [N], sequence_ids [N], S, denominators) -> scalar."""
 
 
 def count_denominators(
@@ -119,46 +127,37 @@ def count_denominators(
     )
 
 
-def token_mean(
-    loss: torch.Tensor, mask: torch.Tensor, sequence_ids: torch.Tensor, num_sequences: int, denominators: Denominators
-) -> torch.Tensor:
-    """Return the sum over trained tokens / all trained tokens of the update. Source: DAPO (arXiv 2503.14476), equation 8."""
-    del sequence_ids, num_sequences
-    return masked(loss, mask).sum() / _at_least_one(denominators.num_tokens)
-
-
-def seq_mean_token_mean(
-    loss: torch.Tensor, mask: torch.Tensor, sequence_ids: torch.Tensor, num_sequences: int, denominators: Denominators
-) -> torch.Tensor:
-    """Return the sum over sequences of their token mean / all sequences. Source: DeepSeekMath (arXiv 2402.03300), equation 3."""
-    sums_S = segment_sum(masked(loss, mask), sequence_ids, num_sequences)
-    lengths_S = segment_sum(mask.to(loss.dtype), sequence_ids, num_sequences)
-    return (sums_S / lengths_S.clamp(min=1)).sum() / _at_least_one(denominators.num_sequences)
-
-
-def seq_mean_token_sum(
-    loss: torch.Tensor, mask: torch.Tensor, sequence_ids: torch.Tensor, num_sequences: int, denominators: Denominators
-) -> torch.Tensor:
-    """Return the sum over trained tokens / all sequences. Source: REINFORCE over sequences; verl `seq-mean-token-sum`."""
-    del sequence_ids, num_sequences
-    return masked(loss, mask).sum() / _at_least_one(denominators.num_sequences)
-
-
-def constant(
-    loss: torch.Tensor, mask: torch.Tensor, sequence_ids: torch.Tensor, num_sequences: int, denominators: Denominators
-) -> torch.Tensor:
-    """Return the sum over trained tokens / (all sequences x constant). Source: Dr. GRPO (arXiv 2503.20783), section 3.2."""
-    return seq_mean_token_sum(loss, mask, sequence_ids, num_sequences, denominators) / denominators.constant
-
-
-AGGREGATIONS: dict[str, Aggregation] = {
-    "token-mean": token_mean,
-    "seq-mean-token-mean": seq_mean_token_mean,
-    "seq-mean-token-sum": seq_mean_token_sum,
-    "constant": constant,
+AGGREGATIONS: dict[str, Callable[[Denominators], float]] = {
+    "token-mean": lambda counts: max(counts.num_tokens, 1.0),
+    "token-sum": lambda _: 1.0,
+    "seq-mean-token-mean": lambda counts: max(counts.num_sequences, 1.0),
+    "seq-mean-token-sum": lambda counts: max(counts.num_sequences, 1.0),
+    "seq-mean-token-sum-norm": lambda counts: max(counts.num_sequences, 1.0) * counts.constant,
+    "constant": lambda counts: max(counts.num_sequences, 1.0) * counts.constant,
 }
+"""What the sum over an update's trained tokens is divided by (at least 1: where all is rejected, the loss is 0 and not 0/0).
+
+Source: `token-mean`: DAPO (arXiv 2503.14476), equation 8; `token-sum`: verl, Tinker; `seq-mean-token-mean`: DeepSeekMath (arXiv
+2402.03300), equation 3, each token first divided by its sequence's length; `seq-mean-token-sum`: REINFORCE over sequences, verl;
+`constant`: Dr. GRPO (arXiv 2503.20783), section 3.2, in verl `seq-mean-token-sum-norm`.
+"""
 
 
-def _at_least_one(count: float) -> float:
-    """Where corrections rejected everything, the loss is 0 and not 0/0."""
-    return max(count, 1.0)
+def aggregate(
+    name: str, loss: torch.Tensor, mask: torch.Tensor, sequence_ids: torch.Tensor, num_sequences: int, denominators: Denominators
+) -> torch.Tensor:
+    """Return this micro-batch's share [] of the loss.
+
+    Args:
+        name: In AGGREGATIONS.
+        loss: float [N].
+        mask: bool [N], the tokens that count.
+        sequence_ids: int64 [N].
+        num_sequences: S.
+        denominators: Of the whole update.
+    """
+    loss = masked(loss, mask)
+    if name == "seq-mean-token-mean":
+        lengths_S = segment_sum(mask.to(loss.dtype), sequence_ids, num_sequences)
+        loss = segment_sum(loss, sequence_ids, num_sequences) / lengths_S.clamp(min=1)
+    return loss.sum() / AGGREGATIONS[name](denominators)

@@ -5,9 +5,9 @@ what the loss asks of the rest of the config. What losses share is in loss_terms
 
 Legend: N tokens of one micro-batch laid end to end, S sequences of it; A advantage, X loss a token, sg: no gradient.
 
-Invariants: at ratio 1 the gradient of every policy loss is the policy gradient (times the correction weight); a masked token has
-gradient exactly 0, and a dropped one no policy gradient; whatever stands at a masked token (NaN too) changes nothing; the losses
-of micro-batches and ranks add up to that of the whole update.
+Invariants: at ratio 1 the gradient of every policy loss is the policy gradient (times the correction weight; of `rloo_product`
+times the sequence's length too); a masked token has gradient exactly 0, and a dropped one no policy gradient; whatever stands
+at a masked token (NaN too) changes nothing; the losses of micro-batches and ranks add up to that of the whole update.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from asyncrl.algorithms.loss_terms import AGGREGATIONS, Objective, clipping_of, corrections_of, finish, known_advantages
+from asyncrl.algorithms.loss_terms import Objective, aggregate, clipping_of, corrections_of, finish, known_advantages
 from asyncrl.algorithms.types import (
+    LOG_RATIO_LIMIT,
     CorrectionOutputs,
     Denominators,
     LossConfig,
@@ -44,7 +45,8 @@ def ppo_clip(inputs: LossInputs, config: LossConfig) -> LossOutputs:
     where A < 0. No weight but that of the corrections.
 
     Source: Schulman et al. (arXiv 1707.06347), equation 7; clip-higher: DAPO (arXiv 2503.14476); dual clip: Ye et al.
-    (arXiv 1912.09729), equation 5.
+    (arXiv 1912.09729), equation 5, verl `clip_ratio_c`, slime `eps_clip_c`, AReaL `c_clip`. With c over 1 + clip_high it is the
+    two-sided bound min(r, c) of INTELLECT-2 (arXiv 2505.07291), TRL's `delta`.
     """
     corrections = corrections_of(inputs, config)
     ratio = log_ratio(inputs.logprobs, inputs.proximal_logprobs.detach(), inputs.mask).exp()
@@ -96,6 +98,37 @@ def gspo_token(inputs: LossInputs, config: LossConfig) -> LossOutputs:
     return finish(inputs, config, _clip(ratio, inputs, clipping_of(config, corrections)), corrections)
 
 
+def rloo_product(inputs: LossInputs, config: LossConfig) -> LossOutputs:
+    """Compute RLOO's objective: PPO's clipping of one ratio a sequence, the product s of current / proximal over its tokens.
+
+    Every token carries X = max(-A s, -A clip(s)), and the gradient runs through the product. Under seq-mean-token-mean value and
+    gradient are TRL's: an unclipped sequence gives each of its tokens -A s / S, whatever its length, which at ratio 1 is the
+    gradient of the sequence's log-likelihood.
+
+    Source: Ahmadian et al. (arXiv 2402.14740); TRL `RLOOTrainer`.
+    """
+    corrections = corrections_of(inputs, config)
+    differences = masked(inputs.logprobs - inputs.proximal_logprobs.detach(), corrections.kept)
+    ratio = bounded_exp(sequence_sum(differences, inputs))[inputs.sequence_ids]
+    return finish(inputs, config, _clip(ratio, inputs, clipping_of(config, corrections)), corrections)
+
+
+def gmpo(inputs: LossInputs, config: LossConfig) -> LossOutputs:
+    """Compute GMPO: the geometric mean over a sequence of ratios that are clipped token by token, on logarithms.
+
+    With l = log(current / proximal), every token of the sequence carries X = -A exp(mean of min(l, clip_high) where A > 0, else
+    of max(l, -clip_low)): clip_low and clip_high are distances on the logarithm (0.4 in the paper). Aggregate by
+    seq-mean-token-mean; advantages within a sequence and dropped tokens as in `gspo`.
+
+    Source: GMPO (arXiv 2507.20673), equation 4; verl `geo_mean`.
+    """
+    corrections, advantages = corrections_of(inputs, config), known_advantages(inputs)
+    log_r = log_ratio(inputs.logprobs, inputs.proximal_logprobs.detach(), inputs.mask)
+    held = torch.where(advantages > 0, log_r.clamp(max=config.clip_high), log_r.clamp(min=-config.clip_low))
+    ratio_S = bounded_exp(sequence_mean(held, corrections.kept, inputs))
+    return finish(inputs, config, Objective(-advantages * ratio_S[inputs.sequence_ids], clipped=held != log_r), corrections)
+
+
 def _clip(ratio: torch.Tensor, inputs: LossInputs, config: LossConfig) -> Objective:
     advantages = known_advantages(inputs)
     free = -advantages * ratio
@@ -112,6 +145,46 @@ def _clip(ratio: torch.Tensor, inputs: LossInputs, config: LossConfig) -> Object
 def _mean_log_ratio(inputs: LossInputs, corrections: CorrectionOutputs) -> torch.Tensor:
     """Return [S], the mean of log(current / proximal) over kept tokens."""
     return sequence_mean(inputs.logprobs - inputs.proximal_logprobs.detach(), corrections.kept, inputs)
+
+
+def dppo_tv(inputs: LossInputs, config: LossConfig) -> LossOutputs:
+    """Compute DPPO with binary total variation: X = -sg(min(r, max_ratio)) A log current, and 0 beyond the trust region.
+
+    p and q are the current and the proximal probability of the token, r = p / q. Beyond is p - q > clip_high where A > 0, and
+    p - q < -clip_low elsewhere: bounds of a probability, not of a ratio. The paper's anchor is the policy that sampled: set
+    `proximal = "behaviour"`. With that, `max_ratio = inf` and `log_ratio_penalty` it has the gradient of prime-rl's default loss.
+
+    Source: DPPO (arXiv 2602.04879), sections 4 and 5.4; verl `dppo_tv`.
+    """
+    _, p, q = _probabilities(inputs)
+    beyond = torch.where(known_advantages(inputs) > 0, p - q > config.clip_high, q - p > config.clip_low)
+    return _trusted(inputs, config, beyond)
+
+
+def dppo_kl(inputs: LossInputs, config: LossConfig) -> LossOutputs:
+    """Compute DPPO with binary KL: as `dppo_tv`, beyond where KL(q || p) of the token against all others exceeds the bound.
+
+    The bound is clip_high where A > 0 and p > q, clip_low where A <= 0 and p < q; a token that comes back is never beyond.
+
+    Source: DPPO (arXiv 2602.04879), section 4; verl `dppo_kl`.
+    """
+    log_r, p, q = _probabilities(inputs)
+    kl = (1.0 - q) * ((1.0 - q + 1e-8) / (1.0 - p + 1e-8)).log() - q * log_r
+    positive = known_advantages(inputs) > 0
+    return _trusted(inputs, config, torch.where(positive, (kl > config.clip_high) & (p > q), (kl > config.clip_low) & (p < q)))
+
+
+def _probabilities(inputs: LossInputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return log(current / proximal), and the token's current and proximal probability, [N] each, detached."""
+    current, proximal = inputs.logprobs.detach(), inputs.proximal_logprobs.detach()
+    log_r = log_ratio(current, proximal, inputs.mask)
+    return log_r, masked(current, inputs.mask).exp(), masked(proximal, inputs.mask).exp()
+
+
+def _trusted(inputs: LossInputs, config: LossConfig, beyond: torch.Tensor) -> LossOutputs:
+    ratio = log_ratio(inputs.logprobs, inputs.proximal_logprobs, inputs.mask).detach().exp().clamp(max=config.max_ratio)
+    objective = Objective(masked(ratio * _negative_likelihood(inputs), ~beyond), clipped=inputs.mask & beyond)
+    return finish(inputs, config, objective, corrections_of(inputs, config))
 
 
 def cispo(inputs: LossInputs, config: LossConfig) -> LossOutputs:
@@ -153,6 +226,17 @@ def reinforce(inputs: LossInputs, config: LossConfig) -> LossOutputs:
     return finish(inputs, config, objective, corrections_of(inputs, config))
 
 
+def dro(inputs: LossInputs, config: LossConfig) -> LossOutputs:
+    """Compute DRO: X = -A log current + beta / 2 (log current / behaviour)^2, beta / 2 being `log_ratio_penalty`.
+
+    The square is added by `finish`, which no importance weight and no mask by corrections touches. Tinker takes the sum over
+    tokens (`token-sum`).
+
+    Source: Richemond et al. (arXiv 2405.19107), equation 4; Kimi k1.5 (arXiv 2501.12599), equation 3; Tinker's loss `dro`.
+    """
+    return reinforce(inputs, config)
+
+
 def importance_sampling(inputs: LossInputs, config: LossConfig) -> LossOutputs:
     """Compute the importance-weighted policy gradient: X = -A current / behaviour, with the gradient through the ratio.
 
@@ -192,6 +276,22 @@ def topr(inputs: LossInputs, config: LossConfig) -> LossOutputs:
     negative = known_advantages(inputs) < 0
     weight = torch.where(negative, ratio.clamp(max=1.0), 1.0)
     objective = Objective(weight * _negative_likelihood(inputs), clipped=negative & (ratio > 1.0))
+    return finish(inputs, config, objective, corrections_of(inputs, config))
+
+
+def vespo(inputs: LossInputs, config: LossConfig) -> LossOutputs:
+    """Compute VESPO: X = -sg(w^k exp(lambda (1 - w))) A log current, w the product of the sequence's current / behaviour.
+
+    k and lambda are `vespo_positive` where A >= 0, else `vespo_negative`. At w = 1 the weight is 1; it fades on both sides, so no
+    bound is needed.
+
+    Source: VESPO (arXiv 2602.10693); TRL `loss_type="vespo"`.
+    """
+    log_ratios = log_ratio(inputs.logprobs.detach(), inputs.behaviour_logprobs.detach(), inputs.mask)
+    log_w = sequence_sum(log_ratios, inputs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)[inputs.sequence_ids]
+    good, bad = ((k * log_w - rate * torch.expm1(log_w)).exp() for k, rate in (config.vespo_positive, config.vespo_negative))
+    weight = torch.where(known_advantages(inputs) >= 0, good, bad)
+    objective = Objective(weight * _negative_likelihood(inputs), clipped=_nowhere(inputs))
     return finish(inputs, config, objective, corrections_of(inputs, config))
 
 
@@ -250,7 +350,7 @@ def value_loss(inputs: ValueInputs, *, clip: float, aggregation: str) -> ValueOu
     clipped_errors = (values.clamp(old_values - clip, old_values + clip) - returns).square()
     clipped = clipped_errors.detach() > errors.detach()
     larger = torch.maximum(errors, clipped_errors)
-    loss = AGGREGATIONS[aggregation](0.5 * larger, inputs.mask, inputs.sequence_ids, inputs.num_sequences, inputs.denominators)
+    loss = aggregate(aggregation, 0.5 * larger, inputs.mask, inputs.sequence_ids, inputs.num_sequences, inputs.denominators)
     return ValueOutputs(loss, clipped)
 
 

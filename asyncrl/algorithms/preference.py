@@ -1,4 +1,4 @@
-"""Losses on pairs: DPO, label-smoothed DPO and IPO, on token log-probabilities or on given margins. Pure.
+"""Losses on pairs: DPO, label-smoothed and robust DPO, hinge and IPO, on token log-probabilities or on given margins. Pure.
 
 Legend: N tokens of one micro-batch laid end to end, S sequences, P pairs of this micro-batch. The margin of a pair is
 (policy - reference) of the chosen sequence minus (policy - reference) of the rejected one.
@@ -74,6 +74,25 @@ def sigmoid(margins: torch.Tensor, config: PreferenceConfig) -> torch.Tensor:
     return -(1.0 - config.label_smoothing) * logsigmoid(logits) - config.label_smoothing * logsigmoid(-logits)
 
 
+def robust(margins: torch.Tensor, config: PreferenceConfig) -> torch.Tensor:
+    """Return the losses [P] whose mean is that of plain DPO on clean pairs, where a share e of the pairs is the wrong way round.
+
+    (-(1 - e) log s(beta D) + e log s(-beta D)) / (1 - 2e).
+
+    Source: Chowdhury et al. 2024 (rDPO, arXiv 2403.00409), equation 12; TRL `loss_type="robust"`.
+    """
+    logits, wrong = config.beta * margins, config.label_smoothing
+    return (wrong * logsigmoid(-logits) - (1.0 - wrong) * logsigmoid(logits)) / (1.0 - 2.0 * wrong)
+
+
+def hinge(margins: torch.Tensor, config: PreferenceConfig) -> torch.Tensor:
+    """Return max(0, 1 - beta D) for margins D [P].
+
+    Source: SLiC (arXiv 2305.10425) as normalized in RSO (arXiv 2309.06657), section 3.2; TRL `loss_type="hinge"`.
+    """
+    return (1.0 - config.beta * margins).relu()
+
+
 def ipo(margins: torch.Tensor, config: PreferenceConfig) -> torch.Tensor:
     """Return (D - 1 / (2 beta))^2 for margins D [P].
 
@@ -82,7 +101,7 @@ def ipo(margins: torch.Tensor, config: PreferenceConfig) -> torch.Tensor:
     return (margins - 1.0 / (2.0 * config.beta)).square()
 
 
-PREFERENCE_LOSSES: dict[str, MarginLoss] = {"sigmoid": sigmoid, "ipo": ipo}
+PREFERENCE_LOSSES: dict[str, MarginLoss] = {"sigmoid": sigmoid, "robust": robust, "hinge": hinge, "ipo": ipo}
 """By `algorithm.preference.loss`."""
 
 

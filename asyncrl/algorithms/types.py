@@ -12,7 +12,7 @@ gradients of micro-batches and ranks add up.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 
@@ -86,13 +86,19 @@ class LossConfig:
     dual_clip: float | None = None
     """c of dual clip, at least 1; None switches it off."""
     max_ratio: float = 5.0
-    """Absolute upper bound of a detached ratio (CISPO, AIPO)."""
+    """Absolute upper bound of a detached ratio (CISPO, AIPO, DPPO)."""
     min_ratio: float = 0.0
     """Absolute lower bound of the same."""
     tau_positive: float = 1.0
     """SAPO."""
     tau_negative: float = 1.05
     """SAPO."""
+    vespo_positive: tuple[float, float] = (2.0, 3.0)
+    """k and lambda of VESPO's weight, advantage not negative."""
+    vespo_negative: tuple[float, float] = (3.0, 2.0)
+    """The same, advantage negative."""
+    log_ratio_penalty: float = 0.0
+    """Times (log current / behaviour)^2, added to the loss."""
     corrections: tuple[CorrectionConfig, ...] = ()
     aggregation: str = "token-mean"
     """A name in AGGREGATIONS."""
@@ -110,20 +116,8 @@ class LossConfig:
         kl = algorithm.kl if algorithm.kl is not None and algorithm.kl.where == "loss" else None
         if kl_coefficient is None:
             kl_coefficient = kl.coefficient if kl is not None else 0.0
-        return cls(
-            clip_low=algorithm.clip_low,
-            clip_high=algorithm.clip_high,
-            dual_clip=algorithm.dual_clip,
-            max_ratio=algorithm.max_ratio,
-            tau_positive=algorithm.tau_positive,
-            tau_negative=algorithm.tau_negative,
-            corrections=algorithm.corrections,
-            aggregation=algorithm.aggregation,
-            denominator=algorithm.denominator,
-            entropy_coefficient=algorithm.entropy_coefficient,
-            kl=kl,
-            kl_coefficient=kl_coefficient,
-        )
+        same = {field.name for field in fields(cls)} & set(algorithm.__struct_fields__) - {"kl"}
+        return cls(**{name: getattr(algorithm, name) for name in same}, kl=kl, kl_coefficient=kl_coefficient)
 
 
 @dataclass(frozen=True, slots=True)

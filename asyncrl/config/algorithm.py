@@ -7,61 +7,85 @@ algorithm_table.py; the maths is in asyncrl/algorithms.
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Literal
 
+import msgspec
 from msgspec import Meta
 
 from asyncrl.config import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, _Stage, _Variant
 from asyncrl.config.learner import LearnerConfig
 
-
-class TruncatedToken(_Variant, frozen=True, tag="tis_token"):
-    """Weight clamp(rho, floor, cap) of each token."""
-
-    cap: PositiveFloat = 2.0
-    floor: NonNegativeFloat = 0.0
-    normalize: bool = False
-    """Divided by their mean over the update's tokens: truncation then moves weight between tokens and takes none away."""
+Level = Literal["token", "sum", "mean", "max", "geometric"]
+Weight = Literal["none", "token", "sequence", "geometric"]
 
 
-class TruncatedSequence(_Variant, frozen=True, tag="tis_sequence"):
-    """Weight clamp(product of rho over the sequence, floor, cap) on each of its tokens."""
+class Truncated(_Variant, frozen=True):
+    """An importance weight held in a band: clamp(rho, floor, cap)."""
 
     cap: PositiveFloat = 2.0
     floor: NonNegativeFloat = 0.0
     normalize: bool = False
-    """Divided by their mean over the update's sequences, each counted once."""
+    """Divided by the mean over the update's tokens, or sequences: truncation then moves weight and takes none away."""
 
 
-class MaskedToken(_Variant, frozen=True, tag="icepop"):
-    """Masked importance sampling: weight rho inside [low, high], the token is dropped outside."""
-
-    low: NonNegativeFloat = 0.5
-    high: PositiveFloat = 5.0
+class TruncatedToken(Truncated, frozen=True, tag="tis_token"):
+    """Of each token's rho."""
 
 
-class MaskedSequence(_Variant, frozen=True, tag="masked_sequence"):
-    """A sequence is dropped where the product of its rho leaves [low, high]."""
-
-    low: NonNegativeFloat = 0.5
-    high: PositiveFloat = 5.0
-    weight: Literal["sequence", "token", "none"] = "sequence"
-    """What survivors weigh: the product (verl, TRL), each token its own rho (OpenRLHF, NeMo-RL), or 1."""
+class TruncatedSequence(Truncated, frozen=True, tag="tis_sequence"):
+    """Of the product of rho over the sequence, on each of its tokens."""
 
 
-class MaskedGeometric(_Variant, frozen=True, tag="masked_geometric"):
-    """A sequence is dropped where the geometric mean of its rho leaves [low, high]."""
-
-    low: NonNegativeFloat = 0.99
-    high: PositiveFloat = 1.01
-    weight: Literal["geometric", "token", "none"] = "none"
-    """What survivors weigh: the geometric mean (AReaL), each token its own rho (OpenRLHF, NeMo-RL), or 1."""
+class TruncatedGeometric(Truncated, frozen=True, tag="tis_geometric"):
+    """Of the geometric mean of rho over the sequence, on each of its tokens."""
 
 
-class Veto(_Variant, frozen=True, tag="veto"):
-    """A sequence with one token whose rho is under the threshold is dropped whole."""
+class Rejection(_Variant, frozen=True, kw_only=True, tag="rejection"):
+    """Tokens, or whole sequences, are dropped where what is measured of them leaves [low, high]."""
 
-    threshold: PositiveFloat = 1e-4
+    level: Level = "token"
+    """What is compared: a token's own value; or a sequence's sum (of `ratio` the product), mean, or geometric mean (`ratio`
+    only), or each of its tokens' (`max`: one token outside drops the sequence)."""
+    measure: Literal["ratio", "k1", "k2", "k3", "tv", "binary_kl"] = "ratio"
+    """rho; -log rho; (log rho)^2 / 2; rho - 1 - log rho; or, of p = proximal and q = behaviour probability of the sampled token,
+    |p - q|, and the larger of KL(p || q) and KL(q || p) of that token against all others."""
+    low: float = -math.inf
+    high: float = math.inf
+    weight: Weight = "none"
+    """What is kept weighs: 1, each token's rho, the sequence's product of rho or its geometric mean."""
+
+
+class MaskedToken(Rejection, frozen=True, tag="icepop"):
+    """`rejection` of tokens by their rho, which is also their weight: masked importance sampling."""
+
+    low: float = 0.5
+    high: float = 5.0
+    weight: Weight = "token"
+
+
+class MaskedSequence(Rejection, frozen=True, tag="masked_sequence"):
+    """`rejection` of sequences by their product of rho. Weight `sequence`: verl, TRL; `token`: OpenRLHF, NeMo-RL."""
+
+    level: Level = "sum"
+    low: float = 0.5
+    high: float = 5.0
+    weight: Weight = "sequence"
+
+
+class MaskedGeometric(Rejection, frozen=True, tag="masked_geometric"):
+    """`rejection` of sequences by their geometric mean of rho. Weight `geometric`: AReaL; `token`: OpenRLHF, NeMo-RL."""
+
+    level: Level = "geometric"
+    low: float = 0.99
+    high: float = 1.01
+
+
+class Veto(Rejection, frozen=True, tag="veto"):
+    """`rejection` of sequences with one token whose rho is under the threshold."""
+
+    level: Level = "max"
+    low: float = msgspec.field(default=1e-4, name="threshold")
 
 
 class OffPolicySequenceMask(_Variant, frozen=True, tag="opsm"):
@@ -105,6 +129,8 @@ class PythonCorrection(_Variant, frozen=True, tag="python"):
 CorrectionConfig = (
     TruncatedToken
     | TruncatedSequence
+    | TruncatedGeometric
+    | Rejection
     | MaskedToken
     | MaskedSequence
     | MaskedGeometric
@@ -119,15 +145,13 @@ CorrectionConfig = (
 
 READS_CURRENT_POLICY = (OffPolicySequenceMask, PythonCorrection)
 """Corrections of a row alone whose answer may change with every update of a step; of a user's own nothing is known."""
-WEIGHTING = (TruncatedToken, TruncatedSequence, MaskedToken)
-"""Corrections whose weight is an importance weight (masked_sequence and masked_geometric too, unless `weight` is none)."""
-MASKS_BY_RHO = (MaskedToken, MaskedSequence, MaskedGeometric, Veto, SecondMomentMask)
+MASKS_BY_RHO = (Rejection, SecondMomentMask)
 """Corrections that drop tokens by rho."""
 
 
 def is_importance_weight(item: CorrectionConfig) -> bool:
     """Return whether a correction of ours weighs tokens by rho; of a user's own nothing is known."""
-    return isinstance(item, WEIGHTING) or (isinstance(item, MaskedSequence | MaskedGeometric) and item.weight != "none")
+    return isinstance(item, Truncated) or (isinstance(item, Rejection) and item.weight != "none")
 
 
 Probability = Annotated[float, Meta(ge=0, le=1)]
@@ -135,8 +159,7 @@ Probability = Annotated[float, Meta(ge=0, le=1)]
 
 def sees_whole_update(item: CorrectionConfig) -> bool:
     """Return whether the correction looks at all tokens of an update at once."""
-    normalizes = isinstance(item, TruncatedToken | TruncatedSequence) and item.normalize
-    return normalizes or isinstance(item, SecondMomentMask | SecondMomentClip)
+    return isinstance(item, SecondMomentMask | SecondMomentClip) or (isinstance(item, Truncated) and item.normalize)
 
 
 __all__ = ["AlgorithmConfig", "CriticConfig", "KLConfig", "LearnerConfig", "PreferenceConfig", "ReferenceConfig"]
@@ -155,7 +178,8 @@ class KLConfig(_Stage, frozen=True):
     """Penalty for leaving the reference."""
 
     coefficient: PositiveFloat = 1e-3
-    estimator: Literal["k1", "k2", "k3"] = "k3"
+    estimator: Literal["k1", "k2", "k3", "abs"] = "k3"
+    """verl's `kl`, `mse`, `low_var_kl` and `abs`; its `k1+` and `k3+` are `gradient = "k2"`."""
     where: Literal["loss", "reward"] = "loss"
     """`reward`: subtracted from each token's reward (InstructGPT); needs an advantage that reads token rewards."""
     gradient: Literal["own", "k2", "ratio"] = "own"
@@ -189,9 +213,10 @@ class CriticConfig(_Stage, frozen=True):
 class PreferenceConfig(_Stage, frozen=True):
     """DPO and its kin (`kind = "dpo"`)."""
 
-    loss: Literal["sigmoid", "ipo"] = "sigmoid"
+    loss: Literal["sigmoid", "robust", "hinge", "ipo"] = "sigmoid"
     beta: PositiveFloat = 0.1
     label_smoothing: Annotated[float, Meta(ge=0, lt=0.5)] = 0.0
+    """Share of pairs taken to be the wrong way round (`sigmoid`: conservative, `robust`: unbiased)."""
     average: bool = False
     """Margins from per-token averages (IPO in TRL and AReaL) instead of sums (OpenRLHF)."""
     pairs: Literal["best_worst", "threshold"] = "best_worst"
@@ -219,8 +244,9 @@ class AlgorithmConfig(_Stage, frozen=True):
     gamma: Fraction = 1.0
     """Discount of token rewards (`reinforce_pp`, `gae`, `vtrace`)."""
     gae_lambda: Probability = 1.0
-    whiten: bool = False
-    """Advantages of the step get mean 0 and variance 1 over all trained tokens (the reinforce_pp forms do so always)."""
+    whiten: bool | Literal["samples"] = False
+    """Advantages of the step get mean 0 and variance 1 over all trained tokens (the reinforce_pp forms do so always), or, each
+    sample counted once, over all `"samples"`."""
     vtrace_rho: PositiveFloat = 1.0
     vtrace_c: PositiveFloat = 1.0
     dynamic_sampling: bool = False
@@ -238,17 +264,25 @@ class AlgorithmConfig(_Stage, frozen=True):
     clip_high: NonNegativeFloat = 0.2
     dual_clip: Annotated[float, Meta(ge=1)] | None = None
     max_ratio: PositiveFloat = 5.0
-    """Upper bound of the detached ratio, absolute (not a distance from 1): `cispo`, `aipo`."""
+    """Upper bound of the detached ratio, absolute (not a distance from 1): `cispo`, `aipo`, `dppo_tv`, `dppo_kl`."""
     tau_positive: PositiveFloat = 1.0
     """Temperature of SAPO's gate where the advantage is positive."""
     tau_negative: PositiveFloat = 1.05
+    vespo_positive: tuple[PositiveFloat, PositiveFloat] = (2.0, 3.0)
+    """k and lambda of VESPO's weight where the advantage is not negative."""
+    vespo_negative: tuple[PositiveFloat, PositiveFloat] = (3.0, 2.0)
+    log_ratio_penalty: NonNegativeFloat = 0.0
+    """Times (log current / behaviour)^2 of each token, added to any loss (prime-rl's `kl_tau`); beta / 2 of `dro`."""
     proximal: Literal["recompute", "loglinear", "behaviour"] = "recompute"
     """Proximal policy: the learner's own forward before the step; interpolated from versions (A-3PO); or none (plain PPO)."""
     corrections: tuple[CorrectionConfig, ...] = (TruncatedToken(),)
     """Applied together; see the corrections above."""
-    aggregation: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "constant"] = "token-mean"
+    aggregation: Literal[
+        "token-mean", "token-sum", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm", "constant"
+    ] = "token-mean"
     aggregation_constant: PositiveFloat = 1.0
-    """Divides each sequence's sum where the aggregation is `constant` (Dr.GRPO: the longest response allowed)."""
+    """Divides each sequence's sum where the aggregation is `constant` or, verl's name of the same, `seq-mean-token-sum-norm`
+    (Dr. GRPO: the longest response allowed)."""
     denominator: Literal["all", "kept"] = "all"
     """Whether tokens a correction dropped count in the mean: `all` (AReaL, OpenRLHF, NeMo-RL) or `kept` only (verl, M2PO)."""
     entropy_coefficient: float = 0.0

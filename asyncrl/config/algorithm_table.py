@@ -7,21 +7,18 @@ checks of a config and the registries of the functions both read these tables.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from asyncrl.config.algorithm import (
     MASKS_BY_RHO,
     AlgorithmConfig,
-    MaskedGeometric,
-    MaskedSequence,
-    MaskedToken,
+    CorrectionConfig,
     OffPolicySequenceMask,
     PythonCorrection,
+    Rejection,
     SecondMomentClip,
-    TruncatedSequence,
-    TruncatedToken,
-    Veto,
+    Truncated,
     is_importance_weight,
     sees_whole_update,
 )
@@ -54,10 +51,13 @@ class LossRule:
     has_clip_range: bool = False
     """Clips a token's ratio, in the range that m2po_clip may set."""
     has_dual_clip: bool = False
+    needs_log_ratio_penalty: bool = False
+    """Is another loss without it."""
 
 
 ADVANTAGE_RULES = {
     "grpo": AdvantageRule(needs_groups=True),
+    "grpo_batch": AdvantageRule(needs_groups=True),
     "dr_grpo": AdvantageRule(needs_groups=True),
     "rloo": AdvantageRule(needs_groups=True),
     "opo": AdvantageRule(needs_groups=True),
@@ -73,26 +73,24 @@ LOSS_RULES = {
     "decoupled_ppo": LossRule(weighs_by_rho=True, has_clip_range=True, has_dual_clip=True),
     "gspo": LossRule(has_dual_clip=True),
     "gspo_token": LossRule(has_dual_clip=True),
+    "rloo_product": LossRule(has_dual_clip=True),
+    "gmpo": LossRule(),
+    "dppo_tv": LossRule(),
+    "dppo_kl": LossRule(),
     "cispo": LossRule(),
     "sapo": LossRule(),
     "reinforce": LossRule(uses_proximal=False),
+    "dro": LossRule(uses_proximal=False, needs_log_ratio_penalty=True),
     "importance_sampling": LossRule(own_importance_weight=True, uses_proximal=False),
     "aipo": LossRule(own_importance_weight=True, uses_proximal=False),
     "topr": LossRule(own_importance_weight=True, uses_proximal=False),
+    "vespo": LossRule(own_importance_weight=True, uses_proximal=False),
 }
 
 UNUSED_BY_DPO = (
-    "advantage",
-    "whiten",
-    "dynamic_sampling",
-    "loss",
-    "dual_clip",
-    "proximal",
-    "corrections",
-    "aggregation",
-    "denominator",
-    "entropy_coefficient",
-)
+    "advantage", "whiten", "dynamic_sampling", "loss", "dual_clip", "log_ratio_penalty", "proximal", "corrections", "aggregation",
+    "denominator", "entropy_coefficient",
+)  # fmt: skip
 """What says how a policy loss is made: DPO has its own, so each must be left at its default."""
 PICKED_BY_AUTO = ("loss", "corrections")
 """What `kind = "auto"` is there to pick, so each must be left at its default."""
@@ -104,23 +102,21 @@ def check_algorithm(algorithm: AlgorithmConfig, learner: LearnerConfig) -> None:
     Raises:
         ConfigError: Names the fields, what they say, and what to write instead.
     """
-    _check_name("advantage", algorithm.advantage, list(ADVANTAGE_RULES))
-    _check_name("loss", algorithm.loss, list(LOSS_RULES))
-    _check_bounds(algorithm)
-    if algorithm.kind == "dpo":
-        _check_preferences(algorithm)
-        return
-    if algorithm.kind == "auto":
-        for field in _set_fields(algorithm, PICKED_BY_AUTO):
+    names = (("advantage", algorithm.advantage, ADVANTAGE_RULES), ("loss", algorithm.loss, LOSS_RULES))
+    for field, name, known in names:
+        if name not in known and not _names_function(name):
             raise ConfigError(
-                f"algorithm.kind = 'auto' picks loss and corrections itself and would not read algorithm.{field}: drop it, or "
-                "set algorithm.kind = 'policy' to have it"
+                f"algorithm.{field} must be one of {', '.join(known)}, or your own function as module:function, got {name!r}"
             )
-    _check_advantage(algorithm)
-    _check_corrections(algorithm, learner)
-    _check_weight_is_counted_once(algorithm)
-    _check_loss(algorithm)
-    _check_kl_and_critic(algorithm)
+    checks = [_bounds(algorithm)]
+    if algorithm.kind == "dpo":
+        checks.append(_preferences(algorithm))
+    else:
+        checks += [_auto(algorithm), _advantage(algorithm), _corrections(algorithm, learner)]
+        checks += [_weight_counted_once(algorithm), _loss(algorithm), _kl_and_critic(algorithm)]
+    for faults in checks:
+        for fault in faults:
+            raise ConfigError(fault)
 
 
 def doubts_about_algorithm(algorithm: AlgorithmConfig) -> list[str]:
@@ -134,17 +130,15 @@ def doubts_about_algorithm(algorithm: AlgorithmConfig) -> list[str]:
     ]
 
 
+def looks_at_whole_update(algorithm: AlgorithmConfig) -> bool:
+    """Return whether corrections must see every token of an update before its first micro-batch."""
+    return algorithm.denominator == "kept" or any(map(sees_whole_update, algorithm.corrections))
+
+
 def _set_fields(algorithm: AlgorithmConfig, fields: Sequence[str]) -> list[str]:
     """Return those of the fields that are not at their default."""
     default = AlgorithmConfig()
     return [field for field in fields if getattr(algorithm, field) != getattr(default, field)]
-
-
-def _check_name(field: str, name: str, known: list[str]) -> None:
-    if name not in known and not _names_function(name):
-        raise ConfigError(
-            f"algorithm.{field} must be one of {', '.join(known)}, or your own function as module:function, got {name!r}"
-        )
 
 
 def _names_function(path: str) -> bool:
@@ -153,192 +147,183 @@ def _names_function(path: str) -> bool:
     return bool(module) and function.isidentifier()
 
 
-def _check_advantage(algorithm: AlgorithmConfig) -> None:
-    name, rule = algorithm.advantage, ADVANTAGE_RULES.get(algorithm.advantage, AdvantageRule())
-    known = algorithm.advantage in ADVANTAGE_RULES
-    if rule.needs_critic and algorithm.critic is None:
-        raise ConfigError(f"algorithm.advantage = {name!r} needs a critic: add an [algorithm.critic] table")
-    if known and not rule.needs_critic and algorithm.critic is not None:
-        raise ConfigError(
-            f"algorithm.advantage = {name!r} has no use for a critic: take {_names(ADVANTAGE_RULES, 'needs_critic')}, or drop "
-            "[algorithm.critic]"
+def _names(rules: Mapping[str, AdvantageRule | LossRule], flag: str) -> str:
+    """Return the names whose rule has this flag."""
+    return ", ".join(name for name, rule in rules.items() if getattr(rule, flag))
+
+
+def _kind(item: CorrectionConfig) -> str:
+    return str(item.__struct_config__.tag)
+
+
+def _auto(algorithm: AlgorithmConfig) -> Iterator[str]:
+    for field in _set_fields(algorithm, PICKED_BY_AUTO) if algorithm.kind == "auto" else ():
+        yield (
+            f"algorithm.kind = 'auto' picks loss and corrections itself and would not read algorithm.{field}: drop it, or set "
+            "algorithm.kind = 'policy' to have it"
         )
-    if rule.needs_groups and algorithm.group_size < 2:
-        raise ConfigError(
-            f"algorithm.advantage = {name!r} compares the samples of a group; algorithm.group_size must be at least 2, got "
-            f"{algorithm.group_size}"
-        )
+
+
+def _advantage(algorithm: AlgorithmConfig) -> Iterator[str]:
+    rule = ADVANTAGE_RULES.get(algorithm.advantage)
+    name = f"algorithm.advantage = {algorithm.advantage!r}"
+    if rule is not None and rule.needs_critic and algorithm.critic is None:
+        yield f"{name} needs a critic: add an [algorithm.critic] table"
+    if rule is not None and not rule.needs_critic and algorithm.critic is not None:
+        yield f"{name} has no use for a critic: take {_names(ADVANTAGE_RULES, 'needs_critic')}, or drop [algorithm.critic]"
+    if rule is not None and rule.needs_groups and algorithm.group_size < 2:
+        yield f"{name} compares the samples of a group; algorithm.group_size must be at least 2, got {algorithm.group_size}"
     if algorithm.dynamic_sampling and algorithm.group_size < 2:
-        raise ConfigError("algorithm.dynamic_sampling drops groups without spread; algorithm.group_size must be at least 2")
-    if algorithm.kl is not None and algorithm.kl.where == "reward" and known and not rule.reads_token_rewards:
-        raise ConfigError(
-            f"algorithm.kl.where = 'reward' changes token rewards, which algorithm.advantage = {name!r} does not read; take "
-            f"one of {_names(ADVANTAGE_RULES, 'reads_token_rewards')}, or kl.where = 'loss'"
+        yield "algorithm.dynamic_sampling drops groups without spread; algorithm.group_size must be at least 2"
+    if algorithm.kl is not None and algorithm.kl.where == "reward" and rule is not None and not rule.reads_token_rewards:
+        yield (
+            f"algorithm.kl.where = 'reward' changes token rewards, which {name} does not read; take one of "
+            f"{_names(ADVANTAGE_RULES, 'reads_token_rewards')}, or kl.where = 'loss'"
         )
 
 
-def _check_corrections(algorithm: AlgorithmConfig, learner: LearnerConfig) -> None:
-    rule = LOSS_RULES.get(algorithm.loss, LossRule())
-    weighting = [item for item in algorithm.corrections if is_importance_weight(item)]
-    if rule.own_importance_weight and weighting:
-        raise ConfigError(
-            f"algorithm.loss = {algorithm.loss!r} has its importance weight inside, and the correction "
-            f"{_kind(weighting[0])!r} would count it twice: set algorithm.corrections to masks only, or to []"
+def _corrections(algorithm: AlgorithmConfig, learner: LearnerConfig) -> Iterator[str]:
+    weighting = [_kind(item) for item in algorithm.corrections if is_importance_weight(item)]
+    masks = [_kind(item) for item in algorithm.corrections if isinstance(item, MASKS_BY_RHO)]
+    if weighting and LOSS_RULES.get(algorithm.loss, LossRule()).own_importance_weight:
+        yield (
+            f"algorithm.loss = {algorithm.loss!r} has its importance weight inside, and the correction {weighting[0]!r} would "
+            "count it twice: set algorithm.corrections to masks only, or to []"
         )
     if len(weighting) > 1:
-        raise ConfigError(
-            f"algorithm.corrections has {len(weighting)} importance weights ({', '.join(map(_kind, weighting))}); their product "
-            "is no importance weight: keep one"
+        yield (
+            f"algorithm.corrections has {len(weighting)} importance weights ({', '.join(weighting)}); their product is no "
+            "importance weight: keep one"
         )
-    masks = [_kind(item) for item in algorithm.corrections if isinstance(item, MASKS_BY_RHO)]
     if algorithm.proximal == "behaviour" and masks:
-        raise ConfigError(
+        yield (
             f"the correction {masks[0]!r} compares the proximal with the behaviour policy, and algorithm.proximal = 'behaviour' "
             "makes them one, so it would drop nothing: set algorithm.proximal = 'recompute'"
         )
-    if (
-        algorithm.denominator == "kept"
-        and learner.minibatches * learner.epochs > 1
-        and any(isinstance(item, OffPolicySequenceMask) for item in algorithm.corrections)
-    ):
-        raise ConfigError(
+    reads_current = any(isinstance(item, OffPolicySequenceMask) for item in algorithm.corrections)
+    if reads_current and algorithm.denominator == "kept" and learner.minibatches * learner.epochs > 1:
+        yield (
             "algorithm.denominator = 'kept' must know before an update which tokens opsm keeps, and with several updates a step "
             "that depends on the update: take denominator = 'all', or learner.minibatches = learner.epochs = 1"
         )
 
 
-def _check_weight_is_counted_once(algorithm: AlgorithmConfig) -> None:
+def _weight_counted_once(algorithm: AlgorithmConfig) -> Iterator[str]:
     if not ADVANTAGE_RULES.get(algorithm.advantage, AdvantageRule()).own_importance_weight:
         return
     carries = f"algorithm.advantage = {algorithm.advantage!r} carries its importance weight"
-    if algorithm.kind == "auto":
-        raise ConfigError(f"{carries}, and algorithm.kind = 'auto' picks another: take advantage = 'gae', or kind = 'policy'")
-    weighting = [_kind(item) for item in algorithm.corrections if is_importance_weight(item)]
-    if weighting:
-        raise ConfigError(
-            f"{carries}, and the correction {weighting[0]!r} would count it twice: set algorithm.corrections to masks only, or "
-            "to [], or take advantage = 'gae'"
-        )
     rule = LOSS_RULES.get(algorithm.loss, LossRule())
+    if algorithm.kind == "auto":
+        yield f"{carries}, and algorithm.kind = 'auto' picks another: take advantage = 'gae', or kind = 'policy'"
+    for item in filter(is_importance_weight, algorithm.corrections):
+        yield (
+            f"{carries}, and the correction {_kind(item)!r} would count it twice: set algorithm.corrections to masks only, or to "
+            "[], or take advantage = 'gae'"
+        )
     if rule.own_importance_weight or (rule.weighs_by_rho and algorithm.proximal != "behaviour"):
-        raise ConfigError(
+        yield (
             f"{carries}, and algorithm.loss = {algorithm.loss!r} would count it twice: take loss = 'reinforce' (IMPALA), or "
             "advantage = 'gae'"
         )
     if rule.uses_proximal and algorithm.proximal != "recompute":
-        raise ConfigError(
+        yield (
             f"{carries} up to the learner before the step, and with algorithm.proximal = {algorithm.proximal!r} the ratio of "
             f"algorithm.loss = {algorithm.loss!r} would count it twice: set algorithm.proximal = 'recompute' with loss = "
             "'ppo_clip', or take loss = 'reinforce' (IMPALA), or advantage = 'gae'"
         )
 
 
-def _check_loss(algorithm: AlgorithmConfig) -> None:
+def _loss(algorithm: AlgorithmConfig) -> Iterator[str]:
     """Refuse what the loss does not read: a clip range, a dual clip, an aggregation's constant."""
     rule = LOSS_RULES.get(algorithm.loss)
     sets_range = any(isinstance(item, SecondMomentClip) for item in algorithm.corrections)
     if sets_range and rule is not None and not rule.has_clip_range:
-        raise ConfigError(
+        yield (
             f"the correction 'm2po_clip' sets a clip range, and algorithm.loss = {algorithm.loss!r} has none of a token: take "
             f"one of {_names(LOSS_RULES, 'has_clip_range')}, or the correction 'm2po_mask'"
         )
     if sets_range and algorithm.proximal == "recompute":
-        raise ConfigError(
+        yield (
             "the correction 'm2po_clip' bounds current / behaviour, and with algorithm.proximal = 'recompute' the loss clips "
             "another ratio, which is 1 when the range is chosen: set algorithm.proximal = 'behaviour'"
         )
     if algorithm.dual_clip is not None and rule is not None and not rule.has_dual_clip:
-        raise ConfigError(
+        yield (
             f"algorithm.dual_clip bounds a clipped loss, and algorithm.loss = {algorithm.loss!r} does not clip: take one of "
             f"{_names(LOSS_RULES, 'has_dual_clip')}, or drop algorithm.dual_clip"
         )
+    if rule is not None and rule.needs_log_ratio_penalty and not algorithm.log_ratio_penalty:
+        yield f"algorithm.loss = {algorithm.loss!r} needs algorithm.log_ratio_penalty over 0: half the method's beta"
     name, constant = algorithm.aggregation, algorithm.aggregation_constant
-    if name == "constant" and constant == 1.0:
-        raise ConfigError(
-            "algorithm.aggregation = 'constant' divides by algorithm.aggregation_constant, which is not set: give the longest "
+    divides = name in {"constant", "seq-mean-token-sum-norm"}
+    if divides and constant == 1.0:
+        yield (
+            f"algorithm.aggregation = {name!r} divides by algorithm.aggregation_constant, which is not set: give the longest "
             "response allowed (generate.sampling.max_new_tokens)"
         )
-    if name != "constant" and constant != 1.0:
-        raise ConfigError(
+    if not divides and constant != 1.0:
+        yield (
             f"algorithm.aggregation_constant ({constant:g}) is read with algorithm.aggregation = 'constant' only (is {name!r}): "
             "set that, or drop it"
         )
 
 
-def _names(rules: Mapping[str, AdvantageRule | LossRule], flag: str) -> str:
-    """Return the names whose rule has this flag."""
-    return ", ".join(name for name, rule in rules.items() if getattr(rule, flag))
-
-
-def _check_kl_and_critic(algorithm: AlgorithmConfig) -> None:
+def _kl_and_critic(algorithm: AlgorithmConfig) -> Iterator[str]:
     kl, critic = algorithm.kl, algorithm.critic
     if kl is not None and kl.where == "reward" and kl.gradient != "own":
-        raise ConfigError(
+        yield (
             f"algorithm.kl.gradient = {kl.gradient!r} is for algorithm.kl.where = 'loss': a KL in the reward has no gradient; "
             "drop it, or set kl.where = 'loss'"
         )
     if critic is not None and critic.kind == "head" and critic.path:
-        raise ConfigError(
+        yield (
             f"algorithm.critic.path ({critic.path!r}) is of a critic of its own, and kind = 'head' sits on the policy: set "
             "critic.kind = 'separate', or drop the path"
         )
 
 
-def _check_bounds(algorithm: AlgorithmConfig) -> None:
+def _bounds(algorithm: AlgorithmConfig) -> Iterator[str]:
     """Refuse bounds of corrections that contradict themselves, and a user's own that is no path."""
     for item in algorithm.corrections:
+        name = f"algorithm.corrections: {_kind(item)}"
         if isinstance(item, PythonCorrection) and not _names_function(item.path):
-            raise ConfigError(
-                f"algorithm.corrections: the path of python must be module:function or file.py:function, got {item.path!r}"
-            )
-        if isinstance(item, MaskedToken | MaskedSequence | MaskedGeometric) and item.low >= item.high:
-            raise ConfigError(
-                f"algorithm.corrections: {_kind(item)} keeps ratios in [low, high]; low ({item.low}) must be under high "
-                f"({item.high})"
-            )
-        if isinstance(item, TruncatedToken | TruncatedSequence) and item.floor > item.cap:
-            raise ConfigError(f"algorithm.corrections: {_kind(item)} has floor {item.floor} over cap {item.cap}")
-        match item:
-            case MaskedToken() | MaskedSequence() | MaskedGeometric():
-                low, high = item.low, item.high
-            case TruncatedToken() | TruncatedSequence():
-                low, high = item.floor, item.cap
-            case _:
-                low, high = (item.threshold if isinstance(item, Veto) else 0.0), math.inf
-        if not low <= 1.0 <= high:
-            raise ConfigError(
-                f"algorithm.corrections: {_kind(item)} lets rho be in [{low:g}, {high:g}], and the rho of data that is not stale "
-                "is 1, so none of it would be trained as it is: bounds are ratios, one at most 1 and the other at least 1"
+            yield f"algorithm.corrections: the path of python must be module:function or file.py:function, got {item.path!r}"
+        measure, fresh, low, high = "rho", 1.0, 0.0, math.inf
+        if isinstance(item, Truncated):
+            low, high = item.floor, item.cap
+            if low > high:
+                yield f"{name} has floor {low} over cap {high}"
+        if isinstance(item, Rejection):
+            is_ratio = item.measure == "ratio"
+            measure, fresh = ("rho", 1.0) if is_ratio else (item.measure, 0.0)
+            low, high = max(item.low, 0.0) if is_ratio else item.low, item.high
+            if math.isinf(item.low) and math.isinf(high):
+                yield f"{name} drops nothing without bounds: set low, high or both"
+            if item.level == "geometric" and not is_ratio:
+                yield f"{name} has level 'geometric', a mean of ratios: set measure = 'ratio', or level = 'mean'"
+            if low >= high:
+                yield f"{name} keeps what lies in [low, high]; low ({low}) must be under high ({high})"
+        if not low <= fresh <= high:
+            yield (
+                f"{name} lets {measure} be in [{low:g}, {high:g}], and the {measure} of data that is not stale is {fresh:g}, so "
+                "none of it would be trained as it is: take bounds on both sides of that"
             )
 
 
-def _check_preferences(algorithm: AlgorithmConfig) -> None:
-    preference = algorithm.preference
+def _preferences(algorithm: AlgorithmConfig) -> Iterator[str]:
+    preference, kind = algorithm.preference, "algorithm.kind = 'dpo'"
     for field in _set_fields(algorithm, UNUSED_BY_DPO):
-        raise ConfigError(f"algorithm.kind = 'dpo' has its own loss and makes no use of algorithm.{field}: drop it")
+        yield f"{kind} has its own loss and makes no use of algorithm.{field}: drop it"
     if algorithm.group_size < 2:
-        raise ConfigError(
-            f"algorithm.kind = 'dpo' makes pairs: algorithm.group_size must be at least 2, got {algorithm.group_size}"
-        )
+        yield f"{kind} makes pairs: algorithm.group_size must be at least 2, got {algorithm.group_size}"
     if algorithm.critic is not None:
-        raise ConfigError("algorithm.kind = 'dpo' has no use for algorithm.critic: drop it")
+        yield f"{kind} has no use for algorithm.critic: drop it"
     if algorithm.kl is not None:
-        raise ConfigError(
-            "algorithm.kind = 'dpo' is held to the reference by preference.beta and has no use for algorithm.kl: drop it"
-        )
+        yield f"{kind} is held to the reference by preference.beta and has no use for algorithm.kl: drop it"
     if preference.pairs == "threshold" and preference.chosen_at_least <= preference.rejected_at_most:
-        raise ConfigError(
+        yield (
             f"algorithm.preference.chosen_at_least ({preference.chosen_at_least}) must be over rejected_at_most "
             f"({preference.rejected_at_most})"
         )
-    if preference.loss == "ipo" and preference.label_smoothing:
-        raise ConfigError("algorithm.preference.label_smoothing is of the sigmoid loss; ipo has none: set it to 0")
-
-
-def _kind(item: object) -> str:
-    return str(type(item).__struct_config__.tag)  # type: ignore[attr-defined]
-
-
-def looks_at_whole_update(algorithm: AlgorithmConfig) -> bool:
-    """Return whether corrections must see every token of an update before its first micro-batch."""
-    return algorithm.denominator == "kept" or any(map(sees_whole_update, algorithm.corrections))
+    if preference.label_smoothing and preference.loss in {"ipo", "hinge"}:
+        yield f"algorithm.preference.label_smoothing is of the sigmoid and robust losses; {preference.loss} has none: set it to 0"

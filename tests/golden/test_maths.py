@@ -15,7 +15,7 @@ import torch
 
 from asyncrl.algorithms.corrections import correct
 from asyncrl.algorithms.kl import interpolated_proximal, kl_penalty
-from asyncrl.algorithms.loss_terms import AGGREGATIONS, count_denominators
+from asyncrl.algorithms.loss_terms import aggregate, count_denominators
 from asyncrl.algorithms.losses import LOSSES
 from asyncrl.algorithms.types import Denominators, LossConfig, LossInputs, effective_sample_size
 from asyncrl.config.algorithm import (
@@ -337,7 +337,7 @@ def test_loss_aggregation(case):
     denominators = Denominators(
         params.get("batch_num_tokens", local.num_tokens), params.get("global_batch_size", local.num_sequences), scale
     )
-    value = AGGREGATIONS[MODES[params["mode"]]](loss.reshape(-1), flat_mask, ids, mask.shape[0], denominators)
+    value = aggregate(MODES[params["mode"]], loss.reshape(-1), flat_mask, ids, mask.shape[0], denominators)
     value = value * params.get("dp_size", 1)
     value.backward()
     check(case, {"loss": value, "grad_loss_matrix": loss.grad})

@@ -105,7 +105,7 @@ def test_what_corrections_drop_is_no_matter_to_the_critic(kit, band, aggregation
             {
                 "advantage": "gae",
                 "critic": own,
-                "corrections": (MaskedToken(*band),),
+                "corrections": (MaskedToken(low=band[0], high=band[1]),),
                 "denominator": denominator,
                 "aggregation": aggregation,
             },

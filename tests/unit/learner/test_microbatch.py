@@ -226,10 +226,10 @@ CORRECTED = {
         "corrections": (SecondMomentClip(0.01),), "loss": "ppo_clip", "proximal": "behaviour", "denominator": "kept",
     },
     "kept, by sequence": {
-        "corrections": (MaskedGeometric(0.97, 1.03),), "denominator": "kept", "aggregation": "seq-mean-token-mean",
+        "corrections": (MaskedGeometric(low=0.97, high=1.03),), "denominator": "kept", "aggregation": "seq-mean-token-mean",
     },
     "kept, opsm": {"corrections": (OffPolicySequenceMask(0.05),), "denominator": "kept"},
-    "kept, loglinear": {"corrections": (MaskedToken(0.9, 1.1),), "denominator": "kept", "proximal": "loglinear"},
+    "kept, loglinear": {"corrections": (MaskedToken(low=0.9, high=1.1),), "denominator": "kept", "proximal": "loglinear"},
 }  # fmt: skip
 
 

@@ -1,7 +1,7 @@
 """Off-policy corrections: a function for each kind of config struct, and all of a run's applied together.
 
-Three kinds: importance weights rho = proximal / behaviour, truncated; rejection of what lies outside a band; and masks and weights by other statistics (opsm, staleness, and the second moments of m2po_mask and m2po_clip: two algorithms
-that share the name).
+Three kinds: importance weights rho = proximal / behaviour, truncated; rejection of what lies outside a band; masks and weights by
+other statistics (opsm, staleness, and the second moments of m2po_mask and m2po_clip: two algorithms of one name).
 
 Legend: N tokens of a micro-batch or of a whole update (its micro-batches laid end to end, sequences numbered through), S
 sequences, K tokens looked at. A correction is `(LossInputs, its struct) -> CorrectionOutputs`. Truncation keeps every token and

@@ -38,7 +38,7 @@ def test_every_algorithm_that_was_promised_has_a_preset():
 def test_a_preset_goes_over_the_quickstart_and_nothing_of_its_algorithm_stays(path):
     config = load_config(ROOT / "configs" / "quickstart.toml", presets=[path])
     assert config.algorithm.dual_clip is None
-    assert config.algorithm.proximal == "recompute"
+    assert config.algorithm.proximal == ("behaviour" if path.stem == "prime_rl" else "recompute")
     assert config.learner.num_threads == 1
 
 

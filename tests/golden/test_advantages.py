@@ -11,7 +11,7 @@ from asyncrl.algorithms import returns
 from asyncrl.algorithms.advantage_types import AdvantageConfig, AdvantageInputs
 from asyncrl.algorithms.advantages import ADVANTAGES
 from asyncrl.algorithms.losses import ValueInputs, value_loss
-from asyncrl.algorithms.returns import Trajectories, overlong_penalty
+from asyncrl.algorithms.returns import overlong_penalty
 from asyncrl.algorithms.types import Denominators
 
 NUMBERS = Path(__file__).parent / "numbers"
@@ -80,27 +80,41 @@ def test_advantages(case):
     assert_all(case, got)
 
 
-def episodes(case):
-    return Trajectories.of_episodes(
-        array(case, "rewards"),
-        array(case, "values"),
-        array(case, "next_values"),
-        array(case, "done", np.bool_),
-        array(case, "terminated", np.bool_),
-        case["params"]["gamma"],
-    )
+def over_episodes(case, ends, worth_after, compute):
+    """(advantages, returns), each episode a sample of its own: what comes after its last step counts as reward of that step."""
+    rewards = array(case, "rewards")
+    found = np.zeros((2, *rewards.shape))
+    for s in range(len(rewards)):
+        start = 0
+        for end in sorted({*np.flatnonzero(ends[s]).tolist(), rewards.shape[1] - 1}):
+            part = (slice(s, s + 1), slice(start, end + 1))
+            own = rewards[part].copy()
+            own[0, -1] += worth_after[s, end]
+            outputs = compute(part, own, np.ones(own.shape, dtype=bool))
+            found[0][part], found[1][part] = outputs.advantages, outputs.returns
+            start = end + 1
+    return found
+
+
+def worth_after_episodes(case):
+    return case["params"]["gamma"] * np.where(array(case, "terminated", np.bool_), 0.0, array(case, "next_values"))
 
 
 def gae_over_steps(case):
-    of_rows = returns.gae_of_trajectories(episodes(case), case["params"]["lam"])
-    return {"advantages": of_rows.advantages, "returns": of_rows.returns}
+    values, params = array(case, "values"), case["params"]
+    advantages, targets = over_episodes(
+        case, array(case, "done", np.bool_), worth_after_episodes(case),
+        lambda part, rewards, mask: returns.gae(rewards, values[part], mask, gamma=params["gamma"], gae_lambda=params["lam"]),
+    )  # fmt: skip
+    return {"advantages": advantages, "returns": targets}
 
 
 def gae_discounting_gaps(case):
-    params = case["params"]
-    rewards, values, mask = array(case, "token_rewards"), array(case, "values"), array(case, "mask", np.bool_)
-    outputs = returns.gae(rewards, values, mask, gamma=params["gamma"], gae_lambda=params["lam"], gaps="discount")
-    return {"advantages": outputs.advantages, "returns": outputs.returns}
+    """OpenRLHF discounts through what the policy did not write: steps of value and reward 0."""
+    params, mask = case["params"], array(case, "mask", np.bool_)
+    rewards, values = (np.where(mask, array(case, name), 0.0) for name in ("token_rewards", "values"))
+    outputs = returns.gae(rewards, values, np.ones_like(mask), gamma=params["gamma"], gae_lambda=params["lam"])
+    return {"advantages": outputs.advantages * mask, "returns": outputs.returns * mask}
 
 
 def gae_skipping_gaps(case):
@@ -128,34 +142,29 @@ def test_gae(case):
     assert_all(case, GAE_OF[stem(case)](case))
 
 
-def vtrace_of_torchrl(case):
-    params = case["params"]
-    return episodes(case), params["rho_bar"]
-
-
-def vtrace_of_torchbeast(case):
-    rows = Trajectories.of_discounts(
-        array(case, "rewards"), array(case, "values"), array(case, "bootstrap_values"), array(case, "discounts")
-    )
-    return rows, case["params"]["pg_rho_bar"]
-
-
-VTRACE_OF = {
-    ("vtrace", "torchrl"): vtrace_of_torchrl,
-    ("vtrace-done", "torchrl"): vtrace_of_torchrl,
-    ("vtrace", "torchbeast"): vtrace_of_torchbeast,
-}
-
-
 @pytest.mark.parametrize("case", cases("vtrace"))
 def test_vtrace(case):
-    rows, pg_rho_bar = VTRACE_OF[stem(case), peer(case)](case)
+    """torchbeast bounds the advantage's weight by a number of its own, and says by discounts of 0 where episodes end."""
+    params, values = case["params"], array(case, "values")
     log_ratios = array(case, "logprobs") - array(case, "behaviour_logprobs")
-    params = case["params"]
-    outputs = returns.vtrace_of_trajectories(
-        rows, log_ratios, rho_bar=params["rho_bar"], c_bar=params["c_bar"], pg_rho_bar=pg_rho_bar
-    )
-    assert_all(case, {"vs": outputs.returns, "pg_advantages": outputs.advantages})
+    rho_bar, c_bar = (np.inf if params[name] is None else params[name] for name in ("rho_bar", "c_bar"))
+    if (stem(case), peer(case)) == ("vtrace", "torchbeast"):
+        discounts, after = array(case, "discounts"), np.zeros_like(values)
+        gamma, ends, pg_rho_bar = discounts.max(), discounts == 0, params["pg_rho_bar"]
+        after[:, -1] = discounts[:, -1] * array(case, "bootstrap_values")
+    else:
+        assert (stem(case), peer(case)) in {("vtrace", "torchrl"), ("vtrace-done", "torchrl")}
+        gamma, ends, pg_rho_bar = params["gamma"], array(case, "done", np.bool_), params["rho_bar"]
+        after = worth_after_episodes(case)
+    advantages, targets = over_episodes(
+        case, ends, after,
+        lambda part, rewards, mask: returns.vtrace(
+            rewards, values[part], log_ratios[part], mask, gamma=gamma, rho_bar=rho_bar, c_bar=c_bar
+        ),
+    )  # fmt: skip
+    weights = np.exp(log_ratios)
+    advantages *= np.minimum(weights, np.inf if pg_rho_bar is None else pg_rho_bar) / np.minimum(weights, rho_bar)
+    assert_all(case, {"vs": targets, "pg_advantages": advantages})
 
 
 @pytest.mark.parametrize("case", cases("value_loss"))

@@ -150,6 +150,18 @@ PUBLISHED = {
         "learner.minibatches": 512 // 64,
         "learner.epochs": 1,
     },
+    # prime-rl: default_loss_fn and DefaultLossConfig (dppo_mask_low, dppo_mask_high, adv_tau 1, kl_tau); DPPO (arXiv 2602.04879).
+    "prime_rl": {
+        "algorithm.advantage": "dr_grpo",
+        "algorithm.loss": "dppo_tv",
+        "algorithm.clip_low": 0.2,
+        "algorithm.clip_high": 0.2,
+        "algorithm.max_ratio": float("inf"),
+        "algorithm.log_ratio_penalty": 1e-3,
+        "algorithm.proximal": "behaviour",
+        "algorithm.corrections": (),
+        "algorithm.aggregation": "token-mean",
+    },
     # DPO (arXiv 2305.18290), equation 7 and appendix B: beta 0.1, batch 64, 1e-6 after a linear warm-up of 150 steps.
     "dpo": {
         "algorithm.kind": "dpo",

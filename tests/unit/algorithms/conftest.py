@@ -19,10 +19,10 @@ def random_inputs(seed=0, *, tokens=40, sequences=6, spread=0.5, row_advantages=
     ids = torch.randint(0, sequences, (tokens,), generator=random).sort().values
     mask = torch.rand(tokens, generator=random) < 0.8
     values = {
-        "logprobs": base + spread * draw(),
-        "proximal_logprobs": base + spread * draw(),
-        "behaviour_logprobs": base + spread * draw(),
-        "reference_logprobs": base + spread * draw(),
+        "logprobs": -(base + spread * draw()).abs(),
+        "proximal_logprobs": -(base + spread * draw()).abs(),
+        "behaviour_logprobs": -(base + spread * draw()).abs(),
+        "reference_logprobs": -(base + spread * draw()).abs(),
         "entropy": draw().abs(),
         "advantages": draw(sequences)[ids] if row_advantages else draw(),
     }

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.algorithms.kl import KL_ESTIMATORS, kl_for_rewards, kl_penalty, next_coefficient
+from asyncrl.algorithms.kl import KL_ESTIMATORS, interpolated_proximal, kl_for_rewards, kl_penalty, next_coefficient
 from asyncrl.algorithms.losses import LOSSES
 from asyncrl.algorithms.types import Denominators, LossConfig, LossInputs
 from asyncrl.config.algorithm import KLConfig
@@ -78,11 +78,13 @@ def test_left_to_itself_k1_teaches_nothing_and_k3_the_other_direction():
     torch.testing.assert_close(of_k3, divergence_gradient(logits, reference, current))
 
 
-def test_k1_and_k3_are_unbiased():
+def test_k1_and_k3_are_unbiased_and_abs_is_the_distance():
     _, current, _, reference = policies(3)
     divergence = (current.exp() * (current - reference)).sum()
     for estimator in ("k1", "k3"):
         torch.testing.assert_close((current.exp() * KL_ESTIMATORS[estimator](current, reference)).sum(), divergence)
+    distance = torch.maximum(current, reference) - torch.minimum(current, reference)
+    torch.testing.assert_close(KL_ESTIMATORS["abs"](current, reference), distance)
 
 
 @pytest.mark.parametrize("gradient", ["own", "k2", "ratio"])
@@ -122,3 +124,20 @@ def test_the_coefficient_moves_by_the_relative_error_bounded_to_a_fifth():
 def test_the_coefficient_stays_positive_and_within_a_fifth_of_the_last(measured, samples, horizon):
     got = next_coefficient(2.0, measured_kl=measured, target=0.05, horizon=horizon, num_samples=samples)
     assert 1.6 - 1e-9 <= got <= 2.4 + 1e-9
+
+
+def test_the_interpolated_policy_is_one_version_back_when_logprobs_move_linearly_in_the_version():
+    versions = torch.tensor([9, 8, 7, 5, 1])
+    slope, start = torch.tensor([0.1, -0.2, 0.3, 0.05, -0.4], dtype=torch.float64), -2.0
+    everywhere = torch.ones(5, dtype=torch.bool)
+    got = interpolated_proximal(start + slope * 10, start + slope * versions, versions, everywhere, current_version=10)
+    torch.testing.assert_close(got, start + slope * 9)
+
+
+def test_fresh_future_and_unknown_tokens_keep_the_behaviour_policy_and_masked_ones_are_zero():
+    behaviour = torch.tensor([-1.0, -2.0, -3.0, float("nan"), -2.0])
+    current = torch.tensor([0.0, -1.0, -2.0, float("nan"), -1.0], requires_grad=True)
+    mask = torch.tensor([True, True, True, False, True])
+    got = interpolated_proximal(current, behaviour, torch.tensor([4, 6, -1, -1, 0]), mask, current_version=4)
+    assert got.tolist() == [-1.0, -2.0, -3.0, 0.0, -1.25]
+    assert not got.requires_grad

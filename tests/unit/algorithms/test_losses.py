@@ -15,10 +15,9 @@ from asyncrl.algorithms.losses import LOSSES, load_loss
 from asyncrl.algorithms.types import CorrectionOutputs, Denominators, LossConfig, effective_sample_size
 from asyncrl.config.algorithm import (
     KLConfig,
-    MaskedGeometric,
-    MaskedSequence,
     MaskedToken,
     OffPolicySequenceMask,
+    Rejection,
     SecondMomentClip,
     SecondMomentMask,
     StalenessMask,
@@ -26,29 +25,25 @@ from asyncrl.config.algorithm import (
     TruncatedSequence,
     TruncatedToken,
     Veto,
+    is_importance_weight,
 )
+from asyncrl.config.algorithm_table import LOSS_RULES
 from asyncrl.errors import ConfigError
 
-DROPPING = [
-    MaskedToken(low=0.6, high=1.9),
-    MaskedSequence(low=0.4, high=3.0, weight="token"),
-    MaskedGeometric(low=0.85, high=1.2),
-    Veto(threshold=0.4),
-    OffPolicySequenceMask(threshold=-0.1),
-    SecondMomentMask(threshold=0.1),
-    StalenessMask(max_versions=2),
-]
 CORRECTIONS = [
     (),
     (TruncatedToken(cap=1.4, floor=0.6),),
     (TruncatedSequence(cap=1.8), StalenessWeight(decay=0.8)),
     (SecondMomentClip(threshold=0.02),),
-    *[(item,) for item in DROPPING],
+    (Rejection(level="geometric", low=0.85, high=1.2, weight="token"),),
+    (Rejection(level="mean", measure="k3", high=0.1), SecondMomentMask(threshold=0.1)),
     (StalenessMask(max_versions=3), OffPolicySequenceMask(threshold=0.0), MaskedToken(low=0.5, high=2.0)),
 ]
 seeds = st.integers(0, 10_000)
+corrected = st.sampled_from(CORRECTIONS)
+aggregations = st.sampled_from(list(AGGREGATIONS))
+denominators = st.sampled_from(["all", "kept"])
 any_loss = pytest.mark.parametrize("name", LOSSES)
-any_aggregation = pytest.mark.parametrize("aggregation", AGGREGATIONS)
 
 
 def differentiate(loss, inputs):
@@ -61,11 +56,11 @@ def run(name, inputs, config):
 
 
 def full_config(**options):
-    """Narrow bounds, so that every branch is taken, and both penalties."""
+    """Narrow bounds, so that every branch is taken, and all penalties."""
     return LossConfig(**{
         "clip_low": 0.1, "clip_high": 0.25, "dual_clip": 1.3, "max_ratio": 1.5, "min_ratio": 0.4,
-        "tau_positive": 1.2, "tau_negative": 1.7, "entropy_coefficient": 0.3,
-        "kl": KLConfig(cap=0.4), "kl_coefficient": 0.7,
+        "tau_positive": 1.2, "tau_negative": 1.7, "vespo_positive": (1.5, 2.0), "vespo_negative": (2.5, 1.0),
+        "entropy_coefficient": 0.3, "log_ratio_penalty": 0.2, "kl": KLConfig(cap=0.4), "kl_coefficient": 0.7,
     } | options)  # fmt: skip
 
 
@@ -78,87 +73,110 @@ def slow_clipped(ratio, advantage, config):
 
 def slow_objective(name, inputs, config, kept, t):
     """X of token t, by the formula of each paper."""
-    current, advantage = inputs.logprobs[t], inputs.advantages[t]
-    ratio = torch.exp(current - inputs.proximal_logprobs[t])
-    of_behaviour = torch.exp(current - inputs.behaviour_logprobs[t])
+    pi, prox, mu, advantage = (
+        getattr(inputs, f)[t] for f in ("logprobs", "proximal_logprobs", "behaviour_logprobs", "advantages")
+    )
+    ratio, of_behaviour = torch.exp(pi - prox), torch.exp(pi - mu)
     tau = config.tau_positive if advantage > 0 else config.tau_negative
+    p, q = torch.exp(pi).detach(), torch.exp(prox)
+    surrogate = -ratio.detach().clamp(max=config.max_ratio) * advantage * pi
+    same_row = inputs.sequence_ids == inputs.sequence_ids[t]
 
-    def row(chosen):
-        return (chosen & (inputs.sequence_ids == inputs.sequence_ids[t])).nonzero().flatten().tolist()
+    def over(chosen, other, held=lambda u, difference: difference):
+        return [held(u, inputs.logprobs[u] - other[u]) for u in (chosen & same_row).nonzero().flatten().tolist()]
 
-    def geometric():
-        differences = [inputs.logprobs[u] - inputs.proximal_logprobs[u] for u in row(kept)]
+    def mean(differences):
         return torch.exp(torch.as_tensor(sum(differences) / max(len(differences), 1), dtype=torch.float64))
 
-    def product():
-        return torch.exp(sum(inputs.logprobs[u] - inputs.behaviour_logprobs[u] for u in row(inputs.mask))).detach()
+    def product(differences):
+        return torch.exp(torch.as_tensor(sum(differences), dtype=torch.float64))
 
+    def clip_log(u, difference):
+        sign = torch.sign(inputs.advantages[u])
+        return sign * torch.min(sign * difference, sign * difference.clamp(-config.clip_low, config.clip_high))
+
+    def binary_kl():
+        return q * (prox - pi.detach()) + (1 - q) * torch.log((1 - q + 1e-8) / (1 - p + 1e-8))
+
+    def vespo():
+        w = product(over(inputs.mask, inputs.behaviour_logprobs)).detach()
+        k, rate = config.vespo_positive if advantage >= 0 else config.vespo_negative
+        return w**k * math.e ** (rate - rate * w)
+
+    geometric = over(kept, inputs.proximal_logprobs)
     return {
         "ppo_clip": lambda: slow_clipped(ratio, advantage, config),
         "decoupled_ppo": lambda: slow_clipped(ratio, advantage, config),
-        "gspo": lambda: slow_clipped(geometric(), advantage, config),
-        "gspo_token": lambda: slow_clipped(geometric().detach() * current.exp() / current.exp().detach(), advantage, config),
-        "cispo": lambda: -ratio.detach().clamp(config.min_ratio, config.max_ratio) * advantage * current,
+        "gspo": lambda: slow_clipped(mean(geometric), advantage, config),
+        "gspo_token": lambda: slow_clipped(mean(geometric).detach() * pi.exp() / pi.exp().detach(), advantage, config),
+        "rloo_product": lambda: slow_clipped(product(geometric), advantage, config),
+        "gmpo": lambda: -advantage * mean(over(kept, inputs.proximal_logprobs, clip_log)),
+        "dppo_tv": lambda: surrogate * bool(p - q <= config.clip_high if advantage > 0 else p - q >= -config.clip_low),
+        "dppo_kl": lambda: (
+            surrogate
+            * bool((binary_kl() <= config.clip_high or p <= q) if advantage > 0 else (binary_kl() <= config.clip_low or p >= q))
+        ),
+        "cispo": lambda: -ratio.detach().clamp(config.min_ratio, config.max_ratio) * advantage * pi,
         "sapo": lambda: -advantage * 4 / tau / (1 + torch.exp(-tau * (ratio - 1))),
-        "reinforce": lambda: -advantage * current,
+        "reinforce": lambda: -advantage * pi,
+        "dro": lambda: -advantage * pi,
         "importance_sampling": lambda: -advantage * of_behaviour,
-        "aipo": lambda: -of_behaviour.detach().clamp(max=config.max_ratio) * advantage * current,
-        "topr": lambda: -(1.0 if advantage >= 0 else product().clamp(max=1.0)) * advantage * current,
+        "aipo": lambda: -of_behaviour.detach().clamp(max=config.max_ratio) * advantage * pi,
+        "topr": lambda: (
+            -(1.0 if advantage >= 0 else product(over(inputs.mask, inputs.behaviour_logprobs)).detach().clamp(max=1.0))
+            * advantage
+            * pi
+        ),
+        "vespo": lambda: -vespo() * advantage * pi,
     }[name]()
 
 
-def slow_kl(inputs, config, t):
-    """k3, capped, with its own gradient."""
-    difference = inputs.logprobs[t] - inputs.reference_logprobs[t]
-    return (torch.exp(-difference) - 1 + difference).clamp(max=config.kl.cap)
+def divisor(inputs, aggregation, length):
+    tokens, sequences = inputs.denominators.num_tokens, inputs.denominators.num_sequences
+    of_constant = sequences * inputs.denominators.constant
+    return {"token-mean": tokens, "token-sum": 1, "seq-mean-token-mean": sequences * length, "seq-mean-token-sum": sequences,
+            "seq-mean-token-sum-norm": of_constant, "constant": of_constant}[aggregation]  # fmt: skip
 
 
 def slow_loss(name, inputs, config):
     corrections = correct(inputs, config.corrections)
-    if corrections.clip_low is not None:
+    if corrections.clip_low is not None and LOSS_RULES[name].has_dual_clip:
         config = replace(config, clip_low=corrections.clip_low, clip_high=corrections.clip_high)
     counted = corrections.kept if config.denominator == "kept" else inputs.mask
     total = 0.0 * torch.where(inputs.mask, inputs.logprobs, 0.0).sum()
-    has_weight = any(
-        isinstance(item, TruncatedToken | TruncatedSequence | MaskedToken) or getattr(item, "weight", "none") != "none"
-        for item in config.corrections
-    )
+    has_weight = any(map(is_importance_weight, config.corrections))
     for t in counted.nonzero().flatten().tolist():
         weight = corrections.weights[t]
         if name == "decoupled_ppo" and not has_weight:
             weight = weight * torch.exp(inputs.proximal_logprobs[t] - inputs.behaviour_logprobs[t])
+        of_reference = inputs.logprobs[t] - inputs.reference_logprobs[t]
+        kl = (torch.exp(-of_reference) - 1 + of_reference).clamp(max=config.kl.cap)
+        squared = (inputs.logprobs[t] - inputs.behaviour_logprobs[t]) ** 2
         loss = weight * slow_objective(name, inputs, config, corrections.kept, t)
-        loss = loss - config.entropy_coefficient * inputs.entropy[t] + config.kl_coefficient * slow_kl(inputs, config, t)
-        length = int(((inputs.sequence_ids == inputs.sequence_ids[t]) & counted).sum())
-        total = (
-            total
-            + loss
-            / {
-                "token-mean": inputs.denominators.num_tokens,
-                "seq-mean-token-mean": inputs.denominators.num_sequences * length,
-                "seq-mean-token-sum": inputs.denominators.num_sequences,
-                "constant": inputs.denominators.num_sequences * inputs.denominators.constant,
-            }[config.aggregation]
+        loss = (
+            loss
+            - config.entropy_coefficient * inputs.entropy[t]
+            + config.kl_coefficient * kl
+            + config.log_ratio_penalty * squared
         )
+        length = int(((inputs.sequence_ids == inputs.sequence_ids[t]) & counted).sum())
+        total = total + loss / divisor(inputs, config.aggregation, length)
     return total
 
 
 def counted_for(inputs, config):
     """The same inputs with the denominators that the config asks for."""
     kept = correct(inputs, config.corrections).kept
-    return replace(
-        inputs,
-        denominators=count_denominators(
-            inputs.mask, kept, inputs.sequence_ids, inputs.num_sequences, constant=7.0, denominator=config.denominator
-        ),
+    counts = count_denominators(
+        inputs.mask, kept, inputs.sequence_ids, inputs.num_sequences, constant=7.0, denominator=config.denominator
     )
+    return replace(inputs, denominators=counts)
 
 
 @any_loss
-@any_aggregation
-@settings(max_examples=5, deadline=None)
-@given(seed=seeds, corrections=st.sampled_from(CORRECTIONS), denominator=st.sampled_from(["all", "kept"]))
-def test_losses_equal_a_slow_reference(name, aggregation, seed, corrections, denominator, loss_inputs):
+@settings(max_examples=25, deadline=None)
+@given(seed=seeds, aggregation=aggregations, corrections=corrected, denominator=denominators)
+def test_losses_equal_a_slow_reference(name, seed, aggregation, corrections, denominator, loss_inputs):
     config = full_config(corrections=corrections, aggregation=aggregation, denominator=denominator)
     inputs = counted_for(loss_inputs(seed, tokens=20, row_advantages=False), config)
     loss, gradient = run(name, inputs, config)
@@ -168,36 +186,25 @@ def test_losses_equal_a_slow_reference(name, aggregation, seed, corrections, den
 
 
 @any_loss
-@any_aggregation
-@settings(max_examples=2, deadline=None)
-@given(seed=seeds, row_advantages=st.booleans())
-def test_at_ratio_one_the_gradient_is_the_policy_gradient(name, aggregation, seed, row_advantages, on_policy):
-    """-A of each token over the denominator; of `gspo`, -(mean of A over the sequence)."""
+@settings(max_examples=12, deadline=None)
+@given(seed=seeds, aggregation=aggregations, row_advantages=st.booleans())
+def test_at_ratio_one_the_gradient_is_the_policy_gradient(name, seed, aggregation, row_advantages, on_policy):
+    """-A of each token over the denominator; with one ratio a sequence, of the mean of A over it, or (a product) of its sum."""
     inputs = on_policy(seed, row_advantages=row_advantages)
     config = LossConfig(aggregation=aggregation, dual_clip=3.0, corrections=(TruncatedToken(), Veto(), StalenessMask()))
     advantages = torch.where(inputs.mask, inputs.advantages, 0.0)
     lengths_S = torch.bincount(inputs.sequence_ids[inputs.mask], minlength=inputs.num_sequences).clamp(min=1)
-    if name == "gspo":
+    if name in {"gspo", "gmpo", "rloo_product"}:
         sums_S = torch.zeros(inputs.num_sequences, dtype=torch.float64).index_add(0, inputs.sequence_ids, advantages)
-        advantages = torch.where(inputs.mask, (sums_S / lengths_S)[inputs.sequence_ids], 0.0)
-    sequences = inputs.denominators.num_sequences
-    share = {
-        "token-mean": 1 / inputs.denominators.num_tokens,
-        "seq-mean-token-mean": 1 / (sequences * lengths_S[inputs.sequence_ids]),
-        "seq-mean-token-sum": 1 / sequences,
-        "constant": 1 / (sequences * 7.0),
-    }[aggregation]
-    torch.testing.assert_close(run(name, inputs, config)[1], -advantages * share)
+        of_rows_S = sums_S if name == "rloo_product" else sums_S / lengths_S
+        advantages = torch.where(inputs.mask, of_rows_S[inputs.sequence_ids], 0.0)
+    expected = -advantages / divisor(inputs, aggregation, lengths_S[inputs.sequence_ids])
+    torch.testing.assert_close(run(name, inputs, config)[1], expected)
 
 
 @any_loss
 @settings(max_examples=8, deadline=None)
-@given(
-    seed=seeds,
-    corrections=st.sampled_from(CORRECTIONS),
-    aggregation=st.sampled_from(list(AGGREGATIONS)),
-    gradient=st.sampled_from(["own", "k2", "ratio"]),
-)
+@given(seed=seeds, corrections=corrected, aggregation=aggregations, gradient=st.sampled_from(["own", "k2", "ratio"]))
 def test_whatever_stands_at_a_masked_token_does_not_matter(name, seed, corrections, aggregation, gradient, loss_inputs):
     config = full_config(corrections=corrections, aggregation=aggregation, kl=KLConfig(gradient=gradient))
     clean = loss_inputs(seed)
@@ -210,26 +217,26 @@ def test_whatever_stands_at_a_masked_token_does_not_matter(name, seed, correctio
     assert (dirty_slope[~clean.mask] == 0).all()
 
 
-def taken(whole, positions, num_sequences, first_sequence=0):
-    """The tokens at `positions`, as inputs of their own over the same denominators."""
+def taken(whole, low, high):
+    """The tokens of sequences low to high, as inputs of their own over the same denominators."""
+    positions = (whole.sequence_ids >= low) & (whole.sequence_ids < high)
     names = ("proximal_logprobs", "behaviour_logprobs", "reference_logprobs", "advantages", "entropy", "mask", "versions")
     fields = {name: getattr(whole, name)[positions] for name in names}
     fields["logprobs"] = whole.logprobs.detach()[positions].requires_grad_()
-    fields["sequence_ids"] = whole.sequence_ids[positions] - first_sequence
-    if whole.corrections is not None:
-        fields["corrections"] = replace(
-            whole.corrections, weights=whole.corrections.weights[positions], kept=whole.corrections.kept[positions]
-        )
-    return replace(whole, **fields, num_sequences=num_sequences)
+    fields["sequence_ids"] = whole.sequence_ids[positions] - low
+    fields["corrections"] = whole.corrections and replace(
+        whole.corrections, weights=whole.corrections.weights[positions], kept=whole.corrections.kept[positions]
+    )
+    return replace(whole, **fields, num_sequences=high - low)
 
 
 @any_loss
 @settings(max_examples=10, deadline=None)
 @given(
     seed=seeds,
-    corrections=st.sampled_from(CORRECTIONS),
-    aggregation=st.sampled_from(list(AGGREGATIONS)),
-    denominator=st.sampled_from(["all", "kept"]),
+    corrections=corrected,
+    aggregation=aggregations,
+    denominator=denominators,
     cuts=st.sets(st.integers(1, 5), min_size=1, max_size=3),
 )
 def test_micro_batches_add_up_to_the_whole(name, seed, corrections, aggregation, denominator, cuts, loss_inputs):
@@ -237,19 +244,14 @@ def test_micro_batches_add_up_to_the_whole(name, seed, corrections, aggregation,
     config = full_config(corrections=corrections, aggregation=aggregation, denominator=denominator)
     drawn = loss_inputs(seed)
     whole = counted_for(replace(drawn, corrections=correct(drawn, corrections)), config)
-    bounds = [0, *sorted(cuts), whole.num_sequences]
-    total, slopes, counts = 0.0, [], []
-    for low, high in itertools.pairwise(bounds):
-        positions = ((whole.sequence_ids >= low) & (whole.sequence_ids < high)).nonzero().flatten()
-        part = taken(whole, positions, high - low, low)
-        loss, slope = run(name, part, config)
-        total, slopes = total + loss, [*slopes, slope]
-        counts.append(
-            count_denominators(part.mask, part.corrections.kept, part.sequence_ids, part.num_sequences, denominator=denominator)
-        )
+    parts = [taken(whole, low, high) for low, high in itertools.pairwise([0, *sorted(cuts), whole.num_sequences])]
+    losses, slopes = zip(*(run(name, part, config) for part in parts), strict=True)
+    counts = [
+        count_denominators(p.mask, p.corrections.kept, p.sequence_ids, p.num_sequences, denominator=denominator) for p in parts
+    ]
     loss, slope = run(name, whole, config)
     torch.testing.assert_close(torch.cat(slopes), slope, rtol=1e-12, atol=1e-14)
-    torch.testing.assert_close(total, loss, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(sum(losses), loss, rtol=1e-12, atol=1e-14)
     assert sum(count.num_tokens for count in counts) == whole.denominators.num_tokens
     assert sum(count.num_sequences for count in counts) == whole.denominators.num_sequences
 
@@ -260,10 +262,38 @@ def test_policies_a_hundred_nats_apart_overflow_nothing(name, shifted, loss_inpu
     near = loss_inputs(0, dtype=torch.float32)
     inputs = replace(near, **{shifted: getattr(near, shifted) + torch.tensor([100.0, -100.0]).repeat(20)})
     for corrections in CORRECTIONS:
-        config = full_config(corrections=corrections, kl=KLConfig(gradient="ratio", cap=float("inf")))
-        loss, slope = run(name, inputs, config)
+        loss, slope = run(name, inputs, full_config(corrections=corrections, kl=KLConfig(gradient="ratio", cap=float("inf"))))
         assert torch.isfinite(loss)
         assert torch.isfinite(slope).all()
+
+
+@pytest.mark.parametrize("bound", [1.25, 3.0])
+@settings(max_examples=10, deadline=None)
+@given(seed=seeds)
+def test_dual_clip_is_the_two_sided_bound_of_intellect_2(bound, seed, loss_inputs):
+    """TRL's `delta`, with which the free ratio is bounded before the clipped one is compared: the same over 1 + clip_high."""
+    inputs = loss_inputs(seed)
+    ratio, advantages = torch.exp(inputs.logprobs - inputs.proximal_logprobs), inputs.advantages
+    free, clipped = ratio.clamp(max=bound) * advantages, ratio.clamp(1 - 0.2, 1 + 0.2) * advantages
+    expected = -torch.min(free, clipped)[inputs.mask].mean()
+    loss, gradient = run("ppo_clip", inputs, LossConfig(clip_low=0.2, clip_high=0.2, dual_clip=bound))
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(gradient, differentiate(expected, inputs))
+
+
+@settings(max_examples=10, deadline=None)
+@given(seed=seeds)
+def test_dppo_on_the_sampling_policy_has_the_gradient_of_prime_rls_default_loss(seed, loss_inputs):
+    """-keep A pi / mu + kl_tau (log pi / mu)^2, the gradient through the ratio."""
+    inputs = loss_inputs(seed, spread=1.0)
+    inputs = replace(inputs, proximal_logprobs=inputs.behaviour_logprobs)
+    log_ratio = inputs.logprobs - inputs.behaviour_logprobs
+    difference = (inputs.logprobs.exp() - inputs.behaviour_logprobs.exp()).detach()
+    keep = ~torch.where(inputs.advantages > 0, difference > 0.3, difference < -0.1)
+    per_token = -1.0 * keep * inputs.advantages * log_ratio.exp() + 1e-3 * log_ratio.square()
+    config = LossConfig(clip_low=0.1, clip_high=0.3, max_ratio=math.inf, log_ratio_penalty=1e-3)
+    _, gradient = run("dppo_tv", inputs, config)
+    torch.testing.assert_close(gradient, differentiate(per_token[inputs.mask].mean(), inputs))
 
 
 def test_entropy_and_kl_of_dropped_tokens_stay_under_all_and_go_under_kept(loss_inputs):
@@ -280,22 +310,14 @@ def test_entropy_and_kl_of_dropped_tokens_stay_under_all_and_go_under_kept(loss_
 def test_reference_kl_is_the_estimate_without_its_coefficient(loss_inputs):
     inputs = loss_inputs(5)
     outputs = LOSSES["reinforce"](inputs, LossConfig(kl=KLConfig(estimator="k1", cap=float("inf")), kl_coefficient=0.1))
-    expected = torch.where(inputs.mask, (inputs.logprobs - inputs.reference_logprobs).detach(), 0.0)
-    assert torch.equal(outputs.reference_kl, expected)
+    assert torch.equal(
+        outputs.reference_kl, torch.where(inputs.mask, (inputs.logprobs - inputs.reference_logprobs).detach(), 0.0)
+    )
     assert LOSSES["reinforce"](inputs, LossConfig()).reference_kl is None
 
 
-def test_load_loss_knows_names_and_a_users_own(tmp_path, loss_inputs):
-    assert load_loss("sapo") is LOSSES["sapo"]
-    (tmp_path / "mine.py").write_text(
-        "from asyncrl.algorithms.losses import LOSSES\ndef mine(inputs, config): return LOSSES['reinforce'](inputs, config)\n"
-    )
-    inputs = loss_inputs(0)
-    got = load_loss(f"{tmp_path}/mine.py:mine")(inputs, LossConfig())
-    assert torch.equal(got.loss, LOSSES["reinforce"](inputs, LossConfig()).loss)
-
-
 def test_load_loss_lists_the_known_names():
+    assert load_loss("sapo") is LOSSES["sapo"]
     with pytest.raises(ConfigError, match=r"algorithm\.loss must be one of ppo_clip, .*topr.*, got 'ppo'"):
         load_loss("ppo")
 
@@ -306,33 +328,25 @@ def test_effective_sample_size_runs_from_one_token_to_all():
     assert effective_sample_size(torch.tensor([9.0, 0, 0, 0, 5]), mask) == 0.25
 
 
-REJECTING = [
-    MaskedToken(low=1e-9, high=2e-9),
-    MaskedSequence(low=1e-9, high=2e-9),
-    MaskedGeometric(low=1e-9, high=2e-9),
-    Veto(threshold=1e9),
-    StalenessMask(max_versions=0),
-]
-
-
 @any_loss
-@any_aggregation
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
 @pytest.mark.parametrize("denominator", ["all", "kept"])
 def test_an_update_that_is_all_masked_rejected_or_empty_is_zero_everywhere(name, aggregation, denominator, loss_inputs):
     drawn = loss_inputs(3, tokens=12, sequences=3, versions=torch.zeros(12, dtype=torch.int64))
-    of_length_one = replace(
-        drawn,
-        mask=torch.tensor([True, *[False] * 11]),
-        sequence_ids=torch.tensor([0, *[2] * 11]),
-        denominators=Denominators(1, 1),
-    )
     nothing = replace(drawn, mask=torch.zeros(12, dtype=torch.bool), denominators=Denominators(0, 0))
-    cases = [(nothing, corrections) for corrections in CORRECTIONS]
-    cases += [(taken(nothing, torch.tensor([], dtype=torch.int64), 3), ()), *[(drawn, (item,)) for item in REJECTING]]
-    cases += [(of_length_one, (item,)) for item in REJECTING]
+    short = {"mask": torch.tensor([True, *[False] * 11]), "sequence_ids": torch.tensor([0, *[2] * 11])}
+    cases = [*((nothing, corrections) for corrections in CORRECTIONS), (taken(nothing, 3, 6), ())]
+    for rejecting in (Rejection(level="mean", low=1e-9, high=2e-9), StalenessMask(max_versions=0)):
+        cases += [(drawn, (rejecting,)), (replace(drawn, **short), (rejecting,))]
     for inputs, corrections in cases:
         config = LossConfig(corrections=corrections, aggregation=aggregation, denominator=denominator, dual_clip=3.0)
-        counted = counted_for(inputs, config)
-        loss, slope = run(name, counted, config)
+        loss, slope = run(name, counted_for(inputs, config), config)
         assert loss == 0
         assert (slope == 0).all()
+
+
+def test_denominators_of_parts_add_up_and_rejected_tokens_count_as_told():
+    mask, kept = torch.tensor([1, 1, 0, 1, 1, 0, 1], dtype=torch.bool), torch.tensor([1, 0, 1, 0, 0, 0, 1], dtype=torch.bool)
+    ids = torch.tensor([0, 0, 0, 1, 1, 2, 3])
+    assert count_denominators(mask, kept, ids, 5, constant=3.0) == Denominators(5.0, 3.0, 3.0)
+    assert count_denominators(mask, kept, ids, 5, denominator="kept") == Denominators(2.0, 2.0, 1.0)

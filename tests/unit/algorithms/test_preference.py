@@ -14,6 +14,8 @@ CONFIGS = [
     PreferenceConfig(beta=0.3),
     PreferenceConfig(beta=0.3, label_smoothing=0.2),
     PreferenceConfig(beta=0.3, average=True),
+    PreferenceConfig(loss="robust", beta=0.3, label_smoothing=0.2),
+    PreferenceConfig(loss="hinge", beta=0.3),
     PreferenceConfig(loss="ipo", beta=0.3),
     PreferenceConfig(loss="ipo", beta=0.3, average=True),
 ]
@@ -51,6 +53,12 @@ def slow(inputs, config):
         margin, beta, e = score[chosen] - score[rejected], config.beta, config.label_smoothing
         if config.loss == "ipo":
             loss, slope = (margin - 1 / (2 * beta)) ** 2, 2 * (margin - 1 / (2 * beta))
+        elif config.loss == "hinge":
+            loss, slope = max(0.0, 1 - beta * margin), -beta if beta * margin < 1 else 0.0
+        elif config.loss == "robust":
+            up = 1 / (1 + math.exp(-beta * margin))
+            loss = (-(1 - e) * math.log(up) + e * math.log(1 - up)) / (1 - 2 * e)
+            slope = (-(1 - e) * beta * (1 - up) - e * beta * up) / (1 - 2 * e)
         else:
             up = 1 / (1 + math.exp(-beta * margin))
             loss = -(1 - e) * math.log(up) - e * math.log(1 - up)
@@ -148,3 +156,11 @@ def test_margins_far_out_stay_finite():
     losses.sum().backward()
     assert losses.tolist() == pytest.approx([1e4, 0.0])
     assert margins.grad.tolist() == pytest.approx([-1.0, 0.0])
+
+
+def test_robust_losses_of_pairs_turned_round_at_their_rate_mean_the_plain_loss():
+    """What makes rDPO unbiased: (1 - e) of the pairs stand as they are, e the wrong way round."""
+    margins = torch.tensor([-2.0, 0.5, 3.0], dtype=torch.float64)
+    told = PreferenceConfig(beta=0.7, label_smoothing=0.3)
+    seen = 0.7 * PREFERENCE_LOSSES["robust"](margins, told) + 0.3 * PREFERENCE_LOSSES["robust"](-margins, told)
+    torch.testing.assert_close(seen, PREFERENCE_LOSSES["sigmoid"](margins, PreferenceConfig(beta=0.7)))

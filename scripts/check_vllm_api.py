@@ -5,7 +5,7 @@
     scripts/check_vllm_api.py vllm-0.33.0 ...      unpacked source distributions (or wheels)
 
 `USES` is the adapter's own list; what its code says anyway (arguments, environment, bodies of requests) is taken from there. What
-only a part of the range has stands in `SINCE`, and must begin in the version that generate/vllm/versions.py names. That a name is
+only a part of the range has stands in `SINCE`, and must begin in the version that generate/vllm/launch.py names. That a name is
 there does not show that it does the same: run the contract (tests/contract, engine `vllm`) before the range grows.
 
 Exits with 1 where something is missing.
@@ -20,13 +20,13 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
+
 from asyncrl.config.generate import VLLMEngineConfig
 from asyncrl.generate.engine import EngineRequest, RequestRules
 from asyncrl.generate.vllm.backend import sampling_arguments
 from asyncrl.generate.vllm.checkpoint import ModelFolder
-from asyncrl.generate.vllm.http_client import GenerateBody, ServerSampling
-from asyncrl.generate.vllm.launch import engine_arguments, environment
-from asyncrl.generate.vllm.versions import installed_version, parse_version
+from asyncrl.generate.vllm.launch import engine_arguments, environment, installed_version, parse_version
+from asyncrl.generate.vllm.server import GenerateBody
 from asyncrl.schema.samples import SamplingParams
 
 _CLIENT, _ASYNC = "vllm/v1/engine/core_client.py", "vllm/v1/engine/async_llm.py"
@@ -38,7 +38,6 @@ USES: dict[str, dict[str, str]] = {
         "AsyncLLM.from_engine_args": "engine_args stat_loggers",
         "AsyncLLM.generate": "prompt sampling_params request_id",
         "AsyncLLM.abort": "request_id",
-        "AsyncLLM.is_paused": "",
         "AsyncLLM.resume_generation": "",
         "AsyncLLM.sleep": "level mode",
         "AsyncLLM.wake_up": "tags",
@@ -121,8 +120,6 @@ USES: dict[str, dict[str, str]] = {
         "WorkerBase.model_runner": "",
         "WorkerWrapperBase.init_worker": "",
     },
-    "vllm/v1/worker/cpu_worker.py": {"'VLLM_DIST_IDENT'": ""},
-    "vllm/distributed/device_communicators/cpu_communicator.py": {"'-cpushm'": ""},
     **{runner: {f"GPUModelRunner.{name}": "" for name in ("get_model", "kv_caches", "model_config")} for runner in _RUNNERS},
     f"{_TOKENS}/serving.py": {"9999.0": ""},
     "vllm/entrypoints": {
@@ -133,7 +130,6 @@ USES: dict[str, dict[str, str]] = {
         "/server_info": "config_format",
         "/pause": "mode clear_cache",
         "/resume": "",
-        "/is_paused": "",
         "/sleep": "level mode",
         "/wake_up": "tags",
         "/collective_rpc": "method args",
@@ -153,9 +149,8 @@ SINCE: dict[str, dict[str, list[str]]] = {
         _ASYNC: ["AsyncLLM.update_weight_version"],
         "vllm/entrypoints": ["/update_weight_version"],
     },
-    "has_scale_out_flag": {"vllm/entrypoints": ["'enable_scale_out'"]},
 }
-"""A property in generate/vllm/versions.py to what is there where it is true; elsewhere some of it is missing."""
+"""A property in generate/vllm/launch.py to what is there where it is true; elsewhere some of it is missing."""
 
 
 class Source:
@@ -265,7 +260,7 @@ def from_our_code() -> Iterator[tuple[str, str, tuple[str, ...]]]:
             yield "vllm/envs.py", repr(name), ()
     yield "vllm/envs.py", "'VLLM_SERVER_DEV_MODE'", ()
     ours = sampling_arguments(EngineRequest("a", (1,), SamplingParams(max_new_tokens=1), 0), RequestRules(64, 64, frozenset()))
-    for name in {*ours, *ServerSampling.__struct_fields__, "flat_logprobs", "output_kind"}:
+    for name in {*ours, "prompt_logprobs", "flat_logprobs", "output_kind"}:
         yield "vllm/sampling_params.py", f"SamplingParams.{name}", ()
     for name in GenerateBody.__struct_fields__:
         yield f"{_TOKENS}/protocol.py", f"GenerateRequest.{name}", ()
@@ -284,7 +279,7 @@ def faults(root: Path, number: str) -> list[str]:
     for row, places in SINCE.items():
         missing = [f"{place}: no {use}" for place, uses in places.items() for use in uses if not source.has(place, use)]
         if bool(missing) == getattr(version, row):
-            found += [f"versions.py says that {row} is {getattr(version, row)}, and it is not", *missing]
+            found += [f"launch.py says that {row} is {getattr(version, row)}, and it is not", *missing]
     return found
 
 

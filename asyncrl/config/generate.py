@@ -122,7 +122,7 @@ class VLLMServerEngineConfig(_Engine, frozen=True, tag="vllm_server"):
     start_timeout_s: PositiveFloat = 120.0
     """How long a generator that starts waits for the server to be healthy."""
     request_timeout_s: PositiveFloat = 600.0
-    """For an answer (new weights, too), and for the next token of a request while nothing is paused."""
+    """For an answer (new weights, too) that is no completion."""
 
     @property
     def urls(self) -> tuple[str, ...]:

@@ -21,7 +21,7 @@ from pathlib import Path
 import psutil
 
 from asyncrl.errors import GenerationError
-from asyncrl.generate.vllm.versions import installed_version as installed_vllm
+from asyncrl.generate.vllm.launch import installed_version as installed_vllm
 from asyncrl.reward.sandbox.bubblewrap import probe_sandbox
 
 GIB = 1 << 30

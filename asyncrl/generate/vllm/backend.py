@@ -23,44 +23,30 @@ class Piece:
     logprobs: Sequence[float]
     finish_reason: str | None = None
     spans: Sequence[tuple[str, int]] | None = None
-    """With the last piece, where vLLM gives that account: (label of the weights, number of tokens), over the whole completion."""
-
-
-@dataclass(frozen=True, slots=True)
-class Facts:
-    """What is known of a vLLM that has started."""
-
-    num_slots: int
-    """Most requests at once."""
-    block_tokens: int
-    """Of a KV block; 0: it does not say."""
-    is_remote: bool
-    """What was sampled before a pause may arrive after it."""
-    has_spans: bool
-    """Completions end with an account of which weights sampled which tokens (0.32 and later)."""
-    most_scored_tokens: int
-    """Longest sequence that can be scored."""
-    why_no_sleep: str = ""
-    """Empty: it can sleep."""
-    load_hint: str = ""
-    """What to look at where its workers cannot read a file of weights; empty: they are on this machine."""
+    """With the last piece, from vLLM 0.32 on: (label of the weights, number of tokens), over the whole completion."""
 
 
 class Backend(Protocol):
-    """One vLLM."""
+    """One vLLM. What is no method but `config` and `shared_folder` is known once it has started."""
 
     config: VLLMEngineConfig | VLLMServerEngineConfig
-    facts: Facts
-    """Set by `start`."""
     shared_folder: str
     """Where weights are written for workers of another machine; empty: in this machine's memory."""
+    num_slots: int
+    """Most requests at once; vLLM itself takes one more, for a score."""
+    block_tokens: int
+    """Of a KV block; 0: it does not say."""
+    why_no_sleep: str
+    """Empty: it can sleep."""
+    load_hint: str
+    """What to look at where its workers cannot read a file of weights; empty: they are on this machine."""
 
     @property
     def fault(self) -> str:
         """What vLLM died of, as far as was noticed."""
         ...
 
-    async def start(self, folder: ModelFolder, on_room: Callable[[int, int], None], on_death: Callable[[], None]) -> None:
+    async def start(self, folder: ModelFolder, on_room: Callable[[int, int], object], on_death: Callable[[], None]) -> None:
         """Start it or find it; on error or cancellation the caller closes.
 
         Args:
@@ -75,7 +61,10 @@ class Backend(Protocol):
         ...
 
     async def pause(self, *, clear_cache: bool) -> None:
-        """Stop at a token boundary; requests stay. Where the cache is cleared, their keys and values are computed anew."""
+        """Stop at a token boundary; requests stay. Where the cache is cleared, their keys and values are computed anew.
+
+        Every token sampled before has been yielded when it returns, or comes with spans.
+        """
         ...
 
     async def resume(self) -> None:
@@ -126,4 +115,5 @@ def sampling_arguments(request: EngineRequest, rules: RequestRules) -> dict[str,
         "stop_token_ids": sorted(rules.stop_ids(request)),
         "ignore_eos": True,
         "logprobs": 0,
+        "detokenize": False,
     }

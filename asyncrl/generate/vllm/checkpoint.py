@@ -89,50 +89,48 @@ def read_folder(path: Path, *, trust_remote_code: bool = False) -> ModelFolder:
     Raises:
         GenerationError: It cannot be read, has no safetensors, or its tensors are not those of transformers' model.
     """
+    headers: Shapes = {}
+    dtypes: dict[str, str] = {}
+    end = None
     try:
         config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=trust_remote_code)
-        shapes, dtype = _tensors(path)
+        for file in weight_files(path):
+            with safe_open(file, framework="numpy") as tensors:
+                for name in tensors.keys():  # noqa: SIM118 - not a mapping
+                    header = tensors.get_slice(name)
+                    headers[name], dtypes[name] = tuple(header.get_shape()), header.get_dtype()
+        if (path / "generation_config.json").is_file():
+            end = GenerationConfig.from_pretrained(path, local_files_only=True).eos_token_id
     except (OSError, ValueError, KeyError, SafetensorError, StrictDataclassError) as error:
         raise GenerationError(f"cannot open the model folder {path}: {error}") from error
-    if not shapes:
+    if not headers:
         raise GenerationError(f"the model folder {path} has no model.safetensors: save the model with save_pretrained")
     if getattr(config, "quantization_config", None):
         raise GenerationError(
             f"the model in {path} is quantized (quantization_config in its config.json); training changes what it was made "
             "of: take the unquantized model"
         )
-    tensors = find_tensors(path, config, shapes, trust_remote_code=trust_remote_code)
-    shapes = tensors.shapes
+    shapes, parts, fixed = find_tensors(path, config, headers, trust_remote_code=trust_remote_code)
+    embedding = next((name for name in shapes if name.endswith(_EMBEDDING)), None)
+    tied = {HEAD: embedding} if embedding and getattr(config, "tie_word_embeddings", False) else {}
     text = config.get_text_config()
-    tied = _tied(shapes) if getattr(config, "tie_word_embeddings", False) else {}
-    for name in tied:
-        shapes.pop(name, None)
+    num_heads = getattr(text, "num_attention_heads", 0)
+    head_size = getattr(text, "head_dim", None) or (getattr(text, "hidden_size", 0) // num_heads if num_heads else 0)
+    end = end or getattr(text, "eos_token_id", None)
     return ModelFolder(
         path=path,
-        shapes=shapes,
+        shapes={name: shape for name, shape in shapes.items() if name not in tied},
         vocabulary_size=text.vocab_size,
-        end_ids=_end_ids(path, text),
-        dtype=dtype,
+        end_ids=frozenset([] if end is None else [end] if isinstance(end, int) else end),
+        dtype=_DTYPES.get(dtypes[max(headers, key=lambda name: prod(headers[name]))], "auto"),
         model_type=config.model_type,
-        head_size=_head_size(text),
+        head_size=0 if getattr(text, "kv_lora_rank", None) else int(head_size),  # latent attention has sizes of its own
         max_positions=getattr(text, "max_position_embeddings", 0) or 0,
         tied=tied,
-        parts=tensors.parts,
-        fixed=_fixed(path, tensors.fixed),
+        parts=parts,
+        fixed=_fixed(path, fixed),
         trust_remote_code=trust_remote_code,
     )
-
-
-def _tensors(path: Path) -> tuple[dict[str, tuple[int, ...]], str]:
-    """Return the shapes, and the dtype of the largest tensor."""
-    shapes, dtypes = {}, {}
-    for file in weight_files(path):
-        with safe_open(file, framework="numpy") as tensors:
-            for name in tensors.keys():  # noqa: SIM118 - not a mapping
-                header = tensors.get_slice(name)
-                shapes[name], dtypes[name] = tuple(header.get_shape()), header.get_dtype()
-    largest = max(shapes, key=lambda name: prod(shapes[name]), default="")
-    return shapes, _DTYPES.get(dtypes.get(largest, ""), "auto")
 
 
 def _fixed(path: Path, names: frozenset[str]) -> dict[str, FixedTensor]:
@@ -159,47 +157,13 @@ def weight_files(path: Path) -> list[Path]:
     return [file for file in [path / "model.safetensors"] if file.is_file()]
 
 
-def _tied(shapes: dict[str, tuple[int, ...]]) -> dict[str, str]:
-    embedding = next((name for name in shapes if name.endswith(_EMBEDDING)), None)
-    return {} if embedding is None else {HEAD: embedding}
-
-
-def _head_size(config: Any) -> int:  # noqa: ANN401 - transformers is untyped
-    if getattr(config, "kv_lora_rank", None):  # latent attention has kernels, and sizes, of its own
-        return 0
-    given = getattr(config, "head_dim", None)
-    heads, width = getattr(config, "num_attention_heads", 0), getattr(config, "hidden_size", 0)
-    return int(given or (width // heads if heads else 0))
-
-
-def _end_ids(path: Path, config: Any) -> frozenset[int]:  # noqa: ANN401 - transformers is untyped
-    end = getattr(config, "eos_token_id", None)
-    if (path / "generation_config.json").is_file():
-        end = GenerationConfig.from_pretrained(path, local_files_only=True).eos_token_id or end
-    if end is None:
-        return frozenset()
-    return frozenset([end] if isinstance(end, int) else end)
-
-
-@dataclass(frozen=True, slots=True)
-class ModelTensors:
-    """What a model has, by the names of transformers."""
-
-    shapes: Shapes
-    """Of every parameter, tied ones once: what the learner sends."""
-    parts: dict[str, tuple[Part, ...]]
-    """What the checkpoint has instead of a parameter, where it has not that one."""
-    fixed: frozenset[str] = frozenset()
-    """Names, in the checkpoint, of what is no parameter but the model's: it never changes, and vLLM wants it all the same."""
-
-
 def find_tensors(
     path: Path,
     config: Any,  # noqa: ANN401 - transformers is untyped
     shapes: Shapes,
     *,
     trust_remote_code: bool = False,
-) -> ModelTensors:
+) -> tuple[Shapes, dict[str, tuple[Part, ...]], frozenset[str]]:
     """Find what of a checkpoint each of the model's tensors is; what else lies in it is not the model's.
 
     Args:
@@ -209,13 +173,15 @@ def find_tensors(
         trust_remote_code: Whether code in the folder may run.
 
     Returns:
-        The model's tensors; those of the checkpoint where transformers has no such language model.
+        The shape of every parameter, tied ones once: what the learner sends. What the checkpoint has instead of a parameter,
+        where it has not that one. Names, in the checkpoint, of the model's buffers. Where transformers has no such language
+        model: the checkpoint's tensors.
 
     Raises:
         GenerationError: transformers cannot build the model, or a tensor of it is no rearrangement of tensors in this checkpoint.
     """
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and "AutoModelForCausalLM" not in getattr(config, "auto_map", {}):
-        return ModelTensors(shapes, {})
+        return shapes, {}, frozenset()
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", trust_remote_code=trust_remote_code)
@@ -235,7 +201,7 @@ def find_tensors(
         )
     buffers = {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if not isinstance(tensor, Parameter)}
     fixed = {part.name for name, tensor in buffers.items() for part in _parts_of(model, name, tuple(tensor.shape))}
-    return ModelTensors(parameters, parts, frozenset(fixed & shapes.keys()))
+    return parameters, parts, frozenset(fixed & shapes.keys())
 
 
 def _missing(parts: dict[str, tuple[Part, ...]], shapes: Shapes) -> dict[str, str]:

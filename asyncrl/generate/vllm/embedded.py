@@ -10,9 +10,7 @@ import contextlib
 import itertools
 import os
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
-from functools import partial
 from importlib import import_module
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
@@ -23,14 +21,15 @@ from asyncrl.config.generate import VLLMEngineConfig, VLLMServerEngineConfig
 from asyncrl.errors import EngineDied, GenerationError
 from asyncrl.folders import OwnedFolder
 from asyncrl.generate.engine import EngineRequest, RequestRules, SleepLevel
-from asyncrl.generate.vllm.backend import Facts, Piece, sampling_arguments
+from asyncrl.generate.vllm.backend import Piece, sampling_arguments
 from asyncrl.generate.vllm.checkpoint import ModelFolder
-from asyncrl.generate.vllm.launch import launch, processes_of, shut_down, socket_folder
+from asyncrl.generate.vllm.launch import installed_version, launch, processes_of, shut_down, socket_folder
 from asyncrl.generate.vllm.load_request import LoadReply, LoadRequest
-from asyncrl.generate.vllm.versions import installed_version
 
 DEATH = "vLLM's engine process died; its last words are in this process's log"
 _DEATH_CHECK_S = 0.5
+_QUIET_TURNS = 10
+"""Turns of the event loop after which, while vLLM is paused, no output is on its way any more."""
 
 T = TypeVar("T")
 
@@ -38,18 +37,20 @@ T = TypeVar("T")
 class EmbeddedVLLM:
     """See `asyncrl.generate.vllm.backend.Backend`."""
 
-    facts: Facts
-    shared_folder = ""
+    shared_folder = load_hint = ""
 
     def __init__(self, config: VLLMEngineConfig, *, fp32_head: bool = False) -> None:
         """Note what `start` will start."""
         self.config: VLLMEngineConfig | VLLMServerEngineConfig = config
-        self._launch = partial(launch, config, fp32_head=fp32_head)
-        self._can_sleep, self._num_replicas = config.sleep, config.data_parallel
+        self._config, self._fp32_head = config, fp32_head
+        self.num_slots, self.block_tokens = config.num_slots * config.data_parallel, 0
+        self.why_no_sleep = "" if config.sleep else "the engine cannot sleep: set generate.engine.sleep = true (GPU only)"
         self.fullness: dict[int, tuple[float, int]] = {}
+        """Of each replica: the free share of its KV cache, and how many requests run."""
         self.llm: Any = None
         self.processes: set[psutil.Process] = set()
         self.sockets: OwnedFolder | None = None
+        self._num_pieces = 0
         self._serial = itertools.count()
 
     @property
@@ -57,35 +58,32 @@ class EmbeddedVLLM:
         """What vLLM died of."""
         return DEATH if self.llm is not None and self.llm.errored else ""
 
-    async def start(self, folder: ModelFolder, on_room: Callable[[int, int], None], on_death: Callable[[], None]) -> None:
+    async def start(self, folder: ModelFolder, on_room: Callable[[int, int], object], on_death: Callable[[], None]) -> None:
         """Start vLLM and load the model; streams tell of its death."""
         del on_death
-        vllm = installed_version()
-        self._on_room = on_room
-        self.sockets = socket_folder(os.environ)
+        self._has_labels, self._on_room = installed_version().has_weight_versions, on_room
+        self.sockets = socket_folder()
         path = self.sockets.path
-        self.llm = await self._started(partial(self._launch, folder, self._watch, path), path)
+        starting = asyncio.get_running_loop().run_in_executor(
+            None, lambda: launch(self._config, folder, self._watch, path, fp32_head=self._fp32_head)
+        )
+        try:
+            self.llm = await asyncio.shield(starting)
+        except asyncio.CancelledError:  # what is being started is there in a moment, and `close` ends it
+            await asyncio.wait({starting})
+            self.llm = None if starting.exception() else starting.result()
+            raise
         self.processes = processes_of(path)
         cache = self.llm.vllm_config.cache_config
-        self._blocks_each = int(cache.num_gpu_blocks or 0) // self._num_replicas
-        self.facts = Facts(
-            num_slots=self.config.num_slots * self._num_replicas,
-            block_tokens=int(cache.block_size),
-            is_remote=False,
-            has_spans=vllm.has_weight_versions,
-            most_scored_tokens=self.llm.model_config.max_model_len - 1,
-            why_no_sleep="" if self._can_sleep else "the engine cannot sleep: set generate.engine.sleep = true (GPU only)",
-        )
+        self._blocks_each, self.block_tokens = int(cache.num_gpu_blocks or 0) // self._config.data_parallel, int(cache.block_size)
         params = import_module("vllm.sampling_params")
         self._make_params: Callable[..., Any] = params.SamplingParams
         self._delta = params.RequestOutputKind.DELTA
-        cores = [process.pid for process in psutil.Process().children() if process in self.processes]
-        await self._call(self._in_every_worker("asyncrl_follow", os.getpid(), cores, str(path)))
+        await self._in_every_worker("asyncrl_follow", os.getpid(), str(path))
 
     async def stream(self, request: EngineRequest, rules: RequestRules, salt: str) -> AsyncGenerator[Piece, None]:
         """Generate a completion, in pieces as vLLM makes them."""
-        arguments = sampling_arguments(request, rules)
-        params = self._make_params(**arguments, detokenize=False, flat_logprobs=True, output_kind=self._delta)
+        params = self._make_params(**sampling_arguments(request, rules), flat_logprobs=True, output_kind=self._delta)
         prompt = {"type": "token", "prompt_token_ids": list(request.prompt_ids), "cache_salt": salt}
         vllm_id, is_finished = f"{request.request_id}.{next(self._serial)}", False
         try:
@@ -94,6 +92,7 @@ class EmbeddedVLLM:
                     is_finished = output.finished
                     completion = output.outputs[0]
                     flat, spans = completion.logprobs, getattr(completion, "weight_versions", None)
+                    self._num_pieces += 1
                     yield Piece(
                         completion.token_ids,
                         [flat.logprobs[start] for start in flat.start_indices] if completion.token_ids else (),
@@ -109,6 +108,11 @@ class EmbeddedVLLM:
     async def pause(self, *, clear_cache: bool) -> None:
         """Stop at a token boundary. AsyncLLM's own `pause_generation` does the same and then sleeps for 20 ms."""
         await self._call(self.llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=clear_cache))
+        quiet = 0
+        while quiet < _QUIET_TURNS:  # outputs are in this process by now, a few turns of the event loop away
+            before = self._num_pieces
+            await asyncio.sleep(0)
+            quiet = quiet + 1 if self._num_pieces == before else 0
 
     async def resume(self) -> None:
         """Go on."""
@@ -116,12 +120,13 @@ class EmbeddedVLLM:
 
     async def load(self, request: LoadRequest) -> list[LoadReply]:
         """Have every worker of every replica load."""
-        replies = await self._call(self._in_every_worker("asyncrl_load", msgspec.json.encode(request).decode()))
+        replies = await self._in_every_worker("asyncrl_load", msgspec.json.encode(request).decode())
         return [msgspec.json.decode(text, type=LoadReply) for text in replies]
 
     async def name_weights(self, label: str) -> None:
-        """Name the weights that are there now."""
-        await self._call(self.llm.update_weight_version(label))
+        """Name the weights that are there now, where vLLM has names for them."""
+        if self._has_labels:
+            await self._call(self.llm.update_weight_version(label))
 
     async def score(self, token_ids: Sequence[int], salt: str) -> list[float]:
         """Return the logprob of each token after the first.
@@ -129,16 +134,15 @@ class EmbeddedVLLM:
         Prompt logprobs are taken before any temperature or filter, whatever `logprobs_mode` says, and never from cached prompts.
         """
         del salt
-        return await self._call(self._score(token_ids))
-
-    async def _score(self, token_ids: Sequence[int]) -> list[float]:
         params = self._make_params(max_tokens=1, seed=0, prompt_logprobs=0, detokenize=False, ignore_eos=True)
         prompt = {"type": "token", "prompt_token_ids": list(token_ids)}
-        final = None
-        async for output in self.llm.generate(prompt, params, f"asyncrl-score-{next(self._serial)}"):
-            final = output
-        assert final is not None
-        return [position[token].logprob for position, token in zip(final.prompt_logprobs[1:], token_ids[1:], strict=True)]
+
+        async def score() -> Any:  # noqa: ANN401 - vLLM's
+            outputs = [output async for output in self.llm.generate(prompt, params, f"asyncrl-score-{next(self._serial)}")]
+            return outputs[-1].prompt_logprobs
+
+        logprobs = await self._call(score())
+        return [position[token].logprob for position, token in zip(logprobs[1:], token_ids[1:], strict=True)]
 
     async def sleep(self, level: SleepLevel) -> None:
         """Give memory back."""
@@ -153,29 +157,28 @@ class EmbeddedVLLM:
 
     async def close(self) -> None:
         """End vLLM's processes."""
+        if self.sockets is None:
+            return
         try:
             if (llm := self.llm) is not None:
-                path = self.sockets.path if self.sockets is not None else Path()
+                path = self.sockets.path
                 await asyncio.to_thread(lambda: shut_down(llm, self.processes | processes_of(path)))
                 await asyncio.sleep(0)  # vLLM closes its sockets in a callback; only then does its context end
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(asyncio.to_thread(llm.engine_core.resources.ctx.term), _DEATH_CHECK_S)
         finally:
-            if self.sockets is not None:
-                self.sockets.close()
+            self.sockets.close()
 
     async def _in_every_worker(self, method: str, *args: object) -> list[Any]:
         """Call a method of every worker's; by `collective_rpc` only those of the first data-parallel engine would answer."""
-        client = self.llm.engine_core
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                calls = [
-                    tasks.create_task(client._call_utility_async("collective_rpc", method, None, args, None, engine=engine))  # noqa: SLF001
-                    for engine in client.core_engines
-                ]
-        except BaseExceptionGroup as group:
-            raise group.exceptions[0] from None
-        return [reply for call in calls for reply in call.result()]
+        client, loop = self.llm.engine_core, asyncio.get_running_loop()
+        calls = [
+            client._call_utility_async("collective_rpc", method, None, args, None, engine=engine)  # noqa: SLF001
+            for engine in client.core_engines
+        ]
+        tasks = [loop.create_task(self._call(call)) for call in calls]
+        await asyncio.wait(tasks)
+        return [reply for task in tasks for reply in task.result()]
 
     async def _call(self, work: Coroutine[Any, Any, T]) -> T:
         """Await something of vLLM's, which never answers once its engine process is dead."""
@@ -192,8 +195,6 @@ class EmbeddedVLLM:
             task.cancel()
 
     def _failure(self, error: Exception) -> GenerationError:
-        if isinstance(error, GenerationError):
-            return error
         return EngineDied(self.fault) if self.fault else GenerationError(f"vLLM failed: {type(error).__name__}: {error}")
 
     def _watch(self, config: Any, engine_index: int = 0) -> SimpleNamespace:  # noqa: ANN401 - vLLM's
@@ -211,15 +212,3 @@ class EmbeddedVLLM:
             pass
 
         return SimpleNamespace(record=record, log=ignore, log_engine_initialized=ignore, record_sleep_state=ignore)
-
-    @staticmethod
-    async def _started(start: Callable[[], Any], sockets: Path) -> Any:  # noqa: ANN401 - an AsyncLLM
-        """Run `start` on a thread; where the caller is cancelled meanwhile, what it started is ended when it is there."""
-        running = asyncio.get_running_loop().run_in_executor(None, start)
-        try:
-            return await asyncio.shield(running)
-        except asyncio.CancelledError:
-            started = (await asyncio.wait({running}))[0].pop()
-            if started.exception() is None:
-                await asyncio.to_thread(lambda: shut_down(started.result(), processes_of(sockets)))
-            raise

@@ -1,22 +1,34 @@
 """vLLM behind the engine contract, wherever it runs (backend.py): requests, new weights, pause, sleep and the probe.
 
-What the engine promises stands in generate/engine.py; requests and their versions are in requests.py, new weights in
-load_request.py (checked, named in a file) and worker_extension.py (loaded inside vLLM's workers).
+What the engine promises stands in generate/engine.py; new weights are checked and named in load_request.py and loaded inside
+vLLM's workers by worker_extension.py.
+
+A request is one task, from `submit` to its last token. At most as many as have seats are handed to vLLM; the others wait here, so
+that they meet the newest weights when they begin.
+
+Which version sampled a token: a backend that is paused has yielded every token sampled before, so the version in force at arrival
+is a token's own. A server yields a completion at its end, with vLLM's account of which weights sampled what (spans). Wherever
+vLLM sends spans they are compared with what was handed on.
 
 Invariants:
 - At most one of pause, resume, load, sleep, wake and score is under way at a time.
-- Weights change only while vLLM is paused, and requests begin only while it is not.
+- Weights change only while vLLM is paused; requests begin only while it is not, each under the cache salt of the last load.
 - After a load that failed half-way vLLM stays paused until one succeeds.
 - vLLM goes on by itself once all of its memory is back after a sleep, so the KV cache's is taken last, when nothing forbids
   sampling.
 - While paused, tokens may come during `score`: vLLM pauses all requests or none.
+- Versions never decrease within a request; what was handed on is never contradicted, or the request fails.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
+import secrets
+import weakref
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING
@@ -25,12 +37,11 @@ import msgspec
 
 from asyncrl.config.learner import LoRAConfig
 from asyncrl.errors import BroadcastError, EngineDied, GenerationError
-from asyncrl.generate.engine import EngineRequest, KVPolicy, KVRoom, RequestRules, SleepLevel, TokenStream
-from asyncrl.generate.vllm.backend import Backend
+from asyncrl.generate.engine import EngineRequest, KVPolicy, KVRoom, RequestRules, SleepLevel, TokenChunk, TokenStream
+from asyncrl.generate.vllm.backend import Backend, Piece
 from asyncrl.generate.vllm.checkpoint import read_folder
-from asyncrl.generate.vllm.load_request import LoadRequest, ReceiverSource, fault_of, load_request_on_thread
-from asyncrl.generate.vllm.requests import Requests
-from asyncrl.generate.vllm.versions import until_all_arrived
+from asyncrl.generate.vllm.load_request import FileSource, LoadReply, load_request_on_thread
+from asyncrl.schema.samples import FinishReason
 from asyncrl.weights.tensors import MappedTensors
 
 if TYPE_CHECKING:
@@ -38,6 +49,16 @@ if TYPE_CHECKING:
 
 LOWEST_TEMPERATURE = 0.01
 """vLLM raises any lower one to this, 0 apart."""
+_REASONS: dict[str | None, FinishReason | None] = {None: None, "stop": "stop", "length": "length"}
+
+
+@dataclass(slots=True, eq=False)
+class _Running:
+    request: EngineRequest
+    stream: weakref.ref[TokenStream]
+    task: asyncio.Task[None] | None = None
+    versions: list[int] = field(default_factory=list)
+    """Of the tokens handed on."""
 
 
 class VLLMEngine:
@@ -59,67 +80,139 @@ class VLLMEngine:
     ) -> None:
         """Note what `start` will start; nothing of vLLM is imported before."""
         self.backend = backend
+        self.version = -1
         self._config = backend.config
-        self._path = model_folder
-        self._trust_remote_code = trust_remote_code
-        self._lora = lora
+        self._path, self._trust_remote_code, self._lora = model_folder, trust_remote_code, lora
         self._lock = asyncio.Lock()
-        self._requests: Requests | None = None
         self._room = KVRoom(self._config.num_slots, 1, self._config.max_sequence_tokens)
+        self._running: dict[str, _Running] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._gate = asyncio.Event()
+        """Set while requests may begin."""
+        self._mark = f"asyncrl-{secrets.token_hex(4)}"
+        """Begins the labels of our weights; those that others loaded have other names."""
+        self._num_loads = 0
+        self._met_non_finite = False
+        """Logits were not finite since the last load: keys and values may be too."""
         self._is_paused = False
         self._is_torn = False
         """The weights are of no version, or not there, until a load succeeds."""
         self._sleep_level = 0
         self._has_kv = True
-        self._is_closed = False
-
-    @property
-    def version(self) -> int:
-        """Version of the weights that sample now; -1 before the first `load_weights`."""
-        return self._requests.version if self._requests is not None else -1
+        self._is_started = self._is_closed = False
 
     @property
     def num_slots(self) -> int:
         """Most requests that run at once, by the KV blocks that are free now. Raises EngineDied once vLLM is dead."""
-        self._alive()
+        self._check_alive()
         return self._room.num_slots
 
     @property
     def num_running(self) -> int:
         """Requests submitted and not finished."""
-        return len(self._requests) if self._requests is not None else 0
+        return len(self._running)
 
     async def start(self) -> None:
         """Start vLLM, or find the server; see `Engine.start`."""
-        backend = self.backend
+        backend, limit = self.backend, self._config.max_sequence_tokens
         self._folder = await asyncio.to_thread(read_folder, self._path, trust_remote_code=self._trust_remote_code)
-        self._rules = RequestRules(self._folder.vocabulary_size, self._config.max_sequence_tokens, self._folder.end_ids)
+        self._rules = RequestRules(self._folder.vocabulary_size, limit, self._folder.end_ids)
         try:
-            await backend.start(self._folder, self._note_room, self._note_death)
-            facts = backend.facts
-            self._room = KVRoom(facts.num_slots, facts.block_tokens or 1, self._config.max_sequence_tokens)
-            self._requests = Requests(backend, self._rules, self._room)
-            if facts.has_spans:
-                await backend.name_weights(self._requests.label(-1))
+            await backend.start(self._folder, lambda free, running: self._room.update(free, running), self._fail_all)
+            self._room = KVRoom(backend.num_slots, backend.block_tokens or 1, limit)
+            # One more than the slots: the follower of a request about to end is there when it does.
+            self._seats = asyncio.Semaphore(backend.num_slots + 1)
+            await backend.name_weights(f"{self._mark}.{self.version}")
         except BaseException:
             await self.close()
             raise
+        self._gate.set()
+        self._is_started = True
 
     def submit(self, request: EngineRequest) -> TokenStream:
         """Start a request; see `Engine.submit`."""
-        requests = self._alive()
-        self._rules.check(request, requests)
+        self._check_alive()
+        self._rules.check(request, self._running)
+        request_id = request.request_id
         if 0 < request.sampling.temperature < LOWEST_TEMPERATURE:
             raise GenerationError(
-                f"request {request.request_id}: temperature {request.sampling.temperature} is not 0 (greedy) and below "
+                f"request {request_id}: temperature {request.sampling.temperature} is not 0 (greedy) and below "
                 f"{LOWEST_TEMPERATURE}, the lowest that vLLM samples at"
             )
-        return requests.submit(request)
+        stream = TokenStream(on_early_close=lambda: self.abort(request_id))
+        running = self._running[request_id] = _Running(request, weakref.ref(stream))
+        running.task = asyncio.get_running_loop().create_task(self._serve(running), name=f"vllm-{request_id}")
+        self._tasks.add(running.task)
+        running.task.add_done_callback(self._tasks.discard)
+        return stream
 
     def abort(self, request_id: str) -> None:
         """End a request; see `Engine.abort`."""
-        if self._requests is not None:
-            self._requests.abort(request_id)
+        if (running := self._running.get(request_id)) is not None:
+            self._end(running, TokenChunk((), (), (), "abort"))
+
+    async def _serve(self, running: _Running) -> None:
+        """Carry one request from its seat to its last token."""
+        request = running.request
+        try:
+            async with self._seats:
+                await self._gate.wait()
+                salt = f"{self._mark}-{self._num_loads}"
+                async with aclosing(self.backend.stream(request, self._rules, salt)) as pieces:
+                    async for piece in pieces:
+                        self._take(running, piece)
+        except GenerationError as error:
+            await self.backend.look()  # if vLLM has died, no request failed by itself
+            fault = self.backend.fault
+            self._end(running, EngineDied(fault) if fault else GenerationError(f"request {request.request_id}: {error}"))
+        finally:
+            self._end(running, GenerationError(f"request {request.request_id}: vLLM's stream ended without a reason"))
+
+    def _take(self, running: _Running, piece: Piece) -> None:
+        """Hand a piece on; the request ends with its last one."""
+        request, num_tokens = running.request, len(running.versions)
+        if self._running.get(request.request_id) is not running:
+            return
+        if piece.finish_reason not in _REASONS:
+            raise GenerationError(f"vLLM ended it with {piece.finish_reason!r} after {num_tokens} tokens")
+        logprobs = [0.0] * len(piece.token_ids) if request.sampling.temperature == 0 else piece.logprobs
+        if not all(map(math.isfinite, logprobs)):
+            self._met_non_finite = True
+            raise GenerationError(f"the model gave non-finite logits under version {self.version}, after {num_tokens} tokens")
+        versions = [self.version] * len(piece.token_ids)
+        if piece.spans is not None:
+            whole = [self._version_of(label) for label, num in piece.spans for _ in range(num)]
+            versions = whole[num_tokens:]
+            if whole != sorted(whole) or whole[:num_tokens] != running.versions or len(versions) != len(piece.token_ids):
+                raise GenerationError(
+                    f"vLLM's account of which weights sampled which token, {list(piece.spans)}, contradicts the "
+                    f"{num_tokens} + {len(piece.token_ids)} tokens that came, of versions {sorted(set(running.versions))}"
+                )
+        running.versions += versions
+        chunk = TokenChunk(tuple(piece.token_ids), tuple(logprobs), tuple(versions), _REASONS[piece.finish_reason])
+        if chunk.finish_reason is not None:
+            self._room.note_finished(len(request.prompt_ids) + len(running.versions))
+            self._end(running, chunk)
+        elif chunk.token_ids and (stream := running.stream()) is not None:
+            stream.put(chunk)
+
+    def _version_of(self, label: str) -> int:
+        mark, _, number = label.rpartition(".")
+        if mark != self._mark:
+            raise GenerationError(
+                f"vLLM sampled with weights labelled {label!r}, which this generator did not load: it was restarted, or another "
+                "generator or program drives it too (give each generator a server of its own)"
+            )
+        return int(number)
+
+    def _end(self, running: _Running, news: TokenChunk | GenerationError) -> None:
+        if self._running.get(running.request.request_id) is not running:
+            return
+        del self._running[running.request.request_id]
+        if (stream := running.stream()) is not None:
+            stream.put(news)
+        if running.task is not None and running.task is not asyncio.current_task():
+            running.task.cancel()
 
     async def pause(self) -> None:
         """Stop at a token boundary; see `Engine.pause`."""
@@ -135,45 +228,41 @@ class VLLMEngine:
 
     async def load_weights(self, version: int, tensors: Mapping[str, torch.Tensor], kv: KVPolicy) -> float:
         """Replace the weights between two tokens; see `Engine.load_weights`."""
-        async with self._alone() as requests:
+        async with self._alone():
             self._refuse_asleep("load weights")
-            folder = self.backend.shared_folder
-            async with load_request_on_thread(tensors, self._folder, self._lora, folder) as load:
+            backend = self.backend
+            async with load_request_on_thread(tensors, self._folder, self._lora, backend.shared_folder) as load:
                 started_s = perf_counter()
-                await self._stop(clear_cache=kv == "recompute")
-                if requests.met_non_finite:  # keys and values may be so too: none of them may be met again
-                    await self._stop(clear_cache=True)
+                zero_kv = self._met_non_finite  # keys and values may be so too: none of them may be met again
+                await self._stop(clear_cache=zero_kv or kv == "recompute")
+                self._is_torn = True
                 try:
-                    await self._replace(load, tensors)
-                    if self.backend.facts.has_spans:
-                        await self.backend.name_weights(requests.label(version))
-                    requests.take_up(version)
-                    self._is_torn = False
+                    replies = await backend.load(msgspec.structs.replace(load, zero_kv=zero_kv and self._has_kv))
+                    if isinstance(tensors, MappedTensors):
+                        tensors.check()
+                    fault = next(
+                        (r for r in replies if r.fault), None if replies else LoadReply("generation", "no worker answered")
+                    )
+                    if fault is not None:
+                        hint = backend.load_hint if isinstance(load.source, FileSource) else ""
+                        is_gone = fault.fault == "broadcast" and not hint
+                        raise (BroadcastError if is_gone else GenerationError)(
+                            f"the weights were not loaded: {fault.message}{hint}"
+                        )
+                    await backend.name_weights(f"{self._mark}.{version}")
+                    self.version = version
+                    self._num_loads += 1
+                    self._is_torn = self._met_non_finite = False
                 finally:
                     await self._go_on()
                 return (perf_counter() - started_s) * 1000
 
-    async def _replace(self, load: LoadRequest, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Have every worker load; leaves `_is_torn` set unless nothing was touched."""
-        requests, backend = self._alive(), self.backend
-        was_torn, self._is_torn = self._is_torn, True
-        replies = await backend.load(msgspec.structs.replace(load, zero_kv=requests.met_non_finite and self._has_kv))
-        fault = fault_of(replies)
-        if fault is not None and not fault.is_touched:
-            self._is_torn = was_torn
-        if isinstance(tensors, MappedTensors):
-            tensors.check()
-        if fault is None:
-            requests.met_non_finite = False
-        elif fault.fault == "broadcast" and (isinstance(load.source, ReceiverSource) or not backend.facts.load_hint):
-            raise BroadcastError(f"the weights were not loaded: {fault.message}")
-        else:
-            raise GenerationError(f"the weights were not loaded: {fault.message}{backend.facts.load_hint}")
-
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         """Return the probe's logprobs; see `Engine.score`. While paused, vLLM runs for as long as it takes."""
-        requests = self._alive()
-        ids = self._rules.scorable(token_ids, self.backend.facts.most_scored_tokens)
+        self._check_alive()
+        # vLLM wants room for a token even when it only scores.
+        most = min(self._config.max_sequence_tokens, (self._folder.max_positions or math.inf) - 1)
+        ids = self._rules.scorable(token_ids, int(most))
         async with self._alone():
             self._refuse_asleep("score")
             if self._is_torn:
@@ -181,20 +270,21 @@ class VLLMEngine:
                     "cannot score: the last weights came only in part, or went to sleep, so those there are of no version; "
                     "load others first"
                 )
+            salt = f"{self._mark}-{self._num_loads}"
             if not self._is_paused:
-                return await self.backend.score(ids, requests.salt)
+                return await self.backend.score(ids, salt)
             try:
                 await self._run()
-                return await self.backend.score(ids, requests.salt)
+                return await self.backend.score(ids, salt)
             finally:
                 await self._stop(clear_cache=False)
 
     async def sleep(self, level: SleepLevel, kv: KVPolicy = "recompute") -> None:
         """Give memory back; see `Engine.sleep`. Keys and values are computed anew."""
         del kv
-        self._alive()
-        if self.backend.facts.why_no_sleep:
-            raise GenerationError(self.backend.facts.why_no_sleep)
+        self._check_alive()
+        if self.backend.why_no_sleep:
+            raise GenerationError(self.backend.why_no_sleep)
         async with self._alone():
             if level <= self._sleep_level:
                 return
@@ -223,24 +313,22 @@ class VLLMEngine:
         if self._is_closed:
             return
         self._is_closed = True
-        if self._requests is not None:
-            await self._requests.close()
+        for request_id in list(self._running):
+            self.abort(request_id)
+        if self._tasks:
+            await asyncio.wait(self._tasks)
         await self.backend.close()
 
     async def _stop(self, *, clear_cache: bool) -> None:
         """Stop vLLM at a token boundary; no request begins until `_go_on`."""
-        requests, backend = self._alive(), self.backend
-        requests.shut_gate()
-        await backend.pause(clear_cache=clear_cache)
-        if not (backend.facts.has_spans and backend.facts.is_remote):
-            await until_all_arrived(lambda: requests.num_tokens, is_remote=backend.facts.is_remote)
+        self._gate.clear()
+        await self.backend.pause(clear_cache=clear_cache)
 
     async def _go_on(self) -> None:
         """Let vLLM sample again, unless something forbids it."""
-        requests = self._alive()
         if not (self._is_paused or self._is_torn or self._sleep_level):
             await self._run()
-            requests.open_gate()
+            self._gate.set()
 
     async def _run(self) -> None:
         await (self.backend.resume() if self._has_kv else self.backend.wake_up("kv_cache"))
@@ -250,30 +338,27 @@ class VLLMEngine:
         if self._sleep_level:
             raise GenerationError(f"cannot {what}: the engine is asleep; wake it first")
 
-    def _alive(self) -> Requests:
-        """Return the requests, or raise what ended them."""
-        if self._is_closed or self._requests is None:
+    def _check_alive(self) -> None:
+        """Raise what ended it."""
+        if self._is_closed or not self._is_started:
             raise GenerationError("the engine is closed" if self._is_closed else "the engine is not started")
         if self.backend.fault:
-            self._requests.fail_all(self.backend.fault)
+            self._fail_all()
             raise EngineDied(self.backend.fault)
-        return self._requests
+
+    def _fail_all(self) -> None:
+        for running in list(self._running.values()):
+            self._end(running, EngineDied(self.backend.fault))
 
     @asynccontextmanager
-    async def _alone(self) -> AsyncIterator[Requests]:
+    async def _alone(self) -> AsyncIterator[None]:
         """Do one thing at a time to vLLM; a failure that shows that it is dead ends all streams."""
-        self._alive()
+        self._check_alive()
         async with self._lock:
             try:
-                yield self._alive()
+                self._check_alive()
+                yield
             except GenerationError:
                 await self.backend.look()
-                self._alive()
+                self._check_alive()
                 raise
-
-    def _note_room(self, free_blocks: int, running: int) -> None:
-        self._room.update(free_blocks, running)
-
-    def _note_death(self) -> None:
-        if self._requests is not None and not self._is_closed:
-            self._requests.fail_all(self.backend.fault)

@@ -16,7 +16,7 @@ import contextlib
 import os
 import shutil
 import tempfile
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -87,17 +87,6 @@ class LoadReply(msgspec.Struct, frozen=True):
     fault: Literal["", "broadcast", "generation"] = ""
     """`broadcast`: the bytes were gone or damaged. Either way the weights may be half of one version, half of another."""
     message: str = ""
-    is_touched: bool = True
-    """False: it went wrong before anything was changed."""
-
-
-def fault_of(replies: Sequence[LoadReply]) -> LoadReply | None:
-    """Return the first worker's fault, or None; the model is untouched only if it is in every worker."""
-    if not replies:
-        return LoadReply("generation", "no worker answered")
-    fault = next((reply for reply in replies if reply.fault), None)
-    is_touched = any(reply.is_touched or not reply.fault for reply in replies)
-    return None if fault is None else msgspec.structs.replace(fault, is_touched=is_touched)
 
 
 @contextlib.asynccontextmanager
@@ -132,53 +121,67 @@ def load_request(
         BroadcastError: The bytes are damaged or were overwritten.
     """
     if isinstance(tensors, DeferredTensors):
-        manifest = tensors.available.manifest
-        _check({entry.name: entry.shape for entry in manifest.entries}, folder, lora)
-        source = ReceiverSource(tensors.receiver, tensors.arguments.decode(), tensors.available)
-        yield _describe(source, manifest, folder, lora)
-        return
-    _check({name: tuple(tensor.shape) for name, tensor in tensors.items()}, folder, lora)
-    for other, original in folder.tied.items():
-        if other in tensors and original in tensors and not torch.equal(tensors[other], tensors[original]):
-            raise GenerationError(f"new weights: {original} and {other} are one tensor in this model but differ")
-    with _in_a_file(tensors, shared_folder) as file:
-        yield _describe(file, file.manifest, folder, lora)
+        shapes = {entry.name: entry.shape for entry in tensors.available.manifest.entries}
+    else:
+        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    if lora is None:
+        own = folder.shapes | {name: tensor.shape for name, tensor in folder.fixed.items()}
+        own |= {other: folder.shapes[original] for other, original in folder.tied.items()}
+        others = {original: other for other, original in folder.tied.items()}
+        check_weights(shapes, own, [(name, others[name]) if name in others else (name,) for name in folder.shapes])
+    else:
+        _check_adapters(shapes, folder, lora)
+    with contextlib.ExitStack() as stack:
+        source: FileSource | ReceiverSource
+        if isinstance(tensors, DeferredTensors):
+            source = ReceiverSource(tensors.receiver, tensors.arguments.decode(), tensors.available)
+            manifest = tensors.available.manifest
+        else:
+            for other, original in folder.tied.items():
+                if {other, original} <= tensors.keys() and not torch.equal(tensors[other], tensors[original]):
+                    raise GenerationError(f"new weights: {original} and {other} are one tensor in this model but differ")
+            source = stack.enter_context(_in_a_file(tensors, shared_folder))
+            manifest = source.manifest
+        come = {entry.name for entry in manifest.entries} if lora is None else set(folder.shapes)
+        pairs = {*folder.tied.items(), *((original, other) for other, original in folder.tied.items())}
+        also_as = {name: other for name, other in pairs if name in come and other not in come}
+        if lora is None:
+            fixed = {name: tensor for name, tensor in folder.fixed.items() if name not in come}
+            yield LoadRequest(source, also_as, folder.parts, fixed)
+        else:
+            base = Base(str(folder.path.resolve()), lora.alpha / lora.rank, folder.model_type in _INPUT_FIRST)
+            yield LoadRequest(source, also_as, base=base)
 
 
-def _check(shapes: Mapping[str, tuple[int, ...]], folder: ModelFolder, lora: LoRAConfig | None) -> None:
-    """Refuse weights that are not the whole of this model, or of its adapters; of tied names one is enough."""
-    if lora is not None:
-        check_adapters(shapes, folder, lora)
-        return
-    own = {**folder.shapes, **{name: tensor.shape for name, tensor in folder.fixed.items()}}
-    own |= {other: folder.shapes[original] for other, original in folder.tied.items()}
-    others = {original: other for other, original in folder.tied.items()}
-    check_weights(shapes, own, [(name, others[name]) if name in others else (name,) for name in folder.shapes])
-
-
-def _describe(
-    source: FileSource | ReceiverSource, manifest: WeightsManifest, folder: ModelFolder, lora: LoRAConfig | None
-) -> LoadRequest:
-    come = {entry.name for entry in manifest.entries} if lora is None else set(folder.shapes)
-    pairs = {*folder.tied.items(), *((original, other) for other, original in folder.tied.items())}
-    also_as = {name: other for name, other in pairs if name in come and other not in come}
-    if lora is not None:
-        base = Base(str(folder.path.resolve()), lora.alpha / lora.rank, folder.model_type in _INPUT_FIRST)
-        return LoadRequest(source, also_as, base=base)
-    fixed = {name: tensor for name, tensor in folder.fixed.items() if name not in come}
-    return LoadRequest(source, also_as, folder.parts, fixed)
+def _check_adapters(shapes: Mapping[str, tuple[int, ...]], folder: ModelFolder, lora: LoRAConfig) -> None:
+    """Refuse what is not the whole of the adapters: A [rank, in] and B [out, rank] of every layer, by the checkpoint's names."""
+    own: dict[str, tuple[int, ...]] = {}
+    layers = [
+        name.removesuffix(".weight") for name, shape in folder.shapes.items() if len(shape) == 2 and name not in folder.parts
+    ]
+    for layer in layers:
+        shape = folder.shapes[f"{layer}.weight"]
+        outputs, inputs = reversed(shape) if folder.model_type in _INPUT_FIRST else shape
+        own |= {layer + LORA_A: (lora.rank, inputs), layer + LORA_B: (outputs, lora.rank)}
+    ends = tuple(f".{end}" for end in lora.target_modules)
+    adapted = [layer for layer in layers if f".{layer}".endswith(ends) or {layer + LORA_A, layer + LORA_B} & shapes.keys()]
+    if not adapted:
+        raise GenerationError("new adapters fit no layer that the checkpoint has by this name; see learner.lora.target_modules")
+    check_weights(shapes, own, [(layer + part,) for layer in adapted for part in (LORA_A, LORA_B)])
 
 
 @contextlib.contextmanager
 def _in_a_file(tensors: Mapping[str, torch.Tensor], shared_folder: str) -> Iterator[FileSource]:
     """Say where the tensors lie, or write them, tied ones once, into a file of our own."""
     if isinstance(tensors, MappedTensors):
-        is_seen = bool(tensors.path) and (not shared_folder or Path(tensors.path).is_relative_to(shared_folder))
-        if is_seen:
-            yield FileSource(tensors.path, tensors.offset, tensors.manifest)
+        manifest = tensors.manifest
+        if tensors.path and (not shared_folder or Path(tensors.path).is_relative_to(shared_folder)):
+            yield FileSource(tensors.path, tensors.offset, manifest)
             return
-    manifest = tensors.manifest if isinstance(tensors, MappedTensors) else make_manifest(tensors)
-    where = Path(shared_folder) if shared_folder else _roomy_folder(manifest.total_bytes)
+    else:
+        manifest = make_manifest(tensors)
+    has_room = _MEMORY.is_dir() and shutil.disk_usage(_MEMORY).free > manifest.total_bytes
+    where = Path(shared_folder or (_MEMORY if has_room else tempfile.gettempdir()))
     with contextlib.ExitStack() as stack:
         try:
             file = stack.enter_context(tempfile.NamedTemporaryFile(prefix="asyncrl-weights-", dir=where))
@@ -190,64 +193,8 @@ def _in_a_file(tensors: Mapping[str, torch.Tensor], shared_folder: str) -> Itera
             if shared_folder:
                 os.fsync(file.fileno())
         except OSError as error:
+            advice = "see generate.engine.shared_folder" if shared_folder else "or set broadcast.medium.kind = 'shared_memory'"
             raise GenerationError(
-                f"{manifest.total_bytes} bytes of weights cannot be written to {where}"
-                f"{' (generate.engine.shared_folder)' if shared_folder else ''}: {error}"
+                f"{manifest.total_bytes} bytes of weights cannot be written to {where}: {error}; make room, {advice}"
             ) from error
         yield FileSource(file.name, 0, manifest)
-
-
-def _roomy_folder(num_bytes: int) -> Path:
-    folders = [_MEMORY, Path(tempfile.gettempdir())]
-    for folder in folders:
-        if folder.is_dir() and shutil.disk_usage(folder).free > num_bytes:
-            return folder
-    raise GenerationError(
-        f"there is no room for {num_bytes} bytes of weights on their way to vLLM in {' or '.join(map(str, folders))}: "
-        f"make room, or use a medium whose bytes lie in a file (broadcast.medium.kind = 'shared_memory')"
-    )
-
-
-def check_adapters(shapes: Mapping[str, tuple[int, ...]], folder: ModelFolder, lora: LoRAConfig) -> None:
-    """Refuse what is not the whole of the adapters.
-
-    Args:
-        shapes: Of the new tensors, by name.
-        folder: The base's.
-        lora: The learner's.
-
-    Raises:
-        GenerationError: A tensor belongs to no layer of the base, or to one that its checkpoint has under another name; lacks its
-            partner, or has another shape; or a layer that `target_modules` names has no adapters.
-    """
-    expected: dict[str, tuple[int, ...]] = {}
-    layers = {name.removesuffix(LORA_A).removesuffix(LORA_B) for name in shapes}
-    if elsewhere := sorted(layer for layer in layers if f"{layer}.weight" in folder.parts):
-        raise GenerationError(
-            f"the checkpoint has {elsewhere[0]} under another name, where adapters are not merged: leave it out of "
-            "learner.lora.target_modules"
-        )
-    for layer in layers:
-        shape = folder.shapes.get(f"{layer}.weight", ())
-        if len(shape) == 2:
-            outputs, inputs = reversed(shape) if folder.model_type in _INPUT_FIRST else shape
-            expected |= {layer + LORA_A: (lora.rank, inputs), layer + LORA_B: (outputs, lora.rank)}
-    unknown = sorted(shapes.keys() - expected.keys())
-    if unknown:
-        raise GenerationError(
-            f"new adapters have {len(unknown)} tensors this model does not have: {', '.join(unknown[:5])}; "
-            f"with learner.lora only adapters are taken, called LAYER{LORA_A} and LAYER{LORA_B}"
-        )
-    missing = sorted((expected.keys() | _targeted(folder, lora)) - shapes.keys())
-    if missing or not shapes:
-        raise GenerationError(f"new adapters lack {len(missing)} tensors: {', '.join(missing[:5])}; send all of them")
-    for name, shape in shapes.items():
-        if shape != expected[name]:
-            raise GenerationError(f"new adapters: {name} has shape {shape}, the model's is {expected[name]}")
-
-
-def _targeted(folder: ModelFolder, lora: LoRAConfig) -> set[str]:
-    """Return the tensors that must be there by name; none where the config says `all linear layers`."""
-    layers = {name.removesuffix(".weight") for name, shape in folder.shapes.items() if len(shape) == 2}
-    hit = {layer for layer in layers if any(layer == end or layer.endswith(f".{end}") for end in lora.target_modules)}
-    return {layer + part for layer in hit for part in (LORA_A, LORA_B)}

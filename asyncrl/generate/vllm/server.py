@@ -1,8 +1,13 @@
-"""A `vllm serve` that somebody else runs, over HTTP: token ids in and out, pause, weights, sleep.
+"""A `vllm serve` that somebody else runs, over HTTP: token ids in and out, pause, weights, sleep. vLLM 0.32 or newer.
 
-What the server must offer is asked for once, at the start; what is missing is named with the flag that brings it. From then on
-its gauges are read every two seconds. A server that is gone, or was restarted, is dead to the engine: the generator's process
-ends, its groups are handed out again, and its successor gives the server the newest weights. Imports no vllm.
+A completion is one POST, answered when it is finished, with the server's account of which weights sampled which tokens; closing
+its connection makes the server abort it. What the server must offer is asked for once, at the start; where something is missing
+the command line that brings it is named. From then on its gauges are read every two seconds.
+
+A server that is gone, or was restarted, is dead to the engine: the generator's process ends, its groups are handed out again, and
+its successor gives the server the newest weights. A server that cannot be reached is `ServerLost`, one that says no is
+`ServerRefused`: the engine ends all streams for the first and one request for the second. Fields of answers that we do not know
+are skipped, so versions may differ. Imports no vllm.
 """
 
 from __future__ import annotations
@@ -10,11 +15,10 @@ from __future__ import annotations
 import asyncio
 import re
 import shlex
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import aiohttp
 import msgspec
@@ -23,214 +27,223 @@ from asyncrl.clock import Clock
 from asyncrl.config.generate import VLLMEngineConfig, VLLMServerEngineConfig
 from asyncrl.errors import GenerationError
 from asyncrl.generate.engine import EngineRequest, RequestRules, SleepLevel
-from asyncrl.generate.vllm.backend import Facts, Piece, sampling_arguments
+from asyncrl.generate.vllm.backend import Piece, sampling_arguments
 from asyncrl.generate.vllm.checkpoint import ModelFolder
-from asyncrl.generate.vllm.http_client import (
-    GenerateBody,
-    ServerClient,
-    ServerLost,
-    ServerRefused,
-    ServerSampling,
-    decode_reply,
-    decoded,
-    prompt_logprobs,
-)
-from asyncrl.generate.vllm.launch import EXTENSION
+from asyncrl.generate.vllm.launch import EXTENSION, parse_version
 from asyncrl.generate.vllm.load_request import LoadReply, LoadRequest
-from asyncrl.generate.vllm.versions import VLLMVersion, parse_version
 
 LOOK_INTERVAL_S = 2.0
 """How often the server's gauges are read."""
+NUM_ATTEMPTS = 3
+FIRST_DELAY_S = 0.2
+"""Between the first attempt and the second; doubled each time."""
+CLAMPED_LOGPROB = -9999.0
+"""What the server sends for a logprob that is not a number."""
 _HEALTH_INTERVAL_S = 0.5
 _GENERATE, _RPC, _LOAD = "/inference/v1/generate", "/collective_rpc", "asyncrl_load"
-_LOAD_HINT = (
-    ". If the server does not see this machine's files (another machine, a container), set generate.engine.shared_folder to a "
-    "folder that both see under the same path"
-)
 _ROW = re.compile(
     r"^(process_start_time_seconds|vllm:num_requests_running|vllm:kv_cache_usage_perc|vllm:cache_config_info)(\{.*\})? (\S+)$",
     re.MULTILINE,
 )
 _LABEL = re.compile(r'(num_gpu_blocks|(?<!\w)block_size)="(\d+)"')
 
-
-class _RPCBody(msgspec.Struct, frozen=True):
-    method: str
-    args: tuple[str, ...]
+Answer = TypeVar("Answer")
 
 
-class _RPCReply(msgspec.Struct, frozen=True):
-    results: tuple[str | None, ...] = ()
+class ServerLost(GenerationError):  # noqa: N818 - a state of the server, told to every stream
+    """The server cannot be reached."""
 
 
-class _VersionBody(msgspec.Struct, frozen=True):
-    new_version: str
+class ServerRefused(GenerationError):  # noqa: N818 - an answer
+    """The server answered that it will not, or that it failed."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
 
 
-@dataclass(slots=True)
-class _Stream:
-    last_news_s: float
-    response: aiohttp.ClientResponse | None = None
-    is_too_silent: bool = False
+class GenerateBody(msgspec.Struct, frozen=True):
+    """Body of `POST /inference/v1/generate`."""
+
+    request_id: str
+    token_ids: Sequence[int]
+    sampling_params: Mapping[str, Any]
+    cache_salt: str
 
 
-@dataclass(frozen=True, slots=True)
-class Gauges:
-    """One reading of `/metrics`; several engines behind one server are added up."""
+class _Logprob(msgspec.Struct, frozen=True):
+    logprob: float | None = None
 
-    started_s: float
-    """When the server's process began; 0: it does not say."""
-    running: int
-    free_blocks: int
-    block_tokens: int
-    """Of a KV block; 0: it does not say."""
+
+class _Logprobs(msgspec.Struct, frozen=True):
+    content: tuple[_Logprob, ...] | None = None
+
+
+class _Span(msgspec.Struct, frozen=True):
+    version: str
+    start: int
+    end: int
+
+
+class _Choice(msgspec.Struct, frozen=True):
+    finish_reason: str | None = None
+    token_ids: tuple[int, ...] | None = None
+    logprobs: _Logprobs | None = None
+    weight_versions: tuple[_Span, ...] | None = None
+
+
+class GenerateReply(msgspec.Struct, frozen=True):
+    """A completion."""
+
+    choices: tuple[_Choice, ...] = ()
+    prompt_logprobs: tuple[dict[str, _Logprob] | None, ...] | None = None
+
+    def piece(self) -> Piece:
+        """Return the completion, with -inf for a logprob that is no number. Raises GenerationError where a part is missing."""
+        choice = self.choices[0] if self.choices else _Choice()
+        token_ids, spans = choice.token_ids or (), choice.weight_versions or ()
+        entries = (choice.logprobs.content if choice.logprobs is not None else None) or ()
+        if len(entries) != len(token_ids) or not spans:
+            raise GenerationError(
+                f"the server sent {len(token_ids)} tokens with {len(entries)} logprobs and the weights of "
+                f"{sum(span.end - span.start for span in spans)}"
+            )
+        given = (CLAMPED_LOGPROB if entry.logprob is None else entry.logprob for entry in entries)
+        logprobs = [logprob if logprob > CLAMPED_LOGPROB else -float("inf") for logprob in given]
+        return Piece(token_ids, logprobs, choice.finish_reason, [(span.version, span.end - span.start) for span in spans])
+
+    def scores(self, token_ids: Sequence[int]) -> list[float]:
+        """Return the logprob of each prompt token after the first. Raises GenerationError where one is missing."""
+        rows = self.prompt_logprobs or ()
+        found = [(row or {}).get(str(token), _Logprob()).logprob for row, token in zip(rows[1:], token_ids[1:], strict=False)]
+        scores = [logprob for logprob in found if logprob is not None]
+        if len(rows) != len(token_ids) or len(scores) != len(found):
+            raise GenerationError(f"the server sent the logprobs of {len(scores)} prompt tokens instead of {len(token_ids) - 1}")
+        return scores
 
 
 class VLLMServer:
     """See `asyncrl.generate.vllm.backend.Backend`."""
 
-    facts: Facts
+    load_hint = (
+        ". If the server does not see this machine's files (another machine, a container), set generate.engine.shared_folder "
+        "to a folder that both see under the same path"
+    )
 
     def __init__(self, config: VLLMServerEngineConfig, clock: Clock) -> None:
         """Note what `start` will drive; of several urls, the first."""
         self.config: VLLMEngineConfig | VLLMServerEngineConfig = config
-        self._config = config
-        self._clock = clock
+        self._config, self._clock = config, clock
+        self._url = config.urls[0].rstrip("/")
         self.shared_folder = config.shared_folder
-        self.fault = ""
-        self._is_paused = False
-        self._streams: dict[str, _Stream] = {}
+        self.num_slots, self.block_tokens = config.num_slots, 0
+        self.why_no_sleep = self.fault = ""
         self._looking = asyncio.Lock()
-        self._client: ServerClient | None = None
+        self._session: aiohttp.ClientSession | None = None
         self._watcher: asyncio.Task[None] | None = None
 
-    async def start(self, folder: ModelFolder, on_room: Callable[[int, int], None], on_death: Callable[[], None]) -> None:
-        """Find out what the server is and refuse it where something is missing, with the flag that brings it.
+    async def start(self, folder: ModelFolder, on_room: Callable[[int, int], object], on_death: Callable[[], None]) -> None:
+        """Find out what the server is, and refuse it where something is missing.
 
         Raises:
             GenerationError: It is not healthy in time, too old, refuses our key, or was started without a flag we need.
         """
         config, self._on_room, self._on_death = self._config, on_room, on_death
         key = await asyncio.to_thread(read_api_key, config.api_key_file)
-        client = self._client = ServerClient(config.urls[0], key, config.request_timeout_s, self._clock)
-        await self._wait_until_healthy(client)
-        try:
-            version = parse_version(str(decoded(await client.get("/version"), dict[str, Any], "/version").get("version")))
-        except GenerationError as error:
-            raise GenerationError(f"the server at {client.url}: {error}") from error
-        await self._check_model(client)
-        hint = f"Start it so: {serve_command(folder.path, version)}"
-        await _check_flags(client, hint)
-        said = await _server_config(client)
+        self._session = aiohttp.ClientSession(
+            headers={"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {}),
+            connector=aiohttp.TCPConnector(limit=0),
+        )
+        give_up_s = self._clock.now() + config.start_timeout_s
+        while True:
+            try:
+                await self._get("/health")
+                break
+            except (ServerLost, ServerRefused) as error:
+                if self._clock.now() >= give_up_s:
+                    raise GenerationError(
+                        f"no healthy vLLM server in {config.start_timeout_s:g} s (generate.engine.start_timeout_s): {error}"
+                    ) from error
+            await self._clock.sleep(_HEALTH_INTERVAL_S)
+        number = str(self._decoded(await self._get("/version"), dict[str, Any]).get("version"))
+        if not parse_version(number).has_weight_versions:
+            raise GenerationError(
+                f"the server at {self._url} is vLLM {number}, which does not say which weights sampled a token: use 0.32 or newer"
+            )
+        await self._check_offers(folder.path)
+        said: dict[str, dict[str, Any]] = {}
+        with suppress(ServerRefused, msgspec.MsgspecError):  # a server that tells nothing of its own config is taken as it is
+            raw = await self._get("/server_info", {"config_format": "json"})
+            said = msgspec.json.decode(raw, type=dict[str, dict[str, Any]]).get("vllm_config", {})
         if (num_replicas := int(said.get("parallel_config", {}).get("data_parallel_size", 1))) > 1:
             raise GenerationError(
-                f"the server at {client.url} has {num_replicas} data-parallel replicas, and only the first says whether it took "
+                f"the server at {self._url} has {num_replicas} data-parallel replicas, and only the first says whether it took "
                 "new weights: start one server a replica, without --data-parallel-size, and name them all in generate.engine.url"
             )
-        gauges = read_gauges((await client.get("/metrics")).decode(errors="replace"))
-        self._started_s = gauges.started_s
         most = int(said.get("scheduler_config", {}).get("max_num_seqs", 0))
-        can_sleep = bool(said.get("model_config", {}).get("enable_sleep_mode", False))
-        self.facts = Facts(
-            num_slots=min(config.num_slots, max(1, most - 1)) if most else config.num_slots,  # one is for the probe
-            block_tokens=gauges.block_tokens,
-            is_remote=True,
-            has_spans=version.has_weight_versions,
-            most_scored_tokens=config.max_sequence_tokens,
-            why_no_sleep=""
-            if can_sleep
-            else f"the server at {client.url} cannot sleep: start it with --enable-sleep-mode (GPUs only)",
-            load_hint=_LOAD_HINT,
-        )
+        self.num_slots = min(config.num_slots, max(1, most - 2)) if most else config.num_slots  # as engine_arguments has it
+        if not said.get("model_config", {}).get("enable_sleep_mode", False):
+            self.why_no_sleep = f"the server at {self._url} cannot sleep: start it with --enable-sleep-mode (GPUs only)"
+        self._started_s, _, _, self.block_tokens = read_gauges((await self._get("/metrics")).decode(errors="replace"))
         self._watcher = asyncio.get_running_loop().create_task(self._watch(), name="vllm-server-watch")
 
     async def stream(self, request: EngineRequest, rules: RequestRules, salt: str) -> AsyncGenerator[Piece, None]:
-        """Generate a completion over one connection, which is closed where it is wanted no more."""
-        sampling = ServerSampling(**sampling_arguments(request, rules), detokenize=False)
-        body = GenerateBody(request.request_id, request.prompt_ids, sampling, stream=True, cache_salt=salt)
-        stream = self._streams[request.request_id] = _Stream(self._clock.now())
-        try:
-            async with self._opened.stream(_GENERATE, body) as stream.response:
-                async for line in stream.response.content:
-                    event = line.removeprefix(b"data:").strip()
-                    if not line.startswith(b"data:") or event == b"[DONE]":
-                        continue
-                    stream.last_news_s = self._clock.now()
-                    for choice in decode_reply(event).choices:
-                        spans = choice.weight_versions
-                        account = None if spans is None else [(span.version, span.end - span.start) for span in spans]
-                        yield Piece(choice.token_ids or (), choice.sampled_logprobs(), choice.finish_reason, account)
-        except ServerLost as error:
-            if stream.is_too_silent:
-                raise GenerationError(
-                    f"the server at {self._opened.url} sent no token for {self._config.request_timeout_s:g} s "
-                    f"(generate.engine.request_timeout_s is {self._config.request_timeout_s:g}): raise that, or look whether "
-                    "others keep the server busy"
-                ) from error
-            raise
-        finally:
-            if self._streams.get(request.request_id) is stream:
-                del self._streams[request.request_id]
+        """Generate a completion, in one piece."""
+        body = GenerateBody(request.request_id, request.prompt_ids, sampling_arguments(request, rules), salt)
+        yield self._decoded(await self._ask("POST", _GENERATE, body, num_attempts=1, timeout_s=None), GenerateReply).piece()
 
     async def pause(self, *, clear_cache: bool) -> None:
         """Stop at a token boundary."""
-        self._is_paused = True
-        await self._opened.post("/pause", params={"mode": "keep", "clear_cache": "true" if clear_cache else "false"})
+        await self._post("/pause", params={"mode": "keep", "clear_cache": "true" if clear_cache else "false"})
 
     async def resume(self) -> None:
         """Go on."""
-        await self._opened.post("/resume")
-        self._note_running()
+        await self._post("/resume")
 
     async def load(self, request: LoadRequest) -> list[LoadReply]:
         """Have every worker load."""
-        raw = await self._opened.post(_RPC, _RPCBody(_LOAD, (msgspec.json.encode(request).decode(),)))
-        return [decoded((text or "").encode(), LoadReply, _LOAD) for text in decoded(raw, _RPCReply, _RPC).results]
+        return await self._load(msgspec.json.encode(request).decode())
 
     async def name_weights(self, label: str) -> None:
         """Name the weights that are there now."""
-        await self._opened.post("/update_weight_version", _VersionBody(label))
+        await self._post("/update_weight_version", {"new_version": label})
 
     async def score(self, token_ids: Sequence[int], salt: str) -> list[float]:
         """Return the logprob of each token after the first; the server samples one token at least, which nobody reads."""
-        sampling = ServerSampling(max_tokens=1, temperature=1.0, seed=0, prompt_logprobs=0, detokenize=False)
-        body = GenerateBody("asyncrl-score", token_ids, sampling, stream=False, cache_salt=salt)
-        return prompt_logprobs(decode_reply(await self._opened.post(_GENERATE, body)), token_ids)
+        sampling = {"max_tokens": 1, "temperature": 1.0, "seed": 0, "prompt_logprobs": 0, "detokenize": False}
+        raw = await self._post(_GENERATE, GenerateBody("asyncrl-score", token_ids, sampling, salt))
+        return self._decoded(raw, GenerateReply).scores(token_ids)
 
     async def sleep(self, level: SleepLevel) -> None:
         """Give memory back."""
-        await self._opened.post("/sleep", params={"level": str(level), "mode": "keep"})
+        await self._post("/sleep", params={"level": str(level), "mode": "keep"})
 
     async def wake_up(self, tag: str = "") -> None:
         """Take memory again."""
-        try:
-            await self._opened.post("/wake_up", params={"tags": tag} if tag else None)
-        except ServerRefused as error:
-            raise GenerationError(f"the memory of the server at {self._opened.url} did not come back: {error}") from error
-        if tag == "kv_cache":
-            self._note_running()
+        await self._post("/wake_up", params={"tags": tag} if tag else None)
 
     async def look(self) -> None:
         """Ask how it is and read the gauges; take note of the room there is, or that the server is gone."""
-        client = self._opened
         async with self._looking:
             if self.fault:
                 return
             try:
-                await client.get("/health")
-                gauges = read_gauges((await client.get("/metrics")).decode(errors="replace"))
+                await self._get("/health")
+                started_s, running, free_blocks, block_tokens = read_gauges(
+                    (await self._get("/metrics")).decode(errors="replace")
+                )
             except ServerLost as error:
                 self.fault = str(error)
             except ServerRefused as error:
-                self.fault = f"the vLLM server at {client.url} answers, but its engine is dead: {error}; start it again"
+                self.fault = f"the vLLM server at {self._url} answers, but its engine is dead: {error}; start it again"
             else:
-                if gauges.started_s != self._started_s:
+                if started_s != self._started_s:
                     self.fault = (
-                        f"the vLLM server at {client.url} was restarted and has lost the weights it was given; a restarted "
+                        f"the vLLM server at {self._url} was restarted and has lost the weights it was given; a restarted "
                         "generator gives it the newest"
                     )
-                elif gauges.block_tokens:
-                    self._on_room(gauges.free_blocks, gauges.running)
+                elif block_tokens:
+                    self._on_room(free_blocks, running)
         if self.fault:
             self._on_death()
 
@@ -239,117 +252,119 @@ class VLLMServer:
         if self._watcher is not None:
             self._watcher.cancel()
             await asyncio.wait([self._watcher])
-        if self._client is not None:
-            await self._client.close()
-
-    @property
-    def _opened(self) -> ServerClient:
-        assert self._client is not None, "the engine is not started"
-        return self._client
-
-    def _note_running(self) -> None:
-        self._is_paused = False
-        for stream in self._streams.values():
-            stream.last_news_s = self._clock.now()
+        if self._session is not None:
+            await self._session.close()
 
     async def _watch(self) -> None:
-        """Look again and again, until the server is gone; break off streams that are silent for too long."""
         while not self.fault:
             await self._clock.sleep(LOOK_INTERVAL_S)
             await self.look()
-            for stream in list(self._streams.values()):
-                silent_s = self._clock.now() - stream.last_news_s
-                if stream.response is not None and not self._is_paused and silent_s > self._config.request_timeout_s:
-                    stream.is_too_silent = True
-                    stream.response.close()
 
-    async def _wait_until_healthy(self, client: ServerClient) -> None:
-        timeout_s = self._config.start_timeout_s
-        give_up_s = self._clock.now() + timeout_s
-        while True:
-            try:
-                await client.get("/health")
-            except (ServerLost, ServerRefused) as error:
-                if self._clock.now() >= give_up_s:
-                    raise GenerationError(
-                        f"no healthy vLLM server in {timeout_s:g} s (generate.engine.start_timeout_s): {error}"
-                    ) from error
-            else:
-                return
-            await self._clock.sleep(_HEALTH_INTERVAL_S)
-
-    async def _check_model(self, client: ServerClient) -> None:
+    async def _check_offers(self, folder: Path) -> None:
+        """See that the server was started with all that is needed; one that a killed generator left paused goes on."""
+        wanted, fault = self._config.max_sequence_tokens, ""
         try:
-            models = decoded(await client.get("/v1/models"), dict[str, Any], "/v1/models").get("data") or [{}]
+            models = self._decoded(await self._get("/v1/models"), dict[str, Any]).get("data") or [{}]
+            limit = models[0].get("max_model_len")
+            await self._post("/resume")
+            # Two tokens from one candidate each, whose logprob is 0 after top-k and something else before.
+            sampling = {"max_tokens": 2, "temperature": 0.5, "top_k": 1, "ignore_eos": True, "logprobs": 0, "detokenize": False}
+            raw = await self._post(_GENERATE, GenerateBody("asyncrl-probe", (0, 1), sampling, "asyncrl-probe"))
+            if any(self._decoded(raw, GenerateReply).piece().logprobs):
+                fault = "reports logprobs of another distribution than it samples from"
+            elif not await self._load("{}"):  # says nothing: whoever has the extension answers what is wrong with it
+                fault = "cannot take weights from us"
         except ServerRefused as error:
-            if error.status not in {401, 403}:
-                raise
+            if error.status in {401, 403}:
+                raise GenerationError(
+                    f"{error}. Put the key that the server was started with (--api-key) into a file and name it in "
+                    "generate.engine.api_key_file"
+                ) from error
+            fault = f"lacks something ({error})"
+        if fault:
             raise GenerationError(
-                f"{error}. Put the key that the server was started with (--api-key) into a file and name it in "
-                "generate.engine.api_key_file"
-            ) from error
-        limit, wanted = models[0].get("max_model_len"), self._config.max_sequence_tokens
+                f"the server at {self._url} {fault}. Start it so, where asyncrl is installed: VLLM_SERVER_DEV_MODE=1 "
+                f"vllm serve {shlex.quote(str(folder))} --enable-scale-out --logprobs-mode processed_logprobs "
+                f"--worker-extension-cls {EXTENSION}"
+            )
         if limit is not None and limit < wanted:
             raise GenerationError(
-                f"the server at {client.url} takes sequences of {limit} tokens, generate.engine.max_sequence_tokens is "
+                f"the server at {self._url} takes sequences of {limit} tokens, generate.engine.max_sequence_tokens is "
                 f"{wanted}: lower that, or start the server with --max-model-len {wanted}"
             )
 
+    async def _load(self, request: str) -> list[LoadReply]:
+        raw = await self._post(_RPC, {"method": _LOAD, "args": [request]})
+        texts = self._decoded(raw, dict[str, tuple[str | None, ...]]).get("results", ())
+        return [self._decoded((text or "").encode(), LoadReply) for text in texts]
 
-def serve_command(model_folder: Path, version: VLLMVersion) -> str:
-    """Return the command line that starts a server as we need it."""
-    return (
-        f"VLLM_SERVER_DEV_MODE=1 vllm serve {shlex.quote(str(model_folder))} "
-        f"{'--enable-scale-out ' if version.has_scale_out_flag else ''}"
-        f"--logprobs-mode processed_logprobs --worker-extension-cls {EXTENSION}"
-    )
+    async def _get(self, path: str, params: Mapping[str, str] | None = None) -> bytes:
+        return await self._ask("GET", path, params=params)
+
+    async def _post(self, path: str, body: object = None, params: Mapping[str, str] | None = None) -> bytes:
+        return await self._ask("POST", path, body, params)
+
+    async def _ask(
+        self,
+        method: str,
+        path: str,
+        body: object = None,
+        params: Mapping[str, str] | None = None,
+        *,
+        num_attempts: int = NUM_ATTEMPTS,
+        timeout_s: float | None = 0.0,
+    ) -> bytes:
+        """Return the answer; a lost connection is tried again, a few times.
+
+        Args:
+            method: GET or POST.
+            path: Of the route.
+            body: Sent as JSON; None: nothing.
+            params: Of the query.
+            num_attempts: 1 for what may not be said twice.
+            timeout_s: For the answer; 0: as configured, None: without end.
+
+        Raises:
+            ServerLost: It cannot be reached.
+            ServerRefused: It answered with another status than 200.
+        """
+        assert self._session is not None, "the engine is not started"
+        most_s = self._config.request_timeout_s
+        timeout = aiohttp.ClientTimeout(total=most_s if timeout_s == 0.0 else timeout_s, sock_connect=min(10.0, most_s))
+        content = None if body is None else msgspec.json.encode(body)
+        for attempt in range(1, num_attempts + 1):
+            try:
+                async with self._session.request(
+                    method, self._url + path, data=content, params=params, timeout=timeout
+                ) as answer:
+                    raw = await answer.read()
+                    if answer.status != 200:
+                        text = raw[:500].decode(errors="replace")
+                        raise ServerRefused(f"{self._url}{path} answered {answer.status}: {text}", answer.status)
+                    return raw
+            except (aiohttp.ClientError, TimeoutError) as error:
+                if attempt == num_attempts or isinstance(error, TimeoutError):
+                    raise ServerLost(
+                        f"the vLLM server at {self._url} (generate.engine.url) cannot be reached: {str(error) or type(error)}. "
+                        "See that it runs and that this machine can reach it; once it is healthy, a restarted generator gives "
+                        "it the newest weights"
+                    ) from error
+            await self._clock.sleep(FIRST_DELAY_S * 2 ** (attempt - 1))
+        raise AssertionError("not reached")
+
+    def _decoded(self, raw: bytes, kind: type[Answer]) -> Answer:
+        try:
+            return msgspec.json.decode(raw, type=kind)
+        except msgspec.MsgspecError as error:
+            raise GenerationError(f"an answer of the server at {self._url} is not understood: {error}") from error
 
 
-async def _check_flags(client: ServerClient, hint: str) -> None:
-    """See that the server was started with every flag that is needed; one that a killed generator left paused goes on."""
+def read_gauges(text: str) -> tuple[float, int, int, int]:
+    """Read the metrics page; several engines behind one server are added up, and a row that is not there counts 0.
 
-    def lacks(what: str, flag: str) -> GenerationError:
-        return GenerationError(f"the server at {client.url} {what}: it was started without {flag}. {hint}")
-
-    try:
-        await client.get("/is_paused")
-        await client.post("/resume")
-    except ServerRefused as error:
-        if error.status != 404:
-            raise
-        raise lacks("has no routes to pause and to update weights", "the environment variable VLLM_SERVER_DEV_MODE=1") from error
-    # Two tokens from one candidate each, whose logprob is 0 after top-k and something else before.
-    sampling = ServerSampling(max_tokens=2, temperature=0.5, seed=0, top_k=1, ignore_eos=True, logprobs=0, detokenize=False)
-    body = GenerateBody("asyncrl-probe", (0, 1), sampling, stream=False, cache_salt="asyncrl-probe")
-    try:
-        reply = decode_reply(await client.post(_GENERATE, body))
-    except ServerRefused as error:
-        if error.status not in {403, 404}:
-            raise
-        raise lacks(f"has no route for token ids in and out ({_GENERATE})", "--enable-scale-out") from error
-    if not reply.choices:
-        raise GenerationError(f"the server at {client.url} answered a request of two tokens with nothing")
-    if any(reply.choices[0].sampled_logprobs()):
-        raise lacks("reports logprobs of another distribution than it samples from", "--logprobs-mode processed_logprobs")
-    # A load that says nothing: who has the extension answers what is wrong with it, others that there is none.
-    replies: tuple[str | None, ...] = ()
-    with suppress(ServerRefused):
-        replies = decoded(await client.post(_RPC, _RPCBody(_LOAD, ("{}",))), _RPCReply, _RPC).results
-    if not replies:
-        flag = f"--worker-extension-cls {EXTENSION} (asyncrl must be installed where it runs)"
-        raise lacks("cannot take weights from us", flag)
-
-
-async def _server_config(client: ServerClient) -> dict[str, Any]:
-    """Return what the server tells of its own config; nothing where it tells it in another way."""
-    with suppress(ServerRefused, msgspec.MsgspecError):
-        raw = await client.get("/server_info", {"config_format": "json"})
-        return msgspec.json.decode(raw, type=dict[str, dict[str, Any]]).get("vllm_config", {})
-    return {}
-
-
-def read_gauges(text: str) -> Gauges:
-    """Read the metrics page; a row that is not there leaves its field empty."""
+    Returns:
+        When the server's process began, in seconds; requests that run; free KV blocks; tokens of a block.
+    """
     started_s, running, usages, num_blocks, block_tokens = 0.0, 0.0, [], 0, 0
     for name, labels, value in _ROW.findall(text):
         if name == "process_start_time_seconds":
@@ -363,15 +378,11 @@ def read_gauges(text: str) -> Gauges:
             num_blocks += int(said.get("num_gpu_blocks", 0))
             block_tokens = int(said.get("block_size", 0))
     usage = sum(usages) / len(usages) if usages else 0.0
-    return Gauges(started_s, int(running), int(num_blocks * (1 - usage)), block_tokens if num_blocks else 0)
+    return started_s, int(running), int(num_blocks * (1 - usage)), block_tokens if num_blocks else 0
 
 
 def read_api_key(path: str) -> str:
-    """Return the file's first line; empty where no file is named.
-
-    Raises:
-        GenerationError: It cannot be read, or its first line is empty.
-    """
+    """Return the file's first line; empty where no file is named. Raises GenerationError: it cannot be read, or there is none."""
     if not path:
         return ""
     try:

@@ -18,9 +18,10 @@ from transformers import (
 )
 
 from asyncrl.errors import GenerationError
-from asyncrl.generate.vllm.checkpoint import read_folder
-from asyncrl.generate.vllm.load_request import LoadRequest, load_request
-from asyncrl.generate.vllm.worker_extension import _fixed, _in_parts
+from asyncrl.generate.vllm.checkpoint import ModelFolder, read_folder
+from asyncrl.generate.vllm.load_request import FileSource, LoadRequest, load_request
+from asyncrl.generate.vllm.worker_extension import checkpoint_tensors
+from asyncrl.models.layout import make_manifest
 
 SMALL = {"vocab_size": 16, "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2, "num_attention_heads": 2}
 MIXTURE = {**SMALL, "num_key_value_heads": 1, "num_experts_per_tok": 2}
@@ -41,6 +42,11 @@ def saved(name: str, folder: Path) -> PreTrainedModel:
     return model
 
 
+def cut(tensors: dict[str, torch.Tensor], folder: ModelFolder) -> dict[str, torch.Tensor]:
+    order = LoadRequest(FileSource("", 0, make_manifest(tensors)), parts=folder.parts)
+    return dict(checkpoint_tensors(iter(tensors.items()), order))
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_checkpoint_is_made_of_the_models_tensors_bit_for_bit(name: str, tmp_path: Path) -> None:
     model = saved(name, tmp_path)
@@ -49,7 +55,7 @@ def test_a_checkpoint_is_made_of_the_models_tensors_bit_for_bit(name: str, tmp_p
     assert folder.shapes == {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     with load_request(tensors, folder) as order:
         order = msgspec.json.decode(msgspec.json.encode(order), type=LoadRequest)
-    given = dict(_in_parts(iter(tensors.items()), order.parts)) | dict(_fixed(order.fixed))
+    given = dict(checkpoint_tensors(iter(tensors.items()), order))
     written = load_file(tmp_path / "model.safetensors")
     assert given.keys() == written.keys()
     assert all(torch.equal(given[name], tensor) for name, tensor in written.items())
@@ -74,7 +80,7 @@ def test_a_prefix_of_the_checkpoints_own_is_found(tmp_path: Path) -> None:
     written = {name.replace("vision_tower.", "vision_tower.vision_model."): tensor for name, tensor in load_file(file).items()}
     save_file(written, file, {"format": "pt"})
     tensors = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    given = dict(_in_parts(iter(tensors.items()), read_folder(tmp_path).parts))
+    given = cut(tensors, read_folder(tmp_path))
     assert given.keys() == written.keys()
     assert all(torch.equal(given[name], tensor) for name, tensor in written.items())
 
@@ -95,14 +101,6 @@ def test_a_folder_that_cannot_be_trained_is_refused(field: dict[str, object], me
         read_folder(tmp_path)
 
 
-def test_attention_that_is_not_installed_here_does_not_matter(tmp_path: Path) -> None:
-    saved("nothing else", tmp_path)
-    config = tmp_path / "config.json"
-    fields = {**msgspec.json.decode(config.read_bytes()), "attn_implementation": "flash_attention_2"}
-    config.write_bytes(msgspec.json.encode(fields))
-    assert read_folder(tmp_path).shapes
-
-
 def test_what_is_not_the_models_is_not_asked_for(tmp_path: Path) -> None:
     model = saved("nothing else", tmp_path)
     file = tmp_path / "model.safetensors"
@@ -116,7 +114,7 @@ def test_tensors_are_cut_up_without_a_copy(tmp_path: Path) -> None:
     name = "model.layers.1.mlp.experts.gate_up_proj"
     room = torch.arange(7.0 + 3 * 10 * 8)
     whole = room[7:].view(3, 10, 8)
-    given = dict(_in_parts(iter([(name, whole)]), folder.parts))
+    given = cut({name: whole}, folder)
     assert torch.equal(given["model.layers.1.mlp.experts.2.up_proj.weight"], whole[2, 5:])
     assert {tensor.untyped_storage().data_ptr() for tensor in given.values()} == {room.untyped_storage().data_ptr()}
 

@@ -1,9 +1,4 @@
-import os
-import signal
-import subprocess
-import sys
-import tempfile
-from collections.abc import Iterator
+import logging
 from pathlib import Path
 
 import pytest
@@ -11,10 +6,9 @@ import pytest
 from asyncrl.config.generate import VLLMEngineConfig
 from asyncrl.errors import GenerationError
 from asyncrl.generate.vllm.checkpoint import ModelFolder
-from asyncrl.generate.vllm.launch import engine_arguments, environment, socket_folder
+from asyncrl.generate.vllm.launch import engine_arguments, environment, parse_version, socket_folder
 
 SOCKETS = Path("/tmp/sockets")
-SOCKETS_IN = "VLLM_RPC_BASE_PATH"
 FOLDER = ModelFolder(Path("model"), {}, 64, frozenset(), "float32", "llama", 32, 512)
 
 
@@ -40,7 +34,7 @@ def test_arguments_follow_the_config_and_the_folder() -> None:
     arguments = engine_arguments(config, FOLDER, on_cpu=False, fp32_head=True)
     assert arguments["dtype"] == "float32", "vLLM's own `auto` would halve it"
     assert (arguments["tensor_parallel_size"], arguments["data_parallel_size"]) == (2, 3)
-    assert (arguments["max_num_seqs"], arguments["max_model_len"]) == (9, 101)
+    assert (arguments["max_num_seqs"], arguments["max_model_len"]) == (10, 101)
     assert (arguments["swap_space"], arguments["seed"]) == (1, 7)
     assert arguments["hf_overrides"] == {"head_dtype": "float32"}
     assert arguments["logprobs_mode"] == "processed_logprobs"
@@ -59,80 +53,27 @@ def test_sequences_longer_than_the_model_was_made_for_are_refused() -> None:
         engine_arguments(VLLMEngineConfig(), FOLDER, on_cpu=False)
 
 
-OWNER = """
-import os, sys, time
-from asyncrl.generate.vllm.launch import socket_folder
-folder = socket_folder(os.environ)
-print(folder.path, flush=True)
-time.sleep(60)
-"""
+@pytest.mark.parametrize(
+    ("number", "spans", "tested"),
+    [("0.26.0", False, True), ("0.31.4rc1", False, False), ("0.33.1.dev3+cpu", True, True), ("1.0", True, False)],
+)
+def test_what_a_version_can_do_is_known_and_an_untested_one_says_so(number, spans, tested, caplog) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert parse_version(number).has_weight_versions == spans
+    assert ("not tested" in caplog.text) != tested
 
 
-@pytest.fixture
-def short() -> Iterator[Path]:
-    """A folder of a name short enough for sockets, which pytest's are not."""
-    with tempfile.TemporaryDirectory(prefix="s-", dir="/tmp") as folder:
-        yield Path(folder)
+@pytest.mark.parametrize("number", ["0.25.9", "dev"])
+def test_others_are_refused_with_what_works(number: str) -> None:
+    with pytest.raises(GenerationError, match=r"works with 0\.26, and with 0\.32 and newer"):
+        parse_version(number)
 
 
-def test_a_closed_folder_is_gone_with_what_was_in_it(short: Path) -> None:
-    folder = socket_folder({SOCKETS_IN: str(short)})
-    (folder.path / "socket").touch()
-    assert folder.path.parent == short
+def test_a_folder_for_sockets_has_a_short_name_and_one_that_cannot_be_made_is_named(monkeypatch) -> None:
+    monkeypatch.delenv("VLLM_RPC_BASE_PATH", raising=False)
+    folder = socket_folder()
+    assert len(f"{folder.path}/00000000-0000-0000-0000-000000000000") <= 107
     folder.close()
-    folder.close()
-    assert os.listdir(short) == []
-
-
-def test_what_a_killed_owner_left_is_removed_by_the_next_one_and_not_before_it_is_dead(short: Path) -> None:
-    command = [sys.executable, "-c", OWNER]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, env={**os.environ, SOCKETS_IN: str(short)}) as owner:
-        assert owner.stdout is not None
-        left = Path(owner.stdout.readline().decode().strip())
-        (left / "socket").touch()
-        other = socket_folder({SOCKETS_IN: str(short)})
-        assert (left / "socket").exists(), "its owner lives"
-        owner.kill()
-        owner.wait()
-        mine = socket_folder({SOCKETS_IN: str(short)})
-        assert not left.exists()
-        assert sorted(short.iterdir()) == sorted([other.path, mine.path])
-    other.close()
-    mine.close()
-
-
-def test_a_process_that_a_killed_owner_left_is_ended_by_the_next_one_and_no_other_is(short: Path) -> None:
-    command = [sys.executable, "-c", OWNER]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, env={**os.environ, SOCKETS_IN: str(short)}) as owner:
-        assert owner.stdout is not None
-        left = owner.stdout.readline().decode().strip()
-        theirs, stranger = (
-            subprocess.Popen(["sleep", "60"], env={**os.environ, SOCKETS_IN: path}) for path in (left, str(short))
-        )
-        try:
-            socket_folder({SOCKETS_IN: str(short)}).close()
-            assert theirs.poll() is None, "its owner lives"
-            owner.kill()
-            owner.wait()
-            socket_folder({SOCKETS_IN: str(short)}).close()
-            assert theirs.wait(30) == -signal.SIGKILL
-            assert stranger.poll() is None
-        finally:
-            for process in (theirs, stranger):
-                process.kill()
-                process.wait()
-
-
-def test_sockets_stay_within_the_kernels_107_bytes_however_long_the_folder_for_temporary_files_is(short: Path) -> None:
-    longest = short / ("x" * (48 - len(str(short)) - 1))
-    for wanted in (longest, short / ("x" * 60)):
-        wanted.mkdir()
-        folder = socket_folder({SOCKETS_IN: str(wanted)})
-        assert folder.path.parent == (wanted if wanted == longest else Path("/tmp"))
-        assert len(f"{folder.path}/00000000-0000-0000-0000-000000000000") <= 107
-        folder.close()
-
-
-def test_a_folder_that_is_not_there_is_named(short: Path) -> None:
-    with pytest.raises(GenerationError, match=rf"{short}/no: .* VLLM_RPC_BASE_PATH"):
-        socket_folder({SOCKETS_IN: f"{short}/no"})
+    monkeypatch.setenv("VLLM_RPC_BASE_PATH", "/tmp/no/such")
+    with pytest.raises(GenerationError, match=r"/tmp/no/such: .* VLLM_RPC_BASE_PATH"):
+        socket_folder()

@@ -3,41 +3,38 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 FOLLOWING = """
-import os, sys, time
+import sys, time
 from asyncrl.generate.vllm.worker_extension import WeightsExtension
-sockets, owner, *cores = sys.argv[1:]
-WeightsExtension().asyncrl_follow(int(owner), [int(core) for core in cores] or [os.getpid()], sockets)
+sockets, owner = sys.argv[1:]
+WeightsExtension().asyncrl_follow(int(owner), sockets)
 print("following", flush=True)
 time.sleep(60)
 """
+CORE = """
+import subprocess, sys
+print(subprocess.Popen([sys.executable, *sys.argv[1:]]).pid, flush=True)
+sys.stdin.read()
+"""
 
 
-@pytest.mark.parametrize("has_core", [True, False], ids=["worker-below-a-core", "core-that-is-its-worker"])
-def test_workers_and_cores_end_with_the_process_that_owns_them_and_take_their_sockets_along(
-    has_core: bool, tmp_path: Path
-) -> None:
+def test_a_worker_and_its_core_end_with_the_process_that_owns_them_and_take_their_sockets_along(tmp_path: Path) -> None:
     sockets = tmp_path / "sockets"
     sockets.mkdir()
     (sockets / "one").touch()
-    owner, core = (subprocess.Popen(["sleep", "60"]) for _ in range(2))
-    worker = subprocess.Popen(
-        [sys.executable, "-c", FOLLOWING, str(sockets), str(owner.pid), *([str(core.pid)] if has_core else [])],
-        stdout=subprocess.PIPE,
-    )
+    owner = subprocess.Popen(["sleep", "60"])
+    worker = ["-c", FOLLOWING, str(sockets), str(owner.pid)]
+    core = subprocess.Popen([sys.executable, "-c", CORE, *worker], stdout=subprocess.PIPE, stdin=subprocess.PIPE)
     try:
-        assert worker.stdout is not None
-        assert worker.stdout.readline() == b"following\n"
-        assert sockets.exists()
+        core.stdout.readline()
+        assert core.stdout.readline() == b"following\n"
         owner.kill()
-        assert worker.wait(30) == -signal.SIGKILL
+        assert core.wait(30) == -signal.SIGKILL
+        assert core.stdout.read() == b"", "the worker, which has its output open too, is gone"
         assert not sockets.exists()
-        if has_core:
-            assert core.wait(30) == -signal.SIGKILL
     finally:
-        for process in (owner, core, worker):
+        for process in (owner, core):
             process.kill()
             process.wait()
-        worker.stdout.close()
+        core.stdout.close()
+        core.stdin.close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -11,61 +10,56 @@ from typing import Any
 import msgspec
 
 from asyncrl.clock import Clock
-from asyncrl.config.generate import FakeEngineConfig, ReplayEngineConfig, VLLMServerEngineConfig
+from asyncrl.config.generate import (
+    FakeEngineConfig,
+    ReplayEngineConfig,
+    TransformersEngineConfig,
+    VLLMEngineConfig,
+    VLLMServerEngineConfig,
+)
 from asyncrl.config.learner import PretrainedModel
 from asyncrl.config.run import RunConfig
 from asyncrl.errors import ConfigError, GenerationError
 from asyncrl.generate.engine import Engine
 from asyncrl.generate.tokenizer import ByteCodec, PromptCodec, ReplayCodec, TokenizerCodec
 
-_Build = Callable[[Any, RunConfig, Path, Clock], Engine]
-"""From the engine's module, the run's config with this generator's engine, the model's folder and a clock."""
-
-
-def _transformers(module: Any, config: RunConfig, folder: Path, _: Clock) -> Engine:  # noqa: ANN401 - a module
-    trust, fp32_head, lora = _trusts(config), config.model.fp32_head, config.learner.lora
-    engine: Engine = module.TransformersEngine(
-        config.generate.engine, folder, trust_remote_code=trust, fp32_head=fp32_head, lora=lora
-    )
-    return engine
-
-
-def _vllm(module: Any, config: RunConfig, folder: Path, _: Clock) -> Engine:  # noqa: ANN401
-    backend = module.EmbeddedVLLM(config.generate.engine, fp32_head=config.model.fp32_head)
-    engine: Engine = import_module("asyncrl.generate.vllm.engine").VLLMEngine(
-        backend, folder, trust_remote_code=_trusts(config), lora=config.learner.lora
-    )
-    return engine
-
-
-def _vllm_server(module: Any, config: RunConfig, folder: Path, clock: Clock) -> Engine:  # noqa: ANN401
-    backend = module.VLLMServer(config.generate.engine, clock)
-    engine: Engine = import_module("asyncrl.generate.vllm.engine").VLLMEngine(backend, folder, trust_remote_code=_trusts(config))
-    return engine
-
-
-def _fake(module: Any, config: RunConfig, _: Path, clock: Clock) -> Engine:  # noqa: ANN401
-    engine: Engine = module.FakeEngine(config.generate.engine, clock)
-    return engine
-
-
-def _replay(module: Any, config: RunConfig, *_: object) -> Engine:  # noqa: ANN401
-    engine: Engine = module.ReplayEngine(config.generate.engine)
-    return engine
-
-
-_ENGINES: dict[str, tuple[str, _Build]] = {
-    "transformers": ("asyncrl.generate.transformers.engine", _transformers),
-    "vllm": ("asyncrl.generate.vllm.embedded", _vllm),
-    "vllm_server": ("asyncrl.generate.vllm.server", _vllm_server),
-    "fake": ("asyncrl.generate.doubles.fake", _fake),
-    "replay": ("asyncrl.generate.doubles.replay", _replay),
+_MODULES = {
+    "transformers": "asyncrl.generate.transformers.engine",
+    "vllm": "asyncrl.generate.vllm.embedded",
+    "vllm_server": "asyncrl.generate.vllm.server",
+    "fake": "asyncrl.generate.doubles.fake",
+    "replay": "asyncrl.generate.doubles.replay",
 }
+
+
+def _build(config: RunConfig, folder: Path, clock: Clock) -> Engine:
+    """Import what the engine needs, which may take seconds, and make it."""
+    settings, lora, trusts = config.generate.engine, config.learner.lora, _trusts(config)
+    module: Any = import_module(_MODULES[settings.kind])
+    engine: Engine
+    match settings:
+        case FakeEngineConfig():
+            engine = module.FakeEngine(settings, clock)
+        case ReplayEngineConfig():
+            engine = module.ReplayEngine(settings)
+        case TransformersEngineConfig():
+            fp32_head = config.model.fp32_head
+            engine = module.TransformersEngine(settings, folder, trust_remote_code=trusts, fp32_head=fp32_head, lora=lora)
+        case VLLMEngineConfig() | VLLMServerEngineConfig():
+            is_server = isinstance(settings, VLLMServerEngineConfig)
+            backend = (
+                module.VLLMServer(settings, clock)
+                if is_server
+                else module.EmbeddedVLLM(settings, fp32_head=config.model.fp32_head)
+            )
+            made = import_module("asyncrl.generate.vllm.engine").VLLMEngine
+            engine = made(backend, folder, trust_remote_code=trusts, lora=None if is_server else lora)
+    return engine
 
 
 def import_engine(config: RunConfig) -> None:
     """Import the configured engine's module, so that building the engine later does not."""
-    import_module(_ENGINES[config.generate.engine.kind][0])
+    import_module(_MODULES[config.generate.engine.kind])
 
 
 async def start_engine(
@@ -85,8 +79,7 @@ async def start_engine(
     """
     config, folder = with_own_server(config, generator), model_folder_here(config, model_folder)
     settings = config.generate.engine
-    module, build = _ENGINES[settings.kind]
-    engine = await asyncio.to_thread(lambda: build(import_module(module), config, folder, clock))
+    engine = await asyncio.to_thread(_build, config, folder, clock)
     tokenizer = TokenizerCodec(folder, trust_remote_code=_trusts(config))
     codec: PromptCodec = tokenizer
     if isinstance(settings, FakeEngineConfig):

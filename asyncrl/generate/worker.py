@@ -41,7 +41,7 @@ from asyncrl.schema.control import (
     SetPhase,
     Shutdown,
 )
-from asyncrl.schema.samples import GroupWork, Purpose, Sample, SampleFailure, ids_from_bytes, logprobs_from_bytes
+from asyncrl.schema.samples import GroupWork, Purpose, ids_from_bytes, logprobs_from_bytes
 from asyncrl.schema.weights import Probe, VersionLive, WeightsAvailable
 from asyncrl.transport.protocol import Connection, Delivery, Lane
 from asyncrl.weights.tensors import MappedTensors
@@ -122,8 +122,8 @@ class GeneratorWorker:
         """Training groups in `_work` that are over."""
         self._aborted_early: deque[int] = deque(maxlen=config.transport.window)
         """Those that are not here; so many can be on their way, and those that were here never come again."""
-        self._is_paused = False
         self._told_slots = 0
+        self._is_paused = False
         self._is_loading = False
         """The engine starts, which takes minutes for a large model: that is work, and no wait."""
         self._num_tokens = 0
@@ -160,14 +160,19 @@ class GeneratorWorker:
                     # The last word counts, not the largest number: a learner back from a checkpoint starts lower, elsewhere.
                     self._newest = available
                     self._weights_news.set()
-                case Pause():
-                    await self._set_paused(True)
-                case Resume():
-                    await self._set_paused(False)
+                case Pause() | Resume() as order:
+                    self._is_paused = isinstance(order, Pause)
+                    if self._rollout is not None:
+                        await (self._rollout.engine.pause() if self._is_paused else self._rollout.engine.resume())
                 case SetPhase() as order:
                     await self._reach(order)
                 case AbortGroup(group_id=group_id):
-                    self._abort(group_id)
+                    work = self._work.get(("train", group_id))
+                    if self._rollout is None or work is None:  # it waits for a swap, or the order has overtaken it
+                        self._aborted_early.append(group_id)
+                    else:
+                        self._aborted.add(group_id)
+                        self._rollout.abort_group(work)
                 case Shutdown(reason=reason):
                     log.info("shutting down: %s", reason or "asked to")
                     delivery.ack()
@@ -180,8 +185,18 @@ class GeneratorWorker:
         if self._rollout is None:
             self._is_loading = True
             engine, codec = await start_engine(self._config, folder, self._clock, self._name)
+
+            def count(num_tokens: int) -> None:
+                self._num_tokens += num_tokens
+
             self._rollout = Rollout(
-                engine, codec, self._clock, self._name, self._send_result, self._count_tokens, self._is_aborted
+                engine,
+                codec,
+                self._clock,
+                self._name,
+                send=lambda result: self._connection.send(result, Lane.DATA),
+                count_tokens=count,
+                is_aborted=lambda work: work.purpose == "train" and work.group_id in self._aborted,
             )
             if self._is_paused:
                 await engine.pause()
@@ -190,23 +205,6 @@ class GeneratorWorker:
         engine = self._rollout.engine
         self._told_slots = engine.num_slots
         await self._connection.send(EngineReady(self._name, self._told_slots, engine.version), Lane.CONTROL)
-
-    async def _set_paused(self, paused: bool) -> None:
-        self._is_paused = paused
-        if self._rollout is not None:
-            await (self._rollout.engine.pause() if paused else self._rollout.engine.resume())
-
-    def _abort(self, group_id: int) -> None:
-        """End a group, or see to it that it is not begun: it may wait for a swap, or the order may have overtaken it."""
-        work = self._work.get(("train", group_id))
-        if self._rollout is None or work is None:
-            self._aborted_early.append(group_id)
-        else:
-            self._aborted.add(group_id)
-            self._rollout.abort_group(work)
-
-    def _is_aborted(self, work: GroupWork) -> bool:
-        return work.purpose == "train" and work.group_id in self._aborted
 
     async def _reach(self, order: SetPhase) -> None:
         """Give a shared device back or take it again, with the newest weights, and say so."""
@@ -255,12 +253,6 @@ class GeneratorWorker:
                     self._aborted.discard(work.group_id)
         delivery.ack()
 
-    async def _send_result(self, result: Sample | SampleFailure) -> None:
-        await self._connection.send(result, Lane.DATA)
-
-    def _count_tokens(self, num_tokens: int) -> None:
-        self._num_tokens += num_tokens
-
     async def _follow_weights(self) -> None:
         """Take the newest version whenever there is a newer one."""
         await self._is_ready.wait()
@@ -274,30 +266,23 @@ class GeneratorWorker:
                 is_settled = self._cycle.is_asleep or await self._take_newest(engine)
             if is_settled:
                 again_s = FETCH_AGAIN_S
-            else:
-                await self._until_news(again_s)
-                again_s = min(2 * again_s, LONGEST_FETCH_AGAIN_S)
+                continue
 
-    async def _until_news(self, timeout_s: float) -> None:
-        """Wait for another version, or for as long; then the newest is news again: without it no other may ever come."""
-        async with asyncio.TaskGroup() as waiting:
-            alarm = waiting.create_task(self._ring_after(timeout_s))
-            await self._weights_news.wait()
-            alarm.cancel()
+            async def ring(after_s: float = again_s) -> None:  # then the newest is news again: no other may ever come
+                await self._clock.sleep(after_s)
+                self._weights_news.set()
 
-    async def _ring_after(self, timeout_s: float) -> None:
-        await self._clock.sleep(timeout_s)
-        self._weights_news.set()
+            async with asyncio.TaskGroup() as waiting:
+                alarm = waiting.create_task(ring())
+                await self._weights_news.wait()
+                alarm.cancel()
+            again_s = min(2 * again_s, LONGEST_FETCH_AGAIN_S)
 
     async def _take_newest(self, engine: Engine) -> bool:
         """Take the newest version, if the engine has not; return whether there is no use in trying the same one again."""
         available = self._newest
-        if available is not None and (available.version > engine.version or self._cycle.lacks_weights):
-            return await self._take(engine, available)
-        return True
-
-    async def _take(self, engine: Engine, available: WeightsAvailable) -> bool:
-        """Fetch and load; return whether there is no use in trying the same version again."""
+        if available is None or not (available.version > engine.version or self._cycle.lacks_weights):
+            return True
         before_s = self._clock.now()
         try:
             tensors = await self._fetch_weights(available)

@@ -2,8 +2,8 @@
 
 Tokens per second: the requests of engine.py (160 prompts, log-normal and uniform lengths) through `VLLMEngine.submit`, and
 the very same through bare `AsyncLLM.generate` of the very same engine: same prompts, lengths, seeds, temperature, logprobs,
-prefix cache. A round is ours, bare, bare, ours; the ratio is the median of the rounds'. Bare runs 33 requests at once where ours
-runs 32: it has the seat that ours keeps for a score. Bare streams deltas, as ours must; what it does when only the whole
+prefix cache. A round is ours, bare, bare, ours; the ratio is the median of the rounds'. Bare runs 34 requests at once where ours
+runs 33: it has the seat that ours keeps for a score. Bare streams deltas, as ours must; what it does when only the whole
 completion is asked for is a figure beside it. The model is small, so that what is not the model weighs most.
 
 Pause: `load_weights` of 135M parameters (SmolLM2's shape, random) that lie in a file in memory, as the shared-memory medium hands

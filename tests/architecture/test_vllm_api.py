@@ -33,7 +33,7 @@ def used_by_the_adapter() -> tuple[set[str], set[str]]:
     modules, attributes = set(), set()
     folder = ROOT / "asyncrl" / "generate" / "vllm"
     for file in [*folder.glob("*.py")]:
-        if file.name in {"server.py"}:
+        if file.name == "server.py":
             continue
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "import_module":

@@ -36,7 +36,7 @@ from asyncrl.learner.model.lora import open_policy, publishable_tensors
 from asyncrl.models.layout import make_manifest, view_tensors
 from asyncrl.schema.weights import WeightsAvailable
 from asyncrl.weights.tensors import DeferredTensors, MappedTensors
-from tests.contract.conftest import SLOTS, start_vllm
+from tests.contract.conftest import start_vllm
 from tests.contract.engine_cases import PROMPT, collect, make_model, make_request, reference_logprobs
 
 pytestmark = [
@@ -268,12 +268,14 @@ async def test_versions_are_exact_to_the_token_over_many_quick_updates(engine: V
 
 async def test_members_that_begin_after_an_update_do_not_use_keys_that_others_left_under_old_weights(engine: VLLMEngine) -> None:
     prompt = tuple(range(2, 60)) * 2
-    started = [engine.submit(make_request(f"old{i}", i, prompt, max_new_tokens=100)) for i in range(SLOTS + 1)]
+    started = [engine.submit(make_request(f"old{i}", i, prompt, max_new_tokens=100)) for i in range(4)]
     for stream in started:
         await anext(stream)
+    await engine.pause()
     waiting = engine.submit(make_request("waiting", 9, prompt))
     new = untied_model(1)
     await engine.load_weights(1, dict(new.state_dict()), "keep")
+    await engine.resume()
     later = engine.submit(make_request("later", 10, prompt))
     for stream in (waiting, later):
         late = await collect(stream)

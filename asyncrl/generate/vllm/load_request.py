@@ -165,9 +165,9 @@ def _check_adapters(shapes: Mapping[str, tuple[int, ...]], folder: ModelFolder, 
         own |= {layer + LORA_A: (lora.rank, inputs), layer + LORA_B: (outputs, lora.rank)}
     ends = tuple(f".{end}" for end in lora.target_modules)
     adapted = [layer for layer in layers if f".{layer}".endswith(ends) or {layer + LORA_A, layer + LORA_B} & shapes.keys()]
-    if not adapted:
-        raise GenerationError("new adapters fit no layer that the checkpoint has by this name; see learner.lora.target_modules")
     check_weights(shapes, own, [(layer + part,) for layer in adapted for part in (LORA_A, LORA_B)])
+    if not adapted:
+        raise GenerationError("there are no new adapters; see learner.lora.target_modules")
 
 
 @contextlib.contextmanager

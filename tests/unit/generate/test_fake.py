@@ -7,7 +7,6 @@ import pytest
 
 from asyncrl.clock import VirtualClock
 from asyncrl.config.generate import FakeEngineConfig
-from asyncrl.errors import GenerationError
 from asyncrl.generate.doubles.fake import FakeEngine
 from asyncrl.generate.engine import EngineRequest, TokenChunk
 from asyncrl.schema.samples import SamplingParams
@@ -47,19 +46,6 @@ async def test_a_request_takes_its_tokens_times_the_latency() -> None:
     await engine.close()
 
 
-async def test_requests_beyond_the_slots_wait_their_turn() -> None:
-    clock = VirtualClock()
-    engine = await start(clock, num_slots=1)
-    streams = [engine.submit(request(f"r{i}")) for i in range(3)]
-    for running in (2, 1, 0):
-        await settle()
-        clock.advance(10)
-        await settle()
-        assert engine.num_running == running
-    del streams
-    await engine.close()
-
-
 async def test_tokens_after_a_load_carry_the_new_version_and_the_load_takes_its_time() -> None:
     clock = VirtualClock()
     engine = await start(clock, load_latency_s=5.0)
@@ -76,16 +62,6 @@ async def test_tokens_after_a_load_carry_the_new_version_and_the_load_takes_its_
     await settle()
     versions = [version for chunk in await collect(stream) for version in chunk.versions]
     assert versions == [-1] * 4 + [3] * 6
-    await engine.close()
-
-
-async def test_every_nth_request_fails() -> None:
-    clock = VirtualClock()
-    engine = await start(clock, fail_every=2, token_latency_s=0.0)
-    ok, failing = engine.submit(request("a")), engine.submit(request("b"))
-    assert (await collect(ok))[-1].finish_reason == "length"
-    with pytest.raises(GenerationError, match="fail_every"):
-        await collect(failing)
     await engine.close()
 
 

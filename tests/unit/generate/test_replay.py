@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import msgspec
 import pytest
 
@@ -55,16 +53,6 @@ async def test_nothing_comes_back_before_the_first_version_or_while_paused():
     assert [chunk.versions for stream in (first, second) for chunk in await all_of(stream)] == [(1, 1, 1)] * 2
 
 
-async def test_what_waits_can_be_aborted_and_the_end_aborts_all():
-    engine = ReplayEngine(ReplayEngineConfig())
-    first, second = engine.submit(request("a")), engine.submit(request("b"))
-    engine.abort("a")
-    engine.abort("unknown")
-    await engine.close()
-    assert [chunk.finish_reason for stream in (first, second) for chunk in await all_of(stream)] == ["abort", "abort"]
-    assert engine.num_running == 0
-
-
 @pytest.mark.parametrize(
     ("wrong", "reason"),
     [
@@ -79,25 +67,6 @@ async def test_requests_that_cannot_be_answered_are_refused(wrong, reason):
         engine.submit(request(**wrong))
 
 
-async def test_the_same_request_twice_is_refused_and_there_is_nothing_to_score_with():
-    engine = ReplayEngine(ReplayEngineConfig())
-    waiting = engine.submit(request("a"))
-    with pytest.raises(GenerationError, match="running already"):
-        engine.submit(request("a"))
-    with pytest.raises(GenerationError, match="holds no model"):
-        await engine.score([1, 2])
-    await waiting.aclose()
-
-
-async def test_an_answer_is_given_to_who_waits_for_it():
-    engine = ReplayEngine(ReplayEngineConfig())
-    async with asyncio.timeout(30), asyncio.TaskGroup() as tasks:
-        reading = tasks.create_task(all_of(engine.submit(request())))
-        await asyncio.sleep(0)
-        await engine.load_weights(0, {}, "keep")
-    assert [chunk.token_ids for chunk in reading.result()] == [(7, 8, EOS)]
-
-
 @pytest.fixture
 def codec(tmp_path):
     character_tokenizer("+=0123").save_pretrained(tmp_path)
@@ -106,13 +75,6 @@ def codec(tmp_path):
 
 def preference(chosen="3", rejected="12"):
     return Prompt("p", text="1+2=", reference_json=msgspec.json.encode(PreferenceAnswers(chosen, rejected)).decode())
-
-
-def test_answers_are_tokenised_by_the_runs_tokenizer_and_end_with_its_end_token(codec):
-    assert [codec.decode(codec.answer(preference(), index)) for index in (0, 1)] == ["3", "12"]
-    assert [codec.answer(preference(), index)[-1] for index in (0, 1)] == [EOS, EOS]
-    assert len(codec.answer(preference(), 1)) == 3
-    assert codec.encode(preference()) == codec.encode(Prompt("q", text="1+2="))
 
 
 @pytest.mark.parametrize(

@@ -68,15 +68,6 @@ def test_freed_row_still_donates_and_is_taken_itself_by_the_next_of_its_group() 
     assert table.num_free == 1
 
 
-def test_row_taken_by_another_prompt_donates_no_more() -> None:
-    table = SlotTable(1, 8)
-    first = flight("a")
-    table.place(first, 0)
-    table.release(first)
-    table.place(flight("x", group_key="h"), 0)
-    assert table.donor_row(flight("b"), 0) is None
-
-
 def test_only_occupied_rows_donate_after_a_recompute() -> None:
     table = SlotTable(2, 8)
     gone, here = flight("a", group_key="gone"), flight("b", group_key="here")

@@ -8,8 +8,6 @@ from pathlib import Path
 
 import msgspec
 import pytest
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from asyncrl.clock import SystemClock
 from asyncrl.config.generate import FakeEngineConfig, GenerateConfig, TransformersEngineConfig
@@ -37,12 +35,12 @@ from asyncrl.schema.samples import (
     SamplingParams,
     ids_from_bytes,
     ids_to_bytes,
-    logprobs_from_bytes,
     logprobs_to_bytes,
 )
 from asyncrl.schema.weights import Probe, VersionLive, WeightsAvailable, WeightsManifest
 from asyncrl.transport.local import InProcessListener
 from asyncrl.transport.protocol import Lane
+from tests.contract.engine_cases import make_model, reference_logprobs
 
 FAKE = FakeEngineConfig(num_slots=8, max_sequence_tokens=64, token_latency_s=0.0, length_distribution="fixed", mean_tokens=5)
 ENDLESS = FakeEngineConfig(num_slots=8, max_sequence_tokens=64, token_latency_s=1000.0)
@@ -128,16 +126,6 @@ async def test_every_member_of_a_group_comes_back_and_then_the_group_is_acknowle
         assert await controller.connection.flush(10)
 
 
-async def test_a_group_handed_out_again_gives_the_same_tokens() -> None:
-    async with generator() as controller:
-        await controller.load()
-        await controller.connection.send(work())
-        first = await controller.results(3)
-        await controller.connection.send(work())
-        again = await controller.results(3)
-        assert [s.token_ids for s in again] == [s.token_ids for s in first]
-
-
 async def test_the_controller_is_told_when_the_engine_has_more_or_less_room() -> None:
     engine = FakeEngineConfig(num_slots=64, max_sequence_tokens=64, token_latency_s=1000.0, kv_blocks=16)
     async with generator(engine) as controller:
@@ -179,20 +167,6 @@ async def test_versions_in_between_are_skipped() -> None:
         assert len(fetched) <= 2
 
 
-async def test_a_version_that_is_gone_is_left_for_a_newer_one() -> None:
-    async def fetch(announced):
-        if announced.version == 1:
-            raise BroadcastError("overwritten")
-        return {}
-
-    async with generator(fetch=fetch) as controller:
-        await controller.load()
-        await controller.order(available(1))
-        assert await controller.connection.flush(10)
-        await controller.order(available(2))
-        assert (await controller.report(VersionLive)).version == 2
-
-
 async def test_a_version_that_could_not_be_fetched_is_tried_again_though_no_other_comes() -> None:
     """The learner may be waiting for samples of this very one."""
     fetched = []
@@ -230,18 +204,6 @@ async def test_without_in_flight_updates_a_running_group_keeps_one_version() -> 
         await controller.connection.send(work(2))
         results = await controller.results(6)
         assert [set(ids_from_bytes(s.versions).tolist()) for s in results] == [{0}] * 3 + [{1}] * 3
-
-
-async def test_prompt_that_is_too_long_fails_with_the_numbers() -> None:
-    async with generator() as controller:
-        await controller.load()
-        await controller.connection.send(work(prompt=Prompt("p", text="x" * 50)))
-        for failure in await controller.results(3):
-            assert isinstance(failure, SampleFailure)
-            assert failure.stage == "generate"
-            assert "50 tokens" in failure.reason
-            assert "20" in failure.reason
-            assert "64" in failure.reason
 
 
 async def test_aborted_group_fails_and_is_acknowledged() -> None:
@@ -311,51 +273,19 @@ async def test_paused_generator_says_what_it_waits_for_and_goes_on() -> None:
         assert len(await controller.results(3)) == 3
 
 
-async def test_generator_ends_when_the_connection_closes() -> None:
-    async with generator(ENDLESS) as controller:
-        await controller.load()
-        await controller.connection.send(work())
-        await controller.sees_requests_running()
-        await controller.connection.close()
-
-
 # -- with a real model and tokenizer -------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model")
-    small_model(0).save_pretrained(path)
-    return path
-
-
-def small_model(seed: int) -> LlamaForCausalLM:
-    torch.manual_seed(seed)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=32,
-            hidden_size=16,
-            intermediate_size=32,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            max_position_embeddings=64,
-            tie_word_embeddings=True,
-            bos_token_id=None,
-            eos_token_id=None,
-            initializer_range=0.3,
-        )
-    ).eval()
+def small_model(seed: int):
+    return make_model(seed, hidden_size=8, num_hidden_layers=1)
 
 
 REAL = TransformersEngineConfig(num_slots=4, max_sequence_tokens=32)
-IDS = Prompt("p", token_ids=ids_to_bytes([3, 4, 5]))
 
 
 def probe_of(model) -> Probe:
-    ids = torch.arange(2, 12)
-    with torch.inference_mode():
-        logprobs = model(ids[None]).logits[0, :-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0]
-    return Probe(ids_to_bytes(ids.tolist()), logprobs_to_bytes(logprobs.tolist()))
+    ids = list(range(2, 12))
+    return Probe(ids_to_bytes(ids), logprobs_to_bytes(reference_logprobs(model, (2,), ids[1:])))
 
 
 async def test_probe_agrees_after_a_swap_and_tells_wrong_weights(folder: Path) -> None:
@@ -393,32 +323,3 @@ async def test_weights_that_do_not_fit_end_the_generator_with_the_reason(folder:
             await controller.order(available(0))
             await controller.report(VersionLive)
     assert caught.group_contains(GenerationError, match="new weights lack")
-
-
-async def test_samples_carry_the_logprobs_of_the_tokens_they_carry(folder: Path) -> None:
-    async with generator(REAL) as controller:
-        write_tokenizer(folder)
-        await controller.order(LoadModel(str(folder)))
-        await controller.report(EngineReady)
-        await controller.connection.send(work(prompt=Prompt("p", text="d e f"), max_new_tokens=10))
-        for sample in await controller.results(3):
-            assert isinstance(sample, Sample)
-            ids = [*ids_from_bytes(sample.prompt_ids).tolist(), *ids_from_bytes(sample.token_ids).tolist()]
-            assert ids[:3] == [3, 4, 5]
-            assert len(sample.text.split()) == 10
-            with torch.inference_mode():
-                logits = small_model(0)(torch.tensor([ids])).logits[0, 2:-1]
-            expected = logits.log_softmax(-1).gather(1, torch.tensor(ids[3:])[:, None])[:, 0].tolist()
-            assert logprobs_from_bytes(sample.logprobs).tolist() == pytest.approx(expected, abs=1e-5)
-
-
-def write_tokenizer(folder: Path) -> None:
-    from tokenizers import Tokenizer
-    from tokenizers.models import WordLevel
-    from tokenizers.pre_tokenizers import Whitespace
-    from transformers import PreTrainedTokenizerFast
-
-    words = [chr(ord("a") + i) if i < 26 else f"w{i}" for i in range(32)]
-    tokenizer = Tokenizer(WordLevel({word: i for i, word in enumerate(words)}, unk_token="a"))
-    tokenizer.pre_tokenizer = Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="a").save_pretrained(folder)

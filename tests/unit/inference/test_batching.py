@@ -48,8 +48,3 @@ def test_a_common_prompt_is_laid_down_and_counted_once(kit):
     assert len(pack(requests).input_ids) == 10 + 4
     assert len(take_batch(deque(requests), 14)) == 4
     assert len(take_batch(deque(requests), 13)) == 3
-
-
-def test_a_request_over_the_budget_is_a_batch_of_its_own(kit):
-    waiting = deque([kit.request([2], range(2, 20)), kit.request([2], [3])])
-    assert [len(take_batch(waiting, 8)), len(take_batch(waiting, 8))] == [1, 1]

@@ -40,16 +40,6 @@ def test_packed_scores_are_those_of_one_sequence_at_a_time_read_at_the_last_toke
         assert score == pytest.approx(slow.score(hidden).item(), abs=1e-5)
 
 
-def test_a_sequence_that_ends_in_the_padding_id_is_read_there(kit, tmp_path):
-    model = kit.save_reward_model(tmp_path)
-    ends, goes_on = kit.request([3, 4], [5, 1]), kit.request([3, 4], [5])
-    scores = _open(tmp_path).scores(pack([ends, goes_on]))
-    with torch.no_grad():
-        by_padding_id = model(_sequence(ends)[None]).logits.item()
-    assert by_padding_id == pytest.approx(scores[1], abs=1e-5)
-    assert abs(scores[0] - scores[1]) > 1e-3
-
-
 @pytest.mark.parametrize(
     ("model_class", "make_config", "is_packed"),
     [
@@ -89,21 +79,21 @@ def test_whatever_the_architecture_scores_are_those_of_its_own_forward(
             assert score == pytest.approx(model(_sequence(request)[None]).logits.item(), abs=1e-5)
 
 
-def test_a_model_with_two_outputs_is_refused(kit, tmp_path):
-    kit.save_reward_model(tmp_path, num_labels=2)
-    with pytest.raises(ConfigError, match=r"'judge': .* has 2 outputs; a reward model has 1"):
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("two outputs", r"'judge': .* has 2 outputs; a reward model has 1"),
+        ("a policy", r"no weights for score\.weight: it is not a trained reward model"),
+        ("nothing", r"has no config\.json, no \*\.safetensors"),
+    ],
+)
+def test_what_is_no_reward_model_is_refused(kit, tmp_path, kind, expected):
+    if kind == "two outputs":
+        kit.save_reward_model(tmp_path, num_labels=2)
+    elif kind == "a policy":
+        kit.save_policy(tmp_path, num_labels=1)
+    with pytest.raises(ConfigError, match=expected):
         _open(tmp_path)
-
-
-def test_a_policy_is_not_taken_for_a_reward_model(kit, tmp_path):
-    kit.save_policy(tmp_path, num_labels=1)
-    with pytest.raises(ConfigError, match=r"no weights for score\.weight: it is not a trained reward model"):
-        _open(tmp_path)
-
-
-def test_a_folder_that_is_not_there_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"has no config\.json, no \*\.safetensors"):
-        _open(tmp_path / "nowhere")
 
 
 def test_what_a_model_cannot_judge_is_said_before_it_is_tried(kit, tmp_path):

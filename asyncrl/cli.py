@@ -15,9 +15,9 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Coroutine, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -39,7 +39,6 @@ WHAT_TO_DO = {
 CONTROLLER_END_S = 60.0
 """For the controller of a run that has ended to end too."""
 
-T = TypeVar("T")
 Dtype = Literal["float32", "bfloat16"]
 PlanAlgorithm = Literal["grpo", "ppo", "dpo"]
 PlanPlacement = Literal["disaggregated", "colocated", "hybrid", "async_hybrid"]
@@ -53,6 +52,8 @@ RunArgument = Annotated[Path | None, typer.Argument(help="Run folder; left out: 
 SetOption = Annotated[
     list[str], typer.Option("--set", metavar="A.B=VALUE", help="Lay one value over the config; may be repeated.")
 ]
+PlainOption = Annotated[bool, typer.Option("--plain", help="One line a step instead of the live display.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")]
 
 
 @app.command()
@@ -63,7 +64,7 @@ def run(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the resolved config and what follows from it; start nothing.")
     ] = False,
-    plain: Annotated[bool, typer.Option("--plain", help="One line a step instead of the live display.")] = False,
+    plain: PlainOption = False,
 ) -> None:
     """Train: start a run and follow it. Ctrl-C once drains and checkpoints, twice stops at once."""
     from asyncrl.config.load import load_config
@@ -86,7 +87,7 @@ def run(
 def resume(
     folder: RunArgument = None,
     overrides: SetOption = [],  # noqa: B006 - typer copies it
-    plain: Annotated[bool, typer.Option("--plain", help="One line a step instead of the live display.")] = False,
+    plain: PlainOption = False,
 ) -> None:
     """Go on: with a live run after a pause, or with a stopped one where it stopped (`--set num_steps=...` takes it further)."""
     from asyncrl.client import Run, is_live
@@ -113,9 +114,9 @@ def _resumed_where_it_lives(folder: Path) -> bool:
     from asyncrl.client import is_live
 
     try:
-        live = _run(_ask(folder, "status"))
+        live = _ask(folder, "status")
         if live.phase in {"paused", "starting", "warming", "running", "evaluating"}:
-            _print_status(_run(_ask(folder, "resume")), as_json=False)
+            _print_status(_ask(folder, "resume"), as_json=False)
             return True
     except (LaunchError, RunLostError):
         pass  # it ended as it was asked
@@ -129,35 +130,33 @@ def _resumed_where_it_lives(folder: Path) -> bool:
 
 
 @app.command()
-def status(
-    folder: RunArgument = None, as_json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False
-) -> None:
+def status(folder: RunArgument = None, as_json: JsonOption = False) -> None:
     """Show where a live run stands and who waits for whom."""
-    _print_status(_run(_ask(_newest(folder), "status")), as_json=as_json)
+    _print_status(_ask(_newest(folder), "status"), as_json=as_json)
 
 
 @app.command()
 def pause(folder: RunArgument = None) -> None:
     """Hold generation and training; nothing in flight is lost."""
-    _print_status(_run(_ask(_newest(folder), "pause")), as_json=False)
+    _print_status(_ask(_newest(folder), "pause"), as_json=False)
 
 
 @app.command()
 def checkpoint(folder: RunArgument = None) -> None:
     """Write a checkpoint now and print its folder."""
-    print(_run(_ask(_newest(folder), "checkpoint")))
+    print(_ask(_newest(folder), "checkpoint"))
 
 
 @app.command()
 def drain(folder: RunArgument = None) -> None:
     """Finish the step in hand, checkpoint, end the run."""
-    _print_status(_run(_ask(_newest(folder), "drain")), as_json=False)
+    _print_status(_ask(_newest(folder), "drain"), as_json=False)
 
 
 @app.command()
 def stop(folder: RunArgument = None) -> None:
     """End the run at once; it can be resumed."""
-    _print_status(_run(_ask(_newest(folder), "stop")), as_json=False)
+    _print_status(_ask(_newest(folder), "stop"), as_json=False)
 
 
 @app.command()
@@ -180,7 +179,7 @@ def inspect(
     folder: RunArgument = None,
     sample: Annotated[str, typer.Option(help="One sample's whole story: g17.3, or 17.3.")] = "",
     prompt: Annotated[str, typer.Option(help="Only groups of this prompt id.")] = "",
-    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Read the ledger of a run, live or ended: counts per state, per version, per prompt; one sample's story."""
     from asyncrl.control.tools.inspect import inspect_run
@@ -210,7 +209,7 @@ def bench(
     name: Annotated[
         str, typer.Argument(help="transport, ledger, broadcast, engine, pipeline, packing, learner, residency or controller.")
     ],
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")] = False,
+    as_json: JsonOption = False,
     rounds: Annotated[
         int, typer.Option(help="Interleaved rounds, of which medians are taken. 0: the benchmark's own number.", min=0)
     ] = 0,
@@ -258,7 +257,7 @@ def plan(
     validate: Annotated[
         bool, typer.Option("--validate", help="Train a little on the CPU and compare its peak memory with the formulas.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Say before anything is rented: does it fit, how to split the GPUs, how fast, and what to change."""
     if validate:
@@ -289,7 +288,7 @@ def simulate_run(
     from_run: Annotated[Path | None, typer.Option(help="A run's folder: begin with what it measured.")] = None,
     picture: Annotated[Path | None, typer.Option(help="Draw the sweep into this PNG.")] = None,
     validate: Annotated[bool, typer.Option("--validate", help="Make two real runs and simulate them.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Simulate a run of any size in seconds, decided by the very code that decides in a real one."""
     if validate:
@@ -305,20 +304,20 @@ def simulate_run(
     from asyncrl.plan.simulator.scenario import Scenario
 
     scenario = scenario_of(scenario_of_run(from_run) if from_run else Scenario(), overrides)
-    rows = sweep(scenario, over, _print_progress if sys.stderr.isatty() else None)
+
+    def show(value: str, step: int, num_steps: int) -> None:
+        """Rewrite one line on the terminal; it is empty once the last step is done."""
+        line = f"{value or 'simulating'}: step {step} of {num_steps}" if step < num_steps else ""
+        print(f"\r\x1b[K{line}", end="", file=sys.stderr, flush=True)
+
+    rows = sweep(scenario, over, show if sys.stderr.isatty() else None)
     print(json.dumps([{"value": value, **dataclasses.asdict(made)} for value, made in rows]) if as_json else table(rows, over))
     if picture is not None:
         plot(rows, over, picture)
 
 
-def _print_progress(value: str, step: int, num_steps: int) -> None:
-    """Rewrite one line on the terminal; it is empty once the last step is done."""
-    line = f"{value or 'simulating'}: step {step} of {num_steps}" if step < num_steps else ""
-    print(f"\r\x1b[K{line}", end="", file=sys.stderr, flush=True)
-
-
 @app.command()
-def doctor(as_json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False) -> None:
+def doctor(as_json: JsonOption = False) -> None:
     """Say what is installed and what works on this machine, and what to do about what does not."""
     from asyncrl.control.tools.doctor import diagnose
 
@@ -371,15 +370,14 @@ def main() -> None:
         sys.exit(FAILED)
 
 
-def _run(work: Coroutine[Any, Any, T]) -> T:
-    return asyncio.run(work)
-
-
-async def _ask(folder: Path, what: str) -> Any:  # noqa: ANN401 - whatever that call of the client returns
+def _ask(folder: Path, what: str) -> Any:  # noqa: ANN401 - whatever that call of the client returns
     from asyncrl.client import connect
 
-    async with connect(folder) as live:
-        return await getattr(live, what)()
+    async def ask() -> Any:  # noqa: ANN401
+        async with connect(folder) as live:
+            return await getattr(live, what)()
+
+    return asyncio.run(ask())
 
 
 def _newest(folder: Path | None) -> Path:
@@ -413,7 +411,7 @@ def _print_status(status: RunStatus, *, as_json: bool) -> None:
 
 def _follow(run: Run, *, plain: bool, first: int = 0) -> None:
     """Show a run until it has ended, steps from `first`; exit with what became of it."""
-    status = _run(_follow_to_the_end(run, plain=plain, first=first))
+    status = asyncio.run(_follow_to_the_end(run, plain=plain, first=first))
     if status is None or status.version < status.num_steps:
         print(f"asyncrl: ended before its goal; `asyncrl resume {run.run_folder}` goes on", file=sys.stderr)
         sys.exit(NOT_FINISHED)

@@ -30,7 +30,7 @@ from asyncrl.config.placement_rules import with_launch_choices
 from asyncrl.config.run import RunConfig
 from asyncrl.control.launch.controller_process import ControllerProcess, live_controller
 from asyncrl.control.launch.controller_process import read_endpoint as read_endpoint
-from asyncrl.control.placement.memory_check import check_phase_room
+from asyncrl.control.placement.gpu_share import check_phase_room
 from asyncrl.control.tools.inputs import check_user_functions, path_faults
 from asyncrl.errors import ConfigError, LaunchError, LedgerError, RunError, RunLostError
 from asyncrl.observe.steps import EvalReport, StepReport, read_steps
@@ -68,7 +68,7 @@ class RunClient:
             raise LaunchError(
                 f"{self.run_folder} has no live run (no api.json); start one with `asyncrl run` or `asyncrl resume`"
             )
-        await self._open(endpoint)
+        self._open(endpoint)
         try:
             await self.status()
         except BaseException as error:
@@ -96,19 +96,15 @@ class RunClient:
             RunError: The run failed; the message is its reason.
         """
         try:
-            async for line in self._lines("/steps", first):
-                yield msgspec.json.decode(line, type=StepReport)
+            async with self._session().get("/steps", params={"first": str(first)}) as response:
+                async for line in response.content:
+                    if line.strip():
+                        yield msgspec.json.decode(line, type=StepReport)
         except (aiohttp.ClientError, OSError) as error:
             raise _lost(self.run_folder) from error
         status = await self.status()
         if status.phase == "failed":
             raise RunError(status.reason)
-
-    async def _lines(self, path: str, first: int) -> AsyncIterator[bytes]:
-        async with self._session().get(path, params={"first": str(first)}) as response:
-            async for line in response.content:
-                if line.strip():
-                    yield line
 
     async def evaluations(self) -> list[EvalReport]:
         """Return the held-out evaluations so far, oldest first."""
@@ -154,11 +150,11 @@ class RunClient:
         """Tell the generators about a version published by a `WeightPublisher` (`learner.kind = "external"`)."""
         await self._call("POST", "/weights", NoneType, {"available": available, "model_folder": model_folder})
 
-    async def _open(self, endpoint: ApiEndpoint) -> None:
+    def _open(self, endpoint: ApiEndpoint) -> None:
         self._http = aiohttp.ClientSession(
             base_url=endpoint.url,
             headers={"Authorization": f"Bearer {endpoint.token}"},
-            timeout=_NO_TIMEOUT,
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=10),
         )
 
     async def _close(self) -> None:
@@ -191,9 +187,6 @@ class RunClient:
         except (aiohttp.ClientError, OSError) as error:  # TimeoutError is an OSError
             raise _lost(self.run_folder) from error
         return msgspec.msgpack.decode(answer, type=kind)
-
-
-_NO_TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=10)
 
 
 def is_live(run_folder: str | Path) -> bool:
@@ -248,13 +241,20 @@ class Run(RunClient):
         await asyncio.to_thread(check_user_functions, self.config)
         self._prepare_folder()
         self._controller = ControllerProcess(self.config, self.run_folder)
-        self._note_choices()
         try:
             await self._controller.start()
-            await self._open(await self._wait_for_endpoint())
+            async with asyncio.timeout(START_TIMEOUT_S):
+                endpoint = await self._controller.endpoint()
+        except TimeoutError as error:
+            await self._controller.end()
+            late = f"the controller did not answer within {START_TIMEOUT_S:.0f} s; see {self.run_folder}/logs"
+            raise LaunchError(late) from error
         except BaseException:
-            await self._end_controller()
+            await self._controller.end()
             raise
+        if endpoint is None:
+            raise LaunchError(f"the run could not start: {_last_words(self.run_folder)}")
+        self._open(endpoint)
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -263,8 +263,8 @@ class Run(RunClient):
         while not leaving[0].done():
             try:
                 await asyncio.shield(leaving[0])
-            except asyncio.CancelledError:
-                leaving.append(loop.create_task(self._hurry()))
+            except asyncio.CancelledError:  # a drain that is under way becomes a stop
+                leaving.append(loop.create_task(self._stop_if_there()))
         for task in leaving:
             await task
         if len(leaving) > 1:
@@ -303,33 +303,23 @@ class Run(RunClient):
                     f"{self.run_folder} already holds a run: `asyncrl resume {self.run_folder}` goes on with it, "
                     "`--set name=...` starts another"
                 )
-            _forget_failed_start(self.run_folder)
-        said = "".join(f"# {choice}\n" for choice in self._choices)
+            # What a start left that failed before its first sample: its model and ledger may be of another config.
+            for path in self.run_folder.glob("ledger.sqlite*"):
+                path.unlink()
+            shutil.rmtree(self.run_folder / "model", ignore_errors=True)
+        said, aside = "".join(f"{choice}\n" for choice in self._choices), config_file.with_name("config.toml.partial")
         try:
             self.run_folder.mkdir(parents=True, exist_ok=True)
             self.run_folder.chmod(0o700)
-            _write_whole(config_file, said + dump_config(self.config))
+            # Whole, or as it was: a run whose config is cut short cannot be resumed.
+            aside.write_text("".join(f"# {choice}\n" for choice in self._choices) + dump_config(self.config), encoding="utf-8")
+            aside.replace(config_file)
+            (self.run_folder / "logs").mkdir(exist_ok=True)
+            with (self.run_folder / "logs" / "controller.log").open("a", encoding="utf-8") as log:
+                log.write(said)
         except OSError as error:
+            aside.unlink(missing_ok=True)
             raise LaunchError(f"cannot write {config_file}: {_full_disk(self.run_folder) or error.strerror}") from error
-
-    def _note_choices(self) -> None:
-        logs = self.run_folder / "logs"
-        logs.mkdir(exist_ok=True)
-        with (logs / "controller.log").open("a", encoding="utf-8") as log:
-            log.writelines(f"{choice}\n" for choice in self._choices)
-
-    async def _wait_for_endpoint(self) -> ApiEndpoint:
-        assert self._controller is not None
-        try:
-            async with asyncio.timeout(START_TIMEOUT_S):
-                endpoint = await self._controller.endpoint()
-        except TimeoutError as error:
-            raise LaunchError(
-                f"the controller did not answer within {START_TIMEOUT_S:.0f} s; see {self.run_folder}/logs"
-            ) from error
-        if endpoint is None:
-            raise LaunchError(f"the run could not start: {_last_words(self.run_folder)}")
-        return endpoint
 
     async def _leave(self, *, polite: bool) -> None:
         try:
@@ -338,17 +328,12 @@ class Run(RunClient):
                     await (self.drain() if polite else self.stop())
         finally:
             await self._close()
-            await self._end_controller()
+            if self._controller is not None:
+                await self._controller.end()
 
-    async def _hurry(self) -> None:
-        """Turn a drain that is under way into a stop."""
+    async def _stop_if_there(self) -> None:
         with contextlib.suppress(RunError):
             await self.stop()
-
-    async def _end_controller(self) -> None:
-        if self._controller is not None:
-            await self._controller.end()
-            self._controller = None
 
 
 def _holds_samples(run_folder: Path) -> bool:
@@ -360,23 +345,6 @@ def _holds_samples(run_folder: Path) -> bool:
             return bool(ledger.versions())
     except LedgerError:
         return (run_folder / "ledger.sqlite").exists()
-
-
-def _forget_failed_start(run_folder: Path) -> None:
-    """Remove what a start left that failed before its first sample: its model and ledger are of another config, perhaps."""
-    for path in run_folder.glob("ledger.sqlite*"):
-        path.unlink()
-    shutil.rmtree(run_folder / "model", ignore_errors=True)
-
-
-def _write_whole(file: Path, text: str) -> None:
-    """Write a file or leave the one that is there as it is: a run whose config is cut short cannot be resumed."""
-    partial = file.with_name(f"{file.name}.partial")
-    try:
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(file)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def _full_disk(run_folder: Path) -> str:

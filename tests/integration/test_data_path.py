@@ -8,7 +8,6 @@ import pytest
 
 import asyncrl
 from asyncrl.buffer.ledger.reader import LedgerReader
-from asyncrl.errors import RunError
 from tests.integration.conftest import NO_MODEL
 
 pytestmark = pytest.mark.timeout(240)
@@ -92,26 +91,3 @@ async def test_groups_without_spread_are_not_trained_while_others_come(tiny, tmp
     assert len(groups) == 16
     assert all(len({row.reward for row in group.samples}) > 1 for group in groups)
     assert dropped.get("no spread", 0) == status.groups.get("dropped", 0) > 0
-
-
-async def test_a_run_of_preferences_that_finds_no_pair_ends_by_the_stall_time_out_and_says_why(tiny, tmp_path):
-    (tmp_path / "my_reward.py").write_text("def same(prompt, text):\n    return 1.0\n")
-    config = tiny(
-        num_steps=4,
-        algorithm={"kind": "dpo", "groups_per_step": 2, "group_size": 2, "max_resamples": 1},
-        reward__functions=[{"kind": "python", "path": f"{tmp_path / 'my_reward.py'}:same"}],
-        eval=NO_EVALUATION,
-        generate__engine=NO_MODEL,
-        supervision={"stall_timeout_s": 4.0},
-    )
-    async with asyncrl.Run(config) as run:
-        with pytest.raises(
-            RunError, match=r"nothing was trained for .* waits for a group with a preference pair: .* in a row had"
-        ):
-            [report async for report in run.steps()]
-    with LedgerReader(run.run_folder) as ledger:
-        assert {(count.state, count.reason) for count in ledger.counts() if count.state != "running"} <= {
-            ("scoring", ""),
-            ("dropped", "no pair"),
-        }
-        assert ledger.steps() == []

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import random
-import signal
 
 import numpy as np
 import pytest
@@ -24,7 +22,6 @@ from asyncrl.schema.samples import InferRequest, ids_to_bytes
 from asyncrl.tasks.registry import build_task
 from asyncrl.transport.local import InProcessListener
 from asyncrl.transport.protocol import Lane
-from tests.integration.conftest import NO_MODEL
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -178,28 +175,3 @@ async def test_a_run_is_scored_by_rules_and_models_and_trains_against_the_worker
     assert divergence[-1] > 1e-7
     spans = [json.loads(line) for line in (run.run_folder / "spans.jsonl").read_text().splitlines()]
     assert {"reward-0", "inference-0"} <= {span["process"] for span in spans}
-
-
-async def test_an_inference_worker_killed_in_a_run_is_replaced_and_the_books_balance(tiny, sum_judge, recorded_pids):
-    settings = with_models(sum_judge) | {"reward__functions": [], "generate__engine": NO_MODEL}
-    async with asyncrl.Run(tiny(num_steps=20, eval__at_start=False, eval__at_end=False, **settings)) as run:
-        killed = False
-        async for report in run.steps():
-            if report.version == 3 and not killed:
-                os.kill(recorded_pids(run.run_folder)["inference-0"], signal.SIGKILL)
-                killed = True
-        status = await run.status()
-    assert status.phase == "stopped", status.reason
-    assert (status.version, status.groups["trained"]) == (20, 20 * 4)
-    assert balanced(status)
-    assert {process.name: process.deaths for process in status.processes}["inference-0"] >= 1
-    assert "reward" not in {process.kind for process in status.processes}
-    assert len(trained_groups(run)) == 20 * 4
-
-
-async def test_a_reward_model_that_cannot_be_opened_ends_the_run_with_the_reason(tiny, tmp_path):
-    (tmp_path / "nowhere").mkdir()
-    judge = {"name": "nobody", "path": str(tmp_path / "nowhere")}
-    async with asyncrl.Run(tiny(inference__reward_models=[judge], generate__engine=NO_MODEL)) as run:
-        with pytest.raises(asyncrl.RunError, match=r"inference\.reward_models 'nobody': .*nowhere has no config\.json"):
-            await run.wait()

@@ -76,34 +76,3 @@ async def test_a_generator_that_leaves_and_one_that_is_killed_give_their_groups_
             sample.generator for number in range(drained.groups["trained"]) for sample in ledger.group(number).samples
         }
     assert generated_by == {"generator-0", *names}
-
-
-async def test_generators_leave_a_run_whose_learner_is_what_takes_time_and_no_fewer_stay_than_the_bound(tiny):
-    """Three begin, their slots stand empty while the learner is busy: they go one by one, and that is no death."""
-    config = tiny(
-        num_steps=20_000, checkpoint__every_steps=0, eval__at_start=False, eval__at_end=False, buffer__max_staleness=2,
-        generate__num_workers=3,
-        generate__engine={"kind": "fake", "num_slots": 32, "max_sequence_tokens": 64, "vocabulary_size": 8, "mean_tokens": 40.0,
-                          "token_latency_s": 0.0001},
-        generate__sampling__max_new_tokens=56,
-        model={"kind": "scratch", "hidden_size": 256, "num_layers": 4, "num_heads": 4, "max_positions": 64,
-               "warm_start": {"steps": 1, "batch_size": 8}},
-        launch={"kind": "local", "elastic": {"min_generators": 2, "max_generators": 3, "decide_every_s": 1.5, "patience": 1,
-                                             "learner_idle_above": 0.9}},
-    )  # fmt: skip
-    async with asyncrl.Run(config) as run:
-        steps_with_two = 0
-        async for _ in run.steps():
-            status = await run.status()
-            ready = sum(process.state == "ready" and process.name.startswith("generator") for process in status.processes)
-            assert ready >= 2
-            steps_with_two += ready == 2
-            if steps_with_two == 40:
-                break
-        drained = await run.drain()
-    assert drained.phase == "stopped", drained.reason
-    log = (run.run_folder / "logs" / "controller.log").read_text()
-    assert log.count("3 -> 2 generators") == log.count(" generators\n") == 1, "one goes, and no further decision is made"
-    assert all(process.deaths == 0 for process in drained.processes)
-    groups = dict(drained.groups)
-    assert groups.pop("issued") == sum(groups.values())

@@ -59,16 +59,6 @@ async def test_an_outside_learner_takes_every_step_and_none_is_too_old(outside):
     assert status.groups["trained"] == len(seen)
 
 
-async def test_a_step_cannot_be_taken_twice_nor_reported_out_of_order(outside):
-    async with asyncrl.Run(outside()) as run:
-        await run.announce_weights(_available(0), "nothing-to-load")
-        taken = await run.take()
-        with pytest.raises(asyncrl.RunError, match="report it with `trained`"):
-            await run.take()
-        with pytest.raises(asyncrl.RunError, match="not in hand"):
-            await run.trained(taken.step + 1)
-
-
 async def test_samples_generated_outside_are_checked_scored_and_trained(outside):
     prompt = asyncrl.Prompt("mine/1", text="1+1=", answer="2")
     config = outside(generate__num_workers=0, algorithm__groups_per_step=1, algorithm__group_size=2, num_steps=1)
@@ -91,26 +81,3 @@ async def test_samples_generated_outside_are_checked_scored_and_trained(outside)
         status = await run.status()
     assert status.refused_samples == 2
     assert status.groups["trained"] == 1
-
-
-async def test_a_run_with_its_own_learner_refuses_an_outside_one(tiny):
-    async with asyncrl.Run(tiny()) as run:
-        with pytest.raises(asyncrl.RunError, match="external"):
-            await run.take()
-        await run.stop()
-
-
-async def test_a_wrong_token_is_turned_away(outside):
-    import aiohttp
-
-    from asyncrl.client import read_endpoint
-
-    async with asyncrl.Run(outside()) as run:
-        endpoint = read_endpoint(run.run_folder)
-        assert (run.run_folder / "api.json").stat().st_mode & 0o777 == 0o600
-        async with aiohttp.ClientSession(headers={"Authorization": "Bearer guess"}) as http:
-            async with http.get(endpoint.url + "/status") as answer:
-                assert answer.status == 401
-            async with http.post(endpoint.url + "/stop") as answer:
-                assert answer.status == 401
-        assert (await run.status()).phase != "stopped"

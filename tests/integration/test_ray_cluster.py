@@ -249,29 +249,19 @@ async def generators_come_and_go(run: asyncrl.Run, nodes: Nodes) -> None:
     await until(run, lambda status: status.version > lost_at + 1000, lost_at)
 
 
-async def test_a_run_that_loses_its_learner_s_node_still_learns(nodes: Nodes, tmp_path: Path) -> None:
-    model = {"kind": "scratch", "hidden_size": 128, "num_layers": 2, "num_heads": 4, "max_positions": 64,
-             "warm_start": {"steps": 400, "until_accuracy": 0.3, "batch_size": 64, "learning_rate": 2e-3}}  # fmt: skip
-    settings = on_ray(
-        tmp_path, nodes, num_steps=110, model=model, generate__engine__num_slots=64, generate__sampling__max_new_tokens=4,
-        algorithm={"groups_per_step": 64, "group_size": 4, "proximal": "behaviour", "dual_clip": 3.0},
-        learner={"learning_rate": 1e-3, "min_learning_rate_ratio": 0.1, "warmup_steps": 5},
-        packing__tokens_per_row=512, checkpoint__every_steps=10,
-    )  # fmt: skip
-    rewards: dict[int, float] = {}
-    async with asyncrl.Run(settings) as run:
+async def test_a_run_that_loses_its_learner_s_node_goes_on_from_its_checkpoint_on_another(nodes: Nodes, tmp_path: Path) -> None:
+    num_steps = 40  # many more than are made before a report is heard
+    run, lost = asyncrl.Run(on_ray(tmp_path, nodes, num_steps=num_steps)), ""
+    async with run:
         async for report in run.steps():
-            rewards[report.version] = report.reward_mean
-            if report.version == 25:
+            if report.version == 5:
                 lost = places(run)["learner"]
                 nodes.kill(lost)
                 nodes.add("trainer")
         status = await run.status()
-    assert status.phase == "stopped", status.reason
+    assert (status.phase, status.version) == ("stopped", num_steps), status.reason
     assert places(run)["learner"] != lost
-    assert_balanced(run.run_folder, status, groups_per_step=64)
-    newest = [rewards[version] for version in sorted(rewards)[-8:]]
-    assert sum(newest) / len(newest) >= 0.55, rewards
+    assert_balanced(run.run_folder, status, groups_per_step=4)
 
 
 async def test_a_guest_joins_a_run_on_ray_and_every_process_has_the_run_s_environment(nodes: Nodes, tmp_path: Path) -> None:

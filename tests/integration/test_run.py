@@ -14,7 +14,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import asyncrl
 from asyncrl.buffer.ledger.reader import LedgerReader
-from asyncrl.control.lifecycle.pid_file import PIDS_FILE
 from asyncrl.schema.status import RunStatus
 from tests.integration.conftest import NO_MODEL
 
@@ -127,46 +126,6 @@ async def test_a_run_killed_outright_resumes_and_trains_no_group_twice(tiny, rec
     assert _balanced(status)
     assert {report.version for report in reports} == set(range(1, num_steps + 1))
     assert _num_trained(run.run_folder) == num_steps * 4
-
-
-async def test_a_reward_that_raises_fails_its_samples_and_the_run_goes_on(tiny, tmp_path):
-    (tmp_path / "my_reward.py").write_text(
-        "def sometimes(prompt, text):\n"
-        "    if prompt.prompt_id.endswith(('3', '7')):\n"
-        "        raise ValueError('not this one')\n"
-        "    return float(text.strip() == prompt.answer)\n"
-    )
-    functions = [{"kind": "python", "path": f"{tmp_path / 'my_reward.py'}:sometimes"}]
-    settings = {"reward__functions": functions, "buffer__reissue_dropped": False, "generate__engine": NO_MODEL}
-    async with asyncrl.Run(tiny(**settings)) as run:
-        _, status = await _finish(run)
-    assert status.phase == "stopped", status.reason
-    assert status.groups["trained"] == 20
-    assert _balanced(status)
-
-
-async def test_too_many_deaths_end_the_run_with_the_reason(tiny, recorded_pids):
-    async with asyncrl.Run(tiny(supervision__max_deaths=1, generate__engine=NO_MODEL)) as run:
-        killed: set[int] = set()
-        async with asyncio.timeout(60):
-            while len(killed) < 2:
-                await asyncio.sleep(0.02)
-                pid = recorded_pids(run.run_folder).get("reward-0") if (run.run_folder / PIDS_FILE).exists() else None
-                if pid and pid not in killed:
-                    os.kill(pid, signal.SIGKILL)
-                    killed.add(pid)
-        with pytest.raises(
-            asyncrl.RunError, match=r"2 deaths within 300 s, allowed are 1.*reward-0 ended with signal 9, signal 9"
-        ):
-            await run.wait()
-
-
-async def test_a_model_that_is_not_there_is_said_before_anything_starts(tiny, tmp_path):
-    settings = {"kind": "pretrained", "path": "/nowhere/at/all"}
-    with pytest.raises(asyncrl.ConfigError, match="there is no folder /nowhere/at/all"):
-        async with asyncrl.Run(tiny(model=settings, generate__engine=NO_MODEL)):
-            pass
-    assert not (tmp_path / "tiny").exists()
 
 
 def test_a_folder_that_is_not_a_failed_start_is_not_overwritten(tiny, tmp_path):

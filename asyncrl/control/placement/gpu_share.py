@@ -1,6 +1,10 @@
-"""The share of the learner's device that generation may take beside training (`placement.kind = "async_hybrid"`).
+"""Whether a shared device has room, checked before anything is started, and generation's share of it beside training.
 
-What `placement.generation_share` s means for n generators on one device with a budget of B bytes:
+Every phase of a device must fit its budget: sums from the config alone, of weights, state, gradients, activations and logits of a
+row, KV cache, reference and reward models with a batch of theirs. What a generator needs for a forward is in no sum.
+
+With `placement.kind = "async_hybrid"` the same sums are divided by shares. What `placement.generation_share` s means for n
+generators on one device with a budget of B bytes:
 
 - time, on a CPU: all generators run on the same floor(s x cores) cores, whatever their number and threads; training may use
   every core, and goes first (niceness);
@@ -27,22 +31,16 @@ from msgspec.structs import replace
 
 from asyncrl.config.generate import VLLMEngineConfig
 from asyncrl.config.medium_choice import places_of
-from asyncrl.config.placement_rules import inference_shares_device
+from asyncrl.config.placement_rules import inference_shares_device, inference_takes_turns
 from asyncrl.config.run import LocalLaunch, RunConfig
-from asyncrl.control.tools.memory import (
-    generator_parts,
-    inference_parts,
-    judging_forward_bytes,
-    policy_shape,
-    reference_sizes,
-    training_sizes,
-)
+from asyncrl.control.tools import memory
 from asyncrl.errors import ConfigError
 from asyncrl.models.memory import BYTES, Part
+from asyncrl.residency.plan import GIB, check_phases
+from asyncrl.schema.control import Phase
 
 log = logging.getLogger(__name__)
 
-GIB = 1 << 30
 MPS_PERCENTAGE = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
 
 
@@ -148,15 +146,10 @@ def check_shares(config: RunConfig, cores: Collection[int], gpu_bytes: int = 0) 
     if not _on_gpu(config):
         own_cores(config.placement.generation_share, cores)
     budget_bytes = int(config.placement.device_memory_gib * GIB) or gpu_bytes
-    if budget_bytes:
-        _check_memory(config, budget_bytes)
-
-
-def _check_memory(config: RunConfig, budget_bytes: int) -> None:
-    share, number = config.placement.generation_share, most_generators(config)
-    beside = _training_parts(config)
-    training, generator = sum(beside.values()), sum(part.num_bytes for part in least_parts(config))
-    generation = number * generator
+    if not budget_bytes:
+        return
+    share, number, beside = config.placement.generation_share, most_generators(config), _training_parts(config)
+    training, generation = sum(beside.values()), number * sum(part.num_bytes for part in least_parts(config))
     parts = ", ".join(f"{part.name} {_gib(part.num_bytes)}" for part in least_parts(config)) or "no model"
     sums = (
         f"  training state                {_gib(training)} of {_gib((1 - share) * budget_bytes)} "
@@ -177,11 +170,46 @@ def _check_memory(config: RunConfig, budget_bytes: int) -> None:
         raise ConfigError(f"placement.generation_share {share:g} does not divide the device's memory:\n{sums}\n  set it {asked}")
 
 
+def check_phase_room(config: RunConfig) -> None:
+    """Refuse a device on which some phase has no room: one that phases share, or a learner's own with a budget.
+
+    Without `placement.device_memory_gib` the budget of a shared device is all that the GPU has; on a CPU there is none then, and
+    nothing is refused.
+
+    Raises:
+        ConfigError: With the sum that is too large, and what makes it smaller.
+    """
+    placement, is_builtin = config.placement, config.learner.kind == "builtin"
+    budget_bytes = int(placement.device_memory_gib * GIB) or (gpu_memory_bytes(config) if placement.takes_turns else 0)
+    if not budget_bytes or shares_device(config):
+        return
+    trained = memory.training_sizes(config) if is_builtin else {}  # outside code has what it has
+    stays = {"policy": trained["policy"]} if placement.kind == "hybrid" else {}
+    sums: list[tuple[Phase, dict[str, int]]] = [("train", trained)]
+    if placement.takes_turns:  # in hybrid the generators' weights are the policy
+        held = {
+            "KV cache" if part.name.startswith("KV") else "engine weights": part.num_bytes * most_generators(config)
+            for part in memory.generator_parts(config)
+            if part.name.startswith("KV") or placement.kind != "hybrid"
+        }
+        sums.insert(0, ("rollout", stays | held))
+    if is_builtin and (reference := memory.reference_sizes(config)):
+        sums.append(("inference", stays | reference))
+    if inference_takes_turns(config):
+        named = {
+            part.name if part.name == "reference" else f"reward {part.name}": part.num_bytes
+            for part in memory.inference_parts(config)
+        }
+        judges = named | {"activations of a batch": memory.judging_forward_bytes(config)}
+        sums.append(("inference", stays | {name: size * config.inference.num_workers for name, size in judges.items()}))
+    check_phases(sums, budget_bytes)
+
+
 def least_parts(config: RunConfig) -> tuple[Part, ...]:
     """Return what one generator cannot do without: weights, and the KV cache of all its slots, with vLLM of one sample."""
-    engine, shape = config.generate.engine, policy_shape(config.model)
+    engine, shape = config.generate.engine, memory.policy_shape(config.model)
     if not isinstance(engine, VLLMEngineConfig):
-        return generator_parts(config)
+        return memory.generator_parts(config)
     held = BYTES[config.learner.dtype if engine.dtype == "auto" else engine.dtype]
     one = 2 * shape.layers * shape.kv_heads * shape.head_size * engine.max_sequence_tokens * held
     return Part("weights", _weights_bytes(config)), Part("KV cache of one sample", one)
@@ -201,19 +229,19 @@ def _training_parts(config: RunConfig) -> dict[str, int]:
     """Return what is on the device beside generation: the learner with a row, and inference workers that are there too."""
     if config.learner.kind != "builtin":
         return {}
-    sizes, reference = training_sizes(config), reference_sizes(config)
+    sizes, reference = memory.training_sizes(config), memory.reference_sizes(config)
     if not config.placement.device_memory_gib:  # with a budget it comes and goes (learner/offload.py)
         sizes |= {name: size for name, size in reference.items() if name == "reference"}
     elif sum(reference.values()) > sum(sizes.values()):
         sizes = reference
     if inference_shares_device(config):
-        judge = sum(part.num_bytes for part in inference_parts(config)) + judging_forward_bytes(config)
+        judge = sum(part.num_bytes for part in memory.inference_parts(config)) + memory.judging_forward_bytes(config)
         sizes["inference workers"] = judge * config.inference.num_workers
     return sizes
 
 
 def _weights_bytes(config: RunConfig) -> int:
-    return next((part.num_bytes for part in generator_parts(config) if part.name == "weights"), 0)
+    return next((part.num_bytes for part in memory.generator_parts(config) if part.name == "weights"), 0)
 
 
 def _on_gpu(config: RunConfig) -> bool:

@@ -1,7 +1,7 @@
 """`asyncrl doctor`: what is installed, what works on this machine, and what to do about what does not.
 
 Invariants: looking changes nothing; no heavy library is imported in this process (torch, vLLM and zmq are asked in others, with a
-deadline); every finding that is not ok says what to do. Called by the CLI.
+deadline); every finding that is not ok says what to do.
 """
 
 from __future__ import annotations
@@ -9,16 +9,16 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import os
-import re
 import resource
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+from packaging.requirements import Requirement
 
 from asyncrl.errors import GenerationError
 from asyncrl.generate.vllm.launch import installed_version as installed_vllm
@@ -49,10 +49,6 @@ import vllm.v1.engine.async_llm
 from vllm.platforms import current_platform
 print(json.dumps({"device": current_platform.device_type}))
 """
-_REQUIREMENT = re.compile(
-    r"^(?P<name>[\w.-]+?)(?:\[.*\])?\s*(?:(?P<relation>[>=]=)\s*(?P<version>[\d.]+)(?:\s*,[^;]*)?)?\s*"
-    r"(?:;.*extra == ['\"](?P<extra>\w+)['\"])?$"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,34 +74,45 @@ def diagnose(folder: Path | None = None) -> list[Finding]:
     Returns:
         Findings in the order a reader wants them. Never raises for what it finds.
     """
-    checks: tuple[Callable[[], Finding], ...] = (
-        lambda: judge_python(sys.version_info[:3]),
-        lambda: judge_cores(available_cores()),
-        lambda: judge_memory(psutil.virtual_memory().available, _control_group_number("memory.max")),
-        judge_torch,
-        judge_vllm,
-        judge_curve,
-        lambda: judge_openmp(dict(os.environ)),
-        lambda: judge_shared_memory(Path("/dev/shm")),  # noqa: S108 - the system's, not ours
-        lambda: judge_open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[0]),
-        lambda: judge_disk(shutil.disk_usage(folder or Path.cwd()).free),
-        judge_sandbox,
-        lambda: judge_mps(shutil.which("nvidia-smi") is not None, running_commands()),
-        lambda: judge_guests(running_commands()),
-    )
-    return [*(check() for check in checks), *judge_packages(_own_requirements(), installed_version)]
+    try:  # vLLM has a finding of its own
+        asked = [each for each in importlib.metadata.requires("asyncrl") or [] if not each.startswith("vllm")]
+    except importlib.metadata.PackageNotFoundError:
+        asked = []
+    cores, limit_bytes = available_cores(), _control_group_number("memory.max")
+    free_disk, files = shutil.disk_usage(folder or Path.cwd()).free, resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    sandbox = probe_sandbox()
+    return [
+        judge_python(sys.version_info[:3]),
+        Finding(
+            "cores", cores >= LEAST_CORES, f"{cores:g} usable",
+            f"give it {LEAST_CORES}: with one, generation and training take turns and nothing overlaps",
+        ),
+        judge_memory(psutil.virtual_memory().available, limit_bytes),
+        _judge_torch(),
+        _judge_vllm(),
+        judge_curve(),
+        judge_shared_memory(Path("/dev/shm")),  # noqa: S108 - the system's, not ours
+        Finding(
+            "open files", files < 0 or files >= LEAST_OPEN_FILES, f"at most {files if files >= 0 else 'any number'}",
+            f"ulimit -n {LEAST_OPEN_FILES} (or LimitNOFILE= of the service)",
+        ),
+        Finding(
+            "disk", free_disk >= LEAST_DISK_BYTES, f"{free_disk / GIB:.0f} GiB free here",
+            "a checkpoint takes about 3 times the model in float32; free some, or lower checkpoint.keep_last", required=False,
+        ),
+        Finding(
+            "sandbox", sandbox.works, sandbox.reason, "only the code_exec reward needs it, and refuses to run without",
+            required=False,
+        ),
+        judge_mps(shutil.which("nvidia-smi") is not None, (process.name() for process in psutil.process_iter(["name"]))),
+        *judge_packages(asked, installed_version),
+    ]  # fmt: skip
 
 
 def judge_python(version: tuple[int, ...]) -> Finding:
     """Judge the interpreter's version."""
     wanted = ".".join(map(str, LEAST_PYTHON))
     return Finding("python", version[:2] >= LEAST_PYTHON, ".".join(map(str, version)), f"install Python {wanted} or later")
-
-
-def judge_cores(cores: float) -> Finding:
-    """Judge how many cores this process may use."""
-    advice = f"give it {LEAST_CORES}: with one, generation and training take turns and nothing overlaps"
-    return Finding("cores", cores >= LEAST_CORES, f"{cores:g} usable", advice)
 
 
 def available_cores() -> float:
@@ -123,7 +130,7 @@ def judge_memory(available_bytes: int, limit_bytes: int | None) -> Finding:
     return Finding("memory", usable >= LEAST_MEMORY_BYTES, f"{available_bytes / GIB:.1f} GiB available{limited}", advice)
 
 
-def judge_torch() -> Finding:
+def _judge_torch() -> Finding:
     """Import torch in a process of its own and judge whether it works and sees its accelerators."""
     told = _probe(_TORCH_PROBE)
     if isinstance(told, str):
@@ -134,7 +141,7 @@ def judge_torch() -> Finding:
     return Finding("torch devices", bool(devices) or not built_for, detail, advice, required=False)
 
 
-def judge_vllm() -> Finding:
+def _judge_vllm() -> Finding:
     """Judge vLLM's version, and import it in a process of its own."""
     try:
         found = installed_vllm()
@@ -157,64 +164,20 @@ def judge_curve() -> Finding:
     return Finding("zeromq curve", bool(told["curve"]), detail, advice)
 
 
-def judge_openmp(environment: dict[str, str]) -> Finding:
-    """Judge OpenMP's variables; asyncrl sets them for its own processes, so only code that imports torch beside it is at risk."""
-    set_here = {
-        name: environment[name] for name in ("OMP_WAIT_POLICY", "OMP_NUM_THREADS", "OMP_PROC_BIND") if name in environment
-    }
-    shown = ", ".join(f"{name}={value}" for name, value in set_here.items()) or "nothing set"
-    ok = set_here.get("OMP_WAIT_POLICY", "").upper() != "ACTIVE" and set_here.get("OMP_PROC_BIND", "false").lower() == "false"
-    advice = "unset these: spinning or pinned threads of several processes starve each other"
-    return Finding("openmp", ok, f"{shown} (a run's own processes get OMP_WAIT_POLICY=PASSIVE)", advice, required=False)
-
-
 def judge_shared_memory(folder: Path) -> Finding:
     """Judge how much a weight broadcast through shared memory may take: twice the model's bytes."""
+    free = shutil.disk_usage(folder).free if folder.is_dir() else 0
     advice = 'docker run --shm-size=8g, or broadcast.medium.kind = "files"'
-    if not folder.is_dir():
-        return Finding("shared memory", ok=False, detail=f"no {folder}", advice=advice, required=False)
-    free = shutil.disk_usage(folder).free
-    return Finding("shared memory", free >= LEAST_SHARED_MEMORY_BYTES, f"{free / GIB:.1f} GiB free", advice, required=False)
+    detail = f"{free / GIB:.1f} GiB free" if folder.is_dir() else f"no {folder}"
+    return Finding("shared memory", free >= LEAST_SHARED_MEMORY_BYTES, detail, advice, required=False)
 
 
-def judge_open_files(limit: int) -> Finding:
-    """Judge how many files and sockets a process may have open; negative is without limit."""
-    shown = "unlimited" if limit < 0 else str(limit)
-    advice = f"ulimit -n {LEAST_OPEN_FILES} (or LimitNOFILE= of the service)"
-    return Finding("open files", limit < 0 or limit >= LEAST_OPEN_FILES, f"at most {shown}", advice)
-
-
-def judge_disk(free_bytes: int) -> Finding:
-    """Judge the room for checkpoints and the ledger."""
-    advice = "a checkpoint takes about 3 times the model in float32; free some, or lower checkpoint.keep_last"
-    return Finding("disk", free_bytes >= LEAST_DISK_BYTES, f"{free_bytes / GIB:.0f} GiB free here", advice, required=False)
-
-
-def judge_sandbox() -> Finding:
-    """Run a program in the sandbox for real."""
-    status = probe_sandbox()
-    advice = "only the code_exec reward needs it, and refuses to run without"
-    return Finding("sandbox", status.works, status.reason, advice, required=False)
-
-
-def running_commands() -> dict[int, list[str]]:
-    """Return the command line of every process that may be looked at, by pid."""
-    return {process.pid: process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"])}
-
-
-def judge_mps(has_gpu: bool, commands: Mapping[int, list[str]]) -> Finding:
-    """Judge whether generation beside training can be held to its share of a GPU's time."""
-    runs = any("nvidia-cuda-mps-control" in command[0] for command in commands.values() if command)
+def judge_mps(has_gpu: bool, running: Iterable[str]) -> Finding:
+    """Judge by the programs that run whether generation beside training can be held to its share of a GPU's time."""
+    runs = any(name.startswith("nvidia-cuda-mps") for name in running)
     detail = "no NVIDIA GPU" if not has_gpu else "its daemon runs" if runs else "a GPU, and its daemon does not run"
     advice = 'only placement.kind = "async_hybrid" wants it: nvidia-cuda-mps-control -d, before the run'
     return Finding("mps", runs or not has_gpu, detail, advice, required=False)
-
-
-def judge_guests(commands: Mapping[int, list[str]]) -> Finding:
-    """Name the generators on this machine that serve runs which did not start them."""
-    guests = [pid for pid, command in commands.items() if {"asyncrl.pipeline", "join"} <= set(command[1:5])]
-    shown = f"{len(guests)} here serve other runs: pid {', '.join(map(str, guests))}" if guests else "none on this machine"
-    return Finding("joined generators", ok=True, detail=shown, advice="`asyncrl join RUN` starts one", required=False)
 
 
 def judge_packages(requirements: Iterable[str], version_of: Callable[[str], str | None]) -> list[Finding]:
@@ -225,10 +188,15 @@ def judge_packages(requirements: Iterable[str], version_of: Callable[[str], str 
         version_of: Installed version by name, None where absent.
     """
     findings = []
-    for requirement in requirements:
-        parsed = _REQUIREMENT.match(requirement)
-        if parsed is not None and parsed["name"] != "asyncrl" and parsed["extra"] != "dev":
-            findings.append(_judge_package(parsed, version_of(parsed["name"])))
+    for asked in map(Requirement, requirements):
+        extra = str(asked.marker).split('"')[1] if asked.marker and "extra" in str(asked.marker) else ""
+        if asked.name == "asyncrl" or extra == "dev":
+            continue
+        found = version_of(asked.name)
+        ok = found is not None and asked.specifier.contains(found, prereleases=True)
+        install = f"pip install 'asyncrl[{extra}]' (optional: extra {extra!r})" if extra else f"pip install '{asked}'"
+        wanted = "" if ok or not asked.specifier else f" (wanted {asked.specifier})"
+        findings.append(Finding(asked.name, ok, f"{found or 'not installed'}{wanted}", install, required=not extra))
     return sorted(findings, key=lambda finding: not finding.required)
 
 
@@ -238,31 +206,6 @@ def installed_version(name: str) -> str | None:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def _own_requirements() -> list[str]:
-    """Return what asyncrl's metadata asks for but vLLM, which has a finding of its own; nothing where it was never installed."""
-    try:
-        return [asked for asked in importlib.metadata.requires("asyncrl") or [] if not asked.startswith("vllm")]
-    except importlib.metadata.PackageNotFoundError:
-        return []
-
-
-def _judge_package(asked: re.Match[str], found: str | None) -> Finding:
-    name, relation, version, extra = asked.group("name", "relation", "version", "extra")
-    install = f"pip install 'asyncrl[{extra}]'" if extra else f"pip install '{name}{relation or ''}{version or ''}'"
-    advice = f"{install} (optional: extra {extra!r})" if extra else install
-    wanted = f" ({'exactly' if relation == '==' else 'at least'} {version})" if version else ""
-    ok = found is not None and (version is None or _satisfies(found, relation, version))
-    return Finding(name, ok, f"{found or 'not installed'}{'' if ok else wanted}", advice, required=extra is None)
-
-
-def _satisfies(found: str, relation: str, version: str) -> bool:
-    return _numbers(found) == _numbers(version) if relation == "==" else _numbers(found) >= _numbers(version)
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in re.findall(r"\d+", version.split("+", 1)[0]))
 
 
 def _probe(code: str) -> dict[str, object] | str:

@@ -13,16 +13,7 @@ from asyncrl.config.load import dump_config
 from asyncrl.config.medium_choice import doubts_about_medium, with_chosen_medium
 from asyncrl.config.run import RunConfig
 from asyncrl.control.launch.processes import plan_processes
-from asyncrl.control.placement.gpu_share import (
-    MPS_PERCENTAGE,
-    check_shares,
-    generator_environment,
-    gpu_memory_bytes,
-    own_cores,
-    shares_device,
-    usable_cores,
-)
-from asyncrl.control.placement.memory_check import check_phase_room
+from asyncrl.control.placement import gpu_share
 from asyncrl.control.tools.inputs import examine
 from asyncrl.control.tools.memory import generator_parts, inference_parts, learner_parts, policy_shape, version_bytes
 from asyncrl.models.memory import Part
@@ -36,7 +27,7 @@ def describe(config: RunConfig) -> tuple[str, list[str]]:
     """
     found = examine(config)
     if not found.faults:
-        check_phase_room(config)
+        gpu_share.check_phase_room(config)
     lines = [dump_config(config), "# derived"]
     figures = found.figures | (derived(config) if not any(fault.startswith("model.path") for fault in found.faults) else {})
     lines += [f"# {name:34} {value}" for name, value in figures.items()]
@@ -50,12 +41,10 @@ def derived(config: RunConfig) -> dict[str, str]:
     Raises:
         ConfigError: A pretrained model's folder has no readable config.json, or another's no readable weights.
     """
-    return (
-        _counts(config)
-        | _memory(config)
-        | _shares(config)
-        | {"processes": _processes(config), "weights travel by": _medium(config)}
-    )
+    chosen, reason = with_chosen_medium(config)
+    medium = reason or chosen.broadcast.medium.kind
+    others = {"processes": _processes(config), "weights travel by": medium}
+    return _counts(config) | _memory(config) | _shares(config) | others
 
 
 def _counts(config: RunConfig) -> dict[str, str]:
@@ -78,35 +67,36 @@ def _memory(config: RunConfig) -> dict[str, str]:
     adapters = shape.adapter_parameters(config.learner.lora)
     lines = {"parameters": f"{shape.parameters:,}" + (f"  (trained: {adapters:,} of the adapters)" if adapters else "")}
     if config.learner.kind == "builtin":
-        lines |= {f"{name} on {_learners(config)}": _shown(parts, config) for name, parts in learner_parts(config).items()}
+        where = "the learner" if config.learner.ranks == 1 else "each learner rank"
+        lines |= {f"{name} on {where}": _shown(parts, config) for name, parts in learner_parts(config).items()}
     if parts := generator_parts(config):
-        lines["memory of each generator"] = f"{_mib(_total(parts))}  ({_names(parts)})"
+        lines["memory of each generator"] = _sum(parts)
     if parts := inference_parts(config):
-        lines["memory of each inference worker"] = f"{_mib(_total(parts))} + activations  ({_names(parts)})"
+        lines["memory of each inference worker"] = _sum(parts, " + activations")
     return lines | {"bytes of one weight version": _mib(version_bytes(config))}
 
 
 def _shares(config: RunConfig) -> dict[str, str]:
     """Return what generation beside training is held to; refuses what a run would refuse."""
-    if not shares_device(config):
+    if not gpu_share.shares_device(config):
         return {}
-    check_shares(config, usable_cores(), gpu_memory_bytes(config))
-    environment = generator_environment(config)
+    gpu_share.check_shares(config, gpu_share.usable_cores(), gpu_share.gpu_memory_bytes(config))
+    environment = gpu_share.generator_environment(config)
     if environment:
-        return {"time of each generator": f"{environment[MPS_PERCENTAGE]} % of the GPU's multiprocessors, where MPS runs"}
-    cores = sorted(own_cores(config.placement.generation_share, usable_cores()))
-    return {"cores of all generators": f"{cores}  (floor({config.placement.generation_share:g} x {len(usable_cores())}))"}
-
-
-def _learners(config: RunConfig) -> str:
-    return "the learner" if config.learner.ranks == 1 else "each learner rank"
+        return {
+            "time of each generator": f"{environment[gpu_share.MPS_PERCENTAGE]} % of the GPU's multiprocessors, where MPS runs"
+        }
+    cores = sorted(gpu_share.own_cores(config.placement.generation_share, gpu_share.usable_cores()))
+    return {
+        "cores of all generators": f"{cores}  (floor({config.placement.generation_share:g} x {len(gpu_share.usable_cores())}))"
+    }
 
 
 def _shown(parts: Sequence[Part], config: RunConfig) -> str:
     """Return one rank's share of a model, by where it lies."""
     names = {"device": " + activations", "host": " in host memory", "pageable": " in pageable memory"}
     places = [
-        f"{_mib(_total(there) / config.learner.ranks)}{text}  ({_names(there)})"
+        _sum(there, text, config.learner.ranks)
         for place, text in names.items()
         if (there := [part for part in parts if part.place == place])
     ]
@@ -121,17 +111,10 @@ def _processes(config: RunConfig) -> str:
     return ", ".join([*parts, f"{counts['learner']} learner{ranks}" if counts["learner"] else "learner outside"])
 
 
-def _medium(config: RunConfig) -> str:
-    chosen, reason = with_chosen_medium(config)
-    return reason or chosen.broadcast.medium.kind
-
-
-def _total(parts: Sequence[Part]) -> int:
-    return sum(part.num_bytes for part in parts)
-
-
-def _names(parts: Sequence[Part]) -> str:
-    return ", ".join(part.name for part in parts)
+def _sum(parts: Sequence[Part], extra: str = "", ranks: int = 1) -> str:
+    """Return how much parts come to, and their names."""
+    total = sum(part.num_bytes for part in parts) / ranks
+    return f"{_mib(total)}{extra}  ({', '.join(part.name for part in parts)})"
 
 
 def _mib(count: float) -> str:

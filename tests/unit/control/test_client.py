@@ -62,7 +62,7 @@ async def test_cancelling_while_a_run_drains_stops_it_and_the_cancellation_goes_
         await run.__aexit__(None, None, None)
 
     async with serve_api(control, tmp_path) as endpoint, asyncio.TaskGroup() as group:
-        await run._open(endpoint)
+        run._open(endpoint)
         leaving = group.create_task(leave())
         await control.until("drain")
         leaving.cancel()

@@ -10,8 +10,7 @@ import pytest
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
 from asyncrl.config.load import parse_config
-from asyncrl.control.placement.gpu_share import check_shares
-from asyncrl.control.placement.memory_check import check_phase_room
+from asyncrl.control.placement.gpu_share import check_phase_room, check_shares
 from asyncrl.errors import ConfigError
 
 GIB = 1 << 30
@@ -101,7 +100,7 @@ def test_a_learners_own_budget_is_held_to_the_same_sum_of_training() -> None:
 
 
 def test_beside_generation_training_takes_what_it_takes_alone(judge: dict[str, Any]) -> None:
-    """The sum that shares are held to (device_share.py) is this one; a reference of the learner's own counts where it is more."""
+    """The sum that shares are held to (gpu_share.py) is this one; a reference of the learner's own counts where it is more."""
     own = {"algorithm": {"kl": {}, "reference": {"where": "learner"}}}
     for settings in ({}, {"packing": {"tokens_per_row": 1024}}, own):
         train = sums(**settings)["train"]["sum"]

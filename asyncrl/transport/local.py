@@ -49,7 +49,7 @@ class InProcessListener:
         for old in self._by_name.get(hello.name, ()):
             old.end(f"replaced by incarnation {hello.incarnation}")
 
-        async def goodbye(reason: str) -> None:
+        async def goodbye(_: Session, reason: str) -> None:
             near.pump()
             far.pump()
             near.end(reason or GOODBYE)

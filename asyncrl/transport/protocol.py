@@ -26,8 +26,8 @@ import enum
 import os
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 import msgspec
 
@@ -53,11 +53,12 @@ class Delivery:
     """One received message; the sender's window opens again when it is acknowledged."""
 
     message: Message
-    _acknowledge: Callable[[], None]
+    _seq: int
+    _acknowledge: Callable[[int], None]
 
     def ack(self) -> None:
         """Tell the sender that this message is dealt with; cheap, safe to repeat, does not wait."""
-        self._acknowledge()
+        self._acknowledge(self._seq)
 
 
 @dataclass(slots=True)
@@ -76,25 +77,11 @@ class RefusalCounts:
         return self.malformed + self.oversized + self.wrong_protocol + self.unknown_peer + self.unauthenticated
 
 
-@dataclass(slots=True)
-class ConnectionCounts:
-    """Messages and bytes of one connection since it opened."""
-
-    sent: int = 0
-    sent_bytes: int = 0
-    received: int = 0
-    received_bytes: int = 0
-    blocked_s: float = 0.0
-    """Total time `send` waited for credit."""
-
-
 class Connection(Protocol):
     """One end of an open connection."""
 
     peer: Hello
     """Who is at the other end (as it said at hello)."""
-    counts: ConnectionCounts
-    """Traffic so far."""
     closed_reason: str
     """Why it is over; empty while it is open."""
 
@@ -180,8 +167,7 @@ def new_hello(kind: ProcessKind, name: str) -> Hello:
     return Hello(PROTOCOL, kind, name, uuid.uuid4().hex, os.getpid())
 
 
-@dataclass(slots=True)
-class Item:
+class Item(NamedTuple):
     """One encoded message on its way."""
 
     lane: Lane
@@ -189,17 +175,11 @@ class Item:
     body: Frame
 
 
-@dataclass(slots=True)
-class Parcel:
+class Parcel(NamedTuple):
     """What travels at once: acknowledgements by lane, then messages in order."""
 
     acks: tuple[list[int], list[int]]
-    items: list[Item] = field(default_factory=list)
-
-    @property
-    def is_empty(self) -> bool:
-        """Return whether there is nothing to carry."""
-        return not (self.items or self.acks[0] or self.acks[1])
+    items: list[Item]
 
 
 class Greeting(msgspec.Struct, frozen=True, array_like=True, tag="g"):
@@ -330,15 +310,16 @@ def parse_parcel(head: ParcelHead, body: Sequence[Frame]) -> Parcel:
     Raises:
         CodecError: Shape and frames do not fit each other.
     """
-    parcel, shape = Parcel((head.data_acks, head.control_acks)), head.items
+    shape, items = head.items, []
     if len(shape) % 3 or len(body) != bool(shape):
         raise CodecError(f"parcel shape of {len(shape)} numbers with {len(body)} frames")
     view, offset = memoryview(body[0] if body else b""), 0
     for lane, seq, size in zip(shape[::3], shape[1::3], shape[2::3], strict=True):
-        if lane not in _LANES or min(seq, size) < 0 or offset + size > len(view):
+        end = offset + size
+        if not 0 <= lane < len(_LANES) or seq < 0 or not offset <= end <= len(view):
             raise CodecError(f"message {seq} of lane {lane} ({size} bytes) lies outside its parcel")
-        parcel.items.append(Item(_LANES[lane], seq, view[offset : offset + size]))
-        offset += size
+        items.append(Item(_LANES[lane], seq, view[offset:end]))
+        offset = end
     if offset != len(view):
         raise CodecError(f"parcel has {len(view) - offset} bytes that belong to no message")
-    return parcel
+    return Parcel((head.data_acks, head.control_acks), items)

@@ -13,7 +13,6 @@ number is acknowledged at most once per arrival, and again whenever the sender r
 from __future__ import annotations
 
 import asyncio
-import functools
 import sys
 from collections import deque
 from collections.abc import Awaitable, Callable
@@ -21,7 +20,7 @@ from collections.abc import Awaitable, Callable
 from asyncrl.errors import CodecError, ConnectionClosed
 from asyncrl.schema.codec import Message, decode, encode
 from asyncrl.schema.control import Hello
-from asyncrl.transport.protocol import PARCEL_BYTES, ConnectionCounts, Delivery, Item, Lane, Parcel, RefusalCounts
+from asyncrl.transport.protocol import PARCEL_BYTES, Delivery, Item, Lane, Parcel, RefusalCounts
 
 Wire = Callable[[Parcel], bool]
 """Carries a parcel; False where it is lost: the wire is gone."""
@@ -42,15 +41,23 @@ class OutLane:
 class InLane:
     """The receiving half of a lane: messages in order, waiting to be received and then acknowledged."""
 
-    def __init__(self) -> None:
+    def __init__(self, pump_soon: Callable[[], None]) -> None:
         self.expected = 0
-        self.inbox: deque[tuple[int, Message]] = deque()
+        self.inbox: deque[Delivery] = deque()
         self.unhandled: set[int] = set()
         """Numbers that arrived and are not acknowledged yet."""
         self.acks: list[int] = []
         """Numbers to tell the sender about with the next packet."""
         self.changed = asyncio.Event()
         """Set whenever a message arrived or the connection ended."""
+        self._pump_soon = pump_soon
+
+    def acknowledge(self, seq: int) -> None:
+        """Tell the sender of a message once, however often it is asked."""
+        if seq in self.unhandled:
+            self.unhandled.remove(seq)
+            self.acks.append(seq)
+            self._pump_soon()
 
 
 class Session:
@@ -61,7 +68,7 @@ class Session:
         peer: Hello,
         window: int,
         max_message_bytes: int,
-        on_close: Callable[[str], Awaitable[None]],
+        on_close: Callable[[Session, str], Awaitable[None]],
         refused: RefusalCounts,
     ) -> None:
         """Open with nothing sent and nothing received, and no wire.
@@ -74,7 +81,6 @@ class Session:
             refused: Where messages that cannot be taken are counted.
         """
         self.peer = peer
-        self.counts = ConnectionCounts()
         self.closed_reason = ""
         self.wire: Wire | None = None
         """None while there is nobody to send to; the outbox then waits."""
@@ -83,7 +89,7 @@ class Session:
         self._on_close = on_close
         self._refused = refused
         self._out = (OutLane(), OutLane())
-        self._in = (InLane(), InLane())
+        self._in = (InLane(self._pump_soon), InLane(self._pump_soon))
         self._outbox: list[Item] = []
         self._outbox_bytes = 0
         self._acked = asyncio.Event()
@@ -95,22 +101,17 @@ class Session:
         if self.try_send(message, lane):
             return
         out = self._out[lane]
-        blocked_since_s = self._loop.time()
-        try:
-            async with out.turn:
-                while len(out.unacked) >= self._window:
-                    self._raise_if_closed()
-                    out.changed.clear()
-                    await out.changed.wait()
+        async with out.turn:
+            while len(out.unacked) >= self._window:
                 self._raise_if_closed()
-                self._enqueue(message, lane, out)
-        finally:
-            self.counts.blocked_s += self._loop.time() - blocked_since_s
+                out.changed.clear()
+                await out.changed.wait()
+            self._raise_if_closed()
+            self._enqueue(message, lane, out)
 
     def try_send(self, message: Message, lane: Lane = Lane.DATA) -> bool:
         """Queue `message` if the window has room and nobody waits for it; return whether it was. Raises as `send`."""
-        if self.closed_reason:
-            self._raise_if_closed()
+        self._raise_if_closed()
         out = self._out[lane]
         if len(out.unacked) >= self._window or out.turn.locked():
             return False
@@ -123,8 +124,7 @@ class Session:
             self._raise_if_closed()
             half.changed.clear()
             await half.changed.wait()
-        seq, message = half.inbox.popleft()
-        return Delivery(message, functools.partial(self._acknowledge, half, seq))
+        return half.inbox.popleft()
 
     def unacknowledged(self, lane: Lane = Lane.DATA) -> int:
         """Return how many sent messages the other end has not acknowledged."""
@@ -148,7 +148,7 @@ class Session:
             self.end("closed on this side")
             for half in self._in:
                 half.inbox.clear()
-        await self._on_close(reason)
+        await self._on_close(self, reason)
 
     def end(self, reason: str) -> None:
         """Mark the connection as over and wake everyone who waits; what already arrived can still be received."""
@@ -159,7 +159,18 @@ class Session:
 
     def pump(self) -> None:
         """Hand everything that waits to the wire; what a lost wire loses is sent again when the peer greets or is greeted."""
-        while self.wire is not None and not (parcel := self._take_parcel()).is_empty:
+        self._is_scheduled = False
+        while self.wire is not None and (self._outbox or self._in[0].acks or self._in[1].acks):
+            num_items = num_bytes = 0
+            for item in self._outbox:
+                if num_items and num_bytes + len(item.body) > PARCEL_BYTES:
+                    break
+                num_items += 1
+                num_bytes += len(item.body)
+            parcel = Parcel((self._in[0].acks, self._in[1].acks), self._outbox[:num_items])
+            self._in[0].acks, self._in[1].acks = [], []
+            self._outbox = self._outbox[num_items:]
+            self._outbox_bytes -= num_bytes
             if not self.wire(parcel):
                 self.wire = None
 
@@ -176,7 +187,33 @@ class Session:
                 if len(out.unacked) < self._window:
                     out.changed.set()
                 self._acked.set()
-        return all(map(self._take_in, parcel.items))
+        for lane, seq, body in parcel.items:
+            half = self._in[lane]
+            if seq > half.expected:
+                return False
+            if seq < half.expected:
+                if seq not in half.unhandled:
+                    half.acks.append(seq)
+                    self._pump_soon()
+                continue
+            if len(half.unhandled) >= self._window:
+                self._refused.malformed += 1
+                return False
+            half.expected = seq + 1
+            try:
+                message = decode(body, self._max_message_bytes)
+            except CodecError:
+                if len(body) > self._max_message_bytes:
+                    self._refused.oversized += 1
+                else:
+                    self._refused.malformed += 1
+                half.acks.append(seq)  # stepped over: its place in the sender's window is given back
+                self._pump_soon()
+                continue
+            half.unhandled.add(seq)
+            half.inbox.append(Delivery(message, seq, half.acknowledge))
+            half.changed.set()
+        return True
 
     def resend_all(self) -> None:
         """Queue every unacknowledged message again, in order; the other end knows the repeats by their numbers."""
@@ -191,7 +228,7 @@ class Session:
     def start_over(self, peer: Hello) -> None:
         """Face a peer that has no memory of us: number what is unacknowledged from 0, drop what the old one sent."""
         self.peer = peer
-        stale, self._in = self._in, (InLane(), InLane())
+        stale, self._in = self._in, (InLane(self._pump_soon), InLane(self._pump_soon))
         for half in stale:
             half.changed.set()
         for out in self._out:
@@ -210,8 +247,6 @@ class Session:
         out.next_seq += 1
         self._outbox.append(item)
         self._outbox_bytes += len(item.body)
-        self.counts.sent += 1
-        self.counts.sent_bytes += len(item.body)
         if self._outbox_bytes >= PARCEL_BYTES:
             self.pump()
         else:
@@ -220,68 +255,7 @@ class Session:
     def _pump_soon(self) -> None:
         if not self._is_scheduled:
             self._is_scheduled = True
-            self._loop.call_soon(self._pump_scheduled)
-
-    def _pump_scheduled(self) -> None:
-        self._is_scheduled = False
-        self.pump()
-
-    def _take_parcel(self) -> Parcel:
-        """Return the next parcel and forget it; an empty one means there is nothing to carry."""
-        parcel = Parcel((self._in[0].acks, self._in[1].acks))
-        for half in self._in:
-            if half.acks:
-                half.acks = []
-        if self._outbox_bytes <= PARCEL_BYTES:
-            parcel.items, self._outbox, self._outbox_bytes = self._outbox, [], 0
-            return parcel
-        taken = taken_bytes = 0
-        for item in self._outbox:
-            if taken and taken_bytes + len(item.body) > PARCEL_BYTES:
-                break
-            taken += 1
-            taken_bytes += len(item.body)
-        parcel.items, self._outbox = self._outbox[:taken], self._outbox[taken:]
-        self._outbox_bytes -= taken_bytes
-        return parcel
-
-    def _take_in(self, item: Item) -> bool:
-        """Take one arriving message; False where messages are missing before it."""
-        half, seq = self._in[item.lane], item.seq
-        if seq < half.expected:
-            if seq not in half.unhandled:
-                half.acks.append(seq)
-                self._pump_soon()
-            return True
-        if seq > half.expected:
-            return False
-        if len(half.unhandled) >= self._window:
-            self._refused.malformed += 1
-            return False
-        half.expected = seq + 1
-        try:
-            message = decode(item.body, self._max_message_bytes)
-        except CodecError:
-            if len(item.body) > self._max_message_bytes:
-                self._refused.oversized += 1
-            else:
-                self._refused.malformed += 1
-            # Stepped over: its place in the sender's window is given back.
-            half.acks.append(seq)
-            self._pump_soon()
-            return True
-        half.unhandled.add(seq)
-        half.inbox.append((seq, message))
-        half.changed.set()
-        self.counts.received += 1
-        self.counts.received_bytes += len(item.body)
-        return True
-
-    def _acknowledge(self, half: InLane, seq: int) -> None:
-        if seq in half.unhandled:
-            half.unhandled.remove(seq)
-            half.acks.append(seq)
-            self._pump_soon()
+            self._loop.call_soon(self.pump)
 
     def _raise_if_closed(self) -> None:
         if self.closed_reason:

@@ -23,25 +23,8 @@ import zmq
 from asyncrl.config.run import TransportConfig
 from asyncrl.errors import CodecError, TransportError
 from asyncrl.schema.control import PROTOCOL, Hello
-from asyncrl.transport.protocol import (
-    GOODBYE,
-    Connection,
-    Goodbye,
-    GreetAgain,
-    LinkLimits,
-    Packet,
-    Parcel,
-    ParcelHead,
-    Ping,
-    Refusal,
-    RefusalCounts,
-    Welcome,
-    build,
-    build_greeting,
-    build_parcel,
-    parse,
-    parse_parcel,
-)
+from asyncrl.transport import protocol as wire
+from asyncrl.transport.protocol import GOODBYE, Connection, LinkLimits, Parcel, RefusalCounts
 from asyncrl.transport.security import ClientKeys, load_client_keys, secure_client
 from asyncrl.transport.session import Session
 from asyncrl.transport.zmq_socket import GOODBYE_LINGER_MS, LoopSocket, SocketWatch, configure, terminate
@@ -102,7 +85,9 @@ class ZmqConnector:
         self._loop = asyncio.get_running_loop()
         self._welcomed: asyncio.Future[None] = self._loop.create_future()
         unknown = Hello(PROTOCOL, "controller", address, "", 0)
-        self._session = Session(unknown, limits.window, limits.max_message_bytes, self.close, self._refused)
+        self._session = Session(
+            unknown, limits.window, limits.max_message_bytes, lambda _, reason: self.close(reason), self._refused
+        )
         self._session_id = ""
         self._not_opened = ""
         """Why there is no socket; empty where there is one."""
@@ -141,14 +126,9 @@ class ZmqConnector:
         if self._phase != "closed":
             self._session.pump()
             if self._phase == "open":
-                self._socket.send([build(Goodbye(self._session_id, reason))])
+                self._socket.send([wire.build(wire.Goodbye(self._session_id, reason))])
             self._shut("closed on this side", GOODBYE_LINGER_MS)
         await terminate(self._context)
-
-    def break_link(self) -> None:
-        """Drop the socket as if the network had; the connector finds its way back. For tests and fault drills."""
-        if self._phase != "closed":
-            self._reopen()
 
     def _open_socket(self) -> None:
         self._enter("connecting")
@@ -193,7 +173,7 @@ class ZmqConnector:
     def _greet(self) -> None:
         self._lose()
         self._enter("greeting")
-        self._socket.send([build_greeting(self._hello, self._token, self._session_id)])
+        self._socket.send([wire.build_greeting(self._hello, self._token, self._session_id)])
 
     def _lose(self) -> None:
         """Stop sending; remember since when."""
@@ -211,30 +191,27 @@ class ZmqConnector:
             return
         self._heard_s = self._loop.time()
         try:
-            packet = parse(frames[0].buffer)
-            if type(packet) is not ParcelHead:
-                self._on_notice(packet)
-            elif packet.session != self._session_id or self._phase != "open":
-                self._refused.unknown_peer += 1
-            elif not self._session.deliver(parse_parcel(packet, [frame.buffer for frame in frames[1:]])):
-                self._greet()
+            packet = wire.parse(frames[0].buffer)
+            match packet:
+                case wire.ParcelHead() if packet.session != self._session_id or self._phase != "open":
+                    self._refused.unknown_peer += 1
+                case wire.ParcelHead():
+                    if not self._session.deliver(wire.parse_parcel(packet, [frame.buffer for frame in frames[1:]])):
+                        self._greet()
+                case wire.Welcome() if self._phase == "greeting":
+                    self._on_welcome(packet)
+                case wire.GreetAgain() if self._phase == "open":
+                    self._greet()
+                case wire.Refusal():
+                    self._fail(f"{self._address} refused {self._hello.name}: {packet.reason}")
+                case wire.Goodbye() if packet.session == self._session_id:
+                    self._shut(packet.reason or GOODBYE, 0)
+                case _:
+                    pass
         except CodecError:
             self._refused.malformed += 1
 
-    def _on_notice(self, packet: Packet) -> None:
-        """Take a packet that carries nothing."""
-        if isinstance(packet, Welcome):
-            if self._phase == "greeting":
-                self._on_welcome(packet)
-        elif isinstance(packet, GreetAgain):
-            if self._phase == "open":
-                self._greet()
-        elif isinstance(packet, Refusal):
-            self._fail(f"{self._address} refused {self._hello.name}: {packet.reason}")
-        elif isinstance(packet, Goodbye) and packet.session == self._session_id:
-            self._shut(packet.reason or GOODBYE, 0)
-
-    def _on_welcome(self, welcome: Welcome) -> None:
+    def _on_welcome(self, welcome: wire.Welcome) -> None:
         self._enter("open")
         self._session.adopt(welcome.window, welcome.max_message_bytes)
         self._session.wire = self._carry
@@ -247,7 +224,7 @@ class ZmqConnector:
             self._welcomed.set_result(None)
 
     def _carry(self, parcel: Parcel) -> bool:
-        return self._socket.send(build_parcel(self._session_id, parcel))
+        return self._socket.send(wire.build_parcel(self._session_id, parcel))
 
     def _tick(self) -> None:
         """Say that we are there; notice when nobody answers, unless it was this loop that stood still."""
@@ -265,7 +242,7 @@ class ZmqConnector:
             why = f", and no socket: {self._not_opened}" if self._not_opened else ""
             self._shut(f"no listener on {self._address} for {now_s - self._lost_s:.0f} s{why}", 0)
         elif self._phase == "open" and now_s - self._heard_s <= limits.reconnect_after_s:
-            self._socket.send([build(Ping(self._session_id))])
+            self._socket.send([wire.build(wire.Ping(self._session_id))])
         elif self._not_opened or (
             self._phase != "connecting" and now_s - max(self._phase_s, self._heard_s) > limits.reconnect_after_s
         ):

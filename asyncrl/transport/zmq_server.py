@@ -25,28 +25,8 @@ from asyncrl.config.run import TransportConfig
 from asyncrl.errors import CodecError, ConnectionClosed, TransportError
 from asyncrl.folders import OwnedFolder
 from asyncrl.schema.control import PROTOCOL, Hello
-from asyncrl.transport.protocol import (
-    GOODBYE,
-    Connection,
-    Goodbye,
-    GreetAgain,
-    Greeting,
-    LinkLimits,
-    Listener,
-    Parcel,
-    ParcelHead,
-    Ping,
-    Pong,
-    Refusal,
-    RefusalCounts,
-    Welcome,
-    build,
-    build_parcel,
-    new_hello,
-    parse,
-    parse_hello,
-    parse_parcel,
-)
+from asyncrl.transport import protocol as wire
+from asyncrl.transport.protocol import GOODBYE, Connection, LinkLimits, Listener, Parcel, RefusalCounts, new_hello
 from asyncrl.transport.security import ListenerKeys, make_keys, open_zap_socket, secure_server, zap_reply
 from asyncrl.transport.session import Session
 from asyncrl.transport.zmq_socket import GOODBYE_LINGER_MS, LoopSocket, SocketWatch, configure, terminate
@@ -222,95 +202,84 @@ class ZmqListener:
             self.refused.malformed += 1
 
     def _on_message(self, frames: list[zmq.Frame]) -> None:
-        """Judge one multipart message; whatever is wrong with it is counted."""
+        """Take one multipart message; what is wrong is counted, and whoever has no session on this route is asked to greet."""
         route = frames[0].bytes
         if sum(map(len, frames)) > self._limits.max_packet_bytes:
             self.refused.oversized += 1
             return
         try:
-            packet = parse(frames[1].buffer if len(frames) > 1 else b"")
-            if type(packet) is Greeting:
+            packet = wire.parse(frames[1].buffer if len(frames) > 1 else b"")
+            if isinstance(packet, wire.Greeting):
                 self._on_greeting(route, packet)
-            elif isinstance(packet, ParcelHead | Ping | Goodbye):
-                self._on_packet(route, packet, frames)
-            else:
+                return
+            if not isinstance(packet, wire.ParcelHead | wire.Ping | wire.Goodbye):
                 self.refused.malformed += 1
+                return
+            peer = self._by_route.get(route)
+            if peer is None or peer.session_id != packet.session:
+                self.refused.unknown_peer += 1
+                self._tell(route, wire.GreetAgain())
+                return
+            peer.heard_s = self._loop.time()
+            if isinstance(packet, wire.Ping):
+                self._tell(route, wire.Pong(peer.session_id))
+            elif isinstance(packet, wire.Goodbye):
+                self._forget(peer, packet.reason or GOODBYE)
+            elif not peer.session.deliver(wire.parse_parcel(packet, [frame.buffer for frame in frames[2:]])):
+                self._tell(route, wire.GreetAgain())
         except CodecError as error:
             self.refused.malformed += 1
             _log.debug("refused a packet: %s", error)
 
-    def _on_packet(self, route: bytes, packet: ParcelHead | Ping | Goodbye, frames: list[zmq.Frame]) -> None:
-        """Take a packet of a session; whoever has none on this route is asked to greet."""
-        peer = self._by_route.get(route)
-        if peer is None or peer.session_id != packet.session:
-            self.refused.unknown_peer += 1
-            self._socket.send([route, build(GreetAgain())])
-            return
-        peer.heard_s = self._loop.time()
-        if isinstance(packet, Ping):
-            self._socket.send([route, build(Pong(peer.session_id))])
-        elif isinstance(packet, Goodbye):
-            self._forget(peer, packet.reason or GOODBYE)
-        elif not peer.session.deliver(parse_parcel(packet, [frame.buffer for frame in frames[2:]])):
-            self._socket.send([route, build(GreetAgain())])
-
-    def _on_greeting(self, route: bytes, greeting: Greeting) -> None:
+    def _on_greeting(self, route: bytes, greeting: wire.Greeting) -> None:
         """Let a new peer in, or an old one back in."""
         if greeting.protocol != PROTOCOL:
             self.refused.wrong_protocol += 1
-            reason = f"{self._hello.name} speaks protocol {PROTOCOL}, you speak {greeting.protocol}"
-            self._socket.send([route, build(Refusal(reason))])
+            self._tell(route, wire.Refusal(f"{self._hello.name} speaks protocol {PROTOCOL}, you speak {greeting.protocol}"))
             return
-        hello = parse_hello(greeting)
-        reason = self._reason_against(hello, greeting.token)
+        hello, token = wire.parse_hello(greeting), greeting.token
+        peer = self._by_name.get(hello.name)
+        if self._is_closed:
+            reason = "the listener closes"
+        elif self._dismissed.get(hello.name) == token:
+            reason = "this connection was closed by the listener"
+        elif peer is None and len(self._by_name) >= MAX_PEERS:
+            reason = f"there are {MAX_PEERS} peers already"
+        else:
+            reason = self._judge(hello)
         if reason:
             self.refused.unknown_peer += 1
-            self._socket.send([route, build(Refusal(reason))])
+            self._tell(route, wire.Refusal(reason))
             return
-        peer = self._by_name.get(hello.name)
-        if peer and (peer.hello.incarnation, peer.token) == (hello.incarnation, greeting.token):
+        if peer and (peer.hello.incarnation, peer.token) == (hello.incarnation, token):
             self._by_route.pop(peer.route, None)
             peer.route, peer.heard_s = route, self._loop.time()
         else:
             if peer:
                 self._forget(peer, f"replaced by incarnation {hello.incarnation}")
-            peer = self._make_peer(route, hello, greeting.token)
+            session = Session(hello, self._limits.window, self._limits.max_message_bytes, self._dismiss, self.refused)
+            peer = _Peer(hello, token, uuid.uuid4().hex, route, session, self._loop.time())
+            self._by_name[hello.name] = peer
+            self._accepted.append(session)
+            self._changed.set()
         self._by_route[route] = peer
-        welcome = Welcome(peer.session_id, self._hello, self._limits.window, self._limits.max_message_bytes)
-        self._socket.send([route, build(welcome)])
+        self._tell(route, wire.Welcome(peer.session_id, self._hello, self._limits.window, self._limits.max_message_bytes))
         peer.session.wire = functools.partial(self._carry, peer)
         peer.session.resend_all()
 
-    def _reason_against(self, hello: Hello, token: str) -> str:
-        """Return why this peer may not come in; empty where it may."""
-        if self._is_closed:
-            return "the listener closes"
-        if self._dismissed.get(hello.name) == token:
-            return "this connection was closed by the listener"
-        if hello.name not in self._by_name and len(self._by_name) >= MAX_PEERS:
-            return f"there are {MAX_PEERS} peers already"
-        return self._judge(hello)
-
-    def _make_peer(self, route: bytes, hello: Hello, token: str) -> _Peer:
-        async def dismiss(reason: str) -> None:
-            await self._dismiss(peer, reason)
-
-        session = Session(hello, self._limits.window, self._limits.max_message_bytes, dismiss, self.refused)
-        peer = _Peer(hello, token, uuid.uuid4().hex, route, session, self._loop.time())
-        self._by_name[hello.name] = peer
-        self._accepted.append(session)
-        self._changed.set()
-        return peer
+    def _tell(self, route: bytes, packet: wire.Packet) -> None:
+        self._socket.send([route, wire.build(packet)])
 
     def _carry(self, peer: _Peer, parcel: Parcel) -> bool:
-        return self._socket.send([peer.route, *build_parcel(peer.session_id, parcel)])
+        return self._socket.send([peer.route, *wire.build_parcel(peer.session_id, parcel)])
 
-    async def _dismiss(self, peer: _Peer, reason: str) -> None:
+    async def _dismiss(self, session: Session, reason: str) -> None:
         """Say goodbye to a peer that this side closes; one that was cut off may come back, it would only hear it then."""
-        if self._by_name.get(peer.hello.name) is peer:
+        peer = self._by_name.get(session.peer.name)
+        if peer is not None and peer.session is session:
             if self._loop.time() - peer.heard_s <= self._limits.reconnect_after_s:
                 self._dismissed[peer.hello.name] = peer.token
-                self._socket.send([peer.route, build(Goodbye(peer.session_id, reason))])
+                self._tell(peer.route, wire.Goodbye(peer.session_id, reason))
             self._forget(peer, "closed on this side")
 
     def _forget(self, peer: _Peer, reason: str) -> None:

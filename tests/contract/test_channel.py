@@ -116,8 +116,6 @@ async def test_messages_arrive_in_order_in_both_directions(channel):
         inward = tasks.create_task(consume(far))
     assert outward.result() == inward.result() == list(range(200))
     assert await far.flush(WAIT_S)
-    assert far.counts.sent == near.counts.received == 200
-    assert far.counts.sent_bytes == near.counts.received_bytes > 0
 
 
 async def test_large_and_small_messages_keep_their_order_and_content(channel):
@@ -147,7 +145,6 @@ async def test_send_waits_when_the_window_is_full_and_goes_on_after_an_acknowled
         await asyncio.wait_for(blocked, WAIT_S)
     assert far.unacknowledged() == WINDOW
     assert (await take(near)).group_id == WINDOW
-    assert far.counts.blocked_s > 0
 
 
 async def test_acknowledging_twice_frees_one_place(channel):

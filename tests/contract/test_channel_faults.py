@@ -146,7 +146,7 @@ async def test_a_connector_that_finds_no_descriptor_tries_until_there_is_one(cap
     async with closing(listener, connector):
         near = await accept(listener)
         with no_descriptor_left():
-            connector.break_link()
+            connector._reopen()
             await far.send(failure(1))
             await until(lambda: caplog.text.count("Too many open files") >= 2)
         assert await consume(near, 1) == [1]
@@ -157,7 +157,7 @@ async def test_a_connector_that_never_finds_a_descriptor_ends_and_says_why():
     connector, far = await connect(listener.address, limits=dataclasses.replace(LIMITS, give_up_s=0.3))
     async with closing(listener, connector):
         with no_descriptor_left():
-            connector.break_link()
+            connector._reopen()
             with pytest.raises(ConnectionClosed, match="and no socket: Too many open files"):
                 await asyncio.wait_for(far.receive(), WAIT_S)
 
@@ -251,7 +251,7 @@ async def test_a_connector_that_loses_its_socket_comes_back_into_the_same_connec
             near = await accept(listener)
             await far.send(failure(0))
             delivery = await asyncio.wait_for(near.receive(), WAIT_S)
-            connector.break_link()
+            connector._reopen()
             await far.send(failure(1))
             await near.send(failure(2))
             delivery.ack()

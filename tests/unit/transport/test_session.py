@@ -15,7 +15,7 @@ HELLO = Hello(PROTOCOL, "generator", "generator-0", "incarnation", 7)
 ACTIONS = st.lists(st.tuples(st.sampled_from(["send", "ack", "cut", "mend", "forget"]), st.integers(0, 20)), max_size=200)
 
 
-async def no_goodbye(reason: str) -> None:
+async def no_goodbye(session: Session, reason: str) -> None:
     pass
 
 

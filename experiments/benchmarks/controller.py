@@ -6,7 +6,11 @@ is seen is the controller's own back-pressure. Every size has the same steps; th
 
 `cpu_growth`: the controller's CPU seconds a sample with the most generators over those with the fewest; medians over rounds in
 which all sizes take their turn. Its threads count (the ledger's, the wire's encryption), and so does what it does for versions,
-heartbeats and reports. `rounds` 0 means 2.
+heartbeats and reports.
+
+`cpu_vs_bare_4` and `_1000`: the same figure for samples of 4 and of 1,000 tokens with 8 generators, over that of a bare loop for
+the same samples in the same round: decode with msgspec, insert into SQLite in batches, pack. The bare loop has no socket, asks no
+reward workers, checks nothing and can repeat nothing. `rounds` 0 means 2.
 """
 
 from __future__ import annotations
@@ -15,8 +19,10 @@ import asyncio
 import contextlib
 import cProfile
 import shutil
+import sqlite3
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -29,48 +35,96 @@ from asyncrl.control.launch.local import LocalLauncher, LocalProcess, ProcessSpe
 from asyncrl.control.launch.process_main import watch_owner
 from asyncrl.errors import LaunchError
 from asyncrl.observe.log import set_up_logging
+from asyncrl.packing.tensors import pack_step
 from asyncrl.pipeline import run_controller
-from benchmarks.fake_cluster import MEASURED_TO, RESULT_FILE, Mark
+from asyncrl.schema.codec import decode, encode
+from asyncrl.schema.samples import Prompt, Sample, ScoredGroup, ScoredSample
+from benchmarks.fake_cluster import MEASURED_TO, PROMPT_TOKENS, RESULT_FILE, Mark
 from benchmarks.harness import BenchResult, medians, ratio
+from benchmarks.samples import random_sample
 
 SIZES = (8, 64, 256)
 ROUNDS = 2
 GROWTH_GOAL = 1.3
-GROUPS_PER_STEP, GROUP_SIZE = 256, 8
+NUM_TOKENS = 256
+VS_BARE_GOALS = {4: 3.0, 1000: 1.5}
+"""By tokens of a sample."""
+GROUPS_PER_STEP, GROUP_SIZE, TOKENS_PER_ROW = 256, 8, 4096
+BARE_BATCH = 64
 MAX_STALENESS = 2
+CPU, LOST = "cpu_s_per_1000_samples", "lost_groups"
 START_TIMEOUT_S = 30.0
 RUN_TIMEOUT_S = 120.0
 
 
 def run(rounds: int = 0) -> BenchResult:
     """Measure every size in turn, `rounds` times."""
-    measured: dict[int, list[dict[str, float]]] = {size: [] for size in SIZES}
+    measured: list[dict[str, float]] = []
     folder = Path(tempfile.mkdtemp(prefix="asyncrl-bench-"))
     try:
         for number in range(rounds or ROUNDS):
+            row: dict[str, float] = {}
             for size in SIZES:
-                run_folder = folder / f"controller-{size}-{number}"
-                measured[size].append(asyncio.run(measure(run_folder, size)))
+                figures = asyncio.run(measure(folder / f"controller-{size}-{number}", size))
+                row |= {f"{name}_{size}": value for name, value in figures.items()}
+            for num_tokens in VS_BARE_GOALS:
+                figures = asyncio.run(measure(folder / f"tokens-{num_tokens}-{number}", SIZES[0], num_tokens))
+                bare_us = 1e6 * bare_cpu_s(folder / f"bare-{num_tokens}-{number}", num_tokens)
+                row |= {f"cpu_us_of_{num_tokens}_tokens": 1000 * figures[CPU], f"bare_cpu_us_of_{num_tokens}_tokens": bare_us}
+                row |= {f"cpu_vs_bare_{num_tokens}": 1000 * figures[CPU] / bare_us, f"lost_groups_{num_tokens}": figures[LOST]}
+            measured.append(row)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    middle = {size: medians(rows) for size, rows in measured.items()}
-    figures = {f"{name}_{size}": value for size, row in middle.items() for name, value in row.items()}
-    cpu = "cpu_s_per_1000_samples"
-    ratios = {
-        "cpu_growth": ratio(middle[SIZES[-1]][cpu] / middle[SIZES[0]][cpu], GROWTH_GOAL, at_least=False),
-        "lost": ratio(sum(row["lost_groups"] for rows in measured.values() for row in rows), 0, at_least=False),
-    }
-    return BenchResult("controller", figures, ratios)
+    middle = medians(measured)
+    growth = middle[f"{CPU}_{SIZES[-1]}"] / middle[f"{CPU}_{SIZES[0]}"]
+    ratios = {"cpu_growth": ratio(round(growth, 3), GROWTH_GOAL, at_least=False)}
+    for num_tokens, goal in VS_BARE_GOALS.items():
+        ratios[f"cpu_vs_bare_{num_tokens}"] = ratio(round(middle.pop(f"cpu_vs_bare_{num_tokens}"), 2), goal, at_least=False)
+    lost = sum(value for row in measured for name, value in row.items() if name.startswith(LOST))
+    ratios["lost"] = ratio(lost, 0, at_least=False)
+    return BenchResult("controller", middle, ratios)
 
 
-async def measure(run_folder: Path, num_workers: int, profile_file: str = "") -> dict[str, float]:
+def bare_cpu_s(folder: Path, num_tokens: int) -> float:
+    """Return the CPU seconds a sample that decoding, one table and packing take."""
+    sample = random_sample(num_tokens, PROMPT_TOKENS)
+    num_samples = GROUPS_PER_STEP * GROUP_SIZE
+    frames = [
+        encode(msgspec.structs.replace(sample, group_id=number // GROUP_SIZE, index=number % GROUP_SIZE))
+        for number in range(num_samples)
+    ]
+    folder.mkdir()
+    with contextlib.closing(sqlite3.connect(folder / "bare.sqlite", isolation_level=None)) as connection:
+        connection.execute("PRAGMA journal_mode = WAL")
+        connection.execute("PRAGMA synchronous = normal")
+        connection.execute("CREATE TABLE samples (key INTEGER PRIMARY KEY, reward REAL, body BLOB)")
+        begun_s, scored = time.process_time(), []
+        for start in range(0, num_samples, BARE_BATCH):
+            rows = []
+            for frame in frames[start : start + BARE_BATCH]:
+                decoded = decode(frame)
+                assert isinstance(decoded, Sample)
+                scored.append(ScoredSample(decoded, float(decoded.index % 2)))
+                rows.append((decoded.group_id << 20 | decoded.index, float(decoded.index % 2), frame))
+            connection.execute("BEGIN")
+            connection.executemany("INSERT INTO samples VALUES (?, ?, ?)", rows)
+            connection.execute("COMMIT")
+        groups = [
+            ScoredGroup(number, Prompt(f"p{number}"), tuple(scored[number * GROUP_SIZE : (number + 1) * GROUP_SIZE]))
+            for number in range(GROUPS_PER_STEP)
+        ]
+        encode(pack_step(0, groups, tokens_per_row=TOKENS_PER_ROW, temperature=1.0))
+        return (time.process_time() - begun_s) / num_samples
+
+
+async def measure(run_folder: Path, num_workers: int, num_tokens: int = NUM_TOKENS, profile_file: str = "") -> dict[str, float]:
     """Host one run to its end and return its figures.
 
     Raises:
         LaunchError: The controller did not come up; RunError where its run failed.
     """
     (run_folder / "logs").mkdir(parents=True)
-    config = parse_config(_settings(run_folder, num_workers))
+    config = parse_config(_settings(run_folder, num_workers, num_tokens))
     (run_folder / "config.toml").write_text(dump_config(config), encoding="utf-8")
     command = (sys.executable, "-m", "benchmarks.controller", str(run_folder), *filter(None, [profile_file]))
     with (run_folder / "logs" / "controller.log").open("wb") as log:
@@ -87,9 +141,9 @@ async def measure(run_folder: Path, num_workers: int, profile_file: str = "") ->
     wall_s, cpu_s = after.wall_s - before.wall_s, after.cpu_s - before.cpu_s
     return {
         "samples_per_s": samples / wall_s,
-        "cpu_s_per_1000_samples": 1000 * cpu_s / samples,
+        CPU: 1000 * cpu_s / samples,
         "busy_cores": cpu_s / wall_s,
-        "lost_groups": float(lost),
+        LOST: float(lost),
     }
 
 
@@ -107,15 +161,15 @@ async def _follow(run_folder: Path, process: asyncio.subprocess.Process) -> int:
     return abs(groups.pop("issued") - sum(groups.values()))
 
 
-def _settings(run_folder: Path, num_workers: int) -> dict[str, Any]:
+def _settings(run_folder: Path, num_workers: int, num_tokens: int) -> dict[str, Any]:
     return {
         "name": run_folder.name,
         "folder": str(run_folder.parent),
         "num_steps": MEASURED_TO + MAX_STALENESS + 2,  # samples of later steps are still made in the last that is measured
-        "generate": {"num_workers": num_workers, "sampling": {"max_new_tokens": 256},
-                     "engine": {"kind": "fake", "num_slots": 64, "max_sequence_tokens": 1024}},
+        "generate": {"num_workers": num_workers, "sampling": {"max_new_tokens": num_tokens},
+                     "engine": {"kind": "fake", "num_slots": 64, "max_sequence_tokens": 2048}},
         "algorithm": {"groups_per_step": GROUPS_PER_STEP, "group_size": GROUP_SIZE},
-        "packing": {"tokens_per_row": 4096},
+        "packing": {"tokens_per_row": TOKENS_PER_ROW},
         "reward": {"num_workers": 1},
         "buffer": {"max_staleness": MAX_STALENESS},
         "eval": {"at_start": False, "at_end": False},

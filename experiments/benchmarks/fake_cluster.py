@@ -47,7 +47,7 @@ from benchmarks.samples import random_sample
 RESULT_FILE = "marks.json"
 MEASURED_FROM, MEASURED_TO = 4, 12
 """Versions at which the controller is looked at; the steps before fill the pipeline."""
-NUM_TOKENS, PROMPT_TOKENS = 256, 64
+PROMPT_TOKENS = 64
 GAUGES = dict.fromkeys(
     (
         "process/tokens_generated", "process/requests_running", "process/slots", "process/idle_s", "process/busy_s",
@@ -73,7 +73,7 @@ class Member:
     def __init__(self, kind: ProcessKind, name: str, config: RunConfig, run_folder: Path) -> None:
         self.kind, self.name, self.config, self.run_folder = kind, name, config, run_folder
         self.connection: Connection
-        self._sample = random_sample(NUM_TOKENS, PROMPT_TOKENS, name)
+        self._sample = random_sample(config.generate.sampling.max_new_tokens, PROMPT_TOKENS, name)
         self._controller = psutil.Process(os.getppid())
         self._marks: list[Mark] = []
 
@@ -114,7 +114,7 @@ class Member:
         if self.kind == "generator" and isinstance(order, LoadModel):
             await self._tell(EngineReady(self.name, self.config.generate.engine.num_slots, -1))
         elif self.kind == "generator" and isinstance(order, WeightsAvailable):
-            versions = ids_to_bytes(np.full(NUM_TOKENS, order.version, np.int32))
+            versions = ids_to_bytes(np.full(self._sample.num_tokens, order.version, np.int32))
             self._sample = msgspec.structs.replace(self._sample, versions=versions)
             await self._tell(VersionLive(order.version, self.name, time.monotonic(), 1.0, 1.0, -1.0))
         elif self.kind == "learner" and isinstance(order, Checkpoint):

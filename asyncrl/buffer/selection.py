@@ -13,7 +13,6 @@ Pure.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 
 import msgspec
 
@@ -93,58 +92,12 @@ def _first(ready: Sequence[Aged], count: int) -> tuple[int, ...]:
     return tuple(sorted(group_id for _, group_id in sorted(ready)[:count]))
 
 
-@dataclass(slots=True)
-class StandingAnswer:
-    """The answer to a step that could not be taken, and what must happen before it is worth asking again.
-
-    The controller asks after every sample, and looking through all groups each time costs more the larger the run is. An answer
-    holds until something changes it: `NotEnough` until this many more groups are ready, `Wait` until this many of those it names
-    are done. What could change it in another way (a group's age, a placement, a restart) makes it void.
-    """
-
-    answer: NotEnough | Wait
-    missing: int
-    """Groups that must be ready (`NotEnough`), or done with among those waited for (`Wait`), before the answer can change."""
-    _among: dict[int, None] | None = field(init=False)
-    """Those waited for that are not done with; None: any group counts."""
-    _is_current: bool = True
-
-    def __post_init__(self) -> None:
-        """Note whom it waits for."""
-        self._among = dict.fromkeys(self.answer.group_ids) if isinstance(self.answer, Wait) else None
-
-    def names(self, group_id: int) -> bool:
-        """Return whether it waits for this very group."""
-        return self._among is not None and group_id in self._among
-
-    def group_done(self, group_id: int, *, is_ready: bool) -> None:
-        """Note that an unfinished group became ready, or ended."""
-        if self._among is None:
-            self.missing -= is_ready
-        elif group_id in self._among:
-            del self._among[group_id]
-            self.missing -= 1
-        else:
-            return
-        self._is_current = False
-
-    def holds_for(self, step: int) -> bool:
-        """Return whether `step` would be answered the same."""
-        return self.answer.step == step and self.missing > 0
-
-    def now(self) -> NotEnough | Wait:
-        """Return the answer with the numbers of this moment."""
-        if not self._is_current:
-            self._is_current = True
-            if isinstance(self.answer, NotEnough):
-                self.answer = NotEnough(self.answer.step, self.answer.need - self.missing, self.answer.need)
-            else:
-                self.answer = Wait(self.answer.step, tuple(self._among or ()), self.answer.reason)
-        return self.answer
-
-
 class ReadyGroups:
     """The groups that are ready, and the answer that stands while the next step must wait.
+
+    The controller asks after every sample, and looking through all groups each time costs more the larger the run is. So an
+    answer stands until something can change it: `too few are ready` until so many more are, `certain groups are waited for` until
+    so many of them are done with. A group's age, a placement or a restart makes it void.
 
     Invariants (`check`): it holds exactly the live groups that are ready; while an answer stands, a fresh look at all groups
     would find no step either.
@@ -156,10 +109,15 @@ class ReadyGroups:
     def __init__(self, limits: BufferLimits) -> None:
         self._limits = limits
         self._ready: dict[int, Group] = {}
-        self._standing: StandingAnswer | None = None
         self._unexamined: dict[int, Group] = {}
         """Became ready since unfit groups were last looked for."""
         self._examined_step = -1
+        self._answered_step = -1
+        self._missing = 0
+        """How many groups must still be ready, or done with of those waited for; 0: no answer stands."""
+        self._waited_for: dict[int, None] | None = None
+        """None: any group that becomes ready counts."""
+        self._why = ""
 
     @property
     def count(self) -> int:
@@ -173,28 +131,32 @@ class ReadyGroups:
     def add(self, group: Group) -> None:
         """Take in a group that became ready."""
         self._ready[group.group_id] = self._unexamined[group.group_id] = group
-        if self._standing is not None:
-            self._standing.group_done(group.group_id, is_ready=True)
+        self._done_with(group.group_id, is_ready=True)
 
     def ended(self, group_id: int) -> None:
         """Note that a live group, ready or not, was dropped or failed."""
         if self._ready.pop(group_id, None) is not None:
-            self._standing = None
-        elif self._standing is not None:
-            self._standing.group_done(group_id, is_ready=False)
+            self._missing = 0
+        else:
+            self._done_with(group_id, is_ready=False)
+
+    def _done_with(self, group_id: int, *, is_ready: bool) -> None:
+        if self._waited_for is None:
+            self._missing -= is_ready
+        elif group_id in self._waited_for:
+            del self._waited_for[group_id]
+            self._missing -= 1
 
     def grew_older(self, group_id: int) -> None:
         """Note that an unfinished group turned out to be of another age than it seemed."""
-        if self._standing is not None and self._standing.names(group_id):
-            self._standing = None
+        if self._waited_for is not None and group_id in self._waited_for:
+            self._missing = 0
 
-    def group_placed(self) -> None:
-        """Note that an unfinished group was handed out again: its age may be any."""
-        self._standing = None
-
-    def look_again(self) -> None:
-        """Note that the learner went back: neither the answer nor what was examined holds."""
-        self._standing, self._examined_step = None, -1
+    def look_again(self, *, examine_all: bool) -> None:
+        """Give no answer from memory; with `examine_all`, look for unfit groups among all that are ready."""
+        self._missing = 0
+        if examine_all:
+            self._examined_step = -1
 
     def unfit(self, step: int) -> list[Group]:
         """Return the ready groups that cannot be trained at `step` without breaking the bound; each is told of once.
@@ -213,18 +175,18 @@ class ReadyGroups:
             step: The next one.
             live: All running, scoring and ready groups.
         """
-        if self._standing is not None and self._standing.holds_for(step):
-            return self._standing.now()
-        self._standing = None
-        choice = self._choice(step, self._ready.values(), live)
-        if choice.take:
-            return choice.take
-        if choice.wait_for:
-            self._standing = StandingAnswer(Wait(step, choice.wait_for, choice.why(step)), choice.missing)
-        else:
-            num_ready, needed = len(self._ready), self._limits.groups_per_step
-            self._standing = StandingAnswer(NotEnough(step, num_ready, needed), needed - num_ready)
-        return self._standing.now()
+        if self._answered_step != step or self._missing <= 0:
+            choice = self._choice(step, self._ready.values(), live)
+            if choice.take:
+                self._missing = 0
+                return choice.take
+            self._answered_step = step
+            self._waited_for = dict.fromkeys(choice.wait_for) if choice.wait_for else None
+            self._missing = choice.missing or self._limits.groups_per_step - len(self._ready)
+            self._why = choice.why(step)
+        if self._waited_for is None:
+            return NotEnough(step, self._limits.groups_per_step - self._missing, self._limits.groups_per_step)
+        return Wait(step, tuple(self._waited_for), self._why)
 
     def take(self, group_ids: tuple[int, ...]) -> list[Group]:
         """Give these groups away, in this order."""
@@ -233,11 +195,11 @@ class ReadyGroups:
     def check(self, next_step: int, live: Mapping[int, Group]) -> None:
         """Raise AssertionError where it holds other groups than the ready ones, or a standing answer is out of date."""
         assert self._ready.keys() == {group.group_id for group in live.values() if group.state == "ready"}, "ready is not"
-        if self._standing is None or not self._standing.holds_for(next_step):
+        if self._answered_step != next_step or self._missing <= 0:
             return
         fit = [group for group in self._ready.values() if self._is_fit(group, next_step)]
         choice = self._choice(next_step, fit, live)
-        assert not choice.take, f"step {next_step} could take {choice.take} and is told {self._standing}"
+        assert not choice.take, f"step {next_step} could take {choice.take} and is told to wait for {self._missing} groups"
 
     def _choice(self, step: int, ready: Iterable[Group], live: Mapping[int, Group]) -> Choice:
         limits, aged = self._limits, _aged(ready)

@@ -280,7 +280,7 @@ class BufferState:
         group.version = min(group.version, event.version)
         group.refresh_age()
         self._unplaced.discard(event.group_id)
-        self._ready.group_placed()
+        self._ready.look_again(examine_all=False)
         self.pool.change(event.generator, add_members=len(group.pending))
         return []
 
@@ -452,7 +452,7 @@ class BufferState:
         for step, record in self.steps.items():
             record.trained = step < version
             record.trained_before |= step < version
-        self._ready.look_again()
+        self._ready.look_again(examine_all=True)
         return []
 
     def _steps_forgotten(self, event: ev.StepsForgotten, _: float) -> list[BufferInstruction]:
@@ -473,5 +473,5 @@ class BufferState:
         self.next_step -= 1
         for _group in record.group_ids:
             self._dropped.add(event.reason)
-        self._ready.look_again()
+        self._ready.look_again(examine_all=True)
         return [GroupMoved(group_id, "taken", "dropped", event.reason) for group_id in record.group_ids]

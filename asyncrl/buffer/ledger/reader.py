@@ -6,7 +6,6 @@ Every answer is one consistent moment of the file. It never changes the file and
 from __future__ import annotations
 
 import sqlite3
-import time
 from pathlib import Path
 from typing import Any, Self
 
@@ -16,8 +15,6 @@ from asyncrl.buffer.ledger.schema import sample_key
 from asyncrl.buffer.ledger.store import connect_read_only, read_sample, reading
 from asyncrl.errors import LedgerError
 from asyncrl.schema.samples import Prompt, Sample
-
-NUM_TRIES, RETRY_S = 3, 0.2
 
 
 class StateCount(msgspec.Struct, frozen=True):
@@ -84,7 +81,6 @@ class SampleRow(msgspec.Struct, frozen=True):
     num_tokens: int
     finish_reason: str
     reward: float | None
-    parts: dict[str, float]
     failure: str
     """Stage and reason, where it failed."""
     reward_worker: str
@@ -93,6 +89,7 @@ class SampleRow(msgspec.Struct, frozen=True):
     stored_s: float
     settled_s: float | None
     """Scored or failed."""
+    parts: dict[str, float]
 
 
 class GroupStory(msgspec.Struct, frozen=True):
@@ -216,17 +213,8 @@ class LedgerReader:
         return SampleStory(group, row, read_sample(self.path, key, stored[0], stored[1:]) if stored else None)
 
     def _rows(self, query: str, *arguments: int) -> list[tuple[Any, ...]]:
-        for attempt in range(NUM_TRIES):
-            try:
-                with connect_read_only(self.path) as connection:
-                    return connection.execute(query, arguments).fetchall()
-            except LedgerError as error:
-                # Seen once, on a disk that had just been full: an error of input and output, and a whole file.
-                code = getattr(error.__cause__, "sqlite_errorcode", 0) & 0xFF
-                if code != sqlite3.SQLITE_IOERR or attempt == NUM_TRIES - 1:
-                    raise
-            time.sleep(RETRY_S)
-        raise AssertionError
+        with connect_read_only(self.path) as connection:
+            return connection.execute(query, arguments).fetchall()
 
 
 def _group_story(connection: sqlite3.Connection, path: Path, group_id: int) -> GroupStory:
@@ -238,57 +226,21 @@ def _group_story(connection: sqlite3.Connection, path: Path, group_id: int) -> G
     if row is None:
         num_groups = connection.execute("SELECT count(*) FROM groups").fetchone()[0]
         raise LedgerError(f"{path} has no group {group_id}; {num_groups} were issued, numbered from 0")
-    prompt, state, reason, step, generator, version, attempt, size, replaces, replaced_by = row
     events = connection.execute(
         "SELECT at_s, what, detail FROM events WHERE group_id = ? ORDER BY at_s, id", (group_id,)
     ).fetchall()
-    with reading(path, "groups", group_id):
-        return GroupStory(
-            group_id=group_id,
-            prompt=msgspec.msgpack.decode(prompt, type=Prompt),
-            state=state,
-            reason=reason,
-            step=step,
-            generator=generator,
-            version=version,
-            attempt=attempt,
-            size=size,
-            replaces=replaces,
-            replaced_by=replaced_by,
-            events=tuple(EventRow(*event) for event in events),
-            samples=tuple(_sample_rows(connection, group_id)),
-        )
-
-
-def _sample_rows(connection: sqlite3.Connection, group_id: int) -> list[SampleRow]:
     first = sample_key(group_id, 0)
-    rows = connection.execute(
-        "SELECT key - ?, state, attempt, generator, oldest, newest, num_tokens, finish_reason, reward, parts, stage, failure,"
-        " worker, started_s, finished_s, stored_s, settled_s FROM samples WHERE key >= ? AND key < ? ORDER BY key",
+    samples = connection.execute(
+        "SELECT coalesce(parts, '{}'), key - ?, state, attempt, generator, oldest, newest, num_tokens, finish_reason, reward,"
+        " CASE WHEN failure <> '' THEN stage || ': ' || failure ELSE '' END, coalesce(worker, ''), started_s, finished_s,"
+        " stored_s, settled_s FROM samples WHERE key >= ? AND key < ? ORDER BY key",
         (first, first, sample_key(group_id + 1, 0)),
     ).fetchall()
-    return [_sample_row(group_id, *row) for row in rows]
-
-
-def _sample_row(group_id: int, *row: Any) -> SampleRow:  # noqa: ANN401 - what SQLite gives
-    index, state, attempt, generator, oldest, newest, num_tokens, finish_reason, reward, parts, stage, failure, worker = row[:13]
-    started_s, finished_s, stored_s, settled_s = row[13:]
-    return SampleRow(
-        group_id=group_id,
-        index=index,
-        state=state,
-        attempt=attempt,
-        generator=generator,
-        oldest_version=oldest,
-        newest_version=newest,
-        num_tokens=num_tokens,
-        finish_reason=finish_reason,
-        reward=reward,
-        parts=msgspec.json.decode(parts, type=dict[str, float]) if parts else {},
-        failure=f"{stage}: {failure}" if failure else "",
-        reward_worker=worker or "",
-        started_s=started_s,
-        finished_s=finished_s,
-        stored_s=stored_s,
-        settled_s=settled_s,
-    )
+    with reading(path, "groups", group_id):
+        return GroupStory(
+            group_id,
+            msgspec.msgpack.decode(row[0], type=Prompt),
+            *row[1:],
+            tuple(EventRow(*event) for event in events),
+            tuple(SampleRow(group_id, *row, msgspec.json.decode(parts, type=dict[str, float])) for parts, *row in samples),
+        )

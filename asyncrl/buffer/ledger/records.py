@@ -6,9 +6,7 @@ after that, so an acknowledgement sent from it promises what is on disk.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Protocol
 
 import msgspec
@@ -178,8 +176,8 @@ class Ledger(Protocol):
         """
         ...
 
-    def state_counts(self) -> dict[str, int]:
-        """Return the number of groups per state, as committed; call `sync` before."""
+    def state_counts(self) -> dict[str, int] | None:
+        """Return the number of groups per state, as committed; call `sync` before. None where nothing is kept."""
         ...
 
     def load_groups(self, group_ids: Sequence[int]) -> list[ScoredGroup]:
@@ -195,28 +193,19 @@ class Ledger(Protocol):
         ...
 
 
-@dataclass(slots=True)
 class MemoryLedger:
-    """Counts and forgets: commits at once, and nothing outlives the process. For benchmarks and simulation."""
+    """Keeps nothing: commits at once, and nothing outlives the process. For benchmarks and simulation."""
 
-    _states: Counter[str] = field(default_factory=Counter)
-    _steps: dict[int, tuple[bool, int]] = field(default_factory=dict)
-
-    def write(self, records: Sequence[Record], on_committed: OnCommitted | None = None) -> None:
-        """Count the records and call back at once."""
-        for record in records:
-            kind = type(record)
-            if kind is not SampleRecord and kind is not ScoreRecord:
-                self._count(record)
+    def write(self, records: Sequence[Record], on_committed: OnCommitted | None = None) -> None:  # noqa: ARG002 - see Ledger
+        """Call back at once."""
         if on_committed is not None:
             on_committed()
 
     def sync(self, timeout_s: float = 60.0) -> None:
         """Do nothing: everything is committed."""
 
-    def state_counts(self) -> dict[str, int]:
-        """Return the number of groups per state."""
-        return {state: count for state, count in self._states.items() if count}
+    def state_counts(self) -> None:
+        """Return nothing: nothing is counted."""
 
     def load_groups(self, group_ids: Sequence[int]) -> list[ScoredGroup]:
         """Raise: nothing is kept once it is trained."""
@@ -226,40 +215,3 @@ class MemoryLedger:
 
     def close(self) -> None:
         """Do nothing."""
-
-    def _count(self, record: Record) -> None:
-        states = self._states
-        match record:
-            case IssuedRecord():
-                states["running"] += 1
-            case MovedRecord(before=before, after=after):
-                states[before] -= 1
-                states[after] += 1
-            case TakenRecord(step=step, group_ids=group_ids):
-                states["ready"] -= len(group_ids)
-                states["taken"] += len(group_ids)
-                self._steps[step] = (False, len(group_ids))
-            case TrainedRecord(step=step):
-                self._flip(step, trained=True)
-            case SetAsideRecord(step=step, group_ids=group_ids):
-                states["taken"] -= len(group_ids)
-                states["dropped"] += len(group_ids)
-                later = sorted(key for key in self._steps if key > step)
-                self._steps.pop(step, None)
-                for key in later:
-                    self._steps[key - 1] = self._steps.pop(key)
-            case RestartedRecord(version=version):
-                for step in list(self._steps):
-                    self._flip(step, trained=step < version)
-            case ForgetRecord(before_step=before_step):
-                for step in [step for step in self._steps if step < before_step]:
-                    del self._steps[step]
-            case _:
-                pass
-
-    def _flip(self, step: int, *, trained: bool) -> None:
-        was_trained, size = self._steps.get(step, (trained, 0))
-        if was_trained != trained:
-            self._states["trained"] += size if trained else -size
-            self._states["taken"] += -size if trained else size
-            self._steps[step] = (trained, size)

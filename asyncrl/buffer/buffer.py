@@ -15,21 +15,14 @@ from collections.abc import Sequence
 import msgspec
 
 import asyncrl.buffer.ledger.records as rec
+from asyncrl.algorithms.screening import members_of, trained_members
 from asyncrl.buffer import events as ev
 from asyncrl.buffer.events import BufferInstruction, GroupMoved
 from asyncrl.buffer.group import Counts
 from asyncrl.buffer.ledger.records import Ledger, OnCommitted, Record, StepParams
 from asyncrl.buffer.ledger.restore import Restored
-from asyncrl.buffer.payloads import (
-    HeldGroup,
-    Receipt,
-    ReturnedPrompt,
-    StepPayloads,
-    TakenStep,
-    Waiting,
-    WorkOrder,
-)
-from asyncrl.buffer.staleness import VersionCounts
+from asyncrl.buffer.payloads import HeldGroup, Receipt, ReturnedPrompt, TakenStep, Waiting, WorkOrder, without_reference
+from asyncrl.buffer.staleness import VersionCounts, staleness_figures
 from asyncrl.buffer.state import BufferState
 from asyncrl.buffer.validate import SampleRefusedError, examine, group_error, largest_id, score_error
 from asyncrl.errors import LedgerError
@@ -74,12 +67,12 @@ class Buffer:
         self._held: dict[int, HeldGroup] = restored.held
         self._returned: dict[int, Prompt] = restored.returned
         """Prompts that wait to be issued again, by the group that was dropped or failed."""
-        self._steps = StepPayloads(
-            StepParams(0, tokens_per_row, temperature, state.limits.screen, minibatches),
-            restored.step_params,
-            restored.steps_without_reference,
-            needs_reference=needs_reference,
-        )
+        self._packed_with = StepParams(0, tokens_per_row, temperature, state.limits.screen, minibatches)
+        self._step_params = restored.step_params
+        """Of steps that may be repeated."""
+        self._step_groups: dict[int, tuple[ScoredGroup, ...]] = {}
+        """Of steps taken and not yet trained."""
+        self._steps_without_reference = restored.steps_without_reference
         self.newest_version = restored.newest_version
         """No sample can hold a token of a later version."""
         self.cursor = restored.cursor
@@ -171,7 +164,9 @@ class Buffer:
         if standing != "pending":
             return self._not_wanted(sample.group_id, sample.index, standing, on_committed)
         try:
-            counts = self._examine(sample)
+            counts = examine(
+                sample, newest_version=self.newest_version, max_tokens=self._tokens_per_row, vocab_size=self.vocab_size
+            )
         except SampleRefusedError as error:
             reason = f"invalid sample from {sample.generator}: {error}"
             if sample.attempt < self.state.groups[sample.group_id].attempt:
@@ -291,14 +286,16 @@ class Buffer:
         *dropped, decision = self.state.handle(ev.TakeStep(step), now)
         if isinstance(decision, ev.TakeGroups):
             if decision.repeat:
-                taken = self._steps.repeat(decision, self.ledger, self.newest_version)
+                taken = self._repeated(decision)
                 self.ledger.write((), on_committed)
-            else:
-                groups = tuple(self._held.pop(group_id).as_scored(group_id) for group_id in decision.group_ids)
-                taken = self._steps.first(decision, groups, dropped)
-                record = rec.TakenRecord(step, decision.group_ids, taken.params, taken.staleness.token_max, now)
-                self._write([record], dropped, now, on_committed)
-            return taken
+                return taken
+            assert decision.staleness is not None, "a repeat is no first take"
+            groups = tuple(self._held.pop(group_id).as_scored(group_id) for group_id in decision.group_ids)
+            params = msgspec.structs.replace(self._packed_with, mask_below=decision.mask_below)
+            self._step_groups[step], self._step_params[step] = groups, params
+            record = rec.TakenRecord(step, decision.group_ids, params, decision.staleness.token_max, now)
+            self._write([record], dropped, now, on_committed)
+            return TakenStep(step, groups, params, decision.replay, decision.staleness, dropped)
         if dropped:
             self._write([], dropped, now)
         if isinstance(decision, ev.Wait):
@@ -306,10 +303,24 @@ class Buffer:
         assert isinstance(decision, ev.NotEnough)
         return Waiting(step, f"{decision.have} of {decision.need} groups are ready for step {step}", (), dropped)
 
+    def _repeated(self, decision: ev.TakeGroups) -> TakenStep:
+        """Return a step as it was taken the first time."""
+        step, params = decision.step, self._step_params[decision.step]
+        groups = self._step_groups.get(step)
+        if groups is None:
+            groups = self._step_groups[step] = tuple(self.ledger.load_groups(decision.group_ids))
+        counts = []
+        for group in groups:
+            trained = trained_members(members_of(group), params.screen)
+            samples = [scored.sample for scored in group.members if scored.sample.index in trained]
+            counts += [examine(sample, newest_version=self.newest_version, max_tokens=0) for sample in samples]
+        figures = staleness_figures(step, counts, mask_below=decision.mask_below)
+        return TakenStep(step, groups, params, decision.replay, figures)
+
     def mark_trained(self, step: int, now: float, on_committed: OnCommitted | None = None) -> Sequence[BufferInstruction]:
         """Note that the optimizer step is done; harmless when repeated."""
         instructions = self.state.handle(ev.StepTrained(step), now)
-        self._steps.trained(step)
+        self._step_groups.pop(step, None)
         group_ids = tuple(moved.group_id for moved in instructions if isinstance(moved, GroupMoved))
         self.ledger.write((rec.TrainedRecord(step, group_ids, now),) if group_ids else (), on_committed)
         return instructions
@@ -335,7 +346,8 @@ class Buffer:
             self.ledger.write((rec.RestartedRecord(version, now),))
         self.newest_version = max(self.newest_version, version)
         to_repeat = self.state.steps_to_repeat()
-        self._steps.check_repeatable(to_repeat)
+        if self._needs_reference and (reason := without_reference(self._steps_without_reference, to_repeat)):
+            raise LedgerError(reason)
         return to_repeat
 
     def drop_group(self, group_id: int, reason: str, now: float) -> Sequence[BufferInstruction]:
@@ -350,7 +362,12 @@ class Buffer:
         For a batch that ends the learner whenever it is tried.
         """
         group_ids = self.state.steps[step].group_ids
-        groups = self._steps.set_aside(step) or tuple(self.ledger.load_groups(group_ids))
+        groups = self._step_groups.pop(step, ()) or tuple(self.ledger.load_groups(group_ids))
+        del self._step_params[step]
+        for later in sorted(key for key in self._step_params if key > step):
+            self._step_params[later - 1] = self._step_params.pop(later)
+            if later in self._step_groups:
+                self._step_groups[later - 1] = self._step_groups.pop(later)
         self.state.handle(ev.StepSetAside(step, reason), now)
         self.ledger.write((rec.SetAsideRecord(step, group_ids, reason, now),))
         return groups
@@ -358,7 +375,7 @@ class Buffer:
     def forget(self, before_step: int, now: float) -> None:
         """Let go of payloads of steps before this one: call with the version of the OLDEST checkpoint kept."""
         self.state.handle(ev.StepsForgotten(before_step), now)
-        self._steps.forget(before_step)
+        self._step_params = {step: params for step, params in self._step_params.items() if step >= before_step}
         self.ledger.write((rec.ForgetRecord(before_step),))
 
     # -- the ledger ------------------------------------------------------------------------------------------------------

@@ -237,10 +237,7 @@ def _group_story(connection: sqlite3.Connection, path: Path, group_id: int) -> G
         (first, first, sample_key(group_id + 1, 0)),
     ).fetchall()
     with reading(path, "groups", group_id):
-        return GroupStory(
-            group_id,
-            msgspec.msgpack.decode(row[0], type=Prompt),
-            *row[1:],
-            tuple(EventRow(*event) for event in events),
-            tuple(SampleRow(group_id, *row, msgspec.json.decode(parts, type=dict[str, float])) for parts, *row in samples),
-        )
+        told = tuple(EventRow(*event) for event in events)
+        members = [[group_id, *row, msgspec.json.decode(parts, type=dict[str, float])] for parts, *row in samples]
+        content = [group_id, msgspec.msgpack.decode(row[0], type=Prompt), *row[1:], told, tuple(SampleRow(*m) for m in members)]
+        return GroupStory(*content)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from asyncrl.buffer.events import GroupState, MemberState
+from asyncrl.buffer.events import MemberState
 from asyncrl.buffer.group import Group
 from asyncrl.buffer.ledger.records import StepParams
 from asyncrl.buffer.ledger.schema import forgotten_before, sample_key, split_key
@@ -115,17 +115,9 @@ def _live_groups(path: Path, connection: sqlite3.Connection, newest: int) -> tup
             raise LedgerError(f"{path}: table groups, row {group_id}: a {state} group of {size} members; {REMEDY}")
         with reading(path, "groups", group_id):
             group = Group(
-                group_id,
-                prompt_id,
-                size,
-                version,
-                float(issued_s),
-                generator=generator,
-                attempt=attempt,
-                retries=retries,
-                external=bool(external),
-                ready_s=float(ready_s),
-            )
+                group_id, prompt_id, size, version, float(issued_s), generator=generator, attempt=attempt, retries=retries,
+                external=bool(external), ready_s=float(ready_s),
+            )  # fmt: skip
             held[group_id] = _fill_members(path, connection, group, read, newest)
         if (group.state == "ready") != (state == "ready"):
             raise LedgerError(
@@ -161,17 +153,11 @@ def _fill_members(path: Path, connection: sqlite3.Connection, group: Group, prom
                 held.scored[index] = read_scored(path, key, sample, (score[0], score[1], score[2], score[3]))
                 group.rewards[index] = held.scored[index].reward
     group.refresh_age()
-    group.state = _state_of(group)
+    group.state = "running" if group.pending else "scoring" if group.unscored else "ready"
     return held
 
 
 _MEMBER_STATES: dict[str, MemberState] = {"generated": "generated", "scored": "scored", "failed": "failed"}
-
-
-def _state_of(group: Group) -> GroupState:
-    if group.pending:
-        return "running"
-    return "scoring" if group.unscored else "ready"
 
 
 def _steps(path: Path, connection: sqlite3.Connection) -> tuple[list[StepRecord], dict[int, StepParams]]:

@@ -15,22 +15,8 @@ from typing import Any
 import msgspec
 import xxhash
 
+import asyncrl.buffer.ledger.records as rec
 from asyncrl.buffer.ledger.payload_files import PayloadFiles, Place
-from asyncrl.buffer.ledger.records import (
-    FailureRecord,
-    ForgetRecord,
-    IssuedRecord,
-    MovedRecord,
-    PlacedRecord,
-    Record,
-    RescoreRecord,
-    RestartedRecord,
-    SampleRecord,
-    ScoreRecord,
-    SetAsideRecord,
-    TakenRecord,
-    TrainedRecord,
-)
 from asyncrl.schema.samples import Sample
 
 SCHEMA_VERSION = 4
@@ -105,7 +91,7 @@ def unpack_sample(stored: bytes) -> Sample:
     return msgspec.structs.replace(sample, versions=versions)
 
 
-def insert(connection: sqlite3.Connection, records: Iterable[Record], payloads: PayloadFiles) -> None:
+def insert(connection: sqlite3.Connection, records: Iterable[rec.Record], payloads: PayloadFiles) -> None:
     """Write records inside the open transaction, and samples' bytes into the payload files.
 
     Records of groups and members are written kind by kind, for speed, in an order in which rows exist before they are changed;
@@ -123,40 +109,29 @@ def insert(connection: sqlite3.Connection, records: Iterable[Record], payloads: 
 
 
 def _insert_by_kind(connection: sqlite3.Connection, by_kind: dict[type, list[Any]], payloads: PayloadFiles) -> None:
-    if samples := by_kind.pop(SampleRecord, None):
+    if samples := by_kind.pop(rec.SampleRecord, None):
         bodies = [pack_sample(record.sample) for record in samples]
-        by_kind[SampleRecord] = list(zip(samples, bodies, payloads.append(bodies), strict=True))
+        by_kind[rec.SampleRecord] = list(zip(samples, bodies, payloads.append(bodies), strict=True))
     for kind, writer in _WRITERS:
         if of_kind := by_kind.get(kind):
             writer(connection, of_kind)
 
 
-def _issued(connection: sqlite3.Connection, records: Sequence[IssuedRecord]) -> None:
+def _issued(connection: sqlite3.Connection, records: Sequence[rec.IssuedRecord]) -> None:
+    rows = []
+    for r in records:
+        prompt = _encoder.encode(r.prompt)
+        content = (r.group_id, r.prompt.prompt_id, prompt, r.size)
+        rows.append((*content, checksum(*content), r.generator, r.version, r.retries, r.replaces, r.cursor, r.external, r.now))
     connection.executemany(
-        "INSERT INTO groups (group_id, prompt_id, prompt, checksum, generator, version, attempt, size, state, reason, retries,"
-        " replaces, returns, cursor, external, issued_s) VALUES (?, ?, ?, ?, ?, ?, 0, ?, 'running', '', ?, ?, -1, ?, ?, ?)",
-        [
-            (
-                r.group_id,
-                r.prompt.prompt_id,
-                prompt := _encoder.encode(r.prompt),
-                checksum(r.group_id, r.prompt.prompt_id, prompt, r.size),
-                r.generator,
-                r.version,
-                r.size,
-                r.retries,
-                r.replaces,
-                r.cursor,
-                r.external,
-                r.now,
-            )
-            for r in records
-        ],
+        "INSERT INTO groups (group_id, prompt_id, prompt, size, checksum, generator, version, retries, replaces, cursor,"
+        " external, issued_s, attempt, state, reason, returns) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, 0, 'running', '', -1)",
+        rows,
     )
     connection.executemany(_EVENT, [(r.now, r.group_id, "issued", f"{r.generator} v{r.version}") for r in records])
 
 
-def _placed(connection: sqlite3.Connection, records: Sequence[PlacedRecord]) -> None:
+def _placed(connection: sqlite3.Connection, records: Sequence[rec.PlacedRecord]) -> None:
     connection.executemany(
         "UPDATE groups SET generator = ?, version = min(version, ?), attempt = ? WHERE group_id = ?",
         [(r.generator, r.version, r.attempt, r.group_id) for r in records],
@@ -165,25 +140,14 @@ def _placed(connection: sqlite3.Connection, records: Sequence[PlacedRecord]) -> 
     connection.executemany(_EVENT, events)
 
 
-def _samples(connection: sqlite3.Connection, written: Sequence[tuple[SampleRecord, bytes, Place]]) -> None:
-    rows = []
-    payloads = []
+def _samples(connection: sqlite3.Connection, written: Sequence[tuple[rec.SampleRecord, bytes, Place]]) -> None:
+    rows, payloads = [], []
     for record, body, place in written:
         sample = record.sample
         key = sample_key(sample.group_id, sample.index)
         payloads.append((key, checksum(key, body), *place))
-        rows.append((
-            key,
-            sample.attempt,
-            sample.generator,
-            record.oldest,
-            record.newest,
-            sample.num_tokens,
-            sample.finish_reason,
-            sample.started_s,
-            sample.finished_s,
-            record.now,
-        ))
+        made = (key, sample.attempt, sample.generator, record.oldest, record.newest, sample.num_tokens, sample.finish_reason)
+        rows.append((*made, sample.started_s, sample.finished_s, record.now))
     _insert_many(
         connection,
         "INSERT OR IGNORE INTO samples (key, attempt, generator, oldest, newest, num_tokens, finish_reason, state, started_s,"
@@ -210,7 +174,7 @@ def _insert_many(connection: sqlite3.Connection, head: str, row: str, rows: Sequ
         connection.executemany(head + row, rows[whole:])
 
 
-def _scores(connection: sqlite3.Connection, records: Sequence[ScoreRecord]) -> None:
+def _scores(connection: sqlite3.Connection, records: Sequence[rec.ScoreRecord]) -> None:
     rows, references = [], []
     for record in records:
         score, key = record.score, sample_key(record.score.group_id, record.score.index)
@@ -228,12 +192,12 @@ def _scores(connection: sqlite3.Connection, records: Sequence[ScoreRecord]) -> N
         _insert_many(connection, "INSERT OR IGNORE INTO reference_logprobs (key, body) VALUES ", "(?, ?)", references)
 
 
-def _failures(connection: sqlite3.Connection, records: Sequence[FailureRecord]) -> None:
+def _failures(connection: sqlite3.Connection, records: Sequence[rec.FailureRecord]) -> None:
     rows = [(sample_key(r.group_id, r.index), r.attempt, r.stage, r.reason, r.now, r.now) for r in records]
     connection.executemany(_FAILED, rows)
 
 
-def _moved(connection: sqlite3.Connection, records: Sequence[MovedRecord]) -> None:
+def _moved(connection: sqlite3.Connection, records: Sequence[rec.MovedRecord]) -> None:
     connection.executemany(
         "UPDATE groups SET state = ?, reason = ?, returns = ?, ready_s = CASE ? WHEN 'ready' THEN ? ELSE ready_s END"
         " WHERE group_id = ?",
@@ -250,7 +214,7 @@ def _let_go(connection: sqlite3.Connection, group_ids: Iterable[int]) -> None:
     connection.executemany("DELETE FROM reference_logprobs WHERE key >= ? AND key < ?", ranges)
 
 
-def _taken(connection: sqlite3.Connection, r: TakenRecord) -> None:
+def _taken(connection: sqlite3.Connection, r: rec.TakenRecord) -> None:
     group_ids, params = _json.encode(r.group_ids).decode(), _json.encode(r.params).decode()
     connection.execute(
         "INSERT INTO steps (step, group_ids, state, params, max_staleness, trained_before, taken_s, checksum)"
@@ -262,13 +226,13 @@ def _taken(connection: sqlite3.Connection, r: TakenRecord) -> None:
     connection.executemany(_EVENT, [(r.now, group_id, "taken", f"step {r.step}") for group_id in r.group_ids])
 
 
-def _trained(connection: sqlite3.Connection, r: TrainedRecord) -> None:
+def _trained(connection: sqlite3.Connection, r: rec.TrainedRecord) -> None:
     connection.execute("UPDATE steps SET state = 'trained', trained_before = 1, trained_s = ? WHERE step = ?", (r.now, r.step))
     connection.executemany("UPDATE groups SET state = 'trained' WHERE group_id = ?", [(group_id,) for group_id in r.group_ids])
     connection.executemany(_EVENT, [(r.now, group_id, "trained", f"step {r.step}") for group_id in r.group_ids])
 
 
-def _restarted(connection: sqlite3.Connection, r: RestartedRecord) -> None:
+def _restarted(connection: sqlite3.Connection, r: rec.RestartedRecord) -> None:
     connection.execute("UPDATE steps SET state = 'trained', trained_before = 1 WHERE step < ?", (r.version,))
     connection.execute("UPDATE groups SET state = 'trained' WHERE state = 'taken' AND step < ?", (r.version,))
     connection.execute("UPDATE steps SET state = 'taken' WHERE step >= ?", (r.version,))
@@ -276,7 +240,7 @@ def _restarted(connection: sqlite3.Connection, r: RestartedRecord) -> None:
     connection.execute(_EVENT, (r.now, None, "learner restarted", f"version {r.version}"))
 
 
-def _rescore(connection: sqlite3.Connection, r: RescoreRecord) -> None:
+def _rescore(connection: sqlite3.Connection, r: rec.RescoreRecord) -> None:
     live = connection.execute("SELECT group_id FROM groups WHERE state IN ('running', 'scoring', 'ready')").fetchall()
     for (group_id,) in live:
         keys = sample_key(group_id, 0), sample_key(group_id + 1, 0)
@@ -293,7 +257,7 @@ def _rescore(connection: sqlite3.Connection, r: RescoreRecord) -> None:
             connection.execute(_EVENT, (r.now, group_id, "scored again", f"{num_again} samples without reference logprobs"))
 
 
-def _forget(connection: sqlite3.Connection, r: ForgetRecord) -> None:
+def _forget(connection: sqlite3.Connection, r: rec.ForgetRecord) -> None:
     before_step = max(r.before_step, forgotten_before(connection))
     gone = connection.execute(
         "SELECT group_ids FROM steps WHERE state = 'trained' AND step < ? AND step >= ?",
@@ -303,7 +267,7 @@ def _forget(connection: sqlite3.Connection, r: ForgetRecord) -> None:
     connection.execute("INSERT OR REPLACE INTO meta (name, value) VALUES ('forgotten_before', ?)", (str(before_step),))
 
 
-def _set_aside(connection: sqlite3.Connection, r: SetAsideRecord) -> None:
+def _set_aside(connection: sqlite3.Connection, r: rec.SetAsideRecord) -> None:
     connection.executemany(
         "UPDATE groups SET state = 'dropped', reason = ?, step = NULL, returns = -1 WHERE group_id = ?",
         [(r.reason, group_id) for group_id in r.group_ids],
@@ -324,18 +288,18 @@ def forgotten_before(connection: sqlite3.Connection) -> int:
 
 
 _WRITERS: tuple[tuple[type, Callable[[sqlite3.Connection, Any], None]], ...] = (
-    (IssuedRecord, _issued),
-    (PlacedRecord, _placed),
-    (SampleRecord, _samples),
-    (ScoreRecord, _scores),
-    (FailureRecord, _failures),
-    (MovedRecord, _moved),
+    (rec.IssuedRecord, _issued),
+    (rec.PlacedRecord, _placed),
+    (rec.SampleRecord, _samples),
+    (rec.ScoreRecord, _scores),
+    (rec.FailureRecord, _failures),
+    (rec.MovedRecord, _moved),
 )
 _STEP_WRITERS: dict[type, Callable[[sqlite3.Connection, Any], None]] = {
-    TakenRecord: _taken,
-    TrainedRecord: _trained,
-    RestartedRecord: _restarted,
-    RescoreRecord: _rescore,
-    ForgetRecord: _forget,
-    SetAsideRecord: _set_aside,
+    rec.TakenRecord: _taken,
+    rec.TrainedRecord: _trained,
+    rec.RestartedRecord: _restarted,
+    rec.RescoreRecord: _rescore,
+    rec.ForgetRecord: _forget,
+    rec.SetAsideRecord: _set_aside,
 }

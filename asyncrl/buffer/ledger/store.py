@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import os
 import sqlite3
 import threading
@@ -198,14 +199,16 @@ class SqliteLedger:
         return units
 
     def _deliver(self, callbacks: list[OnCommitted]) -> None:
-        if not callbacks:
-            return
+        def run_all() -> None:
+            for callback in callbacks:
+                callback()
+
         if self._call_soon is None:
-            _run_all(callbacks)
-            return
-        # The loop may be closed by the time the last commits are done; nobody is there to be told then.
-        with contextlib.suppress(RuntimeError):
-            self._call_soon(lambda: _run_all(callbacks))
+            run_all()
+        elif callbacks:
+            # The loop may be closed by the time the last commits are done; nobody is there to be told then.
+            with contextlib.suppress(RuntimeError):
+                self._call_soon(run_all)
 
     def _fail(self, cause: Exception) -> None:
         error = LedgerError(
@@ -216,9 +219,8 @@ class SqliteLedger:
             self._error = error
             self._busy = False
             self._changed.notify_all()
-        on_failure = self._on_failure
-        if on_failure is not None:
-            self._deliver([lambda: on_failure(error)])
+        if self._on_failure is not None:
+            self._deliver([functools.partial(self._on_failure, error)])
 
 
 def _payload_bytes(record: SampleRecord) -> int:
@@ -261,36 +263,30 @@ def _lock(path: Path) -> int:
 
 
 def _open(path: Path, identity: dict[str, str], synchronous: str) -> sqlite3.Connection:
-    connection = sqlite3.connect(path, timeout=30.0, isolation_level=None, check_same_thread=False)
-    try:
-        _prepare(path, connection, identity, synchronous)
-    except BaseException:
-        connection.close()
-        raise
+    with contextlib.ExitStack() as undo:
+        connection = sqlite3.connect(path, timeout=30.0, isolation_level=None, check_same_thread=False)
+        undo.callback(connection.close)
+        connection.execute(f"PRAGMA page_size = {PAGE_BYTES}")
+        connection.execute("PRAGMA journal_mode = WAL")
+        connection.execute(f"PRAGMA synchronous = {synchronous}")
+        connection.execute(f"PRAGMA wal_autocheckpoint = {WAL_BYTES // PAGE_BYTES}")
+        connection.execute(f"PRAGMA journal_size_limit = {WAL_BYTES}")
+        if not connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
+            connection.executescript(f"BEGIN IMMEDIATE;{TABLES}")
+            meta = {**identity, "schema": str(SCHEMA_VERSION)}
+            connection.executemany("INSERT INTO meta (name, value) VALUES (?, ?)", meta.items())
+            connection.execute("COMMIT")
+        stored = dict(connection.execute("SELECT name, value FROM meta").fetchall())
+        if stored.get("schema") != str(SCHEMA_VERSION):
+            raise LedgerError(
+                f"{path} has the form {stored.get('schema')} of another version of asyncrl, this one reads {SCHEMA_VERSION}: "
+                "go on with that version, or start a new run"
+            )
+        for name, value in identity.items():
+            if stored.get(name) != value:
+                raise LedgerError(f"{path} was made with {name} = {stored.get(name)}, this run has {value}; resume with the same")
+        undo.pop_all()
     return connection
-
-
-def _prepare(path: Path, connection: sqlite3.Connection, identity: dict[str, str], synchronous: str) -> None:
-    connection.execute(f"PRAGMA page_size = {PAGE_BYTES}")
-    connection.execute("PRAGMA journal_mode = WAL")
-    connection.execute(f"PRAGMA synchronous = {synchronous}")
-    connection.execute(f"PRAGMA wal_autocheckpoint = {WAL_BYTES // PAGE_BYTES}")
-    connection.execute(f"PRAGMA journal_size_limit = {WAL_BYTES}")
-    tables = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
-    if not tables:
-        connection.executescript(f"BEGIN IMMEDIATE;{TABLES}")
-        meta = {**identity, "schema": str(SCHEMA_VERSION)}
-        connection.executemany("INSERT INTO meta (name, value) VALUES (?, ?)", meta.items())
-        connection.execute("COMMIT")
-    stored = dict(connection.execute("SELECT name, value FROM meta").fetchall())
-    if stored.get("schema") != str(SCHEMA_VERSION):
-        raise LedgerError(
-            f"{path} has the form {stored.get('schema')} of another version of asyncrl, this one reads {SCHEMA_VERSION}: go on "
-            "with that version, or start a new run"
-        )
-    for name, value in identity.items():
-        if stored.get(name) != value:
-            raise LedgerError(f"{path} was made with {name} = {stored.get(name)}, this run has {value}; resume with the same")
 
 
 @contextlib.contextmanager
@@ -357,8 +353,3 @@ def _load_group(path: Path, connection: sqlite3.Connection, group_id: int) -> Sc
         for key, stored, file, start, size, *score in rows
     )
     return ScoredGroup(group_id, prompt, members)
-
-
-def _run_all(callbacks: list[OnCommitted]) -> None:
-    for callback in callbacks:
-        callback()

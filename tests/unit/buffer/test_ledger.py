@@ -27,7 +27,6 @@ from asyncrl.buffer.ledger.records import (
 from asyncrl.buffer.ledger.store import SqliteLedger
 from asyncrl.errors import LedgerError
 from asyncrl.schema.samples import Prompt, Sample, Score, ids_to_bytes, logprobs_to_bytes
-from tests.descriptors import open_descriptors
 
 PARAMS = StepParams(0, 4096, 1.0)
 
@@ -105,14 +104,6 @@ def test_callbacks_run_in_order_once_their_unit_is_committed(path, ledger):
     assert seen == [(group_id, 1) for group_id in range(20)]
 
 
-def test_an_empty_unit_calls_back_after_everything_before_it(ledger):
-    order = []
-    ledger.write(_ready(0), lambda: order.append("first"))
-    ledger.write((), lambda: order.append("second"))
-    ledger.close()
-    assert order == ["first", "second"]
-
-
 async def test_callbacks_run_on_the_event_loop(path):
     import asyncio
 
@@ -140,11 +131,6 @@ def test_groups_come_back_with_their_payloads_in_the_order_asked_for(ledger):
     assert [group.group_id for group in groups] == [2, 0]
     assert groups[0].members[0].sample == _sample(2)
     assert (groups[0].members[0].reward, groups[0].members[0].parts, groups[0].prompt.text) == (0.5, {"exact": 0.5}, "1+1=")
-
-
-def test_the_first_sample_and_the_first_score_win(ledger):
-    ledger.write([*_ready(0), SampleRecord(_sample(0, 0), 9, 9, 5.0), ScoreRecord(Score(0, 0, 1, 0.0), 5.0)])
-    assert ledger.load_groups([0])[0].members[0].reward == 0.5
 
 
 def test_forgotten_payloads_are_gone_and_their_rows_stay(path, ledger):
@@ -192,16 +178,6 @@ def test_a_file_that_is_no_ledger_is_refused_and_left_alone(path):
     with pytest.raises(LedgerError, match="damaged"):
         SqliteLedger(path)
     assert path.read_bytes().startswith(b"something else")
-
-
-def test_what_cannot_be_opened_leaves_no_descriptor(tmp_path):
-    SqliteLedger(tmp_path / "of_another", identity={"group_size": "1"}).close()
-    (tmp_path / "damaged").write_bytes(b"not a database" * 1000)
-    descriptors = open_descriptors()
-    for name in ("of_another", "damaged"):
-        with pytest.raises(LedgerError) as caught:
-            SqliteLedger(tmp_path / name, identity={"group_size": "4"})
-        assert open_descriptors() <= descriptors, caught
 
 
 def test_a_failed_commit_is_told_once_and_every_later_call_says_so(path):
@@ -258,12 +234,6 @@ def test_what_cannot_be_written_down_is_a_failed_commit_and_nobody_waits_for_it(
     ledger.close()
     with contextlib.closing(SqliteLedger(path)) as again:
         assert again.state_counts() == {}
-
-
-def test_a_closed_ledger_says_so(ledger):
-    ledger.close()
-    with pytest.raises(LedgerError, match="is closed"):
-        ledger.write(_ready(0))
 
 
 CHILD = """

@@ -4,15 +4,11 @@ import pytest
 
 from asyncrl.algorithms.screening import Screen
 from asyncrl.buffer.events import (
-    ExternalGroupAdded,
     GeneratorGone,
     GeneratorReady,
-    GroupDropped,
     GroupIssued,
     GroupMoved,
     GroupPlaced,
-    LearnerRestarted,
-    NotEnough,
     ReissueGroup,
     ReturnPrompt,
     SampleFailed,
@@ -21,7 +17,6 @@ from asyncrl.buffer.events import (
     ScoreMember,
     ScreenLifted,
     ScreenStands,
-    StepsForgotten,
     StepTrained,
     TakeGroups,
     TakeStep,
@@ -70,23 +65,6 @@ def test_a_group_goes_from_running_to_scoring_to_ready():
     assert machine(SampleScored(group, 1)) == [GroupMoved(group, "scoring", "ready")]
 
 
-def test_counts_add_up_and_say_where_everything_is():
-    machine = Machine(reissue_dropped=False, max_staleness=9)
-    machine.ready()
-    machine.take(0)
-    machine(StepTrained(0))
-    machine.ready()
-    machine.take(1)
-    machine.ready()
-    machine.issue()
-    machine(SampleFinished(machine.issue(), 0, ((0, 1),)))
-    machine(SampleFailed(machine.issue(), 0, "timeout"))
-    machine(GroupDropped(machine.issue(), "drained"))
-    counts = machine.state.counts()
-    assert (counts.running, counts.scoring, counts.ready, counts.taken, counts.trained) == (1, 1, 1, 1, 1)
-    assert (counts.dropped, counts.failed, counts.issued, counts.total) == ({"drained": 1}, {"timeout": 1}, 7, 7)
-
-
 def test_a_group_is_ready_with_enough_scored_members_and_failed_with_fewer():
     machine = Machine(min_group_members=2)
     enough, short = machine.issue(size=3), machine.issue(size=3)
@@ -97,24 +75,6 @@ def test_a_group_is_ready_with_enough_scored_members_and_failed_with_fewer():
             machine(SampleFinished(group, index, ((0, 1),)))
             last = machine(SampleScored(group, index))
         assert last[0].after == ("ready" if group == enough else "failed")
-
-
-def test_more_members_than_a_group_has_are_never_asked_for():
-    machine = Machine(min_group_members=4)
-    machine.ready(size=1)
-    assert isinstance(machine.take(0), TakeGroups)
-
-
-def test_duplicates_change_nothing_whatever_became_of_the_group():
-    machine = Machine()
-    group = machine.ready()
-    for _ in range(2):
-        assert machine(SampleFinished(group, 0, ((0, 1),))) == []
-        assert machine(SampleScored(group, 0)) == []
-        assert machine(SampleFailed(group, 0, "late")) == []
-        if group in machine.state.groups:
-            machine.take(0)
-    assert machine.state.counts().taken == 1
 
 
 def test_a_dead_generators_members_are_missing_and_its_finished_ones_are_kept():
@@ -134,15 +94,6 @@ def test_a_dead_generators_members_are_missing_and_its_finished_ones_are_kept():
     assert (machine.state.groups[group].attempt, machine.state.groups[group].pending) == (2, (0, 2))
 
 
-def test_a_group_whose_generators_keep_dying_fails_with_that_reason():
-    machine = Machine(max_group_retries=1, reissue_dropped=False)
-    group = machine.issue()
-    assert machine(GeneratorGone("g0")) == []
-    machine(GroupPlaced(group, "g1", 0))
-    (moved,) = machine(GeneratorGone("g1"))
-    assert (moved.group_id, moved.before, moved.after, moved.reason) == (group, "running", "failed", "generator died 2 times")
-
-
 def test_wait_never_drops_and_names_the_groups_it_waits_for():
     machine = Machine(max_staleness=1)
     slow, _ = machine.issue(version=0), machine.ready(version=0)
@@ -155,12 +106,6 @@ def test_wait_never_drops_and_names_the_groups_it_waits_for():
     machine(SampleFinished(slow, 0, ((0, 1),)))
     machine(SampleScored(slow, 0))
     assert machine.take(1).group_ids == (slow,)
-
-
-def test_too_few_ready_groups_say_how_many():
-    machine = Machine(groups_per_step=3)
-    machine.ready()
-    assert machine.take(0) == NotEnough(0, 1, 3)
 
 
 def test_drop_lets_go_of_groups_past_eta_and_returns_their_prompt():
@@ -230,63 +175,6 @@ def test_mask_trains_what_is_young_enough_and_drops_a_group_with_nothing_left():
     assert (taken.staleness.masked_tokens, taken.staleness.token_max, taken.staleness.num_tokens) == (5, 1, 4)
 
 
-def test_the_bound_holds_under_wait_even_for_a_group_that_should_not_exist():
-    machine = _at_step_2(max_staleness=1)
-    old = machine.ready(version=0)
-    *dropped, decision = machine(TakeStep(2))
-    assert dropped[0] == GroupMoved(old, "ready", "dropped", "stale")
-    assert decision == NotEnough(2, 0, 1)
-
-
-def test_eta_0_is_synchronous_exactly():
-    machine = Machine(groups_per_step=2, max_staleness=0)
-    first, second = machine.ready(), machine.issue()
-    assert isinstance(machine.take(0), Wait)
-    machine(SampleFinished(second, 0, ((0, 1),)))
-    machine(SampleScored(second, 0))
-    assert machine.take(0).group_ids == (first, second)
-    assert machine.take(1) == NotEnough(1, 0, 2)
-    assert not machine.state.has_place(0)
-    assert machine.state.has_place(1)
-
-
-def test_the_next_step_can_be_taken_while_one_is_training():
-    machine = Machine()
-    first, second = machine.ready(), machine.ready()
-    assert machine.take(0).group_ids == (first,)
-    taken = machine.take(1)
-    assert (taken.group_ids, taken.staleness.token_max) == ((second,), 1)
-    assert machine.state.counts().taken == 2
-
-
-def test_a_restarted_learner_gets_the_same_steps_again():
-    machine = _at_step_2(max_staleness=9)
-    machine.ready()
-    machine.take(2)
-    machine(LearnerRestarted(1))
-    assert machine.state.steps_to_repeat() == (1, 2)
-    again = machine.take(1)
-    assert (again.group_ids, again.replay, again.repeat) == ((1,), True, True)
-    assert not machine.take(2).replay
-    assert machine.state.counts().trained == 1
-
-
-def test_steps_before_the_learners_version_are_trained_even_if_it_never_said_so():
-    machine = Machine()
-    machine.ready()
-    machine.take(0)
-    machine(LearnerRestarted(1))
-    assert machine.state.counts().trained == 1
-
-
-def test_forgotten_steps_stay_counted_and_cannot_be_repeated():
-    machine = _at_step_2()
-    machine(StepsForgotten(1))
-    assert machine.state.counts().trained == 2
-    with pytest.raises(AssertionError, match="steps before 1 are forgotten"):
-        machine(LearnerRestarted(0))
-
-
 def test_failed_prompts_come_back_a_limited_number_of_times():
     machine = Machine(max_group_retries=2)
     group, returned = machine.issue(), 0
@@ -297,15 +185,6 @@ def test_failed_prompts_come_back_a_limited_number_of_times():
         returned += 1
         group = machine.issue(replaces=group)
     assert returned == 2
-
-
-def test_a_group_from_outside_is_scored_and_taken_like_any_other():
-    machine = Machine()
-    instructions = machine(ExternalGroupAdded(0, "theirs", "me", (((0, 2),), ((0, 3),))))
-    assert instructions == [ScoreMember(0, 0), ScoreMember(0, 1), GroupMoved(0, "running", "scoring")]
-    machine(SampleScored(0, 0))
-    machine(SampleScored(0, 1))
-    assert machine.take(0).staleness.num_tokens == 5
 
 
 def test_impossible_events_raise_with_the_groups_story():
@@ -341,22 +220,6 @@ def _scored_group(machine, rewards, truncated=(), version=0):
     return group, last
 
 
-def test_a_group_without_spread_is_dropped_when_its_last_score_comes_and_its_prompt_is_not_returned():
-    machine = Machine(screen=Screen(drop_equal=True))
-    group, last = _scored_group(machine, [1.0, 1.0])
-    assert last == [GroupMoved(group, "scoring", "dropped", "no spread")]
-    assert machine.state.counts().dropped == {"no spread": 1}
-    assert machine.state.returned == {}
-
-
-def test_a_failure_that_completes_a_group_without_spread_drops_it_too():
-    machine = Machine(screen=Screen(drop_equal=True))
-    group = machine.issue(size=2)
-    machine(SampleFinished(group, 0, ((0, 1),)))
-    machine(SampleScored(group, 0, 1.0))
-    assert machine(SampleFailed(group, 1, "timeout")) == [GroupMoved(group, "running", "dropped", "no spread")]
-
-
 def test_after_enough_drops_in_a_row_groups_are_taken_as_they_come_and_that_is_said_once():
     machine = Machine(screen=Screen(drop_equal=True), max_resamples=2, max_staleness=9)
     for _ in range(2):
@@ -367,12 +230,6 @@ def test_after_enough_drops_in_a_row_groups_are_taken_as_they_come_and_that_is_s
     assert last == [GroupMoved(group, "scoring", "ready")]
     assert _scored_group(machine, [1.0, 0.0])[1][0].after == "ready"
     assert _scored_group(machine, [1.0, 1.0])[1][0].after == "dropped"
-
-
-def test_the_limit_of_drops_in_a_row_is_in_multiples_of_the_groups_of_a_step():
-    machine = Machine(screen=Screen(drop_equal=True), max_resamples=2, groups_per_step=3, max_staleness=9)
-    moves = [_scored_group(machine, [1.0, 1.0])[1][-1].after for _ in range(8)]
-    assert moves == ["dropped"] * 6 + ["ready"] * 2
 
 
 def test_groups_without_a_pair_are_never_ready_and_that_is_said_at_every_multiple_of_the_limit():
@@ -413,16 +270,6 @@ def test_a_group_without_its_greedy_member_fails_with_the_reason_of_that_member(
     ]
 
 
-def test_the_greedy_member_does_not_count_as_one_that_can_be_trained():
-    machine = Machine(screen=Screen(greedy_index=2), min_group_members=2)
-    group = machine.issue(size=3)
-    machine(SampleFailed(group, 0, "timeout"))
-    for index in (1, 2):
-        machine(SampleFinished(group, index, ((0, 1),)))
-        last = machine(SampleScored(group, index, 1.0))
-    assert last[0] == GroupMoved(group, "scoring", "failed", "timeout")
-
-
 def test_tokens_that_are_not_trained_have_no_age():
     machine = Machine(screen=Screen(mask_truncated=True, greedy_index=2), max_staleness=1)
     machine.ready(size=3)
@@ -434,23 +281,3 @@ def test_tokens_that_are_not_trained_have_no_age():
     assert (machine.state.groups[group].oldest, machine.state.groups[group].trained) == (1, (1,))
     figures = machine.take(1).staleness
     assert (figures.num_samples, figures.num_tokens, figures.token_max) == (1, 5, 0)
-
-
-def test_under_mask_a_group_is_stale_once_all_that_is_trained_of_it_is():
-    machine = Machine(screen=Screen(mask_truncated=True), policy="mask", max_staleness=0, reissue_dropped=False)
-    machine(LearnerRestarted(0))
-    fresh = machine.ready(size=2)
-    assert machine.take(0).group_ids == (fresh,)
-    group = machine.issue(size=2)
-    machine(SampleFinished(group, 0, ((0, 1),)))
-    machine(SampleFinished(group, 1, ((1, 1),), truncated=True))
-    for index in range(2):
-        machine(SampleScored(group, index, float(index)))
-    assert machine(TakeStep(1))[0] == GroupMoved(group, "ready", "dropped", "stale")
-
-
-def test_a_group_from_outside_is_screened_like_any_other():
-    machine = Machine(screen=Screen(mask_truncated=True))
-    machine(ExternalGroupAdded(0, "theirs", "outside", (((0, 2),), ((0, 2),)), truncated=(0, 1)))
-    machine(SampleScored(0, 0, 1.0))
-    assert machine(SampleScored(0, 1, 0.0)) == [GroupMoved(0, "scoring", "dropped", "truncated")]

@@ -27,7 +27,7 @@ from asyncrl.schema.samples import (
 from asyncrl.schema.weights import VersionLive, WeightsAvailable, WeightsManifest
 from asyncrl.transport.protocol import Connection, Lane
 from asyncrl.transport.zmq_server import open_listener
-from benchmarks.fake_cluster import MEASURED_FROM, MEASURED_TO, NUM_TOKENS, RESULT_FILE, Mark, live_all
+from benchmarks.fake_cluster import MEASURED_FROM, MEASURED_TO, RESULT_FILE, Mark, live_all
 
 
 async def _next(connection: Connection, kind: type[Message], lane: Lane, fits: Callable[..., bool] = lambda _: True) -> Message:
@@ -41,7 +41,7 @@ async def _next(connection: Connection, kind: type[Message], lane: Lane, fits: C
 async def test_a_fake_cluster_takes_a_run_to_its_end(tmp_path):
     config = parse_config({
         "num_steps": MEASURED_TO, "algorithm": {"groups_per_step": 1, "group_size": 2},
-        "generate": {"num_workers": 1, "engine": {"kind": "fake", "num_slots": 7}},
+        "generate": {"num_workers": 1, "engine": {"kind": "fake", "num_slots": 7}, "sampling": {"max_new_tokens": 4}},
     })  # fmt: skip
     (tmp_path / "config.toml").write_text(dump_config(config))
     listener = await open_listener(config.transport, tmp_path)
@@ -63,11 +63,11 @@ async def test_a_fake_cluster_takes_a_run_to_its_end(tmp_path):
         samples = [await _next(generator, Sample, Lane.DATA) for _ in range(2)]
         assert [(sample.group_id, sample.index, sample.attempt) for sample in samples] == [(5, 0, 1), (5, 1, 1)]
         assert set(ids_from_bytes(samples[0].versions)) == {3}
-        assert samples[0].num_tokens == NUM_TOKENS
+        assert samples[0].num_tokens == 4
 
         scores = []
         for sample in samples:
-            await reward.send(ScoreRequest(5, sample.index, 1, Prompt("p"), sample.text, sample.finish_reason, NUM_TOKENS))
+            await reward.send(ScoreRequest(5, sample.index, 1, Prompt("p"), sample.text, sample.finish_reason, 4))
             scores.append(await _next(reward, Score, Lane.DATA))
         assert [(score.group_id, score.index, score.reward) for score in scores] == [(5, 0, 0.0), (5, 1, 1.0)]
 

@@ -170,7 +170,7 @@ async def _generator(config: RunConfig, run_folder: Path, connection: Connection
 def _hold_to_share(config: RunConfig, device: str, *, of_learner: bool) -> None:
     """Where generation goes on beside training on a GPU, hold this process's own tensors to its part of the memory."""
     from asyncrl.control.placement.gpu_share import memory_bounds, shares_device
-    from asyncrl.residency.cuda import hold_to_share
+    from asyncrl.residency.device import hold_to_share
 
     in_process = of_learner or config.generate.engine.adopts
     if shares_device(config) and device.startswith("cuda") and in_process:

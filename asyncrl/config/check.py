@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from urllib.parse import urlsplit
 
-from asyncrl.config.broadcast import CUDAIPCMedium, NCCLMedium
+from asyncrl.config.broadcast import CUDAIPCMedium, GlooMedium, NCCLMedium
 from asyncrl.config.generate import TransformersEngineConfig, VLLMServerEngineConfig
 from asyncrl.config.learner import LearnerConfig, ScratchModel
 from asyncrl.config.medium_choice import is_loopback
@@ -60,7 +60,7 @@ def check_run(config: RunConfig) -> None:
             "set model.kind = 'pretrained' and model.path"
         )
     medium = config.broadcast.medium
-    if config.broadcast.delta is not None and isinstance(medium, NCCLMedium | CUDAIPCMedium):
+    if config.broadcast.delta is not None and isinstance(medium, GlooMedium | NCCLMedium | CUDAIPCMedium):
         raise ConfigError(
             f"broadcast.delta needs a copy of the version before, and broadcast.medium.kind {medium.kind!r} keeps none: take "
             "shared_memory, files or zeromq, or leave broadcast.delta out"

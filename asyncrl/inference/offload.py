@@ -21,8 +21,7 @@ from asyncrl.inference.scorer import Scorer
 from asyncrl.observe.memory import MemoryLine, open_memory
 from asyncrl.observe.steps import JsonLines
 from asyncrl.residency.components import FrozenModelComponent
-from asyncrl.residency.cuda import device_at
-from asyncrl.residency.device import Device
+from asyncrl.residency.device import Device, device_at
 from asyncrl.residency.manager import ResidencyManager
 from asyncrl.residency.plan import GIB, SWAP_FOLDER, PhaseNeeds
 from asyncrl.schema.control import PhaseReached, SetPhase

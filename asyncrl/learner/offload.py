@@ -31,10 +31,8 @@ from asyncrl.learner.ranks.launch import rank_device
 from asyncrl.learner.train_state import TrainState
 from asyncrl.observe.memory import MemoryLine, open_memory
 from asyncrl.observe.steps import JsonLines
-from asyncrl.residency.component import Component
-from asyncrl.residency.components import FrozenModelComponent, ModuleComponent, OptimizerComponent
-from asyncrl.residency.cuda import device_at
-from asyncrl.residency.device import Device, SimulatedDevice
+from asyncrl.residency.components import Component, FrozenModelComponent, ModuleComponent, TensorComponent
+from asyncrl.residency.device import Device, SimulatedDevice, device_at
 from asyncrl.residency.manager import ResidencyManager
 from asyncrl.residency.plan import GIB, SWAP_FOLDER, PhaseNeeds, gib
 from asyncrl.schema.control import Phase, PhaseReached
@@ -173,11 +171,11 @@ def learner_components(state: TrainState, config: RunConfig, device: Device, swa
     """Return a state's components; an optimizer that is kept in host memory anyway is none."""
     components: list[Component] = [ModuleComponent(POLICY, state.model, device, swap)]
     if not config.learner.offload_optimizer:
-        components.append(OptimizerComponent(POLICY_OPTIMIZER, state.optimizer, device, swap))
+        components.append(TensorComponent(POLICY_OPTIMIZER, device, state.optimizer.state_tensors, swap))
     if state.critic is not None and state.critic_optimizer is not None:
         components.append(ModuleComponent(CRITIC, state.critic, device, swap))
         if not config.learner.offload_optimizer:
-            components.append(OptimizerComponent(CRITIC_OPTIMIZER, state.critic_optimizer, device, swap))
+            components.append(TensorComponent(CRITIC_OPTIMIZER, device, state.critic_optimizer.state_tensors, swap))
     if state.reference is not None and state.reference.is_own_model:
         folder = Path(config.algorithm.reference.path or model_folder)
         components.append(FrozenModelComponent(REFERENCE, state.reference.model, device, folder, swap))

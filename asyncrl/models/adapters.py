@@ -47,7 +47,12 @@ def add_adapters(model: PreTrainedModel, config: LoRAConfig, seed: int) -> None:
         is_adapter = f".{ADAPTER}." in name
         parameter.requires_grad_(is_adapter)
         if is_adapter:
-            _initialise(name, parameter, generator)
+            with torch.no_grad():
+                parameter.zero_()
+                if "lora_A" in name:
+                    values = torch.empty(parameter.shape, dtype=torch.float32)
+                    torch.nn.init.kaiming_uniform_(values, a=math.sqrt(5), generator=generator)
+                    parameter.copy_(values)
 
 
 def peft_config(model: PreTrainedModel, config: LoRAConfig) -> LoraConfig:
@@ -73,13 +78,3 @@ def adapters_off(model: PreTrainedModel) -> Iterator[None]:
     finally:
         for layer in layers:
             layer.enable_adapters(True)
-
-
-@torch.no_grad()
-def _initialise(name: str, parameter: torch.nn.Parameter, generator: torch.Generator) -> None:
-    if "lora_A" not in name:
-        parameter.zero_()
-        return
-    values = torch.empty(parameter.shape, dtype=torch.float32)
-    torch.nn.init.kaiming_uniform_(values, a=math.sqrt(5), generator=generator)
-    parameter.copy_(values)

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -137,14 +137,15 @@ def packed_attention(
     flat = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]
     if packed_layout is None:
         return _attend(flat, (1, query.shape[2]), scaling, sliding_window).unsqueeze(0), None
-    padded = [_to_slots(tensor, packed_layout) for tensor in flat]
+    padded: list[torch.Tensor] = [_ToSlots.apply(tensor, packed_layout) for tensor in flat]  # type: ignore[no-untyped-call]
     sizes = [count * width for count, width in packed_layout.shapes]
     buckets = zip(*(torch.split(tensor, sizes) for tensor in padded), strict=True)
     attended = [
         _attend(bucket, shape, scaling, sliding_window) for bucket, shape in zip(buckets, packed_layout.shapes, strict=True)
     ]
     joined = attended[0] if len(attended) == 1 else torch.cat(attended)
-    return _from_slots(joined, packed_layout).unsqueeze(0), None
+    outputs: torch.Tensor = _FromSlots.apply(joined, packed_layout)  # type: ignore[no-untyped-call]
+    return outputs.unsqueeze(0), None
 
 
 AttentionInterface.register(PACKED_ATTENTION, packed_attention)
@@ -169,24 +170,13 @@ def _attend(bucket: Sequence[torch.Tensor], shape: tuple[int, int], scaling: flo
     is_grouped = repeats > 1 and query.device.type == "cuda"  # its kernels read a shared head in place
     if repeats > 1 and not is_grouped:
         key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
-    mask = _window_mask(shape[1], window, query.device) if window is not None and shape[1] > window else None
+    mask = None
+    if window is not None and shape[1] > window:
+        mask = torch.ones(shape[1], shape[1], dtype=torch.bool, device=query.device).tril().triu(1 - window)
     attended = torch.nn.functional.scaled_dot_product_attention(
         query, key, value, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=is_grouped
     )
     return attended.transpose(1, 2).flatten(0, 1)
-
-
-def _window_mask(width: int, window: int, device: torch.device) -> torch.Tensor:
-    seen = torch.ones(width, width, dtype=torch.bool, device=device).tril()
-    return seen.triu(1 - window)
-
-
-def _to_slots(tokens: torch.Tensor, layout: SequenceLayout) -> torch.Tensor:
-    return cast("torch.Tensor", _ToSlots.apply(tokens, layout))  # type: ignore[no-untyped-call]
-
-
-def _from_slots(slots: torch.Tensor, layout: SequenceLayout) -> torch.Tensor:
-    return cast("torch.Tensor", _FromSlots.apply(slots, layout))  # type: ignore[no-untyped-call]
 
 
 class _ToSlots(torch.autograd.Function):

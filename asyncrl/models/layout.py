@@ -35,17 +35,9 @@ COPY_THREADS = max(1, min(4, os.cpu_count() or 1))
 SendDType = Literal["model", "float32", "bfloat16"]
 
 DTYPE_OF_NAME = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
+    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
 NAME_OF_DTYPE = {dtype: name for name, dtype in DTYPE_OF_NAME.items()}
 
 
@@ -74,7 +66,10 @@ def make_manifest(
             continue
         if tensor.numel():
             seen.add(identity)
-        sent_as = _sent_dtype(name, tensor, dtype)
+        own: torch.dtype = tensor.dtype
+        if own not in NAME_OF_DTYPE:
+            raise BroadcastError(f"tensor {name!r} has dtype {own}, which cannot be sent; known are {', '.join(DTYPE_OF_NAME)}")
+        sent_as = own if dtype == "model" or not own.is_floating_point else DTYPE_OF_NAME["F32" if dtype == "float32" else "BF16"]
         num_bytes = tensor.numel() * sent_as.itemsize
         entries.append(TensorEntry(name, tuple(tensor.shape), NAME_OF_DTYPE[sent_as], offset, num_bytes))
         offset += -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
@@ -221,24 +216,9 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.full_tensor() if is_divided(tensor) else tensor
 
 
-def _sent_dtype(name: str, tensor: torch.Tensor, dtype: SendDType) -> torch.dtype:
-    own: torch.dtype = tensor.dtype
-    if own not in NAME_OF_DTYPE:
-        raise BroadcastError(f"tensor {name!r} has dtype {own}, which cannot be sent; known are {', '.join(DTYPE_OF_NAME)}")
-    if dtype == "model" or not own.is_floating_point:
-        return own
-    return torch.float32 if dtype == "float32" else torch.bfloat16
-
-
 def _memory_identity(tensor: torch.Tensor) -> tuple[object, ...]:
     """Equal for two tensors that are the very same elements."""
     if is_divided(tensor):
         return (*_memory_identity(tensor.to_local()), tuple(tensor.shape))
-    return (
-        tensor.device,
-        tensor.untyped_storage().data_ptr(),
-        tensor.storage_offset(),
-        tuple(tensor.shape),
-        tensor.stride(),
-        tensor.dtype,
-    )
+    address = tensor.untyped_storage().data_ptr()
+    return tensor.device, address, tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype

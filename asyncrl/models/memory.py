@@ -41,22 +41,7 @@ class ModelShape:
         return self.intermediate * (max(1, self.experts_per_token) if self.num_experts else 1)
 
     @property
-    def linear_layers(self) -> dict[str, tuple[int, int]]:
-        """Inputs and outputs of a block's linear layers, by name; of one expert where there are several."""
-        queries, keys = self.heads * self.head_size, self.kv_heads * self.head_size
-        return {
-            "q_proj": (self.hidden, queries),
-            "k_proj": (self.hidden, keys),
-            "v_proj": (self.hidden, keys),
-            "o_proj": (queries, self.hidden),
-            "gate_proj": (self.hidden, self.intermediate),
-            "up_proj": (self.hidden, self.intermediate),
-            "down_proj": (self.intermediate, self.hidden),
-        }
-
-    @property
-    def attention_parameters(self) -> int:
-        """Those of one block: q, k, v, o."""
+    def _attention_parameters(self) -> int:
         return 2 * self.hidden * self.head_size * (self.heads + self.kv_heads)
 
     @property
@@ -68,7 +53,7 @@ class ModelShape:
     def block_parameters(self) -> int:
         """Those of one block, with its router and norms."""
         feed_forward = max(1, self.num_experts) * self.expert_parameters + self.hidden * self.num_experts
-        return self.attention_parameters + feed_forward + 2 * self.hidden
+        return self._attention_parameters + feed_forward + 2 * self.hidden
 
     @property
     def body_parameters(self) -> int:
@@ -84,18 +69,17 @@ class ModelShape:
     def active_parameters(self) -> int:
         """Those that a token meets in matrix products: attention, its experts, the output layer."""
         feed_forward = 3 * self.hidden * self.active_intermediate + self.hidden * self.num_experts
-        return self.layers * (self.attention_parameters + feed_forward) + self.vocabulary * self.hidden
+        return self.layers * (self._attention_parameters + feed_forward) + self.vocabulary * self.hidden
 
     def adapter_parameters(self, lora: LoRAConfig | None) -> int:
         """Those that LoRA adds: rank x (inputs + outputs) of each adapted layer."""
         if lora is None:
             return 0
-        experts = max(1, self.num_experts)
-        adapted = [
-            sum(size) * (experts if name in {"gate_proj", "up_proj", "down_proj"} else 1)
-            for name, size in self.linear_layers.items()
-            if not lora.target_modules or name in lora.target_modules
-        ]
+        queries, keys = self.hidden + self.heads * self.head_size, self.hidden + self.kv_heads * self.head_size
+        feed_forward = max(1, self.num_experts) * (self.hidden + self.intermediate)
+        sizes = {"q_proj": queries, "k_proj": keys, "v_proj": keys, "o_proj": queries}
+        sizes |= dict.fromkeys(("gate_proj", "up_proj", "down_proj"), feed_forward)
+        adapted = [size for name, size in sizes.items() if not lora.target_modules or name in lora.target_modules]
         return self.layers * lora.rank * sum(adapted)
 
     def cache_bytes_per_token(self, bytes_per_value: int = 2) -> int:

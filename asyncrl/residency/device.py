@@ -1,11 +1,12 @@
 """The memory that a process shares with others: taken and given back by the storage, counted, with a budget.
 
-Invariants, for both (`SimulatedDevice` here, `CudaDevice` in cuda.py): what was given back can be had by others at once; a copy
+Invariants, for both: what was given back can be had by others at once; a copy
 has arrived when `copy` returns; running out raises torch.OutOfMemoryError and takes nothing.
 
 Bytes are uint8 tensors, each with a storage of its own, because a model's tensors must not come to share one. On a CPU the
 "device" is simulated over ordinary memory, with a count that falls when a storage is gone. `hold` puts tensors that came from
-elsewhere on the same count.
+elsewhere on the same count. On a GPU host memory is pinned, copies run on a stream of their own, all of a component under way at
+once, so they pass beside kernels of other streams, and memory that is given back goes to the driver.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Protocol
 
 import torch
 
@@ -21,58 +21,6 @@ from asyncrl.models.layout import copy_tensors
 
 Copy = tuple[torch.Tensor, torch.Tensor]
 """(from, to), uint8, of one size."""
-
-
-class Device(Protocol):
-    """Where components are when they are on `device`."""
-
-    @property
-    def kind(self) -> torch.device:
-        """Return what tensors there say of themselves."""
-        ...
-
-    @property
-    def budget_bytes(self) -> int | None:
-        """Return how much this process may have there; None: no limit."""
-        ...
-
-    @property
-    def allocated_bytes(self) -> int:
-        """Return how much it has now."""
-        ...
-
-    @property
-    def peak_bytes(self) -> int:
-        """Return the most it had since `reset_peak`."""
-        ...
-
-    def reset_peak(self) -> None:
-        """Begin to measure the peak anew."""
-        ...
-
-    def take(self, sizes: Sequence[int]) -> list[torch.Tensor]:
-        """Return memory there, uint8, one tensor a size, holding anything.
-
-        Raises:
-            torch.OutOfMemoryError: There is not enough; nothing was taken.
-        """
-        ...
-
-    def take_host(self, sizes: Sequence[int]) -> list[torch.Tensor]:
-        """Return host memory that copies go to fastest (pinned, where that means something), holding anything."""
-        ...
-
-    def hold(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Count tensors that lie there and were not made by `take`, until their memory is gone; twice counts once."""
-        ...
-
-    def copy(self, pairs: Sequence[Copy]) -> None:
-        """Copy all of them, in whatever order, and return once all have arrived."""
-        ...
-
-    def give_back(self) -> None:
-        """Let others have what is free."""
-        ...
 
 
 class SimulatedOutOfMemoryError(torch.OutOfMemoryError):
@@ -108,18 +56,25 @@ class SimulatedDevice:
         self.peak_bytes = self.allocated_bytes
 
     def take(self, sizes: Sequence[int]) -> list[torch.Tensor]:
-        """See `Device`."""
+        """Return memory there, uint8, one tensor a size, holding anything.
+
+        Raises:
+            torch.OutOfMemoryError: There is not enough; nothing was taken.
+        """
         self._require(sum(sizes))
         tensors = self.take_host(sizes)
         self.hold(tensors)
         return tensors
 
     def take_host(self, sizes: Sequence[int]) -> list[torch.Tensor]:
-        """See `Device`."""
+        """Return host memory that copies go to fastest (pinned, where that means something), holding anything."""
         return [torch.empty(size, dtype=torch.uint8) for size in sizes]
 
     def hold(self, tensors: Iterable[torch.Tensor]) -> None:
-        """See `Device`; may pass the budget, because the memory is taken already."""
+        """Count tensors that lie there and were not made by `take`, until their memory is gone; twice counts once.
+
+        May pass the budget, because the memory is taken already.
+        """
         for storage in (tensor.untyped_storage() for tensor in tensors):
             if storage.nbytes() and storage.data_ptr() not in self._held:
                 self._held.add(storage.data_ptr())
@@ -128,7 +83,7 @@ class SimulatedDevice:
                 weakref.finalize(storage, self._let_go, storage.data_ptr(), storage.nbytes())
 
     def copy(self, pairs: Sequence[Copy]) -> None:
-        """See `Device`."""
+        """Copy all of them, in whatever order, and return once all have arrived."""
         copy_tensors(pairs)
 
     def give_back(self) -> None:
@@ -161,3 +116,81 @@ class SimulatedDevice:
                 f"the simulated device is out of memory: {num_bytes} bytes asked for, {self.allocated_bytes} of "
                 f"{self.budget_bytes} taken"
             )
+
+
+class CudaDevice:
+    """One GPU, and this process's part of it."""
+
+    def __init__(self, device: torch.device, budget_bytes: int | None = None) -> None:
+        """Take a GPU; `budget_bytes` None: all it has."""
+        self.kind = self._device = torch.device("cuda", torch.cuda.current_device()) if device.index is None else device
+        self.budget_bytes: int | None = budget_bytes or torch.cuda.get_device_properties(self._device).total_memory
+        self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Return what torch has allocated for tensors."""
+        return torch.cuda.memory_allocated(self._device)
+
+    @property
+    def peak_bytes(self) -> int:
+        """Return the most of it since `reset_peak`."""
+        return torch.cuda.max_memory_allocated(self._device)
+
+    def reset_peak(self) -> None:
+        """Begin to measure the peak anew."""
+        torch.cuda.reset_peak_memory_stats(self._device)
+
+    def take(self, sizes: Sequence[int]) -> list[torch.Tensor]:
+        """As `SimulatedDevice.take`; torch raises its own OutOfMemoryError."""
+        return [torch.empty(size, dtype=torch.uint8, device=self._device) for size in sizes]
+
+    def take_host(self, sizes: Sequence[int]) -> list[torch.Tensor]:
+        """Return pinned memory; torch keeps what is freed of it for the next time, in powers of two."""
+        return [torch.empty(size, dtype=torch.uint8, pin_memory=True) for size in sizes]
+
+    def hold(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Do nothing: torch counts every tensor."""
+        del tensors
+
+    def copy(self, pairs: Sequence[Copy]) -> None:
+        """Copy on the copy stream, after what the current stream was told before, and return once all have arrived."""
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            for source, target in pairs:
+                target.copy_(source, non_blocking=True)
+        self._stream.synchronize()
+
+    def give_back(self) -> None:
+        """Return torch's cached blocks to the driver: another process (an engine) wants them."""
+        torch.cuda.empty_cache()
+
+
+Device = SimulatedDevice | CudaDevice
+"""Where components are when they are on `device`."""
+
+
+def device_at(where: str, budget_bytes: int | None) -> Device:
+    """Return a device by torch's name for it; a CPU is simulated. `budget_bytes` None: no limit, or all that a GPU has."""
+    device = torch.device(where)
+    return CudaDevice(device, budget_bytes) if device.type == "cuda" else SimulatedDevice(budget_bytes)
+
+
+def hold_to_share(device: str, share: float, budget_bytes: int) -> None:
+    """Let torch's allocator have `share` x `budget_bytes` of a GPU; on any other device do nothing.
+
+    For `placement.kind = "async_hybrid"`, where generation and training share a GPU. vLLM's processes are held by their own
+    arguments instead (control/placement/gpu_share.py).
+
+    Args:
+        device: As torch writes it.
+        share: Of the budget.
+        budget_bytes: Of all processes of the run together; 0: all that the GPU has.
+    """
+    place = torch.device(device)
+    if place.type != "cuda":
+        return
+    if place.index is None:  # torch wants a number here
+        place = torch.device("cuda", torch.cuda.current_device())
+    total_bytes = torch.cuda.get_device_properties(place).total_memory
+    torch.cuda.set_per_process_memory_fraction(min(1.0, share * (budget_bytes or total_bytes) / total_bytes), place)

@@ -16,7 +16,7 @@ import msgspec
 from asyncrl.clock import Clock
 from asyncrl.errors import ResidencyError
 from asyncrl.observe.memory import MemoryLine
-from asyncrl.residency.component import Component, TensorComponent
+from asyncrl.residency.components import Component, TensorComponent
 from asyncrl.residency.device import Device
 from asyncrl.residency.plan import Budget, OffloadTo, Part, PhaseNeeds, gib, plan_prefetch, plan_switch
 from asyncrl.schema.control import ComponentMove, Phase, PhaseReached
@@ -155,16 +155,14 @@ class ResidencyManager:
             self._moved += done
             self._peak_bytes = max(self._peak_bytes, peak_bytes)
             if done or number != OWN_SWITCH:
-                self._note(MemoryLine(
+                line = MemoryLine(
                     self._process, phase, number, started_s, self._clock.now(), tuple(done), self.resident, peak_bytes,
                     self._phase or "",
-                ))  # fmt: skip
-
-    def _note(self, line: MemoryLine) -> None:
-        if self._record is not None:
-            self._record(line)
-        self._device.reset_peak()
-        log.info("phase %s: %s", line.phase, describe(line))
+                )  # fmt: skip
+                if self._record is not None:
+                    self._record(line)
+                self._device.reset_peak()
+                log.info("phase %s: %s", phase, describe(line))
 
 
 def describe(line: MemoryLine) -> str:

@@ -176,7 +176,10 @@ def _sections(blob: memoryview) -> Iterator[tuple[int, NDArray[np.int64], Elemen
         nonlocal at
         (frame_bytes,) = _FRAME.unpack_from(blob, at)
         at += _FRAME.size + frame_bytes
-        return np.frombuffer(_decompressed(decompressor, blob[at - frame_bytes : at], num_bytes), np.uint8)
+        compressed = blob[at - frame_bytes : at]
+        if num_bytes > CHUNK_BYTES or zstandard.frame_content_size(compressed) != num_bytes:
+            raise ValueError(f"a frame does not hold the {num_bytes} bytes it is said to")
+        return np.frombuffer(decompressor.decompress(compressed), np.uint8)
 
     while at < len(blob):
         start, count, num_wide, item_bytes, gap_bytes = _SECTION.unpack_from(blob, at)
@@ -186,12 +189,6 @@ def _sections(blob: memoryview) -> Iterator[tuple[int, NDArray[np.int64], Elemen
         gaps[gaps == 256**gap_bytes - 1] = wide
         values = _joined([frame(count) for _ in range(item_bytes)], item_bytes)
         yield start, np.cumsum(gaps + 1) - 1, values
-
-
-def _decompressed(decompressor: zstandard.ZstdDecompressor, frame: memoryview, num_bytes: int) -> bytes:
-    if num_bytes > CHUNK_BYTES or zstandard.frame_content_size(frame) != num_bytes:
-        raise ValueError(f"a frame does not hold the {num_bytes} bytes it is said to")
-    return decompressor.decompress(frame)
 
 
 def _joined(planes: Sequence[NDArray[np.uint8]], item_bytes: int) -> Elements:

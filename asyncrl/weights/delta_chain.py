@@ -30,7 +30,7 @@ from asyncrl.config.broadcast import DeltaConfig
 from asyncrl.errors import BroadcastError
 from asyncrl.schema.weights import Delta, WeightsAvailable, WeightsManifest
 from asyncrl.weights.delta import apply_delta, blob_fingerprint, encode_delta
-from asyncrl.weights.media.base import MediumWriter
+from asyncrl.weights.media.base import BlobWriter
 
 _LOG = logging.getLogger(__name__)
 
@@ -87,29 +87,24 @@ class DeltaChain:
         Returns:
             The deltas that are no longer offered.
         """
-        assert whole is not None or delta is not None, "nothing leads to the version"
         assert delta is None or self.head == (delta.base_version, delta.base_fingerprint), "not based on the newest"
-        before = self.deltas
+        before, self.whole = self.deltas, whole or self.whole
+        assert self.whole is not None, "nothing leads to the version"
         self.deltas = () if delta is None else (*before, delta)
-        self.whole = whole or self.whole
-        self.head = (delta.version if delta else self._whole_version(), fingerprint)
-        while self.deltas and self._is_long() and self.deltas[0].version <= self._whole_version():
+        self.head = (delta.version if delta else self.whole.version, fingerprint)
+        while self.deltas and self._is_long() and self.deltas[0].version <= self.whole.version:
             self.deltas = self.deltas[1:]
         return tuple(old for old in (*before, delta) if old is not None and old not in self.deltas)
 
     def check_invariants(self) -> None:
         """Assert what must hold between versions."""
-        whole_version = self._whole_version()
-        assert not self.deltas or is_path(self.deltas), f"the chain is broken: {self.deltas}"
         assert self.head is not None, "no version yet"
-        newest = self.deltas[-1].version if self.deltas else whole_version
+        assert self.whole is not None, "no whole version"
+        newest = self.deltas[-1].version if self.deltas else self.whole.version
+        assert not self.deltas or is_path(self.deltas), f"the chain is broken: {self.deltas}"
         assert self.head[0] == newest, f"the chain leads to {newest}, not to {self.head[0]}"
-        assert whole_version == newest or deltas_from(self.deltas, whole_version), f"nothing leads on from {whole_version}"
+        assert self.whole.version == newest or deltas_from(self.deltas, self.whole.version), "nothing leads on from the whole"
         assert not self._is_long(), f"{len(self.deltas)} deltas, {num_bytes(self.deltas)} bytes"
-
-    def _whole_version(self) -> int:
-        assert self.whole is not None
-        return self.whole.version
 
     def _is_long(self) -> bool:
         return len(self.deltas) > self.full_every or num_bytes(self.deltas) > self.total_bytes
@@ -123,6 +118,12 @@ class HeldVersion:
     fingerprint: str
     bucket_fingerprints: bytes
     total_bytes: int
+
+
+def held_version(available: WeightsAvailable) -> HeldVersion:
+    """Return what is held once the announced version is."""
+    total_bytes = available.manifest.total_bytes
+    return HeldVersion(available.version, available.fingerprint, available.bucket_fingerprints, total_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,14 +199,6 @@ def num_bytes(deltas: tuple[Delta, ...]) -> int:
 # -- the learner's side, with its effects --------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Offer:
-    """How a version can be fetched."""
-
-    whole: WholeVersion
-    deltas: tuple[Delta, ...] = ()
-
-
 class DeltaOffers:
     """Makes each version fetchable as a delta, whole, or both.
 
@@ -215,7 +208,7 @@ class DeltaOffers:
         manifest: The layout.
     """
 
-    def __init__(self, config: DeltaConfig, writer: MediumWriter, manifest: WeightsManifest) -> None:
+    def __init__(self, config: DeltaConfig, writer: BlobWriter, manifest: WeightsManifest) -> None:
         self._config = config
         self._writer = writer
         self._manifest = manifest
@@ -223,8 +216,10 @@ class DeltaOffers:
         self._warned = False
         self._newest = np.empty(manifest.total_bytes, np.uint8)
 
-    def offer(self, slot: int, version: int, flat: memoryview, fingerprint: str, bucket_fingerprints: bytes) -> Offer:
-        """Make the version fetchable.
+    def offer(
+        self, slot: int, version: int, flat: memoryview, fingerprint: str, bucket_fingerprints: bytes
+    ) -> tuple[WholeVersion, tuple[Delta, ...]]:
+        """Make the version fetchable; return the whole version and the deltas that lead to it.
 
         Args:
             slot: Where it lies.
@@ -236,12 +231,16 @@ class DeltaOffers:
         Raises:
             BroadcastError: It could not be; everything is as before.
         """
-        blob = self._encode(flat)
-        needs_whole = self._writer.keeps_slots or self._chain.is_whole_due(None if blob is None else len(blob))
-        whole: WholeVersion | None = None
-        if needs_whole:
+        blob, delta, whole = self._encode(flat), None, None
+        if self._writer.keeps_slots or self._chain.is_whole_due(None if blob is None else len(blob)):
             whole = WholeVersion(version, self._writer.commit(slot, version, fingerprint), bucket_fingerprints)
-        delta = self._put(version, blob)
+        if blob is not None and self._chain.head is not None:
+            name = f"delta-{version:08d}-{blob_fingerprint(blob)[:16]}"
+            try:
+                self._writer.put_blob(name, blob)
+                delta = Delta(version, *self._chain.head, name, len(blob), blob_fingerprint(blob))
+            except BroadcastError as error:
+                _LOG.warning("the delta to version %d is not offered, the version goes whole: %s", version, error)
         if delta is None and whole is None:
             whole = WholeVersion(version, self._writer.commit(slot, version, fingerprint), bucket_fingerprints)
         if delta is None or blob is None:
@@ -251,7 +250,7 @@ class DeltaOffers:
         for dropped in self._chain.advance(fingerprint, whole, delta):
             self._writer.drop_blob(dropped.name)
         assert self._chain.whole is not None
-        return Offer(self._chain.whole, self._chain.deltas)
+        return self._chain.whole, self._chain.deltas
 
     def _encode(self, flat: memoryview) -> bytes | None:
         """Return the delta from the newest version; None where there is none, or a large one."""
@@ -267,17 +266,3 @@ class DeltaOffers:
                 max_bytes,
             )
         return blob
-
-    def _put(self, version: int, blob: bytes | None) -> Delta | None:
-        """Make the delta fetchable; None where there is none or the medium refuses it."""
-        if blob is None or self._chain.head is None:
-            return None
-        base_version, base_fingerprint = self._chain.head
-        fingerprint = blob_fingerprint(blob)
-        name = f"delta-{version:08d}-{fingerprint[:16]}"
-        try:
-            self._writer.put_blob(name, blob)
-        except BroadcastError as error:
-            _LOG.warning("the delta to version %d is not offered, the version goes whole: %s", version, error)
-            return None
-        return Delta(version, base_version, base_fingerprint, name, len(blob), fingerprint)

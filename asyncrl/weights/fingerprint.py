@@ -36,7 +36,7 @@ def fingerprints_of(
     def digest(number: int) -> bytes:
         check()
         start = ends[number - 1] if number else 0
-        return _digest(xxhash.xxh3_64_intdigest(flat[start : ends[number]]))
+        return xxhash.xxh3_64_intdigest(flat[start : ends[number]]).to_bytes(DIGEST_BYTES, "little")
 
     with ThreadPoolExecutor(COPY_THREADS, thread_name_prefix="asyncrl-hash") as pool:
         return b"".join(pool.map(digest, range(len(ends)) if buckets is None else buckets))
@@ -47,30 +47,18 @@ def version_fingerprint(bucket_fingerprints: bytes) -> str:
     return str(xxhash.xxh3_128_hexdigest(bucket_fingerprints)) if bucket_fingerprints else ""
 
 
-def damaged_buckets(found: bytes, announced: bytes) -> list[int]:
-    """Return the numbers of the buckets whose fingerprints differ.
-
-    Raises:
-        BroadcastError: There are not as many as announced.
-    """
-    if len(found) != len(announced) or len(found) % DIGEST_BYTES:
-        raise BroadcastError(f"{len(found) // DIGEST_BYTES} buckets arrived, {len(announced) // DIGEST_BYTES} were announced")
-    starts = range(0, len(found), DIGEST_BYTES)
-    return [i // DIGEST_BYTES for i in starts if found[i : i + DIGEST_BYTES] != announced[i : i + DIGEST_BYTES]]
-
-
 def refuse_damaged(available: WeightsAvailable, found: bytes) -> None:
     """Compare bucket fingerprints with the announced ones.
 
     Raises:
-        BroadcastError: Some differ.
+        BroadcastError: Some differ, or there are not as many as announced.
     """
-    if damaged := damaged_buckets(found, available.bucket_fingerprints):
+    announced = available.bucket_fingerprints
+    if len(found) != len(announced):
+        raise BroadcastError(f"{len(found) // DIGEST_BYTES} buckets arrived, {len(announced) // DIGEST_BYTES} were announced")
+    starts = range(0, len(found), DIGEST_BYTES)
+    if damaged := [i // DIGEST_BYTES for i in starts if found[i : i + DIGEST_BYTES] != announced[i : i + DIGEST_BYTES]]:
         raise BroadcastError(
             f"version {available.version} arrived damaged: the fingerprints of {len(damaged)} of its "
             f"{len(bucket_ends(available.manifest))} buckets differ, the first is bucket {damaged[0]}"
         )
-
-
-def _digest(number: int) -> bytes:
-    return number.to_bytes(DIGEST_BYTES, "little")

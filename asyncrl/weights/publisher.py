@@ -12,10 +12,10 @@ Invariants:
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -25,21 +25,15 @@ from asyncrl.clock import Clock
 from asyncrl.config.broadcast import BroadcastConfig
 from asyncrl.errors import BroadcastError, ConfigError
 from asyncrl.models.layout import bucket_ends, check_tensors, copy_out, make_manifest, view_tensors
-from asyncrl.schema.weights import Probe, WeightsAvailable, WeightsManifest
-from asyncrl.weights.delta_chain import DeltaOffers, Offer, WholeVersion
+from asyncrl.schema.weights import Delta, Probe, WeightsAvailable, WeightsManifest
+from asyncrl.weights.delta_chain import DeltaOffers, WholeVersion
 from asyncrl.weights.fingerprint import fingerprints_of, version_fingerprint
-from asyncrl.weights.media.base import NUM_SLOTS
-from asyncrl.weights.media.device import as_current, device_fingerprints, device_of, side_stream
+from asyncrl.weights.media.base import NUM_SLOTS, BlobWriter
+from asyncrl.weights.media.device import device_fingerprints, device_of, side_stream
 from asyncrl.weights.media.registry import fingerprints_made, kind_of, open_writer
-from asyncrl.weights.sockets import CurveKeys
 
 CLOSE_TIMEOUT_S = 60.0
-
-
-@dataclass(slots=True)
-class _Slot:
-    phase: Literal["free", "filling", "staged", "committing", "committed"] = "free"
-    version: int = -1
+_Phase = Literal["free", "filling", "staged", "committing", "committed"]
 
 
 class Slots:
@@ -57,24 +51,25 @@ class Slots:
     """
 
     def __init__(self, num_slots: int, keeps_slots: bool) -> None:
-        self._slots = [_Slot() for _ in range(num_slots)]
+        self._phases: list[_Phase] = ["free"] * num_slots
+        self._versions = [-1] * num_slots
         self._keeps_slots = keeps_slots
         self.newest = -1
 
     @property
     def num_unfinished(self) -> int:
         """Versions that are on their way into a slot or from there to the medium."""
-        return sum(slot.phase in {"filling", "staged", "committing"} for slot in self._slots)
+        return sum(phase in {"filling", "staged", "committing"} for phase in self._phases)
 
     @property
-    def is_committing(self) -> bool:
-        """Whether a version is on its way from its slot to the medium, or about to be."""
-        return any(slot.phase in {"staged", "committing"} for slot in self._slots)
+    def has_staged(self) -> bool:
+        """Whether a version waits for its commit."""
+        return "staged" in self._phases
 
     def must_wait(self, busy: frozenset[int]) -> bool:
         """Return whether to fill a slot now would take one that is being read, and would not after the commit under way."""
-        open_slots = {index for index, slot in enumerate(self._slots) if slot.phase != "committing"}
-        return len(open_slots) < len(self._slots) and open_slots <= busy
+        others = {index for index, phase in enumerate(self._phases) if phase != "committing"}
+        return len(others) < len(self._phases) and others <= busy
 
     def fill(self, version: int, busy: frozenset[int]) -> int:
         """Return the slot for `version`: free before superseded before committed; of the committed one nobody reads, the oldest.
@@ -88,51 +83,38 @@ class Slots:
                 f"checkpoint needs a new publisher"
             )
         rank = {"free": 0, "staged": 1, "committed": 2}
-        open_slots = [index for index, slot in enumerate(self._slots) if slot.phase in rank]
-        chosen = min(open_slots, key=lambda i: (rank[self._slots[i].phase], i in busy, self._slots[i].version, i))
-        self._slots[chosen] = _Slot("filling", version)
-        self.newest = version
+        fillable = [index for index, phase in enumerate(self._phases) if phase in rank]
+        chosen = min(fillable, key=lambda i: (rank[self._phases[i]], i in busy, self._versions[i], i))
+        self._phases[chosen], self._versions[chosen], self.newest = "filling", version, version
         return chosen
 
     def filled(self, version: int) -> None:
         """Note that the version is whole in its slot."""
-        self._of(version, "filling").phase = "staged"
+        self._phases[self._versions.index(version)] = "staged"
 
     def next_commit(self) -> tuple[int, int] | None:
         """Return slot and version to commit now, if there is one and no other commit is under way."""
-        staged = [(slot.version, index) for index, slot in enumerate(self._slots) if slot.phase == "staged"]
-        if not staged or any(slot.phase == "committing" for slot in self._slots):
+        staged = [(self._versions[index], index) for index, phase in enumerate(self._phases) if phase == "staged"]
+        if not staged or "committing" in self._phases:
             return None
         version, index = min(staged)
-        self._slots[index].phase = "committing"
+        self._phases[index] = "committing"
         return index, version
 
     def finish(self, version: int, *, is_committed: bool) -> None:
         """Note that the version can be fetched, or that its filling or its commit failed."""
-        slot = self._of(version, "committing" if is_committed else "")
-        is_kept = is_committed and self._keeps_slots
-        slot.phase, slot.version = ("committed", version) if is_kept else ("free", -1)
+        slot = self._versions.index(version)
+        if is_committed and self._keeps_slots:
+            self._phases[slot] = "committed"
+        else:
+            self._phases[slot], self._versions[slot] = "free", -1
 
     def check_invariants(self) -> None:
         """Assert what must hold between calls."""
-        held = [slot.version for slot in self._slots if slot.phase != "free"]
-        assert len(held) == len(set(held)), f"a version is in two slots: {self._slots}"
-        assert sum(slot.phase == "committing" for slot in self._slots) <= 1, f"two commits at once: {self._slots}"
-        assert all(version <= self.newest for version in held), f"holds what was never published: {self._slots}"
-
-    def _of(self, version: int, phase: str) -> _Slot:
-        for slot in self._slots:
-            if slot.version == version and slot.phase != "free" and phase in {"", slot.phase}:
-                return slot
-        raise AssertionError(f"version {version} is not {phase or 'in a slot'}: {self._slots}")
-
-
-@dataclass(slots=True)
-class _Publication:
-    """A version between `publish` and its announcement."""
-
-    probe: Probe | None
-    blocked_ms: float
+        held = [version for version in self._versions if version >= 0]
+        assert len(held) == len(set(held)), f"a version is in two slots: {held}"
+        assert self._phases.count("committing") <= 1, f"two commits at once: {self._phases}"
+        assert all(version <= self.newest for version in held), f"holds what was never published: {held}"
 
 
 class Publisher:
@@ -140,10 +122,9 @@ class Publisher:
 
     Args:
         config: Medium and dtype.
-        run_folder: Of this run; names what is left behind by a killed learner, and where files go.
+        run_folder: Of this run; names what is left behind by a killed learner, where files go, and the keys (RUN/keys), if any.
         on_available: Called on the publisher's thread for each version that can be fetched.
         clock: For `published_s`.
-        curve_keys: For media with sockets; None: the run's own (RUN/keys), or no encryption where it has none.
 
     Example:
         >>> publisher = Publisher(config.broadcast, run_folder, on_available, clock)  # doctest: +SKIP
@@ -157,20 +138,18 @@ class Publisher:
         run_folder: Path,
         on_available: Callable[[WeightsAvailable], None],
         clock: Clock,
-        curve_keys: CurveKeys | None = None,
     ) -> None:
         self._config = config
         self._on_available = on_available
         self._clock = clock
         self._made = fingerprints_made(config)
-        if config.delta is not None and self._made == "device":
-            raise ConfigError(
-                f"broadcast.delta works on bytes in host memory, and medium {kind_of(config.medium)!r} leaves none there: drop it"
-            )
-        self._writer = open_writer(config.medium, run_folder, curve_keys)
+        self._writer = open_writer(config.medium, run_folder)
+        if config.delta is not None and (self._made == "device" or not isinstance(self._writer, BlobWriter)):
+            raise ConfigError(f"broadcast.medium.kind {kind_of(config.medium)!r} carries no deltas: leave broadcast.delta out")
         self._slots = Slots(NUM_SLOTS, self._writer.keeps_slots)
         self._changed = threading.Condition()
-        self._publications: dict[int, _Publication] = {}
+        self._publications: dict[int, tuple[Probe | None, float]] = {}
+        """Probe and milliseconds blocked, between `publish` and the announcement."""
         self._failure = ""
         """Of a commit; raised once."""
         self._broken = ""
@@ -183,12 +162,6 @@ class Publisher:
         self._flats: tuple[torch.Tensor, ...] = ()
         """The slots' memory, uint8 [total_bytes] each."""
         self._thread = threading.Thread(target=self._run, name="asyncrl-publisher", daemon=True)
-
-    @property
-    def num_unfinished(self) -> int:
-        """Versions that were published and are not yet announced."""
-        with self._changed:
-            return self._slots.num_unfinished
 
     def publish(self, version: int, named_tensors: Mapping[str, torch.Tensor], probe: Probe | None = None) -> float:
         """Take a snapshot of the weights and have it made fetchable; blocks for the snapshot alone.
@@ -206,9 +179,16 @@ class Publisher:
         """
         started_s = time.perf_counter()
         self._raise_failure()
-        manifest = self._open_once(named_tensors)
+        if self._closing:
+            raise BroadcastError("the publisher is closed")
+        manifest = self._manifest or self._open(named_tensors)
         check_tensors(named_tensors, manifest)
-        slot = self._free_slot(version)
+        with self._changed:
+            # Rather than overwrite what is being read, wait for the commit that holds the other slot: our own, and soon over.
+            self._changed.wait_for(lambda: self._broken or not self._slots.must_wait(self._writer.busy_slots()))
+            self._raise_failure()
+            slot = self._slots.fill(version, self._writer.busy_slots())
+            self._writer.overwrite(slot, version)
         try:
             copy_out(named_tensors, view_tensors(self._flats[slot], manifest))
         except BaseException:
@@ -217,7 +197,7 @@ class Publisher:
             raise
         blocked_ms = (time.perf_counter() - started_s) * 1e3
         with self._changed:
-            self._publications[version] = _Publication(probe, blocked_ms)
+            self._publications[version] = (probe, blocked_ms)
             self._slots.filled(version)
             self._changed.notify_all()
         return blocked_ms
@@ -250,47 +230,36 @@ class Publisher:
             raise BroadcastError(f"the last version was not published within {CLOSE_TIMEOUT_S:.0f} s of closing")
         self._raise_failure()
 
-    def _open_once(self, named_tensors: Mapping[str, torch.Tensor]) -> WeightsManifest:
-        if self._closing:
-            raise BroadcastError("the publisher is closed")
-        if self._manifest is None:
-            manifest = make_manifest(named_tensors, self._config.dtype, self._config.bucket_bytes)
-            self._device, self._ends = device_of(named_tensors), bucket_ends(manifest)
-            with as_current(self._device):
-                self._flats = self._writer.open(manifest)
-            self._manifest = manifest
-            if self._config.delta is not None:
-                self._deltas = DeltaOffers(self._config.delta, self._writer, manifest)
-            self._thread.start()
-        return self._manifest
-
-    def _free_slot(self, version: int) -> int:
-        """Choose a slot and make what it holds unfetchable."""
-        with self._changed:
-            if self._slots.must_wait(self._writer.busy_slots()):
-                # Rather than overwrite what is being read: the commit that holds the other slot is our own, and soon over.
-                self._changed.wait_for(lambda: not self._slots.is_committing or self._broken)
-                self._raise_failure()
-            slot = self._slots.fill(version, self._writer.busy_slots())
-            self._writer.overwrite(slot, version)
-            return slot
+    def _open(self, named_tensors: Mapping[str, torch.Tensor]) -> WeightsManifest:
+        """Lay the version out, make the slots and begin to commit."""
+        manifest = make_manifest(named_tensors, self._config.dtype, self._config.bucket_bytes)
+        self._device, self._ends = device_of(named_tensors), bucket_ends(manifest)
+        with torch.cuda.device(self._device) if self._device.type == "cuda" else contextlib.nullcontext():
+            self._flats = self._writer.open(manifest)
+        self._manifest = manifest
+        if self._config.delta is not None and isinstance(self._writer, BlobWriter):
+            self._deltas = DeltaOffers(self._config.delta, self._writer, manifest)
+        self._thread.start()
+        return manifest
 
     def _run(self) -> None:
         """Commit one version after the other until closed and done."""
         try:
-            while (commit := self._next_commit()) is not None:
-                slot, version = commit
-                available, failure = None, ""
+            while True:
                 with self._changed:
-                    publication = self._publications.pop(version)
+                    self._changed.wait_for(lambda: self._closing or self._slots.has_staged)
+                    commit = self._slots.next_commit()
+                    if commit is None:
+                        return
+                    slot, version = commit
+                    probe, blocked_ms = self._publications[version]
                     # Of older ones only what was superseded is left.
                     self._publications = {number: kept for number, kept in self._publications.items() if number > version}
+                failure = ""
                 try:
-                    available = self._commit(slot, version, publication)
+                    self._on_available(self._commit(slot, version, probe, blocked_ms))
                 except BroadcastError as error:
                     failure = f"version {version} was not published: {error}"
-                if available is not None:
-                    self._on_available(available)
                 with self._changed:
                     self._failure = failure or self._failure
                     self._slots.finish(version, is_committed=not failure)
@@ -301,47 +270,35 @@ class Publisher:
                 self._changed.notify_all()
             raise
 
-    def _next_commit(self) -> tuple[int, int] | None:
-        """Wait for a version to commit; None: closed, and there is none."""
-        commit: tuple[int, int] | None = None
-        with self._changed:
-            while (commit := self._slots.next_commit()) is None and not self._closing:
-                self._changed.wait()
-        return commit
-
-    def _commit(self, slot: int, version: int, publication: _Publication) -> WeightsAvailable:
+    def _commit(self, slot: int, version: int, probe: Probe | None, blocked_ms: float) -> WeightsAvailable:
         """Fingerprint the version and make it fetchable; return its announcement."""
         assert self._manifest is not None
-        fingerprints = self._fingerprints(self._flats[slot])
-        name = version_fingerprint(fingerprints)
+        flat, fingerprints = self._flats[slot], b""
+        if self._made == "device":
+            with side_stream(self._device):
+                fingerprints = device_fingerprints(flat, self._ends, self._device)
+        elif self._made == "host":
+            fingerprints = fingerprints_of(flat.numpy().data, self._ends)
+        name, deltas = version_fingerprint(fingerprints), tuple[Delta, ...]()
         if self._deltas is None:
-            offer = Offer(WholeVersion(version, self._writer.commit(slot, version, name), fingerprints))
+            whole = WholeVersion(version, self._writer.commit(slot, version, name), fingerprints)
         else:
-            offer = self._deltas.offer(slot, version, self._flats[slot].numpy().data, name, fingerprints)
-        is_whole = offer.whole.version == version
+            whole, deltas = self._deltas.offer(slot, version, flat.numpy().data, name, fingerprints)
+        is_whole = whole.version == version
         return WeightsAvailable(
             version=version,
             medium=kind_of(self._config.medium),
-            location=offer.whole.location,
+            location=whole.location,
             manifest=self._manifest,
             fingerprint=name,
             published_s=self._clock.now(),
-            blocked_ms=publication.blocked_ms,
-            probe=publication.probe,
+            blocked_ms=blocked_ms,
+            probe=probe,
             bucket_fingerprints=fingerprints,
-            full_version=-1 if is_whole else offer.whole.version,
-            full_bucket_fingerprints=b"" if is_whole else offer.whole.bucket_fingerprints,
-            deltas=offer.deltas,
+            full_version=-1 if is_whole else whole.version,
+            full_bucket_fingerprints=b"" if is_whole else whole.bucket_fingerprints,
+            deltas=deltas,
         )
-
-    def _fingerprints(self, flat: torch.Tensor) -> bytes:
-        """Return what the version's buckets are announced with; empty where the medium proves a whole version without."""
-        if self._made == "none":
-            return b""
-        if self._made == "device":
-            with side_stream(self._device):
-                return device_fingerprints(flat, self._ends, self._device)
-        return fingerprints_of(flat.numpy().data, self._ends)
 
     def _raise_failure(self) -> None:
         with self._changed:

@@ -58,19 +58,33 @@ def make_segment(run_folder: Path, num_bytes: int) -> tuple[Path, mmap.mmap]:
     Raises:
         BroadcastError: There is no room for it.
     """
-    path, handle = _make_own(run_folder)
-    try:
-        _reserve(handle, num_bytes)
-        return path, mmap.mmap(handle, num_bytes)
-    except OSError as error:
-        path.unlink(missing_ok=True)
-        disown(path)
-        raise BroadcastError(
-            f"no room for {num_bytes >> 20} MiB of shared memory in {path.parent} ({error.strerror}); enlarge it "
-            f"(docker run --shm-size) or set broadcast.medium.kind to files"
-        ) from error
-    finally:
-        os.close(handle)
+    while True:
+        path = segment_folder(run_folder) / f"{segment_prefix(run_folder)}{secrets.token_hex(4)}"
+        handle = create_private(path)
+        try:
+            # Owned before it is filled, which takes a while. Not by `lockf`, whose lock is gone once the process closes any
+            # handle of the file. It waits, at most for another process that looks whether somebody owns it.
+            _LOCKS[path] = lock = os.open(path, os.O_RDWR)
+            with contextlib.suppress(OSError):  # Some network file systems have no locks: there nobody is spared.
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            if path.exists():
+                if hasattr(os, "posix_fallocate"):
+                    os.posix_fallocate(handle, 0, num_bytes)
+                else:
+                    os.ftruncate(handle, num_bytes)
+                return path, mmap.mmap(handle, num_bytes)
+            disown(path)  # swept before it was locked
+        except FileNotFoundError:
+            pass  # swept before it was opened
+        except OSError as error:
+            path.unlink(missing_ok=True)
+            disown(path)
+            raise BroadcastError(
+                f"no room for {num_bytes >> 20} MiB of shared memory in {path.parent} ({error.strerror}); enlarge it "
+                f"(docker run --shm-size) or set broadcast.medium.kind to files"
+            ) from error
+        finally:
+            os.close(handle)
 
 
 def create_private(path: Path) -> int:
@@ -92,70 +106,26 @@ def disown(segment: Path) -> None:
         os.close(_LOCKS.pop(segment))
 
 
-def _make_own(run_folder: Path) -> tuple[Path, int]:
-    """Create an empty segment and own it before it is filled, which takes a while; a sweep may come even before that."""
-    while True:
-        path = segment_folder(run_folder) / f"{segment_prefix(run_folder)}{secrets.token_hex(4)}"
-        handle = create_private(path)
-        try:
-            if _own(path):
-                return path, handle
-        except OSError as error:
-            path.unlink(missing_ok=True)
-            os.close(handle)
-            raise BroadcastError(f"cannot make {path}: {error.strerror}") from error
-        os.close(handle)
-
-
-def _own(segment: Path) -> bool:
-    """Lock a segment; return whether it was still there once it was locked."""
-    try:
-        _LOCKS[segment] = lock = os.open(segment, os.O_RDWR)
-    except FileNotFoundError:
-        return False
-    with contextlib.suppress(OSError):  # Some network file systems have no locks: there nobody is spared.
-        # Not `lockf`, whose lock is gone once the process closes any handle of the file. It waits, at most for another
-        # process that looks whether somebody owns it.
-        fcntl.flock(lock, fcntl.LOCK_EX)
-    if not segment.exists():
-        disown(segment)
-    return segment in _LOCKS
-
-
-def _reserve(handle: int, num_bytes: int) -> None:
-    if hasattr(os, "posix_fallocate"):
-        os.posix_fallocate(handle, 0, num_bytes)
-    else:
-        os.ftruncate(handle, num_bytes)
-
-
 def _remove_unless_anothers(segment: Path) -> bool:
     """Unlink a segment; return False where another process, alive, owns it."""
     if segment in _LOCKS:
         segment.unlink(missing_ok=True)
         return True
     try:
-        handle = os.open(segment, os.O_RDWR)
+        file = segment.open("r+b")
     except FileNotFoundError:
         return True
     except PermissionError:
         return False
-    try:
-        if _is_locked(handle):
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
             return False
+        except OSError:
+            pass  # a file system without locks
         segment.unlink(missing_ok=True)
-    finally:
-        os.close(handle)
     return True
-
-
-def _is_locked(handle: int) -> bool:
-    """Return whether another has the lock; otherwise take it, where there are locks."""
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        return isinstance(error, BlockingIOError | PermissionError)
-    return False
 
 
 def _forget_what_the_parent_owns() -> None:

@@ -30,31 +30,25 @@ FAREWELL_MS = 500
 
 @dataclass(frozen=True, slots=True)
 class CurveKeys:
-    """One end's CURVE keys, Z85 (40 bytes each)."""
+    """The CURVE pair of a run, Z85 (40 bytes each): every process of it shows this one and believes no other."""
 
     public: bytes
     secret: bytes
-    peers: tuple[bytes, ...]
-    """Public keys of the other end: whoever may fetch (learner's end), or the learner's, one (generator's end)."""
 
 
 def keys_of_run(run_folder: Path) -> CurveKeys | None:
-    """Return the keys of a run whose channels are encrypted, None for one without keys.
-
-    Every process of a run holds the same client pair (transport/security.py), so all ends show it and believe no other.
-    """
+    """Return the client pair (transport/security.py) of a run whose channels are encrypted, None for one without keys."""
     if not (run_folder / KEYS_FOLDER / CLIENT_FILE).exists():
         return None
     keys = load_client_keys(run_folder)
-    public = keys.public.encode()
-    return CurveKeys(public, keys.secret.encode(), (public,))
+    return CurveKeys(keys.public.encode(), keys.secret.encode())
 
 
 class Router:
     """A ROUTER that lets in the bearers of the right keys alone; used from one thread once it is bound."""
 
     def __init__(self, keys: CurveKeys | None, max_bytes: int) -> None:
-        self._allowed = keys.peers if keys else ()
+        self._allowed = (keys.public,) if keys else ()
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self._poller = zmq.Poller()
         self._zap = open_zap_socket(self.context) if keys else None
@@ -98,7 +92,7 @@ def open_dealer(
         dealer.routing_id = name
     dealer.heartbeat_ivl = HEARTBEAT_MS
     if keys is not None:
-        secure_client(dealer, keys.public, keys.secret, keys.peers[0])
+        secure_client(dealer, keys.public, keys.secret, keys.public)
     try:
         dealer.connect(address)
     except zmq.ZMQError as error:

@@ -34,13 +34,12 @@ import torch
 from asyncrl.config.broadcast import BroadcastConfig
 from asyncrl.errors import BroadcastError
 from asyncrl.models.layout import bucket_ends, check_manifest
-from asyncrl.schema.weights import Delta, WeightsAvailable, WeightsManifest
+from asyncrl.schema.weights import WeightsAvailable, WeightsManifest
 from asyncrl.weights.delta import apply_delta, blob_fingerprint
-from asyncrl.weights.delta_chain import FetchPlan, HeldVersion, plan_fetch, plan_whole
+from asyncrl.weights.delta_chain import FetchPlan, HeldVersion, held_version, plan_fetch, plan_whole
 from asyncrl.weights.fingerprint import DIGEST_BYTES, fingerprints_of, refuse_damaged, version_fingerprint
 from asyncrl.weights.media.base import MediumReader, VersionUnavailableError
 from asyncrl.weights.media.registry import kind_of, open_reader
-from asyncrl.weights.sockets import CurveKeys
 from asyncrl.weights.tensors import MappedTensors
 
 _LOG = logging.getLogger(__name__)
@@ -51,8 +50,7 @@ class Subscriber:
 
     Args:
         config: The medium; the same as the publisher's.
-        run_folder: Of this run.
-        curve_keys: For media with sockets; None: the run's own (RUN/keys), or no encryption where it has none.
+        run_folder: Of this run; its keys (RUN/keys) are used, if it has any.
 
     Example:
         >>> tensors = await subscriber.fetch(available)  # doctest: +SKIP
@@ -60,9 +58,9 @@ class Subscriber:
         >>> tensors.release()  # doctest: +SKIP
     """
 
-    def __init__(self, config: BroadcastConfig, run_folder: Path, curve_keys: CurveKeys | None = None) -> None:
+    def __init__(self, config: BroadcastConfig, run_folder: Path) -> None:
         self._medium = kind_of(config.medium)
-        self._reader = open_reader(config.medium, run_folder, curve_keys)
+        self._reader = open_reader(config.medium, run_folder)
         self._staging = Staging(self._reader)
         self._may_lease = config.delta is None
         self._handed_out: MappedTensors | None = None
@@ -168,16 +166,24 @@ class Staging:
         total_bytes = available.manifest.total_bytes
         if self._flat is None or self._flat.numel() != total_bytes:
             self.close()
-            self._flat, self._file = _shareable_memory(total_bytes)
+            if hasattr(os, "memfd_create"):
+                self._file = os.memfd_create("asyncrl-staging")
+                os.ftruncate(self._file, total_bytes)
+                self._flat = torch.frombuffer(mmap.mmap(self._file, total_bytes), dtype=torch.uint8)
+            else:
+                self._flat = torch.zeros(total_bytes, dtype=torch.uint8)
+        flat = memoryview(self._flat.numpy().data)
         plan = plan_fetch(available, self._held)
         try:
-            self._carry_out(plan, available, cancelled)
+            self._carry_out(plan, available, flat, cancelled)
         except BroadcastError as error:
-            whole = plan_whole(available)
-            if plan.whole is not None or cancelled.is_set() or self._is_past(whole):
+            whole, held = plan_whole(available), self._held
+            # What is held may be on the way from the whole version already: fetching that would lead here again.
+            is_past = held is not None and any(delta.base_fingerprint == held.fingerprint for delta in whole.deltas)
+            if plan.whole is not None or cancelled.is_set() or is_past:
                 raise
             _LOG.warning("version %d is fetched whole, its deltas were of no use: %s", available.version, error)
-            self._carry_out(whole, available, cancelled)
+            self._carry_out(whole, available, flat, cancelled)
         return self._flat
 
     @property
@@ -191,68 +197,39 @@ class Staging:
             os.close(self._file)
         self._flat, self._file, self._held = None, -1, None
 
-    def _carry_out(self, plan: FetchPlan, available: WeightsAvailable, cancelled: threading.Event) -> None:
+    def _carry_out(self, plan: FetchPlan, available: WeightsAvailable, flat: memoryview, cancelled: threading.Event) -> None:
         """Fetch, apply, compare."""
+        manifest = available.manifest
         if plan.whole is not None:
             self._held = None
-            refuse_damaged(plan.whole, self._reader.fetch(plan.whole, self._bytes(), cancelled))
-            self._held = _held(plan.whole)
+            refuse_damaged(plan.whole, self._reader.fetch(plan.whole, flat, cancelled))
+            self._held = held_version(plan.whole)
         assert self._held is not None
-        before = self._held.bucket_fingerprints
-        touched: set[int] = set()
+        before, touched = self._held.bucket_fingerprints, set[int]()
         for delta in plan.deltas:
             try:
-                touched |= self._apply(delta, available, cancelled)
+                if cancelled.is_set():
+                    raise VersionUnavailableError(f"the fetch of version {available.version} was cancelled")
+                blob = self._reader.fetch_blob(available, delta.name, delta.num_bytes, cancelled)
+                if blob_fingerprint(blob) != delta.fingerprint:
+                    raise BroadcastError(f"the delta to version {delta.version} arrived damaged: its fingerprint differs")  # noqa: TRY301
+                self._held = None
+                touched |= apply_delta(manifest, blob, flat)
             except BroadcastError:
                 # What was reached before this delta need not be fetched again, if it is the version the delta was made from.
-                found = _rehashed(before, touched, available.manifest, self._bytes())
+                found = _rehashed(before, touched, manifest, flat)
                 if version_fingerprint(found) == delta.base_fingerprint:
-                    self._held = HeldVersion(delta.base_version, delta.base_fingerprint, found, available.manifest.total_bytes)
+                    self._held = HeldVersion(delta.base_version, delta.base_fingerprint, found, manifest.total_bytes)
                 raise
-        refuse_damaged(available, _rehashed(before, touched, available.manifest, self._bytes()))
-        self._held = _held(available)
-
-    def _apply(self, delta: Delta, available: WeightsAvailable, cancelled: threading.Event) -> set[int]:
-        """Fetch the delta and apply it; return the buckets it touched."""
-        if cancelled.is_set():
-            raise VersionUnavailableError(f"the fetch of version {available.version} was cancelled")
-        blob = self._reader.fetch_blob(available, delta.name, delta.num_bytes, cancelled)
-        if blob_fingerprint(blob) != delta.fingerprint:
-            raise BroadcastError(f"the delta to version {delta.version} arrived damaged: its fingerprint differs")
-        self._held = None
-        return apply_delta(available.manifest, blob, self._bytes())
-
-    def _is_past(self, whole: FetchPlan) -> bool:
-        """Return whether what is held is on the way from the whole version already: fetching that would lead here again."""
-        return self._held is not None and any(delta.base_fingerprint == self._held.fingerprint for delta in whole.deltas)
-
-    def _bytes(self) -> memoryview:
-        assert self._flat is not None
-        return memoryview(self._flat.numpy().data)
-
-
-def _shareable_memory(num_bytes: int) -> tuple[torch.Tensor, int]:
-    """Return zeroed memory and the handle of its file; -1: it has none."""
-    if not hasattr(os, "memfd_create"):
-        return torch.zeros(num_bytes, dtype=torch.uint8), -1
-    file = os.memfd_create("asyncrl-staging")
-    try:
-        os.ftruncate(file, num_bytes)
-        return torch.frombuffer(mmap.mmap(file, num_bytes), dtype=torch.uint8), file
-    except BaseException:
-        os.close(file)
-        raise
-
-
-def _held(available: WeightsAvailable) -> HeldVersion:
-    return HeldVersion(available.version, available.fingerprint, available.bucket_fingerprints, available.manifest.total_bytes)
+        refuse_damaged(available, _rehashed(before, touched, manifest, flat))
+        self._held = held_version(available)
 
 
 def _rehashed(bucket_fingerprints: bytes, touched: set[int], manifest: WeightsManifest, flat: memoryview) -> bytes:
     """Return the fingerprints with those of the touched buckets computed anew."""
-    found = bytearray(bucket_fingerprints)
+    digests = [bucket_fingerprints[at : at + DIGEST_BYTES] for at in range(0, len(bucket_fingerprints), DIGEST_BYTES)]
     buckets = sorted(touched)
-    digests = fingerprints_of(flat, bucket_ends(manifest), buckets=buckets)
+    found = fingerprints_of(flat, bucket_ends(manifest), buckets=buckets)
     for place, bucket in enumerate(buckets):
-        found[bucket * DIGEST_BYTES : (bucket + 1) * DIGEST_BYTES] = digests[place * DIGEST_BYTES : (place + 1) * DIGEST_BYTES]
-    return bytes(found)
+        digests[bucket] = found[place * DIGEST_BYTES : (place + 1) * DIGEST_BYTES]
+    return b"".join(digests)

@@ -10,7 +10,7 @@ from. The engine, or each of its worker processes, makes one receiver and keeps 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Sequence
 from importlib import import_module
 from itertools import chain
 from typing import Protocol
@@ -18,10 +18,10 @@ from typing import Protocol
 import torch
 
 from asyncrl.models.layout import DTYPE_OF_NAME, bucket_ends, view_tensors
-from asyncrl.schema.weights import WeightsAvailable, WeightsManifest
+from asyncrl.schema.weights import TensorEntry, WeightsAvailable, WeightsManifest
 
 
-class MappedTensors(Mapping[str, torch.Tensor]):
+class MappedTensors(dict[str, torch.Tensor]):
     """Tensors in one flat buffer, whole and verified; valid until released or until the next fetch."""
 
     def __init__(
@@ -44,6 +44,7 @@ class MappedTensors(Mapping[str, torch.Tensor]):
             check: Raises BroadcastError once the bytes are no longer those of the version.
             release: Says that nobody reads them any more.
         """
+        super().__init__(view_tensors(flat, manifest))
         self.manifest = manifest
         self.flat = flat
         self.path = path
@@ -52,19 +53,6 @@ class MappedTensors(Mapping[str, torch.Tensor]):
         """Call after the last byte was read, before anything samples with it. Raises BroadcastError: it may be a mixture."""
         self.release = release
         """Call once nobody reads them any more. Safe to repeat."""
-        self._tensors = view_tensors(flat, manifest)
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        """Return a view of the buffer."""
-        return self._tensors[name]
-
-    def __iter__(self) -> Iterator[str]:
-        """Go over the names, in the order of the layout."""
-        return iter(self._tensors)
-
-    def __len__(self) -> int:
-        """Return the number of tensors, tied ones once."""
-        return len(self._tensors)
 
 
 class SharedTensors(MappedTensors):
@@ -92,7 +80,7 @@ class Receiver(Protocol):
         ...
 
 
-class DeferredTensors(Mapping[str, torch.Tensor]):
+class DeferredTensors(dict[str, torch.Tensor]):
     """Stands for a version's tensors where an engine takes them; has none of its own."""
 
     def __init__(self, available: WeightsAvailable, receiver: str, arguments: bytes) -> None:
@@ -106,18 +94,6 @@ class DeferredTensors(Mapping[str, torch.Tensor]):
         self.available = available
         self.receiver = receiver
         self.arguments = arguments
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        """Refuse: the bytes are not here."""
-        raise KeyError(name)
-
-    def __iter__(self) -> Iterator[str]:
-        """Go over nothing."""
-        return iter(())
-
-    def __len__(self) -> int:
-        """Return 0."""
-        return 0
 
 
 class ArrivingTensors:
@@ -152,24 +128,18 @@ def make_receiver(receiver: str, arguments: bytes) -> Receiver:
     return made
 
 
-class BucketTensors:
-    """The tensors of one bucket."""
-
-    def __init__(self, manifest: WeightsManifest, start: int, end: int) -> None:
-        self._start = start
-        is_last = end == manifest.total_bytes
-        self._entries = [entry for entry in manifest.entries if start <= entry.offset < end or (is_last and entry.offset == end)]
-
-    def views(self, bucket: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield name and view of each, in the order of the layout."""
-        for entry in self._entries:
-            first = entry.offset - self._start
-            flat = bucket[first : first + entry.num_bytes]
-            yield entry.name, flat.view(DTYPE_OF_NAME[entry.dtype]).view(entry.shape)
-
-
-def tensors_by_bucket(manifest: WeightsManifest) -> Iterator[BucketTensors]:
-    """Yield what lies in each bucket, every entry in exactly one."""
+def tensors_by_bucket(manifest: WeightsManifest) -> Iterator[Callable[[torch.Tensor], Iterator[tuple[str, torch.Tensor]]]]:
+    """Yield for each bucket what makes names and views of it, in the order of the layout; every entry is in exactly one."""
     ends = bucket_ends(manifest)
     for start, end in zip([0, *ends[:-1]], ends, strict=True):
-        yield BucketTensors(manifest, start, end)
+        is_last = end == manifest.total_bytes
+        entries = [entry for entry in manifest.entries if start <= entry.offset < end or (is_last and entry.offset == end)]
+
+        def views(
+            bucket: torch.Tensor, entries: Sequence[TensorEntry] = entries, start: int = start
+        ) -> Iterator[tuple[str, torch.Tensor]]:
+            for entry in entries:
+                flat = bucket[entry.offset - start :][: entry.num_bytes]
+                yield entry.name, flat.view(DTYPE_OF_NAME[entry.dtype]).view(entry.shape)
+
+        yield views

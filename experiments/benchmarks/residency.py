@@ -20,10 +20,8 @@ from pathlib import Path
 import torch
 
 from asyncrl.clock import SystemClock
-from asyncrl.residency.component import TensorComponent
-from asyncrl.residency.components import ModuleComponent
-from asyncrl.residency.cuda import CudaDevice
-from asyncrl.residency.device import Device, SimulatedDevice
+from asyncrl.residency.components import ModuleComponent, TensorComponent
+from asyncrl.residency.device import CudaDevice, Device, SimulatedDevice
 from asyncrl.residency.manager import ResidencyManager
 from asyncrl.residency.plan import PhaseNeeds
 from benchmarks.harness import BenchResult, interleaved, ratio, seconds_of

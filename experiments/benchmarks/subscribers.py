@@ -23,7 +23,6 @@ import zmq
 from asyncrl.config.broadcast import BroadcastConfig
 from asyncrl.models.layout import copy_tensors, view_tensors
 from asyncrl.schema.weights import WeightsAvailable
-from asyncrl.weights.sockets import CurveKeys
 from asyncrl.weights.subscriber import Subscriber
 
 TIMEOUT_S = 120.0
@@ -34,9 +33,6 @@ class Open(msgspec.Struct, frozen=True, tag="open"):
 
     config: BroadcastConfig
     run_folder: str
-    public: str = ""
-    secret: str = ""
-    learner: str = ""
 
 
 class Take(msgspec.Struct, frozen=True, tag="take"):
@@ -121,10 +117,7 @@ class _Process:
         match order:
             case Open():
                 self.close()
-                keys = None
-                if order.public:
-                    keys = CurveKeys(order.public.encode(), order.secret.encode(), (order.learner.encode(),))
-                self._subscriber = Subscriber(order.config, Path(order.run_folder), curve_keys=keys)
+                self._subscriber = Subscriber(order.config, Path(order.run_folder))
                 return Live()
             case Take(available):
                 assert self._subscriber is not None

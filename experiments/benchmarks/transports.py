@@ -23,7 +23,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import psutil
 import torch
@@ -32,9 +31,9 @@ import zmq
 from asyncrl.clock import SystemClock
 from asyncrl.config.broadcast import BroadcastConfig, ZeroMQMedium
 from asyncrl.schema.weights import WeightsAvailable
+from asyncrl.transport.security import make_keys
 from asyncrl.weights.publisher import Publisher
 from asyncrl.weights.shm_segments import SHARED_FOLDER, remove_leftover_segments
-from asyncrl.weights.sockets import CurveKeys
 from benchmarks.samples import local_ray
 from benchmarks.subscribers import TIMEOUT_S, Live, Open, Subscribers, Take, TakeFile, TakeParts
 
@@ -55,20 +54,16 @@ class MediumWay:
     """One of our media."""
 
     def __init__(self, config: BroadcastConfig, run_folder: Path, peers: Subscribers, *, is_encrypted: bool = False) -> None:
-        """Open a publisher; with `is_encrypted`, keys for it and its subscribers."""
+        """Open a publisher; with `is_encrypted`, in a run that has keys."""
         run_folder.mkdir()
         self._open = Open(config, str(run_folder))
-        keys = None
         if is_encrypted:
-            (learner, learner_secret), (public, secret) = zmq.curve_keypair(), zmq.curve_keypair()
-            keys = CurveKeys(learner, learner_secret, peers=(public,))
-            names = {"public": public.decode(), "secret": secret.decode(), "learner": learner.decode()}
-            self._open = msgspec.structs.replace(self._open, **names)
+            make_keys(run_folder)
         self._peers = peers
         self._num_open = 0
         self._version = 0
         self._announced: queue.SimpleQueue[WeightsAvailable] = queue.SimpleQueue()
-        self._publisher = Publisher(config, run_folder, self._announced.put, SystemClock(), keys)
+        self._publisher = Publisher(config, run_folder, self._announced.put, SystemClock())
 
     def publish(self, weights: Mapping[str, torch.Tensor]) -> tuple[WeightsAvailable, float]:
         """Publish the next version; return its announcement and how long the learner was blocked."""

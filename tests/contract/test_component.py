@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from asyncrl.config.learner import LearnerConfig
 from asyncrl.errors import ModelChangedError, ResidencyError
 from asyncrl.learner.optim.optimizer import PolicyOptimizer
-from asyncrl.residency.components import CallbackComponent, FrozenModelComponent, ModuleComponent, OptimizerComponent
+from asyncrl.residency.components import CallbackComponent, FrozenModelComponent, ModuleComponent, TensorComponent
 from asyncrl.residency.device import SimulatedDevice
 
 KINDS = ["module", "optimizer", "frozen", "callback"]
@@ -57,7 +57,7 @@ class Case:
             self.component = FrozenModelComponent("reference", self.module, device, tmp_path, tmp_path / "swap")
         elif kind == "optimizer":
             optimizer = self._trained()
-            self.component = OptimizerComponent("policy optimizer", optimizer, device, tmp_path / "swap")
+            self.component = TensorComponent("policy optimizer", device, optimizer.state_tensors, tmp_path / "swap")
             self.objects = [tensor for _, tensor in optimizer.state_tensors()]
         else:
             self.engine = Engine()

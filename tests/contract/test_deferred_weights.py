@@ -33,7 +33,7 @@ class Learner:
 
     def __init__(self, run_folder: Path) -> None:
         medium = GlooMedium(timeout_s=5.0, gather_s=0.05)
-        self.writer = CollectiveWriter(medium, through=lambda: CPU, backend="gloo")
+        self.writer = CollectiveWriter(medium, through=lambda: CPU)
         self._manifest = make_manifest(make_model(0).state_dict(), bucket_bytes=20_000)
         self._slots = self.writer.open(self._manifest)
         self._arguments = msgspec.json.encode(ReceiverArguments(str(run_folder), medium))

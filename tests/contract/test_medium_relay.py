@@ -22,7 +22,7 @@ from asyncrl.errors import BroadcastError
 from asyncrl.models.layout import bucket_ends, make_manifest
 from asyncrl.schema.weights import WeightsAvailable
 from asyncrl.weights.fingerprint import fingerprints_of, version_fingerprint
-from asyncrl.weights.media.zeromq import FeederReply, FeederRequest, PartReply, PartRequest, ZeroMQWriter
+from asyncrl.weights.media.zeromq import FeederRequest, PartReply, PartRequest, ZeroMQWriter
 from asyncrl.weights.media.zeromq_reader import ZeroMQReader
 from asyncrl.weights.sockets import SEND_QUEUE, WINDOW, CurveKeys
 from tests.contract.line_process import LineProcesses
@@ -70,12 +70,13 @@ def generators() -> Iterator[LineProcesses]:
 class Asker:
     """A bare DEALER that asks one address for parts."""
 
-    def __init__(self, address: str, keys: CurveKeys | None = None) -> None:
+    def __init__(self, address: str, server_key: bytes = b"") -> None:
+        """With a server's key: show a pair of one's own."""
         self._context = zmq.Context()
         self.socket = self._context.socket(zmq.DEALER)
-        if keys is not None:
-            self.socket.curve_publickey, self.socket.curve_secretkey = keys.public, keys.secret
-            self.socket.curve_serverkey = keys.peers[0]
+        if server_key:
+            self.socket.curve_publickey, self.socket.curve_secretkey = zmq.curve_keypair()
+            self.socket.curve_serverkey = server_key
         self.news = self.socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)
         self.socket.connect(address)
 
@@ -216,57 +217,6 @@ def test_without_fanout_the_learner_sends_it_to_each(generators, tmp_path):
         assert generator.hear(Fetched) == Fetched(1, [1.0])
     assert 2 * MODEL_BYTES <= learner.writer.server.served_bytes < 3 * MODEL_BYTES  # what is slow to come is asked for again
     learner.writer.close()
-
-
-class Relay:
-    """Says that it has the version, answers so many parts, and then nothing more."""
-
-    def __init__(self, available: WeightsAvailable, num_parts: int, value: float = 1.0) -> None:
-        self._context = zmq.Context()
-        self._router = self._context.socket(zmq.ROUTER)
-        port = self._router.bind_to_random_port("tcp://127.0.0.1")
-        self.num_asked, self._num_parts, self._value = 0, num_parts, value
-        self._closing = threading.Event()
-        learner = self._context.socket(zmq.DEALER)
-        learner.connect(available.location)
-        whole = FeederRequest(
-            available.version, available.fingerprint, "relay", f"tcp://127.0.0.1:{port}", socket.gethostname(), is_whole=True
-        )
-        learner.send(msgspec.msgpack.encode(whole))
-        assert learner.poll(TIMEOUT_S * 1000)
-        assert msgspec.msgpack.decode(learner.recv(), type=FeederReply).wait
-        learner.close()
-        self._thread = threading.Thread(target=self._serve)
-        self._thread.start()
-
-    def _serve(self) -> None:
-        while not self._closing.is_set():
-            if self._router.poll(50):
-                asker, frame = self._router.recv_multipart()
-                request = msgspec.msgpack.decode(frame, type=PartRequest)
-                self.num_asked += 1
-                if self.num_asked <= self._num_parts:
-                    header = msgspec.msgpack.encode(PartReply(request.offset, request.num_bytes))
-                    part = np.full(request.num_bytes // 4, self._value, np.float32).tobytes()
-                    self._router.send_multipart([asker, header, part])
-
-    def close(self) -> None:
-        self._closing.set()
-        self._thread.join()
-        self._context.destroy(linger=0)
-
-
-def test_a_feeder_that_falls_silent_in_the_middle_is_left_and_no_part_is_fetched_twice(learner):
-    available = learner.publish(1)
-    relay = Relay(available, num_parts=64)
-    child = ZeroMQReader(MEDIUM)
-    started_s = time.monotonic()
-    assert Fetch(child, available).join() == {1.0}
-    assert time.monotonic() - started_s < 20
-    assert relay.num_asked <= 64 + WINDOW
-    assert learner.writer.server.served_bytes == MODEL_BYTES - 64 * CHUNK_BYTES
-    relay.close()
-    child.close()
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
@@ -410,13 +360,8 @@ def test_a_delta_goes_from_generator_to_generator_too(learner):
         reader.close()
 
 
-def keys_of(*, peers_of: CurveKeys | None = None) -> CurveKeys:
-    public, secret = zmq.curve_keypair()
-    return CurveKeys(public, secret, (peers_of.public if peers_of else public,))
-
-
 def test_a_relay_serves_those_with_the_keys_of_the_run_and_nobody_else():
-    keys = keys_of()
+    keys = CurveKeys(*zmq.curve_keypair())
     learner = Learner(keys=keys)
     available = learner.publish(1)
     relay, child = ZeroMQReader(MEDIUM, keys), ZeroMQReader(MEDIUM, keys)
@@ -424,7 +369,7 @@ def test_a_relay_serves_those_with_the_keys_of_the_run_and_nobody_else():
         assert Fetch(reader, available).join() == {1.0}
     assert MODEL_BYTES <= learner.writer.server.served_bytes < 2 * MODEL_BYTES
     assert (served_bytes := relay.server.served_bytes) > 0
-    stranger = Asker(relay.server.location, keys_of(peers_of=keys))
+    stranger = Asker(relay.server.location, keys.public)
     with contextlib.suppress(zmq.Again):  # refused already: there is nobody to send to
         stranger.socket.send(msgspec.msgpack.encode(PartRequest(1, available.fingerprint, 0, CHUNK_BYTES)), zmq.NOBLOCK)
     assert stranger.news.poll(TIMEOUT_S * 1000)
@@ -453,29 +398,24 @@ def test_malformed_requests_to_a_relay_are_counted_and_not_answered(learner):
     reader.close()
 
 
-@pytest.mark.parametrize("feeder", ["learner", "relay"])
-def test_who_asks_and_never_reads_costs_a_queue_of_parts_and_holds_nobody_up(learner, feeder):
+def test_who_asks_and_never_reads_costs_a_queue_of_parts_and_holds_nobody_up(learner):
     """What was sent lies in its queue and in the system's socket buffers, both bounded; the rest is lost."""
     available = learner.publish(1)
-    reader = ZeroMQReader(MEDIUM)
-    assert Fetch(reader, available).join() == {1.0}
-    feeding, location = (learner.writer, available.location) if feeder == "learner" else (reader, reader.server.location)
-    before, num_requests = feeding.server.served_bytes, 2400
+    num_requests = 2400
     context = zmq.Context()
     greedy = context.socket(zmq.DEALER)
     greedy.rcvhwm, greedy.rcvbuf = 1, 1 << 16
-    greedy.connect(location)
+    greedy.connect(available.location)
     for _ in range(num_requests):
         greedy.send(msgspec.msgpack.encode(PartRequest(1, available.fingerprint, 0, CHUNK_BYTES)))
-    modest = Asker(location)
+    modest = Asker(available.location)
     for _ in range(300):  # by turns with the other: who gets the last answer knows that all are dealt with
         assert modest.ask(available)[0].num_bytes == CHUNK_BYTES
-    queued_bytes = feeding.server.served_bytes - before - 300 * CHUNK_BYTES
+    queued_bytes = learner.writer.server.served_bytes - 300 * CHUNK_BYTES
     assert queued_bytes < SEND_QUEUE * CHUNK_BYTES + (16 << 20) < num_requests * CHUNK_BYTES // 4
     greedy.close(linger=0)
     context.term()
     modest.close()
-    reader.close()
 
 
 def test_an_address_that_is_taken_is_a_clear_error():

@@ -10,8 +10,8 @@ import torch
 from asyncrl.clock import SystemClock
 from asyncrl.config.learner import LearnerConfig
 from asyncrl.learner.optim.optimizer import PolicyOptimizer
-from asyncrl.residency.components import ModuleComponent, OptimizerComponent
-from asyncrl.residency.cuda import CudaDevice
+from asyncrl.residency.components import ModuleComponent, TensorComponent
+from asyncrl.residency.device import CudaDevice
 from asyncrl.residency.manager import ResidencyManager
 from asyncrl.residency.plan import PhaseNeeds
 from benchmarks.residency import run
@@ -54,7 +54,10 @@ def step(model, optimizer, number):
 @pytest.mark.parametrize("offload_to", ["host", "disk"])
 def test_a_switch_gives_the_memory_to_the_driver_and_brings_every_bit_back(device, tmp_path, dtype, offload_to):
     model, optimizer = trained(device, dtype)
-    components = [ModuleComponent("policy", model, device, tmp_path), OptimizerComponent(NAMES[1], optimizer, device, tmp_path)]
+    components = [
+        ModuleComponent("policy", model, device, tmp_path),
+        TensorComponent(NAMES[1], device, optimizer.state_tensors, tmp_path),
+    ]
     manager = ResidencyManager("learner", components, PHASES, device, SystemClock(), offload_to=offload_to)
     tensors = [*model.parameters(), *(tensor for _, tensor in optimizer.state_tensors())]
     before = [tensor.detach().cpu().clone() for tensor in tensors]
@@ -71,7 +74,10 @@ def test_a_switch_gives_the_memory_to_the_driver_and_brings_every_bit_back(devic
 
 def test_weights_can_be_read_from_host_memory_and_trained_on_afterwards(device, tmp_path):
     model, optimizer = trained(device, torch.bfloat16)
-    components = [ModuleComponent("policy", model, device, tmp_path), OptimizerComponent(NAMES[1], optimizer, device, tmp_path)]
+    components = [
+        ModuleComponent("policy", model, device, tmp_path),
+        TensorComponent(NAMES[1], device, optimizer.state_tensors, tmp_path),
+    ]
     manager = ResidencyManager("learner", components, PHASES, device, SystemClock())
     before = {name: tensor.detach().cpu().clone() for name, tensor in model.named_parameters()}
     manager.switch("rollout", 0)

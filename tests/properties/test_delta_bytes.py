@@ -65,18 +65,18 @@ class Learner:
     def publish(self, version, flat):
         self._medium.flat = flat
         buckets = fingerprints_of(memoryview(flat), bucket_ends(MANIFEST))
-        offer = self._offers.offer(0, version, memoryview(flat), version_fingerprint(buckets), buckets)
+        whole, deltas = self._offers.offer(0, version, memoryview(flat), version_fingerprint(buckets), buckets)
         return WeightsAvailable(
             version,
             "any",
-            offer.whole.location,
+            whole.location,
             MANIFEST,
             version_fingerprint(buckets),
             0.0,
             bucket_fingerprints=buckets,
-            full_version=offer.whole.version,
-            full_bucket_fingerprints=offer.whole.bucket_fingerprints,
-            deltas=offer.deltas,
+            full_version=whole.version,
+            full_bucket_fingerprints=whole.bucket_fingerprints,
+            deltas=deltas,
         )
 
 

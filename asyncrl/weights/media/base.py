@@ -17,7 +17,7 @@ Invariants, for every implementation (tests/contract/test_medium.py runs over al
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import msgspec
 
@@ -75,6 +75,15 @@ class MediumWriter(Protocol):
         """
         ...
 
+    def close(self) -> None:
+        """Release threads, memory and whatever nobody may fetch after the learner is gone. Safe to repeat."""
+        ...
+
+
+@runtime_checkable
+class BlobWriter(MediumWriter, Protocol):
+    """The learner's end of a medium that can carry deltas."""
+
     def put_blob(self, name: str, blob: bytes) -> None:
         """Make a delta fetchable under `name` ([a-z0-9-], at most 64).
 
@@ -85,10 +94,6 @@ class MediumWriter(Protocol):
 
     def drop_blob(self, name: str) -> None:
         """Make the delta unfetchable; unknown names are ignored."""
-        ...
-
-    def close(self) -> None:
-        """Release threads, memory and whatever nobody may fetch after the learner is gone. Safe to repeat."""
         ...
 
 

@@ -14,15 +14,13 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from asyncrl.errors import BroadcastError, ConfigError
 
@@ -35,18 +33,6 @@ _NCCL_ENVIRONMENT = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
 }
-_environment_lock = threading.Lock()
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """A process's place in one epoch's group."""
-
-    epoch: int
-    rank: int
-    size: int
-    store: str
-    """host:port."""
 
 
 class GroupBrokenError(Exception):
@@ -57,45 +43,36 @@ class Group:
     """A process group in which rank 0 broadcasts.
 
     Example:
-        >>> group = Group("gloo", place, "127.0.0.1", timeout_s=30.0)  # doctest: +SKIP
+        >>> group = Group("gloo", 1, 2, "10.0.0.2", 30.0, "10.0.0.1:4567")  # doctest: +SKIP
         >>> group.wait_open(should_stop)  # doctest: +SKIP
         >>> wait_done(group.broadcast(bucket), should_stop)  # doctest: +SKIP
         >>> group.leave()  # doctest: +SKIP
     """
 
     def __init__(
-        self,
-        backend: Backend,
-        place: Place,
-        host: str,
-        timeout_s: float,
-        store: TCPStore | None = None,
+        self, backend: Backend, rank: int, size: int, host: str, timeout_s: float, store: TCPStore | str,
         device: torch.device | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Begin to open it.
 
         Args:
             backend: `nccl` needs every member on a GPU of its own.
-            place: Of this process.
+            rank: Of this process; the learner has 0.
+            size: Number of processes.
             host: Address of this machine that the others reach.
             timeout_s: Of opening, and of every operation.
-            store: Rank 0's own, which is the one at `place.store`.
+            store: Where the members meet: rank 0's own, or its host:port.
             device: Where buckets are; None: in host memory.
         """
-        self.place = place
         self._backend = backend
-        self._host = host
-        self._timeout_s = timeout_s
-        self._store = store
-        self._device = device
+        self._timeout = timedelta(seconds=timeout_s)
+        self._open: Callable[[], Any] = lambda: self._opened_group(rank, size, host, store, device)
         self._group: Any = None
         self._works: list[Any] = []
         self._failure = ""
-        self._opened = threading.Event()
-        self._left = threading.Event()
+        self._opened, self._left = threading.Event(), threading.Event()
         # A daemon would be frozen at exit in the middle of gloo's own work, which torch takes for a crash; NCCL's may never end.
-        is_daemon = backend == "nccl"
-        threading.Thread(target=self._live, name=f"asyncrl-group-{place.epoch}", daemon=is_daemon).start()
+        threading.Thread(target=self._live, name="asyncrl-group", daemon=backend == "nccl").start()
 
     def wait_open(self, should_stop: Callable[[], bool]) -> None:
         """Wait until all are in.
@@ -107,13 +84,10 @@ class Group:
             if should_stop():
                 raise GroupBrokenError("told to stop while the group was opened")
         if self._failure:
-            raise GroupBrokenError(f"the group of epoch {self.place.epoch} was not opened: {self._failure}")
+            raise GroupBrokenError(f"the group was not opened: {self._failure}")
 
     def broadcast(self, bucket: torch.Tensor) -> Any:  # noqa: ANN401 - torch's Work is untyped
-        """Begin to send (rank 0) or to receive `bucket`.
-
-        Returns:
-            What `wait_done` takes.
+        """Begin to send (rank 0) or to receive `bucket`; return what `wait_done` takes.
 
         Raises:
             GroupBrokenError: It cannot begin.
@@ -132,10 +106,7 @@ class Group:
     def _live(self) -> None:
         """Open, wait until left, and let go once nothing is under way: torch's own end of a group waits without asking."""
         try:
-            if self._backend == "nccl":
-                self._group = _open_nccl(self.place, self._timeout_s, self._store, self._device or torch.device("cuda"))
-            else:
-                self._group = _open_gloo(self.place, self._host, self._timeout_s, self._store)
+            self._group = self._open()
         except (RuntimeError, ValueError) as error:
             self._failure = _first_line(error)
         self._opened.set()
@@ -143,12 +114,42 @@ class Group:
             pass
         if self._group is not None and self._backend == "nccl":
             self._group.abort()
-        give_up_s = time.monotonic() + 2 * self._timeout_s
+        give_up_s = time.monotonic() + 2 * self._timeout.total_seconds()
         while any(not work.is_completed() for work in self._works) and time.monotonic() < give_up_s:
             time.sleep(_REAP_S)
-        self._works = []
-        self._group = None
-        self._store = None
+        del self._open, self._group, self._works
+
+    def _opened_group(self, rank: int, size: int, host: str, store: TCPStore | str, device: torch.device | None) -> Any:  # noqa: ANN401
+        """Return torch's group; waits until all are in, and raises RuntimeError as torch does."""
+        if isinstance(store, str):
+            at, _, port = store.rpartition(":")
+            store = TCPStore(at, int(port), is_master=False, wait_for_workers=False, timeout=self._timeout)
+        if self._backend == "gloo":
+            # torch has no public way to choose the interface.
+            options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # noqa: SLF001
+            options._timeout = self._timeout  # noqa: SLF001
+            options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]  # noqa: SLF001
+            return dist.ProcessGroupGloo(store, rank, size, options)
+        device = device or torch.device("cuda")
+        torch.cuda.set_device(device)
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = self._timeout  # noqa: SLF001
+        before = {name: os.environ.get(name) for name in _NCCL_ENVIRONMENT}
+        os.environ.update(_NCCL_ENVIRONMENT)  # read when the group is made: no other group is changed
+        try:
+            group: Any = dist.ProcessGroupNCCL(store, rank, size, options)
+        finally:
+            for name, value in before.items():
+                os.environ.pop(name) if value is None else os.environ.update({name: value})
+        # The communicator is made with the first operation; nothing would end it there.
+        first = group.broadcast([torch.zeros(1, device=device)], _from_rank_0())
+        give_up_s = time.monotonic() + self._timeout.total_seconds()
+        while not first.is_completed():
+            if time.monotonic() > give_up_s:
+                group.abort()
+                raise RuntimeError(f"not all members came within {self._timeout.total_seconds():g} s")
+            time.sleep(_POLL_S)
+        return group
 
 
 def wait_done(work: Any, should_stop: Callable[[], bool]) -> None:  # noqa: ANN401 - torch's Work is untyped
@@ -168,7 +169,7 @@ def wait_done(work: Any, should_stop: Callable[[], bool]) -> None:  # noqa: ANN4
 
 
 def open_store(host: str, timeout_s: float) -> tuple[TCPStore, str]:
-    """Open the store where an epoch's members meet; return it with its address.
+    """Open the store where a group's members meet, on that interface alone; return it with its host:port.
 
     Raises:
         BroadcastError: `host` is no address of this machine.
@@ -177,68 +178,12 @@ def open_store(host: str, timeout_s: float) -> tuple[TCPStore, str]:
         listening = socket.create_server((host, 0))
     except OSError as error:
         raise BroadcastError(
-            f"cannot listen at {host}: {error.strerror or error}; broadcast.medium.host must be an address of the learner's "
-            f"machine"
+            f"cannot listen at {host}: {error}; broadcast.medium.host must be an address of the learner's machine"
         ) from error
-    port = listening.getsockname()[1]
-    store = TCPStore(
-        host, port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s),
-        master_listen_fd=listening.detach(),
-    )  # fmt: skip
+    port, timeout = listening.getsockname()[1], timedelta(seconds=timeout_s)
+    handle = listening.detach()
+    store = TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=handle)
     return store, f"{host}:{port}"
-
-
-def _open_gloo(place: Place, host: str, timeout_s: float, store: TCPStore | None) -> Any:  # noqa: ANN401 - torch's is untyped
-    """Return torch's group; blocks until all are in, for `timeout_s` at most, and then raises RuntimeError as torch does."""
-    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # noqa: SLF001 - the way to choose an interface
-    options._timeout = timedelta(seconds=timeout_s)  # noqa: SLF001
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]  # noqa: SLF001
-    return dist.ProcessGroupGloo(_meeting(place, timeout_s, store), place.rank, place.size, options)
-
-
-def _open_nccl(place: Place, timeout_s: float, store: TCPStore | None, device: torch.device) -> Any:  # noqa: ANN401
-    """Return torch's group with its communicator made: that is put off to the first operation, and nothing ends it there."""
-    torch.cuda.set_device(device)
-    options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timedelta(seconds=timeout_s)  # noqa: SLF001
-    with _environment(_NCCL_ENVIRONMENT):
-        group: Any = dist.ProcessGroupNCCL(_meeting(place, timeout_s, store), place.rank, place.size, options)
-    first = group.broadcast([torch.zeros(1, device=device)], _from_rank_0())
-    give_up_s = time.monotonic() + timeout_s
-    while not first.is_completed():
-        if time.monotonic() > give_up_s:
-            group.abort()
-            raise RuntimeError(f"not all members came within {timeout_s:g} s")
-        time.sleep(_POLL_S)
-    return group
-
-
-def _meeting(place: Place, timeout_s: float, store: TCPStore | None) -> PrefixStore:
-    """Return where the epoch's members meet; rank 0 brings the store."""
-    if store is None:
-        host, _, port = place.store.rpartition(":")
-        store = TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
-    return PrefixStore(f"epoch-{place.epoch}", store)
-
-
-def _from_rank_0() -> Any:  # noqa: ANN401
-    options = dist.BroadcastOptions()
-    options.rootRank, options.rootTensor, options.asyncOp = 0, 0, True
-    return options
-
-
-@contextmanager
-def _environment(variables: dict[str, str]) -> Iterator[None]:
-    """Set variables that NCCL's groups read when they are made, so that no other group is changed."""
-    with _environment_lock:
-        before = {name: os.environ.get(name) for name in variables}
-        os.environ.update(variables)
-        try:
-            yield
-        finally:
-            for name in variables:
-                del os.environ[name]
-            os.environ.update({name: value for name, value in before.items() if value is not None})
 
 
 def own_address(towards: str) -> str:
@@ -254,8 +199,8 @@ def own_address(towards: str) -> str:
             return str(probe.getsockname()[0])
     except OSError as error:
         raise BroadcastError(
-            f"the learner's {host} is not reached from here ({error.strerror or error}); set broadcast.medium.host to an address "
-            f"of its machine that every generator reaches"
+            f"the learner's {host} is not reached from here ({error}); set broadcast.medium.host to an address of its machine "
+            f"that every generator reaches"
         ) from error
 
 
@@ -269,6 +214,12 @@ def check_nccl() -> None:
         raise ConfigError("broadcast.medium.kind 'nccl' needs a GPU in learner and engine, and there is none here; use 'gloo'")
     if not dist.is_nccl_available():
         raise ConfigError("this torch was built without NCCL; install a CUDA build on Linux, or use medium kind 'gloo'")
+
+
+def _from_rank_0() -> Any:  # noqa: ANN401
+    options = dist.BroadcastOptions()
+    options.rootRank, options.rootTensor, options.asyncOp = 0, 0, True
+    return options
 
 
 def _first_line(error: BaseException) -> str:

@@ -33,19 +33,8 @@ from asyncrl.models.layout import bucket_ends, check_manifest
 from asyncrl.schema.weights import WeightsAvailable
 from asyncrl.weights.fingerprint import DIGEST_BYTES, fingerprints_of
 from asyncrl.weights.media.base import ReceiverArguments, VersionUnavailableError
-from asyncrl.weights.media.collective import (
-    Abort,
-    Answer,
-    Begin,
-    BlobHere,
-    BlobWanted,
-    FromLearner,
-    FromMember,
-    Leaving,
-    Ready,
-    Refused,
-)
-from asyncrl.weights.media.collective_group import Backend, Group, GroupBrokenError, Place, check_nccl, own_address, wait_done
+from asyncrl.weights.media.collective import Abort, Answer, Begin, FromLearner, FromMember, Leaving, Ready, Refused
+from asyncrl.weights.media.collective_group import Backend, Group, GroupBrokenError, check_nccl, own_address, wait_done
 from asyncrl.weights.media.device import NUM_BUFFERS, BucketBuffers, device_fingerprint, refuse_host_memory
 from asyncrl.weights.sockets import UNDECODABLE, CurveKeys, keys_of_run, open_dealer
 from asyncrl.weights.tensors import tensors_by_bucket
@@ -53,9 +42,6 @@ from asyncrl.weights.tensors import tensors_by_bucket
 MAX_ATTEMPTS = 4
 ASK_EVERY_S = 1.0
 _POLL_MS = 100
-_FROM_LEARNER: msgspec.msgpack.Decoder[FromLearner] = msgspec.msgpack.Decoder(FromLearner)
-
-Accept = Callable[[int, torch.Tensor], bool]
 
 
 class Member:
@@ -78,8 +64,12 @@ class Member:
         self._buffers: BucketBuffers | None = None
 
     def buckets(
-        self, available: WeightsAvailable, device: torch.device, cancelled: threading.Event, accept: Accept
-    ) -> Iterator[tuple[int, torch.Tensor]]:
+        self,
+        available: WeightsAvailable,
+        device: torch.device,
+        cancelled: threading.Event,
+        accept: Callable[[int, torch.Tensor], bool],
+    ) -> Generator[tuple[int, torch.Tensor], None, None]:
         """Receive a version.
 
         Args:
@@ -95,14 +85,18 @@ class Member:
             VersionUnavailableError: The version is gone, the learner says nothing, or the fetch was cancelled.
             BroadcastError: It could not be sent in several attempts.
         """
-        self._connect(available.location)
-        ends = bucket_ends(available.manifest)
+        if self._address != available.location:
+            self._hang_up()
+            # The first byte of a ROUTER's names must not be zero.
+            name = b"m" + secrets.token_bytes(11)
+            self._dealer = open_dealer(self._context, f"tcp://{available.location}", self._keys, name=name)
+            self._address = available.location
         next_index, failure = 0, ""
         for _ in range(MAX_ATTEMPTS):
             begin = self._await_begin(available, cancelled)
             failure = "the fetch was given up"
             try:
-                for index, bucket in self._receive(begin, ends, device, cancelled):
+                for index, bucket in self._receive(begin, bucket_ends(available.manifest), device, cancelled):
                     if index < next_index:
                         continue
                     if not accept(index, bucket):
@@ -122,102 +116,35 @@ class Member:
                 return
         raise BroadcastError(f"version {available.version} could not be sent in {MAX_ATTEMPTS} attempts: {failure}")
 
-    def blob(self, location: str, name: str, num_bytes: int, cancelled: threading.Event) -> bytes:
-        """Ask the learner for a delta.
-
-        Raises:
-            VersionUnavailableError: It is gone, the learner says nothing, or the fetch was cancelled.
-            BroadcastError: It has another size.
-        """
-        self._connect(location)
-        for message, blob in self._ask(BlobWanted(name), cancelled, f"delta {name}"):
-            match message:
-                case BlobHere(here, is_gone) if here == name:
-                    if is_gone:
-                        raise VersionUnavailableError(f"delta {name} is gone from {location}; fetch the newest")
-                    if len(blob) != num_bytes:
-                        raise BroadcastError(f"delta {name} has {len(blob)} bytes, announced were {num_bytes}")
-                    return blob
-                case Begin(attempt):
-                    self._say(Answer(attempt, f"wants delta {name}"))
-                case _:
-                    pass
-        raise AssertionError("asking ends with an answer or an error")
-
     def close(self) -> None:
         """Leave; the others go on. Safe to repeat."""
         self._hang_up()
         self._context.term()
 
-    def _connect(self, address: str) -> None:
-        if self._dealer is None or self._address != address:
-            self._hang_up()
-            # The first byte of a ROUTER's names must not be zero.
-            self._dealer = open_dealer(self._context, f"tcp://{address}", self._keys, name=b"m" + secrets.token_bytes(11))
-            self._address = address
-
-    def _hang_up(self) -> None:
-        self._leave_group()
-        if self._dealer is not None:
-            self._say(Leaving())
-            self._dealer.close()
-        self._dealer = None
-
-    def _say(self, message: FromMember) -> None:
-        """Tell the learner; lost where the connection has been down for long."""
-        assert self._dealer is not None
-        with contextlib.suppress(zmq.Again):
-            self._dealer.send(msgspec.msgpack.encode(message), flags=zmq.NOBLOCK)
-
-    def _hear(self, timeout_ms: int) -> tuple[FromLearner, bytes] | None:
-        """Wait for one message and its blob; None where none came."""
-        assert self._dealer is not None
-        if not self._dealer.poll(timeout_ms):
-            return None
-        header, *blobs = self._dealer.recv_multipart()
-        try:
-            return _FROM_LEARNER.decode(header), b"".join(blobs)
-        except UNDECODABLE as error:
-            raise BroadcastError(f"{self._address} said what is not of this protocol: {error}") from error
-
-    def _ask(self, question: Ready | BlobWanted, cancelled: threading.Event, what: str) -> Iterator[tuple[FromLearner, bytes]]:
-        """Ask again and again, and yield what is heard; raises once the learner has said nothing for `timeout_s`."""
-        heard_s, asked_s = time.monotonic(), float("-inf")
-        while True:
-            now_s = time.monotonic()
+    def _await_begin(self, available: WeightsAvailable, cancelled: threading.Event) -> Begin:
+        """Ask again and again until told to begin; raises once the learner has said nothing for `timeout_s`."""
+        version, heard_s, asked_s = available.version, time.monotonic(), float("-inf")
+        while (now_s := time.monotonic()) - heard_s <= self._timeout_s:
             if cancelled.is_set():
                 self._say(Leaving())
-                raise VersionUnavailableError(f"the fetch of {what} was cancelled")
+                raise VersionUnavailableError(f"the fetch of version {version} was cancelled")
             if now_s - asked_s >= ASK_EVERY_S:
-                self._say(question)
+                self._say(Ready(version, available.fingerprint))
                 asked_s = now_s
-            answer = self._hear(_POLL_MS)
-            if answer is not None:
-                heard_s = time.monotonic()
-                yield answer
-            elif now_s - heard_s > self._timeout_s:
-                raise VersionUnavailableError(
-                    f"{what} does not come: nothing from the learner at {self._address} for {self._timeout_s:g} s; is it alive "
-                    f"and reachable (broadcast.medium.host), do the keys match?"
-                )
-
-    def _await_begin(self, available: WeightsAvailable, cancelled: threading.Event) -> Begin:
-        """Ask until told to begin."""
-        version = available.version
-        for message, _ in self._ask(Ready(version, available.fingerprint), cancelled, f"version {version}"):
+            message = self._hear(_POLL_MS)
+            heard_s = heard_s if message is None else time.monotonic()
             match message:
-                case Begin() if message.version == version:
+                case Begin(attempt) if message.version == version:
                     return message
-                case Begin(attempt):
-                    self._say(Answer(attempt, f"wants version {version}"))
-                case Abort(attempt):
+                case Begin(attempt) | Abort(attempt):
                     self._leave_group()
-                    self._say(Answer(attempt, "told to stop"))
+                    self._say(Answer(attempt, f"wants version {version}"))
                 case Refused(refused, reason) if refused == version:
                     raise VersionUnavailableError(f"version {version} can no longer be fetched: {reason}; fetch the newest")
-                case _:
-                    pass
-        raise AssertionError("asking ends with an answer or an error")
+        raise VersionUnavailableError(
+            f"version {version} does not come: nothing from the learner at {self._address} for {self._timeout_s:g} s; is it "
+            f"alive and reachable (broadcast.medium.host), do the keys match?"
+        )
 
     def _receive(
         self, begin: Begin, ends: tuple[int, ...], device: torch.device, cancelled: threading.Event
@@ -227,17 +154,16 @@ class Member:
 
         def should_stop() -> bool:
             nonlocal is_over
-            while not is_over and (answer := self._hear(0)) is not None:
-                is_over = isinstance(answer[0], Abort) and answer[0].attempt == begin.attempt
+            while not is_over and (message := self._hear(0)) is not None:
+                is_over = message == Abort(begin.attempt)
             return is_over or cancelled.is_set() or time.monotonic() - progress_s > self._timeout_s
 
-        if self._group is None or self._buffers is None or self._group.place.epoch != begin.epoch:
+        if begin.store:
             self._leave_group()
-            if not begin.store:
-                raise GroupBrokenError(f"the group of epoch {begin.epoch} was left")
-            place = Place(begin.epoch, begin.rank, begin.size, begin.store)
-            self._buffers = BucketBuffers(ends, device)
-            self._group = Group(self._backend, place, own_address(begin.store), self._timeout_s, device=device)
+            self._buffers, host = BucketBuffers(ends, device), own_address(begin.store)
+            self._group = Group(self._backend, begin.rank, begin.size, host, self._timeout_s, begin.store, device)
+        if self._group is None or self._buffers is None:
+            raise GroupBrokenError("the group was left")
         group, buffers, under_way = self._group, self._buffers, deque[Any]()
         group.wait_open(should_stop)
         for index in range(len(ends)):
@@ -251,6 +177,29 @@ class Member:
         if self._group is not None:
             self._group.leave()
         self._group, self._buffers = None, None
+
+    def _hang_up(self) -> None:
+        self._leave_group()
+        if self._dealer is not None:
+            self._say(Leaving())
+            self._dealer.close()
+        self._dealer, self._address = None, ""
+
+    def _say(self, message: FromMember) -> None:
+        """Tell the learner; lost where the connection has been down for long."""
+        assert self._dealer is not None
+        with contextlib.suppress(zmq.Again):
+            self._dealer.send(msgspec.msgpack.encode(message), flags=zmq.NOBLOCK)
+
+    def _hear(self, timeout_ms: int) -> FromLearner | None:
+        """Wait for one message; None where none came."""
+        assert self._dealer is not None
+        if not self._dealer.poll(timeout_ms):
+            return None
+        try:
+            return msgspec.msgpack.decode(self._dealer.recv(), type=FromLearner)  # type: ignore[arg-type, no-any-return]
+        except UNDECODABLE as error:
+            raise BroadcastError(f"{self._address} said what is not of this protocol: {error}") from error
 
 
 class CollectiveReader:
@@ -270,9 +219,9 @@ class CollectiveReader:
             np.copyto(np.frombuffer(target, np.uint8), bucket.numpy())
         return fingerprints_of(into, ends)
 
-    def fetch_blob(self, available: WeightsAvailable, name: str, num_bytes: int, cancelled: threading.Event) -> bytes:
-        """Ask the learner for a delta; see MediumReader."""
-        return self._member.blob(available.location, name, num_bytes, cancelled)
+    def fetch_blob(self, available: WeightsAvailable, name: str, num_bytes: int, cancelled: threading.Event) -> bytes:  # noqa: ARG002
+        """Refuse: no deltas are sent."""
+        raise BroadcastError(f"version {available.version} is announced with delta {name}, which this medium does not carry")
 
     def close(self) -> None:
         """Leave; the others go on."""
@@ -293,32 +242,28 @@ class CollectiveReceiver:
         """Take part in a broadcast; see Receiver."""
         if self._backend == "nccl":
             refuse_host_memory("nccl", device)
-        with closing(self._tensors(available, device)) as tensors:
+        check_manifest(available.manifest)
+        announced, views = available.bucket_fingerprints, list(tensors_by_bucket(available.manifest))
+        if len(announced) != len(views) * DIGEST_BYTES:
+            raise BroadcastError(f"version {available.version} was not announced with a fingerprint for each bucket")
+
+        def accept(index: int, bucket: torch.Tensor) -> bool:
+            return device_fingerprint(bucket) == announced[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES]
+
+        with closing(self._member.buckets(available, device, self._closing, accept)) as buckets:
             while True:
                 with self._in_use:
-                    arrived = next(tensors, None)
+                    arrived = next(buckets, None)
                 if arrived is None:
                     return
-                yield arrived
+                index, bucket = arrived
+                yield from views[index](bucket)
 
     def close(self) -> None:
         """Leave; the others go on."""
         self._closing.set()
         with self._in_use:
             self._member.close()
-
-    def _tensors(self, available: WeightsAvailable, device: torch.device) -> Generator[tuple[str, torch.Tensor], None, None]:
-        check_manifest(available.manifest)
-        announced, by_bucket = available.bucket_fingerprints, list(tensors_by_bucket(available.manifest))
-        expected = [announced[at : at + DIGEST_BYTES] for at in range(0, len(announced), DIGEST_BYTES)]
-        if len(expected) != len(by_bucket):
-            raise BroadcastError(f"version {available.version} was announced with {len(expected)} fingerprints for its buckets")
-
-        def accept(index: int, bucket: torch.Tensor) -> bool:
-            return device_fingerprint(bucket) == expected[index]
-
-        for index, bucket in self._member.buckets(available, device, self._closing, accept):
-            yield from by_bucket[index].views(bucket)
 
 
 def open_receiver(arguments: bytes) -> CollectiveReceiver:

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import torch
@@ -25,10 +24,10 @@ import torch
 from asyncrl.errors import BroadcastError, ConfigError
 from asyncrl.models.layout import bucket_ends, check_manifest
 from asyncrl.schema.weights import WeightsAvailable, WeightsManifest
-from asyncrl.weights.fingerprint import DIGEST_BYTES, damaged_buckets
+from asyncrl.weights.fingerprint import DIGEST_BYTES
 from asyncrl.weights.media.base import NUM_SLOTS, ReceiverArguments
 from asyncrl.weights.media.device import current_gpu, device_fingerprint, refuse_host_memory
-from asyncrl.weights.media.shared_memory import SharedMemoryLease, SharedMemoryReader, SharedMemoryWriter
+from asyncrl.weights.media.shared_memory import SharedMemoryReader, SharedMemoryWriter
 from asyncrl.weights.tensors import tensors_by_bucket
 
 TICKET_BYTES = 4096
@@ -36,68 +35,30 @@ _TICKETS = WeightsManifest((), TICKET_BYTES)
 
 
 class Ticket(msgspec.Struct, frozen=True):
-    """How another process opens a slot: what torch's `_share_cuda_` says, and which GPU it is of."""
+    """How another process opens a slot."""
 
     gpu: str
-    """Its UUID: numbers differ between processes."""
-    handle: bytes
-    num_bytes: int
-    offset_bytes: int
-    counter_handle: bytes
-    counter_offset: int
-    event_handle: bytes
-    needs_event: bool
+    """The UUID: numbers differ between processes."""
+    shared: tuple[bytes, int, int, bytes, int, bytes, bool]
+    """What torch's `_share_cuda_` says after the device: handle, bytes, offset, counter and its offset, event, needs event."""
 
 
-class CUDAIPCWriter:
-    """The learner's end; owns the slots."""
-
-    keeps_slots = True
-
-    def __init__(self, run_folder: Path) -> None:
-        self._tickets = SharedMemoryWriter(run_folder)
-        self._slots: tuple[torch.Tensor, ...] = ()
+class CUDAIPCWriter(SharedMemoryWriter):
+    """The learner's end; owns the slots on the GPU. Its segment holds tickets in place of versions."""
 
     def open(self, manifest: WeightsManifest) -> tuple[torch.Tensor, ...]:
         """Allocate the slots on the current GPU and write their tickets; see MediumWriter."""
         device = current_gpu()
         try:
-            self._slots = tuple(torch.zeros(manifest.total_bytes, dtype=torch.uint8, device=device) for _ in range(NUM_SLOTS))
+            slots = tuple(torch.zeros(manifest.total_bytes, dtype=torch.uint8, device=device) for _ in range(NUM_SLOTS))
         except torch.OutOfMemoryError as error:
             raise BroadcastError(
                 f"{device} has no room for two versions of {manifest.total_bytes >> 20} MiB beside the learner; set "
                 f"broadcast.medium.kind to shared_memory"
             ) from error
-        for slot, ticket in zip(self._slots, self._tickets.open(_TICKETS), strict=True):
-            encoded = msgspec.json.encode(ticket_of(slot))
-            assert len(encoded) <= TICKET_BYTES, "a ticket outgrew its place"
-            ticket[: len(encoded)] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
-        return self._slots
-
-    def busy_slots(self) -> frozenset[int]:
-        """Return the slots that an engine reads."""
-        return self._tickets.busy_slots()
-
-    def overwrite(self, slot: int, version: int) -> None:
-        """Make what the slot holds unfetchable."""
-        self._tickets.overwrite(slot, version)
-
-    def commit(self, slot: int, version: int, fingerprint: str) -> str:
-        """Make the slot fetchable; see MediumWriter."""
-        return self._tickets.commit(slot, version, fingerprint)
-
-    def put_blob(self, name: str, blob: bytes) -> None:
-        """Keep a delta; see MediumWriter."""
-        self._tickets.put_blob(name, blob)
-
-    def drop_blob(self, name: str) -> None:
-        """Keep it no longer."""
-        self._tickets.drop_blob(name)
-
-    def close(self) -> None:
-        """Take the tickets back; the memory is freed once no engine has it open."""
-        self._tickets.close()
-        self._slots = ()
+        for slot, place in zip(slots, super().open(_TICKETS), strict=True):
+            write_ticket(slot, place)
+        return slots
 
 
 class CUDAIPCReceiver:
@@ -119,17 +80,17 @@ class CUDAIPCReceiver:
             self._opened.clear()
             self._learner = lease.path
         try:
-            flat = self._open(ticket_in(lease), device, manifest.total_bytes)
+            flat = open_ticket(lease.flat, device, manifest.total_bytes, self._opened)
             starts, announced = [0, *bucket_ends(manifest)[:-1]], available.bucket_fingerprints
-            for number, (start, end, inside) in enumerate(
+            for number, (start, end, views) in enumerate(
                 zip(starts, bucket_ends(manifest), tensors_by_bucket(manifest), strict=True)
             ):
                 found = device_fingerprint(flat[start:end])
-                if damaged_buckets(found, announced[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]):
+                if found != announced[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]:
                     raise BroadcastError(
                         f"version {available.version} lies damaged in the learner's memory: bucket {number} differs"
                     )
-                yield from inside.views(flat[start:end])
+                yield from views(flat[start:end])
             torch.cuda.current_stream(device).synchronize()
             lease.check()
         finally:
@@ -139,21 +100,6 @@ class CUDAIPCReceiver:
         """Let go of the learner's memory."""
         self._opened.clear()
         self._tickets.close()
-
-    def _open(self, ticket: Ticket, device: torch.device, num_bytes: int) -> torch.Tensor:
-        """Return the slot; each is opened once."""
-        if ticket.gpu != gpu_id(device):
-            raise BroadcastError(
-                f"the learner is on GPU {ticket.gpu}, this engine on {gpu_id(device)}; broadcast.medium.kind 'cuda_ipc' needs "
-                f"both on one, use 'nccl' or 'shared_memory'"
-            )
-        if ticket.num_bytes < num_bytes:
-            raise BroadcastError(f"the learner's slot has {ticket.num_bytes} bytes, the version {num_bytes}")
-        key = (ticket.handle, ticket.offset_bytes)
-        if key not in self._opened:
-            self._opened[key] = opened(ticket, device)
-        storage = self._opened[key]
-        return torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (num_bytes,))  # type: ignore[call-overload, no-any-return]
 
 
 def open_receiver(arguments: bytes) -> CUDAIPCReceiver:
@@ -167,49 +113,55 @@ def open_receiver(arguments: bytes) -> CUDAIPCReceiver:
     return CUDAIPCReceiver(Path(msgspec.json.decode(arguments, type=ReceiverArguments).run_folder))
 
 
-def ticket_of(slot: torch.Tensor) -> Ticket:
-    """Return what opens the slot's memory in another process."""
-    shared: Any = slot.untyped_storage()._share_cuda_()  # type: ignore[no-untyped-call]
-    _, handle, num_bytes, offset, counter, counter_offset, event, needs_event = shared
-    return Ticket(gpu_id(slot.device), handle, num_bytes, offset, counter, counter_offset, event, bool(needs_event))
+def write_ticket(slot: torch.Tensor, place: torch.Tensor) -> None:
+    """Write what opens a tensor's GPU memory in another process.
+
+    Args:
+        slot: uint8, on a GPU, at the start of its storage.
+        place: uint8 [TICKET_BYTES], in host memory.
+    """
+    _, *shared = slot.untyped_storage()._share_cuda_()  # type: ignore[no-untyped-call]
+    ticket = Ticket(_gpu_id(slot.device), tuple(shared))
+    encoded = msgspec.json.encode(ticket).ljust(TICKET_BYTES, b"\0")
+    place.copy_(torch.frombuffer(bytearray(encoded), dtype=torch.uint8))
 
 
-def opened(ticket: Ticket, device: torch.device) -> torch.UntypedStorage:
-    """Open the memory.
+def open_ticket(
+    place: torch.Tensor, device: torch.device, num_bytes: int, opened: dict[tuple[bytes, int], torch.UntypedStorage]
+) -> torch.Tensor:
+    """Return the learner's GPU memory, uint8 [num_bytes].
+
+    Args:
+        place: What `write_ticket` wrote.
+        device: The engine's.
+        num_bytes: Wanted.
+        opened: What this process has open of that learner; added to.
 
     Raises:
-        BroadcastError: It is gone, or this system does not allow it.
+        BroadcastError: It is of another GPU, too small or gone, or this system does not allow it.
     """
     try:
-        return torch.UntypedStorage._new_shared_cuda(  # type: ignore[no-any-return]  # noqa: SLF001
-            device.index if device.index is not None else torch.cuda.current_device(),
-            ticket.handle,
-            ticket.num_bytes,
-            ticket.offset_bytes,
-            ticket.counter_handle,
-            ticket.counter_offset,
-            ticket.event_handle,
-            ticket.needs_event,
-        )
-    except RuntimeError as error:
-        raise BroadcastError(
-            f"the learner's GPU memory cannot be opened here ({str(error).splitlines()[0]}); in containers both processes need "
-            f"the same IPC namespace, and expandable segments must be off (PYTORCH_CUDA_ALLOC_CONF)"
-        ) from error
-
-
-def ticket_in(lease: SharedMemoryLease) -> Ticket:
-    """Return the ticket that a lease holds.
-
-    Raises:
-        BroadcastError: There is none.
-    """
-    try:
-        return msgspec.json.decode(bytes(lease.flat.numpy()).rstrip(b"\0"), type=Ticket)
+        ticket = msgspec.json.decode(bytes(place.numpy()).rstrip(b"\0"), type=Ticket)
     except msgspec.DecodeError as error:
-        raise BroadcastError(f"{lease.path} holds no handle of GPU memory: {error}") from error
+        raise BroadcastError(f"there is no handle of GPU memory in the learner's segment: {error}") from error
+    handle, held_bytes, offset, *_ = ticket.shared
+    if ticket.gpu != _gpu_id(device) or held_bytes < num_bytes:
+        raise BroadcastError(
+            f"the learner has {held_bytes} bytes on GPU {ticket.gpu}, this engine wants {num_bytes} on {_gpu_id(device)}: both "
+            f"have to be on one GPU; else use broadcast.medium.kind 'nccl' or 'shared_memory'"
+        )
+    key = (handle, offset)
+    if key not in opened:
+        index = device.index if device.index is not None else torch.cuda.current_device()
+        try:
+            opened[key] = torch.UntypedStorage._new_shared_cuda(index, *ticket.shared)  # noqa: SLF001
+        except RuntimeError as error:
+            raise BroadcastError(
+                f"the learner's GPU memory cannot be opened here ({str(error).splitlines()[0]}); in containers both processes "
+                f"need the same IPC namespace, and expandable segments must be off (PYTORCH_CUDA_ALLOC_CONF)"
+            ) from error
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(opened[key], 0, (num_bytes,))  # type: ignore[call-overload, no-any-return]
 
 
-def gpu_id(device: torch.device) -> str:
-    """Return the UUID of a GPU."""
+def _gpu_id(device: torch.device) -> str:
     return str(torch.cuda.get_device_properties(device).uuid)

@@ -23,14 +23,10 @@ _PIECE_WORDS = 1 << 20
 """Mixed at once: bounds the memory that mixing takes to a few times 8 MiB, whatever the bucket."""
 
 
-def _signed(value: int) -> int:
-    """Return the int64 with these 64 bits."""
-    return value - (1 << 64) if value >= 1 << 63 else value
-
-
-_GOLDEN = _signed(0x9E3779B97F4A7C15)
-_MIX_1 = _signed(0xBF58476D1CE4E5B9)
-_MIX_2 = _signed(0x94D049BB133111EB)
+# As int64: the 64 bits of splitmix64's constants.
+_GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
+_MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
+_MIX_2 = 0x94D049BB133111EB - (1 << 64)
 
 
 def device_fingerprint(bucket: torch.Tensor) -> bytes:
@@ -47,16 +43,13 @@ def device_fingerprint(bucket: torch.Tensor) -> bytes:
     words = bucket.view(torch.int64)
     total = torch.zeros((), dtype=torch.int64, device=bucket.device)
     for start in range(0, len(words), _PIECE_WORDS):
-        total += _mixed_sum(words[start : start + _PIECE_WORDS], start)
+        piece = words[start : start + _PIECE_WORDS]
+        mixed = torch.arange(start + 1, start + 1 + len(piece), dtype=torch.int64, device=bucket.device)
+        mixed.mul_(_GOLDEN).bitwise_xor_(piece)
+        mixed.bitwise_xor_(_shifted(mixed, 30)).mul_(_MIX_1)
+        mixed.bitwise_xor_(_shifted(mixed, 27)).mul_(_MIX_2)
+        total += mixed.bitwise_xor_(_shifted(mixed, 31)).sum()
     return (int(total.item()) % (1 << 64)).to_bytes(DIGEST_BYTES, "little")
-
-
-def _mixed_sum(words: torch.Tensor, first: int) -> torch.Tensor:
-    mixed = torch.arange(first + 1, first + 1 + len(words), dtype=torch.int64, device=words.device)
-    mixed.mul_(_GOLDEN).bitwise_xor_(words)
-    mixed.bitwise_xor_(_shifted(mixed, 30)).mul_(_MIX_1)
-    mixed.bitwise_xor_(_shifted(mixed, 27)).mul_(_MIX_2)
-    return mixed.bitwise_xor_(_shifted(mixed, 31)).sum()
 
 
 def _shifted(words: torch.Tensor, bits: int) -> torch.Tensor:
@@ -95,10 +88,6 @@ class BucketBuffers:
                 f"{device} has no room for {NUM_BUFFERS} buckets of {largest >> 20} MiB; set broadcast.bucket_bytes lower"
             ) from error
 
-    def __len__(self) -> int:
-        """Return the number of buckets."""
-        return len(self._sizes)
-
     def __getitem__(self, index: int) -> torch.Tensor:
         """Return where bucket `index` goes, over bucket `index - 2`."""
         return self._buffers[index % NUM_BUFFERS][: self._sizes[index]]
@@ -132,11 +121,6 @@ def refuse_host_memory(kind: str, device: torch.device) -> None:
             f"broadcast.medium.kind {kind!r} needs the engine's model on a GPU, not on {device}: set generate.engine.device, or "
             f"use shared_memory, zeromq or gloo"
         )
-
-
-def as_current(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Make `device` the current one where it is a GPU."""
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 @contextlib.contextmanager

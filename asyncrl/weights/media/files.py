@@ -27,7 +27,6 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -62,7 +61,11 @@ class FilesWriter:
     keeps_slots = False
 
     def __init__(self, config: FilesMedium, run_folder: Path) -> None:
-        self._folder = Path(config.folder) / own_name(run_folder) if config.folder else run_folder / "weights"
+        self._folder = (
+            Path(config.folder) / f"{run_folder.resolve().name}-{path_hash(run_folder)}"
+            if config.folder
+            else run_folder / "weights"
+        )
         self._config = config
         self._shards: dict[str, tuple[TensorEntry, ...]] = {}
         self._slots: tuple[memoryview, ...] = ()
@@ -77,7 +80,13 @@ class FilesWriter:
         except OSError as error:
             raise BroadcastError(f"cannot use {self._folder} for weights: {error.strerror}") from error
         slots = tuple(torch.zeros(manifest.total_bytes, dtype=torch.uint8) for _ in range(NUM_SLOTS))
-        self._shards = plan_shards(manifest, self._config.shard_bytes)
+        # Divided and named as Hugging Face does; a tensor larger than a shard has one of its own.
+        entries = {entry.name: entry for entry in manifest.entries}
+        shapes = {
+            name: torch.empty(entry.shape, dtype=DTYPE_OF_NAME[entry.dtype], device="meta") for name, entry in entries.items()
+        }
+        split = split_torch_state_dict_into_shards(shapes, max_shard_size=self._config.shard_bytes)
+        self._shards = {file: tuple(entries[name] for name in names) for file, names in split.filename_to_tensors.items()}
         self._slots = tuple(slot.numpy().data for slot in slots)
         return slots
 
@@ -94,11 +103,17 @@ class FilesWriter:
         try:
             writing.mkdir()
             self._write_shards(writing, self._slots[slot], version, fingerprint)
-            _fsync_folder(writing)
+            _sync(os.open(writing, os.O_RDONLY))
             self._set_aside(version)
             writing.rename(target)
-            _fsync_folder(self._folder)
-            self._remove_old(version)
+            _sync(os.open(self._folder, os.O_RDONLY))
+            versions = sorted(version_of(path) for path in self._folder.glob("version-*") if version_of(path) >= 0)
+            kept = [number for number in versions if number <= version][-self._config.keep_last :]
+            for number in {*versions} - {*kept}:
+                self._set_aside(number)
+            for path in self._folder.glob(f"{_REMOVING}*"):
+                # Some network file systems keep what a reader has open: such is tried again after the next version.
+                shutil.rmtree(path, ignore_errors=True)
         except OSError as error:
             with contextlib.suppress(OSError):
                 _remove(writing)
@@ -109,7 +124,13 @@ class FilesWriter:
         """Write a version's files, several at once, each on the disk when this returns."""
         metadata = {"format": "pt", "asyncrl_version": str(version), "fingerprint": fingerprint}
 
-        def write(name: str) -> None:
+        def write(name: str, parts: Sequence[bytes | memoryview]) -> None:
+            with (folder / name).open("wb") as file:
+                file.writelines(parts)
+                file.flush()
+                os.fsync(file.fileno())
+
+        def write_shard(name: str) -> None:
             entries, header, position = self._shards[name], dict[str, object](), 0
             for entry in entries:
                 header[entry.name] = _HeaderEntry(entry.dtype, entry.shape, (position, position + entry.num_bytes))
@@ -117,20 +138,20 @@ class FilesWriter:
             encoded = msgspec.json.encode({"__metadata__": metadata, **header})
             encoded += b" " * (-len(encoded) % 8)
             tensors = [flat[entry.offset : entry.offset + entry.num_bytes] for entry in entries]
-            _write_synced(folder / name, [len(encoded).to_bytes(8, "little"), encoded, *tensors])
+            write(name, [len(encoded).to_bytes(8, "little"), encoded, *tensors])
 
         with ThreadPoolExecutor(self._config.num_threads, thread_name_prefix="asyncrl-shards") as pool:
-            for _ in pool.map(write, self._shards):
+            for _ in pool.map(write_shard, self._shards):
                 pass
         if len(self._shards) > 1:
             total_size = sum(entry.num_bytes for entries in self._shards.values() for entry in entries)
             weight_map = {entry.name: name for name, entries in self._shards.items() for entry in entries}
             index = msgspec.json.encode({"metadata": {"total_size": total_size, **metadata}, "weight_map": weight_map})
-            _write_synced(folder / INDEX_NAME, [msgspec.json.format(index)])
+            write(INDEX_NAME, [msgspec.json.format(index)])
 
     def put_blob(self, name: str, blob: bytes) -> None:
         """Write the delta beside the versions; see MediumWriter."""
-        target, writing = self._folder / blob_file_name(name), self._folder / f"{_WRITING}{name}-{os.getpid()}"
+        target, writing = self._folder / f"{name}{_BLOB_SUFFIX}", self._folder / f"{_WRITING}{name}-{os.getpid()}"
         try:
             writing.write_bytes(blob)
             writing.replace(target)
@@ -141,21 +162,11 @@ class FilesWriter:
 
     def drop_blob(self, name: str) -> None:
         """Remove the delta's file."""
-        (self._folder / blob_file_name(name)).unlink(missing_ok=True)
+        (self._folder / f"{name}{_BLOB_SUFFIX}").unlink(missing_ok=True)
 
     def close(self) -> None:
         """Release the slots; the newest versions stay in the folder."""
         self._slots = ()
-
-    def _remove_old(self, newest: int) -> None:
-        versions = sorted(version_of(path) for path in self._folder.glob("version-*") if version_of(path) >= 0)
-        kept = [version for version in versions if version <= newest][-self._config.keep_last :]
-        for version in versions:
-            if version not in kept:
-                self._set_aside(version)
-        for path in self._folder.glob(f"{_REMOVING}*"):
-            # Some network file systems keep what a reader has open: such is tried again after the next version.
-            shutil.rmtree(path, ignore_errors=True)
 
     def _set_aside(self, version: int) -> None:
         """Take a version's name away before its files, so that nobody opens half of it."""
@@ -180,11 +191,23 @@ class FilesReader:
             raise BroadcastError(f"{available.location} is not where version {available.version} of this run lies")
         if not folder.is_dir():
             raise VersionUnavailableError(f"version {available.version} is gone from {folder.parent}; fetch the newest")
+
+        def read(tensor: tuple[Path, int, int, TensorEntry]) -> None:
+            path, handle, position, entry = tensor
+            target = into[entry.offset :][: entry.num_bytes]
+            while len(target):
+                if cancelled.is_set():
+                    raise VersionUnavailableError(f"the fetch was cancelled with {len(target)} bytes of {path} to go")
+                num_bytes = os.preadv(handle, [target[:READ_BYTES]], position)
+                if not num_bytes:
+                    raise BroadcastError(f"{path} ends too early")
+                target, position = target[num_bytes:], position + num_bytes
+
         try:
             with ExitStack() as opened:
                 located = _locate(folder, available, opened)
                 with ThreadPoolExecutor(self._config.num_threads, thread_name_prefix="asyncrl-shards") as pool:
-                    for _ in pool.map(lambda tensor: _read(tensor, into, cancelled), located):
+                    for _ in pool.map(read, located):
                         pass
         except OSError as error:
             if not folder.is_dir():
@@ -197,7 +220,7 @@ class FilesReader:
 
     def fetch_blob(self, available: WeightsAvailable, name: str, num_bytes: int, cancelled: threading.Event) -> bytes:  # noqa: ARG002 - small
         """Read the delta's file; see MediumReader."""
-        path = self._folder_of(available) / blob_file_name(name)
+        path = self._folder_of(available) / f"{name}{_BLOB_SUFFIX}"
         try:
             blob = path.read_bytes()
         except OSError as error:
@@ -219,52 +242,41 @@ class FilesReader:
         return Path(self._config.folder) / name
 
 
-def plan_shards(manifest: WeightsManifest, shard_bytes: int) -> dict[str, tuple[TensorEntry, ...]]:
-    """Return which tensors go into which file, as Hugging Face divides and names them.
-
-    Args:
-        manifest: Their layout.
-        shard_bytes: Most tensor bytes of one file; a larger tensor has one of its own.
-    """
-    entries = {entry.name: entry for entry in manifest.entries}
-    shapes = {name: torch.empty(entry.shape, dtype=DTYPE_OF_NAME[entry.dtype], device="meta") for name, entry in entries.items()}
-    split = split_torch_state_dict_into_shards(shapes, max_shard_size=shard_bytes)
-    return {file: tuple(entries[name] for name in names) for file, names in split.filename_to_tensors.items()}
-
-
-@dataclass(frozen=True, slots=True)
-class _Located:
-    """A tensor's bytes: where they lie, and where they go."""
-
-    path: Path
-    handle: int
-    position: int
-    entry: TensorEntry
-
-
-def _locate(folder: Path, available: WeightsAvailable, opened: ExitStack) -> list[_Located]:
-    """Open a version's files and say where each announced tensor is.
+def _locate(folder: Path, available: WeightsAvailable, opened: ExitStack) -> list[tuple[Path, int, int, TensorEntry]]:
+    """Open a version's files; return path, handle and position of each announced tensor.
 
     Raises:
         OSError: A file cannot be opened.
         BroadcastError: One is damaged, cut short or not of this version, or a tensor is in none.
     """
-    announced = {entry.name: entry for entry in available.manifest.entries}
-    located: dict[str, _Located] = {}
+    announced, fingerprint = {e.name: e for e in available.manifest.entries}, version_fingerprint(available.bucket_fingerprints)
+    located: dict[str, tuple[Path, int, int, TensorEntry]] = {}
     for path in sorted(folder.glob("*.safetensors")):
         handle = os.open(path, os.O_RDONLY)
         opened.callback(os.close, handle)
-        begin, header = _header(path, handle, available)
-        expected = begin + max((entry.data_offsets[1] for entry in header.values()), default=0)
-        if (found := os.fstat(handle).st_size) != expected:
+        header_bytes = int.from_bytes(os.pread(handle, 8, 0), "little")
+        if not 0 < header_bytes <= MAX_HEADER_BYTES:
+            raise BroadcastError(f"{path} is not a safetensors file: its header would be {header_bytes} bytes long")
+        try:
+            raw = msgspec.json.decode(os.pread(handle, header_bytes, 8), type=dict[str, msgspec.Raw])
+            metadata = msgspec.json.decode(raw.pop("__metadata__", msgspec.Raw(b"{}")), type=dict[str, str])
+            header = {name: msgspec.json.decode(entry, type=_HeaderEntry) for name, entry in raw.items()}
+        except msgspec.DecodeError as error:
+            raise BroadcastError(f"{path} has a damaged header: {error}") from error
+        if metadata.get("fingerprint") != fingerprint:
             raise BroadcastError(
-                f"{path} has {found} bytes and should have {expected}: it was cut short or written by someone else"
+                f"{path} is of version {metadata.get('asyncrl_version')} with fingerprint {metadata.get('fingerprint')}; "
+                f"announced was version {available.version} with {fingerprint}"
             )
+        begin = 8 + header_bytes
+        expected, found = begin + max((e.data_offsets[1] for e in header.values()), default=0), os.fstat(handle).st_size
+        if found != expected:
+            raise BroadcastError(f"{path} has {found} bytes and should have {expected}: it was cut short or written by another")
         for name, inside in header.items():
             entry, (start, end) = announced.get(name), inside.data_offsets
             if entry is None or (entry.dtype, entry.shape, entry.num_bytes) != (inside.dtype, inside.shape, end - start):
                 raise BroadcastError(f"{path} holds other tensors than were announced for version {available.version}")
-            located[name] = _Located(path, handle, begin + start, entry)
+            located[name] = path, handle, begin + start, entry
     if missing := [name for name in announced if name not in located]:
         raise BroadcastError(
             f"version {available.version} in {folder} is missing {len(missing)} tensors, the first is {missing[0]}"
@@ -272,51 +284,9 @@ def _locate(folder: Path, available: WeightsAvailable, opened: ExitStack) -> lis
     return [located[name] for name in announced]
 
 
-def _header(path: Path, handle: int, available: WeightsAvailable) -> tuple[int, dict[str, _HeaderEntry]]:
-    """Return where the tensors begin and what they are, having seen that they are of that version."""
-    num_bytes = int.from_bytes(os.pread(handle, 8, 0), "little")
-    if not 0 < num_bytes <= MAX_HEADER_BYTES:
-        raise BroadcastError(f"{path} is not a safetensors file: its header would be {num_bytes} bytes long")
-    try:
-        raw = msgspec.json.decode(os.pread(handle, num_bytes, 8), type=dict[str, msgspec.Raw])
-        metadata = msgspec.json.decode(raw.pop("__metadata__", msgspec.Raw(b"{}")), type=dict[str, str])
-        header = {name: msgspec.json.decode(entry, type=_HeaderEntry) for name, entry in raw.items()}
-    except msgspec.DecodeError as error:
-        raise BroadcastError(f"{path} has a damaged header: {error}") from error
-    announced = version_fingerprint(available.bucket_fingerprints)
-    if metadata.get("fingerprint") != announced:
-        raise BroadcastError(
-            f"{path} is of version {metadata.get('asyncrl_version')} with fingerprint {metadata.get('fingerprint')}; announced "
-            f"was version {available.version} with {announced}"
-        )
-    return 8 + num_bytes, header
-
-
-def _read(tensor: _Located, into: memoryview, cancelled: threading.Event) -> None:
-    """Fill in one tensor's bytes."""
-    position, target = tensor.position, into[tensor.entry.offset :][: tensor.entry.num_bytes]
-    while len(target):
-        if cancelled.is_set():
-            raise VersionUnavailableError(f"the fetch was cancelled with {len(target)} bytes of {tensor.path} to go")
-        num_bytes = os.preadv(tensor.handle, [target[:READ_BYTES]], position)
-        if not num_bytes:
-            raise BroadcastError(f"{tensor.path} ends too early")
-        target, position = target[num_bytes:], position + num_bytes
-
-
-def own_name(run_folder: Path) -> str:
-    """Return the name of a run's own folder among others: its own, told apart from that of another run of the same name."""
-    return f"{run_folder.resolve().name}-{path_hash(run_folder)}"
-
-
 def folder_name(version: int) -> str:
     """Return the name of a version's folder."""
     return f"version-{version:08d}"
-
-
-def blob_file_name(name: str) -> str:
-    """Return the name of a delta's file."""
-    return f"{name}{_BLOB_SUFFIX}"
 
 
 def version_of(path: Path) -> int:
@@ -333,15 +303,8 @@ def _remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def _write_synced(path: Path, parts: Sequence[bytes | memoryview]) -> None:
-    with path.open("wb") as file:
-        file.writelines(parts)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _fsync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
+def _sync(handle: int) -> None:
+    """Bring a folder to the disk and close it."""
     try:
         os.fsync(handle)
     finally:

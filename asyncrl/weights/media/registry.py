@@ -50,9 +50,8 @@ class Medium:
     """None: it ends in the engine's own GPU memory."""
     receiver: str = ""
     """`module:function` that makes the receiving end in the process that holds the model (`make_receiver`)."""
-    fingerprints: Literal["host", "device"] = "host"
-    refusal: str = ""
-    """Why it has no ends."""
+    refusal: str = "ends in the engine's own GPU memory: its versions are received by the process that holds the model"
+    """Why an end is missing."""
 
 
 MEDIA: dict[type[MediumConfig], Medium] = {
@@ -63,44 +62,35 @@ MEDIA: dict[type[MediumConfig], Medium] = {
         lambda config, _, keys: CollectiveWriter(config, keys), lambda config, _, keys: CollectiveReader(config, keys)
     ),
     NCCLMedium: Medium(
-        lambda config, _, keys: CollectiveWriter(config, keys, through=current_gpu),
+        lambda config, _, keys: CollectiveWriter(config, keys, current_gpu),
         receiver="asyncrl.weights.media.collective_member:open_receiver",
-        fingerprints="device",
     ),
-    CUDAIPCMedium: Medium(
-        lambda _, run, __: CUDAIPCWriter(run), receiver="asyncrl.weights.media.cuda_ipc:open_receiver", fingerprints="device"
-    ),
+    CUDAIPCMedium: Medium(lambda _, run, __: CUDAIPCWriter(run), receiver="asyncrl.weights.media.cuda_ipc:open_receiver"),
     SharedStorageMedium: Medium(
-        refusal="moves nothing and so has no writer or reader: the engine opens the learner's own parameters "
-        "(weights/media/shared_params.py)"
+        refusal="moves nothing: the engine opens the learner's own parameters (weights/media/shared_params.py)"
     ),
     AutoMedium: Medium(
-        refusal="is chosen when a run starts (config/medium_choice.py): take the run's own config, as Run.config.broadcast and "
-        "RUN/config.toml have it"
+        refusal="is chosen when a run starts: take the run's own config, as Run.config.broadcast and RUN/config.toml have it"
     ),
 }
 
 
-def open_writer(config: MediumConfig, run_folder: Path, curve_keys: CurveKeys | None = None) -> MediumWriter:
-    """Return the learner's end of the configured medium. Keys: None: the run's own, if it has any."""
-    medium = MEDIA[type(config)]
-    if medium.writer is None:
-        raise ConfigError(f"broadcast.medium.kind {kind_of(config)!r} {medium.refusal}")
-    writer: MediumWriter = medium.writer(config, run_folder, curve_keys or keys_of_run(run_folder))
+def open_writer(config: MediumConfig, run_folder: Path) -> MediumWriter:
+    """Return the learner's end of the configured medium."""
+    writer: MediumWriter = _open(MEDIA[type(config)].writer, config, run_folder)
     return writer
 
 
-def open_reader(config: MediumConfig, run_folder: Path, curve_keys: CurveKeys | None = None) -> MediumReader:
-    """Return a generator's end of the configured medium. Keys: None: the run's own, if it has any."""
-    medium = MEDIA[type(config)]
-    if medium.reader is None:
-        refusal = medium.refusal or (
-            "ends in the engine's own GPU memory: its versions are received by the process that holds the model "
-            "(weights/tensors.py), and no generator can fetch them"
-        )
-        raise ConfigError(f"broadcast.medium.kind {kind_of(config)!r} {refusal}")
-    reader: MediumReader = medium.reader(config, run_folder, curve_keys or keys_of_run(run_folder))
+def open_reader(config: MediumConfig, run_folder: Path) -> MediumReader:
+    """Return a generator's end of the configured medium."""
+    reader: MediumReader = _open(MEDIA[type(config)].reader, config, run_folder)
     return reader
+
+
+def _open(end: Open | None, config: MediumConfig, run_folder: Path) -> Any:  # noqa: ANN401
+    if end is None:
+        raise ConfigError(f"broadcast.medium.kind {kind_of(config)!r} {MEDIA[type(config)].refusal}")
+    return end(config, run_folder, keys_of_run(run_folder))
 
 
 def receiver_of(config: MediumConfig, run_folder: Path) -> tuple[str, bytes] | None:
@@ -113,7 +103,7 @@ def fingerprints_made(config: BroadcastConfig) -> Literal["none", "host", "devic
     """Return where the learner makes the fingerprints of its versions; none: the medium proves a whole version without them."""
     if isinstance(config.medium, SharedMemoryMedium) and config.delta is None and not config.verify and proves_whole_versions():
         return "none"
-    return MEDIA[type(config.medium)].fingerprints
+    return "device" if MEDIA[type(config.medium)].receiver else "host"
 
 
 def kind_of(config: MediumConfig) -> str:

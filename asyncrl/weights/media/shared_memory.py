@@ -19,6 +19,7 @@ Invariants:
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import mmap
 import os
@@ -51,6 +52,7 @@ LEASE_LIMIT_S = 30.0
 """A reader that holds a slot for longer (a stopped process, say) no longer spares it."""
 MAGIC = 0x4C5243_4E595341  # "ASYNCRL" read as little-endian
 _MAGIC, _SLOT_BYTES, _SLOTS = 0, 1, 2
+_END = _SLOTS + 2 * NUM_SLOTS
 
 
 def proves_whole_versions() -> bool:
@@ -67,7 +69,7 @@ class SharedMemoryWriter:
         self._run_folder = run_folder
         self._now_s = now_s
         self._path: Path | None = None
-        self._header: NDArray[np.int64] | None = None
+        self._sequences, self._versions = _slots_of(np.zeros(_END, np.int64))
         self._locks: list[int] = []
         self._held_since_s: dict[int, float] = {}
         self._blobs: set[str] = set()
@@ -79,11 +81,10 @@ class SharedMemoryWriter:
         self._path, segment = make_segment(self._run_folder, HEADER_BYTES + NUM_SLOTS * slot_bytes)
         for slot in range(NUM_SLOTS):
             self._locks.append(create_private(slot_lock_path(self._path, slot)))
-        self._header = np.frombuffer(segment, np.int64, count=HEADER_BYTES // 8)
-        self._header[_SLOT_BYTES] = slot_bytes
-        for slot in range(NUM_SLOTS):
-            self._header[_version_at(slot)] = -1
-        self._header[_MAGIC] = MAGIC
+        header = np.frombuffer(segment, np.int64, count=_END)
+        self._sequences, self._versions = _slots_of(header)
+        self._versions[:] = -1
+        header[[_SLOT_BYTES, _MAGIC]] = slot_bytes, MAGIC
         whole = torch.frombuffer(segment, dtype=torch.uint8)
         starts = [HEADER_BYTES + slot * slot_bytes for slot in range(NUM_SLOTS)]
         return tuple(whole[start : start + manifest.total_bytes] for start in starts)
@@ -91,21 +92,25 @@ class SharedMemoryWriter:
     def busy_slots(self) -> frozenset[int]:
         """Return the slots that somebody reads: those whose lock is held, though for LEASE_LIMIT_S at most."""
         now_s = self._now_s()
-        held = [slot for slot, handle in enumerate(self._locks) if _is_held(handle)]
-        self._held_since_s = {slot: self._held_since_s.get(slot, now_s) for slot in held}
-        return frozenset(slot for slot in held if now_s - self._held_since_s[slot] < LEASE_LIMIT_S)
+        held_since_s: dict[int, float] = {}
+        for slot, handle in enumerate(self._locks):
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(handle, fcntl.LOCK_UN)
+            except OSError:
+                held_since_s[slot] = self._held_since_s.get(slot, now_s)
+        self._held_since_s = held_since_s
+        return frozenset(slot for slot, since_s in held_since_s.items() if now_s - since_s < LEASE_LIMIT_S)
 
     def overwrite(self, slot: int, version: int) -> None:
         """Make the slot's sequence odd before anything in it changes."""
-        assert self._header is not None
-        self._header[_sequence_at(slot)] |= 1
-        self._header[_version_at(slot)] = version
+        self._sequences[slot] |= 1
+        self._versions[slot] = version
 
     def commit(self, slot: int, version: int, fingerprint: str) -> str:  # noqa: ARG002 - the announcement carries it
         """Make the slot's sequence even again; see MediumWriter."""
-        assert self._header is not None
-        assert self._header[_version_at(slot)] == version, f"slot {slot} was given to another version than {version}"
-        self._header[_sequence_at(slot)] += 1
+        assert self._versions[slot] == version, f"slot {slot} was given to another version than {version}"
+        self._sequences[slot] += 1
         return str(self._path)
 
     def put_blob(self, name: str, blob: bytes) -> None:
@@ -141,7 +146,37 @@ class SharedMemoryWriter:
                 slot_lock_path(self._path, slot).unlink(missing_ok=True)
             self._path.unlink(missing_ok=True)
             disown(self._path)
-        self._header = None
+        self._sequences, self._versions = _slots_of(np.zeros(_END, np.int64))
+
+
+class Segment:
+    """A learner's segment, mapped; its header and the whole of it.
+
+    Raises:
+        VersionUnavailableError: It is gone, or not a segment of this run.
+    """
+
+    def __init__(self, run_folder: Path, location: str, magic: int = MAGIC) -> None:
+        self.path = check_location(run_folder, location)
+        try:
+            with self.path.open("rb") as file:
+                readable = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+                # A private mapping, because torch warns of memory that it may not write to; nothing does.
+                private = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        except (OSError, ValueError) as error:
+            raise VersionUnavailableError(f"shared-memory segment {location} is gone ({error}); is its learner alive?") from error
+        self.header = np.frombuffer(readable, np.int64, count=min(HEADER_BYTES, len(readable)) // 8)
+        self.whole = torch.frombuffer(private, dtype=torch.uint8)
+        if self.header[_MAGIC] != magic:
+            raise VersionUnavailableError(f"{location} is not a segment of this kind")
+
+
+def check_location(run_folder: Path, location: str) -> Path:
+    """Return the path of a segment of this run; raises VersionUnavailableError where it is none."""
+    path = Path(location)
+    if path.parent != segment_folder(run_folder) or not path.name.startswith(segment_prefix(run_folder)):
+        raise VersionUnavailableError(f"{path} is not a shared-memory segment of this run")
+    return path
 
 
 class SharedMemoryReader:
@@ -149,11 +184,13 @@ class SharedMemoryReader:
 
     def __init__(self, run_folder: Path) -> None:
         self._run_folder = run_folder
-        self._segment: _Segment | None = None
+        self._segment: Segment | None = None
 
     def lease(self, available: WeightsAvailable) -> SharedMemoryLease:
         """Hold the slot that the version lies in; see MediumReader."""
-        return SharedMemoryLease(self._mapped(available), available)
+        if self._segment is None or available.location != str(self._segment.path):
+            self._segment = Segment(self._run_folder, available.location)
+        return SharedMemoryLease(self._segment, available)
 
     def fetch(self, available: WeightsAvailable, into: memoryview, cancelled: threading.Event) -> bytes:
         """Copy the version out of its slot; see MediumReader."""
@@ -169,10 +206,8 @@ class SharedMemoryReader:
 
     def fetch_blob(self, available: WeightsAvailable, name: str, num_bytes: int, cancelled: threading.Event) -> bytes:  # noqa: ARG002 - small
         """Read the delta's file; see MediumReader."""
-        path = Path(available.location)
-        self._check_path(path)
         try:
-            blob = blob_path(path, name).read_bytes()
+            blob = blob_path(check_location(self._run_folder, available.location), name).read_bytes()
         except OSError as error:
             raise VersionUnavailableError(f"delta {name} has left shared memory: {error.strerror}") from error
         if len(blob) != num_bytes:
@@ -183,73 +218,50 @@ class SharedMemoryReader:
         """Forget the mapping; it goes when nothing refers to it any more."""
         self._segment = None
 
-    def _mapped(self, available: WeightsAvailable) -> _Segment:
-        path = Path(available.location)
-        if self._segment is None or path != self._segment.path:
-            self._check_path(path)
-            self._segment = _Segment(path)
-        self._segment.refuse_unless_for(available.manifest.total_bytes)
-        return self._segment
-
-    def _check_path(self, path: Path) -> None:
-        if path.parent != segment_folder(self._run_folder) or not path.name.startswith(segment_prefix(self._run_folder)):
-            raise VersionUnavailableError(f"{path} is not a shared-memory segment of this run")
-
 
 class SharedMemoryLease:
     """A slot that is being read; the learner writes to the other one for as long as it can. See `Lease`."""
 
-    def __init__(self, segment: _Segment, available: WeightsAvailable) -> None:
+    def __init__(self, segment: Segment, available: WeightsAvailable) -> None:
         """Hold the slot of the version.
 
         Raises:
             VersionUnavailableError: It is in none.
         """
-        self._segment = segment
-        self._version = available.version
-        self._slot, self._sequence = _find_version(segment.header, available.version)
-        self._lock = _hold(slot_lock_path(segment.path, self._slot))
+        total_bytes, slot_bytes = available.manifest.total_bytes, int(segment.header[_SLOT_BYTES])
+        if segment.whole.numel() != HEADER_BYTES + NUM_SLOTS * slot_bytes or slot_bytes < total_bytes:
+            raise VersionUnavailableError(f"{segment.path} is not a segment for {total_bytes} bytes")
+        self._sequences, versions = _slots_of(segment.header)
+        self._version, sequences, held = available.version, self._sequences.tolist(), versions.tolist()
+        found = [slot for slot in range(NUM_SLOTS) if held[slot] == self._version and sequences[slot] % 2 == 0]
+        if not found:
+            raise VersionUnavailableError(
+                f"version {self._version} has left shared memory (the slots are for {held}); fetch the newest"
+            )
+        self._slot, self._sequence, self._lock = found[0], sequences[found[0]], -1
+        self.path = str(segment.path)
+        self.offset = HEADER_BYTES + self._slot * slot_bytes
+        self.flat = segment.whole[self.offset : self.offset + total_bytes]
+        # Where no lock can be had the learner is about to write, or is gone: the sequence number tells.
+        with contextlib.suppress(OSError):
+            self._lock = os.open(slot_lock_path(segment.path, self._slot), os.O_RDONLY)
+            fcntl.flock(self._lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
         try:
             self.check()
         except VersionUnavailableError:
             self.release()
             raise
-        self.path = str(segment.path)
-        self.offset = HEADER_BYTES + self._slot * segment.slot_bytes
-        self.flat = segment.whole[self.offset : self.offset + available.manifest.total_bytes]
 
     def check(self) -> None:
         """See `Lease`."""
-        if self._segment.header[_sequence_at(self._slot)] != self._sequence:
+        if self._sequences[self._slot] != self._sequence:
             raise VersionUnavailableError(f"version {self._version} was overwritten while it was read; fetch the newest")
 
     def release(self) -> None:
         """See `Lease`."""
-        if self._lock is not None:
+        if self._lock >= 0:
             os.close(self._lock)
-        self._lock = None
-
-
-class _Segment:
-    """A learner's segment, mapped."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        try:
-            with path.open("rb") as file:
-                readable = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-                # A private mapping, because torch warns of memory that it may not write to; nothing does.
-                private = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-        except (OSError, ValueError) as error:
-            raise VersionUnavailableError(f"shared-memory segment {path} is gone ({error}); is its learner alive?") from error
-        self.header = np.frombuffer(readable, np.int64, count=min(HEADER_BYTES, len(readable)) // 8)
-        self.whole = torch.frombuffer(private, dtype=torch.uint8)
-        self.slot_bytes = int(self.header[_SLOT_BYTES])
-
-    def refuse_unless_for(self, total_bytes: int) -> None:
-        is_whole = self.whole.numel() == HEADER_BYTES + NUM_SLOTS * self.slot_bytes and self.slot_bytes >= total_bytes
-        if self.header[_MAGIC] != MAGIC or not is_whole:
-            raise VersionUnavailableError(f"{self.path} is not a segment for {total_bytes} bytes")
+        self._lock = -1
 
 
 def slot_lock_path(segment: Path, slot: int) -> Path:
@@ -262,42 +274,6 @@ def blob_path(segment: Path, name: str) -> Path:
     return segment.with_name(f"{segment.name}.{name}")
 
 
-def _hold(path: Path) -> int | None:
-    """Return a handle that holds a shared lock, None where the learner is about to write or is gone: `check` tells."""
-    try:
-        handle = os.open(path, os.O_RDONLY)
-    except OSError:
-        return None
-    try:
-        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:
-        os.close(handle)
-        return None
-    return handle
-
-
-def _is_held(handle: int) -> bool:
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return True
-    fcntl.flock(handle, fcntl.LOCK_UN)
-    return False
-
-
-def _find_version(header: NDArray[np.int64], version: int) -> tuple[int, int]:
-    """Return the slot that holds the whole of `version`, and its sequence number."""
-    for slot in range(NUM_SLOTS):
-        sequence = int(header[_sequence_at(slot)])
-        if sequence % 2 == 0 and header[_version_at(slot)] == version and header[_sequence_at(slot)] == sequence:
-            return slot, sequence
-    held = [int(header[_version_at(slot)]) for slot in range(NUM_SLOTS)]
-    raise VersionUnavailableError(f"version {version} has left shared memory (the slots are for {held}); fetch the newest")
-
-
-def _sequence_at(slot: int) -> int:
-    return _SLOTS + 2 * slot
-
-
-def _version_at(slot: int) -> int:
-    return _SLOTS + 2 * slot + 1
+def _slots_of(header: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the slots' sequence numbers and versions, where they lie in the header."""
+    return header[_SLOTS:_END:2], header[_SLOTS + 1 : _END : 2]

@@ -18,12 +18,10 @@ from __future__ import annotations
 
 import asyncio
 import mmap
-import os
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -35,9 +33,10 @@ from asyncrl.models.layout import bucket_ends, check_manifest, check_tensors, ma
 from asyncrl.schema.weights import Probe, WeightsAvailable, WeightsManifest
 from asyncrl.weights.fingerprint import fingerprints_of, refuse_damaged, version_fingerprint
 from asyncrl.weights.media.base import VersionUnavailableError
-from asyncrl.weights.media.cuda_ipc import TICKET_BYTES, Ticket, gpu_id, opened, ticket_of
+from asyncrl.weights.media.cuda_ipc import TICKET_BYTES, open_ticket, write_ticket
 from asyncrl.weights.media.device import device_fingerprints, device_of
-from asyncrl.weights.shm_segments import disown, make_segment, remove_leftover_segments, segment_folder, segment_prefix
+from asyncrl.weights.media.shared_memory import Segment
+from asyncrl.weights.shm_segments import disown, make_segment, remove_leftover_segments
 from asyncrl.weights.tensors import SharedTensors
 
 KIND = "shared_storage"
@@ -63,7 +62,7 @@ class HybridPublisher:
         self._on_available = on_available
         self._clock = clock
         self._path: Path | None = None
-        self._header: NDArray[np.int64] | None = None
+        self._header: NDArray[np.int64] = np.zeros(0, np.int64)
         self._flat = torch.empty(0, dtype=torch.uint8)
         self._views: dict[str, torch.Tensor] = {}
         self._manifest: WeightsManifest | None = None
@@ -83,17 +82,27 @@ class HybridPublisher:
             BroadcastError: There is no room, or a parameter no longer lies where the engine reads it.
         """
         started_s = time.perf_counter()
-        manifest = self._manifest or self._move_in(named_tensors)
+        manifest = self._manifest = self._manifest or self._move_in(named_tensors)
         check_tensors(named_tensors, manifest)
-        self._refuse_moved(named_tensors)
-        digests = self._fingerprints(manifest)
-        assert self._header is not None
+        for name, view in self._views.items():
+            if named_tensors[name].data_ptr() != view.data_ptr():
+                raise BroadcastError(f"{name} has left the memory that the engine reads: something replaced its data")
+        digests = _fingerprints(self._flat, manifest)
         self._header[_VERSION] = version
         blocked_ms = (time.perf_counter() - started_s) * 1e3
-        available = WeightsAvailable(
-            version, KIND, str(self._path), manifest, version_fingerprint(digests), self._clock.now(), blocked_ms, probe, digests
+        self._on_available(
+            WeightsAvailable(
+                version,
+                KIND,
+                str(self._path),
+                manifest,
+                version_fingerprint(digests),
+                self._clock.now(),
+                blocked_ms,
+                probe,
+                digests,
+            )
         )
-        self._on_available(available)
         return blocked_ms
 
     def close(self) -> None:
@@ -109,36 +118,22 @@ class HybridPublisher:
         left_out = [name for name in named_tensors if name not in {entry.name for entry in manifest.entries}]
         if left_out:
             raise BroadcastError(f"{left_out[0]} shares its memory with another parameter object; {KIND} cannot move both")
-        self._flat = self._make_place(manifest.total_bytes, device_of(named_tensors))
+        remove_leftover_segments(self._run_folder)
+        device, num_bytes = device_of(named_tensors), manifest.total_bytes
+        on_gpu = device.type == "cuda"
+        self._path, segment = make_segment(self._run_folder, HEADER_BYTES + (TICKET_BYTES if on_gpu else num_bytes))
+        self._header = np.frombuffer(segment, np.int64, count=HEADER_BYTES // 8)
+        self._header[[_NUM_BYTES, _VERSION, _MAGIC]] = num_bytes, -1, MAGIC
+        self._flat = inside = torch.frombuffer(segment, dtype=torch.uint8)[HEADER_BYTES:]
+        if on_gpu:
+            self._flat = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+            write_ticket(self._flat, inside)
         self._views = view_tensors(self._flat, manifest)
         with torch.no_grad():
             for name, view in self._views.items():
                 view.copy_(named_tensors[name])
                 named_tensors[name].data = view
-        self._manifest = manifest
         return manifest
-
-    def _make_place(self, num_bytes: int, device: torch.device) -> torch.Tensor:
-        remove_leftover_segments(self._run_folder)
-        on_gpu = device.type == "cuda"
-        self._path, segment = make_segment(self._run_folder, HEADER_BYTES + (TICKET_BYTES if on_gpu else num_bytes))
-        self._header = np.frombuffer(segment, np.int64, count=HEADER_BYTES // 8)
-        self._header[[_NUM_BYTES, _VERSION, _MAGIC]] = num_bytes, -1, MAGIC
-        inside = torch.frombuffer(segment, dtype=torch.uint8)[HEADER_BYTES:]
-        if not on_gpu:
-            return inside
-        flat = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
-        ticket = msgspec.json.encode(ticket_of(flat))
-        inside[: len(ticket)] = torch.frombuffer(bytearray(ticket), dtype=torch.uint8)
-        return flat
-
-    def _refuse_moved(self, named_tensors: Mapping[str, torch.Tensor]) -> None:
-        for name, view in self._views.items():
-            if named_tensors[name].data_ptr() != view.data_ptr():
-                raise BroadcastError(f"{name} has left the memory that the engine reads: something replaced its data")
-
-    def _fingerprints(self, manifest: WeightsManifest) -> bytes:
-        return _fingerprints(self._flat, manifest)
 
 
 class HybridSubscriber:
@@ -165,7 +160,13 @@ class HybridSubscriber:
     def _fetch(self, available: WeightsAvailable) -> SharedTensors:
         check_manifest(available.manifest)
         if self._open is None or self._open[0] != available.location:
-            self._open = (available.location, *self._opened(available))
+            segment, num_bytes = Segment(self._run_folder, available.location, MAGIC), available.manifest.total_bytes
+            if segment.header[_NUM_BYTES] != num_bytes:
+                raise VersionUnavailableError(f"{available.location} does not hold {num_bytes} bytes of parameters")
+            inside = segment.whole[HEADER_BYTES:]
+            if self._device.type == "cuda":
+                inside = open_ticket(inside, self._device, num_bytes, {})
+            self._open = available.location, segment.header, inside[:num_bytes]
         _, header, flat = self._open
 
         def check() -> None:
@@ -178,33 +179,6 @@ class HybridSubscriber:
         check()
         refuse_damaged(available, _fingerprints(flat, available.manifest))
         return SharedTensors(available.manifest, flat, check=check)
-
-    def _opened(self, available: WeightsAvailable) -> tuple[NDArray[np.int64], torch.Tensor]:
-        path, num_bytes = Path(available.location), available.manifest.total_bytes
-        if path.parent != segment_folder(self._run_folder) or not path.name.startswith(segment_prefix(self._run_folder)):
-            raise VersionUnavailableError(f"{path} is not a shared-memory segment of this run")
-        try:
-            handle = os.open(path, os.O_RDONLY)
-        except OSError as error:
-            raise VersionUnavailableError(f"the learner's weights {path} are gone ({error.strerror}); is it alive?") from error
-        try:
-            readable = mmap.mmap(handle, 0, access=mmap.ACCESS_READ)
-            # Private, because torch warns of memory that it may not write to; pages that nobody writes to show the file as it is.
-            private = mmap.mmap(handle, 0, access=mmap.ACCESS_COPY)
-        finally:
-            os.close(handle)
-        header = np.frombuffer(readable, np.int64, count=HEADER_BYTES // 8)
-        if header[_MAGIC] != MAGIC or header[_NUM_BYTES] != num_bytes:
-            raise VersionUnavailableError(f"{path} does not hold {num_bytes} bytes of parameters")
-        inside = torch.frombuffer(private, dtype=torch.uint8)[HEADER_BYTES:]
-        return header, inside[:num_bytes] if self._device.type != "cuda" else self._opened_on_gpu(inside, num_bytes)
-
-    def _opened_on_gpu(self, inside: torch.Tensor, num_bytes: int) -> torch.Tensor:
-        ticket = msgspec.json.decode(bytes(inside.numpy()).rstrip(b"\0"), type=Ticket)
-        if ticket.gpu != gpu_id(self._device):
-            raise BroadcastError(f"the learner is on GPU {ticket.gpu}, this engine on {gpu_id(self._device)}; {KIND} needs one")
-        storage = opened(ticket, self._device)
-        return torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage, 0, (num_bytes,))  # type: ignore[call-overload, no-any-return]
 
 
 def _fingerprints(flat: torch.Tensor, manifest: WeightsManifest) -> bytes:

@@ -12,10 +12,9 @@ Invariants:
 - Nothing is pushed. A generator asks for parts in their order and has at most WINDOW under way, so a slow one slows nobody and no
   queue grows. One that reads no answers has at most SEND_QUEUE parts waiting for it, then loses them.
 - One rule says who feeds whom: the learner feeds the first `fanout`; after that a generator that has the version, or is getting
-  it, may serve what it has, and the learner names the one with the fewest readers. No circles. Who is silent or slow is neither
-  named nor counted.
-- A feeder that falls silent, is slow or no longer has the version is left by time-out. What is here already is never asked for
-  again. Who lost MAX_LOST feeders is fed by the learner.
+  it, serves what it has, and the learner names the one with the fewest readers.
+- A feeder that falls silent, is slow or no longer has the version is left by time-out, and who left one is fed by the learner.
+  What is here already is never asked for again.
 - A generator serves what is here of a version until its buffer is written to again; parts are copied out under the lock under
   which it is withdrawn. What is asked for and still arriving is sent once it is there. The learner sends parts from where they
   lie: a slot that had to be overwritten meanwhile shows in the fingerprint. Who fed damaged bytes is not asked for that version
@@ -53,10 +52,6 @@ BLOB = 2**62
 """In place of a version: a delta, by its name."""
 SILENT_AFTER_S = 3.0
 """Whoever was not heard of for so long is gone, or stopped."""
-HOLD_S = 3.0
-SLOW_BYTES_PER_S = 4 << 20
-"""Who gets less than this for HOLD_S is slow, and so is its feeder: a network this slow is none for weights."""
-MAX_LOST = 2
 PIN_LIMIT_S = 120.0
 MAX_READERS = 4096
 _POLL_MS = 100
@@ -100,9 +95,8 @@ class FeederRequest(msgspec.Struct, frozen=True, tag="feeder_request", forbid_un
     """Where it serves what it has; empty: nowhere."""
     host: Name = ""
     """Its machine: a loopback address is told to nobody elsewhere."""
-    lost: Annotated[tuple[Annotated[str, Meta(max_length=16)], ...], Meta(max_length=16)] = ()
-    """Those that fed it and fell silent, were slow, lost the version, or fed it damaged bytes."""
-    have_bytes: NonNegative = 0
+    lost: Annotated[str, Meta(max_length=16)] = ""
+    """Who fed it and fell silent, was slow, lost the version, or fed it damaged bytes; empty: nobody yet."""
     is_whole: bool = False
     """The fetch is over; it can feed others, and needs nobody."""
 
@@ -136,7 +130,7 @@ class PartServer:
     Args:
         bind: Endpoint to listen at.
         chunk_bytes: Most bytes of a part.
-        keys: Own pair and who may come in; None: plain, everyone.
+        keys: Of the run; None: plain, everyone.
         find_feeder: The learner's answer to a FeederRequest; None: such are not taken here.
     """
 
@@ -168,13 +162,8 @@ class PartServer:
             ) from error
         endpoint = self._router.socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self.location = endpoint.replace("://0.0.0.0:", f"://{socket.gethostname()}:")
-        self._thread = threading.Thread(target=self._serve, name="asyncrl-weights-server", daemon=True)
-        self._thread.start()
-
-    @property
-    def is_serving(self) -> bool:
-        """Return whether requests are answered; False after `close`, or where the serving thread broke."""
-        return self._thread.is_alive()
+        self.thread = threading.Thread(target=self._serve, name="asyncrl-weights-server", daemon=True)
+        self.thread.start()
 
     def put(self, key: Key, memory: memoryview, *, copied: bool = False, num_here: int = -1) -> None:
         """Serve the first `num_here` bytes (-1: all); `copied`: they may change as soon as it is dropped, so parts are copied."""
@@ -199,7 +188,7 @@ class PartServer:
     def close(self) -> None:
         """Stop serving. Safe to repeat."""
         self._closing.set()
-        self._thread.join()
+        self.thread.join()
         self._router.close()
 
     def _serve(self) -> None:
@@ -266,30 +255,16 @@ class _Reader:
     heard_s: float
     address: str = ""
     host: str = ""
-    lost: tuple[str, ...] = ()
-    have_bytes: int = 0
     is_whole: bool = False
     is_lost: bool = False
-    """Somebody found it silent and it has not asked since: nobody is sent to it."""
+    """Somebody lost it and it has not asked since: nobody is sent to it."""
     feeder: str | None = None
-    fed_since_s: float = 0.0
-    fed_from_bytes: int = 0
-    """What it had when it got its feeder."""
-
-    def is_served(self, now: float) -> bool:
-        """Whether it is being fed, is alive and not slow."""
-        if self.feeder is None or now - self.heard_s > SILENT_AFTER_S:
-            return False
-        return not is_slow(self.have_bytes - self.fed_from_bytes, now - self.fed_since_s)
-
-
-def is_slow(num_bytes: int, waited_s: float) -> bool:
-    """Return whether so few bytes in that time are too few."""
-    return waited_s > HOLD_S and num_bytes < SLOW_BYTES_PER_S * waited_s
 
 
 class Feeders:
     """Who feeds whom with one version or delta, decided purely.
+
+    There are no circles: a generator is named a feeder that has one already, once; whoever loses it is fed by the learner.
 
     Example:
         >>> feeders = Feeders(fanout=1)
@@ -304,30 +279,33 @@ class Feeders:
 
     def find(self, request: FeederRequest, now: float) -> FeederReply:
         """Take note of what a subscriber says of itself and return who is to feed it."""
-        silent = [n for n, reader in self._readers.items() if not reader.is_whole and now - reader.heard_s > SILENT_AFTER_S]
-        for name in silent:
-            del self._readers[name]
+        for silent in [n for n, reader in self._readers.items() if not reader.is_whole and now - reader.heard_s > SILENT_AFTER_S]:
+            self.forget(silent)
         if len(self._readers) >= MAX_READERS:
-            del self._readers[next(iter(self._readers))]
+            self.forget(next(iter(self._readers)))
+        if request.subscriber in self._readers and self._readers[request.subscriber].is_whole and not request.is_whole:
+            self.forget(request.subscriber)  # it begins anew
         reader = self._readers.setdefault(request.subscriber, _Reader(now, now))
-        for name in {*request.lost} - {*reader.lost} - {request.subscriber}:
-            if name in self._readers:
-                self._readers[name].is_lost = True
-        reader.heard_s, reader.is_lost, reader.lost = now, False, request.lost
+        if request.lost in self._readers:
+            self._readers[request.lost].is_lost = True
+        reader.heard_s, reader.is_lost, reader.is_whole = now, False, request.is_whole
         reader.address, reader.host = request.address, request.host
-        reader.have_bytes, reader.is_whole = request.have_bytes, request.is_whole
-        if reader.is_whole or reader.feeder in reader.lost or reader.feeder not in {None, LEARNER, *self._readers}:
+        if request.is_whole:
             reader.feeder = None
-        if reader.feeder is None and not reader.is_whole:
-            reader.feeder = self._choose(request.subscriber, reader, now)
-            reader.fed_since_s, reader.fed_from_bytes = now, reader.have_bytes
+        elif request.lost or not self._fanout:
+            reader.feeder = LEARNER
+        elif reader.feeder is None:
+            reader.feeder = self._choose(reader)
         if reader.feeder is None:
             return FeederReply(wait=True)
         return FeederReply(reader.feeder, self._readers[reader.feeder].address if reader.feeder else "")
 
     def forget(self, subscriber: str) -> None:
-        """Note that it has or wants another version now."""
+        """Note that it is silent, or has or wants another version now."""
         self._readers.pop(subscriber, None)
+        for reader in self._readers.values():
+            if reader.feeder == subscriber:
+                reader.feeder = LEARNER
 
     def is_in_use(self, now: float) -> bool:
         """Return whether somebody is fetching it and may come back for more."""
@@ -340,35 +318,23 @@ class Feeders:
         """Assert what must hold between requests."""
         assert len(self._readers) <= MAX_READERS
         for name, reader in self._readers.items():
-            assert reader.feeder not in reader.lost, f"{name} is fed by one that it lost"
             assert not reader.is_whole or reader.feeder is None, f"{name} is whole and is fed"
-            assert reader.feeder is None or name not in self._chain(reader.feeder), f"{name} feeds itself"
+            chain = [name]
+            while (feeder := self._readers[chain[-1]].feeder) and not self._readers[chain[-1]].is_whole:
+                assert feeder not in chain, f"{name} feeds itself"
+                chain.append(feeder)
 
-    def _choose(self, name: str, reader: _Reader, now: float) -> str | None:
+    def _choose(self, reader: _Reader) -> str | None:
         """Return the learner for the first `fanout`, else the generator with the fewest readers; None: wait."""
-        loads = Counter(other.feeder for other in self._readers.values() if other.is_served(now))
-        num_first = loads[LEARNER] + sum(other.is_whole for other in self._readers.values())
-        if not self._fanout or len(reader.lost) >= MAX_LOST or num_first < self._fanout:
+        loads = Counter(other.feeder for other in self._readers.values())
+        if loads[LEARNER] + sum(other.is_whole for other in self._readers.values()) < self._fanout:
             return LEARNER
         able = [
-            (loads[feeder], -other.have_bytes, feeder)
-            for feeder, other in self._readers.items()
-            if (other.is_whole or other.is_served(now)) and other.address and not other.is_lost and feeder not in reader.lost
-            and (other.host == reader.host or not other.address.startswith(_LOOPBACK))
-            and loads[feeder] < self._fanout and name not in self._chain(feeder)
+            (loads[name], name) for name, other in self._readers.items()
+            if (other.is_whole or other.feeder is not None) and other.address and not other.is_lost
+            and (other.host == reader.host or not other.address.startswith(_LOOPBACK)) and loads[name] < self._fanout
         ]  # fmt: skip
-        if able:
-            return min(able)[2]
-        return LEARNER if loads[LEARNER] < self._fanout else None
-
-    def _chain(self, name: str) -> list[str]:
-        """Return `name`, its feeder, its feeder's feeder, until the learner, one that is whole, or one that nobody feeds now."""
-        chain, current = list[str](), self._readers.get(name)
-        while current is not None and name not in chain:
-            chain.append(name)
-            name = current.feeder or LEARNER
-            current = self._readers.get(name)
-        return chain
+        return min(able)[1] if able else LEARNER if loads[LEARNER] < self._fanout else None
 
 
 class ZeroMQWriter:
@@ -409,7 +375,7 @@ class ZeroMQWriter:
 
     def commit(self, slot: int, version: int, fingerprint: str) -> str:
         """Start serving the slot; see MediumWriter."""
-        if self.server is None or not self.server.is_serving:
+        if self.server is None or not self.server.thread.is_alive():
             raise BroadcastError(f"version {version} can be fetched by nobody: the thread that serves weights has ended")
         self._committed[slot] = (version, fingerprint)
         self.server.put((version, fingerprint), self._slots[slot])

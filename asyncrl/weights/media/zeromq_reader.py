@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import secrets
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 
 import msgspec
 import numpy as np
@@ -32,11 +31,12 @@ from asyncrl.weights.media.zeromq import (
     PartRequest,
     PartServer,
     decode,
-    is_slow,
 )
 from asyncrl.weights.sockets import WINDOW, CurveKeys, open_dealer
 
 STALLED_AFTER_S = 20.0
+SLOW_BYTES_PER_S = 4 << 20
+"""A feeder that sends less than this for SILENT_AFTER_S is slow: a network this slow is none for weights."""
 ASK_EVERY_S = 1.0
 ASK_WAITING_S = 0.1
 BLOBS_KEPT = 4
@@ -56,16 +56,15 @@ class ZeroMQReader:
         # Looks like nothing, and is worth half the time of a fetch: until glibc has once seen something this large freed, it
         # gives freed memory back to the system at once, and the pages of every message of libzmq are faulted in anew.
         np.empty(_KEPT_BY_ALLOCATOR_BYTES, np.uint8)
-        # Other generators hold the same pair as this one, and nobody else does.
-        self.relay_keys = CurveKeys(keys.public, keys.secret, (keys.public,)) if keys else None
-        self.server = PartServer(config.relay_bind, config.chunk_bytes, self.relay_keys) if config.fanout else None
+        self.server = PartServer(config.relay_bind, config.chunk_bytes, keys) if config.fanout else None
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self.keys = keys
         self.chunk_bytes = config.chunk_bytes
         self.stalled_after_s = stalled_after_s
         self.name = secrets.token_hex(8)
         self._whole: Key | None = None
-        self._distrusted: tuple[Key, tuple[str, ...]] = ((0, ""), ())
+        """The version that is in the buffer and served."""
+        self._distrusted: tuple[Key, str] = ((0, ""), "")
         """Who fed damaged bytes of which version."""
 
     def lease(self, available: WeightsAvailable) -> None:
@@ -73,49 +72,27 @@ class ZeroMQReader:
 
     def fetch(self, available: WeightsAvailable, into: memoryview, cancelled: threading.Event) -> bytes:
         """Ask for the version part by part; see MediumReader."""
-        key = (available.version, available.fingerprint)
-        self._withdraw()
-        lost = self._distrusted[1] if self._distrusted[0] == key else ()
-        with contextlib.closing(_Fetch(self, key, available.location, into, lost)) as fetch, self._serving(key, into):
-            fetch.run(cancelled)
+        key, found = (available.version, available.fingerprint), b""
+
+        def verify() -> bool:
+            nonlocal found
             found = fingerprints_of(into, bucket_ends(available.manifest))
-            if found != available.bucket_fingerprints:
-                self._distrusted = key, fetch.fed_by
-                self._drop(key)
-            else:
-                self._whole = key
-                fetch.tell(is_whole=True)
+            return found == available.bucket_fingerprints
+
+        self._get(key, available.location, into, cancelled, verify)
+        self._whole = key
         return found
 
     def fetch_blob(self, available: WeightsAvailable, name: str, num_bytes: int, cancelled: threading.Event) -> bytes:
-        """Ask for a delta; see MediumReader."""
-        self._withdraw()  # it is about to be applied to the buffer
-        key, blob = (BLOB, name), memoryview(bytearray(num_bytes))
-        with contextlib.closing(_Fetch(self, key, available.location, blob, ())) as fetch, self._serving(key, blob):
-            fetch.run(cancelled)
-            if any(delta.name == name and delta.fingerprint != blob_fingerprint(bytes(blob)) for delta in available.deltas):
-                self._drop(key)
-            else:
-                fetch.tell(is_whole=True)
-        if self.server is not None:
-            for old in [held for held in self.server.keys() if held[0] == BLOB][:-BLOBS_KEPT]:  # noqa: SIM118 - not a dict
-                self.server.drop(old)
+        """Ask for a delta; see MediumReader. It is about to be applied to the buffer, which is served no more."""
+        blob = memoryview(bytearray(num_bytes))
+        expected = {delta.fingerprint for delta in available.deltas if delta.name == name}
+        self._get(
+            (BLOB, name), available.location, blob, cancelled, lambda: not expected or blob_fingerprint(bytes(blob)) in expected
+        )
+        for old in [key for key in self.server.keys() if key[0] == BLOB][:-BLOBS_KEPT] if self.server else ():  # noqa: SIM118
+            self.server.drop(old)  # type: ignore[union-attr]
         return bytes(blob)
-
-    @contextlib.contextmanager
-    def _serving(self, key: Key, into: memoryview) -> Iterator[None]:
-        """Serve what arrives; not any longer where the fetch fails."""
-        if self.server is not None:
-            self.server.put(key, into, copied=True, num_here=0)
-        try:
-            yield
-        except BaseException:
-            self._drop(key)
-            raise
-
-    def _drop(self, key: Key) -> None:
-        if self.server is not None:
-            self.server.drop(key)
 
     def close(self) -> None:
         """Stop feeding others and release everything. Safe to repeat."""
@@ -123,33 +100,45 @@ class ZeroMQReader:
             self.server.close()
         self.context.destroy(linger=0)
 
-    def _withdraw(self) -> None:
-        """Stop serving the buffer of the last fetch: it is about to be written to."""
-        if self._whole is not None:
-            self._drop(self._whole)
-        self._whole = None
+    def _get(self, key: Key, location: str, into: memoryview, cancelled: threading.Event, verify: Callable[[], bool]) -> None:
+        """Fetch something, serve what arrives of it, and go on serving it where it is right."""
+        if self.server is not None:
+            if self._whole is not None:
+                self.server.drop(self._whole)
+            self.server.put(key, into, copied=True, num_here=0)
+        self._whole, is_right = None, False
+        fetch = _Fetch(self, key, location, into, self._distrusted[1] if self._distrusted[0] == key else "")
+        try:
+            fetch.run(cancelled)
+            is_right = verify()
+            if is_right:
+                fetch.tell(is_whole=True)
+            else:
+                self._distrusted = key, fetch.feeder or fetch.lost
+        finally:
+            if not is_right and self.server is not None:
+                self.server.drop(key)
+            fetch.close()
 
 
 class _Fetch:
     """One version, or one delta, on its way here; use once."""
 
-    def __init__(self, reader: ZeroMQReader, key: Key, location: str, into: memoryview, lost: tuple[str, ...]) -> None:
+    def __init__(self, reader: ZeroMQReader, key: Key, location: str, into: memoryview, lost: str) -> None:
         self._reader = reader
         self._key = key
+        self._what = f"the delta {key[1]!r}" if key[0] == BLOB else f"version {key[0]}"
         self._location = location
-        self._into = into
         self._target = np.frombuffer(into, np.uint8)
         self._have = self._asked = 0
         """Bytes that are here, and bytes that were asked for: in order, whoever feeds us."""
-        self._lost = lost
-        self.fed_by = lost
-        """Every subscriber that sent us a part."""
-        self._feeder: str | None = None
-        now = time.monotonic()
-        self._sign_s = self._part_s = self._fed_since_s = now
+        self.lost = lost
+        """The generator that fed us and is not to do so any more."""
+        self.feeder: str | None = None
+        self._sign_s = self._part_s = self._fed_since_s = time.monotonic()
         self._fed_from = 0
         self._told_s = float("-inf")
-        self._learner = self._connect(location, reader.keys)
+        self._learner = self._connect(location)
         self._source = self._learner
         """Where parts come from: the learner's connection, or one to the generator that feeds us."""
 
@@ -159,15 +148,15 @@ class _Fetch:
         Raises:
             VersionUnavailableError: It is gone, does not come, or the fetch was cancelled.
         """
-        total, window = len(self._into), WINDOW * self._reader.chunk_bytes
+        total, window = len(self._target), WINDOW * self._reader.chunk_bytes
         while self._have < total:
             now = time.monotonic()
             if cancelled.is_set():
-                raise VersionUnavailableError(f"the fetch of {self._what()} was cancelled")
-            self._look_at_the_clock(now)
-            if now - self._told_s >= (ASK_WAITING_S if self._feeder is None else ASK_EVERY_S):
+                raise VersionUnavailableError(f"the fetch of {self._what} was cancelled")
+            self._leave_the_silent(now)
+            if now - self._told_s >= (ASK_WAITING_S if self.feeder is None else ASK_EVERY_S):
                 self.tell()
-            while self._feeder is not None and self._asked < min(total, self._have + window):
+            while self.feeder is not None and self._asked < min(total, self._have + window):
                 num_bytes = min(self._reader.chunk_bytes, total - self._asked)
                 if not _try_send(self._source, PartRequest(*self._key, self._asked, num_bytes)):
                     break
@@ -180,10 +169,10 @@ class _Fetch:
                     self._take(connection)
 
     def tell(self, *, is_whole: bool = False) -> None:
-        """Tell the learner how far we are, and ask who is to feed us."""
+        """Tell the learner that we fetch, or have it all, and ask who is to feed us."""
         reader, address = self._reader, self._reader.server.location if self._reader.server else ""
-        host = socket.gethostname()[:64]
-        _try_send(self._learner, FeederRequest(*self._key, reader.name, address, host, self._lost[-16:], self._have, is_whole))
+        request = FeederRequest(*self._key, reader.name, address, socket.gethostname()[:64], self.lost, is_whole)
+        _try_send(self._learner, request)
         self._told_s = time.monotonic()
 
     def close(self) -> None:
@@ -192,91 +181,71 @@ class _Fetch:
             self._source.close(linger=0)
         self._learner.close()
 
-    def _look_at_the_clock(self, now: float) -> None:
+    def _leave_the_silent(self, now: float) -> None:
         if now - self._sign_s > self._reader.stalled_after_s:
             raise VersionUnavailableError(
-                f"{self._what()} stalled: nothing came for {self._reader.stalled_after_s:g} s from {self._location} or those "
-                f"that it names ({self._have} of {len(self._into)} bytes here); is the learner alive and reachable, do the keys "
-                "match?"
+                f"{self._what} stalled: nothing came for {self._reader.stalled_after_s:g} s from {self._location} or those "
+                f"that it names ({self._have} of {len(self._target)} bytes here); is the learner alive and reachable, do the "
+                "keys match?"
             )
-        is_silent = now - max(self._part_s, self._fed_since_s) > SILENT_AFTER_S
-        if self._feeder and (is_silent or is_slow(self._have - self._fed_from, now - self._fed_since_s)):
+        is_silent, fed_s = now - self._part_s > SILENT_AFTER_S, now - self._fed_since_s
+        is_slow = fed_s > SILENT_AFTER_S and self._have - self._fed_from < SLOW_BYTES_PER_S * fed_s
+        if self.feeder and (is_silent or is_slow):
             self._leave()
-        elif self._feeder == LEARNER and is_silent:
+        elif self.feeder == LEARNER and is_silent:
             # The connection broke: what was asked for is lost. A new one has none of the old answers.
             self._learner.close(linger=0)
-            self._learner = self._connect(self._location, self._reader.keys)
+            self._learner = self._connect(self._location)
             self._be_fed_by(LEARNER, self._learner)
 
     def _take(self, connection: zmq.Socket[bytes]) -> None:
         """Take one answer in."""
         header, *parts = connection.recv_multipart(copy=False)
         part = parts[0].buffer if parts else memoryview(b"")
-        reply = decode([header.bytes], FeederReply | PartReply)
-        if isinstance(reply, FeederReply) and connection is self._learner:
-            self._take_feeder(reply)
-        elif not isinstance(reply, PartReply):
-            if connection is self._learner:
-                raise BroadcastError(f"the learner at {self._location} answered what is no answer about {self._what()}")
-            self._leave()
-        elif connection is self._source and reply.gone:
-            if connection is self._learner:
-                raise self._gone(reply.gone)
-            self._leave()
-        # Any other part is of a feeder that was left. One that was lost on its way is missed, and asked for again, by time-out.
-        elif (
-            connection is self._source
-            and reply.offset == self._have
-            and len(part) == min(self._asked - self._have, reply.num_bytes)
-        ):
-            end = reply.offset + len(part)
-            np.copyto(self._target[reply.offset : end], np.frombuffer(part, np.uint8))
-            self._have = end
-            if self._reader.server is not None:
-                self._reader.server.arrived(self._key, end)
-            self._part_s = self._sign_s = time.monotonic()
-            if self._feeder and self._feeder not in self.fed_by:
-                self.fed_by = (*self.fed_by, self._feeder)
-
-    def _take_feeder(self, reply: FeederReply) -> None:
-        if reply.gone:
-            if not self._feeder:
-                raise self._gone(reply.gone)
-        elif reply.wait:
-            self._sign_s = time.monotonic()
-        elif self._feeder is None and reply.feeder not in self._lost:
-            if reply.feeder == LEARNER:
-                self._be_fed_by(LEARNER, self._learner)
-                return
-            try:
-                source = self._connect(reply.address, self._reader.relay_keys)
-            except BroadcastError:
-                self._lost = (*self._lost, reply.feeder)
-                return
-            self._be_fed_by(reply.feeder, source)
+        reply, is_learner = decode([header.bytes], FeederReply | PartReply), connection is self._learner
+        match reply:
+            case FeederReply(gone=gone) | PartReply(gone=gone) if gone and is_learner and not self.feeder:
+                raise VersionUnavailableError(f"{self._what} can no longer be fetched: {gone}; fetch the newest")
+            case FeederReply(wait=True) if is_learner:
+                self._sign_s = time.monotonic()
+            case FeederReply(feeder, gone="") if is_learner and self.feeder is None and (not feeder or feeder != self.lost):
+                try:
+                    source = self._connect(reply.address) if feeder else self._learner
+                except BroadcastError:
+                    self.lost = feeder
+                else:
+                    self._be_fed_by(feeder, source)
+            case FeederReply() if is_learner:
+                pass
+            case PartReply(offset, num_bytes, gone="") if connection is self._source:
+                # Others are of a feeder that was left. One that was lost on its way is missed, and asked for again, by time-out.
+                if offset == self._have and len(part) == min(self._asked - self._have, num_bytes):
+                    self._have = offset + len(part)
+                    np.copyto(self._target[offset : self._have], np.frombuffer(part, np.uint8))
+                    if self._reader.server is not None:
+                        self._reader.server.arrived(self._key, self._have)
+                    self._part_s = self._sign_s = time.monotonic()
+            case PartReply() if is_learner:
+                pass
+            case _ if is_learner:
+                raise BroadcastError(f"the learner at {self._location} answered what is no answer about {self._what}")
+            case _:
+                self._leave()
 
     def _be_fed_by(self, feeder: str, source: zmq.Socket[bytes]) -> None:
-        self._feeder, self._source, self._asked = feeder, source, self._have
-        self._fed_since_s, self._fed_from = time.monotonic(), self._have
+        self.feeder, self._source, self._asked = feeder, source, self._have
+        self._part_s = self._fed_since_s = time.monotonic()
+        self._fed_from = self._have
 
     def _leave(self) -> None:
-        """Leave who feeds us and ask for another."""
-        if self._feeder:
-            self._lost = (*self._lost, self._feeder)
-        if self._source is not self._learner:
-            self._source.close(linger=0)
-        self._feeder, self._source = None, self._learner
+        """Leave the generator that feeds us and ask the learner."""
+        self.lost = self.feeder or self.lost
+        self._source.close(linger=0)
+        self.feeder, self._source = None, self._learner
         self._told_s = float("-inf")
 
-    def _connect(self, address: str, keys: CurveKeys | None) -> zmq.Socket[bytes]:
-        return open_dealer(self._reader.context, address, keys, self._reader.chunk_bytes + MAX_REQUEST_BYTES)
-
-    def _gone(self, reason: str) -> VersionUnavailableError:
-        return VersionUnavailableError(f"{self._what()} can no longer be fetched: {reason}; fetch the newest")
-
-    def _what(self) -> str:
-        version, name = self._key
-        return f"the delta {name!r}" if version == BLOB else f"version {version}"
+    def _connect(self, address: str) -> zmq.Socket[bytes]:
+        return open_dealer(self._reader.context, address, self._reader.keys, self._reader.chunk_bytes + MAX_REQUEST_BYTES)
 
 
 def _try_send(connection: zmq.Socket[bytes], request: msgspec.Struct) -> bool:

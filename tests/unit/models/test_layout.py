@@ -1,7 +1,6 @@
 import sys
 import types
 
-import msgspec
 import pytest
 import torch
 
@@ -56,11 +55,6 @@ def test_tied_tensors_travel_once_under_their_first_name():
     assert [entry.name for entry in manifest.entries] == ["embed", "layer"]
 
 
-def test_equal_but_separate_tensors_both_travel():
-    manifest = make_manifest({"a": torch.zeros(4), "b": torch.zeros(4), "c": torch.zeros(0), "d": torch.zeros(0)})
-    assert [entry.name for entry in manifest.entries] == ["a", "b", "c", "d"]
-
-
 def test_cast_applies_to_floating_point_only():
     tensors = {"weight": torch.randn(9), "steps": torch.arange(3)}
     manifest, _, views = copied(tensors, "bfloat16")
@@ -69,22 +63,10 @@ def test_cast_applies_to_floating_point_only():
     assert [entry.dtype for entry in make_manifest({"w": torch.zeros(2, dtype=torch.float16)}, "float32").entries] == ["F32"]
 
 
-def test_transposed_tensors_are_copied_whole():
-    tensors = {"turned": torch.randn(50, 7).t(), "turned_wide": torch.arange(1000.0).view(4, -1).t()}
-    _, _, views = copied(tensors)
-    assert all(torch.equal(views[name], tensor) for name, tensor in tensors.items())
-
-
 def test_parameters_that_need_gradients_are_copied_without_a_graph():
     parameter = torch.nn.Parameter(torch.randn(3))
     _, _, views = copied({"p": parameter})
     assert not views["p"].requires_grad
-
-
-def test_views_share_memory_with_the_buffer():
-    _, flat, views = copied({"a": torch.ones(4)})
-    flat.zero_()
-    assert torch.equal(views["a"], torch.zeros(4))
 
 
 @pytest.mark.parametrize("tensors", [{}, {"z": torch.zeros(2, dtype=torch.complex64)}])
@@ -115,11 +97,6 @@ def test_other_names_or_shapes_than_the_run_has_are_refused():
 def test_a_manifest_that_contradicts_itself_is_refused(entries):
     with pytest.raises(BroadcastError):
         check_manifest(WeightsManifest(entries, 128))
-
-
-def test_a_manifest_survives_the_wire():
-    manifest = make_manifest({"a": torch.randn(3, 4), "b": torch.zeros((), dtype=torch.bfloat16)})
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode(manifest), type=WeightsManifest) == manifest
 
 
 def test_no_tensor_is_divided_while_another_thread_still_imports_what_would_tell(monkeypatch):

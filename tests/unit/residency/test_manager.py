@@ -53,14 +53,6 @@ def test_a_switch_answers_with_moves_residents_and_the_peak_of_what_ended(kit, t
     assert reached.moves[0].seconds > 0
 
 
-def test_moves_within_a_phase_are_told_with_the_next_answer(kit, tmp_path):
-    manager, _, _ = kit()
-    manager.switch("rollout", 0)
-    manager.switch("inference")
-    assert manager.resident == {"reference": SIZE}
-    assert told(manager.switch("train", 1).moves) == [("reference", "host", "device"), ("policy", "host", "device")]
-
-
 def test_every_switch_is_one_line_of_the_timeline_and_of_the_log(kit, tmp_path, caplog):
     manager, _, _ = kit()
     with caplog.at_level(logging.INFO):

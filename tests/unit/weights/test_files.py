@@ -1,11 +1,9 @@
-import json
 import os
 import threading
 
 import pytest
 import torch
 from msgspec.structs import replace
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from asyncrl.config.broadcast import FilesMedium
@@ -13,7 +11,6 @@ from asyncrl.errors import BroadcastError
 from asyncrl.models.layout import bucket_ends, copy_out, make_manifest, view_tensors
 from asyncrl.schema.weights import WeightsAvailable
 from asyncrl.weights.fingerprint import fingerprints_of, version_fingerprint
-from asyncrl.weights.media.base import VersionUnavailableError
 from asyncrl.weights.media.files import FilesReader, FilesWriter
 
 TENSORS = {
@@ -63,24 +60,6 @@ def test_bytes_arrive_whatever_shards_and_buckets_are(tmp_path, shard_bytes, buc
     assert torch.equal(fetch(config, tmp_path, learner.commit(1)), learner.slots[0])
 
 
-def test_several_shards_have_the_index_that_hugging_face_writes(tmp_path):
-    available = Learner(SHARDED, tmp_path).commit(12)
-    folder = tmp_path / "weights" / "version-00000012"
-    assert available.location == str(folder)
-    assert names_in(folder) == [*THREE_SHARDS, "model.safetensors.index.json"]
-    index = json.loads((folder / "model.safetensors.index.json").read_text())
-    assert index["metadata"]["total_size"] == sum(tensor.numel() * tensor.itemsize for tensor in TENSORS.values())
-    for name, tensor in TENSORS.items():
-        assert torch.equal(load_file(folder / index["weight_map"][name])[name], tensor)
-
-
-def test_one_shard_needs_no_index(tmp_path):
-    Learner(FilesMedium(), tmp_path).commit(1)
-    folder = tmp_path / "weights" / "version-00000001"
-    assert names_in(folder) == ["model.safetensors"]
-    assert load_file(folder / "model.safetensors").keys() == TENSORS.keys()
-
-
 def test_transformers_opens_the_shards_as_they_are(tmp_path):
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 64}
     model = LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=True))
@@ -104,57 +83,11 @@ def test_a_truncated_shard_is_named(tmp_path, number, cut_bytes):
         fetch(SHARDED, tmp_path, available)
 
 
-def test_a_missing_shard_is_damage_and_a_missing_version_is_gone(tmp_path):
-    available = Learner(SHARDED, tmp_path).commit(1)
-    folder = tmp_path / "weights" / "version-00000001"
-    (folder / THREE_SHARDS[1]).unlink()
-    with pytest.raises(BroadcastError, match=r"version 1 in .* is missing 3 tensors, the first is embed") as damage:
-        fetch(SHARDED, tmp_path, available)
-    assert not isinstance(damage.value, VersionUnavailableError)
-    folder.rename(tmp_path / "elsewhere")
-    with pytest.raises(VersionUnavailableError, match="version 1 is gone"):
-        fetch(SHARDED, tmp_path, available)
-
-
-def test_a_shard_of_another_version_is_refused(tmp_path):
-    learner = Learner(SHARDED, tmp_path)
-    learner.commit(1)
-    learner.slots[0][:4] = torch.tensor([0, 0, 128, 63], dtype=torch.uint8)
-    available = learner.commit(2)
-    weights = tmp_path / "weights"
-    (weights / "version-00000001" / THREE_SHARDS[1]).replace(weights / "version-00000002" / THREE_SHARDS[1])
-    with pytest.raises(BroadcastError, match=r"00002-of-00003.safetensors is of version 1 .* announced was version 2"):
-        fetch(SHARDED, tmp_path, available)
-
-
 def test_shards_of_another_learner_are_refused(tmp_path):
     available = Learner(SHARDED, tmp_path).commit(1)
     Learner(SHARDED, tmp_path, {name: tensor for name, tensor in TENSORS.items() if name != "norm"}).commit(1)
     with pytest.raises(BroadcastError, match=r"is of version 1 with fingerprint .* announced was version 1 with"):
         fetch(SHARDED, tmp_path, available)
-
-
-def test_a_damaged_header_and_a_location_elsewhere_are_refused(tmp_path):
-    available = Learner(FilesMedium(), tmp_path).commit(1)
-    path = tmp_path / "weights" / "version-00000001" / "model.safetensors"
-    path.write_bytes(path.read_bytes().replace(b"{", b"[", 1))
-    with pytest.raises(BroadcastError, match="damaged header"):
-        fetch(FilesMedium(), tmp_path, available)
-    elsewhere = WeightsAvailable(2, "files", available.location, available.manifest, "", 0.0)
-    with pytest.raises(BroadcastError, match="is not where version 2 of this run lies"):
-        fetch(FilesMedium(), tmp_path, elsewhere)
-
-
-def test_the_newest_versions_are_kept_and_deltas_for_as_long_as_nobody_drops_them(tmp_path):
-    learner = Learner(FilesMedium(keep_last=2), tmp_path)
-    learner.writer.put_blob("delta-1-2", b"blob")
-    for version in range(1, 5):
-        learner.commit(version)
-    weights = tmp_path / "weights"
-    assert names_in(weights) == ["delta-1-2.delta", "version-00000003", "version-00000004"]
-    learner.writer.drop_blob("delta-1-2")
-    learner.writer.drop_blob("never-there")
-    assert names_in(weights) == ["version-00000003", "version-00000004"]
 
 
 def test_versions_of_a_line_that_was_left_go_with_the_first_of_the_new_one(tmp_path):
@@ -209,24 +142,3 @@ def test_what_a_killed_learner_left_is_removed_by_the_next(tmp_path):
     (weights / "notes.txt").write_text("the user's own")
     Learner(FilesMedium(), tmp_path)
     assert names_in(weights) == ["notes.txt"]
-
-
-def test_a_cancelled_fetch_stops(tmp_path):
-    cancelled = threading.Event()
-    cancelled.set()
-    available = Learner(SHARDED, tmp_path).commit(1)
-    with pytest.raises(VersionUnavailableError, match="cancelled"):
-        fetch(SHARDED, tmp_path, available, cancelled)
-
-
-def test_a_delta_cut_short_is_damage_and_a_dropped_one_is_gone(tmp_path):
-    learner = Learner(FilesMedium(), tmp_path)
-    available = learner.commit(1)
-    learner.writer.put_blob("delta-1-2", b"blob")
-    reader = FilesReader(FilesMedium(), tmp_path)
-    assert reader.fetch_blob(available, "delta-1-2", 4, threading.Event()) == b"blob"
-    with pytest.raises(BroadcastError, match="has 4 bytes, announced were 5"):
-        reader.fetch_blob(available, "delta-1-2", 5, threading.Event())
-    learner.writer.drop_blob("delta-1-2")
-    with pytest.raises(VersionUnavailableError):
-        reader.fetch_blob(available, "delta-1-2", 4, threading.Event())

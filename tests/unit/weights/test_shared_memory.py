@@ -1,5 +1,4 @@
 import contextlib
-import fcntl
 import os
 import subprocess
 import sys
@@ -13,7 +12,7 @@ from asyncrl.errors import BroadcastError
 from asyncrl.models.layout import make_manifest
 from asyncrl.schema.weights import WeightsAvailable, WeightsManifest
 from asyncrl.weights.media.base import VersionUnavailableError
-from asyncrl.weights.media.shared_memory import LEASE_LIMIT_S, SharedMemoryReader, SharedMemoryWriter, blob_path
+from asyncrl.weights.media.shared_memory import LEASE_LIMIT_S, SharedMemoryReader, SharedMemoryWriter
 from asyncrl.weights.shm_segments import remove_leftover_segments, segment_folder, segment_prefix
 from tests.descriptors import descriptors_left, open_descriptors
 
@@ -76,19 +75,6 @@ def test_a_writer_that_runs_out_of_descriptors_at_any_point_leaves_none(tmp_path
     assert is_open[-1] == 7
 
 
-def test_a_segment_is_owned_before_it_is_filled(writer, tmp_path, monkeypatch):
-    """Filling takes a while, in which another learner under the same path may look for leftovers."""
-    reserve, left = os.posix_fallocate, []
-
-    def look_and_reserve(handle, *size):
-        left.append((kept_from_others(tmp_path), os.fstat(handle).st_size))
-        reserve(handle, *size)
-
-    monkeypatch.setattr(os, "posix_fallocate", look_and_reserve)
-    writer.open(MANIFEST)
-    assert left == [(True, 0)]
-
-
 def test_a_segment_that_its_own_process_opens_and_closes_again_stays_its_own(writer, tmp_path):
     writer.open(MANIFEST)
     writer.overwrite(0, 1)
@@ -117,23 +103,6 @@ def test_a_segment_that_is_swept_before_it_is_locked_is_made_again(writer, tmp_p
     assert kept_from_others(tmp_path)
 
 
-def test_a_sweep_holds_the_lock_of_what_it_removes(tmp_path, monkeypatch):
-    """An owner that waits for the lock finds its segment gone, not about to go."""
-    segment = segment_folder(tmp_path) / f"{segment_prefix(tmp_path)}left"
-    segment.touch()
-    unlink, was_held = Path.unlink, []
-
-    def look_and_unlink(path, missing_ok=False):
-        if path.exists():
-            with path.open() as file, pytest.raises(BlockingIOError):
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            was_held.append(path)
-        unlink(path, missing_ok)
-
-    monkeypatch.setattr(Path, "unlink", look_and_unlink)
-    assert remove_leftover_segments(tmp_path) == was_held == [segment]
-
-
 def test_a_forked_child_keeps_no_segment_of_a_learner_that_was_killed(tmp_path):
     """As workers of a data loader outlive their learner; while that lives its segment is its own."""
     learner = (
@@ -160,19 +129,6 @@ def kept_from_others(run_folder):
         "sys.exit(len(segments.remove_leftover_segments(pathlib.Path(sys.argv[1]))))"
     )
     return subprocess.run([sys.executable, "-c", sweep, str(run_folder)], check=False).returncode == 0
-
-
-def test_a_reader_keeps_what_it_mapped_when_the_segment_is_unlinked(writer, tmp_path):
-    writer.open(MANIFEST)
-    writer.overwrite(0, 1)
-    location = writer.commit(0, 1, "")
-    reader = SharedMemoryReader(tmp_path)
-    into = memoryview(bytearray(MANIFEST.total_bytes))
-    first = reader.fetch(announcement(1, location), into, threading.Event())
-    assert Path(location) in remove_leftover_segments(tmp_path)
-    assert reader.fetch(announcement(1, location), into, threading.Event()) == first
-    with pytest.raises(VersionUnavailableError, match="is gone"):
-        fetch(tmp_path, 1, location)
 
 
 def test_a_leased_slot_is_the_last_to_be_written_to_and_says_when_it_was(writer, tmp_path):
@@ -204,39 +160,3 @@ def test_a_reader_that_stands_still_spares_its_slot_for_a_while_only(tmp_path):
     assert writer.busy_slots() == {0}
     another.release()
     writer.close()
-
-
-def test_a_lease_shows_the_bytes_where_they_lie(writer, tmp_path):
-    slots = writer.open(MANIFEST)
-    writer.overwrite(1, 1)
-    slots[1].fill_(7)
-    lease = SharedMemoryReader(tmp_path).lease(announcement(1, writer.commit(1, 1, "")))
-    assert lease.flat.eq(7).all()
-    assert Path(lease.path).read_bytes()[lease.offset : lease.offset + 3] == b"\7\7\7"
-
-
-def test_a_delta_that_cannot_be_written_leaves_nothing(writer, tmp_path):
-    writer.open(MANIFEST)
-    writer.overwrite(0, 1)
-    in_the_way = blob_path(Path(writer.commit(0, 1, "")), "delta-1")
-    in_the_way.mkdir()
-    try:
-        with pytest.raises(BroadcastError, match="no room for delta delta-1"):
-            writer.put_blob("delta-1", b"abc")
-    finally:
-        in_the_way.rmdir()
-    assert not list(segment_folder(tmp_path).glob(f"{segment_prefix(tmp_path)}*writing*"))
-
-
-def test_a_delta_lies_beside_the_segment_until_dropped(writer, tmp_path):
-    writer.open(MANIFEST)
-    writer.overwrite(0, 1)
-    available = announcement(1, writer.commit(0, 1, ""))
-    writer.put_blob("delta-1", b"abc")
-    reader = SharedMemoryReader(tmp_path)
-    assert reader.fetch_blob(available, "delta-1", 3, threading.Event()) == b"abc"
-    with pytest.raises(BroadcastError, match="3 bytes, announced were 4"):
-        reader.fetch_blob(available, "delta-1", 4, threading.Event())
-    writer.drop_blob("delta-1")
-    with pytest.raises(VersionUnavailableError, match="has left"):
-        reader.fetch_blob(available, "delta-1", 3, threading.Event())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 from pathlib import Path
 
 import pytest
@@ -105,14 +104,3 @@ async def test_another_dtype_is_refused_and_nothing_is_adopted(ends):
     with pytest.raises(GenerationError, match=r"generate\.engine\.dtype"):
         WeightsInPlace(engine).adopt(tensors)
     assert engine[0].weight.data_ptr() == before
-
-
-async def test_a_file_of_another_run_is_refused(ends, tmp_path):
-    available = ends.publish(0)
-    with pytest.raises(BroadcastError, match="not a shared-memory segment of this run"):
-        await HybridSubscriber(tmp_path / "other", "cpu").fetch(available)
-
-
-def test_the_file_is_one_copy_of_the_weights_and_a_page(ends):
-    path = Path(ends.publish(0).location)
-    assert path.stat().st_size == mmap.PAGESIZE + ends.announced[0].manifest.total_bytes

@@ -24,7 +24,7 @@ MARKED = Path(__file__).parents[2] / "experiments/benchmarks/marked/programs.jso
 
 
 def passed(program, *tests, **limits):
-    sandbox = open_sandbox("bubblewrap", SandboxLimits(**{"cpu_s": 1, "wall_s": 10, "memory_bytes": 256 << 20, **limits}))
+    sandbox = open_sandbox("bubblewrap", SandboxLimits(**{"cpu_s": 1, "wall_s": 60, "memory_bytes": 256 << 20, **limits}))
     tests = parse_tests(json.dumps({"tests": list(tests)}), "p")
     return run_tests(sandbox, program, tests)
 
@@ -180,6 +180,65 @@ def add(a, b):
     try: ctypes.string_at(0)
     except BaseException: pass
     return None""",
+    "exits with success": "import sys\nsys.exit(0)",
+    "exits with success, hard": "import os\nos._exit(0)",
+    "exits with the judge's own status": "import os\nos._exit(77)",
+    "exits inside the function": "import os\ndef add(a, b): os._exit(77)",
+    "raises SystemExit inside the function": "def add(a, b): raise SystemExit(0)",
+    "prints what a runner might print": "print('PASSED'); print('OK'); print('{\"passed\": true}')\ndef add(a, b): print('5 passed')",
+    "a number that equals everything": """
+class Any(int):
+    def __eq__(self, other): return True
+    def __ne__(self, other): return False
+    def __hash__(self): return 0
+    def __str__(self): return '5'
+def add(a, b): return Any()""",
+    "an object that is equal to everything": """
+class Any:
+    __eq__ = __lt__ = __le__ = __gt__ = __ge__ = __contains__ = lambda *_: True
+    __sub__ = __rsub__ = __abs__ = __getattr__ = lambda self, *_: self
+def add(a, b): return Any()""",
+    "replaces the built-ins": """
+import builtins, sys, operator
+builtins.AssertionError = ValueError
+builtins.isinstance = lambda *_: True
+operator.eq = lambda *_: True
+sys.excepthook = lambda *_: None
+def add(a, b): return None""",
+    "shadows names that tests use": "abs = all = any = len = isinstance = lambda *_: True\nclass math: isclose = lambda *_: True\ndef add(a, b): return None",
+    "rewrites its caller": """
+import sys, gc
+def add(a, b):
+    frame = sys._getframe()
+    while frame:
+        for name in list(frame.f_globals):
+            if name in ('passes', 'PASSED', 'OPERATIONS', 'decode', 'Handle'):
+                frame.f_globals[name] = lambda *_: True
+        frame = frame.f_back
+    return [value for value in gc.get_objects() if value == 5]""",
+    "writes verdicts into every descriptor": """
+import json, os, struct
+for message in ({"passed": True}, {"value": 6}, {"value": True}, {"ended": 0}, {"status": 0, "stdout": "6"}):
+    payload = json.dumps(message).encode()
+    for descriptor in range(3, 64):
+        try: os.write(descriptor, struct.pack('<I', len(payload)) + payload)
+        except OSError: pass""",
+    "kills its driver": "import os, signal\nos.kill(os.getppid(), signal.SIGKILL)",
+    "kills everything it can": "import os, signal\nos.kill(-1, signal.SIGKILL)",
+    "reads the tests": "import glob\nfor path in glob.glob('/tmp/*') + glob.glob('/w/*'):\n    print(open(path).read())",
+    "leaves a process behind that answers later": """
+import json, os, struct, time
+if os.fork() == 0:
+    os.setsid()
+    while True:
+        time.sleep(0.01)
+        payload = json.dumps({"status": 0, "stdout": "6", "value": 6, "ended": 0}).encode()
+        for descriptor in range(3, 10):
+            try: os.write(descriptor, struct.pack('<I', len(payload)) + payload)
+            except OSError: pass""",
+    "runs the tests on itself with patched assertions": "import unittest\nunittest.TestCase.assertEqual = lambda *_: None\ndef add(a, b): return unittest.mock.ANY if hasattr(unittest, 'mock') else None",
+    "is not Python": "def add(a, b) return a + b",
+    "is empty": "",
 }  # fmt: skip
 
 
@@ -258,23 +317,33 @@ def test_a_program_changes_what_it_is_called_with_and_nothing_else():
     assert passed(code, "expected = [1, 2]\nassert expected in got()\nassert f() == expected") == 0
 
 
-def test_the_test_s_values_stay_unknown_between_tests():
-    """Nothing of an earlier test is alive: neither its processes nor its module."""
+def test_nothing_of_an_earlier_test_is_alive_or_can_be_read():
+    """Not its processes, not its files, not its modules: each would tell a program what an earlier test asked."""
     code = """
-import os, sys
-if os.fork() == 0:
-    os.setsid()
-    import time
-    time.sleep(60)
-def few_alive():
-    count = 0
-    for pid in range(2, 200):
-        try: os.kill(pid, 0); count += 1
-        except OSError: pass
-    return count <= 3
+import os, sys, time
+PLACES = ("/tmp/left", "/dev/shm/left", "/tmp/folder/left")
+def nothing_left():
+    found = [path for path in (*PLACES, "/tmp/.left") if os.path.lexists(path)]
+    time.sleep(0.3)  # whoever is alive writes its file again
+    found += [path for path in PLACES if os.path.lexists(path)]
+    found += ["module"] if hasattr(sys, "left") else []
+    leave()
+    return found
+def leave():
+    sys.left = 5
+    os.symlink("/usr", "/tmp/.left")
+    ready, written = os.pipe()
+    if os.fork() == 0:
+        os.setsid()
+        while True:
+            os.makedirs("/tmp/folder", exist_ok=True)
+            for path in PLACES:
+                open(path, "w").close()
+            os.write(written, b"x")
+    os.read(ready, 1)
 """
-    test = {"function": "few_alive", "expected": True}  # the driver, this test's process and the one that it left
-    assert passed(code, test, test, test) == 3
+    test = {"function": "nothing_left", "expected": []}
+    assert passed(code, test, test, "assert nothing_left() == []", test) == 4
 
 
 def test_an_assertion_in_a_with_block_of_the_program_s_counts():
@@ -399,6 +468,31 @@ def catches(f):
     except ValueError as e: return str(e)
 def sqrt(x): return x ** .5
 PI = 3
+class Store:
+    def __init__(self): self.inside = {}
+    def put(self, key, value): self.inside[key] = value; return self
+    def items(self): return self.inside.items()
+    def keys(self): return self.inside.keys()
+    def values(self): return self.inside.values()
+    def __getitem__(self, key): return list(self.inside)[key] if isinstance(key, slice) else self.inside[key]
+Point = collections.namedtuple("Point", "x y")
+def point(): return Point(1, 2)
+def evens(n): return (2 * i for i in range(1, n + 1))
+class Stack:
+    limit = 3
+    def __init__(self): self.items = []
+    def push(self, item):
+        if len(self.items) == self.limit: raise OverflowError('full')
+        self.items.append(item); return self
+    def pop(self): return self.items.pop()
+    def __len__(self): return len(self.items)
+    def __eq__(self, other): return self.items == other.items
+    def __iter__(self): return iter(self.items)
+def count():
+    n = 0
+    while True:
+        yield n
+        n += 1
 """
 
 HONEST = [
@@ -427,12 +521,24 @@ HONEST = [
     "from unittest.mock import Mock\nm = Mock(return_value=3)\nassert apply(m, 1) == 3\nm.assert_called_once_with(1)",
     "import copy\nv = Vector(1, 2)\nw = copy.copy(v)\nw.x = 9\nassert v.x == 1 and w.x == 9 and not hasattr(v, 'z')",
     "assert sorted([Vector(2, 0), Vector(1, 0)], key=lambda v: v.x)[0].x == 1",
+    "assert list(Vector(1, 2) * 2) == [2, 4] and tuple(2 * Vector(1, 2)) == (2, 4) and len(Vector(1, 2) * 2) == 2",
+    "v = Vector(1, 2)\nv *= 2\nassert list(v) == [2, 4] and [*map(str, v)] == ['2', '4']",
+    "s = Store().put('b', 1).put('a', 2)\nassert sorted(s.items()) == [('a', 2), ('b', 1)] and dict(s.items()) == {'b': 1, 'a': 2}",
+    "s = Store().put('b', 1)\nassert s.keys() == {'b'} and list(s.values()) == [1] and dict(s) == {'b': 1} and s[0:1] == ['b']",
+    "assert point() == (1, 2) and point().x == 1 and Point(3, y=4).y == 4 and list(point()) == [1, 2]",
+    "assert freq('aab').most_common(1) == [('a', 2)] and freq('aab')['z'] == 0 and freq('aab') == {'a': 2, 'b': 1}",
+    "g = evens(2)\nassert next(g) == 2 and next(g) == 4\ntry:\n    next(g)\n    assert False\nexcept StopIteration:\n    pass",
+    "a, b = evens(2)\nassert (a, b) == (2, 4) and sum(evens(2)) == 6 and max(evens(2)) == 4 and sorted(evens(2)) == [2, 4]",
+    "import itertools\nassert list(itertools.islice(count(), 3)) == [0, 1, 2] and {*evens(2)} == {2, 4}",
+    "s = Stack().push(1).push(2)\nassert len(s) == 2 and s.pop() == 2 and s.items == [1] and Stack.limit == 3 and list(s) == [1]",
+    "assert Stack().push(1) == Stack().push(1) and Stack().push(1) != Stack().push(2) and isinstance(Stack(), Stack)",
+    "s = Stack()\nfor n in range(3): s.push(n)\ntry:\n    s.push(4)\nexcept OverflowError as error:\n    assert str(error) == 'full'\nelse:\n    assert False",
 ]  # fmt: skip
 
 
 def test_honest_tests_of_objects_pass_and_fail_as_they_should():
-    assert passed(OBJECTS, *HONEST, wall_s=30) == len(HONEST)
-    assert passed(OBJECTS, *(f"{test}\nassert sqrt(4) == 3" for test in HONEST), wall_s=30) == 0
+    assert passed(OBJECTS, *HONEST) == len(HONEST)
+    assert passed(OBJECTS, *(f"{test}\nassert sqrt(4) == 3" for test in HONEST)) == 0
 
 
 @pytest.mark.parametrize(
@@ -450,6 +556,7 @@ def test_honest_tests_of_objects_pass_and_fail_as_they_should():
         ("assert eval(f(1)) == 5", "line 1: uses eval"),
         ("exec(f(1))", "uses exec"),
         ("import pickle\nassert pickle.loads(f(1)) == 5", "imports pickle"),
+        ("import dataclasses\nassert dataclasses.asdict(f(1)) == {}", "imports dataclasses"),
         ("import numpy as np\nassert np.allclose(f(1), 5)", "line 1: imports numpy, which is not in the standard library"),
         ("import pytest\nwith pytest.raises(ValueError):\n    f(1)", "imports pytest"),
         ("@memoize\ndef g(x): return x\nassert g(1) == 1", "line 2: decorates g|line 1: decorates g"),
@@ -482,7 +589,7 @@ def test_error_classes_of_a_test_and_ordinary_code_are_not_refused():
 def test_a_test_that_a_program_leaves_hanging_costs_no_other_test():
     code = "def f(n):\n    while n == 1: pass\n    return n"
     tests = ["assert f(0) == 0", "assert f(1) == 1", "f(0)\nwhile True: pass", "assert f(2) == 2"]
-    assert passed(code, *tests, wall_s=30) == 2
+    assert passed(code, *tests) == 2
 
 
 def test_a_whole_completion_is_scored():

@@ -125,7 +125,16 @@ class Sandbox:
                 its.callback(os.close, filter_fd)
                 fds.append(filter_fd)
             errors = ours.enter_context(tempfile.TemporaryFile())
-            python = [*self._python(), "-I", "-S", "-c", _driver_text(), str(child_read), str(child_write), str(self._max_frame)]
+            python = [
+                *self._python(),
+                "-I",
+                "-S",
+                "-c",
+                _driver_text(bool(lent_fds)),
+                str(child_read),
+                str(child_write),
+                str(self._max_frame),
+            ]
             process = subprocess.Popen(  # noqa: S603 - our own command line
                 python if self.interpreter is None else [*_bubblewrap(self.interpreter, filter_fd), *python],
                 stdin=subprocess.DEVNULL,
@@ -236,8 +245,15 @@ def _bubblewrap(interpreter: Interpreter, filter_fd: int | None) -> list[str]:
 
 
 @cache
-def _driver_text() -> str:
-    return Path(__file__).with_name("guest.py").read_text(encoding="utf-8")
+def _driver_text(is_judge: bool) -> str:
+    """Return a program that makes the modules of the driver from their text, and runs it."""
+    lines = ["import sys, types"]
+    for name in ("guest_values", *(("guest_judge",) if is_judge else ()), "guest"):
+        text = Path(__file__).with_name(f"{name}.py").read_text(encoding="utf-8")
+        module = f"{__package__}.{name}"
+        lines.append(f"guest = sys.modules[{module!r}] = types.ModuleType({module!r})")
+        lines.append(f"exec(compile({text!r}, {name!r}, 'exec', dont_inherit=True), vars(guest))")
+    return "\n".join([*lines, "guest.main()"])
 
 
 @cache

@@ -20,7 +20,7 @@ _ERRORS = frozenset(
 )
 _EVALUATES = frozenset({"eval", "exec", "compile", "__import__", "globals", "locals"})
 _LOOKS_INSIDE = frozenset({"vars", "dir", "id"})
-_LOADS_OBJECTS = frozenset({"pickle", "marshal", "shelve", "ctypes", "importlib", "inspect", "gc"})
+_LOADS_OBJECTS = frozenset({"pickle", "marshal", "shelve", "ctypes", "importlib", "inspect", "gc", "types", "dataclasses"})
 
 
 class Needs(NamedTuple):

@@ -1,0 +1,355 @@
+"""The judge's side of a test: the test's code runs here, and has the program's objects as handles.
+
+Sent as text into a sandbox of its own (guest.py): standard library only, Python 3.9 and later. Why a pass cannot be faked:
+- The judge asks for the names that it was told to ask for (test_code.py finds them in the test's source) and for nothing else.
+- Plain data is rebuilt as exact built-in types. Everything else is a `Handle`: using it is a request to the candidate.
+- A handle never equals plain data and is never ordered against it. What an operator of `TELLING` makes of a handle and plain data
+  stays a handle that cannot be counted, iterated or turned into a number: the program may have seen the expected value there.
+- The judge serves one request: a call, with plain data, of a function that the test passed to a call that is still running.
+"""
+# ruff: noqa: ANN401, S102, BLE001, SLF001 - values of any kind, foreign code and whatever it raises are its business
+
+from __future__ import annotations
+
+import builtins
+import collections
+import sys
+import types
+
+from asyncrl.reward.sandbox.guest_values import (
+    Malformed,
+    Pipe,
+    SessionOver,
+    as_list,
+    decode,
+    encode,
+    is_several,
+    only_plain,
+    refuse_objects,
+)
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator
+    from typing import Any
+
+    from asyncrl.reward.sandbox.guest_values import Frame
+
+TELLING = ("add", "sub", "truediv", "floordiv", "mod", "and_", "or_", "xor")
+"""Operators by which a test may compare with what it expects, as in `abs(f(x) - 5) < 1e-6`."""
+SCALING = ("mul", "matmul", "pow", "lshift", "rshift")
+COMPARISONS = ("eq", "lt", "le", "gt", "ge")
+UNARY = ("neg", "pos", "invert", "abs")
+_iteration_ends = (StopIteration, StopAsyncIteration, GeneratorExit)
+
+
+class JudgeSession:
+    """The judge's end: asks the candidate, and serves calls of functions that are arguments of a call still running."""
+
+    def __init__(self, pipe: Pipe) -> None:
+        self.pipe, self.ended = pipe, False
+        self.handles: dict[int, Handle] = {}
+        self.error_classes: dict[int, type] = {}
+        self.functions: dict[int, Callable[..., Any]] = {}
+
+    def open(self, names: list[str]) -> dict[str, Any]:
+        """Begin a session; return the values of those names that the program has."""
+        self.pipe.write({"op": "session", "names": names})
+        frame = self.pipe.read()
+        told = frame.get("names")
+        if type(told) is not dict:
+            self.ended = "ended" in frame
+            raise SessionOver("the program did not load")
+        return {name: self._decode(told[name]) for name in names if name in told}
+
+    def ask(self, operation: str, *args: Any, derived: bool = False, **kwargs: Any) -> Any:
+        """Have the candidate perform an operation; return its value, raise its exception or SessionOver.
+
+        `derived` keeps the value a handle, whatever it is.
+        """
+        passed: list[int] = []
+        try:
+            self.pipe.write({
+                "op": operation,
+                "args": [self._encode(each, passed) for each in args],
+                "kwargs": {name: self._encode(each, passed) for name, each in kwargs.items()},
+                "as_object": derived,
+            })
+            while "call" in (frame := self.pipe.read()):
+                self.pipe.write(self._call(frame))
+        finally:
+            for number in passed:
+                del self.functions[number]
+        if "raise" in frame:
+            raise self._error(frame["raise"], operation)
+        if "value" not in frame:
+            self.ended = "ended" in frame
+            raise SessionOver("the program ended")
+        if operation == "call":
+            for place, after in frame.get("changed", ()):
+                _replace_contents(args[place] if type(place) is int else kwargs[place], self._decode(after))
+        value = self._decode(frame["value"])
+        if not derived:
+            return value
+        if not isinstance(value, Handle):
+            raise SessionOver("a value where an object was asked for")
+        object.__setattr__(value, "_handle_derived", True)
+        return value
+
+    def close(self) -> None:
+        """Tell the session to end and read up to the driver's word that it did."""
+        try:
+            if not self.ended:
+                self.pipe.write({"op": "end"})
+            while not self.ended:
+                self.ended = "ended" in self.pipe.read()
+        except (SessionOver, OSError, ValueError):
+            pass
+
+    def _encode(self, value: Any, passed: list[int]) -> Any:
+        def other(each: Any) -> Any:
+            # Errors of the program and their classes are no handles, but have a number too.
+            if isinstance(each, Handle) or "_handle_number" in getattr(each, "__dict__", ()):
+                return {"t": "yours", "v": each._handle_number}
+            if type(each) is slice:
+                return {"t": "slice", "v": [encode(place, refuse_objects) for place in (each.start, each.stop, each.step)]}
+            name = getattr(each, "__name__", "")
+            if getattr(builtins, name, None) is each and not name.startswith("_"):
+                return {"t": "built-in", "v": name}
+            if callable(each):
+                number = next(number for number in range(len(self.functions) + 1) if number not in self.functions)
+                self.functions[number] = each
+                passed.append(number)
+                return {"t": "function", "v": number}
+            if is_several(each):
+                return {"t": "iterator", "v": [self._encode(item, passed) for item in as_list(each)]}
+            raise TypeError(f"a test cannot hand an object of {type(each).__name__} to the program")
+
+        return encode(value, other)
+
+    def _decode(self, value: Any) -> Any:
+        try:
+            return decode(value, self._decode_other)
+        except (Malformed, RecursionError) as error:
+            raise SessionOver(f"not a value: {error}") from error
+
+    def _decode_other(self, tag: str, value: Any, depth: int = 0) -> Any:
+        number = value.get("v")
+        if type(number) is not int or depth > 20:
+            raise Malformed(f"{tag} without a number")
+        if tag == "object":
+            return self.handles.setdefault(number, Handle(self, number))
+        if tag != "error class":
+            raise Malformed(f"unknown tag {tag}")
+        if number not in self.error_classes:
+            bases = value.get("bases")
+            if type(bases) is not list or not 0 < len(bases) <= 8:
+                raise Malformed("an error class without bases")
+            parents = tuple(self._error_class(each, depth) for each in bases)
+            self.error_classes[number] = _stand_in(self, number, str(value.get("name"))[:100], parents)
+        return self.error_classes[number]
+
+    def _error_class(self, told: Any, depth: int = 0) -> Any:
+        """Return a built-in class by its name, or what stands for one of the program's; a mixin that is no error is Exception."""
+        if type(told) is str:
+            kind = getattr(builtins, told, None)
+            return kind if isinstance(kind, type) and issubclass(kind, (Exception, SystemExit)) else RuntimeError
+        is_class = type(told) is dict and told.get("t") == "error class"
+        return self._decode_other("error class", told, depth + 1) if is_class else Exception
+
+    def _call(self, frame: Frame) -> Frame:
+        """Serve the one thing that a program may ask for."""
+        function = self.functions.get(frame["call"]) if type(frame["call"]) is int else None
+        if function is None:
+            raise SessionOver("the program called a function that is no argument of a running call")
+        try:
+            args = [decode(each, only_plain) for each in frame["args"]]
+            kwargs = {name: decode(each, only_plain) for name, each in frame["kwargs"].items()}
+            return {"value": encode(function(*args, **kwargs), refuse_objects)}
+        except Exception as error:
+            return {"raise": [type(error).__name__, *(each for each in error.args if type(each) in (str, int, float))]}
+
+    def _error(self, told: Any, operation: str) -> BaseException:
+        """Return the exception that the program raised, as one that the test can catch by name."""
+        if type(told) is not dict or type(told.get("text")) is not str or type(told.get("args")) is not list:
+            raise SessionOver("not an error")
+        error_class = self._error_class(told.get("kind"))
+        if issubclass(error_class, _iteration_ends) and operation != "next":
+            # Raised in a test's `all(map(f, values))` it would end the loop, and with it the test.
+            return RuntimeError(f"the program raised {error_class.__name__}")
+        args = [self._decode(each) for each in told["args"]]
+        if hasattr(error_class, "_handle_number") and type(told.get("object")) is int:
+            error: BaseException = error_class.__new__(error_class, *args)
+            error.__dict__.update(_handle_number=told["object"], _text=told["text"])
+            return error
+        try:
+            return error_class(*args)  # type: ignore[no-any-return]
+        except (TypeError, ValueError):
+            return RuntimeError(told["text"])
+
+
+def _stand_in(session: JudgeSession, class_number: int, name: str, parents: tuple[Any, ...]) -> type:
+    """Return a class that stands for one of the program's error classes."""
+
+    def construct(self: Any, *args: Any, **kwargs: Any) -> None:
+        made = session.ask("call", session.error_classes[class_number], *args, **kwargs)
+        self.__dict__.update(_handle_number=made._handle_number, _text=str(made))
+
+    def attribute(self: Any, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return session.ask("getattr", self, name)
+
+    members = {"__init__": construct, "__getattr__": attribute, "__str__": lambda self: self._text}
+    return types.new_class(name, parents, {}, lambda made: made.update(_handle_number=class_number, **members))
+
+
+def _replace_contents(target: Any, after: Any) -> None:
+    """Bring a container that was passed by value to the state that the program left it in."""
+    if type(target) is not type(after):
+        return
+    if isinstance(target, (list, bytearray)):
+        target[:] = after
+    elif isinstance(target, (dict, set, collections.deque)):
+        target.clear()
+        (target.extend if isinstance(target, collections.deque) else target.update)(after)
+
+
+class Handle:
+    """An object of the program's. Equal to another handle where the program says so; never equal to plain data."""
+
+    __slots__ = ("_handle_derived", "_handle_number", "_handle_session")
+
+    def __init__(self, session: JudgeSession, number: int) -> None:
+        object.__setattr__(self, "_handle_session", session)
+        object.__setattr__(self, "_handle_number", number)
+        object.__setattr__(self, "_handle_derived", False)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call it where it lives."""
+        return self._handle_session.ask("call", self, *args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self._handle_session.ask("getattr", self, name)
+
+    def __await__(self) -> Generator[None, None, Any]:
+        return self._handle_session.ask("await", self)
+        yield
+
+    def __exit__(self, kind: type | None, error: BaseException | None, traceback: Any) -> None:
+        """Tell it how the block ended. It cannot swallow the error: that would skip what the test still has to check."""
+        told = kind and next(each for each in kind.__mro__ if getattr(builtins, each.__name__, None) is each)
+        self._handle_session.ask("exit", self, told, None, None)
+
+    def __instancecheck__(self, value: Any) -> bool:
+        return isinstance(value, Handle) and self._handle_session.ask("isinstance", value, self) is True
+
+    def __subclasscheck__(self, value: Any) -> bool:
+        return isinstance(value, Handle) and self._handle_session.ask("issubclass", value, self) is True
+
+    def __bool__(self) -> bool:
+        return self._convert("bool") is True
+
+    def __format__(self, form: str) -> Any:
+        return self._convert("format", form) if form else str(self)
+
+    def __deepcopy__(self, _memo: Any) -> Any:
+        return self._handle_session.ask("deepcopy", self)
+
+    def __contains__(self, value: Any) -> bool:
+        return self._convert("contains", value) is True
+
+    def __iter__(self) -> Any:
+        values = self._convert("iter")
+        return values if isinstance(values, Handle) else iter(values)
+
+    def _convert(self, operation: str, *args: Any) -> Any:
+        if self._handle_derived:
+            raise TypeError(f"{operation} of what an operator made of a program's object and the test's data is not supported")
+        return self._handle_session.ask(operation, self, *args)
+
+
+def _asked(operation: str) -> Callable[..., Any]:
+    return lambda self, *args: self._handle_session.ask(operation, self, *args)
+
+
+def _converted(operation: str) -> Callable[..., Any]:
+    return lambda self, *args: self._convert(operation, *args)
+
+
+def _unary(operation: str) -> Callable[..., Any]:
+    return lambda self: self._handle_session.ask(operation, self, derived=self._handle_derived)
+
+
+def _compared(operation: str) -> Callable[..., Any]:
+    def compare(self: Handle, other: Any) -> Any:
+        return self._handle_session.ask(operation, self, other) is True if isinstance(other, Handle) else NotImplemented
+
+    return compare
+
+
+def _combined(operation: str, tells: bool, reflected: bool) -> Callable[..., Any]:
+    def combine(self: Handle, other: Any, *rest: Any) -> Any:
+        if type(other).__module__ == "datetime":
+            return NotImplemented  # a difference of dates is read by its attributes, which would then be the program's to invent
+        is_handle = isinstance(other, Handle)
+        derived = self._handle_derived or (is_handle and other._handle_derived) or (tells and not is_handle)
+        pair = (other, self) if reflected else (self, other)
+        return self._handle_session.ask(operation, *pair, *rest, derived=derived)
+
+    return combine
+
+
+for _name in ("str", "repr", "setattr", "delattr", "getitem", "setitem", "delitem", "enter", "copy"):
+    setattr(Handle, f"__{_name}__", _asked(_name))
+for _name in ("len", "int", "float", "complex", "index", "round", "next", "reversed", "hash"):
+    setattr(Handle, f"__{_name}__", _converted(_name))
+for _name in UNARY:
+    setattr(Handle, f"__{_name}__", _unary(_name))
+for _name in COMPARISONS:
+    setattr(Handle, f"__{_name}__", _compared(_name))
+for _name in (*TELLING, *SCALING, "divmod"):
+    _plain_name, _tells = _name.rstrip("_"), _name not in SCALING
+    setattr(Handle, f"__{_plain_name}__", _combined(_name, _tells, reflected=False))
+    setattr(Handle, f"__r{_plain_name}__", _combined(_name, _tells, reflected=True))
+    if _name != "divmod":
+        setattr(Handle, f"__i{_plain_name}__", _combined(f"i{_plain_name}", _tells, reflected=False))
+
+
+def passes(candidate: Pipe, frame: Frame) -> bool:
+    """Run a test with the program's names in scope; return whether it reached its end."""
+    session = JudgeSession(candidate)
+    try:
+        values = session.open(frame["names"])
+        solution = types.ModuleType("solution")
+        vars(solution).update(values)
+        sys.modules["solution"] = solution
+        if "asyncio" in frame["code"]:
+            _let_asyncio_run_handles()
+        namespace = {**{name: values[name] for name in frame["globals"] if name in values}, "__name__": "__main__"}
+        exec(compile(frame["code"], "<test>", "exec", dont_inherit=True), namespace)
+        for name in frame["test_functions"]:
+            result = namespace[name]()
+            if hasattr(result, "__await__"):
+                import asyncio  # noqa: PLC0415 - takes as long to import as all of a simple test's run
+
+                asyncio.run(_awaited(result))
+    except BaseException:
+        return False
+    finally:
+        session.close()
+    return True
+
+
+async def _awaited(value: Any) -> Any:
+    return await value
+
+
+def _let_asyncio_run_handles() -> None:
+    """Let asyncio.run take a coroutine of the program's, which it would refuse."""
+    import asyncio  # noqa: PLC0415
+
+    run = asyncio.run
+    asyncio.run = lambda main, **options: run(_awaited(main) if isinstance(main, Handle) else main, **options)  # type: ignore[assignment]

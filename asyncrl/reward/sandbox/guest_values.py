@@ -1,0 +1,258 @@
+"""Plain data, and messages of it, between the two sandboxes of a test and the scoring process.
+
+Sent as text into the sandbox (guest.py): standard library only, Python 3.9 and later, and as few imports as can be, because each
+takes as long as a simple program runs. Messages are 4 bytes little-endian length, then JSON. `decode` rebuilds exact built-in
+types, whatever the other side had; what it does not know is the caller's to judge, or Malformed.
+"""
+# ruff: noqa: ANN401, PLC0415 - values of any kind; modules that few programs need are imported where they are used
+
+from __future__ import annotations
+
+import collections
+import itertools
+import json
+import operator
+import os
+import struct
+from collections import abc
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:  # `typing` takes 10 ms to import
+    from collections.abc import Callable
+    from typing import Any
+
+    Frame = dict[str, Any]
+
+_SEVERAL = (abc.Iterator, abc.KeysView, abc.ValuesView, abc.ItemsView)
+MAX_DEPTH = 100
+MAX_ITEMS = 1_000_000
+SAFE_INT = 1 << 53
+
+
+class SessionOver(BaseException):
+    """The other end of the pipe is gone, has ended, or does not keep to the protocol."""
+
+
+class Malformed(Exception):  # noqa: N818 - of a message
+    """A message does not have the form of plain data."""
+
+
+class Pipe:
+    """Messages over two blocking descriptors, of at most `max_bytes`; what a trusted end sends may be larger."""
+
+    def __init__(self, read_fd: int, write_fd: int, max_bytes: int, is_trusted: bool = False) -> None:
+        self.read_fd, self.write_fd, self.max_bytes, self.is_trusted = read_fd, write_fd, max_bytes, is_trusted
+
+    def read(self) -> Frame:
+        """Return the next message, or raise SessionOver."""
+        (size,) = struct.unpack("<I", self._exactly(4))
+        if size > self.max_bytes and not self.is_trusted:
+            raise SessionOver(f"message of {size} bytes")
+        try:
+            frame = json.loads(self._exactly(size))
+        except (ValueError, RecursionError) as error:
+            raise SessionOver(f"not a message: {error}") from error
+        if type(frame) is not dict:
+            raise SessionOver("not a message")
+        return frame
+
+    def write(self, frame: Frame) -> None:
+        """Send a message, or raise ValueError where it is larger than the other end takes."""
+        payload = json.dumps(frame).encode()
+        if len(payload) > self.max_bytes:
+            raise ValueError(f"message of {len(payload)} bytes, {self.max_bytes} are allowed")
+        left = memoryview(struct.pack("<I", len(payload)) + payload)
+        while left:
+            left = left[os.write(self.write_fd, left) :]
+
+    def _exactly(self, size: int) -> bytes:
+        chunks = []
+        while size:
+            chunk = os.read(self.read_fd, min(size, 1 << 20))
+            if not chunk:
+                raise SessionOver("end of file")
+            chunks.append(chunk)
+            size -= len(chunk)
+        return b"".join(chunks)
+
+
+def encode(value: Any, other: Callable[[Any], Any], as_lists: bool = False, depth: int = 0) -> Any:
+    """Return a value as JSON can hold it: numbers, text and lists as they are, the rest as `{"t": tag, "v": ...}`.
+
+    Args:
+        value: Anything.
+        other: Encodes what is not plain data, or raises.
+        as_lists: Write iterators, views and ranges as lists.
+        depth: Of `value` in what is encoded.
+
+    Raises:
+        ValueError: It is nested too deep or has too many items.
+    """
+    if depth > MAX_DEPTH:
+        raise ValueError(f"nested deeper than {MAX_DEPTH}")
+
+    def items_of(values: Any) -> list[Any]:
+        return [encode(item, other, as_lists, depth + 1) for item in values]
+
+    if value is None or value is True or value is False:
+        return value
+    if isinstance(value, int):
+        return _bounded_hex(int.__int__(value))
+    if isinstance(value, (float, str)):
+        return float.__float__(value) if isinstance(value, float) else str.__str__(value)
+    if isinstance(value, list) or (as_lists and isinstance(value, (*_SEVERAL, range))):
+        return items_of(value if isinstance(value, list) else as_list(value))
+    for tag, kind in _PLAIN_CONTAINERS:
+        if isinstance(value, kind):
+            fields = getattr(type(value), "_fields", None) if tag == "tuple" else None
+            return {"t": tag, "v": items_of(value), **({"fields": list(fields)} if type(fields) is tuple else {})}
+    if isinstance(value, dict):
+        counts = {"counts": True} if isinstance(value, collections.Counter) else {}
+        return {"t": "dict", "v": [items_of(pair) for pair in dict.items(value)], **counts}
+    for plain_kind, tag, write in _WRITTEN:
+        if isinstance(value, plain_kind):
+            return {"t": tag, "v": write(value)}
+    name = f"{type(value).__module__}.{type(value).__name__}"
+    return {"t": name, "v": _WRITTEN_BY_NAME[name](value)} if name in _WRITTEN_BY_NAME else other(value)
+
+
+def as_list(value: Any) -> list[Any]:
+    """Return what an iterator, a view or a range holds, up to MAX_ITEMS."""
+    items = list(itertools.islice(value, MAX_ITEMS + 1))
+    if len(items) > MAX_ITEMS:
+        raise ValueError(f"more than {MAX_ITEMS} items")
+    return items
+
+
+def is_several(value: Any) -> bool:
+    """Return whether it is an iterator or a view of a dict."""
+    return isinstance(value, _SEVERAL)
+
+
+def _bounded_hex(number: Any) -> Any:
+    return number if type(number) is not int or -SAFE_INT < number < SAFE_INT else {"t": "int", "v": hex(number)}
+
+
+_PLAIN_CONTAINERS: tuple[tuple[str, Any], ...] = (
+    ("tuple", tuple),
+    ("set", set),
+    ("frozenset", frozenset),
+    ("deque", collections.deque),
+    ("keys", type({}.keys())),
+    ("values", type({}.values())),
+    ("items", type({}.items())),
+)
+_WRITTEN: tuple[tuple[type, str, Callable[[Any], Any]], ...] = (
+    (range, "range", lambda value: [_bounded_hex(each) for each in (value.start, value.stop, value.step)]),
+    (bytes, "bytes", bytes.hex),
+    (bytearray, "bytearray", bytearray.hex),
+    (complex, "complex", lambda value: [value.real, value.imag]),
+)
+_WRITTEN_BY_NAME: dict[str, Callable[[Any], Any]] = {
+    "decimal.Decimal": str,
+    "fractions.Fraction": lambda value: [hex(value.numerator), hex(value.denominator)],
+    "datetime.date": lambda value: value.isoformat(),
+    "datetime.time": lambda value: value.isoformat(),
+    "datetime.datetime": lambda value: value.isoformat(),
+    "datetime.timedelta": lambda value: [value.days, value.seconds, value.microseconds],
+}
+"""Types whose modules take longer to import than most programs to run."""
+
+
+def _dated(tag: str, inner: Any) -> Any:
+    import datetime as dt
+
+    kind = getattr(dt, tag.split(".")[1])
+    return kind(*inner) if tag == "datetime.timedelta" else kind.fromisoformat(inner)
+
+
+def _exact(tag: str, inner: Any) -> Any:
+    import decimal
+    import fractions
+
+    return decimal.Decimal(inner) if tag == "decimal.Decimal" else fractions.Fraction(*(int(each, 16) for each in inner))
+
+
+def _number(inner: Any) -> Any:
+    return inner if inner is None or type(inner) is int else int(inner["v"], 16)
+
+
+_DECODERS: dict[str, Callable[[str, Any], Any]] = {
+    "int": lambda _, inner: int(inner, 16),
+    "range": lambda _, inner: range(*map(_number, inner)),
+    "slice": lambda _, inner: slice(*map(_number, inner)),
+    "bytes": lambda _, inner: bytes.fromhex(inner),
+    "bytearray": lambda _, inner: bytearray.fromhex(inner),
+    "complex": lambda _, inner: complex(*inner),
+    "decimal.Decimal": _exact,
+    "fractions.Fraction": _exact,
+    **dict.fromkeys(("datetime.date", "datetime.time", "datetime.datetime", "datetime.timedelta"), _dated),
+}
+_CONTAINERS: dict[str, Callable[[Any], Any]] = {
+    "tuple": tuple,
+    "set": set,
+    "frozenset": frozenset,
+    "deque": collections.deque,
+    "iterator": iter,
+    "keys": lambda items: dict.fromkeys(items).keys(),
+    "values": lambda items: dict(enumerate(items)).values(),
+    "items": lambda items: dict(items).items(),
+}
+
+
+def decode(value: Any, other: Callable[[str, Any], Any], depth: int = 0) -> Any:
+    """Rebuild plain data from a message, as exact built-in types.
+
+    Args:
+        value: As json.loads made it.
+        other: Decodes the tags that are not plain data, or raises Malformed.
+        depth: Of `value` in the message.
+
+    Raises:
+        Malformed: It is not what `encode` makes.
+    """
+    if depth > MAX_DEPTH:
+        raise Malformed(f"nested deeper than {MAX_DEPTH}")
+    if type(value) is list:
+        return [decode(item, other, depth + 1) for item in value]
+    if type(value) is not dict:
+        return value
+    tag, inner = value.get("t"), value.get("v", ())
+    if type(tag) is not str:
+        raise Malformed("a value without a tag")
+    try:
+        if tag in _CONTAINERS:
+            kind = _with_names(value["fields"]) if tag == "tuple" and "fields" in value else _CONTAINERS[tag]
+            return kind([decode(item, other, depth + 1) for item in inner])
+        if tag == "dict":
+            pairs = {decode(key, other, depth + 1): decode(item, other, depth + 1) for key, item in inner}
+            return collections.Counter(pairs) if "counts" in value else pairs
+        if tag in _DECODERS:
+            return _DECODERS[tag](tag, inner)
+    except (TypeError, ValueError, ArithmeticError, KeyError) as error:
+        raise Malformed(f"a {tag} that is none: {error}") from error
+    return other(tag, value)
+
+
+_named_tuples: dict[tuple[str, ...], type] = {}
+
+
+def _with_names(fields: list[str]) -> Callable[[Any], Any]:
+    """Return a kind of tuple whose items have names, as a namedtuple; built without evaluating the names, which are foreign."""
+    names = tuple(fields)
+    if names not in _named_tuples:
+        if not all(type(name) is str and name.isidentifier() and not name.startswith("_") for name in names):
+            raise ValueError("names that are none")
+        members = {name: property(operator.itemgetter(place)) for place, name in enumerate(names)}
+        _named_tuples[names] = type("Named", (tuple,), {"__slots__": (), "_fields": names, **members})
+    return _named_tuples[names]
+
+
+def only_plain(tag: str, _value: Any) -> Any:
+    """Refuse to decode what is not plain data."""
+    raise Malformed(f"{tag} is not plain data")
+
+
+def refuse_objects(value: Any) -> Any:
+    """Refuse to encode what is not plain data."""
+    raise TypeError(f"an object of {type(value).__name__} is not plain data")

@@ -188,6 +188,7 @@ class RunApi:
             groups=groups,
             dropped={**counts.dropped, **counts.failed},
             failed_share=failures.share,
+            over_limit_share=failures.over_limit_share,
             failures=tuple(failures.kinds.values()),
             set_aside=tuple(failures.set_aside),
             processes=tuple(self._processes(now)),

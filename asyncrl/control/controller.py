@@ -470,11 +470,9 @@ class Controller:
             done = done if self.switching is None else self.switching.figured(done)
             self.reporter.note_step(done, self.dispatcher, self.peers)
             self.moved.set()
-        checkpoint, evaluate = self.config.checkpoint.every_steps, self.config.eval.every_steps
+        evaluate = self.config.eval.every_steps
         if self._reach_goal():
             return
-        if checkpoint and done.version % checkpoint == 0:
-            self.checkpoints.ask(self.feeder.version)
         if evaluate and done.version % evaluate == 0:
             self._start_evaluation(done.version)
 

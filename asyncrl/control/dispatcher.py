@@ -257,8 +257,8 @@ class Dispatcher:
         """Store a reward, or the reason why there is none."""
         if score.error:
             self._note_failure("reward", score.error_kind, score.error, score.trace)
-        else:
-            self.failures.any_scored = True
+        elif self.failures.sample_scored(score.over_limit):
+            log.warning("a sample scored 0: %s", score.over_limit)
         if score.purpose == "eval":
             if self.evaluation is not None:
                 self.evaluation.take_verdict(score)

@@ -204,6 +204,8 @@ class Reporter:
             dropped={**counts.dropped, **counts.failed},
             failed_samples=failures.num_failed_samples,
             failed_share=failures.share,
+            over_limit_samples=failures.num_over_limit,
+            over_limit_share=failures.over_limit_share,
             weight_sync_ms=metrics.get("weights/sync_ms", 0.0),
             metrics=finite(metrics),
         )

@@ -174,7 +174,7 @@ def merge_score(rules: Score | None, models: InferResult | None, weights: Mappin
         max(half.finished_s for half in halves),
         models.purpose,
         models.reference_logprobs,
-        *((rules.error_kind, rules.trace) if rules else ()),
+        *((rules.error_kind, rules.trace, rules.over_limit) if rules else ()),
     )
 
 

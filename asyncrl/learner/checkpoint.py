@@ -5,10 +5,11 @@
         trainer/optimizer.safetensors moments, update counts, master weights
         trainer/critic.safetensors    the critic's parameters, and critic_optimizer.safetensors, where there is one
         trainer/rng.safetensors       torch's random state, one tensor a device
-        trainer/state.json            version, what steps remember, the controller's own part; written last
+        trainer/state.json            version, what steps remember, the controller's own part
+        trainer/manifest.json         size and xxh3 of every other file; written last
 
 Invariants: a folder of the final name is complete (it is written under another name, synced and renamed); anything else
-there is ignored and, once a newer one is complete, removed; no pickle.
+there is ignored and, once a newer one is complete, removed; nothing is loaded that its manifest does not confirm; no pickle.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 import copy
 import itertools
 import json
+import logging
 import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping
@@ -24,6 +26,7 @@ from typing import Any
 
 import msgspec
 import torch
+import xxhash
 from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -36,11 +39,21 @@ from asyncrl.learner.model.lora import has_adapters, publishable_tensors, save_p
 from asyncrl.learner.ranks.fsdp import whole_tensors
 from asyncrl.learner.train_state import StepMemory, TrainState
 
+log = logging.getLogger(__name__)
+
 PREFIX = "step-"
 PARTIAL = ".partial-"
-STATE_FORMAT = 1
+STATE_FORMAT = 2
 SHARD_BYTES = 4 << 30
+STATE, MANIFEST = Path("trainer/state.json"), Path("trainer/manifest.json")
 OPTIMIZER, CRITIC, CRITIC_OPTIMIZER = "optimizer.safetensors", "critic.safetensors", "critic_optimizer.safetensors"
+
+
+class FileSeal(msgspec.Struct, frozen=True):
+    """What a file of a checkpoint was when it was written."""
+
+    bytes: int
+    xxh3: str
 
 
 class TrainerState(msgspec.Struct, frozen=True):
@@ -86,7 +99,9 @@ def save_checkpoint(
         if torch.cuda.is_available():
             rng |= {f"cuda:{index}": of_device for index, of_device in enumerate(torch.cuda.get_rng_state_all())}
         save_file(rng, trainer / "rng.safetensors")
-        (trainer / "state.json").write_bytes(msgspec.json.encode(state))
+        (partial / STATE).write_bytes(msgspec.json.encode(state))
+        seals = {str(path.relative_to(partial)): _seal(path) for path in sorted(partial.rglob("*")) if path.is_file()}
+        (partial / MANIFEST).write_bytes(msgspec.json.encode(seals))
 
     target = write_folder(folder / f"{PREFIX}{state.version:06d}", fill)
     for path in [*_complete(folder)[:-keep_last], *folder.glob(f"{PARTIAL}*")]:
@@ -106,22 +121,67 @@ def contribute_checkpoint(state: TrainState) -> None:
         pass
 
 
-def latest_checkpoint(folder: Path) -> Path | None:
-    """Return the newest complete checkpoint under `RUN/checkpoints`, or None."""
-    complete = _complete(folder)
-    return complete[-1] if complete else None
+def newest_checkpoint(folder: Path) -> Path | None:
+    """Return the newest checkpoint under `RUN/checkpoints` that is as it was written, or None where there is none at all.
+
+    Raises:
+        LearnerError: All are damaged, or the newest is of another format.
+    """
+    faults = []
+    for checkpoint in reversed(_complete(folder)):
+        fault = damage_of(checkpoint)
+        if not fault:
+            for damaged in faults:
+                log.error("%s; training goes on from %s", damaged, checkpoint)
+            return checkpoint
+        faults.append(fault)
+    if faults:
+        raise LearnerError(f"no checkpoint is whole: {'; '.join(faults)}; restore one of these folders, or begin a new run")
+    return None
+
+
+def damage_of(checkpoint: Path) -> str:
+    """Return the first file of a checkpoint that is not as it was written and what is wrong with it; empty where all are.
+
+    Raises:
+        LearnerError: It is of another format.
+    """
+    try:
+        found = json.loads((checkpoint / STATE).read_bytes()).get("format")
+        if type(found) is int and found != STATE_FORMAT and not (checkpoint / MANIFEST).exists():
+            raise LearnerError(f"{checkpoint} has format {found}, this version of asyncrl reads {STATE_FORMAT}")
+        seals = msgspec.json.decode((checkpoint / MANIFEST).read_bytes(), type=dict[str, FileSeal])
+    except (OSError, ValueError, AttributeError, msgspec.MsgspecError) as error:
+        return f"checkpoint {checkpoint} is damaged: {STATE.parent} cannot be read: {error}"
+    if str(STATE) not in seals:
+        return f"checkpoint {checkpoint} is damaged: {MANIFEST} does not name {STATE}"
+    for name, written in seals.items():
+        try:
+            is_same = _seal(checkpoint / name) == written
+        except OSError as error:
+            return f"checkpoint {checkpoint} is damaged: {name}: {error.strerror}"
+        if not is_same:
+            return f"checkpoint {checkpoint} is damaged: {name} is not what was written"
+    return ""
+
+
+def _seal(path: Path) -> FileSeal:
+    digest, size = xxhash.xxh3_128(), 0
+    with path.open("rb", buffering=0) as file:
+        while chunk := file.read(1 << 22):
+            digest.update(chunk)
+            size += len(chunk)
+    return FileSeal(size, digest.hexdigest())
 
 
 def load_trainer(checkpoint: Path, train_state: TrainState) -> TrainerState:
-    """Take over optimizer, critic, memory and random state of a checkpoint whose model is loaded already.
+    """Take over optimizer, critic, memory and random state of a whole checkpoint whose model is loaded already.
 
     Raises:
-        LearnerError: The checkpoint is of another format, of another model, or has no critic and the state has one.
+        LearnerError: The checkpoint is of another model, or has no critic and the state has one.
     """
     trainer = checkpoint / "trainer"
-    state = msgspec.json.decode((trainer / "state.json").read_bytes(), type=TrainerState)
-    if state.format != STATE_FORMAT:
-        raise LearnerError(f"{checkpoint} has format {state.format}, this version of asyncrl reads {STATE_FORMAT}")
+    state = msgspec.json.decode((checkpoint / STATE).read_bytes(), type=TrainerState)
     train_state.optimizer.load(trainer / OPTIMIZER)
     if train_state.critic is not None and train_state.critic_optimizer is not None:
         load_critic(train_state.critic, trainer / CRITIC)
@@ -207,7 +267,7 @@ def save_shards(
 
 
 def _complete(folder: Path) -> list[Path]:
-    found = [path for path in folder.glob(f"{PREFIX}*") if (path / "trainer" / "state.json").is_file()]
+    found = [path for path in folder.glob(f"{PREFIX}*") if (path / STATE).is_file()]
     return sorted(found, key=lambda path: int(path.name.removeprefix(PREFIX)))
 
 

@@ -22,7 +22,7 @@ from asyncrl.algorithms.corrections import load_correction
 from asyncrl.config.algorithm import AlgorithmConfig, LearnerConfig, PythonCorrection
 from asyncrl.config.learner import PretrainedModel
 from asyncrl.config.run import RunConfig
-from asyncrl.learner.checkpoint import TrainerState, latest_checkpoint, load_trainer, write_folder
+from asyncrl.learner.checkpoint import TrainerState, load_trainer, newest_checkpoint, write_folder
 from asyncrl.learner.model.critic import build_critic, build_critic_optimizer
 from asyncrl.learner.model.lora import adapters_off, open_policy
 from asyncrl.learner.model.policy import (
@@ -87,13 +87,14 @@ def load_or_make(
     Raises:
         ConfigError: A name or path of the algorithm leads to no function, the model's folder is not usable, or the warm start
             has no examples.
+        LearnerError: No checkpoint of the run is whole.
         StartAbandoned: `stopped` returned true.
     """
     resolve_functions(config.algorithm)
     folder, metrics = run_folder / "model", {}
     if not (folder / "config.json").is_file():
         metrics = _make_model_folder(config, folder, examples, alphabet, stopped)
-    checkpoint = latest_checkpoint(run_folder / "checkpoints")
+    checkpoint = newest_checkpoint(run_folder / "checkpoints")
     ranks: Ranks = OneRank()
     if launcher is not None:
         ranks = launcher.join()

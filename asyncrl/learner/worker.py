@@ -312,6 +312,9 @@ class LearnerWorker:
         now = self._clock.now()
         await self._connection.send(self._done.get(step, StepDone(step, step + 1, {}, now, now)), Lane.CONTROL)
         ready.delivery.ack()
+        every, version = self._config.checkpoint.every_steps, self._policy.version
+        if every and version == step + 1 and version % every == 0:
+            await self._write_checkpoint(Checkpoint(version))
 
     def _train(self, prepared: PreparedBatch) -> StepResult:
         policy = self._policy

@@ -24,7 +24,7 @@ from rich.text import Text
 from asyncrl.clock import Clock, SystemClock
 from asyncrl.errors import RunError
 from asyncrl.observe.steps import STEPS_FILE, StepReport, read_evals
-from asyncrl.schema.status import ENDED, RunStatus
+from asyncrl.schema.status import ENDED, OVER_LIMIT, RunStatus
 
 BARS = "▁▂▃▄▅▆▇█"
 REMEMBERED_STEPS = 400
@@ -94,6 +94,11 @@ def step_line(report: StepReport, num_steps: int = 0) -> str:
         f"tok/s {report.generated_tokens_per_s:,.0f} generated {report.trained_tokens_per_s:,.0f} trained  "
         f"idle learner {report.learner_idle:.0%} generators {report.generators_idle:.0%}  sync {report.weight_sync_ms:.0f} ms"
         + (f"  FAILED {report.failed_samples} samples, {report.failed_share:.0%} of groups" if report.failed_samples else "")
+        + (
+            f"  OVER LIMIT {report.over_limit_samples} samples, {report.over_limit_share:.0%}"
+            if report.over_limit_samples
+            else ""
+        )
     )
 
 
@@ -209,7 +214,8 @@ class _Follower:
         if self._live is not None:
             self._live.update(render(self.view), refresh=True)
         for seen in status.failures[known:]:
-            _print_line(self._console, f"a sample failed at {seen.stage} ({seen.kind}): {seen.reason}\n{seen.trace}".rstrip())
+            what = "a sample scored 0" if seen.stage == OVER_LIMIT else f"a sample failed at {seen.stage} ({seen.kind})"
+            _print_line(self._console, f"{what}: {seen.reason}\n{seen.trace}".rstrip())
         return True
 
 
@@ -286,7 +292,8 @@ def render(view: RunView) -> RenderableType:
         table.add_column(overflow="ellipsis", no_wrap=True)
         for seen in sorted(status.failures, key=lambda seen: -seen.count)[:MOST_FAILURES_SHOWN]:
             table.add_row(f"{seen.count} failed", f"at {seen.stage}: {seen.kind}")
-        table.add_row("", f"{status.failed_share:.0%} of the newest groups; a run ends at supervision.max_failed_share")
+        shares = f"{status.failed_share:.0%} of the newest groups failed, {status.over_limit_share:.0%} of the samples ran over a limit"
+        table.add_row("", f"{shares}; a run ends at supervision.max_failed_share")
         parts.append(table)
     parts.append(_processes(status))
     if status.waiting:

@@ -46,6 +46,10 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     """Samples that failed since this controller began."""
     failed_share: float = 0.0
     """Of the newest 64 groups that were completed or failed, the share that failed."""
+    over_limit_samples: int = 0
+    """Samples that made a reward run out of time or memory, which scores 0, since this controller began."""
+    over_limit_share: float = 0.0
+    """Their share of the newest 256 that were scored."""
     weight_sync_ms: float = 0.0
     """From publish to live, the slowest generator of the newest version that all of them have."""
     metrics: dict[str, float] = {}

@@ -47,6 +47,8 @@ class _Job:
     number: int = 0
     """Which of the samples it is that its process was sent, from 1."""
     skipped: tuple[int, ...] = ()
+    over_limit: str = ""
+    """What it ran over in the last of the functions that are skipped."""
     is_alone: bool = False
     """It is sent by itself, because a function failed that had it together with others."""
     num_lost: int = 0
@@ -210,6 +212,7 @@ class RewardPool:
             return Judgement(error=f"its scoring process died in {name}: {stopped}")
         self.counts.over_limit += 1
         job.skipped = (*job.skipped, mark.function)
+        job.over_limit = f"reward {name} {limit or 'ended its process'}"
         return None
 
     def _tell(self, name: str, what: str, fails: bool) -> None:
@@ -242,6 +245,7 @@ class RewardPool:
                 started_s=job.started_s,
                 finished_s=self._clock.now(),
                 purpose=request.purpose,
+                over_limit=job.over_limit,
             )
         )
 

@@ -172,6 +172,8 @@ class Score(Message, frozen=True, tag="score"):
     """As `SampleFailure.kind`, of `error`."""
     trace: str = ""
     """As `SampleFailure.trace`."""
+    over_limit: str = ""
+    """Empty, or which function the sample made run out of time or memory; it counts 0 there."""
 
 
 class InferRequest(Message, frozen=True, tag="infer_request"):

@@ -30,13 +30,17 @@ class ProcessStatus(msgspec.Struct, frozen=True):
     """A generator that the run did not start (`asyncrl join`)."""
 
 
+OVER_LIMIT = "over limit"
+"""`FailureSeen.stage` of samples that made a reward run out of time or memory: they score 0 and are not failed."""
+
+
 class FailureSeen(msgspec.Struct, frozen=True):
     """One kind of failure of samples."""
 
     kind: str
     """Type and place of what was raised, `TypeError at rewards.py:3`."""
     stage: str
-    """`generate` or `reward`."""
+    """`generate`, `reward` or OVER_LIMIT."""
     count: int
     """Samples that failed so, since this controller began."""
     reason: str
@@ -62,6 +66,8 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Groups dropped or failed, by reason."""
     failed_share: float = 0.0
     """Of the newest 64 groups that were completed or failed, the share that failed."""
+    over_limit_share: float = 0.0
+    """Of the newest 256 samples that were scored, the share that made a reward run out of time or memory, which scores 0."""
     failures: tuple[FailureSeen, ...] = ()
     """Kinds of failure so far, in the order of the first of each."""
     set_aside: tuple[str, ...] = ()

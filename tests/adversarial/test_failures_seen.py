@@ -33,6 +33,7 @@ def run(folder: Path, reward: str, **overrides) -> subprocess.CompletedProcess[s
     """`asyncrl run --plain` with this reward function in rewards.py."""
     (folder / "rewards.py").write_text(reward)
     functions = {"functions": [{"kind": "python", "path": f"{folder / 'rewards.py'}:score"}]}
+    functions |= {"timeout_s": overrides.pop("reward__timeout_s")} if "reward__timeout_s" in overrides else {}
     settings = {"eval__at_start": False, "eval__at_end": False, "generate__engine": NO_MODEL, "num_steps": 10_000}
     config = parse_config(tiny_settings(folder, reward=functions, **settings | overrides))
     (folder / "c.toml").write_text(dump_config(config))
@@ -93,6 +94,28 @@ def test_a_reward_process_that_dies_is_on_the_screen(tmp_path):
     assert ended.returncode == 1, ended.stdout + ended.stderr
     assert "its scoring process died" in ended.stdout
     assert "samples failed; most often at reward" in ended.stderr
+
+
+def test_a_reward_that_hangs_on_every_sample_is_on_the_screen_and_ends_the_run(tmp_path):
+    ended = run(tmp_path, "import time\ndef score(prompt, text):\n    time.sleep(1000)\n", reward__timeout_s=0.3)
+    assert ended.returncode == 1, ended.stdout + ended.stderr
+    assert ended.stdout.count("a sample scored 0: reward python ran past reward.timeout_s (0.3 s)") == 1, ended.stdout
+    assert re.search(r"all of the first \d+ samples failed or ran over a limit; the last: reward python ran past", ended.stderr)
+
+
+def test_samples_over_a_limit_have_their_share_on_the_step_line(tmp_path):
+    reward = (
+        "import pathlib, time\n"
+        "def score(prompt, text):\n"
+        "    first = pathlib.Path(__file__).with_name('slept')\n"
+        "    if not first.exists():\n"
+        "        first.touch()\n"
+        "        time.sleep(1000)\n"
+        "    return float(hash(text) % 4)\n"
+    )
+    ended = run(tmp_path, reward, reward__timeout_s=5.0, num_steps=2)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert re.search(r"step 2/2 .* OVER LIMIT [1-9]\d* samples, \d+%", ended.stdout), ended.stdout
 
 
 def test_a_module_of_the_user_s_does_not_stand_in_for_the_standard_library(tmp_path):

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from collections import Counter, deque
 
-from asyncrl.schema.status import FailureSeen
+from asyncrl.schema.status import OVER_LIMIT, FailureSeen
 
-WINDOW_GROUPS = 64
-"""Newest groups over which the share of failed ones is taken."""
+WINDOW_GROUPS, WINDOW_SAMPLES = 64, 256
+"""Newest groups over which the share of failed ones is taken, and scored samples over which that of those over a limit is."""
 MOST_KINDS = 64
 """Kinds counted apart; further ones are counted together."""
 OTHER_KINDS = "other kinds"
@@ -47,15 +47,45 @@ class FailureWatch:
         self._max_failed_share = max_failed_share
         self._window: deque[bool] = deque(maxlen=WINDOW_GROUPS)
         self._prompt_failures: Counter[str] = Counter()
-        self.any_scored = False
-        """Some sample has its reward."""
-        self.num_failed_samples = 0
+        self._over_limit: deque[bool] = deque(maxlen=WINDOW_SAMPLES)
+        self._any_scored = False
+        self.num_failed_samples = self.num_over_limit = 0
         self._num_failed_groups = 0
 
     @property
     def share(self) -> float:
         """Return the share of failed groups among the newest that were completed or failed; 0 before there is one."""
         return sum(self._window) / len(self._window) if self._window else 0.0
+
+    @property
+    def over_limit_share(self) -> float:
+        """Return the share of the newest scored samples that made a reward run out of time or memory; 0 before there is one."""
+        return sum(self._over_limit) / len(self._over_limit) if self._over_limit else 0.0
+
+    def sample_scored(self, over_limit: str = "") -> bool:
+        """Note a sample that has its reward.
+
+        Args:
+            over_limit: As `Score.over_limit`. Such a sample scores 0 and is not failed, but a run of them alone learns nothing.
+
+        Returns:
+            Whether it is the first over this limit: to be told.
+        """
+        self._over_limit.append(bool(over_limit))
+        if not over_limit:
+            self._any_scored = True
+            return False
+        self.num_over_limit += 1
+        is_new = self._count(OVER_LIMIT, over_limit, over_limit, "")
+        num_first = self.num_failed_samples + self.num_over_limit
+        if not self.verdict and not self._any_scored and num_first >= FIRST_SAMPLES:
+            self.verdict = f"all of the first {num_first} samples failed or ran over a limit; the last: {over_limit}"
+        elif not self.verdict and len(self._over_limit) == WINDOW_SAMPLES and self.over_limit_share > self._max_failed_share:
+            self.verdict = (
+                f"{sum(self._over_limit)} of the last {WINDOW_SAMPLES} samples ran over a limit of their reward, more than "
+                f"supervision.max_failed_share ({self._max_failed_share:g}) allows; the last: {over_limit}"
+            )
+        return is_new
 
     def sample_failed(self, stage: str, kind: str, reason: str, trace: str = "") -> bool:
         """Count a failed sample.
@@ -70,7 +100,9 @@ class FailureWatch:
             Whether it is the first of its kind: to be told.
         """
         self.num_failed_samples += 1
-        kind = kind or reason
+        return self._count(stage, kind or reason, reason, trace)
+
+    def _count(self, stage: str, kind: str, reason: str, trace: str) -> bool:
         if kind not in self.kinds and len(self.kinds) >= MOST_KINDS:
             kind, reason, trace = OTHER_KINDS, f"more than {MOST_KINDS} kinds of failure", ""
         seen = self.kinds.get(kind)
@@ -95,7 +127,7 @@ class FailureWatch:
         said = f"; most often at {most.stage}: {(most.reason or most.kind).splitlines()[0]}" if most else f": {kind}"
         if self.verdict:
             pass
-        elif not self.any_scored and self._num_failed_groups >= FIRST_GROUPS and self.num_failed_samples >= FIRST_SAMPLES:
+        elif not self._any_scored and self._num_failed_groups >= FIRST_GROUPS and self.num_failed_samples >= FIRST_SAMPLES:
             self.verdict = f"all of the first {self.num_failed_samples} samples failed{said}"
         elif len(self._window) == WINDOW_GROUPS and self.share > self._max_failed_share:
             self.verdict = (

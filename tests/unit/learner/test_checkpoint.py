@@ -12,7 +12,7 @@ from asyncrl.config.algorithm import AlgorithmConfig, CriticConfig, KLConfig, Py
 from asyncrl.config.learner import LearnerConfig, LoRAConfig, PretrainedModel, ScratchModel
 from asyncrl.config.run import RunConfig
 from asyncrl.errors import ConfigError, LearnerError
-from asyncrl.learner.checkpoint import TrainerState, latest_checkpoint, load_trainer, save_checkpoint, save_shards, write_folder
+from asyncrl.learner.checkpoint import TrainerState, load_trainer, newest_checkpoint, save_checkpoint, save_shards, write_folder
 from asyncrl.learner.resume import build_train_state, load_or_make
 from asyncrl.learner.step.train_step import train_step
 from asyncrl.learner.train_state import StepMemory
@@ -71,7 +71,7 @@ def test_only_the_last_ones_are_kept(kit, tmp_path):
         initial.version = version
         save(tmp_path, initial)
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-000003", "step-000010"]
-    assert latest_checkpoint(tmp_path / "checkpoints").name == "step-000010"
+    assert newest_checkpoint(tmp_path / "checkpoints").name == "step-000010"
 
 
 def test_a_half_written_checkpoint_is_ignored_and_then_removed(kit, tmp_path):
@@ -86,7 +86,7 @@ def test_a_half_written_checkpoint_is_ignored_and_then_removed(kit, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         write_folder(tmp_path / "checkpoints" / "step-000004", die_half_way)
     (tmp_path / "checkpoints" / "step-000005").mkdir()
-    assert latest_checkpoint(tmp_path / "checkpoints") == complete
+    assert newest_checkpoint(tmp_path / "checkpoints") == complete
     initial.version = 6
     save(tmp_path, initial)
     assert not list((tmp_path / "checkpoints").glob(".partial-*"))
@@ -102,12 +102,39 @@ def test_random_state_is_restored(tmp_path):
     assert torch.equal(torch.rand(3), expected)
 
 
-def test_another_format_is_refused(tmp_path):
+def test_a_checkpoint_of_an_earlier_version_is_refused_with_one_line(tmp_path):
+    folder = save(tmp_path, standing_in(tmp_path))
+    (folder / "trainer" / "manifest.json").unlink()
+    (folder / "trainer" / "state.json").write_text('{"version": 0, "format": 1}')
+    with pytest.raises(LearnerError, match="has format 1, this version of asyncrl reads 2"):
+        newest_checkpoint(tmp_path / "checkpoints")
+
+
+def test_a_bit_flipped_in_any_file_is_named_and_the_newest_whole_checkpoint_is_used(tmp_path, caplog):
     initial = standing_in(tmp_path)
-    folder = save(tmp_path, initial)
-    (folder / "trainer" / "state.json").write_text('{"version": 0, "format": 99}')
-    with pytest.raises(LearnerError, match="format 99"):
-        load_trainer(folder, initial.train_state)
+    whole = save(tmp_path, initial)
+    initial.version = 2
+    newest = save(tmp_path, initial)
+    files = [path for path in newest.rglob("*") if path.is_file()]
+    assert {"model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"} <= {path.name for path in files}
+    for path in files:
+        content = path.read_bytes()
+        for place in {0, len(content) // 2, len(content) - 1}:
+            path.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
+            assert newest_checkpoint(tmp_path / "checkpoints") == whole, (path, place)
+        path.unlink()
+        # Without its state it was never complete, and nothing is to be said.
+        caplog.clear()
+        assert newest_checkpoint(tmp_path / "checkpoints") == whole
+        (said,) = [record.getMessage() for record in caplog.records] or [f"{newest} {path.name} {whole}"]
+        assert all(str(each) in said for each in (newest, whole))
+        path.write_bytes(content)
+    assert newest_checkpoint(tmp_path / "checkpoints") == newest
+    (newest / "model.safetensors").write_bytes(b"x")
+    assert standing_in(tmp_path).version == 0
+    (whole / "trainer" / "rng.safetensors").write_bytes(b"x")
+    with pytest.raises(LearnerError, match=r"no checkpoint is whole: .*model.safetensors.*rng.safetensors.*restore one"):
+        standing_in(tmp_path)
 
 
 def everything_config(critic="separate", **learner):

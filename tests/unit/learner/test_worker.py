@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from asyncrl.clock import SystemClock
 from asyncrl.config.algorithm import LearnerConfig
 from asyncrl.config.learner import ScratchModel, WarmStart
-from asyncrl.config.run import PlacementConfig, RunConfig, SupervisionConfig
+from asyncrl.config.run import CheckpointConfig, PlacementConfig, RunConfig, SupervisionConfig
 from asyncrl.errors import AsyncRLError, LearnerError
 from asyncrl.learner.worker import run_learner
 from asyncrl.schema.batches import StepDone
@@ -128,6 +128,17 @@ async def test_steps_make_versions_that_are_published_with_a_probe(kit, tmp_path
         tokens = ids_from_bytes(controller.published[0][1].token_ids)
         assert all(len(probe) == len(tokens) - 1 for probe in probes)
         assert (probes[0] != probes[3]).any()
+
+
+async def test_checkpoints_are_written_at_every_multiple_of_every_steps_and_at_no_other(kit, tmp_path):
+    config = msgspec.structs.replace(CONFIG, checkpoint=CheckpointConfig(every_steps=2, keep_last=9))
+    async with learner(tmp_path, config) as controller:
+        await controller.news(LearnerReady)
+        for step in range(5):  # all at once: the next batches wait while a checkpoint is written
+            await controller.connection.send(kit.batch(kit.samples(seed=step), step=step))
+        news = [await controller.news(StepDone | CheckpointDone) for _ in range(7)]
+        assert [told.version for told in news] == [1, 2, 2, 3, 4, 4, 5]
+        assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-000002", "step-000004"]
 
 
 async def test_a_repeated_step_is_answered_and_not_trained(kit, tmp_path):

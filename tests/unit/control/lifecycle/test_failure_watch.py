@@ -7,7 +7,15 @@ import random
 
 import pytest
 
-from asyncrl.control.lifecycle.failure_watch import FIRST_GROUPS, MOST_KINDS, OTHER_KINDS, WINDOW_GROUPS, FailureWatch
+from asyncrl.control.lifecycle.failure_watch import (
+    FIRST_GROUPS,
+    FIRST_SAMPLES,
+    MOST_KINDS,
+    OTHER_KINDS,
+    WINDOW_GROUPS,
+    WINDOW_SAMPLES,
+    FailureWatch,
+)
 from asyncrl.errors import kind_of, trace_of
 
 KIND = "TypeError at rewards.py:3"
@@ -47,7 +55,7 @@ def test_a_run_whose_first_samples_all_fail_ends_with_the_cause():
 
 def test_a_run_that_has_scored_ends_only_by_its_share():
     watch = FailureWatch(0.5)
-    watch.any_scored = True
+    watch.sample_scored()
     for number in range(WINDOW_GROUPS - 1):
         watch.sample_failed("generate", KIND, "no")
         watch.group_failed(f"p{number}", KIND)
@@ -56,10 +64,28 @@ def test_a_run_that_has_scored_ends_only_by_its_share():
     assert "64 of the last 64 groups failed, more than supervision.max_failed_share (0.5)" in watch.verdict
 
 
+HANGS = "reward slow ran past reward.timeout_s (30 s)"
+
+
+def test_samples_that_only_run_over_a_limit_are_told_once_and_end_a_run_as_failures_do():
+    watch = FailureWatch(1.0)
+    assert [watch.sample_scored(HANGS) for _ in range(FIRST_SAMPLES)] == [True] + [False] * (FIRST_SAMPLES - 1)
+    assert watch.verdict == f"all of the first 16 samples failed or ran over a limit; the last: {HANGS}"
+    assert (watch.over_limit_share, watch.num_over_limit, watch.num_failed_samples) == (1.0, 16, 0)
+
+
+def test_a_share_over_a_limit_ends_a_run_only_over_the_whole_window():
+    watch = FailureWatch(0.5)
+    for number in range(WINDOW_SAMPLES + 1):
+        assert watch.verdict == ""
+        watch.sample_scored("" if number % 2 == 0 and number < WINDOW_SAMPLES else HANGS)
+    assert watch.verdict.startswith("129 of the last 256 samples ran over a limit of their reward, more than")
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_the_share_is_that_of_the_newest_groups_and_the_verdict_follows_it(seed):
     chance, watch, story = random.Random(seed), FailureWatch(0.4), []
-    watch.any_scored = True
+    watch.sample_scored()
     for number in range(300):
         story.append(chance.random() < 0.35)
         if story[-1]:
@@ -77,7 +103,7 @@ def test_the_share_is_that_of_the_newest_groups_and_the_verdict_follows_it(seed)
 
 def test_a_prompt_that_failed_four_times_is_set_aside_and_named():
     watch = FailureWatch(0.5)
-    watch.any_scored = True
+    watch.sample_scored()
     assert [watch.group_failed("p1", KIND) for _ in range(4)] == [False, False, False, True]
     assert watch.set_aside == {"p1": KIND}
 

@@ -292,7 +292,7 @@ def render(view: RunView) -> RenderableType:
         table.add_column(overflow="ellipsis", no_wrap=True)
         for seen in sorted(status.failures, key=lambda seen: -seen.count)[:MOST_FAILURES_SHOWN]:
             table.add_row(f"{seen.count} failed", f"at {seen.stage}: {seen.kind}")
-        shares = f"{status.failed_share:.0%} of the newest groups failed, {status.over_limit_share:.0%} of the samples ran over a limit"
+        shares = f"{status.failed_share:.0%} of the newest groups failed, {status.over_limit_share:.0%} of samples over a limit"
         table.add_row("", f"{shares}; a run ends at supervision.max_failed_share")
         parts.append(table)
     parts.append(_processes(status))

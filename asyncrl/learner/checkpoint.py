@@ -127,7 +127,7 @@ def newest_checkpoint(folder: Path) -> Path | None:
     Raises:
         LearnerError: All are damaged, or the newest is of another format.
     """
-    faults = []
+    faults: list[str] = []
     for checkpoint in reversed(_complete(folder)):
         fault = damage_of(checkpoint)
         if not fault:

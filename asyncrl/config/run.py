@@ -144,7 +144,7 @@ class PackingConfig(_Stage, frozen=True):
     """How samples share micro-batches."""
 
     tokens_per_row: PositiveInt = 4096
-    """Token budget of one micro-batch; a longer single sample is an error before it is generated."""
+    """Token budget of one micro-batch, a prompt counted once for its group; a longer sample is an error before it is made."""
 
 
 class TransportConfig(_Stage, frozen=True):

@@ -244,6 +244,8 @@ def batch_metrics(batch: StepBatch, advantages: FloatArray | None) -> dict[str, 
     samples = [batch.samples[index] for index in drawn]
     rewards = np.array([sample.reward for sample in samples])
     lengths = np.array([sample.response_tokens for sample in samples])
+    pieces = {(sample.group_id, sample.row): sample.prompt_tokens for sample in samples}
+    prompts = {sample.group_id: sample.prompt_tokens for sample in samples}
     _, groups, counts = np.unique([sample.group_id for sample in samples], return_inverse=True, return_counts=True)
     means = np.bincount(groups, rewards) / counts
     spreads = np.sqrt(np.bincount(groups, (rewards - means[groups]) ** 2) / counts)
@@ -256,6 +258,7 @@ def batch_metrics(batch: StepBatch, advantages: FloatArray | None) -> dict[str, 
         "data/samples": float(len(samples)),
         "data/rows": float(len(batch.rows)),
         "data/trained_tokens": float(batch.num_trained_tokens),
+        "data/repeated_prompt_tokens": float(sum(pieces.values()) - sum(prompts.values())),
         "data/prompt_tokens_mean": float(np.mean([sample.prompt_tokens for sample in samples])),
         "data/response_tokens_mean": float(lengths.mean()),
         "data/response_tokens_max": float(lengths.max()),

@@ -5,6 +5,9 @@ each sample's sequence. Sequences of similar length are gathered into right-padd
 causal kernel: no [N, N] mask exists, and padding costs attention only. Causality makes a mask unnecessary: no token sees the
 padding to its right.
 
+Where most of the slots would be copies of shared prompts, a prompt's attention is computed once too (on a CPU): each part, prompt
+or remainder, attends to itself, the remainders attend to their prompt as well, and the two are joined by their log-sum-exp.
+
 Invariants: the output at a token depends on the tokens of its own sample up to it, and on nothing else; padding and second
 copies of a shared prompt have gradient 0 at their queries, and the gradients of their keys and values are added up in the one
 stored token.
@@ -12,7 +15,7 @@ stored token.
 Registered with transformers under `PACKED_ATTENTION`; causal.py asks for it by that name; a forward passes `packed_layout`.
 
 Legend: N tokens, S sequences, M slots of all buckets together, n sequences of a bucket, T its padded length, H heads, D head
-size.
+size. Q, K queries and keys of a bucket.
 """
 
 from __future__ import annotations
@@ -33,6 +36,22 @@ BUCKET_GROWTH = 1.25
 """A bucket holds lengths up to this factor apart; attention grows with the square, so its padding costs at most 1.56."""
 SMALLEST_BUCKET = 16
 """Lengths up to this share a bucket: calling the kernel costs more than their padding."""
+LEAST_COPIES = 0.6
+"""Share of the slots that must be copies of shared prompts for two kernels to be quicker than one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """n runs of queries, padded to Q, that attend to n runs of K keys."""
+
+    queries: torch.Tensor
+    """int64 [n, Q], the token in each slot."""
+    keys: torch.Tensor
+    """int64 [n, K]."""
+    real: torch.Tensor
+    """int64, the slots of `queries` that are no padding."""
+    is_causal: bool
+    """True: a run attends to itself, `keys` are `queries`. False: to a prompt, all of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +68,8 @@ class SequenceLayout:
     """int64 [C], slots that hold a token another slot owns (shared prompts)."""
     shapes: tuple[tuple[int, int], ...]
     """(n, T) of each bucket; their slots follow each other."""
+    shared: tuple[Bucket, ...] = ()
+    """The same attention with each shared prompt computed once; empty where that saves too little."""
 
     def to(self, device: torch.device) -> SequenceLayout:
         """Return the same layout on another device."""
@@ -58,6 +79,10 @@ class SequenceLayout:
             is_owner=self.is_owner.to(device),
             copies=self.copies.to(device),
             shapes=self.shapes,
+            shared=tuple(
+                Bucket(part.queries.to(device), part.keys.to(device), part.real.to(device), part.is_causal)
+                for part in self.shared
+            ),
         )
 
 
@@ -66,35 +91,69 @@ def build_layout(sequences: list[NDArray[np.int64]], num_tokens: int) -> Sequenc
 
     Args:
         sequences: For each sample the indices of its tokens, in order; a token may be part of several as long as everything
-            before it is common to them too. Every token is part of at least one.
+            before it is common to them too. Every token is part of at least one. Sequences with a common first token share the
+            same prompt, and no more.
         num_tokens: N.
 
     Returns:
         The layout, on the CPU.
     """
-    lengths = np.array([len(sequence) for sequence in sequences])
-    slots, is_real, shapes = [], [], []
-    for members in _bucket(lengths):
-        width = int(lengths[members].max())
-        columns = np.minimum(np.arange(width), lengths[members][:, None] - 1)
-        starts = np.concatenate([[0], np.cumsum(lengths[members])[:-1]])
-        tokens = np.concatenate([sequences[member] for member in members])
-        slots.append(tokens[columns + starts[:, None]].reshape(-1))
-        is_real.append((np.arange(width) < lengths[members][:, None]).reshape(-1))
-        shapes.append((len(members), width))
-    all_slots, all_real = np.concatenate(slots), np.concatenate(is_real)
+    buckets = [_padded([sequences[member] for member in members]) for members in _bucket([len(one) for one in sequences])]
+    all_slots = np.concatenate([slots.reshape(-1) for slots, _ in buckets])
+    all_real = np.concatenate([is_real.reshape(-1) for _, is_real in buckets])
     real_slots = np.flatnonzero(all_real)
     owner_slots = np.full(num_tokens, -1, dtype=np.int64)
     owner_slots[all_slots[real_slots][::-1]] = real_slots[::-1]
     assert (owner_slots >= 0).all(), "every token must be part of a sequence"
     is_owner = np.zeros(len(all_slots), dtype=bool)
     is_owner[owner_slots] = True
+    copies = np.flatnonzero(all_real & ~is_owner)
     return SequenceLayout(
         slots=torch.from_numpy(all_slots),
         owner_slots=torch.from_numpy(owner_slots),
         is_owner=torch.from_numpy(is_owner),
-        copies=torch.from_numpy(np.flatnonzero(all_real & ~is_owner)),
-        shapes=tuple(shapes),
+        copies=torch.from_numpy(copies),
+        shapes=tuple(slots.shape for slots, _ in buckets),
+        shared=_shared_buckets(sequences, num_tokens) if len(copies) > LEAST_COPIES * len(all_slots) else (),
+    )
+
+
+def _padded(runs: Sequence[NDArray[np.int64]]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """Return [n, T] with each run's last token repeated to its right, and which slots are real."""
+    lengths = np.array([len(run) for run in runs])
+    columns = np.arange(lengths.max())
+    starts = np.concatenate([[0], np.cumsum(lengths)[:-1]])
+    slots = np.concatenate(runs)[np.minimum(columns, lengths[:, None] - 1) + starts[:, None]]
+    return slots, columns < lengths[:, None]
+
+
+def _shared_buckets(sequences: list[NDArray[np.int64]], num_tokens: int) -> tuple[Bucket, ...]:
+    """Return prompts and remainders, each attending to itself, and then the remainders of each prompt attending to it."""
+    is_shared = np.bincount(np.concatenate(sequences), minlength=num_tokens) > 1
+    prompts: dict[int, NDArray[np.int64]] = {}
+    remainders: dict[int, list[NDArray[np.int64]]] = {}
+    runs = []
+    for sequence in sequences:
+        prompt, remainder = np.split(sequence, [int(is_shared[sequence].sum())])
+        runs.append(remainder)
+        if len(prompt):
+            prompts[int(prompt[0])] = prompt
+            remainders.setdefault(int(prompt[0]), []).append(remainder)
+    runs = [run for run in [*prompts.values(), *runs] if len(run)]
+    buckets = []
+    for members in _bucket([len(run) for run in runs]):
+        slots, is_real = _padded([runs[member] for member in members])
+        buckets.append((slots, slots, is_real, True))
+    queries = {first: np.concatenate(parts) for first, parts in remainders.items()}
+    # Equal numbers of keys, because nothing would hide the padding of keys.
+    for num_keys in sorted({len(prompt) for prompt in prompts.values()}):
+        firsts = [first for first, prompt in prompts.items() if len(prompt) == num_keys and len(queries[first])]
+        for members in _bucket([len(queries[first]) for first in firsts]):
+            slots, is_real = _padded([queries[firsts[member]] for member in members])
+            buckets.append((slots, np.stack([prompts[firsts[member]] for member in members]), is_real, False))
+    return tuple(
+        Bucket(torch.from_numpy(slots), torch.from_numpy(keys), torch.from_numpy(np.flatnonzero(is_real)), is_causal)
+        for slots, keys, is_real, is_causal in buckets
     )
 
 
@@ -135,6 +194,10 @@ def packed_attention(
     if refused or attention_mask is not None:
         raise LearnerError(f"packed rows cannot be trained with this model: its attention asks for {refused or 'a mask'}")
     flat = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]
+    is_plain = query.device.type == "cpu" and sliding_window is None and query.shape[-1] == value.shape[-1]
+    if packed_layout is not None and packed_layout.shared and is_plain:
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        return _SharedAttention.apply(*flat, packed_layout, scale).unsqueeze(0), None  # type: ignore[no-untyped-call]
     if packed_layout is None:
         return _attend(flat, (1, query.shape[2]), scaling, sliding_window).unsqueeze(0), None
     padded: list[torch.Tensor] = [_ToSlots.apply(tensor, packed_layout) for tensor in flat]  # type: ignore[no-untyped-call]
@@ -151,8 +214,9 @@ def packed_attention(
 AttentionInterface.register(PACKED_ATTENTION, packed_attention)
 
 
-def _bucket(lengths: NDArray[np.int64]) -> list[NDArray[np.int64]]:
+def _bucket(lengths_S: Sequence[int]) -> list[NDArray[np.int64]]:
     """Return groups of sequence indices, each of lengths at most BUCKET_GROWTH apart."""
+    lengths = np.array(lengths_S)
     order = np.argsort(lengths, kind="stable")
     ordered, begin, buckets = lengths[order], 0, []
     while begin < len(order):
@@ -210,3 +274,80 @@ class _FromSlots(torch.autograd.Function):
         layout: SequenceLayout = ctx.layout
         grad_slots = grad_tokens.index_select(0, layout.slots)
         return grad_slots.masked_fill_(~layout.is_owner[:, None, None], 0.0), None
+
+
+class _SharedAttention(torch.autograd.Function):
+    """Query [N, H, D], key and value [N, H or fewer, D] to [N, H, D], by `layout.shared`.
+
+    A token's scores may be split over two buckets. Softmax over both follows from each one's output and log-sum-exp; backward
+    runs each bucket's own kernel on the joined output and log-sum-exp, which makes its probabilities those over both.
+
+    Source: the merge of J. Juravsky et al., Hydragen (2024), section 3.2; backward as in ring attention (H. Liu et al., 2023).
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,  # noqa: ANN401
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        layout: SequenceLayout,
+        scale: float,
+    ) -> torch.Tensor:
+        joined = torch.empty_like(query)
+        log_sums = query.new_empty(query.shape[:2], dtype=torch.promote_types(query.dtype, torch.float32))
+        for part in layout.shared:
+            inputs = (_slots_of(query, part.queries), *_keys_of(key, value, part.keys, query.shape[1]))
+            output, log_sum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(  # noqa: SLF001
+                *inputs, 0.0, part.is_causal, scale=scale
+            )
+            tokens = part.queries.flatten()[part.real]
+            output = output.transpose(1, 2).flatten(0, 1)[part.real]
+            log_sum = log_sum.transpose(1, 2).flatten(0, 1)[part.real]
+            if not part.is_causal:
+                before = log_sums[tokens]
+                own, log_sum = log_sum, torch.logaddexp(before, log_sum)
+                weights = ((before - log_sum).exp().unsqueeze(-1), (own - log_sum).exp().unsqueeze(-1))
+                output = (joined[tokens] * weights[0] + output * weights[1]).to(output.dtype)
+            joined[tokens] = output
+            log_sums[tokens] = log_sum
+        ctx.save_for_backward(query, key, value, joined, log_sums)
+        ctx.layout, ctx.scale = layout, scale
+        return joined
+
+    @staticmethod
+    def backward(ctx: Any, grad_joined: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # noqa: ANN401
+        query, key, value, joined, log_sums = ctx.saved_tensors
+        gradients = [torch.zeros_like(tensor) for tensor in (query, key, value)]
+        for part in ctx.layout.shared:
+            num_runs, num_queries = part.queries.shape
+            grad_slots = query.new_zeros(num_runs * num_queries, *query.shape[1:])
+            tokens = part.queries.flatten()[part.real]
+            grad_slots[part.real] = grad_joined[tokens]
+            computed = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(  # noqa: SLF001
+                grad_slots.view(num_runs, num_queries, *query.shape[1:]).transpose(1, 2),
+                _slots_of(query, part.queries),
+                *_keys_of(key, value, part.keys, query.shape[1]),
+                _slots_of(joined, part.queries),
+                log_sums[part.queries].transpose(1, 2),
+                0.0,
+                part.is_causal,
+                scale=ctx.scale,
+            )
+            for gradient, slots in zip(gradients, computed, strict=True):
+                own = slots.transpose(1, 2).flatten(0, 1).unflatten(1, (gradient.shape[1], -1)).sum(2)
+                if part.is_causal or gradient is gradients[0]:
+                    gradient.index_add_(0, tokens, own[part.real])
+                else:
+                    gradient.index_add_(0, part.keys.flatten(), own)
+        return *gradients, None, None
+
+
+def _slots_of(tensor: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """Return [n, H, T, D] of the tokens [n, T]."""
+    return tensor[tokens].transpose(1, 2)
+
+
+def _keys_of(key: torch.Tensor, value: torch.Tensor, tokens: torch.Tensor, num_heads: int) -> list[torch.Tensor]:
+    """Return both as the kernel wants them: with a head for each of the query's."""
+    return [_slots_of(tensor, tokens).repeat_interleave(num_heads // tensor.shape[1], dim=1) for tensor in (key, value)]

@@ -133,7 +133,7 @@ _ROWS = (
     ("data/response_tokens_max", "tokens", "longest response of the step"),
     ("data/prompt_tokens_mean", "tokens", "mean prompt length of trained samples"),
     ("data/truncated_fraction", "fraction", "trained samples that ended at the length limit"),
-    ("data/packing_fill", "fraction", "share of the rows' token budget that samples fill"),
+    ("data/repeated_prompt_tokens", "tokens", "of prompts computed more than once, because their group was cut over rows"),
     ("data/rows", "rows", "micro-batches of the step"),
     ("data/samples", "samples", "trained in the step"),
     ("data/trained_tokens", "tokens", "with loss mask 1 in the step"),

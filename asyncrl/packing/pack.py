@@ -1,13 +1,15 @@
 """Which samples share a row, and which rank trains it: best-fit-decreasing into a token budget, rows of equal cost to each rank.
 
-Pure and deterministic: the same lengths give the same rows, on every machine. A length is never split.
+What is packed is a group: its size is its distinct tokens, the prompt counted once. Pure and deterministic: the same lengths
+give the same rows, on every machine. A sample is never split.
 """
 
 from __future__ import annotations
 
 import heapq
+import itertools
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -36,11 +38,7 @@ def pack_lengths(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     if not lengths:
         return []
     longest = max(range(len(lengths)), key=lengths.__getitem__)
-    if lengths[longest] > capacity:
-        raise ConfigError(
-            f"sample {longest} has {lengths[longest]} tokens and packing.tokens_per_row is {capacity}: a sample is never split; "
-            f"raise packing.tokens_per_row to at least {lengths[longest]}"
-        )
+    _check_fits(longest, lengths[longest], capacity)
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     bins = _best_fit(lengths, order, capacity)
     if len(bins) > num_bins_at_least(lengths, capacity):
@@ -53,6 +51,14 @@ def pack_lengths(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 def num_bins_at_least(lengths: Sequence[int], capacity: int) -> int:
     """Return ceil(sum / capacity): no packing has fewer bins."""
     return -(-sum(lengths) // capacity)
+
+
+def _check_fits(number: int, length: int, capacity: int) -> None:
+    if length > capacity:
+        raise ConfigError(
+            f"sample {number} has {length} tokens and packing.tokens_per_row is {capacity}: a sample is never split; "
+            f"raise packing.tokens_per_row to at least {length}"
+        )
 
 
 def _best_fit(lengths: Sequence[int], order: list[int], capacity: int) -> list[list[int]]:
@@ -85,11 +91,13 @@ def _first_fit(lengths: Sequence[int], order: list[int], capacity: int) -> list[
 
 LINEAR_FACTOR = 12
 """Weights of a decoder layer over hidden_size squared: 4 in attention's projections, 8 in an MLP four times as wide."""
+IDLE_ENOUGH = 0.02
+"""Ranks that wait for each other for less than this share of a step need no further cut of groups."""
 
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """What a sample of n tokens costs: linear * n + attention * n^2, in any unit."""
+    """What n tokens of one sample cost: linear * n + attention * n^2, in any unit."""
 
     linear: float = 1.0
     attention: float = 0.0
@@ -106,9 +114,24 @@ class CostModel:
         """
         return cls(1.0, 1.0 / (LINEAR_FACTOR * hidden_size))
 
-    def of(self, lengths: Iterable[int]) -> float:
-        """Return the cost of samples of these lengths."""
-        return sum(self.linear * n + self.attention * n * n for n in lengths)
+    def of(self, num_tokens: int, prefix: int = 0) -> float:
+        """Return the cost of `num_tokens` that come after a prefix, which is not counted: they attend to it."""
+        end = prefix + num_tokens
+        return self.linear * num_tokens + self.attention * (end * end - prefix * prefix)
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """What is packed as one: parts (a sample, or the two of a preference pair) that begin with the same tokens."""
+
+    prefix: int
+    """Tokens that all parts begin with: they lie in a row once."""
+    tails: tuple[int, ...]
+    """Tokens of each part after the prefix."""
+    prefix_cost: float
+    """What training the prefix costs."""
+    costs: tuple[float, ...]
+    """What training each tail costs; 0 where it is only carried along."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,33 +149,52 @@ class RankedRow:
     """A row and who runs it."""
 
     members: tuple[int, ...]
-    """What lies in it, ascending."""
+    """The parts that lie in it, ascending."""
     rank: int
+    cost: float
 
 
-def rows_of_ranks(sizes_U: Sequence[int], costs_U: Sequence[float], capacity: int, num_ranks: int) -> list[RankedRow]:
-    """Put units (samples, or several that must share a row) into rows, and rows onto ranks.
+def pack_units(units: Sequence[Unit], capacity: int, num_ranks: int = 1) -> list[RankedRow]:
+    """Put units into rows, and rows onto ranks; parts are numbered over the units in their order.
+
+    A unit stays whole where it fits into a row, so its prefix is computed once. It is cut into as few pieces as hold it where it
+    does not, and into more of them where ranks would wait for each other otherwise; each piece repeats the prefix.
 
     Args:
-        sizes_U: Tokens of each unit, each in [1, capacity].
-        costs_U: What training each of them costs (0 where it is only carried along).
+        units: At least one part each.
         capacity: Tokens of a row.
         num_ranks: R.
 
     Returns:
-        The rows; the t-th row of every rank is run in turn t, rows of a turn follow each other. With one rank: the rows of
-        `pack_lengths` in their order.
+        The rows; the t-th row of every rank is run in turn t, rows of a turn follow each other.
 
     Raises:
-        ConfigError: A unit does not fit into any row.
+        ConfigError: A part does not fit into any row.
     """
-    packed = pack_lengths(sizes_U, capacity)
-    if num_ranks == 1:
-        return [RankedRow(tuple(members), 0) for members in packed]
-    wanted = min(-(-len(packed) // num_ranks) * num_ranks, len(sizes_U))
-    options = [_halved_until(wanted, packed, sizes_U, costs_U), _spread_evenly(wanted, sizes_U, costs_U, capacity)]
-    rows = min((rows for rows in options if rows), key=lambda rows: step_cost(_sums(rows, costs_U), num_ranks), default=[])
-    return [RankedRow(tuple(rows[row]), rank) for row, rank in ranks_of_rows(_sums(rows, costs_U), num_ranks)]
+    first_parts = [0, *itertools.accumulate(len(unit.tails) for unit in units)]
+    for unit, first in zip(units, first_parts, strict=False):
+        longest = max(range(len(unit.tails)), key=unit.tails.__getitem__)
+        _check_fits(first + longest, unit.prefix + unit.tails[longest], capacity)
+    best: list[RankedRow] = []
+    most_pieces = max((len(unit.tails) for unit in units), default=0) if num_ranks > 1 else 1
+    num_pieces = 1
+    while True:
+        pieces = [(u, piece) for u, unit in enumerate(units) for piece in _cut(unit, num_pieces, capacity)]
+        sizes = [units[u].prefix + sum(units[u].tails[i] for i in piece) for u, piece in pieces]
+        costs = [_piece_cost(units[u], piece) for u, piece in pieces]
+        rows = []
+        for members in _rows_of(sizes, costs, capacity, num_ranks):
+            parts: dict[int, list[int]] = {}
+            for member in members:
+                parts.setdefault(pieces[member][0], []).extend(pieces[member][1])
+            numbers = tuple(sorted(first_parts[u] + i for u, piece in parts.items() for i in piece))
+            rows.append((numbers, sum(_piece_cost(units[u], piece) for u, piece in parts.items())))
+        costs_K = [cost for _, cost in rows]
+        if not best or step_cost(costs_K, num_ranks) < step_cost([row.cost for row in best], num_ranks):
+            best = [RankedRow(rows[row][0], rank, rows[row][1]) for row, rank in ranks_of_rows(costs_K, num_ranks)]
+        if num_pieces >= most_pieces or idle_share(costs_K, num_ranks) < IDLE_ENOUGH:
+            return best
+        num_pieces *= 2
 
 
 def ranks_of_rows(costs_K: Sequence[float], num_ranks: int) -> list[tuple[int, int]]:
@@ -164,8 +206,10 @@ def ranks_of_rows(costs_K: Sequence[float], num_ranks: int) -> list[tuple[int, i
 
     Returns:
         (row, rank) in the order of turns, costliest turn first, ranks ascending within a turn; only the last turn can have
-        fewer than R rows.
+        fewer than R rows. With one rank: the rows in their order.
     """
+    if num_ranks == 1:
+        return [(row, 0) for row in range(len(costs_K))]
     order = sorted(range(len(costs_K)), key=lambda row: (-costs_K[row], row))
     loads_R = [0.0] * num_ranks
     placed: list[tuple[int, int]] = []
@@ -186,6 +230,29 @@ def step_cost(costs_K: Sequence[float], num_ranks: int) -> float:
 def idle_share(costs_K: Sequence[float], num_ranks: int) -> float:
     """Return the share of the ranks' time in which they wait for a costlier row of the same turn, in [0, 1)."""
     return 1.0 - sum(costs_K) / (num_ranks * step_cost(costs_K, num_ranks)) if any(costs_K) else 0.0
+
+
+def _piece_cost(unit: Unit, parts: Sequence[int]) -> float:
+    tails = sum(unit.costs[i] for i in parts)
+    return tails and unit.prefix_cost + tails
+
+
+def _cut(unit: Unit, num_pieces: int, capacity: int) -> list[list[int]]:
+    """Return the parts of each piece: at least `num_pieces` where there are as many parts, in equal costs where they fit."""
+    room = capacity - unit.prefix
+    if num_pieces == 1 and sum(unit.tails) <= room:
+        return [list(range(len(unit.tails)))]
+    even = _spread_evenly(min(num_pieces, len(unit.tails)), unit.tails, unit.costs, room)
+    return even or pack_lengths(unit.tails, room)
+
+
+def _rows_of(sizes: Sequence[int], costs: Sequence[float], capacity: int, num_ranks: int) -> list[list[int]]:
+    packed = pack_lengths(sizes, capacity)
+    if num_ranks == 1:
+        return packed
+    wanted = min(-(-len(packed) // num_ranks) * num_ranks, len(sizes))
+    options = [_halved_until(wanted, packed, sizes, costs), _spread_evenly(wanted, sizes, costs, capacity)]
+    return min((rows for rows in options if rows), key=lambda rows: step_cost(_sums(rows, costs), num_ranks), default=[])
 
 
 def _sums(rows: Sequence[Sequence[int]], costs_U: Sequence[float]) -> list[float]:
@@ -216,8 +283,8 @@ def _spread_evenly(num_rows: int, sizes_U: Sequence[int], costs_U: Sequence[floa
 
     Args:
         num_rows: At most as many as there are units: every row then gets one.
-        sizes_U: See `rows_of_ranks`.
-        costs_U: See `rows_of_ranks`.
+        sizes_U: See `_rows_of`.
+        costs_U: See `_rows_of`.
         capacity: Tokens of a row.
     """
     rows: list[list[int]] = [[] for _ in range(num_rows)]

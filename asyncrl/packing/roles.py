@@ -44,13 +44,14 @@ def roles_of(step: int, groups: Sequence[ScoredGroup], screen: Screen) -> list[R
     return roles
 
 
-def units_of(roles: Sequence[Role]) -> list[list[int]]:
-    """Return which samples must share a row, as positions in `roles`: the two of a pair, else each for itself."""
-    units: dict[tuple[bool, int], list[int]] = {}
+def units_of(roles: Sequence[Role]) -> list[list[list[int]]]:
+    """Return the samples of each group, as positions in `roles`, in parts that must share a row: a sample, or both of a pair."""
+    units: dict[tuple[int, bytes], dict[int, list[int]]] = {}
     for position, role in enumerate(roles):
-        paired = role.pair >= 0
-        units.setdefault((paired, role.pair if paired else position), []).append(position)
-    return list(units.values())
+        sample = role.scored.sample
+        parts = units.setdefault((sample.group_id, sample.prompt_ids), {})
+        parts.setdefault(role.pair if role.pair >= 0 else -1 - position, []).append(position)
+    return [list(parts.values()) for parts in units.values()]
 
 
 def _sampled(group: ScoredGroup, screen: Screen) -> list[Role]:

@@ -1,5 +1,8 @@
 """Scored groups into the one StepBatch that the learner trains: rows of whole samples with everything the loss needs per token.
 
+What is packed is a group: its prompt counts once, since the learner runs it once for all its samples of a row
+(learner/step/microbatch.py). A group longer than a row is cut and its prompt is run once for each piece.
+
 Invariants: the same groups and arguments give the same bytes; `samples` is in the order of the groups given and by member index;
 within a row samples keep that order; the two samples of a preference pair share a row; groups that different updates train
 share none, so that a row is one micro-batch; prompt tokens, tool output, tokens older than `mask_below` and samples that are
@@ -16,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.algorithms.screening import Screen, updates_of_groups
-from asyncrl.packing.pack import RankedRow, RankPlan, rows_of_ranks
+from asyncrl.packing.pack import CostModel, RankPlan, Unit, pack_units
 from asyncrl.packing.roles import Role, roles_of, units_of
 from asyncrl.schema.batches import PackedRow, PackedSample, StepBatch
 from asyncrl.schema.samples import (
@@ -63,11 +66,11 @@ def pack_step(
     Args:
         step: The optimizer step.
         groups: Its groups, in the order in which they are to be trained.
-        tokens_per_row: Token budget of a row.
+        tokens_per_row: Token budget of a row; a prompt that several of its samples share counts once.
         temperature: That the samples were drawn at.
         mask_below: Tokens of a version under this one get mask 0 (policy `mask`); their sample stays, for its group's advantage.
         replay: Passed on.
-        ranks: Learner ranks that the rows are spread over, in turns of rows of like cost (packing/balance.py), and their updates.
+        ranks: Learner ranks that the rows are spread over, in turns of rows of like cost (packing/pack.py), and their updates.
         screen: Says which samples are trained, and which make pairs.
 
     Returns:
@@ -79,16 +82,15 @@ def pack_step(
     roles = roles_of(step, groups, screen)
     samples = [_unpack(role, mask_below) for role in roles]
     units = units_of(roles)
-    sizes_U = [sum(samples[i].num_tokens for i in unit) for unit in units]
-    costs_U = [ranks.cost.of(samples[i].num_tokens for i in unit if samples[i].loss_mask.any()) for unit in units]
-    ranked: list[RankedRow] = []
+    ranked: list[tuple[list[int], int]] = []
     for chosen in _units_of_updates(samples, units, ranks.minibatches):
-        rows_here = rows_of_ranks([sizes_U[u] for u in chosen], [costs_U[u] for u in chosen], tokens_per_row, ranks.num_ranks)
-        ranked += [RankedRow(tuple(chosen[i] for i in row.members), row.rank) for row in rows_here]
-    bins = [sorted(i for unit in row.members for i in units[unit]) for row in ranked]
+        parts = [part for unit in chosen for part in unit]
+        sizes = [_measured(samples, unit, ranks.cost) for unit in chosen]
+        packed = pack_units(sizes, tokens_per_row, ranks.num_ranks)
+        ranked += [(sorted(i for part in row.members for i in parts[part]), row.rank) for row in packed]
     placed: list[PackedSample | None] = [None] * len(samples)
     rows = []
-    for row, (members, rank) in enumerate(zip(bins, [row.rank for row in ranked], strict=True)):
+    for row, (members, rank) in enumerate(ranked):
         rows.append(_row([samples[i] for i in members], rank))
         start = 0
         for i in members:
@@ -104,17 +106,29 @@ def pack_step(
     )
 
 
-def _units_of_updates(samples: Sequence[_Unpacked], units: Sequence[Sequence[int]], minibatches: int) -> list[list[int]]:
+def _units_of_updates(
+    samples: Sequence[_Unpacked], units: Sequence[list[list[int]]], minibatches: int
+) -> list[list[list[list[int]]]]:
     """Return the units of each update's groups, those of groups that train nothing last; all together for one update."""
     if minibatches == 1:
-        return [list(range(len(units)))]
+        return [list(units)]
     groups = [sample.scored.sample.group_id for sample in samples]
     trained = [group for group, sample in zip(groups, samples, strict=True) if sample.loss_mask.any()]
     update_of_group = updates_of_groups(trained, minibatches)
-    of_update: dict[int, list[int]] = {}
-    for number, unit in enumerate(units):
-        of_update.setdefault(update_of_group.get(groups[unit[0]], minibatches), []).append(number)
+    of_update: dict[int, list[list[list[int]]]] = {}
+    for unit in units:
+        of_update.setdefault(update_of_group.get(groups[unit[0][0]], minibatches), []).append(unit)
     return [of_update[update] for update in sorted(of_update)]
+
+
+def _measured(samples: Sequence[_Unpacked], unit: list[list[int]], cost: CostModel) -> Unit:
+    prefix = len(samples[unit[0][0]].prompt_ids)
+    return Unit(
+        prefix=prefix,
+        tails=tuple(sum(len(samples[i].token_ids) for i in part) for part in unit),
+        prefix_cost=cost.of(prefix),
+        costs=tuple(sum(cost.of(len(samples[i].token_ids), prefix) for i in part if samples[i].loss_mask.any()) for part in unit),
+    )
 
 
 def _unpack(role: Role, mask_below: int) -> _Unpacked:

@@ -9,6 +9,10 @@ layers, 192 wide, vocabulary 2,048, float32, one thread, AdamW; decoupled PPO wi
   is handed the finished completions. Needs the extra `asyncrl[bench]`.
 - `share_of_bare`: seconds of the same packed rows through forward, output layer and backward of a plain sum, over those of the
   whole step.
+- `shared_prefix_speedup_GROUPSxMEMBERS`: samples per second of `train_step` with groups packed whole and a prompt computed once,
+  over those with every sample packed and computed with a prompt of its own; one row each. `before_GROUPSxMEMBERS_speedup` is the
+  same over rows filled sample by sample, in which members share a prompt where they happen to lie in one row (the rows of
+  configs/smollm2.toml and configs/quickstart.toml before groups were packed whole: 1,024 and 512 tokens). Llamas of their own.
 - `logits_memory`: peak memory of log-probabilities at vocabulary 49,152 for 4,096 tokens, forward and backward, over that of the
   usual way with all [T, V] logits; each in a process of its own.
 
@@ -29,6 +33,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -46,6 +51,7 @@ from asyncrl.learner.step.microbatch import PreparedBatch, prepare
 from asyncrl.learner.step.train_step import train_step
 from asyncrl.learner.train_state import TrainState
 from asyncrl.packing.tensors import pack_step
+from asyncrl.schema.batches import StepBatch
 from asyncrl.schema.samples import ScoredGroup
 from benchmarks.harness import BenchResult, interleaved, ratio, seconds_of
 from benchmarks.workload import llama, scored_group
@@ -57,6 +63,30 @@ MICRO_BATCH = 8
 VOCABULARY = 2048
 TOKENS_PER_ROW = 2048
 LEARNING_RATE = 1e-5
+
+
+@dataclass(frozen=True, slots=True)
+class _Groups:
+    """Groups with a common prompt, and the model that trains them."""
+
+    num_groups: int
+    size: int
+    prompt: int
+    response: float
+    """Tokens, on average."""
+    row_before: int
+    model: tuple[int, int, int, int, int]
+    goal: float
+
+    @property
+    def name(self) -> str:
+        return f"{self.num_groups}x{self.size}"
+
+
+SHARED = (
+    _Groups(4, 8, 149, 9.0, 1024, (192, 4, 4, 768, 2048), 4.0),
+    _Groups(64, 4, 6, 3.6, 512, (128, 2, 4, 512, 16), 1.3),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,16 +117,59 @@ def _measure(rounds: int) -> BenchResult:
     work = _make_work()
     sides = {"packed": _packed_side(work), "padded": _padded_side(work), "bare": _bare_side(work), "trl": _trl_side(work)}
     seconds = interleaved({name: partial(seconds_of, side) for name, side in sides.items()}, rounds)
+    shared = {groups.name: interleaved(_shared_sides(groups), rounds) for groups in SHARED}
     ours, whole = _peak_bytes("chunked"), _peak_bytes("whole")
     rates = {f"{name}_tokens_per_s": work.num_tokens / value for name, value in seconds.items()}
     ratios = {
         "packed_vs_padded": ratio(seconds["padded"] / seconds["packed"], PACKED_GOAL),
         "vs_trl": ratio(seconds["trl"] / seconds["packed"], TRL_GOAL),
         "share_of_bare": ratio(seconds["bare"] / seconds["packed"], BARE_GOAL),
+        **{
+            f"shared_prefix_speedup_{groups.name}": ratio(shared[groups.name]["own"] / shared[groups.name]["shared"], groups.goal)
+            for groups in SHARED
+        },
         "logits_memory": ratio(ours / whole, LOGITS_GOAL, at_least=False),
     }
     memory = {"logits_chunked_mb": ours / 1e6, "logits_whole_mb": whole / 1e6}
-    return BenchResult(bench="learner", figures={"trained_tokens": float(work.num_tokens), **rates, **memory}, ratios=ratios)
+    before = {f"before_{name}_speedup": times["before"] / times["shared"] for name, times in shared.items()}
+    figures = {"trained_tokens": float(work.num_tokens), **rates, **before, **memory}
+    return BenchResult(bench="learner", figures=figures, ratios=ratios)
+
+
+def _shared_sides(groups: _Groups) -> dict[str, Callable[[], float]]:
+    """Return the same step with prompts shared, by chance shared, and not shared."""
+    rng, vocabulary = np.random.default_rng(0), groups.model[-1]
+    lengths = rng.uniform(groups.response - 1, groups.response + 1, (groups.num_groups, groups.size)).round().astype(int)
+    whole = [
+        scored_group(
+            number,
+            rng.integers(2, vocabulary, groups.prompt).tolist(),
+            [rng.integers(2, vocabulary, length).tolist() for length in row],
+            rng.random(groups.size).round().tolist(),
+        )
+        for number, row in enumerate(lengths)
+    ]
+    alone = []
+    for number, member in enumerate(member for group in whole for member in group.members):
+        sample = msgspec.structs.replace(member.sample, group_id=number)
+        alone.append(ScoredGroup(number, whole[0].prompt, (msgspec.structs.replace(member, sample=sample),)))
+    pack = partial(pack_step, 0, temperature=1.0)
+    by_sample = pack(alone, tokens_per_row=groups.row_before)
+    named = tuple(msgspec.structs.replace(one, group_id=one.group_id // groups.size) for one in by_sample.samples)
+    one_row = 2 * groups.num_groups * groups.size * (groups.prompt + int(groups.response))
+    batches = {
+        "shared": pack(whole, tokens_per_row=one_row),
+        "before": msgspec.structs.replace(by_sample, samples=named),
+        "own": pack(alone, tokens_per_row=one_row),
+    }
+    config = _config()
+
+    def side(batch: StepBatch) -> Callable[[], float]:
+        model = made_ready(llama(*groups.model, tie_word_embeddings=False), config.learner)
+        state, prepared = TrainState(model, build_optimizer(model, config.learner, config.num_steps)), prepare(batch)
+        return partial(seconds_of, lambda: train_step(state, prepared, config))
+
+    return {name: side(batch) for name, batch in batches.items()}
 
 
 def _make_work() -> _Work:

@@ -208,10 +208,13 @@ def test_packed_logprobs_equal_those_of_each_sample_alone(kit, temperature):
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("tokens_per_row", [1, 40, 10_000])
-def test_packed_gradients_equal_those_of_plain_unpacked_samples(kit, tokens_per_row):
-    model, samples = kit.model(), kit.samples(groups=5, response=(1, 40))
-    packed = gradients(model, kit.batch(samples, tokens_per_row))
+@pytest.mark.parametrize("tokens_per_row", [1, 40, 300, 10_000])
+@pytest.mark.parametrize("sizes", [{"response": (1, 40)}, {"prompt": (30, 33), "response": (1, 9)}], ids=["own", "shared"])
+def test_packed_gradients_equal_those_of_plain_unpacked_samples(kit, sizes, tokens_per_row):
+    model, samples = kit.model(), kit.samples(groups=5, **sizes)
+    batch = kit.batch(samples, tokens_per_row)
+    assert ("prompt" in sizes and tokens_per_row > 40) == any(row.layout.shared for row in prepare(batch).rows)
+    packed = gradients(model, batch)
     model.zero_grad()
     for index, sample in enumerate(samples):
         (plain_logprobs(model, sample).sum() * (index + 1)).backward()

@@ -1,11 +1,43 @@
 from __future__ import annotations
 
+import itertools
+
+import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.errors import ConfigError
-from asyncrl.packing.pack import num_bins_at_least, pack_lengths
+from asyncrl.packing.pack import (
+    CostModel,
+    Unit,
+    idle_share,
+    num_bins_at_least,
+    pack_lengths,
+    pack_units,
+    ranks_of_rows,
+    step_cost,
+)
+
+COST = CostModel.of_model(64)
+
+
+def unit_of(prefix, tails, cost=COST):
+    return Unit(prefix, tuple(tails), cost.of(prefix), tuple(cost.of(tail, prefix) for tail in tails))
+
+
+def parts_of(units):
+    """(unit, tail) of every part, in their numbers' order."""
+    return [(unit, tail) for unit in units for tail in unit.tails]
+
+
+def row_size(row, units):
+    parts = [parts_of(units)[i] for i in row.members]
+    return sum(tail for _, tail in parts) + sum({id(unit): unit.prefix for unit, _ in parts}.values())
+
+
+def copies_of_prefixes(rows, units):
+    return sum(len({id(parts_of(units)[i][0]) for i in row.members}) for row in rows)
 
 
 def test_a_length_over_the_budget_names_itself_and_the_knob():
@@ -27,3 +59,112 @@ def test_every_length_is_whole_in_one_bin_within_the_budget(lengths, capacity):
     assert num_bins_at_least(lengths, capacity) <= len(bins)
     assert all(members == sorted(members) for members in bins)
     assert bins == sorted(bins)
+
+
+UNITS = st.lists(st.builds(unit_of, st.integers(0, 30), st.lists(st.integers(1, 30), min_size=1, max_size=9)), max_size=12)
+
+
+@given(UNITS, st.integers(60, 200), st.integers(1, 4))
+def test_every_part_is_in_one_row_of_distinct_tokens_within_the_budget(units, capacity, num_ranks):
+    rows = pack_units(units, capacity, num_ranks)
+
+    assert sorted(i for row in rows for i in row.members) == list(range(len(parts_of(units))))
+    assert all(row.members == tuple(sorted(row.members)) for row in rows)
+    assert all(row_size(row, units) <= capacity for row in rows)
+    if num_ranks == 1:
+        cut = [unit for unit in units if unit.prefix + sum(unit.tails) > capacity]
+        assert copies_of_prefixes(rows, units) <= len(units) + sum(len(unit.tails) for unit in cut)
+
+
+def test_whole_groups_fill_rows_by_their_distinct_tokens():
+    units = [unit_of(149, [9] * 8) for _ in range(4)]
+    assert [row.members for row in pack_units(units, 884)] == [tuple(range(32))]
+    assert [row.members for row in pack_units(units, 442)] == [tuple(range(16)), tuple(range(16, 32))]
+
+
+def test_a_group_larger_than_a_row_is_cut_into_the_fewest_pieces():
+    units = [unit_of(50, [20, 10, 20, 10])]
+    rows = pack_units(units, 90)
+    assert sorted(row_size(row, units) for row in rows) == [70, 90]
+
+
+def test_groups_are_cut_where_ranks_would_idle_otherwise_and_not_else():
+    alone, even = [unit_of(10, [20] * 8)], [unit_of(10, [20] * 8) for _ in range(4)]
+    assert [len(row.members) for row in pack_units(alone, 1_000, 2)] == [4, 4]
+    assert copies_of_prefixes(pack_units(even, 1_000, 2), even) == 4
+
+
+def test_a_part_longer_than_a_row_is_refused_by_its_number():
+    with pytest.raises(ConfigError, match=r"sample 2 has 61 tokens and packing.tokens_per_row is 60.*at least 61"):
+        pack_units([unit_of(0, [5, 5]), unit_of(40, [21, 3])], 60)
+
+
+def rows_of_lengths(lengths, capacity, num_ranks, cost=COST):
+    return pack_units([unit_of(0, [length], cost) for length in lengths], capacity, num_ranks)
+
+
+def test_attention_costs_as_much_as_linear_layers_at_twelve_times_the_hidden_size():
+    assert COST.attention * (12 * 64) ** 2 == pytest.approx(COST.linear * 12 * 64)
+    assert COST.of(10) + COST.of(20, prefix=10) == pytest.approx(COST.of(30)) == pytest.approx(30 + 900 / 768)
+
+
+def test_one_rank_gets_the_rows_of_the_packer():
+    lengths = [5, 9, 3, 7, 7, 2]
+    assert [list(row.members) for row in rows_of_lengths(lengths, 12, 1)] == pack_lengths(lengths, 12)
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=40), st.integers(40, 100), st.integers(2, 5))
+def test_ranks_have_equally_many_rows_within_the_budget(lengths, capacity, num_ranks):
+    rows = rows_of_lengths(lengths, capacity, num_ranks)
+    counts = [sum(row.rank == rank for row in rows) for rank in range(num_ranks)]
+
+    assert sorted(i for row in rows for i in row.members) == list(range(len(lengths)))
+    assert all(row.members and list(row.members) == sorted(row.members) for row in rows)
+    assert max(sum(lengths[i] for i in row.members) for row in rows) <= capacity
+    assert max(counts) == -(-len(pack_lengths(lengths, capacity)) // num_ranks)
+    if len(lengths) >= max(counts) * num_ranks:
+        assert min(counts) == max(counts)
+
+
+def cheapest_step(costs, num_ranks):
+    """Try every order of the rows: R at a time make a turn."""
+    padded = [*costs, *[0.0] * (-len(costs) % num_ranks)]
+    return min(
+        sum(max(order[start : start + num_ranks]) for start in range(0, len(order), num_ranks))
+        for order in set(itertools.permutations(padded))
+    )
+
+
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=6), st.integers(2, 3))
+@settings(max_examples=60, deadline=None)
+def test_no_order_of_the_rows_makes_a_shorter_step(costs, num_ranks):
+    assert step_cost(costs, num_ranks) == cheapest_step(costs, num_ranks)
+
+
+@given(st.lists(st.floats(1, 100), min_size=1, max_size=30), st.integers(2, 4))
+def test_turns_are_the_ranks_rows_in_order_and_last_as_long_as_promised(costs, num_ranks):
+    placed = ranks_of_rows(costs, num_ranks)
+    by_rank = [[costs[row] for row, rank in placed if rank == mine] for mine in range(num_ranks)]
+    turns = itertools.zip_longest(*by_rank, fillvalue=0.0)
+    assert sum(map(max, turns)) == pytest.approx(step_cost(costs, num_ranks))
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4, 8])
+def test_log_normal_lengths_keep_all_ranks_busy(num_ranks):
+    rng = np.random.default_rng(0)
+    lengths = np.clip(rng.lognormal(7.5, 0.85, 1_024), 16, 16_384).astype(int).tolist()
+
+    rows = rows_of_lengths(lengths, 16_384, num_ranks, CostModel.of_model(896))
+    loads = [sum(row.cost for row in rows if row.rank == rank) for rank in range(num_ranks)]
+
+    assert len(rows) - len(pack_lengths(lengths, 16_384)) < num_ranks
+    assert max(loads) * num_ranks / sum(loads) < 1.01
+    assert idle_share([row.cost for row in rows], num_ranks) < 0.005 * num_ranks
+
+
+def test_what_is_only_carried_along_counts_for_room_and_not_for_work():
+    """Four trained samples and four that are not, of one length: each rank gets two of the trained ones."""
+    rows = pack_units([Unit(0, (10,), 0.0, (float(i % 2 == 0),)) for i in range(8)], 20, 2)
+    trained = [sum(i % 2 == 0 for row in rows if row.rank == rank for i in row.members) for rank in (0, 1)]
+    assert trained == [2, 2]
+    assert max(len(row.members) for row in rows) <= 2

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from asyncrl.packing.pack import RankPlan
 from asyncrl.packing.tensors import pack_step
@@ -42,22 +43,29 @@ GROUPS = [
 
 
 def test_rows_hold_whole_samples_with_everything_aligned_to_its_token():
-    batch = pack_step(5, GROUPS, tokens_per_row=8, temperature=0.7)
+    batch = pack_step(5, GROUPS, tokens_per_row=10, temperature=0.7)
 
     assert [(s.group_id, s.index, s.row, s.start, s.prompt_tokens, s.response_tokens) for s in batch.samples] == [
         (4, 0, 0, 0, 2, 3),
-        (4, 1, 1, 0, 2, 2),
-        (7, 2, 0, 5, 1, 2),
+        (4, 1, 0, 5, 2, 2),
+        (7, 2, 0, 9, 1, 2),
     ]
     row = batch.rows[0]
-    assert ids_from_bytes(row.token_ids).tolist() == [1, 2, 10, 11, 12, 5, 20, 21]
-    assert ids_from_bytes(row.position_ids).tolist() == [0, 1, 2, 3, 4, 0, 1, 2]
-    assert ids_from_bytes(row.segment_ids).tolist() == [0, 0, 0, 0, 0, 1, 1, 1]
-    assert ids_from_bytes(row.versions).tolist() == [-1, -1, 3, 3, 4, -1, 2, 5]
-    assert list(row.loss_mask) == [0, 0, 1, 1, 1, 0, 0, 1]
-    np.testing.assert_allclose(logprobs_from_bytes(row.behaviour_logprobs), [0, 0, -0.1, -0.2, -0.3, 0, -0.1, -0.2], rtol=1e-6)
+    assert ids_from_bytes(row.token_ids).tolist() == [1, 2, 10, 11, 12, 1, 2, 13, 14, 5, 20, 21]
+    assert ids_from_bytes(row.position_ids).tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 3, 0, 1, 2]
+    assert ids_from_bytes(row.segment_ids).tolist() == [0, 0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2]
+    assert ids_from_bytes(row.versions).tolist() == [-1, -1, 3, 3, 4, -1, -1, 4, 4, -1, 2, 5]
+    assert list(row.loss_mask) == [0, 0, 1, 1, 1, 0, 0, 1, 1, 0, 0, 1]
+    logprobs = [0, 0, -0.1, -0.2, -0.3, 0, 0, -0.1, -0.2, 0, -0.1, -0.2]
+    np.testing.assert_allclose(logprobs_from_bytes(row.behaviour_logprobs), logprobs, rtol=1e-6)
     assert (batch.step, batch.temperature, batch.num_trained_tokens, batch.replay) == (5, 0.7, 6, False)
     assert [s.reward for s in batch.samples] == [1.0, 0.0, 0.5]
+
+
+@pytest.mark.parametrize(("tokens_per_row", "rows"), [(9, [0, 0, 1]), (6, [0, 1, 2])])
+def test_a_group_is_packed_whole_and_cut_only_where_its_distinct_tokens_do_not_fit(tokens_per_row, rows):
+    batch = pack_step(5, GROUPS, tokens_per_row=tokens_per_row, temperature=0.7)
+    assert [sample.row for sample in batch.samples] == rows
 
 
 def test_oldest_version_is_that_of_trained_tokens_only():

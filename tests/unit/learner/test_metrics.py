@@ -2,7 +2,6 @@
 
 import math
 import threading
-import time
 
 import numpy as np
 import pytest
@@ -231,15 +230,6 @@ def test_mismatch_leaves_out_tokens_that_moved_weights_measured():
     assert tokens.metrics()["mismatch/tokens"] == (trained(drawn[:15], "versions") == LEARNER_VERSION).sum()
 
 
-def test_unknown_versions_leave_the_buckets_out_and_nothing_else():
-    drawn = samples()
-    known, unknown = figures([drawn]), figures([drawn], versions=False)
-    assert {name for name in known if "_by_staleness/" in name}
-    assert not {name for name in unknown if "_by_staleness/" in name}
-    assert unknown["mismatch/tokens"] == 0
-    assert_same(*({n: v for n, v in each.items() if "staleness" not in n and "mismatch" not in n} for each in (known, unknown)))
-
-
 def test_sequence_truncation_counts_whole_sequences():
     drawn = samples(count=20)
     got = figures([drawn], corrections=(StalenessMask(), TruncatedSequence(cap=1.5)))
@@ -267,62 +257,6 @@ def test_later_passes_count_for_clipping_and_not_for_the_policy_before_the_step(
     assert got["policy/clip_fraction"] == pytest.approx((before["policy/clip_fraction"] + 1) / 2)
     assert got["kl/current_k1"] == pytest.approx(before["kl/current_k1"] - 0.5)
     assert got["kl/mean"] == before["kl/mean"]
-
-
-def test_a_row_without_a_policy_loss_still_says_how_far_the_data_is():
-    current, behaviour = torch.tensor([-1.0, -2.0, -3.0]).requires_grad_(), torch.tensor([-1.5, -2.0, math.nan])
-    inputs = LossInputs(
-        logprobs=current,
-        proximal_logprobs=current.detach(),
-        behaviour_logprobs=behaviour,
-        advantages=torch.zeros(3),
-        mask=torch.tensor([True, True, False]),
-        sequence_ids=torch.tensor([0, 1, 1]),
-        num_sequences=2,
-        denominators=Denominators(1, 1),
-        versions=torch.tensor([12, 10, 10]),
-        learner_version=12,
-    )
-    tokens = StepTokens(1)
-    tokens.add(TokenRecord.without_loss(inputs, is_first_update=True))
-    got = tokens.metrics()
-    assert got["kl/k1"] == pytest.approx(-0.25)
-    assert got["ratio/mean_by_staleness/0"] == pytest.approx(math.exp(0.5))
-    assert (got["ratio/correction_mean"], got["policy/clip_fraction"], got["policy/kept_fraction"]) == (1.0, 0.0, 1.0)
-    assert "kl/reference_mean" not in got
-    assert "policy/entropy" not in got
-
-
-def test_nothing_trained_says_nothing():
-    nothing = [{**member, "mask": torch.zeros_like(member["mask"])} for member in samples()]
-    assert figures([nothing]) == {}
-    assert StepTokens(1).metrics() == {}
-
-
-def test_a_step_of_a_thousand_tokens_costs_less_than_700_small_reductions():
-    """5 ms on a core where one takes 7 microseconds; told in reductions so that a busy machine does not matter."""
-    drawn = samples(count=170)
-    tokens = StepTokens(4, corrections=TOKEN_CAP)
-    for start in range(4):
-        tokens.add(record(drawn[start::4]))
-    numbers, threads = torch.randn(1000, dtype=torch.float64), torch.get_num_threads()
-
-    def reduce_ten():
-        for _ in range(10):
-            (numbers + numbers).exp().sum().item()
-
-    def seconds(work):
-        started_s = time.thread_time()
-        work()
-        return time.thread_time() - started_s
-
-    torch.set_num_threads(1)
-    try:
-        times = [(seconds(reduce_ten) / 10, seconds(tokens.metrics)) for _ in range(50)]
-    finally:
-        torch.set_num_threads(threads)
-    reduction_s, metrics_s = (min(column) for column in zip(*times, strict=True))
-    assert metrics_s < 700 * reduction_s
 
 
 def pair_outputs(seed, pairs):

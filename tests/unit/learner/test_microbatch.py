@@ -9,8 +9,6 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from asyncrl.algorithms.losses import LOSSES
-from asyncrl.algorithms.types import Denominators, LossConfig, LossInputs
 from asyncrl.config.algorithm import (
     MaskedGeometric,
     MaskedToken,
@@ -110,23 +108,6 @@ def test_a_row_knows_versions_and_reference_logprobs_of_its_targets(kit):
             float(samples[sample]["logprobs"][offset])
             for sample, offset in zip(row.targets.samples, row.targets.offsets, strict=True)
         ]
-
-
-def test_without_versions_or_reference_they_are_unknown(kit):
-    batch = kit.batch(kit.samples())
-    bare = msgspec.structs.replace(batch, rows=tuple(msgspec.structs.replace(row, versions=b"") for row in batch.rows))
-    (row,) = prepare(bare).rows
-    assert set(row.versions.tolist()) == {-1}
-    assert row.reference_logprobs is None
-
-
-def test_a_table_gives_every_row_back_what_was_collected(kit):
-    prepared = prepare(kit.batch(kit.samples(), 30))
-    values = [torch.arange(row.num_targets) + 100.0 * number for number, row in enumerate(prepared.rows)]
-    table = prepared.table.collect(prepared.rows, values, OneRank())
-    assert (table[~prepared.table.mask] == 0).all()
-    for row, own in zip(prepared.rows, values, strict=True):
-        assert torch.equal(prepared.table.of_row(table, row).float(), own)
 
 
 class RecordedRank:
@@ -264,15 +245,6 @@ def plain_all(model, samples):
     return [plain_logprobs(model, sample | {"mask": np.ones(len(sample["response"]))}) for sample in samples]
 
 
-def test_a_batch_packed_for_several_ranks_trains_alike_on_one(kit):
-    config, weights = kit.config({}, {"minibatches": 2, "epsilon": 1e-2}), []
-    for num_ranks in (1, 3):
-        model = kit.model()
-        train_step(kit.train_state(model, config), kit.batch(kit.samples(groups=4), 45, num_ranks=num_ranks), config)
-        weights.append(list(model.parameters()))
-    assert all(torch.equal(one, three) for one, three in zip(*weights, strict=True))
-
-
 def test_a_shared_prompt_is_computed_once(kit):
     samples = kit.samples(groups=2, group_size=4, prompt=(6, 7), response=(3, 4))
     for sample in samples:
@@ -314,28 +286,3 @@ def test_sliding_window_is_kept_in_packed_rows(kit):
     got = run_row(model, prepare(kit.batch(samples)).rows[0], temperature=1.0, chunk_tokens=64).logprobs
     expected = torch.cat([plain_logprobs(model, sample) for sample in samples])
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
-
-
-def test_single_update_equals_recomputed_proximal(kit):
-    """With one update a step the proximal forward is skipped; running it gives the same bits."""
-    model = kit.model()
-    (row,) = prepare(kit.batch(kit.samples())).rows
-    with torch.no_grad():
-        recomputed = run_row(model, row, temperature=1.0, chunk_tokens=64).logprobs
-    current = run_row(model, row, temperature=1.0, chunk_tokens=64).logprobs
-    assert torch.equal(recomputed, current.detach())
-    inputs = [
-        LossInputs(
-            logprobs=current,
-            proximal_logprobs=proximal,
-            behaviour_logprobs=row.behaviour_logprobs,
-            advantages=torch.ones_like(proximal),
-            mask=torch.ones_like(proximal, dtype=torch.bool),
-            sequence_ids=row.sequence_ids,
-            num_sequences=len(row.sample_index),
-            denominators=Denominators(row.num_targets, len(row.sample_index)),
-        )
-        for proximal in (recomputed, current.detach())
-    ]
-    first, second = (LOSSES["decoupled_ppo"](given, LossConfig(corrections=(TruncatedToken(),))).loss for given in inputs)
-    assert torch.equal(first, second)

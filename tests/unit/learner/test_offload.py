@@ -4,13 +4,11 @@ import pytest
 import torch
 
 from asyncrl.clock import SystemClock
-from asyncrl.config.algorithm import CriticConfig, KLConfig
+from asyncrl.config.algorithm import KLConfig
 from asyncrl.config.run import PlacementConfig, RayLaunch
 from asyncrl.errors import LearnerError, ResidencyError
-from asyncrl.learner.model.critic import SeparateCritic, build_critic_optimizer
 from asyncrl.learner.model.policy import Reference
-from asyncrl.learner.offload import Offload, needs_offload, open_device, open_offload
-from asyncrl.learner.ranks.group import OneRank
+from asyncrl.learner.offload import Offload, open_device, open_offload
 from asyncrl.learner.step.train_step import train_step
 from asyncrl.observe.memory import read_memory
 from asyncrl.residency.plan import GIB
@@ -57,42 +55,6 @@ def test_steps_between_which_everything_left_the_device_are_the_same_steps(kit, 
                 residents.reach("train", 2 * step + 1)
         results.append(weights(train_state))
     assert all(torch.equal(stayed, moved) for stayed, moved in zip(*results, strict=True))
-
-
-def test_what_finds_host_memory_full_goes_to_disk_and_the_steps_are_the_same(kit, opened):
-    results = []
-    for room in (0.0, None):
-        train_state = kit.train_state(kit.model(), colocated(kit))
-        if room is None:  # the larger of the two leaves first: after it there is no room for the policy
-            optimizer = 2 * sum(parameter.nbytes for parameter in train_state.model.parameters())
-            room = (optimizer + optimizer / 4) / GIB
-        config = colocated(kit, host_memory_gib=room)
-        residents, folder = opened(train_state, config)
-        for step in range(2):
-            train_step(train_state, kit.batch(kit.samples(seed=step), step=step), config)
-            went = {move.component: move.after for move in residents.reach("rollout", 2 * step).moves}
-            residents.reach("train", 2 * step + 1)
-        assert went == {"policy": "disk" if room else "host", "policy optimizer": "host"}
-        assert (folder / "swap").is_dir() == bool(room)
-        results.append(weights(train_state))
-    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
-
-
-def test_policy_critic_and_their_optimizers_leave_and_come_back(kit, opened):
-    config = colocated(kit, {"advantage": "gae", "critic": CriticConfig(kind="model")})
-    train_state = kit.train_state(kit.model(), config)
-    train_state.critic = SeparateCritic(kit.model(seed=3).base_model)
-    train_state.critic_optimizer = build_critic_optimizer(
-        train_state.critic, config.algorithm.critic, config.learner, 10, train_state.optimizer
-    )
-    residents, _ = opened(train_state, config)
-    train_step(train_state, kit.batch(kit.samples()), config)
-    left = residents.reach("rollout", 0)
-    assert {move.component for move in left.moves} == {"policy", "policy optimizer", "critic", "critic optimizer"}
-    sizes = {move.component: move.num_bytes for move in left.moves}
-    assert sizes["policy optimizer"] >= 2 * sizes["policy"]
-    assert left.peak_bytes >= sum(sizes.values())
-    assert set(residents.reach("train", 1).resident) == set(sizes)
 
 
 def test_in_hybrid_the_policy_stays_for_the_engines(kit, opened):
@@ -146,40 +108,6 @@ def test_what_does_not_fit_after_all_is_said_with_the_sums_when_it_is_to_come(ki
         residents.reach("train", 1)
 
 
-class VotingRanks(OneRank):
-    """Hears what this rank says when all vote on whether a phase was reached; the others have this many failures."""
-
-    def __init__(self, num_others_failed=0.0):
-        self.votes, self._others = [], num_others_failed
-
-    def sum(self, values):
-        self.votes.append(float(values))
-        return values + self._others
-
-
-def test_a_rank_that_fails_says_so_to_the_others_whatever_failed(kit, opened):
-    """They wait for its word: without it they would stand until the time-out of their group."""
-    config = colocated(kit)
-    train_state = kit.train_state(kit.model(), config)
-    train_state.ranks = VotingRanks()
-    residents, _ = opened(train_state, config)
-    residents.reach("rollout", 0)
-    assert train_state.ranks.votes == [0.0]
-    residents._manager._components["policy"]._blocks = None  # a fault that nobody thought of
-    with pytest.raises(TypeError):
-        residents.reach("train", 1)
-    assert train_state.ranks.votes == [0.0, 1.0]
-
-
-def test_a_phase_that_another_rank_did_not_reach_is_not_reached(kit, opened):
-    config = colocated(kit)
-    train_state = kit.train_state(kit.model(), config)
-    train_state.ranks = VotingRanks(num_others_failed=2.0)
-    residents, _ = opened(train_state, config)
-    with pytest.raises(ResidencyError, match="phase 'rollout' was not reached by 2 of the learner's other ranks"):
-        residents.reach("rollout", 0)
-
-
 def test_the_learners_part_of_a_device_is_what_generation_beside_it_leaves(kit):
     def budget(**settings):
         return open_device(kit.config(**settings)).budget_bytes
@@ -188,9 +116,3 @@ def test_the_learners_part_of_a_device_is_what_generation_beside_it_leaves(kit):
     assert budget(placement=beside) == 1.5 * GIB
     assert budget(placement=beside, launch=RayLaunch()) == 2 * GIB  # no generator of such a run is held to a share
     assert budget(placement=PlacementConfig(device_memory_gib=2.0)) == 2 * GIB
-
-
-def test_residents_are_for_shared_and_for_bounded_devices(kit):
-    assert not needs_offload(kit.config())
-    assert needs_offload(colocated(kit))
-    assert needs_offload(kit.config(placement=PlacementConfig(device_memory_gib=1.0)))

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from asyncrl.algorithms.auto import applied
 from asyncrl.config.algorithm import (
     CriticConfig,
     KLConfig,
@@ -94,16 +93,6 @@ def test_the_same_batch_gives_the_same_bits(kit):
     assert all(torch.equal(old, new) for old, new in zip(outcomes[0][1], outcomes[1][1], strict=True))
 
 
-def test_ratio_metrics_are_of_the_policy_before_the_step(kit):
-    samples = kit.samples()
-    config = kit.config({}, {"epochs": 3, "learning_rate": 1e-2})
-    single = train_step(kit.train_state(kit.model(), config), prepare(kit.batch(samples)), kit.config())
-    model = kit.model()
-    several = train_step(kit.train_state(model, config), prepare(kit.batch(samples)), config)
-    for name in ("ratio/mean", "ratio/ess", "kl/mean", "ratio/correction_mean"):
-        assert several.metrics[name] == pytest.approx(single.metrics[name], rel=1e-5)
-
-
 def test_non_finite_loss_stops_with_the_batch_saved_and_the_weights_untouched(kit, tmp_path):
     samples = kit.samples()
     samples[0]["reward"] = math.nan
@@ -151,19 +140,6 @@ def test_fully_masked_samples_still_count_for_their_group_s_advantage(kit):
     result = train_step(kit.train_state(model, config), prepare(kit.batch(samples)), config)
     assert result.metrics["advantage/max"] == pytest.approx(1 / 3)
     assert result.metrics["policy/grad_norm"] > 0
-
-
-def test_entropy_bonus_raises_the_entropy(kit):
-    samples = kit.samples(reward=1.0)
-    entropies = []
-    for coefficient in (0.0, 1.0):
-        config = kit.config({"entropy_coefficient": coefficient}, {"learning_rate": 1e-2})
-        model = kit.model(initializer_range=0.5)
-        optimizer = kit.optimizer(model, config)
-        for step in range(6):
-            result = train_step(TrainState(model, optimizer), prepare(kit.batch(samples, step=step)), config)
-        entropies.append(result.metrics["policy/entropy"])
-    assert entropies[1] > entropies[0] + 0.01
 
 
 @pytest.mark.parametrize("checkpointing", [True, False])
@@ -258,54 +234,6 @@ def test_remax_takes_the_greedy_sample_s_reward_and_trains_none_of_it(kit):
     assert result.num_tokens == sum(int(sample["mask"].sum()) for sample in samples)
 
 
-def test_remax_falls_back_to_the_group_s_mean_where_the_greedy_sample_failed(kit):
-    config, model = kit.config({"advantage": "remax"}), kit.model()
-    result = train_step(kit.train_state(model, config), kit.batch(kit.samples()), config)
-    assert result.metrics["advantage/mean"] == pytest.approx(0.0, abs=1e-7)
-
-
-def test_a_group_that_is_masked_whole_changes_nothing(kit):
-    samples, weights = kit.samples(groups=3), []
-    for sample in samples[:4]:
-        sample["mask"][:] = 0
-    for part in (samples, samples[4:]):
-        model, config = kit.model(), kit.config()
-        train_step(kit.train_state(model, config), kit.batch(part), config)
-        weights.append(list(model.parameters()))
-    for with_group, without in zip(*weights, strict=True):
-        torch.testing.assert_close(with_group, without, rtol=0, atol=1e-7)
-
-
-def test_a_user_s_loss_and_advantage_are_loaded_once(kit, tmp_path):
-    path = tmp_path / "own.py"
-    path.write_text(
-        "from pathlib import Path\n"
-        "from asyncrl.algorithms.advantages import dr_grpo as advantage\n"
-        "from asyncrl.algorithms.losses import LOSSES\n"
-        "loss = LOSSES['reinforce']\n"
-        f"with Path({str(tmp_path / 'loads')!r}).open('a') as log:\n    log.write('x')\n"
-    )
-    config = kit.config({"loss": f"{path}:loss", "advantage": f"{path}:advantage", "corrections": ()})
-    known = kit.config({"loss": "reinforce", "advantage": "dr_grpo", "corrections": ()})
-    own, plain = kit.model(), kit.model()
-    train_state = kit.train_state(own, config)
-    for step in range(2):
-        train_step(train_state, kit.batch(kit.samples(), 30, step=step), config)
-    train_step(kit.train_state(plain, known), kit.batch(kit.samples(), 30), known)
-    assert (tmp_path / "loads").read_text() == "xx"
-    again = kit.model()
-    train_step(kit.train_state(again, config), kit.batch(kit.samples(), 30), config)
-    assert all(torch.equal(a, b) for a, b in zip(again.parameters(), plain.parameters(), strict=True))
-
-
-def test_timings_are_told_and_are_no_part_of_what_a_step_is(kit):
-    config = kit.config({}, {"epochs": 2})
-    results = [train_step(kit.train_state(kit.model(), config), kit.batch(kit.samples()), config) for _ in range(2)]
-    assert results[0].timings_s.keys() == {"time/proximal_s", "time/update_s"}
-    assert min(results[0].timings_s.values()) > 0
-    assert results[0] == results[1]
-
-
 def adaptive_train_state(kit, target):
     config = kit.config({"kl": KLConfig(coefficient=0.5, target=target, horizon=100)}, {"learning_rate": 1e-2})
     train_state = kit.train_state(kit.model(), config)
@@ -380,16 +308,6 @@ def test_auto_picks_from_what_was_measured_and_says_when_it_changes(kit):
     assert again.recipe_reason == ""
 
 
-def test_auto_trains_as_the_recipe_it_picks(kit):
-    samples, weights = kit.samples(), []
-    recipe = applied(kit.config({"kind": "auto"}).algorithm, "lagging")
-    for config in (kit.config({"kind": "auto"}), msgspec.structs.replace(kit.config(), algorithm=recipe)):
-        model = kit.model()
-        train_step(kit.train_state(model, config), kit.batch(samples), config)
-        weights.append(list(model.parameters()))
-    assert all(torch.equal(auto, plain) for auto, plain in zip(*weights, strict=True))
-
-
 OPSM = OffPolicySequenceMask(0.0)
 KEEPS_ALL = SecondMomentMask(1e9)
 """Planned over the update, and without effect."""
@@ -433,13 +351,3 @@ def test_what_reads_the_current_policy_follows_it_beside_a_planned_correction(ki
     assert beside["policy/kept_fraction"] == alone["policy/kept_fraction"]
     for ours, theirs in zip(others, weights, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-7)
-
-
-def test_both_masks_drop_and_their_weights_multiply(kit):
-    start = kit.model()
-    samples = samples_on_policy(kit, start)
-    dropped = OffPolicySequenceMask(-1e9)
-    kept = trained(kit, start, samples, (dropped, SecondMomentMask(1e-9)), 45)[0]["policy/kept_fraction"]
-    planned = trained(kit, start, samples, (SecondMomentMask(1e-9),), 45)[0]["policy/kept_fraction"]
-    rows = trained(kit, start, samples, (dropped,), 45)[0]["policy/kept_fraction"]
-    assert kept <= min(planned, rows) < 1.0

@@ -160,30 +160,6 @@ async def test_a_step_out_of_order_ends_the_learner(kit, tmp_path):
     assert "step 2 came while the learner is at version 0" in str(error)
 
 
-async def test_a_restart_goes_on_from_the_checkpoint_to_the_same_bits(kit, tmp_path):
-    batches = [kit.batch(kit.samples(seed=step), step=step) for step in range(4)]
-    async with learner(tmp_path / "whole") as controller:
-        await controller.news(LearnerReady)
-        for batch in batches:
-            await controller.step(batch)
-        expected = controller.published[4][0]
-    async with learner(tmp_path / "parts") as controller:
-        await controller.news(LearnerReady)
-        for batch in batches[:2]:
-            await controller.step(batch)
-        await controller.connection.send(Checkpoint(2, '{"a": 1}'), Lane.CONTROL)
-        done = await controller.news(CheckpointDone)
-        assert (done.version, done.folder) == (2, str(tmp_path / "parts" / "checkpoints" / "step-000002"))
-        await controller.step(batches[2])
-    async with learner(tmp_path / "parts") as controller:
-        assert (await controller.news(LearnerReady)).version == 2
-        assert list(controller.published) == [2]
-        for batch in batches[2:]:
-            await controller.step(batch)
-        got = controller.published[4][0]
-    assert all(torch.equal(expected[name], got[name]) for name in expected)
-
-
 async def test_heartbeats_say_what_is_waited_for(kit, tmp_path):
     async with learner(tmp_path) as controller:
         await controller.news(LearnerReady)
@@ -203,13 +179,6 @@ async def test_shutdown_interrupts_a_long_warm_start(tmp_path):
     async with learner(tmp_path, config, lambda: [("ab", "c"), ("ac", "d")]) as controller:
         await controller.heartbeat(lambda beat: True)
     assert not (tmp_path / "model").exists()
-
-
-async def test_a_closed_connection_ends_the_learner_quietly(tmp_path):
-    async with learner(tmp_path) as controller:
-        await controller.news(LearnerReady)
-        await controller.connection.close()
-        assert await controller.ended() is None
 
 
 COLOCATED = msgspec.structs.replace(CONFIG, placement=PlacementConfig(kind="colocated", device_memory_gib=1.0))
@@ -252,10 +221,3 @@ async def test_a_checkpoint_while_generation_has_the_device_is_that_of_the_versi
         assert all(torch.equal(saved[name], tensor) for name, tensor in controller.published[1][0].items() if name in saved)
         assert load_file(f"{done.folder}/trainer/optimizer.safetensors")
         assert set((await set_phase(controller, "train", 2)).resident) == {"policy", "policy optimizer"}
-
-
-async def test_a_learner_with_a_device_of_its_own_answers_phases_and_moves_nothing(kit, tmp_path):
-    async with learner(tmp_path) as controller:
-        await controller.news(LearnerReady)
-        reached = await set_phase(controller, "train", 4)
-        assert (reached.number, reached.moves) == (4, ())

@@ -216,13 +216,6 @@ def test_masked_garbage_policies_far_apart_and_nothing_to_train_are_borne(item, 
     assert not nothing.weights.any()
 
 
-def test_m2po_mask_drops_until_the_mean_is_under_the_threshold_not_at_it(loss_inputs):
-    drawn = loss_inputs(2)
-    inputs = replace(drawn, behaviour_logprobs=torch.zeros(40).double(), proximal_logprobs=torch.full((40,), 0.5).double())
-    assert correct(inputs, (SecondMomentMask(threshold=0.25),)).kept.sum() == 1
-    assert torch.equal(correct(inputs, (SecondMomentMask(threshold=0.2501),)).kept, inputs.mask)
-
-
 @settings(max_examples=40, deadline=None)
 @given(seed=seeds, threshold=st.floats(1e-3, 0.6))
 def test_m2po_clip_takes_the_widest_range_at_which_harmful_tokens_stay_under_the_threshold(seed, threshold, loss_inputs):

@@ -51,16 +51,15 @@ def test_token_mismatch_is_that_of_a_loop(seed, tokens):
     learner, behaviour = policies(seed, tokens)
     logs = [(a - b).item() for a, b in zip(learner, behaviour, strict=True)]
     ratios = [math.exp(value) for value in logs]
-    got = token_mismatch(learner, behaviour)
-    assert got.ratio_mean == pytest.approx(statistics.fmean(ratios))
-    assert (got.ratio_min, got.ratio_max) == pytest.approx((min(ratios), max(ratios)))
-    assert got.ratio_quantiles == pytest.approx(np.quantile(ratios, [0.01, 0.05, 0.5, 0.95, 0.99]))
-    assert got.ess == pytest.approx(sum(ratios) ** 2 / (tokens * sum(r * r for r in ratios)))
-    assert got.kl_k1 == pytest.approx(-statistics.fmean(logs), abs=1e-12)
     k3 = [ratio - log - 1 for ratio, log in zip(ratios, logs, strict=True)]
-    assert got.kl_k3 == pytest.approx(statistics.fmean(k3))
-    assert got.kl_max == pytest.approx(max(k3))
-    assert got.chi2 == pytest.approx(statistics.fmean(r * r for r in ratios) - 1, abs=1e-12)
+    got = token_mismatch(learner, behaviour)
+    assert got.ratio_quantiles == pytest.approx(np.quantile(ratios, [0.01, 0.05, 0.5, 0.95, 0.99]))
+    figures = (got.ratio_mean, got.ratio_min, got.ratio_max, got.ess, got.kl_k1, got.kl_k3, got.kl_max, got.chi2)
+    squares = [ratio * ratio for ratio in ratios]
+    ess = sum(ratios) ** 2 / (tokens * sum(squares))
+    mean = statistics.fmean
+    expected = (mean(ratios), min(ratios), max(ratios), ess, -mean(logs), mean(k3), max(k3), mean(squares) - 1)
+    assert figures == pytest.approx(expected, abs=1e-12)
     assert divergence(learner, behaviour) == pytest.approx((got.kl_k1, got.kl_k3))
 
 
@@ -94,14 +93,6 @@ def test_policies_far_apart_stay_finite():
     assert np.isfinite(figures).all()
 
 
-def test_float32_sums_do_not_depend_on_the_order_of_tokens():
-    learner, behaviour = (values.float() for values in policies(3, 5000))
-    order = torch.randperm(5000, generator=torch.Generator().manual_seed(1))
-    one, other = token_mismatch(learner, behaviour), token_mismatch(learner[order], behaviour[order])
-    assert one.kl_k3 == pytest.approx(other.kl_k3, rel=1e-13)
-    assert one.ratio_quantiles == other.ratio_quantiles
-
-
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_weight_figures_of_a_loop(level):
     weights, ratios = [0.5, 2.0, 2.0, 1.0], [0.4, 2.0, 7.0, 1.0, 0.6]
@@ -113,10 +104,7 @@ def test_weight_figures_of_a_loop(level):
     assert got.low_fraction == pytest.approx(1 / 5)
     extremes = (0.5, 2.0) if level == "token" else (0.4, 7.0)
     assert (got.min, got.max) == pytest.approx(extremes)
-
-
-def test_weights_that_dropped_every_token_have_no_sample_size():
-    assert weight_figures(torch.zeros(3), torch.ones(3), 2.0, "token").ess == 0.0
+    assert weight_figures(torch.zeros(3), torch.ones(3), 2.0, level).ess == 0.0
 
 
 def test_logprob_gap_and_correlation():

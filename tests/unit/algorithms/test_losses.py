@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from asyncrl.algorithms.corrections import correct
 from asyncrl.algorithms.loss_terms import AGGREGATIONS, count_denominators
 from asyncrl.algorithms.losses import LOSSES, load_loss
-from asyncrl.algorithms.types import CorrectionOutputs, Denominators, LossConfig, effective_sample_size
+from asyncrl.algorithms.types import Denominators, LossConfig
 from asyncrl.config.algorithm import (
     KLConfig,
     MaskedToken,
@@ -296,17 +296,6 @@ def test_dppo_on_the_sampling_policy_has_the_gradient_of_prime_rls_default_loss(
     torch.testing.assert_close(gradient, differentiate(per_token[inputs.mask].mean(), inputs))
 
 
-def test_entropy_and_kl_of_dropped_tokens_stay_under_all_and_go_under_kept(loss_inputs):
-    drawn = loss_inputs(4)
-    dropped = CorrectionOutputs(torch.zeros_like(drawn.advantages), torch.zeros_like(drawn.mask))
-    inputs = replace(drawn, corrections=dropped)
-    config = LossConfig(entropy_coefficient=0.5, kl=KLConfig(), kl_coefficient=0.1)
-    outputs = LOSSES["ppo_clip"](inputs, config)
-    expected = 0.1 * outputs.reference_kl[inputs.mask].mean() - 0.5 * inputs.entropy[inputs.mask].mean()
-    torch.testing.assert_close(outputs.loss, expected)
-    assert LOSSES["ppo_clip"](inputs, replace(config, denominator="kept")).loss == 0
-
-
 def test_reference_kl_is_the_estimate_without_its_coefficient(loss_inputs):
     inputs = loss_inputs(5)
     outputs = LOSSES["reinforce"](inputs, LossConfig(kl=KLConfig(estimator="k1", cap=float("inf")), kl_coefficient=0.1))
@@ -320,12 +309,6 @@ def test_load_loss_lists_the_known_names():
     assert load_loss("sapo") is LOSSES["sapo"]
     with pytest.raises(ConfigError, match=r"algorithm\.loss must be one of ppo_clip, .*topr.*, got 'ppo'"):
         load_loss("ppo")
-
-
-def test_effective_sample_size_runs_from_one_token_to_all():
-    mask = torch.tensor([True, True, True, True, False])
-    assert effective_sample_size(torch.ones(5), mask) == 1.0
-    assert effective_sample_size(torch.tensor([9.0, 0, 0, 0, 5]), mask) == 0.25
 
 
 @any_loss
@@ -343,10 +326,3 @@ def test_an_update_that_is_all_masked_rejected_or_empty_is_zero_everywhere(name,
         loss, slope = run(name, counted_for(inputs, config), config)
         assert loss == 0
         assert (slope == 0).all()
-
-
-def test_denominators_of_parts_add_up_and_rejected_tokens_count_as_told():
-    mask, kept = torch.tensor([1, 1, 0, 1, 1, 0, 1], dtype=torch.bool), torch.tensor([1, 0, 1, 0, 0, 0, 1], dtype=torch.bool)
-    ids = torch.tensor([0, 0, 0, 1, 1, 2, 3])
-    assert count_denominators(mask, kept, ids, 5, constant=3.0) == Denominators(5.0, 3.0, 3.0)
-    assert count_denominators(mask, kept, ids, 5, denominator="kept") == Denominators(2.0, 2.0, 1.0)

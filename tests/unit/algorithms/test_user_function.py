@@ -77,67 +77,36 @@ def test_what_cannot_be_called_is_refused_when_it_is_loaded(load, text, message,
         load(f"{tmp_path}/mine.py:mine")
 
 
-def test_a_callable_object_and_default_arguments_are_functions_too(tmp_path, loss_inputs):
-    (tmp_path / "mine.py").write_text(
-        "from asyncrl.algorithms.losses import LOSSES\n"
-        "class Mine:\n    def __call__(self, inputs, config, power=2): return LOSSES['reinforce'](inputs, config)\n"
-        "mine = Mine()\n"
-    )
-    assert load_loss(f"{tmp_path}/mine.py:mine")(loss_inputs(0), LossConfig()).loss.requires_grad
-
-
-@pytest.mark.parametrize(
-    ("body", "message"),
-    [
+WRONG = {
+    load_loss: [
         ("pass", r"algorithm\.loss .*mine.* must return asyncrl\.algorithms\.types\.LossOutputs, got NoneType"),
-        ("return reinforce(inputs, config).loss", r"must return .*LossOutputs, got Tensor"),
         ("return reinforce(inputs, config, loss=inputs.logprobs)", r"loss must have shape \[\] = \[\], got \[40\]"),
         ("return reinforce(inputs, config, loss=0.5)", r"loss must be an array \[\], got float"),
         ("return reinforce(inputs, config, loss=inputs.logprobs.detach().sum())", "loss has no gradient"),
         ("return reinforce(inputs, config, weights=torch.ones(3))", r"weights must have shape \[N\] = \[40\], got \[3\]"),
         ("raise ValueError('my own trouble')", "raised ValueError: my own trouble"),
-        ("return inputs.no_such_field", "raised AttributeError: .*no_such_field"),
     ],
-)
-def test_a_wrong_loss_is_told_what_is_wrong(body, message, own, loss_inputs):
-    loss = load_loss(own(body))
-    with pytest.raises(LearnerError, match=message):
-        loss(loss_inputs(0), LossConfig())
-
-
-@pytest.mark.parametrize(
-    ("body", "message"),
-    [
+    load_advantage: [
         ("return inputs.rewards", r"algorithm\.advantage .* must return .*AdvantageOutputs, got ndarray"),
         ("return AdvantageOutputs(inputs.rewards)", r"advantages must have shape \[S, T\] = \[2, 3\], got \[2\]"),
         ("return AdvantageOutputs(torch.zeros(2, 3))", r"advantages must be a numpy array \[S, T\], got Tensor"),
         ("return AdvantageOutputs(np.where(inputs.mask, np.nan, 0))", "advantages are not finite at 5 trained tokens"),
         ("return AdvantageOutputs(np.zeros((2, 3)), np.zeros(2))", r"returns must have shape \[S, T\]"),
     ],
-)
-def test_a_wrong_advantage_is_told_what_is_wrong(body, message, own, samples):
-    advantage = load_advantage(own(body))
-    with pytest.raises(LearnerError, match=message):
-        advantage(samples, AdvantageConfig())
-
-
-def test_what_an_advantage_leaves_at_untrained_tokens_is_not_looked_at(own, samples):
-    outputs = load_advantage(own("return AdvantageOutputs(np.where(inputs.mask, 1.0, np.nan))"))(samples, AdvantageConfig())
-    assert outputs.returns is None
-
-
-@pytest.mark.parametrize(
-    ("body", "message"),
-    [
+    load_correction: [
         ("return inputs.mask", r"algorithm\.corrections\.path .* must return .*CorrectionOutputs, got Tensor"),
         ("return CorrectionOutputs(torch.ones(2), inputs.mask)", r"weights must have shape \[N\] = \[40\], got \[2\]"),
         ("return CorrectionOutputs(inputs.logprobs, inputs.logprobs)", "kept must be bool, got torch.float64"),
     ],
-)
-def test_a_wrong_correction_is_told_what_is_wrong(body, message, own, loss_inputs):
-    correction = load_correction(own(body))
+}
+
+
+@pytest.mark.parametrize(("load", "body", "message"), [(load, *case) for load, cases in WRONG.items() for case in cases])
+def test_a_wrong_answer_is_told_what_is_wrong(load, body, message, own, loss_inputs, samples):
+    inputs = samples if load is load_advantage else loss_inputs(0)
+    config = {load_loss: LossConfig(), load_advantage: AdvantageConfig(), load_correction: PythonCorrection("")}[load]
     with pytest.raises(LearnerError, match=message):
-        correction(loss_inputs(0), PythonCorrection(""))
+        load(own(body))(inputs, config)
 
 
 @pytest.mark.parametrize("error", ["MemoryError", "torch.OutOfMemoryError"])

@@ -120,9 +120,10 @@ def choose(measured: Mapping[str, float], last: str) -> Choice:
     Returns:
         The recipe and the reason.
     """
-    if not any(limit.is_mismatch and limit.metric in measured for limit in LIMITS):
-        return _unmeasured(measured)
     asked, asking = _level(measured, 1.0)
+    if not any(limit.is_mismatch and limit.metric in measured for limit in LIMITS):
+        recipe = RECIPE_NAMES[max(asked, RECIPE_NAMES.index(FIRST))]
+        return Choice(recipe, f"recipe {recipe}: {f'{asking}, and ' if recipe != FIRST else ''}no mismatch measured yet")
     if last not in RECIPES or asked >= RECIPE_NAMES.index(last):
         return Choice(RECIPE_NAMES[asked], f"recipe {RECIPE_NAMES[asked]}: {asking or _all_under(measured)}")
     held, holding = _level(measured, RETURN)
@@ -146,13 +147,6 @@ def applied(algorithm: AlgorithmConfig, recipe: str) -> AlgorithmConfig:
 def signals_of(metrics: Mapping[str, float]) -> dict[str, float]:
     """Return the part of a step's metrics that the next choice is made from."""
     return {name: metrics[name] for name in SIGNALS if name in metrics}
-
-
-def _unmeasured(measured: Mapping[str, float]) -> Choice:
-    asked, asking = _level(measured, 1.0)
-    if asked > RECIPE_NAMES.index(FIRST):
-        return Choice(RECIPE_NAMES[asked], f"recipe {RECIPE_NAMES[asked]}: {asking}, and no mismatch measured yet")
-    return Choice(FIRST, f"recipe {FIRST}: no mismatch measured yet")
 
 
 def _level(measured: Mapping[str, float], share: float) -> tuple[int, str]:

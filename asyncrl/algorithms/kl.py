@@ -17,42 +17,23 @@ import torch
 from asyncrl.algorithms.types import LOG_RATIO_LIMIT, log_ratio, masked
 from asyncrl.config.algorithm import KLConfig
 
-KLEstimator = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-
 MAX_ADAPTIVE_ERROR = 0.2
 """Bound of the relative error that the adaptive coefficient answers to."""
 
 
-def k1(logprobs: torch.Tensor, reference_logprobs: torch.Tensor) -> torch.Tensor:
-    """Return d = logprobs - reference."""
-    return logprobs - reference_logprobs
-
-
-def k2(logprobs: torch.Tensor, reference_logprobs: torch.Tensor) -> torch.Tensor:
-    """Return d^2 / 2."""
-    return 0.5 * (logprobs - reference_logprobs).square()
-
-
-def k3(logprobs: torch.Tensor, reference_logprobs: torch.Tensor) -> torch.Tensor:
+def k3(difference: torch.Tensor) -> torch.Tensor:
     """Return exp(-d) - 1 + d, with d held within plus and minus LOG_RATIO_LIMIT (verl does the same)."""
-    difference = (logprobs - reference_logprobs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    difference = difference.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     return torch.expm1(-difference) + difference
 
 
-def absolute(logprobs: torch.Tensor, reference_logprobs: torch.Tensor) -> torch.Tensor:
-    """Return |d|, which estimates no KL but is 0 where the policies agree. Source: verl `abs`."""
-    return (logprobs - reference_logprobs).abs()
-
-
-KL_ESTIMATORS: dict[str, KLEstimator] = {"k1": k1, "k2": k2, "k3": k3, "abs": absolute}
-
-
-def capped(kl: torch.Tensor, cap: float) -> torch.Tensor:
-    """Return `kl` bounded to [-cap, cap], with gradient 0 outside; inf: as it is.
-
-    Source: verl `kl_penalty` (k3), AReaL `KLEstimator` and OpenRLHF `compute_approx_kl` (all three), each with cap 10.
-    """
-    return kl.clamp(-cap, cap)
+KL_ESTIMATORS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "k1": lambda difference: difference,
+    "k2": lambda difference: 0.5 * difference.square(),
+    "k3": k3,
+    "abs": torch.abs,
+}
+"""Of d [N]. `abs` estimates no KL but is 0 where the policies agree (verl)."""
 
 
 def kl_penalty(
@@ -69,6 +50,8 @@ def kl_penalty(
     the gradient through both; value and gradient (k1, k3) are unbiased however old the sampler is, as far as the ratio is within
     LOG_RATIO_LIMIT.
 
+    Values are held in [-cap, cap], with gradient 0 outside (verl, AReaL and OpenRLHF: 10; TRL: inf).
+
     Args:
         logprobs: float [N], current policy, with gradient.
         sampler_logprobs: float [N], of the policy that sampled the tokens; read only where `config.gradient` is `ratio`.
@@ -79,11 +62,11 @@ def kl_penalty(
     Source: `k2`: verl's `k1+` and `k3+` (which keep the gradient beyond the cap) and the gradient analysis of arXiv 2510.01555;
     `ratio`: DeepSeek-V3.2 (arXiv 2512.02556), TRL `use_bias_correction_kl`, which takes the old policy for the sampler.
     """
-    current, reference = masked(logprobs, mask), masked(reference_logprobs.detach(), mask)
-    free = KL_ESTIMATORS[config.estimator](current, reference)
-    value = capped(free, config.cap)
+    difference = masked(logprobs, mask) - masked(reference_logprobs.detach(), mask)
+    free = KL_ESTIMATORS[config.estimator](difference)
+    value = free.clamp(-config.cap, config.cap)
     if config.gradient == "k2":
-        square = masked(k2(current, reference), free.detach().abs() <= config.cap)
+        square = masked(KL_ESTIMATORS["k2"](difference), free.detach().abs() <= config.cap)
         return value.detach() + square - square.detach()
     if config.gradient == "ratio":
         return value * log_ratio(logprobs, sampler_logprobs.detach(), mask).exp()
@@ -104,7 +87,7 @@ def kl_for_rewards(
 
     Source: InstructGPT (arXiv 2203.02155), equation 2; verl `apply_kl_penalty`.
     """
-    return capped(KL_ESTIMATORS[config.estimator](masked(logprobs, mask), masked(reference_logprobs, mask)), config.cap)
+    return KL_ESTIMATORS[config.estimator](masked(logprobs - reference_logprobs, mask)).clamp(-config.cap, config.cap)
 
 
 def next_coefficient(coefficient: float, *, measured_kl: float, target: float, horizon: int, num_samples: int) -> float:

@@ -10,7 +10,7 @@ multiplies the result by R.) Where rejected tokens do not count, `mask` is of th
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -34,8 +34,8 @@ class Objective:
 
     loss: torch.Tensor
     """float [N], X, with gradient."""
-    clipped: torch.Tensor
-    """bool [N]."""
+    clipped: torch.Tensor | None = None
+    """bool [N]; None: nowhere."""
     dual_clipped: torch.Tensor | None = None
     """bool [N]; None: nowhere."""
 
@@ -45,19 +45,14 @@ def corrections_of(inputs: LossInputs, config: LossConfig) -> CorrectionOutputs:
     return inputs.corrections if inputs.corrections is not None else correct(inputs, config.corrections)
 
 
-def clipping_of(config: LossConfig, corrections: CorrectionOutputs) -> LossConfig:
-    """Return the config with the clip range that a correction put in its place, if one did."""
-    if corrections.clip_low is None or corrections.clip_high is None:
-        return config
-    return replace(config, clip_low=corrections.clip_low, clip_high=corrections.clip_high)
-
-
 def known_advantages(inputs: LossInputs) -> torch.Tensor:
     """Return the advantages [N], detached, 0 at masked tokens."""
     return masked(inputs.advantages.detach(), inputs.mask)
 
 
-def finish(inputs: LossInputs, config: LossConfig, objective: Objective, corrections: CorrectionOutputs) -> LossOutputs:
+def finish(
+    inputs: LossInputs, config: LossConfig, objective: Objective, corrections: CorrectionOutputs | None = None
+) -> LossOutputs:
     """Weigh the objective, add entropy bonus, KL penalty and squared log-ratio, and aggregate.
 
     Weights multiply the policy term alone. Under denominator `all`, a dropped token keeps its entropy bonus and its penalties
@@ -68,11 +63,12 @@ def finish(inputs: LossInputs, config: LossConfig, objective: Objective, correct
         inputs: The micro-batch.
         config: What the run says.
         objective: X and where it was clipped.
-        corrections: Weights and kept tokens.
+        corrections: Weights and kept tokens; None: those of `corrections_of`.
 
     Returns:
         This micro-batch's share of the loss, over the global denominators.
     """
+    corrections = corrections_of(inputs, config) if corrections is None else corrections
     loss = objective.loss * corrections.weights
     if config.entropy_coefficient:
         assert inputs.entropy is not None, "entropy_coefficient is set and LossInputs.entropy is missing"
@@ -92,7 +88,7 @@ def finish(inputs: LossInputs, config: LossConfig, objective: Objective, correct
     return LossOutputs(
         loss=total,
         weights=corrections.weights,
-        clipped=objective.clipped.detach(),
+        clipped=nowhere if objective.clipped is None else objective.clipped.detach(),
         dual_clipped=nowhere if objective.dual_clipped is None else objective.dual_clipped.detach(),
         kept=corrections.kept,
         reference_kl=reference_kl,

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from asyncrl.algorithms.loss_terms import Objective, aggregate, clipping_of, corrections_of, finish, known_advantages
+from asyncrl.algorithms.loss_terms import Objective, aggregate, corrections_of, finish, known_advantages
 from asyncrl.algorithms.types import (
     LOG_RATIO_LIMIT,
     CorrectionOutputs,
@@ -50,7 +50,7 @@ def ppo_clip(inputs: LossInputs, config: LossConfig) -> LossOutputs:
     """
     corrections = corrections_of(inputs, config)
     ratio = log_ratio(inputs.logprobs, inputs.proximal_logprobs.detach(), inputs.mask).exp()
-    return finish(inputs, config, _clip(ratio, inputs, clipping_of(config, corrections)), corrections)
+    return _clipped(ratio, inputs, config, corrections)
 
 
 def decoupled_ppo(inputs: LossInputs, config: LossConfig) -> LossOutputs:
@@ -66,7 +66,7 @@ def decoupled_ppo(inputs: LossInputs, config: LossConfig) -> LossOutputs:
         rho = masked(bounded_exp(log_rho(inputs)), corrections.kept)
         corrections = replace(corrections, weights=corrections.weights * rho)
     ratio = log_ratio(inputs.logprobs, inputs.proximal_logprobs.detach(), inputs.mask).exp()
-    return finish(inputs, config, _clip(ratio, inputs, clipping_of(config, corrections)), corrections)
+    return _clipped(ratio, inputs, config, corrections)
 
 
 def gspo(inputs: LossInputs, config: LossConfig) -> LossOutputs:
@@ -81,7 +81,7 @@ def gspo(inputs: LossInputs, config: LossConfig) -> LossOutputs:
     """
     corrections = corrections_of(inputs, config)
     ratio_S = bounded_exp(_mean_log_ratio(inputs, corrections))
-    return finish(inputs, config, _clip(ratio_S[inputs.sequence_ids], inputs, clipping_of(config, corrections)), corrections)
+    return _clipped(ratio_S[inputs.sequence_ids], inputs, config, corrections)
 
 
 def gspo_token(inputs: LossInputs, config: LossConfig) -> LossOutputs:
@@ -95,7 +95,7 @@ def gspo_token(inputs: LossInputs, config: LossConfig) -> LossOutputs:
     ratio_S = bounded_exp(_mean_log_ratio(inputs, corrections)).detach()
     logprobs = masked(inputs.logprobs, inputs.mask)
     ratio = ratio_S[inputs.sequence_ids] * (logprobs - logprobs.detach()).exp()
-    return finish(inputs, config, _clip(ratio, inputs, clipping_of(config, corrections)), corrections)
+    return _clipped(ratio, inputs, config, corrections)
 
 
 def rloo_product(inputs: LossInputs, config: LossConfig) -> LossOutputs:
@@ -110,7 +110,7 @@ def rloo_product(inputs: LossInputs, config: LossConfig) -> LossOutputs:
     corrections = corrections_of(inputs, config)
     differences = masked(inputs.logprobs - inputs.proximal_logprobs.detach(), corrections.kept)
     ratio = bounded_exp(sequence_sum(differences, inputs))[inputs.sequence_ids]
-    return finish(inputs, config, _clip(ratio, inputs, clipping_of(config, corrections)), corrections)
+    return _clipped(ratio, inputs, config, corrections)
 
 
 def gmpo(inputs: LossInputs, config: LossConfig) -> LossOutputs:
@@ -129,17 +129,18 @@ def gmpo(inputs: LossInputs, config: LossConfig) -> LossOutputs:
     return finish(inputs, config, Objective(-advantages * ratio_S[inputs.sequence_ids], clipped=held != log_r), corrections)
 
 
-def _clip(ratio: torch.Tensor, inputs: LossInputs, config: LossConfig) -> Objective:
+def _clipped(ratio: torch.Tensor, inputs: LossInputs, config: LossConfig, corrections: CorrectionOutputs) -> LossOutputs:
+    """Return the loss of PPO's clipping of this ratio [N], in the range that a correction set, if one did."""
+    low, high = corrections.clip_low, corrections.clip_high
+    low, high = (config.clip_low if low is None else low), (config.clip_high if high is None else high)
     advantages = known_advantages(inputs)
-    free = -advantages * ratio
-    bounded = -advantages * ratio.clamp(1.0 - config.clip_low, 1.0 + config.clip_high)
-    clipped = bounded > free
-    loss = torch.maximum(free, bounded)
-    if config.dual_clip is None:
-        return Objective(loss, clipped)
-    ceiling = -advantages * config.dual_clip
-    dual_clipped = (advantages < 0) & (ceiling < loss)
-    return Objective(torch.where(dual_clipped, ceiling, loss), clipped, dual_clipped)
+    free, bounded = -advantages * ratio, -advantages * ratio.clamp(1.0 - low, 1.0 + high)
+    loss, dual_clipped = torch.maximum(free, bounded), None
+    if config.dual_clip is not None:
+        ceiling = -advantages * config.dual_clip
+        dual_clipped = (advantages < 0) & (ceiling < loss)
+        loss = torch.where(dual_clipped, ceiling, loss)
+    return finish(inputs, config, Objective(loss, bounded > free, dual_clipped), corrections)
 
 
 def _mean_log_ratio(inputs: LossInputs, corrections: CorrectionOutputs) -> torch.Tensor:
@@ -184,7 +185,7 @@ def _probabilities(inputs: LossInputs) -> tuple[torch.Tensor, torch.Tensor, torc
 def _trusted(inputs: LossInputs, config: LossConfig, beyond: torch.Tensor) -> LossOutputs:
     ratio = log_ratio(inputs.logprobs, inputs.proximal_logprobs, inputs.mask).detach().exp().clamp(max=config.max_ratio)
     objective = Objective(masked(ratio * _negative_likelihood(inputs), ~beyond), clipped=inputs.mask & beyond)
-    return finish(inputs, config, objective, corrections_of(inputs, config))
+    return finish(inputs, config, objective)
 
 
 def cispo(inputs: LossInputs, config: LossConfig) -> LossOutputs:
@@ -198,7 +199,7 @@ def cispo(inputs: LossInputs, config: LossConfig) -> LossOutputs:
     ratio = log_ratio(inputs.logprobs, inputs.proximal_logprobs, inputs.mask).detach().exp()
     bounded = ratio.clamp(config.min_ratio, config.max_ratio)
     objective = Objective(bounded * _negative_likelihood(inputs), clipped=inputs.mask & (bounded != ratio))
-    return finish(inputs, config, objective, corrections_of(inputs, config))
+    return finish(inputs, config, objective)
 
 
 def sapo(inputs: LossInputs, config: LossConfig) -> LossOutputs:
@@ -211,8 +212,8 @@ def sapo(inputs: LossInputs, config: LossConfig) -> LossOutputs:
     ratio = log_ratio(inputs.logprobs, inputs.proximal_logprobs.detach(), inputs.mask).exp()
     advantages = known_advantages(inputs)
     tau = torch.full_like(advantages, config.tau_negative).masked_fill(advantages > 0, config.tau_positive)
-    objective = Objective(-advantages * torch.sigmoid(tau * (ratio - 1.0)) * 4.0 / tau, clipped=_nowhere(inputs))
-    return finish(inputs, config, objective, corrections_of(inputs, config))
+    objective = Objective(-advantages * torch.sigmoid(tau * (ratio - 1.0)) * 4.0 / tau)
+    return finish(inputs, config, objective)
 
 
 def reinforce(inputs: LossInputs, config: LossConfig) -> LossOutputs:
@@ -222,8 +223,8 @@ def reinforce(inputs: LossInputs, config: LossConfig) -> LossOutputs:
 
     Source: Williams 1992.
     """
-    objective = Objective(_negative_likelihood(inputs), clipped=_nowhere(inputs))
-    return finish(inputs, config, objective, corrections_of(inputs, config))
+    objective = Objective(_negative_likelihood(inputs))
+    return finish(inputs, config, objective)
 
 
 def dro(inputs: LossInputs, config: LossConfig) -> LossOutputs:
@@ -245,8 +246,8 @@ def importance_sampling(inputs: LossInputs, config: LossConfig) -> LossOutputs:
     Source: Degris et al. 2012 (arXiv 1205.4839), per token; Tinker's loss `importance_sampling`.
     """
     ratio = log_ratio(inputs.logprobs, inputs.behaviour_logprobs.detach(), inputs.mask).exp()
-    objective = Objective(-known_advantages(inputs) * ratio, clipped=_nowhere(inputs))
-    return finish(inputs, config, objective, corrections_of(inputs, config))
+    objective = Objective(-known_advantages(inputs) * ratio)
+    return finish(inputs, config, objective)
 
 
 def aipo(inputs: LossInputs, config: LossConfig) -> LossOutputs:
@@ -260,7 +261,7 @@ def aipo(inputs: LossInputs, config: LossConfig) -> LossOutputs:
     objective = Objective(
         ratio.clamp(max=config.max_ratio) * _negative_likelihood(inputs), clipped=inputs.mask & (ratio > config.max_ratio)
     )
-    return finish(inputs, config, objective, corrections_of(inputs, config))
+    return finish(inputs, config, objective)
 
 
 def topr(inputs: LossInputs, config: LossConfig) -> LossOutputs:
@@ -276,7 +277,7 @@ def topr(inputs: LossInputs, config: LossConfig) -> LossOutputs:
     negative = known_advantages(inputs) < 0
     weight = torch.where(negative, ratio.clamp(max=1.0), 1.0)
     objective = Objective(weight * _negative_likelihood(inputs), clipped=negative & (ratio > 1.0))
-    return finish(inputs, config, objective, corrections_of(inputs, config))
+    return finish(inputs, config, objective)
 
 
 def vespo(inputs: LossInputs, config: LossConfig) -> LossOutputs:
@@ -291,17 +292,13 @@ def vespo(inputs: LossInputs, config: LossConfig) -> LossOutputs:
     log_w = sequence_sum(log_ratios, inputs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)[inputs.sequence_ids]
     good, bad = ((k * log_w - rate * torch.expm1(log_w)).exp() for k, rate in (config.vespo_positive, config.vespo_negative))
     weight = torch.where(known_advantages(inputs) >= 0, good, bad)
-    objective = Objective(weight * _negative_likelihood(inputs), clipped=_nowhere(inputs))
-    return finish(inputs, config, objective, corrections_of(inputs, config))
+    objective = Objective(weight * _negative_likelihood(inputs))
+    return finish(inputs, config, objective)
 
 
 def _negative_likelihood(inputs: LossInputs) -> torch.Tensor:
     """Return -A log current [N], 0 at masked tokens."""
     return -known_advantages(inputs) * masked(inputs.logprobs, inputs.mask)
-
-
-def _nowhere(inputs: LossInputs) -> torch.Tensor:
-    return torch.zeros_like(inputs.mask)
 
 
 @dataclass(frozen=True, slots=True)

@@ -110,7 +110,8 @@ def preference_loss(inputs: PreferenceInputs, config: PreferenceConfig) -> Prefe
     log_ratios_S = segment_sum(
         masked(inputs.logprobs - inputs.reference_logprobs, inputs.mask), inputs.sequence_ids, inputs.num_sequences
     )
-    scores_S = log_ratios_S / _lengths(inputs) if config.average else log_ratios_S
+    lengths_S = segment_sum(inputs.mask.to(log_ratios_S.dtype), inputs.sequence_ids, inputs.num_sequences).clamp(min=1.0)
+    scores_S = log_ratios_S / lengths_S if config.average else log_ratios_S
     chosen_P, rejected_P = _sides(inputs.pair_ids, inputs.is_chosen)
     margins_P = scores_S[chosen_P] - scores_S[rejected_P]
     losses_P = PREFERENCE_LOSSES[config.loss](margins_P, config)
@@ -123,11 +124,6 @@ def preference_loss(inputs: PreferenceInputs, config: PreferenceConfig) -> Prefe
         chosen_rewards=rewards_S[chosen_P],
         rejected_rewards=rewards_S[rejected_P],
     )
-
-
-def _lengths(inputs: PreferenceInputs) -> torch.Tensor:
-    """Return [S], trained tokens of each sequence, at least 1."""
-    return segment_sum(inputs.mask.to(inputs.logprobs.dtype), inputs.sequence_ids, inputs.num_sequences).clamp(min=1.0)
 
 
 def _sides(pair_ids: torch.Tensor, is_chosen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -122,19 +122,13 @@ def choose_pairs(rewards: Mapping[int, float], config: PreferenceConfig) -> tupl
 
     Source: best against worst as in online DPO (arXiv 2402.04792, two samples) and iterative DPO (arXiv 2312.16682).
     """
-    if config.pairs == "best_worst":
-        return _best_and_worst(rewards)
     in_order = sorted(rewards)
+    if config.pairs == "best_worst":
+        is_pair = len(set(rewards.values())) > 1
+        return ((max(in_order, key=rewards.__getitem__), min(in_order, key=rewards.__getitem__)),) if is_pair else ()
     chosen = [index for index in in_order if rewards[index] >= config.chosen_at_least]
     rejected = [index for index in in_order if rewards[index] <= config.rejected_at_most]
     return tuple(zip(chosen, rejected, strict=False))[: config.max_pairs_per_group]
-
-
-def _best_and_worst(rewards: Mapping[int, float]) -> tuple[Pair, ...]:
-    if len(set(rewards.values())) < 2:
-        return ()
-    in_order = sorted(rewards)
-    return ((max(in_order, key=rewards.__getitem__), min(in_order, key=rewards.__getitem__)),)
 
 
 def updates_of_groups(group_ids: Iterable[int], minibatches: int) -> dict[int, int]:

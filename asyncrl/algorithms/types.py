@@ -177,12 +177,3 @@ def sequence_mean(values: torch.Tensor, mask: torch.Tensor, inputs: LossInputs) 
     sums_S = segment_sum(masked(values, mask), inputs.sequence_ids, inputs.num_sequences)
     lengths_S = segment_sum(mask.to(values.dtype), inputs.sequence_ids, inputs.num_sequences)
     return sums_S / lengths_S.clamp(min=1)
-
-
-def effective_sample_size(weights: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Return (sum w)^2 / (N sum w^2) over the N unmasked tokens: 1 when all weights agree, 1/N when one token has them all.
-
-    Source: Kish 1965; as a fraction, verl `eff_sample_size`.
-    """
-    kept = weights[mask]
-    return kept.sum().square() / (kept.numel() * kept.square().sum())

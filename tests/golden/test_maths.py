@@ -17,13 +17,14 @@ from asyncrl.algorithms.corrections import correct
 from asyncrl.algorithms.kl import interpolated_proximal, kl_penalty
 from asyncrl.algorithms.loss_terms import aggregate, count_denominators
 from asyncrl.algorithms.losses import LOSSES
-from asyncrl.algorithms.types import Denominators, LossConfig, LossInputs, effective_sample_size
+from asyncrl.algorithms.types import Denominators, LossConfig, LossInputs
 from asyncrl.config.algorithm import (
     KLConfig,
     MaskedGeometric,
     MaskedSequence,
     MaskedToken,
     OffPolicySequenceMask,
+    Rejection,
     SecondMomentMask,
     TruncatedSequence,
     TruncatedToken,
@@ -137,7 +138,7 @@ def run_loss(name, inputs, config):
         "dual_clip_fraction": (outputs.dual_clipped & inputs.mask).sum() / count.double(),
         "approx_kl": (inputs.proximal_logprobs - inputs.logprobs)[inputs.mask].mean(),
         "behaviour_kl_k1": -log_rho.mean(),
-        "ess_fraction": effective_sample_size(outputs.weights, inputs.mask),
+        "ess_fraction": weights.sum() ** 2 / (count * weights.square().sum()),
         "weight_mean": weights.mean(),
         "weight_std": weights.std(correction=0),
     }
@@ -186,14 +187,14 @@ def test_truncated_importance_sampling(case):
 def masking(case, params):
     """The correction of a masked_is case."""
     band = {"low": params["low"], "high": params["high"]}
-    inverse = {"low": 1 / params["high"], "high": 1 / params["low"]}
+    logs = {"low": math.log(params["low"]), "high": math.log(params["high"])}
     by_stem = {
         "icepop-token": MaskedToken(**band),
         "icepop-sequence": MaskedSequence(**band, weight="sequence"),
         "sequence-mask-geo": MaskedGeometric(**band, weight="geometric"),
         "sequence-mask-geo-gate-token-weight": MaskedGeometric(**band, weight="token"),
-        "rejection-seq_sum_k1": MaskedSequence(**inverse, weight="none"),
-        "rejection-seq_mean_k1": MaskedGeometric(**inverse, weight="none"),
+        "rejection-seq_sum_k1": Rejection(level="sum", measure="k1", **logs),
+        "rejection-seq_mean_k1": Rejection(level="mean", measure="k1", **logs),
         "mis-mask-token": MaskedToken(**band),
         "mis-mask-sequence": MaskedSequence(**band, weight="sequence"),
         "mis-mask-geometric": MaskedGeometric(**band, weight="geometric"),

@@ -11,24 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.algorithms.corrections import CORRECTIONS, MEASURES, correct
-from asyncrl.config.algorithm import (
-    CorrectionConfig,
-    MaskedGeometric,
-    MaskedSequence,
-    MaskedToken,
-    OffPolicySequenceMask,
-    PythonCorrection,
-    Rejection,
-    SecondMomentClip,
-    SecondMomentMask,
-    StalenessMask,
-    StalenessWeight,
-    Truncated,
-    TruncatedGeometric,
-    TruncatedSequence,
-    TruncatedToken,
-    Veto,
-)
+from asyncrl.config import algorithm as kinds
 
 BOUNDS = {
     "ratio": (0.6, 1.9), "k1": (-0.5, 0.6), "k2": (-math.inf, 0.2), "k3": (-1.0, 0.25), "tv": (-1.0, 0.1),
@@ -36,7 +19,7 @@ BOUNDS = {
 }  # fmt: skip
 """That cut each measure's values of random tokens in about half; on policy all are inside."""
 REJECTIONS = [
-    Rejection(level=level, measure=measure, low=low, high=high, weight=weight)
+    kinds.Rejection(level=level, measure=measure, low=low, high=high, weight=weight)
     for (measure, (low, high)), (level, weight) in itertools.product(
         BOUNDS.items(),
         {"token": "token", "sum": "sequence", "mean": "none", "max": "none", "geometric": "geometric"}.items(),
@@ -44,18 +27,18 @@ REJECTIONS = [
     if level != "geometric" or measure == "ratio"
 ]
 ALL = [
-    TruncatedToken(cap=1.4, floor=0.6),
-    TruncatedSequence(cap=1.8, floor=0.1),
-    TruncatedGeometric(cap=1.2, floor=0.9),
-    TruncatedToken(cap=1.4, normalize=True),
-    TruncatedSequence(cap=1.8, normalize=True),
-    TruncatedGeometric(cap=1.2, normalize=True),
+    kinds.TruncatedToken(cap=1.4, floor=0.6),
+    kinds.TruncatedSequence(cap=1.8, floor=0.1),
+    kinds.TruncatedGeometric(cap=1.2, floor=0.9),
+    kinds.TruncatedToken(cap=1.4, normalize=True),
+    kinds.TruncatedSequence(cap=1.8, normalize=True),
+    kinds.TruncatedGeometric(cap=1.2, normalize=True),
     *REJECTIONS,
-    OffPolicySequenceMask(threshold=0.05),
-    SecondMomentMask(threshold=0.1),
-    SecondMomentClip(threshold=0.04),
-    StalenessWeight(decay=0.7),
-    StalenessMask(max_versions=2),
+    kinds.OffPolicySequenceMask(threshold=0.05),
+    kinds.SecondMomentMask(threshold=0.1),
+    kinds.SecondMomentClip(threshold=0.04),
+    kinds.StalenessWeight(decay=0.7),
+    kinds.StalenessMask(max_versions=2),
 ]
 seeds = st.integers(0, 10_000)
 by_name = pytest.mark.parametrize("item", ALL, ids=str)
@@ -92,19 +75,21 @@ def slow_tokens(inputs):
 
 def slow_weight(item, fact):
     match item:
-        case Truncated(cap=cap, floor=floor):
-            level = {TruncatedToken: "token", TruncatedSequence: "sequence", TruncatedGeometric: "geometric"}[type(item)]
+        case kinds.Truncated(cap=cap, floor=floor):
+            level = {kinds.TruncatedToken: "token", kinds.TruncatedSequence: "sequence", kinds.TruncatedGeometric: "geometric"}[
+                type(item)
+            ]
             return min(max(fact[level], floor), cap)
-        case Rejection(weight=weight):
+        case kinds.Rejection(weight=weight):
             return fact[weight]
-        case StalenessWeight(decay=decay):
+        case kinds.StalenessWeight(decay=decay):
             return decay ** fact["staleness"]
     return 1.0
 
 
 def slow_keeps(item, fact, facts):
     match item:
-        case Rejection(level=level, measure=measure, low=low, high=high):
+        case kinds.Rejection(level=level, measure=measure, low=low, high=high):
             of_row = [facts[j][measure] for j in fact["row"]]
             values = {
                 "token": [fact[measure]],
@@ -114,9 +99,9 @@ def slow_keeps(item, fact, facts):
                 "geometric": [fact["geometric"]],
             }[level]
             return all(low <= value <= high for value in values)
-        case OffPolicySequenceMask(threshold=threshold):
+        case kinds.OffPolicySequenceMask(threshold=threshold):
             return fact["advantage"] >= 0 or fact["divergence"] <= threshold
-        case StalenessMask(max_versions=most):
+        case kinds.StalenessMask(max_versions=most):
             return fact["staleness"] <= most
     return True
 
@@ -125,19 +110,19 @@ def slow(item, inputs):
     """(weights, kept) by the definitions, one token after the other."""
     facts = slow_tokens(inputs)
     kept = {i: slow_keeps(item, fact, facts) for i, fact in facts.items()}
-    if isinstance(item, SecondMomentMask):
+    if isinstance(item, kinds.SecondMomentMask):
         rest = sorted(facts, key=lambda i: facts[i]["k2"])
         while len(rest) > 1 and sum(2 * facts[i]["k2"] for i in rest) / len(rest) >= item.threshold:
             kept[rest.pop()] = False
     weights = [slow_weight(item, facts[i]) if kept.get(i, False) else 0.0 for i in range(len(inputs.mask))]
     if getattr(item, "normalize", False):
-        by_place = {(i if isinstance(item, TruncatedToken) else fact["row"][0]): weights[i] for i, fact in facts.items()}
+        by_place = {(i if isinstance(item, kinds.TruncatedToken) else fact["row"][0]): weights[i] for i, fact in facts.items()}
         weights = [weight / (sum(by_place.values()) / len(by_place)) for weight in weights]
     return torch.tensor(weights, dtype=torch.float64), torch.tensor([kept.get(i, False) for i in range(len(inputs.mask))])
 
 
 def test_every_kind_of_the_config_has_a_function_and_every_measure_is_tried():
-    assert set(CORRECTIONS) == set(typing.get_args(CorrectionConfig))
+    assert set(CORRECTIONS) == set(typing.get_args(kinds.CorrectionConfig))
     assert set(BOUNDS) == set(MEASURES)
 
 
@@ -155,11 +140,11 @@ def test_corrections_equal_a_slow_reference(item, seed, loss_inputs):
 @pytest.mark.parametrize(
     ("preset", "row"),
     [
-        (MaskedToken(low=0.7, high=1.5), Rejection(low=0.7, high=1.5, weight="token")),
-        (MaskedSequence(low=0.2, weight="token"), Rejection(level="sum", low=0.2, high=5.0, weight="token")),
-        (MaskedGeometric(), Rejection(level="geometric", low=0.99, high=1.01)),
-        (Veto(low=0.4), Rejection(level="max", low=0.4)),
-        (Rejection(level="mean", measure="k1", low=-0.1, high=0.2), MaskedGeometric(low=math.exp(-0.2), high=math.exp(0.1))),
+        (kinds.MaskedToken(low=0.7, high=1.5), kinds.Rejection(low=0.7, high=1.5, weight="token")),
+        (kinds.MaskedSequence(low=0.2, weight="token"), kinds.Rejection(level="sum", low=0.2, high=5.0, weight="token")),
+        (kinds.MaskedGeometric(), kinds.Rejection(level="geometric", low=0.99, high=1.01)),
+        (kinds.Veto(low=0.4), kinds.Rejection(level="max", low=0.4)),
+        (kinds.Rejection(level="mean", measure="k1", high=0.2), kinds.MaskedGeometric(low=math.exp(-0.2), high=math.inf)),
     ],
     ids=str,
 )
@@ -179,7 +164,7 @@ def test_on_policy_every_weight_is_one_and_all_is_kept(item, seed, on_policy):
     got = correct(inputs, (item,))
     assert torch.equal(got.kept, inputs.mask)
     assert torch.equal(got.weights, inputs.mask.to(torch.float64))
-    if isinstance(item, SecondMomentClip):
+    if isinstance(item, kinds.SecondMomentClip):
         assert (got.clip_low, got.clip_high) == (1.0, math.inf)
 
 
@@ -220,7 +205,7 @@ def test_masked_garbage_policies_far_apart_and_nothing_to_train_are_borne(item, 
 @given(seed=seeds, threshold=st.floats(1e-3, 0.6))
 def test_m2po_clip_takes_the_widest_range_at_which_harmful_tokens_stay_under_the_threshold(seed, threshold, loss_inputs):
     inputs = loss_inputs(seed)
-    got = correct(inputs, (SecondMomentClip(threshold=threshold),))
+    got = correct(inputs, (kinds.SecondMomentClip(threshold=threshold),))
     log_r = (inputs.logprobs - inputs.proximal_logprobs).detach()
     harmful = [log_r[i].item() ** 2 for i in range(40) if inputs.mask[i] and log_r[i].item() * inputs.advantages[i].item() > 0]
 
@@ -239,8 +224,8 @@ def test_m2po_clip_takes_the_widest_range_at_which_harmful_tokens_stay_under_the
 def test_tokens_of_unknown_version_count_as_fresh(loss_inputs):
     inputs = loss_inputs(0)
     unknown = replace(inputs, versions=torch.full_like(inputs.versions, -1))
-    assert torch.equal(correct(unknown, (StalenessMask(max_versions=0),)).kept, inputs.mask)
-    assert torch.equal(correct(unknown, (StalenessWeight(decay=0.5),)).weights, inputs.mask.double())
+    assert torch.equal(correct(unknown, (kinds.StalenessMask(max_versions=0),)).kept, inputs.mask)
+    assert torch.equal(correct(unknown, (kinds.StalenessWeight(decay=0.5),)).weights, inputs.mask.double())
 
 
 def test_a_users_own_correction_joins_the_others(loss_inputs, tmp_path):
@@ -250,9 +235,9 @@ def test_a_users_own_correction_joins_the_others(loss_inputs, tmp_path):
         "    return CorrectionOutputs(inputs.logprobs.exp() * config.parameter, inputs.sequence_ids % 2 == 0)\n"
     )
     inputs = loss_inputs(0)
-    got = correct(inputs, (PythonCorrection(path=f"{tmp_path}/own.py:own", parameter=3.0), TruncatedToken(cap=1.5)))
+    got = correct(inputs, (kinds.PythonCorrection(path=f"{tmp_path}/own.py:own", parameter=3.0), kinds.TruncatedToken(cap=1.5)))
     kept = inputs.mask & (inputs.sequence_ids % 2 == 0)
-    truncated = correct(inputs, (TruncatedToken(cap=1.5),)).weights
+    truncated = correct(inputs, (kinds.TruncatedToken(cap=1.5),)).weights
     assert torch.equal(got.kept, kept)
     torch.testing.assert_close(got.weights, torch.where(kept, 3 * inputs.logprobs.detach().exp() * truncated, 0.0))
     assert not got.weights.requires_grad

@@ -9,17 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.algorithms.diagnostics import (
-    STALENESS_BUCKETS,
-    divergence,
-    logprob_gap,
-    quantiles,
-    sequence_mismatch,
-    sequence_staleness,
-    staleness_bucket,
-    token_mismatch,
-    weight_figures,
-)
+from asyncrl.algorithms import diagnostics
 
 FLOATS = st.floats(-50, 50, allow_nan=False, width=32)
 
@@ -33,7 +23,7 @@ def policies(seed, tokens, spread=0.4):
 @settings(max_examples=50, deadline=None)
 @given(values=st.lists(FLOATS, min_size=1, max_size=40), levels=st.lists(st.floats(0, 1), min_size=1, max_size=6))
 def test_quantiles_are_numpys(values, levels):
-    got = quantiles(torch.tensor(values), levels)
+    got = diagnostics.quantiles(torch.tensor(values), levels)
     np.testing.assert_allclose(got, np.quantile(np.asarray(values, dtype=np.float64), levels), rtol=1e-6, atol=1e-6)
 
 
@@ -42,7 +32,7 @@ def test_quantiles_work_beyond_two_to_the_24_elements():
     values = (torch.arange(count, dtype=torch.int32) % 101).to(torch.int8)
     with pytest.raises(RuntimeError, match="too large"):
         torch.quantile(values.to(torch.float32), 0.5)
-    assert quantiles(values, (0.0, 0.05, 0.5, 0.95, 1.0)) == (0.0, 5.0, 50.0, 95.0, 100.0)
+    assert diagnostics.quantiles(values, (0.0, 0.05, 0.5, 0.95, 1.0)) == (0.0, 5.0, 50.0, 95.0, 100.0)
 
 
 @settings(max_examples=30, deadline=None)
@@ -52,7 +42,7 @@ def test_token_mismatch_is_that_of_a_loop(seed, tokens):
     logs = [(a - b).item() for a, b in zip(learner, behaviour, strict=True)]
     ratios = [math.exp(value) for value in logs]
     k3 = [ratio - log - 1 for ratio, log in zip(ratios, logs, strict=True)]
-    got = token_mismatch(learner, behaviour)
+    got = diagnostics.token_mismatch(learner, behaviour)
     assert got.ratio_quantiles == pytest.approx(np.quantile(ratios, [0.01, 0.05, 0.5, 0.95, 0.99]))
     figures = (got.ratio_mean, got.ratio_min, got.ratio_max, got.ess, got.kl_k1, got.kl_k3, got.kl_max, got.chi2)
     squares = [ratio * ratio for ratio in ratios]
@@ -60,7 +50,7 @@ def test_token_mismatch_is_that_of_a_loop(seed, tokens):
     mean = statistics.fmean
     expected = (mean(ratios), min(ratios), max(ratios), ess, -mean(logs), mean(k3), max(k3), mean(squares) - 1)
     assert figures == pytest.approx(expected, abs=1e-12)
-    assert divergence(learner, behaviour) == pytest.approx((got.kl_k1, got.kl_k3))
+    assert diagnostics.divergence(learner, behaviour) == pytest.approx((got.kl_k1, got.kl_k3))
 
 
 @settings(max_examples=30, deadline=None)
@@ -68,27 +58,26 @@ def test_token_mismatch_is_that_of_a_loop(seed, tokens):
 def test_sequence_mismatch_is_that_of_a_loop_and_skips_sequences_without_tokens(seed, lengths):
     learner, behaviour = policies(seed, sum(lengths))
     ids = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
-    got = sequence_mismatch(learner, behaviour, ids, len(lengths))
-    means = []
-    for sequence in range(len(lengths)):
-        if lengths[sequence]:
-            chosen = ids == sequence
-            means.append((learner[chosen].mean().item(), behaviour[chosen].mean().item(), lengths[sequence]))
-    assert got.chi2 == pytest.approx(statistics.fmean(math.exp(2 * n * (a - b)) for a, b, n in means) - 1, abs=1e-12)
-    assert got.perplexity_ratio == pytest.approx(statistics.fmean(math.exp(b - a) for a, b, _ in means))
-    assert got.learner_perplexity == pytest.approx(statistics.fmean(math.exp(-a) for a, _, _ in means))
-    assert got.behaviour_perplexity == pytest.approx(statistics.fmean(math.exp(-b) for _, b, _ in means))
-    assert got.learner_log_perplexity == pytest.approx(-statistics.fmean(a for a, _, _ in means))
-    assert got.behaviour_log_perplexity == pytest.approx(-statistics.fmean(b for _, b, _ in means))
+    got = diagnostics.sequence_mismatch(learner, behaviour, ids, len(lengths))
+    chosen = [ids == sequence for sequence in range(len(lengths)) if lengths[sequence]]
+    means = [(learner[own].mean().item(), behaviour[own].mean().item(), int(own.sum())) for own in chosen]
+    mean = statistics.fmean
+    assert got.chi2 == pytest.approx(mean(math.exp(2 * n * (a - b)) for a, b, n in means) - 1, abs=1e-12)
+    assert got.perplexity_ratio == pytest.approx(mean(math.exp(b - a) for a, b, _ in means))
+    perplexities = (got.learner_perplexity, got.learner_log_perplexity, got.behaviour_perplexity, got.behaviour_log_perplexity)
+    expected = [
+        figure for logs in list(zip(*means, strict=True))[:2] for figure in (mean(math.exp(-x) for x in logs), -mean(logs))
+    ]
+    assert perplexities == pytest.approx(tuple(expected))
     gaps = [b - a for a, b, _ in means]
-    assert got.log_perplexity_gap == pytest.approx(statistics.fmean(gaps), abs=1e-12)
-    assert got.log_perplexity_gap_abs == pytest.approx(statistics.fmean(map(abs, gaps)))
-    assert (got.log_perplexity_gap_min, got.log_perplexity_gap_max) == pytest.approx((min(gaps), max(gaps)))
+    figures = (got.log_perplexity_gap, got.log_perplexity_gap_abs, got.log_perplexity_gap_min, got.log_perplexity_gap_max)
+    assert figures == pytest.approx((mean(gaps), mean(map(abs, gaps)), min(gaps), max(gaps)), abs=1e-12)
 
 
 def test_policies_far_apart_stay_finite():
     learner, behaviour = torch.tensor([-0.1, -300.0, -0.2]), torch.tensor([-300.0, -0.1, -0.2])
-    tokens, sequences = token_mismatch(learner, behaviour), sequence_mismatch(learner, behaviour, torch.tensor([0, 1, 1]), 2)
+    tokens = diagnostics.token_mismatch(learner, behaviour)
+    sequences = diagnostics.sequence_mismatch(learner, behaviour, torch.tensor([0, 1, 1]), 2)
     figures = [tokens.ratio_max, tokens.chi2, tokens.ess, tokens.kl_max, sequences.chi2, sequences.perplexity_ratio]
     assert np.isfinite(figures).all()
 
@@ -96,7 +85,7 @@ def test_policies_far_apart_stay_finite():
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_weight_figures_of_a_loop(level):
     weights, ratios = [0.5, 2.0, 2.0, 1.0], [0.4, 2.0, 7.0, 1.0, 0.6]
-    got = weight_figures(torch.tensor(weights), torch.tensor(ratios), 2.0, level)
+    got = diagnostics.weight_figures(torch.tensor(weights), torch.tensor(ratios), 2.0, level)
     assert got.mean == pytest.approx(statistics.fmean(weights))
     assert got.std == pytest.approx(statistics.pstdev(weights))
     assert got.ess == pytest.approx(sum(weights) ** 2 / (4 * sum(w * w for w in weights)))
@@ -104,25 +93,25 @@ def test_weight_figures_of_a_loop(level):
     assert got.low_fraction == pytest.approx(1 / 5)
     extremes = (0.5, 2.0) if level == "token" else (0.4, 7.0)
     assert (got.min, got.max) == pytest.approx(extremes)
-    assert weight_figures(torch.zeros(3), torch.ones(3), 2.0, level).ess == 0.0
+    assert diagnostics.weight_figures(torch.zeros(3), torch.ones(3), 2.0, level).ess == 0.0
 
 
 def test_logprob_gap_and_correlation():
     learner, behaviour = policies(5, 50, spread=0.05)
-    mean, largest, correlation = logprob_gap(learner, behaviour)
+    mean, largest, correlation = diagnostics.logprob_gap(learner, behaviour)
     gaps = (learner - behaviour).abs()
     assert (mean, largest) == pytest.approx((gaps.mean().item(), gaps.max().item()))
     assert correlation == pytest.approx(np.corrcoef(learner.exp(), behaviour.exp())[0, 1])
-    assert math.isnan(logprob_gap(learner[:1], behaviour[:1])[2])
+    assert math.isnan(diagnostics.logprob_gap(learner[:1], behaviour[:1])[2])
 
 
 def test_every_staleness_has_one_bucket():
     names = {0: "0", 1: "1", 2: "2", 3: "3-4", 4: "3-4", 5: "5-8", 8: "5-8", 9: "9+", 500: "9+"}
-    buckets = staleness_bucket(torch.tensor(list(names))).tolist()
-    assert [STALENESS_BUCKETS[index] for index in buckets] == list(names.values())
-    assert staleness_bucket(torch.tensor([-1])).tolist() == [-1]
+    buckets = diagnostics.staleness_bucket(torch.tensor(list(names))).tolist()
+    assert [diagnostics.STALENESS_BUCKETS[index] for index in buckets] == list(names.values())
+    assert diagnostics.staleness_bucket(torch.tensor([-1])).tolist() == [-1]
 
 
 def test_a_sequence_is_as_stale_as_its_oldest_known_token():
     staleness, ids = torch.tensor([2, 5, -1, 0, -1]), torch.tensor([0, 0, 0, 1, 3])
-    assert sequence_staleness(staleness, ids, 4).tolist() == [5, 0, -1, -1]
+    assert diagnostics.sequence_staleness(staleness, ids, 4).tolist() == [5, 0, -1, -1]

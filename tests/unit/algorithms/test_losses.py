@@ -13,31 +13,18 @@ from asyncrl.algorithms.corrections import correct
 from asyncrl.algorithms.loss_terms import AGGREGATIONS, count_denominators
 from asyncrl.algorithms.losses import LOSSES, load_loss
 from asyncrl.algorithms.types import Denominators, LossConfig
-from asyncrl.config.algorithm import (
-    KLConfig,
-    MaskedToken,
-    OffPolicySequenceMask,
-    Rejection,
-    SecondMomentClip,
-    SecondMomentMask,
-    StalenessMask,
-    StalenessWeight,
-    TruncatedSequence,
-    TruncatedToken,
-    Veto,
-    is_importance_weight,
-)
+from asyncrl.config import algorithm as kinds
 from asyncrl.config.algorithm_table import LOSS_RULES
 from asyncrl.errors import ConfigError
 
 CORRECTIONS = [
     (),
-    (TruncatedToken(cap=1.4, floor=0.6),),
-    (TruncatedSequence(cap=1.8), StalenessWeight(decay=0.8)),
-    (SecondMomentClip(threshold=0.02),),
-    (Rejection(level="geometric", low=0.85, high=1.2, weight="token"),),
-    (Rejection(level="mean", measure="k3", high=0.1), SecondMomentMask(threshold=0.1)),
-    (StalenessMask(max_versions=3), OffPolicySequenceMask(threshold=0.0), MaskedToken(low=0.5, high=2.0)),
+    (kinds.TruncatedToken(cap=1.4, floor=0.6),),
+    (kinds.TruncatedSequence(cap=1.8), kinds.StalenessWeight(decay=0.8)),
+    (kinds.SecondMomentClip(threshold=0.02),),
+    (kinds.Rejection(level="geometric", low=0.85, high=1.2, weight="token"),),
+    (kinds.Rejection(level="mean", measure="k3", high=0.1), kinds.SecondMomentMask(threshold=0.1)),
+    (kinds.StalenessMask(max_versions=3), kinds.OffPolicySequenceMask(threshold=0.0), kinds.MaskedToken(low=0.5, high=2.0)),
 ]
 seeds = st.integers(0, 10_000)
 corrected = st.sampled_from(CORRECTIONS)
@@ -60,7 +47,7 @@ def full_config(**options):
     return LossConfig(**{
         "clip_low": 0.1, "clip_high": 0.25, "dual_clip": 1.3, "max_ratio": 1.5, "min_ratio": 0.4,
         "tau_positive": 1.2, "tau_negative": 1.7, "vespo_positive": (1.5, 2.0), "vespo_negative": (2.5, 1.0),
-        "entropy_coefficient": 0.3, "log_ratio_penalty": 0.2, "kl": KLConfig(cap=0.4), "kl_coefficient": 0.7,
+        "entropy_coefficient": 0.3, "log_ratio_penalty": 0.2, "kl": kinds.KLConfig(cap=0.4), "kl_coefficient": 0.7,
     } | options)  # fmt: skip
 
 
@@ -98,15 +85,11 @@ def slow_objective(name, inputs, config, kept, t):
     def binary_kl():
         return q * (prox - pi.detach()) + (1 - q) * torch.log((1 - q + 1e-8) / (1 - p + 1e-8))
 
-    def vespo():
-        w = product(over(inputs.mask, inputs.behaviour_logprobs)).detach()
-        k, rate = config.vespo_positive if advantage >= 0 else config.vespo_negative
-        return w**k * math.e ** (rate - rate * w)
-
+    of_row = product(over(inputs.mask, inputs.behaviour_logprobs)).detach()
+    k, rate = config.vespo_positive if advantage >= 0 else config.vespo_negative
     geometric = over(kept, inputs.proximal_logprobs)
     return {
-        "ppo_clip": lambda: slow_clipped(ratio, advantage, config),
-        "decoupled_ppo": lambda: slow_clipped(ratio, advantage, config),
+        **dict.fromkeys(("ppo_clip", "decoupled_ppo"), lambda: slow_clipped(ratio, advantage, config)),
         "gspo": lambda: slow_clipped(mean(geometric), advantage, config),
         "gspo_token": lambda: slow_clipped(mean(geometric).detach() * pi.exp() / pi.exp().detach(), advantage, config),
         "rloo_product": lambda: slow_clipped(product(geometric), advantage, config),
@@ -118,16 +101,11 @@ def slow_objective(name, inputs, config, kept, t):
         ),
         "cispo": lambda: -ratio.detach().clamp(config.min_ratio, config.max_ratio) * advantage * pi,
         "sapo": lambda: -advantage * 4 / tau / (1 + torch.exp(-tau * (ratio - 1))),
-        "reinforce": lambda: -advantage * pi,
-        "dro": lambda: -advantage * pi,
+        **dict.fromkeys(("reinforce", "dro"), lambda: -advantage * pi),
         "importance_sampling": lambda: -advantage * of_behaviour,
         "aipo": lambda: -of_behaviour.detach().clamp(max=config.max_ratio) * advantage * pi,
-        "topr": lambda: (
-            -(1.0 if advantage >= 0 else product(over(inputs.mask, inputs.behaviour_logprobs)).detach().clamp(max=1.0))
-            * advantage
-            * pi
-        ),
-        "vespo": lambda: -vespo() * advantage * pi,
+        "topr": lambda: -(1.0 if advantage >= 0 else of_row.clamp(max=1.0)) * advantage * pi,
+        "vespo": lambda: -(of_row**k) * math.e ** (rate - rate * of_row) * advantage * pi,
     }[name]()
 
 
@@ -144,7 +122,7 @@ def slow_loss(name, inputs, config):
         config = replace(config, clip_low=corrections.clip_low, clip_high=corrections.clip_high)
     counted = corrections.kept if config.denominator == "kept" else inputs.mask
     total = 0.0 * torch.where(inputs.mask, inputs.logprobs, 0.0).sum()
-    has_weight = any(map(is_importance_weight, config.corrections))
+    has_weight = any(map(kinds.is_importance_weight, config.corrections))
     for t in counted.nonzero().flatten().tolist():
         weight = corrections.weights[t]
         if name == "decoupled_ppo" and not has_weight:
@@ -191,7 +169,9 @@ def test_losses_equal_a_slow_reference(name, seed, aggregation, corrections, den
 def test_at_ratio_one_the_gradient_is_the_policy_gradient(name, seed, aggregation, row_advantages, on_policy):
     """-A of each token over the denominator; with one ratio a sequence, of the mean of A over it, or (a product) of its sum."""
     inputs = on_policy(seed, row_advantages=row_advantages)
-    config = LossConfig(aggregation=aggregation, dual_clip=3.0, corrections=(TruncatedToken(), Veto(), StalenessMask()))
+    config = LossConfig(
+        aggregation=aggregation, dual_clip=3.0, corrections=(kinds.TruncatedToken(), kinds.Veto(), kinds.StalenessMask())
+    )
     advantages = torch.where(inputs.mask, inputs.advantages, 0.0)
     lengths_S = torch.bincount(inputs.sequence_ids[inputs.mask], minlength=inputs.num_sequences).clamp(min=1)
     if name in {"gspo", "gmpo", "rloo_product"}:
@@ -206,7 +186,7 @@ def test_at_ratio_one_the_gradient_is_the_policy_gradient(name, seed, aggregatio
 @settings(max_examples=8, deadline=None)
 @given(seed=seeds, corrections=corrected, aggregation=aggregations, gradient=st.sampled_from(["own", "k2", "ratio"]))
 def test_whatever_stands_at_a_masked_token_does_not_matter(name, seed, corrections, aggregation, gradient, loss_inputs):
-    config = full_config(corrections=corrections, aggregation=aggregation, kl=KLConfig(gradient=gradient))
+    config = full_config(corrections=corrections, aggregation=aggregation, kl=kinds.KLConfig(gradient=gradient))
     clean = loss_inputs(seed)
     names = ("logprobs", "proximal_logprobs", "behaviour_logprobs", "reference_logprobs", "advantages", "entropy")
     spoilt = {field: torch.where(clean.mask, getattr(clean, field).detach(), math.nan) for field in names}
@@ -262,7 +242,9 @@ def test_policies_a_hundred_nats_apart_overflow_nothing(name, shifted, loss_inpu
     near = loss_inputs(0, dtype=torch.float32)
     inputs = replace(near, **{shifted: getattr(near, shifted) + torch.tensor([100.0, -100.0]).repeat(20)})
     for corrections in CORRECTIONS:
-        loss, slope = run(name, inputs, full_config(corrections=corrections, kl=KLConfig(gradient="ratio", cap=float("inf"))))
+        loss, slope = run(
+            name, inputs, full_config(corrections=corrections, kl=kinds.KLConfig(gradient="ratio", cap=float("inf")))
+        )
         assert torch.isfinite(loss)
         assert torch.isfinite(slope).all()
 
@@ -298,7 +280,7 @@ def test_dppo_on_the_sampling_policy_has_the_gradient_of_prime_rls_default_loss(
 
 def test_reference_kl_is_the_estimate_without_its_coefficient(loss_inputs):
     inputs = loss_inputs(5)
-    outputs = LOSSES["reinforce"](inputs, LossConfig(kl=KLConfig(estimator="k1", cap=float("inf")), kl_coefficient=0.1))
+    outputs = LOSSES["reinforce"](inputs, LossConfig(kl=kinds.KLConfig(estimator="k1", cap=float("inf")), kl_coefficient=0.1))
     assert torch.equal(
         outputs.reference_kl, torch.where(inputs.mask, (inputs.logprobs - inputs.reference_logprobs).detach(), 0.0)
     )
@@ -319,7 +301,7 @@ def test_an_update_that_is_all_masked_rejected_or_empty_is_zero_everywhere(name,
     nothing = replace(drawn, mask=torch.zeros(12, dtype=torch.bool), denominators=Denominators(0, 0))
     short = {"mask": torch.tensor([True, *[False] * 11]), "sequence_ids": torch.tensor([0, *[2] * 11])}
     cases = [*((nothing, corrections) for corrections in CORRECTIONS), (taken(nothing, 3, 6), ())]
-    for rejecting in (Rejection(level="mean", low=1e-9, high=2e-9), StalenessMask(max_versions=0)):
+    for rejecting in (kinds.Rejection(level="mean", low=1e-9, high=2e-9), kinds.StalenessMask(max_versions=0)):
         cases += [(drawn, (rejecting,)), (replace(drawn, **short), (rejecting,))]
     for inputs, corrections in cases:
         config = LossConfig(corrections=corrections, aggregation=aggregation, denominator=denominator, dual_clip=3.0)

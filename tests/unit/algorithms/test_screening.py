@@ -6,69 +6,59 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.algorithms.screening import (
-    NO_PAIR,
-    NO_SPREAD,
-    TRUNCATED,
-    Member,
-    Screen,
-    choose_pairs,
-    objection,
-    trained_members,
-    updates_of_groups,
-)
+from asyncrl.algorithms import screening
 from asyncrl.config.algorithm import AlgorithmConfig, PreferenceConfig
 
 
 def members(rewards, truncated=()):
-    return [Member(index, reward, index in truncated) for index, reward in enumerate(rewards) if reward is not None]
+    return [screening.Member(index, reward, index in truncated) for index, reward in enumerate(rewards) if reward is not None]
 
 
 @pytest.mark.parametrize(
     ("screen", "rewards", "truncated", "expected"),
     [
-        (Screen(), [1.0, 1.0], (), ""),
-        (Screen(), [1.0, 0.0], (0, 1), ""),
-        (Screen(drop_equal=True), [1.0, 1.0], (), NO_SPREAD),
-        (Screen(drop_equal=True), [1.0, None, 1.0], (), NO_SPREAD),
-        (Screen(drop_equal=True), [1.0, 0.5], (), ""),
-        (Screen(drop_equal=True, greedy_index=2), [1.0, 1.0, 0.0], (), ""),
-        (Screen(drop_equal=True, greedy_index=2), [1.0, 1.0, 1.0], (), NO_SPREAD),
-        (Screen(mask_truncated=True), [1.0, 0.0], (0, 1), TRUNCATED),
-        (Screen(mask_truncated=True), [1.0, 0.0], (0,), ""),
-        (Screen(mask_truncated=True, greedy_index=2), [1.0, 0.0, 1.0], (0, 1), TRUNCATED),
-        (Screen(mask_truncated=True, greedy_index=2), [1.0, 0.0, 1.0], (2,), ""),
-        (Screen(preference=PreferenceConfig()), [1.0, 1.0], (), NO_PAIR),
-        (Screen(preference=PreferenceConfig()), [1.0, 0.0], (), ""),
-        (Screen(preference=PreferenceConfig(), mask_truncated=True), [1.0, 0.0], (1,), NO_PAIR),
+        (screening.Screen(), [1.0, 1.0], (), ""),
+        (screening.Screen(), [1.0, 0.0], (0, 1), ""),
+        (screening.Screen(drop_equal=True), [1.0, 1.0], (), screening.NO_SPREAD),
+        (screening.Screen(drop_equal=True), [1.0, None, 1.0], (), screening.NO_SPREAD),
+        (screening.Screen(drop_equal=True), [1.0, 0.5], (), ""),
+        (screening.Screen(drop_equal=True, greedy_index=2), [1.0, 1.0, 0.0], (), ""),
+        (screening.Screen(drop_equal=True, greedy_index=2), [1.0, 1.0, 1.0], (), screening.NO_SPREAD),
+        (screening.Screen(mask_truncated=True), [1.0, 0.0], (0, 1), screening.TRUNCATED),
+        (screening.Screen(mask_truncated=True), [1.0, 0.0], (0,), ""),
+        (screening.Screen(mask_truncated=True, greedy_index=2), [1.0, 0.0, 1.0], (0, 1), screening.TRUNCATED),
+        (screening.Screen(mask_truncated=True, greedy_index=2), [1.0, 0.0, 1.0], (2,), ""),
+        (screening.Screen(preference=PreferenceConfig()), [1.0, 1.0], (), screening.NO_PAIR),
+        (screening.Screen(preference=PreferenceConfig()), [1.0, 0.0], (), ""),
+        (screening.Screen(preference=PreferenceConfig(), mask_truncated=True), [1.0, 0.0], (1,), screening.NO_PAIR),
     ],
 )
 def test_a_group_is_objected_to_where_it_teaches_nothing(screen, rewards, truncated, expected):
-    assert objection(members(rewards, truncated), screen) == expected
+    assert screening.objection(members(rewards, truncated), screen) == expected
 
 
 @pytest.mark.parametrize(
     ("screen", "rewards", "truncated", "expected"),
     [
-        (Screen(), [1.0, None, 0.0], (2,), (0, 2)),
-        (Screen(greedy_index=2), [1.0, 0.0, 1.0], (), (0, 1)),
-        (Screen(mask_truncated=True), [1.0, 0.0, 1.0], (1,), (0, 2)),
-        (Screen(mask_truncated=True), [1.0, 0.0], (0, 1), (0, 1)),
-        (Screen(mask_truncated=True, greedy_index=2), [1.0, 0.0, 1.0], (0, 1), (0, 1)),
-        (Screen(preference=PreferenceConfig()), [0.5, 0.0, 0.7, 1.0], (), (1, 3)),
-        (Screen(preference=PreferenceConfig()), [0.5, 0.5], (), ()),
-        (Screen(preference=PreferenceConfig(), mask_truncated=True), [0.5, 0.0, 0.7, 1.0], (3,), (1, 2)),
+        (screening.Screen(), [1.0, None, 0.0], (2,), (0, 2)),
+        (screening.Screen(greedy_index=2), [1.0, 0.0, 1.0], (), (0, 1)),
+        (screening.Screen(mask_truncated=True), [1.0, 0.0, 1.0], (1,), (0, 2)),
+        (screening.Screen(mask_truncated=True), [1.0, 0.0], (0, 1), (0, 1)),
+        (screening.Screen(mask_truncated=True, greedy_index=2), [1.0, 0.0, 1.0], (0, 1), (0, 1)),
+        (screening.Screen(preference=PreferenceConfig()), [0.5, 0.0, 0.7, 1.0], (), (1, 3)),
+        (screening.Screen(preference=PreferenceConfig()), [0.5, 0.5], (), ()),
+        (screening.Screen(preference=PreferenceConfig(), mask_truncated=True), [0.5, 0.0, 0.7, 1.0], (3,), (1, 2)),
     ],
 )
 def test_only_what_teaches_is_trained(screen, rewards, truncated, expected):
-    assert trained_members(members(rewards, truncated), screen) == expected
+    assert screening.trained_members(members(rewards, truncated), screen) == expected
 
 
 def test_the_screen_of_a_config():
     remax = AlgorithmConfig(advantage="remax", group_size=4, dynamic_sampling=True, mask_truncated=True)
-    assert Screen.of(remax) == Screen(drop_equal=True, mask_truncated=True, greedy_index=4)
+    assert screening.Screen.of(remax) == screening.Screen(drop_equal=True, mask_truncated=True, greedy_index=4)
     dpo = AlgorithmConfig(kind="dpo", advantage="remax", preference=PreferenceConfig(beta=0.5))
-    assert Screen.of(dpo) == Screen(preference=PreferenceConfig(beta=0.5))
+    assert screening.Screen.of(dpo) == screening.Screen(preference=PreferenceConfig(beta=0.5))
     assert dpo.members_per_group == dpo.group_size
 
 
@@ -85,19 +75,19 @@ def test_best_is_paired_with_worst_and_the_first_of_equals_counts(rewards):
     expected = ()
     if len(set(rewards.values())) > 1:
         expected = ((ordered[-1][0], min(rewards, key=lambda index: (rewards[index], index))),)
-    assert choose_pairs(rewards, PreferenceConfig()) == expected
+    assert screening.choose_pairs(rewards, PreferenceConfig()) == expected
 
 
 def test_thresholds_pair_in_member_order_and_use_each_sample_once():
     rewards = {0: 0.0, 1: 1.0, 2: 1.5, 3: -1.0, 4: 1.0, 5: 0.5}
-    assert choose_pairs(rewards, threshold(most=9)) == ((1, 0), (2, 3))
-    assert choose_pairs(rewards, threshold(most=1)) == ((1, 0),)
-    assert choose_pairs(rewards, threshold(most=9, chosen=1.5, rejected=1.0)) == ((2, 0),)
+    assert screening.choose_pairs(rewards, threshold(most=9)) == ((1, 0), (2, 3))
+    assert screening.choose_pairs(rewards, threshold(most=1)) == ((1, 0),)
+    assert screening.choose_pairs(rewards, threshold(most=9, chosen=1.5, rejected=1.0)) == ((2, 0),)
 
 
 @given(REWARDS, st.integers(1, 4))
 def test_threshold_pairs_are_as_many_as_there_can_be(rewards, most):
-    pairs = choose_pairs(rewards, threshold(most))
+    pairs = screening.choose_pairs(rewards, threshold(most))
     good = sum(reward >= 1.0 for reward in rewards.values())
     bad = sum(reward <= 0.0 for reward in rewards.values())
     members = [index for pair in pairs for index in pair]
@@ -109,7 +99,7 @@ def test_threshold_pairs_are_as_many_as_there_can_be(rewards, most):
 @given(groups=st.lists(st.integers(0, 50), max_size=60), minibatches=st.integers(1, 20))
 def test_updates_are_runs_of_about_equal_size_none_without_a_group(groups, minibatches):
     distinct = list(dict.fromkeys(groups))
-    updates = updates_of_groups(groups, minibatches)
+    updates = screening.updates_of_groups(groups, minibatches)
     assert list(updates) == distinct
     numbers = list(updates.values())
     assert numbers == sorted(numbers)

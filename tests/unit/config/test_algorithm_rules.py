@@ -64,3 +64,35 @@ def test_a_bound_of_exactly_1_lets_fresh_data_through(correction):
         parse_config({"algorithm": {"corrections": [correction]}}).algorithm.corrections[0].__struct_config__.tag
         == correction["kind"]
     )
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "message"),
+    [
+        ({"corrections": [{"kind": "rejection"}]}, "drops nothing without bounds: set low, high or both"),
+        ({"corrections": [{"kind": "rejection", "level": "geometric", "measure": "k3", "high": 1.0}]}, "set measure = 'ratio'"),
+        ({"corrections": [{"kind": "rejection", "measure": "k3", "low": 0.1}]}, r"lets k3 be in \[0.1, inf\].* is 0"),
+        ({"corrections": [{"kind": "tis_geometric"}, {"kind": "rejection", "high": 2.0, "weight": "token"}]}, "keep one"),
+        ({"loss": "vespo", "corrections": [{"kind": "tis_geometric"}]}, "'vespo' has its importance weight inside"),
+        ({"loss": "dro"}, "needs algorithm.log_ratio_penalty over 0: half the method's beta"),
+        ({"aggregation": "seq-mean-token-sum-norm"}, "'seq-mean-token-sum-norm' divides by algorithm.aggregation_constant"),
+        ({"kind": "dpo", "preference": {"loss": "hinge", "label_smoothing": 0.1}}, "hinge has none"),
+        ({"kind": "dpo", "log_ratio_penalty": 0.1}, "makes no use of algorithm.log_ratio_penalty"),
+    ],
+)
+def test_what_cannot_work_is_refused_with_what_to_write_instead(algorithm, message):
+    with pytest.raises(ConfigError, match=message):
+        parse_config({"algorithm": algorithm})
+
+
+@pytest.mark.parametrize("loss", ["rloo_product", "gmpo", "dppo_tv", "dppo_kl", "vespo", "dro"])
+def test_every_loss_of_other_projects_is_had_by_its_name(loss):
+    corrections = [{"kind": "rejection", "level": "max", "measure": "binary_kl", "high": 0.05}]
+    algorithm = {
+        "loss": loss,
+        "corrections": corrections,
+        "log_ratio_penalty": 0.01,
+        "whiten": "samples",
+        "aggregation": "token-sum",
+    }
+    assert parse_config({"algorithm": algorithm}).algorithm.loss == loss

@@ -143,10 +143,9 @@ class Membership:
         """Return how many joined generators are here, may be, came, left in good order and were lost; empty where none may."""
         if not self.most_joined:
             return {}
-        here = len(self.joined)
-        return {
-            "here": here, "most": self.most_joined, "came": self.num_came, "left": self.num_left, "lost": self.num_lost,
-        }  # fmt: skip
+        names = ("here", "most", "came", "left", "lost")
+        counts = (len(self.joined), self.most_joined, self.num_came, self.num_left, self.num_lost)
+        return dict(zip(names, counts, strict=True))
 
 
 # -- the generator's side ------------------------------------------------------------------------------------------------
@@ -213,7 +212,8 @@ async def joined(request: JoinRequest, pid: int, endpoint_file: str) -> AsyncIte
         transport = load_config(folder / "config.toml").transport if request.run_folder else TransportConfig()
         encryption = "curve" if (folder / KEYS_FOLDER / CLIENT_FILE).exists() else "plain"
         transport = replace(transport, encryption=encryption)
-        name = joined_name(host, pid)
+        readable = re.sub(r"[^A-Za-z0-9]+", "-", host.partition(".")[0]).strip("-")[:32] or "unnamed"
+        name = f"{JOINED_PREFIX}{readable}-{pid}-0"  # unique over machines
         connection = await open_connection(address, new_hello("generator", name), transport, folder, WELCOME_S)
         try:
             async with asyncio.timeout(WELCOME_S):
@@ -252,12 +252,6 @@ async def serve_until_told(work: Coroutine[Any, Any, int]) -> int:
     finally:
         for number in LEAVE_ON:
             loop.remove_signal_handler(number)
-
-
-def joined_name(host: str, pid: int, number: int = 0) -> str:
-    """Return the name of a joining generator, unique over machines: `joined-HOST-PID-N`."""
-    readable = re.sub(r"[^A-Za-z0-9]+", "-", host.partition(".")[0]).strip("-")[:32] or "unnamed"
-    return f"{JOINED_PREFIX}{readable}-{pid}-{number}"
 
 
 def check_overrides(overrides: tuple[str, ...]) -> None:

@@ -92,7 +92,6 @@ def live_controller(run_folder: Path) -> int:
     """
     endpoint = read_endpoint(run_folder)
     try:
-        is_ours = endpoint is not None and "asyncrl.pipeline" in psutil.Process(endpoint.pid).cmdline()
+        return endpoint.pid if endpoint is not None and "asyncrl.pipeline" in psutil.Process(endpoint.pid).cmdline() else 0
     except psutil.Error:
         return 0
-    return endpoint.pid if endpoint is not None and is_ours else 0

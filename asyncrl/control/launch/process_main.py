@@ -108,7 +108,11 @@ async def run_to_exit_code(work: Awaitable[None], name: str, connection: Connect
         causes = list(_leaves(error))
         if not all(isinstance(cause, ConnectionClosed) for cause in causes):
             log.exception("%s cannot go on", name)
-            await _report_fault(name, causes, connection)
+            reason = "; ".join(f"{type(cause).__name__}: {cause}" for cause in causes)
+            with contextlib.suppress(ConnectionClosed, TimeoutError):
+                async with asyncio.timeout(TELL_S):
+                    await connection.send(Fault(name, reason, fatal=any(map(_comes_again, causes))), Lane.CONTROL)
+                    await connection.flush(TELL_S)
             return EXIT_FAULT
         log.info("the controller is gone")
     return EXIT_OK
@@ -120,15 +124,6 @@ def leave(code: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
-
-
-async def _report_fault(name: str, causes: list[BaseException], connection: Connection) -> None:
-    reason = "; ".join(f"{type(cause).__name__}: {cause}" for cause in causes)
-    fatal = any(_comes_again(cause) for cause in causes)
-    with contextlib.suppress(ConnectionClosed, TimeoutError):
-        async with asyncio.timeout(TELL_S):
-            await connection.send(Fault(name, reason, fatal=fatal), Lane.CONTROL)
-            await connection.flush(TELL_S)
 
 
 def _comes_again(cause: BaseException) -> bool:

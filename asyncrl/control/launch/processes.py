@@ -40,16 +40,14 @@ def plan_ranks(config: RunConfig) -> RankPlan:
     """
     if config.learner.ranks == 1:
         return RankPlan()
-    hidden_size = config.model.hidden_size if isinstance(config.model, ScratchModel) else _hidden_size(Path(config.model.path))
-    return RankPlan(config.learner.ranks, CostModel.of_model(hidden_size) if hidden_size else CostModel())
-
-
-def _hidden_size(folder: Path) -> int:
+    if isinstance(config.model, ScratchModel):
+        return RankPlan(config.learner.ranks, CostModel.of_model(config.model.hidden_size))
     try:
-        said = json.loads((folder / "config.json").read_bytes())
+        said = json.loads((Path(config.model.path) / "config.json").read_bytes())
     except (OSError, ValueError):
-        return 0  # the learner says what is wrong with the folder
-    return int(said.get("text_config", said).get("hidden_size", 0))
+        said = {}  # the learner says what is wrong with the folder
+    hidden_size = int(said.get("text_config", said).get("hidden_size", 0))
+    return RankPlan(config.learner.ranks, CostModel.of_model(hidden_size) if hidden_size else CostModel())
 
 
 def num_threads(config: RunConfig, kind: ProcessKind) -> int:

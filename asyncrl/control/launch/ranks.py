@@ -13,15 +13,7 @@ import sys
 from pathlib import Path
 
 from asyncrl.config.load import load_run_config
-from asyncrl.control.launch.process_main import (
-    EXIT_FAILED,
-    EXIT_FAULT,
-    EXIT_OK,
-    ignore_interrupts,
-    imports_without_gc,
-    leave,
-    watch_parent,
-)
+from asyncrl.control.launch import process_main as process
 from asyncrl.errors import ConfigError
 from asyncrl.observe.log import set_up_logging
 
@@ -40,20 +32,20 @@ def run_rank(rank: int, run_folder: Path, address: str) -> int:
         config = load_run_config(run_folder)
     except ConfigError as error:
         print(f"asyncrl: {error}", file=sys.stderr)  # noqa: T201 - the log is not set up where the config is wrong
-        return EXIT_FAILED
+        return process.EXIT_FAILED
     set_up_logging(f"learner-{rank}", config.observe.log_level)
-    ignore_interrupts()
-    watch_parent()
+    process.ignore_interrupts()
+    process.watch_parent()
     try:
-        with imports_without_gc():
+        with process.imports_without_gc():
             from asyncrl.learner.ranks.worker import run_rank_worker  # noqa: PLC0415 - torch: not before a config is there
 
         run_rank_worker(config, run_folder, rank, address)
     except Exception:
         log.exception("rank %d cannot go on", rank)
-        return EXIT_FAULT
-    return EXIT_OK
+        return process.EXIT_FAULT
+    return process.EXIT_OK
 
 
 if __name__ == "__main__":
-    leave(run_rank(int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]))
+    process.leave(run_rank(int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]))

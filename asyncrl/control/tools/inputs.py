@@ -27,7 +27,6 @@ from asyncrl.config.run import RunConfig, has_own_environment
 from asyncrl.config.tasks import PythonTask
 from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.generate.tokenizer import TokenizerCodec
-from asyncrl.schema.samples import Prompt
 from asyncrl.tasks.json_lines import missing_files
 from asyncrl.tasks.registry import build_task
 from asyncrl.user_code import MATHS_ARGUMENTS, REWARD_ARGUMENTS, TASK_ARGUMENTS, load_function
@@ -97,7 +96,13 @@ def path_faults(config: RunConfig, *, resumed: bool = False) -> list[str]:
         return []
     faults = missing_files(config.task)
     if isinstance(config.model, PretrainedModel) and not resumed:
-        faults += _model_faults(config.model.path, "model.path")
+        folder = Path(config.model.path)
+        if not folder.is_dir():
+            faults.append(f"model.path: there is no folder {folder}; `asyncrl model import` makes one")
+        elif not (folder / "config.json").is_file():
+            faults.append(f"model.path: {folder} has no config.json")
+        elif not any((folder / name).is_file() for name in TOKENIZER_FILES):
+            faults.append(f"model.path: {folder} has no tokenizer (none of {', '.join(TOKENIZER_FILES)})")
     others = {"algorithm.reference.path": config.algorithm.reference.path if config.algorithm.needs_reference else ""}
     others["algorithm.critic.path"] = config.algorithm.critic.path if config.algorithm.critic is not None else ""
     others |= {f"inference.reward_models {model.name}": model.path for model in config.inference.reward_models}
@@ -109,16 +114,6 @@ def path_faults(config: RunConfig, *, resumed: bool = False) -> list[str]:
         there = next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists())
         if not there.is_dir() or not os.access(there, os.W_OK):
             faults.append(f"{field}: {there} is no folder that can be written")
-    return faults
-
-
-def _model_faults(path: str, field: str) -> list[str]:
-    folder = Path(path)
-    if not folder.is_dir():
-        return [f"{field}: there is no folder {path}; `asyncrl model import` makes one"]
-    faults = [] if (folder / "config.json").is_file() else [f"{field}: {path} has no config.json"]
-    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
-        faults.append(f"{field}: {path} has no tokenizer (none of {', '.join(TOKENIZER_FILES)})")
     return faults
 
 
@@ -142,17 +137,15 @@ def _ask(question: Question, what: str) -> Findings:
         given.write(msgspec.json.encode(question))  # could hold it open
         given.seek(0)
         try:
-            done = subprocess.run(  # noqa: S603 - our own interpreter
-                command, stdin=given, stdout=output, stderr=output, timeout=TIMEOUT_S, check=False
-            )
+            code = subprocess.call(command, stdin=given, stdout=output, stderr=output, timeout=TIMEOUT_S)  # noqa: S603 - ours
         except subprocess.TimeoutExpired as error:
             raise ConfigError(f"{what} has not ended after {TIMEOUT_S:.0f} s") from error
         output.seek(0)
         said = output.read().decode(errors="replace").strip()
-    if done.returncode == _WRONG and said:
+    if code == _WRONG and said:
         raise ConfigError(said.splitlines()[-1])
-    if done.returncode:
-        raise ConfigError(f"{what} ended the process with exit code {done.returncode}: {said[-2000:]}")
+    if code:
+        raise ConfigError(f"{what} ended the process with exit code {code}: {said[-2000:]}")
     return msgspec.json.decode(said.splitlines()[-1], type=Findings)
 
 
@@ -207,13 +200,19 @@ def _look_at_prompts(config: RunConfig, findings: Findings) -> None:
     evaluates = config.eval.at_start or config.eval.at_end or config.eval.every_steps
     if evaluates and len(task.held_out) < config.eval.num_prompts:
         findings.figures["held-out prompts"] += f"  (eval.num_prompts asks for {config.eval.num_prompts}: all of them are taken)"
-    room = config.generate.engine.max_sequence_tokens - config.generate.sampling.max_new_tokens
-    looked_at = f"of the first {min(len(task.train), MOST_PROMPTS):,}"
     if isinstance(config.generate.engine, ReplayEngineConfig):
         return
-    count = _token_counter(config)
-    lengths = [count(task.train[index]) for index in range(min(len(task.train), MOST_PROMPTS))]
-    over = sum(length > room for length in lengths)
+    room = config.generate.engine.max_sequence_tokens - config.generate.sampling.max_new_tokens
+    first = [task.train[index] for index in range(min(len(task.train), MOST_PROMPTS))]
+    if isinstance(config.model, PretrainedModel):
+        codec = TokenizerCodec(Path(config.model.path), trust_remote_code=config.model.trust_remote_code)
+        lengths = [len(codec.encode(prompt)) for prompt in first]
+    else:  # a model made from nothing has a token for each character
+        lengths = [
+            len(prompt.token_ids) // 4 or len(prompt.text or "".join(turn.content for turn in prompt.messages))
+            for prompt in first
+        ]
+    looked_at, over = f"of the first {len(first):,}", sum(length > room for length in lengths)
     findings.figures["tokens of the longest prompt"] = f"{max(lengths)}  ({looked_at}; there is room for {room})"
     if over:
         findings.faults.append(
@@ -221,18 +220,6 @@ def _look_at_prompts(config: RunConfig, findings: Findings) -> None:
             "generate.engine.max_sequence_tokens leaves beside generate.sampling.max_new_tokens: they will fail; raise the "
             "one or lower the other"
         )
-
-
-def _token_counter(config: RunConfig) -> Any:  # noqa: ANN401 - a function of a prompt
-    """Return what counts a prompt's tokens: the model's tokenizer, or one a character where the model is made from nothing."""
-    if isinstance(config.model, PretrainedModel):
-        codec = TokenizerCodec(Path(config.model.path), trust_remote_code=config.model.trust_remote_code)
-        return lambda prompt: len(codec.encode(prompt))
-
-    def characters(prompt: Prompt) -> int:
-        return len(prompt.token_ids) // 4 or len(prompt.text) or sum(len(turn.content) for turn in prompt.messages)
-
-    return characters
 
 
 if __name__ == "__main__":

@@ -110,11 +110,8 @@ def _sample_lines(story: SampleStory, kept: SampleRow | None) -> list[str]:
         why = row.failure or "trained before the oldest checkpoint"
         text = f"completion: {kept.text!r}" if kept else "completion: not among the samples that observe.samples keeps as text"
         return [f"g{row.group_id}.{row.index}: its tokens are not kept ({why})", text, f"rewards: {row.parts or row.reward}"]
-    ids, logprobs, versions = (
-        ids_from_bytes(sample.token_ids),
-        logprobs_from_bytes(sample.logprobs),
-        ids_from_bytes(sample.versions),
-    )
+    ids, logprobs = ids_from_bytes(sample.token_ids), logprobs_from_bytes(sample.logprobs)
+    versions = ids_from_bytes(sample.versions)
     rows = [
         (position, token, f"{logprob:.4f}", version)
         for position, (token, logprob, version) in enumerate(zip(ids[:TOKENS_SHOWN], logprobs, versions, strict=False))
@@ -129,12 +126,9 @@ def _sample_lines(story: SampleStory, kept: SampleRow | None) -> list[str]:
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    cells = [header, *[[_cell(value) for value in row] for row in rows]]
+    shown = [
+        ["-" if value is None else f"{value:.3f}" if isinstance(value, float) else str(value) for value in row] for row in rows
+    ]
+    cells = [header, *shown]
     widths = [max(len(line[column]) for line in cells) for column in range(len(header))]
     return "\n".join("  ".join(value.ljust(width) for value, width in zip(line, widths, strict=True)).rstrip() for line in cells)
-
-
-def _cell(value: object) -> str:
-    if value is None:
-        return "-"
-    return f"{value:.3f}" if isinstance(value, float) else str(value)

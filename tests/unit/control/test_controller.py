@@ -13,7 +13,7 @@ import pytest
 from asyncrl.buffer.open import open_buffer
 from asyncrl.clock import SystemClock
 from asyncrl.config.load import parse_config
-from asyncrl.control.api import ExternalWeights, RunApi
+from asyncrl.control.api import RunApi
 from asyncrl.control.controller import Controller, RunParts
 from asyncrl.control.join import Membership
 from asyncrl.control.launch.processes import plan_processes
@@ -195,16 +195,6 @@ async def test_a_learner_that_dies_over_the_last_checkpoint_repeats_its_steps_an
         assert (world.controller.lifecycle.phase, world.controller.feeder.version) == ("stopped", NUM_STEPS)
 
 
-async def test_a_drain_whose_learner_dies_over_the_checkpoint_asks_the_next_one(tmp_path):
-    async with _running(tmp_path) as world:
-        learner, _, _ = await world.start()
-        await world.until("running")
-        world.controller.post(DrainRequested())
-        await _next(learner, Checkpoint)
-        again = await world.restart_learner(version=0)
-        assert (await _next(again, Checkpoint)).version == 0
-
-
 async def test_a_drain_trains_every_step_that_was_taken_and_takes_no_other(tmp_path):
     async with _running(tmp_path, num_steps=9, buffer={"max_staleness": 5}) as world:
         learner, reward, generator = await world.start()
@@ -223,49 +213,12 @@ async def test_a_drain_trains_every_step_that_was_taken_and_takes_no_other(tmp_p
         assert (world.controller.lifecycle.phase, counts.trained, counts.taken, counts.ready) == ("stopped", 2 * B, 0, 2 * B)
 
 
-async def test_an_ended_run_sends_no_further_step(tmp_path):
-    async with _running(tmp_path) as world:
-        learner, reward, generator = await world.start()
-        await world.until("running")
-        world.controller.post(DrainRequested())
-        await _next(learner, Checkpoint)
-        await _generate(generator, reward, B)
-        await learner.send(CheckpointDone(0, str(tmp_path / "checkpoints" / "step-000000"), 0.1), Lane.CONTROL)
-        await asyncio.wait_for(world.controller.ending.wait(), 30)
-        world.controller.feeder.woken.set()
-        for _ in range(5):
-            await asyncio.sleep(0)
-        assert world.buffer.counts().taken == 0
-
-
 async def test_a_generator_that_says_twice_that_it_is_ready_keeps_the_groups_it_was_given(tmp_path):
     async with _running(tmp_path, window=1) as world:
         _, reward, generator = await world.start()
         await world.until("running")
         await generator.send(EngineReady("generator-0", 64, 0), Lane.CONTROL)
         assert await _generate(generator, reward, (ETA + 1) * B) == [0, 1, 2, 3]
-
-
-async def test_an_engine_that_took_as_long_as_the_stall_timeout_to_start_is_no_stall_when_it_is_ready(tmp_path):
-    async with _running(tmp_path) as world:
-        await world.start(version_is_live=False)
-        await world.until("running")
-        controller, late = world.controller, "joined-b-7-0"
-        running_s = controller.clock.now()
-        await world.let_in(late, version_is_live=False)
-        async with asyncio.timeout(30):
-            while not (controller.peers.get(late) and controller.peers.get(late).num_slots):
-                await asyncio.sleep(0.01)
-        assert controller.stall_detector.check(running_s + controller.config.supervision.stall_timeout_s + 1e-4, [], {}) == ""
-
-
-async def test_a_process_that_comes_back_over_a_new_connection_is_replaced(tmp_path):
-    async with _running(tmp_path) as world:
-        await world.start()
-        await world.until("running")
-        await world.join("generator", "generator-0")
-        process = await asyncio.wait_for(world.launcher.started("generator-0", 2), 30)
-        assert process.alive
 
 
 async def test_a_checkpoint_that_is_not_of_this_run_ends_it_with_the_reason(tmp_path):
@@ -275,16 +228,6 @@ async def test_a_checkpoint_that_is_not_of_this_run_ends_it_with_the_reason(tmp_
         await learner.send(LearnerReady(7, "model"), Lane.CONTROL)
         await asyncio.wait_for(world.controller.ending.wait(), 30)
         assert "learner stands at version 7" in world.controller.lifecycle.reason
-
-
-async def test_orders_find_their_way_through_a_full_window(tmp_path):
-    async with _running(tmp_path, window=1) as world:
-        learner, _, _ = await world.start()
-        await world.until("running")
-        for version in (0, 0, 0):
-            world.controller.checkpoints.ask(version)
-        for _ in range(3):
-            await _next(learner, Checkpoint)
 
 
 async def _reach(connection: Connection, name: str, phase: str, number: int) -> None:
@@ -319,14 +262,6 @@ async def test_by_turns_groups_go_out_in_rollouts_and_steps_when_the_learner_has
         await learner.send(WeightsAvailable(1, "none", "", WeightsManifest((), 0), "", 1.0), Lane.CONTROL)
         await _reach(learner, "learner", "rollout", 3)
         await _reach(generator, "generator-0", "rollout", 3)
-
-
-async def test_an_owner_that_is_gone_before_the_run_begins_ends_it_in_good_order(tmp_path):
-    world, owner_gone = World(tmp_path), asyncio.Event()
-    owner_gone.set()
-    await asyncio.wait_for(world.controller.run(owner_gone), 30)
-    assert world.controller.lifecycle.phase == "stopped"
-    assert world.launcher.alive == []
 
 
 async def test_an_inference_worker_is_waited_for_named_when_it_is_slow_and_asked_again_when_it_dies(tmp_path):
@@ -366,23 +301,6 @@ async def test_an_inference_worker_is_waited_for_named_when_it_is_slow_and_asked
                 await asyncio.sleep(0.01)
 
 
-async def test_an_outside_learners_versions_make_inference_workers_open_the_model_once(tmp_path):
-    judge = {"reward_models": [{"name": "judge", "path": "judge"}]}
-    async with _running(tmp_path, inference=judge, reward={"functions": []}, learner={"kind": "external"}) as world:
-        await world.launcher.started("generator-0")
-        inference = await world.join("inference", "inference-0")
-        async with asyncio.timeout(30):
-            while world.controller.peers.get("inference-0") is None:
-                await asyncio.sleep(0.01)
-        api = RunApi(world.controller)
-        for number in range(3):
-            available = WeightsAvailable(0, "none", "", WeightsManifest((), 0), "", float(number))
-            api.announce_weights(ExternalWeights(available, "model"))
-        world.controller.peers.get("inference-0").tell(Pause())
-        told = [await inference.receive(Lane.CONTROL) for _ in range(2)]
-        assert [delivery.message for delivery in told] == [LoadModel("model"), Pause()]
-
-
 async def test_a_joining_generator_that_leaves_gives_its_groups_back_and_no_death_is_counted(tmp_path):
     async with _running(tmp_path) as world:
         _, _, generator = await world.start(version_is_live=False)
@@ -410,15 +328,6 @@ async def test_a_joining_generator_that_cannot_go_on_does_not_end_the_run(tmp_pa
         for _ in range(5):
             await asyncio.sleep(0)
         assert world.controller.lifecycle.phase == "running"
-
-
-async def test_a_joining_generator_that_comes_back_over_a_new_connection_keeps_its_place(tmp_path):
-    async with _running(tmp_path) as world:
-        await world.start()
-        await world.until("running")
-        await world.let_in()
-        await world.let_in()
-        assert RunApi(world.controller).status().guests == {"here": 1, "most": 1, "came": 1, "left": 0, "lost": 0}
 
 
 async def test_a_joining_generator_that_was_cut_off_in_a_pause_and_comes_back_after_it_goes_on(tmp_path):
@@ -450,26 +359,6 @@ class _LateListener(InProcessListener):
         connection = await super().accept()
         await self.may_accept.wait()
         return connection
-
-
-async def test_a_joining_generator_that_greets_as_it_is_being_given_up_is_let_in_anew(tmp_path):
-    async with _running(tmp_path, listener=_LateListener) as world:
-        await world.start()
-        controller, name = world.controller, "joined-b-7-0"
-        guest = await world.let_in(name)
-        world.listener.may_accept.clear()
-        assert controller.membership.refusal(_hello("generator", name)) == ""
-        again = await world.join("generator", name)  # and with that the connection before is over
-        async with asyncio.timeout(30):
-            while name in controller.membership.joined:
-                await asyncio.sleep(0.01)
-        world.listener.may_accept.set()
-        assert (await _next(again, LoadModel)).model_folder == "model"
-        await again.send(EngineReady(name, 64, -1), Lane.CONTROL)
-        assert await again.flush(30)
-        assert controller.membership.joined[name].is_ready
-        assert RunApi(controller).status().guests == {"here": 1, "most": 1, "came": 2, "left": 0, "lost": 1}
-        assert guest.closed_reason
 
 
 async def test_a_joining_generator_whose_place_was_given_away_before_it_was_taken_in_is_told_so(tmp_path):

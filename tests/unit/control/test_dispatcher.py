@@ -316,18 +316,3 @@ async def test_an_evaluation_sample_is_judged_by_reward_models_and_not_by_the_re
             assert request.purpose == "eval"
             bench.dispatcher.take_answer(_result(request), lambda: None)
         assert bench.dispatcher.evaluation.report(1.0).reward_mean == (1.5 if asks_models else 1.0)
-
-
-async def test_after_a_resume_both_are_asked_again_for_what_has_no_score():
-    bench = Bench(REFERENCE, inference=JUDGE)
-    far = await bench.with_generator()
-    works = await _works(far, 2)
-    for work in works:
-        bench.dispatcher.take_sample(_sample(work, 0), lambda: None)
-    again = Bench(REFERENCE, inference=JUDGE)
-    again.dispatcher.buffer = bench.buffer
-    again.dispatcher.pick_up()
-    assert (again.dispatcher.scores.num_open["reward"], again.dispatcher.scores.num_open["inference"]) == (2, 2)
-    inference, _ = await again.join("inference", "inference-0")
-    again.pump()
-    assert [(await _next(inference)).group_id for _ in range(2)] == [work.group_id for work in works]

@@ -62,21 +62,6 @@ class Run:
             self.dispatcher.take_answer(Score(work.group_id, index, work.attempt, reward), lambda: None)
 
 
-async def test_a_group_without_spread_gives_its_place_to_the_next_prompt(tmp_path):
-    run = Run(tmp_path, dynamic_sampling=True)
-    await run.start()
-    for _ in range(6):
-        run.answer(await run.next_work(), [1.0, 1.0])
-    for _ in range(4):
-        run.answer(await run.next_work(), [0.0, 1.0])
-    counts = run.buffer.counts()
-    assert (counts.dropped, counts.ready, counts.issued) == ({"no spread": 6}, 4, 10)
-    assert len(set(run.prompts)) == 10
-    assert all(group.state == "ready" for group in run.buffer.state.groups.values())
-    assert isinstance(run.buffer.take(0, 0.0), TakenStep)
-    run.buffer.check()
-
-
 async def test_when_nothing_has_spread_the_run_still_comes_to_its_end_and_says_why_once(tmp_path, caplog):
     run = Run(tmp_path, dynamic_sampling=True, max_resamples=3)
     await run.start()

@@ -28,12 +28,6 @@ def test_a_right_answer_counts_though_it_is_punished_for_its_length_and_a_model_
     assert (report.accuracy, report.reward_mean) == (0.5, 0.75)
 
 
-def test_the_weighted_sum_of_all_that_judge_decides():
-    functions = [{"kind": "answer_match", "weight": 0.5}, {"kind": "format_check", "pattern": ".*", "weight": 0.5}]
-    verdicts = [(1.0, {"answer_match": 1.0, "format_check": 1.0}), (0.5, {"answer_match": 1.0, "format_check": 0.0})]
-    assert report_of(verdicts, functions).accuracy == 0.5
-
-
 def test_a_function_with_a_weight_under_zero_is_a_penalty():
     functions = [{"kind": "answer_match"}, {"kind": "python", "path": "rewards:rude", "weight": -0.5}]
     assert report_of([(0.5, {"answer_match": 1.0, "python": 1.0})], functions).accuracy == 1.0

@@ -80,21 +80,6 @@ async def test_kill_takes_the_whole_process_group(tmp_path: Path) -> None:
         await end_of(pipe)
 
 
-async def test_what_a_dead_process_left_behind_is_swept(tmp_path: Path) -> None:
-    async with speaking(tmp_path, LEAVE_ONE_BEHIND) as (process, pipe):
-        assert await next_line(pipe) == "up"
-        assert await process.wait() == 0
-        await end_of(pipe)
-
-
-async def test_ending_a_process_twice_or_after_its_end_is_harmless(tmp_path: Path) -> None:
-    process = await LocalLauncher().start(spec(tmp_path, ""))
-    await process.wait()
-    process.terminate()
-    process.kill()
-    assert await process.wait() == 0
-
-
 async def test_program_that_does_not_exist_is_a_launch_error(tmp_path: Path) -> None:
     missing = ProcessSpec("child-0", "generator", 1, ("/no/such/program",), tmp_path / "child-0.log")
     with pytest.raises(LaunchError, match=r"cannot start child-0 \(/no/such/program\)"):

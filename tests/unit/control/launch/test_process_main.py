@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import subprocess
 import sys
 
 import pytest
 
-from asyncrl.control.launch.process_main import EXIT_FAULT, PARENT_GONE_EXIT_CODE, imports_without_gc, run_to_exit_code
+from asyncrl.control.launch.process_main import EXIT_FAULT, PARENT_GONE_EXIT_CODE, run_to_exit_code
 from asyncrl.errors import ConfigError, LearnerError, ModelChangedError, ResidencyError
 from asyncrl.schema.control import PROTOCOL, Fault, Hello
 from asyncrl.transport.local import InProcessListener
@@ -57,18 +56,3 @@ def test_end_of_stdin_ends_the_process_after_its_last_act() -> None:
         child.stdin.close()
         assert child.wait(20) == PARENT_GONE_EXIT_CODE
         assert child.stdout.read() == "tidied\n"
-
-
-def test_interrupt_is_left_to_the_controller() -> None:
-    program = WATCH + "ignore_interrupts(); os.kill(os.getpid(), signal.SIGINT); print('still here')"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=20, check=True)
-    assert done.stdout == "still here\n"
-
-
-def test_no_garbage_is_looked_for_while_a_stage_imports_nor_later_among_what_came():
-    frozen = gc.get_freeze_count()
-    with imports_without_gc():
-        assert not gc.isenabled()
-        came = [[] for _ in range(10_000)]
-    assert gc.isenabled()
-    assert gc.get_freeze_count() >= frozen + len(came)

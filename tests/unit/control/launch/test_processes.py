@@ -14,20 +14,6 @@ from asyncrl.control.launch.processes import plan_processes, plan_ranks, spec_ma
 from asyncrl.packing.pack import CostModel, RankPlan
 
 
-def test_plan_has_the_learner_the_reward_workers_and_the_generators() -> None:
-    names = [item.name for item in plan_processes(RunConfig())]
-    assert names == ["learner", "reward-0", "generator-0", "generator-1"]
-
-
-def test_outside_learner_and_outside_generators_are_not_started() -> None:
-    config = parse_config({
-        "learner": {"kind": "external"},
-        "generate": {"num_workers": 0},
-        "eval": {"at_start": False, "at_end": False},
-    })
-    assert [item.name for item in plan_processes(config)] == ["reward-0"]
-
-
 def test_inference_workers_come_with_what_needs_them_and_reward_workers_go_with_their_functions() -> None:
     judge = {"num_workers": 2, "reward_models": [{"name": "judge", "path": "judge"}]}
     both = parse_config({"inference": judge})

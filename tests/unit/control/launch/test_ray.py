@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
-from asyncrl.config.broadcast import GlooMedium, ZeroMQMedium
+from asyncrl.config.broadcast import ZeroMQMedium
 from asyncrl.config.load import dump_config, load_config, load_run_config, parse_config
 from asyncrl.config.medium_choice import with_chosen_medium
 from asyncrl.config.placement_rules import at_node, needs_of, with_launch_choices
-from asyncrl.config.run import LocalLaunch, ProcessNeeds, RayLaunch, RunConfig
+from asyncrl.config.run import ProcessNeeds, RayLaunch, RunConfig
 from asyncrl.errors import ConfigError
 
 pytest.importorskip("ray")
-from asyncrl.control.launch.ray import bundle_of, digest_of, why_not_shared
+from asyncrl.control.launch.ray import bundle_of
 
 
 def on_ray(**settings: Any) -> RunConfig:
@@ -63,20 +63,6 @@ def test_what_ends_at_one_machine_s_edge_is_replaced_on_a_cluster_and_each_proce
     assert (here.broadcast.medium.bind, here.broadcast.medium.relay_bind) == ("tcp://10.0.0.7:*", "tcp://10.0.0.7:*")
 
 
-def test_hosts_that_were_named_stay_as_they_are() -> None:
-    config = on_ray(transport={"kind": "tcp", "host": "10.0.0.1"}, broadcast={"medium": {"kind": "gloo", "host": "10.0.0.2"}})
-    assert with_launch_choices(config) == (config, [])
-    loopback, _ = with_launch_choices(on_ray(broadcast={"medium": {"kind": "gloo"}}))
-    assert isinstance(loopback.broadcast.medium, GlooMedium)
-    assert loopback.broadcast.medium.host == "node"
-
-
-def test_a_local_run_is_left_alone() -> None:
-    config = parse_config({})
-    assert config.launch == LocalLaunch()
-    assert with_launch_choices(config) == (config, [])
-
-
 def test_an_automatic_medium_reaches_other_nodes() -> None:
     config, said = with_chosen_medium(on_ray(broadcast={"medium": {"kind": "auto"}}))
     assert isinstance(config.broadcast.medium, ZeroMQMedium)
@@ -91,12 +77,3 @@ def test_a_process_reads_the_run_s_config_with_its_own_address(tmp_path: Path, m
     monkeypatch.setenv("ASYNCRL_NODE_ADDRESS", "10.0.0.9")
     assert load_run_config(tmp_path).transport.host == "10.0.0.9"
     assert isinstance(load_config(tmp_path / "config.toml").launch, RayLaunch)
-
-
-def test_a_node_without_the_run_folder_is_named(tmp_path: Path) -> None:
-    (tmp_path / "config.toml").write_text("name = 'a'")
-    digest = digest_of(tmp_path)
-    assert why_not_shared(str(tmp_path), digest, "10.0.0.3") == ""
-    (tmp_path / "config.toml").write_text("name = 'another run on this disk'")
-    assert "node 10.0.0.3 does not see" in why_not_shared(str(tmp_path), digest, "10.0.0.3")
-    assert "set `folder`" in why_not_shared(str(tmp_path / "gone"), digest, "10.0.0.3")

@@ -13,7 +13,7 @@ import pytest
 from asyncrl.clock import VirtualClock
 from asyncrl.config.run import SupervisionConfig
 from asyncrl.control.launch.local import ProcessSpec
-from asyncrl.control.lifecycle.events import DrainRequested, ProcessPlan, ProcessReady, StopRequested
+from asyncrl.control.lifecycle.events import ProcessPlan, StopRequested
 from asyncrl.control.lifecycle.pid_file import read_pids
 from asyncrl.control.lifecycle.state import Lifecycle
 from asyncrl.control.lifecycle.supervisor import Supervisor, SupervisorCallbacks
@@ -114,15 +114,6 @@ async def test_silent_process_is_terminated_then_killed(tmp_path: Path) -> None:
         assert world.dead == ["generator-0"]
 
 
-async def test_program_that_cannot_be_started_counts_as_a_death(tmp_path: Path) -> None:
-    world = World(tmp_path)
-    world.launcher.failures = ["no such program"] * 3
-    async with running(world):
-        await world.advance(20.0)
-        assert world.ends
-        assert "code 127" in world.ends[0][1]
-
-
 async def test_shutdown_waits_for_processes_that_end_by_themselves(tmp_path: Path) -> None:
     async with running(World(tmp_path)) as world:
         world.supervisor.post(StopRequested())
@@ -130,13 +121,6 @@ async def test_shutdown_waits_for_processes_that_end_by_themselves(tmp_path: Pat
             process.exit(0)
         await world.settle()
     assert all(process.terminated == 0 and process.killed == 0 for process in world.launcher.history)
-
-
-async def test_shutdown_kills_what_ignores_everything(tmp_path: Path) -> None:
-    world = World(tmp_path, launcher=FakeLauncher(ignores_terminate=True))
-    async with running(world):
-        world.supervisor.post(StopRequested())
-    assert [process.killed for process in world.launcher.history] == [1, 1]
 
 
 async def test_shutdown_gives_up_restarts_that_wait_for_their_back_off(tmp_path: Path) -> None:
@@ -169,23 +153,3 @@ async def test_error_in_a_callback_kills_every_process_and_is_raised(tmp_path: P
         await supervisor.run()
     assert caught.group_contains(RuntimeError, match="bug in the controller")
     assert not world.launcher.alive
-
-
-async def test_event_posted_by_a_callback_is_taken_after_the_one_in_hand(tmp_path: Path) -> None:
-    world = World(tmp_path)
-    order: list[str] = []
-
-    def on_phase(phase: Phase) -> None:
-        order.append(phase)
-        if phase == "running":
-            supervisor.post(DrainRequested("at once"))
-            order.append("posted")
-
-    callbacks = SupervisorCallbacks(lambda *_: None, on_phase, world._on_end)
-    supervisor = world.supervisor = Supervisor(
-        world.lifecycle, world.launcher, world._spec, CONFIG, callbacks, world.clock, tmp_path
-    )
-    async with running(world):
-        for item in PLAN:
-            supervisor.post(ProcessReady(item.name))
-        assert order == ["starting", "warming", "running", "posted", "draining"]

@@ -12,10 +12,8 @@ import pytest
 
 from asyncrl.config.load import parse_config
 from asyncrl.control.placement.gpu_share import (
-    MPS_PERCENTAGE,
     as_joined,
     check_shares,
-    generator_environment,
     keep_to_own_cores,
     least_parts,
     memory_bounds,
@@ -67,11 +65,6 @@ def test_however_many_threads_a_generator_starts_it_takes_no_more_time_than_its_
     assert cores_used <= 1.1 * num_cores
 
 
-def test_generators_on_a_gpu_divide_the_share_of_its_multiprocessors():
-    assert generator_environment(_config("cuda", generation_share=0.5)) == {MPS_PERCENTAGE: "25"}
-    assert generator_environment(_config("cpu")) == {}
-
-
 def test_a_joining_generator_is_held_to_a_share_on_the_runs_own_machine_only():
     config = _config("cuda", device_memory_gib=8.0, generation_share=0.5)
     assert memory_bounds(as_joined(config, on_same_machine=True)) == (0.25, 0.5, 8 << 30)
@@ -93,12 +86,6 @@ def test_a_share_that_does_not_divide_the_memory_is_refused_with_one_that_does()
     check_shares(_config(device_memory_gib=1.0, generation_share=max(least, 0.5)), {0, 1})
 
 
-def test_without_a_budget_nothing_is_added_up_and_a_gpus_own_memory_is_one():
-    check_shares(_config(), {0, 1})
-    with pytest.raises(ConfigError, match="do not fit"):
-        check_shares(_config("cuda"), {0, 1}, gpu_bytes=1 << 20)
-
-
 def test_vllm_gets_its_share_as_kv_cache_under_a_budget_and_as_a_share_of_the_gpu_without():
     engine = {"kind": "vllm", "device": "cpu"}
     config = _config(engine=engine, device_memory_gib=2.0, generation_share=0.5)
@@ -107,12 +94,6 @@ def test_vllm_gets_its_share_as_kv_cache_under_a_budget_and_as_a_share_of_the_gp
     on_gpu = _config("cuda", engine={"kind": "vllm", "device": "cuda"}, generation_share=0.5)
     assert with_own_memory(on_gpu).generate.engine.gpu_memory_share == 0.25
     assert with_own_memory(parse_config({})) == parse_config({})
-
-
-def test_vllm_needs_the_kv_cache_of_one_sample_at_least():
-    parts = least_parts(_config(engine={"kind": "vllm", "device": "cpu", "max_sequence_tokens": 512}))
-    assert [part.name for part in parts] == ["weights", "KV cache of one sample"]
-    assert parts[1].num_bytes == 2 * 4 * 128 * 512 * 4
 
 
 def test_inference_workers_on_the_same_device_and_a_rows_activations_are_in_the_sum():

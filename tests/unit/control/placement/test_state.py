@@ -23,36 +23,6 @@ def in_rollout() -> Phases:
     return phases
 
 
-def test_generators_load_nothing_before_the_learner_has_given_the_device_back():
-    phases = Phases()
-    assert phases.handle(Joined("generator-0", "generator")) == []
-    assert phases.handle(Joined("learner", "learner")) == [tell("learner", "train", 0)]
-    phases.handle(Reached("learner", 0))
-    assert phases.handle(Wanted("rollout")) == [LeavePhase("train"), tell("learner", "rollout", 1)]
-    assert phases.handle(Reached("learner", 1)) == [tell("generator-0", "rollout", 1)]
-    assert phases.handle(Reached("generator-0", 1)) == [EnterPhase("rollout")]
-
-
-def test_the_learner_takes_the_device_when_the_last_generator_has_given_it_back():
-    phases = in_rollout()
-    assert phases.handle(Wanted("train")) == [
-        LeavePhase("rollout"), tell("generator-0", "train", 2), tell("generator-1", "train", 2)
-    ]  # fmt: skip
-    assert phases.handle(Reached("generator-1", 2)) == []
-    assert phases.waiting_for == "generator-0 to give the device back for phase train"
-    assert phases.handle(Reached("generator-0", 2)) == [tell("learner", "train", 2)]
-    assert phases.now is None
-    assert phases.handle(Reached("learner", 2)) == [EnterPhase("train")]
-
-
-def test_a_generator_that_joins_in_a_rollout_loads_at_once_and_the_next_switch_waits_for_it():
-    phases = in_rollout()
-    assert phases.handle(Joined("generator-2", "generator")) == [tell("generator-2", "rollout", 1)]
-    assert phases.now == "rollout"
-    assert phases.handle(Wanted("train")) == []
-    assert LeavePhase("rollout") in phases.handle(Reached("generator-2", 1))
-
-
 def test_a_learner_that_dies_in_a_rollout_has_the_device_again_before_it_is_back():
     phases = in_rollout()
     assert phases.handle(Left("learner"))[0] == LeavePhase("rollout")

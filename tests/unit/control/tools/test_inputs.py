@@ -11,7 +11,7 @@ import pytest
 from asyncrl import Run
 from asyncrl.config.load import parse_config
 from asyncrl.control.tools.dry_run import describe
-from asyncrl.control.tools.inputs import check_user_functions, user_functions
+from asyncrl.control.tools.inputs import check_user_functions
 from asyncrl.errors import ConfigError
 
 GOOD = """
@@ -39,20 +39,6 @@ def written(folder, text):
     path = folder / "mine.py"
     path.write_text(text)
     return path
-
-
-def test_every_field_that_names_a_function_is_looked_at(tmp_path, monkeypatch):
-    monkeypatch.delitem(sys.modules, "asyncrl_user_mine", raising=False)  # of another test
-    config = config_of(written(tmp_path, GOOD))
-    fields = {"task.path", "reward path", "algorithm.advantage", "algorithm.loss", "algorithm.corrections.path"}
-    assert {function.field for function in user_functions(config)} == fields
-    check_user_functions(config)
-    assert "asyncrl_user_mine" not in sys.modules
-
-
-def test_the_maths_of_an_outside_learner_are_its_own():
-    config = config_of("mine.py", learner={"kind": "external"})
-    assert {function.field for function in user_functions(config)} == {"task.path", "reward path"}
 
 
 @pytest.mark.parametrize(
@@ -98,22 +84,6 @@ def test_looking_loads_no_torch():
     assert subprocess.run([sys.executable, "-c", probe], check=False).returncode == 0
 
 
-def test_what_an_import_leaves_running_is_no_fault(tmp_path, monkeypatch):
-    monkeypatch.setattr("asyncrl.control.tools.inputs.TIMEOUT_S", 30.0)
-    left = (
-        "import atexit, os, subprocess, sys, threading, time\n"
-        "threading.Thread(target=time.sleep, args=(60,)).start()\n"
-        "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
-        "atexit.register(os.abort)\n"
-        "print('said at import')\n"
-    )
-    path = written(tmp_path, left + GOOD)
-    check_user_functions(config_of(path))
-    path.write_text(left + GOOD.replace("def task(seed)", "def task()"))
-    with pytest.raises(ConfigError, match=r"^task.path .* takes \(\)"):
-        check_user_functions(config_of(path))
-
-
 def test_functions_in_an_environment_of_the_run_are_not_looked_for_here():
     launch = {"kind": "ray", "environment": {"working_dir": "elsewhere"}}
     check_user_functions(config_of("not_here.py", launch=launch))
@@ -135,16 +105,6 @@ def test_a_dry_run_counts_prompts_and_names_those_that_are_too_long(tmp_path):
     generate = {"engine": {"kind": "transformers", "max_sequence_tokens": 32}, "sampling": {"max_new_tokens": 16}}
     (fault,) = faults_of(task=task, generate=generate)
     assert fault.startswith("20 of the first 20 prompts are over 16 tokens (the longest has 22)")
-
-
-def test_a_dry_run_says_that_more_is_held_out_than_there_is(tmp_path):
-    (fault,) = faults_of(task=lines(tmp_path / "d.jsonl", 5) | {"held_out": 10})
-    assert "lower task.held_out" in fault
-
-
-def test_a_dry_run_opens_the_devices():
-    (fault,) = faults_of(learner={"device": "cuda:77"})
-    assert fault.startswith("learner.device 'cuda:77' cannot be used here: ")
 
 
 @pytest.mark.parametrize(

@@ -13,21 +13,18 @@ round, and a ratio is the median of the rounds' ratios. The processes have the e
 - `zeromq_vs_bare`: bytes a second fetched and verified over the `zeromq` medium, over those of bare pyzmq in turns with it.
 - `delta_bytes`: see weight_costs.py. `pause_overhead_ms`: the pause there minus one bare copy.
 - `learner_blocked_copies`: bare copies for which `publish` held the learner up.
-- `slow_subscriber_step` (a figure): a step of fixed work and its publish while a subscriber stands still, over that without.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import statistics
 import subprocess
 import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -38,17 +35,7 @@ from asyncrl.config.broadcast import BroadcastConfig, DeltaConfig, FilesMedium, 
 from asyncrl.control.launch.local import ProcessSpec, child_environment
 from asyncrl.errors import ConfigError
 from benchmarks.harness import BenchResult, Ratio, ratio, seconds_of
-from benchmarks.subscribers import Subscribers, Take
-from benchmarks.transports import (
-    BareZeroMQ,
-    HandOver,
-    MediumWay,
-    end_tidily,
-    file_hand_over,
-    ray_store,
-    remove_leftovers,
-    scratch_folder,
-)
+from benchmarks.subscribers import BareZeroMQ, HandOver, MediumWay, Subscribers, file_hand_over, ray_store, scratch_folder
 from benchmarks.weight_costs import changes, is_pretrained, pauses
 from benchmarks.workload import smollm2_model
 
@@ -138,94 +125,52 @@ def _ratios_of(samples: Rounds) -> dict[str, Ratio]:
     return ratios
 
 
-@dataclass(frozen=True, slots=True)
-class _HandOvers:
-    """What all ways are measured with."""
-
-    weights: dict[str, torch.Tensor]
-    folder: Path
-    """In memory, where there is such a one: the others' files are then as fast as they can be."""
-    peers: Subscribers
-    rounds: int
-    counts: tuple[int, ...]
-    bare_copy: Callable[[], float]
-    """Makes one warm copy of as many bytes; returns its milliseconds."""
-    samples: Rounds = field(default_factory=lambda: defaultdict(list))
-
-    def measure(self, name: str) -> None:
-        """Add what every measured round of one way gives, for each number of subscribers."""
-        sys.stderr.write(f"measuring {name}\n")
-        with self._way(name) as hand_over, contextlib.closing(BareZeroMQ(_num_bytes(self.weights), self.peers)) as bare:
-            if hand_over is None:
-                return
-            for count in self.counts:
-                beside = bare if name == "zeromq" and count == 1 else None
-                self._rounds_of(name, hand_over, count, beside)
-
-    def _rounds_of(self, name: str, hand_over: HandOver, count: int, bare: BareZeroMQ | None) -> None:
-        prefix = name if count == 1 else f"{name}_{count}"
-        for number in range((self.rounds if count == 1 else -(-self.rounds // 2)) + 1):
-            copy_ms, measured = self.bare_copy(), hand_over(count)
-            beside = bare.hand_over() if bare is not None else {}
-            if number == 0:  # mappings, buffers and connections are made in the first
-                continue
-            figures = {f"{prefix}_{figure}": value for figure, value in measured.items() if count == 1 or figure == "live_ms"}
-            figures |= {f"{prefix}_{figure}_copies": measured[f"{figure}_ms"] / copy_ms for figure in ("live", "blocked")}
-            figures |= {f"bare_zeromq_{figure}": value for figure, value in beside.items()} | {"copy_ms": copy_ms}
-            for figure, value in figures.items():
-                self.samples[figure].append(value)
-
-    @contextlib.contextmanager
-    def _way(self, name: str) -> Iterator[HandOver | None]:
-        """Open one way; None where it is not there."""
-        with contextlib.ExitStack() as opened:
-            if name == "ray":
-                yield opened.enter_context(ray_store(self.weights, max(self.counts)))
-            elif name == "torch_save":
-                path = self.folder / "weights.pt"
-                opened.callback(path.unlink)
-                yield lambda count: file_hand_over(self.weights, count, path, self.peers)
-            else:
-                on_disk = opened.enter_context(scratch_folder())
-                way = MediumWay(MEDIA[name], on_disk / name, self.peers, is_encrypted=name.endswith("_curve"))
-                opened.callback(way.close)
-                given = _changing(self.weights) if MEDIA[name].delta else lambda: self.weights
-                yield lambda count: way.hand_over(given(), count)
-
-    def slow_subscriber_step(self, run_folder: Path) -> None:
-        """Add, for each round, a step's time while a subscriber that was told of a version stands still, over that without."""
-        with contextlib.closing(MediumWay(MEDIA["shared_memory"], run_folder, self.peers)) as way:
-            way.hand_over(self.weights, 1)
-            stopped = self.peers.processes[0].pid
-            assert stopped is not None
-            for _ in range(self.rounds):
-                alone_s = seconds_of(lambda: self._step(way))
-                available, _ = way.publish(self.weights)
-                os.kill(stopped, signal.SIGSTOP)
-                try:
-                    self.peers.tell([0], Take(available))
-                    self.samples["slow_subscriber_step"].append(seconds_of(lambda: self._step(way)) / alone_s)
-                finally:
-                    os.kill(stopped, signal.SIGCONT)
-                self.peers.wait([0])
-
-    def _step(self, way: MediumWay) -> None:
-        for _ in range(8):
-            self.bare_copy()
-        way.publish(self.weights)
-
-
 def _hand_overs(weights: dict[str, torch.Tensor], rounds: int, names: list[str], counts: tuple[int, ...]) -> Rounds:
-    """Return what every measured round gave, by figure."""
+    """Return what every measured round of every way gave, for each number of subscribers, by figure."""
+    samples, num_bytes = defaultdict[str, list[float]](list), _num_bytes(weights)
+    source, target = torch.ones(num_bytes, dtype=torch.uint8), torch.ones(num_bytes, dtype=torch.uint8)
     with contextlib.ExitStack() as opened:
         folder = opened.enter_context(scratch_folder(in_memory=True))
         peers = opened.enter_context(contextlib.closing(Subscribers(max(counts))))
-        hand_overs = _HandOvers(weights, folder, peers, rounds, counts, _bare_copy(_num_bytes(weights)))
+        bare = opened.enter_context(contextlib.closing(BareZeroMQ(num_bytes, peers)))
+
+        def measure_rounds(name: str, hand_over: HandOver | None, count: int) -> None:
+            prefix = name if count == 1 else f"{name}_{count}"
+            for number in range((rounds if count == 1 else -(-rounds // 2)) + 1):
+                if hand_over is None:  # what hands over is not installed
+                    return
+                copy_ms, measured = seconds_of(partial(target.copy_, source)) * 1e3, hand_over(count)
+                beside = bare.hand_over() if prefix == "zeromq" else {}
+                if number == 0:  # mappings, buffers and connections are made in the first
+                    continue
+                figures = {f"{prefix}_{figure}": value for figure, value in measured.items() if count == 1 or figure == "live_ms"}
+                figures |= {f"{prefix}_{figure}_copies": measured[f"{figure}_ms"] / copy_ms for figure in ("live", "blocked")}
+                figures |= {f"bare_zeromq_{figure}": value for figure, value in beside.items()} | {"copy_ms": copy_ms}
+                for figure, value in figures.items():
+                    samples[figure].append(value)
+
         for name in names:
-            hand_overs.measure(name)
-        if "shared_memory" in names:
-            hand_overs.slow_subscriber_step(folder / "slow")
-        return hand_overs.samples
+            sys.stderr.write(f"measuring {name}\n")
+            with _way(name, weights, folder, peers, max(counts)) as hand_over:
+                for count in counts:
+                    measure_rounds(name, hand_over, count)
+    return samples
+
+
+@contextlib.contextmanager
+def _way(name: str, weights: dict[str, torch.Tensor], folder: Path, peers: Subscribers, most: int) -> Iterator[HandOver | None]:
+    """Open one way, its files in `folder`; None where it is not there."""
+    with contextlib.ExitStack() as opened:
+        if name == "ray":
+            yield opened.enter_context(ray_store(weights, most))
+        elif name == "torch_save":
+            yield lambda count: file_hand_over(weights, count, folder / "weights.pt", peers)
+        else:
+            on_disk = opened.enter_context(scratch_folder())
+            way = MediumWay(MEDIA[name], on_disk / name, peers, is_encrypted=name.endswith("_curve"))
+            opened.callback(way.close)
+            given = _changing(weights) if MEDIA[name].delta else lambda: weights
+            yield lambda count: way.hand_over(given(), count)
 
 
 def _num_bytes(weights: Mapping[str, torch.Tensor]) -> int:
@@ -247,15 +192,7 @@ def _changing(weights: dict[str, torch.Tensor]) -> Callable[[], Mapping[str, tor
     return change
 
 
-def _bare_copy(num_bytes: int) -> Callable[[], float]:
-    """Return what makes one warm copy and returns its milliseconds."""
-    source, target = torch.ones(num_bytes, dtype=torch.uint8), torch.ones(num_bytes, dtype=torch.uint8)
-    return lambda: seconds_of(partial(target.copy_, source)) * 1e3
-
-
 if __name__ == "__main__":
-    end_tidily()
-    remove_leftovers()
     started_s = time.perf_counter()
     outcome = measure(int(sys.argv[1]), sys.argv[2].split(","))
     outcome.figures["bench_s"] = round(time.perf_counter() - started_s, 1)

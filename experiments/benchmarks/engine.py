@@ -1,53 +1,65 @@
-"""Engines against their plain counterparts: `transformers` here, `vllm` in vllm_engine.py.
+"""Engines against their plain counterparts: `transformers` (the default) and `vllm`.
 
-The embedded engine against `model.generate`: the same model, prompts and output lengths, one thread, tokens per second.
+The requests: 160 prompts of 8 to 32 tokens, each alone in its group, for a Llama of 4 layers, 128 wide, random weights. Two mixes
+of lengths: log-normal (mean about 60, sigma 1, cut at 200), as reasoning outputs are, is the ratio with the goal; uniform (8 to
+112, the same mean) is a figure beside it. Sides are interleaved within a round; figures are medians over rounds.
 
-Model: a Llama of 4 layers, 128 wide, random weights. Requests: 160 prompts of 8 to 32 tokens, each alone in its group; output
-lengths mixed. Both sides have 32 slots. `generate` takes the prompts 32 at a time, in order, left-padded, and runs each batch to
-the longest output in it, end tokens ignored: what a trainer without continuous batching does. Only asked-for tokens count.
-
-Two mixes of lengths: log-normal (mean about 60, sigma 1, cut at 200), as reasoning outputs are, is the ratio with the goal;
-uniform (8 to 112, the same mean) is a figure beside it. Sides are interleaved within a round; figures are medians over rounds.
+- `vs_hf_generate`: tokens a second of the embedded engine over those of `model.generate`, both with 32 slots and one thread.
+  `generate` takes the prompts 32 at a time, in order, left-padded, and runs each batch to the longest output in it, end tokens
+  ignored: what a trainer without continuous batching does. Only asked-for tokens count.
+- `vs_bare_vllm`: tokens a second through `VLLMEngine.submit` over those of bare `AsyncLLM.generate` of the very same engine: same
+  prompts, lengths, seeds, temperature, logprobs, prefix cache. A round is ours, bare, bare, ours. Bare runs 34 requests at once
+  where ours runs 33: it has the seat that ours keeps for a score. Bare streams deltas, as ours must.
+- `pause_overhead_ms`: vLLM's `load_weights` of 135M parameters (SmolLM2's shape, random) that lie in a file in memory, as the
+  shared-memory medium hands them over, minus one warm copy of the same bytes; in turns, with nothing in flight.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import tempfile
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from importlib import import_module
 from pathlib import Path
+from statistics import harmonic_mean
+from typing import Any
 
 import torch
 from transformers import LlamaForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from asyncrl.config.generate import TransformersEngineConfig
+from asyncrl.config.generate import TransformersEngineConfig, VLLMEngineConfig
 from asyncrl.errors import ConfigError
 from asyncrl.generate.transformers.engine import TransformersEngine
-from benchmarks import vllm_engine
-from benchmarks.harness import BenchResult, medians, ratio
-from benchmarks.workload import MAX_TOKENS, NUM_SLOTS, Workload, engine_model, engine_rate, workloads
+from asyncrl.generate.vllm.embedded import EmbeddedVLLM
+from asyncrl.generate.vllm.engine import VLLMEngine
+from asyncrl.models.layout import copy_out, make_manifest, view_tensors
+from asyncrl.weights.tensors import MappedTensors
+from benchmarks.harness import BenchResult, medians, ratio, seconds_of
+from benchmarks.workload import MAX_TOKENS, NUM_SLOTS, Workload, engine_model, engine_rate, rate_of, smollm2_model, workloads
 
-VS_HF_GENERATE_GOAL = 1.5
-DEFAULT_ROUNDS = 5
+VS_HF_GENERATE_GOAL, VS_BARE_GOAL, PAUSE_OVERHEAD_MS_GOAL = 1.5, 0.95, 50.0
+DEFAULT_ROUNDS, NUM_LOADS, NUM_WARMUP = 5, 9, 2
+MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None
 
 
 def run(rounds: int = 0, engine: str = "transformers") -> BenchResult:
-    """Measure both sides of an engine; `rounds` 0 means 5.
+    """Measure both sides of an engine; `rounds` 0 means 5, and 9 of vLLM's pause.
 
     Raises:
         ConfigError: No engine of that name is measured.
     """
-    if engine == "vllm":
-        return vllm_engine.run(rounds)
-    if engine != "transformers":
+    if engine not in {"transformers", "vllm"}:
         raise ConfigError(f"bench engine measures 'transformers' and 'vllm', not {engine!r}")
-    return asyncio.run(_measure(rounds or DEFAULT_ROUNDS))
-
-
-async def _measure(rounds: int) -> BenchResult:
     transformers_logging.disable_progress_bar()
     torch.set_num_threads(1)
+    return asyncio.run(_transformers(rounds or DEFAULT_ROUNDS) if engine == "transformers" else _vllm(rounds))
+
+
+async def _transformers(rounds: int) -> BenchResult:
     model, measured = engine_model(), []
     with tempfile.TemporaryDirectory(prefix="asyncrl-bench-") as folder:
         model.save_pretrained(folder)
@@ -76,3 +88,79 @@ def _generate_rate(model: LlamaForCausalLM, workload: Workload) -> float:
         longest = max(workload.lengths[start : start + NUM_SLOTS])
         model.generate(ids, attention_mask=(ids != 0).long(), do_sample=True, top_k=0, max_new_tokens=longest)
     return sum(workload.lengths) / (time.perf_counter() - started_s)
+
+
+async def _vllm(rounds: int) -> BenchResult:
+    # Standard output is for the result.
+    os.environ |= {"VLLM_LOGGING_STREAM": "ext://sys.stderr", "VLLM_LOGGING_LEVEL": "ERROR"}
+    async with _vllm_engine(engine_model(), "float32") as engine:
+        rates = medians([await _throughput_once(engine) for _ in range((rounds or DEFAULT_ROUNDS) + 1)][1:])
+    model = smollm2_model(torch.bfloat16, max_position_embeddings=2048, eos_token_id=None, pad_token_id=None).eval()
+    with tempfile.NamedTemporaryFile(prefix="asyncrl-bench-", dir=MEMORY) as file:
+        tensors, loads = _mapped(model, file.name), list[dict[str, float]]()
+        target = torch.empty_like(tensors.flat)
+        async with _vllm_engine(model, "bfloat16") as engine:
+            for version in range((rounds or NUM_LOADS) + NUM_WARMUP):
+                load_ms = await engine.load_weights(version, tensors, "keep")
+                copy_ms = seconds_of(lambda: target.copy_(tensors.flat)) * 1000
+                loads.append({"pause_ms": load_ms, "copy_ms": copy_ms, "overhead_ms": load_ms - copy_ms})
+        pauses = medians(loads[NUM_WARMUP:]) | {"pause_bytes": float(tensors.flat.numel())}
+    ratios = {
+        "vs_bare_vllm": ratio(rates.pop("lognormal_ratio"), VS_BARE_GOAL),
+        "pause_overhead_ms": ratio(pauses.pop("overhead_ms"), PAUSE_OVERHEAD_MS_GOAL, at_least=False),
+    }
+    return BenchResult(bench="engine", figures=rates | pauses, ratios=ratios)
+
+
+@asynccontextmanager
+async def _vllm_engine(model: LlamaForCausalLM, dtype: str) -> AsyncIterator[VLLMEngine]:
+    with tempfile.TemporaryDirectory(prefix="asyncrl-bench-") as folder:
+        model.save_pretrained(folder)
+        config = VLLMEngineConfig(max_sequence_tokens=MAX_TOKENS, num_slots=NUM_SLOTS, dtype=dtype)  # type: ignore[arg-type]
+        engine = VLLMEngine(EmbeddedVLLM(config), Path(folder))
+        await engine.start()
+        try:
+            yield engine
+        finally:
+            await engine.close()
+
+
+async def _throughput_once(engine: VLLMEngine) -> dict[str, float]:
+    """Measure ours, bare, bare, ours: a machine that gets slower or faster meanwhile does so to both sides."""
+    measured = {}
+    for name, workload in workloads().items():
+        first = await engine_rate(engine, workload)
+        deltas = harmonic_mean([await _bare_rate(engine, workload) for _ in range(2)])
+        ours = harmonic_mean([first, await engine_rate(engine, workload)])
+        measured[f"engine_{name}_tokens_per_s"] = ours
+        measured[f"bare_{name}_tokens_per_s"] = deltas
+        measured[f"{name}_ratio"] = ours / deltas
+    return measured
+
+
+async def _bare_rate(engine: VLLMEngine, workload: Workload) -> float:
+    llm: Any = getattr(engine.backend, "llm")  # noqa: B009 - the other side is what ours stands on
+    params = import_module("vllm.sampling_params")
+    kind = params.RequestOutputKind.DELTA
+
+    async def consume(index: int) -> int:
+        sampling = params.SamplingParams(
+            max_tokens=workload.lengths[index], temperature=1.0, seed=index, ignore_eos=True, logprobs=0, flat_logprobs=True,
+            detokenize=False, output_kind=kind,
+        )  # fmt: skip
+        prompt = {"prompt_token_ids": list(workload.prompts[index]), "cache_salt": "bare"}
+        outputs = llm.generate(prompt, sampling, f"bare-{index}")
+        return sum([len(output.outputs[0].token_ids) async for output in outputs])
+
+    return await rate_of(consume, workload)
+
+
+def _mapped(model: LlamaForCausalLM, path: str) -> MappedTensors:
+    """Lay a model's tensors into a file, as a medium would have."""
+    tensors = {name: tensor.detach() for name, tensor in model.state_dict().items()}
+    manifest = make_manifest(tensors)
+    with Path(path).open("r+b") as file:
+        file.truncate(manifest.total_bytes)
+    flat = torch.from_file(path, shared=True, size=manifest.total_bytes, dtype=torch.uint8)
+    copy_out(tensors, view_tensors(flat, manifest))
+    return MappedTensors(manifest, flat, path)

@@ -9,20 +9,18 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Awaitable, Callable
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from asyncrl.client import Run
+from asyncrl.client import Run, read_endpoint
 from asyncrl.config.load import parse_config
 from asyncrl.plan.validate import short_quickstart
-from asyncrl.schema.status import RunStatus
 from asyncrl.schema.weights import WeightsAvailable, WeightsManifest
 from benchmarks.harness import BenchResult, Ratio, ratio
 
@@ -37,23 +35,21 @@ def run(rounds: int = 0) -> BenchResult:
 
 
 async def _measure(rounds: int) -> BenchResult:
-    folder = Path(tempfile.mkdtemp(prefix="asyncrl-bench-"))
-    sides: dict[str, list[float]] = {name: [] for name in ("sync", "async", "tail_sync", "tail_async", "idle")}
-    try:
+    sides: dict[str, list[float]] = defaultdict(list)
+    with tempfile.TemporaryDirectory(prefix="asyncrl-bench-", ignore_cleanup_errors=True) as name:
+        folder = Path(name)
         for number in range(rounds):
-            for name, measure in _sides(folder, number).items():
-                sides[name].append(await measure())
+            for side, staleness in (("sync", 0), ("async", 2)):
+                settings = short_quickstart(folder, f"{side}-{number}", num_steps=60, max_staleness=staleness)
+                sides[side].append(await _real_steps_per_s(settings))
+            for side, staleness, num_steps in (("tail_sync", 0, 12), ("tail_async", 4, 24)):
+                settings = _long_tail(folder, f"{side}-{number}", max_staleness=staleness)
+                sides[side].append((await _outside(settings, 0.2, num_steps))[0])
+            fast = _long_tail(folder, f"idle-{number}", max_staleness=4, token_latency_s=0.0005)
+            sides["idle"].append((await _outside(fast, 0.3, 20))[1])
         load = await _controller_under_load(folder)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-    middle = {name: statistics.median(values) for name, values in sides.items()}
-    figures = {
-        "sync_steps_per_s": middle["sync"],
-        "async_steps_per_s": middle["async"],
-        "long_tail_sync_steps_per_s": middle["tail_sync"],
-        "long_tail_async_steps_per_s": middle["tail_async"],
-        **load,
-    }
+    middle = {side: statistics.median(values) for side, values in sides.items()}
+    figures = {f"{side}_steps_per_s": value for side, value in middle.items() if side != "idle"} | load
     ratios: dict[str, Ratio] = {
         "async_vs_sync": ratio(middle["async"] / middle["sync"], 1.3),
         "async_vs_sync_long_tail": ratio(middle["tail_async"] / middle["tail_sync"], 1.8),
@@ -62,17 +58,6 @@ async def _measure(rounds: int) -> BenchResult:
         "controller_cores": ratio(load["controller_busy_cores"], 1.0, at_least=False),
     }
     return BenchResult("pipeline", figures, ratios)
-
-
-def _sides(folder: Path, number: int) -> dict[str, Callable[[], Awaitable[float]]]:
-    """Return every measurement of one round, in the order they are taken."""
-    return {
-        "sync": lambda: _real_steps_per_s(short_quickstart(folder, f"sync-{number}", num_steps=60, max_staleness=0)),
-        "async": lambda: _real_steps_per_s(short_quickstart(folder, f"async-{number}", num_steps=60, max_staleness=2)),
-        "tail_sync": lambda: _outside_steps_per_s(_long_tail(folder, f"tail-sync-{number}", max_staleness=0), 0.2, 12),
-        "tail_async": lambda: _outside_steps_per_s(_long_tail(folder, f"tail-async-{number}", max_staleness=4), 0.2, 24),
-        "idle": lambda: _learner_idle(_long_tail(folder, f"idle-{number}", max_staleness=4, token_latency_s=0.0005), 0.3, 20),
-    }
 
 
 # -- the quickstart model, trained for real ------------------------------------------------------------------------------
@@ -120,20 +105,15 @@ async def _train_outside(live: Run, step_s: float, num_steps: int) -> list[tuple
     return times
 
 
-async def _outside_steps_per_s(settings: dict[str, Any], step_s: float, num_steps: int) -> float:
-    async with Run(parse_config(settings)) as live:
-        times = await _train_outside(live, step_s, num_steps)
-        await live.stop()
-    return (num_steps - 1 - SKIPPED_STEPS) / (times[-1][1] - times[SKIPPED_STEPS][1])
-
-
-async def _learner_idle(settings: dict[str, Any], step_s: float, num_steps: int) -> float:
-    """Return the fraction of its time that the learner waited for groups."""
+async def _outside(settings: dict[str, Any], step_s: float, num_steps: int) -> tuple[float, float]:
+    """Return steps a second, and the fraction of its time that the learner waited for groups."""
     async with Run(parse_config(settings)) as live:
         times = await _train_outside(live, step_s, num_steps)
         await live.stop()
     counted = times[SKIPPED_STEPS:]
-    return sum(got - asked for asked, got in counted) / (counted[-1][1] - counted[0][0])
+    seconds = counted[-1][1] - counted[0][1]
+    idle = sum(got - asked for asked, got in counted) / (counted[-1][1] - counted[0][0])
+    return (len(counted) - 1) / seconds, idle
 
 
 # -- the controller under load -------------------------------------------------------------------------------------------
@@ -148,9 +128,10 @@ async def _controller_under_load(folder: Path) -> dict[str, float]:
     settings["reward"] = {"num_workers": 1}
     async with Run(parse_config(settings)) as live:
         await _train_outside(live, 0.2, 3)
-        controller = psutil.Process(await _endpoint_pid(live))
-        most_running = 0
-        cpu_s, started_s = _cpu_seconds(controller), time.perf_counter()
+        endpoint = read_endpoint(live.run_folder)
+        assert endpoint is not None
+        controller, most_running = psutil.Process(endpoint.pid), 0
+        cpu_s, started_s = sum(controller.cpu_times()[:2]), time.perf_counter()
         trained_before = (await live.status()).groups["trained"]
         for _ in range(15):
             taken = await live.take()
@@ -159,30 +140,12 @@ async def _controller_under_load(folder: Path) -> dict[str, float]:
             groups = (await live.status()).groups
             most_running = max(most_running, groups["running"] + groups["scoring"])
         elapsed_s = time.perf_counter() - started_s
-        busy_cores = (_cpu_seconds(controller) - cpu_s) / elapsed_s
+        busy_cores = (sum(controller.cpu_times()[:2]) - cpu_s) / elapsed_s
         trained = (await live.status()).groups["trained"] - trained_before
-        ended = await live.stop()
+        groups = dict((await live.stop()).groups)
     return {
-        "lost_groups": float(_lost(ended)),
+        "lost_groups": float(abs(groups.pop("issued") - sum(groups.values()))),
         "controller_busy_cores": busy_cores,
         "load_groups_in_flight": float(most_running),
         "load_samples_per_s": trained * 4 / elapsed_s,
     }
-
-
-async def _endpoint_pid(live: Run) -> int:
-    from asyncrl.client import read_endpoint
-
-    endpoint = read_endpoint(live.run_folder)
-    assert endpoint is not None
-    return endpoint.pid
-
-
-def _cpu_seconds(process: psutil.Process) -> float:
-    times = process.cpu_times()
-    return float(times.user + times.system)
-
-
-def _lost(status: RunStatus) -> int:
-    groups = dict(status.groups)
-    return abs(groups.pop("issued") - sum(groups.values()))

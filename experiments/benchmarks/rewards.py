@@ -35,9 +35,9 @@ def run(rounds: int = 0) -> BenchResult:
 async def _run(rounds: int) -> BenchResult:
     figures: dict[str, float] = {}
     judges: tuple[tuple[str, RewardFunctionConfig, list[dict[str, Any]]], ...] = (
-        ("numbers", AnswerMatchReward(mode="numeric"), _pairs("numbers")),
-        ("math", AnswerMatchReward(mode="math"), _pairs("math")),
-        ("code", CodeExecReward(cpu_s=1.0, all_or_nothing=True), _programs()),
+        ("numbers", AnswerMatchReward(mode="numeric"), _cases("numbers")),
+        ("math", AnswerMatchReward(mode="math"), _cases("math")),
+        ("code", CodeExecReward(cpu_s=1.0, all_or_nothing=True), _cases("programs")),
     )
     for name, function, cases in judges:
         figures |= {f"{name}_{kind}": value for kind, value in (await _errors(function, cases)).items()}
@@ -50,18 +50,13 @@ async def _run(rounds: int) -> BenchResult:
     return BenchResult("rewards", figures, ratios)
 
 
-def _lines(name: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (MARKED / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()]
-
-
-def _pairs(name: str) -> list[dict[str, Any]]:
-    return [{"answer": line["reference"], "text": line["answer"], "right": line["equal"]} for line in _lines(name)]
-
-
-def _programs() -> list[dict[str, Any]]:
+def _cases(name: str) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (MARKED / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()]
+    if name != "programs":
+        return [{"answer": line["reference"], "text": line["answer"], "right": line["equal"]} for line in lines]
     return [
         {"tests": {"tests": line["tests"]}, "text": f"```python\n{line['program']}\n```", "right": line["right"]}
-        for line in _lines("programs")
+        for line in lines
     ]
 
 

@@ -14,6 +14,7 @@ import asyncio
 import queue
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -36,12 +37,12 @@ from asyncrl.learner.train_state import TrainState
 from asyncrl.models.layout import copy_out, make_manifest, view_tensors
 from asyncrl.packing.tensors import pack_step
 from asyncrl.schema.batches import StepBatch
-from asyncrl.schema.weights import WeightsAvailable, WeightsManifest
+from asyncrl.schema.weights import WeightsAvailable
 from asyncrl.weights.delta import apply_delta, encode_delta
 from asyncrl.weights.publisher import Publisher
 from asyncrl.weights.subscriber import Subscriber
 from benchmarks.harness import seconds_of
-from benchmarks.transports import scratch_folder
+from benchmarks.subscribers import scratch_folder
 from benchmarks.workload import PRETRAINED, scored_group, smollm2_model
 
 if TYPE_CHECKING:
@@ -73,14 +74,18 @@ def changes(num_steps: int, folder: Path = PRETRAINED) -> Iterator[Change]:
     trainee = TrainState(model, build_optimizer(model, config.learner, num_steps + 1))
     manifest = make_manifest(publishable_tensors(model), "bfloat16")
     before, after, received = (torch.zeros(manifest.total_bytes, dtype=torch.uint8) for _ in range(3))
-    _send(model, manifest, before)
+    copy_out(publishable_tensors(model), view_tensors(before, manifest))
     received.copy_(before)
     for step in range(num_steps + 1):
         train_step(trainee, _batch(step), config)
-        _send(model, manifest, after)
-        change = _change(manifest, before, after, received)
+        copy_out(publishable_tensors(model), view_tensors(after, manifest))
+        blob = encode_delta(manifest, before.numpy().data, after.numpy().data)
+        assert blob is not None
+        apply_delta(manifest, blob, received.numpy().data)
+        changed = int((before.view(torch.int16) != after.view(torch.int16)).sum())
         if step:
-            yield change
+            share = len(blob) / manifest.total_bytes
+            yield Change(share, changed / (manifest.total_bytes // 2), torch.equal(received, after))
         before, after = after, before
 
 
@@ -98,30 +103,13 @@ def _opened(folder: Path) -> PreTrainedModel:
     return model
 
 
-def _send(model: PreTrainedModel, manifest: WeightsManifest, flat: torch.Tensor) -> None:
-    copy_out(publishable_tensors(model), view_tensors(flat, manifest))
-
-
-def _change(manifest: WeightsManifest, before: torch.Tensor, after: torch.Tensor, received: torch.Tensor) -> Change:
-    blob = encode_delta(manifest, before.numpy().data, after.numpy().data)
-    assert blob is not None
-    apply_delta(manifest, blob, received.numpy().data)
-    changed = int((before.view(torch.int16) != after.view(torch.int16)).sum())
-    share = len(blob) / manifest.total_bytes
-    return Change(share, changed / (manifest.total_bytes // 2), torch.equal(received, after))
-
-
 def _batch(step: int) -> StepBatch:
-    rng = np.random.default_rng(step)
-
-    def tokens(num_rows: int, length: int) -> list[list[int]]:
-        drawn: list[list[int]] = rng.integers(2, 40_000, (num_rows, length)).tolist()
-        return drawn
-
-    rewards = [float(index) for index in range(GROUP_SIZE)]
+    rng, rewards = np.random.default_rng(step), [float(index) for index in range(GROUP_SIZE)]
+    prompts = rng.integers(2, 40_000, (NUM_GROUPS, PROMPT_TOKENS)).tolist()
+    texts = rng.integers(2, 40_000, (NUM_GROUPS, GROUP_SIZE, RESPONSE_TOKENS)).tolist()
     groups = [
-        scored_group(number, prompt, tokens(GROUP_SIZE, RESPONSE_TOKENS), rewards, version=[step] * GROUP_SIZE)
-        for number, prompt in enumerate(tokens(NUM_GROUPS, PROMPT_TOKENS))
+        scored_group(number, prompt, responses, rewards, version=[step] * GROUP_SIZE)
+        for number, (prompt, responses) in enumerate(zip(prompts, texts, strict=True))
     ]
     return pack_step(step, groups, tokens_per_row=256, temperature=1.0)
 
@@ -148,10 +136,9 @@ async def _pauses(folder: Path, weights: dict[str, torch.Tensor], rounds: int) -
             tensors = await subscriber.fetch(await asyncio.to_thread(announced.get))
             pause_ms = await engine.load_weights(version, tensors, "keep")
             tensors.release()
-            source = torch.ones_like(tensors.flat)
-            target = torch.ones_like(tensors.flat)
+            source, target = torch.ones_like(tensors.flat), torch.ones_like(tensors.flat)
             target.copy_(source)
-            measured.append((pause_ms, seconds_of(lambda source=source, target=target: target.copy_(source)) * 1e3))  # type: ignore[misc]
+            measured.append((pause_ms, seconds_of(partial(target.copy_, source)) * 1e3))
     finally:
         await engine.close()
         subscriber.close()

@@ -114,11 +114,6 @@ def report(results: dict) -> str:
     ]
     for ratio, row in results["ratios"].items():
         lines.append(f"| `{ratio}` | {row['value']:.3g} | {row['goal']:g} | {'yes' if row['holds'] else 'no'} |")
-    if "slow_subscriber_step" in figures:
-        lines += [
-            "",
-            f"A learner's step beside a subscriber that stands still: {figures['slow_subscriber_step']:.3f} of one without.",
-        ]
     return "\n".join([*lines, *delta_lines(results["deltas"]), "", "![chart](chart.png)", ""])
 
 

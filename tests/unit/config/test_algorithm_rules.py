@@ -15,17 +15,6 @@ def test_vtrace_and_a_ratio_to_an_older_policy_would_count_a_weight_twice(loss, 
         parse_config({"algorithm": VTRACE | {"loss": loss, "proximal": proximal}})
 
 
-@pytest.mark.parametrize("algorithm", [{"loss": "ppo_clip"}, {"loss": "reinforce", "proximal": "behaviour"}])
-def test_vtrace_goes_with_a_ratio_that_starts_at_1_or_with_none(algorithm):
-    assert parse_config({"algorithm": VTRACE | algorithm}).algorithm.loss == algorithm["loss"]
-
-
-def test_vtrace_refuses_decoupled_ppo_under_any_proximal_policy():
-    for proximal in ("recompute", "behaviour", "loglinear"):
-        with pytest.raises(ConfigError, match="would count it twice"):
-            parse_config({"algorithm": VTRACE | {"loss": "decoupled_ppo", "proximal": proximal}})
-
-
 @pytest.mark.parametrize("path", [":own", "own:", "own.py", "my.module:my-function", "grop"])
 @pytest.mark.parametrize("field", ["advantage", "loss"])
 def test_a_path_that_can_name_no_function_is_refused(field, path):

@@ -72,8 +72,3 @@ def test_a_penalty_that_no_answer_could_reach_is_refused():
         parse_config(raw)
     overlong["max_tokens"] = 64
     assert parse_config(raw).reward.functions[1].max_tokens == 64
-
-
-def test_online_preferences_ask_for_rows_of_two_samples_too():
-    with pytest.raises(ConfigError, match=r"twice generate.engine.max_sequence_tokens"):
-        parse_config({"algorithm": {"kind": "dpo"}, "packing": {"tokens_per_row": 1000}})

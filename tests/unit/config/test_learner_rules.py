@@ -23,15 +23,3 @@ from asyncrl.errors import ConfigError
 def test_settings_that_cannot_go_together_are_refused(learner, algorithm, message):
     with pytest.raises(ConfigError, match=message):
         parse_config({"learner": learner, "algorithm": algorithm})
-
-
-@pytest.mark.parametrize(
-    "learner",
-    [
-        {"optimizer": "paged_adamw_8bit", "device": "cuda"},
-        {"optimizer": "adamw_8bit", "offload_optimizer": True, "dtype": "float16"},
-        {"logprobs": "fused", "compile": True, "device": "cuda", "lora": {"rank": 8, "target_modules": ["q_proj"]}},
-    ],
-)
-def test_settings_that_can_go_together_are_read(learner):
-    assert parse_config({"learner": learner}).learner.kind == "builtin"

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import math
-import tomllib
 
 import msgspec
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from asyncrl.algorithms.auto import applied
 from asyncrl.config.algorithm import AlgorithmConfig
@@ -36,47 +33,6 @@ def structs_below(kind, seen=None):
     return list(seen.values())
 
 
-def values_of(kind):
-    """Plain values, as TOML gives them, that convert to a msgspec type; a field is left out as often as not."""
-    return STRATEGIES[type(kind)](kind)
-
-
-def _struct(kind):
-    needed = {field.name: values_of(field.type) for field in kind.fields if field.required}
-    free = {field.name: values_of(field.type) for field in kind.fields if not field.required}
-    return st.fixed_dictionaries(({kind.tag_field: st.just(kind.tag)} if kind.tag_field else {}) | needed, optional=free)
-
-
-def _float(kind):
-    low, high = kind.ge if kind.ge is not None else kind.gt, kind.le if kind.le is not None else kind.lt
-    return st.floats(low, high, allow_nan=False, exclude_min=kind.gt is not None, exclude_max=kind.lt is not None)
-
-
-STRATEGIES = {
-    msgspec.inspect.Metadata: lambda kind: values_of(kind.type),
-    msgspec.inspect.StructType: _struct,
-    msgspec.inspect.UnionType: lambda kind: st.one_of([values_of(member) for member in kind.types]),
-    msgspec.inspect.FloatType: _float,
-    msgspec.inspect.IntType: lambda kind: st.integers(kind.ge, 10**6 if kind.le is None else kind.le),
-    msgspec.inspect.LiteralType: lambda kind: st.sampled_from(kind.values),
-    msgspec.inspect.VarTupleType: lambda kind: st.lists(values_of(kind.item_type), max_size=3),
-    msgspec.inspect.ListType: lambda kind: st.lists(values_of(kind.item_type), max_size=3),
-    msgspec.inspect.TupleType: lambda kind: st.tuples(*map(values_of, kind.item_types)),
-    msgspec.inspect.DictType: lambda kind: st.dictionaries(values_of(kind.key_type), values_of(kind.value_type), max_size=3),
-    msgspec.inspect.StrType: lambda _: st.text(max_size=10),
-    msgspec.inspect.BoolType: lambda _: st.booleans(),
-    msgspec.inspect.NoneType: lambda _: st.none(),
-}
-
-
-def test_a_dumped_config_reads_back_as_itself():
-    config = parse_config({
-        "model": {"kind": "scratch", "warm_start": {"steps": 3}},
-        "reward": {"functions": [{"kind": "format_check", "pattern": "a+"}]},
-    })
-    assert parse_config(tomllib.loads(dump_config(config))) == config
-
-
 def test_what_is_free_is_still_free_once_written_and_read(tmp_path):
     raw = {"algorithm": {"advantage": "gae", "kl": {"cap": math.inf}, "critic": {"value_clip": math.inf}}}
     file = tmp_path / "config.toml"
@@ -95,20 +51,6 @@ def test_a_field_that_may_be_none_is_none_by_default_as_toml_cannot_say_it():
     ]
     assert len(optional) > 5
     assert [entry for entry in optional if entry[2] is not None] == []
-
-
-@settings(max_examples=60, suppress_health_check=list(HealthCheck))
-@given(values_of(msgspec.inspect.type_info(RunConfig)))
-def test_any_config_of_the_right_types_reads_back_as_itself(raw):
-    config = msgspec.convert(raw, RunConfig)
-    assert msgspec.convert(tomllib.loads(dump_config(config)), RunConfig) == config
-
-
-def test_set_lays_values_over_the_file(tmp_path):
-    file = tmp_path / "c.toml"
-    file.write_text("[learner]\nlearning_rate = 1e-6\n")
-    config = load_config(file, ["learner.learning_rate=5e-4", "name=mine", "buffer.max_staleness = 7"])
-    assert (config.learner.learning_rate, config.name, config.buffer.max_staleness) == (5e-4, "mine", 7)
 
 
 @pytest.mark.parametrize(
@@ -305,20 +247,10 @@ def test_what_auto_does_not_read_and_no_recipe_is_about_is_warned_of():
     )
 
 
-def test_vtrace_goes_with_masks_and_with_losses_that_bring_no_weight():
-    algorithm = {"advantage": "vtrace", "critic": {}, "loss": "reinforce", "corrections": [{"kind": "veto"}]}
-    assert parse_config({"algorithm": algorithm}).algorithm.advantage == "vtrace"
-
-
 @pytest.mark.parametrize(("field", "known"), [("advantage", "reinforce_pp_baseline"), ("loss", "gspo_token")])
 def test_an_unknown_name_lists_the_known_ones(field, known):
     with pytest.raises(ConfigError, match=f"algorithm.{field} must be one of .*{known}.*got 'grop'"):
         parse_config({"algorithm": {field: "grop"}})
-
-
-def test_an_unknown_correction_lists_the_known_ones():
-    with pytest.raises(ConfigError, match=r"icepop.*m2po_mask"):
-        parse_config({"algorithm": {"corrections": [{"kind": "icepopp"}]}})
 
 
 @pytest.mark.parametrize(

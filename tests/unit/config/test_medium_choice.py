@@ -54,11 +54,6 @@ def test_the_medium_follows_from_where_the_processes_are(told, kind, reason):
     assert reason in why
 
 
-def test_a_learner_outside_has_no_known_device():
-    chosen, _ = choose_medium(config(VLLM, "cuda", learner_rest={"kind": "external"}))
-    assert chosen.kind == "shared_memory"
-
-
 def test_addresses_follow_the_host_that_the_run_is_open_on():
     assert choose_medium(config(transport=NETWORK))[0].bind == "tcp://10.1.2.3:*"
     assert choose_medium(config(VLLM, "cuda", transport=NETWORK))[0].host == "10.1.2.3"
@@ -69,12 +64,6 @@ def test_addresses_follow_the_host_that_the_run_is_open_on():
 def test_a_collective_is_not_told_to_meet_at_every_interface(medium):
     with pytest.raises(ConfigError, match=r"is told to every generator and names no machine"):
         config(VLLM, "cuda:1", broadcast={"medium": medium})
-
-
-def test_what_is_chosen_passes_the_checks_of_a_config_that_says_so():
-    for told in ({}, {"engine": VLLM, "learner": "cuda"}, {"engine": VLLM, "learner": "cuda:1"}, {"transport": NETWORK}):
-        kind = choose_medium(config(**told))[0].kind
-        assert config(**told, medium=kind).broadcast.medium.kind == kind
 
 
 def test_auto_is_replaced_once_and_says_what_and_why():

@@ -25,11 +25,6 @@ def settings(kind: str, **overrides: Any) -> dict[str, Any]:
     return raw
 
 
-@pytest.mark.parametrize("kind", ["disaggregated", "colocated", "hybrid"])
-def test_a_plain_run_goes_with_every_placement(kind: str) -> None:
-    assert parse_config(settings(kind)).placement.kind == kind
-
-
 def test_components_of_several_ranks_may_move() -> None:
     assert parse_config(settings("colocated", learner__ranks=2)).learner.ranks == 2
     assert parse_config(settings("disaggregated", learner__ranks=2, learner__device="cuda", placement__device_memory_gib=1.0))

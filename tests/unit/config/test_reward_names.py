@@ -15,11 +15,6 @@ def test_default_name_steps_aside_for_a_given_one():
     assert reward_names(RewardConfig(functions=functions)) == ("answer_match_2", "answer_match")
 
 
-def test_same_name_twice_is_refused():
-    with pytest.raises(ConfigError, match="'x' is given 2 times"):
-        reward_names(RewardConfig(functions=(AnswerMatchReward(name="x"), AnswerMatchReward(name="x"))))
-
-
 def test_a_reward_model_may_not_take_the_name_that_a_repeated_rule_is_given():
     raw = {
         "reward": {"functions": [{"kind": "answer_match"}, {"kind": "answer_match", "mode": "numeric"}]},

@@ -8,9 +8,3 @@ from asyncrl.errors import ConfigError
 def test_deltas_are_refused_over_media_that_carry_none(kind):
     with pytest.raises(ConfigError, match=rf"broadcast.delta needs a copy .* '{kind}' .* take shared_memory, files or zeromq"):
         parse_config({"broadcast": {"medium": {"kind": kind}, "delta": {}}})
-
-
-@pytest.mark.parametrize("kind", ["shared_memory", "files", "zeromq"])
-def test_deltas_are_taken_where_blobs_can_be_fetched(kind):
-    config = parse_config({"broadcast": {"medium": {"kind": kind}, "delta": {"full_every": 5}}})
-    assert config.broadcast.delta.full_every == 5

@@ -68,13 +68,6 @@ def test_an_evaluation_by_reward_models_alone_is_told_by_its_reward(tmp_path: Pa
     assert closing_lines(tmp_path, None)[0] == "held-out reward -0.500 (version 0) -> 1.250 (version 9), 8 samples each"
 
 
-async def test_pictures_that_the_controller_drew_are_not_drawn_again(run_folder: Path) -> None:
-    for name in ("reward", "timeline"):
-        (run_folder / f"{name}.png").write_bytes(b"drawn")
-    await followed(PlayedRun(run_folder), plain=True)
-    assert (run_folder / "reward.png").read_bytes() == b"drawn"
-
-
 async def test_terminal_gets_the_panel(run_folder: Path) -> None:
     out = await followed(PlayedRun(run_folder), plain=False)
     assert "played [one]" in out
@@ -98,10 +91,3 @@ async def test_panel_says_who_waits_and_fits_its_width(run_folder: Path) -> None
     assert "learner waits for a batch since 3 s" in text
     assert "3 groups ready  40 running  2 scoring" in text
     assert {len(line) for line in text.splitlines()} == {80}
-
-
-def test_view_of_a_run_that_has_not_answered_yet_can_be_drawn() -> None:
-    console = Console(file=io.StringIO(), width=80)
-    with console.capture() as captured:
-        console.print(render(RunView()))
-    assert captured.get().strip() == "starting"

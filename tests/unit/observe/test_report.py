@@ -6,7 +6,7 @@ from pathlib import Path
 
 from asyncrl.observe.report import MOST_GENERATORS_SHOWN, draw_timeline, lanes_of, write_report
 from asyncrl.observe.spans import GENERATE, SPANS_FILE, STEP, Span
-from asyncrl.observe.steps import EVAL_FILE, STEPS_FILE
+from asyncrl.observe.steps import EVAL_FILE
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -22,12 +22,6 @@ def test_run_without_evaluations_and_spans_has_its_reward(run_folder: Path) -> N
     (run_folder / EVAL_FILE).unlink()
     (run_folder / SPANS_FILE).unlink()
     assert list(write_report(run_folder)) == ["reward"]
-
-
-def test_run_that_never_stepped_has_no_picture(run_folder: Path) -> None:
-    for file in (STEPS_FILE, SPANS_FILE):
-        (run_folder / file).unlink()
-    assert write_report(run_folder) == {}
 
 
 def test_many_generators_are_not_all_drawn_and_the_title_says_so() -> None:

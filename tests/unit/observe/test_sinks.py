@@ -8,11 +8,9 @@ import math
 from pathlib import Path
 
 import pytest
-from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
 from asyncrl.config.load import parse_config
 from asyncrl.config.run import RunConfig
-from asyncrl.observe.sink_tensorboard import TensorBoardSink
 from asyncrl.observe.sinks import MetricSinks, open_sinks, render_prometheus
 
 
@@ -26,16 +24,6 @@ def test_metrics_file_has_one_line_a_step(tmp_path: Path) -> None:
         {"step": 0, "time_s": 1.0, "metrics": {"reward/mean": 0.5}},
         {"step": 1, "time_s": 2.0, "metrics": {"reward/mean": 0.75}},
     ]
-
-
-def test_tensorboard_gets_every_scalar(tmp_path: Path) -> None:
-    sink = TensorBoardSink(tmp_path / "tb")
-    sink.write(3, 100.0, {"reward/mean": 0.5, "staleness/max": 2.0})
-    sink.close()
-    (file,) = (tmp_path / "tb").iterdir()
-    events = [event for event in EventFileLoader(str(file)).Load() if event.summary.value]
-    assert events[0].step == 3
-    assert {value.tag for value in events[0].summary.value} == {"reward/mean", "staleness/max"}
 
 
 def test_unknown_name_is_told_once_and_kept(caplog: pytest.LogCaptureFixture) -> None:

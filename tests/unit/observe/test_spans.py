@@ -7,13 +7,11 @@ from pathlib import Path
 
 from asyncrl.observe.spans import (
     GENERATE,
-    SPANS_FILE,
     Span,
     publish_span,
     read_spans,
     sample_span,
     score_span,
-    span,
     step_spans,
     swap_span,
     trace_events,
@@ -61,10 +59,6 @@ def test_publish_swap_and_score_end_when_they_say_they_did() -> None:
     assert (scored.start_s, scored.end_s, scored.process) == (5.0, 6.0, "reward-0")
 
 
-def test_span_never_ends_before_it_starts() -> None:
-    assert span("x", 5.0, 4.0, "p").end_s == 5.0
-
-
 def test_overlapping_spans_of_a_process_lie_on_rows_of_their_own() -> None:
     spans = [Span(GENERATE, 0.0, 2.0, "g"), Span(GENERATE, 1.0, 3.0, "g"), Span(GENERATE, 2.0, 4.0, "g")]
     rows = [(event.ts, event.tid) for event in trace_events(spans) if event.ph == "X"]
@@ -78,8 +72,3 @@ def test_trace_is_valid_json_with_named_processes(run_folder: Path) -> None:
     complete = [event for event in trace["traceEvents"] if event["ph"] == "X"]
     assert len(complete) == len(list(read_spans(run_folder)))
     assert min(event.get("ts", 0.0) for event in complete) == 0.0
-
-
-def test_trace_of_a_run_without_spans_is_empty(tmp_path: Path) -> None:
-    assert json.loads(write_trace(tmp_path).read_text())["traceEvents"] == []
-    assert not (tmp_path / SPANS_FILE).exists()

@@ -21,22 +21,10 @@ def report(step: int, reward: float = 0.5) -> StepReport:
     return StepReport(step=step, version=step + 1, time_s=float(step), reward_mean=reward, dropped={"too_old": 2})
 
 
-def test_steps_come_back_as_they_were_written(tmp_path: Path) -> None:
-    write(tmp_path / STEPS_FILE, report(0), report(1))
-    assert read_steps(tmp_path) == [report(0), report(1)]
-
-
 def test_step_repeated_after_a_crash_counts_once_and_the_last_time(tmp_path: Path) -> None:
     write(tmp_path / STEPS_FILE, report(0), report(1, 0.1))
     write(tmp_path / STEPS_FILE, report(1, 0.9), report(2))
     assert [(row.step, row.reward_mean) for row in read_steps(tmp_path)] == [(0, 0.5), (1, 0.9), (2, 0.5)]
-
-
-def test_line_torn_by_a_crash_is_left_out(tmp_path: Path) -> None:
-    write(tmp_path / STEPS_FILE, report(0))
-    with (tmp_path / STEPS_FILE).open("ab") as file:
-        file.write(b'{"step": 1, "vers')
-    assert read_steps(tmp_path) == [report(0)]
 
 
 def test_writer_after_a_torn_line_starts_a_line_of_its_own(tmp_path: Path) -> None:
@@ -47,22 +35,10 @@ def test_writer_after_a_torn_line_starts_a_line_of_its_own(tmp_path: Path) -> No
     assert read_steps(tmp_path) == [report(0), report(1)]
 
 
-def test_line_is_readable_as_soon_as_it_is_written(tmp_path: Path) -> None:
-    lines: JsonLines[StepReport] = JsonLines(tmp_path / STEPS_FILE)
-    lines.write(report(0))
-    assert read_steps(tmp_path) == [report(0)]
-    lines.close()
-
-
 def test_whole_line_of_another_kind_is_an_error(tmp_path: Path) -> None:
     write(tmp_path / EVAL_FILE, report(0))
     with pytest.raises(ValidationError):
         list(read_lines(tmp_path / EVAL_FILE, EvalReport))
-
-
-def test_run_without_files_has_no_steps_and_no_evaluations(tmp_path: Path) -> None:
-    assert read_steps(tmp_path) == []
-    assert read_evals(tmp_path) == []
 
 
 def test_evaluations_are_in_order_of_version(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from asyncrl.observe.report import choose_window, lanes_of, mean_occupancy, occupancy, running_mean
+from asyncrl.observe.report import choose_window, lanes_of, mean_occupancy
 from asyncrl.observe.spans import GENERATE, SCORE, STEP, Span
 
 
@@ -13,12 +13,6 @@ def test_lanes_are_generators_by_number_then_reward_then_learner() -> None:
     spans = [Span(STEP, 0, 1, "learner"), Span(SCORE, 0, 1, "reward-1"), Span(SCORE, 0, 1, "reward-0")]
     spans += [Span(GENERATE, 0, 1, f"generator-{number}") for number in (10, 2, 0)]
     assert [lane.process for lane in lanes_of(spans)] == ["generator-0", "generator-2", "generator-10", "reward", "learner"]
-
-
-def test_occupancy_counts_open_spans() -> None:
-    times, open_now = occupancy([Span(GENERATE, 0.0, 2.0, "g"), Span(GENERATE, 1.0, 3.0, "g")])
-    assert times.tolist() == [0.0, 1.0, 2.0, 3.0]
-    assert open_now.tolist() == [1, 2, 1, 0]
 
 
 def test_mean_occupancy_is_the_share_of_each_bin() -> None:
@@ -33,11 +27,3 @@ def test_window_is_in_the_middle_and_can_be_read(step_s: float, length_s: float)
     first, last = choose_window(steps)
     assert last - first == pytest.approx(length_s)
     assert 0 < first < step_s * 50 < last < step_s * 100
-
-
-def test_window_of_a_short_run_is_the_run() -> None:
-    assert choose_window([Span(STEP, 3.0, 4.0, "learner")]) == (3.0, 4.0)
-
-
-def test_running_mean_looks_back_only() -> None:
-    assert running_mean([1.0, 3.0, 5.0, 7.0], 2).tolist() == [1.0, 2.0, 4.0, 6.0]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from asyncrl.observe.display import RunView, duration, sparkline, step_line
+from asyncrl.observe.display import RunView, sparkline
 from asyncrl.observe.steps import StepReport
 from asyncrl.schema.status import ProcessStatus, RunStatus
 
@@ -29,14 +29,6 @@ def test_only_what_is_new_in_a_status_is_news() -> None:
     assert view.events[0] == "1:05  warming"
 
 
-def test_step_is_one_line_with_the_goal_in_it() -> None:
-    line = step_line(report(11), 100)
-    assert line.startswith("step 12/100  reward 0.500")
-    assert "staleness 0.00 (max 2)" in line
-    assert "2,100 generated" in line
-    assert "\n" not in line
-
-
 def test_time_to_go_follows_the_pace_of_the_last_steps() -> None:
     view = RunView()
     view.take_status(status())
@@ -52,7 +44,3 @@ def test_sparkline_spans_low_to_high_and_averages_what_does_not_fit() -> None:
     assert sparkline([0.0, 0.0, 1.0, 1.0], 2) == "▁█"
     assert len(sparkline(list(range(1000)), 48)) == 48
     assert not sparkline([], 10)
-
-
-def test_durations_read_like_a_clock() -> None:
-    assert [duration(value) for value in (5, 65, 3725)] == ["0:05", "1:05", "1:02:05"]

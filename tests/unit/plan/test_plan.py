@@ -11,7 +11,6 @@ from asyncrl.plan.memory import gpu_memory
 from asyncrl.plan.planner import advice, plan
 from asyncrl.plan.report import plan_text, plan_values
 from asyncrl.plan.spec import GIB, NAMED, Question, find_model, parse_cluster
-from asyncrl.plan.speed import engine_speed
 
 SEVEN = find_model("7B")
 
@@ -96,13 +95,6 @@ def test_state_is_divided_over_the_training_gpus_and_moves_to_the_host():
     assert one.host["policy moments"] == 8 * SEVEN.parameters
 
 
-def test_phases_of_colocated_hold_only_what_they_need():
-    (everything,) = gpu_memory(question(placement="colocated", has_reference=True), 1, 8)
-    assert not any(name.startswith("policy") for name in everything.phases["rollout"])
-    assert "reference" in everything.phases["inference"]
-    assert "reference" not in everything.phases["train"]
-
-
 def test_hybrid_holds_the_weights_once():
     (colocated,) = gpu_memory(question(placement="colocated"), 1, 1)
     (hybrid,) = gpu_memory(question(placement="hybrid"), 1, 1)
@@ -118,12 +110,6 @@ def test_adapters_alone_have_state_under_lora():
 
 
 # -- speed and the split -------------------------------------------------------------------------------------------------
-
-
-def test_a_model_with_experts_decodes_faster_than_a_dense_one_of_its_size():
-    experts = engine_speed(question(model=NAMED["qwen3-30b-a3b"]), 1, 4)
-    dense = engine_speed(question(model=NAMED["qwen2.5-32b"]), 1, 4)
-    assert experts.step_s < dense.step_s / 3
 
 
 def test_synchronous_phases_add_up_and_have_no_staleness():

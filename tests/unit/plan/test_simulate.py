@@ -32,16 +32,6 @@ def test_sequences_finish_when_their_tokens_are_decoded():
     assert generator.next_finish_s() == pytest.approx(1.5 + 10 * 0.1)
 
 
-def test_a_group_that_is_aborted_frees_its_slots_for_those_that_wait():
-    generator = SimulatedGenerator("g", but(num_slots=2))
-    generator.set_version(0)
-    generator.add([Member(0, 0, 10.0), Member(0, 1, 30.0)], 0.0)
-    generator.add([Member(0, 2, 10.0), Member(1, 0, 5.0)], 0.0)
-    generator.go_to(0.1)
-    assert generator.abort(0) == 3
-    assert generator.next_finish_s() == pytest.approx(0.1 + 5 * 0.1)
-
-
 def test_tokens_carry_the_version_that_was_live():
     generator = SimulatedGenerator("g", SCENARIO)
     generator.set_version(3)
@@ -97,18 +87,6 @@ def test_few_reward_workers_hold_a_run_up():
     free, held = (simulate(but(reward_s=fixed(0.5), reward_workers=workers)) for workers in (0, 1))
     assert 1 / held.steps_per_s == pytest.approx(4 * 2 * 0.5, rel=0.05)
     assert free.steps_per_s > 2 * held.steps_per_s
-
-
-@pytest.mark.parametrize("num_workers", [400, 2400])
-def test_many_generators_are_simulated_whole(num_workers):
-    """As many prompts as slots, one sample each: every slot decodes while the others do."""
-    made = simulate(
-        but(num_workers=num_workers, num_slots=1, groups_per_step=num_workers // 4, group_size=1, num_steps=8,
-            max_staleness=20, step_s=fixed(0.01))
-    )  # fmt: skip
-    assert made.lost_groups == 0
-    assert made.num_events > 10 * num_workers
-    assert made.slots_used > 0.9
 
 
 # -- distributions and sweeps --------------------------------------------------------------------------------------------

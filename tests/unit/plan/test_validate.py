@@ -9,7 +9,6 @@ from asyncrl.observe.spans import span
 from asyncrl.observe.steps import StepReport
 from asyncrl.plan.simulator.engine import simulate
 from asyncrl.plan.simulator.measured import real_figures, scenario_of_run
-from asyncrl.plan.simulator.scenario import recorded
 from asyncrl.plan.validate import planned_peak_bytes
 
 GENERATE_S, STEP_S, NUM_STEPS = 0.5, 0.3, 20
@@ -56,19 +55,6 @@ def test_a_simulation_of_what_spans_say_gives_the_run_back(tmp_path, learner):
     made = simulate(scenario_of_run(tmp_path))
     assert made.steps_per_s == pytest.approx(steps_per_s, rel=0.02)
     assert made.mean_staleness == staleness == 0
-
-
-def test_an_outside_learner_has_no_step_ahead(tmp_path):
-    write_lockstep_run(tmp_path, "external")
-    assert scenario_of_run(tmp_path).steps_ahead == 1
-
-
-def test_recorded_values_come_in_their_order_and_then_again():
-    import numpy as np
-
-    draw = recorded([3.0, 1.0, 2.0]).drawer(np.random.default_rng(0))
-    assert [draw() for _ in range(3)] == [3.0, 1.0, 2.0]
-    assert {draw() for _ in range(50)} == {1.0, 2.0, 3.0}
 
 
 def test_checkpointing_leaves_of_each_layer_its_input_and_of_one_all():

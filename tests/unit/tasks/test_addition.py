@@ -3,7 +3,6 @@ import pytest
 from asyncrl.config.tasks import AdditionTask
 from asyncrl.errors import ConfigError
 from asyncrl.tasks.addition import build_addition
-from asyncrl.tasks.task import alphabet_of
 
 
 @pytest.mark.parametrize(("digits", "total"), [(1, 100), (2, 8100)])
@@ -14,28 +13,12 @@ def test_the_splits_are_disjoint_and_together_are_all_pairs(digits, total):
     assert (len(train), len(held_out)) == (total - 20, 20)
 
 
-def test_prompts_are_plain_sums_and_answers_are_right():
-    task = build_addition(AdditionTask(), seed=0)
-    for prompt in (*task.train[:300], *task.held_out):
-        first, second = prompt.text.removesuffix("=").split("+")
-        assert prompt.answer == str(int(first) + int(second))
-        assert len(first) == len(second) == 2
-    assert set(alphabet_of([*task.train, *task.held_out])) <= set(task.alphabet)
-    assert len({p.prompt_id for p in (*task.train, *task.held_out)}) == 8100
-
-
 def test_worked_examples_never_show_a_held_out_pair():
     task = build_addition(AdditionTask(held_out=4000), seed=0)
     held_out = {p.text for p in task.held_out}
     assert len(task.worked_examples) == 4100
     assert not held_out & {question for question, _ in task.worked_examples}
     assert all(answer == prompt.answer for (_, answer), prompt in zip(task.worked_examples, task.train, strict=True))
-
-
-def test_the_seed_decides_the_split():
-    first, again, other = (build_addition(AdditionTask(), seed=seed).held_out for seed in (1, 1, 2))
-    assert first == again
-    assert first != other
 
 
 def test_four_digits_are_not_listed_in_memory():

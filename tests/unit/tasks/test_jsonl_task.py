@@ -44,14 +44,6 @@ def test_a_held_out_file_is_taken_whole_and_its_problems_leave_the_train_split(t
     assert (len(task.train), len(task.held_out)) == (8, 4)
 
 
-def test_shots_show_the_whole_solution(tmp_path):
-    path = write(tmp_path / "a.jsonl", problems(10))
-    config = JsonlTask(path=path, held_out=2, shots=1, answer_regex="#### (.+)", system_prompt="Think.")
-    messages = build_jsonl(config, 0).train[0].messages
-    assert [m.role for m in messages] == ["system", "user", "assistant", "user"]
-    assert "make" in messages[2].content
-
-
 def test_plain_prompts_are_the_field_itself_and_give_worked_examples(tmp_path):
     path = write(tmp_path / "a.jsonl", [{"q": f"{n}>", "a": n + 1} for n in range(9)])
     task = build_jsonl(JsonlTask(path=path, prompt_field="q", answer_field="a", chat=False, held_out=3), 0)
@@ -82,8 +74,3 @@ def test_complaints_name_the_line_and_the_field(tmp_path, text, fields, message)
     (tmp_path / "a.jsonl").write_text(text)
     with pytest.raises(ConfigError, match=message):
         build_jsonl(JsonlTask(path=str(tmp_path / "a.jsonl"), **fields), 0)
-
-
-def test_a_missing_file_is_named(tmp_path):
-    with pytest.raises(ConfigError, match=r"nowhere.jsonl: No such file"):
-        build_jsonl(JsonlTask(path=str(tmp_path / "nowhere.jsonl")), 0)

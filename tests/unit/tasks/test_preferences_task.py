@@ -46,12 +46,6 @@ def test_plain_prompts_are_the_field_itself_and_the_chosen_answer_is_the_worked_
     assert task.alphabet == "+0123456789=x"
 
 
-def test_chat_prompts_are_a_turn_of_the_user_after_the_system_prompt(tmp_path):
-    prompt = one(tmp_path, {"prompt": "hello", "chosen": "yes", "rejected": "no"}, system_prompt="Be kind.")
-    assert [(m.role, m.content) for m in prompt.messages] == [("system", "Be kind."), ("user", "hello")]
-    assert answers_of(prompt) == PreferenceAnswers("yes", "no")
-
-
 THREE_TURNS = [user("a"), assistant("b"), user("c")]
 
 

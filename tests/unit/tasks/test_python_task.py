@@ -1,8 +1,8 @@
 import pytest
 
-from asyncrl.config.tasks import AdditionTask, PythonTask
+from asyncrl.config.tasks import PythonTask
 from asyncrl.errors import ConfigError
-from asyncrl.tasks.registry import BUILDERS, build_task
+from asyncrl.tasks.registry import build_task
 
 MODULE = """
 from asyncrl.schema.samples import Prompt
@@ -45,12 +45,3 @@ def test_a_function_of_the_working_directory_is_called_with_the_seed(module):
 def test_what_is_not_a_task_is_refused(module, path, message):
     with pytest.raises(ConfigError, match=message):
         build_task(PythonTask(path=path), 0)
-
-
-def test_every_kind_of_task_has_a_builder():
-    from typing import get_args
-
-    from asyncrl.config.tasks import TaskConfig
-
-    assert set(BUILDERS) == set(get_args(TaskConfig))
-    assert build_task(AdditionTask(digits=1, held_out=1), 0).alphabet == "+0123456789="

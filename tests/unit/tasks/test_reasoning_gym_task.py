@@ -29,12 +29,6 @@ def test_questions_are_distinct_and_in_one_place_only():
     assert len(shots) == 3
 
 
-def test_shots_are_chat_turns_with_tagged_answers_after_the_system_prompt():
-    messages = build_reasoning_gym(one_digit_sums(system_prompt="Answer in tags."), seed=0).train[0].messages
-    assert [m.role for m in messages] == ["system", *["user", "assistant"] * 3, "user"]
-    assert all(m.content.startswith("<answer>") and m.content.endswith("</answer>") for m in messages if m.role == "assistant")
-
-
 def test_the_reference_holds_what_the_familys_own_scorer_needs():
     import reasoning_gym
 
@@ -43,11 +37,6 @@ def test_the_reference_holds_what_the_familys_own_scorer_needs():
     dataset = reasoning_gym.create_dataset(reference["family"], seed=0, size=1, **reference["family_options"])
     assert dataset.score_answer(prompt.answer, reference["entry"]) == 1.0
     assert dataset.score_answer("nonsense", reference["entry"]) < 0.99
-
-
-def test_the_same_seed_gives_the_same_task():
-    assert build_reasoning_gym(one_digit_sums(), 5) == build_reasoning_gym(one_digit_sums(), 5)
-    assert build_reasoning_gym(one_digit_sums(), 5) != build_reasoning_gym(one_digit_sums(), 6)
 
 
 @pytest.mark.parametrize(

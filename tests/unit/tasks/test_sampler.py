@@ -29,12 +29,6 @@ def test_each_epoch_holds_every_prompt_once_in_an_order_of_its_own():
     assert [order.epoch_of(index) for index in (0, 49, 50)] == [0, 0, 1]
 
 
-def test_a_cursor_picks_up_where_it_stood_after_a_restart():
-    before = ids(PromptSequence(prompts(7), seed=1), 0, 40)
-    assert ids(PromptSequence(prompts(7), seed=1), 23, 40) == before[23:]
-    assert ids(PromptSequence(prompts(7), seed=2), 0, 40) != before
-
-
 def test_a_hundred_million_prompts_are_ordered_without_memory():
     places = {permuted(position, 81_000_000, seed=5) for position in range(2000)}
     assert len(places) == 2000

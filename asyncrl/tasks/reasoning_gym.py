@@ -34,16 +34,13 @@ def build_reasoning_gym(config: ReasoningGymTask, seed: int) -> TaskData:
             "lower task.held_out"
         )
     random.Random(derive_seed(seed, "reasoning_gym", "split")).shuffle(entries)
-    opening = _opening(config, entries[: config.shots])
+    opening: tuple[ChatMessage, ...] = (ChatMessage("system", config.system_prompt),) if config.system_prompt else ()
+    for shot in entries[: config.shots]:  # the form that the strict reward reads
+        opening += (ChatMessage("user", shot["question"]), ChatMessage("assistant", f"<answer>{shot['answer']}</answer>"))
     rest = entries[config.shots :]
     held_out = [_prompt(config, opening, entry, "held_out") for entry in rest[: config.held_out]]
     train = [_prompt(config, opening, entry, "train") for entry in rest[config.held_out :]]
     return TaskData(train=train, held_out=held_out, alphabet=alphabet_of([*train, *held_out]))
-
-
-def tagged(answer: str) -> str:
-    """Return an answer in the form that the shots show and the strict reward reads."""
-    return f"<answer>{answer}</answer>"
 
 
 def _distinct_entries(config: ReasoningGymTask, seed: int) -> list[dict[str, Any]]:
@@ -69,16 +66,6 @@ def _distinct_entries(config: ReasoningGymTask, seed: int) -> list[dict[str, Any
             "scored strictly, choose another family"
         )
     return entries
-
-
-def _opening(config: ReasoningGymTask, shots: list[dict[str, Any]]) -> tuple[ChatMessage, ...]:
-    system = (ChatMessage("system", config.system_prompt),) if config.system_prompt else ()
-    turns = [
-        turn
-        for shot in shots
-        for turn in (ChatMessage("user", shot["question"]), ChatMessage("assistant", tagged(str(shot["answer"]))))
-    ]
-    return (*system, *turns)
 
 
 def _prompt(config: ReasoningGymTask, opening: tuple[ChatMessage, ...], entry: dict[str, Any], split: str) -> Prompt:

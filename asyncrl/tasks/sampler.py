@@ -2,7 +2,7 @@
 
 Invariants: every prompt comes once per epoch; each epoch has an order of its own; index i gives the same prompt in every process
 and after every restart, so the cursor (how many groups were ever issued) is all that a checkpoint has to remember; there is no
-last index, so the end of the data never ends or hangs a run. Called by the controller's shell.
+last index, so the end of the data never ends or hangs a run.
 """
 
 from __future__ import annotations
@@ -41,10 +41,6 @@ class PromptSequence:
     def epoch_length(self) -> int:
         """Return how many indices one epoch has."""
         return len(self._train)
-
-    def epoch_of(self, index: int) -> int:
-        """Return which pass over the data, from 0, this index belongs to."""
-        return index // len(self._train)
 
     def __getitem__(self, index: int) -> Prompt:
         """Return the prompt at `index`, any integer from 0 up."""

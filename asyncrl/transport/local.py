@@ -12,7 +12,6 @@ from asyncrl.errors import ConnectionClosed, TransportError
 from asyncrl.schema.codec import MAX_MESSAGE_BYTES
 from asyncrl.schema.control import PROTOCOL, Hello
 from asyncrl.transport.protocol import GOODBYE, Connection, RefusalCounts
-from asyncrl.transport.session import Session
 
 
 class InProcessListener:
@@ -30,7 +29,7 @@ class InProcessListener:
         self.refused = RefusalCounts()
         self._hello = hello
         self._sizes = window, max_message_bytes
-        self._by_name: dict[str, tuple[Session, Session]] = {}
+        self._by_name: dict[str, tuple[Connection, Connection]] = {}
         self._accepted: deque[Connection] = deque()
         self._changed = asyncio.Event()
         self._is_closed = False
@@ -49,14 +48,14 @@ class InProcessListener:
         for old in self._by_name.get(hello.name, ()):
             old.end(f"replaced by incarnation {hello.incarnation}")
 
-        async def goodbye(_: Session, reason: str) -> None:
+        async def goodbye(_: Connection, reason: str) -> None:
             near.pump()
             far.pump()
             near.end(reason or GOODBYE)
             far.end(reason or GOODBYE)
 
-        near = Session(hello, *self._sizes, goodbye, self.refused)
-        far = Session(self._hello, *self._sizes, goodbye, RefusalCounts())
+        near = Connection(hello, *self._sizes, goodbye, self.refused)
+        far = Connection(self._hello, *self._sizes, goodbye, RefusalCounts())
         near.wire, far.wire = far.deliver, near.deliver
         self._by_name[hello.name] = near, far
         self._accepted.append(near)

@@ -1,4 +1,4 @@
-"""The channel contract, and the bytes of it: a duplex, acknowledged, bounded connection between one process and the controller.
+"""The channel contract: a duplex, acknowledged, bounded connection between one process and the controller.
 
 Invariants, for every implementation (tests/contract/test_channel.py runs over all of them):
 - A message is delivered in order within its lane, at least once while either process lives on; within one pair of incarnations
@@ -11,41 +11,36 @@ Invariants, for every implementation (tests/contract/test_channel.py runs over a
 - What cannot be decoded, is too large, or comes from a peer without the keys is counted and refused, never raised into the run.
 - Window and message size are the listener's; whoever connects is told them with its welcome.
 
-The controller listens, everyone else connects. A packet is one ZeroMQ multipart message:
-
-    frame 0   a `Packet` in msgpack, told apart by tag
-    frame 1   of a Parcel: its messages end to end
-
-`parse(build(p)) == p`, and whatever is not a packet raises `CodecError` and nothing else. A session is one pair of incarnations:
-the listener makes its id when it accepts a peer, and every later packet names it.
+Inside, a connection moves `Parcel`s between itself and the one at the other end by `wire`, which may be lost and set anew. It is
+passive: `send` puts an encoded message into the outbox, and what waits there is handed to the wire at the event loop's next turn,
+or at once when a parcel is full; what arrives comes in by `deliver`. `resend_all` queues every unacknowledged message again,
+`start_over` does so towards a peer that has no memory of us. The sending half of a lane holds unacknowledged messages in the
+order of their numbers; the receiving half takes numbers one by one, so what it has seen is exactly `[0, expected)` and a repeat is
+recognised by its number alone. Everything runs on one event loop; no tasks.
 """
 
 from __future__ import annotations
 
-import enum
+import asyncio
 import os
+import sys
 import uuid
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
-import msgspec
-
-from asyncrl.errors import CodecError
-from asyncrl.schema.codec import MAX_MESSAGE_BYTES, Frame, Message
+from asyncrl.errors import CodecError, ConnectionClosed
+from asyncrl.schema.codec import MAX_MESSAGE_BYTES, Message, decode, encode
 from asyncrl.schema.control import PROTOCOL, Hello, ProcessKind
+from asyncrl.transport.packets import Item, Lane, Parcel
+
+__all__ = ["Connection", "Delivery", "Lane", "LinkLimits", "Listener", "RefusalCounts", "new_hello"]
 
 PARCEL_BYTES = 256 << 10
 """A parcel is full from this size on; small messages share one, a larger message has its own."""
 GOODBYE = "closed by the peer"
 """`closed_reason` where the other end has ended the connection in good order."""
-
-
-class Lane(enum.IntEnum):
-    """Two lanes share a connection and nothing else."""
-
-    DATA = 0
-    CONTROL = 1
 
 
 @dataclass(slots=True)
@@ -77,69 +72,6 @@ class RefusalCounts:
         return self.malformed + self.oversized + self.wrong_protocol + self.unknown_peer + self.unauthenticated
 
 
-class Connection(Protocol):
-    """One end of an open connection."""
-
-    peer: Hello
-    """Who is at the other end (as it said at hello)."""
-    closed_reason: str
-    """Why it is over; empty while it is open."""
-
-    async def send(self, message: Message, lane: Lane = Lane.DATA) -> None:
-        """Queue `message`; wait while the lane's window is full.
-
-        Raises:
-            ConnectionClosed: The other end is gone for good.
-            CodecError: The message is larger than `max_message_bytes`.
-        """
-        ...
-
-    def try_send(self, message: Message, lane: Lane = Lane.DATA) -> bool:
-        """Queue `message` if the window has room; return whether it had."""
-        ...
-
-    async def receive(self, lane: Lane = Lane.DATA) -> Delivery:
-        """Return the next message of the lane.
-
-        Raises:
-            ConnectionClosed: The other end is gone and everything it sent has been received.
-        """
-        ...
-
-    def unacknowledged(self, lane: Lane = Lane.DATA) -> int:
-        """Return how many sent messages the other end has not acknowledged."""
-        ...
-
-    async def flush(self, timeout_s: float) -> bool:
-        """Wait until everything sent is acknowledged; return False when `timeout_s` passed first."""
-        ...
-
-    async def close(self, reason: str = "") -> None:
-        """Say goodbye and release everything; what is unacknowledged is given up (call `flush` before).
-
-        Args:
-            reason: What the other end has as its `closed_reason`; empty: GOODBYE.
-        """
-        ...
-
-
-class Listener(Protocol):
-    """The controller's end: one address, many connections."""
-
-    address: str
-    """What `connect` takes, ports resolved."""
-    refused: RefusalCounts
-    """What was refused so far."""
-
-    async def accept(self) -> Connection:
-        """Return the next new peer. Raises ConnectionClosed once the listener is closed."""
-        ...
-
-    async def close(self) -> None:
-        """Close every connection and the address."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class LinkLimits:
     """Sizes and times of a link. The sizes are the listener's; a connector takes those of its listener."""
@@ -167,159 +99,274 @@ def new_hello(kind: ProcessKind, name: str) -> Hello:
     return Hello(PROTOCOL, kind, name, uuid.uuid4().hex, os.getpid())
 
 
-class Item(NamedTuple):
-    """One encoded message on its way."""
-
-    lane: Lane
-    seq: int
-    body: Frame
+Wire = Callable[[Parcel], bool]
+"""Carries a parcel; False where it is lost: the wire is gone."""
 
 
-class Parcel(NamedTuple):
-    """What travels at once: acknowledgements by lane, then messages in order."""
+class OutLane:
+    """The sending half of a lane: what is not yet acknowledged, and whether there is room for more."""
 
-    acks: tuple[list[int], list[int]]
-    items: list[Item]
-
-
-class Greeting(msgspec.Struct, frozen=True, array_like=True, tag="g"):
-    """Connector: this is me."""
-
-    protocol: int
-    hello: msgspec.Raw
-    """A `Hello`; raw, so that the number before it can be judged first."""
-    token: str
-    """Names the connector object, so that a second one of the same process is not taken for the first."""
-    session: str
-    """The one I am in; empty at first."""
+    def __init__(self) -> None:
+        self.next_seq = 0
+        self.unacked: dict[int, Message] = {}
+        self.turn = asyncio.Lock()
+        """Senders that wait for room do so one at a time, in the order they came."""
+        self.changed = asyncio.Event()
+        """Set whenever room appeared or the connection ended."""
 
 
-class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="w"):
-    """Listener: you are in; a session other than the one you named starts from 0."""
+class InLane:
+    """The receiving half of a lane: messages in order, waiting to be received and then acknowledged."""
 
-    session: str
-    hello: Hello
-    window: int
-    max_message_bytes: int
+    def __init__(self, pump_soon: Callable[[], None]) -> None:
+        self.expected = 0
+        self.inbox: deque[Delivery] = deque()
+        self.unhandled: set[int] = set()
+        """Numbers that arrived and are not acknowledged yet."""
+        self.acks: list[int] = []
+        """Numbers to tell the sender about with the next packet."""
+        self.changed = asyncio.Event()
+        """Set whenever a message arrived or the connection ended."""
+        self._pump_soon = pump_soon
 
-
-class Refusal(msgspec.Struct, frozen=True, array_like=True, tag="r"):
-    """Listener: you cannot come in, and trying again will not help."""
-
-    reason: str
-
-
-class GreetAgain(msgspec.Struct, frozen=True, array_like=True, tag="s"):
-    """Listener: something of yours is missing or I do not know you; greet me again."""
-
-
-class Goodbye(msgspec.Struct, frozen=True, array_like=True, tag="b"):
-    """Either: I close this session for good."""
-
-    session: str
-    reason: str = ""
+    def acknowledge(self, seq: int) -> None:
+        """Tell the sender of a message once, however often it is asked."""
+        if seq in self.unhandled:
+            self.unhandled.remove(seq)
+            self.acks.append(seq)
+            self._pump_soon()
 
 
-class Ping(msgspec.Struct, frozen=True, array_like=True, tag="p"):
-    """Connector: are you there?"""
+class Connection:
+    """One end of an open connection, over whatever `wire` is set."""
 
-    session: str
+    def __init__(
+        self,
+        peer: Hello,
+        window: int,
+        max_message_bytes: int,
+        on_close: Callable[[Connection, str], Awaitable[None]],
+        refused: RefusalCounts,
+    ) -> None:
+        """Open with nothing sent and nothing received, and no wire.
+
+        Args:
+            peer: Who is at the other end.
+            window: Most unacknowledged messages per lane and direction.
+            max_message_bytes: Limit of one encoded message.
+            on_close: Awaited by `close`: say goodbye, with the reason there is, and release the wire; safe to repeat.
+            refused: Where messages that cannot be taken are counted.
+        """
+        self.peer = peer
+        """Who is at the other end, as it said at hello."""
+        self.closed_reason = ""
+        """Why it is over; empty while it is open."""
+        self.wire: Wire | None = None
+        """None while there is nobody to send to; the outbox then waits."""
+        self._window = window
+        self._max_message_bytes = max_message_bytes
+        self._on_close = on_close
+        self._refused = refused
+        self._out = (OutLane(), OutLane())
+        self._in = (InLane(self._pump_soon), InLane(self._pump_soon))
+        self._outbox: list[Item] = []
+        self._outbox_bytes = 0
+        self._acked = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        self._is_scheduled = False
+
+    async def send(self, message: Message, lane: Lane = Lane.DATA) -> None:
+        """Queue `message`; wait while the lane's window is full.
+
+        Raises:
+            ConnectionClosed: The other end is gone for good.
+            CodecError: The message is larger than `max_message_bytes`.
+        """
+        if self.try_send(message, lane):
+            return
+        out = self._out[lane]
+        async with out.turn:
+            while len(out.unacked) >= self._window:
+                self._raise_if_closed()
+                out.changed.clear()
+                await out.changed.wait()
+            self._raise_if_closed()
+            self._enqueue(message, lane, out)
+
+    def try_send(self, message: Message, lane: Lane = Lane.DATA) -> bool:
+        """Queue `message` if the window has room and nobody waits for it; return whether it was. Raises as `send`."""
+        self._raise_if_closed()
+        out = self._out[lane]
+        if len(out.unacked) >= self._window or out.turn.locked():
+            return False
+        self._enqueue(message, lane, out)
+        return True
+
+    async def receive(self, lane: Lane = Lane.DATA) -> Delivery:
+        """Return the next message of the lane.
+
+        Raises:
+            ConnectionClosed: The other end is gone and everything it sent has been received.
+        """
+        while not (half := self._in[lane]).inbox:
+            self._raise_if_closed()
+            half.changed.clear()
+            await half.changed.wait()
+        return half.inbox.popleft()
+
+    def unacknowledged(self, lane: Lane = Lane.DATA) -> int:
+        """Return how many sent messages the other end has not acknowledged."""
+        return len(self._out[lane].unacked)
+
+    async def flush(self, timeout_s: float) -> bool:
+        """Wait until everything sent is acknowledged; False when `timeout_s` passed or the connection ended first."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                while any(out.unacked for out in self._out) and not self.closed_reason:
+                    self._acked.clear()
+                    await self._acked.wait()
+        except TimeoutError:
+            return False
+        return not any(out.unacked for out in self._out)
+
+    async def close(self, reason: str = "") -> None:
+        """Say goodbye and release everything; what is unacknowledged is given up (call `flush` before). Safe to repeat.
+
+        Args:
+            reason: What the other end has as its `closed_reason`; empty: GOODBYE.
+        """
+        if not self.closed_reason:
+            self.pump()
+            self.end("closed on this side")
+            for half in self._in:
+                half.inbox.clear()
+        await self._on_close(self, reason)
+
+    def end(self, reason: str) -> None:
+        """Mark the connection as over and wake everyone who waits; what already arrived can still be received."""
+        self.closed_reason = self.closed_reason or reason
+        self.wire = None
+        for event in (*(half.changed for half in (*self._out, *self._in)), self._acked):
+            event.set()
+
+    def pump(self) -> None:
+        """Hand everything that waits to the wire; what a lost wire loses is sent again when the peer greets or is greeted."""
+        self._is_scheduled = False
+        while self.wire is not None and (self._outbox or self._in[0].acks or self._in[1].acks):
+            num_items = num_bytes = 0
+            for item in self._outbox:
+                if num_items and num_bytes + len(item.body) > PARCEL_BYTES:
+                    break
+                num_items += 1
+                num_bytes += len(item.body)
+            parcel = Parcel((self._in[0].acks, self._in[1].acks), self._outbox[:num_items])
+            self._in[0].acks, self._in[1].acks = [], []
+            self._outbox = self._outbox[num_items:]
+            self._outbox_bytes -= num_bytes
+            if not self.wire(parcel):
+                self.wire = None
+
+    def deliver(self, parcel: Parcel) -> bool:
+        """Take in what arrived.
+
+        Returns:
+            True when all is well; False when messages are missing in between, so that the wire must have them sent again.
+        """
+        for out, acks in zip(self._out, parcel.acks, strict=True):
+            if acks:
+                for seq in acks:
+                    out.unacked.pop(seq, None)  # a number that is not held is a repeat
+                if len(out.unacked) < self._window:
+                    out.changed.set()
+                self._acked.set()
+        for lane, seq, body in parcel.items:
+            half = self._in[lane]
+            if seq > half.expected:
+                return False
+            if seq < half.expected:
+                if seq not in half.unhandled:
+                    half.acks.append(seq)
+                    self._pump_soon()
+                continue
+            if len(half.unhandled) >= self._window:
+                self._refused.malformed += 1
+                return False
+            half.expected = seq + 1
+            try:
+                message = decode(body, self._max_message_bytes)
+            except CodecError:
+                if len(body) > self._max_message_bytes:
+                    self._refused.oversized += 1
+                else:
+                    self._refused.malformed += 1
+                half.acks.append(seq)  # stepped over: its place in the sender's window is given back
+                self._pump_soon()
+                continue
+            half.unhandled.add(seq)
+            half.inbox.append(Delivery(message, seq, half.acknowledge))
+            half.changed.set()
+        return True
+
+    def resend_all(self) -> None:
+        """Queue every unacknowledged message again, in order; the other end knows the repeats by their numbers."""
+        self._outbox = [
+            Item(lane, seq, encode(message, sys.maxsize))
+            for lane, out in zip(Lane, self._out, strict=True)
+            for seq, message in out.unacked.items()
+        ]
+        self._outbox_bytes = sum(len(item.body) for item in self._outbox)
+        self.pump()
+
+    def start_over(self, peer: Hello) -> None:
+        """Face a peer that has no memory of us: number what is unacknowledged from 0, drop what the old one sent."""
+        self.peer = peer
+        """Who is at the other end, as it said at hello."""
+        stale, self._in = self._in, (InLane(self._pump_soon), InLane(self._pump_soon))
+        for half in stale:
+            half.changed.set()
+        for out in self._out:
+            out.unacked = dict(enumerate(out.unacked.values()))
+            out.next_seq = len(out.unacked)
+        self.resend_all()
+
+    def adopt(self, window: int, max_message_bytes: int) -> None:
+        """Have the listener's sizes from now on."""
+        self._window, self._max_message_bytes = window, max_message_bytes
+
+    def _enqueue(self, message: Message, lane: Lane, out: OutLane) -> None:
+        """Encode, number and queue one message; nothing changes where it cannot be encoded."""
+        item = Item(lane, out.next_seq, encode(message, self._max_message_bytes))
+        out.unacked[out.next_seq] = message
+        out.next_seq += 1
+        self._outbox.append(item)
+        self._outbox_bytes += len(item.body)
+        if self._outbox_bytes >= PARCEL_BYTES:
+            self.pump()
+        else:
+            self._pump_soon()
+
+    def _pump_soon(self) -> None:
+        if not self._is_scheduled:
+            self._is_scheduled = True
+            self._loop.call_soon(self.pump)
+
+    def _raise_if_closed(self) -> None:
+        if self.closed_reason:
+            raise ConnectionClosed(f"connection to {self.peer.name} ({self.peer.incarnation}): {self.closed_reason}")
 
 
-class Pong(msgspec.Struct, frozen=True, array_like=True, tag="q"):
-    """Listener: yes."""
+class Listener(Protocol):
+    """The controller's end: one address, many connections."""
 
-    session: str
+    address: str
+    """What `connect` takes, ports resolved."""
+    refused: RefusalCounts
+    """What was refused so far."""
 
+    async def accept(self) -> Connection:
+        """Return the next new peer. Raises ConnectionClosed once the listener is closed."""
+        ...
 
-class ParcelHead(msgspec.Struct, frozen=True, array_like=True, tag="d"):
-    """Either: acknowledgements by lane, and where the messages lie in the frame that follows."""
-
-    session: str
-    data_acks: list[int]
-    control_acks: list[int]
-    items: list[int]
-    """Three numbers a message: lane, sequence number, bytes."""
-
-
-Packet = Greeting | Welcome | Refusal | GreetAgain | Goodbye | Ping | Pong | ParcelHead
-
-_LANES = tuple(Lane)
-_DECODE_ERRORS = (msgspec.MsgspecError, ValueError, OverflowError, RecursionError, MemoryError)
-_encoder = msgspec.msgpack.Encoder()
-_decoder: msgspec.msgpack.Decoder[Packet] = msgspec.msgpack.Decoder(Packet)
-_hello_decoder = msgspec.msgpack.Decoder(Hello)
-
-
-def build(packet: Packet) -> bytes:
-    """Return frame 0 of a packet that carries no messages."""
-    return _encoder.encode(packet)
-
-
-def build_greeting(hello: Hello, token: str, session: str) -> bytes:
-    """Return the packet a connector opens with."""
-    return _encoder.encode(Greeting(hello.protocol, msgspec.Raw(_encoder.encode(hello)), token, session))
-
-
-def build_parcel(session: str, parcel: Parcel) -> list[Frame]:
-    """Return the frames of a parcel; a message that travels alone is passed on, not copied."""
-    shape: list[int] = []
-    for item in parcel.items:
-        shape += (item.lane, item.seq, len(item.body))
-    head = _encoder.encode(ParcelHead(session, *parcel.acks, shape))
-    if not shape:
-        return [head]
-    bodies = [item.body for item in parcel.items]
-    return [head, b"".join(bodies) if len(bodies) > 1 else bodies[0]]
-
-
-def parse(frame: Frame) -> Packet:
-    """Return the packet of frame 0.
-
-    Raises:
-        CodecError: It is none.
-    """
-    try:
-        return _decoder.decode(frame)
-    except _DECODE_ERRORS as error:
-        raise CodecError(f"not a packet: {error}") from error
-
-
-def parse_hello(greeting: Greeting) -> Hello:
-    """Return who greets; call only where `greeting.protocol` is ours.
-
-    Raises:
-        CodecError: It is not a hello of this protocol.
-    """
-    try:
-        hello = _hello_decoder.decode(greeting.hello)
-    except _DECODE_ERRORS as error:
-        raise CodecError(f"not a hello of protocol {PROTOCOL}: {error}") from error
-    if hello.protocol != greeting.protocol or not hello.name or not hello.incarnation:
-        raise CodecError(f"hello contradicts itself: {hello}")
-    return hello
-
-
-def parse_parcel(head: ParcelHead, body: Sequence[Frame]) -> Parcel:
-    """Return the parcel whose shape `head` tells, its messages still encoded (views of `body`).
-
-    Args:
-        head: Frame 0.
-        body: All frames after it.
-
-    Raises:
-        CodecError: Shape and frames do not fit each other.
-    """
-    shape, items = head.items, []
-    if len(shape) % 3 or len(body) != bool(shape):
-        raise CodecError(f"parcel shape of {len(shape)} numbers with {len(body)} frames")
-    view, offset = memoryview(body[0] if body else b""), 0
-    for lane, seq, size in zip(shape[::3], shape[1::3], shape[2::3], strict=True):
-        end = offset + size
-        if not 0 <= lane < len(_LANES) or seq < 0 or not offset <= end <= len(view):
-            raise CodecError(f"message {seq} of lane {lane} ({size} bytes) lies outside its parcel")
-        items.append(Item(_LANES[lane], seq, view[offset:end]))
-        offset = end
-    if offset != len(view):
-        raise CodecError(f"parcel has {len(view) - offset} bytes that belong to no message")
-    return Parcel((head.data_acks, head.control_acks), items)
+    async def close(self) -> None:
+        """Close every connection and the address."""
+        ...

@@ -23,10 +23,9 @@ import zmq
 from asyncrl.config.run import TransportConfig
 from asyncrl.errors import CodecError, TransportError
 from asyncrl.schema.control import PROTOCOL, Hello
-from asyncrl.transport import protocol as wire
-from asyncrl.transport.protocol import GOODBYE, Connection, LinkLimits, Parcel, RefusalCounts
+from asyncrl.transport import packets as wire
+from asyncrl.transport.protocol import GOODBYE, Connection, LinkLimits, RefusalCounts
 from asyncrl.transport.security import ClientKeys, load_client_keys, secure_client
-from asyncrl.transport.session import Session
 from asyncrl.transport.zmq_socket import GOODBYE_LINGER_MS, LoopSocket, SocketWatch, configure, terminate
 
 _LINK_EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_AUTH
@@ -85,7 +84,7 @@ class ZmqConnector:
         self._loop = asyncio.get_running_loop()
         self._welcomed: asyncio.Future[None] = self._loop.create_future()
         unknown = Hello(PROTOCOL, "controller", address, "", 0)
-        self._session = Session(
+        self._session = Connection(
             unknown, limits.window, limits.max_message_bytes, lambda _, reason: self.close(reason), self._refused
         )
         self._session_id = ""
@@ -223,7 +222,7 @@ class ZmqConnector:
         if not self._welcomed.done():
             self._welcomed.set_result(None)
 
-    def _carry(self, parcel: Parcel) -> bool:
+    def _carry(self, parcel: wire.Parcel) -> bool:
         return self._socket.send(wire.build_parcel(self._session_id, parcel))
 
     def _tick(self) -> None:

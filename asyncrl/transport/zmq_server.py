@@ -1,4 +1,4 @@
-"""The controller's end over ZeroMQ: one ROUTER socket, one `Session` a peer.
+"""The controller's end over ZeroMQ: one ROUTER socket, one `Connection` a peer.
 
 Invariants: a peer is known by its name and at most one incarnation of a name is open; a packet counts only when it comes over
 the route its session last greeted from; nothing a peer sends raises here, it is counted in `refused`. A peer whose packets went
@@ -25,10 +25,9 @@ from asyncrl.config.run import TransportConfig
 from asyncrl.errors import CodecError, ConnectionClosed, TransportError
 from asyncrl.folders import OwnedFolder
 from asyncrl.schema.control import PROTOCOL, Hello
-from asyncrl.transport import protocol as wire
-from asyncrl.transport.protocol import GOODBYE, Connection, LinkLimits, Listener, Parcel, RefusalCounts, new_hello
+from asyncrl.transport import packets as wire
+from asyncrl.transport.protocol import GOODBYE, Connection, LinkLimits, Listener, RefusalCounts, new_hello
 from asyncrl.transport.security import ListenerKeys, make_keys, open_zap_socket, secure_server, zap_reply
-from asyncrl.transport.session import Session
 from asyncrl.transport.zmq_socket import GOODBYE_LINGER_MS, LoopSocket, SocketWatch, configure, terminate
 
 MAX_PEERS = 4096
@@ -83,7 +82,7 @@ class _Peer:
     token: str
     session_id: str
     route: bytes
-    session: Session
+    session: Connection
     heard_s: float
 
 
@@ -257,7 +256,7 @@ class ZmqListener:
         else:
             if peer:
                 self._forget(peer, f"replaced by incarnation {hello.incarnation}")
-            session = Session(hello, self._limits.window, self._limits.max_message_bytes, self._dismiss, self.refused)
+            session = Connection(hello, self._limits.window, self._limits.max_message_bytes, self._dismiss, self.refused)
             peer = _Peer(hello, token, uuid.uuid4().hex, route, session, self._loop.time())
             self._by_name[hello.name] = peer
             self._accepted.append(session)
@@ -270,10 +269,10 @@ class ZmqListener:
     def _tell(self, route: bytes, packet: wire.Packet) -> None:
         self._socket.send([route, wire.build(packet)])
 
-    def _carry(self, peer: _Peer, parcel: Parcel) -> bool:
+    def _carry(self, peer: _Peer, parcel: wire.Parcel) -> bool:
         return self._socket.send([peer.route, *wire.build_parcel(peer.session_id, parcel)])
 
-    async def _dismiss(self, session: Session, reason: str) -> None:
+    async def _dismiss(self, session: Connection, reason: str) -> None:
         """Say goodbye to a peer that this side closes; one that was cut off may come back, it would only hear it then."""
         peer = self._by_name.get(session.peer.name)
         if peer is not None and peer.session is session:

@@ -23,7 +23,8 @@ from asyncrl.errors import CodecError, ConfigError, ConnectionClosed, TransportE
 from asyncrl.schema.codec import encode
 from asyncrl.schema.control import Heartbeat
 from asyncrl.schema.samples import SampleFailure
-from asyncrl.transport.protocol import Connection, Item, Lane, LinkLimits, Parcel, build_greeting, build_parcel, new_hello
+from asyncrl.transport.packets import Item, Parcel, build_greeting, build_parcel
+from asyncrl.transport.protocol import Connection, Lane, LinkLimits, new_hello
 from asyncrl.transport.security import load_client_keys, make_keys
 from asyncrl.transport.zmq_client import ZmqConnector, open_connection
 from asyncrl.transport.zmq_server import ZmqListener, open_listener

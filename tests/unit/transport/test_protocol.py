@@ -1,77 +1,92 @@
+"""A session over a wire that loses any suffix of what is in flight."""
+
 from __future__ import annotations
 
-import msgspec
-import pytest
-from hypothesis import given
+import asyncio
+
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.errors import CodecError
-from asyncrl.schema.control import PROTOCOL, Hello
-from asyncrl.transport.protocol import (
-    Item,
-    Lane,
-    Parcel,
-    ParcelHead,
-    build_greeting,
-    build_parcel,
-    parse,
-    parse_hello,
-    parse_parcel,
-)
+from asyncrl.schema.control import PROTOCOL, AbortGroup, Hello
+from asyncrl.transport.packets import Parcel
+from asyncrl.transport.protocol import Connection, Lane, RefusalCounts
 
 HELLO = Hello(PROTOCOL, "generator", "generator-0", "incarnation", 7)
+ACTIONS = st.lists(st.tuples(st.sampled_from(["send", "ack", "cut", "mend", "forget"]), st.integers(0, 20)), max_size=200)
 
 
-items = st.builds(Item, st.sampled_from(Lane), st.integers(0, 1 << 60), st.binary(max_size=20))
-numbers = st.lists(st.integers(0, 1 << 60), max_size=5)
+async def no_goodbye(session: Connection, reason: str) -> None:
+    pass
 
 
-@given(numbers, numbers, st.lists(items, max_size=6))
-def test_a_parcel_arrives_as_it_was_packed(data_acks, control_acks, packed):
-    first, *body = build_parcel("session", Parcel((data_acks, control_acks), packed))
-    head = parse(first)
-    assert isinstance(head, ParcelHead)
-    assert head.session == "session"
-    parcel = parse_parcel(head, body)
-    assert parcel.acks == (data_acks, control_acks)
-    assert [(item.lane, item.seq, bytes(item.body)) for item in parcel.items] == [(i.lane, i.seq, i.body) for i in packed]
+def make_session(window: int) -> Connection:
+    return Connection(HELLO, window, 1 << 20, no_goodbye, RefusalCounts())
 
 
-@pytest.mark.parametrize(
-    ("shape", "body"),
-    [
-        ([0, 0, 4], [b"123"]),
-        ([0, 0, 4], [b"12345"]),
-        ([0, 0, 4], [b"1234", b"more"]),
-        ([0, 0], [b"1234"]),
-        ([2, 0, 4], [b"1234"]),
-        ([0, -1, 4], [b"1234"]),
-        ([0, 0, -4, 0, 1, 8], [b"1234"]),
-        ([0, 0, 4], []),
-        ([], [b"1234"]),
-        ([0, 0, 1 << 70], [b"1234"]),
-    ],
-)
-def test_a_shape_that_does_not_fit_its_frames_is_refused(shape, body):
-    with pytest.raises(CodecError):
-        parse_parcel(ParcelHead("session", [], [], shape), body)
+@settings(max_examples=200)
+@given(st.integers(1, 8), ACTIONS)
+def test_every_message_is_taken_once_in_order_whatever_is_lost(window, actions):
+    asyncio.run(lossy_story(window, actions))
 
 
-@pytest.mark.parametrize("frame", [b"", b"\xc1", b"\x91" * 100_000, b"\x92\xa1z\xa0", b"\x91\xa1w", b"\xdd\xff\xff\xff\xff"])
-def test_bytes_that_are_no_packet_raise_codec_error(frame):
-    with pytest.raises(CodecError):
-        parse(frame)
+async def lossy_story(window: int, actions) -> None:
+    near, far = make_session(window), make_session(window)
+    taken, waiting, num_sent, is_whole = [], [], 0, True
+
+    def wire_to(other: Connection):
+        def carry(parcel: Parcel) -> bool:
+            if is_whole:
+                other.deliver(parcel)
+            return True
+
+        return carry
+
+    near.wire, far.wire = wire_to(far), wire_to(near)
+
+    async def receive_all() -> None:
+        while far._in[Lane.DATA].inbox:
+            delivery = await far.receive()
+            taken.append(delivery.message.group_id)
+            waiting.append(delivery)
+
+    for action, number in actions:
+        match action:
+            case "send":
+                num_sent += near.try_send(AbortGroup(num_sent))
+            case "ack" if waiting:
+                delivery = waiting.pop(number % len(waiting))
+                delivery.ack()
+                delivery.ack()
+            case "cut":
+                near.pump()
+                is_whole = False
+            case "mend":
+                is_whole = True
+                near.resend_all()
+                far.resend_all()
+        await asyncio.sleep(0)
+        await receive_all()
+        assert near.unacknowledged() <= window
+    is_whole = True
+    near.resend_all()
+    await receive_all()
+    assert taken == list(range(num_sent))
+    for delivery in waiting:
+        delivery.ack()
+    near.resend_all()
+    assert await near.flush(1.0)
 
 
-def test_a_greeting_that_contradicts_itself_is_refused():
-    nameless = msgspec.structs.replace(HELLO, name="")
-    with pytest.raises(CodecError, match="contradicts"):
-        parse_hello(parse(build_greeting(nameless, "token", "")))
-
-
-def test_the_protocol_number_is_readable_whatever_the_hello_became():
-    frame = msgspec.msgpack.encode(["g", 99, {"entirely": "different"}, "token", ""])
-    greeting = parse(frame)
-    assert greeting.protocol == 99
-    with pytest.raises(CodecError, match="not a hello"):
-        parse_hello(greeting)
+async def test_a_peer_without_memory_is_sent_what_is_unacknowledged_from_number_0():
+    near = make_session(4)
+    carried: list[Parcel] = []
+    for number in range(4):
+        assert near.try_send(AbortGroup(number))
+    assert not near.try_send(AbortGroup(9))
+    near.deliver(Parcel(([0, 2, 2, 77], []), []))
+    near.wire = lambda parcel: carried.append(parcel) is None
+    near.start_over(HELLO)
+    assert [item.seq for item in carried[-1].items] == [0, 1]
+    assert near.try_send(AbortGroup(4))
+    near.pump()
+    assert [item.seq for item in carried[-1].items] == [2]

@@ -15,8 +15,8 @@ Inside, a connection moves `Parcel`s between itself and the one at the other end
 passive: `send` puts an encoded message into the outbox, and what waits there is handed to the wire at the event loop's next turn,
 or at once when a parcel is full; what arrives comes in by `deliver`. `resend_all` queues every unacknowledged message again,
 `start_over` does so towards a peer that has no memory of us. The sending half of a lane holds unacknowledged messages in the
-order of their numbers; the receiving half takes numbers one by one, so what it has seen is exactly `[0, expected)` and a repeat is
-recognised by its number alone. Everything runs on one event loop; no tasks.
+order of their numbers; the receiving half takes numbers one by one, so what it has seen is exactly `[0, expected)` and a repeat
+is recognised by its number alone. Everything runs on one event loop; no tasks.
 """
 
 from __future__ import annotations

@@ -55,12 +55,7 @@ _NARROW_BELOW = 64
 """Mean gap up to which gaps take one byte each, and beyond which two."""
 
 
-def encode_delta(
-    manifest: WeightsManifest,
-    base: memoryview,
-    current: memoryview,
-    max_bytes: int | None = None,
-) -> bytes | None:
+def encode_delta(manifest: WeightsManifest, base: memoryview, current: memoryview, max_bytes: int | None = None) -> bytes | None:
     """Return what turns `base` into `current`.
 
     Args:

@@ -19,10 +19,7 @@ DIGEST_BYTES = 8
 
 
 def fingerprints_of(
-    flat: memoryview,
-    ends: Sequence[int],
-    check: Callable[[], None] = lambda: None,
-    buckets: Iterable[int] | None = None,
+    flat: memoryview, ends: Sequence[int], check: Callable[[], None] = lambda: None, buckets: Iterable[int] | None = None
 ) -> bytes:
     """Hash bytes where they lie, several buckets at once.
 

@@ -30,7 +30,7 @@ from asyncrl.weights.delta_chain import DeltaOffers, WholeVersion
 from asyncrl.weights.fingerprint import fingerprints_of, version_fingerprint
 from asyncrl.weights.media.base import NUM_SLOTS, BlobWriter
 from asyncrl.weights.media.device import device_fingerprints, device_of, side_stream
-from asyncrl.weights.media.registry import fingerprints_made, kind_of, open_writer
+from asyncrl.weights.media.registry import fingerprints_made, open_writer
 
 CLOSE_TIMEOUT_S = 60.0
 _Phase = Literal["free", "filling", "staged", "committing", "committed"]
@@ -133,11 +133,7 @@ class Publisher:
     """
 
     def __init__(
-        self,
-        config: BroadcastConfig,
-        run_folder: Path,
-        on_available: Callable[[WeightsAvailable], None],
-        clock: Clock,
+        self, config: BroadcastConfig, run_folder: Path, on_available: Callable[[WeightsAvailable], None], clock: Clock
     ) -> None:
         self._config = config
         self._on_available = on_available
@@ -145,7 +141,7 @@ class Publisher:
         self._made = fingerprints_made(config)
         self._writer = open_writer(config.medium, run_folder)
         if config.delta is not None and (self._made == "device" or not isinstance(self._writer, BlobWriter)):
-            raise ConfigError(f"broadcast.medium.kind {kind_of(config.medium)!r} carries no deltas: leave broadcast.delta out")
+            raise ConfigError(f"broadcast.medium.kind {config.medium.kind!r} carries no deltas: leave broadcast.delta out")
         self._slots = Slots(NUM_SLOTS, self._writer.keeps_slots)
         self._changed = threading.Condition()
         self._publications: dict[int, tuple[Probe | None, float]] = {}
@@ -287,7 +283,7 @@ class Publisher:
         is_whole = whole.version == version
         return WeightsAvailable(
             version=version,
-            medium=kind_of(self._config.medium),
+            medium=self._config.medium.kind,
             location=whole.location,
             manifest=self._manifest,
             fingerprint=name,

@@ -39,7 +39,7 @@ from asyncrl.weights.delta import apply_delta, blob_fingerprint
 from asyncrl.weights.delta_chain import FetchPlan, HeldVersion, held_version, plan_fetch, plan_whole
 from asyncrl.weights.fingerprint import DIGEST_BYTES, fingerprints_of, refuse_damaged, version_fingerprint
 from asyncrl.weights.media.base import MediumReader, VersionUnavailableError
-from asyncrl.weights.media.registry import kind_of, open_reader
+from asyncrl.weights.media.registry import open_reader
 from asyncrl.weights.tensors import MappedTensors
 
 _LOG = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ class Subscriber:
     """
 
     def __init__(self, config: BroadcastConfig, run_folder: Path) -> None:
-        self._medium = kind_of(config.medium)
+        self._medium = config.medium.kind
         self._reader = open_reader(config.medium, run_folder)
         self._staging = Staging(self._reader)
         self._may_lease = config.delta is None

@@ -89,7 +89,7 @@ def open_reader(config: MediumConfig, run_folder: Path) -> MediumReader:
 
 def _open(end: Open | None, config: MediumConfig, run_folder: Path) -> Any:  # noqa: ANN401
     if end is None:
-        raise ConfigError(f"broadcast.medium.kind {kind_of(config)!r} {MEDIA[type(config)].refusal}")
+        raise ConfigError(f"broadcast.medium.kind {config.kind!r} {MEDIA[type(config)].refusal}")
     return end(config, run_folder, keys_of_run(run_folder))
 
 
@@ -104,8 +104,3 @@ def fingerprints_made(config: BroadcastConfig) -> Literal["none", "host", "devic
     if isinstance(config.medium, SharedMemoryMedium) and config.delta is None and not config.verify and proves_whole_versions():
         return "none"
     return "device" if MEDIA[type(config.medium)].receiver else "host"
-
-
-def kind_of(config: MediumConfig) -> str:
-    """Return the medium's name, as config and announcements write it."""
-    return str(config.kind)

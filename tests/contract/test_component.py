@@ -152,19 +152,6 @@ def test_it_can_be_read_where_it_is_without_a_byte_on_the_device(kind, tmp_path)
         assert all(tensor.numel() == 0 for tensor in case.objects)
 
 
-def test_a_place_it_may_not_go_to_is_refused(case):
-    for place in {"host", "disk", "absent"} - case.component.places:
-        with pytest.raises(ResidencyError, match="cannot go"):
-            case.component.move(place)
-        assert case.component.residence == "device"
-
-
-def test_only_what_can_be_made_anew_may_be_destroyed(tmp_path):
-    assert "absent" in Case("frozen", tmp_path, SimulatedDevice()).component.places
-    assert "absent" not in Case("module", tmp_path, SimulatedDevice()).component.places
-    assert "absent" not in Case("optimizer", tmp_path, SimulatedDevice()).component.places
-
-
 def test_a_frozen_model_whose_folder_has_not_all_of_it_is_moved_and_never_destroyed(tmp_path):
     module, folder = Tied(), tmp_path / "other"
     folder.mkdir()

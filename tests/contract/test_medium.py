@@ -474,25 +474,6 @@ async def test_fifty_versions_by_deltas_are_bit_identical_for_the_steady_the_slo
     learner.publisher.close()
 
 
-async def test_a_learner_that_went_back_is_never_mixed_with_the_one_before(delta_config, tmp_path):
-    subscriber, tensors, random = Subscriber(delta_config, tmp_path), mixed_tensors(), torch.Generator().manual_seed(2)
-    first = Learner(delta_config, tmp_path)
-    for version in (4, 5):
-        change_some(tensors, random)
-        first.publisher.publish(version, tensors)
-        assert_bit_identical(await subscriber.fetch(first.announced.get(timeout=TIMEOUT_S)), tensors)
-    first.publisher.close()
-    second, tensors = Learner(delta_config, tmp_path), mixed_tensors()
-    for version in (4, 5, 6, 7):
-        change_some(tensors, random)
-        second.publisher.publish(version, tensors)
-        available = second.announced.get(timeout=TIMEOUT_S)
-        if version > 5:
-            assert_bit_identical(await subscriber.fetch(available), tensors)
-    subscriber.close()
-    second.publisher.close()
-
-
 def test_deltas_are_removed_when_no_longer_offered_and_those_of_a_killed_learner_by_the_next(delta_config, tmp_path):
     peer = LineProcess(PEER, "publish", msgspec.json.encode(delta_config).decode(), str(tmp_path), "1000", "9")
     while peer.hear(WeightsAvailable).version < 9:
@@ -507,16 +488,6 @@ def test_deltas_are_removed_when_no_longer_offered_and_those_of_a_killed_learner
         assert len(blobs) == (0 if in_memory else len(newest.deltas))
     learner.publisher.close()
     assert isinstance(delta_config.medium, FilesMedium) or not left_behind(tmp_path)
-
-
-def test_a_racing_publisher_of_deltas_never_yields_a_mixture(delta_config, tmp_path):
-    peer = LineProcess(PEER, "publish", msgspec.json.encode(delta_config).decode(), str(tmp_path), "400000", "1000000")
-    try:
-        asyncio.run(race(delta_config, tmp_path, peer))
-    finally:
-        peer.kill()
-        peer.close()
-        remove_leftover_segments(tmp_path)
 
 
 @pytest.mark.parametrize("config", [BroadcastConfig()], ids=["shared_memory"])

@@ -236,7 +236,7 @@ class CollectiveWriter:
                     self._answers[member] = failure
                 case Leaving():
                     self._ready.pop(member, None)
-                    if self._sending >= 0:
+                    if member in self._members and self._sending >= 0:
                         self._answers[member] = "it left"
                     elif member in self._members:
                         self._leave_group()

@@ -51,11 +51,7 @@ _ROWS = (
     ("kl/current_k3", "nat", "k3 estimate of the same"),
     ("kl/reference_mean", "nat", "k3 estimate of KL(learner || reference), where there is a reference model"),
     ("kl/reference_k1", "nat", "k1 estimate of the same"),
-    (
-        "kl/penalty_mean",
-        "nat",
-        "the configured estimate of the KL penalty, in the loss or in the rewards, mean over trained tokens",
-    ),
+    ("kl/penalty_mean", "nat", "the configured estimate of the KL penalty (in loss or rewards), mean over trained tokens"),
     ("kl/coefficient", "1", "of the penalty, in force in this step"),
     ("policy/loss", "1", "the objective that is minimised, penalties included"),
     ("policy/entropy", "nat", "mean entropy of the learner's distribution over trained tokens"),
@@ -90,11 +86,7 @@ _ROWS = (
     ("ratio/p99", "1", "99th percentile"),
     ("ratio/ess", "fraction", "effective sample size of the ratios (Kish), as a fraction of the tokens"),
     ("ratio/capped_fraction", "fraction", "trained tokens whose off-policy correction met its cap"),
-    (
-        "ratio/high_fraction",
-        "fraction",
-        "ratios proximal / behaviour over the cap (2 where there is none); tis_sequence: of sequences",
-    ),
+    ("ratio/high_fraction", "fraction", "ratios proximal / behaviour over the cap (2 without one); tis_sequence: of sequences"),
     ("ratio/low_fraction", "fraction", "the same under 1 / cap"),
     ("ratio/correction_mean", "1", "mean off-policy correction weight after capping"),
     ("ratio/correction_std", "1", "standard deviation of the correction weights over trained tokens"),
@@ -140,11 +132,7 @@ _ROWS = (
     ("bias/length_ratio", "1", "mean length trained over mean length generated since the run began; 1 is no selection"),
     ("bias/reward_gap", "reward", "mean reward trained minus mean reward scored since the run began; 0 is no selection"),
     # How fast it goes
-    (
-        "throughput/tokens_per_sec",
-        "tokens/s",
-        "prompt and response tokens through the learner, over the time since the last step",
-    ),
+    ("throughput/tokens_per_sec", "tokens/s", "prompts and responses through the learner, over the time since the last step"),
     ("throughput/generated_tokens_per_sec", "tokens/s", "response tokens finished by all generators, over the same time"),
     ("throughput/trained_tokens_per_sec", "tokens/s", "tokens with loss mask 1, over the same time"),
     ("throughput/samples_per_sec", "samples/s", "trained, over the same time"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,32 +17,28 @@ NAME_WIDTH = 38
 
 def plan_values(made: Plan) -> dict[str, Any]:
     """Return everything the plan says, in plain values with units in their names."""
-    return {
+    names = (
+        "fits", "tensor_parallel", "generation_s", "training_s", "step_s", "generated_tokens_per_s", "trained_tokens_per_s",
+        "mean_staleness", "dollars_per_step",
+    )  # fmt: skip
+    return {name: getattr(made, name) for name in names} | {
         "model": made.question.model.name,
         "parameters": made.question.model.parameters,
         "placement": made.question.placement,
-        "fits": made.fits,
         "usable_gib": made.usable_bytes / GIB,
-        "memory_gib": {
-            role.role: {phase: {name: size / GIB for name, size in parts.items()} for phase, parts in role.phases.items()}
-            for role in made.memory
-        },
-        "host_gib_per_gpu": {role.role: {name: size / GIB for name, size in role.host.items()} for role in made.memory},
+        "memory_gib": {role.role: {phase: _gib(parts) for phase, parts in role.phases.items()} for role in made.memory},
+        "host_gib_per_gpu": {role.role: _gib(role.host) for role in made.memory},
         "peak_gib": {role.role: role.peak_bytes / GIB for role in made.memory},
-        "tensor_parallel": made.tensor_parallel,
         "generation_gpus": made.num_generation_gpus,
         "training_gpus": made.num_training_gpus,
-        "generation_s": made.generation_s,
-        "training_s": made.training_s,
-        "step_s": made.step_s,
-        "generated_tokens_per_s": made.generated_tokens_per_s,
-        "trained_tokens_per_s": made.trained_tokens_per_s,
         "weight_sync_s": made.sync_s,
         "version_bytes": made.question.version_bytes,
-        "mean_staleness": made.mean_staleness,
-        "dollars_per_step": made.dollars_per_step,
         "advice": advice(made),
     }
+
+
+def _gib(parts: Mapping[str, float]) -> dict[str, float]:
+    return {name: size / GIB for name, size in parts.items()}
 
 
 def plan_text(made: Plan) -> str:

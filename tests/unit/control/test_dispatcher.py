@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+from pathlib import Path
 
 import msgspec
 import pytest
 
 from asyncrl.buffer import events as ev
-from asyncrl.buffer.buffer import Buffer
-from asyncrl.buffer.ledger.records import MemoryLedger
-from asyncrl.buffer.state import BufferLimits, BufferState
+from asyncrl.buffer.open import open_buffer
+from asyncrl.buffer.payloads import TakenStep
 from asyncrl.clock import VirtualClock
 from asyncrl.config.load import parse_config
 from asyncrl.control.batch_feeder import BatchFeeder
@@ -37,7 +38,7 @@ from asyncrl.tasks.sampler import PromptSequence
 from asyncrl.transport.local import InProcessListener
 from asyncrl.transport.protocol import Lane
 
-B, G, ETA = 2, 2, 1
+B, G, ETA, NUM_STEPS = 2, 2, 1, 4
 
 
 def _hello(kind, name):
@@ -60,16 +61,15 @@ class Bench:
 
     def __init__(self, algorithm=None, policy="wait", **settings) -> None:
         self.config = parse_config({
-            "num_steps": 4,
+            "num_steps": NUM_STEPS,
             "algorithm": {"groups_per_step": B, "group_size": G, **(algorithm or {})},
-            "buffer": {"max_staleness": ETA},
+            "buffer": {"max_staleness": ETA, "policy": policy, "ledger": "memory"},
             "eval": {"num_prompts": 3},
             **settings,
         })
         self.clock = VirtualClock()
         self.peers = Peers()
-        limits = BufferLimits(groups_per_step=B, max_staleness=ETA, policy=policy, group_size=G, max_groups=4 * B)
-        self.buffer = Buffer(BufferState(limits), MemoryLedger(), tokens_per_row=64)
+        self.buffer = open_buffer(self.config, Path())
         prompts = PromptSequence([Prompt(f"p{i}", text=f"{i}=", answer="46") for i in range(50)], seed=0)
         self.dispatcher = Dispatcher(self.config, self.buffer, prompts, self.peers, self.clock)
         self.dispatcher.changed = self.pump
@@ -104,6 +104,12 @@ class Bench:
         """Answer every reward request that is waiting, as if a worker had."""
         for request in self.buffer.outstanding_scores():
             self.dispatcher.take_answer(_score(request), lambda: None)
+
+    def answer(self, work, rewards, version=0):
+        """Answer a group at once, samples and rewards."""
+        for index, reward in zip(work.indices, rewards, strict=True):
+            self.dispatcher.take_sample(_sample(work, index, version=version), lambda: None)
+            self.dispatcher.take_answer(Score(work.group_id, index, work.attempt, reward), lambda: None)
 
 
 async def _feed(feeder: BatchFeeder) -> None:
@@ -316,3 +322,49 @@ async def test_an_evaluation_sample_is_judged_by_reward_models_and_not_by_the_re
             assert request.purpose == "eval"
             bench.dispatcher.take_answer(_result(request), lambda: None)
         assert bench.dispatcher.evaluation.report(1.0).reward_mean == (1.5 if asks_models else 1.0)
+
+
+# -- groups that teach nothing
+
+
+async def test_when_nothing_has_spread_the_run_still_comes_to_its_end_and_says_why_once(caplog):
+    bench = Bench({"dynamic_sampling": True, "max_resamples": 3})
+    far = await bench.with_generator()
+    with caplog.at_level(logging.WARNING):
+        for step in range(NUM_STEPS):
+            while not isinstance(bench.buffer.take(step, 0.0), TakenStep):
+                bench.answer((await _works(far, 1))[0], [1.0, 1.0], version=step)
+            bench.buffer.mark_trained(step, 0.0)
+            bench.buffer.version_published(step + 1)
+            bench.dispatcher.tell(ev.VersionIsLive("generator-0", step + 1))
+    assert bench.buffer.counts().dropped == {"no spread": 3 * B}
+    assert bench.buffer.counts().trained == NUM_STEPS * B
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert "6 groups in a row taught nothing (no spread)" in message
+    assert "algorithm.max_resamples" in message
+
+
+async def test_a_run_without_pairs_goes_on_sampling_and_says_so_at_every_multiple_until_one_comes(caplog):
+    bench = Bench({"kind": "dpo", "max_resamples": 3})
+    far = await bench.with_generator()
+    with caplog.at_level(logging.WARNING):
+        for _ in range(6 * B):
+            bench.answer((await _works(far, 1))[0], [1.0, 1.0])
+    assert bench.buffer.counts().dropped == {"no pair": 6 * B}
+    assert [record.args[0].partition(":")[2] for record in caplog.records] == [
+        " 6 in a row had none and were dropped",
+        " 12 in a row had none and were dropped",
+    ]
+    for knob in ("algorithm.preference", "algorithm.group_size", "generate.sampling.temperature", "stall_timeout_s"):
+        assert knob in caplog.records[0].getMessage()
+    assert bench.dispatcher.fruitless == "a group with a preference pair: 12 in a row had none and were dropped"
+    bench.answer((await _works(far, 1))[0], [0.0, 1.0])
+    assert (bench.dispatcher.fruitless, bench.buffer.counts().ready) == ("", 1)
+
+
+@pytest.mark.parametrize(("advantage", "greedy_index", "indices"), [("grpo", -1, (0, 1)), ("remax", 2, (0, 1, 2))])
+async def test_work_names_the_member_that_is_drawn_greedily(advantage, greedy_index, indices):
+    bench = Bench({"advantage": advantage})
+    far = await bench.with_generator()
+    work = (await _works(far, 1))[0]
+    assert (work.greedy_index, work.indices) == (greedy_index, indices)

@@ -204,22 +204,6 @@ async def test_a_learner_that_dies_once_all_is_trained_trains_it_again_before_ge
         assert stage.switching.phases.now == "train"
 
 
-async def test_generators_wait_for_the_weights_of_the_learner_that_is_there(tmp_path):
-    """One that comes back at the version its predecessor had put out last has to put it out again: that one's went with it."""
-    async with _stage(tmp_path) as stage:
-        learner = await stage.join("learner", "learner")
-        await stage.reach(learner, "learner", "train", 0)
-        stage.switching.announced(0)
-        stage.lose("learner")
-        again = await stage.join("learner", "learner")
-        await stage.reach(again, "learner", "train", 0)
-        await stage.settled()
-        assert stage.switching.phases.now == "train"
-        stage.feeder.hold(False)
-        stage.switching.announced(0)
-        await stage.reach(again, "learner", "rollout", 1)
-
-
 async def test_models_judge_between_rollout_and_train_once_all_is_generated(tmp_path):
     async with _stage(tmp_path, judges=True) as stage:
         learner, generator = await stage.in_rollout()

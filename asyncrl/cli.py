@@ -357,7 +357,7 @@ def main() -> None:
     try:
         app()
     except AsyncRLError as error:
-        print(f"asyncrl: {error}", file=sys.stderr)
+        print(f"asyncrl: {error}{_file_size_limit()}", file=sys.stderr)
         sys.exit(FAILED if isinstance(error, RunError) else WRONG_INPUT)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -368,6 +368,16 @@ def main() -> None:
         where = f"{error.filename}: " if error.filename else ""
         print(f"asyncrl: {where}{error.strerror}{WHAT_TO_DO.get(error.errno or 0, '')}", file=sys.stderr)
         sys.exit(FAILED)
+
+
+def _file_size_limit() -> str:
+    """Return what to do about a limit on file sizes, which SQLite reports as other errors; empty where there is none."""
+    import resource
+
+    limit_bytes = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    if limit_bytes == resource.RLIM_INFINITY:
+        return ""
+    return f" (files here may have {limit_bytes} bytes at most: raise that limit, ulimit -f, and try again)"
 
 
 def _ask(folder: Path, what: str) -> Any:  # noqa: ANN401 - whatever that call of the client returns

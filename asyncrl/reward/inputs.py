@@ -33,11 +33,11 @@ RewardFunction = Callable[[RewardInput], "float | Awaitable[float]"]
 
 
 class Pattern(Protocol):
-    """A compiled pattern of the config."""
+    """A pattern compiled by RE2."""
 
     groups: int
 
-    def fullmatch(self, text: str, /) -> Any:  # noqa: ANN401 - a match of either library
+    def fullmatch(self, text: str, /) -> Any:  # noqa: ANN401 - a match
         """Return a match of the whole text, or None."""
 
     def finditer(self, text: str, /) -> Iterator[Any]:
@@ -54,20 +54,22 @@ def linear_pattern(pattern: str) -> Pattern:
 def compile_pattern(pattern: str, field: str) -> Pattern:
     """Compile a pattern so that it runs in linear time (RE2); `.` matches newlines too.
 
-    Lookaround and backreferences, which RE2 does not have, run with Python's `re`, whose time has no bound but the sample's.
-
     Raises:
-        ConfigError: It is not a regular expression; the message names `field`.
+        ConfigError: It is not a regular expression, or has lookaround or backreferences, with which a completion could make its
+            judge run for ever; the message names `field`.
     """
     try:
         # Python's end of text is RE2's \z; as RE2 has no \Z, the two cannot be confused.
         return linear_pattern(re.sub(r"(?<!\\)((?:\\\\)*)\\Z", r"\1\\z", pattern))
-    except re2.error:
-        pass
-    try:
-        return cast("Pattern", re.compile(pattern, re.DOTALL))
-    except re.error as error:
-        raise ConfigError(f"{field}: {pattern!r} is not a regular expression: {error}") from error
+    except re2.error as refused:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ConfigError(f"{field}: {pattern!r} is not a regular expression: {error}") from error
+        raise ConfigError(
+            f"{field}: {pattern!r} cannot run in linear time: lookaround and backreferences are not supported; write it without "
+            "them, or judge by a python reward"
+        ) from refused
 
 
 def compile_extract(pattern: str, field: str) -> Pattern | None:

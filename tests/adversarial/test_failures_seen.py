@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -24,9 +26,76 @@ OUTSIDE = {
 """Neither torch nor a learner: generation goes on by itself for 31 steps of 4 groups once a version is announced."""
 
 
-def asyncrl(*arguments: object, cwd: Path | None = None, timeout: float = 150) -> subprocess.CompletedProcess[str]:
+def asyncrl(
+    *arguments: object, cwd: Path | None = None, timeout: float = 150, file_bytes: int = resource.RLIM_INFINITY
+) -> subprocess.CompletedProcess[str]:
+    """Run the command line, with files of at most `file_bytes` where that is given."""
+
+    def limit() -> None:
+        if file_bytes != resource.RLIM_INFINITY:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+
     command = [sys.executable, "-m", "asyncrl", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False, cwd=cwd)
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False, cwd=cwd, preexec_fn=limit)
+
+
+def finished(folder: Path) -> Path:
+    """Return the folder of a run of two steps that was begun in `folder`."""
+    settings = {"eval__at_start": False, "eval__at_end": False, "generate__engine": NO_MODEL, "num_steps": 2}
+    (folder / "c.toml").write_text(dump_config(parse_config(tiny_settings(folder, **settings))))
+    ended = asyncrl("run", folder / "c.toml", "--plain")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return folder / "tiny"
+
+
+def test_under_a_limit_on_file_sizes_the_last_words_are_what_to_do(tmp_path):
+    folder = finished(tmp_path)
+    for command in (("report", folder), ("inspect", folder), ("run", tmp_path / "c.toml", "--plain", "--set", "name=again")):
+        ended = asyncrl(*command, file_bytes=200_000 if command[0] == "run" else 1000)
+        if command[0] == "inspect" and ended.returncode == 0:
+            continue  # nothing had to be written
+        assert ended.returncode in (1, 2), ended.stdout + ended.stderr
+        assert "Traceback" not in ended.stderr
+        assert "ulimit -f" in ended.stderr.splitlines()[-1], ended.stderr
+        assert ended.stdout.count("learner died") <= 1, "it was not started again and again"
+
+
+def test_in_a_folder_that_is_read_only_the_last_words_are_what_to_do(tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "tmpfs", disk], capture_output=True, check=False).returncode:
+        pytest.skip("no disk can be mounted here")
+    try:
+        folder = finished(disk)
+        subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
+        report, inspect = asyncrl("report", folder), asyncrl("inspect", folder)
+        again = asyncrl("run", disk / "c.toml", "--plain", "--set", "name=again")
+        resumed = asyncrl("resume", folder, "--plain", "--set", "num_steps=4")
+    finally:
+        subprocess.run(["umount", disk], check=True)
+    assert inspect.returncode == 0, inspect.stderr
+    assert report.returncode == 1
+    assert report.stderr.splitlines()[-1].endswith("Read-only file system; copy the folder to where it can be written")
+    for ended in (again, resumed):
+        assert ended.returncode == 2
+        assert "is no folder that can be written" in ended.stderr.splitlines()[-1]
+    assert not any("Traceback" in ended.stderr for ended in (report, resumed, again))
+
+
+def test_tests_that_code_exec_cannot_judge_are_told_by_a_dry_run(tmp_path):
+    references = [json.dumps({"tests": [test]}) for test in ("assert f(1) == 2", "\nclass A: pass\nassert f(A())")]
+    (tmp_path / "task.py").write_text(
+        f"import asyncrl\nREFERENCES = {references!r}\ndef task(seed):\n"
+        "    prompts = [asyncrl.Prompt(f'p{i}', text='x', reference_json=each) for i, each in enumerate(REFERENCES)]\n"
+        "    return asyncrl.TaskData(prompts, [], alphabet='x1')\n"
+    )
+    settings = {"task": {"kind": "python", "path": f"{tmp_path / 'task.py'}:task"}, "model__warm_start": None}
+    settings |= {"reward": {"functions": [{"kind": "code_exec"}]}, "eval__at_start": False, "eval__at_end": False}
+    (tmp_path / "c.toml").write_text(dump_config(parse_config(tiny_settings(tmp_path, **settings))))
+    told = asyncrl("run", tmp_path / "c.toml", "--dry-run")
+    assert told.returncode == 2, told.stdout + told.stderr
+    assert "code_exec cannot judge 1 prompts" in told.stderr
+    assert "test 0, line 2: defines class A" in told.stderr
 
 
 def run(folder: Path, reward: str, **overrides) -> subprocess.CompletedProcess[str]:

@@ -7,12 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.clock import SystemClock
-from asyncrl.config.reward import AnswerMatchReward, FormatCheckReward, RewardConfig
+from asyncrl.config.reward import AnswerMatchReward, FormatCheckReward
+from asyncrl.errors import ConfigError, RewardError
 from asyncrl.reward.inputs import RewardInput
-from asyncrl.reward.pool import RewardPool
 from asyncrl.reward.registry import build_reward
-from asyncrl.schema.samples import Prompt, ScoreRequest
+from asyncrl.schema.samples import Prompt
 
 MARKED = Path(__file__).parents[2] / "experiments/benchmarks/marked"
 SECONDS = 2.0
@@ -146,15 +145,11 @@ def test_the_format_that_the_docs_show_takes_one_of_each_tag():
     assert [check(RewardInput(Prompt("p"), text, "stop", 1)) for text in (*good, *bad)] == [1.0] * len(good) + [0.0] * len(bad)
 
 
-@pytest.mark.timed
-async def test_a_sample_that_hangs_a_judge_scores_0_there_and_the_next_one_is_scored():
-    """By a pattern that only `re` can run: RE2 has no backreferences."""
-    functions = (AnswerMatchReward(extract=r"((a+)+)\2b"), FormatCheckReward(pattern="(?s).*", weight=0.5))
-    config = RewardConfig(functions=functions, concurrency=1, timeout_s=1.0)
-    async with RewardPool(config, SystemClock(), "reward-0") as pool:
-        scores = [
-            await pool.score(ScoreRequest(1, index, 1, Prompt("p", answer="aa"), text, "stop", 3))
-            for index, text in enumerate(["a" * 60, "aaaaab", "a" * 70])
-        ]
-        assert [(score.reward, score.error) for score in scores] == [(0.5, ""), (0.5, ""), (0.5, "")]
-        assert (pool.counts.over_limit, pool.counts.failed) == (2, 0)
+@pytest.mark.parametrize("pattern", [r"((a+)+)\2b", r"(?!.*b)(a)", r"(?<=x)(a)", r"(a)(?=b)", r"(?P<n>a)(?P=n)"])
+def test_a_pattern_without_linear_time_is_refused_with_what_to_do(pattern):
+    with pytest.raises(ConfigError, match=r"extract: .*cannot run in linear time .*write it without them"):
+        build_reward(AnswerMatchReward(extract=pattern))
+    with pytest.raises(ConfigError, match=r"pattern: .*cannot run in linear time"):
+        build_reward(FormatCheckReward(pattern=pattern))
+    with pytest.raises(RewardError, match=r"reference: .*cannot run in linear time"):
+        scorer("regex")("a", pattern)

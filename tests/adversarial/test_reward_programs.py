@@ -180,6 +180,38 @@ def add(a, b):
     try: ctypes.string_at(0)
     except BaseException: pass
     return None""",
+    "gives back what the test multiplies and slices it with": """
+class Y:
+    def __mul__(s, o): return o
+    __rmul__ = __pow__ = __mul__
+    def __getitem__(s, k): return [k.stop]
+    def keys(s): return {1: 1}.keys()
+    def items(s): return {1: 1}.items()
+def add(a, b): return Y()""",
+    "a tuple whose items have the names of methods": """
+class N(tuple):
+    _fields = ('count', 'index', 'total', '__eq__', '__class__', '_x')
+def add(a, b): return N((4,) * 6)""",
+    "forges slices, views, counters and named tuples": FORGE + """
+def add(a, b):
+    for v in ({'t': 'slice', 'v': [0, 10**30, None]}, {'t': 'items', 'v': [1, 2]}, {'t': 'items', 'v': [[[], 1]]}, {'t': 'keys', 'v': [[1]]},
+              {'t': 'tuple', 'v': [1], 'fields': ['real', '__eq__']}, {'t': 'tuple', 'v': [1], 'fields': 5}, {'t': 'tuple', 'v': [], 'fields': ['a'] * 10**5},
+              {'t': 'dict', 'v': [[1, 'x']], 'counts': 1}, {'t': 'datetime.time', 'v': 5}):
+        send({'value': v, 'changed': []})
+    return 4""",
+    "leaves folders that cannot be removed": """
+import os
+os.makedirs('/tmp/' + '/'.join(['d'] * 500))
+os.chmod('/tmp/d', 0)
+def add(a, b): return 4""",
+    "leaves links, pipes and files without end": """
+import os
+os.symlink('/tmp', '/tmp/x'); os.mkfifo('/tmp/f'); os.symlink('/dev/zero', '/dev/shm/z')
+for i in range(20000):
+    try: open(f'/tmp/{i}', 'w').close()
+    except OSError: break
+def add(a, b): return 4""",
+    "stops its driver": "import os, signal\nos.kill(os.getppid(), signal.SIGSTOP)\ndef add(a, b): return 4",
     "exits with success": "import sys\nsys.exit(0)",
     "exits with success, hard": "import os\nos._exit(0)",
     "exits with the judge's own status": "import os\nos._exit(77)",

@@ -32,8 +32,9 @@ PARENT_GONE_EXIT_CODE = 113
 _FATAL = (ConfigError, ImportError, LearnerError, ModelChangedError)
 _FATAL_NAMES = {"SafetensorError"}
 """Types of libraries that are not imported here: damaged weights."""
-_FATAL_WORDS = ("not compiled with CUDA", "No CUDA GPUs", "no NVIDIA driver", "invalid device", "Invalid device", "pip install")
-"""In the messages of errors whose type says less: a device that is not there, a package that is missing."""
+_FATAL_WORDS = ("not compiled with CUDA", "No CUDA GPUs", "no NVIDIA driver", "invalid device", "Invalid device", "pip install",
+                "File too large", "Read-only file system")  # fmt: skip
+"""In the messages of errors whose type says less: a device that is not there, a package that is missing, a limit of the disk."""
 TELL_S = 2.0
 """For the controller to be told."""
 

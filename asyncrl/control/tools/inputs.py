@@ -27,6 +27,7 @@ from asyncrl.config.run import RunConfig, has_own_environment
 from asyncrl.config.tasks import PythonTask
 from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.generate.tokenizer import TokenizerCodec
+from asyncrl.reward.sandbox.code_exec import check_tests
 from asyncrl.tasks.json_lines import missing_files
 from asyncrl.tasks.registry import build_task
 from asyncrl.user_code import MATHS_ARGUMENTS, REWARD_ARGUMENTS, TASK_ARGUMENTS, load_function
@@ -200,6 +201,11 @@ def _look_at_prompts(config: RunConfig, findings: Findings) -> None:
     evaluates = config.eval.at_start or config.eval.at_end or config.eval.every_steps
     if evaluates and len(task.held_out) < config.eval.num_prompts:
         findings.figures["held-out prompts"] += f"  (eval.num_prompts asks for {config.eval.num_prompts}: all of them are taken)"
+    for prompts in (task.train, task.held_out):
+        try:
+            check_tests(config.reward, prompts)
+        except ConfigError as error:
+            findings.faults.append(str(error))
     if isinstance(config.generate.engine, ReplayEngineConfig):
         return
     room = config.generate.engine.max_sequence_tokens - config.generate.sampling.max_new_tokens

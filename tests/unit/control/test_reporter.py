@@ -1,4 +1,4 @@
-"""What the controller's reports do when the disk is full; the rest is seen in whole runs (tests/integration)."""
+"""What the controller's reports do when the disk is full, and how large they become; the rest is seen in whole runs."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import pytest
 
 from asyncrl.clock import VirtualClock
 from asyncrl.config.run import RunConfig
-from asyncrl.control.reporter import Reporter
+from asyncrl.control.reporter import MOST_SPANS_BYTES, Reporter
 from asyncrl.observe.sinks import MetricSinks
-from asyncrl.observe.spans import SPANS_FILE
+from asyncrl.observe.spans import OLD_SPANS_FILE, SPANS_FILE
 from asyncrl.schema.samples import Score
 
 
@@ -34,3 +34,16 @@ async def test_what_cannot_be_closed_keeps_nothing_else_open(tmp_path):
     with pytest.raises(OSError, match=r"No space left|no network"):
         await reporter.close(tmp_path)
     assert all(sink.is_closed for sink in sinks)
+
+
+async def test_spans_on_disk_are_bounded_and_the_newest_are_kept(tmp_path):
+    reporter = Reporter(RunConfig(), tmp_path, MetricSinks([]), VirtualClock())
+    sizes = []
+    for tick in range(10):
+        for index in range(50):
+            reporter.note_answer(Score(tick, index, 1, 1.0, worker="w" * (MOST_SPANS_BYTES // 200)), None)
+        reporter.tick()
+        sizes.append(sum(path.stat().st_size for path in tmp_path.glob("spans*")))
+    await reporter.close(tmp_path)
+    assert (tmp_path / OLD_SPANS_FILE).exists()
+    assert max(sizes) <= 3 * MOST_SPANS_BYTES  # two files, and what one tick adds

@@ -294,7 +294,9 @@ def _one_expression(answer: str, reference: str) -> bool:
         return False
     if not answer.isascii() or re.search(r"\d\s+[\d.]", _SUBSCRIPT.sub("", answer), re.ASCII):
         return False
-    if re.search(r"[?;$#@&`\"]|//|[-+*/^=<>]\s*$|^\s*[*/^=<>]", answer, re.ASCII):
+    if answer.count("'") != reference.count("'") or re.search(
+        r"\.\.|[?;$#@&`\"]|//|[-+*/^=<>]\s*$|^\s*[*/^=<>]", answer, re.ASCII
+    ):
         return False
     plain = _TEXT.sub(" ", answer)
     known = _COMMANDS | {command[1:] for command in re.findall(r"\\[A-Za-z]+", reference)} | {"le", "ge", "ne", "lt", "gt", "in"}

@@ -98,7 +98,7 @@ def parse_quantity(text: str, reference_unit: str = "") -> Quantity | None:
         text: As it was written.
         reference_unit: A unit that counts as one although it is not listed.
     """
-    if len(text) > MAX_CHARS:
+    if len(text) > MAX_CHARS or ".." in text:
         return None
     if _PLAIN.fullmatch(text):
         return Quantity(Fraction(text), "")

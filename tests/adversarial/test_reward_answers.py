@@ -43,7 +43,7 @@ def test_the_marked_mathematics_are_judged_right_but_for_what_the_docs_state():
 
 @pytest.mark.parametrize("text", [
     "5 is wrong", "5 or six", "5 million", "5x", "5i", "٥", "５", "5\u0665", "⑤", "Ⅴ", "5\u200b6", "5 6", "5;6", "5/6/7", "0x5", "5e", "--5", "5%%", "\\boxed{5}\\boxed{6}",
-    "\\boxed{5 \\boxed{6}}", "$5$$6$", "5 = 6", "six", "", "5\n6", "five (5) or six (6)", "5 km 6 m", "5,6", "not 5", "<5>", "5?", "about 5", "5 ± 1", "≥5", "5 wrong",
+    "\\boxed{5 \\boxed{6}}", "$5$$6$", "5 = 6", "six", "", "5\n6", "five (5) or six (6)", "5 km 6 m", "5,6", "not 5", "<5>", "5?", "about 5", "5...", "5..", "5 ± 1", "≥5", "5 wrong",
 ])  # fmt: skip
 def test_what_is_not_the_number_is_not_taken_for_it(text):
     assert scorer("numeric")(text, "5") == 0.0
@@ -72,7 +72,7 @@ def test_a_number_is_read_as_it_is_written(text):
 
 @pytest.mark.parametrize("text", [
     "1=7", "not 7", "1 or 2 or 7", "x^2=7", "$1$ $2$ $7$", "7, 8", "$7$ or $8$", "\\boxed{6}\\boxed{7}", "7 7", "\\text{7 or 8}", "x=7=8", "7 \\neq 8", "\\{6,7\\}", "(6,7)",
-    "either 7", "7!", "7?", "7 is not it", "the answer is not $7$", "$7$ is wrong", "6\\text{ or }7", "7 \\vee 8", "7\\mid 8", "7 8 9", "\\frac{7}", "٧", "7\\\\8", "7 & 8",
+    "either 7", "7!", "7?", "7'", "7...", "7\\ldots", "7 is not it", "the answer is not $7$", "$7$ is wrong", "6\\text{ or }7", "7 \\vee 8", "7\\mid 8", "7 8 9", "\\frac{7}", "٧", "7\\\\8", "7 & 8",
     "\\begin{pmatrix}7\\end{pmatrix}x", "\\boxed{7", "\\pm 7", "7+x-x+y", "7;8", "$$ 7 $$ $$ 8 $$", "\\(7\\) \\(8\\)", "7 \\text{ km } 8",
 ])  # fmt: skip
 def test_what_is_not_one_expression_is_not_seven(text):

@@ -287,6 +287,20 @@ def test_reference_kl_is_the_estimate_without_its_coefficient(loss_inputs):
     assert LOSSES["reinforce"](inputs, LossConfig()).reference_kl is None
 
 
+def test_a_loss_is_told_what_the_config_says():
+    told = {
+        "vespo_positive": (1.0, 4.0),
+        "log_ratio_penalty": 0.3,
+        "dual_clip": 2.0,
+        "max_ratio": 9.0,
+        "aggregation": "token-sum",
+    }
+    config = LossConfig.of(kinds.AlgorithmConfig(**told, kl=kinds.KLConfig(coefficient=0.2)))
+    assert {name: getattr(config, name) for name in told} == told
+    assert config.kl_coefficient == 0.2
+    assert LossConfig.of(kinds.AlgorithmConfig(kl=kinds.KLConfig(where="reward")), 0.7).kl is None
+
+
 def test_load_loss_lists_the_known_names():
     assert load_loss("sapo") is LOSSES["sapo"]
     with pytest.raises(ConfigError, match=r"algorithm\.loss must be one of ppo_clip, .*topr.*, got 'ppo'"):

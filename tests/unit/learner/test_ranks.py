@@ -130,7 +130,7 @@ def test_each_rank_has_a_timeline_and_a_swap_folder_of_its_own(folder):
     moved = {line.process: {(move.component, move.after) for move in line.moves} for line in lines if line.phase == "rollout"}
     names = {"policy", "policy optimizer", "critic", "critic optimizer"}
     assert moved["learner"] == moved["learner-1"] == {(name, "disk") for name in names}
-    assert len(list((folder / "moved" / "separate_critic" / "swap" / "learner-1").glob("*.safetensors"))) == 4
+    assert len(list((folder / "moved" / "separate_critic" / "swap" / "learner-1").glob("*.bin"))) == 4
 
 
 @pytest.mark.parametrize("name", rank_cases.PUBLISHED)

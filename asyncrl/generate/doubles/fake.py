@@ -39,7 +39,6 @@ class _Scripted:
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     finish_reason: FinishReason
-    fails: bool
     prompt_tokens: int
     stream: weakref.ref[TokenStream]
     started_s: float = -1.0
@@ -54,7 +53,6 @@ class FakeEngine:
         self._config = config
         self._clock = clock
         self._version = -1
-        self._num_submitted = 0
         self._by_id: dict[str, _Scripted] = {}
         self._waiting: deque[_Scripted] = deque()
         self._due: list[tuple[float, int, _Scripted]] = []
@@ -98,7 +96,6 @@ class FakeEngine:
         if self._is_closed:
             raise GenerationError("the engine is closed")
         self._rules.check(request, self._by_id)
-        self._num_submitted += 1
         request_id = request.request_id
         stream = TokenStream(on_early_close=lambda: self.abort(request_id))
         scripted = self._script(request, stream)
@@ -167,22 +164,29 @@ class FakeEngine:
         """Place, finish, sleep until the next request is due or something changed."""
         while True:
             self._changed.clear()
-            self._finish_due()
-            self._place_waiting()
+            while self._due and not self._holds and self._due[0][0] <= self._now_s() + 1e-9:
+                _, _, scripted = heapq.heappop(self._due)
+                if self._by_id.get(scripted.request_id) is scripted:  # not aborted; its id may be another's by now
+                    self._tell(scripted, len(scripted.token_ids), scripted.finish_reason)
+                    self._remove(scripted)
+                    self._room.note_finished(scripted.prompt_tokens + len(scripted.token_ids))
+            while self._waiting and not self._holds and self._num_in_slots < self.num_slots:
+                scripted = self._waiting.popleft()
+                scripted.started_s = self._now_s()
+                self._num_in_slots += 1
+                self._num_placed += 1
+                due_s = scripted.started_s + len(scripted.token_ids) * self._config.token_latency_s
+                heapq.heappush(self._due, (due_s, self._num_placed, scripted))
             if self._holds or not self._due:
                 await self._changed.wait()
             elif (delay_s := self._due[0][0] - self._now_s()) > 0:
-                await self._sleep_or_change(delay_s)
+                async with asyncio.TaskGroup() as tasks:
+                    waits = [tasks.create_task(work) for work in (self._clock.sleep(delay_s), self._changed.wait())]
+                    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+                    for wait in waits:
+                        wait.cancel()
             else:
                 await asyncio.sleep(0)
-
-    async def _sleep_or_change(self, delay_s: float) -> None:
-        async with asyncio.TaskGroup() as tasks:
-            sleeping = tasks.create_task(self._clock.sleep(delay_s))
-            changed = tasks.create_task(self._changed.wait())
-            await asyncio.wait((sleeping, changed), return_when=asyncio.FIRST_COMPLETED)
-            sleeping.cancel()
-            changed.cancel()
 
     def _refuse_asleep(self, what: str) -> None:
         if "sleep" in self._holds:
@@ -204,24 +208,6 @@ class FakeEngine:
             self._running_since_s = self._clock.now()
         self._changed.set()
 
-    def _place_waiting(self) -> None:
-        while self._waiting and not self._holds and self._num_in_slots < self.num_slots:
-            scripted = self._waiting.popleft()
-            scripted.started_s = self._now_s()
-            self._num_in_slots += 1
-            self._num_placed += 1
-            due_s = scripted.started_s + len(scripted.token_ids) * self._config.token_latency_s
-            heapq.heappush(self._due, (due_s, self._num_placed, scripted))
-
-    def _finish_due(self) -> None:
-        while self._due and not self._holds and self._due[0][0] <= self._now_s() + 1e-9:
-            _, _, scripted = heapq.heappop(self._due)
-            if self._by_id.get(scripted.request_id) is not scripted:  # aborted; its id may be another's by now
-                continue
-            self._tell(scripted, len(scripted.token_ids), scripted.finish_reason)
-            self._remove(scripted)
-            self._room.note_finished(scripted.prompt_tokens + len(scripted.token_ids))
-
     def _num_done(self, scripted: _Scripted) -> int:
         if scripted.started_s < 0:
             return 0
@@ -233,9 +219,6 @@ class FakeEngine:
     def _tell(self, scripted: _Scripted, num_done: int, finish_reason: FinishReason | None) -> None:
         stream = scripted.stream()
         if stream is None:
-            return
-        if scripted.fails and finish_reason in {"stop", "length"}:
-            stream.put(GenerationError(f"request {scripted.request_id} failed: generate.engine.fail_every says so"))
             return
         start = scripted.num_told
         scripted.num_told = num_done
@@ -256,13 +239,11 @@ class FakeEngine:
         draws = uniforms(word, np.arange(2 * num_tokens, dtype=np.uint64))
         token_ids = (draws[:num_tokens] * self._config.vocabulary_size).astype(np.int64)
         logprobs = -2 * math.log(self._config.vocabulary_size) * draws[num_tokens:]
-        fails = self._config.fail_every > 0 and self._num_submitted % self._config.fail_every == 0
         return _Scripted(
             request.request_id,
             tuple(token_ids.tolist()),
             tuple(logprobs.astype(np.float32).tolist()),
             finish_reason,
-            fails,
             len(request.prompt_ids),
             weakref.ref(stream),
         )

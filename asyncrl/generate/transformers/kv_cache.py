@@ -203,21 +203,30 @@ class PrefillPlan:
     cache: SlotCache
     pieces: tuple[Piece, ...]
     num_tokens: int
+    rows: NDArray[np.int64] = field(init=False)
+    positions: NDArray[np.int64] = field(init=False)
+    """Each token's position in its sequence [num_tokens]; 0 for padding."""
     _index: dict[int, torch.Tensor] = field(default_factory=dict)
 
-    def positions(self) -> NDArray[np.int64]:
-        """Return each token's position in its sequence [num_tokens]; 0 for padding."""
-        positions = np.zeros(self.num_tokens, dtype=np.int64)
+    def __post_init__(self) -> None:
+        self.rows = np.zeros(self.num_tokens, dtype=np.int64)
+        self.positions = np.zeros(self.num_tokens, dtype=np.int64)
         at = 0
         for piece in self.pieces:
-            positions[at : at + len(piece.token_ids)] = np.arange(piece.start, piece.end)
-            at += len(piece.token_ids)
-        return positions
+            here = slice(at, at + len(piece.token_ids))
+            self.rows[here], self.positions[here] = piece.row, np.arange(piece.start, piece.end)
+            at = here.stop
 
     def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
         """Write every piece to its row, then attend piece by piece; see `AttentionPlan`."""
         keys, values = self.cache.layer(layer, key, value)
-        index = self._write_index(key.shape[1])
+        kv_heads, device = key.shape[1], self.cache.device
+        if kv_heads not in self._index:
+            places = self.positions.copy()
+            places[sum(len(piece.token_ids) for piece in self.pieces) :] = self.cache.idle_position
+            rows, positions = torch.from_numpy(self.rows).to(device), torch.from_numpy(places).to(device)
+            self._index[kv_heads] = self.cache.flat_index(rows, positions, kv_heads)
+        index = self._index[kv_heads]
         keys.view(-1, key.shape[3]).index_copy_(0, index, key[0].transpose(0, 1).reshape(-1, key.shape[3]))
         values.view(-1, value.shape[3]).index_copy_(0, index, value[0].transpose(0, 1).reshape(-1, value.shape[3]))
         output = query.new_zeros(1, self.num_tokens, query.shape[1], value.shape[3])
@@ -231,21 +240,6 @@ class PrefillPlan:
                 seen_key, seen_value = key[:, :, here], value[:, :, here]
             output[:, here] = causal_attention(query[:, :, here], seen_key, seen_value, scale).transpose(1, 2)
         return output
-
-    def _write_index(self, kv_heads: int) -> torch.Tensor:
-        if kv_heads not in self._index:
-            rows = np.zeros(self.num_tokens, dtype=np.int64)
-            positions = np.full(self.num_tokens, self.cache.idle_position, dtype=np.int64)
-            at = 0
-            for piece in self.pieces:
-                rows[at : at + len(piece.token_ids)] = piece.row
-                positions[at : at + len(piece.token_ids)] = np.arange(piece.start, piece.end)
-                at += len(piece.token_ids)
-            device = self.cache.device
-            self._index[kv_heads] = self.cache.flat_index(
-                torch.from_numpy(rows).to(device), torch.from_numpy(positions).to(device), kv_heads
-            )
-        return self._index[kv_heads]
 
     def _row(self, storage: torch.Tensor, piece: Piece) -> torch.Tensor:
         """Return [1, H, piece.end, D]: everything of the row up to the piece's end."""

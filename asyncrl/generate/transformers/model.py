@@ -146,24 +146,21 @@ class SlotModel:
             )
         except (OSError, ValueError, KeyError) as error:
             raise GenerationError(f"cannot open the model folder {folder}: {error}") from error
-        _refuse_other_mixers(model.config)
+        if kinds := set(getattr(model.config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}:
+            raise GenerationError(f"the transformers engine runs attention layers only; this model also has {sorted(kinds)}")
         if fp32_head:
             use_float32_head(model)
         if lora is not None:
             import_module("asyncrl.models.adapters").add_adapters(model, lora, _ANY_SEED)
         num_slots, max_tokens = config.num_slots, config.max_sequence_tokens
-        slot_model = cls(model.eval().to(config.device), num_slots, max_tokens, config.device, adapters_only=lora is not None)
-        slot_model.warm_up()
-        return slot_model
-
-    def warm_up(self) -> None:
-        """Run one decode of idle rows: allocates the cache and meets every refusal before any request does."""
-        idle = np.zeros(self.num_rows, dtype=np.int64)
-        self.decode(idle, np.full(self.num_rows, -1, dtype=np.int64))
-        if not self.cache.num_bytes:
+        made = cls(model.eval().to(config.device), num_slots, max_tokens, config.device, adapters_only=lora is not None)
+        # A decode of idle rows allocates the cache and meets every refusal before any request does.
+        made.decode(np.zeros(made.num_rows, dtype=np.int64), np.full(made.num_rows, -1, dtype=np.int64))
+        if not made.cache.num_bytes:
             raise GenerationError(
-                f"{type(self._model).__name__} never called the replaced attention: the transformers engine cannot run it"
+                f"{type(model).__name__} never called the replaced attention: the transformers engine cannot run it"
             )
+        return made
 
     @property
     def resident(self) -> dict[str, int]:
@@ -207,7 +204,7 @@ class SlotModel:
             tokens = np.zeros(num_tokens, dtype=np.int64)
             ids = [token for piece in pieces for token in piece.token_ids]
             tokens[: len(ids)] = ids
-            positions = torch.from_numpy(plan.positions()).to(self.device)
+            positions = torch.from_numpy(plan.positions).to(self.device)
             self._forward(torch.from_numpy(tokens).to(self.device).view(1, -1), positions.view(1, -1), plan, logits_to_keep=1)
 
     @torch.inference_mode()
@@ -331,12 +328,6 @@ def _pack(pieces: list[Piece], num_tokens: int) -> list[tuple[Piece, ...]]:
         pack.append(piece)
         room -= len(piece.token_ids)
     return [*packs, tuple(pack)] if pack else packs
-
-
-def _refuse_other_mixers(config: Any) -> None:  # noqa: ANN401 - transformers is untyped
-    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
-    if kinds:
-        raise GenerationError(f"the transformers engine runs attention layers only; this model also has {sorted(kinds)}")
 
 
 def _end_ids(model: Any) -> frozenset[int]:  # noqa: ANN401 - transformers is untyped

@@ -42,8 +42,9 @@ class InFlight:
     token_ids: list[int] = field(default_factory=list)
     row: int = -1
     """-1 while it waits for a slot."""
-    _logprobs: list[float] = field(default_factory=list)
-    _versions: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    """Of the tokens added since the last chunk; so are `versions`."""
+    versions: list[int] = field(default_factory=list)
 
     @property
     def all_ids(self) -> tuple[int, ...]:
@@ -53,29 +54,24 @@ class InFlight:
     def add(self, token_id: int, logprob: float, version: int) -> FinishReason | None:
         """Take one more token; return why it was the last one, if it was."""
         self.token_ids.append(token_id)
-        self._logprobs.append(logprob)
-        self._versions.append(version)
+        self.logprobs.append(logprob)
+        self.versions.append(version)
         if token_id in self.stop_ids:
             return "stop"
         return "length" if len(self.token_ids) >= self.request.sampling.max_new_tokens else None
 
     def take_chunk(self, finish_reason: FinishReason | None = None) -> TokenChunk:
         """Return the tokens added since the last chunk, which may be none."""
-        num_new = len(self._logprobs)
+        num_new = len(self.logprobs)
         chunk = TokenChunk(
             token_ids=tuple(self.token_ids[len(self.token_ids) - num_new :]),
-            logprobs=tuple(self._logprobs),
-            versions=tuple(self._versions),
+            logprobs=tuple(self.logprobs),
+            versions=tuple(self.versions),
             finish_reason=finish_reason,
         )
-        self._logprobs.clear()
-        self._versions.clear()
+        self.logprobs.clear()
+        self.versions.clear()
         return chunk
-
-    @property
-    def has_news(self) -> bool:
-        """Whether tokens were added since the last chunk."""
-        return bool(self._logprobs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +106,12 @@ class SlotTable:
 
     def place(self, flight: InFlight, weights_epoch: int, donor_row: int | None = None) -> None:
         """Give the request a row, about to feed its last token: the donor's own if that is free, else the lowest free one."""
-        row = self._take_free(donor_row)
+        if donor_row is None or donor_row in self._occupants:
+            row = heapq.heappop(self._free)
+        else:
+            row = donor_row
+            self._free.remove(row)
+            heapq.heapify(self._free)
         flight.row = row
         self._occupants[row] = flight
         ids = flight.all_ids
@@ -118,13 +119,6 @@ class SlotTable:
         self.positions_R[row] = len(ids) - 1
         self.ordinals_R[row] = len(flight.token_ids)
         self._donors[row] = _Donor(flight.request.group_key, flight.request.prompt_ids, weights_epoch)
-
-    def _take_free(self, wanted: int | None) -> int:
-        if wanted is None or wanted in self._occupants:
-            return heapq.heappop(self._free)
-        self._free.remove(wanted)
-        heapq.heapify(self._free)
-        return wanted
 
     def release(self, flight: InFlight) -> None:
         """Take the request's row back; what it left in the cache may still be donated."""
@@ -233,14 +227,26 @@ class SlotDecoder:
             return []
         logits_RV = self._model.decode(self._slots.tokens_R, self._slots.positions_R)
         if self._sampling is None:
-            self._sampling = self._sampling_of_rows()
+            params, seeds = [_IDLE] * self._model.num_rows, [0] * self._model.num_rows
+            for flight in flights:
+                params[flight.row], seeds[flight.row] = flight.request.sampling, flight.request.seed
+            self._sampling = sampling_batch(params, seeds, self._model.device)
         tokens_R, logprobs_R = sample(logits_RV, self._sampling, self._slots.ordinals_R)
-        ended = (self._take(flight, tokens_R[flight.row], logprobs_R[flight.row]) for flight in flights)
-        return [emission for emission in ended if emission is not None]
+        ended = []
+        for flight in flights:
+            token_id, logprob = tokens_R[flight.row], logprobs_R[flight.row]
+            if not math.isfinite(logprob):
+                reason = f"the model gave non-finite logits under version {self.version}, after {len(flight.token_ids)} tokens"
+                ended.append(self._finish(flight, GenerationError(reason)))
+            elif (finish_reason := flight.add(token_id, logprob, self.version)) is not None:
+                ended.append(self._finish(flight, flight.take_chunk(finish_reason)))
+            else:
+                self._slots.advance(flight, token_id)
+        return ended
 
     def chunks(self) -> list[Emission]:
         """Return what running requests generated since they were last asked."""
-        return [Emission(f.request.request_id, f.take_chunk()) for f in self._slots.occupants if f.has_news]
+        return [Emission(f.request.request_id, f.take_chunk()) for f in self._slots.occupants if f.logprobs]
 
     def load_weights(self, version: int, tensors: Mapping[str, torch.Tensor], kv: KVPolicy) -> None:
         """Go on with other weights; raises as `Engine.load_weights`."""
@@ -305,16 +311,6 @@ class SlotDecoder:
         self._slots.renew_donors(self._epoch)
         self._has_kv = True
 
-    def _take(self, flight: InFlight, token_id: int, logprob: float) -> Emission | None:
-        if not math.isfinite(logprob):
-            reason = f"the model gave non-finite logits under version {self.version}, after {len(flight.token_ids)} tokens"
-            return self._finish(flight, GenerationError(reason))
-        finish_reason = flight.add(token_id, logprob, self.version)
-        if finish_reason is not None:
-            return self._finish(flight, flight.take_chunk(finish_reason))
-        self._slots.advance(flight, token_id)
-        return None
-
     def _finish(self, flight: InFlight, news: TokenChunk | GenerationError) -> Emission:
         if flight.row >= 0:
             self._slots.release(flight)
@@ -340,9 +336,3 @@ class SlotDecoder:
         for source, flights in to_copy.items():
             self._model.cache.copy_row(source, [f.row for f in flights], len(flights[0].request.prompt_ids) - 1)
         self._sampling = None
-
-    def _sampling_of_rows(self) -> SamplingBatch:
-        params, seeds = [_IDLE] * self._model.num_rows, [0] * self._model.num_rows
-        for flight in self._slots.occupants:
-            params[flight.row], seeds[flight.row] = flight.request.sampling, flight.request.seed
-        return sampling_batch(params, seeds, self._model.device)

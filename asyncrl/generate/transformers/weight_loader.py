@@ -50,7 +50,10 @@ class WeightsInPlace:
             GenerationError: A name is unknown or missing, a shape differs, or tied names disagree; nothing was changed.
         """
         self.refuse_misfit({name: tuple(tensor.shape) for name, tensor in tensors.items()})
-        self._refuse_disagreement(tensors)
+        for names in self._tied:
+            for first, other in pairwise(name for name in names if name in tensors):
+                if not torch.equal(tensors[first], tensors[other]):
+                    raise GenerationError(f"new weights: {first} and {other} are one tensor in this model but differ")
         given = [name for names in self._tied for name in [name for name in names if name in tensors][:1]]
         copy_tensors((tensors[name], self._tensors[name]) for name in given)
 
@@ -85,13 +88,6 @@ class WeightsInPlace:
         """Check names and shapes of new weights; see `check_weights`."""
         needed = [names for names in self._tied if self._buffers.isdisjoint(names)]
         check_weights(shapes, {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}, needed)
-
-    def _refuse_disagreement(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        for names in self._tied:
-            given = [name for name in names if name in tensors]
-            for first, other in pairwise(given):
-                if not torch.equal(tensors[first], tensors[other]):
-                    raise GenerationError(f"new weights: {first} and {other} are one tensor in this model but differ")
 
 
 @dataclass(slots=True)
@@ -140,7 +136,8 @@ class WeightsAsleep:
                 shared.host = None
                 shared.put(_nothing_like(shared.objects[0]))
             elif shared.objects[0].device.type != "cpu" and not shared.is_gone:
-                shared.host = _pinned_copy(shared.objects[0])
+                own = shared.objects[0]
+                shared.host = torch.empty(own.shape, dtype=own.dtype, pin_memory=True).copy_(own.detach())
                 shared.put(_nothing_like(shared.objects[0]))
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
@@ -177,8 +174,3 @@ def _by_storage(tensors: Mapping[str, torch.Tensor]) -> list[tuple[list[str], li
 
 def _nothing_like(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-
-
-def _pinned_copy(tensor: torch.Tensor) -> torch.Tensor:
-    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    return copy.copy_(tensor.detach())

@@ -21,7 +21,7 @@ from asyncrl.config.learner import PretrainedModel
 from asyncrl.config.run import RunConfig
 from asyncrl.errors import ConfigError, GenerationError
 from asyncrl.generate.engine import Engine
-from asyncrl.generate.tokenizer import ByteCodec, PromptCodec, ReplayCodec, TokenizerCodec
+from asyncrl.generate.tokenizer import ByteCodec, PromptCodec, TokenizerCodec
 
 _MODULES = {
     "transformers": "asyncrl.generate.transformers.engine",
@@ -80,12 +80,9 @@ async def start_engine(
     config, folder = with_own_server(config, generator), model_folder_here(config, model_folder)
     settings = config.generate.engine
     engine = await asyncio.to_thread(_build, config, folder, clock)
-    tokenizer = TokenizerCodec(folder, trust_remote_code=_trusts(config))
-    codec: PromptCodec = tokenizer
+    codec: PromptCodec = TokenizerCodec(folder, trust_remote_code=_trusts(config), replays=settings.replays)
     if isinstance(settings, FakeEngineConfig):
         codec = ByteCodec(settings.vocabulary_size)
-    elif isinstance(settings, ReplayEngineConfig):
-        codec = ReplayCodec(tokenizer)
     await engine.start()
     return engine, codec
 

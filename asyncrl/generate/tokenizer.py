@@ -35,10 +35,10 @@ class PromptCodec(Protocol):
 
 
 class TokenizerCodec:
-    """The tokenizer in the model's folder, loaded when the first prompt needs it."""
+    """The tokenizer in the model's folder, loaded when the first prompt needs it; where it `replays`, it knows a task's answers."""
 
-    def __init__(self, model_folder: Path, *, trust_remote_code: bool = False) -> None:
-        self._model_folder = model_folder
+    def __init__(self, model_folder: Path, *, trust_remote_code: bool = False, replays: bool = False) -> None:
+        self._model_folder, self._replays = model_folder, replays
         self._trust_remote_code = trust_remote_code
         self._tokenizer: Any = None
 
@@ -66,24 +66,30 @@ class TokenizerCodec:
             raise GenerationError(f"a completion cannot be turned into text: {type(error).__name__}: {error}") from error
         return text
 
-    def answer(self, prompt: Prompt, index: int) -> tuple[int, ...]:  # noqa: ARG002 - the protocol's signature
-        """Return nothing: completions are generated."""
-        return ()
-
-    def encode_answer(self, text: str) -> tuple[int, ...]:
-        """Return a completion's token ids with the end-of-sequence token after them, as a model would have sampled it.
+    def answer(self, prompt: Prompt, index: int) -> tuple[int, ...]:
+        """Return what member 0 (chosen) or 1 (rejected) of a preferences task is given back; nothing where completions are generated.
 
         Raises:
-            GenerationError: It cannot be tokenised, or the tokenizer has no end-of-sequence token.
+            GenerationError: The prompt is of no preferences task, there is no such answer, or it cannot be tokenised.
         """
-        tokenizer = self._loaded()
+        if not self._replays:
+            return ()
+        try:
+            answers = _answers_decoder.decode(prompt.reference_json)
+        except msgspec.MsgspecError as error:
+            raise GenerationError(
+                f"prompt {prompt.prompt_id!r} has no chosen and rejected answer to give back: {error}"
+            ) from error
+        if index > 1:
+            raise GenerationError(f"prompt {prompt.prompt_id!r} has a chosen answer (0) and a rejected one (1), but none {index}")
+        text, tokenizer = answers.rejected if index else answers.chosen, self._loaded()
         if tokenizer.eos_token_id is None:
             raise GenerationError(f"the tokenizer in {self._model_folder} has no end-of-sequence token")
         try:
             ids = tokenizer(text, add_special_tokens=False)["input_ids"]
         except Exception as error:
             raise GenerationError(f"answer {text[:80]!r} cannot be tokenised: {type(error).__name__}: {error}") from error
-        return (*ids, tokenizer.eos_token_id)
+        return (*ids, tokenizer.eos_token_id)  # as a model would have sampled it
 
     def _loaded(self) -> Any:  # noqa: ANN401 - transformers is untyped
         if self._tokenizer is None:
@@ -119,34 +125,3 @@ class ByteCodec:
     def answer(self, prompt: Prompt, index: int) -> tuple[int, ...]:  # noqa: ARG002 - the protocol's signature
         """Return nothing: completions are generated."""
         return ()
-
-
-class ReplayCodec:
-    """A tokenizer that also knows the answers of a preferences task: member 0 is the chosen one, member 1 the rejected one."""
-
-    def __init__(self, tokenizer: TokenizerCodec) -> None:
-        self._tokenizer = tokenizer
-
-    def encode(self, prompt: Prompt) -> tuple[int, ...]:
-        """Return the prompt's token ids; see `PromptCodec.encode`."""
-        return self._tokenizer.encode(prompt)
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Return an answer's text, without special tokens."""
-        return self._tokenizer.decode(token_ids)
-
-    def answer(self, prompt: Prompt, index: int) -> tuple[int, ...]:
-        """Return the chosen or rejected answer's token ids.
-
-        Raises:
-            GenerationError: The prompt is of no preferences task, or there is no such answer.
-        """
-        try:
-            answers = _answers_decoder.decode(prompt.reference_json)
-        except msgspec.MsgspecError as error:
-            raise GenerationError(
-                f"prompt {prompt.prompt_id!r} has no chosen and rejected answer to give back: {error}"
-            ) from error
-        if index > 1:
-            raise GenerationError(f"prompt {prompt.prompt_id!r} has a chosen answer (0) and a rejected one (1), but none {index}")
-        return self._tokenizer.encode_answer(answers.rejected if index else answers.chosen)

@@ -21,35 +21,14 @@ from asyncrl.inference.scorer import Scorer
 from asyncrl.observe.memory import MemoryLine, open_memory
 from asyncrl.observe.steps import JsonLines
 from asyncrl.residency.components import FrozenModelComponent
-from asyncrl.residency.device import Device, device_at
+from asyncrl.residency.device import device_at
 from asyncrl.residency.manager import ResidencyManager
 from asyncrl.residency.plan import GIB, SWAP_FOLDER, PhaseNeeds
-from asyncrl.schema.control import PhaseReached, SetPhase
-
-
-class ScorerOffload:
-    """The models of one worker under a manager."""
-
-    def __init__(self, manager: ResidencyManager, device: Device, timeline: JsonLines[MemoryLine]) -> None:
-        """Take over models that are on the device."""
-        self._manager, self.device, self._timeline = manager, device, timeline
-
-    def reach(self, order: SetPhase) -> PhaseReached:
-        """Do what the controller asks.
-
-        Raises:
-            ResidencyError: It cannot be done.
-        """
-        return self._manager.switch(order.phase, order.number)
-
-    def close(self) -> None:
-        """Close the timeline."""
-        self._timeline.close()
 
 
 def open_scorer_offload(
     scorer: Scorer, config: RunConfig, run_folder: Path, model_folder: Path, name: str, clock: Clock
-) -> ScorerOffload:
+) -> tuple[ResidencyManager, JsonLines[MemoryLine]]:
     """Put a scorer's models under a manager.
 
     Args:
@@ -59,6 +38,9 @@ def open_scorer_offload(
         model_folder: What the reference was opened from, unless the config names another.
         name: The worker's.
         clock: Times moves.
+
+    Returns:
+        The manager, and the timeline, which the caller closes.
     """
     placement = config.placement
     budget_bytes = int(placement.device_memory_gib * GIB) // config.inference.num_workers
@@ -89,4 +71,4 @@ def open_scorer_offload(
         offload_to=placement.offload_to,
         record=timeline.write,
     )
-    return ScorerOffload(manager, device, timeline)
+    return manager, timeline

@@ -21,7 +21,7 @@ import torch
 from asyncrl.config.check import REFERENCE
 from asyncrl.config.learner import PretrainedModel
 from asyncrl.config.run import RewardModel, RunConfig
-from asyncrl.inference.batching import PackedSequences, num_tokens, pack
+from asyncrl.inference.batching import num_tokens, pack
 from asyncrl.inference.models import ReferenceModel, RewardScorer
 from asyncrl.schema.samples import InferRequest, ids_from_bytes, logprobs_to_bytes
 
@@ -95,8 +95,16 @@ class Scorer:
             logprobs = self.reference.logprobs(batch, lengths, [request.temperature for request in chosen])
             for answer, part in zip(open_answers, logprobs, strict=True):
                 answer.reference_logprobs = logprobs_to_bytes(part)
-        for name in self.reward_models:
-            self._add_rewards(name, chosen, batch, open_answers)
+        for name, reward_model in self.reward_models.items():
+            raw = reward_model.scores(batch)
+            finite = [at for at, score in enumerate(raw) if math.isfinite(score)]
+            counts = [chosen[at].purpose == "train" for at in finite]
+            rewards = self._normalisers[name].normalise([raw[at] for at in finite], counts)
+            for at, reward in zip(finite, rewards, strict=True):
+                open_answers[at].rewards[name] = reward
+            for at, answer in enumerate(open_answers):
+                if at not in finite:
+                    answer.error = answer.error or f"reward model {name} gave {raw[at]}"
         return answers
 
     def _refusal(self, request: InferRequest) -> str:
@@ -117,17 +125,6 @@ class Scorer:
 
     def _wants_reference(self, request: InferRequest) -> bool:
         return self.reference is not None and request.purpose == "train"
-
-    def _add_rewards(self, name: str, requests: Sequence[InferRequest], batch: PackedSequences, answers: list[Answer]) -> None:
-        raw = self.reward_models[name].scores(batch)
-        finite = [at for at, score in enumerate(raw) if math.isfinite(score)]
-        counts = [requests[at].purpose == "train" for at in finite]
-        rewards = self._normalisers[name].normalise([raw[at] for at in finite], counts)
-        for at, answer in enumerate(answers):
-            if not math.isfinite(raw[at]):
-                answer.error = answer.error or f"reward model {name} gave {raw[at]}"
-        for at, reward in zip(finite, rewards, strict=True):
-            answers[at].rewards[name] = reward
 
 
 class RunningMoments:

@@ -19,6 +19,7 @@ import logging
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -30,8 +31,11 @@ from asyncrl.config.placement_rules import inference_takes_turns
 from asyncrl.config.run import RunConfig
 from asyncrl.errors import first_fault
 from asyncrl.inference.batching import num_tokens, take_batch
-from asyncrl.inference.offload import ScorerOffload, open_scorer_offload
+from asyncrl.inference.offload import open_scorer_offload
 from asyncrl.inference.scorer import Scorer
+from asyncrl.observe.memory import MemoryLine
+from asyncrl.observe.steps import JsonLines
+from asyncrl.residency.manager import ResidencyManager
 from asyncrl.schema.control import Heartbeat, LoadModel, ModelsReady, SetPhase, Shutdown
 from asyncrl.schema.samples import InferRequest, InferResult
 from asyncrl.transport.protocol import Connection, Delivery, Lane
@@ -76,8 +80,8 @@ class InferenceWorker:
         threads = config.inference.num_threads
         self._thread = ThreadPoolExecutor(1, "asyncrl-inference", torch.set_num_threads, (threads,))
         self._scorer: Scorer | None = None
-        self._offload: ScorerOffload | None = None
-        """Where the device is shared by turns."""
+        self._offload: tuple[ResidencyManager, JsonLines[MemoryLine]] | None = None
+        """Where the device is shared by turns: who moves the models, and the timeline of it."""
         self._has_device = False
         self._queue: deque[InferRequest] = deque()
         self._deliveries: dict[int, Delivery] = {}
@@ -112,7 +116,7 @@ class InferenceWorker:
         """Wait for the batch in hand, and end the thread."""
         await asyncio.to_thread(self._thread.shutdown)
         if self._offload is not None:
-            self._offload.close()
+            self._offload[1].close()
 
     # -- loops -----------------------------------------------------------------------------------------------------------
 
@@ -149,11 +153,11 @@ class InferenceWorker:
 
     async def _reach(self, order: SetPhase) -> None:
         """Take a shared device or, after the batch in hand, give it back, and say so."""
-        offload = self._offload
-        assert offload is not None, f"told to {order.phase} before the models were loaded"
+        assert self._offload is not None, f"told to {order.phase} before the models were loaded"
+        manager = self._offload[0]
         if order.phase != "inference":
             self._take_device(False)
-        reached = await self._on_thread(lambda: offload.reach(order))
+        reached = await self._on_thread(lambda: manager.switch(order.phase, order.number))
         self._take_device(order.phase == "inference")
         await self._connection.send(reached, Lane.CONTROL)
 
@@ -177,25 +181,23 @@ class InferenceWorker:
             while not (self._queue and self._has_device):
                 self._news.clear()
                 await self._news.wait()
+            assert self._scorer is not None
             self._set_idle(False)
-            await self._serve_batch(take_batch(self._queue, self._config.inference.tokens_per_batch))
+            requests = take_batch(self._queue, self._config.inference.tokens_per_batch)
+            started_s = self._clock.now()
+            answers = await self._on_thread(partial(self._scorer.score, requests))
+            finished_s = self._clock.now()
+            for request, answer in zip(requests, answers, strict=True):
+                result = InferResult(
+                    request.group_id, request.index, request.attempt, answer.reference_logprobs, answer.rewards, answer.error,
+                    self._name, started_s, finished_s, request.purpose,
+                )  # fmt: skip
+                await self._connection.send(result, Lane.DATA)
+                self._deliveries.pop(id(request)).ack()
+            self._num_scored += len(requests)
+            self._num_failed += sum(bool(answer.error) for answer in answers)
+            self._num_tokens += sum(map(num_tokens, requests))
             self._set_idle(not (self._queue and self._has_device))
-
-    async def _serve_batch(self, requests: list[InferRequest]) -> None:
-        assert self._scorer is not None
-        scorer, started_s = self._scorer, self._clock.now()
-        answers = await self._on_thread(lambda: scorer.score(requests))
-        finished_s = self._clock.now()
-        for request, answer in zip(requests, answers, strict=True):
-            result = InferResult(
-                request.group_id, request.index, request.attempt, answer.reference_logprobs, answer.rewards, answer.error,
-                self._name, started_s, finished_s, request.purpose,
-            )  # fmt: skip
-            await self._connection.send(result, Lane.DATA)
-            self._deliveries.pop(id(request)).ack()
-        self._num_scored += len(requests)
-        self._num_failed += sum(bool(answer.error) for answer in answers)
-        self._num_tokens += sum(map(num_tokens, requests))
 
     async def _beat(self) -> None:
         while True:

@@ -11,17 +11,15 @@ import torch
 from transformers import LlamaForCausalLM
 
 from asyncrl.clock import SystemClock
-from asyncrl.config.generate import FakeEngineConfig, ReplayEngineConfig, TransformersEngineConfig
+from asyncrl.config.generate import FakeEngineConfig, TransformersEngineConfig
 from asyncrl.config.learner import LoRAConfig
 from asyncrl.errors import GenerationError
 from asyncrl.generate.doubles.fake import FakeEngine
-from asyncrl.generate.doubles.replay import ReplayEngine
 from asyncrl.generate.engine import Engine, EngineRequest
 from asyncrl.generate.transformers.engine import TransformersEngine
 from asyncrl.generate.transformers.model import SlotModel
 from asyncrl.generate.transformers.scheduler import InFlight, SlotDecoder
 from asyncrl.models.adapters import add_adapters
-from asyncrl.schema.samples import SamplingParams
 from tests.contract.engine_cases import PROMPT, VOCABULARY, collect, make_model, make_request, reference_logprobs, tensors_of
 
 SLOTS = 4
@@ -136,14 +134,6 @@ async def test_abort_and_close_work_asleep(engine: Engine) -> None:
         assert [chunk async for chunk in stream][-1].finish_reason == "abort"
 
 
-async def test_waking_twice_and_sleeping_twice_are_as_once(engine: Engine) -> None:
-    await engine.sleep(1)
-    await engine.sleep(1)
-    await engine.wake()
-    await engine.wake()
-    assert len((await collect(engine.submit(long_request("a")))).token_ids) == 100
-
-
 async def test_a_paused_engine_stays_paused_over_a_sleep(engine: Engine) -> None:
     await engine.pause()
     waiting = await stays_silent(stream := engine.submit(long_request("a")))
@@ -153,17 +143,6 @@ async def test_a_paused_engine_stays_paused_over_a_sleep(engine: Engine) -> None
     assert not waiting.done()
     await engine.resume()
     assert len((await collect(stream, await waiting)).token_ids) == 100
-
-
-async def test_the_replay_engine_gives_nothing_back_asleep() -> None:
-    engine = ReplayEngine(ReplayEngineConfig())
-    await engine.load_weights(0, {}, "keep")
-    await engine.sleep(2)
-    stream = engine.submit(EngineRequest("a", (1,), SamplingParams(max_new_tokens=2), 0, answer_ids=(2, 3)))
-    await engine.wake()
-    assert engine.num_running == 1
-    await engine.load_weights(1, {}, "keep")
-    assert (await anext(stream)).versions == (1, 1)
 
 
 # -- with a real model ---------------------------------------------------------------------------------------------------
@@ -238,40 +217,6 @@ def test_keys_and_values_kept_are_not_computed_again(model_folder: Path) -> None
     assert CountingModel.num_prefilled == prefilled + len(PROMPT) + 5 - 1
 
 
-def test_without_host_memory_for_keys_and_values_it_stays_awake_and_changes_nothing(model_folder: Path, monkeypatch) -> None:
-    made: dict[bool, list[float]] = {}
-    for finds_no_room in (False, True):
-        decoder = SlotDecoder(SlotModel.load(model_folder, config_of()), SLOTS)
-        decoder.load_weights(0, tensors_of(make_model(0)), "keep")
-        decoder.submit(InFlight(make_request("a", 0, max_new_tokens=100), frozenset()))
-        emissions = [emission for _ in range(5) for emission in decoder.step()]
-        if finds_no_room:
-            awake = decoder.resident
-            with monkeypatch.context() as patched:
-                patched.setattr(torch, "empty", _RoomForOne(torch.empty))
-                with pytest.raises(GenerationError, match="no room in host memory for the keys"):
-                    decoder.sleep(2, "keep")
-            assert decoder.resident == awake
-        while decoder.has_work:
-            emissions += decoder.step()
-        made[finds_no_room] = [logprob for emission in emissions for logprob in emission.news.logprobs]
-    assert len(made[True]) == 100
-    assert made[True] == made[False]
-
-
-class _RoomForOne:
-    """Memory that is full after one tensor."""
-
-    def __init__(self, allocate) -> None:
-        self._allocate, self._num_left = allocate, 1
-
-    def __call__(self, *size, **options) -> torch.Tensor:
-        if not self._num_left:
-            raise RuntimeError("CUDA error: out of memory")
-        self._num_left -= 1
-        return self._allocate(*size, **options)
-
-
 async def test_level_1_on_a_cpu_frees_the_cache_and_level_2_the_weights_too(transformers_engine) -> None:
     awake = sum(transformers_engine.resident.values())
     weights = sum(tensor.nbytes for tensor in tensors_of(make_model(0)).values())
@@ -298,16 +243,6 @@ async def test_level_2_gives_the_memory_back_to_the_system(tmp_path: Path) -> No
     await engine.load_weights(1, tensors, "keep")
     assert awake_bytes - process.memory_info().rss < 0.1 * LARGE_BYTES
     await engine.close()
-
-
-def test_tied_weights_are_tied_after_level_2_as_before(model_folder: Path) -> None:
-    model = SlotModel.load(model_folder, config_of())
-    model.sleep(2)
-    model.wake()
-    new = make_model(3)
-    model.load_weights(tensors_of(new))
-    ids = (3, 9, 27, 11)
-    assert model.score(ids) == pytest.approx(reference_logprobs(new, ids[:1], list(ids[1:])), abs=1e-5)
 
 
 def test_level_2_keeps_the_base_that_adapters_stand_on(model_folder: Path) -> None:

@@ -25,11 +25,9 @@ from transformers import (
     PreTrainedModel,
 )
 
-from asyncrl.config.generate import VLLMEngineConfig
 from asyncrl.config.learner import LearnerConfig, LoRAConfig
 from asyncrl.config.run import RunConfig
 from asyncrl.errors import BroadcastError, EngineDied, GenerationError
-from asyncrl.generate.vllm.embedded import EmbeddedVLLM
 from asyncrl.generate.vllm.engine import VLLMEngine
 from asyncrl.generate.vllm.launch import installed_version
 from asyncrl.learner.model.lora import open_policy, publishable_tensors
@@ -155,23 +153,6 @@ async def test_a_model_that_writes_past_vllms_reload_is_refused_and_samples_noth
             await engine.score([2, 3, 4])
     finally:
         await engine.close()
-
-
-async def test_an_untied_head_is_asked_for(engine: VLLMEngine) -> None:
-    tensors = {name: tensor for name, tensor in untied_model(1).state_dict().items() if name != "lm_head.weight"}
-    with pytest.raises(GenerationError, match=r"lack 1 of .*lm_head\.weight"):
-        await engine.load_weights(1, tensors, "keep")
-    await assert_holds(engine, untied_model(0))
-
-
-async def test_nothing_is_left_in_shared_memory_by_tensors_that_lay_in_no_file(engine: VLLMEngine) -> None:
-    new, before = untied_model(2), set(os.listdir("/dev/shm"))
-    await engine.load_weights(2, dict(new.state_dict()), "recompute")
-    left = {name for name in set(os.listdir("/dev/shm")) - before if name.startswith("asyncrl-weights-")}
-    async with asyncio.timeout(20):  # those of other tests, in another process, are soon gone
-        while left & set(os.listdir("/dev/shm")):
-            await asyncio.sleep(0.05)
-    await assert_holds(engine, new)
 
 
 async def test_bfloat16_bytes_are_cast_to_the_engines_own_dtype(engine: VLLMEngine, tmp_path: Path) -> None:
@@ -330,12 +311,6 @@ async def test_a_score_that_fails_leaves_a_paused_engine_paused(engine: VLLMEngi
     await collect(stream)
 
 
-async def test_slots_follow_the_free_kv_blocks(vllm_engines, engine: VLLMEngine) -> None:
-    for i in range(3):
-        await collect(engine.submit(make_request(f"r{i}")))
-    assert engine.num_slots == 4, "a cache of this size holds all four"
-
-
 async def test_twenty_updates_in_flight_do_not_grow_vllms_processes(engine: VLLMEngine) -> None:
     model = untied_model(1)
     tensors = dict(model.state_dict())
@@ -349,11 +324,6 @@ async def test_twenty_updates_in_flight_do_not_grow_vllms_processes(engine: VLLM
         resident.append(sum(process.memory_info().rss for process in engine.backend.processes))
     # An allocator at rest scatters by two models of this size; a quarter of a model left at each update would be five.
     assert resident[-1] - resident[4] < 5 * model_bytes
-
-
-async def test_cpu_cannot_sleep_and_says_so(engine: VLLMEngine) -> None:
-    with pytest.raises(GenerationError, match="cannot sleep"):
-        await engine.sleep(1)
 
 
 async def test_close_ends_every_stream_with_abort_and_leaves_no_process(engine: VLLMEngine) -> None:
@@ -396,15 +366,6 @@ async def test_a_killed_engine_core_fails_every_stream_and_every_later_call(vllm
         process for process in engine.backend.processes if process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     ]
     assert not engine.backend.sockets.path.exists()
-
-
-async def test_a_model_that_cannot_be_opened_is_a_generation_error_and_leaves_no_process(tmp_path: Path) -> None:
-    before = {process.pid for process in psutil.Process().children(recursive=True)}
-    engine = VLLMEngine(EmbeddedVLLM(VLLMEngineConfig()), tmp_path / "nothing")
-    with pytest.raises(GenerationError, match="cannot open the model folder"):
-        await engine.start()
-    await engine.close()
-    assert {process.pid for process in psutil.Process().children(recursive=True)} <= before
 
 
 async def test_adapters_alone_are_merged_in_flight_and_agree_with_the_learner(vllm_engines, tmp_path: Path) -> None:

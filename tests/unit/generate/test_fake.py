@@ -31,21 +31,6 @@ async def start(clock: VirtualClock, **config) -> FakeEngine:
     return engine
 
 
-async def test_a_request_takes_its_tokens_times_the_latency() -> None:
-    clock = VirtualClock()
-    engine = await start(clock)
-    other, stream = engine.submit(request("a")), engine.submit(request("b"))
-    await settle()
-    clock.advance(9.5)
-    await settle()
-    assert engine.num_running == 2
-    clock.advance(0.5)
-    await settle()
-    assert engine.num_running == 0
-    assert len((await collect(stream))[-1].token_ids) == len((await collect(other))[-1].token_ids) == 10
-    await engine.close()
-
-
 async def test_tokens_after_a_load_carry_the_new_version_and_the_load_takes_its_time() -> None:
     clock = VirtualClock()
     engine = await start(clock, load_latency_s=5.0)

@@ -12,7 +12,7 @@ from asyncrl.config.generate import ReplayEngineConfig
 from asyncrl.errors import EngineDied
 from asyncrl.generate.doubles.replay import ReplayEngine
 from asyncrl.generate.rollout import Rollout
-from asyncrl.generate.tokenizer import ByteCodec, ReplayCodec, TokenizerCodec
+from asyncrl.generate.tokenizer import ByteCodec, TokenizerCodec
 from asyncrl.learner.model.policy import character_tokenizer
 from asyncrl.schema.samples import (
     GroupWork,
@@ -100,7 +100,7 @@ async def test_a_file_s_answers_come_back_as_the_samples_of_their_group(tmp_path
     engine = ReplayEngine(ReplayEngineConfig(max_sequence_tokens=8))
     await engine.load_weights(5, {}, "keep")
     work = GroupWork(1, 1, preference("3", "12"), (0, 1), SamplingParams(max_new_tokens=4), seed=9)
-    chosen, rejected = await results_of(engine, ReplayCodec(TokenizerCodec(tmp_path)), work)
+    chosen, rejected = await results_of(engine, TokenizerCodec(tmp_path, replays=True), work)
     assert [(sample.text, sample.finish_reason, sample.num_tokens) for sample in (chosen, rejected)] == [
         ("3", "stop", 2),
         ("12", "stop", 3),
@@ -115,7 +115,7 @@ async def test_an_answer_that_is_too_long_fails_with_the_reason_and_the_other_is
     engine = ReplayEngine(ReplayEngineConfig(max_sequence_tokens=8))
     await engine.load_weights(0, {}, "keep")
     work = GroupWork(1, 1, preference("3", "1" * 9), (0, 1), SamplingParams(max_new_tokens=4), seed=9)
-    chosen, rejected = await results_of(engine, ReplayCodec(TokenizerCodec(tmp_path)), work)
+    chosen, rejected = await results_of(engine, TokenizerCodec(tmp_path, replays=True), work)
     assert isinstance(chosen, Sample)
     assert isinstance(rejected, SampleFailure)
     assert "answer of 10 must fit into generate.engine.max_sequence_tokens (8)" in rejected.reason

@@ -108,17 +108,6 @@ def test_what_is_not_the_models_is_not_asked_for(tmp_path: Path) -> None:
     assert read_folder(tmp_path).shapes.keys() == dict(model.named_parameters()).keys()
 
 
-def test_tensors_are_cut_up_without_a_copy(tmp_path: Path) -> None:
-    saved("experts in one tensor", tmp_path)
-    folder = read_folder(tmp_path)
-    name = "model.layers.1.mlp.experts.gate_up_proj"
-    room = torch.arange(7.0 + 3 * 10 * 8)
-    whole = room[7:].view(3, 10, 8)
-    given = cut({name: whole}, folder)
-    assert torch.equal(given["model.layers.1.mlp.experts.2.up_proj.weight"], whole[2, 5:])
-    assert {tensor.untyped_storage().data_ptr() for tensor in given.values()} == {room.untyped_storage().data_ptr()}
-
-
 def test_a_checkpoint_that_lacks_an_expert_is_refused_at_the_start(tmp_path: Path) -> None:
     saved("experts in one tensor", tmp_path)
     file = tmp_path / "model.safetensors"

@@ -238,23 +238,6 @@ async def test_after_a_load_that_failed_nothing_is_sampled_until_another_succeed
     assert await run.engine.score([2, 3, 4]) == [-1.0, -1.0]
 
 
-async def test_overwritten_bytes_hold_vllm_until_weights_are_whole(run) -> None:
-    def check() -> None:
-        raise BroadcastError("overwritten")
-
-    manifest = make_manifest(TENSORS)
-    half = MappedTensors(manifest, torch.zeros(manifest.total_bytes, dtype=torch.uint8), check=check)
-    with pytest.raises(BroadcastError, match="overwritten"):
-        await run.engine.load_weights(0, half, "keep")
-    assert (run.backend.told, run.engine.version) == (["pause", "load"], -1)
-
-
-async def test_weights_that_do_not_fit_stop_nothing(run) -> None:
-    with pytest.raises(GenerationError, match="lack"):
-        await run.engine.load_weights(0, {}, "keep")
-    assert run.backend.told == []
-
-
 async def test_sleeping_and_waking_twice_are_as_once_and_deeper_is_deeper(run) -> None:
     await run.engine.wake()
     for level in (1, 1, 2, 1):

@@ -161,14 +161,6 @@ async def test_a_server_without_what_is_needed_is_refused_with_what_to_do(stub, 
             pass
 
 
-async def test_nobody_at_the_address_is_told_with_the_url(stub, folder) -> None:
-    await stub.start()
-    await stub.stop()
-    with pytest.raises(GenerationError, match=rf"{stub.url} .*cannot be reached"):
-        async with running(stub, folder):
-            pass
-
-
 async def test_a_server_that_comes_up_late_is_waited_for_and_one_left_paused_goes_on(stub, folder) -> None:
     stub.healthy_after = 2
     async with running(stub, folder, start_timeout_s=30) as engine:
@@ -265,11 +257,6 @@ SPANS = [{"version": "v", "start": 0, "end": 1}]
 def test_a_completion_that_lacks_something_is_told(choice) -> None:
     with pytest.raises(GenerationError, match="the server sent 1 tokens with"):
         msgspec.convert({"choices": [{"token_ids": [1], **choice}]}, GenerateReply).piece()
-
-
-def test_a_logprob_that_is_no_number_is_minus_infinity() -> None:
-    choice = {"token_ids": [1], "weight_versions": SPANS, "logprobs": {"content": [{"logprob": -9999.0}]}}
-    assert msgspec.convert({"choices": [choice]}, GenerateReply).piece().logprobs == [-float("inf")]
 
 
 def test_prompt_logprobs_are_those_of_the_prompts_own_tokens_and_all_there() -> None:

@@ -220,7 +220,8 @@ class RequestRules:
         """Raise GenerationError, with the numbers, where the request cannot be served beside those `running`."""
         what = f"request {request.request_id}"
         self.check_ids(request.prompt_ids, what)
-        refuse_running(request, running)
+        if request.request_id in running:
+            raise GenerationError(f"{what} is running already; request ids must be unique")
         prompt, response, limit = len(request.prompt_ids), request.sampling.max_new_tokens, self.max_sequence_tokens
         if response < 1:
             raise GenerationError(f"{what}: max_new_tokens must be at least 1, got {response}")
@@ -260,12 +261,6 @@ class RequestRules:
     def stop_ids(self, request: EngineRequest) -> frozenset[int]:
         """Return the tokens that end this request: the model's and its own, or none where it ignores them."""
         return frozenset() if request.sampling.ignore_eos else self.end_ids | set(request.sampling.stop_token_ids)
-
-
-def refuse_running(request: EngineRequest, running: Container[str]) -> None:
-    """Raise GenerationError where the request's id is in use."""
-    if request.request_id in running:
-        raise GenerationError(f"request {request.request_id} is running already; request ids must be unique")
 
 
 def check_weights(

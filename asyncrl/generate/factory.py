@@ -28,7 +28,7 @@ _MODULES = {
     "vllm": "asyncrl.generate.vllm.embedded",
     "vllm_server": "asyncrl.generate.vllm.server",
     "fake": "asyncrl.generate.doubles.fake",
-    "replay": "asyncrl.generate.doubles.replay",
+    "replay": "asyncrl.generate.doubles.fake",
 }
 
 
@@ -38,10 +38,8 @@ def _build(config: RunConfig, folder: Path, clock: Clock) -> Engine:
     module: Any = import_module(_MODULES[settings.kind])
     engine: Engine
     match settings:
-        case FakeEngineConfig():
+        case FakeEngineConfig() | ReplayEngineConfig():
             engine = module.FakeEngine(settings, clock)
-        case ReplayEngineConfig():
-            engine = module.ReplayEngine(settings)
         case TransformersEngineConfig():
             fp32_head = config.model.fp32_head
             engine = module.TransformersEngine(settings, folder, trust_remote_code=trusts, fp32_head=fp32_head, lora=lora)

@@ -35,7 +35,7 @@ class PromptCodec(Protocol):
 
 
 class TokenizerCodec:
-    """The tokenizer in the model's folder, loaded when the first prompt needs it; where it `replays`, it knows a task's answers."""
+    """The tokenizer in the model's folder, loaded when the first prompt needs it."""
 
     def __init__(self, model_folder: Path, *, trust_remote_code: bool = False, replays: bool = False) -> None:
         self._model_folder, self._replays = model_folder, replays
@@ -67,7 +67,7 @@ class TokenizerCodec:
         return text
 
     def answer(self, prompt: Prompt, index: int) -> tuple[int, ...]:
-        """Return what member 0 (chosen) or 1 (rejected) of a preferences task is given back; nothing where completions are generated.
+        """Return what member 0 (chosen) or 1 (rejected) is given back where the engine replays a task; otherwise nothing.
 
         Raises:
             GenerationError: The prompt is of no preferences task, there is no such answer, or it cannot be tokenised.

@@ -3,6 +3,10 @@
 What a request will generate follows from its seed; when, from an engine time that stands still while paused or loading. So there
 is nothing to do per token: one task sleeps until the next request is due, and chunks end where versions change.
 
+With engine kind `replay` it gives back given answers: how a file of preferences is trained by the pipeline of online runs.
+Nothing is drawn then, so behaviour logprobs are 0 (no loss on preferences reads them), and every token carries the version live
+when it was given back: staleness says how long a pair lay in the buffer. Nothing is given back before the first version.
+
 Invariants: those of generate/engine.py, with a made-up distribution; no torch anywhere.
 """
 
@@ -20,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from asyncrl.clock import Clock
-from asyncrl.config.generate import FakeEngineConfig
+from asyncrl.config.generate import FakeEngineConfig, ReplayEngineConfig
 from asyncrl.errors import GenerationError
 from asyncrl.generate.counter_rng import seed_word, uniforms
 from asyncrl.generate.engine import EngineRequest, KVPolicy, KVRoom, RequestRules, SleepLevel, TokenChunk, TokenStream
@@ -49,7 +53,11 @@ class _Scripted:
 class FakeEngine:
     """See `asyncrl.generate.engine.Engine`."""
 
-    def __init__(self, config: FakeEngineConfig, clock: Clock) -> None:
+    def __init__(self, config: FakeEngineConfig | ReplayEngineConfig, clock: Clock) -> None:
+        self._replays = isinstance(config, ReplayEngineConfig)
+        if isinstance(config, ReplayEngineConfig):
+            slots, limit = config.num_slots, config.max_sequence_tokens
+            config = FakeEngineConfig(num_slots=slots, max_sequence_tokens=limit, token_latency_s=0.0)
         self._config = config
         self._clock = clock
         self._version = -1
@@ -60,7 +68,7 @@ class FakeEngine:
         self._num_in_slots = 0
         self._engine_s = 0.0
         self._running_since_s: float | None = None
-        self._holds: set[str] = set()
+        self._holds: set[str] = {"no weights"} if self._replays else set()
         self._changed = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._is_closed = False
@@ -88,14 +96,17 @@ class FakeEngine:
 
     async def start(self) -> None:
         """Start the clockwork."""
-        self._running_since_s = self._clock.now()
+        self._running_since_s = None if self._holds else self._clock.now()
         self._task = asyncio.get_running_loop().create_task(self._run(), name="fake-engine")
 
     def submit(self, request: EngineRequest) -> TokenStream:
         """Script the whole completion and let time tell it; see `Engine.submit`."""
         if self._is_closed:
             raise GenerationError("the engine is closed")
-        self._rules.check(request, self._by_id)
+        if self._replays:
+            self._check_answer(request)
+        else:
+            self._rules.check(request, self._by_id)
         request_id = request.request_id
         stream = TokenStream(on_early_close=lambda: self.abort(request_id))
         scripted = self._script(request, stream)
@@ -149,6 +160,8 @@ class FakeEngine:
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         """Return the logprobs of a uniform model."""
         self._refuse_asleep("score")
+        if self._replays:
+            raise GenerationError(f"the replay engine holds no model and cannot score {len(token_ids)} tokens")
         return [-math.log(self._config.vocabulary_size)] * (len(token_ids) - 1)
 
     async def close(self) -> None:
@@ -234,6 +247,10 @@ class FakeEngine:
             self._num_in_slots -= 1
 
     def _script(self, request: EngineRequest, stream: TokenStream) -> _Scripted:
+        prompt_tokens = len(request.prompt_ids)
+        if self._replays:
+            answer, zeros = request.answer_ids, (0.0,) * len(request.answer_ids)
+            return _Scripted(request.request_id, answer, zeros, "stop", prompt_tokens, weakref.ref(stream))
         word = seed_word(request.seed)
         num_tokens, finish_reason = self._length(request, word)
         draws = uniforms(word, np.arange(2 * num_tokens, dtype=np.uint64))
@@ -244,9 +261,22 @@ class FakeEngine:
             tuple(token_ids.tolist()),
             tuple(logprobs.astype(np.float32).tolist()),
             finish_reason,
-            len(request.prompt_ids),
+            prompt_tokens,
             weakref.ref(stream),
         )
+
+    def _check_answer(self, request: EngineRequest) -> None:
+        prompt, answer, limit = len(request.prompt_ids), len(request.answer_ids), self._config.max_sequence_tokens
+        what = f"request {request.request_id}"
+        if not prompt or not answer:
+            raise GenerationError(f"{what}: a prompt of {prompt} tokens and an answer of {answer}; need both")
+        if request.request_id in self._by_id:
+            raise GenerationError(f"{what} is running already; request ids must be unique")
+        if prompt + answer > limit:
+            raise GenerationError(
+                f"{what}: prompt of {prompt} tokens plus answer of {answer} must fit into "
+                f"generate.engine.max_sequence_tokens ({limit})"
+            )
 
     def _length(self, request: EngineRequest, word: np.uint64) -> tuple[int, FinishReason]:
         """Draw the completion's length; a log-normal one has the configured mean."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from asyncrl.clock import SystemClock
 from asyncrl.config.generate import ReplayEngineConfig
 from asyncrl.errors import GenerationError
-from asyncrl.generate.doubles.replay import ReplayEngine
+from asyncrl.generate.doubles.fake import FakeEngine
 from asyncrl.generate.engine import EngineRequest
 from asyncrl.generate.tokenizer import TokenizerCodec
 from asyncrl.learner.model.policy import character_tokenizer
@@ -26,14 +27,15 @@ async def all_of(stream):
 
 
 async def live_engine(version=3, **config):
-    engine = ReplayEngine(ReplayEngineConfig(**config))
+    engine = FakeEngine(ReplayEngineConfig(**config), SystemClock())
     await engine.start()
     await engine.load_weights(version, {}, "keep")
     return engine
 
 
 async def test_nothing_comes_back_before_the_first_version_or_while_paused():
-    engine = ReplayEngine(ReplayEngineConfig())
+    engine = FakeEngine(ReplayEngineConfig(), SystemClock())
+    await engine.start()
     first = engine.submit(request("a"))
     assert (engine.version, engine.num_running) == (-1, 1)
     await engine.pause()
@@ -43,6 +45,9 @@ async def test_nothing_comes_back_before_the_first_version_or_while_paused():
     await engine.load_weights(1, {}, "keep")
     await engine.resume()
     assert [chunk.versions for stream in (first, second) for chunk in await all_of(stream)] == [(1, 1, 1)] * 2
+    with pytest.raises(GenerationError, match="holds no model"):
+        await engine.score([1, 2])
+    await engine.close()
 
 
 @pytest.mark.parametrize(
@@ -57,6 +62,7 @@ async def test_requests_that_cannot_be_answered_are_refused(wrong, reason):
     engine = await live_engine(max_sequence_tokens=8)
     with pytest.raises(GenerationError, match=reason):
         engine.submit(request(**wrong))
+    await engine.close()
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import pytest
 from asyncrl.clock import VirtualClock
 from asyncrl.config.generate import ReplayEngineConfig
 from asyncrl.errors import EngineDied
-from asyncrl.generate.doubles.replay import ReplayEngine
+from asyncrl.generate.doubles.fake import FakeEngine
 from asyncrl.generate.rollout import Rollout
 from asyncrl.generate.tokenizer import ByteCodec, TokenizerCodec
 from asyncrl.learner.model.policy import character_tokenizer
@@ -26,11 +26,11 @@ from asyncrl.schema.samples import (
 )
 
 
-class Asked(ReplayEngine):
+class Asked(FakeEngine):
     """Remembers requests; answers each with its temperature, in hundredths, as a token."""
 
     def __init__(self):
-        super().__init__(ReplayEngineConfig())
+        super().__init__(ReplayEngineConfig(), VirtualClock())
         self.requests = []
 
     def submit(self, request):
@@ -44,7 +44,9 @@ async def results_of(engine, codec, work):
     async def send(result):
         results.append(result)
 
+    await engine.start()
     await Rollout(engine, codec, VirtualClock(), "generator-0", send).run_group(work)
+    await engine.close()
     return sorted(results, key=lambda result: result.index)
 
 
@@ -59,7 +61,7 @@ async def test_only_the_greedy_member_is_drawn_at_temperature_0():
     assert len({request.seed for request in engine.requests}) == 3
 
 
-class Dies(ReplayEngine):
+class Dies(FakeEngine):
     """Loses every request, as an engine does whose process is killed."""
 
     def submit(self, request):
@@ -76,7 +78,7 @@ async def test_members_of_an_engine_that_died_are_not_failed_samples():
         results.append(result)
 
     with pytest.raises(BaseExceptionGroup) as caught:
-        await Rollout(Dies(ReplayEngineConfig()), Answers(), VirtualClock(), "generator-0", send).run_group(work)
+        await Rollout(Dies(ReplayEngineConfig(), VirtualClock()), Answers(), VirtualClock(), "generator-0", send).run_group(work)
     assert caught.group_contains(EngineDied, match="killed")
     assert results == []
 
@@ -97,7 +99,7 @@ def preference(chosen, rejected):
 
 async def test_a_file_s_answers_come_back_as_the_samples_of_their_group(tmp_path):
     character_tokenizer("+=0123").save_pretrained(tmp_path)
-    engine = ReplayEngine(ReplayEngineConfig(max_sequence_tokens=8))
+    engine = FakeEngine(ReplayEngineConfig(max_sequence_tokens=8), VirtualClock())
     await engine.load_weights(5, {}, "keep")
     work = GroupWork(1, 1, preference("3", "12"), (0, 1), SamplingParams(max_new_tokens=4), seed=9)
     chosen, rejected = await results_of(engine, TokenizerCodec(tmp_path, replays=True), work)
@@ -112,7 +114,7 @@ async def test_a_file_s_answers_come_back_as_the_samples_of_their_group(tmp_path
 
 async def test_an_answer_that_is_too_long_fails_with_the_reason_and_the_other_is_kept(tmp_path):
     character_tokenizer("+=0123").save_pretrained(tmp_path)
-    engine = ReplayEngine(ReplayEngineConfig(max_sequence_tokens=8))
+    engine = FakeEngine(ReplayEngineConfig(max_sequence_tokens=8), VirtualClock())
     await engine.load_weights(0, {}, "keep")
     work = GroupWork(1, 1, preference("3", "1" * 9), (0, 1), SamplingParams(max_new_tokens=4), seed=9)
     chosen, rejected = await results_of(engine, TokenizerCodec(tmp_path, replays=True), work)
@@ -130,7 +132,7 @@ class Unreadable(TokenizerCodec):
 
 async def test_a_completion_that_the_tokenizer_cannot_read_fails_its_member_and_not_the_generator(tmp_path):
     character_tokenizer("+=0123").save_pretrained(tmp_path)
-    engine = ReplayEngine(ReplayEngineConfig())
+    engine = FakeEngine(ReplayEngineConfig(), VirtualClock())
     await engine.load_weights(0, {}, "keep")
     work = GroupWork(1, 1, Prompt("p", text="1+2="), (0, 1), SamplingParams(max_new_tokens=4), seed=9)
     for result in await results_of(engine, Unreadable(tmp_path), work):

@@ -6,7 +6,6 @@ import asyncio
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from asyncrl.config.generate import VLLMServerEngineConfig
 from asyncrl.errors import BroadcastError, EngineDied, GenerationError
@@ -14,8 +13,6 @@ from asyncrl.generate.engine import RequestRules
 from asyncrl.generate.vllm.backend import Piece, sampling_arguments
 from asyncrl.generate.vllm.engine import VLLMEngine
 from asyncrl.generate.vllm.load_request import LoadReply
-from asyncrl.models.layout import make_manifest
-from asyncrl.weights.tensors import MappedTensors
 from tests.contract.engine_cases import Completion, collect, make_model, make_request, tensors_of
 
 TENSORS = tensors_of(make_model(0, hidden_size=8, num_hidden_layers=1))

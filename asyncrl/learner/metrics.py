@@ -111,13 +111,6 @@ class TokenRecord:
         known = [unknown if (values := columns[name]) is None else values for name in COLUMNS]
         return cls(torch.stack([values.detach().to(dtype) for values in known], dim=1), inputs.num_sequences)
 
-    @classmethod
-    def without_loss(cls, inputs: LossInputs, *, is_first_update: bool) -> TokenRecord:
-        """Return the record of a row without a policy loss (preferences): weights 1, nothing clipped or dropped."""
-        nothing = torch.zeros_like(inputs.mask)
-        outputs = LossOutputs(torch.zeros(()), inputs.mask.to(inputs.logprobs.dtype), nothing, nothing)
-        return cls.of(inputs, outputs, proximal_is_learner=False, is_first_update=is_first_update)
-
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
@@ -275,50 +268,31 @@ def _spread(name: str, values: FloatArray) -> dict[str, float]:
     return {f"{name}/{kind}": float(getattr(values, kind)()) for kind in ("mean", "std", "max", "min")}
 
 
-@dataclass(frozen=True, slots=True)
-class _Cap:
-    """Where importance weights are truncated."""
-
-    value: float
-    is_of_sequences: bool = False
-    is_applied: bool = True
-    """False where the step truncates nothing and `value` only says what counts as a high ratio."""
-
-    def ratios(self, first: Tokens) -> torch.Tensor:
-        """Return [N], the ratio that the cap bounds at each token: its own, or the product over its sequence."""
-        of_token = first["proximal_logprobs"] - first["behaviour_logprobs"]
-        log_ratios = first["sequence_log_ratios"] if self.is_of_sequences else of_token
-        return log_ratios.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
-
-
 @torch.no_grad()
 def step_figures(every: Tokens, first: Tokens, corrections: tuple[CorrectionConfig, ...]) -> dict[str, float]:
     """Return all figures; both token sets have at least one token, and `first` is part of `every`."""
-    cap = _Cap(TruncatedToken().cap, is_applied=False)
-    for item in corrections:
-        if isinstance(item, TruncatedToken | TruncatedSequence):
-            cap = _Cap(item.cap, is_of_sequences=isinstance(item, TruncatedSequence))
-            break
-    ratios = cap.ratios(first)
-    capped = ((ratios >= cap.value) & cap.is_applied).double()
-    return {
-        **_token_figures(every, first),
-        "ratio/capped_fraction": capped.mean().item(),
-        **_sequence_figures(first),
-        **_weight_figures(first, ratios, cap),
-        **_engine_figures(first),
-        **_by_staleness(every, first, capped),
-    }
-
-
-def _token_figures(every: Tokens, first: Tokens) -> dict[str, float]:
+    truncation = next((item for item in corrections if isinstance(item, TruncatedToken | TruncatedSequence)), None)
+    cap = (truncation or TruncatedToken()).cap  # without truncation it only says what counts as a high ratio
+    is_of_sequences = isinstance(truncation, TruncatedSequence)
+    of_token = first["proximal_logprobs"] - first["behaviour_logprobs"]
+    log_ratios = first["sequence_log_ratios"] if is_of_sequences else of_token
+    ratios = log_ratios.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+    capped = ((ratios >= cap) & (truncation is not None)).double()
+    if is_of_sequences:  # the same all over a sequence: one for each that has a token
+        ratios_S = ratios.new_full((first.num_sequences,), -1.0).scatter_reduce(0, first.sequence_ids, ratios, "amax")
+        ratios = ratios_S[ratios_S >= 0]
+    weights = weight_figures(first["weights"], ratios, cap, "sequence" if is_of_sequences else "token")
     clipped, dual_clipped, kept = every.means("clipped", "dual_clipped", "kept")
     entropy, penalty = first.means("entropy", "penalty")
-    tokens = token_mismatch(first["learner_logprobs"], first["behaviour_logprobs"])
-    proximal_k1, proximal_k3 = divergence(first["proximal_logprobs"], first["behaviour_logprobs"])
+    learner, behaviour = first["learner_logprobs"], first["behaviour_logprobs"]
+    tokens = token_mismatch(learner, behaviour)
+    proximal_k1, proximal_k3 = divergence(first["proximal_logprobs"], behaviour)
     current_k1, current_k3 = divergence(every["current_logprobs"], every["behaviour_logprobs"])
-    reference_k1, reference_k3 = divergence(first["reference_logprobs"], first["learner_logprobs"])
-    return {
+    reference_k1, reference_k3 = divergence(first["reference_logprobs"], learner)
+    sequences = sequence_mismatch(learner, behaviour, first.sequence_ids, first.num_sequences)
+    # What differs although engine and trainer hold the same weights: tokens of version gap 0.
+    fresh = first.where((first.staleness == 0) & (first["is_exact"] > 0))
+    figures = {
         "ratio/mean": tokens.ratio_mean,
         "ratio/max": tokens.ratio_max,
         "ratio/min": tokens.ratio_min,
@@ -339,12 +313,7 @@ def _token_figures(every: Tokens, first: Tokens) -> dict[str, float]:
         "policy/clip_fraction": clipped,
         "policy/dual_clip_fraction": dual_clipped,
         "policy/kept_fraction": kept,
-    }
-
-
-def _sequence_figures(first: Tokens) -> dict[str, float]:
-    sequences = sequence_mismatch(first["learner_logprobs"], first["behaviour_logprobs"], first.sequence_ids, first.num_sequences)
-    return {
+        "ratio/capped_fraction": capped.mean().item(),
         "ratio/chi2_sequence": sequences.chi2,
         "ratio/perplexity": sequences.perplexity_ratio,
         "perplexity/learner": sequences.learner_perplexity,
@@ -355,38 +324,19 @@ def _sequence_figures(first: Tokens) -> dict[str, float]:
         "perplexity/log_gap_abs_mean": sequences.log_perplexity_gap_abs,
         "perplexity/log_gap_max": sequences.log_perplexity_gap_max,
         "perplexity/log_gap_min": sequences.log_perplexity_gap_min,
-    }
-
-
-def _weight_figures(first: Tokens, ratios: torch.Tensor, cap: _Cap) -> dict[str, float]:
-    if cap.is_of_sequences:  # the same all over a sequence: one for each that has a token
-        ratios_S = ratios.new_full((first.num_sequences,), -1.0).scatter_reduce(0, first.sequence_ids, ratios, "amax")
-        ratios = ratios_S[ratios_S >= 0]
-    weights = weight_figures(first["weights"], ratios, cap.value, "sequence" if cap.is_of_sequences else "token")
-    return {
         "ratio/correction_mean": weights.mean,
         "ratio/correction_std": weights.std,
         "ratio/correction_ess": weights.ess,
         "ratio/high_fraction": weights.high_fraction,
         "ratio/low_fraction": weights.low_fraction,
-    }
-
-
-def _engine_figures(first: Tokens) -> dict[str, float]:
-    """Return what differs although engine and trainer hold the same weights: tokens of version gap 0."""
-    fresh = first.where((first.staleness == 0) & (first["is_exact"] > 0))
-    if not len(fresh):
-        return {"mismatch/tokens": 0.0}
-    kl_k1, kl_k3 = divergence(fresh["learner_logprobs"], fresh["behaviour_logprobs"])
-    gap_mean, gap_max, correlation = logprob_gap(fresh["learner_logprobs"], fresh["behaviour_logprobs"])
-    return {
         "mismatch/tokens": float(len(fresh)),
-        "mismatch/kl_k1": kl_k1,
-        "mismatch/kl_k3": kl_k3,
-        "mismatch/logprob_gap_mean": gap_mean,
-        "mismatch/logprob_gap_max": gap_max,
-        "mismatch/correlation": correlation,
     }
+    if len(fresh):
+        names = ("mismatch/logprob_gap_mean", "mismatch/logprob_gap_max", "mismatch/correlation")
+        pair = fresh["learner_logprobs"], fresh["behaviour_logprobs"]
+        figures |= dict(zip(names, logprob_gap(*pair), strict=True))
+        figures |= dict(zip(("mismatch/kl_k1", "mismatch/kl_k3"), divergence(*pair), strict=True))
+    return figures | _by_staleness(every, first, capped)
 
 
 def _by_staleness(every: Tokens, first: Tokens, capped: torch.Tensor) -> dict[str, float]:

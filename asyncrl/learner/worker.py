@@ -249,7 +249,13 @@ class LearnerWorker:
                 await self._take_step(ready, waiting_from_s)
                 waiting_from_s = self._clock.now()
             else:
-                await self._wait_for_news()
+                self._idle_since_s = self._clock.now()
+                self._news.clear()
+                if self._ready is not None and self._offload is not None:
+                    await self._on_thread(self._prefetch_components)
+                await self._news.wait()
+                self._idle_s += self._clock.now() - self._idle_since_s
+                self._idle_since_s = None
 
     async def _reach(self, wanted: SetPhase) -> None:
         """Bring about a phase between steps, and answer; without components of its own to move, only answer."""
@@ -263,15 +269,6 @@ class LearnerWorker:
 
             reached = await self._on_thread(move)
         await self._connection.send(reached, Lane.CONTROL)
-
-    async def _wait_for_news(self) -> None:
-        self._idle_since_s = self._clock.now()
-        self._news.clear()
-        if self._ready is not None and self._offload is not None:
-            await self._on_thread(self._prefetch_components)
-        await self._news.wait()
-        self._idle_s += self._clock.now() - self._idle_since_s
-        self._idle_since_s = None
 
     async def _beat(self) -> None:
         while True:

@@ -30,7 +30,9 @@ class Master:
             parameter.register_post_accumulate_grad_hook(self._add_up)  # type: ignore[no-untyped-call]
         self.trained = parameter
         if on_host or not self._sums_by_itself:
-            self.trained = torch.nn.Parameter(_copy_of(parameter, on_host=on_host))
+            values = parameter.detach()
+            copy = values.to(dtype=torch.promote_types(values.dtype, torch.float32), device="cpu" if on_host else None, copy=True)
+            self.trained = torch.nn.Parameter(copy.pin_memory() if on_host and parameter.is_cuda else copy)
 
     @property
     def is_copy(self) -> bool:
@@ -114,14 +116,3 @@ class HostGradients:
 def _room(master: Master) -> int:
     """Return the bytes a gradient takes in the staging memory, rounded up to whole cache lines."""
     return -(-master.trained.nbytes // 64) * 64
-
-
-@torch.no_grad()
-def _copy_of(parameter: torch.nn.Parameter, *, on_host: bool) -> torch.Tensor:
-    values = parameter.detach()
-    copy = values.to(torch.promote_types(values.dtype, torch.float32))
-    if on_host:
-        copy = copy.cpu()
-    if copy.data_ptr() == values.data_ptr():
-        copy = copy.clone()
-    return copy.pin_memory() if on_host and parameter.is_cuda else copy

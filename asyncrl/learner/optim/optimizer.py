@@ -14,14 +14,13 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
 from asyncrl.config.algorithm import LearnerConfig
 from asyncrl.errors import LearnerError
 from asyncrl.learner.optim.low_bit import build_lowbit, plain_state, restore_state
 from asyncrl.learner.optim.master_weights import HostGradients, Master, buckets_of
-from asyncrl.learner.ranks.fsdp import divided_like, whole_tensors
+from asyncrl.learner.ranks.fsdp import divided_like, whole, whole_tensors
 
 _MASTER, _SCALE = "master", "loss_scale"
 _ADAMW_KINDS = {"step", "exp_avg", "exp_avg_sq"}
@@ -44,17 +43,17 @@ class LossScale:
 
     def __init__(self) -> None:
         self.value = FIRST_SCALE
-        self._good_updates = 0
+        self.good_updates = 0
 
     def note_update(self) -> None:
         """Count an update that was made."""
-        self._good_updates += 1
-        if self._good_updates >= GROWTH_INTERVAL:
-            self.value, self._good_updates = self.value * 2.0, 0
+        self.good_updates += 1
+        if self.good_updates >= GROWTH_INTERVAL:
+            self.value, self.good_updates = self.value * 2.0, 0
 
     def shrink(self) -> bool:
         """Halve the scale after an overflow; return False where it cannot be the scale's fault any more."""
-        self._good_updates = 0
+        self.good_updates = 0
         if self.value <= SMALLEST_SCALE:
             return False
         self.value /= 2.0
@@ -62,11 +61,7 @@ class LossScale:
 
     def to_tensor(self) -> torch.Tensor:
         """Return float64 [2], all there is to save."""
-        return torch.tensor([self.value, self._good_updates], dtype=torch.float64)
-
-    def load_tensor(self, saved: torch.Tensor) -> None:
-        """Take over what `to_tensor` gave."""
-        self.value, self._good_updates = float(saved[0]), int(saved[1])
+        return torch.tensor([self.value, self.good_updates], dtype=torch.float64)
 
 
 def learning_rate_at(step: int, config: LearnerConfig, num_steps: int) -> float:
@@ -122,7 +117,16 @@ class PolicyOptimizer:
         self._masters = {name: Master(p, on_host=on_host) for name, p in named_parameters if p.requires_grad}
         masters = list(self._masters.values())
         buckets = buckets_of(masters) if on_host else [masters]
-        self._adamws = [_build_adamw([master.trained for master in bucket], config) for bucket in buckets]
+        self._adamws: list[torch.optim.Optimizer] = []
+        for bucket in buckets:
+            trained = [master.trained for master in bucket]
+            groups: list[dict[str, Any]] = [
+                {"params": [parameter for parameter in trained if parameter.ndim >= 2], "weight_decay": config.weight_decay},
+                {"params": [parameter for parameter in trained if parameter.ndim < 2], "weight_decay": 0.0},
+            ]
+            settings: dict[str, Any] = {"lr": config.learning_rate, "betas": config.betas, "eps": config.epsilon}
+            plain = config.optimizer == "adamw"
+            self._adamws.append(torch.optim.AdamW(groups, fused=True, **settings) if plain else build_lowbit(groups, config))
         self._host = HostGradients(buckets) if on_host else None
         self._adamw_of = {id(m.trained): adamw for bucket, adamw in zip(buckets, self._adamws, strict=True) for m in bucket}
         self._owns_scale = config.dtype == "float16" and shares_scale_of is None
@@ -147,7 +151,7 @@ class PolicyOptimizer:
     def clip(self) -> float:
         """Scale the gradients to at most `max_grad_norm`; return the norm they had (not finite where a gradient was not)."""
         gradients = [gradient for master in self._masters.values() if (gradient := master.gradient) is not None]
-        norm = _whole(get_total_norm(gradients)) / self.loss_scale
+        norm = whole(get_total_norm(gradients)) / self.loss_scale
         factor = (self._config.max_grad_norm / (norm + 1e-6)).clamp(max=1.0).item() / self.loss_scale
         if factor != 1.0:
             for gradient in gradients:
@@ -220,7 +224,7 @@ class PolicyOptimizer:
             states.setdefault(name, {})[kind] = tensor
         scale = states.pop("", {})
         if self._scale is not None and self._owns_scale and _SCALE in scale:
-            self._scale.load_tensor(scale[_SCALE])
+            self._scale.value, self._scale.good_updates = float(scale[_SCALE][0]), int(scale[_SCALE][1])
         for name, state in states.items():
             try:
                 self._load_one(self._masters[name], state)
@@ -264,23 +268,8 @@ def skip_update(norms: Sequence[tuple[PolicyOptimizer, float]]) -> bool:
     return all(answers)
 
 
-def _build_adamw(trained: Sequence[torch.nn.Parameter], config: LearnerConfig) -> torch.optim.Optimizer:
-    groups: list[dict[str, Any]] = [
-        {"params": [parameter for parameter in trained if parameter.ndim >= 2], "weight_decay": config.weight_decay},
-        {"params": [parameter for parameter in trained if parameter.ndim < 2], "weight_decay": 0.0},
-    ]
-    if config.optimizer != "adamw":
-        return build_lowbit(groups, config)
-    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, eps=config.epsilon, fused=True)
-
-
 def _fitting(values: torch.Tensor, parameter: torch.nn.Parameter) -> torch.Tensor:
     """Return the values where the parameter is; ValueError where their shape is not the parameter's."""
     if values.shape != parameter.shape:
         raise ValueError(f"{tuple(values.shape)} instead of {tuple(parameter.shape)}")
     return divided_like(values, parameter)
-
-
-def _whole(norm: torch.Tensor) -> torch.Tensor:
-    """Return the norm over all ranks of gradients that are divided over them."""
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm

@@ -108,7 +108,8 @@ class _Root(torch.nn.Module):
 
     def forward(self, work: Callable[[], T]) -> T:
         # FSDP registers its hooks on what is returned; changing a view in place would drop them.
-        return cast("T", tree_map_only(torch.Tensor, _owning, work()))
+        owning = tree_map_only(torch.Tensor, lambda one: one if one._base is None else one.clone(), work())  # noqa: SLF001
+        return cast("T", owning)
 
     def run_pass(self, work: Callable[[], T]) -> T:
         """Run one pass at a time; a pass within a pass is part of it."""
@@ -123,10 +124,6 @@ class _Root(torch.nn.Module):
             # With no backward to come, nothing else would divide the root's weights again.
             cast("FSDPModule", self).reshard()
         return result
-
-
-def _owning(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor if tensor._base is None else tensor.clone()  # noqa: SLF001 - the documented mark of a view
 
 
 @dataclass(frozen=True, slots=True)

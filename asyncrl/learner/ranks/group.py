@@ -143,8 +143,8 @@ def joined_ranks(rank: int, size: int, store: Store, device: str, timeout_s: flo
     Raises:
         torch.distributed.DistError: Not all came within `timeout_s`.
     """
-    for library in ("GLOO", "NCCL"):
-        os.environ[f"{library}_SOCKET_IFNAME"] = _loopback_interface()
+    names = [name for name, found in psutil.net_if_addrs().items() if any(one.address == LOOPBACK for one in found)]
+    os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = names[0] if names else "lo"
     timeout = timedelta(seconds=timeout_s)
     on_gpu = torch.device(device).type == "cuda"
     if on_gpu:
@@ -176,9 +176,3 @@ def join_store(address: str, size: int, timeout_s: float) -> TCPStore:
     """Open the store of rank 0 at `address`."""
     host, _, port = address.rpartition(":")
     return TCPStore(host, int(port), size, is_master=False, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
-
-
-def _loopback_interface() -> str:
-    """Return the name of the interface that only this machine reaches."""
-    names = [name for name, addresses in psutil.net_if_addrs().items() if any(a.address == LOOPBACK for a in addresses)]
-    return names[0] if names else "lo"

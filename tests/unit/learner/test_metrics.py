@@ -222,14 +222,6 @@ def test_mismatch_is_of_version_gap_zero_alone():
     assert got["mismatch/logprob_gap_max"] == pytest.approx((proximal - behaviour).abs().max().item())
 
 
-def test_mismatch_leaves_out_tokens_that_moved_weights_measured():
-    drawn = samples(count=30)
-    tokens = StepTokens(2)
-    tokens.add(record(drawn[:15], exact=False, first_update=True))
-    tokens.add(record(drawn[15:], exact=False, first_update=False))
-    assert tokens.metrics()["mismatch/tokens"] == (trained(drawn[:15], "versions") == LEARNER_VERSION).sum()
-
-
 def test_sequence_truncation_counts_whole_sequences():
     drawn = samples(count=20)
     got = figures([drawn], corrections=(StalenessMask(), TruncatedSequence(cap=1.5)))

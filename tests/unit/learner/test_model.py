@@ -11,7 +11,6 @@ from asyncrl.config.run import RunConfig
 from asyncrl.config.tasks import AdditionTask
 from asyncrl.errors import ConfigError, LearnerError
 from asyncrl.learner.model.policy import (
-    Reference,
     build_scratch,
     character_tokenizer,
     made_ready,
@@ -96,12 +95,6 @@ def test_warm_start_lowers_the_loss_and_repeats_bit_for_bit():
     assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
 
 
-def test_warm_start_without_examples_is_a_config_error(tmp_path):
-    model = ScratchModel(hidden_size=32, num_layers=1, num_heads=2, warm_start=WarmStart(steps=1))
-    with pytest.raises(ConfigError, match="no worked examples"):
-        load_or_make(RunConfig(model=model), tmp_path, list, ALPHABET)
-
-
 def test_the_initial_model_is_made_once(tmp_path):
     model = ScratchModel(hidden_size=32, num_layers=1, num_heads=2, warm_start=WarmStart(steps=3, batch_size=8))
     config = RunConfig(model=model)
@@ -182,19 +175,6 @@ RUN = RunConfig(
 def with_kl(config, **learner):
     algorithm = msgspec.structs.replace(config.algorithm, kl=KLConfig(coefficient=0.1))
     return msgspec.structs.replace(config, algorithm=algorithm, learner=msgspec.structs.replace(config.learner, **learner))
-
-
-def test_the_reference_stays_what_it_was(kit):
-    model, config = kit.model(), kit.config({"kl": KLConfig(coefficient=0.1)}, {"learning_rate": 1e-2})
-    train_state = kit.train_state(model, config)
-    train_state.reference = Reference(kit.model(), 64)
-    (row,) = prepare(kit.batch(kit.samples())).rows
-    before = train_state.reference.logprobs(row, 1.0)
-    results = [train_step(train_state, kit.batch(kit.samples(), step=step), config) for step in range(3)]
-    assert torch.equal(train_state.reference.logprobs(row, 1.0), before)
-    assert results[0].metrics["kl/reference_mean"] == pytest.approx(0.0, abs=1e-6)
-    assert results[2].metrics["kl/reference_mean"] > 1e-6
-    assert results[0].timings_s["time/reference_s"] > 0
 
 
 def test_the_reference_is_the_run_s_initial_model_unless_a_path_says_otherwise(kit, tmp_path):

@@ -75,21 +75,6 @@ def test_pairs_are_divided_over_updates(kit):
     assert result.metrics["dpo/pairs"] == 6
 
 
-def test_samples_of_no_pair_change_nothing(kit):
-    config, reference = dpo_config(kit), kit.model(seed=2)
-    weights = []
-    for single in (False, True):
-        samples = pair_samples(kit)
-        samples[4] |= {"pair": -1}
-        samples[5] |= {"pair": -1}
-        model = kit.model()
-        batch = kit.batch(samples if single else samples[:4])
-        train_step(with_reference(kit, model, config, reference), batch, config)
-        weights.append(list(model.parameters()))
-    for without, with_single in zip(*weights, strict=True):
-        torch.testing.assert_close(without, with_single, rtol=0, atol=1e-6)
-
-
 def test_a_pair_with_one_side_masked_is_left_out(kit):
     config, reference = dpo_config(kit), kit.model(seed=2)
     samples = pair_samples(kit)

@@ -1,0 +1,246 @@
+"""Seconds to a reward: asyncrl as configured, the same with `max_staleness = 0`, and TRL's GRPOTrainer, in turns.
+
+    python experiments/time_to_reward/run.py [--work quickstart long_tail smollm2] [--seeds 5] [--sides ours eta0 trl]
+
+For each work and seed, version 0 is made once. Every side starts from it with the same prompts, number of samples, rewards,
+sampling and schedule. Seconds are counted from when version 0 stands ready and the first samples are asked for; starting
+processes and imports are in them on no side. The bar is passed at the first step at which the mean reward of the last WINDOW
+steps reaches it. Held-out accuracy is measured alike for all sides: the trained model, sampled by transformers. Results go to
+results.jsonl, a line a run; `--report` writes RESULTS.md from them. Measure on a machine that does nothing else: TRL's two
+threads wait actively, and other work slows them far more than ours.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import msgspec
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import asyncrl
+from asyncrl.config.learner import PretrainedModel
+from asyncrl.tasks.registry import build_task
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+RESULTS = HERE / "results.jsonl"
+WINDOW = 10
+SIDES = ("ours", "eta0", "trl")
+
+
+@dataclass(frozen=True)
+class Work:
+    """One comparison."""
+
+    config: Path
+    bar: float
+    bars: tuple[float, ...]
+    goal: float
+    """Seconds to the bar, ours over TRL's, at most."""
+    eta0_goal: float
+
+
+WORKS = {
+    "quickstart": Work(ROOT / "configs" / "quickstart.toml", 0.80, (0.75, 0.80, 0.85), 0.65, 0.75),
+    "long_tail": Work(HERE / "long_tail.toml", 0.80, (0.60, 0.70, 0.80), 0.40, 0.50),
+    "smollm2": Work(ROOT / "configs" / "smollm2.toml", 0.50, (0.40, 0.50, 0.60), 0.25, 0.75),
+}
+
+
+def main() -> None:
+    """Run what is asked for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--work", nargs="+", choices=WORKS, default=["quickstart"])
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--first-seed", type=int, default=0)
+    parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
+    parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="A.B=VALUE")
+    parser.add_argument("--report", action="store_true", help="only write RESULTS.md from results.jsonl")
+    told = parser.parse_args()
+    if not told.report:
+        for name in told.work:
+            for seed in range(told.first_seed, told.first_seed + told.seeds):
+                compare(name, seed, told.sides, told.overrides)
+    (HERE / "RESULTS.md").write_text(report(), encoding="utf-8")
+
+
+def compare(name: str, seed: int, sides: list[str], overrides: list[str]) -> None:
+    """All sides of one seed, one after the other; which begins changes with the seed."""
+    work = WORKS[name]
+    with tempfile.TemporaryDirectory(prefix="asyncrl-time-to-reward-") as scratch:
+        folder = Path(scratch)
+        told = [*overrides, f"seed={seed}"]
+        config = asyncrl.load_config(work.config, told)
+        version_0 = make_version_0(config, folder)
+        turn = seed % len(sides)
+        for side in sides[turn:] + sides[:turn]:
+            started_s = time.monotonic()
+            steps, model = trl(work, told, version_0, folder) if side == "trl" else ours(config, side, version_0, folder)
+            row = {
+                "work": name,
+                "seed": seed,
+                "side": side,
+                "overrides": overrides,
+                "date": time.strftime("%Y-%m-%d"),
+                "commit": subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, text=True).strip(),
+                "wall_s": time.monotonic() - started_s,
+                "train_s": steps[-1][0],
+                "steps": len(steps),
+                "seconds_to": {str(bar): seconds_to(steps, bar) for bar in work.bars},
+                "accuracy": [held_out_accuracy(config, version_0), held_out_accuracy(config, model)],
+                "curve": [[round(second, 2), round(reward, 4)] for second, reward in steps],
+            }  # fmt: skip
+            with RESULTS.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(row) + "\n")
+            shown = {key: value for key, value in row.items() if key not in {"curve", "overrides"}}
+            print(json.dumps(shown), flush=True)
+
+
+def make_version_0(config: asyncrl.RunConfig, folder: Path) -> Path:
+    """The model that every side starts from: warm-started by a run of one step, or the folder that the config names."""
+    if isinstance(config.model, PretrainedModel):
+        return Path(config.model.path)
+    run_once(msgspec.structs.replace(config, name="version-0", folder=str(folder), num_steps=1))
+    return folder / "version-0" / "model"
+
+
+def ours(config: asyncrl.RunConfig, side: str, version_0: Path, folder: Path) -> tuple[list[tuple[float, float]], Path]:
+    """asyncrl from version 0; `eta0`: the same, synchronous."""
+    buffer = msgspec.structs.replace(config.buffer, max_staleness=0) if side == "eta0" else config.buffer
+    model = PretrainedModel(path=str(version_0))
+    run_once(msgspec.structs.replace(config, name=side, folder=str(folder), model=model, buffer=buffer))
+    path = folder / side
+    metrics = [json.loads(line) for line in (path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    lines = [json.loads(line) for line in (path / "steps.jsonl").read_text(encoding="utf-8").splitlines()]
+    # What is trained is generated from when version 0 has been evaluated.
+    began_s = next(line["time_s"] for line in metrics if "eval/accuracy" in line["metrics"])
+    return [(line["time_s"] - began_s, line["reward_mean"]) for line in lines], next((path / "checkpoints").glob("step-*"))
+
+
+def run_once(config: asyncrl.RunConfig) -> None:
+    """One run in processes of its own, as `asyncrl run` does it."""
+
+    async def run() -> None:
+        async with asyncrl.Run(config) as running:
+            status = await running.wait()
+        if status.phase != "stopped":
+            raise SystemExit(f"{config.name}: {status.phase}: {status.reason}")
+
+    asyncio.run(run())
+
+
+def trl(work: Work, overrides: list[str], version_0: Path, folder: Path) -> tuple[list[tuple[float, float]], Path]:
+    """TRL, in a process of its own that has all cores and waits actively, which is faster there."""
+    out = folder / "trl"
+    shutil.rmtree(out, ignore_errors=True)
+    environment = {key: value for key, value in os.environ.items() if key not in {"OMP_WAIT_POLICY", "OMP_NUM_THREADS"}}
+    told = [argument for override in overrides for argument in ("--set", override)]
+    command = [sys.executable, str(HERE / "trl_grpo.py"), str(work.config), str(version_0), str(out), *told]
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment | {"HF_HUB_OFFLINE": "1"}, capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        raise SystemExit(f"TRL ended with {done.returncode}:\n{done.stderr[-4000:]}")
+    lines = [json.loads(line) for line in (out / "steps.jsonl").read_text(encoding="utf-8").splitlines()]
+    return [(line["seconds"], line["reward"]) for line in lines], out / "model"
+
+
+def seconds_to(steps: list[tuple[float, float]], bar: float) -> float | None:
+    """Seconds after which the mean reward of the last WINDOW steps reached the bar; None where it never did."""
+    for last in range(WINDOW, len(steps) + 1):
+        if sum(reward for _, reward in steps[last - WINDOW : last]) / WINDOW >= bar:
+            return round(steps[last - 1][0], 2)
+    return None
+
+
+def held_out_accuracy(config: asyncrl.RunConfig, folder: Path) -> float:
+    """Share of held-out prompts whose sampled answer (temperature as configured) is exactly right; 4 samples a prompt."""
+    torch.manual_seed(0)
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder, padding_side="left")
+    prompts = build_task(config.task, config.seed).held_out[: config.eval.num_prompts]
+    texts = [
+        tokenizer.apply_chat_template(
+            [{"role": m.role, "content": m.content} for m in prompt.messages], tokenize=False, add_generation_prompt=True
+        )
+        if prompt.messages
+        else prompt.text
+        for prompt in prompts
+        for _ in range(4)
+    ]
+    answers = [prompt.answer for prompt in prompts for _ in range(4)]
+    num_right = 0
+    for start in range(0, len(texts), 256):
+        tokens = tokenizer(texts[start : start + 256], return_tensors="pt", padding=True, add_special_tokens=False)
+        sampling: dict[str, Any] = {"do_sample": True, "temperature": config.generate.sampling.temperature, "top_k": 0}
+        found = model.generate(
+            input_ids=tokens["input_ids"],
+            attention_mask=tokens["attention_mask"],
+            max_new_tokens=config.generate.sampling.max_new_tokens,
+            **sampling,
+        )
+        said = tokenizer.batch_decode(found[:, tokens["input_ids"].shape[1] :], skip_special_tokens=True)
+        for text, answer in zip(said, answers[start : start + 256], strict=True):
+            _, marked, rest = text.rpartition("<answer>")
+            num_right += (rest.partition("</answer>")[0] if marked else text).strip() == answer
+    return num_right / len(texts)
+
+
+def report() -> str:
+    """RESULTS.md from results.jsonl; of several runs of a side and seed the newest counts."""
+    rows = {
+        (row["work"], row["seed"], row["side"]): row for row in map(json.loads, RESULTS.read_text(encoding="utf-8").splitlines())
+    }
+    lines = [
+        "# Seconds to a reward",
+        "",
+        "`python experiments/time_to_reward/run.py --work quickstart long_tail` on 2 cores; [run.py](run.py) says what counts.",
+        "",
+        "| work | seed | side | steps/s | seconds to the bars | held out | date, commit |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for (name, seed, side), row in sorted(rows.items()):
+        bars = ", ".join(f"{bar}: {'not reached' if took is None else f'{took:.0f}'}" for bar, took in row["seconds_to"].items())
+        rate, (before, after) = row["steps"] / row["train_s"], row["accuracy"]
+        lines.append(
+            f"| {name} | {seed} | {side} | {rate:.1f} | {bars} | {before:.3f} to {after:.3f} | {row['date']}, {row['commit']} |"
+        )
+    lines += [
+        "",
+        "| work | bar | ours over TRL, median (goal) | ours over eta = 0, median (goal) | seeds |",
+        "|---|---|---|---|---|",
+    ]
+    for name, work in WORKS.items():
+        seeds = sorted({seed for found, seed, _ in rows if found == name})
+        if seeds:
+            over_trl, over_eta0 = ratios(rows, name, seeds, work.bar, "trl"), ratios(rows, name, seeds, work.bar, "eta0")
+            by_trl, by_eta0 = f"{shown(over_trl)} ({work.goal})", f"{shown(over_eta0)} ({work.eta0_goal})"
+            lines.append(f"| {name} | {work.bar} | {by_trl} | {by_eta0} | {len(seeds)} |")
+    return "\n".join([*lines, ""])
+
+
+def ratios(rows: dict[tuple[str, int, str], Any], name: str, seeds: list[int], bar: float, other: str) -> list[float]:
+    """Our seconds to the bar over the other side's, for the seeds at which both reached it."""
+    taken = [[rows.get((name, seed, side), {}).get("seconds_to", {}).get(str(bar)) for side in ("ours", other)] for seed in seeds]
+    return [mine / theirs for mine, theirs in taken if mine and theirs]
+
+
+def shown(values: list[float]) -> str:
+    """Median with its range."""
+    return f"{median(values):.2f} ({min(values):.2f} to {max(values):.2f})" if values else "not run"
+
+
+if __name__ == "__main__":
+    main()

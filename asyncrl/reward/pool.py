@@ -32,6 +32,9 @@ from asyncrl.schema.samples import Score, ScoreRequest
 log = logging.getLogger(__name__)
 
 MAX_BATCH = 32
+"""Cheap samples that are sent at a time."""
+MOST_TOGETHER = 128
+"""Samples that one process has at a time, where its functions judge several at once."""
 MAX_ERROR_CHARS = 2000
 """Of the reason why a sample has no score. It travels, goes into the ledger and is counted by, and a reward may say anything."""
 _BATCH_WORK_S = 0.02
@@ -91,16 +94,16 @@ class RewardPool:
         self._stops: Counter[tuple[str, str]] = Counter()
         self._output_path = output
         self._config, self._clock, self._name = config, clock, name
-        self._waiting: asyncio.Queue[_Job] = asyncio.Queue(self.capacity)
+        self._waiting: asyncio.Queue[_Job] = asyncio.Queue(config.concurrency * MOST_TOGETHER)
         self._processes: set[ScoringProcess] = set()
-        self._takes_batches = False
+        self._most_together = 1
         self._tasks = asyncio.TaskGroup()
         self._slots: list[asyncio.Task[None]] = []
 
     @property
     def capacity(self) -> int:
         """Samples that are worth handing in at once; `score` waits beyond about twice as many."""
-        return self._config.concurrency * MAX_BATCH
+        return self._config.concurrency * (MOST_TOGETHER if self._most_together > 1 else MAX_BATCH)
 
     @property
     def pids(self) -> tuple[int, ...]:
@@ -161,7 +164,7 @@ class RewardPool:
         mean_s = _BATCH_WORK_S
         while True:
             jobs.append(await self._waiting.get())
-            room = MAX_BATCH if self._takes_batches else _batch_size(mean_s)
+            room = min(self._most_together, MOST_TOGETHER) if self._most_together > 1 else _batch_size(mean_s)
             while len(jobs) < room and not self._waiting.empty():
                 jobs.append(self._waiting.get_nowait())
             _send(process, jobs)
@@ -252,7 +255,7 @@ class RewardPool:
     async def _start(self) -> ScoringProcess:
         process = ScoringProcess(self._output)
         self._processes.add(process)
-        self._takes_batches = await process.begin(self._config)
+        self._most_together = await process.begin(self._config)
         return process
 
     async def _stop(self, process: ScoringProcess) -> None:

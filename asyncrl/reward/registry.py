@@ -9,6 +9,7 @@ Invariants: names are unique within a run and the same in every process; the sum
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import math
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -34,7 +35,11 @@ from asyncrl.reward.reasoning_gym import build_reasoning_gym
 from asyncrl.reward.sandbox.code_exec import build_code_exec
 from asyncrl.user_code import REWARD_ARGUMENTS, load_function, takes_batches
 
-BatchFunction = Callable[[Sequence[RewardInput]], "Sequence[float] | Awaitable[Sequence[float]]"]
+BatchFunction = Callable[[Sequence[RewardInput]], "Sequence[float] | Awaitable[Sequence[float | RewardError]]"]
+BATCH_SIZE = 32
+"""Samples that a function for several is called with, at most."""
+MOST_AWAITED = 128
+"""Samples that an async function is awaited for at the same time, at most."""
 Resolve = Callable[[Awaitable[object]], object]
 """Runs an awaitable to its end in the scoring process's own event loop."""
 Outcome = tuple[float, dict[str, float]] | RewardError
@@ -49,6 +54,8 @@ class NamedReward(NamedTuple):
     function: RewardFunction
     batch: BatchFunction | None = None
     """Judges several samples at once; where it is given, `function` does the same for one."""
+    most_together: int = 1
+    """Samples that `batch` is worth calling with."""
 
 
 def build_rewards(config: RewardConfig) -> tuple[NamedReward, ...]:
@@ -65,7 +72,7 @@ def build_rewards(config: RewardConfig) -> tuple[NamedReward, ...]:
                 f"a slow program would fail its sample instead of scoring 0"
             )
     named = zip(reward_names(config), config.functions, strict=True)
-    return tuple(NamedReward(name, function.weight, build_reward(function), _build_batch(function)) for name, function in named)
+    return tuple(NamedReward(name, each.weight, build_reward(each), *_build_batch(name, each)) for name, each in named)
 
 
 def build_reward(config: RewardFunctionConfig) -> RewardFunction:
@@ -94,7 +101,7 @@ def score_together(
     Yields:
         For each sample its sum and parts, or an error that begins with the name of the function that failed.
     """
-    values: dict[tuple[int, int], float] = {}
+    values: dict[tuple[int, int], float | RewardError] = {}
     for number, reward in enumerate(rewards):
         wanted = [index for index, (_, skipped) in enumerate(items) if number not in skipped]
         if reward.batch is not None and len(wanted) > 1:
@@ -108,11 +115,13 @@ def score_together(
     for index, (sample, skipped) in enumerate(items):
         total, parts = 0.0, {}
         try:
-            for number, (name, weight, function, _) in enumerate(rewards):
+            for number, (name, weight, function, *_) in enumerate(rewards):
                 value = 0.0 if number in skipped else values.get((index, number))
                 if value is None:
                     at(index, number, False)
                     value = _checked(name, _call(name, lambda: function(sample), resolve))  # noqa: B023
+                if isinstance(value, RewardError):
+                    raise value
                 parts[name] = value
                 total += weight * value
         except RewardError as error:
@@ -141,9 +150,9 @@ def _checked(name: str, value: object) -> float:
     return number
 
 
-def _checked_batch(name: str, values: object, num_wanted: int) -> list[float]:
+def _checked_batch(name: str, values: object, num_wanted: int) -> list[float | RewardError]:
     try:
-        numbers = [_checked(name, value) for value in values]  # type: ignore[attr-defined]
+        numbers = [value if isinstance(value, RewardError) else _checked(name, value) for value in values]  # type: ignore[attr-defined]
     except TypeError as error:
         raise RewardError(f"{name}: returned {values!r} for {num_wanted} samples, which is not a list of numbers") from error
     if len(numbers) != num_wanted:
@@ -153,27 +162,48 @@ def _checked_batch(name: str, values: object, num_wanted: int) -> list[float]:
 
 def _build_python(config: PythonReward) -> RewardFunction:
     user_function = load_function(config.path, "reward path", REWARD_ARGUMENTS)
-    batch = _build_batch(config)
-
-    def score(sample: RewardInput) -> float | Awaitable[float]:
-        return cast("float | Awaitable[float]", user_function(sample.prompt, sample.text))
+    if not takes_batches(user_function):
+        return lambda sample: cast("float | Awaitable[float]", user_function(sample.prompt, sample.text))
 
     async def score_one_of_several(sample: RewardInput) -> float:
-        assert batch is not None
-        values = batch([sample])
+        values = user_function([sample.prompt], [sample.text])
         values = await values if inspect.isawaitable(values) else values
-        return _checked_batch("it", values, 1)[0]
+        return cast("float", _checked_batch("it", values, 1)[0])
 
-    return score if batch is None else score_one_of_several
+    return score_one_of_several
 
 
-def _build_batch(config: RewardFunctionConfig) -> BatchFunction | None:
+def _build_batch(name: str, config: RewardFunctionConfig) -> tuple[BatchFunction | None, int]:
+    """How several samples are judged at once, and how many; an async function is awaited for all of them at the same time."""
     if not isinstance(config, PythonReward):
-        return None
+        return None, 1
     user_function = load_function(config.path, "reward path", REWARD_ARGUMENTS)
-    if not takes_batches(user_function):
-        return None
-    return lambda samples: user_function([sample.prompt for sample in samples], [sample.text for sample in samples])  # type: ignore[no-any-return]
+    if takes_batches(user_function):
+        return lambda samples: user_function([each.prompt for each in samples], [each.text for each in samples]), BATCH_SIZE
+    if not inspect.iscoroutinefunction(user_function):
+        return None, 1
+
+    async def one(sample: RewardInput) -> float | RewardError:
+        try:
+            return _checked(name, await user_function(sample.prompt, sample.text))
+        except (MemoryError, asyncio.CancelledError):
+            raise
+        except RewardError as said:
+            return said
+        except Exception as error:  # noqa: BLE001 - the boundary: what a user's function raises fails its sample
+            failure = RewardError(f"{name}: {type(error).__name__}: {error}")
+            failure.__cause__ = error
+            return failure
+
+    async def all_at_once(samples: Sequence[RewardInput]) -> list[float | RewardError]:
+        try:
+            async with asyncio.TaskGroup() as group:
+                asked = [group.create_task(one(sample)) for sample in samples]
+        except* MemoryError as group_error:
+            raise MemoryError from group_error
+        return [task.result() for task in asked]
+
+    return all_at_once, MOST_AWAITED
 
 
 def _build_format_check(config: FormatCheckReward) -> RewardFunction:

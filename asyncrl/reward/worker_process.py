@@ -1,10 +1,10 @@
 """The scoring process: `python -m asyncrl.reward.worker_process FD MARK_FD`, and the pool's side of it.
 
-The process scores strictly one sample after the other, in its main thread, with an event loop of its own for async rewards;
-functions that take several samples at once are called first, with all that came together. It may hang, run out of memory or
-die: the pool notices and replaces it. It dies with its parent, holds at most `process_memory_bytes` of data, and never imports
-torch unless a user's reward does. Before each function it writes into a shared mark which sample and which function it is at, so
-that the pool knows what to blame.
+The process scores in its main thread, with an event loop of its own for async rewards. Functions that take several samples and
+async functions come first, for all samples that came together; then it goes from one sample to the next. It may hang, run out
+of memory or die: the pool notices and replaces it. It dies with its parent, holds at most `process_memory_bytes` of data, and
+never imports torch unless a user's reward does. Before each function it writes into a shared mark which sample and which
+function it is at, so that the pool knows what to blame.
 
 The two talk in msgpack over a socket pair: `Begin`, `Ready`, then for each `Work` one `Judgement` per sample, in order. A message
 is its length in 4 bytes, little-endian, and the payload.
@@ -60,8 +60,8 @@ class Ready(msgspec.Struct, frozen=True):
 
     error: str = ""
     is_config_error: bool = False
-    takes_batches: bool = False
-    """A function judges several samples at once, and is called with as many as there are."""
+    most_together: int = 1
+    """Samples that its functions can judge at the same time; 1: one after the other."""
 
 
 class Item(msgspec.Struct, frozen=True):
@@ -194,8 +194,8 @@ class ScoringProcess:
                 raise RewardError(f"cannot start a scoring process: {error}") from error
             ours.pop_all()
 
-    async def begin(self, config: RewardConfig) -> bool:
-        """Wait until the child has built its rewards; return whether one of them takes several samples at once.
+    async def begin(self, config: RewardConfig) -> int:
+        """Wait until the child has built its rewards; return how many samples they can judge at the same time.
 
         Raises:
             ConfigError: The rewards are configured wrongly.
@@ -219,7 +219,7 @@ class ScoringProcess:
             raise RewardError(f"a scoring process could not start: {died}; the worker's log has what it said") from died
         if ready.error:
             raise (ConfigError if ready.is_config_error else RewardError)(ready.error)
-        return ready.takes_batches
+        return ready.most_together
 
     @property
     def pid(self) -> int:
@@ -304,7 +304,7 @@ def main() -> None:
         except AsyncRLError as error:
             pool.sendall(_message(Ready(str(error), isinstance(error, ConfigError))))
             return
-        pool.sendall(_message(Ready(takes_batches=any(reward.batch is not None for reward in rewards))))
+        pool.sendall(_message(Ready(most_together=max((reward.most_together for reward in rewards), default=1))))
 
         def resolve(pending: Awaitable[object]) -> object:
             return runner.run(_await(pending))

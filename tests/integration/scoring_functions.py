@@ -20,6 +20,21 @@ async def slowly(prompt, text):
     return 2.0
 
 
+num_waiting = 0
+
+
+async def num_together(prompt, text):
+    """How many samples were being judged as this one came, itself included."""
+    global num_waiting  # noqa: PLW0603 - a user's module may
+    if text == "raise":
+        raise ValueError(text)
+    num_waiting += 1
+    seen = num_waiting
+    await asyncio.sleep(0.05)
+    num_waiting -= 1
+    return float(seen)
+
+
 def on_demand(prompt, text):
     """Do what the completion says; 1 where that has no result."""
     act = ACTS.get(text)

@@ -168,6 +168,14 @@ async def test_a_batch_with_a_sample_that_fails_or_ends_the_process_costs_that_s
         assert "returned 0 numbers for 1 samples" in scores[5].error
 
 
+async def test_an_async_function_is_awaited_for_many_samples_at_once_and_what_raises_fails_its_own_only():
+    async with pool_of(PythonReward(path="scoring_functions:num_together", name="mine")) as pool:
+        scores = await all_scores(pool, ["raise", *["wait"] * 60])
+    assert max(score.reward for score in scores[1:]) > 20
+    assert scores[0].error == "mine: ValueError: raise"
+    assert not any(score.error for score in scores[1:])
+
+
 async def test_a_process_that_dies_is_said_in_the_log(caplog):
     async with pool_of(ON_DEMAND) as pool:
         await all_scores(pool, ["fine", "die", "fine", "die"])

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from asyncrl.algorithms.diagnostics import sequence_mismatch, token_mismatch, weight_figures
-from asyncrl.algorithms.loss_terms import AGGREGATIONS
+from asyncrl.algorithms.loss_terms import aggregate
 from asyncrl.algorithms.types import Denominators, segment_sum
 from asyncrl.models.logprobs import token_logprobs
 
@@ -97,8 +97,7 @@ def test_entropy(case):
         rows, width = mask.shape
         row_ids = torch.arange(rows).repeat_interleave(width)
         counted = Denominators(int(mask.sum()), int(mask.any(dim=1).sum()))
-        aggregation = AGGREGATIONS[case["params"]["aggregation"]]
-        loss = aggregation(entropy.reshape(-1), mask.reshape(-1).bool(), row_ids, rows, counted)
+        loss = aggregate(case["params"]["aggregation"], entropy.reshape(-1), mask.reshape(-1).bool(), row_ids, rows, counted)
         loss.backward()
         assert_close(case, "loss", loss)
         assert_close(case, "grad_logits", logits.grad)

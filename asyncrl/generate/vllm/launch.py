@@ -43,7 +43,7 @@ _GRACE_S = 5.0
 _STOP_S = 1.5
 """For vLLM's engine core to end by itself."""
 _SOCKETS = "VLLM_RPC_BASE_PATH"
-_RING = re.compile(r"/dev/shm/psm_\w+$", re.MULTILINE)  # noqa: S108 - vLLM's
+_SHARED = re.compile(r"/dev/shm/(?:psm_\w+|vllm_dist_\S+)$", re.MULTILINE)  # noqa: S108 - vLLM's
 _QUIET = {
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
@@ -225,20 +225,21 @@ def processes_of(sockets: Path) -> set[psutil.Process]:
 
 def shut_down(llm: Any, processes: set[psutil.Process]) -> None:  # noqa: ANN401 - vLLM's AsyncLLM
     """End an AsyncLLM and wait for its processes; slow, run it on a thread."""
-    rings: set[Path] = set()  # by which cores and workers talk: a core that is not given the time to end leaves them
+    shared: set[Path] = set()  # by which cores and workers talk: those that are not given the time to end leave it
     for process in processes:
         with contextlib.suppress(OSError):
-            rings |= {Path(path) for path in _RING.findall(Path(f"/proc/{process.pid}/maps").read_text())}
+            shared |= {Path(path) for path in _SHARED.findall(Path(f"/proc/{process.pid}/maps").read_text())}
     if llm.output_handler is not None:  # it would log the end of the core as a death
         llm.output_handler.get_loop().call_soon_threadsafe(llm.output_handler.cancel)
     try:
         llm.shutdown(timeout=_STOP_S)
     finally:
         end(processes)
-        for ring in rings:
-            if ring.exists():
-                ring.unlink(missing_ok=True)
-                resource_tracker.unregister(f"/{ring.name}", "shared_memory")
+        for memory in shared:
+            if memory.exists():
+                memory.unlink(missing_ok=True)
+                if memory.name.startswith("psm_"):
+                    resource_tracker.unregister(f"/{memory.name}", "shared_memory")
 
 
 def end(processes: set[psutil.Process]) -> None:

@@ -63,8 +63,8 @@ def test_no_room_is_an_error_that_says_what_to_do_and_leaves_nothing(writer, tmp
 
 def test_a_writer_that_runs_out_of_descriptors_at_any_point_leaves_none(tmp_path):
     """In a process of its own: ZeroMQ's threads, which other tests started in this one, abort where there are none left."""
-    code = f"from pathlib import Path\nfrom {__name__} import run_out_of_descriptors\nrun_out_of_descriptors(Path({str(tmp_path)!r}))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    code = f"import sys, pathlib, {__name__} as tests\ntests.run_out_of_descriptors(pathlib.Path(sys.argv[1]))"
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 

@@ -30,6 +30,7 @@ _SYMBOLS = {
     "√": r"\sqrt ", "·": r"\cdot ", "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "±": r"\pm ", "∈": r"\in ", "°": r"^{\circ}",
     "∅": r"\emptyset ",
 }  # fmt: skip
+_THOUSANDS = re.compile(r"(?<=\d),\\!\s*(?=\d{3}(?!\d))")
 _NOISE = re.compile(r"\\(?:left|right|displaystyle|quad|qquad|limits|bigl?|bigr?|Bigl?|Bigr?)(?![A-Za-z])|(?<!\\)\\[!,;: ]|~")
 _SAME = (
     (re.compile(r"\\[dtc]frac(?![A-Za-z])"), r"\\frac"),
@@ -40,6 +41,9 @@ _SAME = (
     (re.compile(r"\\(?:mathrm|mbox|textbf|textrm|textit|operatorname)\s*\{"), r"\\text{"),
     (re.compile(r"\\lbrace(?![A-Za-z])"), r"\\{"),
     (re.compile(r"\\rbrace(?![A-Za-z])"), r"\\}"),
+    (re.compile(r"<="), r"\\le "),
+    (re.compile(r">="), r"\\ge "),
+    (re.compile(r"!="), r"\\ne "),
     (re.compile(r"\*\*"), "^"),
     (re.compile(r"([_^])\s*\{(\w)\}"), r"\1\2"),
     (re.compile(r"\s+"), " "),
@@ -52,7 +56,9 @@ _LEAD = re.compile(
     r"(?:so |thus |therefore,? |hence,? )?(?:the )?(?:final )?(?:answer|result|value|solution)(?: is:?|:| =)\s*", re.IGNORECASE
 )
 _NAME = re.compile(
-    r"(?P<name>[A-Za-z](?:_\w|_\{\w+\})?(?:\([A-Za-z]\))?|\\[a-z]+)\s*(?:=|\\in(?![A-Za-z]))\s*(?P<rest>.+)", re.DOTALL
+    r"(?P<name>[A-Za-z](?:_\w|_\{\w+\})?(?:\([A-Za-z]\))?|\([A-Za-z](?:,\s*[A-Za-z])+\)|\\[a-z]+)\s*"
+    r"(?:=|\\in(?![A-Za-z]))\s*(?P<rest>.+)",
+    re.DOTALL,
 )
 _RELATION = re.compile(r"=|<|>|\\(?:le|ge|ne|lt|gt|in|equiv|approx|sim|to|mid|iff|implies|Rightarrow)(?![A-Za-z])")
 _COMMAND_WORDS = """frac sqrt pi infty cdot times div pm mp sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh log ln exp
@@ -147,7 +153,7 @@ def _normal(text: str) -> str:
     text = text[2:-2] if text.startswith("**") and text.endswith("**") and len(text) > 4 else text
     for symbol, latex in _SYMBOLS.items():
         text = text.replace(symbol, latex)
-    text = _NOISE.sub(" ", text)
+    text = _NOISE.sub(" ", _THOUSANDS.sub("", text))
     for pattern, replacement in _SAME:
         text = pattern.sub(replacement, text)
     text = text.strip().removesuffix(".").strip()

@@ -89,6 +89,14 @@ BOMBS = [
 ]  # fmt: skip
 
 
+@pytest.mark.parametrize(("answer", "reference", "is_right"), [
+    (r"\boxed{11,\! 111,\! 100}", "11111100", 1), (r"$3,\!2$", "32", 0), ("(3,2)", "(p,q)=(3,2)", 1), ("(q,p)=(3,2)", "(p,q)=(3,2)", 0),
+    ("x <= 2", r"x \leq 2", 1), ("x != 3", r"x \ne 3", 1), ("x >= 2", r"x \leq 2", 0),
+])  # fmt: skip
+def test_thousands_relations_and_names_of_tuples_in_mathematics(answer, reference, is_right):
+    assert scorer("math")(answer, reference) == is_right
+
+
 @pytest.mark.parametrize("mode", ["numeric", "math", "exact"])
 def test_no_answer_makes_a_judge_hang(mode):
     score = scorer(mode)

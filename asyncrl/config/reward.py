@@ -92,11 +92,11 @@ class RewardConfig(_Stage, frozen=True):
     num_workers: NonNegativeInt = 1
     functions: tuple[RewardFunctionConfig, ...] = (AnswerMatchReward(),)
     timeout_s: PositiveFloat = 30.0
-    """One sample's rewards together; past it the sample is failed."""
+    """One sample's rewards together. The function that runs past it scores 0 for that sample."""
     concurrency: PositiveInt = 2
     """Samples one worker scores at once, each in a process of its own."""
     process_memory_bytes: PositiveInt = 4 << 30
-    """Data one scoring process may hold; a sample that needs more is failed and the process replaced."""
+    """Data one scoring process may hold. A function that needs more scores 0 for that sample, and the process is replaced."""
 
 
 def reward_names(config: RewardConfig) -> tuple[str, ...]:

@@ -69,7 +69,7 @@ def build_rewards(config: RewardConfig) -> tuple[NamedReward, ...]:
         if isinstance(function, CodeExecReward) and function.wall_s >= config.timeout_s:
             raise ConfigError(
                 f"reward.functions code_exec: wall_s ({function.wall_s:g}) must be under timeout_s ({config.timeout_s:g}): "
-                f"a slow program would fail its sample instead of scoring 0"
+                f"else the time limit of a sample ends a slow program's process before its own does"
             )
     named = zip(reward_names(config), config.functions, strict=True)
     return tuple(NamedReward(name, each.weight, build_reward(each), *_build_batch(name, each)) for name, each in named)

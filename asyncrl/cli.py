@@ -99,7 +99,7 @@ def resume(
         return
     config, steps = load_config(folder / "config.toml", overrides), read_steps(folder)
     done = steps[-1].version if steps else 0
-    checkpoints = sorted((folder / "checkpoints").glob("step-*"))
+    checkpoints = sorted(path for path in (folder / "checkpoints").glob("step-*") if path.name.removeprefix("step-").isdecimal())
     if done >= config.num_steps and checkpoints:
         raise ConfigError(
             f"{folder} has done its {config.num_steps} steps; `asyncrl resume {folder} --set num_steps={2 * config.num_steps}` "

@@ -241,7 +241,7 @@ class RunConfig(_Stage, frozen=True):
     name: str = "run"
     folder: str = "runs"
     """The run lives in `folder/name`."""
-    seed: NonNegativeInt = 0
+    seed: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] = 0
     num_steps: PositiveInt = 100
     """Optimizer steps; the run ends with this version."""
     task: TaskConfig = AdditionTask()

@@ -10,8 +10,11 @@ Everything here returns at once. What comes in calls `changed`; then the control
 from __future__ import annotations
 
 import logging
+import math
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
+
+import msgspec
 
 from asyncrl.buffer import events as ev
 from asyncrl.buffer.buffer import Buffer
@@ -255,6 +258,9 @@ class Dispatcher:
 
     def _enter_score(self, score: Score, ack: Callable[[], None]) -> None:
         """Store a reward, or the reason why there is none."""
+        if score.purpose == "eval" and not all(map(math.isfinite, (score.reward, *score.parts.values()))):
+            fault = "the reward of an evaluation is not finite"
+            score = msgspec.structs.replace(score, reward=0.0, parts={}, error=fault, error_kind=fault)
         if score.error:
             self._note_failure("reward", score.error_kind, score.error, score.trace)
         elif self.failures.sample_scored(score.over_limit):

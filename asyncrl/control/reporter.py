@@ -157,14 +157,15 @@ class Reporter:
         self.sinks.write(report.version, self._clock.now(), values)
 
     def note_step(self, done: StepDone, dispatcher: Dispatcher, peers: Peers) -> None:
-        """Record a finished step: one line in steps.jsonl and the metrics to every sink."""
+        """Record a finished step: one line in steps.jsonl and the metrics to every sink, but for figures that are not finite."""
+        done = msgspec.structs.replace(done, metrics=finite(done.metrics))
         now = self._clock.now()
         elapsed_s = max(now - self._last_step_s, 1e-9)
         counts, failures, generators = dispatcher.buffer.counts(), dispatcher.failures, peers.of("generator")
         beats = {peer.name: peer.heartbeat for peer in peers.values() if peer.heartbeat is not None}
         idle = [self._idle_share(beats[peer.name]) for peer in generators if peer.name in beats]
         by_name = {"dropped": counts.dropped, "failed": counts.failed, "deaths": self._deaths}
-        metrics = {
+        metrics = finite({
             **done.metrics,
             **self._staleness.pop(done.step, {}),
             **self._weights_metrics,
@@ -185,7 +186,7 @@ class Reporter:
             "queue/running": float(counts.running),
             "queue/scoring": float(counts.scoring),
             "refused/samples": float(dispatcher.refused_samples),
-        }
+        })
         report = StepReport(
             step=done.step,
             version=done.version,
@@ -207,7 +208,7 @@ class Reporter:
             over_limit_samples=failures.num_over_limit,
             over_limit_share=failures.over_limit_share,
             weight_sync_ms=metrics.get("weights/sync_ms", 0.0),
-            metrics=finite(metrics),
+            metrics=metrics,
         )
         self._last_step_s, self._last_generated = now, dispatcher.generated_tokens
         if not self.steps or report.step > self.steps[-1].step:  # else a learner back from a checkpoint has repeated it

@@ -97,8 +97,10 @@ class ScoreDispatcher:
             return ""
         if worker != half.worker and worker not in half.lost:
             return f"g{answer.group_id}.{answer.index} was asked of another worker"
-        if isinstance(answer, InferResult) and not answer.error and answer.rewards.keys() != self._weights.keys():
-            return f"it judges by {sorted(answer.rewards)}, and the run by {sorted(self._weights)}"
+        if isinstance(answer, InferResult):
+            expected = set() if answer.error else self._weights.keys()
+            if answer.rewards.keys() != expected:
+                return f"it judges by {sorted(answer.rewards)}, expected are {sorted(expected)}"
         return ""
 
     def take(self, answer: Score | InferResult) -> Score | None:

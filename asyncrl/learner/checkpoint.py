@@ -19,6 +19,7 @@ import itertools
 import json
 import logging
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -267,7 +268,8 @@ def save_shards(
 
 
 def _complete(folder: Path) -> list[Path]:
-    found = [path for path in folder.glob(f"{PREFIX}*") if (path / STATE).is_file()]
+    named = re.compile(rf"{PREFIX}[0-9]+")
+    found = [path for path in folder.glob(f"{PREFIX}*") if named.fullmatch(path.name) and (path / STATE).is_file()]
     return sorted(found, key=lambda path: int(path.name.removeprefix(PREFIX)))
 
 

@@ -114,7 +114,7 @@ def read_lines(path: Path, kind: type[T]) -> Iterator[T]:
                 row = decoder.decode(line) if line.endswith(b"\n") else None
             except msgspec.ValidationError:
                 raise
-            except msgspec.DecodeError:
+            except (msgspec.DecodeError, UnicodeDecodeError):
                 row = None
             if row is not None:
                 yield row

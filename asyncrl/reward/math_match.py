@@ -30,7 +30,8 @@ _SYMBOLS = {
     "√": r"\sqrt ", "·": r"\cdot ", "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "±": r"\pm ", "∈": r"\in ", "°": r"^{\circ}",
     "∅": r"\emptyset ",
 }  # fmt: skip
-_THOUSANDS = re.compile(r"(?<=\d),\\!\s*(?=\d{3}(?!\d))")
+_THOUSANDS = re.compile(r"(?<=\d)(?:,\\!|\\,)\s*(?=\d{3}(?!\d))")
+_ATTACHED_LETTER = re.compile(r"\d[A-Za-z]$")
 _NOISE = re.compile(r"\\(?:left|right|displaystyle|quad|qquad|limits|bigl?|bigr?|Bigl?|Bigr?)(?![A-Za-z])|(?<!\\)\\[!,;: ]|~")
 _SAME = (
     (re.compile(r"\\[dtc]frac(?![A-Za-z])"), r"\\frac"),
@@ -176,15 +177,31 @@ def _equal(answer: str, reference: str, verify: Equal, depth: int = 0) -> bool:
         return False
     wanted, given = parse_quantity(reference), parse_quantity(answer)
     if wanted and given:
-        return same_quantity(answer, reference) or _same_percentage(answer, reference)
+        # A letter right behind a number may be a variable: it is a unit only where both have it.
+        is_variable = given.unit != wanted.unit and any(map(_ATTACHED_LETTER.search, (answer, reference)))
+        return not is_variable and (same_quantity(answer, reference) or _same_percentage(answer, reference))
     given_items, wanted_items = _items(answer), _items(reference)
     if given_items is not None or wanted_items is not None:
         return given_items is not None and wanted_items is not None and _same_items(given_items, wanted_items, verify, depth)
-    return _one_expression(answer, reference) and _same_units(answer, reference) and verify(*_without_units(answer, reference))
+    fits = _one_expression(answer, reference) and _same_units(answer, reference)
+    return fits and _same_value(*_without_units(answer, reference), verify)
+
+
+def _same_value(answer: str, reference: str, verify: Equal) -> bool:
+    """Compare two expressions, or two equations by what is 0 in them: by solutions, those that have none would all be equal."""
+    if _relations(reference) == ["="]:
+        left, right = answer.split("=")
+        wanted_left, wanted_right = reference.split("=")
+        given_zero = f"({left})-({right})"
+        return any(
+            verify(given_zero, zero) for zero in (f"({wanted_left})-({wanted_right})", f"({wanted_right})-({wanted_left})")
+        )
+    return verify(answer, reference)
 
 
 def _squeezed(text: str) -> str:
-    return re.sub(r"\s+", "", text)
+    """Return a text without blanks, but for those that keep two words or numbers apart."""
+    return re.sub(r"\s+(?!\w)|(?<!\w)\s+", "", re.sub(r"\s+", " ", text))
 
 
 def _is_text(text: str) -> bool:
@@ -303,6 +320,9 @@ def _one_expression(answer: str, reference: str) -> bool:
     if answer.count("'") != reference.count("'") or re.search(
         r"\.\.|[?;$#@&`\"]|//|[-+*/^=<>]\s*$|^\s*[*/^=<>]", answer, re.ASCII
     ):
+        return False
+    words = {_folded(each) for each in _TEXT.findall(reference)}
+    if any(_folded(each) not in words and _folded(each) not in UNITS for each in _TEXT.findall(answer)):
         return False
     plain = _TEXT.sub(" ", answer)
     known = _COMMANDS | {command[1:] for command in re.findall(r"\\[A-Za-z]+", reference)} | {"le", "ge", "ne", "lt", "gt", "in"}

@@ -21,6 +21,7 @@ from asyncrl.control.api import ExternalWeights, RunApi
 from asyncrl.control.edge import MAY_SEND, MOST_REFUSALS
 from asyncrl.control.lifecycle.events import DrainRequested, PauseRequested
 from asyncrl.errors import ConnectionClosed, RunError
+from asyncrl.observe.steps import read_steps
 from asyncrl.schema.batches import StepBatch, StepDone
 from asyncrl.schema.codec import MESSAGE_TYPES, decode, encode
 from asyncrl.schema.control import (
@@ -214,6 +215,34 @@ async def test_a_score_of_a_worker_that_was_not_asked_is_refused(tmp_path):
         await liar.send(Score(work.group_id, 0, work.attempt, 1.0))
         await settled(world, 1)
         assert world.buffer.state.member_state(work.group_id, 0) == "generated"
+
+
+async def test_failures_without_words_end_nothing(tmp_path):
+    async with running(tmp_path, supervision={"backoff_s": 0.01}) as world:
+        _, _, generator = await world.start()
+        for _ in range(4):
+            work = await _next(generator, GroupWork, Lane.DATA)
+            for index in work.indices:
+                await generator.send(SampleFailure(work.group_id, index, work.attempt, "generate", ""))
+        await _next(generator, GroupWork, Lane.DATA)
+
+
+@pytest.mark.parametrize("name", ["reward/mean", "reward/std", "data/trained_tokens", "staleness/max"])
+async def test_figures_of_a_step_that_are_not_finite_are_left_out_and_its_line_can_be_read(tmp_path, name):
+    async with running(tmp_path) as world:
+        learner, reward, generator = await world.start()
+        for _ in range(2):
+            work = await _next(generator, GroupWork, Lane.DATA)
+            for index in work.indices:
+                await generator.send(sample(work, index))
+                request = await _next(reward, ScoreRequest, Lane.DATA)
+                await reward.send(Score(request.group_id, request.index, request.attempt, 1.0, worker="reward-0"))
+        batch = await _next(learner, StepBatch, Lane.DATA)
+        await learner.send(StepDone(batch.step, batch.step + 1, {name: float("nan")}, 0.0, 1.0), Lane.CONTROL)
+        async with asyncio.timeout(30):
+            while not (steps := read_steps(tmp_path)):
+                await asyncio.sleep(0.01)
+        assert [step.version for step in steps] == [1]
 
 
 async def test_the_third_refusal_in_a_minute_ends_the_connection_with_one_line(tmp_path, caplog):

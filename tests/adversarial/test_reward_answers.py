@@ -91,9 +91,11 @@ BOMBS = [
 
 @pytest.mark.parametrize(("answer", "reference", "is_right"), [
     (r"\boxed{11,\! 111,\! 100}", "11111100", 1), (r"$3,\!2$", "32", 0), ("(3,2)", "(p,q)=(3,2)", 1), ("(q,p)=(3,2)", "(p,q)=(3,2)", 0),
+    ("x^2+5=0", "x^2+2=0", 0), ("x^2=-1", "x^2=-4", 0), ("x^2=4", "x^2-4=0", 1), ("3", "3s", 0), ("5t", "5", 0), ("5 m", "5", 1), ("11/2", "1 1/2", 0),
+    ("1 2", "12", 0), (r"10\,000", "10000", 1), (r"7\text{ is wrong}", "7", 0), (r"\sqrt{2}\text{ million}", r"\sqrt{2}", 0), (r"7\text{ cm}", "7", 1),
     ("x <= 2", r"x \leq 2", 1), ("x != 3", r"x \ne 3", 1), ("x >= 2", r"x \leq 2", 0),
 ])  # fmt: skip
-def test_thousands_relations_and_names_of_tuples_in_mathematics(answer, reference, is_right):
+def test_equations_letters_blanks_words_and_thousands_in_mathematics(answer, reference, is_right):
     assert scorer("math")(answer, reference) == is_right
 
 
@@ -129,7 +131,7 @@ def test_patterns_run_in_linear_time(pattern, text):
     assert time.process_time() - started_s < SECONDS
 
 
-DOCS_FORMAT = r"\s*<think>(?:[^<]|<[^/at])*</think>\s*<answer>(?:[^<]|<[^/at])*</answer>\s*"
+DOCS_FORMAT = r"\s*<think>(?:[^<]|<+[^</at])*<*</think>\s*<answer>(?:[^<]|<+[^</at])*<*</answer>\s*"
 
 
 def test_the_format_that_the_docs_show_takes_one_of_each_tag():
@@ -140,6 +142,7 @@ def test_the_format_that_the_docs_show_takes_one_of_each_tag():
         "<think>a < b\nc</think>\n<answer>5</answer>",
         "<think></think><answer>x</answer>\n",
         "\n<think>1 <2</think> <answer>3</answer>",
+        "<think>x<</think><answer>5</answer>",
     )
     bad = (
         "<think>a</think><answer>1</answer><answer>2</answer>",
@@ -147,6 +150,8 @@ def test_the_format_that_the_docs_show_takes_one_of_each_tag():
         "<think>a</think><answer><answer>1</answer></answer>",
         "<think>a <answer>1</answer></think><answer>2</answer>",
         "<think>a</think><answer>1</answer> and more",
+        "<think><<answer>6<</answer></think><answer>5</answer>",
+        "<think>a</think><answer>6<</answer> <<answer>5</answer>",
         "<answer>1</answer>",
         "",
     )

@@ -415,6 +415,7 @@ RIGHT = "print(5)\n"
     "- a\n  - b\n\n    ```py\n    print(5)\n    ```", "> ```python\n> print(5)\n> ```", "```bash\npip install x\n```\n```python\nprint(5)\n```",
     "```json\n{}\n```\n\n```python\nprint(5)\n```", "```text\nhello\n```\n```\nprint(5)\n```\n```json\n5\n```", "print(5)\n", "```python\nprint(5)\n", "```\nprint(5)\n```",
     "    ```python\nprint(5)\n    ```", "<answer>\n```python\nprint(5)\n```\n</answer>", "text ```python in a line``` and\n```python\nprint(5)\n```", "````\n```python\nx\n```\n````\n```python\nprint(5)\n```",
+    "<answer>```python\nprint(5)\n```\n</answer>", "<answer>\n```python\nprint(5)\n```</answer>", "Here is the code:```python\nprint(5)\n```\nThis prints 5.", "```python3.11\nprint(5)\n```",
     "```python\nprint(4)\n```\nNo:\n```python\nprint(5)\n```", "\r\n```python\r\nprint(5)\r\n```\r\n",
 ])  # fmt: skip
 def test_code_is_found_in_markdown(text):
@@ -573,6 +574,40 @@ def test_honest_tests_of_objects_pass_and_fail_as_they_should():
     assert passed(OBJECTS, *(f"{test}\nassert sqrt(4) == 3" for test in HONEST)) == 0
 
 
+def test_tests_whose_arguments_have_defaults_are_called():
+    test = "def test_add(a=2, *, b=3):\n    assert add(a, b) == 5"
+    assert passed("def add(a, b): return a + b", test) == 1
+    assert passed("def add(a, b): return 0", test) == 0
+
+
+def test_classes_that_extend_a_built_in_keep_their_functions():
+    code = """
+from collections import OrderedDict
+from typing import NamedTuple
+class LRUCache(OrderedDict):
+    def __init__(self, n): super().__init__(); self.n = n
+    def get(self, k): return self[k] if k in self else -1
+    def put(self, k, v): self[k] = v
+class Stack(list):
+    def push(self, v): self.append(v)
+    def peek(self): return self[-1]
+class P(NamedTuple):
+    x: int
+    y: int
+    def norm(self): return abs(self.x) + abs(self.y)
+class Q(NamedTuple):
+    x: int
+"""
+    tests = (
+        "c = LRUCache(2)\nc.put(1, 1)\nassert c.get(1) == 1 and c.get(3) == -1",
+        "s = Stack()\ns.push(3)\nassert s.peek() == 3 and len(s) == 1",
+        "assert P(3, -4).norm() == 7",
+        "assert Q(3) == (3,)",
+    )
+    assert passed(code, *tests) == len(tests)
+    assert passed(code, *(f"{test}\nassert P(1, 1).norm() == 3" for test in tests)) == 0
+
+
 @pytest.mark.parametrize(
     ("test", "said"),
     [
@@ -595,6 +630,9 @@ def test_honest_tests_of_objects_pass_and_fail_as_they_should():
         ("async def t():\n    async with f() as x:\n        pass", "line 2: uses async for or async with"),
         ("assert f.__doc__", "line 1: reads __doc__ of a program's object"),
         ("assert vars(f(1)) == {}", "calls vars"),
+        ("def run_tests():\n    assert f(1) == 2", "line 1: run_tests is never called"),
+        ("def test_out(capsys):\n    f(1)\n    assert capsys.readouterr().out == '2'", "line 1: test_out is never called"),
+        ("def inner():\n    assert f(1) == 2\ndef outer():\n    inner()", "line 3: outer is never called"),
     ],
 )
 def test_a_test_that_cannot_be_judged_is_refused_with_its_line(test, said):

@@ -124,7 +124,9 @@ class FailureWatch:
         self._window.append(True)
         self._num_failed_groups += 1
         most = max(self.kinds.values(), key=lambda seen: seen.count, default=None)
-        said = f"; most often at {most.stage}: {(most.reason or most.kind).splitlines()[0]}" if most else f": {kind}"
+        said = f": {kind}"
+        if most is not None:
+            said = f"; most often at {most.stage}: {next(iter((most.reason or most.kind).splitlines()), 'no reason given')}"
         if self.verdict:
             pass
         elif not self._any_scored and self._num_failed_groups >= FIRST_GROUPS and self.num_failed_samples >= FIRST_SAMPLES:

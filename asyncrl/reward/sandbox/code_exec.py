@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 MAX_TEXT_CHARS = 400_000
 """Of a completion; what is longer than that many characters is read from its end."""
 _PYTHON = frozenset({"python", "python3", "py", "py3"})
+_TAG_BEHIND_FENCE = re.compile(r"^(```+)[ \t]*(</\w+>)")
 _CALLABLE = re.compile(r"(\w+)(?:\(\)\.(\w+))?", re.ASCII)
 _MAX_UNORDERED = 2000
 _SEQUENCES = frozenset({"tuple", "deque"})
@@ -114,15 +115,23 @@ def _markdown() -> MarkdownIt:
     return reader
 
 
+def _fence_alone(line: str) -> str:
+    """Give a fence a line of its own: one that opens a block of Python behind words, or closes one before a tag."""
+    words, fence, rest = line.partition("```")
+    if fence and re.search("[A-Za-z]", words) and re.fullmatch(r"(?:python|py)[\d.]*\s*", rest):
+        return f"{words}\n{fence}{rest}"
+    return _TAG_BEHIND_FENCE.sub(r"\1\n\2", line)
+
+
 def extract_code(text: str) -> str:
     """Return the last fenced block marked as Python, else the last unmarked one, else the whole text."""
-    text = text[-MAX_TEXT_CHARS:]
+    text = "\n".join(map(_fence_alone, text[-MAX_TEXT_CHARS:].split("\n")))
     marked, unmarked = [], []
     for token in _markdown().parse(text):
         if token.type == "fence":
             words = token.info.strip().strip("{}").split()
             language = words[0].strip("{}.").split(":")[0].casefold() if words else ""
-            if language in _PYTHON:
+            if language in _PYTHON or re.fullmatch(r"(?:python|py)[\d.]*=?", language):
                 marked.append(token.content)
             elif not language:
                 unmarked.append(token.content)

@@ -76,6 +76,12 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
 """What the program's side does at a judge's request."""
 
 
+def _has_methods(value: Any) -> bool:
+    """Whether a class of the program gave it functions of its own, which plain data would lose: a dict that is a cache."""
+    made = [kind for kind in type(value).__mro__ if kind.__module__ == "solution"]
+    return any(callable(each) and not name.startswith("_") for kind in made for name, each in vars(kind).items())
+
+
 class ProgramSession:
     """Performs what the judge asks for, with the program's objects kept by number."""
 
@@ -114,7 +120,8 @@ class ProgramSession:
                 encoded = encode(after, self._object)
                 if encoded != (frame["args"][place] if isinstance(place, int) else frame["kwargs"][place]):
                     changed.append([place, encoded])
-        return {"value": self._object(value) if frame["as_object"] else encode(value, self._object), "changed": changed}
+        kept = frame["as_object"] or _has_methods(value)
+        return {"value": self._object(value) if kept else encode(value, self._object), "changed": changed}
 
     def _object(self, value: Any) -> Any:
         """Return the number under which an object is kept; of an error class its bases too."""

@@ -60,7 +60,10 @@ def examine(code: str) -> Needs:
         complaint = _complaint(node, rooted)
         if complaint:
             raise UnusableTest(f"line {node.lineno}: {complaint}")  # type: ignore[attr-defined]
-    return Needs(tuple(sorted(names)), tuple(sorted(global_names)), _uncalled_tests(tree))
+    tests, never = _uncalled(tree, rooted)
+    if never is not None:
+        raise UnusableTest(f"line {never.lineno}: {never.name} is never called, so what it checks is never checked")
+    return Needs(tuple(sorted(names)), tuple(sorted(global_names)), tests)
 
 
 def _is_dunder(name: str) -> bool:
@@ -153,13 +156,21 @@ def _root(node: ast.AST) -> str:
     return node.id if isinstance(node, ast.Name) else ""
 
 
-def _uncalled_tests(tree: ast.Module) -> tuple[str, ...]:
-    used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-    return tuple(
-        node.name
-        for node in tree.body
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
-        and node.name.startswith("test")
-        and node.name not in used
-        and not (node.args.args or node.args.posonlyargs or node.args.kwonlyargs)
-    )
+def _uncalled(tree: ast.Module, rooted: set[str]) -> tuple[tuple[str, ...], ast.FunctionDef | ast.AsyncFunctionDef | None]:
+    """Return the test functions that the judge calls, and a function that nobody calls though it checks or asks for something."""
+    functions = [node for node in tree.body if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    asked = rooted | {function.name for function in functions}
+    tests: list[str] = []
+    for function in functions:
+        inside = set(ast.walk(function))
+        if any(isinstance(node, ast.Name) and node.id == function.name and node not in inside for node in ast.walk(tree)):
+            continue
+        arguments = function.args
+        num_needed = (
+            len(arguments.posonlyargs) + len(arguments.args) - len(arguments.defaults) + arguments.kw_defaults.count(None)
+        )
+        if function.name.startswith("test") and num_needed == 0:
+            tests.append(function.name)
+        elif any(isinstance(node, ast.Assert) or (isinstance(node, ast.Call) and _root(node) in asked) for node in inside):
+            return (), function
+    return tuple(tests), None

@@ -183,7 +183,9 @@ class LearnerWorker:
             if self._offload is not None:
                 self._offload.close()
         finally:
-            await asyncio.to_thread(lambda: self._launcher.close(all_well=all_well))
+            # Shielded: a cancelled future that no thread has begun yet is never run, and the other ranks would live on.
+            closing = asyncio.get_running_loop().run_in_executor(None, lambda: self._launcher.close(all_well=all_well))
+            await asyncio.shield(closing)
 
     # -- loops -----------------------------------------------------------------------------------------------------------
 

@@ -55,7 +55,8 @@ def main() -> None:
     lines = [
         "# The `math` judge on public pairs",
         "",
-        f"`python experiments/reward_pairs/run.py`: {len(pairs)} pairs ({sum(right)} equal) of math-verify 0.9.0's own tests.",
+        "`python experiments/reward_pairs/run.py math_verify-0.9.0/tests`, the folder unpacked as [run.py](run.py) says:",
+        f"{len(pairs)} pairs ({sum(right)} equal) of math-verify 0.9.0's own tests.",
         "",
         "| judge | wrong answers accepted | right answers refused |",
         "|---|---|---|",

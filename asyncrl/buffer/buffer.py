@@ -154,6 +154,14 @@ class Buffer:
 
     # -- samples and scores ----------------------------------------------------------------------------------------------
 
+    def check_sample(self, sample: Sample) -> VersionCounts:
+        """Check a sample's arrays and return its trained tokens by version.
+
+        Raises:
+            SampleRefusedError: It is not what it says, or not of this run's model and versions.
+        """
+        return examine(sample, newest_version=self.newest_version, max_tokens=self._tokens_per_row, vocab_size=self.vocab_size)
+
     def add_sample(self, sample: Sample, now: float, on_committed: OnCommitted | None = None) -> Receipt:
         """Hold a generated member and ask for its score.
 
@@ -164,9 +172,7 @@ class Buffer:
         if standing != "pending":
             return self._not_wanted(sample.group_id, sample.index, standing, on_committed)
         try:
-            counts = examine(
-                sample, newest_version=self.newest_version, max_tokens=self._tokens_per_row, vocab_size=self.vocab_size
-            )
+            counts = self.check_sample(sample)
         except SampleRefusedError as error:
             reason = f"invalid sample from {sample.generator}: {error}"
             if sample.attempt < self.state.groups[sample.group_id].attempt:
@@ -216,7 +222,7 @@ class Buffer:
         """
         size, screen = len(samples), self.state.limits.screen
         try:
-            counts = tuple(self._examine(sample) for sample in samples)
+            counts = tuple(self.check_sample(sample) for sample in samples)
         except SampleRefusedError as error:
             return Receipt("refused", f"invalid sample from {submitter}: {error}")
         if reason := group_error(samples, screen, self._tokens_per_row):
@@ -401,9 +407,6 @@ class Buffer:
         self.ledger.close()
 
     # -- inside ----------------------------------------------------------------------------------------------------------
-
-    def _examine(self, sample: Sample) -> VersionCounts:
-        return examine(sample, newest_version=self.newest_version, max_tokens=self._tokens_per_row, vocab_size=self.vocab_size)
 
     def _not_wanted(self, group_id: int, index: int, standing: str, on_committed: OnCommitted | None) -> Receipt:
         """Return the receipt of what came for a member that waits for something else, or for nothing any more."""

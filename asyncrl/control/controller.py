@@ -248,11 +248,12 @@ class Controller:
             refusal = self.edge.refusal(peer, delivery.message)
             if not refusal:
                 self.handle(peer, delivery)
-                continue
-            delivery.ack()
-            log.debug("refused a %s of %s: %s", type(delivery.message).__name__, peer.name, refusal)
-            if self.edge.count(peer, delivery.message, self.clock.now()):
-                reason = f"its messages were refused, the last, a {type(delivery.message).__name__}: {refusal}"
+                reason = self.dispatcher.why_unfit(peer.name)
+            else:
+                delivery.ack()
+                log.debug("refused a %s of %s: %s", type(delivery.message).__name__, peer.name, refusal)
+                reason = self.edge.count(peer, delivery.message, refusal, self.clock.now())
+            if reason:
                 log.warning("the connection of %s is ended: %s", peer.name, reason)
                 if self.peers.get(peer.name) is peer and peer.name not in self.membership.joined:
                     self.post(ev.ProcessFault(peer.name, reason, fatal=False))
@@ -349,9 +350,9 @@ class Controller:
         message, now = delivery.message, self.clock.now()
         match message:
             case Sample():
-                self.stall_detector.moved("evaluated" if message.purpose == "eval" else "generated", now)
-                self.reporter.note_sample(message)
-                self.dispatcher.take_sample(message, delivery.ack)
+                if self.dispatcher.take_sample(message, delivery.ack):
+                    self.stall_detector.moved("evaluated" if message.purpose == "eval" else "generated", now)
+                    self.reporter.note_sample(message)
             case SampleFailure():
                 is_awaited = self.dispatcher.take_failure(message, peer.name, delivery.ack)
                 told = (message.group_id, message.index, message.stage, message.reason, "" if is_awaited else " (not awaited)")

@@ -2,7 +2,8 @@
 
 Decides nothing: the buffer's state machine says who gets a group and what a sample means, this joins that to connections.
 Invariants: a message is acknowledged exactly once, and only when the ledger holds what it brought (evaluation samples, which the
-ledger does not know, at once); every group handed out is in an outbox, at a generator, or in the buffer.
+ledger does not know, at once); every group handed out is in an outbox, at a generator, or in the buffer; a member that was handed
+out frees its slot, and counts as generated, once.
 
 Everything here returns at once. What comes in calls `changed`; then the controller's loops call `issue` and `scores.dispatch`.
 """
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable
 
 import msgspec
@@ -19,9 +20,11 @@ import msgspec
 from asyncrl.buffer import events as ev
 from asyncrl.buffer.buffer import Buffer
 from asyncrl.buffer.payloads import Receipt
+from asyncrl.buffer.validate import SampleRefusedError
 from asyncrl.clock import Clock
 from asyncrl.config.run import RunConfig
 from asyncrl.control.evaluation import Evaluation, sampling_of
+from asyncrl.control.join import JOINED_PREFIX
 from asyncrl.control.lifecycle.failure_watch import FailureWatch
 from asyncrl.control.peers import Peers
 from asyncrl.control.scoring import ScoreDispatcher
@@ -38,6 +41,8 @@ FRUITLESS_ADVICE = (
 )
 EVALUATION_ROOM = 2
 """Evaluation samples a generator may hold, in multiples of its slots."""
+MOST_GUEST_FAILURES = 16
+"""Samples of a joined generator that fail in a row: then its connection is ended."""
 
 
 class Dispatcher:
@@ -65,6 +70,12 @@ class Dispatcher:
         self._has_turn = True
         self._outboxes: defaultdict[str, deque[GroupWork]] = defaultdict(deque)
         """Of the generators for which something waits, and of no others."""
+        self._out: defaultdict[str, set[tuple[int, int, int]]] = defaultdict(set)
+        """Members that a generator was given and has not answered: group, attempt, index."""
+        self._guest_failures: Counter[str] = Counter()
+        """Of each joined generator: its newest samples, as far as all of them failed."""
+        self._spoiled: set[int] = set()
+        """Groups that go on without a member that failed at a joined generator."""
 
     # -- what goes out ---------------------------------------------------------------------------------------------------
 
@@ -82,11 +93,12 @@ class Dispatcher:
                     prompt, issue.generator, version=issue.version, group_size=self._config.algorithm.members_per_group,
                     now=now, cursor=cursor, replaces=returned.replaces if returned else None,
                 )  # fmt: skip
-            self._outboxes[issue.generator].append(
+            self._hand_out(
+                issue.generator,
                 GroupWork(
                     order.group_id, order.attempt, order.prompt, order.indices, self._sampling, self._config.seed,
                     greedy_index=self.state.limits.screen.greedy_index,
-                )
+                ),
             )  # fmt: skip
         for name, outbox in list(self._outboxes.items()):
             peer = self._peers.get(name)
@@ -106,8 +118,12 @@ class Dispatcher:
                 work = evaluation.next_work(peer.name)
                 if work is None:
                     return
-                self._outboxes[peer.name].append(work)
+                self._hand_out(peer.name, work)
                 self.state.handle(ev.MembersStarted(peer.name, len(work.indices)), self._clock.now())
+
+    def _hand_out(self, generator: str, work: GroupWork) -> None:
+        self._outboxes[generator].append(work)
+        self._out[generator].update((work.group_id, work.attempt, index) for index in work.indices)
 
     def _next_prompt(self, cursor: int) -> tuple[Prompt, int]:
         """Return the next prompt that is not set aside (any, where all are), and the cursor behind it."""
@@ -132,15 +148,21 @@ class Dispatcher:
         """Tell the buffer what became of a generator: it is ready, has other room, samples with a version, leaves."""
         if isinstance(event, ev.GeneratorReady):
             self._outboxes.pop(event.name, None)
+            self._out.pop(event.name, None)
         self.state.handle(event, self._clock.now())
         self.changed()
 
     def generator_dead(self, name: str) -> None:
         """Hand out again whatever it held."""
         self._outboxes.pop(name, None)
+        self._out.pop(name, None)
+        self._guest_failures.pop(name, None)
         if self.evaluation is not None:
             self.evaluation.generator_lost(name)
-        self.follow(self.buffer.generator_lost(name, self._clock.now()))
+        lost = self.buffer.generator_lost(name, self._clock.now())
+        if name.startswith(JOINED_PREFIX):
+            self._spoiled.update(item.group_id for item in lost if isinstance(item, ev.GroupMoved) and item.after == "failed")
+        self.follow(lost)
         self.changed()
 
     def judge_dead(self, name: str) -> None:
@@ -155,33 +177,81 @@ class Dispatcher:
 
     # -- what comes in ---------------------------------------------------------------------------------------------------
 
-    def take_sample(self, sample: Sample, ack: Callable[[], None]) -> None:
-        """Store a finished sample and ask for its reward."""
-        self.generated_tokens += sample.num_tokens
+    def take_sample(self, sample: Sample, ack: Callable[[], None]) -> bool:
+        """Store a finished sample and ask for its reward; return False where nobody waited for it."""
+        key = (sample.group_id, sample.attempt, sample.index)
+        is_awaited = was_out = key in self._out.get(sample.generator, ())
         if sample.purpose == "eval":
-            request = self.evaluation.take_sample(sample) if self.evaluation is not None else None
-            if request is not None:
-                self._ask_score(request, sample)
+            self._note_guest(sample.generator, self._evaluate(sample))
             ack()
         else:
-            self._settle(self.buffer.add_sample(sample, self._clock.now(), ack))
-        self.tell(ev.MembersFinished(sample.generator))
+            receipt = self.buffer.add_sample(sample, self._clock.now(), ack)
+            is_awaited = was_out or receipt.status == "stored"
+            if is_awaited:
+                self._note_guest(sample.generator, receipt.reason, sample.group_id)
+            self._settle(receipt)
+        if is_awaited:
+            self.generated_tokens += sample.num_tokens
+        self._free(sample.generator, key)
+        return is_awaited
 
     def take_failure(self, failure: SampleFailure, generator: str, ack: Callable[[], None]) -> bool:
         """Note a member that will never come; return False where nobody waits for it: its group is over, or given out again."""
-        is_awaited = True
+        is_awaited, why = True, failure.reason or "no reason given"
         if failure.purpose == "eval":
             if self.evaluation is not None:
                 self.evaluation.take_verdict(failure)
             ack()
+            self._note_guest(generator, why)
         else:
             receipt = self.buffer.add_failure(failure, self._clock.now(), ack)
             is_awaited = receipt.status == "stored"
             if is_awaited:
                 self._note_failure(failure.stage, failure.kind, failure.reason, failure.trace)
+                self._note_guest(generator, why, failure.group_id)
             self._settle(receipt)
-        self.tell(ev.MembersFinished(generator))
+        self._free(generator, (failure.group_id, failure.attempt, failure.index))
         return is_awaited
+
+    def _evaluate(self, sample: Sample) -> str:
+        """Ask for the reward of an evaluation's sample; return what is wrong with one that then counts as failed."""
+        request = self.evaluation.take_sample(sample) if self.evaluation is not None else None
+        if self.evaluation is None or request is None:
+            return ""
+        try:
+            self.buffer.check_sample(sample)
+        except SampleRefusedError as error:
+            fault = f"invalid sample from {sample.generator}: {error}"
+            self._note_refused(fault)
+            self.evaluation.take_verdict(SampleFailure(sample.group_id, sample.index, sample.attempt, "generate", fault))
+            return fault
+        self._ask_score(request, sample)
+        return ""
+
+    def _free(self, generator: str, key: tuple[int, int, int]) -> None:
+        """Free the slot of a member; what is not out, a repetition say, holds none."""
+        if key in self._out.get(generator, ()):
+            self._out[generator].discard(key)
+            self.tell(ev.MembersFinished(generator))
+        else:
+            self.changed()
+
+    def _note_guest(self, generator: str, fault: str, group_id: int = -1) -> None:
+        """Count failures in a row of a joined generator; a group that it spoiled is no failure of the run's."""
+        if not generator.startswith(JOINED_PREFIX):
+            return
+        if not fault:
+            self._guest_failures.pop(generator, None)
+            return
+        self._guest_failures[generator] += 1
+        if group_id >= 0:
+            self._spoiled.add(group_id)
+
+    def why_unfit(self, generator: str) -> str:
+        """Return, once, why a joined generator is to leave: nothing comes of what it is given; empty of any other."""
+        if self._guest_failures.get(generator, 0) < MOST_GUEST_FAILURES:
+            return ""
+        return f"{self._guest_failures.pop(generator)} of its samples in a row failed"
 
     def take_answer(self, answer: Score | InferResult, ack: Callable[[], None]) -> Score | None:
         """Take in what a reward or inference worker says; return the score where it is complete with that.
@@ -222,14 +292,18 @@ class Dispatcher:
                 case ev.ScoreMember(group_id, index):
                     self._ask_score(self.buffer.score_request(group_id, index), self.buffer.sample(group_id, index))
                 case ev.GroupMoved(after="ready"):
+                    self._spoiled.discard(item.group_id)
                     self.fruitless = ""
                     self.failures.group_completed()
                 case ev.GroupMoved(group_id=group_id, after="dropped" | "failed"):
                     log.debug("group %d %s: %s", group_id, item.after, item.reason)
                     if item.after == "dropped":
                         self.failures.group_completed()
+                    elif group_id in self._spoiled:
+                        pass  # a joined generator's failure says nothing of the run
                     elif self.failures.group_failed(item.prompt_id, item.reason):
                         log.warning("prompt %s failed too often and is set aside: %s", item.prompt_id, item.reason)
+                    self._spoiled.discard(group_id)
                     if item.generator:
                         self._abort(group_id, item.generator)
                     self.changed()  # its place is free
@@ -279,9 +353,12 @@ class Dispatcher:
 
     def _settle(self, receipt: Receipt) -> None:
         if receipt.status == "refused":
-            self.refused_samples += 1
-            log.warning("refused a sample: %s", receipt.reason)
+            self._note_refused(receipt.reason)
         self.follow(receipt.instructions)
+
+    def _note_refused(self, reason: str) -> None:
+        self.refused_samples += 1
+        log.warning("refused a sample: %s", reason)
 
     def _abort(self, group_id: int, generator: str) -> None:
         """Have a generator stop at a group that is over; what it has begun comes back as failures, which free its slots."""
@@ -289,6 +366,7 @@ class Dispatcher:
         unsent = [work for work in outbox if work.group_id == group_id and work.purpose == "train"]
         for work in unsent:
             outbox.remove(work)
+            self._out[generator].difference_update((work.group_id, work.attempt, index) for index in work.indices)
             self.tell(ev.MembersFinished(generator, len(work.indices)))
         peer = self._peers.get(generator)
         if peer is not None and not unsent:

@@ -72,12 +72,14 @@ class Edge:
         self._feeder = feeder
         self._recent: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=MOST_REFUSALS))
 
-    def count(self, peer: Peer, message: Message, now: float) -> bool:
-        """Count a refusal; return whether it is one too many and the connection is to be ended."""
+    def count(self, peer: Peer, message: Message, refusal: str, now: float) -> str:
+        """Count a refusal; return why the connection is to be ended where it is one too many, else nothing."""
         self.refused[peer.name, type(message).__name__] += 1
         recent = self._recent[peer.connection.peer.incarnation]
         recent.append(now)
-        return len(recent) == MOST_REFUSALS and now - recent[0] <= REFUSAL_WINDOW_S
+        if len(recent) < MOST_REFUSALS or now - recent[0] > REFUSAL_WINDOW_S:
+            return ""
+        return f"its messages were refused, the last, a {type(message).__name__}: {refusal}"
 
     def forget(self, peer: Peer) -> None:
         """Forget when a connection that is over was refused something."""

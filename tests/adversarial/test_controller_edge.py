@@ -18,6 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from asyncrl.control.api import ExternalWeights, RunApi
+from asyncrl.control.dispatcher import MOST_GUEST_FAILURES
 from asyncrl.control.edge import MAY_SEND, MOST_REFUSALS
 from asyncrl.control.lifecycle.events import DrainRequested, PauseRequested
 from asyncrl.errors import ConnectionClosed, RunError
@@ -260,6 +261,26 @@ async def test_the_third_refusal_in_a_minute_ends_the_connection_with_one_line(t
         assert lines == [
             f"the connection of {GUEST} is ended: its messages were refused, the last, a Heartbeat: it speaks for 'learner'"
         ]
+
+
+async def test_a_guest_whose_samples_all_fail_is_sent_away_with_one_line_and_the_run_goes_on(tmp_path, caplog):
+    async with running(tmp_path, supervision={"max_failed_share": 0.01}) as world:
+        _, _, generator = await world.start(version_is_live=False)
+        guest = await world.let_in()
+        for _ in range(MOST_GUEST_FAILURES // 2):
+            work = await _next(guest, GroupWork, Lane.DATA)
+            for index in work.indices:
+                await guest.send(SampleFailure(work.group_id, index, work.attempt, "generate", "no such kernel"))
+        async with asyncio.timeout(30):
+            while world.controller.membership.joined:
+                await asyncio.sleep(0.005)
+        lines = [record.message for record in caplog.records if "is ended" in record.message]
+        assert lines == [f"the connection of {GUEST} is ended: {MOST_GUEST_FAILURES} of its samples in a row failed"]
+        failures = world.controller.dispatcher.failures
+        assert (failures.share, failures.verdict, failures.set_aside) == (0.0, "", {})
+        await generator.send(VersionLive(0, "generator-0", 0.0, 0.0, 0.0), Lane.CONTROL)
+        assert len((await _next(generator, GroupWork, Lane.DATA)).indices) == 2
+        assert world.controller.lifecycle.phase == "running"
 
 
 async def test_a_submitted_group_with_token_ids_beyond_the_vocabulary_is_refused(tmp_path):

@@ -138,6 +138,22 @@ async def test_a_generator_gets_groups_as_its_room_allows():
     await _works(far, 2)
 
 
+async def test_what_is_said_again_frees_no_slot_and_counts_for_nothing():
+    bench = Bench()
+    work, other, *_ = await _works(await bench.with_generator(), 4)
+    take, held = bench.dispatcher.take_sample, bench.buffer.state.pool.members_on
+    assert take(_sample(work, 0), lambda: None) is True
+    failure = SampleFailure(other.group_id, 0, other.attempt, "generate", "no room")
+    assert bench.dispatcher.take_failure(failure, "generator-0", lambda: None) is True
+    before = held("generator-0"), bench.dispatcher.generated_tokens
+    acks = []
+    for _ in range(3):
+        assert take(_sample(work, 0), lambda: acks.append("sample")) is False
+        assert bench.dispatcher.take_failure(failure, "generator-0", lambda: acks.append("failure")) is False
+    assert (held("generator-0"), bench.dispatcher.generated_tokens) == before == (4 * G - 2, 2)
+    assert acks == ["sample", "failure"] * 3
+
+
 async def test_a_dead_generators_groups_go_to_another():
     bench = Bench()
     far = await bench.with_generator()
@@ -260,6 +276,23 @@ async def test_an_evaluation_survives_its_generator_and_never_enters_the_ledger(
     assert evaluation.done
     assert evaluation.report(2.0).accuracy == pytest.approx(1 / 3)
     assert bench.buffer.counts().issued == 0
+
+
+async def test_an_evaluation_sample_with_token_ids_beyond_the_vocabulary_counts_as_failed():
+    bench = Bench()
+    bench.buffer.know_vocabulary(100, 0.0)
+    bench.dispatcher.hold(groups=True, evaluation=False)
+    far = await bench.with_generator()
+    reward, _ = await bench.join("reward", "reward-0")
+    bench.dispatcher.evaluation = Evaluation(bench.config, [Prompt("a", answer="46"), Prompt("b", answer="46")], 0, 0.0)
+    bench.dispatcher.changed()
+    works = await _works(far, 2)
+    bench.dispatcher.take_sample(_sample(works[0], 0), lambda: None)
+    bench.dispatcher.take_sample(msgspec.structs.replace(_sample(works[1], 0), token_ids=ids_to_bytes([3, 500])), lambda: None)
+    bench.dispatcher.take_answer(msgspec.structs.replace(_score(await _next(reward)), parts={"answer_match": 1.0}), lambda: None)
+    assert bench.dispatcher.evaluation.done
+    assert bench.dispatcher.evaluation.report(1.0).accuracy == 0.5
+    assert bench.dispatcher.refused_samples == 1
 
 
 JUDGE = {"reward_models": [{"name": "judge", "path": "/judge", "weight": 2.0}]}

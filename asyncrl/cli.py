@@ -52,19 +52,31 @@ RunArgument = Annotated[Path | None, typer.Argument(help="Run folder; left out: 
 SetOption = Annotated[
     list[str], typer.Option("--set", metavar="A.B=VALUE", help="Lay one value over the config; may be repeated.")
 ]
+DetachOption = Annotated[bool, typer.Option("--detach", help="Start it and return; it goes on without this terminal.")]
 PlainOption = Annotated[bool, typer.Option("--plain", help="One line a step instead of the live display.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")]
 
 
+@app.callback(invoke_without_command=True)
+def options(
+    show_version: Annotated[bool, typer.Option("--version", is_eager=True, help="Print the version.")] = False,
+) -> None:
+    """Asynchronous, off-policy-tolerant reinforcement learning for language models."""
+    if show_version:
+        print(__version__)
+        raise typer.Exit
+
+
 @app.command()
 def run(
-    config: Annotated[Path, typer.Argument(help="TOML config; see configs/.")],
-    presets: Annotated[list[Path], typer.Argument(help="More TOML laid over it, such as configs/algorithms/gspo.toml.")] = [],  # noqa: B006 - typer copies it
+    config: Annotated[Path, typer.Argument(help="TOML config, or the name of a shipped one (quickstart).")],
+    presets: Annotated[list[Path], typer.Argument(help="More TOML laid over it, such as algorithms/gspo.")] = [],  # noqa: B006 - typer copies it
     overrides: SetOption = [],  # noqa: B006 - typer copies it
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the resolved config and what follows from it; start nothing.")
     ] = False,
     plain: PlainOption = False,
+    detach: DetachOption = False,
 ) -> None:
     """Train: start a run and follow it. Ctrl-C once drains and checkpoints, twice stops at once."""
     from asyncrl.config.load import load_config
@@ -80,7 +92,42 @@ def run(
         return
     from asyncrl.client import Run
 
-    _follow(Run(resolved), plain=plain)
+    _detach(Run(resolved, detached=True)) if detach else _follow(Run(resolved), plain=plain)
+
+
+@app.command()
+def init(
+    folder: Annotated[Path, typer.Argument(help="Where to; it is made.")],
+    name: Annotated[str, typer.Argument(help="Of a shipped config: quickstart, smollm2, algorithms/gspo, ...")] = "quickstart",
+) -> None:
+    """Write a shipped config, with its comments, into a folder, to be changed and run."""
+    from asyncrl.config.load import find_config, read_config_text
+
+    source = find_config(name)
+    text, written = read_config_text(source), folder / source.name
+    if written.exists():
+        raise ConfigError(f"{written} is there already; remove it, or name another folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    written.write_text(text, encoding="utf-8")
+    print(f"{written}; `asyncrl run {written}` runs it")
+
+
+@app.command()
+def attach(folder: RunArgument = None, plain: PlainOption = False) -> None:
+    """Follow a live run from another terminal. Ctrl-C leaves; a detached run goes on."""
+    from asyncrl.client import connect
+    from asyncrl.observe.display import follow_run
+
+    folder = _newest(folder)
+
+    async def follow() -> RunStatus | None:
+        async with connect(folder) as live:
+            return await follow_run(live, plain=plain or not sys.stdout.isatty())
+
+    try:
+        _exit_by(asyncio.run(follow()), folder)
+    except KeyboardInterrupt:
+        print(f"\nleft; `asyncrl attach {folder}` follows it again, `asyncrl drain {folder}` ends it", file=sys.stderr)
 
 
 @app.command()
@@ -88,6 +135,7 @@ def resume(
     folder: RunArgument = None,
     overrides: SetOption = [],  # noqa: B006 - typer copies it
     plain: PlainOption = False,
+    detach: DetachOption = False,
 ) -> None:
     """Go on: with a live run after a pause, or with a stopped one where it stopped (`--set num_steps=...` takes it further)."""
     from asyncrl.client import Run, is_live
@@ -106,7 +154,10 @@ def resume(
             "takes it further"
         )
     print(f"resumed at step {done} from {checkpoints[-1] if checkpoints else 'the model as the run began'}")
-    _follow(Run(config, resume=folder), plain=plain, first=done)
+    if detach:
+        _detach(Run(config, resume=folder, detached=True))
+    else:
+        _follow(Run(config, resume=folder), plain=plain, first=done)
 
 
 def _resumed_where_it_lives(folder: Path) -> bool:
@@ -421,10 +472,25 @@ def _print_status(status: RunStatus, *, as_json: bool) -> None:
 
 def _follow(run: Run, *, plain: bool, first: int = 0) -> None:
     """Show a run until it has ended, steps from `first`; exit with what became of it."""
-    status = asyncio.run(_follow_to_the_end(run, plain=plain, first=first))
+    _exit_by(asyncio.run(_follow_to_the_end(run, plain=plain, first=first)), run.run_folder)
+
+
+def _exit_by(status: RunStatus | None, folder: Path) -> None:
     if status is None or status.version < status.num_steps:
-        print(f"asyncrl: ended before its goal; `asyncrl resume {run.run_folder}` goes on", file=sys.stderr)
+        print(f"asyncrl: ended before its goal; `asyncrl resume {folder}` goes on", file=sys.stderr)
         sys.exit(NOT_FINISHED)
+
+
+def _detach(run: Run) -> None:
+    """Start a run that goes on without this process, and say how to get back to it."""
+
+    async def start() -> None:
+        async with run:
+            pass
+
+    asyncio.run(start())
+    folder = run.run_folder
+    print(f"{folder} runs; `asyncrl attach {folder}` follows it, `asyncrl drain {folder}` ends it")
 
 
 async def _follow_to_the_end(run: Run, *, plain: bool, first: int) -> RunStatus | None:

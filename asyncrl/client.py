@@ -30,6 +30,7 @@ from asyncrl.config.placement_rules import with_launch_choices
 from asyncrl.config.run import RunConfig
 from asyncrl.control.launch.controller_process import ControllerProcess, live_controller
 from asyncrl.control.launch.controller_process import read_endpoint as read_endpoint
+from asyncrl.control.launch.lease import take_lease
 from asyncrl.control.placement.gpu_share import check_phase_room
 from asyncrl.control.tools.inputs import check_user_functions, path_faults
 from asyncrl.errors import ConfigError, LaunchError, LedgerError, RunError, RunLostError
@@ -58,24 +59,30 @@ class RunClient:
         ...     print((await run.status()).version)
     """
 
-    def __init__(self, run_folder: str | Path) -> None:
-        self.run_folder = Path(run_folder).resolve()
+    def __init__(self, run: str | Path, token: str = "") -> None:
+        self._url, self._token = (str(run), token) if "://" in str(run) else ("", "")
+        self.run_folder = Path() if self._url else Path(run).resolve()
+        """Of a run that was reached by its URL: the folder on its own machine."""
         self._http: aiohttp.ClientSession | None = None
+        self._lease: asyncio.StreamWriter | None = None
 
     async def __aenter__(self) -> Self:
-        endpoint = read_endpoint(self.run_folder)
+        endpoint = ApiEndpoint(self._url, self._token, pid=0) if self._url else read_endpoint(self.run_folder)
         if endpoint is None:
             raise LaunchError(
                 f"{self.run_folder} has no live run (no api.json); start one with `asyncrl run` or `asyncrl resume`"
             )
-        self._open(endpoint)
+        await self._open(endpoint)
         try:
-            await self.status()
+            status = await self.status()
         except BaseException as error:
             await self._close()
             if not isinstance(error, RunError):
                 raise
-            raise LaunchError(f"the run in {self.run_folder} does not answer ({error}); `asyncrl resume` picks it up") from error
+            advice = "" if self._url else "; `asyncrl resume` picks it up"
+            raise LaunchError(f"the run in {self._url or self.run_folder} does not answer ({error}){advice}") from error
+        if self._url:
+            self.run_folder = Path(status.run_folder)
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -87,7 +94,7 @@ class RunClient:
         Raises:
             RunError: The run does not answer.
         """
-        return await self._call("GET", "/status", RunStatus, timeout_s=ANSWER_TIMEOUT_S)
+        return await self._call("GET", "status", RunStatus, timeout_s=ANSWER_TIMEOUT_S)
 
     async def steps(self, first: int = 0) -> AsyncIterator[StepReport]:
         """Yield every step's report from step `first`, past ones at once and coming ones as they happen, until the run ends.
@@ -96,43 +103,43 @@ class RunClient:
             RunError: The run failed; the message is its reason.
         """
         try:
-            async with self._session().get("/steps", params={"first": str(first)}) as response:
+            async with self._session().get("steps", params={"first": str(first)}) as response:
                 async for line in response.content:
                     if line.strip():
                         yield msgspec.json.decode(line, type=StepReport)
         except (aiohttp.ClientError, OSError) as error:
-            raise _lost(self.run_folder) from error
+            raise self._lost() from error
         status = await self.status()
         if status.phase == "failed":
             raise RunError(status.reason)
 
     async def evaluations(self) -> list[EvalReport]:
         """Return the held-out evaluations so far, oldest first."""
-        return await self._call("GET", "/evaluations", list[EvalReport], timeout_s=ANSWER_TIMEOUT_S)
+        return await self._call("GET", "evaluations", list[EvalReport], timeout_s=ANSWER_TIMEOUT_S)
 
     async def pause(self) -> RunStatus:
         """Stop generating and training at the next boundary; nothing in flight is lost."""
-        return await self._call("POST", "/pause", RunStatus)
+        return await self._call("POST", "pause", RunStatus)
 
     async def resume(self) -> RunStatus:
         """Go on after `pause`."""
-        return await self._call("POST", "/resume", RunStatus)
+        return await self._call("POST", "resume", RunStatus)
 
     async def checkpoint(self) -> str:
         """Write a checkpoint and return its folder once it is complete."""
-        return await self._call("POST", "/checkpoint", str)
+        return await self._call("POST", "checkpoint", str)
 
     async def drain(self) -> RunStatus:
         """Finish the step in hand, write a checkpoint and end the run; returns when it has ended."""
-        return await self._call("POST", "/drain", RunStatus)
+        return await self._call("POST", "drain", RunStatus)
 
     async def stop(self) -> RunStatus:
         """End the run at once, without a checkpoint; it can still be resumed. Returns when it has ended."""
-        return await self._call("POST", "/stop", RunStatus)
+        return await self._call("POST", "stop", RunStatus)
 
     async def submit(self, group: ExternalGroup) -> SubmitResult:
         """Hand in a group of samples generated elsewhere; checked, scored and bounded in staleness like any other."""
-        return await self._call("POST", "/submit", SubmitResult, group)
+        return await self._call("POST", "submit", SubmitResult, group)
 
     async def take(self) -> GroupsTaken:
         """Take the next step's scored groups, waiting until there are enough (`learner.kind = "external"`).
@@ -140,24 +147,42 @@ class RunClient:
         Raises:
             RunError: The run has its own learner, or has ended.
         """
-        return await self._call("POST", "/take", GroupsTaken)
+        return await self._call("POST", "take", GroupsTaken)
 
     async def trained(self, step: int, metrics: dict[str, float] | None = None) -> None:
         """Say that optimizer step `step` is done, so that its groups count as trained (`learner.kind = "external"`)."""
-        await self._call("POST", "/trained", NoneType, {"step": step, "metrics": metrics or {}})
+        await self._call("POST", "trained", NoneType, {"step": step, "metrics": metrics or {}})
 
     async def announce_weights(self, available: WeightsAvailable, model_folder: str = "") -> None:
         """Tell the generators about a version published by a `WeightPublisher` (`learner.kind = "external"`)."""
-        await self._call("POST", "/weights", NoneType, {"available": available, "model_folder": model_folder})
+        await self._call("POST", "weights", NoneType, {"available": available, "model_folder": model_folder})
 
-    def _open(self, endpoint: ApiEndpoint) -> None:
-        self._http = aiohttp.ClientSession(
-            base_url=endpoint.url,
-            headers={"Authorization": f"Bearer {endpoint.token}"},
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=10),
-        )
+    async def _open(self, endpoint: ApiEndpoint) -> None:
+        try:
+            self._http = aiohttp.ClientSession(
+                base_url=endpoint.url.rstrip("/") + "/",
+                headers={"Authorization": f"Bearer {endpoint.token}", "Accept": "application/msgpack"},
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=10),
+            )
+        except ValueError as error:
+            raise LaunchError(f"{endpoint.url} is no URL of a run, as http://HOST:PORT/v1/runs/ID: {error}") from error
+        if not self._url:
+            self._lease = await take_lease(self.run_folder)
+
+    def _lost(self) -> RunLostError:
+        """Return what became of a run that does not answer, and what to do."""
+        if self._url:
+            return RunLostError(f"nothing answers at {self._url}")
+        folder = self.run_folder
+        if is_live(folder):
+            return RunLostError(f"the run in {folder} does not answer; its controller is alive: see {folder}/logs")
+        reason = _full_disk(folder) or f"{_last_words(folder)}; `asyncrl resume {folder}` goes on with it"
+        return RunLostError(f"the run in {folder} is lost, its controller has ended: {reason}")
 
     async def _close(self) -> None:
+        if self._lease is not None:
+            self._lease.close()
+            self._lease = None
         if self._http is not None:
             await self._http.close()
             self._http = None
@@ -185,7 +210,7 @@ class RunClient:
                 if response.status >= 400:
                     raise RunError(answer.decode(errors="replace"))
         except (aiohttp.ClientError, OSError) as error:  # TimeoutError is an OSError
-            raise _lost(self.run_folder) from error
+            raise self._lost() from error
         return msgspec.msgpack.decode(answer, type=kind)
 
 
@@ -194,13 +219,17 @@ def is_live(run_folder: str | Path) -> bool:
     return bool(live_controller(Path(run_folder)))
 
 
-def connect(run_folder: str | Path) -> RunClient:
-    """Join the run that lives in `run_folder`; use as an async context manager.
+def connect(run: str | Path, token: str = "") -> RunClient:
+    """Join a live run; use as an async context manager. A detached run is held while it is entered.
+
+    Args:
+        run: Its folder on this machine, or its URL at a daemon, `http://HOST:PORT/v1/runs/ID` (docs/service.md).
+        token: Of the daemon, with a URL.
 
     Raises:
         LaunchError: On entering, where no live run answers there.
     """
-    return RunClient(run_folder)
+    return RunClient(run, token)
 
 
 class Run(RunClient):
@@ -210,6 +239,8 @@ class Run(RunClient):
         config: A `RunConfig`, nested dicts, or the path of a TOML file. With `resume`, may be left out.
         resume: A run folder to pick up where it stopped.
         overrides: Laid over the config: `["buffer.max_staleness=1"]` or `{"buffer.max_staleness": 1}`.
+        detached: The run goes on when it is left, and when this program ends; `connect` joins it again.
+        environment: Of the controller of a detached run and its processes, on top of this program's own.
 
     Raises:
         ConfigError: The config is wrong, a function or file that it names is not there, or the folder already holds a run.
@@ -226,6 +257,8 @@ class Run(RunClient):
         *,
         resume: str | Path | None = None,
         overrides: Overrides = (),
+        detached: bool = False,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         if config is None and resume is None:
             raise ConfigError("Run takes a config (RunConfig, dict or TOML path) or resume=RUN_FOLDER, got neither")
@@ -234,7 +267,7 @@ class Run(RunClient):
         self.config, choice = with_chosen_medium(resolved)
         self._choices = [*said, choice] if choice else said
         super().__init__(resume if resume is not None else Path(self.config.folder) / self.config.name)
-        self._resumed = resume is not None
+        self._resumed, self._detached, self._environment = resume is not None, detached, environment or {}
         self._controller: ControllerProcess | None = None
 
     async def __aenter__(self) -> Self:
@@ -242,7 +275,7 @@ class Run(RunClient):
         self._prepare_folder()
         self._controller = ControllerProcess(self.config, self.run_folder)
         try:
-            await self._controller.start()
+            await (self._controller.start_detached(self._environment) if self._detached else self._controller.start())
             async with asyncio.timeout(START_TIMEOUT_S):
                 endpoint = await self._controller.endpoint()
         except TimeoutError as error:
@@ -253,8 +286,9 @@ class Run(RunClient):
             await self._controller.end()
             raise
         if endpoint is None:
+            await self._controller.end()
             raise LaunchError(f"the run could not start: {_last_words(self.run_folder)}")
-        self._open(endpoint)
+        await self._open(endpoint)
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -324,7 +358,7 @@ class Run(RunClient):
     async def _leave(self, *, polite: bool) -> None:
         try:
             with contextlib.suppress(RunError):
-                if (await self.status()).phase not in ENDED:
+                if not self._detached and (await self.status()).phase not in ENDED:
                     await (self.drain() if polite else self.stop())
         finally:
             await self._close()
@@ -364,11 +398,3 @@ def _last_words(run_folder: Path) -> str:
     if errors:
         return errors[-1].removeprefix("asyncrl: ").rpartition(" | ")[2]
     return "\n".join([f"the end of {log} is", *lines[-12:]])
-
-
-def _lost(run_folder: Path) -> RunLostError:
-    """Return what became of a run that does not answer, and what to do."""
-    if is_live(run_folder):
-        return RunLostError(f"the run in {run_folder} does not answer; its controller is alive: see {run_folder}/logs")
-    reason = _full_disk(run_folder) or f"{_last_words(run_folder)}; `asyncrl resume {run_folder}` goes on with it"
-    return RunLostError(f"the run in {run_folder} is lost, its controller has ended: {reason}")

@@ -25,8 +25,8 @@ receiver's acknowledgements (`transport.window`); nothing is dropped for lack of
 | - | Heartbeat, Fault | everyone -> controller | control | nothing | | received |
 | - | Pause, Resume, Checkpoint, Shutdown | controller -> everyone | control | nothing | | received |
 
-Each process of a run is `python -m asyncrl.pipeline KIND NAME RUN_FOLDER`; the controller starts all others, but for a learner's
-further ranks (control/launch/ranks.py). This file changes in the same commit as any hop.
+Each process of a run is `python -m asyncrl.pipeline KIND NAME RUN_FOLDER`, the controller of a detached run with `detached` behind
+it. The controller starts all others, but for a learner's further ranks (control/launch/ranks.py). This file changes in the same commit as any hop.
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ from asyncrl.config.load import load_run_config
 from asyncrl.config.placement_rules import needs_of
 from asyncrl.config.run import RayLaunch, RunConfig
 from asyncrl.control.launch import process_main as process
+from asyncrl.control.launch.lease import Ownership, own_by_input, own_by_lease
 from asyncrl.control.launch.process_main import EXIT_FAILED, EXIT_FAULT, EXIT_OK, EXIT_WRONG_INPUT, imports_without_gc, leave
 from asyncrl.errors import AsyncRLError, ConnectionClosed, LedgerError
 from asyncrl.observe.log import set_up_logging
@@ -72,6 +73,8 @@ ENDPOINT_FILE = "endpoint"
 """In the run folder: the address that the run's processes connect to."""
 NICENESS = 10
 """Of everyone who computes beside the learner: where cores are short it goes first."""
+DETACHED = "detached"
+"""Behind the run folder: the controller goes on when whoever started it is gone."""
 JOIN = "join"
 """Kind of a generator that joins a live run; no name, and a JoinRequest in JSON for a folder."""
 
@@ -80,7 +83,7 @@ JOIN = "join"
 
 
 async def run_controller(
-    config: RunConfig, run_folder: Path, clock: Clock, owner_gone: asyncio.Event, launcher: Launcher | None = None
+    config: RunConfig, run_folder: Path, clock: Clock, owner: Ownership, launcher: Launcher | None = None
 ) -> bool:
     """Wire and run the controller of one run; return whether the run ended well.
 
@@ -88,7 +91,7 @@ async def run_controller(
         config: Of the run.
         run_folder: Of the run.
         clock: Time.
-        owner_gone: Set when whoever started the run has hung up.
+        owner: Who wants the run.
         launcher: Where its processes come from; None: from the one that the config names.
     """
     from asyncrl.buffer.open import open_buffer
@@ -122,7 +125,7 @@ async def run_controller(
         parts = RunParts(config, run_folder, buffer, task, listener, launcher or LocalLauncher(), membership, clock)
         controller = Controller(parts)
         async with serve_api(RunApi(controller), run_folder):
-            return await controller.run(owner_gone)
+            return await controller.run(owner)
 
 
 def _ledger_failed(error: LedgerError) -> None:
@@ -284,13 +287,15 @@ async def join_run(request: JoinRequest, clock: Clock) -> int:
 # -- entry point ---------------------------------------------------------------------------------------------------------
 
 
-async def _main(kind: ProcessKind, name: str, run_folder: Path) -> int:
+async def _main(kind: ProcessKind, name: str, run_folder: Path, *, detached: bool) -> int:
     config = load_run_config(run_folder)
     set_up_logging(name, config.observe.log_level)
     clock = SystemClock()
     if kind == "controller":
-        owner_gone = await process.watch_owner()
-        return EXIT_OK if await run_controller(config, run_folder, clock, owner_gone) else EXIT_FAILED
+        async with contextlib.AsyncExitStack() as stack:
+            lease = own_by_lease(run_folder, config.owner)
+            owner = await stack.enter_async_context(lease) if detached else await own_by_input()
+            return EXIT_OK if await run_controller(config, run_folder, clock, owner) else EXIT_FAILED
     from asyncrl.weights.shm_segments import remove_leftover_segments
 
     process.ignore_interrupts()
@@ -308,7 +313,10 @@ def main() -> None:
 
             leave(asyncio.run(join_run(msgspec.json.decode(rest[0], type=JoinRequest), SystemClock())))
         name, folder = rest[:2]
-        code = asyncio.run(_main(kind, name, Path(folder)))  # type: ignore[arg-type]
+        detached = rest[2:] == [DETACHED]
+        if detached:
+            process.leave_parent(Path(folder))
+        code = asyncio.run(_main(kind, name, Path(folder), detached=detached))  # type: ignore[arg-type]
         if kind in WITH_TORCH:
             leave(code)
     except AsyncRLError as error:

@@ -25,6 +25,8 @@ from asyncrl.errors import ConfigError
 
 NODE_ADDRESS = "ASYNCRL_NODE_ADDRESS"
 """Environment variable by which a launcher says how other machines reach this one."""
+SHIPPED = Path(__file__).parent.parent / "shipped"
+"""The configs that come with the package; in a checkout a link to configs/."""
 
 
 Overrides = Mapping[str, Any] | Sequence[str]
@@ -34,7 +36,7 @@ def load_config(path: str | Path, overrides: Overrides = (), presets: Sequence[P
     """Read a TOML file, lay `presets` and `overrides` over it, check everything.
 
     Args:
-        path: The TOML file.
+        path: The TOML file, or the name of a shipped config (`quickstart`).
         presets: TOML files laid over it one after the other: tables merge, but one that names its
             `kind` and anything that is no table is replaced (configs/algorithms/).
         overrides: `a.b=value` each, the value TOML, or a bare string where it is not; or a mapping of `a.b` to values.
@@ -45,7 +47,7 @@ def load_config(path: str | Path, overrides: Overrides = (), presets: Sequence[P
     Raises:
         ConfigError: The file is missing or not TOML, a field is unknown, a value is out of range or does not go with another.
     """
-    raw = _read(Path(path))
+    raw = _read(path)
     for preset in presets:
         raw = _merged(raw, _read(preset))
     return resolve_config(raw, overrides, source=" + ".join(map(str, (path, *presets))))
@@ -122,13 +124,34 @@ def dump_config(config: RunConfig) -> str:
     return tomli_w.dumps(_without_none(msgspec.to_builtins(config)))
 
 
-def _read(path: Path) -> dict[str, Any]:
+def find_config(given: str | Path) -> Path:
+    """Return the file that is meant: this path, or the shipped config of this name (`quickstart`, `algorithms/gspo`)."""
+    path = Path(given)
+    if path.exists() or path.is_absolute():
+        return path
+    named = SHIPPED / path.with_name(path.name.removesuffix(".toml") + ".toml").as_posix().removeprefix("configs/")
+    return named if named.is_file() else path
+
+
+def read_config_text(path: Path) -> str:
+    """Return a config's text; in a shipped one the data that comes with it is named by where it is.
+
+    Raises:
+        ConfigError: It cannot be read, or is not UTF-8.
+    """
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"cannot read config {path}: {error.strerror}; see configs/ for examples") from error
+        shipped = ", ".join(sorted(file.stem for file in SHIPPED.glob("*.toml")))
+        raise ConfigError(f"cannot read config {path}: {error.strerror}; shipped, by name, are {shipped}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}") from error
+    return text.replace('"configs/', f'"{SHIPPED}/') if path.is_relative_to(SHIPPED) else text
+
+
+def _read(given: str | Path) -> dict[str, Any]:
+    path = find_config(given)
+    text = read_config_text(path)
     try:
         return tomllib.loads(text)
     except (tomllib.TOMLDecodeError, RecursionError) as error:

@@ -222,6 +222,14 @@ class SupervisionConfig(_Stage, frozen=True):
     """A run ends, with the reason, once a larger share than this of 64 groups in a row has failed."""
 
 
+class OwnerConfig(_Stage, frozen=True):
+    """What becomes of a detached run that nobody is attached to (docs/running.md)."""
+
+    absent: Literal["go_on", "drain", "stop"] = "go_on"
+    grace_s: NonNegativeFloat = 10.0
+    """For somebody to attach again."""
+
+
 class ObserveConfig(_Stage, frozen=True):
     """Where metrics go besides metrics.jsonl."""
 
@@ -261,6 +269,7 @@ class RunConfig(_Stage, frozen=True):
     supervision: SupervisionConfig = SupervisionConfig()
     observe: ObserveConfig = ObserveConfig()
     launch: LaunchConfig = LocalLaunch()
+    owner: OwnerConfig = OwnerConfig()
     max_run_s: Annotated[float, Meta(ge=0)] = 0.0
     """Drain and checkpoint after this long; 0: no limit."""
 

@@ -37,6 +37,7 @@ from asyncrl.control.dispatcher import Dispatcher
 from asyncrl.control.edge import Edge, vocabulary_of
 from asyncrl.control.evaluation import Evaluation
 from asyncrl.control.join import Membership
+from asyncrl.control.launch.lease import Ownership
 from asyncrl.control.launch.local import Launcher
 from asyncrl.control.launch.processes import plan_processes, spec_maker
 from asyncrl.control.lifecycle import events as ev
@@ -139,19 +140,15 @@ class Controller:
         self._scores_changed.set()
         self.feeder.woken.set()
 
-    async def run(self, owner_gone: asyncio.Event) -> bool:
-        """Live through the whole run; return whether it ended well.
-
-        Args:
-            owner_gone: Set when whoever started the run has hung up; a run that is still on then stops at once.
-        """
+    async def run(self, owner: Ownership) -> bool:
+        """Live through the whole run; return whether it ended well."""
         async with asyncio.TaskGroup() as group:
             self.dispatcher.pick_up()
             supervising = group.create_task(self.supervisor.run(), name="supervisor")
             loops = {
                 "accept": self.accept(group), "issue": self.issue_groups(), "scores": self.dispatch_scores(),
                 "feed": self.feed_learner(), "weights": self.follow_weights(), "supervise": self.supervise(),
-                "owner": self.stop_without_owner(owner_gone),
+                "owner": self.end_without_owner(owner),
             }  # fmt: skip
             background = [group.create_task(loop, name=name) for name, loop in loops.items()]
             await self.ending.wait()
@@ -174,7 +171,7 @@ class Controller:
         self.moved.set()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LINGER_S):
-                await owner_gone.wait()
+                await owner.nobody.wait()
         return self._ended_well
 
     # -- the loops -------------------------------------------------------------------------------------------------------
@@ -336,12 +333,13 @@ class Controller:
             if limit_s and now - self.started_s > limit_s and running:
                 self.post(ev.DrainRequested(f"max_run_s ({limit_s:g} s) is over"))
 
-    async def stop_without_owner(self, owner_gone: asyncio.Event) -> None:
-        """Stop the run once whoever started it is gone."""
-        await owner_gone.wait()
-        if not self.lifecycle.over:
-            log.warning("whoever started this run is gone: stopping")
-            self.post(ev.StopRequested("the process that started the run is gone"))
+    async def end_without_owner(self, owner: Ownership) -> None:
+        """End the run once nobody wants it."""
+        await owner.gone.wait()
+        drain = ev.DrainRequested("nobody was attached to the run")
+        drains = owner.then == "drain" and not self.lifecycle.refusal(drain)
+        log.warning("nobody holds this run: %s", "draining" if drains else "stopping")
+        self.post(drain if drains else ev.StopRequested("the process that started the run is gone"))
 
     # -- messages --------------------------------------------------------------------------------------------------------
 

@@ -31,8 +31,8 @@ import msgspec
 from asyncrl.client import connect, read_endpoint
 from asyncrl.clock import SystemClock
 from asyncrl.config.load import dump_config, load_config, parse_config
+from asyncrl.control.launch.lease import own_by_input
 from asyncrl.control.launch.local import LocalLauncher, LocalProcess, ProcessSpec
-from asyncrl.control.launch.process_main import watch_owner
 from asyncrl.errors import LaunchError
 from asyncrl.observe.log import set_up_logging
 from asyncrl.packing.tensors import pack_step
@@ -198,7 +198,7 @@ async def host(run_folder: Path) -> bool:
     """Run the real controller to the run's end, or until standard input ends; return whether the end was good."""
     config = load_config(run_folder / "config.toml")
     set_up_logging("controller", config.observe.log_level)
-    return await run_controller(config, run_folder, SystemClock(), await watch_owner(), FakeClusterLauncher(run_folder))
+    return await run_controller(config, run_folder, SystemClock(), await own_by_input(), FakeClusterLauncher(run_folder))
 
 
 if __name__ == "__main__":

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from asyncrl.clock import SystemClock
 from asyncrl.config.load import load_config
+from asyncrl.control.launch.lease import own_by_input
 from asyncrl.control.launch.local import LocalLauncher, LocalProcess, ProcessSpec
-from asyncrl.control.launch.process_main import watch_owner
 from asyncrl.observe.log import set_up_logging
 from asyncrl.pipeline import run_controller
 
@@ -34,7 +34,7 @@ class AcrossLauncher:
 async def main(run_folder: Path, namespace: str, kind: str) -> bool:
     set_up_logging("controller", "INFO")
     config = load_config(run_folder / "config.toml")
-    return await run_controller(config, run_folder, SystemClock(), await watch_owner(), AcrossLauncher(namespace, kind))
+    return await run_controller(config, run_folder, SystemClock(), await own_by_input(), AcrossLauncher(namespace, kind))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """The controller's process as its owner holds it: started, found by its endpoint file, ended.
 
-It is a child of the owner, or, with `launch.kind = "ray"`, the child of an actor on the owner's node. A controller that is lost
-is not started again: `asyncrl resume` goes on from its ledger.
+It is a child of the owner, or, with `launch.kind = "ray"`, the child of an actor on the owner's node. That of a detached run is
+nobody's child, and goes on without its owner. A controller that is lost is not started again: `asyncrl resume` goes on from its
+ledger.
 
 Invariant: `api.json` is never that of an earlier controller once `start` has returned.
 """
@@ -9,14 +10,20 @@ Invariant: `api.json` is never that of an earlier controller once `start` has re
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
+import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
 import psutil
 
 from asyncrl.config.run import RayLaunch, RunConfig
-from asyncrl.control.launch.local import LocalLauncher, ProcessHandle, ProcessSpec
+from asyncrl.control.launch.local import LocalLauncher, ProcessHandle, ProcessSpec, child_environment
+from asyncrl.control.launch.process_main import PID_FILE
+from asyncrl.errors import LaunchError
 from asyncrl.schema.status import ApiEndpoint
 
 STOP_TIMEOUT_S = 60.0
@@ -52,6 +59,23 @@ class ControllerProcess:
             self._process = await LocalLauncher().start(spec)
         self._waiting = asyncio.get_running_loop().create_task(self._wait(self._process), name="controller-wait")
 
+    async def start_detached(self, environment: Mapping[str, str]) -> None:
+        """Start it so that it goes on without this process; `environment` is laid over this process's own.
+
+        Raises:
+            LaunchError: It could not be started, or the run is one on Ray.
+        """
+        if isinstance(self._config.launch, RayLaunch):
+            raise LaunchError(
+                "a run on Ray cannot be detached, as Ray ends it with its driver: use `ray job submit` (docs/scale.md)"
+            )
+        (self._run_folder / "api.json").unlink(missing_ok=True)
+        command = (sys.executable, "-P", "-m", "asyncrl.pipeline", "controller", "controller", str(self._run_folder), "detached")
+        spec = ProcessSpec("controller", "controller", 1, command, self._run_folder / "logs" / "controller.log", env=environment)
+        await asyncio.to_thread(_start_detached, spec)
+        pid = int((self._run_folder / PID_FILE).read_text(encoding="utf-8"))
+        self._waiting = asyncio.get_running_loop().create_task(self._watch(pid), name="controller-wait")
+
     async def endpoint(self) -> ApiEndpoint | None:
         """Return where it answers, waiting until it does; None once it is gone."""
         while self.code is None:
@@ -61,8 +85,13 @@ class ControllerProcess:
         return None
 
     async def end(self) -> None:
-        """Ask it to end (SIGTERM), wait, and kill it where it stays."""
-        if self._process is None or self._waiting is None:
+        """Ask it to end (SIGTERM), wait, and kill it where it stays. A detached one is let go."""
+        if self._waiting is None:
+            return
+        if self._process is None:
+            self._waiting.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._waiting
             return
         self._process.terminate()
         try:
@@ -75,6 +104,30 @@ class ControllerProcess:
 
     async def _wait(self, process: ProcessHandle) -> None:
         self.code = await process.wait()
+
+    async def _watch(self, pid: int) -> None:
+        while psutil.pid_exists(pid):  # noqa: ASYNC110 - nobody's child cannot be waited for
+            await asyncio.sleep(LOOK_S)
+        self.code = -1
+
+
+def _start_detached(spec: ProcessSpec) -> None:
+    """Start a process that leaves a child behind, and wait until it has.
+
+    Raises:
+        LaunchError: It could not be started.
+    """
+    spec.log_path.parent.mkdir(parents=True, exist_ok=True)
+    with spec.log_path.open("ab") as log:
+        try:
+            code = subprocess.run(  # noqa: S603 - our own command
+                spec.command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=child_environment(os.environ, spec),
+                start_new_session=True, check=False,
+            ).returncode  # fmt: skip
+        except OSError as error:
+            raise LaunchError(f"cannot start {spec.name} ({' '.join(spec.command)}): {error.strerror}") from error
+    if code:
+        raise LaunchError(f"{spec.name} ended with exit code {code} as it began; see {spec.log_path}")
 
 
 def read_endpoint(run_folder: Path) -> ApiEndpoint | None:

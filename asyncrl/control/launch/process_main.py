@@ -1,8 +1,7 @@
 """How a process of a run begins and ends.
 
 A stage's process watches its standard input, which its parent holds open. The kernel closes that pipe however the parent ends, so
-end of file means that nobody needs the process any more. For a controller end of file, or SIGTERM,
-is the request to stop the run.
+end of file means that nobody needs the process any more. A controller learns from lease.py who wants it.
 
 Invariant: an error that a restart would meet again, or hide, is a fatal fault and ends the run: a wrong config, a learner that
 cannot go on, a model that was exchanged, a missing package or device, damaged weights.
@@ -19,6 +18,7 @@ import signal
 import sys
 import threading
 from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
 from typing import NoReturn
 
 from asyncrl.errors import ConfigError, ConnectionClosed, LearnerError, ModelChangedError
@@ -29,6 +29,8 @@ log = logging.getLogger("asyncrl")
 
 EXIT_OK, EXIT_FAILED, EXIT_WRONG_INPUT, EXIT_FAULT = 0, 1, 2, 3
 PARENT_GONE_EXIT_CODE = 113
+PID_FILE = "controller.pid"
+"""In the folder of a detached run."""
 _FATAL = (ConfigError, ImportError, LearnerError, ModelChangedError)
 _FATAL_NAMES = {"SafetensorError"}
 """Types of libraries that are not imported here: damaged weights."""
@@ -72,19 +74,11 @@ def ignore_interrupts() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-async def watch_owner() -> asyncio.Event:
-    """Return what is set once whoever started this controller is gone (standard input ends) or asks it to end (SIGTERM)."""
-    owner_gone = asyncio.Event()
-
-    class EndOfInput(asyncio.Protocol):
-        def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - asyncio's signature
-            owner_gone.set()
-
-    loop = asyncio.get_running_loop()
-    loop.add_signal_handler(signal.SIGTERM, owner_gone.set)
-    loop.add_signal_handler(signal.SIGINT, lambda: None)
-    await loop.connect_read_pipe(EndOfInput, sys.stdin)
-    return owner_gone
+def leave_parent(run_folder: Path) -> None:
+    """Go on as a child of the system's first process, whose pid is in RUN/controller.pid; the parent that was started ends."""
+    if child := os.fork():
+        (run_folder / PID_FILE).write_text(str(child), encoding="utf-8")
+        os._exit(EXIT_OK)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,96 @@
+"""Runs that outlive whoever started them: real processes, real signals."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import stat
+import subprocess
+import sys
+
+import psutil
+import pytest
+
+import asyncrl
+from asyncrl.client import is_live, read_endpoint
+from asyncrl.config.load import dump_config
+from asyncrl.control.lifecycle.pid_file import read_pids
+from asyncrl.schema.status import ENDED
+from tests.integration.conftest import NO_MODEL
+
+pytestmark = pytest.mark.timeout(240)
+SLOW = {
+    "generate__engine": {**NO_MODEL, "token_latency_s": 0.1},
+    "eval__at_start": False,
+    "eval__at_end": False,
+    "num_steps": 500,
+}
+
+
+async def gone(folder, within_s=60.0):
+    """Wait until the run's controller and all its processes are gone."""
+    pids = [record.pid for record in read_pids(folder).processes.values()]
+    async with asyncio.timeout(within_s):
+        while is_live(folder) or any(psutil.pid_exists(pid) for pid in pids):
+            await asyncio.sleep(0.05)
+
+
+async def test_a_detached_run_goes_on_without_its_terminal_and_is_followed_and_drained_from_another(tiny, tmp_path):
+    config, folder = tmp_path / "c.toml", tmp_path / "tiny"
+    config.write_text(dump_config(tiny(**SLOW)))
+    command = [sys.executable, "-m", "asyncrl", "run", str(config), "--detach"]
+    started = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, timeout=120, check=False)
+    assert started.returncode == 0, started.stderr
+    assert f"asyncrl attach {folder}" in started.stdout
+    assert stat.S_IMODE(os.stat(folder / "owner.sock").st_mode) == 0o600
+    attach = [sys.executable, "-m", "asyncrl", "attach", str(folder), "--plain"]
+    following = await asyncio.create_subprocess_exec(*attach, stdout=asyncio.subprocess.PIPE)
+    async with asyncio.timeout(100):
+        while b"step 2/" not in await following.stdout.readline():
+            pass
+    async with asyncrl.connect(folder) as run:
+        status = await run.drain()
+    assert status.phase == "stopped"
+    said = (await following.communicate())[0].decode()
+    assert "stopped" in said
+    assert following.returncode == 3
+    await gone(folder)
+    assert not (folder / "owner.sock").exists()
+
+
+async def test_a_program_leaves_a_run_and_comes_back(tiny):
+    async with asyncrl.Run(tiny(**SLOW), detached=True, environment={"FROM_HERE": "yes"}) as run:
+        folder = run.run_folder
+    endpoint = read_endpoint(folder)
+    assert psutil.Process(endpoint.pid).environ()["FROM_HERE"] == "yes"
+    async with asyncrl.connect(endpoint.url, token=endpoint.token) as run:  # as from another machine
+        assert run.run_folder == folder
+        assert (await run.stop()).phase == "stopped"
+    await gone(folder)
+
+
+async def test_a_run_that_nobody_is_attached_to_drains_where_its_config_says_so(tiny):
+    config = tiny(**SLOW, owner__absent="drain", owner__grace_s=1.0)
+    async with asyncrl.Run(config, detached=True) as run:
+        async for step in run.steps():
+            if step.version >= 1:
+                break
+        assert (await run.status()).phase not in ENDED
+    await gone(run.run_folder)
+    assert list((run.run_folder / "checkpoints").glob("step-*"))
+    assert "nobody was attached" in (run.run_folder / "logs" / "controller.log").read_text()
+
+
+async def test_a_detached_run_that_cannot_start_says_why(tiny):
+    run = asyncrl.Run(tiny(**SLOW, transport__kind="tcp", transport__host="203.0.113.1"), detached=True)
+    with pytest.raises(asyncrl.LaunchError, match=r"203\.0\.113\.1"):
+        async with run:
+            pass
+    assert not is_live(run.run_folder)
+
+
+async def test_what_is_no_url_of_a_run_is_said():
+    for url in ("http://", "ftp://nowhere", "http://127.0.0.1:9/v1/runs/x"):
+        with pytest.raises(asyncrl.LaunchError):
+            async with asyncrl.connect(url, token="x"):
+                pass

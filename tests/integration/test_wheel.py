@@ -1,0 +1,79 @@
+"""What an installed wheel is: the same on every machine, with the shipped configs in it, usable from an empty folder."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.timeout(240)
+
+USERS_FILE = """
+import asyncrl
+
+async def follow(folder: str) -> float:
+    async with asyncrl.connect(folder) as run:
+        return (await run.status()).uptime_s
+"""
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory):
+    """A folder into which the wheel, built from a copy of the tree, is unpacked; and the wheel's name."""
+    folder = tmp_path_factory.mktemp("wheel")
+    for name in ("asyncrl", "configs", "pyproject.toml", "README.md"):
+        (folder / "source").mkdir(exist_ok=True)
+        (folder / "source" / name).symlink_to(ROOT / name)
+    subprocess.run(
+        [sys.executable, "-c", f"import setuptools.build_meta as b; b.build_wheel({str(folder)!r})"],
+        cwd=folder / "source", check=True, capture_output=True, timeout=120,
+    )  # fmt: skip
+    (wheel,) = folder.glob("*.whl")
+    zipfile.ZipFile(wheel).extractall(folder / "site")
+    return folder / "site", wheel.name
+
+
+def asyncrl(site: Path, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-P", "-m", "asyncrl", *arguments]
+    environment = {**os.environ, "PYTHONPATH": str(site)}
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=200, check=False)
+
+
+def test_the_wheel_is_pure_python(installed):
+    assert installed[1].endswith("-py3-none-any.whl")
+
+
+def test_a_shipped_config_runs_by_name_from_an_empty_folder(installed, tmp_path):
+    small = ["num_steps=2", "model.warm_start.steps=2", "eval.num_prompts=8", "algorithm.groups_per_step=2"]
+    settings = [part for value in small for part in ("--set", value)]
+    ran = asyncrl(installed[0], tmp_path, "run", "quickstart", "algorithms/gspo", *settings, "--plain")
+    assert ran.returncode == 0, ran.stderr + ran.stdout
+    assert (tmp_path / "runs" / "quickstart" / "checkpoints" / "step-000002").is_dir()
+
+
+def test_data_that_comes_with_a_shipped_config_is_found(installed, tmp_path):
+    said = asyncrl(installed[0], tmp_path, "run", "preferences", "--dry-run")
+    assert said.returncode == 0, said.stderr
+    assert str(installed[0]) in said.stdout
+
+
+def test_init_writes_a_config_to_change_and_never_over_one(installed, tmp_path):
+    assert asyncrl(installed[0], tmp_path, "init", "mine").returncode == 0
+    assert asyncrl(installed[0], tmp_path, "run", "mine/quickstart.toml", "--dry-run").returncode == 0
+    again = asyncrl(installed[0], tmp_path, "init", "mine")
+    assert again.returncode == 2
+    assert "is there already" in again.stderr
+
+
+def test_a_user_s_file_is_type_checked_against_the_wheel(installed, tmp_path):
+    (tmp_path / "mine.py").write_text(USERS_FILE)
+    checked = subprocess.run(
+        [sys.executable, "-m", "mypy", "--strict", "--follow-imports=silent", "--cache-dir", str(tmp_path / "cache"), "mine.py"],
+        cwd=tmp_path, env={**os.environ, "MYPYPATH": str(installed[0])}, capture_output=True, text=True, timeout=200, check=False,
+    )  # fmt: skip
+    assert checked.returncode == 0, checked.stdout

@@ -25,8 +25,9 @@ receiver's acknowledgements (`transport.window`); nothing is dropped for lack of
 | - | Heartbeat, Fault | everyone -> controller | control | nothing | | received |
 | - | Pause, Resume, Checkpoint, Shutdown | controller -> everyone | control | nothing | | received |
 
-Each process of a run is `python -m asyncrl.pipeline KIND NAME RUN_FOLDER`, the controller of a detached run with `detached` behind
-it. The controller starts all others, but for a learner's further ranks (control/launch/ranks.py). This file changes in the same commit as any hop.
+Each process of a run is `python -m asyncrl.pipeline KIND NAME RUN_FOLDER`, the controller of a detached run with `detached` after
+that. The controller starts all others, but for a learner's further ranks (control/launch/ranks.py). This file changes in the same
+commit as any hop.
 """
 
 from __future__ import annotations

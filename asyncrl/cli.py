@@ -153,7 +153,6 @@ def resume(
             f"{folder} has done its {config.num_steps} steps; `asyncrl resume {folder} --set num_steps={2 * config.num_steps}` "
             "takes it further"
         )
-    print(f"resumed at step {done} from {checkpoints[-1] if checkpoints else 'the model as the run began'}")
     if detach:
         _detach(Run(config, resume=folder, detached=True))
     else:

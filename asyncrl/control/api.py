@@ -183,6 +183,7 @@ class RunApi:
             # An ended run still shows `draining` until its books are closed.
             phase="draining" if run.lifecycle.phase in ENDED and not run.over.is_set() else run.lifecycle.phase,
             reason=run.lifecycle.reason,
+            resumed=run.resumed,
             version=run.feeder.version,
             num_steps=run.config.num_steps,
             groups=groups,

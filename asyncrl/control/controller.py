@@ -99,11 +99,13 @@ class Controller:
         self.reporter = Reporter(config, self.run_folder, open_sinks(config, self.run_folder), clock)
         self.edge = Edge(self.run_folder, self.dispatcher, self.feeder)
         self.stall_detector = StallDetector(config.supervision.stall_timeout_s, self.started_s)
-        is_resumed = self.buffer.counts().issued > 0
+        self._is_resumed = self.buffer.counts().issued > 0
+        self.resumed = ""
+        """As `RunStatus.resumed`."""
         self.lifecycle = Lifecycle(
             plan_processes(config),
             config.supervision,
-            evaluate_first=config.eval.at_start and bool(self._held_out) and not is_resumed,
+            evaluate_first=config.eval.at_start and bool(self._held_out) and not self._is_resumed,
             evaluate_last=config.eval.at_end and bool(self._held_out),
             logs_folder=str(self.run_folder / "logs"),
         )
@@ -416,6 +418,8 @@ class Controller:
             self.post(ev.ProcessFault(peer.name, str(error), fatal=True))
             return
         self.buffer.version_published(ready.version)
+        if self._is_resumed and not self.resumed:
+            self.resumed = f"resumed at step {ready.version} from {ready.checkpoint or 'the model as the run began'}"
         if self.switching is not None:
             self.switching.join(peer, self.model_folder)
         self.tell_model_folder()

@@ -114,6 +114,8 @@ class Edge:
                 refusal = refusal or self._dispatcher.scores.refusal(message, peer.name)
             case LearnerReady() if peer.is_ready:
                 refusal = "it has said so before"
+            case LearnerReady(checkpoint=folder) if folder:
+                refusal = self._folder_refusal(folder)
             case StepDone() if not peer.is_ready:
                 refusal = "it is not ready"
             case StepDone():
@@ -121,11 +123,12 @@ class Edge:
                 refusal = refusal or _beyond("version", message.version, message.step + 1, message.step + 1)
             case WeightsAvailable():
                 refusal = _beyond("version", message.version, 0, self._buffer.state.next_step)
-            case CheckpointDone() if Path(message.folder).parent != self._checkpoints:
-                refusal = f"{message.folder[:200]!r} is not in {self._checkpoints}"
             case CheckpointDone():
-                refusal = _beyond("version", message.version, 0, max(feeder.version, 0))
+                refusal = self._folder_refusal(message.folder) or _beyond("version", message.version, 0, max(feeder.version, 0))
         return refusal
+
+    def _folder_refusal(self, folder: str) -> str:
+        return "" if Path(folder).parent == self._checkpoints else f"{folder[:200]!r} is not in {self._checkpoints}"
 
     def _member_refusal(self, peer: Peer, message: Sample | SampleFailure) -> str:
         """Return why this peer cannot speak of that member; of a group that is over it may, and that changes nothing."""

@@ -8,8 +8,9 @@
         trainer/state.json            version, what steps remember, the controller's own part
         trainer/manifest.json         size and xxh3 of every other file; written last
 
-Invariants: a folder of the final name is complete (it is written under another name, synced and renamed); anything else
-there is ignored and, once a newer one is complete, removed; nothing is loaded that its manifest does not confirm; no pickle.
+Invariants: a folder of the final name is complete (it is written under another name, synced and renamed); what is half written
+or was found damaged is ignored and, once a newer one is complete, removed; nothing is loaded that its manifest does not confirm;
+no pickle.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from asyncrl.learner.train_state import StepMemory, TrainState
 log = logging.getLogger(__name__)
 
 PREFIX = "step-"
-PARTIAL = ".partial-"
+PARTIAL, DAMAGED = ".partial-", "damaged-"
 STATE_FORMAT = 2
 SHARD_BYTES = 4 << 30
 STATE, MANIFEST = Path("trainer/state.json"), Path("trainer/manifest.json")
@@ -105,7 +106,7 @@ def save_checkpoint(
         (partial / MANIFEST).write_bytes(msgspec.json.encode(seals))
 
     target = write_folder(folder / f"{PREFIX}{state.version:06d}", fill)
-    for path in [*_complete(folder)[:-keep_last], *folder.glob(f"{PARTIAL}*")]:
+    for path in [*_complete(folder)[:-keep_last], *folder.glob(f"{PARTIAL}*"), *folder.glob(f"{DAMAGED}{PREFIX}*")]:
         shutil.rmtree(path)
     return target
 
@@ -139,6 +140,15 @@ def newest_checkpoint(folder: Path) -> Path | None:
     if faults:
         raise LearnerError(f"no checkpoint is whole: {'; '.join(faults)}; restore one of these folders, or begin a new run")
     return None
+
+
+def rename_newer(checkpoint: Path) -> None:
+    """Rename the checkpoints that were passed over for this one, so that none counts among those that are kept."""
+    passed_over = _complete(checkpoint.parent)
+    for path in passed_over[passed_over.index(checkpoint) + 1 :]:
+        aside = path.with_name(f"{DAMAGED}{path.name}")
+        shutil.rmtree(aside, ignore_errors=True)
+        path.rename(aside)
 
 
 def damage_of(checkpoint: Path) -> str:

@@ -22,7 +22,7 @@ from asyncrl.algorithms.corrections import load_correction
 from asyncrl.config.algorithm import AlgorithmConfig, LearnerConfig, PythonCorrection
 from asyncrl.config.learner import PretrainedModel
 from asyncrl.config.run import RunConfig
-from asyncrl.learner.checkpoint import TrainerState, load_trainer, newest_checkpoint, write_folder
+from asyncrl.learner.checkpoint import TrainerState, load_trainer, newest_checkpoint, rename_newer, write_folder
 from asyncrl.learner.model.critic import build_critic, build_critic_optimizer
 from asyncrl.learner.model.lora import adapters_off, open_policy
 from asyncrl.learner.model.policy import (
@@ -95,6 +95,8 @@ def load_or_make(
     if not (folder / "config.json").is_file():
         metrics = _make_model_folder(config, folder, examples, alphabet, stopped)
     checkpoint = newest_checkpoint(run_folder / "checkpoints")
+    if checkpoint is not None:
+        rename_newer(checkpoint)
     ranks: Ranks = OneRank()
     if launcher is not None:
         ranks = launcher.join()

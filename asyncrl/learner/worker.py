@@ -198,7 +198,8 @@ class LearnerWorker:
         await self._on_thread(self._publish_version)
         if needs_offload(self._config):
             await self._on_thread(self._start_offload)
-        ready = LearnerReady(initial.version, str(initial.model_folder), initial.metrics)
+        checkpoint = str(initial.checkpoint or "")
+        ready = LearnerReady(initial.version, str(initial.model_folder), initial.metrics, checkpoint)
         await self._connection.send(ready, Lane.CONTROL)
 
     async def _obey(self) -> None:

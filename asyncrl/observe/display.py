@@ -65,6 +65,8 @@ def news_between(before: RunStatus | None, after: RunStatus) -> list[str]:
     news = []
     if before is None or before.phase != after.phase:
         news.append(f"{after.phase}{f': {after.reason}' if after.reason else ''}")
+    if after.resumed and not (before and before.resumed):
+        news.append(after.resumed)
     deaths_before = {process.name: process.deaths for process in before.processes} if before else {}
     died = [process for process in after.processes if process.deaths > deaths_before.get(process.name, 0)]
     news += [f"{process.name} died ({process.deaths} times so far), now {process.state}" for process in died]

@@ -53,6 +53,8 @@ class LearnerReady(Message, frozen=True, tag="learner_ready"):
     """Config and tokenizer (and first weights) in Hugging Face layout, for the generators."""
     metrics: dict[str, float] = {}
     """Of the warm start, where there was one."""
+    checkpoint: str = ""
+    """Folder of the checkpoint it comes from; empty: the run's initial model."""
 
 
 class LoadModel(Message, frozen=True, tag="load_model"):

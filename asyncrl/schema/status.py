@@ -57,6 +57,8 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     phase: str
     reason: str = ""
     """Why it ended, or why it is in this phase."""
+    resumed: str = ""
+    """Of a resumed run, once its learner is ready: at which step, from which checkpoint, in words."""
     version: int = -1
     """Newest policy version; -1 before the learner is ready."""
     num_steps: int = 0

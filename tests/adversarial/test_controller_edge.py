@@ -202,6 +202,19 @@ async def test_a_learner_cannot_announce_or_finish_what_was_never_taken(tmp_path
         assert (world.controller.feeder.version, world.buffer.newest_version) == (0, 0)
 
 
+async def test_a_learner_says_which_checkpoint_it_began_from_and_it_must_be_one_of_this_run(tmp_path):
+    async with running(tmp_path) as world:
+        await world.launcher.started("generator-0")
+        learner = await world.join("learner", "learner")
+        await learner.send(LearnerReady(0, "model", {}, "/elsewhere/step-000000"), Lane.CONTROL)
+        await settled(world, 1)
+        await learner.send(LearnerReady(0, "model", {}, str(tmp_path / "checkpoints" / "step-000000")), Lane.CONTROL)
+        async with asyncio.timeout(30):
+            while world.controller.feeder.version < 0:
+                await asyncio.sleep(0.005)
+        assert RunApi(world.controller).status().resumed == ""  # it was not: nothing was issued before
+
+
 async def test_a_score_of_a_worker_that_was_not_asked_is_refused(tmp_path):
     async with running(tmp_path, reward={"num_workers": 2}) as world:
         _, reward, generator = await world.start()

@@ -112,7 +112,7 @@ MESSAGES = {
     ),
     "version_live": weights.VersionLive(5, "generator-0", 22.0, 12.5, 1.5, 1e-6),
     "heartbeat": control.Heartbeat("generator-0", 30.0, "weights of version 3", 29.0, {"tokens": 5.0}),
-    "learner_ready": control.LearnerReady(0, "/run/model", {"warm_up/accuracy": 0.5}),
+    "learner_ready": control.LearnerReady(5, "/run/model", {"warm_up/accuracy": 0.5}, "/run/checkpoints/step-000005"),
     "join_terms": control.JoinTerms('name = "quickstart"\n', "/run", "somewhere"),
     "load_model": control.LoadModel("/run/model"),
     "models_ready": control.ModelsReady("inference-0", ("reference", "judge"), 4096),

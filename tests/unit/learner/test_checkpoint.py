@@ -131,10 +131,22 @@ def test_a_bit_flipped_in_any_file_is_named_and_the_newest_whole_checkpoint_is_u
         path.write_bytes(content)
     assert newest_checkpoint(tmp_path / "checkpoints") == newest
     (newest / "model.safetensors").write_bytes(b"x")
-    assert standing_in(tmp_path).version == 0
     (whole / "trainer" / "rng.safetensors").write_bytes(b"x")
     with pytest.raises(LearnerError, match=r"no checkpoint is whole: .*model.safetensors.*rng.safetensors.*restore one"):
         standing_in(tmp_path)
+
+
+def test_a_damaged_checkpoint_is_not_one_of_those_that_are_kept(tmp_path):
+    initial, checkpoints = standing_in(tmp_path), tmp_path / "checkpoints"
+    for initial.version in (2, 4):
+        newest = save(tmp_path, initial)
+    (newest / "model.safetensors").write_bytes(b"x")
+    initial = standing_in(tmp_path)
+    assert initial.version == 2
+    assert sorted(path.name for path in checkpoints.iterdir()) == ["damaged-step-000004", "step-000002"]
+    initial.version = 3
+    save(tmp_path, initial)
+    assert sorted(path.name for path in checkpoints.iterdir()) == ["step-000002", "step-000003"]
 
 
 def everything_config(critic="separate", **learner):

@@ -138,7 +138,12 @@ async def test_checkpoints_are_written_at_every_multiple_of_every_steps_and_at_n
             await controller.connection.send(kit.batch(kit.samples(seed=step), step=step))
         news = [await controller.news(StepDone | CheckpointDone) for _ in range(7)]
         assert [told.version for told in news] == [1, 2, 2, 3, 4, 4, 5]
-        assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-000002", "step-000004"]
+        checkpoints = tmp_path / "checkpoints"
+        assert sorted(path.name for path in checkpoints.iterdir()) == ["step-000002", "step-000004"]
+    (checkpoints / "step-000004" / "model.safetensors").write_bytes(b"damaged")
+    async with learner(tmp_path, config) as controller:
+        ready = await controller.news(LearnerReady)
+        assert (ready.version, ready.checkpoint) == (2, str(checkpoints / "step-000002"))
 
 
 async def test_a_repeated_step_is_answered_and_not_trained(kit, tmp_path):

@@ -8,10 +8,16 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
+from transformers import LlamaConfig, LlamaForSequenceClassification
 
+from asyncrl.buffer.ledger.reader import LedgerReader
 from asyncrl.config.load import parse_config
 from asyncrl.config.run import RunConfig
 from asyncrl.control.lifecycle.pid_file import read_pids
+from asyncrl.learner.model.policy import character_tokenizer
+from asyncrl.schema.status import RunStatus
+from asyncrl.tasks.registry import build_task
 
 NO_MODEL = {"kind": "fake", "num_slots": 8, "max_sequence_tokens": 16, "vocabulary_size": 8, "mean_tokens": 4.0,
             "token_latency_s": 0.02}  # fmt: skip
@@ -54,6 +60,45 @@ def tiny(tmp_path: Path):
         return parse_config(tiny_settings(tmp_path, **overrides))
 
     return make
+
+
+@pytest.fixture
+def judged(tiny, tmp_path: Path) -> dict[str, Any]:
+    """Settings of a run with a reward model and a reference on an inference worker, and steps that need both."""
+    alphabet = build_task(tiny().task, 0).alphabet
+    torch.manual_seed(0)
+    LlamaForSequenceClassification(
+        LlamaConfig(
+            vocab_size=len(character_tokenizer(alphabet)), hidden_size=32, num_hidden_layers=2, num_attention_heads=2,
+            intermediate_size=64, max_position_embeddings=32, num_labels=1, pad_token_id=0, bos_token_id=None, eos_token_id=1,
+        )
+    ).save_pretrained(tmp_path / "judge")  # fmt: skip
+    return {
+        "inference__reward_models": [{"name": "taste", "path": str(tmp_path / "judge"), "weight": 0.1}],
+        "algorithm__kl": {"coefficient": 0.01},
+        "algorithm__reference": {"where": "worker"},
+    }
+
+
+@pytest.fixture
+def mixed_rewards(tmp_path: Path) -> list[dict[str, str]]:
+    """Rewards that differ within any group, so that every step has something to learn."""
+    (tmp_path / "my_reward.py").write_text("def mixed(prompt, text):\n    return float(sum(map(ord, text)) % 5)\n")
+    return [{"kind": "python", "path": f"{tmp_path / 'my_reward.py'}:mixed"}]
+
+
+def assert_balanced(status: RunStatus) -> None:
+    """Every group that was issued is in one state."""
+    groups = dict(status.groups)
+    assert groups.pop("issued") == sum(groups.values())
+
+
+def trained_groups(run_folder: Path) -> list[int]:
+    """Return the ids of the groups that were trained, none of them twice."""
+    with LedgerReader(run_folder / "ledger.sqlite") as ledger:
+        trained = [group_id for step in ledger.steps(last=1_000_000) for group_id in step.group_ids]
+    assert len(trained) == len(set(trained))
+    return trained
 
 
 @pytest.fixture(autouse=True)

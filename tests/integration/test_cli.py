@@ -13,6 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from transformers import AutoModelForCausalLM
 
 from asyncrl.config.load import dump_config
 from asyncrl.control.lifecycle.pid_file import read_pids
@@ -141,8 +142,11 @@ def test_status_and_drain_from_another_terminal(endless, tmp_path):
     assert status["phase"] == "running"
     assert {process["name"] for process in status["processes"]} == {"learner", "generator-0", "reward-0"}
     assert "paused" in _asyncrl("pause", run_folder).stdout
+    held = json.loads(_asyncrl("status", run_folder, "--json").stdout)
     assert "running" in _asyncrl("resume", run_folder).stdout
-    assert Path(_asyncrl("checkpoint", run_folder).stdout.strip()).is_dir()
+    assert held["phase"] == "paused"
+    following.until(rf"\bstep {held['version'] + 2}/100000")
+    assert AutoModelForCausalLM.from_pretrained(_asyncrl("checkpoint", run_folder).stdout.strip())
     assert "stopped" in _asyncrl("drain", run_folder).stdout
     assert following.rest() == 3
 
@@ -162,6 +166,11 @@ def test_a_wrong_config_is_one_clear_line(tmp_path):
     assert answer.returncode == 2
     assert "max_stalenes" in answer.stderr
     assert len(answer.stderr.strip().splitlines()) == 1
+    wrong.write_text("")
+    answer = _asyncrl("run", wrong, "--set", "num_steps=abc")
+    assert answer.returncode == 2
+    assert answer.stderr.count("\n") == 1
+    assert "--set num_steps=abc: " in answer.stderr
 
 
 def test_a_failed_start_exits_with_one_says_why_and_does_not_keep_the_name(tiny, tmp_path):

@@ -1,4 +1,4 @@
-"""Whole runs of what the data path adds to plain groups: preference files, greedy baselines, dynamic sampling."""
+"""Runs of what the data path adds to plain groups: preference files, greedy baselines, dynamic sampling."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 import asyncrl
 from asyncrl.buffer.ledger.reader import LedgerReader
-from tests.integration.conftest import NO_MODEL
+from tests.integration.conftest import assert_balanced
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -25,9 +25,8 @@ def _preferences(path):
 async def _finish(run):
     reports = [report async for report in run.steps()]
     status = await run.status()
-    groups = dict(status.groups)
     assert status.phase == "stopped", status.reason
-    assert groups.pop("issued") == sum(groups.values())
+    assert_balanced(status)
     return reports, status
 
 
@@ -55,39 +54,32 @@ async def test_a_file_of_preferences_is_learned_without_generating(tiny, tmp_pat
     assert rewards == {0: 1.0, 1: 0.0}
 
 
-async def test_every_group_of_remax_has_a_greedy_baseline_beside_its_samples(tiny):
-    config = tiny(
-        num_steps=3,
-        algorithm={"groups_per_step": 4, "group_size": 2, "advantage": "remax"},
-        eval=NO_EVALUATION,
-        checkpoint={"every_steps": 1, "keep_last": 3},
-    )
-    async with asyncrl.Run(config) as run:
-        reports, _ = await _finish(run)
-    assert len(reports) == 3
-    with LedgerReader(run.run_folder) as ledger:
-        group_ids = ledger.steps()[-1].group_ids
-        sizes = {ledger.group(group_id).size for group_id in group_ids}
-        drawn, greedy = ([ledger.sample(group_id, index).sample for group_id in group_ids] for index in (0, 2))
-    assert sizes == {3}
-    assert not any(any(sample.logprobs) for sample in greedy)
-    assert all(any(sample.logprobs) for sample in drawn)
-
-
-async def test_groups_without_spread_are_not_trained_while_others_come(tiny, tmp_path):
+async def test_every_group_of_remax_has_a_greedy_baseline_and_groups_without_spread_are_not_trained(tiny, tmp_path):
     """Answers to an odd first number are all worth the same, others differ with their text."""
     (tmp_path / "my_reward.py").write_text(
         "def mixed(prompt, text):\n    return float(sum(map(ord, text)) % 5) if int(prompt.text[0]) % 2 == 0 else 0.0\n"
     )
-    functions = [{"kind": "python", "path": f"{tmp_path / 'my_reward.py'}:mixed"}]
-    algorithm = {"groups_per_step": 4, "group_size": 4, "dynamic_sampling": True, "max_resamples": 50}
-    settings = {"reward__functions": functions, "eval": NO_EVALUATION, "generate__engine": NO_MODEL}
-    config = tiny(num_steps=4, algorithm=algorithm, **settings)
+    config = tiny(
+        num_steps=4,
+        algorithm={
+            "groups_per_step": 4, "group_size": 3, "advantage": "remax", "dynamic_sampling": True, "max_resamples": 50,
+        },
+        reward__functions=[{"kind": "python", "path": f"{tmp_path / 'my_reward.py'}:mixed"}],
+        eval=NO_EVALUATION,
+        checkpoint={"every_steps": 1, "keep_last": 4},
+    )  # fmt: skip
     async with asyncrl.Run(config) as run:
-        _, status = await _finish(run)
+        reports, status = await _finish(run)
+    assert len(reports) == 4
     with LedgerReader(run.run_folder) as ledger:
-        groups = [ledger.group(group_id) for step in ledger.steps() for group_id in step.group_ids]
+        group_ids = [group_id for step in ledger.steps() for group_id in step.group_ids]
+        groups = [ledger.group(group_id) for group_id in group_ids]
+        newest = ledger.steps()[-1].group_ids
+        drawn, greedy = ([ledger.sample(group_id, index).sample for group_id in newest] for index in (0, 3))
         dropped = {count.reason: count.groups for count in ledger.counts() if count.state == "dropped"}
     assert len(groups) == 16
+    assert {group.size for group in groups} == {4}
+    assert not any(any(sample.logprobs) for sample in greedy)
+    assert all(any(sample.logprobs) for sample in drawn)
     assert all(len({row.reward for row in group.samples}) > 1 for group in groups)
     assert dropped.get("no spread", 0) == status.groups.get("dropped", 0) > 0

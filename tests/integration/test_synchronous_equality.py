@@ -1,4 +1,4 @@
-"""max_staleness = 0 is synchronous, exactly: the same weights, bit for bit, as a plain loop."""
+"""max_staleness = 0 is synchronous, exactly: in every placement the same weights, bit for bit, as a plain loop."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.timeout(240)
 
 
 async def _plain_loop(config: RunConfig, model_folder: Path) -> dict[str, torch.Tensor]:
-    """Generate a batch, judge it, train on it, put the weights back, five times over."""
+    """Generate a batch, judge it, train on it, put the weights back, step by step."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     torch.set_num_threads(1)
@@ -70,13 +70,23 @@ async def _plain_loop(config: RunConfig, model_folder: Path) -> dict[str, torch.
     return model.state_dict()
 
 
-async def test_zero_staleness_equals_a_plain_synchronous_loop(tiny):
-    config = tiny(buffer__max_staleness=0, eval__at_start=False, eval__at_end=False, generate__num_workers=2)
-    async with asyncrl.Run(config) as run:
-        status = await run.wait()
-    assert status.phase == "stopped", status.reason
-    expected = await _plain_loop(config, run.run_folder / "model")
-    trained = load_file(Path(status.checkpoint) / "model.safetensors")
-    assert trained
-    for name, tensor in trained.items():
-        assert torch.equal(tensor, expected[name]), f"{name} differs by {(tensor - expected[name]).abs().max():.3g}"
+PLACEMENTS = {
+    "disaggregated": {"generate__num_workers": 2},
+    "colocated": {"placement": {"kind": "colocated"}},
+    "hybrid": {"placement": {"kind": "hybrid"}, "broadcast": {"medium": {"kind": "shared_storage"}}},
+}
+
+
+async def test_zero_staleness_equals_a_plain_synchronous_loop_in_every_placement(tiny):
+    """Evaluation goes on between steps and changes nothing."""
+    expected: dict[str, torch.Tensor] = {}
+    for kind, settings in PLACEMENTS.items():
+        config = tiny(name=kind, num_steps=4, buffer__max_staleness=0, eval__every_steps=2, **settings)
+        async with asyncrl.Run(config) as run:
+            status = await run.wait()
+        assert status.phase == "stopped", status.reason
+        expected = expected or await _plain_loop(config, run.run_folder / "model")
+        trained = load_file(Path(status.checkpoint) / "model.safetensors")
+        assert trained
+        for name, tensor in trained.items():
+            assert torch.equal(tensor, expected[name]), f"{kind}: {name} differs by {(tensor - expected[name]).abs().max():.3g}"

@@ -7,19 +7,16 @@ r"""Whether an answer equals a reference as mathematics: one answer is taken by 
 3. One expression: what is left must be one, of known functions and no more letters than the reference has, and small: length,
    digits, nesting, powers and factorials are bounded before anything parses or evaluates it.
 
-math-verify alone takes the last number or the last side of what it is given, so `1=7` and `1 or 2 or 7` are 7 to it. It guards
-itself with signal.alarm; that is switched off here, because the pool (pool.py) kills a scoring process that takes too long.
+math-verify alone takes the last number or the last side of what it is given, so `1=7` and `1 or 2 or 7` are 7 to it.
 """
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Callable, Iterator
-from functools import lru_cache
-from typing import Any
 
-from asyncrl.reward.inputs import import_optional, linear_pattern
+from asyncrl.reward.expressions import build_same_expression, within_budget
+from asyncrl.reward.inputs import linear_pattern
 from asyncrl.reward.numbers import UNITS, parse_quantity, same_quantity
 
 MAX_TEXT_CHARS = 100_000
@@ -82,28 +79,13 @@ def build_math_match() -> Equal:
     Raises:
         RewardError: math-verify is not installed.
     """
-    math_verify = import_optional("math_verify", "answer_match")
-    for name in ("math_verify.parser", "math_verify.grader", "math_verify.utils"):
-        # Both warn at every call that their own timeouts are off.
-        logging.getLogger(name).setLevel(logging.ERROR)
-    config = [math_verify.LatexExtractionConfig()]
-
-    options = {"fallback_mode": "no_fallback", "extraction_mode": "first_match", "parsing_timeout": None}
-
-    @lru_cache(maxsize=1024)
-    def parse(text: str) -> list[Any]:
-        found = math_verify.parse(f"${text}$", config, **options)
-        return [each for each in found if not isinstance(each, str)]
-
-    def verify(answer: str, reference: str) -> bool:
-        given, wanted = parse(answer), parse(reference)
-        return bool(given and wanted and math_verify.verify(wanted, given, timeout_seconds=None))
+    same_expression = build_same_expression()
 
     def matches(answer: str, reference: str) -> bool:
         wanted, given = take_one(reference), take_one(answer)
-        return given is not None and _equal(given, wanted or _normal(reference), verify)
+        return given is not None and _equal(given, wanted or _normal(reference), same_expression)
 
-    return matches
+    return within_budget(matches)
 
 
 def take_one(text: str) -> str | None:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -77,8 +77,12 @@ class Engine(Protocol):
         """Load the model; ready to submit on return. Raises GenerationError; nothing is left to close then, or if cancelled."""
         ...
 
-    def submit(self, request: EngineRequest) -> AsyncIterator[TokenChunk]:
+    def submit(self, request: EngineRequest, news: asyncio.Event | None = None) -> TokenStream:
         """Start a request and return its stream. Closing the stream early aborts the request.
+
+        Args:
+            request: What to generate.
+            news: Set whenever something came for this stream: one event may serve many. None: it has its own.
 
         Raises:
             GenerationError: Prompt empty, token id outside the vocabulary, or prompt plus `max_new_tokens` beyond the limit.
@@ -147,16 +151,16 @@ class Engine(Protocol):
 
 
 class TokenStream:
-    """The async iterator that `Engine.submit` returns; closing it early aborts the request.
+    """What `Engine.submit` returns: taken from chunk by chunk, or iterated over. Closing it early aborts the request.
 
     Chunks are put in by an engine and taken out by one consumer, on one event loop. What nobody took yet is at most the request's
     own `max_new_tokens`.
     """
 
-    def __init__(self, on_early_close: Callable[[], None]) -> None:
+    def __init__(self, on_early_close: Callable[[], None], news: asyncio.Event | None = None) -> None:
         self._on_early_close = on_early_close
+        self._news = asyncio.Event() if news is None else news
         self._ready: deque[TokenChunk | GenerationError] = deque()
-        self._waiter: asyncio.Future[None] | None = None
         self._is_complete = False
         self._is_closed = False
 
@@ -166,37 +170,40 @@ class TokenStream:
             return
         self._is_complete = isinstance(news, GenerationError) or news.finish_reason is not None
         self._ready.append(news)
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        self._news.set()
+
+    def take(self) -> TokenChunk | None:
+        """Return the next chunk that is here; None where none is.
+
+        Raises:
+            GenerationError: The engine could not finish the request.
+        """
+        if not self._ready:
+            return None
+        news = self._ready.popleft()
+        if isinstance(news, GenerationError):
+            raise news
+        return news
 
     def __aiter__(self) -> TokenStream:
         """Return the stream itself."""
         return self
 
     async def __anext__(self) -> TokenChunk:
-        """Return the next chunk.
-
-        Raises:
-            GenerationError: The engine could not finish the request.
-        """
-        while not self._ready:
+        """Return the next chunk, of a stream whose event is its own. Raises GenerationError as `take`."""
+        while (chunk := self.take()) is None:
             if self._is_complete or self._is_closed:
                 raise StopAsyncIteration
-            self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
-        news = self._ready.popleft()
-        if isinstance(news, GenerationError):
-            raise news
-        return news
+            self._news.clear()
+            await self._news.wait()
+        return chunk
 
     async def aclose(self) -> None:
         """Abort the request unless it is complete; nothing more comes out."""
-        self._close()
+        self.close()
 
-    def _close(self) -> None:
+    def close(self) -> None:
+        """Do the same at once."""
         if not self._is_closed and not self._is_complete:
             self._on_early_close()
         self._is_closed = True
@@ -204,7 +211,7 @@ class TokenStream:
 
     def __del__(self) -> None:
         """Abort a request whose stream was dropped half-way, as `break` out of an `async for` does."""
-        self._close()
+        self.close()
 
 
 @dataclass(frozen=True, slots=True)

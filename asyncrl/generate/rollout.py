@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
 from asyncrl.clock import Clock
 from asyncrl.errors import EngineDied, GenerationError, kind_of, trace_of
-from asyncrl.generate.engine import Engine, EngineRequest, TokenChunk
+from asyncrl.generate.engine import Engine, EngineRequest, TokenStream
 from asyncrl.generate.tokenizer import PromptCodec
 from asyncrl.schema.samples import GroupWork, Sample, SampleFailure, derive_seed, ids_to_bytes, logprobs_to_bytes
 
@@ -52,63 +52,82 @@ class Rollout:
             for index in work.indices:
                 await self.send(_failure(work, index, str(error), error))
             return
-        async with asyncio.TaskGroup() as members:
+        news, members = asyncio.Event(), list[_Member]()
+        try:
             for index in work.indices:
-                members.create_task(self._run_member(work, index, prompt_ids), name=request_id_of(work, index))
+                if self.is_aborted(work):
+                    await self.send(_failure(work, index, "aborted before it began"))
+                    continue
+                try:
+                    request = _request(work, index, prompt_ids, self.codec.answer(work.prompt, index))
+                    members.append(_Member(index, self.clock.now(), self.engine.submit(request, news)))
+                except EngineDied:
+                    raise
+                except GenerationError as error:
+                    await self.send(_failure(work, index, str(error), error))
+            while members:
+                await news.wait()
+                news.clear()
+                for member in tuple(members):
+                    result = self._result(work, prompt_ids, member)
+                    if result is not None:
+                        members.remove(member)
+                        await self.send(result)
+        finally:
+            for member in members:
+                member.stream.close()
 
     def abort_group(self, work: GroupWork) -> None:
         """End the group's members; each becomes a SampleFailure."""
         for index in work.indices:
             self.engine.abort(request_id_of(work, index))
 
-    async def _run_member(self, work: GroupWork, index: int, prompt_ids: tuple[int, ...]) -> None:
-        if self.is_aborted(work):
-            await self.send(_failure(work, index, "aborted before it began"))
-            return
-        started_s = self.clock.now()
+    def _result(self, work: GroupWork, prompt_ids: tuple[int, ...], member: _Member) -> Sample | SampleFailure | None:
+        """Take what came for a member; return its sample once it is over. Raises EngineDied."""
         try:
-            answer_ids = self.codec.answer(work.prompt, index)
-            chunk = await self._complete(_request(work, index, prompt_ids, answer_ids))
-            text = self.codec.decode(chunk.token_ids)
+            finish_reason = None
+            while finish_reason is None and (chunk := member.stream.take()) is not None:
+                self.count_tokens(len(chunk.token_ids))
+                member.token_ids += chunk.token_ids
+                member.logprobs += chunk.logprobs
+                member.versions += chunk.versions
+                finish_reason = chunk.finish_reason
+            if finish_reason is None:
+                return None
+            if finish_reason == "abort":
+                return _failure(work, member.index, f"aborted after {len(member.token_ids)} tokens")
+            text = self.codec.decode(member.token_ids)
         except EngineDied:
             raise
         except GenerationError as error:
-            await self.send(_failure(work, index, str(error), error))
-            return
-        if chunk.finish_reason is None or chunk.finish_reason == "abort":
-            await self.send(_failure(work, index, f"aborted after {len(chunk.token_ids)} tokens"))
-            return
-        await self.send(
-            Sample(
-                group_id=work.group_id,
-                index=index,
-                attempt=work.attempt,
-                prompt_ids=ids_to_bytes(list(prompt_ids)),
-                token_ids=ids_to_bytes(list(chunk.token_ids)),
-                logprobs=logprobs_to_bytes(list(chunk.logprobs)),
-                versions=ids_to_bytes(list(chunk.versions)),
-                finish_reason=chunk.finish_reason,
-                text=text,
-                generator=self.generator,
-                started_s=started_s,
-                finished_s=self.clock.now(),
-                purpose=work.purpose,
-            )
+            return _failure(work, member.index, str(error), error)
+        return Sample(
+            group_id=work.group_id,
+            index=member.index,
+            attempt=work.attempt,
+            prompt_ids=ids_to_bytes(prompt_ids),
+            token_ids=ids_to_bytes(member.token_ids),
+            logprobs=logprobs_to_bytes(member.logprobs),
+            versions=ids_to_bytes(member.versions),
+            finish_reason=finish_reason,
+            text=text,
+            generator=self.generator,
+            started_s=member.started_s,
+            finished_s=self.clock.now(),
+            purpose=work.purpose,
         )
 
-    async def _complete(self, request: EngineRequest) -> TokenChunk:
-        """Return the whole completion as one chunk."""
-        token_ids: list[int] = []
-        logprobs: list[float] = []
-        versions: list[int] = []
-        finish_reason = None
-        async for chunk in self.engine.submit(request):
-            self.count_tokens(len(chunk.token_ids))
-            token_ids.extend(chunk.token_ids)
-            logprobs.extend(chunk.logprobs)
-            versions.extend(chunk.versions)
-            finish_reason = chunk.finish_reason
-        return TokenChunk(tuple(token_ids), tuple(logprobs), tuple(versions), finish_reason)
+
+@dataclass(slots=True)
+class _Member:
+    """A sample that is being generated."""
+
+    index: int
+    started_s: float
+    stream: TokenStream
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
 
 
 def request_id_of(work: GroupWork, index: int) -> str:

@@ -10,6 +10,7 @@ member was handed out (1 at first; more after a generator died). A repeat of a m
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -240,7 +241,7 @@ def derive_seed(*parts: int | str) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-def ids_to_bytes(ids: list[int] | NDArray[np.int32]) -> bytes:
+def ids_to_bytes(ids: Sequence[int] | NDArray[np.int32]) -> bytes:
     """Return token ids or versions as little-endian int32 bytes."""
     return np.asarray(ids, dtype="<i4").tobytes()
 
@@ -250,7 +251,7 @@ def ids_from_bytes(raw: bytes | memoryview) -> NDArray[np.int32]:
     return np.frombuffer(raw, dtype="<i4")
 
 
-def logprobs_to_bytes(logprobs: list[float] | NDArray[np.float32]) -> bytes:
+def logprobs_to_bytes(logprobs: Sequence[float] | NDArray[np.float32]) -> bytes:
     """Return log-probabilities as little-endian float32 bytes."""
     return np.asarray(logprobs, dtype="<f4").tobytes()
 

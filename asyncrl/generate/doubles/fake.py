@@ -99,7 +99,7 @@ class FakeEngine:
         self._running_since_s = None if self._holds else self._clock.now()
         self._task = asyncio.get_running_loop().create_task(self._run(), name="fake-engine")
 
-    def submit(self, request: EngineRequest) -> TokenStream:
+    def submit(self, request: EngineRequest, news: asyncio.Event | None = None) -> TokenStream:
         """Script the whole completion and let time tell it; see `Engine.submit`."""
         if self._is_closed:
             raise GenerationError("the engine is closed")
@@ -108,7 +108,7 @@ class FakeEngine:
         else:
             self._rules.check(request, self._by_id)
         request_id = request.request_id
-        stream = TokenStream(on_early_close=lambda: self.abort(request_id))
+        stream = TokenStream(lambda: self.abort(request_id), news)
         scripted = self._script(request, stream)
         self._by_id[request_id] = scripted
         self._waiting.append(scripted)

@@ -2,8 +2,8 @@
 
 `TransformersEngine` is the asyncio face: it checks requests, keeps their streams and hands everything else over to the one
 thread that touches the model. That thread runs what the event loop asks for at token boundaries and decodes in between. News
-comes back in batches: requests that ended at once, tokens of running ones every `_NEWS_INTERVAL_S`, one `call_soon_threadsafe`
-each time.
+comes back in batches, one `call_soon_threadsafe` each: requests that ended at once, and every `_NEWS_INTERVAL_S` those that have
+`_NEWS_TOKENS` more since they were last heard of. So short completions come whole.
 
 What the engine promises stands in generate/engine.py. How it keeps it: scheduler.py (slots, refill, versions), model.py and
 kv_cache.py (forwards of fixed shape), sampling.py (draws from (seed, position)).
@@ -38,11 +38,13 @@ from asyncrl.generate.transformers.scheduler import Emission, InFlight, SlotDeco
 from asyncrl.weights.tensors import ArrivingTensors, DeferredTensors, Receiver, make_receiver
 
 _NEWS_INTERVAL_S = 0.05
+_NEWS_TOKENS = 16
 
 T = TypeVar("T")
 
 
-_Work = tuple[Callable[[SlotDecoder], Any], "Future[Any]"]
+_Work = tuple[Callable[[SlotDecoder], Any], "Future[Any] | None"]
+"""What is to be done, and where the answer goes if one is awaited."""
 
 
 class TransformersEngine:
@@ -117,21 +119,20 @@ class TransformersEngine:
             await self.close()
             raise
 
-    def submit(self, request: EngineRequest) -> TokenStream:
+    def submit(self, request: EngineRequest, news: asyncio.Event | None = None) -> TokenStream:
         """Start a request; see `Engine.submit`."""
         self._rules.check(request, self._streams)
-        request_id, stop_ids = request.request_id, self._rules.stop_ids(request)
-        stream = TokenStream(on_early_close=lambda: self.abort(request_id))
-        handed_over = self._post(lambda decoder: decoder.submit(InFlight(request, stop_ids)))
-        if handed_over.done():
-            handed_over.result()
+        request_id, flight = request.request_id, InFlight(request, self._rules.stop_ids(request))
+        stream = TokenStream(lambda: self.abort(request_id), news)
+        self._post(lambda decoder: decoder.submit(flight))
         self._streams[request_id] = weakref.ref(stream)
         return stream
 
     def abort(self, request_id: str) -> None:
         """End a request; see `Engine.abort`."""
         if request_id in self._streams:
-            self._post(lambda decoder: self._tell(decoder.abort(request_id)))
+            with contextlib.suppress(GenerationError):  # closed or dead: it has ended
+                self._post(lambda decoder: self._tell(decoder.abort(request_id)))
 
     async def pause(self) -> None:
         """Stop at a token boundary; see `Engine.pause`."""
@@ -203,18 +204,17 @@ class TransformersEngine:
         await self._call(act)
 
     async def _call(self, act: Callable[[SlotDecoder], T]) -> T:
-        return await asyncio.wrap_future(self._post(act))
-
-    def _post(self, act: Callable[[SlotDecoder], T]) -> Future[T]:
-        """Have `act` run in the thread at the next token boundary; returns at once."""
         done: Future[T] = Future()
+        self._post(act, done)
+        return await asyncio.wrap_future(done)
+
+    def _post(self, act: Callable[[SlotDecoder], T], done: Future[T] | None = None) -> None:
+        """Have `act` run in the thread at the next token boundary; returns at once. Raises if the thread has ended."""
         with self._wake:
             if self._is_closing or self._fault is not None:
-                done.set_exception(self._fault or GenerationError("the engine is closed"))
-            else:
-                self._asked.append((act, done))
-                self._wake.notify()
-        return done
+                raise EngineDied(str(self._fault)) if self._fault is not None else GenerationError("the engine is closed")
+            self._asked.append((act, done))
+            self._wake.notify()
 
     def _hear(self, news: list[Emission]) -> None:
         for emission in news:
@@ -250,7 +250,7 @@ class TransformersEngine:
                 unserved = list(self._asked)
                 self._asked.clear()
             for _, done in unserved:
-                if done.set_running_or_notify_cancel():
+                if done is not None and done.set_running_or_notify_cancel():
                     done.set_exception(fault)
             self._on_loop(
                 lambda: self._hear([Emission(request_id, EngineDied(str(fault))) for request_id in list(self._streams)])
@@ -268,7 +268,7 @@ class TransformersEngine:
             news = decoder.step()
             now_s = time.monotonic()
             if now_s - told_s >= _NEWS_INTERVAL_S:
-                news += decoder.chunks()
+                news += decoder.chunks(_NEWS_TOKENS)
                 told_s = now_s
             self._tell(news)
 
@@ -279,6 +279,9 @@ class TransformersEngine:
                 if not self._asked:
                     return not self._is_closing
                 act, done = self._asked.popleft()
+            if done is None:
+                act(decoder)
+                continue
             if not done.set_running_or_notify_cancel():
                 continue
             try:

@@ -14,7 +14,7 @@ B blocks in use, R rows, H KV heads, G query heads a KV head, D head dim, T toke
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -114,12 +114,21 @@ class SlotCache:
         return (first_head[:, None] + heads).reshape(-1)
 
     @torch.inference_mode()
-    def copy_row(self, source: int, targets: Sequence[int], num_tokens: int) -> None:
-        """Copy the first `num_tokens` places (rounded up to whole blocks) of one row to others."""
-        blocks = -(-num_tokens // self.block_tokens)
-        rows = torch.tensor(list(targets), device=self.device)
-        for storage in (*self._keys.values(), *self._values.values()):
-            storage[:blocks, rows] = storage[:blocks, source : source + 1].clone()
+    def copy_rows(self, copies: Iterable[tuple[int, int, int]]) -> None:
+        """Copy the first places of rows to others.
+
+        Args:
+            copies: Source row, target row, and how many places (rounded up to whole blocks); no row is both.
+        """
+        by_blocks: dict[int, tuple[list[int], list[int]]] = {}
+        for source, target, num_tokens in copies:
+            sources, targets = by_blocks.setdefault(-(-num_tokens // self.block_tokens), ([], []))
+            sources.append(source)
+            targets.append(target)
+        for blocks, rows in by_blocks.items():
+            sources_N, targets_N = (torch.tensor(own, device=self.device) for own in rows)
+            for storage in (*self._keys.values(), *self._values.values()):
+                storage[:blocks, targets_N] = storage[:blocks, sources_N]
 
 
 def _on_host(values: torch.Tensor) -> torch.Tensor:

@@ -100,7 +100,7 @@ class SlotModel:
     ) -> None:
         self._model = model
         self.device = torch.device(device)
-        self.num_rows = rows_for(num_slots)
+        self.num_rows, self.max_tokens = rows_for(num_slots), max_tokens
         self.cache = SlotCache(self.num_rows, max_tokens, self.device)
         self.vocabulary_size = int(model.get_input_embeddings().weight.shape[0])
         self.end_ids = _end_ids(model)

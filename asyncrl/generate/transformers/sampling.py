@@ -10,7 +10,6 @@ R rows (slots), V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,9 +20,45 @@ from asyncrl.generate.counter_rng import seed_word, uniforms
 from asyncrl.schema.samples import SamplingParams
 
 
+class SamplingRows:
+    """How each of R rows draws its tokens; a row is set when a request takes it, and plain again when it leaves."""
+
+    def __init__(self, num_rows: int) -> None:
+        self.seeds_R: NDArray[np.uint64] = np.zeros(num_rows, dtype=np.uint64)
+        self._temperatures_R: NDArray[np.float32] = np.ones(num_rows, dtype=np.float32)
+        self._top_p_R: NDArray[np.float32] = np.ones(num_rows, dtype=np.float32)
+        self._top_k_R: NDArray[np.int64] = np.zeros(num_rows, dtype=np.int64)
+
+    def set(self, row: int, params: SamplingParams, seed: int) -> None:
+        """Have the row draw as the request asks."""
+        self.seeds_R[row] = seed_word(seed)
+        self._temperatures_R[row], self._top_p_R[row], self._top_k_R[row] = params.temperature, params.top_p, params.top_k
+
+    def clear(self, row: int) -> None:
+        """Have the row draw in the plainest way: nobody looks."""
+        self._temperatures_R[row], self._top_p_R[row], self._top_k_R[row] = 1.0, 1.0, 0
+
+    def on(self, device: torch.device | str = "cpu") -> SamplingBatch:
+        """Return a copy as tensors."""
+        greedy_R = self._temperatures_R == 0
+        scales_R = np.where(greedy_R, np.float32(1), self._temperatures_R)
+        k_rows, p_rows = np.flatnonzero(self._top_k_R), np.flatnonzero(self._top_p_R < 1)
+        return SamplingBatch(
+            seeds_R=self.seeds_R.copy(),
+            temperatures_R1=torch.from_numpy(scales_R).to(device).unsqueeze(1),
+            greedy_R=torch.from_numpy(greedy_R).to(device),
+            any_greedy=bool(greedy_R.any()),
+            all_unscaled=bool((scales_R == 1).all()),
+            top_k_rows=torch.from_numpy(k_rows).to(device),
+            top_k=tuple(self._top_k_R[k_rows].tolist()),
+            top_p_rows=torch.from_numpy(p_rows).to(device),
+            top_p_P1=torch.from_numpy(self._top_p_R[p_rows]).to(device).unsqueeze(1),
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingBatch:
-    """How each of R rows draws its tokens; made anew whenever a row changes hands."""
+    """The same as tensors, at one moment."""
 
     seeds_R: NDArray[np.uint64]  # noqa: N815
     temperatures_R1: torch.Tensor  # noqa: N815
@@ -39,28 +74,6 @@ class SamplingBatch:
     top_p_rows: torch.Tensor
     """int64 [P], the rows with a top-p filter."""
     top_p_P1: torch.Tensor  # noqa: N815
-
-
-def sampling_batch(
-    params_R: Sequence[SamplingParams], seeds_R: Sequence[int], device: torch.device | str = "cpu"
-) -> SamplingBatch:
-    """Lay R rows' sampling parameters out as tensors."""
-    temperatures = [params.temperature for params in params_R]
-    greedy = [temperature == 0 for temperature in temperatures]
-    scales = [1.0 if is_greedy else temperature for temperature, is_greedy in zip(temperatures, greedy, strict=True)]
-    k_rows = [row for row, params in enumerate(params_R) if params.top_k > 0]
-    p_rows = [row for row, params in enumerate(params_R) if params.top_p < 1]
-    return SamplingBatch(
-        seeds_R=np.array([seed_word(seed) for seed in seeds_R], dtype=np.uint64),
-        temperatures_R1=torch.tensor(scales, dtype=torch.float32, device=device).unsqueeze(1),
-        greedy_R=torch.tensor(greedy, dtype=torch.bool, device=device),
-        any_greedy=any(greedy),
-        all_unscaled=all(scale == 1.0 for scale in scales),
-        top_k_rows=torch.tensor(k_rows, dtype=torch.int64, device=device),
-        top_k=tuple(params_R[row].top_k for row in k_rows),
-        top_p_rows=torch.tensor(p_rows, dtype=torch.int64, device=device),
-        top_p_P1=torch.tensor([params_R[row].top_p for row in p_rows], dtype=torch.float32, device=device).unsqueeze(1),
-    )
 
 
 def filtered_logprobs(logits_RV: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
@@ -100,7 +113,9 @@ def _keep_top_p(scores_PV: torch.Tensor, top_p_P1: torch.Tensor) -> torch.Tensor
     return scores_PV.masked_fill(cut.scatter(1, order, cut), -torch.inf)
 
 
-def sample(logits_RV: torch.Tensor, batch: SamplingBatch, positions_R: NDArray[np.uint64]) -> tuple[list[int], list[float]]:
+def sample(
+    logits_RV: torch.Tensor, batch: SamplingBatch, positions_R: NDArray[np.uint64]
+) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
     """Draw one token a row.
 
     Args:
@@ -109,7 +124,7 @@ def sample(logits_RV: torch.Tensor, batch: SamplingBatch, positions_R: NDArray[n
         positions_R: Ordinal of the token within its request's completion.
 
     Returns:
-        Token ids and behaviour logprobs, R each. A row of non-finite logits gives a non-finite logprob.
+        Token ids and behaviour logprobs [R]. A row of non-finite logits gives a non-finite logprob.
     """
     logprobs_RV = filtered_logprobs(logits_RV, batch)
     draws_R1 = torch.from_numpy(uniforms(batch.seeds_R, positions_R)).to(logprobs_RV.device).unsqueeze(1)
@@ -121,4 +136,4 @@ def sample(logits_RV: torch.Tensor, batch: SamplingBatch, positions_R: NDArray[n
         best_R, at_R = logprobs_RV.max(dim=-1)
         tokens_R1 = torch.where(batch.greedy_R, at_R, tokens_R1.squeeze(1)).unsqueeze(1)
         chosen_R = torch.where(batch.greedy_R, best_R - best_R, chosen_R)
-    return tokens_R1.squeeze(1).tolist(), chosen_R.tolist()
+    return tokens_R1.squeeze(1).cpu().numpy(), chosen_R.cpu().numpy()

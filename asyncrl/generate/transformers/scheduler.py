@@ -14,10 +14,9 @@ Invariants:
 from __future__ import annotations
 
 import heapq
-import math
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -26,73 +25,43 @@ from numpy.typing import NDArray
 from asyncrl.errors import GenerationError
 from asyncrl.generate.engine import EngineRequest, KVPolicy, SleepLevel, TokenChunk
 from asyncrl.generate.transformers.model import SlotModel
-from asyncrl.generate.transformers.sampling import SamplingBatch, sample, sampling_batch
-from asyncrl.schema.samples import FinishReason, SamplingParams
+from asyncrl.generate.transformers.sampling import SamplingBatch, SamplingRows, sample
+from asyncrl.schema.samples import FinishReason
 from asyncrl.weights.tensors import ArrivingTensors, MappedTensors
-
-_IDLE = SamplingParams(max_new_tokens=1)
-
 
 @dataclass(slots=True, eq=False)
 class InFlight:
-    """A request and what has become of it so far."""
+    """A request, and its row once it has one; what it has generated lies in the row."""
 
     request: EngineRequest
     stop_ids: frozenset[int]
-    token_ids: list[int] = field(default_factory=list)
     row: int = -1
     """-1 while it waits for a slot."""
-    logprobs: list[float] = field(default_factory=list)
-    """Of the tokens added since the last chunk; so are `versions`."""
-    versions: list[int] = field(default_factory=list)
-
-    @property
-    def all_ids(self) -> tuple[int, ...]:
-        """Prompt and completion so far."""
-        return (*self.request.prompt_ids, *self.token_ids)
-
-    def add(self, token_id: int, logprob: float, version: int) -> FinishReason | None:
-        """Take one more token; return why it was the last one, if it was."""
-        self.token_ids.append(token_id)
-        self.logprobs.append(logprob)
-        self.versions.append(version)
-        if token_id in self.stop_ids:
-            return "stop"
-        return "length" if len(self.token_ids) >= self.request.sampling.max_new_tokens else None
-
-    def take_chunk(self, finish_reason: FinishReason | None = None) -> TokenChunk:
-        """Return the tokens added since the last chunk, which may be none."""
-        num_new = len(self.logprobs)
-        chunk = TokenChunk(
-            token_ids=tuple(self.token_ids[len(self.token_ids) - num_new :]),
-            logprobs=tuple(self.logprobs),
-            versions=tuple(self.versions),
-            finish_reason=finish_reason,
-        )
-        self.logprobs.clear()
-        self.versions.clear()
-        return chunk
 
 
-@dataclass(frozen=True, slots=True)
-class _Donor:
-    group_key: str
-    prompt_ids: tuple[int, ...]
-    weights_epoch: int
+_Donor = tuple[str, tuple[int, ...], int]
+"""Group key, prompt and weights epoch of keys and values that may be shared."""
 
 
 class SlotTable:
-    """The rows of a batch, of which the first `num_slots` may hold requests."""
+    """The rows of a batch, of which the first `num_slots` may hold requests: what each feeds, and what it has generated."""
 
-    def __init__(self, num_slots: int, num_rows: int) -> None:
-        self.num_slots = num_slots
+    def __init__(self, num_slots: int, num_rows: int, max_tokens: int) -> None:
         self.tokens_R: NDArray[np.int64] = np.zeros(num_rows, dtype=np.int64)
         self.positions_R: NDArray[np.int64] = np.full(num_rows, -1, dtype=np.int64)
         self.ordinals_R: NDArray[np.uint64] = np.zeros(num_rows, dtype=np.uint64)
         """How many tokens of its completion each row has."""
+        self.sampling = SamplingRows(num_rows)
+        self._ids_RT: NDArray[np.int32] = np.zeros((num_rows, max_tokens), dtype=np.int32)
+        self._logprobs_RT: NDArray[np.float32] = np.zeros((num_rows, max_tokens), dtype=np.float32)
+        self._versions_RT: NDArray[np.int32] = np.zeros((num_rows, max_tokens), dtype=np.int32)
+        self._told_R: NDArray[np.int64] = np.zeros(num_rows, dtype=np.int64)
+        self._most_R: NDArray[np.int64] = np.zeros(num_rows, dtype=np.int64)
+        self._stops_RS: NDArray[np.int64] = np.full((num_rows, 1), -1, dtype=np.int64)
         self._occupants: dict[int, InFlight] = {}
         self._free = list(range(num_slots))
         self._donors: dict[int, _Donor] = {}
+        self._rows_of: dict[_Donor, int] = {}
 
     @property
     def occupants(self) -> Sequence[InFlight]:
@@ -112,41 +81,89 @@ class SlotTable:
             row = donor_row
             self._free.remove(row)
             heapq.heapify(self._free)
+        request, stops = flight.request, sorted(flight.stop_ids)
         flight.row = row
         self._occupants[row] = flight
-        ids = flight.all_ids
-        self.tokens_R[row] = ids[-1]
-        self.positions_R[row] = len(ids) - 1
-        self.ordinals_R[row] = len(flight.token_ids)
-        self._donors[row] = _Donor(flight.request.group_key, flight.request.prompt_ids, weights_epoch)
+        self.tokens_R[row], self.positions_R[row] = request.prompt_ids[-1], len(request.prompt_ids) - 1
+        self.ordinals_R[row] = self._told_R[row] = 0
+        self._most_R[row] = request.sampling.max_new_tokens
+        if len(stops) > self._stops_RS.shape[1]:
+            self._stops_RS = np.pad(self._stops_RS, ((0, 0), (0, len(stops) - self._stops_RS.shape[1])), constant_values=-1)
+        self._stops_RS[row] = -1
+        self._stops_RS[row, : len(stops)] = stops
+        self.sampling.set(row, request.sampling, request.seed)
+        self._donate(row, (request.group_key, request.prompt_ids, weights_epoch))
 
     def release(self, flight: InFlight) -> None:
         """Take the request's row back; what it left in the cache may still be donated."""
-        del self._occupants[flight.row]
-        self.positions_R[flight.row] = -1
-        self.tokens_R[flight.row] = 0
-        heapq.heappush(self._free, flight.row)
+        row = flight.row
+        del self._occupants[row]
+        self.positions_R[row], self.tokens_R[row] = -1, 0
+        self.sampling.clear(row)
+        heapq.heappush(self._free, row)
         flight.row = -1
 
-    def advance(self, flight: InFlight, token_id: int) -> None:
-        """Feed `token_id` next in the request's row."""
-        self.tokens_R[flight.row] = token_id
-        self.positions_R[flight.row] += 1
-        self.ordinals_R[flight.row] += np.uint64(1)
+    def advance(self, tokens_R: NDArray[np.int64], logprobs_R: NDArray[np.float32], version: int) -> Sequence[_Ended]:
+        """Give every occupied row its next token, which it feeds next; return those that are done, with the reason.
+
+        A logprob that is not finite ends its row without the token.
+        """
+        rows = np.flatnonzero(self.positions_R >= 0)
+        tokens, logprobs, at = tokens_R[rows], logprobs_R[rows], self.ordinals_R[rows].astype(np.int64)
+        self._ids_RT[rows, at], self._logprobs_RT[rows, at], self._versions_RT[rows, at] = tokens, logprobs, version
+        self.tokens_R[rows] = tokens
+        self.positions_R[rows] += 1
+        is_broken = ~np.isfinite(logprobs)
+        self.ordinals_R[rows] += (~is_broken).astype(np.uint64)
+        is_stopped = (tokens[:, None] == self._stops_RS[rows]).any(axis=1)
+        is_over = is_broken | is_stopped | (at + 1 >= self._most_R[rows])
+        ended = []
+        for place in np.flatnonzero(is_over).tolist():
+            reason: FinishReason | None = None if is_broken[place] else "stop" if is_stopped[place] else "length"
+            ended.append((self._occupants[int(rows[place])], reason))
+        return ended
+
+    def take_chunk(self, flight: InFlight, finish_reason: FinishReason | None = None) -> TokenChunk:
+        """Return the tokens of its completion since the last chunk, which may be none."""
+        if flight.row < 0:
+            return TokenChunk((), (), (), finish_reason)
+        row, start, end = flight.row, int(self._told_R[flight.row]), int(self.ordinals_R[flight.row])
+        self._told_R[row] = end
+        ids, logprobs, versions = (a[row, start:end].tolist() for a in (self._ids_RT, self._logprobs_RT, self._versions_RT))
+        return TokenChunk(tuple(ids), tuple(logprobs), tuple(versions), finish_reason)
+
+    def untold(self, least_tokens: int) -> Sequence[InFlight]:
+        """Return the requests with at least so many tokens since the last chunk."""
+        are_untold_R = (self.positions_R >= 0) & (self.ordinals_R.astype(np.int64) - self._told_R >= least_tokens)
+        return [self._occupants[row] for row in np.flatnonzero(are_untold_R).tolist()]
+
+    def fed_ids(self, flight: InFlight) -> tuple[int, ...]:
+        """Return prompt and completion so far but for the last token, which is fed next."""
+        completion = self._ids_RT[flight.row, : int(self.ordinals_R[flight.row])].tolist()
+        return (*flight.request.prompt_ids, *completion)[:-1]
 
     def donor_row(self, flight: InFlight, weights_epoch: int) -> int | None:
         """Return a row that holds this prompt's keys and values under the current weights."""
-        if not flight.request.group_key:
-            return None
-        wanted = _Donor(flight.request.group_key, flight.request.prompt_ids, weights_epoch)
-        return next((row for row, donor in self._donors.items() if donor == wanted), None)
+        key = flight.request.group_key
+        return self._rows_of.get((key, flight.request.prompt_ids, weights_epoch)) if key else None
 
     def renew_donors(self, weights_epoch: int) -> None:
         """Declare every occupied row computed under `weights_epoch`, after a recompute; free rows are donors no more."""
-        self._donors = {
-            row: _Donor(flight.request.group_key, flight.request.prompt_ids, weights_epoch)
-            for row, flight in self._occupants.items()
-        }
+        self._donors.clear()
+        self._rows_of.clear()
+        for row, flight in self._occupants.items():
+            self._donate(row, (flight.request.group_key, flight.request.prompt_ids, weights_epoch))
+
+    def _donate(self, row: int, donor: _Donor) -> None:
+        before = self._donors.get(row)
+        if before is not None and self._rows_of.get(before) == row:
+            del self._rows_of[before]
+        self._donors[row] = donor
+        self._rows_of.setdefault(donor, row)
+
+
+_Ended = tuple[InFlight, "FinishReason | None"]
+"""A request and why it is over; None where the model's numbers were not finite."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +191,7 @@ class SlotDecoder:
 
     def __init__(self, model: SlotModel, num_slots: int) -> None:
         self._model = model
-        self._slots = SlotTable(num_slots, model.num_rows)
+        self._slots = SlotTable(num_slots, model.num_rows, model.max_tokens)
         self._waiting: deque[InFlight] = deque()
         self._by_id: dict[str, InFlight] = {}
         self._sampling: SamplingBatch | None = None
@@ -213,7 +230,7 @@ class SlotDecoder:
             return []
         if flight.row < 0:
             self._waiting.remove(flight)
-        return [self._finish(flight, flight.take_chunk("abort"))]
+        return [self._finish(flight, self._slots.take_chunk(flight, "abort"))]
 
     def abort_all(self) -> list[Emission]:
         """End every request."""
@@ -222,31 +239,26 @@ class SlotDecoder:
     def step(self) -> list[Emission]:
         """Refill the slots and generate one token in each; return the requests that ended."""
         self._refill()
-        flights = self._slots.occupants
-        if not flights:
+        slots = self._slots
+        if not slots.occupants:
             return []
-        logits_RV = self._model.decode(self._slots.tokens_R, self._slots.positions_R)
+        logits_RV = self._model.decode(slots.tokens_R, slots.positions_R)
         if self._sampling is None:
-            params, seeds = [_IDLE] * self._model.num_rows, [0] * self._model.num_rows
-            for flight in flights:
-                params[flight.row], seeds[flight.row] = flight.request.sampling, flight.request.seed
-            self._sampling = sampling_batch(params, seeds, self._model.device)
-        tokens_R, logprobs_R = sample(logits_RV, self._sampling, self._slots.ordinals_R)
-        ended = []
-        for flight in flights:
-            token_id, logprob = tokens_R[flight.row], logprobs_R[flight.row]
-            if not math.isfinite(logprob):
-                reason = f"the model gave non-finite logits under version {self.version}, after {len(flight.token_ids)} tokens"
-                ended.append(self._finish(flight, GenerationError(reason)))
-            elif (finish_reason := flight.add(token_id, logprob, self.version)) is not None:
-                ended.append(self._finish(flight, flight.take_chunk(finish_reason)))
+            self._sampling = slots.sampling.on(self._model.device)
+        tokens_R, logprobs_R = sample(logits_RV, self._sampling, slots.ordinals_R)
+        news = []
+        for flight, reason in slots.advance(tokens_R, logprobs_R, self.version):
+            if reason is None:
+                after = f"under version {self.version}, after {slots.ordinals_R[flight.row]} tokens"
+                news.append(self._finish(flight, GenerationError(f"the model gave non-finite logits {after}")))
             else:
-                self._slots.advance(flight, token_id)
-        return ended
+                news.append(self._finish(flight, slots.take_chunk(flight, reason)))
+        return news
 
-    def chunks(self) -> list[Emission]:
-        """Return what running requests generated since they were last asked."""
-        return [Emission(f.request.request_id, f.take_chunk()) for f in self._slots.occupants if f.logprobs]
+    def chunks(self, least_tokens: int = 1) -> list[Emission]:
+        """Return what running requests generated since they were last asked, if it is that much."""
+        slots = self._slots
+        return [Emission(flight.request.request_id, slots.take_chunk(flight)) for flight in slots.untold(least_tokens)]
 
     def load_weights(self, version: int, tensors: Mapping[str, torch.Tensor], kv: KVPolicy) -> None:
         """Go on with other weights; raises as `Engine.load_weights`."""
@@ -307,7 +319,7 @@ class SlotDecoder:
 
     def _recompute(self) -> None:
         """Compute running requests' keys and values under the current weights."""
-        self._model.prefill((flight.row, flight.all_ids[:-1]) for flight in self._slots.occupants)
+        self._model.prefill((flight.row, self._slots.fed_ids(flight)) for flight in self._slots.occupants)
         self._slots.renew_donors(self._epoch)
         self._has_kv = True
 
@@ -323,7 +335,7 @@ class SlotDecoder:
         if not self._waiting or not self._slots.num_free:
             return
         to_prefill: list[InFlight] = []
-        to_copy: dict[int, list[InFlight]] = {}
+        copies: list[tuple[int, int, int]] = []
         while self._waiting and self._slots.num_free:
             flight = self._waiting.popleft()
             source = self._slots.donor_row(flight, self._epoch)
@@ -331,8 +343,7 @@ class SlotDecoder:
             if source is None:
                 to_prefill.append(flight)
             elif source != flight.row:
-                to_copy.setdefault(source, []).append(flight)
+                copies.append((source, flight.row, len(flight.request.prompt_ids) - 1))
         self._model.prefill((flight.row, flight.request.prompt_ids[:-1]) for flight in to_prefill)
-        for source, flights in to_copy.items():
-            self._model.cache.copy_row(source, [f.row for f in flights], len(flights[0].request.prompt_ids) - 1)
+        self._model.cache.copy_rows(copies)
         self._sampling = None

@@ -129,7 +129,7 @@ class VLLMEngine:
         self._gate.set()
         self._is_started = True
 
-    def submit(self, request: EngineRequest) -> TokenStream:
+    def submit(self, request: EngineRequest, news: asyncio.Event | None = None) -> TokenStream:
         """Start a request; see `Engine.submit`."""
         self._check_alive()
         self._rules.check(request, self._running)
@@ -139,7 +139,7 @@ class VLLMEngine:
                 f"request {request_id}: temperature {request.sampling.temperature} is not 0 (greedy) and below "
                 f"{LOWEST_TEMPERATURE}, the lowest that vLLM samples at"
             )
-        stream = TokenStream(on_early_close=lambda: self.abort(request_id))
+        stream = TokenStream(lambda: self.abort(request_id), news)
         running = self._running[request_id] = _Running(request, weakref.ref(stream))
         running.task = asyncio.get_running_loop().create_task(self._serve(running), name=f"vllm-{request_id}")
         self._tasks.add(running.task)

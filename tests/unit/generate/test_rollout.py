@@ -33,9 +33,9 @@ class Asked(FakeEngine):
         super().__init__(ReplayEngineConfig(), VirtualClock())
         self.requests = []
 
-    def submit(self, request):
+    def submit(self, request, news=None):
         self.requests.append(request)
-        return super().submit(dataclasses.replace(request, answer_ids=(round(100 * request.sampling.temperature),)))
+        return super().submit(dataclasses.replace(request, answer_ids=(round(100 * request.sampling.temperature),)), news)
 
 
 async def results_of(engine, codec, work):
@@ -64,8 +64,8 @@ async def test_only_the_greedy_member_is_drawn_at_temperature_0():
 class Dies(FakeEngine):
     """Loses every request, as an engine does whose process is killed."""
 
-    def submit(self, request):
-        stream = super().submit(request)
+    def submit(self, request, news=None):
+        stream = super().submit(request, news)
         stream.put(EngineDied("killed"))
         return stream
 
@@ -77,9 +77,8 @@ async def test_members_of_an_engine_that_died_are_not_failed_samples():
     async def send(result):
         results.append(result)
 
-    with pytest.raises(BaseExceptionGroup) as caught:
+    with pytest.raises(EngineDied, match="killed"):
         await Rollout(Dies(ReplayEngineConfig(), VirtualClock()), Answers(), VirtualClock(), "generator-0", send).run_group(work)
-    assert caught.group_contains(EngineDied, match="killed")
     assert results == []
 
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from asyncrl.generate.counter_rng import seed_word, uniforms
-from asyncrl.generate.transformers.sampling import filtered_logprobs, sample, sampling_batch
+from asyncrl.generate.transformers.sampling import SamplingBatch, SamplingRows, filtered_logprobs, sample
 from asyncrl.schema.samples import SamplingParams
 
 ROWS = 8
@@ -13,6 +13,13 @@ ROWS = 8
 
 def params(**sampling) -> SamplingParams:
     return SamplingParams(max_new_tokens=4, **sampling)
+
+
+def sampling_batch(params_R, seeds_R) -> SamplingBatch:
+    rows = SamplingRows(len(params_R))
+    for row, (own, seed) in enumerate(zip(params_R, seeds_R, strict=True)):
+        rows.set(row, own, seed)
+    return rows.on()
 
 
 def ordinals(value: int, rows: int = ROWS) -> np.ndarray:
@@ -63,9 +70,17 @@ def test_rows_keep_their_own_parameters() -> None:
     together_tokens, together_logprobs = sample(logits, sampling_batch(rows, range(4)), ordinals(0, 4))
     for row, own in enumerate(rows):
         tokens, logprobs = sample(logits[row : row + 1], sampling_batch([own], [row]), ordinals(0, 1))
-        assert (tokens, logprobs) == ([together_tokens[row]], [together_logprobs[row]])
-    assert together_tokens[:2] == logits[:2].argmax(-1).tolist()
-    assert together_logprobs[:2] == [0.0, 0.0]
+        assert (tokens.tolist(), logprobs.tolist()) == ([together_tokens[row]], [together_logprobs[row]])
+    assert together_tokens[:2].tolist() == logits[:2].argmax(-1).tolist()
+    assert together_logprobs[:2].tolist() == [0.0, 0.0]
+
+
+def test_a_row_that_was_left_draws_as_if_nobody_had_been_there() -> None:
+    rows = SamplingRows(2)
+    rows.set(1, params(temperature=0.0, top_k=3, top_p=0.5), 9)
+    rows.clear(1)
+    batch = rows.on()
+    assert (batch.any_greedy, batch.all_unscaled, batch.top_k, batch.top_p_rows.tolist()) == (False, True, (), [])
 
 
 def test_logits_are_left_as_they_were() -> None:

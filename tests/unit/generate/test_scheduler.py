@@ -45,7 +45,7 @@ def test_rows_leave_no_remainder_to_vector_kernels(slots: int, rows: int) -> Non
 
 
 def test_donor_is_a_row_of_the_same_group_prompt_and_weights() -> None:
-    table = SlotTable(4, 8)
+    table = SlotTable(4, 8, 16)
     table.place(flight("a"), weights_epoch=0)
     assert table.donor_row(flight("b"), 0) == 0
     assert table.donor_row(flight("b"), 1) is None
@@ -55,7 +55,7 @@ def test_donor_is_a_row_of_the_same_group_prompt_and_weights() -> None:
 
 
 def test_freed_row_still_donates_and_is_taken_itself_by_the_next_of_its_group() -> None:
-    table = SlotTable(4, 8)
+    table = SlotTable(4, 8, 16)
     first, other = flight("a"), flight("x", group_key="")
     table.place(first, 0)
     table.place(other, 0)
@@ -69,7 +69,7 @@ def test_freed_row_still_donates_and_is_taken_itself_by_the_next_of_its_group() 
 
 
 def test_only_occupied_rows_donate_after_a_recompute() -> None:
-    table = SlotTable(2, 8)
+    table = SlotTable(2, 8, 16)
     gone, here = flight("a", group_key="gone"), flight("b", group_key="here")
     table.place(gone, 0)
     table.place(here, 0)

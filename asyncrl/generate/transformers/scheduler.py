@@ -29,6 +29,7 @@ from asyncrl.generate.transformers.sampling import SamplingBatch, SamplingRows, 
 from asyncrl.schema.samples import FinishReason
 from asyncrl.weights.tensors import ArrivingTensors, MappedTensors
 
+
 @dataclass(slots=True, eq=False)
 class InFlight:
     """A request, and its row once it has one; what it has generated lies in the row."""

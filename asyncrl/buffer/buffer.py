@@ -1,9 +1,9 @@
 """The buffer as the controller sees it: decisions (state), the ledger, and payloads in memory, joined.
 
-Invariants: whatever the state machine decides is in the same unit of the ledger as what caused it; `on_committed` runs once that
-unit is on disk, on the event loop, and only then is a message acknowledged or a batch sent. Payloads are held of exactly the live
-groups. A prompt waits here to be issued again exactly where the state says that it returns. Samples that are not what they say
-are refused with a reason and never raise into the run.
+Invariants: whatever the state machine decides is in the same unit of the ledger as what caused it, and what comes together is one
+unit; only once that is on disk is it acknowledged (`when_committed`) or a batch sent (`take`). Payloads are held of exactly the
+live groups. A prompt waits here to be issued again exactly where the state says that it returns. Samples that are not what they
+say are refused with a reason and never raise into the run.
 
 Nothing here waits, except `write` of a ledger that falls behind.
 """
@@ -24,7 +24,7 @@ from asyncrl.buffer.ledger.restore import Restored
 from asyncrl.buffer.payloads import HeldGroup, Receipt, ReturnedPrompt, TakenStep, Waiting, WorkOrder, without_reference
 from asyncrl.buffer.staleness import VersionCounts, staleness_figures
 from asyncrl.buffer.state import BufferState
-from asyncrl.buffer.validate import SampleRefusedError, examine, group_error, largest_id, score_error
+from asyncrl.buffer.validate import SampleRefusedError, examine, examine_all, group_error, largest_id, score_error
 from asyncrl.errors import LedgerError
 from asyncrl.schema.samples import Prompt, Sample, SampleFailure, Score, ScoredGroup, ScoredSample, ScoreRequest
 
@@ -139,7 +139,7 @@ class Buffer:
             if not group.pending
             for index in pending[group.group_id][0]
         ]
-        self._write(failures, instructions, now)
+        self._write(failures, now, instructions)
         return instructions
 
     def version_published(self, version: int) -> None:
@@ -162,63 +162,82 @@ class Buffer:
         """
         return examine(sample, newest_version=self.newest_version, max_tokens=self._tokens_per_row, vocab_size=self.vocab_size)
 
-    def add_sample(self, sample: Sample, now: float, on_committed: OnCommitted | None = None) -> Receipt:
-        """Hold a generated member and ask for its score.
+    def add_samples(self, samples: Sequence[Sample], now: float) -> list[Receipt]:
+        """Hold generated members and ask for their scores; return what became of each.
 
         An invalid sample of a member that is still awaited fails that member, with the reason; the group goes on without it. But
         not where it is of an earlier attempt: the member is being generated again.
         """
-        standing = self.state.member_state(sample.group_id, sample.index)
-        if standing != "pending":
-            return self._not_wanted(sample.group_id, sample.index, standing, on_committed)
-        try:
-            counts = self.check_sample(sample)
-        except SampleRefusedError as error:
-            reason = f"invalid sample from {sample.generator}: {error}"
-            if sample.attempt < self.state.groups[sample.group_id].attempt:
-                self.ledger.write((), on_committed)
-                return Receipt("refused", reason)
-            failure = SampleFailure(sample.group_id, sample.index, sample.attempt, "generate", reason)
-            instructions = self._fail(failure, now, on_committed)
-            return Receipt("refused", reason, instructions)
-        truncated = sample.finish_reason == "length"
-        instructions = self.state.handle(ev.SampleFinished(sample.group_id, sample.index, counts, truncated), now)
-        self._held[sample.group_id].samples[sample.index] = sample
-        self._write([rec.SampleRecord(sample, counts[0][0], counts[-1][0], now)], instructions, now, on_committed)
-        return Receipt("stored", instructions=instructions)
+        receipts, records = [], list[Record]()
+        checked = examine_all(
+            samples, newest_version=self.newest_version, max_tokens=self._tokens_per_row, vocab_size=self.vocab_size
+        )
+        for sample, counts in zip(samples, checked, strict=True):
+            group_id, index = sample.group_id, sample.index
+            standing = self.state.member_state(group_id, index)
+            if standing != "pending":
+                receipts.append(_not_wanted(group_id, index, standing))
+            elif isinstance(counts, SampleRefusedError):
+                reason, instructions = f"invalid sample from {sample.generator}: {counts}", list[BufferInstruction]()
+                if sample.attempt >= self.state.groups[group_id].attempt:
+                    failure = SampleFailure(group_id, index, sample.attempt, "generate", reason)
+                    instructions = self._fail(failure, now, records)
+                receipts.append(Receipt("refused", reason, instructions))
+            else:
+                event = ev.SampleFinished(group_id, index, counts, sample.finish_reason == "length")
+                instructions = self.state.handle(event, now)
+                self._held[group_id].samples[index] = sample
+                records.append(rec.SampleRecord(sample, counts[0][0], counts[-1][0], now))
+                self._note_moves(instructions, records, now)
+                receipts.append(Receipt("stored", "", instructions))
+        self._write(records, now)
+        return receipts
 
-    def add_score(self, score: Score, now: float, on_committed: OnCommitted | None = None) -> Receipt:
-        """Enter a reward, or why there is none."""
-        standing = self.state.member_state(score.group_id, score.index)
-        if standing != "generated":
-            return self._not_wanted(score.group_id, score.index, standing, on_committed)
-        held = self._held[score.group_id]
-        sample = held.samples[score.index]
-        if error := score_error(score, sample.num_tokens, needs_reference=self._needs_reference):
-            kind = score.error_kind if score.error else ""
-            failure = SampleFailure(score.group_id, score.index, score.attempt, "reward", error, kind=kind)
-            return Receipt("stored", instructions=self._fail(failure, now, on_committed))
-        held.scored[score.index] = ScoredSample(sample, score.reward, score.parts, score.reference_logprobs)
-        instructions = self.state.handle(ev.SampleScored(score.group_id, score.index, score.reward), now)
-        self._write([rec.ScoreRecord(score, now)], instructions, now, on_committed)
-        return Receipt("stored", instructions=instructions)
+    def add_scores(self, scores: Sequence[Score], now: float) -> list[Receipt]:
+        """Enter rewards, or why there are none; return what became of each."""
+        receipts, records = [], list[Record]()
+        for score in scores:
+            group_id, index = score.group_id, score.index
+            standing = self.state.member_state(group_id, index)
+            if standing != "generated":
+                receipts.append(_not_wanted(group_id, index, standing))
+                continue
+            held = self._held[group_id]
+            sample = held.samples[index]
+            if error := score_error(score, sample.num_tokens, needs_reference=self._needs_reference):
+                kind = score.error_kind if score.error else ""
+                failure = SampleFailure(group_id, index, score.attempt, "reward", error, kind=kind)
+                instructions = self._fail(failure, now, records)
+            else:
+                held.scored[index] = ScoredSample(sample, score.reward, score.parts, score.reference_logprobs)
+                instructions = self.state.handle(ev.SampleScored(group_id, index, score.reward), now)
+                records.append(rec.ScoreRecord(score, now))
+                self._note_moves(instructions, records, now)
+            receipts.append(Receipt("stored", "", instructions))
+        self._write(records, now)
+        return receipts
 
-    def add_failure(self, failure: SampleFailure, now: float, on_committed: OnCommitted | None = None) -> Receipt:
+    def add_failure(self, failure: SampleFailure, now: float) -> Receipt:
         """Enter that a member will never be trained; a repeat where it is being generated again since."""
         standing = self.state.member_state(failure.group_id, failure.index)
         if standing == "pending" and failure.attempt < self.state.groups[failure.group_id].attempt:
             standing = "over"
         if standing not in {"pending", "generated"}:
-            return self._not_wanted(failure.group_id, failure.index, standing, on_committed)
-        return Receipt("stored", instructions=self._fail(failure, now, on_committed))
+            return _not_wanted(failure.group_id, failure.index, standing)
+        records: list[Record] = []
+        instructions = self._fail(failure, now, records)
+        self._write(records, now)
+        return Receipt("stored", "", instructions)
 
-    def submit_group(
-        self, prompt: Prompt, samples: Sequence[Sample], submitter: str, now: float, on_committed: OnCommitted | None = None
-    ) -> Receipt:
+    def when_committed(self, callback: OnCommitted) -> None:
+        """Call back once all that was entered so far is on disk: acknowledge what brought it there, and nowhere else."""
+        self.ledger.write((), callback)
+
+    def submit_group(self, prompt: Prompt, samples: Sequence[Sample], submitter: str, now: float) -> Receipt:
         """Take in a whole group that outside code generated; it is checked and scored like any other.
 
         Group id and member indices in `samples` are replaced by new ones; the receipt names the group. It is refused, with
-        nothing changed and `on_committed` not called, where a sample is invalid or there is no place for a group as old as that.
+        nothing changed, where a sample is invalid or there is no place for a group as old as that.
         """
         size, screen = len(samples), self.state.limits.screen
         try:
@@ -239,9 +258,10 @@ class Buffer:
                 sample, group_id=group_id, index=index, generator=submitter, purpose="train"
             )
         issued = rec.IssuedRecord(group_id, prompt, submitter, oldest, size, now, cursor=self.cursor, external=True)
-        stored = [rec.SampleRecord(held.samples[index], each[0][0], each[-1][0], now) for index, each in enumerate(counts)]
-        self._write([issued, *stored], instructions, now, on_committed)
-        return Receipt("stored", instructions=instructions, group_id=group_id)
+        records: list[Record] = [issued]
+        records += [rec.SampleRecord(held.samples[index], each[0][0], each[-1][0], now) for index, each in enumerate(counts)]
+        self._write(records, now, instructions)
+        return Receipt("stored", "", instructions, group_id)
 
     def score_request(self, group_id: int, index: int) -> ScoreRequest:
         """Return the message that asks a reward worker for a member's score."""
@@ -264,9 +284,7 @@ class Buffer:
         """Refuse token ids from `size` on; return the held groups that have such, which are dropped."""
         self.vocab_size = size
         wrong = [
-            group_id
-            for group_id, held in self._held.items()
-            if any(largest_id(sample) >= size for sample in held.samples.values())
+            group_id for group_id, held in self._held.items() if held.samples and largest_id([*held.samples.values()]) >= size
         ]
         for group_id in wrong:
             self.drop_group(group_id, "token ids beyond the vocabulary", now)
@@ -300,10 +318,9 @@ class Buffer:
             params = msgspec.structs.replace(self._packed_with, mask_below=decision.mask_below)
             self._step_groups[step], self._step_params[step] = groups, params
             record = rec.TakenRecord(step, decision.group_ids, params, decision.staleness.token_max, now)
-            self._write([record], dropped, now, on_committed)
+            self._write([record], now, dropped, on_committed)
             return TakenStep(step, groups, params, decision.replay, decision.staleness, dropped)
-        if dropped:
-            self._write([], dropped, now)
+        self._write([], now, dropped)
         if isinstance(decision, ev.Wait):
             return Waiting(step, decision.reason, decision.group_ids, dropped)
         assert isinstance(decision, ev.NotEnough)
@@ -323,12 +340,12 @@ class Buffer:
         figures = staleness_figures(step, counts, mask_below=decision.mask_below)
         return TakenStep(step, groups, params, decision.replay, figures)
 
-    def mark_trained(self, step: int, now: float, on_committed: OnCommitted | None = None) -> Sequence[BufferInstruction]:
+    def mark_trained(self, step: int, now: float) -> Sequence[BufferInstruction]:
         """Note that the optimizer step is done; harmless when repeated."""
         instructions = self.state.handle(ev.StepTrained(step), now)
         self._step_groups.pop(step, None)
         group_ids = tuple(moved.group_id for moved in instructions if isinstance(moved, GroupMoved))
-        self.ledger.write((rec.TrainedRecord(step, group_ids, now),) if group_ids else (), on_committed)
+        self._write([rec.TrainedRecord(step, group_ids, now)] if group_ids else [], now)
         return instructions
 
     def learner_restarted(self, version: int, now: float) -> tuple[int, ...]:
@@ -359,7 +376,7 @@ class Buffer:
     def drop_group(self, group_id: int, reason: str, now: float) -> Sequence[BufferInstruction]:
         """Drop a live group on somebody's decision; the reason goes into the books."""
         instructions = self.state.handle(ev.GroupDropped(group_id, reason), now)
-        self._write([], instructions, now)
+        self._write([], now, instructions)
         return instructions
 
     def set_aside(self, step: int, reason: str, now: float) -> tuple[ScoredGroup, ...]:
@@ -408,29 +425,19 @@ class Buffer:
 
     # -- inside ----------------------------------------------------------------------------------------------------------
 
-    def _not_wanted(self, group_id: int, index: int, standing: str, on_committed: OnCommitted | None) -> Receipt:
-        """Return the receipt of what came for a member that waits for something else, or for nothing any more."""
-        self.ledger.write((), on_committed)
-        if standing == "unknown":
-            return Receipt("refused", f"there is no member g{group_id}.{index}")
-        if standing == "pending":
-            return Receipt("refused", f"g{group_id}.{index} has no sample yet that could be scored")
-        return Receipt("duplicate")
-
-    def _fail(self, failure: SampleFailure, now: float, on_committed: OnCommitted | None) -> Sequence[BufferInstruction]:
+    def _fail(self, failure: SampleFailure, now: float, records: list[Record]) -> list[BufferInstruction]:
+        """Fail a member, and add what the ledger is told of it to `records`."""
         instructions = self.state.handle(ev.SampleFailed(failure.group_id, failure.index, failure.kind or failure.reason), now)
-        record = rec.FailureRecord(failure.group_id, failure.index, failure.attempt, failure.stage, failure.reason, now)
-        self._write([record], instructions, now, on_committed)
+        records.append(rec.FailureRecord(failure.group_id, failure.index, failure.attempt, failure.stage, failure.reason, now))
+        self._note_moves(instructions, records, now)
         if held := self._held.get(failure.group_id):
             held.samples.pop(failure.index, None)
         return instructions
 
-    def _write(
-        self, records: list[Record], moves: Sequence[BufferInstruction], now: float, on_committed: OnCommitted | None = None
-    ) -> None:
-        """Write what happened and the moves that follow from it as one unit, and let go of what belongs to ended groups."""
+    def _note_moves(self, moves: Sequence[BufferInstruction], records: list[Record], now: float) -> None:
+        """Add the moves among these instructions to `records`, and let go of what belongs to ended groups."""
         for moved in moves:
-            if not isinstance(moved, GroupMoved):
+            if type(moved) is not GroupMoved:
                 continue
             returns = -1
             if moved.after in {"dropped", "failed"}:
@@ -439,5 +446,23 @@ class Buffer:
                 if returns >= 0:
                     self._returned[moved.group_id] = prompt
             records.append(rec.MovedRecord(moved.group_id, moved.before, moved.after, moved.reason, now, returns))
+
+    def _write(
+        self, records: list[Record], now: float, moves: Sequence[BufferInstruction] = (), on_committed: OnCommitted | None = None
+    ) -> None:
+        """Write what happened and the moves that follow from it as one unit."""
+        self._note_moves(moves, records, now)
         if records or on_committed is not None:
             self.ledger.write(records, on_committed)
+
+
+def _not_wanted(group_id: int, index: int, standing: str) -> Receipt:
+    """Return the receipt of what came for a member that waits for something else, or for nothing any more."""
+    if standing == "unknown":
+        return Receipt("refused", f"there is no member g{group_id}.{index}")
+    if standing == "pending":
+        return Receipt("refused", f"g{group_id}.{index} has no sample yet that could be scored")
+    return _DUPLICATE
+
+
+_DUPLICATE = Receipt("duplicate")

@@ -1,14 +1,17 @@
 """Is this sample what it says? The checks that every sample and score passes before it is held, whoever made it.
 
-Pure; they run once a sample on the controller's event loop, so they stay in the microseconds.
+Pure; they run on the controller's event loop, so they stay in the microseconds: samples that came together are looked at
+together, and one by one only where something is wrong with one of them.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from asyncrl.algorithms.screening import Screen
 from asyncrl.buffer.staleness import VersionCounts
@@ -17,12 +20,40 @@ from asyncrl.schema.samples import Sample, Score, ids_from_bytes, logprobs_from_
 LOGPROB_SLACK = 1e-3
 """Log-probabilities may exceed 0 by this much: rounding of a log-softmax in low precision."""
 
+FEW_TOKENS = 128
+"""Up to here versions are counted faster without numpy."""
 MAX_ATTEMPT = 2**31 - 1
 MAX_ID = 2**31
 
 
 class SampleRefusedError(ValueError):
     """The sample contradicts itself; the message says how."""
+
+
+def examine_all(
+    samples: Sequence[Sample], *, newest_version: int, max_tokens: int, vocab_size: int = 0
+) -> list[VersionCounts | SampleRefusedError]:
+    """Return what `examine` says of each: its version counts, or why it is refused."""
+    try:
+        for sample in samples:
+            _check_lengths(sample, max_tokens)
+        largest = largest_id(samples)
+        logprobs = logprobs_from_bytes(b"".join([sample.logprobs for sample in samples]))
+        is_plain = largest < (vocab_size or MAX_ID) and _are_logprobs(logprobs)
+    except ValueError:  # of one of them, or there is none
+        is_plain = False
+    answers: list[VersionCounts | SampleRefusedError] = []
+    for sample in samples:
+        try:
+            counts = (
+                _checked_versions(sample, newest_version)
+                if is_plain
+                else examine(sample, newest_version=newest_version, max_tokens=max_tokens, vocab_size=vocab_size)
+            )
+            answers.append(counts)
+        except SampleRefusedError as error:
+            answers.append(error)
+    return answers
 
 
 def examine(sample: Sample, *, newest_version: int, max_tokens: int, vocab_size: int = 0) -> VersionCounts:
@@ -40,22 +71,31 @@ def examine(sample: Sample, *, newest_version: int, max_tokens: int, vocab_size:
     Raises:
         SampleRefusedError: Lengths disagree, a value is impossible, or there is nothing to train.
     """
-    num_tokens = _check_lengths(sample, max_tokens)
-    if not 0 <= sample.attempt <= MAX_ATTEMPT:
-        raise SampleRefusedError(f"its attempt is {sample.attempt}; attempts are counted from 0")
-    if not math.isfinite(sample.started_s + sample.finished_s):
-        raise SampleRefusedError(f"its times are {sample.started_s} and {sample.finished_s} s; they must be finite")
-    largest = largest_id(sample)
+    _check_lengths(sample, max_tokens)
+    largest = largest_id([sample])
     if largest >= MAX_ID:
         raise SampleRefusedError(f"token id {largest - 2 * MAX_ID} is negative")
     if vocab_size and largest >= vocab_size:
         raise SampleRefusedError(f"token id {largest} is beyond the model's vocabulary of {vocab_size}")
     logprobs = logprobs_from_bytes(sample.logprobs)
+    if not _are_logprobs(logprobs):
+        raise SampleRefusedError(f"logprobs span {logprobs.min():g} to {logprobs.max():g}; they must be finite and at most 0")
+    return _checked_versions(sample, newest_version)
+
+
+def largest_id(samples: Sequence[Sample]) -> int:
+    """Return the largest token id of these samples; read without a sign, so that a negative one is MAX_ID or more."""
+    ids = [sample.token_ids for sample in samples]
+    return int(np.maximum.reduce(np.frombuffer(b"".join(ids + [sample.prompt_ids for sample in samples]), "<u4")))
+
+
+def _are_logprobs(logprobs: NDArray[np.float32]) -> bool:
     # NaN fails both comparisons: the reductions pass it on.
-    highest, least = float(np.maximum.reduce(logprobs)), float(np.minimum.reduce(logprobs))
-    if not (highest <= LOGPROB_SLACK and least > -math.inf):
-        raise SampleRefusedError(f"logprobs span {least:g} to {highest:g}; they must be finite and at most 0")
-    versions = sample.versions
+    return bool(np.maximum.reduce(logprobs) <= LOGPROB_SLACK and np.minimum.reduce(logprobs) > -math.inf)
+
+
+def _checked_versions(sample: Sample, newest_version: int) -> VersionCounts:
+    versions, num_tokens = sample.versions, sample.num_tokens
     if not sample.loss_mask and versions == versions[:4] * num_tokens:
         counts: VersionCounts = ((int.from_bytes(versions[:4], "little", signed=True), num_tokens),)
     else:
@@ -65,11 +105,6 @@ def examine(sample: Sample, *, newest_version: int, max_tokens: int, vocab_size:
             f"versions span {counts[0][0]} to {counts[-1][0]}, but only 0 to {newest_version} were ever published"
         )
     return counts
-
-
-def largest_id(sample: Sample) -> int:
-    """Return the largest token id of a sample; read without a sign, so that a negative one is MAX_ID or more."""
-    return int(np.maximum.reduce(np.frombuffer(sample.token_ids + sample.prompt_ids, "<u4")))
 
 
 def group_error(samples: Sequence[Sample], screen: Screen, tokens_per_row: int) -> str:
@@ -126,7 +161,7 @@ def score_error(score: Score, num_tokens: int, *, needs_reference: bool = False)
     return ""
 
 
-def _check_lengths(sample: Sample, max_tokens: int) -> int:
+def _check_lengths(sample: Sample, max_tokens: int) -> None:
     num_bytes, prompt_bytes = len(sample.token_ids), len(sample.prompt_ids)
     if num_bytes % 4 or prompt_bytes % 4 or not num_bytes or not prompt_bytes:
         raise SampleRefusedError(
@@ -142,10 +177,15 @@ def _check_lengths(sample: Sample, max_tokens: int) -> int:
     total = num_tokens + prompt_bytes // 4
     if max_tokens and total > max_tokens:
         raise SampleRefusedError(f"{total} tokens with its prompt; at most {max_tokens} fit into a row (packing.tokens_per_row)")
-    return num_tokens
+    if not 0 <= sample.attempt <= MAX_ATTEMPT:
+        raise SampleRefusedError(f"its attempt is {sample.attempt}; attempts are counted from 0")
+    if not math.isfinite(sample.started_s + sample.finished_s):
+        raise SampleRefusedError(f"its times are {sample.started_s} and {sample.finished_s} s; they must be finite")
 
 
 def _count_versions(sample: Sample) -> VersionCounts:
+    if not sample.loss_mask and sample.num_tokens <= FEW_TOKENS:
+        return tuple(sorted(Counter(memoryview(sample.versions).cast("i")).items()))
     versions = ids_from_bytes(sample.versions)
     if sample.loss_mask:
         mask = np.frombuffer(sample.loss_mask, dtype=np.uint8)

@@ -18,10 +18,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
+import itertools
 import logging
 import platform
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -236,23 +240,27 @@ class Controller:
     async def receive(self, peer: Peer, lane: Lane) -> None:
         """Handle what one peer says, until its connection ends.
 
-        Consumes every message of one lane that the edge lets in. Produces events for the machines, and acknowledgements once the
-        ledger holds what came. Waits for a message; unblocked by the peer.
+        Consumes every message of one lane that the edge lets in; samples and scores all that are there at once. Produces events
+        for the machines, and acknowledgements once the ledger holds what came. Waits for a message; unblocked by the peer.
         """
         while True:
             try:
-                delivery = await peer.connection.receive(lane)
+                # An order may hang on the one before it; samples and scores do not.
+                arrived = await peer.connection.receive_all() if lane is Lane.DATA else [await peer.connection.receive(lane)]
             except ConnectionClosed:
                 return
-            refusal = self.edge.refusal(peer, delivery.message)
-            if not refusal:
-                self.handle(peer, delivery)
-                reason = self.dispatcher.why_unfit(peer.name)
-            else:
-                delivery.ack()
+            reason, messages = "", list[Message]()
+            refusals = self.edge.refusals(peer, [delivery.message for delivery in arrived])
+            for delivery, refusal in zip(arrived, refusals, strict=True):
+                if not refusal:
+                    messages.append(delivery.message)
+                    continue
                 log.debug("refused a %s of %s: %s", type(delivery.message).__name__, peer.name, refusal)
-                reason = self.edge.count(peer, delivery.message, refusal, self.clock.now())
-            if reason:
+                reason = reason or self.edge.count(peer, delivery.message, refusal, self.clock.now())
+            for kind, alike in itertools.groupby(messages, type):
+                self.handle(peer, kind, list(alike))
+            self.buffer.when_committed(functools.partial(_acknowledge, arrived))
+            if reason := reason or self.dispatcher.why_unfit(peer.name):
                 log.warning("the connection of %s is ended: %s", peer.name, reason)
                 if self.peers.get(peer.name) is peer and peer.name not in self.membership.joined:
                     self.post(ev.ProcessFault(peer.name, reason, fatal=False))
@@ -345,24 +353,26 @@ class Controller:
 
     # -- messages --------------------------------------------------------------------------------------------------------
 
-    def handle(self, peer: Peer, delivery: Delivery) -> None:
-        """Take in a message that the edge has let in, and acknowledge it once what it brought is safe."""
-        message, now = delivery.message, self.clock.now()
-        match message:
-            case Sample():
-                if self.dispatcher.take_sample(message, delivery.ack):
-                    self.stall_detector.moved("evaluated" if message.purpose == "eval" else "generated", now)
-                    self.reporter.note_sample(message)
-            case SampleFailure():
-                is_awaited = self.dispatcher.take_failure(message, peer.name, delivery.ack)
-                told = (message.group_id, message.index, message.stage, message.reason, "" if is_awaited else " (not awaited)")
+    def handle(self, peer: Peer, kind: type[Message], messages: Sequence[Any]) -> None:
+        """Take in messages of one kind that came together and that the edge has let in."""
+        now = self.clock.now()
+        if kind is Sample:
+            awaited = self.dispatcher.take_samples(messages, peer.name)
+            self.reporter.note_samples(awaited)
+            for purpose in {sample.purpose for sample in awaited}:
+                self.stall_detector.moved("evaluated" if purpose == "eval" else "generated", now)
+        elif kind is Score or kind is InferResult:
+            self.reporter.note_answers(messages, self.dispatcher.take_answers(messages))
+            for purpose in {answer.purpose for answer in messages}:
+                self.stall_detector.moved("evaluated" if purpose == "eval" else "scored", now)
+        elif kind is SampleFailure:
+            for failure in messages:
+                is_awaited = self.dispatcher.take_failure(failure, peer.name)
+                told = (failure.group_id, failure.index, failure.stage, failure.reason, "" if is_awaited else " (not awaited)")
                 log.debug("g%d.%d failed at %s: %s%s", *told)
-            case Score() | InferResult():
-                self.stall_detector.moved("evaluated" if message.purpose == "eval" else "scored", now)
-                self.reporter.note_answer(message, self.dispatcher.take_answer(message, delivery.ack))
-            case _:
+        else:
+            for message in messages:
                 self._handle_control(peer, message, is_current=self.peers.get(peer.name) is peer)
-                delivery.ack()
 
     def _handle_control(self, peer: Peer, message: Message, *, is_current: bool) -> None:
         """Take in what a process says of itself; `is_current`: no other connection has taken its name."""
@@ -621,3 +631,8 @@ class Controller:
         self._ended_well = ok
         self.checkpoints.fail(f"the run ended: {reason}")
         self.ending.set()
+
+
+def _acknowledge(deliveries: Sequence[Delivery]) -> None:
+    for delivery in deliveries:
+        delivery.ack()

@@ -1,9 +1,8 @@
 """The controller's data path: prompts out to generators, samples and scores in, everything between the wire and the buffer.
 
 Decides nothing: the buffer's state machine says who gets a group and what a sample means, this joins that to connections.
-Invariants: a message is acknowledged exactly once, and only when the ledger holds what it brought (evaluation samples, which the
-ledger does not know, at once); every group handed out is in an outbox, at a generator, or in the buffer; a member that was handed
-out frees its slot, and counts as generated, once.
+Invariants: every group handed out is in an outbox, at a generator, or in the buffer; a member that was handed out frees its slot,
+and counts as generated, once. What came together is taken in together; the controller acknowledges it once the ledger holds it.
 
 Everything here returns at once. What comes in calls `changed`; then the controller's loops call `issue` and `scores.dispatch`.
 """
@@ -13,13 +12,12 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
 from asyncrl.buffer import events as ev
 from asyncrl.buffer.buffer import Buffer
-from asyncrl.buffer.payloads import Receipt
 from asyncrl.buffer.validate import SampleRefusedError
 from asyncrl.clock import Clock
 from asyncrl.config.run import RunConfig
@@ -167,8 +165,7 @@ class Dispatcher:
 
     def judge_dead(self, name: str) -> None:
         """Ask others for what a reward or inference worker owed."""
-        for score in self.scores.worker_lost(name):
-            self._enter_score(score, lambda: None)
+        self._enter_scores(self.scores.worker_lost(name))
         self.changed()
 
     def holds_nothing(self, name: str) -> bool:
@@ -177,40 +174,52 @@ class Dispatcher:
 
     # -- what comes in ---------------------------------------------------------------------------------------------------
 
-    def take_sample(self, sample: Sample, ack: Callable[[], None]) -> bool:
-        """Store a finished sample and ask for its reward; return False where nobody waited for it."""
-        key = (sample.group_id, sample.attempt, sample.index)
-        is_awaited = was_out = key in self._out.get(sample.generator, ())
-        if sample.purpose == "eval":
-            self._note_guest(sample.generator, self._evaluate(sample))
-            ack()
-        else:
-            receipt = self.buffer.add_sample(sample, self._clock.now(), ack)
-            is_awaited = was_out or receipt.status == "stored"
+    def take_samples(self, samples: Sequence[Sample], generator: str) -> list[Sample]:
+        """Store what a generator has finished and ask for its rewards; return the samples that somebody waited for."""
+        out, awaited, instructions = self._out[generator], list[Sample](), list[ev.BufferInstruction]()
+        num_out = len(out)
+        trained = [sample for sample in samples if sample.purpose == "train"]
+        receipts = iter(self.buffer.add_samples(trained, self._clock.now()))
+        for sample in samples:
+            key = (sample.group_id, sample.attempt, sample.index)
+            is_awaited = key in out
+            out.discard(key)
+            if sample.purpose == "eval":
+                self._note_guest(generator, self._evaluate(sample))
+            else:
+                receipt = next(receipts)
+                is_awaited |= receipt.status == "stored"
+                if is_awaited:
+                    self._note_guest(generator, receipt.reason, sample.group_id)
+                if receipt.status == "refused":
+                    self._note_refused(receipt.reason)
+                instructions += receipt.instructions
             if is_awaited:
-                self._note_guest(sample.generator, receipt.reason, sample.group_id)
-            self._settle(receipt)
-        if is_awaited:
-            self.generated_tokens += sample.num_tokens
-        self._free(sample.generator, key)
-        return is_awaited
+                awaited.append(sample)
+                self.generated_tokens += sample.num_tokens
+        self.follow(instructions)
+        self.tell(ev.MembersFinished(generator, num_out - len(out)))
+        return awaited
 
-    def take_failure(self, failure: SampleFailure, generator: str, ack: Callable[[], None]) -> bool:
+    def take_failure(self, failure: SampleFailure, generator: str) -> bool:
         """Note a member that will never come; return False where nobody waits for it: its group is over, or given out again."""
-        is_awaited, why = True, failure.reason or "no reason given"
+        is_awaited, why, out = True, failure.reason or "no reason given", self._out[generator]
         if failure.purpose == "eval":
             if self.evaluation is not None:
                 self.evaluation.take_verdict(failure)
-            ack()
             self._note_guest(generator, why)
         else:
-            receipt = self.buffer.add_failure(failure, self._clock.now(), ack)
+            receipt = self.buffer.add_failure(failure, self._clock.now())
             is_awaited = receipt.status == "stored"
             if is_awaited:
                 self._note_failure(failure.stage, failure.kind, failure.reason, failure.trace)
                 self._note_guest(generator, why, failure.group_id)
-            self._settle(receipt)
-        self._free(generator, (failure.group_id, failure.attempt, failure.index))
+            elif receipt.status == "refused":
+                self._note_refused(receipt.reason)
+            self.follow(receipt.instructions)
+        num_out = len(out)
+        out.discard((failure.group_id, failure.attempt, failure.index))
+        self.tell(ev.MembersFinished(generator, num_out - len(out)))
         return is_awaited
 
     def _evaluate(self, sample: Sample) -> str:
@@ -227,14 +236,6 @@ class Dispatcher:
             return fault
         self._ask_score(request, sample)
         return ""
-
-    def _free(self, generator: str, key: tuple[int, int, int]) -> None:
-        """Free the slot of a member; what is not out, a repetition say, holds none."""
-        if key in self._out.get(generator, ()):
-            self._out[generator].discard(key)
-            self.tell(ev.MembersFinished(generator))
-        else:
-            self.changed()
 
     def _note_guest(self, generator: str, fault: str, group_id: int = -1) -> None:
         """Count failures in a row of a joined generator; a group that it spoiled is no failure of the run's."""
@@ -253,19 +254,12 @@ class Dispatcher:
             return ""
         return f"{self._guest_failures.pop(generator)} of its samples in a row failed"
 
-    def take_answer(self, answer: Score | InferResult, ack: Callable[[], None]) -> Score | None:
-        """Take in what a reward or inference worker says; return the score where it is complete with that.
-
-        An answer that completes nothing is acknowledged at once: were it held back until the other half came, full windows of
-        halves could wait for each other.
-        """
-        score = self.scores.take(answer)
-        if score is None:
-            ack()
-        else:
-            self._enter_score(score, ack)
+    def take_answers(self, answers: Iterable[Score | InferResult]) -> list[Score]:
+        """Take in what a reward or inference worker says; return the scores that are complete with that."""
+        complete = [score for answer in answers if (score := self.scores.take(answer)) is not None]
+        self._enter_scores(complete)
         self.changed()
-        return score
+        return complete
 
     def submit(self, group: ExternalGroup) -> SubmitResult:
         """Take in a group that outside code generated."""
@@ -330,31 +324,32 @@ class Dispatcher:
             )  # fmt: skip
         self.scores.ask(request if config.has_rules else None, models, self._clock.now())
 
-    def _enter_score(self, score: Score, ack: Callable[[], None]) -> None:
-        """Store a reward, or the reason why there is none."""
-        if score.purpose == "eval" and not all(map(math.isfinite, (score.reward, *score.parts.values()))):
-            fault = "the reward of an evaluation is not finite"
-            score = msgspec.structs.replace(score, reward=0.0, parts={}, error=fault, error_kind=fault)
-        if score.error:
-            self._note_failure("reward", score.error_kind, score.error, score.trace)
-        elif self.failures.sample_scored(score.over_limit):
-            log.warning("a sample scored 0: %s", score.over_limit)
-        if score.purpose == "eval":
+    def _enter_scores(self, scores: Iterable[Score]) -> None:
+        """Store rewards, or the reasons why there are none."""
+        trained, evaluated = list[Score](), list[Score]()
+        for score in scores:
+            if score.purpose == "eval" and not all(map(math.isfinite, (score.reward, *score.parts.values()))):
+                fault = "the reward of an evaluation is not finite"
+                score = msgspec.structs.replace(score, reward=0.0, parts={}, error=fault, error_kind=fault)
+            if score.error:
+                self._note_failure("reward", score.error_kind, score.error, score.trace)
+            elif self.failures.sample_scored(score.over_limit):
+                log.warning("a sample scored 0: %s", score.over_limit)
+            (trained if score.purpose == "train" else evaluated).append(score)
+        for score in evaluated:
             if self.evaluation is not None:
                 self.evaluation.take_verdict(score)
-            ack()
-        else:
-            self._settle(self.buffer.add_score(score, self._clock.now(), ack))
+        instructions = list[ev.BufferInstruction]()
+        for receipt in self.buffer.add_scores(trained, self._clock.now()) if trained else ():
+            if receipt.status == "refused":
+                self._note_refused(receipt.reason)
+            instructions += receipt.instructions
+        self.follow(instructions)
 
     def _note_failure(self, stage: str, kind: str, reason: str, trace: str) -> None:
         """Count a failed sample; the first of its kind is logged with its traceback."""
         if self.failures.sample_failed(stage, kind, reason, trace):
             log.warning("a sample failed at %s (%s): %s%s", stage, kind or "no kind", reason, f"\n{trace}" if trace else "")
-
-    def _settle(self, receipt: Receipt) -> None:
-        if receipt.status == "refused":
-            self._note_refused(receipt.reason)
-        self.follow(receipt.instructions)
 
     def _note_refused(self, reason: str) -> None:
         self.refused_samples += 1

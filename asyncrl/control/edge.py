@@ -10,9 +10,12 @@ What is checked where it is stored (a sample's arrays, a score's parts) is in bu
 
 from __future__ import annotations
 
+import functools
 import json
-import math
+import typing
 from collections import Counter, defaultdict, deque
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -70,6 +73,8 @@ class Edge:
         self._dispatcher = dispatcher
         self._buffer = dispatcher.buffer
         self._feeder = feeder
+        self._prompts: dict[int, bytes] = {}
+        """Token ids of the first sample of a group that none had come of before, among those that come together."""
         self._recent: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=MOST_REFUSALS))
 
     def count(self, peer: Peer, message: Message, refusal: str, now: float) -> str:
@@ -85,14 +90,18 @@ class Edge:
         """Forget when a connection that is over was refused something."""
         self._recent.pop(peer.connection.peer.incarnation, None)
 
+    def refusals(self, peer: Peer, messages: Iterable[Message]) -> list[str]:
+        """Return why each of these messages, which came together, is not taken, or nothing."""
+        self._prompts.clear()
+        return [self.refusal(peer, message) for message in messages]
+
     def refusal(self, peer: Peer, message: Message) -> str:
         """Return why this message of this peer is not taken, or nothing."""
         if type(message) not in MAY_SEND.get(peer.kind, frozenset()):
             return f"a {peer.kind} process does not send it"
-        for field in ("name", "generator", "worker"):
-            speaks_for = getattr(message, field, peer.name)
-            if speaks_for != peer.name and (speaks_for or field != "worker"):
-                return f"it speaks for {speaks_for[:100]!r}"
+        speaker = _fields_of(type(message)).speaker
+        if speaker and (speaks_for := getattr(message, speaker)) != peer.name and (speaks_for or speaker != "worker"):
+            return f"it speaks for {speaks_for[:100]!r}"
         return _odd_value(message) or self._state_refusal(peer, message)
 
     def _state_refusal(self, peer: Peer, message: Message) -> str:
@@ -148,8 +157,10 @@ class Edge:
             return f"group {message.group_id} has no member {message.index}"
         if group.holders.get(message.attempt) != peer.name or group.external:
             return f"attempt {message.attempt} of group {message.group_id} was not given to it"
-        if isinstance(message, Sample) and self._buffer.prompt_ids(message.group_id) not in {b"", message.prompt_ids}:
-            return f"its prompt is not that of group {message.group_id}"
+        if isinstance(message, Sample):
+            prompt_ids = self._buffer.prompt_ids(message.group_id)
+            if (prompt_ids or self._prompts.setdefault(message.group_id, message.prompt_ids)) != message.prompt_ids:
+                return f"its prompt is not that of group {message.group_id}"
         return ""
 
 
@@ -166,22 +177,52 @@ def _beyond(name: str, value: int, least: int, most: int) -> str:
     return "" if least <= value <= most else f"{name} is {value}, not {least} to {most}"
 
 
+@dataclass(frozen=True, slots=True)
+class _Fields:
+    """The fields of one kind of message, by what is to be looked at in them."""
+
+    speaker: str
+    """The one that says who speaks, where there is one."""
+    numbers: tuple[str, ...]
+    texts: tuple[str, ...]
+    tables: tuple[str, ...]
+    parts: tuple[str, ...]
+    """Tuples, whose structs are looked at likewise."""
+
+
+@functools.cache
+def _fields_of(kind: type[msgspec.Struct]) -> _Fields:
+    hints = {name: hint for name, hint in typing.get_type_hints(kind).items() if name in kind.__struct_fields__}
+
+    def of(*types: type) -> tuple[str, ...]:
+        return tuple(name for name, hint in hints.items() if name not in CHECKED_ELSEWHERE and _plain(hint) in types)
+
+    speaker = next((name for name in ("name", "generator", "worker") if name in hints), "")
+    return _Fields(speaker, of(int, float, bool), of(str), of(dict), of(tuple))
+
+
+def _plain(hint: object) -> object:
+    return typing.get_origin(hint) or hint
+
+
 def _odd_value(message: msgspec.Struct) -> str:
     """Return what is wrong with a message's numbers, tables and texts, or nothing."""
-    for field in message.__struct_fields__:
-        value = getattr(message, field)
-        if field in CHECKED_ELSEWHERE:
-            continue
-        if isinstance(value, tuple):
-            for each in value:
-                if isinstance(each, msgspec.Struct) and (odd := _odd_value(each)):
-                    return odd
-        if isinstance(value, str) and len(value) > MOST_TEXT:
-            return f"{len(value)} characters are too many"
-        table = value if isinstance(value, dict) else {field: value} if isinstance(value, int | float) else {}
+    fields = _fields_of(type(message))
+    for field in fields.numbers:
+        if not -MOST_NUMBER <= (number := getattr(message, field)) <= MOST_NUMBER:  # true of NaN, too
+            return f"{number} is no usable number"
+    for field in fields.texts:
+        if (length := len(getattr(message, field))) > MOST_TEXT:
+            return f"{length} characters are too many"
+    for field in fields.tables:
+        table = getattr(message, field)
         if len(table) > MOST_VALUES:
             return f"{len(table)} values are too many"
         for number in table.values() if field != "metrics" else ():
-            if not (math.isfinite(number) and abs(number) <= MOST_NUMBER):
+            if not -MOST_NUMBER <= number <= MOST_NUMBER:
                 return f"{number} is no usable number"
+    for field in fields.parts:
+        for each in getattr(message, field):
+            if isinstance(each, msgspec.Struct) and (odd := _odd_value(each)):
+                return odd
     return ""

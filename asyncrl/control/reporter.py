@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -72,22 +72,21 @@ class Reporter:
 
     def note_spans(self, *spans: sp.Span) -> None:
         """Record spans."""
-        for item in spans:
-            self._spans_file.write(self._encoder.encode(item) + b"\n")
+        self._spans_file.write(self._encoder.encode_lines(spans))
 
-    def note_sample(self, sample: Sample) -> None:
-        """Record a generated sample."""
-        self.note_spans(sp.sample_span(sample))
-        if sample.purpose == "train":
-            self._sums["generated"] += 1
-            self._sums["generated tokens"] += sample.num_tokens
+    def note_samples(self, samples: Sequence[Sample]) -> None:
+        """Record generated samples."""
+        self.note_spans(*map(sp.sample_span, samples))
+        trained = [sample.num_tokens for sample in samples if sample.purpose == "train"]
+        self._sums["generated"] += len(trained)
+        self._sums["generated tokens"] += sum(trained)
 
-    def note_answer(self, answer: Score | InferResult, score: Score | None) -> None:
-        """Record what a worker did for a sample's score, and count the score where it is complete with that."""
-        self.note_spans(sp.score_span(answer))
-        if score is not None and score.purpose == "train" and not score.error:
-            self._sums["scored"] += 1
-            self._sums["scored reward"] += score.reward
+    def note_answers(self, answers: Iterable[Score | InferResult], scores: Iterable[Score]) -> None:
+        """Record what a worker did for samples' scores, and count the scores that are complete with that."""
+        self.note_spans(*map(sp.score_span, answers))
+        rewards = [score.reward for score in scores if score.purpose == "train" and not score.error]
+        self._sums["scored"] += len(rewards)
+        self._sums["scored reward"] += sum(rewards)
 
     def note_taken(self, taken: TakenStep) -> None:
         """Remember a step's staleness until it is done, and keep some of its samples as text."""

@@ -13,9 +13,10 @@ again. Nothing here waits.
 
 from __future__ import annotations
 
+import heapq
 from collections import Counter, deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 from asyncrl.control.peers import Peers
@@ -35,7 +36,7 @@ class _Half:
     asked_s: float
     worker: str = ""
     """Who has it; empty: it waits, or is answered."""
-    lost: list[str] = field(default_factory=list)
+    lost: tuple[str, ...] = ()
     """Workers that were taken for dead while they held it."""
     answer: Score | InferResult | None = None
 
@@ -67,26 +68,31 @@ class ScoreDispatcher:
 
     def ask(self, rules: ScoreRequest | None, models: InferRequest | None, now: float) -> None:
         """Ask for a sample's score, of the rules, of the models, or of both; `dispatch` sends the requests."""
-        asked = {kind: _Half(request, now) for kind, request in zip(JUDGES, (rules, models), strict=True) if request is not None}
-        key = key_of(next(iter(asked.values())).request)
+        request = rules or models
+        assert request is not None, "a score has at least one half"
+        key = key_of(request)
         if key in self._open:
             return
-        self._open[key] = asked
-        for kind in asked:
-            self.num_open[kind] += 1
-            self._waiting[kind].append(key)
+        halves = self._open[key] = dict[JudgeKind, _Half]()
+        for kind, half in zip(JUDGES, (rules, models), strict=True):
+            if half is not None:
+                halves[kind] = _Half(half, now)
+                self.num_open[kind] += 1
+                self._waiting[kind].append(key)
 
     def dispatch(self, peers: Peers) -> None:
         """Send waiting requests, oldest first, to the worker with the least to do, while one has room."""
         for kind, waiting in self._waiting.items():
-            workers = peers.of(kind)
-            while waiting and workers:
+            by_load = [(peer.connection.unacknowledged(), place, peer) for place, peer in enumerate(peers.of(kind))]
+            heapq.heapify(by_load)
+            while waiting and by_load:
                 half = self._open.get(waiting[0], {}).get(kind)
                 if half is not None and half.answer is None and not half.worker:
-                    by_load = sorted(workers, key=lambda peer: peer.connection.unacknowledged())
-                    worker = next((peer for peer in by_load if peer.offer(half.request)), None)
-                    if worker is None:
-                        break
+                    load, place, worker = by_load[0]
+                    if not worker.offer(half.request):
+                        heapq.heappop(by_load)
+                        continue
+                    heapq.heapreplace(by_load, (load + 1, place, worker))
                     half.worker = worker.name
                 waiting.popleft()
 
@@ -111,7 +117,7 @@ class ScoreDispatcher:
         half.answer, half.worker = answer, ""
         self.num_open["reward" if isinstance(answer, Score) else "inference"] -= 1
         halves = self._open[key]
-        if any(each.answer is None for each in halves.values()):
+        if len(halves) > 1 and any(each.answer is None for each in halves.values()):
             return None
         del self._open[key]
         rules, models = (halves[kind].answer if kind in halves else None for kind in JUDGES)
@@ -128,7 +134,7 @@ class ScoreDispatcher:
                 if half.worker != name:
                     continue
                 half.worker = ""
-                half.lost.append(name)
+                half.lost += (name,)
                 if len(half.lost) < MOST_LOSSES:
                     self._waiting[kind].appendleft(key)
                     continue

@@ -53,18 +53,18 @@ def span(name: str, start: float, end: float, process: str, **attributes: float 
 def sample_span(sample: Sample) -> Span:
     """Return the generation of one sample."""
     versions = memoryview(sample.versions).cast("i") if sample.versions else [-1]
-    return span(
-        GENERATE, sample.started_s, sample.finished_s, sample.generator, group=sample.group_id, index=sample.index,
-        tokens=sample.num_tokens, oldest_version=min(versions), newest_version=max(versions), purpose=sample.purpose,
-    )  # fmt: skip
+    attributes: dict[str, float | str] = {
+        "group": sample.group_id, "index": sample.index, "tokens": sample.num_tokens, "oldest_version": min(versions),
+        "newest_version": max(versions), "purpose": sample.purpose,
+    }  # fmt: skip
+    return Span(GENERATE, sample.started_s, max(sample.started_s, sample.finished_s), sample.generator, attributes)
 
 
 def score_span(answer: Score | InferResult) -> Span:
     """Return the judging of one sample by one worker."""
     reward = answer.reward if isinstance(answer, Score) else sum(answer.rewards.values())
-    return span(
-        SCORE, answer.started_s, answer.finished_s, answer.worker, group=answer.group_id, index=answer.index, reward=reward
-    )
+    attributes: dict[str, float | str] = {"group": answer.group_id, "index": answer.index, "reward": reward}
+    return Span(SCORE, answer.started_s, max(answer.started_s, answer.finished_s), answer.worker, attributes)
 
 
 def step_spans(done: StepDone, process: str = "learner") -> list[Span]:

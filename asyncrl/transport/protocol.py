@@ -214,6 +214,12 @@ class Connection:
             await half.changed.wait()
         return half.inbox.popleft()
 
+    async def receive_all(self, lane: Lane = Lane.DATA) -> list[Delivery]:
+        """Return every message of the lane that is there, one or more, in order. Raises as `receive`."""
+        arrived = [await self.receive(lane), *self._in[lane].inbox]
+        self._in[lane].inbox.clear()
+        return arrived
+
     def unacknowledged(self, lane: Lane = Lane.DATA) -> int:
         """Return how many sent messages the other end has not acknowledged."""
         return len(self._out[lane].unacked)

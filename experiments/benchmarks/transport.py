@@ -121,13 +121,14 @@ async def _receive_all(config: TransportConfig, folder: Path, is_durable: bool) 
     try:
         with _producer(config.encryption, listener.address, str(folder)):
             connection = await asyncio.wait_for(listener.accept(), _TIMEOUT_S)
-            for number in range(NUM_SAMPLES):
-                delivery = await connection.receive()
-                assert isinstance(delivery.message, Sample)
-                started_s = started_s or loop.time()
-                on_commit = partial(_finish, delivery, committed) if number == NUM_SAMPLES - 1 else delivery.ack
-                receipt = buffer.add_sample(delivery.message, loop.time(), on_commit)
-                assert receipt.status == "stored", receipt
+            number = 0
+            while number < NUM_SAMPLES:
+                arrived = await connection.receive_all()
+                started_s, number = started_s or loop.time(), number + len(arrived)
+                samples = [delivery.message for delivery in arrived if isinstance(delivery.message, Sample)]
+                receipts = buffer.add_samples(samples, loop.time())
+                assert all(receipt.status == "stored" for receipt in receipts), receipts
+                buffer.when_committed(partial(_finish, arrived, committed if number == NUM_SAMPLES else None))
             finished_s = await asyncio.wait_for(committed, _TIMEOUT_S)
     finally:
         await listener.close()
@@ -137,10 +138,12 @@ async def _receive_all(config: TransportConfig, folder: Path, is_durable: bool) 
     return (NUM_SAMPLES - 1) / (finished_s - started_s)
 
 
-def _finish(delivery: Delivery, committed: asyncio.Future[float]) -> None:
-    """Acknowledge the last sample and stop the clock."""
-    delivery.ack()
-    committed.set_result(committed.get_loop().time())
+def _finish(deliveries: list[Delivery], last_committed: asyncio.Future[float] | None) -> None:
+    """Acknowledge samples, and stop the clock with the last."""
+    for delivery in deliveries:
+        delivery.ack()
+    if last_committed is not None:
+        last_committed.set_result(last_committed.get_loop().time())
 
 
 @contextmanager

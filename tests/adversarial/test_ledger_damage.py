@@ -55,10 +55,10 @@ def fill(folder):
         buffer.issue(Prompt(f"p{group_id}", text="1+1="), "g0", version=0, group_size=2, now=0.0, cursor=group_id + 1)
         for index in range(2 if group_id < 4 else 1):
             arrays = ids_to_bytes([5] * LONG), logprobs_to_bytes([-0.5] * LONG), ids_to_bytes([0] * LONG)
-            buffer.add_sample(Sample(group_id, index, 0, ids_to_bytes([1]), *arrays, "stop", "x", "g0", 0.0, 1.0), 1.0)
+            buffer.add_samples([Sample(group_id, index, 0, ids_to_bytes([1]), *arrays, "stop", "x", "g0", 0.0, 1.0)], 1.0)
             if group_id < 3:
                 reference = logprobs_to_bytes([-0.25] * LONG)
-                buffer.add_score(Score(group_id, index, 0, 1.0 + index, {"a": 0.5}, reference_logprobs=reference), 2.0)
+                buffer.add_scores([Score(group_id, index, 0, 1.0 + index, {"a": 0.5}, reference_logprobs=reference)], 2.0)
     buffer.take(0, 3.0)
     buffer.mark_trained(0, 3.0)
     buffer.take(1, 3.0)

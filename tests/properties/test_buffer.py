@@ -243,7 +243,8 @@ class RunLife(RuleBasedStateMachine):
         sample = self.sample(key, oldest, min(oldest + second, newest), attempt, generator, cut)
         if cut and self.buffer.state.member_state(*key) == "pending":
             self.cut.add(key)
-        receipt = self.buffer.add_sample(sample, self.now, lambda: self.acknowledged.add(key))
+        receipt = self.buffer.add_samples([sample], self.now)[0]
+        self.buffer.when_committed(lambda: self.acknowledged.add(key))
         assert receipt.status in {"stored", "duplicate"}, receipt
         self.follow(receipt.instructions)
         self.tell(MembersFinished(generator))
@@ -263,7 +264,7 @@ class RunLife(RuleBasedStateMachine):
         key = self.pick(self.orders, number)
         generator, attempt, version = self.orders.pop(key)
         sample = msgspec.structs.replace(self.sample(key, version, version, attempt, generator), versions=b"\0\0\0\0")
-        receipt = self.buffer.add_sample(sample, self.now)
+        receipt = self.buffer.add_samples([sample], self.now)[0]
         assert receipt.status == "refused"
         self.follow(receipt.instructions)
         self.tell(MembersFinished(generator))
@@ -282,7 +283,7 @@ class RunLife(RuleBasedStateMachine):
     def score(self, key, error="", reward=1):
         if not error:
             self.rewards[key] = float(reward)
-        receipt = self.buffer.add_score(Score(*key, 0, float(reward), error=error), self.now)
+        receipt = self.buffer.add_scores([Score(*key, 0, float(reward), error=error)], self.now)[0]
         assert receipt.status == "stored"
         self.follow(receipt.instructions)
 
@@ -292,8 +293,8 @@ class RunLife(RuleBasedStateMachine):
             return
         before = self.buffer.counts()
         sample = self.sample((group_id, index), 0, 0)
-        assert self.buffer.add_sample(sample, self.now).status in {"duplicate", "refused"}
-        assert self.buffer.add_score(Score(group_id, index, 0, 1.0), self.now).status in {"duplicate", "refused"}
+        assert self.buffer.add_samples([sample], self.now)[0].status in {"duplicate", "refused"}
+        assert self.buffer.add_scores([Score(group_id, index, 0, 1.0)], self.now)[0].status in {"duplicate", "refused"}
         assert self.buffer.add_failure(SampleFailure(group_id, index, 0, "reward", "x"), self.now).status != "stored"
         assert self.buffer.counts() == before
 
@@ -477,7 +478,7 @@ class RunLife(RuleBasedStateMachine):
     def member_finishes_now(self):
         key = min(self.orders)
         generator, attempt, version = self.orders.pop(key)
-        receipt = self.buffer.add_sample(self.sample(key, version, version, attempt, generator), self.now)
+        receipt = self.buffer.add_samples([self.sample(key, version, version, attempt, generator)], self.now)[0]
         self.follow(receipt.instructions)
         self.tell(MembersFinished(generator))
 

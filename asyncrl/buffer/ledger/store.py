@@ -111,6 +111,9 @@ class SqliteLedger:
                 self._changed.wait()
             if self._error is not None or self._closing:
                 raise self._error or LedgerError(f"{self.path} is closed")
+            if not records and on_committed is not None and not self._queue and not self._busy:
+                self._deliver([on_committed])
+                return
             self._queue.append((records, on_committed))
             self._num_queued += len(records)
             for record in records:

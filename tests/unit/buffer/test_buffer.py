@@ -75,14 +75,14 @@ def _issue(buffer, version=0, name="p"):
 
 def _finish(buffer, group_id, version=0):
     for index in range(2):
-        buffer.add_sample(_sample(group_id, index, version), 1.0)
-        buffer.add_score(Score(group_id, index, 0, float(index), {"exact": float(index)}), 2.0)
+        buffer.add_samples([_sample(group_id, index, version)], 1.0)
+        buffer.add_scores([Score(group_id, index, 0, float(index), {"exact": float(index)})], 2.0)
 
 
 def test_a_group_from_prompt_to_trained(buffer):
     order = buffer.issue(Prompt("p", text="1+1="), "g0", version=0, group_size=2, now=0.0)
     assert (order.group_id, order.attempt, order.indices, order.prompt.text) == (0, 0, (0, 1), "1+1=")
-    assert buffer.add_sample(_sample(0, 0), 1.0).instructions == [ScoreMember(0, 0)]
+    assert buffer.add_samples([_sample(0, 0)], 1.0)[0].instructions == [ScoreMember(0, 0)]
     assert buffer.score_request(0, 0).text == "text"
     _finish(buffer, 0)
     taken = buffer.take(0, 5.0)
@@ -97,19 +97,24 @@ def test_everything_is_acknowledged_after_it_is_committed_and_repeats_too(buffer
     acknowledged = []
     group = _issue(buffer)
     for _ in range(2):
-        buffer.add_sample(_sample(group, 0), 1.0, lambda: acknowledged.append("sample"))
-        buffer.add_score(Score(group, 0, 0, 1.0), 2.0, lambda: acknowledged.append("score"))
-    buffer.add_failure(SampleFailure(group, 1, 0, "generate", "no"), 3.0, lambda: acknowledged.append("failure"))
-    buffer.add_sample(_sample(99, 0), 1.0, lambda: acknowledged.append("stranger"))
+        buffer.add_samples([_sample(group, 0)], 1.0)
+        buffer.when_committed(lambda: acknowledged.append("sample"))
+        buffer.add_scores([Score(group, 0, 0, 1.0)], 2.0)
+        buffer.when_committed(lambda: acknowledged.append("score"))
+    buffer.add_failure(SampleFailure(group, 1, 0, "generate", "no"), 3.0)
+    buffer.when_committed(lambda: acknowledged.append("failure"))
+    buffer.add_samples([_sample(99, 0)], 1.0)
+    buffer.when_committed(lambda: acknowledged.append("stranger"))
     buffer.take(0, 4.0, lambda: acknowledged.append("taken"))
-    buffer.mark_trained(0, 5.0, lambda: acknowledged.append("trained"))
+    buffer.mark_trained(0, 5.0)
+    buffer.when_committed(lambda: acknowledged.append("trained"))
     buffer.ledger.close()
     assert acknowledged == ["sample", "score", "sample", "score", "failure", "stranger", "taken", "trained"]
 
 
 def test_an_invalid_sample_fails_its_member_and_the_group_goes_on(buffer):
     group = _issue(buffer)
-    receipt = buffer.add_sample(_sample(group, 0, logprobs=b""), 1.0)
+    receipt = buffer.add_samples([_sample(group, 0, logprobs=b"")], 1.0)[0]
     assert receipt.status == "refused"
     assert receipt.reason.startswith("invalid sample from g0: 2 tokens, but 0 logprobs")
     _finish(buffer, group)
@@ -125,10 +130,13 @@ def test_a_late_failure_of_an_earlier_attempt_does_not_fail_the_member_that_anot
     acknowledged = []
     if late == "failure":
         failure = SampleFailure(group, 0, 0, "generate", "aborted after 3 tokens")
-        receipt = buffer.add_failure(failure, 3.0, lambda: acknowledged.append(late))
+        receipt = buffer.add_failure(failure, 3.0)
+        buffer.when_committed(lambda: acknowledged.append(late))
     else:
-        receipt = buffer.add_sample(_sample(group, 0, logprobs=b""), 3.0, lambda: acknowledged.append(late))
-    assert (receipt.status, receipt.instructions) == ("duplicate" if late == "failure" else "refused", ())
+        receipt = buffer.add_samples([_sample(group, 0, logprobs=b"")], 3.0)[0]
+        buffer.when_committed(lambda: acknowledged.append(late))
+    assert receipt.status == ("duplicate" if late == "failure" else "refused")
+    assert not receipt.instructions
     assert buffer.state.groups[group].pending == (0, 1)
     buffer.add_failure(SampleFailure(group, 0, order.attempt, "generate", "no"), 4.0)
     assert buffer.state.groups[group].pending == (1,)
@@ -141,7 +149,7 @@ def test_a_group_from_outside_is_checked_scored_and_taken(buffer):
     receipt = buffer.submit_group(Prompt("theirs"), samples, "notebook", 1.0)
     assert (receipt.status, receipt.group_id) == ("stored", 0)
     for request in buffer.outstanding_scores():
-        buffer.add_score(Score(request.group_id, request.index, 0, 1.0), 2.0)
+        buffer.add_scores([Score(request.group_id, request.index, 0, 1.0)], 2.0)
     taken = buffer.take(0, 3.0)
     assert [(m.sample.group_id, m.sample.index, m.sample.generator) for m in taken.groups[0].members] == [
         (0, 0, "notebook"),
@@ -186,16 +194,16 @@ def test_a_memory_ledger_cannot_repeat_a_trained_step(tmp_path):
 def test_a_resumed_run_goes_on_where_the_books_say(reopen):
     buffer = reopen()
     running, scoring = _issue(buffer, name="a"), _issue(buffer, name="b")
-    buffer.add_sample(_sample(running, 1), 1.0)
+    buffer.add_samples([_sample(running, 1)], 1.0)
     for index in range(2):
-        buffer.add_sample(_sample(scoring, index), 1.0)
-    buffer.add_score(Score(scoring, 0, 0, 0.75, {"exact": 0.75}), 2.0)
+        buffer.add_samples([_sample(scoring, index)], 1.0)
+    buffer.add_scores([Score(scoring, 0, 0, 0.75, {"exact": 0.75})], 2.0)
 
     buffer = reopen()
     assert (buffer.counts().running, buffer.counts().scoring, buffer.cursor) == (1, 1, 2)
     assert (buffer.state.groups[running].generator, buffer.state.groups[running].attempt) == ("", 1)
     assert [(r.group_id, r.index) for r in buffer.outstanding_scores()] == [(running, 1), (scoring, 1)]
-    buffer.add_score(Score(scoring, 1, 0, 0.25), 3.0)
+    buffer.add_scores([Score(scoring, 1, 0, 0.25)], 3.0)
     taken = buffer.take(0, 4.0)
     assert [(m.reward, m.parts) for m in taken.groups[0].members] == [(0.75, {"exact": 0.75}), (0.25, {})]
     assert buffer.reissue(running, "g1", 0, 5.0).indices == (0,)
@@ -290,8 +298,8 @@ def test_members_that_are_not_trained_stay_so_over_a_restart(reopen):
     buffer = reopen(algorithm=settings)
     buffer.issue(Prompt("p"), "g0", version=0, group_size=3, now=0.0, cursor=1)
     for index in range(3):
-        buffer.add_sample(_sample(0, index, finish_reason="length" if index == 0 else "stop"), 1.0)
-        buffer.add_score(Score(0, index, 0, float(index)), 2.0)
+        buffer.add_samples([_sample(0, index, finish_reason="length" if index == 0 else "stop")], 1.0)
+        buffer.add_scores([Score(0, index, 0, float(index))], 2.0)
     before = buffer.state.groups[0].trained
 
     buffer = reopen(algorithm=settings)
@@ -318,8 +326,8 @@ def test_reference_logprobs_live_as_long_as_their_sample(reopen):
     buffer = reopen()
     group = _issue(buffer)
     for index in range(2):
-        buffer.add_sample(_sample(group, index), 1.0)
-        buffer.add_score(Score(group, index, 0, float(index), reference_logprobs=reference if index else b""), 2.0)
+        buffer.add_samples([_sample(group, index)], 1.0)
+        buffer.add_scores([Score(group, index, 0, float(index), reference_logprobs=reference if index else b"")], 2.0)
 
     buffer = reopen()
     taken = buffer.take(0, 3.0)
@@ -342,9 +350,9 @@ def test_a_resume_that_moves_the_reference_to_workers_asks_again_for_the_scores_
     buffer = reopen(max_staleness=9)
     running, scoring, ready = (_issue(buffer) for _ in range(3))
     for group in (running, scoring, ready):
-        buffer.add_sample(_sample(group, 0), 1.0)
-        buffer.add_score(Score(group, 0, 0, 0.25, {"exact": 0.25}), 2.0)
-    buffer.add_sample(_sample(scoring, 1), 1.0)
+        buffer.add_samples([_sample(group, 0)], 1.0)
+        buffer.add_scores([Score(group, 0, 0, 0.25, {"exact": 0.25})], 2.0)
+    buffer.add_samples([_sample(scoring, 1)], 1.0)
     buffer.add_failure(SampleFailure(ready, 1, 0, "generate", "gone"), 1.0)
     assert (buffer.counts().running, buffer.counts().scoring, buffer.counts().ready) == (1, 1, 1)
 
@@ -354,7 +362,7 @@ def test_a_resume_that_moves_the_reference_to_workers_asks_again_for_the_scores_
         asked = [(request.group_id, request.index) for request in buffer.outstanding_scores()]
         assert asked == [(running, 0), (scoring, 0), (scoring, 1), (ready, 0)]
     for key in asked:
-        buffer.add_score(Score(*key, 0, 0.5, {"exact": 0.5}, reference_logprobs=REFERENCE), 3.0)
+        buffer.add_scores([Score(*key, 0, 0.5, {"exact": 0.5}, reference_logprobs=REFERENCE)], 3.0)
 
     buffer = reopen(max_staleness=9, algorithm=KL_ON_WORKER)
     assert not buffer.outstanding_scores()
@@ -387,8 +395,8 @@ def test_moving_the_reference_to_workers_is_refused_while_a_taken_step_has_none(
 def test_a_score_without_the_reference_that_a_worker_owes_fails_the_member(reopen):
     buffer = reopen(algorithm=KL_ON_WORKER)
     group = _issue(buffer)
-    buffer.add_sample(_sample(group, 0), 1.0)
-    buffer.add_score(Score(group, 0, 0, 1.0), 2.0)
+    buffer.add_samples([_sample(group, 0)], 1.0)
+    buffer.add_scores([Score(group, 0, 0, 1.0)], 2.0)
     assert buffer.state.member_state(group, 0) == "failed"
     assert "brings no reference logprobs" in buffer.state.groups[group].last_failure
 
@@ -397,7 +405,7 @@ def test_a_resume_with_rows_too_short_for_what_is_held_is_refused(reopen):
     buffer = reopen()
     group = _issue(buffer)
     for index in range(2):
-        buffer.add_sample(msgspec.structs.replace(_long_sample(index, 510), group_id=group), 1.0)
+        buffer.add_samples([msgspec.structs.replace(_long_sample(index, 510), group_id=group)], 1.0)
     config = {"generate": {"engine": {"kind": "fake", "max_sequence_tokens": 256}}}
     buffer.close()
     for tokens_per_row, algorithm in ((511, {}), (1023, {"kind": "dpo"})):
@@ -417,7 +425,7 @@ def test_payloads_go_with_the_group_that_is_dropped_or_fails_and_its_story_stays
     for group in (dropped, kept):
         _finish(buffer, group)
     buffer.drop_group(dropped, "asked to", 3.0)
-    buffer.add_sample(_sample(failed, 0), 3.0)
+    buffer.add_samples([_sample(failed, 0)], 3.0)
     for index in (1, 0):
         buffer.add_failure(SampleFailure(failed, index, 0, "generate", "gone"), 3.0)
     buffer.ledger.sync()
@@ -433,8 +441,8 @@ def test_reference_logprobs_that_do_not_fit_fail_the_member(buffer, reference):
     group = _issue(buffer)
     _finish(buffer, group)
     other = _issue(buffer)
-    buffer.add_sample(_sample(other, 0), 1.0)
-    buffer.add_score(Score(other, 0, 0, 1.0, reference_logprobs=reference), 2.0)
+    buffer.add_samples([_sample(other, 0)], 1.0)
+    buffer.add_scores([Score(other, 0, 0, 1.0, reference_logprobs=reference)], 2.0)
     assert buffer.state.member_state(other, 0) == "failed"
     assert "reference logprobs" in buffer.state.groups[other].last_failure
 

@@ -96,20 +96,20 @@ class Bench:
         far = await self.with_generator(slots=slots)
         for work in await _works(far, (ETA + 1) * B):
             for index in work.indices:
-                self.dispatcher.take_sample(_sample(work, index), lambda: None)
+                self.dispatcher.take_samples([_sample(work, index)], "generator-0")
         self.score_everything()
         return far
 
     def score_everything(self) -> None:
         """Answer every reward request that is waiting, as if a worker had."""
         for request in self.buffer.outstanding_scores():
-            self.dispatcher.take_answer(_score(request), lambda: None)
+            self.dispatcher.take_answers([_score(request)])
 
     def answer(self, work, rewards, version=0):
         """Answer a group at once, samples and rewards."""
         for index, reward in zip(work.indices, rewards, strict=True):
-            self.dispatcher.take_sample(_sample(work, index, version=version), lambda: None)
-            self.dispatcher.take_answer(Score(work.group_id, index, work.attempt, reward), lambda: None)
+            self.dispatcher.take_samples([_sample(work, index, version=version)], "generator-0")
+            self.dispatcher.take_answers([Score(work.group_id, index, work.attempt, reward)])
 
 
 async def _feed(feeder: BatchFeeder) -> None:
@@ -141,24 +141,22 @@ async def test_a_generator_gets_groups_as_its_room_allows():
 async def test_what_is_said_again_frees_no_slot_and_counts_for_nothing():
     bench = Bench()
     work, other, *_ = await _works(await bench.with_generator(), 4)
-    take, held = bench.dispatcher.take_sample, bench.buffer.state.pool.members_on
-    assert take(_sample(work, 0), lambda: None) is True
+    sample, held = _sample(work, 0), bench.buffer.state.pool.members_on
+    assert bench.dispatcher.take_samples([sample], "generator-0") == [sample]
     failure = SampleFailure(other.group_id, 0, other.attempt, "generate", "no room")
-    assert bench.dispatcher.take_failure(failure, "generator-0", lambda: None) is True
+    assert bench.dispatcher.take_failure(failure, "generator-0") is True
     before = held("generator-0"), bench.dispatcher.generated_tokens
-    acks = []
     for _ in range(3):
-        assert take(_sample(work, 0), lambda: acks.append("sample")) is False
-        assert bench.dispatcher.take_failure(failure, "generator-0", lambda: acks.append("failure")) is False
+        assert bench.dispatcher.take_samples([sample, sample], "generator-0") == []
+        assert bench.dispatcher.take_failure(failure, "generator-0") is False
     assert (held("generator-0"), bench.dispatcher.generated_tokens) == before == (4 * G - 2, 2)
-    assert acks == ["sample", "failure"] * 3
 
 
 async def test_a_dead_generators_groups_go_to_another():
     bench = Bench()
     far = await bench.with_generator()
     works = await _works(far, 4)
-    bench.dispatcher.take_sample(_sample(works[0], 0), lambda: None)
+    bench.dispatcher.take_samples([_sample(works[0], 0)], "generator-0")
     other, peer = await bench.join("generator", "generator-1")
     peer.num_slots, peer.live_version = 64, 0
     bench.dispatcher.generator_dead("generator-0")
@@ -199,14 +197,14 @@ async def test_a_generator_is_told_to_stop_at_a_group_that_is_stale_before_it_is
     bench = Bench(policy="drop")
     far = await bench.with_generator()
     slow, *quick = await _works(far, (ETA + 1) * B)
-    bench.dispatcher.take_sample(_sample(slow, 0), lambda: None)
+    bench.dispatcher.take_samples([_sample(slow, 0)], "generator-0")
     for step in range(ETA + 1):
         bench.buffer.version_published(step)
         bench.dispatcher.tell(ev.VersionIsLive("generator-0", step))
         quick += await _works(far, B * (step > 0))
         for work in quick[B * step : B * (step + 1)]:
             for index in work.indices:
-                bench.dispatcher.take_sample(_sample(work, index, version=step), lambda: None)
+                bench.dispatcher.take_samples([_sample(work, index, version=step)], "generator-0")
         bench.score_everything()
         taken = bench.buffer.take(step, bench.clock.now())
         bench.dispatcher.follow(taken.instructions)
@@ -214,10 +212,8 @@ async def test_a_generator_is_told_to_stop_at_a_group_that_is_stale_before_it_is
     order = (await asyncio.wait_for(far.receive(Lane.CONTROL), 30)).message
     assert order == AbortGroup(slow.group_id)
     members = bench.buffer.state.pool.members_on("generator-0")
-    acked = []
     failure = SampleFailure(slow.group_id, 1, slow.attempt, "generate", "aborted after 7 tokens")
-    assert bench.dispatcher.take_failure(failure, "generator-0", lambda: acked.append(True)) is False
-    assert acked == [True]
+    assert bench.dispatcher.take_failure(failure, "generator-0") is False
     assert bench.buffer.state.pool.members_on("generator-0") == members - 1
 
 
@@ -287,9 +283,11 @@ async def test_an_evaluation_sample_with_token_ids_beyond_the_vocabulary_counts_
     bench.dispatcher.evaluation = Evaluation(bench.config, [Prompt("a", answer="46"), Prompt("b", answer="46")], 0, 0.0)
     bench.dispatcher.changed()
     works = await _works(far, 2)
-    bench.dispatcher.take_sample(_sample(works[0], 0), lambda: None)
-    bench.dispatcher.take_sample(msgspec.structs.replace(_sample(works[1], 0), token_ids=ids_to_bytes([3, 500])), lambda: None)
-    bench.dispatcher.take_answer(msgspec.structs.replace(_score(await _next(reward)), parts={"answer_match": 1.0}), lambda: None)
+    bench.dispatcher.take_samples([_sample(works[0], 0)], "generator-0")
+    bench.dispatcher.take_samples(
+        [msgspec.structs.replace(_sample(works[1], 0), token_ids=ids_to_bytes([3, 500]))], "generator-0"
+    )
+    bench.dispatcher.take_answers([msgspec.structs.replace(_score(await _next(reward)), parts={"answer_match": 1.0})])
     assert bench.dispatcher.evaluation.done
     assert bench.dispatcher.evaluation.report(1.0).accuracy == 0.5
     assert bench.dispatcher.refused_samples == 1
@@ -316,18 +314,17 @@ async def test_rules_and_models_are_asked_at_once_and_the_score_is_complete_when
     reward, _ = await bench.join("reward", "reward-0")
     inference, _ = await bench.join("inference", "inference-0")
     works = await _works(far, 4)
-    acks = []
     for num_ready, work in enumerate(works[:B]):
         for index in work.indices:
             sample = _sample(work, index)
-            bench.dispatcher.take_sample(sample, lambda: None)
+            bench.dispatcher.take_samples([sample], "generator-0")
             score_request, infer_request = await _next(reward), await _next(inference)
             assert (infer_request.prompt_ids, infer_request.token_ids) == (sample.prompt_ids, sample.token_ids)
             assert infer_request.temperature == bench.config.generate.sampling.temperature
-            assert bench.dispatcher.take_answer(_score(score_request), lambda: acks.append("rules")) is None
+            assert bench.dispatcher.take_answers([_score(score_request)]) == []
             assert bench.buffer.counts().ready == num_ready
-            assert bench.dispatcher.take_answer(_result(infer_request), lambda: acks.append("models")).reward == 1.5
-    assert acks == ["rules", "models"] * (B * G)
+            (score,) = bench.dispatcher.take_answers([_result(infer_request)])
+            assert score.reward == 1.5
     taken = bench.buffer.take(0, 0.0)
     for group in taken.groups:
         for member in group.members:
@@ -347,13 +344,13 @@ async def test_an_evaluation_sample_is_judged_by_reward_models_and_not_by_the_re
         bench.dispatcher.evaluation = Evaluation(bench.config, [Prompt("h", text="1=", answer="46")], 0, 0.0)
         bench.dispatcher.changed()
         (work,) = await _works(far, 1)
-        bench.dispatcher.take_sample(_sample(work, 0), lambda: None)
-        bench.dispatcher.take_answer(_score(await _next(reward)), lambda: None)
+        bench.dispatcher.take_samples([_sample(work, 0)], "generator-0")
+        bench.dispatcher.take_answers([_score(await _next(reward))])
         assert bench.dispatcher.evaluation.done != asks_models
         if asks_models:
             request = await _next(inference)
             assert request.purpose == "eval"
-            bench.dispatcher.take_answer(_result(request), lambda: None)
+            bench.dispatcher.take_answers([_result(request)])
         assert bench.dispatcher.evaluation.report(1.0).reward_mean == (1.5 if asks_models else 1.0)
 
 

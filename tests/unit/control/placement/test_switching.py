@@ -123,15 +123,13 @@ class Stage:
         for _ in range(groups):
             work = await _next(generator, GroupWork, Lane.DATA)
             for index in work.indices:
-                self.dispatcher.take_sample(
-                    Sample(
-                        work.group_id, index, work.attempt, ids_to_bytes([1, 2]), ids_to_bytes([3, 4]),
-                        logprobs_to_bytes([-0.1, -0.2]), ids_to_bytes([0, 0]), "stop", "46", "generator-0", 0.0, 1.0,
-                    ),
-                    lambda: None,
+                sample = Sample(
+                    work.group_id, index, work.attempt, ids_to_bytes([1, 2]), ids_to_bytes([3, 4]),
+                    logprobs_to_bytes([-0.1, -0.2]), ids_to_bytes([0, 0]), "stop", "46", "generator-0", 0.0, 1.0,
                 )  # fmt: skip
+                self.dispatcher.take_samples([sample], "generator-0")
                 if score:
-                    self.dispatcher.take_answer(Score(work.group_id, index, work.attempt, float(index)), lambda: None)
+                    self.dispatcher.take_answers([Score(work.group_id, index, work.attempt, float(index))])
         await self.settled()
 
     def judge(self) -> None:
@@ -139,7 +137,7 @@ class Stage:
         for group in list(self.buffer.state.groups.values()):
             for index in group.unscored:
                 answer = InferResult(group.group_id, index, group.attempt, b"", {"taste": float(index)}, "", "inference-0")
-                self.dispatcher.take_answer(answer, lambda: None)
+                self.dispatcher.take_answers([answer])
 
     async def settled(self) -> None:
         """Let the feed do what it can."""

@@ -82,6 +82,21 @@ async def take(connection: Connection, lane: Lane = Lane.DATA, ack: bool = True)
     return delivery.message
 
 
+async def test_all_that_has_arrived_is_received_at_once_and_in_order(channel):
+    far, near = await open_pair(channel)
+    for number in range(WINDOW):
+        await far.send(failure(number))
+    arrived = []
+    while len(arrived) < WINDOW:
+        together = await asyncio.wait_for(near.receive_all(), WAIT_S)
+        assert together
+        arrived += together
+    assert [delivery.message.group_id for delivery in arrived] == list(range(WINDOW))
+    for delivery in arrived:
+        delivery.ack()
+    assert await far.flush(WAIT_S)
+
+
 async def test_both_ends_know_who_the_other_is(channel):
     hello = new_hello("generator", "generator-7")
     far = await channel.connect(hello)

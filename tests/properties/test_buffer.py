@@ -277,8 +277,13 @@ class RunLife(RuleBasedStateMachine):
 
     @rule(equal=st.booleans())
     def all_scores_come(self, equal=True):
-        for request in self.buffer.outstanding_scores():
-            self.score((request.group_id, request.index), reward=1 if equal else request.index % 2)
+        requests = self.buffer.outstanding_scores()
+        scores = [Score(r.group_id, r.index, 0, 1.0 if equal else float(r.index % 2)) for r in requests]
+        self.rewards |= {(score.group_id, score.index): score.reward for score in scores}
+        receipts = self.buffer.add_scores(scores, self.now)
+        # A group can be dropped as too old by the first of its scores; the others then come too late.
+        assert {receipt.status for receipt in receipts} <= ({"stored", "duplicate"} if self.policy == "drop" else {"stored"})
+        self.follow([item for receipt in receipts for item in receipt.instructions])
 
     def score(self, key, error="", reward=1):
         if not error:

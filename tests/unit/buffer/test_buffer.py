@@ -122,6 +122,18 @@ def test_an_invalid_sample_fails_its_member_and_the_group_goes_on(buffer):
     assert [m.sample.index for m in taken.groups[0].members] == [1]
 
 
+def test_samples_that_come_together_are_taken_in_each_by_itself(buffer):
+    group, other = _issue(buffer), _issue(buffer)
+    parcel = [_sample(group, 0), _sample(group, 0), _sample(group, 1, logprobs=b""), _sample(99, 0), _sample(other, 1)]
+    receipts = buffer.add_samples(parcel, 1.0)
+    assert [receipt.status for receipt in receipts] == ["stored", "duplicate", "refused", "refused", "stored"]
+    assert buffer.state.groups[group].members[:2] == ["generated", "failed"]
+    assert buffer.state.groups[other].members[:2] == ["pending", "generated"]
+    receipts = buffer.add_scores([Score(group, 0, 0, 1.0), Score(group, 0, 0, 1.0), Score(other, 0, 0, 1.0)], 2.0)
+    assert [receipt.status for receipt in receipts] == ["stored", "duplicate", "refused"]
+    buffer.check()
+
+
 @pytest.mark.parametrize("late", ["failure", "invalid sample"])
 def test_a_late_failure_of_an_earlier_attempt_does_not_fail_the_member_that_another_generates(buffer, late):
     group = _issue(buffer)

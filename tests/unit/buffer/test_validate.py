@@ -4,7 +4,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from asyncrl.buffer.validate import SampleRefusedError, examine
+from asyncrl.buffer.validate import SampleRefusedError, examine, examine_all
 from asyncrl.schema.samples import Sample, ids_to_bytes, logprobs_to_bytes
 
 GOOD = Sample(
@@ -67,3 +67,27 @@ def test_a_sample_that_contradicts_itself_is_refused_with_the_reason(change, rea
 def test_a_sample_too_long_for_a_row_is_refused():
     with pytest.raises(SampleRefusedError, match=r"5 tokens with its prompt; at most 4"):
         examine(GOOD, newest_version=2, max_tokens=4)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        [{}, {"versions": ids_to_bytes([2, 2, 2])}, {"loss_mask": bytes([1, 0, 1])}],
+        [{}, {"token_ids": ids_to_bytes([3, -4, 5])}, {}],
+        [{}, {"logprobs": logprobs_to_bytes([0.0, float("nan"), 0.0])}, {}],
+        [{}, {"versions": ids_to_bytes([1, 1, 3])}, {}],
+        # Bytes cut off of one that the next one has too many of: laid end to end all of them look right.
+        [{"token_ids": b"\0" * 11}, {"token_ids": b"\1" + ids_to_bytes([3, 4, 5])}, {"token_ids": ids_to_bytes([3, 4, -5])}],
+        [],
+    ],
+)
+def test_samples_looked_at_together_are_told_what_each_is_told_alone(changes):
+    samples = [msgspec.structs.replace(GOOD, **change) for change in changes]
+    alone = []
+    for sample in samples:
+        try:
+            alone.append(examine(sample, newest_version=2, max_tokens=5))
+        except SampleRefusedError as error:
+            alone.append(str(error))
+    together = examine_all(samples, newest_version=2, max_tokens=5)
+    assert [str(answer) if isinstance(answer, SampleRefusedError) else answer for answer in together] == alone

@@ -148,15 +148,6 @@ async def test_a_paused_engine_stays_paused_over_a_sleep(engine: Engine) -> None
 # -- with a real model ---------------------------------------------------------------------------------------------------
 
 
-async def test_after_level_1_logprobs_are_those_of_a_plain_forward(transformers_engine) -> None:
-    stream = transformers_engine.submit(long_request("a", max_new_tokens=200))
-    first = await anext(stream)
-    await transformers_engine.sleep(1)
-    await transformers_engine.wake()
-    whole = await collect(stream, first)
-    assert whole.logprobs == pytest.approx(reference_logprobs(make_model(0), PROMPT, whole.token_ids), abs=1e-5)
-
-
 async def test_after_level_2_logprobs_are_those_of_the_weights_loaded(transformers_engine) -> None:
     await transformers_engine.load_weights(0, tensors_of(make_model(0)), "keep")
     stream = transformers_engine.submit(long_request("a", max_new_tokens=250))

@@ -5,8 +5,6 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from asyncrl.clock import SystemClock
-from asyncrl.config.broadcast import BroadcastConfig
 from asyncrl.config.learner import LearnerConfig, LoRAConfig, ScratchModel
 from asyncrl.config.run import RunConfig
 from asyncrl.errors import LearnerError
@@ -16,8 +14,6 @@ from asyncrl.learner.optim.optimizer import build_optimizer
 from asyncrl.learner.step.microbatch import prepare
 from asyncrl.learner.step.train_step import train_step
 from asyncrl.learner.train_state import TrainState
-from asyncrl.weights.publisher import Publisher
-from asyncrl.weights.subscriber import Subscriber
 
 ALPHABET = "abcdefghijklmnopqrstu"
 """As many tokens, with padding and end, as the kit's vocabulary."""
@@ -91,26 +87,6 @@ def test_adapters_of_another_rank_and_none_at_all_are_refused(base):
         open_policy(config_of(rank=8), base, checkpoint)
     with pytest.raises(LearnerError, match=r"has no adapter_model\.safetensors: it was written without learner\.lora"):
         open_policy(config_of(), base, base)
-
-
-async def test_only_the_adapters_are_broadcast(base, tmp_path):
-    policy = open_policy(config_of(), base)
-    tensors = publishable_tensors(policy)
-    adapter_bytes = sum(tensor.nbytes for tensor in tensors.values())
-    announced = []
-    publisher = Publisher(BroadcastConfig(), tmp_path, announced.append, SystemClock())
-    subscriber = Subscriber(BroadcastConfig(), tmp_path)
-    try:
-        publisher.publish(0, tensors)
-        assert publisher.flush(30.0)
-        fetched = await subscriber.fetch(announced[0])
-        assert set(fetched) == set(tensors)
-        assert all(torch.equal(fetched[name], tensor) for name, tensor in tensors.items())
-        assert sum(tensor.nbytes for tensor in fetched.values()) == adapter_bytes
-        assert adapter_bytes < sum(parameter.nbytes for parameter in policy.parameters()) / 2
-    finally:
-        subscriber.close()
-        publisher.close()
 
 
 def test_gradient_checkpointing_reaches_the_adapters(kit, base):

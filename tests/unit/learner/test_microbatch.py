@@ -22,7 +22,6 @@ from asyncrl.learner.model.policy import run_row
 from asyncrl.learner.ranks.group import OneRank
 from asyncrl.learner.step.microbatch import Division, prepare
 from asyncrl.learner.step.train_step import train_step
-from asyncrl.models.attention import PACKED_ATTENTION
 
 BATCHES = st.fixed_dictionaries({
     "seed": st.integers(0, 50),
@@ -170,20 +169,16 @@ def gradients(model, batch):
     return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
 
 
-def plain_logprobs(model, sample, temperature=1.0):
-    """A sample on its own through transformers' own forward and eager attention."""
-    ids = torch.tensor([*sample["prompt"], *sample["response"]])
-    model.set_attn_implementation("eager")
-    logits = model(input_ids=ids[None], use_cache=False).logits[0] / temperature
-    model.set_attn_implementation(PACKED_ATTENTION)
-    chosen = logits.log_softmax(-1)[:-1].gather(-1, ids[1:, None]).squeeze(-1)
-    return chosen[len(sample["prompt"]) - 1 :][torch.tensor(sample["mask"]).bool()]
+def plain_logprobs(kit, model, samples, temperature=1.0):
+    """Of the trained tokens of each sample, by transformers' own forward."""
+    whole = kit.plain_logprobs(model, samples, temperature)
+    return [logprobs[torch.tensor(sample["mask"]).bool()] for logprobs, sample in zip(whole, samples, strict=True)]
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_packed_logprobs_equal_those_of_each_sample_alone(kit, temperature):
     model, samples = kit.model(), kit.samples(groups=4)
-    expected = torch.cat([plain_logprobs(model, sample, temperature) for sample in samples])
+    expected = torch.cat(plain_logprobs(kit, model, samples, temperature))
     rows = prepare(kit.batch(samples)).rows
     got = run_row(model, rows[0], temperature=temperature, chunk_tokens=1024).logprobs
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
@@ -197,8 +192,7 @@ def test_packed_gradients_equal_those_of_plain_unpacked_samples(kit, sizes, toke
     assert ("prompt" in sizes and tokens_per_row > 40) == any(row.layout.shared for row in prepare(batch).rows)
     packed = gradients(model, batch)
     model.zero_grad()
-    for index, sample in enumerate(samples):
-        (plain_logprobs(model, sample).sum() * (index + 1)).backward()
+    sum(logprobs.sum() * (index + 1) for index, logprobs in enumerate(plain_logprobs(kit, model, samples))).backward()
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(packed[name], parameter.grad, rtol=1e-5, atol=1e-4, msg=name)
 
@@ -224,7 +218,7 @@ def test_corrections_of_a_whole_update_do_not_depend_on_rows(kit, case):
     config, outcomes, start = kit.config(CORRECTED[case], learner), [], kit.model()
     samples = kit.samples(groups=4, group_size=3)
     with torch.no_grad():
-        for sample, logprobs in zip(samples, plain_all(start, samples), strict=True):
+        for sample, logprobs in zip(samples, kit.plain_logprobs(start, samples), strict=True):
             sample["logprobs"] = (logprobs + 0.2 * torch.randn(len(logprobs))).numpy()
             sample["versions"] = torch.randint(0, 5, (len(logprobs),)).numpy()
     for tokens_per_row in (10_000, 45, 1):
@@ -241,10 +235,6 @@ def test_corrections_of_a_whole_update_do_not_depend_on_rows(kit, case):
             torch.testing.assert_close(got, wanted, rtol=0, atol=1e-6)
 
 
-def plain_all(model, samples):
-    return [plain_logprobs(model, sample | {"mask": np.ones(len(sample["response"]))}) for sample in samples]
-
-
 def test_a_shared_prompt_is_computed_once(kit):
     samples = kit.samples(groups=2, group_size=4, prompt=(6, 7), response=(3, 4))
     for sample in samples:
@@ -259,7 +249,7 @@ def test_members_of_a_group_with_other_prompts_do_not_share(kit):
     samples[1]["prompt"] = samples[1]["prompt"][::-1].copy()
     model = kit.model()
     got = run_row(model, prepare(kit.batch(samples)).rows[0], temperature=1.0, chunk_tokens=64).logprobs
-    torch.testing.assert_close(got, torch.cat([plain_logprobs(model, sample) for sample in samples]), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(got, torch.cat(plain_logprobs(kit, model, samples)), rtol=1e-5, atol=1e-5)
 
 
 def test_nothing_leaks_between_samples(kit):
@@ -284,5 +274,5 @@ def test_sliding_window_is_kept_in_packed_rows(kit):
     model = made_ready(MistralForCausalLM(config), LearnerConfig())
     samples = kit.samples(groups=2, response=(8, 20))
     got = run_row(model, prepare(kit.batch(samples)).rows[0], temperature=1.0, chunk_tokens=64).logprobs
-    expected = torch.cat([plain_logprobs(model, sample) for sample in samples])
+    expected = torch.cat(plain_logprobs(kit, model, samples))
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)

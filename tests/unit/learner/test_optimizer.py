@@ -137,17 +137,6 @@ def test_a_paged_optimizer_is_refused_on_a_cpu(kit):
         kit.optimizer(kit.model(), kit.config({}, {"optimizer": "paged_adamw_8bit"}))
 
 
-def test_weight_decay_leaves_vectors_alone():
-    matrix, vector = torch.nn.Parameter(torch.ones(2, 2)), torch.nn.Parameter(torch.ones(2))
-    optimizer = PolicyOptimizer(
-        [("matrix", matrix), ("vector", vector)], LearnerConfig(learning_rate=0.1, warmup_steps=0, weight_decay=0.5), 1
-    )
-    matrix.grad, vector.grad = torch.zeros(2, 2), torch.zeros(2)
-    optimizer.step(0)
-    assert torch.all(matrix < 1)
-    assert torch.equal(vector, torch.ones(2))
-
-
 HALF = LearnerConfig(dtype="float16", learning_rate=0.1, warmup_steps=0, max_grad_norm=1e9)
 
 

@@ -103,12 +103,6 @@ def test_a_pair_in_two_rows_is_refused(kit):
         train_step(with_reference(kit, model, config, model), kit.batch(samples, 1), config)
 
 
-def test_without_a_reference_it_is_said_what_to_do(kit):
-    config, model = dpo_config(kit), kit.model()
-    with pytest.raises(LearnerError, match="needs log-probabilities of the reference"):
-        train_step(kit.train_state(model, config), kit.batch(pair_samples(kit)), config)
-
-
 @pytest.mark.parametrize("tokens_per_row", [45, 10_000])
 def test_of_a_sampler_whose_logprobs_nobody_knows_nothing_is_said(kit, tokens_per_row):
     """Pairs from a file come with 0 at every token; the loss and what is known are told all the same."""

@@ -117,8 +117,8 @@ def once(case, slow):
 
 
 @pytest.mark.parametrize("tokens_per_row", PACKINGS)
-@pytest.mark.parametrize(("minibatches", "epochs"), [(1, 1), (2, 2)])
-def test_grpo_with_decoupled_ppo(kit, tokens_per_row, minibatches, epochs):
+@pytest.mark.parametrize(("minibatches", "epochs", "temperature"), [(1, 1, 0.8), (2, 2, 1.0)])
+def test_grpo_with_decoupled_ppo(kit, tokens_per_row, minibatches, epochs, temperature):
     updates = {"minibatches": minibatches, "epochs": epochs}
     config = kit.config({"corrections": (TruncatedToken(CAP),)}, LEARNER | updates)
     start = kit.model().double()
@@ -127,10 +127,10 @@ def test_grpo_with_decoupled_ppo(kit, tokens_per_row, minibatches, epochs):
     def slow():
         model = copy.deepcopy(start)
         optimizer, losses = adamw(model, 1e-2), []
-        advantages, proximal = grpo_advantages(samples), detached(kit.plain_logprobs(model, samples))
+        advantages, proximal = grpo_advantages(samples), detached(kit.plain_logprobs(model, samples, temperature))
         parts = [range(6), range(6, 12)] if minibatches == 2 else [range(12)]
         for part in parts * epochs:
-            current = kit.plain_logprobs(model, samples)
+            current = kit.plain_logprobs(model, samples, temperature)
 
             def term(place, token, part=part, current=current):
                 number = part[place]
@@ -145,7 +145,7 @@ def test_grpo_with_decoupled_ppo(kit, tokens_per_row, minibatches, epochs):
 
     expected, loss = once(("grpo", minibatches), slow)
     model = copy.deepcopy(start)
-    result = train_step(kit.train_state(model, config), kit.batch(samples, tokens_per_row), config)
+    result = train_step(kit.train_state(model, config), kit.batch(samples, tokens_per_row, temperature=temperature), config)
     assert result.metrics["policy/updates"] == minibatches * epochs
     assert result.metrics["policy/loss"] == pytest.approx(loss, abs=1e-6)
     assert_same_weights(model, expected)

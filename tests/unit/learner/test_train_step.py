@@ -1,4 +1,4 @@
-"""What one optimizer step does, against a slow float64 reference and in its corner cases."""
+"""What one optimizer step does in its corner cases."""
 
 import copy
 import math
@@ -22,61 +22,7 @@ from asyncrl.learner.model.policy import Reference
 from asyncrl.learner.step.microbatch import prepare
 from asyncrl.learner.step.train_step import train_step
 from asyncrl.learner.train_state import StepMemory, TrainState
-from asyncrl.models.attention import PACKED_ATTENTION
 from asyncrl.schema.batches import StepBatch
-
-
-def reference_loss(model, samples, cap, temperature):
-    """Decoupled PPO at its first update, GRPO advantages, token mean: loops over samples and tokens in float64.
-
-    (transformers normalises in float32 whatever the model is, hence the tolerances below.)
-    """
-    model.set_attn_implementation("eager")
-    rewards = {}
-    for sample in samples:
-        rewards.setdefault(sample["group_id"], []).append(sample["reward"])
-    total, count = torch.zeros((), dtype=torch.float64), 0
-    for sample in samples:
-        group = rewards[sample["group_id"]]
-        mean = sum(group) / len(group)
-        deviation = math.sqrt(sum((reward - mean) ** 2 for reward in group) / (len(group) - 1))
-        advantage = (sample["reward"] - mean) / (deviation + 1e-6)
-        ids = [*sample["prompt"].tolist(), *sample["response"].tolist()]
-        logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0] / temperature
-        for offset, trained in enumerate(sample["mask"]):
-            if not trained:
-                continue
-            position = len(sample["prompt"]) + offset
-            logprob = logits[position - 1].log_softmax(-1)[ids[position]]
-            weight = min(math.exp(logprob.item() - float(sample["logprobs"][offset])), cap)
-            total = total - weight * advantage * torch.exp(logprob - logprob.detach())
-            count += 1
-    model.set_attn_implementation(PACKED_ATTENTION)
-    return total / count
-
-
-def captured_gradients(model):
-    gradients = {}
-    for name, parameter in model.named_parameters():
-        parameter.register_hook(lambda gradient, name=name: gradients.__setitem__(name, gradients.get(name, 0) + gradient))
-    return gradients
-
-
-@pytest.mark.parametrize("temperature", [1.0, 0.8])
-def test_loss_and_gradients_equal_a_slow_float64_reference(kit, temperature):
-    samples = kit.samples(groups=3, group_size=3)
-    config = kit.config({"corrections": (TruncatedToken(1.1),)})
-    model = kit.model().double()
-    expected = reference_loss(model, samples, 1.1, temperature)
-    expected.backward()
-    wanted = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
-    model.zero_grad()
-    gradients = captured_gradients(model)
-    prepared = prepare(kit.batch(samples, tokens_per_row=40, temperature=temperature))
-    result = train_step(kit.train_state(model, config), prepared, config)
-    assert result.metrics["policy/loss"] == pytest.approx(expected.item(), abs=1e-7)
-    for name, gradient in wanted.items():
-        torch.testing.assert_close(gradients[name], gradient, rtol=1e-5, atol=1e-7)
 
 
 def test_the_same_batch_gives_the_same_bits(kit):
@@ -142,11 +88,9 @@ def test_fully_masked_samples_still_count_for_their_group_s_advantage(kit):
     assert result.metrics["policy/grad_norm"] > 0
 
 
-@pytest.mark.parametrize("checkpointing", [True, False])
-def test_gradient_checkpointing_changes_nothing(kit, checkpointing):
+def test_gradient_checkpointing_changes_nothing(kit):
     config, plain, model = kit.config(), kit.model(), kit.model()
-    if checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     for trained in (plain, model):
         train_step(kit.train_state(trained, config), prepare(kit.batch(kit.samples())), config)
     assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), model.parameters(), strict=True))
@@ -166,15 +110,6 @@ def test_bfloat16_learns_updates_smaller_than_its_own_step(kit):
     for name, parameter in model.named_parameters():
         assert parameter.dtype == torch.bfloat16
         assert torch.equal(parameter, optimizer._masters[name].trained.to(torch.bfloat16))
-
-
-def test_every_metric_is_in_the_table(kit):
-    from asyncrl.observe.metrics import unknown_names
-
-    model, config = kit.model(), kit.config()
-    result = train_step(kit.train_state(model, config), prepare(kit.batch(kit.samples())), config)
-    assert unknown_names(result.metrics) == []
-    assert np.isfinite(list(result.metrics.values())).all()
 
 
 def count_forwards(model):

@@ -378,6 +378,59 @@ def leave():
     assert passed(code, test, test, "assert nothing_left() == []", test) == 4
 
 
+def test_a_program_that_says_that_it_ended_does_not_live_on_in_the_next_test():
+    code = (
+        FORGE
+        + """
+def add(a, b):
+    session = next(each for each in pipes() if hasattr(each, "objects"))
+    session.pipe.write({"ended": True})
+    while True:
+        frame = session.pipe.read()
+        session.pipe.write({"ended": True, "value": 5, "changed": [], "names": {"add": {"t": "object", "v": 0}}})
+"""
+    )
+    assert passed(code, "add(0, 0)", "assert add(2, 3) == 5", "assert add(2, 3) == 5", wall_s=20) == 0
+
+
+def test_what_an_ended_program_wrote_is_not_read_in_the_next_test():
+    code = (
+        "left = []\n"
+        + FORGE
+        + """
+def add(a, b):
+    if a == 0:
+        send({"names": {"add": {"t": "object", "v": 0}}})
+        for _ in range(3): send({"value": 5, "changed": []})
+        os._exit(0)
+    return a + b
+"""
+    )
+    assert passed(code, "add(0, 0)\nadd(1, 1)", "assert add(2, 3) == 5", "add(0, 0)\nassert False", "assert add(2, 3) == 5") >= 2
+    assert passed(code.replace("a + b", "4"), "add(0, 0)\nassert False", "assert add(2, 3) == 5", "assert add(2, 3) == 5") == 0
+
+
+def test_the_judge_is_up_before_the_time_of_the_program_begins():
+    """Else a program that is slow in its other tests would find its judge too late, and fail its sample."""
+    told = []
+
+    class Process:
+        deadline_s = 0.0
+
+        def __init__(self, name):
+            self.name = name
+
+        def __getattr__(self, what):
+            return lambda *_: told.append((self.name, what)) or {}
+
+    class Recording:
+        def launch(self, code="", session=(), beside=None):
+            return Process("judge" if beside else "program")
+
+    assert run_tests(Recording(), "", [CodeTest(stdin="", stdout="5"), CodeTest(code="assert f() == 5")]) == 0
+    assert told[:3] == [("judge", "begin"), ("program", "begin"), ("program", "send")]
+
+
 def test_an_assertion_in_a_with_block_of_the_program_s_counts():
     code = "class Quiet:\n    def __enter__(self): return self\n    def __exit__(self, *e): return True\n    def value(self): raise KeyError\ndef quiet(): return Quiet()"
     assert passed(code, "with quiet():\n    assert 1 == 2", "with quiet() as q:\n    q.value()\n    assert False") == 0
@@ -574,6 +627,47 @@ def test_honest_tests_of_objects_pass_and_fail_as_they_should():
     assert passed(OBJECTS, *(f"{test}\nassert sqrt(4) == 3" for test in HONEST)) == 0
 
 
+TALKATIVE = """
+import asyncio, threading
+def hello(n):
+    for i in range(n): print("hello", i)
+    return n
+class Counter:
+    def __init__(self): self.n, self.lock = 0, threading.Lock()
+    def add(self):
+        with self.lock: self.n += 1
+async def later(x):
+    await asyncio.sleep(0)
+    return x * 2
+def apply(f, *a): return f(*a)
+def double(x): return 2 * x
+def side_by_side(f, xs):
+    out = [None] * len(xs)
+    def run(i): out[i] = f(xs[i])
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(len(xs))]
+    for t in threads: t.start()
+    for t in threads: t.join()
+    return out
+"""
+
+
+def test_what_is_printed_threads_and_tasks_reach_the_program():
+    tests = [
+        "import io, contextlib\nout = io.StringIO()\nwith contextlib.redirect_stdout(out):\n    hello(2)\nassert out.getvalue() == 'hello 0\\nhello 1\\n'",
+        "import sys, io\nsys.stdout = io.StringIO()\nhello(1)\nassert sys.stdout.getvalue() == 'hello 0\\n'",
+        "from unittest.mock import patch\nimport io\nwith patch('sys.stdout', new_callable=io.StringIO) as out:\n    hello(1)\nassert out.getvalue() == 'hello 0\\n'",
+        "import threading\nc = Counter()\nts = [threading.Thread(target=c.add) for _ in range(12)]\nfor t in ts: t.start()\nfor t in ts: t.join()\nassert c.n == 12",
+        "from concurrent.futures import ThreadPoolExecutor\nwith ThreadPoolExecutor(4) as e:\n    assert list(e.map(double, range(20))) == [2 * i for i in range(20)]",
+        "import asyncio\nasync def main():\n    t, u = asyncio.create_task(later(2)), asyncio.ensure_future(later(3))\n    return await t + await u + await asyncio.wait_for(later(1), 50)\nassert asyncio.run(main()) == 12",
+        "import asyncio\nloop = asyncio.new_event_loop()\nassert loop.run_until_complete(later(2)) == 4",
+        "assert apply(lambda x: apply(lambda y: double(y) + 1, x), 3) == 7 and apply(lambda x: double(x), 4) == 8",
+        "assert side_by_side(lambda x: x + 1, [1, 2, 3]) == [2, 3, 4]",
+        "hello(100_000)\nassert double(2) == 4",
+    ]
+    assert passed(TALKATIVE, *tests) == len(tests)
+    assert passed(TALKATIVE, *(f"{test}\nassert double(2) == 5" for test in tests)) == 0
+
+
 def test_tests_whose_arguments_have_defaults_are_called():
     test = "def test_add(a=2, *, b=3):\n    assert add(a, b) == 5"
     assert passed("def add(a, b): return a + b", test) == 1
@@ -630,6 +724,16 @@ class Q(NamedTuple):
         ("async def t():\n    async with f() as x:\n        pass", "line 2: uses async for or async with"),
         ("assert f.__doc__", "line 1: reads __doc__ of a program's object"),
         ("assert vars(f(1)) == {}", "calls vars"),
+        (
+            "from unittest.mock import patch\nwith patch('builtins.input', return_value='5'):\n    assert f() == 5",
+            "line 2: patches something",
+        ),
+        (
+            "import unittest.mock as m\n@m.patch.object(solution, 'g')\ndef test_f(g):\n    assert f(1)\nimport solution",
+            "line 2: patches",
+        ),
+        ("import io, sys\nsys.stdin = io.StringIO('5')\nassert f() == 5", "line 2: sets sys.stdin"),
+        ("import contextlib, io\nwith contextlib.redirect_stderr(io.StringIO()) as e:\n    f()", "line 2: uses redirect_stderr"),
         ("def run_tests():\n    assert f(1) == 2", "line 1: run_tests is never called"),
         ("def test_out(capsys):\n    f(1)\n    assert capsys.readouterr().out == '2'", "line 1: test_out is never called"),
         ("def inner():\n    assert f(1) == 2\ndef outer():\n    inner()", "line 3: outer is never called"),

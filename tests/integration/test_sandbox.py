@@ -30,7 +30,7 @@ def make_sandbox(**limits) -> Sandbox:
 
 def run_script(code: str, stdin: str = "", **limits) -> dict:
     """Run a program in the sandbox; return its output and status, or what stopped it."""
-    confined = make_sandbox(**limits).launch({"code": code})
+    confined = make_sandbox(**limits).launch(code)
     try:
         confined.begin()
         confined.send({"op": "run", "stdin": stdin})
@@ -69,12 +69,12 @@ from asyncrl.reward.sandbox.bubblewrap import SandboxLimits, open_sandbox
 from tests.descriptors import descriptors_left, open_descriptors
 
 sandbox = open_sandbox(sys.argv[1], SandboxLimits())
-sandbox.launch({"code": ""}).close()
+sandbox.launch().close()
 descriptors, outcomes = open_descriptors(), []
 for free in range(16):
     with descriptors_left(free):
         try:
-            sandbox.launch({"code": ""}).close()
+            sandbox.launch().close()
         except RewardError as error:
             outcomes.append(str(error))
         else:
@@ -199,9 +199,7 @@ def test_sleeping_ends_at_the_wall_limit():
 @needs_sandbox
 @pytest.mark.timed
 def test_fork_bomb_is_stopped_and_leaves_nothing():
-    confined = make_sandbox(wall_s=2.0).launch({
-        "code": "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass",
-    })
+    confined = make_sandbox(wall_s=2.0).launch("import os\nwhile True:\n    try: os.fork()\n    except OSError: pass")
     confined.begin()
     confined.send({"op": "run", "stdin": ""})
     most = 0
@@ -263,7 +261,7 @@ def test_sandbox_dies_with_the_process_that_started_it(tmp_path):
     code = """
 import sys
 from asyncrl.reward.sandbox.bubblewrap import SandboxLimits, open_sandbox
-confined = open_sandbox("bubblewrap", SandboxLimits()).launch({"code": "import time; time.sleep(100)"})
+confined = open_sandbox("bubblewrap", SandboxLimits()).launch("import time; time.sleep(100)")
 confined.begin()
 confined.send({"op": "run", "stdin": ""})
 print(confined.pid, flush=True)

@@ -89,27 +89,33 @@ class Sandbox:
     limits: SandboxLimits
     interpreter: Interpreter | None
 
-    def launch(self, setup: dict[str, object], beside: Confined | None = None) -> Confined:
+    def launch(self, code: str = "", session: tuple[int, ...] = (), beside: Confined | None = None) -> Confined:
         """Start one driver (guest.py) and hand it its first message; `Confined.begin` waits until it is up.
 
         Args:
-            setup: The program, or the descriptors of a judge; the limits are added.
-            beside: A driver whose pipes the new one has too, under the same descriptor numbers.
+            code: The program.
+            session: Descriptors by which sessions read and write; the driver has them under the same numbers.
+            beside: The driver of the program that this one judges.
 
         Raises:
             RewardError: bubblewrap could not be executed, or no descriptor is left.
         """
         try:
-            pipes = self._start(() if beside is None else (beside.read_fd, beside.write_fd))
+            pipes = self._start(session, is_judge=beside is not None)
         except OSError as error:
             raise RewardError(f"cannot start the sandbox: {error}; {INSTALL_HINT}") from error
         confined = Confined(pipes, self.limits.wall_s, self.limits.memory_bytes, self._max_frame, beside)
         is_confined = self.interpreter is not None
-        limits = self.limits.rlimits(is_confined)
-        confined.send({**setup, "limits": limits, "output_bytes": self.limits.output_bytes, "confined": is_confined})
+        confined.send({
+            "code": code,
+            "session": session,
+            "limits": self.limits.rlimits(is_confined),
+            "output_bytes": self.limits.output_bytes,
+            "confined": is_confined,
+        })
         return confined
 
-    def _start(self, lent_fds: tuple[int, ...]) -> ConfinedPipes:
+    def _start(self, lent_fds: tuple[int, ...], is_judge: bool) -> ConfinedPipes:
         """Start the driver; where it fails, none of the descriptors made for it is left."""
         drop_root = self.interpreter is not None and os.geteuid() == 0
         with contextlib.ExitStack() as ours, contextlib.ExitStack() as its:
@@ -130,7 +136,7 @@ class Sandbox:
                 "-I",
                 "-S",
                 "-c",
-                _driver_text(bool(lent_fds)),
+                _driver_text(is_judge),
                 str(child_read),
                 str(child_write),
                 str(self._max_frame),
@@ -196,7 +202,7 @@ def probe_sandbox() -> SandboxStatus:
 def _try(interpreter: Interpreter) -> str:
     """Run one program; return what went wrong, empty where nothing did."""
     code = "import os; print(6 * 7, os.path.exists('/etc/passwd'), len(os.listdir('/tmp')))"
-    confined = Sandbox(SandboxLimits(), interpreter).launch({"code": code})
+    confined = Sandbox(SandboxLimits(), interpreter).launch(code)
     try:
         confined.begin()
         confined.send({"op": "run", "stdin": ""})
@@ -224,6 +230,10 @@ def _bubblewrap(interpreter: Interpreter, filter_fd: int | None) -> list[str]:
         "--die-with-parent",
         "--new-session",
         "--clearenv",
+        # Each thread would reserve 64 MiB of the address space otherwise; the driver empties the environment.
+        "--setenv",
+        "MALLOC_ARENA_MAX",
+        "2",
         "--cap-drop",
         "ALL",
     ]

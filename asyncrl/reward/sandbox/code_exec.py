@@ -12,6 +12,7 @@ sends costs the program its test: nothing of it is evaluated, and nothing of it 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import re
@@ -27,7 +28,7 @@ from asyncrl.config.reward import CodeExecReward, RewardConfig
 from asyncrl.errors import ConfigError, RewardError
 from asyncrl.reward.inputs import RewardFunction, RewardInput
 from asyncrl.reward.sandbox.bubblewrap import Sandbox, SandboxLimits, open_sandbox
-from asyncrl.reward.sandbox.confined import Confined, ProgramStopped
+from asyncrl.reward.sandbox.confined import Confined, ProgramStopped, SessionPipes
 from asyncrl.reward.sandbox.test_code import UnusableTest, examine
 from asyncrl.schema.samples import Prompt
 
@@ -173,34 +174,29 @@ def run_tests(sandbox: Sandbox, code: str, tests: list[CodeTest]) -> int:
     """
     passed = 0
     plain, judged = [test for test in tests if not test.code], [test for test in tests if test.code]
-    candidate = sandbox.launch({"code": code})
-    judge = None
-    try:
+    with contextlib.ExitStack() as opened, contextlib.suppress(ProgramStopped):
         if judged:  # The two start at the same time.
-            setup: dict[str, object] = {"candidate_in": candidate.read_fd, "candidate_out": candidate.write_fd}
-            judge = sandbox.launch(setup, beside=candidate)
+            pipes = SessionPipes()
+            opened.callback(pipes.close)
+        candidate = sandbox.launch(code, pipes.of_program if judged else ())
+        opened.callback(candidate.close)
+        if judged:
+            judge = sandbox.launch(session=pipes.of_judge, beside=candidate)
+            opened.callback(judge.close)
+            judge.begin()
         candidate.begin()
         for test in plain:
             passed += _run_once(candidate, test)
-        if judge is not None:
-            candidate.hand_over()
-            judge.begin()
-            for test in judged:
-                needs = examine(test.code)
-                judge.send({
-                    "op": "test",
-                    "code": test.code,
-                    "names": needs.names,
-                    "globals": needs.global_names,
-                    "test_functions": needs.test_functions,
-                })
-                passed += judge.receive().get("passed") is True
-    except ProgramStopped:
-        pass
-    finally:
-        if judge is not None:
-            judge.close()
-        candidate.close()
+        for test in judged:
+            judge.deadline_s = candidate.deadline_s
+            needs = examine(test.code)
+            candidate.send({"op": "session", "names": needs.names})
+            judge.send({"op": "test", "code": test.code, **needs._asdict()})
+            passed += judge.receive().get("passed") is True
+            # The program's word does not end a session: its processes are ended, and what they left unread is discarded.
+            candidate.send({"op": "end"})
+            candidate.receive()
+            pipes.empty()
     return passed
 
 

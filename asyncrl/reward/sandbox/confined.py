@@ -44,10 +44,32 @@ class ConfinedPipes(NamedTuple):
     """Where the process writes its standard error."""
 
 
+class SessionPipes:
+    """What carries sessions between a program and its judge, each in a sandbox; all four ends stay open here until `close`."""
+
+    def __init__(self) -> None:
+        with contextlib.ExitStack() as opened:
+            ends = []
+            for _ in range(2):
+                ends.append(os.pipe())
+                for fd in ends[-1]:
+                    opened.callback(os.close, fd)
+            (program_reads, judge_writes), (self._judge_reads, program_writes) = ends
+            self.of_program, self.of_judge = (program_reads, program_writes), (self._judge_reads, judge_writes)
+            self.close = opened.pop_all().close
+
+    def empty(self) -> None:
+        """Discard what a program that has ended left for its judge, so that none of it is read in the next session."""
+        poll = select.poll()
+        poll.register(self._judge_reads, select.POLLIN)
+        while poll.poll(0):
+            os.read(self._judge_reads, 1 << 20)
+
+
 class Confined:
     """A running driver (guest.py). Not thread-safe; the time of the program starts when the driver is ready.
 
-    `beside` is a driver whose pipes this one shares: both share its deadline, and their memory counts together.
+    `beside` is a driver whose memory counts together with this one's.
     """
 
     def __init__(
@@ -87,7 +109,7 @@ class Confined:
         if not is_ready:
             raise RewardError("the sandbox could not start: its driver said something else")
         self._is_ready = True
-        self.deadline_s = self._beside.deadline_s if self._beside else time.monotonic() + self._wall_s
+        self.deadline_s = time.monotonic() + self._wall_s
 
     def receive(self) -> Frame:
         """Return the driver's next frame.
@@ -106,13 +128,6 @@ class Confined:
         if not isinstance(frame, dict):
             raise ProgramStopped("sent something that is no frame")
         return frame
-
-    def hand_over(self) -> None:
-        """Leave both pipe ends to the driver that was launched beside this one; nothing is sent or received here any more."""
-        while self._unsent:
-            self._wait()
-        for fd in (self.read_fd, self.write_fd):
-            os.set_blocking(fd, True)
 
     def check(self) -> None:
         """Raise ProgramStopped where the deadline or the memory limit is passed."""

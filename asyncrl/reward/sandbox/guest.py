@@ -11,14 +11,18 @@ code itself, and ends and removes what a test left, so that no test sees what an
 
 from __future__ import annotations
 
+import _thread
 import builtins
 import collections
+import io
 import json
 import operator
 import os
 import resource
+import select
 import signal
 import sys
+import time
 import types
 
 from asyncrl.reward.sandbox.guest_values import Pipe, SessionOver, decode, encode, only_plain, refuse_objects
@@ -87,28 +91,38 @@ class ProgramSession:
 
     def __init__(self, pipe: Pipe) -> None:
         self.pipe = pipe
+        self.lock = _thread.RLock()
+        self.stdout: Any = io.TextIOWrapper(io.BytesIO(), encoding="utf-8", errors="replace", write_through=True)
         self.objects: list[Any] = []
         self.numbers: dict[int, int] = {}
 
     def serve(self, namespace: dict[str, Any], names: list[str]) -> None:
-        """Tell the names that were asked for, then serve until told to end."""
+        """Tell the names that were asked for, then serve until the driver ends this process."""
         self.pipe.write({"names": {name: encode(namespace[name], self._object) for name in names if name in namespace}})
+        self._printed()
         while True:
-            frame = self.pipe.read()
-            if frame["op"] == "end":
-                os._exit(0)
+            self._answer(self.pipe.read())
+
+    def _answer(self, frame: Frame) -> None:
+        try:
+            reply = self._perform(frame)
+        except SessionOver:
+            raise
+        except BaseException as error:  # noqa: BLE001 - the test's to catch
             try:
-                reply = self._perform(frame)
-            except SessionOver:
-                raise
-            except BaseException as error:  # noqa: BLE001 - the test's to catch
-                try:
-                    args = [encode(each, self._object) for each in error.args]
-                except ValueError:
-                    args = []
-                told = {"kind": self._class(type(error)), "text": str(error)[:1000], "args": args}
-                reply = {"raise": {**told, "object": self._object(error)["v"]}}
-            self.pipe.write(reply)
+                args = [encode(each, self._object) for each in error.args]
+            except ValueError:
+                args = []
+            told = {"kind": self._class(type(error)), "text": str(error)[:1000], "args": args}
+            reply = {"raise": {**told, "object": self._object(error)["v"]}}
+        self.pipe.write({**reply, **self._printed()})
+
+    def _printed(self) -> Frame:
+        """Take what the program has printed since the last message."""
+        text = self.stdout.buffer.getvalue().decode("utf-8", "replace")[: self.pipe.max_bytes // 16]
+        self.stdout.buffer.seek(0)
+        self.stdout.buffer.truncate()
+        return {"printed": text} if text else {}
 
     def _perform(self, frame: Frame) -> Frame:
         args = [decode(each, self._decode_other) for each in frame["args"]]
@@ -146,12 +160,15 @@ class ProgramSession:
 
     def _call_back(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a function of the test."""
-        self.pipe.write({
+        call = {
             "call": number,
             "args": [encode(each, refuse_objects) for each in args],
             "kwargs": {name: encode(each, refuse_objects) for name, each in kwargs.items()},
-        })
-        reply = self.pipe.read()
+        }
+        with self.lock:
+            self.pipe.write({**call, **self._printed()})
+            while "op" in (reply := self.pipe.read()):  # The function uses the program itself.
+                self._answer(reply)
         if "value" in reply:
             return decode(reply["value"], only_plain)
         kind = getattr(builtins, str(reply["raise"][0]), RuntimeError)
@@ -211,8 +228,11 @@ class Driver:
         """Wait for a forked test, end and remove what it left; return its exit status, negative for a signal."""
         status = os.waitpid(pid, 0)[1]
         try:
-            # Confined, every process in sight is the program's own.
-            os.kill(-1, signal.SIGKILL) if self.setup["confined"] else os.killpg(pid, signal.SIGKILL)
+            # Confined, every process in sight is the program's own, and the loop ends when the last of them is gone.
+            while self.setup["confined"]:
+                os.kill(-1, signal.SIGKILL)
+                time.sleep(0.0002)
+            os.killpg(pid, signal.SIGKILL)
         except (ProcessLookupError, PermissionError):
             pass
         for folder in SCRATCH_FOLDERS if self.setup["confined"] else ():
@@ -237,7 +257,7 @@ class Driver:
             is_script = "stdin" in frame
             result_fd = -1 if is_script else os.dup(output_fd)
             detach_standard_streams(stdin_fd, output_fd if is_script else None)
-            for descriptor in (self.pipe.read_fd, self.pipe.write_fd, stdin_fd, output_fd):
+            for descriptor in (self.pipe.read_fd, self.pipe.write_fd, *self.setup["session"], stdin_fd, output_fd):
                 os.close(descriptor)
             if is_script:
                 return str(self.setup["code"])
@@ -250,33 +270,47 @@ class Driver:
         return None
 
     def session(self, frame: Frame) -> None:
-        """Load the program and answer requests about it until told to end; then say how its process ended."""
+        """Load the program and answer requests about it until told to end.
+
+        The child has the session's descriptors and none of the driver's, so nothing that it does or writes keeps it alive.
+        """
+        read_fd, write_fd = self.setup["session"]
         pid = self.fork()
         if pid == 0:
             try:
                 detach_standard_streams()
-                namespace = load_program(self.setup["code"], "solution")
-                ProgramSession(self.pipe).serve(namespace, frame["names"])
+                for descriptor in (self.pipe.read_fd, self.pipe.write_fd):
+                    os.close(descriptor)
+                session = ProgramSession(Pipe(read_fd, write_fd, self.pipe.max_bytes, is_trusted=True))
+                sys.stdout = session.stdout
+                session.serve(load_program(self.setup["code"], "solution"), frame["names"])
             finally:
                 os._exit(1)
-        self.pipe.write({"ended": self.wait(pid)})
+        is_told = False
+        while not is_told and not os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+            is_told = has_input(self.pipe.read_fd, 0.01)
+        os.kill(pid, signal.SIGKILL)
+        self.wait(pid)
+        if not is_told and select.select([], [write_fd], [], 0)[1]:
+            Pipe(read_fd, write_fd, self.pipe.max_bytes).write({"ended": True})  # The judge may wait for an answer.
+        self.pipe.read()
+        while has_input(read_fd):
+            os.read(read_fd, 1 << 20)
+        self.pipe.write({"ended": True})
 
     def test(self, frame: Frame) -> None:
         """Run one piece of test code against the program; reply whether it reached its end."""
-        from asyncrl.reward.sandbox.guest_judge import JudgeSession, passes  # noqa: PLC0415 - sent to a judge's sandbox only
+        from asyncrl.reward.sandbox.guest_judge import passes  # noqa: PLC0415 - sent to a judge's sandbox only
 
-        candidate = Pipe(self.setup["candidate_in"], self.setup["candidate_out"], self.pipe.max_bytes)
+        read_fd, write_fd = self.setup["session"]
         pid = self.fork()
         if pid == 0:
             try:
                 detach_standard_streams()
-                os._exit(PASSED if passes(candidate, frame) else FAILED)
+                os._exit(PASSED if passes(Pipe(read_fd, write_fd, self.pipe.max_bytes), frame) else FAILED)
             finally:
                 os._exit(FAILED)
-        status = self.wait(pid)
-        if status not in (PASSED, FAILED):  # it was killed, and its session waits for more
-            JudgeSession(candidate).close()
-        self.pipe.write({"passed": status == PASSED})
+        self.pipe.write({"passed": self.wait(pid) == PASSED})
 
     def serve(self) -> str | None:
         """Serve one operation after the other until the outside closes the pipe; return as `run`."""
@@ -291,6 +325,11 @@ class Driver:
             program = operation(frame) if operation else None
             if program is not None:
                 return program
+
+
+def has_input(descriptor: int, wait_s: float = 0.0) -> bool:
+    """Return whether something can be read, now or within `wait_s`."""
+    return bool(select.select([descriptor], [], [], wait_s)[0])
 
 
 def scratch_file(content: bytes = b"") -> int:
@@ -329,6 +368,7 @@ def main() -> None:
         setattr(builtins, name, sys.exit)
     read_fd, write_fd, max_bytes = map(int, sys.argv[1:4])
     pipe = Pipe(read_fd, write_fd, max_bytes, is_trusted=True)
+    os.environ.pop("MALLOC_ARENA_MAX", None)
     code = Driver(pipe, pipe.read()).serve()
     if code is not None:
         sys.argv[:] = ["program.py"]

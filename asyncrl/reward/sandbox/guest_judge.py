@@ -11,6 +11,7 @@ Sent as text into a sandbox of its own (guest.py): standard library only, Python
 
 from __future__ import annotations
 
+import _thread
 import builtins
 import collections
 import sys
@@ -47,18 +48,18 @@ class JudgeSession:
     """The judge's end: asks the candidate, and serves calls of functions that are arguments of a call still running."""
 
     def __init__(self, pipe: Pipe) -> None:
-        self.pipe, self.ended = pipe, False
+        self.pipe = pipe
+        self.lock = _thread.RLock()
+        """Held for a request with its answer: threads of a test take turns."""
+        self.is_over = False
         self.handles: dict[int, Handle] = {}
         self.error_classes: dict[int, type] = {}
         self.functions: dict[int, Callable[..., Any]] = {}
 
     def open(self, names: list[str]) -> dict[str, Any]:
-        """Begin a session; return the values of those names that the program has."""
-        self.pipe.write({"op": "session", "names": names})
-        frame = self.pipe.read()
-        told = frame.get("names")
+        """Return the values of those names that the program has."""
+        told = self.pipe.read().get("names")
         if type(told) is not dict:
-            self.ended = "ended" in frame
             raise SessionOver("the program did not load")
         return {name: self._decode(told[name]) for name in names if name in told}
 
@@ -68,22 +69,27 @@ class JudgeSession:
         `derived` keeps the value a handle, whatever it is.
         """
         passed: list[int] = []
-        try:
-            self.pipe.write({
-                "op": operation,
-                "args": [self._encode(each, passed) for each in args],
-                "kwargs": {name: self._encode(each, passed) for name, each in kwargs.items()},
-                "as_object": derived,
-            })
-            while "call" in (frame := self.pipe.read()):
-                self.pipe.write(self._call(frame))
-        finally:
-            for number in passed:
-                del self.functions[number]
+        with self.lock:
+            if self.is_over:
+                raise SessionOver("the program ended")
+            try:
+                self.pipe.write({
+                    "op": operation,
+                    "args": [self._encode(each, passed) for each in args],
+                    "kwargs": {name: self._encode(each, passed) for name, each in kwargs.items()},
+                    "as_object": derived,
+                })
+                while "call" in (frame := self._read()):
+                    self.pipe.write(self._call(frame))
+            except SessionOver:
+                self.is_over = True  # A test that catches everything would else wait for an answer for ever.
+                raise
+            finally:
+                for number in passed:
+                    del self.functions[number]
         if "raise" in frame:
             raise self._error(frame["raise"], operation)
         if "value" not in frame:
-            self.ended = "ended" in frame
             raise SessionOver("the program ended")
         if operation == "call":
             for place, after in frame.get("changed", ()):
@@ -96,15 +102,12 @@ class JudgeSession:
         object.__setattr__(value, "_handle_derived", True)
         return value
 
-    def close(self) -> None:
-        """Tell the session to end and read up to the driver's word that it did."""
-        try:
-            if not self.ended:
-                self.pipe.write({"op": "end"})
-            while not self.ended:
-                self.ended = "ended" in self.pipe.read()
-        except (SessionOver, OSError, ValueError):
-            pass
+    def _read(self) -> Frame:
+        """Return the program's next message; what it printed meanwhile is printed here, where a test may catch it."""
+        frame = self.pipe.read()
+        if type(printed := frame.get("printed", "")) is str:
+            sys.stdout.write(printed)
+        return frame
 
     def _encode(self, value: Any, passed: list[int]) -> Any:
         def other(each: Any) -> Any:
@@ -328,7 +331,7 @@ def passes(candidate: Pipe, frame: Frame) -> bool:
         sys.modules["solution"] = solution
         if "asyncio" in frame["code"]:
             _let_asyncio_run_handles()
-        namespace = {**{name: values[name] for name in frame["globals"] if name in values}, "__name__": "__main__"}
+        namespace = {**{name: values[name] for name in frame["global_names"] if name in values}, "__name__": "__main__"}
         exec(compile(frame["code"], "<test>", "exec", dont_inherit=True), namespace)
         for name in frame["test_functions"]:
             result = namespace[name]()
@@ -338,8 +341,6 @@ def passes(candidate: Pipe, frame: Frame) -> bool:
                 asyncio.run(_awaited(result))
     except BaseException:
         return False
-    finally:
-        session.close()
     return True
 
 
@@ -348,8 +349,13 @@ async def _awaited(value: Any) -> Any:
 
 
 def _let_asyncio_run_handles() -> None:
-    """Let asyncio.run take a coroutine of the program's, which it would refuse."""
+    """Let asyncio.run, tasks and task groups take a coroutine of the program's, which they would refuse."""
     import asyncio  # noqa: PLC0415
 
-    run = asyncio.run
-    asyncio.run = lambda main, **options: run(_awaited(main) if isinstance(main, Handle) else main, **options)  # type: ignore[assignment]
+    run, create_task = asyncio.run, asyncio.BaseEventLoop.create_task
+
+    def own(coroutine: Any) -> Any:
+        return _awaited(coroutine) if isinstance(coroutine, Handle) else coroutine
+
+    asyncio.run = lambda main, **options: run(own(main), **options)  # type: ignore[assignment]
+    asyncio.BaseEventLoop.create_task = lambda loop, task, **options: create_task(loop, own(task), **options)  # type: ignore[method-assign, assignment, misc]

@@ -116,26 +116,35 @@ def _imports_of_solution(tree: ast.Module) -> tuple[set[str], set[str]]:
 
 def _complaint(node: ast.AST, rooted: set[str]) -> str:
     """Return what is wrong with one node of a test; empty: nothing."""
-    if isinstance(node, ast.ClassDef):
-        if not (node.bases and all(isinstance(base, ast.Name) and base.id in _ERRORS for base in node.bases)):
+    match node:
+        case ast.ClassDef() if not (node.bases and all(isinstance(base, ast.Name) and base.id in _ERRORS for base in node.bases)):
             return (
                 f"defines class {node.name}; objects of a test cannot be handed to the program, and unittest classes are not run"
             )
-    elif isinstance(node, (ast.AsyncFor, ast.AsyncWith)):
-        return "uses async for or async with; of a program's object only `await` works"
-    elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-        if any(_root(decorator) in rooted for decorator in node.decorator_list):
+        case ast.AsyncFor() | ast.AsyncWith():
+            return "uses async for or async with; of a program's object only `await` works"
+        case ast.FunctionDef() | ast.AsyncFunctionDef() if any(_root(each) in rooted for each in node.decorator_list):
             return f"decorates {node.name} with a function of the program, which may call it only while it is being passed"
-    elif isinstance(node, ast.Attribute):
-        if _is_dunder(node.attr) and _root(node.value) in rooted:
+        case ast.Attribute() if _is_dunder(node.attr) and _root(node.value) in rooted:
             return f"reads {node.attr} of a program's object"
-    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-        if node.func.id in _LOOKS_INSIDE and any(_root(each) in rooted for each in node.args):
-            return f"calls {node.func.id}() of a program's object"
-    elif isinstance(node, ast.Name) and node.id in _EVALUATES:
-        return f"uses {node.id}, which would let the program's text run in the judge"
-    elif isinstance(node, (ast.Import, ast.ImportFrom)):
-        return _import_complaint(node)
+        case ast.Attribute(ctx=ast.Store()) if _root(node.value) in {"sys", "builtins"} and node.attr != "stdout":
+            return f"sets {ast.unparse(node)}, which changes the judge and not the program"
+        case ast.Name() if node.id in _EVALUATES:
+            return f"uses {node.id}, which would let the program's text run in the judge"
+        case ast.Import() | ast.ImportFrom():
+            return _import_complaint(node)
+    return _call_complaint(node, rooted) if isinstance(node, ast.Call) else ""
+
+
+def _call_complaint(call: ast.Call, rooted: set[str]) -> str:
+    name = ast.unparse(call.func).split(".")
+    patches_output = any(isinstance(each, ast.Constant) and each.value == "sys.stdout" for each in call.args[:1])
+    if "patch" in name and name[0] not in rooted and not patches_output:
+        return "patches something other than sys.stdout, which changes the judge and not the program"
+    if name[-1] == "redirect_stderr":
+        return "uses redirect_stderr; of what the program prints, only standard output reaches the test"
+    if len(name) == 1 and name[0] in _LOOKS_INSIDE and any(_root(each) in rooted for each in call.args):
+        return f"calls {name[0]}() of a program's object"
     return ""
 
 

@@ -5,7 +5,7 @@ Completions are decoded once, for rewards and people; training uses the sampled 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
@@ -41,6 +41,8 @@ class TokenizerCodec:
         self._model_folder, self._replays = model_folder, replays
         self._trust_remote_code = trust_remote_code
         self._tokenizer: Any = None
+        self._encode: Callable[[str], list[int]]
+        self._decode: Callable[[list[int]], str]
 
     def encode(self, prompt: Prompt) -> tuple[int, ...]:
         """Return `token_ids` as given, `messages` by the chat template, or `text` as the tokenizer does it."""
@@ -52,16 +54,16 @@ class TokenizerCodec:
                 turns = [{"role": message.role, "content": message.content} for message in prompt.messages]
                 ids = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=True, return_dict=False)
             else:
-                ids = tokenizer(prompt.text)["input_ids"]
+                ids = self._encode(prompt.text)
         except Exception as error:
             raise GenerationError(f"prompt {prompt.prompt_id!r} cannot be tokenised: {type(error).__name__}: {error}") from error
         return tuple(ids)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text, special tokens left out and spaces left as they are."""
-        tokenizer = self._loaded()
+        self._loaded()
         try:
-            text: str = tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+            text: str = self._decode(list(token_ids))
         except Exception as error:
             raise GenerationError(f"a completion cannot be turned into text: {type(error).__name__}: {error}") from error
         return text
@@ -102,7 +104,21 @@ class TokenizerCodec:
                 raise GenerationError(
                     f"cannot load a tokenizer from {self._model_folder}: {type(error).__name__}: {error}"
                 ) from error
+            self._choose_ways()
         return self._tokenizer
+
+    def _choose_ways(self) -> None:
+        """Have plain text done by the tokenizer's own backend where nothing is in between: a fifth of the time."""
+        tokenizer, modules = self._tokenizer, import_module("transformers")
+        self._encode = lambda text: tokenizer(text)["input_ids"]
+        self._decode = lambda ids: tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        if type(tokenizer) is modules.TokenizersBackend:
+            backend = tokenizer.backend_tokenizer
+            backend.no_truncation()
+            backend.no_padding()
+            backend.encode_special_tokens = tokenizer.split_special_tokens
+            self._encode = lambda text: backend.encode(text).ids
+            self._decode = lambda ids: backend.decode(ids, skip_special_tokens=True)
 
 
 class ByteCodec:

@@ -138,6 +138,13 @@ async def test_same_request_gives_same_tokens_alone_and_in_a_crowd(engine: Engin
     assert_same(engine, [crowded], [alone])
 
 
+@pytest.mark.parametrize("num_tokens", [1, 2, 7, 40])
+async def test_prompts_of_one_length_that_begin_together_lose_no_bit_by_it(engine: Engine, num_tokens: int) -> None:
+    requests = [make_request(f"r{i}", i, tuple((i * j) % VOCABULARY for j in range(1, num_tokens + 1))) for i in range(SLOTS)]
+    alone = [await collect(engine.submit(request)) for request in requests]
+    assert_same(engine, await collect_all(engine, requests), alone)
+
+
 async def test_greedy_requests_beside_it_do_not_move_a_seeded_one(engine: Engine) -> None:
     sampled = [make_request(f"r{i}", seed=i, max_new_tokens=40) for i in range(SLOTS // 2)]
     greedy = [make_request(f"g{i}", temperature=0.0, max_new_tokens=30) for i in range(SLOTS // 2)]

@@ -6,10 +6,10 @@ Owns the static KV cache and the three ways of attending over it. One tensor a l
 Invariants:
 - A decoded row attends block by block, every block by a matrix product of one and the same shape, and blocks are added up in
   order; blocks past the row's end add exact zeros. So how many blocks the longest neighbour needs changes no bit of the result.
-- A prefilled piece attends by a product whose shape depends on the piece alone.
+- A prefilled piece attends by products whose shape depends on the piece alone; pieces of one length do so in one call.
 - The last token place of every row is nobody's: rows without a request, and padding, write there.
 
-B blocks in use, R rows, H KV heads, G query heads a KV head, D head dim, T tokens.
+B blocks in use, R rows, N pieces of one length, H KV heads, G query heads a KV head, D head dim, T tokens.
 """
 
 from __future__ import annotations
@@ -207,7 +207,7 @@ class Piece:
 
 @dataclass(slots=True)
 class PrefillPlan:
-    """Pieces of several rows end to end in one forward of fixed length, padded at the end."""
+    """Pieces of several rows end to end in one forward of fixed length, padded at the end. Pieces of one length lie together."""
 
     cache: SlotCache
     pieces: tuple[Piece, ...]
@@ -215,19 +215,27 @@ class PrefillPlan:
     rows: NDArray[np.int64] = field(init=False)
     positions: NDArray[np.int64] = field(init=False)
     """Each token's position in its sequence [num_tokens]; 0 for padding."""
+    _runs: list[tuple[int, list[Piece]]] = field(init=False)
+    """Place of the first token, and pieces that attend together: fresh ones of one length, or one that sees earlier pieces."""
     _index: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.rows = np.zeros(self.num_tokens, dtype=np.int64)
         self.positions = np.zeros(self.num_tokens, dtype=np.int64)
+        self._runs = []
         at = 0
         for piece in self.pieces:
             here = slice(at, at + len(piece.token_ids))
             self.rows[here], self.positions[here] = piece.row, np.arange(piece.start, piece.end)
+            last = self._runs[-1][1] if self._runs else []
+            if last and not (piece.start or last[0].start) and piece.end == last[0].end:
+                last.append(piece)
+            else:
+                self._runs.append((at, [piece]))
             at = here.stop
 
     def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
-        """Write every piece to its row, then attend piece by piece; see `AttentionPlan`."""
+        """Write every piece to its row, then attend run by run; see `AttentionPlan`."""
         keys, values = self.cache.layer(layer, key, value)
         kv_heads, device = key.shape[1], self.cache.device
         if kv_heads not in self._index:
@@ -239,15 +247,15 @@ class PrefillPlan:
         keys.view(-1, key.shape[3]).index_copy_(0, index, key[0].transpose(0, 1).reshape(-1, key.shape[3]))
         values.view(-1, value.shape[3]).index_copy_(0, index, value[0].transpose(0, 1).reshape(-1, value.shape[3]))
         output = query.new_zeros(1, self.num_tokens, query.shape[1], value.shape[3])
-        at = 0
-        for piece in self.pieces:
-            here = slice(at, at + len(piece.token_ids))
-            at = here.stop
-            if piece.start:
-                seen_key, seen_value = self._row(keys, piece), self._row(values, piece)
-            else:
-                seen_key, seen_value = key[:, :, here], value[:, :, here]
-            output[:, here] = causal_attention(query[:, :, here], seen_key, seen_value, scale).transpose(1, 2)
+        for start, pieces in self._runs:
+            num, tokens = len(pieces), len(pieces[0].token_ids)
+            here = slice(start, start + num * tokens)
+            apart = (t[0, :, here].unflatten(1, (num, tokens)).transpose(0, 1) for t in (query, key, value))
+            query_N, key_N, value_N = apart
+            if pieces[0].start:
+                key_N, value_N = self._row(keys, pieces[0]), self._row(values, pieces[0])
+            mixed_N = causal_attention(query_N, key_N, value_N, scale)
+            output[0, here].unflatten(0, (num, tokens)).copy_(mixed_N.transpose(1, 2))
         return output
 
     def _row(self, storage: torch.Tensor, piece: Piece) -> torch.Tensor:

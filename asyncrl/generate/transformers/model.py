@@ -40,10 +40,10 @@ _ANY_SEED: Final = 0
 """Of adapters' values, all of which the first version replaces."""
 _PIECE_TOKENS: Final = 256
 """A prompt longer than this is prefilled in several forwards."""
-_FORWARD_TOKENS: Final = ((16, 32), (64, 64), (128, 128), (_PIECE_TOKENS, _PIECE_TOKENS))
+ForwardTokens = tuple[tuple[int, int], ...]
 """(longest piece, length of the forward that pieces up to that long share)."""
-_GPU_FORWARD_TOKENS: Final = ((_PIECE_TOKENS, 2048),)
-"""The same on a GPU, where a forward of 2,048 tokens takes little more time than one of 64."""
+_GPU_FORWARD_TOKENS: Final[ForwardTokens] = ((_PIECE_TOKENS, 2048),)
+"""On a GPU a forward of 2,048 tokens takes little more time than one of 64."""
 
 
 def _slot_attention(
@@ -86,6 +86,12 @@ def rows_for(num_slots: int) -> int:
     return max(8, 1 << (num_slots - 1).bit_length())
 
 
+def forward_tokens(num_slots: int) -> ForwardTokens:
+    """Return the lengths of prefill forwards on a CPU: half a token a slot, for more slots are refilled with more prompts at once."""
+    least = min(_PIECE_TOKENS, 1 << max(5, (num_slots // 2).bit_length() - 1))
+    return tuple((longest, max(longest, least)) for longest in (16, 64, 128, _PIECE_TOKENS))
+
+
 class SlotModel:
     """The model, its cache, and the forwards that generation consists of."""
 
@@ -107,7 +113,7 @@ class SlotModel:
         self.weights = WeightsInPlace(model, trainable_only=adapters_only)
         self._asleep = WeightsAsleep(model, self.weights.names)
         self._graphs = DecodeGraphs(self) if self.device.type == "cuda" else None
-        self._forward_tokens = _FORWARD_TOKENS if self._graphs is None else _GPU_FORWARD_TOKENS
+        self._forward_tokens = forward_tokens(num_slots) if self._graphs is None else _GPU_FORWARD_TOKENS
         self._has_adopted = False
         """The weights are the learner's own; they do not leave with the engine's sleep."""
 
@@ -300,7 +306,7 @@ class DecodeGraphs:
 
 
 def _forwards(
-    sequences: Iterable[tuple[int, Sequence[int]]], forward_tokens: tuple[tuple[int, int], ...] = _FORWARD_TOKENS
+    sequences: Iterable[tuple[int, Sequence[int]]], forward_tokens: ForwardTokens
 ) -> list[tuple[tuple[Piece, ...], int]]:
     """Cut sequences into pieces and lay them into forwards; a piece's forward length follows from its own length."""
     whole: list[tuple[tuple[Piece, ...], int]] = []
@@ -313,6 +319,7 @@ def _forwards(
             else:
                 tails[next(num for longest, num in forward_tokens if len(piece.token_ids) <= longest)].append(piece)
     for num_tokens, pieces in tails.items():
+        pieces.sort(key=lambda piece: (piece.start > 0, len(piece.token_ids)))
         whole.extend((packed, num_tokens) for packed in _pack(pieces, num_tokens))
     return whole
 

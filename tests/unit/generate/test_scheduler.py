@@ -7,18 +7,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.generate.engine import EngineRequest
-from asyncrl.generate.transformers.model import _forwards, rows_for
+from asyncrl.generate.transformers.model import _forwards, forward_tokens, rows_for
 from asyncrl.generate.transformers.scheduler import InFlight, SlotTable
 from asyncrl.schema.samples import SamplingParams
+
+
+LENGTHS = forward_tokens(32)
 
 
 def flight(name: str, group_key: str = "g", prompt: tuple[int, ...] = (4, 5, 6)) -> InFlight:
     return InFlight(EngineRequest(name, prompt, SamplingParams(max_new_tokens=5), 0, group_key), frozenset())
 
 
-@given(st.lists(st.integers(0, 700), max_size=12))
-def test_every_token_is_prefilled_once_in_order_and_within_the_forward(lengths: list[int]) -> None:
-    forwards = _forwards((row, list(range(length))) for row, length in enumerate(lengths))
+@given(st.lists(st.integers(0, 700), max_size=12), st.sampled_from([1, 32, 256, 2000]))
+def test_every_token_is_prefilled_once_in_order_and_within_the_forward(lengths: list[int], num_slots: int) -> None:
+    forwards = _forwards(((row, list(range(length))) for row, length in enumerate(lengths)), forward_tokens(num_slots))
     seen: dict[int, list[int]] = {row: [] for row in range(len(lengths))}
     for pieces, num_tokens in forwards:
         assert sum(len(piece.token_ids) for piece in pieces) <= num_tokens
@@ -31,7 +34,7 @@ def test_every_token_is_prefilled_once_in_order_and_within_the_forward(lengths: 
 @given(st.integers(1, 700), st.lists(st.integers(1, 700), max_size=8))
 def test_a_sequences_forward_lengths_do_not_depend_on_its_company(length: int, company: list[int]) -> None:
     def own(sequences) -> list[tuple[int, int, int]]:
-        found = [(p.start, len(p.token_ids), num) for pieces, num in _forwards(sequences) for p in pieces if p.row == 0]
+        found = [(p.start, len(p.token_ids), num) for pieces, num in _forwards(sequences, LENGTHS) for p in pieces if p.row == 0]
         return sorted(found)
 
     mine = (0, list(range(length)))

@@ -87,7 +87,7 @@ def rows_for(num_slots: int) -> int:
 
 
 def forward_tokens(num_slots: int) -> ForwardTokens:
-    """Return the lengths of prefill forwards on a CPU: half a token a slot, for more slots are refilled with more prompts at once."""
+    """Return the lengths of prefill forwards on a CPU. More slots are refilled with more prompts at once: half a token a slot."""
     least = min(_PIECE_TOKENS, 1 << max(5, (num_slots // 2).bit_length() - 1))
     return tuple((longest, max(longest, least)) for longest in (16, 64, 128, _PIECE_TOKENS))
 

@@ -11,7 +11,6 @@ from asyncrl.generate.transformers.model import _forwards, forward_tokens, rows_
 from asyncrl.generate.transformers.scheduler import InFlight, SlotTable
 from asyncrl.schema.samples import SamplingParams
 
-
 LENGTHS = forward_tokens(32)
 
 

@@ -250,12 +250,11 @@ class PrefillPlan:
         for start, pieces in self._runs:
             num, tokens = len(pieces), len(pieces[0].token_ids)
             here = slice(start, start + num * tokens)
-            apart = (t[0, :, here].unflatten(1, (num, tokens)).transpose(0, 1) for t in (query, key, value))
-            query_N, key_N, value_N = apart
+            query_N, key_N, value_N = (t[0, :, here].view(-1, num, tokens, t.shape[3]).transpose(0, 1) for t in (query, key, value))
             if pieces[0].start:
                 key_N, value_N = self._row(keys, pieces[0]), self._row(values, pieces[0])
             mixed_N = causal_attention(query_N, key_N, value_N, scale)
-            output[0, here].unflatten(0, (num, tokens)).copy_(mixed_N.transpose(1, 2))
+            output[0, here].view(num, tokens, *output.shape[2:]).copy_(mixed_N.transpose(1, 2))
         return output
 
     def _row(self, storage: torch.Tensor, piece: Piece) -> torch.Tensor:

@@ -250,7 +250,9 @@ class PrefillPlan:
         for start, pieces in self._runs:
             num, tokens = len(pieces), len(pieces[0].token_ids)
             here = slice(start, start + num * tokens)
-            query_N, key_N, value_N = (t[0, :, here].view(-1, num, tokens, t.shape[3]).transpose(0, 1) for t in (query, key, value))
+            query_N, key_N, value_N = (
+                t[0, :, here].view(-1, num, tokens, t.shape[3]).transpose(0, 1) for t in (query, key, value)
+            )
             if pieces[0].start:
                 key_N, value_N = self._row(keys, pieces[0]), self._row(values, pieces[0])
             mixed_N = causal_attention(query_N, key_N, value_N, scale)

@@ -13,7 +13,18 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from asyncrl.config import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, _Stage, _Variant
+from asyncrl.config import (
+    BoundedInt,
+    FiniteFloat,
+    Fraction,
+    FreeFloat,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    _Stage,
+    _Variant,
+)
 from asyncrl.config.learner import LearnerConfig
 
 Level = Literal["token", "sum", "mean", "max", "geometric"]
@@ -23,7 +34,7 @@ Weight = Literal["none", "token", "sequence", "geometric"]
 class Truncated(_Variant, frozen=True):
     """An importance weight held in a band: clamp(rho, floor, cap)."""
 
-    cap: PositiveFloat = 2.0
+    cap: FreeFloat = 2.0
     floor: NonNegativeFloat = 0.0
     normalize: bool = False
     """Divided by the mean over the update's tokens, or sequences: truncation then moves weight and takes none away."""
@@ -91,7 +102,7 @@ class Veto(Rejection, frozen=True, tag="veto"):
 class OffPolicySequenceMask(_Variant, frozen=True, tag="opsm"):
     """A sequence of negative advantage is dropped where mean(behaviour - current log-probability) exceeds the threshold."""
 
-    threshold: float = 0.1
+    threshold: FiniteFloat = 0.1
 
 
 class SecondMomentMask(_Variant, frozen=True, tag="m2po_mask"):
@@ -122,7 +133,7 @@ class PythonCorrection(_Variant, frozen=True, tag="python"):
     """A user's own, `module:function` or `file.py:function`: (LossInputs, this struct) -> CorrectionOutputs."""
 
     path: str
-    parameter: float = 0.0
+    parameter: FiniteFloat = 0.0
     """Handed on; whatever the function makes of it."""
 
 
@@ -185,7 +196,7 @@ class KLConfig(_Stage, frozen=True):
     gradient: Literal["own", "k2", "ratio"] = "own"
     """Only in the loss. `k2`: the estimator's value with k2's gradient, unbiased on the policy's own samples; `ratio`: times
     current / behaviour with the gradient through it, unbiased on stale ones too (DeepSeek-V3.2)."""
-    cap: PositiveFloat = 10.0
+    cap: FreeFloat = 10.0
     """Values are held in [-cap, cap], with gradient 0 outside (verl, AReaL, OpenRLHF); inf: free (TRL)."""
     target: PositiveFloat | None = None
     """Adapt the coefficient so that the mean KL comes here (Ziegler et al. 2019); None: fixed."""
@@ -204,7 +215,7 @@ class CriticConfig(_Stage, frozen=True):
     """Of the separate critic and of a value head."""
     coefficient: PositiveFloat = 0.5
     """Of the value loss beside the policy loss (value head)."""
-    value_clip: PositiveFloat = 0.2
+    value_clip: FreeFloat = 0.2
     """Values move at most this far from the old ones before their loss stops falling; inf: unclipped."""
     warmup_steps: NonNegativeInt = 0
     """Optimizer steps that train the critic alone."""
@@ -221,8 +232,8 @@ class PreferenceConfig(_Stage, frozen=True):
     """Margins from per-token averages (IPO in TRL and AReaL) instead of sums (OpenRLHF)."""
     pairs: Literal["best_worst", "threshold"] = "best_worst"
     """One pair a group, best against worst; or every sample at or over one threshold against every one at or under the other."""
-    chosen_at_least: float = 1.0
-    rejected_at_most: float = 0.0
+    chosen_at_least: FiniteFloat = 1.0
+    rejected_at_most: FiniteFloat = 0.0
     max_pairs_per_group: PositiveInt = 1
     """Only `threshold`: at most this many, taken in member order, each sample at most once."""
 
@@ -233,9 +244,9 @@ class AlgorithmConfig(_Stage, frozen=True):
     kind: Literal["policy", "auto", "dpo"] = "policy"
     """`policy`: the loss and corrections named here; `auto`: picked from measured staleness and mismatch; `dpo`: `preference`,
     and all that makes a policy loss stays at its default."""
-    groups_per_step: PositiveInt = 32
+    groups_per_step: BoundedInt = 32
     """B: groups one optimizer step consumes."""
-    group_size: PositiveInt = 8
+    group_size: BoundedInt = 8
     """G: samples of one prompt."""
 
     advantage: str = "grpo"
@@ -247,8 +258,8 @@ class AlgorithmConfig(_Stage, frozen=True):
     whiten: bool | Literal["samples"] = False
     """Advantages of the step get mean 0 and variance 1 over all trained tokens (the reinforce_pp forms do so always), or, each
     sample counted once, over all `"samples"`."""
-    vtrace_rho: PositiveFloat = 1.0
-    vtrace_c: PositiveFloat = 1.0
+    vtrace_rho: FreeFloat = 1.0
+    vtrace_c: FreeFloat = 1.0
     dynamic_sampling: bool = False
     """Groups whose rewards are all equal are dropped, with that reason in the ledger, and new prompts take their place (DAPO)."""
     max_resamples: PositiveInt = 20
@@ -261,9 +272,9 @@ class AlgorithmConfig(_Stage, frozen=True):
     loss: str = "decoupled_ppo"
     """A name in algorithms/losses.py, or a user's own `module:function`."""
     clip_low: NonNegativeFloat = 0.2
-    clip_high: NonNegativeFloat = 0.2
+    clip_high: Annotated[float, Meta(ge=0)] = 0.2
     dual_clip: Annotated[float, Meta(ge=1)] | None = None
-    max_ratio: PositiveFloat = 5.0
+    max_ratio: FreeFloat = 5.0
     """Upper bound of the detached ratio, absolute (not a distance from 1): `cispo`, `aipo`, `dppo_tv`, `dppo_kl`."""
     tau_positive: PositiveFloat = 1.0
     """Temperature of SAPO's gate where the advantage is positive."""
@@ -285,7 +296,7 @@ class AlgorithmConfig(_Stage, frozen=True):
     (Dr. GRPO: the longest response allowed)."""
     denominator: Literal["all", "kept"] = "all"
     """Whether tokens a correction dropped count in the mean: `all` (AReaL, OpenRLHF, NeMo-RL) or `kept` only (verl, M2PO)."""
-    entropy_coefficient: float = 0.0
+    entropy_coefficient: FiniteFloat = 0.0
 
     kl: KLConfig | None = None
     reference: ReferenceConfig = ReferenceConfig()

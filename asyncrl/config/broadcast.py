@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from asyncrl.config import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, _Stage, _Variant
+from asyncrl.config import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Processes, _Stage, _Variant
 
 
 class SharedMemoryMedium(_Variant, frozen=True, tag="shared_memory"):
@@ -19,7 +19,7 @@ class FilesMedium(_Variant, frozen=True, tag="files"):
     keep_last: PositiveInt = 2
     shard_bytes: PositiveInt = 1 << 30
     """Most bytes of one safetensors file, a larger tensor apart; shards are written and read side by side."""
-    num_threads: PositiveInt = 4
+    num_threads: Processes = 4
     """Shards that are written or read at once."""
 
 

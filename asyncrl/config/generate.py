@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-from asyncrl.config import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, _Stage, _Variant
+from asyncrl.config import (
+    BoundedInt,
+    Fraction,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Processes,
+    ProcessesOrNone,
+    _Stage,
+    _Variant,
+)
 
 
 class _Engine(_Variant, frozen=True):
@@ -53,12 +64,12 @@ class TransformersEngineConfig(_Engine, frozen=True, tag="transformers"):
     receives: ClassVar[bool] = True
     adopts: ClassVar[bool] = True
 
-    num_slots: PositiveInt = 32
+    num_slots: BoundedInt = 32
     max_sequence_tokens: PositiveInt = 512
     """Prompt and response together; longer requests are refused."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     device: str = "cpu"
-    num_threads: PositiveInt = 1
+    num_threads: Processes = 1
 
     def gpus(self, learner_gpu: int | None) -> tuple[int, ...]:  # noqa: ARG002
         """Return the number of its device; see `_Engine.gpus`."""
@@ -73,12 +84,12 @@ class VLLMEngineConfig(_Engine, frozen=True, tag="vllm"):
 
     max_sequence_tokens: PositiveInt = 4096
     """Prompt and response together; longer requests are refused. vLLM's `max_model_len`."""
-    num_slots: PositiveInt = 256
+    num_slots: BoundedInt = 256
     """Most requests that run at once, however much KV cache is free. vLLM's `max_num_seqs`."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device: Literal["auto", "cuda", "cpu"] = "auto"
-    tensor_parallel: PositiveInt = 1
-    data_parallel: PositiveInt = 1
+    tensor_parallel: Processes = 1
+    data_parallel: Processes = 1
     gpu_memory_share: Fraction = 0.9
     """Of a GPU's memory that the engine may use. vLLM's `gpu_memory_utilization`."""
     kv_cache_gib: NonNegativeFloat = 0.0
@@ -89,7 +100,7 @@ class VLLMEngineConfig(_Engine, frozen=True, tag="vllm"):
     """No CUDA graphs and no compilation."""
     sleep: bool = False
     """Make sleep levels available (GPU only); placements that share a device need it."""
-    num_threads: PositiveInt = 1
+    num_threads: Processes = 1
     """On a CPU."""
     arguments: dict[str, str | int | float | bool] = {}
     """Further arguments of vLLM's AsyncEngineArgs, by their names there."""
@@ -114,7 +125,7 @@ class VLLMServerEngineConfig(_Engine, frozen=True, tag="vllm_server"):
     """Of the server: http://host:port. With several generators, one for each, separated by commas."""
     max_sequence_tokens: PositiveInt = 4096
     """Not more than the server's `max_model_len`."""
-    num_slots: PositiveInt = 256
+    num_slots: BoundedInt = 256
     api_key_file: str = ""
     """File whose first line is sent as bearer token; empty: none is sent."""
     shared_folder: str = ""
@@ -136,7 +147,7 @@ class FakeEngineConfig(_Engine, frozen=True, tag="fake"):
     has_model: ClassVar[bool] = False
     needs_folder: ClassVar[bool] = False
 
-    num_slots: PositiveInt = 32
+    num_slots: BoundedInt = 32
     max_sequence_tokens: PositiveInt = 4096
     token_latency_s: NonNegativeFloat = 0.001
     """One decode step of the whole batch."""
@@ -157,7 +168,7 @@ class ReplayEngineConfig(_Engine, frozen=True, tag="replay"):
     has_model: ClassVar[bool] = False
     replays: ClassVar[bool] = True
 
-    num_slots: PositiveInt = 256
+    num_slots: BoundedInt = 256
     max_sequence_tokens: PositiveInt = 2048
     """Prompt and answer together; a longer pair is a failed group, with the reason."""
 
@@ -184,7 +195,7 @@ class SamplingConfig(_Stage, frozen=True):
 class GenerateConfig(_Stage, frozen=True):
     """Generators and how new weights reach requests in flight."""
 
-    num_workers: NonNegativeInt = 2
+    num_workers: ProcessesOrNone = 2
     """0: only outside code submits samples."""
     engine: EngineConfig = TransformersEngineConfig()
     model_folder: str = ""

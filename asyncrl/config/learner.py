@@ -6,7 +6,17 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from asyncrl.config import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, _Stage, _Variant
+from asyncrl.config import (
+    BoundedInt,
+    Fraction,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Processes,
+    _Stage,
+    _Variant,
+)
 
 
 class WarmStart(_Stage, frozen=True):
@@ -23,14 +33,14 @@ class WarmStart(_Stage, frozen=True):
 class ScratchModel(_Variant, frozen=True, tag="scratch"):
     """A small Llama with random weights and a character tokenizer, made when the run starts."""
 
-    hidden_size: PositiveInt = 128
-    num_layers: PositiveInt = 4
-    num_heads: PositiveInt = 4
-    num_kv_heads: PositiveInt | None = None
+    hidden_size: BoundedInt = 128
+    num_layers: BoundedInt = 4
+    num_heads: BoundedInt = 4
+    num_kv_heads: BoundedInt | None = None
     """None: as many as `num_heads`."""
-    intermediate_size: PositiveInt | None = None
+    intermediate_size: BoundedInt | None = None
     """None: 4 x hidden_size."""
-    max_positions: PositiveInt = 512
+    max_positions: BoundedInt = 512
     tie_embeddings: bool = True
     fp32_head: bool = False
     """The output layer runs in float32, in the learner and in the engine alike (one side alone is worse than none)."""
@@ -81,10 +91,10 @@ class LearnerConfig(_Stage, frozen=True):
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Of the parameters; loss and logprobs are float32 always. float16 scales its losses."""
     device: str = "cpu"
-    num_threads: PositiveInt = 1
+    num_threads: Processes = 1
     gradient_checkpointing: bool = False
     lora: LoRAConfig | None = None
-    ranks: PositiveInt = 1
+    ranks: Processes = 1
     """Learner processes that share each step (FSDP2)."""
     logprobs: Literal["chunked", "fused"] = "chunked"
     """How probabilities are made of a chunk's logits: step by step, or by one kernel each way (`fused`, CUDA only)."""

@@ -5,14 +5,24 @@ from __future__ import annotations
 from collections import Counter
 from typing import Literal
 
-from asyncrl.config import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, _Stage, _Variant
+from asyncrl.config import (
+    FiniteFloat,
+    Fraction,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    Processes,
+    ProcessesOrNone,
+    _Stage,
+    _Variant,
+)
 from asyncrl.errors import ConfigError
 
 
 class _Reward(_Variant, frozen=True, kw_only=True):
     """What every reward function has."""
 
-    weight: float = 1.0
+    weight: FiniteFloat = 1.0
     name: str = ""
     """Empty: its kind."""
 
@@ -89,11 +99,11 @@ RewardFunctionConfig = (
 class RewardConfig(_Stage, frozen=True):
     """Reward workers and what they compute: the weighted sum of `functions`."""
 
-    num_workers: NonNegativeInt = 1
+    num_workers: ProcessesOrNone = 1
     functions: tuple[RewardFunctionConfig, ...] = (AnswerMatchReward(),)
     timeout_s: PositiveFloat = 30.0
     """One sample's rewards together. The function that runs past it scores 0 for that sample."""
-    concurrency: PositiveInt = 2
+    concurrency: Processes = 2
     """Samples one worker scores at once, each in a process of its own."""
     process_memory_bytes: PositiveInt = 4 << 30
     """Data one scoring process may hold. A function that needs more scores 0 for that sample, and the process is replaced."""

@@ -6,7 +6,19 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from asyncrl.config import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, _Stage, _Variant
+from asyncrl.config import (
+    BoundedInt,
+    FiniteFloat,
+    Fraction,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Processes,
+    ProcessesOrNone,
+    _Stage,
+    _Variant,
+)
 from asyncrl.config.algorithm import AlgorithmConfig, LearnerConfig
 from asyncrl.config.broadcast import BroadcastConfig
 from asyncrl.config.generate import GenerateConfig
@@ -21,8 +33,8 @@ NODE = "node"
 class ElasticConfig(_Stage, frozen=True):
     """Generators come and go between two bounds, by how much the learner waits and how full the engines are."""
 
-    min_generators: PositiveInt = 1
-    max_generators: PositiveInt = 4
+    min_generators: Processes = 1
+    max_generators: Processes = 4
     decide_every_s: PositiveFloat = 15.0
     """What was measured is averaged over so long."""
     patience: PositiveInt = 2
@@ -94,10 +106,10 @@ class RewardModel(_Stage, frozen=True):
     """Of its part in the rewards."""
     path: str
     """Hugging Face folder, tokenizer of the policy."""
-    weight: float = 1.0
+    weight: FiniteFloat = 1.0
     normalise: Literal["none", "running"] = "none"
     """`running`: minus the mean, over the deviation, of the scores seen so far by that worker; after `mean` and `std`."""
-    mean: float = 0.0
+    mean: FiniteFloat = 0.0
     std: PositiveFloat = 1.0
     """Scores are (score - mean) / std."""
     clip: PositiveFloat | None = None
@@ -111,14 +123,14 @@ class InferenceConfig(_Stage, frozen=True):
     On the learner's own device, where phases take turns, they have a phase of their own (docs/placement.md).
     """
 
-    num_workers: PositiveInt = 1
+    num_workers: Processes = 1
     reward_models: tuple[RewardModel, ...] = ()
     tokens_per_batch: PositiveInt = 8192
     """Tokens of one packed forward pass."""
     device: str = "cpu"
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of the reference."""
-    num_threads: PositiveInt = 1
+    num_threads: Processes = 1
 
 
 class BufferConfig(_Stage, frozen=True):
@@ -154,9 +166,9 @@ class TransportConfig(_Stage, frozen=True):
     host: str = "127.0.0.1"
     """Only with `tcp`; anything but loopback opens the run to the network (CURVE keys still apply)."""
     encryption: Literal["curve", "plain"] = "curve"
-    window: PositiveInt = 256
+    window: BoundedInt = 256
     """Most messages sent and not yet acknowledged, per connection and direction."""
-    max_message_bytes: PositiveInt = 256 << 20
+    max_message_bytes: Annotated[int, Meta(ge=1 << 20, le=1 << 40)] = 256 << 20
 
 
 class EvalConfig(_Stage, frozen=True):
@@ -167,7 +179,7 @@ class EvalConfig(_Stage, frozen=True):
     every_steps: NonNegativeInt = 0
     """0: only at start and end. An evaluation in between runs beside training and does not stop it."""
     num_prompts: PositiveInt = 256
-    samples_per_prompt: PositiveInt = 1
+    samples_per_prompt: BoundedInt = 1
     temperature: NonNegativeFloat | None = None
     """None: as in training."""
 
@@ -186,7 +198,7 @@ class PlacementConfig(_Stage, frozen=True):
     """Of host memory, what offloaded components of one process may take; what finds it full goes to disk. 0: no limit."""
     generation_share: Annotated[float, Meta(gt=0, lt=1)] = 0.5
     """async_hybrid: of the shared device's memory and time that generation may take."""
-    most_joining_generators: NonNegativeInt = 0
+    most_joining_generators: ProcessesOrNone = 0
     """Generators that may join while the run goes on, at once (`asyncrl join`); not where phases take turns."""
 
     @property
@@ -270,7 +282,7 @@ class RunConfig(_Stage, frozen=True):
     observe: ObserveConfig = ObserveConfig()
     launch: LaunchConfig = LocalLaunch()
     owner: OwnerConfig = OwnerConfig()
-    max_run_s: Annotated[float, Meta(ge=0)] = 0.0
+    max_run_s: NonNegativeFloat = 0.0
     """Drain and checkpoint after this long; 0: no limit."""
 
     @property

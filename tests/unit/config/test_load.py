@@ -53,6 +53,43 @@ def test_a_field_that_may_be_none_is_none_by_default_as_toml_cannot_say_it():
     assert [entry for entry in optional if entry[2] is not None] == []
 
 
+def numbers_below(kind):
+    """Every int and float in a field's type."""
+    if isinstance(kind, msgspec.inspect.IntType | msgspec.inspect.FloatType):
+        return [kind]
+    below = (*getattr(kind, "types", ()), *getattr(kind, "item_types", ()))
+    below += tuple(getattr(kind, name) for name in ("item_type", "value_type", "type") if hasattr(kind, name))
+    return [number for each in below if not isinstance(each, msgspec.inspect.StructType) for number in numbers_below(each)]
+
+
+def test_every_number_has_bounds_and_a_float_without_an_upper_one_says_that_inf_lifts_it():
+    free = []
+    for kind in structs_below(msgspec.inspect.type_info(RunConfig)):
+        for field in kind.fields:
+            for number in numbers_below(field.type):
+                least = number.ge if number.ge is not None else number.gt
+                if (least is None or number.le is None) and number.lt is None and field.name not in {"low", "high"}:
+                    free.append(f"{kind.cls.__name__}.{field.name}")
+    assert sorted(set(free)) == [
+        "AlgorithmConfig.clip_high", "AlgorithmConfig.dual_clip", "AlgorithmConfig.max_ratio", "AlgorithmConfig.vtrace_c",
+        "AlgorithmConfig.vtrace_rho", "CriticConfig.value_clip", "KLConfig.cap", "ReasoningGymTask.family_options",
+        "TruncatedGeometric.cap", "TruncatedSequence.cap", "TruncatedToken.cap", "VLLMEngineConfig.arguments",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        "generate.num_workers=1000000", "learner.ranks=99999", "algorithm.group_size=100000000000", "learner.learning_rate=1e400",
+        "learner.learning_rate=nan", "transport.max_message_bytes=1", "supervision.stall_timeout_s=inf",
+        "num_steps=100000000000000000000000", "reward.concurrency=1000000", "learner.weight_decay=1e300",
+    ],
+)  # fmt: skip
+def test_numbers_that_no_run_can_hold_are_refused_by_name(given):
+    with pytest.raises(ConfigError, match=rf"^--set {given}: Expected `(int|float)` (>=|>|<=) "):
+        resolve_config({}, [given])
+
+
 @pytest.mark.parametrize(
     ("raw", "message"),
     [

@@ -139,6 +139,8 @@ class RunClient:
 
     async def submit(self, group: ExternalGroup) -> SubmitResult:
         """Hand in a group of samples generated elsewhere; checked, scored and bounded in staleness like any other."""
+        if not isinstance(group, ExternalGroup):
+            raise ConfigError(f"submit takes an ExternalGroup, got {type(group).__name__}")
         return await self._call("POST", "submit", SubmitResult, group)
 
     async def take(self) -> GroupsTaken:
@@ -155,6 +157,8 @@ class RunClient:
 
     async def announce_weights(self, available: WeightsAvailable, model_folder: str = "") -> None:
         """Tell the generators about a version published by a `WeightPublisher` (`learner.kind = "external"`)."""
+        if not isinstance(available, WeightsAvailable):
+            raise ConfigError(f"announce_weights takes a WeightsAvailable, got {type(available).__name__}")
         await self._call("POST", "weights", NoneType, {"available": available, "model_folder": model_folder})
 
     async def _open(self, endpoint: ApiEndpoint) -> None:
@@ -200,7 +204,10 @@ class RunClient:
         body: Any = None,  # noqa: ANN401 - any struct
         timeout_s: float | None = None,
     ) -> T:
-        encoded = None if body is None else io.BytesIO(msgspec.msgpack.encode(body))
+        try:
+            encoded = None if body is None else io.BytesIO(msgspec.msgpack.encode(body))
+        except (OverflowError, TypeError, ValueError) as error:
+            raise ConfigError(f"{path}: what was given cannot be sent: {error}") from error
         try:
             async with (
                 asyncio.timeout(timeout_s),

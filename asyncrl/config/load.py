@@ -89,6 +89,10 @@ def resolve_config(
         place = ".".join([*map(str, _steps(error)), *([unknown["field"]] if unknown else [])])
         at_fault = [text for key, _, text in pairs if f"{place}.".startswith(f"{key}.") or key.startswith(f"{place}.")]
         raise ConfigError(f"{at_fault[-1] if at_fault else source}: {said}") from error
+    try:
+        msgspec.msgpack.encode(checked)
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"{source}, or a value laid over it, is not UTF-8 text: {error.object!r}") from error
     check_algorithm(checked.algorithm, checked.learner)
     check_learner(checked.learner)
     for check in (

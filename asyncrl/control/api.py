@@ -20,6 +20,7 @@ import msgspec
 from aiohttp import web
 
 from asyncrl.control.controller import Controller
+from asyncrl.control.edge import odd_value
 from asyncrl.control.lifecycle.events import DrainRequested, Event, PauseRequested, ResumeRequested, StopRequested
 from asyncrl.control.stall_detector import wait_chain
 from asyncrl.errors import AsyncRLError, RunError
@@ -311,6 +312,8 @@ class RunApi:
         self._only_external()
         if self._run.lifecycle.over:
             return
+        if odd := odd_value(made.available):
+            raise RunError(f"these weights cannot be announced: {odd}")
         if made.model_folder and not self._run.model_folder:
             self._run.know_model(made.model_folder)
             self._run.tell_model_folder()

@@ -102,7 +102,7 @@ class Edge:
         speaker = _fields_of(type(message)).speaker
         if speaker and (speaks_for := getattr(message, speaker)) != peer.name and (speaks_for or speaker != "worker"):
             return f"it speaks for {speaks_for[:100]!r}"
-        return _odd_value(message) or self._state_refusal(peer, message)
+        return odd_value(message) or self._state_refusal(peer, message)
 
     def _state_refusal(self, peer: Peer, message: Message) -> str:
         """Return why this message cannot be true by what the controller knows."""
@@ -205,7 +205,7 @@ def _plain(hint: object) -> object:
     return typing.get_origin(hint) or hint
 
 
-def _odd_value(message: msgspec.Struct) -> str:
+def odd_value(message: msgspec.Struct) -> str:
     """Return what is wrong with a message's numbers, tables and texts, or nothing."""
     fields = _fields_of(type(message))
     for field in fields.numbers:
@@ -223,6 +223,6 @@ def _odd_value(message: msgspec.Struct) -> str:
                 return f"{number} is no usable number"
     for field in fields.parts:
         for each in getattr(message, field):
-            if isinstance(each, msgspec.Struct) and (odd := _odd_value(each)):
+            if isinstance(each, msgspec.Struct) and (odd := odd_value(each)):
                 return odd
     return ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -75,6 +76,8 @@ def typed_fields(kind: type, texts: Sequence[str], others: Mapping[str, type] = 
         except msgspec.ValidationError as error:
             allowed = " or ".join(map(str, get_args(wanted))) or wanted.__name__
             raise ConfigError(f"{name} takes {allowed}, got {value!r}") from error
+        if isinstance(values[name], float) and not math.isfinite(values[name]):
+            raise ConfigError(f"{name} takes a finite number, got {value!r}")
     return values
 
 

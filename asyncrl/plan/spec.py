@@ -18,6 +18,8 @@ from asyncrl.errors import ConfigError
 from asyncrl.models.memory import ModelShape, shape_of_json
 
 GIB = 2**30
+MOST_GPUS = 1 << 16
+"""That a plan looks at."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +79,11 @@ def parse_cluster(text: str, gpus_per_node: int = 8) -> Cluster:
     """
     match = re.fullmatch(r"(?:(\d+)x)?([A-Za-z0-9-]+)", text)
     known = {name.lower(): item for name, item in ACCELERATORS.items()}
-    if match is None or match[2].lower() not in known or match[1] == "0":
-        raise ConfigError(f"hardware must be NUMBERxDEVICE, as 64xH100, with one of {', '.join(ACCELERATORS)}; got {text!r}")
+    if match is None or match[2].lower() not in known or not 1 <= float(match[1] or 1) <= MOST_GPUS:
+        raise ConfigError(
+            f"hardware must be NUMBERxDEVICE, as 64xH100, at most {MOST_GPUS}, with one of {', '.join(ACCELERATORS)}; "
+            f"got {text!r}"
+        )
     return Cluster(known[match[2].lower()], int(match[1] or 1), gpus_per_node)
 
 

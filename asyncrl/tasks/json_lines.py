@@ -64,7 +64,9 @@ def read_json_lines(path: Path) -> Iterator[JsonLine]:
             continue
         try:
             fields = json.loads(line)
-        except json.JSONDecodeError as error:
+            if "\\u" in line:
+                json.dumps(fields, ensure_ascii=False).encode()  # a half of a surrogate pair is no text
+        except (ValueError, RecursionError) as error:  # of the first, JSONDecodeError and UnicodeEncodeError are kinds
             raise ConfigError(f"{path}:{number}: not JSON: {error}") from error
         if not isinstance(fields, dict):
             raise ConfigError(f"{path}:{number}: a line must be a JSON object, got {type(fields).__name__}")

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from asyncrl.control.api import ExternalWeights, RunApi
 from asyncrl.control.dispatcher import MOST_GUEST_FAILURES
 from asyncrl.control.edge import MAY_SEND, MOST_REFUSALS
+from asyncrl.control.launch.lease import Ownership
 from asyncrl.control.lifecycle.events import DrainRequested, PauseRequested
 from asyncrl.errors import ConnectionClosed, RunError
 from asyncrl.observe.steps import read_steps
@@ -58,7 +59,7 @@ GUEST = "joined-b-7-0"
 async def running(folder, **settings):
     """Yield a world whose controller runs; fail where a loop of it has raised."""
     world = World(folder, **settings)
-    run = asyncio.get_running_loop().create_task(world.controller.run(asyncio.Event()))
+    run = asyncio.get_running_loop().create_task(world.controller.run(Ownership()))
     try:
         yield world
         assert not run.done() or run.exception() is None, run.exception()
@@ -315,6 +316,9 @@ async def test_an_outside_learner_cannot_announce_a_version_that_no_step_made(tm
     async with running(tmp_path, learner={"kind": "external"}) as world:
         with pytest.raises(RunError, match="there is no version 7: 0 steps were taken"):
             RunApi(world.controller).announce_weights(ExternalWeights(weights(7)))
+        odd = msgspec.structs.replace(weights(0), published_s=float("nan"))
+        with pytest.raises(RunError, match="nan is no usable number"):
+            RunApi(world.controller).announce_weights(ExternalWeights(odd))
 
 
 async def test_a_batch_that_kills_the_learner_twice_is_set_aside_and_named(tmp_path, caplog):

@@ -101,11 +101,11 @@ async def own_by_lease(run_folder: Path, config: OwnerConfig) -> AsyncIterator[O
 
 async def take_lease(run_folder: Path) -> asyncio.StreamWriter | None:
     """Hold a detached run until the writer that is returned is closed; None where the run is not detached, or not there."""
-    with _short_path(run_folder) as path:
-        try:
+    try:
+        with _short_path(run_folder) as path:
             _, writer = await asyncio.open_unix_connection(path)
-        except OSError:
-            return None
+    except OSError:
+        return None
     return writer
 
 

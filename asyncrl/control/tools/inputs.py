@@ -145,9 +145,12 @@ def _ask(question: Question, what: str) -> Findings:
         said = output.read().decode(errors="replace").strip()
     if code == _WRONG and said:
         raise ConfigError(said.splitlines()[-1])
-    if code:
-        raise ConfigError(f"{what} ended the process with exit code {code}: {said[-2000:]}")
-    return msgspec.json.decode(said.splitlines()[-1], type=Findings)
+    try:
+        if not code:
+            return msgspec.json.decode(said.rpartition("\n")[2], type=Findings)
+    except msgspec.MsgspecError:
+        pass  # it said something else: what it was to import, or to call, ended the process
+    raise ConfigError(f"{what} ended the process with exit code {code} and no answer: {said[-2000:] or 'it said nothing'}")
 
 
 # -- in the other process ------------------------------------------------------------------------------------------------

@@ -47,7 +47,7 @@ def inspect_run(run_folder: Path, *, sample: str = "", prompt: str = "", as_json
 
 
 def _story(reader: LedgerReader, name: str) -> GroupStory | SampleStory:
-    parts = re.fullmatch(r"g?(\d+)(?:\.(\d+))?", name)
+    parts = re.fullmatch(r"g?([0-9]{1,18})(?:\.([0-9]{1,18}))?", name)
     if parts is None:
         raise ConfigError(f"--sample takes g17.3 (a sample) or g17 (a group), got {name!r}")
     group_id, index = parts.groups()

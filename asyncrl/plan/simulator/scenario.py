@@ -18,6 +18,8 @@ from asyncrl.errors import ConfigError
 
 Draw = Callable[[], float]
 _AT_ONCE = 1024
+MOST_AT_ONCE = 100_000
+"""Generators, or anything else that is held at once; more would run for days."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +163,9 @@ class Scenario:
         for name, bound in (least | {"max_staleness": 0, "decode_s": 1e-9}).items():
             if getattr(self, name) < bound:
                 raise ConfigError(f"{name} must be at least {bound:g}, got {getattr(self, name)}")
+        for name in ("num_workers", "num_slots", "groups_per_step", "group_size"):
+            if getattr(self, name) > MOST_AT_ONCE:
+                raise ConfigError(f"{name} must be at most {MOST_AT_ONCE}, got {getattr(self, name)}")
 
 
 @dataclass(slots=True)

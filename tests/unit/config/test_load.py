@@ -170,6 +170,14 @@ def test_a_missing_or_broken_file_is_named(tmp_path):
     (tmp_path / "broken.toml").write_text("a = = 1")
     with pytest.raises(ConfigError, match="is not TOML"):
         load_config(tmp_path / "broken.toml")
+    (tmp_path / "latin.toml").write_bytes('name = "caf\xe9"'.encode("latin-1"))
+    with pytest.raises(ConfigError, match=r"latin.toml is not UTF-8 text: .* at byte 11"):
+        load_config(tmp_path / "latin.toml")
+
+
+def test_a_value_that_is_no_utf_8_is_refused():
+    with pytest.raises(ConfigError, match=r"or a value laid over it, is not UTF-8 text: 'caf\\udce9'"):
+        resolve_config({}, [b"name=caf\xe9".decode("utf-8", "surrogateescape")])
 
 
 def test_a_preset_merges_tables_and_replaces_those_that_name_their_kind(tmp_path):

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import math
+
+import pytest
 
 from asyncrl.client import Run, connect
 from asyncrl.config.broadcast import SharedMemoryMedium
 from asyncrl.config.load import load_config, parse_config
 from asyncrl.control.api import serve_api
+from asyncrl.errors import ConfigError
 from asyncrl.schema.status import RunStatus
 
 
@@ -62,7 +66,7 @@ async def test_cancelling_while_a_run_drains_stops_it_and_the_cancellation_goes_
         await run.__aexit__(None, None, None)
 
     async with serve_api(control, tmp_path) as endpoint, asyncio.TaskGroup() as group:
-        run._open(endpoint)
+        await run._open(endpoint)
         leaving = group.create_task(leave())
         await control.until("drain")
         leaving.cancel()
@@ -78,6 +82,21 @@ async def test_a_take_whose_caller_hangs_up_is_not_carried_out_for_nobody(tmp_pa
         await control.until("take")
         taking.cancel()
         await control.until("take hung up")
+
+
+@pytest.mark.parametrize(
+    ("call", "given", "message"),
+    [
+        ("trained", (2**70,), "trained: what was given cannot be sent"),
+        ("trained", (0, {"loss": "\udcff"}), "trained: what was given cannot be sent"),
+        ("submit", (None,), "submit takes an ExternalGroup, got NoneType"),
+        ("announce_weights", (math.nan,), "announce_weights takes a WeightsAvailable, got float"),
+    ],
+)
+async def test_what_cannot_be_sent_is_refused_with_its_reason(tmp_path, call, given, message):
+    async with serve_api(Endless(), tmp_path), connect(tmp_path) as run:
+        with pytest.raises(ConfigError, match=message):
+            await getattr(run, call)(*given)
 
 
 def test_an_automatic_medium_is_chosen_before_anything_of_the_run_is_written(tmp_path):

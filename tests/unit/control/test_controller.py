@@ -16,6 +16,7 @@ from asyncrl.config.load import parse_config
 from asyncrl.control.api import RunApi
 from asyncrl.control.controller import Controller, RunParts
 from asyncrl.control.join import Membership
+from asyncrl.control.launch.lease import Ownership
 from asyncrl.control.launch.processes import plan_processes
 from asyncrl.control.lifecycle.events import DrainRequested, PauseRequested, ProcessUnwanted, ProcessWanted, ResumeRequested
 from asyncrl.control.stall_detector import SLOW_SCORE_S
@@ -134,7 +135,7 @@ async def _running(folder: Path, **settings: object) -> AsyncIterator[World]:
     world = World(folder, **settings)
     try:
         async with asyncio.TaskGroup() as group:
-            run = group.create_task(world.controller.run(asyncio.Event()))
+            run = group.create_task(world.controller.run(Ownership()))
             yield world
             run.cancel()
     finally:

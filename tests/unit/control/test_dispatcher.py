@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from pathlib import Path
 
 import msgspec
@@ -291,6 +292,23 @@ async def test_an_evaluation_sample_with_token_ids_beyond_the_vocabulary_counts_
     assert bench.dispatcher.evaluation.done
     assert bench.dispatcher.evaluation.report(1.0).accuracy == 0.5
     assert bench.dispatcher.refused_samples == 1
+
+
+async def test_an_evaluation_s_reward_that_is_no_number_counts_as_a_failure():
+    bench = Bench()
+    bench.dispatcher.hold(groups=True, evaluation=False)
+    far = await bench.with_generator()
+    reward, _ = await bench.join("reward", "reward-0")
+    bench.dispatcher.evaluation = evaluation = Evaluation(bench.config, [Prompt(name, answer="46") for name in "abc"], 0, 0.0)
+    bench.dispatcher.changed()
+    wrong = ({"reward": math.nan}, {"parts": {"answer_match": math.inf}}, {"parts": {"answer_match": 1.0}})
+    for work, changes in zip(await _works(far, 3), wrong, strict=True):
+        bench.dispatcher.take_sample(_sample(work, 0), lambda: None)
+        bench.dispatcher.take_answer(msgspec.structs.replace(_score(await _next(reward)), **changes), lambda: None)
+    assert evaluation.done
+    report = evaluation.report(1.0)
+    assert (report.num_samples, report.accuracy, report.reward_mean) == (3, pytest.approx(1 / 3), pytest.approx(1 / 3))
+    assert [kind.reason for kind in bench.dispatcher.failures.kinds.values()] == ["the reward of an evaluation is not finite"]
 
 
 JUDGE = {"reward_models": [{"name": "judge", "path": "/judge", "weight": 2.0}]}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -23,6 +24,19 @@ from asyncrl.schema.samples import (
 
 WINDOW = 2
 WEIGHTS = {"judge": 2.0, "style": -0.5}
+
+
+def test_models_that_fail_give_no_rewards_and_others_give_theirs_and_no_more():
+    scores, peers = ScoreDispatcher(WEIGHTS), Peers()
+    connection = FakeConnection("inference", "inference-0")
+    peers.add(connection)
+    scores.ask(None, _models(), 0.0)
+    scores.dispatch(peers)
+    told = InferResult(1, 0, 0, b"", {"judge": 1.0, "style": 1.0}, "", "inference-0")
+    for wrong in ({"error": "no memory"}, {"rewards": {"judge": 1.0}}, {"rewards": {"judge": 1.0, "style": 1.0, "other": 1.0}}):
+        assert "it judges by" in scores.refusal(msgspec.structs.replace(told, **wrong), "inference-0")
+    assert scores.refusal(told, "inference-0") == ""
+    assert scores.refusal(msgspec.structs.replace(told, rewards={}, error="no memory"), "inference-0") == ""
 
 
 class FakeConnection:

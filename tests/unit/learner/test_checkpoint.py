@@ -2,6 +2,7 @@
 
 import copy
 import json
+import shutil
 
 import msgspec
 import pytest
@@ -65,7 +66,14 @@ def test_only_the_last_ones_are_kept(kit, tmp_path):
         initial.version = version
         save(tmp_path, initial)
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-000003", "step-000010"]
+    for backup in ("step-000010.bak", "step-000099-copy", "old-step-000099"):
+        shutil.copytree(tmp_path / "checkpoints" / "step-000010", tmp_path / "checkpoints" / backup)
     assert newest_checkpoint(tmp_path / "checkpoints").name == "step-000010"
+    initial.version = 11
+    save(tmp_path, initial)
+    assert sorted(path.name for path in (tmp_path / "checkpoints").glob("*step*")) == [
+        "old-step-000099", "step-000010", "step-000010.bak", "step-000011", "step-000099-copy",
+    ]  # fmt: skip
 
 
 def test_a_half_written_checkpoint_is_ignored_and_then_removed(kit, tmp_path):

@@ -137,6 +137,8 @@ def test_advice_is_true():
     [
         (("7B", "8xTPU"), {}, "H100"),
         (("7B", "0xH100"), {}, "64xH100"),
+        (("7B", "99999999999xH100"), {}, "at most 65536"),
+        (("7B", "8xH100"), {"overrides": ["dollars_per_hour=nan"]}, "takes a finite number"),
         (("7B", "H100"), {}, "at least 2 GPUs"),
         (("7B", "8xH100"), {"overrides": ["optimizer=sgd"]}, "adamw_8bit"),
         (("7B", "8xH100"), {"overrides": ["rank=2"]}, "lora_rank"),

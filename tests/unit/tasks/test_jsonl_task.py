@@ -52,6 +52,12 @@ def test_plain_prompts_are_the_field_itself_and_give_worked_examples(tmp_path):
     assert task.alphabet == "0123456789>"
 
 
+def test_a_file_that_is_not_utf_8_is_named(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes('{"question": "caf\xe9", "answer": "b"}'.encode("latin-1"))
+    with pytest.raises(ConfigError, match=r"task file .*a.jsonl is not UTF-8: .* position 17"):
+        build_jsonl(JsonlTask(path=str(tmp_path / "a.jsonl")), 0)
+
+
 @pytest.mark.parametrize(
     ("text", "fields", "message"),
     [
@@ -68,6 +74,9 @@ def test_plain_prompts_are_the_field_itself_and_give_worked_examples(tmp_path):
         ('{"question": "a", "answer": "b"}', {"answer_regex": "("}, "not a regular expression"),
         ('{"question": "a", "answer": "b"}', {"held_out": 1}, "lower task.held_out"),
         ("\n \n", {}, "holds no problems"),
+        ("[" * 100_000, {}, r"a.jsonl:1: not JSON"),
+        ('{"question": ' + "9" * 5_000 + "}", {}, r"a.jsonl:1: not JSON"),
+        ('{"question": "\\ud800", "answer": "b"}', {}, r"a.jsonl:1: not JSON: .*surrogates not allowed"),
     ],
 )
 def test_complaints_name_the_line_and_the_field(tmp_path, text, fields, message):

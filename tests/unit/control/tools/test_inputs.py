@@ -50,7 +50,8 @@ def written(folder, text):
         (("def score", "def scores"), "has no function 'score'; it has .*scores"),
         (("print(", "import no_such_package; ("), "cannot be imported: No module named 'no_such_package'"),
         (("print(", "raise ValueError("), "cannot be imported: ValueError: imported"),
-        (("print(", "import os; os._exit(7) or ("), "ended the process with exit code 7"),
+        (("print(", "import os; os._exit(7) or ("), "ended the process with exit code 7 and no answer: it said nothing"),
+        (("print(", "import os; os._exit(0) or ("), "ended the process with exit code 0 and no answer: it said nothing"),
     ],
 )
 def test_a_fault_shows_before_anything_is_started(tmp_path, wrong, message):

@@ -5,10 +5,14 @@ draws anew on each (`pytest --hypothesis-profile explore` does).
 do all that start vLLM: they share engines, and two at a time would only wait for each other. Files of long tests begin first, so
 that no process is left with one at the end.
 
+Torch has one thread in a process of tests: what is computed is tiny, and threads that wait for a core that another has cost ten
+times what they save.
+
 Collecting makes a million objects that stay: no garbage is looked for among them, neither meanwhile, which is a third of the
 time, nor later.
 """
 
+import os
 from pathlib import Path
 
 import pytest
@@ -17,6 +21,7 @@ from xdist.scheduler import LoadFileScheduling
 
 from asyncrl.control.launch.process_main import imports_without_gc
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 settings.register_profile("explore", deadline=None)
 settings.register_profile("asyncrl", deadline=None, derandomize=True)
 settings.load_profile("asyncrl")

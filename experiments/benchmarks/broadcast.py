@@ -17,6 +17,7 @@ round, and a ratio is the median of the rounds' ratios. The processes have the e
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import statistics
@@ -35,8 +36,8 @@ from asyncrl.config.broadcast import BroadcastConfig, DeltaConfig, FilesMedium, 
 from asyncrl.control.launch.local import ProcessSpec, child_environment
 from asyncrl.errors import ConfigError
 from benchmarks.harness import BenchResult, Ratio, ratio, seconds_of
-from benchmarks.subscribers import BareZeroMQ, HandOver, MediumWay, Subscribers, file_hand_over, ray_store, scratch_folder
-from benchmarks.weight_costs import changes, is_pretrained, pauses
+from benchmarks.subscribers import HandOver, MediumWay, Subscribers, bare_zeromq, file_hand_over, ray_store, scratch_folder
+from benchmarks.weight_costs import delta_costs, pauses
 from benchmarks.workload import smollm2_model
 
 SHM_GOAL, ZEROMQ_GOAL, DELTA_GOAL, PAUSE_GOAL_MS, BLOCKED_GOAL = 0.8, 0.7, 0.03, 50.0, 1.5
@@ -97,19 +98,13 @@ def measure(rounds: int, names: list[str], counts: tuple[int, ...] = COUNTS) -> 
     figures = {name: round(statistics.median(values), 3) for name, values in samples.items() if not name.endswith("_copies")}
     ratios = _ratios_of(samples)
     if "shared_memory" in names:
-        pause = pauses(rounds)
-        figures["pause_ms"] = round(statistics.median(pause_ms for pause_ms, _ in pause), 3)
-        overhead_ms = statistics.median(pause_ms - copy_ms for pause_ms, copy_ms in pause)
-        ratios["pause_overhead_ms"] = ratio(round(overhead_ms, 2), PAUSE_GOAL_MS, at_least=False)
+        pause = asyncio.run(pauses(rounds))
+        figures["pause_ms"] = round(pause["pause_ms"], 3)
+        ratios["pause_overhead_ms"] = ratio(round(pause["overhead_ms"], 2), PAUSE_GOAL_MS, at_least=False)
     if any(name.endswith("_delta") for name in names):
-        steps = list(changes(NUM_TRAIN_STEPS))
-        figures |= {
-            "delta_pretrained": float(is_pretrained()),
-            "delta_identical": float(all(step.is_identical for step in steps)),
-        }
-        figures["delta_changed_share"] = round(statistics.median(step.changed_share for step in steps), 5)
-        share = statistics.median(step.delta_share for step in steps)
-        ratios["delta_bytes"] = ratio(round(share, 5), DELTA_GOAL, at_least=False)
+        costs = delta_costs(NUM_TRAIN_STEPS)
+        ratios["delta_bytes"] = ratio(round(costs.pop("delta_bytes"), 5), DELTA_GOAL, at_least=False)
+        figures |= costs
     return BenchResult("broadcast", {"model_bytes": _num_bytes(weights), "rounds": rounds, **figures}, ratios)
 
 
@@ -132,7 +127,7 @@ def _hand_overs(weights: dict[str, torch.Tensor], rounds: int, names: list[str],
     with contextlib.ExitStack() as opened:
         folder = opened.enter_context(scratch_folder(in_memory=True))
         peers = opened.enter_context(contextlib.closing(Subscribers(max(counts))))
-        bare = opened.enter_context(contextlib.closing(BareZeroMQ(num_bytes, peers)))
+        bare = opened.enter_context(bare_zeromq(num_bytes, peers))
 
         def measure_rounds(name: str, hand_over: HandOver | None, count: int) -> None:
             prefix = name if count == 1 else f"{name}_{count}"
@@ -140,7 +135,7 @@ def _hand_overs(weights: dict[str, torch.Tensor], rounds: int, names: list[str],
                 if hand_over is None:  # what hands over is not installed
                     return
                 copy_ms, measured = seconds_of(partial(target.copy_, source)) * 1e3, hand_over(count)
-                beside = bare.hand_over() if prefix == "zeromq" else {}
+                beside = bare() if prefix == "zeromq" else {}
                 if number == 0:  # mappings, buffers and connections are made in the first
                     continue
                 figures = {f"{prefix}_{figure}": value for figure, value in measured.items() if count == 1 or figure == "live_ms"}

@@ -36,14 +36,21 @@ from asyncrl.errors import ConfigError
 from asyncrl.generate.transformers.engine import TransformersEngine
 from asyncrl.generate.vllm.embedded import EmbeddedVLLM
 from asyncrl.generate.vllm.engine import VLLMEngine
-from asyncrl.models.layout import copy_out, make_manifest, view_tensors
-from asyncrl.weights.tensors import MappedTensors
-from benchmarks.harness import BenchResult, medians, ratio, seconds_of
-from benchmarks.workload import MAX_TOKENS, NUM_SLOTS, Workload, engine_model, engine_rate, rate_of, smollm2_model, workloads
+from benchmarks.harness import BenchResult, medians, ratio
+from benchmarks.workload import (
+    MAX_TOKENS,
+    NUM_SLOTS,
+    Workload,
+    engine_model,
+    engine_rate,
+    load_pauses,
+    rate_of,
+    smollm2_model,
+    workloads,
+)
 
 VS_HF_GENERATE_GOAL, VS_BARE_GOAL, PAUSE_OVERHEAD_MS_GOAL = 1.5, 0.95, 50.0
-DEFAULT_ROUNDS, NUM_LOADS, NUM_WARMUP = 5, 9, 2
-MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None
+DEFAULT_ROUNDS, NUM_LOADS = 5, 9
 
 
 def run(rounds: int = 0, engine: str = "transformers") -> BenchResult:
@@ -96,15 +103,8 @@ async def _vllm(rounds: int) -> BenchResult:
     async with _vllm_engine(engine_model(), "float32") as engine:
         rates = medians([await _throughput_once(engine) for _ in range((rounds or DEFAULT_ROUNDS) + 1)][1:])
     model = smollm2_model(torch.bfloat16, max_position_embeddings=2048, eos_token_id=None, pad_token_id=None).eval()
-    with tempfile.NamedTemporaryFile(prefix="asyncrl-bench-", dir=MEMORY) as file:
-        tensors, loads = _mapped(model, file.name), list[dict[str, float]]()
-        target = torch.empty_like(tensors.flat)
-        async with _vllm_engine(model, "bfloat16") as engine:
-            for version in range((rounds or NUM_LOADS) + NUM_WARMUP):
-                load_ms = await engine.load_weights(version, tensors, "keep")
-                copy_ms = seconds_of(lambda: target.copy_(tensors.flat)) * 1000
-                loads.append({"pause_ms": load_ms, "copy_ms": copy_ms, "overhead_ms": load_ms - copy_ms})
-        pauses = medians(loads[NUM_WARMUP:]) | {"pause_bytes": float(tensors.flat.numel())}
+    async with _vllm_engine(model, "bfloat16") as engine:
+        pauses = await load_pauses(engine, model, rounds or NUM_LOADS)
     ratios = {
         "vs_bare_vllm": ratio(rates.pop("lognormal_ratio"), VS_BARE_GOAL),
         "pause_overhead_ms": ratio(pauses.pop("overhead_ms"), PAUSE_OVERHEAD_MS_GOAL, at_least=False),
@@ -153,14 +153,3 @@ async def _bare_rate(engine: VLLMEngine, workload: Workload) -> float:
         return sum([len(output.outputs[0].token_ids) async for output in outputs])
 
     return await rate_of(consume, workload)
-
-
-def _mapped(model: LlamaForCausalLM, path: str) -> MappedTensors:
-    """Lay a model's tensors into a file, as a medium would have."""
-    tensors = {name: tensor.detach() for name, tensor in model.state_dict().items()}
-    manifest = make_manifest(tensors)
-    with Path(path).open("r+b") as file:
-        file.truncate(manifest.total_bytes)
-    flat = torch.from_file(path, shared=True, size=manifest.total_bytes, dtype=torch.uint8)
-    copy_out(tensors, view_tensors(flat, manifest))
-    return MappedTensors(manifest, flat, path)

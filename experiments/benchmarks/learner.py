@@ -91,16 +91,18 @@ SHARED = (
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """One step's samples, group after group. P prompt, T response tokens."""
+    """One step's samples, group after group, and the same as tensors with a row for each, filled up to the longest response."""
 
-    prompts: list[list[int]]
-    responses: list[list[int]]
-    logprobs: list[list[float]]
-    rewards: list[float]
+    groups: list[ScoredGroup]
+    prompts: torch.Tensor
+    responses: torch.Tensor
+    mask: torch.Tensor
+    logprobs: torch.Tensor
+    advantages: torch.Tensor
 
     @property
     def num_tokens(self) -> int:
-        return sum(map(len, self.responses))
+        return int(self.mask.sum())
 
 
 def run(rounds: int = 0) -> BenchResult:
@@ -117,21 +119,19 @@ def _measure(rounds: int) -> BenchResult:
     work = _make_work()
     sides = {"packed": _packed_side(work), "padded": _padded_side(work), "bare": _bare_side(work), "trl": _trl_side(work)}
     seconds = interleaved({name: partial(seconds_of, side) for name, side in sides.items()}, rounds)
-    shared = {groups.name: interleaved(_shared_sides(groups), rounds) for groups in SHARED}
-    ours, whole = _peak_bytes("chunked"), _peak_bytes("whole")
+    shared = [(groups, interleaved(_shared_sides(groups), rounds)) for groups in SHARED]
+    command = [sys.executable, "-m", "benchmarks.logits_memory"]
+    ours, whole = (float(subprocess.check_output([*command, way], text=True)) for way in ("chunked", "whole"))
     rates = {f"{name}_tokens_per_s": work.num_tokens / value for name, value in seconds.items()}
     ratios = {
         "packed_vs_padded": ratio(seconds["padded"] / seconds["packed"], PACKED_GOAL),
         "vs_trl": ratio(seconds["trl"] / seconds["packed"], TRL_GOAL),
         "share_of_bare": ratio(seconds["bare"] / seconds["packed"], BARE_GOAL),
-        **{
-            f"shared_prefix_speedup_{groups.name}": ratio(shared[groups.name]["own"] / shared[groups.name]["shared"], groups.goal)
-            for groups in SHARED
-        },
+        **{f"shared_prefix_speedup_{one.name}": ratio(times["own"] / times["shared"], one.goal) for one, times in shared},
         "logits_memory": ratio(ours / whole, LOGITS_GOAL, at_least=False),
     }
     memory = {"logits_chunked_mb": ours / 1e6, "logits_whole_mb": whole / 1e6}
-    before = {f"before_{name}_speedup": times["before"] / times["shared"] for name, times in shared.items()}
+    before = {f"before_{one.name}_speedup": times["before"] / times["shared"] for one, times in shared}
     figures = {"trained_tokens": float(work.num_tokens), **rates, **before, **memory}
     return BenchResult(bench="learner", figures=figures, ratios=ratios)
 
@@ -177,11 +177,22 @@ def _make_work() -> _Work:
     prompts = [rng.integers(2, VOCABULARY, PROMPT_TOKENS).tolist() for _ in range(NUM_GROUPS)]
     drawn = rng.lognormal(np.log(100) - 0.5, 1.0, NUM_GROUPS * GROUP_SIZE)
     lengths = np.clip(drawn, 1, MOST_TOKENS - PROMPT_TOKENS).astype(int)
+    responses = [rng.integers(2, VOCABULARY, length).tolist() for length in lengths]
+    logprobs = [rng.normal(-np.log(VOCABULARY), 0.1, length).tolist() for length in lengths]
+    rewards = rng.random((NUM_GROUPS, GROUP_SIZE)).round()
+    of_group = [slice(number * GROUP_SIZE, (number + 1) * GROUP_SIZE) for number in range(NUM_GROUPS)]
+    filled = [pad_sequence([torch.tensor(one) for one in rows], batch_first=True) for rows in (responses, logprobs)]
+    centred = rewards - rewards.mean(axis=1, keepdims=True)
     return _Work(
-        prompts=[prompt for prompt in prompts for _ in range(GROUP_SIZE)],
-        responses=[rng.integers(2, VOCABULARY, length).tolist() for length in lengths],
-        logprobs=[rng.normal(-np.log(VOCABULARY), 0.1, length).tolist() for length in lengths],
-        rewards=rng.random(NUM_GROUPS * GROUP_SIZE).round().tolist(),
+        [
+            scored_group(number, prompts[number], responses[of], rewards[number].tolist(), logprobs=logprobs[of])
+            for number, of in enumerate(of_group)
+        ],
+        torch.tensor(prompts).repeat_interleave(GROUP_SIZE, 0),
+        filled[0],
+        torch.arange(filled[0].shape[1]) < torch.from_numpy(lengths)[:, None],
+        filled[1],
+        torch.from_numpy((centred / (rewards.std(axis=1, ddof=1, keepdims=True) + 1e-6)).ravel()).float(),
     )
 
 
@@ -195,12 +206,7 @@ def _config() -> RunConfig:
 
 
 def _prepared(work: _Work) -> PreparedBatch:
-    def group(number: int) -> ScoredGroup:
-        of_group = slice(number * GROUP_SIZE, (number + 1) * GROUP_SIZE)
-        prompt, responses = work.prompts[number * GROUP_SIZE], work.responses[of_group]
-        return scored_group(number, prompt, responses, work.rewards[of_group], logprobs=work.logprobs[of_group])
-
-    return prepare(pack_step(0, [group(number) for number in range(NUM_GROUPS)], tokens_per_row=TOKENS_PER_ROW, temperature=1.0))
+    return prepare(pack_step(0, work.groups, tokens_per_row=TOKENS_PER_ROW, temperature=1.0))
 
 
 def _packed_side(work: _Work) -> Callable[[], object]:
@@ -233,46 +239,33 @@ def _padded_side(work: _Work) -> Callable[[], object]:
     """The usual way: right-padded micro-batches with an attention mask, the same loss and optimizer."""
     config, model = _config(), _model().train()
     optimizer = build_optimizer(model, config.learner, config.num_steps)
-    advantages = torch.tensor(_group_advantages(work))
-    denominators = Denominators(work.num_tokens, len(work.prompts))
+    denominators = Denominators(work.num_tokens, len(work.mask))
 
     def inputs_of(members: slice) -> LossInputs:
-        prompts, responses = work.prompts[members], work.responses[members]
-        ids = pad_sequence(
-            [torch.tensor(prompt + response) for prompt, response in zip(prompts, responses, strict=True)], batch_first=True
-        )
-        lengths = torch.tensor([PROMPT_TOKENS + len(response) for response in responses])
-        attention = torch.arange(ids.shape[1]) < lengths[:, None]
-        logits = model(input_ids=ids, attention_mask=attention.long(), use_cache=False).logits[:, PROMPT_TOKENS - 1 : -1].float()
-        logprobs = logits.log_softmax(-1).gather(-1, ids[:, PROMPT_TOKENS:, None]).squeeze(-1)
-        rows, width = logprobs.shape
-        flat = logprobs.reshape(-1)
+        width = int(work.mask[members].sum(1).max())
+        prompts, responses, mask = work.prompts[members], work.responses[members, :width], work.mask[members, :width]
+        ids, attention = torch.cat([prompts, responses], 1), torch.cat([torch.ones_like(prompts), mask.long()], 1)
+        logits = model(input_ids=ids, attention_mask=attention, use_cache=False).logits[:, PROMPT_TOKENS - 1 : -1].float()
+        flat = logits.log_softmax(-1).gather(-1, responses[..., None]).reshape(-1)
         return LossInputs(
             logprobs=flat,
             proximal_logprobs=flat.detach(),
-            behaviour_logprobs=pad_sequence([torch.tensor(one) for one in work.logprobs[members]], batch_first=True).reshape(-1),
-            advantages=advantages[members].repeat_interleave(width),
-            mask=attention[:, PROMPT_TOKENS:].reshape(-1),
-            sequence_ids=torch.arange(rows).repeat_interleave(width),
-            num_sequences=rows,
+            behaviour_logprobs=work.logprobs[members, :width].reshape(-1),
+            advantages=work.advantages[members].repeat_interleave(width),
+            mask=mask.reshape(-1),
+            sequence_ids=torch.arange(len(mask)).repeat_interleave(width),
+            num_sequences=len(mask),
             denominators=denominators,
         )
 
     def measure() -> None:
-        for start in range(0, len(work.prompts), MICRO_BATCH):
+        for start in range(0, len(work.mask), MICRO_BATCH):
             inputs = inputs_of(slice(start, start + MICRO_BATCH))
             LOSSES["decoupled_ppo"](inputs, LossConfig.of(config.algorithm)).loss.backward()  # type: ignore[no-untyped-call]
         optimizer.clip()
         optimizer.step(0)
 
     return measure
-
-
-def _group_advantages(work: _Work) -> list[float]:
-    rewards = np.array(work.rewards).reshape(NUM_GROUPS, GROUP_SIZE)
-    centred = rewards - rewards.mean(axis=1, keepdims=True)
-    advantages: list[float] = (centred / (rewards.std(axis=1, ddof=1, keepdims=True) + 1e-6)).reshape(-1).tolist()
-    return advantages
 
 
 def _trl_side(work: _Work) -> Callable[[], object]:
@@ -283,7 +276,7 @@ def _trl_side(work: _Work) -> Callable[[], object]:
             trainer = _trl_trainer(work)
     except ImportError as error:
         raise ConfigError(f"the learner benchmark measures TRL beside us; pip install 'asyncrl[bench]' ({error})") from error
-    num_micro_batches = len(work.prompts) // MICRO_BATCH
+    num_micro_batches = len(work.mask) // MICRO_BATCH
 
     def measure() -> None:
         for _ in range(num_micro_batches):
@@ -303,14 +296,12 @@ def _trl_trainer(work: _Work) -> Any:
 
     from asyncrl.learner.model.policy import character_tokenizer
 
-    advantages = torch.tensor(_group_advantages(work))
-    responses = [torch.tensor(response) for response in work.responses]
     batch = {
-        "prompt_ids": torch.tensor(work.prompts),
-        "prompt_mask": torch.ones(len(work.prompts), PROMPT_TOKENS, dtype=torch.long),
-        "completion_ids": pad_sequence(responses, batch_first=True),
-        "completion_mask": pad_sequence([torch.ones_like(response) for response in responses], batch_first=True),
-        "advantages": advantages,
+        "prompt_ids": work.prompts,
+        "prompt_mask": torch.ones_like(work.prompts),
+        "completion_ids": work.responses,
+        "completion_mask": work.mask.long(),
+        "advantages": work.advantages,
         "num_items_in_batch": torch.tensor(work.num_tokens),
     }
 
@@ -322,7 +313,7 @@ def _trl_trainer(work: _Work) -> Any:
 
     tokenizer = character_tokenizer("0123456789")
     assert isinstance(tokenizer, PreTrainedTokenizerFast)
-    num_micro_batches = len(work.prompts) // MICRO_BATCH
+    num_micro_batches = len(work.mask) // MICRO_BATCH
     with tempfile.TemporaryDirectory(prefix="asyncrl-bench-") as folder, contextlib.redirect_stdout(io.StringIO()):
         arguments = GRPOConfig(
             output_dir=folder, use_cpu=True, bf16=False, report_to="none", learning_rate=LEARNING_RATE, beta=0.0,
@@ -340,9 +331,3 @@ def _trl_trainer(work: _Work) -> Any:
     trainer.model.train()
     trainer.current_gradient_accumulation_steps = num_micro_batches
     return trainer
-
-
-def _peak_bytes(way: str) -> float:
-    """Return the peak memory, beyond what the process needs anyway, of one forward and backward in a process of its own."""
-    command = [sys.executable, "-m", "benchmarks.logits_memory", way]
-    return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)

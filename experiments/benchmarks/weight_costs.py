@@ -5,16 +5,11 @@ The steps: SmolLM2-135M, learning rate 1e-6, sent as bfloat16.
 Real `train_step`s (decoupled PPO, AdamW, float32 masters) on a few short samples with random rewards; after each, the weights as
 they would be sent are encoded against those before, applied, and compared bit for bit. The model is the pretrained one where
 `models/SmolLM2-135M-Instruct` is there, else one of its shape with random weights. The engine: the embedded one's
-`load_weights` of a lease, beside one warm copy of the same bytes.
+`load_weights` of tensors in memory, beside one warm copy of the same bytes (`load_pauses`).
 """
 
 from __future__ import annotations
 
-import asyncio
-import queue
-from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,9 +17,7 @@ import numpy as np
 import torch
 from transformers.utils import logging as transformers_logging
 
-from asyncrl.clock import SystemClock
 from asyncrl.config.algorithm import AlgorithmConfig
-from asyncrl.config.broadcast import BroadcastConfig
 from asyncrl.config.generate import TransformersEngineConfig
 from asyncrl.config.learner import LearnerConfig
 from asyncrl.config.run import RunConfig
@@ -37,13 +30,10 @@ from asyncrl.learner.train_state import TrainState
 from asyncrl.models.layout import copy_out, make_manifest, view_tensors
 from asyncrl.packing.tensors import pack_step
 from asyncrl.schema.batches import StepBatch
-from asyncrl.schema.weights import WeightsAvailable
 from asyncrl.weights.delta import apply_delta, encode_delta
-from asyncrl.weights.publisher import Publisher
-from asyncrl.weights.subscriber import Subscriber
-from benchmarks.harness import seconds_of
+from benchmarks.harness import medians
 from benchmarks.subscribers import scratch_folder
-from benchmarks.workload import PRETRAINED, scored_group, smollm2_model
+from benchmarks.workload import PRETRAINED, load_pauses, scored_group, smollm2_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -52,20 +42,12 @@ LEARNING_RATE = 1e-6
 NUM_GROUPS, GROUP_SIZE, PROMPT_TOKENS, RESPONSE_TOKENS = 2, 2, 16, 16
 
 
-@dataclass(frozen=True, slots=True)
-class Change:
-    """From one version to the next."""
+def delta_costs(num_steps: int, folder: Path = PRETRAINED) -> dict[str, float]:
+    """Train and return what a step changed, after a first one, where AdamW moves every element by the learning rate.
 
-    delta_share: float
-    """Bytes of the delta over those of the whole."""
-    changed_share: float
-    """Elements whose bytes changed."""
-    is_identical: bool
-    """Whether the deltas so far, applied to one buffer, gave the very bytes of the new version."""
-
-
-def changes(num_steps: int, folder: Path = PRETRAINED) -> Iterator[Change]:
-    """Train and yield what each step changed, after a first one, where AdamW moves every element by the learning rate."""
+    `delta_bytes`: bytes of the delta over those of the whole. `delta_changed_share`: elements that changed. Medians.
+    `delta_identical`: 1 where the deltas, applied to one buffer one after the other, always gave the very bytes of the version.
+    """
     config = RunConfig(
         algorithm=AlgorithmConfig(groups_per_step=NUM_GROUPS, group_size=GROUP_SIZE),
         learner=LearnerConfig(learning_rate=LEARNING_RATE, warmup_steps=0),
@@ -76,26 +58,27 @@ def changes(num_steps: int, folder: Path = PRETRAINED) -> Iterator[Change]:
     before, after, received = (torch.zeros(manifest.total_bytes, dtype=torch.uint8) for _ in range(3))
     copy_out(publishable_tensors(model), view_tensors(before, manifest))
     received.copy_(before)
+    steps: list[dict[str, float]] = []
     for step in range(num_steps + 1):
         train_step(trainee, _batch(step), config)
         copy_out(publishable_tensors(model), view_tensors(after, manifest))
         blob = encode_delta(manifest, before.numpy().data, after.numpy().data)
         assert blob is not None
         apply_delta(manifest, blob, received.numpy().data)
-        changed = int((before.view(torch.int16) != after.view(torch.int16)).sum())
-        if step:
-            share = len(blob) / manifest.total_bytes
-            yield Change(share, changed / (manifest.total_bytes // 2), torch.equal(received, after))
+        changed = int((before.view(torch.int16) != after.view(torch.int16)).sum()) / (manifest.total_bytes // 2)
+        shares = {"delta_bytes": len(blob) / manifest.total_bytes, "delta_changed_share": round(changed, 5)}
+        steps.append(shares | {"delta_identical": float(torch.equal(received, after))})
         before, after = after, before
+    identical = min(step["delta_identical"] for step in steps)
+    return {"delta_pretrained": float(_is_there(folder)), **medians(steps[1:]), "delta_identical": identical}
 
 
-def is_pretrained(folder: Path = PRETRAINED) -> bool:
-    """Return whether the pretrained model is there."""
+def _is_there(folder: Path) -> bool:
     return (folder / "config.json").is_file()
 
 
 def _opened(folder: Path) -> PreTrainedModel:
-    if not is_pretrained(folder):
+    if not _is_there(folder):
         return smollm2_model()
     from transformers import AutoModelForCausalLM
 
@@ -114,33 +97,15 @@ def _batch(step: int) -> StepBatch:
     return pack_step(step, groups, tokens_per_row=256, temperature=1.0)
 
 
-def pauses(rounds: int) -> list[tuple[float, float]]:
-    """Return, for each round, the milliseconds of the pause and those of one warm copy of the same bytes."""
+async def pauses(rounds: int) -> dict[str, float]:
+    """Return the milliseconds of the embedded engine's pause, and those beyond a warm copy of the same bytes."""
     transformers_logging.disable_progress_bar()
+    model = smollm2_model(torch.bfloat16)
     with scratch_folder() as folder:
-        model = smollm2_model(torch.bfloat16)
-        model.save_pretrained(folder / "model")
-        return asyncio.run(_pauses(folder, dict(model.named_parameters()), rounds))
-
-
-async def _pauses(folder: Path, weights: dict[str, torch.Tensor], rounds: int) -> list[tuple[float, float]]:
-    announced: queue.SimpleQueue[WeightsAvailable] = queue.SimpleQueue()
-    config = BroadcastConfig()
-    publisher, subscriber = Publisher(config, folder, announced.put, SystemClock()), Subscriber(config, folder)
-    engine = TransformersEngine(TransformersEngineConfig(dtype="bfloat16", num_slots=1, max_sequence_tokens=64), folder / "model")
-    measured: list[tuple[float, float]] = []
-    try:
+        model.save_pretrained(folder)
+        engine = TransformersEngine(TransformersEngineConfig(dtype="bfloat16", num_slots=1, max_sequence_tokens=64), folder)
         await engine.start()
-        for version in range(1, rounds + 2):
-            publisher.publish(version, weights)
-            tensors = await subscriber.fetch(await asyncio.to_thread(announced.get))
-            pause_ms = await engine.load_weights(version, tensors, "keep")
-            tensors.release()
-            source, target = torch.ones_like(tensors.flat), torch.ones_like(tensors.flat)
-            target.copy_(source)
-            measured.append((pause_ms, seconds_of(partial(target.copy_, source)) * 1e3))
-    finally:
-        await engine.close()
-        subscriber.close()
-        publisher.close()
-    return measured[1:]
+        try:
+            return await load_pauses(engine, model, rounds)
+        finally:
+            await engine.close()

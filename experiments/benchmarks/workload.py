@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import tempfile
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
@@ -14,13 +15,17 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from asyncrl.generate.engine import Engine, EngineRequest
+from asyncrl.models.layout import copy_out, make_manifest, view_tensors
 from asyncrl.schema.samples import Prompt, SamplingParams, ScoredGroup, ScoredSample
+from asyncrl.weights.tensors import MappedTensors
+from benchmarks.harness import medians, seconds_of
 from benchmarks.samples import make_sample
 
 PRETRAINED = Path("models/SmolLM2-135M-Instruct")
 """Where docs/models.md has `asyncrl model import` put the real one, from the working directory."""
 NUM_SLOTS, NUM_REQUESTS, VOCABULARY, MAX_TOKENS = 32, 160, 256, 256
 """Of the engine benchmarks."""
+MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None
 
 
 def llama(hidden: int, layers: int, heads: int, inner: int, vocabulary: int, **more: Any) -> LlamaForCausalLM:
@@ -94,3 +99,24 @@ async def rate_of(consume: Callable[[int], Coroutine[None, None, int]], workload
     rate = sum(workload.lengths) / (time.perf_counter() - started_s)
     assert [task.result() for task in made] == list(workload.lengths)
     return rate
+
+
+async def load_pauses(engine: Engine, model: LlamaForCausalLM, rounds: int, warmup: int = 2) -> dict[str, float]:
+    """Return medians of loading the model's weights from a file in memory, as the shared-memory medium hands them over.
+
+    `pause_ms` is that of `load_weights`, with nothing in flight; `copy_ms` of a warm copy of the same bytes in turns with it;
+    `overhead_ms` one less the other.
+    """
+    loads: list[dict[str, float]] = []
+    with tempfile.NamedTemporaryFile(prefix="asyncrl-bench-", dir=MEMORY) as file:
+        weights = {name: tensor.detach() for name, tensor in model.state_dict().items()}
+        manifest = make_manifest(weights)
+        file.truncate(manifest.total_bytes)
+        flat = torch.from_file(file.name, shared=True, size=manifest.total_bytes, dtype=torch.uint8)
+        copy_out(weights, view_tensors(flat, manifest))
+        tensors, target = MappedTensors(manifest, flat, file.name), torch.empty_like(flat)
+        for version in range(rounds + warmup):
+            pause_ms = await engine.load_weights(version, tensors, "keep")
+            copy_ms = seconds_of(lambda: target.copy_(flat)) * 1000
+            loads.append({"pause_ms": pause_ms, "copy_ms": copy_ms, "overhead_ms": pause_ms - copy_ms})
+    return medians(loads[warmup:]) | {"pause_bytes": float(manifest.total_bytes)}

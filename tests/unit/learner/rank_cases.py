@@ -164,30 +164,22 @@ MOVED = {
 
 
 def run_moved(name, ranks, folder):
-    """Train a case twice, once with everything off the device between steps; return both ends, and bytes while it was off.
+    """Train a case with everything off the device between steps; return its end, and bytes while it was off.
 
     `left` has this rank's device after the move, resident components before it, and the tensors that still had memory then.
     """
     case, found = CASES[name], {}
-    config = kit.run_config(
-        case["algorithm"],
-        LEARNER | case.get("learner", {}),
-        placement=PlacementConfig(kind="colocated", offload_to=MOVED[name]),
-    )
-    for side in ("stayed", "moved"):
-        train_state = train_state_of(case, config, ranks)
-        residents = open_offload(train_state, config, folder / "moved" / name, folder, SystemClock()) if side == "moved" else None
-        for step in range(STEPS):
-            train_step(train_state, batch_at(step, case["rows"], ranks.size), config)
-            if residents is not None:
-                found["left"] = ranks.gather(leave_and_come_back(residents, train_state, step))
-        if residents is not None:
-            residents.reach("rollout", 2 * STEPS)
-            with residents.readable():
-                found |= {f"read/{key}": value for key, value in whole_tensors(train_state.model.named_parameters())}
-            residents.close()
-            continue
-        found |= {f"stayed/{key}": value for key, value in whole_tensors(train_state.model.named_parameters())}
+    placement = PlacementConfig(kind="colocated", offload_to=MOVED[name])
+    config = kit.run_config(case["algorithm"], LEARNER | case.get("learner", {}), placement=placement)
+    train_state = train_state_of(case, config, ranks)
+    residents = open_offload(train_state, config, folder / "moved" / name, folder, SystemClock())
+    for step in range(STEPS):
+        train_step(train_state, batch_at(step, case["rows"], ranks.size), config)
+        found["left"] = ranks.gather(leave_and_come_back(residents, train_state, step))
+    residents.reach("rollout", 2 * STEPS)
+    with residents.readable():
+        found |= {f"read/{key}": value for key, value in whole_tensors(train_state.model.named_parameters())}
+    residents.close()
     return found
 
 

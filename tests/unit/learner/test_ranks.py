@@ -104,7 +104,7 @@ def test_orders_arrive_as_they_were_told(found, folder):
 
 @pytest.mark.parametrize("name", rank_cases.MOVED)
 def test_shards_that_leave_the_device_between_steps_train_the_same_bit_for_bit(found, name):
-    stayed, read = _part(found, f"moved/{name}/stayed/"), _part(found, f"moved/{name}/read/")
+    stayed, read = _part(found, f"{name}/weight/policy/"), _part(found, f"moved/{name}/read/")
     assert stayed.keys() == read.keys() != set()
     assert all(torch.equal(stayed[key], read[key]) for key in stayed)
 
@@ -120,7 +120,7 @@ def test_a_rank_that_cannot_move_fails_the_switch_of_all_and_nothing_is_lost(fou
     said = bytes(found["refused/said"].tolist()).decode()
     assert "rank 0: phase 'rollout' was not reached by 1 of the learner's other ranks" in said
     assert "rank 1: phase 'rollout' was not reached: cannot write" in said
-    stayed = _part(found, "moved/tied/stayed/")
+    stayed = _part(found, "tied/weight/policy/")
     assert all(torch.equal(found[f"refused/{key}"], value) for key, value in stayed.items())
 
 

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     )
     from asyncrl.schema.status import ExternalGroup, RunStatus, SubmitResult
     from asyncrl.schema.weights import WeightsAvailable, WeightsManifest
+    from asyncrl.serve.client import Server
+    from asyncrl.serve.records import RunRecord
     from asyncrl.tasks.task import TaskData
     from asyncrl.weights.publisher import Publisher as WeightPublisher
 
@@ -48,6 +50,8 @@ _HOMES = {
                                "logprobs_from_bytes", "logprobs_to_bytes", "mask_from_bytes"),
     "asyncrl.schema.status": ("ExternalGroup", "RunStatus", "SubmitResult"),
     "asyncrl.schema.weights": ("WeightsAvailable", "WeightsManifest"),
+    "asyncrl.serve.client": ("Server",),
+    "asyncrl.serve.records": ("RunRecord",),
     "asyncrl.tasks.task": ("TaskData",),
     "asyncrl.weights.publisher": ("WeightPublisher",),
 }  # fmt: skip
@@ -67,10 +71,12 @@ __all__ = [
     "RunConfig",
     "RunError",
     "RunLostError",
+    "RunRecord",
     "RunStatus",
     "Sample",
     "ScoredGroup",
     "ScoredSample",
+    "Server",
     "StepReport",
     "SubmitResult",
     "SystemClock",

@@ -47,6 +47,8 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_
                   help="Asynchronous, off-policy-tolerant reinforcement learning for language models.")  # fmt: skip
 model_app = typer.Typer(no_args_is_help=True, help="Bring in models.")
 app.add_typer(model_app, name="model")
+token_app = typer.Typer(no_args_is_help=True, help="Tokens of a daemon.")
+app.add_typer(token_app, name="token")
 
 RunArgument = Annotated[Path | None, typer.Argument(help="Run folder; left out: the newest under runs/.", metavar="[RUN]")]
 SetOption = Annotated[
@@ -252,6 +254,44 @@ def trace(folder: RunArgument = None) -> None:
     from asyncrl.observe.spans import write_trace
 
     print(write_trace(_newest(folder)))
+
+
+@app.command()
+def serve(
+    folder: Annotated[Path, typer.Option(help="Where the runs and the daemon's records are.")] = Path("served"),
+    host: Annotated[str, typer.Option(help="Address to listen on; one that others reach wants TLS or a proxy.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="0: a free one.", min=0, max=65535)] = 7717,
+    tls_cert: Annotated[Path | None, typer.Option(help="Certificate chain, PEM.")] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="Its key, PEM.")] = None,
+    behind_proxy: Annotated[bool, typer.Option("--behind-proxy", help="A proxy in front does TLS.")] = False,
+    allow_host: Annotated[list[str], typer.Option(help="Another host name by which it may be asked.")] = [],  # noqa: B006 - copied
+    code_root: Annotated[list[Path], typer.Option(help="A folder whose Python files configs may name.")] = [],  # noqa: B006 - copied
+    drain: Annotated[bool, typer.Option("--drain", help="SIGTERM drains the live runs first; else they go on.")] = False,
+) -> None:
+    """Serve many runs over HTTP: a queue, events, metrics. Runs outlive the daemon, which finds them again."""
+    from asyncrl.observe.log import set_up_logging
+    from asyncrl.serve.daemon import ServeOptions
+    from asyncrl.serve.daemon import serve as serve_runs
+
+    set_up_logging("serve", "INFO")
+    asyncio.run(serve_runs(ServeOptions(
+        folder.resolve(), host, port, tls_cert, tls_key, behind_proxy, tuple(allow_host), tuple(code_root), drain,
+    )))  # fmt: skip
+
+
+@token_app.command("add")
+def token_add(
+    name: Annotated[str, typer.Argument(help="Who uses it.")],
+    role: Annotated[str, typer.Argument(help="viewer, operator, submitter or admin.")],
+    folder: Annotated[Path, typer.Option(help="Of the daemon.")] = Path("served"),
+) -> None:
+    """Make a token for a daemon and print it, once. A daemon that runs makes them by POST /v1/tokens."""
+    from asyncrl.clock import SystemClock
+    from asyncrl.serve.daemon import own_records
+    from asyncrl.serve.guard import new_token
+
+    with own_records(folder) as records:
+        print(new_token(records, name, role, SystemClock()))
 
 
 @app.command()

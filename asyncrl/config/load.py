@@ -9,7 +9,7 @@ import copy
 import os
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,9 +47,9 @@ def load_config(path: str | Path, overrides: Overrides = (), presets: Sequence[P
     Raises:
         ConfigError: The file is missing or not TOML, a field is unknown, a value is out of range or does not go with another.
     """
-    raw = _read(path)
+    raw = read_toml(path)
     for preset in presets:
-        raw = _merged(raw, _read(preset))
+        raw = lay_over(raw, read_toml(preset))
     return resolve_config(raw, overrides, source=" + ".join(map(str, (path, *presets))))
 
 
@@ -74,32 +74,63 @@ def resolve_config(
     else:
         pairs = [_override(text) for text in overrides]
     for key, value, given in pairs:
-        *parents, last = key.split(".")
-        table = raw
-        for name in parents:
-            table = table.setdefault(name, {})
-            if not isinstance(table, dict):
-                raise ConfigError(f"{given}: {name} is not a table")
-        table[last] = value
+        set_value(raw, key, value, given)
     try:
         checked = msgspec.convert(raw, RunConfig)
     except msgspec.ValidationError as error:
-        known, unknown = _known(error, raw), _UNKNOWN_FIELD.search(str(error))
-        said = f"{error}; known are {', '.join(known)}" if known else str(error)
-        place = ".".join([*map(str, _steps(error)), *([unknown["field"]] if unknown else [])])
+        steps, _, said = fault_of(error, raw)
+        place = ".".join(map(str, steps))
         at_fault = [text for key, _, text in pairs if f"{place}.".startswith(f"{key}.") or key.startswith(f"{place}.")]
         raise ConfigError(f"{at_fault[-1] if at_fault else source}: {said}") from error
     try:
         msgspec.msgpack.encode(checked)
     except UnicodeEncodeError as error:
         raise ConfigError(f"{source}, or a value laid over it, is not UTF-8 text: {error.object!r}") from error
-    check_algorithm(checked.algorithm, checked.learner)
-    check_learner(checked.learner)
-    for check in (
-        check_data, check_inference, check_run, check_medium, check_placement, check_joining, check_launch, check_vllm_server,
-    ):  # fmt: skip
+    for _, check in NAMED_CHECKS:
         check(checked)
     return checked
+
+
+def set_value(raw: dict[str, Any], key: str, value: Any, given: str) -> None:  # noqa: ANN401 - a TOML value
+    """Set `a.b` in nested tables.
+
+    Raises:
+        ConfigError: `a` is no table; `given` names the option.
+    """
+    *parents, last = key.split(".")
+    for name in parents:
+        raw = raw.setdefault(name, {})
+        if not isinstance(raw, dict):
+            raise ConfigError(f"{given}: {name} is not a table")
+    raw[last] = value
+
+
+NAMED_CHECKS: tuple[tuple[str, Callable[[RunConfig], None]], ...] = (
+    ("algorithm", lambda config: check_algorithm(config.algorithm, config.learner)),
+    ("learner", lambda config: check_learner(config.learner)),
+    ("task", check_data),
+    ("inference", check_inference),
+    ("run", check_run),
+    ("broadcast.medium", check_medium),
+    ("placement", check_placement),
+    ("placement", check_joining),
+    ("launch", check_launch),
+    ("generate.engine", check_vllm_server),
+)
+"""What goes together, by the table that each check is mostly about."""
+
+
+def fault_of(error: msgspec.ValidationError, raw: Any) -> tuple[list[str | int], Any, str]:  # noqa: ANN401 - plain values
+    """Return where a value is that cannot be taken, the value, and what is wrong with it."""
+    known, unknown = _known(error, raw), _UNKNOWN_FIELD.search(str(error))
+    place = [*_steps(error), *([unknown["field"]] if unknown else [])]
+    given = raw
+    for step in place:
+        try:
+            given = given[step]
+        except (KeyError, IndexError, TypeError):
+            given = None
+    return place, given, f"{error}; known are {', '.join(known)}" if known else str(error)
 
 
 def load_run_config(run_folder: Path) -> RunConfig:
@@ -153,7 +184,12 @@ def read_config_text(path: Path) -> str:
     return text.replace('"configs/', f'"{SHIPPED}/') if path.is_relative_to(SHIPPED) else text
 
 
-def _read(given: str | Path) -> dict[str, Any]:
+def read_toml(given: str | Path) -> dict[str, Any]:
+    """Return the tables of a TOML file, or of the shipped config of that name.
+
+    Raises:
+        ConfigError: It cannot be read, or is not TOML.
+    """
     path = find_config(given)
     text = read_config_text(path)
     try:
@@ -162,13 +198,13 @@ def _read(given: str | Path) -> dict[str, Any]:
         raise ConfigError(f"{path} is not TOML: {error}") from error
 
 
-def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+def lay_over(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
     """Return `below` with `above` laid over it: tables merge, but one that names its `kind` takes the place of the one below."""
     merged = dict(below)
     for key, value in above.items():
         under = merged.get(key)
         if isinstance(under, dict) and isinstance(value, dict) and "kind" not in value:
-            merged[key] = _merged(under, value)
+            merged[key] = lay_over(under, value)
         else:
             merged[key] = value
     return merged

@@ -84,7 +84,9 @@ def _routes(control: RunApi, read_timeout_s: float) -> list[web.RouteDef]:
         """Return the handler of a route: what `act` says, of the request's body where it takes one of a kind."""
 
         async def handler(request: web.Request) -> web.StreamResponse:
-            given = () if kind is None else (msgspec.msgpack.decode(await _body(request, most_bytes, read_timeout_s), type=kind),)
+            given = (
+                () if kind is None else (msgspec.msgpack.decode(await read_body(request, most_bytes, read_timeout_s), type=kind),)
+            )
             answer = act(*given)
             answer = await answer if inspect.isawaitable(answer) else answer
             return web.Response(body=msgspec.msgpack.encode(answer), content_type="application/msgpack")
@@ -115,7 +117,7 @@ def _routes(control: RunApi, read_timeout_s: float) -> list[web.RouteDef]:
     ]
 
 
-async def _body(request: web.Request, most_bytes: int, timeout_s: float) -> bytes:
+async def read_body(request: web.Request, most_bytes: int, timeout_s: float) -> bytes:
     """Return the unpacked body.
 
     Raises:

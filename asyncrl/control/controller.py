@@ -215,6 +215,7 @@ class Controller:
             log.info("%s connected (pid %d)", peer.name, connection.peer.pid)
             if peer.name in self.membership.joined:
                 self.membership.connected(peer.name, self.clock.now())
+                self.reporter.note_event("joined", peer.name, version=self.feeder.version)
                 peer.tell(msg.JoinTerms(dump_config(self.config), str(self.run_folder.resolve()), platform.node()))
             if self.ending.is_set():
                 peer.tell(msg.Shutdown(self.lifecycle.reason))
@@ -234,6 +235,7 @@ class Controller:
             why = peer.connection.closed_reason
             self.membership.gone(peer.name, said_goodbye=why == GOODBYE or self.ending.is_set())
             log.info("%s has left: %s", peer.name, why)
+            self.reporter.note_event("left", peer.name, why, self.feeder.version)
             if not self.ending.is_set():
                 self._hand_out_again(peer.name)
 
@@ -409,6 +411,7 @@ class Controller:
                 if self.switching is not None:
                     self.switching.announced(message.version)
             case msg.CheckpointDone():
+                self.reporter.note_event("checkpoint", message.folder, version=message.version)
                 log.info("checkpoint of version %d: %s (%.1f s)", message.version, message.folder, message.seconds)
                 self.buffer.forget(min(self.checkpoints.done(message), max(self.feeder.version, 0)), now)
                 self._finish_drain()
@@ -584,6 +587,7 @@ class Controller:
             self.reporter.forget(name)
         else:
             self.reporter.note_death(name, kind)
+            self.reporter.note_event("death", name, self.lifecycle.processes[name].reason, self.feeder.version)
         if kind == "generator":
             self.dispatcher.generator_dead(name)
         elif kind in {"reward", "inference"}:
@@ -604,12 +608,14 @@ class Controller:
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(msgspec.msgpack.encode(groups))
         named = ", ".join(str(group.group_id) for group in groups)
+        self.reporter.note_event("set_aside", str(path), f"the learner died twice over groups {named}", step)
         log.error("the learner died twice over step %d: groups %s are set aside in %s and not trained", step, named, path)
 
     def _on_leave(self, name: str) -> None:
         self.autoscaler.leaves(name, self.clock.now())
 
     def _on_phase(self, phase: Phase) -> None:
+        self.reporter.note_event("phase", phase, self.lifecycle.reason, self.feeder.version)
         self.moved.set()
         self.stall_detector.hold(self.clock.now(), held=phase in {"paused", "starting", "warming"})
         # While draining, a step that was taken is still trained: also those that a learner from a checkpoint must repeat.

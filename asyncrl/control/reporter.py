@@ -21,6 +21,7 @@ from asyncrl.config.run import RunConfig
 from asyncrl.control.dispatcher import Dispatcher
 from asyncrl.control.peers import Peers
 from asyncrl.observe import spans as sp
+from asyncrl.observe.events import EventKind, EventsFile
 from asyncrl.observe.metrics import finite
 from asyncrl.observe.samples import rows_of
 from asyncrl.observe.sinks import MetricSinks
@@ -53,6 +54,7 @@ class Reporter:
         self._clock = clock
         self._steps_file: JsonLines[StepReport] = JsonLines(run_folder / STEPS_FILE)
         self._evals_file: JsonLines[EvalReport] = JsonLines(run_folder / EVAL_FILE)
+        self._events = EventsFile(run_folder)
         self._spans_path = run_folder / sp.SPANS_FILE
         self._spans_file = self._spans_path.open("ab", SPANS_BUFFER_BYTES)
         self._encoder = msgspec.json.Encoder()
@@ -73,6 +75,10 @@ class Reporter:
     def note_spans(self, *spans: sp.Span) -> None:
         """Record spans."""
         self._spans_file.write(self._encoder.encode_lines(spans))
+
+    def note_event(self, kind: EventKind, subject: str, text: str = "", version: int = -1) -> None:
+        """Record that something happened to the run."""
+        self._events.write(self._clock.now(), kind, subject, text, version)
 
     def note_samples(self, samples: Sequence[Sample]) -> None:
         """Record generated samples."""
@@ -149,6 +155,8 @@ class Reporter:
     def note_evaluation(self, report: EvalReport) -> None:
         """Record an evaluation."""
         self.evaluations.append(report)
+        name, value = report.headline
+        self.note_event("evaluation", name, f"{value:.3f}", report.version)
         self._evals_file.write(report)
         judged = {} if report.accuracy is None else {"accuracy": report.accuracy}
         self.note_spans(sp.span("evaluate", report.started_s, report.finished_s, "controller", **judged))
@@ -274,7 +282,7 @@ class Reporter:
     async def close(self, run_folder: Path) -> None:
         """Close every file, whatever becomes of the others, and draw the pictures."""
         with contextlib.ExitStack() as closing:
-            for open_one in (self.sinks, self._spans_file, self._evals_file, self._steps_file):
+            for open_one in (self.sinks, self._spans_file, self._evals_file, self._steps_file, self._events):
                 closing.callback(open_one.close)
         await asyncio.to_thread(self._draw, run_folder)
 

@@ -66,7 +66,7 @@ class MetricSinks:
 
     def prometheus_text(self) -> str:
         """Return the newest value of every metric in Prometheus' text form; after `close`, too: a scrape may still come."""
-        return render_prometheus(self._newest)
+        return render_prometheus({"": self._newest})
 
     def close(self) -> None:
         """Close every destination, whatever becomes of the others."""
@@ -131,16 +131,23 @@ class JsonlSink:
         self._lines.close()
 
 
-def render_prometheus(values: Mapping[str, float]) -> str:
-    """Return metrics as exposition text, members of a family under one header."""
+def render_prometheus(by_labels: Mapping[str, Mapping[str, float]]) -> str:
+    """Return metrics as exposition text, members of a family under one header.
+
+    Args:
+        by_labels: Values by name, under the labels that each of them gets (`run="a"`); empty: none.
+    """
     by_header: dict[str, list[str]] = {}
-    for name, value in sorted(values.items()):
+    for labels, name, value in sorted(
+        (labels, name, value) for labels, values in by_labels.items() for name, value in values.items()
+    ):
         metric = find_metric(name)
         family = metric is not None and metric.is_family
         stem, _, key = name.rpartition("/") if family else (name, "", "")
         exposed = "asyncrl_" + re.sub(r"[^a-zA-Z0-9_]", "_", stem)
         escaped = key.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
-        label = f'{{key="{escaped}"}}' if family else ""
+        label = ",".join([labels] * bool(labels) + [f'key="{escaped}"'] * family)
+        label = f"{{{label}}}" if label else ""
         meaning = f"# HELP {exposed} {metric.meaning} ({metric.unit})\n" if metric else ""
         by_header.setdefault(f"{meaning}# TYPE {exposed} gauge\n", []).append(f"{exposed}{label} {_number(value)}")
     return "".join(header + "\n".join(lines) + "\n" for header, lines in by_header.items())

@@ -1,0 +1,1 @@
+"""The daemon: many runs on one machine, over HTTP. It owns runs, and trains nothing itself."""

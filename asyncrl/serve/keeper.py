@@ -1,0 +1,324 @@
+"""The daemon's runs from submission to end: started in turn, followed, found again, resumed.
+
+A run's controller is detached, so it goes on when the daemon ends. A daemon that begins looks at every run that had not ended:
+one whose controller lives is adopted, in the same attempt; one whose controller is gone is resumed, in the next. `settled` is
+set once every run has had that look.
+
+Invariants: a run has at most one task that starts or follows it. A controller that is lost is replaced at most MOST_RESTARTS
+times in a row without a step between, with a growing pause.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import sqlite3
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from msgspec.structs import replace
+
+from asyncrl.client import Run, RunClient, connect, is_live
+from asyncrl.clock import Clock
+from asyncrl.config.load import dump_config, load_config
+from asyncrl.config.run import RunConfig
+from asyncrl.control.launch.controller_process import live_controller
+from asyncrl.errors import AsyncRLError, RunError
+from asyncrl.observe.events import read_events
+from asyncrl.observe.steps import read_evals, read_steps
+from asyncrl.schema.status import ENDED, RunStatus
+from asyncrl.serve.queue import Machine, admit
+from asyncrl.serve.records import SUBMITTED_FILE, Demand, Outcome, Records, RunRecord, ServerEvent
+
+log = logging.getLogger(__name__)
+
+LOOK_S = 0.5
+"""Between looks at a live run."""
+MOST_RESTARTS = 2
+BACKOFF_S = 1.0
+AGAIN_S = 5.0
+GONE_S = 60.0
+"""For the controller of a run that has ended to be gone."""
+
+
+class Keeper:
+    """Holds the runs. Open it as a context; `settled` says when all that was there before has been looked at."""
+
+    def __init__(self, records: Records, machine: Machine, clock: Clock) -> None:
+        self.records, self.machine, self._clock = records, machine, clock
+        self.settled = asyncio.Event()
+        self.news = asyncio.Condition()
+        """Notified with every event."""
+        self.statuses: dict[str, RunStatus] = {}
+        """The newest of every live run."""
+        self._changed = asyncio.Event()
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._unsettled: set[str] = set()
+        self._group: asyncio.TaskGroup | None = None
+
+    async def run(self) -> None:
+        """Look at what was there, then start what is queued, until cancelled; runs that are live stay so."""
+        async with asyncio.TaskGroup() as self._group:
+            try:
+                begun = [run.id for run in self.records.runs.values() if run.state in {"starting", "live"}]
+                self._unsettled = set(begun)
+                self._settle("")
+                for run in begun:
+                    self._task(run, self._find_again)
+                while True:
+                    for granted in admit(self.machine, self.records.runs.values()):
+                        record = replace(self.records.runs[granted.run], state="starting", gpus=granted.gpus)
+                        self.records.put_run(record)
+                        self._task(record.id, self._keep)
+                    self._changed.clear()
+                    await self._changed.wait()
+            finally:
+                for task in self._tasks.values():
+                    task.cancel()
+
+    def _settle(self, run: str) -> None:
+        """Note that a run of before has had its look."""
+        self._unsettled.discard(run)
+        if not self._unsettled:
+            self.settled.set()
+
+    def _task(self, run: str, work: Callable[[RunRecord], Awaitable[None]]) -> None:
+        assert self._group is not None
+        self._tasks[run] = self._group.create_task(self._guarded(run, work), name=f"run-{run}")
+
+    async def _guarded(self, run: str, work: Callable[[RunRecord], Awaitable[None]]) -> None:
+        """Do the work of one run; where the disk does not take what is to be kept, look at the run again later."""
+        while True:
+            try:
+                await work(self.records.runs[run])
+            except (OSError, sqlite3.Error) as error:
+                log.error("the run %s cannot be followed: %s; looked at again in %g s", run, error, AGAIN_S)  # noqa: TRY400
+                await self._clock.sleep(AGAIN_S)
+                work = self._find_again
+            else:
+                return
+
+    async def tell(self, kind: str, run: str = "", text: str = "", who: str = "") -> ServerEvent:
+        """Record an event and wake whoever reads them."""
+        event = self.records.add_event(self._clock.now(), kind, run, text, who)
+        async with self.news:
+            self.news.notify_all()
+        return event
+
+    # -- what is asked ---------------------------------------------------------------------------------------------------
+
+    async def submit(
+        self, config: RunConfig, demand: Demand, *, who: str, project: str = "", tags: Sequence[str] = (), priority: int = 0,
+        parent: str = "",
+    ) -> RunRecord:  # fmt: skip
+        """Queue a run.
+
+        Raises:
+            RunError: There is a run of that name.
+        """
+        if config.name in self.records.runs or self.records.run_folder(config.name).exists():
+            raise RunError(f"there is a run {config.name!r}; give this one another name")
+        folder = self.records.run_folder(config.name)
+        folder.mkdir(mode=0o700)
+        (folder / SUBMITTED_FILE).write_text(dump_config(config), encoding="utf-8")
+        number = 1 + max((record.number for record in self.records.runs.values()), default=0)
+        record = RunRecord(
+            id=config.name, number=number, priority=priority, project=project, tags=tuple(tags), submitted_by=who, demand=demand,
+            parent=parent, queued_s=self._clock.now(), num_steps=config.num_steps,
+        )  # fmt: skip
+        self.records.put_run(record)
+        await self.tell("submitted", record.id, who=who)
+        self._changed.set()
+        return record
+
+    async def cancel(self, run: str, who: str) -> RunRecord:
+        """Take a queued run out of the queue.
+
+        Raises:
+            RunError: It is not queued.
+        """
+        record = self.records.runs[run]
+        if record.state != "queued":
+            raise RunError(f"{run} is {record.state}: only a queued run is cancelled; `stop` or `drain` ends a live one")
+        await self._ended(replace(record, reason=f"cancelled by {who}"), "cancelled")
+        return self.records.runs[run]
+
+    async def resume_ended(self, run: str, who: str, num_steps: int = 0) -> RunRecord:
+        """Queue a run that has ended, to go on where it stopped.
+
+        Raises:
+            RunError: It has not ended, or has done its steps.
+        """
+        record = self.records.runs[run]
+        if record.state != "ended":
+            raise RunError(f"{run} is {record.state}: it needs no resume")
+        goal = num_steps or record.num_steps
+        if record.version >= goal:
+            raise RunError(f"{run} has done its {goal} steps; give num_steps to take it further")
+        record = replace(record, state="queued", outcome="", reason="", drains=False, num_steps=goal, ended_s=0.0)
+        self.records.put_run(record)
+        await self.tell("asked", run, "resume", who)
+        self._changed.set()
+        return record
+
+    @contextlib.asynccontextmanager
+    async def _connected(self, run: str) -> AsyncIterator[RunClient]:
+        async with connect(self.records.run_folder(run)) as client:
+            yield client
+
+    async def ask(self, run: str, what: str, who: str) -> Any:  # noqa: ANN401 - what the run's client returns
+        """Ask a live run: pause, resume, checkpoint, drain or stop.
+
+        Raises:
+            RunError: The run is not live, or refuses.
+        """
+        record = self.records.runs[run]
+        if record.state != "live":
+            raise RunError(
+                f"{run} is {record.state}{f' ({record.outcome})' if record.outcome else ''}: only a live run can {what}"
+            )
+        await self.tell("asked", run, what, who)
+        if what in {"drain", "stop"}:
+            self.records.put_run(replace(record, drains=True))
+        async with self._connected(run) as client:
+            return await getattr(client, what)()
+
+    async def drain_all(self) -> None:
+        """Drain every live run and wait for their ends; nothing else is started."""
+        self._changed = asyncio.Event()  # the loop that starts runs is not woken any more
+        live = [record.id for record in self.records.runs.values() if record.state in {"starting", "live"}]
+        async with asyncio.TaskGroup() as group:
+            for run in live:
+                group.create_task(self._drain(run))
+
+    async def _drain(self, run: str) -> None:
+        with contextlib.suppress(AsyncRLError, KeyError):
+            async with self._connected(run) as client:
+                await client.drain()
+
+    # -- one run ---------------------------------------------------------------------------------------------------------
+
+    async def _find_again(self, record: RunRecord) -> None:
+        """Take up a run that an earlier daemon began."""
+        folder = self.records.run_folder(record.id)
+        if is_live(folder):
+            await self.tell("adopted", record.id)
+            self._settle(record.id)
+            await self._keep(record, is_live=True)
+        elif (last := _last_phase(folder)) is not None and last[0] in ENDED:
+            await self._conclude(record, *last)
+            self._settle(record.id)
+        else:
+            self._settle(record.id)
+            await self._keep(record)
+
+    async def _keep(self, record: RunRecord, *, is_live: bool = False) -> None:
+        """Have a run live until it ends: start its controller, follow it, start the next where it is lost."""
+        in_vain = 0
+        while True:
+            try:
+                if not is_live:
+                    record = await self._start(record)
+            except AsyncRLError as error:
+                await self._ended(replace(record, reason=str(error)), "failed")
+                return
+            is_live, before = False, record.version
+            self.records.put_run(replace(record, state="live", started_s=record.started_s or self._clock.now()))
+            phase, reason = await self._follow(record.id)
+            record = self.records.runs[record.id]
+            if phase in ENDED:
+                await self._conclude(record, phase, reason)
+                return
+            in_vain = 0 if record.version > before else in_vain + 1
+            if record.drains or in_vain > MOST_RESTARTS:
+                why = "its controller was lost" + ("" if record.drains else f" {in_vain} times without a step between: {reason}")
+                await self._ended(replace(record, reason=why), "stopped" if record.drains else "failed")
+                return
+            await self.tell("lost", record.id, reason)
+            await self._clock.sleep(BACKOFF_S * (1 << in_vain))
+
+    async def _start(self, record: RunRecord) -> RunRecord:
+        """Start a run's controller, in the folder where an earlier one was where there is one.
+
+        Raises:
+            AsyncRLError: It could not be started.
+        """
+        folder = self.records.run_folder(record.id)
+        resumed = (folder / "config.toml").exists()
+        record = replace(record, state="starting", attempts=record.attempts + 1)
+        self.records.put_run(record)
+        environment = {"CUDA_VISIBLE_DEVICES": ",".join(record.gpus)} if self.machine.gpus else {}
+        source = folder / ("config.toml" if resumed else SUBMITTED_FILE)
+        config = await asyncio.to_thread(load_config, source, {"num_steps": record.num_steps})
+        async with Run(config, resume=folder if resumed else None, detached=True, environment=environment):
+            await self.tell("resumed" if resumed else "started", record.id, f"attempt {record.attempts}")
+        return record
+
+    async def _follow(self, run: str) -> tuple[str, str]:
+        """Follow a live run; return its last phase and reason, the phase empty where its controller is lost."""
+        folder = self.records.run_folder(run)
+        seen = max((event.seq for event in read_events(folder)), default=0)
+        status: RunStatus | None = None
+        try:
+            async with connect(folder) as client:
+                while status is None or status.phase not in ENDED:
+                    status = await client.status()
+                    self._take(run, status)
+                    seen = await self._pass_on(run, folder, seen)
+                    await self._clock.sleep(0 if status.phase in ENDED else LOOK_S)
+        except AsyncRLError as error:
+            lost = str(error)
+        else:
+            await self._until_gone(folder)
+            return status.phase, status.reason
+        await self._until_gone(folder)
+        await self._pass_on(run, folder, seen)
+        last = _last_phase(folder)
+        return last if last is not None and last[0] in ENDED else ("", lost)
+
+    def _take(self, run: str, status: RunStatus) -> None:
+        self.statuses[run] = status
+        record = self.records.runs[run]
+        newer = replace(
+            record, version=status.version, accuracy_before=status.accuracy_before, accuracy_after=status.accuracy_after,
+        )  # fmt: skip
+        if (newer.version // 50, newer.accuracy_after) != (record.version // 50, record.accuracy_after):
+            self.records.put_run(newer)
+        else:
+            self.records.runs[run] = newer
+
+    async def _pass_on(self, run: str, folder: Path, seen: int) -> int:
+        for event in await asyncio.to_thread(lambda after: list(read_events(folder, after)), seen):
+            await self.tell(event.kind, run, f"{event.subject} {event.text}".strip())
+            seen = event.seq
+        return seen
+
+    async def _until_gone(self, folder: Path) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(GONE_S):
+                while live_controller(folder):  # noqa: ASYNC110 - nobody's child cannot be waited for
+                    await asyncio.sleep(0.05)
+
+    async def _conclude(self, record: RunRecord, phase: str, reason: str) -> None:
+        """Note the end that a run itself has told."""
+        folder = self.records.run_folder(record.id)
+        steps, evals = await asyncio.to_thread(read_steps, folder), await asyncio.to_thread(read_evals, folder)
+        version = max(record.version, steps[-1].version if steps else -1)
+        outcome: Outcome = "failed" if phase == "failed" else "done" if version >= record.num_steps else "stopped"
+        if len(evals) > 1:
+            record = replace(record, accuracy_before=evals[0].accuracy, accuracy_after=evals[-1].accuracy)
+        await self._ended(replace(record, version=version, reason=reason), outcome)
+
+    async def _ended(self, record: RunRecord, outcome: Outcome) -> None:
+        self.statuses.pop(record.id, None)
+        self.records.put_run(replace(record, state="ended", outcome=outcome, gpus=(), ended_s=self._clock.now()))
+        await self.tell("ended", record.id, f"{outcome}: {record.reason}")
+        self._changed.set()
+
+
+def _last_phase(folder: Path) -> tuple[str, str] | None:
+    """Return the last phase that a run's events tell, and why; None where they tell none."""
+    phases = [event for event in read_events(folder) if event.kind == "phase"]
+    return (phases[-1].subject, phases[-1].text) if phases else None

@@ -1,0 +1,232 @@
+"""What the daemon remembers: runs, tokens and events, in server.sqlite; of each run a copy in its own folder.
+
+Invariants: what was answered to a client is committed. A database that is damaged is moved aside, and the runs are found again
+from their folders; tokens and events are lost then, and a new admin token is written.
+"""
+
+from __future__ import annotations
+
+import logging
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import msgspec
+
+log = logging.getLogger(__name__)
+
+DATABASE = "server.sqlite"
+RUNS = "runs"
+"""Below the daemon's folder: a folder for each run."""
+RECORD_FILE = "served.json"
+"""In a run's folder: its record."""
+SUBMITTED_FILE = "submitted.toml"
+"""In a run's folder: its config as it was accepted."""
+MOST_EVENTS = 100_000
+
+Role = Literal["viewer", "operator", "submitter", "admin"]
+ROLES: tuple[Role, ...] = ("viewer", "operator", "submitter", "admin")
+"""Each may do what those before it may."""
+State = Literal["queued", "starting", "live", "ended"]
+Outcome = Literal["", "done", "failed", "stopped", "cancelled"]
+
+
+class Demand(msgspec.Struct, frozen=True):
+    """What a run takes of the machine."""
+
+    gpus: int = 0
+    cores: int = 1
+    memory_bytes: int = 0
+
+
+class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """A run as the daemon knows it."""
+
+    id: str
+    """Its name."""
+    number: int
+    """Order of submission."""
+    state: State = "queued"
+    outcome: Outcome = ""
+    reason: str = ""
+    """Why it ended, or why it waits."""
+    priority: int = 0
+    """Higher goes first."""
+    project: str = ""
+    tags: tuple[str, ...] = ()
+    submitted_by: str = ""
+    demand: Demand = Demand()
+    gpus: tuple[str, ...] = ()
+    """That it was given."""
+    attempts: int = 0
+    """Controllers it has had."""
+    drains: bool = False
+    """It was told to end: no resume."""
+    parent: str = ""
+    """What it was forked from, RUN/checkpoints/NAME."""
+    queued_s: float = 0.0
+    started_s: float = 0.0
+    ended_s: float = 0.0
+    version: int = -1
+    num_steps: int = 0
+    accuracy_before: float | None = None
+    accuracy_after: float | None = None
+
+
+class TokenRecord(msgspec.Struct, frozen=True):
+    """A token; only its hash is kept."""
+
+    name: str
+    role: Role
+    digest: str
+    """SHA-256, hex."""
+    created_s: float
+
+
+class ServerEvent(msgspec.Struct, frozen=True, kw_only=True):
+    """Something that happened at the daemon."""
+
+    seq: int
+    time_s: float
+    run: str = ""
+    kind: str
+    """`submitted`, `started`, `adopted`, `resumed`, `ended`, `asked`, or what the run said of itself: `phase`, `death`, ..."""
+    text: str = ""
+    who: str = ""
+    """Name of the token that asked."""
+
+
+class Answered(msgspec.Struct, frozen=True):
+    """What an idempotency key stands for."""
+
+    body_digest: str
+    run: str
+
+
+T = TypeVar("T")
+_TABLES = """
+CREATE TABLE IF NOT EXISTS runs (id TEXT PRIMARY KEY, record BLOB NOT NULL) STRICT;
+CREATE TABLE IF NOT EXISTS tokens (name TEXT PRIMARY KEY, record BLOB NOT NULL) STRICT;
+CREATE TABLE IF NOT EXISTS keys (key TEXT PRIMARY KEY, record BLOB NOT NULL) STRICT;
+CREATE TABLE IF NOT EXISTS events (seq INTEGER PRIMARY KEY AUTOINCREMENT, record BLOB NOT NULL) STRICT;
+"""
+
+
+class Records:
+    """The daemon's database. Used on one thread; every write is committed when it returns.
+
+    Raises:
+        sqlite3.Error: On any call, where the disk is full, say; what was asked is not done then.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        (folder / RUNS).mkdir(parents=True, exist_ok=True)
+        folder.chmod(0o700)
+        path = folder / DATABASE
+        try:
+            self._db = _open(path)
+            self.runs = {record.id: record for record in self._read("runs", RunRecord)}
+            self.tokens = {record.name: record for record in self._read("tokens", TokenRecord)}
+        except (sqlite3.DatabaseError, msgspec.DecodeError) as error:
+            aside = path.with_suffix(".damaged")
+            log.error("%s is damaged (%s): it is kept as %s, and the runs are found again from their folders", path, error, aside)  # noqa: TRY400
+            for suffix in ("", "-wal", "-shm"):
+                part = path.with_name(path.name + suffix)
+                if part.exists():
+                    part.replace(aside.with_name(aside.name + suffix))
+            self._db = _open(path)
+            self.runs, self.tokens = {}, {}
+        for record in _records_in_folders(folder):
+            if record.id not in self.runs:
+                self.put_run(record)
+
+    def run_folder(self, run: str) -> Path:
+        """Return a run's folder."""
+        return self._folder / RUNS / run
+
+    def put_run(self, record: RunRecord) -> None:
+        """Keep a run's record as it is now, here and in its folder."""
+        self._put("runs", "id", record.id, record)
+        self.runs[record.id] = record
+        folder = self.run_folder(record.id)
+        folder.mkdir(mode=0o700, exist_ok=True)
+        aside = folder / f"{RECORD_FILE}.partial"
+        aside.write_bytes(msgspec.json.format(msgspec.json.encode(record)))
+        aside.replace(folder / RECORD_FILE)
+
+    def put_token(self, record: TokenRecord) -> None:
+        """Keep a token."""
+        self._put("tokens", "name", record.name, record)
+        self.tokens[record.name] = record
+
+    def forget_token(self, name: str) -> bool:
+        """Forget a token; return whether there was one."""
+        with self._db:
+            self._db.execute("DELETE FROM tokens WHERE name = ?", (name,))
+        return self.tokens.pop(name, None) is not None
+
+    def read_tokens(self) -> None:
+        """Take in tokens that another process has added or removed."""
+        self.tokens = {record.name: record for record in self._read("tokens", TokenRecord)}
+
+    def put_answer(self, key: str, answered: Answered) -> None:
+        """Keep what an idempotency key stands for."""
+        self._put("keys", "key", key, answered)
+
+    def answer(self, key: str) -> Answered | None:
+        """Return what an idempotency key stands for."""
+        row = self._db.execute("SELECT record FROM keys WHERE key = ?", (key,)).fetchone()
+        return None if row is None else msgspec.json.decode(row[0], type=Answered)
+
+    def add_event(self, now: float, kind: str, run: str = "", text: str = "", who: str = "") -> ServerEvent:
+        """Keep an event, and return it with its number."""
+        with self._db:
+            body = msgspec.json.encode({"time_s": now, "run": run, "kind": kind, "text": text, "who": who})
+            seq = self._db.execute("INSERT INTO events (record) VALUES (?)", (body,)).lastrowid or 0
+            self._db.execute("DELETE FROM events WHERE seq <= ?", (seq - MOST_EVENTS,))
+        return ServerEvent(seq=seq, time_s=now, run=run, kind=kind, text=text, who=who)
+
+    def events(self, after: int, most: int = 1000) -> list[ServerEvent]:
+        """Return events behind number `after`, oldest first."""
+        rows = self._db.execute("SELECT seq, record FROM events WHERE seq > ? ORDER BY seq LIMIT ?", (after, most))
+        return [msgspec.convert({**msgspec.json.decode(body), "seq": seq}, ServerEvent) for seq, body in rows]
+
+    def newest_event(self) -> int:
+        """Return the number of the newest event; 0 where there is none."""
+        return int(self._db.execute("SELECT COALESCE(MAX(seq), 0) FROM events").fetchone()[0])
+
+    def close(self) -> None:
+        """Close the database."""
+        self._db.close()
+
+    def _put(self, table: str, column: str, key: str, record: Any) -> None:  # noqa: ANN401 - any struct
+        with self._db:
+            statement = f"INSERT INTO {table} ({column}, record) VALUES (?, ?) ON CONFLICT DO UPDATE SET record = excluded.record"  # noqa: S608 - names of ours
+            self._db.execute(statement, (key, msgspec.json.encode(record)))
+
+    def _read(self, table: str, kind: type[T]) -> list[T]:
+        return [msgspec.json.decode(row[0], type=kind) for row in self._db.execute(f"SELECT record FROM {table}")]  # noqa: S608 - ours
+
+
+def _open(path: Path) -> sqlite3.Connection:
+    database = sqlite3.connect(path, timeout=10.0)
+    path.chmod(0o600)
+    database.execute("PRAGMA journal_mode = WAL")
+    database.execute("PRAGMA synchronous = NORMAL")
+    database.executescript(_TABLES)
+    if (fault := database.execute("PRAGMA quick_check").fetchone()[0]) != "ok":
+        raise sqlite3.DatabaseError(fault)
+    return database
+
+
+def _records_in_folders(folder: Path) -> Iterator[RunRecord]:
+    for path in sorted((folder / RUNS).glob(f"*/{RECORD_FILE}")):
+        try:
+            record = msgspec.json.decode(path.read_bytes(), type=RunRecord)
+        except (OSError, msgspec.DecodeError) as error:
+            log.error("%s is damaged and its run is not listed: %s", path, error)  # noqa: TRY400
+            continue
+        if record.id == path.parent.name:
+            yield record

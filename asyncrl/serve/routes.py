@@ -1,0 +1,526 @@
+"""The daemon's HTTP interface, version 1: one table of routes, each with the role it asks for.
+
+JSON in and out. Errors are `{"error": text}`; those of a submission have `faults`, each with field, given and allowed. Streams
+are server-sent events with numbers, and go on behind `Last-Event-ID`. Where msgpack is accepted, status, evaluations and the
+orders of a run answer in it: `asyncrl.connect(url, token=...)` speaks to a run here as to one on its own machine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import sqlite3
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+from aiohttp import web
+
+from asyncrl import __version__
+from asyncrl.clock import Clock
+from asyncrl.config.load import load_config
+from asyncrl.control.api import MOST_BODY_BYTES, READ_TIMEOUT_S, read_body
+from asyncrl.errors import AsyncRLError, ConfigError, RunError
+from asyncrl.observe.sinks import render_prometheus
+from asyncrl.observe.steps import STEPS_FILE, read_evals, read_steps
+from asyncrl.schema.status import RunStatus
+from asyncrl.serve.guard import OPEN, WHO, ForbiddenError, Guard, new_token
+from asyncrl.serve.keeper import Keeper
+from asyncrl.serve.machine import disk_fault
+from asyncrl.serve.queue import in_order
+from asyncrl.serve.records import Answered, Records, Role, RunRecord, ServerEvent
+from asyncrl.serve.streams import Tail, last_event_id, stream
+from asyncrl.serve.submit import RefusedError, Submission, resolve
+
+PRIVATE = frozenset({"keys", "api.json", "endpoint", "owner.sock"})
+"""In a run's folder: what is not for download."""
+MOST_LISTED = 1000
+MOST_SERIES = 300
+"""Metrics of one run in /metrics."""
+ORDERS = ("pause", "checkpoint", "drain", "stop")
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class Fork(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Body of POST /v1/runs/{run}/fork: a new run from a checkpoint's weights, with a new optimizer."""
+
+    name: str
+    checkpoint: str = ""
+    """Name of the folder under checkpoints/; left out: the newest."""
+    set: dict[str, Any] = {}
+    priority: int = 0
+    project: str = ""
+    tags: tuple[str, ...] = ()
+
+
+class Resume(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Body of POST /v1/runs/{run}/resume; may be left out."""
+
+    num_steps: int = 0
+    """Of a run that has ended: the goal from now on; 0: as before."""
+
+
+class NewToken(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Body of POST /v1/tokens."""
+
+    name: str
+    role: Role
+
+
+class Route(NamedTuple):
+    """One row of the table."""
+
+    method: str
+    path: str
+    least: str
+    """Role, or OPEN."""
+    handler: Handler
+    summary: str
+    body: Any = None
+    """What is taken."""
+
+
+@dataclass
+class Service:
+    """What the routes work on."""
+
+    records: Records
+    keeper: Keeper
+    guard: Guard
+    clock: Clock
+    code_roots: Sequence[Path] = ()
+    draining: bool = False
+    answered: dict[int, int] = field(default_factory=dict)
+    """Requests by status."""
+
+    def routes(self) -> list[Route]:
+        """Return every route there is."""
+        run = "/v1/runs/{run}"
+        return [
+            Route("GET", "/healthz", OPEN, self.healthz, "Whether the daemon's loop runs."),
+            Route("GET", "/readyz", OPEN, self.readyz, "Whether it takes work: runs are found again, the disk has room."),
+            Route("GET", "/version", OPEN, self.version, "The daemon's version."),
+            Route("GET", "/openapi.json", OPEN, self.openapi, "This interface, as OpenAPI 3.1."),
+            Route("GET", "/metrics", "viewer", self.metrics, "Every run's newest metrics, in Prometheus' text form."),
+            Route("GET", "/v1/runs", "viewer", self.list_runs, "Runs, newest first: ?state= &project= &tag= &limit= &before=."),
+            Route("POST", "/v1/runs", "submitter", self.submit, "Submit a run; Idempotency-Key allows repeats.", Submission),
+            Route("GET", "/v1/queue", "viewer", self.queue, "Queued runs in the order in which they start."),
+            Route("GET", "/v1/machine", "viewer", self.machine, "What there is, and what is in use."),
+            Route("GET", "/v1/compare", "viewer", self.compare, "Runs beside each other: ?runs=A,B."),
+            Route("GET", "/v1/events", "viewer", self.events, "What happened at the daemon and to all runs, as a stream."),
+            Route("GET", run, "viewer", self.show_run, "One run's record."),
+            Route("GET", f"{run}/status", "viewer", self.status, "Where a run stands and who waits for whom."),
+            Route("GET", f"{run}/steps", "viewer", self.steps, "Step reports, past and coming, as a stream; ?first= STEP."),
+            Route("GET", f"{run}/evaluations", "viewer", self.evaluations, "Held-out evaluations, oldest first."),
+            Route("GET", f"{run}/events", "viewer", self.run_events, "What happened to a run, as a stream."),
+            Route("GET", f"{run}/config", "viewer", self.config, "A run's config, as TOML."),
+            Route("GET", f"{run}/files/{{path:.*}}", "operator", self.files, "A file of a run's folder, or a folder's list."),
+            *(Route("POST", f"{run}/{name}", "operator", self._order(name), f"Have a live run {name}.") for name in ORDERS),
+            Route("POST", f"{run}/resume", "operator", self._order("resume"), "Go on, paused or ended.", Resume),
+            Route("POST", f"{run}/cancel", "operator", self.cancel, "Take a queued run out of the queue."),
+            Route("POST", f"{run}/fork", "submitter", self.fork, "A new run from a checkpoint of this one.", Fork),
+            Route("GET", "/v1/tokens", "admin", self.list_tokens, "Names and roles of tokens."),
+            Route("POST", "/v1/tokens", "admin", self.add_token, "Make a token; it is shown once.", NewToken),
+            Route("DELETE", "/v1/tokens/{name}", "admin", self.remove_token, "Remove a token."),
+        ]  # fmt: skip
+
+    def app(self) -> web.Application:
+        """Return the application."""
+        app = web.Application(middlewares=[self._boundary], client_max_size=MOST_BODY_BYTES)
+        for route in self.routes():
+            app.router.add_route(route.method, route.path, self._guarded(route))
+        return app
+
+    def _guarded(self, route: Route) -> Handler:
+        async def handler(request: web.Request) -> web.StreamResponse:
+            request[WHO] = self.guard.check(request, route.least)
+            if (run := request.match_info.get("run")) is not None and run not in self.records.runs:
+                raise ForbiddenError(404, f"there is no run {run!r}")
+            return await route.handler(request)
+
+        return handler
+
+    @web.middleware
+    async def _boundary(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Turn errors into answers, and add what every answer has."""
+        try:
+            if request.match_info.http_exception is not None:  # no such route: who may not ask is not told
+                self.guard.check(request, "viewer")
+            response = await handler(request)
+        except web.HTTPException as error:
+            response = _json({"error": error.text or error.reason}, error.status)
+        except RefusedError as error:
+            response = _json({"error": str(error), "faults": error.faults}, 422)
+        except ForbiddenError as error:
+            response = _json({"error": str(error)}, error.status)
+            if error.status == 401:
+                response.headers["WWW-Authenticate"] = "Bearer"
+        except (msgspec.DecodeError, ConfigError, UnicodeError, ValueError) as error:
+            response = _json({"error": str(error)}, 400)
+        except RunError as error:
+            response = _plain_error(request, str(error), 409)
+        except AsyncRLError as error:
+            response = _plain_error(request, str(error), 503)
+        except (OSError, sqlite3.Error) as error:
+            if isinstance(error, ConnectionError):
+                raise
+            response = _json({"error": f"the daemon cannot write its records: {error}"}, 507)
+        self.answered[response.status] = self.answered.get(response.status, 0) + 1
+        if not response.prepared:
+            response.headers["X-Content-Type-Options"] = "nosniff"
+            response.headers["Content-Security-Policy"] = "default-src 'self'; frame-ancestors 'none'"
+        return response
+
+    # -- the daemon ------------------------------------------------------------------------------------------------------
+
+    async def healthz(self, _: web.Request) -> web.StreamResponse:
+        """Answer."""
+        return _json({"ok": True})
+
+    async def readyz(self, _: web.Request) -> web.StreamResponse:
+        """Answer 200 where work is taken, else 503 with the reason."""
+        reason = "" if self.keeper.settled.is_set() else "runs of before are being looked at"
+        reason = reason or ("the daemon is ending" if self.draining else "") or disk_fault(self.records.run_folder(""))
+        return _json({"ready": not reason, "reason": reason}, 503 if reason else 200)
+
+    async def version(self, _: web.Request) -> web.StreamResponse:
+        """Return the version."""
+        return _json({"version": __version__, "api": 1})
+
+    async def openapi(self, _request: web.Request) -> web.StreamResponse:
+        """Return the table as OpenAPI."""
+        _, schemas = msgspec.json.schema_components(
+            [Submission, Fork, Resume, NewToken], ref_template="#/components/schemas/{name}"
+        )  # fmt: skip
+        paths: dict[str, dict[str, Any]] = {}
+        for route in self.routes():
+            operation: dict[str, Any] = {"summary": route.summary, "responses": {"200": {"description": "OK"}}}
+            operation |= {"security": []} if route.least == OPEN else {"security": [{"bearer": []}], "x-role": route.least}
+            path = route.path.replace(":.*", "")
+            if names := [part[1:-1] for part in path.split("/") if part.startswith("{")]:
+                operation["parameters"] = [
+                    {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
+                ]
+            if route.body is not None:
+                schema = {"$ref": f"#/components/schemas/{route.body.__name__}"}
+                operation["requestBody"] = {"content": {"application/json": {"schema": schema}}}
+            paths.setdefault(path, {})[route.method.lower()] = operation
+        bearer = {"bearer": {"type": "http", "scheme": "bearer"}}
+        return _json({
+            "openapi": "3.1.0",
+            "info": {"title": "asyncrl serve", "version": __version__},
+            "paths": paths,
+            "components": {"schemas": schemas, "securitySchemes": bearer},
+        })  # fmt: skip
+
+    async def metrics(self, _: web.Request) -> web.StreamResponse:
+        """Return the daemon's own counts, and the newest metrics of every live run."""
+        runs = self.records.runs.values()
+        states = {state: sum(run.state == state for run in runs) for state in ("queued", "starting", "live", "ended")}
+        lines = ["# TYPE asyncrl_serve_runs gauge", *(f'asyncrl_serve_runs{{state="{name}"}} {n}' for name, n in states.items())]
+        lines += ["# TYPE asyncrl_serve_requests_total counter"]
+        lines += [f'asyncrl_serve_requests_total{{status="{status}"}} {n}' for status, n in sorted(self.answered.items())]
+        live = [run for run in runs if run.state == "live"]
+        read = await asyncio.to_thread(lambda: {run: _newest_metrics(self.records.run_folder(run.id)) for run in live})
+        newest = {
+            f'run="{run.id}",project="{_escaped(run.project)}"': {**values, "version": run.version}
+            for run, values in read.items()
+        }
+        return web.Response(text="\n".join(lines) + "\n" + render_prometheus(newest))
+
+    async def machine(self, _: web.Request) -> web.StreamResponse:
+        """Return the inventory and what runs hold of it."""
+        busy = [run for run in self.records.runs.values() if run.state in {"starting", "live"}]
+        return _json({
+            "has": self.keeper.machine,
+            "in_use": [{"run": run.id, "gpus": run.gpus, "demand": run.demand} for run in busy],
+        })  # fmt: skip
+
+    async def events(self, request: web.Request) -> web.StreamResponse:
+        """Stream what happens."""
+        seen = last_event_id(request)
+
+        async def rows() -> list[tuple[int, str, bytes]]:
+            nonlocal seen
+            found: list[ServerEvent] = self.records.events(seen)
+            seen = found[-1].seq if found else seen
+            return [(event.seq, event.kind, msgspec.json.encode(event)) for event in found]
+
+        return await stream(request, rows, lambda: self.draining)
+
+    # -- runs ------------------------------------------------------------------------------------------------------------
+
+    async def list_runs(self, request: web.Request) -> web.StreamResponse:
+        """Return records, newest first."""
+        query = request.query
+        limit, before = int(query.get("limit", 100)), int(query.get("before", 1 << 62))
+        if not 1 <= limit <= MOST_LISTED:
+            raise ForbiddenError(400, f"limit must be from 1 to {MOST_LISTED}, got {limit}")
+        found = [
+            run for run in sorted(self.records.runs.values(), key=lambda run: -run.number)
+            if run.number < before and query.get("state", run.state) == run.state
+            and query.get("project", run.project) == run.project and ("tag" not in query or query["tag"] in run.tags)
+        ]  # fmt: skip
+        return _json({"runs": found[:limit], "next": found[limit - 1].number if len(found) > limit else None})
+
+    async def queue(self, _: web.Request) -> web.StreamResponse:
+        """Return the queue."""
+        return _json({"runs": in_order(self.records.runs.values())})
+
+    async def submit(self, request: web.Request) -> web.StreamResponse:
+        """Check a submission whole, then queue it."""
+        body = await _body(request)
+        submission = msgspec.json.decode(body, type=Submission)
+        if (known := self._known(request, body)) is not None:
+            return _json(known)
+        self._takes_work()
+        config, demand = await asyncio.to_thread(
+            resolve, submission, self.records.run_folder(""), self.code_roots, self.keeper.machine
+        )  # fmt: skip
+        record = await self.keeper.submit(
+            config, demand, who=request[WHO].name, project=submission.project, tags=submission.tags, priority=submission.priority
+        )  # fmt: skip
+        self._remember(request, body, record)
+        return _json(record, 201)
+
+    async def fork(self, request: web.Request) -> web.StreamResponse:
+        """Queue a new run from a checkpoint of this one."""
+        run, body = request.match_info["run"], await _body(request)
+        asked = msgspec.json.decode(body, type=Fork)
+        if (known := self._known(request, body)) is not None:
+            return _json(known)
+        self._takes_work()
+        folder = self.records.run_folder(run)
+        checkpoints = sorted(path.name for path in (folder / "checkpoints").glob("step-*"))
+        name = asked.checkpoint or (checkpoints[-1] if checkpoints else "")
+        if name not in checkpoints:
+            raise RunError(f"{run} has no checkpoint {name!r}; it has {', '.join(checkpoints) or 'none'}")
+        config = msgspec.to_builtins(await asyncio.to_thread(load_config, folder / "config.toml"))
+        config = {**config, "model": {"kind": "pretrained", "path": str(folder / "checkpoints" / name)}}
+        submission = Submission(config=_without_none(config), set=asked.set, name=asked.name)
+        resolved, demand = await asyncio.to_thread(
+            resolve, submission, self.records.run_folder(""), self.code_roots, self.keeper.machine
+        )  # fmt: skip
+        record = await self.keeper.submit(
+            resolved, demand, who=request[WHO].name, project=asked.project or self.records.runs[run].project, tags=asked.tags,
+            priority=asked.priority, parent=f"{run}/checkpoints/{name}",
+        )  # fmt: skip
+        self._remember(request, body, record)
+        return _json(record, 201)
+
+    def _takes_work(self) -> None:
+        if reason := ("the daemon is ending" if self.draining else "") or disk_fault(self.records.run_folder("")):
+            raise ForbiddenError(503, reason)
+
+    def _known(self, request: web.Request, body: bytes) -> RunRecord | None:
+        """Return the run that an idempotency key has made before."""
+        answered = self.records.answer(_key(request)) if _key(request) else None
+        if answered is None:
+            return None
+        if answered.body_digest != hashlib.sha256(body).hexdigest():
+            raise RunError("this Idempotency-Key came with another body before; take a new key")
+        return self.records.runs[answered.run]
+
+    def _remember(self, request: web.Request, body: bytes, record: RunRecord) -> None:
+        if _key(request):
+            self.records.put_answer(_key(request), Answered(hashlib.sha256(body).hexdigest(), record.id))
+
+    async def show_run(self, request: web.Request) -> web.StreamResponse:
+        """Return a run's record."""
+        return _json(self.records.runs[request.match_info["run"]])
+
+    async def status(self, request: web.Request) -> web.StreamResponse:
+        """Return a live run's own status, or what is known of one that is not."""
+        record = self.records.runs[request.match_info["run"]]
+        status = self.keeper.statuses.get(record.id)
+        if status is None:
+            phase = {"queued": "queued", "starting": "starting", "live": "starting"}.get(record.state)
+            status = RunStatus(
+                name=record.id, run_folder=str(self.records.run_folder(record.id)), reason=record.reason, version=record.version,
+                phase=phase or ("failed" if record.outcome == "failed" else "stopped"), num_steps=record.num_steps,
+                accuracy_before=record.accuracy_before, accuracy_after=record.accuracy_after,
+            )  # fmt: skip
+        return _answer(request, status)
+
+    async def evaluations(self, request: web.Request) -> web.StreamResponse:
+        """Return a run's evaluations."""
+        folder = self.records.run_folder(request.match_info["run"])
+        return _answer(request, await asyncio.to_thread(read_evals, folder))
+
+    async def steps(self, request: web.Request) -> web.StreamResponse:
+        """Stream a run's steps."""
+        run, after = request.match_info["run"], last_event_id(request)
+        first = request.query.get("first", "")
+        if first and not first.isdecimal():
+            raise ForbiddenError(400, f"first must be a step, got {first[:40]!r}")
+        tail = Tail(self.records.run_folder(run) / STEPS_FILE, "step", "step", max(after, int(first or 0) - 1))
+        return await stream(request, tail.rows, lambda: self._is_over(run))
+
+    async def run_events(self, request: web.Request) -> web.StreamResponse:
+        """Stream what happens to a run."""
+        run = request.match_info["run"]
+        tail = Tail(self.records.run_folder(run) / "events.jsonl", "seq", "event", last_event_id(request))
+        return await stream(request, tail.rows, lambda: self._is_over(run))
+
+    def _is_over(self, run: str) -> bool:
+        return self.draining or self.records.runs[run].state == "ended"
+
+    async def config(self, request: web.Request) -> web.StreamResponse:
+        """Return a run's config as it is now, or as it was submitted."""
+        folder = self.records.run_folder(request.match_info["run"])
+        path = next((path for path in (folder / "config.toml", folder / "submitted.toml") if path.exists()), None)
+        if path is None:
+            raise ForbiddenError(404, "the run has no config")
+        return web.Response(text=path.read_text(encoding="utf-8"), content_type="application/toml")
+
+    async def files(self, request: web.Request) -> web.StreamResponse:
+        """Return a file (ranges and ETag are understood), or what is in a folder."""
+        folder = self.records.run_folder(request.match_info["run"]).resolve()
+        asked = request.match_info["path"]
+        path = (folder / asked).resolve() if "\0" not in asked else folder / "keys"
+        inside = path.is_relative_to(folder) and not PRIVATE & set(path.relative_to(folder).parts)
+        if not inside or not path.exists():
+            raise ForbiddenError(404, f"the run has no file {asked!r}")
+        if path.is_dir():
+            found = sorted(child for child in path.iterdir() if child.name not in PRIVATE)
+            return _json([
+                {"name": child.name, "folder": child.is_dir(), "bytes": child.stat().st_size, "changed_s": child.stat().st_mtime}
+                for child in found
+            ])  # fmt: skip
+        response = web.FileResponse(path)
+        response.headers["Content-Disposition"] = "attachment"
+        return response
+
+    def _order(self, name: str) -> Handler:
+        async def handler(request: web.Request) -> web.StreamResponse:
+            run, who = request.match_info["run"], request[WHO].name
+            if name == "resume" and self.records.runs[run].state == "ended":
+                body = await _body(request)
+                goal = msgspec.json.decode(body, type=Resume).num_steps if body else 0
+                self._takes_work()
+                return _json(await self.keeper.resume_ended(run, who, goal))
+            return _answer(request, await self.keeper.ask(run, name, who))
+
+        return handler
+
+    async def cancel(self, request: web.Request) -> web.StreamResponse:
+        """Cancel a queued run."""
+        return _json(await self.keeper.cancel(request.match_info["run"], request[WHO].name))
+
+    async def compare(self, request: web.Request) -> web.StreamResponse:
+        """Return what differs between runs: settings and results."""
+        names = [name for name in request.query.get("runs", "").split(",") if name]
+        unknown = [name for name in names if name not in self.records.runs]
+        if unknown or not 1 <= len(names) <= 50:
+            raise ForbiddenError(
+                404 if unknown else 400, f"no run {', '.join(unknown)}" if unknown else "runs=A,B names 1 to 50 runs"
+            )
+        rows = await asyncio.to_thread(
+            lambda: [_compared(self.records.runs[name], self.records.run_folder(name)) for name in names]
+        )
+        keys = {key for row in rows for key in row["config"]}
+        same = {key for key in keys if len({repr(row["config"].get(key)) for row in rows}) == 1}
+        return _json({"runs": [{**row, "config": {k: v for k, v in row["config"].items() if k not in same}} for row in rows]})
+
+    # -- tokens ----------------------------------------------------------------------------------------------------------
+
+    async def list_tokens(self, _: web.Request) -> web.StreamResponse:
+        """Return names and roles."""
+        return _json([{"name": one.name, "role": one.role, "created_s": one.created_s} for one in self.records.tokens.values()])
+
+    async def add_token(self, request: web.Request) -> web.StreamResponse:
+        """Make a token."""
+        asked = msgspec.json.decode(await _body(request), type=NewToken)
+        token = new_token(self.records, asked.name, asked.role, self.clock)
+        await self.keeper.tell("token", text=f"{asked.name} is a {asked.role}", who=request[WHO].name)
+        return _json({"name": asked.name, "role": asked.role, "token": token}, 201)
+
+    async def remove_token(self, request: web.Request) -> web.StreamResponse:
+        """Remove a token."""
+        name = request.match_info["name"]
+        if name == request[WHO].name:
+            raise RunError("a token cannot remove itself")
+        if not self.records.forget_token(name):
+            raise ForbiddenError(404, f"there is no token {name!r}")
+        await self.keeper.tell("token", text=f"{name} is removed", who=request[WHO].name)
+        return _json({"removed": name})
+
+
+async def _body(request: web.Request) -> bytes:
+    return await read_body(request, MOST_BODY_BYTES, READ_TIMEOUT_S)
+
+
+def _key(request: web.Request) -> str:
+    return request.headers.get("Idempotency-Key", "")[:200]
+
+
+def _json(value: Any, status: int = 200) -> web.Response:  # noqa: ANN401 - anything msgspec encodes
+    return web.Response(body=msgspec.json.encode(value), status=status, content_type="application/json")
+
+
+def _answer(request: web.Request, value: Any) -> web.Response:  # noqa: ANN401 - anything msgspec encodes
+    """Return a value in the form that is accepted."""
+    if "application/msgpack" in request.headers.get("Accept", ""):
+        return web.Response(body=msgspec.msgpack.encode(value), content_type="application/msgpack")
+    return _json(value)
+
+
+def _plain_error(request: web.Request, text: str, status: int) -> web.Response:
+    """Return an error as a run's own interface does, for a client that speaks to it."""
+    if "application/msgpack" in request.headers.get("Accept", ""):
+        return web.Response(text=text, status=status)
+    return _json({"error": text}, status)
+
+
+def _without_none(value: Any) -> Any:  # noqa: ANN401 - plain nested values
+    if isinstance(value, dict):
+        return {key: _without_none(item) for key, item in value.items() if item is not None}
+    return [_without_none(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def _flat(table: dict[str, Any], before: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in table.items():
+        found |= _flat(value, f"{before}{key}.") if isinstance(value, dict) else {f"{before}{key}": value}
+    return found
+
+
+def _compared(record: RunRecord, folder: Path) -> dict[str, Any]:
+    steps = read_steps(folder)
+    source = folder / ("config.toml" if (folder / "config.toml").exists() else "submitted.toml")
+    last, span_s = steps[-50:], steps[-1].time_s - steps[0].time_s if len(steps) > 1 else 0.0
+    return {
+        "run": record.id,
+        "outcome": record.outcome or record.state,
+        "version": record.version,
+        "accuracy_before": record.accuracy_before,
+        "accuracy_after": record.accuracy_after,
+        "reward": sum(step.reward_mean for step in last) / len(last) if last else None,
+        "staleness": sum(step.staleness_mean for step in last) / len(last) if last else None,
+        "steps_per_s": (len(steps) - 1) / span_s if span_s else None,
+        "config": _flat(msgspec.to_builtins(load_config(source))),
+    }
+
+
+def _newest_metrics(folder: Path) -> dict[str, float]:
+    """Return the metrics of a run's newest step, the first MOST_SERIES of them."""
+    path = folder / "metrics.jsonl"
+    if not path.exists():
+        return {}
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - MOST_BODY_BYTES))
+        lines = file.read().splitlines()
+    for line in reversed(lines):
+        try:
+            values: dict[str, float] = msgspec.json.decode(line)["metrics"]
+        except (msgspec.DecodeError, KeyError, TypeError):
+            continue
+        return dict(sorted(values.items())[:MOST_SERIES])
+    return {}
+
+
+def _escaped(label: str) -> str:
+    return label.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")

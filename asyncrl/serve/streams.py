@@ -1,0 +1,97 @@
+"""Rows that come while somebody reads: server-sent events with numbers, or JSON lines.
+
+Rows come from files and from the database, never from a run's controller: readers cost a run nothing, however many and however
+slow they are. A reader that is too slow is held back by its own connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+
+from aiohttp import web
+
+from asyncrl.serve.guard import ForbiddenError
+
+LOOK_S = 0.25
+"""Between looks for new rows."""
+BEAT_S = 15.0
+"""After this long without a row a comment is sent, so that a connection which is gone is found."""
+MOST_CHUNK_BYTES = 4 << 20
+
+Rows = Callable[[], Awaitable[list[tuple[int, str, bytes]]]]
+"""What has come since it was called last: number, kind, JSON."""
+
+
+class Tail:
+    """The whole lines of a file of JSON lines, each once, from a number on."""
+
+    def __init__(self, path: Path, number: str, kind: str, after: int) -> None:
+        """Read `path`; `number` is the field of a row that holds its number, and rows up to `after` are left out."""
+        self._path, self._number, self._kind, self._after, self._offset = path, number, kind, after, 0
+
+    async def rows(self) -> list[tuple[int, str, bytes]]:
+        """Return what has come."""
+        return await asyncio.to_thread(lambda: list(self._read()))
+
+    def _read(self) -> Iterator[tuple[int, str, bytes]]:
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._offset)
+                chunk = file.read(MOST_CHUNK_BYTES)
+        except FileNotFoundError:
+            return
+        whole = chunk[: chunk.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        for line in whole.splitlines():
+            try:
+                number = json.loads(line)[self._number]
+            except (ValueError, KeyError, TypeError):
+                continue  # torn by a writer that was killed
+            if number > self._after:
+                yield number, self._kind, line
+
+
+def last_event_id(request: web.Request) -> int:
+    """Return behind which number a reader goes on: `Last-Event-ID`, or `?after=`; -1 for all.
+
+    Raises:
+        ForbiddenError: It is no number.
+    """
+    given = request.headers.get("Last-Event-ID") or request.query.get("after") or "-1"
+    try:
+        number = int(given)
+    except ValueError as error:
+        raise ForbiddenError(400, f"Last-Event-ID (or after) must be a whole number, got {given[:40]!r}") from error
+    if not -1 <= number < 1 << 63:
+        raise ForbiddenError(400, f"Last-Event-ID (or after) must be from 0 to {(1 << 63) - 1}, got {number}")
+    return number
+
+
+async def stream(request: web.Request, rows: Rows, is_over: Callable[[], bool]) -> web.StreamResponse:
+    """Send rows until there are no more: as events where the reader accepts those, else as JSON lines."""
+    as_events = "text/event-stream" in request.headers.get("Accept", "")
+    kind = "text/event-stream" if as_events else "application/x-ndjson"
+    response = web.StreamResponse(headers={"Content-Type": kind, "Cache-Control": "no-store"})
+    await response.prepare(request)
+    silent_s = 0.0
+    while True:
+        over = is_over()  # asked first: what was written before the end is still read
+        found = await rows()
+        for number, name, line in found:
+            shown = b"id: %d\nevent: %s\ndata: %s\n\n" % (number, name.encode(), line) if as_events else line + b"\n"
+            await response.write(shown)
+        if found:
+            silent_s = 0.0
+            continue
+        if over:
+            break
+        if as_events and silent_s >= BEAT_S:
+            await response.write(b": still here\n\n")
+            silent_s = 0.0
+        await asyncio.sleep(LOOK_S)
+        silent_s += LOOK_S
+    await response.write_eof()
+    return response

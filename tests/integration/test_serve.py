@@ -1,0 +1,210 @@
+"""The daemon as it is used: a real process, real runs, real kills."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import psutil
+import pytest
+
+import asyncrl
+from asyncrl.buffer.ledger.reader import LedgerReader
+from asyncrl.client import is_live, read_endpoint
+from asyncrl.observe.steps import read_steps
+from tests.integration.conftest import NO_MODEL, tiny_settings
+
+pytestmark = pytest.mark.timeout(300)
+SLOW = {**NO_MODEL, "token_latency_s": 0.1}
+
+
+def settings(folder: Path, **more):
+    config = tiny_settings(folder, **{"generate__engine": NO_MODEL, "eval__at_start": False, "eval__at_end": False, **more})
+    return {key: value for key, value in config.items() if key not in {"folder", "name"}}
+
+
+class Daemon:
+    """`asyncrl serve`, and a client of it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.process: asyncio.subprocess.Process | None = None
+
+    async def start(self, *options: str, **environment: str) -> asyncrl.Server:
+        command = [sys.executable, "-m", "asyncrl", "serve", "--folder", str(self.folder), "--port", "0", *options]
+        self.process = await asyncio.create_subprocess_exec(*command, env={**os.environ, **environment})
+        async with asyncio.timeout(60):
+            while not (self.folder / "server.url").exists():
+                assert self.process.returncode is None
+                await asyncio.sleep(0.02)
+        return asyncrl.Server((self.folder / "server.url").read_text(), (self.folder / "admin.token").read_text().strip())
+
+    async def kill(self) -> None:
+        self.process.kill()
+        await self.process.wait()
+        (self.folder / "server.url").unlink()
+
+    async def end(self) -> int:
+        self.process.terminate()
+        return await self.process.wait()
+
+
+@pytest.fixture
+async def daemon(tmp_path):
+    one = Daemon(tmp_path / "served")
+    yield one
+    if one.process is not None and one.process.returncode is None:
+        await one.end()
+    for path in (tmp_path / "served" / "runs").glob("*/api.json"):
+        endpoint = read_endpoint(path.parent)
+        if endpoint is not None and is_live(path.parent):
+            os.kill(endpoint.pid, signal.SIGKILL)
+
+
+async def until(server, run, reached, within_s=120):
+    async with asyncio.timeout(within_s):
+        while not reached(record := await server.show(run)):
+            assert record.outcome != "failed", record.reason
+            await asyncio.sleep(0.1)
+    return record
+
+
+def balanced(folder, steps):
+    """Every step was done once, and the ledger's sums hold."""
+    assert [report.step for report in read_steps(folder)] == list(range(steps))
+    with LedgerReader(folder) as ledger:
+        counts = {row.state: row.groups for row in ledger.counts()}
+    assert counts["trained"] == 4 * steps
+
+
+async def test_runs_outlive_a_daemon_that_is_killed_and_are_adopted_by_the_next(daemon):
+    async with await daemon.start() as server:
+        run = await server.submit(settings(daemon.folder, num_steps=40), name="one")
+        await until(server, run.id, lambda record: record.version >= 1)
+        await daemon.kill()
+    folder = daemon.folder / "runs" / "one"
+    pid = read_endpoint(folder).pid
+    assert psutil.pid_exists(pid)
+    async with await daemon.start() as server:
+        adopted = await until(server, "one", lambda record: record.state in {"live", "ended"})
+        assert adopted.attempts == 1
+        async with server.connect("one") as client:
+            assert client.run_folder == folder
+            assert (await client.status()).name == "one"
+            seen = [step.version async for step in client.steps(first=38)]
+        assert seen == [39, 40]
+        async for ended in server.ended(["one"]):
+            assert (ended.outcome, ended.version, ended.attempts) == ("done", 40, 1)
+    balanced(folder, 40)
+
+
+async def test_a_run_is_resumed_when_daemon_and_controller_are_killed(daemon):
+    async with await daemon.start() as server:
+        await server.submit(settings(daemon.folder, num_steps=12, generate__engine=SLOW), name="one")
+        await until(server, "one", lambda record: record.version >= 3)
+        await daemon.kill()
+    folder = daemon.folder / "runs" / "one"
+    os.kill(read_endpoint(folder).pid, signal.SIGKILL)
+    (daemon.folder / "server.sqlite").write_bytes(b"damaged" * 1000)  # and the books with them: runs are found from their folders
+    async with await daemon.start() as server:
+        async for ended in server.ended(["one"]):
+            assert (ended.outcome, ended.version, ended.attempts) == ("done", 12, 2)
+    balanced(folder, 12)
+
+
+async def test_the_queue_keeps_its_order_and_a_run_that_ended_goes_on(daemon, tmp_path):
+    everything = {"learner__num_threads": os.cpu_count() or 1}
+    async with await daemon.start() as server:
+        first = await server.submit(settings(tmp_path, num_steps=500, **everything), name="first", tags=["t"])
+        for name, priority in (("second", 0), ("third", 0), ("urgent", 1)):
+            await server.submit(settings(tmp_path, num_steps=3, **everything), name=name, priority=priority)
+        await until(server, first.id, lambda record: record.version >= 1)
+        assert (await server.cancel("third")).outcome == "cancelled"
+        with pytest.raises(asyncrl.RunError, match="another name"):
+            await server.submit(settings(tmp_path), name="second")
+        with pytest.raises(asyncrl.RunError, match="only a queued run"):
+            await server.cancel("first")
+        async with server.connect("first") as client:
+            status = await client.drain()
+        order = [record.id async for record in server.ended(["first", "second", "urgent"])]
+        assert order.index("urgent") < order.index("second")
+        assert (await server.show("first")).outcome == "stopped"
+        forked = await server.fork("first", "child", set={"num_steps": 2})
+        assert forked.parent.startswith("first/checkpoints/step-")
+        async for ended in server.ended([forked]):
+            assert ended.outcome == "done", ended.reason
+        assert [record.id for record in await server.runs(tag="t")] == ["first"]
+    assert status.phase == "stopped"
+    assert await daemon.end() == 0
+
+
+async def test_events_are_streamed_and_go_on_where_a_reader_was_cut(daemon, tmp_path):
+    async with await daemon.start() as server:
+        await server.submit(settings(tmp_path, num_steps=3), name="one")
+        async for _ in server.ended(["one"]):
+            pass
+        seen, last = [], "0"
+        while "ended" not in [kind for _, kind in seen]:
+            headers = {"Accept": "text/event-stream", "Last-Event-ID": last}
+            async with server._http.get(f"{server._url}/v1/events", headers=headers) as answer:
+                lines = [(await answer.content.readline()).decode().split(": ", 1)[1].strip() for _ in range(2)]
+            seen.append(tuple(lines))
+            last = lines[0]
+    assert [int(number) for number, _ in seen] == list(range(1, len(seen) + 1))
+    kinds = [kind for _, kind in seen]
+    assert kinds[0] == "submitted"
+    assert {"started", "phase", "checkpoint"} <= set(kinds)
+
+
+async def test_a_run_that_cannot_start_has_failed_with_its_reason(daemon, tmp_path):
+    async with await daemon.start() as server:
+        await server.submit({**settings(tmp_path), "transport": {"kind": "tcp", "host": "203.0.113.1"}}, name="one")
+        async for ended in server.ended(["one"]):
+            assert ended.outcome == "failed"
+            assert "203.0.113.1" in ended.reason
+
+
+async def test_systemd_is_told_and_a_container_drains(daemon, tmp_path):
+    loop, told = asyncio.get_running_loop(), []
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
+        systemd.bind(str(tmp_path / "notify"))
+        systemd.setblocking(False)
+        loop.add_reader(systemd, lambda: told.append(systemd.recv(100)))
+        environment = {"NOTIFY_SOCKET": str(tmp_path / "notify"), "WATCHDOG_USEC": "300000"}
+        async with await daemon.start("--drain", **environment) as server:
+            await server.submit(settings(tmp_path, num_steps=5000), name="one")
+            await until(server, "one", lambda record: record.version >= 1)
+            assert await daemon.end() == 0
+        loop.remove_reader(systemd)
+    assert (told[0], told[-1]) == (b"READY=1", b"STOPPING=1")
+    assert b"WATCHDOG=1" in told
+    folder = daemon.folder / "runs" / "one"
+    assert not is_live(folder)
+    assert list((folder / "checkpoints").glob("step-*"))
+
+
+def serve(*options: str) -> tuple[int, str]:
+    command = [sys.executable, "-m", "asyncrl", "serve", *options]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    return ended.returncode, ended.stderr
+
+
+async def test_a_daemon_that_would_be_open_or_in_the_way_is_refused(daemon, tmp_path):
+    async with await daemon.start():
+        code, said = await asyncio.to_thread(serve, "--folder", str(daemon.folder))
+        assert (code, "another daemon" in said) == (2, True)
+        port = (daemon.folder / "server.url").read_text().rpartition(":")[2]
+        code, said = await asyncio.to_thread(serve, "--folder", str(tmp_path / "b"), "--port", port)
+        assert (code, "cannot listen" in said) == (2, True)
+    code, said = await asyncio.to_thread(serve, "--folder", str(tmp_path / "b"), "--host", "0.0.0.0")
+    assert (code, "--tls-cert" in said) == (2, True)
+    with pytest.raises(asyncrl.LaunchError, match="no daemon answers"):
+        async with asyncrl.Server("http://127.0.0.1:9", "x"):
+            pass
+    assert msgspec.json.decode((daemon.folder / "admin.token").read_bytes().strip().join([b'"', b'"']))

@@ -1,0 +1,57 @@
+"""Who starts: all or nothing, by priority, then first come, and nobody overtakes."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncrl.serve.queue import Machine, admit, in_order, misfits
+from asyncrl.serve.records import Demand, RunRecord
+
+
+def run(number, gpus=0, cores=1, memory=0, priority=0, **more):
+    return RunRecord(id=f"r{number}", number=number, priority=priority, demand=Demand(gpus, cores, memory), **more)
+
+
+def test_a_run_that_does_not_fit_holds_those_behind_it():
+    machine = Machine(("a", "b"), cores=4)
+    assert [one.run for one in admit(machine, [run(1, gpus=2), run(2, gpus=1), run(3)])] == ["r1"]
+
+
+def test_a_gpu_is_given_once():
+    machine = Machine(("a", "b"), cores=4)
+    live = RunRecord(
+        id="r1", number=1, state="live", gpus=("a",), demand=Demand(1)
+    )  # fmt: skip
+    assert admit(machine, [live, run(2, gpus=1)])[0].gpus == ("b",)
+
+
+def test_priority_goes_first_then_the_order_of_submission():
+    assert [one.id for one in in_order([run(3), run(2, priority=1), run(1)])] == ["r2", "r1", "r3"]
+
+
+def test_what_never_fits_is_named_with_its_sums():
+    assert misfits(Machine(cores=2, memory_bytes=1 << 30), Demand(1, 1, 4 << 30)) == [
+        "the run takes 1 GPUs and this machine has 0",
+        "the run's processes hold 4.0 GiB and this machine has 1.0",
+    ]
+
+
+records = st.builds(
+    lambda number, gpus, cores, memory, priority, state: RunRecord(
+        id=f"r{number}", number=number, priority=priority, state=state, demand=Demand(gpus, cores, memory)
+    ),
+    st.integers(0, 1000), st.integers(0, 3), st.integers(1, 4), st.integers(0, 4), st.integers(-1, 1),
+    st.sampled_from(["queued", "ended"]),
+)  # fmt: skip
+
+
+@given(st.lists(records, max_size=12, unique_by=lambda one: one.number), st.integers(0, 4), st.integers(1, 8), st.integers(0, 8))
+def test_what_is_given_is_there_and_is_the_head_of_the_queue(runs, gpus, cores, memory):
+    machine = Machine(tuple(map(str, range(gpus))), cores, memory)
+    granted = admit(machine, runs)
+    by_id = {one.id: one for one in runs}
+    assert [one.run for one in granted] == [one.id for one in in_order(runs)][: len(granted)]
+    given_out = [gpu for one in granted for gpu in one.gpus]
+    assert len(given_out) == len(set(given_out))
+    assert all(len(one.gpus) == by_id[one.run].demand.gpus for one in granted)
+    assert sum(by_id[one.run].demand.cores for one in granted) <= cores
+    assert sum(by_id[one.run].demand.memory_bytes for one in granted) <= memory

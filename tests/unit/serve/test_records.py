@@ -1,0 +1,50 @@
+"""What the daemon remembers outlives it, and a damaged database costs no run."""
+
+import pytest
+
+from asyncrl.serve.records import DATABASE, Answered, Records, RunRecord, TokenRecord
+
+
+@pytest.fixture
+def folder(tmp_path):
+    records = Records(tmp_path)
+    records.put_run(RunRecord(id="a", number=1, state="live", tags=("x",)))
+    records.put_token(TokenRecord("me", "viewer", "0" * 64, 1.0))
+    records.put_answer("key", Answered("digest", "a"))
+    records.add_event(1.0, "started", "a")
+    records.close()
+    return tmp_path
+
+
+def test_everything_is_there_again(folder):
+    records = Records(folder)
+    assert records.runs["a"].tags == ("x",)
+    assert records.tokens["me"].role == "viewer"
+    assert records.answer("key").run == "a"
+    assert [event.kind for event in records.events(after=0)] == ["started"]
+    assert records.events(after=1) == []
+    records.close()
+
+
+@pytest.mark.parametrize("damage", [b"", b"not a database" * 1000, None])
+def test_runs_are_found_again_from_their_folders(folder, damage, caplog):
+    path = folder / DATABASE
+    content = path.read_bytes()
+    path.write_bytes(content[:100] + b"\xff" * (len(content) - 100) if damage is None else damage)
+    for suffix in ("-wal", "-shm"):
+        path.with_name(path.name + suffix).unlink(missing_ok=True)
+    records = Records(folder)
+    assert records.runs["a"].state == "live"
+    records.close()
+    if damage != b"":
+        assert "damaged" in caplog.text
+        assert (folder / "server.damaged").exists()
+
+
+def test_a_run_whose_record_is_damaged_too_is_named(folder, caplog):
+    (folder / DATABASE).write_bytes(b"x" * 5000)
+    (folder / "runs" / "a" / "served.json").write_bytes(b"{")
+    records = Records(folder)
+    assert records.runs == {}
+    assert "served.json" in caplog.text
+    records.close()

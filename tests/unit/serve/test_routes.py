@@ -1,0 +1,163 @@
+"""Every route, by the table: who may ask, from where; and nothing but 4xx for what makes no sense."""
+
+from __future__ import annotations
+
+import io
+import random
+
+import pytest
+from aiohttp.test_utils import TestClient, TestServer
+
+from asyncrl.clock import SystemClock
+from asyncrl.serve.guard import OPEN, Guard, new_token
+from asyncrl.serve.keeper import Keeper
+from asyncrl.serve.queue import Machine
+from asyncrl.serve.records import ROLES, Records, RunRecord
+from asyncrl.serve.routes import Service
+
+
+@pytest.fixture
+async def service(tmp_path):
+    records, clock = Records(tmp_path), SystemClock()
+    keeper = Keeper(records, Machine(cores=2, memory_bytes=1 << 40), clock)
+    keeper.settled.set()
+    one = Service(records, keeper, Guard(records, {"127.0.0.1"}), clock)
+    records.put_run(RunRecord(id="r", number=1, state="ended", outcome="done", project='a"b'))
+    yield one
+    records.close()
+
+
+@pytest.fixture
+async def client(service):
+    server = TestServer(service.app())
+    await server.start_server(shutdown_timeout=0.5)
+    async with TestClient(server) as client:
+        yield client
+
+
+@pytest.fixture
+def tokens(service):
+    return {role: new_token(service.records, role, role, SystemClock()) for role in ROLES}
+
+
+def bearer(token):
+    return {"Authorization": f"Bearer {token}"}
+
+
+def filled(path):
+    return path.replace("{run}", "r").replace("{path:.*}", "served.json").replace("{name}", "viewer")
+
+
+async def test_every_route_refuses_whoever_may_not_ask(service, client, tokens):
+    for route in service.routes():
+        path = filled(route.path)
+        foreign = await client.request(route.method, path, headers={**bearer(tokens["admin"]), "Host": "evil.example"})
+        assert foreign.status == 403, route
+        page = {**bearer(tokens["admin"]), "Origin": "http://evil.example"}
+        assert (await client.request(route.method, path, headers=page)).status == 403, route
+        if route.least == OPEN:
+            assert (await client.request(route.method, path)).status in {200, 503}, route
+            continue
+        for headers in ({}, bearer("wrong"), bearer("\udcff\udcfe"), {"Authorization": tokens["admin"]}):
+            answer = await client.request(route.method, path, headers=headers)
+            assert answer.status == 401, (route, headers)
+        for role in ROLES[: ROLES.index(route.least)]:
+            assert (await client.request(route.method, path, headers=bearer(tokens[role]))).status == 403, (route, role)
+
+
+async def test_what_a_route_does_not_take_is_a_4xx_and_starts_nothing(service, client, tokens):
+    source = random.Random(0)
+    odd = ["", "x", "../..", "%00", "r", "-1", "9" * 40, "runs", "\u2603", "a b", "r/keys", "..%2f..", "api.json"]
+    bodies = [b"", b"{}", b"[]", b"\xff", b'{"config": 5}', b'{"name": "../../x"}', b'{"set": {"num_steps": 1e999}}', b"x" * 2000]
+    routes = [route for route in service.routes() if route.least != OPEN]
+    for _ in range(800):
+        route = source.choice(routes)
+        path = (
+            route.path
+            .replace("{run}", source.choice(odd))
+            .replace("{path:.*}", source.choice(odd))
+            .replace("{name}", source.choice(odd))
+        )
+        method = source.choice([route.method, "GET", "POST", "DELETE", "PUT", "PATCH"])
+        token = source.choice([*tokens.values(), "none"])
+        query = source.choice(["", "?limit=-1", "?after=x", "?first=1.5", "?runs=r,x", "?limit=" + "9" * 30, "?before=z"])
+        answer = await client.request(method, path + query, headers=bearer(token), data=source.choice(bodies))
+        assert answer.status < 500, (method, path, query)
+        answer.close()  # a stream of events has no end
+    assert set(service.records.runs) == {"r"}
+
+
+async def test_bodies_have_a_limit_and_answers_say_what_is_wrong(client, tokens):
+    submitter = bearer(tokens["submitter"])
+    assert (await client.post("/v1/runs", headers=submitter, data=io.BytesIO(b" " * (2 << 20)))).status == 413
+    answer = await client.post("/v1/runs", headers=submitter, json={"set": {"num_steps": "x", "seed": -1}})
+    assert answer.status == 422
+    assert {fault["field"] for fault in (await answer.json())["faults"]} == {"num_steps", "seed"}
+    assert (await client.post("/v1/runs", headers=submitter, json={"confg": 1})).status == 400
+    assert (await client.post("/v1/runs/r/stop", headers=bearer(tokens["operator"]))).status == 409
+
+
+async def test_a_repeat_with_the_same_key_is_the_same_run(service, client, tokens):
+    headers = {**bearer(tokens["submitter"]), "Idempotency-Key": "k"}
+    body = {"config": "quickstart", "name": "one"}
+    answers = [await client.post("/v1/runs", headers=headers, json=body) for _ in range(2)]
+    assert [answer.status for answer in answers] == [201, 200]
+    assert (await client.post("/v1/runs", headers=headers, json={**body, "name": "two"})).status == 409
+    assert set(service.records.runs) == {"r", "one"}
+    assert (await client.post("/v1/runs", headers=bearer(tokens["submitter"]), json=body)).status == 409  # the name is taken
+    cancelled = await client.post("/v1/runs/one/cancel", headers=bearer(tokens["operator"]))
+    assert (await cancelled.json())["outcome"] == "cancelled"
+
+
+async def test_files_of_a_run_are_served_and_its_secrets_are_not(service, client, tokens):
+    folder = service.records.run_folder("r")
+    (folder / "keys").mkdir()
+    for name in ("keys/server.key", "api.json", "steps.jsonl"):
+        (folder / name).write_text("0123456789")
+    (folder.parent / "other").write_text("x")
+    (folder / "link").symlink_to(folder.parent / "other")
+    headers = bearer(tokens["operator"])
+    part = await client.get("/v1/runs/r/files/steps.jsonl", headers={**headers, "Range": "bytes=2-4"})
+    assert (part.status, await part.text()) == (206, "234")
+    for path in ("keys/server.key", "keys", "api.json", "link", "..%2fother", "%2e%2e/other", "/etc/passwd", "none"):
+        assert (await client.get(f"/v1/runs/r/files/{path}", headers=headers)).status == 404, path
+    listed = await (await client.get("/v1/runs/r/files/", headers=headers)).json()
+    assert {"steps.jsonl", "served.json"} <= {file["name"] for file in listed}
+    assert not {"keys", "api.json"} & {file["name"] for file in listed}
+
+
+async def test_events_go_on_behind_the_last_one_that_was_seen(service, client, tokens):
+    for number in range(5):
+        service.records.add_event(float(number), "phase", "r", str(number))
+    service.draining = True  # the stream ends with what is there
+    headers = {**bearer(tokens["viewer"]), "Accept": "text/event-stream", "Last-Event-ID": "3"}
+    text = await (await client.get("/v1/events", headers=headers)).text()
+    assert [line for line in text.splitlines() if line.startswith("id:")] == ["id: 4", "id: 5"]
+
+
+async def test_what_is_said_of_the_interface_is_the_table(service, client):
+    said = await (await client.get("/openapi.json")).json()
+    told = {(method.upper(), path) for path, methods in said["paths"].items() for method in methods}
+    assert told == {(route.method, route.path.replace(":.*", "")) for route in service.routes()}
+
+
+async def test_metrics_can_be_read_by_prometheus(service, client, tokens):
+    service.records.put_run(RunRecord(id="live", number=2, state="live", project='a"b\\c', version=7))
+    (service.records.run_folder("live") / "metrics.jsonl").write_text(
+        '{"step": 6, "time_s": 1, "metrics": {"reward/mean": 0.5}}\n'
+    )
+    text = await (await client.get("/metrics", headers=bearer(tokens["viewer"]))).text()
+    assert 'asyncrl_reward_mean{run="live",project="a\\"b\\\\c"} 0.5' in text
+    assert 'asyncrl_serve_runs{state="live"} 1' in text
+    families = [line.split()[2] for line in text.splitlines() if line.startswith("# TYPE")]
+    assert len(families) == len(set(families))
+
+
+async def test_a_removed_token_is_refused(client, tokens):
+    headers = bearer(tokens["admin"])
+    assert (await client.delete("/v1/tokens/viewer", headers=headers)).status == 200
+    assert (await client.get("/v1/runs", headers=bearer(tokens["viewer"]))).status == 401
+    assert (await client.delete("/v1/tokens/admin", headers=headers)).status == 409
+    made = await (await client.post("/v1/tokens", headers=headers, json={"name": "new", "role": "viewer"})).json()
+    assert (await client.get("/v1/runs", headers=bearer(made["token"]))).status == 200
+    assert (await client.post("/v1/tokens", headers=headers, json={"name": "x", "role": "king"})).status == 400

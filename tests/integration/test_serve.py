@@ -182,8 +182,8 @@ async def test_systemd_is_told_and_a_container_drains(daemon, tmp_path):
             await until(server, "one", lambda record: record.version >= 1)
             assert await daemon.end() == 0
         loop.remove_reader(systemd)
-    assert (told[0], told[-1]) == (b"READY=1", b"STOPPING=1")
-    assert b"WATCHDOG=1" in told
+    assert told[0] == b"READY=1"
+    assert {b"WATCHDOG=1", b"STOPPING=1"} <= set(told)
     folder = daemon.folder / "runs" / "one"
     assert not is_live(folder)
     assert list((folder / "checkpoints").glob("step-*"))

@@ -25,13 +25,12 @@ import msgspec
 
 from asyncrl.buffer.ledger.reader import LedgerReader
 from asyncrl.config.load import Overrides, dump_config, resolve_config
-from asyncrl.config.medium_choice import with_chosen_medium
-from asyncrl.config.placement_rules import with_launch_choices
 from asyncrl.config.run import RunConfig
 from asyncrl.control.launch.controller_process import ControllerProcess, live_controller
 from asyncrl.control.launch.controller_process import read_endpoint as read_endpoint
 from asyncrl.control.launch.lease import take_lease
 from asyncrl.control.placement.gpu_share import check_phase_room
+from asyncrl.control.tools.choices import with_choices
 from asyncrl.control.tools.inputs import check_user_functions, path_faults
 from asyncrl.errors import ConfigError, LaunchError, LedgerError, RunError, RunLostError
 from asyncrl.observe.steps import EvalReport, StepReport, read_steps
@@ -270,9 +269,7 @@ class Run(RunClient):
         if config is None and resume is None:
             raise ConfigError("Run takes a config (RunConfig, dict or TOML path) or resume=RUN_FOLDER, got neither")
         given = config if config is not None else Path(resume or "") / "config.toml"
-        resolved, said = with_launch_choices(resolve_config(given, overrides))
-        self.config, choice = with_chosen_medium(resolved)
-        self._choices = [*said, choice] if choice else said
+        self.config, self._choices = with_choices(resolve_config(given, overrides))
         super().__init__(resume if resume is not None else Path(self.config.folder) / self.config.name)
         self._resumed, self._detached, self._environment = resume is not None, detached, environment or {}
         self._controller: ControllerProcess | None = None

@@ -17,6 +17,9 @@ from asyncrl.config import (
     _Variant,
 )
 
+UNCHOSEN_SLOTS = 32
+"""Of an engine whose `num_slots` is `auto` outside of a run."""
+
 
 class _Engine(_Variant, frozen=True):
     """What every engine's config says about its kind; the rest of the program asks this and not which kind it is."""
@@ -33,6 +36,11 @@ class _Engine(_Variant, frozen=True):
     """Its model lives in the generator's own process and can be the learner's parameters themselves."""
     is_remote: ClassVar[bool] = False
     """It is a server that the run does not start."""
+
+    @property
+    def slots(self) -> int:
+        """`num_slots` as a number, also while nothing was chosen for `auto`."""
+        return int(getattr(self, "num_slots", 0))
 
     @property
     def device_name(self) -> str:
@@ -64,12 +72,20 @@ class TransformersEngineConfig(_Engine, frozen=True, tag="transformers"):
     receives: ClassVar[bool] = True
     adopts: ClassVar[bool] = True
 
-    num_slots: BoundedInt = 32
+    num_slots: BoundedInt | Literal["auto"] = "auto"
+    """Most requests that run at once. `auto`: a generator's part of one step's samples, as far as a quarter of the memory holds
+    their KV cache."""
     max_sequence_tokens: PositiveInt = 512
     """Prompt and response together; longer requests are refused."""
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "float32"
+    """`auto`: bfloat16 where the device multiplies it in hardware, float32 elsewhere."""
     device: str = "cpu"
     num_threads: Processes = 1
+
+    @property
+    def slots(self) -> int:
+        """As `_Engine.slots`."""
+        return UNCHOSEN_SLOTS if self.num_slots == "auto" else self.num_slots
 
     def gpus(self, learner_gpu: int | None) -> tuple[int, ...]:  # noqa: ARG002
         """Return the number of its device; see `_Engine.gpus`."""

@@ -88,8 +88,9 @@ class LearnerConfig(_Stage, frozen=True):
     epochs: PositiveInt = 1
     """Optimizer passes over one step's batch; each pass is `minibatches` updates under the same version."""
     minibatches: PositiveInt = 1
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Of the parameters; loss and logprobs are float32 always. float16 scales its losses."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "float32"
+    """Of the parameters; loss and logprobs are float32 always. float16 scales its losses. `auto`: bfloat16 where the device
+    multiplies it in hardware, float32 elsewhere."""
     device: str = "cpu"
     num_threads: Processes = 1
     gradient_checkpointing: bool = False

@@ -112,7 +112,7 @@ class Member:
     async def _obey(self, order: Message) -> None:
         """Get ready, take a version, or pretend to write a checkpoint."""
         if self.kind == "generator" and isinstance(order, LoadModel):
-            await self._tell(EngineReady(self.name, self.config.generate.engine.num_slots, -1))
+            await self._tell(EngineReady(self.name, self.config.generate.engine.slots, -1))
         elif self.kind == "generator" and isinstance(order, WeightsAvailable):
             versions = ids_to_bytes(np.full(self._sample.num_tokens, order.version, np.int32))
             self._sample = msgspec.structs.replace(self._sample, versions=versions)

@@ -22,6 +22,7 @@ from packaging.requirements import Requirement
 
 from asyncrl.errors import GenerationError
 from asyncrl.generate.vllm.launch import installed_version as installed_vllm
+from asyncrl.models.number_format import hardware_format
 from asyncrl.reward.sandbox.bubblewrap import probe_sandbox
 
 GIB = 1 << 30
@@ -89,6 +90,7 @@ def diagnose(folder: Path | None = None) -> list[Finding]:
         ),
         judge_memory(psutil.virtual_memory().available, limit_bytes),
         _judge_torch(),
+        Finding("dtype auto", ok=True, detail="on this CPU {}: {}".format(*hardware_format("cpu"))),
         _judge_vllm(),
         judge_curve(),
         judge_shared_memory(Path("/dev/shm")),  # noqa: S108 - the system's, not ours

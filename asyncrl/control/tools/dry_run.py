@@ -10,10 +10,11 @@ from collections.abc import Sequence
 
 from asyncrl.config.algorithm_table import doubts_about_algorithm
 from asyncrl.config.load import dump_config
-from asyncrl.config.medium_choice import doubts_about_medium, with_chosen_medium
+from asyncrl.config.medium_choice import doubts_about_medium
 from asyncrl.config.run import RunConfig
 from asyncrl.control.launch.processes import plan_processes
 from asyncrl.control.placement import gpu_share
+from asyncrl.control.tools.choices import with_choices
 from asyncrl.control.tools.inputs import examine
 from asyncrl.control.tools.memory import generator_parts, inference_parts, learner_parts, policy_shape, version_bytes
 from asyncrl.models.memory import Part
@@ -25,12 +26,14 @@ def describe(config: RunConfig) -> tuple[str, list[str]]:
     Raises:
         ConfigError: As `derived`, a phase of a shared device does not fit it, or a function that it names is not there.
     """
+    config, said = with_choices(config)
     found = examine(config)
     if not found.faults:
         gpu_share.check_phase_room(config)
     lines = [dump_config(config), "# derived"]
     figures = found.figures | (derived(config) if not any(fault.startswith("model.path") for fault in found.faults) else {})
     lines += [f"# {name:34} {value}" for name, value in figures.items()]
+    lines += [f"# {choice}" for choice in said]
     lines += [f"# WARNING: {doubt}" for doubt in (*doubts_about_medium(config), *doubts_about_algorithm(config.algorithm))]
     return "\n".join(lines), found.faults
 
@@ -41,9 +44,8 @@ def derived(config: RunConfig) -> dict[str, str]:
     Raises:
         ConfigError: A pretrained model's folder has no readable config.json, or another's no readable weights.
     """
-    chosen, reason = with_chosen_medium(config)
-    medium = reason or chosen.broadcast.medium.kind
-    others = {"processes": _processes(config), "weights travel by": medium}
+    config, _ = with_choices(config)
+    others = {"processes": _processes(config), "weights travel by": config.broadcast.medium.kind}
     return _counts(config) | _memory(config) | _shares(config) | others
 
 
@@ -56,7 +58,7 @@ def _counts(config: RunConfig) -> dict[str, str]:
             f"{config.most_groups_ahead}  ((max_staleness {config.buffer.max_staleness} + 1) x {algorithm.groups_per_step})"
         ),
         "most samples in flight": f"{config.most_samples_in_flight}",
-        "slots over all generators": f"{config.generate.num_workers * engine.num_slots}",
+        "slots over all generators": f"{config.generate.num_workers * engine.slots}",
         "samples the whole run trains": f"{config.samples_per_step * config.num_steps}",
         "most tokens of one sample": f"{engine.max_sequence_tokens}",
     }

@@ -136,7 +136,7 @@ def generator_parts(config: RunConfig) -> tuple[Part, ...]:
         return ()
     held, width = BYTES[engine.dtype], shape.kv_heads * shape.head_size
     weights = (shape.parameters + shape.adapter_parameters(config.learner.lora)) * held
-    cache = 2 * shape.layers * width * engine.max_sequence_tokens * engine.num_slots * held
+    cache = 2 * shape.layers * width * engine.max_sequence_tokens * engine.slots * held
     return Part("weights", weights), Part("KV cache", cache)
 
 

@@ -97,7 +97,7 @@ class TransformersEngine:
         """Most requests that run at once. Raises EngineDied once the decode thread is dead."""
         if self._fault is not None:
             raise EngineDied(str(self._fault))
-        return self._config.num_slots
+        return self._config.slots
 
     @property
     def num_running(self) -> int:
@@ -235,7 +235,7 @@ class TransformersEngine:
             model = self._load()
             self._rules = RequestRules(model.vocabulary_size, self._config.max_sequence_tokens, model.end_ids)
             self._resident = model.resident
-            decoder = SlotDecoder(model, self._config.num_slots)
+            decoder = SlotDecoder(model, self._config.slots)
         except BaseException as error:  # noqa: BLE001 - carried over to `start`, which raises it
             self._started.set_exception(error)
             return

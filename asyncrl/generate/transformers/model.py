@@ -158,7 +158,7 @@ class SlotModel:
             use_float32_head(model)
         if lora is not None:
             import_module("asyncrl.models.adapters").add_adapters(model, lora, _ANY_SEED)
-        num_slots, max_tokens = config.num_slots, config.max_sequence_tokens
+        num_slots, max_tokens = config.slots, config.max_sequence_tokens
         made = cls(model.eval().to(config.device), num_slots, max_tokens, config.device, adapters_only=lora is not None)
         # A decode of idle rows allocates the cache and meets every refusal before any request does.
         made.decode(np.zeros(made.num_rows, dtype=np.int64), np.full(made.num_rows, -1, dtype=np.int64))

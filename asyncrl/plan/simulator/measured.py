@@ -42,7 +42,7 @@ def scenario_of_run(run_folder: Path) -> Scenario:
     samples = [item for item in spans[GENERATE] if item.attributes.get("purpose", "train") == "train"]
     if len(steps) < 5 or not samples:
         raise ConfigError(f"{run_folder} has {len(steps)} steps and {len(samples)} samples: take a run of at least 5 steps")
-    num_slots, group_size = config.generate.engine.num_slots, config.algorithm.members_per_group
+    num_slots, group_size = config.generate.engine.slots, config.algorithm.members_per_group
     sequence_s, decode_s, decode_s_per_sequence = fit_decode(samples, _started_in_slots(samples, num_slots))
     tokens = {(item.attributes["group"], item.attributes["index"]): float(item.attributes["tokens"]) for item in samples}
     usual = statistics.median(tokens.values())

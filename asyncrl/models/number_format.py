@@ -1,0 +1,49 @@
+"""`dtype = "auto"`: bfloat16 where the processor multiplies it in hardware, float32 elsewhere. One rule for learner and engine.
+
+A bfloat16 learner keeps float32 masters (learner/optim/master_weights.py). No torch: a config is settled before it is imported.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+from asyncrl.config.generate import gpu_of
+
+_CPU_FLAGS = ("amx_bf16", "avx512_bf16", "bf16")
+"""Of x86, and the last of ARM."""
+_LEAST_CAPABILITY = (8, 0)
+"""Ampere."""
+
+
+def hardware_format(device: str) -> tuple[str, str]:
+    """Return the dtype that a device computes fastest in, of bfloat16 and float32, and why."""
+    gpu = gpu_of(device)
+    if gpu is None:
+        cpuinfo = Path("/proc/cpuinfo")
+        return format_of_cpu(cpuinfo.read_text(encoding="utf-8") if cpuinfo.is_file() else "")
+    tool, told = shutil.which("nvidia-smi"), ""
+    if tool is not None:
+        command = [tool, f"--id={gpu}", "--query-gpu=compute_cap", "--format=csv,noheader"]
+        told = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False).stdout.strip()  # noqa: S603
+    return format_of_gpu(told)
+
+
+def format_of_cpu(cpuinfo: str) -> tuple[str, str]:
+    """Return the dtype for the CPU that `/proc/cpuinfo` describes, and why."""
+    lines = [line.partition(":")[2].split() for line in cpuinfo.splitlines() if line.startswith(("flags", "Features"))]
+    found = [flag for flag in _CPU_FLAGS if lines and flag in lines[0]]
+    if found:
+        return "bfloat16", f"the CPU multiplies it in hardware ({found[0]})"
+    return "float32", "the CPU does not multiply bfloat16 in hardware (no AMX, no AVX512-BF16)"
+
+
+def format_of_gpu(capability: str) -> tuple[str, str]:
+    """Return the dtype for a GPU of this compute capability ("9.0", as nvidia-smi says it), and why."""
+    major, _, minor = capability.partition(".")
+    if not (major.isdigit() and minor.isdigit()):
+        return "float32", "nvidia-smi does not say what the GPU can do"
+    if (int(major), int(minor)) >= _LEAST_CAPABILITY:
+        return "bfloat16", f"the GPU multiplies it in hardware (compute capability {capability})"
+    return "float32", f"the GPU does not multiply bfloat16 in hardware (compute capability {capability}, 8.0 is the first)"

@@ -54,7 +54,8 @@ _LEAD = re.compile(
     r"(?:so |thus |therefore,? |hence,? )?(?:the )?(?:final )?(?:answer|result|value|solution)(?: is:?|:| =)\s*", re.IGNORECASE
 )
 _NAME = re.compile(
-    r"(?P<name>[A-Za-z](?:_\w|_\{\w+\})?(?:\([A-Za-z]\))?|\([A-Za-z](?:,\s*[A-Za-z])+\)|\\[a-z]+)\s*"
+    r"(?P<name>[A-Za-z](?:_\w|_\{\w+\})?(?:\([A-Za-z]\))?|\([A-Za-z](?:,\s*[A-Za-z])+\)|"
+    r"\\(?:alpha|beta|gamma|delta|epsilon|theta|lambda|mu|nu|pi|rho|sigma|tau|(?:var)?phi|omega))\s*"
     r"(?:=|\\in(?![A-Za-z]))\s*(?P<rest>.+)",
     re.DOTALL,
 )

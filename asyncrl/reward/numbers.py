@@ -9,6 +9,7 @@ Exact arithmetic (fractions) throughout, so that tolerance is the only source of
 from __future__ import annotations
 
 import re
+import unicodedata
 from fractions import Fraction
 from functools import lru_cache
 from typing import NamedTuple
@@ -16,6 +17,10 @@ from typing import NamedTuple
 MAX_CHARS = 200
 _MAX_EXPONENT = 400
 _SIGNS = str.maketrans({"\u2212": "-", "\u2013": "-", "\u00a0": " ", "\u202f": " ", "\u2009": " ", "\u00d7": "*"})
+_THOUSANDS = re.compile(r"(?<=\d)(?:,?\\[,!]|\u2009|\u202f)(?=\d{3}(?!\d))", re.ASCII)
+_FRACTION_SIGN = re.compile("[\u00bc-\u00be\u2150-\u215e]")
+_RAISED = re.compile("[\u207b\u2070\u00b9\u00b2\u00b3\u2074-\u2079]+")
+_UNIT_OUTSIDE = re.compile(r"\A(?:\$([^$]+)\$|\\\((.+)\\\))\s*([A-Za-z%\u00b0\\].*)", re.DOTALL)
 _LATEX_NOISE = re.compile(r"\\[!,;: ]|\\(?:left|right|displaystyle)(?![A-Za-z])")
 _LATEX_TEXT = re.compile(r"\\(?:text|mathrm|mathbf|mbox|textbf|textrm|operatorname)\s*\{([^{}]*)\}")
 _LATEX_FRACTION = re.compile(
@@ -37,18 +42,24 @@ _WRAPPERS = tuple(
         r"\\(?:text|mathrm|mathbf|textbf)\s*\{([^{}]*)\}",
     )
 )
-_NAMED = re.compile(r"\\?(?P<name>[A-Za-z]+(?:_\w|_\{\w+\})?|[A-Za-z]\([a-z]\))\s*=\s*(?P<value>[^=]+)", re.ASCII)
+_NAME_WORDS = """answer result value total sum area volume length width height perimeter distance time speed cost price profit
+    probability average mean number age alpha beta gamma delta theta lambda mu pi rho sigma tau phi omega"""
+_NAMED = re.compile(
+    rf"\\?(?P<name>(?:[A-Za-z]|(?!NO)[A-Z]{{2,3}}|(?i:{'|'.join(_NAME_WORDS.split())}))(?:_\w|_\{{\w+\}})?|[A-Za-z]\([a-z]\))"
+    r"\s*=\s*(?P<value>[^=]+)",
+    re.ASCII,
+)
 _NUMBER = r"(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d*)?|\.\d+"
 _PLAIN = re.compile(r"[-+]?\d+(?:\.\d+)?", re.ASCII)
 _QUANTITY = re.compile(
-    rf"(?P<sign>[-+]?)\s*(?P<currency>[$€£¥])?\s*(?P<inner_sign>[-+]?)\s*(?:(?P<whole>\d+)\s+)?(?P<number>{_NUMBER})"
+    rf"(?P<sign>[-+]?)\s*(?P<currency>[$€£¥]|US\$|USD|EUR|GBP|JPY)?\s*(?P<inner_sign>[-+]?)\s*(?:(?P<whole>\d+)\s+)?(?P<number>{_NUMBER})"
     rf"(?:[eE](?P<exponent>[-+]?\d+)|\s*(?:\\times|\\cdot|\*|x)\s*10\s*(?:\^|\*\*)\s*(?:\{{\s*(?P<ten>[-+]?\d+)\s*\}}|(?P<digit>-?\d+)))?"
     rf"(?:\s*/\s*(?P<denominator>{_NUMBER}))?\s*(?P<unit>[^\d\s].*)?",
     re.ASCII,
 )
 _SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 _UNIT_NAMES = """
-    %,percent,per cent,pct; $,dollar,usd,us dollar,buck; €,euro,eur; £,gbp,pound sterling; ¥,yen,jpy; ¢,cent; rupee,inr
+    %,percent,per cent,pct; $,dollar,usd,us$,us dollar,buck; €,euro,eur; £,gbp,pound sterling; ¥,yen,jpy; ¢,cent; rupee,inr
     °,degree,deg; °c,degrees celsius,celsius; °f,degrees fahrenheit,fahrenheit; rad,radian
     km,kilometer,kilometre; m,meter,metre; cm,centimeter,centimetre; mm,millimeter,millimetre; um,micrometer; nm,nanometer
     mi,mile; yd,yard; ft,foot,feet; in,inch,inches; light year
@@ -102,6 +113,11 @@ def parse_quantity(text: str, reference_unit: str = "") -> Quantity | None:
         return None
     if _PLAIN.fullmatch(text):
         return Quantity(Fraction(text), "")
+    text = _FRACTION_SIGN.sub(
+        lambda m: " " + unicodedata.normalize("NFKC", m[0]).replace("\u2044", "/"), _THOUSANDS.sub("", text)
+    )
+    text = _RAISED.sub(lambda m: f"^{{{unicodedata.normalize('NFKC', m[0])}}}".replace("\u2212", "-"), text)
+    text = _UNIT_OUTSIDE.sub(lambda m: f"{m[1] or m[2]} {m[3]}", text.strip())
     text, name = _unwrapped(text.translate(_SIGNS))
     text = _LATEX_TEXT.sub(r" \1 ", _LATEX_NOISE.sub(" ", text.replace("{,}", ",").replace(r"\,", " ")))
     text = _LATEX_FRACTION.sub(lambda m: f" {m['a'] or m['b']}/{m['c'] or m['d']}", text)
@@ -111,9 +127,10 @@ def parse_quantity(text: str, reference_unit: str = "") -> Quantity | None:
         return None
     unit, power = _unit(match["unit"] or "", reference_unit)
     value = _value(match)
-    if value is None or unit is None or (unit and match["currency"] and unit != match["currency"]):
+    currency = UNITS.get((match["currency"] or "").casefold(), match["currency"] or "")
+    if value is None or unit is None or (unit and currency and unit != currency):
         return None
-    return Quantity(value * 10**power, unit or match["currency"] or "", name)
+    return Quantity(value * 10**power, unit or currency, name)
 
 
 def same_quantity(answer: str, reference: str, tolerance: float | None = None) -> bool:
@@ -175,7 +192,7 @@ def _singular(unit: str) -> str:
 
 def _unit(text: str, reference_unit: str) -> tuple[str | None, int]:
     """Return the unit that `text` names, None where it names none, and the power of ten of a word before it."""
-    words = re.sub(r"\^\{(\d)\}", r"^\1", text).strip().rstrip(".").casefold().split()
+    words = re.sub(r"\s?\^\{(\d)\}", r"^\1", text).strip().rstrip(".").casefold().split()
     power = 0
     while words and words[0] in _SCALES:
         power += _SCALES[words.pop(0)]

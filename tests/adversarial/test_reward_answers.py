@@ -68,8 +68,25 @@ def test_a_number_is_read_as_it_is_written(text):
     assert scorer("numeric")(text, "5") == 1.0
 
 
+@pytest.mark.parametrize(("text", "reference"), [
+    (r"10\,000", "10000"), ("10\u2009000", "10000"), ("10\u202f000", "10000"), ("5 cm\u00b2", "5 cm^2"), ("9.81 m/s\u00b2", "9.81"), ("½", "0.5"), ("½", "1/2"), ("1½", "3/2"), ("-¾", "-0.75"),
+    ("2 ¾ cups", "2.75"), ("$5$ cm", "5 cm"), ("$5$ cm", "5"), (r"\(5\) km", "5 km"), (r"$5$ \text{cm}", "5"), ("USD 5", "5"), ("USD 5", "$5"), ("US$5", "5 dollars"), ("EUR 5", "€5"),
+    ("3 × 10⁸", "300000000"), ("3 × 10⁻²", "0.03"), ("Answer = 5", "5"), ("AB = 5", "5"), (r"\alpha = 5", "5"), ("x_1 = 5", "5"), ("f(x) = 5", "5"),
+])  # fmt: skip
+def test_signs_for_fractions_powers_blanks_and_currencies_are_read(text, reference):
+    assert scorer("numeric")(text, reference) == 1.0
+
+
+@pytest.mark.parametrize(("text", "reference"), [
+    ("Wrong = 5", "5"), ("not = 5", "5"), ("NOT = 5", "5"), ("NO=5", "5"), (r"\not = 5", "5"), (r"\ne = 5", "5"), ("5²", "5"), ("5²", "52"), ("½½", "1/2"), ("½ 5", "5"), ("½", "12"), (r"1\,0", "10"),
+    (r"1\,23", "123"), ("1\u20092", "12"), ("$5$ or 6", "5"), ("$5$ wrong", "5"), ("$5$$6$ cm", "5"), ("USD 5 USD 6", "5"), ("USD 5 EUR", "5"), ("EUR 5", "$5"), ("5 cm²", "5 cm"), ("5 cm³", "5 cm²"),
+])  # fmt: skip
+def test_signs_and_names_do_not_make_a_number_of_what_is_none(text, reference):
+    assert scorer("numeric")(text, reference) == 0.0
+
+
 @pytest.mark.parametrize("text", [
-    "1=7", "not 7", "1 or 2 or 7", "x^2=7", "$1$ $2$ $7$", "7, 8", "$7$ or $8$", "\\boxed{6}\\boxed{7}", "7 7", "\\text{7 or 8}", "x=7=8", "7 \\neq 8", "\\{6,7\\}", "(6,7)",
+    "1=7", "not 7", r"\not = 7", r"\neg = 7", r"\wrong = 7", "1 or 2 or 7", "x^2=7", "$1$ $2$ $7$", "7, 8", "$7$ or $8$", "\\boxed{6}\\boxed{7}", "7 7", "\\text{7 or 8}", "x=7=8", "7 \\neq 8", "\\{6,7\\}", "(6,7)",
     "either 7", "7!", "7?", "7'", "7...", "7\\ldots", "7 is not it", "the answer is not $7$", "$7$ is wrong", "6\\text{ or }7", "7 \\vee 8", "7\\mid 8", "7 8 9", "\\frac{7}", "٧", "7\\\\8", "7 & 8",
     "\\begin{pmatrix}7\\end{pmatrix}x", "\\boxed{7", "\\pm 7", "7+x-x+y", "7;8", "$$ 7 $$ $$ 8 $$", "\\(7\\) \\(8\\)", "7 \\text{ km } 8",
 ])  # fmt: skip

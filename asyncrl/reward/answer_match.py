@@ -11,7 +11,15 @@ from functools import lru_cache
 
 from asyncrl.config.reward import AnswerMatchReward
 from asyncrl.errors import ConfigError, RewardError
-from asyncrl.reward.inputs import Pattern, RewardFunction, RewardInput, compile_extract, compile_pattern, extract_answer
+from asyncrl.reward.inputs import (
+    Pattern,
+    RewardFunction,
+    RewardInput,
+    compile_extract,
+    compile_pattern,
+    extract_answer,
+    matches_whole,
+)
 from asyncrl.reward.math_match import build_math_match
 from asyncrl.reward.numbers import same_quantity
 
@@ -30,7 +38,7 @@ def build_answer_match(config: AnswerMatchReward) -> RewardFunction:
     matchers: dict[str, Callable[[], Matcher]] = {
         "exact": lambda: str.__eq__,
         "numeric": lambda: lambda answer, reference: same_quantity(answer, reference, config.tolerance),
-        "regex": lambda: lambda answer, reference: _reference_pattern(reference).fullmatch(answer) is not None,
+        "regex": lambda: lambda answer, reference: matches_whole(answer, _reference_pattern(reference)),
         "math": build_math_match,
     }
     matches = matchers[config.mode]()

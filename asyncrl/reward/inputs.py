@@ -33,14 +33,14 @@ RewardFunction = Callable[[RewardInput], "float | Awaitable[float]"]
 
 
 class Pattern(Protocol):
-    """A pattern compiled by RE2."""
+    """A pattern compiled by RE2, which matches UTF-8; of a `str` it also computes places in characters, three times slower."""
 
     groups: int
 
-    def fullmatch(self, text: str, /) -> Any:  # noqa: ANN401 - a match
+    def fullmatch(self, text: str | bytes, /) -> Any:  # noqa: ANN401 - a match
         """Return a match of the whole text, or None."""
 
-    def finditer(self, text: str, /) -> Iterator[Any]:
+    def finditer(self, text: str | bytes, /) -> Iterator[Any]:
         """Yield the matches from the left."""
 
 
@@ -94,8 +94,13 @@ def extract_answer(text: str, pattern: Pattern | None) -> str | None:
     """
     if pattern is None:
         return text.strip()
-    last = deque(pattern.finditer(text), maxlen=1)
-    return last[0][1].strip() if last and last[0][1] is not None else None
+    last = deque(pattern.finditer(text.encode("utf-8", "replace")), maxlen=1)
+    return last[0][1].decode("utf-8", "replace").strip() if last and last[0][1] is not None else None
+
+
+def matches_whole(text: str, pattern: Pattern) -> bool:
+    """Return whether a whole text matches."""
+    return pattern.fullmatch(text.encode("utf-8", "replace")) is not None
 
 
 def import_optional(module: str, kind: str) -> ModuleType:

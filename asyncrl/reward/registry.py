@@ -30,7 +30,7 @@ from asyncrl.config.reward import (
 )
 from asyncrl.errors import ConfigError, RewardError
 from asyncrl.reward.answer_match import build_answer_match
-from asyncrl.reward.inputs import RewardFunction, RewardInput, compile_pattern
+from asyncrl.reward.inputs import RewardFunction, RewardInput, compile_pattern, matches_whole
 from asyncrl.reward.reasoning_gym import build_reasoning_gym
 from asyncrl.reward.sandbox.code_exec import build_code_exec
 from asyncrl.user_code import REWARD_ARGUMENTS, load_function, takes_batches
@@ -209,7 +209,7 @@ def _build_batch(name: str, config: RewardFunctionConfig) -> tuple[BatchFunction
 def _build_format_check(config: FormatCheckReward) -> RewardFunction:
     """1 where the whole completion matches the pattern, `.` matching newlines."""
     pattern = compile_pattern(config.pattern, "reward.functions format_check pattern")
-    return lambda sample: float(pattern.fullmatch(sample.text) is not None)
+    return lambda sample: float(matches_whole(sample.text, pattern))
 
 
 def _build_overlong(config: OverlongPenalty) -> RewardFunction:

@@ -131,16 +131,8 @@ class Sandbox:
                 its.callback(os.close, filter_fd)
                 fds.append(filter_fd)
             errors = ours.enter_context(tempfile.TemporaryFile())
-            python = [
-                *self._python(),
-                "-I",
-                "-S",
-                "-c",
-                _driver_text(is_judge),
-                str(child_read),
-                str(child_write),
-                str(self._max_frame),
-            ]
+            python = [self.interpreter.path if self.interpreter else sys.executable, "-I", "-S", "-c", _driver_text(is_judge)]
+            python += map(str, (child_read, child_write, self._max_frame))
             process = subprocess.Popen(  # noqa: S603 - our own command line
                 python if self.interpreter is None else [*_bubblewrap(self.interpreter, filter_fd), *python],
                 stdin=subprocess.DEVNULL,
@@ -155,9 +147,6 @@ class Sandbox:
             )
             ours.pop_all()
         return ConfinedPipes(process, read_fd, write_fd, errors)
-
-    def _python(self) -> list[str]:
-        return [self.interpreter.path if self.interpreter else sys.executable]
 
     @property
     def _max_frame(self) -> int:
@@ -222,23 +211,10 @@ def _interpreters() -> list[Interpreter]:
 
 
 def _bubblewrap(interpreter: Interpreter, filter_fd: int | None) -> list[str]:
-    size = str(SCRATCH_BYTES)
-    options = [
-        "bwrap",
-        "--unshare-all",
-        "--unshare-user",
-        "--die-with-parent",
-        "--new-session",
-        "--clearenv",
-        # Each thread would reserve 64 MiB of the address space otherwise; the driver empties the environment.
-        "--setenv",
-        "MALLOC_ARENA_MAX",
-        "2",
-        "--cap-drop",
-        "ALL",
-    ]
+    # MALLOC_ARENA_MAX: each thread would reserve 64 MiB of address space otherwise. The driver empties the environment.
+    options = "bwrap --unshare-all --unshare-user --die-with-parent --new-session --clearenv --cap-drop ALL".split()
+    options += "--setenv MALLOC_ARENA_MAX 2 --ro-bind /usr /usr".split()
     options += ["--disable-userns"] if "--disable-userns" in _bubblewrap_help() else []
-    options += ["--ro-bind", "/usr", "/usr"]
     for name in ("lib", "lib64", "bin"):
         path = Path("/", name)
         if path.is_symlink():
@@ -247,8 +223,8 @@ def _bubblewrap(interpreter: Interpreter, filter_fd: int | None) -> list[str]:
             options += ["--ro-bind", str(path), str(path)]
     if interpreter.folder:
         options += ["--ro-bind", interpreter.folder, interpreter.folder]
-    options += ["--dev", "/dev", "--size", size, "--tmpfs", "/dev/shm", "--size", size, "--tmpfs", "/tmp"]  # noqa: S108
-    options += ["--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/tmp"]  # noqa: S108
+    options += f"--dev /dev --size {SCRATCH_BYTES} --tmpfs /dev/shm --size {SCRATCH_BYTES} --tmpfs /tmp".split()
+    options += "--remount-ro /dev --remount-ro / --chdir /tmp".split()
     if filter_fd is not None:
         options += ["--seccomp", str(filter_fd)]
     return [*options, "--"]

@@ -34,6 +34,11 @@ SCRATCH_BYTES = 64 << 20
 MAX_PROCESSES = 32
 MAX_OPEN_FILES = 64
 INSTALL_HINT = "install bubblewrap 0.7 or later (apt-get install bubblewrap, dnf install bubblewrap)"
+_OPTIONS = """--unshare-all --unshare-user --die-with-parent --new-session --clearenv --cap-drop ALL --setenv MALLOC_ARENA_MAX 2
+    --ro-bind /usr /usr"""
+"""Each thread would reserve 64 MiB of address space without MALLOC_ARENA_MAX; the driver empties the environment."""
+_FOLDERS = f"""--dev /dev --size {SCRATCH_BYTES} --tmpfs /dev/shm --size {SCRATCH_BYTES} --tmpfs /tmp
+    --remount-ro /dev --remount-ro / --chdir /tmp"""
 _REFUSED_CALLS = """
     socket connect bind listen accept accept4 ptrace process_vm_readv process_vm_writev pidfd_getfd keyctl add_key request_key bpf
     perf_event_open userfaultfd io_uring_setup unshare setns mount umount2 pivot_root memfd_create shmget msgget semget mq_open
@@ -211,9 +216,7 @@ def _interpreters() -> list[Interpreter]:
 
 
 def _bubblewrap(interpreter: Interpreter, filter_fd: int | None) -> list[str]:
-    # MALLOC_ARENA_MAX: each thread would reserve 64 MiB of address space otherwise. The driver empties the environment.
-    options = "bwrap --unshare-all --unshare-user --die-with-parent --new-session --clearenv --cap-drop ALL".split()
-    options += "--setenv MALLOC_ARENA_MAX 2 --ro-bind /usr /usr".split()
+    options = ["bwrap", *_OPTIONS.split()]
     options += ["--disable-userns"] if "--disable-userns" in _bubblewrap_help() else []
     for name in ("lib", "lib64", "bin"):
         path = Path("/", name)
@@ -223,8 +226,7 @@ def _bubblewrap(interpreter: Interpreter, filter_fd: int | None) -> list[str]:
             options += ["--ro-bind", str(path), str(path)]
     if interpreter.folder:
         options += ["--ro-bind", interpreter.folder, interpreter.folder]
-    options += f"--dev /dev --size {SCRATCH_BYTES} --tmpfs /dev/shm --size {SCRATCH_BYTES} --tmpfs /tmp".split()
-    options += "--remount-ro /dev --remount-ro / --chdir /tmp".split()
+    options += _FOLDERS.split()
     if filter_fd is not None:
         options += ["--seccomp", str(filter_fd)]
     return [*options, "--"]

@@ -109,7 +109,7 @@ class ExternalGroupAdded(msgspec.Struct, frozen=True):
     """Members cut off by the length limit."""
 
 
-class SampleFinished(msgspec.Struct, frozen=True):
+class SampleFinished(msgspec.Struct, frozen=True, gc=False):
     """A member was generated and is held."""
 
     group_id: int
@@ -119,7 +119,7 @@ class SampleFinished(msgspec.Struct, frozen=True):
     """Cut off by the length limit."""
 
 
-class SampleScored(msgspec.Struct, frozen=True):
+class SampleScored(msgspec.Struct, frozen=True, gc=False):
     """A member has its reward."""
 
     group_id: int
@@ -200,7 +200,7 @@ BufferEvent = (
 # -- instructions --------------------------------------------------------------------------------------------------------
 
 
-class ScoreMember(msgspec.Struct, frozen=True):
+class ScoreMember(msgspec.Struct, frozen=True, gc=False):
     """Ask a reward worker for this member's score."""
 
     group_id: int

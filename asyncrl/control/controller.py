@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import itertools
 import logging
 import platform
@@ -62,7 +61,7 @@ from asyncrl.schema.status import Phase
 from asyncrl.schema.weights import VersionLive, WeightsAvailable
 from asyncrl.tasks.sampler import PromptSequence
 from asyncrl.tasks.task import TaskData
-from asyncrl.transport.protocol import GOODBYE, Delivery, Lane, Listener
+from asyncrl.transport.protocol import GOODBYE, Arrival, Lane, Listener
 
 log = logging.getLogger(__name__)
 
@@ -248,20 +247,20 @@ class Controller:
         while True:
             try:
                 # An order may hang on the one before it; samples and scores do not.
-                arrived = await peer.connection.receive_all() if lane is Lane.DATA else [await peer.connection.receive(lane)]
+                arrival = await (peer.connection.receive_all() if lane is Lane.DATA else peer.connection.receive(lane))
             except ConnectionClosed:
                 return
-            reason, messages = "", list[Message]()
-            refusals = self.edge.refusals(peer, [delivery.message for delivery in arrived])
-            for delivery, refusal in zip(arrived, refusals, strict=True):
-                if not refusal:
-                    messages.append(delivery.message)
-                    continue
-                log.debug("refused a %s of %s: %s", type(delivery.message).__name__, peer.name, refusal)
-                reason = reason or self.edge.count(peer, delivery.message, refusal, self.clock.now())
+            messages = arrival.messages if isinstance(arrival, Arrival) else [arrival.message]
+            reason, refusals = "", self.edge.refusals(peer, messages)
+            if any(refusals):
+                for message, refusal in zip(messages, refusals, strict=True):
+                    if refusal:
+                        log.debug("refused a %s of %s: %s", type(message).__name__, peer.name, refusal)
+                        reason = reason or self.edge.count(peer, message, refusal, self.clock.now())
+                messages = [message for message, refusal in zip(messages, refusals, strict=True) if not refusal]
             for kind, alike in itertools.groupby(messages, type):
                 self.handle(peer, kind, list(alike))
-            self.buffer.when_committed(functools.partial(_acknowledge, arrived))
+            self.buffer.when_committed(arrival.ack)
             if reason := reason or self.dispatcher.why_unfit(peer.name):
                 log.warning("the connection of %s is ended: %s", peer.name, reason)
                 if self.peers.get(peer.name) is peer and peer.name not in self.membership.joined:
@@ -335,7 +334,7 @@ class Controller:
             counts, scores = self.buffer.counts(), self.dispatcher.scores
             queues = {
                 "ready": counts.ready, "running": counts.running, "scoring": counts.scoring, "scores asked for": len(scores),
-                **{f"of {kind} workers": scores.num_open[kind] for kind in JUDGES},
+                **{f"of {kind} workers": scores.num_open(kind) for kind in JUDGES},
             }  # fmt: skip
             working = [beat.name for beat in self.heartbeats() if not beat.waiting_for]
             stall = self.stall_detector.check(now, self.waits(now), queues, working)
@@ -576,7 +575,7 @@ class Controller:
             since_s = scores.open_since_s(kind)
             if since_s is not None and now - since_s > SLOW_SCORE_S:
                 names = ", ".join(peer.name for peer in self.peers.of(kind)) or f"{kind} workers, of which none is there"
-                waits.append(Wait("controller", f"{scores.num_open[kind]} answers of {names}", since_s))
+                waits.append(Wait("controller", f"{scores.num_open(kind)} answers of {names}", since_s))
         return waits
 
     def _on_dead(self, name: str, kind: msg.ProcessKind) -> None:
@@ -637,8 +636,3 @@ class Controller:
         self._ended_well = ok
         self.checkpoints.fail(f"the run ended: {reason}")
         self.ending.set()
-
-
-def _acknowledge(deliveries: Sequence[Delivery]) -> None:
-    for delivery in deliveries:
-        delivery.ack()

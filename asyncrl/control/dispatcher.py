@@ -126,8 +126,8 @@ class Dispatcher:
     def _next_prompt(self, cursor: int) -> tuple[Prompt, int]:
         """Return the next prompt that is not set aside (any, where all are), and the cursor behind it."""
         for index in range(cursor, cursor + self._prompts.epoch_length):
-            if self._prompts[index].prompt_id not in self.failures.set_aside:
-                return self._prompts[index], index + 1
+            if (prompt := self._prompts[index]).prompt_id not in self.failures.set_aside:
+                return prompt, index + 1
         return self._prompts[cursor], cursor + 1
 
     def hold(self, *, groups: bool, evaluation: bool) -> None:

@@ -11,12 +11,15 @@ What is checked where it is stored (a sample's arrays, a score's parts) is in bu
 from __future__ import annotations
 
 import functools
+import itertools
 import json
+import operator
 import typing
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -73,6 +76,11 @@ class Edge:
         self._dispatcher = dispatcher
         self._buffer = dispatcher.buffer
         self._feeder = feeder
+        self._checks: dict[type[Message], Callable[[Peer, Any], str]] = {
+            Sample: self._member_refusal, SampleFailure: self._member_refusal,
+            Score: self._answer_refusal, InferResult: self._answer_refusal,
+        }  # fmt: skip
+        """Of what comes often."""
         self._prompts: dict[int, bytes] = {}
         """Token ids of the first sample of a group that none had come of before, among those that come together."""
         self._recent: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=MOST_REFUSALS))
@@ -93,23 +101,19 @@ class Edge:
     def refusals(self, peer: Peer, messages: Iterable[Message]) -> list[str]:
         """Return why each of these messages, which came together, is not taken, or nothing."""
         self._prompts.clear()
-        return [self.refusal(peer, message) for message in messages]
-
-    def refusal(self, peer: Peer, message: Message) -> str:
-        """Return why this message of this peer is not taken, or nothing."""
-        if type(message) not in MAY_SEND.get(peer.kind, frozenset()):
-            return f"a {peer.kind} process does not send it"
-        speaker = _fields_of(type(message)).speaker
-        if speaker and (speaks_for := getattr(message, speaker)) != peer.name and (speaks_for or speaker != "worker"):
-            return f"it speaks for {speaks_for[:100]!r}"
-        return odd_value(message) or self._state_refusal(peer, message)
+        refusals, may_send = list[str](), MAY_SEND.get(peer.kind, frozenset())
+        for kind, alike in itertools.groupby(messages, type):
+            if kind not in may_send:
+                refusals += [f"a {peer.kind} process does not send it" for _ in alike]
+                continue
+            speaker, look = _fields_of(kind).speaker, self._checks.get(kind, self._state_refusal)
+            refusals += [_wrong_speaker(peer, m, speaker) or odd_value(m) or look(peer, m) for m in alike]
+        return refusals
 
     def _state_refusal(self, peer: Peer, message: Message) -> str:
         """Return why this message cannot be true by what the controller knows."""
         newest, feeder, refusal = self._buffer.newest_version, self._feeder, ""
         match message:
-            case Sample() | SampleFailure():
-                refusal = self._member_refusal(peer, message)
             case EngineReady():
                 refusal = _beyond("num_slots", message.num_slots, 1, MOST_SLOTS) or _beyond(
                     "version", message.version, -1, newest
@@ -118,9 +122,6 @@ class Edge:
                 refusal = _beyond("num_slots", message.num_slots, 0, MOST_SLOTS)
             case VersionLive():
                 refusal = _beyond("version", message.version, 0, newest) if peer.num_slots else "its engine is not ready"
-            case Score() | InferResult():
-                refusal = _beyond("attempt", message.attempt, 0, MAX_ATTEMPT)
-                refusal = refusal or self._dispatcher.scores.refusal(message, peer.name)
             case LearnerReady() if peer.is_ready:
                 refusal = "it has said so before"
             case LearnerReady(checkpoint=folder) if folder:
@@ -135,6 +136,10 @@ class Edge:
             case CheckpointDone():
                 refusal = self._folder_refusal(message.folder) or _beyond("version", message.version, 0, max(feeder.version, 0))
         return refusal
+
+    def _answer_refusal(self, peer: Peer, message: Score | InferResult) -> str:
+        """Return why this peer cannot say that of a sample."""
+        return _beyond("attempt", message.attempt, 0, MAX_ATTEMPT) or self._dispatcher.scores.refusal(message, peer.name)
 
     def _folder_refusal(self, folder: str) -> str:
         return "" if Path(folder).parent == self._checkpoints else f"{folder[:200]!r} is not in {self._checkpoints}"
@@ -183,8 +188,9 @@ class _Fields:
 
     speaker: str
     """The one that says who speaks, where there is one."""
-    numbers: tuple[str, ...]
-    texts: tuple[str, ...]
+    numbers: Callable[[msgspec.Struct], tuple[float, ...]]
+    """What there is in them, and so below."""
+    texts: Callable[[msgspec.Struct], tuple[str, ...]]
     tables: tuple[str, ...]
     parts: tuple[str, ...]
     """Tuples, whose structs are looked at likewise."""
@@ -198,22 +204,33 @@ def _fields_of(kind: type[msgspec.Struct]) -> _Fields:
         return tuple(name for name, hint in hints.items() if name not in CHECKED_ELSEWHERE and _plain(hint) in types)
 
     speaker = next((name for name in ("name", "generator", "worker") if name in hints), "")
-    return _Fields(speaker, of(int, float, bool), of(str), of(dict), of(tuple))
+    return _Fields(speaker, _getter(of(int, float, bool)), _getter(of(str)), of(dict), of(tuple))
 
 
 def _plain(hint: object) -> object:
     return typing.get_origin(hint) or hint
 
 
+def _getter(names: tuple[str, ...]) -> Callable[[msgspec.Struct], tuple[Any, ...]]:
+    if len(names) > 1:
+        return operator.attrgetter(*names)
+    return lambda message: tuple(getattr(message, name) for name in names)
+
+
+def _wrong_speaker(peer: Peer, message: Message, speaker: str) -> str:
+    speaks_for = getattr(message, speaker) if speaker else peer.name
+    return f"it speaks for {speaks_for[:100]!r}" if speaks_for != peer.name and (speaks_for or speaker != "worker") else ""
+
+
 def odd_value(message: msgspec.Struct) -> str:
     """Return what is wrong with a message's numbers, tables and texts, or nothing."""
     fields = _fields_of(type(message))
-    for field in fields.numbers:
-        if not -MOST_NUMBER <= (number := getattr(message, field)) <= MOST_NUMBER:  # true of NaN, too
+    for number in fields.numbers(message):
+        if not -MOST_NUMBER <= number <= MOST_NUMBER:  # true of NaN, too
             return f"{number} is no usable number"
-    for field in fields.texts:
-        if (length := len(getattr(message, field))) > MOST_TEXT:
-            return f"{length} characters are too many"
+    for text in fields.texts(message):
+        if len(text) > MOST_TEXT:
+            return f"{len(text)} characters are too many"
     for field in fields.tables:
         table = getattr(message, field)
         if len(table) > MOST_VALUES:

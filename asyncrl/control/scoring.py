@@ -14,7 +14,7 @@ again. Nothing here waits.
 from __future__ import annotations
 
 import heapq
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -30,15 +30,14 @@ JUDGES: tuple[JudgeKind, JudgeKind] = ("reward", "inference")
 
 @dataclass(slots=True)
 class _Half:
-    """What the workers of one kind are asked about a sample."""
+    """What the workers of one kind are asked about a sample and have not answered."""
 
     request: ScoreRequest | InferRequest
     asked_s: float
     worker: str = ""
-    """Who has it; empty: it waits, or is answered."""
+    """Who has it; empty: it waits."""
     lost: tuple[str, ...] = ()
     """Workers that were taken for dead while they held it."""
-    answer: Score | InferResult | None = None
 
 
 class ScoreDispatcher:
@@ -49,45 +48,48 @@ class ScoreDispatcher:
     """
 
     def __init__(self, weights: Mapping[str, float] | None = None) -> None:
-        self.num_open: Counter[JudgeKind] = Counter()
-        """Requests that the workers of a kind have not answered."""
         self._weights = dict(weights or {})
-        self._open: dict[ScoreKey, dict[JudgeKind, _Half]] = {}
+        self._open: dict[JudgeKind, dict[ScoreKey, _Half]] = {kind: {} for kind in JUDGES}
         """In the order they were asked for."""
+        self._answered: dict[ScoreKey, Score | InferResult] = {}
+        """Halves whose other half is open."""
         self._waiting: dict[JudgeKind, deque[ScoreKey]] = {kind: deque() for kind in JUDGES}
         """In the order they are sent; what was answered meanwhile is passed over."""
 
     def __len__(self) -> int:
         """Return how many scores are not complete."""
-        return len(self._open)
+        rules, models = self._open.values()
+        return len(rules.keys() | models.keys() if models else rules)
+
+    def num_open(self, kind: JudgeKind) -> int:
+        """Return how many requests the workers of this kind have not answered."""
+        return len(self._open[kind])
 
     def open_since_s(self, kind: JudgeKind) -> float | None:
         """Return since when the oldest open request to this kind is waited for; None where there is none."""
-        halves = (halves[kind] for halves in self._open.values() if kind in halves)
-        return next((half.asked_s for half in halves if half.answer is None), None)
+        return next((half.asked_s for half in self._open[kind].values()), None)
 
     def ask(self, rules: ScoreRequest | None, models: InferRequest | None, now: float) -> None:
         """Ask for a sample's score, of the rules, of the models, or of both; `dispatch` sends the requests."""
         request = rules or models
         assert request is not None, "a score has at least one half"
         key = key_of(request)
-        if key in self._open:
+        if key in self._open["reward"] or key in self._open["inference"]:
             return
-        halves = self._open[key] = dict[JudgeKind, _Half]()
         for kind, half in zip(JUDGES, (rules, models), strict=True):
             if half is not None:
-                halves[kind] = _Half(half, now)
-                self.num_open[kind] += 1
+                self._open[kind][key] = _Half(half, now)
                 self._waiting[kind].append(key)
 
     def dispatch(self, peers: Peers) -> None:
         """Send waiting requests, oldest first, to the worker with the least to do, while one has room."""
         for kind, waiting in self._waiting.items():
+            halves = self._open[kind]
             by_load = [(peer.connection.unacknowledged(), place, peer) for place, peer in enumerate(peers.of(kind))]
             heapq.heapify(by_load)
             while waiting and by_load:
-                half = self._open.get(waiting[0], {}).get(kind)
-                if half is not None and half.answer is None and not half.worker:
+                half = halves.get(waiting[0])
+                if half is not None and not half.worker:
                     load, place, worker = by_load[0]
                     if not worker.offer(half.request):
                         heapq.heappop(by_load)
@@ -98,7 +100,7 @@ class ScoreDispatcher:
 
     def refusal(self, answer: Score | InferResult, worker: str) -> str:
         """Return why this answer of this worker cannot be taken, or nothing; a repeated answer can, and changes nothing."""
-        half = self._half(answer)
+        half = self._open[_judge(answer)].get(key_of(answer))
         if half is None:
             return ""
         if worker != half.worker and worker not in half.lost:
@@ -111,28 +113,23 @@ class ScoreDispatcher:
 
     def take(self, answer: Score | InferResult) -> Score | None:
         """Take one half in; return the score where it is complete now, None where it is not or the answer is not awaited."""
-        half, key = self._half(answer), key_of(answer)
-        if half is None:
+        kind, key = _judge(answer), key_of(answer)
+        if self._open[kind].pop(key, None) is None:
             return None
-        half.answer, half.worker = answer, ""
-        self.num_open["reward" if isinstance(answer, Score) else "inference"] -= 1
-        halves = self._open[key]
-        if len(halves) > 1 and any(each.answer is None for each in halves.values()):
+        if key in self._open["inference" if kind == "reward" else "reward"]:
+            self._answered[key] = answer
             return None
-        del self._open[key]
-        rules, models = (halves[kind].answer if kind in halves else None for kind in JUDGES)
-        assert isinstance(rules, Score | None)
-        assert isinstance(models, InferResult | None)
+        halves = (answer, self._answered.pop(key, None))
+        rules = next((half for half in halves if isinstance(half, Score)), None)
+        models = next((half for half in halves if isinstance(half, InferResult)), None)
         return merge_score(rules, models, self._weights)
 
     def worker_lost(self, name: str) -> list[Score]:
         """Ask again what a dead worker had not answered; return the scores that are complete because a half is given up."""
         reason = f"{MOST_LOSSES} workers died while they held this sample, the last was {name}"
         complete = []
-        for key, halves in reversed(list(self._open.items())):
-            for kind, half in halves.items():
-                if half.worker != name:
-                    continue
+        for kind, halves in self._open.items():
+            for key, half in reversed([item for item in halves.items() if item[1].worker == name]):
                 half.worker = ""
                 half.lost += (name,)
                 if len(half.lost) < MOST_LOSSES:
@@ -148,10 +145,9 @@ class ScoreDispatcher:
                 )
         return [score for score in complete if score is not None]
 
-    def _half(self, answer: Score | InferResult) -> _Half | None:
-        """Return the half that this answers, if it is awaited."""
-        half = self._open.get(key_of(answer), {}).get("reward" if isinstance(answer, Score) else "inference")
-        return half if half is not None and half.answer is None else None
+
+def _judge(answer: Score | InferResult) -> JudgeKind:
+    return "reward" if isinstance(answer, Score) else "inference"
 
 
 def merge_score(rules: Score | None, models: InferResult | None, weights: Mapping[str, float]) -> Score:

@@ -34,7 +34,7 @@ EVALUATE: Final = "evaluate"
 PHASE: Final = "phase"
 
 
-class Span(msgspec.Struct, frozen=True, omit_defaults=True):
+class Span(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     """One stretch of work."""
 
     name: str

@@ -5,6 +5,8 @@ and friends convert. T below is the number of generated (response) tokens of a s
 
 A group is one prompt issued once to the generators; it has `group_size` members, numbered from 0. `attempt` counts how often a
 member was handed out (1 at first; more after a generator died). A repeat of a member that the ledger already holds is harmless.
+
+`gc=False`: there are thousands of these, they never refer to themselves, and the collector need not look at them.
 """
 
 from __future__ import annotations
@@ -23,14 +25,14 @@ FinishReason = Literal["stop", "length", "abort"]
 Purpose = Literal["train", "eval"]
 
 
-class ChatMessage(msgspec.Struct, frozen=True):
+class ChatMessage(msgspec.Struct, frozen=True, gc=False):
     """One turn of a chat prompt."""
 
     role: Literal["system", "user", "assistant", "tool"]
     content: str
 
 
-class Prompt(msgspec.Struct, frozen=True):
+class Prompt(msgspec.Struct, frozen=True, gc=False):
     """One problem: what the model is shown, and what its answer is judged by."""
 
     prompt_id: str
@@ -60,7 +62,7 @@ class PreferenceAnswers(msgspec.Struct, frozen=True):
     rejected: str
 
 
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+class SamplingParams(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     """How tokens are drawn. Behaviour logprobs are those of the distribution that results from all of it."""
 
     max_new_tokens: int
@@ -75,7 +77,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """Generate exactly `max_new_tokens` tokens (load tests)."""
 
 
-class GroupWork(Message, frozen=True, tag="group_work"):
+class GroupWork(Message, frozen=True, gc=False, tag="group_work"):
     """Controller to generator: generate these members of this group."""
 
     group_id: int
@@ -91,7 +93,7 @@ class GroupWork(Message, frozen=True, tag="group_work"):
     """The member that is drawn greedily, as a baseline (ReMax); -1: none."""
 
 
-class Sample(Message, frozen=True, tag="sample"):
+class Sample(Message, frozen=True, gc=False, tag="sample"):
     """Generator to controller: one finished completion, with everything training needs to know about it."""
 
     group_id: int
@@ -138,7 +140,7 @@ class SampleFailure(Message, frozen=True, tag="sample_failure"):
     """The traceback, where there is one."""
 
 
-class ScoreRequest(Message, frozen=True, tag="score_request"):
+class ScoreRequest(Message, frozen=True, gc=False, tag="score_request"):
     """Controller to reward worker: judge this completion."""
 
     group_id: int
@@ -151,7 +153,7 @@ class ScoreRequest(Message, frozen=True, tag="score_request"):
     purpose: Purpose = "train"
 
 
-class Score(Message, frozen=True, tag="score"):
+class Score(Message, frozen=True, gc=False, tag="score"):
     """Reward worker to controller: the judgement, or why there is none."""
 
     group_id: int
@@ -177,7 +179,7 @@ class Score(Message, frozen=True, tag="score"):
     """Empty, or which function the sample made run out of time or memory; it counts 0 there."""
 
 
-class InferRequest(Message, frozen=True, tag="infer_request"):
+class InferRequest(Message, frozen=True, gc=False, tag="infer_request"):
     """Controller to inference worker: run the named models over this completion, forward only."""
 
     group_id: int
@@ -192,7 +194,7 @@ class InferRequest(Message, frozen=True, tag="infer_request"):
     purpose: Purpose = "train"
 
 
-class InferResult(Message, frozen=True, tag="infer_result"):
+class InferResult(Message, frozen=True, gc=False, tag="infer_result"):
     """Inference worker to controller: what its models say, or why they cannot."""
 
     group_id: int
@@ -209,7 +211,7 @@ class InferResult(Message, frozen=True, tag="infer_result"):
     purpose: Purpose = "train"
 
 
-class ScoredSample(msgspec.Struct, frozen=True):
+class ScoredSample(msgspec.Struct, frozen=True, gc=False):
     """A sample with its reward: what the buffer holds and packing reads."""
 
     sample: Sample

@@ -35,7 +35,7 @@ from asyncrl.schema.codec import MAX_MESSAGE_BYTES, Message, decode, encode
 from asyncrl.schema.control import PROTOCOL, Hello, ProcessKind
 from asyncrl.transport.packets import Item, Lane, Parcel
 
-__all__ = ["Connection", "Delivery", "Lane", "LinkLimits", "Listener", "RefusalCounts", "new_hello"]
+__all__ = ["Arrival", "Connection", "Delivery", "Lane", "LinkLimits", "Listener", "RefusalCounts", "new_hello"]
 
 PARCEL_BYTES = 256 << 10
 """A parcel is full from this size on; small messages share one, a larger message has its own."""
@@ -49,11 +49,24 @@ class Delivery:
 
     message: Message
     _seq: int
-    _acknowledge: Callable[[int], None]
+    _acknowledge: Callable[..., None]
 
     def ack(self) -> None:
         """Tell the sender that this message is dealt with; cheap, safe to repeat, does not wait."""
         self._acknowledge(self._seq)
+
+
+@dataclass(slots=True)
+class Arrival:
+    """Received messages that are dealt with together."""
+
+    messages: list[Message]
+    _seqs: list[int]
+    _acknowledge: Callable[..., None]
+
+    def ack(self) -> None:
+        """Tell the sender that all of them are dealt with; as `Delivery.ack`."""
+        self._acknowledge(*self._seqs)
 
 
 @dataclass(slots=True)
@@ -120,7 +133,7 @@ class InLane:
 
     def __init__(self, pump_soon: Callable[[], None]) -> None:
         self.expected = 0
-        self.inbox: deque[Delivery] = deque()
+        self.inbox: deque[tuple[int, Message]] = deque()
         self.unhandled: set[int] = set()
         """Numbers that arrived and are not acknowledged yet."""
         self.acks: list[int] = []
@@ -129,11 +142,12 @@ class InLane:
         """Set whenever a message arrived or the connection ended."""
         self._pump_soon = pump_soon
 
-    def acknowledge(self, seq: int) -> None:
-        """Tell the sender of a message once, however often it is asked."""
-        if seq in self.unhandled:
-            self.unhandled.remove(seq)
-            self.acks.append(seq)
+    def acknowledge(self, *seqs: int) -> None:
+        """Tell the sender of each message once, however often it is asked."""
+        fresh = self.unhandled.intersection(seqs)
+        if fresh:
+            self.unhandled -= fresh
+            self.acks += sorted(fresh)
             self._pump_soon()
 
 
@@ -208,17 +222,23 @@ class Connection:
         Raises:
             ConnectionClosed: The other end is gone and everything it sent has been received.
         """
+        half = await self._wait_for_message(lane)
+        seq, message = half.inbox.popleft()
+        return Delivery(message, seq, half.acknowledge)
+
+    async def receive_all(self, lane: Lane = Lane.DATA) -> Arrival:
+        """Return every message of the lane that is there, one or more, in order. Raises as `receive`."""
+        half = await self._wait_for_message(lane)
+        arrival = Arrival([message for _, message in half.inbox], [seq for seq, _ in half.inbox], half.acknowledge)
+        half.inbox.clear()
+        return arrival
+
+    async def _wait_for_message(self, lane: Lane) -> InLane:
         while not (half := self._in[lane]).inbox:
             self._raise_if_closed()
             half.changed.clear()
             await half.changed.wait()
-        return half.inbox.popleft()
-
-    async def receive_all(self, lane: Lane = Lane.DATA) -> list[Delivery]:
-        """Return every message of the lane that is there, one or more, in order. Raises as `receive`."""
-        arrived = [await self.receive(lane), *self._in[lane].inbox]
-        self._in[lane].inbox.clear()
-        return arrived
+        return half
 
     def unacknowledged(self, lane: Lane = Lane.DATA) -> int:
         """Return how many sent messages the other end has not acknowledged."""
@@ -309,7 +329,7 @@ class Connection:
                 self._pump_soon()
                 continue
             half.unhandled.add(seq)
-            half.inbox.append(Delivery(message, seq, half.acknowledge))
+            half.inbox.append((seq, message))
             half.changed.set()
         return True
 

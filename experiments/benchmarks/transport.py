@@ -36,7 +36,7 @@ from asyncrl.buffer.state import BufferLimits, BufferState
 from asyncrl.config.run import TransportConfig
 from asyncrl.schema.codec import encode
 from asyncrl.schema.samples import Prompt, Sample
-from asyncrl.transport.protocol import Delivery, new_hello
+from asyncrl.transport.protocol import Arrival, new_hello
 from asyncrl.transport.zmq_client import open_connection
 from asyncrl.transport.zmq_server import open_listener
 from benchmarks.harness import BenchResult, interleaved, ratio
@@ -123,12 +123,12 @@ async def _receive_all(config: TransportConfig, folder: Path, is_durable: bool) 
             connection = await asyncio.wait_for(listener.accept(), _TIMEOUT_S)
             number = 0
             while number < NUM_SAMPLES:
-                arrived = await connection.receive_all()
-                started_s, number = started_s or loop.time(), number + len(arrived)
-                samples = [delivery.message for delivery in arrived if isinstance(delivery.message, Sample)]
+                arrival = await connection.receive_all()
+                started_s, number = started_s or loop.time(), number + len(arrival.messages)
+                samples = [message for message in arrival.messages if isinstance(message, Sample)]
                 receipts = buffer.add_samples(samples, loop.time())
                 assert all(receipt.status == "stored" for receipt in receipts), receipts
-                buffer.when_committed(partial(_finish, arrived, committed if number == NUM_SAMPLES else None))
+                buffer.when_committed(partial(_finish, arrival, committed if number == NUM_SAMPLES else None))
             finished_s = await asyncio.wait_for(committed, _TIMEOUT_S)
     finally:
         await listener.close()
@@ -138,10 +138,9 @@ async def _receive_all(config: TransportConfig, folder: Path, is_durable: bool) 
     return (NUM_SAMPLES - 1) / (finished_s - started_s)
 
 
-def _finish(deliveries: list[Delivery], last_committed: asyncio.Future[float] | None) -> None:
+def _finish(arrival: Arrival, last_committed: asyncio.Future[float] | None) -> None:
     """Acknowledge samples, and stop the clock with the last."""
-    for delivery in deliveries:
-        delivery.ack()
+    arrival.ack()
     if last_committed is not None:
         last_committed.set_result(last_committed.get_loop().time())
 

@@ -86,14 +86,14 @@ async def test_all_that_has_arrived_is_received_at_once_and_in_order(channel):
     far, near = await open_pair(channel)
     for number in range(WINDOW):
         await far.send(failure(number))
-    arrived = []
-    while len(arrived) < WINDOW:
-        together = await asyncio.wait_for(near.receive_all(), WAIT_S)
-        assert together
-        arrived += together
-    assert [delivery.message.group_id for delivery in arrived] == list(range(WINDOW))
-    for delivery in arrived:
-        delivery.ack()
+    received, arrivals = [], []
+    while len(received) < WINDOW:
+        arrivals.append(await asyncio.wait_for(near.receive_all(), WAIT_S))
+        assert arrivals[-1].messages
+        received += [message.group_id for message in arrivals[-1].messages]
+    assert received == list(range(WINDOW))
+    for arrival in arrivals:
+        arrival.ack()
     assert await far.flush(WAIT_S)
 
 

@@ -30,7 +30,7 @@ class StepParams(msgspec.Struct, frozen=True):
     """Updates whose groups share no row."""
 
 
-class IssuedRecord(msgspec.Struct, frozen=True):
+class IssuedRecord(msgspec.Struct, frozen=True, gc=False):
     """A new group, with the prompt itself."""
 
     group_id: int
@@ -56,7 +56,7 @@ class PlacedRecord(msgspec.Struct, frozen=True):
     now: float
 
 
-class SampleRecord(msgspec.Struct, frozen=True):
+class SampleRecord(msgspec.Struct, frozen=True, gc=False):
     """A generated member, payload and all."""
 
     sample: Sample
@@ -65,7 +65,7 @@ class SampleRecord(msgspec.Struct, frozen=True):
     now: float
 
 
-class ScoreRecord(msgspec.Struct, frozen=True):
+class ScoreRecord(msgspec.Struct, frozen=True, gc=False):
     """A member's reward, and its reference log-probabilities where the score brings some."""
 
     score: Score
@@ -83,7 +83,7 @@ class FailureRecord(msgspec.Struct, frozen=True):
     now: float
 
 
-class MovedRecord(msgspec.Struct, frozen=True):
+class MovedRecord(msgspec.Struct, frozen=True, gc=False):
     """A group changed its state (taken and trained come with their step instead)."""
 
     group_id: int

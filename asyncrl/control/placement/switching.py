@@ -125,7 +125,7 @@ class Switching:
 
     def consider(self) -> None:
         """Want another phase, where the one that is on has nothing left to do."""
-        now, feed, unjudged = self.phases.now, self._feeder, self._dispatcher.scores.num_open["inference"]
+        now, feed, unjudged = self.phases.now, self._feeder, self._dispatcher.scores.num_open("inference")
         is_at_rest = feed.idle and not feed.woken.is_set()
         if now in {"rollout", "inference"} and feed.wants_turn:
             self._handle(st.Wanted("train"))

@@ -97,7 +97,7 @@ def test_asking_again_for_an_open_score_changes_nothing():
     desk.ask(_rules(), _models(), 1.0)
     desk.take(_score())
     desk.ask(_rules(), _models(), 2.0)
-    assert (desk.num_open["reward"], desk.num_open["inference"], len(desk)) == (0, 1, 1)
+    assert (desk.num_open("reward"), desk.num_open("inference"), len(desk)) == (0, 1, 1)
     assert desk.open_since_s("inference") == 1.0
     assert desk.open_since_s("reward") is None
 
@@ -116,7 +116,7 @@ def test_a_sample_that_kills_inference_workers_is_given_up_and_its_other_half_st
         peers.add(FakeConnection("inference", "inference-0"))
         desk.dispatch(peers)
         assert desk.worker_lost("inference-0") == []
-    assert desk.num_open["inference"] == 0
+    assert desk.num_open("inference") == 0
     score = desk.take(_score())
     assert "3 workers died while they held this sample, the last was inference-0" in score.error
 
@@ -181,8 +181,8 @@ class DeskMachine(RuleBasedStateMachine):
     @invariant()
     def open_halves_belong_to_open_scores(self):
         open_members = set(self.asked) - set(self.complete)
-        assert self.desk.num_open["reward"] <= sum(self.asked[member][0] for member in open_members)
-        assert self.desk.num_open["inference"] <= sum(self.asked[member][1] for member in open_members)
+        assert self.desk.num_open("reward") <= sum(self.asked[member][0] for member in open_members)
+        assert self.desk.num_open("inference") <= sum(self.asked[member][1] for member in open_members)
 
     def teardown(self):
         for _ in range(4 * len(self.asked) + 4):
@@ -190,7 +190,7 @@ class DeskMachine(RuleBasedStateMachine):
             for name in self.connections:
                 self.answer(name, 0)
         assert len(self.desk) == 0, "an asked score never became complete"
-        assert self.desk.num_open["reward"] == self.desk.num_open["inference"] == 0
+        assert self.desk.num_open("reward") == self.desk.num_open("inference") == 0
 
 
 TestDesk = DeskMachine.TestCase

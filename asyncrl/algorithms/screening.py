@@ -7,7 +7,6 @@ masks and pairs. Pure Python, no torch.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 import msgspec
 
@@ -22,8 +21,7 @@ TRUNCATED = "truncated"
 """Every member was cut off by the length limit, and such members are not trained."""
 
 
-@dataclass(frozen=True, slots=True)
-class Member:
+class Member(msgspec.Struct, frozen=True, gc=False):
     """A scored member, as far as screening looks at it."""
 
     index: int

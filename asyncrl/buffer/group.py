@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -189,11 +189,11 @@ class Group:
             min_members: That must be scored; at most the size counts, the greedy baseline left out.
             greedy: Index of that baseline; under 0: there is none.
         """
-        has_baseline = greedy >= 0
+        has_baseline, num_scored = greedy >= 0, self.members.count("scored")
         if has_baseline and greedy not in self.scored:
             return f"no greedy baseline: {self.last_failure or 'it has no such member'}"
         needed = max(1, min(min_members, self.size - has_baseline))
-        return (self.last_failure or "no reason given") if len(self.scored) - has_baseline < needed else ""
+        return (self.last_failure or "no reason given") if num_scored - has_baseline < needed else ""
 
     def is_past_saving(self, oldest_allowed: int, screen: Screen) -> bool:
         """Return whether members are still to be generated, and one that will be trained holds a token older than allowed."""
@@ -202,9 +202,9 @@ class Group:
         surely = (self.version_counts[index] for index in surely_trained(self.judged, screen))
         return any(counts is not None and counts[0][0] < oldest_allowed for counts in surely)
 
-    def settle(self, screen: Screen) -> None:
-        """Note which members are trained, and how old those are."""
-        self.trained = trained_members(self.judged, screen)
+    def settle(self, judged: Sequence[Member], screen: Screen) -> None:
+        """Note which of the scored members are trained, and how old those are."""
+        self.trained = trained_members(judged, screen)
         self.refresh_age()
 
     def refresh_age(self) -> None:

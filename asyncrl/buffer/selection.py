@@ -239,8 +239,9 @@ class Screening:
 
     def judge(self, group: Group) -> tuple[str, list[BufferInstruction]]:
         """Settle a scored group; return why it is to be dropped (nothing: it is ready), and what is to be said about it."""
-        group.settle(self._screen)
-        reason = objection(group.judged, self._screen)
+        judged = group.judged
+        group.settle(judged, self._screen)
+        reason = objection(judged, self._screen)
         self._num_in_row = self._num_in_row + 1 if reason else 0
         if not reason:
             return "", []

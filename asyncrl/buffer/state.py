@@ -143,7 +143,7 @@ class BufferState:
                 group.attempt, group.generator, group.holders = group.attempt + 1, "", {}
                 self._unplaced.add(group.group_id)
             elif group.state == "ready":
-                group.settle(self.limits.screen)
+                group.settle(group.judged, self.limits.screen)
         self._ready.restore(group for group in self.groups.values() if group.state == "ready")
 
     # -- questions -------------------------------------------------------------------------------------------------------

@@ -40,7 +40,6 @@ from asyncrl.schema.samples import (
     GroupWork,
     InferResult,
     Prompt,
-    Sample,
     SampleFailure,
     Score,
     ScoreRequest,
@@ -50,7 +49,8 @@ from asyncrl.schema.samples import (
 from asyncrl.schema.status import ExternalGroup
 from asyncrl.schema.weights import VersionLive, WeightsAvailable, WeightsManifest
 from asyncrl.transport.protocol import Lane
-from tests.unit.control.test_controller import World, _hello, _next
+from tests.builders import answer_to, hello, receive
+from tests.unit.control.test_controller import World
 
 GUEST = "joined-b-7-0"
 
@@ -78,14 +78,6 @@ async def settled(world, refused):
     async with asyncio.timeout(30):
         while world.controller.edge.refused.total() < refused:
             await asyncio.sleep(0.005)
-
-
-def sample(work, index=0, generator="generator-0", versions=(0, 0), **changes):
-    made = Sample(
-        work.group_id, index, work.attempt, ids_to_bytes([1, 2]), ids_to_bytes([3, 4]), logprobs_to_bytes([-0.1, -0.2]),
-        ids_to_bytes(versions), "stop", "46", generator, 0.0, 1.0,
-    )  # fmt: skip
-    return msgspec.structs.replace(made, **changes)
 
 
 def weights(version):
@@ -155,14 +147,14 @@ async def test_a_sample_that_is_not_this_guests_own_is_refused(tmp_path, case):
     async with running(tmp_path) as world:
         _, _, generator = await world.start(version_is_live=False)
         guest = await world.let_in()
-        own = await _next(guest, GroupWork, Lane.DATA)
-        await _next(guest, GroupWork, Lane.DATA)
+        own = await receive(guest, GroupWork, Lane.DATA)
+        await receive(guest, GroupWork, Lane.DATA)
         await generator.send(VersionLive(0, "generator-0", 0.0, 0.0, 0.0), Lane.CONTROL)
         changes = dict(BAD_SAMPLES[case])
         group = world.buffer.state.groups[own.group_id]
         if changes.pop("group", ""):
             group.holders[0] = "generator-0"
-        await guest.send(msgspec.structs.replace(sample(own, 1, GUEST), **changes))
+        await guest.send(msgspec.structs.replace(answer_to(own, 1, GUEST), **changes))
         await settled(world, 1)
         assert group.members[1] == "pending"
         assert world.controller.edge.refused == {(GUEST, "Sample"): 1}
@@ -171,9 +163,9 @@ async def test_a_sample_that_is_not_this_guests_own_is_refused(tmp_path, case):
 async def test_a_sample_of_another_prompt_than_its_group_is_refused(tmp_path):
     async with running(tmp_path) as world:
         _, _, generator = await world.start()
-        work = await _next(generator, GroupWork, Lane.DATA)
-        await generator.send(sample(work, 0))
-        await generator.send(sample(work, 1, prompt_ids=ids_to_bytes([9, 9, 9])))
+        work = await receive(generator, GroupWork, Lane.DATA)
+        await generator.send(answer_to(work, 0))
+        await generator.send(answer_to(work, 1, prompt_ids=ids_to_bytes([9, 9, 9])))
         await settled(world, 1)
         assert world.buffer.state.groups[work.group_id].members == ["generated", "pending"]
 
@@ -184,8 +176,8 @@ async def test_forged_versions_let_no_forged_tokens_in(tmp_path):
         await world.start(version_is_live=False)
         guest = await world.let_in()
         await guest.send(weights(10**7), Lane.CONTROL)
-        work = await _next(guest, GroupWork, Lane.DATA)
-        await guest.send(sample(work, 0, GUEST, versions=(10**6, 10**6)))
+        work = await receive(guest, GroupWork, Lane.DATA)
+        await guest.send(answer_to(work, 0, GUEST, versions=(10**6, 10**6)))
         await settled(world, 1)
         async with asyncio.timeout(30):
             while world.buffer.state.member_state(work.group_id, 0) == "pending":
@@ -220,8 +212,8 @@ async def test_a_score_of_a_worker_that_was_not_asked_is_refused(tmp_path):
     async with running(tmp_path, reward={"num_workers": 2}) as world:
         _, reward, generator = await world.start()
         other = await world.join("reward", "reward-1")
-        work = await _next(generator, GroupWork, Lane.DATA)
-        await generator.send(sample(work))
+        work = await receive(generator, GroupWork, Lane.DATA)
+        await generator.send(answer_to(work))
         async with asyncio.timeout(30):
             while not any(peer.connection.unacknowledged() for peer in world.controller.peers.of("reward")):
                 await asyncio.sleep(0.005)
@@ -236,10 +228,10 @@ async def test_failures_without_words_end_nothing(tmp_path):
     async with running(tmp_path, supervision={"backoff_s": 0.01}) as world:
         _, _, generator = await world.start()
         for _ in range(4):
-            work = await _next(generator, GroupWork, Lane.DATA)
+            work = await receive(generator, GroupWork, Lane.DATA)
             for index in work.indices:
                 await generator.send(SampleFailure(work.group_id, index, work.attempt, "generate", ""))
-        await _next(generator, GroupWork, Lane.DATA)
+        await receive(generator, GroupWork, Lane.DATA)
 
 
 @pytest.mark.parametrize("name", ["reward/mean", "reward/std", "data/trained_tokens", "staleness/max"])
@@ -247,12 +239,12 @@ async def test_figures_of_a_step_that_are_not_finite_are_left_out_and_its_line_c
     async with running(tmp_path) as world:
         learner, reward, generator = await world.start()
         for _ in range(2):
-            work = await _next(generator, GroupWork, Lane.DATA)
+            work = await receive(generator, GroupWork, Lane.DATA)
             for index in work.indices:
-                await generator.send(sample(work, index))
-                request = await _next(reward, ScoreRequest, Lane.DATA)
+                await generator.send(answer_to(work, index))
+                request = await receive(reward, ScoreRequest, Lane.DATA)
                 await reward.send(Score(request.group_id, request.index, request.attempt, 1.0, worker="reward-0"))
-        batch = await _next(learner, StepBatch, Lane.DATA)
+        batch = await receive(learner, StepBatch, Lane.DATA)
         await learner.send(StepDone(batch.step, batch.step + 1, {name: float("nan")}, 0.0, 1.0), Lane.CONTROL)
         async with asyncio.timeout(30):
             while not (steps := read_steps(tmp_path)):
@@ -282,7 +274,7 @@ async def test_a_guest_whose_samples_all_fail_is_sent_away_with_one_line_and_the
         _, _, generator = await world.start(version_is_live=False)
         guest = await world.let_in()
         for _ in range(MOST_GUEST_FAILURES // 2):
-            work = await _next(guest, GroupWork, Lane.DATA)
+            work = await receive(guest, GroupWork, Lane.DATA)
             for index in work.indices:
                 await guest.send(SampleFailure(work.group_id, index, work.attempt, "generate", "no such kernel"))
         async with asyncio.timeout(30):
@@ -293,7 +285,7 @@ async def test_a_guest_whose_samples_all_fail_is_sent_away_with_one_line_and_the
         failures = world.controller.dispatcher.failures
         assert (failures.share, failures.verdict, failures.set_aside) == (0.0, "", {})
         await generator.send(VersionLive(0, "generator-0", 0.0, 0.0, 0.0), Lane.CONTROL)
-        assert len((await _next(generator, GroupWork, Lane.DATA)).indices) == 2
+        assert len((await receive(generator, GroupWork, Lane.DATA)).indices) == 2
         assert world.controller.lifecycle.phase == "running"
 
 
@@ -301,7 +293,7 @@ async def test_a_submitted_group_with_token_ids_beyond_the_vocabulary_is_refused
     async with running(tmp_path) as world:
         work = GroupWork(0, 0, Prompt("mine"), (0,), None, 0)
         early = RunApi(world.controller)
-        beyond = ExternalGroup(Prompt("mine"), (sample(work, token_ids=ids_to_bytes([3, 500])),))
+        beyond = ExternalGroup(Prompt("mine"), (answer_to(work, token_ids=ids_to_bytes([3, 500])),))
         assert early.submit(beyond).group_id == 0  # nothing is known of the model yet
         (tmp_path / "model").mkdir()
         (tmp_path / "model" / "config.json").write_text('{"vocab_size": 100}')
@@ -309,7 +301,7 @@ async def test_a_submitted_group_with_token_ids_beyond_the_vocabulary_is_refused
         assert world.buffer.counts().dropped == {"token ids beyond the vocabulary": 1}
         refused = early.submit(beyond)
         assert "token id 500 is beyond the model's vocabulary of 100" in refused.refused
-        assert early.submit(ExternalGroup(Prompt("mine"), (sample(work),))).group_id == 1
+        assert early.submit(ExternalGroup(Prompt("mine"), (answer_to(work),))).group_id == 1
 
 
 async def test_an_outside_learner_cannot_announce_a_version_that_no_step_made(tmp_path):
@@ -325,13 +317,13 @@ async def test_a_batch_that_kills_the_learner_twice_is_set_aside_and_named(tmp_p
     async with running(tmp_path) as world:
         learner, reward, generator = await world.start()
         for _ in range(3):
-            work = await _next(generator, GroupWork, Lane.DATA)
+            work = await receive(generator, GroupWork, Lane.DATA)
             for index in work.indices:
-                await generator.send(sample(work, index))
-                request = await _next(reward, ScoreRequest, Lane.DATA)
+                await generator.send(answer_to(work, index))
+                request = await receive(reward, ScoreRequest, Lane.DATA)
                 await reward.send(Score(request.group_id, request.index, request.attempt, 1.0, worker="reward-0"))
         for life in (1, 2):
-            await _next(learner, StepBatch, Lane.DATA)
+            await receive(learner, StepBatch, Lane.DATA)
             (await world.launcher.started("learner", life)).exit(-9)
             await world.launcher.started("learner", life + 1)
             learner = await world.join("learner", "learner")
@@ -417,7 +409,7 @@ def test_no_message_of_a_peer_raises_out_of_the_controller(said, state, model):
                 connection = peers.get(name)
                 if connection is None or connection.closed_reason:
                     if name == GUEST:
-                        world.controller.membership.refusal(_hello("generator", GUEST))
+                        world.controller.membership.refusal(hello("generator", GUEST))
                     connection = peers[name] = await world.join(ROLES[name], name)
                 try:
                     connection.try_send(message, lane)

@@ -14,7 +14,8 @@ from asyncrl.buffer.ledger.reader import LedgerReader
 from asyncrl.buffer.open import open_buffer
 from asyncrl.config.load import parse_config
 from asyncrl.errors import LedgerError
-from asyncrl.schema.samples import Prompt, Sample, Score, ids_to_bytes, logprobs_to_bytes
+from asyncrl.schema.samples import Prompt, Score, logprobs_to_bytes
+from tests.builders import make_sample
 
 CONFIG = parse_config({"algorithm": {"groups_per_step": 1, "group_size": 2}, "buffer": {"max_staleness": 7}})
 LONG = 600
@@ -54,8 +55,7 @@ def fill(folder):
     for group_id in range(5):
         buffer.issue(Prompt(f"p{group_id}", text="1+1="), "g0", version=0, group_size=2, now=0.0, cursor=group_id + 1)
         for index in range(2 if group_id < 4 else 1):
-            arrays = ids_to_bytes([5] * LONG), logprobs_to_bytes([-0.5] * LONG), ids_to_bytes([0] * LONG)
-            buffer.add_samples([Sample(group_id, index, 0, ids_to_bytes([1]), *arrays, "stop", "x", "g0", 0.0, 1.0)], 1.0)
+            buffer.add_samples([make_sample(group_id, index, [5] * LONG)], 1.0)
             if group_id < 3:
                 reference = logprobs_to_bytes([-0.25] * LONG)
                 buffer.add_scores([Score(group_id, index, 0, 1.0 + index, {"a": 0.5}, reference_logprobs=reference)], 2.0)

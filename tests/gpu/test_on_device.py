@@ -21,15 +21,13 @@ from asyncrl.learner.train_state import TrainState
 from asyncrl.packing.tensors import pack_step
 from asyncrl.schema.samples import (
     Prompt,
-    Sample,
     SamplingParams,
     ScoredGroup,
     ScoredSample,
-    ids_to_bytes,
-    logprobs_to_bytes,
 )
 from asyncrl.weights.publisher import Publisher
 from asyncrl.weights.subscriber import Subscriber
+from tests.builders import make_sample
 
 pytestmark = [
     pytest.mark.gpu,
@@ -73,13 +71,9 @@ async def test_the_engine_on_a_device_agrees_with_the_cpu(model_folder):
 
 def _batch():
     members = tuple(
-        ScoredSample(
-            Sample(0, index, 0, ids_to_bytes([5, 6, 7]), ids_to_bytes([8 + index, 9, 10]), logprobs_to_bytes([-2.0, -3.0, -4.0]),
-                   ids_to_bytes([0, 0, 0]), "stop", "", "g", 0.0, 1.0),
-            float(index % 2),
-        )
+        ScoredSample(make_sample(0, index, [8 + index, 9, 10], [5, 6, 7], [-2.0, -3.0, -4.0]), float(index % 2))
         for index in range(4)
-    )  # fmt: skip
+    )
     return pack_step(0, [ScoredGroup(0, Prompt("p"), members)], tokens_per_row=64, temperature=1.0)
 
 

@@ -32,7 +32,8 @@ from asyncrl.buffer.events import (
 from asyncrl.buffer.open import open_buffer
 from asyncrl.buffer.payloads import TakenStep
 from asyncrl.config.load import parse_config
-from asyncrl.schema.samples import Prompt, Sample, SampleFailure, Score, ids_to_bytes, logprobs_to_bytes
+from asyncrl.schema.samples import Prompt, SampleFailure, Score
+from tests.builders import make_sample
 
 SCREENED = {NO_SPREAD, NO_PAIR, TRUNCATED}
 
@@ -213,19 +214,8 @@ class RunLife(RuleBasedStateMachine):
         self.tell(GeneratorReady(name, self.num_slots[name], version))
 
     def sample(self, key, oldest, newest, attempt=0, generator="g0", cut=False):
-        return Sample(
-            *key,
-            attempt,
-            ids_to_bytes([1]),
-            ids_to_bytes([2, 3]),
-            logprobs_to_bytes([-0.5, -0.25]),
-            ids_to_bytes([oldest, newest]),
-            "length" if cut else "stop",
-            "x",
-            generator,
-            0.0,
-            self.now,
-        )
+        ended = {"finish_reason": "length" if cut else "stop", "finished_s": self.now}
+        return make_sample(*key, versions=[oldest, newest], attempt=attempt, generator=generator, **ended)
 
     def pick(self, items, number):
         items = sorted(items)

@@ -15,7 +15,8 @@ from asyncrl.buffer.open import open_buffer
 from asyncrl.buffer.payloads import TakenStep, Waiting
 from asyncrl.config.load import parse_config
 from asyncrl.errors import ConfigError, LedgerError
-from asyncrl.schema.samples import Prompt, Sample, SampleFailure, Score, ids_to_bytes, logprobs_to_bytes
+from asyncrl.schema.samples import Prompt, SampleFailure, Score, ids_to_bytes, logprobs_to_bytes
+from tests.builders import make_sample
 
 
 def _config(algorithm=None, **buffer):
@@ -26,21 +27,7 @@ def _config(algorithm=None, **buffer):
 
 
 def _sample(group_id, index, version=0, **changes):
-    sample = Sample(
-        group_id,
-        index,
-        0,
-        ids_to_bytes([1, 2]),
-        ids_to_bytes([3, 4]),
-        logprobs_to_bytes([-0.5, -0.5]),
-        ids_to_bytes([version] * 2),
-        "stop",
-        "text",
-        "g0",
-        0.0,
-        1.0,
-    )
-    return msgspec.structs.replace(sample, **changes)
+    return msgspec.structs.replace(make_sample(group_id, index, versions=version), **changes)
 
 
 @pytest.fixture(params=["disk", "memory"])
@@ -417,7 +404,7 @@ def test_a_resume_with_rows_too_short_for_what_is_held_is_refused(reopen):
     buffer = reopen()
     group = _issue(buffer)
     for index in range(2):
-        buffer.add_samples([msgspec.structs.replace(_long_sample(index, 510), group_id=group)], 1.0)
+        buffer.add_samples([make_sample(group, index, [3] * 510)], 1.0)
     config = {"generate": {"engine": {"kind": "fake", "max_sequence_tokens": 256}}}
     buffer.close()
     for tokens_per_row, algorithm in ((511, {}), (1023, {"kind": "dpo"})):
@@ -467,7 +454,7 @@ def test_a_group_from_outside_whose_pair_could_not_share_a_row_is_refused(tmp_pa
         "packing": {"tokens_per_row": 64},
     })
     buffer = open_buffer(config, tmp_path)
-    samples = [_long_sample(index, num) for index, num in enumerate(num_tokens)]
+    samples = [make_sample(0, index, [3] * num) for index, num in enumerate(num_tokens)]
     receipt = buffer.submit_group(Prompt("theirs"), samples, "notebook", 1.0)
     assert receipt.status == status
     if status == "refused":
@@ -476,13 +463,6 @@ def test_a_group_from_outside_whose_pair_could_not_share_a_row_is_refused(tmp_pa
         )
     buffer.check()
     buffer.close()
-
-
-def _long_sample(index, num_tokens):
-    return _sample(
-        0, index, token_ids=ids_to_bytes([3] * num_tokens), logprobs=logprobs_to_bytes([-0.5] * num_tokens),
-        versions=ids_to_bytes([0] * num_tokens),
-    )  # fmt: skip
 
 
 @pytest.mark.parametrize("other", ["3", "5"])

@@ -26,27 +26,14 @@ from asyncrl.buffer.ledger.records import (
 )
 from asyncrl.buffer.ledger.store import SqliteLedger
 from asyncrl.errors import LedgerError
-from asyncrl.schema.samples import Prompt, Sample, Score, ids_to_bytes, logprobs_to_bytes
+from asyncrl.schema.samples import Prompt, Score
+from tests.builders import make_sample
 
 PARAMS = StepParams(0, 4096, 1.0)
 
 
 def _sample(group_id, index=0):
-    tokens = ids_to_bytes([group_id, index, 7])
-    return Sample(
-        group_id,
-        index,
-        0,
-        ids_to_bytes([1]),
-        tokens,
-        logprobs_to_bytes([-1.0] * 3),
-        ids_to_bytes([0] * 3),
-        "stop",
-        "x",
-        "g0",
-        1.0,
-        2.0,
-    )
+    return make_sample(group_id, index, [group_id, index, 7])
 
 
 def _ready(group_id, now=1.0):

@@ -5,22 +5,10 @@ import numpy as np
 import pytest
 
 from asyncrl.buffer.validate import SampleRefusedError, examine, examine_all
-from asyncrl.schema.samples import Sample, ids_to_bytes, logprobs_to_bytes
+from asyncrl.schema.samples import ids_to_bytes, logprobs_to_bytes
+from tests.builders import make_sample
 
-GOOD = Sample(
-    0,
-    0,
-    0,
-    ids_to_bytes([1, 2]),
-    ids_to_bytes([3, 4, 5]),
-    logprobs_to_bytes([-0.5, 0.0, -2.0]),
-    ids_to_bytes([1, 1, 2]),
-    "stop",
-    "",
-    "g0",
-    0.0,
-    1.0,
-)
+GOOD = make_sample(tokens=[3, 4, 5], logprobs=[-0.5, 0.0, -2.0], versions=[1, 1, 2])
 
 
 def test_trained_tokens_are_counted_by_version():

@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import TypeVar
 
 import pytest
 
@@ -22,14 +21,11 @@ from asyncrl.control.lifecycle.events import DrainRequested, PauseRequested, Pro
 from asyncrl.control.stall_detector import SLOW_SCORE_S
 from asyncrl.errors import ConnectionClosed
 from asyncrl.schema.batches import StepBatch, StepDone
-from asyncrl.schema.codec import Message
 from asyncrl.schema.control import (
-    PROTOCOL,
     Checkpoint,
     CheckpointDone,
     EngineReady,
     Fault,
-    Hello,
     JoinTerms,
     LearnerReady,
     LoadModel,
@@ -45,19 +41,16 @@ from asyncrl.schema.samples import (
     InferRequest,
     InferResult,
     Prompt,
-    Sample,
     Score,
     ScoreRequest,
-    ids_to_bytes,
-    logprobs_to_bytes,
 )
 from asyncrl.schema.weights import VersionLive, WeightsAvailable, WeightsManifest
 from asyncrl.tasks.task import TaskData
 from asyncrl.transport.local import InProcessListener
 from asyncrl.transport.protocol import Connection, Lane
+from tests.builders import answer_to, hello, receive
 from tests.fake_launcher import FakeLauncher
 
-T = TypeVar("T", bound=Message)
 B = G = 2
 ETA = 1
 NUM_STEPS = 2
@@ -82,14 +75,14 @@ class World:
         self.launcher = FakeLauncher()
         self.buffer = open_buffer(config, folder, call_soon=asyncio.get_running_loop().call_soon_threadsafe)
         task = TaskData([Prompt(f"p{i}", text=f"{i}=", answer="46") for i in range(50)], [])
-        self.listener = listener(_hello("controller", "controller"), window)
+        self.listener = listener(hello("controller", "controller"), window)
         membership = Membership(plan_processes(config), config=config.supervision)
         self.controller = Controller(
             RunParts(config, folder, self.buffer, task, self.listener, self.launcher, membership, SystemClock())
         )  # fmt: skip
 
     async def join(self, kind: str, name: str) -> Connection:
-        return await self.listener.connect(_hello(kind, name))
+        return await self.listener.connect(hello(kind, name))
 
     async def start(self, version: int = 0, *, version_is_live: bool = True) -> tuple[Connection, Connection, Connection]:
         """Bring up learner, reward worker and generator at this version."""
@@ -99,7 +92,7 @@ class World:
             for kind, name in (("learner", "learner"), ("reward", "reward-0"), ("generator", "generator-0"))
         ]
         await learner.send(LearnerReady(version, "model"), Lane.CONTROL)
-        await _next(generator, LoadModel)
+        await receive(generator, LoadModel)
         await generator.send(EngineReady("generator-0", 64, -1), Lane.CONTROL)
         if version_is_live:
             await generator.send(VersionLive(version, "generator-0", 0.0, 0.0, 0.0), Lane.CONTROL)
@@ -108,10 +101,10 @@ class World:
     async def let_in(self, name: str = "joined-b-7-0", *, version_is_live: bool = True) -> Connection:
         """Bring up a generator that the run did not start."""
         self.controller.membership.most_joined = 1
-        assert self.controller.membership.refusal(_hello("generator", name)) == ""
+        assert self.controller.membership.refusal(hello("generator", name)) == ""
         guest = await self.join("generator", name)
-        assert (await _next(guest, JoinTerms)).config_toml
-        assert (await _next(guest, LoadModel)).model_folder == "model"
+        assert (await receive(guest, JoinTerms)).config_toml
+        assert (await receive(guest, LoadModel)).model_folder == "model"
         await guest.send(EngineReady(name, 64, -1), Lane.CONTROL)
         if version_is_live:
             await guest.send(VersionLive(0, name, 0.0, 0.0, 0.0), Lane.CONTROL)
@@ -144,40 +137,22 @@ async def _running(folder: Path, **settings: object) -> AsyncIterator[World]:
         world.buffer.close()
 
 
-def _hello(kind: str, name: str) -> Hello:
-    return Hello(PROTOCOL, kind, name, f"{name}-1", 0)  # type: ignore[arg-type]
-
-
-async def _next(connection: Connection, kind: type[T], lane: Lane = Lane.CONTROL) -> T:
-    async with asyncio.timeout(30):
-        while True:
-            delivery = await connection.receive(lane)
-            delivery.ack()
-            if isinstance(delivery.message, kind):
-                return delivery.message
-
-
 async def _generate(generator: Connection, reward: Connection, count: int) -> list[int]:
     """Answer that many groups and their reward requests; return the groups' ids."""
     group_ids = []
     for _ in range(count):
-        work = await _next(generator, GroupWork, Lane.DATA)
+        work = await receive(generator, GroupWork, Lane.DATA)
         group_ids.append(work.group_id)
         for index in work.indices:
-            await generator.send(
-                Sample(
-                    work.group_id, index, work.attempt, ids_to_bytes([1, 2]), ids_to_bytes([3, 4]),
-                    logprobs_to_bytes([-0.1, -0.2]), ids_to_bytes([0, 0]), "stop", "46", "generator-0", 0.0, 1.0,
-                )
-            )  # fmt: skip
-            request = await _next(reward, ScoreRequest, Lane.DATA)
+            await generator.send(answer_to(work, index))
+            request = await receive(reward, ScoreRequest, Lane.DATA)
             await reward.send(Score(request.group_id, request.index, request.attempt, 1.0, worker="reward-0"))
     return group_ids
 
 
 async def _train(learner: Connection, steps: range) -> None:
     for step in steps:
-        assert (await _next(learner, StepBatch, Lane.DATA)).step == step
+        assert (await receive(learner, StepBatch, Lane.DATA)).step == step
         await learner.send(StepDone(step, step + 1, {}, 0.0, 1.0), Lane.CONTROL)
 
 
@@ -187,10 +162,10 @@ async def test_a_learner_that_dies_over_the_last_checkpoint_repeats_its_steps_an
         await _generate(generator, reward, NUM_STEPS * B)
         await _train(learner, range(NUM_STEPS))
         await world.until("draining")
-        assert (await _next(learner, Checkpoint)).version == NUM_STEPS
+        assert (await receive(learner, Checkpoint)).version == NUM_STEPS
         again = await world.restart_learner(version=0)
         await _train(again, range(NUM_STEPS))
-        assert (await _next(again, Checkpoint)).version == NUM_STEPS
+        assert (await receive(again, Checkpoint)).version == NUM_STEPS
         await again.send(CheckpointDone(NUM_STEPS, str(tmp_path / "checkpoints" / "step-000002"), 0.1), Lane.CONTROL)
         await asyncio.wait_for(world.controller.ending.wait(), 30)
         assert (world.controller.lifecycle.phase, world.controller.feeder.version) == ("stopped", NUM_STEPS)
@@ -200,14 +175,14 @@ async def test_a_drain_trains_every_step_that_was_taken_and_takes_no_other(tmp_p
     async with _running(tmp_path, num_steps=9, buffer={"max_staleness": 5}) as world:
         learner, reward, generator = await world.start()
         await _generate(generator, reward, 4 * B)
-        assert (await _next(learner, StepBatch, Lane.DATA)).step == 0
+        assert (await receive(learner, StepBatch, Lane.DATA)).step == 0
         async with asyncio.timeout(30):
             while world.buffer.counts().taken < 2 * B:
                 await asyncio.sleep(0.01)
         world.controller.post(DrainRequested())
         again = await world.restart_learner(version=0)
         await _train(again, range(2))
-        assert (await _next(again, Checkpoint)).version == 2
+        assert (await receive(again, Checkpoint)).version == 2
         await again.send(CheckpointDone(2, str(tmp_path / "checkpoints" / "step-000002"), 0.1), Lane.CONTROL)
         await asyncio.wait_for(world.controller.ending.wait(), 30)
         counts = world.buffer.counts()
@@ -233,7 +208,7 @@ async def test_a_checkpoint_that_is_not_of_this_run_ends_it_with_the_reason(tmp_
 
 async def _reach(connection: Connection, name: str, phase: str, number: int) -> None:
     """Wait for this order, and answer it."""
-    assert await _next(connection, SetPhase) == SetPhase(phase, number)  # type: ignore[arg-type]
+    assert await receive(connection, SetPhase) == SetPhase(phase, number)  # type: ignore[arg-type]
     await connection.send(PhaseReached(name, phase, number), Lane.CONTROL)  # type: ignore[arg-type]
 
 
@@ -248,12 +223,12 @@ async def test_by_turns_groups_go_out_in_rollouts_and_steps_when_the_learner_has
         await learner.send(WeightsAvailable(0, "none", "", WeightsManifest((), 0), "", 0.0), Lane.CONTROL)
         await _reach(learner, "learner", "train", 0)
         await _reach(learner, "learner", "rollout", 1)
-        await _next(generator, LoadModel)
+        await receive(generator, LoadModel)
         await generator.send(EngineReady("generator-0", 64, -1), Lane.CONTROL)
         await generator.send(VersionLive(0, "generator-0", 0.0, 0.0, 0.0), Lane.CONTROL)
         await _reach(generator, "generator-0", "rollout", 1)
         await _generate(generator, reward, B)
-        assert await _next(generator, SetPhase) == SetPhase("train", 2)
+        assert await receive(generator, SetPhase) == SetPhase("train", 2)
         wait = next(wait for wait in world.controller.waits(world.controller.clock.now()) if "device back" in wait.what)
         assert wait.what == "generator-0 to give the device back for phase train"
         assert world.controller.feeder.version == 0
@@ -272,21 +247,16 @@ async def test_an_inference_worker_is_waited_for_named_when_it_is_slow_and_asked
         inference = await world.join("inference", "inference-0")
         learner, generator = await world.join("learner", "learner"), await world.join("generator", "generator-0")
         await learner.send(LearnerReady(0, "model"), Lane.CONTROL)
-        assert (await _next(inference, LoadModel)).model_folder == "model"
+        assert (await receive(inference, LoadModel)).model_folder == "model"
         await generator.send(EngineReady("generator-0", 64, -1), Lane.CONTROL)
         await generator.send(VersionLive(0, "generator-0", 0.0, 0.0, 0.0), Lane.CONTROL)
-        await _next(generator, LoadModel)
+        await receive(generator, LoadModel)
         await world.until("warming")
         await inference.send(ModelsReady("inference-0", ("judge",), 4), Lane.CONTROL)
         await world.until("running")
-        work = await _next(generator, GroupWork, Lane.DATA)
-        await generator.send(
-            Sample(
-                work.group_id, 0, work.attempt, ids_to_bytes([1]), ids_to_bytes([3]), logprobs_to_bytes([-0.1]),
-                ids_to_bytes([0]), "stop", "46", "generator-0", 0.0, 1.0,
-            )
-        )  # fmt: skip
-        request = await _next(inference, InferRequest, Lane.DATA)
+        work = await receive(generator, GroupWork, Lane.DATA)
+        await generator.send(answer_to(work))
+        request = await receive(inference, InferRequest, Lane.DATA)
         now = world.controller.clock.now()
         assert not [wait for wait in world.controller.waits(now) if "inference" in wait.what]
         (wait,) = [wait for wait in world.controller.waits(now + SLOW_SCORE_S) if "inference" in wait.what]
@@ -294,8 +264,8 @@ async def test_an_inference_worker_is_waited_for_named_when_it_is_slow_and_asked
         next(process for process in world.launcher.history if process.spec.name == "inference-0").exit(-9)
         await world.launcher.started("inference-0", 2)
         again = await world.join("inference", "inference-0")
-        assert (await _next(again, LoadModel)).model_folder == "model"
-        assert await _next(again, InferRequest, Lane.DATA) == request
+        assert (await receive(again, LoadModel)).model_folder == "model"
+        assert await receive(again, InferRequest, Lane.DATA) == request
         await again.send(InferResult(request.group_id, 0, request.attempt, b"", {"judge": 0.5}, "", "inference-0"))
         async with asyncio.timeout(30):
             while len(world.controller.dispatcher.scores):
@@ -307,11 +277,11 @@ async def test_a_joining_generator_that_leaves_gives_its_groups_back_and_no_deat
         _, _, generator = await world.start(version_is_live=False)
         await world.until("running")
         guest = await world.let_in()
-        held = await _next(guest, GroupWork, Lane.DATA)
+        held = await receive(guest, GroupWork, Lane.DATA)
         assert [process.name for process in RunApi(world.controller).status().processes if process.joined] == ["joined-b-7-0"]
         await guest.close()
         await generator.send(VersionLive(0, "generator-0", 0.0, 0.0, 0.0), Lane.CONTROL)
-        again = await _next(generator, GroupWork, Lane.DATA)
+        again = await receive(generator, GroupWork, Lane.DATA)
         assert (again.group_id, again.attempt) == (held.group_id, held.attempt + 1)
         status = RunApi(world.controller).status()
         assert status.guests == {"here": 0, "most": 1, "came": 1, "left": 1, "lost": 0}
@@ -338,14 +308,14 @@ async def test_a_joining_generator_that_was_cut_off_in_a_pause_and_comes_back_af
         name = "joined-b-7-0"
         guest = await world.let_in(name)
         world.controller.post(PauseRequested())
-        await _next(guest, Pause)
+        await receive(guest, Pause)
         await guest.close()
         async with asyncio.timeout(30):
             while name in world.controller.membership.joined:
                 await asyncio.sleep(0.01)
         world.controller.post(ResumeRequested())
         await world.until("running")
-        assert await _next(await world.let_in(name), Resume) == Resume()
+        assert await receive(await world.let_in(name), Resume) == Resume()
 
 
 class _LateListener(InProcessListener):
@@ -368,17 +338,17 @@ async def test_a_joining_generator_whose_place_was_given_away_before_it_was_take
         membership, late, early = world.controller.membership, "joined-b-7-0", "joined-b-8-0"
         await world.let_in(late)
         world.listener.may_accept.clear()
-        assert membership.refusal(_hello("generator", late)) == ""
+        assert membership.refusal(hello("generator", late)) == ""
         again = await world.join("generator", late)  # and with that the connection before is over
         async with asyncio.timeout(30):
             while late in membership.joined:
                 await asyncio.sleep(0.01)
-        assert membership.refusal(_hello("generator", early)) == ""
+        assert membership.refusal(hello("generator", early)) == ""
         guest = await world.join("generator", early)
         world.listener.may_accept.set()
         with pytest.raises(ConnectionClosed, match="all 1 places for joining generators are taken"):
-            await _next(again, JoinTerms)
-        assert (await _next(guest, JoinTerms)).config_toml
+            await receive(again, JoinTerms)
+        assert (await receive(guest, JoinTerms)).config_toml
         assert membership.counts() == {"here": 1, "most": 1, "came": 2, "left": 0, "lost": 1}
 
 
@@ -387,7 +357,7 @@ async def test_a_joining_generator_that_falls_silent_is_left_out(tmp_path):
         await world.start()
         guest = await world.let_in()
         with pytest.raises(ConnectionClosed):
-            await asyncio.wait_for(_next(guest, StepDone), 30)
+            await asyncio.wait_for(receive(guest, StepDone), 30)
         for _ in range(5):
             await asyncio.sleep(0)
         assert world.controller.membership.counts()["lost"] == 1
@@ -402,7 +372,7 @@ async def test_a_generator_that_is_not_needed_finishes_what_it_holds_and_leaves_
         await world.until("running")
         world.controller.post(ProcessUnwanted("generator-0"))
         await _generate(generator, reward, (ETA + 1) * B)
-        assert (await _next(generator, Shutdown)).reason
+        assert (await receive(generator, Shutdown)).reason
         world.launcher.history[-1].exit(0)
         record = world.controller.lifecycle.processes["generator-0"]
         async with asyncio.timeout(30):
@@ -421,6 +391,6 @@ async def test_a_generator_that_is_wanted_is_started_and_let_in_and_one_not_up_y
     async with _running(tmp_path, launch=elastic, generate=generate) as world:
         await world.start()
         joined = await world.launcher.started("generator-1")
-        assert world.controller.membership.refusal(_hello("generator", "generator-1")) == ""
+        assert world.controller.membership.refusal(hello("generator", "generator-1")) == ""
         world.controller.post(ProcessUnwanted("generator-1"))
         assert await joined.wait() == -15

@@ -21,13 +21,12 @@ from asyncrl.control.evaluation import Evaluation
 from asyncrl.control.peers import Peers
 from asyncrl.errors import RunError
 from asyncrl.schema.batches import StepBatch, StepDone
-from asyncrl.schema.control import PROTOCOL, AbortGroup, Hello
+from asyncrl.schema.control import AbortGroup
 from asyncrl.schema.samples import (
     GroupWork,
     InferRequest,
     InferResult,
     Prompt,
-    Sample,
     SampleFailure,
     Score,
     ScoreRequest,
@@ -38,19 +37,9 @@ from asyncrl.schema.status import ExternalGroup
 from asyncrl.tasks.sampler import PromptSequence
 from asyncrl.transport.local import InProcessListener
 from asyncrl.transport.protocol import Lane
+from tests.builders import answer_to, hello
 
 B, G, ETA, NUM_STEPS = 2, 2, 1, 4
-
-
-def _hello(kind, name):
-    return Hello(PROTOCOL, kind, name, f"{name}-1", 0)
-
-
-def _sample(work: GroupWork, index: int, generator: str = "generator-0", version: int = 0) -> Sample:
-    return Sample(
-        work.group_id, index, work.attempt, ids_to_bytes([1, 2]), ids_to_bytes([3, 4]), logprobs_to_bytes([-0.1, -0.2]),
-        ids_to_bytes([version, version]), "stop", "46", generator, 0.0, 1.0, purpose=work.purpose,
-    )  # fmt: skip
 
 
 def _score(request: ScoreRequest, reward: float = 1.0) -> Score:
@@ -74,7 +63,7 @@ class Bench:
         prompts = PromptSequence([Prompt(f"p{i}", text=f"{i}=", answer="46") for i in range(50)], seed=0)
         self.dispatcher = Dispatcher(self.config, self.buffer, prompts, self.peers, self.clock)
         self.dispatcher.changed = self.pump
-        self.listener = InProcessListener(_hello("controller", "controller"))
+        self.listener = InProcessListener(hello("controller", "controller"))
 
     def pump(self) -> None:
         """Do what the controller's loops do."""
@@ -82,7 +71,7 @@ class Bench:
         self.dispatcher.scores.dispatch(self.peers)
 
     async def join(self, kind, name):
-        far = await self.listener.connect(_hello(kind, name))
+        far = await self.listener.connect(hello(kind, name))
         peer = self.peers.add(await self.listener.accept())
         return far, peer
 
@@ -97,7 +86,7 @@ class Bench:
         far = await self.with_generator(slots=slots)
         for work in await _works(far, (ETA + 1) * B):
             for index in work.indices:
-                self.dispatcher.take_samples([_sample(work, index)], "generator-0")
+                self.dispatcher.take_samples([answer_to(work, index)], "generator-0")
         self.score_everything()
         return far
 
@@ -109,7 +98,7 @@ class Bench:
     def answer(self, work, rewards, version=0):
         """Answer a group at once, samples and rewards."""
         for index, reward in zip(work.indices, rewards, strict=True):
-            self.dispatcher.take_samples([_sample(work, index, version=version)], "generator-0")
+            self.dispatcher.take_samples([answer_to(work, index, versions=version)], "generator-0")
             self.dispatcher.take_answers([Score(work.group_id, index, work.attempt, reward)])
 
 
@@ -142,7 +131,7 @@ async def test_a_generator_gets_groups_as_its_room_allows():
 async def test_what_is_said_again_frees_no_slot_and_counts_for_nothing():
     bench = Bench()
     work, other, *_ = await _works(await bench.with_generator(), 4)
-    sample, held = _sample(work, 0), bench.buffer.state.pool.members_on
+    sample, held = answer_to(work, 0), bench.buffer.state.pool.members_on
     assert bench.dispatcher.take_samples([sample], "generator-0") == [sample]
     failure = SampleFailure(other.group_id, 0, other.attempt, "generate", "no room")
     assert bench.dispatcher.take_failure(failure, "generator-0") is True
@@ -157,7 +146,7 @@ async def test_a_dead_generators_groups_go_to_another():
     bench = Bench()
     far = await bench.with_generator()
     works = await _works(far, 4)
-    bench.dispatcher.take_samples([_sample(works[0], 0)], "generator-0")
+    bench.dispatcher.take_samples([answer_to(works[0], 0)], "generator-0")
     other, peer = await bench.join("generator", "generator-1")
     peer.num_slots, peer.live_version = 64, 0
     bench.dispatcher.generator_dead("generator-0")
@@ -198,14 +187,14 @@ async def test_a_generator_is_told_to_stop_at_a_group_that_is_stale_before_it_is
     bench = Bench(policy="drop")
     far = await bench.with_generator()
     slow, *quick = await _works(far, (ETA + 1) * B)
-    bench.dispatcher.take_samples([_sample(slow, 0)], "generator-0")
+    bench.dispatcher.take_samples([answer_to(slow, 0)], "generator-0")
     for step in range(ETA + 1):
         bench.buffer.version_published(step)
         bench.dispatcher.tell(ev.VersionIsLive("generator-0", step))
         quick += await _works(far, B * (step > 0))
         for work in quick[B * step : B * (step + 1)]:
             for index in work.indices:
-                bench.dispatcher.take_samples([_sample(work, index, version=step)], "generator-0")
+                bench.dispatcher.take_samples([answer_to(work, index, versions=step)], "generator-0")
         bench.score_everything()
         taken = bench.buffer.take(step, bench.clock.now())
         bench.dispatcher.follow(taken.instructions)
@@ -243,9 +232,9 @@ async def _refused(work) -> str:
 async def test_an_outside_group_is_checked_and_takes_a_place():
     bench = Bench()
     work = GroupWork(0, 0, Prompt("mine", text="1+1="), (0, 1), bench.dispatcher._sampling, 0)
-    good = ExternalGroup(work.prompt, (_sample(work, 0, "me"), _sample(work, 1, "me")))
+    good = ExternalGroup(work.prompt, (answer_to(work, 0, "me"), answer_to(work, 1, "me")))
     assert bench.dispatcher.submit(good).group_id == 0
-    late = ExternalGroup(work.prompt, (_sample(work, 0, "me", version=9),))
+    late = ExternalGroup(work.prompt, (answer_to(work, 0, "me", versions=9),))
     refused = bench.dispatcher.submit(late)
     assert refused.group_id == -1
     assert "version" in refused.refused
@@ -267,7 +256,7 @@ async def test_an_evaluation_survives_its_generator_and_never_enters_the_ledger(
     bench.peers.remove(bench.peers.get("generator-0"))
     bench.dispatcher.generator_dead("generator-0")
     for work in await _works(other, 3):
-        request = evaluation.take_sample(_sample(work, 0, "generator-1"))
+        request = evaluation.take_sample(answer_to(work, 0, "generator-1"))
         score = _score(request, reward=float(work.group_id == -1))
         evaluation.take_verdict(msgspec.structs.replace(score, parts={"answer_match": score.reward}))
     assert evaluation.done
@@ -284,9 +273,9 @@ async def test_an_evaluation_sample_with_token_ids_beyond_the_vocabulary_counts_
     bench.dispatcher.evaluation = Evaluation(bench.config, [Prompt("a", answer="46"), Prompt("b", answer="46")], 0, 0.0)
     bench.dispatcher.changed()
     works = await _works(far, 2)
-    bench.dispatcher.take_samples([_sample(works[0], 0)], "generator-0")
+    bench.dispatcher.take_samples([answer_to(works[0], 0)], "generator-0")
     bench.dispatcher.take_samples(
-        [msgspec.structs.replace(_sample(works[1], 0), token_ids=ids_to_bytes([3, 500]))], "generator-0"
+        [msgspec.structs.replace(answer_to(works[1], 0), token_ids=ids_to_bytes([3, 500]))], "generator-0"
     )
     bench.dispatcher.take_answers([msgspec.structs.replace(_score(await _next(reward)), parts={"answer_match": 1.0})])
     assert bench.dispatcher.evaluation.done
@@ -303,8 +292,8 @@ async def test_an_evaluation_s_reward_that_is_no_number_counts_as_a_failure():
     bench.dispatcher.changed()
     wrong = ({"reward": math.nan}, {"parts": {"answer_match": math.inf}}, {"parts": {"answer_match": 1.0}})
     for work, changes in zip(await _works(far, 3), wrong, strict=True):
-        bench.dispatcher.take_sample(_sample(work, 0), lambda: None)
-        bench.dispatcher.take_answer(msgspec.structs.replace(_score(await _next(reward)), **changes), lambda: None)
+        bench.dispatcher.take_samples([answer_to(work, 0)], "generator-0")
+        bench.dispatcher.take_answers([msgspec.structs.replace(_score(await _next(reward)), **changes)])
     assert evaluation.done
     report = evaluation.report(1.0)
     assert (report.num_samples, report.accuracy, report.reward_mean) == (3, pytest.approx(1 / 3), pytest.approx(1 / 3))
@@ -334,7 +323,7 @@ async def test_rules_and_models_are_asked_at_once_and_the_score_is_complete_when
     works = await _works(far, 4)
     for num_ready, work in enumerate(works[:B]):
         for index in work.indices:
-            sample = _sample(work, index)
+            sample = answer_to(work, index)
             bench.dispatcher.take_samples([sample], "generator-0")
             score_request, infer_request = await _next(reward), await _next(inference)
             assert (infer_request.prompt_ids, infer_request.token_ids) == (sample.prompt_ids, sample.token_ids)
@@ -362,7 +351,7 @@ async def test_an_evaluation_sample_is_judged_by_reward_models_and_not_by_the_re
         bench.dispatcher.evaluation = Evaluation(bench.config, [Prompt("h", text="1=", answer="46")], 0, 0.0)
         bench.dispatcher.changed()
         (work,) = await _works(far, 1)
-        bench.dispatcher.take_samples([_sample(work, 0)], "generator-0")
+        bench.dispatcher.take_samples([answer_to(work, 0)], "generator-0")
         bench.dispatcher.take_answers([_score(await _next(reward))])
         assert bench.dispatcher.evaluation.done != asks_models
         if asks_models:

@@ -6,22 +6,19 @@ from tensorboard.backend.event_processing.event_file_loader import EventFileLoad
 
 from asyncrl.observe.samples import OLD_SAMPLES_FILE, SamplesFile, find_sample, read_samples, rows_of
 from asyncrl.observe.sink_tensorboard import TensorBoardSink
-from asyncrl.schema.samples import Prompt, Sample, ScoredGroup, ScoredSample, ids_to_bytes, logprobs_to_bytes
+from asyncrl.schema.samples import Prompt, ScoredGroup, ScoredSample
+from tests.builders import make_sample
 
 
 def group_of(group_id: int, size: int = 3) -> ScoredGroup:
     members = tuple(
         ScoredSample(
-            Sample(
-                group_id, index, 0, ids_to_bytes([1]), ids_to_bytes([2, 3]), logprobs_to_bytes([-1, -1]),
-                ids_to_bytes([4, 5 + index]),
-                "stop", f"answer {index} | x", "generator-0", 0.0, 1.0,
-            ),
+            make_sample(group_id, index, versions=[4, 5 + index], text=f"answer {index} | x"),
             0.5,
             {"exact": 1.0},
         )
         for index in range(size)
-    )  # fmt: skip
+    )
     return ScoredGroup(group_id, Prompt(f"p{group_id}", text="1+1="), members)
 
 

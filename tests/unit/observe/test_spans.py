@@ -18,27 +18,13 @@ from asyncrl.observe.spans import (
     write_trace,
 )
 from asyncrl.schema.batches import StepDone
-from asyncrl.schema.samples import Sample, Score, ids_to_bytes, logprobs_to_bytes
+from asyncrl.schema.samples import Score
 from asyncrl.schema.weights import VersionLive, WeightsAvailable, WeightsManifest
+from tests.builders import make_sample
 
 
 def test_sample_span_tells_length_and_versions() -> None:
-    made = sample_span(
-        Sample(
-            group_id=3,
-            index=1,
-            attempt=1,
-            prompt_ids=ids_to_bytes([1]),
-            token_ids=ids_to_bytes([5, 6, 7]),
-            logprobs=logprobs_to_bytes([-1.0, -1.0, -1.0]),
-            versions=ids_to_bytes([4, 4, 6]),
-            finish_reason="stop",
-            text="x",
-            generator="generator-1",
-            started_s=10.0,
-            finished_s=12.5,
-        )
-    )
+    made = sample_span(make_sample(3, 1, [5, 6, 7], versions=[4, 4, 6], generator="generator-1", started_s=10.0, finished_s=12.5))
     assert (made.process, made.start_s, made.end_s) == ("generator-1", 10.0, 12.5)
     assert made.attributes == {"group": 3, "index": 1, "tokens": 3, "oldest_version": 4, "newest_version": 6, "purpose": "train"}
 

@@ -11,17 +11,15 @@ from asyncrl.algorithms.screening import Screen
 from asyncrl.config.algorithm import PreferenceConfig
 from asyncrl.errors import ConfigError
 from asyncrl.packing.tensors import pack_step
-from asyncrl.schema.samples import Prompt, Sample, ScoredGroup, ScoredSample, ids_to_bytes, logprobs_from_bytes, logprobs_to_bytes
+from asyncrl.schema.samples import Prompt, ScoredGroup, ScoredSample, logprobs_from_bytes, logprobs_to_bytes
+from tests.builders import make_sample
 
 DPO = Screen(preference=PreferenceConfig())
 THRESHOLD = Screen(preference=PreferenceConfig(pairs="threshold", max_pairs_per_group=3))
 
 
 def scored(group_id, index, reward, num_tokens=2, finish_reason="stop", reference=b""):
-    sample = Sample(
-        group_id, index, 0, ids_to_bytes([1, 2]), ids_to_bytes([3] * num_tokens), logprobs_to_bytes([-0.5] * num_tokens),
-        ids_to_bytes([0] * num_tokens), finish_reason, "", "g0", 0.0, 1.0,
-    )  # fmt: skip
+    sample = make_sample(group_id, index, [3] * num_tokens, finish_reason=finish_reason)
     return ScoredSample(sample, reward, reference_logprobs=reference)
 
 

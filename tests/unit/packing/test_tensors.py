@@ -7,33 +7,17 @@ from asyncrl.packing.pack import RankPlan
 from asyncrl.packing.tensors import pack_step
 from asyncrl.schema.samples import (
     Prompt,
-    Sample,
     ScoredGroup,
     ScoredSample,
     ids_from_bytes,
-    ids_to_bytes,
     logprobs_from_bytes,
-    logprobs_to_bytes,
 )
+from tests.builders import make_sample
 
 
 def _scored(group_id, index, prompt, tokens, versions, reward=0.0, loss_mask=b""):
-    sample = Sample(
-        group_id,
-        index,
-        0,
-        ids_to_bytes(prompt),
-        ids_to_bytes(tokens),
-        logprobs_to_bytes([-0.1 * (t + 1) for t in range(len(tokens))]),
-        ids_to_bytes(versions),
-        "stop",
-        "",
-        "g0",
-        0.0,
-        1.0,
-        loss_mask,
-    )
-    return ScoredSample(sample, reward)
+    logprobs = [-0.1 * (t + 1) for t in range(len(tokens))]
+    return ScoredSample(make_sample(group_id, index, tokens, prompt, logprobs, versions, loss_mask=loss_mask), reward)
 
 
 GROUPS = [

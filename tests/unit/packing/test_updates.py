@@ -8,15 +8,14 @@ from hypothesis import strategies as st
 from asyncrl.learner.step.microbatch import Division, prepare
 from asyncrl.packing.pack import RankPlan
 from asyncrl.packing.tensors import pack_step
-from asyncrl.schema.samples import Prompt, Sample, ScoredGroup, ScoredSample, ids_to_bytes, logprobs_to_bytes
+from asyncrl.schema.samples import Prompt, ScoredGroup, ScoredSample
+from tests.builders import make_sample
 
 
 def group_of(group_id, lengths, is_trained=True):
     members = []
     for index, length in enumerate(lengths):
-        tokens, mask = ids_to_bytes(range(length)), b"" if is_trained else bytes(length)
-        logprobs, versions = logprobs_to_bytes([-1.0] * length), ids_to_bytes([0] * length)
-        sample = Sample(group_id, index, 0, ids_to_bytes([1, 2]), tokens, logprobs, versions, "stop", "", "g", 0.0, 0.0, mask)
+        sample = make_sample(group_id, index, range(length), loss_mask=b"" if is_trained else bytes(length))
         members.append(ScoredSample(sample, float(index)))
     return ScoredGroup(group_id, Prompt("p"), tuple(members))
 

@@ -22,11 +22,12 @@ from asyncrl.observe.sinks import open_sinks
 from asyncrl.observe.spans import PHASE, read_spans
 from asyncrl.schema.batches import StepBatch, StepDone
 from asyncrl.schema.codec import Message
-from asyncrl.schema.control import PROTOCOL, ComponentMove, Hello, LoadModel, PhaseReached, SetPhase
-from asyncrl.schema.samples import GroupWork, InferResult, Prompt, Sample, Score, ids_to_bytes, logprobs_to_bytes
+from asyncrl.schema.control import ComponentMove, LoadModel, PhaseReached, SetPhase
+from asyncrl.schema.samples import GroupWork, InferResult, Prompt, Score
 from asyncrl.tasks.sampler import PromptSequence
 from asyncrl.transport.local import InProcessListener
 from asyncrl.transport.protocol import Connection, Lane
+from tests.builders import answer_to, hello
 
 T = TypeVar("T", bound=Message)
 B = G = 2
@@ -51,7 +52,7 @@ class Stage:
         self.dispatcher.changed = self.wake_all
         self.reporter = Reporter(config, folder, open_sinks(config, folder), self.clock)
         self.stall_detector = StallDetector(600.0, self.clock.now())
-        self.listener = InProcessListener(_hello("controller", "controller"))
+        self.listener = InProcessListener(hello("controller", "controller"))
         self.switching = Switching(
             self.peers, self.dispatcher, self.feeder, self.reporter, self.stall_detector, self.clock, judges_too=judges
         )  # fmt: skip
@@ -70,7 +71,7 @@ class Stage:
             self.switching.consider()
 
     async def connect(self, kind: str, name: str) -> tuple[Peer, Connection]:
-        far = await self.listener.connect(_hello(kind, name))
+        far = await self.listener.connect(hello(kind, name))
         return self.peers.add(await self.listener.accept()), far
 
     async def join(self, kind: str, name: str, version: int | None = None) -> Connection:
@@ -123,11 +124,7 @@ class Stage:
         for _ in range(groups):
             work = await _next(generator, GroupWork, Lane.DATA)
             for index in work.indices:
-                sample = Sample(
-                    work.group_id, index, work.attempt, ids_to_bytes([1, 2]), ids_to_bytes([3, 4]),
-                    logprobs_to_bytes([-0.1, -0.2]), ids_to_bytes([0, 0]), "stop", "46", "generator-0", 0.0, 1.0,
-                )  # fmt: skip
-                self.dispatcher.take_samples([sample], "generator-0")
+                self.dispatcher.take_samples([answer_to(work, index)], "generator-0")
                 if score:
                     self.dispatcher.take_answers([Score(work.group_id, index, work.attempt, float(index))])
         await self.settled()
@@ -157,10 +154,6 @@ async def _stage(folder: Path, *, judges: bool = False, eta: int = 0, ledger: st
         await stage.reporter.close(folder)
         stage.buffer.close()
         await stage.listener.close()
-
-
-def _hello(kind: str, name: str) -> Hello:
-    return Hello(PROTOCOL, kind, name, f"{name}-1", 0)  # type: ignore[arg-type]
 
 
 async def _next(connection: Connection, kind: type[T], lane: Lane = Lane.CONTROL) -> T:

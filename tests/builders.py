@@ -1,0 +1,55 @@
+"""Samples, and what a process says and hears, that many tests begin with."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+
+from asyncrl.schema.codec import Message
+from asyncrl.schema.control import PROTOCOL, Hello
+from asyncrl.schema.samples import GroupWork, Sample, ids_to_bytes, logprobs_to_bytes
+from asyncrl.transport.protocol import Connection, Lane
+
+T = TypeVar("T", bound=Message)
+
+
+def make_sample(
+    group_id: int = 0,
+    index: int = 0,
+    tokens: Sequence[int] = (3, 4),
+    prompt: Sequence[int] = (1, 2),
+    logprobs: Sequence[float] | float = -0.5,
+    versions: Sequence[int] | int = 0,
+    **more: Any,
+) -> Sample:
+    """Return a finished sample; one number of `logprobs` or `versions` is that of every token, `more` are further fields."""
+    arrays = logprobs_to_bytes(np.broadcast_to(logprobs, len(tokens))), ids_to_bytes(np.broadcast_to(versions, len(tokens)))
+    made = Sample(group_id, index, 0, ids_to_bytes(prompt), ids_to_bytes(tokens), *arrays, "stop", "text", "g0", 0.0, 1.0)
+    return msgspec.structs.replace(made, **more)
+
+
+def answer_to(
+    work: GroupWork, index: int = 0, generator: str = "generator-0", versions: Sequence[int] | int = 0, **more: Any
+) -> Sample:
+    """Return what a generator answers to a member of a group."""
+    fields = {"attempt": work.attempt, "purpose": work.purpose, "text": "46", "generator": generator} | more
+    return make_sample(work.group_id, index, versions=versions, **fields)
+
+
+def hello(kind: str, name: str) -> Hello:
+    """Return how a process introduces itself."""
+    return Hello(PROTOCOL, kind, name, f"{name}-1", 0)  # type: ignore[arg-type]
+
+
+async def receive(connection: Connection, kind: type[T], lane: Lane = Lane.CONTROL) -> T:
+    """Return the next message of this kind, and drop those before it."""
+    async with asyncio.timeout(30):
+        while True:
+            delivery = await connection.receive(lane)
+            delivery.ack()
+            if isinstance(delivery.message, kind):
+                return delivery.message

@@ -31,7 +31,7 @@ from asyncrl.control.launch.controller_process import read_endpoint as read_endp
 from asyncrl.control.launch.lease import take_lease
 from asyncrl.control.placement.gpu_share import check_phase_room
 from asyncrl.control.tools.choices import with_choices
-from asyncrl.control.tools.inputs import check_user_functions, path_faults
+from asyncrl.control.tools.inputs import check_user_functions, path_faults, wrong_kinds
 from asyncrl.errors import ConfigError, LaunchError, LedgerError, RunError, RunLostError
 from asyncrl.observe.steps import EvalReport, StepReport, read_steps
 from asyncrl.schema.batches import GroupsTaken
@@ -329,7 +329,7 @@ class Run(RunClient):
         return await self.status()
 
     def _prepare_folder(self) -> None:
-        if faults := path_faults(self.config, resumed=self._resumed):
+        if faults := [*path_faults(self.config, resumed=self._resumed), *wrong_kinds(self.run_folder)]:
             raise ConfigError("; ".join(faults))
         check_phase_room(self.config)
         config_file = self.run_folder / "config.toml"

@@ -32,6 +32,9 @@ from asyncrl.tasks.json_lines import missing_files
 from asyncrl.tasks.registry import build_task
 from asyncrl.user_code import MATHS_ARGUMENTS, REWARD_ARGUMENTS, TASK_ARGUMENTS, load_function
 
+RUN_FOLDERS = ("checkpoints", "keys", "logs", "model", "set_aside", "weights")
+RUN_FILES = ("*.json", "*.jsonl", "*.toml", "*.partial", "*.png", "endpoint", "ledger.sqlite*", "keys/*", "logs/*")
+"""What a run keeps in its folder."""
 TIMEOUT_S = 300.0
 MOST_PROMPTS = 2000
 """Prompts whose length is looked at."""
@@ -116,6 +119,13 @@ def path_faults(config: RunConfig, *, resumed: bool = False) -> list[str]:
         if not there.is_dir() or not os.access(there, os.W_OK):
             faults.append(f"{field}: {there} is no folder that can be written")
     return faults
+
+
+def wrong_kinds(run_folder: Path) -> list[str]:
+    """Return which folders of a run folder should be files, and which files folders."""
+    folders = [f"{path} must be a folder" for name in RUN_FOLDERS if (path := run_folder / name).exists() and not path.is_dir()]
+    found = (path for pattern in RUN_FILES for path in sorted(run_folder.glob(pattern)))
+    return [f"{fault}: move it away" for fault in (*folders, *(f"{path} must be a file" for path in found if path.is_dir()))]
 
 
 def examine(config: RunConfig) -> Findings:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import shutil
 
 import pytest
 
@@ -97,6 +98,31 @@ async def test_what_cannot_be_sent_is_refused_with_its_reason(tmp_path, call, gi
     async with serve_api(Endless(), tmp_path), connect(tmp_path) as run:
         with pytest.raises(ConfigError, match=message):
             await getattr(run, call)(*given)
+
+
+FILES = (
+    "ledger.sqlite",
+    "ledger.sqlite.payloads-000001",
+    "steps.jsonl",
+    "api.json",
+    "endpoint",
+    "keys/client.key",
+    "logs/learner.log",
+)
+
+
+@pytest.mark.parametrize("name", [*FILES, "checkpoints", "model", "keys", "logs"])
+def test_a_folder_in_place_of_a_run_s_file_or_the_reverse_is_named_before_anything_is_started(tmp_path, name):
+    config = parse_config({"folder": str(tmp_path), "name": "r"})
+    Run(config)._prepare_folder()
+    path = tmp_path / "r" / name
+    if name in FILES:
+        path.mkdir(parents=True)
+    else:
+        shutil.rmtree(path, ignore_errors=True)
+        path.write_text("x")
+    with pytest.raises(ConfigError, match=rf"^{path} must be a (file|folder): move it away$"):
+        Run(config, resume=tmp_path / "r")._prepare_folder()
 
 
 def test_an_automatic_medium_is_chosen_before_anything_of_the_run_is_written(tmp_path):

@@ -114,9 +114,14 @@ class InferenceWorker:
 
     async def close(self) -> None:
         """Wait for the batch in hand, and end the thread."""
-        await asyncio.to_thread(self._thread.shutdown)
-        if self._offload is not None:
-            self._offload[1].close()
+
+        def end() -> None:
+            self._thread.shutdown()
+            if self._offload is not None:
+                self._offload[1].close()
+
+        # Shielded: a cancelled future that no thread has begun yet is never run.
+        await asyncio.shield(asyncio.get_running_loop().run_in_executor(None, end))
 
     # -- loops -----------------------------------------------------------------------------------------------------------
 

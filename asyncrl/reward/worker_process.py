@@ -265,7 +265,7 @@ class ScoringProcess:
             self._printed.close()
         else:
             self._printing.close()
-        await asyncio.to_thread(self._process.wait)
+        await asyncio.shield(asyncio.get_running_loop().run_in_executor(None, self._process.wait))  # cancelled, it is reaped too
 
     async def _read(self) -> bytes:
         assert self._reader is not None, "begin comes first"

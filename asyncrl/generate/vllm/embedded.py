@@ -162,7 +162,9 @@ class EmbeddedVLLM:
         try:
             if (llm := self.llm) is not None:
                 path = self.sockets.path
-                await asyncio.to_thread(lambda: shut_down(llm, self.processes | processes_of(path)))
+                # Shielded: a cancelled future that no thread has begun yet is never run, and vLLM's processes would live on.
+                ending = asyncio.get_running_loop().run_in_executor(None, shut_down, llm, self.processes | processes_of(path))
+                await asyncio.shield(ending)
                 await asyncio.sleep(0)  # vLLM closes its sockets in a callback; only then does its context end
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(asyncio.to_thread(llm.engine_core.resources.ctx.term), _DEATH_CHECK_S)

@@ -94,11 +94,14 @@ async def load_request_on_thread(
     tensors: Mapping[str, torch.Tensor], folder: ModelFolder, lora: LoRAConfig | None = None, shared_folder: str = ""
 ) -> AsyncIterator[LoadRequest]:
     """Do as `load_request` without holding up the event loop."""
-    stack = contextlib.ExitStack()
+    stack, loop = contextlib.ExitStack(), asyncio.get_running_loop()
+    entering = loop.run_in_executor(None, stack.enter_context, load_request(tensors, folder, lora, shared_folder))
     try:
-        yield await asyncio.to_thread(stack.enter_context, load_request(tensors, folder, lora, shared_folder))
+        yield await asyncio.shield(entering)
     finally:
-        await asyncio.to_thread(stack.close)
+        # Cancelled or not: what a thread has begun to write is there in a moment, and only then can it be removed.
+        await asyncio.wait({entering})
+        await asyncio.shield(loop.run_in_executor(None, stack.close))
 
 
 @contextlib.contextmanager

@@ -1,4 +1,6 @@
+import asyncio
 import os
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,7 +11,7 @@ from safetensors.torch import save_file
 from asyncrl.config.learner import LoRAConfig
 from asyncrl.errors import GenerationError
 from asyncrl.generate.vllm.checkpoint import ModelFolder, Part
-from asyncrl.generate.vllm.load_request import FileSource, load_request
+from asyncrl.generate.vllm.load_request import FileSource, load_request, load_request_on_thread
 from asyncrl.generate.vllm.worker_extension import merged
 from asyncrl.models.layout import make_manifest, view_tensors
 from asyncrl.weights.tensors import MappedTensors
@@ -132,3 +134,34 @@ def test_adapters_of_a_layer_that_the_checkpoint_has_under_another_name_are_refu
     folder = replace(folder_of(tmp_path), parts={"layer.q_proj.weight": (part,)})
     with pytest.raises(GenerationError, match="this model does not have: layer"):
         base_of(folder)
+
+
+class SlowTensors(dict):
+    """Tensors that are looked at slowly."""
+
+    def __init__(self, *given) -> None:
+        super().__init__(*given)
+        self.is_looked_at, self.may_go_on = threading.Event(), threading.Event()
+
+    def items(self):
+        self.is_looked_at.set()
+        self.may_go_on.wait(30)
+        return super().items()
+
+
+async def test_a_load_that_is_cancelled_while_it_is_prepared_leaves_no_file(tmp_path) -> None:
+    slow = SlowTensors(tensors())
+
+    async def load() -> None:
+        async with load_request_on_thread(slow, FOLDER, None, str(tmp_path)):
+            pytest.fail("it was cancelled")
+
+    loading = asyncio.get_running_loop().create_task(load())
+    assert await asyncio.to_thread(slow.is_looked_at.wait, 30)
+    loading.cancel()
+    await asyncio.wait({loading}, timeout=0.1)
+    assert not loading.done()  # it waits for what its thread will have written
+    slow.may_go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await loading
+    assert not list(tmp_path.iterdir())

@@ -33,7 +33,7 @@ def test_a_generator_gets_its_part_of_a_steps_samples_as_slots(num_workers, grou
 
 
 def test_slots_are_fewer_where_their_kv_cache_would_fill_the_memory():
-    config, said = chosen(hidden_size=1 << 22)  # half a terabyte a sequence
+    config, said = chosen(hidden_size=1 << 20)  # 134 GB a sequence
     assert config.generate.engine.num_slots == 1
     assert any("but the KV cache of more would take over 25% of" in line for line in said)
 

@@ -20,30 +20,28 @@ from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import psutil
-
 from asyncrl.clock import Clock
 from asyncrl.config.run import RunConfig
-from asyncrl.errors import BroadcastError, first_fault
-from asyncrl.generate.activity import IdleMeter, WeightsGate
+from asyncrl.errors import BroadcastError
 from asyncrl.generate.engine import Engine
 from asyncrl.generate.factory import start_engine
 from asyncrl.generate.rollout import Rollout
 from asyncrl.generate.sleep_wake import SleepWake
+from asyncrl.generate.weights_gate import WeightsGate
 from asyncrl.schema.control import (
     AbortGroup,
     EngineReady,
     EngineRoom,
-    Heartbeat,
     LoadModel,
+    Message,
     Pause,
     Resume,
     SetPhase,
-    Shutdown,
 )
 from asyncrl.schema.samples import GroupWork, Purpose, ids_from_bytes, logprobs_from_bytes
 from asyncrl.schema.weights import Probe, VersionLive, WeightsAvailable
 from asyncrl.transport.protocol import Connection, Delivery, Lane
+from asyncrl.transport.stage import Stage
 from asyncrl.weights.tensors import MappedTensors
 
 if TYPE_CHECKING:
@@ -82,11 +80,6 @@ async def run_generator(
     worker = GeneratorWorker(config, connection, clock, fetch_weights, name, SleepWake(config, run_folder, clock, name))
     try:
         await worker.run()
-    except BaseExceptionGroup as group:
-        fault = first_fault(group)
-        if fault is not None:
-            raise fault from None  # its own traceback stays; the groups around it repeat it once a request
-        log.info("the connection to the controller is closed")
     finally:
         await worker.close()
 
@@ -104,7 +97,6 @@ class GeneratorWorker:
         cycle: SleepWake,
     ) -> None:
         self._config = config
-        self._connection = connection
         self._clock = clock
         self._fetch_weights = fetch_weights
         self._name = name
@@ -116,7 +108,6 @@ class GeneratorWorker:
         self._newest: WeightsAvailable | None = None
         self._weights_news = asyncio.Event()
         self._gate = WeightsGate(is_off=config.generate.in_flight_updates)
-        self._idle = IdleMeter(clock)
         self._work: dict[tuple[Purpose, int], GroupWork] = {}
         self._aborted: set[int] = set()
         """Training groups in `_work` that are over."""
@@ -127,21 +118,12 @@ class GeneratorWorker:
         self._is_loading = False
         """The engine starts, which takes minutes for a large model: that is work, and no wait."""
         self._num_tokens = 0
-        self._process = psutil.Process()
+        self._stage = Stage(connection, clock, name, config.supervision.heartbeat_s, self._report)
+        self._connection, self._idle = connection, self._stage.idle
 
     async def run(self) -> None:
-        """Run the four loops until the orders end."""
-        async with asyncio.TaskGroup() as loops:
-            background = [
-                loops.create_task(self._serve_groups(), name="groups"),
-                loops.create_task(self._follow_weights(), name="weights"),
-                loops.create_task(self._beat(), name="heartbeat"),
-            ]
-            try:
-                await self._obey()
-            finally:
-                for loop in background:
-                    loop.cancel()
+        """Serve until the orders end."""
+        await self._stage.run(self._obey, self._serve_groups(), self._follow_weights())
 
     async def close(self) -> None:
         """Close the engine, if there is one."""
@@ -149,37 +131,27 @@ class GeneratorWorker:
         if self._rollout is not None:
             await self._rollout.engine.close()
 
-    async def _obey(self) -> None:
-        """Carry out orders until Shutdown."""
-        while True:
-            delivery = await self._connection.receive(Lane.CONTROL)
-            match delivery.message:
-                case LoadModel(model_folder=folder):
-                    await self._load(Path(folder))
-                case WeightsAvailable() as available:
-                    # The last word counts, not the largest number: a learner back from a checkpoint starts lower, elsewhere.
-                    self._newest = available
-                    self._weights_news.set()
-                case Pause() | Resume() as order:
-                    self._is_paused = isinstance(order, Pause)
-                    if self._rollout is not None:
-                        await (self._rollout.engine.pause() if self._is_paused else self._rollout.engine.resume())
-                case SetPhase() as order:
-                    await self._reach(order)
-                case AbortGroup(group_id=group_id):
-                    work = self._work.get(("train", group_id))
-                    if self._rollout is None or work is None:  # it waits for a swap, or the order has overtaken it
-                        self._aborted_early.append(group_id)
-                    else:
-                        self._aborted.add(group_id)
-                        self._rollout.abort_group(work)
-                case Shutdown(reason=reason):
-                    log.info("shutting down: %s", reason or "asked to")
-                    delivery.ack()
-                    return
-                case other:
-                    log.warning("a generator has no use for %s", type(other).__name__)
-            delivery.ack()
+    async def _obey(self, order: Message) -> None:
+        match order:
+            case LoadModel(model_folder=folder):
+                await self._load(Path(folder))
+            case WeightsAvailable():
+                # The last word counts, not the largest number: a learner back from a checkpoint starts lower, elsewhere.
+                self._newest = order
+                self._weights_news.set()
+            case Pause() | Resume():
+                self._is_paused = isinstance(order, Pause)
+                if self._rollout is not None:
+                    await (self._rollout.engine.pause() if self._is_paused else self._rollout.engine.resume())
+            case SetPhase():
+                await self._reach(order)
+            case AbortGroup(group_id=group_id):
+                work = self._work.get(("train", group_id))
+                if self._rollout is None or work is None:  # it waits for a swap, or the order has overtaken it
+                    self._aborted_early.append(group_id)
+                else:
+                    self._aborted.add(group_id)
+                    self._rollout.abort_group(work)
 
     async def _load(self, folder: Path) -> None:
         if self._rollout is None:
@@ -204,7 +176,7 @@ class GeneratorWorker:
             log.info("engine ready with %d slots, model from %s", engine.num_slots, folder)
         engine = self._rollout.engine
         self._told_slots = engine.num_slots
-        await self._connection.send(EngineReady(self._name, self._told_slots, engine.version), Lane.CONTROL)
+        await self._stage.tell(EngineReady(self._name, self._told_slots, engine.version))
 
     async def _reach(self, order: SetPhase) -> None:
         """Give a shared device back or take it again, with the newest weights, and say so."""
@@ -222,19 +194,13 @@ class GeneratorWorker:
                 reached = await self._cycle.sleep(engine, order)
             else:
                 reached = await self._cycle.wake(engine, order, take_weights)
-        await self._connection.send(reached, Lane.CONTROL)
+        await self._stage.tell(reached)
 
     async def _serve_groups(self) -> None:
         await self._is_ready.wait()
         async with asyncio.TaskGroup() as groups:
-            while True:
-                delivery = await self._connection.receive(Lane.DATA)
-                if isinstance(delivery.message, GroupWork):
-                    work = delivery.message
-                    groups.create_task(self._serve_group(work, delivery), name=f"group-{work.group_id}")
-                else:
-                    log.warning("a generator has no use for %s", type(delivery.message).__name__)
-                    delivery.ack()
+            async for work, delivery in self._stage.requests(GroupWork):
+                groups.create_task(self._serve_group(work, delivery), name=f"group-{work.group_id}")
 
     async def _serve_group(self, work: GroupWork, delivery: Delivery) -> None:
         assert self._rollout is not None
@@ -302,9 +268,7 @@ class GeneratorWorker:
         self._cycle.took(tensors)
         live_s = self._clock.now()
         probe_error = await self._probe_error(engine, available.probe)
-        await self._connection.send(
-            VersionLive(available.version, self._name, live_s, fetch_ms, swap_ms, probe_error), Lane.CONTROL
-        )
+        await self._stage.tell(VersionLive(available.version, self._name, live_s, fetch_ms, swap_ms, probe_error))
         return True
 
     async def _probe_error(self, engine: Engine, probe: Probe | None) -> float:
@@ -321,27 +285,18 @@ class GeneratorWorker:
             )
         return error
 
-    async def _beat(self) -> None:
-        while True:
-            waiting_for, (idle_s, busy_s) = self._waiting_for(), self._idle.totals_s()
-            engine = self._rollout.engine if self._rollout is not None else None
-            num_slots = engine.num_slots if engine is not None else 0
-            gauges = {
-                "process/tokens_generated": float(self._num_tokens),
-                "process/requests_running": float(engine.num_running if engine is not None else 0),
-                "process/slots": float(num_slots),
-                "process/idle_s": idle_s,
-                "process/busy_s": busy_s,
-                "process/resident_bytes": float(self._process.memory_info().rss),
-                "process/version": float(engine.version if engine is not None else -1),
-            }
-            since_s = self._idle.since_s if waiting_for else 0.0
-            beat = Heartbeat(self._name, self._clock.now(), waiting_for, since_s, gauges)
-            self._connection.try_send(beat, Lane.CONTROL)
-            if self._is_ready.is_set() and num_slots != self._told_slots:
-                self._told_slots = num_slots
-                await self._connection.send(EngineRoom(self._name, num_slots), Lane.CONTROL)
-            await self._clock.sleep(self._config.supervision.heartbeat_s)
+    def _report(self) -> tuple[str, dict[str, float]]:
+        engine = self._rollout.engine if self._rollout is not None else None
+        num_slots = engine.num_slots if engine is not None else 0
+        is_news = self._is_ready.is_set() and num_slots != self._told_slots
+        if is_news and self._connection.try_send(EngineRoom(self._name, num_slots), Lane.CONTROL):
+            self._told_slots = num_slots
+        return self._waiting_for(), {
+            "process/tokens_generated": float(self._num_tokens),
+            "process/requests_running": float(engine.num_running if engine is not None else 0),
+            "process/slots": float(num_slots),
+            "process/version": float(engine.version if engine is not None else -1),
+        }
 
     def _waiting_for(self) -> str:
         if self._rollout is None:

@@ -30,7 +30,7 @@ import torch
 
 from asyncrl.clock import Clock
 from asyncrl.config.run import RunConfig
-from asyncrl.errors import LearnerError, first_fault
+from asyncrl.errors import LearnerError
 from asyncrl.learner.checkpoint import TrainerState, save_checkpoint
 from asyncrl.learner.model.lora import publishable_tensors
 from asyncrl.learner.model.policy import make_probe
@@ -44,17 +44,16 @@ from asyncrl.schema.batches import StepBatch, StepDone
 from asyncrl.schema.control import (
     Checkpoint,
     CheckpointDone,
-    Heartbeat,
     LearnerReady,
-    Pause,
+    Message,
     Phase,
     PhaseReached,
-    Resume,
     SetPhase,
     Shutdown,
 )
 from asyncrl.schema.weights import Probe
-from asyncrl.transport.protocol import Connection, Delivery, Lane
+from asyncrl.transport.protocol import Connection, Delivery
+from asyncrl.transport.stage import Stage
 
 log = logging.getLogger(__name__)
 
@@ -101,13 +100,7 @@ async def run_learner(
     worker = LearnerWorker(config, run_folder, connection, clock, publish, RankLauncher(config, start_rank))
     all_well = False
     try:
-        await worker.run(warm_start_examples, alphabet)
-        all_well = True
-    except BaseExceptionGroup as group:
-        fault = first_fault(group)
-        if fault is not None:
-            raise fault from group
-        log.info("the connection to the controller is closed")
+        all_well = await worker.run(warm_start_examples, alphabet)
     finally:
         await worker.close(all_well=all_well)
 
@@ -134,7 +127,6 @@ class LearnerWorker:
     ) -> None:
         self._config = config
         self._run_folder = run_folder
-        self._connection = connection
         self._clock = clock
         self._publish = publish
         self._launcher = launcher
@@ -147,33 +139,28 @@ class LearnerWorker:
         """Until a controller whose phases take turns says otherwise."""
         self._offload: Offload | None = None
         self._is_ending = False
+        self._is_started = asyncio.Event()
         self._news = asyncio.Event()
         """A batch is ready, a phase or checkpoint is asked for, or the end has come."""
         self._room = asyncio.Event()
         """The next batch may be decoded."""
         self._done: dict[int, StepDone] = {}
         self._num_tokens = 0
-        self._idle_s = 0.0
-        self._idle_since_s: float | None = None
-        self._started_s = clock.now()
-        self._process = psutil.Process()
+        self._stage = Stage(connection, clock, NAME, config.supervision.heartbeat_s, self._report)
 
-    async def run(self, examples: Examples, alphabet: str) -> None:
-        """Get the policy ready, then run the loops until the orders end."""
-        async with asyncio.TaskGroup() as loops:
-            background = [
-                loops.create_task(self._beat(), name="heartbeat"),
-                loops.create_task(self._obey(), name="orders"),
-            ]
+    async def run(self, examples: Examples, alphabet: str) -> bool:
+        """Get the policy ready, then train until the orders end; return False where the connection ended first."""
+
+        async def work() -> None:
             try:
-                await self._start(examples, alphabet)
-                background.append(loops.create_task(self._prefetch(), name="batches"))
+                with self._stage.idle.running():
+                    await self._start(examples, alphabet)
+                self._is_started.set()
                 await self._serve()
             except StartAbandoned as abandoned:
                 log.info("%s", abandoned)
-            finally:
-                for loop in background:
-                    loop.cancel()
+
+        return await self._stage.run(self._obey, self._prefetch(), work=work())
 
     async def close(self, *, all_well: bool) -> None:
         """Wait for the thread to finish what it is at, and end it and the other ranks."""
@@ -200,36 +187,24 @@ class LearnerWorker:
             await self._on_thread(self._start_offload)
         checkpoint = str(initial.checkpoint or "")
         ready = LearnerReady(initial.version, str(initial.model_folder), initial.metrics, checkpoint)
-        await self._connection.send(ready, Lane.CONTROL)
+        await self._stage.tell(ready)
 
-    async def _obey(self) -> None:
+    async def _obey(self, order: Message) -> None:
         """Note orders; `_serve` carries them out between steps."""
-        while not self._is_ending:
-            delivery = await self._connection.receive(Lane.CONTROL)
-            match delivery.message:
-                case Checkpoint() as wanted:
-                    self._checkpoint = wanted
-                case SetPhase() as wanted_phase:
-                    self._wanted_phase = wanted_phase
-                case Shutdown(reason=reason):
-                    log.info("shutting down: %s", reason or "asked to")
-                    self._is_ending = True
-                case Pause() | Resume():
-                    pass
-                case other:
-                    log.warning("the learner has no use for %s", type(other).__name__)
-            delivery.ack()
-            self._news.set()
+        match order:
+            case Checkpoint():
+                self._checkpoint = order
+            case SetPhase():
+                self._wanted_phase = order
+            case Shutdown():
+                self._is_ending = True
+        self._news.set()
 
     async def _prefetch(self) -> None:
         """Decode one batch ahead."""
-        while True:
-            delivery = await self._connection.receive(Lane.DATA)
-            if not isinstance(delivery.message, StepBatch):
-                log.warning("the learner has no use for %s", type(delivery.message).__name__)
-                delivery.ack()
-                continue
-            prepared = await asyncio.to_thread(prepare, delivery.message, division_of(self._policy.train_state, self._config))
+        await self._is_started.wait()
+        async for batch, delivery in self._stage.requests(StepBatch):
+            prepared = await asyncio.to_thread(prepare, batch, division_of(self._policy.train_state, self._config))
             while self._ready is not None:
                 self._room.clear()
                 await self._room.wait()
@@ -240,25 +215,25 @@ class LearnerWorker:
         """Do what is due, one thing after the other, until the end."""
         waiting_from_s = self._clock.now()
         while not self._is_ending:
-            if self._wanted_phase is not None:
-                wanted_phase, self._wanted_phase = self._wanted_phase, None
-                await self._reach(wanted_phase)
-            elif self._checkpoint is not None and self._checkpoint.version <= self._policy.version:
-                wanted, self._checkpoint = self._checkpoint, None
-                await self._write_checkpoint(wanted)
-            elif self._ready is not None and self._phase == "train":
-                ready, self._ready = self._ready, None
-                self._room.set()
-                await self._take_step(ready, waiting_from_s)
-                waiting_from_s = self._clock.now()
-            else:
-                self._idle_since_s = self._clock.now()
-                self._news.clear()
-                if self._ready is not None and self._offload is not None:
-                    await self._on_thread(self._prefetch_components)
-                await self._news.wait()
-                self._idle_s += self._clock.now() - self._idle_since_s
-                self._idle_since_s = None
+            with self._stage.idle.running():
+                if self._wanted_phase is not None:
+                    wanted_phase, self._wanted_phase = self._wanted_phase, None
+                    await self._reach(wanted_phase)
+                    continue
+                if self._checkpoint is not None and self._checkpoint.version <= self._policy.version:
+                    wanted, self._checkpoint = self._checkpoint, None
+                    await self._write_checkpoint(wanted)
+                    continue
+                if self._ready is not None and self._phase == "train":
+                    ready, self._ready = self._ready, None
+                    self._room.set()
+                    await self._take_step(ready, waiting_from_s)
+                    waiting_from_s = self._clock.now()
+                    continue
+            self._news.clear()
+            if self._ready is not None and self._offload is not None:
+                await self._on_thread(self._prefetch_components)
+            await self._news.wait()
 
     async def _reach(self, wanted: SetPhase) -> None:
         """Bring about a phase between steps, and answer; without components of its own to move, only answer."""
@@ -271,27 +246,15 @@ class LearnerWorker:
                 return offload.reach(wanted.phase, wanted.number)
 
             reached = await self._on_thread(move)
-        await self._connection.send(reached, Lane.CONTROL)
+        await self._stage.tell(reached)
 
-    async def _beat(self) -> None:
-        while True:
-            now = self._clock.now()
-            idle_s = self._idle_s + (0.0 if self._idle_since_s is None else now - self._idle_since_s)
-            gauges = {
-                "process/tokens_trained": float(self._num_tokens),
-                "process/idle_s": idle_s,
-                "process/busy_s": now - self._started_s - idle_s,
-                "process/resident_bytes": float(self._process.memory_info().rss),
-                "process/version": float(-1 if self._initial is None else self._initial.version),
-            }
-            beat = Heartbeat(NAME, now, self._waiting_for(), self._idle_since_s or 0.0, gauges)
-            self._connection.try_send(beat, Lane.CONTROL)
-            await self._clock.sleep(self._config.supervision.heartbeat_s)
-
-    def _waiting_for(self) -> str:
-        if self._idle_since_s is None:
-            return ""
-        return f"the batch of step {self._policy.version}" if self._ready is None else "the device, which others have"
+    def _report(self) -> tuple[str, dict[str, float]]:
+        waiting_for = ""
+        if self._stage.idle.is_idle and self._initial is not None:
+            no_batch = f"the batch of step {self._policy.version}"
+            waiting_for = no_batch if self._ready is None else "the device, which others have"
+        version = -1 if self._initial is None else self._initial.version
+        return waiting_for, {"process/tokens_trained": float(self._num_tokens), "process/version": float(version)}
 
     # -- steps and checkpoints -------------------------------------------------------------------------------------------
 
@@ -310,7 +273,7 @@ class LearnerWorker:
             self._done[step] = StepDone(step, result.version, metrics, started_s, finished_s, waited_s)
             self._done.pop(step - REMEMBERED_STEPS, None)
         now = self._clock.now()
-        await self._connection.send(self._done.get(step, StepDone(step, step + 1, {}, now, now)), Lane.CONTROL)
+        await self._stage.tell(self._done.get(step, StepDone(step, step + 1, {}, now, now)))
         ready.delivery.ack()
         every, version = self._config.checkpoint.every_steps, self._policy.version
         if every and version == step + 1 and version % every == 0:
@@ -337,7 +300,7 @@ class LearnerWorker:
         started_s = self._clock.now()
         folder = await self._on_thread(lambda: self._save(wanted))
         seconds = self._clock.now() - started_s
-        await self._connection.send(CheckpointDone(self._policy.version, str(folder), seconds), Lane.CONTROL)
+        await self._stage.tell(CheckpointDone(self._policy.version, str(folder), seconds))
 
     def _save(self, wanted: Checkpoint) -> Path:
         policy = self._policy
@@ -377,4 +340,4 @@ class LearnerWorker:
         if device.type == "cuda":
             held, peak = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
             return {"memory/allocated_gb": held / 1e9, "memory/peak_gb": peak / 1e9}
-        return {"memory/allocated_gb": self._process.memory_info().rss / 1e9}
+        return {"memory/allocated_gb": psutil.Process().memory_info().rss / 1e9}

@@ -12,20 +12,17 @@ cannot be started ends the worker. Nothing is scored on this event loop: see poo
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 from pathlib import Path
 
 from asyncrl.clock import Clock
 from asyncrl.config.run import RunConfig
-from asyncrl.errors import first_fault
 from asyncrl.reward.pool import RewardPool
 from asyncrl.reward.sandbox.confined import resident_bytes_of_tree
-from asyncrl.schema.control import Heartbeat, Shutdown
+from asyncrl.schema.control import Message
 from asyncrl.schema.samples import ScoreRequest
 from asyncrl.transport.protocol import Connection, Delivery, Lane
-
-log = logging.getLogger(__name__)
+from asyncrl.transport.stage import Stage
 
 
 async def run_reward_worker(
@@ -44,111 +41,56 @@ async def run_reward_worker(
         ConfigError: The rewards are configured wrongly.
         RewardError: They cannot be built here (a missing package, no sandbox).
     """
-    try:
-        await RewardWorker(config, connection, clock, name, run_folder).run()
-    except BaseExceptionGroup as group:
-        fault = first_fault(group)
-        if fault is not None:
-            raise fault from None
-        log.info("the connection to the controller is closed")
+    await RewardWorker(config, connection, clock, name, run_folder).run()
 
 
 class RewardWorker:
     """One worker's state and loops; `run_reward_worker` is the way in."""
 
     def __init__(self, config: RunConfig, connection: Connection, clock: Clock, name: str, run_folder: Path) -> None:
-        self._config, self._connection, self._clock, self._name = config, connection, clock, name
+        self._stage = Stage(connection, clock, name, config.supervision.heartbeat_s, self._report)
         printed = run_folder / "logs" / f"{name}-printed.log"
         printed.parent.mkdir(exist_ok=True)
         self._pool = RewardPool(config.reward, clock, name, printed)
         self._is_ready = False
         self._num_scoring = 0
-        self._since_s = clock.now()
-        """When it last began or ceased to have nothing to do."""
-        self._idle_s = 0.0
 
     async def run(self) -> None:
-        """Run the three loops until the orders end."""
-        async with asyncio.TaskGroup() as loops:
-            background = [
-                loops.create_task(self._serve_requests(), name="requests"),
-                loops.create_task(self._beat(), name="heartbeat"),
-            ]
-            try:
-                await self._obey()
-            finally:
-                for loop in background:
-                    loop.cancel()
+        """Serve until the orders end."""
 
-    async def _obey(self) -> None:
-        """Wait for Shutdown; whatever else is said on this lane is for others."""
-        while True:
-            delivery = await self._connection.receive(Lane.CONTROL)
-            delivery.ack()
-            if isinstance(delivery.message, Shutdown):
-                log.info("shutting down: %s", delivery.message.reason or "asked to")
-                return
+        async def obey(_: Message) -> None:
+            """Do nothing: but for Shutdown, what is said on this lane is for others."""
+
+        await self._stage.run(obey, self._serve_requests())
 
     async def _serve_requests(self) -> None:
         async with self._pool as pool, asyncio.TaskGroup() as samples:
             self._is_ready = True
-            self._since_s = self._clock.now()
             room = asyncio.Semaphore(pool.capacity)
-            while True:
+            await room.acquire()
+            async for request, delivery in self._stage.requests(ScoreRequest):
+                samples.create_task(self._serve(request, delivery, room))
                 await room.acquire()
-                delivery = await self._connection.receive(Lane.DATA)
-                if isinstance(delivery.message, ScoreRequest):
-                    samples.create_task(self._serve(delivery.message, delivery, room))
-                else:
-                    log.warning("a reward worker has no use for %s", type(delivery.message).__name__)
-                    delivery.ack()
-                    room.release()
 
     async def _serve(self, request: ScoreRequest, delivery: Delivery, room: asyncio.Semaphore) -> None:
-        self._begin()
+        self._num_scoring += 1
         try:
-            score = await self._pool.score(request)
-            await self._connection.send(score, Lane.DATA)
-            delivery.ack()
+            with self._stage.idle.running():
+                score = await self._pool.score(request)
+                await self._stage.connection.send(score, Lane.DATA)
+                delivery.ack()
         finally:
-            self._end()
+            self._num_scoring -= 1
             room.release()
 
-    async def _beat(self) -> None:
-        while True:
-            waiting_for = self._waiting_for()
-            since_s = self._since_s if waiting_for else 0.0
-            beat = Heartbeat(self._name, self._clock.now(), waiting_for, since_s, self._gauges())
-            self._connection.try_send(beat, Lane.CONTROL)
-            await self._clock.sleep(self._config.supervision.heartbeat_s)
-
-    def _gauges(self) -> dict[str, float]:
-        counts = self._pool.counts
-        idle_now_s = self._clock.now() - self._since_s if self._is_ready and not self._num_scoring else 0.0
-        return {
+    def _report(self) -> tuple[str, dict[str, float]]:
+        counts, waiting_for = self._pool.counts, "" if self._num_scoring else "a sample to score"
+        return waiting_for if self._is_ready else "its scoring processes to start", {
             "process/samples_scored": float(counts.scored),
             "process/samples_failed": float(counts.failed),
             "process/samples_scoring": float(self._num_scoring),
             "process/score_s_mean": counts.busy_s / max(counts.scored + counts.failed, 1),
             "process/children_replaced": float(counts.replaced),
             "process/samples_over_limit": float(counts.over_limit),
-            "process/idle_s": self._idle_s + idle_now_s,
             "process/resident_bytes": float(resident_bytes_of_tree(os.getpid())),
         }
-
-    def _waiting_for(self) -> str:
-        if not self._is_ready:
-            return "its scoring processes to start"
-        return "" if self._num_scoring else "a sample to score"
-
-    def _begin(self) -> None:
-        if not self._num_scoring:
-            now_s = self._clock.now()
-            self._idle_s += now_s - self._since_s
-            self._since_s = now_s
-        self._num_scoring += 1
-
-    def _end(self) -> None:
-        self._num_scoring -= 1
-        if not self._num_scoring:
-            self._since_s = self._clock.now()

@@ -1,0 +1,157 @@
+"""What every worker of a run does around its own work: obey orders until Shutdown, say twice a second what it waits for, end.
+
+A worker gives its loops, what it does with an order, and what it reports. It ends when its work does, when an order is Shutdown,
+or when the connection closes. Then all loops are cancelled. An error in any of them ends the others and is raised by itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TypeVar
+
+import psutil
+
+from asyncrl.clock import Clock
+from asyncrl.errors import first_fault
+from asyncrl.schema.control import Heartbeat, Message, Shutdown
+from asyncrl.transport.protocol import Connection, Delivery, Lane
+
+log = logging.getLogger(__name__)
+
+M = TypeVar("M", bound=Message)
+
+Loop = Coroutine[object, object, None]
+Report = Callable[[], tuple[str, Mapping[str, float]]]
+"""What it waits for (empty: nothing), and its gauges beside those that all have."""
+
+
+class Stage:
+    """One worker's side of its connection to the controller.
+
+    Example:
+        >>> stage = Stage(connection, SystemClock(), "reward-0", 0.5, lambda: ("", {}))  # doctest: +SKIP
+        >>> await stage.run(obey, serve_requests())                                      # doctest: +SKIP
+    """
+
+    def __init__(self, connection: Connection, clock: Clock, name: str, heartbeat_s: float, report: Report) -> None:
+        self.connection, self.name = connection, name
+        self.idle = IdleMeter(clock)
+        self._clock, self._heartbeat_s, self._report = clock, heartbeat_s, report
+        self._process = psutil.Process()
+
+    async def run(self, obey: Callable[[Message], Awaitable[None]], *loops: Loop, work: Loop | None = None) -> bool:
+        """Run everything until the end; return whether that was not the connection's.
+
+        Args:
+            obey: Called with each order, Shutdown too, before it is acknowledged.
+            loops: Run beside the orders.
+            work: What the worker ends with; None: it ends with the orders.
+        """
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                orders = self._orders(obey)
+                beside = [*loops, self._beat()] if work is None else [*loops, self._beat(), orders]
+                background = [tasks.create_task(loop, name=getattr(loop, "__name__", "")) for loop in beside]
+                try:
+                    await (orders if work is None else work)
+                finally:
+                    for task in background:
+                        task.cancel()
+        except BaseExceptionGroup as group:
+            fault = first_fault(group)
+            if fault is not None:
+                raise fault from None  # its own traceback stays; the groups around it repeat it
+            log.info("the connection to the controller is closed")
+            return False
+        return True
+
+    async def requests(self, kind: type[M]) -> AsyncIterator[tuple[M, Delivery]]:
+        """Yield what comes on the data lane; whoever takes it acknowledges it."""
+        while True:
+            delivery = await self.connection.receive(Lane.DATA)
+            if isinstance(delivery.message, kind):
+                yield delivery.message, delivery
+            else:
+                log.warning("%s has no use for %s", self.name, type(delivery.message).__name__)
+                delivery.ack()
+
+    async def tell(self, message: Message) -> None:
+        """Send a message on the control lane."""
+        await self.connection.send(message, Lane.CONTROL)
+
+    async def _orders(self, obey: Callable[[Message], Awaitable[None]]) -> None:
+        while True:
+            delivery = await self.connection.receive(Lane.CONTROL)
+            await obey(delivery.message)
+            delivery.ack()
+            if isinstance(delivery.message, Shutdown):
+                log.info("shutting down: %s", delivery.message.reason or "asked to")
+                return
+
+    async def _beat(self) -> None:
+        while True:
+            waiting_for, own = self._report()
+            idle_s, busy_s = self.idle.totals_s()
+            gauges = {
+                "process/idle_s": idle_s,
+                "process/busy_s": busy_s,
+                "process/resident_bytes": float(self._process.memory_info().rss),
+                **own,
+            }
+            beat = Heartbeat(self.name, self._clock.now(), waiting_for, self.idle.since_s if waiting_for else 0.0, gauges)
+            self.connection.try_send(beat, Lane.CONTROL)
+            await self._clock.sleep(self._heartbeat_s)
+
+
+class IdleMeter:
+    """Adds up the time in which nothing ran, and that in which whatever was there stood still."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._num_running = 0
+        self._stands_still = False
+        self._since_s = clock.now()
+        self._idle_s = 0.0
+        self._busy_s = 0.0
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing runs now."""
+        return self._stands_still or self._num_running == 0
+
+    @property
+    def since_s(self) -> float:
+        """Clock seconds at which it last became idle or busy."""
+        return self._since_s
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Count one more thing that runs."""
+        self._change(self._num_running + 1, self._stands_still)
+        try:
+            yield
+        finally:
+            self._change(self._num_running - 1, self._stands_still)
+
+    def stand_still(self) -> None:
+        """Note that nothing goes on until `go_on`, whatever is there."""
+        self._change(self._num_running, True)
+
+    def go_on(self) -> None:
+        """Note that it does again."""
+        self._change(self._num_running, False)
+
+    def totals_s(self) -> tuple[float, float]:
+        """Return idle and busy seconds up to now."""
+        passed_s = self._clock.now() - self._since_s
+        return (self._idle_s + passed_s, self._busy_s) if self.is_idle else (self._idle_s, self._busy_s + passed_s)
+
+    def _change(self, num_running: int, stands_still: bool) -> None:
+        was_idle, totals_s = self.is_idle, self.totals_s()
+        self._num_running, self._stands_still = num_running, stands_still
+        if self.is_idle != was_idle:
+            self._idle_s, self._busy_s = totals_s
+            self._since_s = self._clock.now()

@@ -10,6 +10,7 @@ The budget is of CPU time, so a busy machine judges as an idle one does. It ends
 from __future__ import annotations
 
 import logging
+import re
 import signal
 import threading
 from collections.abc import Callable
@@ -24,6 +25,8 @@ _MOST, _LEAST = 1e120, 1e-120
 _FLOAT_TOLERANCE = 2e-6
 """Where one of them has a decimal fraction, as math-verify compares those."""
 _POINTS = ((1.3171, 0.7193, 2.2361, 1.8437), (-0.8391, 1.6180, -1.4427, 0.5772), (2.0946, -1.2021, 0.3679, -2.5029))
+_LETTERS = re.compile(r"(?<![\\A-Za-z])([A-Za-z])\s+(?=[A-Za-z])")
+"""Letters with blanks between them, which math-verify takes for words and leaves out."""
 _ENTIRE = {"sin", "cos", "tan", "cot", "sec", "csc", "sinh", "cosh", "tanh", "exp"}
 _BRANCHED = {"asin", "acos", "atan", "Abs"}
 
@@ -95,7 +98,7 @@ def _parse(text: str) -> list[Any]:
     import math_verify  # noqa: PLC0415 - optional
 
     found = math_verify.parse(
-        f"${text}$",
+        "$" + _LETTERS.sub(r"\1", text) + "$",
         [math_verify.LatexExtractionConfig()],
         fallback_mode="no_fallback",
         extraction_mode="first_match",

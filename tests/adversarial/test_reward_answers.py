@@ -114,6 +114,16 @@ def test_equations_letters_blanks_words_and_thousands_in_mathematics(answer, ref
     assert scorer("math")(answer, reference) == is_right
 
 
+@pytest.mark.parametrize(("answer", "reference"), [
+    (r"12\text{ km}{8}", r"12\text{ km}"), (r"12\text{ km}\pi–{8}", r"12\text{ km}"), (r"12\text{ k\text(8){a}m}", r"12\text{ km}"), (r"12\text{ km}^8", r"12\text{ km}"),
+    (r"-3\text{a}\gcd{8}", "-3"), (r"2\pi\infty^2", r"2\pi"), (r"\infty\sqrt{2}", r"\sqrt{2}"), ("8\\frac{1}{2}\\ ", r"\frac{1}{2}"), ("\\frac{1}{2}-\\ ", r"\frac{1}{2}"),
+    (r"\frac{1}{2}_\ ", r"\frac{1}{2}"), (r"x+1_\pi", "x+1"), (r"x<3_\pi", "x<3"), ("x=3e 8", "x=3"), ("x+1e m", "x+1"), ("2e i", "2"), ("x e e", "x"), ("x+1 m m", "x+1"), (r"0^\circ7", "7"),
+    (r"x+1\text{a}:\text{a}", "x+1"), ("2x x", "2"), ("x y x", "x"),
+])  # fmt: skip
+def test_nothing_behind_an_answer_is_left_out(answer, reference):
+    assert scorer("math")(answer, reference) == 0.0
+
+
 @pytest.mark.parametrize("mode", ["numeric", "math", "exact"])
 def test_no_answer_makes_a_judge_hang(mode):
     score = scorer(mode)

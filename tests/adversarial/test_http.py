@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import io
+import os
 import resource
 import socket
 import zlib
@@ -14,8 +15,10 @@ import aiohttp
 import msgspec
 import pytest
 
+from asyncrl.client import connect
 from asyncrl.control.api import MOST_BODY_BYTES, serve_api
-from asyncrl.schema.status import RunStatus
+from asyncrl.errors import RunLostError
+from asyncrl.schema.status import ApiEndpoint, RunStatus
 
 
 class Control:
@@ -161,3 +164,28 @@ async def test_bytes_that_are_no_http_leave_the_server_as_it_is(tmp_path):
         answer = await said(endpoint, raw(endpoint, "GET /status", bearer(endpoint)))
         assert answer.startswith(b"HTTP/1.1 200 ")
         assert control.asked == []
+
+
+async def test_a_controller_that_is_gone_in_the_middle_of_an_answer_is_told_in_words(tmp_path):
+    """As one that was killed; the connection's own error says nothing to a user."""
+    status = msgspec.msgpack.encode(RunStatus(name="r", run_folder="r", phase="running"))
+
+    async def answer(reader, writer):
+        head = await reader.readuntil(b"\r\n\r\n")
+        if b"/status" in head:
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%b" % (len(status), status))
+        else:
+            writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n40\r\n{half a step")
+        await writer.drain()
+        writer.close()
+
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "controller.log").write_text("2026-01-01 12:00:00 CRITICAL controller asyncrl | the disk is gone\n")
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        endpoint = ApiEndpoint(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", "token", os.getpid())
+        (tmp_path / "api.json").write_bytes(msgspec.json.encode(endpoint))
+        async with connect(tmp_path) as run:
+            with pytest.raises(RunLostError, match=r"is lost, its controller has ended: the disk is gone; `asyncrl resume"):
+                await anext(run.steps())
+            with pytest.raises(RunLostError, match="the disk is gone"):
+                await run.evaluations()

@@ -7,6 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+import asyncrl
+
 ROOT = Path(__file__).resolve().parents[2]
 CACHE = ROOT / ".mypy_cache" / "user"
 
@@ -45,3 +49,8 @@ def test_the_package_lists_what_it_exports():
     code = "import asyncrl as a; [getattr(a, n) for n in a.__all__]; print(set(dir(a)) >= {*a.__all__, '__version__'})"
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert told.stdout == "True\n"
+
+
+def test_a_name_that_the_package_has_not_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="module 'asyncrl' has no attribute 'nope'"):
+        asyncrl.nope  # noqa: B018 - looking it up is the test

@@ -110,6 +110,10 @@ def test_one_interrupt_drains_and_checkpoints_and_the_run_resumes(endless, tmp_p
     again = _asyncrl("resume", run_folder)
     assert again.returncode == 2
     assert f"has done its {reached + 2} steps; `asyncrl resume {run_folder} --set num_steps=" in again.stderr
+    trained = _asyncrl("inspect", run_folder, "--sample", "g0.0")
+    assert re.search(r"^completion: '.+'$", trained.stdout, re.MULTILINE), trained.stdout + trained.stderr
+    nowhere = _asyncrl("inspect", run_folder, "--sample", f"g{10**30}.0")
+    assert (nowhere.returncode, nowhere.stderr.count("\n")) == (2, 1)
     overview = json.loads(_asyncrl("inspect", run_folder, "--json").stdout)
     assert overview["steps"][-1]["step"] == reached + 1
     assert {row["state"] for row in overview["states"]} <= {"trained", "ready", "scoring", "running"}

@@ -128,3 +128,15 @@ def test_a_dry_run_finds_folders_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("")
     (fault,) = faults_of(folder=str(tmp_path / "file" / "runs"))
     assert fault == f"folder: {tmp_path / 'file'} is no folder that can be written"
+
+
+def test_a_dry_run_names_devices_that_are_not_here_and_says_where_held_out_prompts_are_few(tmp_path):
+    text, faults = describe(
+        parse_config({
+            "task": lines(tmp_path / "d.jsonl", 30) | {"held_out": 10},
+            "learner": {"device": "cuda:99"},
+            "eval": {"num_prompts": 11},
+        })
+    )
+    assert [fault.partition(" cannot be used here: ")[0] for fault in faults] == ["learner.device 'cuda:99'"]
+    assert "10  (eval.num_prompts asks for 11: all of them are taken)" in text

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
 
+from asyncrl.errors import AsyncRLError
 from asyncrl.schema.codec import Message
 from asyncrl.schema.control import PROTOCOL, Hello
 from asyncrl.schema.samples import GroupWork, Sample, ids_to_bytes, logprobs_to_bytes
+from asyncrl.transport.local import InProcessListener
 from asyncrl.transport.protocol import Connection, Lane
 
 T = TypeVar("T", bound=Message)
@@ -53,3 +56,48 @@ async def receive(connection: Connection, kind: type[T], lane: Lane = Lane.CONTR
             delivery.ack()
             if isinstance(delivery.message, kind):
                 return delivery.message
+
+
+class Controller:
+    """The controller's end of a worker under test."""
+
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
+
+    async def order(self, message: Message) -> None:
+        """Say it on the lane of orders."""
+        await self.connection.send(message, Lane.CONTROL)
+
+    async def report(self, kind: type[T], is_it: Callable[[T], bool] = lambda message: True) -> T:
+        """Return the worker's next report of this kind that `is_it`."""
+        while not is_it(message := await receive(self.connection, kind)):
+            pass
+        return message
+
+    async def answers(self, num: int) -> list[Message]:
+        """Return the next so many results."""
+        found: list[Message] = []
+        async with asyncio.timeout(30):
+            while len(found) < num:
+                delivery = await self.connection.receive(Lane.DATA)
+                delivery.ack()
+                found.append(delivery.message)
+        return found
+
+
+@asynccontextmanager
+async def channel_of(kind: str, name: str) -> AsyncIterator[tuple[Connection, Connection]]:
+    """Yield both ends of a worker's channel: its own and the controller's."""
+    listener = InProcessListener(hello("controller", "controller"))
+    near = await listener.connect(hello(kind, name))
+    yield near, await listener.accept()
+    await listener.close()
+
+
+async def outcome_of(running: Awaitable[object]) -> AsyncRLError | None:
+    """Return what ended it: an error, or None."""
+    try:
+        await running
+    except AsyncRLError as error:
+        return error
+    return None

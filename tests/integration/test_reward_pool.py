@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import time
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import psutil
@@ -17,10 +18,9 @@ from asyncrl.errors import ConfigError, RewardError
 from asyncrl.reward.pool import RewardPool
 from asyncrl.reward.worker import run_reward_worker
 from asyncrl.reward.worker_process import MAX_PRINTED_BYTES
-from asyncrl.schema.control import PROTOCOL, Heartbeat, Hello, Shutdown
+from asyncrl.schema.control import Heartbeat, Shutdown
 from asyncrl.schema.samples import Prompt, Score, ScoreRequest
-from asyncrl.transport.local import InProcessListener
-from asyncrl.transport.protocol import Lane
+from tests.builders import Controller, channel_of
 
 ON_DEMAND = PythonReward(path="scoring_functions:on_demand", name="demand")
 
@@ -253,83 +253,54 @@ async def test_what_cannot_be_built_is_said_at_the_start(path, kind, said):
 # -- the worker ----------------------------------------------------------------------------------------------------------
 
 
-class Desk:
-    """The controller's end of a worker under test."""
-
-    def __init__(self, connection):
-        self.connection = connection
-
-    async def score_of(self) -> Score:
-        while True:
-            delivery = await self.connection.receive(Lane.DATA)
-            delivery.ack()
-            return delivery.message
-
-    async def beat_where(self, condition) -> Heartbeat:
-        while True:
-            delivery = await self.connection.receive(Lane.CONTROL)
-            delivery.ack()
-            if isinstance(delivery.message, Heartbeat) and condition(delivery.message):
-                return delivery.message
-
-
 def run_config(*functions, **options) -> RunConfig:
     reward = RewardConfig(**{"functions": functions, "concurrency": 1, **options})
     return RunConfig(reward=reward, supervision=SupervisionConfig(heartbeat_s=0.05))
 
 
-async def start_worker(group, config, tmp_path):
-    listener = InProcessListener(Hello(PROTOCOL, "controller", "controller", "a", os.getpid()))
-    connection = await listener.connect(Hello(PROTOCOL, "reward", "reward-0", "b", os.getpid()))
-    desk = Desk(await listener.accept())
-    worker = group.create_task(run_reward_worker(config, tmp_path, connection, SystemClock(), "reward-0"))
-    return desk, worker, listener
+@asynccontextmanager
+async def worker_of(config, tmp_path):
+    async with asyncio.timeout(60), channel_of("reward", "reward-0") as (near, far), asyncio.TaskGroup() as group:
+        worker = group.create_task(run_reward_worker(config, tmp_path, near, SystemClock(), "reward-0"))
+        yield Controller(far)
+        await worker
 
 
 async def test_worker_scores_acknowledges_beats_and_shuts_down(tmp_path):
-    async with asyncio.timeout(60), asyncio.TaskGroup() as group:
-        desk, worker, listener = await start_worker(group, run_config(ON_DEMAND), tmp_path)
-        starting = await desk.beat_where(lambda beat: True)
-        assert starting.waiting_for == "its scoring processes to start"
-        await desk.beat_where(lambda beat: beat.waiting_for == "a sample to score")
+    async with worker_of(run_config(ON_DEMAND), tmp_path) as desk:
+        assert (await desk.report(Heartbeat)).waiting_for == "its scoring processes to start"
+        await desk.report(Heartbeat, lambda beat: beat.waiting_for == "a sample to score")
         for index, text in enumerate(["fine", "raise", "die", "fine"]):
             await desk.connection.send(request(text, index))
-        scores = {score.index: score for score in [await desk.score_of() for _ in range(4)]}
+        scores = {score.index: score for score in await desk.answers(4)}
         assert sorted(scores) == [0, 1, 2, 3]
         assert [bool(scores[index].error) for index in range(4)] == [False, True, True, False]
         assert all(score.worker == "reward-0" and score.purpose == "eval" for score in scores.values())
         assert await desk.connection.flush(30)
-        beat = await desk.beat_where(lambda beat: beat.gauges["process/samples_scored"] == 2)
+        beat = await desk.report(Heartbeat, lambda beat: beat.gauges["process/samples_scored"] == 2)
         assert beat.gauges["process/samples_failed"] == 2
         assert beat.gauges["process/resident_bytes"] > 0
-        await desk.connection.send(Shutdown("done"), Lane.CONTROL)
-        await worker
-        await listener.close()
+        await desk.order(Shutdown("done"))
 
 
 async def test_worker_has_many_in_flight_but_not_more_than_its_bound(tmp_path):
-    async with asyncio.timeout(60), asyncio.TaskGroup() as group:
-        desk, worker, listener = await start_worker(group, run_config(AnswerMatchReward()), tmp_path)
+    async with worker_of(run_config(AnswerMatchReward()), tmp_path) as desk, asyncio.TaskGroup() as group:
 
         async def feed():
             for index in range(300):
                 await desk.connection.send(request("46", index))
 
         feeding = group.create_task(feed())
-        assert sorted([(await desk.score_of()).index for _ in range(300)]) == list(range(300))
+        assert sorted(score.index for score in await desk.answers(300)) == list(range(300))
         await feeding
-        await desk.connection.send(Shutdown(), Lane.CONTROL)
-        await worker
-        await listener.close()
+        await desk.order(Shutdown())
 
 
 async def test_worker_ends_when_the_controller_is_gone(tmp_path):
-    async with asyncio.timeout(60), asyncio.TaskGroup() as group:
-        desk, worker, listener = await start_worker(group, run_config(ON_DEMAND), tmp_path)
+    async with worker_of(run_config(ON_DEMAND), tmp_path) as desk:
         await desk.connection.send(request("hang"))
-        await desk.beat_where(lambda beat: beat.gauges["process/samples_scoring"] == 1)
-        await listener.close()
-        await worker
+        await desk.report(Heartbeat, lambda beat: beat.gauges["process/samples_scoring"] == 1)
+        await desk.connection.close()
 
 
 async def test_sandbox_that_is_missing_stops_the_worker_with_advice(monkeypatch, tmp_path):

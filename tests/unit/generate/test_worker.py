@@ -15,12 +15,10 @@ from asyncrl.config.run import RunConfig, SupervisionConfig, TransportConfig
 from asyncrl.errors import BroadcastError, ConnectionClosed, GenerationError
 from asyncrl.generate.worker import run_generator
 from asyncrl.schema.control import (
-    PROTOCOL,
     AbortGroup,
     EngineReady,
     EngineRoom,
     Heartbeat,
-    Hello,
     LoadModel,
     Pause,
     Resume,
@@ -38,8 +36,7 @@ from asyncrl.schema.samples import (
     logprobs_to_bytes,
 )
 from asyncrl.schema.weights import Probe, VersionLive, WeightsAvailable, WeightsManifest
-from asyncrl.transport.local import InProcessListener
-from asyncrl.transport.protocol import Lane
+from tests.builders import Controller, channel_of
 from tests.contract.engine_cases import make_model, reference_logprobs
 
 FAKE = FakeEngineConfig(num_slots=8, max_sequence_tokens=64, token_latency_s=0.0, length_distribution="fixed", mean_tokens=5)
@@ -48,38 +45,18 @@ SLOW = FakeEngineConfig(num_slots=8, max_sequence_tokens=64, token_latency_s=0.0
 SLOWER = FakeEngineConfig(num_slots=8, max_sequence_tokens=64, token_latency_s=0.1, length_distribution="fixed", mean_tokens=8)
 
 
-class Controller:
+class Observer(Controller):
     """The test's end of the connection."""
-
-    def __init__(self, connection) -> None:
-        self.connection = connection
-
-    async def order(self, message) -> None:
-        await self.connection.send(message, Lane.CONTROL)
 
     async def load(self) -> EngineReady:
         await self.order(LoadModel("model"))
         return await self.report(EngineReady)
 
-    async def report(self, kind, is_it=lambda message: True):
-        async with asyncio.timeout(20):
-            while True:
-                delivery = await self.connection.receive(Lane.CONTROL)
-                delivery.ack()
-                if isinstance(delivery.message, kind) and is_it(delivery.message):
-                    return delivery.message
-
     async def sees_requests_running(self) -> None:
         await self.report(Heartbeat, lambda beat: beat.gauges["process/requests_running"] > 0)
 
     async def results(self, num: int) -> list[Sample | SampleFailure]:
-        found = []
-        async with asyncio.timeout(20):
-            for _ in range(num):
-                delivery = await self.connection.receive(Lane.DATA)
-                delivery.ack()
-                found.append(delivery.message)
-        return sorted(found, key=lambda result: (result.group_id, result.index))
+        return sorted(await self.answers(num), key=lambda result: (result.group_id, result.index))
 
 
 @asynccontextmanager
@@ -88,19 +65,16 @@ async def generator(engine=FAKE, fetch=None, **generate):
         return {}
 
     config = RunConfig(generate=GenerateConfig(engine=engine, **generate), supervision=SupervisionConfig(heartbeat_s=0.02))
-    listener = InProcessListener(Hello(PROTOCOL, "controller", "controller", "1", 1))
-    connection = await listener.connect(Hello(PROTOCOL, "generator", "generator-7", "1", 2))
-    controller = Controller(await listener.accept())
-    async with asyncio.TaskGroup() as tasks:
+    async with channel_of("generator", "generator-7") as (near, far), asyncio.TaskGroup() as tasks:
         running = tasks.create_task(
-            run_generator(config, Path(), connection, SystemClock(), fetch or fetch_nothing, name="generator-7")
+            run_generator(config, Path(), near, SystemClock(), fetch or fetch_nothing, name="generator-7")
         )
+        controller = Observer(far)
         yield controller
         with suppress(ConnectionClosed):
             await controller.order(Shutdown("test over"))
         async with asyncio.timeout(20):
             await running
-    await listener.close()
 
 
 def work(group_id: int = 1, prompt: Prompt | None = None, members: int = 3, max_new_tokens: int = 20) -> GroupWork:

@@ -7,53 +7,24 @@ import pytest
 
 from asyncrl.clock import SystemClock
 from asyncrl.config.load import parse_config
-from asyncrl.errors import AsyncRLError, ConfigError
+from asyncrl.errors import ConfigError
 from asyncrl.inference.worker import run_inference_worker
 from asyncrl.observe.memory import read_memory
-from asyncrl.schema.control import PROTOCOL, Heartbeat, Hello, LoadModel, ModelsReady, PhaseReached, SetPhase, Shutdown
+from asyncrl.schema.control import Heartbeat, LoadModel, ModelsReady, PhaseReached, SetPhase, Shutdown
 from asyncrl.schema.samples import GroupWork, Prompt, SamplingParams
-from asyncrl.transport.local import InProcessListener
-from asyncrl.transport.protocol import Lane
+from tests.builders import Controller, channel_of, outcome_of
 
 TIMEOUT_S = 20
 
 
-class Controller:
-    """The other end."""
+class Loader(Controller):
+    """The other end, with a model to load."""
 
-    def __init__(self, connection, model_folder):
-        self.connection = connection
-        self.model_folder = str(model_folder)
-
-    async def control(self, wanted):
-        async with asyncio.timeout(TIMEOUT_S):
-            while True:
-                delivery = await self.connection.receive(Lane.CONTROL)
-                delivery.ack()
-                if wanted(delivery.message):
-                    return delivery.message
+    model_folder = ""
 
     async def load(self):
-        await self.connection.send(LoadModel(self.model_folder), Lane.CONTROL)
-        return await self.control(lambda message: isinstance(message, ModelsReady))
-
-    async def beat_where(self, wanted):
-        return await self.control(lambda message: isinstance(message, Heartbeat) and wanted(message))
-
-    async def results(self, count):
-        async with asyncio.timeout(TIMEOUT_S):
-            deliveries = [await self.connection.receive() for _ in range(count)]
-        for delivery in deliveries:
-            delivery.ack()
-        return [delivery.message for delivery in deliveries]
-
-
-async def _outcome_of(running):
-    try:
-        await running
-    except AsyncRLError as error:
-        return error
-    return None
+        await self.order(LoadModel(self.model_folder))
+        return await self.report(ModelsReady)
 
 
 @contextlib.asynccontextmanager
@@ -64,16 +35,14 @@ async def worker(folder, placement=None, **inference):
         "inference": {"reward_models": [{"name": "judge", "path": str(folder / "judge")}], **inference},
         "supervision": {"heartbeat_s": 0.02},
     })
-    listener = InProcessListener(Hello(PROTOCOL, "controller", "controller", "a", 1))
-    near = await listener.connect(Hello(PROTOCOL, "inference", "inference-0", "a", 2))
-    controller = Controller(await listener.accept(), folder / "model")
-    async with asyncio.TaskGroup() as group:
-        controller.task = group.create_task(_outcome_of(run_inference_worker(config, folder, near, SystemClock())))
+    async with channel_of("inference", "inference-0") as (near, far), asyncio.TaskGroup() as group:
+        controller = Loader(far)
+        controller.model_folder = str(folder / "model")
+        controller.task = group.create_task(outcome_of(run_inference_worker(config, folder, near, SystemClock())))
         yield controller
         if not controller.task.done():
-            await controller.connection.send(Shutdown(), Lane.CONTROL)
+            await controller.order(Shutdown())
             assert await asyncio.wait_for(controller.task, TIMEOUT_S) is None
-    await listener.close()
 
 
 @pytest.fixture
@@ -91,13 +60,13 @@ async def test_requests_are_answered_in_batches_and_acknowledged(kit, folder):
         requests = kit.random_requests(count=30)
         for request in requests:
             await controller.connection.send(request)
-        results = await controller.results(30)
+        results = await controller.answers(30)
         assert [(item.group_id, item.index) for item in results] == [(item.group_id, item.index) for item in requests]
         assert all(item.error == "" and item.worker == "inference-0" and "judge" in item.rewards for item in results)
         assert [len(item.reference_logprobs) for item in results] == [len(item.token_ids) for item in requests]
         assert 1 < len({item.started_s for item in results}) < 30
         assert await controller.connection.flush(30)
-        beat = await controller.beat_where(lambda beat: beat.gauges["process/samples_scored"] == 30)
+        beat = await controller.report(Heartbeat, lambda beat: beat.gauges["process/samples_scored"] == 30)
         tokens = sum(len(item.prompt_ids + item.token_ids) // 4 for item in requests)
         assert beat.gauges["process/tokens_judged"] == tokens
         assert beat.gauges["process/judged_tokens_per_sec"] > 0
@@ -107,20 +76,20 @@ async def test_requests_are_answered_in_batches_and_acknowledged(kit, folder):
 
 async def test_it_says_what_it_waits_for_and_keeps_requests_until_its_models_are_there(kit, folder):
     async with worker(folder) as controller:
-        assert (await controller.beat_where(lambda _: True)).waiting_for == "its models to load"
+        assert (await controller.report(Heartbeat, lambda _: True)).waiting_for == "its models to load"
         await controller.connection.send(kit.request([3], [4]))
         await controller.connection.send(GroupWork(1, 0, Prompt("p"), (0,), SamplingParams(max_new_tokens=1), 0))
         await controller.load()
-        (result,) = await controller.results(1)
+        (result,) = await controller.answers(1)
         assert result.error == ""
-        assert (await controller.beat_where(lambda beat: beat.waiting_for == "a sample to score")).waiting_since_s > 0
+        assert (await controller.report(Heartbeat, lambda beat: beat.waiting_for == "a sample to score")).waiting_since_s > 0
         assert await controller.connection.flush(30)
 
 
 async def test_a_model_that_cannot_be_opened_ends_the_worker_with_the_reason(folder):
     (folder / "judge" / "model.safetensors").unlink()
     async with worker(folder) as controller:
-        await controller.connection.send(LoadModel(controller.model_folder), Lane.CONTROL)
+        await controller.order(LoadModel(controller.model_folder))
         error = await asyncio.wait_for(controller.task, TIMEOUT_S)
         assert isinstance(error, ConfigError)
         assert "safetensors" in str(error)
@@ -133,18 +102,18 @@ async def test_on_a_shared_device_it_judges_in_its_turn_only_and_gives_the_memor
     async with worker(folder, placement) as controller:
 
         async def reach(phase, number):
-            await controller.connection.send(SetPhase(phase, number), Lane.CONTROL)
-            return await controller.control(lambda message: isinstance(message, PhaseReached))
+            await controller.order(SetPhase(phase, number))
+            return await controller.report(PhaseReached)
 
         num_bytes = (await controller.load()).num_bytes
         for request in requests:
             await controller.connection.send(request)
-        waiting = await controller.beat_where(lambda beat: beat.gauges["process/samples_scoring"] == 6)
+        waiting = await controller.report(Heartbeat, lambda beat: beat.gauges["process/samples_scoring"] == 6)
         assert waiting.waiting_for == "the device, which others have"
         taken = await reach("inference", 0)
         assert taken.moves == ()
         assert set(taken.resident) == {"reference", "reward judge"}
-        before = await controller.results(6)
+        before = await controller.answers(6)
         given = await reach("train", 1)
         assert {(move.component, move.before, move.after) for move in given.moves} == {
             ("reference", "device", away), ("reward judge", "device", away)
@@ -153,11 +122,11 @@ async def test_on_a_shared_device_it_judges_in_its_turn_only_and_gives_the_memor
         assert sum(taken.resident.values()) == pytest.approx(num_bytes, rel=0.01)
         for request in requests:
             await controller.connection.send(request)
-        beat = await controller.beat_where(lambda beat: beat.gauges["process/samples_scoring"] == 6)
+        beat = await controller.report(Heartbeat, lambda beat: beat.gauges["process/samples_scoring"] == 6)
         assert beat.waiting_for == "the device, which others have"
         assert beat.gauges["process/samples_scored"] == 6
         await reach("inference", 2)
-        after = await controller.results(6)
+        after = await controller.answers(6)
         assert [item.reference_logprobs for item in after] == [item.reference_logprobs for item in before]
         # The last bit of a product may depend on where its weights lie.
         rewards = [[item.rewards["judge"] for item in results] for results in (after, before)]

@@ -12,23 +12,21 @@ from asyncrl.clock import SystemClock
 from asyncrl.config.algorithm import LearnerConfig
 from asyncrl.config.learner import ScratchModel, WarmStart
 from asyncrl.config.run import CheckpointConfig, PlacementConfig, RunConfig, SupervisionConfig
-from asyncrl.errors import AsyncRLError, LearnerError
+from asyncrl.errors import LearnerError
 from asyncrl.learner.worker import run_learner
 from asyncrl.schema.batches import StepDone
 from asyncrl.schema.control import (
-    PROTOCOL,
     Checkpoint,
     CheckpointDone,
     Heartbeat,
-    Hello,
     LearnerReady,
     PhaseReached,
     SetPhase,
     Shutdown,
 )
 from asyncrl.schema.samples import ids_from_bytes, logprobs_from_bytes
-from asyncrl.transport.local import InProcessListener
 from asyncrl.transport.protocol import Lane
+from tests.builders import Controller, channel_of, outcome_of
 
 ALPHABET = "abcdefghijklmnopqrstu"
 CONFIG = RunConfig(
@@ -39,11 +37,11 @@ CONFIG = RunConfig(
 TIMEOUT_S = 20
 
 
-class Controller:
+class Publisher(Controller):
     """The other end: keeps heartbeats apart from news, and notes what was published."""
 
     def __init__(self, connection):
-        self.connection = connection
+        super().__init__(connection)
         self.heartbeats = []
         self.published = {}
 
@@ -62,14 +60,6 @@ class Controller:
                     assert isinstance(delivery.message, kind), delivery.message
                     return delivery.message
 
-    async def heartbeat(self, wanted):
-        async with asyncio.timeout(TIMEOUT_S):
-            while True:
-                delivery = await self.connection.receive(Lane.CONTROL)
-                delivery.ack()
-                if isinstance(delivery.message, Heartbeat) and wanted(delivery.message):
-                    return delivery.message
-
     async def ended(self):
         async with asyncio.timeout(TIMEOUT_S):
             return await self.task
@@ -79,31 +69,19 @@ class Controller:
         return await self.news(StepDone)
 
 
-async def outcome_of(running):
-    """Return what ended it: an error, or None."""
-    try:
-        await running
-    except AsyncRLError as error:
-        return error
-    return None
-
-
 @contextlib.asynccontextmanager
 async def learner(run_folder, config=CONFIG, examples=list):
-    listener = InProcessListener(Hello(PROTOCOL, "controller", "controller", "a", 1))
-    near = await listener.connect(Hello(PROTOCOL, "learner", "learner", "a", 2))
-    controller = Controller(await listener.accept())
-    running = run_learner(
-        config, run_folder, near, SystemClock(),
-        publish=controller.publish, warm_start_examples=examples, alphabet=ALPHABET,
-    )  # fmt: skip
-    async with asyncio.TaskGroup() as group:
+    async with channel_of("learner", "learner") as (near, far), asyncio.TaskGroup() as group:
+        controller = Publisher(far)
+        running = run_learner(
+            config, run_folder, near, SystemClock(),
+            publish=controller.publish, warm_start_examples=examples, alphabet=ALPHABET,
+        )  # fmt: skip
         controller.task = group.create_task(outcome_of(running))
         yield controller
         if not controller.task.done():
-            await controller.connection.send(Shutdown(), Lane.CONTROL)
+            await controller.order(Shutdown())
             assert await controller.ended() is None
-    await listener.close()
 
 
 async def test_steps_make_versions_that_are_published_with_a_probe(kit, tmp_path):
@@ -112,7 +90,7 @@ async def test_steps_make_versions_that_are_published_with_a_probe(kit, tmp_path
         assert (ready.version, ready.model_folder) == (0, str(tmp_path / "model"))
         for step in range(3):
             await controller.connection.send(kit.batch(kit.samples(seed=step), step=step))
-        await controller.connection.send(Checkpoint(3), Lane.CONTROL)
+        await controller.order(Checkpoint(3))
         for step in range(3):
             done = await controller.news(StepDone)
             assert (done.step, done.version) == (step, step + 1)
@@ -168,11 +146,11 @@ async def test_a_step_out_of_order_ends_the_learner(kit, tmp_path):
 async def test_heartbeats_say_what_is_waited_for(kit, tmp_path):
     async with learner(tmp_path) as controller:
         await controller.news(LearnerReady)
-        beat = await controller.heartbeat(lambda beat: beat.waiting_for)
+        beat = await controller.report(Heartbeat, lambda beat: beat.waiting_for)
         assert beat.waiting_for == "the batch of step 0"
         assert beat.waiting_since_s <= beat.sent_s
         await controller.connection.send(kit.batch(kit.samples()))
-        beat = await controller.heartbeat(lambda beat: beat.gauges["process/version"] == 1 and beat.waiting_for)
+        beat = await controller.report(Heartbeat, lambda beat: beat.gauges["process/version"] == 1 and beat.waiting_for)
         assert beat.waiting_for == "the batch of step 1"
         assert beat.gauges["process/tokens_trained"] > 0
         assert beat.gauges["process/idle_s"] > 0
@@ -182,7 +160,7 @@ async def test_shutdown_interrupts_a_long_warm_start(tmp_path):
     model = ScratchModel(hidden_size=32, num_layers=1, num_heads=2, warm_start=WarmStart(steps=10**6, batch_size=2))
     config = msgspec.structs.replace(CONFIG, model=model)
     async with learner(tmp_path, config, lambda: [("ab", "c"), ("ac", "d")]) as controller:
-        await controller.heartbeat(lambda beat: True)
+        await controller.report(Heartbeat, lambda beat: True)
     assert not (tmp_path / "model").exists()
 
 
@@ -190,7 +168,7 @@ COLOCATED = msgspec.structs.replace(CONFIG, placement=PlacementConfig(kind="colo
 
 
 async def set_phase(controller, phase, number):
-    await controller.connection.send(SetPhase(phase, number), Lane.CONTROL)
+    await controller.order(SetPhase(phase, number))
     return await controller.news(PhaseReached)
 
 
@@ -204,7 +182,7 @@ async def test_phases_move_the_learner_off_its_device_and_back_and_steps_wait_fo
         assert (left.name, left.phase, left.number, left.resident) == ("learner", "rollout", 1, {})
         assert {(move.before, move.after) for move in left.moves} == {("device", offload_to)}
         await controller.connection.send(kit.batch(kit.samples(), step=0))
-        waiting = await controller.heartbeat(lambda beat: "others have" in beat.waiting_for)
+        waiting = await controller.report(Heartbeat, lambda beat: "others have" in beat.waiting_for)
         assert waiting.gauges["process/version"] == 0
         back = await set_phase(controller, "train", 2)
         assert {(move.before, move.after) for move in back.moves} == {("host", "device"), *nearer}
@@ -220,7 +198,7 @@ async def test_a_checkpoint_while_generation_has_the_device_is_that_of_the_versi
         await controller.news(LearnerReady)
         await controller.step(kit.batch(kit.samples(), step=0))
         await set_phase(controller, "rollout", 1)
-        await controller.connection.send(Checkpoint(1), Lane.CONTROL)
+        await controller.order(Checkpoint(1))
         done = await controller.news(CheckpointDone)
         saved = load_file(f"{done.folder}/model.safetensors")
         assert all(torch.equal(saved[name], tensor) for name, tensor in controller.published[1][0].items() if name in saved)

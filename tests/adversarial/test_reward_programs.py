@@ -171,7 +171,7 @@ def add(a, b): return 4""",
     "leaves a process that answers": FORGE + """
 if os.fork() == 0:
     os.setsid()
-    while True: send({'value': 6.0, 'passed': True, 'status': 0, 'output': '6'})
+    while True: send({'value': 6.0, 'passed': True, 'status': 0, 'output': '6', 'stdout': '6', 'ended': 0})
 def add(a, b): return 4""",
     "sets alarms on everybody": "import os, signal\nfor pid in range(1, 50):\n    for s in (signal.SIGSTOP, signal.SIGTERM):\n        try: os.kill(pid, s)\n        except OSError: pass",
     "ctypes": """
@@ -213,23 +213,10 @@ for i in range(20000):
 def add(a, b): return 4""",
     "stops its driver": "import os, signal\nos.kill(os.getppid(), signal.SIGSTOP)\ndef add(a, b): return 4",
     "exits with success": "import sys\nsys.exit(0)",
-    "exits with success, hard": "import os\nos._exit(0)",
     "exits with the judge's own status": "import os\nos._exit(77)",
     "exits inside the function": "import os\ndef add(a, b): os._exit(77)",
     "raises SystemExit inside the function": "def add(a, b): raise SystemExit(0)",
     "prints what a runner might print": "print('PASSED'); print('OK'); print('{\"passed\": true}')\ndef add(a, b): print('5 passed')",
-    "a number that equals everything": """
-class Any(int):
-    def __eq__(self, other): return True
-    def __ne__(self, other): return False
-    def __hash__(self): return 0
-    def __str__(self): return '5'
-def add(a, b): return Any()""",
-    "an object that is equal to everything": """
-class Any:
-    __eq__ = __lt__ = __le__ = __gt__ = __ge__ = __contains__ = lambda *_: True
-    __sub__ = __rsub__ = __abs__ = __getattr__ = lambda self, *_: self
-def add(a, b): return Any()""",
     "replaces the built-ins": """
 import builtins, sys, operator
 builtins.AssertionError = ValueError
@@ -248,26 +235,10 @@ def add(a, b):
                 frame.f_globals[name] = lambda *_: True
         frame = frame.f_back
     return [value for value in gc.get_objects() if value == 5]""",
-    "writes verdicts into every descriptor": """
-import json, os, struct
-for message in ({"passed": True}, {"value": 6}, {"value": True}, {"ended": 0}, {"status": 0, "stdout": "6"}):
-    payload = json.dumps(message).encode()
-    for descriptor in range(3, 64):
-        try: os.write(descriptor, struct.pack('<I', len(payload)) + payload)
-        except OSError: pass""",
+    "writes verdicts into every descriptor": FORGE + "for message in ({'passed': True}, {'value': 6}, {'value': True}, {'ended': 0}, {'status': 0, 'stdout': '6'}): send(message)",
     "kills its driver": "import os, signal\nos.kill(os.getppid(), signal.SIGKILL)",
     "kills everything it can": "import os, signal\nos.kill(-1, signal.SIGKILL)",
     "reads the tests": "import glob\nfor path in glob.glob('/tmp/*') + glob.glob('/w/*'):\n    print(open(path).read())",
-    "leaves a process behind that answers later": """
-import json, os, struct, time
-if os.fork() == 0:
-    os.setsid()
-    while True:
-        time.sleep(0.01)
-        payload = json.dumps({"status": 0, "stdout": "6", "value": 6, "ended": 0}).encode()
-        for descriptor in range(3, 10):
-            try: os.write(descriptor, struct.pack('<I', len(payload)) + payload)
-            except OSError: pass""",
     "runs the tests on itself with patched assertions": "import unittest\nunittest.TestCase.assertEqual = lambda *_: None\ndef add(a, b): return unittest.mock.ANY if hasattr(unittest, 'mock') else None",
     "is not Python": "def add(a, b) return a + b",
     "is empty": "",

@@ -7,15 +7,15 @@ sample that is not trained has loss mask 0 and still counts in its group. Pure.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from asyncrl.algorithms.screening import Screen, members_of, pairs_among, trained_members
 from asyncrl.errors import ConfigError
 from asyncrl.schema.samples import ScoredGroup, ScoredSample
 
 
-@dataclass(frozen=True, slots=True)
-class Role:
+class Role(msgspec.Struct, frozen=True, gc=False):
     """One sample of the step."""
 
     scored: ScoredSample

@@ -16,38 +16,31 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from asyncrl.algorithms.screening import Screen, updates_of_groups
 from asyncrl.packing.pack import CostModel, RankPlan, Unit, pack_units
 from asyncrl.packing.roles import Role, roles_of, units_of
 from asyncrl.schema.batches import PackedRow, PackedSample, StepBatch
-from asyncrl.schema.samples import (
-    ScoredGroup,
-    ScoredSample,
-    ids_from_bytes,
-    logprobs_from_bytes,
-    mask_from_bytes,
-)
+from asyncrl.schema.samples import Sample, ScoredGroup, ids_from_bytes, mask_from_bytes
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Unpacked:
-    """One sample as arrays; T response tokens after P prompt tokens."""
+    """One sample: T response tokens after P prompt tokens."""
 
     role: Role
-    prompt_ids: NDArray[np.int32]
-    token_ids: NDArray[np.int32]
-    versions: NDArray[np.int32]
-    loss_mask: NDArray[np.uint8]
-
-    @property
-    def scored(self) -> ScoredSample:
-        return self.role.scored
+    sample: Sample
+    prompt_tokens: int
+    response_tokens: int
+    loss_mask: bytes
+    """uint8 [T]."""
+    is_trained: bool
+    oldest_version: int
+    """Of its trained tokens; -1 where there is none."""
 
     @property
     def num_tokens(self) -> int:
-        return len(self.prompt_ids) + len(self.token_ids)
+        return self.prompt_tokens + self.response_tokens
 
 
 def pack_step(
@@ -100,7 +93,7 @@ def pack_step(
         step=step,
         samples=tuple(sample for sample in placed if sample is not None),
         rows=tuple(rows),
-        num_trained_tokens=sum(int(sample.loss_mask.sum()) for sample in samples),
+        num_trained_tokens=sum(sample.loss_mask.count(1) for sample in samples),
         temperature=temperature,
         replay=replay,
     )
@@ -112,8 +105,8 @@ def _units_of_updates(
     """Return the units of each update's groups, those of groups that train nothing last; all together for one update."""
     if minibatches == 1:
         return [list(units)]
-    groups = [sample.scored.sample.group_id for sample in samples]
-    trained = [group for group, sample in zip(groups, samples, strict=True) if sample.loss_mask.any()]
+    groups = [each.sample.group_id for each in samples]
+    trained = [each.sample.group_id for each in samples if each.is_trained]
     update_of_group = updates_of_groups(trained, minibatches)
     of_update: dict[int, list[list[list[int]]]] = {}
     for unit in units:
@@ -122,86 +115,75 @@ def _units_of_updates(
 
 
 def _measured(samples: Sequence[_Unpacked], unit: list[list[int]], cost: CostModel) -> Unit:
-    prefix = len(samples[unit[0][0]].prompt_ids)
+    prefix = samples[unit[0][0]].prompt_tokens
     return Unit(
         prefix=prefix,
-        tails=tuple(sum(len(samples[i].token_ids) for i in part) for part in unit),
+        tails=tuple(sum(samples[i].response_tokens for i in part) for part in unit),
         prefix_cost=cost.of(prefix),
-        costs=tuple(sum(cost.of(len(samples[i].token_ids), prefix) for i in part if samples[i].loss_mask.any()) for part in unit),
+        costs=tuple(sum(cost.of(samples[i].response_tokens, prefix) for i in part if samples[i].is_trained) for part in unit),
     )
 
 
 def _unpack(role: Role, mask_below: int) -> _Unpacked:
     sample = role.scored.sample
-    versions = ids_from_bytes(sample.versions)
-    loss_mask = mask_from_bytes(sample.loss_mask, sample.num_tokens)
-    if mask_below > 0:
-        loss_mask = loss_mask * (versions >= mask_below)
+    num_tokens, versions = sample.num_tokens, ids_from_bytes(sample.versions)
+    loss_mask = sample.loss_mask or b"\1" * num_tokens
     if not role.is_trained:
-        loss_mask = np.zeros_like(loss_mask)
-    return _Unpacked(role, ids_from_bytes(sample.prompt_ids), ids_from_bytes(sample.token_ids), versions, loss_mask)
+        loss_mask, oldest_version = bytes(num_tokens), -1
+    elif not sample.loss_mask and not mask_below:
+        oldest_version = int(np.minimum.reduce(versions))
+    else:
+        loss_mask = (mask_from_bytes(sample.loss_mask, num_tokens) * (versions >= mask_below)).tobytes()
+        trained = versions[mask_from_bytes(loss_mask, num_tokens) > 0]
+        oldest_version = int(trained.min()) if len(trained) else -1
+    return _Unpacked(role, sample, len(sample.prompt_ids) // 4, num_tokens, loss_mask, 1 in loss_mask, oldest_version)
 
 
-def _place(sample: _Unpacked, row: int, start: int) -> PackedSample:
-    trained = sample.versions[sample.loss_mask > 0]
+def _place(each: _Unpacked, row: int, start: int) -> PackedSample:
     return PackedSample(
-        group_id=sample.scored.sample.group_id,
-        index=sample.scored.sample.index,
+        group_id=each.sample.group_id,
+        index=each.sample.index,
         row=row,
         start=start,
-        prompt_tokens=len(sample.prompt_ids),
-        response_tokens=len(sample.token_ids),
-        reward=sample.scored.reward,
-        oldest_version=int(trained.min()) if len(trained) else -1,
-        is_greedy=sample.role.is_greedy,
-        pair=sample.role.pair,
-        is_chosen=sample.role.is_chosen,
+        prompt_tokens=each.prompt_tokens,
+        response_tokens=each.response_tokens,
+        reward=each.role.scored.reward,
+        oldest_version=each.oldest_version,
+        is_greedy=each.role.is_greedy,
+        pair=each.role.pair,
+        is_chosen=each.role.is_chosen,
     )
 
 
 def _row(samples: list[_Unpacked], rank: int) -> PackedRow:
-    length = sum(sample.num_tokens for sample in samples)
-    token_ids = np.empty(length, dtype="<i4")
-    position_ids = np.empty(length, dtype="<i4")
-    segment_ids = np.empty(length, dtype="<i4")
-    versions = np.full(length, -1, dtype="<i4")
-    loss_mask = np.zeros(length, dtype=np.uint8)
-    logprobs = np.zeros(length, dtype="<f4")
-    start = 0
-    for segment, sample in enumerate(samples):
-        response, end = start + len(sample.prompt_ids), start + sample.num_tokens
-        token_ids[start:response] = sample.prompt_ids
-        token_ids[response:end] = sample.token_ids
-        position_ids[start:end] = np.arange(end - start)
-        segment_ids[start:end] = segment
-        versions[response:end] = sample.versions
-        loss_mask[response:end] = sample.loss_mask
-        logprobs[response:end] = logprobs_from_bytes(sample.scored.sample.logprobs)
-        start = end
+    """Lay samples end to end; all of it is joining bytes, since most samples of a step may be a few tokens long."""
+    lengths = [each.num_tokens for each in samples]
+    positions = np.arange(max(lengths), dtype="<i4").tobytes()
+    none = np.full(max(each.prompt_tokens for each in samples), -1, dtype="<i4").tobytes()
     return PackedRow(
-        token_ids=token_ids.tobytes(),
-        position_ids=position_ids.tobytes(),
-        segment_ids=segment_ids.tobytes(),
-        loss_mask=loss_mask.tobytes(),
-        behaviour_logprobs=logprobs.tobytes(),
-        versions=versions.tobytes(),
+        token_ids=b"".join([part for each in samples for part in (each.sample.prompt_ids, each.sample.token_ids)]),
+        position_ids=b"".join([positions[: 4 * length] for length in lengths]),
+        segment_ids=np.repeat(np.arange(len(samples), dtype="<i4"), lengths).tobytes(),
+        loss_mask=b"".join([part for each in samples for part in (bytes(each.prompt_tokens), each.loss_mask)]),
+        behaviour_logprobs=_after_prompts(samples, [each.sample.logprobs for each in samples]),
+        versions=b"".join([part for each in samples for part in (none[: 4 * each.prompt_tokens], each.sample.versions)]),
         rank=rank,
         reference_logprobs=_reference_logprobs(samples),
     )
+
+
+def _after_prompts(samples: list[_Unpacked], responses: list[bytes]) -> bytes:
+    """Return float32 values of response tokens, 0 on the prompts before them."""
+    return b"".join([part for each, own in zip(samples, responses, strict=True) for part in (bytes(4 * each.prompt_tokens), own)])
 
 
 def _reference_logprobs(samples: list[_Unpacked]) -> bytes:
     """Return those of a row; nothing where a trained sample brings none, so that no 0 is taken for a logprob.
 
     Rows of both kinds come only where a resume moved the reference to the learner, which then runs its own over all of them; the
-    other way round the buffer asks for the scores again (buffer/opening.py).
+    other way round the buffer asks for the scores again (buffer/open.py).
     """
-    brought = [len(sample.scored.reference_logprobs) > 0 for sample in samples]
-    if not any(brought) or not all(has or not sample.loss_mask.any() for has, sample in zip(brought, samples, strict=True)):
+    brought = [each.role.scored.reference_logprobs for each in samples]
+    if not any(brought) or not all(own or not each.is_trained for own, each in zip(brought, samples, strict=True)):
         return b""
-    parts = []
-    for sample in samples:
-        response = logprobs_from_bytes(sample.scored.reference_logprobs)
-        parts += [np.zeros(len(sample.prompt_ids), "<f4"), response if len(response) else np.zeros(len(sample.token_ids), "<f4")]
-    reference_logprobs: bytes = np.concatenate(parts).tobytes()
-    return reference_logprobs
+    return _after_prompts(samples, [own or bytes(4 * each.response_tokens) for own, each in zip(brought, samples, strict=True)])

@@ -22,7 +22,7 @@ from asyncrl.schema.samples import Sample
 SCHEMA_VERSION = 4
 MAX_MEMBERS = 1 << 20
 """More than any group has; (group_id, index) is one integer key, so that rows of a group lie together."""
-ROWS_PER_STATEMENT = 32
+ROWS_PER_STATEMENT = (32, 8, 1)
 
 # No index besides the primary keys: each would add a page to nearly every commit, and what would use them is asked rarely.
 # `prompt` comes last: a scan of the other columns does not read its pages.
@@ -46,7 +46,8 @@ CREATE TABLE steps (
 CREATE TABLE events (id INTEGER PRIMARY KEY, at_s REAL NOT NULL, group_id INTEGER, what TEXT NOT NULL, detail TEXT NOT NULL);
 """
 
-_EVENT = "INSERT INTO events (at_s, group_id, what, detail) VALUES (?, ?, ?, ?)"
+_EVENT = "INSERT INTO events (at_s, group_id, what, detail) VALUES {rows}"
+_OF_GROUPS = " WHERE group_id IN (SELECT value FROM json_each(?))"
 _FAILED = (
     "INSERT INTO samples (key, attempt, generator, num_tokens, finish_reason, state, stage, failure, stored_s, settled_s)"
     " VALUES (?, ?, '', 0, '', 'failed', ?, ?, ?, ?) ON CONFLICT (key) DO UPDATE SET"
@@ -123,12 +124,13 @@ def _issued(connection: sqlite3.Connection, records: Sequence[rec.IssuedRecord])
         prompt = _encoder.encode(r.prompt)
         content = (r.group_id, r.prompt.prompt_id, prompt, r.size)
         rows.append((*content, checksum(*content), r.generator, r.version, r.retries, r.replaces, r.cursor, r.external, r.now))
-    connection.executemany(
+    _execute_for_all(
+        connection,
         "INSERT INTO groups (group_id, prompt_id, prompt, size, checksum, generator, version, retries, replaces, cursor,"
-        " external, issued_s, attempt, state, reason, returns) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, 0, 'running', '', -1)",
-        rows,
+        " external, issued_s, attempt, state, reason, returns) VALUES {rows}",
+        [(*row, 0, "running", "", -1) for row in rows],
     )
-    connection.executemany(_EVENT, [(r.now, r.group_id, "issued", f"{r.generator} v{r.version}") for r in records])
+    _execute_for_all(connection, _EVENT, [(r.now, r.group_id, "issued", f"{r.generator} v{r.version}") for r in records])
 
 
 def _placed(connection: sqlite3.Connection, records: Sequence[rec.PlacedRecord]) -> None:
@@ -137,7 +139,7 @@ def _placed(connection: sqlite3.Connection, records: Sequence[rec.PlacedRecord])
         [(r.generator, r.version, r.attempt, r.group_id) for r in records],
     )
     events = [(r.now, r.group_id, "issued again", f"{r.generator} v{r.version} attempt {r.attempt}") for r in records]
-    connection.executemany(_EVENT, events)
+    _execute_for_all(connection, _EVENT, events)
 
 
 def _samples(connection: sqlite3.Connection, written: Sequence[tuple[rec.SampleRecord, bytes, Place]]) -> None:
@@ -147,31 +149,29 @@ def _samples(connection: sqlite3.Connection, written: Sequence[tuple[rec.SampleR
         key = sample_key(sample.group_id, sample.index)
         payloads.append((key, checksum(key, body), *place))
         made = (key, sample.attempt, sample.generator, record.oldest, record.newest, sample.num_tokens, sample.finish_reason)
-        rows.append((*made, sample.started_s, sample.finished_s, record.now))
-    _insert_many(
+        rows.append((*made, sample.started_s, sample.finished_s, record.now, "generated"))
+    _execute_for_all(
         connection,
-        "INSERT OR IGNORE INTO samples (key, attempt, generator, oldest, newest, num_tokens, finish_reason, state, started_s,"
-        " finished_s, stored_s) VALUES ",
-        "(?, ?, ?, ?, ?, ?, ?, 'generated', ?, ?, ?)",
+        "INSERT OR IGNORE INTO samples (key, attempt, generator, oldest, newest, num_tokens, finish_reason, started_s,"
+        " finished_s, stored_s, state) VALUES {rows}",
         rows,
     )
-    _insert_many(
-        connection, "INSERT OR IGNORE INTO payloads (key, checksum, file, start, size) VALUES ", "(?, ?, ?, ?, ?)", payloads
-    )
+    _execute_for_all(connection, "INSERT OR IGNORE INTO payloads (key, checksum, file, start, size) VALUES {rows}", payloads)
 
 
-def _insert_many(connection: sqlite3.Connection, head: str, row: str, rows: Sequence[tuple[Any, ...]]) -> None:
-    """Insert rows, many to a statement.
+def _execute_for_all(connection: sqlite3.Connection, statement: str, rows: Sequence[tuple[Any, ...]]) -> None:
+    """Execute a statement for all rows, many at a time, with their places at `{rows}`.
 
     sqlite3 lets go of the interpreter's lock for every statement and may wait long to get it back from a busy event loop:
     fewer statements, fewer such waits.
     """
-    whole = len(rows) - len(rows) % ROWS_PER_STATEMENT
-    many = head + ", ".join([row] * ROWS_PER_STATEMENT)
-    for start in range(0, whole, ROWS_PER_STATEMENT):
-        connection.execute(many, list(itertools.chain.from_iterable(rows[start : start + ROWS_PER_STATEMENT])))
-    if whole < len(rows):
-        connection.executemany(head + row, rows[whole:])
+    start = 0
+    for size in ROWS_PER_STATEMENT:
+        while len(rows) - start >= size:
+            chosen = rows[start : start + size]
+            places = ", ".join([f"({', '.join('?' * len(chosen[0]))})"] * size)
+            connection.execute(statement.format(rows=places), list(itertools.chain.from_iterable(chosen)))
+            start += size
 
 
 def _scores(connection: sqlite3.Connection, records: Sequence[rec.ScoreRecord]) -> None:
@@ -180,16 +180,19 @@ def _scores(connection: sqlite3.Connection, records: Sequence[rec.ScoreRecord]) 
         score, key = record.score, sample_key(record.score.group_id, record.score.index)
         parts = _json.encode(score.parts).decode()
         stored = checksum(key, float(score.reward), parts, score.reference_logprobs)
-        rows.append((score.reward, parts, score.worker, record.now, stored, key))
+        rows.append((score.reward, parts, score.worker, record.now, stored, key, record.now, 0, "", 0, "", "generated"))
         if score.reference_logprobs:
             references.append((key, score.reference_logprobs))
-    connection.executemany(
-        "UPDATE samples SET state = 'scored', reward = ?, parts = ?, worker = ?, settled_s = ?, score_checksum = ?"
-        " WHERE key = ? AND state = 'generated'",
+    _execute_for_all(
+        connection,
+        # Every row is there: it is an update of many in one statement, also for an SQLite that has no UPDATE FROM (3.33).
+        "INSERT INTO samples (reward, parts, worker, settled_s, score_checksum, key, stored_s, attempt, generator, num_tokens,"
+        " finish_reason, state) VALUES {rows} ON CONFLICT (key) DO UPDATE SET state = 'scored', reward = excluded.reward,"
+        " parts = excluded.parts, worker = excluded.worker, settled_s = excluded.settled_s,"
+        " score_checksum = excluded.score_checksum WHERE state = 'generated'",
         rows,
     )
-    if references:
-        _insert_many(connection, "INSERT OR IGNORE INTO reference_logprobs (key, body) VALUES ", "(?, ?)", references)
+    _execute_for_all(connection, "INSERT OR IGNORE INTO reference_logprobs (key, body) VALUES {rows}", references)
 
 
 def _failures(connection: sqlite3.Connection, records: Sequence[rec.FailureRecord]) -> None:
@@ -198,13 +201,17 @@ def _failures(connection: sqlite3.Connection, records: Sequence[rec.FailureRecor
 
 
 def _moved(connection: sqlite3.Connection, records: Sequence[rec.MovedRecord]) -> None:
-    connection.executemany(
-        "UPDATE groups SET state = ?, reason = ?, returns = ?, ready_s = CASE ? WHEN 'ready' THEN ? ELSE ready_s END"
-        " WHERE group_id = ?",
-        [(r.after, r.reason, r.returns, r.after, r.now, r.group_id) for r in records],
-    )
-    connection.executemany(_EVENT, [(r.now, r.group_id, r.after, r.reason) for r in records])
+    # What moved at one time and alike is one statement; in order, since a group may move twice.
+    for (after, reason, returns, now), alike in itertools.groupby(records, lambda r: (r.after, r.reason, r.returns, r.now)):
+        ready_s = ", ready_s = ?" if after == "ready" else ""
+        values = (after, reason, returns, *((now,) if ready_s else ()), _ids(r.group_id for r in alike))
+        connection.execute(f"UPDATE groups SET state = ?, reason = ?, returns = ?{ready_s}{_OF_GROUPS}", values)  # noqa: S608
+    _execute_for_all(connection, _EVENT, [(r.now, r.group_id, r.after, r.reason) for r in records])
     _let_go(connection, [r.group_id for r in records if r.after in {"dropped", "failed"}])
+
+
+def _ids(group_ids: Iterable[int]) -> str:
+    return _json.encode(list(group_ids)).decode()
 
 
 def _let_go(connection: sqlite3.Connection, group_ids: Iterable[int]) -> None:
@@ -221,15 +228,14 @@ def _taken(connection: sqlite3.Connection, r: rec.TakenRecord) -> None:
         " VALUES (?, ?, 'taken', ?, ?, 0, ?, ?)",
         (r.step, group_ids, params, r.max_staleness, r.now, checksum(group_ids, params)),
     )
-    rows = [(r.step, group_id) for group_id in r.group_ids]
-    connection.executemany("UPDATE groups SET state = 'taken', step = ? WHERE group_id = ?", rows)
-    connection.executemany(_EVENT, [(r.now, group_id, "taken", f"step {r.step}") for group_id in r.group_ids])
+    connection.execute(f"UPDATE groups SET state = 'taken', step = ?{_OF_GROUPS}", (r.step, group_ids))  # noqa: S608
+    _execute_for_all(connection, _EVENT, [(r.now, group_id, "taken", f"step {r.step}") for group_id in r.group_ids])
 
 
 def _trained(connection: sqlite3.Connection, r: rec.TrainedRecord) -> None:
     connection.execute("UPDATE steps SET state = 'trained', trained_before = 1, trained_s = ? WHERE step = ?", (r.now, r.step))
-    connection.executemany("UPDATE groups SET state = 'trained' WHERE group_id = ?", [(group_id,) for group_id in r.group_ids])
-    connection.executemany(_EVENT, [(r.now, group_id, "trained", f"step {r.step}") for group_id in r.group_ids])
+    connection.execute(f"UPDATE groups SET state = 'trained'{_OF_GROUPS}", (_ids(r.group_ids),))  # noqa: S608
+    _execute_for_all(connection, _EVENT, [(r.now, group_id, "trained", f"step {r.step}") for group_id in r.group_ids])
 
 
 def _restarted(connection: sqlite3.Connection, r: rec.RestartedRecord) -> None:
@@ -237,7 +243,7 @@ def _restarted(connection: sqlite3.Connection, r: rec.RestartedRecord) -> None:
     connection.execute("UPDATE groups SET state = 'trained' WHERE state = 'taken' AND step < ?", (r.version,))
     connection.execute("UPDATE steps SET state = 'taken' WHERE step >= ?", (r.version,))
     connection.execute("UPDATE groups SET state = 'taken' WHERE state = 'trained' AND step >= ?", (r.version,))
-    connection.execute(_EVENT, (r.now, None, "learner restarted", f"version {r.version}"))
+    _execute_for_all(connection, _EVENT, [(r.now, None, "learner restarted", f"version {r.version}")])
 
 
 def _rescore(connection: sqlite3.Connection, r: rec.RescoreRecord) -> None:
@@ -254,7 +260,9 @@ def _rescore(connection: sqlite3.Connection, r: rec.RescoreRecord) -> None:
             connection.execute(
                 "UPDATE groups SET state = 'scoring', ready_s = NULL WHERE group_id = ? AND state = 'ready'", (group_id,)
             )
-            connection.execute(_EVENT, (r.now, group_id, "scored again", f"{num_again} samples without reference logprobs"))
+            _execute_for_all(
+                connection, _EVENT, [(r.now, group_id, "scored again", f"{num_again} samples without reference logprobs")]
+            )
 
 
 def _forget(connection: sqlite3.Connection, r: rec.ForgetRecord) -> None:
@@ -272,7 +280,7 @@ def _set_aside(connection: sqlite3.Connection, r: rec.SetAsideRecord) -> None:
         "UPDATE groups SET state = 'dropped', reason = ?, step = NULL, returns = -1 WHERE group_id = ?",
         [(r.reason, group_id) for group_id in r.group_ids],
     )
-    connection.executemany(_EVENT, [(r.now, group_id, "dropped", r.reason) for group_id in r.group_ids])
+    _execute_for_all(connection, _EVENT, [(r.now, group_id, "dropped", r.reason) for group_id in r.group_ids])
     _let_go(connection, r.group_ids)
     connection.execute("DELETE FROM steps WHERE step = ?", (r.step,))
     # One after the other, in order: the step before has made room for each.

@@ -1,8 +1,5 @@
 """Numbers of published advantages, value losses and overlong penalties (numbers/README.md). An unknown case name fails."""
 
-import json
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -13,13 +10,7 @@ from asyncrl.algorithms.advantages import ADVANTAGES
 from asyncrl.algorithms.losses import ValueInputs, value_loss
 from asyncrl.algorithms.returns import overlong_penalty
 from asyncrl.algorithms.types import Denominators
-
-NUMBERS = Path(__file__).parent / "numbers"
-TOLERANCE = {"float64": {"rtol": 1e-6, "atol": 1e-8}, "float32": {"rtol": 2e-5, "atol": 2e-6}}
-
-
-def cases(family):
-    return [pytest.param(case, id=case["name"]) for case in json.loads((NUMBERS / f"{family}.json").read_text())["cases"]]
+from tests.golden.cases import assert_close, cases, matrix
 
 
 def stem(case):
@@ -39,9 +30,8 @@ def assert_all(case, got):
     """Every expected key is there and close, and nothing is compared by broadcasting."""
     assert set(got) == set(case["expected"])
     for name, value in got.items():
-        expected, value = np.asarray(case["expected"][name], dtype=np.float64), np.asarray(value, dtype=np.float64)
-        assert value.shape == expected.shape, name
-        np.testing.assert_allclose(value, expected, **TOLERANCE[case["dtype"]], err_msg=name)
+        assert np.shape(value) == np.shape(case["expected"][name]), name
+        assert_close(case, name, value)
 
 
 ADVANTAGE_OF = {
@@ -171,11 +161,11 @@ def test_vtrace(case):
 def test_value_loss(case):
     assert stem(case) == f"value-clip-{case['params']['aggregation']}"
     mask_BT = torch.tensor(case["inputs"]["mask"], dtype=torch.bool)
-    values = torch.tensor(case["inputs"]["values"], dtype=torch.float64, requires_grad=True)
+    values = matrix(case, "values").requires_grad_()
     inputs = ValueInputs(
         values=values.reshape(-1),
-        old_values=torch.tensor(case["inputs"]["old_values"], dtype=torch.float64).reshape(-1),
-        returns=torch.tensor(case["inputs"]["returns"], dtype=torch.float64).reshape(-1),
+        old_values=matrix(case, "old_values").reshape(-1),
+        returns=matrix(case, "returns").reshape(-1),
         mask=mask_BT.reshape(-1),
         sequence_ids=torch.arange(len(mask_BT)).repeat_interleave(mask_BT.shape[1]),
         num_sequences=len(mask_BT),

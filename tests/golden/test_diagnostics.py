@@ -1,9 +1,5 @@
 """Off-policy metrics and entropies of published implementations (numbers/README.md)."""
 
-import json
-from pathlib import Path
-
-import numpy as np
 import pytest
 import torch
 
@@ -11,24 +7,7 @@ from asyncrl.algorithms.diagnostics import sequence_mismatch, token_mismatch, we
 from asyncrl.algorithms.loss_terms import aggregate
 from asyncrl.algorithms.types import Denominators, segment_sum
 from asyncrl.models.logprobs import token_logprobs
-
-NUMBERS = Path(__file__).parent / "numbers"
-TOLERANCE = {"float64": {"rtol": 1e-6, "atol": 1e-8}, "float32": {"rtol": 2e-5, "atol": 2e-6}}
-
-
-def cases(family, wanted):
-    loaded = json.loads((NUMBERS / f"{family}.json").read_text())["cases"]
-    return [pytest.param(case, id=case["name"]) for case in loaded if wanted(case)]
-
-
-def matrix(case, name):
-    return torch.tensor(case["inputs"][name], dtype=torch.float64)
-
-
-def assert_close(case, name, got):
-    expected = np.asarray(case["expected"][name], dtype=np.float64)
-    got = got.detach().numpy() if isinstance(got, torch.Tensor) else np.asarray(got, dtype=np.float64)
-    np.testing.assert_allclose(got.reshape(expected.shape), expected, **TOLERANCE[case["dtype"]], err_msg=name)
+from tests.golden.cases import assert_close, cases, matrix
 
 
 def policies(case):

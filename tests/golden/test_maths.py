@@ -4,12 +4,9 @@ A case's name and params choose the options; a case, a parameter or an expected 
 preferences and diagnostics have files of their own beside this one.
 """
 
-import json
 import math
 import re
-from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -29,9 +26,8 @@ from asyncrl.config.algorithm import (
     TruncatedSequence,
     TruncatedToken,
 )
+from tests.golden.cases import assert_close, cases, matrix
 
-NUMBERS = Path(__file__).parent / "numbers"
-TOLERANCE = {"float64": {"rtol": 1e-6, "atol": 1e-8}, "float32": {"rtol": 2e-5, "atol": 2e-6}, "int": {"rtol": 0, "atol": 0}}
 EXACT = {"mask", "keep_rows", "clip_count", "dual_clip_count"}
 KNOWN_PARAMS = {
     "ppo_clip": {"eps_low", "eps_high", "dual_clip", "aggregation", "constant"},
@@ -51,10 +47,6 @@ KNOWN_PARAMS = {
 }  # fmt: skip
 
 
-def cases(family):
-    return [pytest.param(case, id=case["name"]) for case in json.loads((NUMBERS / f"{family}.json").read_text())["cases"]]
-
-
 def params_of(case, family):
     assert set(case["params"]) <= KNOWN_PARAMS[family], f"{case['name']} has parameters that no option answers to"
     return case["params"]
@@ -69,19 +61,10 @@ def peer(case):
     return case["source"].split()[0]
 
 
-def matrix(case, name):
-    return torch.tensor(case["inputs"][name], dtype=torch.float64)
-
-
 def check(case, got):
     assert set(case["expected"]) <= set(got), f"{case['name']} expects outputs that nothing computes"
-    for name, values in case["expected"].items():
-        expected = np.asarray(values, dtype=np.float64)
-        measured = got[name]
-        measured = measured.detach().numpy() if isinstance(measured, torch.Tensor) else measured
-        measured = np.asarray(measured, dtype=np.float64).reshape(expected.shape)
-        tolerance = TOLERANCE["int" if name in EXACT else case["dtype"]]
-        np.testing.assert_allclose(measured, expected, **tolerance, err_msg=name)
+    for name in case["expected"]:
+        assert_close(case, name, got[name], "int" if name in EXACT else "")
 
 
 def flat_inputs(case):

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
 
 from asyncrl.packing.pack import num_bins_at_least, pack_lengths
+from tests.golden.cases import cases
 
-CASES = json.loads((Path(__file__).parent / "numbers" / "packing.json").read_text())["cases"]
 
-
-@pytest.mark.parametrize("case", CASES, ids=[case["name"] for case in CASES])
+@pytest.mark.parametrize("case", cases("packing"))
 def test_packs_into_no_more_bins_than_the_better_published_packer(case):
     lengths, capacity, expected = case["inputs"]["lengths"], case["params"]["capacity"], case["expected"]
 
@@ -24,7 +20,7 @@ def test_packs_into_no_more_bins_than_the_better_published_packer(case):
     assert max(sum(lengths[i] for i in members) for members in bins) <= capacity
 
 
-@pytest.mark.parametrize("case", CASES, ids=[case["name"] for case in CASES])
+@pytest.mark.parametrize("case", cases("packing"))
 def test_loads_are_those_of_a_published_packer(case):
     lengths = case["inputs"]["lengths"]
 

@@ -40,11 +40,16 @@ TIMED = ("contract/test_collective_faults.py", "gpu/")
 LONGEST = (
     *WITH_VLLM,
     "integration/test_ray_cluster.py",
+    "adversarial/test_failures_seen.py",
     "integration/test_placement.py",
+    "adversarial/test_reward_programs.py",
     "integration/test_networks.py",
-    "integration/test_run.py",
     "contract/test_medium.py",
-    "unit/learner/test_sharded.py",
+    "integration/test_cli.py",
+    "integration/test_run.py",
+    "integration/test_data_path.py",
+    "integration/test_switch_deaths.py",
+    "unit/learner/test_ranks.py",
 )
 
 

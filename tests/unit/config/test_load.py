@@ -102,6 +102,23 @@ def test_numbers_that_no_run_can_hold_are_refused_by_name(given):
         ({"model": {"kind": "scratch", "max_positions": 8}}, "max_positions"),
         ({"buffer": {"min_group_members": 9}, "algorithm": {"group_size": 4}}, "group_size"),
         ({"reward": {"functions": []}}, "at least one reward"),
+        ({"learner": {"optimizer": "paged_adamw_8bit"}}, r"pages on CUDA only and learner.device is 'cpu': take 'adamw_8bit'"),
+        (
+            {"learner": {"optimizer": "paged_adamw_8bit", "device": "cuda", "offload_optimizer": True}},
+            r"set learner.offload_optimizer = false, or take 'adamw_8bit'",
+        ),
+        ({"learner": {"logprobs": "fused"}}, r"runs on CUDA only and learner.device is 'cpu': set 'chunked'"),
+        ({"learner": {"compile": True}}, r"learner.compile is for CUDA and learner.device is 'cpu': set it to false"),
+        ({"learner": {"lora": {"rank": 0}}}, "rank"),
+        ({"learner": {"lora": {"ranks": 8}}}, "ranks"),
+        ({"learner": {"optimizer": "adam_8bit"}}, "adam_8bit"),
+        *(
+            (
+                {"broadcast": {"medium": {"kind": kind}, "delta": {}}},
+                f"needs a copy .* '{kind}' .* take shared_memory, files or zeromq",
+            )
+            for kind in ("gloo", "nccl", "cuda_ipc")
+        ),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(raw, message):

@@ -49,12 +49,17 @@ model_app = typer.Typer(no_args_is_help=True, help="Bring in models.")
 app.add_typer(model_app, name="model")
 token_app = typer.Typer(no_args_is_help=True, help="Tokens of a daemon.")
 app.add_typer(token_app, name="token")
+sweep_app = typer.Typer(no_args_is_help=True, help="Grids of runs over seeds, with a report.")
+app.add_typer(sweep_app, name="sweep")
 
 RunArgument = Annotated[Path | None, typer.Argument(help="Run folder; left out: the newest under runs/.", metavar="[RUN]")]
 SetOption = Annotated[
     list[str], typer.Option("--set", metavar="A.B=VALUE", help="Lay one value over the config; may be repeated.")
 ]
 DetachOption = Annotated[bool, typer.Option("--detach", help="Start it and return; it goes on without this terminal.")]
+SweepArgument = Annotated[Path, typer.Argument(help="Its TOML file, or the folder with its sweep.toml.", metavar="SWEEP")]
+ResultsOption = Annotated[Path | None, typer.Option(help="File of results; left out: results.jsonl beside the sweep's file.")]
+JobsOption = Annotated[int, typer.Option(help="Cells beside each other; more than one spoils their times.", min=1)]
 PlainOption = Annotated[bool, typer.Option("--plain", help="One line a step instead of the live display.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")]
 
@@ -292,6 +297,57 @@ def token_add(
 
     with own_records(folder) as records:
         print(new_token(records, name, role, SystemClock()))
+
+
+@sweep_app.command("run")
+def sweep_run(sweep: SweepArgument, results: ResultsOption = None, jobs: JobsOption = 1) -> None:
+    """Run every cell, seed by seed; a line of results as each ends. Ctrl-C stops; `resume` goes on."""
+    _run_sweep(sweep, results, jobs, resumed=False)
+
+
+@sweep_app.command("resume")
+def sweep_resume(sweep: SweepArgument, results: ResultsOption = None, jobs: JobsOption = 1) -> None:
+    """Go on with a sweep that was stopped or killed: done cells stay as they are, one that was begun is resumed."""
+    _run_sweep(sweep, results, jobs, resumed=True)
+
+
+@sweep_app.command("status")
+def sweep_status(sweep: SweepArgument, results: ResultsOption = None) -> None:
+    """Show which cells are done, begun, and to come."""
+    from asyncrl.sweep.grid import load_sweep
+    from asyncrl.sweep.runner import results_file, status_text
+
+    found = load_sweep(sweep)
+    print(status_text(found, results_file(found, results)))
+
+
+@sweep_app.command("report")
+def sweep_report(results: Annotated[Path, typer.Argument(help="A file of results, or the folder with results.jsonl.")]) -> None:
+    """Write RESULTS.md beside the results, from them alone, and print it."""
+    from asyncrl.sweep.report import write_report
+
+    print(write_report(results))
+
+
+@sweep_app.command("plot")
+def sweep_plot(results: Annotated[Path, typer.Argument(help="A file of results, or the folder with results.jsonl.")]) -> None:
+    """Draw results.png beside the results, from them alone."""
+    from asyncrl.sweep.report import write_picture
+
+    print(write_picture(results))
+
+
+def _run_sweep(given: Path, results: Path | None, jobs: int, *, resumed: bool) -> None:
+    from asyncrl.clock import SystemClock
+    from asyncrl.sweep.grid import load_sweep
+    from asyncrl.sweep.runner import results_file, run_sweep
+
+    sweep = load_sweep(given)
+    try:
+        asyncio.run(run_sweep(sweep, results_file(sweep, results), SystemClock(), print, jobs=jobs, resumed=resumed))
+    except KeyboardInterrupt:
+        print(f"\nstopped; `asyncrl sweep resume {given}` goes on", file=sys.stderr)
+        sys.exit(NOT_FINISHED)
 
 
 @app.command()

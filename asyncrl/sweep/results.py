@@ -1,0 +1,216 @@
+"""What came of a cell, as one line of results.jsonl, and what of a run it is taken from.
+
+Seconds are those of training: from when version 0 had been evaluated (where the run does not, from a typical step before the
+first one's end), without the time in which an interrupted cell did not run. A line is written once, when its cell has ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import subprocess
+from collections.abc import Sequence
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from asyncrl.config.run import RunConfig
+from asyncrl.errors import ConfigError
+from asyncrl.observe.steps import read_evals, read_lines, read_steps
+from asyncrl.sweep.grid import Plan
+
+CURVE_POINTS = 100
+"""Most points of a curve that are kept."""
+
+Floats = NDArray[np.float64]
+
+
+class Code(msgspec.Struct, frozen=True):
+    """The code that ran."""
+
+    version: str
+    commit: str
+    """Of the checkout; empty outside of one."""
+    files: str
+    """Hash of the package's Python files: what may not change within one file of results."""
+
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """What was measured."""
+
+    fault: str = ""
+    """Why it failed; what came before is measured all the same."""
+    steps: int = 0
+    samples: int = 0
+    train_s: float = 0.0
+    seconds_to_bar: float | None = None
+    """Until the mean reward of the last `window` steps reached the bar; None where it never did."""
+    samples_to_bar: float | None = None
+    accuracy_before: float | None = None
+    accuracy: float | None = None
+    reward: float | None = None
+    learner_idle: float | None = None
+    """Share of the seconds of training."""
+    generators_idle: float | None = None
+    staleness_mean: float | None = None
+    staleness_max: int | None = None
+    curve: tuple[tuple[float, int, float], ...] = ()
+    """Seconds, samples, mean reward; each the mean of steps that lie side by side, at the last of them."""
+    evals: tuple[tuple[float, int, float], ...] = ()
+    """Seconds, samples, held-out accuracy."""
+
+
+class CellResult(msgspec.Struct, frozen=True, kw_only=True):
+    """One line of results."""
+
+    arm: str
+    seed: int
+    outcome: Outcome
+    settings: str
+    """`Cell.settings`."""
+    code: Code
+    machine: str
+    attempts: int = 1
+    """More than one: it was interrupted, and resumed."""
+    jobs: int = 1
+    """Cells that ran beside each other; times of such cells say little."""
+    ended: str = ""
+    """UTC."""
+    plan: Plan
+
+
+class ExternalResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What an external arm's command writes into {out}/result.json."""
+
+    seconds: tuple[float, ...]
+    """Since training began, at the end of each step."""
+    rewards: tuple[float, ...]
+    """Mean of each step's samples."""
+    accuracy: tuple[float, float] | None = None
+    """Held out, of version 0 and of the last."""
+
+
+@cache
+def code_now() -> Code:
+    """Return which code this is."""
+    package, digest = Path(__file__).parents[1], xxhash.xxh3_64()
+    for path in sorted(package.rglob("*.py")):
+        digest.update(path.relative_to(package).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+    commit = ""
+    if (package.parent / ".git").exists():
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            command = ["git", "-C", str(package.parent), "rev-parse", "--short=12", "HEAD"]
+            commit = subprocess.check_output(command, text=True, stderr=subprocess.DEVNULL, timeout=10).strip()  # noqa: S603
+    return Code(version("asyncrl"), commit, digest.hexdigest())
+
+
+@cache
+def machine_now() -> str:
+    """Return what the machine is, in words."""
+    model = platform.processor() or platform.machine()
+    with contextlib.suppress(OSError):
+        named = [line for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines() if line.startswith("model name")]
+        model = named[0].partition(":")[2].strip() if named else model
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return f"{model}, {cores} cores"
+
+
+def read_results(path: Path) -> list[CellResult]:
+    """Return the lines of a file of results.
+
+    Raises:
+        ConfigError: A line is not one of results, or a cell is there twice.
+    """
+    try:
+        lines = list(read_lines(path, CellResult))
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{path} is no file of results of this version: {error}") from error
+    cells = [(line.arm, line.seed) for line in lines]
+    if twice := {cell for cell in cells if cells.count(cell) > 1}:
+        raise ConfigError(f"{path} has {', '.join(f'{arm} seed {seed}' for arm, seed in sorted(twice))} twice; take one line out")
+    return lines
+
+
+def measure_run(run_folder: Path, config: RunConfig, plan: Plan, starts_s: Sequence[float], fault: str = "") -> Outcome:
+    """Return what a run came to.
+
+    Args:
+        run_folder: It has ended.
+        config: Its own.
+        plan: Of the sweep.
+        starts_s: Clock seconds at which its processes were started; the first, and one for each resume.
+        fault: Why it failed.
+    """
+    steps, evals = read_steps(run_folder), read_evals(run_folder)
+    judged = [report for report in evals if report.accuracy is not None]
+    before = judged[0].accuracy if judged and judged[0].version == 0 else None
+    after = judged[-1].accuracy if judged and steps and judged[-1].version == steps[-1].version else None
+    if not steps:
+        return Outcome(fault=fault, accuracy_before=before)
+    ends_N = np.array([report.time_s for report in steps])
+    gaps_N = np.diff(ends_N, prepend=evals[0].finished_s if evals and evals[0].version == 0 else np.nan)
+    # Between two steps with a start between them the run did not run, or did again what it had done.
+    resumed = np.searchsorted(ends_N, starts_s[1:])
+    gaps_N[resumed[resumed < len(gaps_N)]] = np.nan
+    typical_s = float(np.nanmedian(gaps_N)) if not np.isnan(gaps_N).all() else 0.0
+    gaps_N = np.where(np.isnan(gaps_N), typical_s, gaps_N)
+    seconds_N, weights_N = np.cumsum(gaps_N), np.maximum(gaps_N, 1e-9)
+    measured = measure_curve(seconds_N, np.array([report.reward_mean for report in steps]), config.samples_per_step, plan)
+    shown = [(float(seconds_N[report.version - 1]) if report.version else 0.0, report.version, report.accuracy)
+             for report in judged if report.version <= len(steps)]  # fmt: skip
+    return msgspec.structs.replace(
+        measured, fault=fault, accuracy_before=before, accuracy=after,
+        learner_idle=round(float(np.average([report.learner_idle for report in steps], weights=weights_N)), 4),
+        generators_idle=round(float(np.average([report.generators_idle for report in steps], weights=weights_N)), 4),
+        staleness_mean=round(float(np.mean([report.staleness_mean for report in steps])), 4),
+        staleness_max=max(report.staleness_max for report in steps),
+        evals=tuple((round(second, 3), version * config.samples_per_step, value) for second, version, value in shown
+                    if value is not None),
+    )  # fmt: skip
+
+
+def measure_external(path: Path, config: RunConfig, plan: Plan) -> Outcome:
+    """Return what a command's result.json says.
+
+    Raises:
+        ConfigError: It is not there, or is not one.
+    """
+    try:
+        found = msgspec.json.decode(path.read_bytes(), type=ExternalResult)
+    except (OSError, msgspec.DecodeError) as error:
+        raise ConfigError(f"{path}: {error}; docs/experiments.md says what an external arm writes") from error
+    if len(found.seconds) != len(found.rewards) or not found.seconds:
+        raise ConfigError(
+            f"{path} has {len(found.seconds)} seconds and {len(found.rewards)} rewards; it takes one of each a step"
+        )
+    seconds_N, rewards_N = np.array(found.seconds), np.array(found.rewards)
+    before, after = found.accuracy or (None, None)
+    measured = measure_curve(seconds_N, rewards_N, config.samples_per_step, plan)
+    shown = ((0.0, 0, before), (float(seconds_N[-1]), measured.samples, after))
+    evals = tuple((second, samples, value) for second, samples, value in shown if value is not None)
+    return msgspec.structs.replace(measured, accuracy_before=before, accuracy=after, evals=evals)
+
+
+def measure_curve(seconds_N: Floats, rewards_N: Floats, samples_per_step: int, plan: Plan) -> Outcome:
+    """Return what follows from seconds and mean rewards [num_steps] alone."""
+    num_steps, window = len(rewards_N), min(plan.window, len(rewards_N))
+    means = np.convolve(rewards_N, np.ones(plan.window) / plan.window, mode="valid") if num_steps >= plan.window else np.array([])
+    reached = np.flatnonzero(means >= plan.bar - 1e-12) if plan.bar is not None else np.array([])
+    first = int(reached[0]) + plan.window - 1 if len(reached) else None
+    parts = np.array_split(np.arange(num_steps), min(num_steps, CURVE_POINTS))
+    return Outcome(
+        steps=num_steps,
+        samples=num_steps * samples_per_step,
+        train_s=round(float(seconds_N[-1]), 3),
+        seconds_to_bar=None if first is None else round(float(seconds_N[first]), 3),
+        samples_to_bar=None if first is None else float((first + 1) * samples_per_step),
+        reward=round(float(rewards_N[-window:].mean()), 5),
+        curve=tuple((round(float(seconds_N[part[-1]]), 3), int(part[-1] + 1) * samples_per_step,
+                     round(float(rewards_N[part].mean()), 5)) for part in parts),
+    )  # fmt: skip

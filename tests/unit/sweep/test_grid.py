@@ -1,0 +1,97 @@
+"""A sweep's file: which cells it makes, in which order, and what it refuses."""
+
+from pathlib import Path
+
+import pytest
+
+from asyncrl.errors import ConfigError
+from asyncrl.sweep.grid import load_sweep
+
+SWEEPS = sorted(Path(__file__).resolve().parents[3].glob("experiments/*/sweep.toml"))
+ETA = '[[axes]]\nfield = "buffer.max_staleness"\nvalues = [0, 2]\n'
+
+
+@pytest.fixture
+def sweep(tmp_path):
+    """Load a sweep of this text over the quickstart."""
+
+    def load(text: str, base: str = 'base = "quickstart"\n'):
+        (tmp_path / "sweep.toml").write_text(base + text)
+        return load_sweep(tmp_path)
+
+    return load
+
+
+def test_cells_are_runs_of_the_base_config_seed_by_seed(sweep, tmp_path):
+    found = sweep(f'seeds = 3\nset = {{ num_steps = 7, "learner.learning_rate" = 0.1 }}\n{ETA}')
+    assert [cell.seed for cell in found.cells] == [0, 0, 1, 1, 2, 2]
+    assert {cell.config.buffer.max_staleness for cell in found.cells[:2]} == {0, 2}
+    one = found.cells[0].config
+    assert (one.num_steps, one.learner.learning_rate, one.folder) == (7, 0.1, str(tmp_path / "cells"))
+    assert len({cell.id for cell in found.cells}) == 6
+    assert found.plan.arms == ("max_staleness=0", "max_staleness=2")
+    assert found.plan.baseline == "max_staleness=0"
+
+
+def test_arms_within_a_seed_are_in_an_order_that_the_seed_decides(sweep):
+    text = f'seeds = 20\n{ETA}[[axes]]\nfield = "algorithm.group_size"\nvalues = [4, 8]\n'
+    found = sweep(text)
+    orders = {tuple(cell.arm for cell in found.cells[first : first + 4]) for first in range(0, 80, 4)}
+    assert len(orders) > 5
+    assert all(len(set(order)) == 4 for order in orders)
+    assert sweep(text).cells == found.cells
+
+
+def test_choices_are_tables_or_files_and_names_combine(sweep, tmp_path):
+    (tmp_path / "slow.toml").write_text("[learner]\nlearning_rate = 1e-5\n")
+    choices = '[[axes]]\nname = "rate"\nchoices = { slow = "slow.toml", fast = { "learner.learning_rate" = 0.01 } }\n'
+    found = sweep(f"seeds = [4]\n{ETA}{choices}")
+    rates = {cell.arm: cell.config.learner.learning_rate for cell in found.cells}
+    assert rates == {f"max_staleness={eta}, {name}": rate for eta in (0, 2) for name, rate in (("slow", 1e-5), ("fast", 0.01))}
+
+
+def test_an_external_arm_stands_beside_the_others(sweep):
+    found = sweep(f'seeds = 1\n{ETA}[[external]]\nname = "trl"\ncommand = ["python", "trl.py", "{{out}}"]\n')
+    assert found.plan.arms[-1] == "trl"
+    assert [cell.arm for cell in found.cells if cell.command] == ["trl"]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("seed = 3\n", "unknown field `seed`; known are base, name"),
+        ('[[axes]]\nfield = "buffer.max_stale"\nvalues = [1]\n', "cell max_stale=1: .*unknown field `max_stale`"),
+        ("set = { num_step = 3 }\n", "unknown field `num_step`"),
+        ('metrics = ["seconds_to_bar"]\n', "seconds_to_bar needs a bar, as `bar = 0.8`"),
+        ('[[axes]]\nfield = "buffer.max_staleness"\nvalues = [1, 1]\n', "max_staleness=1 is there twice"),
+        ("seeds = [1, 2, 1]\n", "1 is there twice"),
+        ('metrics = ["reward", "reward"]\n', "reward is there twice"),
+        ('[[axes]]\nname = "x"\nchoices = { a = {}, b = {} }\n', "a and b are the same settings under two names; `same_settings"),
+        (
+            f'baseline = "max_staleness=1"\n{ETA}',
+            "baseline 'max_staleness=1' is no arm; arms are max_staleness=0; max_staleness=2",
+        ),
+        ('[[axes]]\nfield = "seed"\nvalues = [1]\n', "axis 1: the sweep itself sets seed"),
+        ('[[axes]]\nfield = "num_steps"\n', "axis 1 takes either field and values, or name and choices"),
+        ('[[axes]]\nfield = "buffer.max_staleness"\nvalues = [-1]\n', "cell max_staleness=-1"),
+        ("seeds = 0\n", "seeds"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_runs(sweep, text, said):
+    with pytest.raises(ConfigError, match=said):
+        sweep(text)
+
+
+def test_a_null_control_says_that_it_is_one(sweep):
+    found = sweep('same_settings = true\nseeds = 1\n[[axes]]\nname = "x"\nchoices = { a = {}, b = {} }\n')
+    assert found.cells[0].settings == found.cells[1].settings
+
+
+@pytest.mark.parametrize("path", SWEEPS, ids=lambda path: path.parent.name)
+def test_the_sweeps_of_the_repository_load(path):
+    assert len(load_sweep(path).cells) > 1
+
+
+def test_no_sweep_there(tmp_path):
+    with pytest.raises(ConfigError, match="neither a TOML file nor a folder with a"):
+        load_sweep(tmp_path)

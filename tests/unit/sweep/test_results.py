@@ -1,0 +1,87 @@
+"""What of a run's files becomes a line of results."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import pytest
+
+from asyncrl.config.load import load_config
+from asyncrl.errors import ConfigError
+from asyncrl.observe.steps import EvalReport, JsonLines, StepReport
+from asyncrl.sweep.grid import Plan
+from asyncrl.sweep.results import CURVE_POINTS, code_now, measure_curve, measure_external, measure_run
+
+PLAN = Plan(name="x", arms=("a",), baseline="a", seeds=(0,), metrics=("accuracy",), bar=0.5, window=2)
+CONFIG = load_config("quickstart")
+
+
+def write_run(folder, ends_s, rewards, evals=((0, 100.0, 0.3),)):
+    steps_file, evals_file = JsonLines[StepReport](folder / "steps.jsonl"), JsonLines[EvalReport](folder / "eval.jsonl")
+    for step, (end_s, reward) in enumerate(zip(ends_s, rewards, strict=True)):
+        steps_file.write(StepReport(step=step, version=step + 1, time_s=end_s, reward_mean=reward, learner_idle=step / 10,
+                                    staleness_mean=1.0, staleness_max=step))  # fmt: skip
+    for version, finished_s, accuracy in evals:
+        evals_file.write(EvalReport(version=version, accuracy=accuracy, num_samples=8, finished_s=finished_s))
+    steps_file.close()
+    evals_file.close()
+    return folder
+
+
+def test_a_run_is_measured_from_when_version_0_was_evaluated(tmp_path):
+    run = write_run(tmp_path, [102.0, 104.0, 106.0, 110.0], [0.1, 0.3, 0.7, 0.9], [(0, 100.0, 0.3), (4, 111.0, 0.8)])
+    made = measure_run(run, CONFIG, PLAN, [90.0])
+    assert (made.train_s, made.seconds_to_bar, made.samples_to_bar, made.samples) == (10.0, 6.0, 3 * 256.0, 4 * 256)
+    assert (made.accuracy_before, made.accuracy, made.reward, made.staleness_max) == (0.3, 0.8, 0.8, 3)
+    assert made.evals == ((0.0, 0, 0.3), (10.0, 1024, 0.8))
+    assert made.learner_idle == pytest.approx((0 * 2 + 0.1 * 2 + 0.2 * 2 + 0.3 * 4) / 10)
+    assert made.curve[-1] == (10.0, 1024, 0.9)
+
+
+def test_the_time_in_which_an_interrupted_run_did_not_run_is_left_out(tmp_path):
+    run = write_run(tmp_path, [102.0, 104.0, 1006.0, 1008.0], [0.1, 0.3, 0.7, 0.9])
+    assert measure_run(run, CONFIG, PLAN, [90.0, 1000.0]).train_s == 8.0
+    assert measure_run(run, CONFIG, PLAN, [90.0, 1000.0, 1009.0]).train_s == 8.0  # the last only evaluated
+
+
+def test_without_an_evaluation_of_version_0_the_first_step_counts_as_a_typical_one(tmp_path):
+    run = write_run(tmp_path, [102.0, 104.0, 106.0], [0.1, 0.3, 0.7], evals=())
+    made = measure_run(run, CONFIG, PLAN, [90.0])
+    assert (made.train_s, made.accuracy, made.accuracy_before) == (6.0, None, None)
+
+
+def test_a_run_that_failed_keeps_what_it_had(tmp_path):
+    assert measure_run(write_run(tmp_path, [], []), CONFIG, PLAN, [90.0], "no memory").fault == "no memory"
+    (tmp_path / "later").mkdir()
+    made = measure_run(write_run(tmp_path / "later", [101.0], [0.2]), CONFIG, PLAN, [90.0], "loss is nan")
+    assert (made.fault, made.steps, made.seconds_to_bar, made.accuracy) == ("loss is nan", 1, None, None)
+
+
+def test_a_long_curve_is_thinned_by_means():
+    made = measure_curve(np.arange(1.0, 1001), np.linspace(0, 1, 1000), 8, PLAN)
+    assert len(made.curve) == CURVE_POINTS
+    assert made.curve[-1][:2] == (1000.0, 8000)
+    assert np.mean([point[2] for point in made.curve]) == pytest.approx(0.5, abs=1e-4)
+
+
+def test_what_an_external_command_wrote(tmp_path):
+    path = tmp_path / "result.json"
+    path.write_bytes(msgspec.json.encode({"seconds": [1.0, 2.0, 3.0], "rewards": [0.2, 0.6, 0.8], "accuracy": [0.1, 0.7]}))
+    made = measure_external(path, CONFIG, PLAN)
+    assert (made.seconds_to_bar, made.accuracy_before, made.accuracy, made.samples) == (3.0, 0.1, 0.7, 768)
+    for wrong, said in (
+        ('{"seconds": [1.0], "rewards": []}', "1 seconds and 0 rewards"),
+        ('{"second": []}', "second"),
+        ("", "truncated"),
+    ):
+        path.write_text(wrong)
+        with pytest.raises(ConfigError, match=said):
+            measure_external(path, CONFIG, PLAN)
+    path.unlink()
+    with pytest.raises(ConfigError, match="says what an external arm writes"):
+        measure_external(path, CONFIG, PLAN)
+
+
+def test_the_code_has_a_hash_of_its_files():
+    assert len(code_now().files) == 16
+    assert code_now() == code_now()

@@ -1,0 +1,61 @@
+"""Intervals and tests against published numbers, and against scipy 1.17 (`stats.bootstrap`, `stats.permutation_test`)."""
+
+import math
+
+import numpy as np
+import pytest
+
+from asyncrl.sweep.statistics import MOST_EXACT, bootstrap_interval, holm, sign_flip_p
+
+DARWIN = [49, -67, 8, 16, 6, 23, 28, 41, 14, 29, 56, 24, 75, 60, -48]
+"""Eighths of an inch by which crossed maize was taller than its self-fertilised pair; Fisher, 1935, section 21."""
+ACCURACIES = [0.898, 0.889, 0.93, 0.92, 0.905, 0.911, 0.887, 0.94]
+
+
+def test_the_p_of_darwins_maize_is_fishers():
+    assert sign_flip_p(DARWIN) == 1726 / 32768
+
+
+def test_the_p_of_pairs_is_scipys():
+    assert sign_flip_p([0.3, -0.1, 0.25, 0.4, 0.05, 0.2, -0.02, 0.31]) == 12 / 256
+
+
+def test_pairs_that_do_not_differ_are_not_told_apart_and_the_smallest_p_is_two_over_two_to_the_n():
+    assert sign_flip_p([0.0] * 8) == 1.0
+    assert sign_flip_p([0.1, 0.2, 0.3, 0.1, 0.2, 0.3]) == 2 / 64
+
+
+def test_drawn_signs_agree_with_a_normal_approximation_and_are_drawn_alike_each_time():
+    differences = np.random.default_rng(1).normal(0.3, 1.0, size=60)
+    z = abs(differences.sum()) / math.sqrt((differences**2).sum())
+    assert len(differences) > MOST_EXACT
+    assert sign_flip_p(differences) == pytest.approx(math.erfc(z / math.sqrt(2)), abs=0.005)
+    assert sign_flip_p(differences) == sign_flip_p(differences)
+    assert sign_flip_p([1.0] * 30, repeats=999) == 1 / 1000  # never 0
+
+
+def test_the_interval_is_scipys_percentile_bootstrap():
+    assert bootstrap_interval(ACCURACIES) == pytest.approx((0.898, 0.9226), abs=3e-4)
+    assert bootstrap_interval(ACCURACIES) == bootstrap_interval(ACCURACIES)
+    assert bootstrap_interval([0.5]) == (0.5, 0.5)
+    assert bootstrap_interval([0.0, 1.0]) == (0.0, 1.0)
+
+
+def test_the_interval_of_many_values_is_the_normal_one():
+    values = np.random.default_rng(0).normal(2.0, 3.0, size=2000)
+    low, high = bootstrap_interval(values, repeats=4000)
+    error = 1.96 * values.std() / math.sqrt(len(values))
+    assert (low, high) == pytest.approx((values.mean() - error, values.mean() + error), abs=0.08 * error)
+
+
+def test_holm_is_what_r_says():
+    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])  # p.adjust(p, "holm")
+    assert holm([0.6, 0.7]) == [1.0, 1.0]
+    assert holm([]) == []
+
+
+def test_of_null_controls_about_one_in_twenty_is_told_apart():
+    """The same arm twice, eight seeds, three comparisons each: a false claim among them no more often than promised."""
+    rng = np.random.default_rng(0)
+    claims = sum(min(holm([sign_flip_p(rng.normal(size=8)) for _ in range(3)])) < 0.05 for _ in range(1000))
+    assert 25 <= claims <= 60

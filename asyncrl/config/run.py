@@ -242,6 +242,13 @@ class OwnerConfig(_Stage, frozen=True):
     """For somebody to attach again."""
 
 
+AlarmRule = Literal[
+    "weights.mismatch", "weights.lag", "gradient.spike", "off_policy.ess", "off_policy.lost", "off_policy.ratio", "kl.reference",
+    "reward.equal", "reward.dead", "reward.collapse", "entropy.collapse", "length.truncated", "groups.lost", "generation.slow",
+    "generation.starved",
+]  # fmt: skip
+
+
 class ObserveConfig(_Stage, frozen=True):
     """Where metrics go besides metrics.jsonl."""
 
@@ -251,6 +258,8 @@ class ObserveConfig(_Stage, frozen=True):
     trace: bool = False
     """Write trace.json (Chrome / Perfetto) at the end."""
     log_level: Literal["DEBUG", "INFO", "WARNING"] = "INFO"
+    alarms: dict[AlarmRule, Literal["off", "warn", "pause", "stop"]] = {}
+    """By rule (docs/observability.md): whether its alarm is looked for, and what is done besides telling it. Left out: `warn`."""
     samples: NonNegativeInt = 32
     """Samples of each step that are kept as text, with rewards and versions (samples.jsonl, wandb, TensorBoard); 0: none."""
 

@@ -195,6 +195,7 @@ class RunApi:
             over_limit_share=failures.over_limit_share,
             failures=tuple(failures.kinds.values()),
             set_aside=tuple(failures.set_aside),
+            alarms=tuple(run.reporter.alarms.standing.values()),
             processes=tuple(self._processes(now)),
             waiting=wait_chain(run.waits(now), now),
             accuracy_before=accuracies[0] if accuracies else None,

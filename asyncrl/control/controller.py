@@ -57,7 +57,7 @@ from asyncrl.schema import control as msg
 from asyncrl.schema.batches import StepDone
 from asyncrl.schema.codec import Message
 from asyncrl.schema.samples import InferResult, Sample, SampleFailure, Score
-from asyncrl.schema.status import Phase
+from asyncrl.schema.status import Alarm, Phase
 from asyncrl.schema.weights import VersionLive, WeightsAvailable
 from asyncrl.tasks.sampler import PromptSequence
 from asyncrl.tasks.task import TaskData
@@ -483,13 +483,23 @@ class Controller:
         self.buffer.version_published(done.version)
         if fresh:
             done = done if self.switching is None else self.switching.figured(done)
-            self.reporter.note_step(done, self.dispatcher, self.peers)
+            for alarm in self.reporter.note_step(done, self.dispatcher, self.peers):
+                self._act_on(alarm)
             self.moved.set()
         evaluate = self.config.eval.every_steps
         if self._reach_goal():
             return
         if evaluate and done.version % evaluate == 0:
             self._start_evaluation(done.version)
+
+    def _act_on(self, alarm: Alarm) -> None:
+        """Do what the config says about an alarm."""
+        reason = f"alarm {alarm.rule}: {alarm.text}"
+        acts: dict[str, ev.Event] = {"pause": ev.PauseRequested(), "stop": ev.StopRequested(reason)}
+        event = acts.get(self.config.observe.alarms.get(alarm.rule, "warn"))  # type: ignore[call-overload]
+        if event is not None and not self.lifecycle.refusal(event):
+            log.warning("because of the alarm %s: %s", alarm.rule, type(event).__name__)
+            self.post(event)
 
     def _reach_goal(self) -> bool:
         """Return whether the version that the run is for exists; then it is checkpointed, and the lifecycle told."""

@@ -21,6 +21,7 @@ from asyncrl.config.run import RunConfig
 from asyncrl.control.dispatcher import Dispatcher
 from asyncrl.control.peers import Peers
 from asyncrl.observe import spans as sp
+from asyncrl.observe.alarms import Alarms
 from asyncrl.observe.events import EventKind, EventsFile
 from asyncrl.observe.metrics import finite
 from asyncrl.observe.samples import rows_of
@@ -29,10 +30,12 @@ from asyncrl.observe.steps import EVAL_FILE, STEPS_FILE, EvalReport, JsonLines, 
 from asyncrl.schema.batches import StepDone
 from asyncrl.schema.control import Heartbeat, ProcessKind
 from asyncrl.schema.samples import InferResult, Sample, Score
+from asyncrl.schema.status import Alarm
 from asyncrl.schema.weights import VersionLive, WeightsAvailable
 
 log = logging.getLogger(__name__)
 
+ALARM_LEVELS = {"info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 STEPS_WITH_METRICS = 1000
 """Newest steps whose metrics stay in memory; metrics.jsonl and steps.jsonl have them all."""
 REMEMBERED_STEPS = 8
@@ -55,6 +58,8 @@ class Reporter:
         self._steps_file: JsonLines[StepReport] = JsonLines(run_folder / STEPS_FILE)
         self._evals_file: JsonLines[EvalReport] = JsonLines(run_folder / EVAL_FILE)
         self._events = EventsFile(run_folder)
+        asked = config.observe.alarms
+        self.alarms = Alarms(config.algorithm.groups_per_step, [name for name, what in asked.items() if what == "off"])
         self._spans_path = run_folder / sp.SPANS_FILE
         self._spans_file = self._spans_path.open("ab", SPANS_BUFFER_BYTES)
         self._encoder = msgspec.json.Encoder()
@@ -163,8 +168,13 @@ class Reporter:
         values = {"eval/reward_mean": report.reward_mean, **{f"eval/{name}": value for name, value in judged.items()}}
         self.sinks.write(report.version, self._clock.now(), values)
 
-    def note_step(self, done: StepDone, dispatcher: Dispatcher, peers: Peers) -> None:
-        """Record a finished step: one line in steps.jsonl and the metrics to every sink, but for figures that are not finite."""
+    def note_step(self, done: StepDone, dispatcher: Dispatcher, peers: Peers) -> list[Alarm]:
+        """Record a finished step: one line in steps.jsonl and the metrics to every sink, but for figures that are not finite.
+
+        Returns:
+            Alarms that it raises.
+        """
+        raised: list[Alarm] = []
         done = msgspec.structs.replace(done, metrics=finite(done.metrics))
         now = self._clock.now()
         elapsed_s = max(now - self._last_step_s, 1e-9)
@@ -221,6 +231,10 @@ class Reporter:
         if not self.steps or report.step > self.steps[-1].step:  # else a learner back from a checkpoint has repeated it
             self.steps.append(report)
             self._steps_file.write(report)
+            for alarm in self.alarms.take(report):
+                self.note_event("alarm", alarm.rule, alarm.text, alarm.version)
+                log.log(ALARM_LEVELS[alarm.level], "alarm %s: %s", alarm.rule, alarm.text)
+                raised += [] if alarm.is_over else [alarm]
             if len(self.steps) > STEPS_WITH_METRICS:
                 old = self.steps[-STEPS_WITH_METRICS - 1]
                 self.steps[-STEPS_WITH_METRICS - 1] = msgspec.structs.replace(old, metrics={})
@@ -231,6 +245,7 @@ class Reporter:
             done.version, self._config.num_steps, report.reward_mean, report.staleness_mean, report.staleness_max,
             report.groups_ready, report.generated_tokens_per_s, report.trained_tokens_per_s,
         )  # fmt: skip
+        return raised
 
     def _rates(self, done: StepDone, generated_tokens: int, elapsed_s: float) -> dict[str, float]:
         """Return tokens and samples per second since the step before."""

@@ -79,6 +79,9 @@ def news_between(before: RunStatus | None, after: RunStatus) -> list[str]:
         news.append(f"held-out accuracy before training {after.accuracy_before:.3f}")
     if after.accuracy_after is not None and (before is None or before.accuracy_after != after.accuracy_after):
         news.append(f"held-out accuracy now {after.accuracy_after:.3f}")
+    standing = {alarm.rule for alarm in before.alarms} if before else set()
+    news += [f"ALARM {alarm.rule}: {alarm.text}" for alarm in after.alarms if alarm.rule not in standing]
+    news += [f"alarm {rule} is over" for rule in sorted(standing - {alarm.rule for alarm in after.alarms})]
     then_aside = before.set_aside if before else ()
     news += [f"prompt {prompt} failed too often and is set aside" for prompt in after.set_aside if prompt not in then_aside]
     if after.checkpoint and (before is None or before.checkpoint != after.checkpoint):

@@ -15,7 +15,7 @@ import msgspec
 from asyncrl.observe.steps import JsonLines, read_lines
 
 EVENTS_FILE = "events.jsonl"
-EventKind = Literal["phase", "death", "checkpoint", "evaluation", "joined", "left", "set_aside"]
+EventKind = Literal["phase", "death", "checkpoint", "evaluation", "joined", "left", "set_aside", "alarm"]
 
 
 class RunEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -49,6 +49,23 @@ class FailureSeen(msgspec.Struct, frozen=True):
     """Its traceback, where there is one."""
 
 
+AlarmLevel = Literal["info", "warning", "error"]
+
+
+class Alarm(msgspec.Struct, frozen=True):
+    """An alarm that was raised, or has ended."""
+
+    rule: str
+    level: AlarmLevel
+    version: int
+    """At which it was raised, or ended."""
+    value: float
+    threshold: float
+    text: str
+    """What is seen, and what to do about it."""
+    is_over: bool = False
+
+
 class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     """A run at one moment."""
 
@@ -74,6 +91,8 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Kinds of failure so far, in the order of the first of each."""
     set_aside: tuple[str, ...] = ()
     """Ids of prompts that failed so often that they are not issued again."""
+    alarms: tuple[Alarm, ...] = ()
+    """Those that stand (docs/observability.md)."""
     processes: tuple[ProcessStatus, ...] = ()
     waiting: str = ""
     """Who waits for whom, in one line; empty while everything moves."""

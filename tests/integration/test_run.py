@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import asyncrl
 from asyncrl.buffer.ledger.reader import LedgerReader
+from asyncrl.observe.events import read_events
 from asyncrl.schema.status import RunStatus
 from tests.integration.conftest import NO_MODEL, assert_balanced, trained_groups
 
@@ -128,3 +129,14 @@ def test_a_folder_that_is_not_a_failed_start_is_not_overwritten(tiny, tmp_path):
     with pytest.raises(asyncrl.ConfigError, match="already holds a run"):
         asyncio.run(start())
     assert (tmp_path / "tiny" / "model").is_dir()
+
+
+async def test_a_run_that_cannot_learn_says_so_and_ends_where_its_config_says_so(tiny):
+    settings = {"eval__at_start": False, "eval__at_end": False, "generate__engine": NO_MODEL, "num_steps": 1000}
+    async with asyncrl.Run(tiny(**settings, observe__alarms={"reward.equal": "stop"})) as run:
+        status = await run.wait()
+    assert (status.phase, status.version < 1000) == ("stopped", True)
+    assert status.reason.startswith("alarm reward.equal: ")
+    assert "asyncrl inspect" in status.reason
+    told = [event for event in read_events(run.run_folder) if event.kind == "alarm"]
+    assert [event.subject for event in told] == ["reward.equal"]

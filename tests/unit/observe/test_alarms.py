@@ -1,0 +1,101 @@
+"""Each rule is raised by what it is for, and silent over a healthy run; the page shows the same table as the code."""
+
+import re
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+from asyncrl.config.run import AlarmRule
+from asyncrl.observe.alarms import RULES, Alarms
+from asyncrl.observe.steps import StepReport
+
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "observability.md"
+HEALTHY = {
+    "mismatch/kl_k3": 1e-4, "weights/sync_ms": 20.0, "time/step_s": 0.2, "policy/grad_norm": 1.0, "ratio/ess": 0.95,
+    "ratio/mean": 1.0, "kl/reference_mean": 0.01, "data/response_tokens_mean": 4.0, "reward/min": 0.0, "reward/max": 1.0, "policy/entropy": 1.0,
+    "reward/zero_spread_fraction": 0.2, "data/truncated_fraction": 0.01, "idle/learner": 0.1,
+}  # fmt: skip
+
+
+def report(step, reward=0.5, *, idle=0.1, ready=0, lost=0, **metrics):
+    return StepReport(
+        step=step, version=step + 1, time_s=step * 0.2, reward_mean=reward, generators_idle=idle, groups_ready=ready,
+        dropped={"stale": lost} if lost else {}, metrics={**HEALTHY, **metrics},
+    )  # fmt: skip
+
+
+def raised(reports, **more):
+    alarms = Alarms(groups_per_step=8, **more)
+    return [alarm for one in reports for alarm in alarms.take(one)]
+
+
+def healthy(steps=60):
+    """A run that learns: reward goes up, entropy comes down as it is nearly right."""
+    return [report(step, 0.1 + 0.85 * step / steps, **{"policy/entropy": 1.0 - 0.95 * step / steps}) for step in range(steps)]
+
+
+TROUBLE = {
+    "weights.mismatch": lambda step: report(step, **{"mismatch/kl_k3": 0.02}),
+    "weights.lag": lambda step: report(step, **{"weights/sync_ms": 1500.0}),
+    "gradient.spike": lambda step: report(step, **{"policy/grad_norm": 50.0}),
+    "off_policy.ess": lambda step: report(step, **{"ratio/ess": 0.2}),
+    "off_policy.lost": lambda step: report(step, **{"ratio/ess": 0.05}),
+    "off_policy.ratio": lambda step: report(step, **{"ratio/mean": 3.0}),
+    "kl.reference": lambda step: report(step, **{"kl/reference_mean": 4.0}),
+    "reward.equal": lambda step: report(step, 0.0, **{"reward/max": 0.0}),
+    "reward.dead": lambda step: report(step, 0.1, **{"reward/zero_spread_fraction": 0.8}),
+    "reward.collapse": lambda step: report(step, 0.1),
+    "entropy.collapse": lambda step: report(step, 0.4, **{"policy/entropy": 0.01}),
+    "length.truncated": lambda step: report(step, **{"data/truncated_fraction": 0.5}),
+    "groups.lost": lambda step: report(step, lost=4 * (step - 60)),
+    "generation.slow": lambda step: report(step, **{"idle/learner": 0.7}),
+    "generation.starved": lambda step: report(step, idle=0.8, ready=8),
+}
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
+def test_a_rule_is_raised_once_by_its_trouble_and_ends_with_it(rule):
+    begun = [report(step, 0.6) for step in range(60)]
+    trouble = [TROUBLE[rule.name](60 + step) for step in range(45)]
+    end = [report(105 + step, 0.6, lost=trouble[-1].dropped.get("stale", 0)) for step in range(45)]
+    told = [alarm for alarm in raised([*begun, *trouble, *end]) if alarm.rule == rule.name]
+    assert [alarm.is_over for alarm in told] == [False, True]
+    assert rule.advice in told[0].text
+    assert told[0].version >= 60 + rule.needed
+
+
+def test_a_run_that_learns_raises_nothing():
+    assert raised(healthy()) == []
+
+
+def test_one_odd_step_raises_nothing():
+    steps = healthy()
+    odd = {name: value for make in TROUBLE.values() for name, value in make(30).metrics.items() if HEALTHY[name] != value}
+    steps[30] = report(30, 0.1, **odd)
+    assert raised(steps) == []
+
+
+def test_what_is_switched_off_is_not_raised():
+    steps = [report(step, **{"ratio/ess": 0.05}) for step in range(20)]
+    assert {alarm.rule for alarm in raised(steps)} == {"off_policy.ess", "off_policy.lost"}
+    assert {alarm.rule for alarm in raised(steps, switched_off=["off_policy.lost"])} == {"off_policy.ess"}
+
+
+def test_rewards_that_are_equal_from_the_start_are_told():
+    steps = [report(step, 0.0, **{"reward/max": 0.0, "reward/zero_spread_fraction": 1.0}) for step in range(5)]
+    assert "reward.equal" in {alarm.rule for alarm in raised(steps)}
+
+
+def test_steps_without_metrics_raise_nothing():
+    bare = [StepReport(step=step, version=step + 1, time_s=step, reward_mean=0.5) for step in range(60)]
+    assert raised(bare) == []
+
+
+def test_config_page_and_code_have_the_same_rules():
+    assert list(get_args(AlarmRule)) == [rule.name for rule in RULES]
+    rows = re.findall(
+        r"^\| `([a-z_]+\.[a-z_]+)` \| (\w+) \| (.*?) \| (\d+) of (\d+) \| (.*?) \| (.*) \|$", PAGE.read_text(), re.MULTILINE
+    )
+    told = [(rule.name, rule.level, rule.meets, str(rule.needed), str(rule.of), rule.source, rule.advice) for rule in RULES]
+    assert rows == told

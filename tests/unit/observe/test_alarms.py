@@ -13,7 +13,8 @@ from asyncrl.observe.steps import StepReport
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "observability.md"
 HEALTHY = {
     "mismatch/kl_k3": 1e-4, "weights/sync_ms": 20.0, "time/step_s": 0.2, "policy/grad_norm": 1.0, "ratio/ess": 0.95,
-    "ratio/mean": 1.0, "kl/reference_mean": 0.01, "data/response_tokens_mean": 4.0, "reward/min": 0.0, "reward/max": 1.0, "policy/entropy": 1.0,
+    "ratio/mean": 1.0,
+    "kl/reference_mean": 0.01, "data/response_tokens_mean": 4.0, "reward/min": 0.0, "reward/max": 1.0, "policy/entropy": 1.0,
     "reward/zero_spread_fraction": 0.2, "data/truncated_fraction": 0.01, "idle/learner": 0.1,
 }  # fmt: skip
 

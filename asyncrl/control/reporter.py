@@ -22,11 +22,20 @@ from asyncrl.control.dispatcher import Dispatcher
 from asyncrl.control.peers import Peers
 from asyncrl.observe import spans as sp
 from asyncrl.observe.alarms import Alarms
-from asyncrl.observe.events import EventKind, EventsFile
 from asyncrl.observe.metrics import finite
 from asyncrl.observe.samples import rows_of
 from asyncrl.observe.sinks import MetricSinks
-from asyncrl.observe.steps import EVAL_FILE, STEPS_FILE, EvalReport, JsonLines, StepReport, read_evals, read_steps
+from asyncrl.observe.steps import (
+    EVAL_FILE,
+    STEPS_FILE,
+    EvalReport,
+    EventKind,
+    EventsFile,
+    JsonLines,
+    StepReport,
+    read_evals,
+    read_steps,
+)
 from asyncrl.schema.batches import StepDone
 from asyncrl.schema.control import Heartbeat, ProcessKind
 from asyncrl.schema.samples import InferResult, Sample, Score

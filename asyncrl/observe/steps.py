@@ -1,4 +1,4 @@
-"""One line per optimizer step and per evaluation: what `run.steps()` yields and what steps.jsonl and eval.jsonl hold.
+"""One line per optimizer step, evaluation and event: what steps.jsonl, eval.jsonl and events.jsonl hold.
 
 Written by the controller through `JsonLines`; read by report.py, display.py, `asyncrl status` and users (`asyncrl.StepReport`).
 """
@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Generic, Literal, TypeVar
 
 import msgspec
 
 STEPS_FILE = "steps.jsonl"
 EVAL_FILE = "eval.jsonl"
+EVENTS_FILE = "events.jsonl"
 MOST_LINE_BYTES = 1 << 20
 """Longer lines than this are never written."""
 
@@ -73,6 +74,24 @@ class EvalReport(msgspec.Struct, frozen=True, kw_only=True):
         return ("reward", self.reward_mean) if self.accuracy is None else ("accuracy", self.accuracy)
 
 
+EventKind = Literal["phase", "death", "checkpoint", "evaluation", "joined", "left", "set_aside", "alarm"]
+"""Of an event."""
+
+
+class RunEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One thing that happened to a run, numbered from 1 without a gap, over resumes too: a reader goes on behind the last."""
+
+    seq: int
+    time_s: float
+    kind: EventKind
+    subject: str = ""
+    """The phase, the process, the folder of the checkpoint."""
+    text: str = ""
+    """Why, in words."""
+    version: int = -1
+    """Newest policy version then."""
+
+
 T = TypeVar("T", bound=msgspec.Struct)
 
 
@@ -129,3 +148,27 @@ def read_steps(run_folder: Path) -> list[StepReport]:
 def read_evals(run_folder: Path) -> list[EvalReport]:
     """Return the evaluations of a run, by version."""
     return sorted(read_lines(run_folder / EVAL_FILE, EvalReport), key=lambda report: (report.version, report.finished_s))
+
+
+class EventsFile:
+    """Appends to events.jsonl."""
+
+    def __init__(self, run_folder: Path) -> None:
+        """Go on where the file ends."""
+        path = run_folder / EVENTS_FILE
+        self._seq = max((event.seq for event in read_lines(path, RunEvent)), default=0)
+        self._lines: JsonLines[RunEvent] = JsonLines(path)
+
+    def write(self, now: float, kind: EventKind, subject: str, text: str, version: int) -> None:
+        """Append one event."""
+        self._seq += 1
+        self._lines.write(RunEvent(seq=self._seq, time_s=now, kind=kind, subject=subject, text=text, version=version))
+
+    def close(self) -> None:
+        """Close the file."""
+        self._lines.close()
+
+
+def read_events(run_folder: Path, after: int = 0) -> Iterator[RunEvent]:
+    """Yield the events of a run behind number `after`."""
+    return (event for event in read_lines(run_folder / EVENTS_FILE, RunEvent) if event.seq > after)

@@ -26,8 +26,7 @@ from asyncrl.config.load import dump_config, load_config
 from asyncrl.config.run import RunConfig
 from asyncrl.control.launch.controller_process import live_controller
 from asyncrl.errors import AsyncRLError, RunError
-from asyncrl.observe.events import read_events
-from asyncrl.observe.steps import read_evals, read_steps
+from asyncrl.observe.steps import read_evals, read_events, read_steps
 from asyncrl.schema.status import ENDED, RunStatus
 from asyncrl.serve.queue import Machine, admit
 from asyncrl.serve.records import SUBMITTED_FILE, Demand, Outcome, Records, RunRecord, ServerEvent

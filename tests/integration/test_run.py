@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import asyncrl
 from asyncrl.buffer.ledger.reader import LedgerReader
-from asyncrl.observe.events import read_events
+from asyncrl.observe.steps import read_events
 from asyncrl.schema.status import RunStatus
 from tests.integration.conftest import NO_MODEL, assert_balanced, trained_groups
 

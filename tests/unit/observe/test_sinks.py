@@ -36,7 +36,7 @@ def test_unknown_name_is_told_once_and_kept(caplog: pytest.LogCaptureFixture) ->
 
 
 def test_prometheus_text_has_help_type_and_labels() -> None:
-    text = render_prometheus({"reward/mean": 0.5, "dropped/too_old": 3, 'dropped/a "b"': 1, "kl/max": math.inf})
+    text = render_prometheus({"": {"reward/mean": 0.5, "dropped/too_old": 3, 'dropped/a "b"': 1, "kl/max": math.inf}})
     assert "# TYPE asyncrl_reward_mean gauge\nasyncrl_reward_mean 0.5\n" in text
     assert text.count("# TYPE asyncrl_dropped gauge") == 1
     assert 'asyncrl_dropped{key="too_old"} 3.0\n' in text

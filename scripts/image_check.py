@@ -1,0 +1,159 @@
+"""Run the Dockerfile's steps in a bare Debian root, down to its entry point and health check, where there is no Docker.
+
+    python scripts/image_check.py /tmp/image [--bind DIR ...] [--keep]
+
+Needs root and `debootstrap`. The root gets Debian's own Python in place of the base image's. Every ARG, ENV, WORKDIR, COPY, RUN and USER
+of the Dockerfile is carried out in it, in a mount and pid namespace of its own. Then, as the image's user: the entry point with
+`--version`, `doctor`, the daemon with the image's CMD, the image's health check, a run of two steps, and SIGTERM, which must drain.
+`--bind` makes folders of this machine visible there (a package index on the disk, say).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+SOURCE = Path(__file__).resolve().parents[1]
+SKIPPED = ("ARG", "VOLUME", "FROM", "HEALTHCHECK", "ENTRYPOINT", "CMD")
+
+
+def instructions(dockerfile: str) -> list[tuple[str, str]]:
+    """Return a Dockerfile's instructions, continued lines joined."""
+    text = re.sub(r"^\s*#.*\n", "", dockerfile, flags=re.MULTILINE).replace("\\\n", " ")
+    return [(line.split()[0].upper(), line.split(maxsplit=1)[1].strip()) for line in text.splitlines() if line.strip()]
+
+
+class Root:
+    """A folder that is somebody's `/`."""
+
+    def __init__(self, path: Path, binds: list[str]) -> None:
+        self.path, self.binds = path, binds
+        self.env = {"PATH": "/opt/venv/bin:/usr/sbin:/usr/bin:/sbin:/bin", "HOME": "/root", "LANG": "C.UTF-8"}
+        self.env |= {name: value for name, value in os.environ.items() if name.startswith("PIP_")}
+        self.user, self.workdir = "root", "/"
+
+    def command(self, words: list[str]) -> list[str]:
+        """Return what runs `words` there, as its user, process 1 of a pid namespace."""
+        mounts = [f"mount --bind {bind} {self.path}{bind}" for bind in self.binds]
+        mounts += [f"mount -t proc proc {self.path}/proc", f"mount -t tmpfs tmpfs {self.path}/dev/shm", f"mount --bind /dev/null {self.path}/dev/null"]
+        inside = f"cd {self.workdir} && exec {shlex.join(words)}"
+        enter = f"exec chroot --userspec={self.user} {self.path} /bin/sh -c {shlex.quote(inside)}"
+        return ["unshare", "--mount", "--pid", "--fork", "--kill-child", "sh", "-c", " && ".join([*mounts, enter])]
+
+    def run(self, words: list[str], **more: object) -> subprocess.CompletedProcess[str]:
+        """Run something there."""
+        return subprocess.run(self.command(words), env=self.env, text=True, check=True, **more)  # type: ignore[call-overload, no-any-return]
+
+
+def bootstrap(root: Root) -> None:
+    """Make the bare root, with a Python that `pip` installs into."""
+    subprocess.run(["debootstrap", "--variant=minbase", "--include=python3,python3-venv,ca-certificates", "bookworm", str(root.path)], check=True)
+    for bind in root.binds:
+        Path(f"{root.path}{bind}").mkdir(parents=True, exist_ok=True)
+    for name in ("/etc/resolv.conf", "/etc/pip.conf", "/etc/ssl/certs/ca-certificates.crt", "/etc/hosts"):
+        if Path(name).exists():
+            shutil.copyfile(name, f"{root.path}{name}")
+    for name in ("/etc/apt/apt.conf.d", "/etc/apt/sources.list.d"):
+        if name.endswith("conf.d"):
+            shutil.copytree(name, f"{root.path}{name}", dirs_exist_ok=True)
+    (root.path / "dev" / "shm").mkdir(exist_ok=True)
+    root.run(["python3", "-m", "venv", "/opt/venv"])
+
+
+def build(root: Root, steps: list[tuple[str, str]]) -> dict[str, list[str]]:
+    """Carry the instructions out; return what starts the image, and its health check."""
+    args: dict[str, str] = {}
+    said: dict[str, list[str]] = {}
+    for name, rest in steps:
+        print(f"-- {name} {rest[:100]}", flush=True)
+        if name == "ARG":
+            key, _, value = rest.partition("=")
+            args[key] = value.strip('"')
+        elif name == "ENV":
+            root.env |= dict(pair.split("=", 1) for pair in shlex.split(rest))
+        elif name == "WORKDIR":
+            root.workdir = rest
+            (root.path / rest.lstrip("/")).mkdir(parents=True, exist_ok=True)
+        elif name == "USER":
+            root.user = rest
+        elif name == "COPY":
+            *sources, target = rest.split()
+            for source in sources:
+                to = root.path / root.workdir.lstrip("/") / (target if target != "./" else source)
+                copy = shutil.copytree if (SOURCE / source).is_dir() else shutil.copyfile
+                copy(SOURCE / source, to)
+        elif name == "RUN":
+            given = " ".join(f"{key}={shlex.quote(value)}" for key, value in args.items() if key != "BASE")
+            root.run(["sh", "-ec", f"{given}; {rest}"])
+        elif name in {"ENTRYPOINT", "CMD"}:
+            said[name] = json.loads(rest)
+        elif name == "HEALTHCHECK":
+            said[name] = json.loads(rest[rest.index("[") :])
+    return said
+
+
+def look(root: Root, said: dict[str, list[str]]) -> None:
+    """Start what was built, as its user."""
+    entry = said["ENTRYPOINT"]
+    root.env["HOME"] = "/home/asyncrl"
+    print(root.run([*entry, "--version"], capture_output=True).stdout)
+    print(root.run([*entry, "doctor"], capture_output=True).stdout)
+    daemon = subprocess.Popen(root.command([*entry, *said["CMD"]]), env=root.env)
+    try:
+        for _ in range(120):
+            if (root.path / "work" / "served" / "server.url").exists():
+                break
+            time.sleep(0.5)
+        check = ["chroot", "--userspec=asyncrl", str(root.path), *said["HEALTHCHECK"]]
+        subprocess.run(check, env=root.env, check=True)
+        print("health check: ok", flush=True)
+        token = (root.path / "work" / "served" / "admin.token").read_text().strip()
+        submit = (
+            "import asyncio, asyncrl\n"
+            "async def main():\n"
+            f"    async with asyncrl.Server('http://127.0.0.1:7717', {token!r}) as server:\n"
+            "        small = {'num_steps': 2000, 'model.warm_start.steps': 2, 'eval.num_prompts': 8, 'algorithm.groups_per_step': 4}\n"
+            "        await server.submit('quickstart', set=small)\n"
+            "        while (await server.show('quickstart')).version < 2: await asyncio.sleep(0.5)\n"
+            "asyncio.run(main())\n"
+        )
+        subprocess.run(["chroot", "--userspec=asyncrl", str(root.path), "/opt/venv/bin/python", "-c", submit], env=root.env, check=True)
+        print("a run of the daemon trains", flush=True)
+        (child,) = [pid for pid in subprocess.run(["pgrep", "-x", "tini"], capture_output=True, text=True, check=False).stdout.split()][-1:]
+        zombies = subprocess.run(["ps", "-o", "stat=", "--ppid", child], capture_output=True, text=True, check=False).stdout
+        print(f"children of process 1: {zombies.split()}")
+        os.kill(int(child), 15)
+        print(f"SIGTERM: the daemon ended with {daemon.wait(timeout=300)}")
+    finally:
+        daemon.kill()
+    checkpoints = list((root.path / "work/served/runs/quickstart/checkpoints").glob("step-*"))
+    if not checkpoints:
+        sys.exit("the run was not drained: it has no checkpoint")
+    print(f"drained: {checkpoints[-1].name}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("root", type=Path)
+    parser.add_argument("--bind", action="append", default=[])
+    parser.add_argument("--keep", action="store_true", help="Leave the root there.")
+    options = parser.parse_args()
+    root = Root(options.root, options.bind)
+    bootstrap(root)
+    try:
+        look(root, build(root, instructions((SOURCE / "Dockerfile").read_text())))
+    finally:
+        if not options.keep:
+            shutil.rmtree(options.root, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()

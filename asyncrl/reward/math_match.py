@@ -51,7 +51,7 @@ _INTRODUCING_WORDS = """the a an final answer is so therefore thus hence then we
     solution this it and that gives be in simplest form as"""
 _INTRODUCES = frozenset(_INTRODUCING_WORDS.split())
 _LEAD = re.compile(
-    r"(?:so |thus |therefore,? |hence,? )?(?:the )?(?:final )?(?:answer|result|value|solution)(?: is:?|:| =)\s*", re.IGNORECASE
+    r"\A(?:so |thus |therefore,? |hence,? )?(?:the )?(?:final )?(?:answer|result|value|solution)(?: is:?|:| =)\s*", re.IGNORECASE
 )
 _NAME = re.compile(
     r"(?P<name>[A-Za-z](?:_\w|_\{\w+\})?(?:\([A-Za-z]\))?|\([A-Za-z](?:,\s*[A-Za-z])+\)|"
@@ -104,14 +104,9 @@ def take_one(text: str) -> str | None:
         words = re.findall(r"[^\W_]+|['=<>+*/^-]", around.replace("**", " ")) if found else []
         if any(word.casefold() not in _INTRODUCES for word in words):
             return None
-    answers = {_normal(each) for each in found or [_without_lead(text.strip())]}
+    answers = {_normal(each) for each in found or [_LEAD.sub("", text.strip())]}
     answer = answers.pop()
     return answer if not answers and 0 < len(answer) <= MAX_ANSWER_CHARS else None
-
-
-def _without_lead(text: str) -> str:
-    lead = _LEAD.match(text)
-    return text[lead.end() :] if lead else text
 
 
 def _boxed(text: str) -> Iterator[str]:
@@ -233,7 +228,7 @@ def _items(text: str) -> tuple[str, list[str]] | None:
     brackets, inner = "", text
     if text.startswith("\\{") and text.endswith("\\}"):
         brackets, inner = "{}", text[2:-2]
-    elif text[:1] in ("(", "[") and text[-1:] in (")", "]") and _closes_at_end(text):
+    elif text[:1] in ("(", "[") and text[-1:] in (")", "]") and _item(text, 0)[1] == len(text):
         brackets, inner = text[0] + text[-1], text[1:-1]
     items = [item.strip() for part in _split(inner, ",") for item in re.split(r" (?:or|and) |\\text\{ ?(?:or|and) ?\}", part)]
     items = [each for item in items for each in _plus_minus(item)]
@@ -264,15 +259,6 @@ def _split(text: str, separator: str) -> list[str]:
             continue
         position += 1
     return [*parts, text[start:].strip()]
-
-
-def _closes_at_end(text: str) -> bool:
-    depth = 0
-    for position, character in enumerate(text):
-        depth += (character in _OPENING) - (character in _CLOSING)
-        if depth == 0:
-            return position == len(text) - 1
-    return False
 
 
 def _same_items(given: tuple[str, list[str]], wanted: tuple[str, list[str]], verify: Equal, depth: int) -> bool:

@@ -34,6 +34,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import shutil
@@ -70,6 +71,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("asyncrl")
 
+COLLECT_EVERY = 20_000
+"""New objects that the controller makes between two looks for cycles."""
 ENDPOINT_FILE = "endpoint"
 """In the run folder: the address that the run's processes connect to."""
 NICENESS = 10
@@ -126,6 +129,8 @@ async def run_controller(
         parts = RunParts(config, run_folder, buffer, task, listener, launcher or LocalLauncher(), membership, clock)
         controller = Controller(parts)
         async with serve_api(RunApi(controller), run_folder):
+            gc.freeze()  # what is there by now stays, and what messages leave behind is hardly ever a cycle
+            gc.set_threshold(COLLECT_EVERY)
             return await controller.run(owner)
 
 

@@ -52,9 +52,11 @@ def span(name: str, start: float, end: float, process: str, **attributes: float 
 
 def sample_span(sample: Sample) -> Span:
     """Return the generation of one sample."""
-    versions = memoryview(sample.versions).cast("i") if sample.versions else [-1]
+    first, num_tokens = sample.versions[:4], sample.num_tokens
+    alike = first if sample.versions == first * num_tokens else sample.versions  # nearly always all are of one version
+    versions = memoryview(alike).cast("i") if num_tokens else [-1]
     attributes: dict[str, float | str] = {
-        "group": sample.group_id, "index": sample.index, "tokens": sample.num_tokens, "oldest_version": min(versions),
+        "group": sample.group_id, "index": sample.index, "tokens": num_tokens, "oldest_version": min(versions),
         "newest_version": max(versions), "purpose": sample.purpose,
     }  # fmt: skip
     return Span(GENERATE, sample.started_s, max(sample.started_s, sample.finished_s), sample.generator, attributes)

@@ -111,18 +111,19 @@ class SqliteLedger:
                 self._changed.wait()
             if self._error is not None or self._closing:
                 raise self._error or LedgerError(f"{self.path} is closed")
-            if not records and on_committed is not None and not self._queue and not self._busy:
-                self._deliver([on_committed])
-                return
-            self._queue.append((records, on_committed))
-            self._num_queued += len(records)
-            for record in records:
-                if type(record) is SampleRecord:
-                    self._queued_bytes += _payload_bytes(record)
-                elif type(record) is TakenRecord:
-                    self._is_urgent = True
-            if not self._busy and (len(self._queue) == 1 or self._is_worth_a_commit()):
-                self._changed.notify_all()
+            has_work = bool(records or self._queue or self._busy)
+            if has_work:
+                self._queue.append((records, on_committed))
+                self._num_queued += len(records)
+                for record in records:
+                    if type(record) is SampleRecord:
+                        self._queued_bytes += _payload_bytes(record)
+                    elif type(record) is TakenRecord:
+                        self._is_urgent = True
+                if not self._busy and (len(self._queue) == 1 or self._is_worth_a_commit()):
+                    self._changed.notify_all()
+        if not has_work and on_committed is not None:
+            self._deliver([on_committed])
 
     def sync(self, timeout_s: float = 60.0) -> None:
         """Wait until everything written is committed; see `Ledger.sync`."""

@@ -91,6 +91,16 @@ def test_callbacks_run_in_order_once_their_unit_is_committed(path, ledger):
     assert seen == [(group_id, 1) for group_id in range(20)]
 
 
+def test_where_nothing_is_left_to_commit_the_callback_runs_at_once_and_may_write(ledger):
+    ran = []
+    ledger.write((), lambda: (ran.append("idle"), ledger.write(_ready(0), lambda: ran.append("committed"))))
+    assert ran[0] == "idle"
+    ledger.sync()
+    ledger.write((), lambda: ran.append("after"))
+    ledger.sync()
+    assert ran == ["idle", "committed", "after"]
+
+
 async def test_callbacks_run_on_the_event_loop(path):
     import asyncio
 

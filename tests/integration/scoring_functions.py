@@ -80,7 +80,3 @@ ACTS = {
     "pid": os.getpid,
     "torch": lambda: "torch" in sys.modules,
 }
-
-
-async def hang_async(prompt, text):
-    await asyncio.Event().wait()

@@ -70,7 +70,7 @@ async def test_a_program_leaves_a_run_and_comes_back(tiny):
 
 
 async def test_a_run_that_nobody_is_attached_to_drains_where_its_config_says_so(tiny):
-    config = tiny(**SLOW, owner__absent="drain", owner__grace_s=1.0)
+    config = tiny(**SLOW, owner__absent="drain", owner__grace_s=5.0)
     async with asyncrl.Run(config, detached=True) as run:
         async for step in run.steps():
             if step.version >= 1:

@@ -237,16 +237,9 @@ def gone_within(pid: int, timeout_s: float) -> bool:
     return not is_alive(pid)
 
 
-@pytest.mark.parametrize(
-    ("path", "kind", "said"),
-    [
-        ("scoring_functions:nope", ConfigError, "has no function 'nope'; it has .*length"),
-        ("no_such:f", ConfigError, "cannot import 'no_such'"),
-    ],
-)
-async def test_what_cannot_be_built_is_said_at_the_start(path, kind, said):
-    with pytest.raises(kind, match=said):
-        async with pool_of(PythonReward(path=path)):
+async def test_what_cannot_be_built_is_said_at_the_start():
+    with pytest.raises(ConfigError, match="has no function 'nope'; it has .*length"):
+        async with pool_of(PythonReward(path="scoring_functions:nope")):
             pass
 
 

@@ -238,7 +238,7 @@ def gone_within(pid: int, timeout_s: float) -> bool:
 
 
 async def test_what_cannot_be_built_is_said_at_the_start():
-    with pytest.raises(ConfigError, match="has no function 'nope'; it has .*length"):
+    with pytest.raises(ConfigError, match=r"has no function 'nope'; it has .*length"):
         async with pool_of(PythonReward(path="scoring_functions:nope")):
             pass
 

@@ -418,6 +418,22 @@ async def test_a_decode_thread_that_failed_ends_every_stream_and_every_later_cal
     await engine.close()
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+async def test_requests_that_outlast_a_crowd_lose_no_bit_where_fewer_rows_are_run(model_folder: Path, dtype) -> None:
+    engine = TransformersEngine(TransformersEngineConfig(num_slots=96, max_sequence_tokens=MAX_TOKENS, dtype=dtype), model_folder)
+    await engine.start()
+    sampling = [{}, {"temperature": 0.0}, {"top_k": 5, "temperature": 0.7}, {"top_p": 0.9}]
+    requests = [
+        make_request(f"r{i}", i, tuple(range(2, 4 + i % 30)), max_new_tokens=90 if i % 13 == 0 else 3 + i % 9, **sampling[i % 4])
+        for i in range(96)
+    ]
+    long = [request for request in requests if request.sampling.max_new_tokens == 90]
+    alone = [await collect(engine.submit(request)) for request in long]
+    together = await collect_all(engine, requests)
+    await engine.close()
+    assert [found for found, request in zip(together, requests, strict=True) if request in long] == alone
+
+
 async def test_another_architecture_runs_unchanged(tmp_path: Path) -> None:
     torch.manual_seed(0)
     config = Qwen3Config(

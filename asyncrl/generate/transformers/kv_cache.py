@@ -138,7 +138,7 @@ def _on_host(values: torch.Tensor) -> torch.Tensor:
 
 @dataclass(slots=True)
 class DecodePlan:
-    """One new token for every row at once."""
+    """One new token for each of the first rows at once, or of all."""
 
     cache: SlotCache
     write_positions_R: torch.Tensor  # noqa: N815
@@ -159,11 +159,12 @@ class DecodePlan:
         pairs = rows * kv_heads
         query = query.reshape(1, pairs, groups, -1)
         query = query.expand(blocks, -1, -1, -1).reshape(blocks * pairs, groups, -1)
-        scores = torch.baddbmm(bias, query, keys[:blocks].view(blocks * pairs, tokens, -1).transpose(1, 2), alpha=scale)
+        scores = torch.baddbmm(bias, query, keys[:blocks, :rows].reshape(blocks * pairs, tokens, -1).transpose(1, 2), alpha=scale)
         scores = scores.view(blocks, pairs, groups, tokens).float()
         weights = (scores - scores.amax((0, 3), keepdim=True)).exp_()
         mixed = torch.bmm(
-            weights.view(blocks * pairs, groups, tokens).to(value.dtype), values[:blocks].view(blocks * pairs, tokens, -1)
+            weights.view(blocks * pairs, groups, tokens).to(value.dtype),
+            values[:blocks, :rows].reshape(blocks * pairs, tokens, -1),
         )
         mixed = _sum_in_order(mixed.view(blocks, pairs, groups, -1).float())
         total = _sum_in_order(weights.sum(3, keepdim=True))
@@ -173,7 +174,7 @@ class DecodePlan:
         """Return write index [R * H] and additive mask [B * R * H, 1, tokens], made once a forward."""
         if kv_heads not in self._by_heads:
             cache, device = self.cache, self.cache.device
-            index = cache.flat_index(torch.arange(cache.num_rows, device=device), self.write_positions_R, kv_heads)
+            index = cache.flat_index(torch.arange(len(self.write_positions_R), device=device), self.write_positions_R, kv_heads)
             places = torch.arange(self.num_blocks * cache.block_tokens, device=device)
             hidden = places.view(self.num_blocks, 1, 1, cache.block_tokens) > self.attend_positions_R.view(1, -1, 1, 1)
             bias = torch.zeros(hidden.shape, dtype=dtype, device=cache.device).masked_fill_(hidden, -torch.inf)

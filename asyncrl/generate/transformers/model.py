@@ -4,8 +4,8 @@ Owns the model and the cache. The model's own forward runs unchanged; only its a
 attention interface, which hands the `slot_plan` argument down to `_slot_attention`.
 
 Invariants:
-- `decode` always runs all rows and `prefill` always runs a length that follows from each piece alone, so that no matrix product's
-  shape, and so no bit of a row's result, depends on what else is in the batch.
+- `prefill` always runs a length that follows from each piece alone. `decode` runs all rows, or as many of the first as it was seen
+  to give the same bits to (`_same_bits`). So no bit of a row's result depends on what else is in the batch.
 - Used from one thread only, after `load`. New weights are copied in between two forwards or not at all.
 
 R rows, V vocabulary, T tokens.
@@ -38,6 +38,8 @@ _ATTENTION: Final = "asyncrl_slots"
 _REFUSED_ARGUMENTS: Final = ("softcap", "position_bias", "s_aux")
 _ANY_SEED: Final = 0
 """Of adapters' values, all of which the first version replaces."""
+LEAST_ROWS: Final = 32
+"""Fewer are not run where there are more."""
 _PIECE_TOKENS: Final = 256
 """A prompt longer than this is prefilled in several forwards."""
 ForwardTokens = tuple[tuple[int, int], ...]
@@ -113,6 +115,8 @@ class SlotModel:
         self.weights = WeightsInPlace(model, trainable_only=adapters_only)
         self._asleep = WeightsAsleep(model, self.weights.names)
         self._graphs = DecodeGraphs(self) if self.device.type == "cuda" else None
+        self.row_counts: tuple[int, ...] = (self.num_rows,)
+        """How many rows `decode` may run, ascending."""
         self._forward_tokens = forward_tokens(num_slots) if self._graphs is None else _GPU_FORWARD_TOKENS
         self._has_adopted = False
         """The weights are the learner's own; they do not leave with the engine's sleep."""
@@ -160,8 +164,8 @@ class SlotModel:
             import_module("asyncrl.models.adapters").add_adapters(model, lora, _ANY_SEED)
         num_slots, max_tokens = config.slots, config.max_sequence_tokens
         made = cls(model.eval().to(config.device), num_slots, max_tokens, config.device, adapters_only=lora is not None)
-        # A decode of idle rows allocates the cache and meets every refusal before any request does.
-        made.decode(np.zeros(made.num_rows, dtype=np.int64), np.full(made.num_rows, -1, dtype=np.int64))
+        # The first decode allocates the cache and meets every refusal before any request does.
+        made.row_counts = made._same_bits()
         if not made.cache.num_bytes:
             raise GenerationError(
                 f"{type(model).__name__} never called the replaced attention: the transformers engine cannot run it"
@@ -175,10 +179,10 @@ class SlotModel:
 
     @torch.inference_mode()
     def decode(self, tokens_R: NDArray[np.int64], positions_R: NDArray[np.int64]) -> torch.Tensor:
-        """Feed one token a row.
+        """Feed one token to each of the first rows.
 
         Args:
-            tokens_R: Ids; anything valid in idle rows.
+            tokens_R: Ids of so many rows, one of `row_counts`; anything valid in idle rows.
             positions_R: Position of that token in its sequence; -1 for an idle row.
 
         Returns:
@@ -197,6 +201,31 @@ class SlotModel:
         tokens_R, write_R, attend_R = inputs_3R
         plan = DecodePlan(self.cache, write_positions_R=write_R, attend_positions_R=attend_R, num_blocks=num_blocks)
         return self._forward(tokens_R.view(-1, 1), attend_R.view(-1, 1), plan)[:, 0]
+
+    def rows_for(self, num_rows: int) -> int:
+        """Return how many rows `decode` runs where the first `num_rows` are needed."""
+        return next(count for count in self.row_counts if count >= num_rows)
+
+    def _same_bits(self) -> tuple[int, ...]:
+        """Return the row counts that a decode was seen to give the same bits with as with all rows; all rows alone on a GPU.
+
+        A matrix product adds up in an order that may depend on the number of rows. Which numbers differ in that is the library's
+        and the processor's matter, and not the weights'.
+        """
+        rows = np.arange(self.num_rows)
+        tokens_R, last = rows * 7 % self.vocabulary_size, min(self.max_tokens - 1, self.cache.block_tokens)
+        whole = [self.decode(tokens_R, np.full(self.num_rows, position)) for position in (0, last)]
+        if self._graphs is not None:
+            return (self.num_rows,)
+        counts = [LEAST_ROWS << power for power in range(self.num_rows.bit_length()) if LEAST_ROWS << power < self.num_rows]
+        return *(
+            count
+            for count in counts
+            if all(
+                torch.equal(self.decode(tokens_R[:count], np.full(count, position)), logits_RV[:count])
+                for position, logits_RV in zip((0, last), whole, strict=True)
+            )
+        ), self.num_rows
 
     @torch.inference_mode()
     def prefill(self, sequences: Iterable[tuple[int, Sequence[int]]]) -> None:

@@ -38,13 +38,20 @@ class SamplingRows:
         """Have the row draw in the plainest way: nobody looks."""
         self._temperatures_R[row], self._top_p_R[row], self._top_k_R[row] = 1.0, 1.0, 0
 
-    def on(self, device: torch.device | str = "cpu") -> SamplingBatch:
-        """Return a copy as tensors."""
-        greedy_R = self._temperatures_R == 0
-        scales_R = np.where(greedy_R, np.float32(1), self._temperatures_R)
-        k_rows, p_rows = np.flatnonzero(self._top_k_R), np.flatnonzero(self._top_p_R < 1)
+    def move(self, source: int, target: int) -> None:
+        """Have one row draw as another did, and that one in the plainest way."""
+        for own in (self.seeds_R, self._temperatures_R, self._top_p_R, self._top_k_R):
+            own[target] = own[source]
+        self.clear(source)
+
+    def on(self, device: torch.device | str = "cpu", num_rows: int | None = None) -> SamplingBatch:
+        """Return a copy of the first rows, or of all, as tensors."""
+        temperatures_R = self._temperatures_R[:num_rows]
+        greedy_R = temperatures_R == 0
+        scales_R = np.where(greedy_R, np.float32(1), temperatures_R)
+        k_rows, p_rows = np.flatnonzero(self._top_k_R[:num_rows]), np.flatnonzero(self._top_p_R[:num_rows] < 1)
         return SamplingBatch(
-            seeds_R=self.seeds_R.copy(),
+            seeds_R=self.seeds_R[:num_rows].copy(),
             temperatures_R1=torch.from_numpy(scales_R).to(device).unsqueeze(1),
             greedy_R=torch.from_numpy(greedy_R).to(device),
             any_greedy=bool(greedy_R.any()),

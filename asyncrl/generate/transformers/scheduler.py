@@ -8,6 +8,7 @@ Invariants:
 - A prompt's last token is never prefilled but fed by the first step, so that all tokens come from one path.
 - Prompt keys and values are shared inside a group only if they were computed under the current weights and nobody has
   overwritten them.
+- Where few rows are left, their requests move to the first ones, so that fewer are run.
 - A row is free or holds one request. Its position is that of the token it feeds next, -1 while it is free.
 """
 
@@ -17,6 +18,7 @@ import heapq
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -123,6 +125,30 @@ class SlotTable:
             reason: FinishReason | None = None if is_broken[place] else "stop" if is_stopped[place] else "length"
             ended.append((self._occupants[int(rows[place])], reason))
         return ended
+
+    def move_below(self, limit: int) -> list[tuple[int, int, int]]:
+        """Move the requests of rows from `limit` on to free ones below it.
+
+        Returns:
+            Source row, target row, and how many places of the cache are to be copied.
+        """
+        moves = []
+        for source in [row for row in self._occupants if row >= limit]:
+            target, flight = heapq.heappop(self._free), self._occupants.pop(source)
+            assert target < limit, f"there are {len(self._occupants) + 1} requests for {limit} rows"
+            heapq.heappush(self._free, source)
+            flight.row, self._occupants[target] = target, flight
+            moves.append((source, target, int(self.positions_R[source])))
+            own: NDArray[Any]
+            for own in (
+                self.tokens_R, self.positions_R, self.ordinals_R, self._told_R, self._most_R,
+                self._ids_RT, self._logprobs_RT, self._versions_RT, self._stops_RS,
+            ):  # fmt: skip
+                own[target] = own[source]
+            self.positions_R[source], self.tokens_R[source] = -1, 0
+            self.sampling.move(source, target)
+            self._donate(target, self._donors[source])
+        return moves
 
     def take_chunk(self, flight: InFlight, finish_reason: FinishReason | None = None) -> TokenChunk:
         """Return the tokens of its completion since the last chunk, which may be none."""
@@ -240,13 +266,18 @@ class SlotDecoder:
     def step(self) -> list[Emission]:
         """Refill the slots and generate one token in each; return the requests that ended."""
         self._refill()
-        slots = self._slots
-        if not slots.occupants:
+        slots, model = self._slots, self._model
+        rows = np.flatnonzero(slots.positions_R >= 0)
+        if not len(rows):
             return []
-        logits_RV = self._model.decode(slots.tokens_R, slots.positions_R)
-        if self._sampling is None:
-            self._sampling = slots.sampling.on(self._model.device)
-        tokens_R, logprobs_R = sample(logits_RV, self._sampling, slots.ordinals_R)
+        num_rows, enough = model.rows_for(int(rows[-1]) + 1), model.rows_for(min(len(rows) + len(rows) // 8, model.num_rows))
+        if enough < num_rows:
+            model.cache.copy_rows(slots.move_below(enough))
+            num_rows, self._sampling = enough, None
+        if self._sampling is None or len(self._sampling.seeds_R) != num_rows:
+            self._sampling = slots.sampling.on(model.device, num_rows)
+        logits_RV = model.decode(slots.tokens_R[:num_rows], slots.positions_R[:num_rows])
+        tokens_R, logprobs_R = sample(logits_RV, self._sampling, slots.ordinals_R[:num_rows])
         news = []
         for flight, reason in slots.advance(tokens_R, logprobs_R, self.version):
             if reason is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -68,6 +69,24 @@ def test_freed_row_still_donates_and_is_taken_itself_by_the_next_of_its_group() 
     table.place(third, 0, table.donor_row(third, 0))
     assert third.row == 2
     assert table.num_free == 1
+
+
+def test_requests_of_high_rows_move_to_free_low_ones_with_all_they_have() -> None:
+    table = SlotTable(4, 8, 16)
+    flights = [flight(name, group_key=name) for name in "abcd"]
+    for each in flights:
+        table.place(each, 0)
+    table.advance(np.arange(10, 18), np.linspace(-1, -2, 8, dtype=np.float32), version=3)
+    for each in flights[:3]:
+        table.release(each)
+    assert table.move_below(2) == [(3, 0, 3)]
+    moved = flights[3]
+    assert (moved.row, table.tokens_R[0], table.positions_R.tolist()) == (0, 13, [3, -1, -1, -1, -1, -1, -1, -1])
+    assert table.take_chunk(moved).token_ids == (13,)
+    assert table.num_free == 3
+    assert table.donor_row(flight("x", group_key="d"), 0) in {0, 3}
+    assert table.donor_row(flight("x", group_key="a"), 0) is None
+    assert table.move_below(2) == []
 
 
 def test_only_occupied_rows_donate_after_a_recompute() -> None:

@@ -7,9 +7,9 @@ of lengths: log-normal (mean about 60, sigma 1, cut at 200), as reasoning output
 - `vs_hf_generate`: tokens a second of the embedded engine over those of `model.generate`, both with 32 slots and one thread.
   `generate` takes the prompts 32 at a time, in order, left-padded, and runs each batch to the longest output in it, end tokens
   ignored: what a trainer without continuous batching does. Only asked-for tokens count.
-- `auto_slots_vs_best`: a step's 256 requests, short (2 to 4 tokens), mixed (4 to 60) or with a long tail (log-normal around 16, at
-  most 120), through engines of 32, 64, 128 and 256 slots; 256 is what `num_slots = "auto"` gives. Tokens per CPU second with 256 over
-  those with the best number, of the worst mix.
+- `auto_slots_vs_best`: a step's 256 requests, short (2 to 4 tokens), mixed (4 to 60) or with a long tail (log-normal around 16,
+  at most 120), through engines of 32, 64, 128 and 256 slots; 256 is what `num_slots = "auto"` gives. Tokens per CPU second with
+  256 over those with the best number, of the worst mix.
 - `vs_bare_vllm`: tokens a second through `VLLMEngine.submit` over those of bare `AsyncLLM.generate` of the very same engine: same
   prompts, lengths, seeds, temperature, logprobs, prefix cache. A round is ours, bare, bare, ours. Bare runs 34 requests at once
   where ours runs 33: it has the seat that ours keeps for a score. Bare streams deltas, as ours must.

@@ -4,8 +4,8 @@ Owns the model and the cache. The model's own forward runs unchanged; only its a
 attention interface, which hands the `slot_plan` argument down to `_slot_attention`.
 
 Invariants:
-- `prefill` always runs a length that follows from each piece alone. `decode` runs all rows, or as many of the first as it was seen
-  to give the same bits to (`_same_bits`). So no bit of a row's result depends on what else is in the batch.
+- `prefill` always runs a length that follows from each piece alone. `decode` runs all rows, or as many of the first as it was
+  seen to give the same bits to (`_same_bits`). So no bit of a row's result depends on what else is in the batch.
 - Used from one thread only, after `load`. New weights are copied in between two forwards or not at all.
 
 R rows, V vocabulary, T tokens.

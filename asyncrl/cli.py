@@ -272,8 +272,9 @@ def serve(
     allow_host: Annotated[list[str], typer.Option(help="Another host name by which it may be asked.")] = [],  # noqa: B006 - copied
     code_root: Annotated[list[Path], typer.Option(help="A folder whose Python files configs may name.")] = [],  # noqa: B006 - copied
     drain: Annotated[bool, typer.Option("--drain", help="SIGTERM drains the live runs first; else they go on.")] = False,
+    show_samples: Annotated[bool, typer.Option("--show-samples", help="Every viewer may read samples; else operators.")] = False,
 ) -> None:
-    """Serve many runs over HTTP: a queue, events, metrics. Runs outlive the daemon, which finds them again."""
+    """Serve many runs over HTTP: a page, a queue, events, metrics. Runs outlive the daemon, which finds them again."""
     from asyncrl.observe.log import set_up_logging
     from asyncrl.serve.daemon import ServeOptions
     from asyncrl.serve.daemon import serve as serve_runs
@@ -281,7 +282,21 @@ def serve(
     set_up_logging("serve", "INFO")
     asyncio.run(serve_runs(ServeOptions(
         folder.resolve(), host, port, tls_cert, tls_key, behind_proxy, tuple(allow_host), tuple(code_root), drain,
+        show_samples,
     )))  # fmt: skip
+
+
+@app.command()
+def view(
+    folders: Annotated[
+        list[Path], typer.Argument(help="Run folders, or copies of such; left out: the newest.", metavar="[RUN]...")
+    ] = [],  # noqa: B006 - typer copies it
+    port: Annotated[int, typer.Option(help="0: a free one.", min=0, max=65535)] = 0,
+) -> None:
+    """Show runs in a browser, on this machine only; nothing in their folders is changed."""
+    from asyncrl.serve.view import view_runs
+
+    asyncio.run(view_runs([_newest(folder) for folder in folders] or [_newest(None)], port, print))
 
 
 @token_app.command("add")

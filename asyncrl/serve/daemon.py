@@ -13,6 +13,7 @@ import fcntl
 import ipaddress
 import logging
 import os
+import secrets
 import signal
 import socket
 import ssl
@@ -33,6 +34,7 @@ from asyncrl.serve.routes import Service
 log = logging.getLogger(__name__)
 
 TOKEN_FILE = "admin.token"  # noqa: S105 - its name
+SESSION_KEY_FILE = "session.key"
 LOCK_FILE = "server.lock"
 URL_FILE = "server.url"
 
@@ -50,6 +52,7 @@ class ServeOptions:
     allow_hosts: tuple[str, ...] = ()
     code_roots: tuple[Path, ...] = ()
     drain: bool = False
+    show_samples: bool = False
 
 
 async def serve(options: ServeOptions, clock: Clock | None = None) -> None:
@@ -64,14 +67,15 @@ async def serve(options: ServeOptions, clock: Clock | None = None) -> None:
         _first_token(records, options.folder, clock)
         keeper = Keeper(records, machine(), clock)
         names = {"localhost", "127.0.0.1", "[::1]", options.host, *options.allow_hosts}
-        service = Service(records, keeper, Guard(records, names), clock, options.code_roots)
+        service = Service(records, keeper, Guard(records, names, clock, _session_key(options.folder)), clock, options.code_roots)
+        service.show_samples = options.show_samples
         ending, loop = asyncio.Event(), asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, ending.set)
         runner = web.AppRunner(service.app(), access_log=None, shutdown_timeout=2.0, handler_cancellation=True)
         await runner.setup()
         try:
-            await _listen(runner, options, context)
+            await listen(runner, options.host, options.port, context)
             url = f"{'https' if context else 'http'}://{options.host}:{runner.addresses[0][1]}"
             (options.folder / URL_FILE).write_text(url, encoding="utf-8")
             log.info("serving %s; the admin token is in %s", url, options.folder / TOKEN_FILE)
@@ -136,12 +140,16 @@ def _check(options: ServeOptions) -> ssl.SSLContext | None:
     return context
 
 
-async def _listen(runner: web.AppRunner, options: ServeOptions, context: ssl.SSLContext | None) -> None:
+async def listen(runner: web.AppRunner, host: str, port: int, context: ssl.SSLContext | None = None) -> None:
+    """Listen.
+
+    Raises:
+        LaunchError: The port is taken, or the address is not this machine's.
+    """
     try:
-        await web.TCPSite(runner, options.host, options.port, ssl_context=context).start()
+        await web.TCPSite(runner, host, port, ssl_context=context).start()
     except OSError as error:
-        taken = f"cannot listen on {options.host}:{options.port}: {error.strerror}; `--port 0` takes a free one"
-        raise LaunchError(taken) from error
+        raise LaunchError(f"cannot listen on {host}:{port}: {error.strerror}; `--port 0` takes a free one") from error
 
 
 @contextlib.contextmanager
@@ -165,6 +173,17 @@ def _first_token(records: Records, folder: Path, clock: Clock) -> None:
     """Make the admin's token where there is none; it lies in the folder, readable by its owner only."""
     if records.tokens:
         return
-    descriptor = os.open(folder / TOKEN_FILE, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "w") as file:
-        file.write(new_token(records, "admin", "admin", clock) + "\n")
+    _write_secret(folder / TOKEN_FILE, new_token(records, "admin", "admin", clock) + "\n")
+
+
+def _session_key(folder: Path) -> bytes:
+    """Return what signs the page's cookies; it outlives the daemon, and so do they."""
+    path = folder / SESSION_KEY_FILE
+    if not path.exists():
+        _write_secret(path, secrets.token_hex(32))
+    return path.read_bytes()
+
+
+def _write_secret(path: Path, text: str) -> None:
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+        file.write(text)

@@ -122,6 +122,8 @@ class Records:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self.elsewhere: dict[str, Path] = {}
+        """Folders of runs that are looked at where they lie (`asyncrl view`)."""
         (folder / RUNS).mkdir(parents=True, exist_ok=True)
         folder.chmod(0o700)
         path = folder / DATABASE
@@ -144,7 +146,7 @@ class Records:
 
     def run_folder(self, run: str) -> Path:
         """Return a run's folder."""
-        return self._folder / RUNS / run
+        return self.elsewhere.get(run) or self._folder / RUNS / run
 
     def put_run(self, record: RunRecord) -> None:
         """Keep a run's record as it is now, here and in its folder."""

@@ -29,9 +29,10 @@ from asyncrl.schema.status import RunStatus
 from asyncrl.serve.guard import OPEN, WHO, ForbiddenError, Guard, new_token
 from asyncrl.serve.keeper import Keeper
 from asyncrl.serve.machine import disk_fault
+from asyncrl.serve.pages import Login, Pages
 from asyncrl.serve.queue import in_order
 from asyncrl.serve.records import Answered, Records, Role, RunRecord, ServerEvent
-from asyncrl.serve.streams import Tail, last_event_id, stream
+from asyncrl.serve.streams import Tail, json_response, last_event_id, stream
 from asyncrl.serve.submit import RefusedError, Submission, resolve
 
 PRIVATE = frozenset({"keys", "api.json", "endpoint", "owner.sock"})
@@ -93,13 +94,23 @@ class Service:
     clock: Clock
     code_roots: Sequence[Path] = ()
     draining: bool = False
+    show_samples: bool = False
+    """To every viewer; else to operators."""
+    read_only: bool = False
+    """Answers what is asked, and takes no orders (`asyncrl view`)."""
     answered: dict[int, int] = field(default_factory=dict)
     """Requests by status."""
 
     def routes(self) -> list[Route]:
         """Return every route there is."""
-        run = "/v1/runs/{run}"
-        return [
+        run, page = "/v1/runs/{run}", Pages(self.records, self.keeper, self.guard, self.is_over, read_only=self.read_only)
+        table = [
+            Route("GET", "/", OPEN, page.index, "The page."),
+            Route("GET", "/page/{file:.*}", OPEN, page.static, "The page's files."),
+            Route("POST", "/v1/login", OPEN, page.login, "Give the page a cookie for a token.", Login),
+            Route("POST", "/v1/logout", OPEN, page.logout, "Take the page's cookie back."),
+            Route("GET", "/v1/session", OPEN, page.session, "Who is logged in on this page, and in which role."),
+            Route("GET", "/v1/live", "viewer", page.live_runs, "The newest runs, whenever one has changed, as a stream."),
             Route("GET", "/healthz", OPEN, self.healthz, "Whether the daemon's loop runs."),
             Route("GET", "/readyz", OPEN, self.readyz, "Whether it takes work: runs are found again, the disk has room."),
             Route("GET", "/version", OPEN, self.version, "The daemon's version."),
@@ -116,6 +127,10 @@ class Service:
             Route("GET", f"{run}/steps", "viewer", self.steps, "Step reports, past and coming, as a stream; ?first= STEP."),
             Route("GET", f"{run}/evaluations", "viewer", self.evaluations, "Held-out evaluations, oldest first."),
             Route("GET", f"{run}/events", "viewer", self.run_events, "What happened to a run, as a stream."),
+            Route("GET", f"{run}/live", "viewer", page.live, "Status, steps, events as one stream: ?offset= &events=."),
+            Route("GET", f"{run}/series", "viewer", page.series, "Values over all steps: ?names=reward_mean,ratio/ess."),
+            Route("GET", f"{run}/ledger", "viewer", page.ledger, "Groups by state, and samples by version."),
+            Route("GET", f"{run}/samples", "viewer" if self.show_samples else "operator", page.samples, "Samples: ?step=."),
             Route("GET", f"{run}/config", "viewer", self.config, "A run's config, as TOML."),
             Route("GET", f"{run}/files/{{path:.*}}", "operator", self.files, "A file of a run's folder, or a folder's list."),
             *(Route("POST", f"{run}/{name}", "operator", self._order(name), f"Have a live run {name}.") for name in ORDERS),
@@ -126,6 +141,7 @@ class Service:
             Route("POST", "/v1/tokens", "admin", self.add_token, "Make a token; it is shown once.", NewToken),
             Route("DELETE", "/v1/tokens/{name}", "admin", self.remove_token, "Remove a token."),
         ]  # fmt: skip
+        return [route for route in table if not self.read_only or route.method == "GET" or route.least == OPEN]
 
     def app(self) -> web.Application:
         """Return the application."""
@@ -151,15 +167,15 @@ class Service:
                 self.guard.check(request, "viewer")
             response = await handler(request)
         except web.HTTPException as error:
-            response = _json({"error": error.text or error.reason}, error.status)
+            response = json_response({"error": error.text or error.reason}, error.status)
         except RefusedError as error:
-            response = _json({"error": str(error), "faults": error.faults}, 422)
+            response = json_response({"error": str(error), "faults": error.faults}, 422)
         except ForbiddenError as error:
-            response = _json({"error": str(error)}, error.status)
+            response = json_response({"error": str(error)}, error.status)
             if error.status == 401:
                 response.headers["WWW-Authenticate"] = "Bearer"
         except (msgspec.DecodeError, ConfigError, UnicodeError, ValueError) as error:
-            response = _json({"error": str(error)}, 400)
+            response = json_response({"error": str(error)}, 400)
         except RunError as error:
             response = _plain_error(request, str(error), 409)
         except AsyncRLError as error:
@@ -167,33 +183,33 @@ class Service:
         except (OSError, sqlite3.Error) as error:
             if isinstance(error, ConnectionError):
                 raise
-            response = _json({"error": f"the daemon cannot write its records: {error}"}, 507)
+            response = json_response({"error": f"the daemon cannot write its records: {error}"}, 507)
         self.answered[response.status] = self.answered.get(response.status, 0) + 1
         if not response.prepared:
             response.headers["X-Content-Type-Options"] = "nosniff"
-            response.headers["Content-Security-Policy"] = "default-src 'self'; frame-ancestors 'none'"
+            response.headers["Content-Security-Policy"] = "default-src 'self'; base-uri 'none'; frame-ancestors 'none'"
         return response
 
     # -- the daemon ------------------------------------------------------------------------------------------------------
 
     async def healthz(self, _: web.Request) -> web.StreamResponse:
         """Answer."""
-        return _json({"ok": True})
+        return json_response({"ok": True})
 
     async def readyz(self, _: web.Request) -> web.StreamResponse:
         """Answer 200 where work is taken, else 503 with the reason."""
         reason = "" if self.keeper.settled.is_set() else "runs of before are being looked at"
         reason = reason or ("the daemon is ending" if self.draining else "") or disk_fault(self.records.run_folder(""))
-        return _json({"ready": not reason, "reason": reason}, 503 if reason else 200)
+        return json_response({"ready": not reason, "reason": reason}, 503 if reason else 200)
 
     async def version(self, _: web.Request) -> web.StreamResponse:
         """Return the version."""
-        return _json({"version": __version__, "api": 1})
+        return json_response({"version": __version__, "api": 1})
 
     async def openapi(self, _request: web.Request) -> web.StreamResponse:
         """Return the table as OpenAPI."""
         _, schemas = msgspec.json.schema_components(
-            [Submission, Fork, Resume, NewToken], ref_template="#/components/schemas/{name}"
+            [Submission, Fork, Resume, NewToken, Login], ref_template="#/components/schemas/{name}"
         )  # fmt: skip
         paths: dict[str, dict[str, Any]] = {}
         for route in self.routes():
@@ -209,7 +225,7 @@ class Service:
                 operation["requestBody"] = {"content": {"application/json": {"schema": schema}}}
             paths.setdefault(path, {})[route.method.lower()] = operation
         bearer = {"bearer": {"type": "http", "scheme": "bearer"}}
-        return _json({
+        return json_response({
             "openapi": "3.1.0",
             "info": {"title": "asyncrl serve", "version": __version__},
             "paths": paths,
@@ -234,7 +250,7 @@ class Service:
     async def machine(self, _: web.Request) -> web.StreamResponse:
         """Return the inventory and what runs hold of it."""
         busy = [run for run in self.records.runs.values() if run.state in {"starting", "live"}]
-        return _json({
+        return json_response({
             "has": self.keeper.machine,
             "in_use": [{"run": run.id, "gpus": run.gpus, "demand": run.demand} for run in busy],
         })  # fmt: skip
@@ -264,18 +280,18 @@ class Service:
             if run.number < before and query.get("state", run.state) == run.state
             and query.get("project", run.project) == run.project and ("tag" not in query or query["tag"] in run.tags)
         ]  # fmt: skip
-        return _json({"runs": found[:limit], "next": found[limit - 1].number if len(found) > limit else None})
+        return json_response({"runs": found[:limit], "next": found[limit - 1].number if len(found) > limit else None})
 
     async def queue(self, _: web.Request) -> web.StreamResponse:
         """Return the queue."""
-        return _json({"runs": in_order(self.records.runs.values())})
+        return json_response({"runs": in_order(self.records.runs.values())})
 
     async def submit(self, request: web.Request) -> web.StreamResponse:
         """Check a submission whole, then queue it."""
         body = await _body(request)
         submission = msgspec.json.decode(body, type=Submission)
         if (known := self._known(request, body)) is not None:
-            return _json(known)
+            return json_response(known)
         self._takes_work()
         config, demand = await asyncio.to_thread(
             resolve, submission, self.records.run_folder(""), self.code_roots, self.keeper.machine
@@ -284,14 +300,14 @@ class Service:
             config, demand, who=request[WHO].name, project=submission.project, tags=submission.tags, priority=submission.priority
         )  # fmt: skip
         self._remember(request, body, record)
-        return _json(record, 201)
+        return json_response(record, 201)
 
     async def fork(self, request: web.Request) -> web.StreamResponse:
         """Queue a new run from a checkpoint of this one."""
         run, body = request.match_info["run"], await _body(request)
         asked = msgspec.json.decode(body, type=Fork)
         if (known := self._known(request, body)) is not None:
-            return _json(known)
+            return json_response(known)
         self._takes_work()
         folder = self.records.run_folder(run)
         checkpoints = sorted(path.name for path in (folder / "checkpoints").glob("step-*"))
@@ -309,7 +325,7 @@ class Service:
             priority=asked.priority, parent=f"{run}/checkpoints/{name}",
         )  # fmt: skip
         self._remember(request, body, record)
-        return _json(record, 201)
+        return json_response(record, 201)
 
     def _takes_work(self) -> None:
         if reason := ("the daemon is ending" if self.draining else "") or disk_fault(self.records.run_folder("")):
@@ -330,7 +346,7 @@ class Service:
 
     async def show_run(self, request: web.Request) -> web.StreamResponse:
         """Return a run's record."""
-        return _json(self.records.runs[request.match_info["run"]])
+        return json_response(self.records.runs[request.match_info["run"]])
 
     async def status(self, request: web.Request) -> web.StreamResponse:
         """Return a live run's own status, or what is known of one that is not."""
@@ -357,16 +373,17 @@ class Service:
         if first and not first.isdecimal():
             raise ForbiddenError(400, f"first must be a step, got {first[:40]!r}")
         tail = Tail(self.records.run_folder(run) / STEPS_FILE, "step", "step", max(after, int(first or 0) - 1))
-        return await stream(request, tail.rows, lambda: self._is_over(run))
+        return await stream(request, tail.rows, lambda: self.is_over(run))
 
     async def run_events(self, request: web.Request) -> web.StreamResponse:
         """Stream what happens to a run."""
         run = request.match_info["run"]
         tail = Tail(self.records.run_folder(run) / "events.jsonl", "seq", "event", last_event_id(request))
-        return await stream(request, tail.rows, lambda: self._is_over(run))
+        return await stream(request, tail.rows, lambda: self.is_over(run))
 
-    def _is_over(self, run: str) -> bool:
-        return self.draining or self.records.runs[run].state == "ended"
+    def is_over(self, run: str = "") -> bool:
+        """Return whether nothing more will come, of a run or at all."""
+        return self.draining or bool(run and self.records.runs[run].state == "ended")
 
     async def config(self, request: web.Request) -> web.StreamResponse:
         """Return a run's config as it is now, or as it was submitted."""
@@ -386,7 +403,7 @@ class Service:
             raise ForbiddenError(404, f"the run has no file {asked!r}")
         if path.is_dir():
             found = sorted(child for child in path.iterdir() if child.name not in PRIVATE)
-            return _json([
+            return json_response([
                 {"name": child.name, "folder": child.is_dir(), "bytes": child.stat().st_size, "changed_s": child.stat().st_mtime}
                 for child in found
             ])  # fmt: skip
@@ -401,14 +418,14 @@ class Service:
                 body = await _body(request)
                 goal = msgspec.json.decode(body, type=Resume).num_steps if body else 0
                 self._takes_work()
-                return _json(await self.keeper.resume_ended(run, who, goal))
+                return json_response(await self.keeper.resume_ended(run, who, goal))
             return _answer(request, await self.keeper.ask(run, name, who))
 
         return handler
 
     async def cancel(self, request: web.Request) -> web.StreamResponse:
         """Cancel a queued run."""
-        return _json(await self.keeper.cancel(request.match_info["run"], request[WHO].name))
+        return json_response(await self.keeper.cancel(request.match_info["run"], request[WHO].name))
 
     async def compare(self, request: web.Request) -> web.StreamResponse:
         """Return what differs between runs: settings and results."""
@@ -423,20 +440,24 @@ class Service:
         )
         keys = {key for row in rows for key in row["config"]}
         same = {key for key in keys if len({repr(row["config"].get(key)) for row in rows}) == 1}
-        return _json({"runs": [{**row, "config": {k: v for k, v in row["config"].items() if k not in same}} for row in rows]})
+        return json_response({
+            "runs": [{**row, "config": {k: v for k, v in row["config"].items() if k not in same}} for row in rows]
+        })
 
     # -- tokens ----------------------------------------------------------------------------------------------------------
 
     async def list_tokens(self, _: web.Request) -> web.StreamResponse:
         """Return names and roles."""
-        return _json([{"name": one.name, "role": one.role, "created_s": one.created_s} for one in self.records.tokens.values()])
+        return json_response([
+            {"name": one.name, "role": one.role, "created_s": one.created_s} for one in self.records.tokens.values()
+        ])
 
     async def add_token(self, request: web.Request) -> web.StreamResponse:
         """Make a token."""
         asked = msgspec.json.decode(await _body(request), type=NewToken)
         token = new_token(self.records, asked.name, asked.role, self.clock)
         await self.keeper.tell("token", text=f"{asked.name} is a {asked.role}", who=request[WHO].name)
-        return _json({"name": asked.name, "role": asked.role, "token": token}, 201)
+        return json_response({"name": asked.name, "role": asked.role, "token": token}, 201)
 
     async def remove_token(self, request: web.Request) -> web.StreamResponse:
         """Remove a token."""
@@ -446,7 +467,7 @@ class Service:
         if not self.records.forget_token(name):
             raise ForbiddenError(404, f"there is no token {name!r}")
         await self.keeper.tell("token", text=f"{name} is removed", who=request[WHO].name)
-        return _json({"removed": name})
+        return json_response({"removed": name})
 
 
 async def _body(request: web.Request) -> bytes:
@@ -457,22 +478,18 @@ def _key(request: web.Request) -> str:
     return request.headers.get("Idempotency-Key", "")[:200]
 
 
-def _json(value: Any, status: int = 200) -> web.Response:  # noqa: ANN401 - anything msgspec encodes
-    return web.Response(body=msgspec.json.encode(value), status=status, content_type="application/json")
-
-
 def _answer(request: web.Request, value: Any) -> web.Response:  # noqa: ANN401 - anything msgspec encodes
     """Return a value in the form that is accepted."""
     if "application/msgpack" in request.headers.get("Accept", ""):
         return web.Response(body=msgspec.msgpack.encode(value), content_type="application/msgpack")
-    return _json(value)
+    return json_response(value)
 
 
 def _plain_error(request: web.Request, text: str, status: int) -> web.Response:
     """Return an error as a run's own interface does, for a client that speaks to it."""
     if "application/msgpack" in request.headers.get("Accept", ""):
         return web.Response(text=text, status=status)
-    return _json({"error": text}, status)
+    return json_response({"error": text}, status)
 
 
 def _without_none(value: Any) -> Any:  # noqa: ANN401 - plain nested values

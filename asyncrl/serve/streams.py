@@ -10,7 +10,9 @@ import asyncio
 import json
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import msgspec
 from aiohttp import web
 
 from asyncrl.serve.guard import ForbiddenError
@@ -28,9 +30,9 @@ Rows = Callable[[], Awaitable[list[tuple[int, str, bytes]]]]
 class Tail:
     """The whole lines of a file of JSON lines, each once, from a number on."""
 
-    def __init__(self, path: Path, number: str, kind: str, after: int) -> None:
-        """Read `path`; `number` is the field of a row that holds its number, and rows up to `after` are left out."""
-        self._path, self._number, self._kind, self._after, self._offset = path, number, kind, after, 0
+    def __init__(self, path: Path, number: str, kind: str, after: int, offset: int = 0) -> None:
+        """Read `path` from a byte on; `number` is the field that holds a row's number, and rows up to `after` are left out."""
+        self._path, self._number, self._kind, self._after, self._offset = path, number, kind, after, offset
 
     async def rows(self) -> list[tuple[int, str, bytes]]:
         """Return what has come."""
@@ -52,6 +54,11 @@ class Tail:
                 continue  # torn by a writer that was killed
             if number > self._after:
                 yield number, self._kind, line
+
+
+def json_response(value: Any, status: int = 200) -> web.Response:  # noqa: ANN401 - anything msgspec encodes
+    """Return a value as JSON."""
+    return web.Response(body=msgspec.json.encode(value), status=status, content_type="application/json")
 
 
 def last_event_id(request: web.Request) -> int:

@@ -1,0 +1,73 @@
+// Charts: a line for each series, the newest values beside them with every digit, and all values as a table on demand.
+
+import { exact, h, table } from "./dom.js";
+
+const COLOURS = ["#1f6fd0", "#c45a00", "#17803d", "#9b3fb5", "#b02a37", "#00808a"];
+const DASHES = [[], [8, 4], [2, 4], [], [8, 4], [2, 4]];
+const HEIGHT = 190;
+const MOST_TABLE_ROWS = 200;
+const charts = new Set();
+
+const sizes = new ResizeObserver((entries) => {
+  for (const { target, contentRect } of entries) target.chart?.setSize({ width: Math.max(contentRect.width, 120), height: HEIGHT });
+});
+
+const short = (value) => (Math.abs(value) >= 1e5 || (value && Math.abs(value) < 1e-3) ? value.toExponential(1) : String(+value.toPrecision(6)));
+
+// series: [[label, values], ...] over xs; null is no value. Returns a figure; `figure.show(xs, series)` draws other values.
+export function chart(title, xName, xs, series, { points = false } = {}) {
+  const place = h("div", { class: "plot", role: "img" });
+  const values = h("dl", { class: "values" });
+  const details = h("details", {}, h("summary", {}, "Values"));
+  const figure = h("figure", {}, h("figcaption", {}, title), place, values, details);
+  let now = [xs, series];
+  let cells = [];
+  const ink = getComputedStyle(document.documentElement);
+  const axis = { stroke: ink.getPropertyValue("--ink"), grid: { stroke: ink.getPropertyValue("--line"), width: 1 }, ticks: { width: 0 } };
+  const options = {
+    width: 430, height: HEIGHT, legend: { show: false }, cursor: { drag: { x: true, y: false } }, scales: { x: { time: false } },
+    axes: [{ ...axis, size: 28 }, { ...axis, size: 58, values: (_, splits) => splits.map((value) => short(value)) }],
+    series: [{ label: xName }, ...series.map(([label], i) => ({
+      label, stroke: COLOURS[i % 6], dash: DASHES[i % 6], width: 1.5, spanGaps: true, points: points || xs.length < 2 ? { show: true } : {},
+    }))],
+  };
+  const fill = () => {
+    if (!details.open) return;
+    const [all, lines] = now;
+    const from = Math.max(all.length - MOST_TABLE_ROWS, 0);
+    const rows = [];
+    for (let i = all.length - 1; i >= from; i -= 1) rows.push([all[i], ...lines.map(([, column]) => column[i])]);
+    details.replaceChildren(details.firstChild, table(`${title}: the newest ${rows.length}`, [xName, ...lines.map(([label]) => label)], rows));
+  };
+  details.addEventListener("toggle", fill);
+  figure.show = (newXs, newSeries) => {
+    now = [newXs, newSeries];
+    if (cells.length !== newSeries.length) {
+      cells = newSeries.map(([label], i) => [h("dt", {}, h("span", { class: `key key${i % 6}`, "aria-hidden": "true" }), label), h("dd", { "data-series": label })]);
+      values.replaceChildren(...cells.flat());
+    }
+    newSeries.forEach(([, column], i) => {
+      let last = column.length - 1;
+      while (last > 0 && column[last] == null) last -= 1;
+      cells[i][1].textContent = exact(column[last]);
+    });
+    place.setAttribute("aria-label", `${title}, ${newXs.length} points; newest: ${newSeries.map(([label], i) => `${label} ${cells[i][1].textContent}`).join(", ")}`);
+    place.chart?.setData([newXs, ...newSeries.map(([, column]) => column)]);
+    fill();
+  };
+  place.chart = new uPlot(options, [xs, ...series.map(([, column]) => column)], place);
+  charts.add(place);
+  sizes.observe(place);
+  figure.show(xs, series);
+  return figure;
+}
+
+// Free the charts that are no longer on the page.
+export function freeCharts() {
+  for (const place of charts) {
+    if (place.isConnected) continue;
+    sizes.unobserve(place);
+    place.chart.destroy();
+    charts.delete(place);
+  }
+}

@@ -1,0 +1,134 @@
+// One run: who waits for whom, its charts, its processes, and the orders it takes.
+
+import { chart } from "./charts.js";
+import { ask, exact, h, notice, order, redraw, Stream, table, time } from "./dom.js";
+import { state } from "./runs.js";
+
+// Each chart: its title, and which series with their labels. A series is a field of a step report, or a metric.
+const CHARTS = [
+  ["Reward", [["reward_mean", "mean"], ["reward_std", "standard deviation"]]],
+  ["Staleness, versions", [["staleness_mean", "mean"], ["staleness_max", "max"], ["bound", "bound"]]],
+  ["Idle share", [["learner_idle", "learner"], ["generators_idle", "generators"]]],
+  ["Buffer, groups", [["groups_running", "running"], ["groups_scoring", "scoring"], ["groups_ready", "ready"]]],
+  ["Off-policy: effective sample size, clipped", [["ratio/ess", "ess"], ["policy/clip_fraction", "clip fraction"], ["policy/kept_fraction", "kept fraction"]]],
+  ["Off-policy: KL, nat", [["kl/mean", "k3"], ["kl/k1", "k1"]]],
+  ["Weight sync, ms", [["weight_sync_ms", "sync"]]],
+  ["Tokens a second", [["generated_tokens_per_s", "generated"], ["trained_tokens_per_s", "trained"]]],
+  ["Entropy, nat", [["policy/entropy", "entropy"]]],
+  ["Learner memory, GB", [["memory/peak_gb", "peak"], ["memory/allocated_gb", "allocated"]]],
+];
+const NAMES = CHARTS.flatMap(([, series]) => series.map(([name]) => name)).filter((name) => name !== "bound");
+const ORDERS = { pause: "Pause", resume: "Resume", checkpoint: "Checkpoint", drain: "Drain", stop: "Stop" };
+const MEANING = {
+  pause: "Generation and training are held; nothing in flight is lost.", resume: "The run goes on.", checkpoint: "A checkpoint is written now.",
+  drain: "The step in hand is finished, a checkpoint is written, and the run ends.", stop: "The run ends at once. It can be resumed.",
+};
+
+export async function run(name, me) {
+  const path = `/v1/runs/${encodeURIComponent(name)}`;
+  const [record, status, series, evals] = await Promise.all(
+    [ask(path), ask(`${path}/status`), ask(`${path}/series?names=${NAMES.map(encodeURIComponent)}`), ask(`${path}/evaluations`)]);
+  const page = new RunPage(path, me, record, status, series, evals);
+  return { node: page.node, leave: () => page.leave() };
+}
+
+class RunPage {
+  constructor(path, me, record, status, series, evals) {
+    Object.assign(this, { path, me, record, status, evals, newest: series.newest, steps: series.steps, columns: series.columns, bound: series.max_staleness });
+    this.top = h("div");
+    this.bottom = h("div");
+    this.every = h("details", { ontoggle: () => this.showNewest() });
+    this.said = h("div", { role: "status" });
+    this.orders = Object.fromEntries(Object.entries(ORDERS).map(([what, label]) => [what, h("button", { type: "button", onclick: () => this.order(what) }, label)]));
+    this.charts = CHARTS.map(([title, lines]) => chart(title, "step", this.steps, this.series(lines)));
+    this.evaluations = chart("Held-out evaluations", "version", ...this.evalSeries(), { points: true });
+    const mayOrder = !me.read_only && me.role !== "viewer";
+    this.node = h("div", {}, h("h1", {}, record.id), mayOrder ? h("div", { class: "bar", role: "group", "aria-label": "Orders" }, Object.values(this.orders)) : null,
+      this.said, this.top, h("h2", {}, "Over steps"), h("div", { class: "charts" }, this.charts[0], this.evaluations, this.charts.slice(1)), this.every, this.bottom);
+    this.show();
+    if (record.state !== "ended")
+      this.stream = new Stream(`${path}/live?offset=${series.offset}`, {
+        step: (report) => this.take(report),
+        status: ({ status: newer, record: now }) => { this.status = newer ?? this.status; this.record = now; this.later(); },
+        event: (event) => event.kind === "evaluation" && this.evaluate(),
+      }, async () => this.ended());
+  }
+  leave() {
+    this.isGone = true;
+    this.stream?.close();
+  }
+  series(lines) {
+    return lines.map(([name, label]) => [label, name === "bound" ? this.steps.map(() => this.bound) : this.columns[name]]);
+  }
+  evalSeries() {
+    return [this.evals.map((one) => one.version), [["accuracy", this.evals.map((one) => one.accuracy)], ["reward", this.evals.map((one) => one.reward_mean)]]];
+  }
+  take(report) {
+    let i = this.steps.length;
+    while (i > 0 && this.steps[i - 1] > report.step) i -= 1;
+    if (i > 0 && this.steps[i - 1] === report.step) i -= 1; // said again after a crash: the last time counts
+    this.steps[i] = report.step;
+    for (const name of NAMES) this.columns[name][i] = report[name] ?? report.metrics[name] ?? null;
+    if (i === this.steps.length - 1) this.newest = report;
+    this.hasSteps = true;
+    this.later();
+  }
+  later() {
+    if (this.drawing) return;
+    this.drawing = requestAnimationFrame(() => {
+      this.drawing = 0;
+      if (!this.isGone) this.show();
+    });
+  }
+  async evaluate() {
+    this.evals = await ask(`${this.path}/evaluations`);
+    this.evaluations.show(...this.evalSeries());
+  }
+  async ended() {
+    this.record = await ask(this.path);
+    if (this.record.state !== "ended") return false;
+    this.status = await ask(`${this.path}/status`);
+    await this.evaluate();
+    this.later();
+    return true;
+  }
+  async order(what) {
+    if (!confirm(`${ORDERS[what]} ${this.record.id}? ${MEANING[what]}`)) return;
+    this.said.replaceChildren(notice(`${ORDERS[what]}: asked`));
+    try {
+      const answer = await order(`${this.path}/${what}`);
+      this.said.replaceChildren(notice(`${ORDERS[what]}: done${typeof answer === "string" ? `, ${answer}` : answer.phase ? `, the run is ${answer.phase}` : ""}`));
+    } catch (error) {
+      this.said.replaceChildren(notice(`${ORDERS[what]}: ${error.message}`, true));
+    }
+    if (what === "resume" && !this.stream) dispatchEvent(new Event("hashchange"));
+  }
+  show() {
+    const { record, status, newest } = this;
+    for (const [what, button] of Object.entries(this.orders)) {
+      const isPaused = status.phase === "paused";
+      button.disabled = what === "resume" ? !(isPaused || record.state === "ended") : record.state !== "live" || (what === "pause" && isPaused);
+    }
+    const facts = [["State", state(record)], ["Phase", status.phase], ["Step", `${Math.max(record.version, newest?.version ?? 0)} of ${record.num_steps}`],
+      ["Accuracy", `${exact(record.accuracy_before)} → ${exact(record.accuracy_after)}`], ["Started", time(record.started_s)], ["Ended", time(record.ended_s)],
+      ["Project", record.project], ["Tags", record.tags.join(", ")], ["Forked from", record.parent], ["Checkpoint", status.checkpoint], ["Reason", status.reason || record.reason]];
+    redraw(this.top,
+      h("p", { class: status.waiting ? "notice" : "soft", id: "waiting" }, status.waiting || (record.state === "live" ? "Nobody waits: everything moves." : "The run is not live.")),
+      table("The run", facts.filter(([, value]) => value).map(([label]) => label), [facts.map(([, value]) => value).filter(Boolean)]));
+    if (this.hasSteps) this.charts.forEach((figure, i) => figure.show(this.steps, this.series(CHARTS[i][1])));
+    this.hasSteps = false;
+    redraw(this.bottom, ...[
+      status.processes.length ? [h("h2", {}, "Processes"), table("Who waits for whom", ["Process", "Kind", "Pid", "State", "Deaths", "Waits for", "Since, s"],
+        status.processes.map((one) => [one.name + (one.joined ? " (joined)" : ""), one.kind, one.pid, one.state, one.deaths, one.waiting_for, one.waiting_for ? +one.waiting_s.toFixed(1) : null]))] : [],
+      status.failures.length ? [h("h2", {}, "Failures of samples"), table("By kind", ["Kind", "Where", "Samples", "First reason"], status.failures.map((one) => [one.kind, one.stage, one.count, one.reason]))] : [],
+    ].flat());
+    this.showNewest();
+  }
+  showNewest() {
+    const { newest, every } = this;
+    if (!newest) return;
+    const values = Object.entries({ ...newest, ...newest.metrics }).filter(([, value]) => typeof value === "number");
+    redraw(every, h("summary", { "aria-label": "Every value of the newest step" }, `Every value of step ${newest.step}`),
+      every.open ? table("Every value", ["Value", ""], values) : "");
+  }
+}

@@ -1,0 +1,62 @@
+// The list of runs, and several beside each other.
+
+import { chart } from "./charts.js";
+import { ask, exact, h, notice, redraw, Stream, table, time } from "./dom.js";
+
+export const state = (record) => {
+  const text = record.outcome || record.state;
+  return h("span", { class: `state-${text === "failed" ? "failed" : record.state}` }, text);
+};
+export const linkTo = (name, text = name) => h("a", { href: `#/run/${encodeURIComponent(name)}` }, text);
+
+export async function runs(me) {
+  const chosen = new Set();
+  const place = h("div");
+  const button = h("button", { type: "button", onclick: () => { location.hash = `#/compare/${encodeURIComponent([...chosen].join(","))}`; } }, "Compare");
+  const filter = h("input", { type: "search", "aria-label": "Only runs whose name, project, tags or state contain", placeholder: "Filter", oninput: () => draw() });
+  let records = [];
+  const settle = () => { button.disabled = chosen.size < 2; };
+  const box = (record) => h("input", {
+    type: "checkbox", "aria-label": `Compare ${record.id}`, checked: chosen.has(record.id),
+    onchange: (event) => { chosen[event.target.checked ? "add" : "delete"](record.id); settle(); },
+  });
+  function draw() {
+    const wanted = filter.value.toLowerCase();
+    const found = records.filter((one) => [one.id, one.project, ...one.tags, one.state, one.outcome].join(" ").toLowerCase().includes(wanted));
+    redraw(place, found.length ? table(`${found.length} of ${records.length} runs, newest first`,
+      ["", "Run", "State", "Step", "Of", "Accuracy before", "After", "Project", "Tags", "Priority", "By", "Started", "Ended", "Reason"],
+      found.map((one) => [box(one), linkTo(one.id), state(one), Math.max(one.version, 0), one.num_steps, exact(one.accuracy_before),
+        exact(one.accuracy_after), one.project, one.tags.join(", "), one.priority, one.submitted_by, time(one.started_s), time(one.ended_s), one.reason]))
+      : notice(records.length ? "No run has that in its name, project, tags or state." : "No run yet. `asyncrl.Server.submit`, or POST /v1/runs, submits one."));
+  }
+  settle();
+  const stream = new Stream("/v1/live", { runs: (now) => { records = now; draw(); } }, async () => !(await ask("/v1/session")).name);
+  return { node: h("div", {}, h("h1", {}, "Runs"), h("div", { class: "bar" }, filter, button), me.read_only ? null : await machine(), place), leave: () => stream.close() };
+}
+
+async function machine() {
+  const { has, in_use: used } = await ask("/v1/machine");
+  const cores = used.reduce((sum, one) => sum + one.demand.cores, 0);
+  const gpus = used.reduce((sum, one) => sum + one.gpus.length, 0);
+  return h("p", { class: "soft" }, `This machine: ${has.gpus.length} GPUs (${gpus} in use), ${has.cores} cores (${cores} asked for by live runs), ${(has.memory_bytes / 2 ** 30).toFixed(1)} GiB.`);
+}
+
+const COMPARED = [["Reward", "reward_mean"], ["Staleness, mean", "staleness_mean"], ["Learner idle", "learner_idle"], ["Effective sample size", "ratio/ess"]];
+
+export async function compare(names) {
+  const { runs: rows } = await ask(`/v1/compare?runs=${encodeURIComponent(names)}`);
+  const asked = COMPARED.map(([, name]) => encodeURIComponent(name)).join(",");
+  const series = await Promise.all(rows.map((row) => ask(`/v1/runs/${encodeURIComponent(row.run)}/series?names=${asked}`)));
+  const keys = [...new Set(rows.flatMap((row) => Object.keys(row.config)))].sort();
+  const drawn = COMPARED.map(([title, name]) => {
+    const [xs, ...columns] = uPlot.join(series.map((one) => [one.steps, one.columns[name]]));
+    return chart(title, "step", xs, rows.map((row, i) => [row.run, columns[i]]));
+  });
+  return { node: h("div", {}, h("h1", {}, `Compare ${rows.length} runs`),
+    table("Results; reward and staleness are means of the newest 50 steps", ["Run", "Outcome", "Version", "Accuracy before", "After", "Reward", "Staleness", "Steps a second"],
+      rows.map((row) => [linkTo(row.run), row.outcome, row.version, row.accuracy_before, row.accuracy_after, row.reward, row.staleness, row.steps_per_s])),
+    h("h2", {}, "Settings that differ"),
+    keys.length ? table("Settings that differ", ["Setting", ...rows.map((row) => row.run)], keys.map((key) => [key, ...rows.map((row) => JSON.stringify(row.config[key] ?? null))]))
+      : notice("No setting differs."),
+    h("h2", {}, "Over steps"), h("div", { class: "charts" }, drawn)) };
+}

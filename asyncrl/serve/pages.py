@@ -1,0 +1,205 @@
+"""The page: its files, its session, and what only it asks for. The files ask this origin for everything, and nothing else.
+
+Numbers go out as they are in the run's files. Whatever grows with a run is read from those, never from its controller.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import tomllib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from asyncrl.buffer.ledger.reader import LedgerReader
+from asyncrl.control.api import READ_TIMEOUT_S, read_body
+from asyncrl.observe.events import EVENTS_FILE
+from asyncrl.observe.samples import SampleRow, read_samples
+from asyncrl.observe.steps import STEPS_FILE, StepReport, read_steps
+from asyncrl.serve.guard import SESSION_S, ForbiddenError, Guard, cookie_name
+from asyncrl.serve.keeper import Keeper
+from asyncrl.serve.records import Records
+from asyncrl.serve.streams import Tail, json_response, last_event_id, stream
+
+FOLDER = Path(__file__).parent / "page"
+TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml", ".LICENSE": "text/plain"}
+MOST_LOGIN_BYTES = 4096
+MOST_RUNS = 500
+MOST_NAMES = 64
+MOST_STEPS = 1 << 40
+
+
+class Login(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Body of POST /v1/login."""
+
+    token: str
+
+
+class Pages:
+    """Handlers of the page's routes.
+
+    Args:
+        records: The runs.
+        keeper: Has the newest status of every live run.
+        guard: Gives cookies.
+        is_over: Whether nothing more will come of a run; of none: at all.
+        read_only: No orders are taken.
+    """
+
+    def __init__(
+        self, records: Records, keeper: Keeper, guard: Guard, is_over: Callable[[str], bool], *, read_only: bool
+    ) -> None:  # fmt: skip
+        self._records, self._keeper, self._guard, self._is_over, self._read_only = records, keeper, guard, is_over, read_only
+        self._files = {path.relative_to(FOLDER).as_posix(): path for path in FOLDER.rglob("*") if path.suffix in TYPES}
+
+    async def index(self, _: web.Request) -> web.StreamResponse:
+        """Return the page."""
+        return self._file("index.html")
+
+    async def static(self, request: web.Request) -> web.StreamResponse:
+        """Return one of the page's files."""
+        return self._file(request.match_info["file"])
+
+    def _file(self, name: str) -> web.FileResponse:
+        if name not in self._files:
+            raise ForbiddenError(404, "the page has no such file")
+        kind = f"{TYPES[self._files[name].suffix]}; charset=utf-8"
+        return web.FileResponse(self._files[name], headers={"Content-Type": kind, "Cache-Control": "no-cache"})
+
+    # -- the session -----------------------------------------------------------------------------------------------------
+
+    async def login(self, request: web.Request) -> web.StreamResponse:
+        """Give a cookie for a token."""
+        who = self._guard.by_token(
+            msgspec.json.decode(await read_body(request, MOST_LOGIN_BYTES, READ_TIMEOUT_S), type=Login).token
+        )
+        if who is None:
+            raise ForbiddenError(401, "this is no token of the daemon")
+        response = json_response({"name": who.name, "role": who.role})
+        name, cookie = cookie_name(request), self._guard.cookie(who)
+        response.set_cookie(name, cookie, max_age=SESSION_S, httponly=True, samesite="Strict", secure=request.secure)
+        return response
+
+    async def logout(self, request: web.Request) -> web.StreamResponse:
+        """Take the cookie back."""
+        response = json_response({})
+        response.del_cookie(cookie_name(request))
+        return response
+
+    async def session(self, request: web.Request) -> web.StreamResponse:
+        """Say whose page it is; the name is empty where nobody is logged in."""
+        who = self._guard.by_cookie(request)
+        return json_response({"name": who.name if who else "", "role": who.role if who else "", "read_only": self._read_only})
+
+    # -- what comes ------------------------------------------------------------------------------------------------------
+
+    async def live_runs(self, request: web.Request) -> web.StreamResponse:
+        """Stream the newest runs' records, all of them whenever one has changed."""
+        sent, number = b"", 0
+
+        async def rows() -> list[tuple[int, str, bytes]]:
+            nonlocal sent, number
+            newest = sorted(self._records.runs.values(), key=lambda run: -run.number)[:MOST_RUNS]
+            if (now := msgspec.json.encode(newest)) == sent:
+                return []
+            sent, number = now, number + 1
+            return [(number, "runs", now)]
+
+        return await stream(request, rows, lambda: self._is_over(""))
+
+    async def live(self, request: web.Request) -> web.StreamResponse:
+        """Stream a run's status, steps and events; the number of each row is that of the newest step."""
+        run, newest = request.match_info["run"], last_event_id(request)
+        folder = self._records.run_folder(run)
+        steps = Tail(folder / STEPS_FILE, "step", "step", newest, _whole(request, "offset"))
+        events = Tail(folder / EVENTS_FILE, "seq", "event", _whole(request, "events"))
+        shown: Any = None
+
+        async def rows() -> list[tuple[int, str, bytes]]:
+            nonlocal newest, shown
+            found = [(number, kind, line) for number, kind, line in await steps.rows()]
+            newest = found[-1][0] if found else newest
+            found += [(newest, kind, line) for _, kind, line in await events.rows()]
+            status, record = self._keeper.statuses.get(run), self._records.runs[run]
+            if (status, record) != shown:
+                shown = (status, record)
+                found.append((newest, "status", msgspec.json.encode({"status": status, "record": record})))
+            return found
+
+        return await stream(request, rows, lambda: self._is_over(run))
+
+    # -- what is there ---------------------------------------------------------------------------------------------------
+
+    async def series(self, request: web.Request) -> web.StreamResponse:
+        """Return values over all steps, null where a step has none; the newest step; the byte where reading ended; the bound."""
+        names = [name for name in request.query.get("names", "").split(",") if name]
+        if len(names) > MOST_NAMES:
+            raise ForbiddenError(400, f"names has at most {MOST_NAMES} names, got {len(names)}")
+        folder = self._records.run_folder(request.match_info["run"])
+        return json_response(await asyncio.to_thread(_series, folder, names))
+
+    async def ledger(self, request: web.Request) -> web.StreamResponse:
+        """Return counts of the ledger."""
+        path = self._records.run_folder(request.match_info["run"]) / "ledger.sqlite"
+        if not path.exists():
+            raise ForbiddenError(404, "the run has no ledger on disk")
+        return json_response(await asyncio.to_thread(_ledger, path))
+
+    async def samples(self, request: web.Request) -> web.StreamResponse:
+        """Return the kept samples of a step, the newest where none is named."""
+        step = _whole(request, "step", -1)
+        folder = self._records.run_folder(request.match_info["run"])
+        return json_response(await asyncio.to_thread(_samples, folder, step))
+
+
+def _whole(request: web.Request, name: str, default: int = 0) -> int:
+    """Return a whole number of the query."""
+    text = request.query.get(name, "")
+    if text and not (text.isascii() and text.isdecimal() and len(text) <= 18):
+        raise ForbiddenError(400, f"{name} must be a whole number, got {text[:40]!r}")
+    return int(text) if text else default
+
+
+def _series(folder: Path, names: Sequence[str]) -> dict[str, Any]:
+    path = folder / STEPS_FILE
+    num_bytes = path.stat().st_size if path.exists() else 0
+    reports = read_steps(folder)
+    fields = frozenset(StepReport.__struct_fields__)
+    columns = {
+        name: [getattr(report, name) for report in reports]
+        if name in fields
+        else [report.metrics.get(name) for report in reports]
+        for name in names
+    }
+    source = folder / "config.toml"
+    buffer = tomllib.loads(source.read_text(encoding="utf-8")).get("buffer", {}) if source.exists() else {}
+    return {
+        "steps": [report.step for report in reports],
+        "columns": columns,
+        "newest": reports[-1] if reports else None,
+        "offset": num_bytes,
+        "max_staleness": buffer.get("max_staleness"),
+    }
+
+
+def _ledger(path: Path) -> dict[str, Any]:
+    with LedgerReader(path) as reader:
+        steps = reader.steps(last=MOST_STEPS)
+        trained = sum(len(step.group_ids) for step in steps if step.state == "trained")
+        return {"states": reader.counts(), "versions": reader.versions(), "steps": steps[-50:], "trained_in_steps": trained}
+
+
+def _samples(folder: Path, step: int) -> dict[str, Any]:
+    """Return the samples of a step (-1: of the newest), and which steps there are; of a repeated one those of the last time."""
+    steps: set[int] = set()
+    rows: dict[tuple[int, int], SampleRow] = {}
+    for row in read_samples(folder):
+        if step < 0 and rows and row.step != next(iter(rows.values())).step:
+            rows = {}
+        steps.add(row.step)
+        if row.step == step or step < 0:
+            rows[row.group_id, row.index] = row
+    return {"steps": sorted(steps), "rows": list(rows.values())}

@@ -71,7 +71,16 @@ async def test_every_route_refuses_whoever_may_not_ask(service, client, tokens):
 async def test_what_a_route_does_not_take_is_a_4xx_and_starts_nothing(service, client, tokens):
     source = random.Random(0)
     odd = ["", "x", "../..", "%00", "r", "-1", "9" * 40, "runs", "\u2603", "a b", "r/keys", "..%2f..", "api.json"]
-    bodies = [b"", b'{"confg": {}}', b"[]", b"\xff", b'{"config": 5}', b'{"name": "../../x"}', b'{"set": {"num_steps": 1e999}}', b"x" * 2000]
+    bodies = [
+        b"",
+        b'{"confg": {}}',
+        b"[]",
+        b"\xff",
+        b'{"config": 5}',
+        b'{"name": "../../x"}',
+        b'{"set": {"num_steps": 1e999}}',
+        b"x" * 2000,
+    ]
     routes = [route for route in service.routes() if route.least != OPEN]
     for _ in range(800):
         route = source.choice(routes)

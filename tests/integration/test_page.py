@@ -1,0 +1,281 @@
+"""The page in a real browser: its numbers are the files', it is alone, and hostile text does nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+import tomli_w
+
+from asyncrl.buffer.ledger.reader import LedgerReader
+from asyncrl.client import is_live, read_endpoint
+from asyncrl.observe.events import read_events
+from asyncrl.observe.samples import read_samples
+from asyncrl.observe.steps import read_evals, read_steps
+from tests.integration.conftest import NO_MODEL, tiny_settings
+from tests.integration.test_serve import Daemon, settings
+
+BROWSER = os.environ.get("ASYNCRL_CHROMIUM") or shutil.which("chromium-headless-shell") or shutil.which("chromium")
+playwright = pytest.importorskip("playwright.async_api", reason="playwright is not installed")
+expect = playwright.expect
+pytestmark = [
+    pytest.mark.timeout(120),
+    pytest.mark.skipif(
+        not BROWSER, reason="there is no chromium: apt-get install chromium-headless-shell, or set ASYNCRL_CHROMIUM"
+    ),
+]
+HOSTILE = "<script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">\0\u202eevil\u2066"
+REACHABLE = "a, button:enabled, input, select, summary, [tabindex='0']"
+NUM_STEPS = 10_000
+
+
+async def accept(dialog) -> None:
+    await dialog.accept()
+
+
+@pytest.fixture
+async def page():
+    """A page of a browser; the test fails where the page says an error, or asks another host for something."""
+    troubles: list[str] = []
+    async with playwright.async_playwright() as started:
+        browser = await started.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
+        one = await browser.new_page(viewport={"width": 1300, "height": 900})
+        one.set_default_timeout(30_000)
+        one.on("console", lambda said: troubles.append(said.text) if said.type in {"error", "warning"} else None)
+        one.on("pageerror", lambda error: troubles.append(str(error)))
+        one.on("request", lambda asked: None if asked.url.startswith("http://127.0.0.1:") else troubles.append(asked.url))
+        one.on("dialog", accept)
+        one.troubles = troubles
+        yield one
+        await browser.close()
+    assert not troubles
+
+
+@contextlib.asynccontextmanager
+async def viewed(*folders: Path):
+    command = [sys.executable, "-m", "asyncrl", "view", *map(str, folders)]
+    process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+    try:
+        yield (await process.stdout.readline()).decode().strip()
+    finally:
+        process.terminate()
+        await process.wait()
+
+
+async def numbers(page) -> dict[str, float]:
+    """The newest values beside the charts, by the chart's title and the series' label."""
+    found = await page.eval_on_selector_all(
+        "figure dd", "all => all.map(one => [one.closest('figure').firstChild.textContent, one.dataset.series, one.textContent])"
+    )
+    return {f"{title}: {label}": None if len(text) == 1 and not text.isdigit() else float(text) for title, label, text in found}
+
+
+async def rows(page, caption: str) -> list[list[str]]:
+    table = page.get_by_role("region", name=caption)
+    return await table.locator("tbody tr").evaluate_all("all => all.map(row => [...row.cells].map(cell => cell.textContent))")
+
+
+async def reached(page, version: int) -> None:
+    """Wait until the page shows that version."""
+    while not (found := re.search(r"(\d+) of 5000", await page.locator("main").text_content())) or int(found[1]) < version:
+        await asyncio.sleep(0.05)
+
+
+async def go(page, path: str) -> None:
+    await page.evaluate("path => { location.hash = path }", path)
+
+
+async def test_a_live_run_is_followed_and_takes_orders(page, tmp_path):
+    daemon = Daemon(tmp_path / "served")
+    try:
+        async with await daemon.start() as server:
+            slow = {**NO_MODEL, "token_latency_s": 0.05}
+            await server.submit(settings(tmp_path, num_steps=5000, generate__engine=slow), name="one", tags=["night"])
+            url, token = (daemon.folder / "server.url").read_text(), (daemon.folder / "admin.token").read_text().strip()
+            await page.goto(url)
+            await page.get_by_label("Token").fill("wrong")
+            await page.keyboard.press("Enter")
+            await page.get_by_text("This is no token of the daemon.").wait_for()
+            page.troubles.clear()  # the browser's own line about the 401
+            await page.get_by_label("Token").fill(token)
+            await page.keyboard.press("Enter")
+            await page.get_by_role("link", name="one", exact=True).click()
+            folder = daemon.folder / "runs" / "one"
+            await reached(page, 3)
+            await page.get_by_role("button", name="Pause").click()
+            await page.get_by_text("Pause: done").wait_for()
+            await page.get_by_role("cell", name="paused", exact=True).wait_for()
+            newest = read_steps(folder)[-1]
+            await page.get_by_text(f"Every value of step {newest.step}").wait_for()
+            assert (await numbers(page))["Reward: mean"] == newest.reward_mean
+            assert "generator-0" in [row[0] for row in await rows(page, "Who waits for whom")]
+            await daemon.kill()  # the page finds the next daemon, with the same cookie
+            port = url.rpartition(":")[2]
+            async with await daemon.start("--port", port):
+                await page.get_by_role("button", name="Resume").click()
+                await page.get_by_text("Resume: done").wait_for()
+                await reached(page, newest.version + 2)
+                await page.get_by_role("button", name="Stop").click()
+                await page.get_by_role("cell", name="stopped", exact=True).first.wait_for()
+                assert await orders(server, 3) == [(what, "admin") for what in ("pause", "resume", "stop")]
+                await page.get_by_role("button", name="Log out").click()
+                await page.get_by_label("Token").wait_for()
+                assert not await page.context.cookies()
+            page.troubles[:] = [said for said in page.troubles if "ERR_" not in said]  # while no daemon was there
+    finally:
+        if daemon.process is not None and daemon.process.returncode is None:
+            await daemon.end()
+        if is_live(folder):
+            os.kill(read_endpoint(folder).pid, 9)
+
+
+async def orders(server, most: int) -> list[tuple[str, str]]:
+    """What the run was asked, and by whom."""
+    found: list[tuple[str, str]] = []
+    async with server._http.get(f"{server._url}/v1/events") as answer:
+        while len(found) < most:
+            event = json.loads(await answer.content.readline())
+            found += [(event["text"], event["who"])] if event["kind"] == "asked" else []
+    return found
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory) -> Path:
+    """The folder of a run that has ended, of 6 steps."""
+    folder = tmp_path_factory.mktemp("runs")
+    source = folder / "config.toml"
+    source.write_text(tomli_w.dumps(tiny_settings(folder, generate__engine=NO_MODEL, num_steps=6)))
+    done = subprocess.run([sys.executable, "-m", "asyncrl", "run", str(source), "--plain"], capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return folder / "tiny"
+
+
+async def test_every_page_has_the_numbers_of_the_files(page, recorded, tmp_path):
+    copied = shutil.copytree(recorded, tmp_path / "copied")
+    before = {path: path.stat().st_mtime_ns for path in sorted(copied.rglob("*"))}
+    steps, evals = read_steps(recorded), read_evals(recorded)
+    async with viewed(recorded, copied) as url:
+        await page.goto(url)
+        listed = await rows(page, "2 of 2 runs, newest first")
+        assert [row[1:7] for row in listed] == [
+            [name, "done", "6", "6", str(evals[0].accuracy), str(evals[-1].accuracy)] for name in ("copied", "tiny")
+        ]
+        assert "token" not in page.url
+        await page.get_by_role("link", name="copied").click()
+        await page.get_by_text("Every value of step 5").wait_for()
+        shown, newest = await numbers(page), steps[-1]
+        assert shown["Reward: mean"] == newest.reward_mean
+        assert shown["Idle share: learner"] == newest.learner_idle
+        assert shown["Staleness, versions: bound"] == 2
+        assert shown["Off-policy: effective sample size, clipped: ess"] == newest.metrics["ratio/ess"]
+        assert shown["Off-policy: KL, nat: k1"] == newest.metrics["kl/k1"]
+        assert shown["Weight sync, ms: sync"] == newest.weight_sync_ms
+        assert shown["Held-out evaluations: accuracy"] == evals[-1].accuracy
+        figure = page.locator("figure", has=page.get_by_text("Reward", exact=True))
+        await figure.get_by_text("Values").click()
+        assert [[float(cell) for cell in row] for row in await rows(page, "Reward: the newest 6")] == [
+            [step.step, step.reward_mean, step.reward_std] for step in reversed(steps)
+        ]
+        await page.get_by_text("Every value of step 5").click()
+        every = {name: float(value) for name, value in await rows(page, "Every value")}
+        plain = msgspec.to_builtins(newest)
+        assert every == {k: v for k, v in {**plain, **newest.metrics}.items() if isinstance(v, (int, float))}
+        assert not await page.get_by_role("button", name="Pause").count()
+
+        await page.get_by_role("link", name="ledger").click()
+        with LedgerReader(recorded) as ledger:
+            counts = ledger.counts()
+        total = sum(row.groups for row in counts)
+        assert (await page.locator("#sum").text_content()).startswith(f"issued {total} = ")
+        assert "the sums agree" in await page.locator("#trained").text_content()
+        assert await rows(page, "Groups by state") == [
+            *([row.state, row.reason, str(row.groups)] for row in counts), ["all", "", str(total)]
+        ]  # fmt: skip
+        await page.get_by_role("link", name="samples").click()
+        await page.get_by_label("Order").select_option("highest reward")
+        kept = [row for row in read_samples(recorded) if row.step == 5]
+        rewards = await page.locator(".reward").all_text_contents()
+        assert [float(reward) for reward in rewards] == sorted((row.reward for row in kept), reverse=True)
+        await page.get_by_role("link", name="events").click()
+        await page.get_by_role("cell", name="stopped").wait_for()
+        events = list(read_events(recorded))
+        assert [row[:1] + row[2:4] for row in await rows(page, "What happened, newest first")] == [
+            [str(event.seq), event.kind, event.subject] for event in reversed(events)
+        ]
+        await page.get_by_role("link", name="config").click()
+        assert await page.get_by_label("Config, TOML").text_content() == (recorded / "config.toml").read_text()
+        await page.get_by_role("link", name="logs").click()
+        await page.get_by_label("Log of").select_option("learner.log")
+        await expect(page.locator("pre")).to_have_text((recorded / "logs" / "learner.log").read_text())
+        await go(page, "/")
+        for name in ("tiny", "copied"):
+            await page.get_by_label(f"Compare {name}").check()
+        await page.get_by_role("button", name="Compare").click()
+        await page.get_by_role("heading", name="Compare 2 runs").wait_for()
+        assert (await numbers(page))["Reward: tiny"] == newest.reward_mean
+    assert before == {path: path.stat().st_mtime_ns for path in sorted(copied.rglob("*"))}
+
+
+async def test_ten_thousand_steps_and_hostile_text_do_not_hold_the_page(page, recorded, tmp_path):
+    folder = shutil.copytree(recorded, tmp_path / "long", ignore=shutil.ignore_patterns("samples.jsonl"))
+    newest, encoder = read_steps(recorded)[-1], msgspec.json.Encoder()
+    with (folder / "steps.jsonl").open("ab") as file:
+        for step in range(6, NUM_STEPS):
+            file.write(encoder.encode(msgspec.structs.replace(newest, step=step, version=step + 1, reward_mean=step / 7)) + b"\n")
+    rows = [next(read_samples(recorded)), next(read_samples(recorded))]
+    rows[0] = msgspec.structs.replace(rows[0], text=HOSTILE, prompt=HOSTILE, prompt_id=HOSTILE, parts={HOSTILE: 1.0})
+    rows[1] = msgspec.structs.replace(rows[1], index=rows[0].index + 1, text="long " * 100_000)
+    (folder / "samples.jsonl").write_bytes(b"".join(encoder.encode(row) + b"\n" for row in rows))
+    (folder / "logs" / "learner.log").write_text(HOSTILE)
+    async with viewed(folder) as url:
+        await page.goto(url)
+        await page.get_by_role("link", name="long").click()
+        await page.get_by_text(f"Every value of step {NUM_STEPS - 1}").wait_for()
+        took_ms = await page.evaluate("() => performance.now()")
+        assert (await numbers(page))["Reward: mean"] == (NUM_STEPS - 1) / 7
+        await page.locator("summary", has_text="Values").first.click()
+        print(f"10,000 steps: {took_ms:.0f} ms from the page's first byte")  # noqa: T201
+        for view in ("samples", "logs"):
+            await page.get_by_role("link", name=view).click()
+            await page.get_by_role("heading", name=f"long: {view}").wait_for()
+            if view == "logs":
+                await page.get_by_label("Log of").select_option("learner.log")
+            await page.get_by_text("<script>").first.wait_for()
+            assert "\u202e" not in await page.content()
+            assert "⟨U+202E⟩evil" in await page.locator("main").text_content()
+            assert not await page.locator("main script, main img").count()
+            assert "owned" not in await page.title()
+        await page.get_by_role("link", name="samples").click()
+        await page.get_by_role("button", name="Show all 500000 characters").click()
+        assert len(await page.get_by_label("Completion of").nth(1).text_content()) == 500_000
+
+
+async def test_the_keyboard_reaches_everything(page, recorded):
+    async with viewed(recorded) as url:
+        await page.goto(url)
+        await page.get_by_role("link", name="tiny").wait_for()
+        for path in ("/", "/run/tiny", "/run/tiny/samples", "/run/tiny/logs"):
+            await go(page, path)
+            await expect(page.locator("h1")).to_have_text(re.compile("tiny" if "tiny" in path else "Runs"))
+            wanted = await page.locator(REACHABLE).count()
+            await page.evaluate("() => { document.activeElement?.blur(); window.reached = new Set() }")
+            for _ in range(wanted + 2):
+                await page.keyboard.press("Tab")
+                await page.evaluate("() => reached.add(document.activeElement)")
+            missed = await page.eval_on_selector_all(
+                REACHABLE, "all => all.filter(one => !reached.has(one) && one.checkVisibility()).map(one => one.outerHTML)"
+            )
+            assert missed == [], path
+            unnamed = await page.eval_on_selector_all(
+                REACHABLE, "all => all.filter(one => !(one.labels?.length || one.ariaLabel || one.textContent)).length"
+            )
+            assert not unnamed, path

@@ -16,9 +16,8 @@ from aiohttp import web
 
 from asyncrl.buffer.ledger.reader import LedgerReader
 from asyncrl.control.api import READ_TIMEOUT_S, read_body
-from asyncrl.observe.events import EVENTS_FILE
 from asyncrl.observe.samples import SampleRow, read_samples
-from asyncrl.observe.steps import STEPS_FILE, StepReport, read_steps
+from asyncrl.observe.steps import EVENTS_FILE, STEPS_FILE, StepReport, read_steps
 from asyncrl.serve.guard import SESSION_S, ForbiddenError, Guard, cookie_name
 from asyncrl.serve.keeper import Keeper
 from asyncrl.serve.records import Records

@@ -19,8 +19,7 @@ from asyncrl.client import is_live
 from asyncrl.clock import SystemClock
 from asyncrl.config.load import read_toml
 from asyncrl.errors import ConfigError
-from asyncrl.observe.events import read_events
-from asyncrl.observe.steps import read_evals, read_steps
+from asyncrl.observe.steps import read_evals, read_events, read_steps
 from asyncrl.serve.daemon import listen
 from asyncrl.serve.guard import Guard, new_token
 from asyncrl.serve.keeper import Keeper

@@ -6,21 +6,43 @@ import asyncio
 import contextlib
 import json
 import os
+import random
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import msgspec
 import pytest
-import tomli_w
 
 from asyncrl.buffer.ledger.reader import LedgerReader
+from asyncrl.buffer.ledger.records import (
+    IssuedRecord,
+    MovedRecord,
+    SampleRecord,
+    ScoreRecord,
+    StepParams,
+    TakenRecord,
+    TrainedRecord,
+)
+from asyncrl.buffer.ledger.store import SqliteLedger
 from asyncrl.client import is_live, read_endpoint
-from asyncrl.observe.events import read_events
-from asyncrl.observe.samples import read_samples
-from asyncrl.observe.steps import read_evals, read_steps
+from asyncrl.config.load import dump_config, parse_config
+from asyncrl.observe.metrics import METRICS
+from asyncrl.observe.samples import SampleRow, SamplesFile, read_samples
+from asyncrl.observe.steps import (
+    EVAL_FILE,
+    STEPS_FILE,
+    EvalReport,
+    EventsFile,
+    JsonLines,
+    StepReport,
+    read_evals,
+    read_events,
+    read_steps,
+)
+from asyncrl.schema.samples import Prompt, Score
+from tests.builders import make_sample
 from tests.integration.conftest import NO_MODEL, tiny_settings
 from tests.integration.test_serve import Daemon, settings
 
@@ -61,12 +83,13 @@ async def page():
 
 
 @contextlib.asynccontextmanager
-async def viewed(*folders: Path):
+async def viewed(page, *folders: Path):
     command = [sys.executable, "-m", "asyncrl", "view", *map(str, folders)]
     process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
     try:
         yield (await process.stdout.readline()).decode().strip()
     finally:
+        await page.goto("about:blank")
         process.terminate()
         await process.wait()
 
@@ -148,26 +171,52 @@ async def orders(server, most: int) -> list[tuple[str, str]]:
     return found
 
 
-@pytest.fixture(scope="module")
-def recorded(tmp_path_factory) -> Path:
-    """The folder of a run that has ended, of 6 steps."""
-    folder = tmp_path_factory.mktemp("runs")
-    source = folder / "config.toml"
-    source.write_text(tomli_w.dumps(tiny_settings(folder, generate__engine=NO_MODEL, num_steps=6)))
-    done = subprocess.run([sys.executable, "-m", "asyncrl", "run", str(source), "--plain"], capture_output=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return folder / "tiny"
+@pytest.fixture
+def recorded(tmp_path) -> Path:
+    """The folder of a run of 6 steps that has ended, written as a run writes it."""
+    folder, source = tmp_path / "tiny", random.Random(0)
+    (folder / "logs").mkdir(parents=True)
+    (folder / "config.toml").write_text(dump_config(parse_config(tiny_settings(tmp_path, num_steps=6))))
+    names = [name for name in METRICS if not name.endswith("/*")]
+    with contextlib.closing(EventsFile(folder)) as events:
+        events.write(1.0, "phase", "running", "", 0)
+        events.write(2.0, "death", "generator-0", "exit -9", 3)
+        events.write(3.0, "phase", "stopped", "goal reached", 6)
+    steps, evals = JsonLines(folder / STEPS_FILE), JsonLines(folder / EVAL_FILE)
+    ledger, samples = SqliteLedger(folder / "ledger.sqlite"), SamplesFile(folder)
+    for step in range(6):
+        steps.write(StepReport(
+            step=step, version=step + 1, time_s=1e9 + step, reward_mean=source.random(), reward_std=source.random() / 1e9,
+            staleness_mean=source.random(), staleness_max=2, learner_idle=source.random(), weight_sync_ms=source.random() * 1e9,
+            metrics={name: source.gauss(0, 1) for name in names},
+        ))  # fmt: skip
+        samples.write([
+            SampleRow(step, step, index, f"p{step}", "1+1=", "2", source.random(), {"exact": 1.0}, step, step + 1, 7, "stop")
+            for index in range(4)
+        ])
+        ledger.write([
+            IssuedRecord(step, Prompt(f"p{step}"), "g0", 0, 1, 1.0), SampleRecord(make_sample(step), step, step, 1.0),
+            ScoreRecord(Score(step, 0, 0, source.random()), 1.0), MovedRecord(step, "running", "ready", "", 1.0),
+            TakenRecord(step, (step,), StepParams(0, 4096, 1.0), 0, 3.0), TrainedRecord(step, (step,), 4.0),
+        ])  # fmt: skip
+    ledger.write([IssuedRecord(6, Prompt("p6"), "g0", 0, 1, 1.0), MovedRecord(6, "running", "dropped", "stale", 2.0)])
+    for version in (0, 6):
+        evals.write(EvalReport(version=version, accuracy=source.random(), num_samples=8, reward_mean=source.random()))
+    for file in (steps, evals, ledger, samples):
+        file.close()
+    (folder / "logs" / "learner.log").write_text("begun\nended\n")
+    return folder
 
 
 async def test_every_page_has_the_numbers_of_the_files(page, recorded, tmp_path):
     copied = shutil.copytree(recorded, tmp_path / "copied")
-    before = {path: path.stat().st_mtime_ns for path in sorted(copied.rglob("*"))}
+    before = {path: path.stat().st_mtime_ns for path in copied.rglob("*") if path.is_file()}
     steps, evals = read_steps(recorded), read_evals(recorded)
-    async with viewed(recorded, copied) as url:
+    async with viewed(page, recorded, copied) as url:
         await page.goto(url)
         listed = await rows(page, "2 of 2 runs, newest first")
         assert [row[1:7] for row in listed] == [
-            [name, "done", "6", "6", str(evals[0].accuracy), str(evals[-1].accuracy)] for name in ("copied", "tiny")
+            [name, "done", "6", "6", repr(evals[0].accuracy), repr(evals[-1].accuracy)] for name in ("copied", "tiny")
         ]
         assert "token" not in page.url
         await page.get_by_role("link", name="copied").click()
@@ -222,7 +271,7 @@ async def test_every_page_has_the_numbers_of_the_files(page, recorded, tmp_path)
         await page.get_by_role("button", name="Compare").click()
         await page.get_by_role("heading", name="Compare 2 runs").wait_for()
         assert (await numbers(page))["Reward: tiny"] == newest.reward_mean
-    assert before == {path: path.stat().st_mtime_ns for path in sorted(copied.rglob("*"))}
+    assert before == {path: path.stat().st_mtime_ns for path in before}
 
 
 async def test_ten_thousand_steps_and_hostile_text_do_not_hold_the_page(page, recorded, tmp_path):
@@ -236,7 +285,7 @@ async def test_ten_thousand_steps_and_hostile_text_do_not_hold_the_page(page, re
     rows[1] = msgspec.structs.replace(rows[1], index=rows[0].index + 1, text="long " * 100_000)
     (folder / "samples.jsonl").write_bytes(b"".join(encoder.encode(row) + b"\n" for row in rows))
     (folder / "logs" / "learner.log").write_text(HOSTILE)
-    async with viewed(folder) as url:
+    async with viewed(page, folder) as url:
         await page.goto(url)
         await page.get_by_role("link", name="long").click()
         await page.get_by_text(f"Every value of step {NUM_STEPS - 1}").wait_for()
@@ -260,7 +309,7 @@ async def test_ten_thousand_steps_and_hostile_text_do_not_hold_the_page(page, re
 
 
 async def test_the_keyboard_reaches_everything(page, recorded):
-    async with viewed(recorded) as url:
+    async with viewed(page, recorded) as url:
         await page.goto(url)
         await page.get_by_role("link", name="tiny").wait_for()
         for path in ("/", "/run/tiny", "/run/tiny/samples", "/run/tiny/logs"):

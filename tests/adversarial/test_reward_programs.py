@@ -705,6 +705,7 @@ class Q(NamedTuple):
         ),
         ("import io, sys\nsys.stdin = io.StringIO('5')\nassert f() == 5", "line 2: sets sys.stdin"),
         ("import contextlib, io\nwith contextlib.redirect_stderr(io.StringIO()) as e:\n    f()", "line 2: uses redirect_stderr"),
+        ("import os\nos.environ['X'] = '1'\nassert f() == 1", "line 2: sets os.environ"),
         ("def run_tests():\n    assert f(1) == 2", "line 1: run_tests is never called"),
         ("def test_out(capsys):\n    f(1)\n    assert capsys.readouterr().out == '2'", "line 1: test_out is never called"),
         ("def inner():\n    assert f(1) == 2\ndef outer():\n    inner()", "line 3: outer is never called"),

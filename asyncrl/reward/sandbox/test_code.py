@@ -127,7 +127,9 @@ def _complaint(node: ast.AST, rooted: set[str]) -> str:
             return f"decorates {node.name} with a function of the program, which may call it only while it is being passed"
         case ast.Attribute() if _is_dunder(node.attr) and _root(node.value) in rooted:
             return f"reads {node.attr} of a program's object"
-        case ast.Attribute(ctx=ast.Store()) if _root(node.value) in {"sys", "builtins"} and node.attr != "stdout":
+        case ast.Attribute(ctx=ast.Store()) | ast.Subscript(ctx=ast.Store()) if _root(node) in {"sys", "os", "builtins"} and (
+            ast.unparse(node) != "sys.stdout"
+        ):
             return f"sets {ast.unparse(node)}, which changes the judge and not the program"
         case ast.Name() if node.id in _EVALUATES:
             return f"uses {node.id}, which would let the program's text run in the judge"

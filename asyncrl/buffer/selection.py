@@ -67,7 +67,7 @@ def choose_by_deadline(
     due_ready = _count_by_slack(ready, step - max_staleness)
     due_unfinished = _count_by_slack(unfinished, step - max_staleness)
     num_ready = num_unfinished = 0
-    for slack in range(max(max(due_ready, default=0), max(due_unfinished, default=0)) + 1):
+    for slack in sorted(due_ready.keys() | due_unfinished.keys()):  # of the others none asks for more than the one before it
         num_ready += due_ready.get(slack, 0)
         num_unfinished += due_unfinished.get(slack, 0)
         must_take = min(num_ready + num_unfinished - slack * groups_per_step, groups_per_step)

@@ -17,6 +17,7 @@ FiniteFloat = Annotated[float, Meta(ge=-MOST_FLOAT, le=MOST_FLOAT)]
 FreeFloat = Annotated[float, Meta(gt=0)]
 """A limit that `inf` lifts."""
 Fraction = Annotated[float, Meta(gt=0, le=1)]
+Device = Annotated[str, Meta(pattern=r"^(cpu|cuda(:[0-9]{1,4})?)$")]
 Processes = Annotated[int, Meta(ge=1, le=4096)]
 """Of one kind, or threads of one process."""
 ProcessesOrNone = Annotated[int, Meta(ge=0, le=4096)]

@@ -6,6 +6,7 @@ from typing import ClassVar, Literal
 
 from asyncrl.config import (
     BoundedInt,
+    Device,
     Fraction,
     NonNegativeFloat,
     NonNegativeInt,
@@ -79,7 +80,7 @@ class TransformersEngineConfig(_Engine, frozen=True, tag="transformers"):
     """Prompt and response together; longer requests are refused."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "float32"
     """`auto`: bfloat16 where the device multiplies it in hardware, float32 elsewhere."""
-    device: str = "cpu"
+    device: Device = "cpu"
     num_threads: Processes = 1
 
     @property

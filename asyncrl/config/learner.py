@@ -8,6 +8,7 @@ from msgspec import Meta
 
 from asyncrl.config import (
     BoundedInt,
+    Device,
     Fraction,
     NonNegativeFloat,
     NonNegativeInt,
@@ -91,7 +92,7 @@ class LearnerConfig(_Stage, frozen=True):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "float32"
     """Of the parameters; loss and logprobs are float32 always. float16 scales its losses. `auto`: bfloat16 where the device
     multiplies it in hardware, float32 elsewhere."""
-    device: str = "cpu"
+    device: Device = "cpu"
     num_threads: Processes = 1
     gradient_checkpointing: bool = False
     lora: LoRAConfig | None = None

@@ -83,11 +83,13 @@ def resolve_config(
         at_fault = [text for key, _, text in pairs if f"{place}.".startswith(f"{key}.") or key.startswith(f"{place}.")]
         raise ConfigError(f"{at_fault[-1] if at_fault else source}: {said}") from error
     try:
-        msgspec.msgpack.encode(checked)
+        encoded = msgspec.json.encode(checked)
     except UnicodeEncodeError as error:
         raise ConfigError(f"{source}, or a value laid over it, is not UTF-8 text: {error.object!r}") from error
     for _, check in NAMED_CHECKS:
         check(checked)
+    if nul := re.search(rb'[^"]*(?<!\\)\\u0000[^"]*', encoded):
+        raise ConfigError(f"{source}, or a value laid over it, has a null character: {nul[0].decode()!r}")
     return checked
 
 

@@ -8,6 +8,7 @@ from msgspec import Meta
 
 from asyncrl.config import (
     BoundedInt,
+    Device,
     FiniteFloat,
     Fraction,
     NonNegativeFloat,
@@ -127,7 +128,7 @@ class InferenceConfig(_Stage, frozen=True):
     reward_models: tuple[RewardModel, ...] = ()
     tokens_per_batch: PositiveInt = 8192
     """Tokens of one packed forward pass."""
-    device: str = "cpu"
+    device: Device = "cpu"
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of the reference."""
     num_threads: Processes = 1

@@ -195,6 +195,17 @@ def test_a_missing_or_broken_file_is_named(tmp_path):
 def test_a_value_that_is_no_utf_8_is_refused():
     with pytest.raises(ConfigError, match=r"or a value laid over it, is not UTF-8 text: 'caf\\udce9'"):
         resolve_config({}, [b"name=caf\xe9".decode("utf-8", "surrogateescape")])
+    with pytest.raises(ConfigError, match=r"has a null character: 'a\\\\u0000b'"):
+        resolve_config({}, ['folder="a\\u0000b"'])
+    assert resolve_config({}, [r"folder='a\u0000'"]).folder == r"a\u0000"
+
+
+@pytest.mark.parametrize("device", ["tpu", "", "cuda:", "cuda:x", "cuda:-1", "CUDA"])
+def test_a_device_that_there_is_none_of_is_refused(device):
+    engine = f"generate.engine={{kind='transformers', device={device!r}}}"
+    for given in (f"learner.device={device!r}", f"inference.device={device!r}", engine):
+        with pytest.raises(ConfigError, match=r"^--set .*Expected `str` matching regex"):
+            resolve_config({}, [given])
 
 
 def test_a_preset_merges_tables_and_replaces_those_that_name_their_kind(tmp_path):

@@ -330,10 +330,9 @@ def sweep_resume(sweep: SweepArgument, results: ResultsOption = None, jobs: Jobs
 def sweep_status(sweep: SweepArgument, results: ResultsOption = None) -> None:
     """Show which cells are done, begun, and to come."""
     from asyncrl.sweep.grid import load_sweep
-    from asyncrl.sweep.runner import results_file, status_text
+    from asyncrl.sweep.runner import status_text
 
-    found = load_sweep(sweep)
-    print(status_text(found, results_file(found, results)))
+    print(status_text(load_sweep(sweep, results)))
 
 
 @sweep_app.command("report")
@@ -355,11 +354,11 @@ def sweep_plot(results: Annotated[Path, typer.Argument(help="A file of results, 
 def _run_sweep(given: Path, results: Path | None, jobs: int, *, resumed: bool) -> None:
     from asyncrl.clock import SystemClock
     from asyncrl.sweep.grid import load_sweep
-    from asyncrl.sweep.runner import results_file, run_sweep
+    from asyncrl.sweep.runner import run_sweep
 
-    sweep = load_sweep(given)
+    sweep = load_sweep(given, results)
     try:
-        asyncio.run(run_sweep(sweep, results_file(sweep, results), SystemClock(), print, jobs=jobs, resumed=resumed))
+        asyncio.run(run_sweep(sweep, SystemClock(), print, jobs=jobs, resumed=resumed))
     except KeyboardInterrupt:
         print(f"\nstopped; `asyncrl sweep resume {given}` goes on", file=sys.stderr)
         sys.exit(NOT_FINISHED)

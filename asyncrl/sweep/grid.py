@@ -27,7 +27,7 @@ from asyncrl.config.load import lay_over, read_toml, resolve_config
 from asyncrl.config.run import RunConfig
 from asyncrl.errors import ConfigError
 
-SWEEP_FILE = "sweep.toml"
+SWEEP_FILE, RESULTS_FILE = "sweep.toml", "results.jsonl"
 OWN_FIELDS = {"seed", "name", "folder"}
 """What the sweep sets itself, cell by cell."""
 
@@ -75,7 +75,7 @@ class SweepFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Left out: the folder's."""
     set: dict[str, Any] = {}
     """`"a.b" = value` for all cells."""
-    seeds: Annotated[int, Meta(ge=1)] | tuple[int, ...] = 8
+    seeds: Annotated[int, Meta(ge=1)] | Annotated[tuple[int, ...], Meta(min_length=1)] = 8
     """A number counts from 0."""
     metrics: Annotated[tuple[Metric, ...], Meta(min_length=1)] = ("accuracy",)
     """What the report compares; fewer comparisons need fewer seeds."""
@@ -112,21 +112,19 @@ class Sweep(msgspec.Struct, frozen=True):
     """A sweep, checked."""
 
     folder: Path
+    results: Path
+    cells_folder: Path
     plan: Plan
     cells: tuple[Cell, ...]
     """In the order in which they are run."""
 
-    @property
-    def cells_folder(self) -> Path:
-        """Return where the cells' run folders are."""
-        return self.folder / "cells"
 
-
-def load_sweep(given: Path) -> Sweep:
+def load_sweep(given: Path, results: Path | None = None) -> Sweep:
     """Read and check a sweep.
 
     Args:
         given: Its file, or the folder with its sweep.toml.
+        results: Its file of results; None: results.jsonl beside it. Each has a folder of cells of its own.
 
     Raises:
         ConfigError: The file or a cell's config is wrong, two cells are the same, or a metric has no bar.
@@ -142,7 +140,10 @@ def load_sweep(given: Path) -> Sweep:
         raise ConfigError(f"{path}: {error}{known}") from error
     if file.bar is None and (needing := [metric for metric in file.metrics if metric.endswith("_to_bar")]):
         raise ConfigError(f"{path}: {', '.join(needing)} needs a bar, as `bar = 0.8`: without one no cell can reach it")
-    arms, base = _arms(file, path), _base(file, path)
+    arms, base = _arms(file, path), dict[str, Any]()
+    for name in (file.base,) if isinstance(file.base, str) else file.base:
+        base = lay_over(base, read_toml(_near(path, name)))
+    base = lay_over(base, _nested(file.set, f"{path}: set"))
     seeds = tuple(range(file.seeds)) if isinstance(file.seeds, int) else file.seeds
     commands = {one.name: one.command for one in file.external}
     labels = (*arms, *commands)
@@ -153,11 +154,13 @@ def load_sweep(given: Path) -> Sweep:
     if file.baseline and file.baseline not in labels:
         raise ConfigError(f"{path}: baseline {file.baseline!r} is no arm; arms are {'; '.join(labels)}")
     cells, folder = [], path.resolve().parent
+    results = folder / RESULTS_FILE if results is None else results.resolve()
+    cells_folder = results.parent / ("cells" if results.name == RESULTS_FILE else f"cells-{results.stem}")
     for seed in seeds:
         of_seed, seen = [], dict[str, str]()
         for label in labels:
             raw_arm = lay_over(base, arms.get(label, {}))
-            raw_arm |= {"seed": seed, "name": f"{ids[label]}-seed{seed}", "folder": str(folder / "cells")}
+            raw_arm |= {"seed": seed, "name": f"{ids[label]}-seed{seed}", "folder": str(cells_folder)}
             config = resolve_config(raw_arm, source=f"{path}, cell {label}")
             cell = Cell(config.name, label, seed, config, commands.get(label, ()))
             if not file.same_settings and (other := seen.setdefault(cell.settings, label)) != label:
@@ -167,21 +170,18 @@ def load_sweep(given: Path) -> Sweep:
             of_seed.append(cell)
         random.Random(seed).shuffle(of_seed)
         cells += of_seed
-    name = file.name or folder.name
-    plan = Plan(name=name, arms=labels, baseline=file.baseline or labels[0], seeds=seeds, metrics=file.metrics, bar=file.bar,
-                window=file.window)  # fmt: skip
-    return Sweep(folder, plan, tuple(cells))
-
-
-def _base(file: SweepFile, path: Path) -> dict[str, Any]:
-    raw: dict[str, Any] = {}
-    for name in (file.base,) if isinstance(file.base, str) else file.base:
-        raw = lay_over(raw, read_toml(_near(path, name)))
-    return lay_over(raw, _nested(file.set, f"{path}: set"))
+    plan = Plan(
+        name=file.name or folder.name, arms=labels, baseline=file.baseline or labels[0], seeds=seeds, metrics=file.metrics,
+        bar=file.bar, window=file.window,
+    )  # fmt: skip
+    return Sweep(folder, results, cells_folder, plan, tuple(cells))
 
 
 def _near(path: Path, name: str) -> Path:
     return path.parent / name if (path.parent / name).is_file() else Path(name)
+
+
+_AXIS_FORMS = ([True, True, False, False], [False, False, True, True])
 
 
 def _arms(file: SweepFile, path: Path) -> dict[str, dict[str, Any]]:
@@ -189,9 +189,7 @@ def _arms(file: SweepFile, path: Path) -> dict[str, dict[str, Any]]:
     steps: list[list[tuple[str, dict[str, Any]]]] = []
     for number, axis in enumerate(file.axes, 1):
         where = f"{path}: axis {number}"
-        if bool(axis.field and axis.values and not axis.name and not axis.choices) == bool(
-            axis.name and axis.choices and not axis.field and not axis.values
-        ):
+        if [bool(part) for part in (axis.field, axis.values, axis.name, axis.choices)] not in _AXIS_FORMS:
             raise ConfigError(f"{where} takes either field and values, or name and choices")
         if axis.field:
             short = axis.field.rpartition(".")[2]

@@ -14,184 +14,117 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.errors import ConfigError
-from asyncrl.sweep.grid import Metric
+from asyncrl.sweep.grid import RESULTS_FILE, Metric
 from asyncrl.sweep.results import Outcome, read_results
 from asyncrl.sweep.statistics import MOST_EXACT, bootstrap_interval, holm, sign_flip_p
 
 SIGNIFICANT = 0.05
-DIGITS = {"seconds_to_bar": 1, "samples_to_bar": 0, "accuracy": 3, "reward": 3}
+METRICS: dict[Metric, tuple[str, int]] = {
+    "seconds_to_bar": ("seconds to {bar:g}", 1), "samples_to_bar": ("samples to {bar:g}", 0),
+    "accuracy": ("held-out accuracy", 3), "reward": ("reward, last {window} steps", 3),
+}  # fmt: skip
+"""Title, and digits that are shown."""
 COLOURS = ("#2868b8", "#3f9b6c", "#d1495b", "#f0b95b", "#7a5195", "#20a4a4", "#6b7280", "#b4338a")
 GRID_POINTS = 80
-
-Axes = Any
-"""matplotlib's; it carries no types."""
 
 
 class Results:
     """The lines of a file, by arm in the order of the plan, each arm's by seed."""
 
-    def __init__(self, path: Path) -> None:
-        lines = read_results(path)
-        if not lines:
-            raise ConfigError(f"{path} has no results yet; `asyncrl sweep run` makes them")
-        if len({line.code.files for line in lines}) > 1:
-            raise ConfigError(f"{path} mixes results of different code: {'; '.join(sorted({str(line.code) for line in lines}))}")
-        self.lines, self.plan = lines, lines[-1].plan
-        self.arms = {arm: sorted((line for line in lines if line.arm == arm), key=lambda line: line.seed)
-                     for arm in self.plan.arms if any(line.arm == arm for line in lines)}  # fmt: skip
-        made = [line.outcome for line in lines]
-        self._longest = {"seconds_to_bar": max(one.train_s for one in made),
-                         "samples_to_bar": float(max(one.samples for one in made))}  # fmt: skip
+    def __init__(self, given: Path) -> None:
+        self.path = given / RESULTS_FILE if given.is_dir() else given
+        self.lines = read_results(self.path)
+        if not self.lines:
+            raise ConfigError(f"{self.path} has no results yet; `asyncrl sweep run` makes them")
+        self.plan, codes = self.lines[-1].plan, {line.code.files for line in self.lines}
+        if len(codes) > 1:
+            raise ConfigError(f"{self.path} mixes results of different code: {', '.join(sorted(codes))}")
+        by_seed = sorted(self.lines, key=lambda line: line.seed)
+        arms = {arm: [line for line in by_seed if line.arm == arm] for arm in self.plan.arms}
+        self.arms = {arm: lines for arm, lines in arms.items() if lines}
+        made = [line.outcome for line in self.lines]
+        self._longest = {"seconds_to_bar": max(one.train_s for one in made), "samples_to_bar": max(one.samples for one in made)}
 
     def value(self, made: Outcome, metric: Metric) -> float | None:
         """Return a cell's value; None where it has none."""
         value: float | None = getattr(made, metric)
-        return self._longest.get(metric) if value is None and (made.steps or metric not in self._longest) else value
+        return self._longest.get(metric) if value is None and made.steps else value
 
-    def differences(self, arm: str, metric: Metric) -> list[float]:
-        """Return arm minus baseline, for the seeds that both have."""
-        of_base = {line.seed: self.value(line.outcome, metric) for line in self.arms.get(self.plan.baseline, [])}
-        pairs = [(self.value(line.outcome, metric), of_base.get(line.seed)) for line in self.arms[arm]]
-        return [mine - theirs for mine, theirs in pairs if mine is not None and theirs is not None]
+    def values(self, arm: str, metric: Metric) -> dict[int, float]:
+        """Return an arm's values by seed, where it has one."""
+        found = {line.seed: self.value(line.outcome, metric) for line in self.arms.get(arm, [])}
+        return {seed: value for seed, value in found.items() if value is not None}
 
-
-class Comparison:
-    """An arm against the baseline by one metric."""
-
-    def __init__(self, arm: str, metric: Metric, differences: Sequence[float]) -> None:
-        self.arm, self.metric, self.num_pairs = arm, metric, len(differences)
-        self.mean = float(np.mean(differences))
-        self.interval = bootstrap_interval(differences)
-        self.p = sign_flip_p(differences)
-        self.family_p = self.p
-        """Once all comparisons are known, Holm's."""
-
-    @property
-    def verdict(self) -> str:
-        """Say what may be claimed."""
-        if self.family_p >= SIGNIFICANT:
-            return "not told apart"
-        return "higher" if self.mean > 0 else "lower"
-
-
-def compare(results: Results) -> list[Comparison]:
-    """Return every arm against the baseline by every metric of the plan, p-values corrected for all of them together."""
-    made = [
-        Comparison(arm, metric, differences)
-        for metric in results.plan.metrics
-        for arm in results.arms
-        if arm != results.plan.baseline and (differences := results.differences(arm, metric))
-    ]
-    for comparison, p in zip(made, holm([one.p for one in made]), strict=True):
-        comparison.family_p = p
-    return made
+    def title(self, metric: Metric) -> str:
+        """Return what a metric is called."""
+        return METRICS[metric][0].format(bar=self.plan.bar, window=self.plan.window)
 
 
 def write_report(given: Path) -> str:
-    """Write RESULTS.md beside a file of results and return it.
+    """Write the report beside the results, RESULTS.md for results.jsonl, and return it.
 
     Raises:
         ConfigError: There are no results, or they are of different code.
     """
-    path = given / "results.jsonl" if given.is_dir() else given
-    text = report_text(path)
-    (path.parent / ("RESULTS.md" if path.name == "results.jsonl" else f"{path.stem}.md")).write_text(text, encoding="utf-8")
-    return text
-
-
-def write_picture(given: Path) -> Path:
-    """Draw the picture beside a file of results and return its path.
-
-    Raises:
-        ConfigError: As `write_report`.
-    """
-    path = given / "results.jsonl" if given.is_dir() else given
-    picture = path.with_suffix(".png")
-    draw(path, picture)
-    return picture
-
-
-def report_text(path: Path) -> str:
-    """Return the report, Markdown.
-
-    Raises:
-        ConfigError: There are no results, or they are of different code.
-    """
-    results = Results(path)
+    results = Results(given)
     plan, lines = results.plan, results.lines
     codes = sorted({f"{line.code.version} {line.code.commit}".strip() for line in lines})
-    machines = sorted({line.machine for line in lines})
-    dates = sorted(line.ended[:10] for line in lines)
+    machines, dates = sorted({line.machine for line in lines}), sorted(line.ended[:10] for line in lines)
     missing = len(plan.arms) * len(plan.seeds) - len(lines)
-    about = [
-        f"{len(lines)} cells, {len(plan.seeds)} seeds",
-        *([f"**{missing} cells are missing**"] if missing > 0 else []),
-        f"code {', '.join(codes)}", *machines, " to ".join(sorted({dates[0], dates[-1]})),
-    ]  # fmt: skip
-    metrics: list[Metric] = ["accuracy", "reward"]
-    heads = {"accuracy": "held-out accuracy", "reward": f"reward, last {plan.window} steps"}
-    if plan.bar is not None:
-        metrics = ["seconds_to_bar", "samples_to_bar", *metrics]
-        heads |= {"seconds_to_bar": f"seconds to {plan.bar:g}", "samples_to_bar": f"samples to {plan.bar:g}"}
-    columns = [
-        "arm",
-        "cells",
-        *(heads[metric] for metric in metrics),
-        "steps/s",
-        "learner idle",
-        "generators idle",
-        "staleness (max)",
-    ]
+    about = [f"{len(lines)} cells, {len(plan.seeds)} seeds", f"code {', '.join(codes)}", *machines]
+    about += [dates[0] if dates[0] == dates[-1] else f"{dates[0]} to {dates[-1]}"]
+    about += [f"**{missing} cells are missing**"] if missing > 0 else []
+    metrics = [metric for metric in METRICS if plan.bar is not None or not metric.endswith("_to_bar")]
+    columns = ["arm", "cells", *map(results.title, metrics), "steps/s", "learner idle", "generators idle", "staleness (max)"]
     text = [f"# {plan.name}", "", "; ".join(about) + ".", "", f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
     for arm, of_arm in results.arms.items():
         made = [line.outcome for line in of_arm]
-        row = [arm, str(len(made)), *(_mean_with_interval(results, made, metric) for metric in metrics)]
-        row.append(_mean([one.steps / one.train_s for one in made if one.train_s], ".1f"))
-        row += [_mean([getattr(one, name) for one in made], ".0%") for name in ("learner_idle", "generators_idle")]
-        oldest = [one.staleness_max for one in made if one.staleness_max is not None]
-        row.append(_mean([one.staleness_mean for one in made], ".2f") + (f" ({max(oldest)})" if oldest else ""))
+        row = [arm, str(len(made)), *(_mean_with_interval(results, arm, metric) for metric in metrics)]
+        row += [_mean([one.steps / one.train_s for one in made if one.train_s], ".1f")]
+        row += [_mean([one.learner_idle for one in made], ".0%"), _mean([one.generators_idle for one in made], ".0%")]
+        oldest = max((one.staleness_max for one in made if one.staleness_max is not None), default=None)
+        row += [_mean([one.staleness_mean for one in made], ".2f") + ("" if oldest is None else f" ({oldest})")]
         text.append(f"| {' | '.join(row)} |")
-    text += ["", *_notes(results), "", *_comparison_lines(results)]
-    return "\n".join([*text, ""])
-
-
-def _notes(results: Results) -> list[str]:
-    """Say how to read the table, and what is unlike others in it."""
-    lines, notes = results.lines, ["Mean over seeds [95 % bootstrap interval]."]
-    if results.plan.bar is not None:
-        notes.append("A cell that did not reach the bar counts as the longest of all cells.")
+    notes = ["Mean over seeds [95 % bootstrap interval]."]
+    notes += ["A cell that did not reach the bar counts as the longest of all cells."] if plan.bar is not None else []
+    notes += ["Cells ran on different machines: their times are not comparable."] if len(machines) > 1 else []
     for number, what in (
-        (sum(bool(line.outcome.fault) for line in lines), "failed"),
         (sum(line.attempts > 1 for line in lines), "were interrupted and resumed; the time between is not counted"),
         (sum(line.jobs > 1 for line in lines), "ran beside others, so their times say little"),
     ):
         notes += [f"{number} cells {what}."] if number else []
-    faults = [f"- {line.arm} seed {line.seed} failed: {line.outcome.fault}" for line in lines if line.outcome.fault]
-    if len({line.machine for line in lines}) > 1:
-        notes.append("Cells ran on different machines: their times are not comparable.")
-    return [" ".join(notes), *(["", *faults] if faults else [])]
+    faults = [f"{line.arm} seed {line.seed} failed: {line.outcome.fault}." for line in lines if line.outcome.fault]
+    text += ["", " ".join([*notes, *faults]), "", *_comparison_lines(results), ""]
+    name = "RESULTS.md" if results.path.name == RESULTS_FILE else f"{results.path.stem}.md"
+    (results.path.parent / name).write_text("\n".join(text), encoding="utf-8")
+    return "\n".join(text)
 
 
 def _comparison_lines(results: Results) -> list[str]:
-    comparisons = compare(results)
-    if not comparisons:
+    """Return every arm against the baseline by every metric of the plan."""
+    made: list[tuple[str, Metric, list[float]]] = []
+    for metric in results.plan.metrics:
+        of_base = results.values(results.plan.baseline, metric)
+        for arm in results.arms:
+            values = results.values(arm, metric)
+            differences = [value - of_base[seed] for seed, value in values.items() if seed in of_base]
+            made += [(arm, metric, differences)] if differences and arm != results.plan.baseline else []
+    if not made:
         return ["Nothing to compare: no seed has both the baseline and another arm."]
-    smallest_p = min(1.0, len(comparisons) * 2.0 ** (1 - min(one.num_pairs for one in comparisons)))
+    p_values = [sign_flip_p(differences) for *_, differences in made]
     text = [
         f"Against `{results.plan.baseline}`, paired by seed. p: two-sided, by permutation of signs (exact up to {MOST_EXACT} "
-        f"pairs); corrected: by Holm, over these {len(comparisons)}.",
-        "",
-        "| arm | by | pairs | difference | p | p, corrected | |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for one in comparisons:
-        digits = DIGITS[one.metric]
-        low, high = one.interval
-        shown = f"{one.mean:+.{digits}f} [{low:+.{digits}f}, {high:+.{digits}f}]"
-        by = one.metric.replace("_", " ")
-        text.append(f"| {one.arm} | {by} | {one.num_pairs} | {shown} | {one.p:.4f} | {one.family_p:.4f} | {one.verdict} |")
+        f"pairs); corrected: by Holm, over these {len(made)}.",
+        "", "| arm | by | pairs | difference | p | p, corrected | |", "|---|---|---|---|---|---|---|",
+    ]  # fmt: skip
+    for (arm, metric, differences), p, family_p in zip(made, p_values, holm(p_values), strict=True):
+        (low, high), mean, digits = bootstrap_interval(differences), float(np.mean(differences)), METRICS[metric][1]
+        verdict = "not told apart" if family_p >= SIGNIFICANT else "higher" if mean > 0 else "lower"
+        shown = f"{mean:+.{digits}f} [{low:+.{digits}f}, {high:+.{digits}f}] | {p:.4f} | {family_p:.4f}"
+        text.append(f"| {arm} | {results.title(metric)} | {len(differences)} | {shown} | {verdict} |")
+    smallest_p = min(1.0, len(made) * 2.0 ** (1 - max(len(differences) for *_, differences in made)))
     if smallest_p >= SIGNIFICANT:
-        text += ["", f"With so few seeds no first difference can be told: the smallest corrected p is {smallest_p:.2f}."]
+        text += ["", f"With so few seeds nothing can be told apart: the smallest corrected p is {smallest_p:.2f}."]
     return text
 
 
@@ -200,63 +133,59 @@ def _mean(values: Sequence[float | None], style: str) -> str:
     return f"{np.mean(known):{style}}" if known else "-"
 
 
-def _mean_with_interval(results: Results, made: Sequence[Outcome], metric: Metric) -> str:
-    known = [value for one in made if (value := results.value(one, metric)) is not None]
+def _mean_with_interval(results: Results, arm: str, metric: Metric) -> str:
+    known, digits = list(results.values(arm, metric).values()), METRICS[metric][1]
     if not known:
         return "-"
-    (low, high), digits = bootstrap_interval(known), DIGITS[metric]
-    unreached = sum(getattr(one, metric) is None for one in made) if metric.endswith("_to_bar") else 0
+    low, high = bootstrap_interval(known)
+    unreached = sum(getattr(line.outcome, metric) is None for line in results.arms[arm]) if metric.endswith("_to_bar") else 0
     return f"{np.mean(known):.{digits}f} [{low:.{digits}f}, {high:.{digits}f}]" + (f", {unreached} not" if unreached else "")
 
 
-def draw(path: Path, picture: Path) -> None:
-    """Draw the measured curves over seconds and samples, and seconds to the bar and idle shares by arm.
+def write_picture(given: Path) -> Path:
+    """Draw curves over seconds and over samples, and by arm the first metric with idle shares, into a PNG beside the results.
 
     Raises:
-        ConfigError: As `report_text`.
+        ConfigError: As `write_report`.
     """
     from matplotlib.figure import Figure  # noqa: PLC0415 - slow to import, and only a picture needs it
 
-    results = Results(path)
+    results = Results(given)
     judged = all(len(line.outcome.evals) > 2 for line in results.lines)
     figure = Figure(figsize=(15, 4.4), layout="constrained")
-    over_time, over_samples, by_arm = figure.subplots(1, 3)
-    for axes, column, label in ((over_time, 0, "seconds of training"), (over_samples, 1, "samples trained")):
+    *over, by_arm = figure.subplots(1, 3)
+    for column, (axes, label) in enumerate(zip(over, ("seconds of training", "samples trained"), strict=True)):
         for number, (arm, lines) in enumerate(results.arms.items()):
             curves = [line.outcome.evals if judged else line.outcome.curve for line in lines]
-            _draw_band(axes, [curve for curve in curves if curve], column, COLOURS[number % len(COLOURS)], arm)
+            _draw_band(axes, [np.array(curve) for curve in curves if curve], column, COLOURS[number % len(COLOURS)], arm)
         axes.set_xlabel(label)
         axes.set_ylabel("held-out accuracy" if judged else "mean reward")
         axes.grid(alpha=0.3)
         if results.plan.bar is not None and not judged:
             axes.axhline(results.plan.bar, color="#1f2933", lw=1, ls=(0, (4, 3)))
-    over_time.legend(frameon=False, fontsize=8)
-    labels: list[str] = []
-    metric: Metric = "accuracy" if results.plan.bar is None else "seconds_to_bar"
+    over[0].legend(frameon=False, fontsize=8)
+    labels, metric = [], results.plan.metrics[0]
     for place, (arm, lines) in enumerate(results.arms.items()):
-        values = [value for line in lines if (value := results.value(line.outcome, metric)) is not None]
-        if values:
-            low, high = bootstrap_interval(values)
+        if values := list(results.values(arm, metric).values()):
             by_arm.bar(place, np.mean(values), color=COLOURS[place % len(COLOURS)], width=0.6)
-            by_arm.plot([place, place], [low, high], color="#1f2933", lw=1.6)
-        told = [_mean([getattr(line.outcome, name) for line in lines], ".0%") for name in ("learner_idle", "generators_idle")]
-        labels.append(f"{arm}\nidle: {told[0]}, {told[1]}")
+            by_arm.plot([place, place], bootstrap_interval(values), color="#1f2933", lw=1.6)
+        idle = [_mean([getattr(line.outcome, name) for line in lines], ".0%") for name in ("learner_idle", "generators_idle")]
+        labels.append(f"{arm}\nidle: {', '.join(idle)}")
     by_arm.set_xticks(range(len(labels)), labels, rotation=20, ha="right", fontsize=8)
-    by_arm.set_ylabel("held-out accuracy" if results.plan.bar is None else f"seconds to {results.plan.bar:g}")
+    by_arm.set_ylabel(results.title(metric))
+    picture = results.path.with_suffix(".png")
     aside = picture.with_name(f".{picture.name}.tmp")
     figure.savefig(aside, dpi=110, format="png", facecolor="white", metadata={"Software": None})
     aside.replace(picture)
+    return picture
 
 
-def _draw_band(axes: Axes, curves: Sequence[Sequence[tuple[float, int, float]]], column: int, colour: str, label: str) -> None:
+def _draw_band(axes: Any, curves: Sequence[NDArray[np.float64]], column: int, colour: str, label: str) -> None:  # noqa: ANN401 - matplotlib's
     """Draw the mean over seeds with its interval, as far as all seeds go."""
     if not curves:
         return
-    points = [np.asarray(curve, dtype=np.float64) for curve in curves]
-    grid: NDArray[np.float64] = np.linspace(
-        max(one[0, column] for one in points), min(one[-1, column] for one in points), GRID_POINTS
-    )
-    values_SG = np.stack([np.interp(grid, one[:, column], one[:, 2]) for one in points])
-    intervals = np.array([bootstrap_interval(values_S, repeats=1000) for values_S in values_SG.T])
-    axes.fill_between(grid, intervals[:, 0], intervals[:, 1], color=colour, alpha=0.2, lw=0)
-    axes.plot(grid, values_SG.mean(axis=0), color=colour, lw=1.8, label=f"{label} ({len(points)})")
+    grid = np.linspace(max(one[0, column] for one in curves), min(one[-1, column] for one in curves), GRID_POINTS)
+    values_SG = np.stack([np.interp(grid, one[:, column], one[:, 2]) for one in curves])
+    low, high = np.array([bootstrap_interval(values_S, repeats=1000) for values_S in values_SG.T]).T
+    axes.fill_between(grid, low, high, color=colour, alpha=0.2, lw=0)
+    axes.plot(grid, values_SG.mean(axis=0), color=colour, lw=1.8, label=f"{label} ({len(curves)})")

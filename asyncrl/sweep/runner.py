@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
-import json
 import sys
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
@@ -26,24 +25,12 @@ from asyncrl.config.load import dump_config
 from asyncrl.errors import ConfigError, LaunchError, RunError, RunLostError
 from asyncrl.observe.steps import JsonLines, read_evals, read_steps
 from asyncrl.sweep.grid import Cell, Sweep
-from asyncrl.sweep.results import (
-    CellResult,
-    Code,
-    Outcome,
-    code_now,
-    machine_now,
-    measure_external,
-    measure_run,
-    read_results,
-)
+from asyncrl.sweep.results import CellResult, Code, Outcome, code_now, machine_now, measure_external, measure_run, read_results
 
-RESULTS_FILE = "results.jsonl"
 CELL_FILE = "cell.json"
 LOOK_S = 0.2
 CONTROLLER_END_S = 60.0
 """For the controller of a run whose sweep was killed to be gone."""
-
-Say = Callable[[str], None]
 
 
 class Begun(msgspec.Struct, frozen=True):
@@ -51,38 +38,24 @@ class Begun(msgspec.Struct, frozen=True):
 
     settings: str
     code: Code
-    starts_s: tuple[float, ...]
+    starts_s: tuple[float, ...] = ()
     """Clock seconds of each start of its run."""
 
 
-class Standing(msgspec.Struct, frozen=True):
-    """Where a sweep stands."""
-
-    done: dict[str, CellResult]
-    """By id of the cell."""
-    begun: dict[str, Begun]
-    """Those that are not done."""
-
-
-def results_file(sweep: Sweep, given: Path | None) -> Path:
-    """Return the file of results that is meant."""
-    return given or sweep.folder / RESULTS_FILE
-
-
-def standing(sweep: Sweep, results: Path) -> Standing:
-    """Read where a sweep stands.
+def standing(sweep: Sweep) -> tuple[dict[str, CellResult], dict[str, Begun]]:
+    """Return the cells that are done, and those that were begun and are not done, by their ids.
 
     Raises:
-        ConfigError: What is there is of other settings, or of other code than the rest.
+        ConfigError: What is there is of other settings, or cannot be read.
     """
-    lines, done, begun = read_results(results), dict[str, CellResult](), dict[str, Begun]()
+    done, begun = dict[str, CellResult](), dict[str, Begun]()
     by_name = {(cell.arm, cell.seed): cell for cell in sweep.cells}
-    for line in lines:
+    for line in read_results(sweep.results):
         cell = by_name.get((line.arm, line.seed))
         if cell is None or line.settings != cell.settings:
             raise ConfigError(
-                f"{results} has {line.arm} seed {line.seed} of other settings than the sweep's file says now; "
-                "give other settings a file of their own: --results NAME.jsonl"
+                f"{sweep.results} has {line.arm} seed {line.seed} of other settings than the sweep's file says now; "
+                "give other settings results of their own: --results NAME.jsonl"
             )
         done[cell.id] = line
     for cell in sweep.cells:
@@ -95,32 +68,14 @@ def standing(sweep: Sweep, results: Path) -> Standing:
             raise ConfigError(f"{path} is damaged ({error}); remove its folder, and the cell is run anew") from error
         if begun[cell.id].settings != cell.settings:
             raise ConfigError(f"{path.parent} was begun with other settings than the sweep's file says now; remove that folder")
-    return Standing(done, begun)
+    return done, begun
 
 
-def check_code(now: Standing, results: Path, folder: Path) -> None:
-    """See to it that what comes is of the same code as what is there.
-
-    Raises:
-        ConfigError: It is not.
-    """
-    code = code_now()
-    there = [(results, line.code) for line in now.done.values()] + [(folder / name, one.code) for name, one in now.begun.items()]
-    for path, other in there:
-        if other.files != code.files:
-            raise ConfigError(
-                f"{path} is of code {other.version} {other.commit} ({other.files}), this is {code.version} {code.commit} "
-                f"({code.files}), and results of two codes are not mixed: go on with that code, or begin anew with "
-                "--results NAME.jsonl and without the folder of cells"
-            )
-
-
-async def run_sweep(sweep: Sweep, results: Path, clock: Clock, say: Say, *, jobs: int = 1, resumed: bool = False) -> None:
-    """Run every cell that is not done.
+async def run_sweep(sweep: Sweep, clock: Clock, say: Callable[[str], None], *, jobs: int = 1, resumed: bool = False) -> None:
+    """Run every cell that is not done, and append a line of results as each ends.
 
     Args:
         sweep: What to run.
-        results: A line is appended as each cell ends.
         clock: Of the times that are noted.
         say: Is told of each cell.
         jobs: Cells beside each other.
@@ -132,23 +87,31 @@ async def run_sweep(sweep: Sweep, results: Path, clock: Clock, say: Say, *, jobs
     """
     sweep.cells_folder.mkdir(parents=True, exist_ok=True)
     with _locked(sweep.cells_folder) as lock:
-        now = standing(sweep, results)
-        if (now.done or now.begun) and not resumed:
+        (done, begun), code = standing(sweep), code_now()
+        if (done or begun) and not resumed:
             raise ConfigError(
-                f"{results} has {len(now.done)} of {len(sweep.cells)} cells, {len(now.begun)} more were begun: "
+                f"{len(done)} of {len(sweep.cells)} cells are in {sweep.results}, {len(begun)} more were begun: "
                 "`asyncrl sweep resume` goes on"
             )
-        check_code(now, results, sweep.cells_folder)
-        waiting = iter([cell for cell in sweep.cells if cell.id not in now.done])
-        num_done, lines = len(now.done), JsonLines[CellResult](results)
+        for other in [line.code for line in done.values()] + [one.code for one in begun.values()]:
+            if other.files != code.files:
+                raise ConfigError(
+                    f"{sweep.results} or {sweep.cells_folder} has cells of code {other.version} {other.commit} ({other.files}), "
+                    f"this is {code.version} {code.commit} ({code.files}). Results of two codes are not mixed: "
+                    "go on with that code, or begin anew with --results NAME.jsonl"
+                )
+        waiting = iter([cell for cell in sweep.cells if cell.id not in done])
+        num_done, lines = len(done), JsonLines[CellResult](sweep.results)
 
         async def work() -> None:
             nonlocal num_done
             for cell in waiting:
-                line = await _run_cell(cell, sweep, now.begun.get(cell.id), clock, jobs, lock)
+                line = await _run_cell(cell, sweep, begun.get(cell.id, Begun(cell.settings, code)), clock, jobs, lock)
                 lines.write(line)
-                num_done += 1
-                say(f"{num_done}/{len(sweep.cells)} {_in_words(line)}")
+                num_done, made = num_done + 1, line.outcome
+                told = [f"{name} {value:.3f}" for name in sweep.plan.metrics if (value := getattr(made, name)) is not None]
+                told += [f"FAILED: {made.fault}"] if made.fault else []
+                say(f"{num_done}/{len(sweep.cells)} {cell.id}: {', '.join(told)} ({made.steps} steps in {made.train_s:.0f} s)")
 
         try:
             async with asyncio.TaskGroup() as group:
@@ -160,9 +123,8 @@ async def run_sweep(sweep: Sweep, results: Path, clock: Clock, say: Say, *, jobs
             lines.close()
 
 
-async def _run_cell(cell: Cell, sweep: Sweep, begun: Begun | None, clock: Clock, jobs: int, lock: int) -> CellResult:
+async def _run_cell(cell: Cell, sweep: Sweep, begun: Begun, clock: Clock, jobs: int, lock: int) -> CellResult:
     folder = sweep.cells_folder / cell.id
-    begun = begun or Begun(cell.settings, code_now(), ())
     if not cell.command and _has_ended(cell, folder):
         outcome = measure_run(folder, cell.config, sweep.plan, begun.starts_s)
     else:
@@ -215,7 +177,7 @@ async def _run_command(cell: Cell, folder: Path, sweep: Sweep, lock: int) -> Out
                 *command, cwd=sweep.folder, stdout=output, stderr=output, pass_fds=(lock,)
             )
         except OSError as error:
-            raise LaunchError(f"cannot start {json.dumps(command)} of {cell.arm}: {error.strerror}") from error
+            raise LaunchError(f"cannot start `{' '.join(command)}` of {cell.arm}: {error.strerror}") from error
         try:
             code = await process.wait()
         finally:
@@ -254,29 +216,19 @@ def _locked(folder: Path) -> Iterator[int]:
         yield file.fileno()
 
 
-def _in_words(line: CellResult) -> str:
-    made, parts = line.outcome, [f"{line.arm} seed {line.seed}:"]
-    parts += [f"FAILED ({made.fault})"] if made.fault else []
-    parts += [f"accuracy {made.accuracy:.3f}"] if made.accuracy is not None else []
-    parts += [f"reward {made.reward:.3f}"] if made.reward is not None else []
-    parts += [f"bar after {made.seconds_to_bar:.1f} s"] if made.seconds_to_bar is not None else []
-    return " ".join([*parts, f"({made.steps} steps in {made.train_s:.0f} s)"])
-
-
-def status_text(sweep: Sweep, results: Path) -> str:
+def status_text(sweep: Sweep) -> str:
     """Return where every cell stands, an arm a line."""
-    now, lines = standing(sweep, results), [f"{sweep.plan.name}: {len(sweep.plan.arms)} arms, {len(sweep.plan.seeds)} seeds"]
-    width = max(len(arm) for arm in sweep.plan.arms)
+    (done, begun), width = standing(sweep), max(map(len, sweep.plan.arms))
+    lines = []
     for arm in sweep.plan.arms:
         cells = [cell for cell in sweep.cells if cell.arm == arm]
-        done = [now.done[cell.id] for cell in cells if cell.id in now.done]
-        begun = [f"seed {cell.seed} at step {len(read_steps(sweep.cells_folder / cell.id))} of {cell.config.num_steps}"
-                 for cell in cells if cell.id in now.begun]  # fmt: skip
-        failed = sum(bool(line.outcome.fault) for line in done)
-        told = [f"{len(done)}/{len(cells)} done", *([f"{failed} failed"] if failed else []), *begun]
+        failed = sum(bool(done[cell.id].outcome.fault) for cell in cells if cell.id in done)
+        told = [f"{sum(cell.id in done for cell in cells)}/{len(cells)} done", *([f"{failed} failed"] if failed else [])]
+        told += [f"seed {cell.seed} at step {len(read_steps(sweep.cells_folder / cell.id))} of {cell.config.num_steps}"
+                 for cell in cells if cell.id in begun]  # fmt: skip
         lines.append(f"{arm:{width}}  {', '.join(told)}")
-    left = len(sweep.cells) - len(now.done)
-    took = [line.outcome.train_s for line in now.done.values()]
-    if left and took:
-        lines.append(f"{left} cells to go; those that are done trained for {sum(took) / len(took):.0f} s each")
+    trained_s = [line.outcome.train_s for line in done.values()]
+    if done and len(done) < len(sweep.cells):
+        mean_s = sum(trained_s) / len(trained_s)
+        lines.append(f"{len(sweep.cells) - len(done)} cells to go; those that are done trained for {mean_s:.0f} s each")
     return "\n".join(lines)

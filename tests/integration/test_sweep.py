@@ -35,7 +35,7 @@ def external(name: str, rate: float) -> str:
 
 
 def run(folder: Path, *, resumed: bool = False, jobs: int = 1) -> None:
-    asyncio.run(run_sweep(load_sweep(folder), folder / "results.jsonl", SystemClock(), print, jobs=jobs, resumed=resumed))
+    asyncio.run(run_sweep(load_sweep(folder), SystemClock(), print, jobs=jobs, resumed=resumed))
 
 
 def test_a_null_control_is_not_told_apart_and_a_positive_control_is(tmp_path):
@@ -46,7 +46,9 @@ def test_a_null_control_is_not_told_apart_and_a_positive_control_is(tmp_path):
     run(tmp_path, jobs=2)
     printed = CliRunner().invoke(app, ["sweep", "report", str(tmp_path)])
     assert printed.exit_code == 0, printed.output
-    said = {row.split(" | ")[0].removeprefix("| "): row for row in printed.output.splitlines() if "| accuracy |" in row}
+    said = {
+        row.split(" | ")[0].removeprefix("| "): row for row in printed.output.splitlines() if "| held-out accuracy | 7 |" in row
+    }
     assert "+0.000 [+0.000, +0.000] | 1.0000 | 1.0000 | not told apart" in said["learns too"]
     assert said["learning rate 0"].endswith("| lower |")
     assert (tmp_path / "RESULTS.md").read_text() + "\n" == printed.output
@@ -103,7 +105,7 @@ def test_a_killed_sweep_goes_on_and_every_cell_is_there_once(tiny, tmp_path):
     assert len(read_steps(folder)) == 40
     other = [replace(line, code=replace(line.code, files="other")) for line in lines.values()]
     (tmp_path / "results.jsonl").write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in other))
-    with pytest.raises(ConfigError, match="results of two codes are not mixed"):
+    with pytest.raises(ConfigError, match="Results of two codes are not mixed"):
         run(tmp_path, resumed=True)
     (tmp_path / "sweep.toml").write_text((tmp_path / "sweep.toml").read_text().replace("= 40", "= 41"))
     with pytest.raises(ConfigError, match="of other settings than the sweep's file says now"):

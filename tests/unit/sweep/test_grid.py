@@ -31,6 +31,10 @@ def test_cells_are_runs_of_the_base_config_seed_by_seed(sweep, tmp_path):
     assert len({cell.id for cell in found.cells}) == 6
     assert found.plan.arms == ("max_staleness=0", "max_staleness=2")
     assert found.plan.baseline == "max_staleness=0"
+    other = load_sweep(tmp_path, tmp_path / "again.jsonl")
+    assert (found.results.name, other.cells_folder.name, other.cells[0].settings) == (
+        "results.jsonl", "cells-again", found.cells[0].settings,
+    )  # fmt: skip
 
 
 def test_arms_within_a_seed_are_in_an_order_that_the_seed_decides(sweep):

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from asyncrl.errors import ConfigError
 from asyncrl.sweep.grid import Plan
-from asyncrl.sweep.report import report_text, write_picture, write_report
+from asyncrl.sweep.report import write_picture, write_report
 from asyncrl.sweep.results import CellResult, Code, Outcome
 
 PLAN = Plan(name="eta", arms=("eta=0", "eta=2"), baseline="eta=0", seeds=tuple(range(8)), metrics=("seconds_to_bar", "accuracy"),
@@ -44,34 +44,34 @@ def row(text: str, *begins: str) -> str:
 
 
 def test_what_differs_is_told_apart_and_what_does_not_is_not(results):
-    text = report_text(results(lines()))
+    text = write_report(results(lines()))
     assert "16 cells, 8 seeds; code 0.1.0 abc; a machine; 2026-11-23." in text
-    assert "| -19.6 [-19.8, -19.5] | 0.0078 | 0.0156 | lower |" in row(text, "eta=2", "seconds to bar", "8")
-    assert row(text, "eta=2", "accuracy", "8").endswith("| 1.0000 | 1.0000 | not told apart |")
+    assert "| -19.6 [-19.8, -19.5] | 0.0078 | 0.0156 | lower |" in row(text, "eta=2", "seconds to 0.8", "8")
+    assert row(text, "eta=2", "held-out accuracy", "8").endswith("| 1.0000 | 1.0000 | not told apart |")
     assert row(text, "eta=0", "8").startswith("| eta=0 | 8 | 53.5 [")
     assert row(text, "eta=0", "8").endswith("| 0.8 | 25% | 50% | 1.00 (2) |")
 
 
 def test_two_seeds_tell_nothing_and_the_report_says_so(results):
-    text = report_text(results([one for one in lines() if one.seed < 2]))
+    text = write_report(results([one for one in lines() if one.seed < 2]))
     assert "**12 cells are missing**" in text
-    assert "not told apart" in row(text, "eta=2", "seconds to bar", "2")
-    assert "the smallest corrected p is 1.00" in text
+    assert "not told apart" in row(text, "eta=2", "seconds to 0.8", "2")
+    assert "nothing can be told apart: the smallest corrected p is 1.00" in text
 
 
 def test_a_cell_that_never_reached_the_bar_counts_as_the_longest(results):
     made = [replace(one, outcome=replace(one.outcome, seconds_to_bar=None)) if one.arm == "eta=2" else one for one in lines()]
-    text = report_text(results(made))
+    text = write_report(results(made))
     assert row(text, "eta=2", "8").startswith("| eta=2 | 8 | 60.0 [60.0, 60.0], 8 not |")
-    assert "| higher |" in row(text, "eta=2", "seconds to bar")
+    assert "| higher |" in row(text, "eta=2", "seconds to 0.8")
 
 
 def test_what_is_unlike_the_rest_is_said(results):
     made = [line("eta=0", 0, 50.0, 0.9, attempts=2), line("eta=2", 0, 30.0, 0.9, jobs=2), *lines()[1:3]]
     made[2] = replace(made[2], machine="another", outcome=replace(made[2].outcome, fault="loss is nan", accuracy=None))
-    text = report_text(results(made))
-    for said in ("1 cells failed.", "1 cells were interrupted and resumed", "1 cells ran beside others", "different machines",
-                 "- eta=0 seed 1 failed: loss is nan"):  # fmt: skip
+    text = write_report(results(made))
+    for said in ("1 cells were interrupted and resumed", "1 cells ran beside others", "different machines",
+                 "eta=0 seed 1 failed: loss is nan."):  # fmt: skip
         assert said in text
 
 
@@ -87,8 +87,8 @@ def test_report_and_picture_are_made_of_the_results_alone_byte_for_byte(results,
 def test_results_that_cannot_be_used_are_refused(results):
     mixed = [*lines(), replace(lines()[0], seed=9, code=replace(CODE, files="other"))]
     with pytest.raises(ConfigError, match="mixes results of different code"):
-        report_text(results(mixed))
+        write_report(results(mixed))
     with pytest.raises(ConfigError, match="has no results yet"):
-        report_text(results([]))
+        write_report(results([]))
     with pytest.raises(ConfigError, match="eta=0 seed 0 twice"):
-        report_text(results([*lines(), lines()[0]]))
+        write_report(results([*lines(), lines()[0]]))

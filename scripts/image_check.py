@@ -55,7 +55,7 @@ class Root:
 
 def bootstrap(root: Root) -> None:
     """Make the bare root, with a Python that `pip` installs into."""
-    subprocess.run(["debootstrap", "--variant=minbase", "--include=python3,python3-venv,ca-certificates", "bookworm", str(root.path)], check=True)
+    subprocess.run(["debootstrap", "--variant=minbase", "--include=python3,python3-dev,python3-venv,ca-certificates", "bookworm", str(root.path)], check=True)
     for bind in root.binds:
         Path(f"{root.path}{bind}").mkdir(parents=True, exist_ok=True)
     for name in ("/etc/resolv.conf", "/etc/pip.conf", "/etc/ssl/certs/ca-certificates.crt", "/etc/hosts"):

@@ -194,7 +194,7 @@ class BatchFeeder:
                 if not self._held and (taken := await self._take(self.next_step)) is not None:
                     self.next_step = taken.step + 1
                     self._outside_started_s = self._clock.now()
-                    return GroupsTaken(taken.step, taken.groups)
+                    return GroupsTaken(taken.step, taken.groups, taken.params.mask_below)
                 self.woken.clear()
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(0.25):

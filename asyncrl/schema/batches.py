@@ -87,3 +87,5 @@ class GroupsTaken(Message, frozen=True, tag="groups_taken"):
 
     step: int
     groups: tuple[ScoredGroup, ...]
+    mask_below: int = 0
+    """Tokens of a version under this one are too old to train (`buffer.policy = "mask"`)."""

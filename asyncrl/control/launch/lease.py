@@ -22,6 +22,8 @@ from typing import Literal
 from asyncrl.config.run import OwnerConfig
 
 SOCKET_FILE = "owner.sock"
+ATTACH_S = 60.0
+"""For whoever starts a run to attach to it first; then `owner.grace_s` counts."""
 
 
 @dataclass(slots=True)
@@ -90,7 +92,7 @@ async def own_by_lease(run_folder: Path, config: OwnerConfig) -> AsyncIterator[O
             server = await asyncio.start_unix_server(hold, path)
         finally:
             os.umask(before)
-        grace = loop.call_later(config.grace_s, absent)
+        grace = loop.call_later(max(config.grace_s, ATTACH_S), absent)
         try:
             yield owner
         finally:

@@ -158,6 +158,10 @@ class PolicyOptimizer:
                 gradient.mul_(factor)
         return norm.item()
 
+    def follow(self, config: LearnerConfig) -> None:
+        """Take learning rate, warm-up and schedule of this config from the next step on."""
+        self._config = config
+
     def step(self, step: int) -> float:
         """Apply and drop the clipped gradients at the learning rate of optimizer step `step`, and return that rate."""
         rate = learning_rate_at(step, self._config, self._num_steps)

@@ -227,6 +227,11 @@ class Driver:
     def wait(self, pid: int) -> int:
         """Wait for a forked test, end and remove what it left; return its exit status, negative for a signal."""
         status = os.waitpid(pid, 0)[1]
+        self.clean_up(pid)
+        return -os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
+
+    def clean_up(self, pid: int) -> None:
+        """End and remove what a test left whose process is gone."""
         try:
             # Confined, every process in sight is the program's own, and the loop ends when the last of them is gone.
             while self.setup["confined"]:
@@ -241,7 +246,6 @@ class Driver:
 
                 # What cannot be removed ends the driver, and costs the program the tests that are left.
                 shutil.rmtree(entry.path) if entry.is_dir(follow_symlinks=False) else os.unlink(entry.path)
-        return -os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
 
     def run(self, frame: Frame) -> str | None:
         """Execute the program as a script, or call a function of it; reply with exit status and output.
@@ -287,10 +291,12 @@ class Driver:
             finally:
                 os._exit(1)
         is_told = False
-        while not is_told and not os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+        while not (is_gone := os.waitpid(pid, os.WNOHANG)[0] == pid) and not is_told:
             is_told = has_input(self.pipe.read_fd, 0.01)
-        os.kill(pid, signal.SIGKILL)
-        self.wait(pid)
+        if not is_gone:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        self.clean_up(pid)
         if not is_told and select.select([], [write_fd], [], 0)[1]:
             Pipe(read_fd, write_fd, self.pipe.max_bytes).write({"ended": True})  # The judge may wait for an answer.
         self.pipe.read()

@@ -13,13 +13,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from aiohttp import web
-from msgspec.structs import replace
 
 from asyncrl.client import is_live
 from asyncrl.clock import SystemClock
 from asyncrl.config.load import read_toml
 from asyncrl.errors import ConfigError
 from asyncrl.observe.steps import read_evals, read_events, read_steps
+from asyncrl.schema.status import RunStatus
 from asyncrl.serve.daemon import listen
 from asyncrl.serve.guard import Guard, new_token
 from asyncrl.serve.keeper import Keeper
@@ -46,8 +46,10 @@ async def view_runs(folders: Sequence[Path], port: int, say: Callable[[str], Non
         loop.add_signal_handler(signum, ending.set)
     with tempfile.TemporaryDirectory() as aside, contextlib.closing(Records(Path(aside))) as records:
         records.elsewhere = {name: folder.resolve() for name, folder in zip(names, folders, strict=True)}
-        records.runs = {name: _record(folder, number) for number, (name, folder) in enumerate(records.elsewhere.items())}
-        service = Service(records, Keeper(records, Machine(), clock), Guard(records, {"127.0.0.1"}), clock, read_only=True)
+        keeper = Keeper(records, Machine(), clock)
+        for number, name in enumerate(names):
+            _look(keeper, name, number)
+        service = Service(records, keeper, Guard(records, {"127.0.0.1"}, clock), clock, read_only=True)
         runner = web.AppRunner(service.app(), access_log=None, shutdown_timeout=2.0, handler_cancellation=True)
         await runner.setup()
         try:
@@ -56,7 +58,7 @@ async def view_runs(folders: Sequence[Path], port: int, say: Callable[[str], Non
             say(f"http://127.0.0.1:{runner.addresses[0][1]}/#token={token}")
             while not ending.is_set():
                 for record in [record for record in records.runs.values() if record.state == "live"]:
-                    records.runs[record.id] = await asyncio.to_thread(_record, records.elsewhere[record.id], record.number)
+                    await asyncio.to_thread(_look, keeper, record.id, record.number)
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(ending.wait(), LOOK_S)
             service.draining = True
@@ -64,18 +66,23 @@ async def view_runs(folders: Sequence[Path], port: int, say: Callable[[str], Non
             await runner.cleanup()
 
 
-def _record(folder: Path, number: int) -> RunRecord:
-    """Return what a run's files say of it."""
+def _look(keeper: Keeper, name: str, number: int) -> None:
+    """Note what a run's files say of it."""
+    folder = keeper.records.run_folder(name)
+    live = is_live(folder)
     steps, evals, events = read_steps(folder), read_evals(folder), list(read_events(folder))
     last = next((event for event in reversed(events) if event.kind == "phase"), None)
-    num_steps = read_toml(folder / "config.toml").get("num_steps", 0)
+    num_steps, version = read_toml(folder / "config.toml").get("num_steps", 0), steps[-1].version if steps else -1
+    failed = last is not None and last.subject == "failed"
+    outcome: Outcome = "" if live else "failed" if failed else "done" if version >= num_steps else "stopped"
     record = RunRecord(
-        id=folder.name, number=number, num_steps=num_steps, version=steps[-1].version if steps else -1,
-        started_s=events[0].time_s if events else 0.0, reason=last.text if last else "",
+        id=name, number=number, state="live" if live else "ended", outcome=outcome, reason=last.text if last else "",
+        version=version, num_steps=num_steps, started_s=events[0].time_s if events else 0.0,
+        ended_s=events[-1].time_s if events and not live else 0.0,
+        accuracy_before=evals[0].accuracy if evals else None, accuracy_after=evals[-1].accuracy if evals else None,
     )  # fmt: skip
-    if evals:
-        record = replace(record, accuracy_before=evals[0].accuracy, accuracy_after=evals[-1].accuracy)
-    if is_live(folder):
-        return replace(record, state="live")
-    outcome: Outcome = "failed" if last and last.subject == "failed" else "done" if record.version >= num_steps else "stopped"
-    return replace(record, state="ended", outcome=outcome, ended_s=events[-1].time_s if events else 0.0)
+    keeper.records.runs[name] = record
+    keeper.statuses.pop(name, None)
+    if live:
+        phase = last.subject if last else "starting"
+        keeper.statuses[name] = RunStatus(name=name, run_folder=str(folder), phase=phase, version=version, num_steps=num_steps)

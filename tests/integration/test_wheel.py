@@ -48,6 +48,13 @@ def test_the_wheel_is_pure_python(installed):
     assert installed[1].endswith("-py3-none-any.whl")
 
 
+def test_the_page_is_in_the_wheel(installed):
+    here, there = ROOT / "asyncrl" / "serve" / "page", installed[0] / "asyncrl" / "serve" / "page"
+    files = {path.relative_to(here) for path in here.rglob("*") if path.is_file()}
+    assert files == {path.relative_to(there) for path in there.rglob("*") if path.is_file()}
+    assert Path("vendor/uPlot.LICENSE") in files
+
+
 def test_a_shipped_config_runs_by_name_from_an_empty_folder(installed, tmp_path):
     small = ["num_steps=2", "model.warm_start.steps=2", "eval.num_prompts=8", "algorithm.groups_per_step=2"]
     settings = [part for value in small for part in ("--set", value)]

@@ -24,6 +24,11 @@ const MEANING = {
   drain: "The step in hand is finished, a checkpoint is written, and the run ends.", stop: "The run ends at once. It can be resumed.",
 };
 
+function waitsOfNobody(record, status) {
+  if (record.state !== "live") return "The run is not live.";
+  return status.processes.length ? "Nobody waits: everything moves." : "Only the daemon of a run is told who waits for whom.";
+}
+
 export async function run(name, me) {
   const path = `/v1/runs/${encodeURIComponent(name)}`;
   const [record, status, series, evals] = await Promise.all(
@@ -113,7 +118,8 @@ class RunPage {
       ["Accuracy", `${exact(record.accuracy_before)} → ${exact(record.accuracy_after)}`], ["Started", time(record.started_s)], ["Ended", time(record.ended_s)],
       ["Project", record.project], ["Tags", record.tags.join(", ")], ["Forked from", record.parent], ["Checkpoint", status.checkpoint], ["Reason", status.reason || record.reason]];
     redraw(this.top,
-      h("p", { class: status.waiting ? "notice" : "soft", id: "waiting" }, status.waiting || (record.state === "live" ? "Nobody waits: everything moves." : "The run is not live.")),
+      h("p", { class: status.waiting ? "notice" : "soft", id: "waiting" }, status.waiting || waitsOfNobody(record, status)),
+      ...status.alarms.map((alarm) => notice(`${alarm.level}: ${alarm.rule}: ${alarm.text}`, alarm.level === "error")),
       table("The run", facts.filter(([, value]) => value).map(([label]) => label), [facts.map(([, value]) => value).filter(Boolean)]));
     if (this.hasSteps) this.charts.forEach((figure, i) => figure.show(this.steps, this.series(CHARTS[i][1])));
     this.hasSteps = false;

@@ -7,10 +7,10 @@ import io
 import random
 
 import pytest
-from aiohttp.test_utils import TestClient, TestServer
+from aiohttp.test_utils import TestClient, TestServer, make_mocked_request
 
-from asyncrl.clock import SystemClock
-from asyncrl.serve.guard import OPEN, Guard, new_token
+from asyncrl.clock import SystemClock, VirtualClock
+from asyncrl.serve.guard import OPEN, SESSION_S, ForbiddenError, Guard, new_token
 from asyncrl.serve.keeper import Keeper
 from asyncrl.serve.queue import Machine
 from asyncrl.serve.records import ROLES, Records, RunRecord
@@ -174,3 +174,66 @@ async def test_a_removed_token_is_refused(client, tokens):
     made = await (await client.post("/v1/tokens", headers=headers, json={"name": "new", "role": "viewer"})).json()
     assert (await client.get("/v1/runs", headers=bearer(made["token"]))).status == 200
     assert (await client.post("/v1/tokens", headers=headers, json={"name": "x", "role": "king"})).status == 400
+
+
+async def test_a_page_has_a_cookie_that_is_no_token_and_names_its_origin(service, client, tokens):
+    origin = {"Origin": f"http://127.0.0.1:{client.port}"}
+    assert (await client.post("/v1/login", headers=origin, json={"token": "wrong"})).status == 401
+    assert (await (await client.get("/v1/session")).json())["name"] == ""
+    (cookie,) = (await client.post("/v1/login", headers=origin, json={"token": tokens["operator"]})).cookies.values()
+    assert (cookie["httponly"], cookie["samesite"], cookie.key) == (True, "Strict", f"asyncrl-{client.port}")
+    assert (await client.get("/v1/runs")).status == 200
+    assert (await (await client.get("/v1/session")).json())["role"] == "operator"
+    assert (await client.get("/v1/tokens")).status == 403
+    assert (await client.post("/v1/runs/r/stop")).status == 401  # whose page it comes from is not said
+    assert (await client.post("/v1/runs/r/stop", headers=origin)).status == 409
+    assert (await client.get("/v1/runs", headers={"Sec-Fetch-Site": "same-site"})).status == 401  # a page of another port
+    assert (await client.get("/v1/runs", headers=bearer(cookie.value))).status == 401
+    ends, _, signature = cookie.value.partition(".")
+    client.session.cookie_jar.clear()
+    for forged in ("", "x", f"{int(ends) + 1}.{signature}", f"{ends}.", f"{ends}.\u2603", "9" * 5000, f"\u0663.{signature}"):
+        answer = await client.get("/v1/runs", headers={"Cookie": f"{cookie.key}={forged}"})
+        assert answer.status == 401, forged
+    good = {"Cookie": f"{cookie.key}={cookie.value}"}
+    assert (await client.get("/v1/runs", headers=good)).status == 200
+    service.records.forget_token("operator")
+    assert (await client.get("/v1/runs", headers=good)).status == 401
+
+
+def test_a_page_is_logged_out_after_twelve_hours(service, tokens):
+    clock = VirtualClock()
+    guard = Guard(service.records, {"127.0.0.1"}, clock, b"key")
+    cookie = guard.cookie(service.records.tokens["viewer"])
+    request = make_mocked_request("GET", "/", headers={"Host": "127.0.0.1:7717", "Cookie": f"asyncrl-7717={cookie}"})
+    assert guard.check(request, "viewer").name == "viewer"
+    assert Guard(service.records, {"127.0.0.1"}, clock, b"key").check(request, "viewer")  # the next daemon, with the same key
+    with pytest.raises(ForbiddenError):
+        Guard(service.records, {"127.0.0.1"}, clock).check(request, "viewer")
+    clock.advance(SESSION_S + 1)
+    with pytest.raises(ForbiddenError):
+        guard.check(request, "viewer")
+
+
+async def test_series_are_those_of_the_file_where_it_is_torn_and_where_steps_are_repeated(service, client, tokens):
+    line = b'{"step":%d,"version":1,"time_s":1.0,"reward_mean":%s,"metrics":{"ratio/ess":%s}}\n'
+    lines = [line % (0, b"0.1", b"0.5"), line % (1, b"0.2", b"0.6"), b'{"st\n', line % (1, b"0.30000000000000004", b"1e-7")]
+    whole = b"".join(lines)
+    (service.records.run_folder("r") / "steps.jsonl").write_bytes(whole + lines[0][:20])
+    answer = await client.get("/v1/runs/r/series?names=reward_mean,ratio/ess,none", headers=bearer(tokens["viewer"]))
+    said = await answer.json()
+    assert said["steps"] == [0, 1]
+    assert said["columns"] == {"reward_mean": [0.1, 0.30000000000000004], "ratio/ess": [0.5, 1e-7], "none": [None, None]}
+    assert (said["newest"]["reward_mean"], said["offset"]) == (0.30000000000000004, len(whole))
+
+
+async def test_samples_are_for_operators_unless_the_daemon_shows_them(service, client, tokens):
+    assert (await client.get("/v1/runs/r/samples", headers=bearer(tokens["viewer"]))).status == 403
+    service.show_samples = True
+    async with TestClient(TestServer(service.app())) as shown:
+        answer = await shown.get("/v1/runs/r/samples", headers=bearer(tokens["viewer"]))
+        assert await answer.json() == {"steps": [], "rows": []}
+
+
+async def test_what_is_only_looked_at_takes_no_orders(service, tokens):
+    service.read_only = True
+    assert {route.path for route in service.routes() if route.method != "GET"} == {"/v1/login", "/v1/logout"}

@@ -68,7 +68,7 @@ MESSAGES = {
         17, 3, 1, 1.0, {"exact": 1.0}, "", "reward-0", 11.5, 11.75, reference_logprobs=logprobs_to_bytes([-0.5, -1.0])
     ),
     "scored_group": _GROUP,
-    "groups_taken": batches.GroupsTaken(5, (_GROUP,)),
+    "groups_taken": batches.GroupsTaken(5, (_GROUP,), 3),
     "step_batch": batches.StepBatch(
         4,
         (batches.PackedSample(17, 3, 0, 0, 1, 1, 1.0, 4, pair=0, is_chosen=True, is_greedy=True),),

@@ -67,7 +67,7 @@ class Session:
     Example:
         >>> async with asyncrl.Session("quickstart") as session:  # doctest: +SKIP
         ...     async for taken in session.batches():
-        ...         step = await session.train_step(taken, loss="cispo")
+        ...         step = await session.train_step(taken, loss="gspo")
         ...         print(step.version, step.metrics["reward/mean"])
     """
 

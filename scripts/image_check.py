@@ -36,7 +36,7 @@ class Root:
 
     def __init__(self, path: Path, binds: list[str]) -> None:
         self.path, self.binds = path, binds
-        self.env = {"PATH": "/opt/venv/bin:/usr/sbin:/usr/bin:/sbin:/bin", "HOME": "/root", "LANG": "C.UTF-8"}
+        self.env = {"PATH": "/usr/local/venv/bin:/usr/sbin:/usr/bin:/sbin:/bin", "HOME": "/root", "LANG": "C.UTF-8"}
         self.env |= {name: value for name, value in os.environ.items() if name.startswith("PIP_")}
         self.user, self.workdir = "root", "/"
 
@@ -65,7 +65,7 @@ def bootstrap(root: Root) -> None:
         if name.endswith("conf.d"):
             shutil.copytree(name, f"{root.path}{name}", dirs_exist_ok=True)
     (root.path / "dev" / "shm").mkdir(exist_ok=True)
-    root.run(["python3", "-m", "venv", "/opt/venv"])
+    root.run(["python3", "-m", "venv", "/usr/local/venv"])
 
 
 def build(root: Root, steps: list[tuple[str, str]]) -> dict[str, list[str]]:
@@ -112,8 +112,7 @@ def look(root: Root, said: dict[str, list[str]]) -> None:
             if (root.path / "work" / "served" / "server.url").exists():
                 break
             time.sleep(0.5)
-        check = ["chroot", "--userspec=asyncrl", str(root.path), *said["HEALTHCHECK"]]
-        subprocess.run(check, env=root.env, check=True)
+        root.run(said["HEALTHCHECK"])
         print("health check: ok", flush=True)
         token = (root.path / "work" / "served" / "admin.token").read_text().strip()
         submit = (
@@ -125,7 +124,7 @@ def look(root: Root, said: dict[str, list[str]]) -> None:
             "        while (await server.show('quickstart')).version < 2: await asyncio.sleep(0.5)\n"
             "asyncio.run(main())\n"
         )
-        subprocess.run(["chroot", "--userspec=asyncrl", str(root.path), "/opt/venv/bin/python", "-c", submit], env=root.env, check=True)
+        root.run(["python", "-c", submit])
         print("a run of the daemon trains", flush=True)
         (child,) = [pid for pid in subprocess.run(["pgrep", "-x", "tini"], capture_output=True, text=True, check=False).stdout.split()][-1:]
         zombies = subprocess.run(["ps", "-o", "stat=", "--ppid", child], capture_output=True, text=True, check=False).stdout

@@ -1,0 +1,101 @@
+"""What a sweep does about what it finds: cells that ended, that were begun, that are of something else, that fail."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+
+import msgspec
+import pytest
+from msgspec.structs import replace
+
+from asyncrl.clock import VirtualClock
+from asyncrl.errors import ConfigError, LaunchError, RunError
+from asyncrl.observe.steps import EvalReport, JsonLines, StepReport
+from asyncrl.sweep.grid import load_sweep
+from asyncrl.sweep.results import code_now, read_results
+from asyncrl.sweep.runner import CELL_FILE, Begun, run_sweep, status_text
+
+COMMAND = '[[external]]\nname = "shell"\ncommand = ["sh", "-c", "test ! -e broken && cp given.json $0/result.json", "{out}"]\n'
+
+
+@pytest.fixture
+def swept(tmp_path):
+    """Write a sweep of this text and run it, or go on with it."""
+    said: list[str] = []
+    (tmp_path / "given.json").write_text('{"seconds": [1.0, 2.0], "rewards": [0.2, 0.6]}')
+
+    def run(text: str, *, resumed: bool = False):
+        (tmp_path / "sweep.toml").write_text(f'base = "quickstart"\nseeds = 2\nmetrics = ["reward"]\n{text}')
+        sweep = load_sweep(tmp_path)
+        asyncio.run(run_sweep(sweep, VirtualClock(), said.append, resumed=resumed))
+        return read_results(sweep.results), said
+
+    return run
+
+
+def begin(sweep, cell, num_steps: int, **more) -> None:
+    """Write what a run of this cell leaves that came so far."""
+    folder = sweep.cells_folder / cell.id
+    folder.mkdir(parents=True)
+    (folder / CELL_FILE).write_bytes(msgspec.json.encode(Begun(**{"settings": cell.settings, "code": code_now(), **more})))
+    steps, evals = JsonLines[StepReport](folder / "steps.jsonl"), JsonLines[EvalReport](folder / "eval.jsonl")
+    for step in range(num_steps):
+        steps.write(StepReport(step=step, version=step + 1, time_s=float(step), reward_mean=0.5))
+    evals.write(EvalReport(version=num_steps, accuracy=0.5, num_samples=8, finished_s=9.0))
+    steps.close()
+    evals.close()
+
+
+def test_commands_are_run_and_one_that_fails_stops_the_sweep_and_is_run_again(swept, tmp_path):
+    (tmp_path / "broken").touch()
+    with pytest.raises(RunError, match=r"the command of shell seed 0 ended with 1; see .*command.log"):
+        swept(COMMAND)
+    assert read_results(tmp_path / "results.jsonl") == []
+    (tmp_path / "broken").unlink()
+    with pytest.raises(ConfigError, match=r"0 of 2 cells are in .* 1 more were begun: `asyncrl sweep resume` goes on"):
+        swept(COMMAND)
+    lines, said = swept(COMMAND, resumed=True)
+    assert [(line.seed, line.attempts, line.outcome.reward) for line in lines] == [(0, 2, 0.4), (1, 1, 0.4)]
+    assert said == ["1/2 shell-seed0: reward 0.400 (2 steps in 2 s)", "2/2 shell-seed1: reward 0.400 (2 steps in 2 s)"]
+
+
+def test_a_command_that_is_not_there(swept):
+    with pytest.raises(LaunchError, match="cannot start `/no/such/program` of x: No such file"):
+        swept('[[external]]\nname = "x"\ncommand = ["/no/such/program"]\n')
+
+
+def test_runs_that_ended_as_their_sweep_was_killed_are_not_run_again(swept, tmp_path):
+    text = "set = { num_steps = 3 }\n"
+    (tmp_path / "sweep.toml").write_text(f'base = "quickstart"\nseeds = 2\nmetrics = ["reward"]\n{text}')
+    sweep = load_sweep(tmp_path)
+    for cell in sweep.cells:
+        begin(sweep, cell, 3)
+    lines, _ = swept(text, resumed=True)
+    assert [(line.seed, line.outcome.steps, line.outcome.accuracy) for line in lines] == [(0, 3, 0.5), (1, 3, 0.5)]
+    assert status_text(sweep) == "base  2/2 done"
+    again, _ = swept(text, resumed=True)
+    assert again == lines
+
+
+def test_what_is_of_something_else_is_refused(swept, tmp_path):
+    text = "set = { num_steps = 3 }\n"
+    (tmp_path / "sweep.toml").write_text(f'base = "quickstart"\nseeds = 2\nmetrics = ["reward"]\n{text}')
+    sweep = load_sweep(tmp_path)
+    begin(sweep, sweep.cells[0], 2, code=replace(code_now(), files="other"))
+    assert status_text(sweep) == "base  0/2 done, seed 0 at step 2 of 3"
+    with pytest.raises(ConfigError, match=r"\(other\), this is .* Results of two codes are not mixed"):
+        swept(text, resumed=True)
+    with pytest.raises(ConfigError, match="was begun with other settings"):
+        swept(text.replace("3", "4"), resumed=True)
+    (sweep.cells_folder / sweep.cells[0].id / CELL_FILE).write_text("{")
+    with pytest.raises(ConfigError, match="is damaged"):
+        swept(text, resumed=True)
+
+
+def test_two_sweeps_in_one_folder_are_one_too_many(swept, tmp_path):
+    (tmp_path / "cells").mkdir()
+    with (tmp_path / "cells" / "lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(ConfigError, match="another sweep works in"):
+            swept(COMMAND)

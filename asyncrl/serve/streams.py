@@ -7,6 +7,7 @@ slow they are. A reader that is too slow is held back by its own connection.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
@@ -49,8 +50,8 @@ class Tail:
         self._offset += len(whole)
         for line in whole.splitlines():
             try:
-                number = json.loads(line)[self._number]
-            except (ValueError, KeyError, TypeError):
+                number = int(json.loads(line)[self._number])
+            except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
                 continue  # torn by a writer that was killed
             if number > self._after:
                 yield number, self._kind, line
@@ -82,23 +83,24 @@ async def stream(request: web.Request, rows: Rows, is_over: Callable[[], bool]) 
     as_events = "text/event-stream" in request.headers.get("Accept", "")
     kind = "text/event-stream" if as_events else "application/x-ndjson"
     response = web.StreamResponse(headers={"Content-Type": kind, "Cache-Control": "no-store"})
-    await response.prepare(request)
-    silent_s = 0.0
-    while True:
-        over = is_over()  # asked first: what was written before the end is still read
-        found = await rows()
-        for number, name, line in found:
-            shown = b"id: %d\nevent: %s\ndata: %s\n\n" % (number, name.encode(), line) if as_events else line + b"\n"
-            await response.write(shown)
-        if found:
-            silent_s = 0.0
-            continue
-        if over:
-            break
-        if as_events and silent_s >= BEAT_S:
-            await response.write(b": still here\n\n")
-            silent_s = 0.0
-        await asyncio.sleep(LOOK_S)
-        silent_s += LOOK_S
-    await response.write_eof()
+    with contextlib.suppress(ConnectionError):  # the reader has gone
+        await response.prepare(request)
+        silent_s = 0.0
+        while True:
+            over = is_over()  # asked first: what was written before the end is still read
+            found = await rows()
+            for number, name, line in found:
+                shown = b"id: %d\nevent: %s\ndata: %s\n\n" % (number, name.encode(), line) if as_events else line + b"\n"
+                await response.write(shown)
+            if found:
+                silent_s = 0.0
+                continue
+            if over:
+                break
+            if as_events and silent_s >= BEAT_S:
+                await response.write(b": still here\n\n")
+                silent_s = 0.0
+            await asyncio.sleep(LOOK_S)
+            silent_s += LOOK_S
+        await response.write_eof()
     return response

@@ -28,7 +28,7 @@ export function chart(title, xName, xs, series, { points = false } = {}) {
     width: 430, height: HEIGHT, legend: { show: false }, cursor: { drag: { x: true, y: false } }, scales: { x: { time: false } },
     axes: [{ ...axis, size: 28 }, { ...axis, size: 58, values: (_, splits) => splits.map((value) => short(value)) }],
     series: [{ label: xName }, ...series.map(([label], i) => ({
-      label, stroke: COLOURS[i % 6], dash: DASHES[i % 6], width: 1.5, spanGaps: true, points: points || xs.length < 2 ? { show: true } : {},
+      label, stroke: COLOURS[i % 6], dash: DASHES[i % 6], width: 1.5, spanGaps: true, points: points ? { show: true } : {},
     }))],
   };
   const fill = () => {

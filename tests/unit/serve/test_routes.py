@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import io
 import random
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 from aiohttp.test_utils import TestClient, TestServer, make_mocked_request
@@ -15,6 +17,7 @@ from asyncrl.serve.keeper import Keeper
 from asyncrl.serve.queue import Machine
 from asyncrl.serve.records import ROLES, Records, RunRecord
 from asyncrl.serve.routes import Service
+from asyncrl.serve.streams import stream
 
 
 @pytest.fixture
@@ -224,6 +227,32 @@ async def test_series_are_those_of_the_file_where_it_is_torn_and_where_steps_are
     assert said["steps"] == [0, 1]
     assert said["columns"] == {"reward_mean": [0.1, 0.30000000000000004], "ratio/ess": [0.5, 1e-7], "none": [None, None]}
     assert (said["newest"]["reward_mean"], said["offset"]) == (0.30000000000000004, len(whole))
+
+
+async def test_a_stream_goes_on_behind_lines_that_make_no_sense(service, client, tokens):
+    lines = [
+        b'{"seq":1}',
+        b'{"seq":"x"}',
+        b'{"seq":[2]}',
+        b"[]",
+        b"\xff",
+        b'{"seq":1e999}',
+        b"[" * 9000,
+        b'{"seq":2}',
+        b'{"seq":3',
+    ]
+    (service.records.run_folder("r") / "events.jsonl").write_bytes(b"\n".join(lines))
+    answer = await client.get("/v1/runs/r/events", headers=bearer(tokens["viewer"]))
+    assert (await answer.text()).splitlines() == ['{"seq":1}', '{"seq":2}']
+
+
+async def test_a_reader_that_has_gone_ends_its_stream():
+    gone = Mock(write_headers=AsyncMock(side_effect=ConnectionResetError))
+
+    async def rows():
+        return [(1, "event", b"{}")]
+
+    await asyncio.wait_for(stream(make_mocked_request("GET", "/v1/events", writer=gone), rows, lambda: False), 30)
 
 
 async def test_samples_are_for_operators_unless_the_daemon_shows_them(service, client, tokens):

@@ -64,6 +64,8 @@ class Dispatcher:
         self._peers = peers
         self._clock = clock
         self._sampling = sampling_of(config)
+        self._asks_rules, self._asks_models = config.has_rules, bool(config.inference.reward_models)
+        self._asks_reference = config.has_reference_worker
         self._groups_held = self._evaluation_held = False
         self._has_turn = True
         self._outboxes: defaultdict[str, deque[GroupWork]] = defaultdict(deque)
@@ -315,14 +317,14 @@ class Dispatcher:
 
     def _ask_score(self, request: ScoreRequest, sample: Sample) -> None:
         """Ask the rules, the models, or both, as the config and the sample's purpose want it."""
-        config, models = self._config, None
-        if config.inference.reward_models or (config.has_reference_worker and sample.purpose == "train"):
+        models = None
+        if self._asks_models or (self._asks_reference and sample.purpose == "train"):
             # The learner divides its logits by the temperature, and so must the reference.
             models = InferRequest(
                 sample.group_id, sample.index, sample.attempt, sample.prompt_ids, sample.token_ids,
                 self._sampling.temperature, sample.purpose,
             )  # fmt: skip
-        self.scores.ask(request if config.has_rules else None, models, self._clock.now())
+        self.scores.ask(request if self._asks_rules else None, models, self._clock.now())
 
     def _enter_scores(self, scores: Iterable[Score]) -> None:
         """Store rewards, or the reasons why there are none."""

@@ -119,10 +119,12 @@ class ScoreDispatcher:
         if key in self._open["inference" if kind == "reward" else "reward"]:
             self._answered[key] = answer
             return None
-        halves = (answer, self._answered.pop(key, None))
-        rules = next((half for half in halves if isinstance(half, Score)), None)
-        models = next((half for half in halves if isinstance(half, InferResult)), None)
-        return merge_score(rules, models, self._weights)
+        other = self._answered.pop(key, None)
+        if isinstance(answer, Score):
+            assert not isinstance(other, Score), "one half is of each kind"
+            return merge_score(answer, other, self._weights)
+        assert not isinstance(other, InferResult), "one half is of each kind"
+        return merge_score(other, answer, self._weights)
 
     def worker_lost(self, name: str) -> list[Score]:
         """Ask again what a dead worker had not answered; return the scores that are complete because a half is given up."""

@@ -260,7 +260,10 @@ class Controller:
                 messages = [message for message, refusal in zip(messages, refusals, strict=True) if not refusal]
             for kind, alike in itertools.groupby(messages, type):
                 self.handle(peer, kind, list(alike))
-            self.buffer.when_committed(arrival.ack)
+            if lane is Lane.DATA:
+                self.buffer.when_committed(arrival.ack)
+            else:
+                arrival.ack()
             if reason := reason or self.dispatcher.why_unfit(peer.name):
                 log.warning("the connection of %s is ended: %s", peer.name, reason)
                 if self.peers.get(peer.name) is peer and peer.name not in self.membership.joined:

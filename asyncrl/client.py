@@ -283,7 +283,7 @@ class Run(RunClient):
             async with asyncio.timeout(START_TIMEOUT_S):
                 endpoint = await self._controller.endpoint()
         except TimeoutError as error:
-            await self._controller.end()
+            await self._controller.end(late=True)
             late = f"the controller did not answer within {START_TIMEOUT_S:.0f} s; see {self.run_folder}/logs"
             raise LaunchError(late) from error
         except BaseException:

@@ -76,7 +76,8 @@ async def serve(options: ServeOptions, clock: Clock | None = None) -> None:
         await runner.setup()
         try:
             await listen(runner, options.host, options.port, context)
-            url = f"{'https' if context else 'http'}://{options.host}:{runner.addresses[0][1]}"
+            host = f"[{options.host}]" if ":" in options.host else options.host
+            url = f"{'https' if context else 'http'}://{host}:{runner.addresses[0][1]}"
             (options.folder / URL_FILE).write_text(url, encoding="utf-8")
             log.info("serving %s; the admin token is in %s", url, options.folder / TOKEN_FILE)
             async with asyncio.TaskGroup() as group:

@@ -13,23 +13,27 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
+import shutil
+import signal
 import sqlite3
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from msgspec.structs import replace
 
-from asyncrl.client import Run, RunClient, connect, is_live
+from asyncrl.client import START_TIMEOUT_S, Run, RunClient, connect, is_live
 from asyncrl.clock import Clock
 from asyncrl.config.load import dump_config, load_config
 from asyncrl.config.run import RunConfig
-from asyncrl.control.launch.controller_process import live_controller
+from asyncrl.control.launch.controller_process import find_controllers, live_controller
 from asyncrl.errors import AsyncRLError, RunError
 from asyncrl.observe.steps import read_evals, read_events, read_steps
 from asyncrl.schema.status import ENDED, RunStatus
-from asyncrl.serve.queue import Machine, admit
-from asyncrl.serve.records import SUBMITTED_FILE, Demand, Outcome, Records, RunRecord, ServerEvent
+from asyncrl.serve.queue import Machine, admit, in_order, misfits
+from asyncrl.serve.records import RECORD_FILE, SUBMITTED_FILE, Answered, Demand, Outcome, Records, RunRecord, ServerEvent
 
 log = logging.getLogger(__name__)
 
@@ -48,11 +52,10 @@ class Keeper:
     def __init__(self, records: Records, machine: Machine, clock: Clock) -> None:
         self.records, self.machine, self._clock = records, machine, clock
         self.settled = asyncio.Event()
-        self.news = asyncio.Condition()
-        """Notified with every event."""
         self.statuses: dict[str, RunStatus] = {}
         """The newest of every live run."""
         self._changed = asyncio.Event()
+        self._drains = False
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._unsettled: set[str] = set()
         self._group: asyncio.TaskGroup | None = None
@@ -67,15 +70,28 @@ class Keeper:
                 for run in begun:
                     self._task(run, self._find_again)
                 while True:
-                    for granted in admit(self.machine, self.records.runs.values()):
-                        record = replace(self.records.runs[granted.run], state="starting", gpus=granted.gpus)
-                        self.records.put_run(record)
-                        self._task(record.id, self._keep)
                     self._changed.clear()
-                    await self._changed.wait()
+                    try:
+                        await self._start_queued()
+                    except (OSError, sqlite3.Error) as error:
+                        log.error("queued runs cannot be started: %s; tried again in %g s", error, AGAIN_S)  # noqa: TRY400
+                        await self._clock.sleep(AGAIN_S)
+                    else:
+                        await self._changed.wait()
             finally:
                 for task in self._tasks.values():
                     task.cancel()
+
+    async def _start_queued(self) -> None:
+        """Start what the machine has room for; a run that an earlier machine took and this one cannot has failed."""
+        if self._drains:
+            return
+        for record in in_order(self.records.runs.values()):
+            if faults := misfits(self.machine, record.demand):
+                await self._ended(replace(record, reason="; ".join(faults)), "failed")
+        for granted in admit(self.machine, self.records.runs.values()):
+            self.records.put_run(replace(self.records.runs[granted.run], state="starting", gpus=granted.gpus))
+            self._task(granted.run, self._keep)
 
     def _settle(self, run: str) -> None:
         """Note that a run of before has had its look."""
@@ -88,46 +104,56 @@ class Keeper:
         self._tasks[run] = self._group.create_task(self._guarded(run, work), name=f"run-{run}")
 
     async def _guarded(self, run: str, work: Callable[[RunRecord], Awaitable[None]]) -> None:
-        """Do the work of one run; where the disk does not take what is to be kept, look at the run again later."""
+        """Do the work of one run, and where that fails look at the run again later: the others go on, whatever one meets."""
         while True:
             try:
                 await work(self.records.runs[run])
             except (OSError, sqlite3.Error) as error:
                 log.error("the run %s cannot be followed: %s; looked at again in %g s", run, error, AGAIN_S)  # noqa: TRY400
-                await self._clock.sleep(AGAIN_S)
-                work = self._find_again
+            except Exception as error:
+                log.exception("the run %s cannot be followed", run)
+                if not live_controller(self.records.run_folder(run)):
+                    with contextlib.suppress(OSError, sqlite3.Error):
+                        await self._ended(replace(self.records.runs[run], reason=f"it cannot be followed: {error!r}"), "failed")
+                        return
             else:
                 return
+            finally:
+                self._settle(run)
+            await self._clock.sleep(AGAIN_S)
+            work = self._find_again
 
     async def tell(self, kind: str, run: str = "", text: str = "", who: str = "") -> ServerEvent:
         """Record an event and wake whoever reads them."""
-        event = self.records.add_event(self._clock.now(), kind, run, text, who)
-        async with self.news:
-            self.news.notify_all()
-        return event
+        return self.records.add_event(self._clock.now(), kind, run, text, who)
 
     # -- what is asked ---------------------------------------------------------------------------------------------------
 
     async def submit(
         self, config: RunConfig, demand: Demand, *, who: str, project: str = "", tags: Sequence[str] = (), priority: int = 0,
-        parent: str = "",
+        parent: str = "", answers: tuple[str, Answered] | None = None,
     ) -> RunRecord:  # fmt: skip
-        """Queue a run.
+        """Queue a run; `answers` is kept with it: an idempotency key and what it stands for.
 
         Raises:
             RunError: There is a run of that name.
         """
-        if config.name in self.records.runs or self.records.run_folder(config.name).exists():
-            raise RunError(f"there is a run {config.name!r}; give this one another name")
         folder = self.records.run_folder(config.name)
-        folder.mkdir(mode=0o700)
-        (folder / SUBMITTED_FILE).write_text(dump_config(config), encoding="utf-8")
+        left = {SUBMITTED_FILE, f"{RECORD_FILE}.partial"}  # by a daemon that was killed before the run was queued
+        if config.name in self.records.runs or (folder.exists() and {path.name for path in folder.iterdir()} - left):
+            raise RunError(f"there is a run {config.name!r}; give this one another name")
         number = 1 + max((record.number for record in self.records.runs.values()), default=0)
         record = RunRecord(
             id=config.name, number=number, priority=priority, project=project, tags=tuple(tags), submitted_by=who, demand=demand,
             parent=parent, queued_s=self._clock.now(), num_steps=config.num_steps,
         )  # fmt: skip
-        self.records.put_run(record)
+        try:
+            folder.mkdir(mode=0o700, exist_ok=True)
+            (folder / SUBMITTED_FILE).write_text(dump_config(config), encoding="utf-8")
+            self.records.put_run(record, answers)
+        except (OSError, sqlite3.Error):
+            shutil.rmtree(folder, ignore_errors=True)  # what was refused does not keep the name
+            raise
         await self.tell("submitted", record.id, who=who)
         self._changed.set()
         return record
@@ -185,28 +211,31 @@ class Keeper:
             return await getattr(client, what)()
 
     async def drain_all(self) -> None:
-        """Drain every live run and wait for their ends; nothing else is started."""
-        self._changed = asyncio.Event()  # the loop that starts runs is not woken any more
+        """Drain every live run and wait for their ends; nothing else is started. The next daemon goes on with them."""
+        self._drains = True
         live = [record.id for record in self.records.runs.values() if record.state in {"starting", "live"}]
         async with asyncio.TaskGroup() as group:
             for run in live:
                 group.create_task(self._drain(run))
 
     async def _drain(self, run: str) -> None:
-        with contextlib.suppress(AsyncRLError, KeyError):
-            async with self._connected(run) as client:
-                await client.drain()
+        while self.records.runs[run].state in {"starting", "live"}:
+            with contextlib.suppress(AsyncRLError):
+                async with self._connected(run) as client:
+                    await client.drain()
+            await asyncio.wait([self._tasks[run]], timeout=LOOK_S)
 
     # -- one run ---------------------------------------------------------------------------------------------------------
 
     async def _find_again(self, record: RunRecord) -> None:
         """Take up a run that an earlier daemon began."""
         folder = self.records.run_folder(record.id)
+        await _until_answers(folder)
         if is_live(folder):
             await self.tell("adopted", record.id)
             self._settle(record.id)
             await self._keep(record, is_live=True)
-        elif (last := _last_phase(folder)) is not None and last[0] in ENDED:
+        elif (last := _last_phase(folder, record.events_before)) is not None and last[0] in ENDED:
             await self._conclude(record, *last)
             self._settle(record.id)
         else:
@@ -228,7 +257,13 @@ class Keeper:
             phase, reason = await self._follow(record.id)
             record = self.records.runs[record.id]
             if phase in ENDED:
-                await self._conclude(record, phase, reason)
+                if self._drains and phase == "stopped" and not record.drains and record.version < record.num_steps:
+                    self.records.put_run(replace(record, state="queued", gpus=()))
+                else:
+                    await self._conclude(record, phase, reason)
+                return
+            if self._drains:
+                self.records.put_run(replace(record, state="queued", gpus=()))
                 return
             in_vain = 0 if record.version > before else in_vain + 1
             if record.drains or in_vain > MOST_RESTARTS:
@@ -246,11 +281,14 @@ class Keeper:
         """
         folder = self.records.run_folder(record.id)
         resumed = (folder / "config.toml").exists()
-        record = replace(record, state="starting", attempts=record.attempts + 1)
+        before = max((event.seq for event in read_events(folder)), default=0)
+        record = replace(record, state="starting", attempts=record.attempts + 1, events_before=before)
         self.records.put_run(record)
         environment = {"CUDA_VISIBLE_DEVICES": ",".join(record.gpus)} if self.machine.gpus else {}
         source = folder / ("config.toml" if resumed else SUBMITTED_FILE)
-        config = await asyncio.to_thread(load_config, source, {"num_steps": record.num_steps})
+        config = await asyncio.to_thread(
+            load_config, source, {"num_steps": record.num_steps, "folder": str(folder.parent), "name": record.id}
+        )  # fmt: skip
         async with Run(config, resume=folder if resumed else None, detached=True, environment=environment):
             await self.tell("resumed" if resumed else "started", record.id, f"attempt {record.attempts}")
         return record
@@ -274,7 +312,7 @@ class Keeper:
             return status.phase, status.reason
         await self._until_gone(folder)
         await self._pass_on(run, folder, seen)
-        last = _last_phase(folder)
+        last = _last_phase(folder, self.records.runs[run].events_before)
         return last if last is not None and last[0] in ENDED else ("", lost)
 
     def _take(self, run: str, status: RunStatus) -> None:
@@ -317,7 +355,18 @@ class Keeper:
         self._changed.set()
 
 
-def _last_phase(folder: Path) -> tuple[str, str] | None:
-    """Return the last phase that a run's events tell, and why; None where they tell none."""
-    phases = [event for event in read_events(folder) if event.kind == "phase"]
+async def _until_answers(folder: Path) -> None:
+    """Wait for a controller that a daemon which is gone was starting; one that does not answer in time is killed."""
+    until_s = time.monotonic() + START_TIMEOUT_S
+    while not live_controller(folder) and (pids := await asyncio.to_thread(find_controllers, folder)):
+        if time.monotonic() > until_s:
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        await asyncio.sleep(0.1)
+
+
+def _last_phase(folder: Path, after: int) -> tuple[str, str] | None:
+    """Return the last phase that a run's events behind number `after` tell, and why; None where they tell none."""
+    phases = [event for event in read_events(folder, after) if event.kind == "phase"]
     return (phases[-1].subject, phases[-1].text) if phases else None

@@ -48,7 +48,7 @@ def admit(machine: Machine, runs: Iterable[RunRecord]) -> list[Granted]:
     memory_bytes = machine.memory_bytes - sum(run.demand.memory_bytes for run in busy)
     granted = []
     for run in in_order(runs):
-        if run.demand.gpus > len(gpus) or run.demand.cores > cores or run.demand.memory_bytes > memory_bytes:
+        if run.demand.gpus > len(gpus) or min(run.demand.cores, machine.cores) > cores or run.demand.memory_bytes > memory_bytes:
             break
         granted.append(Granted(run.id, tuple(gpus[: run.demand.gpus])))
         gpus, cores, memory_bytes = gpus[run.demand.gpus :], cores - run.demand.cores, memory_bytes - run.demand.memory_bytes

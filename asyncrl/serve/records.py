@@ -14,6 +14,8 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
+from asyncrl.errors import LaunchError
+
 log = logging.getLogger(__name__)
 
 DATABASE = "server.sqlite"
@@ -61,6 +63,8 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
     """That it was given."""
     attempts: int = 0
     """Controllers it has had."""
+    events_before: int = 0
+    """Number of the run's newest event as the newest of them was started."""
     drains: bool = False
     """It was told to end: no resume."""
     parent: str = ""
@@ -120,7 +124,7 @@ class Records:
         sqlite3.Error: On any call, where the disk is full, say; what was asked is not done then.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, timeout_s: float = 10.0) -> None:
         self._folder = folder
         self.elsewhere: dict[str, Path] = {}
         """Folders of runs that are looked at where they lie (`asyncrl view`)."""
@@ -128,17 +132,22 @@ class Records:
         folder.chmod(0o700)
         path = folder / DATABASE
         try:
-            self._db = _open(path)
+            self._db = _open(path, timeout_s)
             self.runs = {record.id: record for record in self._read("runs", RunRecord)}
             self.tokens = {record.name: record for record in self._read("tokens", TokenRecord)}
-        except (sqlite3.DatabaseError, msgspec.DecodeError) as error:
+        except (sqlite3.Error, msgspec.DecodeError) as error:
+            if getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF not in {
+                sqlite3.SQLITE_CORRUPT,
+                sqlite3.SQLITE_NOTADB,
+            }:
+                raise LaunchError(f"{path} cannot be opened: {error}") from error  # a full disk or a lock damages nothing
             aside = path.with_suffix(".damaged")
             log.error("%s is damaged (%s): it is kept as %s, and the runs are found again from their folders", path, error, aside)  # noqa: TRY400
             for suffix in ("", "-wal", "-shm"):
                 part = path.with_name(path.name + suffix)
                 if part.exists():
                     part.replace(aside.with_name(aside.name + suffix))
-            self._db = _open(path)
+            self._db = _open(path, timeout_s)
             self.runs, self.tokens = {}, {}
         for record in _records_in_folders(folder):
             if record.id not in self.runs:
@@ -148,19 +157,23 @@ class Records:
         """Return a run's folder."""
         return self.elsewhere.get(run) or self._folder / RUNS / run
 
-    def put_run(self, record: RunRecord) -> None:
-        """Keep a run's record as it is now, here and in its folder."""
-        self._put("runs", "id", record.id, record)
-        self.runs[record.id] = record
+    def put_run(self, record: RunRecord, answers: tuple[str, Answered] | None = None) -> None:
+        """Keep a run's record as it is now, here and in its folder, and the idempotency key that it answers."""
         folder = self.run_folder(record.id)
         folder.mkdir(mode=0o700, exist_ok=True)
         aside = folder / f"{RECORD_FILE}.partial"
         aside.write_bytes(msgspec.json.format(msgspec.json.encode(record)))
         aside.replace(folder / RECORD_FILE)
+        with self._db:
+            self._put("runs", "id", record.id, record)
+            if answers is not None:
+                self._put("keys", "key", *answers)
+        self.runs[record.id] = record
 
     def put_token(self, record: TokenRecord) -> None:
         """Keep a token."""
-        self._put("tokens", "name", record.name, record)
+        with self._db:
+            self._put("tokens", "name", record.name, record)
         self.tokens[record.name] = record
 
     def forget_token(self, name: str) -> bool:
@@ -172,10 +185,6 @@ class Records:
     def read_tokens(self) -> None:
         """Take in tokens that another process has added or removed."""
         self.tokens = {record.name: record for record in self._read("tokens", TokenRecord)}
-
-    def put_answer(self, key: str, answered: Answered) -> None:
-        """Keep what an idempotency key stands for."""
-        self._put("keys", "key", key, answered)
 
     def answer(self, key: str) -> Answered | None:
         """Return what an idempotency key stands for."""
@@ -204,16 +213,15 @@ class Records:
         self._db.close()
 
     def _put(self, table: str, column: str, key: str, record: Any) -> None:  # noqa: ANN401 - any struct
-        with self._db:
-            statement = f"INSERT INTO {table} ({column}, record) VALUES (?, ?) ON CONFLICT DO UPDATE SET record = excluded.record"  # noqa: S608 - names of ours
-            self._db.execute(statement, (key, msgspec.json.encode(record)))
+        statement = f"INSERT INTO {table} ({column}, record) VALUES (?, ?) ON CONFLICT DO UPDATE SET record = excluded.record"  # noqa: S608 - names of ours
+        self._db.execute(statement, (key, msgspec.json.encode(record)))
 
     def _read(self, table: str, kind: type[T]) -> list[T]:
         return [msgspec.json.decode(row[0], type=kind) for row in self._db.execute(f"SELECT record FROM {table}")]  # noqa: S608 - ours
 
 
-def _open(path: Path) -> sqlite3.Connection:
-    database = sqlite3.connect(path, timeout=10.0)
+def _open(path: Path, timeout_s: float) -> sqlite3.Connection:
+    database = sqlite3.connect(path, timeout=timeout_s)
     path.chmod(0o600)
     database.execute("PRAGMA journal_mode = WAL")
     database.execute("PRAGMA synchronous = NORMAL")

@@ -8,15 +8,17 @@ orders of a run answer in it: `asyncrl.connect(url, token=...)` speaks to a run 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import sqlite3
 from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
-from aiohttp import web
+from aiohttp import ClientPayloadError, http_exceptions, web
 
 from asyncrl import __version__
 from asyncrl.clock import Clock
@@ -33,11 +35,12 @@ from asyncrl.serve.pages import Login, Pages
 from asyncrl.serve.queue import in_order
 from asyncrl.serve.records import Answered, Records, Role, RunRecord, ServerEvent
 from asyncrl.serve.streams import Tail, json_response, last_event_id, stream
-from asyncrl.serve.submit import RefusedError, Submission, resolve
+from asyncrl.serve.submit import Label, Labels, Priority, RefusedError, Submission, resolve
 
 PRIVATE = frozenset({"keys", "api.json", "endpoint", "owner.sock"})
 """In a run's folder: what is not for download."""
 MOST_LISTED = 1000
+MOST_KEY_CHARS = 200
 MOST_SERIES = 300
 """Metrics of one run in /metrics."""
 ORDERS = ("pause", "checkpoint", "drain", "stop")
@@ -52,15 +55,15 @@ class Fork(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     checkpoint: str = ""
     """Name of the folder under checkpoints/; left out: the newest."""
     set: dict[str, Any] = {}
-    priority: int = 0
-    project: str = ""
-    tags: tuple[str, ...] = ()
+    priority: Priority = 0
+    project: Label = ""
+    tags: Labels = ()
 
 
 class Resume(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Body of POST /v1/runs/{run}/resume; may be left out."""
 
-    num_steps: int = 0
+    num_steps: Annotated[int, msgspec.Meta(ge=0, le=1 << 53)] = 0
     """Of a run that has ended: the goal from now on; 0: as before."""
 
 
@@ -100,6 +103,8 @@ class Service:
     """Answers what is asked, and takes no orders (`asyncrl view`)."""
     answered: dict[int, int] = field(default_factory=dict)
     """Requests by status."""
+    _checkers: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(2, "check"))
+    """Threads that check submissions: one that takes long holds no run up."""
 
     def routes(self) -> list[Route]:
         """Return every route there is."""
@@ -174,7 +179,8 @@ class Service:
             response = json_response({"error": str(error)}, error.status)
             if error.status == 401:
                 response.headers["WWW-Authenticate"] = "Bearer"
-        except (msgspec.DecodeError, ConfigError, UnicodeError, ValueError) as error:
+        except (msgspec.DecodeError, ConfigError, UnicodeError, ValueError, RecursionError, http_exceptions.HttpProcessingError,
+                web.RequestPayloadError, ClientPayloadError) as error:  # fmt: skip
             response = json_response({"error": str(error)}, 400)
         except RunError as error:
             response = _plain_error(request, str(error), 409)
@@ -242,7 +248,7 @@ class Service:
         live = [run for run in runs if run.state == "live"]
         read = await asyncio.to_thread(lambda: {run: _newest_metrics(self.records.run_folder(run.id)) for run in live})
         newest = {
-            f'run="{run.id}",project="{_escaped(run.project)}"': {**values, "version": run.version}
+            f'run="{_escaped(run.id)}",project="{_escaped(run.project)}"': {**values, "version": run.version}
             for run, values in read.items()
         }
         return web.Response(text="\n".join(lines) + "\n" + render_prometheus(newest))
@@ -293,14 +299,7 @@ class Service:
         if (known := self._known(request, body)) is not None:
             return json_response(known)
         self._takes_work()
-        config, demand = await asyncio.to_thread(
-            resolve, submission, self.records.run_folder(""), self.code_roots, self.keeper.machine
-        )  # fmt: skip
-        record = await self.keeper.submit(
-            config, demand, who=request[WHO].name, project=submission.project, tags=submission.tags, priority=submission.priority
-        )  # fmt: skip
-        self._remember(request, body, record)
-        return json_response(record, 201)
+        return await self._queue_run(request, body, submission)
 
     async def fork(self, request: web.Request) -> web.StreamResponse:
         """Queue a new run from a checkpoint of this one."""
@@ -316,15 +315,25 @@ class Service:
             raise RunError(f"{run} has no checkpoint {name!r}; it has {', '.join(checkpoints) or 'none'}")
         config = msgspec.to_builtins(await asyncio.to_thread(load_config, folder / "config.toml"))
         config = {**config, "model": {"kind": "pretrained", "path": str(folder / "checkpoints" / name)}}
-        submission = Submission(config=_without_none(config), set=asked.set, name=asked.name)
-        resolved, demand = await asyncio.to_thread(
-            resolve, submission, self.records.run_folder(""), self.code_roots, self.keeper.machine
+        submission = Submission(
+            config=_without_none(config), set=asked.set, name=asked.name, priority=asked.priority, tags=asked.tags,
+            project=asked.project or self.records.runs[run].project,
         )  # fmt: skip
+        return await self._queue_run(request, body, submission, f"{run}/checkpoints/{name}")
+
+    async def _queue_run(self, request: web.Request, body: bytes, asked: Submission, parent: str = "") -> web.StreamResponse:
+        """Check a submission, beside the loop and apart from what follows runs, and queue it."""
+        folder, there = self.records.run_folder(""), self.keeper.machine
+        config, demand = await asyncio.get_running_loop().run_in_executor(
+            self._checkers, resolve, asked, folder, self.code_roots, there
+        )  # fmt: skip
+        if (known := self._known(request, body)) is not None:  # a repeat that came meanwhile
+            return json_response(known)
+        key = _key(request)
         record = await self.keeper.submit(
-            resolved, demand, who=request[WHO].name, project=asked.project or self.records.runs[run].project, tags=asked.tags,
-            priority=asked.priority, parent=f"{run}/checkpoints/{name}",
+            config, demand, who=request[WHO].name, project=asked.project, tags=asked.tags, priority=asked.priority, parent=parent,
+            answers=(key, Answered(_digest(request, body), config.name)) if key else None,
         )  # fmt: skip
-        self._remember(request, body, record)
         return json_response(record, 201)
 
     def _takes_work(self) -> None:
@@ -336,13 +345,9 @@ class Service:
         answered = self.records.answer(_key(request)) if _key(request) else None
         if answered is None:
             return None
-        if answered.body_digest != hashlib.sha256(body).hexdigest():
+        if answered.body_digest != _digest(request, body):
             raise RunError("this Idempotency-Key came with another body before; take a new key")
         return self.records.runs[answered.run]
-
-    def _remember(self, request: web.Request, body: bytes, record: RunRecord) -> None:
-        if _key(request):
-            self.records.put_answer(_key(request), Answered(hashlib.sha256(body).hexdigest(), record.id))
 
     async def show_run(self, request: web.Request) -> web.StreamResponse:
         """Return a run's record."""
@@ -397,16 +402,23 @@ class Service:
         """Return a file (ranges and ETag are understood), or what is in a folder."""
         folder = self.records.run_folder(request.match_info["run"]).resolve()
         asked = request.match_info["path"]
-        path = (folder / asked).resolve() if "\0" not in asked else folder / "keys"
-        inside = path.is_relative_to(folder) and not PRIVATE & set(path.relative_to(folder).parts)
-        if not inside or not path.exists():
+        try:
+            path = (folder / asked).resolve()
+            found = path.is_relative_to(folder) and not PRIVATE & set(path.relative_to(folder).parts)
+            found = found and (path.is_file() or path.is_dir())
+        except (OSError, RuntimeError, ValueError):  # too long, a loop of links, a zero byte
+            found = False
+        if not found:
             raise ForbiddenError(404, f"the run has no file {asked!r}")
         if path.is_dir():
-            found = sorted(child for child in path.iterdir() if child.name not in PRIVATE)
-            return json_response([
-                {"name": child.name, "folder": child.is_dir(), "bytes": child.stat().st_size, "changed_s": child.stat().st_mtime}
-                for child in found
-            ])  # fmt: skip
+            rows = []
+            for child in sorted(child for child in path.iterdir() if child.name not in PRIVATE):
+                with contextlib.suppress(OSError):  # gone meanwhile, or a link to nothing
+                    stat = child.stat()
+                    rows.append({
+                        "name": child.name, "folder": child.is_dir(), "bytes": stat.st_size, "changed_s": stat.st_mtime,
+                    })  # fmt: skip
+            return json_response(rows)
         response = web.FileResponse(path)
         response.headers["Content-Disposition"] = "attachment"
         return response
@@ -475,7 +487,14 @@ async def _body(request: web.Request) -> bytes:
 
 
 def _key(request: web.Request) -> str:
-    return request.headers.get("Idempotency-Key", "")[:200]
+    key = request.headers.get("Idempotency-Key", "")
+    if len(key) > MOST_KEY_CHARS:
+        raise ForbiddenError(400, f"an Idempotency-Key has at most {MOST_KEY_CHARS} characters, got {len(key)}")
+    return key
+
+
+def _digest(request: web.Request, body: bytes) -> str:
+    return hashlib.sha256(request.path.encode() + b"\n" + body).hexdigest()
 
 
 def _answer(request: web.Request, value: Any) -> web.Response:  # noqa: ANN401 - anything msgspec encodes

@@ -7,13 +7,15 @@ of the daemon's code roots.
 from __future__ import annotations
 
 import copy
+import re
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
+from asyncrl.config.learner import PretrainedModel
 from asyncrl.config.load import NAMED_CHECKS, fault_of, find_config, lay_over, read_toml, resolve_config, set_value
 from asyncrl.config.run import RayLaunch, RunConfig
 from asyncrl.control.placement.gpu_share import check_phase_room
@@ -24,6 +26,18 @@ from asyncrl.serve.queue import Machine, misfits
 from asyncrl.serve.records import Demand
 
 MOST_FAULTS = 50
+MOST_CONFIG_CHARS = 1 << 16
+"""Of a config as TOML text: its reader takes the square of the depth of a key."""
+MOST_NAME_CHARS = 100
+"""Of a shipped config."""
+MOST_DEPTH = 50
+"""Of tables in tables."""
+RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=+@-]*", re.ASCII)
+"""Names that mean the same in a path, a URL and a metric's label."""
+
+Label = Annotated[str, msgspec.Meta(max_length=200)]
+Labels = Annotated[tuple[Label, ...], msgspec.Meta(max_length=100)]
+Priority = Annotated[int, msgspec.Meta(ge=-(1 << 53), le=1 << 53)]
 
 
 class Submission(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -37,9 +51,9 @@ class Submission(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`a.b` to values, laid over all of it."""
     name: str = ""
     """Of the run; left out: the config's."""
-    project: str = ""
-    tags: tuple[str, ...] = ()
-    priority: int = 0
+    project: Label = ""
+    tags: Labels = ()
+    priority: Priority = 0
 
 
 class Fault(msgspec.Struct, frozen=True):
@@ -70,6 +84,8 @@ def resolve(submission: Submission, folder: Path, code_roots: Sequence[Path], th
     if submission.name:
         raw["name"] = submission.name
     config, faults = _checked(raw)
+    if not RUN_NAME.fullmatch(config.name):
+        faults.append(Fault("name", config.name, "letters, digits and . _ - = + @, the first a letter or a digit"))
     faults += [Fault("functions", path, why) for path, why in _foreign_code(config, code_roots)]
     if isinstance(config.launch, RayLaunch):
         faults.append(Fault("launch.kind", "ray", "a daemon's runs are of its own machine; use `ray job submit`"))
@@ -91,6 +107,8 @@ def resolve(submission: Submission, folder: Path, code_roots: Sequence[Path], th
 
 def _raw(submission: Submission) -> dict[str, Any]:
     given = submission.config
+    if isinstance(given, str) and len(given) > MOST_CONFIG_CHARS:
+        raise RefusedError([Fault("config", None, f"at most {MOST_CONFIG_CHARS:,} characters of TOML, got {len(given):,}")])
     try:
         if isinstance(given, dict):
             raw = copy.deepcopy(given)
@@ -101,17 +119,27 @@ def _raw(submission: Submission) -> dict[str, Any]:
         for preset in submission.presets:
             raw = lay_over(raw, _shipped(preset))
         for key, value in submission.set.items():
+            _check_depth(value, MOST_DEPTH - key.count("."))
             set_value(raw, key, value, f"set {key}")
+        _check_depth(raw)
     except (ConfigError, tomllib.TOMLDecodeError, RecursionError) as error:
         raise RefusedError([Fault("config", None, str(error))]) from error
     return raw
 
 
+def _check_depth(table: Any, left: int = MOST_DEPTH) -> None:  # noqa: ANN401 - plain nested values
+    if left <= 0:
+        raise ConfigError(f"tables and lists are at most {MOST_DEPTH} deep")
+    for value in table.values() if isinstance(table, dict) else table if isinstance(table, list) else ():
+        _check_depth(value, left - 1)
+
+
 def _shipped(name: str) -> dict[str, Any]:
     """Return a shipped config; nothing else on this machine can be named."""
-    path = find_config(name)
+    path = find_config(name) if len(name) <= MOST_NAME_CHARS else Path("/")
     if ".." in Path(name).parts or not path.is_relative_to(find_config("quickstart").parent):
-        raise ConfigError(f"{name!r} is not the name of a shipped config; send your own as TOML text, or its tables as JSON")
+        short = name[:MOST_NAME_CHARS]
+        raise ConfigError(f"{short!r} is not the name of a shipped config; send your own as TOML text, or its tables as JSON")
     return read_toml(path)
 
 
@@ -156,15 +184,20 @@ def _remove(raw: Any, place: Sequence[str | int]) -> bool:  # noqa: ANN401 - pla
 
 
 def _foreign_code(config: RunConfig, code_roots: Sequence[Path]) -> list[tuple[str, str]]:
-    """Return the functions of a config that lie outside the code roots, and why."""
-    refused = []
+    """Return what a config would have run that lies outside the code roots: functions, a model's own code."""
+    refused, roots = [], ", ".join(map(str, code_roots)) or "none is set (serve --code-root)"
+    model = config.model
+    if isinstance(model, PretrainedModel) and model.trust_remote_code and not _is_inside(model.path, code_roots):
+        refused.append((model.path, f"model.trust_remote_code: only code below the daemon's code roots is run: {roots}"))
     for function in user_functions(config):
         file = function.path.rpartition(":")[0]
-        inside = file.endswith(".py") and any(Path(file).resolve().is_relative_to(root.resolve()) for root in code_roots)
-        if not inside:
-            roots = ", ".join(map(str, code_roots)) or "none is set (serve --code-root)"
+        if not (file.endswith(".py") and _is_inside(file, code_roots)):
             refused.append((function.path, f"{function.field}: only files below the daemon's code roots are run: {roots}"))
     return refused
+
+
+def _is_inside(path: str, roots: Sequence[Path]) -> bool:
+    return any(Path(path).resolve().is_relative_to(root.resolve()) for root in roots)
 
 
 def _as_fault(text: str) -> Fault:

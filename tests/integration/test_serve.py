@@ -17,6 +17,7 @@ import pytest
 import asyncrl
 from asyncrl.buffer.ledger.reader import LedgerReader
 from asyncrl.client import is_live, read_endpoint
+from asyncrl.control.launch.controller_process import find_controllers
 from asyncrl.observe.steps import read_steps
 from tests.integration.conftest import NO_MODEL, tiny_settings
 
@@ -187,6 +188,26 @@ async def test_systemd_is_told_and_a_container_drains(daemon, tmp_path):
     folder = daemon.folder / "runs" / "one"
     assert not is_live(folder)
     assert list((folder / "checkpoints").glob("step-*"))
+    daemon.folder = daemon.folder.rename(tmp_path / "moved")  # as a volume that is mounted elsewhere
+    async with await daemon.start() as server:
+        before = (await server.show("one")).version
+        went_on = await until(server, "one", lambda record: record.version > before)
+        assert (went_on.state, went_on.attempts) == ("live", 2)
+
+
+async def test_a_controller_whose_daemon_was_killed_as_it_was_starting_is_adopted(daemon, tmp_path):
+    async with await daemon.start() as server:
+        await server.submit(settings(tmp_path, num_steps=3), name="one")
+        folder = daemon.folder / "runs" / "one"
+        async with asyncio.timeout(60):
+            while not find_controllers(folder):
+                await asyncio.sleep(0)
+        await daemon.kill()
+    assert read_endpoint(folder) is None
+    async with await daemon.start() as server:
+        async for ended in server.ended(["one"]):
+            assert (ended.outcome, ended.attempts) == ("done", 1), ended.reason
+    balanced(folder, 3)
 
 
 def serve(*options: str) -> tuple[int, str]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -84,11 +85,14 @@ class ControllerProcess:
             await asyncio.sleep(LOOK_S)
         return None
 
-    async def end(self) -> None:
-        """Ask it to end (SIGTERM), wait, and kill it where it stays. A detached one is let go."""
+    async def end(self, *, late: bool = False) -> None:
+        """Ask it to end (SIGTERM), wait, and kill it where it stays. A detached one is let go, or killed where it is late."""
         if self._waiting is None:
             return
         if self._process is None:
+            for pid in find_controllers(self._run_folder) if late else ():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)  # its processes end as their standard input does
             self._waiting.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._waiting
@@ -141,10 +145,22 @@ def read_endpoint(run_folder: Path) -> ApiEndpoint | None:
 def live_controller(run_folder: Path) -> int:
     """Return the pid of the run's controller on this machine; 0 where none is alive.
 
-    The pid may have been given to another program since, so its command line is read too.
+    The pid may have been given to another program since, or to another run's process, so its command line is read too.
     """
     endpoint = read_endpoint(run_folder)
     try:
-        return endpoint.pid if endpoint is not None and "asyncrl.pipeline" in psutil.Process(endpoint.pid).cmdline() else 0
+        command = psutil.Process(endpoint.pid).cmdline() if endpoint is not None else []
     except psutil.Error:
         return 0
+    return endpoint.pid if endpoint is not None and _is_controller(command, run_folder) else 0
+
+
+def find_controllers(run_folder: Path) -> list[int]:
+    """Return the pids of this run's controllers on this machine, also of one that does not answer yet."""
+    table = psutil.process_iter(["pid", "cmdline"])
+    return [process.pid for process in table if _is_controller(process.info["cmdline"] or [], run_folder)]
+
+
+def _is_controller(command: list[str], run_folder: Path) -> bool:
+    *_, kind, _name, folder = command[:7] if len(command) > 6 else ("", "", "")
+    return "asyncrl.pipeline" in command and kind == "controller" and folder == str(run_folder.resolve())

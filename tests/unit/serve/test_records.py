@@ -1,16 +1,19 @@
 """What the daemon remembers outlives it, and a damaged database costs no run."""
 
+import contextlib
+import sqlite3
+
 import pytest
 
+from asyncrl.errors import LaunchError
 from asyncrl.serve.records import DATABASE, Answered, Records, RunRecord, TokenRecord
 
 
 @pytest.fixture
 def folder(tmp_path):
     records = Records(tmp_path)
-    records.put_run(RunRecord(id="a", number=1, state="live", tags=("x",)))
+    records.put_run(RunRecord(id="a", number=1, state="live", tags=("x",)), ("key", Answered("digest", "a")))
     records.put_token(TokenRecord("me", "viewer", "0" * 64, 1.0))
-    records.put_answer("key", Answered("digest", "a"))
     records.add_event(1.0, "started", "a")
     records.close()
     return tmp_path
@@ -39,6 +42,19 @@ def test_runs_are_found_again_from_their_folders(folder, damage, caplog):
     if damage != b"":
         assert "damaged" in caplog.text
         assert (folder / "server.damaged").exists()
+
+
+def test_a_database_that_is_only_in_the_way_is_not_taken_for_a_damaged_one(folder):
+    with contextlib.closing(sqlite3.connect(folder / DATABASE)) as other:
+        other.execute("PRAGMA locking_mode = EXCLUSIVE")
+        other.execute("PRAGMA journal_mode = DELETE")
+        other.execute("BEGIN EXCLUSIVE")
+        with pytest.raises(LaunchError, match="locked"):
+            Records(folder, timeout_s=0.0)
+    records = Records(folder)
+    assert set(records.tokens) == {"me"}
+    assert not (folder / "server.damaged").exists()
+    records.close()
 
 
 def test_a_run_whose_record_is_damaged_too_is_named(folder, caplog):

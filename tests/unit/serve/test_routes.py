@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import io
+import os
 import random
 from unittest.mock import AsyncMock, Mock
 
@@ -111,6 +112,71 @@ async def test_bodies_have_a_limit_and_answers_say_what_is_wrong(client, tokens)
     assert {fault["field"] for fault in (await answer.json())["faults"]} == {"num_steps", "seed"}
     assert (await client.post("/v1/runs", headers=submitter, json={"confg": 1})).status == 400
     assert (await client.post("/v1/runs/r/stop", headers=bearer(tokens["operator"]))).status == 409
+
+
+async def test_hostile_bodies_are_refused_in_words(service, client, tokens):
+    submitter = {**bearer(tokens["submitter"]), "Content-Type": "application/json"}
+    deep = b'{"a":' * 5000 + b"1" + b"}" * 5000
+    bodies = [
+        b'{"config":' + deep + b"}",
+        b'{"set": {"a' + b".a" * 5000 + b'": 1}}',
+        b'{"name": "x", "priority": 1' + b"0" * 30 + b"}",
+        b'{"config": "' + b"x" * 5000 + b'"}',
+        b'{"presets": ["' + b"x/" * 3000 + b'"]}',
+        b'{"config": "a' + b".a" * 50000 + b'=1"}',
+        b'{"tags": ["' + b"t" * 300 + b'"]}',
+        b'{"config": "x\\u0000y"}',
+        b'{"set": {"launch.x": ' + b'{"a":' * 60 + b"1" + b"}" * 60 + b"}}",
+    ]
+    for body in bodies:
+        answer = await client.post("/v1/runs", headers=submitter, data=body)
+        assert answer.status in {400, 422}, body[:60]
+        assert (await answer.json())["error"]
+    broken = {**submitter, "Content-Encoding": "gzip", "Connection": "close"}
+    assert (await client.post("/v1/runs", headers=broken, data=b"no gzip")).status == 400
+    long_key = {**submitter, "Idempotency-Key": "k" * 201}
+    assert (await client.post("/v1/runs", headers=long_key, data=b"{}")).status == 400
+    huge = await client.post("/v1/runs/r/resume", headers=bearer(tokens["operator"]), data=b'{"num_steps": 1' + b"0" * 30 + b"}")
+    assert huge.status == 400
+    for name in ("{x}", "a b", "a?b", "a\nb", 'a"b', "-rf", ".hidden", "%2f", "e\u0301", "a,b"):
+        answer = await client.post("/v1/runs", headers=submitter, json={"name": name})
+        assert (answer.status, (await answer.json())["faults"][0]["field"]) == (422, "name"), name
+    assert set(service.records.runs) == {"r"}
+
+
+async def test_repeats_that_come_at_once_are_one_run_and_keys_are_of_one_route(service, client, tokens):
+    headers = {**bearer(tokens["submitter"]), "Idempotency-Key": "k"}
+    async with asyncio.TaskGroup() as group:
+        asked = [group.create_task(client.post("/v1/runs", headers=headers, json={"name": "one"})) for _ in range(4)]
+    assert sorted(task.result().status for task in asked) == [200, 200, 200, 201]
+    fork = await client.post("/v1/runs/one/fork", headers=headers, json={"name": "one"})
+    assert fork.status == 409
+    assert set(service.records.runs) == {"r", "one"}
+
+
+async def test_a_name_that_a_killed_daemon_left_half_made_is_free(service, client, tokens):
+    folder = service.records.run_folder("one")
+    folder.mkdir()
+    (folder / "submitted.toml").write_text("half")
+    assert (await client.post("/v1/runs", headers=bearer(tokens["submitter"]), json={"name": "one"})).status == 201
+    full = service.records.run_folder("two")
+    (full / "served.json.partial").mkdir(parents=True)  # cannot be written, as on a full disk
+    for _ in range(2):
+        answer = await client.post("/v1/runs", headers=bearer(tokens["submitter"]), json={"name": "two"})
+        assert answer.status in {201, 507}
+    assert answer.status == 201  # what was refused did not keep the name, nor was it queued
+    assert set(service.records.runs) == {"r", "one", "two"}
+
+
+async def test_odd_files_of_a_run_are_no_error_of_the_daemon(service, client, tokens):
+    folder, headers = service.records.run_folder("r"), bearer(tokens["operator"])
+    (folder / "broken").symlink_to(folder / "nothing")
+    (folder / "loop").symlink_to("loop")
+    os.mkfifo(folder / "fifo")
+    for path in ("broken", "loop", "fifo", "x" * 300, "x/" * 2500, "%00"):
+        assert (await client.get(f"/v1/runs/r/files/{path}", headers=headers)).status == 404, path
+    listed = await client.get("/v1/runs/r/files/", headers=headers)
+    assert {row["name"] for row in await listed.json()} == {"served.json", "fifo"}
 
 
 async def test_a_repeat_with_the_same_key_is_the_same_run(service, client, tokens):

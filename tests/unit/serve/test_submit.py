@@ -34,6 +34,12 @@ def test_what_is_no_config_is_refused(tmp_path, config):
     assert faults_of(tmp_path, config=config)
 
 
+def test_a_models_own_code_is_refused_outside_the_code_roots(tmp_path):
+    model = {"kind": "pretrained", "path": str(tmp_path / "model"), "trust_remote_code": True}
+    assert "trust_remote_code" in faults_of(tmp_path, set={"model": model})["functions"].allowed
+    assert "functions" not in faults_of(tmp_path, set={"model": model}, roots=(tmp_path,))
+
+
 def test_code_is_refused_outside_the_code_roots_and_taken_inside(tmp_path):
     roots = tmp_path / "code"
     roots.mkdir()

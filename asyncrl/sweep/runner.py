@@ -152,8 +152,8 @@ async def _run(cell: Cell, folder: Path) -> str:
     try:
         async with run:
             status = await run.wait()
-    except RunLostError:
-        raise
+    except RunLostError as error:
+        raise RunLostError(f"{error}; `asyncrl sweep resume` goes on with the sweep") from error
     except RunError as error:
         return str(error) or "the run failed"
     if status.version < status.num_steps:

@@ -28,6 +28,8 @@ from asyncrl.config.run import RunConfig
 from asyncrl.errors import ConfigError
 
 SWEEP_FILE, RESULTS_FILE = "sweep.toml", "results.jsonl"
+SIGNIFICANT = 0.05
+"""Corrected p below which arms are told apart."""
 OWN_FIELDS = {"seed", "name", "folder"}
 """What the sweep sets itself, cell by cell."""
 
@@ -64,6 +66,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     metrics: tuple[Metric, ...]
     bar: float | None
     window: int
+
+    @property
+    def smallest_p(self) -> float:
+        """Return the smallest p, corrected for all comparisons, that these seeds can give: (arms - 1) x metrics x 2 / 2^seeds."""
+        return min(1.0, (len(self.arms) - 1) * len(self.metrics) * 2.0 ** (1 - len(self.seeds)))
 
 
 class SweepFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

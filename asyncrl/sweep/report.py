@@ -14,11 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.errors import ConfigError
-from asyncrl.sweep.grid import RESULTS_FILE, Metric
+from asyncrl.sweep.grid import RESULTS_FILE, SIGNIFICANT, Metric
 from asyncrl.sweep.results import Outcome, read_results
 from asyncrl.sweep.statistics import MOST_EXACT, bootstrap_interval, holm, sign_flip_p
 
-SIGNIFICANT = 0.05
 METRICS: dict[Metric, tuple[str, int]] = {
     "seconds_to_bar": ("seconds to {bar:g}", 1), "samples_to_bar": ("samples to {bar:g}", 0),
     "accuracy": ("held-out accuracy", 3), "reward": ("reward, last {window} steps", 3),

@@ -24,7 +24,7 @@ from asyncrl.clock import Clock
 from asyncrl.config.load import dump_config
 from asyncrl.errors import ConfigError, LaunchError, RunError, RunLostError
 from asyncrl.observe.steps import JsonLines, read_evals, read_steps
-from asyncrl.sweep.grid import Cell, Sweep
+from asyncrl.sweep.grid import SIGNIFICANT, Cell, Sweep
 from asyncrl.sweep.results import CellResult, Code, Outcome, code_now, machine_now, measure_external, measure_run, read_results
 
 CELL_FILE = "cell.json"
@@ -100,6 +100,9 @@ async def run_sweep(sweep: Sweep, clock: Clock, say: Callable[[str], None], *, j
                     f"this is {code.version} {code.commit} ({code.files}). Results of two codes are not mixed: "
                     "go on with that code, or begin anew with --results NAME.jsonl"
                 )
+        num_seeds, smallest_p = len(sweep.plan.seeds), sweep.plan.smallest_p
+        if len(sweep.plan.arms) > 1 and smallest_p >= SIGNIFICANT:
+            say(f"with {num_seeds} seeds nothing can be told apart: the smallest corrected p is {smallest_p:.2f}")
         waiting = iter([cell for cell in sweep.cells if cell.id not in done])
         num_done, lines = len(done), JsonLines[CellResult](sweep.results)
 

@@ -60,6 +60,11 @@ def test_commands_are_run_and_one_that_fails_stops_the_sweep_and_is_run_again(sw
     assert said == ["1/2 shell-seed0: reward 0.400 (2 steps in 2 s)", "2/2 shell-seed1: reward 0.400 (2 steps in 2 s)"]
 
 
+def test_too_few_seeds_are_said_before_anything_runs(swept):
+    _, said = swept(COMMAND + COMMAND.replace('"shell"', '"again"').replace("test !", "! test"))
+    assert said[0] == "with 2 seeds nothing can be told apart: the smallest corrected p is 0.50"
+
+
 def test_a_command_that_is_not_there(swept):
     with pytest.raises(LaunchError, match="cannot start `/no/such/program` of x: No such file"):
         swept('[[external]]\nname = "x"\ncommand = ["/no/such/program"]\n')

@@ -58,6 +58,7 @@ pytestmark = [
 HOSTILE = "<script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">\0\u202eevil\u2066"
 REACHABLE = "a, button:enabled, input, select, summary, [tabindex='0']"
 NUM_STEPS = 10_000
+HEADINGS = {"/run/tiny": "tiny", "/run/tiny/samples": "tiny: samples", "/run/tiny/logs": "tiny: logs", "/": "Runs"}
 
 
 async def accept(dialog) -> None:
@@ -103,8 +104,9 @@ async def numbers(page) -> dict[str, float]:
 
 
 async def rows(page, caption: str) -> list[list[str]]:
-    table = page.get_by_role("region", name=caption)
-    return await table.locator("tbody tr").evaluate_all("all => all.map(row => [...row.cells].map(cell => cell.textContent))")
+    found = page.get_by_role("region", name=caption).locator("tbody tr")
+    await found.first.wait_for()
+    return await found.evaluate_all("all => all.map(row => [...row.cells].map(cell => cell.textContent))")
 
 
 async def reached(page, version: int) -> None:
@@ -118,7 +120,7 @@ async def go(page, path: str) -> None:
 
 
 async def test_a_live_run_is_followed_and_takes_orders(page, tmp_path):
-    daemon = Daemon(tmp_path / "served")
+    daemon, folder = Daemon(tmp_path / "served"), tmp_path / "served" / "runs" / "one"
     try:
         async with await daemon.start() as server:
             slow = {**NO_MODEL, "token_latency_s": 0.05}
@@ -132,7 +134,6 @@ async def test_a_live_run_is_followed_and_takes_orders(page, tmp_path):
             await page.get_by_label("Token").fill(token)
             await page.keyboard.press("Enter")
             await page.get_by_role("link", name="one", exact=True).click()
-            folder = daemon.folder / "runs" / "one"
             await reached(page, 3)
             await page.get_by_role("button", name="Pause").click()
             await page.get_by_text("Pause: done").wait_for()
@@ -312,9 +313,10 @@ async def test_the_keyboard_reaches_everything(page, recorded):
     async with viewed(page, recorded) as url:
         await page.goto(url)
         await page.get_by_role("link", name="tiny").wait_for()
-        for path in ("/", "/run/tiny", "/run/tiny/samples", "/run/tiny/logs"):
+        for path, heading in HEADINGS.items():
             await go(page, path)
-            await expect(page.locator("h1")).to_have_text(re.compile("tiny" if "tiny" in path else "Runs"))
+            await expect(page.locator("h1")).to_have_text(heading)
+            await expect(page.locator("main")).to_be_focused()
             wanted = await page.locator(REACHABLE).count()
             await page.evaluate("() => { document.activeElement?.blur(); window.reached = new Set() }")
             for _ in range(wanted + 2):

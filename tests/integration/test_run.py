@@ -138,5 +138,4 @@ async def test_a_run_that_cannot_learn_says_so_and_ends_where_its_config_says_so
     assert (status.phase, status.version < 1000) == ("stopped", True)
     assert status.reason.startswith("alarm reward.equal: ")
     assert "asyncrl inspect" in status.reason
-    told = [event for event in read_events(run.run_folder) if event.kind == "alarm"]
-    assert [event.subject for event in told] == ["reward.equal"]
+    assert "reward.equal" in [event.subject for event in read_events(run.run_folder) if event.kind == "alarm"]

@@ -62,7 +62,7 @@ async def daemon(tmp_path):
     yield one
     if one.process is not None and one.process.returncode is None:
         await one.end()
-    for path in (tmp_path / "served" / "runs").glob("*/api.json"):
+    for path in tmp_path.glob("*/runs/*/api.json"):
         endpoint = read_endpoint(path.parent)
         if endpoint is not None and is_live(path.parent):
             os.kill(endpoint.pid, signal.SIGKILL)

@@ -242,8 +242,10 @@ def connect_read_only(path: Path) -> Iterator[sqlite3.Connection]:
     if not path.is_file():
         raise LedgerError(f"there is no ledger at {path}; name the folder of a run")
     try:
-        # On a disk that is read-only SQLite cannot make the index of its log: nobody writes there, and it may do without.
-        uri = f"{path.absolute().as_uri()}?mode=ro{'' if os.access(path.parent, os.W_OK) else '&immutable=1'}"
+        # Without a log nobody writes, and SQLite, which would leave an empty log and its index behind, is told so. On a disk that
+        # is read-only it cannot make the index: nobody writes there either.
+        is_written = path.with_name(f"{path.name}-wal").exists() and os.access(path.parent, os.W_OK)
+        uri = f"{path.absolute().as_uri()}?mode=ro{'' if is_written else '&immutable=1'}"
         with contextlib.closing(sqlite3.connect(uri, uri=True, timeout=30.0, isolation_level=None)) as connection:
             yield connection
     except sqlite3.Error as error:

@@ -299,6 +299,16 @@ def test_a_reader_answers_while_a_run_writes(path, ledger):
         assert reader.meta()["group_size"] == "1"
 
 
+def test_reading_the_ledger_of_a_run_that_has_ended_leaves_no_file_beside_it(path, ledger):
+    ledger.write(_ready(0))
+    ledger.close()
+    there = sorted(path.parent.iterdir())
+    with LedgerReader(path) as reader:
+        assert reader.counts()[0].groups == 1
+        assert reader.group(0).state == "ready"
+    assert sorted(path.parent.iterdir()) == there
+
+
 def test_reading_where_there_is_no_ledger_says_so(tmp_path):
     with pytest.raises(LedgerError, match="there is no ledger at"):
         LedgerReader(tmp_path)

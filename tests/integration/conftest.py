@@ -102,18 +102,29 @@ def trained_groups(run_folder: Path) -> list[int]:
 
 
 @pytest.fixture(autouse=True)
-def no_process_left():
+def no_process_left(tmp_path: Path):
     """No test may leave a process behind; whatever is left is killed by pid, and the test fails.
 
+    Looked for are this process's children, and whoever names the test's folder: those of a detached run are nobody's children.
     One that is on its way out has a few seconds; a helper of this process that was there before (multiprocessing's) is nobody's.
     """
     before = set(psutil.Process(os.getpid()).children(recursive=True))
     yield
-    children = set(psutil.Process(os.getpid()).children(recursive=True)) - before
-    _, left = psutil.wait_procs(children, timeout=10)
+    started = set(psutil.Process(os.getpid()).children(recursive=True)) - before
+    started |= {one for one in psutil.process_iter() if str(tmp_path) in " ".join(command_of(one)) and one.pid != os.getpid()}
+    _, left = psutil.wait_procs(started, timeout=10)
+    told = {process.pid: command_of(process) for process in left}
     for process in left:
         process.kill()
-    assert not left, f"processes left behind: {left}"
+    assert not left, f"processes left behind: {told}"
+
+
+def command_of(process: psutil.Process) -> list[str]:
+    """Return a process's command line; empty where it is gone."""
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
 
 
 @pytest.fixture

@@ -31,7 +31,7 @@ from asyncrl.control.lifecycle.pid_file import read_pids
 from asyncrl.errors import LaunchError, RunLostError
 from asyncrl.observe.steps import read_steps
 from asyncrl.schema.status import RunStatus
-from tests.integration.conftest import tiny_settings
+from tests.integration.conftest import command_of, tiny_settings
 
 ray = pytest.importorskip("ray")
 from ray.cluster_utils import Cluster  # noqa: E402
@@ -89,18 +89,11 @@ def nodes() -> Iterator[Nodes]:
 def no_process_left(tmp_path: Path) -> Iterator[None]:
     """Ray's processes live on between these tests; none of the run's may."""
     yield
-    those = [process for process in psutil.process_iter() if str(tmp_path) in " ".join(_command(process))]
+    those = [process for process in psutil.process_iter() if str(tmp_path) in " ".join(command_of(process))]
     _, left = psutil.wait_procs(those, timeout=10)  # one that is on its way out has a few seconds
     for process in left:
         process.kill()
-    assert not left, f"processes left behind: {[_command(process) for process in left]}"
-
-
-def _command(process: psutil.Process) -> list[str]:
-    try:
-        return process.cmdline()
-    except psutil.Error:
-        return []
+    assert not left, f"processes left behind: {[command_of(process) for process in left]}"
 
 
 # -- the launcher's contract, over Ray -------------------------------------------------------------------------------------

@@ -68,16 +68,6 @@ def test_a_recipe_is_held_until_the_signal_is_well_under_its_limit(limit, held):
 
 
 @settings(max_examples=200, deadline=None)
-@given(noise=st.lists(st.floats(RETURN + 0.01, 1.5), min_size=2, max_size=20), limit=st.sampled_from(LIMITS))
-def test_noise_around_a_limit_changes_the_recipe_at_most_once(noise, limit):
-    recipes, last = [], "near"
-    for factor in noise:
-        last = choose(at(limit, min(factor * limit.lagging, 0.99 * limit.far)), last).recipe
-        recipes.append(last)
-    assert sum(before != after for before, after in zip(["near", *recipes], recipes, strict=False)) <= 1
-
-
-@settings(max_examples=200, deadline=None)
 @given(
     one=measurements(),
     other=measurements(),

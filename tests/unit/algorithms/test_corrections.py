@@ -226,18 +226,3 @@ def test_tokens_of_unknown_version_count_as_fresh(loss_inputs):
     unknown = replace(inputs, versions=torch.full_like(inputs.versions, -1))
     assert torch.equal(correct(unknown, (kinds.StalenessMask(max_versions=0),)).kept, inputs.mask)
     assert torch.equal(correct(unknown, (kinds.StalenessWeight(decay=0.5),)).weights, inputs.mask.double())
-
-
-def test_a_users_own_correction_joins_the_others(loss_inputs, tmp_path):
-    (tmp_path / "own.py").write_text(
-        "from asyncrl.algorithms.types import CorrectionOutputs\n"
-        "def own(inputs, config):\n"
-        "    return CorrectionOutputs(inputs.logprobs.exp() * config.parameter, inputs.sequence_ids % 2 == 0)\n"
-    )
-    inputs = loss_inputs(0)
-    got = correct(inputs, (kinds.PythonCorrection(path=f"{tmp_path}/own.py:own", parameter=3.0), kinds.TruncatedToken(cap=1.5)))
-    kept = inputs.mask & (inputs.sequence_ids % 2 == 0)
-    truncated = correct(inputs, (kinds.TruncatedToken(cap=1.5),)).weights
-    assert torch.equal(got.kept, kept)
-    torch.testing.assert_close(got.weights, torch.where(kept, 3 * inputs.logprobs.detach().exp() * truncated, 0.0))
-    assert not got.weights.requires_grad

@@ -2,10 +2,8 @@
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
-from asyncrl.algorithms.kl import KL_ESTIMATORS, interpolated_proximal, kl_for_rewards, kl_penalty, next_coefficient
+from asyncrl.algorithms.kl import KL_ESTIMATORS, interpolated_proximal, kl_penalty, next_coefficient
 from asyncrl.algorithms.losses import LOSSES
 from asyncrl.algorithms.types import Denominators, LossConfig, LossInputs
 from asyncrl.config.algorithm import KLConfig
@@ -69,15 +67,6 @@ def test_left_to_itself_k1_teaches_nothing_and_k3_the_other_direction():
     torch.testing.assert_close(of_k3, divergence_gradient(logits, reference, current))
 
 
-def test_k1_and_k3_are_unbiased_and_abs_is_the_distance():
-    _, current, _, reference = policies(3)
-    divergence = (current.exp() * (current - reference)).sum()
-    for estimator in ("k1", "k3"):
-        torch.testing.assert_close((current.exp() * KL_ESTIMATORS[estimator](current - reference)).sum(), divergence)
-    distance = torch.maximum(current, reference) - torch.minimum(current, reference)
-    torch.testing.assert_close(KL_ESTIMATORS["abs"](current - reference), distance)
-
-
 @pytest.mark.parametrize("gradient", ["own", "k2", "ratio"])
 @pytest.mark.parametrize("estimator", KL_ESTIMATORS)
 def test_beyond_the_cap_the_value_is_the_cap_and_the_gradient_zero(estimator, gradient):
@@ -95,26 +84,12 @@ def test_beyond_the_cap_the_value_is_the_cap_and_the_gradient_zero(estimator, gr
     assert slope[~beyond] != 0
 
 
-def test_kl_for_rewards_is_detached_capped_and_zero_at_masked_tokens():
-    current = torch.tensor([-1.0, -40.0, float("nan")], requires_grad=True)
-    reference = torch.tensor([-3.0, -1.0, -1.0])
-    got = kl_for_rewards(current, reference, torch.tensor([True, True, False]), option("k1", "own", cap=10.0))
-    assert not got.requires_grad
-    assert got.tolist() == [2.0, -10.0, 0.0]
-
-
 def test_the_coefficient_moves_by_the_relative_error_bounded_to_a_fifth():
     options = {"target": 0.1, "horizon": 1000, "num_samples": 100}
     assert next_coefficient(0.5, measured_kl=0.11, **options) == pytest.approx(0.5 * (1 + 0.1 * 0.1))
     assert next_coefficient(0.5, measured_kl=9.0, **options) == pytest.approx(0.5 * 1.02)
     assert next_coefficient(0.5, measured_kl=-9.0, **options) == pytest.approx(0.5 * 0.98)
     assert next_coefficient(0.5, measured_kl=0.1, **options) == 0.5
-
-
-@given(measured=st.floats(-1e6, 1e6), samples=st.integers(1, 10**9), horizon=st.integers(1, 10**6))
-def test_the_coefficient_stays_positive_and_within_a_fifth_of_the_last(measured, samples, horizon):
-    got = next_coefficient(2.0, measured_kl=measured, target=0.05, horizon=horizon, num_samples=samples)
-    assert 1.6 - 1e-9 <= got <= 2.4 + 1e-9
 
 
 def test_the_interpolated_policy_is_one_version_back_when_logprobs_move_linearly_in_the_version():

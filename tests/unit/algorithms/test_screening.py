@@ -94,15 +94,3 @@ def test_threshold_pairs_are_as_many_as_there_can_be(rewards, most):
     assert len(pairs) == min(good, bad, most)
     assert len(set(members)) == len(members)
     assert all(rewards[chosen] >= 1.0 and rewards[rejected] <= 0.0 for chosen, rejected in pairs)
-
-
-@given(groups=st.lists(st.integers(0, 50), max_size=60), minibatches=st.integers(1, 20))
-def test_updates_are_runs_of_about_equal_size_none_without_a_group(groups, minibatches):
-    distinct = list(dict.fromkeys(groups))
-    updates = screening.updates_of_groups(groups, minibatches)
-    assert list(updates) == distinct
-    numbers = list(updates.values())
-    assert numbers == sorted(numbers)
-    sizes = [numbers.count(number) for number in range(min(minibatches, len(distinct)))]
-    assert sum(sizes) == len(distinct)
-    assert not sizes or max(sizes) - min(sizes) <= 1

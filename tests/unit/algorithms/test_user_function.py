@@ -107,10 +107,3 @@ def test_a_wrong_answer_is_told_what_is_wrong(load, body, message, own, loss_inp
     config = {load_loss: LossConfig(), load_advantage: AdvantageConfig(), load_correction: PythonCorrection("")}[load]
     with pytest.raises(LearnerError, match=message):
         load(own(body))(inputs, config)
-
-
-@pytest.mark.parametrize("error", ["MemoryError", "torch.OutOfMemoryError"])
-def test_running_out_of_memory_is_handed_on_to_who_makes_room(error, own, loss_inputs):
-    loss = load_loss(own(f"raise {error}('no room')"))
-    with pytest.raises((MemoryError, torch.OutOfMemoryError), match="no room"):
-        loss(loss_inputs(0), LossConfig())

@@ -12,13 +12,6 @@ def test_all_media_and_the_others_are_measured_unless_some_are_named():
         chosen("shared_memory,carrier_pigeon")
 
 
-def test_two_and_a_half_copies_from_publish_to_live_are_just_the_goal():
-    samples = {"shared_memory_live_copies": [2.4, 2.5, 9.0], "shared_memory_blocked_copies": [1.0, 1.2, 9.0]}
-    ratios = _ratios_of(samples)
-    assert (ratios["shm_vs_two_copies"].value, ratios["shm_vs_two_copies"].holds) == (0.8, True)
-    assert ratios["learner_blocked_copies"].value == 1.2
-
-
 def test_zeromq_is_compared_with_the_bare_socket_of_the_same_round():
     samples = {"zeromq_fetch_ms": [10.0, 30.0, 20.0], "bare_zeromq_live_ms": [5.0, 30.0, 16.0]}
     assert _ratios_of(samples)["zeromq_vs_bare"].value == 0.8

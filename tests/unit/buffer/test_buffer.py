@@ -8,7 +8,6 @@ import msgspec
 import pytest
 
 from asyncrl.buffer.buffer import Buffer
-from asyncrl.buffer.events import ScoreMember
 from asyncrl.buffer.ledger.reader import LedgerReader
 from asyncrl.buffer.ledger.store import connect_read_only
 from asyncrl.buffer.open import open_buffer
@@ -66,20 +65,6 @@ def _finish(buffer, group_id, version=0):
         buffer.add_scores([Score(group_id, index, 0, float(index), {"exact": float(index)})], 2.0)
 
 
-def test_a_group_from_prompt_to_trained(buffer):
-    order = buffer.issue(Prompt("p", text="1+1="), "g0", version=0, group_size=2, now=0.0)
-    assert (order.group_id, order.attempt, order.indices, order.prompt.text) == (0, 0, (0, 1), "1+1=")
-    assert buffer.add_samples([_sample(0, 0)], 1.0)[0].instructions == [ScoreMember(0, 0)]
-    assert buffer.score_request(0, 0).text == "text"
-    _finish(buffer, 0)
-    taken = buffer.take(0, 5.0)
-    assert isinstance(taken, TakenStep)
-    assert [(m.sample.index, m.reward) for m in taken.groups[0].members] == [(0, 0.0), (1, 1.0)]
-    assert (taken.params.temperature, taken.params.tokens_per_row, taken.staleness.queue_mean_s) == (1.0, 4096, 3.0)
-    assert [moved.after for moved in buffer.mark_trained(0, 6.0)] == ["trained"]
-    assert buffer.counts().trained == 1
-
-
 def test_everything_is_acknowledged_after_it_is_committed_and_repeats_too(buffer):
     acknowledged = []
     group = _issue(buffer)
@@ -107,18 +92,6 @@ def test_an_invalid_sample_fails_its_member_and_the_group_goes_on(buffer):
     _finish(buffer, group)
     taken = buffer.take(0, 2.0)
     assert [m.sample.index for m in taken.groups[0].members] == [1]
-
-
-def test_samples_that_come_together_are_taken_in_each_by_itself(buffer):
-    group, other = _issue(buffer), _issue(buffer)
-    parcel = [_sample(group, 0), _sample(group, 0), _sample(group, 1, logprobs=b""), _sample(99, 0), _sample(other, 1)]
-    receipts = buffer.add_samples(parcel, 1.0)
-    assert [receipt.status for receipt in receipts] == ["stored", "duplicate", "refused", "refused", "stored"]
-    assert buffer.state.groups[group].members[:2] == ["generated", "failed"]
-    assert buffer.state.groups[other].members[:2] == ["pending", "generated"]
-    receipts = buffer.add_scores([Score(group, 0, 0, 1.0), Score(group, 0, 0, 1.0), Score(other, 0, 0, 1.0)], 2.0)
-    assert [receipt.status for receipt in receipts] == ["stored", "duplicate", "refused"]
-    buffer.check()
 
 
 @pytest.mark.parametrize("late", ["failure", "invalid sample"])
@@ -170,10 +143,6 @@ def test_a_group_from_outside_that_is_wrong_is_refused_and_nothing_changes(buffe
     assert receipt.status == "refused"
     assert reason in receipt.reason
     assert buffer.counts().issued == 0
-
-
-def test_waiting_says_for_what(buffer):
-    assert buffer.take(0, 1.0) == Waiting(0, "0 of 1 groups are ready for step 0", (), [])
 
 
 def test_a_memory_ledger_cannot_repeat_a_trained_step(tmp_path):
@@ -313,13 +282,6 @@ def test_members_that_are_not_trained_stay_so_over_a_restart(reopen):
     assert again.staleness.num_samples == 1
 
 
-def test_a_group_from_outside_must_bring_its_greedy_baseline(tmp_path):
-    buffer = open_buffer(_config(algorithm={"advantage": "remax"}, ledger="memory"), tmp_path)
-    receipt = buffer.submit_group(Prompt("theirs"), [_sample(0, 0), _sample(0, 1)], "notebook", 1.0)
-    assert (receipt.status, buffer.counts().issued) == ("refused", 0)
-    assert "member 2 of a group is its greedy baseline" in receipt.reason
-
-
 def test_reference_logprobs_live_as_long_as_their_sample(reopen):
     reference = logprobs_to_bytes([-1.0, -2.0])
     buffer = reopen()
@@ -389,15 +351,6 @@ def test_moving_the_reference_to_workers_is_refused_while_a_taken_step_has_none(
     assert buffer.learner_restarted(2, 6.0) == ()
     with pytest.raises(LedgerError, match="steps 1 to 1 were taken"):
         buffer.learner_restarted(1, 7.0)
-
-
-def test_a_score_without_the_reference_that_a_worker_owes_fails_the_member(reopen):
-    buffer = reopen(algorithm=KL_ON_WORKER)
-    group = _issue(buffer)
-    buffer.add_samples([_sample(group, 0)], 1.0)
-    buffer.add_scores([Score(group, 0, 0, 1.0)], 2.0)
-    assert buffer.state.member_state(group, 0) == "failed"
-    assert "brings no reference logprobs" in buffer.state.groups[group].last_failure
 
 
 def test_a_resume_with_rows_too_short_for_what_is_held_is_refused(reopen):

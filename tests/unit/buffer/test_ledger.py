@@ -17,7 +17,6 @@ from asyncrl.buffer.ledger.records import (
     ForgetRecord,
     IssuedRecord,
     MovedRecord,
-    RestartedRecord,
     SampleRecord,
     ScoreRecord,
     StepParams,
@@ -58,23 +57,6 @@ def ledger(path):
     ledger.close()
 
 
-def test_state_counts_follow_every_kind_of_move(ledger):
-    for group_id in range(4):
-        ledger.write(_ready(group_id))
-    ledger.write([IssuedRecord(4, Prompt("p4"), "g0", 0, 1, 1.0)])
-    ledger.write([FailureRecord(4, 0, 0, "generate", "timeout", 2.0), MovedRecord(4, "running", "failed", "timeout", 2.0)])
-    ledger.write([TakenRecord(0, (0, 1), PARAMS, 0, 3.0)])
-    ledger.write([TrainedRecord(0, (0, 1), 4.0), TakenRecord(1, (2, 3), PARAMS, 1, 4.0)])
-    ledger.sync()
-    assert ledger.state_counts() == {"trained": 2, "taken": 2, "failed": 1}
-    ledger.write([RestartedRecord(0, 5.0)])
-    ledger.sync()
-    assert ledger.state_counts() == {"taken": 4, "failed": 1}
-    ledger.write([RestartedRecord(2, 6.0), ForgetRecord(1)])
-    ledger.sync()
-    assert ledger.state_counts() == {"trained": 4, "failed": 1}
-
-
 def test_callbacks_run_in_order_once_their_unit_is_committed(path, ledger):
     seen = []
 
@@ -91,27 +73,6 @@ def test_callbacks_run_in_order_once_their_unit_is_committed(path, ledger):
     assert seen == [(group_id, 1) for group_id in range(20)]
 
 
-def test_where_nothing_is_left_to_commit_the_callback_runs_at_once_and_may_write(ledger):
-    ran = []
-    ledger.write((), lambda: (ran.append("idle"), ledger.write(_ready(0), lambda: ran.append("committed"))))
-    assert ran[0] == "idle"
-    ledger.sync()
-    ledger.write((), lambda: ran.append("after"))
-    ledger.sync()
-    assert ran == ["idle", "committed", "after"]
-
-
-async def test_callbacks_run_on_the_event_loop(path):
-    import asyncio
-
-    loop, threads, done = asyncio.get_running_loop(), [], asyncio.Event()
-    ledger = SqliteLedger(path, call_soon=loop.call_soon_threadsafe)
-    ledger.write(_ready(0), lambda: (threads.append(threading.current_thread()), done.set()))
-    await asyncio.wait_for(done.wait(), 30.0)
-    ledger.close()
-    assert threads == [threading.main_thread()]
-
-
 def test_a_full_queue_makes_the_writer_wait_and_loses_nothing(path):
     ledger, committed = SqliteLedger(path, max_queued=5), []
     for group_id in range(100):
@@ -119,15 +80,6 @@ def test_a_full_queue_makes_the_writer_wait_and_loses_nothing(path):
     ledger.close()
     assert committed == list(range(100))
     assert LedgerReader(path).counts()[0].groups == 100
-
-
-def test_groups_come_back_with_their_payloads_in_the_order_asked_for(ledger):
-    for group_id in range(3):
-        ledger.write(_ready(group_id))
-    groups = ledger.load_groups([2, 0])
-    assert [group.group_id for group in groups] == [2, 0]
-    assert groups[0].members[0].sample == _sample(2)
-    assert (groups[0].members[0].reward, groups[0].members[0].parts, groups[0].prompt.text) == (0.5, {"exact": 0.5}, "1+1=")
 
 
 def test_forgotten_payloads_are_gone_and_their_rows_stay(path, ledger):
@@ -309,9 +261,6 @@ def test_reading_the_ledger_of_a_run_that_has_ended_leaves_no_file_beside_it(pat
     assert sorted(path.parent.iterdir()) == there
 
 
-def test_reading_where_there_is_no_ledger_says_so(tmp_path):
-    with pytest.raises(LedgerError, match="there is no ledger at"):
-        LedgerReader(tmp_path)
 
 
 @pytest.mark.parametrize("content", [b"", b"something else entirely, long enough to be looked at" * 50], ids=["empty", "other"])

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from asyncrl.buffer.staleness import StalenessFigures, staleness_figures
+from asyncrl.buffer.staleness import staleness_figures
 
 
 def test_token_sample_in_flight_and_in_queue_parts():
@@ -25,7 +25,3 @@ def test_masked_tokens_are_counted_apart_and_a_wholly_masked_sample_not_at_all()
     assert (figures.masked_tokens, figures.num_tokens, figures.num_samples) == (16, 30, 1)
     assert figures.token_max == 1
     assert figures.in_flight_max == 0
-
-
-def test_no_sample_gives_zeros():
-    assert staleness_figures(5, []) == StalenessFigures()

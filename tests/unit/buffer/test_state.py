@@ -14,9 +14,6 @@ from asyncrl.buffer.events import (
     SampleFailed,
     SampleFinished,
     SampleScored,
-    ScoreMember,
-    ScreenLifted,
-    ScreenStands,
     StepTrained,
     TakeGroups,
     TakeStep,
@@ -56,27 +53,6 @@ class Machine:
         return self(TakeStep(step))[-1]
 
 
-def test_a_group_goes_from_running_to_scoring_to_ready():
-    machine = Machine()
-    group = machine.issue(size=2)
-    assert machine(SampleFinished(group, 0, ((0, 3),))) == [ScoreMember(group, 0)]
-    assert machine(SampleScored(group, 0)) == []
-    assert machine(SampleFinished(group, 1, ((0, 3),))) == [ScoreMember(group, 1), GroupMoved(group, "running", "scoring")]
-    assert machine(SampleScored(group, 1)) == [GroupMoved(group, "scoring", "ready")]
-
-
-def test_a_group_is_ready_with_enough_scored_members_and_failed_with_fewer():
-    machine = Machine(min_group_members=2)
-    enough, short = machine.issue(size=3), machine.issue(size=3)
-    for group, failures in ((enough, 1), (short, 2)):
-        for index in range(failures):
-            machine(SampleFailed(group, index, "raised"))
-        for index in range(failures, 3):
-            machine(SampleFinished(group, index, ((0, 1),)))
-            last = machine(SampleScored(group, index))
-        assert last[0].after == ("ready" if group == enough else "failed")
-
-
 def test_a_dead_generators_members_are_missing_and_its_finished_ones_are_kept():
     machine = Machine()
     group = machine.issue(size=3, version=4)
@@ -106,17 +82,6 @@ def test_wait_never_drops_and_names_the_groups_it_waits_for():
     machine(SampleFinished(slow, 0, ((0, 1),)))
     machine(SampleScored(slow, 0))
     assert machine.take(1).group_ids == (slow,)
-
-
-def test_drop_lets_go_of_groups_past_eta_and_returns_their_prompt():
-    machine = Machine(policy="drop", max_staleness=0)
-    machine.ready()
-    machine.take(0)
-    machine(StepTrained(0))
-    old, new = machine.ready(version=0), machine.ready(version=1)
-    *dropped, taken = machine(TakeStep(1))
-    assert dropped == [GroupMoved(old, "ready", "dropped", "stale"), ReturnPrompt(old, f"p{old}")]
-    assert taken.group_ids == (new,)
 
 
 def _half_done(machine, **sample):
@@ -218,30 +183,6 @@ def _scored_group(machine, rewards, truncated=(), version=0):
         machine(SampleFinished(group, index, ((version, 1),), index in truncated))
         last = machine(SampleScored(group, index, reward))
     return group, last
-
-
-def test_after_enough_drops_in_a_row_groups_are_taken_as_they_come_and_that_is_said_once():
-    machine = Machine(screen=Screen(drop_equal=True), max_resamples=2, max_staleness=9)
-    for _ in range(2):
-        assert _scored_group(machine, [1.0, 1.0])[1][0].after == "dropped"
-    group, last = _scored_group(machine, [1.0, 1.0])
-    assert last == [ScreenLifted(group, "no spread", 2), GroupMoved(group, "scoring", "ready")]
-    group, last = _scored_group(machine, [0.0, 0.0])
-    assert last == [GroupMoved(group, "scoring", "ready")]
-    assert _scored_group(machine, [1.0, 0.0])[1][0].after == "ready"
-    assert _scored_group(machine, [1.0, 1.0])[1][0].after == "dropped"
-
-
-def test_groups_without_a_pair_are_never_ready_and_that_is_said_at_every_multiple_of_the_limit():
-    machine = Machine(screen=Screen(preference=PreferenceConfig()), max_resamples=2, max_staleness=9)
-    said = []
-    for number in range(6):
-        group, last = _scored_group(machine, [1.0, 1.0])
-        assert last[-1] == GroupMoved(group, "scoring", "dropped", "no pair")
-        said += [(number, item) for item in last if isinstance(item, ScreenStands)]
-    assert said == [(n, ScreenStands(n, "no pair", n + 1)) for n in (1, 3, 5)]
-    assert _scored_group(machine, [1.0, 0.0])[1][-1].after == "ready"
-    assert [type(item) for item in _scored_group(machine, [1.0, 1.0])[1]] == [GroupMoved]
 
 
 def test_a_group_that_became_ready_before_pairs_were_asked_for_is_dropped_when_a_step_is_taken():

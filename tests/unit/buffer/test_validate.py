@@ -11,20 +11,6 @@ from tests.builders import make_sample
 GOOD = make_sample(tokens=[3, 4, 5], logprobs=[-0.5, 0.0, -2.0], versions=[1, 1, 2])
 
 
-def test_trained_tokens_are_counted_by_version():
-    assert examine(GOOD, newest_version=2, max_tokens=5) == ((1, 2), (2, 1))
-
-
-def test_one_version_throughout():
-    sample = msgspec.structs.replace(GOOD, versions=ids_to_bytes([2, 2, 2]))
-    assert examine(sample, newest_version=2, max_tokens=0) == ((2, 3),)
-
-
-def test_tokens_the_policy_did_not_write_do_not_count():
-    sample = msgspec.structs.replace(GOOD, versions=ids_to_bytes([1, -1, 2]), loss_mask=bytes([1, 0, 1]))
-    assert examine(sample, newest_version=2, max_tokens=0) == ((1, 1), (2, 1))
-
-
 @pytest.mark.parametrize(
     ("change", "reason"),
     [

@@ -54,12 +54,6 @@ def test_the_medium_follows_from_where_the_processes_are(told, kind, reason):
     assert reason in why
 
 
-def test_addresses_follow_the_host_that_the_run_is_open_on():
-    assert choose_medium(config(transport=NETWORK))[0].bind == "tcp://10.1.2.3:*"
-    assert choose_medium(config(VLLM, "cuda", transport=NETWORK))[0].host == "10.1.2.3"
-    assert choose_medium(config(VLLM, "cuda", launch=RAY))[0].host == "node"
-
-
 @pytest.mark.parametrize("medium", [{"kind": "gloo", "host": "0.0.0.0"}, {"kind": "nccl", "host": "::"}])
 def test_a_collective_is_not_told_to_meet_at_every_interface(medium):
     with pytest.raises(ConfigError, match=r"is told to every generator and names no machine"):

@@ -9,8 +9,7 @@ import shutil
 import pytest
 
 from asyncrl.client import Run, connect
-from asyncrl.config.broadcast import SharedMemoryMedium
-from asyncrl.config.load import load_config, parse_config
+from asyncrl.config.load import parse_config
 from asyncrl.control.api import serve_api
 from asyncrl.errors import ConfigError
 from asyncrl.schema.status import RunStatus
@@ -123,12 +122,3 @@ def test_a_folder_in_place_of_a_run_s_file_or_the_reverse_is_named_before_anythi
         path.write_text("x")
     with pytest.raises(ConfigError, match=rf"^{path} must be a (file|folder): move it away$"):
         Run(config, resume=tmp_path / "r")._prepare_folder()
-
-
-def test_an_automatic_medium_is_chosen_before_anything_of_the_run_is_written(tmp_path):
-    run = Run({"folder": str(tmp_path), "name": "r", "broadcast": {"medium": {"kind": "auto"}}})
-    assert run.config.broadcast.medium == SharedMemoryMedium()
-    run._prepare_folder()
-    written = tmp_path / "r" / "config.toml"
-    assert written.read_text().startswith("# broadcast.medium auto is shared_memory: ")
-    assert load_config(written) == run.config

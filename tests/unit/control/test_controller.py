@@ -12,7 +12,6 @@ import pytest
 from asyncrl.buffer.open import open_buffer
 from asyncrl.clock import SystemClock
 from asyncrl.config.load import parse_config
-from asyncrl.control.api import RunApi
 from asyncrl.control.controller import Controller, RunParts
 from asyncrl.control.join import Membership
 from asyncrl.control.launch.lease import Ownership
@@ -272,22 +271,6 @@ async def test_an_inference_worker_is_waited_for_named_when_it_is_slow_and_asked
                 await asyncio.sleep(0.01)
 
 
-async def test_a_joining_generator_that_leaves_gives_its_groups_back_and_no_death_is_counted(tmp_path):
-    async with _running(tmp_path) as world:
-        _, _, generator = await world.start(version_is_live=False)
-        await world.until("running")
-        guest = await world.let_in()
-        held = await receive(guest, GroupWork, Lane.DATA)
-        assert [process.name for process in RunApi(world.controller).status().processes if process.joined] == ["joined-b-7-0"]
-        await guest.close()
-        await generator.send(VersionLive(0, "generator-0", 0.0, 0.0, 0.0), Lane.CONTROL)
-        again = await receive(generator, GroupWork, Lane.DATA)
-        assert (again.group_id, again.attempt) == (held.group_id, held.attempt + 1)
-        status = RunApi(world.controller).status()
-        assert status.guests == {"here": 0, "most": 1, "came": 1, "left": 1, "lost": 0}
-        assert not any(process.joined or process.deaths for process in status.processes)
-
-
 async def test_a_joining_generator_that_cannot_go_on_does_not_end_the_run(tmp_path):
     async with _running(tmp_path) as world:
         await world.start()
@@ -352,17 +335,6 @@ async def test_a_joining_generator_whose_place_was_given_away_before_it_was_take
         assert membership.counts() == {"here": 1, "most": 1, "came": 2, "left": 0, "lost": 1}
 
 
-async def test_a_joining_generator_that_falls_silent_is_left_out(tmp_path):
-    async with _running(tmp_path, supervision={"backoff_s": 0.01, "heartbeat_s": 0.1, "heartbeat_timeout_s": 0.3}) as world:
-        await world.start()
-        guest = await world.let_in()
-        with pytest.raises(ConnectionClosed):
-            await asyncio.wait_for(receive(guest, StepDone), 30)
-        for _ in range(5):
-            await asyncio.sleep(0)
-        assert world.controller.membership.counts()["lost"] == 1
-
-
 # -- generators that come and go -------------------------------------------------------------------------------------------
 
 
@@ -383,14 +355,3 @@ async def test_a_generator_that_is_not_needed_finishes_what_it_holds_and_leaves_
         assert world.buffer.counts().running == 0
         world.controller.post(ProcessWanted("generator-0", "generator"))
         assert (await world.launcher.started("generator-0", 2)).spec.incarnation == 2
-
-
-async def test_a_generator_that_is_wanted_is_started_and_let_in_and_one_not_up_yet_is_ended(tmp_path):
-    elastic = {"kind": "local", "elastic": {"max_generators": 2, "decide_every_s": 0.3, "patience": 1, "slots_used_below": 0.1}}
-    generate = {"num_workers": 1, "engine": {"kind": "fake", "num_slots": 1}}
-    async with _running(tmp_path, launch=elastic, generate=generate) as world:
-        await world.start()
-        joined = await world.launcher.started("generator-1")
-        assert world.controller.membership.refusal(hello("generator", "generator-1")) == ""
-        world.controller.post(ProcessUnwanted("generator-1"))
-        assert await joined.wait() == -15

@@ -33,7 +33,6 @@ from asyncrl.schema.samples import (
     ids_to_bytes,
     logprobs_to_bytes,
 )
-from asyncrl.schema.status import ExternalGroup
 from asyncrl.tasks.sampler import PromptSequence
 from asyncrl.transport.local import InProcessListener
 from asyncrl.transport.protocol import Lane
@@ -115,17 +114,6 @@ async def _works(far, count: int) -> list[GroupWork]:
         while len(works) < count:
             works.append((await far.receive()).message)
     return works
-
-
-async def test_a_generator_gets_groups_as_its_room_allows():
-    bench = Bench()
-    far = await bench.with_generator(slots=1)
-    await _works(far, 1)
-    bench.dispatcher.tell(ev.RoomChanged("generator-0", 3))
-    await _works(far, 1)
-    assert bench.buffer.counts().running == 2
-    bench.dispatcher.tell(ev.RoomChanged("generator-0", 64))
-    await _works(far, 2)
 
 
 async def test_what_is_said_again_frees_no_slot_and_counts_for_nothing():
@@ -227,18 +215,6 @@ async def _refused(work) -> str:
     with pytest.raises(RunError) as refusal:
         await work
     return str(refusal.value)
-
-
-async def test_an_outside_group_is_checked_and_takes_a_place():
-    bench = Bench()
-    work = GroupWork(0, 0, Prompt("mine", text="1+1="), (0, 1), bench.dispatcher._sampling, 0)
-    good = ExternalGroup(work.prompt, (answer_to(work, 0, "me"), answer_to(work, 1, "me")))
-    assert bench.dispatcher.submit(good).group_id == 0
-    late = ExternalGroup(work.prompt, (answer_to(work, 0, "me", versions=9),))
-    refused = bench.dispatcher.submit(late)
-    assert refused.group_id == -1
-    assert "version" in refused.refused
-    assert bench.dispatcher.refused_samples == 1
 
 
 async def test_an_evaluation_survives_its_generator_and_never_enters_the_ledger():
@@ -397,11 +373,3 @@ async def test_a_run_without_pairs_goes_on_sampling_and_says_so_at_every_multipl
     assert bench.dispatcher.fruitless == "a group with a preference pair: 12 in a row had none and were dropped"
     bench.answer((await _works(far, 1))[0], [0.0, 1.0])
     assert (bench.dispatcher.fruitless, bench.buffer.counts().ready) == ("", 1)
-
-
-@pytest.mark.parametrize(("advantage", "greedy_index", "indices"), [("grpo", -1, (0, 1)), ("remax", 2, (0, 1, 2))])
-async def test_work_names_the_member_that_is_drawn_greedily(advantage, greedy_index, indices):
-    bench = Bench({"advantage": advantage})
-    far = await bench.with_generator()
-    work = (await _works(far, 1))[0]
-    assert (work.greedy_index, work.indices) == (greedy_index, indices)

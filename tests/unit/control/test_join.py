@@ -61,12 +61,6 @@ def test_a_joining_generator_sets_only_what_is_its_own(tmp_path):
         check_overrides(("buffer.max_staleness=9",))
 
 
-def test_a_joining_generator_does_not_make_samples_up(tmp_path):
-    run = _config(generate={"engine": {"kind": "transformers"}})
-    with pytest.raises(ConfigError, match="does not generate what it trains on"):
-        own_config(_terms(run), ('generate.engine={kind="fake"}',), tmp_path)
-
-
 def test_a_joining_generator_needs_a_server_that_no_generator_of_the_run_has(tmp_path):
     run = _config(generate={"num_workers": 1, "engine": {"kind": "vllm_server", "url": "http://127.0.0.1:1"}})
     with pytest.raises(ConfigError, match=r"127\.0\.0\.1:1 each serve.*generate\.engine\.url"):

@@ -92,16 +92,6 @@ def test_a_score_is_complete_when_both_have_answered_in_either_order(first):
     assert len(desk) == 0
 
 
-def test_asking_again_for_an_open_score_changes_nothing():
-    desk = ScoreDispatcher(WEIGHTS)
-    desk.ask(_rules(), _models(), 1.0)
-    desk.take(_score())
-    desk.ask(_rules(), _models(), 2.0)
-    assert (desk.num_open("reward"), desk.num_open("inference"), len(desk)) == (0, 1, 1)
-    assert desk.open_since_s("inference") == 1.0
-    assert desk.open_since_s("reward") is None
-
-
 def test_an_error_of_either_half_fails_the_sample_with_both_reasons():
     assert merge_score(_score(error="it raised"), _result(), WEIGHTS).error == "it raised"
     assert merge_score(_score(), _result(error="too long"), WEIGHTS).error == "too long"

@@ -70,11 +70,6 @@ async def test_asleep_it_holds_nothing_and_lacks_weights_until_it_takes_some(eng
     ]  # fmt: skip
 
 
-async def test_told_twice_to_sleep_it_answers_twice_and_moves_once(engine, cycle):
-    assert (await cycle.sleep(engine, SetPhase("train", 1))).moves
-    assert (await cycle.sleep(engine, SetPhase("train", 2))).moves == ()
-
-
 async def test_weights_that_changed_while_they_were_sampled_with_are_an_error_at_the_end_of_the_rollout(engine, cycle):
     def check() -> None:
         raise BroadcastError("the learner has made version 2")

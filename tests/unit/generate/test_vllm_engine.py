@@ -168,16 +168,6 @@ async def test_after_logits_that_were_not_finite_no_key_or_value_is_met_again(ru
     assert run.backend.told == ["pause and clear", "load and zero", "resume", "pause", "load", "resume"]
 
 
-async def test_a_death_that_is_noticed_ends_every_stream(run) -> None:
-    streams = [run.engine.submit(make_request(name)) for name in ("a", "b", "c", "d")]
-    await settle()
-    run.backend.fault = "the core died"
-    run.backend.on_death()
-    for stream in streams:
-        with pytest.raises(EngineDied, match="the core died"):
-            await collect(stream)
-
-
 async def test_what_has_no_seat_waits_here_and_meets_the_newest_weights(run) -> None:
     """One seat more than slots: the follower of a request about to end is there."""
     streams = {name: run.engine.submit(make_request(name)) for name in ("a", "b", "c", "d", "e")}
@@ -193,14 +183,6 @@ async def test_what_has_no_seat_waits_here_and_meets_the_newest_weights(run) -> 
     await streams["b"].aclose()
     await settle()
     assert set(run.backend.pieces) == {"c", "e"}
-
-
-async def test_greedy_tokens_have_logprob_zero_and_temperatures_that_vllm_raises_are_refused(run) -> None:
-    stream = run.engine.submit(make_request("a", temperature=0.0))
-    await run.give(5, reason="stop", spans=[(-1, 1)])
-    assert (await collect(stream)).logprobs == [0.0]
-    with pytest.raises(GenerationError, match=r"temperature 0\.005 .* below 0\.01"):
-        run.engine.submit(make_request("b", temperature=0.005))
 
 
 def test_end_tokens_and_stop_tokens_are_both_stops_of_ours() -> None:
@@ -251,15 +233,6 @@ async def test_sleeping_and_waking_twice_are_as_once_and_deeper_is_deeper(run) -
         *("pause and clear", "sleep 1", "pause and clear", "wake all", "sleep 2", "wake weights"),
         *("pause", "load", "wake kv_cache"),
     ], "vLLM goes on with the last of its memory: by then the weights have come"
-
-
-async def test_a_paused_engine_stays_paused_over_a_sleep(run) -> None:
-    await run.engine.pause()
-    await run.engine.sleep(1)
-    await run.engine.wake()
-    assert run.backend.told[-1] == "wake weights"
-    await run.engine.resume()
-    assert run.backend.told[-1] == "wake kv_cache"
 
 
 async def test_an_engine_that_could_not_fall_asleep_goes_on_and_one_that_never_can_says_why(run) -> None:

@@ -19,29 +19,6 @@ def test_on_a_cpu_nothing_compiles_and_nothing_spins() -> None:
     assert added["VLLM_CPU_KVCACHE_SPACE"] is None, "a whole number of GiB, which would win over ours"
 
 
-def test_a_gpu_keeps_its_threads_and_compilation() -> None:
-    added = environment(VLLMEngineConfig(), SOCKETS, on_cpu=False, present={"VLLM_LOGGING_LEVEL": "DEBUG"})
-    assert not {"TORCHDYNAMO_DISABLE", "OMP_NUM_THREADS"} & added.keys()
-    assert added["VLLM_LOGGING_LEVEL"] == "DEBUG"
-    assert added["VLLM_NO_USAGE_STATS"] == "1"
-    assert added["VLLM_RPC_BASE_PATH"] == added["TMPDIR"] == "/tmp/sockets"
-
-
-def test_arguments_follow_the_config_and_the_folder() -> None:
-    config = VLLMEngineConfig(
-        num_slots=8, max_sequence_tokens=100, tensor_parallel=2, data_parallel=3, arguments={"swap_space": 1, "seed": 7}
-    )
-    arguments = engine_arguments(config, FOLDER, on_cpu=False, fp32_head=True)
-    assert arguments["dtype"] == "float32", "vLLM's own `auto` would halve it"
-    assert (arguments["tensor_parallel_size"], arguments["data_parallel_size"]) == (2, 3)
-    assert (arguments["max_num_seqs"], arguments["max_model_len"]) == (10, 101)
-    assert (arguments["swap_space"], arguments["seed"]) == (1, 7)
-    assert arguments["hf_overrides"] == {"head_dtype": "float32"}
-    assert arguments["logprobs_mode"] == "processed_logprobs"
-    assert "kv_cache_memory_bytes" not in arguments
-    assert engine_arguments(config, FOLDER, on_cpu=True)["kv_cache_memory_bytes"] == 1 << 30
-
-
 def test_what_the_engine_depends_on_cannot_be_overridden() -> None:
     config = VLLMEngineConfig(max_sequence_tokens=100, arguments={"logprobs_mode": "raw_logprobs"})
     with pytest.raises(GenerationError, match="may not set logprobs_mode"):

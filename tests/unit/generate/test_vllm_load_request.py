@@ -1,5 +1,4 @@
 import asyncio
-import os
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -25,35 +24,11 @@ def tensors() -> dict[str, torch.Tensor]:
     return {EMBEDDING: torch.arange(8.0).view(4, 2), "norm.weight": torch.ones(2)}
 
 
-def test_plain_tensors_lie_in_a_file_for_as_long_as_the_load_lives() -> None:
-    with load_request(tensors(), FOLDER) as load:
-        assert isinstance(load.source, FileSource)
-        path = load.source.path
-        flat = torch.from_file(path, size=load.source.manifest.total_bytes, dtype=torch.uint8)
-        found = view_tensors(flat, load.source.manifest)
-        assert {name: tensor.tolist() for name, tensor in found.items()} == {n: t.tolist() for n, t in tensors().items()}
-    assert not os.path.exists(path)
-
-
-def test_mapped_tensors_are_named_and_not_copied() -> None:
-    manifest = make_manifest(tensors())
-    mapped = MappedTensors(manifest, torch.zeros(manifest.total_bytes, dtype=torch.uint8), "/somewhere", 64)
-    with load_request(mapped, FOLDER) as load:
-        assert load.source == FileSource("/somewhere", 64, manifest)
-
-
 @pytest.mark.parametrize("given", [EMBEDDING, HEAD])
 def test_a_tied_tensor_under_either_name_is_loaded_under_both(given: str) -> None:
     one = {given: tensors()[EMBEDDING], "norm.weight": torch.ones(2)}
     with load_request(one, FOLDER) as load:
         assert load.also_as == {given: HEAD if given == EMBEDDING else EMBEDDING}
-
-
-def test_tied_tensors_that_are_one_in_memory_travel_once_and_are_loaded_under_both_names() -> None:
-    shared = tensors()
-    with load_request({**shared, HEAD: shared[EMBEDDING]}, FOLDER) as load:
-        assert [entry.name for entry in load.source.manifest.entries] == [EMBEDDING, "norm.weight"]
-        assert load.also_as == {EMBEDDING: HEAD}
 
 
 def test_tied_tensors_that_differ_are_refused_before_anything_is_written() -> None:
@@ -75,15 +50,6 @@ def test_a_server_elsewhere_is_given_what_lies_in_the_shared_folder_and_a_copy_t
         assert copied.parent == tmp_path
         assert copied.read_bytes() == flat.numpy().tobytes()
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_shared_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    folder = str(tmp_path / "gone")
-    with (
-        pytest.raises(GenerationError, match=r"gone: .* see generate\.engine\.shared_folder"),
-        load_request(tensors(), FOLDER, None, folder),
-    ):
-        pass
 
 
 A, B = "layer.q_proj.lora_A.default.weight", "layer.q_proj.lora_B.default.weight"

@@ -17,7 +17,7 @@ from asyncrl.errors import EngineDied, GenerationError
 from asyncrl.generate.vllm.engine import VLLMEngine
 from asyncrl.generate.vllm.load_request import LoadReply
 from asyncrl.generate.vllm.server import LOOK_INTERVAL_S, GenerateReply, VLLMServer, read_gauges
-from tests.contract.engine_cases import collect, make_model, make_request, tensors_of
+from tests.contract.engine_cases import collect, make_request
 
 
 @dataclass
@@ -183,19 +183,6 @@ async def test_the_key_is_the_files_first_line(stub, folder, tmp_path: Path, tex
                 pass
 
 
-async def test_a_completion_comes_whole_and_an_abort_closes_its_connection(stub, folder) -> None:
-    async with running(stub, folder) as engine:
-        await engine.load_weights(0, tensors_of(make_model(0, hidden_size=8, num_hidden_layers=1)), "keep")
-        aborted = engine.submit(make_request("a"))
-        await stub.begun.wait()
-        engine.abort("a")
-        assert (await collect(aborted)).finish_reason == "abort"
-        await asyncio.wait_for(stub.aborted.wait(), 30)
-        stub.may_end.set()
-        whole = await collect(engine.submit(make_request("b", max_new_tokens=4)))
-        assert (whole.token_ids, whole.logprobs, whole.versions) == ([3] * 4, [-0.5] * 4, [0] * 4)
-
-
 async def test_a_refused_request_and_a_broken_connection_fail_alone(stub, folder) -> None:
     stub.may_end.set()
     async with running(stub, folder) as engine:
@@ -242,12 +229,6 @@ async def until_lost(engine: VLLMEngine, clock: VirtualClock) -> None:
         while engine.num_slots:
             clock.advance(LOOK_INTERVAL_S)
             await asyncio.sleep(0.01)
-
-
-async def test_a_server_that_was_not_started_for_it_cannot_sleep(stub, folder) -> None:
-    async with running(stub, folder) as engine:
-        with pytest.raises(GenerationError, match="--enable-sleep-mode"):
-            await engine.sleep(1)
 
 
 SPANS = [{"version": "v", "start": 0, "end": 1}]

@@ -27,10 +27,3 @@ def test_new_weights_are_the_parameters_and_buffers_stay_even_in_deep_sleep(mode
     weights.load(dict(trained.named_parameters()))
     assert all(torch.equal(running.get_parameter(name), tensor) for name, tensor in trained.named_parameters())
     assert torch.equal(running.get_buffer(BIAS), torch.full((3,), 3.0))
-
-
-def test_a_buffer_that_a_learner_moves_may_come_with_them(models) -> None:
-    running, trained = models
-    trained.get_buffer(BIAS).fill_(5.0)
-    WeightsInPlace(running).load(dict(trained.state_dict()))
-    assert torch.equal(running.get_buffer(BIAS), torch.full((3,), 5.0))

@@ -20,8 +20,6 @@ from asyncrl.schema.control import (
     EngineRoom,
     Heartbeat,
     LoadModel,
-    Pause,
-    Resume,
     Shutdown,
 )
 from asyncrl.schema.samples import (
@@ -110,17 +108,6 @@ async def test_the_controller_is_told_when_the_engine_has_more_or_less_room() ->
         assert (await controller.report(EngineRoom)) == EngineRoom("generator-7", 4)
 
 
-async def test_new_weights_go_live_and_stamp_later_samples() -> None:
-    async with generator() as controller:
-        await controller.load()
-        await controller.order(available(4))
-        live = await controller.report(VersionLive)
-        assert (live.version, live.generator, live.probe_error) == (4, "generator-7", -1.0)
-        await controller.connection.send(work())
-        for sample in await controller.results(3):
-            assert set(ids_from_bytes(sample.versions).tolist()) == {4}
-
-
 async def test_versions_in_between_are_skipped() -> None:
     fetched = []
     go_on = asyncio.Event()
@@ -180,16 +167,6 @@ async def test_without_in_flight_updates_a_running_group_keeps_one_version() -> 
         assert [set(ids_from_bytes(s.versions).tolist()) for s in results] == [{0}] * 3 + [{1}] * 3
 
 
-async def test_aborted_group_fails_and_is_acknowledged() -> None:
-    async with generator(ENDLESS) as controller:
-        await controller.load()
-        await controller.connection.send(work())
-        await controller.sees_requests_running()
-        await controller.order(AbortGroup(1))
-        assert all("aborted" in failure.reason for failure in await controller.results(3))
-        assert await controller.connection.flush(10)
-
-
 async def test_a_group_whose_abort_overtook_it_is_not_begun() -> None:
     async with generator(ENDLESS) as controller:
         await controller.load()
@@ -235,16 +212,6 @@ async def test_an_evaluation_group_of_the_same_number_is_not_aborted(is_running)
             await controller.sees_requests_running()
             await controller.order(order)
         assert all(isinstance(result, Sample) for result in await controller.results(3))
-
-
-async def test_paused_generator_says_what_it_waits_for_and_goes_on() -> None:
-    async with generator(SLOW) as controller:
-        await controller.load()
-        await controller.order(Pause())
-        await controller.connection.send(work())
-        await controller.report(Heartbeat, lambda beat: beat.waiting_for == "resume")
-        await controller.order(Resume())
-        assert len(await controller.results(3)) == 3
 
 
 # -- with a real model and tokenizer -------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from asyncrl.config.load import parse_config
 from asyncrl.config.run import RewardModel
-from asyncrl.inference.scorer import RunningMoments, ScoreNormaliser, Scorer
+from asyncrl.inference.scorer import ScoreNormaliser, Scorer
 
 
 def _config(folder, reference=True, **reward_model):
@@ -72,19 +72,6 @@ scores_lists = st.lists(st.floats(-1e3, 1e3), min_size=2, max_size=40)
 
 def _normaliser(**settings):
     return ScoreNormaliser(RewardModel(name="judge", path="", **settings))
-
-
-def test_running_moments_keep_their_digits_far_from_zero():
-    moments = RunningMoments()
-    for value in (1e9 + 4, 1e9 + 7, 1e9 + 13, 1e9 + 16):
-        moments.add(value)
-    assert moments.std**2 == pytest.approx(30.0)
-
-
-def test_fixed_figures_shift_scale_and_clip():
-    normaliser = _normaliser(mean=2.0, std=4.0, clip=1.5)
-    assert normaliser.normalise([2.0, 4.0, 10.0, -10.0], [True] * 4) == [0.0, 0.5, 1.5, -1.5]
-    assert normaliser.moments.count == 0
 
 
 @given(scores_lists, scores_lists)

@@ -11,7 +11,6 @@ from asyncrl.errors import ConfigError
 from asyncrl.inference.worker import run_inference_worker
 from asyncrl.observe.memory import read_memory
 from asyncrl.schema.control import Heartbeat, LoadModel, ModelsReady, PhaseReached, SetPhase, Shutdown
-from asyncrl.schema.samples import GroupWork, Prompt, SamplingParams
 from tests.builders import Controller, channel_of, outcome_of
 
 TIMEOUT_S = 20
@@ -72,18 +71,6 @@ async def test_requests_are_answered_in_batches_and_acknowledged(kit, folder):
         assert beat.gauges["process/judged_tokens_per_sec"] > 0
         assert beat.gauges["process/models_loaded"] == 2
         assert beat.gauges["process/model_bytes"] == ready.num_bytes
-
-
-async def test_it_says_what_it_waits_for_and_keeps_requests_until_its_models_are_there(kit, folder):
-    async with worker(folder) as controller:
-        assert (await controller.report(Heartbeat, lambda _: True)).waiting_for == "its models to load"
-        await controller.connection.send(kit.request([3], [4]))
-        await controller.connection.send(GroupWork(1, 0, Prompt("p"), (0,), SamplingParams(max_new_tokens=1), 0))
-        await controller.load()
-        (result,) = await controller.answers(1)
-        assert result.error == ""
-        assert (await controller.report(Heartbeat, lambda beat: beat.waiting_for == "a sample to score")).waiting_since_s > 0
-        assert await controller.connection.flush(30)
 
 
 async def test_a_model_that_cannot_be_opened_ends_the_worker_with_the_reason(folder):

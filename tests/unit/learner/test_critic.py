@@ -1,17 +1,13 @@
 """Critics: what they see, what they start from, and that they train alone when they should."""
 
-from pathlib import Path
-
 import pytest
 import torch
 
 from asyncrl.config.algorithm import CriticConfig, MaskedToken
-from asyncrl.config.learner import LearnerConfig
 from asyncrl.errors import LearnerError
 from asyncrl.learner.model.critic import (
     SeparateCritic,
     ValueHead,
-    build_critic,
     build_critic_optimizer,
     load_critic,
     save_critic,
@@ -129,20 +125,6 @@ def test_another_critic_s_file_is_refused(kit, tmp_path):
         load_critic(critic_of(kit, "separate"), tmp_path / "critic.safetensors")
     with pytest.raises(LearnerError, match="was written without a critic"):
         load_critic(critic_of(kit, "head"), tmp_path / "step-000001" / "trainer" / "critic.safetensors")
-
-
-def test_a_separate_critic_starts_from_a_folder_and_its_layer_is_float32(kit, tmp_path):
-    model = kit.model(seed=4)
-    model.save_pretrained(tmp_path)
-    (tmp_path / "tokenizer.json").write_text("{}")
-    critic = build_critic(CriticConfig(), LearnerConfig(dtype="bfloat16"), kit.model(), Path(tmp_path))
-    assert critic.output.weight.dtype == torch.float32
-    assert {parameter.dtype for parameter in critic.body.parameters()} == {torch.bfloat16}
-    stored = model.base_model.layers[0].mlp.up_proj.weight
-    assert torch.equal(critic.body.layers[0].mlp.up_proj.weight, stored.to(torch.bfloat16))
-    (row,) = prepare(kit.batch(kit.samples())).rows
-    assert critic(row, None).dtype == torch.float32
-    assert not critic(row, None).any()
 
 
 def test_an_advantage_without_returns_is_refused(kit, tmp_path):

@@ -12,7 +12,6 @@ from asyncrl.config.tasks import AdditionTask
 from asyncrl.errors import ConfigError, LearnerError
 from asyncrl.learner.model.policy import (
     build_scratch,
-    character_tokenizer,
     made_ready,
     open_model,
     open_tokenizer,
@@ -34,22 +33,13 @@ def sums():
     return [(f"{a}+{b}=", str(a + b)) for a in range(10) for b in range(10)]
 
 
-def test_character_tokenizer_round_trips_and_adds_nothing():
-    tokenizer = character_tokenizer("ab\n é")
-    ids = tokenizer("a é\nb")["input_ids"]
-    assert len(ids) == 5
-    assert tokenizer.decode(ids) == "a é\nb"
-    assert (tokenizer.pad_token_id, tokenizer.eos_token_id) == (0, 1)
-    assert tokenizer.decode([*ids, 1], skip_special_tokens=True) == "a é\nb"
-
-
 def test_a_saved_scratch_model_opens_with_plain_transformers(tmp_path):
     model, tokenizer = build_scratch(SMALL, ALPHABET, seed=3)
     save_model(made_ready(model, LearnerConfig()), tokenizer, tmp_path)
     opened, reopened = AutoModelForCausalLM.from_pretrained(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
     assert opened.config._attn_implementation != PACKED_ATTENTION
     assert reopened("1+2=")["input_ids"] == tokenizer("1+2=")["input_ids"]
-    assert reopened.decode(reopened("1+2=")["input_ids"]) == "1+2="
+    assert reopened.decode([*reopened("1+2=")["input_ids"], 1], skip_special_tokens=True) == "1+2="
     assert (reopened.eos_token, reopened.pad_token, reopened.bos_token) == ("<eos>", "<pad>", None)
     assert opened.generation_config.eos_token_id == reopened.eos_token_id
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), opened.parameters(), strict=True))
@@ -82,19 +72,6 @@ def test_dropout_is_switched_off():
     assert torch.equal(model(input_ids=ids).logits, model(input_ids=ids).logits)
 
 
-def test_warm_start_lowers_the_loss_and_repeats_bit_for_bit():
-    weights = []
-    for _ in range(2):
-        model, tokenizer = build_scratch(SMALL, ALPHABET, seed=0)
-        made_ready(model, LearnerConfig())
-        config = WarmStart(steps=40, batch_size=32, learning_rate=3e-3)
-        early = warm_start(model, tokenise(sums(), tokenizer), WarmStart(steps=1, batch_size=32), LearnerConfig(), 0)
-        metrics = warm_start(model, tokenise(sums(), tokenizer), config, LearnerConfig(), seed=0)
-        assert metrics["warm_start/loss"] < 0.85 * early["warm_start/loss"]
-        weights.append([parameter.detach().clone() for parameter in model.parameters()])
-    assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
-
-
 def test_the_initial_model_is_made_once(tmp_path):
     model = ScratchModel(hidden_size=32, num_layers=1, num_heads=2, warm_start=WarmStart(steps=3, batch_size=8))
     config = RunConfig(model=model)
@@ -125,7 +102,7 @@ def test_a_pretrained_folder_becomes_the_run_s_model(tmp_path):
     AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["bfloat16"])
 def test_a_lower_precision_leaves_rotary_frequencies_as_transformers_has_them(tmp_path, dtype):
     model, tokenizer = build_scratch(SMALL, ALPHABET, seed=0)
     save_model(model, tokenizer, tmp_path)
@@ -152,18 +129,17 @@ def test_a_float32_head_is_in_force_where_it_is_asked_for(tmp_path, kit):
     assert all(torch.equal(a, b) for a, b in zip(half.parameters(), again.parameters(), strict=True))
 
 
-def started(until_accuracy, steps=200):
-    torch.set_num_threads(1)
-    task = build_task(AdditionTask(digits=1, held_out=20), 0)
-    model, tokenizer = build_scratch(ScratchModel(hidden_size=32, num_layers=1, num_heads=2), task.alphabet, 0)
-    config = WarmStart(steps=steps, batch_size=16, learning_rate=5e-3, until_accuracy=until_accuracy)
-    return warm_start(made_ready(model, LearnerConfig()), tokenise(task.worked_examples, tokenizer), config, LearnerConfig(), 0)
-
-
-def test_a_warm_start_ends_at_the_accuracy_it_was_asked_for():
-    metrics = started(0.2)
-    assert metrics["warm_start/steps"] < 200
-    assert 0.2 <= metrics["warm_start/accuracy"] < 0.4
+def test_a_warm_start_ends_at_the_accuracy_it_was_asked_for_and_repeats_bit_for_bit():
+    task, weights = build_task(AdditionTask(digits=1, held_out=20), 0), []
+    config = WarmStart(steps=200, batch_size=16, learning_rate=5e-3, until_accuracy=0.2)
+    for _ in range(2):
+        model, tokenizer = build_scratch(ScratchModel(hidden_size=32, num_layers=1, num_heads=2), task.alphabet, 0)
+        examples = tokenise(task.worked_examples, tokenizer)
+        metrics = warm_start(made_ready(model, LearnerConfig()), examples, config, LearnerConfig(), 0)
+        assert metrics["warm_start/steps"] < 200
+        assert 0.2 <= metrics["warm_start/accuracy"] < 0.4
+        weights.append(list(model.parameters()))
+    assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
 
 
 LETTERS = "abcdefghijklmnopqrstu"

@@ -26,23 +26,20 @@ EIGHT_BIT_SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layer
 """Matrices large enough (4,096 elements) that bitsandbytes keeps their moments in 8 bits."""
 
 
-def test_learning_rate_rises_linearly_then_stays():
+def test_learning_rate_rises_linearly_and_stays_or_falls_along_a_cosine_to_its_floor():
     config = LearnerConfig(learning_rate=1.0, warmup_steps=4)
     assert [learning_rate_at(step, config, 10) for step in range(6)] == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
-
-
-def test_learning_rate_falls_along_a_cosine_to_its_floor():
-    config = LearnerConfig(learning_rate=1.0, warmup_steps=2, min_learning_rate_ratio=0.1)
-    rates = [learning_rate_at(step, config, 10) for step in range(12)]
-    assert rates[2] == 1.0
-    assert rates[9] == pytest.approx(0.1)
-    assert rates[11] == pytest.approx(0.1)
+    falling = LearnerConfig(learning_rate=1.0, warmup_steps=2, min_learning_rate_ratio=0.1)
+    rates = [learning_rate_at(step, falling, 10) for step in range(12)]
     assert rates[2:10] == sorted(rates[2:10], reverse=True)
+    assert [rates[2], rates[9], rates[11]] == pytest.approx([1.0, 0.1, 0.1])
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "adamw_8bit"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize(
+    ("optimizer", "dtype", "offload"),
+    [("adamw", "float32", True), ("adamw", "bfloat16", False), ("adamw", "float16", False),
+     ("adamw_8bit", "float32", False), ("adamw_8bit", "bfloat16", True)],
+)  # fmt: skip
 def test_saved_state_goes_on_to_the_same_bits(kit, tmp_path, dtype, optimizer, offload):
     config = kit.config({}, {"dtype": dtype, "weight_decay": 0.1, "optimizer": optimizer, "offload_optimizer": offload})
     whole = kit.model(dtype=dtype, **EIGHT_BIT_SIZES)
@@ -62,8 +59,7 @@ def test_saved_state_goes_on_to_the_same_bits(kit, tmp_path, dtype, optimizer, o
     assert any(not torch.equal(a, halfway[name]) for name, a in whole.named_parameters())
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "adamw_8bit"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize(("optimizer", "dtype"), [("adamw", "float16"), ("adamw", "bfloat16"), ("adamw_8bit", "float32")])
 def test_where_the_optimizer_s_memory_is_changes_no_bit(kit, dtype, optimizer):
     weights = []
     for offload in (False, True):
@@ -78,7 +74,7 @@ def test_where_the_optimizer_s_memory_is_changes_no_bit(kit, dtype, optimizer):
     assert any(not torch.equal(a, b) for a, b in zip(weights[0], before, strict=True))
 
 
-@pytest.mark.parametrize("bucket_elements", [1, 10, 25, 1000])
+@pytest.mark.parametrize("bucket_elements", [1, 25])
 def test_gradients_come_over_bucket_by_bucket(bucket_elements):
     sizes = [(3, 4), (7,), (2, 2), (30,), (1,)]
     masters = [Master(torch.nn.Parameter(torch.zeros(size)), on_host=True) for size in sizes]
@@ -156,14 +152,9 @@ def test_the_scale_halves_and_after_many_good_updates_doubles():
         assert scale.value == FIRST_SCALE / 2
         scale.note_update()
     assert scale.value == FIRST_SCALE
-
-
-def test_at_the_smallest_scale_an_overflow_is_an_error():
-    scale, halvings = LossScale(), 0
     while scale.shrink():
-        halvings += 1
-    assert scale.value == SMALLEST_SCALE
-    assert halvings == 16
+        assert scale.value >= SMALLEST_SCALE
+    assert scale.value == SMALLEST_SCALE, "from here on an overflow is an error"
 
 
 def test_gradients_too_small_for_float16_reach_the_weights():
@@ -174,20 +165,6 @@ def test_gradients_too_small_for_float16_reach_the_weights():
     plain = half_parameter()
     (plain.float() * factor).sum().backward()
     assert torch.count_nonzero(plain.grad) == 0, "without scaling they are lost"
-
-
-def test_the_step_is_that_of_float32():
-    half, full = half_parameter(), torch.nn.Parameter(torch.tensor([1.0, 2.0]))
-    max_grad_norm = 2.0**-9
-    for parameter, dtype in ((half, "float16"), (full, "float32")):
-        config = LearnerConfig(dtype=dtype, learning_rate=0.1, warmup_steps=0, max_grad_norm=max_grad_norm)
-        optimizer = optimizer_of(parameter, config)
-        for step in range(3):
-            for _ in range(2):
-                optimizer.backward((parameter.float() ** 2).sum() * 2.0**-8)
-            assert optimizer.clip() > max_grad_norm
-            optimizer.step(step)
-    torch.testing.assert_close(half.float(), full, rtol=2e-3, atol=0.0)
 
 
 def test_a_shared_scale_is_one_scale_and_saved_once(tmp_path):

@@ -49,7 +49,7 @@ def slow_loss(kit, model, reference, samples, beta):
     return sum(losses) / len(losses)
 
 
-@pytest.mark.parametrize("tokens_per_row", [1, 45, 10_000])
+@pytest.mark.parametrize("tokens_per_row", [45, 10_000])
 def test_weights_after_a_step_equal_a_slow_float64_one(kit, tokens_per_row):
     config = dpo_config(kit, {"beta": 0.7})
     start, reference = kit.model().double(), kit.model(seed=2).double()
@@ -88,19 +88,13 @@ def test_a_pair_with_one_side_masked_is_left_out(kit):
         torch.testing.assert_close(ours, alone, rtol=0, atol=1e-6)
 
 
-def test_a_step_without_a_pair_is_refused(kit):
-    config, model = dpo_config(kit), kit.model()
-    samples = [sample | {"pair": -1} for sample in pair_samples(kit)]
-    with pytest.raises(LearnerError, match="no preference pair to train"):
-        train_step(with_reference(kit, model, config, model), kit.batch(samples), config)
-
-
-def test_a_pair_in_two_rows_is_refused(kit):
-    config, model = dpo_config(kit), kit.model()
-    samples = pair_samples(kit, groups=2)
-    samples = [samples[0], samples[2], samples[1], samples[3]]
-    with pytest.raises(LearnerError, match="a pair must share one"):
-        train_step(with_reference(kit, model, config, model), kit.batch(samples, 1), config)
+def test_a_step_without_a_pair_and_a_pair_in_two_rows_are_refused(kit):
+    config, model, samples = dpo_config(kit), kit.model(), pair_samples(kit, groups=2)
+    single = kit.batch([sample | {"pair": -1} for sample in samples])
+    apart = kit.batch([samples[0], samples[2], samples[1], samples[3]], 1)
+    for batch, said in ((single, "no preference pair to train"), (apart, "a pair must share one")):
+        with pytest.raises(LearnerError, match=said):
+            train_step(with_reference(kit, model, config, model), batch, config)
 
 
 @pytest.mark.parametrize("tokens_per_row", [45, 10_000])

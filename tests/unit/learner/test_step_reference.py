@@ -14,7 +14,7 @@ from asyncrl.learner.model.critic import SeparateCritic, ValueHead, build_critic
 from asyncrl.learner.model.policy import Reference
 from asyncrl.learner.step.train_step import train_step
 
-PACKINGS = [1, 45, 10_000]
+PACKINGS = [45, 10_000]
 LEARNER = {"learning_rate": 1e-2, "epsilon": 1e-2, "max_grad_norm": 0.5, "weight_decay": 0.1}
 """A large epsilon keeps AdamW from turning rounding of tiny gradients into whole steps."""
 CAP, GAMMA, LAMBDA = 1.1, 0.97, 0.9

@@ -29,19 +29,6 @@ def disturb(model):
             parameter.add_(torch.randn_like(parameter) * 0.2)
 
 
-def test_they_change_nothing_at_first_and_only_they_are_trained():
-    model, plain = tiny(), tiny()
-    add_adapters(model, LoRAConfig(rank=4), seed=1)
-    assert type(model) is LlamaForCausalLM
-    assert torch.equal(model(IDS).logits, plain(IDS).logits)
-    names = set(trainable(model))
-    assert all(".lora_A.default." in name or ".lora_B.default." in name for name in names)
-    assert len(names) == 2 * 2 * 7, "two matrices for each of seven linear layers in each of two blocks, none at the output"
-    disturb(model)
-    model(IDS).logits.sum().backward()
-    assert {name for name, parameter in model.named_parameters() if parameter.grad is not None} == names
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_switched_off_the_model_is_its_base_bit_for_bit(dtype):
     model, plain = tiny(dtype), tiny(dtype)

@@ -10,8 +10,8 @@ import pytest
 from rich.console import Console
 
 from asyncrl.errors import RunError
-from asyncrl.observe.display import RunView, closing_lines, follow_run, render, sparkline
-from asyncrl.observe.steps import EVAL_FILE, EvalReport, JsonLines, StepReport, read_steps
+from asyncrl.observe.display import RunView, follow_run, render
+from asyncrl.observe.steps import StepReport, read_steps
 from asyncrl.schema.status import ProcessStatus, RunStatus
 
 
@@ -60,14 +60,6 @@ async def test_pipe_gets_one_line_a_step_and_the_outcome(run_folder: Path) -> No
     assert lines[-1] == "stopped"
 
 
-def test_an_evaluation_by_reward_models_alone_is_told_by_its_reward(tmp_path: Path) -> None:
-    evals: JsonLines[EvalReport] = JsonLines(tmp_path / EVAL_FILE)
-    for version, reward in ((0, -0.5), (9, 1.25)):
-        evals.write(EvalReport(version=version, num_samples=8, reward_mean=reward))
-    evals.close()
-    assert closing_lines(tmp_path, None)[0] == "held-out reward -0.500 (version 0) -> 1.250 (version 9), 8 samples each"
-
-
 async def test_terminal_gets_the_panel(run_folder: Path) -> None:
     out = await followed(PlayedRun(run_folder), plain=False)
     assert "played [one]" in out
@@ -113,20 +105,3 @@ def test_only_what_is_new_in_a_status_is_news() -> None:
     ]
     assert view.take_status(status("failed", deaths=1, accuracy_before=0.25, reason="stalled")) == ["failed: stalled"]
     assert view.events[0] == "1:05  warming"
-
-
-def test_time_to_go_follows_the_pace_of_the_last_steps() -> None:
-    view = RunView()
-    view.take_status(status())
-    assert view.remaining_s() is None
-    for step in range(11):
-        view.take_step(report(step, time_s=2.0 * step))
-    assert view.remaining_s() == 2.0 * 89
-
-
-def test_sparkline_spans_low_to_high_and_averages_what_does_not_fit() -> None:
-    assert sparkline([0.0, 1.0], 10) == "▁█"
-    assert sparkline([0.5, 0.5], 10) == "▁▁"
-    assert sparkline([0.0, 0.0, 1.0, 1.0], 2) == "▁█"
-    assert len(sparkline(list(range(1000)), 48)) == 48
-    assert not sparkline([], 10)

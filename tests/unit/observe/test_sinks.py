@@ -45,17 +45,6 @@ def test_prometheus_text_has_help_type_and_labels() -> None:
     assert "# HELP asyncrl_dropped dropped since the run began, by reason (groups)" in text
 
 
-def test_prometheus_keeps_the_newest_value_of_each_metric(tmp_path: Path) -> None:
-    sinks = open_sinks(RunConfig(), tmp_path)
-    sinks.write(0, 0.0, {"reward/mean": 0.1, "eval/accuracy": 0.2})
-    sinks.write(1, 0.0, {"reward/mean": 0.3})
-    sinks.close()
-    text = sinks.prometheus_text()
-    assert "asyncrl_reward_mean 0.3" in text
-    assert "asyncrl_eval_accuracy 0.2" in text
-    assert "asyncrl_step 1.0" in text
-
-
 @pytest.mark.slow
 def test_wandb_offline_needs_no_network_and_leaves_no_process(tmp_path: Path) -> None:
     pytest.importorskip("wandb")

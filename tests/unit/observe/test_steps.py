@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from msgspec import ValidationError
 
-from asyncrl.observe.steps import EVAL_FILE, STEPS_FILE, EvalReport, JsonLines, StepReport, read_evals, read_lines, read_steps
+from asyncrl.observe.steps import EVAL_FILE, STEPS_FILE, EvalReport, JsonLines, StepReport, read_lines, read_steps
 
 
 def write(path: Path, *rows: StepReport | EvalReport) -> None:
@@ -39,12 +39,6 @@ def test_whole_line_of_another_kind_is_an_error(tmp_path: Path) -> None:
     write(tmp_path / EVAL_FILE, report(0))
     with pytest.raises(ValidationError):
         list(read_lines(tmp_path / EVAL_FILE, EvalReport))
-
-
-def test_evaluations_are_in_order_of_version(tmp_path: Path) -> None:
-    rows = [EvalReport(version=version, accuracy=0.5, num_samples=4) for version in (60, 0, 30)]
-    write(tmp_path / EVAL_FILE, *rows)
-    assert [row.version for row in read_evals(tmp_path)] == [0, 30, 60]
 
 
 def test_line_that_goes_on_behind_a_torn_one_is_left_out_and_the_rest_is_read(tmp_path: Path) -> None:

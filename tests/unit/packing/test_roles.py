@@ -11,7 +11,7 @@ from asyncrl.algorithms.screening import Screen
 from asyncrl.config.algorithm import PreferenceConfig
 from asyncrl.errors import ConfigError
 from asyncrl.packing.tensors import pack_step
-from asyncrl.schema.samples import Prompt, ScoredGroup, ScoredSample, logprobs_from_bytes, logprobs_to_bytes
+from asyncrl.schema.samples import Prompt, ScoredGroup, ScoredSample, logprobs_to_bytes
 from tests.builders import make_sample
 
 DPO = Screen(preference=PreferenceConfig())
@@ -63,11 +63,6 @@ def test_only_paired_samples_are_in_a_batch_of_preferences_and_pairs_are_numbere
     assert batch.num_trained_tokens == 8
 
 
-def test_a_step_of_preferences_without_a_pair_says_what_to_look_at():
-    with pytest.raises(ConfigError, match=r"none of its 1 groups has a preference pair.*leave them out.*algorithm.preference"):
-        pack([group(0, [1.0, 1.0])], DPO)
-
-
 def test_a_pair_longer_than_a_row_is_refused():
     with pytest.raises(ConfigError, match="12 tokens"):
         pack([group(0, [1.0, 0.0], [5, 5])], DPO, tokens_per_row=11)
@@ -94,12 +89,6 @@ def test_the_two_of_a_pair_share_a_row_and_a_prompt(groups, screen):
         held = [sample for sample in batch.samples if sample.row == row]
         assert sum(sample.response_tokens for sample in held) + 2 * len({sample.group_id for sample in held}) <= 32
     assert batch.num_trained_tokens == sum(sample.response_tokens for sample in batch.samples)
-
-
-def test_reference_logprobs_lie_at_their_tokens():
-    reference = logprobs_to_bytes([-1.0, -2.0])
-    batch = pack([group(1, [1.0, 0.0], reference=reference)], Screen())
-    assert logprobs_from_bytes(batch.rows[0].reference_logprobs).tolist() == [0, 0, -1, -2] * 2
 
 
 def test_a_row_with_a_trained_sample_that_brings_no_reference_has_none():

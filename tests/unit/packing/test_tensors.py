@@ -3,7 +3,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from asyncrl.packing.pack import RankPlan
 from asyncrl.packing.tensors import pack_step
 from asyncrl.schema.samples import (
     Prompt,
@@ -64,14 +63,3 @@ def test_tokens_older_than_the_mask_are_not_trained_and_their_sample_stays():
     assert batch.num_trained_tokens == 1
     assert [s.oldest_version for s in batch.samples] == [-1, -1, 5]
     assert len(batch.rows) == 1
-
-
-def test_rows_are_spread_over_ranks_evenly():
-    groups = [ScoredGroup(g, Prompt("p"), (_scored(g, 0, [1], list(range(10 + g)), [0] * (10 + g)),)) for g in range(8)]
-
-    batch = pack_step(0, groups, tokens_per_row=20, temperature=1.0, ranks=RankPlan(3))
-
-    loads = [sum(len(r.token_ids) for r in batch.rows if r.rank == rank) for rank in range(3)]
-    counts = [sum(r.rank == rank for r in batch.rows) for rank in range(3)]
-    assert max(counts) - min(counts) <= 1
-    assert min(loads) > 0

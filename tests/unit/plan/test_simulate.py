@@ -22,16 +22,6 @@ def but(**changes) -> Scenario:
 # -- one generator -------------------------------------------------------------------------------------------------------
 
 
-def test_sequences_finish_when_their_tokens_are_decoded():
-    generator = SimulatedGenerator("g", but(decode_s=0.1, decode_s_per_sequence=0.05))
-    generator.set_version(0)
-    generator.add([Member(0, 0, 10.0), Member(0, 1, 20.0)], 0.0)
-    assert generator.next_finish_s() == pytest.approx(10 * 0.15)
-    generator.go_to(1.5)
-    assert [(member.index, counts) for member, counts in generator.take_finished()] == [(0, ((0, 10),))]
-    assert generator.next_finish_s() == pytest.approx(1.5 + 10 * 0.1)
-
-
 def test_tokens_carry_the_version_that_was_live():
     generator = SimulatedGenerator("g", SCENARIO)
     generator.set_version(3)
@@ -83,12 +73,6 @@ def test_one_seed_gives_one_outcome():
     assert simulate(noisy) != simulate(dataclasses.replace(noisy, seed=1))
 
 
-def test_few_reward_workers_hold_a_run_up():
-    free, held = (simulate(but(reward_s=fixed(0.5), reward_workers=workers)) for workers in (0, 1))
-    assert 1 / held.steps_per_s == pytest.approx(4 * 2 * 0.5, rel=0.05)
-    assert free.steps_per_s > 2 * held.steps_per_s
-
-
 # -- distributions and sweeps --------------------------------------------------------------------------------------------
 
 
@@ -107,11 +91,6 @@ def test_a_distribution_has_the_mean_it_says(text, mean):
 def test_no_distribution_is_a_config_error(text):
     with pytest.raises(ConfigError):
         parse_distribution(text)
-
-
-def test_fields_are_laid_over_a_scenario():
-    made = scenario_of(SCENARIO, ["num_workers=7", "policy=drop", "lengths=uniform:1:5", "step_s=0.25"])
-    assert (made.num_workers, made.policy, made.lengths.mean, made.step_s.mean) == (7, "drop", 3.0, 0.25)
 
 
 @pytest.mark.parametrize(

@@ -47,13 +47,3 @@ def test_the_operating_system_has_a_component_s_memory_back_once_it_is_on_disk(t
     assert freed > 0.8 * 64 * MIB, "what it had on the device"
     component.move("device")
     assert device.allocated_bytes == component.num_bytes
-
-
-def test_what_autograd_keeps_counts_while_it_is_kept():
-    device, weight = SimulatedDevice(), torch.nn.Parameter(torch.randn(50, 50))
-    device.hold([weight])
-    with device.counting_activations():
-        loss = (torch.randn(20, 50) @ weight).exp().sum()
-    assert device.allocated_bytes == weight.nbytes + 2 * 20 * 50 * 4
-    loss.backward()
-    assert device.allocated_bytes == weight.nbytes

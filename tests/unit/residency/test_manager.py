@@ -41,18 +41,6 @@ def told(moves):
     return [(move.component, move.before, move.after) for move in moves]
 
 
-def test_a_switch_answers_with_moves_residents_and_the_peak_of_what_ended(kit, tmp_path):
-    manager, device, _ = kit()
-    reached = manager.switch("rollout", 4)
-    assert told(reached.moves) == [("policy", "device", "host"), ("reference", "device", "host")]
-    assert (reached.name, reached.phase, reached.number) == ("learner", "rollout", 4)
-    assert (reached.resident, reached.peak_bytes, device.allocated_bytes) == ({}, 2 * SIZE, 0)
-    reached = manager.switch("train", 5)
-    assert told(reached.moves) == [("policy", "host", "device")]
-    assert (reached.resident, reached.peak_bytes) == ({"policy": SIZE}, 0)
-    assert reached.moves[0].seconds > 0
-
-
 def test_every_switch_is_one_line_of_the_timeline_and_of_the_log(kit, tmp_path, caplog):
     manager, _, _ = kit()
     with caplog.at_level(logging.INFO):
@@ -77,16 +65,6 @@ def test_with_host_memory_full_the_rest_goes_to_disk_and_prefetch_brings_it_near
     manager.prefetch("train")
     manager.switch("train", 1)
     assert torch.equal(modules["policy"].weight, before)
-
-
-def test_everything_can_be_read_while_nothing_is_on_the_device(kit, tmp_path):
-    manager, device, modules = kit()
-    before = modules["policy"].weight.detach().clone()
-    manager.switch("rollout", 0)
-    with manager.readable():
-        assert torch.equal(modules["policy"].weight, before)
-        assert device.allocated_bytes == 0
-    assert modules["policy"].weight.numel() == 0
 
 
 def test_a_move_that_fails_leaves_the_phase_unreached_and_the_next_switch_goes_on(kit, tmp_path):

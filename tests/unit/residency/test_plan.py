@@ -6,30 +6,10 @@ from asyncrl.errors import ConfigError, ResidencyError
 from asyncrl.residency.plan import GIB, Budget, Part, PhaseNeeds, check_phases, plan_prefetch, plan_switch
 
 ANYWHERE = frozenset({"device", "host", "disk"})
-FROZEN = ANYWHERE | {"absent"}
 
 
 def told(moves):
     return [(move.component, move.after) for move in moves]
-
-
-def test_a_phase_that_gives_back_sends_everything_off():
-    parts = [Part("policy", 4), Part("policy optimizer", 8)]
-    moves = plan_switch(parts, PhaseNeeds("rollout", gives_back=True), Budget())
-    assert told(moves) == [("policy optimizer", "host"), ("policy", "host")]
-
-
-def test_the_least_needed_leaves_first_and_no_more_than_must():
-    parts = [Part("policy", 4), Part("policy optimizer", 4), Part("critic", 4), Part("reference", 4, "host", FROZEN)]
-    needs = PhaseNeeds("inference", now=("reference",), soon=("policy", "critic"))
-    assert told(plan_switch(parts, needs, Budget(device_bytes=12))) == [("policy optimizer", "host"), ("reference", "device")]
-    assert told(plan_switch(parts, needs, Budget(device_bytes=8)))[:2] == [("policy optimizer", "host"), ("critic", "host")]
-
-
-def test_where_host_memory_is_full_the_disk_takes_it():
-    parts = [Part("policy", 4), Part("policy optimizer", 8)]
-    moves = plan_switch(parts, PhaseNeeds("rollout", gives_back=True), Budget(host_bytes=6))
-    assert told(moves) == [("policy optimizer", "disk"), ("policy", "host")]
 
 
 def test_what_may_only_go_to_host_memory_pushes_others_on_to_disk():

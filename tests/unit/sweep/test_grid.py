@@ -54,12 +54,6 @@ def test_choices_are_tables_or_files_and_names_combine(sweep, tmp_path):
     assert rates == {f"max_staleness={eta}, {name}": rate for eta in (0, 2) for name, rate in (("slow", 1e-5), ("fast", 0.01))}
 
 
-def test_an_external_arm_stands_beside_the_others(sweep):
-    found = sweep(f'seeds = 1\n{ETA}[[external]]\nname = "trl"\ncommand = ["python", "trl.py", "{{out}}"]\n')
-    assert found.plan.arms[-1] == "trl"
-    assert [cell.arm for cell in found.cells if cell.command] == ["trl"]
-
-
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -86,11 +80,6 @@ def test_what_cannot_be_is_refused_before_anything_runs(sweep, text, said):
         sweep(text)
 
 
-def test_a_null_control_says_that_it_is_one(sweep):
-    found = sweep('same_settings = true\nseeds = 1\n[[axes]]\nname = "x"\nchoices = { a = {}, b = {} }\n')
-    assert found.cells[0].settings == found.cells[1].settings
-
-
 def test_the_sweep_that_the_docs_show_loads(sweep, tmp_path):
     page = (Path(__file__).resolve().parents[3] / "docs" / "experiments.md").read_text(encoding="utf-8")
     (tmp_path / "slow.toml").write_text("[learner]\nlearning_rate = 1e-5\n")
@@ -102,8 +91,3 @@ def test_the_sweep_that_the_docs_show_loads(sweep, tmp_path):
 @pytest.mark.parametrize("path", SWEEPS, ids=lambda path: path.stem)
 def test_the_sweeps_of_the_repository_have_seeds_enough_to_tell_something(path):
     assert load_sweep(path).plan.smallest_p < 0.05
-
-
-def test_no_sweep_there(tmp_path):
-    with pytest.raises(ConfigError, match="neither a TOML file nor a folder with a"):
-        load_sweep(tmp_path)

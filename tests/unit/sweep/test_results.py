@@ -10,7 +10,7 @@ from asyncrl.config.load import load_config
 from asyncrl.errors import ConfigError
 from asyncrl.observe.steps import EvalReport, JsonLines, StepReport
 from asyncrl.sweep.grid import Plan
-from asyncrl.sweep.results import CURVE_POINTS, code_now, measure_curve, measure_external, measure_run
+from asyncrl.sweep.results import CURVE_POINTS, measure_curve, measure_external, measure_run
 
 PLAN = Plan(name="x", arms=("a",), baseline="a", seeds=(0,), metrics=("accuracy",), bar=0.5, window=2)
 CONFIG = load_config("quickstart")
@@ -44,19 +44,6 @@ def test_the_time_in_which_an_interrupted_run_did_not_run_is_left_out(tmp_path):
     assert measure_run(run, CONFIG, PLAN, [90.0, 1000.0, 1009.0]).train_s == 8.0  # the last only evaluated
 
 
-def test_without_an_evaluation_of_version_0_the_first_step_counts_as_a_typical_one(tmp_path):
-    run = write_run(tmp_path, [102.0, 104.0, 106.0], [0.1, 0.3, 0.7], evals=())
-    made = measure_run(run, CONFIG, PLAN, [90.0])
-    assert (made.train_s, made.accuracy, made.accuracy_before) == (6.0, None, None)
-
-
-def test_a_run_that_failed_keeps_what_it_had(tmp_path):
-    assert measure_run(write_run(tmp_path, [], []), CONFIG, PLAN, [90.0], "no memory").fault == "no memory"
-    (tmp_path / "later").mkdir()
-    made = measure_run(write_run(tmp_path / "later", [101.0], [0.2]), CONFIG, PLAN, [90.0], "loss is nan")
-    assert (made.fault, made.steps, made.seconds_to_bar, made.accuracy) == ("loss is nan", 1, None, None)
-
-
 def test_a_long_curve_is_thinned_by_means():
     made = measure_curve(np.arange(1.0, 1001), np.linspace(0, 1, 1000), 8, PLAN)
     assert len(made.curve) == CURVE_POINTS
@@ -80,8 +67,3 @@ def test_what_an_external_command_wrote(tmp_path):
     path.unlink()
     with pytest.raises(ConfigError, match="says what an external arm writes"):
         measure_external(path, CONFIG, PLAN)
-
-
-def test_the_code_has_a_hash_of_its_files():
-    assert len(code_now().files) == 16
-    assert code_now() == code_now()

@@ -10,7 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 from asyncrl.clock import VirtualClock
-from asyncrl.errors import ConfigError, LaunchError, RunError
+from asyncrl.errors import ConfigError, RunError
 from asyncrl.observe.steps import EvalReport, JsonLines, StepReport
 from asyncrl.sweep.grid import load_sweep
 from asyncrl.sweep.results import code_now, read_results
@@ -58,16 +58,6 @@ def test_commands_are_run_and_one_that_fails_stops_the_sweep_and_is_run_again(sw
     lines, said = swept(COMMAND, resumed=True)
     assert [(line.seed, line.attempts, line.outcome.reward) for line in lines] == [(0, 2, 0.4), (1, 1, 0.4)]
     assert said == ["1/2 shell-seed0: reward 0.400 (2 steps in 2 s)", "2/2 shell-seed1: reward 0.400 (2 steps in 2 s)"]
-
-
-def test_too_few_seeds_are_said_before_anything_runs(swept):
-    _, said = swept(COMMAND + COMMAND.replace('"shell"', '"again"').replace("test !", "! test"))
-    assert said[0] == "with 2 seeds nothing can be told apart: the smallest corrected p is 0.50"
-
-
-def test_a_command_that_is_not_there(swept):
-    with pytest.raises(LaunchError, match="cannot start `/no/such/program` of x: No such file"):
-        swept('[[external]]\nname = "x"\ncommand = ["/no/such/program"]\n')
 
 
 def test_runs_that_ended_as_their_sweep_was_killed_are_not_run_again(swept, tmp_path):

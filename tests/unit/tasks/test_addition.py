@@ -21,14 +21,6 @@ def test_worked_examples_never_show_a_held_out_pair():
     assert all(answer == prompt.answer for (_, answer), prompt in zip(task.worked_examples, task.train, strict=True))
 
 
-def test_four_digits_are_not_listed_in_memory():
-    task = build_addition(AdditionTask(digits=4), seed=0)
-    assert len(task.train) == 9000**2 - 512
-    assert task.train[-1] == task.train[len(task.train) - 1]
-    with pytest.raises(IndexError):
-        task.train[len(task.train)]
-
-
 def test_holding_everything_out_is_refused_with_the_limit():
     with pytest.raises(ConfigError, match=r"under 100.*got 512"):
         build_addition(AdditionTask(digits=1), seed=0)

@@ -1,8 +1,6 @@
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.errors import ConfigError
 from asyncrl.schema.samples import Prompt
 from asyncrl.tasks.sampler import PromptSequence, permuted
 
@@ -32,10 +30,3 @@ def test_a_hundred_million_prompts_are_ordered_without_memory():
     places = {permuted(position, 81_000_000, seed=5) for position in range(2000)}
     assert len(places) == 2000
     assert 38_000_000 < sum(places) / len(places) < 43_000_000
-
-
-def test_no_prompts_and_negative_indices_are_refused():
-    with pytest.raises(ConfigError, match="held_out"):
-        PromptSequence([], seed=0)
-    with pytest.raises(IndexError):
-        PromptSequence(prompts(3), seed=0)[-1]

@@ -6,21 +6,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.errors import CodecError
-from asyncrl.schema.control import PROTOCOL, Hello
 from asyncrl.transport.packets import (
     Item,
     Lane,
     Parcel,
     ParcelHead,
-    build_greeting,
     build_parcel,
     parse,
     parse_hello,
     parse_parcel,
 )
-
-HELLO = Hello(PROTOCOL, "generator", "generator-0", "incarnation", 7)
-
 
 items = st.builds(Item, st.sampled_from(Lane), st.integers(0, 1 << 60), st.binary(max_size=20))
 numbers = st.lists(st.integers(0, 1 << 60), max_size=5)
@@ -61,12 +56,6 @@ def test_a_shape_that_does_not_fit_its_frames_is_refused(shape, body):
 def test_bytes_that_are_no_packet_raise_codec_error(frame):
     with pytest.raises(CodecError):
         parse(frame)
-
-
-def test_a_greeting_that_contradicts_itself_is_refused():
-    nameless = msgspec.structs.replace(HELLO, name="")
-    with pytest.raises(CodecError, match="contradicts"):
-        parse_hello(parse(build_greeting(nameless, "token", "")))
 
 
 def test_the_protocol_number_is_readable_whatever_the_hello_became():

@@ -79,12 +79,6 @@ async def test_an_error_of_a_loop_ends_the_others_and_comes_out_by_itself(ends):
         await stage_of(ends[1]).run(forever, forever(), fails())
 
 
-async def test_the_end_of_the_connection_is_no_error(ends):
-    controller, worker = ends
-    await controller.close()
-    assert not await stage_of(worker).run(forever, forever())
-
-
 def test_time_is_idle_while_nothing_runs_or_all_stands_still():
     clock = VirtualClock()
     idle = IdleMeter(clock)

@@ -83,13 +83,6 @@ def test_a_truncated_shard_is_named(tmp_path, number, cut_bytes):
         fetch(SHARDED, tmp_path, available)
 
 
-def test_shards_of_another_learner_are_refused(tmp_path):
-    available = Learner(SHARDED, tmp_path).commit(1)
-    Learner(SHARDED, tmp_path, {name: tensor for name, tensor in TENSORS.items() if name != "norm"}).commit(1)
-    with pytest.raises(BroadcastError, match=r"is of version 1 with fingerprint .* announced was version 1 with"):
-        fetch(SHARDED, tmp_path, available)
-
-
 def test_versions_of_a_line_that_was_left_go_with_the_first_of_the_new_one(tmp_path):
     learner = Learner(FilesMedium(keep_last=2), tmp_path)
     for version in (5, 6):
@@ -98,21 +91,6 @@ def test_versions_of_a_line_that_was_left_go_with_the_first_of_the_new_one(tmp_p
     available = again.commit(5)
     assert names_in(tmp_path / "weights") == ["version-00000005"]
     assert torch.equal(fetch(FilesMedium(), tmp_path, available), again.slots[0])
-
-
-def test_a_version_being_read_stays_readable_when_it_is_removed(tmp_path):
-    """The reader has opened its files when it first asks whether it is cancelled."""
-    learner = Learner(FilesMedium(keep_last=1), tmp_path)
-    available = learner.commit(1)
-
-    class RemovedMeanwhile(threading.Event):
-        def is_set(self):
-            if not (tmp_path / "weights" / "version-00000002").exists():
-                learner.commit(2)
-            return False
-
-    assert torch.equal(fetch(FilesMedium(num_threads=1), tmp_path, available, RemovedMeanwhile()), learner.slots[0])
-    assert names_in(tmp_path / "weights") == ["version-00000002"]
 
 
 def test_runs_of_one_name_that_share_a_folder_leave_each_other_alone(tmp_path):

@@ -39,12 +39,6 @@ def test_weights_that_do_not_fit_the_run_are_refused_and_the_next_are_taken(publ
     assert publisher.flush(30)
 
 
-def test_a_version_published_twice_is_refused(publisher):
-    publisher.publish(1, {"w": torch.ones(5)})
-    with pytest.raises(BroadcastError, match="versions only grow"):
-        publisher.publish(1, {"w": torch.ones(5)})
-
-
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_publisher_whose_thread_broke_says_so_from_then_on(tmp_path):
     def refuse(available):
@@ -60,10 +54,3 @@ def test_a_publisher_whose_thread_broke_says_so_from_then_on(tmp_path):
     with pytest.raises(BroadcastError, match="nobody hears of version 1"):
         publisher.close()
     assert remove_leftover_segments(tmp_path) == []
-
-
-def test_what_was_published_before_close_is_announced(tmp_path, announced):
-    publisher = Publisher(BroadcastConfig(), tmp_path, announced.put, VirtualClock())
-    publisher.publish(1, {"w": torch.ones(5)})
-    publisher.close()
-    assert announced.get(timeout=30).version == 1

@@ -42,19 +42,6 @@ def test_what_lies_in_shared_memory_is_private(writer, tmp_path):
     assert all(path.stat().st_mode & 0o077 == 0 for path in paths)
 
 
-def test_a_version_that_is_being_written_cannot_be_read(writer, tmp_path):
-    writer.open(MANIFEST)
-    writer.overwrite(0, 1)
-    location = writer.commit(0, 1, "")
-    assert fetch(tmp_path, 1, location)
-    writer.overwrite(1, 2)
-    with pytest.raises(VersionUnavailableError, match="version 2"):
-        fetch(tmp_path, 2, location)
-    writer.overwrite(0, 3)
-    with pytest.raises(VersionUnavailableError, match="version 1"):
-        fetch(tmp_path, 1, location)
-
-
 def test_no_room_is_an_error_that_says_what_to_do_and_leaves_nothing(writer, tmp_path):
     with pytest.raises(BroadcastError, match="shm-size"):
         writer.open(WeightsManifest((), 1 << 46))

@@ -10,7 +10,7 @@ import pytest
 
 from asyncrl.config.load import parse_config
 from asyncrl.config.run import RunConfig
-from asyncrl.control.launch.processes import plan_processes, plan_ranks, spec_maker
+from asyncrl.control.launch.processes import plan_processes, plan_ranks
 from asyncrl.packing.pack import CostModel, RankPlan
 
 
@@ -24,21 +24,6 @@ def test_inference_workers_come_with_what_needs_them_and_reward_workers_go_with_
     there = parse_config({"algorithm": {"kl": {}, "reference": {"where": "worker"}}})
     assert "inference-0" not in [item.name for item in plan_processes(here)]
     assert "inference-0" in [item.name for item in plan_processes(there)]
-
-
-def test_every_kind_gets_the_threads_its_config_gives_it(tmp_path: Path) -> None:
-    config = parse_config({
-        "learner": {"num_threads": 3},
-        "generate": {"engine": {"kind": "transformers", "num_threads": 2}},
-        "inference": {"num_threads": 4},
-    })
-    spec_for = spec_maker(config, tmp_path)
-    assert [spec_for(f"{kind}-0", kind, 1).num_threads for kind in ("learner", "generator", "reward", "inference")] == [
-        3,
-        2,
-        1,
-        4,
-    ]
 
 
 def test_ranks_are_one_process_and_share_rows_by_the_models_size(tmp_path: Path) -> None:

@@ -45,23 +45,6 @@ def phases(instructions: list[ev.Instruction]) -> list[Phase]:
     return [item.phase for item in instructions if isinstance(item, ev.EnterPhase)]
 
 
-def test_goal_without_evaluation_passes_through_every_phase_in_order() -> None:
-    told = Told()
-    started = told(
-        ev.Begin(), *(ev.ProcessStarted(item.name, 1) for item in PLAN), *(ev.ProcessReady(item.name) for item in PLAN)
-    )
-    ended = told(ev.StepsDone(), ev.Drained())
-    assert phases(started + ended) == ["starting", "warming", "running", "draining", "stopped"]
-    assert ended[-1] == ev.EndRun(ok=True, reason="goal reached")
-
-
-def test_warming_ends_with_one_ready_process_of_every_kind() -> None:
-    told = Told()
-    told(ev.Begin(), *(ev.ProcessStarted(item.name, 1) for item in PLAN), ev.ProcessReady("learner"))
-    assert told.life.phase == "warming"
-    assert phases(told(ev.ProcessReady("generator-1"))) == ["running"]
-
-
 def test_pause_and_resume_come_back_to_the_phase_that_was_left() -> None:
     told = Told(evaluate=True).up()
     assert phases(told(ev.PauseRequested(), ev.ResumeRequested())) == ["paused", "evaluating"]

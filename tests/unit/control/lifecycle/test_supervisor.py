@@ -84,18 +84,6 @@ async def test_starts_the_plan_and_records_every_pid(tmp_path: Path) -> None:
     assert read_pids(tmp_path).processes == {}
 
 
-async def test_dead_process_is_announced_and_started_again_after_its_back_off(tmp_path: Path) -> None:
-    async with running(World(tmp_path)) as world:
-        (await world.launcher.started("generator-0")).exit(-9)
-        await world.settle()
-        assert world.dead == ["generator-0"]
-        await world.advance(1.9, tick_s=0.1)
-        assert world.launcher.alive == ["learner"]
-        await world.advance(0.2, tick_s=0.1)
-        assert sorted(world.launcher.alive) == ["generator-0", "learner"]
-        assert (await world.launcher.started("generator-0", 2)).spec.incarnation == 2
-
-
 async def test_silent_process_is_terminated_then_killed(tmp_path: Path) -> None:
     world = World(tmp_path, launcher=FakeLauncher(ignores_terminate=True))
     async with running(world):
@@ -121,13 +109,6 @@ async def test_shutdown_waits_for_processes_that_end_by_themselves(tmp_path: Pat
             process.exit(0)
         await world.settle()
     assert all(process.terminated == 0 and process.killed == 0 for process in world.launcher.history)
-
-
-async def test_shutdown_gives_up_restarts_that_wait_for_their_back_off(tmp_path: Path) -> None:
-    async with running(World(tmp_path)) as world:
-        (await world.launcher.started("learner")).exit(1)
-        await world.settle()
-    assert len(world.launcher.history) == 2
 
 
 async def test_cancelling_run_kills_every_process(tmp_path: Path) -> None:

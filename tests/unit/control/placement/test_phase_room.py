@@ -79,14 +79,6 @@ def test_inference_workers_on_the_device_are_counted_and_those_elsewhere_are_not
     assert "inference" not in sums(inference={**judge, "device": "cuda"})
 
 
-def test_the_budget_that_is_asked_for_is_enough_and_less_is_not(judge: dict[str, Any]) -> None:
-    settings = {"inference": judge, "packing": {"tokens_per_row": 1024}}
-    needed = max(lines["sum"] for lines in sums(**settings).values())
-    check_phase_room(config("colocated", needed + 1e-4, **settings))
-    with pytest.raises(ConfigError, match="too much"):
-        check_phase_room(config("colocated", needed - 1e-3, **settings))
-
-
 def test_a_learners_own_budget_is_held_to_the_same_sum_of_training() -> None:
     alone, shared = sums("disaggregated"), sums("colocated")
     assert set(alone) == {"train"}

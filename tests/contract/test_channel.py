@@ -97,14 +97,6 @@ async def test_all_that_has_arrived_is_received_at_once_and_in_order(channel):
     assert await far.flush(WAIT_S)
 
 
-async def test_both_ends_know_who_the_other_is(channel):
-    hello = new_hello("generator", "generator-7")
-    far = await channel.connect(hello)
-    near = await asyncio.wait_for(channel.listener.accept(), WAIT_S)
-    assert near.peer == hello
-    assert far.peer.kind == "controller"
-
-
 @pytest.mark.parametrize("reason", ["", "all 1 places are taken"])
 async def test_an_end_that_closes_says_why(channel, reason):
     for closing, other in (await open_pair(channel), (await open_pair(channel, "generator-1"))[::-1]):
@@ -162,17 +154,6 @@ async def test_send_waits_when_the_window_is_full_and_goes_on_after_an_acknowled
     assert (await take(near)).group_id == WINDOW
 
 
-async def test_acknowledging_twice_frees_one_place(channel):
-    far, near = await open_pair(channel)
-    for number in range(WINDOW):
-        await far.send(failure(number))
-    delivery = await asyncio.wait_for(near.receive(), WAIT_S)
-    delivery.ack()
-    delivery.ack()
-    await asyncio.wait_for(far.send(failure(WINDOW)), WAIT_S)
-    assert far.unacknowledged() == WINDOW
-
-
 async def test_blocked_senders_go_in_the_order_they_came(channel):
     far, near = await open_pair(channel)
     async with asyncio.TaskGroup() as tasks:
@@ -189,16 +170,6 @@ async def test_a_full_data_lane_does_not_hold_up_control(channel):
     await asyncio.wait_for(far.send(Heartbeat("generator-0", 1.0), Lane.CONTROL), WAIT_S)
     assert (await take(near, Lane.CONTROL)).name == "generator-0"
     assert far.try_send(failure(99)) is False
-
-
-async def test_flush_says_whether_everything_was_acknowledged(channel):
-    far, near = await open_pair(channel)
-    assert await far.flush(0.0)
-    await far.send(failure(1))
-    assert not await far.flush(0.01)
-    await take(near)
-    assert await far.flush(WAIT_S)
-    assert far.unacknowledged() == 0
 
 
 async def test_what_was_sent_before_a_close_is_received_and_then_the_connection_is_closed(channel):

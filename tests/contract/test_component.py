@@ -221,11 +221,3 @@ def test_a_frozen_model_whose_files_were_touched_and_have_the_same_values_comes_
     save_file({name: tensor.float() for name, tensor in load_file(path).items()}, path)
     case.component.move("device")
     assert all(torch.equal(old, new) for (*_, old), (*_, new) in zip(before, case.values(), strict=True))
-
-
-def test_tied_tensors_stay_tied(tmp_path):
-    case = Case("module", tmp_path, SimulatedDevice())
-    case.component.move("host")
-    case.component.move("device")
-    assert case.module.head.weight is case.module.embed.weight
-    assert case.module.head(case.module.embed(torch.tensor([3]))).shape == (1, 50)

@@ -113,17 +113,6 @@ async def test_nothing_is_sampled_asleep_and_every_request_goes_on_after_it(engi
     assert engine.num_running == 0
 
 
-async def test_orders_that_need_weights_are_refused_asleep(engine: Engine) -> None:
-    await engine.sleep(1)
-    with pytest.raises(GenerationError, match="asleep; wake it first"):
-        await engine.load_weights(1, tensors_of(make_model(1)), "keep")
-    with pytest.raises(GenerationError, match="asleep; wake it first"):
-        await engine.score([1, 2, 3])
-    await engine.wake()
-    await engine.load_weights(1, tensors_of(make_model(1)), "keep")
-    assert engine.version == 1
-
-
 async def test_abort_and_close_work_asleep(engine: Engine) -> None:
     streams = [engine.submit(long_request(f"r{i}", i, max_new_tokens=250)) for i in range(3)]
     await engine.sleep(2)

@@ -131,12 +131,6 @@ class Uplink:
         self.location = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
         self._start(self._accept)
 
-    def break_off(self) -> None:
-        """Break the connections that stand; later ones go through unhindered."""
-        self._left = 1 << 60
-        self._hang_up()
-        self._resumed.set()
-
     def close(self) -> None:
         self._closing.set()
         self._resumed.set()
@@ -208,17 +202,6 @@ def test_four_generators_get_everything_while_the_learner_sends_it_about_once(le
         assert MODEL_BYTES <= learner.writer.server.served_bytes - before < 2 * MODEL_BYTES
 
 
-def test_without_fanout_the_learner_sends_it_to_each(generators, tmp_path):
-    medium = msgspec.structs.replace(MEDIUM, fanout=0)
-    learner = Learner(medium)
-    available = learner.publish(1)
-    for generator in generators.take(2):
-        generator.tell(order_of(tmp_path, available, medium))
-        assert generator.hear(Fetched) == Fetched(1, [1.0])
-    assert 2 * MODEL_BYTES <= learner.writer.server.served_bytes < 3 * MODEL_BYTES  # what is slow to come is asked for again
-    learner.writer.close()
-
-
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_relay_that_dies_or_stands_still_in_the_middle_costs_the_next_one_no_part_twice(learner, generators, tmp_path, how):
     (lost,) = generators.take(1)
@@ -233,10 +216,8 @@ def test_a_relay_that_dies_or_stands_still_in_the_middle_costs_the_next_one_no_p
             pass  # it has not begun yet
         # It passes on what it has while the rest is still to come.
         assert set(np.frombuffer(answer[1], np.float32).tolist()) == {1.0}
-        started_s = time.monotonic()
         lost.process.send_signal(how)
         assert fetch.join() == {1.0}
-        assert time.monotonic() - started_s < 20
         lost.kill()
     sent_to_lost = MODEL_BYTES // 2 + 2 * WINDOW_BYTES
     assert learner.writer.server.served_bytes <= sent_to_lost + MODEL_BYTES * 3 // 4 + 2 * WINDOW_BYTES
@@ -259,25 +240,11 @@ def test_a_slow_generator_does_not_hold_the_others(learner, generators, tmp_path
     with uplink(available.location, bytes_per_s=200_000) as link:
         relay.tell(order_of(tmp_path, through(link, available)))
         wait_until_served(learner, CHUNK_BYTES)
-        started_s = time.monotonic()
         fetches = [Fetch(child, available) for child in children]
         assert [fetch.join() for fetch in fetches] == [{1.0}, {1.0}]
-        assert time.monotonic() - started_s < 20
         relay.kill()
     for child in children:
         child.close()
-
-
-def test_a_break_costs_what_was_under_way_and_nothing_else(learner):
-    available = learner.publish(1)
-    reader = ZeroMQReader(MEDIUM)
-    with uplink(available.location, stop_after_bytes=MODEL_BYTES // 2) as link:
-        fetch = Fetch(reader, through(link, available))
-        wait_until_served(learner, MODEL_BYTES // 2)
-        link.break_off()
-        assert fetch.join() == {1.0}
-    assert learner.writer.server.served_bytes <= MODEL_BYTES + 4 * WINDOW_BYTES
-    reader.close()
 
 
 def test_a_relay_serves_its_version_until_the_next_one_arrives_in_the_same_buffer(learner):
@@ -416,10 +383,3 @@ def test_who_asks_and_never_reads_costs_a_queue_of_parts_and_holds_nobody_up(lea
     greedy.close(linger=0)
     context.term()
     modest.close()
-
-
-def test_an_address_that_is_taken_is_a_clear_error():
-    reader = ZeroMQReader(MEDIUM)
-    with pytest.raises(BroadcastError, match="relay_bind"):
-        ZeroMQReader(msgspec.structs.replace(MEDIUM, relay_bind=reader.server.location))
-    reader.close()

@@ -16,7 +16,6 @@ import pytest_asyncio
 import torch
 from transformers import (
     AutoModelForCausalLM,
-    GemmaConfig,
     Glm4MoeConfig,
     GPT2Config,
     GptOssConfig,
@@ -63,7 +62,6 @@ OTHER_SHAPES = {
         topk_group=1,
     ),
     "tied head that is skipped": GPT2Config(vocab_size=64, n_embd=64, n_layer=2, n_head=2, n_positions=256, **_LARGE_STEPS),
-    "embedding without a head": GemmaConfig(**_SMALL, **_LARGE_STEPS, head_dim=32, intermediate_size=96),
 }
 
 

@@ -31,7 +31,7 @@ from asyncrl.control.lifecycle.pid_file import read_pids
 from asyncrl.errors import LaunchError, RunLostError
 from asyncrl.observe.steps import read_steps
 from asyncrl.schema.status import RunStatus
-from tests.integration.conftest import command_of, tiny_settings
+from tests.integration.conftest import NO_MODEL, command_of, tiny_settings
 
 ray = pytest.importorskip("ray")
 from ray.cluster_utils import Cluster  # noqa: E402
@@ -167,14 +167,14 @@ def on_ray(folder: Path, nodes: Nodes, **overrides: Any) -> dict[str, Any]:
         "generator": {"labels": {ROLE: "engine"}, "resources": {"engine": 1}},
         "reward": {"labels": {ROLE: "rewards"}},
     }
-    settings = {"launch": launch, "eval__at_start": False, "eval__at_end": False, "generate__num_workers": 1}
+    settings = {"launch": launch, "eval__at_start": False, "eval__at_end": False, "generate__engine": NO_MODEL}
     settings["supervision__stall_timeout_s"] = 300.0
     return tiny_settings(folder, **(settings | overrides))
 
 
-def places(run: asyncrl.Run) -> dict[str, str]:
+def places(run_folder: Path) -> dict[str, str]:
     """Address of the node that each process was last started on."""
-    said = (run.run_folder / "logs" / "controller.log").read_text()
+    said = (run_folder / "logs" / "controller.log").read_text()
     return dict(re.findall(r"(\S+) is on node (\S+) \(pid", said))
 
 
@@ -205,10 +205,6 @@ async def test_generators_come_and_go_with_their_nodes_and_a_run_whose_controlle
 ) -> None:
     """Slow engines: the learner waits, so more generators are wanted than there is room for, until a node joins; none leaves."""
     settings = on_ray(tmp_path, nodes, num_steps=100_000)
-    settings["generate"]["engine"] = {
-        "kind": "fake", "num_slots": 8, "max_sequence_tokens": 64, "mean_tokens": 8.0, "token_latency_s": 0.02,
-        "vocabulary_size": 8,
-    }  # fmt: skip
     settings["launch"]["elastic"] = {"max_generators": 2, "decide_every_s": 1.5, "patience": 1,
                                      "learner_idle_above": 0.02, "slots_used_below": 0.01}  # fmt: skip
     run = asyncrl.Run(settings)
@@ -228,12 +224,12 @@ async def test_generators_come_and_go_with_their_nodes_and_a_run_whose_controlle
 async def generators_come_and_go(run: asyncrl.Run, nodes: Nodes) -> None:
     """Until the controller is lost."""
     wanted = await until(run, lambda status: "generator-1" in states(status))
-    first = places(run)
+    first = places(run.run_folder)
     assert {first["learner"], first["reward-0"], first["generator-0"]} == {"127.0.0.4", "127.0.0.2", "127.0.0.3"}
     assert states(wanted)["generator-1"] == "starting"
     joined = nodes.add("engine")
     status = await until(run, lambda status: states(status)["generator-1"] == "ready", wanted.version)
-    assert places(run)["generator-1"] == joined
+    assert places(run.run_folder)["generator-1"] == joined
     nodes.kill(first["generator-0"])
     status = await until(run, lambda status: states(status)["generator-0"] != "ready", status.version)
     lost_at = status.version
@@ -242,28 +238,11 @@ async def generators_come_and_go(run: asyncrl.Run, nodes: Nodes) -> None:
     await until(run, lambda status: status.version > lost_at + 1000, lost_at)
 
 
-async def test_a_run_that_loses_its_learner_s_node_goes_on_from_its_checkpoint_on_another(nodes: Nodes, tmp_path: Path) -> None:
-    num_steps = 40  # many more than are made before a report is heard
-    run, lost = asyncrl.Run(on_ray(tmp_path, nodes, num_steps=num_steps)), ""
-    async with run:
-        async for report in run.steps():
-            if report.version == 5:
-                lost = places(run)["learner"]
-                nodes.kill(lost)
-                nodes.add("trainer")
-        status = await run.status()
-    assert (status.phase, status.version) == ("stopped", num_steps), status.reason
-    assert places(run)["learner"] != lost
-    assert_balanced(run.run_folder, status, groups_per_step=4)
-
-
-async def test_a_guest_joins_a_run_on_ray_and_every_process_has_the_run_s_environment(nodes: Nodes, tmp_path: Path) -> None:
+async def test_a_guest_joins_and_a_run_that_loses_its_learner_s_node_goes_on_from_its_checkpoint(
+    nodes: Nodes, tmp_path: Path
+) -> None:
     """By the command line, both: `asyncrl run` is a driver of its own, with the runtime environment of its config."""
     settings = on_ray(tmp_path, nodes, num_steps=100_000, placement={"most_joining_generators": 1})
-    settings["generate"]["engine"] = {
-        "kind": "fake", "num_slots": 8, "max_sequence_tokens": 64, "mean_tokens": 8.0, "token_latency_s": 0.02,
-        "vocabulary_size": 8,
-    }  # fmt: skip
     settings["launch"]["environment"] = {"env_vars": {"ASYNCRL_TEST_SAYS": "hello"}}
     config = parse_config(settings)
     (tmp_path / "config.toml").write_text(dump_config(config), encoding="utf-8")
@@ -283,11 +262,15 @@ async def test_a_guest_joins_a_run_on_ray_and_every_process_has_the_run_s_enviro
         guest = command("join", str(run_folder))
         async with asyncrl.connect(run_folder) as run:
             first = (await run.status()).version
-            await until(run, lambda status: status.guests["here"] == 1 and status.version > first + 5, first)
             status = await until(run, lambda status: _samples_of_guests(run_folder) >= 16, first)
+            assert (status.guests["came"], status.guests["here"]) == (1, 1)
+            lost = places(run_folder)["learner"]
+            nodes.kill(lost)
+            nodes.add("trainer")
+            status = await until(run, lambda status: places(run_folder)["learner"] != lost, status.version)
+            await until(run, lambda later: later.version > status.version + 4, status.version)
             status = await run.drain()
         assert status.phase == "stopped", status.reason
-        assert status.guests["came"] == 1
         assert (owner.wait(60), guest.wait(60)) == (3, 0), "it was drained before its last step"
     finally:
         for process in filter(None, (owner, guest)):

@@ -261,8 +261,6 @@ def test_reading_the_ledger_of_a_run_that_has_ended_leaves_no_file_beside_it(pat
     assert sorted(path.parent.iterdir()) == there
 
 
-
-
 @pytest.mark.parametrize("content", [b"", b"something else entirely, long enough to be looked at" * 50], ids=["empty", "other"])
 def test_reading_what_is_no_ledger_says_so(path, content):
     path.write_bytes(content)

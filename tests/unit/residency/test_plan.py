@@ -5,7 +5,6 @@ import pytest
 from asyncrl.errors import ConfigError, ResidencyError
 from asyncrl.residency.plan import GIB, Budget, Part, PhaseNeeds, check_phases, plan_prefetch, plan_switch
 
-ANYWHERE = frozenset({"device", "host", "disk"})
 
 
 def told(moves):

@@ -21,9 +21,6 @@ from tests.integration.conftest import NO_MODEL
 
 pytestmark = pytest.mark.timeout(240)
 
-LOAD_S = 4.0
-"""What a loaded machine may add to a time limit."""
-
 
 def _asyncrl(*arguments: object, timeout: float = 120) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "asyncrl", *map(str, arguments)]
@@ -88,15 +85,23 @@ def endless(tiny, tmp_path):
     return _write(tiny(num_steps=100_000, **settings), tmp_path)
 
 
-def test_one_interrupt_drains_and_checkpoints_and_the_run_resumes(endless, tmp_path):
-    following = Following(endless)
-    following.until(r"\b2/100000|version\D+2\b|step\D+2\b")
+def test_a_run_is_ordered_from_another_terminal_drains_at_one_interrupt_and_resumes(endless, tmp_path):
+    following, run_folder = Following(endless), tmp_path / "tiny"
+    following.until(r"\b1/100000|version\D+1\b|step\D+1\b")
+    status = json.loads(_asyncrl("status", run_folder, "--json").stdout)
+    assert status["phase"] == "running"
+    assert {process["name"] for process in status["processes"]} == {"learner", "generator-0", "reward-0"}
+    assert "paused" in _asyncrl("pause", run_folder).stdout
+    held = json.loads(_asyncrl("status", run_folder, "--json").stdout)
+    assert "running" in _asyncrl("resume", run_folder).stdout
+    assert held["phase"] == "paused"
+    following.until(rf"\bstep {held['version'] + 2}/100000")
+    assert AutoModelForCausalLM.from_pretrained(_asyncrl("checkpoint", run_folder).stdout.strip())
     family = following.family()
     os.kill(following.process.pid, signal.SIGINT)
     assert following.rest() == 3, "".join(following.lines)
     assert "`asyncrl resume" in following.lines[-1]
     assert _all_gone(family)
-    run_folder = tmp_path / "tiny"
     assert run_folder.stat().st_mode & 0o777 == 0o700
     checkpoints = sorted((run_folder / "checkpoints").glob("step-*"))
     assert checkpoints, "a drain writes a checkpoint"
@@ -125,10 +130,9 @@ def test_two_interrupts_stop_at_once_and_as_a_kill_of_the_command_line_leave_not
     family = following.family()
     os.kill(following.process.pid, signal.SIGINT)
     following.until("Ctrl-C again")
-    asked_s = time.monotonic()
     os.kill(following.process.pid, signal.SIGINT)
     assert following.rest() == 3
-    assert time.monotonic() - asked_s < 2.0 + LOAD_S
+    assert not list((tmp_path / "tiny" / "checkpoints").glob("step-*")), "it waited for a drain"
     assert _all_gone(family)
     again = Following(tmp_path / "tiny", "resume")
     again.until(r"\bstep \d+/100000")  # a new one: those before are told again without the goal
@@ -136,23 +140,6 @@ def test_two_interrupts_stop_at_once_and_as_a_kill_of_the_command_line_leave_not
     os.kill(again.process.pid, signal.SIGKILL)
     again.rest()
     assert _all_gone(family)
-
-
-def test_status_and_drain_from_another_terminal(endless, tmp_path):
-    following = Following(endless)
-    following.until(r"\b1/100000|version\D+1\b|step\D+1\b")
-    run_folder = tmp_path / "tiny"
-    status = json.loads(_asyncrl("status", run_folder, "--json").stdout)
-    assert status["phase"] == "running"
-    assert {process["name"] for process in status["processes"]} == {"learner", "generator-0", "reward-0"}
-    assert "paused" in _asyncrl("pause", run_folder).stdout
-    held = json.loads(_asyncrl("status", run_folder, "--json").stdout)
-    assert "running" in _asyncrl("resume", run_folder).stdout
-    assert held["phase"] == "paused"
-    following.until(rf"\bstep {held['version'] + 2}/100000")
-    assert AutoModelForCausalLM.from_pretrained(_asyncrl("checkpoint", run_folder).stdout.strip())
-    assert "stopped" in _asyncrl("drain", run_folder).stdout
-    assert following.rest() == 3
 
 
 def test_dry_run_prints_the_config_and_what_follows_from_it(tiny, tmp_path):

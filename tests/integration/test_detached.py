@@ -59,7 +59,8 @@ async def test_a_detached_run_goes_on_without_its_terminal_and_is_followed_and_d
 
 
 async def test_a_program_leaves_a_run_and_comes_back(tiny):
-    async with asyncrl.Run(tiny(**SLOW), detached=True, environment={"FROM_HERE": "yes"}) as run:
+    settings = SLOW | {"learner__kind": "external"}
+    async with asyncrl.Run(tiny(**settings), detached=True, environment={"FROM_HERE": "yes"}) as run:
         folder = run.run_folder
     endpoint = read_endpoint(folder)
     assert psutil.Process(endpoint.pid).environ()["FROM_HERE"] == "yes"

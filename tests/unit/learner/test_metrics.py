@@ -174,14 +174,6 @@ def test_ranks_change_no_figure_and_all_get_the_same(corrections):
     assert_same(got[0], one)
 
 
-def test_a_rank_whose_row_has_no_trained_token_takes_part():
-    drawn, filler = samples(), {name: values.clone() for name, values in samples(1)[0].items()}
-    filler["mask"][:] = False
-    got = on_ranks([lambda ranks, part=part: figures(part, ranks=ranks) for part in ([drawn], [[filler]])])
-    assert got[0] == got[1]
-    assert_same(got[0], figures([drawn]))
-
-
 def test_staleness_buckets_hold_their_tokens_and_only_them():
     drawn = samples(count=30)
     got = figures([drawn])
@@ -196,16 +188,6 @@ def test_staleness_buckets_hold_their_tokens_and_only_them():
         assert got[f"ratio/p50_by_staleness/{bucket}"] == pytest.approx(expected.ratio_quantiles[2])
         kept = trained(drawn, "kept")[chosen].mean().item()
         assert got[f"policy/kept_fraction_by_staleness/{bucket}"] == pytest.approx(kept)
-
-
-def test_mismatch_is_of_version_gap_zero_alone():
-    drawn = samples(count=30)
-    got = figures([drawn])
-    fresh = trained(drawn, "versions") == LEARNER_VERSION
-    proximal, behaviour = trained(drawn, "proximal_logprobs")[fresh], trained(drawn, "behaviour_logprobs")[fresh]
-    assert got["mismatch/tokens"] == fresh.sum()
-    assert got["mismatch/kl_k3"] == pytest.approx(token_mismatch(proximal, behaviour).kl_k3)
-    assert got["mismatch/logprob_gap_max"] == pytest.approx((proximal - behaviour).abs().max().item())
 
 
 def test_later_passes_count_for_clipping_and_not_for_the_policy_before_the_step():

@@ -19,7 +19,6 @@ from asyncrl.config.algorithm import (
 )
 from asyncrl.errors import LearnerError
 from asyncrl.learner.model.policy import run_row
-from asyncrl.learner.ranks.group import OneRank
 from asyncrl.learner.step.microbatch import Division, prepare
 from asyncrl.learner.step.train_step import train_step
 
@@ -84,41 +83,6 @@ def test_a_row_knows_versions_and_reference_logprobs_of_its_targets(kit):
             float(samples[sample]["logprobs"][offset])
             for sample, offset in zip(row.targets.samples, row.targets.offsets, strict=True)
         ]
-
-
-class RecordedRank:
-    """One rank of two, whose `gather` is given what the other one sends."""
-
-    size = 2
-
-    def __init__(self, rank, exchange):
-        self.rank = rank
-        self.exchange = exchange
-
-    def gather(self, values):
-        self.exchange[self.rank] = values
-        return torch.cat([self.exchange[rank] for rank in sorted(self.exchange)])
-
-
-def test_a_table_collected_over_ranks_is_the_same_as_of_one_rank(kit):
-    samples = kit.samples(groups=3)
-    whole = prepare(kit.batch(samples, 30))
-    expected = whole.table.collect(whole.rows, [row.behaviour_logprobs for row in whole.rows], OneRank())
-    exchange = {}
-    for _ in range(2):
-        for rank in range(2):
-            own = prepare(kit.batch(samples, 30, num_ranks=2), Division(rank=rank, num_ranks=2))
-            table = own.table.collect(own.rows, [row.behaviour_logprobs for row in own.rows], RecordedRank(rank, exchange))
-    assert (table == expected).all()
-
-
-def test_a_rank_without_a_row_runs_a_filler_of_another_s(kit):
-    batch = kit.batch(kit.samples(), num_ranks=2)
-    (filler,) = prepare(batch, Division(rank=1, num_ranks=2)).rows
-    (row,) = prepare(batch, Division(rank=0, num_ranks=2)).rows
-    assert filler.is_filler
-    assert not row.is_filler
-    assert torch.equal(filler.input_ids, row.input_ids)
 
 
 def test_a_trained_prompt_token_is_refused(kit):

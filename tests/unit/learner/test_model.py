@@ -63,15 +63,6 @@ def test_a_model_that_scales_its_logits_is_refused():
         made_ready(CohereForCausalLM(config), LearnerConfig())
 
 
-def test_dropout_is_switched_off():
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    model = GPT2LMHeadModel(GPT2Config(vocab_size=20, n_embd=16, n_layer=1, n_head=2, n_positions=16))
-    made_ready(model, LearnerConfig())
-    ids = torch.arange(8)[None]
-    assert torch.equal(model(input_ids=ids).logits, model(input_ids=ids).logits)
-
-
 def test_the_initial_model_is_made_once(tmp_path):
     model = ScratchModel(hidden_size=32, num_layers=1, num_heads=2, warm_start=WarmStart(steps=3, batch_size=8))
     config = RunConfig(model=model)
@@ -113,20 +104,6 @@ def test_a_lower_precision_leaves_rotary_frequencies_as_transformers_has_them(tm
     assert {parameter.dtype for parameter in ours.parameters()} == {getattr(torch, dtype)}
     with torch.no_grad():
         assert torch.equal(ours(ids).logits, plain(ids).logits)
-
-
-def test_a_float32_head_is_in_force_where_it_is_asked_for(tmp_path, kit):
-    model, tokenizer = build_scratch(SMALL, ALPHABET, seed=0)
-    save_model(model, tokenizer, tmp_path)
-    half, full = (open_model(tmp_path, LearnerConfig(dtype="bfloat16"), fp32_head=headed) for headed in (False, True))
-    hidden = torch.randn(9, 32, dtype=torch.bfloat16)
-    exact = hidden.double() @ half.lm_head.weight.double().T
-    errors = [(opened.get_output_embeddings()(hidden).double() - exact).abs().max() for opened in (half, full)]
-    assert errors[1] < 1e-3 * errors[0]
-    (tmp_path / "again").mkdir()
-    save_model(full, tokenizer, tmp_path / "again")
-    again = AutoModelForCausalLM.from_pretrained(tmp_path / "again", dtype=torch.bfloat16)
-    assert all(torch.equal(a, b) for a, b in zip(half.parameters(), again.parameters(), strict=True))
 
 
 def test_a_warm_start_ends_at_the_accuracy_it_was_asked_for_and_repeats_bit_for_bit():

@@ -16,7 +16,6 @@ from asyncrl.learner.optim.optimizer import (
     LossScale,
     PolicyOptimizer,
     learning_rate_at,
-    skip_update,
 )
 from asyncrl.learner.step.microbatch import prepare
 from asyncrl.learner.step.train_step import train_step
@@ -165,25 +164,6 @@ def test_gradients_too_small_for_float16_reach_the_weights():
     plain = half_parameter()
     (plain.float() * factor).sum().backward()
     assert torch.count_nonzero(plain.grad) == 0, "without scaling they are lost"
-
-
-def test_a_shared_scale_is_one_scale_and_saved_once(tmp_path):
-    policy, head = half_parameter(), torch.nn.Parameter(torch.ones(2))
-    owner = optimizer_of(policy)
-    sharing = PolicyOptimizer([("head", head)], HALF, 10, shares_scale_of=owner)
-    owner.backward((policy.float() * 2.0**-20).sum() + (head * 3.0).sum())
-    assert sharing.clip() == pytest.approx(3.0 * 2**0.5)
-    assert owner.clip() == pytest.approx(2.0**-20 * 2**0.5)
-    owner.step(0)
-    sharing.step(0)
-    assert skip_update([(owner, math.inf), (sharing, math.nan)])
-    assert sharing.loss_scale == owner.loss_scale == FIRST_SCALE / 2
-    owner.save(tmp_path / "owner")
-    sharing.save(tmp_path / "sharing")
-    resumed = optimizer_of(half_parameter())
-    resumed.load(tmp_path / "owner")
-    assert resumed.loss_scale == FIRST_SCALE / 2
-    assert b"loss_scale" not in (tmp_path / "sharing").read_bytes()
 
 
 def float16_train_state(kit, kind):

@@ -67,14 +67,6 @@ def test_weights_after_a_step_equal_a_slow_float64_one(kit, tokens_per_row):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-6, msg=name)
 
 
-def test_pairs_are_divided_over_updates(kit):
-    config = dpo_config(kit, learner={"minibatches": 3, "epochs": 2})
-    model = kit.model()
-    result = train_step(with_reference(kit, model, config, model), kit.batch(pair_samples(kit), 45), config)
-    assert result.metrics["policy/updates"] == 6
-    assert result.metrics["dpo/pairs"] == 6
-
-
 def test_a_pair_with_one_side_masked_is_left_out(kit):
     config, reference = dpo_config(kit), kit.model(seed=2)
     samples = pair_samples(kit)

@@ -14,7 +14,6 @@ from asyncrl.config.algorithm import (
     OffPolicySequenceMask,
     PythonCorrection,
     SecondMomentMask,
-    TruncatedToken,
 )
 from asyncrl.errors import LearnerError
 from asyncrl.learner.model.critic import ValueHead, build_critic_optimizer
@@ -112,22 +111,6 @@ def test_no_pass_is_made_that_nothing_needs(kit, algorithm, learner, passes):
     batch, calls = kit.batch(kit.samples(), 45), count_forwards(model)
     train_step(kit.train_state(model, config), batch, config)
     assert len(calls) == passes * len(batch.rows)
-
-
-def test_loglinear_proximal_lies_between_behaviour_and_current(kit):
-    """Version 2 of 6: alpha is (6 - 1 - 2) / (6 - 2); the first update's weight is then exp(0.75 (current - behaviour))."""
-    samples, start = kit.samples(groups=2, group_size=3), kit.model().double()
-    for sample in samples:
-        sample["versions"] = np.full(len(sample["response"]), 2)
-    config = kit.config({"proximal": "loglinear", "corrections": (TruncatedToken(10.0),)})
-    current = [values.detach() for values in kit.plain_logprobs(start, samples)]
-    weights = [
-        math.exp(0.75 * (logprobs[token].item() - float(sample["logprobs"][token])))
-        for sample, logprobs in zip(samples, current, strict=True)
-        for token in np.flatnonzero(sample["mask"])
-    ]
-    result = train_step(kit.train_state(start, config), kit.batch(samples, 45, step=6), config)
-    assert result.metrics["ratio/correction_mean"] == pytest.approx(sum(weights) / len(weights), rel=1e-5)
 
 
 def test_remax_takes_the_greedy_sample_s_reward_and_trains_none_of_it(kit):

@@ -33,25 +33,6 @@ def test_a_learner_that_dies_in_a_rollout_has_the_device_again_before_it_is_back
     assert phases.handle(Reached("learner", 2)) == [EnterPhase("train")]
 
 
-def in_train() -> Phases:
-    phases = in_rollout()
-    phases.handle(Wanted("train"))
-    for name in ("generator-0", "generator-1", "learner"):
-        phases.handle(Reached(name, 2))
-    assert phases.now == "train"
-    return phases
-
-
-def test_a_learner_that_comes_back_trains_first_whatever_was_wished_for_when_it_died():
-    phases = in_train()
-    phases.handle(Left("learner"))
-    assert phases.handle(Wanted("rollout")) == []  # all was trained when it died
-    assert phases.handle(Joined("learner", "learner")) == [tell("learner", "train", 2)]
-    assert phases.handle(Reached("learner", 2)) == []  # and is to be trained again, from its checkpoint
-    assert phases.now == "train"
-    assert phases.handle(Wanted("rollout"))[0] == LeavePhase("train")
-
-
 def test_inference_workers_take_the_device_between_generators_and_learner():
     phases = in_rollout()
     assert phases.handle(Joined("inference-0", "inference")) == []

@@ -386,8 +386,6 @@ def test_the_judge_is_up_before_the_time_of_the_program_begins():
     told = []
 
     class Process:
-        deadline_s = 0.0
-
         def __init__(self, name):
             self.name = name
 
@@ -395,11 +393,15 @@ def test_the_judge_is_up_before_the_time_of_the_program_begins():
             return lambda *_: told.append((self.name, what)) or {}
 
     class Recording:
-        def launch(self, code="", session=(), beside=None):
-            return Process("judge" if beside else "program")
+        def launch(self, code):
+            return Process("program")
 
-    assert run_tests(Recording(), "", [CodeTest(stdin="", stdout="5"), CodeTest(code="assert f() == 5")]) == 0
-    assert told[:3] == [("judge", "begin"), ("program", "begin"), ("program", "send")]
+        def judge(self):
+            told.append(("judge", "ready"))
+
+    with pytest.raises(AttributeError):  # of the judge, which is none
+        run_tests(Recording(), "", [CodeTest(stdin="", stdout="5"), CodeTest(code="assert f() == 5")])
+    assert told[:3] == [("judge", "ready"), ("program", "begin"), ("program", "send")]
 
 
 def test_an_assertion_in_a_with_block_of_the_program_s_counts():

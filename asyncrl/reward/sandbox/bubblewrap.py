@@ -18,16 +18,18 @@ import importlib
 import math
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
+import weakref
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Literal
 
 from asyncrl.errors import RewardError
-from asyncrl.reward.sandbox.confined import Confined, ConfinedPipes, ProgramStopped
+from asyncrl.reward.sandbox.confined import Confined, ProgramStopped
 
 NOBODY = 65534
 SCRATCH_BYTES = 64 << 20
@@ -58,17 +60,6 @@ class SandboxLimits:
     output_bytes: int = 1 << 20
     """Standard output of one test, any file it writes, and any one value it returns."""
 
-    def rlimits(self, confined: bool) -> dict[str, int]:
-        """Return them by the names of `resource`; the process limit counts all of a user's processes, so only when confined."""
-        limits = {
-            "RLIMIT_CPU": math.ceil(self.cpu_s),
-            "RLIMIT_AS": self.memory_bytes,
-            "RLIMIT_FSIZE": self.output_bytes,
-            "RLIMIT_NOFILE": MAX_OPEN_FILES,
-            "RLIMIT_CORE": 0,
-        }
-        return limits | {"RLIMIT_NPROC": MAX_PROCESSES} if confined else limits
-
 
 @dataclass(frozen=True, slots=True)
 class Interpreter:
@@ -87,76 +78,84 @@ class SandboxStatus:
     interpreter: Interpreter | None = None
 
 
-@dataclass(frozen=True, slots=True)
 class Sandbox:
-    """A way to start confined interpreters; `interpreter` None means unconfined, with this user's rights."""
+    """A way to start confined interpreters; `interpreter` None means unconfined, with this user's rights.
 
-    limits: SandboxLimits
-    interpreter: Interpreter | None
+    Owns one judge (guest_judge.py), which is started when a test first needs it and serves one program after the other: what runs
+    there is the code of tests, each in a process of its own. It ends with the sandbox.
+    """
 
-    def launch(self, code: str = "", session: tuple[int, ...] = (), beside: Confined | None = None) -> Confined:
+    def __init__(self, limits: SandboxLimits, interpreter: Interpreter | None) -> None:
+        self.limits, self.interpreter = limits, interpreter
+        self._judge: Confined | None = None
+
+    def judge(self) -> Confined:
+        """Return the judge, ready. Raises as `launch` and `Confined.begin`."""
+        if self._judge is None or self._judge.has_ended:
+            self.end_judge()
+            self._judge = self.launch(is_judge=True)
+            weakref.finalize(self, self._judge.close)
+            self._judge.begin()
+        return self._judge
+
+    def end_judge(self) -> None:
+        """End the judge, which may be in the middle of a test; the next one that is asked for is another."""
+        if self._judge is not None:
+            self._judge.close()
+        self._judge = None
+
+    def launch(self, code: str = "", is_judge: bool = False) -> Confined:
         """Start one driver (guest.py) and hand it its first message; `Confined.begin` waits until it is up.
 
         Args:
             code: The program.
-            session: Descriptors by which sessions read and write; the driver has them under the same numbers.
-            beside: The driver of the program that this one judges.
+            is_judge: It runs tests' code, and no program.
 
         Raises:
             RewardError: bubblewrap could not be executed, or no descriptor is left.
         """
+        limits, is_confined = self.limits, self.interpreter is not None
+        # Output as JSON: at most 6 characters a byte, and some room for the frame itself.
+        max_frame_bytes = 6 * limits.output_bytes + 4096
+        drop_root = is_confined and os.geteuid() == 0
         try:
-            pipes = self._start(session, is_judge=beside is not None)
+            with contextlib.ExitStack() as ours, contextlib.ExitStack() as its:
+                channel, its_channel = socket.socketpair()
+                ours.enter_context(channel)
+                its.enter_context(its_channel)
+                filter_fd = _filter_fd() if self.interpreter else None
+                if filter_fd is not None:
+                    its.callback(os.close, filter_fd)
+                errors = ours.enter_context(tempfile.TemporaryFile())
+                python = [self.interpreter.path if self.interpreter else sys.executable, "-I", "-S", "-c", _driver_text(is_judge)]
+                python += map(str, (its_channel.fileno(), max_frame_bytes))
+                process = subprocess.Popen(  # noqa: S603 - our own command line
+                    python if self.interpreter is None else [*_bubblewrap(self.interpreter, filter_fd), *python],
+                    stdin=subprocess.DEVNULL,
+                    stdout=errors,
+                    stderr=errors,
+                    cwd="/",
+                    pass_fds=[its_channel.fileno()] if filter_fd is None else [its_channel.fileno(), filter_fd],
+                    start_new_session=True,
+                    user=NOBODY if drop_root else None,
+                    group=NOBODY if drop_root else None,
+                    extra_groups=[] if drop_root else None,
+                )
+                ours.pop_all()
         except OSError as error:
             raise RewardError(f"cannot start the sandbox: {error}; {INSTALL_HINT}") from error
-        confined = Confined(pipes, self.limits.wall_s, self.limits.memory_bytes, self._max_frame, beside)
-        is_confined = self.interpreter is not None
-        confined.send({
-            "code": code,
-            "session": session,
-            "limits": self.limits.rlimits(is_confined),
-            "output_bytes": self.limits.output_bytes,
-            "confined": is_confined,
-        })
+        confined = Confined(process, channel, errors, limits.wall_s, limits.memory_bytes, max_frame_bytes)
+        rlimits = {
+            "RLIMIT_CPU": math.ceil(limits.cpu_s),
+            "RLIMIT_AS": limits.memory_bytes,
+            "RLIMIT_FSIZE": limits.output_bytes,
+            "RLIMIT_NOFILE": MAX_OPEN_FILES,
+            "RLIMIT_CORE": 0,
+        }
+        if is_confined:  # Else it would count all of the user's processes.
+            rlimits["RLIMIT_NPROC"] = MAX_PROCESSES
+        confined.send({"code": code, "limits": rlimits, "output_bytes": limits.output_bytes, "confined": is_confined})
         return confined
-
-    def _start(self, lent_fds: tuple[int, ...], is_judge: bool) -> ConfinedPipes:
-        """Start the driver; where it fails, none of the descriptors made for it is left."""
-        drop_root = self.interpreter is not None and os.geteuid() == 0
-        with contextlib.ExitStack() as ours, contextlib.ExitStack() as its:
-            child_read, write_fd = os.pipe()
-            its.callback(os.close, child_read)
-            ours.callback(os.close, write_fd)
-            read_fd, child_write = os.pipe()
-            its.callback(os.close, child_write)
-            ours.callback(os.close, read_fd)
-            fds = [child_read, child_write, *lent_fds]
-            filter_fd = _filter_fd() if self.interpreter else None
-            if filter_fd is not None:
-                its.callback(os.close, filter_fd)
-                fds.append(filter_fd)
-            errors = ours.enter_context(tempfile.TemporaryFile())
-            python = [self.interpreter.path if self.interpreter else sys.executable, "-I", "-S", "-c", _driver_text(is_judge)]
-            python += map(str, (child_read, child_write, self._max_frame))
-            process = subprocess.Popen(  # noqa: S603 - our own command line
-                python if self.interpreter is None else [*_bubblewrap(self.interpreter, filter_fd), *python],
-                stdin=subprocess.DEVNULL,
-                stdout=errors,
-                stderr=errors,
-                cwd="/",
-                pass_fds=fds,
-                start_new_session=True,
-                user=NOBODY if drop_root else None,
-                group=NOBODY if drop_root else None,
-                extra_groups=[] if drop_root else None,
-            )
-            ours.pop_all()
-        return ConfinedPipes(process, read_fd, write_fd, errors)
-
-    @property
-    def _max_frame(self) -> int:
-        """Output as JSON: at most 6 characters a byte, and some room for the frame itself."""
-        return 6 * self.limits.output_bytes + 4096
 
 
 def open_sandbox(kind: Literal["bubblewrap", "none"], limits: SandboxLimits) -> Sandbox:

@@ -16,10 +16,10 @@ import contextlib
 import json
 import math
 import re
-from collections import Counter
+import socket
 from collections.abc import Sequence
-from decimal import Decimal
 from functools import cache
+from numbers import Number
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -28,7 +28,8 @@ from asyncrl.config.reward import CodeExecReward, RewardConfig
 from asyncrl.errors import ConfigError, RewardError
 from asyncrl.reward.inputs import RewardFunction, RewardInput
 from asyncrl.reward.sandbox.bubblewrap import Sandbox, SandboxLimits, open_sandbox
-from asyncrl.reward.sandbox.confined import Confined, ProgramStopped, SessionPipes
+from asyncrl.reward.sandbox.confined import Confined, ProgramStopped
+from asyncrl.reward.sandbox.guest_values import decode, only_plain
 from asyncrl.reward.sandbox.test_code import UnusableTest, examine
 from asyncrl.schema.samples import Prompt
 
@@ -43,6 +44,7 @@ _CALLABLE = re.compile(r"(\w+)(?:\(\)\.(\w+))?", re.ASCII)
 _MAX_UNORDERED = 2000
 _SEQUENCES = frozenset({"tuple", "deque"})
 _UNORDERED = frozenset({"set", "frozenset"})
+_NUMBERS = frozenset({"", "int", "decimal.Decimal", "fractions.Fraction"})
 _SHOWN_COMPLAINTS, _CHECKED_OF_COMPUTED = 5, 1000
 
 
@@ -174,29 +176,32 @@ def run_tests(sandbox: Sandbox, code: str, tests: list[CodeTest]) -> int:
     """
     passed = 0
     plain, judged = [test for test in tests if not test.code], [test for test in tests if test.code]
-    with contextlib.ExitStack() as opened, contextlib.suppress(ProgramStopped):
-        if judged:  # The two start at the same time.
-            pipes = SessionPipes()
-            opened.callback(pipes.close)
-        candidate = sandbox.launch(code, pipes.of_program if judged else ())
-        opened.callback(candidate.close)
+    with contextlib.closing(sandbox.launch(code)) as candidate, contextlib.suppress(ProgramStopped):
         if judged:
-            judge = sandbox.launch(session=pipes.of_judge, beside=candidate)
-            opened.callback(judge.close)
-            judge.begin()
+            sandbox.judge()  # Where it has to be started, the two start at the same time.
         candidate.begin()
         for test in plain:
             passed += _run_once(candidate, test)
         for test in judged:
-            judge.deadline_s = candidate.deadline_s
-            needs = examine(test.code)
-            candidate.send({"op": "session", "names": needs.names})
-            judge.send({"op": "test", "code": test.code, **needs._asdict()})
-            passed += judge.receive().get("passed") is True
-            # The program's word does not end a session: its processes are ended, and what they left unread is discarded.
-            candidate.send({"op": "end"})
-            candidate.receive()
-            pipes.empty()
+            passed += _judge_once(sandbox, candidate, test)
+    return passed
+
+
+def _judge_once(sandbox: Sandbox, candidate: Confined, test: CodeTest) -> bool:
+    """Run test code beside the program, with a session between the two that is this test's alone."""
+    judge, needs = sandbox.judge(), examine(test.code)
+    judge.deadline_s, judge.beside = candidate.deadline_s, candidate
+    try:
+        end, other_end = socket.socketpair()
+        candidate.send({"op": "session", "names": needs.names}, end)
+        judge.send({"op": "test", "code": test.code, **needs._asdict()}, other_end)
+        passed = judge.receive().get("passed") is True
+        # The program's word does not end a session: its processes are ended.
+        candidate.send({"op": "end"})
+        candidate.receive()
+    except ProgramStopped:
+        sandbox.end_judge()
+        raise
     return passed
 
 
@@ -228,7 +233,10 @@ def _same(value: Any, expected: Any, test: CodeTest) -> bool:  # noqa: ANN401 - 
     """Compare what a program returned, as JSON, with what is expected. Recursion follows `expected`, which is the task's own."""
     tag, inner = ("", value) if type(value) is not dict else (value["t"], value["v"])
     if isinstance(expected, float):
-        return _same_number(tag, inner, expected, test.tolerance)
+        # As a number of its own type: of the Decimal 1E+999999999, a Fraction would write out every digit.
+        number: Any = decode(value, only_plain) if tag in _NUMBERS else None
+        is_number = isinstance(number, Number) and not isinstance(number, bool)
+        return is_number and math.isclose(number, expected, rel_tol=test.tolerance, abs_tol=test.tolerance)
     if isinstance(expected, list):
         is_list = type(inner) is list and (tag in {"", *_SEQUENCES} or (tag in _UNORDERED and test.unordered))
         if not is_list or len(inner) != len(expected):
@@ -246,35 +254,11 @@ def _same(value: Any, expected: Any, test: CodeTest) -> bool:  # noqa: ANN401 - 
     return not tag and type(inner) is type(expected) and bool(inner == expected)
 
 
-def _same_number(tag: str, inner: Any, expected: float, tolerance: float) -> bool:  # noqa: ANN401 - a value of any kind
-    if tag == "fractions.Fraction":
-        number: float = int(inner[0], 16) / int(inner[1], 16)
-    elif tag == "decimal.Decimal":
-        # Never a Fraction of the text: of 1E+999999999 it would write out every digit, here, outside the sandbox.
-        number = float(Decimal(inner))
-    elif tag == "int":
-        number = int(inner, 16)
-    elif not tag and type(inner) in (int, float):
-        number = inner
-    else:
-        return False
-    return math.isclose(number, expected, rel_tol=tolerance, abs_tol=tolerance)
-
-
 def _same_in_any_order(values: list[Any], expected: list[Any], test: CodeTest) -> bool:
-    exact = "float" not in str({type(each).__name__ for each in expected}) and not any(
-        isinstance(each, (list, dict)) for each in expected
-    )
-    if exact:
-        want = Counter((type(each).__name__, each) for each in expected)
-        got: Counter[tuple[str, object]] = Counter()
-        for value in values:
-            number = int(value["v"], 16) if type(value) is dict and value["t"] == "int" else value
-            got[type(number).__name__, number] += 1
-        return got == want
-    if len(values) > _MAX_UNORDERED:
-        return False
-    left = list(expected)
+    by_text = [sorted(each, key=json.dumps) for each in (values, expected)]
+    if all(_same(value, want, test) for value, want in zip(*by_text, strict=True)):
+        return True
+    left = list(expected) if len(values) <= _MAX_UNORDERED else []
     for value in values:
         index = next((index for index, want in enumerate(left) if _same(value, want, test)), None)
         if index is None:

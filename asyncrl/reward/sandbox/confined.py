@@ -1,6 +1,6 @@
 """One confined interpreter, seen from outside: messages to and from its driver, under one deadline and one memory limit.
 
-Owns the process, both pipe ends and the file that catches its error output. Reading never takes more than `max_frame_bytes`;
+Owns the process, the channel and the file that catches its error output. Reading never takes more than `max_frame_bytes`;
 waiting never goes past the deadline; while it waits it adds up the resident memory of everything inside, because rlimits count
 each process alone. `close` kills and reaps, whatever state things are in.
 
@@ -15,11 +15,12 @@ import json
 import os
 import select
 import signal
+import socket
 import struct
 import subprocess
 import time
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import IO
 
 from asyncrl.errors import RewardError
 
@@ -34,66 +35,50 @@ class ProgramStopped(Exception):  # noqa: N818 - the program's fault, not ours: 
     """The confined interpreter ran into a limit or ended; the message says which."""
 
 
-class ConfinedPipes(NamedTuple):
-    """What a launch leaves behind, for `Confined` to own."""
-
-    process: subprocess.Popen[bytes]
-    read_fd: int
-    write_fd: int
-    errors: IO[bytes]
-    """Where the process writes its standard error."""
-
-
-class SessionPipes:
-    """What carries sessions between a program and its judge, each in a sandbox; all four ends stay open here until `close`."""
-
-    def __init__(self) -> None:
-        with contextlib.ExitStack() as opened:
-            ends = []
-            for _ in range(2):
-                ends.append(os.pipe())
-                for fd in ends[-1]:
-                    opened.callback(os.close, fd)
-            (program_reads, judge_writes), (self._judge_reads, program_writes) = ends
-            self.of_program, self.of_judge = (program_reads, program_writes), (self._judge_reads, judge_writes)
-            self.close = opened.pop_all().close
-
-    def empty(self) -> None:
-        """Discard what a program that has ended left for its judge, so that none of it is read in the next session."""
-        poll = select.poll()
-        poll.register(self._judge_reads, select.POLLIN)
-        while poll.poll(0):
-            os.read(self._judge_reads, 1 << 20)
-
-
 class Confined:
-    """A running driver (guest.py). Not thread-safe; the time of the program starts when the driver is ready.
-
-    `beside` is a driver whose memory counts together with this one's.
-    """
+    """A running driver (guest.py). Not thread-safe; the time of the program starts when the driver is ready."""
 
     def __init__(
-        self, pipes: ConfinedPipes, wall_s: float, memory_bytes: int, max_frame_bytes: int, beside: Confined | None = None
+        self,
+        process: subprocess.Popen[bytes],
+        channel: socket.socket,
+        errors: IO[bytes],
+        wall_s: float,
+        memory_bytes: int,
+        max_frame_bytes: int,
     ) -> None:
-        self.read_fd, self.write_fd = pipes.read_fd, pipes.write_fd
+        """Take over a process, the channel to its driver and the file that its standard error is written to."""
         self.deadline_s = time.monotonic() + START_TIMEOUT_S
-        self._is_ready = False
-        self._process, self._errors, self._beside = pipes.process, pipes.errors, beside
+        self.beside: Confined | None = None
+        """A driver whose memory counts together with this one's."""
+        self._process, self._channel, self._errors = process, channel, errors
         self._wall_s, self._memory_bytes, self._max_frame_bytes = wall_s, memory_bytes, max_frame_bytes
+        self._is_ready = False
         self._watched_s = time.monotonic()
         self._unsent = b""
-        for fd in (self.read_fd, self.write_fd):
-            os.set_blocking(fd, False)
+        self._lent: socket.socket | None = None
+        channel.setblocking(False)
 
     @property
     def pid(self) -> int:
         """Process id of what was launched; everything inside is below it."""
         return self._process.pid
 
-    def send(self, frame: Frame) -> None:
-        """Queue a frame; what the pipe does not take at once goes out while waiting in `receive`."""
+    @property
+    def has_ended(self) -> bool:
+        """Whether the driver is gone."""
+        return self._process.poll() is not None
+
+    def send(self, frame: Frame, lent: socket.socket | None = None) -> None:
+        """Queue a frame; what the channel does not take at once goes out while waiting in `receive`.
+
+        Args:
+            frame: The message.
+            lent: One end of a session, which goes to the driver behind the frame and is closed here.
+        """
         payload = json.dumps(frame).encode()
         self._unsent += struct.pack("<I", len(payload)) + payload
+        self._lent = lent
         self._write_some()
 
     def begin(self) -> None:
@@ -117,7 +102,7 @@ class Confined:
         Raises:
             ProgramStopped: The deadline passed, memory ran over, the driver is gone, or it sent something that is no frame.
         """
-        self.check()  # Not only while waiting: a program that floods its pipe never lets us wait.
+        self.check()  # Not only while waiting: a program that floods its channel never lets us wait.
         (size,) = struct.unpack("<I", self._read_exactly(4))
         if size > self._max_frame_bytes:
             raise ProgramStopped(f"sent {size} bytes at once, {self._max_frame_bytes} are allowed")
@@ -135,47 +120,41 @@ class Confined:
         if now_s > self.deadline_s:
             raise ProgramStopped(f"ran past {self._wall_s if self._is_ready else START_TIMEOUT_S:g} s")
         if now_s - self._watched_s >= _WATCH_INTERVAL_S:
-            resident_bytes = self.resident_bytes()
+            resident_bytes = sum(resident_bytes_of_tree(each.pid) for each in (self, self.beside) if each is not None)
             self._watched_s = time.monotonic()
             if resident_bytes > self._memory_bytes:
                 raise ProgramStopped(f"its processes hold {resident_bytes} bytes, {self._memory_bytes} are allowed")
 
     def close(self) -> None:
-        """Kill everything inside, reap it, close the pipes. Safe to repeat."""
+        """Kill everything inside, reap it, close the channel. Safe to repeat."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.kill()
         self._process.wait()
-        for fd in (self.read_fd, self.write_fd):
-            if fd >= 0:
-                os.close(fd)
-        self.read_fd = self.write_fd = -1
-        self._errors.close()
-
-    def resident_bytes(self) -> int:
-        """Return what all processes inside hold in memory, those of `beside` included."""
-        return resident_bytes_of_tree(self._process.pid) + (self._beside.resident_bytes() if self._beside else 0)
+        for each in (self._channel, self._errors, self._lent):
+            if each is not None:
+                each.close()
 
     def _read_exactly(self, size: int) -> bytes:
         chunks = bytearray()
         while len(chunks) < size:
             try:
-                chunk = os.read(self.read_fd, min(size - len(chunks), 1 << 20))
+                chunk = self._channel.recv(min(size - len(chunks), 1 << 20))
             except BlockingIOError:
                 self._wait()
                 continue
+            except ConnectionResetError:
+                chunk = b""
             if not chunk:
                 raise self._gone()
             chunks += chunk
         return bytes(chunks)
 
     def _wait(self) -> None:
-        """Sleep until a pipe is ready or it is time to look at the limits again."""
+        """Sleep until the channel is ready or it is time to look at the limits again."""
         self.check()
         poll = select.poll()
-        poll.register(self.read_fd, select.POLLIN)
-        if self._unsent:
-            poll.register(self.write_fd, select.POLLOUT)
+        poll.register(self._channel, select.POLLIN | (select.POLLOUT if self._unsent or self._lent else 0))
         left_s = min(_WATCH_INTERVAL_S, max(self.deadline_s - time.monotonic(), 0))
         poll.poll(left_s * 1000 + 1)
         self._write_some()
@@ -183,18 +162,23 @@ class Confined:
     def _write_some(self) -> None:
         try:
             while self._unsent:
-                self._unsent = self._unsent[os.write(self.write_fd, self._unsent) :]
+                self._unsent = self._unsent[self._channel.send(self._unsent) :]
+            if self._lent is not None:
+                socket.send_fds(self._channel, [b"\0"], [self._lent.fileno()])
         except BlockingIOError:
-            pass
-        except BrokenPipeError:
+            return
+        except (BrokenPipeError, ConnectionResetError):
             self._unsent = b""  # the reading side reports it
+        if self._lent is not None:
+            self._lent.close()
+            self._lent = None
 
     def _gone(self) -> ProgramStopped:
         """Return what to raise now that the driver has closed its pipe."""
         try:
             status = self._process.wait(timeout=1)
         except subprocess.TimeoutExpired:
-            return ProgramStopped("its driver closed the pipe")
+            return ProgramStopped("its driver closed the channel")
         self._errors.seek(0)
         said = self._errors.read(1000).decode("utf-8", "replace").strip()
         return ProgramStopped(f"its driver ended with status {status}" + (f": {said}" if said else ""))

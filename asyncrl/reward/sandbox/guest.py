@@ -19,7 +19,6 @@ import json
 import operator
 import os
 import resource
-import select
 import signal
 import sys
 import time
@@ -41,41 +40,29 @@ SCRATCH_FOLDERS = ("/tmp", "/dev/shm")  # noqa: S108 - in memory and private ins
 # -- the program's side of a session --------------------------------------------------------------------------------------------
 
 
-def _await(value: Any) -> Any:
+def _await(value: Any, loops: list[Any] = []) -> Any:  # noqa: B006 - one loop for a session
+    import asyncio  # noqa: PLC0415 - takes as long to import as all of a simple program's run
+
     async def result() -> Any:
         return await value
 
-    return _loop().run_until_complete(result())
-
-
-def _loop(loops: list[Any] = []) -> Any:  # noqa: B006 - one loop for a session
-    import asyncio  # noqa: PLC0415 - takes as long to import as all of a simple program's run
-
     if not loops:
         loops.append(asyncio.new_event_loop())
-    return loops[0]
-
-
-def _copied(name: str) -> Callable[[Any], Any]:
-    return lambda value: getattr(__import__("copy"), name)(value)
+    return loops[0].run_until_complete(result())
 
 
 BINARY = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and_", "or_", "xor", "lshift", "rshift")
-COMPARISONS = ("eq", "lt", "le", "gt", "ge")
-CONVERSIONS = ("len", "bool", "int", "float", "complex", "round", "iter", "next", "reversed", "hash", "divmod")
-UNARY = ("neg", "pos", "invert", "abs")
+OF_OPERATOR = "eq lt le gt ge neg pos invert abs getitem setitem delitem contains index"
+BUILT_IN = """len bool int float complex round iter next reversed hash divmod str repr format isinstance issubclass
+    getattr setattr delattr"""
 OPERATIONS: dict[str, Callable[..., Any]] = {
-    **{name: getattr(operator, name) for name in (*BINARY, *COMPARISONS, *UNARY)},
-    **{f"i{name.rstrip('_')}": getattr(operator, f"i{name.rstrip('_')}") for name in BINARY},
-    **{name: getattr(builtins, name) for name in (*CONVERSIONS, "str", "repr", "format", "isinstance", "issubclass")},
-    **{name: getattr(builtins, name) for name in ("getattr", "setattr", "delattr")},
-    **{name: getattr(operator, name) for name in ("getitem", "setitem", "delitem", "contains", "index")},
+    **{name: getattr(operator, name) for name in (*BINARY, *(f"i{name.rstrip('_')}" for name in BINARY), *OF_OPERATOR.split())},
+    **{name: getattr(builtins, name) for name in BUILT_IN.split()},
     "call": lambda function, *args, **kwargs: function(*args, **kwargs),
     "enter": lambda context: type(context).__enter__(context),
     "exit": lambda context, *error: bool(type(context).__exit__(context, *error)),
     "await": _await,
-    "copy": _copied("copy"),
-    "deepcopy": _copied("deepcopy"),
+    **{name: lambda value, name=name: getattr(__import__("copy"), name)(value) for name in ("copy", "deepcopy")},
 }
 """What the program's side does at a judge's request."""
 
@@ -178,25 +165,6 @@ class ProgramSession:
 # -- the driver --------------------------------------------------------------------------------------------------------------
 
 
-def limit_this_process(limits: dict[str, int]) -> None:
-    """Apply the limits of one test to this process and, by inheritance, to all it starts."""
-    for name, amount in limits.items():
-        kind = getattr(resource, name)
-        hard = resource.getrlimit(kind)[1]
-        amount = amount if hard == resource.RLIM_INFINITY else min(amount, hard)
-        resource.setrlimit(kind, (amount, amount))
-
-
-def detach_standard_streams(stdin_fd: int | None = None, stdout_fd: int | None = None) -> None:
-    """Point the three standard streams at nothing, or at the descriptors given."""
-    null = os.open(os.devnull, os.O_RDWR)
-    for target, source in ((0, stdin_fd), (1, stdout_fd), (2, None)):
-        os.dup2(null if source is None else source, target)
-    sys.stdin = open(0, encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115 - for the life of the process
-    sys.stdout = open(1, "w", encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115 - for the life of the process
-    sys.stderr = open(2, "w", encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115 - for the life of the process
-
-
 def load_program(code: str, name: str) -> dict[str, Any]:
     """Execute `code` as the module `name` and return its namespace."""
     module = types.ModuleType(name)
@@ -211,27 +179,34 @@ class Driver:
     def __init__(self, pipe: Pipe, setup: Frame) -> None:
         self.pipe, self.setup = pipe, setup
 
-    def fork(self) -> int:
-        """Fork; the child comes back limited, in a process group of its own, and gets 0."""
+    def fork(self, stdin_fd: int | None = None, stdout_fd: int | None = None) -> int:
+        """Fork; the child gets 0, limited, in a process group of its own, with these streams and none of the driver's."""
         pid = os.fork()
-        if pid == 0:
-            os.setpgid(0, 0)
-            limit_this_process(self.setup["limits"])
-        else:
+        if pid:
             try:
                 os.setpgid(pid, pid)
             except OSError:
                 pass  # it did so itself, or is gone
-        return pid
+            return pid
+        os.setpgid(0, 0)
+        for name, amount in self.setup["limits"].items():
+            kind = getattr(resource, name)
+            hard = resource.getrlimit(kind)[1]
+            amount = amount if hard == resource.RLIM_INFINITY else min(amount, hard)
+            resource.setrlimit(kind, (amount, amount))
+        null = os.open(os.devnull, os.O_RDWR)
+        for target, source in ((0, stdin_fd), (1, stdout_fd), (2, None)):
+            os.dup2(null if source is None else source, target)
+        sys.stdin, sys.stdout, sys.stderr = (
+            open(fd, mode, encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115 - for the life of the process
+            for fd, mode in ((0, "r"), (1, "w"), (2, "w"))
+        )
+        os.close(self.pipe.fd)
+        return 0
 
     def wait(self, pid: int) -> int:
         """Wait for a forked test, end and remove what it left; return its exit status, negative for a signal."""
         status = os.waitpid(pid, 0)[1]
-        self.clean_up(pid)
-        return -os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
-
-    def clean_up(self, pid: int) -> None:
-        """End and remove what a test left whose process is gone."""
         try:
             # Confined, every process in sight is the program's own, and the loop ends when the last of them is gone.
             while self.setup["confined"]:
@@ -246,26 +221,23 @@ class Driver:
 
                 # What cannot be removed ends the driver, and costs the program the tests that are left.
                 shutil.rmtree(entry.path) if entry.is_dir(follow_symlinks=False) else os.unlink(entry.path)
+        return -os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
 
     def run(self, frame: Frame) -> str | None:
         """Execute the program as a script, or call a function of it; reply with exit status and output.
 
-        The child has none of the driver's descriptors. It writes to a file without a name, which is read after its end.
+        The child writes to a file without a name, which is read after its end.
 
         Returns:
             In the child that is to run the program as a script: the program.
         """
+        is_script = "stdin" in frame
         stdin_fd, output_fd = scratch_file(str(frame.get("stdin", "")).encode("utf-8", "replace")), scratch_file()
-        pid = self.fork()
+        pid = self.fork(stdin_fd, output_fd if is_script else None)
         if pid == 0:
-            is_script = "stdin" in frame
-            result_fd = -1 if is_script else os.dup(output_fd)
-            detach_standard_streams(stdin_fd, output_fd if is_script else None)
-            for descriptor in (self.pipe.read_fd, self.pipe.write_fd, *self.setup["session"], stdin_fd, output_fd):
-                os.close(descriptor)
             if is_script:
                 return str(self.setup["code"])
-            call_function(self.setup["code"], frame, result_fd)
+            call_function(self.setup["code"], frame, output_fd)
         status = self.wait(pid)
         output = os.pread(output_fd, self.setup["output_bytes"], 0)
         for descriptor in (stdin_fd, output_fd):
@@ -274,68 +246,57 @@ class Driver:
         return None
 
     def session(self, frame: Frame) -> None:
-        """Load the program and answer requests about it until told to end.
-
-        The child has the session's descriptors and none of the driver's, so nothing that it does or writes keeps it alive.
-        """
-        read_fd, write_fd = self.setup["session"]
+        """Load the program and answer requests about it until told to end. Nothing that the program does ends it earlier."""
+        session_fd = self.take_descriptor()
         pid = self.fork()
         if pid == 0:
             try:
-                detach_standard_streams()
-                for descriptor in (self.pipe.read_fd, self.pipe.write_fd):
-                    os.close(descriptor)
-                session = ProgramSession(Pipe(read_fd, write_fd, self.pipe.max_bytes, is_trusted=True))
+                session = ProgramSession(Pipe(session_fd, self.pipe.max_bytes, is_trusted=True))
                 sys.stdout = session.stdout
                 session.serve(load_program(self.setup["code"], "solution"), frame["names"])
             finally:
                 os._exit(1)
-        is_told = False
-        while not (is_gone := os.waitpid(pid, os.WNOHANG)[0] == pid) and not is_told:
-            is_told = has_input(self.pipe.read_fd, 0.01)
-        if not is_gone:
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
-        self.clean_up(pid)
-        if not is_told and select.select([], [write_fd], [], 0)[1]:
-            Pipe(read_fd, write_fd, self.pipe.max_bytes).write({"ended": True})  # The judge may wait for an answer.
+        os.close(session_fd)  # With the child, the other end of the session ends.
         self.pipe.read()
-        while has_input(read_fd):
-            os.read(read_fd, 1 << 20)
+        os.kill(pid, signal.SIGKILL)
+        self.wait(pid)
         self.pipe.write({"ended": True})
 
     def test(self, frame: Frame) -> None:
         """Run one piece of test code against the program; reply whether it reached its end."""
         from asyncrl.reward.sandbox.guest_judge import passes  # noqa: PLC0415 - sent to a judge's sandbox only
 
-        read_fd, write_fd = self.setup["session"]
+        session_fd = self.take_descriptor()
         pid = self.fork()
         if pid == 0:
             try:
-                detach_standard_streams()
-                os._exit(PASSED if passes(Pipe(read_fd, write_fd, self.pipe.max_bytes), frame) else FAILED)
+                os._exit(PASSED if passes(Pipe(session_fd, self.pipe.max_bytes), frame) else FAILED)
             finally:
                 os._exit(FAILED)
+        os.close(session_fd)
         self.pipe.write({"passed": self.wait(pid) == PASSED})
+
+    def take_descriptor(self) -> int:
+        """Return the end of a session that the outside sends behind a message."""
+        import _socket  # noqa: PLC0415 - `socket` takes 5 ms to import
+
+        channel = _socket.socket(fileno=self.pipe.fd)
+        (_, _, sent), *_ = channel.recvmsg(1, _socket.CMSG_SPACE(4))[1]
+        channel.detach()
+        return int.from_bytes(sent, sys.byteorder)
 
     def serve(self) -> str | None:
         """Serve one operation after the other until the outside closes the pipe; return as `run`."""
         operations: dict[str, Callable[[Frame], str | None]] = {"run": self.run, "session": self.session, "test": self.test}
         self.pipe.write({"ready": True})
-        while True:
+        program = None
+        while program is None:
             try:
                 frame = self.pipe.read()
             except SessionOver:
                 return None
-            operation = operations.get(str(frame.get("op")))
-            program = operation(frame) if operation else None
-            if program is not None:
-                return program
-
-
-def has_input(descriptor: int, wait_s: float = 0.0) -> bool:
-    """Return whether something can be read, now or within `wait_s`."""
-    return bool(select.select([descriptor], [], [], wait_s)[0])
+            program = operations[frame["op"]](frame)
+        return program
 
 
 def scratch_file(content: bytes = b"") -> int:
@@ -367,13 +328,13 @@ def call_function(code: str, frame: Frame, result_fd: int) -> None:
 
 
 def main() -> None:
-    """Take the pipe's descriptors and the largest message from the command line."""
+    """Take the channel's descriptor and the largest message from the command line."""
     if hasattr(sys, "set_int_max_str_digits"):
         sys.set_int_max_str_digits(0)
     for name in ("exit", "quit"):
         setattr(builtins, name, sys.exit)
-    read_fd, write_fd, max_bytes = map(int, sys.argv[1:4])
-    pipe = Pipe(read_fd, write_fd, max_bytes, is_trusted=True)
+    channel_fd, max_bytes = map(int, sys.argv[1:3])
+    pipe = Pipe(channel_fd, max_bytes, is_trusted=True)
     os.environ.pop("MALLOC_ARENA_MAX", None)
     code = Driver(pipe, pipe.read()).serve()
     if code is not None:

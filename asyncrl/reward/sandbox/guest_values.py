@@ -4,7 +4,7 @@ Sent as text into the sandbox (guest.py): standard library only, Python 3.9 and 
 takes as long as a simple program runs. Messages are 4 bytes little-endian length, then JSON. `decode` rebuilds exact built-in
 types, whatever the other side had; what it does not know is the caller's to judge, or Malformed.
 """
-# ruff: noqa: ANN401, PLC0415 - values of any kind; modules that few programs need are imported where they are used
+# ruff: noqa: ANN401 - values of any kind
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ class Malformed(Exception):  # noqa: N818 - of a message
 
 
 class Pipe:
-    """Messages over two blocking descriptors, of at most `max_bytes`; what a trusted end sends may be larger."""
+    """Messages over a blocking socket, of at most `max_bytes`; what a trusted end sends may be larger."""
 
-    def __init__(self, read_fd: int, write_fd: int, max_bytes: int, is_trusted: bool = False) -> None:
-        self.read_fd, self.write_fd, self.max_bytes, self.is_trusted = read_fd, write_fd, max_bytes, is_trusted
+    def __init__(self, fd: int, max_bytes: int, is_trusted: bool = False) -> None:
+        self.fd, self.max_bytes, self.is_trusted = fd, max_bytes, is_trusted
 
     def read(self) -> Frame:
         """Return the next message, or raise SessionOver."""
@@ -57,18 +57,24 @@ class Pipe:
         return frame
 
     def write(self, frame: Frame) -> None:
-        """Send a message, or raise ValueError where it is larger than the other end takes."""
+        """Send a message; raise ValueError where it is larger than the other end takes, SessionOver where nobody reads it."""
         payload = json.dumps(frame).encode()
         if len(payload) > self.max_bytes:
             raise ValueError(f"message of {len(payload)} bytes, {self.max_bytes} are allowed")
         left = memoryview(struct.pack("<I", len(payload)) + payload)
-        while left:
-            left = left[os.write(self.write_fd, left) :]
+        try:
+            while left:
+                left = left[os.write(self.fd, left) :]
+        except OSError as error:
+            raise SessionOver(f"nobody reads: {error}") from error
 
     def _exactly(self, size: int) -> bytes:
         chunks = []
         while size:
-            chunk = os.read(self.read_fd, min(size, 1 << 20))
+            try:
+                chunk = os.read(self.fd, min(size, 1 << 20))
+            except OSError:  # reset by the other end, which is gone
+                chunk = b""
             if not chunk:
                 raise SessionOver("end of file")
             chunks.append(chunk)
@@ -133,6 +139,20 @@ def _bounded_hex(number: Any) -> Any:
     return number if type(number) is not int or -SAFE_INT < number < SAFE_INT else {"t": "int", "v": hex(number)}
 
 
+def _number(inner: Any) -> Any:
+    return int(inner["v"], 16) if type(inner) is dict else inner
+
+
+def _named(tag: str, inner: list[Any]) -> Any:
+    """Rebuild an object of a type of `_WRITTEN_BY_NAME`."""
+    module, name = tag.split(".")
+    kind = getattr(__import__(module), name)
+    values = [*map(_number, inner)]
+    if name == "Fraction":
+        values = [*map(operator.index, values)]  # Never of a text: of 1E+999999999 it would write out every digit.
+    return getattr(kind, "fromisoformat", kind)(*values)
+
+
 _PLAIN_CONTAINERS: tuple[tuple[str, Any], ...] = (
     ("tuple", tuple),
     ("set", set),
@@ -148,35 +168,13 @@ _WRITTEN: tuple[tuple[type, str, Callable[[Any], Any]], ...] = (
     (bytearray, "bytearray", bytearray.hex),
     (complex, "complex", lambda value: [value.real, value.imag]),
 )
-_WRITTEN_BY_NAME: dict[str, Callable[[Any], Any]] = {
-    "decimal.Decimal": str,
-    "fractions.Fraction": lambda value: [hex(value.numerator), hex(value.denominator)],
-    "datetime.date": lambda value: value.isoformat(),
-    "datetime.time": lambda value: value.isoformat(),
-    "datetime.datetime": lambda value: value.isoformat(),
+_WRITTEN_BY_NAME: dict[str, Callable[[Any], list[Any]]] = {
+    "decimal.Decimal": lambda value: [str(value)],
+    "fractions.Fraction": lambda value: [_bounded_hex(value.numerator), _bounded_hex(value.denominator)],
     "datetime.timedelta": lambda value: [value.days, value.seconds, value.microseconds],
+    **dict.fromkeys(("datetime.date", "datetime.time", "datetime.datetime"), lambda value: [value.isoformat()]),
 }
 """Types whose modules take longer to import than most programs to run."""
-
-
-def _dated(tag: str, inner: Any) -> Any:
-    import datetime as dt
-
-    kind = getattr(dt, tag.split(".")[1])
-    return kind(*inner) if tag == "datetime.timedelta" else kind.fromisoformat(inner)
-
-
-def _exact(tag: str, inner: Any) -> Any:
-    import decimal
-    import fractions
-
-    return decimal.Decimal(inner) if tag == "decimal.Decimal" else fractions.Fraction(*(int(each, 16) for each in inner))
-
-
-def _number(inner: Any) -> Any:
-    return inner if inner is None or type(inner) is int else int(inner["v"], 16)
-
-
 _DECODERS: dict[str, Callable[[str, Any], Any]] = {
     "int": lambda _, inner: int(inner, 16),
     "range": lambda _, inner: range(*map(_number, inner)),
@@ -184,9 +182,7 @@ _DECODERS: dict[str, Callable[[str, Any], Any]] = {
     "bytes": lambda _, inner: bytes.fromhex(inner),
     "bytearray": lambda _, inner: bytearray.fromhex(inner),
     "complex": lambda _, inner: complex(*inner),
-    "decimal.Decimal": _exact,
-    "fractions.Fraction": _exact,
-    **dict.fromkeys(("datetime.date", "datetime.time", "datetime.datetime", "datetime.timedelta"), _dated),
+    **dict.fromkeys(_WRITTEN_BY_NAME, _named),
 }
 _CONTAINERS: dict[str, Callable[[Any], Any]] = {
     "tuple": tuple,

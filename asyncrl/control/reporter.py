@@ -11,6 +11,7 @@ import contextlib
 import logging
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 
 import msgspec
@@ -27,13 +28,15 @@ from asyncrl.observe.samples import rows_of
 from asyncrl.observe.sinks import MetricSinks
 from asyncrl.observe.steps import (
     EVAL_FILE,
+    EVENTS_FILE,
     STEPS_FILE,
     EvalReport,
     EventKind,
-    EventsFile,
     JsonLines,
+    RunEvent,
     StepReport,
     read_evals,
+    read_events,
     read_steps,
 )
 from asyncrl.schema.batches import StepDone
@@ -50,7 +53,7 @@ STEPS_WITH_METRICS = 1000
 REMEMBERED_STEPS = 8
 """Taken steps whose staleness figures are kept until they are done."""
 MOST_SPANS_BYTES = 32 << 20
-"""Of spans.jsonl; then it becomes spans.old.jsonl and a new one is begun, so that twice this is the most."""
+"""Of spans.jsonl; then a new one is begun, so that twice this is the most."""
 SPANS_BUFFER_BYTES = 1 << 20
 """Every tick writes out what is there; a write in between waits for the disk, and for the other threads."""
 
@@ -66,12 +69,11 @@ class Reporter:
         self._clock = clock
         self._steps_file: JsonLines[StepReport] = JsonLines(run_folder / STEPS_FILE)
         self._evals_file: JsonLines[EvalReport] = JsonLines(run_folder / EVAL_FILE)
-        self._events = EventsFile(run_folder)
+        self._num_events = max((event.seq for event in read_events(run_folder)), default=0)
+        self._events_file: JsonLines[RunEvent] = JsonLines(run_folder / EVENTS_FILE)
         asked = config.observe.alarms
         self.alarms = Alarms(config.algorithm.groups_per_step, [name for name, what in asked.items() if what == "off"])
-        self._spans_path = run_folder / sp.SPANS_FILE
-        self._spans_file = self._spans_path.open("ab", SPANS_BUFFER_BYTES)
-        self._encoder = msgspec.json.Encoder()
+        self._spans_file: JsonLines[sp.Span] = JsonLines(run_folder / sp.SPANS_FILE, MOST_SPANS_BYTES, SPANS_BUFFER_BYTES)
         self._staleness: dict[int, dict[str, float]] = {}
         self._published_s: dict[int, float] = {}
         self._sync_ms: dict[str, float] = {}
@@ -88,22 +90,26 @@ class Reporter:
 
     def note_spans(self, *spans: sp.Span) -> None:
         """Record spans."""
-        self._spans_file.write(self._encoder.encode_lines(spans))
+        self._spans_file.write(*spans)
 
     def note_event(self, kind: EventKind, subject: str, text: str = "", version: int = -1) -> None:
         """Record that something happened to the run."""
-        self._events.write(self._clock.now(), kind, subject, text, version)
+        self._num_events += 1
+        now = self._clock.now()
+        self._events_file.write(
+            RunEvent(seq=self._num_events, time_s=now, kind=kind, subject=subject, text=text, version=version)
+        )
 
     def note_samples(self, samples: Sequence[Sample]) -> None:
         """Record generated samples."""
-        self.note_spans(*map(sp.sample_span, samples))
+        self.note_spans(*(one for sample in samples for one in sp.spans_of(sample)))
         trained = [sample.num_tokens for sample in samples if sample.purpose == "train"]
         self._sums["generated"] += len(trained)
         self._sums["generated tokens"] += sum(trained)
 
     def note_answers(self, answers: Iterable[Score | InferResult], scores: Iterable[Score]) -> None:
         """Record what a worker did for samples' scores, and count the scores that are complete with that."""
-        self.note_spans(*map(sp.score_span, answers))
+        self.note_spans(*(one for answer in answers for one in sp.spans_of(answer)))
         rewards = [score.reward for score in scores if score.purpose == "train" and not score.error]
         self._sums["scored"] += len(rewards)
         self._sums["scored reward"] += sum(rewards)
@@ -139,7 +145,7 @@ class Reporter:
             del self._published_s[version]
         self._weights_metrics["weights/blocked_ms"] = available.blocked_ms
         self._weights_metrics["weights/update_bytes"] = available.update_bytes
-        self.note_spans(sp.publish_span(available))
+        self.note_spans(*sp.spans_of(available))
 
     def note_live(self, live: VersionLive, newest: WeightsAvailable | None) -> None:
         """Record that a generator has swapped; warn where its engine and the learner do not agree."""
@@ -148,7 +154,7 @@ class Reporter:
         self._weights_metrics["weights/swap_ms"] = live.swap_ms
         if live.probe_error >= 0:
             self._weights_metrics["weights/probe_error"] = live.probe_error
-        self.note_spans(sp.swap_span(live))
+        self.note_spans(*sp.spans_of(live))
         tolerance = self._config.broadcast.probe_tolerance
         if live.probe_error > tolerance:
             log.warning(
@@ -173,7 +179,7 @@ class Reporter:
         self.note_event("evaluation", name, f"{value:.3f}", report.version)
         self._evals_file.write(report)
         judged = {} if report.accuracy is None else {"accuracy": report.accuracy}
-        self.note_spans(sp.span("evaluate", report.started_s, report.finished_s, "controller", **judged))
+        self.note_spans(sp.span(sp.EVALUATE, report.started_s, report.finished_s, "controller", **judged))
         values = {"eval/reward_mean": report.reward_mean, **{f"eval/{name}": value for name, value in judged.items()}}
         self.sinks.write(report.version, self._clock.now(), values)
 
@@ -184,25 +190,30 @@ class Reporter:
             Alarms that it raises.
         """
         raised: list[Alarm] = []
-        done = msgspec.structs.replace(done, metrics=finite(done.metrics))
-        now = self._clock.now()
+        trained, now = finite(done.metrics), self._clock.now()
+        num_samples = trained.get("data/samples", 0.0)
+        tokens = num_samples * (trained.get("data/prompt_tokens_mean", 0.0) + trained.get("data/response_tokens_mean", 0.0))
         elapsed_s = max(now - self._last_step_s, 1e-9)
         counts, failures, generators = dispatcher.buffer.counts(), dispatcher.failures, peers.of("generator")
         beats = {peer.name: peer.heartbeat for peer in peers.values() if peer.heartbeat is not None}
         idle = [self._idle_share(beats[peer.name]) for peer in generators if peer.name in beats]
         by_name = {"dropped": counts.dropped, "failed": counts.failed, "deaths": self._deaths}
         metrics = finite({
-            **done.metrics,
+            **trained,
             **self._staleness.pop(done.step, {}),
             **self._weights_metrics,
             **({"weights/sync_ms": max(self._sync_ms.values())} if self._sync_ms else {}),
-            **self._rates(done, dispatcher.generated_tokens, elapsed_s),
+            "throughput/tokens_per_sec": tokens / elapsed_s,
+            "throughput/learner_tokens_per_sec": tokens / max(done.finished_s - done.started_s, 1e-9),
+            "throughput/trained_tokens_per_sec": trained.get("data/trained_tokens", 0.0) / elapsed_s,
+            "throughput/samples_per_sec": num_samples / elapsed_s,
+            "throughput/generated_tokens_per_sec": (dispatcher.generated_tokens - self._last_generated) / elapsed_s,
             **{f"{stage}/{name}": float(count) for stage, each in by_name.items() for name, count in each.items()},
             **{
                 f"memory/resident_gb/{name}": beat.gauges.get("process/resident_bytes", 0.0) / 1e9 for name, beat in beats.items()
             },
             **{f"queue/slots/{peer.name}": float(peer.num_slots) for peer in generators if peer.num_slots},
-            **self._selection_bias(done.metrics),
+            **self._selection_bias(trained),
             "idle/learner": min(done.waited_s / elapsed_s, 1.0),
             "idle/generators": sum(idle) / len(idle) if idle else 0.0,
             "time/step_s": elapsed_s,
@@ -247,7 +258,7 @@ class Reporter:
             if len(self.steps) > STEPS_WITH_METRICS:
                 old = self.steps[-STEPS_WITH_METRICS - 1]
                 self.steps[-STEPS_WITH_METRICS - 1] = msgspec.structs.replace(old, metrics={})
-        self.note_spans(*sp.step_spans(done))
+        self.note_spans(*sp.spans_of(done))
         self.sinks.write(done.version, now, metrics)
         log.info(
             "step %d/%d reward %.3f staleness %.2f (max %d) ready %d generated %.0f tok/s trained %.0f tok/s",
@@ -255,19 +266,6 @@ class Reporter:
             report.groups_ready, report.generated_tokens_per_s, report.trained_tokens_per_s,
         )  # fmt: skip
         return raised
-
-    def _rates(self, done: StepDone, generated_tokens: int, elapsed_s: float) -> dict[str, float]:
-        """Return tokens and samples per second since the step before."""
-        counts, working_s = done.metrics, max(done.finished_s - done.started_s, 1e-9)
-        samples = counts.get("data/samples", 0.0)
-        tokens = samples * (counts.get("data/prompt_tokens_mean", 0.0) + counts.get("data/response_tokens_mean", 0.0))
-        return {
-            "throughput/tokens_per_sec": tokens / elapsed_s,
-            "throughput/learner_tokens_per_sec": tokens / working_s,
-            "throughput/trained_tokens_per_sec": counts.get("data/trained_tokens", 0.0) / elapsed_s,
-            "throughput/samples_per_sec": samples / elapsed_s,
-            "throughput/generated_tokens_per_sec": (generated_tokens - self._last_generated) / elapsed_s,
-        }
 
     def _selection_bias(self, step: Mapping[str, float]) -> dict[str, float]:
         """Add a step, and return how what was trained differs from what was generated, over the whole run."""
@@ -298,22 +296,14 @@ class Reporter:
     def tick(self) -> None:
         """Let what was recorded reach the files."""
         self._spans_file.flush()
-        if self._spans_file.tell() > MOST_SPANS_BYTES:
-            self._spans_file.close()
-            self._spans_path.replace(self._spans_path.with_name(sp.OLD_SPANS_FILE))
-            self._spans_file = self._spans_path.open("ab", SPANS_BUFFER_BYTES)
 
     async def close(self, run_folder: Path) -> None:
         """Close every file, whatever becomes of the others, and draw the pictures."""
         with contextlib.ExitStack() as closing:
-            for open_one in (self.sinks, self._spans_file, self._evals_file, self._steps_file, self._events):
+            for open_one in (self.sinks, self._spans_file, self._evals_file, self._steps_file, self._events_file):
                 closing.callback(open_one.close)
-        await asyncio.to_thread(self._draw, run_folder)
-
-    def _draw(self, run_folder: Path) -> None:
-        from asyncrl.observe.report import write_report  # noqa: PLC0415 - loads matplotlib, once, at the end
-
         if self._config.observe.trace:
-            sp.write_trace(run_folder)
+            await asyncio.to_thread(sp.write_trace, run_folder)
         if self.steps:
-            write_report(run_folder)
+            report = await asyncio.to_thread(import_module, "asyncrl.observe.report")  # loads matplotlib, once, at the end
+            await asyncio.to_thread(report.write_report, run_folder)

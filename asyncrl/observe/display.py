@@ -11,6 +11,7 @@ import importlib
 import itertools
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -169,64 +170,49 @@ async def follow_run(
     Raises:
         RunError: The run failed; the message is its reason.
     """
-    console = console or Console(highlight=False)
-    failure: RunError | None = None
-    with contextlib.ExitStack() as stack:
-        live = None if plain else stack.enter_context(Live(Text("starting"), console=console, auto_refresh=False))
-        follower = _Follower(run, console, live)
+    console, clock = console or Console(highlight=False), clock or SystemClock()
+    view, failure = RunView(), None
+    live = None if plain else Live(Text("starting"), console=console, auto_refresh=False)
+    say = partial(console.print, markup=False, soft_wrap=True)  # text as it is
+
+    def tell(line: str) -> None:
+        if live is None:
+            say(line)
+
+    async def look() -> None:
+        status = await run.status()
+        known = len(view.status.failures) if view.status else 0
+        news = view.take_status(status)
+        for line in news:
+            tell(f"{duration(status.uptime_s)} {line}")
+        if live is not None:
+            live.update(render(view), refresh=True)
+        for seen in status.failures[known:]:
+            what = "a sample scored 0" if seen.stage == OVER_LIMIT else f"a sample failed at {seen.stage} ({seen.kind})"
+            say(f"{what}: {seen.reason}\n{seen.trace}".rstrip())
+
+    async def poll() -> None:
+        with contextlib.suppress(RunError):  # it does not answer any more
+            while True:
+                await look()
+                await clock.sleep(REFRESH_S)
+
+    with live or contextlib.nullcontext():
         async with asyncio.TaskGroup() as group:
-            polling = group.create_task(follower.poll(clock or SystemClock()), name="display-poll")
+            polling = group.create_task(poll(), name="display-poll")
             try:
                 async for report in run.steps(first):
-                    follower.tell(follower.view.take_step(report))
+                    tell(view.take_step(report))
             except RunError as error:
                 failure = error
             polling.cancel()
-        await follower.look()
-    for line in await asyncio.to_thread(closing_lines, run.run_folder, follower.view.status):
-        _print_line(console, line)
+        with contextlib.suppress(RunError):
+            await look()
+    for line in await asyncio.to_thread(closing_lines, run.run_folder, view.status):
+        say(line)
     if failure is not None:
         raise failure
-    return follower.view.status
-
-
-class _Follower:
-    """Takes a run's statuses into a view and shows them."""
-
-    def __init__(self, run: Followed, console: Console, live: Live | None) -> None:
-        self.view = RunView()
-        self._run, self._console, self._live = run, console, live
-
-    async def poll(self, clock: Clock) -> None:
-        """Look every REFRESH_S until the run does not answer any more."""
-        while await self.look():
-            await clock.sleep(REFRESH_S)
-
-    def tell(self, line: str) -> None:
-        """Print a line where there is no display."""
-        if self._live is None:
-            _print_line(self._console, line)
-
-    async def look(self) -> bool:
-        """Take one status in; return whether the run answered."""
-        try:
-            status = await self._run.status()
-        except RunError:
-            return False
-        known = len(self.view.status.failures) if self.view.status else 0
-        for line in self.view.take_status(status):
-            self.tell(f"{duration(status.uptime_s)} {line}")
-        if self._live is not None:
-            self._live.update(render(self.view), refresh=True)
-        for seen in status.failures[known:]:
-            what = "a sample scored 0" if seen.stage == OVER_LIMIT else f"a sample failed at {seen.stage} ({seen.kind})"
-            _print_line(self._console, f"{what}: {seen.reason}\n{seen.trace}".rstrip())
-        return True
-
-
-def _print_line(console: Console, line: str) -> None:
-    """Print text as it is: no markup, no wrapping."""
-    console.print(line, markup=False, soft_wrap=True)
+    return view.status
 
 
 def closing_lines(run_folder: Path, status: RunStatus | None) -> list[str]:
@@ -240,8 +226,14 @@ def closing_lines(run_folder: Path, status: RunStatus | None) -> list[str]:
             f"held-out {name} {before:.3f} (version {first.version}) -> {after:.3f} (version {last.version}), "
             f"{last.num_samples} samples each"
         )
+    steps, drawn = run_folder / STEPS_FILE, {name: run_folder / f"{name}.png" for name in ("reward", "timeline")}
     try:
-        lines += [f"{name:<12}{path}" for name, path in _pictures(run_folder).items()]
+        # The controller has drawn them at the end, unless it was killed; matplotlib is slow to import.
+        if not steps.exists():
+            drawn = {}
+        elif any(not path.exists() or path.stat().st_mtime_ns < steps.stat().st_mtime_ns for path in drawn.values()):
+            drawn = importlib.import_module("asyncrl.observe.report").write_report(run_folder)
+        lines += [f"{name:<12}{path}" for name, path in drawn.items()]
     except OSError as error:
         lines.append(f"no pictures: {error.strerror}; `asyncrl report {run_folder}` draws them")
     if status is not None and status.checkpoint:
@@ -249,19 +241,6 @@ def closing_lines(run_folder: Path, status: RunStatus | None) -> list[str]:
     if status is not None and status.phase in ENDED:
         lines.append(f"{status.phase}{f': {status.reason}' if status.reason else ''}")
     return lines
-
-
-def _pictures(run_folder: Path) -> dict[str, Path]:
-    """Return the run's pictures, drawn anew only where the controller has not done it at the end (it was killed, say)."""
-    steps = run_folder / STEPS_FILE
-    if not steps.exists():
-        return {}
-    drawn = {name: run_folder / f"{name}.png" for name in ("reward", "timeline")}
-    if all(path.exists() and path.stat().st_mtime_ns >= steps.stat().st_mtime_ns for path in drawn.values()):
-        return drawn
-    report = importlib.import_module("asyncrl.observe.report")  # matplotlib is slow to import, and only the end needs it
-    paths: dict[str, Path] = report.write_report(run_folder)
-    return paths
 
 
 # -- drawing -------------------------------------------------------------------------------------------------------------
@@ -278,41 +257,29 @@ def render(view: RunView) -> RenderableType:
     text.append(f"  {duration(status.uptime_s)}{to_go}", style="dim")
     parts: list[RenderableType] = [text, ProgressBar(total=max(status.num_steps, 1), completed=max(status.version, 0))]
     if last is not None:
-        table = Table.grid(padding=(0, 2))
-        table.add_column(style="dim", no_wrap=True)
         spark = sparkline([report.reward_mean for report in view.steps], 48)
-        table.add_row("reward", Text.assemble((f"{last.reward_mean:.3f} ", "bold green"), (spark, "green")))
-        table.add_row("staleness", f"mean {last.staleness_mean:.2f}  max {last.staleness_max} versions")
-        table.add_row("buffer", f"{last.groups_ready} groups ready  {last.groups_running} running  {last.groups_scoring} scoring")
-        speeds = f"{last.generated_tokens_per_s:,.0f} generated  {last.trained_tokens_per_s:,.0f} trained"
-        table.add_row("tokens/s", speeds)
-        table.add_row("idle", f"learner {last.learner_idle:.0%}  generators {last.generators_idle:.0%}")
-        table.add_row("weights", f"live everywhere {last.weight_sync_ms:.0f} ms after they were published")
-        if last.dropped:
-            table.add_row("dropped", "  ".join(f"{count} {reason}" for reason, count in sorted(last.dropped.items())))
+        table = _grid("dim", None)
+        rows: dict[str, RenderableType] = {
+            "reward": Text.assemble((f"{last.reward_mean:.3f} ", "bold green"), (spark, "green")),
+            "staleness": f"mean {last.staleness_mean:.2f}  max {last.staleness_max} versions",
+            "buffer": f"{last.groups_ready} groups ready  {last.groups_running} running  {last.groups_scoring} scoring",
+            "tokens/s": f"{last.generated_tokens_per_s:,.0f} generated  {last.trained_tokens_per_s:,.0f} trained",
+            "idle": f"learner {last.learner_idle:.0%}  generators {last.generators_idle:.0%}",
+            "weights": f"live everywhere {last.weight_sync_ms:.0f} ms after they were published",
+            "dropped": "  ".join(f"{count} {reason}" for reason, count in sorted(last.dropped.items())),
+        }
+        for name, shown in rows.items():
+            if shown:
+                table.add_row(name, shown)
         parts.append(table)
     if status.failures:
-        table = Table.grid(padding=(0, 2))
-        table.add_column(style="bold red", no_wrap=True)
-        table.add_column(overflow="ellipsis", no_wrap=True)
+        table = _grid("bold red", "")
         for seen in sorted(status.failures, key=lambda seen: -seen.count)[:MOST_FAILURES_SHOWN]:
             table.add_row(f"{seen.count} failed", f"at {seen.stage}: {seen.kind}")
         shares = f"{status.failed_share:.0%} of the newest groups failed, {status.over_limit_share:.0%} of samples over a limit"
         table.add_row("", f"{shares}; a run ends at supervision.max_failed_share")
         parts.append(table)
-    parts.append(_processes(status))
-    if status.waiting:
-        parts.append(Text.assemble(("waiting  ", "dim"), (status.waiting, "yellow")))
-    parts += [Text(line, style="dim", overflow="ellipsis", no_wrap=True) for line in view.events]
-    title, folder = Text.assemble("asyncrl ", (status.name, "bold")), Text(status.run_folder, style="dim")
-    return Panel(Group(*parts), title=title, subtitle=folder, border_style="blue")
-
-
-def _processes(status: RunStatus) -> Table:
-    table = Table.grid(padding=(0, 2))
-    for _ in range(2):
-        table.add_column(no_wrap=True)
-    table.add_column(style="dim", overflow="ellipsis", no_wrap=True)
+    table = _grid("", "", "dim")
     for process in status.processes[:12]:
         doing = f"waits for {process.waiting_for} ({process.waiting_s:.0f} s)" if process.waiting_for else "at work"
         style = "green" if process.state == "ready" else "yellow"
@@ -322,4 +289,18 @@ def _processes(status: RunStatus) -> Table:
         table.add_row("joined", f"{here} of {most}", f"{status.guests['came']} so far, {lost} lost")
     if len(status.processes) > 12:
         table.add_row(f"and {len(status.processes) - 12} more", "", "")
+    parts.append(table)
+    if status.waiting:
+        parts.append(Text.assemble(("waiting  ", "dim"), (status.waiting, "yellow")))
+    parts += [Text(line, style="dim", overflow="ellipsis", no_wrap=True) for line in view.events]
+    title, folder = Text.assemble("asyncrl ", (status.name, "bold")), Text(status.run_folder, style="dim")
+    return Panel(Group(*parts), title=title, subtitle=folder, border_style="blue")
+
+
+def _grid(*styles: str | None) -> Table:
+    """Return a table without lines; columns keep to one line, and the last may be cut, but for those whose style is None."""
+    table = Table.grid(padding=(0, 2))
+    for number, style in enumerate(styles):
+        is_last = number == len(styles) - 1
+        table.add_column(style=style or None, overflow="ellipsis" if is_last else "fold", no_wrap=style is not None)
     return table

@@ -20,11 +20,6 @@ class Metric:
     unit: str
     meaning: str
 
-    @property
-    def is_family(self) -> bool:
-        """Return whether the last part of the name is free."""
-        return self.name.endswith("/*")
-
 
 _ROWS = (
     # What the policy earns

@@ -160,12 +160,19 @@ def _draw_lane(axes: Axes, lane: Lane, row: int, window: Window) -> None:
         ]
         _fill_occupancy(axes, shown, row, window, REWARD_COLOUR)
     for item in _inside(lane.named(WAIT), window):
-        axes.broken_barh([_bar(item)], (row + 0.2, 0.5), facecolor=WAIT_COLOUR, edgecolor=FAINT, hatch="////", lw=0)
+        axes.broken_barh(
+            [(item.start_s, item.end_s - item.start_s)],
+            (row + 0.2, 0.5),
+            facecolor=WAIT_COLOUR,
+            edgecolor=FAINT,
+            hatch="////",
+            lw=0,
+        )
     for item in _inside(lane.named(CHECKPOINT), window):
-        axes.broken_barh([_bar(item)], (row + 0.1, 0.1), color=CHECKPOINT_COLOUR, lw=0)
+        axes.broken_barh([(item.start_s, item.end_s - item.start_s)], (row + 0.1, 0.1), color=CHECKPOINT_COLOUR, lw=0)
     for item in _inside(lane.named(STEP), window):
         step, start_s, end_s = int(item.attributes.get("step", 0)), max(item.start_s, window[0]), min(item.end_s, window[1])
-        axes.broken_barh([_bar(item)], (row + 0.12, 0.66), color=LEARN_COLOURS[step % 2], lw=0)
+        axes.broken_barh([(item.start_s, item.end_s - item.start_s)], (row + 0.12, 0.66), color=LEARN_COLOURS[step % 2], lw=0)
         if end_s - start_s > shown_s / 45:
             axes.text((start_s + end_s) / 2, row + 0.45, str(step), ha="center", va="center", color="white", fontsize=9,
                       fontweight="bold")  # fmt: skip
@@ -186,8 +193,8 @@ def _draw_generator(axes: Axes, lane: Lane, row: int, window: Window) -> None:
                 axes.annotate(f"v{version}", (part[0], row + 0.06), xytext=(5, 0), textcoords="offset points",
                               va="bottom", fontsize=8.5, color=INK)  # fmt: skip
     for item in _inside(swaps, window):
-        start_s, length_s = _bar(item)
-        axes.broken_barh([(start_s, max(length_s, shown_s / 500))], (row, 0.86), color=SWAP_COLOUR, lw=0, zorder=4)
+        length_s = max(item.end_s - item.start_s, shown_s / 500)
+        axes.broken_barh([(item.start_s, length_s)], (row, 0.86), color=SWAP_COLOUR, lw=0, zorder=4)
 
 
 def _fill_occupancy(axes: Axes, spans: Sequence[Span], row: int, window: Window, colour: str) -> None:
@@ -232,10 +239,6 @@ def _label_lanes(axes: Axes, names: Sequence[str]) -> None:
 
 def _inside(spans: Sequence[Span], window: Window) -> list[Span]:
     return [item for item in spans if item.end_s >= window[0] and item.start_s <= window[1]]
-
-
-def _bar(item: Span) -> tuple[float, float]:
-    return item.start_s, item.end_s - item.start_s
 
 
 def _plain_axes(axes: Axes, *, grid: bool = True) -> None:

@@ -11,11 +11,10 @@ from pathlib import Path
 
 import msgspec
 
-from asyncrl.observe.steps import JsonLines, read_lines
+from asyncrl.observe.steps import read_lines
 from asyncrl.schema.samples import ScoredGroup, ids_from_bytes
 
 SAMPLES_FILE = "samples.jsonl"
-OLD_SAMPLES_FILE = "samples.old.jsonl"
 MOST_FILE_BYTES = 32 << 20
 
 
@@ -75,32 +74,9 @@ def rows_of(step: int, groups: Sequence[ScoredGroup], most: int) -> list[SampleR
     return rows
 
 
-class SamplesFile:
-    """samples.jsonl, opened for appending."""
-
-    def __init__(self, run_folder: Path, most_bytes: int = MOST_FILE_BYTES) -> None:
-        self._path = run_folder / SAMPLES_FILE
-        self._most_bytes = most_bytes
-        self._lines: JsonLines[SampleRow] = JsonLines(self._path)
-
-    def write(self, rows: Sequence[SampleRow]) -> None:
-        """Append rows; a file that is full is set behind first."""
-        if self._path.stat().st_size > self._most_bytes:
-            self._lines.close()
-            self._path.replace(self._path.with_name(OLD_SAMPLES_FILE))
-            self._lines = JsonLines(self._path)
-        for row in rows:
-            self._lines.write(row)
-
-    def close(self) -> None:
-        """Close the file."""
-        self._lines.close()
-
-
 def read_samples(run_folder: Path) -> Iterator[SampleRow]:
     """Yield the rows that are kept, oldest first."""
-    for name in (OLD_SAMPLES_FILE, SAMPLES_FILE):
-        yield from read_lines(run_folder / name, SampleRow)
+    return read_lines(run_folder / SAMPLES_FILE, SampleRow)
 
 
 def find_sample(run_folder: Path, group_id: int, index: int) -> SampleRow | None:

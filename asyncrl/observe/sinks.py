@@ -7,19 +7,18 @@ that sink's file; a missing one is a ConfigError that names the extra to install
 from __future__ import annotations
 
 import contextlib
-import importlib
 import logging
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import msgspec
 
 from asyncrl.config.run import RunConfig
 from asyncrl.errors import ConfigError
 from asyncrl.observe.metrics import find_metric, finite, unknown_names
-from asyncrl.observe.samples import SampleRow, SamplesFile
+from asyncrl.observe.samples import MOST_FILE_BYTES, SAMPLES_FILE, SampleRow
 from asyncrl.observe.steps import JsonLines
 
 log = logging.getLogger(__name__)
@@ -41,11 +40,22 @@ class Sink(Protocol):
         ...
 
 
-class MetricSinks:
-    """All destinations of a run, behind one `write`."""
+class MetricsRow(msgspec.Struct, frozen=True):
+    """One line of metrics.jsonl."""
 
-    def __init__(self, sinks: list[Sink]) -> None:
-        self._sinks = sinks
+    step: int
+    time_s: float
+    metrics: dict[str, float]
+    """Finite ones only: JSON has no word for the others."""
+
+
+class MetricSinks:
+    """metrics.jsonl and samples.jsonl of a run, and all other destinations, behind one `write`."""
+
+    def __init__(self, run_folder: Path, others: Sequence[Sink] = ()) -> None:
+        self._metrics: JsonLines[MetricsRow] = JsonLines(run_folder / "metrics.jsonl")
+        self._samples: JsonLines[SampleRow] = JsonLines(run_folder / SAMPLES_FILE, MOST_FILE_BYTES)
+        self._others = others
         self._newest: dict[str, float] = {}
         self._told: set[str] = set()
 
@@ -56,12 +66,14 @@ class MetricSinks:
             self._told |= unknown
             log.warning("metrics that observe/metrics.py does not list: %s", ", ".join(sorted(unknown)))
         self._newest |= {**values, "step": step}
-        for sink in self._sinks:
+        self._metrics.write(MetricsRow(step, time_s, finite(values)))
+        for sink in self._others:
             sink.write(step, time_s, values)
 
     def write_samples(self, step: int, time_s: float, rows: Sequence[SampleRow]) -> None:
         """Hand some of one step's samples, if there are any, to every destination."""
-        for sink in self._sinks if rows else ():
+        self._samples.write(*rows)
+        for sink in self._others if rows else ():
             sink.write_samples(step, time_s, rows)
 
     def prometheus_text(self) -> str:
@@ -71,8 +83,8 @@ class MetricSinks:
     def close(self) -> None:
         """Close every destination, whatever becomes of the others."""
         with contextlib.ExitStack() as closing:
-            for sink in self._sinks:
-                closing.callback(sink.close)
+            for close in (self._metrics.close, self._samples.close, *(sink.close for sink in self._others)):
+                closing.callback(close)
 
 
 def open_sinks(config: RunConfig, run_folder: Path) -> MetricSinks:
@@ -81,54 +93,22 @@ def open_sinks(config: RunConfig, run_folder: Path) -> MetricSinks:
     Raises:
         ConfigError: A destination needs a package that is not installed.
     """
-    sinks: list[Sink] = []
+    others: list[Sink] = []
+    extra = "tensorboard"
     try:
-        sinks.append(JsonlSink(run_folder))
         if config.observe.tensorboard:
-            sinks.append(_optional("sink_tensorboard", extra="tensorboard").TensorBoardSink(run_folder / "tensorboard"))
+            from asyncrl.observe.sink_tensorboard import TensorBoardSink  # noqa: PLC0415 - heavy, and an extra
+
+            others.append(TensorBoardSink(run_folder / "tensorboard"))
+        extra = "wandb"
         if config.observe.wandb != "off":
-            sinks.append(_optional("sink_wandb", extra="wandb").WandbSink(config, run_folder))
-    except BaseException:
-        MetricSinks(sinks).close()
-        raise
-    return MetricSinks(sinks)
+            from asyncrl.observe.sink_wandb import WandbSink  # noqa: PLC0415 - heavy, and an extra
 
-
-def _optional(module: str, *, extra: str) -> Any:  # noqa: ANN401 - a module
-    try:
-        return importlib.import_module(f"asyncrl.observe.{module}")
+            others.append(WandbSink(config, run_folder))
     except ModuleNotFoundError as error:
+        MetricSinks(run_folder, others).close()
         raise ConfigError(f"observe.{extra} needs the package {error.name!r}: pip install 'asyncrl[{extra}]'") from error
-
-
-class MetricsRow(msgspec.Struct, frozen=True):
-    """One line."""
-
-    step: int
-    time_s: float
-    metrics: dict[str, float]
-    """Finite ones only: JSON has no word for the others."""
-
-
-class JsonlSink:
-    """Appends to metrics.jsonl and samples.jsonl."""
-
-    def __init__(self, run_folder: Path) -> None:
-        self._lines: JsonLines[MetricsRow] = JsonLines(run_folder / "metrics.jsonl")
-        self._samples = SamplesFile(run_folder)
-
-    def write(self, step: int, time_s: float, values: Mapping[str, float]) -> None:
-        """Append one line."""
-        self._lines.write(MetricsRow(step, time_s, finite(values)))
-
-    def write_samples(self, step: int, time_s: float, rows: Sequence[SampleRow]) -> None:  # noqa: ARG002 - the rows have it
-        """Append a line a sample."""
-        self._samples.write(rows)
-
-    def close(self) -> None:
-        """Close the files."""
-        self._samples.close()
-        self._lines.close()
+    return MetricSinks(run_folder, others)
 
 
 def render_prometheus(by_labels: Mapping[str, Mapping[str, float]]) -> str:
@@ -142,16 +122,13 @@ def render_prometheus(by_labels: Mapping[str, Mapping[str, float]]) -> str:
         (labels, name, value) for labels, values in by_labels.items() for name, value in values.items()
     ):
         metric = find_metric(name)
-        family = metric is not None and metric.is_family
+        family = metric is not None and metric.name.endswith("/*")
         stem, _, key = name.rpartition("/") if family else (name, "", "")
         exposed = "asyncrl_" + re.sub(r"[^a-zA-Z0-9_]", "_", stem)
         escaped = key.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
         label = ",".join([labels] * bool(labels) + [f'key="{escaped}"'] * family)
         label = f"{{{label}}}" if label else ""
+        shown = {"nan": "NaN", "inf": "+Inf", "-inf": "-Inf"}.get(str(float(value)), repr(float(value)))
         meaning = f"# HELP {exposed} {metric.meaning} ({metric.unit})\n" if metric else ""
-        by_header.setdefault(f"{meaning}# TYPE {exposed} gauge\n", []).append(f"{exposed}{label} {_number(value)}")
+        by_header.setdefault(f"{meaning}# TYPE {exposed} gauge\n", []).append(f"{exposed}{label} {shown}")
     return "".join(header + "\n".join(lines) + "\n" for header, lines in by_header.items())
-
-
-def _number(value: float) -> str:
-    return {"nan": "NaN", "inf": "+Inf", "-inf": "-Inf"}.get(str(float(value)), repr(float(value)))

@@ -19,8 +19,6 @@ from asyncrl.schema.samples import InferResult, Sample, Score
 from asyncrl.schema.weights import VersionLive, WeightsAvailable
 
 SPANS_FILE = "spans.jsonl"
-OLD_SPANS_FILE = "spans.old.jsonl"
-"""What `spans.jsonl` was before it grew too large; the one before that is gone."""
 TRACE_FILE = "trace.json"
 
 GENERATE: Final = "generate"
@@ -50,67 +48,51 @@ def span(name: str, start: float, end: float, process: str, **attributes: float 
     return Span(name, start, max(start, end), process, attributes)
 
 
-def sample_span(sample: Sample) -> Span:
-    """Return the generation of one sample."""
-    first, num_tokens = sample.versions[:4], sample.num_tokens
-    alike = first if sample.versions == first * num_tokens else sample.versions  # nearly always all are of one version
-    versions = memoryview(alike).cast("i") if num_tokens else [-1]
-    attributes: dict[str, float | str] = {
-        "group": sample.group_id, "index": sample.index, "tokens": num_tokens, "oldest_version": min(versions),
-        "newest_version": max(versions), "purpose": sample.purpose,
-    }  # fmt: skip
-    return Span(GENERATE, sample.started_s, max(sample.started_s, sample.finished_s), sample.generator, attributes)
+def spans_of(message: object, process: str = "learner") -> list[Span]:
+    """Return the work that a message tells of, in order; nothing where it tells of none.
 
-
-def score_span(answer: Score | InferResult) -> Span:
-    """Return the judging of one sample by one worker."""
-    reward = answer.reward if isinstance(answer, Score) else sum(answer.rewards.values())
-    attributes: dict[str, float | str] = {"group": answer.group_id, "index": answer.index, "reward": reward}
-    return Span(SCORE, answer.started_s, max(answer.started_s, answer.finished_s), answer.worker, attributes)
-
-
-def step_spans(done: StepDone, process: str = "learner") -> list[Span]:
-    """Return an optimizer step, and the wait for its batch before it where there was one."""
-    spans = [span(STEP, done.started_s, done.finished_s, process, step=done.step, version=done.version)]
-    if done.waited_s > 0:
-        spans.insert(0, span(WAIT, done.started_s - done.waited_s, done.started_s, process, step=done.step))
-    return spans
-
-
-def publish_span(available: WeightsAvailable, process: str = "learner") -> Span:
-    """Return how long the learner stood still to publish a version; ends when it became fetchable."""
-    start = available.published_s - available.blocked_ms / 1000
-    return span(PUBLISH, start, available.published_s, process, version=available.version)
-
-
-def swap_span(live: VersionLive) -> Span:
-    """Return a generator's fetch and swap of a version; ends when it was live."""
-    start = live.live_s - (live.fetch_ms + live.swap_ms) / 1000
-    return span(SWAP, start, live.live_s, live.generator, version=live.version, fetch_ms=live.fetch_ms, swap_ms=live.swap_ms)
-
-
-def phase_span(phase: str, number: int, start: float, end: float) -> Span:
-    """Return a phase of a shared device, or a switch between two, by the number of the switch that led to it."""
-    return span(PHASE, start, end, "controller", phase=phase, number=number)
-
-
-def move_spans(reached: PhaseReached) -> list[Span]:
-    """Return the moves by which a process came into a phase, one after the other, the last of them ending with its answer."""
-    spans, end = [], reached.finished_s
-    for move in reversed(reached.moves):
-        start = end - move.seconds
-        spans.append(
-            span(PHASE, start, end, reached.name, phase=reached.phase, number=reached.number, component=move.component,
-                 before=move.before, after=move.after, bytes=move.num_bytes)
-        )  # fmt: skip
-        end = start
-    return spans[::-1]
+    Args:
+        message: A Sample, Score, InferResult, StepDone, WeightsAvailable, VersionLive or PhaseReached.
+        process: Who sent it, where it does not say so itself.
+    """
+    match message:
+        case Sample():
+            first, num_tokens = message.versions[:4], message.num_tokens
+            alike = first if message.versions == first * num_tokens else message.versions  # nearly always all are of one version
+            versions = memoryview(alike).cast("i") if num_tokens else [-1]
+            return [span(
+                GENERATE, message.started_s, message.finished_s, message.generator, group=message.group_id, index=message.index,
+                tokens=num_tokens, oldest_version=min(versions), newest_version=max(versions), purpose=message.purpose,
+            )]  # fmt: skip
+        case Score() | InferResult():
+            reward = message.reward if isinstance(message, Score) else sum(message.rewards.values())
+            attributes = {"group": message.group_id, "index": message.index, "reward": reward}
+            return [span(SCORE, message.started_s, message.finished_s, message.worker, **attributes)]
+        case StepDone(step, version):
+            begin, waited_s = message.started_s, message.waited_s
+            waits = [span(WAIT, begin - waited_s, begin, process, step=step)] if waited_s > 0 else []
+            return [*waits, span(STEP, begin, message.finished_s, process, step=step, version=version)]
+        case WeightsAvailable(version):  # the learner stood still; it ends when the version can be fetched
+            start = message.published_s - message.blocked_ms / 1000
+            return [span(PUBLISH, start, message.published_s, process, version=version)]
+        case VersionLive(version):  # fetched and swapped in; it ends when the version was live
+            start, took = message.live_s - (message.fetch_ms + message.swap_ms) / 1000, message.fetch_ms
+            return [span(SWAP, start, message.live_s, message.generator, version=version, fetch_ms=took, swap_ms=message.swap_ms)]
+        case PhaseReached():  # one move after the other, the last of them ending with the answer
+            spans, end = [], message.finished_s
+            for move in reversed(message.moves):
+                spans.append(span(
+                    PHASE, end - move.seconds, end, message.name, phase=message.phase, number=message.number,
+                    component=move.component, before=move.before, after=move.after, bytes=move.num_bytes,
+                ))  # fmt: skip
+                end -= move.seconds
+            return spans[::-1]
+    return []
 
 
 def read_spans(run_folder: Path) -> Iterator[Span]:
-    """Yield the spans of a run that are kept, in the order in which they were written."""
-    yield from read_lines(run_folder / OLD_SPANS_FILE, Span)
-    yield from read_lines(run_folder / SPANS_FILE, Span)
+    """Return the spans of a run that are kept, in the order in which they were written."""
+    return read_lines(run_folder / SPANS_FILE, Span)
 
 
 def write_trace(run_folder: Path) -> Path:

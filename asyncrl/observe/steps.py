@@ -5,6 +5,7 @@ Written by the controller through `JsonLines`; read by report.py, display.py, `a
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Generic, Literal, TypeVar
@@ -96,20 +97,36 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 
 class JsonLines(Generic[T]):
-    """Appends structs to a file, one JSON object a line; each line is on its way to the disk when `write` returns."""
+    """Appends structs to a file, one JSON object a line, in whole lines.
 
-    def __init__(self, path: Path) -> None:
-        """Open `path` for appending; a torn last line, of a writer that was killed, is cut off."""
-        self._file = path.open("ab", buffering=0)
+    Args:
+        path: A torn last line, of a writer that was killed, is cut off.
+        most_bytes: A file that has more is set behind as NAME.old.jsonl, and the one before that goes; 0: it may grow.
+        buffer_bytes: Kept in memory until `flush`; 0: every line is on its way to the disk when `write` returns.
+    """
+
+    def __init__(self, path: Path, most_bytes: int = 0, buffer_bytes: int = 0) -> None:
+        self._path, self._most_bytes, self._buffer_bytes = path, most_bytes, buffer_bytes
+        self._file = path.open("ab", buffer_bytes)
         with path.open("rb") as file:
-            start = max(file.seek(0, 2) - MOST_LINE_BYTES, 0)
-            file.seek(start)
-            self._file.truncate(start + file.read().rfind(b"\n") + 1)
+            end = file.seek(0, 2)
+            file.seek(max(end - MOST_LINE_BYTES, 0))
+            self._num_bytes = file.tell() + file.read(MOST_LINE_BYTES).rfind(b"\n") + 1
+        if self._num_bytes < end:
+            self._file.truncate(self._num_bytes)
         self._encoder = msgspec.json.Encoder()
 
-    def write(self, row: T) -> None:
-        """Append one row in one system call: a reader sees whole lines."""
-        self._file.write(self._encoder.encode(row) + b"\n")
+    def write(self, *rows: T) -> None:
+        """Append rows."""
+        if self._most_bytes and self._num_bytes > self._most_bytes:
+            self._file.close()
+            self._path.replace(self._path.with_suffix(".old.jsonl"))
+            self._file, self._num_bytes = self._path.open("ab", self._buffer_bytes), 0
+        self._num_bytes += self._file.write(self._encoder.encode_lines(rows))
+
+    def flush(self) -> None:
+        """Let what was written reach the file."""
+        self._file.flush()
 
     def close(self) -> None:
         """Close the file; safe to repeat."""
@@ -117,26 +134,25 @@ class JsonLines(Generic[T]):
 
 
 def read_lines(path: Path, kind: type[T]) -> Iterator[T]:
-    """Yield the rows of a JSON-lines file; none where it does not exist.
+    """Yield the rows of a JSON-lines file and of the one that was set behind; none where there is none.
 
     Lines that are not JSON are left out: a writer that was killed tears its last one, and another may have gone on behind it.
 
     Raises:
         msgspec.ValidationError: A line is JSON and not of this kind.
     """
-    if not path.exists():
-        return
     decoder = msgspec.json.Decoder(kind)
-    with path.open("rb") as file:
-        for line in file:
-            try:
-                row = decoder.decode(line) if line.endswith(b"\n") else None
-            except msgspec.ValidationError:
-                raise
-            except (msgspec.DecodeError, UnicodeDecodeError):
-                row = None
-            if row is not None:
-                yield row
+    for part in (path.with_suffix(".old.jsonl"), path):
+        with part.open("rb") if part.exists() else io.BytesIO() as file:
+            for line in file:
+                try:
+                    row = decoder.decode(line) if line.endswith(b"\n") else None
+                except msgspec.ValidationError:
+                    raise
+                except (msgspec.DecodeError, UnicodeDecodeError):
+                    row = None
+                if row is not None:
+                    yield row
 
 
 def read_steps(run_folder: Path) -> list[StepReport]:
@@ -148,25 +164,6 @@ def read_steps(run_folder: Path) -> list[StepReport]:
 def read_evals(run_folder: Path) -> list[EvalReport]:
     """Return the evaluations of a run, by version."""
     return sorted(read_lines(run_folder / EVAL_FILE, EvalReport), key=lambda report: (report.version, report.finished_s))
-
-
-class EventsFile:
-    """Appends to events.jsonl."""
-
-    def __init__(self, run_folder: Path) -> None:
-        """Go on where the file ends."""
-        path = run_folder / EVENTS_FILE
-        self._seq = max((event.seq for event in read_lines(path, RunEvent)), default=0)
-        self._lines: JsonLines[RunEvent] = JsonLines(path)
-
-    def write(self, now: float, kind: EventKind, subject: str, text: str, version: int) -> None:
-        """Append one event."""
-        self._seq += 1
-        self._lines.write(RunEvent(seq=self._seq, time_s=now, kind=kind, subject=subject, text=text, version=version))
-
-    def close(self) -> None:
-        """Close the file."""
-        self._lines.close()
 
 
 def read_events(run_folder: Path, after: int = 0) -> Iterator[RunEvent]:

@@ -29,13 +29,14 @@ from asyncrl.buffer.ledger.store import SqliteLedger
 from asyncrl.client import is_live, read_endpoint
 from asyncrl.config.load import dump_config, parse_config
 from asyncrl.observe.metrics import METRICS
-from asyncrl.observe.samples import SampleRow, SamplesFile, read_samples
+from asyncrl.observe.samples import SAMPLES_FILE, SampleRow, read_samples
 from asyncrl.observe.steps import (
     EVAL_FILE,
+    EVENTS_FILE,
     STEPS_FILE,
     EvalReport,
-    EventsFile,
     JsonLines,
+    RunEvent,
     StepReport,
     read_evals,
     read_events,
@@ -179,22 +180,26 @@ def recorded(tmp_path) -> Path:
     (folder / "logs").mkdir(parents=True)
     (folder / "config.toml").write_text(dump_config(parse_config(tiny_settings(tmp_path, num_steps=6))))
     names = [name for name in METRICS if not name.endswith("/*")]
-    with contextlib.closing(EventsFile(folder)) as events:
-        events.write(1.0, "phase", "running", "", 0)
-        events.write(2.0, "death", "generator-0", "exit -9", 3)
-        events.write(3.0, "phase", "stopped", "goal reached", 6)
+    with contextlib.closing(JsonLines(folder / EVENTS_FILE)) as events:
+        events.write(
+            RunEvent(seq=1, time_s=1.0, kind="phase", subject="running", version=0),
+            RunEvent(seq=2, time_s=2.0, kind="death", subject="generator-0", text="exit -9", version=3),
+            RunEvent(seq=3, time_s=3.0, kind="phase", subject="stopped", text="goal reached", version=6),
+        )
     steps, evals = JsonLines(folder / STEPS_FILE), JsonLines(folder / EVAL_FILE)
-    ledger, samples = SqliteLedger(folder / "ledger.sqlite"), SamplesFile(folder)
+    ledger, samples = SqliteLedger(folder / "ledger.sqlite"), JsonLines(folder / SAMPLES_FILE)
     for step in range(6):
         steps.write(StepReport(
             step=step, version=step + 1, time_s=1e9 + step, reward_mean=source.random(), reward_std=source.random() / 1e9,
             staleness_mean=source.random(), staleness_max=2, learner_idle=source.random(), weight_sync_ms=source.random() * 1e9,
             metrics={name: source.gauss(0, 1) for name in names},
         ))  # fmt: skip
-        samples.write([
-            SampleRow(step, step, index, f"p{step}", "1+1=", "2", source.random(), {"exact": 1.0}, step, step + 1, 7, "stop")
-            for index in range(4)
-        ])
+        samples.write(
+            *(
+                SampleRow(step, step, index, f"p{step}", "1+1=", "2", source.random(), {"exact": 1.0}, step, step + 1, 7, "stop")
+                for index in range(4)
+            )
+        )
         ledger.write([
             IssuedRecord(step, Prompt(f"p{step}"), "g0", 0, 1, 1.0), SampleRecord(make_sample(step), step, step, 1.0),
             ScoreRecord(Score(step, 0, 0, source.random()), 1.0), MovedRecord(step, "running", "ready", "", 1.0),

@@ -27,7 +27,7 @@ from asyncrl.control.peers import Peer, Peers
 from asyncrl.control.placement import state as st
 from asyncrl.control.reporter import Reporter
 from asyncrl.control.stall_detector import StallDetector, Wait
-from asyncrl.observe.spans import move_spans, phase_span
+from asyncrl.observe.spans import PHASE, span, spans_of
 from asyncrl.schema.batches import StepDone
 from asyncrl.schema.control import LoadModel, Phase, PhaseReached, ProcessKind
 
@@ -114,7 +114,7 @@ class Switching:
         """Take in a process's answer."""
         self._stall_detector.moved(f"phase {answer.phase}", self._clock.now())
         self._answers.append(answer)
-        self._reporter.note_spans(*move_spans(answer))
+        self._reporter.note_spans(*spans_of(answer))
         self._handle(st.Reached(answer.name, answer.number))
         self.consider()
 
@@ -199,7 +199,8 @@ class Switching:
         """Begin a phase or a switch; return how long the activity before took."""
         now = self._count()
         took_s = now - self._began_s
-        self._reporter.note_spans(phase_span(self._activity, self._activity_number, self._began_s, now))
+        of_phase = span(PHASE, self._began_s, now, "controller", phase=self._activity, number=self._activity_number)
+        self._reporter.note_spans(of_phase)
         self._activity, self._activity_number, self._began_s = activity, self.phases.number, now
         self._stall_detector.moved(f"phase {activity}", now)
         return took_s

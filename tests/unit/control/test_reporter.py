@@ -8,7 +8,7 @@ from asyncrl.clock import VirtualClock
 from asyncrl.config.run import RunConfig
 from asyncrl.control.reporter import MOST_SPANS_BYTES, Reporter
 from asyncrl.observe.sinks import MetricSinks
-from asyncrl.observe.spans import OLD_SPANS_FILE, SPANS_FILE
+from asyncrl.observe.spans import SPANS_FILE
 from asyncrl.schema.samples import Score
 
 
@@ -29,7 +29,7 @@ class Destination:
 async def test_what_cannot_be_closed_keeps_nothing_else_open(tmp_path):
     (tmp_path / SPANS_FILE).symlink_to("/dev/full")
     sinks = [Destination(), Destination("no network"), Destination()]
-    reporter = Reporter(RunConfig(), tmp_path, MetricSinks(sinks), VirtualClock())
+    reporter = Reporter(RunConfig(), tmp_path, MetricSinks(tmp_path, sinks), VirtualClock())
     reporter.note_answers([Score(0, 0, 1, 1.0)], [])
     with pytest.raises(OSError, match=r"No space left|no network"):
         await reporter.close(tmp_path)
@@ -37,7 +37,7 @@ async def test_what_cannot_be_closed_keeps_nothing_else_open(tmp_path):
 
 
 async def test_spans_on_disk_are_bounded_and_the_newest_are_kept(tmp_path):
-    reporter = Reporter(RunConfig(), tmp_path, MetricSinks([]), VirtualClock())
+    reporter = Reporter(RunConfig(), tmp_path, MetricSinks(tmp_path), VirtualClock())
     sizes = []
     for tick in range(10):
         for index in range(50):
@@ -45,5 +45,5 @@ async def test_spans_on_disk_are_bounded_and_the_newest_are_kept(tmp_path):
         reporter.tick()
         sizes.append(sum(path.stat().st_size for path in tmp_path.glob("spans*")))
     await reporter.close(tmp_path)
-    assert (tmp_path / OLD_SPANS_FILE).exists()
+    assert (tmp_path / "spans.old.jsonl").exists()
     assert max(sizes) <= 3 * MOST_SPANS_BYTES  # two files, and what one tick adds

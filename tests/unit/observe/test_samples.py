@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
-from asyncrl.observe.samples import OLD_SAMPLES_FILE, SamplesFile, find_sample, read_samples, rows_of
+from asyncrl.observe.samples import SAMPLES_FILE, find_sample, read_samples, rows_of
 from asyncrl.observe.sink_tensorboard import TensorBoardSink
+from asyncrl.observe.steps import JsonLines
 from asyncrl.schema.samples import Prompt, ScoredGroup, ScoredSample
 from tests.builders import make_sample
 
@@ -30,12 +31,12 @@ def test_every_group_has_a_row_before_any_has_two():
 
 
 def test_the_file_is_bounded_and_recent_samples_are_found(tmp_path):
-    file = SamplesFile(tmp_path, most_bytes=4000)
+    file = JsonLines(tmp_path / SAMPLES_FILE, most_bytes=4000)
     for step in range(100):
-        file.write(rows_of(step, [group_of(step)], most=3))
+        file.write(*rows_of(step, [group_of(step)], most=3))
     file.close()
     assert sum(path.stat().st_size for path in tmp_path.iterdir()) < 2 * 5000
-    assert (tmp_path / OLD_SAMPLES_FILE).exists()
+    assert (tmp_path / "samples.old.jsonl").exists()
     assert [row.step for row in read_samples(tmp_path)][-3:] == [99, 99, 99]
     found = find_sample(tmp_path, 99, 2)
     assert found is not None

@@ -26,13 +26,14 @@ def test_metrics_file_has_one_line_a_step(tmp_path: Path) -> None:
     ]
 
 
-def test_unknown_name_is_told_once_and_kept(caplog: pytest.LogCaptureFixture) -> None:
-    sinks = MetricSinks([])
+def test_unknown_name_is_told_once_and_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    sinks = MetricSinks(tmp_path)
     with caplog.at_level(logging.WARNING):
         for step in range(3):
             sinks.write(step, 0.0, {"reward/mena": 1.0})
     assert [record.message for record in caplog.records] == ["metrics that observe/metrics.py does not list: reward/mena"]
     assert "asyncrl_reward_mena 1.0" in sinks.prometheus_text()
+    sinks.close()
 
 
 def test_prometheus_text_has_help_type_and_labels() -> None:

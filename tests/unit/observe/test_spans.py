@@ -5,19 +5,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from asyncrl.observe.spans import (
-    GENERATE,
-    Span,
-    read_spans,
-    sample_span,
-    trace_events,
-    write_trace,
-)
+from asyncrl.observe.spans import GENERATE, Span, read_spans, spans_of, trace_events, write_trace
 from tests.builders import make_sample
 
 
 def test_sample_span_tells_length_and_versions() -> None:
-    made = sample_span(make_sample(3, 1, [5, 6, 7], versions=[4, 4, 6], generator="generator-1", started_s=10.0, finished_s=12.5))
+    sample = make_sample(3, 1, [5, 6, 7], versions=[4, 4, 6], generator="generator-1", started_s=10.0, finished_s=12.5)
+    (made,) = spans_of(sample)
     assert (made.process, made.start_s, made.end_s) == ("generator-1", 10.0, 12.5)
     assert made.attributes == {"group": 3, "index": 1, "tokens": 3, "oldest_version": 4, "newest_version": 6, "purpose": "train"}
 

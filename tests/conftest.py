@@ -49,7 +49,7 @@ LONGEST = (
     "integration/test_run.py",
     "integration/test_data_path.py",
     "integration/test_switch_deaths.py",
-    "unit/learner/test_ranks.py",
+    "integration/test_rank_cases.py",
 )
 
 

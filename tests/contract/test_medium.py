@@ -139,15 +139,6 @@ def test_what_arrives_is_bit_identical_whatever_the_dtypes(config, tmp_path, lea
         assert torch.equal(arrived[name].view(torch.uint8), tensor.view(torch.uint8))
 
 
-def test_the_learner_may_change_its_weights_as_soon_as_publish_returns(config, tmp_path, learner):
-    tensors = tensors_of(1)
-    learner.publisher.publish(1, tensors)
-    for tensor in tensors.values():
-        tensor.fill_(99.0)
-    arrived = fetch(config, tmp_path, learner.announced.get(timeout=TIMEOUT_S))
-    assert all(torch.equal(arrived[name], expected) for name, expected in tensors_of(1).items())
-
-
 def test_a_racing_publisher_never_yields_a_mixture(config, tmp_path, publisher_process):
     """The publisher goes as fast as it can; whatever is fetched is one version, or an error that says so."""
     asyncio.run(race(config, tmp_path, publisher_process))
@@ -345,16 +336,6 @@ def test_a_full_disk_is_told_to_the_learner_at_the_next_publish(tmp_path):
     assert [path.name for path in (tmp_path / "weights").iterdir()] == ["version-00000001"]
     assert learner.publish(3).version == 3
     learner.publisher.close()
-
-
-def test_a_shared_memory_location_of_another_run_is_refused(tmp_path):
-    config = BroadcastConfig()
-    learner = Learner(config, tmp_path / "one")
-    available = learner.publish(1)
-    with pytest.raises(BroadcastError, match="not a shared-memory segment of this run"):
-        fetch(config, tmp_path / "two", available)
-    learner.publisher.close()
-    assert remove_leftover_segments(tmp_path / "one") == []
 
 
 def test_a_learner_that_lives_keeps_its_shared_memory_whoever_starts_under_the_same_path(tmp_path):

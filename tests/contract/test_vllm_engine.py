@@ -197,12 +197,6 @@ async def test_nothing_is_sampled_after_a_slot_was_overwritten_until_a_whole_ver
     await assert_holds(engine, new)
 
 
-async def test_weights_that_workers_fetch_themselves_are_loaded(engine: VLLMEngine, tmp_path: Path) -> None:
-    new = untied_model(4)
-    await engine.load_weights(1, deferred(new, tmp_path), "keep")
-    await assert_holds(engine, new)
-
-
 async def test_a_fetch_that_breaks_off_half_way_stops_sampling_until_a_whole_version_came(
     engine: VLLMEngine, tmp_path: Path
 ) -> None:

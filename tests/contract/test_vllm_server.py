@@ -135,15 +135,6 @@ async def until_running(server: Server, num: int) -> None:
             await asyncio.sleep(0.02)
 
 
-async def test_completion_has_a_logprob_and_a_version_for_every_token(engine: VLLMEngine) -> None:
-    before = await collect(engine.submit(make_request("before", max_new_tokens=3)))
-    assert (engine.version, before.versions) == (-1, [-1] * 3)
-    await engine.load_weights(0, tensors_of(model_of(0)), "keep")
-    completion = await collect(engine.submit(make_request("a", max_new_tokens=12)))
-    assert (len(completion.token_ids), completion.versions, completion.finish_reason) == (12, [0] * 12, "length")
-    assert (engine.version, engine.num_running, engine.num_slots) == (0, 0, 8)
-
-
 async def test_logprobs_are_those_of_a_plain_forward(engine: VLLMEngine) -> None:
     temperature = 0.7
     await engine.load_weights(3, tensors_of(model_of(3)), "recompute")
@@ -181,28 +172,6 @@ async def test_weights_come_in_flight_and_every_token_knows_its_version(engine: 
             assert completion.logprobs[first:] == pytest.approx(by_new[first:], abs=1e-5)
         else:
             assert completion.logprobs[first:] != pytest.approx(by_new[first:], abs=1e-3)
-
-
-async def test_paused_engine_generates_nothing_and_goes_on_where_it_stopped(engine: VLLMEngine, server: Server) -> None:
-    requests = [make_request(f"r{i}", i, max_new_tokens=LONG) for i in range(4)]
-    undisturbed = await collect_all(engine, requests)
-    streams = [engine.submit(request) for request in requests]
-    await until_running(server, 1)
-    await engine.pause()
-    later = engine.submit(make_request("later", 9, max_new_tokens=3))
-    async with asyncio.TaskGroup() as tasks:
-        waiting = tasks.create_task(collect(later))
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(asyncio.shield(waiting), 0.3)
-        await engine.load_weights(0, tensors_of(model_of(0)), "keep")
-        assert engine.num_running >= 2
-        await engine.resume()
-    assert waiting.result().versions == [0] * 3
-    for stream, whole in zip(streams, undisturbed, strict=True):
-        completion = await collect(stream)
-        before = sum(version == -1 for version in completion.versions)
-        assert completion.token_ids[:before] == whole.token_ids[:before]
-        assert len(completion.token_ids) == LONG
 
 
 async def test_abort_and_early_close_free_the_server(engine: VLLMEngine, server: Server) -> None:

@@ -179,19 +179,6 @@ def test_with_eta_0_a_step_is_exactly_the_groups_issued_under_its_version(drawn)
         assert {schedule.issued_under[group_id] for group_id in group_ids} == {step}
 
 
-@settings(max_examples=100, deadline=None)
-@given(schedules())
-def test_the_rule_of_areal_holds_for_every_group_when_it_is_issued(drawn):
-    schedule, acts = drawn
-    limits = schedule.state.limits
-    for act, number in acts:
-        held_before, issued_before = schedule.state.counts().held, schedule.state.next_group_id
-        act(number)
-        for place, group_id in enumerate(range(issued_before, schedule.state.next_group_id)):
-            allowed = (schedule.issued_under[group_id] + limits.max_staleness + 1) * limits.groups_per_step
-            assert held_before + place < allowed
-
-
 @settings(max_examples=200, deadline=None)
 @given(schedules())
 def test_a_generator_gets_no_group_beyond_its_room_of_the_moment_and_never_starves(drawn):

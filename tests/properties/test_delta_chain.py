@@ -1,6 +1,5 @@
 """Random versions, absences, failures and restarts: whoever follows the plan holds the very bytes of the announced version."""
 
-import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -103,19 +102,3 @@ def test_who_follows_every_version_fetches_deltas_alone(full_every, always_whole
         plan = plan_fetch(available, held)
         assert (plan.whole is None) == (held is not None)
         held = HeldVersion(version, available.fingerprint, b"", TOTAL_BYTES)
-
-
-@settings(max_examples=50, deadline=None)
-@given(st.integers(2, 5), st.lists(st.integers(1, 4), min_size=6, max_size=30))
-def test_where_the_newest_is_not_held_whole_anyway_it_is_written_every_so_often_only(full_every, sizes):
-    learner, wholes, blobs = Learner(0, full_every, always_whole=False), {}, {}
-    for version, delta_bytes in enumerate(sizes):
-        learner.publish(version, "delta", delta_bytes, wholes, blobs)
-    assert len(wholes) == -(-len(sizes) // full_every)
-
-
-def test_an_announcement_survives_the_wire():
-    learner, wholes, blobs = Learner(0, 5, always_whole=False), {}, {}
-    learner.publish(1, "delta", 1, wholes, blobs)
-    available = learner.publish(2, "delta", 1, wholes, blobs)
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode(available), type=WeightsAvailable) == available

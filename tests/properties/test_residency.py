@@ -100,19 +100,6 @@ def test_what_is_refused_for_the_device_really_does_not_fit(situation):
 
 
 @settings(max_examples=200, deadline=None)
-@given(situations())
-def test_what_leaves_is_needed_later_than_what_stays(situation):
-    parts, needs, *_ = situation
-    moves = switch_or_refusal(situation)
-    if isinstance(moves, str):
-        return
-    left = {move.component for move in moves if move.before == "device"}
-    for stays in (p.name for p in parts if p.residence == "device" and p.name not in left and p.name in needs.soon):
-        later = [name for name in left if name in needs.soon and needs.soon.index(name) < needs.soon.index(stays)]
-        assert not later
-
-
-@settings(max_examples=200, deadline=None)
 @given(situations(), st.data())
 def test_a_prefetch_takes_nothing_from_the_phase_that_is_on(situation, data):
     parts, needs, budget, _ = situation

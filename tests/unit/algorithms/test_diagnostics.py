@@ -30,8 +30,6 @@ def test_quantiles_are_numpys(values, levels):
 def test_quantiles_work_beyond_two_to_the_24_elements():
     count = 2**24 + 1
     values = (torch.arange(count, dtype=torch.int32) % 101).to(torch.int8)
-    with pytest.raises(RuntimeError, match="too large"):
-        torch.quantile(values.to(torch.float32), 0.5)
     assert diagnostics.quantiles(values, (0.0, 0.05, 0.5, 0.95, 1.0)) == (0.0, 5.0, 50.0, 95.0, 100.0)
 
 

@@ -37,10 +37,6 @@ def test_once_one_of_them_is_ready_it_goes_first():
     assert _choose(1, ready=[(1, 8), (0, 4)], unfinished=[(0, 3)]).take == (4,)
 
 
-def test_groups_past_their_last_chance_are_not_waited_for():
-    assert _choose(5, ready=[(5, 8)], unfinished=[(0, 3)]).take == (8,)
-
-
 @pytest.mark.timeout(20)
 def test_a_bound_of_any_size_is_no_work():
     eta = 2**53

@@ -14,12 +14,10 @@ from asyncrl.buffer.events import (
     SampleFailed,
     SampleFinished,
     SampleScored,
-    StepTrained,
     TakeGroups,
     TakeStep,
     Wait,
 )
-from asyncrl.buffer.group import MOST_REASONS, OTHER_REASONS
 from asyncrl.buffer.state import BufferLimits, BufferState
 from asyncrl.config.algorithm import PreferenceConfig
 
@@ -118,28 +116,6 @@ def test_a_group_that_may_still_be_trained_is_generated_to_its_end(limits):
     assert machine.state.groups[group].state == "running"
 
 
-def _at_step_2(**limits):
-    """Return a machine whose steps 0 and 1 are trained."""
-    machine = Machine(**limits)
-    for step in range(2):
-        machine.ready(version=step)
-        assert isinstance(machine.take(step), TakeGroups)
-        machine(StepTrained(step))
-    return machine
-
-
-def test_mask_trains_what_is_young_enough_and_drops_a_group_with_nothing_left():
-    machine = _at_step_2(policy="mask", max_staleness=1)
-    mixed = machine.issue(version=0)
-    machine(SampleFinished(mixed, 0, ((0, 5), (1, 3), (2, 1))))
-    machine(SampleScored(mixed, 0))
-    gone = machine.ready(version=0)
-    *dropped, taken = machine(TakeStep(2))
-    assert dropped[0] == GroupMoved(gone, "ready", "dropped", "stale")
-    assert (taken.group_ids, taken.mask_below) == ((mixed,), 1)
-    assert (taken.staleness.masked_tokens, taken.staleness.token_max, taken.staleness.num_tokens) == (5, 1, 4)
-
-
 def test_failed_prompts_come_back_a_limited_number_of_times():
     machine = Machine(max_group_retries=2)
     group, returned = machine.issue(), 0
@@ -161,17 +137,6 @@ def test_impossible_events_raise_with_the_groups_story():
         machine.state.handle(TakeStep(3), 9.0)
     with pytest.raises(AssertionError, match="1 is next, not 5"):
         machine.state.handle(GroupIssued(5, "p", 1, "g0", 0), 9.0)
-
-
-def test_reasons_that_are_new_each_time_are_counted_together_from_some_number_on():
-    state = BufferState(BufferLimits(groups_per_step=1, max_staleness=200))
-    for group_id in range(2 * MOST_REASONS):
-        state.handle(GroupIssued(group_id, "p", 1, "generator-0", 0), now=0.0)
-        state.handle(SampleFailed(group_id, 0, f"cannot parse {group_id}"), now=0.0)
-    failed = state.counts().failed
-    assert len(failed) == MOST_REASONS + 1
-    assert failed[OTHER_REASONS] == MOST_REASONS
-    state.check_invariants()
 
 
 # -- screening -----------------------------------------------------------------------------------------------------------

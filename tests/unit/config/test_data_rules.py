@@ -29,11 +29,6 @@ def settings(**changes):
     return result
 
 
-def test_offline_preferences_load():
-    config = parse_config(settings())
-    assert (config.algorithm.members_per_group, config.samples_per_step) == (2, 64)
-
-
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [

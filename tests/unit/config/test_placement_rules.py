@@ -25,11 +25,6 @@ def settings(kind: str, **overrides: Any) -> dict[str, Any]:
     return raw
 
 
-def test_components_of_several_ranks_may_move() -> None:
-    assert parse_config(settings("colocated", learner__ranks=2)).learner.ranks == 2
-    assert parse_config(settings("disaggregated", learner__ranks=2, learner__device="cuda", placement__device_memory_gib=1.0))
-
-
 @pytest.mark.parametrize(
     ("kind", "overrides", "said"),
     [

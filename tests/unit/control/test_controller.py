@@ -24,7 +24,6 @@ from asyncrl.schema.control import (
     Checkpoint,
     CheckpointDone,
     EngineReady,
-    Fault,
     JoinTerms,
     LearnerReady,
     LoadModel,
@@ -269,19 +268,6 @@ async def test_an_inference_worker_is_waited_for_named_when_it_is_slow_and_asked
         async with asyncio.timeout(30):
             while len(world.controller.dispatcher.scores):
                 await asyncio.sleep(0.01)
-
-
-async def test_a_joining_generator_that_cannot_go_on_does_not_end_the_run(tmp_path):
-    async with _running(tmp_path) as world:
-        await world.start()
-        await world.until("running")
-        guest = await world.let_in()
-        await guest.send(Fault("joined-b-7-0", "no such folder", fatal=True), Lane.CONTROL)
-        assert await guest.flush(30)
-        await guest.close()
-        for _ in range(5):
-            await asyncio.sleep(0)
-        assert world.controller.lifecycle.phase == "running"
 
 
 async def test_a_joining_generator_that_was_cut_off_in_a_pause_and_comes_back_after_it_goes_on(tmp_path):

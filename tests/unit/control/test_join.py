@@ -11,7 +11,7 @@ import pytest
 
 from asyncrl.config.load import dump_config, parse_config
 from asyncrl.config.placement_rules import why_weights_do_not_reach
-from asyncrl.control.join import JoinRequest, Membership, check_overrides, joined, own_config, serve_until_told
+from asyncrl.control.join import JoinRequest, Membership, joined, own_config, serve_until_told
 from asyncrl.control.lifecycle.events import ProcessPlan
 from asyncrl.errors import ConfigError, ConnectionClosed
 from asyncrl.schema.control import PROTOCOL, Hello, JoinTerms, ProcessKind
@@ -50,15 +50,6 @@ def test_a_medium_that_does_not_reach_another_machine_says_so(medium, shares_fol
     why = why_weights_do_not_reach(_medium(**medium), shares_folder=shares_folder)
     assert reason in why
     assert bool(why) == bool(reason)
-
-
-def test_a_joining_generator_sets_only_what_is_its_own(tmp_path):
-    overrides = ("generate.engine.num_slots=3", "generate.model_folder=/models/a", "observe.log_level=DEBUG")
-    check_overrides(overrides)
-    own = own_config(_terms(_config()), overrides, tmp_path)
-    assert (own.generate.engine.num_slots, own.generate.model_folder, own.observe.log_level) == (3, "/models/a", "DEBUG")
-    with pytest.raises(ConfigError, match=r"may set only generate\.engine"):
-        check_overrides(("buffer.max_staleness=9",))
 
 
 def test_a_joining_generator_needs_a_server_that_no_generator_of_the_run_has(tmp_path):

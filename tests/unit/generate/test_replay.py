@@ -26,13 +26,6 @@ async def all_of(stream):
     return [chunk async for chunk in stream]
 
 
-async def live_engine(version=3, **config):
-    engine = FakeEngine(ReplayEngineConfig(**config), SystemClock())
-    await engine.start()
-    await engine.load_weights(version, {}, "keep")
-    return engine
-
-
 async def test_nothing_comes_back_before_the_first_version_or_while_paused():
     engine = FakeEngine(ReplayEngineConfig(), SystemClock())
     await engine.start()
@@ -47,21 +40,6 @@ async def test_nothing_comes_back_before_the_first_version_or_while_paused():
     assert [chunk.versions for stream in (first, second) for chunk in await all_of(stream)] == [(1, 1, 1)] * 2
     with pytest.raises(GenerationError, match="holds no model"):
         await engine.score([1, 2])
-    await engine.close()
-
-
-@pytest.mark.parametrize(
-    ("wrong", "reason"),
-    [
-        ({"prompt": ()}, "a prompt of 0 tokens"),
-        ({"answer": ()}, "an answer of 0"),
-        ({"answer": (EOS,) * 7}, r"max_sequence_tokens \(8\)"),
-    ],
-)
-async def test_requests_that_cannot_be_answered_are_refused(wrong, reason):
-    engine = await live_engine(max_sequence_tokens=8)
-    with pytest.raises(GenerationError, match=reason):
-        engine.submit(request(**wrong))
     await engine.close()
 
 

@@ -18,7 +18,6 @@ from asyncrl.schema.samples import (
     GroupWork,
     PreferenceAnswers,
     Prompt,
-    Sample,
     SampleFailure,
     SamplingParams,
     ids_from_bytes,
@@ -109,17 +108,6 @@ async def test_a_file_s_answers_come_back_as_the_samples_of_their_group(tmp_path
     assert ids_from_bytes(rejected.versions).tolist() == [5, 5, 5]
     assert logprobs_from_bytes(rejected.logprobs).tolist() == [0.0, 0.0, 0.0]
     assert chosen.prompt_ids == rejected.prompt_ids
-
-
-async def test_an_answer_that_is_too_long_fails_with_the_reason_and_the_other_is_kept(tmp_path):
-    character_tokenizer("+=0123").save_pretrained(tmp_path)
-    engine = FakeEngine(ReplayEngineConfig(max_sequence_tokens=8), VirtualClock())
-    await engine.load_weights(0, {}, "keep")
-    work = GroupWork(1, 1, preference("3", "1" * 9), (0, 1), SamplingParams(max_new_tokens=4), seed=9)
-    chosen, rejected = await results_of(engine, TokenizerCodec(tmp_path, replays=True), work)
-    assert isinstance(chosen, Sample)
-    assert isinstance(rejected, SampleFailure)
-    assert "answer of 10 must fit into generate.engine.max_sequence_tokens (8)" in rejected.reason
 
 
 class Unreadable(TokenizerCodec):

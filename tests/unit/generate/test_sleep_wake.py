@@ -78,8 +78,3 @@ async def test_weights_that_changed_while_they_were_sampled_with_are_an_error_at
     cycle.took(SharedTensors(make_manifest({"weight": torch.zeros(16)}), flat, check=check))
     with pytest.raises(BroadcastError, match="version 2"):
         await cycle.sleep(engine, SetPhase("train", 1))
-
-
-def test_without_cycle_no_timeline_is_written(tmp_path):
-    SleepWake(RunConfig(), tmp_path, SystemClock(), "generator-0").close()
-    assert not read_memory(tmp_path)

@@ -115,15 +115,6 @@ async def test_tokens_have_the_version_in_force_when_they_arrive_and_vllms_accou
     assert await collect(stream, first) == Completion([5, 6, 7, 8], [-0.5] * 4, [3, 3, 4, 4], "length")
 
 
-async def test_a_completion_that_comes_whole_has_the_versions_of_its_account(run) -> None:
-    await run.engine.load_weights(0, TENSORS, "keep")
-    stream = run.engine.submit(make_request("a"))
-    await settle()
-    await run.engine.load_weights(1, TENSORS, "keep")
-    await run.give(5, 6, 7, reason="stop", spans=[(0, 2), (1, 1)])
-    assert (await collect(stream)).versions == [0, 0, 1]
-
-
 @pytest.mark.parametrize("spans", [[(1, 2)], [(0, 1)], [(0, 1), (-1, 1)], [(0, 3)]])
 async def test_an_account_that_does_not_fit_fails_the_request(run, spans) -> None:
     await run.engine.load_weights(0, TENSORS, "keep")

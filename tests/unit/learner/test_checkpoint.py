@@ -141,13 +141,11 @@ def auto_config():
 @pytest.mark.parametrize(
     "config",
     [
-        everything_config(),
-        everything_config("head"),
         everything_config(dtype="bfloat16"),
-        everything_config(lora=LoRAConfig(rank=2)),
+        everything_config("head", lora=LoRAConfig(rank=2)),
         auto_config(),
     ],
-    ids=["separate critic", "value head", "bfloat16", "adapters", "auto"],
+    ids=["separate critic, bfloat16", "value head, adapters", "auto"],
 )
 def test_everything_goes_on_to_the_same_bits(kit, tmp_path, config):
     """Replayed after a crash, a step is the same step: weights, critic, both optimizers, memory and metrics."""
@@ -163,13 +161,13 @@ def test_everything_goes_on_to_the_same_bits(kit, tmp_path, config):
         return results
 
     whole, first = stand(tmp_path / "whole"), stand(tmp_path / "parts")
-    expected = go(whole, range(5))
-    go(first, range(3))
+    expected = go(whole, range(4))
+    go(first, range(2))
     state = TrainerState(first.version, memory=copy.deepcopy(first.train_state.memory))
     save_checkpoint(tmp_path / "parts" / "checkpoints", first.train_state, first.tokenizer, state, 1)
     second = stand(tmp_path / "parts")
     assert second.train_state.memory == first.train_state.memory != StepMemory()
-    assert go(second, range(3, 5)) == expected[3:]
+    assert go(second, range(2, 4)) == expected[2:]
     assert second.train_state.memory == whole.train_state.memory
     for part in ("model", "critic"):
         ours, theirs = (getattr(initial.train_state, part) for initial in (second, whole))

@@ -113,22 +113,6 @@ def test_no_pass_is_made_that_nothing_needs(kit, algorithm, learner, passes):
     assert len(calls) == passes * len(batch.rows)
 
 
-def test_remax_takes_the_greedy_sample_s_reward_and_trains_none_of_it(kit):
-    samples = kit.samples(groups=2, group_size=3)
-    for sample in samples:
-        sample["is_greedy"] = sample["index"] == 2
-        if sample["is_greedy"]:
-            sample["mask"][:] = 0
-            sample["reward"] = 0.25
-    config, model = kit.config({"advantage": "remax"}), kit.model()
-    result = train_step(kit.train_state(model, config), kit.batch(samples), config)
-    rewards = [sample["reward"] for sample in samples if not sample["is_greedy"]]
-    assert result.metrics["advantage/mean"] == pytest.approx(np.mean(rewards) - 0.25)
-    assert result.metrics["reward/mean"] == pytest.approx(np.mean(rewards))
-    assert result.metrics["data/samples"] == 4
-    assert result.num_tokens == sum(int(sample["mask"].sum()) for sample in samples)
-
-
 def plain_divergence(kit, model, reference, samples):
     """Mean over trained tokens of log-probability under the model less that under the reference (k1)."""
     pairs = zip(*(kit.plain_logprobs(one, samples) for one in (model, reference)), samples, strict=True)

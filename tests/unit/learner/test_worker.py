@@ -143,19 +143,6 @@ async def test_a_step_out_of_order_ends_the_learner(kit, tmp_path):
     assert "step 2 came while the learner is at version 0" in str(error)
 
 
-async def test_heartbeats_say_what_is_waited_for(kit, tmp_path):
-    async with learner(tmp_path) as controller:
-        await controller.news(LearnerReady)
-        beat = await controller.report(Heartbeat, lambda beat: beat.waiting_for)
-        assert beat.waiting_for == "the batch of step 0"
-        assert beat.waiting_since_s <= beat.sent_s
-        await controller.connection.send(kit.batch(kit.samples()))
-        beat = await controller.report(Heartbeat, lambda beat: beat.gauges["process/version"] == 1 and beat.waiting_for)
-        assert beat.waiting_for == "the batch of step 1"
-        assert beat.gauges["process/tokens_trained"] > 0
-        assert beat.gauges["process/idle_s"] > 0
-
-
 async def test_shutdown_interrupts_a_long_warm_start(tmp_path):
     model = ScratchModel(hidden_size=32, num_layers=1, num_heads=2, warm_start=WarmStart(steps=10**6, batch_size=2))
     config = msgspec.structs.replace(CONFIG, model=model)

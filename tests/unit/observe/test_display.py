@@ -6,7 +6,6 @@ import io
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-import pytest
 from rich.console import Console
 
 from asyncrl.errors import RunError
@@ -64,11 +63,6 @@ async def test_terminal_gets_the_panel(run_folder: Path) -> None:
     out = await followed(PlayedRun(run_folder), plain=False)
     assert "played [one]" in out
     assert "staleness" in out
-
-
-async def test_failed_run_raises_its_reason_after_the_summary(run_folder: Path) -> None:
-    with pytest.raises(RunError, match="too many deaths"):
-        await followed(PlayedRun(run_folder, failure="too many deaths"), plain=True)
 
 
 async def test_panel_says_who_waits_and_fits_its_width(run_folder: Path) -> None:

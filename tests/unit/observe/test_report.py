@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from asyncrl.observe.report import MOST_GENERATORS_SHOWN, draw_timeline, lanes_of, write_report
-from asyncrl.observe.spans import GENERATE, SPANS_FILE, STEP, Span
+from asyncrl.observe.report import write_report
+from asyncrl.observe.spans import SPANS_FILE
 from asyncrl.observe.steps import EVAL_FILE
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -22,10 +22,3 @@ def test_run_without_evaluations_and_spans_has_its_reward(run_folder: Path) -> N
     (run_folder / EVAL_FILE).unlink()
     (run_folder / SPANS_FILE).unlink()
     assert list(write_report(run_folder)) == ["reward"]
-
-
-def test_many_generators_are_not_all_drawn_and_the_title_says_so() -> None:
-    spans = [Span(GENERATE, 0.0, 1.0, f"generator-{number}") for number in range(64)] + [Span(STEP, 0.0, 1.0, "learner")]
-    figure = draw_timeline(lanes_of(spans), "big")
-    assert figure.get_suptitle().endswith(f"({64 - MOST_GENERATORS_SHOWN} more generators not shown)")
-    assert len(figure.axes[0].get_yticks()) == MOST_GENERATORS_SHOWN + 1

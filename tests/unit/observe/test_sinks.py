@@ -11,7 +11,7 @@ import pytest
 
 from asyncrl.config.load import parse_config
 from asyncrl.config.run import RunConfig
-from asyncrl.observe.sinks import MetricSinks, open_sinks, render_prometheus
+from asyncrl.observe.sinks import MetricSinks, open_sinks
 
 
 def test_metrics_file_has_one_line_a_step(tmp_path: Path) -> None:
@@ -34,16 +34,6 @@ def test_unknown_name_is_told_once_and_kept(tmp_path: Path, caplog: pytest.LogCa
     assert [record.message for record in caplog.records] == ["metrics that observe/metrics.py does not list: reward/mena"]
     assert "asyncrl_reward_mena 1.0" in sinks.prometheus_text()
     sinks.close()
-
-
-def test_prometheus_text_has_help_type_and_labels() -> None:
-    text = render_prometheus({"": {"reward/mean": 0.5, "dropped/too_old": 3, 'dropped/a "b"': 1, "kl/max": math.inf}})
-    assert "# TYPE asyncrl_reward_mean gauge\nasyncrl_reward_mean 0.5\n" in text
-    assert text.count("# TYPE asyncrl_dropped gauge") == 1
-    assert 'asyncrl_dropped{key="too_old"} 3.0\n' in text
-    assert r'asyncrl_dropped{key="a \"b\""} 1.0' in text
-    assert "asyncrl_kl_max +Inf" in text
-    assert "# HELP asyncrl_dropped dropped since the run began, by reason (groups)" in text
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from asyncrl.observe.spans import GENERATE, Span, read_spans, spans_of, trace_events, write_trace
+from asyncrl.observe.spans import read_spans, spans_of, write_trace
 from tests.builders import make_sample
 
 
@@ -14,12 +14,6 @@ def test_sample_span_tells_length_and_versions() -> None:
     (made,) = spans_of(sample)
     assert (made.process, made.start_s, made.end_s) == ("generator-1", 10.0, 12.5)
     assert made.attributes == {"group": 3, "index": 1, "tokens": 3, "oldest_version": 4, "newest_version": 6, "purpose": "train"}
-
-
-def test_overlapping_spans_of_a_process_lie_on_rows_of_their_own() -> None:
-    spans = [Span(GENERATE, 0.0, 2.0, "g"), Span(GENERATE, 1.0, 3.0, "g"), Span(GENERATE, 2.0, 4.0, "g")]
-    rows = [(event.ts, event.tid) for event in trace_events(spans) if event.ph == "X"]
-    assert rows == [(0.0, 0), (1e6, 1), (2e6, 0)]
 
 
 def test_trace_is_valid_json_with_named_processes(run_folder: Path) -> None:

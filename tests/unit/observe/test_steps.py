@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-from msgspec import ValidationError
-
-from asyncrl.observe.steps import EVAL_FILE, STEPS_FILE, EvalReport, JsonLines, StepReport, read_lines, read_steps
+from asyncrl.observe.steps import STEPS_FILE, EvalReport, JsonLines, StepReport, read_steps
 
 
 def write(path: Path, *rows: StepReport | EvalReport) -> None:
@@ -33,12 +30,6 @@ def test_writer_after_a_torn_line_starts_a_line_of_its_own(tmp_path: Path) -> No
         file.write(b'{"step": 1, "vers')
     write(tmp_path / STEPS_FILE, report(1))
     assert read_steps(tmp_path) == [report(0), report(1)]
-
-
-def test_whole_line_of_another_kind_is_an_error(tmp_path: Path) -> None:
-    write(tmp_path / EVAL_FILE, report(0))
-    with pytest.raises(ValidationError):
-        list(read_lines(tmp_path / EVAL_FILE, EvalReport))
 
 
 def test_line_that_goes_on_behind_a_torn_one_is_left_out_and_the_rest_is_read(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.errors import ConfigError
 from asyncrl.packing.pack import (
     CostModel,
     Unit,
@@ -15,7 +14,6 @@ from asyncrl.packing.pack import (
     num_bins_at_least,
     pack_lengths,
     pack_units,
-    ranks_of_rows,
     step_cost,
 )
 
@@ -78,17 +76,6 @@ def test_a_group_larger_than_a_row_is_cut_into_the_fewest_pieces():
     assert sorted(row_size(row, units) for row in rows) == [70, 90]
 
 
-def test_groups_are_cut_where_ranks_would_idle_otherwise_and_not_else():
-    alone, even = [unit_of(10, [20] * 8)], [unit_of(10, [20] * 8) for _ in range(4)]
-    assert [len(row.members) for row in pack_units(alone, 1_000, 2)] == [4, 4]
-    assert copies_of_prefixes(pack_units(even, 1_000, 2), even) == 4
-
-
-def test_a_part_longer_than_a_row_is_refused_by_its_number():
-    with pytest.raises(ConfigError, match=r"sample 2 has 61 tokens and packing.tokens_per_row is 60.*at least 61"):
-        pack_units([unit_of(0, [5, 5]), unit_of(40, [21, 3])], 60)
-
-
 def rows_of_lengths(lengths, capacity, num_ranks, cost=COST):
     return pack_units([unit_of(0, [length], cost) for length in lengths], capacity, num_ranks)
 
@@ -119,14 +106,6 @@ def cheapest_step(costs, num_ranks):
 @settings(max_examples=60, deadline=None)
 def test_no_order_of_the_rows_makes_a_shorter_step(costs, num_ranks):
     assert step_cost(costs, num_ranks) == cheapest_step(costs, num_ranks)
-
-
-@given(st.lists(st.floats(1, 100), min_size=1, max_size=30), st.integers(2, 4))
-def test_turns_are_the_ranks_rows_in_order_and_last_as_long_as_promised(costs, num_ranks):
-    placed = ranks_of_rows(costs, num_ranks)
-    by_rank = [[costs[row] for row, rank in placed if rank == mine] for mine in range(num_ranks)]
-    turns = itertools.zip_longest(*by_rank, fillvalue=0.0)
-    assert sum(map(max, turns)) == pytest.approx(step_cost(costs, num_ranks))
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4, 8])

@@ -1,7 +1,6 @@
 """What the packer makes of a step of several updates, as the learner takes it apart again."""
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -45,17 +44,6 @@ def test_every_row_with_something_to_train_is_one_micro_batch(seed, num_groups, 
     assert [(sample.group_id, sample.index) for sample in batch.samples] == [
         (group.group_id, scored.sample.index) for group in groups for scored in group.members
     ]
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_many_updates_cost_no_needless_forwards(num_ranks):
-    groups = drawn_groups(0, 32)
-    division, plan = Division(16, 0, num_ranks), RankPlan(num_ranks)
-    knowing = RankPlan(num_ranks, minibatches=16)
-    known = prepare(pack_step(0, groups, tokens_per_row=512, temperature=1.0, ranks=knowing), division)
-    unknown = prepare(pack_step(0, groups, tokens_per_row=512, temperature=1.0, ranks=plan), division)
-    assert len(known.rows) == 16
-    assert len(unknown.rows) > 16
 
 
 def test_with_one_update_a_group_that_trains_nothing_shares_rows():

@@ -3,7 +3,6 @@ import numpy as np
 import pytest
 
 from asyncrl.config.load import dump_config, parse_config
-from asyncrl.errors import ConfigError
 from asyncrl.observe.spans import span
 from asyncrl.plan.simulator.measured import fit_decode, scenario_of_run, working_time
 
@@ -52,12 +51,6 @@ def test_a_scenario_says_what_the_spans_said(tmp_path):
     assert made.step_s.mean == pytest.approx(1.9, rel=1e-6)
     assert made.sync_s.mean == pytest.approx(0.2, rel=1e-6)
     assert made.swap_s == pytest.approx(0.1)
-
-
-def test_too_short_a_run_says_so(tmp_path):
-    write_run(tmp_path, 2)
-    with pytest.raises(ConfigError, match="at least 5 steps"):
-        scenario_of_run(tmp_path)
 
 
 def test_a_pause_is_no_work(tmp_path):

@@ -34,7 +34,7 @@ def make_group(*members: Sample) -> ScoredGroup:
     return ScoredGroup(1, Prompt("p", text="question"), tuple(ScoredSample(member, 1.0, {"a": 0.5}) for member in members))
 
 
-@given(st.integers(0, 50), st.integers(0, 3), st.text(), st.sampled_from(["generate", "reward"]))
+@given(st.integers(0, 50), st.integers(0, 3), st.text("ab é\n\0"), st.sampled_from(["generate", "reward"]))
 def test_what_is_encoded_is_decoded(group_id, index, reason, stage):
     message = SampleFailure(group_id, index, 1, stage, reason)
     assert decode(encode(message)) == message

@@ -46,14 +46,6 @@ def test_arms_within_a_seed_are_in_an_order_that_the_seed_decides(sweep):
     assert sweep(text).cells == found.cells
 
 
-def test_choices_are_tables_or_files_and_names_combine(sweep, tmp_path):
-    (tmp_path / "slow.toml").write_text("[learner]\nlearning_rate = 1e-5\n")
-    choices = '[[axes]]\nname = "rate"\nchoices = { slow = "slow.toml", fast = { "learner.learning_rate" = 0.01 } }\n'
-    found = sweep(f"seeds = [4]\n{ETA}{choices}")
-    rates = {cell.arm: cell.config.learner.learning_rate for cell in found.cells}
-    assert rates == {f"max_staleness={eta}, {name}": rate for eta in (0, 2) for name, rate in (("slow", 1e-5), ("fast", 0.01))}
-
-
 @pytest.mark.parametrize(
     ("text", "said"),
     [

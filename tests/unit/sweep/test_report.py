@@ -59,13 +59,6 @@ def test_two_seeds_tell_nothing_and_the_report_says_so(results):
     assert "nothing can be told apart: the smallest corrected p is 1.00" in text
 
 
-def test_a_cell_that_never_reached_the_bar_counts_as_the_longest(results):
-    made = [replace(one, outcome=replace(one.outcome, seconds_to_bar=None)) if one.arm == "eta=2" else one for one in lines()]
-    text = write_report(results(made))
-    assert row(text, "eta=2", "8").startswith("| eta=2 | 8 | 60.0 [60.0, 60.0], 8 not |")
-    assert "| higher |" in row(text, "eta=2", "seconds to 0.8")
-
-
 def test_what_is_unlike_the_rest_is_said(results):
     made = [line("eta=0", 0, 50.0, 0.9, attempts=2), line("eta=2", 0, 30.0, 0.9, jobs=2), *lines()[1:3]]
     made[2] = replace(made[2], machine="another", outcome=replace(made[2].outcome, fault="loss is nan", accuracy=None))

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import msgspec
-import numpy as np
 import pytest
 
 from asyncrl.config.load import load_config
 from asyncrl.errors import ConfigError
 from asyncrl.observe.steps import EvalReport, JsonLines, StepReport
 from asyncrl.sweep.grid import Plan
-from asyncrl.sweep.results import CURVE_POINTS, measure_curve, measure_external, measure_run
+from asyncrl.sweep.results import measure_external, measure_run
 
 PLAN = Plan(name="x", arms=("a",), baseline="a", seeds=(0,), metrics=("accuracy",), bar=0.5, window=2)
 CONFIG = load_config("quickstart")
@@ -42,13 +41,6 @@ def test_the_time_in_which_an_interrupted_run_did_not_run_is_left_out(tmp_path):
     run = write_run(tmp_path, [102.0, 104.0, 1006.0, 1008.0], [0.1, 0.3, 0.7, 0.9])
     assert measure_run(run, CONFIG, PLAN, [90.0, 1000.0]).train_s == 8.0
     assert measure_run(run, CONFIG, PLAN, [90.0, 1000.0, 1009.0]).train_s == 8.0  # the last only evaluated
-
-
-def test_a_long_curve_is_thinned_by_means():
-    made = measure_curve(np.arange(1.0, 1001), np.linspace(0, 1, 1000), 8, PLAN)
-    assert len(made.curve) == CURVE_POINTS
-    assert made.curve[-1][:2] == (1000.0, 8000)
-    assert np.mean([point[2] for point in made.curve]) == pytest.approx(0.5, abs=1e-4)
 
 
 def test_what_an_external_command_wrote(tmp_path):

@@ -44,14 +44,6 @@ def test_a_held_out_file_is_taken_whole_and_its_problems_leave_the_train_split(t
     assert (len(task.train), len(task.held_out)) == (8, 4)
 
 
-def test_plain_prompts_are_the_field_itself_and_give_worked_examples(tmp_path):
-    path = write(tmp_path / "a.jsonl", [{"q": f"{n}>", "a": n + 1} for n in range(9)])
-    task = build_jsonl(JsonlTask(path=path, prompt_field="q", answer_field="a", chat=False, held_out=3), 0)
-    assert all(p.text.endswith(">") and not p.messages for p in task.train)
-    assert task.worked_examples == [(p.text, p.answer) for p in task.train]
-    assert task.alphabet == "0123456789>"
-
-
 def test_a_file_that_is_not_utf_8_is_named(tmp_path):
     (tmp_path / "a.jsonl").write_bytes('{"question": "caf\xe9", "answer": "b"}'.encode("latin-1"))
     with pytest.raises(ConfigError, match=r"task file .*a.jsonl is not UTF-8: .* position 17"):

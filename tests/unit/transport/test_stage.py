@@ -9,7 +9,6 @@ import pytest
 from asyncrl.clock import SystemClock, VirtualClock
 from asyncrl.errors import GenerationError
 from asyncrl.schema.control import PROTOCOL, Heartbeat, Hello, Pause, Resume, Shutdown
-from asyncrl.schema.samples import GroupWork, Prompt, SamplingParams
 from asyncrl.transport.local import InProcessListener
 from asyncrl.transport.protocol import Lane
 from asyncrl.transport.stage import IdleMeter, Stage
@@ -58,17 +57,6 @@ async def test_a_heartbeat_says_what_it_waits_for_and_its_gauges(ends):
         assert {"process/idle_s", "process/busy_s", "process/resident_bytes"} < set(beat.gauges)
 
     assert await stage_of(worker).run(forever, work=work())
-
-
-async def test_requests_of_another_kind_are_acknowledged_and_passed_over(ends, caplog):
-    controller, worker = ends
-    stage = stage_of(worker)
-    await controller.send(Pause())
-    await controller.send(work := GroupWork(1, 0, Prompt("p"), (0,), SamplingParams(max_new_tokens=1), 0))
-    async for request, _ in stage.requests(GroupWork):
-        assert request == work
-        break
-    assert "reward-0 has no use for Pause" in caplog.text
 
 
 async def test_an_error_of_a_loop_ends_the_others_and_comes_out_by_itself(ends):

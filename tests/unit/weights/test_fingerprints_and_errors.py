@@ -5,11 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-import xxhash
 
 from asyncrl.config.broadcast import BroadcastConfig, CUDAIPCMedium, DeltaConfig, GlooMedium, NCCLMedium, SharedMemoryMedium
 from asyncrl.errors import ConfigError
-from asyncrl.weights.fingerprint import fingerprints_of
 from asyncrl.weights.media.collective_group import check_nccl
 from asyncrl.weights.media.device import current_gpu, device_fingerprint
 from asyncrl.weights.media.registry import fingerprints_made
@@ -57,13 +55,3 @@ def test_without_a_gpu_the_error_names_the_media_that_need_none():
         current_gpu()
     with pytest.raises(ConfigError, match="use 'gloo'"):
         check_nccl()
-
-
-def test_host_fingerprints_are_xxh3_64_of_each_bucket():
-    ends, content = (1000, 60_000, 64_000), CONTENT.numpy()
-    expected = b"".join(
-        xxhash.xxh3_64_intdigest(content[start:end]).to_bytes(8, "little")
-        for start, end in ((0, 1000), (1000, 60_000), (60_000, 64_000))
-    )
-    assert fingerprints_of(content.data, ends) == expected
-    assert fingerprints_of(content.data, ends, buckets=[2, 0]) == expected[16:] + expected[:8]

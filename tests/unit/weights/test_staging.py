@@ -53,16 +53,6 @@ def received(staging, available):
     return view_tensors(staging.receive(available, NOT_CANCELLED), available.manifest)
 
 
-def test_a_buffer_that_somebody_wrote_to_is_noticed_and_fetched_anew(learner, staging, caplog):
-    received(staging, learner.publish(1))
-    available = learner.publish(2)
-    received(staging, available)["a"][9] = 5.0
-    for version in range(3, 7):
-        available = learner.publish(version)
-    assert torch.equal(received(staging, available)["a"], learner.tensors["a"])
-    assert "fingerprints of 1 of its 2 buckets differ" in caplog.text
-
-
 def test_after_a_damaged_delta_only_that_is_fetched_again(learner, staging):
     """On `files` the whole version may lie before the damage: it would lead there again."""
     received(staging, learner.publish(1))

@@ -9,13 +9,11 @@ import pytest
 
 from asyncrl.config.broadcast import ZeroMQMedium
 from asyncrl.config.load import dump_config, load_config, load_run_config, parse_config
-from asyncrl.config.medium_choice import with_chosen_medium
 from asyncrl.config.placement_rules import at_node, needs_of, with_launch_choices
-from asyncrl.config.run import ProcessNeeds, RayLaunch, RunConfig
+from asyncrl.config.run import RayLaunch, RunConfig
 from asyncrl.errors import ConfigError
 
 pytest.importorskip("ray")
-from asyncrl.control.launch.ray import bundle_of
 
 
 def on_ray(**settings: Any) -> RunConfig:
@@ -46,12 +44,6 @@ def test_gpus_follow_from_devices_unless_they_are_said() -> None:
     assert needs_of(said, "generator").num_gpus == 0.5
 
 
-def test_a_bundle_holds_what_is_asked_and_never_nothing() -> None:
-    needs = ProcessNeeds(num_cpus=2, num_gpus=1, memory_gib=1, resources={"engine": 1})
-    assert bundle_of(needs) == {"CPU": 2, "GPU": 1, "memory": 1 << 30, "engine": 1}
-    assert bundle_of(ProcessNeeds(num_cpus=0, num_gpus=0)) == {"CPU": 0.001}
-
-
 def test_what_ends_at_one_machine_s_edge_is_replaced_on_a_cluster_and_each_process_puts_its_own_address_there() -> None:
     config, said = with_launch_choices(on_ray())
     assert (config.transport.kind, config.transport.host) == ("tcp", "node")
@@ -61,13 +53,6 @@ def test_what_ends_at_one_machine_s_edge_is_replaced_on_a_cluster_and_each_proce
     assert here.transport.host == "10.0.0.7"
     assert isinstance(here.broadcast.medium, ZeroMQMedium)
     assert (here.broadcast.medium.bind, here.broadcast.medium.relay_bind) == ("tcp://10.0.0.7:*", "tcp://10.0.0.7:*")
-
-
-def test_an_automatic_medium_reaches_other_nodes() -> None:
-    config, said = with_chosen_medium(on_ray(broadcast={"medium": {"kind": "auto"}}))
-    assert isinstance(config.broadcast.medium, ZeroMQMedium)
-    assert config.broadcast.medium.bind == "tcp://node:*"
-    assert "any node" in said
 
 
 def test_a_process_reads_the_run_s_config_with_its_own_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

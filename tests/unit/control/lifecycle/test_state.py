@@ -55,24 +55,6 @@ def test_pause_and_resume_come_back_to_the_phase_that_was_left() -> None:
     ]
 
 
-def test_goal_reached_while_paused_is_acted_on_when_the_run_goes_on() -> None:
-    told = Told().up()
-    assert phases(told(ev.PauseRequested(), ev.StepsDone())) == ["paused"]
-    assert phases(told(ev.ResumeRequested())) == ["draining"]
-
-
-def test_drain_timeout_and_stall_end_badly() -> None:
-    told = Told().up()
-    told(ev.DrainRequested())
-    told.now += 119.0
-    assert told(ev.Tick())[-1:] != [ev.EndRun]
-    assert told.life.phase == "draining"
-    assert told(ev.Tick())[-1] == ev.EndRun(
-        ok=False, reason="draining took 121 s, longer than supervision.drain_timeout_s allows"
-    )
-    assert Told().up()(ev.Stalled("learner waits for a batch"))[-1] == ev.EndRun(ok=False, reason="learner waits for a batch")
-
-
 def test_back_off_doubles_with_each_death_in_the_window_and_is_bounded() -> None:
     told = Told(config=SupervisionConfig(max_deaths=20, death_window_s=1000.0, backoff_s=1.0)).up()
     delays = []

@@ -14,7 +14,6 @@ from asyncrl.clock import VirtualClock
 from asyncrl.config.run import SupervisionConfig
 from asyncrl.control.launch.local import ProcessSpec
 from asyncrl.control.lifecycle.events import ProcessPlan, StopRequested
-from asyncrl.control.lifecycle.pid_file import read_pids
 from asyncrl.control.lifecycle.state import Lifecycle
 from asyncrl.control.lifecycle.supervisor import Supervisor, SupervisorCallbacks
 from asyncrl.schema.control import ProcessKind
@@ -73,17 +72,6 @@ async def running(world: World) -> AsyncIterator[World]:
             await world.advance(1.0)
 
 
-async def test_starts_the_plan_and_records_every_pid(tmp_path: Path) -> None:
-    async with running(World(tmp_path)) as world:
-        table = read_pids(tmp_path)
-        assert {name: record.pid for name, record in table.processes.items()} == {
-            process.spec.name: process.pid for process in world.launcher.history
-        }
-        assert world.phases == ["starting", "warming"]
-    assert not world.launcher.alive
-    assert read_pids(tmp_path).processes == {}
-
-
 async def test_silent_process_is_terminated_then_killed(tmp_path: Path) -> None:
     world = World(tmp_path, launcher=FakeLauncher(ignores_terminate=True))
     async with running(world):
@@ -100,15 +88,6 @@ async def test_silent_process_is_terminated_then_killed(tmp_path: Path) -> None:
             world.lifecycle.heartbeats.beat("learner", world.clock.now())
         assert not generator.alive
         assert world.dead == ["generator-0"]
-
-
-async def test_shutdown_waits_for_processes_that_end_by_themselves(tmp_path: Path) -> None:
-    async with running(World(tmp_path)) as world:
-        world.supervisor.post(StopRequested())
-        for process in world.launcher.history:
-            process.exit(0)
-        await world.settle()
-    assert all(process.terminated == 0 and process.killed == 0 for process in world.launcher.history)
 
 
 async def test_cancelling_run_kills_every_process(tmp_path: Path) -> None:

@@ -60,34 +60,3 @@ def test_a_model_without_weights_is_found_before_anything_starts(tmp_path):
     (tmp_path / "model.safetensors").write_bytes(bytes(100))
     with pytest.raises(ConfigError, match=r"inference\.reward_models\.path .* cannot be read"):
         shown(**judge)
-
-
-def test_each_model_of_the_learner_has_a_line(folder):
-    plain = shown()
-    assert "critic on the learner" not in plain
-    assert "reference on the learner" not in plain
-    critic = {"advantage": "gae", "critic": {}, "kl": {}}
-    lines = shown(algorithm=critic)
-    policy = mib(lines["policy on the learner"])
-    assert mib(lines["reference on the learner"]) == pytest.approx(policy / 4, abs=0.1)
-    assert mib(lines["critic on the learner"]) == pytest.approx(policy, rel=0.02)
-    elsewhere = shown(algorithm=critic | {"reference": {"path": folder}, "critic": {"path": folder}})
-    assert mib(elsewhere["reference on the learner"]) == 3.0
-    assert mib(elsewhere["critic on the learner"]) == 12.0
-    head = shown(algorithm=critic | {"critic": {"kind": "head"}, "reference": {"where": "worker"}})
-    assert mib(head["critic on the learner"]) < 0.1
-    assert "reference on the learner" not in head
-
-
-def test_what_vllm_holds_follows_its_device():
-    def memory(**engine):
-        return shown(generate={"engine": {"kind": "vllm", **engine}})["memory of each generator"]
-
-    weights = mib(memory(device="cuda"))
-    assert "KV cache: what is left of 90% of each GPU" in memory(device="cuda")
-    assert mib(memory(device="cpu")) == pytest.approx(weights + 1024, abs=0.2)
-    assert mib(memory(device="cpu", kv_cache_gib=0.25)) == pytest.approx(weights + 256, abs=0.2)
-    assert "KV cache on a CPU, on a GPU what is left" in memory()
-    assert mib(memory(device="cuda", dtype="bfloat16")) == pytest.approx(weights / 2, abs=0.2)
-    server = shown(generate={"num_workers": 1, "engine": {"kind": "vllm_server", "url": "http://127.0.0.1:8000"}})
-    assert "memory of each generator" not in server

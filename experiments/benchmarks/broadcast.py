@@ -2,8 +2,8 @@
 
 135M parameters in bfloat16, shaped like SmolLM2-135M (269 MB), held by this process (the learner). A subscriber is a process that
 does what a generator does: fetch, compare fingerprints, copy every tensor into the weights it already holds. `live_ms` runs from
-the call of `publish` until the last of 1, 2 or 4 of them said so here. Beside the media: `torch.save` and `torch.load` through a
-file in memory, Ray's object store (copied into held weights too, not verified), and bare pyzmq (nothing verified or loaded).
+the call of `publish` until the last of 1, 2 or 4 of them said so here. Beside the media: bare pyzmq (nothing
+verified or loaded).
 
 The bare copy is torch's `copy_` of the same number of bytes between two warm buffers, with all cores; one is made in every
 round, and a ratio is the median of the rounds' ratios. The processes have the environment that a run gives its own
@@ -11,41 +11,39 @@ round, and a ratio is the median of the rounds' ratios. The processes have the e
 
 - `shm_vs_two_copies`: bytes a second over shared memory, live, over those of two bare copies.
 - `zeromq_vs_bare`: bytes a second fetched and verified over the `zeromq` medium, over those of bare pyzmq in turns with it.
-- `delta_bytes`: see weight_costs.py. `pause_overhead_ms`: the pause there minus one bare copy.
+- `delta_bytes`: see weight_costs.py.
 - `learner_blocked_copies`: bare copies for which `publish` held the learner up.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
+import itertools
 import os
 import statistics
 import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
 import msgspec
 import torch
 
-from asyncrl.config.broadcast import BroadcastConfig, DeltaConfig, FilesMedium, GlooMedium, SharedMemoryMedium, ZeroMQMedium
+from asyncrl.config.broadcast import BroadcastConfig, FilesMedium, GlooMedium, SharedMemoryMedium, ZeroMQMedium
 from asyncrl.control.launch.local import ProcessSpec, child_environment
 from asyncrl.errors import ConfigError
 from benchmarks.harness import BenchResult, Ratio, ratio, seconds_of
-from benchmarks.subscribers import HandOver, MediumWay, Subscribers, bare_zeromq, file_hand_over, ray_store, scratch_folder
-from benchmarks.weight_costs import delta_costs, pauses
+from benchmarks.subscribers import MediumWay, Subscribers, bare_zeromq, scratch_folder
+from benchmarks.weight_costs import delta_costs
 from benchmarks.workload import smollm2_model
 
-SHM_GOAL, ZEROMQ_GOAL, DELTA_GOAL, PAUSE_GOAL_MS, BLOCKED_GOAL = 0.8, 0.7, 0.03, 50.0, 1.5
+SHM_GOAL, ZEROMQ_GOAL, DELTA_GOAL, BLOCKED_GOAL = 0.8, 0.7, 0.03, 1.5
 DEFAULT_ROUNDS = 5
 COUNTS = (1, 2, 4)
 NUM_TRAIN_STEPS = 4
-CHANGED_SHARE = 0.01
-"""Of the elements, from one version to the next, where a delta is published: what RL steps change at most (`delta_bytes`)."""
 TIME_LIMIT_S = 600.0
 
 MEDIA: dict[str, BroadcastConfig] = {
@@ -54,11 +52,8 @@ MEDIA: dict[str, BroadcastConfig] = {
     "zeromq_curve": BroadcastConfig(medium=ZeroMQMedium()),
     "gloo": BroadcastConfig(medium=GlooMedium()),
     "files": BroadcastConfig(medium=FilesMedium()),
-    "shared_memory_delta": BroadcastConfig(medium=SharedMemoryMedium(), delta=DeltaConfig()),
-    "zeromq_delta": BroadcastConfig(medium=ZeroMQMedium(), delta=DeltaConfig()),
 }
-"""What `--media` can name, beside `torch_save` and `ray`."""
-OTHERS = ("torch_save", "ray")
+"""What `--media` can name."""
 
 Rounds = dict[str, list[float]]
 
@@ -68,7 +63,7 @@ def run(rounds: int = 0, media: str = "all") -> BenchResult:
 
     Args:
         rounds: Measured rounds for one subscriber, after one that warms up; 0: 5. For two and four it is half as many.
-        media: `all`, or names of MEDIA and OTHERS with commas between.
+        media: `all`, or names of MEDIA with commas between.
 
     Raises:
         ConfigError: A name is unknown.
@@ -84,10 +79,9 @@ def run(rounds: int = 0, media: str = "all") -> BenchResult:
 
 def chosen(media: str) -> list[str]:
     """Return the names that `media` asks for. Raises ConfigError for an unknown one."""
-    known = [*MEDIA, *OTHERS]
-    names = known if media == "all" else [name.strip() for name in media.split(",")]
-    if unknown := [name for name in names if name not in known]:
-        raise ConfigError(f"no medium {unknown[0]!r} to measure; there are all, {', '.join(known)}")
+    names = list(MEDIA) if media == "all" else [name.strip() for name in media.split(",")]
+    if unknown := [name for name in names if name not in MEDIA]:
+        raise ConfigError(f"no medium {unknown[0]!r} to measure; there are all, {', '.join(MEDIA)}")
     return names
 
 
@@ -98,14 +92,10 @@ def measure(rounds: int, names: list[str], counts: tuple[int, ...] = COUNTS) -> 
     figures = {name: round(statistics.median(values), 3) for name, values in samples.items() if not name.endswith("_copies")}
     ratios = _ratios_of(samples)
     if "shared_memory" in names:
-        pause = asyncio.run(pauses(rounds))
-        figures["pause_ms"] = round(pause["pause_ms"], 3)
-        ratios["pause_overhead_ms"] = ratio(round(pause["overhead_ms"], 2), PAUSE_GOAL_MS, at_least=False)
-    if any(name.endswith("_delta") for name in names):
         costs = delta_costs(NUM_TRAIN_STEPS)
         ratios["delta_bytes"] = ratio(round(costs.pop("delta_bytes"), 5), DELTA_GOAL, at_least=False)
         figures |= costs
-    return BenchResult("broadcast", {"model_bytes": _num_bytes(weights), "rounds": rounds, **figures}, ratios)
+    return BenchResult("broadcast", {"model_bytes": num_bytes_of(weights), "rounds": rounds, **figures}, ratios)
 
 
 def _ratios_of(samples: Rounds) -> dict[str, Ratio]:
@@ -121,70 +111,38 @@ def _ratios_of(samples: Rounds) -> dict[str, Ratio]:
 
 
 def _hand_overs(weights: dict[str, torch.Tensor], rounds: int, names: list[str], counts: tuple[int, ...]) -> Rounds:
-    """Return what every measured round of every way gave, for each number of subscribers, by figure."""
-    samples, num_bytes = defaultdict[str, list[float]](list), _num_bytes(weights)
+    """Return what every measured round of every medium gave, for each number of subscribers, by figure."""
+    num_bytes, samples = num_bytes_of(weights), defaultdict[str, list[float]](list)
     source, target = torch.ones(num_bytes, dtype=torch.uint8), torch.ones(num_bytes, dtype=torch.uint8)
-    with contextlib.ExitStack() as opened:
-        folder = opened.enter_context(scratch_folder(in_memory=True))
-        peers = opened.enter_context(contextlib.closing(Subscribers(max(counts))))
-        bare = opened.enter_context(bare_zeromq(num_bytes, peers))
 
-        def measure_rounds(name: str, hand_over: HandOver | None, count: int) -> None:
-            prefix = name if count == 1 else f"{name}_{count}"
-            for number in range((rounds if count == 1 else -(-rounds // 2)) + 1):
-                if hand_over is None:  # what hands over is not installed
-                    return
-                copy_ms, measured = seconds_of(partial(target.copy_, source)) * 1e3, hand_over(count)
-                beside = bare() if prefix == "zeromq" else {}
-                if number == 0:  # mappings, buffers and connections are made in the first
-                    continue
-                figures = {f"{prefix}_{figure}": value for figure, value in measured.items() if count == 1 or figure == "live_ms"}
-                figures |= {f"{prefix}_{figure}_copies": measured[f"{figure}_ms"] / copy_ms for figure in ("live", "blocked")}
-                figures |= {f"bare_zeromq_{figure}": value for figure, value in beside.items()} | {"copy_ms": copy_ms}
-                for figure, value in figures.items():
-                    samples[figure].append(value)
+    def one_round(way: MediumWay, name: str, count: int) -> dict[str, float]:
+        copy_ms, told = seconds_of(partial(target.copy_, source)) * 1e3, way.hand_over(weights, count)
+        prefix = name if count == 1 else f"{name}_{count}"
+        figures = {f"{prefix}_{figure}": value for figure, value in told.items() if count == 1 or figure == "live_ms"}
+        figures |= {f"{prefix}_{figure}_copies": told[f"{figure}_ms"] / copy_ms for figure in ("live", "blocked")}
+        if prefix == "zeromq":
+            figures |= {f"bare_zeromq_{figure}": value for figure, value in bare().items()}
+        return figures | {"copy_ms": copy_ms}
 
-        for name in names:
-            sys.stderr.write(f"measuring {name}\n")
-            with _way(name, weights, folder, peers, max(counts)) as hand_over:
-                for count in counts:
-                    measure_rounds(name, hand_over, count)
+    with (
+        scratch_folder() as folder,
+        contextlib.closing(Subscribers(max(counts))) as peers,
+        bare_zeromq(num_bytes, peers) as bare,
+    ):
+        for name, count in itertools.product(names, counts):
+            sys.stderr.write(f"measuring {name} with {count}\n")
+            opened = MediumWay(MEDIA[name], folder / f"{name}-{count}", peers, is_encrypted=name.endswith("_curve"))
+            with contextlib.closing(opened) as way:
+                # Mappings, buffers and connections are made in the first, which is not counted.
+                measured = [one_round(way, name, count) for _ in range((rounds if count == 1 else -(-rounds // 2)) + 1)][1:]
+            for figure, value in itertools.chain.from_iterable(figures.items() for figures in measured):
+                samples[figure].append(value)
     return samples
 
 
-@contextlib.contextmanager
-def _way(name: str, weights: dict[str, torch.Tensor], folder: Path, peers: Subscribers, most: int) -> Iterator[HandOver | None]:
-    """Open one way, its files in `folder`; None where it is not there."""
-    with contextlib.ExitStack() as opened:
-        if name == "ray":
-            yield opened.enter_context(ray_store(weights, most))
-        elif name == "torch_save":
-            yield lambda count: file_hand_over(weights, count, folder / "weights.pt", peers)
-        else:
-            on_disk = opened.enter_context(scratch_folder())
-            way = MediumWay(MEDIA[name], on_disk / name, peers, is_encrypted=name.endswith("_curve"))
-            opened.callback(way.close)
-            given = _changing(weights) if MEDIA[name].delta else lambda: weights
-            yield lambda count: way.hand_over(given(), count)
-
-
-def _num_bytes(weights: Mapping[str, torch.Tensor]) -> int:
+def num_bytes_of(weights: Mapping[str, torch.Tensor]) -> int:
+    """Return the bytes of all tensors."""
     return sum(tensor.nbytes for tensor in weights.values())
-
-
-def _changing(weights: dict[str, torch.Tensor]) -> Callable[[], Mapping[str, torch.Tensor]]:
-    """Return what gives a copy of the weights in which, from call to call, CHANGED_SHARE of the elements differ."""
-    changing = {name: tensor.clone() for name, tensor in weights.items()}
-    generator = torch.Generator().manual_seed(0)
-
-    def change() -> Mapping[str, torch.Tensor]:
-        for tensor in changing.values():
-            flat = tensor.view(torch.int16).view(-1)
-            chosen_elements = torch.randint(flat.numel(), (int(flat.numel() * CHANGED_SHARE) + 1,), generator=generator)
-            flat[chosen_elements] ^= 1
-        return changing
-
-    return change
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import cProfile
 import shutil
 import sqlite3
 import sys
@@ -117,7 +116,7 @@ def bare_cpu_s(folder: Path, num_tokens: int) -> float:
         return (time.process_time() - begun_s) / num_samples
 
 
-async def measure(run_folder: Path, num_workers: int, num_tokens: int = NUM_TOKENS, profile_file: str = "") -> dict[str, float]:
+async def measure(run_folder: Path, num_workers: int, num_tokens: int = NUM_TOKENS) -> dict[str, float]:
     """Host one run to its end and return its figures.
 
     Raises:
@@ -126,7 +125,7 @@ async def measure(run_folder: Path, num_workers: int, num_tokens: int = NUM_TOKE
     (run_folder / "logs").mkdir(parents=True)
     config = parse_config(_settings(run_folder, num_workers, num_tokens))
     (run_folder / "config.toml").write_text(dump_config(config), encoding="utf-8")
-    command = (sys.executable, "-m", "benchmarks.controller", str(run_folder), *filter(None, [profile_file]))
+    command = (sys.executable, "-m", "benchmarks.controller", str(run_folder))
     with (run_folder / "logs" / "controller.log").open("wb") as log:
         process = await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.PIPE, stdout=log, stderr=log)
     try:
@@ -202,9 +201,4 @@ async def host(run_folder: Path) -> bool:
 
 
 if __name__ == "__main__":
-    folder, *profile_file = sys.argv[1:]
-    with cProfile.Profile() if profile_file else contextlib.nullcontext() as profile:
-        ended_well = asyncio.run(host(Path(folder)))
-    if profile is not None:
-        profile.dump_stats(profile_file[0])
-    sys.exit(int(not ended_well))
+    sys.exit(int(not asyncio.run(host(Path(sys.argv[1])))))

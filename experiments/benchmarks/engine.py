@@ -7,9 +7,6 @@ of lengths: log-normal (mean about 60, sigma 1, cut at 200), as reasoning output
 - `vs_hf_generate`: tokens a second of the embedded engine over those of `model.generate`, both with 32 slots and one thread.
   `generate` takes the prompts 32 at a time, in order, left-padded, and runs each batch to the longest output in it, end tokens
   ignored: what a trainer without continuous batching does. Only asked-for tokens count.
-- `auto_slots_vs_best`: a step's 256 requests, short (2 to 4 tokens), mixed (4 to 60) or with a long tail (log-normal around 16,
-  at most 120), through engines of 32, 64, 128 and 256 slots; 256 is what `num_slots = "auto"` gives. Tokens per CPU second with
-  256 over those with the best number, of the worst mix.
 - `vs_bare_vllm`: tokens a second through `VLLMEngine.submit` over those of bare `AsyncLLM.generate` of the very same engine: same
   prompts, lengths, seeds, temperature, logprobs, prefix cache. A round is ours, bare, bare, ours. Bare runs 34 requests at once
   where ours runs 33: it has the seat that ours keeps for a score. Bare streams deltas, as ours must.
@@ -49,12 +46,10 @@ from benchmarks.workload import (
     load_pauses,
     rate_of,
     smollm2_model,
-    step_workloads,
     workloads,
 )
 
-VS_HF_GENERATE_GOAL, AUTO_SLOTS_GOAL, VS_BARE_GOAL, PAUSE_OVERHEAD_MS_GOAL = 1.5, 0.9, 0.95, 50.0
-SLOTS = (32, 64, 128, 256)
+VS_HF_GENERATE_GOAL, VS_BARE_GOAL, PAUSE_OVERHEAD_MS_GOAL = 1.5, 0.95, 50.0
 DEFAULT_ROUNDS, NUM_LOADS = 5, 9
 
 
@@ -86,28 +81,9 @@ async def _transformers(rounds: int) -> BenchResult:
                 figures[f"{name}_ratio"] = ours / theirs
             measured.append(figures)
         await engine.close()
-        slots = [await _slot_rates(Path(folder), num_slots) for num_slots in SLOTS]
-    auto_vs_best = min(rate / max(own[mix] for own in slots) for mix, rate in slots[-1].items())
     middle = medians(measured[1:])
-    for num_slots, rates in zip(SLOTS, slots, strict=True):
-        middle |= {f"slots_{num_slots}_{mix}_tokens_per_cpu_s": rate for mix, rate in rates.items()}
     ratios = {"vs_hf_generate": ratio(middle.pop("lognormal_ratio"), VS_HF_GENERATE_GOAL)}
-    ratios["auto_slots_vs_best"] = ratio(auto_vs_best, AUTO_SLOTS_GOAL)
     return BenchResult("engine", middle, ratios)
-
-
-async def _slot_rates(folder: Path, num_slots: int, rounds: int = 3) -> dict[str, float]:
-    """Return tokens per CPU second of this process with so many slots, by mix of lengths: the best of some rounds."""
-    engine = TransformersEngine(TransformersEngineConfig(num_slots=num_slots, max_sequence_tokens=128, num_threads=1), folder)
-    await engine.start()
-    rates: dict[str, float] = {}
-    for mix, workload in step_workloads().items():
-        for _ in range(rounds):
-            started_s = time.process_time()
-            await engine_rate(engine, workload)
-            rates[mix] = max(rates.get(mix, 0.0), sum(workload.lengths) / (time.process_time() - started_s))
-    await engine.close()
-    return rates
 
 
 def _generate_rate(model: LlamaForCausalLM, workload: Workload) -> float:

@@ -1,10 +1,8 @@
 """Packing at the size of a large step: 1,024 log-normal lengths into rows of 16,384 tokens.
 
 Lengths: mean about 2,650, sigma 1, cut at the row, drawn anew with another seed each round. `fill` is the share of the rows'
-tokens that are samples, over all rounds; `bins_vs_bound` the rows used over the fewest that the sum of lengths allows. Beside
-what others use: padding every sample to the longest of the step, and rows filled in order of arrival. `idle_R_ranks` is the
-share of their time in which R ranks wait for each other (packing/pack.py), `in_order_idle_R_ranks` where rows are dealt out
-as they are packed.
+tokens that are samples, over all rounds; `bins_vs_bound` the rows used over the fewest that the sum of lengths allows.
+`idle_R_ranks` is the share of their time in which R ranks wait for each other (packing/pack.py).
 
 Groups: `shared_prefix_GROUPSxMEMBERS` is how many times fewer tokens are computed where a group is packed whole, its prompt
 counted once, than where every sample is packed with its own. `no_groups` is the rows that the packer of groups makes of the
@@ -46,13 +44,12 @@ def run(rounds: int = 0) -> BenchResult:
         figures={
             "mean_length_tokens": tokens / (len(sets) * NUM_LENGTHS),
             "rows_per_step": bins / len(sets),
-            "padded_fill": tokens / sum(len(lengths) * max(lengths) for lengths in sets),
-            "in_order_fill": tokens / (CAPACITY * sum(_in_order(lengths) for lengths in sets)),
             "pack_worst_ms": max(times_ms),
             **{
-                f"{name}idle_{ranks}_ranks": statistics.mean(share(lengths, ranks) for lengths in sets)
+                f"idle_{ranks}_ranks": statistics.mean(
+                    idle_share([row.cost for row in _packed(lengths, ranks)], ranks) for lengths in sets
+                )
                 for ranks in NUM_RANKS
-                for name, share in (("", _idle), ("in_order_", _idle_in_order))
             },
         },
         ratios={
@@ -74,16 +71,6 @@ def _lengths(seed: int) -> list[int]:
     return lengths
 
 
-def _in_order(lengths: list[int]) -> int:
-    """Return how many rows are needed when samples are laid down as they come."""
-    rows, room = 1, CAPACITY
-    for length in lengths:
-        if length > room:
-            rows, room = rows + 1, CAPACITY
-        room -= length
-    return rows
-
-
 def _packed(lengths: list[int], num_ranks: int) -> list[RankedRow]:
     """Pack samples of which none shares a prompt."""
     return pack_units([Unit(0, (length,), 0.0, (COST.of(length),)) for length in lengths], CAPACITY, num_ranks)
@@ -96,13 +83,3 @@ def _tokens_saved(groups: int, members: int, prompt: int, response: float) -> fl
     rows = pack_units(units, CAPACITY)
     computed = sum(prompt * len({part // members for part in row.members}) for row in rows) + int(drawn.sum())
     return float((drawn + prompt).sum()) / computed
-
-
-def _idle(lengths: list[int], num_ranks: int) -> float:
-    return idle_share([row.cost for row in _packed(lengths, num_ranks)], num_ranks)
-
-
-def _idle_in_order(lengths: list[int], num_ranks: int) -> float:
-    costs_K = [sum(COST.of(lengths[i]) for i in members) for members in pack_lengths(lengths, CAPACITY)]
-    turns = (costs_K[start : start + num_ranks] for start in range(0, len(costs_K), num_ranks))
-    return 1.0 - sum(costs_K) / (num_ranks * sum(max(turn) for turn in turns))

@@ -5,7 +5,6 @@ pinned; without one the device is the simulated one (residency/device.py), whose
 
 - `switch_vs_copy`: seconds of a whole switch by the manager (device to host, and back to the device) over those of plain copies
   of the same tensors there and back between two sets of buffers that stay.
-- `switch_vs_fresh_copy` (a figure): the same over copies that take their memory each time and let go of the old.
 
 Sides are measured in turns within a round, after warm rounds; figures are medians.
 """
@@ -47,41 +46,28 @@ def run(rounds: int = 0) -> BenchResult:
             manager.switch("rollout")
             manager.switch("train")
 
-        sides = {"switch": turn, "copy": _copies(model, device, fresh=False), "fresh": _copies(model, device, fresh=True)}
+        sides = {"switch": turn, "copy": _copies(model, device)}
         seconds = interleaved(
             {name: partial(seconds_of, side) for name, side in sides.items()}, rounds or DEFAULT_ROUNDS, WARM_ROUNDS
         )
     return BenchResult(
         "residency",
         {"model_mb": num_bytes / MEGA, **{f"{name}_ms": side_s * 1e3 for name, side_s in seconds.items()}}
-        | {
-            "switch_mb_per_s": 2 * num_bytes / MEGA / seconds["switch"],
-            "switch_vs_fresh_copy": seconds["switch"] / seconds["fresh"],
-        },
+        | {"switch_mb_per_s": 2 * num_bytes / MEGA / seconds["switch"]},
         {"switch_vs_copy": ratio(seconds["switch"] / seconds["copy"], SWITCH_GOAL, at_least=False)},
     )
 
 
-def _copies(model: torch.nn.Module, device: Device, *, fresh: bool) -> Callable[[], None]:
-    """Return the same bytes off the device and back, by plain copies.
-
-    Between two sets of buffers that stay, or (`fresh`) into memory that is taken for it and let go of.
-    """
+def _copies(model: torch.nn.Module, device: Device) -> Callable[[], None]:
+    """Return the same bytes off the device and back, by plain copies between two sets of buffers that stay."""
     is_cuda = device.kind.type == "cuda"
     there = [parameter.detach().clone() for parameter in model.parameters()]
-
-    def taken(source: torch.Tensor, place: torch.device | str) -> torch.Tensor:
-        return torch.empty(source.shape, dtype=source.dtype, device=place, pin_memory=is_cuda and place == "cpu")
-
-    here = [] if fresh else [taken(source, "cpu") for source in there]
+    here = [torch.empty(source.shape, dtype=source.dtype, pin_memory=is_cuda) for source in there]
 
     def copies() -> None:
-        for place, sources, targets in (("cpu", there, here), (device.kind, here or there, there)):
-            for index, source in enumerate(sources):
-                target = taken(source, place) if fresh else targets[index]
+        for sources, targets in ((there, here), (here, there)):
+            for source, target in zip(sources, targets, strict=True):
                 target.copy_(source, non_blocking=is_cuda)
-                if fresh:
-                    there[index] = target
             if is_cuda:
                 torch.cuda.synchronize()
 

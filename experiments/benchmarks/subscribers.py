@@ -2,8 +2,7 @@
 
 `Subscribers` starts processes and speaks to them over pipes. One is told which medium to open, then what to take; it fetches as a
 generator does and answers when the bytes are verified and in the weights it holds. A way is opened once, then asked for one
-hand-over after another, to the first `n` of them. Ours are a publisher here and subscribers there; the others are what people do
-without: `torch.save` and `torch.load` through a file in memory, Ray's object store, and bare pyzmq.
+hand-over after another, to the first `n` of them: a publisher here and subscribers there, or bare pyzmq.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -31,15 +29,10 @@ from asyncrl.models.layout import copy_tensors, view_tensors
 from asyncrl.schema.weights import WeightsAvailable
 from asyncrl.transport.security import make_keys
 from asyncrl.weights.publisher import Publisher
-from asyncrl.weights.shm_segments import SHARED_FOLDER, remove_leftover_segments
+from asyncrl.weights.shm_segments import remove_leftover_segments
 from asyncrl.weights.subscriber import Subscriber
-from benchmarks.samples import local_ray
 
 TIMEOUT_S = 120.0
-RAY_STORE_BYTES = 1 << 30
-
-HandOver = Callable[[int], dict[str, float]]
-"""Hands the weights to so many subscribers; returns figures of this one time, `live_ms` among them."""
 
 
 class Subscribers:
@@ -101,13 +94,6 @@ class _Process:
         self._load(tensors)
         tensors.check()
         tensors.release()
-        return fetched_s
-
-    async def take_file(self, path: Path) -> float:
-        """Take what `torch.save` wrote."""
-        loaded = torch.load(path, map_location="cpu", weights_only=True)
-        fetched_s = time.perf_counter()
-        self._load(loaded)
         return fetched_s
 
     async def take_parts(self, address: str, num_bytes: int) -> float:
@@ -188,16 +174,6 @@ class MediumWay:
         self._publisher.close()
 
 
-def file_hand_over(weights: Mapping[str, torch.Tensor], count: int, path: Path, peers: Subscribers) -> dict[str, float]:
-    """Hand over by `torch.save` and `torch.load`."""
-    started_s = time.perf_counter()
-    torch.save(dict(weights), path)
-    saved_s = time.perf_counter()
-    peers.tell(range(count), "take_file", path)
-    slowest = peers.wait(range(count))
-    return {"live_ms": (time.perf_counter() - started_s) * 1e3, "blocked_ms": (saved_s - started_s) * 1e3, **slowest}
-
-
 @contextmanager
 def bare_zeromq(num_bytes: int, peers: Subscribers) -> Iterator[Callable[[], dict[str, float]]]:
     """Yield what sends the bytes in parts over PUSH and PULL to the first subscriber; nothing is verified or loaded."""
@@ -218,40 +194,9 @@ def bare_zeromq(num_bytes: int, peers: Subscribers) -> Iterator[Callable[[], dic
 
 
 @contextmanager
-def ray_store(weights: Mapping[str, torch.Tensor], most: int) -> Iterator[HandOver | None]:
-    """Start Ray with `most` actors that hold weights; yield what hands them over; None where there is no Ray."""
-    with local_ray(object_store_memory=RAY_STORE_BYTES) as ray:
-        if ray is None:
-            yield None
-            return
-
-        class Holder:
-            """Holds weights, as raw bytes: Ray shares numpy arrays without a copy, and numpy has no bfloat16."""
-
-            def __init__(self) -> None:
-                self._held: dict[str, Any] = {}
-
-            def take(self, arrays: dict[str, Any]) -> None:
-                for name, array in arrays.items():
-                    np.copyto(self._held.setdefault(name, np.zeros_like(array)), array)
-
-        holders = [ray.remote(num_cpus=0)(Holder).remote() for _ in range(most)]
-
-        def hand_over(count: int) -> dict[str, float]:
-            started_s = time.perf_counter()
-            stored = ray.put({name: tensor.view(torch.uint8).numpy() for name, tensor in weights.items()})
-            put_s = time.perf_counter()
-            ray.get([holder.take.remote(stored) for holder in holders[:count]], timeout=TIMEOUT_S)
-            return {"live_ms": (time.perf_counter() - started_s) * 1e3, "blocked_ms": (put_s - started_s) * 1e3}
-
-        yield hand_over
-
-
-@contextmanager
-def scratch_folder(*, in_memory: bool = False) -> Iterator[Path]:
-    """Yield a new folder; in memory, where the system has such a place. Segments of runs in it go with it."""
-    base = SHARED_FOLDER if in_memory and SHARED_FOLDER.is_dir() else None
-    with tempfile.TemporaryDirectory(prefix="asyncrl-bench-", dir=base, ignore_cleanup_errors=True) as name:
+def scratch_folder() -> Iterator[Path]:
+    """Yield a new folder. Segments of runs in it go with it."""
+    with tempfile.TemporaryDirectory(prefix="asyncrl-bench-", ignore_cleanup_errors=True) as name:
         try:
             yield Path(name)
         finally:

@@ -1,11 +1,10 @@
-"""How much of the weights one RL step changes, and so how large a delta is; and how long an engine stands still for new weights.
+"""How much of the weights one RL step changes, and so how large a delta is.
 
 The steps: SmolLM2-135M, learning rate 1e-6, sent as bfloat16.
 
 Real `train_step`s (decoupled PPO, AdamW, float32 masters) on a few short samples with random rewards; after each, the weights as
 they would be sent are encoded against those before, applied, and compared bit for bit. The model is the pretrained one where
-`models/SmolLM2-135M-Instruct` is there, else one of its shape with random weights. The engine: the embedded one's
-`load_weights` of tensors in memory, beside one warm copy of the same bytes (`load_pauses`).
+`models/SmolLM2-135M-Instruct` is there, else one of its shape with random weights.
 """
 
 from __future__ import annotations
@@ -15,13 +14,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from transformers.utils import logging as transformers_logging
 
 from asyncrl.config.algorithm import AlgorithmConfig
-from asyncrl.config.generate import TransformersEngineConfig
 from asyncrl.config.learner import LearnerConfig
 from asyncrl.config.run import RunConfig
-from asyncrl.generate.transformers.engine import TransformersEngine
 from asyncrl.learner.model.lora import publishable_tensors
 from asyncrl.learner.model.policy import made_ready
 from asyncrl.learner.optim.optimizer import build_optimizer
@@ -32,8 +28,7 @@ from asyncrl.packing.tensors import pack_step
 from asyncrl.schema.batches import StepBatch
 from asyncrl.weights.delta import apply_delta, encode_delta
 from benchmarks.harness import medians
-from benchmarks.subscribers import scratch_folder
-from benchmarks.workload import PRETRAINED, load_pauses, scored_group, smollm2_model
+from benchmarks.workload import PRETRAINED, scored_group, smollm2_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -95,17 +90,3 @@ def _batch(step: int) -> StepBatch:
         for number, (prompt, responses) in enumerate(zip(prompts, texts, strict=True))
     ]
     return pack_step(step, groups, tokens_per_row=256, temperature=1.0)
-
-
-async def pauses(rounds: int) -> dict[str, float]:
-    """Return the milliseconds of the embedded engine's pause, and those beyond a warm copy of the same bytes."""
-    transformers_logging.disable_progress_bar()
-    model = smollm2_model(torch.bfloat16)
-    with scratch_folder() as folder:
-        model.save_pretrained(folder)
-        engine = TransformersEngine(TransformersEngineConfig(dtype="bfloat16", num_slots=1, max_sequence_tokens=64), folder)
-        await engine.start()
-        try:
-            return await load_pauses(engine, model, rounds)
-        finally:
-            await engine.close()

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from asyncrl.config.algorithm import (
     MASKS_BY_RHO,
     AlgorithmConfig,
-    CorrectionConfig,
     OffPolicySequenceMask,
     PythonCorrection,
     Rejection,
@@ -23,7 +22,6 @@ from asyncrl.config.algorithm import (
     sees_whole_update,
 )
 from asyncrl.config.learner import LearnerConfig
-from asyncrl.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,27 +94,23 @@ PICKED_BY_AUTO = ("loss", "corrections")
 """What `kind = "auto"` is there to pick, so each must be left at its default."""
 
 
-def check_algorithm(algorithm: AlgorithmConfig, learner: LearnerConfig) -> None:
-    """Refuse unknown names and mixes that cannot work.
-
-    Raises:
-        ConfigError: Names the fields, what they say, and what to write instead.
-    """
-    names = (("advantage", algorithm.advantage, ADVANTAGE_RULES), ("loss", algorithm.loss, LOSS_RULES))
-    for field, name, known in names:
+def algorithm_faults(algorithm: AlgorithmConfig, learner: LearnerConfig) -> Iterator[str]:
+    """Yield what is wrong: an unknown name, or a mix that cannot work; with the fields and what to write instead."""
+    for field, name, known in (("advantage", algorithm.advantage, ADVANTAGE_RULES), ("loss", algorithm.loss, LOSS_RULES)):
         if name not in known and not _names_function(name):
-            raise ConfigError(
-                f"algorithm.{field} must be one of {', '.join(known)}, or your own function as module:function, got {name!r}"
-            )
-    checks = [_bounds(algorithm)]
+            allowed = f"{', '.join(known)}, or your own function as module:function"
+            yield f"algorithm.{field} must be one of {allowed}, got {name!r}"
+    yield from _bounds(algorithm)
     if algorithm.kind == "dpo":
-        checks.append(_preferences(algorithm))
-    else:
-        checks += [_auto(algorithm), _advantage(algorithm), _corrections(algorithm, learner)]
-        checks += [_weight_counted_once(algorithm), _loss(algorithm), _kl_and_critic(algorithm)]
-    for faults in checks:
-        for fault in faults:
-            raise ConfigError(fault)
+        yield from _preferences(algorithm)
+        return
+    for field in _set_fields(algorithm, PICKED_BY_AUTO) if algorithm.kind == "auto" else ():
+        instead = "drop it, or set algorithm.kind = 'policy' to have it"
+        yield f"algorithm.kind = 'auto' picks loss and corrections itself and would not read algorithm.{field}: {instead}"
+    yield from _advantage(algorithm)
+    yield from _corrections(algorithm, learner)
+    yield from _weight_counted_once(algorithm)
+    yield from _loss(algorithm)
 
 
 def doubts_about_algorithm(algorithm: AlgorithmConfig) -> list[str]:
@@ -152,140 +146,96 @@ def _names(rules: Mapping[str, AdvantageRule | LossRule], flag: str) -> str:
     return ", ".join(name for name, rule in rules.items() if getattr(rule, flag))
 
 
-def _kind(item: CorrectionConfig) -> str:
-    return str(item.__struct_config__.tag)
-
-
-def _auto(algorithm: AlgorithmConfig) -> Iterator[str]:
-    for field in _set_fields(algorithm, PICKED_BY_AUTO) if algorithm.kind == "auto" else ():
-        yield (
-            f"algorithm.kind = 'auto' picks loss and corrections itself and would not read algorithm.{field}: drop it, or set "
-            "algorithm.kind = 'policy' to have it"
-        )
-
-
 def _advantage(algorithm: AlgorithmConfig) -> Iterator[str]:
-    rule = ADVANTAGE_RULES.get(algorithm.advantage)
-    name = f"algorithm.advantage = {algorithm.advantage!r}"
-    if rule is not None and rule.needs_critic and algorithm.critic is None:
+    """Refuse an advantage without what it reads, or with what it does not read: critic, groups, token rewards."""
+    rule, kl, critic = ADVANTAGE_RULES.get(algorithm.advantage), algorithm.kl, algorithm.critic
+    name, group_size = f"algorithm.advantage = {algorithm.advantage!r}", algorithm.group_size
+    if rule is not None and rule.needs_critic and critic is None:
         yield f"{name} needs a critic: add an [algorithm.critic] table"
-    if rule is not None and not rule.needs_critic and algorithm.critic is not None:
+    if rule is not None and not rule.needs_critic and critic is not None:
         yield f"{name} has no use for a critic: take {_names(ADVANTAGE_RULES, 'needs_critic')}, or drop [algorithm.critic]"
-    if rule is not None and rule.needs_groups and algorithm.group_size < 2:
-        yield f"{name} compares the samples of a group; algorithm.group_size must be at least 2, got {algorithm.group_size}"
-    if algorithm.dynamic_sampling and algorithm.group_size < 2:
+    if rule is not None and rule.needs_groups and group_size < 2:
+        yield f"{name} compares the samples of a group; algorithm.group_size must be at least 2, got {group_size}"
+    if algorithm.dynamic_sampling and group_size < 2:
         yield "algorithm.dynamic_sampling drops groups without spread; algorithm.group_size must be at least 2"
-    if algorithm.kl is not None and algorithm.kl.where == "reward" and rule is not None and not rule.reads_token_rewards:
-        yield (
-            f"algorithm.kl.where = 'reward' changes token rewards, which {name} does not read; take one of "
-            f"{_names(ADVANTAGE_RULES, 'reads_token_rewards')}, or kl.where = 'loss'"
-        )
+    if kl is not None and kl.where == "reward" and rule is not None and not rule.reads_token_rewards:
+        instead = f"take one of {_names(ADVANTAGE_RULES, 'reads_token_rewards')}, or kl.where = 'loss'"
+        yield f"algorithm.kl.where = 'reward' changes token rewards, which {name} does not read; {instead}"
+    if kl is not None and kl.where == "reward" and kl.gradient != "own":
+        instead = "a KL in the reward has no gradient; drop it, or set kl.where = 'loss'"
+        yield f"algorithm.kl.gradient = {kl.gradient!r} is for algorithm.kl.where = 'loss': {instead}"
+    if critic is not None and critic.kind == "head" and critic.path:
+        instead = "set critic.kind = 'separate', or drop the path"
+        yield f"algorithm.critic.path ({critic.path!r}) is of a critic of its own; kind = 'head' sits on the policy: {instead}"
 
 
 def _corrections(algorithm: AlgorithmConfig, learner: LearnerConfig) -> Iterator[str]:
-    weighting = [_kind(item) for item in algorithm.corrections if is_importance_weight(item)]
-    masks = [_kind(item) for item in algorithm.corrections if isinstance(item, MASKS_BY_RHO)]
+    """Refuse several importance weights, and masks of a ratio that is always 1."""
+    weighting = [item.kind for item in algorithm.corrections if is_importance_weight(item)]
+    masks = [item.kind for item in algorithm.corrections if isinstance(item, MASKS_BY_RHO)]
     if weighting and LOSS_RULES.get(algorithm.loss, LossRule()).own_importance_weight:
-        yield (
-            f"algorithm.loss = {algorithm.loss!r} has its importance weight inside, and the correction {weighting[0]!r} would "
-            "count it twice: set algorithm.corrections to masks only, or to []"
-        )
+        twice = f"the correction {weighting[0]!r} would count it twice: set algorithm.corrections to masks only, or to []"
+        yield f"algorithm.loss = {algorithm.loss!r} has its importance weight inside, and {twice}"
     if len(weighting) > 1:
-        yield (
-            f"algorithm.corrections has {len(weighting)} importance weights ({', '.join(weighting)}); their product is no "
-            "importance weight: keep one"
-        )
+        several = f"{len(weighting)} importance weights ({', '.join(weighting)})"
+        yield f"algorithm.corrections has {several}; their product is no importance weight: keep one"
     if algorithm.proximal == "behaviour" and masks:
-        yield (
-            f"the correction {masks[0]!r} compares the proximal with the behaviour policy, and algorithm.proximal = 'behaviour' "
-            "makes them one, so it would drop nothing: set algorithm.proximal = 'recompute'"
-        )
+        nothing = "makes them one, so it would drop nothing: set algorithm.proximal = 'recompute'"
+        yield f"the correction {masks[0]!r} compares proximal with behaviour policy; algorithm.proximal = 'behaviour' {nothing}"
     reads_current = any(isinstance(item, OffPolicySequenceMask) for item in algorithm.corrections)
     if reads_current and algorithm.denominator == "kept" and learner.minibatches * learner.epochs > 1:
-        yield (
-            "algorithm.denominator = 'kept' must know before an update which tokens opsm keeps, and with several updates a step "
-            "that depends on the update: take denominator = 'all', or learner.minibatches = learner.epochs = 1"
-        )
+        instead = "several updates a step change that: take denominator = 'all', or learner.minibatches = learner.epochs = 1"
+        yield f"algorithm.denominator = 'kept' must know before an update which tokens opsm keeps, and {instead}"
 
 
 def _weight_counted_once(algorithm: AlgorithmConfig) -> Iterator[str]:
+    """Refuse a second importance weight beside an advantage that carries one."""
     if not ADVANTAGE_RULES.get(algorithm.advantage, AdvantageRule()).own_importance_weight:
         return
     carries = f"algorithm.advantage = {algorithm.advantage!r} carries its importance weight"
-    rule = LOSS_RULES.get(algorithm.loss, LossRule())
+    loss, rule = f"algorithm.loss = {algorithm.loss!r}", LOSS_RULES.get(algorithm.loss, LossRule())
     if algorithm.kind == "auto":
         yield f"{carries}, and algorithm.kind = 'auto' picks another: take advantage = 'gae', or kind = 'policy'"
     for item in filter(is_importance_weight, algorithm.corrections):
-        yield (
-            f"{carries}, and the correction {_kind(item)!r} would count it twice: set algorithm.corrections to masks only, or to "
-            "[], or take advantage = 'gae'"
-        )
+        instead = "set algorithm.corrections to masks only, or to [], or take advantage = 'gae'"
+        yield f"{carries}, and the correction {item.kind!r} would count it twice: {instead}"
     if rule.own_importance_weight or (rule.weighs_by_rho and algorithm.proximal != "behaviour"):
-        yield (
-            f"{carries}, and algorithm.loss = {algorithm.loss!r} would count it twice: take loss = 'reinforce' (IMPALA), or "
-            "advantage = 'gae'"
-        )
+        yield f"{carries}, and {loss} would count it twice: take loss = 'reinforce' (IMPALA), or advantage = 'gae'"
     if rule.uses_proximal and algorithm.proximal != "recompute":
-        yield (
-            f"{carries} up to the learner before the step, and with algorithm.proximal = {algorithm.proximal!r} the ratio of "
-            f"algorithm.loss = {algorithm.loss!r} would count it twice: set algorithm.proximal = 'recompute' with loss = "
-            "'ppo_clip', or take loss = 'reinforce' (IMPALA), or advantage = 'gae'"
-        )
+        ratio = f"with algorithm.proximal = {algorithm.proximal!r} the ratio of {loss} would count it twice"
+        instead = "set algorithm.proximal = 'recompute' with loss = 'ppo_clip', or take loss = 'reinforce', or advantage = 'gae'"
+        yield f"{carries} up to the learner before the step, and {ratio}: {instead}"
 
 
 def _loss(algorithm: AlgorithmConfig) -> Iterator[str]:
     """Refuse what the loss does not read: a clip range, a dual clip, an aggregation's constant."""
-    rule = LOSS_RULES.get(algorithm.loss)
+    loss, rule = f"algorithm.loss = {algorithm.loss!r}", LOSS_RULES.get(algorithm.loss)
     sets_range = any(isinstance(item, SecondMomentClip) for item in algorithm.corrections)
     if sets_range and rule is not None and not rule.has_clip_range:
-        yield (
-            f"the correction 'm2po_clip' sets a clip range, and algorithm.loss = {algorithm.loss!r} has none of a token: take "
-            f"one of {_names(LOSS_RULES, 'has_clip_range')}, or the correction 'm2po_mask'"
-        )
+        instead = f"take one of {_names(LOSS_RULES, 'has_clip_range')}, or the correction 'm2po_mask'"
+        yield f"the correction 'm2po_clip' sets a clip range, and {loss} has none of a token: {instead}"
     if sets_range and algorithm.proximal == "recompute":
-        yield (
-            "the correction 'm2po_clip' bounds current / behaviour, and with algorithm.proximal = 'recompute' the loss clips "
-            "another ratio, which is 1 when the range is chosen: set algorithm.proximal = 'behaviour'"
-        )
+        other = "the loss clips another ratio, which is 1 when the range is chosen: set algorithm.proximal = 'behaviour'"
+        yield f"the correction 'm2po_clip' bounds current / behaviour, and with algorithm.proximal = 'recompute' {other}"
     if algorithm.dual_clip is not None and rule is not None and not rule.has_dual_clip:
-        yield (
-            f"algorithm.dual_clip bounds a clipped loss, and algorithm.loss = {algorithm.loss!r} does not clip: take one of "
-            f"{_names(LOSS_RULES, 'has_dual_clip')}, or drop algorithm.dual_clip"
-        )
+        instead = f"take one of {_names(LOSS_RULES, 'has_dual_clip')}, or drop algorithm.dual_clip"
+        yield f"algorithm.dual_clip bounds a clipped loss, and {loss} does not clip: {instead}"
     if rule is not None and rule.needs_log_ratio_penalty and not algorithm.log_ratio_penalty:
-        yield f"algorithm.loss = {algorithm.loss!r} needs algorithm.log_ratio_penalty over 0: half the method's beta"
+        yield f"{loss} needs algorithm.log_ratio_penalty over 0: half the method's beta"
     name, constant = algorithm.aggregation, algorithm.aggregation_constant
     divides = name in {"constant", "seq-mean-token-sum-norm"}
     if divides and constant == 1.0:
-        yield (
-            f"algorithm.aggregation = {name!r} divides by algorithm.aggregation_constant, which is not set: give the longest "
-            "response allowed (generate.sampling.max_new_tokens)"
-        )
+        longest = "give the longest response allowed (generate.sampling.max_new_tokens)"
+        yield f"algorithm.aggregation = {name!r} divides by algorithm.aggregation_constant, which is not set: {longest}"
     if not divides and constant != 1.0:
-        yield (
-            f"algorithm.aggregation_constant ({constant:g}) is read with algorithm.aggregation = 'constant' only (is {name!r}): "
-            "set that, or drop it"
-        )
-
-
-def _kl_and_critic(algorithm: AlgorithmConfig) -> Iterator[str]:
-    kl, critic = algorithm.kl, algorithm.critic
-    if kl is not None and kl.where == "reward" and kl.gradient != "own":
-        yield (
-            f"algorithm.kl.gradient = {kl.gradient!r} is for algorithm.kl.where = 'loss': a KL in the reward has no gradient; "
-            "drop it, or set kl.where = 'loss'"
-        )
-    if critic is not None and critic.kind == "head" and critic.path:
-        yield (
-            f"algorithm.critic.path ({critic.path!r}) is of a critic of its own, and kind = 'head' sits on the policy: set "
-            "critic.kind = 'separate', or drop the path"
-        )
+        read = f"is read with algorithm.aggregation = 'constant' only (is {name!r}): set that, or drop it"
+        yield f"algorithm.aggregation_constant ({constant:g}) {read}"
 
 
 def _bounds(algorithm: AlgorithmConfig) -> Iterator[str]:
     """Refuse bounds of corrections that contradict themselves, and a user's own that is no path."""
     for item in algorithm.corrections:
-        name = f"algorithm.corrections: {_kind(item)}"
+        name = f"algorithm.corrections: {item.kind}"
         if isinstance(item, PythonCorrection) and not _names_function(item.path):
             yield f"algorithm.corrections: the path of python must be module:function or file.py:function, got {item.path!r}"
         measure, fresh, low, high = "rho", 1.0, 0.0, math.inf
@@ -304,14 +254,12 @@ def _bounds(algorithm: AlgorithmConfig) -> Iterator[str]:
             if low >= high:
                 yield f"{name} keeps what lies in [low, high]; low ({low}) must be under high ({high})"
         if not low <= fresh <= high:
-            yield (
-                f"{name} lets {measure} be in [{low:g}, {high:g}], and the {measure} of data that is not stale is {fresh:g}, so "
-                "none of it would be trained as it is: take bounds on both sides of that"
-            )
+            stale = f"the {measure} of data that is not stale is {fresh:g}: take bounds on both sides of that"
+            yield f"{name} lets {measure} be in [{low:g}, {high:g}], and {stale}"
 
 
 def _preferences(algorithm: AlgorithmConfig) -> Iterator[str]:
-    preference, kind = algorithm.preference, "algorithm.kind = 'dpo'"
+    preference, kind, name = algorithm.preference, "algorithm.kind = 'dpo'", "algorithm.preference"
     for field in _set_fields(algorithm, UNUSED_BY_DPO):
         yield f"{kind} has its own loss and makes no use of algorithm.{field}: drop it"
     if algorithm.group_size < 2:
@@ -320,10 +268,8 @@ def _preferences(algorithm: AlgorithmConfig) -> Iterator[str]:
         yield f"{kind} has no use for algorithm.critic: drop it"
     if algorithm.kl is not None:
         yield f"{kind} is held to the reference by preference.beta and has no use for algorithm.kl: drop it"
-    if preference.pairs == "threshold" and preference.chosen_at_least <= preference.rejected_at_most:
-        yield (
-            f"algorithm.preference.chosen_at_least ({preference.chosen_at_least}) must be over rejected_at_most "
-            f"({preference.rejected_at_most})"
-        )
+    chosen, rejected = preference.chosen_at_least, preference.rejected_at_most
+    if preference.pairs == "threshold" and chosen <= rejected:
+        yield f"{name}.chosen_at_least ({chosen}) must be over rejected_at_most ({rejected})"
     if preference.label_smoothing and preference.loss in {"ipo", "hinge"}:
-        yield f"algorithm.preference.label_smoothing is of the sigmoid and robust losses; {preference.loss} has none: set it to 0"
+        yield f"{name}.label_smoothing is of the sigmoid and robust losses; {preference.loss} has none: set it to 0"

@@ -2,17 +2,34 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from asyncrl.config import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Processes, _Stage, _Variant
 
 
-class SharedMemoryMedium(_Variant, frozen=True, tag="shared_memory"):
+class _Medium(_Variant, frozen=True):
+    """What every medium's config says about its kind; the rest of the config asks this and not which kind it is."""
+
+    one_machine: ClassVar[bool] = False
+    """Learner and generators have to be on one machine."""
+    on_gpu: ClassVar[bool] = False
+    """It begins and ends in GPU memory, in the processes that hold the models."""
+    carries_deltas: ClassVar[bool] = False
+    addresses: ClassVar[tuple[str, ...]] = ()
+    """Fields with an address, that of the learner's machine first."""
+
+
+class SharedMemoryMedium(_Medium, frozen=True, tag="shared_memory"):
     """Double-buffered, one copy out, one copy in; same machine."""
 
+    one_machine: ClassVar[bool] = True
+    carries_deltas: ClassVar[bool] = True
 
-class FilesMedium(_Variant, frozen=True, tag="files"):
+
+class FilesMedium(_Medium, frozen=True, tag="files"):
     """Safetensors in a folder; any shared storage."""
+
+    carries_deltas: ClassVar[bool] = True
 
     folder: str = ""
     """Empty: `weights/` in the run folder. Else each run has a folder of its own in it."""
@@ -23,8 +40,11 @@ class FilesMedium(_Variant, frozen=True, tag="files"):
     """Shards that are written or read at once."""
 
 
-class ZeroMQMedium(_Variant, frozen=True, tag="zeromq"):
+class ZeroMQMedium(_Medium, frozen=True, tag="zeromq"):
     """Chunks from the learner over TCP; any number of machines."""
+
+    carries_deltas: ClassVar[bool] = True
+    addresses: ClassVar[tuple[str, ...]] = ("bind", "relay_bind")
 
     bind: str = "tcp://127.0.0.1:*"
     chunk_bytes: PositiveInt = 1 << 20
@@ -34,8 +54,10 @@ class ZeroMQMedium(_Variant, frozen=True, tag="zeromq"):
     """Where a generator listens for those it feeds."""
 
 
-class GlooMedium(_Variant, frozen=True, tag="gloo"):
+class GlooMedium(_Medium, frozen=True, tag="gloo"):
     """Broadcast by torch.distributed over TCP, buckets at a time: one sender, all subscribers at once."""
+
+    addresses: ClassVar[tuple[str, ...]] = ("host",)
 
     host: str = "127.0.0.1"
     """Where the learner lets the others meet; they must reach it."""
@@ -45,24 +67,34 @@ class GlooMedium(_Variant, frozen=True, tag="gloo"):
     """How long a version waits for members to be ready before it goes out to those that are."""
 
 
-class NCCLMedium(_Variant, frozen=True, tag="nccl"):
+class NCCLMedium(_Medium, frozen=True, tag="nccl"):
     """Broadcast from GPU to GPU, buckets at a time; members as in `gloo`."""
+
+    on_gpu: ClassVar[bool] = True
+    addresses: ClassVar[tuple[str, ...]] = ("host",)
 
     host: str = "127.0.0.1"
     timeout_s: PositiveFloat = 30.0
     gather_s: PositiveFloat = 1.0
 
 
-class CUDAIPCMedium(_Variant, frozen=True, tag="cuda_ipc"):
+class CUDAIPCMedium(_Medium, frozen=True, tag="cuda_ipc"):
     """Learner and engine on the same GPU: the engine opens the learner's own tensors; handles travel, bytes do not."""
 
+    one_machine: ClassVar[bool] = True
+    on_gpu: ClassVar[bool] = True
 
-class SharedStorageMedium(_Variant, frozen=True, tag="shared_storage"):
+
+class SharedStorageMedium(_Medium, frozen=True, tag="shared_storage"):
     """Nothing travels: the engine reads the learner's own parameters where they lie. For `placement.kind = "hybrid"` alone."""
 
+    carries_deltas: ClassVar[bool] = True
 
-class AutoMedium(_Variant, frozen=True, tag="auto"):
+
+class AutoMedium(_Medium, frozen=True, tag="auto"):
     """Chosen when the run starts, from where its processes are; the log says what and why."""
+
+    carries_deltas: ClassVar[bool] = True
 
 
 MediumConfig = (

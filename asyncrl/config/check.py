@@ -1,23 +1,25 @@
-"""What a run's parts ask of each other, checked when the config is read.
+"""What the parts of a config ask of each other, checked when it is read.
 
-Names, lengths, evaluation, rewards, data, inference, learner, vLLM servers, outside code. Algorithms are checked in
-algorithm_table.py, devices and machines in placement_rules.py. Every check raises ConfigError with the fields, what they say and
-what to write instead.
+A rule is a condition and what is said where it holds: the option, the value given, what is allowed, what to write instead.
+Rules of algorithms are in algorithm_table.py. Pure.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Iterator
 from urllib.parse import urlsplit
 
-from asyncrl.config.broadcast import CUDAIPCMedium, GlooMedium, NCCLMedium
-from asyncrl.config.generate import TransformersEngineConfig, VLLMServerEngineConfig
-from asyncrl.config.learner import LearnerConfig, ScratchModel
-from asyncrl.config.medium_choice import is_loopback
+from asyncrl.config.algorithm_table import algorithm_faults
+from asyncrl.config.broadcast import AutoMedium, CUDAIPCMedium, GlooMedium, NCCLMedium, SharedStorageMedium
+from asyncrl.config.generate import TransformersEngineConfig, VLLMServerEngineConfig, gpu_of
+from asyncrl.config.learner import ScratchModel
+from asyncrl.config.medium_choice import is_every_interface, is_loopback, places_of, shown
+from asyncrl.config.placement_rules import needs_of
 from asyncrl.config.reward import OverlongPenalty, PreferenceReward, reward_names
-from asyncrl.config.run import RunConfig
+from asyncrl.config.run import RayLaunch, RunConfig
 from asyncrl.config.tasks import PreferencesTask
-from asyncrl.errors import ConfigError
+from asyncrl.schema.control import ProcessKind
 
 MOST_NAME_BYTES = 200
 REFERENCE = "reference"
@@ -25,161 +27,271 @@ REFERENCE = "reference"
 NO_EVALUATION = "set eval.at_start = false, eval.at_end = false and eval.every_steps = 0"
 
 
-def check_run(config: RunConfig) -> None:
-    """Check the run's name, group sizes, lengths, model sizes and evaluation, and that something scores."""
+def faults_of(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """Yield the first fault by the rules of each table: the table, and what is wrong there."""
+    for table, rules in RULES:
+        for fault in rules(config):
+            yield table, fault
+            break
+
+
+def _run(config: RunConfig) -> Iterator[str]:
+    """Name, lengths, evaluation, rewards, deltas."""
     name, model, engine, evaluation = config.name, config.model, config.generate.engine, config.eval
     if name in {"", ".", ".."} or name != name.strip() or len(name.encode()) > MOST_NAME_BYTES or set(name) & set("/\\\0"):
-        raise ConfigError(f"name {name!r} cannot be a folder: take 1 to {MOST_NAME_BYTES} bytes without / or \\")
+        yield f"name {name!r} cannot be a folder: take 1 to {MOST_NAME_BYTES} bytes without / or \\"
     least, group_size = config.buffer.min_group_members, config.algorithm.group_size
     if least > max(group_size, 2):
-        raise ConfigError(f"buffer.min_group_members must be at most algorithm.group_size ({group_size}), got {least}")
+        yield f"buffer.min_group_members must be at most algorithm.group_size ({group_size}), got {least}"
     longest, response, row = engine.max_sequence_tokens, config.generate.sampling.max_new_tokens, config.packing.tokens_per_row
     if response >= longest:
-        raise ConfigError(
-            f"generate.sampling.max_new_tokens ({response}) must be under generate.engine.max_sequence_tokens ({longest}), "
-            "which holds the prompt too"
-        )
+        yield f"generate.sampling.max_new_tokens ({response}) must be under generate.engine.max_sequence_tokens ({longest})"
     if longest > row:
-        raise ConfigError(f"packing.tokens_per_row ({row}) must be at least generate.engine.max_sequence_tokens ({longest})")
+        yield f"packing.tokens_per_row ({row}) must be at least generate.engine.max_sequence_tokens ({longest})"
     if isinstance(model, ScratchModel) and model.hidden_size % model.num_heads:
-        raise ConfigError(f"model.hidden_size ({model.hidden_size}) must be a multiple of model.num_heads ({model.num_heads})")
+        yield f"model.hidden_size ({model.hidden_size}) must be a multiple of model.num_heads ({model.num_heads})"
     is_bounded = isinstance(engine, TransformersEngineConfig) or engine.replays
     if isinstance(model, ScratchModel) and is_bounded and longest > model.max_positions:
-        raise ConfigError(
-            f"generate.engine.max_sequence_tokens ({longest}) must be at most model.max_positions ({model.max_positions})"
-        )
+        yield f"generate.engine.max_sequence_tokens ({longest}) must be at most model.max_positions ({model.max_positions})"
     evaluates = evaluation.at_start or evaluation.at_end or evaluation.every_steps
     if evaluates and (config.generate.num_workers == 0 or engine.replays):
-        raise ConfigError(f"nobody generates evaluation samples without a generator that holds a model: {NO_EVALUATION}")
+        yield f"nobody generates evaluation samples without a generator that holds a model: {NO_EVALUATION}"
     if not config.reward.functions and not config.inference.reward_models:
-        raise ConfigError("reward.functions is empty: name at least one reward, as [[reward.functions]] kind = 'answer_match'")
+        yield "reward.functions is empty: name at least one reward, as [[reward.functions]] kind = 'answer_match'"
     all_outside = config.learner.kind == "external" and config.generate.num_workers == 0
     if all_outside and config.needs_inference and isinstance(model, ScratchModel):
-        raise ConfigError(
-            "inference workers would wait for a model for ever: with learner.kind = 'external' and generate.num_workers = 0, "
-            "set model.kind = 'pretrained' and model.path"
-        )
-    medium = config.broadcast.medium
-    if config.broadcast.delta is not None and isinstance(medium, GlooMedium | NCCLMedium | CUDAIPCMedium):
-        raise ConfigError(
-            f"broadcast.delta needs a copy of the version before, and broadcast.medium.kind {medium.kind!r} keeps none: take "
-            "shared_memory, files or zeromq, or leave broadcast.delta out"
-        )
+        yield "inference workers wait for a model that nobody makes: set model.kind = 'pretrained' and model.path"
+    medium, takes = config.broadcast.medium, "take shared_memory, files or zeromq, or leave broadcast.delta out"
+    if config.broadcast.delta is not None and not medium.carries_deltas:
+        yield f"broadcast.delta needs a copy of the version before, and broadcast.medium.kind {medium.kind!r} keeps none: {takes}"
 
 
-def check_data(config: RunConfig) -> None:
-    """Check that task, engine, rewards and packing go together."""
+def _task(config: RunConfig) -> Iterator[str]:
+    """Task, engine, rewards and packing."""
     longest, row, sampling = config.generate.engine.max_sequence_tokens, config.packing.tokens_per_row, config.generate.sampling
-    algorithm, replays = config.algorithm, config.generate.engine.replays
+    algorithm, replays, most = config.algorithm, config.generate.engine.replays, sampling.max_new_tokens
     for function in config.reward.functions:
-        if isinstance(function, OverlongPenalty) and function.buffer_tokens > function.max_tokens:
-            raise ConfigError(
-                f"reward.functions overlong: buffer_tokens ({function.buffer_tokens}) must be at most max_tokens "
-                f"({function.max_tokens})"
-            )
-        if isinstance(function, OverlongPenalty) and function.max_tokens > sampling.max_new_tokens:
-            raise ConfigError(
-                f"reward.functions overlong: max_tokens ({function.max_tokens}) must be at most "
-                f"generate.sampling.max_new_tokens ({sampling.max_new_tokens}), the longest answer there is"
-            )
+        if isinstance(function, OverlongPenalty):
+            where, tokens, buffer = "reward.functions overlong", function.max_tokens, function.buffer_tokens
+            if buffer > tokens:
+                yield f"{where}: buffer_tokens ({buffer}) must be at most max_tokens ({tokens})"
+            if tokens > most:
+                yield f"{where}: max_tokens ({tokens}) must be at most generate.sampling.max_new_tokens ({most})"
     if algorithm.kind == "dpo" and row < 2 * longest:
-        raise ConfigError(
-            f"packing.tokens_per_row ({row}) must be at least {2 * longest}, twice generate.engine.max_sequence_tokens, as "
-            "algorithm.kind = 'dpo' trains both answers of a pair in one row"
-        )
+        pair = "twice generate.engine.max_sequence_tokens: 'dpo' trains both answers of a pair in one row"
+        yield f"packing.tokens_per_row ({row}) must be at least {2 * longest}, {pair}"
     if algorithm.kind == "dpo" and config.buffer.policy == "mask":
-        raise ConfigError("buffer.policy = 'mask' cuts old tokens out and 'dpo' compares whole answers: take 'wait' or 'drop'")
+        yield "buffer.policy = 'mask' cuts old tokens out and 'dpo' compares whole answers: take 'wait' or 'drop'"
     if isinstance(config.task, PreferencesTask) != replays:
-        raise ConfigError("task.kind = 'preferences' and generate.engine.kind = 'replay' go together: set both or neither")
+        yield "task.kind = 'preferences' and generate.engine.kind = 'replay' go together: set both or neither"
     if not replays and any(isinstance(function, PreferenceReward) for function in config.reward.functions):
-        raise ConfigError("reward.functions: 'preference' judges the answers of task.kind = 'preferences'; take another")
+        yield "reward.functions: 'preference' judges the answers of task.kind = 'preferences'; take another"
     if replays and (algorithm.kind != "dpo" or algorithm.group_size != 2):
-        raise ConfigError(
-            f"task.kind = 'preferences' gives two answers a prompt: set algorithm.kind = 'dpo' (is {algorithm.kind!r}) and "
-            f"algorithm.group_size = 2 (is {algorithm.group_size})"
-        )
+        pair = f"set algorithm.kind = 'dpo' (is {algorithm.kind!r}) and algorithm.group_size = 2 (is {algorithm.group_size})"
+        yield f"task.kind = 'preferences' gives two answers a prompt: {pair}"
     if replays and sampling.temperature != 1.0:
-        raise ConfigError(
-            f"generate.sampling.temperature ({sampling.temperature}) must be 1 with generate.engine.kind = 'replay'"
-        )
+        yield f"generate.sampling.temperature ({sampling.temperature}) must be 1 with generate.engine.kind = 'replay'"
 
 
-def check_inference(config: RunConfig) -> None:
-    """Check that reward models can be told apart, and that a reference worker is read."""
-    if config.algorithm.reference.where == "worker" and not config.algorithm.needs_reference:
-        raise ConfigError(
-            "algorithm.reference.where = 'worker' and nothing reads a reference: add [algorithm.kl] or algorithm.kind = 'dpo', "
-            "or drop it"
-        )
+def _inference(config: RunConfig) -> Iterator[str]:
+    """Rewards can be told apart, and a reference worker is read."""
+    reference, models = config.algorithm.reference, "inference.reward_models"
+    if reference.where == "worker" and not config.algorithm.needs_reference:
+        yield "algorithm.reference.where = 'worker', and nothing reads a reference: add [algorithm.kl], kind = 'dpo', or drop it"
+    for name, count in Counter(function.name for function in config.reward.functions if function.name).items():
+        if count > 1:
+            yield f"reward.functions: the name {name!r} is given {count} times; names must be unique"
     taken = {REFERENCE: "the reference model"} | dict.fromkeys(reward_names(config.reward), "one of reward.functions")
     for name, count in Counter(model.name for model in config.inference.reward_models).items():
         if not name:
-            raise ConfigError("inference.reward_models: a reward model needs a name")
+            yield f"{models}: a reward model needs a name"
         if count > 1:
-            raise ConfigError(f"inference.reward_models: the name {name!r} is given {count} times; names must be unique")
+            yield f"{models}: the name {name!r} is given {count} times; names must be unique"
         if name in taken:
-            raise ConfigError(f"inference.reward_models: the name {name!r} is that of {taken[name]}; take another")
+            yield f"{models}: the name {name!r} is that of {taken[name]}; take another"
 
 
-def check_learner(learner: LearnerConfig) -> None:
-    """Check the optimizer, the kernels and the ranks against the device."""
-    device, on_cuda, is_paged = learner.device, learner.device.startswith("cuda"), learner.optimizer == "paged_adamw_8bit"
-    if learner.ranks > 1 and device not in {"cpu", "cuda"}:
-        raise ConfigError(
-            f"learner.ranks = {learner.ranks} take a device each and learner.device is {device!r}: set 'cuda' or 'cpu'"
-        )
-    if learner.ranks > 1 and (learner.optimizer != "adamw" or learner.offload_optimizer):
-        raise ConfigError(
-            f"learner.ranks = {learner.ranks} hold the optimizer's state in float32 on their devices: set learner.optimizer = "
-            f"'adamw' (is {learner.optimizer!r}) and learner.offload_optimizer = false"
-        )
+def _learner(config: RunConfig) -> Iterator[str]:
+    """Optimizer, kernels and ranks against the device."""
+    learner, device, ranks = config.learner, config.learner.device, config.learner.ranks
+    on_cuda, is_paged = device.startswith("cuda"), learner.optimizer == "paged_adamw_8bit"
+    if ranks > 1 and device not in {"cpu", "cuda"}:
+        yield f"learner.ranks = {ranks} take a device each and learner.device is {device!r}: set 'cuda' or 'cpu'"
+    if ranks > 1 and (learner.optimizer != "adamw" or learner.offload_optimizer):
+        instead = f"set learner.optimizer = 'adamw' (is {learner.optimizer!r}) and learner.offload_optimizer = false"
+        yield f"learner.ranks = {ranks} hold the optimizer's state in float32 on their devices: {instead}"
     if is_paged and not on_cuda:
-        raise ConfigError(
-            f"learner.optimizer = 'paged_adamw_8bit' pages on CUDA only and learner.device is {device!r}: take 'adamw_8bit'"
-        )
+        yield f"learner.optimizer = 'paged_adamw_8bit' pages on CUDA only and learner.device is {device!r}: take 'adamw_8bit'"
     if is_paged and learner.offload_optimizer:
-        raise ConfigError(
-            "'paged_adamw_8bit' moves its state by itself: set learner.offload_optimizer = false, or take 'adamw_8bit'"
-        )
+        yield "'paged_adamw_8bit' moves its state by itself: set learner.offload_optimizer = false, or take 'adamw_8bit'"
     if learner.logprobs == "fused" and not on_cuda:
-        raise ConfigError(f"learner.logprobs = 'fused' runs on CUDA only and learner.device is {device!r}: set 'chunked'")
+        yield f"learner.logprobs = 'fused' runs on CUDA only and learner.device is {device!r}: set 'chunked'"
     if learner.compile and not on_cuda:
-        raise ConfigError(f"learner.compile is for CUDA and learner.device is {device!r}: set it to false")
+        yield f"learner.compile is for CUDA and learner.device is {device!r}: set it to false"
 
 
-def check_vllm_server(config: RunConfig) -> None:
-    """Check that every generator has a server of its own, which the weights reach."""
-    engine, num_workers = config.generate.engine, config.generate.num_workers
+def _vllm_server(config: RunConfig) -> Iterator[str]:
+    """Every generator has a server of its own, which the weights reach."""
+    engine, num_workers, url = config.generate.engine, config.generate.num_workers, "generate.engine.url"
     if not isinstance(engine, VLLMServerEngineConfig):
         return
     if not engine.urls:
-        raise ConfigError("generate.engine.url is empty: give the server's address, for example url = 'http://127.0.0.1:8000'")
-    reaches = engine.shared_folder or isinstance(config.broadcast.medium, NCCLMedium)
-    for url in engine.urls:
+        yield f"{url} is empty: give the server's address, for example url = 'http://127.0.0.1:8000'"
+    for given in engine.urls:
         try:
-            parts = urlsplit(url)
-            is_address = bool(
-                parts.scheme in {"http", "https"} and parts.hostname and parts.path in {"", "/"} and parts.port != 0
-            )
+            parts = urlsplit(given)
+            is_http = parts.scheme in {"http", "https"} and parts.path in {"", "/"}
+            is_address = is_http and bool(parts.hostname) and parts.port != 0
         except ValueError:
             is_address = False
         if not is_address:
-            raise ConfigError(f"generate.engine.url: {url!r} is no server's address; it looks like http://host:port")
-        if not reaches and not is_loopback(url):
-            raise ConfigError(
-                f"generate.engine.url: {url} is another machine: set generate.engine.shared_folder to a folder that this machine "
-                "and the server see under the same path"
-            )
-    distinct = len({url.rstrip("/") for url in engine.urls})
+            yield f"{url}: {given!r} is no server's address; it looks like http://host:port"
+        if not engine.shared_folder and not isinstance(config.broadcast.medium, NCCLMedium) and not is_loopback(given):
+            yield f"{url}: {given} is another machine: set generate.engine.shared_folder, a folder that both see under one path"
+    distinct = len({each.rstrip("/") for each in engine.urls})
     if distinct < max(len(engine.urls), num_workers):
-        raise ConfigError(
-            f"generate.engine.url names {distinct} servers for generate.num_workers = {num_workers} and each generator needs its "
-            "own: name as many, comma-separated, or lower num_workers"
-        )
+        each = "each generator needs its own: name as many, comma-separated, or lower num_workers"
+        yield f"{url} names {distinct} servers for generate.num_workers = {num_workers} and {each}"
     if config.learner.lora is not None:
-        raise ConfigError("a vLLM server takes no adapters alone: remove [learner.lora], or take another generate.engine.kind")
+        yield "a vLLM server takes no adapters alone: remove [learner.lora], or take another generate.engine.kind"
     if config.model.fp32_head:
-        raise ConfigError(
-            "a vLLM server computes the output layer in its own dtype: set model.fp32_head = false, or take another "
-            "generate.engine.kind"
-        )
+        yield "a vLLM server's output layer has its own dtype: set model.fp32_head = false, or take another generate.engine.kind"
+
+
+def _medium(config: RunConfig) -> Iterator[str]:
+    """A medium ends where the learner and the engine are."""
+    medium, engine, device = config.broadcast.medium, config.generate.engine, config.learner.device
+    if isinstance(medium, GlooMedium | NCCLMedium) and is_every_interface(medium.host):
+        instead = "set the address of the learner's machine that they reach"
+        yield f"broadcast.medium.host {medium.host!r} is told to every generator and names no machine: {instead}"
+    if not medium.on_gpu:
+        return
+    where, is_ours = f"broadcast.medium.kind {medium.kind!r}", config.learner.kind == "builtin"
+    instead = 'set broadcast.medium.kind = "shared_memory", or "auto"'
+    if is_ours and gpu_of(device) is None:
+        yield f"{where} begins in a GPU and learner.device is {device!r}: {instead}"
+    if not engine.has_model:
+        yield f"{where} ends in an engine's GPU and generate.engine.kind {engine.kind!r} has none: {instead}"
+    if engine.device_name == "cpu":
+        yield f"{where} ends in a GPU and generate.engine.device is 'cpu': {instead}"
+    if engine.is_remote or not is_ours:
+        return  # only the server, or the outside learner, knows where it is
+    places = places_of(config)
+    gpus = f"learner.device is {device!r} and the engine takes {shown(places.engine_gpus)}"
+    if isinstance(medium, CUDAIPCMedium) and places.engine_gpus != {places.learner_gpu}:
+        yield f"{where} needs learner and engine on the same GPU; {gpus}: {instead}"
+    if isinstance(medium, NCCLMedium) and places.one_machine and places.learner_gpu in places.engine_gpus:
+        yield f"{where} needs learner and engine on different GPUs; {gpus}: {instead}"
+
+
+def _turns(config: RunConfig) -> Iterator[str]:
+    """Phases that take turns have one device, one machine, and an engine that sleeps."""
+    kind, engine, learner, staleness = config.placement.kind, config.generate.engine, config.learner, config.buffer.max_staleness
+    where, places, ranks, device = f"placement.kind {kind!r}", places_of(config), learner.ranks, learner.device
+    if kind != "hybrid" and isinstance(config.broadcast.medium, SharedStorageMedium):
+        instead = 'set broadcast.medium.kind = "shared_memory"'
+        yield f'broadcast.medium.kind "shared_storage" is for only placement.kind "hybrid", and that is {kind!r}: {instead}'
+    if not config.placement.takes_turns:
+        return
+    if kind == "hybrid" and ranks > 1:
+        yield f"{where} shares weights, and there is no rank with all of them: set learner.ranks = 1"
+    if ranks > 1 and gpu_of(device) is not None:
+        instead = 'set learner.ranks = 1, or placement.kind = "disaggregated"'
+        yield f"{where} takes turns on one device and learner.ranks = {ranks} on {device!r} has {ranks}: {instead}"
+    if learner.kind == "external":
+        yield f"{where} takes turns with the learner, and learner.kind 'external' knows none: set 'builtin'"
+    if config.generate.num_workers == 0:
+        yield f"{where} takes turns with generators and generate.num_workers is 0: set it to at least 1"
+    if not config.generate.in_flight_updates:
+        yield f"{where} needs generate.in_flight_updates = true: old weights leave the device as training begins"
+    if not places.one_machine:
+        yield f'{where} shares a device, so all of the run is on one machine: set transport.kind = "ipc", launch local'
+    if staleness > 1:
+        yield f"{where} trains by turns: buffer.max_staleness is {staleness}, set 0 (synchronous, exactly) or 1"
+    if engine.is_remote:
+        yield f"{where} shares the learner's device with the run's own engine: set generate.engine.kind = 'vllm'"
+    if not engine.can_sleep:
+        yield f"{where} needs an engine that sleeps: set generate.engine.sleep = true and run on a GPU"
+    if engine.has_model and places.engine_gpus != (frozenset() if places.learner_gpu is None else {places.learner_gpu}):
+        devices = f"learner.device is {device!r}, generate.engine.device {engine.device_name!r}"
+        yield f"{where} is for one device: {devices}: set both to the same"
+
+
+def _shared_weights(config: RunConfig) -> Iterator[str]:
+    """The engine can read the learner's own weights."""
+    engine, learner, broadcast = config.generate.engine, config.learner, config.broadcast
+    where, dtype = 'placement.kind "hybrid" lets the engine read the learner\'s own weights', getattr(engine, "dtype", "")
+    if config.placement.kind != "hybrid":
+        return
+    if not engine.adopts:
+        instead = 'set "transformers", or placement.kind = "colocated"'
+        yield f"{where}, which generate.engine.kind {engine.kind!r} cannot: {instead}"
+    if dtype != learner.dtype:
+        yield f"{where}: generate.engine.dtype is {dtype!r}, learner.dtype {learner.dtype!r}; set both to the same"
+    if learner.lora is not None:
+        yield f"{where}, and adapters lie beside them: leave out learner.lora, or take colocated"
+    if not isinstance(broadcast.medium, SharedStorageMedium | AutoMedium):
+        yield f'{where}: broadcast.medium.kind is {broadcast.medium.kind!r}, set "shared_storage" (or "auto")'
+    if broadcast.delta is not None or broadcast.dtype != "model":
+        yield f'{where}, so nothing is sent: leave out broadcast.delta, and broadcast.dtype = "model"'
+
+
+def _joining(config: RunConfig) -> Iterator[str]:
+    """Generators join only where they can, and a shared device is one."""
+    placement, engine, device = config.placement, config.generate.engine, config.learner.device
+    where, instead = f"placement.kind {placement.kind!r}", "set placement.kind = 'disaggregated'"
+    if placement.takes_turns and placement.most_joining_generators:
+        others = "set placement.most_joining_generators = 0, or placement.kind = 'async_hybrid' or 'disaggregated'"
+        yield f"{where} takes turns on one device, and a generator elsewhere has no turn: {others}"
+    if placement.kind != "async_hybrid":
+        return
+    if engine.is_remote:
+        yield f"{where} shares the learner's device, and a vLLM server is elsewhere: {instead}"
+    on = engine.device_name or "auto"
+    if config.learner.kind == "builtin" and on != "auto" and on.partition(":")[0] != device.partition(":")[0]:
+        same = f"make them the same, or {instead}"
+        yield f"{where} is for one device: generate.engine.device is {on!r}, learner.device {device!r}: {same}"
+
+
+def _launch(config: RunConfig) -> Iterator[str]:
+    """What the launcher can do with the rest of the config."""
+    launch, elastic, engine, workers = config.launch, config.launch.elastic, config.generate.engine, config.generate.num_workers
+    if elastic is not None and not elastic.min_generators <= workers <= elastic.max_generators:
+        bounds = f"min_generators ({elastic.min_generators}) and max_generators ({elastic.max_generators})"
+        yield f"generate.num_workers ({workers}) must lie between launch.elastic.{bounds}"
+    if elastic is not None and 1 < len(engine.urls) < elastic.max_generators:
+        most = f"launch.elastic.max_generators is {elastic.max_generators}: name as many, or one"
+        yield f"generate.engine.url names {len(engine.urls)} servers, one a generator, and {most}"
+    if not isinstance(launch, RayLaunch):
+        return
+    if launch.address.startswith("ray://"):
+        instead = "run on a node of the cluster (`ray job submit`), with launch.address = 'auto' or HOST:PORT"
+        yield f"launch.address {launch.address!r} is Ray's client, which cannot own a run: {instead}"
+    apart = "launch.kind 'ray' gives each process its own device"
+    if config.placement.kind != "disaggregated":
+        yield f"placement.kind {config.placement.kind!r} shares one, and {apart}: take placement.kind = 'disaggregated'"
+    if isinstance(config.broadcast.medium, CUDAIPCMedium):
+        yield f"broadcast.medium.kind 'cuda_ipc' shares one, and {apart}: take 'auto', 'nccl' or 'zeromq'"
+    devices: dict[ProcessKind, str] = {"learner": config.learner.device, "inference": config.inference.device}
+    for kind, device in (devices | {"generator": engine.device_name}).items():
+        name, _, number = device.partition(":")
+        if name == "cuda" and number not in {"", "0"}:
+            yield f"{kind}: device {device!r} with launch.kind 'ray': Ray numbers a process's own GPUs from 0"
+        if name == "cuda" and not needs_of(config, kind).num_gpus:
+            yield f"{kind}: device {device!r} needs a GPU and launch.{kind}.num_gpus is 0"
+
+
+RULES: tuple[tuple[str, Callable[[RunConfig], Iterator[str]]], ...] = (
+    ("algorithm", lambda config: algorithm_faults(config.algorithm, config.learner)),
+    ("learner", _learner),
+    ("task", _task),
+    ("inference", _inference),
+    ("run", _run),
+    ("broadcast.medium", _medium),
+    ("placement", _turns),
+    ("placement", _shared_weights),
+    ("placement", _joining),
+    ("launch", _launch),
+    ("generate.engine", _vllm_server),
+)
+"""By the table that the rules are mostly about."""

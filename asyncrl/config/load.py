@@ -9,17 +9,15 @@ import copy
 import os
 import re
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import tomli_w
 
-from asyncrl.config.algorithm_table import check_algorithm
-from asyncrl.config.check import check_data, check_inference, check_learner, check_run, check_vllm_server
-from asyncrl.config.medium_choice import check_medium
-from asyncrl.config.placement_rules import at_node, check_joining, check_launch, check_placement
+from asyncrl.config.check import faults_of
+from asyncrl.config.placement_rules import at_node
 from asyncrl.config.run import RunConfig
 from asyncrl.errors import ConfigError
 
@@ -86,8 +84,8 @@ def resolve_config(
         encoded = msgspec.json.encode(checked)
     except UnicodeEncodeError as error:
         raise ConfigError(f"{source}, or a value laid over it, is not UTF-8 text: {error.object!r}") from error
-    for _, check in NAMED_CHECKS:
-        check(checked)
+    for _, fault in faults_of(checked):
+        raise ConfigError(fault)
     if nul := re.search(rb'[^"]*(?<!\\)\\u0000[^"]*', encoded):
         raise ConfigError(f"{source}, or a value laid over it, has a null character: {nul[0].decode()!r}")
     return checked
@@ -105,21 +103,6 @@ def set_value(raw: dict[str, Any], key: str, value: Any, given: str) -> None:  #
         if not isinstance(raw, dict):
             raise ConfigError(f"{given}: {name} is not a table")
     raw[last] = value
-
-
-NAMED_CHECKS: tuple[tuple[str, Callable[[RunConfig], None]], ...] = (
-    ("algorithm", lambda config: check_algorithm(config.algorithm, config.learner)),
-    ("learner", lambda config: check_learner(config.learner)),
-    ("task", check_data),
-    ("inference", check_inference),
-    ("run", check_run),
-    ("broadcast.medium", check_medium),
-    ("placement", check_placement),
-    ("placement", check_joining),
-    ("launch", check_launch),
-    ("generate.engine", check_vllm_server),
-)
-"""What goes together, by the table that each check is mostly about."""
 
 
 def fault_of(error: msgspec.ValidationError, raw: Any) -> tuple[list[str | int], Any, str]:  # noqa: ANN401 - plain values

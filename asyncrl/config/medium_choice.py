@@ -16,7 +16,6 @@ from msgspec.structs import replace
 from asyncrl.config.broadcast import (
     AutoMedium,
     CUDAIPCMedium,
-    GlooMedium,
     MediumConfig,
     NCCLMedium,
     SharedMemoryMedium,
@@ -25,7 +24,6 @@ from asyncrl.config.broadcast import (
 )
 from asyncrl.config.generate import gpu_of
 from asyncrl.config.run import NODE, RayLaunch, RunConfig
-from asyncrl.errors import ConfigError
 
 
 class Places(NamedTuple):
@@ -42,7 +40,7 @@ class Places(NamedTuple):
 def places_of(config: RunConfig) -> Places:
     """Return where a run's processes are: on one machine, unless Ray places them or the run is open to a network."""
     follows = gpu_of(config.learner.device)
-    one_machine = config.transport.kind == "ipc" or is_loopback(f"tcp://{config.transport.host}")
+    one_machine = config.transport.kind == "ipc" or is_loopback(config.transport.host)
     return Places(
         one_machine and not isinstance(config.launch, RayLaunch),
         follows if config.learner.kind == "builtin" else None,
@@ -61,14 +59,14 @@ def choose_medium(config: RunConfig) -> tuple[MediumConfig, str]:
     if config.placement.kind in _BY_PLACEMENT:
         return _BY_PLACEMENT[config.placement.kind]
     places, host, engine = places_of(config), config.transport.host, config.generate.engine
-    gpu, on_ray, engine_gpus = places.learner_gpu, isinstance(config.launch, RayLaunch), _shown(places.engine_gpus)
+    gpu, on_ray, engine_gpus = places.learner_gpu, isinstance(config.launch, RayLaunch), shown(places.engine_gpus)
     on_gpus = gpu is not None and bool(places.engine_gpus) and engine.receives
     if on_gpus and config.broadcast.delta is None:
         if places.one_machine and places.engine_gpus == {gpu}:
             return CUDAIPCMedium(), f"learner and engine share GPU {gpu}: handles travel, bytes do not"
         if on_ray:
             return NCCLMedium(host=NODE), "learner and engines are on GPUs, and Ray may put them on any node"
-        if not places.one_machine and not _is_every_interface(host):
+        if not places.one_machine and not is_every_interface(host):
             why = f"learner and engines are on GPUs, and transport.host {host!r} is open to other machines"
             return NCCLMedium(host=host), why
         if places.one_machine and gpu not in places.engine_gpus:
@@ -98,38 +96,6 @@ def with_chosen_medium(config: RunConfig) -> tuple[RunConfig, str]:
     return chosen, f"broadcast.medium auto is {medium.kind}: {reason}"
 
 
-def check_medium(config: RunConfig) -> None:
-    """Refuse a medium that ends where the learner or the engine is not.
-
-    Raises:
-        ConfigError: Names the fields, what they say, and what to write instead.
-    """
-    medium, engine, device = config.broadcast.medium, config.generate.engine, config.learner.device
-    if isinstance(medium, GlooMedium | NCCLMedium) and _is_every_interface(medium.host):
-        raise ConfigError(
-            f"broadcast.medium.host {medium.host!r} is told to every generator and names no machine: set the address of the "
-            "learner's machine that they reach"
-        )
-    if not isinstance(medium, CUDAIPCMedium | NCCLMedium):
-        return
-    where, is_ours = f"broadcast.medium.kind {medium.kind!r}", config.learner.kind == "builtin"
-    instead = 'set broadcast.medium.kind = "shared_memory", or "auto"'
-    if is_ours and gpu_of(device) is None:
-        raise ConfigError(f"{where} begins in a GPU and learner.device is {device!r}: {instead}")
-    if not engine.has_model:
-        raise ConfigError(f"{where} ends in an engine's GPU and generate.engine.kind {engine.kind!r} has none: {instead}")
-    if engine.is_remote:
-        return  # only the server knows where it is
-    if engine.device_name == "cpu":
-        raise ConfigError(f"{where} ends in a GPU and generate.engine.device is 'cpu': {instead}")
-    places = places_of(config)
-    gpus = f"learner.device is {device!r} and the engine takes {_shown(places.engine_gpus)}"
-    if is_ours and isinstance(medium, CUDAIPCMedium) and places.engine_gpus != {places.learner_gpu}:
-        raise ConfigError(f"{where} needs learner and engine on the same GPU; {gpus}: {instead}")
-    if is_ours and isinstance(medium, NCCLMedium) and places.one_machine and places.learner_gpu in places.engine_gpus:
-        raise ConfigError(f"{where} needs learner and engine on different GPUs; {gpus}: {instead}")
-
-
 def doubts_about_medium(config: RunConfig) -> list[str]:
     """Return what works but is hardly meant, each with what to do."""
     broadcast, dtype = config.broadcast, config.learner.dtype
@@ -142,20 +108,22 @@ def doubts_about_medium(config: RunConfig) -> list[str]:
 
 
 def is_loopback(url: str) -> bool:
-    """Return whether an address, with its scheme, is this machine's alone."""
-    name = urlsplit(url).hostname or url.partition("://")[2]
+    """Return whether an address, with or without its scheme, is this machine's alone."""
+    name = urlsplit(url if "://" in url else f"tcp://{url}").hostname or url.rpartition("://")[2]
     try:
         return ip_address(name).is_loopback
     except ValueError:
         return name == "localhost"
 
 
-def _is_every_interface(host: str) -> bool:
+def is_every_interface(host: str) -> bool:
+    """Return whether an address stands for all of a machine's, as 0.0.0.0 does."""
     try:
         return ip_address(host).is_unspecified
     except ValueError:
         return False
 
 
-def _shown(gpus: frozenset[int]) -> str:
+def shown(gpus: frozenset[int]) -> str:
+    """Return the GPUs in words."""
     return "GPU " + ", ".join(map(str, sorted(gpus))) if gpus else "no GPU"

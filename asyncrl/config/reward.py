@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Literal
 
 from asyncrl.config import (
@@ -16,7 +15,6 @@ from asyncrl.config import (
     _Stage,
     _Variant,
 )
-from asyncrl.errors import ConfigError
 
 
 class _Reward(_Variant, frozen=True, kw_only=True):
@@ -110,16 +108,8 @@ class RewardConfig(_Stage, frozen=True):
 
 
 def reward_names(config: RewardConfig) -> tuple[str, ...]:
-    """Return each function's name: as configured, else its kind, with `_2`, `_3`, ... where the kind repeats.
-
-    Raises:
-        ConfigError: Two functions are given the same name.
-    """
-    given = Counter(function.name for function in config.functions if function.name)
-    repeated = sorted(name for name, count in given.items() if count > 1)
-    if repeated:
-        raise ConfigError(f"reward.functions: the name {repeated[0]!r} is given {given[repeated[0]]} times; names must be unique")
-    taken, names = set(given), []
+    """Return each function's name: as configured, else its kind, with `_2`, `_3`, ... where the kind repeats."""
+    taken, names = {function.name for function in config.functions}, list[str]()
     for function in config.functions:
         name, number = function.name or function.kind, 1
         while not function.name and name in taken:

@@ -15,8 +15,9 @@ from typing import Annotated, Any
 
 import msgspec
 
+from asyncrl.config.check import faults_of
 from asyncrl.config.learner import PretrainedModel
-from asyncrl.config.load import NAMED_CHECKS, fault_of, find_config, lay_over, read_toml, resolve_config, set_value
+from asyncrl.config.load import fault_of, find_config, lay_over, read_toml, resolve_config, set_value
 from asyncrl.config.run import RayLaunch, RunConfig
 from asyncrl.control.placement.gpu_share import check_phase_room
 from asyncrl.control.tools.inputs import check_user_functions, path_faults, user_functions
@@ -155,11 +156,7 @@ def _checked(raw: dict[str, Any]) -> tuple[RunConfig, list[Fault]]:
             faults.append(Fault(".".join(map(str, place)), given, said))
             if len(faults) >= MOST_FAULTS or not place or not _remove(raw, place):
                 raise RefusedError(faults) from error
-    for names, check in NAMED_CHECKS:
-        try:
-            check(config)
-        except ConfigError as error:
-            faults.append(Fault(names, None, str(error)))
+    faults += [Fault(table, None, said) for table, said in faults_of(config)]
     if not faults:
         try:
             return resolve_config(config), []

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from asyncrl.algorithms.auto import FIRST, LIMITS, RECIPE_NAMES, RETURN, SIGNALS, applied, choose, signals_of
 from asyncrl.config.algorithm import AlgorithmConfig, KLConfig
-from asyncrl.config.algorithm_table import check_algorithm
+from asyncrl.config.algorithm_table import algorithm_faults
 from asyncrl.config.learner import LearnerConfig
 from asyncrl.observe.metrics import METRICS, unknown_names
 
@@ -94,7 +94,7 @@ def test_more_distance_never_asks_for_less_caution(one, other, last, after):
 @pytest.mark.parametrize("updates", [1, 4])
 def test_every_recipe_makes_a_config_that_the_rules_accept_and_keeps_what_is_the_users(recipe, algorithm, updates):
     made = applied(algorithm, recipe)
-    check_algorithm(made, LearnerConfig(minibatches=updates))
+    assert list(algorithm_faults(made, LearnerConfig(minibatches=updates))) == []
     assert msgspec.convert(msgspec.to_builtins(made), AlgorithmConfig) == made
     changed = {name for name in made.__struct_fields__ if getattr(made, name) != getattr(algorithm, name)}
     assert changed <= {"kind", "loss", "corrections", "proximal", "denominator"}

@@ -25,7 +25,7 @@ from asyncrl.config import (
     _Stage,
     _Variant,
 )
-from asyncrl.config.learner import LearnerConfig
+from asyncrl.config.learner import LearnerConfig as LearnerConfig
 
 Level = Literal["token", "sum", "mean", "max", "geometric"]
 Weight = Literal["none", "token", "sequence", "geometric"]
@@ -171,9 +171,6 @@ Probability = Annotated[float, Meta(ge=0, le=1)]
 def sees_whole_update(item: CorrectionConfig) -> bool:
     """Return whether the correction looks at all tokens of an update at once."""
     return isinstance(item, SecondMomentMask | SecondMomentClip) or (isinstance(item, Truncated) and item.normalize)
-
-
-__all__ = ["AlgorithmConfig", "CriticConfig", "KLConfig", "LearnerConfig", "PreferenceConfig", "ReferenceConfig"]
 
 
 class ReferenceConfig(_Stage, frozen=True):

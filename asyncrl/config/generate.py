@@ -41,7 +41,8 @@ class _Engine(_Variant, frozen=True):
     @property
     def slots(self) -> int:
         """`num_slots` as a number, also while nothing was chosen for `auto`."""
-        return int(getattr(self, "num_slots", 0))
+        given = getattr(self, "num_slots", 0)
+        return UNCHOSEN_SLOTS if given == "auto" else int(given)
 
     @property
     def device_name(self) -> str:
@@ -51,7 +52,7 @@ class _Engine(_Variant, frozen=True):
     @property
     def urls(self) -> tuple[str, ...]:
         """Servers that the run does not start, one a generator."""
-        return ()
+        return tuple(url.strip() for url in str(getattr(self, "url", "")).split(",") if url.strip())
 
     @property
     def can_sleep(self) -> bool:
@@ -64,7 +65,8 @@ class _Engine(_Variant, frozen=True):
         Args:
             learner_gpu: Of the learner, which `device = "auto"` follows; None: it has none.
         """
-        return ()
+        gpu = gpu_of(self.device_name)
+        return () if gpu is None else (gpu,)
 
 
 class TransformersEngineConfig(_Engine, frozen=True, tag="transformers"):
@@ -82,16 +84,6 @@ class TransformersEngineConfig(_Engine, frozen=True, tag="transformers"):
     """`auto`: bfloat16 where the device multiplies it in hardware, float32 elsewhere."""
     device: Device = "cpu"
     num_threads: Processes = 1
-
-    @property
-    def slots(self) -> int:
-        """As `_Engine.slots`."""
-        return UNCHOSEN_SLOTS if self.num_slots == "auto" else self.num_slots
-
-    def gpus(self, learner_gpu: int | None) -> tuple[int, ...]:  # noqa: ARG002
-        """Return the number of its device; see `_Engine.gpus`."""
-        gpu = gpu_of(self.device)
-        return () if gpu is None else (gpu,)
 
 
 class VLLMEngineConfig(_Engine, frozen=True, tag="vllm"):
@@ -151,11 +143,6 @@ class VLLMServerEngineConfig(_Engine, frozen=True, tag="vllm_server"):
     """How long a generator that starts waits for the server to be healthy."""
     request_timeout_s: PositiveFloat = 600.0
     """For an answer (new weights, too) that is no completion."""
-
-    @property
-    def urls(self) -> tuple[str, ...]:
-        """One a generator."""
-        return tuple(url.strip() for url in self.url.split(",") if url.strip())
 
 
 class FakeEngineConfig(_Engine, frozen=True, tag="fake"):

@@ -15,7 +15,7 @@ from typing import Literal
 
 from asyncrl.config.learner import LoRAConfig
 from asyncrl.errors import ConfigError
-from asyncrl.models.memory import ModelShape, shape_of_json
+from asyncrl.models.memory import BYTES, ModelShape, shape_of_json
 
 GIB = 2**30
 MOST_GPUS = 1 << 16
@@ -98,8 +98,12 @@ def find_model(text: str) -> ModelShape:
     number = re.fullmatch(r"(\d+(?:\.\d+)?)[bB]", text)
     if number is not None:
         # In the proportions of Llama: the width that makes its blocks about 3 wide.
-        widths = (256, 512, 1024, 2048, 3072, 4096, 5120, 6144, 8192, 12288, 16384)
-        shapes = [_of_width(width, float(number[1]) * 1e9, text) for width in widths]
+        shapes, parameters, vocabulary = list[ModelShape](), float(number[1]) * 1e9, 32_000
+        for hidden in (256, 512, 1024, 2048, 3072, 4096, 5120, 6144, 8192, 12288, 16384):
+            layers, heads = max(2, hidden // 128), hidden // 128
+            block = (parameters - (2 * vocabulary + 1) * hidden) / layers - 2 * hidden
+            intermediate = max(1, round((block - 4 * hidden * hidden) / (3 * hidden)))
+            shapes.append(ModelShape(hidden, layers, heads, heads, 128, intermediate, vocabulary, name=text))
         return min(shapes, key=lambda shape: abs(math.log(shape.intermediate / shape.hidden / 3)))
     path = Path(text)
     file = path / "config.json" if path.is_dir() else path
@@ -110,13 +114,6 @@ def find_model(text: str) -> ModelShape:
             f"model must be one of {', '.join(NAMED)}, a number of parameters (7B), or a config.json or its folder; "
             f"got {text!r} ({error})"
         ) from error
-
-
-def _of_width(hidden: int, parameters: float, name: str) -> ModelShape:
-    layers, vocabulary = max(2, hidden // 128), 32_000
-    block = (parameters - (2 * vocabulary + 1) * hidden) / layers - 2 * hidden
-    intermediate = max(1, round((block - 4 * hidden * hidden) / (3 * hidden)))
-    return ModelShape(hidden, layers, hidden // 128, hidden // 128, 128, intermediate, vocabulary, name=name)
 
 
 NAMED = {
@@ -138,7 +135,6 @@ NAMED = {
 
 Placement = Literal["disaggregated", "colocated", "hybrid", "async_hybrid"]
 Algorithm = Literal["grpo", "ppo", "dpo"]
-BYTES_OF = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,7 +201,7 @@ class Question:
     @property
     def bytes_per_weight(self) -> int:
         """Return bytes of one weight as it is computed with."""
-        return BYTES_OF[self.dtype]
+        return BYTES[self.dtype]
 
     @property
     def lora_parameters(self) -> int:

@@ -8,6 +8,7 @@ memory on the CPU.
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import subprocess
 import sys
@@ -16,15 +17,27 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
 from asyncrl.client import Run
-from asyncrl.config.load import parse_config
+from asyncrl.config.algorithm import AlgorithmConfig
+from asyncrl.config.learner import LearnerConfig
+from asyncrl.config.load import load_config, resolve_config
+from asyncrl.config.run import RunConfig
 from asyncrl.errors import RunError
+from asyncrl.learner.model.policy import made_ready
+from asyncrl.learner.optim.optimizer import build_optimizer
+from asyncrl.learner.step.train_step import train_step
+from asyncrl.learner.train_state import TrainState
 from asyncrl.models.memory import ModelShape
-from asyncrl.plan.learner_peak import MODEL, TOKENS_PER_ROW
+from asyncrl.packing.tensors import pack_step
 from asyncrl.plan.memory import activations, training_state
 from asyncrl.plan.simulator.engine import simulate
 from asyncrl.plan.simulator.measured import real_figures, scenario_of_run
 from asyncrl.plan.spec import Question, parse_cluster
+from asyncrl.schema.samples import Prompt, Sample, ScoredGroup, ScoredSample, ids_to_bytes, logprobs_to_bytes
 from asyncrl.schema.weights import WeightsAvailable, WeightsManifest
 
 STEPS_GOAL, STALENESS_GOAL, MEMORY_GOAL = 0.1, 0.5, 0.1
@@ -32,6 +45,11 @@ FAKE_STEPS, TRANSFORMERS_STEPS = 40, 60
 FAKE_STEP_S = 0.2
 RETURN_AT_ONCE = {"MALLOC_MMAP_THRESHOLD_": "262144", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 """glibc then gives freed tensors back to the system. Left to itself it keeps them, in a heap with holes."""
+
+
+MODEL, TOKENS_PER_ROW = ModelShape(384, 6, 6, 6, 64, 1536, 8192, name="scratch"), 1024
+TINY = ModelShape(32, 2, 2, 2, 16, 64, 128, name="tiny")
+NUM_ROWS, NUM_STEPS, PROMPT_TOKENS = 2, 2, 16
 
 
 def validate_simulation() -> dict[str, Any]:
@@ -58,7 +76,7 @@ def validate_memory() -> dict[str, Any]:
     figures: dict[str, float] = {}
     for name, checkpointing in (("plain", False), ("checkpointed", True)):
         planned = planned_peak_bytes(MODEL, TOKENS_PER_ROW, checkpointing=checkpointing)
-        command = [sys.executable, "-P", "-m", "asyncrl.plan.learner_peak", str(int(checkpointing))]
+        command = [sys.executable, "-P", "-m", "asyncrl.plan.validate", str(int(checkpointing))]
         done = subprocess.run(command, env=os.environ | RETURN_AT_ONCE, capture_output=True, text=True, check=False)  # noqa: S603
         if done.returncode:
             raise RunError(f"the learner's peak was not measured (exit code {done.returncode}): {done.stderr[-1000:]}")
@@ -87,19 +105,13 @@ def _outcome(name: str, figures: dict[str, float], goals: dict[str, float]) -> d
 
 async def _fake_run(folder: Path, name: str) -> Path:
     """Run fake engines with long-tailed lengths under an outside learner; return the run's folder."""
+    engine = {"kind": "fake", "num_slots": 32, "token_latency_s": 0.004, "max_sequence_tokens": 4096}
     settings = {
-        "name": name,
-        "folder": str(folder),
-        "num_steps": FAKE_STEPS,
-        "generate": {"num_workers": 2, "sampling": {"max_new_tokens": 2000},
-                     "engine": {"kind": "fake", "num_slots": 32, "token_latency_s": 0.004, "mean_tokens": 64.0, "sigma": 1.0,
-                                "max_sequence_tokens": 4096}},
-        "algorithm": {"groups_per_step": 16, "group_size": 4},
-        "learner": {"kind": "external"},
-        "buffer": {"max_staleness": 2},
-        "eval": {"at_start": False, "at_end": False},
+        "name": name, "folder": str(folder), "num_steps": FAKE_STEPS, "learner.kind": "external",
+        "generate.engine": engine, "generate.sampling.max_new_tokens": 2000,
+        "algorithm.groups_per_step": 16, "algorithm.group_size": 4, "eval.at_start": False, "eval.at_end": False,
     }  # fmt: skip
-    async with Run(parse_config(settings)) as live:
+    async with Run(resolve_config({}, settings)) as live:
         await live.announce_weights(_version(0), "fake")
         for _ in range(FAKE_STEPS):
             taken = await live.take()
@@ -112,31 +124,75 @@ async def _fake_run(folder: Path, name: str) -> Path:
 
 async def _transformers_run(folder: Path, name: str) -> Path:
     """Train the quickstart's model for a little while; return the run's folder."""
-    async with Run(parse_config(short_quickstart(folder, name, num_steps=TRANSFORMERS_STEPS, max_staleness=2))) as live:
+    async with Run(short_quickstart(folder, name, num_steps=TRANSFORMERS_STEPS, max_staleness=2)) as live:
         async for _ in live.steps():
             pass
     return live.run_folder
 
 
-def short_quickstart(folder: Path, name: str, *, num_steps: int, max_staleness: int) -> dict[str, Any]:
-    """Return the quickstart's model, task and algorithm, with a warm start just long enough for answers of the right length."""
-    return {
-        "name": name,
-        "folder": str(folder),
-        "num_steps": num_steps,
-        "task": {"kind": "addition", "digits": 2},
-        "model": {"kind": "scratch", "hidden_size": 128, "num_layers": 2, "num_heads": 4, "max_positions": 64,
-                  "warm_start": {"steps": 60, "batch_size": 64, "learning_rate": 2e-3}},
-        "generate": {"num_workers": 2, "engine": {"kind": "transformers", "num_slots": 64, "max_sequence_tokens": 16},
-                     "sampling": {"max_new_tokens": 4}},
-        "packing": {"tokens_per_row": 512},
-        "algorithm": {"groups_per_step": 64, "group_size": 4, "proximal": "behaviour"},
-        "learner": {"learning_rate": 1e-4},
-        "buffer": {"max_staleness": max_staleness},
-        "eval": {"at_start": False, "at_end": False},
-        "checkpoint": {"every_steps": 0},
-    }  # fmt: skip
+def short_quickstart(folder: Path, name: str, *, num_steps: int, max_staleness: int) -> RunConfig:
+    """Return the quickstart with two generators and a warm start just long enough for answers of the right length."""
+    return load_config("quickstart", {
+        "name": name, "folder": str(folder), "num_steps": num_steps, "buffer.max_staleness": max_staleness,
+        "model.warm_start": {"steps": 60, "batch_size": 64, "learning_rate": 2e-3}, "learner.learning_rate": 1e-4,
+        "generate.num_workers": 2, "generate.engine.num_slots": 64, "packing.tokens_per_row": 512,
+        "eval.at_start": False, "eval.at_end": False, "checkpoint.every_steps": 0,
+    })  # fmt: skip
 
 
 def _version(number: int) -> WeightsAvailable:
     return WeightsAvailable(number, "none", "", WeightsManifest((), 0), "", time.time())  # noqa: TID251 - wall clock of a message
+
+
+def peak_bytes(*, checkpointing: bool) -> int:
+    """Return the peak resident bytes that making and training a scratch Llama adds to this process; Linux only.
+
+    By the learner's own optimizer and `train_step`, float32, rows of one sample each. The first step makes the optimizer's state;
+    in the second, the second row's forward meets the first one's gradients: that is the peak. A tiny model is trained before, so
+    that libraries are loaded and not counted.
+    """
+    torch.set_num_threads(1)
+    _train(TINY, 64, checkpointing=checkpointing)
+    gc.collect()
+    before = _resident_bytes("VmRSS")
+    _train(MODEL, TOKENS_PER_ROW, checkpointing=checkpointing)
+    return _resident_bytes("VmHWM") - before
+
+
+def _train(size: ModelShape, tokens_per_row: int, *, checkpointing: bool) -> None:
+    """Train NUM_STEPS steps of one group of NUM_ROWS samples, each as long as a row."""
+    config = RunConfig(
+        algorithm=AlgorithmConfig(groups_per_step=1, group_size=NUM_ROWS),
+        learner=LearnerConfig(learning_rate=1e-6, warmup_steps=0, gradient_checkpointing=checkpointing),
+    )
+    llama = LlamaConfig(
+        vocab_size=size.vocabulary, hidden_size=size.hidden, num_hidden_layers=size.layers, num_attention_heads=size.heads,
+        num_key_value_heads=size.kv_heads, head_dim=size.head_size, intermediate_size=size.intermediate,
+        max_position_embeddings=tokens_per_row, tie_word_embeddings=size.is_tied,
+    )  # fmt: skip
+    model = made_ready(LlamaForCausalLM(llama), config.learner)
+    trainee = TrainState(model, build_optimizer(model, config.learner, NUM_STEPS))
+    rng, length = np.random.default_rng(0), tokens_per_row - PROMPT_TOKENS
+    for step in range(NUM_STEPS):
+        prompt, *texts = (ids_to_bytes(rng.integers(2, size.vocabulary, number, dtype=np.int32))
+                          for number in (PROMPT_TOKENS, *[length] * NUM_ROWS))  # fmt: skip
+        members = [
+            Sample(
+                group_id=0, index=index, attempt=0, prompt_ids=prompt, token_ids=text,
+                logprobs=logprobs_to_bytes(np.full(length, -9.0, np.float32)),
+                versions=ids_to_bytes(np.full(length, step, np.int32)),
+                finish_reason="stop", text="", generator="validate", started_s=0.0, finished_s=0.0,
+            ) for index, text in enumerate(texts)
+        ]  # fmt: skip
+        group = ScoredGroup(0, Prompt("validate"), tuple(ScoredSample(made, float(made.index)) for made in members))
+        train_step(trainee, pack_step(step, [group], tokens_per_row=tokens_per_row, temperature=1.0), config)
+
+
+def _resident_bytes(kind: str) -> int:
+    """Return a line of Linux's account of this process: VmRSS now, VmHWM at its highest."""
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(kind))
+
+
+if __name__ == "__main__":  # in a process of its own, whose memory is the learner's alone
+    print(peak_bytes(checkpointing=sys.argv[1] == "1"))  # noqa: T201 - its result

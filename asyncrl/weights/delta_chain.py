@@ -30,7 +30,7 @@ from asyncrl.config.broadcast import DeltaConfig
 from asyncrl.errors import BroadcastError
 from asyncrl.schema.weights import Delta, WeightsAvailable, WeightsManifest
 from asyncrl.weights.delta import apply_delta, blob_fingerprint, encode_delta
-from asyncrl.weights.media.base import BlobWriter
+from asyncrl.weights.media.base import MediumWriter
 
 _LOG = logging.getLogger(__name__)
 
@@ -208,7 +208,7 @@ class DeltaOffers:
         manifest: The layout.
     """
 
-    def __init__(self, config: DeltaConfig, writer: BlobWriter, manifest: WeightsManifest) -> None:
+    def __init__(self, config: DeltaConfig, writer: MediumWriter, manifest: WeightsManifest) -> None:
         self._config = config
         self._writer = writer
         self._manifest = manifest

@@ -28,7 +28,7 @@ from asyncrl.models.layout import bucket_ends, check_tensors, copy_out, make_man
 from asyncrl.schema.weights import Delta, Probe, WeightsAvailable, WeightsManifest
 from asyncrl.weights.delta_chain import DeltaOffers, WholeVersion
 from asyncrl.weights.fingerprint import fingerprints_of, version_fingerprint
-from asyncrl.weights.media.base import NUM_SLOTS, BlobWriter
+from asyncrl.weights.media.base import NUM_SLOTS
 from asyncrl.weights.media.device import device_fingerprints, device_of, side_stream
 from asyncrl.weights.media.registry import fingerprints_made, open_writer
 
@@ -140,7 +140,7 @@ class Publisher:
         self._clock = clock
         self._made = fingerprints_made(config)
         self._writer = open_writer(config.medium, run_folder)
-        if config.delta is not None and (self._made == "device" or not isinstance(self._writer, BlobWriter)):
+        if config.delta is not None and not config.medium.carries_deltas:
             raise ConfigError(f"broadcast.medium.kind {config.medium.kind!r} carries no deltas: leave broadcast.delta out")
         self._slots = Slots(NUM_SLOTS, self._writer.keeps_slots)
         self._changed = threading.Condition()
@@ -233,7 +233,7 @@ class Publisher:
         with torch.cuda.device(self._device) if self._device.type == "cuda" else contextlib.nullcontext():
             self._flats = self._writer.open(manifest)
         self._manifest = manifest
-        if self._config.delta is not None and isinstance(self._writer, BlobWriter):
+        if self._config.delta is not None:
             self._deltas = DeltaOffers(self._config.delta, self._writer, manifest)
         self._thread.start()
         return manifest

@@ -12,8 +12,7 @@ Invariants:
   written.
 - With deltas the tensors always lie in the staging buffer: the next version is made from them, so nobody may write to them. A
   delta is applied only if its own fingerprint is right, and only to the very bytes it was made from. Whatever goes wrong with
-  deltas is answered by fetching the whole at once. Where what went wrong lies between the whole version and the announced one,
-  the next fetch goes on from the version before it.
+  deltas is answered by fetching the whole at once, once.
 - Where the system has memory files (Linux), the buffer is one: another process of this user can map it by its path, nothing is in
   any folder, and nothing is left when this process ends.
 - A fetch that failed is repeated by the caller, or not: there is one retry loop, the generator's.
@@ -34,10 +33,10 @@ import torch
 from asyncrl.config.broadcast import BroadcastConfig
 from asyncrl.errors import BroadcastError
 from asyncrl.models.layout import bucket_ends, check_manifest
-from asyncrl.schema.weights import WeightsAvailable, WeightsManifest
+from asyncrl.schema.weights import WeightsAvailable
 from asyncrl.weights.delta import apply_delta, blob_fingerprint
 from asyncrl.weights.delta_chain import FetchPlan, HeldVersion, held_version, plan_fetch, plan_whole
-from asyncrl.weights.fingerprint import DIGEST_BYTES, fingerprints_of, refuse_damaged, version_fingerprint
+from asyncrl.weights.fingerprint import DIGEST_BYTES, fingerprints_of, refuse_damaged
 from asyncrl.weights.media.base import MediumReader, VersionUnavailableError
 from asyncrl.weights.media.registry import open_reader
 from asyncrl.weights.tensors import MappedTensors
@@ -177,13 +176,10 @@ class Staging:
         try:
             self._carry_out(plan, available, flat, cancelled)
         except BroadcastError as error:
-            whole, held = plan_whole(available), self._held
-            # What is held may be on the way from the whole version already: fetching that would lead here again.
-            is_past = held is not None and any(delta.base_fingerprint == held.fingerprint for delta in whole.deltas)
-            if plan.whole is not None or cancelled.is_set() or is_past:
+            if plan.whole is not None or cancelled.is_set():
                 raise
             _LOG.warning("version %d is fetched whole, its deltas were of no use: %s", available.version, error)
-            self._carry_out(whole, available, flat, cancelled)
+            self._carry_out(plan_whole(available), available, flat, cancelled)
         return self._flat
 
     @property
@@ -205,31 +201,17 @@ class Staging:
             refuse_damaged(plan.whole, self._reader.fetch(plan.whole, flat, cancelled))
             self._held = held_version(plan.whole)
         assert self._held is not None
-        before, touched = self._held.bucket_fingerprints, set[int]()
+        before, self._held, touched = self._held.bucket_fingerprints, None, set[int]()
         for delta in plan.deltas:
-            try:
-                if cancelled.is_set():
-                    raise VersionUnavailableError(f"the fetch of version {available.version} was cancelled")
-                blob = self._reader.fetch_blob(available, delta.name, delta.num_bytes, cancelled)
-                if blob_fingerprint(blob) != delta.fingerprint:
-                    raise BroadcastError(f"the delta to version {delta.version} arrived damaged: its fingerprint differs")  # noqa: TRY301
-                self._held = None
-                touched |= apply_delta(manifest, blob, flat)
-            except BroadcastError:
-                # What was reached before this delta need not be fetched again, if it is the version the delta was made from.
-                found = _rehashed(before, touched, manifest, flat)
-                if version_fingerprint(found) == delta.base_fingerprint:
-                    self._held = HeldVersion(delta.base_version, delta.base_fingerprint, found, manifest.total_bytes)
-                raise
-        refuse_damaged(available, _rehashed(before, touched, manifest, flat))
+            if cancelled.is_set():
+                raise VersionUnavailableError(f"the fetch of version {available.version} was cancelled")
+            blob = self._reader.fetch_blob(available, delta.name, delta.num_bytes, cancelled)
+            if blob_fingerprint(blob) != delta.fingerprint:
+                raise BroadcastError(f"the delta to version {delta.version} arrived damaged: its fingerprint differs")
+            touched |= apply_delta(manifest, blob, flat)
+        digests, changed = [before[at : at + DIGEST_BYTES] for at in range(0, len(before), DIGEST_BYTES)], sorted(touched)
+        found = fingerprints_of(flat, bucket_ends(manifest), buckets=changed)
+        for place, bucket in enumerate(changed):
+            digests[bucket] = found[place * DIGEST_BYTES : (place + 1) * DIGEST_BYTES]
+        refuse_damaged(available, b"".join(digests))
         self._held = held_version(available)
-
-
-def _rehashed(bucket_fingerprints: bytes, touched: set[int], manifest: WeightsManifest, flat: memoryview) -> bytes:
-    """Return the fingerprints with those of the touched buckets computed anew."""
-    digests = [bucket_fingerprints[at : at + DIGEST_BYTES] for at in range(0, len(bucket_fingerprints), DIGEST_BYTES)]
-    buckets = sorted(touched)
-    found = fingerprints_of(flat, bucket_ends(manifest), buckets=buckets)
-    for place, bucket in enumerate(buckets):
-        digests[bucket] = found[place * DIGEST_BYTES : (place + 1) * DIGEST_BYTES]
-    return b"".join(digests)

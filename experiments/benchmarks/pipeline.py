@@ -20,6 +20,7 @@ import psutil
 
 from asyncrl.client import Run, read_endpoint
 from asyncrl.config.load import parse_config
+from asyncrl.config.run import RunConfig
 from asyncrl.plan.validate import short_quickstart
 from asyncrl.schema.weights import WeightsAvailable, WeightsManifest
 from benchmarks.harness import BenchResult, Ratio, ratio
@@ -40,8 +41,8 @@ async def _measure(rounds: int) -> BenchResult:
         folder = Path(name)
         for number in range(rounds):
             for side, staleness in (("sync", 0), ("async", 2)):
-                settings = short_quickstart(folder, f"{side}-{number}", num_steps=60, max_staleness=staleness)
-                sides[side].append(await _real_steps_per_s(settings))
+                config = short_quickstart(folder, f"{side}-{number}", num_steps=60, max_staleness=staleness)
+                sides[side].append(await _real_steps_per_s(config))
             for side, staleness, num_steps in (("tail_sync", 0, 12), ("tail_async", 4, 24)):
                 settings = _long_tail(folder, f"{side}-{number}", max_staleness=staleness)
                 sides[side].append((await _outside(settings, 0.2, num_steps))[0])
@@ -63,8 +64,8 @@ async def _measure(rounds: int) -> BenchResult:
 # -- the quickstart model, trained for real ------------------------------------------------------------------------------
 
 
-async def _real_steps_per_s(settings: dict[str, Any]) -> float:
-    async with Run(parse_config(settings)) as live:
+async def _real_steps_per_s(config: RunConfig) -> float:
+    async with Run(config) as live:
         times = [report.time_s async for report in live.steps()]
     return (len(times) - 1 - SKIPPED_STEPS) / (times[-1] - times[SKIPPED_STEPS])
 

@@ -17,7 +17,10 @@ Invariants, for every implementation (tests/contract/test_medium.py runs over al
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -29,6 +32,8 @@ if TYPE_CHECKING:
     import torch
 
 NUM_SLOTS = 2
+WRITING = ".writing"
+"""Ends the name of a delta's file that is being written."""
 
 
 class ReceiverArguments(msgspec.Struct, frozen=True):
@@ -42,10 +47,10 @@ class VersionUnavailableError(BroadcastError):
     """The version cannot be had any more under this announcement: only another announcement helps, no second attempt."""
 
 
-class MediumWriter(Protocol):
-    """The learner's end. `overwrite` runs on the learner's thread and is quick; `commit` runs on the publisher's."""
+class MediumWriter:
+    """The learner's end. `overwrite` runs on the learner's thread and is quick; the rest runs on the publisher's."""
 
-    keeps_slots: bool
+    keeps_slots: bool = False
     """Whether a committed version is read out of its slot, which then is free only once a newer version is committed."""
 
     def open(self, manifest: WeightsManifest) -> tuple[torch.Tensor, ...]:
@@ -54,15 +59,14 @@ class MediumWriter(Protocol):
         Raises:
             BroadcastError: There is no room for them.
         """
-        ...
+        raise NotImplementedError
 
     def busy_slots(self) -> frozenset[int]:
-        """Return the slots that a subscriber is fetching from right now, as far as the medium knows."""
-        ...
+        """Return the slots that a subscriber is fetching from right now, as far as the medium knows; here: none ever is."""
+        return frozenset()
 
     def overwrite(self, slot: int, version: int) -> None:
         """Make what the slot holds unfetchable; the caller is about to write `version` over it."""
-        ...
 
     def commit(self, slot: int, version: int, fingerprint: str) -> str:
         """Make `version`, now whole in `slot`, fetchable. Where only a delta leads to a version, this is not called for it.
@@ -73,63 +77,52 @@ class MediumWriter(Protocol):
         Raises:
             BroadcastError: It could not be made fetchable (disk full, say); older versions are untouched.
         """
-        ...
-
-    def close(self) -> None:
-        """Release threads, memory and whatever nobody may fetch after the learner is gone. Safe to repeat."""
-        ...
-
-
-@runtime_checkable
-class BlobWriter(MediumWriter, Protocol):
-    """The learner's end of a medium that can carry deltas."""
+        raise NotImplementedError
 
     def put_blob(self, name: str, blob: bytes) -> None:
-        """Make a delta fetchable under `name` ([a-z0-9-], at most 64).
+        """Make a delta fetchable under `name` ([a-z0-9-], at most 64); only of media whose config `carries_deltas`.
 
         Raises:
             BroadcastError: It could not be made fetchable.
         """
-        ...
+        raise NotImplementedError
 
     def drop_blob(self, name: str) -> None:
         """Make the delta unfetchable; unknown names are ignored."""
-        ...
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Release threads, memory and whatever nobody may fetch after the learner is gone. Safe to repeat."""
+        raise NotImplementedError
 
 
-class Lease(Protocol):
+@dataclass(slots=True)
+class Lease:
     """A version's bytes where they lie, on this machine; held until released or until its process ends."""
 
     flat: torch.Tensor
     """uint8 [total_bytes], to be read only."""
-    path: str
+    path: str = ""
     """File that any process of this machine may map; empty: none can."""
-    offset: int
+    offset: int = 0
     """Of `flat` in that file, bytes."""
-
-    def check(self) -> None:
-        """Say that the bytes are still those of the version.
-
-        Raises:
-            VersionUnavailableError: They were overwritten: whatever was read since the lease began may be a mixture.
-        """
-        ...
-
-    def release(self) -> None:
-        """Let the slot be written to again. Safe to repeat."""
-        ...
+    check: Callable[[], None] = lambda: None
+    """Call after the last byte was read, before anything samples with it. Raises VersionUnavailableError once the bytes were
+    overwritten: whatever was read since the lease began may be a mixture."""
+    release: Callable[[], None] = lambda: None
+    """Call once nobody reads them any more. Safe to repeat."""
 
 
-class MediumReader(Protocol):
+class MediumReader:
     """A generator's end."""
 
-    def lease(self, available: WeightsAvailable) -> Lease | None:
+    def lease(self, available: WeightsAvailable) -> Lease | None:  # noqa: ARG002 - of media that have to fetch
         """Return the version's bytes where they lie, or None where the medium has to fetch them.
 
         Raises:
             VersionUnavailableError: The version is gone.
         """
-        ...
+        return None
 
     def fetch(self, available: WeightsAvailable, into: memoryview, cancelled: threading.Event) -> bytes:
         """Fill `into` (`manifest.total_bytes`, uint8) with the version's bytes; blocking, runs on a thread.
@@ -147,12 +140,43 @@ class MediumReader(Protocol):
                 cancelled.
             BroadcastError: What arrived is damaged or could not be read; a second attempt may go better.
         """
-        ...
+        raise NotImplementedError
 
-    def fetch_blob(self, available: WeightsAvailable, name: str, num_bytes: int, cancelled: threading.Event) -> bytes:
-        """Return the delta `name` of `available.deltas`; blocking, runs on a thread. Raises as `fetch`."""
-        ...
+    def fetch_blob(self, available: WeightsAvailable, name: str, num_bytes: int, cancelled: threading.Event) -> bytes:  # noqa: ARG002
+        """Return the delta `name` of `available.deltas`; blocking, runs on a thread. Raises as `fetch`; here: always."""
+        raise BroadcastError(f"version {available.version} is announced with delta {name}, which this medium does not carry")
 
     def close(self) -> None:
         """Release handles. Safe to repeat."""
-        ...
+
+
+def write_blob(path: Path, blob: bytes) -> None:
+    """Write a delta's file, whole under its name or not at all; only this user may read it.
+
+    Raises:
+        BroadcastError: There is no room for it.
+    """
+    writing = path.with_name(f"{path.name}{WRITING}")
+    try:
+        writing.touch(0o600, exist_ok=True)
+        writing.write_bytes(blob)
+        writing.replace(path)
+    except OSError as error:
+        writing.unlink(missing_ok=True)
+        raise BroadcastError(f"delta {path.name} ({len(blob)} bytes) could not be written: {error}") from error
+
+
+def read_blob(path: Path, num_bytes: int) -> bytes:
+    """Read a delta's file.
+
+    Raises:
+        VersionUnavailableError: It is gone.
+        BroadcastError: It has another length.
+    """
+    try:
+        blob = path.read_bytes()
+    except OSError as error:
+        raise VersionUnavailableError(f"delta {path.name} is gone: {error.strerror}") from error
+    if len(blob) != num_bytes:
+        raise BroadcastError(f"delta {path.name} has {len(blob)} bytes, announced were {num_bytes}")
+    return blob

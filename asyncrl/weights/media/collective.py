@@ -37,8 +37,8 @@ from asyncrl.config.broadcast import GlooMedium, NCCLMedium
 from asyncrl.errors import BroadcastError, ConfigError
 from asyncrl.models.layout import bucket_ends
 from asyncrl.schema.weights import WeightsManifest
-from asyncrl.weights.media.base import NUM_SLOTS
-from asyncrl.weights.media.collective_group import Backend, Group, GroupBrokenError, check_nccl, open_store, wait_done
+from asyncrl.weights.media.base import NUM_SLOTS, MediumWriter
+from asyncrl.weights.media.collective_group import Backend, Group, GroupBrokenError, open_store, wait_done
 from asyncrl.weights.media.device import NUM_BUFFERS, BucketBuffers, side_stream
 from asyncrl.weights.sockets import UNDECODABLE, CurveKeys, Router
 
@@ -62,13 +62,10 @@ class Ready(msgspec.Struct, frozen=True, tag="ready", forbid_unknown_fields=True
 class Answer(msgspec.Struct, frozen=True, tag="answer", forbid_unknown_fields=True):
     """Member: I am through with this attempt."""
 
-    attempt: _Number
+    attempt: _Number = 0
+    """0: with all of them; do not wait for me."""
     failure: Annotated[str, Meta(max_length=1024)] = ""
     """Empty: all of it is here. Else I am out of the group, and shall ask again if I still want the version."""
-
-
-class Leaving(msgspec.Struct, frozen=True, tag="leaving", forbid_unknown_fields=True):
-    """Member: do not wait for me."""
 
 
 class Noted(msgspec.Struct, frozen=True, tag="noted"):
@@ -99,11 +96,11 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
     reason: str
 
 
-FromMember = Ready | Answer | Leaving
+FromMember = Ready | Answer
 FromLearner = Noted | Begin | Abort | Refused
 
 
-class CollectiveWriter:
+class CollectiveWriter(MediumWriter):
     """The learner's end; owns the slots, the socket and one thread.
 
     Args:
@@ -151,8 +148,6 @@ class CollectiveWriter:
         Raises:
             ConfigError: It is no address of this machine, or there is no NCCL here.
         """
-        if self._backend == "nccl":
-            check_nccl()
         self._device = self._through() if self._through is not None else None
         is_pinned = self._device is not None and self._device.type == "cuda"
         self._slots = tuple(torch.zeros(manifest.total_bytes, dtype=torch.uint8, pin_memory=is_pinned) for _ in range(NUM_SLOTS))
@@ -232,13 +227,12 @@ class CollectiveWriter:
                     # One that asks while it should receive has not seen the order to begin yet.
                     if self._sending < 0 or member not in self._members or member in self._answers:
                         self._ready[member] = version, time.monotonic()
-                case Answer(attempt, failure) if attempt == self._attempt and member in self._members:
-                    self._answers[member] = failure
-                case Leaving():
-                    self._ready.pop(member, None)
+                case Answer(attempt, failure) if attempt in {0, self._attempt}:
+                    if not attempt:
+                        self._ready.pop(member, None)
                     if member in self._members and self._sending >= 0:
-                        self._answers[member] = "it left"
-                    elif member in self._members:
+                        self._answers[member] = failure
+                    elif member in self._members and not attempt:
                         self._leave_group()
                         self._members = tuple(other for other in self._members if other != member)
 

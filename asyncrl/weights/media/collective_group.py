@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from asyncrl.errors import BroadcastError, ConfigError
+from asyncrl.errors import BroadcastError
 
 Backend = Literal["gloo", "nccl"]
 _POLL_S = 0.001
@@ -202,18 +202,6 @@ def own_address(towards: str) -> str:
             f"the learner's {host} is not reached from here ({error}); set broadcast.medium.host to an address of its machine "
             f"that every generator reaches"
         ) from error
-
-
-def check_nccl() -> None:
-    """Refuse where NCCL cannot be used.
-
-    Raises:
-        ConfigError: There is no GPU, or torch was built without NCCL.
-    """
-    if not torch.cuda.is_available():
-        raise ConfigError("broadcast.medium.kind 'nccl' needs a GPU in learner and engine, and there is none here; use 'gloo'")
-    if not dist.is_nccl_available():
-        raise ConfigError("this torch was built without NCCL; install a CUDA build on Linux, or use medium kind 'gloo'")
 
 
 def _from_rank_0() -> Any:  # noqa: ANN401

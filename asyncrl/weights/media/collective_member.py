@@ -32,10 +32,10 @@ from asyncrl.errors import BroadcastError
 from asyncrl.models.layout import bucket_ends, check_manifest
 from asyncrl.schema.weights import WeightsAvailable
 from asyncrl.weights.fingerprint import DIGEST_BYTES, fingerprints_of
-from asyncrl.weights.media.base import ReceiverArguments, VersionUnavailableError
-from asyncrl.weights.media.collective import Abort, Answer, Begin, FromLearner, FromMember, Leaving, Ready, Refused
-from asyncrl.weights.media.collective_group import Backend, Group, GroupBrokenError, check_nccl, own_address, wait_done
-from asyncrl.weights.media.device import NUM_BUFFERS, BucketBuffers, device_fingerprint, refuse_host_memory
+from asyncrl.weights.media.base import MediumReader, ReceiverArguments, VersionUnavailableError
+from asyncrl.weights.media.collective import Abort, Answer, Begin, FromLearner, FromMember, Ready, Refused
+from asyncrl.weights.media.collective_group import Backend, Group, GroupBrokenError, own_address, wait_done
+from asyncrl.weights.media.device import NUM_BUFFERS, BucketBuffers, device_fingerprint, gpu_for
 from asyncrl.weights.sockets import UNDECODABLE, CurveKeys, keys_of_run, open_dealer
 from asyncrl.weights.tensors import tensors_by_bucket
 
@@ -126,7 +126,7 @@ class Member:
         version, heard_s, asked_s = available.version, time.monotonic(), float("-inf")
         while (now_s := time.monotonic()) - heard_s <= self._timeout_s:
             if cancelled.is_set():
-                self._say(Leaving())
+                self._say(Answer(failure="it left"))
                 raise VersionUnavailableError(f"the fetch of version {version} was cancelled")
             if now_s - asked_s >= ASK_EVERY_S:
                 self._say(Ready(version, available.fingerprint))
@@ -181,7 +181,7 @@ class Member:
     def _hang_up(self) -> None:
         self._leave_group()
         if self._dealer is not None:
-            self._say(Leaving())
+            self._say(Answer(failure="it left"))
             self._dealer.close()
         self._dealer, self._address = None, ""
 
@@ -202,14 +202,11 @@ class Member:
             raise BroadcastError(f"{self._address} said what is not of this protocol: {error}") from error
 
 
-class CollectiveReader:
+class CollectiveReader(MediumReader):
     """A generator's end of `gloo`, into host memory."""
 
     def __init__(self, config: GlooMedium, keys: CurveKeys | None = None) -> None:
         self._member = Member("gloo", config.timeout_s, keys)
-
-    def lease(self, available: WeightsAvailable) -> None:
-        """Return none: the bytes are elsewhere."""
 
     def fetch(self, available: WeightsAvailable, into: memoryview, cancelled: threading.Event) -> bytes:
         """Take part in a broadcast; see MediumReader."""
@@ -218,10 +215,6 @@ class CollectiveReader:
             target = into[ends[index - 1] if index else 0 : ends[index]]
             np.copyto(np.frombuffer(target, np.uint8), bucket.numpy())
         return fingerprints_of(into, ends)
-
-    def fetch_blob(self, available: WeightsAvailable, name: str, num_bytes: int, cancelled: threading.Event) -> bytes:  # noqa: ARG002
-        """Refuse: no deltas are sent."""
-        raise BroadcastError(f"version {available.version} is announced with delta {name}, which this medium does not carry")
 
     def close(self) -> None:
         """Leave; the others go on."""
@@ -241,7 +234,7 @@ class CollectiveReceiver:
     def fetch(self, available: WeightsAvailable, device: torch.device) -> Generator[tuple[str, torch.Tensor], None, None]:
         """Take part in a broadcast; see Receiver."""
         if self._backend == "nccl":
-            refuse_host_memory("nccl", device)
+            gpu_for("nccl", device)
         check_manifest(available.manifest)
         announced, views = available.bucket_fingerprints, list(tensors_by_bucket(available.manifest))
         if len(announced) != len(views) * DIGEST_BYTES:
@@ -274,7 +267,7 @@ def open_receiver(arguments: bytes) -> CollectiveReceiver:
     """
     told = msgspec.json.decode(arguments, type=ReceiverArguments)
     assert isinstance(told.medium, GlooMedium | NCCLMedium)
-    is_nccl = isinstance(told.medium, NCCLMedium)
-    if is_nccl:
-        check_nccl()
-    return CollectiveReceiver("nccl" if is_nccl else "gloo", told.medium.timeout_s, keys_of_run(Path(told.run_folder)))
+    if isinstance(told.medium, NCCLMedium):
+        gpu_for("nccl")
+    backend: Backend = "nccl" if isinstance(told.medium, NCCLMedium) else "gloo"
+    return CollectiveReceiver(backend, told.medium.timeout_s, keys_of_run(Path(told.run_folder)))

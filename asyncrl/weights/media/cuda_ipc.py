@@ -21,12 +21,12 @@ from pathlib import Path
 import msgspec
 import torch
 
-from asyncrl.errors import BroadcastError, ConfigError
+from asyncrl.errors import BroadcastError
 from asyncrl.models.layout import bucket_ends, check_manifest
 from asyncrl.schema.weights import WeightsAvailable, WeightsManifest
 from asyncrl.weights.fingerprint import DIGEST_BYTES
 from asyncrl.weights.media.base import NUM_SLOTS, ReceiverArguments
-from asyncrl.weights.media.device import current_gpu, device_fingerprint, refuse_host_memory
+from asyncrl.weights.media.device import device_fingerprint, gpu_for
 from asyncrl.weights.media.shared_memory import SharedMemoryReader, SharedMemoryWriter
 from asyncrl.weights.tensors import tensors_by_bucket
 
@@ -48,7 +48,7 @@ class CUDAIPCWriter(SharedMemoryWriter):
 
     def open(self, manifest: WeightsManifest) -> tuple[torch.Tensor, ...]:
         """Allocate the slots on the current GPU and write their tickets; see MediumWriter."""
-        device = current_gpu()
+        device = gpu_for("cuda_ipc")
         try:
             slots = tuple(torch.zeros(manifest.total_bytes, dtype=torch.uint8, device=device) for _ in range(NUM_SLOTS))
         except torch.OutOfMemoryError as error:
@@ -74,7 +74,7 @@ class CUDAIPCReceiver:
         """Verify the version where it lies and yield its tensors; see Receiver."""
         manifest = available.manifest
         check_manifest(manifest)
-        refuse_host_memory("cuda_ipc", device)
+        gpu_for("cuda_ipc", device)
         lease = self._tickets.lease(msgspec.structs.replace(available, manifest=_TICKETS))
         if lease.path != self._learner:  # what a dead learner left is kept for as long as it is open here
             self._opened.clear()
@@ -108,8 +108,7 @@ def open_receiver(arguments: bytes) -> CUDAIPCReceiver:
     Raises:
         ConfigError: There is no GPU here.
     """
-    if not torch.cuda.is_available():
-        raise ConfigError("broadcast.medium.kind 'cuda_ipc' needs the engine on the learner's GPU, and there is none here")
+    gpu_for("cuda_ipc")
     return CUDAIPCReceiver(Path(msgspec.json.decode(arguments, type=ReceiverArguments).run_folder))
 
 

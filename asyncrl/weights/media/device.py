@@ -12,13 +12,13 @@ import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
+import torch.distributed as dist
 
 from asyncrl.errors import BroadcastError, ConfigError
 from asyncrl.models.layout import is_divided
 from asyncrl.weights.fingerprint import DIGEST_BYTES
 
 NUM_BUFFERS = 2
-WORD_BYTES = 8
 _PIECE_WORDS = 1 << 20
 """Mixed at once: bounds the memory that mixing takes to a few times 8 MiB, whatever the bucket."""
 
@@ -99,28 +99,21 @@ def device_of(tensors: Mapping[str, torch.Tensor]) -> torch.device:
     return first.to_local().device if is_divided(first) else first.device
 
 
-def current_gpu() -> torch.device:
-    """Return the GPU that new tensors of this thread go to.
+def gpu_for(kind: str, device: torch.device | None = None) -> torch.device:
+    """Return the GPU that `kind` uses here: `device`, where a model is; None: the one that new tensors of this thread go to.
 
     Raises:
-        ConfigError: There is none.
+        ConfigError: There is no GPU, the device is none, or torch has no NCCL for `nccl`.
     """
+    instead = "use shared_memory, zeromq or gloo"
+    if device is not None and device.type != "cuda":
+        needed = f"needs the engine's model on a GPU, not on {device}: set generate.engine.device, or {instead}"
+        raise ConfigError(f"broadcast.medium.kind {kind!r} {needed}")
     if not torch.cuda.is_available():
-        raise ConfigError("this medium needs the learner on a GPU, and there is none here; use shared_memory, zeromq or gloo")
-    return torch.device("cuda", torch.cuda.current_device())
-
-
-def refuse_host_memory(kind: str, device: torch.device) -> None:
-    """Refuse an engine whose model is not on a GPU.
-
-    Raises:
-        ConfigError: It is not.
-    """
-    if device.type != "cuda":
-        raise ConfigError(
-            f"broadcast.medium.kind {kind!r} needs the engine's model on a GPU, not on {device}: set generate.engine.device, or "
-            f"use shared_memory, zeromq or gloo"
-        )
+        raise ConfigError(f"broadcast.medium.kind {kind!r} needs a GPU in learner and engine, and there is none here; {instead}")
+    if kind == "nccl" and not dist.is_nccl_available():
+        raise ConfigError(f"this torch was built without NCCL; install a CUDA build on Linux, or {instead}")
+    return device or torch.device("cuda", torch.cuda.current_device())
 
 
 @contextlib.contextmanager

@@ -38,7 +38,7 @@ from asyncrl.errors import BroadcastError
 from asyncrl.models.layout import DTYPE_OF_NAME, bucket_ends
 from asyncrl.schema.weights import TensorEntry, WeightsAvailable, WeightsManifest
 from asyncrl.weights.fingerprint import fingerprints_of, version_fingerprint
-from asyncrl.weights.media.base import NUM_SLOTS, VersionUnavailableError
+from asyncrl.weights.media.base import NUM_SLOTS, MediumReader, MediumWriter, VersionUnavailableError, read_blob, write_blob
 from asyncrl.weights.shm_segments import path_hash
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -55,10 +55,8 @@ class _HeaderEntry(msgspec.Struct, frozen=True):
     data_offsets: tuple[int, int]
 
 
-class FilesWriter:
+class FilesWriter(MediumWriter):
     """The learner's end; owns the folder."""
-
-    keeps_slots = False
 
     def __init__(self, config: FilesMedium, run_folder: Path) -> None:
         self._folder = (
@@ -74,7 +72,7 @@ class FilesWriter:
         """Make the folder and remove what a killed learner left half-written; see MediumWriter."""
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            for pattern in (f"{_WRITING}*", f"{_REMOVING}*", f"*{_BLOB_SUFFIX}"):
+            for pattern in (f"{_WRITING}*", f"{_REMOVING}*", f"*{_BLOB_SUFFIX}*"):
                 for path in self._folder.glob(pattern):
                     _remove(path)
         except OSError as error:
@@ -89,13 +87,6 @@ class FilesWriter:
         self._shards = {file: tuple(entries[name] for name in names) for file, names in split.filename_to_tensors.items()}
         self._slots = tuple(slot.numpy().data for slot in slots)
         return slots
-
-    def busy_slots(self) -> frozenset[int]:
-        """Return none: subscribers read files."""
-        return frozenset()
-
-    def overwrite(self, slot: int, version: int) -> None:
-        """Do nothing: a slot is nobody's once its files are written."""
 
     def commit(self, slot: int, version: int, fingerprint: str) -> str:
         """Write the version's folder; see MediumWriter."""
@@ -151,14 +142,7 @@ class FilesWriter:
 
     def put_blob(self, name: str, blob: bytes) -> None:
         """Write the delta beside the versions; see MediumWriter."""
-        target, writing = self._folder / f"{name}{_BLOB_SUFFIX}", self._folder / f"{_WRITING}{name}-{os.getpid()}"
-        try:
-            writing.write_bytes(blob)
-            writing.replace(target)
-        except OSError as error:
-            with contextlib.suppress(OSError):
-                _remove(writing)
-            raise BroadcastError(f"delta {name} could not be written to {self._folder}: {error.strerror}") from error
+        write_blob(self._folder / f"{name}{_BLOB_SUFFIX}", blob)
 
     def drop_blob(self, name: str) -> None:
         """Remove the delta's file."""
@@ -174,15 +158,12 @@ class FilesWriter:
             (self._folder / folder_name(version)).rename(self._folder / f"{_REMOVING}{version}-{secrets.token_hex(4)}")
 
 
-class FilesReader:
+class FilesReader(MediumReader):
     """A generator's end."""
 
     def __init__(self, config: FilesMedium, run_folder: Path) -> None:
         self._run_folder = run_folder
         self._config = config
-
-    def lease(self, available: WeightsAvailable) -> None:
-        """Return none: files have gaps left out and may be far away."""
 
     def fetch(self, available: WeightsAvailable, into: memoryview, cancelled: threading.Event) -> bytes:
         """Read the version's folder, several tensors at once; see MediumReader."""
@@ -220,17 +201,7 @@ class FilesReader:
 
     def fetch_blob(self, available: WeightsAvailable, name: str, num_bytes: int, cancelled: threading.Event) -> bytes:  # noqa: ARG002 - small
         """Read the delta's file; see MediumReader."""
-        path = self._folder_of(available) / f"{name}{_BLOB_SUFFIX}"
-        try:
-            blob = path.read_bytes()
-        except OSError as error:
-            raise VersionUnavailableError(f"delta {name} is gone from {path.parent}: {error.strerror}") from error
-        if len(blob) != num_bytes:
-            raise BroadcastError(f"delta {name} has {len(blob)} bytes, announced were {num_bytes}")
-        return blob
-
-    def close(self) -> None:
-        """Do nothing: no file stays open between fetches."""
+        return read_blob(self._folder_of(available) / f"{name}{_BLOB_SUFFIX}", num_bytes)
 
     def _folder_of(self, available: WeightsAvailable) -> Path:
         """Return where the run's versions lie; a shared folder has the learner's name for it, whose paths may be others."""

@@ -30,7 +30,7 @@ from asyncrl.weights.media.base import MediumReader, MediumWriter, ReceiverArgum
 from asyncrl.weights.media.collective import CollectiveWriter
 from asyncrl.weights.media.collective_member import CollectiveReader
 from asyncrl.weights.media.cuda_ipc import CUDAIPCWriter
-from asyncrl.weights.media.device import current_gpu
+from asyncrl.weights.media.device import gpu_for
 from asyncrl.weights.media.files import FilesReader, FilesWriter
 from asyncrl.weights.media.shared_memory import SharedMemoryReader, SharedMemoryWriter, proves_whole_versions
 from asyncrl.weights.media.zeromq import ZeroMQWriter
@@ -62,7 +62,7 @@ MEDIA: dict[type[MediumConfig], Medium] = {
         lambda config, _, keys: CollectiveWriter(config, keys), lambda config, _, keys: CollectiveReader(config, keys)
     ),
     NCCLMedium: Medium(
-        lambda config, _, keys: CollectiveWriter(config, keys, current_gpu),
+        lambda config, _, keys: CollectiveWriter(config, keys, lambda: gpu_for("nccl")),
         receiver="asyncrl.weights.media.collective_member:open_receiver",
     ),
     CUDAIPCMedium: Medium(lambda _, run, __: CUDAIPCWriter(run), receiver="asyncrl.weights.media.cuda_ipc:open_receiver"),

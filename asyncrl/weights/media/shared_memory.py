@@ -19,7 +19,6 @@ Invariants:
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import mmap
 import os
@@ -27,17 +26,25 @@ import platform
 import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from asyncrl.errors import BroadcastError
 from asyncrl.models.layout import bucket_ends
 from asyncrl.schema.weights import WeightsAvailable, WeightsManifest
 from asyncrl.weights.fingerprint import fingerprints_of
-from asyncrl.weights.media.base import NUM_SLOTS, VersionUnavailableError
+from asyncrl.weights.media.base import (
+    NUM_SLOTS,
+    Lease,
+    MediumReader,
+    MediumWriter,
+    VersionUnavailableError,
+    read_blob,
+    write_blob,
+)
 from asyncrl.weights.shm_segments import (
     create_private,
     disown,
@@ -60,7 +67,7 @@ def proves_whole_versions() -> bool:
     return platform.machine().lower() in {"x86_64", "amd64", "i386", "i686"}
 
 
-class SharedMemoryWriter:
+class SharedMemoryWriter(MediumWriter):
     """The learner's end; owns the segment."""
 
     keeps_slots = True
@@ -80,7 +87,7 @@ class SharedMemoryWriter:
         slot_bytes = -(-manifest.total_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         self._path, segment = make_segment(self._run_folder, HEADER_BYTES + NUM_SLOTS * slot_bytes)
         for slot in range(NUM_SLOTS):
-            self._locks.append(create_private(slot_lock_path(self._path, slot)))
+            self._locks.append(create_private(beside(self._path, f"slot{slot}")))
         header = np.frombuffer(segment, np.int64, count=_END)
         self._sequences, self._versions = _slots_of(header)
         self._versions[:] = -1
@@ -116,22 +123,13 @@ class SharedMemoryWriter:
     def put_blob(self, name: str, blob: bytes) -> None:
         """Write the delta to a file beside the segment; see MediumWriter."""
         assert self._path is not None
-        target, writing = blob_path(self._path, name), blob_path(self._path, f"writing-{name}")
-        try:
-            writing.touch(0o600, exist_ok=True)
-            writing.write_bytes(blob)
-            writing.replace(target)
-        except OSError as error:
-            writing.unlink(missing_ok=True)
-            raise BroadcastError(
-                f"no room for delta {name} ({len(blob)} bytes) in {self._path.parent}: {error.strerror}"
-            ) from error
+        write_blob(beside(self._path, name), blob)
         self._blobs.add(name)
 
     def drop_blob(self, name: str) -> None:
         """Remove the delta's file."""
         if self._path is not None and name in self._blobs:
-            blob_path(self._path, name).unlink(missing_ok=True)
+            beside(self._path, name).unlink()
             self._blobs.discard(name)
 
     def close(self) -> None:
@@ -143,7 +141,7 @@ class SharedMemoryWriter:
             for name in list(self._blobs):
                 self.drop_blob(name)
             for slot in range(NUM_SLOTS):
-                slot_lock_path(self._path, slot).unlink(missing_ok=True)
+                beside(self._path, f"slot{slot}").unlink(missing_ok=True)
             self._path.unlink(missing_ok=True)
             disown(self._path)
         self._sequences, self._versions = _slots_of(np.zeros(_END, np.int64))
@@ -179,18 +177,41 @@ def check_location(run_folder: Path, location: str) -> Path:
     return path
 
 
-class SharedMemoryReader:
+class SharedMemoryReader(MediumReader):
     """A generator's end; keeps the newest segment mapped."""
 
     def __init__(self, run_folder: Path) -> None:
         self._run_folder = run_folder
         self._segment: Segment | None = None
 
-    def lease(self, available: WeightsAvailable) -> SharedMemoryLease:
-        """Hold the slot that the version lies in; see MediumReader."""
+    def lease(self, available: WeightsAvailable) -> Lease:
+        """Hold the slot that the version lies in: the learner writes to the other one for as long as it can; see MediumReader."""
         if self._segment is None or available.location != str(self._segment.path):
             self._segment = Segment(self._run_folder, available.location)
-        return SharedMemoryLease(self._segment, available)
+        segment, version, total_bytes = self._segment, available.version, available.manifest.total_bytes
+        slot_bytes = int(segment.header[_SLOT_BYTES])
+        if segment.whole.numel() != HEADER_BYTES + NUM_SLOTS * slot_bytes or slot_bytes < total_bytes:
+            raise VersionUnavailableError(f"{segment.path} is not a segment for {total_bytes} bytes")
+        sequences, versions = _slots_of(segment.header)
+        begun, held = sequences.tolist(), versions.tolist()
+        slot = next((slot for slot in range(NUM_SLOTS) if held[slot] == version and begun[slot] % 2 == 0), -1)
+        if slot < 0:
+            raise VersionUnavailableError(f"version {version} has left shared memory (it holds {held}); fetch the newest")
+        offset = HEADER_BYTES + slot * slot_bytes
+
+        def check() -> None:
+            if sequences[slot] != begun[slot]:
+                raise VersionUnavailableError(f"version {version} was overwritten while it was read; fetch the newest")
+
+        with ExitStack() as opened:
+            # Where no lock can be had the learner is about to write, or is gone: the sequence number tells.
+            with suppress(OSError):
+                lock = os.open(beside(segment.path, f"slot{slot}"), os.O_RDONLY)
+                opened.callback(os.close, lock)
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            check()
+            release = opened.pop_all().close
+        return Lease(segment.whole[offset : offset + total_bytes], str(segment.path), offset, check, release)
 
     def fetch(self, available: WeightsAvailable, into: memoryview, cancelled: threading.Event) -> bytes:
         """Copy the version out of its slot; see MediumReader."""
@@ -206,71 +227,15 @@ class SharedMemoryReader:
 
     def fetch_blob(self, available: WeightsAvailable, name: str, num_bytes: int, cancelled: threading.Event) -> bytes:  # noqa: ARG002 - small
         """Read the delta's file; see MediumReader."""
-        try:
-            blob = blob_path(check_location(self._run_folder, available.location), name).read_bytes()
-        except OSError as error:
-            raise VersionUnavailableError(f"delta {name} has left shared memory: {error.strerror}") from error
-        if len(blob) != num_bytes:
-            raise BroadcastError(f"delta {name} has {len(blob)} bytes, announced were {num_bytes}")
-        return blob
+        return read_blob(beside(check_location(self._run_folder, available.location), name), num_bytes)
 
     def close(self) -> None:
         """Forget the mapping; it goes when nothing refers to it any more."""
         self._segment = None
 
 
-class SharedMemoryLease:
-    """A slot that is being read; the learner writes to the other one for as long as it can. See `Lease`."""
-
-    def __init__(self, segment: Segment, available: WeightsAvailable) -> None:
-        """Hold the slot of the version.
-
-        Raises:
-            VersionUnavailableError: It is in none.
-        """
-        total_bytes, slot_bytes = available.manifest.total_bytes, int(segment.header[_SLOT_BYTES])
-        if segment.whole.numel() != HEADER_BYTES + NUM_SLOTS * slot_bytes or slot_bytes < total_bytes:
-            raise VersionUnavailableError(f"{segment.path} is not a segment for {total_bytes} bytes")
-        self._sequences, versions = _slots_of(segment.header)
-        self._version, sequences, held = available.version, self._sequences.tolist(), versions.tolist()
-        found = [slot for slot in range(NUM_SLOTS) if held[slot] == self._version and sequences[slot] % 2 == 0]
-        if not found:
-            raise VersionUnavailableError(
-                f"version {self._version} has left shared memory (the slots are for {held}); fetch the newest"
-            )
-        self._slot, self._sequence, self._lock = found[0], sequences[found[0]], -1
-        self.path = str(segment.path)
-        self.offset = HEADER_BYTES + self._slot * slot_bytes
-        self.flat = segment.whole[self.offset : self.offset + total_bytes]
-        # Where no lock can be had the learner is about to write, or is gone: the sequence number tells.
-        with contextlib.suppress(OSError):
-            self._lock = os.open(slot_lock_path(segment.path, self._slot), os.O_RDONLY)
-            fcntl.flock(self._lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        try:
-            self.check()
-        except VersionUnavailableError:
-            self.release()
-            raise
-
-    def check(self) -> None:
-        """See `Lease`."""
-        if self._sequences[self._slot] != self._sequence:
-            raise VersionUnavailableError(f"version {self._version} was overwritten while it was read; fetch the newest")
-
-    def release(self) -> None:
-        """See `Lease`."""
-        if self._lock >= 0:
-            os.close(self._lock)
-        self._lock = -1
-
-
-def slot_lock_path(segment: Path, slot: int) -> Path:
-    """Return the file that readers of a slot hold a shared lock on; the kernel lets go of a dead reader's."""
-    return segment.with_name(f"{segment.name}.slot{slot}")
-
-
-def blob_path(segment: Path, name: str) -> Path:
-    """Return the file of a delta."""
+def beside(segment: Path, name: str) -> Path:
+    """Return a file that belongs to a segment: `slot0`, which its readers hold a shared lock on, or a delta."""
     return segment.with_name(f"{segment.name}.{name}")
 
 

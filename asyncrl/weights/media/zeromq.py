@@ -43,7 +43,7 @@ from msgspec import Meta
 from asyncrl.config.broadcast import ZeroMQMedium
 from asyncrl.errors import BroadcastError
 from asyncrl.schema.weights import WeightsManifest
-from asyncrl.weights.media.base import NUM_SLOTS
+from asyncrl.weights.media.base import NUM_SLOTS, MediumWriter
 from asyncrl.weights.sockets import UNDECODABLE, WINDOW, CurveKeys, Router
 
 MAX_REQUEST_BYTES = 1024
@@ -337,7 +337,7 @@ class Feeders:
         return min(able)[1] if able else LEARNER if loads[LEARNER] < self._fanout else None
 
 
-class ZeroMQWriter:
+class ZeroMQWriter(MediumWriter):
     """The learner's end; owns the slots, and the server that sends them part by part."""
 
     keeps_slots = True

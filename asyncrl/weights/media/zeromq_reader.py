@@ -18,7 +18,7 @@ from asyncrl.models.layout import bucket_ends
 from asyncrl.schema.weights import WeightsAvailable
 from asyncrl.weights.delta import blob_fingerprint
 from asyncrl.weights.fingerprint import fingerprints_of
-from asyncrl.weights.media.base import VersionUnavailableError
+from asyncrl.weights.media.base import MediumReader, VersionUnavailableError
 from asyncrl.weights.media.zeromq import (
     BLOB,
     LEARNER,
@@ -45,7 +45,7 @@ _KEPT_BY_ALLOCATOR_BYTES = (32 << 20) - (64 << 10)
 """Just under the most that glibc takes as a hint (DEFAULT_MMAP_THRESHOLD_MAX)."""
 
 
-class ZeroMQReader:
+class ZeroMQReader(MediumReader):
     """A generator's end; connections for each fetch, and a server for as long as it lives.
 
     Raises:
@@ -66,9 +66,6 @@ class ZeroMQReader:
         """The version that is in the buffer and served."""
         self._distrusted: tuple[Key, str] = ((0, ""), "")
         """Who fed damaged bytes of which version."""
-
-    def lease(self, available: WeightsAvailable) -> None:
-        """Return none: the bytes are elsewhere."""
 
     def fetch(self, available: WeightsAvailable, into: memoryview, cancelled: threading.Event) -> bytes:
         """Ask for the version part by part; see MediumReader."""

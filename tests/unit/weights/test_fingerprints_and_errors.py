@@ -8,8 +8,7 @@ import torch
 
 from asyncrl.config.broadcast import BroadcastConfig, CUDAIPCMedium, DeltaConfig, GlooMedium, NCCLMedium, SharedMemoryMedium
 from asyncrl.errors import ConfigError
-from asyncrl.weights.media.collective_group import check_nccl
-from asyncrl.weights.media.device import current_gpu, device_fingerprint
+from asyncrl.weights.media.device import device_fingerprint, gpu_for
 from asyncrl.weights.media.registry import fingerprints_made
 from asyncrl.weights.media.shared_memory import proves_whole_versions
 
@@ -51,7 +50,7 @@ def test_each_medium_has_its_fingerprints_and_shared_memory_none_where_it_proves
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 def test_without_a_gpu_the_error_names_the_media_that_need_none():
-    with pytest.raises(ConfigError, match="shared_memory, zeromq or gloo"):
-        current_gpu()
-    with pytest.raises(ConfigError, match="use 'gloo'"):
-        check_nccl()
+    with pytest.raises(ConfigError, match=r"there is none here; use shared_memory, zeromq or gloo"):
+        gpu_for("nccl")
+    with pytest.raises(ConfigError, match="not on cpu: set generate"):
+        gpu_for("cuda_ipc", torch.device("cpu"))

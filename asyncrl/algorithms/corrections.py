@@ -22,8 +22,8 @@ from typing import Any
 
 import torch
 
+from asyncrl.algorithms.returns import LOG_RATIO_LIMIT
 from asyncrl.algorithms.types import (
-    LOG_RATIO_LIMIT,
     CorrectionOutputs,
     LossInputs,
     bounded_exp,

@@ -14,7 +14,8 @@ from collections.abc import Callable
 
 import torch
 
-from asyncrl.algorithms.types import LOG_RATIO_LIMIT, log_ratio, masked
+from asyncrl.algorithms.returns import LOG_RATIO_LIMIT
+from asyncrl.algorithms.types import log_ratio, masked
 from asyncrl.config.algorithm import KLConfig
 
 MAX_ADAPTIVE_ERROR = 0.2

@@ -18,8 +18,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from asyncrl.algorithms.loss_terms import Objective, aggregate, corrections_of, finish, known_advantages
+from asyncrl.algorithms.returns import LOG_RATIO_LIMIT
 from asyncrl.algorithms.types import (
-    LOG_RATIO_LIMIT,
     CorrectionOutputs,
     Denominators,
     LossConfig,
@@ -241,7 +241,7 @@ def dro(inputs: LossInputs, config: LossConfig) -> LossOutputs:
 def importance_sampling(inputs: LossInputs, config: LossConfig) -> LossOutputs:
     """Compute the importance-weighted policy gradient: X = -A current / behaviour, with the gradient through the ratio.
 
-    Unbounded but for ratios.LOG_RATIO_LIMIT, beyond which a token has no gradient.
+    Unbounded but for LOG_RATIO_LIMIT, beyond which a token has no gradient.
 
     Source: Degris et al. 2012 (arXiv 1205.4839), per token; Tinker's loss `importance_sampling`.
     """

@@ -16,6 +16,7 @@ from dataclasses import dataclass, fields
 
 import torch
 
+from asyncrl.algorithms.returns import LOG_RATIO_LIMIT
 from asyncrl.config.algorithm import AlgorithmConfig, CorrectionConfig, KLConfig
 
 
@@ -146,10 +147,6 @@ def segment_sum(values: torch.Tensor, sequence_ids: torch.Tensor, num_sequences:
 def masked(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """Return `values` with exact zeros, and zero gradient, where `mask` is false."""
     return torch.where(mask, values, torch.zeros((), dtype=values.dtype, device=values.device))
-
-
-LOG_RATIO_LIMIT = 20.0
-"""Log-ratios are held within plus and minus this before `exp`: e^20 is far past every cap, and e^90 is infinite in float32."""
 
 
 def log_ratio(numerator: torch.Tensor, denominator: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

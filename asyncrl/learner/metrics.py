@@ -4,15 +4,14 @@ Figures are computed over the tokens of all rows and ranks together, so they do 
 (sums are in float64). Names are those of observe/metrics.py. `NAME_by_staleness/BUCKET` is the figure NAME over the tokens of a
 staleness bucket, or over the sequences whose oldest trained token is in it. Figures of the policy before the step come from the
 first pass over the batch (`first`); figures of what the updates did come from every pass (`every`). An unknown figure is NaN and
-is left out.
+is left out. Records stay on the device until the end and leave it in one copy.
 
-Legend: M tokens of a row, N trained tokens of all ranks, S sequences of all ranks, C columns.
+Legend: M tokens of a row, N trained tokens of all ranks, C columns.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -21,140 +20,30 @@ from asyncrl.algorithms.advantage_types import FloatArray
 from asyncrl.algorithms.diagnostics import (
     RATIO_LEVELS,
     STALENESS_BUCKETS,
-    bucket_means,
+    bounded_exp,
     divergence,
-    logprob_gap,
-    quantiles,
-    ratio_terms,
-    sequence_mismatch,
-    sequence_staleness,
-    sequence_terms,
+    mismatch_figures,
+    sequence_figures,
     staleness_bucket,
-    token_mismatch,
+    token_figures,
     weight_figures,
 )
 from asyncrl.algorithms.preference import PreferenceOutputs
-from asyncrl.algorithms.types import LOG_RATIO_LIMIT, LossInputs, LossOutputs, masked, segment_sum
+from asyncrl.algorithms.types import LossInputs, LossOutputs
 from asyncrl.config.algorithm import CorrectionConfig, TruncatedSequence, TruncatedToken
-from asyncrl.learner.ranks.group import OneRank, Ranks
+from asyncrl.learner.ranks.group import Ranks
 from asyncrl.schema.batches import StepBatch
 
-COLUMNS = (
-    "learner_logprobs",  # of the learner before the step, or nearest to it
-    "is_exact",  # whether it is that learner, not one that updates of this step have changed
-    "proximal_logprobs",
-    "current_logprobs",
-    "behaviour_logprobs",
-    "reference_logprobs",  # NaN where there is no reference
-    "entropy",  # NaN where it was not computed
-    "penalty",  # KL estimate in the loss, without coefficient; NaN where there is none
-    "weights",
-    "kept",
-    "clipped",
-    "dual_clipped",
-    "mask",
-    "sequence_log_ratios",  # log of proximal / behaviour, the product over the token's sequence
-    "staleness",  # versions behind the learner; -1 where unknown
-    "sequence_ids",
-)
-_QUANTILE_NAMES = ("ratio/p01", "ratio/p05", "ratio/p50", "ratio/p95", "ratio/p99")
-"""Of RATIO_LEVELS."""
-
-
-@dataclass(frozen=True, slots=True)
-class TokenRecord:
-    """One row of one update, without gradient."""
-
-    table: torch.Tensor
-    """float32 (float64 of a float64 model) [M, C]; ids and versions are exact up to 2^24."""
-    num_sequences: int
-
-    @classmethod
-    @torch.no_grad()
-    def of(
-        cls, inputs: LossInputs, outputs: LossOutputs, *, proximal_is_learner: bool, is_first_update: bool = True
-    ) -> TokenRecord:
-        """Return the record of one row's loss.
-
-        Args:
-            inputs: What the loss was given.
-            outputs: What it returned.
-            proximal_is_learner: Whether the proximal policy is the learner before the step. Where it is not, the current policy
-                stands in, which is the learner before the step only in the first update.
-            is_first_update: Whether the weights are still those from before the step.
-        """
-        current, mask = inputs.logprobs, inputs.mask
-        unknown = torch.full_like(current, torch.nan)
-        log_ratios = masked(inputs.proximal_logprobs - inputs.behaviour_logprobs, mask)
-        staleness = torch.full_like(inputs.sequence_ids, -1)
-        if inputs.versions is not None:
-            staleness = torch.where(inputs.versions < 0, -1, inputs.learner_version - inputs.versions)
-        columns: dict[str, torch.Tensor | None] = {
-            "learner_logprobs": inputs.proximal_logprobs if proximal_is_learner else current,
-            "is_exact": torch.full_like(mask, proximal_is_learner or is_first_update),
-            "proximal_logprobs": inputs.proximal_logprobs,
-            "current_logprobs": current,
-            "behaviour_logprobs": inputs.behaviour_logprobs,
-            "reference_logprobs": inputs.reference_logprobs,
-            "entropy": inputs.entropy,
-            "penalty": outputs.reference_kl,
-            "weights": outputs.weights,
-            "kept": mask if outputs.kept is None else outputs.kept,
-            "clipped": outputs.clipped,
-            "dual_clipped": outputs.dual_clipped,
-            "mask": mask,
-            "sequence_log_ratios": segment_sum(log_ratios, inputs.sequence_ids, inputs.num_sequences)[inputs.sequence_ids],
-            "staleness": staleness,
-            "sequence_ids": inputs.sequence_ids,
-        }
-        dtype = torch.promote_types(current.dtype, torch.float32)
-        known = [unknown if (values := columns[name]) is None else values for name in COLUMNS]
-        return cls(torch.stack([values.detach().to(dtype) for values in known], dim=1), inputs.num_sequences)
-
-
-@dataclass(frozen=True, slots=True)
-class Tokens:
-    """Some trained tokens of a step; none of them is masked."""
-
-    table: torch.Tensor
-    """float64 [C, N]: one index operation selects tokens from all columns."""
-    num_sequences: int
-    """S, which `sequence_ids` stay under."""
-
-    def __len__(self) -> int:
-        """Return N."""
-        return self.table.shape[1]
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        """Return float64 [N], one of COLUMNS."""
-        return self.table[COLUMNS.index(name)]
-
-    @property
-    def sequence_ids(self) -> torch.Tensor:
-        """int64 [N]."""
-        return self["sequence_ids"].long()
-
-    @property
-    def staleness(self) -> torch.Tensor:
-        """int64 [N], -1 where unknown."""
-        return self["staleness"].long()
-
-    def means(self, *names: str) -> list[float]:
-        """Return the mean of each of these columns; NaN where the column is."""
-        means = self.table.mean(dim=1).tolist()
-        return [means[COLUMNS.index(name)] for name in names]
-
-    def where(self, chosen: torch.Tensor) -> Tokens:
-        """Return the tokens at which `chosen` [N] is true."""
-        return Tokens(self.table.index_select(1, chosen.nonzero().flatten()), self.num_sequences)
+Columns = dict[str, FloatArray]
+"""Some trained tokens of a step, none of them masked: [N] each, by the names that `StepTokens.add` gives."""
 
 
 class StepTokens:
-    """Collects the records of a step.
+    """Collects what the rows of a step computed, token by token.
 
     Example:
         tokens = StepTokens(len(rows), corrections=algorithm.corrections, ranks=state.ranks)
-        tokens.add(TokenRecord.of(inputs, outputs, proximal_is_learner=True))
+        tokens.add(inputs, outputs, proximal_is_learner=True)
         metrics = tokens.metrics()
     """
 
@@ -169,39 +58,72 @@ class StepTokens:
         """
         self._rows = rows
         self._corrections = corrections
-        self._ranks: Ranks = OneRank() if ranks is None else ranks
-        self._records: list[TokenRecord] = []
+        self._ranks = ranks or Ranks()
+        self._tables: list[torch.Tensor] = []
+        """float32 (float64 of a float64 model) [C, M] a row; ids and versions are exact up to 2^24."""
+        self._names: tuple[str, ...] = ()
+        """The C columns."""
+        self._num_sequences = 0
 
-    def add(self, record: TokenRecord) -> None:
-        """Add one row of one update; in a step that trains the policy every rank adds at least one, if of no token."""
-        self._records.append(record)
+    @torch.no_grad()
+    def add(self, inputs: LossInputs, outputs: LossOutputs, *, proximal_is_learner: bool, is_first_update: bool = True) -> None:
+        """Add one row of one update; in a step that trains the policy every rank adds at least one, if of no token.
+
+        Args:
+            inputs: What the loss was given.
+            outputs: What it returned.
+            proximal_is_learner: Whether the proximal policy is the learner before the step. Where it is not, the current policy
+                stands in, which is the learner before the step only in the first update.
+            is_first_update: Whether the weights are still those from before the step.
+        """
+        current, mask = inputs.logprobs.detach(), inputs.mask
+        versions = torch.full_like(inputs.sequence_ids, -1) if inputs.versions is None else inputs.versions
+        columns: dict[str, torch.Tensor | float | None] = {
+            "learner": inputs.proximal_logprobs if proximal_is_learner else current,
+            "is_exact": float(proximal_is_learner or is_first_update),
+            "proximal": inputs.proximal_logprobs,
+            "current": current,
+            "behaviour": inputs.behaviour_logprobs,
+            "reference": inputs.reference_logprobs,
+            "entropy": inputs.entropy,
+            "penalty": outputs.reference_kl,
+            "weights": outputs.weights,
+            "kept": mask if outputs.kept is None else outputs.kept,
+            "clipped": outputs.clipped,
+            "dual_clipped": outputs.dual_clipped,
+            "mask": mask,
+            "staleness": torch.where(versions < 0, -1, inputs.learner_version - versions),
+            "sequence_ids": inputs.sequence_ids + self._num_sequences,
+            "is_first_pass": float(len(self._tables) < self._rows),
+        }
+        dtype = torch.promote_types(current.dtype, torch.float32)
+        table = current.new_full((len(columns), len(current)), math.nan, dtype=dtype)
+        for line, values in zip(table, columns.values(), strict=True):
+            if values is not None:
+                line.copy_(torch.as_tensor(values))
+        self._names = tuple(columns)
+        self._tables.append(table)
+        self._num_sequences += inputs.num_sequences
 
     def metrics(self) -> dict[str, float]:
         """Return the step's figures, the same on every rank; a collective call. Empty where no token was trained."""
-        if not self._records:
+        if not self._tables:
             return {}
-        every, first = self._gathered()
-        if not len(first):
+        own = torch.cat(self._tables, dim=1)
+        if self._ranks.size > 1:
+            counts = self._ranks.gather(torch.tensor([self._num_sequences], device=own.device)).tolist()
+            own[self._names.index("sequence_ids")] += sum(counts[: self._ranks.rank])
+            own = self._ranks.gather(own.T).T
+        every = dict(zip(self._names, own.cpu().numpy().astype(np.float64), strict=True))
+        every = _where(every, every["mask"] > 0)
+        if not len(every["mask"]):
             return {}
+        first = _where(every, every["is_first_pass"] > 0)
         return {name: value for name, value in step_figures(every, first, self._corrections).items() if not math.isnan(value)}
 
-    def _gathered(self) -> tuple[Tokens, Tokens]:
-        """Return the tokens of all passes and of the first, of every rank, in one gather."""
-        device = self._records[0].table.device
-        num_own = sum(record.num_sequences for record in self._records)
-        counts = self._ranks.gather(torch.tensor([num_own], device=device)).tolist()
-        offset, tables = int(sum(counts[: self._ranks.rank])), []
-        for index, record in enumerate(self._records):
-            is_first = record.table.new_full((len(record.table), 1), float(index < self._rows))
-            tables.append(torch.cat([record.table, is_first], dim=1))
-            tables[-1][:, COLUMNS.index("sequence_ids")] += offset
-            offset += record.num_sequences
-        table = self._ranks.gather(torch.cat(tables)).T.double().contiguous()
-        mask, in_first = table[COLUMNS.index("mask")] > 0, table[-1] > 0
-        every = Tokens(table[:-1], int(sum(counts)))
-        if not mask.all():
-            every, in_first = every.where(mask), in_first[mask]
-        return every, every if in_first.all() else every.where(in_first)
+
+def _where(columns: Columns, chosen: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> Columns:
+    return columns if chosen.all() else {name: values[chosen] for name, values in columns.items()}
 
 
 class StepPairs:
@@ -209,7 +131,7 @@ class StepPairs:
 
     def __init__(self, *, ranks: Ranks | None = None) -> None:
         """Begin a step, over these ranks; None: this process has all pairs."""
-        self._ranks: Ranks = OneRank() if ranks is None else ranks
+        self._ranks = ranks or Ranks()
         self._sums: list[torch.Tensor] = []
 
     def add(self, outputs: PreferenceOutputs) -> None:
@@ -268,105 +190,62 @@ def _spread(name: str, values: FloatArray) -> dict[str, float]:
     return {f"{name}/{kind}": float(getattr(values, kind)()) for kind in ("mean", "std", "max", "min")}
 
 
-@torch.no_grad()
-def step_figures(every: Tokens, first: Tokens, corrections: tuple[CorrectionConfig, ...]) -> dict[str, float]:
+def step_figures(every: Columns, first: Columns, corrections: tuple[CorrectionConfig, ...]) -> dict[str, float]:
     """Return all figures; both token sets have at least one token, and `first` is part of `every`."""
+    learner, behaviour, proximal = first["learner"], first["behaviour"], first["proximal"]
+    sequence_ids = first["sequence_ids"].astype(np.int64)
     truncation = next((item for item in corrections if isinstance(item, TruncatedToken | TruncatedSequence)), None)
     cap = (truncation or TruncatedToken()).cap  # without truncation it only says what counts as a high ratio
-    is_of_sequences = isinstance(truncation, TruncatedSequence)
-    of_token = first["proximal_logprobs"] - first["behaviour_logprobs"]
-    log_ratios = first["sequence_log_ratios"] if is_of_sequences else of_token
-    ratios = log_ratios.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
-    capped = ((ratios >= cap) & (truncation is not None)).double()
-    if is_of_sequences:  # the same all over a sequence: one for each that has a token
-        ratios_S = ratios.new_full((first.num_sequences,), -1.0).scatter_reduce(0, first.sequence_ids, ratios, "amax")
-        ratios = ratios_S[ratios_S >= 0]
-    weights = weight_figures(first["weights"], ratios, cap, "sequence" if is_of_sequences else "token")
-    clipped, dual_clipped, kept = every.means("clipped", "dual_clipped", "kept")
-    entropy, penalty = first.means("entropy", "penalty")
-    learner, behaviour = first["learner_logprobs"], first["behaviour_logprobs"]
-    tokens = token_mismatch(learner, behaviour)
-    proximal_k1, proximal_k3 = divergence(first["proximal_logprobs"], behaviour)
-    current_k1, current_k3 = divergence(every["current_logprobs"], every["behaviour_logprobs"])
-    reference_k1, reference_k3 = divergence(first["reference_logprobs"], learner)
-    sequences = sequence_mismatch(learner, behaviour, first.sequence_ids, first.num_sequences)
+    log_ratios = proximal - behaviour
+    if isinstance(truncation, TruncatedSequence):
+        log_ratios = np.bincount(sequence_ids, log_ratios).astype(np.float64)[sequence_ids]
+    ratios = bounded_exp(log_ratios)
+    first["capped"] = ((ratios >= cap) & (truncation is not None)).astype(np.float64)
+    if isinstance(truncation, TruncatedSequence):  # the same all over a sequence: one for each that has a token
+        ratios = ratios[np.unique(sequence_ids, return_index=True)[1]]
+    figures = token_figures(learner, behaviour)
+    figures |= sequence_figures(learner, behaviour, sequence_ids)
+    figures |= weight_figures(first["weights"], ratios, cap)
+    figures["kl/proximal_k1"], figures["kl/proximal_k3"] = divergence(proximal, behaviour)
+    figures["kl/current_k1"], figures["kl/current_k3"] = divergence(every["current"], every["behaviour"])
+    figures["kl/reference_k1"], figures["kl/reference_mean"] = divergence(first["reference"], learner)
+    figures["kl/penalty_mean"], figures["policy/entropy"] = float(first["penalty"].mean()), float(first["entropy"].mean())
+    figures["policy/clip_fraction"] = float(every["clipped"].mean())
+    figures["policy/dual_clip_fraction"] = float(every["dual_clipped"].mean())
+    figures["policy/kept_fraction"] = float(every["kept"].mean())
+    figures["ratio/capped_fraction"] = float(first["capped"].mean())
     # What differs although engine and trainer hold the same weights: tokens of version gap 0.
-    fresh = first.where((first.staleness == 0) & (first["is_exact"] > 0))
-    figures = {
-        "ratio/mean": tokens.ratio_mean,
-        "ratio/max": tokens.ratio_max,
-        "ratio/min": tokens.ratio_min,
-        **dict(zip(_QUANTILE_NAMES, tokens.ratio_quantiles, strict=True)),
-        "ratio/ess": tokens.ess,
-        "ratio/chi2_token": tokens.chi2,
-        "kl/mean": tokens.kl_k3,
-        "kl/max": tokens.kl_max,
-        "kl/k1": tokens.kl_k1,
-        "kl/proximal_k1": proximal_k1,
-        "kl/proximal_k3": proximal_k3,
-        "kl/current_k1": current_k1,
-        "kl/current_k3": current_k3,
-        "kl/reference_mean": reference_k3,
-        "kl/reference_k1": reference_k1,
-        "kl/penalty_mean": penalty,
-        "policy/entropy": entropy,
-        "policy/clip_fraction": clipped,
-        "policy/dual_clip_fraction": dual_clipped,
-        "policy/kept_fraction": kept,
-        "ratio/capped_fraction": capped.mean().item(),
-        "ratio/chi2_sequence": sequences.chi2,
-        "ratio/perplexity": sequences.perplexity_ratio,
-        "perplexity/learner": sequences.learner_perplexity,
-        "perplexity/learner_log": sequences.learner_log_perplexity,
-        "perplexity/behaviour": sequences.behaviour_perplexity,
-        "perplexity/behaviour_log": sequences.behaviour_log_perplexity,
-        "perplexity/log_gap_mean": sequences.log_perplexity_gap,
-        "perplexity/log_gap_abs_mean": sequences.log_perplexity_gap_abs,
-        "perplexity/log_gap_max": sequences.log_perplexity_gap_max,
-        "perplexity/log_gap_min": sequences.log_perplexity_gap_min,
-        "ratio/correction_mean": weights.mean,
-        "ratio/correction_std": weights.std,
-        "ratio/correction_ess": weights.ess,
-        "ratio/high_fraction": weights.high_fraction,
-        "ratio/low_fraction": weights.low_fraction,
-        "mismatch/tokens": float(len(fresh)),
-    }
-    if len(fresh):
-        names = ("mismatch/logprob_gap_mean", "mismatch/logprob_gap_max", "mismatch/correlation")
-        pair = fresh["learner_logprobs"], fresh["behaviour_logprobs"]
-        figures |= dict(zip(names, logprob_gap(*pair), strict=True))
-        figures |= dict(zip(("mismatch/kl_k1", "mismatch/kl_k3"), divergence(*pair), strict=True))
-    return figures | _by_staleness(every, first, capped)
+    fresh = (first["staleness"] == 0) & (first["is_exact"] > 0)
+    figures["mismatch/tokens"] = float(fresh.sum())
+    if fresh.any():
+        figures |= mismatch_figures(learner[fresh], behaviour[fresh])
+    return figures | _by_staleness(every, first, sequence_ids)
 
 
-def _by_staleness(every: Tokens, first: Tokens, capped: torch.Tensor) -> dict[str, float]:
+_TOLD_OF_TOKENS = (*RATIO_LEVELS, "ratio/mean", "ratio/ess", "ratio/chi2_token")
+_TOLD_OF_SEQUENCES = ("ratio/chi2_sequence", "ratio/perplexity")
+
+
+def _by_staleness(every: Columns, first: Columns, sequence_ids: np.ndarray[tuple[int], np.dtype[np.int64]]) -> dict[str, float]:
+    buckets_of_every, buckets = staleness_bucket(every["staleness"]), staleness_bucket(first["staleness"])
+    oldest_S = np.full(sequence_ids.max() + 1, -1.0)
+    np.maximum.at(oldest_S, sequence_ids, first["staleness"])
+    buckets_of_oldest = staleness_bucket(oldest_S)[sequence_ids]
     figures: dict[str, float] = {}
-
-    def note(bucket: str, values: dict[str, float]) -> None:
-        figures.update({f"{name}_by_staleness/{bucket}": value for name, value in values.items()})
-
-    buckets = staleness_bucket(first.staleness)
-    ratios = ratio_terms(first["learner_logprobs"], first["behaviour_logprobs"])
-    proximal = ratio_terms(first["proximal_logprobs"], first["behaviour_logprobs"])
-    means = bucket_means(torch.cat([ratios[:2], proximal[2:], capped[None]]), buckets)
-    for bucket, (mean, second_moment, kl_k1, kl_k3, share_capped) in means.items():
-        of_bucket = ratios[0][buckets == STALENESS_BUCKETS.index(bucket)]
-        note(bucket, dict(zip(_QUANTILE_NAMES, quantiles(of_bucket, RATIO_LEVELS), strict=True)))
-        note(bucket, {"ratio/mean": mean, "ratio/ess": mean * mean / second_moment, "ratio/chi2_token": second_moment - 1.0})
-        note(bucket, {"ratio/capped_fraction": share_capped, "kl/proximal_k1": kl_k1, "kl/proximal_k3": kl_k3})
-
-    current = ratio_terms(every["current_logprobs"], every["behaviour_logprobs"])
-    every_buckets = buckets if every is first else staleness_bucket(every.staleness)
-    names = ("kl/current_k1", "kl/current_k3", "policy/clip_fraction", "policy/kept_fraction")
-    means = bucket_means(torch.cat([current[2:], every["clipped"][None], every["kept"][None]]), every_buckets)
-    for bucket, values in means.items():
-        note(bucket, dict(zip(names, values, strict=True)))
-
-    oldest_S = sequence_staleness(first.staleness, first.sequence_ids, first.num_sequences)
-    log_ratios = first["learner_logprobs"] - first["behaviour_logprobs"]
-    sums_S = segment_sum(log_ratios, first.sequence_ids, first.num_sequences)
-    lengths_S = segment_sum(first["mask"], first.sequence_ids, first.num_sequences)
-    means = bucket_means(sequence_terms(sums_S, lengths_S.clamp(min=1.0)), staleness_bucket(oldest_S))
-    for bucket, (second_moment, perplexity) in means.items():
-        note(bucket, {"ratio/chi2_sequence": second_moment - 1.0, "ratio/perplexity": perplexity})
+    for index, bucket in enumerate(STALENESS_BUCKETS):
+        told: dict[str, float] = {}
+        if (chosen := buckets_of_every == index).any():
+            told["kl/current_k1"], told["kl/current_k3"] = divergence(every["current"][chosen], every["behaviour"][chosen])
+            told["policy/clip_fraction"] = float(every["clipped"][chosen].mean())
+            told["policy/kept_fraction"] = float(every["kept"][chosen].mean())
+        if (chosen := buckets == index).any():
+            behaviour = first["behaviour"][chosen]
+            of_tokens = token_figures(first["learner"][chosen], behaviour)
+            told |= {name: of_tokens[name] for name in _TOLD_OF_TOKENS}
+            told["kl/proximal_k1"], told["kl/proximal_k3"] = divergence(first["proximal"][chosen], behaviour)
+            told["ratio/capped_fraction"] = float(first["capped"][chosen].mean())
+        if (chosen := buckets_of_oldest == index).any():
+            of_sequences = sequence_figures(first["learner"][chosen], first["behaviour"][chosen], sequence_ids[chosen])
+            told |= {name: of_sequences[name] for name in _TOLD_OF_SEQUENCES}
+        figures |= {f"{name}_by_staleness/{bucket}": value for name, value in told.items()}
     return figures

@@ -37,7 +37,7 @@ from asyncrl.learner.model.policy import (
 from asyncrl.learner.model.sft_warmup import tokenise, warm_start
 from asyncrl.learner.optim.optimizer import build_optimizer
 from asyncrl.learner.ranks.fsdp import Divider
-from asyncrl.learner.ranks.group import OneRank, Ranks
+from asyncrl.learner.ranks.group import Ranks
 from asyncrl.learner.ranks.launch import Begin, RankLauncher
 from asyncrl.learner.step.objective import load_advantage_once, load_loss_once
 from asyncrl.learner.train_state import TrainState
@@ -97,7 +97,7 @@ def load_or_make(
     checkpoint = newest_checkpoint(run_folder / "checkpoints")
     if checkpoint is not None:
         rename_newer(checkpoint)
-    ranks: Ranks = OneRank()
+    ranks = Ranks()
     if launcher is not None:
         ranks = launcher.join()
         launcher.tell(Begin("" if checkpoint is None else str(checkpoint)))
@@ -137,7 +137,7 @@ def build_train_state(
     Raises:
         ConfigError: A folder cannot be opened.
     """
-    ranks = OneRank() if ranks is None else ranks
+    ranks = ranks or Ranks()
     algorithm, learner = config.algorithm, config.learner
     divider = Divider(learner.device, ranks.size)
     # Divided models are opened in host memory; a unit at a time then goes to the device.

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from asyncrl.learner.model.critic import Critic
 from asyncrl.learner.model.policy import Reference
 from asyncrl.learner.optim.optimizer import PolicyOptimizer
-from asyncrl.learner.ranks.group import OneRank, Ranks
+from asyncrl.learner.ranks.group import Ranks
 from asyncrl.schema.control import Phase
 
 
@@ -58,7 +58,7 @@ class TrainState:
     """Value head or separate model."""
     critic_optimizer: PolicyOptimizer | None = None
     """None where there is no critic."""
-    ranks: Ranks = field(default_factory=OneRank)
+    ranks: Ranks = field(default_factory=Ranks)
     memory: StepMemory = field(default_factory=StepMemory)
     offload: DeviceMemory | None = None
     """None: everything stays on the device."""

@@ -36,7 +36,7 @@ from asyncrl.learner.model.lora import publishable_tensors
 from asyncrl.learner.model.policy import make_probe
 from asyncrl.learner.model.sft_warmup import StartAbandoned
 from asyncrl.learner.offload import Offload, needs_offload, open_offload
-from asyncrl.learner.ranks.launch import Prefetch, Publish, RankLauncher, ReachPhase, Save, StartOffload, StartRank
+from asyncrl.learner.ranks.launch import Help, RankLauncher, ReachPhase, StartRank
 from asyncrl.learner.resume import Examples, InitialState, load_or_make
 from asyncrl.learner.step.microbatch import PreparedBatch, prepare
 from asyncrl.learner.step.train_step import StepResult, division_of, train_step
@@ -291,7 +291,7 @@ class LearnerWorker:
 
     def _publish_version(self) -> float:
         model = self._policy.train_state.model
-        self._launcher.tell(Publish())
+        self._launcher.tell(Help("publish"))
         probe = make_probe(model, self._config.generate.engine.max_sequence_tokens)
         return self._publish(self._policy.version, publishable_tensors(model), probe)
 
@@ -308,7 +308,7 @@ class LearnerWorker:
         saved = TrainerState(policy.version, wanted.controller_json, memory=memory)
         if policy.checkpoint is None or policy.saved != saved:
             folder, keep_last = self._run_folder / "checkpoints", self._config.checkpoint.keep_last
-            self._launcher.tell(Save())
+            self._launcher.tell(Help("save"))
             with contextlib.nullcontext() if self._offload is None else self._offload.readable():
                 policy.checkpoint = save_checkpoint(folder, policy.train_state, policy.tokenizer, saved, keep_last)
             policy.saved = saved
@@ -318,12 +318,12 @@ class LearnerWorker:
 
     def _prefetch_components(self) -> None:
         assert self._offload is not None
-        self._launcher.tell(Prefetch())
+        self._launcher.tell(Help("prefetch"))
         self._offload.prefetch()
 
     def _start_offload(self) -> None:
         policy = self._policy
-        self._launcher.tell(StartOffload(str(policy.model_folder)))
+        self._launcher.tell(Help("offload"))
         self._offload = open_offload(policy.train_state, self._config, self._run_folder, policy.model_folder, self._clock)
 
     @property

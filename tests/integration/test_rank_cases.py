@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from asyncrl.clock import SystemClock
 from asyncrl.config.algorithm import LearnerConfig
 from asyncrl.config.run import RunConfig
-from asyncrl.learner.ranks.group import OneRank, host_store
+from asyncrl.learner.ranks.group import Ranks, host_store
 from asyncrl.learner.ranks.launch import RankLauncher
 from asyncrl.learner.worker import LearnerWorker
 from asyncrl.observe.memory import read_memory
@@ -58,12 +58,12 @@ def _assert_agree(got, expected, tolerance=rank_cases.TOLERANCE):
 def test_two_ranks_have_the_gradients_and_weights_of_one(found, name):
     got = _part(found, f"{name}/")
     assert any(key.startswith("weight/policy") for key in got)
-    _assert_agree(got, rank_cases.run_case(name, OneRank()), rank_cases.CASES[name].get("tolerance", rank_cases.TOLERANCE))
+    _assert_agree(got, rank_cases.run_case(name, Ranks()), rank_cases.CASES[name].get("tolerance", rank_cases.TOLERANCE))
 
 
 @pytest.mark.parametrize("tokens_per_row", [1, 10_000])
 def test_packing_of_one_rank_does_not_matter_to_two(found, tokens_per_row):
-    _assert_agree(_part(found, "tied/"), rank_cases.run_case("tied", OneRank(), tokens_per_row))
+    _assert_agree(_part(found, "tied/"), rank_cases.run_case("tied", Ranks(), tokens_per_row))
 
 
 def test_going_on_from_a_checkpoint_of_two_ranks_is_not_stopping_bit_for_bit(found):
@@ -75,7 +75,7 @@ def test_going_on_from_a_checkpoint_of_two_ranks_is_not_stopping_bit_for_bit(fou
 def test_one_rank_goes_on_from_a_checkpoint_of_two(found, folder):
     config = rank_cases.kit.run_config(rank_cases.DECOUPLED, rank_cases.LEARNER)
     saved = folder / "checkpoints" / "step-000001"
-    resumed = dict(rank_cases.resumed(saved, config, OneRank(), rank_cases.CASES["tied"]["rows"]))
+    resumed = dict(rank_cases.resumed(saved, config, Ranks(), rank_cases.CASES["tied"]["rows"]))
     _assert_agree(resumed, _part(found, "checkpoint/resumed/"))
 
 
@@ -115,7 +115,7 @@ def test_each_rank_has_a_timeline_and_a_swap_folder_of_its_own(folder):
 
 @pytest.mark.parametrize("name", rank_cases.PUBLISHED)
 def test_what_two_ranks_publish_has_the_names_and_bytes_of_one_and_a_few_tensors_are_held_at_once(found, name):
-    published, expected = _part(found, f"published/{name}/"), rank_cases.run_publish(OneRank(), **rank_cases.PUBLISHED[name])
+    published, expected = _part(found, f"published/{name}/"), rank_cases.run_publish(Ranks(), **rank_cases.PUBLISHED[name])
     assert torch.equal(published["names"], expected["names"])
     assert torch.equal(published["flat"], expected["flat"])
     # Gathering makes a buffer and the tensor, and the collective lets go of the one before a moment later.

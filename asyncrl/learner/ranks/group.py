@@ -1,7 +1,6 @@
 """The learner's ranks: who I am, and sums and collections over all of them; and commands from rank 0 to the rest.
 
-`OneRank` is the whole group of a run with a single learner process, `TorchRanks` a torch process group. Every rank calls the
-same methods in the same order with the same shapes (except `gather`: first axes may differ).
+Every rank calls the same methods in the same order with the same shapes (except `gather`: first axes may differ).
 
 Rank 0 is connected to the controller; the others hear from it alone what comes next, as msgspec-encoded bytes by broadcast.
 There are two groups: one for computing, whose collectives all ranks reach within `timeout_s` of each other or fail, and one for
@@ -18,7 +17,6 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Protocol
 
 import psutil
 import torch
@@ -32,73 +30,36 @@ JOINED_KEY = "rank-0-joined"
 """Key of the store that rank 0 sets when it joins."""
 
 
-class Ranks(Protocol):
-    """The group of learner ranks, seen from one of them."""
-
-    @property
-    def rank(self) -> int:
-        """This one, 0 is the one that is connected to the controller."""
-        ...
-
-    @property
-    def size(self) -> int:
-        """How many there are."""
-        ...
-
-    def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the sum of every rank's `values` (any shape, no gradient)."""
-        ...
-
-    def gather(self, values: torch.Tensor) -> torch.Tensor:
-        """Return every rank's `values` [N_r, ...] end to end, in the order of ranks, no gradient."""
-        ...
-
-
-class OneRank:
-    """A group of one."""
-
-    rank = 0
-    size = 1
-
-    def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """Return `values`."""
-        return values
-
-    def gather(self, values: torch.Tensor) -> torch.Tensor:
-        """Return `values`."""
-        return values
-
-
-class TorchRanks:
-    """`Ranks` over torch.distributed, and a way for rank 0 to tell the others something.
+class Ranks:
+    """The group of learner ranks, seen from one of them; without arguments a group of one, which needs no torch process group.
 
     Example:
         >>> with joined_ranks(0, 2, store, "cpu", timeout_s=60.0) as ranks:  # doctest: +SKIP
         ...     total = ranks.sum(torch.tensor(3.0))
     """
 
-    def __init__(self, commands: dist.ProcessGroup) -> None:
-        """Use the default process group; `commands` is a gloo group of the same ranks."""
-        self._commands = commands
+    def __init__(self, rank: int = 0, size: int = 1, commands: dist.ProcessGroup | None = None) -> None:
+        """Say who this is.
 
-    @property
-    def rank(self) -> int:
-        """Which this one is."""
-        return dist.get_rank()
-
-    @property
-    def size(self) -> int:
-        """How many there are."""
-        return dist.get_world_size()
+        Args:
+            rank: This one; 0 is the one that is connected to the controller.
+            size: How many there are; with more than one, they compute over the default process group.
+            commands: A gloo group of the same ranks, by which rank 0 tells the others what comes next.
+        """
+        self.rank, self.size, self._commands = rank, size, commands
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the sum of every rank's `values`."""
+        """Return the sum of every rank's `values` (any shape, no gradient)."""
+        if self.size == 1:
+            return values
         total = values.detach().clone()
         dist.all_reduce(total, dist.ReduceOp.SUM)
         return total
 
     def gather(self, values: torch.Tensor) -> torch.Tensor:
-        """Return every rank's `values` [N_r, ...] end to end, in the order of ranks."""
+        """Return every rank's `values` [N_r, ...] end to end, in the order of ranks, no gradient."""
+        if self.size == 1:
+            return values
         own = values.detach().contiguous()
         counts_R = self._all_of(torch.tensor([len(own)], device=own.device))
         most = int(max(count.item() for count in counts_R))
@@ -130,7 +91,7 @@ class TorchRanks:
 
 
 @contextmanager
-def joined_ranks(rank: int, size: int, store: Store, device: str, timeout_s: float) -> Iterator[TorchRanks]:
+def joined_ranks(rank: int, size: int, store: Store, device: str, timeout_s: float) -> Iterator[Ranks]:
     """Join the group, and leave it at the end; blocks until all have joined.
 
     Args:
@@ -156,7 +117,7 @@ def joined_ranks(rank: int, size: int, store: Store, device: str, timeout_s: flo
     store.wait([JOINED_KEY], UNBOUNDED)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
     try:
-        yield TorchRanks(dist.new_group(backend="gloo", timeout=UNBOUNDED))
+        yield Ranks(rank, size, dist.new_group(backend="gloo", timeout=UNBOUNDED))
     finally:
         dist.destroy_process_group()
 

@@ -19,11 +19,12 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable
+from typing import Literal
 
 import msgspec
 
 from asyncrl.config.run import RunConfig
-from asyncrl.learner.ranks.group import OneRank, Ranks, TorchRanks, host_store, joined_ranks
+from asyncrl.learner.ranks.group import Ranks, host_store, joined_ranks
 from asyncrl.schema.batches import StepBatch
 from asyncrl.schema.control import Phase
 
@@ -46,17 +47,6 @@ class Begin(msgspec.Struct, frozen=True, tag="begin"):
     """Folder to go on from; empty: from the run's initial model."""
 
 
-class Publish(msgspec.Struct, frozen=True, tag="publish"):
-    """Help to gather the weights that generators are to have."""
-
-
-class StartOffload(msgspec.Struct, frozen=True, tag="start_offload"):
-    """Put what is on the device under a residency manager."""
-
-    model_folder: str
-    """What rank 0 opened the policy from."""
-
-
 class ReachPhase(msgspec.Struct, frozen=True, tag="reach_phase"):
     """Bring about a phase of a shared device."""
 
@@ -65,19 +55,15 @@ class ReachPhase(msgspec.Struct, frozen=True, tag="reach_phase"):
     """Of the controller's switch."""
 
 
-class Prefetch(msgspec.Struct, frozen=True, tag="prefetch"):
-    """Bring what training needs nearer."""
+class Help(msgspec.Struct, frozen=True, tag="help"):
+    """Do the others' part of what rank 0 does."""
+
+    at: Literal["publish", "offload", "prefetch", "save", "stop"]
+    """Gather the weights that generators are to have; put what is on the device under a residency manager; bring what training
+    needs nearer; gather a checkpoint; end."""
 
 
-class Save(msgspec.Struct, frozen=True, tag="save"):
-    """Help to gather a checkpoint."""
-
-
-class Stop(msgspec.Struct, frozen=True, tag="stop"):
-    """End."""
-
-
-Command = Begin | StepBatch | Publish | StartOffload | ReachPhase | Prefetch | Save | Stop
+Command = Begin | StepBatch | ReachPhase | Help
 command_decoder: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
 
 
@@ -95,7 +81,7 @@ class RankLauncher:
         """Start the other ranks' processes; they load their libraries while rank 0 makes the model."""
         self._config = config
         self._processes: list[subprocess.Popen[bytes]] = []
-        self._ranks: TorchRanks | None = None
+        self._ranks = Ranks()
         self._leaving = contextlib.ExitStack()
         self._is_closing = False
         size = config.learner.ranks
@@ -118,7 +104,7 @@ class RankLauncher:
             torch.distributed.DistError: Not all came within `supervision.start_timeout_s`.
         """
         if not self._processes:
-            return OneRank()
+            return self._ranks
         size, device = self._config.learner.ranks, rank_device(self._config, 0)
         joining = joined_ranks(0, size, self._store, device, self._config.supervision.start_timeout_s)
         self._ranks = self._leaving.enter_context(joining)
@@ -127,7 +113,7 @@ class RankLauncher:
 
     def tell(self, command: Command) -> None:
         """Have the others do their part of what rank 0 does next."""
-        if self._ranks is not None:
+        if self._ranks.size > 1:
             self._ranks.tell(msgspec.msgpack.encode(command))
 
     def close(self, *, all_well: bool) -> None:
@@ -139,11 +125,11 @@ class RankLauncher:
         self._is_closing = True
         if all_well:
             try:
-                self.tell(Stop())
+                self.tell(Help("stop"))
             except RuntimeError as error:  # one that has just died fails the collective
                 log.warning("the learner's other ranks could not be told to stop, and are killed: %s", error)
                 all_well = False
-        self._ranks = None
+        self._ranks = Ranks()
         deadline_s = time.monotonic() + (STOP_TIMEOUT_S if all_well else 0.0)
         for process in self._processes:
             with contextlib.suppress(subprocess.TimeoutExpired):

@@ -19,17 +19,7 @@ from asyncrl.learner.model.lora import publishable_tensors
 from asyncrl.learner.model.policy import make_probe
 from asyncrl.learner.offload import Offload, open_offload
 from asyncrl.learner.ranks.group import join_store, joined_ranks
-from asyncrl.learner.ranks.launch import (
-    Begin,
-    Prefetch,
-    Publish,
-    ReachPhase,
-    Save,
-    StartOffload,
-    Stop,
-    command_decoder,
-    rank_device,
-)
+from asyncrl.learner.ranks.launch import Begin, Help, ReachPhase, command_decoder, rank_device
 from asyncrl.learner.resume import build_train_state
 from asyncrl.learner.step.microbatch import prepare
 from asyncrl.learner.step.train_step import division_of, train_step
@@ -54,7 +44,7 @@ def run_rank_worker(config: RunConfig, run_folder: Path, rank: int, address: str
     state: TrainState | None = None
     offload: Offload | None = None
     with joined_ranks(rank, size, store, rank_device(config, rank), timeout_s) as ranks, contextlib.ExitStack() as leaving:
-        while not isinstance(command := command_decoder.decode(ranks.hear()), Stop):
+        while (command := command_decoder.decode(ranks.hear())) != Help("stop"):
             if isinstance(command, Begin):
                 checkpoint = Path(command.checkpoint) if command.checkpoint else None
                 state = build_train_state(config, run_folder / "model", checkpoint, ranks)
@@ -66,18 +56,18 @@ def run_rank_worker(config: RunConfig, run_folder: Path, rank: int, address: str
             match command:
                 case StepBatch():
                     train_step(state, prepare(command, division_of(state, config)), config)
-                case Publish():
+                case Help("publish"):
                     make_probe(state.model, config.generate.engine.max_sequence_tokens)
                     help_copy_out(publishable_tensors(state.model))
-                case StartOffload(model_folder=folder):
-                    offload = open_offload(state, config, run_folder, Path(folder), SystemClock())
+                case Help("offload"):
+                    offload = open_offload(state, config, run_folder, run_folder / "model", SystemClock())
                     leaving.callback(offload.close)
-                case ReachPhase() | Prefetch():
-                    assert offload is not None, "rank 0 says StartOffload first"
+                case Help("save"):
+                    with contextlib.nullcontext() if offload is None else offload.readable():
+                        contribute_checkpoint(state)
+                case Help("prefetch") | ReachPhase():
+                    assert offload is not None, "rank 0 has its offload first"
                     if isinstance(command, ReachPhase):
                         offload.reach(command.phase, command.number)
                     else:
                         offload.prefetch()
-                case Save():
-                    with contextlib.nullcontext() if offload is None else offload.readable():
-                        contribute_checkpoint(state)

@@ -33,7 +33,7 @@ from asyncrl.algorithms.losses import ValueInputs, load_loss, value_loss
 from asyncrl.algorithms.returns import rewards_on_last_tokens
 from asyncrl.algorithms.types import CorrectionOutputs, Denominators, LossInputs, LossOutputs
 from asyncrl.errors import LearnerError
-from asyncrl.learner.metrics import StepTokens, TokenRecord
+from asyncrl.learner.metrics import StepTokens
 from asyncrl.learner.model.critic import ValueHead
 from asyncrl.learner.model.policy import RowOutputs, row_hidden
 from asyncrl.learner.ranks.group import Ranks
@@ -90,8 +90,7 @@ class PolicyObjective:
             outputs = run_policy(state, plan, row, entropy_gradient=plan.algorithm.entropy_coefficient != 0.0)
             inputs, computed = policy_loss(plan, micro, update.denominators, outputs)
             recomputed = plan.algorithm.proximal == "recompute"
-            record = TokenRecord.of(inputs, computed, proximal_is_learner=recomputed, is_first_update=is_first_update)
-            self._tokens.add(record)
+            self._tokens.add(inputs, computed, proximal_is_learner=recomputed, is_first_update=is_first_update)
             loss = computed.loss
         if isinstance(critic, ValueHead):
             # One backward pass for both: the head's gradient goes on into the policy.
@@ -292,11 +291,11 @@ def _advantage_inputs(plan: StepPlan, passes: Passes, ranks: Ranks) -> tuple[Adv
 def _critic_metrics(plan: StepPlan, inputs: AdvantageInputs, values: FloatArray, outputs: AdvantageOutputs) -> dict[str, float]:
     if outputs.returns is None:
         raise LearnerError(f"algorithm.advantage = {plan.algorithm.advantage!r} gives no returns to train the critic towards")
-    mask = torch.from_numpy(inputs.mask)
+    values, returns = values[inputs.mask], outputs.returns[inputs.mask]
     return {
-        "value/explained_var": explained_variance(torch.from_numpy(values), torch.from_numpy(outputs.returns), mask),
-        "value/mean": float(values[inputs.mask].mean()),
-        "value/returns_mean": float(outputs.returns[inputs.mask].mean()),
+        "value/explained_var": explained_variance(values, returns),
+        "value/mean": float(values.mean()),
+        "value/returns_mean": float(returns.mean()),
     }
 
 

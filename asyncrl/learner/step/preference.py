@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from asyncrl.algorithms.preference import PreferenceInputs, preference_loss
 from asyncrl.algorithms.types import Denominators, LossInputs, LossOutputs
 from asyncrl.errors import LearnerError
-from asyncrl.learner.metrics import StepPairs, StepTokens, TokenRecord
+from asyncrl.learner.metrics import StepPairs, StepTokens
 from asyncrl.learner.step.forward_passes import Passes, run_policy
 from asyncrl.learner.step.microbatch import PreparedBatch
 from asyncrl.learner.step.plan import StepPlan
@@ -89,8 +89,7 @@ class PreferenceObjective:
         # There is no policy loss: weights 1, nothing clipped or dropped.
         nothing = torch.zeros_like(row.mask)
         without_loss = LossOutputs(torch.zeros(()), row.mask.to(current.dtype), nothing, nothing)
-        record = TokenRecord.of(measured, without_loss, proximal_is_learner=False, is_first_update=is_first_update)
-        self._tokens.add(record)
+        self._tokens.add(measured, without_loss, proximal_is_learner=False, is_first_update=is_first_update)
         loss = computed.loss.detach().double()
         return torch.stack([loss, torch.zeros_like(loss)])
 

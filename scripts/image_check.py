@@ -43,7 +43,11 @@ class Root:
     def command(self, words: list[str]) -> list[str]:
         """Return what runs `words` there, as its user, process 1 of a pid namespace."""
         mounts = [f"mount --bind {bind} {self.path}{bind}" for bind in self.binds]
-        mounts += [f"mount -t proc proc {self.path}/proc", f"mount -t tmpfs tmpfs {self.path}/dev/shm", f"mount --bind /dev/null {self.path}/dev/null"]
+        mounts += [
+            f"mount -t proc proc {self.path}/proc",
+            f"mount -t tmpfs tmpfs {self.path}/dev/shm",
+            f"mount --bind /dev/null {self.path}/dev/null",
+        ]
         inside = f"cd {self.workdir} && exec {shlex.join(words)}"
         enter = f"exec chroot --userspec={self.user} {self.path} /bin/sh -c {shlex.quote(inside)}"
         return ["unshare", "--mount", "--pid", "--fork", "--kill-child", "sh", "-c", " && ".join([*mounts, enter])]
@@ -55,7 +59,16 @@ class Root:
 
 def bootstrap(root: Root) -> None:
     """Make the bare root, with a Python that `pip` installs into."""
-    subprocess.run(["debootstrap", "--variant=minbase", "--include=python3,python3-dev,python3-venv,ca-certificates", "bookworm", str(root.path)], check=True)
+    subprocess.run(
+        [
+            "debootstrap",
+            "--variant=minbase",
+            "--include=python3,python3-dev,python3-venv,ca-certificates",
+            "bookworm",
+            str(root.path),
+        ],
+        check=True,
+    )
     for bind in root.binds:
         Path(f"{root.path}{bind}").mkdir(parents=True, exist_ok=True)
     for name in ("/etc/resolv.conf", "/etc/pip.conf", "/etc/ssl/certs/ca-certificates.crt", "/etc/hosts"):
@@ -126,7 +139,9 @@ def look(root: Root, said: dict[str, list[str]]) -> None:
         )
         root.run(["python", "-c", submit])
         print("a run of the daemon trains", flush=True)
-        (child,) = [pid for pid in subprocess.run(["pgrep", "-x", "tini"], capture_output=True, text=True, check=False).stdout.split()][-1:]
+        (child,) = [
+            pid for pid in subprocess.run(["pgrep", "-x", "tini"], capture_output=True, text=True, check=False).stdout.split()
+        ][-1:]
         zombies = subprocess.run(["ps", "-o", "stat=", "--ppid", child], capture_output=True, text=True, check=False).stdout
         print(f"children of process 1: {zombies.split()}")
         os.kill(int(child), 15)

@@ -160,18 +160,18 @@ def test_requests_go_on_over_level_2_to_the_last_bit_as_in_an_engine_that_stays_
             decoder.submit(InFlight(make_request(name, seed, max_new_tokens=most), frozenset()))
         emissions = [emission for _ in range(70) for emission in decoder.step()]
         if sleeps:
-            awake = decoder.resident
+            awake = decoder.model.resident
             decoder.sleep(2, kv)
             decoder.sleep(2, kv)
-            assert decoder.resident == {"engine weights": 0, "KV cache": 0}
+            assert decoder.model.resident == {"engine weights": 0, "KV cache": 0}
         emissions += decoder.abort("aborted")
         if sleeps:
             decoder.wake()
-            assert decoder.resident == awake
+            assert decoder.model.resident == awake
         decoder.load_weights(1, tensors_of(make_model(1)), kv)
         while decoder.has_work:
             emissions += decoder.step()
-        made[sleeps] = {emission.request_id: list(emission.news.logprobs) for emission in emissions}
+        made[sleeps] = {request_id: list(news.logprobs) for request_id, news in emissions}
         assert {name: len(logprobs) for name, logprobs in made[sleeps].items()} == {"long": 200, "short": 40, "aborted": 70}
     assert made[True] == made[False]
 

@@ -34,7 +34,7 @@ from asyncrl.config.learner import LoRAConfig
 from asyncrl.errors import BroadcastError, EngineDied, GenerationError
 from asyncrl.generate.engine import EngineRequest, KVPolicy, RequestRules, SleepLevel, TokenStream
 from asyncrl.generate.transformers.model import SlotModel
-from asyncrl.generate.transformers.scheduler import Emission, InFlight, SlotDecoder
+from asyncrl.generate.transformers.scheduler import InFlight, News, SlotDecoder
 from asyncrl.weights.tensors import ArrivingTensors, DeferredTensors, Receiver, make_receiver
 
 _NEWS_INTERVAL_S = 0.05
@@ -71,9 +71,10 @@ class TransformersEngine:
             SlotModel.load, model_folder, config, trust_remote_code=trust_remote_code, fp32_head=fp32_head, lora=lora
         )
         self._streams: dict[str, weakref.ref[TokenStream]] = {}
-        self._version = -1
+        self.version = -1
+        self.resident: dict[str, int] = {}
+        """Bytes of weights and KV cache, as far as they are on the device now."""
         self._rules = RequestRules(0, config.max_sequence_tokens)
-        self._resident: dict[str, int] = {}
         self._receiver: Receiver | None = None
         self._wake = threading.Condition()
         """Of the four that follow, which both threads use."""
@@ -88,11 +89,6 @@ class TransformersEngine:
     # -- on the event loop -------------------------------------------------------------------------------------------------
 
     @property
-    def version(self) -> int:
-        """Version of the weights that sample now; -1 before the first `load_weights`."""
-        return self._version
-
-    @property
     def num_slots(self) -> int:
         """Most requests that run at once. Raises EngineDied once the decode thread is dead."""
         if self._fault is not None:
@@ -103,11 +99,6 @@ class TransformersEngine:
     def num_running(self) -> int:
         """Requests submitted and not finished."""
         return len(self._streams)
-
-    @property
-    def resident(self) -> Mapping[str, int]:
-        """Bytes of weights and KV cache, as far as they are on the device now."""
-        return self._resident
 
     async def start(self) -> None:
         """Load the model; see `Engine.start`."""
@@ -136,29 +127,19 @@ class TransformersEngine:
 
     async def pause(self) -> None:
         """Stop at a token boundary; see `Engine.pause`."""
-        await self._set_paused(True)
+        await self._call(lambda _: setattr(self, "_is_paused", True))
 
     async def resume(self) -> None:
         """Go on after `pause`."""
-        await self._set_paused(False)
+        await self._call(lambda _: setattr(self, "_is_paused", False))
 
     async def sleep(self, level: SleepLevel, kv: KVPolicy = "recompute") -> None:
         """Give memory back; see `Engine.sleep`. On a CPU level 1 leaves the weights where they are."""
-
-        def sleep(decoder: SlotDecoder) -> None:
-            decoder.sleep(level, kv)
-            self._resident = decoder.resident
-
-        await self._call(sleep)
+        await self._call(lambda decoder: decoder.sleep(level, kv))
 
     async def wake(self) -> None:
         """Take it again after `sleep`."""
-
-        def wake(decoder: SlotDecoder) -> None:
-            decoder.wake()
-            self._resident = decoder.resident
-
-        await self._call(wake)
+        await self._call(SlotDecoder.wake)
 
     async def load_weights(self, version: int, tensors: Mapping[str, torch.Tensor], kv: KVPolicy) -> float:
         """Replace the weights between two tokens; see `Engine.load_weights`."""
@@ -171,12 +152,9 @@ class TransformersEngine:
 
         def swap(decoder: SlotDecoder) -> float:
             started_s = time.perf_counter()
-            if arriving is None:
-                decoder.load_weights(version, tensors, kv)
-            else:
-                with contextlib.closing(arriving):
-                    decoder.load_arriving(version, arriving, kv)
-            self._version, self._resident = version, decoder.resident
+            with contextlib.nullcontext(tensors) if arriving is None else contextlib.closing(arriving) as coming:
+                decoder.load_weights(version, coming, kv)
+            self.version = version
             return (time.perf_counter() - started_s) * 1000
 
         return await self._call(swap)
@@ -197,15 +175,14 @@ class TransformersEngine:
             self._receiver.close()
             self._receiver = None
 
-    async def _set_paused(self, paused: bool) -> None:
-        def act(_: SlotDecoder) -> None:
-            self._is_paused = paused
-
-        await self._call(act)
-
     async def _call(self, act: Callable[[SlotDecoder], T]) -> T:
+        def run(decoder: SlotDecoder) -> T:
+            result = act(decoder)
+            self.resident = decoder.model.resident
+            return result
+
         done: Future[T] = Future()
-        self._post(act, done)
+        self._post(run, done)
         return await asyncio.wrap_future(done)
 
     def _post(self, act: Callable[[SlotDecoder], T], done: Future[T] | None = None) -> None:
@@ -216,14 +193,14 @@ class TransformersEngine:
             self._asked.append((act, done))
             self._wake.notify()
 
-    def _hear(self, news: list[Emission]) -> None:
-        for emission in news:
-            reference = self._streams.get(emission.request_id)
+    def _hear(self, all_news: list[News]) -> None:
+        for request_id, news in all_news:
+            reference = self._streams.get(request_id)
             stream = reference() if reference is not None else None
-            if emission.is_last:
-                self._streams.pop(emission.request_id, None)
+            if isinstance(news, GenerationError) or news.finish_reason is not None:
+                self._streams.pop(request_id, None)
             if stream is not None:
-                stream.put(emission.news)
+                stream.put(news)
 
     # -- in the thread -----------------------------------------------------------------------------------------------------
 
@@ -234,7 +211,7 @@ class TransformersEngine:
             torch.set_num_threads(self._config.num_threads)
             model = self._load()
             self._rules = RequestRules(model.vocabulary_size, self._config.max_sequence_tokens, model.end_ids)
-            self._resident = model.resident
+            self.resident = model.resident
             decoder = SlotDecoder(model, self._config.slots)
         except BaseException as error:  # noqa: BLE001 - carried over to `start`, which raises it
             self._started.set_exception(error)
@@ -252,9 +229,7 @@ class TransformersEngine:
             for _, done in unserved:
                 if done is not None and done.set_running_or_notify_cancel():
                     done.set_exception(fault)
-            self._on_loop(
-                lambda: self._hear([Emission(request_id, EngineDied(str(fault))) for request_id in list(self._streams)])
-            )
+            self._on_loop(lambda: self._hear([(request_id, EngineDied(str(fault))) for request_id in self._streams]))
 
     def _decode(self, decoder: SlotDecoder) -> None:
         """Serve what is asked for and step, until closed."""
@@ -274,11 +249,8 @@ class TransformersEngine:
 
     def _serve(self, decoder: SlotDecoder) -> bool:
         """Run everything asked for; return False once closing."""
-        while True:
-            with self._wake:
-                if not self._asked:
-                    return not self._is_closing
-                act, done = self._asked.popleft()
+        while self._asked:
+            act, done = self._asked.popleft()
             if done is None:
                 act(decoder)
                 continue
@@ -291,8 +263,9 @@ class TransformersEngine:
             except BaseException as error:
                 done.set_exception(_death_by(error))
                 raise
+        return not self._is_closing
 
-    def _tell(self, news: list[Emission]) -> None:
+    def _tell(self, news: list[News]) -> None:
         if news:
             self._on_loop(lambda: self._hear(news))
 

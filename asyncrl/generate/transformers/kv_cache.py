@@ -16,24 +16,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch.nn.functional import scaled_dot_product_attention
 
 from asyncrl.errors import GenerationError
 
 BLOCK_TOKENS = 64
 
+KeysValues = tuple[torch.Tensor, torch.Tensor]
 
-class AttentionPlan(Protocol):
-    """Where one forward's keys and values go, and what its queries see."""
 
-    def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
-        """Return the attention output [batch, T, heads, D] for query [batch, heads, T, D], key and value [batch, H, T, D]."""
-        ...
+class CacheFilledError(Exception):
+    """A prefill has written the keys and values of the last layer: what would follow of the forward, nobody reads."""
 
 
 class SlotCache:
@@ -45,23 +41,27 @@ class SlotCache:
         self.block_tokens = min(BLOCK_TOKENS, -(-max_tokens // 16) * 16)
         self.num_blocks = -(-max_tokens // self.block_tokens)
         self.idle_position = self.num_blocks * self.block_tokens - 1
-        self._keys: dict[int, torch.Tensor] = {}
-        self._values: dict[int, torch.Tensor] = {}
-        self._given_back: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._layers: dict[int, KeysValues] = {}
+        self._given_back: dict[int, KeysValues] = {}
+        """On no device: their shapes and dtypes."""
+        self._kept: dict[int, KeysValues] = {}
         """Of each layer given back, the first blocks, in host memory."""
 
     @property
     def num_bytes(self) -> int:
         """Return the bytes allocated so far."""
-        return sum(t.numel() * t.element_size() for t in (*self._keys.values(), *self._values.values()))
+        return sum(keys.nbytes + values.nbytes for keys, values in self._layers.values())
 
-    def layer(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def is_last(self, layer: int) -> bool:
+        """Return whether no later layer has storage; known once a whole forward was run."""
+        return layer == max(self._layers)
+
+    def layer(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> KeysValues:
         """Return the layer's storage, made to fit key and value [batch, H, T, D] at first."""
-        if layer not in self._keys:
-            self._keys[layer] = self._allocate(key)
-            self._values[layer] = self._allocate(value)
-        return self._keys[layer], self._values[layer]
+        if layer not in self._layers:
+            shape = (self.num_blocks, self.num_rows, key.shape[1], self.block_tokens)
+            self._layers[layer] = (key.new_zeros(*shape, key.shape[3]), value.new_zeros(*shape, value.shape[3]))
+        return self._layers[layer]
 
     def give_back(self, keep_tokens: int = 0) -> None:
         """Free all storage; the first `keep_tokens` places of every row move to host memory, the rest must be computed anew.
@@ -70,17 +70,16 @@ class SlotCache:
             GenerationError: Host memory has no room for what is kept; nothing is freed then.
         """
         blocks = -(-keep_tokens // self.block_tokens)
-        layers = list(self._keys) if blocks else []
+        kept: dict[int, KeysValues] = {}
         try:
-            kept = {layer: (_on_host(self._keys[layer][:blocks]), _on_host(self._values[layer][:blocks])) for layer in layers}
+            for layer, (keys, values) in self._layers.items() if blocks else ():
+                kept[layer] = (_on_host(keys[:blocks]), _on_host(values[:blocks]))
         except (RuntimeError, MemoryError) as error:
             raise GenerationError(f"cannot sleep: no room in host memory for the keys and values to keep: {error}") from error
-        if self._keys or not blocks:  # given back already, what was kept then stays
+        if self._layers or not blocks:  # given back already, what was kept then stays
             self._kept = kept
-        for layer, keys in self._keys.items():
-            self._given_back[layer] = (keys.new_empty(keys.shape, device="meta"), self._values[layer].to("meta"))
-        self._keys.clear()
-        self._values.clear()
+        self._given_back |= {layer: (keys.to("meta"), values.to("meta")) for layer, (keys, values) in self._layers.items()}
+        self._layers.clear()
 
     def take_again(self) -> None:
         """Allocate what `give_back` freed, empty but for what it kept.
@@ -90,21 +89,16 @@ class SlotCache:
         """
         try:
             for layer, (keys, values) in self._given_back.items():
-                self._keys[layer] = torch.zeros_like(keys, device=self.device)
-                self._values[layer] = torch.zeros_like(values, device=self.device)
+                taken = (torch.zeros_like(keys, device=self.device), torch.zeros_like(values, device=self.device))
+                self._layers[layer] = taken
         except RuntimeError as error:
-            self._keys.clear()
-            self._values.clear()
+            self._layers.clear()
             raise GenerationError(f"cannot wake: no room for the KV cache on {self.device}: {error}") from error
-        for layer, (keys, values) in self._kept.items():
-            self._keys[layer][: len(keys)].copy_(keys)
-            self._values[layer][: len(values)].copy_(values)
+        for layer, kept in self._kept.items():
+            for storage, host in zip(self._layers[layer], kept, strict=True):
+                storage[: len(host)].copy_(host)
         self._given_back.clear()
         self._kept.clear()
-
-    def _allocate(self, like: torch.Tensor) -> torch.Tensor:
-        shape = (self.num_blocks, self.num_rows, like.shape[1], self.block_tokens, like.shape[3])
-        return torch.zeros(shape, dtype=like.dtype, device=like.device)
 
     def flat_index(self, rows: torch.Tensor, positions: torch.Tensor, kv_heads: int) -> torch.Tensor:
         """Return where (row, position, head) lies in a layer seen as [tokens, D], in that order, flattened; all on the device."""
@@ -118,17 +112,17 @@ class SlotCache:
         """Copy the first places of rows to others.
 
         Args:
-            copies: Source row, target row, and how many places (rounded up to whole blocks); no row is both.
+            copies: Source row, target row, and how many places (at least); no row is both.
         """
-        by_blocks: dict[int, tuple[list[int], list[int]]] = {}
-        for source, target, num_tokens in copies:
-            sources, targets = by_blocks.setdefault(-(-num_tokens // self.block_tokens), ([], []))
-            sources.append(source)
-            targets.append(target)
+        by_blocks: dict[int, list[tuple[int, int, int]]] = {}
+        for copy in copies:
+            by_blocks.setdefault(-(-copy[2] // self.block_tokens), []).append(copy)
         for blocks, rows in by_blocks.items():
-            sources_N, targets_N = (torch.tensor(own, device=self.device) for own in rows)
-            for storage in (*self._keys.values(), *self._values.values()):
-                storage[:blocks, targets_N] = storage[:blocks, sources_N]
+            sources_N, targets_N, num_tokens_N = torch.tensor(rows, device=self.device).T
+            tokens = int(num_tokens_N.max()) if blocks == 1 else self.block_tokens
+            for storage in (storage for layer in self._layers.values() for storage in layer):
+                places = storage[:blocks, :, :, :tokens]
+                places.index_copy_(1, targets_N, places.index_select(1, sources_N))
 
 
 def _on_host(values: torch.Tensor) -> torch.Tensor:
@@ -147,15 +141,33 @@ class DecodePlan:
     """Last position each row sees; its own for a running row, 0 for an idle one."""
     num_blocks: int
     _by_heads: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    """Write index [R * H] and additive mask [B * R * H, 1, tokens], made once a forward."""
 
     def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
-        """Write one token a row, then attend over all blocks in use; see `AttentionPlan`."""
-        keys, values = self.cache.layer(layer, key, value)
-        kv_heads, blocks, tokens = key.shape[1], self.num_blocks, self.cache.block_tokens
-        index, bias = self._layout(kv_heads, query.dtype)
+        """Write one token a row, then attend over all blocks in use.
+
+        Args:
+            layer: Its number.
+            query: [R, H * G, 1, D].
+            key: [R, H, 1, D].
+            value: As `key`.
+            scale: Multiplies the scores.
+
+        Returns:
+            [R, 1, H * G, D], as every plan: [batch, T, heads, D].
+        """
+        cache, blocks, tokens = self.cache, self.num_blocks, self.cache.block_tokens
+        keys, values = cache.layer(layer, key, value)
+        rows, kv_heads, groups = query.shape[0], key.shape[1], query.shape[1] // key.shape[1]
+        if kv_heads not in self._by_heads:
+            index = cache.flat_index(torch.arange(rows, device=cache.device), self.write_positions_R, kv_heads)
+            places = torch.arange(blocks * tokens, device=cache.device)
+            hidden = places.view(blocks, 1, 1, tokens) > self.attend_positions_R.view(1, -1, 1, 1)
+            bias = torch.zeros(hidden.shape, dtype=query.dtype, device=cache.device).masked_fill_(hidden, -torch.inf)
+            self._by_heads[kv_heads] = (index, bias.expand(-1, -1, kv_heads, -1).reshape(-1, 1, tokens))
+        index, bias = self._by_heads[kv_heads]
         keys.view(-1, key.shape[3]).index_copy_(0, index, key.reshape(-1, key.shape[3]))
         values.view(-1, value.shape[3]).index_copy_(0, index, value.reshape(-1, value.shape[3]))
-        rows, groups = query.shape[0], query.shape[1] // kv_heads
         pairs = rows * kv_heads
         query = query.reshape(1, pairs, groups, -1)
         query = query.expand(blocks, -1, -1, -1).reshape(blocks * pairs, groups, -1)
@@ -169,18 +181,6 @@ class DecodePlan:
         mixed = _sum_in_order(mixed.view(blocks, pairs, groups, -1).float())
         total = _sum_in_order(weights.sum(3, keepdim=True))
         return (mixed / total).to(value.dtype).view(rows, 1, kv_heads * groups, -1)
-
-    def _layout(self, kv_heads: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return write index [R * H] and additive mask [B * R * H, 1, tokens], made once a forward."""
-        if kv_heads not in self._by_heads:
-            cache, device = self.cache, self.cache.device
-            index = cache.flat_index(torch.arange(len(self.write_positions_R), device=device), self.write_positions_R, kv_heads)
-            places = torch.arange(self.num_blocks * cache.block_tokens, device=device)
-            hidden = places.view(self.num_blocks, 1, 1, cache.block_tokens) > self.attend_positions_R.view(1, -1, 1, 1)
-            bias = torch.zeros(hidden.shape, dtype=dtype, device=cache.device).masked_fill_(hidden, -torch.inf)
-            bias = bias.expand(-1, -1, kv_heads, -1).reshape(-1, 1, cache.block_tokens)
-            self._by_heads[kv_heads] = (index, bias)
-        return self._by_heads[kv_heads]
 
 
 def _sum_in_order(blocks: torch.Tensor) -> torch.Tensor:
@@ -200,53 +200,43 @@ class Piece:
     """Position of the first token in its sequence; everything before is in the cache already."""
     token_ids: tuple[int, ...]
 
-    @property
-    def end(self) -> int:
-        """Position after the last token."""
-        return self.start + len(self.token_ids)
 
-
-@dataclass(slots=True)
 class PrefillPlan:
     """Pieces of several rows end to end in one forward of fixed length, padded at the end. Pieces of one length lie together."""
 
-    cache: SlotCache
-    pieces: tuple[Piece, ...]
-    num_tokens: int
-    rows: NDArray[np.int64] = field(init=False)
-    positions: NDArray[np.int64] = field(init=False)
-    """Each token's position in its sequence [num_tokens]; 0 for padding."""
-    _runs: list[tuple[int, list[Piece]]] = field(init=False)
-    """Place of the first token, and pieces that attend together: fresh ones of one length, or one that sees earlier pieces."""
-    _index: dict[int, torch.Tensor] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.rows = np.zeros(self.num_tokens, dtype=np.int64)
-        self.positions = np.zeros(self.num_tokens, dtype=np.int64)
-        self._runs = []
-        at = 0
-        for piece in self.pieces:
-            here = slice(at, at + len(piece.token_ids))
-            self.rows[here], self.positions[here] = piece.row, np.arange(piece.start, piece.end)
+    def __init__(self, cache: SlotCache, pieces: tuple[Piece, ...], num_tokens: int) -> None:
+        self.cache, self.num_tokens = cache, num_tokens
+        lengths = [len(piece.token_ids) for piece in pieces]
+        ends = np.cumsum(lengths)
+        total = int(ends[-1])
+        rows, positions = np.zeros(num_tokens, dtype=np.int64), np.zeros(num_tokens, dtype=np.int64)
+        rows[:total] = np.repeat([piece.row for piece in pieces], lengths)
+        positions[:total] = np.arange(total) - np.repeat(ends - lengths - [piece.start for piece in pieces], lengths)
+        self.positions = torch.from_numpy(positions.copy()).to(cache.device)
+        """Each token's position in its sequence [num_tokens]; 0 for padding."""
+        positions[total:] = cache.idle_position
+        self._places = (torch.from_numpy(rows).to(cache.device), torch.from_numpy(positions).to(cache.device))
+        self._index: dict[int, torch.Tensor] = {}
+        self._runs: list[tuple[int, list[Piece]]] = []
+        """Place of the first token, and pieces that attend together: fresh ones of one length, or one with tokens before it."""
+        for piece, length, end in zip(pieces, lengths, ends.tolist(), strict=True):
             last = self._runs[-1][1] if self._runs else []
-            if last and not (piece.start or last[0].start) and piece.end == last[0].end:
+            if last and not (piece.start or last[0].start) and length == len(last[0].token_ids):
                 last.append(piece)
             else:
-                self._runs.append((at, [piece]))
-            at = here.stop
+                self._runs.append((end - length, [piece]))
 
     def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
-        """Write every piece to its row, then attend run by run; see `AttentionPlan`."""
+        """Write every piece to its row, then attend run by run; see `DecodePlan`. Raises CacheFilledError in the last layer."""
         keys, values = self.cache.layer(layer, key, value)
-        kv_heads, device = key.shape[1], self.cache.device
+        kv_heads = key.shape[1]
         if kv_heads not in self._index:
-            places = self.positions.copy()
-            places[sum(len(piece.token_ids) for piece in self.pieces) :] = self.cache.idle_position
-            rows, positions = torch.from_numpy(self.rows).to(device), torch.from_numpy(places).to(device)
-            self._index[kv_heads] = self.cache.flat_index(rows, positions, kv_heads)
+            self._index[kv_heads] = self.cache.flat_index(*self._places, kv_heads)
         index = self._index[kv_heads]
         keys.view(-1, key.shape[3]).index_copy_(0, index, key[0].transpose(0, 1).reshape(-1, key.shape[3]))
         values.view(-1, value.shape[3]).index_copy_(0, index, value[0].transpose(0, 1).reshape(-1, value.shape[3]))
+        if self.cache.is_last(layer):
+            raise CacheFilledError
         output = query.new_zeros(1, self.num_tokens, query.shape[1], value.shape[3])
         for start, pieces in self._runs:
             num, tokens = len(pieces), len(pieces[0].token_ids)
@@ -254,27 +244,30 @@ class PrefillPlan:
             query_N, key_N, value_N = (
                 t[0, :, here].view(-1, num, tokens, t.shape[3]).transpose(0, 1) for t in (query, key, value)
             )
-            if pieces[0].start:
-                key_N, value_N = self._row(keys, pieces[0]), self._row(values, pieces[0])
+            if pieces[0].start:  # everything of the row up to the piece's end, [1, H, end, D]
+                end = pieces[0].start + tokens
+                rows = [
+                    storage[: -(-end // self.cache.block_tokens), pieces[0].row].transpose(0, 1) for storage in (keys, values)
+                ]
+                key_N, value_N = (row.reshape(1, row.shape[0], -1, row.shape[3])[:, :, :end] for row in rows)
             mixed_N = causal_attention(query_N, key_N, value_N, scale)
             output[0, here].view(num, tokens, *output.shape[2:]).copy_(mixed_N.transpose(1, 2))
         return output
 
-    def _row(self, storage: torch.Tensor, piece: Piece) -> torch.Tensor:
-        """Return [1, H, piece.end, D]: everything of the row up to the piece's end."""
-        blocks = -(-piece.end // self.cache.block_tokens)
-        row = storage[:blocks, piece.row].transpose(0, 1)
-        return row.reshape(1, row.shape[0], -1, row.shape[3])[:, :, : piece.end]
 
-
-@dataclass(slots=True)
 class WholePlan:
     """One sequence by itself, nothing kept: the probe."""
 
+    cache = None
+
     def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
-        """Attend causally within the sequence; see `AttentionPlan`."""
+        """Attend causally within the sequence; see `DecodePlan`."""
         del layer
         return causal_attention(query, key, value, scale).transpose(1, 2)
+
+
+AttentionPlan = DecodePlan | PrefillPlan | WholePlan
+"""Where one forward's keys and values go, and what its queries see."""
 
 
 def causal_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:

@@ -13,6 +13,7 @@ R rows, V vocabulary, T tokens.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import import_module
@@ -29,10 +30,18 @@ from asyncrl.config.generate import TransformersEngineConfig
 from asyncrl.config.learner import LoRAConfig
 from asyncrl.errors import GenerationError
 from asyncrl.generate.engine import SleepLevel
-from asyncrl.generate.transformers.kv_cache import AttentionPlan, DecodePlan, Piece, PrefillPlan, SlotCache, WholePlan
-from asyncrl.generate.transformers.weight_loader import WeightsAsleep, WeightsInPlace
+from asyncrl.generate.transformers.kv_cache import (
+    AttentionPlan,
+    CacheFilledError,
+    DecodePlan,
+    Piece,
+    PrefillPlan,
+    SlotCache,
+    WholePlan,
+)
+from asyncrl.generate.transformers.weight_loader import WeightsInPlace
 from asyncrl.models.logprobs import use_float32_head
-from asyncrl.weights.tensors import SharedTensors
+from asyncrl.weights.tensors import ArrivingTensors, SharedTensors
 
 _ATTENTION: Final = "asyncrl_slots"
 _REFUSED_ARGUMENTS: Final = ("softcap", "position_bias", "s_aux")
@@ -67,7 +76,7 @@ def _slot_attention(
     for name in _REFUSED_ARGUMENTS:
         if kwargs.get(name) is not None:
             raise GenerationError(f"{type(module).__name__} attends with {name}, which the transformers engine cannot do")
-    window, cache = kwargs.get("sliding_window"), getattr(slot_plan, "cache", None)
+    window, cache = kwargs.get("sliding_window"), slot_plan.cache
     if isinstance(window, int) and cache is not None and window <= cache.idle_position:
         raise GenerationError(
             f"the model attends within a sliding window of {window} tokens and generate.engine.max_sequence_tokens reaches "
@@ -111,9 +120,10 @@ class SlotModel:
         self.num_rows, self.max_tokens = rows_for(num_slots), max_tokens
         self.cache = SlotCache(self.num_rows, max_tokens, self.device)
         self.vocabulary_size = int(model.get_input_embeddings().weight.shape[0])
-        self.end_ids = _end_ids(model)
+        end = getattr(model.generation_config, "eos_token_id", None)
+        end = getattr(model.config, "eos_token_id", None) if end is None else end
+        self.end_ids = frozenset([] if end is None else [end] if isinstance(end, int) else end)
         self.weights = WeightsInPlace(model, trainable_only=adapters_only)
-        self._asleep = WeightsAsleep(model, self.weights.names)
         self._graphs = DecodeGraphs(self) if self.device.type == "cuda" else None
         self.row_counts: tuple[int, ...] = (self.num_rows,)
         """How many rows `decode` may run, ascending."""
@@ -175,7 +185,7 @@ class SlotModel:
     @property
     def resident(self) -> dict[str, int]:
         """Return the bytes of weights and cache, as far as they are on the device now; weights that are another's are not."""
-        return {"engine weights": 0 if self._has_adopted else self._asleep.num_bytes, "KV cache": self.cache.num_bytes}
+        return {"engine weights": 0 if self._has_adopted else self.weights.num_bytes, "KV cache": self.cache.num_bytes}
 
     @torch.inference_mode()
     def decode(self, tokens_R: NDArray[np.int64], positions_R: NDArray[np.int64]) -> torch.Tensor:
@@ -239,8 +249,8 @@ class SlotModel:
             tokens = np.zeros(num_tokens, dtype=np.int64)
             ids = [token for piece in pieces for token in piece.token_ids]
             tokens[: len(ids)] = ids
-            positions = torch.from_numpy(plan.positions).to(self.device)
-            self._forward(torch.from_numpy(tokens).to(self.device).view(1, -1), positions.view(1, -1), plan, logits_to_keep=1)
+            with contextlib.suppress(CacheFilledError):
+                self._forward(torch.from_numpy(tokens).to(self.device).view(1, -1), plan.positions.view(1, -1), plan)
 
     @torch.inference_mode()
     def score(self, token_ids: Sequence[int]) -> list[float]:
@@ -252,42 +262,33 @@ class SlotModel:
         chosen: list[float] = logprobs_TV.gather(1, ids_T[1:, None]).squeeze(1).tolist()
         return chosen
 
-    def load_weights(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Copy new weights in, or take over the learner's own; see `WeightsInPlace`."""
-        if isinstance(tensors, SharedTensors):
+    def load_weights(self, tensors: Mapping[str, torch.Tensor] | ArrivingTensors) -> None:
+        """Copy new weights in, those that arrive one by one, or take over the learner's own; see `WeightsInPlace`."""
+        if isinstance(tensors, ArrivingTensors):
+            self.weights.load_arriving(tensors)
+        elif isinstance(tensors, SharedTensors):
             self.weights.adopt(tensors)
             self._has_adopted = True
-            self._forget_graphs()
+            if self._graphs is not None:
+                self._graphs.clear()
         else:
             self.weights.load(tensors)
 
     def sleep(self, level: SleepLevel, keep_tokens: int = 0) -> None:
         """Free the cache but for the first tokens of every row, and the weights as the level says; no forward until `wake`."""
-        self._forget_graphs()
+        if self._graphs is not None:  # recordings read memory which is about to go
+            self._graphs.clear()
         self.cache.give_back(keep_tokens)
         if not self._has_adopted:
-            self._asleep.leave(level)
+            self.weights.leave(level)
 
     def wake(self) -> None:
         """Take the memory again; the cache has what was kept, after level 2 the weights no values. Raises GenerationError."""
-        self._asleep.come_back()
+        self.weights.come_back()
         self.cache.take_again()
 
-    def _forget_graphs(self) -> None:
-        """Give up recordings that read memory which is about to go."""
-        if self._graphs is not None:
-            self._graphs.clear()
-
-    def _forward(
-        self, tokens: torch.Tensor, positions: torch.Tensor, plan: AttentionPlan, logits_to_keep: int = 0
-    ) -> torch.Tensor:
-        logits: torch.Tensor = self._model(
-            input_ids=tokens,
-            position_ids=positions,
-            use_cache=False,
-            logits_to_keep=logits_to_keep,
-            slot_plan=plan,
-        ).logits
+    def _forward(self, tokens: torch.Tensor, positions: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
+        logits: torch.Tensor = self._model(input_ids=tokens, position_ids=positions, use_cache=False, slot_plan=plan).logits
         return logits
 
 
@@ -315,7 +316,13 @@ class DecodeGraphs:
         self._inputs_3R.copy_(inputs_3R)
         if num_blocks not in self._recorded and not self._cannot:
             try:
-                self._record(num_blocks)
+                self._stream.wait_stream(torch.cuda.current_stream(self._model.device))
+                with torch.cuda.stream(self._stream):  # kernels that choose their way on first use do so before the recording
+                    self._model.decode_eagerly(self._inputs_3R, num_blocks)
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
+                    logits_RV = self._model.decode_eagerly(self._inputs_3R, num_blocks)
+                self._recorded[num_blocks] = (graph, logits_RV)
             except RuntimeError:  # a choice that depends on values, as experts' routing may be
                 self._cannot = True
         if self._cannot:
@@ -324,52 +331,29 @@ class DecodeGraphs:
         graph.replay()
         return logits_RV
 
-    def _record(self, num_blocks: int) -> None:
-        self._stream.wait_stream(torch.cuda.current_stream(self._model.device))
-        with torch.cuda.stream(self._stream):  # kernels that choose their way on first use do so before the recording
-            self._model.decode_eagerly(self._inputs_3R, num_blocks)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
-            logits_RV = self._model.decode_eagerly(self._inputs_3R, num_blocks)
-        self._recorded[num_blocks] = (graph, logits_RV)
-
 
 def _forwards(
     sequences: Iterable[tuple[int, Sequence[int]]], forward_tokens: ForwardTokens
 ) -> list[tuple[tuple[Piece, ...], int]]:
     """Cut sequences into pieces and lay them into forwards; a piece's forward length follows from its own length."""
-    whole: list[tuple[tuple[Piece, ...], int]] = []
+    forwards: list[tuple[tuple[Piece, ...], int]] = []
     tails: dict[int, list[Piece]] = {num_tokens: [] for _, num_tokens in forward_tokens}
     for row, token_ids in sequences:
         for start in range(0, len(token_ids), _PIECE_TOKENS):
             piece = Piece(row, start, tuple(token_ids[start : start + _PIECE_TOKENS]))
             if len(piece.token_ids) == _PIECE_TOKENS:
-                whole.append(((piece,), _PIECE_TOKENS))
+                forwards.append(((piece,), _PIECE_TOKENS))
             else:
                 tails[next(num for longest, num in forward_tokens if len(piece.token_ids) <= longest)].append(piece)
     for num_tokens, pieces in tails.items():
-        pieces.sort(key=lambda piece: (piece.start > 0, len(piece.token_ids)))
-        whole.extend((packed, num_tokens) for packed in _pack(pieces, num_tokens))
-    return whole
-
-
-def _pack(pieces: list[Piece], num_tokens: int) -> list[tuple[Piece, ...]]:
-    packs: list[tuple[Piece, ...]] = []
-    pack: list[Piece] = []
-    room = num_tokens
-    for piece in pieces:
-        if len(piece.token_ids) > room:
-            packs.append(tuple(pack))
-            pack, room = [], num_tokens
-        pack.append(piece)
-        room -= len(piece.token_ids)
-    return [*packs, tuple(pack)] if pack else packs
-
-
-def _end_ids(model: Any) -> frozenset[int]:  # noqa: ANN401 - transformers is untyped
-    end = model.generation_config.eos_token_id if model.generation_config is not None else None
-    if end is None:
-        end = getattr(model.config, "eos_token_id", None)
-    if end is None:
-        return frozenset()
-    return frozenset([end] if isinstance(end, int) else end)
+        pack: list[Piece] = []
+        room = num_tokens
+        for piece in sorted(pieces, key=lambda piece: (piece.start > 0, len(piece.token_ids))):
+            if len(piece.token_ids) > room:
+                forwards.append((tuple(pack), num_tokens))
+                pack, room = [], num_tokens
+            pack.append(piece)
+            room -= len(piece.token_ids)
+        if pack:
+            forwards.append((tuple(pack), num_tokens))
+    return forwards

@@ -11,61 +11,21 @@ R rows (slots), V vocabulary.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, Final
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from asyncrl.generate.counter_rng import seed_word, uniforms
-from asyncrl.schema.samples import SamplingParams
+from asyncrl.generate.counter_rng import uniforms
 
-
-class SamplingRows:
-    """How each of R rows draws its tokens; a row is set when a request takes it, and plain again when it leaves."""
-
-    def __init__(self, num_rows: int) -> None:
-        self.seeds_R: NDArray[np.uint64] = np.zeros(num_rows, dtype=np.uint64)
-        self._temperatures_R: NDArray[np.float32] = np.ones(num_rows, dtype=np.float32)
-        self._top_p_R: NDArray[np.float32] = np.ones(num_rows, dtype=np.float32)
-        self._top_k_R: NDArray[np.int64] = np.zeros(num_rows, dtype=np.int64)
-
-    def set(self, row: int, params: SamplingParams, seed: int) -> None:
-        """Have the row draw as the request asks."""
-        self.seeds_R[row] = seed_word(seed)
-        self._temperatures_R[row], self._top_p_R[row], self._top_k_R[row] = params.temperature, params.top_p, params.top_k
-
-    def clear(self, row: int) -> None:
-        """Have the row draw in the plainest way: nobody looks."""
-        self._temperatures_R[row], self._top_p_R[row], self._top_k_R[row] = 1.0, 1.0, 0
-
-    def move(self, source: int, target: int) -> None:
-        """Have one row draw as another did, and that one in the plainest way."""
-        for own in (self.seeds_R, self._temperatures_R, self._top_p_R, self._top_k_R):
-            own[target] = own[source]
-        self.clear(source)
-
-    def on(self, device: torch.device | str = "cpu", num_rows: int | None = None) -> SamplingBatch:
-        """Return a copy of the first rows, or of all, as tensors."""
-        temperatures_R = self._temperatures_R[:num_rows]
-        greedy_R = temperatures_R == 0
-        scales_R = np.where(greedy_R, np.float32(1), temperatures_R)
-        k_rows, p_rows = np.flatnonzero(self._top_k_R[:num_rows]), np.flatnonzero(self._top_p_R[:num_rows] < 1)
-        return SamplingBatch(
-            seeds_R=self.seeds_R[:num_rows].copy(),
-            temperatures_R1=torch.from_numpy(scales_R).to(device).unsqueeze(1),
-            greedy_R=torch.from_numpy(greedy_R).to(device),
-            any_greedy=bool(greedy_R.any()),
-            all_unscaled=bool((scales_R == 1).all()),
-            top_k_rows=torch.from_numpy(k_rows).to(device),
-            top_k=tuple(self._top_k_R[k_rows].tolist()),
-            top_p_rows=torch.from_numpy(p_rows).to(device),
-            top_p_P1=torch.from_numpy(self._top_p_R[p_rows]).to(device).unsqueeze(1),
-        )
+DRAW_FIELDS: Final = [("seed", np.uint64), ("temperature", np.float32), ("top_p", np.float32), ("top_k", np.int64)]
+"""Of a row: how it draws. Temperature 1, top_p 1 and top_k 0 are the plainest way."""
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingBatch:
-    """The same as tensors, at one moment."""
+    """How each of R rows draws its tokens, as tensors, at one moment."""
 
     seeds_R: NDArray[np.uint64]  # noqa: N815
     temperatures_R1: torch.Tensor  # noqa: N815
@@ -81,6 +41,24 @@ class SamplingBatch:
     top_p_rows: torch.Tensor
     """int64 [P], the rows with a top-p filter."""
     top_p_P1: torch.Tensor  # noqa: N815
+
+    @classmethod
+    def of(cls, rows_R: NDArray[Any], device: torch.device | str = "cpu") -> SamplingBatch:
+        """Copy the fields `DRAW_FIELDS` of a structured array."""
+        greedy_R = rows_R["temperature"] == 0
+        scales_R = np.where(greedy_R, np.float32(1), rows_R["temperature"])
+        k_rows, p_rows = np.flatnonzero(rows_R["top_k"]), np.flatnonzero(rows_R["top_p"] < 1)
+        return cls(
+            seeds_R=rows_R["seed"].copy(),
+            temperatures_R1=torch.from_numpy(scales_R).to(device).unsqueeze(1),
+            greedy_R=torch.from_numpy(greedy_R).to(device),
+            any_greedy=bool(greedy_R.any()),
+            all_unscaled=bool((scales_R == 1).all()),
+            top_k_rows=torch.from_numpy(k_rows).to(device),
+            top_k=tuple(rows_R["top_k"][k_rows].tolist()),
+            top_p_rows=torch.from_numpy(p_rows).to(device),
+            top_p_P1=torch.from_numpy(rows_R["top_p"][p_rows]).to(device).unsqueeze(1),
+        )
 
 
 def filtered_logprobs(logits_RV: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:

@@ -14,7 +14,7 @@ thread, between forwards.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -23,22 +23,47 @@ import torch
 from asyncrl.errors import GenerationError
 from asyncrl.generate.engine import SleepLevel, check_weights
 from asyncrl.models.layout import copy_tensor, copy_tensors
+from asyncrl.weights.tensors import ArrivingTensors
+
+
+@dataclass(slots=True)
+class _Storage:
+    """The tensor objects of one storage."""
+
+    names: list[str]
+    objects: list[torch.Tensor]
+    shape: torch.Size
+    host: torch.Tensor | None = None
+    """The values, while they sleep."""
+
+    def put(self, values: torch.Tensor) -> None:
+        for one in self.objects:
+            one.data = values
 
 
 class WeightsInPlace:
-    """What of one model is replaced, by name: its parameters, or the trainable ones alone; of its buffers, those that come."""
+    """One model's parameters and persistent buffers; all of them may be replaced, or the trainable ones alone."""
 
     def __init__(self, model: torch.nn.Module, *, trainable_only: bool = False) -> None:
         # The model's own tensors, not views of them: sleeping gives their memory back and takes other memory later.
         own = model.state_dict(keep_vars=True)
         self._tensors = {name: tensor for name, tensor in own.items() if tensor.requires_grad or not trainable_only}
-        self._tied = [names for names, _ in _by_storage(self._tensors)]
         self._buffers = frozenset(name for name, tensor in own.items() if not isinstance(tensor, torch.nn.Parameter))
+        found: dict[tuple[int, int], _Storage] = {}
+        for name, tensor in own.items():
+            storage = found.setdefault((tensor.data_ptr(), tensor.numel()), _Storage([], [], tensor.shape))
+            storage.names.append(name)
+            if all(tensor is not known for known in storage.objects):
+                storage.objects.append(tensor)
+        self._storages = tuple(found.values())
+        tied = ([name for name in storage.names if name in self._tensors] for storage in self._storages)
+        self._tied = [names for names in tied if names]
+        """The names that new weights may come under, those of one tensor together."""
 
     @property
-    def names(self) -> frozenset[str]:
-        """Return the names that all new weights bring, or one of each tied few."""
-        return frozenset(self._tensors) - self._buffers
+    def num_bytes(self) -> int:
+        """Bytes held on the model's device now, tied tensors once."""
+        return sum(storage.objects[0].nbytes for storage in self._storages)
 
     def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Copy every tensor in, cast to the model's dtype.
@@ -49,13 +74,19 @@ class WeightsInPlace:
         Raises:
             GenerationError: A name is unknown or missing, a shape differs, or tied names disagree; nothing was changed.
         """
-        self.refuse_misfit({name: tuple(tensor.shape) for name, tensor in tensors.items()})
+        self._refuse_misfit({name: tuple(tensor.shape) for name, tensor in tensors.items()})
         for names in self._tied:
             for first, other in pairwise(name for name in names if name in tensors):
                 if not torch.equal(tensors[first], tensors[other]):
                     raise GenerationError(f"new weights: {first} and {other} are one tensor in this model but differ")
         given = [name for names in self._tied for name in [name for name in names if name in tensors][:1]]
         copy_tensors((tensors[name], self._tensors[name]) for name in given)
+
+    def load_arriving(self, arriving: ArrivingTensors) -> None:
+        """Copy in what comes, one by one; what came before a BroadcastError stays. Refuses names and shapes as `load`."""
+        self._refuse_misfit({entry.name: entry.shape for entry in arriving.manifest.entries})
+        for name, tensor in arriving:
+            copy_tensor(tensor, self._tensors[name])
 
     def adopt(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Become views of these tensors: no byte is copied, and whatever is written to them later is the model's.
@@ -66,7 +97,7 @@ class WeightsInPlace:
         Raises:
             GenerationError: As `load`, or a dtype or device differs; nothing was changed.
         """
-        self.refuse_misfit({name: tuple(tensor.shape) for name, tensor in tensors.items()})
+        self._refuse_misfit({name: tuple(tensor.shape) for name, tensor in tensors.items()})
         for name, tensor in tensors.items():
             own = self._tensors[name]
             if (tensor.dtype, tensor.device) != (own.dtype, own.device):
@@ -79,66 +110,17 @@ class WeightsInPlace:
                 for name in names:
                     self._tensors[name].data = tensors[given]
 
-    def load_arriving(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Copy in what comes, one by one; what came before an error stays. Names and shapes as `refuse_misfit` let pass."""
-        for name, tensor in tensors:
-            copy_tensor(tensor, self._tensors[name])
-
-    def refuse_misfit(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Check names and shapes of new weights; see `check_weights`."""
-        needed = [names for names in self._tied if self._buffers.isdisjoint(names)]
-        check_weights(shapes, {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}, needed)
-
-
-@dataclass(slots=True)
-class _Shared:
-    """The tensor objects of one storage."""
-
-    objects: tuple[torch.Tensor, ...]
-    shape: torch.Size
-    is_replaced: bool
-    """New weights bring it."""
-    host: torch.Tensor | None = None
-
-    @property
-    def is_gone(self) -> bool:
-        return self.objects[0].numel() < self.shape.numel()
-
-    def put(self, values: torch.Tensor) -> None:
-        for one in self.objects:
-            one.data = values
-
-
-class WeightsAsleep:
-    """Moves one model's parameters and persistent buffers away and back."""
-
-    def __init__(self, model: torch.nn.Module, replaced: Collection[str]) -> None:
-        """Look at the model's tensors.
-
-        Args:
-            model: Awake.
-            replaced: Names that every set of new weights brings, or one of each tied few.
-        """
-        self._shared = tuple(
-            _Shared(tuple(objects), objects[0].shape, is_replaced=any(name in replaced for name in names))
-            for names, objects in _by_storage(model.state_dict(keep_vars=True))
-        )
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes held on the model's device now, tied tensors once."""
-        return sum(shared.objects[0].nbytes for shared in self._shared)
-
     def leave(self, level: SleepLevel) -> None:
         """Give memory back; a second call may go deeper."""
-        for shared in self._shared:
-            if level == 2 and shared.is_replaced:
-                shared.host = None
-                shared.put(_nothing_like(shared.objects[0]))
-            elif shared.objects[0].device.type != "cpu" and not shared.is_gone:
-                own = shared.objects[0]
-                shared.host = torch.empty(own.shape, dtype=own.dtype, pin_memory=True).copy_(own.detach())
-                shared.put(_nothing_like(shared.objects[0]))
+        for storage in self._storages:
+            own = storage.objects[0]
+            if level == 2 and any(name in self._tensors and name not in self._buffers for name in storage.names):
+                storage.host = None
+            elif own.device.type != "cpu" and own.numel() == storage.shape.numel():
+                storage.host = torch.empty(own.shape, dtype=own.dtype, pin_memory=True).copy_(own.detach())
+            else:
+                continue
+            storage.put(torch.empty(0, dtype=own.dtype, device=own.device))
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
@@ -148,29 +130,19 @@ class WeightsAsleep:
         Raises:
             GenerationError: There is not enough; what has come back stays.
         """
-        for shared in self._shared:
-            if not shared.is_gone:
+        for storage in self._storages:
+            own = storage.objects[0]
+            if own.numel() == storage.shape.numel():
                 continue
             try:
-                values = torch.empty(shared.shape, dtype=shared.objects[0].dtype, device=shared.objects[0].device)
+                values = torch.empty(storage.shape, dtype=own.dtype, device=own.device)
             except RuntimeError as error:  # torch.OutOfMemoryError on a GPU, a plain one on a CPU
-                raise GenerationError(f"cannot wake: no room for the weights on {shared.objects[0].device}: {error}") from error
-            if shared.host is not None:
-                values.copy_(shared.host)
-            shared.put(values)
-            shared.host = None
+                raise GenerationError(f"cannot wake: no room for the weights on {own.device}: {error}") from error
+            if storage.host is not None:
+                values.copy_(storage.host)
+            storage.put(values)
+            storage.host = None
 
-
-def _by_storage(tensors: Mapping[str, torch.Tensor]) -> list[tuple[list[str], list[torch.Tensor]]]:
-    """Return names and distinct tensor objects, those of one storage together."""
-    found: dict[tuple[int, int], tuple[list[str], list[torch.Tensor]]] = {}
-    for name, tensor in tensors.items():
-        names, objects = found.setdefault((tensor.data_ptr(), tensor.numel()), ([], []))
-        names.append(name)
-        if all(tensor is not known for known in objects):
-            objects.append(tensor)
-    return list(found.values())
-
-
-def _nothing_like(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    def _refuse_misfit(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        needed = [names for names in self._tied if self._buffers.isdisjoint(names)]
+        check_weights(shapes, {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}, needed)

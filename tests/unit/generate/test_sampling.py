@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from asyncrl.generate.transformers.sampling import SamplingBatch, SamplingRows, sample
+from asyncrl.generate.transformers.sampling import DRAW_FIELDS, SamplingBatch, sample
 from asyncrl.schema.samples import SamplingParams
 
 ROWS = 8
@@ -14,10 +14,8 @@ def params(**sampling) -> SamplingParams:
 
 
 def sampling_batch(params_R, seeds_R) -> SamplingBatch:
-    rows = SamplingRows(len(params_R))
-    for row, (own, seed) in enumerate(zip(params_R, seeds_R, strict=True)):
-        rows.set(row, own, seed)
-    return rows.on()
+    rows = [(seed, own.temperature, own.top_p, own.top_k) for own, seed in zip(params_R, seeds_R, strict=True)]
+    return SamplingBatch.of(np.array(rows, dtype=DRAW_FIELDS))
 
 
 def ordinals(value: int, rows: int = ROWS) -> np.ndarray:
@@ -43,11 +41,3 @@ def test_rows_keep_their_own_parameters() -> None:
         assert (tokens.tolist(), logprobs.tolist()) == ([together_tokens[row]], [together_logprobs[row]])
     assert together_tokens[:2].tolist() == logits[:2].argmax(-1).tolist()
     assert together_logprobs[:2].tolist() == [0.0, 0.0]
-
-
-def test_a_row_that_was_left_draws_as_if_nobody_had_been_there() -> None:
-    rows = SamplingRows(2)
-    rows.set(1, params(temperature=0.0, top_k=3, top_p=0.5), 9)
-    rows.clear(1)
-    batch = rows.on()
-    assert (batch.any_greedy, batch.all_unscaled, batch.top_k, batch.top_p_rows.tolist()) == (False, True, (), [])

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import numpy as np
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from asyncrl.config.generate import TransformersEngineConfig
 from asyncrl.generate.engine import EngineRequest
-from asyncrl.generate.transformers.model import _forwards, forward_tokens, rows_for
-from asyncrl.generate.transformers.scheduler import InFlight, SlotTable
+from asyncrl.generate.transformers.model import SlotModel, _forwards, forward_tokens, rows_for
+from asyncrl.generate.transformers.scheduler import InFlight, SlotDecoder
 from asyncrl.schema.samples import SamplingParams
+from tests.contract.engine_cases import make_model, tensors_of
 
+SLOTS = 4
 LENGTHS = forward_tokens(32)
-
-
-def flight(name: str, group_key: str = "g", prompt: tuple[int, ...] = (4, 5, 6)) -> InFlight:
-    return InFlight(EngineRequest(name, prompt, SamplingParams(max_new_tokens=5), 0, group_key), frozenset())
 
 
 @given(st.lists(st.integers(0, 700), max_size=12), st.sampled_from([1, 32, 256, 2000]))
@@ -47,54 +47,71 @@ def test_rows_leave_no_remainder_to_vector_kernels(slots: int, rows: int) -> Non
     assert rows_for(slots) == rows
 
 
-def test_donor_is_a_row_of_the_same_group_prompt_and_weights() -> None:
-    table = SlotTable(4, 8, 16)
-    table.place(flight("a"), weights_epoch=0)
-    assert table.donor_row(flight("b"), 0) == 0
-    assert table.donor_row(flight("b"), 1) is None
-    assert table.donor_row(flight("b", group_key="h"), 0) is None
-    assert table.donor_row(flight("b", prompt=(4, 5, 7)), 0) is None
-    assert table.donor_row(flight("b", group_key=""), 0) is None
+class CountingModel(SlotModel):
+    """Notes the rows that were prefilled and the tokens that were prefilled in them, and the copies between rows."""
+
+    def prefill(self, sequences) -> None:
+        sequences = list(sequences)
+        self.prefilled = {row: len(ids) for row, ids in sequences}
+        super().prefill(sequences)
+
+    @classmethod
+    def made(cls, folder: Path) -> CountingModel:
+        model = cls.load(folder, TransformersEngineConfig(num_slots=SLOTS, max_sequence_tokens=64))
+        copy_rows = model.cache.copy_rows
+
+        def counted(copies) -> None:
+            model.copied = list(copies)
+            copy_rows(model.copied)
+
+        model.cache.copy_rows = counted
+        return model
 
 
-def test_freed_row_still_donates_and_is_taken_itself_by_the_next_of_its_group() -> None:
-    table = SlotTable(4, 8, 16)
-    first, other = flight("a"), flight("x", group_key="")
-    table.place(first, 0)
-    table.place(other, 0)
-    table.release(first)
-    second, third = flight("b"), flight("c")
-    table.place(second, 0, table.donor_row(second, 0))
-    assert second.row == 0
-    table.place(third, 0, table.donor_row(third, 0))
-    assert third.row == 2
-    assert table.num_free == 1
+@pytest.fixture
+def decoder(tmp_path: Path) -> SlotDecoder:
+    make_model(0).save_pretrained(tmp_path)
+    return SlotDecoder(CountingModel.made(tmp_path), SLOTS)
 
 
-def test_requests_of_high_rows_move_to_free_low_ones_with_all_they_have() -> None:
-    table = SlotTable(4, 8, 16)
-    flights = [flight(name, group_key=name) for name in "abcd"]
-    for each in flights:
-        table.place(each, 0)
-    table.advance(np.arange(10, 18), np.linspace(-1, -2, 8, dtype=np.float32), version=3)
-    for each in flights[:3]:
-        table.release(each)
-    assert table.move_below(2) == [(3, 0, 3)]
-    moved = flights[3]
-    assert (moved.row, table.tokens_R[0], table.positions_R.tolist()) == (0, 13, [3, -1, -1, -1, -1, -1, -1, -1])
-    assert table.take_chunk(moved).token_ids == (13,)
-    assert table.num_free == 3
-    assert table.donor_row(flight("x", group_key="d"), 0) in {0, 3}
-    assert table.donor_row(flight("x", group_key="a"), 0) is None
-    assert table.move_below(2) == []
+def submit(decoder: SlotDecoder, *names: str, group_key: str = "g", prompt: tuple[int, ...] = (4, 5, 6), most: int = 5) -> None:
+    for name in names:
+        decoder.submit(InFlight(EngineRequest(name, prompt, SamplingParams(max_new_tokens=most), 0, group_key), frozenset()))
 
 
-def test_only_occupied_rows_donate_after_a_recompute() -> None:
-    table = SlotTable(2, 8, 16)
-    gone, here = flight("a", group_key="gone"), flight("b", group_key="here")
-    table.place(gone, 0)
-    table.place(here, 0)
-    table.release(gone)
-    table.renew_donors(1)
-    assert table.donor_row(flight("c", group_key="gone"), 1) is None
-    assert table.donor_row(flight("d", group_key="here"), 1) == 1
+def test_a_prompt_is_prefilled_once_a_group_and_copied_to_the_others(decoder: SlotDecoder) -> None:
+    submit(decoder, "a", "b")
+    submit(decoder, "c", group_key="other")
+    submit(decoder, "d", prompt=(4, 5, 7))
+    decoder.step()
+    assert decoder.model.prefilled == {0: 2, 2: 2, 3: 2}
+    assert decoder.model.copied == [(0, 1, 2)]
+
+
+def test_a_freed_row_is_taken_itself_by_the_next_of_its_group_and_lends_to_others(decoder: SlotDecoder) -> None:
+    submit(decoder, "a", most=2)
+    submit(decoder, "x", group_key="", most=9)
+    decoder.step()
+    decoder.step()
+    submit(decoder, "b", "c")
+    decoder.step()
+    assert decoder.model.prefilled == {}
+    assert decoder.model.copied == [(0, 2, 2)]
+
+
+def test_other_weights_lend_nothing_until_prompts_are_computed_again(decoder: SlotDecoder) -> None:
+    submit(decoder, "a", group_key="gone", most=2)
+    submit(decoder, "b", group_key="here", most=30)
+    decoder.step()
+    decoder.step()
+    decoder.load_weights(1, tensors_of(make_model(1)), "recompute")
+    assert decoder.model.prefilled == {1: 4}
+    submit(decoder, "c", group_key="gone")
+    submit(decoder, "d", group_key="here")
+    decoder.step()
+    assert decoder.model.prefilled == {0: 2}
+    assert decoder.model.copied == [(1, 2, 2)]
+    decoder.load_weights(2, tensors_of(make_model(0)), "keep")
+    submit(decoder, "e", group_key="here")
+    decoder.step()
+    assert decoder.model.prefilled == {3: 2}

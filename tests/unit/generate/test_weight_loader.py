@@ -2,7 +2,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Glm4MoeConfig
 
-from asyncrl.generate.transformers.weight_loader import WeightsAsleep, WeightsInPlace
+from asyncrl.generate.transformers.weight_loader import WeightsInPlace
 
 BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
 
@@ -21,9 +21,8 @@ def test_new_weights_are_the_parameters_and_buffers_stay_even_in_deep_sleep(mode
     running, trained = models
     running.get_buffer(BIAS).fill_(3.0)
     weights = WeightsInPlace(running)
-    asleep = WeightsAsleep(running, weights.names)
-    asleep.leave(2)
-    asleep.come_back()
+    weights.leave(2)
+    weights.come_back()
     weights.load(dict(trained.named_parameters()))
     assert all(torch.equal(running.get_parameter(name), tensor) for name, tensor in trained.named_parameters())
     assert torch.equal(running.get_buffer(BIAS), torch.full((3,), 3.0))

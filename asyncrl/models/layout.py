@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 ALIGNMENT_BYTES = 64
 COPY_THREADS = max(1, min(4, os.cpu_count() or 1))
 """More do not copy faster: two to four keep the memory of one processor busy."""
+LEAST_BYTES_FOR_THREADS = 8 << 20
+"""Fewer are copied before the threads would have begun."""
 
 SendDType = Literal["model", "float32", "bfloat16"]
 
@@ -188,9 +190,14 @@ def copy_tensor(source: torch.Tensor, target: torch.Tensor) -> None:
 
 
 def copy_tensors(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]], num_threads: int = COPY_THREADS) -> None:
-    """Copy each (source, target), several at once; targets must not overlap."""
+    """Copy each (source, target), several at once where that is worth a thread; targets must not overlap."""
+    pairs = sorted(pairs, key=lambda pair: -pair[1].nbytes)
+    if sum(target.nbytes for _, target in pairs) < LEAST_BYTES_FOR_THREADS:
+        for source, target in pairs:
+            copy_tensor(source, target)
+        return
     with ThreadPoolExecutor(num_threads, thread_name_prefix="asyncrl-copy") as pool:
-        for _ in pool.map(lambda pair: copy_tensor(*pair), sorted(pairs, key=lambda pair: -pair[1].nbytes)):
+        for _ in pool.map(lambda pair: copy_tensor(*pair), pairs):
             pass
 
 

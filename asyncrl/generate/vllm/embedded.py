@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import msgspec
 import psutil
 
-from asyncrl.config.generate import VLLMEngineConfig, VLLMServerEngineConfig
+from asyncrl.config.generate import VLLMEngineConfig
 from asyncrl.errors import EngineDied, GenerationError
 from asyncrl.folders import OwnedFolder
 from asyncrl.generate.engine import EngineRequest, RequestRules, SleepLevel
@@ -35,16 +35,23 @@ T = TypeVar("T")
 
 
 class EmbeddedVLLM:
-    """See `asyncrl.generate.vllm.backend.Backend`."""
+    """One vLLM. Every method raises GenerationError alone; once `fault` says what vLLM died of, nothing works any more.
 
-    shared_folder = load_hint = ""
+    What is no method but `config` and `shared_folder` is known once it has started.
+    """
+
+    shared_folder = ""
+    """Where weights are written for workers of another machine; empty: in this machine's memory."""
+    load_hint = ""
+    """What to look at where its workers cannot read a file of weights; empty: they are on this machine."""
 
     def __init__(self, config: VLLMEngineConfig, *, fp32_head: bool = False) -> None:
         """Note what `start` will start."""
-        self.config: VLLMEngineConfig | VLLMServerEngineConfig = config
-        self._config, self._fp32_head = config, fp32_head
+        self.config, self._fp32_head = config, fp32_head
         self.num_slots, self.block_tokens = config.num_slots * config.data_parallel, 0
+        """Most requests at once (vLLM takes one more, for a score), and tokens of a KV block; 0: it does not say."""
         self.why_no_sleep = "" if config.sleep else "the engine cannot sleep: set generate.engine.sleep = true (GPU only)"
+        """Empty: it can sleep."""
         self.fullness: dict[int, tuple[float, int]] = {}
         """Of each replica: the free share of its KV cache, and how many requests run."""
         self.llm: Any = None
@@ -55,17 +62,23 @@ class EmbeddedVLLM:
 
     @property
     def fault(self) -> str:
-        """What vLLM died of."""
+        """What vLLM died of, as far as was noticed."""
         return DEATH if self.llm is not None and self.llm.errored else ""
 
     async def start(self, folder: ModelFolder, on_room: Callable[[int, int], object], on_death: Callable[[], None]) -> None:
-        """Start vLLM and load the model; streams tell of its death."""
+        """Start vLLM and load the model; on error or cancellation the caller closes.
+
+        Args:
+            folder: The model's.
+            on_room: Told how many KV blocks are free and how many requests run.
+            on_death: Called where `fault` appears without anybody having asked. Here streams tell of it.
+        """
         del on_death
         self._has_labels, self._on_room = installed_version().has_weight_versions, on_room
         self.sockets = socket_folder()
         path = self.sockets.path
         starting = asyncio.get_running_loop().run_in_executor(
-            None, lambda: launch(self._config, folder, self._watch, path, fp32_head=self._fp32_head)
+            None, lambda: launch(self.config, folder, self._watch, path, fp32_head=self._fp32_head)
         )
         try:
             self.llm = await asyncio.shield(starting)
@@ -75,14 +88,14 @@ class EmbeddedVLLM:
             raise
         self.processes = processes_of(path)
         cache = self.llm.vllm_config.cache_config
-        self._blocks_each, self.block_tokens = int(cache.num_gpu_blocks or 0) // self._config.data_parallel, int(cache.block_size)
+        self._blocks_each, self.block_tokens = int(cache.num_gpu_blocks or 0) // self.config.data_parallel, int(cache.block_size)
         params = import_module("vllm.sampling_params")
         self._make_params: Callable[..., Any] = params.SamplingParams
         self._delta = params.RequestOutputKind.DELTA
         await self._in_every_worker("asyncrl_follow", os.getpid(), str(path))
 
     async def stream(self, request: EngineRequest, rules: RequestRules, salt: str) -> AsyncGenerator[Piece, None]:
-        """Generate a completion, in pieces as vLLM makes them."""
+        """Generate a completion, in pieces as vLLM makes them; closing it early aborts the request."""
         params = self._make_params(**sampling_arguments(request, rules), flat_logprobs=True, output_kind=self._delta)
         prompt = {"type": "token", "prompt_token_ids": list(request.prompt_ids), "cache_salt": salt}
         vllm_id, is_finished = f"{request.request_id}.{next(self._serial)}", False
@@ -106,7 +119,11 @@ class EmbeddedVLLM:
                 await self.llm.abort(vllm_id)
 
     async def pause(self, *, clear_cache: bool) -> None:
-        """Stop at a token boundary. AsyncLLM's own `pause_generation` does the same and then sleeps for 20 ms."""
+        """Stop at a token boundary; requests stay. Where the cache is cleared, their keys and values are computed anew.
+
+        Every token sampled before has been yielded when it returns, or comes with spans.
+        """
+        # AsyncLLM's own `pause_generation` does the same and then sleeps for 20 ms.
         await self._call(self.llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=clear_cache))
         quiet = 0
         while quiet < _QUIET_TURNS:  # outputs are in this process by now, a few turns of the event loop away
@@ -119,17 +136,17 @@ class EmbeddedVLLM:
         await self._call(self.llm.resume_generation())
 
     async def load(self, request: LoadRequest) -> list[LoadReply]:
-        """Have every worker of every replica load."""
+        """Have every worker of every replica load; one reply a worker."""
         replies = await self._in_every_worker("asyncrl_load", msgspec.json.encode(request).decode())
         return [msgspec.json.decode(text, type=LoadReply) for text in replies]
 
     async def name_weights(self, label: str) -> None:
-        """Name the weights that are there now, where vLLM has names for them."""
+        """Name the weights that are there now, in spans, where vLLM has names for them."""
         if self._has_labels:
             await self._call(self.llm.update_weight_version(label))
 
     async def score(self, token_ids: Sequence[int], salt: str) -> list[float]:
-        """Return the logprob of each token after the first.
+        """Return the logprob of each token after the first, temperature 1; not while paused.
 
         Prompt logprobs are taken before any temperature or filter, whatever `logprobs_mode` says, and never from cached prompts.
         """
@@ -137,11 +154,10 @@ class EmbeddedVLLM:
         params = self._make_params(max_tokens=1, seed=0, prompt_logprobs=0, detokenize=False, ignore_eos=True)
         prompt = {"type": "token", "prompt_token_ids": list(token_ids)}
 
-        async def score() -> Any:  # noqa: ANN401 - vLLM's
-            outputs = [output async for output in self.llm.generate(prompt, params, f"asyncrl-score-{next(self._serial)}")]
-            return outputs[-1].prompt_logprobs
+        async def score() -> list[Any]:
+            return [output async for output in self.llm.generate(prompt, params, f"asyncrl-score-{next(self._serial)}")]
 
-        logprobs = await self._call(score())
+        logprobs = (await self._call(score()))[-1].prompt_logprobs
         return [position[token].logprob for position, token in zip(logprobs[1:], token_ids[1:], strict=True)]
 
     async def sleep(self, level: SleepLevel) -> None:
@@ -149,14 +165,14 @@ class EmbeddedVLLM:
         await self._call(self.llm.sleep(level, mode="keep"))
 
     async def wake_up(self, tag: str = "") -> None:
-        """Take memory again."""
+        """Take the memory of `weights` or `kv_cache` again, or all of it. With the last of it vLLM goes on by itself."""
         await self._call(self.llm.wake_up([tag] if tag else None))
 
     async def look(self) -> None:
-        """Do nothing: `fault` knows."""
+        """Find out whether it still lives: `fault` knows."""
 
     async def close(self) -> None:
-        """End vLLM's processes."""
+        """End what `start` began. Safe to repeat."""
         if self.sockets is None:
             return
         try:
@@ -204,13 +220,9 @@ class EmbeddedVLLM:
         del config
 
         def record(scheduler_stats: Any = None, *_: object, **__: object) -> None:  # noqa: ANN401 - vLLM's
-            if scheduler_stats is None:
-                return
-            self.fullness[engine_index] = (1.0 - scheduler_stats.kv_cache_usage, scheduler_stats.num_running_reqs)
-            free_blocks = sum(share for share, _ in self.fullness.values()) * self._blocks_each
-            self._on_room(int(free_blocks), sum(running for _, running in self.fullness.values()))
+            if scheduler_stats is not None:
+                self.fullness[engine_index] = (1.0 - scheduler_stats.kv_cache_usage, scheduler_stats.num_running_reqs)
+                free_blocks = sum(share for share, _ in self.fullness.values()) * self._blocks_each
+                self._on_room(int(free_blocks), sum(running for _, running in self.fullness.values()))
 
-        def ignore(*_: object) -> None:
-            pass
-
-        return SimpleNamespace(record=record, log=ignore, log_engine_initialized=ignore, record_sleep_state=ignore)
+        return SimpleNamespace(record=record, log=record, log_engine_initialized=record, record_sleep_state=lambda *_: None)

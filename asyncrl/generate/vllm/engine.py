@@ -1,4 +1,4 @@
-"""vLLM behind the engine contract, wherever it runs (backend.py): requests, new weights, pause, sleep and the probe.
+"""vLLM behind the engine contract, wherever it runs (embedded.py, server.py): requests, new weights, pause, sleep and the probe.
 
 What the engine promises stands in generate/engine.py; new weights are checked and named in load_request.py and loaded inside
 vLLM's workers by worker_extension.py.
@@ -38,7 +38,7 @@ import msgspec
 from asyncrl.config.learner import LoRAConfig
 from asyncrl.errors import BroadcastError, EngineDied, GenerationError
 from asyncrl.generate.engine import EngineRequest, KVPolicy, KVRoom, RequestRules, SleepLevel, TokenChunk, TokenStream
-from asyncrl.generate.vllm.backend import Backend, Piece
+from asyncrl.generate.vllm.backend import Piece
 from asyncrl.generate.vllm.checkpoint import read_folder
 from asyncrl.generate.vllm.load_request import FileSource, LoadReply, load_request_on_thread
 from asyncrl.schema.samples import FinishReason
@@ -46,6 +46,9 @@ from asyncrl.weights.tensors import MappedTensors
 
 if TYPE_CHECKING:
     import torch
+
+    from asyncrl.generate.vllm.embedded import EmbeddedVLLM
+    from asyncrl.generate.vllm.server import VLLMServer
 
 LOWEST_TEMPERATURE = 0.01
 """vLLM raises any lower one to this, 0 apart."""
@@ -72,7 +75,7 @@ class VLLMEngine:
 
     def __init__(
         self,
-        backend: Backend,
+        backend: EmbeddedVLLM | VLLMServer,
         model_folder: Path,
         *,
         trust_remote_code: bool = False,
@@ -181,7 +184,15 @@ class VLLMEngine:
             raise GenerationError(f"the model gave non-finite logits under version {self.version}, after {num_tokens} tokens")
         versions = [self.version] * len(piece.token_ids)
         if piece.spans is not None:
-            whole = [self._version_of(label) for label, num in piece.spans for _ in range(num)]
+            whole: list[int] = []
+            for label, num in piece.spans:
+                mark, _, number = label.rpartition(".")
+                if mark != self._mark:
+                    raise GenerationError(
+                        f"vLLM sampled with weights labelled {label!r}, which this generator did not load: it was restarted, or "
+                        "another generator or program drives it too (give each generator a server of its own)"
+                    )
+                whole += [int(number)] * num
             versions = whole[num_tokens:]
             if whole != sorted(whole) or whole[:num_tokens] != running.versions or len(versions) != len(piece.token_ids):
                 raise GenerationError(
@@ -195,15 +206,6 @@ class VLLMEngine:
             self._end(running, chunk)
         elif chunk.token_ids and (stream := running.stream()) is not None:
             stream.put(chunk)
-
-    def _version_of(self, label: str) -> int:
-        mark, _, number = label.rpartition(".")
-        if mark != self._mark:
-            raise GenerationError(
-                f"vLLM sampled with weights labelled {label!r}, which this generator did not load: it was restarted, or another "
-                "generator or program drives it too (give each generator a server of its own)"
-            )
-        return int(number)
 
     def _end(self, running: _Running, news: TokenChunk | GenerationError) -> None:
         if self._running.get(running.request.request_id) is not running:

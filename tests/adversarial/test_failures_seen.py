@@ -90,8 +90,7 @@ def run(folder: Path, reward: str, **overrides) -> subprocess.CompletedProcess[s
     (folder / "rewards.py").write_text(reward)
     functions = {"functions": [{"kind": "python", "path": f"{folder / 'rewards.py'}:score"}]}
     functions |= {"timeout_s": overrides.pop("reward__timeout_s")} if "reward__timeout_s" in overrides else {}
-    settings = {"num_steps": 10_000, "learner__kind": "external"} | overrides  # nobody trains where nothing is to be trained
-    config = parse_config(tiny_settings(folder, reward=functions, **SHORT | settings))
+    config = parse_config(tiny_settings(folder, reward=functions, **SHORT | {"num_steps": 10_000} | overrides))
     (folder / "c.toml").write_text(dump_config(config))
     return asyncrl("run", folder / "c.toml", "--plain")
 
@@ -137,13 +136,7 @@ def test_failures_that_are_allowed_and_samples_over_a_limit_are_on_the_step_line
         "        time.sleep(1000)\n"
         "    return 1 / (hash(text) % 4 > 0)\n"
     )
-    settings = {
-        "supervision__max_failed_share": 1.0,
-        "algorithm__group_size": 8,
-        "reward__timeout_s": 5.0,
-        "num_steps": 3,
-        "learner__kind": "builtin",
-    }
+    settings = {"supervision__max_failed_share": 1.0, "algorithm__group_size": 8, "reward__timeout_s": 5.0, "num_steps": 3}
     ended = run(tmp_path, reward, **settings)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "ZeroDivisionError at rewards.py:7" in ended.stdout

@@ -24,7 +24,6 @@ ZEROMQ = ZeroMQMedium(chunk_bytes=256 << 10)
 CASES = {
     "shared_memory": (BroadcastConfig(medium=SharedMemoryMedium()), 2, 2),
     "files": (BroadcastConfig(medium=FilesMedium(shard_bytes=MODEL_BYTES // 4)), 2, 1),
-    "zeromq": (BroadcastConfig(medium=ZEROMQ), 2, 1),
     "gloo": (BroadcastConfig(medium=GlooMedium(gather_s=0.05)), 2, 1),
     "deltas": (BroadcastConfig(medium=ZEROMQ, delta=DeltaConfig()), 3, 1),
 }

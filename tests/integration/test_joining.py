@@ -11,6 +11,7 @@ import pytest
 import asyncrl
 from asyncrl.buffer.ledger.reader import LedgerReader
 from asyncrl.schema.status import RunStatus
+from tests.integration.conftest import NO_MODEL, assert_balanced
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -41,8 +42,7 @@ def _name(guest: subprocess.Popen[str], status: RunStatus) -> str:
 async def test_a_generator_that_leaves_and_one_that_is_killed_give_their_groups_back_and_the_run_goes_on(tiny, join):
     config = tiny(
         num_steps=20_000, checkpoint__every_steps=0, eval__at_start=False, eval__at_end=False,
-        generate__engine={"kind": "fake", "num_slots": 8, "max_sequence_tokens": 16, "vocabulary_size": 8, "mean_tokens": 4.0,
-                          "token_latency_s": 0.05},
+        generate__engine=NO_MODEL | {"token_latency_s": 0.05},
         placement={"most_joining_generators": 2}, supervision__heartbeat_s=0.5, supervision__heartbeat_timeout_s=8.0,
     )  # fmt: skip
     async with asyncrl.Run(config) as run:
@@ -69,8 +69,7 @@ async def test_a_generator_that_leaves_and_one_that_is_killed_give_their_groups_
     assert drained.phase == "stopped", drained.reason
     assert drained.guests == {"here": 0, "most": 2, "came": 2, "left": 1, "lost": 1}
     assert {process.name: process.deaths for process in drained.processes} == {"learner": 0, "reward-0": 0, "generator-0": 0}
-    groups = dict(drained.groups)
-    assert groups.pop("issued") == sum(groups.values())
+    assert_balanced(drained)
     with LedgerReader(run.run_folder) as ledger:
         generated_by = {
             sample.generator for number in range(drained.groups["trained"]) for sample in ledger.group(number).samples

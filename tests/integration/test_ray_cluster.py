@@ -20,7 +20,6 @@ import psutil
 import pytest
 
 import asyncrl
-from asyncrl.buffer.ledger.reader import LedgerReader
 from asyncrl.buffer.ledger.store import connect_read_only
 from asyncrl.client import is_live
 from asyncrl.config.load import dump_config, parse_config
@@ -31,7 +30,7 @@ from asyncrl.control.lifecycle.pid_file import read_pids
 from asyncrl.errors import LaunchError, RunLostError
 from asyncrl.observe.steps import read_steps
 from asyncrl.schema.status import RunStatus
-from tests.integration.conftest import NO_MODEL, command_of, tiny_settings
+from tests.integration.conftest import NO_MODEL, assert_balanced, command_of, tiny_settings, trained_groups
 
 ray = pytest.importorskip("ray")
 from ray.cluster_utils import Cluster  # noqa: E402
@@ -191,15 +190,6 @@ def states(status: RunStatus) -> dict[str, str]:
     return {process.name: process.state for process in status.processes}
 
 
-def assert_balanced(run_folder: Path, status: RunStatus, groups_per_step: int) -> None:
-    """Every group is accounted for, and none was trained twice."""
-    groups = dict(status.groups)
-    assert groups.pop("issued") == sum(groups.values())
-    with LedgerReader(run_folder / "ledger.sqlite") as ledger:
-        trained = [group_id for step in ledger.steps(last=1_000_000) for group_id in step.group_ids]
-    assert len(trained) == len(set(trained)) == status.version * groups_per_step
-
-
 async def test_generators_come_and_go_with_their_nodes_and_a_run_whose_controller_is_lost_is_resumed(
     nodes: Nodes, tmp_path: Path
 ) -> None:
@@ -218,7 +208,8 @@ async def test_generators_come_and_go_with_their_nodes_and_a_run_whose_controlle
         await until(resumed, lambda status: status.version > from_step + 4, from_step)
         status = await resumed.drain()
     assert status.phase == "stopped", status.reason
-    assert_balanced(run.run_folder, status, groups_per_step=4)
+    assert_balanced(status)
+    assert len(trained_groups(run.run_folder)) == status.version * 4
 
 
 async def generators_come_and_go(run: asyncrl.Run, nodes: Nodes) -> None:
@@ -276,7 +267,8 @@ async def test_a_guest_joins_and_a_run_that_loses_its_learner_s_node_goes_on_fro
         for process in filter(None, (owner, guest)):
             process.kill()
             process.wait(60)
-    assert_balanced(run_folder, status, groups_per_step=4)
+    assert_balanced(status)
+    assert len(trained_groups(run_folder)) == status.version * 4
 
 
 def _samples_of_guests(run_folder: Path) -> int:

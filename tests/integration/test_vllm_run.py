@@ -13,9 +13,8 @@ import psutil
 import pytest
 
 import asyncrl
-from asyncrl.buffer.ledger.reader import LedgerReader
 from asyncrl.generate.vllm.launch import socket_folder
-from asyncrl.schema.status import RunStatus
+from tests.integration.conftest import assert_balanced, trained_groups
 
 pytestmark = [
     pytest.mark.timeout(400),
@@ -33,11 +32,6 @@ def vllm_processes_of(generator_pid: int) -> list[psutil.Process]:
     workers = core.children(recursive=True)
     assert workers, "on a CPU the worker is a process of its own"
     return [core, *workers]
-
-
-def balanced(status: RunStatus) -> bool:
-    groups = dict(status.groups)
-    return groups.pop("issued") == sum(groups.values())
 
 
 async def until(steps, version: int) -> list[asyncrl.StepReport]:
@@ -81,12 +75,10 @@ async def test_a_killed_engine_process_is_replaced_and_none_outlives_a_killed_ge
     socket_folder().close()  # as the next engine does: the last generator may have been ended while its engine started
     assert not list(sockets.iterdir())
     assert status.phase == "stopped", status.reason
-    assert balanced(status)
+    assert_balanced(status)
     assert status.groups["failed"] == 0
     assert max(report.staleness_max for report in reports) <= 2
     assert {process.name: process.deaths for process in status.processes}["generator-0"] >= 2
     log = (run.run_folder / "logs" / "generator-0.log").read_text()
     assert "EngineDied: vLLM's engine process died" in log
-    with LedgerReader(run.run_folder / "ledger.sqlite") as ledger:
-        trained = [group_id for step in ledger.steps() for group_id in step.group_ids]
-    assert len(trained) == len(set(trained))
+    assert trained_groups(run.run_folder)

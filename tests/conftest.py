@@ -40,16 +40,17 @@ TIMED = ("contract/test_collective_faults.py", "gpu/")
 LONGEST = (
     *WITH_VLLM,
     "integration/test_ray_cluster.py",
+    "integration/test_serve.py",
     "adversarial/test_failures_seen.py",
-    "integration/test_placement.py",
-    "adversarial/test_reward_programs.py",
     "integration/test_networks.py",
-    "contract/test_medium.py",
     "integration/test_cli.py",
+    "adversarial/test_reward_programs.py",
     "integration/test_run.py",
-    "integration/test_data_path.py",
-    "integration/test_switch_deaths.py",
+    "contract/test_medium.py",
     "integration/test_rank_cases.py",
+    "integration/test_synchronous_equality.py",
+    "integration/test_switch_deaths.py",
+    "integration/test_data_path.py",
 )
 
 

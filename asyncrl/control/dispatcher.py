@@ -187,7 +187,8 @@ class Dispatcher:
             is_awaited = key in out
             out.discard(key)
             if sample.purpose == "eval":
-                self._note_guest(generator, self._evaluate(sample))
+                if is_awaited:
+                    self._note_guest(generator, self._evaluate(sample, generator))
             else:
                 receipt = next(receipts)
                 is_awaited |= receipt.status == "stored"
@@ -207,8 +208,9 @@ class Dispatcher:
         """Note a member that will never come; return False where nobody waits for it: its group is over, or given out again."""
         is_awaited, why, out = True, failure.reason or "no reason given", self._out[generator]
         if failure.purpose == "eval":
-            if self.evaluation is not None:
-                self.evaluation.take_verdict(failure)
+            is_awaited = (failure.group_id, failure.attempt, failure.index) in out
+            if is_awaited and self.evaluation is not None:
+                self.evaluation.take_verdict(failure, generator)
             self._note_guest(generator, why)
         else:
             receipt = self.buffer.add_failure(failure, self._clock.now())
@@ -224,7 +226,7 @@ class Dispatcher:
         self.tell(ev.MembersFinished(generator, num_out - len(out)))
         return is_awaited
 
-    def _evaluate(self, sample: Sample) -> str:
+    def _evaluate(self, sample: Sample, generator: str) -> str:
         """Ask for the reward of an evaluation's sample; return what is wrong with one that then counts as failed."""
         request = self.evaluation.take_sample(sample) if self.evaluation is not None else None
         if self.evaluation is None or request is None:
@@ -234,7 +236,8 @@ class Dispatcher:
         except SampleRefusedError as error:
             fault = f"invalid sample from {sample.generator}: {error}"
             self._note_refused(fault)
-            self.evaluation.take_verdict(SampleFailure(sample.group_id, sample.index, sample.attempt, "generate", fault))
+            failure = SampleFailure(sample.group_id, sample.index, sample.attempt, "generate", fault)
+            self.evaluation.take_verdict(failure, generator)
             return fault
         self._ask_score(request, sample)
         return ""

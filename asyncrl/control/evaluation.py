@@ -2,9 +2,10 @@
 
 Evaluation samples take the same road as training samples (generator, reward worker) but never enter the ledger or the buffer;
 their group ids are negative, so that nothing confuses them. Invariant: every prompt is pending, out at one generator, being
-scored, or judged; a generator that dies gives its prompts back. The seeds do not depend on the version, so that two evaluations
-differ by the weights alone. A sample is right where the rules that judge it, without penalties and reward models, come to
-RIGHT_FROM or more; where no rule judges there is no accuracy. Pure.
+scored, or judged; a generator that dies gives its prompts back, and what fails at a joined generator goes to one of the run's
+own. The seeds do not depend on the version, so that two evaluations differ by the weights alone. A sample is right where the
+rules that judge it, without penalties and reward models, come to RIGHT_FROM or more; where no rule judges there is no accuracy.
+Pure.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Sequence
 
 from asyncrl.config.reward import verdict_weights
 from asyncrl.config.run import RunConfig
+from asyncrl.control.join import JOINED_PREFIX
 from asyncrl.observe.steps import EvalReport
 from asyncrl.schema.samples import GroupWork, Prompt, Sample, SampleFailure, SamplingParams, Score, ScoreRequest, derive_seed
 
@@ -37,6 +39,8 @@ class Evaluation:
         self._started_s = now
         self._by_group = {-1 - index: prompt for index, prompt in enumerate(prompts[: config.eval.num_prompts])}
         self._pending = deque(self._by_group)
+        self._failed_at_guest: dict[int, set[int]] = {}
+        """Of each group: members that failed at a joined generator, which the run's own generators are given."""
         self._missing = {group_id: set(range(config.eval.samples_per_prompt)) for group_id in self._by_group}
         self._verdict_weights = verdict_weights(config.reward)
         self._rewards: list[float] = []
@@ -51,9 +55,11 @@ class Evaluation:
 
     def next_work(self, generator: str) -> GroupWork | None:
         """Take the next pending prompt for this generator; None when there is none."""
-        if not self._pending:
+        is_guest = generator.startswith(JOINED_PREFIX)
+        group_id = next((each for each in self._pending if not (is_guest and each in self._failed_at_guest)), None)
+        if group_id is None:
             return None
-        group_id = self._pending.popleft()
+        self._pending.remove(group_id)
         self.holders[group_id] = generator
         members = tuple(sorted(self._missing[group_id]))
         return GroupWork(group_id, 1, self._by_group[group_id], members, self._sampling, self._seed, purpose="eval")
@@ -74,14 +80,23 @@ class Evaluation:
             sample.finish_reason, sample.num_tokens, purpose="eval",
         )  # fmt: skip
 
-    def take_verdict(self, verdict: Score | SampleFailure) -> None:
-        """Count a reward, or a failure as a wrong answer."""
-        awaited = self._missing.get(verdict.group_id, set())
+    def take_verdict(self, verdict: Score | SampleFailure, generator: str = "") -> None:
+        """Count a reward, or a failure as a wrong answer; one at a joined generator counts for nothing."""
+        group_id = verdict.group_id
+        awaited = self._missing.get(group_id, set())
         if verdict.index not in awaited:
             return
-        awaited.discard(verdict.index)
-        if not awaited:
-            self.holders.pop(verdict.group_id, None)
+        is_again = isinstance(verdict, SampleFailure) and generator.startswith(JOINED_PREFIX)
+        if is_again:
+            self._failed_at_guest.setdefault(group_id, set()).add(verdict.index)
+        else:
+            awaited.discard(verdict.index)
+        if awaited == self._failed_at_guest.get(group_id, set()):  # Nothing else of the group is under way.
+            self.holders.pop(group_id, None)
+            if awaited and group_id not in self._pending:
+                self._pending.append(group_id)
+        if is_again:
+            return
         if isinstance(verdict, SampleFailure) or verdict.error:
             self._rewards.append(0.0)
             return

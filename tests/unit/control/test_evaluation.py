@@ -48,3 +48,24 @@ def test_a_sample_that_failed_or_has_an_error_is_wrong():
     report = evaluation.report(1.0)
     assert (report.accuracy, report.num_samples) == (pytest.approx(1 / 3), 3)
     assert report.headline == ("accuracy", report.accuracy)
+
+
+def test_what_fails_at_a_joined_generator_goes_to_one_of_the_run_s_own():
+    evaluation = Evaluation(parse_config({"eval": {"samples_per_prompt": 2}}), [Prompt("a"), Prompt("b")], 0, 0.0)
+    guest, own = "joined-x-1-0", "generator-0"
+    first, second = evaluation.next_work(guest), evaluation.next_work(guest)
+    evaluation.take_verdict(SampleFailure(first.group_id, 0, 1, "generate", "no kernel", purpose="eval"), guest)
+    assert evaluation.next_work(own) is None  # the other member is still at work there
+    evaluation.take_verdict(Score(first.group_id, 1, 1, 1.0, {"answer_match": 1.0}, purpose="eval"))
+    assert evaluation.next_work(guest) is None
+    assert evaluation.next_work(own).indices == (0,)
+    assert evaluation.holders == {first.group_id: own, second.group_id: guest}
+    evaluation.take_verdict(SampleFailure(first.group_id, 0, 1, "generate", "gone", purpose="eval"), own)
+    evaluation.take_verdict(SampleFailure(second.group_id, 0, 1, "generate", "no kernel", purpose="eval"), guest)
+    evaluation.generator_lost(guest)
+    assert evaluation.next_work(guest) is None
+    assert evaluation.next_work(own).indices == (0, 1)
+    for index in (0, 1):
+        evaluation.take_verdict(Score(second.group_id, index, 1, 1.0, {"answer_match": 1.0}, purpose="eval"))
+    assert evaluation.done
+    assert (evaluation.report(1.0).accuracy, evaluation.report(1.0).num_samples) == (0.75, 4)

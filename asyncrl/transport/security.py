@@ -57,7 +57,8 @@ def make_keys(run_folder: Path) -> ListenerKeys:
     """Return the run's listener keys; make both key files where there are none yet (a resumed run keeps its keys).
 
     Raises:
-        ConfigError: The files are damaged, or open to others.
+        ConfigError: One of the files is damaged, or open to others. Who connects by
+            the clients' file could tell nobody.
     """
     folder = run_folder / KEYS_FOLDER
     if not (folder / LISTENER_FILE).exists():
@@ -67,7 +68,10 @@ def make_keys(run_folder: Path) -> ListenerKeys:
         client_public, client_secret = _new_pair()
         _write_private(folder / CLIENT_FILE, ClientKeys(client_public, client_secret, listener_public))
         _write_private(folder / LISTENER_FILE, ListenerKeys(listener_public, listener_secret, client_public))
-    return _read_keys(folder / LISTENER_FILE, ListenerKeys, "listener key: remove RUN/keys, and the run makes new ones")
+    remedy = "remove RUN/keys, and the run makes new ones"
+    keys = _read_keys(folder / LISTENER_FILE, ListenerKeys, f"listener key: {remedy}")
+    _read_keys(folder / CLIENT_FILE, ClientKeys, f"client key: {remedy}")
+    return keys
 
 
 def load_client_keys(run_folder: Path) -> ClientKeys:

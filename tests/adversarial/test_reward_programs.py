@@ -708,6 +708,19 @@ class Q(NamedTuple):
         ("import io, sys\nsys.stdin = io.StringIO('5')\nassert f() == 5", "line 2: sets sys.stdin"),
         ("import contextlib, io\nwith contextlib.redirect_stderr(io.StringIO()) as e:\n    f()", "line 2: uses redirect_stderr"),
         ("import os\nos.environ['X'] = '1'\nassert f() == 1", "line 2: sets os.environ"),
+        (
+            "import multiprocessing as m\nassert m.Pool(2).map(f, [1]) == [1]",
+            "line 1: imports multiprocessing; a process of the test's own",
+        ),
+        (
+            "from concurrent.futures import ThreadPoolExecutor, ProcessPoolExecutor\nwith ProcessPoolExecutor() as e:\n    e.map(f, [1])",
+            "line 2: uses ProcessPoolExecutor",
+        ),
+        (
+            "import concurrent.futures as c\nwith c.ProcessPoolExecutor() as e:\n    assert e.submit(f, 1).result() == 1",
+            "line 2: uses Proc",
+        ),
+        ("import os\nif os.fork() == 0:\n    f(1)", "line 2: uses fork"),
         ("def run_tests():\n    assert f(1) == 2", "line 1: run_tests is never called"),
         ("def test_out(capsys):\n    f(1)\n    assert capsys.readouterr().out == '2'", "line 1: test_out is never called"),
         ("def inner():\n    assert f(1) == 2\ndef outer():\n    inner()", "line 3: outer is never called"),
@@ -728,7 +741,11 @@ def test_a_test_that_cannot_be_judged_is_refused_with_its_line(test, said):
 def test_error_classes_of_a_test_and_ordinary_code_are_not_refused():
     parse_tests(
         json.dumps({
-            "tests": ["class Mine(ValueError):\n    pass\nassert type(f(1)).__name__ == 'int'", "add = f\nassert add(1) == 2"]
+            "tests": [
+                "class Mine(ValueError):\n    pass\nassert type(f(1)).__name__ == 'int'",
+                "add = f\nassert add(1) == 2",
+                "from solution import fork\nassert f().fork() == fork() == 2",
+            ]
         }),
         "p",
     )

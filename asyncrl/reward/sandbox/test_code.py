@@ -20,6 +20,7 @@ _ERRORS = frozenset(
 )
 _EVALUATES = frozenset({"eval", "exec", "compile", "__import__", "globals", "locals"})
 _LOOKS_INSIDE = frozenset({"vars", "dir", "id"})
+_OWN_PROCESSES = frozenset({"multiprocessing", "ProcessPoolExecutor", "fork"})
 _LOADS_OBJECTS = frozenset({"pickle", "marshal", "shelve", "ctypes", "importlib", "inspect", "gc", "types", "dataclasses"})
 
 
@@ -116,38 +117,36 @@ def _imports_of_solution(tree: ast.Module) -> tuple[set[str], set[str]]:
 
 def _complaint(node: ast.AST, rooted: set[str]) -> str:
     """Return what is wrong with one node of a test; empty: nothing."""
+    said = ""
     match node:
         case ast.ClassDef() if not (node.bases and all(isinstance(base, ast.Name) and base.id in _ERRORS for base in node.bases)):
-            return (
+            said = (
                 f"defines class {node.name}; objects of a test cannot be handed to the program, and unittest classes are not run"
             )
         case ast.AsyncFor() | ast.AsyncWith():
-            return "uses async for or async with; of a program's object only `await` works"
+            said = "uses async for or async with; of a program's object only `await` works"
         case ast.FunctionDef() | ast.AsyncFunctionDef() if any(_root(each) in rooted for each in node.decorator_list):
-            return f"decorates {node.name} with a function of the program, which may call it only while it is being passed"
-        case ast.Attribute() if _is_dunder(node.attr) and _root(node.value) in rooted:
-            return f"reads {node.attr} of a program's object"
-        case ast.Attribute(ctx=ast.Store()) | ast.Subscript(ctx=ast.Store()) if _root(node) in {"sys", "os", "builtins"} and (
-            ast.unparse(node) != "sys.stdout"
-        ):
-            return f"sets {ast.unparse(node)}, which changes the judge and not the program"
-        case ast.Name() if node.id in _EVALUATES:
-            return f"uses {node.id}, which would let the program's text run in the judge"
+            said = f"decorates {node.name} with a function of the program, which may call it only while it is being passed"
+        case ast.Attribute(attr=name) if name.startswith("__") and _root(node.value) in rooted:
+            said = f"reads {name} of a program's object"
+        case ast.Attribute(ctx=ast.Store()) | ast.Subscript(ctx=ast.Store()) if _root(node) in {"sys", "os", "builtins"}:
+            place = ast.unparse(node)
+            said = "" if place == "sys.stdout" else f"sets {place}, which changes the judge and not the program"
+        case ast.Name(id=name) if name in _EVALUATES:
+            said = f"uses {name}, which would let the program's text run in the judge"
+        case ast.Name(id=name) | ast.Attribute(attr=name) if name in _OWN_PROCESSES and _root(node) not in rooted:
+            said = f"uses {name}; a process of the test's own cannot use the program's objects, threads can"
+        case ast.Name(id="redirect_stderr") | ast.Attribute(attr="redirect_stderr"):
+            said = "uses redirect_stderr; of what the program prints, only standard output reaches the test"
+        case ast.Call(func=ast.Name(id=name), args=args) if name in _LOOKS_INSIDE and any(_root(each) in rooted for each in args):
+            said = f"calls {name}() of a program's object"
+        case ast.Call(args=[ast.Constant(value="sys.stdout"), *_]):
+            pass
+        case ast.Call(func=function) if "patch" in ast.unparse(function).split(".") and _root(function) not in rooted:
+            said = "patches something other than sys.stdout, which changes the judge and not the program"
         case ast.Import() | ast.ImportFrom():
-            return _import_complaint(node)
-    return _call_complaint(node, rooted) if isinstance(node, ast.Call) else ""
-
-
-def _call_complaint(call: ast.Call, rooted: set[str]) -> str:
-    name = ast.unparse(call.func).split(".")
-    patches_output = any(isinstance(each, ast.Constant) and each.value == "sys.stdout" for each in call.args[:1])
-    if "patch" in name and name[0] not in rooted and not patches_output:
-        return "patches something other than sys.stdout, which changes the judge and not the program"
-    if name[-1] == "redirect_stderr":
-        return "uses redirect_stderr; of what the program prints, only standard output reaches the test"
-    if len(name) == 1 and name[0] in _LOOKS_INSIDE and any(_root(each) in rooted for each in call.args):
-        return f"calls {name[0]}() of a program's object"
-    return ""
+            said = _import_complaint(node)
+    return said
 
 
 def _import_complaint(node: ast.Import | ast.ImportFrom) -> str:
@@ -155,6 +154,8 @@ def _import_complaint(node: ast.Import | ast.ImportFrom) -> str:
     for module in (name.split(".")[0] for name in modules):
         if module in _LOADS_OBJECTS:
             return f"imports {module}, which reaches past the values that the program returns"
+        if module in _OWN_PROCESSES:
+            return f"imports {module}; a process of the test's own cannot use the program's objects, threads can"
         if module != "solution" and module not in sys.stdlib_module_names:
             return f"imports {module}, which is not in the standard library; the sandbox has nothing else"
     return ""

@@ -14,20 +14,21 @@ What no scorer can close: in some families a constant answer is often right (let
 from __future__ import annotations
 
 import ast
+import contextlib
 import json
 import math
 import re
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any
 
 from asyncrl.config.reward import ReasoningGymReward
 from asyncrl.errors import RewardError
 from asyncrl.reward.inputs import RewardFunction, RewardInput, compile_extract, extract_answer, import_optional
 
 Entry = dict[str, Any]
-Shape = Callable[[str, Entry], bool]
-"""(answer, entry) -> whether the answer has the form of one answer of this family."""
+Shape = Callable[[str, str], bool]
+"""(answer, reference) -> whether the answer has the form of one answer of this family."""
 
 _MAX_EXPRESSION_CHARS = 500
 _MAX_MAGNITUDE = 200
@@ -41,10 +42,6 @@ _OPERATORS = frozenset({"+", "-", "*", "/", "**", "^", "(", ")"})
 _FRACTION = re.compile(r"\$?\s*(?:\\[dt]?frac\s*\{\s*-?\d+\s*\}\s*\{\s*-?\d+\s*\}|-?\d+\s*/\s*-?\d+)\s*\$?")
 _NUMBER = re.compile(r"[-+]?[$€£]?\d[\d,]*(?:\.\d+)?%?\.?")
 _LOCK_BUTTONS = re.compile(r"\w+(?:\s*(?:→|->|,)\s*\w+)*")
-
-
-class _Dataset(Protocol):
-    def score_answer(self, answer: str | None, entry: Entry) -> float: ...
 
 
 def build_reasoning_gym(config: ReasoningGymReward) -> RewardFunction:
@@ -62,30 +59,20 @@ def build_reasoning_gym(config: ReasoningGymReward) -> RewardFunction:
         answer = extract_answer(sample.text, extract)
         if not answer:
             return 0.0
-        return float(_score_one(_dataset(family, options_json), family, entry, answer) >= config.threshold)
+        if not _has_shape(family, answer, entry):
+            return 0.0
+        dataset, reference = _dataset(family, options_json), entry.get("answer")
+        try:
+            return float(dataset.score_answer(answer, entry) >= config.threshold)
+        except Exception as error:
+            # Some scorers raise on an answer they cannot read. That is a wrong answer, unless they cannot read their own either.
+            with contextlib.suppress(Exception):
+                if reference is not None:
+                    dataset.score_answer(str(reference), entry)
+                    return 0.0
+            raise RewardError(f"the scorer of reasoning-gym's {family} raised {type(error).__name__}: {error}") from error
 
     return score
-
-
-def _score_one(dataset: _Dataset, family: str, entry: Entry, answer: str) -> float:
-    reference = entry.get("answer")
-    if not _has_shape(family, answer, entry):
-        return 0.0
-    try:
-        return float(dataset.score_answer(answer, entry))
-    except Exception as error:
-        # Some scorers raise on an answer they cannot read. That is a wrong answer, unless they cannot read their own either.
-        if reference is not None and _reference_scores(dataset, entry, str(reference)):
-            return 0.0
-        raise RewardError(f"the scorer of reasoning-gym's {family} raised {type(error).__name__}: {error}") from error
-
-
-def _reference_scores(dataset: _Dataset, entry: Entry, reference: str) -> bool:
-    try:
-        dataset.score_answer(reference, entry)
-    except Exception:  # noqa: BLE001 - the question is only whether it does
-        return False
-    return True
 
 
 def _parse_reference(reference_json: str, prompt_id: str) -> tuple[str, str, Entry]:
@@ -102,16 +89,15 @@ def _parse_reference(reference_json: str, prompt_id: str) -> tuple[str, str, Ent
 
 
 @lru_cache(maxsize=32)
-def _dataset(family: str, options_json: str) -> _Dataset:
+def _dataset(family: str, options_json: str) -> Any:  # noqa: ANN401 - reasoning-gym has no types
     """Return a dataset of the family, for its scorer: some judge by their own config."""
     factory = import_optional("reasoning_gym.factory", "reasoning_gym")
     if family not in factory.DATASETS:
         raise RewardError(f"reasoning-gym has no family {family!r}; it has: {', '.join(sorted(factory.DATASETS))}")
     try:
-        dataset: _Dataset = factory.create_dataset(family, seed=0, size=1, **json.loads(options_json))
+        return factory.create_dataset(family, seed=0, size=1, **json.loads(options_json))
     except (TypeError, AssertionError, ValueError) as error:
         raise RewardError(f"reasoning-gym refused the options {options_json} of {family!r}: {error}") from error
-    return dataset
 
 
 # -- shapes --------------------------------------------------------------------------------------------------------------
@@ -120,25 +106,15 @@ def _dataset(family: str, options_json: str) -> _Dataset:
 def _has_shape(family: str, answer: str, entry: Entry) -> bool:
     if answer == str(entry.get("answer")).strip():
         return True
+    # Its numbers may not be far longer than those of the question and the reference, nor have a large exponent.
+    own = f"{entry.get('question')} {entry.get('answer')}"
+    longest = max(map(len, _DIGITS.findall(own)), default=0)
+    if any(len(digits) > _MAX_DIGITS + longest for digits in _DIGITS.findall(answer)) or _LARGE_EXPONENT.search(answer):
+        return False
     shape = _SHAPES.get(family)
-    return _has_bounded_numbers(answer, entry) and (shape is None or shape(answer, entry))
-
-
-def _never(_answer: str, _entry: Entry) -> bool:
-    """Only the reference answer itself is right."""
-    return False
-
-
-def _same_case_folded(answer: str, entry: Entry) -> bool:
-    return answer.casefold() == str(entry["answer"]).strip().casefold()
-
-
-def _same_words(answer: str, entry: Entry) -> bool:
-    return len(answer.split()) == len(str(entry["answer"]).split())
-
-
-def _same_statements(answer: str, entry: Entry) -> bool:
-    return _statements(answer) == _statements(str(entry["answer"]))
+    if isinstance(shape, re.Pattern):
+        return shape.fullmatch(answer) is not None
+    return shape is None or shape(answer, str(entry["answer"]).strip())
 
 
 def _statements(text: str) -> list[str]:
@@ -146,7 +122,7 @@ def _statements(text: str) -> list[str]:
     return sorted(" ".join(part.split()) for part in parts if part)
 
 
-def _expression(answer: str, _entry: Entry) -> bool:
+def _expression(answer: str, _reference: str) -> bool:
     """Whether it is one algebraic expression of numbers, one-letter variables and the usual functions, safe to be evaluated."""
     if len(answer) > _MAX_EXPRESSION_CHARS or not answer.isascii():
         return False
@@ -195,39 +171,36 @@ def _magnitude(node: ast.expr) -> float:
     raise ValueError("not an expression")
 
 
-def _has_bounded_numbers(answer: str, entry: Entry) -> bool:
-    """Whether its numbers are not far longer than those of the question and the reference, nor have a large exponent."""
-    own = f"{entry.get('question')} {entry.get('answer')}"
-    longest = max(map(len, _DIGITS.findall(own)), default=0)
-    return all(len(digits) <= _MAX_DIGITS + longest for digits in _DIGITS.findall(answer)) and not _LARGE_EXPONENT.search(answer)
+def _never(_answer: str, _reference: str) -> bool:
+    """Only the reference answer itself is right."""
+    return False
 
 
-def _pattern(pattern: str | re.Pattern[str]) -> Shape:
-    compiled = re.compile(pattern)
-    return lambda answer, _entry: compiled.fullmatch(answer) is not None
+def _same_words(answer: str, reference: str) -> bool:
+    return len(answer.split()) == len(reference.split())
 
 
-_SHAPES: dict[str, Shape] = {
+_SHAPES: dict[str, Shape | re.Pattern[str]] = {
     # The scorer compares truth values of texts: every text is true.
-    "game_of_life_halting": _same_case_folded,
+    "game_of_life_halting": lambda answer, reference: answer.casefold() == reference.casefold(),
     # The scorer passes other texts to eval, and pays less than 1 for them anyway.
     "string_insertion": _never,
     "spiral_matrix": _never,
     "binary_matrix": _never,
     # eval or sympy's parser, and many right answers.
-    "n_queens": _pattern(r"[Q_\s]+"),
+    "n_queens": re.compile(r"[Q_\s]+"),
     "countdown": _expression,
     "puzzle24": _expression,
     "simple_integration": _expression,
     "intermediate_integration": _expression,
     "polynomial_multiplication": _expression,
     # The scorer looks for an answer anywhere in the text, or ignores what it cannot read.
-    "fraction_simplification": _pattern(_FRACTION),
-    "gsm_symbolic": _pattern(_NUMBER),
-    "knights_knaves": _same_statements,
+    "fraction_simplification": _FRACTION,
+    "gsm_symbolic": _NUMBER,
+    "knights_knaves": lambda answer, reference: _statements(answer) == _statements(reference),
     "letter_jumble": _same_words,
-    "quantum_lock": _pattern(_LOCK_BUTTONS),
-    "sokoban": _pattern(r"[UDLR]+"),
+    "quantum_lock": _LOCK_BUTTONS,
+    "sokoban": re.compile(r"[UDLR]+"),
     "survo": _same_words,
 }
 

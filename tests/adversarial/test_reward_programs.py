@@ -522,6 +522,7 @@ def days(n): return datetime.date(2020, 1, 1) + datetime.timedelta(n)
 def grow(d): d["a"].append(1)
 def freq(s): return collections.Counter(s)
 def half(): return fractions.Fraction(1, 2)
+def named(**given): return sorted(given)
 def catches(f):
     try: return f(1)
     except ValueError as e: return str(e)
@@ -573,6 +574,7 @@ HONEST = [
     "import datetime\nassert days(1) == datetime.date(2020, 1, 2)\nd = {'a': []}\ngrow(d)\nassert d == {'a': [1]} and freq('aab') == {'a': 2, 'b': 1}",
     "from fractions import Fraction\nassert half() == Fraction(1, 2) and half() * 2 == 1",
     "def boom(x): raise ValueError('bad')\nassert catches(boom) == 'bad' and (lambda f: f(3))(lambda n: apply(lambda m: m + n, 4)) == 7",
+    "assert named(self=1, operation=2, derived=3, function=4, args=5, kwargs=6) == ['args', 'derived', 'function', 'kwargs', 'operation', 'self']",
     "import solution\nassert solution.sqrt(9) == 3.0 and solution.PI == 3",
     "from solution import *\nassert sqrt(4) == 2 and PI == 3",
     "def test_a():\n    assert PI == 3\ndef test_b():\n    assert sqrt(4) == 2",

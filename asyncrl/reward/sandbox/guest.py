@@ -58,7 +58,7 @@ BUILT_IN = """len bool int float complex round iter next reversed hash divmod st
 OPERATIONS: dict[str, Callable[..., Any]] = {
     **{name: getattr(operator, name) for name in (*BINARY, *(f"i{name.rstrip('_')}" for name in BINARY), *OF_OPERATOR.split())},
     **{name: getattr(builtins, name) for name in BUILT_IN.split()},
-    "call": lambda function, *args, **kwargs: function(*args, **kwargs),
+    "call": lambda function, /, *args, **kwargs: function(*args, **kwargs),
     "enter": lambda context: type(context).__enter__(context),
     "exit": lambda context, *error: bool(type(context).__exit__(context, *error)),
     "await": _await,

@@ -36,11 +36,11 @@ if TYPE_CHECKING:
 
     from asyncrl.reward.sandbox.guest_values import Frame
 
-TELLING = ("add", "sub", "truediv", "floordiv", "mod", "and_", "or_", "xor")
+TELLING = ("add", "sub", "truediv", "floordiv", "mod", "and_", "or_", "xor", "divmod")
 """Operators by which a test may compare with what it expects, as in `abs(f(x) - 5) < 1e-6`."""
 SCALING = ("mul", "matmul", "pow", "lshift", "rshift")
-COMPARISONS = ("eq", "lt", "le", "gt", "ge")
-UNARY = ("neg", "pos", "invert", "abs")
+ASKED = ("str", "repr", "setattr", "delattr", "getitem", "setitem", "delitem", "enter", "copy")
+CONVERTED = ("len", "int", "float", "complex", "index", "round", "next", "reversed", "hash", "contains")
 _iteration_ends = (StopIteration, StopAsyncIteration, GeneratorExit)
 
 
@@ -63,11 +63,19 @@ class JudgeSession:
             raise SessionOver("the program did not load")
         return {name: self._decode(told[name]) for name in names if name in told}
 
-    def ask(self, operation: str, *args: Any, derived: bool = False, **kwargs: Any) -> Any:
-        """Have the candidate perform an operation; return its value, raise its exception or SessionOver.
+    def ask(self, operation: str, /, *args: Any, **kwargs: Any) -> Any:
+        """Have the candidate perform an operation; return its value, raise its exception or SessionOver."""
+        return self._decode(self._answer(operation, args, kwargs, as_object=False))
 
-        `derived` keeps the value a handle, whatever it is.
-        """
+    def derive(self, operation: str, /, *args: Any) -> Any:
+        """As `ask`, of a value that stays a handle, whatever it is."""
+        value = self._decode(self._answer(operation, args, {}, as_object=True))
+        if not isinstance(value, Handle):
+            raise SessionOver("a value where an object was asked for")
+        object.__setattr__(value, "_handle_derived", True)
+        return value
+
+    def _answer(self, operation: str, args: tuple[Any, ...], kwargs: dict[str, Any], as_object: bool) -> Any:
         passed: list[int] = []
         with self.lock:
             if self.is_over:
@@ -77,7 +85,7 @@ class JudgeSession:
                     "op": operation,
                     "args": [self._encode(each, passed) for each in args],
                     "kwargs": {name: self._encode(each, passed) for name, each in kwargs.items()},
-                    "as_object": derived,
+                    "as_object": as_object,
                 })
                 while "call" in (frame := self._read()):
                     self.pipe.write(self._call(frame))
@@ -94,13 +102,7 @@ class JudgeSession:
         if operation == "call":
             for place, after in frame.get("changed", ()):
                 _replace_contents(args[place] if type(place) is int else kwargs[place], self._decode(after))
-        value = self._decode(frame["value"])
-        if not derived:
-            return value
-        if not isinstance(value, Handle):
-            raise SessionOver("a value where an object was asked for")
-        object.__setattr__(value, "_handle_derived", True)
-        return value
+        return frame["value"]
 
     def _read(self) -> Frame:
         """Return the program's next message; what it printed meanwhile is printed here, where a test may catch it."""
@@ -194,7 +196,7 @@ class JudgeSession:
 def _stand_in(session: JudgeSession, class_number: int, name: str, parents: tuple[Any, ...]) -> type:
     """Return a class that stands for one of the program's error classes."""
 
-    def construct(self: Any, *args: Any, **kwargs: Any) -> None:
+    def construct(self: Any, /, *args: Any, **kwargs: Any) -> None:
         made = session.ask("call", session.error_classes[class_number], *args, **kwargs)
         self.__dict__.update(_handle_number=made._handle_number, _text=str(made))
 
@@ -203,8 +205,11 @@ def _stand_in(session: JudgeSession, class_number: int, name: str, parents: tupl
             raise AttributeError(name)
         return session.ask("getattr", self, name)
 
-    members = {"__init__": construct, "__getattr__": attribute, "__str__": lambda self: self._text}
-    return types.new_class(name, parents, {}, lambda made: made.update(_handle_number=class_number, **members))
+    def text(self: Any) -> Any:
+        return self._text
+
+    members = {"_handle_number": class_number, "__init__": construct, "__getattr__": attribute, "__str__": text}
+    return types.new_class(name, parents, {}, lambda made: made.update(members))
 
 
 def _replace_contents(target: Any, after: Any) -> None:
@@ -228,7 +233,7 @@ class Handle:
         object.__setattr__(self, "_handle_number", number)
         object.__setattr__(self, "_handle_derived", False)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         """Call it where it lives."""
         return self._handle_session.ask("call", self, *args, **kwargs)
 
@@ -253,37 +258,29 @@ class Handle:
         return isinstance(value, Handle) and self._handle_session.ask("issubclass", value, self) is True
 
     def __bool__(self) -> bool:
-        return self._convert("bool") is True
+        return self._handle_convert("bool") is True
 
     def __format__(self, form: str) -> Any:
-        return self._convert("format", form) if form else str(self)
+        return self._handle_convert("format", form) if form else str(self)
 
     def __deepcopy__(self, _memo: Any) -> Any:
         return self._handle_session.ask("deepcopy", self)
 
-    def __contains__(self, value: Any) -> bool:
-        return self._convert("contains", value) is True
-
     def __iter__(self) -> Any:
-        values = self._convert("iter")
+        values = self._handle_convert("iter")
         return values if isinstance(values, Handle) else iter(values)
 
-    def _convert(self, operation: str, *args: Any) -> Any:
+    def _handle_ask(self, operation: str, *args: Any, derived: bool) -> Any:
+        return (self._handle_session.derive if derived else self._handle_session.ask)(operation, *args)
+
+    def _handle_convert(self, operation: str, *args: Any) -> Any:
         if self._handle_derived:
             raise TypeError(f"{operation} of what an operator made of a program's object and the test's data is not supported")
         return self._handle_session.ask(operation, self, *args)
 
 
-def _asked(operation: str) -> Callable[..., Any]:
-    return lambda self, *args: self._handle_session.ask(operation, self, *args)
-
-
-def _converted(operation: str) -> Callable[..., Any]:
-    return lambda self, *args: self._convert(operation, *args)
-
-
-def _unary(operation: str) -> Callable[..., Any]:
-    return lambda self: self._handle_session.ask(operation, self, derived=self._handle_derived)
+def _define(name: str, method: Callable[..., Any]) -> None:
+    setattr(Handle, f"__{name}__", method)
 
 
 def _compared(operation: str) -> Callable[..., Any]:
@@ -293,32 +290,32 @@ def _compared(operation: str) -> Callable[..., Any]:
     return compare
 
 
-def _combined(operation: str, tells: bool, reflected: bool) -> Callable[..., Any]:
+def _combined(operation: str, tells: bool, reflected: bool = False) -> Callable[..., Any]:
     def combine(self: Handle, other: Any, *rest: Any) -> Any:
         if type(other).__module__ == "datetime":
             return NotImplemented  # a difference of dates is read by its attributes, which would then be the program's to invent
         is_handle = isinstance(other, Handle)
         derived = self._handle_derived or (is_handle and other._handle_derived) or (tells and not is_handle)
         pair = (other, self) if reflected else (self, other)
-        return self._handle_session.ask(operation, *pair, *rest, derived=derived)
+        return self._handle_ask(operation, *pair, *rest, derived=derived)
 
     return combine
 
 
-for _name in ("str", "repr", "setattr", "delattr", "getitem", "setitem", "delitem", "enter", "copy"):
-    setattr(Handle, f"__{_name}__", _asked(_name))
-for _name in ("len", "int", "float", "complex", "index", "round", "next", "reversed", "hash"):
-    setattr(Handle, f"__{_name}__", _converted(_name))
-for _name in UNARY:
-    setattr(Handle, f"__{_name}__", _unary(_name))
-for _name in COMPARISONS:
-    setattr(Handle, f"__{_name}__", _compared(_name))
-for _name in (*TELLING, *SCALING, "divmod"):
-    _plain_name, _tells = _name.rstrip("_"), _name not in SCALING
-    setattr(Handle, f"__{_plain_name}__", _combined(_name, _tells, reflected=False))
-    setattr(Handle, f"__r{_plain_name}__", _combined(_name, _tells, reflected=True))
+for _name in ASKED:
+    _define(_name, lambda self, *args, _name=_name: self._handle_session.ask(_name, self, *args))
+for _name in CONVERTED:
+    _define(_name, lambda self, *args, _name=_name: self._handle_convert(_name, *args))
+for _name in ("neg", "pos", "invert", "abs"):
+    _define(_name, lambda self, _name=_name: self._handle_ask(_name, self, derived=self._handle_derived))
+for _name in ("eq", "lt", "le", "gt", "ge"):
+    _define(_name, _compared(_name))
+for _name in (*TELLING, *SCALING):
+    _plain_name, _tells = _name.rstrip("_"), _name in TELLING
+    _define(_plain_name, _combined(_name, _tells))
+    _define(f"r{_plain_name}", _combined(_name, _tells, reflected=True))
     if _name != "divmod":
-        setattr(Handle, f"__i{_plain_name}__", _combined(f"i{_plain_name}", _tells, reflected=False))
+        _define(f"i{_plain_name}", _combined(f"i{_plain_name}", _tells))
 
 
 def passes(candidate: Pipe, frame: Frame) -> bool:

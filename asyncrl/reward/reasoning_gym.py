@@ -114,7 +114,7 @@ def _has_shape(family: str, answer: str, entry: Entry) -> bool:
     shape = _SHAPES.get(family)
     if isinstance(shape, re.Pattern):
         return shape.fullmatch(answer) is not None
-    return shape is None or shape(answer, str(entry["answer"]).strip())
+    return shape is None or shape(answer, str(entry.get("answer")).strip())
 
 
 def _statements(text: str) -> list[str]:

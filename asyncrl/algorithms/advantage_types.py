@@ -62,14 +62,8 @@ class AdvantageConfig:
     @classmethod
     def of(cls, algorithm: AlgorithmConfig) -> AdvantageConfig:
         """Return the part of a run's config that advantages read."""
-        return cls(
-            epsilon=algorithm.advantage_epsilon,
-            gamma=algorithm.gamma,
-            gae_lambda=algorithm.gae_lambda,
-            vtrace_rho=algorithm.vtrace_rho,
-            vtrace_c=algorithm.vtrace_c,
-            whiten=algorithm.whiten,
-        )
+        same = {name: getattr(algorithm, name) for name in ("gamma", "gae_lambda", "vtrace_rho", "vtrace_c", "whiten")}
+        return cls(epsilon=algorithm.advantage_epsilon, **same)
 
 
 @dataclass(frozen=True, slots=True)

@@ -80,7 +80,7 @@ def gspo(inputs: LossInputs, config: LossConfig) -> LossOutputs:
     Source: GSPO (arXiv 2507.18071), equations 5 to 7.
     """
     corrections = corrections_of(inputs, config)
-    ratio_S = bounded_exp(_mean_log_ratio(inputs, corrections))
+    ratio_S = _sequence_ratio(inputs, corrections)
     return _clipped(ratio_S[inputs.sequence_ids], inputs, config, corrections)
 
 
@@ -92,7 +92,7 @@ def gspo_token(inputs: LossInputs, config: LossConfig) -> LossOutputs:
     Source: GSPO (arXiv 2507.18071), equations 13 and 14; verl `compute_policy_loss_gspo`.
     """
     corrections = corrections_of(inputs, config)
-    ratio_S = bounded_exp(_mean_log_ratio(inputs, corrections)).detach()
+    ratio_S = _sequence_ratio(inputs, corrections).detach()
     logprobs = masked(inputs.logprobs, inputs.mask)
     ratio = ratio_S[inputs.sequence_ids] * (logprobs - logprobs.detach()).exp()
     return _clipped(ratio, inputs, config, corrections)
@@ -126,7 +126,7 @@ def gmpo(inputs: LossInputs, config: LossConfig) -> LossOutputs:
     log_r = log_ratio(inputs.logprobs, inputs.proximal_logprobs.detach(), inputs.mask)
     held = torch.where(advantages > 0, log_r.clamp(max=config.clip_high), log_r.clamp(min=-config.clip_low))
     ratio_S = bounded_exp(sequence_mean(held, corrections.kept, inputs))
-    return finish(inputs, config, Objective(-advantages * ratio_S[inputs.sequence_ids], clipped=held != log_r), corrections)
+    return finish(inputs, config, Objective(-advantages * ratio_S[inputs.sequence_ids], held != log_r), corrections)
 
 
 def _clipped(ratio: torch.Tensor, inputs: LossInputs, config: LossConfig, corrections: CorrectionOutputs) -> LossOutputs:
@@ -143,9 +143,9 @@ def _clipped(ratio: torch.Tensor, inputs: LossInputs, config: LossConfig, correc
     return finish(inputs, config, Objective(loss, bounded > free, dual_clipped), corrections)
 
 
-def _mean_log_ratio(inputs: LossInputs, corrections: CorrectionOutputs) -> torch.Tensor:
-    """Return [S], the mean of log(current / proximal) over kept tokens."""
-    return sequence_mean(inputs.logprobs - inputs.proximal_logprobs.detach(), corrections.kept, inputs)
+def _sequence_ratio(inputs: LossInputs, corrections: CorrectionOutputs) -> torch.Tensor:
+    """Return [S], exp of the mean of log(current / proximal) over kept tokens."""
+    return bounded_exp(sequence_mean(inputs.logprobs - inputs.proximal_logprobs.detach(), corrections.kept, inputs))
 
 
 def dppo_tv(inputs: LossInputs, config: LossConfig) -> LossOutputs:
@@ -184,8 +184,7 @@ def _probabilities(inputs: LossInputs) -> tuple[torch.Tensor, torch.Tensor, torc
 
 def _trusted(inputs: LossInputs, config: LossConfig, beyond: torch.Tensor) -> LossOutputs:
     ratio = log_ratio(inputs.logprobs, inputs.proximal_logprobs, inputs.mask).detach().exp().clamp(max=config.max_ratio)
-    objective = Objective(masked(ratio * _negative_likelihood(inputs), ~beyond), clipped=inputs.mask & beyond)
-    return finish(inputs, config, objective)
+    return finish(inputs, config, Objective(masked(ratio * _negative_likelihood(inputs), ~beyond), inputs.mask & beyond))
 
 
 def cispo(inputs: LossInputs, config: LossConfig) -> LossOutputs:
@@ -198,8 +197,7 @@ def cispo(inputs: LossInputs, config: LossConfig) -> LossOutputs:
     """
     ratio = log_ratio(inputs.logprobs, inputs.proximal_logprobs, inputs.mask).detach().exp()
     bounded = ratio.clamp(config.min_ratio, config.max_ratio)
-    objective = Objective(bounded * _negative_likelihood(inputs), clipped=inputs.mask & (bounded != ratio))
-    return finish(inputs, config, objective)
+    return finish(inputs, config, Objective(bounded * _negative_likelihood(inputs), inputs.mask & (bounded != ratio)))
 
 
 def sapo(inputs: LossInputs, config: LossConfig) -> LossOutputs:
@@ -212,8 +210,7 @@ def sapo(inputs: LossInputs, config: LossConfig) -> LossOutputs:
     ratio = log_ratio(inputs.logprobs, inputs.proximal_logprobs.detach(), inputs.mask).exp()
     advantages = known_advantages(inputs)
     tau = torch.full_like(advantages, config.tau_negative).masked_fill(advantages > 0, config.tau_positive)
-    objective = Objective(-advantages * torch.sigmoid(tau * (ratio - 1.0)) * 4.0 / tau)
-    return finish(inputs, config, objective)
+    return finish(inputs, config, Objective(-advantages * torch.sigmoid(tau * (ratio - 1.0)) * 4.0 / tau))
 
 
 def reinforce(inputs: LossInputs, config: LossConfig) -> LossOutputs:
@@ -223,8 +220,7 @@ def reinforce(inputs: LossInputs, config: LossConfig) -> LossOutputs:
 
     Source: Williams 1992.
     """
-    objective = Objective(_negative_likelihood(inputs))
-    return finish(inputs, config, objective)
+    return finish(inputs, config, Objective(_negative_likelihood(inputs)))
 
 
 def dro(inputs: LossInputs, config: LossConfig) -> LossOutputs:
@@ -246,8 +242,7 @@ def importance_sampling(inputs: LossInputs, config: LossConfig) -> LossOutputs:
     Source: Degris et al. 2012 (arXiv 1205.4839), per token; Tinker's loss `importance_sampling`.
     """
     ratio = log_ratio(inputs.logprobs, inputs.behaviour_logprobs.detach(), inputs.mask).exp()
-    objective = Objective(-known_advantages(inputs) * ratio)
-    return finish(inputs, config, objective)
+    return finish(inputs, config, Objective(-known_advantages(inputs) * ratio))
 
 
 def aipo(inputs: LossInputs, config: LossConfig) -> LossOutputs:
@@ -258,10 +253,8 @@ def aipo(inputs: LossInputs, config: LossConfig) -> LossOutputs:
     Source: LlamaRL (arXiv 2505.24034), asynchronous importance-weighted policy optimization.
     """
     ratio = log_ratio(inputs.logprobs, inputs.behaviour_logprobs, inputs.mask).detach().exp()
-    objective = Objective(
-        ratio.clamp(max=config.max_ratio) * _negative_likelihood(inputs), clipped=inputs.mask & (ratio > config.max_ratio)
-    )
-    return finish(inputs, config, objective)
+    bounded = ratio.clamp(max=config.max_ratio)
+    return finish(inputs, config, Objective(bounded * _negative_likelihood(inputs), inputs.mask & (ratio > config.max_ratio)))
 
 
 def topr(inputs: LossInputs, config: LossConfig) -> LossOutputs:
@@ -276,8 +269,7 @@ def topr(inputs: LossInputs, config: LossConfig) -> LossOutputs:
     ratio = bounded_exp(sequence_sum(difference, inputs))[inputs.sequence_ids]
     negative = known_advantages(inputs) < 0
     weight = torch.where(negative, ratio.clamp(max=1.0), 1.0)
-    objective = Objective(weight * _negative_likelihood(inputs), clipped=negative & (ratio > 1.0))
-    return finish(inputs, config, objective)
+    return finish(inputs, config, Objective(weight * _negative_likelihood(inputs), negative & (ratio > 1.0)))
 
 
 def vespo(inputs: LossInputs, config: LossConfig) -> LossOutputs:
@@ -292,8 +284,7 @@ def vespo(inputs: LossInputs, config: LossConfig) -> LossOutputs:
     log_w = sequence_sum(log_ratios, inputs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)[inputs.sequence_ids]
     good, bad = ((k * log_w - rate * torch.expm1(log_w)).exp() for k, rate in (config.vespo_positive, config.vespo_negative))
     weight = torch.where(known_advantages(inputs) >= 0, good, bad)
-    objective = Objective(weight * _negative_likelihood(inputs))
-    return finish(inputs, config, objective)
+    return finish(inputs, config, Objective(weight * _negative_likelihood(inputs)))
 
 
 def _negative_likelihood(inputs: LossInputs) -> torch.Tensor:
@@ -320,23 +311,17 @@ class ValueInputs:
     denominators: Denominators
 
 
-@dataclass(frozen=True, slots=True)
-class ValueOutputs:
-    """The scalar to differentiate, and what diagnostics read."""
-
-    loss: torch.Tensor
-    """float [], this micro-batch's share of the update's value loss."""
-    clipped: torch.Tensor
-    """bool [N], the clipped term was strictly larger: the token has no gradient. False at masked tokens."""
-
-
-def value_loss(inputs: ValueInputs, *, clip: float, aggregation: str) -> ValueOutputs:
+def value_loss(inputs: ValueInputs, *, clip: float, aggregation: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute 0.5 max((v - R)^2, (clip(v, old - c, old + c) - R)^2), aggregated.
 
     Args:
         inputs: One micro-batch.
         clip: c, how far a value moves from its old one before its loss stops falling; inf: 0.5 (v - R)^2.
         aggregation: A name in AGGREGATIONS.
+
+    Returns:
+        This micro-batch's share [] of the update's value loss; and bool [N], where the clipped term was strictly larger, so that
+        the token has no gradient (false at masked tokens).
 
     Source: OpenAI baselines `ppo2`; InstructGPT (arXiv 2203.02155); verl `compute_value_loss`.
     """
@@ -348,7 +333,7 @@ def value_loss(inputs: ValueInputs, *, clip: float, aggregation: str) -> ValueOu
     clipped = clipped_errors.detach() > errors.detach()
     larger = torch.maximum(errors, clipped_errors)
     loss = aggregate(aggregation, 0.5 * larger, inputs.mask, inputs.sequence_ids, inputs.num_sequences, inputs.denominators)
-    return ValueOutputs(loss, clipped)
+    return loss, clipped
 
 
 Loss = Callable[[LossInputs, LossConfig], LossOutputs]

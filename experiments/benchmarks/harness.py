@@ -31,7 +31,11 @@ BENCHMARKS = (
     "controller",
     "rewards",
 )
-OPTIONS: dict[str, frozenset[str]] = {"engine": frozenset({"engine"}), "broadcast": frozenset({"media"})}
+OPTIONS: dict[str, frozenset[str]] = {
+    "engine": frozenset({"engine"}),
+    "broadcast": frozenset({"media"}),
+    "learner": frozenset({"profile"}),
+}
 """Further words that `run` of a benchmark takes, by its name."""
 
 

@@ -42,6 +42,8 @@ from asyncrl.schema.weights import Probe
 
 PAD, EOS = "<pad>", "<eos>"
 PROBE_TOKENS = 16
+SMALL_LOGITS = 1 << 20
+"""So many need no chunks, which cost a second forward of the output layer: 4 MiB in float32."""
 
 
 def character_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
@@ -193,7 +195,7 @@ def run_row(
         model: From `open_model` or `made_ready`.
         row: On the model's device.
         temperature: See `token_logprobs`.
-        chunk_tokens: See `token_logprobs`.
+        chunk_tokens: See `token_logprobs`; more where the vocabulary is small (SMALL_LOGITS).
         entropy_gradient: See `token_logprobs`.
         fused: See `token_logprobs`.
     """
@@ -205,7 +207,7 @@ def run_row(
             row.target_ids,
             head,
             temperature=temperature,
-            chunk_tokens=chunk_tokens,
+            chunk_tokens=max(chunk_tokens, SMALL_LOGITS // model.config.get_text_config().vocab_size),
             entropy_gradient=entropy_gradient,
             fused=fused,
         )

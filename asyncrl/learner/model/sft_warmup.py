@@ -21,8 +21,8 @@ from asyncrl.config.learner import WarmStart
 from asyncrl.errors import ConfigError, LearnerError
 from asyncrl.learner.model.policy import run_row
 from asyncrl.learner.optim.optimizer import PolicyOptimizer
-from asyncrl.learner.step.microbatch import Row, prepare_row
-from asyncrl.schema.batches import PackedRow, PackedSample
+from asyncrl.learner.step.microbatch import Row, prepare
+from asyncrl.schema.batches import PackedRow, PackedSample, StepBatch
 
 log = logging.getLogger(__name__)
 
@@ -140,6 +140,4 @@ def _row(examples: list[Example]) -> Row:
         behaviour_logprobs=np.zeros(len(mask), dtype="<f4").tobytes(),
         versions=b"",
     )
-    prepared = prepare_row(row, list(enumerate(samples)))
-    assert prepared is not None
-    return prepared
+    return prepare(StepBatch(0, tuple(samples), (row,), int(mask.sum()), 1.0)).rows[0]

@@ -14,7 +14,7 @@ group, nothing is divided, and accelerate is not imported (it takes seconds).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, TypeVar, cast
 
 import torch
@@ -126,28 +126,6 @@ class _Root(torch.nn.Module):
         return result
 
 
-@dataclass(frozen=True, slots=True)
-class _FSDPPlugin:
-    fsdp_plugin: Any
-
-
-@dataclass(frozen=True, slots=True)
-class _Dimensions:
-    fsdp_dim_names: tuple[str, ...] = (AXIS,)
-
-
-@dataclass(frozen=True, slots=True)
-class _Accelerator:
-    """What `fsdp2_prepare_model` reads of an `Accelerator`. The class itself has FSDP on GPUs only, and global state."""
-
-    state: _FSDPPlugin
-    torch_device_mesh: DeviceMesh
-    device: torch.device
-    parallelism_config: _Dimensions = _Dimensions()
-    mixed_precision: str = "no"
-    is_main_process: bool = False
-
-
 def _prepare(root: torch.nn.Module, mesh: DeviceMesh, transformer: PreTrainedModel | None) -> None:
     """Divide `root` in place, the decoder layers of `transformer` as units of their own."""
     from accelerate.utils import FullyShardedDataParallelPlugin, fsdp2_prepare_model  # noqa: PLC0415 - takes seconds
@@ -165,7 +143,16 @@ def _prepare(root: torch.nn.Module, mesh: DeviceMesh, transformer: PreTrainedMod
         cpu_ram_efficient_loading=False,
     )
     device = torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")
-    prepared: torch.nn.Module = fsdp2_prepare_model(_Accelerator(_FSDPPlugin(plugin), mesh, device), root)
+    # What is read of an `Accelerator`. The class itself has FSDP on GPUs only, and global state.
+    accelerator = SimpleNamespace(
+        state=SimpleNamespace(fsdp_plugin=plugin),
+        torch_device_mesh=mesh,
+        device=device,
+        parallelism_config=SimpleNamespace(fsdp_dim_names=(AXIS,)),
+        mixed_precision="no",
+        is_main_process=False,
+    )
+    prepared: torch.nn.Module = fsdp2_prepare_model(accelerator, root)
     for module in prepared.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)

@@ -8,8 +8,8 @@ effect, because ranks that share a model's weights must call it equally often.
 A forward runs only what the loss needs: each sample up to the token before its last trained one. A prompt that several members
 of a group in one row begin with is run once; its hidden states are the same for all of them.
 
-What rows compute token by token is collected in a `TokenTable`: one line a sample, one column a response token. What looks at
-the whole step (advantages, corrections) reads and makes such tables, and rows take their part again. Lines follow
+What rows compute token by token is collected in a table: one line a sample, one column a response token. What looks at the
+whole step (advantages, corrections) reads and makes such tables, and rows take their part again. Lines follow
 `StepBatch.samples`, so no packing and no number of ranks changes a table.
 
 Invariants: one target for every position of the loss mask that is 1; a target's hidden state is that of the token before it in
@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -37,18 +37,7 @@ from asyncrl.models.attention import SequenceLayout, build_layout
 from asyncrl.schema.batches import PackedRow, PackedSample, StepBatch
 from asyncrl.schema.samples import ids_from_bytes, logprobs_from_bytes
 
-Member = tuple[int, PackedSample]
-"""A sample and its position in `StepBatch.samples`."""
-
-
-@dataclass(frozen=True, slots=True)
-class RowTargets:
-    """Where a row's targets lie in the step's table."""
-
-    samples: NDArray[np.int64]
-    """[M], the line."""
-    offsets: NDArray[np.int64]
-    """[M], the column."""
+Scalar = TypeVar("Scalar", bound=np.generic)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,16 +61,14 @@ class Row:
     """int64 [M], which of the row's samples (0 to S - 1)."""
     sample_index: NDArray[np.int64]
     """[S], position of each of them in `StepBatch.samples`."""
-    targets: RowTargets
+    target_samples: NDArray[np.int64]
+    """[M], position in `StepBatch.samples`: the line of each target in a table."""
+    target_offsets: NDArray[np.int64]
+    """[M], the column: the target's place in the response."""
     reference_logprobs: torch.Tensor | None = None
     """float32 [M], where the batch brings them."""
     is_filler: bool = False
     """Run but not trained: another rank has one row more."""
-
-    @property
-    def num_targets(self) -> int:
-        """M."""
-        return len(self.target_ids)
 
     @property
     def num_sequences(self) -> int:
@@ -93,6 +80,10 @@ class Row:
         """Bool [M], which targets count: all, or none of a filler."""
         return torch.full_like(self.target_ids, not self.is_filler, dtype=torch.bool)
 
+    def part_of(self, table: NDArray[Scalar]) -> torch.Tensor:
+        """Return [M], the row's part of a table [S, T], on the row's device."""
+        return torch.from_numpy(table[self.target_samples, self.target_offsets]).to(self.target_ids.device)
+
     def to(self, device: torch.device) -> Row:
         """Return the row on `device` (itself where it is there already)."""
         if device.type == "cpu":
@@ -102,50 +93,6 @@ class Row:
             name: value.to(device) for name, value in values.items() if isinstance(value, torch.Tensor | SequenceLayout)
         }
         return replace(self, **moved)
-
-
-@dataclass(frozen=True, slots=True)
-class TokenTable:
-    """The trained tokens of all ranks."""
-
-    mask: NDArray[np.bool_]
-    """[S, T], true on trained tokens."""
-
-    @classmethod
-    def of(cls, trained: Sequence[NDArray[np.int64]]) -> TokenTable:
-        """Return the table of S samples whose response tokens at the offsets `trained` are trained."""
-        width = max((int(offsets[-1]) + 1 for offsets in trained if len(offsets)), default=1)
-        mask = np.zeros((len(trained), width), dtype=np.bool_)
-        for line, offsets in enumerate(trained):
-            mask[line, offsets] = True
-        return cls(mask)
-
-    def collect(self, rows: Sequence[Row], values: Sequence[torch.Tensor], ranks: Ranks) -> FloatArray:
-        """Return [S, T], every rank's values of its rows, 0 at untrained tokens.
-
-        Args:
-            rows: This rank's.
-            values: [M] of each of them, on any device.
-            ranks: All must call.
-        """
-        own = [
-            (row.targets.samples * self.mask.shape[1] + row.targets.offsets, part.detach().double().cpu().numpy())
-            for row, part in zip(rows, values, strict=True)
-            if not row.is_filler
-        ]
-        places = np.concatenate([place for place, _ in own]) if own else np.zeros(0)
-        parts = np.concatenate([part for _, part in own]) if own else np.zeros(0)
-        table = np.zeros(self.mask.shape)
-        if ranks.size > 1:
-            received = ranks.gather(torch.from_numpy(np.stack([places.astype(np.float64), parts], axis=1))).cpu().numpy()
-            places, parts = received[:, 0], received[:, 1]
-        table.reshape(-1)[places.astype(np.int64)] = parts
-        return table
-
-    @staticmethod
-    def of_row(table: FloatArray, row: Row) -> torch.Tensor:
-        """Return [M], the row's part of a table, on the CPU."""
-        return torch.from_numpy(table[row.targets.samples, row.targets.offsets])
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,8 +112,8 @@ class PreparedBatch:
     division: Division
     updates: tuple[tuple[Row, ...], ...]
     """This rank's rows of each update, fillers included; at most `minibatches` updates, none empty."""
-    table: TokenTable
-    """Every rank's targets."""
+    mask: NDArray[np.bool_]
+    """[S, T], every rank's targets."""
     update_of_sample: NDArray[np.int64]
     """[S of the step], which update trains it; -1: none of its tokens is trained."""
 
@@ -174,6 +121,22 @@ class PreparedBatch:
     def rows(self) -> tuple[Row, ...]:
         """This rank's rows, update by update, fillers included."""
         return tuple(row for update in self.updates for row in update)
+
+    def collect(self, values: Sequence[torch.Tensor], ranks: Ranks) -> FloatArray:
+        """Return the table [S, T] of every rank's values of its rows, 0 at untrained tokens.
+
+        Args:
+            values: [M] of each of this rank's rows, on any device.
+            ranks: All must call.
+        """
+        own = [(row, part) for row, part in zip(self.rows, values, strict=True) if not row.is_filler]
+        places = [row.target_samples * self.mask.shape[1] + row.target_offsets for row, _ in own]
+        parts = [part.detach().double().cpu().numpy() for _, part in own]
+        placed_N2 = np.stack([np.concatenate([np.zeros(0), *places]), np.concatenate([np.zeros(0), *parts])], axis=1)
+        placed_N2 = ranks.gather(torch.from_numpy(placed_N2)).cpu().numpy()
+        table = np.zeros(self.mask.shape)
+        table.reshape(-1)[placed_N2[:, 0].astype(np.int64)] = placed_N2[:, 1]
+        return table
 
 
 def prepare(batch: StepBatch, division: Division | None = None) -> PreparedBatch:
@@ -186,11 +149,14 @@ def prepare(batch: StepBatch, division: Division | None = None) -> PreparedBatch
     Raises:
         LearnerError: Arrays of a row differ in length, or a sample lies outside its row.
     """
-    division = Division() if division is None else division
+    division = division or Division()
     samples = batch.samples
     arrays = [_decode(row) for row in batch.rows]
     trained = [_trained(arrays[sample.row], sample) for sample in samples]
-    table = TokenTable.of([places - sample.prompt_tokens for places, sample in zip(trained, samples, strict=True)])
+    columns = [places - sample.prompt_tokens for places, sample in zip(trained, samples, strict=True)]
+    mask = np.zeros((len(samples), max((int(own[-1]) + 1 for own in columns if len(own)), default=1)), dtype=np.bool_)
+    for line, own in enumerate(columns):
+        mask[line, own] = True
     groups = [sample.group_id for sample, places in zip(samples, trained, strict=True) if len(places)]
     update_of_group = updates_of_groups(groups, division.minibatches)
     update_of_sample = np.array([
@@ -198,16 +164,10 @@ def prepare(batch: StepBatch, division: Division | None = None) -> PreparedBatch
     ], dtype=np.int64)  # fmt: skip
     pieces: list[_Pieces] = [{} for _ in range(int(update_of_sample.max(initial=-1)) + 1)]
     for index in sorted(np.flatnonzero(update_of_sample >= 0).tolist(), key=lambda index: samples[index].row):
-        pieces[update_of_sample[index]].setdefault(samples[index].row, []).append((index, samples[index]))
+        member = _Member(index, samples[index], trained[index])
+        pieces[update_of_sample[index]].setdefault(member.sample.row, []).append(member)
     updates = tuple(_own_rows(batch, arrays, update, division) for update in pieces)
-    return PreparedBatch(batch, division, updates, table, update_of_sample)
-
-
-def prepare_row(row: PackedRow, members: list[Member]) -> Row | None:
-    """Decode one row with its samples; None when nothing in it is trained."""
-    arrays = _decode(row)
-    kept = [(index, sample) for index, sample in members if len(_trained(arrays, sample))]
-    return _build(arrays, kept) if kept else None
+    return PreparedBatch(batch, division, updates, mask, update_of_sample)
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +181,15 @@ class _RowArrays:
     reference_logprobs: NDArray[np.float32] | None
 
 
-_Pieces = dict[int, list[Member]]
+class _Member(NamedTuple):
+    number: int
+    """In `StepBatch.samples`."""
+    sample: PackedSample
+    trained: NDArray[np.int64]
+    """Places of its trained tokens, counted from its first prompt token; at least one."""
+
+
+_Pieces = dict[int, list[_Member]]
 """What an update trains of each packed row, by the row's number."""
 
 
@@ -261,19 +229,17 @@ def _own_rows(batch: StepBatch, arrays: list[_RowArrays], pieces: _Pieces, divis
     missing = max(map(len, of_rank)) - len(own)
     if not missing:
         return tuple(own)
-    shortest = min(pieces, key=lambda row: sum(sample.prompt_tokens + sample.response_tokens for _, sample in pieces[row]))
+    shortest = min(pieces, key=lambda row: sum(one.sample.prompt_tokens + one.sample.response_tokens for one in pieces[row]))
     filler = replace(_build(arrays[shortest], pieces[shortest]), is_filler=True)
     return (*own, *[filler] * missing)
 
 
-def _build(arrays: _RowArrays, members: list[Member]) -> Row:
+def _build(arrays: _RowArrays, members: list[_Member]) -> Row:
     """Lay out samples that each have a trained token; a prompt that several of a group share lies there once."""
-    trained = [_trained(arrays, sample) for _, sample in members]
-    counts = [len(places) for places in trained]
     prompts: dict[tuple[int, bytes], NDArray[np.int64]] = {}
     sources, positions, sequences = [], [], []
     num_tokens = 0
-    for (_, sample), places in zip(members, trained, strict=True):
+    for _, sample, places in members:
         length = int(places[-1])
         num_prompt = min(sample.prompt_tokens, length)
         key = (sample.group_id, arrays.token_ids[sample.start : sample.start + num_prompt].tobytes())
@@ -284,12 +250,10 @@ def _build(arrays: _RowArrays, members: list[Member]) -> Row:
         positions.append(new)
         sequences.append(np.concatenate([prompt, laid[len(new) - (length - num_prompt) :]]))
         num_tokens += len(new)
-    token_ids = arrays.token_ids.astype(np.int64)
-    targets = np.concatenate([places + sample.start for (_, sample), places in zip(members, trained, strict=True)])
-    offsets = [places - sample.prompt_tokens for (_, sample), places in zip(members, trained, strict=True)]
-    hidden = [sequence[places - 1] for sequence, places in zip(sequences, trained, strict=True)]
-    sample_index = np.array([index for index, _ in members])
-    reference = arrays.reference_logprobs
+    counts, indices = [len(member.trained) for member in members], np.array([member.number for member in members])
+    token_ids, reference = arrays.token_ids.astype(np.int64), arrays.reference_logprobs
+    targets = np.concatenate([member.trained + member.sample.start for member in members])
+    hidden = [sequence[member.trained - 1] for sequence, member in zip(sequences, members, strict=True)]
     return Row(
         input_ids=torch.from_numpy(token_ids[np.concatenate(sources)]),
         position_ids=torch.from_numpy(np.concatenate(positions)),
@@ -299,7 +263,8 @@ def _build(arrays: _RowArrays, members: list[Member]) -> Row:
         behaviour_logprobs=torch.from_numpy(arrays.behaviour_logprobs[targets].copy()),
         versions=torch.from_numpy(arrays.versions[targets].astype(np.int64)),
         sequence_ids=torch.from_numpy(np.repeat(np.arange(len(counts)), counts)),
-        sample_index=sample_index,
-        targets=RowTargets(np.repeat(sample_index, counts), np.concatenate(offsets)),
+        sample_index=indices,
+        target_samples=np.repeat(indices, counts),
+        target_offsets=np.concatenate([member.trained - member.sample.prompt_tokens for member in members]),
         reference_logprobs=None if reference is None else torch.from_numpy(reference[targets].copy()),
     )

@@ -1,11 +1,18 @@
-"""What one step does: by which algorithm, on which rows, and what must be known before its first update.
+"""What one step does: by which algorithm, on which rows; and the forward-only passes that must come before its first update.
+
+A value head and the proximal log-probabilities share one forward of the policy.
 
 Invariant: a plan follows from batch, config and memory alone, so every rank makes the same one.
+
+Legend: M targets of a row.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, field
+
+import torch
 
 from asyncrl.algorithms.auto import Choice, applied, choose
 from asyncrl.algorithms.types import LossConfig
@@ -13,9 +20,12 @@ from asyncrl.config.algorithm import READS_CURRENT_POLICY, AlgorithmConfig, Corr
 from asyncrl.config.algorithm_table import looks_at_whole_update
 from asyncrl.config.learner import LearnerConfig
 from asyncrl.config.run import RunConfig
+from asyncrl.errors import LearnerError
 from asyncrl.learner.metrics import batch_staleness
+from asyncrl.learner.model.critic import ValueHead
+from asyncrl.learner.model.policy import RowOutputs, row_hidden, run_row
 from asyncrl.learner.step.microbatch import PreparedBatch, Row
-from asyncrl.learner.train_state import StepMemory
+from asyncrl.learner.train_state import StepMemory, TrainState
 from asyncrl.schema.batches import StepBatch
 
 
@@ -99,3 +109,79 @@ def make_plan(prepared: PreparedBatch, config: RunConfig, memory: StepMemory) ->
         needs_proximal=algorithm.kind != "dpo" and (recomputes or has_token_kl or wants_log_ratios or plans_corrections),
         needs_reference=algorithm.needs_reference and (trains_policy or has_token_kl),
     )
+
+
+RowValues = list[torch.Tensor]
+"""[M] for each of the plan's rows."""
+
+
+@dataclass(slots=True)
+class Passes:
+    """What the passes found; None where nothing needs it."""
+
+    proximal: RowValues | None = None
+    """The learner before the step."""
+    values: RowValues | None = None
+    """The critic before the step."""
+    reference: RowValues | None = None
+    timings_s: dict[str, float] = field(default_factory=dict)
+    """By metric name."""
+
+
+@torch.no_grad()
+def run_passes(state: TrainState, plan: StepPlan) -> Passes:
+    """Run what the plan needs.
+
+    Raises:
+        LearnerError: The plan needs something that neither the state nor the batch has.
+    """
+    passes, critic = Passes(), state.critic
+    if plan.needs_reference:
+        started_s = time.perf_counter()
+        passes.reference = _reference(state, plan)
+        passes.timings_s["time/reference_s"] = time.perf_counter() - started_s
+    if plan.needs_proximal or isinstance(critic, ValueHead):
+        started_s = time.perf_counter()
+        proximal: RowValues = []
+        values: RowValues = []
+        for row in plan.rows:
+            if plan.needs_proximal:
+                outputs = run_policy(state, plan, row)
+                proximal.append(outputs.logprobs)
+            if isinstance(critic, ValueHead):
+                hidden = outputs.hidden if plan.needs_proximal else row_hidden(state.model.base_model, row)
+                values.append(critic(row, hidden))
+        passes.proximal, passes.values = proximal or None, values or None
+        passes.timings_s["time/proximal_s"] = time.perf_counter() - started_s
+    if critic is not None and passes.values is None:
+        started_s = time.perf_counter()
+        passes.values = [critic(row, None) for row in plan.rows]
+        passes.timings_s["time/values_s"] = time.perf_counter() - started_s
+    return passes
+
+
+def run_policy(state: TrainState, plan: StepPlan, row: Row, *, entropy_gradient: bool = False) -> RowOutputs:
+    """Run the policy over a row, as the plan's settings say; see `run_row`."""
+    return run_row(
+        state.model,
+        row,
+        temperature=plan.batch.temperature,
+        chunk_tokens=plan.learner.logprob_chunk_tokens,
+        entropy_gradient=entropy_gradient,
+        fused=plan.learner.logprobs == "fused",
+    )
+
+
+def _reference(state: TrainState, plan: StepPlan) -> RowValues:
+    # Every row of every rank must bring them: ranks that share a reference call it equally often.
+    if all(row.reference_logprobs for row in plan.batch.rows):
+        return [row.reference_logprobs for row in plan.rows if row.reference_logprobs is not None]
+    if state.reference is None:
+        raise LearnerError(
+            f"step {plan.batch.step} needs log-probabilities of the reference: neither does the batch bring them "
+            "(algorithm.reference.where = 'worker') nor has the learner a reference (TrainState.reference)"
+        )
+    state.bring("inference")
+    logprobs = [state.reference.logprobs(row, plan.batch.temperature) for row in plan.rows]
+    state.bring("train")
+    return logprobs

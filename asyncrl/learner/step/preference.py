@@ -15,9 +15,8 @@ from asyncrl.algorithms.preference import PreferenceInputs, preference_loss
 from asyncrl.algorithms.types import Denominators, LossInputs, LossOutputs
 from asyncrl.errors import LearnerError
 from asyncrl.learner.metrics import StepPairs, StepTokens
-from asyncrl.learner.step.forward_passes import Passes, run_policy
 from asyncrl.learner.step.microbatch import PreparedBatch
-from asyncrl.learner.step.plan import StepPlan
+from asyncrl.learner.step.plan import Passes, StepPlan, run_policy
 from asyncrl.learner.train_state import TrainState
 from asyncrl.schema.samples import logprobs_from_bytes
 

@@ -30,10 +30,9 @@ from asyncrl.config.run import RunConfig
 from asyncrl.errors import LearnerError
 from asyncrl.learner.metrics import batch_metrics
 from asyncrl.learner.optim.optimizer import skip_update
-from asyncrl.learner.step.forward_passes import run_passes
 from asyncrl.learner.step.microbatch import Division, PreparedBatch, prepare
 from asyncrl.learner.step.objective import PolicyObjective
-from asyncrl.learner.step.plan import StepPlan, make_plan
+from asyncrl.learner.step.plan import StepPlan, make_plan, run_passes
 from asyncrl.learner.step.preference import PreferenceObjective
 from asyncrl.learner.train_state import TrainState
 from asyncrl.models.causal import use_packed_attention
@@ -140,7 +139,7 @@ def _on_device(state: TrainState, batch: StepBatch | PreparedBatch, config: RunC
     prepared = batch if isinstance(batch, PreparedBatch) else prepare(batch, division)
     if prepared.division != division:
         prepared = prepare(prepared.batch, division)
-    whole, targets = prepared.batch, int(prepared.table.mask.sum())
+    whole, targets = prepared.batch, int(prepared.mask.sum())
     if targets == 0:
         raise LearnerError(f"step {whole.step} has nothing to train: no token of its {len(whole.samples)} samples is unmasked")
     if targets != whole.num_trained_tokens:

@@ -45,10 +45,10 @@ def test_a_batch_is_divided_over_ranks_and_updates(kit, case):
     """Every trained token is in one row; ranks have equally many rows in an update; whole groups, whatever the packing."""
     batch, samples, ranks = prepared_of_all_ranks(kit, case)
     rows = [row for prepared in ranks for row in prepared.rows if not row.is_filler]
-    placed = [place for row in rows for place in zip(row.targets.samples.tolist(), row.targets.offsets.tolist(), strict=True)]
+    placed = [place for row in rows for place in zip(row.target_samples.tolist(), row.target_offsets.tolist(), strict=True)]
     wanted = [(number, offset) for number, sample in enumerate(samples) for offset in np.flatnonzero(sample["mask"]).tolist()]
     assert sorted(placed) == wanted
-    assert ranks[0].table.mask.sum() == len(wanted)
+    assert ranks[0].mask.sum() == len(wanted)
     assert len({tuple(map(len, prepared.updates)) for prepared in ranks}) == 1
     for update in zip(*(prepared.updates for prepared in ranks), strict=True):
         assert any(not any(row.is_filler for row in rows) for rows in update), "one rank needs no filler"
@@ -76,12 +76,12 @@ def test_a_row_knows_versions_and_reference_logprobs_of_its_targets(kit):
         sample["versions"] = 10 * number + np.arange(len(sample["response"]))
         sample["reference"] = -0.5 * sample["versions"]
     for row in prepare(kit.batch(samples, 30)).rows:
-        expected = 10 * row.targets.samples + row.targets.offsets
+        expected = 10 * row.target_samples + row.target_offsets
         assert row.versions.tolist() == expected.tolist()
         assert row.reference_logprobs.tolist() == (-0.5 * expected).tolist()
         assert row.behaviour_logprobs.tolist() == [
             float(samples[sample]["logprobs"][offset])
-            for sample, offset in zip(row.targets.samples, row.targets.offsets, strict=True)
+            for sample, offset in zip(row.target_samples, row.target_offsets, strict=True)
         ]
 
 
@@ -99,7 +99,7 @@ def gradients(model, batch):
     for row in prepare(batch).rows:
         logprobs = run_row(model, row, temperature=batch.temperature, chunk_tokens=64).logprobs
         weights = torch.from_numpy(row.sample_index + 1)[row.sequence_ids].to(logprobs.dtype)
-        (logprobs * weights).mean().mul(row.num_targets).backward()
+        (logprobs * weights).mean().mul(len(row.target_ids)).backward()
     return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
 
 
@@ -165,7 +165,7 @@ def test_a_shared_prompt_is_computed_once(kit):
         sample["mask"][:] = 1
     (row,) = prepare(kit.batch(samples)).rows
     assert len(row.input_ids) == 2 * (6 + 4 * 2)
-    assert row.num_targets == 2 * 4 * 3
+    assert len(row.target_ids) == 2 * 4 * 3
 
 
 def test_members_of_a_group_with_other_prompts_do_not_share(kit):

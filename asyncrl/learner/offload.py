@@ -15,109 +15,26 @@ A step reads it as `TrainState.offload`. Used on the learner's thread.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from pathlib import Path
 
 import torch
-from msgspec.structs import replace
 from torch.distributed.tensor import DTensor
 
 from asyncrl.clock import Clock
 from asyncrl.config.run import LocalLaunch, RunConfig
-from asyncrl.errors import ResidencyError
 from asyncrl.learner.ranks.launch import rank_device
-from asyncrl.learner.train_state import TrainState
-from asyncrl.observe.memory import MemoryLine, open_memory
-from asyncrl.observe.steps import JsonLines
+from asyncrl.learner.train_state import Offload, TrainState
+from asyncrl.observe.memory import open_memory
 from asyncrl.residency.components import Component, FrozenModelComponent, ModuleComponent, TensorComponent
-from asyncrl.residency.device import Device, SimulatedDevice, device_at
+from asyncrl.residency.device import Device, device_at
 from asyncrl.residency.manager import ResidencyManager
-from asyncrl.residency.plan import GIB, SWAP_FOLDER, PhaseNeeds, gib
-from asyncrl.schema.control import Phase, PhaseReached
+from asyncrl.residency.plan import GIB, SWAP_FOLDER, PhaseNeeds
 
 POLICY, CRITIC, REFERENCE = "policy", "critic", "reference"
 POLICY_OPTIMIZER, CRITIC_OPTIMIZER = "policy optimizer", "critic optimizer"
 PROCESS = "learner"
 _SUM_BYTES = 4
 """Of gradients, a parameter."""
-
-
-class Offload:
-    """What the learner moves, and when.
-
-    Example:
-        offload = open_offload(state, config, run_folder, model_folder, clock)
-        reached = offload.reach("rollout", 1)
-    """
-
-    def __init__(self, manager: ResidencyManager, device: Device, state: TrainState, timeline: JsonLines[MemoryLine]) -> None:
-        """Take over a state that is on the device."""
-        self._manager, self._device, self._state, self._timeline = manager, device, state, timeline
-
-    @property
-    def allocated_bytes(self) -> int:
-        """What this rank has on its device."""
-        return self._device.allocated_bytes
-
-    def close(self) -> None:
-        """Close the timeline's file."""
-        self._timeline.close()
-
-    def reach(self, phase: Phase, number: int) -> PhaseReached:
-        """Do what the controller asks.
-
-        Returns:
-            This rank's answer, once every rank has reached the phase.
-
-        Raises:
-            ResidencyError: It cannot be done, here or on another rank.
-        """
-        try:
-            reached = self._manager.switch("train" if phase == "train" else "rollout", number)
-        except Exception:  # the boundary: the other ranks wait for this one's answer
-            self._num_failed(1.0)
-            raise
-        if failed := self._num_failed(0.0):
-            raise ResidencyError(f"phase {phase!r} was not reached by {failed} of the learner's other ranks; their logs say why")
-        return replace(reached, phase=phase)
-
-    def _num_failed(self, own: float) -> int:
-        """Wait for all ranks, and return how many of them failed."""
-        return int(self._state.ranks.sum(torch.tensor(own)).item())
-
-    def prefetch(self) -> None:
-        """Bring what training needs nearer while generation has the device."""
-        self._manager.prefetch("train")
-
-    def readable(self) -> AbstractContextManager[None]:
-        """Return a context in which everything can be saved, wherever it is."""
-        return self._manager.readable()
-
-    def bring(self, phase: Phase) -> None:
-        """See `DeviceMemory`."""
-        if phase == "train" or (self._state.reference is not None and self._state.reference.is_own_model):
-            self._manager.switch(phase)
-
-    @contextlib.contextmanager
-    def watch(self) -> Iterator[None]:
-        """See `DeviceMemory`; a GPU counts by itself, and without a budget there is nothing to run out of.
-
-        With several ranks activations are not counted: FSDP empties and fills the storages of gathered weights again and again.
-        """
-        device, is_alone = self._device, self._state.ranks.size == 1
-        if not isinstance(device, SimulatedDevice) or device.budget_bytes is None or not is_alone:
-            yield
-            return
-        with device.counting_activations():
-            yield
-        device.hold(one.grad for one in self._state.model.parameters() if one.grad is not None)
-
-    def describe(self) -> str:
-        """See `DeviceMemory`."""
-        held = ", ".join(f"{name} {gib(num_bytes)}" for name, num_bytes in self._manager.resident.items())
-        return f"{held or 'no component'}, {gib(self._device.allocated_bytes)} in all of {gib(self._device.budget_bytes or 0)}"
 
 
 def needs_offload(config: RunConfig) -> bool:

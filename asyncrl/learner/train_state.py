@@ -1,19 +1,28 @@
-"""Everything that one optimizer step reads and changes, together."""
+"""Everything that one optimizer step reads and changes, together; and what of it is on the device, where that changes."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import msgspec
+import torch
+from msgspec.structs import replace
 from transformers import PreTrainedModel
 
+from asyncrl.errors import ResidencyError
 from asyncrl.learner.model.critic import Critic
 from asyncrl.learner.model.policy import Reference
 from asyncrl.learner.optim.optimizer import PolicyOptimizer
 from asyncrl.learner.ranks.group import Ranks
-from asyncrl.schema.control import Phase
+from asyncrl.observe.memory import MemoryLine
+from asyncrl.observe.steps import JsonLines
+from asyncrl.residency.device import Device, SimulatedDevice
+from asyncrl.residency.manager import ResidencyManager
+from asyncrl.residency.plan import gib
+from asyncrl.schema.control import Phase, PhaseReached
 
 
 class StepMemory(msgspec.Struct):
@@ -25,26 +34,6 @@ class StepMemory(msgspec.Struct):
     """What `kind = "auto"` picked last; empty: nothing yet."""
     measured: dict[str, float] = {}
     """What it picks the next from."""
-
-
-class DeviceMemory(Protocol):
-    """Components that leave the device and come back (learner/offload.py)."""
-
-    def bring(self, phase: Phase) -> None:
-        """Have on the device what a phase of a step needs: `inference` the reference, `train` what is trained.
-
-        Raises:
-            ResidencyError: It does not fit.
-        """
-        ...
-
-    def watch(self) -> AbstractContextManager[None]:
-        """Return a context in which a simulated device counts activations."""
-        ...
-
-    def describe(self) -> str:
-        """Return what is on the device, in words."""
-        ...
 
 
 @dataclass(slots=True)
@@ -60,10 +49,90 @@ class TrainState:
     """None where there is no critic."""
     ranks: Ranks = field(default_factory=Ranks)
     memory: StepMemory = field(default_factory=StepMemory)
-    offload: DeviceMemory | None = None
+    offload: Offload | None = None
     """None: everything stays on the device."""
 
     def bring(self, phase: Phase) -> None:
-        """See `DeviceMemory.bring`; without offload everything is there."""
+        """See `Offload.bring`; without offload everything is there."""
         if self.offload is not None:
             self.offload.bring(phase)
+
+
+class Offload:
+    """What the learner moves, and when.
+
+    Example:
+        offload = open_offload(state, config, run_folder, model_folder, clock)
+        reached = offload.reach("rollout", 1)
+    """
+
+    def __init__(self, manager: ResidencyManager, device: Device, state: TrainState, timeline: JsonLines[MemoryLine]) -> None:
+        """Take over a state that is on the device."""
+        self._manager, self._device, self._state, self._timeline = manager, device, state, timeline
+
+    @property
+    def allocated_bytes(self) -> int:
+        """What this rank has on its device."""
+        return self._device.allocated_bytes
+
+    def close(self) -> None:
+        """Close the timeline's file."""
+        self._timeline.close()
+
+    def reach(self, phase: Phase, number: int) -> PhaseReached:
+        """Do what the controller asks.
+
+        Returns:
+            This rank's answer, once every rank has reached the phase.
+
+        Raises:
+            ResidencyError: It cannot be done, here or on another rank.
+        """
+        try:
+            reached = self._manager.switch("train" if phase == "train" else "rollout", number)
+        except Exception:  # the boundary: the other ranks wait for this one's answer
+            self._num_failed(1.0)
+            raise
+        if failed := self._num_failed(0.0):
+            raise ResidencyError(f"phase {phase!r} was not reached by {failed} of the learner's other ranks; their logs say why")
+        return replace(reached, phase=phase)
+
+    def _num_failed(self, own: float) -> int:
+        """Wait for all ranks, and return how many of them failed."""
+        return int(self._state.ranks.sum(torch.tensor(own)).item())
+
+    def prefetch(self) -> None:
+        """Bring what training needs nearer while generation has the device."""
+        self._manager.prefetch("train")
+
+    def readable(self) -> AbstractContextManager[None]:
+        """Return a context in which everything can be saved, wherever it is."""
+        return self._manager.readable()
+
+    def bring(self, phase: Phase) -> None:
+        """Have on the device what a phase of a step needs: `inference` the reference, `train` what is trained.
+
+        Raises:
+            ResidencyError: It does not fit.
+        """
+        if phase == "train" or (self._state.reference is not None and self._state.reference.is_own_model):
+            self._manager.switch(phase)
+
+    @contextlib.contextmanager
+    def watch(self) -> Iterator[None]:
+        """Count activations on a simulated device; a GPU counts by itself, and without a budget there is nothing to run out of.
+
+        With several ranks activations are not counted: FSDP empties and fills the storages of gathered weights again and again.
+        """
+        device, is_alone = self._device, self._state.ranks.size == 1
+        if not isinstance(device, SimulatedDevice) or device.budget_bytes is None or not is_alone:
+            yield
+            return
+        with device.counting_activations():
+            yield
+        device.hold(one.grad for one in self._state.model.parameters() if one.grad is not None)
+
+    def describe(self) -> str:
+        """Return what is on the device, in words."""
+        held = ", ".join(f"{name} {gib(num_bytes)}" for name, num_bytes in self._manager.resident.items())
+        return f"{held or 'no component'}, {gib(self._device.allocated_bytes)} in all of {gib(self._device.budget_bytes or 0)}"

@@ -35,11 +35,12 @@ from asyncrl.learner.checkpoint import TrainerState, save_checkpoint
 from asyncrl.learner.model.lora import publishable_tensors
 from asyncrl.learner.model.policy import make_probe
 from asyncrl.learner.model.sft_warmup import StartAbandoned
-from asyncrl.learner.offload import Offload, needs_offload, open_offload
+from asyncrl.learner.offload import needs_offload, open_offload
 from asyncrl.learner.ranks.launch import Help, RankLauncher, ReachPhase, StartRank
 from asyncrl.learner.resume import Examples, InitialState, load_or_make
 from asyncrl.learner.step.microbatch import PreparedBatch, prepare
 from asyncrl.learner.step.train_step import StepResult, division_of, train_step
+from asyncrl.learner.train_state import Offload
 from asyncrl.schema.batches import StepBatch, StepDone
 from asyncrl.schema.control import (
     Checkpoint,

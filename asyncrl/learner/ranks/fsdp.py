@@ -93,11 +93,6 @@ def divided_like(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     return distribute_tensor(moved, other.device_mesh, other.placements, src_data_rank=None)
 
 
-def is_divided(tensors: Iterable[torch.Tensor]) -> bool:
-    """Return whether any of these is divided over ranks."""
-    return any(isinstance(tensor, DTensor) for tensor in tensors)
-
-
 class _Root(torch.nn.Module):
     """Stands for a whole pass over a model. A pass is the caller's code, run inside this module's forward."""
 

@@ -8,8 +8,9 @@ from asyncrl.config.algorithm import KLConfig
 from asyncrl.config.run import PlacementConfig, RayLaunch
 from asyncrl.errors import LearnerError
 from asyncrl.learner.model.policy import Reference
-from asyncrl.learner.offload import Offload, open_device, open_offload
+from asyncrl.learner.offload import open_device, open_offload
 from asyncrl.learner.step.train_step import train_step
+from asyncrl.learner.train_state import Offload
 from asyncrl.observe.memory import read_memory
 from asyncrl.residency.plan import GIB
 

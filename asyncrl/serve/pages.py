@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import io
 import tomllib
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,15 +56,9 @@ class Pages:
         self._records, self._keeper, self._guard, self._is_over, self._read_only = records, keeper, guard, is_over, read_only
         self._files = {path.relative_to(FOLDER).as_posix(): path for path in FOLDER.rglob("*") if path.suffix in TYPES}
 
-    async def index(self, _: web.Request) -> web.StreamResponse:
-        """Return the page."""
-        return self._file("index.html")
-
-    async def static(self, request: web.Request) -> web.StreamResponse:
-        """Return one of the page's files."""
-        return self._file(request.match_info["file"])
-
-    def _file(self, name: str) -> web.FileResponse:
+    def file(self, request: web.Request) -> web.FileResponse:
+        """Return one of the page's files; by itself the page."""
+        name = request.match_info.get("file", "index.html")
         if name not in self._files:
             raise ForbiddenError(404, "the page has no such file")
         kind = f"{TYPES[self._files[name].suffix]}; charset=utf-8"
@@ -84,16 +78,16 @@ class Pages:
         response.set_cookie(name, cookie, max_age=SESSION_S, httponly=True, samesite="Strict", secure=request.secure)
         return response
 
-    async def logout(self, request: web.Request) -> web.StreamResponse:
+    def logout(self, request: web.Request) -> web.Response:
         """Take the cookie back."""
         response = json_response({})
         response.del_cookie(cookie_name(request))
         return response
 
-    async def session(self, request: web.Request) -> web.StreamResponse:
+    def session(self, request: web.Request) -> dict[str, object]:
         """Say whose page it is; the name is empty where nobody is logged in."""
         who = self._guard.by_cookie(request)
-        return json_response({"name": who.name if who else "", "role": who.role if who else "", "read_only": self._read_only})
+        return {"name": who.name if who else "", "role": who.role if who else "", "read_only": self._read_only}
 
     # -- what comes ------------------------------------------------------------------------------------------------------
 
@@ -134,26 +128,25 @@ class Pages:
 
     # -- what is there ---------------------------------------------------------------------------------------------------
 
-    async def series(self, request: web.Request) -> web.StreamResponse:
+    def series(self, request: web.Request) -> Awaitable[dict[str, Any]]:
         """Return values over all steps, null where a step has none; the newest step; the byte where reading ended; the bound."""
         names = [name for name in request.query.get("names", "").split(",") if name]
         if len(names) > MOST_NAMES:
             raise ForbiddenError(400, f"names has at most {MOST_NAMES} names, got {len(names)}")
-        folder = self._records.run_folder(request.match_info["run"])
-        return json_response(await asyncio.to_thread(_series, folder, names))
+        return asyncio.to_thread(_series, self._records.run_folder(request.match_info["run"]), names)
 
-    async def ledger(self, request: web.Request) -> web.StreamResponse:
+    def ledger(self, request: web.Request) -> Awaitable[dict[str, Any]]:
         """Return counts of the ledger."""
         path = self._records.run_folder(request.match_info["run"]) / "ledger.sqlite"
         if not path.exists():
             raise ForbiddenError(404, "the run has no ledger on disk")
-        return json_response(await asyncio.to_thread(_ledger, path))
+        return asyncio.to_thread(_ledger, path)
 
-    async def samples(self, request: web.Request) -> web.StreamResponse:
+    def samples(self, request: web.Request) -> Awaitable[dict[str, Any]]:
         """Return the kept samples of a step, the newest where none is named."""
-        step = _whole(request, "step", -1)
-        folder = self._records.run_folder(request.match_info["run"])
-        return json_response(await asyncio.to_thread(_samples, folder, step))
+        return asyncio.to_thread(
+            _samples, self._records.run_folder(request.match_info["run"]), _whole(request, "step", -1)
+        )  # fmt: skip
 
 
 def _whole(request: web.Request, name: str, default: int = 0) -> int:

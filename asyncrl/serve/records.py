@@ -182,10 +182,6 @@ class Records:
             self._db.execute("DELETE FROM tokens WHERE name = ?", (name,))
         return self.tokens.pop(name, None) is not None
 
-    def read_tokens(self) -> None:
-        """Take in tokens that another process has added or removed."""
-        self.tokens = {record.name: record for record in self._read("tokens", TokenRecord)}
-
     def answer(self, key: str) -> Answered | None:
         """Return what an idempotency key stands for."""
         row = self._db.execute("SELECT record FROM keys WHERE key = ?", (key,)).fetchone()
@@ -203,10 +199,6 @@ class Records:
         """Return events behind number `after`, oldest first."""
         rows = self._db.execute("SELECT seq, record FROM events WHERE seq > ? ORDER BY seq LIMIT ?", (after, most))
         return [msgspec.convert({**msgspec.json.decode(body), "seq": seq}, ServerEvent) for seq, body in rows]
-
-    def newest_event(self) -> int:
-        """Return the number of the newest event; 0 where there is none."""
-        return int(self._db.execute("SELECT COALESCE(MAX(seq), 0) FROM events").fetchone()[0])
 
     def close(self) -> None:
         """Close the database."""

@@ -10,10 +10,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import inspect
 import sqlite3
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -22,11 +24,11 @@ from aiohttp import ClientPayloadError, http_exceptions, web
 
 from asyncrl import __version__
 from asyncrl.clock import Clock
-from asyncrl.config.load import load_config
+from asyncrl.config.load import load_config, read_toml
 from asyncrl.control.api import MOST_BODY_BYTES, READ_TIMEOUT_S, read_body
 from asyncrl.errors import AsyncRLError, ConfigError, RunError
 from asyncrl.observe.sinks import render_prometheus
-from asyncrl.observe.steps import STEPS_FILE, read_evals, read_steps
+from asyncrl.observe.steps import EVENTS_FILE, STEPS_FILE, EvalReport, read_evals, read_steps
 from asyncrl.schema.status import RunStatus
 from asyncrl.serve.guard import OPEN, WHO, ForbiddenError, Guard, new_token
 from asyncrl.serve.keeper import Keeper
@@ -46,6 +48,8 @@ MOST_SERIES = 300
 ORDERS = ("pause", "checkpoint", "drain", "stop")
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+Answer = Callable[[web.Request], object]
+"""A response, or a value that becomes one; or what is awaited for either."""
 
 
 class Fork(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -81,7 +85,7 @@ class Route(NamedTuple):
     path: str
     least: str
     """Role, or OPEN."""
-    handler: Handler
+    handler: Answer
     summary: str
     body: Any = None
     """What is taken."""
@@ -108,17 +112,20 @@ class Service:
 
     def routes(self) -> list[Route]:
         """Return every route there is."""
-        run, page = "/v1/runs/{run}", Pages(self.records, self.keeper, self.guard, self.is_over, read_only=self.read_only)
+        page = Pages(self.records, self.keeper, self.guard, self.is_over, read_only=self.read_only)
+        run, known = "/v1/runs/{run}", self.records.runs
+        steps, events = partial(self.follow, STEPS_FILE, "step", "step"), partial(self.follow, EVENTS_FILE, "seq", "event")
+        orders = ((name, partial(self.order, name)) for name in ORDERS)
         table = [
-            Route("GET", "/", OPEN, page.index, "The page."),
-            Route("GET", "/page/{file:.*}", OPEN, page.static, "The page's files."),
+            Route("GET", "/", OPEN, page.file, "The page."),
+            Route("GET", "/page/{file:.*}", OPEN, page.file, "The page's files."),
             Route("POST", "/v1/login", OPEN, page.login, "Give the page a cookie for a token.", Login),
             Route("POST", "/v1/logout", OPEN, page.logout, "Take the page's cookie back."),
             Route("GET", "/v1/session", OPEN, page.session, "Who is logged in on this page, and in which role."),
             Route("GET", "/v1/live", "viewer", page.live_runs, "The newest runs, whenever one has changed, as a stream."),
-            Route("GET", "/healthz", OPEN, self.healthz, "Whether the daemon's loop runs."),
+            Route("GET", "/healthz", OPEN, lambda _: {"ok": True}, "Whether the daemon's loop runs."),
             Route("GET", "/readyz", OPEN, self.readyz, "Whether it takes work: runs are found again, the disk has room."),
-            Route("GET", "/version", OPEN, self.version, "The daemon's version."),
+            Route("GET", "/version", OPEN, lambda _: {"version": __version__, "api": 1}, "The daemon's version."),
             Route("GET", "/openapi.json", OPEN, self.openapi, "This interface, as OpenAPI 3.1."),
             Route("GET", "/metrics", "viewer", self.metrics, "Every run's newest metrics, in Prometheus' text form."),
             Route("GET", "/v1/runs", "viewer", self.list_runs, "Runs, newest first: ?state= &project= &tag= &limit= &before=."),
@@ -127,21 +134,21 @@ class Service:
             Route("GET", "/v1/machine", "viewer", self.machine, "What there is, and what is in use."),
             Route("GET", "/v1/compare", "viewer", self.compare, "Runs beside each other: ?runs=A,B."),
             Route("GET", "/v1/events", "viewer", self.events, "What happened at the daemon and to all runs, as a stream."),
-            Route("GET", run, "viewer", self.show_run, "One run's record."),
+            Route("GET", run, "viewer", lambda asked: known[asked.match_info["run"]], "One run's record."),
             Route("GET", f"{run}/status", "viewer", self.status, "Where a run stands and who waits for whom."),
-            Route("GET", f"{run}/steps", "viewer", self.steps, "Step reports, past and coming, as a stream; ?first= STEP."),
+            Route("GET", f"{run}/steps", "viewer", steps, "Step reports, past and coming, as a stream; ?first= STEP."),
             Route("GET", f"{run}/evaluations", "viewer", self.evaluations, "Held-out evaluations, oldest first."),
-            Route("GET", f"{run}/events", "viewer", self.run_events, "What happened to a run, as a stream."),
+            Route("GET", f"{run}/events", "viewer", events, "What happened to a run, as a stream."),
             Route("GET", f"{run}/live", "viewer", page.live, "Status, steps, events as one stream: ?offset= &events=."),
             Route("GET", f"{run}/series", "viewer", page.series, "Values over all steps: ?names=reward_mean,ratio/ess."),
             Route("GET", f"{run}/ledger", "viewer", page.ledger, "Groups by state, and samples by version."),
             Route("GET", f"{run}/samples", "viewer" if self.show_samples else "operator", page.samples, "Samples: ?step=."),
             Route("GET", f"{run}/config", "viewer", self.config, "A run's config, as TOML."),
             Route("GET", f"{run}/files/{{path:.*}}", "operator", self.files, "A file of a run's folder, or a folder's list."),
-            *(Route("POST", f"{run}/{name}", "operator", self._order(name), f"Have a live run {name}.") for name in ORDERS),
-            Route("POST", f"{run}/resume", "operator", self._order("resume"), "Go on, paused or ended.", Resume),
+            *(Route("POST", f"{run}/{name}", "operator", order, f"Have a live run {name}.") for name, order in orders),
+            Route("POST", f"{run}/resume", "operator", self.resume, "Go on, paused or ended.", Resume),
             Route("POST", f"{run}/cancel", "operator", self.cancel, "Take a queued run out of the queue."),
-            Route("POST", f"{run}/fork", "submitter", self.fork, "A new run from a checkpoint of this one.", Fork),
+            Route("POST", f"{run}/fork", "submitter", self.submit, "A new run from a checkpoint of this one.", Fork),
             Route("GET", "/v1/tokens", "admin", self.list_tokens, "Names and roles of tokens."),
             Route("POST", "/v1/tokens", "admin", self.add_token, "Make a token; it is shown once.", NewToken),
             Route("DELETE", "/v1/tokens/{name}", "admin", self.remove_token, "Remove a token."),
@@ -160,7 +167,13 @@ class Service:
             request[WHO] = self.guard.check(request, route.least)
             if (run := request.match_info.get("run")) is not None and run not in self.records.runs:
                 raise ForbiddenError(404, f"there is no run {run!r}")
-            return await route.handler(request)
+            answer = route.handler(request)
+            answer = await answer if inspect.isawaitable(answer) else answer
+            if isinstance(answer, web.StreamResponse):
+                return answer
+            if "application/msgpack" in request.headers.get("Accept", ""):
+                return web.Response(body=msgspec.msgpack.encode(answer), content_type="application/msgpack")
+            return json_response(answer)
 
         return handler
 
@@ -198,21 +211,13 @@ class Service:
 
     # -- the daemon ------------------------------------------------------------------------------------------------------
 
-    async def healthz(self, _: web.Request) -> web.StreamResponse:
-        """Answer."""
-        return json_response({"ok": True})
-
     async def readyz(self, _: web.Request) -> web.StreamResponse:
         """Answer 200 where work is taken, else 503 with the reason."""
         reason = "" if self.keeper.settled.is_set() else "runs of before are being looked at"
         reason = reason or ("the daemon is ending" if self.draining else "") or disk_fault(self.records.run_folder(""))
         return json_response({"ready": not reason, "reason": reason}, 503 if reason else 200)
 
-    async def version(self, _: web.Request) -> web.StreamResponse:
-        """Return the version."""
-        return json_response({"version": __version__, "api": 1})
-
-    async def openapi(self, _request: web.Request) -> web.StreamResponse:
+    def openapi(self, _: web.Request) -> dict[str, Any]:
         """Return the table as OpenAPI."""
         _, schemas = msgspec.json.schema_components(
             [Submission, Fork, Resume, NewToken, Login], ref_template="#/components/schemas/{name}"
@@ -231,12 +236,12 @@ class Service:
                 operation["requestBody"] = {"content": {"application/json": {"schema": schema}}}
             paths.setdefault(path, {})[route.method.lower()] = operation
         bearer = {"bearer": {"type": "http", "scheme": "bearer"}}
-        return json_response({
+        return {
             "openapi": "3.1.0",
             "info": {"title": "asyncrl serve", "version": __version__},
             "paths": paths,
             "components": {"schemas": schemas, "securitySchemes": bearer},
-        })  # fmt: skip
+        }
 
     async def metrics(self, _: web.Request) -> web.StreamResponse:
         """Return the daemon's own counts, and the newest metrics of every live run."""
@@ -253,13 +258,11 @@ class Service:
         }
         return web.Response(text="\n".join(lines) + "\n" + render_prometheus(newest))
 
-    async def machine(self, _: web.Request) -> web.StreamResponse:
+    def machine(self, _: web.Request) -> dict[str, Any]:
         """Return the inventory and what runs hold of it."""
         busy = [run for run in self.records.runs.values() if run.state in {"starting", "live"}]
-        return json_response({
-            "has": self.keeper.machine,
-            "in_use": [{"run": run.id, "gpus": run.gpus, "demand": run.demand} for run in busy],
-        })  # fmt: skip
+        in_use = [{"run": run.id, "gpus": run.gpus, "demand": run.demand} for run in busy]
+        return {"has": self.keeper.machine, "in_use": in_use}
 
     async def events(self, request: web.Request) -> web.StreamResponse:
         """Stream what happens."""
@@ -275,7 +278,7 @@ class Service:
 
     # -- runs ------------------------------------------------------------------------------------------------------------
 
-    async def list_runs(self, request: web.Request) -> web.StreamResponse:
+    def list_runs(self, request: web.Request) -> dict[str, Any]:
         """Return records, newest first."""
         query = request.query
         limit, before = int(query.get("limit", 100)), int(query.get("before", 1 << 62))
@@ -286,105 +289,90 @@ class Service:
             if run.number < before and query.get("state", run.state) == run.state
             and query.get("project", run.project) == run.project and ("tag" not in query or query["tag"] in run.tags)
         ]  # fmt: skip
-        return json_response({"runs": found[:limit], "next": found[limit - 1].number if len(found) > limit else None})
+        return {"runs": found[:limit], "next": found[limit - 1].number if len(found) > limit else None}
 
-    async def queue(self, _: web.Request) -> web.StreamResponse:
+    def queue(self, _: web.Request) -> dict[str, Any]:
         """Return the queue."""
-        return json_response({"runs": in_order(self.records.runs.values())})
+        return {"runs": in_order(self.records.runs.values())}
 
-    async def submit(self, request: web.Request) -> web.StreamResponse:
-        """Check a submission whole, then queue it."""
-        body = await _body(request)
-        submission = msgspec.json.decode(body, type=Submission)
-        if (known := self._known(request, body)) is not None:
-            return json_response(known)
-        self._takes_work()
-        return await self._queue_run(request, body, submission)
+    async def submit(self, request: web.Request) -> RunRecord | web.Response:
+        """Check a submission whole, beside the loop and apart from what follows runs, and queue it; a fork is one too.
 
-    async def fork(self, request: web.Request) -> web.StreamResponse:
-        """Queue a new run from a checkpoint of this one."""
-        run, body = request.match_info["run"], await _body(request)
-        asked = msgspec.json.decode(body, type=Fork)
-        if (known := self._known(request, body)) is not None:
-            return json_response(known)
+        Returns:
+            The run, as made; or the one that the same key has made before.
+        """
+        body, key = await _body(request), request.headers.get("Idempotency-Key", "")
+        if len(key) > MOST_KEY_CHARS:
+            raise ForbiddenError(400, f"an Idempotency-Key has at most {MOST_KEY_CHARS} characters, got {len(key)}")
+        run, digest = request.match_info.get("run", ""), hashlib.sha256(request.path.encode() + b"\n" + body).hexdigest()
+        asked = msgspec.json.decode(body, type=Fork if run else Submission)
+
+        def made_before() -> RunRecord | None:
+            answered = self.records.answer(key) if key else None
+            if answered is not None and answered.body_digest != digest:
+                raise RunError("this Idempotency-Key came with another body before; take a new key")
+            return None if answered is None else self.records.runs[answered.run]
+
+        if (known := made_before()) is not None:
+            return known
         self._takes_work()
+        submission, parent = self._of_fork(run, asked) if isinstance(asked, Fork) else (asked, "")
+        folder, there = self.records.run_folder(""), self.keeper.machine
+        config, demand = await asyncio.get_running_loop().run_in_executor(
+            self._checkers, resolve, submission, folder, self.code_roots, there
+        )  # fmt: skip
+        if (known := made_before()) is not None:  # a repeat that came meanwhile
+            return known
+        record = await self.keeper.submit(
+            config, demand, who=request[WHO].name, project=submission.project, tags=submission.tags,
+            priority=submission.priority, parent=parent, answers=(key, Answered(digest, config.name)) if key else None,
+        )  # fmt: skip
+        return json_response(record, 201)
+
+    def _of_fork(self, run: str, asked: Fork) -> tuple[Submission, str]:
+        """Return a run that begins with a checkpoint of another, and which checkpoint that is."""
         folder = self.records.run_folder(run)
         checkpoints = sorted(path.name for path in (folder / "checkpoints").glob("step-*"))
         name = asked.checkpoint or (checkpoints[-1] if checkpoints else "")
         if name not in checkpoints:
             raise RunError(f"{run} has no checkpoint {name!r}; it has {', '.join(checkpoints) or 'none'}")
-        config = msgspec.to_builtins(await asyncio.to_thread(load_config, folder / "config.toml"))
-        config = {**config, "model": {"kind": "pretrained", "path": str(folder / "checkpoints" / name)}}
+        model = {"kind": "pretrained", "path": str(folder / "checkpoints" / name)}
         submission = Submission(
-            config=_without_none(config), set=asked.set, name=asked.name, priority=asked.priority, tags=asked.tags,
-            project=asked.project or self.records.runs[run].project,
+            config={**read_toml(folder / "config.toml"), "model": model}, set=asked.set, name=asked.name, priority=asked.priority,
+            tags=asked.tags, project=asked.project or self.records.runs[run].project,
         )  # fmt: skip
-        return await self._queue_run(request, body, submission, f"{run}/checkpoints/{name}")
-
-    async def _queue_run(self, request: web.Request, body: bytes, asked: Submission, parent: str = "") -> web.StreamResponse:
-        """Check a submission, beside the loop and apart from what follows runs, and queue it."""
-        folder, there = self.records.run_folder(""), self.keeper.machine
-        config, demand = await asyncio.get_running_loop().run_in_executor(
-            self._checkers, resolve, asked, folder, self.code_roots, there
-        )  # fmt: skip
-        if (known := self._known(request, body)) is not None:  # a repeat that came meanwhile
-            return json_response(known)
-        key = _key(request)
-        record = await self.keeper.submit(
-            config, demand, who=request[WHO].name, project=asked.project, tags=asked.tags, priority=asked.priority, parent=parent,
-            answers=(key, Answered(_digest(request, body), config.name)) if key else None,
-        )  # fmt: skip
-        return json_response(record, 201)
+        return submission, f"{run}/checkpoints/{name}"
 
     def _takes_work(self) -> None:
         if reason := ("the daemon is ending" if self.draining else "") or disk_fault(self.records.run_folder("")):
             raise ForbiddenError(503, reason)
 
-    def _known(self, request: web.Request, body: bytes) -> RunRecord | None:
-        """Return the run that an idempotency key has made before."""
-        answered = self.records.answer(_key(request)) if _key(request) else None
-        if answered is None:
-            return None
-        if answered.body_digest != _digest(request, body):
-            raise RunError("this Idempotency-Key came with another body before; take a new key")
-        return self.records.runs[answered.run]
-
-    async def show_run(self, request: web.Request) -> web.StreamResponse:
-        """Return a run's record."""
-        return json_response(self.records.runs[request.match_info["run"]])
-
-    async def status(self, request: web.Request) -> web.StreamResponse:
+    def status(self, request: web.Request) -> RunStatus:
         """Return a live run's own status, or what is known of one that is not."""
         record = self.records.runs[request.match_info["run"]]
-        status = self.keeper.statuses.get(record.id)
-        if status is None:
-            phase = {"queued": "queued", "starting": "starting", "live": "starting"}.get(record.state)
-            status = RunStatus(
-                name=record.id, run_folder=str(self.records.run_folder(record.id)), reason=record.reason, version=record.version,
-                phase=phase or ("failed" if record.outcome == "failed" else "stopped"), num_steps=record.num_steps,
-                accuracy_before=record.accuracy_before, accuracy_after=record.accuracy_after,
-            )  # fmt: skip
-        return _answer(request, status)
+        if (status := self.keeper.statuses.get(record.id)) is not None:
+            return status
+        ended = "failed" if record.outcome == "failed" else "stopped"
+        phases = {"queued": "queued", "starting": "starting", "live": "starting"}
+        return RunStatus(
+            name=record.id, run_folder=str(self.records.run_folder(record.id)), reason=record.reason, version=record.version,
+            phase=phases.get(record.state, ended), num_steps=record.num_steps,
+            accuracy_before=record.accuracy_before, accuracy_after=record.accuracy_after,
+        )  # fmt: skip
 
-    async def evaluations(self, request: web.Request) -> web.StreamResponse:
+    def evaluations(self, request: web.Request) -> Awaitable[list[EvalReport]]:
         """Return a run's evaluations."""
-        folder = self.records.run_folder(request.match_info["run"])
-        return _answer(request, await asyncio.to_thread(read_evals, folder))
+        return asyncio.to_thread(read_evals, self.records.run_folder(request.match_info["run"]))
 
-    async def steps(self, request: web.Request) -> web.StreamResponse:
-        """Stream a run's steps."""
-        run, after = request.match_info["run"], last_event_id(request)
-        first = request.query.get("first", "")
+    async def follow(self, file: str, number: str, kind: str, request: web.Request) -> web.StreamResponse:
+        """Stream the rows of one of a run's files, steps or events."""
+        run, first = request.match_info["run"], request.query.get("first", "")
         if first and not first.isdecimal():
             raise ForbiddenError(400, f"first must be a step, got {first[:40]!r}")
-        tail = Tail(self.records.run_folder(run) / STEPS_FILE, "step", "step", max(after, int(first or 0) - 1))
-        return await stream(request, tail.rows, lambda: self.is_over(run))
-
-    async def run_events(self, request: web.Request) -> web.StreamResponse:
-        """Stream what happens to a run."""
-        run = request.match_info["run"]
-        tail = Tail(self.records.run_folder(run) / "events.jsonl", "seq", "event", last_event_id(request))
-        return await stream(request, tail.rows, lambda: self.is_over(run))
+        after = max(last_event_id(request), int(first or 0) - 1)
+        return await stream(
+            request, Tail(self.records.run_folder(run) / file, number, kind, after).rows, lambda: self.is_over(run)
+        )
 
     def is_over(self, run: str = "") -> bool:
         """Return whether nothing more will come, of a run or at all."""
@@ -423,23 +411,25 @@ class Service:
         response.headers["Content-Disposition"] = "attachment"
         return response
 
-    def _order(self, name: str) -> Handler:
-        async def handler(request: web.Request) -> web.StreamResponse:
-            run, who = request.match_info["run"], request[WHO].name
-            if name == "resume" and self.records.runs[run].state == "ended":
-                body = await _body(request)
-                goal = msgspec.json.decode(body, type=Resume).num_steps if body else 0
-                self._takes_work()
-                return json_response(await self.keeper.resume_ended(run, who, goal))
-            return _answer(request, await self.keeper.ask(run, name, who))
+    async def order(self, name: str, request: web.Request) -> object:
+        """Ask a live run for something."""
+        return await self.keeper.ask(request.match_info["run"], name, request[WHO].name)
 
-        return handler
+    async def resume(self, request: web.Request) -> object:
+        """Have a paused run go on, or queue one that has ended again."""
+        run = request.match_info["run"]
+        if self.records.runs[run].state != "ended":
+            return await self.order("resume", request)
+        body = await _body(request)
+        goal = msgspec.json.decode(body, type=Resume).num_steps if body else 0
+        self._takes_work()
+        return await self.keeper.resume_ended(run, request[WHO].name, goal)
 
-    async def cancel(self, request: web.Request) -> web.StreamResponse:
+    async def cancel(self, request: web.Request) -> RunRecord:
         """Cancel a queued run."""
-        return json_response(await self.keeper.cancel(request.match_info["run"], request[WHO].name))
+        return await self.keeper.cancel(request.match_info["run"], request[WHO].name)
 
-    async def compare(self, request: web.Request) -> web.StreamResponse:
+    async def compare(self, request: web.Request) -> dict[str, Any]:
         """Return what differs between runs: settings and results."""
         names = [name for name in request.query.get("runs", "").split(",") if name]
         unknown = [name for name in names if name not in self.records.runs]
@@ -452,17 +442,13 @@ class Service:
         )
         keys = {key for row in rows for key in row["config"]}
         same = {key for key in keys if len({repr(row["config"].get(key)) for row in rows}) == 1}
-        return json_response({
-            "runs": [{**row, "config": {k: v for k, v in row["config"].items() if k not in same}} for row in rows]
-        })
+        return {"runs": [{**row, "config": {k: v for k, v in row["config"].items() if k not in same}} for row in rows]}
 
     # -- tokens ----------------------------------------------------------------------------------------------------------
 
-    async def list_tokens(self, _: web.Request) -> web.StreamResponse:
+    def list_tokens(self, _: web.Request) -> list[dict[str, Any]]:
         """Return names and roles."""
-        return json_response([
-            {"name": one.name, "role": one.role, "created_s": one.created_s} for one in self.records.tokens.values()
-        ])
+        return [{"name": one.name, "role": one.role, "created_s": one.created_s} for one in self.records.tokens.values()]
 
     async def add_token(self, request: web.Request) -> web.StreamResponse:
         """Make a token."""
@@ -471,7 +457,7 @@ class Service:
         await self.keeper.tell("token", text=f"{asked.name} is a {asked.role}", who=request[WHO].name)
         return json_response({"name": asked.name, "role": asked.role, "token": token}, 201)
 
-    async def remove_token(self, request: web.Request) -> web.StreamResponse:
+    async def remove_token(self, request: web.Request) -> dict[str, str]:
         """Remove a token."""
         name = request.match_info["name"]
         if name == request[WHO].name:
@@ -479,29 +465,11 @@ class Service:
         if not self.records.forget_token(name):
             raise ForbiddenError(404, f"there is no token {name!r}")
         await self.keeper.tell("token", text=f"{name} is removed", who=request[WHO].name)
-        return json_response({"removed": name})
+        return {"removed": name}
 
 
 async def _body(request: web.Request) -> bytes:
     return await read_body(request, MOST_BODY_BYTES, READ_TIMEOUT_S)
-
-
-def _key(request: web.Request) -> str:
-    key = request.headers.get("Idempotency-Key", "")
-    if len(key) > MOST_KEY_CHARS:
-        raise ForbiddenError(400, f"an Idempotency-Key has at most {MOST_KEY_CHARS} characters, got {len(key)}")
-    return key
-
-
-def _digest(request: web.Request, body: bytes) -> str:
-    return hashlib.sha256(request.path.encode() + b"\n" + body).hexdigest()
-
-
-def _answer(request: web.Request, value: Any) -> web.Response:  # noqa: ANN401 - anything msgspec encodes
-    """Return a value in the form that is accepted."""
-    if "application/msgpack" in request.headers.get("Accept", ""):
-        return web.Response(body=msgspec.msgpack.encode(value), content_type="application/msgpack")
-    return json_response(value)
 
 
 def _plain_error(request: web.Request, text: str, status: int) -> web.Response:
@@ -509,12 +477,6 @@ def _plain_error(request: web.Request, text: str, status: int) -> web.Response:
     if "application/msgpack" in request.headers.get("Accept", ""):
         return web.Response(text=text, status=status)
     return json_response({"error": text}, status)
-
-
-def _without_none(value: Any) -> Any:  # noqa: ANN401 - plain nested values
-    if isinstance(value, dict):
-        return {key: _without_none(item) for key, item in value.items() if item is not None}
-    return [_without_none(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def _flat(table: dict[str, Any], before: str = "") -> dict[str, Any]:

@@ -11,33 +11,45 @@ from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
 
-if TYPE_CHECKING:
-    from asyncrl.client import Run, RunClient, connect
-    from asyncrl.clock import SystemClock
-    from asyncrl.config.load import load_config, parse_config
-    from asyncrl.config.run import RunConfig
-    from asyncrl.errors import AsyncRLError, ConfigError, LaunchError, RunError, RunLostError
-    from asyncrl.observe.steps import EvalReport, StepReport
-    from asyncrl.schema.batches import GroupsTaken
-    from asyncrl.schema.samples import (
-        ChatMessage,
-        Prompt,
-        Sample,
-        ScoredGroup,
-        ScoredSample,
-        ids_from_bytes,
-        ids_to_bytes,
-        logprobs_from_bytes,
-        logprobs_to_bytes,
-        mask_from_bytes,
-    )
-    from asyncrl.schema.status import ExternalGroup, RunStatus, SubmitResult
-    from asyncrl.schema.weights import WeightsAvailable, WeightsManifest
-    from asyncrl.serve.client import Server
-    from asyncrl.serve.records import RunRecord
-    from asyncrl.session import Session, with_rewards
-    from asyncrl.tasks.task import TaskData
-    from asyncrl.weights.publisher import Publisher as WeightPublisher
+if TYPE_CHECKING:  # `as`: exported
+    from asyncrl.client import Run as Run
+    from asyncrl.client import RunClient as RunClient
+    from asyncrl.client import connect as connect
+    from asyncrl.clock import SystemClock as SystemClock
+    from asyncrl.config.load import load_config as load_config
+    from asyncrl.config.load import parse_config as parse_config
+    from asyncrl.config.run import RunConfig as RunConfig
+    from asyncrl.errors import AsyncRLError as AsyncRLError
+    from asyncrl.errors import ConfigError as ConfigError
+    from asyncrl.errors import LaunchError as LaunchError
+    from asyncrl.errors import RunError as RunError
+    from asyncrl.errors import RunLostError as RunLostError
+    from asyncrl.observe.steps import EvalReport as EvalReport
+    from asyncrl.observe.steps import StepReport as StepReport
+    from asyncrl.schema.batches import GroupsTaken as GroupsTaken
+    from asyncrl.schema.samples import ChatMessage as ChatMessage
+    from asyncrl.schema.samples import Prompt as Prompt
+    from asyncrl.schema.samples import Sample as Sample
+    from asyncrl.schema.samples import ScoredGroup as ScoredGroup
+    from asyncrl.schema.samples import ScoredSample as ScoredSample
+    from asyncrl.schema.samples import ids_from_bytes as ids_from_bytes
+    from asyncrl.schema.samples import ids_to_bytes as ids_to_bytes
+    from asyncrl.schema.samples import logprobs_from_bytes as logprobs_from_bytes
+    from asyncrl.schema.samples import logprobs_to_bytes as logprobs_to_bytes
+    from asyncrl.schema.samples import mask_from_bytes as mask_from_bytes
+    from asyncrl.schema.status import ExternalGroup as ExternalGroup
+    from asyncrl.schema.status import RunStatus as RunStatus
+    from asyncrl.schema.status import SubmitResult as SubmitResult
+    from asyncrl.schema.weights import WeightsAvailable as WeightsAvailable
+    from asyncrl.schema.weights import WeightsManifest as WeightsManifest
+    from asyncrl.serve.client import Server as Server
+    from asyncrl.serve.records import RunRecord as RunRecord
+    from asyncrl.session import Session as Session
+    from asyncrl.session import with_rewards as with_rewards
+    from asyncrl.tasks.task import TaskData as TaskData
+    from asyncrl.weights.publisher import Publisher
+
+    WeightPublisher = Publisher
 
 _HOMES = {
     "asyncrl.client": ("Run", "RunClient", "connect"),
@@ -59,44 +71,7 @@ _HOMES = {
 }  # fmt: skip
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
-__all__ = [
-    "AsyncRLError",
-    "ChatMessage",
-    "ConfigError",
-    "EvalReport",
-    "ExternalGroup",
-    "GroupsTaken",
-    "LaunchError",
-    "Prompt",
-    "Run",
-    "RunClient",
-    "RunConfig",
-    "RunError",
-    "RunLostError",
-    "RunRecord",
-    "RunStatus",
-    "Sample",
-    "ScoredGroup",
-    "ScoredSample",
-    "Server",
-    "Session",
-    "StepReport",
-    "SubmitResult",
-    "SystemClock",
-    "TaskData",
-    "WeightPublisher",
-    "WeightsAvailable",
-    "WeightsManifest",
-    "connect",
-    "ids_from_bytes",
-    "ids_to_bytes",
-    "load_config",
-    "logprobs_from_bytes",
-    "logprobs_to_bytes",
-    "mask_from_bytes",
-    "parse_config",
-    "with_rewards",
-]
+__all__ = [*_HOME_OF]
 
 if not TYPE_CHECKING:  # a type checker sees the imports above, and no other name
 

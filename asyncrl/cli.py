@@ -15,7 +15,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -99,7 +99,7 @@ def run(
         return
     from asyncrl.client import Run
 
-    _detach(Run(resolved, detached=True)) if detach else _follow(Run(resolved), plain=plain)
+    _carry_out(Run(resolved, detached=detach), detach=detach, plain=plain)
 
 
 @app.command()
@@ -160,10 +160,7 @@ def resume(
             f"{folder} has done its {config.num_steps} steps; `asyncrl resume {folder} --set num_steps={2 * config.num_steps}` "
             "takes it further"
         )
-    if detach:
-        _detach(Run(config, resume=folder, detached=True))
-    else:
-        _follow(Run(config, resume=folder), plain=plain, first=done)
+    _carry_out(Run(config, resume=folder, detached=detach), detach=detach, plain=plain, first=done)
 
 
 def _resumed_where_it_lives(folder: Path) -> bool:
@@ -192,28 +189,26 @@ def status(folder: RunArgument = None, as_json: JsonOption = False) -> None:
     _print_status(_ask(_newest(folder), "status"), as_json=as_json)
 
 
-@app.command()
-def pause(folder: RunArgument = None) -> None:
-    """Hold generation and training; nothing in flight is lost."""
-    _print_status(_ask(_newest(folder), "pause"), as_json=False)
+def _order(what: str) -> Callable[[Path | None], None]:
+    """Return the command that asks a live run for one thing."""
+
+    def command(folder: RunArgument = None) -> None:
+        answer = _ask(_newest(folder), what)
+        if isinstance(answer, str):
+            print(answer)
+        else:
+            _print_status(answer, as_json=False)
+
+    return command
 
 
-@app.command()
-def checkpoint(folder: RunArgument = None) -> None:
-    """Write a checkpoint now and print its folder."""
-    print(_ask(_newest(folder), "checkpoint"))
-
-
-@app.command()
-def drain(folder: RunArgument = None) -> None:
-    """Finish the step in hand, checkpoint, end the run."""
-    _print_status(_ask(_newest(folder), "drain"), as_json=False)
-
-
-@app.command()
-def stop(folder: RunArgument = None) -> None:
-    """End the run at once; it can be resumed."""
-    _print_status(_ask(_newest(folder), "stop"), as_json=False)
+for _name, _help in {
+    "pause": "Hold generation and training; nothing in flight is lost.",
+    "checkpoint": "Write a checkpoint now and print its folder.",
+    "drain": "Finish the step in hand, checkpoint, end the run.",
+    "stop": "End the run at once; it can be resumed.",
+}.items():
+    app.command(_name, help=_help)(_order(_name))
 
 
 @app.command()
@@ -580,41 +575,33 @@ def _print_status(status: RunStatus, *, as_json: bool) -> None:
             print(f"{key:18} {value}")
 
 
-def _follow(run: Run, *, plain: bool, first: int = 0) -> None:
-    """Show a run until it has ended, steps from `first`; exit with what became of it."""
-    _exit_by(asyncio.run(_follow_to_the_end(run, plain=plain, first=first)), run.run_folder)
+def _carry_out(run: Run, *, detach: bool, plain: bool, first: int = 0) -> None:
+    """Show a run until it has ended, steps from `first`, and exit with what became of it; or start it and let it go on."""
+    from asyncrl.observe.display import follow_run
+
+    async def follow() -> RunStatus | None:
+        async with run:
+            if detach:
+                return None
+            with _interrupts(run) as asked:
+                try:
+                    return await follow_run(run, plain=plain or not sys.stdout.isatty(), first=first)
+                except RunLostError:
+                    if len(asked) > 1:
+                        return None  # it was ended before it could say how
+                    raise
+
+    status, folder = asyncio.run(follow()), run.run_folder
+    if detach:
+        print(f"{folder} runs; `asyncrl attach {folder}` follows it, `asyncrl drain {folder}` ends it")
+    else:
+        _exit_by(status, folder)
 
 
 def _exit_by(status: RunStatus | None, folder: Path) -> None:
     if status is None or status.version < status.num_steps:
         print(f"asyncrl: ended before its goal; `asyncrl resume {folder}` goes on", file=sys.stderr)
         sys.exit(NOT_FINISHED)
-
-
-def _detach(run: Run) -> None:
-    """Start a run that goes on without this process, and say how to get back to it."""
-
-    async def start() -> None:
-        async with run:
-            pass
-
-    asyncio.run(start())
-    folder = run.run_folder
-    print(f"{folder} runs; `asyncrl attach {folder}` follows it, `asyncrl drain {folder}` ends it")
-
-
-async def _follow_to_the_end(run: Run, *, plain: bool, first: int) -> RunStatus | None:
-    """Return the run's last status; None where it was ended before it could say one."""
-    from asyncrl.observe.display import follow_run
-
-    async with run:
-        with _interrupts(run) as asked:
-            try:
-                return await follow_run(run, plain=plain or not sys.stdout.isatty(), first=first)
-            except RunLostError:
-                if len(asked) > 1:
-                    return None
-                raise
 
 
 @contextlib.contextmanager

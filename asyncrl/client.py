@@ -279,7 +279,7 @@ class Run(RunClient):
         self._prepare_folder()
         self._controller = ControllerProcess(self.config, self.run_folder)
         try:
-            await (self._controller.start_detached(self._environment) if self._detached else self._controller.start())
+            await self._controller.start(self._environment if self._detached else None)
             async with asyncio.timeout(START_TIMEOUT_S):
                 endpoint = await self._controller.endpoint()
         except TimeoutError as error:
@@ -296,13 +296,17 @@ class Run(RunClient):
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        async def stop() -> None:
+            with contextlib.suppress(RunError):
+                await self.stop()
+
         loop = asyncio.get_running_loop()
         leaving = [loop.create_task(self._leave(polite=error is None))]
         while not leaving[0].done():
             try:
                 await asyncio.shield(leaving[0])
             except asyncio.CancelledError:  # a drain that is under way becomes a stop
-                leaving.append(loop.create_task(self._stop_if_there()))
+                leaving.append(loop.create_task(stop()))
         for task in leaving:
             await task
         if len(leaving) > 1:
@@ -368,10 +372,6 @@ class Run(RunClient):
             await self._close()
             if self._controller is not None:
                 await self._controller.end()
-
-    async def _stop_if_there(self) -> None:
-        with contextlib.suppress(RunError):
-            await self.stop()
 
 
 def _holds_samples(run_folder: Path) -> bool:

@@ -26,8 +26,8 @@ receiver's acknowledgements (`transport.window`); nothing is dropped for lack of
 | - | Pause, Resume, Checkpoint, Shutdown | controller -> everyone | control | nothing | | received |
 
 Each process of a run is `python -m asyncrl.pipeline KIND NAME RUN_FOLDER`, the controller of a detached run with `detached` after
-that. The controller starts all others, but for a learner's further ranks (control/launch/ranks.py). This file changes in the same
-commit as any hop.
+that. The controller starts all others, but for a learner's further ranks (`rank`), which rank 0 starts. This file changes in the
+same commit as any hop.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ import gc
 import logging
 import os
 import shutil
+import subprocess
 import sys
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
@@ -79,6 +80,8 @@ NICENESS = 10
 """Of everyone who computes beside the learner: where cores are short it goes first."""
 DETACHED = "detached"
 """Behind the run folder: the controller goes on when whoever started it is gone."""
+RANK = "rank"
+"""Kind of a learner's further rank: its number, the run folder, and where rank 0 listens."""
 JOIN = "join"
 """Kind of a generator that joins a live run; no name, and a JoinRequest in JSON for a folder."""
 
@@ -201,7 +204,6 @@ async def _inference_worker(config: RunConfig, run_folder: Path, connection: Con
 
 
 async def _learner(config: RunConfig, run_folder: Path, connection: Connection, clock: Clock, _name: str) -> None:
-    from asyncrl.control.launch.ranks import start_rank
     from asyncrl.learner.worker import run_learner
     from asyncrl.weights.media.shared_params import HybridPublisher
     from asyncrl.weights.publisher import Publisher
@@ -220,6 +222,10 @@ async def _learner(config: RunConfig, run_folder: Path, connection: Connection, 
             while True:
                 await connection.send(await published.get(), Lane.CONTROL)
 
+    def start_rank(rank: int, address: str) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-P", "-m", "asyncrl.pipeline", RANK, str(rank), str(run_folder), address]
+        return subprocess.Popen(command, stdin=subprocess.PIPE)  # noqa: S603 - this program itself
+
     is_hybrid = isinstance(config.broadcast.medium, SharedStorageMedium)
     publisher = (HybridPublisher if is_hybrid else Publisher)(config.broadcast, run_folder, announce, clock)
 
@@ -229,7 +235,7 @@ async def _learner(config: RunConfig, run_folder: Path, connection: Connection, 
             await run_learner(
                 config, run_folder, connection, clock,
                 publish=publisher.publish, warm_start_examples=lambda: list(task.worked_examples), alphabet=task.alphabet,
-                start_rank=partial(start_rank, run_folder),
+                start_rank=start_rank,
             )  # fmt: skip
             telling.cancel()
     finally:
@@ -290,6 +296,26 @@ async def join_run(request: JoinRequest, clock: Clock) -> int:
         return await serve_until_told(process.run_to_exit_code(work, here.name, here.connection))
 
 
+def run_rank(rank: int, run_folder: Path, address: str) -> int:
+    """Be a learner's rank other than 0 until rank 0, at `address`, says stop or is gone; return the exit code.
+
+    It is a child of rank 0's process and of its process group. The controller does not know it; it has no connection of its own.
+    """
+    config = load_run_config(run_folder)
+    set_up_logging(f"learner-{rank}", config.observe.log_level)
+    process.ignore_interrupts()
+    process.watch_parent()
+    try:
+        with imports_without_gc():
+            from asyncrl.learner.ranks.worker import run_rank_worker
+
+        run_rank_worker(config, run_folder, rank, address)
+    except Exception:
+        log.exception("rank %d cannot go on", rank)
+        return EXIT_FAULT
+    return EXIT_OK
+
+
 # -- entry point ---------------------------------------------------------------------------------------------------------
 
 
@@ -318,6 +344,8 @@ def main() -> None:
             from asyncrl.control.join import JoinRequest
 
             leave(asyncio.run(join_run(msgspec.json.decode(rest[0], type=JoinRequest), SystemClock())))
+        if kind == RANK:
+            leave(run_rank(int(rest[0]), Path(rest[1]), rest[2]))
         name, folder = rest[:2]
         detached = rest[2:] == [DETACHED]
         if detached:

@@ -217,7 +217,7 @@ class Service:
         reason = reason or ("the daemon is ending" if self.draining else "") or disk_fault(self.records.run_folder(""))
         return json_response({"ready": not reason, "reason": reason}, 503 if reason else 200)
 
-    def openapi(self, _: web.Request) -> dict[str, Any]:
+    def openapi(self, _request: web.Request) -> dict[str, Any]:
         """Return the table as OpenAPI."""
         _, schemas = msgspec.json.schema_components(
             [Submission, Fork, Resume, NewToken, Login], ref_template="#/components/schemas/{name}"
@@ -305,7 +305,7 @@ class Service:
         if len(key) > MOST_KEY_CHARS:
             raise ForbiddenError(400, f"an Idempotency-Key has at most {MOST_KEY_CHARS} characters, got {len(key)}")
         run, digest = request.match_info.get("run", ""), hashlib.sha256(request.path.encode() + b"\n" + body).hexdigest()
-        asked = msgspec.json.decode(body, type=Fork if run else Submission)
+        asked: Fork | Submission = msgspec.json.decode(body, type=Fork) if run else msgspec.json.decode(body, type=Submission)
 
         def made_before() -> RunRecord | None:
             answered = self.records.answer(key) if key else None

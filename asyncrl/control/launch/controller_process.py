@@ -43,39 +43,37 @@ class ControllerProcess:
         self._process: ProcessHandle | None = None
         self._waiting: asyncio.Task[None] | None = None
 
-    async def start(self) -> None:
+    async def start(self, environment: Mapping[str, str] | None = None) -> None:
         """Start it; `endpoint` returns once it answers.
 
+        Args:
+            environment: Of a detached one, which goes on without this process; laid over this process's own.
+
         Raises:
-            LaunchError: It could not be started, or no Ray cluster answers.
+            LaunchError: It could not be started, no Ray cluster answers, or a run on Ray is to be detached.
         """
         (self._run_folder / "api.json").unlink(missing_ok=True)
-        command = (sys.executable, "-P", "-m", "asyncrl.pipeline", "controller", "controller", str(self._run_folder))
-        spec = ProcessSpec("controller", "controller", 1, command, self._run_folder / "logs" / "controller.log")
-        if isinstance(self._config.launch, RayLaunch):
-            from asyncrl.control.launch.ray import start_beside  # noqa: PLC0415 - only runs on Ray need Ray
-
-            self._process = await start_beside(self._config.launch, spec, self._run_folder)
+        launch, name, detached = self._config.launch, "controller", () if environment is None else ("detached",)
+        command = (sys.executable, "-P", "-m", "asyncrl.pipeline", name, name, str(self._run_folder), *detached)
+        spec = ProcessSpec(
+            "controller", "controller", 1, command, self._run_folder / "logs" / "controller.log", env=environment or {}
+        )
+        if environment is not None:
+            if isinstance(launch, RayLaunch):
+                raise LaunchError(
+                    "a run on Ray cannot be detached, as Ray ends it with its driver: use `ray job submit` (docs/scale.md)"
+                )
+            await asyncio.to_thread(_start_detached, spec)
+            watching = self._watch(int((self._run_folder / PID_FILE).read_text(encoding="utf-8")))
         else:
-            self._process = await LocalLauncher().start(spec)
-        self._waiting = asyncio.get_running_loop().create_task(self._wait(self._process), name="controller-wait")
+            if isinstance(launch, RayLaunch):
+                from asyncrl.control.launch.ray import start_beside  # noqa: PLC0415 - only runs on Ray need Ray
 
-    async def start_detached(self, environment: Mapping[str, str]) -> None:
-        """Start it so that it goes on without this process; `environment` is laid over this process's own.
-
-        Raises:
-            LaunchError: It could not be started, or the run is one on Ray.
-        """
-        if isinstance(self._config.launch, RayLaunch):
-            raise LaunchError(
-                "a run on Ray cannot be detached, as Ray ends it with its driver: use `ray job submit` (docs/scale.md)"
-            )
-        (self._run_folder / "api.json").unlink(missing_ok=True)
-        command = (sys.executable, "-P", "-m", "asyncrl.pipeline", "controller", "controller", str(self._run_folder), "detached")
-        spec = ProcessSpec("controller", "controller", 1, command, self._run_folder / "logs" / "controller.log", env=environment)
-        await asyncio.to_thread(_start_detached, spec)
-        pid = int((self._run_folder / PID_FILE).read_text(encoding="utf-8"))
-        self._waiting = asyncio.get_running_loop().create_task(self._watch(pid), name="controller-wait")
+                self._process = await start_beside(launch, spec, self._run_folder)
+            else:
+                self._process = await LocalLauncher().start(spec)
+            watching = self._wait(self._process)
+        self._waiting = asyncio.get_running_loop().create_task(watching, name="controller-wait")
 
     async def endpoint(self) -> ApiEndpoint | None:
         """Return where it answers, waiting until it does; None once it is gone."""

@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -78,12 +77,6 @@ class Launcher(Protocol):
             LaunchError: It could not be started at all (no such program, no memory, no room on any machine).
         """
         ...
-
-
-def stage_spec(kind: ProcessKind, name: str, run_folder: Path, incarnation: int, num_threads: int = 1) -> ProcessSpec:
-    """Return the spec of a run's process: `python -m asyncrl.pipeline KIND NAME RUN_FOLDER INCARNATION`."""
-    command = (sys.executable, "-P", "-m", "asyncrl.pipeline", kind, name, str(run_folder), str(incarnation))
-    return ProcessSpec(name, kind, incarnation, command, run_folder / "logs" / f"{name}.log", num_threads)
 
 
 class LocalLauncher:

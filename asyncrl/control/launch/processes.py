@@ -6,13 +6,13 @@ All of it follows from the config. The learner is one process here: its rank 0, 
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 from asyncrl.config.learner import ScratchModel
 from asyncrl.config.run import RunConfig
-from asyncrl.control.launch.local import ProcessSpec, stage_spec
+from asyncrl.control.launch.local import ProcessSpec
 from asyncrl.control.lifecycle.events import ProcessPlan
 from asyncrl.control.placement.gpu_share import generator_environment
 from asyncrl.packing.pack import CostModel, RankPlan
@@ -60,10 +60,11 @@ def num_threads(config: RunConfig, kind: ProcessKind) -> int:
 
 
 def spec_maker(config: RunConfig, run_folder: Path) -> Callable[[str, ProcessKind, int], ProcessSpec]:
-    """Return what `Supervisor` takes as `spec_for`: the stage processes of this run."""
+    """Return what `Supervisor` takes as `spec_for`: `python -m asyncrl.pipeline KIND NAME RUN_FOLDER INCARNATION`."""
 
     def spec_for(name: str, kind: ProcessKind, incarnation: int) -> ProcessSpec:
-        spec = stage_spec(kind, name, run_folder, incarnation, num_threads(config, kind))
-        return replace(spec, env=generator_environment(config)) if kind == "generator" else spec
+        command = (sys.executable, "-P", "-m", "asyncrl.pipeline", kind, name, str(run_folder), str(incarnation))
+        log_path, env = run_folder / "logs" / f"{name}.log", generator_environment(config) if kind == "generator" else {}
+        return ProcessSpec(name, kind, incarnation, command, log_path, num_threads(config, kind), env)
 
     return spec_for

@@ -40,7 +40,7 @@ def test_ranks_are_one_process_and_share_rows_by_the_models_size(tmp_path: Path)
 def test_a_rank_without_a_good_config_ends_with_one_line(tmp_path, config, said):
     if config is not None:
         (tmp_path / "config.toml").write_text(config)
-    command = [sys.executable, "-m", "asyncrl.control.launch.ranks", "1", str(tmp_path), "tcp://127.0.0.1:1"]
+    command = [sys.executable, "-m", "asyncrl.pipeline", "rank", "1", str(tmp_path), "tcp://127.0.0.1:1"]
     ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     assert ended.returncode == 1
     (line,) = ended.stderr.strip().splitlines()

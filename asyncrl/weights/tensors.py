@@ -10,15 +10,16 @@ from. The engine, or each of its worker processes, makes one receiver and keeps 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Generator, Iterator
 from importlib import import_module
 from itertools import chain
 from typing import Protocol
 
 import torch
 
-from asyncrl.models.layout import DTYPE_OF_NAME, bucket_ends, view_tensors
-from asyncrl.schema.weights import TensorEntry, WeightsAvailable, WeightsManifest
+from asyncrl.models.layout import DTYPE_OF_NAME, view_tensors
+from asyncrl.schema.weights import WeightsAvailable, WeightsManifest
 
 
 class MappedTensors(dict[str, torch.Tensor]):
@@ -128,18 +129,12 @@ def make_receiver(receiver: str, arguments: bytes) -> Receiver:
     return made
 
 
-def tensors_by_bucket(manifest: WeightsManifest) -> Iterator[Callable[[torch.Tensor], Iterator[tuple[str, torch.Tensor]]]]:
-    """Yield for each bucket what makes names and views of it, in the order of the layout; every entry is in exactly one."""
-    ends = bucket_ends(manifest)
-    for start, end in zip([0, *ends[:-1]], ends, strict=True):
-        is_last = end == manifest.total_bytes
-        entries = [entry for entry in manifest.entries if start <= entry.offset < end or (is_last and entry.offset == end)]
-
-        def views(
-            bucket: torch.Tensor, entries: Sequence[TensorEntry] = entries, start: int = start
-        ) -> Iterator[tuple[str, torch.Tensor]]:
-            for entry in entries:
-                flat = bucket[entry.offset - start :][: entry.num_bytes]
-                yield entry.name, flat.view(DTYPE_OF_NAME[entry.dtype]).view(entry.shape)
-
-        yield views
+def bucket_views(manifest: WeightsManifest, start: int, bucket: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield names and views of what begins in a bucket's bytes, from `start` on, in the order of the layout."""
+    end, entries = start + len(bucket), manifest.entries
+    for number in range(bisect_left(entries, start, key=lambda entry: entry.offset), len(entries)):
+        entry = entries[number]
+        if entry.offset >= end != manifest.total_bytes:
+            return
+        flat = bucket[entry.offset - start :][: entry.num_bytes]
+        yield entry.name, flat.view(DTYPE_OF_NAME[entry.dtype]).view(entry.shape)

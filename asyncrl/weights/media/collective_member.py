@@ -37,7 +37,7 @@ from asyncrl.weights.media.collective import Abort, Answer, Begin, FromLearner, 
 from asyncrl.weights.media.collective_group import Backend, Group, GroupBrokenError, own_address, wait_done
 from asyncrl.weights.media.device import NUM_BUFFERS, BucketBuffers, device_fingerprint, gpu_for
 from asyncrl.weights.sockets import UNDECODABLE, CurveKeys, keys_of_run, open_dealer
-from asyncrl.weights.tensors import tensors_by_bucket
+from asyncrl.weights.tensors import bucket_views
 
 MAX_ATTEMPTS = 4
 ASK_EVERY_S = 1.0
@@ -236,8 +236,9 @@ class CollectiveReceiver:
         if self._backend == "nccl":
             gpu_for("nccl", device)
         check_manifest(available.manifest)
-        announced, views = available.bucket_fingerprints, list(tensors_by_bucket(available.manifest))
-        if len(announced) != len(views) * DIGEST_BYTES:
+        manifest, announced = available.manifest, available.bucket_fingerprints
+        starts = (0, *bucket_ends(manifest)[:-1])
+        if len(announced) != len(starts) * DIGEST_BYTES:
             raise BroadcastError(f"version {available.version} was not announced with a fingerprint for each bucket")
 
         def accept(index: int, bucket: torch.Tensor) -> bool:
@@ -250,7 +251,7 @@ class CollectiveReceiver:
                 if arrived is None:
                     return
                 index, bucket = arrived
-                yield from views[index](bucket)
+                yield from bucket_views(manifest, starts[index], bucket)
 
     def close(self) -> None:
         """Leave; the others go on."""

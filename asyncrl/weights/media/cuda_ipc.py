@@ -28,7 +28,7 @@ from asyncrl.weights.fingerprint import DIGEST_BYTES
 from asyncrl.weights.media.base import NUM_SLOTS, ReceiverArguments
 from asyncrl.weights.media.device import device_fingerprint, gpu_for
 from asyncrl.weights.media.shared_memory import SharedMemoryReader, SharedMemoryWriter
-from asyncrl.weights.tensors import tensors_by_bucket
+from asyncrl.weights.tensors import bucket_views
 
 TICKET_BYTES = 4096
 _TICKETS = WeightsManifest((), TICKET_BYTES)
@@ -81,16 +81,15 @@ class CUDAIPCReceiver:
             self._learner = lease.path
         try:
             flat = open_ticket(lease.flat, device, manifest.total_bytes, self._opened)
-            starts, announced = [0, *bucket_ends(manifest)[:-1]], available.bucket_fingerprints
-            for number, (start, end, views) in enumerate(
-                zip(starts, bucket_ends(manifest), tensors_by_bucket(manifest), strict=True)
-            ):
-                found = device_fingerprint(flat[start:end])
-                if found != announced[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]:
+            start, announced = 0, available.bucket_fingerprints
+            for number, end in enumerate(bucket_ends(manifest)):
+                bucket = flat[start:end]
+                if device_fingerprint(bucket) != announced[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]:
                     raise BroadcastError(
                         f"version {available.version} lies damaged in the learner's memory: bucket {number} differs"
                     )
-                yield from views(flat[start:end])
+                yield from bucket_views(manifest, start, bucket)
+                start = end
             torch.cuda.current_stream(device).synchronize()
             lease.check()
         finally:

@@ -14,7 +14,7 @@ Invariants:
   finds it gone.
 - Deltas are removed when they are dropped, or by the next learner of the run: never by age.
 - Tensors go from the slot to the file and from the file into the staging buffer, several at once: no further copy of the model
-  in memory. A file is read only once its header was seen to be that of the announced version.
+  in memory. Where a tensor lies in them its header says; whether it is the announced one, its fingerprint.
 """
 
 from __future__ import annotations
@@ -28,16 +28,18 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
+from msgspec import Meta
 
 from asyncrl.config.broadcast import FilesMedium
 from asyncrl.errors import BroadcastError
 from asyncrl.models.layout import DTYPE_OF_NAME, bucket_ends
 from asyncrl.schema.weights import TensorEntry, WeightsAvailable, WeightsManifest
-from asyncrl.weights.fingerprint import fingerprints_of, version_fingerprint
+from asyncrl.weights.fingerprint import fingerprints_of
 from asyncrl.weights.media.base import NUM_SLOTS, MediumReader, MediumWriter, VersionUnavailableError, read_blob, write_blob
 from asyncrl.weights.shm_segments import path_hash
 
@@ -46,13 +48,15 @@ MAX_HEADER_BYTES = 64 << 20
 READ_BYTES = 1 << 20
 _WRITING, _REMOVING, _BLOB_SUFFIX = ".writing-", ".removing-", ".delta"
 
+_Offset = Annotated[int, Meta(ge=0, le=1 << 62)]
+
 
 class _HeaderEntry(msgspec.Struct, frozen=True):
-    """One tensor in a safetensors header."""
+    """One tensor in a safetensors header, or what the header says of the file."""
 
-    dtype: str
-    shape: tuple[int, ...]
-    data_offsets: tuple[int, int]
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+    data_offsets: tuple[_Offset, _Offset] = (0, 0)
 
 
 class FilesWriter(MediumWriter):
@@ -218,41 +222,21 @@ def _locate(folder: Path, available: WeightsAvailable, opened: ExitStack) -> lis
 
     Raises:
         OSError: A file cannot be opened.
-        BroadcastError: One is damaged, cut short or not of this version, or a tensor is in none.
+        BroadcastError: One is damaged or cut short, or a tensor is in none.
     """
-    announced, fingerprint = {e.name: e for e in available.manifest.entries}, version_fingerprint(available.bucket_fingerprints)
-    located: dict[str, tuple[Path, int, int, TensorEntry]] = {}
+    located: dict[str, tuple[Path, int, int]] = {}
     for path in sorted(folder.glob("*.safetensors")):
         handle = os.open(path, os.O_RDONLY)
         opened.callback(os.close, handle)
-        header_bytes = int.from_bytes(os.pread(handle, 8, 0), "little")
-        if not 0 < header_bytes <= MAX_HEADER_BYTES:
-            raise BroadcastError(f"{path} is not a safetensors file: its header would be {header_bytes} bytes long")
+        header_bytes = min(int.from_bytes(os.pread(handle, 8, 0), "little"), MAX_HEADER_BYTES)
         try:
-            raw = msgspec.json.decode(os.pread(handle, header_bytes, 8), type=dict[str, msgspec.Raw])
-            metadata = msgspec.json.decode(raw.pop("__metadata__", msgspec.Raw(b"{}")), type=dict[str, str])
-            header = {name: msgspec.json.decode(entry, type=_HeaderEntry) for name, entry in raw.items()}
+            header = msgspec.json.decode(os.pread(handle, header_bytes, 8), type=dict[str, _HeaderEntry])
         except msgspec.DecodeError as error:
-            raise BroadcastError(f"{path} has a damaged header: {error}") from error
-        if metadata.get("fingerprint") != fingerprint:
-            raise BroadcastError(
-                f"{path} is of version {metadata.get('asyncrl_version')} with fingerprint {metadata.get('fingerprint')}; "
-                f"announced was version {available.version} with {fingerprint}"
-            )
-        begin = 8 + header_bytes
-        expected, found = begin + max((e.data_offsets[1] for e in header.values()), default=0), os.fstat(handle).st_size
-        if found != expected:
-            raise BroadcastError(f"{path} has {found} bytes and should have {expected}: it was cut short or written by another")
-        for name, inside in header.items():
-            entry, (start, end) = announced.get(name), inside.data_offsets
-            if entry is None or (entry.dtype, entry.shape, entry.num_bytes) != (inside.dtype, inside.shape, end - start):
-                raise BroadcastError(f"{path} holds other tensors than were announced for version {available.version}")
-            located[name] = path, handle, begin + start, entry
-    if missing := [name for name in announced if name not in located]:
-        raise BroadcastError(
-            f"version {available.version} in {folder} is missing {len(missing)} tensors, the first is {missing[0]}"
-        )
-    return [located[name] for name in announced]
+            raise BroadcastError(f"{path} is not a safetensors file, or was cut short: {error}") from error
+        located |= {name: (path, handle, 8 + header_bytes + inside.data_offsets[0]) for name, inside in header.items()}
+    if missing := [entry.name for entry in available.manifest.entries if entry.name not in located]:
+        raise BroadcastError(f"{folder} is missing {len(missing)} tensors, the first is {missing[0]}")
+    return [(*located[entry.name], entry) for entry in available.manifest.entries]
 
 
 def folder_name(version: int) -> str:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import zmq
@@ -22,8 +24,6 @@ from asyncrl.transport.security import (
 WINDOW = 8
 SEND_QUEUE = 4 * WINDOW
 """libzmq hears of what was read half a queue at a time: twice the window would be full with a whole window on its way."""
-UNDECODABLE = (msgspec.DecodeError, RecursionError)
-"""What decoding bytes from outside raises; the second where they are nested too deeply."""
 HEARTBEAT_MS = 2000
 FAREWELL_MS = 500
 
@@ -45,9 +45,19 @@ def keys_of_run(run_folder: Path) -> CurveKeys | None:
 
 
 class Router:
-    """A ROUTER that lets in the bearers of the right keys alone; used from one thread once it is bound."""
+    """A ROUTER that lets in the bearers of the right keys alone; used from one thread once it is bound.
 
-    def __init__(self, keys: CurveKeys | None, max_bytes: int) -> None:
+    Args:
+        keys: Of the run; None: plain, everyone.
+        max_bytes: Longest message that is taken.
+        bind: Endpoint to listen at.
+        knob: Under `broadcast.medium`, for the error.
+
+    Raises:
+        BroadcastError: It cannot be listened at.
+    """
+
+    def __init__(self, keys: CurveKeys | None, max_bytes: int, bind: str, knob: str) -> None:
         self._allowed = (keys.public,) if keys else ()
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self._poller = zmq.Poller()
@@ -61,6 +71,13 @@ class Router:
         self.socket.heartbeat_ivl = HEARTBEAT_MS
         if keys is not None:
             secure_server(self.socket, keys.public, keys.secret)
+        try:
+            self.socket.bind(bind)
+        except zmq.ZMQError as error:
+            self.close()
+            instead = f"broadcast.medium.{knob} must be an address of this machine, its port * where several processes share it"
+            raise BroadcastError(f"cannot listen at {bind}: {error}; {instead}") from error
+        self.endpoint = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
         for listening in filter(None, (self._zap, self.socket)):
             self._poller.register(listening, zmq.POLLIN)
 
@@ -71,9 +88,34 @@ class Router:
             self._zap.send_multipart(zap_reply(self._zap.recv_multipart(), self._allowed))
         return self.socket in ready
 
+    def say(self, peer: bytes, message: msgspec.Struct, *parts: bytes | memoryview) -> bool:
+        """Tell a peer without waiting; False where it is gone or reads nothing: it may ask again."""
+        try:
+            self.socket.send_multipart([peer, msgspec.msgpack.encode(message), *parts], flags=zmq.NOBLOCK, copy=not parts)
+        except zmq.ZMQError:  # EHOSTUNREACH, EAGAIN
+            return False
+        return True
+
     def close(self) -> None:
         """Close both sockets and the context."""
         self.context.destroy(linger=0)
+
+
+def decode(frames: Sequence[bytes], kind: Any) -> Any:  # noqa: ANN401 - a struct, or a union of some
+    """Return the message of one frame; None where it is none of this kind."""
+    try:
+        return msgspec.msgpack.decode(frames[0], type=kind) if len(frames) == 1 else None
+    except (msgspec.DecodeError, RecursionError):  # the second where it is nested too deeply
+        return None
+
+
+def ask(dealer: zmq.Socket[bytes], message: msgspec.Struct) -> bool:
+    """Tell the other end without waiting; False where there was no room."""
+    try:
+        dealer.send(msgspec.msgpack.encode(message), flags=zmq.NOBLOCK)
+    except zmq.Again:
+        return False
+    return True
 
 
 def open_dealer(

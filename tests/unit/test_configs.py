@@ -15,16 +15,18 @@ from tests.unit.config.test_load import structs_below
 SHIPPED = sorted((Path(__file__).parents[2] / "configs").glob("*.toml"))
 
 
-def test_every_struct_that_a_config_can_hold_is_exported_once():
-    structs = {kind.cls.__name__: kind.cls for kind in structs_below(msgspec.inspect.type_info(configs.RunConfig))}
-    assert sorted(configs.__all__) == sorted([*structs, "json_schema"])
-    assert all(getattr(configs, name) is struct for name, struct in structs.items())
+STRUCTS = {kind.cls.__name__: kind.cls for kind in structs_below(msgspec.inspect.type_info(configs.RunConfig))}
+
+
+def test_every_struct_that_a_config_can_hold_is_exported():
+    assert len(STRUCTS) > 60
+    assert all(getattr(configs, name) is struct for name, struct in STRUCTS.items())
 
 
 def test_the_schema_is_json_and_has_every_field_of_every_struct():
     schema = json.loads(json.dumps(configs.json_schema(), allow_nan=False))
-    for name in configs.__all__[:-1]:
-        fields = {field.encode_name for field in msgspec.structs.fields(getattr(configs, name))}
+    for name, struct in STRUCTS.items():
+        fields = {field.encode_name for field in msgspec.structs.fields(struct)}
         assert set(schema["$defs"][name]["properties"]) - {"kind"} == fields - {"kind"}
 
 

@@ -19,7 +19,6 @@ Invariants:
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import socket
 import threading
@@ -30,7 +29,6 @@ from typing import Annotated, Any
 
 import msgspec
 import torch
-import zmq
 from msgspec import Meta
 
 from asyncrl.config.broadcast import GlooMedium, NCCLMedium
@@ -40,7 +38,7 @@ from asyncrl.schema.weights import WeightsManifest
 from asyncrl.weights.media.base import NUM_SLOTS, MediumWriter
 from asyncrl.weights.media.collective_group import Backend, Group, GroupBrokenError, open_store, wait_done
 from asyncrl.weights.media.device import NUM_BUFFERS, BucketBuffers, side_stream
-from asyncrl.weights.sockets import UNDECODABLE, CurveKeys, Router
+from asyncrl.weights.sockets import CurveKeys, Router, decode
 
 log = logging.getLogger(__name__)
 
@@ -153,15 +151,12 @@ class CollectiveWriter(MediumWriter):
         self._slots = tuple(torch.zeros(manifest.total_bytes, dtype=torch.uint8, pin_memory=is_pinned) for _ in range(NUM_SLOTS))
         self._ends = bucket_ends(manifest)
         self._buffers = None if self._device is None else BucketBuffers(self._ends, self._device)
-        host, self._router = self._config.host, Router(self._keys, MAX_MESSAGE_BYTES)
+        host = self._config.host
         try:
-            self._router.socket.bind(f"tcp://{socket.gethostbyname(host)}:*")
-        except (zmq.ZMQError, OSError) as error:
-            self._router.close()
-            raise ConfigError(
-                f"cannot listen at {host}: {error}; broadcast.medium.host must be an address of the learner's machine"
-            ) from error
-        self._location = f"{host}:{self._router.socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(':')[2]}"
+            self._router = Router(self._keys, MAX_MESSAGE_BYTES, f"tcp://{socket.gethostbyname(host)}:*", "host")
+        except (OSError, BroadcastError) as error:
+            raise ConfigError(f"broadcast.medium.host {host!r} is no address of the learner's machine: {error}") from error
+        self._location = f"{host}:{self._router.endpoint.rpartition(':')[2]}"
         self._thread = threading.Thread(target=self._serve, name="asyncrl-weights-sender", daemon=True)
         self._thread.start()
         return self._slots
@@ -211,19 +206,16 @@ class CollectiveWriter(MediumWriter):
         while self._router.poll(timeout_ms):
             timeout_ms = 0
             member, *frames = self._router.socket.recv_multipart()
-            message: FromMember | None = None
-            with contextlib.suppress(*UNDECODABLE):
-                message = msgspec.msgpack.decode(b"".join(frames), type=FromMember)  # type: ignore[arg-type]
-            match message:
+            match decode(frames, FromMember):
                 case Ready(version, fingerprint):
                     with self._lock:
                         held = dict(self._versions)
                     if held.get(version, (-1, ""))[1] != fingerprint:
                         self._ready.pop(member, None)
                         names = ", ".join(map(str, sorted(held))) or "none"
-                        self._say(member, Refused(version, f"the learner holds {names}"))
+                        self._router.say(member, Refused(version, f"the learner holds {names}"))
                         continue
-                    self._say(member, Noted())
+                    self._router.say(member, Noted())
                     # One that asks while it should receive has not seen the order to begin yet.
                     if self._sending < 0 or member not in self._members or member in self._answers:
                         self._ready[member] = version, time.monotonic()
@@ -251,6 +243,7 @@ class CollectiveWriter(MediumWriter):
 
     def _send_version(self, version: int) -> None:
         """Make one attempt to send the version to those that are ready for it."""
+        assert self._router is not None
         members = tuple(sorted(member for member, (wanted, _) in self._ready.items() if wanted == version))
         for member in members:
             del self._ready[member]
@@ -263,7 +256,7 @@ class CollectiveWriter(MediumWriter):
                 store, address = open_store(host, timeout_s)
             self._members = members
             for rank, member in enumerate(members, start=1):
-                self._say(member, Begin(self._attempt, version, rank, size, address))
+                self._router.say(member, Begin(self._attempt, version, rank, size, address))
             if store is not None:
                 self._group = Group(self._backend, 0, size, host, timeout_s, store, self._device)
             self._broadcast(version)
@@ -272,7 +265,7 @@ class CollectiveWriter(MediumWriter):
             self._leave_group()
             for member in members:
                 if member not in self._answers:
-                    self._say(member, Abort(self._attempt))
+                    self._router.say(member, Abort(self._attempt))
         self._sending = -1
 
     def _broadcast(self, version: int) -> None:
@@ -313,9 +306,3 @@ class CollectiveWriter(MediumWriter):
         if self._group is not None:
             self._group.leave()
         self._group = None
-
-    def _say(self, member: bytes, message: FromLearner) -> None:
-        """Tell a member; lost where it is gone or reads nothing."""
-        assert self._router is not None
-        with contextlib.suppress(zmq.ZMQError):
-            self._router.socket.send_multipart([member, msgspec.msgpack.encode(message)], flags=zmq.NOBLOCK)

@@ -12,7 +12,6 @@ Invariants:
 
 from __future__ import annotations
 
-import contextlib
 import secrets
 import threading
 import time
@@ -36,7 +35,7 @@ from asyncrl.weights.media.base import MediumReader, ReceiverArguments, VersionU
 from asyncrl.weights.media.collective import Abort, Answer, Begin, FromLearner, FromMember, Ready, Refused
 from asyncrl.weights.media.collective_group import Backend, Group, GroupBrokenError, own_address, wait_done
 from asyncrl.weights.media.device import NUM_BUFFERS, BucketBuffers, device_fingerprint, gpu_for
-from asyncrl.weights.sockets import UNDECODABLE, CurveKeys, keys_of_run, open_dealer
+from asyncrl.weights.sockets import CurveKeys, ask, decode, keys_of_run, open_dealer
 from asyncrl.weights.tensors import bucket_views
 
 MAX_ATTEMPTS = 4
@@ -188,18 +187,17 @@ class Member:
     def _say(self, message: FromMember) -> None:
         """Tell the learner; lost where the connection has been down for long."""
         assert self._dealer is not None
-        with contextlib.suppress(zmq.Again):
-            self._dealer.send(msgspec.msgpack.encode(message), flags=zmq.NOBLOCK)
+        ask(self._dealer, message)
 
     def _hear(self, timeout_ms: int) -> FromLearner | None:
         """Wait for one message; None where none came."""
         assert self._dealer is not None
         if not self._dealer.poll(timeout_ms):
             return None
-        try:
-            return msgspec.msgpack.decode(self._dealer.recv(), type=FromLearner)  # type: ignore[arg-type, no-any-return]
-        except UNDECODABLE as error:
-            raise BroadcastError(f"{self._address} said what is not of this protocol: {error}") from error
+        heard: FromLearner | None = decode(self._dealer.recv_multipart(), FromLearner)
+        if heard is None:
+            raise BroadcastError(f"{self._address} said what is not of this protocol")
+        return heard
 
 
 class CollectiveReader(MediumReader):

@@ -37,14 +37,13 @@ from typing import Annotated
 import msgspec
 import numpy as np
 import torch
-import zmq
 from msgspec import Meta
 
 from asyncrl.config.broadcast import ZeroMQMedium
 from asyncrl.errors import BroadcastError
 from asyncrl.schema.weights import WeightsManifest
 from asyncrl.weights.media.base import NUM_SLOTS, MediumWriter
-from asyncrl.weights.sockets import UNDECODABLE, WINDOW, CurveKeys, Router
+from asyncrl.weights.sockets import WINDOW, CurveKeys, Router, decode
 
 MAX_REQUEST_BYTES = 1024
 LEARNER = ""
@@ -151,17 +150,8 @@ class PartServer:
         self.refused = 0
         """Requests that were none: malformed, oversized, out of range."""
         self.served_bytes = 0
-        self._router = Router(keys, MAX_REQUEST_BYTES)
-        try:
-            self._router.socket.bind(bind)
-        except zmq.ZMQError as error:
-            self._router.close()
-            raise BroadcastError(
-                f"cannot serve weights at {bind}: {error}; give an address of this machine, and port * where several processes "
-                "share it (broadcast.medium.bind, broadcast.medium.relay_bind)"
-            ) from error
-        endpoint = self._router.socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        self.location = endpoint.replace("://0.0.0.0:", f"://{socket.gethostname()}:")
+        self._router = Router(keys, MAX_REQUEST_BYTES, bind, "bind" if find_feeder else "relay_bind")
+        self.location = self._router.endpoint.replace("://0.0.0.0:", f"://{socket.gethostname()}:")
         self.thread = threading.Thread(target=self._serve, name="asyncrl-weights-server", daemon=True)
         self.thread.start()
 
@@ -202,7 +192,7 @@ class PartServer:
             asker, *frames = self._router.socket.recv_multipart()
             match decode(frames, PartRequest | FeederRequest):
                 case FeederRequest() as request if self._find_feeder is not None:
-                    self._send(asker, self._find_feeder(request))
+                    self._router.say(asker, self._find_feeder(request))
                 case PartRequest() as request if request.num_bytes <= self._chunk_bytes:
                     self._send_part(asker, request)
                 case _:
@@ -218,32 +208,16 @@ class PartServer:
                 part = bytes(part) if held.copied else part
         if held is None:
             versions = sorted({version for version, _ in self.keys()})
-            self._send(asker, PartReply(request.offset, 0, gone=f"what is held now is {versions}"))
+            self._router.say(asker, PartReply(request.offset, 0, gone=f"what is held now is {versions}"))
         elif not part and end <= len(held.memory):
             self._waiting.append((asker, request))
         elif not part:
             self.refused += 1
         else:
-            self._send(asker, PartReply(request.offset, len(part)), part)
-
-    def _send(self, asker: bytes, reply: msgspec.Struct, part: memoryview | bytes = b"") -> None:
-        """Send without waiting."""
-        frames = [asker, msgspec.msgpack.encode(reply), *([part] if part else [])]
-        # Before it goes out: who has the part may ask at once how much was served.
-        self.served_bytes += len(part)
-        try:
-            self._router.socket.send_multipart(frames, flags=zmq.NOBLOCK, copy=False)
-        except zmq.ZMQError:
-            # EAGAIN: it reads nothing. EHOSTUNREACH: it is gone. Either way it may ask again.
-            self.served_bytes -= len(part)
-
-
-def decode(frames: list[bytes], kind: object) -> object:
-    """Return the request or reply in the first of `frames`, None where there is none."""
-    try:
-        return msgspec.msgpack.decode(frames[0], type=kind) if len(frames) == 1 else None  # type: ignore[call-overload]
-    except UNDECODABLE:
-        return None
+            # Counted before it goes out: who has the part may ask at once how much was served.
+            self.served_bytes += len(part)
+            if not self._router.say(asker, PartReply(request.offset, len(part)), part):
+                self.served_bytes -= len(part)
 
 
 # -- the learner's end ---------------------------------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable
 
-import msgspec
 import numpy as np
 import zmq
 
@@ -30,9 +29,8 @@ from asyncrl.weights.media.zeromq import (
     PartReply,
     PartRequest,
     PartServer,
-    decode,
 )
-from asyncrl.weights.sockets import WINDOW, CurveKeys, open_dealer
+from asyncrl.weights.sockets import WINDOW, CurveKeys, ask, decode, open_dealer
 
 STALLED_AFTER_S = 20.0
 SLOW_BYTES_PER_S = 4 << 20
@@ -155,7 +153,7 @@ class _Fetch:
                 self.tell()
             while self.feeder is not None and self._asked < min(total, self._have + window):
                 num_bytes = min(self._reader.chunk_bytes, total - self._asked)
-                if not _try_send(self._source, PartRequest(*self._key, self._asked, num_bytes)):
+                if not ask(self._source, PartRequest(*self._key, self._asked, num_bytes)):
                     break
                 self._asked += num_bytes
             poller = zmq.Poller()
@@ -169,7 +167,7 @@ class _Fetch:
         """Tell the learner that we fetch, or have it all, and ask who is to feed us."""
         reader, address = self._reader, self._reader.server.location if self._reader.server else ""
         request = FeederRequest(*self._key, reader.name, address, socket.gethostname()[:64], self.lost, is_whole)
-        _try_send(self._learner, request)
+        ask(self._learner, request)
         self._told_s = time.monotonic()
 
     def close(self) -> None:
@@ -243,12 +241,3 @@ class _Fetch:
 
     def _connect(self, address: str) -> zmq.Socket[bytes]:
         return open_dealer(self._reader.context, address, self._reader.keys, self._reader.chunk_bytes + MAX_REQUEST_BYTES)
-
-
-def _try_send(connection: zmq.Socket[bytes], request: msgspec.Struct) -> bool:
-    """Send without waiting; return whether there was room."""
-    try:
-        connection.send(msgspec.msgpack.encode(request), flags=zmq.NOBLOCK)
-    except zmq.Again:
-        return False
-    return True

@@ -55,10 +55,6 @@ class ResidencyError(AsyncRLError):
     """A component could not be brought where a phase needs it: no room on the device, in host memory or on disk."""
 
 
-class ModelChangedError(ResidencyError):
-    """A frozen model's files are not what the run opened, or are gone: whoever read them again would go on with another model."""
-
-
 class LearnerError(AsyncRLError):
     """A step could not be taken (non-finite loss, say); the batch is saved where the message says."""
 

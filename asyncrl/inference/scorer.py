@@ -75,12 +75,15 @@ class Scorer:
         return (*([REFERENCE] if self.reference is not None else []), *self.reward_models)
 
     @property
+    def modules(self) -> dict[str, torch.nn.Module]:
+        """Every model, as `reference` or `reward NAME`."""
+        own: dict[str, torch.nn.Module] = {} if self.reference is None else {REFERENCE: self.reference.model}
+        return own | {f"reward {name}": scorer.model for name, scorer in self.reward_models.items()}
+
+    @property
     def num_bytes(self) -> int:
         """The bytes of all weights and buffers, tied ones once."""
-        modules: list[torch.nn.Module] = [scorer.model for scorer in self.reward_models.values()]
-        if self.reference is not None:
-            modules.append(self.reference.model)
-        return sum(tensor.nbytes for module in modules for tensor in (*module.parameters(), *module.buffers()))
+        return sum(tensor.nbytes for module in self.modules.values() for tensor in (*module.parameters(), *module.buffers()))
 
     def score(self, requests: Sequence[InferRequest]) -> list[Answer]:
         """Return an answer for each request of a batch, in order."""
@@ -127,44 +130,16 @@ class Scorer:
         return self.reference is not None and request.purpose == "train"
 
 
-class RunningMoments:
-    """Mean and variance of a stream, without keeping it.
+class ScoreNormaliser:
+    """Normalises the scores of one reward model; what `running` has seen is forgotten with the process.
 
     Source: Welford 1962, Note on a method for calculating corrected sums of squares and products.
-
-    Example:
-        >>> moments = RunningMoments()
-        >>> for value in (1.0, 2.0, 3.0):
-        ...     moments.add(value)
-        >>> moments.mean, moments.std
-        (2.0, 1.0)
     """
-
-    def __init__(self) -> None:
-        self.count = 0
-        self.mean = 0.0
-        self._squares = 0.0
-        """Sum of squared distances from the mean."""
-
-    def add(self, value: float) -> None:
-        """Count one more value."""
-        self.count += 1
-        before = value - self.mean
-        self.mean += before / self.count
-        self._squares += before * (value - self.mean)
-
-    @property
-    def std(self) -> float:
-        """Return the unbiased standard deviation; 0 of fewer than two values."""
-        return math.sqrt(self._squares / (self.count - 1)) if self.count > 1 else 0.0
-
-
-class ScoreNormaliser:
-    """Normalises the scores of one reward model; what `running` has seen is forgotten with the process."""
 
     def __init__(self, config: RewardModel) -> None:
         self._config = config
-        self.moments = RunningMoments()
+        self.count, self._mean, self._squares = 0, 0.0, 0.0
+        """Of the scores that counted: how many, their mean, and the sum of squared distances from it."""
 
     def normalise(self, scores: Sequence[float], counts: Sequence[bool]) -> list[float]:
         """Return the reward of each score.
@@ -174,16 +149,19 @@ class ScoreNormaliser:
             counts: Which of them enter the running figures (those of training samples).
 
         Returns:
-            clip((score - mean) / std), and with `running` minus the running mean over the running deviation before the clip (a
-            deviation of 0, as of a first score, divides by 1).
+            clip((score - mean) / std), and with `running` minus the running mean over the running (unbiased) deviation before the
+            clip (a deviation of 0, as of a first score, divides by 1).
         """
         config = self._config
         fixed = [(score - config.mean) / config.std for score in scores]
         if config.normalise == "running":
-            for score, is_counted in zip(fixed, counts, strict=True):
-                if is_counted:
-                    self.moments.add(score)
-            fixed = [(score - self.moments.mean) / (self.moments.std or 1.0) for score in fixed]
+            for score in (score for score, is_counted in zip(fixed, counts, strict=True) if is_counted):
+                self.count += 1
+                before = score - self._mean
+                self._mean += before / self.count
+                self._squares += before * (score - self._mean)
+            std = math.sqrt(self._squares / (self.count - 1)) if self.count > 1 else 0.0
+            fixed = [(score - self._mean) / (std or 1.0) for score in fixed]
         if config.clip is None:
             return fixed
         return [min(max(score, -config.clip), config.clip) for score in fixed]

@@ -7,9 +7,14 @@ Owns the models from LoadModel to Shutdown, one thread on which its models run, 
   acknowledge their requests;
 - heartbeat: what it does or waits for, and its gauges.
 
+On a shared device every model is a component, `reference` or `reward NAME`: there in phase `inference`, away in the others. Each
+worker has an equal part of the device's budget; that all fit beside each other is checked before anything is started
+(control/placement/gpu_share.py).
+
 Invariants: every request ends in one InferResult, with values or with the reason why there are none; it is acknowledged once its
 result is handed over, so that the controller's window is the only queue there is; nothing is scored while others have a shared
-device; only a model that cannot be opened or run ends the process.
+device; an order is answered when the memory is given back, or taken and filled, and every switch is a line of the memory
+timeline; only a model that cannot be opened or run ends the process.
 """
 
 from __future__ import annotations
@@ -28,11 +33,13 @@ from asyncrl.clock import Clock
 from asyncrl.config.placement_rules import inference_takes_turns
 from asyncrl.config.run import RunConfig
 from asyncrl.inference.batching import num_tokens, take_batch
-from asyncrl.inference.offload import open_scorer_offload
 from asyncrl.inference.scorer import Scorer
-from asyncrl.observe.memory import MemoryLine
+from asyncrl.observe.memory import MemoryLine, open_memory
 from asyncrl.observe.steps import JsonLines
+from asyncrl.residency.components import TensorComponent
+from asyncrl.residency.device import device_at
 from asyncrl.residency.manager import ResidencyManager
+from asyncrl.residency.plan import GIB, SWAP_FOLDER, PhaseNeeds
 from asyncrl.schema.control import LoadModel, Message, ModelsReady, SetPhase
 from asyncrl.schema.samples import InferRequest, InferResult
 from asyncrl.transport.protocol import Connection, Delivery, Lane
@@ -122,9 +129,33 @@ class InferenceWorker:
         scorer = Scorer(self._config, model_folder)
         self._num_bytes = scorer.num_bytes
         if inference_takes_turns(self._config):
-            self._offload = open_scorer_offload(
-                scorer, self._config, self._run_folder, model_folder, self._name, self._clock
-            )  # fmt: skip
+            placement, name = self._config.placement, self._name
+            device = device_at(
+                self._config.inference.device,
+                int(placement.device_memory_gib * GIB) // self._config.inference.num_workers or None,
+            )
+            swap = self._run_folder / SWAP_FOLDER / name
+            components = [
+                TensorComponent.of_module(component, model, device, swap, is_frozen=True)
+                for component, model in scorer.modules.items()
+            ]
+            phases = [
+                PhaseNeeds("rollout", soon=tuple(scorer.modules), gives_back=True),
+                PhaseNeeds("inference", now=tuple(scorer.modules)),
+                PhaseNeeds("train", soon=tuple(scorer.modules), gives_back=True),
+            ]
+            timeline = open_memory(self._run_folder, name)
+            manager = ResidencyManager(
+                name,
+                components,
+                phases,
+                device,
+                self._clock,
+                host_bytes=int(placement.host_memory_gib * GIB) or None,
+                offload_to=placement.offload_to,
+                record=timeline.write,
+            )
+            self._offload = (manager, timeline)
         self._scorer = scorer
 
     async def _reach(self, order: SetPhase) -> None:

@@ -25,7 +25,7 @@ from asyncrl.config.run import LocalLaunch, RunConfig
 from asyncrl.learner.ranks.launch import rank_device
 from asyncrl.learner.train_state import Offload, TrainState
 from asyncrl.observe.memory import open_memory
-from asyncrl.residency.components import Component, FrozenModelComponent, ModuleComponent, TensorComponent
+from asyncrl.residency.components import TensorComponent
 from asyncrl.residency.device import Device, device_at
 from asyncrl.residency.manager import ResidencyManager
 from asyncrl.residency.plan import GIB, SWAP_FOLDER, PhaseNeeds
@@ -42,7 +42,7 @@ def needs_offload(config: RunConfig) -> bool:
     return config.placement.takes_turns or config.placement.device_memory_gib > 0
 
 
-def open_offload(state: TrainState, config: RunConfig, run_folder: Path, model_folder: Path, clock: Clock) -> Offload:
+def open_offload(state: TrainState, config: RunConfig, run_folder: Path, clock: Clock) -> Offload:
     """Put a state's components under a manager; that every phase has room was checked before the start (control/phase_room.py).
 
     Args:
@@ -50,14 +50,13 @@ def open_offload(state: TrainState, config: RunConfig, run_folder: Path, model_f
         config: `placement`, `learner` and `algorithm` are read.
         run_folder: `memory/learner.jsonl` is written there, and `swap/` where components go to disk; by another rank than 0
             `memory/learner-RANK.jsonl` and `swap/learner-RANK/`.
-        model_folder: What the reference was opened from, unless the config names another.
         clock: Times moves.
     """
     rank = state.ranks.rank
     process = f"{PROCESS}-{rank}" if rank else PROCESS
     device = open_device(config, rank)
     swap = run_folder / SWAP_FOLDER / (process if rank else "")
-    components = learner_components(state, config, device, swap, model_folder)
+    components = learner_components(state, config, device, swap)
     phases = learner_phases(state, config)
     timeline = open_memory(run_folder, process)
     manager = ResidencyManager(
@@ -84,18 +83,17 @@ def open_device(config: RunConfig, rank: int = 0) -> Device:
     return device_at(rank_device(config, rank), budget)
 
 
-def learner_components(state: TrainState, config: RunConfig, device: Device, swap: Path, model_folder: Path) -> list[Component]:
+def learner_components(state: TrainState, config: RunConfig, device: Device, swap: Path) -> list[TensorComponent]:
     """Return a state's components; an optimizer that is kept in host memory anyway is none."""
-    components: list[Component] = [ModuleComponent(POLICY, state.model, device, swap)]
+    components: list[TensorComponent] = [TensorComponent.of_module(POLICY, state.model, device, swap)]
     if not config.learner.offload_optimizer:
         components.append(TensorComponent(POLICY_OPTIMIZER, device, state.optimizer.state_tensors, swap))
     if state.critic is not None and state.critic_optimizer is not None:
-        components.append(ModuleComponent(CRITIC, state.critic, device, swap))
+        components.append(TensorComponent.of_module(CRITIC, state.critic, device, swap))
         if not config.learner.offload_optimizer:
             components.append(TensorComponent(CRITIC_OPTIMIZER, device, state.critic_optimizer.state_tensors, swap))
     if state.reference is not None and state.reference.is_own_model:
-        folder = Path(config.algorithm.reference.path or model_folder)
-        components.append(FrozenModelComponent(REFERENCE, state.reference.model, device, folder, swap))
+        components.append(TensorComponent.of_module(REFERENCE, state.reference.model, device, swap, is_frozen=True))
     return components
 
 

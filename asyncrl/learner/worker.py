@@ -325,7 +325,7 @@ class LearnerWorker:
     def _start_offload(self) -> None:
         policy = self._policy
         self._launcher.tell(Help("offload"))
-        self._offload = open_offload(policy.train_state, self._config, self._run_folder, policy.model_folder, self._clock)
+        self._offload = open_offload(policy.train_state, self._config, self._run_folder, self._clock)
 
     @property
     def _policy(self) -> InitialState:

@@ -16,7 +16,7 @@ import msgspec
 from asyncrl.clock import Clock
 from asyncrl.errors import ResidencyError
 from asyncrl.observe.memory import MemoryLine
-from asyncrl.residency.components import Component, TensorComponent
+from asyncrl.residency.components import TensorComponent
 from asyncrl.residency.device import Device
 from asyncrl.residency.plan import Budget, OffloadTo, Part, PhaseNeeds, gib, plan_prefetch, plan_switch
 from asyncrl.schema.control import ComponentMove, Phase, PhaseReached
@@ -35,10 +35,9 @@ class ResidencyManager:
     Example:
         >>> import torch
         >>> from asyncrl.clock import SystemClock
-        >>> from asyncrl.residency.components import ModuleComponent
         >>> from asyncrl.residency.device import SimulatedDevice
         >>> device = SimulatedDevice()
-        >>> policy = ModuleComponent("policy", torch.nn.Linear(4, 4, bias=False), device)
+        >>> policy = TensorComponent.of_module("policy", torch.nn.Linear(4, 4, bias=False), device)
         >>> phases = [PhaseNeeds("rollout", gives_back=True), PhaseNeeds("train", now=("policy",))]
         >>> manager = ResidencyManager("learner", [policy], phases, device, SystemClock())
         >>> [move.after for move in manager.switch("rollout", 0).moves], device.allocated_bytes
@@ -48,7 +47,7 @@ class ResidencyManager:
     def __init__(
         self,
         process: str,
-        components: Iterable[Component],
+        components: Iterable[TensorComponent],
         phases: Iterable[PhaseNeeds],
         device: Device,
         clock: Clock,
@@ -70,7 +69,7 @@ class ResidencyManager:
             record: Told of every switch and of every move within a phase; None: nobody is.
         """
         self._process = process
-        self._components: dict[str, Component] = {component.name: component for component in components}
+        self._components: dict[str, TensorComponent] = {component.name: component for component in components}
         self._phases: Mapping[Phase, PhaseNeeds] = {needs.phase: needs for needs in phases}
         self._device, self._clock, self._record = device, clock, record
         self._budget = Budget(device.budget_bytes, host_bytes)
@@ -131,8 +130,7 @@ class ResidencyManager:
         """Let everything be read where it is, to save it, without a byte on the device."""
         with contextlib.ExitStack() as stack:
             for component in self._components.values():
-                if isinstance(component, TensorComponent) and component.residence != "absent":
-                    stack.enter_context(component.readable())
+                stack.enter_context(component.readable())
             yield
 
     def _parts(self) -> list[Part]:

@@ -21,7 +21,7 @@ GIB = 1 << 30
 SWAP_FOLDER = "swap"
 """In the run folder: components that are on disk."""
 OffloadTo = Literal["host", "disk"]
-_PREFERENCE: dict[OffloadTo, tuple[Residence, ...]] = {"host": ("host", "absent", "disk"), "disk": ("absent", "disk", "host")}
+_PREFERENCE: dict[OffloadTo, tuple[Residence, ...]] = {"host": ("host", "disk"), "disk": ("disk", "host")}
 KNOBS = {
     "optimizer": 'learner.optimizer = "adamw_8bit" (a quarter of it) or learner.offload_optimizer = true (none of it)',
     "policy": 'learner.dtype = "bfloat16", or [learner.lora], which trains adapters only',
@@ -160,9 +160,8 @@ def _offload(draft: _Draft, part: Part, needs: PhaseNeeds, offload_to: OffloadTo
         moved = {move.component for move in draft.moves}
         lying = [each for each in draft.parts.values() if each.residence == "host" and each.name not in {*needs.now, *moved}]
         for each in sorted(lying, key=lambda each: (each.name in needs.soon, -each.num_bytes, each.name)):
-            further = draft.place_for(each, ("absent", "disk"))
-            if further is not None and not draft.has_room("host", part.num_bytes):
-                draft.move(each, further)
+            if "disk" in each.places and not draft.has_room("host", part.num_bytes):
+                draft.move(each, "disk")
         place = draft.place_for(part, ["host"])
     if place is None:
         limit = "no limit" if draft.budget.host_bytes is None else gib(draft.budget.host_bytes)

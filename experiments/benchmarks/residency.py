@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from asyncrl.clock import SystemClock
-from asyncrl.residency.components import ModuleComponent
+from asyncrl.residency.components import TensorComponent
 from asyncrl.residency.device import CudaDevice, Device, SimulatedDevice
 from asyncrl.residency.manager import ResidencyManager
 from asyncrl.residency.plan import PhaseNeeds
@@ -39,7 +39,7 @@ def run(rounds: int = 0) -> BenchResult:
     model = smollm2_model().to(device.kind)
     num_bytes = sum(parameter.nbytes for parameter in model.parameters())
     with tempfile.TemporaryDirectory(prefix="asyncrl-bench-") as folder:
-        policy = ModuleComponent("policy", model, device, Path(folder))
+        policy = TensorComponent.of_module("policy", model, device, Path(folder))
         manager = ResidencyManager("bench", [policy], PHASES, device, SystemClock())
 
         def turn() -> None:

@@ -10,7 +10,7 @@ import torch
 from asyncrl.clock import SystemClock
 from asyncrl.config.learner import LearnerConfig
 from asyncrl.learner.optim.optimizer import PolicyOptimizer
-from asyncrl.residency.components import ModuleComponent, TensorComponent
+from asyncrl.residency.components import TensorComponent
 from asyncrl.residency.device import CudaDevice
 from asyncrl.residency.manager import ResidencyManager
 from asyncrl.residency.plan import PhaseNeeds
@@ -55,7 +55,7 @@ def step(model, optimizer, number):
 def test_a_switch_gives_the_memory_to_the_driver_and_brings_every_bit_back(device, tmp_path, dtype, offload_to):
     model, optimizer = trained(device, dtype)
     components = [
-        ModuleComponent("policy", model, device, tmp_path),
+        TensorComponent.of_module("policy", model, device, tmp_path),
         TensorComponent(NAMES[1], device, optimizer.state_tensors, tmp_path),
     ]
     manager = ResidencyManager("learner", components, PHASES, device, SystemClock(), offload_to=offload_to)
@@ -75,7 +75,7 @@ def test_a_switch_gives_the_memory_to_the_driver_and_brings_every_bit_back(devic
 def test_weights_can_be_read_from_host_memory_and_trained_on_afterwards(device, tmp_path):
     model, optimizer = trained(device, torch.bfloat16)
     components = [
-        ModuleComponent("policy", model, device, tmp_path),
+        TensorComponent.of_module("policy", model, device, tmp_path),
         TensorComponent(NAMES[1], device, optimizer.state_tensors, tmp_path),
     ]
     manager = ResidencyManager("learner", components, PHASES, device, SystemClock())

@@ -164,7 +164,7 @@ def run_moved(name, ranks, folder):
     placement = PlacementConfig(kind="colocated", offload_to=MOVED[name])
     config = kit.run_config(case["algorithm"], LEARNER | case.get("learner", {}), placement=placement)
     train_state = train_state_of(case, config, ranks)
-    residents = open_offload(train_state, config, folder / "moved" / name, folder, SystemClock())
+    residents = open_offload(train_state, config, folder / "moved" / name, SystemClock())
     for step in range(STEPS):
         train_step(train_state, batch_at(step, case["rows"], ranks.size), config)
         found["left"] = ranks.gather(leave_and_come_back(residents, train_state, step))
@@ -189,7 +189,7 @@ def run_refused(ranks, folder):
     placement = PlacementConfig(kind="colocated", offload_to="disk")
     config = kit.run_config(DECOUPLED, LEARNER, placement=placement)
     train_state = train_state_of(CASES["tied"], config, ranks)
-    residents = open_offload(train_state, config, folder / "refused", folder, SystemClock())
+    residents = open_offload(train_state, config, folder / "refused", SystemClock())
     if ranks.rank == 1:
         (folder / "refused" / "swap").mkdir(exist_ok=True)
         (folder / "refused" / "swap" / "learner-1").write_text("a file where the folder should be")

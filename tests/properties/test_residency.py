@@ -13,8 +13,7 @@ from asyncrl.residency.plan import Budget, Part, PhaseNeeds, plan_prefetch, plan
 NAMES = ["policy", "policy optimizer", "critic", "reference", "reward judge", "KV cache", "engine weights"]
 PLACES = [
     frozenset({"device", "host", "disk"}),
-    frozenset({"device", "host", "disk", "absent"}),
-    frozenset({"device", "absent"}),
+    frozenset({"device", "disk"}),
     frozenset({"device", "host"}),
 ]
 

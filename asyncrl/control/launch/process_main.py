@@ -21,7 +21,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import NoReturn
 
-from asyncrl.errors import ConfigError, ConnectionClosed, LearnerError, ModelChangedError
+from asyncrl.errors import ConfigError, ConnectionClosed, LearnerError
 from asyncrl.schema.control import Fault
 from asyncrl.transport.protocol import Connection, Lane
 
@@ -31,7 +31,7 @@ EXIT_OK, EXIT_FAILED, EXIT_WRONG_INPUT, EXIT_FAULT = 0, 1, 2, 3
 PARENT_GONE_EXIT_CODE = 113
 PID_FILE = "controller.pid"
 """In the folder of a detached run."""
-_FATAL = (ConfigError, ImportError, LearnerError, ModelChangedError)
+_FATAL = (ConfigError, ImportError, LearnerError)
 _FATAL_NAMES = {"SafetensorError"}
 """Types of libraries that are not imported here: damaged weights."""
 _FATAL_WORDS = ("not compiled with CUDA", "No CUDA GPUs", "no NVIDIA driver", "invalid device", "Invalid device", "pip install",

@@ -60,7 +60,7 @@ def run_rank_worker(config: RunConfig, run_folder: Path, rank: int, address: str
                     make_probe(state.model, config.generate.engine.max_sequence_tokens)
                     help_copy_out(publishable_tensors(state.model))
                 case Help("offload"):
-                    offload = open_offload(state, config, run_folder, run_folder / "model", SystemClock())
+                    offload = open_offload(state, config, run_folder, SystemClock())
                     leaving.callback(offload.close)
                 case Help("save"):
                     with contextlib.nullcontext() if offload is None else offload.readable():

@@ -29,7 +29,7 @@ def test_evaluation_samples_get_rewards_alone_and_leave_the_running_figures(kit,
     (answer,) = scorer.score([kit.request([3], [4, 5], purpose="eval")])
     assert answer.reference_logprobs == b""
     assert "judge" in answer.rewards
-    assert scorer._normalisers["judge"].moments.count == 4
+    assert scorer._normalisers["judge"].count == 4
 
 
 @pytest.mark.parametrize(
@@ -60,4 +60,4 @@ def test_a_score_that_is_no_number_fails_its_sample_and_is_not_remembered(kit, f
     assert sick.error == "reward model judge gave nan"
     assert well.error == ""
     assert math.isfinite(well.rewards["judge"])
-    assert scorer._normalisers["judge"].moments.count == 1
+    assert scorer._normalisers["judge"].count == 1

@@ -82,7 +82,7 @@ async def test_a_model_that_cannot_be_opened_ends_the_worker_with_the_reason(fol
         assert "safetensors" in str(error)
 
 
-@pytest.mark.parametrize(("offload_to", "away"), [("host", "host"), ("disk", "absent")])
+@pytest.mark.parametrize(("offload_to", "away"), [("host", "host"), ("disk", "disk")])
 async def test_on_a_shared_device_it_judges_in_its_turn_only_and_gives_the_memory_back(kit, folder, offload_to, away):
     placement = {"placement": {"kind": "colocated", "offload_to": offload_to}, "buffer": {"max_staleness": 0}}
     requests = kit.random_requests(count=6)

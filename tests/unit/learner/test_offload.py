@@ -22,7 +22,7 @@ def opened(tmp_path):
 
     def open_one(train_state, config):
         folder = tmp_path / str(len(made))
-        train_state.offload = open_offload(train_state, config, folder, tmp_path, SystemClock())
+        train_state.offload = open_offload(train_state, config, folder, SystemClock())
         made.append(train_state.offload)
         return train_state.offload, folder
 

@@ -5,7 +5,7 @@ import gc
 import psutil
 import torch
 
-from asyncrl.residency.components import ModuleComponent
+from asyncrl.residency.components import TensorComponent
 from asyncrl.residency.device import SimulatedDevice
 
 MIB = 1 << 20
@@ -37,7 +37,7 @@ def test_foreign_tensors_count_once_until_they_are_gone():
 def test_the_operating_system_has_a_component_s_memory_back_once_it_is_on_disk(tmp_path):
     device, process = SimulatedDevice(), psutil.Process()
     module = torch.nn.Linear(4096, 4096)
-    component = ModuleComponent("policy", module, device, tmp_path)
+    component = TensorComponent.of_module("policy", module, device, tmp_path)
     for place in ("host", "device"):
         component.move(place)
     gc.collect()

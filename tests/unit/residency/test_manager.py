@@ -8,7 +8,7 @@ import torch
 from asyncrl.clock import SystemClock
 from asyncrl.errors import ResidencyError
 from asyncrl.observe.memory import open_memory, read_memory
-from asyncrl.residency.components import CallbackComponent, ModuleComponent
+from asyncrl.residency.components import TensorComponent
 from asyncrl.residency.device import SimulatedDevice
 from asyncrl.residency.manager import ResidencyManager
 from asyncrl.residency.plan import PhaseNeeds
@@ -29,7 +29,7 @@ def kit(tmp_path):
     def make(budget_bytes=None, **rest):
         device = SimulatedDevice(budget_bytes)
         modules = {name: torch.nn.Linear(16, 16, bias=False) for name in ("policy", "reference")}
-        components = [ModuleComponent(name, module, device, tmp_path / "swap") for name, module in modules.items()]
+        components = [TensorComponent.of_module(name, module, device, tmp_path / "swap") for name, module in modules.items()]
         manager = ResidencyManager("learner", components, PHASES, device, SystemClock(), record=file.write, **rest)
         return manager, device, modules
 
@@ -68,20 +68,14 @@ def test_with_host_memory_full_the_rest_goes_to_disk_and_prefetch_brings_it_near
 
 
 def test_a_move_that_fails_leaves_the_phase_unreached_and_the_next_switch_goes_on(kit, tmp_path):
-    asleep, broken = [], [True]
-
-    def wake():
-        if broken:
-            raise RuntimeError("the engine does not wake")
-
-    moves = {("device", "host"): lambda: asleep.append(1), ("host", "device"): wake}
-    device, policy = SimulatedDevice(), torch.nn.Linear(16, 16, bias=False)
-    components = [ModuleComponent("policy", policy, device), CallbackComponent("engine weights", lambda: 100, moves)]
-    phases = [PhaseNeeds("rollout", gives_back=True), PhaseNeeds("train", now=("policy", "engine weights"))]
+    device = SimulatedDevice(2 * SIZE)
+    components = [TensorComponent.of_module(name, torch.nn.Linear(16, 16, bias=False), device) for name in ("policy", "critic")]
+    phases = [PhaseNeeds("rollout", gives_back=True), PhaseNeeds("train", now=("policy", "critic"))]
     manager = ResidencyManager("learner", components, phases, device, SystemClock())
     manager.switch("rollout", 0)
-    with pytest.raises(ResidencyError, match=r"(?s)'train' was not reached: engine weights did not go .* does not wake.*policy"):
+    others = device.take([SIZE])
+    with pytest.raises(ResidencyError, match=r"(?s)'train' was not reached: no room for critic .*policy"):
         manager.switch("train", 1)
     assert (manager.phase, manager.resident) == ("rollout", {"policy": SIZE})
-    broken.clear()
-    assert told(manager.switch("train", 2).moves) == [("policy", "host", "device"), ("engine weights", "host", "device")]
+    del others
+    assert told(manager.switch("train", 2).moves) == [("policy", "host", "device"), ("critic", "host", "device")]

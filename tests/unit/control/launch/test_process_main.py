@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from asyncrl.control.launch.process_main import EXIT_FAULT, PARENT_GONE_EXIT_CODE, run_to_exit_code
-from asyncrl.errors import ConfigError, LearnerError, ModelChangedError, ResidencyError
+from asyncrl.errors import ConfigError, LearnerError, ResidencyError
 from asyncrl.schema.control import PROTOCOL, Fault, Hello
 from asyncrl.transport.local import InProcessListener
 from asyncrl.transport.protocol import Lane
@@ -22,7 +22,6 @@ WATCH = "from asyncrl.control.launch.process_main import watch_parent, ignore_in
     [
         (ConfigError("no such file"), True),
         (LearnerError("the loss is not finite"), True),
-        (ModelChangedError("written during the run"), True),
         (ResidencyError("no room"), False),
         (ExceptionGroup("tasks", [ExceptionGroup("more", [ResidencyError("no room"), ConfigError("no such file")])]), True),
     ],

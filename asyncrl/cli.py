@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import getpass
 import importlib
 import json
 import os
@@ -209,6 +210,20 @@ for _name, _help in {
     "stop": "End the run at once; it can be resumed.",
 }.items():
     app.command(_name, help=_help)(_order(_name))
+
+
+@app.command()
+def change(folder: RunArgument = None, overrides: SetOption = []) -> None:  # noqa: B006 - typer copies it
+    """Change a live run's config: --set buffer.max_staleness=1; from the next step that is taken on."""
+    from asyncrl.config.load import pairs_of
+
+    if not overrides:
+        raise ConfigError("nothing to change: give --set FIELD=VALUE")
+    values = {field: value for field, value, _ in pairs_of(overrides)}
+    done = _ask(_newest(folder), "change", values=values, who=getpass.getuser())
+    for one in done.changes:
+        print(f"{one.field}: {one.before} -> {one.after} from step {done.step} on")
+    print(f"revision {done.revision} of the config" if done.changes else "every value is as asked already")
 
 
 @app.command()
@@ -536,12 +551,12 @@ def _file_size_limit() -> str:
     return f" (files here may have {limit_bytes} bytes at most: raise that limit, ulimit -f, and try again)"
 
 
-def _ask(folder: Path, what: str) -> Any:  # noqa: ANN401 - whatever that call of the client returns
+def _ask(folder: Path, what: str, **given: Any) -> Any:  # noqa: ANN401 - whatever that call of the client takes and returns
     from asyncrl.client import connect
 
     async def ask() -> Any:  # noqa: ANN401
         async with connect(folder) as live:
-            return await getattr(live, what)()
+            return await getattr(live, what)(**given)
 
     return asyncio.run(ask())
 

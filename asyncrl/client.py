@@ -24,6 +24,7 @@ import aiohttp
 import msgspec
 
 from asyncrl.buffer.ledger.reader import LedgerReader
+from asyncrl.config.live import ChangeResult
 from asyncrl.config.load import Overrides, dump_config, resolve_config
 from asyncrl.config.run import RunConfig
 from asyncrl.control.launch.controller_process import ControllerProcess, live_controller
@@ -135,6 +136,18 @@ class RunClient:
     async def stop(self) -> RunStatus:
         """End the run at once, without a checkpoint; it can still be resumed. Returns when it has ended."""
         return await self._call("POST", "stop", RunStatus)
+
+    async def change(self, values: Mapping[str, Any], *, who: str = "a client") -> ChangeResult:
+        """Change the config while the run goes on (docs/running.md has the fields), from the next step that is taken on.
+
+        Args:
+            values: By field, `{"buffer.max_staleness": 1}`.
+            who: For the ledger and the events.
+
+        Raises:
+            RunError: A field cannot change now, or a value is not allowed; nothing is changed then.
+        """
+        return await self._call("POST", "change", ChangeResult, {"values": dict(values), "who": who})
 
     async def submit(self, group: ExternalGroup) -> SubmitResult:
         """Hand in a group of samples generated elsewhere; checked, scored and bounded in staleness like any other."""

@@ -226,7 +226,7 @@ class Session:
         """Return the config that a step is trained by; a new learning rate stays."""
         if learning_rate is not None:
             self.config = resolve_config(self.config, {"learner.learning_rate": learning_rate})
-            self._ready.train_state.optimizer.follow(self.config.learner)
+            self._ready.train_state.optimizer.follow(self.config.learner, self.config.num_steps)
         if loss is None:
             return self.config
         if isinstance(loss, str):

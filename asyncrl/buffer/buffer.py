@@ -10,7 +10,7 @@ Nothing here waits, except `write` of a ledger that falls behind.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -25,6 +25,8 @@ from asyncrl.buffer.payloads import HeldGroup, Receipt, ReturnedPrompt, TakenSte
 from asyncrl.buffer.staleness import VersionCounts, staleness_figures
 from asyncrl.buffer.state import BufferState
 from asyncrl.buffer.validate import SampleRefusedError, examine, examine_all, group_error, largest_id, score_error
+from asyncrl.config.live import settings_of
+from asyncrl.config.run import RunConfig
 from asyncrl.errors import LedgerError
 from asyncrl.schema.samples import Prompt, Sample, SampleFailure, Score, ScoredGroup, ScoredSample, ScoreRequest
 
@@ -39,6 +41,7 @@ class Buffer:
         temperature: Recorded with each step.
         needs_reference: Scores must bring reference log-probabilities: the reference is on inference workers.
         minibatches: Recorded with each step: updates whose groups share no row.
+        settings: Recorded with each step: what the learner reads anew at each.
         restored: What the ledger held besides the state.
 
     Example:
@@ -57,6 +60,7 @@ class Buffer:
         temperature: float = 1.0,
         needs_reference: bool = False,
         minibatches: int = 1,
+        settings: Mapping[str, float | int | None] | None = None,
         restored: Restored | None = None,
     ) -> None:
         self.state = state
@@ -67,7 +71,7 @@ class Buffer:
         self._held: dict[int, HeldGroup] = restored.held
         self._returned: dict[int, Prompt] = restored.returned
         """Prompts that wait to be issued again, by the group that was dropped or failed."""
-        self._packed_with = StepParams(0, tokens_per_row, temperature, state.limits.screen, minibatches)
+        self._packed_with = StepParams(0, tokens_per_row, temperature, state.limits.screen, minibatches, dict(settings or {}))
         self._step_params = restored.step_params
         """Of steps that may be repeated."""
         self._step_groups: dict[int, tuple[ScoredGroup, ...]] = {}
@@ -293,6 +297,23 @@ class Buffer:
     def outstanding_scores(self) -> list[ScoreRequest]:
         """Return a request for every member generated and not scored yet, by rules or by models: all that a resume asks again."""
         return [self.score_request(member.group_id, member.index) for member in self.state.unscored()]
+
+    def change(self, config: RunConfig, what: str, now: float) -> int:
+        """Follow a config that was changed while the run goes on; return the first step that it holds for.
+
+        Args:
+            config: The new one.
+            what: Who changed what, for the ledger.
+            now: Clock seconds.
+        """
+        step = self.state.next_step
+        most_groups = config.num_steps * config.algorithm.groups_per_step
+        self.state.handle(ev.BoundsChanged(config.buffer.max_staleness, most_groups), now)
+        self._packed_with = msgspec.structs.replace(
+            self._packed_with, temperature=config.generate.sampling.temperature, settings=settings_of(config)
+        )
+        self.ledger.write((rec.ChangedRecord(step, what, now),))
+        return step
 
     # -- steps -----------------------------------------------------------------------------------------------------------
 

@@ -65,6 +65,15 @@ class MembersFinished(msgspec.Struct, frozen=True):
     num_members: int = 1
 
 
+class BoundsChanged(msgspec.Struct, frozen=True):
+    """The run's config changed while it goes on."""
+
+    max_staleness: int
+    """Eta, of every step that is not taken yet."""
+    max_groups: int | None
+    """As `BufferLimits`."""
+
+
 class IssuePaused(msgspec.Struct, frozen=True):
     """Hand out nothing until IssueResumed."""
 
@@ -183,6 +192,7 @@ BufferEvent = (
     | MembersFinished
     | IssuePaused
     | IssueResumed
+    | BoundsChanged
     | GroupIssued
     | GroupPlaced
     | ExternalGroupAdded

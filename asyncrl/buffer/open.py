@@ -15,6 +15,7 @@ from asyncrl.buffer.ledger.store import CallSoon, SqliteLedger
 from asyncrl.buffer.payloads import without_reference
 from asyncrl.buffer.state import BufferState
 from asyncrl.buffer.validate import tokens_together
+from asyncrl.config.live import settings_of
 from asyncrl.config.run import RunConfig
 from asyncrl.errors import ConfigError, LedgerError
 
@@ -81,6 +82,7 @@ def open_buffer(
         minibatches=config.learner.minibatches,
         temperature=config.generate.sampling.temperature,
         needs_reference=config.has_reference_worker,
+        settings=settings_of(config),
         restored=restored,
     )
 

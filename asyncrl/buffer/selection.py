@@ -152,6 +152,11 @@ class ReadyGroups:
         if self._waited_for is not None and group_id in self._waited_for:
             self._missing = 0
 
+    def bound_by(self, limits: BufferLimits) -> None:
+        """Follow other bounds from now on."""
+        self._limits = limits
+        self.look_again(examine_all=True)
+
     def look_again(self, *, examine_all: bool) -> None:
         """Give no answer from memory; with `examine_all`, look for unfit groups among all that are ready."""
         self._missing = 0

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any, Literal
 
 from asyncrl.algorithms.screening import NO_PAIR
@@ -114,6 +115,9 @@ class BufferState:
                 self.pool.change(name, add_members=-num_members)
             case ev.IssuePaused() | ev.IssueResumed():
                 self.paused = isinstance(event, ev.IssuePaused)
+            case ev.BoundsChanged(max_staleness, max_groups):
+                self.limits = replace(self.limits, max_staleness=max_staleness, max_groups=max_groups)
+                self._ready.bound_by(self.limits)
             case _:
                 raise AssertionError(f"{event} is no event of the buffer")
         return []

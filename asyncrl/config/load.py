@@ -67,10 +67,7 @@ def resolve_config(
     if isinstance(config, (str, Path)):
         return load_config(config, overrides)
     raw = copy.deepcopy(dict(msgspec.to_builtins(config)))
-    if isinstance(overrides, Mapping):
-        pairs = [(key, value, f"{key} = {value!r}") for key, value in overrides.items()]
-    else:
-        pairs = [_override(text) for text in overrides]
+    pairs = pairs_of(overrides)
     for key, value, given in pairs:
         set_value(raw, key, value, given)
     try:
@@ -89,6 +86,17 @@ def resolve_config(
     if nul := re.search(rb'[^"]*(?<!\\)\\u0000[^"]*', encoded):
         raise ConfigError(f"{source}, or a value laid over it, has a null character: {nul[0].decode()!r}")
     return checked
+
+
+def pairs_of(overrides: Overrides) -> list[tuple[str, Any, str]]:
+    """Return field, value and the option as it was given, of each override.
+
+    Raises:
+        ConfigError: One is not of the form a.b=value.
+    """
+    if isinstance(overrides, Mapping):
+        return [(key, value, f"{key} = {value!r}") for key, value in overrides.items()]
+    return [_override(text) for text in overrides]
 
 
 def set_value(raw: dict[str, Any], key: str, value: Any, given: str) -> None:  # noqa: ANN401 - a TOML value

@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
+from asyncrl.config.live import ChangeResult
 from asyncrl.control.controller import Controller
 from asyncrl.control.edge import odd_value
 from asyncrl.control.lifecycle.events import DrainRequested, Event, PauseRequested, ResumeRequested, StopRequested
@@ -54,6 +55,15 @@ class ExternalWeights(msgspec.Struct, frozen=True):
 
     available: WeightsAvailable
     model_folder: str = ""
+
+
+class ConfigChange(msgspec.Struct, frozen=True):
+    """Body of /change."""
+
+    values: dict[str, Any]
+    """By field, `buffer.max_staleness`."""
+    who: str = "a client"
+    """For the ledger."""
 
 
 @asynccontextmanager
@@ -112,6 +122,7 @@ def _routes(control: RunApi, read_timeout_s: float) -> list[web.RouteDef]:
         web.get("/steps", steps),
         web.post("/submit", answers(control.submit, ExternalGroup, MOST_GROUP_BYTES)),
         web.post("/trained", answers(control.trained, ExternalStep)),
+        web.post("/change", answers(control.change, ConfigChange)),
         web.post("/weights", answers(control.announce_weights, ExternalWeights, MOST_MANIFEST_BYTES)),
         *(web.post(f"/{name}", answers(getattr(control, name))) for name in ACTIONS),
     ]
@@ -286,6 +297,10 @@ class RunApi:
     async def checkpoint(self) -> str:
         """Write a checkpoint; return its folder."""
         return await self._run.checkpoints.wait_for_next(self._run.feeder.version)
+
+    def change(self, asked: ConfigChange) -> ChangeResult:
+        """Change the config while the run goes on."""
+        return self._run.change(asked.values, asked.who)
 
     def submit(self, group: ExternalGroup) -> SubmitResult:
         """Take in a group generated elsewhere."""

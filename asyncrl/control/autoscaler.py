@@ -93,6 +93,7 @@ class Autoscaler:
     ) -> None:
         elastic = config.launch.elastic
         self.scaler = ScalingRule(elastic, config.generate.num_workers) if elastic is not None else None
+        self._wanted = config.generate.num_workers
         self._grace_s = config.supervision.drain_timeout_s
         self._dispatcher = dispatcher
         self._peers = peers
@@ -147,11 +148,18 @@ class Autoscaler:
                 "the learner is idle for %.0f %% of the time, generators use %.0f %% of their slots: %d -> %d generators",
                 100 * idle, 100 * used, before, wanted,
             )  # fmt: skip
-        for number in range(before, wanted):
-            self._membership.expect(f"generator-{number}", "generator")
-            self._post(ProcessWanted(f"generator-{number}", "generator"))
-        for number in range(wanted, before):
-            self._post(ProcessUnwanted(f"generator-{number}"))
+            self.want(wanted)
+
+    def want(self, number: int) -> None:
+        """Have this many generators from now on; those with the highest numbers leave."""
+        for added in range(self._wanted, number):
+            self._membership.expect(f"generator-{added}", "generator")
+            self._post(ProcessWanted(f"generator-{added}", "generator"))
+        for spare in range(number, self._wanted):
+            self._post(ProcessUnwanted(f"generator-{spare}"))
+        self._wanted = number
+        if self.scaler is not None:
+            self.scaler.wanted = number
 
     def leaves(self, name: str, now: float) -> None:
         """Give a generator nothing more, and tell it to go when it holds nothing; groups for its window still go out."""

@@ -16,6 +16,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
+
 from asyncrl.buffer.payloads import TakenStep, Waiting
 from asyncrl.clock import Clock
 from asyncrl.config.run import RunConfig
@@ -87,6 +89,11 @@ class BatchFeeder:
         """Return whether the learner has a step, or is sent one, that waits for its turn."""
         return not self._has_turn and self.next_step > max(self.version, 0)
 
+    def follow(self, config: RunConfig) -> None:
+        """Go on by a config that was changed while the run goes on."""
+        self._config = config
+        self.woken.set()
+
     def hold(self, held: bool, *, finish_taken: bool = False) -> None:
         """Take no new step while held; with `finish_taken`, steps that are taken are still sent."""
         self._held, self._finishes_taken = held, finish_taken
@@ -154,6 +161,7 @@ class BatchFeeder:
                 )
                 if incarnation != self._incarnation or (self._held and not self._finishes_taken):
                     continue
+                batch = msgspec.structs.replace(batch, settings=taken.params.settings)
                 self.next_step = batch.step + 1
                 try:
                     await learner.send(batch)

@@ -21,7 +21,7 @@ import contextlib
 import itertools
 import logging
 import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ import msgspec
 from asyncrl.buffer import events as buffer_events
 from asyncrl.buffer.buffer import Buffer
 from asyncrl.clock import Clock
+from asyncrl.config.live import ChangeResult, changed, write_revision
 from asyncrl.config.load import dump_config
 from asyncrl.config.placement_rules import inference_takes_turns
 from asyncrl.config.run import RunConfig
@@ -51,7 +52,7 @@ from asyncrl.control.placement.switching import Switching
 from asyncrl.control.reporter import Reporter
 from asyncrl.control.scoring import JUDGES
 from asyncrl.control.stall_detector import SLOW_SCORE_S, StallDetector, Wait
-from asyncrl.errors import AsyncRLError, ConnectionClosed, LedgerError, RunError
+from asyncrl.errors import AsyncRLError, ConfigError, ConnectionClosed, LedgerError, RunError
 from asyncrl.observe.sinks import open_sinks
 from asyncrl.schema import control as msg
 from asyncrl.schema.batches import StepDone
@@ -494,6 +495,37 @@ class Controller:
             return
         if evaluate and done.version % evaluate == 0:
             self._start_evaluation(done.version)
+
+    def change(self, values: Mapping[str, Any], who: str) -> ChangeResult:
+        """Change the config while the run goes on, from the next step that is taken on.
+
+        Raises:
+            ConfigError: A field cannot change now, or its value is not allowed; nothing has changed then.
+            RunError: The run is over, or cannot write its folder.
+        """
+        if self.lifecycle.over:
+            raise RunError("the run is over")
+        config, changes = changed(self.config, values)
+        step = self.buffer.state.next_step
+        if config.num_steps < step:
+            raise ConfigError(f"num_steps must be at least {step}, as many steps are taken; got {config.num_steps}")
+        revision = len(list((self.run_folder / "revisions").glob("*.toml")))
+        if not changes:
+            return ChangeResult(revision, step, ())
+        what = ", ".join(f"{one.field} from {one.before} to {one.after}" for one in changes)
+        try:
+            write_revision(self.run_folder, revision, config, f"by {who} from step {step} on: {what}")
+        except OSError as error:
+            raise RunError(f"nothing is changed: {self.run_folder} cannot be written: {error}") from error
+        self.config = config
+        self.dispatcher.change(config, f"{what} (by {who})")
+        self.feeder.follow(config)
+        self.reporter.follow(config)
+        self.autoscaler.want(config.generate.num_workers)
+        self.reporter.note_event("change", who, f"from step {step} on: {what}", self.feeder.version)
+        log.info("changed by %s from step %d on: %s", who, step, what)
+        self._reach_goal()
+        return ChangeResult(revision + 1, step, changes)
 
     def _act_on(self, alarm: Alarm) -> None:
         """Do what the config says about an alarm."""

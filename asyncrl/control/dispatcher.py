@@ -132,6 +132,13 @@ class Dispatcher:
                 return prompt, index + 1
         return self._prompts[cursor], cursor + 1
 
+    def change(self, config: RunConfig, what: str) -> int:
+        """Go on by a config that was changed while the run goes on; return the first step that it holds for."""
+        step = self.buffer.change(config, what, self._clock.now())
+        self._config, self._sampling = config, sampling_of(config)
+        self.changed()
+        return step
+
     def hold(self, *, groups: bool, evaluation: bool) -> None:
         """Issue no training groups, or no evaluation prompts, until told otherwise."""
         self._groups_held, self._evaluation_held = groups, evaluation

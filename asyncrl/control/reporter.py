@@ -71,8 +71,8 @@ class Reporter:
         self._evals_file: JsonLines[EvalReport] = JsonLines(run_folder / EVAL_FILE)
         self._num_events = max((event.seq for event in read_events(run_folder)), default=0)
         self._events_file: JsonLines[RunEvent] = JsonLines(run_folder / EVENTS_FILE)
-        asked = config.observe.alarms
-        self.alarms = Alarms(config.algorithm.groups_per_step, [name for name, what in asked.items() if what == "off"])
+        self.alarms = Alarms(config.algorithm.groups_per_step)
+        self.follow(config)
         self._spans_file: JsonLines[sp.Span] = JsonLines(run_folder / sp.SPANS_FILE, MOST_SPANS_BYTES, SPANS_BUFFER_BYTES)
         self._staleness: dict[int, dict[str, float]] = {}
         self._published_s: dict[int, float] = {}
@@ -166,6 +166,11 @@ class Reporter:
         """Count a process that died and forget what its counters said."""
         self._deaths[kind] += 1
         self.forget(name)
+
+    def follow(self, config: RunConfig) -> None:
+        """Go on by a config that was changed while the run goes on."""
+        self._config = config
+        self.alarms.switch_off(name for name, what in config.observe.alarms.items() if what == "off")
 
     def forget(self, name: str) -> None:
         """Forget what the counters of a process said that is gone."""

@@ -12,6 +12,7 @@ import torch
 from msgspec.structs import replace
 from transformers import PreTrainedModel
 
+from asyncrl.config.run import RunConfig
 from asyncrl.errors import ResidencyError
 from asyncrl.learner.model.critic import Critic
 from asyncrl.learner.model.policy import Reference
@@ -51,6 +52,12 @@ class TrainState:
     memory: StepMemory = field(default_factory=StepMemory)
     offload: Offload | None = None
     """None: everything stays on the device."""
+
+    def follow(self, config: RunConfig) -> None:
+        """Train by this config from the next step on."""
+        for optimizer in (self.optimizer, self.critic_optimizer):
+            if optimizer is not None:
+                optimizer.follow(config.learner, config.num_steps)
 
     def bring(self, phase: Phase) -> None:
         """See `Offload.bring`; without offload everything is there."""

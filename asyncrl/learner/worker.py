@@ -29,6 +29,7 @@ import psutil
 import torch
 
 from asyncrl.clock import Clock
+from asyncrl.config.live import with_settings
 from asyncrl.config.run import RunConfig
 from asyncrl.errors import LearnerError
 from asyncrl.learner.checkpoint import TrainerState, save_checkpoint
@@ -282,6 +283,9 @@ class LearnerWorker:
 
     def _train(self, prepared: PreparedBatch) -> StepResult:
         policy = self._policy
+        if prepared.batch.settings:
+            self._config = with_settings(self._config, prepared.batch.settings)
+            policy.train_state.follow(self._config)
         self._launcher.tell(prepared.batch)
         failed = self._run_folder / FAILED_FOLDER
         result = train_step(policy.train_state, prepared, self._config, failed_folder=failed)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from operator import ge, gt, le, lt
 from statistics import median
@@ -99,19 +99,23 @@ class Alarms:
 
     Args:
         groups_per_step: Of the run.
-        switched_off: Names of rules that are not looked at.
     """
 
-    def __init__(self, groups_per_step: int, switched_off: Sequence[str] = ()) -> None:
+    def __init__(self, groups_per_step: int) -> None:
         self.standing: dict[str, Alarm] = {}
+        self._off: frozenset[str] = frozenset()
         self._groups_per_step = groups_per_step
-        self._rules = [rule for rule in RULES if rule.name not in switched_off]
-        self._met: dict[str, deque[bool]] = {rule.name: deque(maxlen=rule.of) for rule in self._rules}
+        self._met: dict[str, deque[bool]] = {rule.name: deque(maxlen=rule.of) for rule in RULES}
         self._steps: deque[StepReport] = deque(maxlen=REMEMBERED)
         self._entropies: list[float] = []
         self._best = float("-inf")
         """Median reward over ten steps so far."""
         self._least, self._most = float("inf"), float("-inf")
+
+    def switch_off(self, names: Iterable[str]) -> None:
+        """Look at all rules but these from now on."""
+        self._off = frozenset(names)
+        self.standing = {name: alarm for name, alarm in self.standing.items() if name not in self._off}
 
     def take(self, report: StepReport) -> list[Alarm]:
         """Take a step in; return the alarms that it raises or ends."""
@@ -121,7 +125,9 @@ class Alarms:
         if len(self._entropies) < FIRST and "policy/entropy" in report.metrics:
             self._entropies.append(report.metrics["policy/entropy"])
         figures, told = self._figures(report), []
-        for rule in self._rules:
+        for rule in RULES:
+            if rule.name in self._off:
+                continue
             value, met, standing = figures.get(rule.figure), self._met[rule.name], self.standing.get(rule.name)
             met.append(value is not None and rule.compare(value, rule.bound))
             if standing is not None and not any(met):

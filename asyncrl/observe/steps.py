@@ -75,7 +75,7 @@ class EvalReport(msgspec.Struct, frozen=True, kw_only=True):
         return ("reward", self.reward_mean) if self.accuracy is None else ("accuracy", self.accuracy)
 
 
-EventKind = Literal["phase", "death", "checkpoint", "evaluation", "joined", "left", "set_aside", "alarm"]
+EventKind = Literal["phase", "death", "checkpoint", "evaluation", "joined", "left", "set_aside", "alarm", "change"]
 """Of an event."""
 
 

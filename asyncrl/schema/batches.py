@@ -67,6 +67,8 @@ class StepBatch(Message, frozen=True, tag="step_batch"):
     """That the samples were drawn at; the learner divides its logits by it."""
     replay: bool = False
     """True when this step was trained before on this line of checkpoints and is repeated after a crash."""
+    settings: dict[str, float | int | None] = {}
+    """What the learner reads anew at each step, by field of the config; left out: as it was started with."""
 
 
 class StepDone(Message, frozen=True, tag="step_done"):

@@ -193,8 +193,8 @@ class Keeper:
         async with connect(self.records.run_folder(run)) as client:
             yield client
 
-    async def ask(self, run: str, what: str, who: str) -> Any:  # noqa: ANN401 - what the run's client returns
-        """Ask a live run: pause, resume, checkpoint, drain or stop.
+    async def ask(self, run: str, what: str, asker: str, **given: Any) -> Any:  # noqa: ANN401 - what the run's client takes and returns
+        """Ask a live run: pause, resume, checkpoint, drain, stop, change.
 
         Raises:
             RunError: The run is not live, or refuses.
@@ -204,11 +204,11 @@ class Keeper:
             raise RunError(
                 f"{run} is {record.state}{f' ({record.outcome})' if record.outcome else ''}: only a live run can {what}"
             )
-        await self.tell("asked", run, what, who)
+        await self.tell("asked", run, what, asker)
         if what in {"drain", "stop"}:
             self.records.put_run(replace(record, drains=True))
         async with self._connected(run) as client:
-            return await getattr(client, what)()
+            return await getattr(client, what)(**given)
 
     async def drain_all(self) -> None:
         """Drain every live run and wait for their ends; nothing else is started. The next daemon goes on with them."""

@@ -25,7 +25,7 @@ from aiohttp import ClientPayloadError, http_exceptions, web
 from asyncrl import __version__
 from asyncrl.clock import Clock
 from asyncrl.config.load import load_config, read_toml
-from asyncrl.control.api import MOST_BODY_BYTES, READ_TIMEOUT_S, read_body
+from asyncrl.control.api import MOST_BODY_BYTES, READ_TIMEOUT_S, ConfigChange, read_body
 from asyncrl.errors import AsyncRLError, ConfigError, RunError
 from asyncrl.observe.sinks import render_prometheus
 from asyncrl.observe.steps import EVENTS_FILE, STEPS_FILE, EvalReport, read_evals, read_steps
@@ -144,6 +144,8 @@ class Service:
             Route("GET", f"{run}/ledger", "viewer", page.ledger, "Groups by state, and samples by version."),
             Route("GET", f"{run}/samples", "viewer" if self.show_samples else "operator", page.samples, "Samples: ?step=."),
             Route("GET", f"{run}/config", "viewer", self.config, "A run's config, as TOML."),
+            Route("PATCH", f"{run}/config", "operator", self.change, "Change a live run's config, field by field.", ConfigChange),
+            Route("POST", f"{run}/change", "operator", self.change, "The same, as a run's client asks: msgpack.", ConfigChange),
             Route("GET", f"{run}/files/{{path:.*}}", "operator", self.files, "A file of a run's folder, or a folder's list."),
             *(Route("POST", f"{run}/{name}", "operator", order, f"Have a live run {name}.") for name, order in orders),
             Route("POST", f"{run}/resume", "operator", self.resume, "Go on, paused or ended.", Resume),
@@ -385,6 +387,13 @@ class Service:
         if path is None:
             raise ForbiddenError(404, "the run has no config")
         return web.Response(text=path.read_text(encoding="utf-8"), content_type="application/toml")
+
+    async def change(self, request: web.Request) -> web.StreamResponse:
+        """Change a live run's config; the answer says from which step on."""
+        run, who, body = request.match_info["run"], request[WHO].name, await _body(request)
+        decode = msgspec.json.decode if request.method == "PATCH" else msgspec.msgpack.decode
+        asked = decode(body, type=ConfigChange)
+        return _answer(request, await self.keeper.ask(run, "change", who, values=asked.values, who=who))
 
     async def files(self, request: web.Request) -> web.StreamResponse:
         """Return a file (ranges and ETag are understood), or what is in a folder."""

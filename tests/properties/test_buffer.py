@@ -114,6 +114,7 @@ class RunLife(RuleBasedStateMachine):
             },
         })
         self.on_disk = on_disk
+        self.largest_eta, self.was_lowered = max_staleness, False
         self.num_slots = {f"g{i}": slots for i, slots in enumerate(num_slots)}
         self.now = 0.0
         self.learner_version = 0
@@ -197,7 +198,7 @@ class RunLife(RuleBasedStateMachine):
             if isinstance(item, GroupMoved):
                 self.screened(item)
             if isinstance(item, GroupMoved) and item.after in {"dropped", "failed"}:
-                assert self.policy != "wait" or item.reason != "stale", f"wait dropped {item}"
+                assert self.policy != "wait" or item.reason != "stale" or self.was_lowered, f"wait dropped {item}"
                 if item.generator:
                     self.abort(item)
         self.issue()
@@ -327,7 +328,9 @@ class RunLife(RuleBasedStateMachine):
             self.deliver(taken)
 
     def deliver(self, taken):
+        # A step that is repeated was taken under the bound of then.
         eta, masks = self.config.buffer.max_staleness, taken.params.mask_below
+        eta = self.largest_eta if taken.step in self.delivered else eta
         group_ids = tuple(group.group_id for group in taken.groups)
         assert len(group_ids) == self.config.algorithm.groups_per_step
         assert group_ids == tuple(sorted(group_ids))
@@ -402,6 +405,16 @@ class RunLife(RuleBasedStateMachine):
             self.tell(MembersFinished(self.orders.pop(key)[0]))
         self.follow(self.buffer.drop_group(group_id, "asked for", self.now))
 
+    @rule(eta=st.integers(0, 3))
+    def bound_changes(self, eta):
+        """Live: up at once, down from the next step that is taken on."""
+        before = self.config.buffer
+        self.was_lowered |= eta < before.max_staleness
+        self.largest_eta = max(self.largest_eta, eta)
+        self.config = msgspec.structs.replace(self.config, buffer=msgspec.structs.replace(before, max_staleness=eta))
+        assert self.buffer.change(self.config, "a test", self.now) == self.buffer.state.next_step
+        self.issue()
+
     @rule()
     def pause_and_resume(self):
         self.tell(IssuePaused())
@@ -436,7 +449,7 @@ class RunLife(RuleBasedStateMachine):
         self.now += 1.0
         self.buffer.state.check_invariants()
         counts = self.buffer.counts()
-        most = (self.newest_ever + self.config.buffer.max_staleness + 1) * self.config.algorithm.groups_per_step
+        most = (self.newest_ever + self.largest_eta + 1) * self.config.algorithm.groups_per_step
         assert counts.held <= most
 
     def teardown(self):

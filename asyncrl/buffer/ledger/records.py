@@ -28,6 +28,8 @@ class StepParams(msgspec.Struct, frozen=True):
     screen: Screen = Screen()
     minibatches: int = 1
     """Updates whose groups share no row."""
+    settings: dict[str, float | int | None] = {}
+    """What the learner reads anew at each step (config/live.py), by field."""
 
 
 class IssuedRecord(msgspec.Struct, frozen=True, gc=False):
@@ -126,6 +128,15 @@ class RescoreRecord(msgspec.Struct, frozen=True):
     now: float
 
 
+class ChangedRecord(msgspec.Struct, frozen=True):
+    """The run's config changed while it went on: from `step` on."""
+
+    step: int
+    what: str
+    """Who, and each field from what to what."""
+    now: float
+
+
 class ForgetRecord(msgspec.Struct, frozen=True):
     """Payloads of steps before this one are not needed any more."""
 
@@ -154,6 +165,7 @@ Record = (
     | RescoreRecord
     | ForgetRecord
     | SetAsideRecord
+    | ChangedRecord
 )
 
 

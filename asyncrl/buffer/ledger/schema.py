@@ -275,6 +275,10 @@ def _forget(connection: sqlite3.Connection, r: rec.ForgetRecord) -> None:
     connection.execute("INSERT OR REPLACE INTO meta (name, value) VALUES ('forgotten_before', ?)", (str(before_step),))
 
 
+def _changed(connection: sqlite3.Connection, r: rec.ChangedRecord) -> None:
+    _execute_for_all(connection, _EVENT, [(r.now, None, "changed", f"from step {r.step} on: {r.what}")])
+
+
 def _set_aside(connection: sqlite3.Connection, r: rec.SetAsideRecord) -> None:
     connection.executemany(
         "UPDATE groups SET state = 'dropped', reason = ?, step = NULL, returns = -1 WHERE group_id = ?",
@@ -310,4 +314,5 @@ _STEP_WRITERS: dict[type, Callable[[sqlite3.Connection, Any], None]] = {
     rec.RescoreRecord: _rescore,
     rec.ForgetRecord: _forget,
     rec.SetAsideRecord: _set_aside,
+    rec.ChangedRecord: _changed,
 }

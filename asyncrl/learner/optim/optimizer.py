@@ -158,9 +158,9 @@ class PolicyOptimizer:
                 gradient.mul_(factor)
         return norm.item()
 
-    def follow(self, config: LearnerConfig) -> None:
-        """Take learning rate, warm-up and schedule of this config from the next step on."""
-        self._config = config
+    def follow(self, config: LearnerConfig, num_steps: int) -> None:
+        """Take learning rate, schedule and clipping of this config from the next step on; `num_steps`: where a cosine ends."""
+        self._config, self._num_steps = config, num_steps
 
     def step(self, step: int) -> float:
         """Apply and drop the clipped gradients at the learning rate of optimizer step `step`, and return that rate."""

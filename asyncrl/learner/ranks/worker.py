@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from asyncrl.clock import SystemClock
+from asyncrl.config.live import with_settings
 from asyncrl.config.run import RunConfig
 from asyncrl.learner.checkpoint import contribute_checkpoint, load_trainer
 from asyncrl.learner.model.lora import publishable_tensors
@@ -55,6 +56,9 @@ def run_rank_worker(config: RunConfig, run_folder: Path, rank: int, address: str
             assert state is not None, "rank 0 says Begin first"
             match command:
                 case StepBatch():
+                    if command.settings:
+                        config = with_settings(config, command.settings)
+                        state.follow(config)
                     train_step(state, prepare(command, division_of(state, config)), config)
                 case Help("publish"):
                     make_probe(state.model, config.generate.engine.max_sequence_tokens)

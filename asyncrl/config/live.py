@@ -1,0 +1,142 @@
+"""What can be changed while a run goes on, and how a step says by which values it is trained.
+
+A change becomes part of the run's config at a named step. What the learner reads travels with every step's batch and is kept in
+the ledger with it, so a step that is repeated after a crash is trained by the values of its first time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from asyncrl.config.load import dump_config, resolve_config, set_value
+from asyncrl.config.run import RunConfig
+from asyncrl.errors import ConfigError
+
+Settings = dict[str, float | int | None]
+
+OF_STEPS = (
+    "num_steps",
+    "learner.learning_rate",
+    "learner.min_learning_rate_ratio",
+    "learner.warmup_steps",
+    "learner.max_grad_norm",
+    "algorithm.clip_low",
+    "algorithm.clip_high",
+    "algorithm.dual_clip",
+    "algorithm.max_ratio",
+    "algorithm.entropy_coefficient",
+    "algorithm.kl.coefficient",
+    "checkpoint.every_steps",
+    "checkpoint.keep_last",
+)
+"""Read by the learner, step by step."""
+OF_CONTROLLER = (
+    "buffer.max_staleness",
+    "eval.every_steps",
+    "eval.num_prompts",
+    "eval.samples_per_prompt",
+    "eval.temperature",
+    "generate.sampling.temperature",
+    "generate.num_workers",
+    "max_run_s",
+)
+"""Read by the controller, from the next time it looks."""
+ALARMS = "observe.alarms."
+"""And the action of any alarm."""
+
+
+class Change(msgspec.Struct, frozen=True):
+    """One value that was changed."""
+
+    field: str
+    before: Any
+    after: Any
+
+
+class ChangeResult(msgspec.Struct, frozen=True):
+    """What became of a request to change a run."""
+
+    revision: int
+    """Of the config: 1 is the first change."""
+    step: int
+    """The first step that is trained by the new values."""
+    changes: tuple[Change, ...]
+    """Empty where every value was as asked already."""
+
+
+def value_at(config: object, field: str) -> Any:  # noqa: ANN401 - a value of the config
+    """Return `a.b` of a config; None where `a` is not there."""
+    for name in field.split("."):
+        if config is None:
+            return None
+        config = config.get(name) if isinstance(config, dict) else getattr(config, name)
+    return config
+
+
+def settings_of(config: RunConfig) -> Settings:
+    """Return all that the learner reads anew at each step."""
+    return {field: value_at(config, field) for field in OF_STEPS if field != "algorithm.kl.coefficient" or config.algorithm.kl}
+
+
+def with_settings(config: RunConfig, settings: Mapping[str, float | int | None]) -> RunConfig:
+    """Return the config as a step is to read it; the same object where nothing differs."""
+    different = {field: value for field, value in settings.items() if value_at(config, field) != value}
+    return resolve_config(config, different) if different else config
+
+
+def changed(config: RunConfig, values: Mapping[str, Any]) -> tuple[RunConfig, tuple[Change, ...]]:
+    """Return the config with new values, and what differs.
+
+    Args:
+        config: In force.
+        values: By field, `buffer.max_staleness`.
+
+    Raises:
+        ConfigError: A field cannot change while the run goes on, is unknown, or its value is not allowed; every fault is named.
+    """
+    fixed = [field for field in values if field not in OF_STEPS + OF_CONTROLLER and not field.startswith(ALARMS)]
+    if fixed:
+        known = ", ".join((*OF_STEPS, *OF_CONTROLLER, f"{ALARMS}RULE"))
+        raise ConfigError(
+            f"{', '.join(fixed)} cannot change while the run goes on: fork it, or drain it and `asyncrl resume RUN --set ...`; "
+            f"what can is {known}"
+        )
+    if "algorithm.kl.coefficient" in values and config.algorithm.kl is None:
+        raise ConfigError("algorithm.kl.coefficient cannot change: this run has no [algorithm.kl], so no reference is loaded")
+    if "generate.num_workers" in values and (
+        config.placement.kind != "disaggregated" or config.generate.engine.kind != "transformers"
+    ):
+        raise ConfigError(
+            "generate.num_workers can change only with placement.kind = 'disaggregated' and the transformers engine"
+        )
+    raw = msgspec.to_builtins(config)
+    for field, value in values.items():
+        set_value(raw, field, value, f"{field} = {value!r}")
+    new = resolve_config(raw, source="the change")
+    pairs = [(field, value_at(config, field), value_at(new, field)) for field in values]
+    return new, tuple(Change(*pair) for pair in pairs if pair[1] != pair[2])
+
+
+def write_revision(run_folder: Path, revision: int, config: RunConfig, what: str) -> None:
+    """Make a config that of the run, and keep the one before as `revisions/NUMBER.toml`.
+
+    Args:
+        run_folder: Of the run.
+        revision: Number of the one before; 0 is what the run began with.
+        config: The new one.
+        what: Who changed what, one line; it heads the new file.
+
+    Raises:
+        OSError: The folder cannot be written; config.toml is as it was.
+    """
+    file, kept = run_folder / "config.toml", run_folder / "revisions"
+    before, aside = file.read_text(encoding="utf-8"), run_folder / "config.toml.partial"
+    heading = [line for line in before.splitlines(keepends=True) if line.startswith("#")]
+    kept.mkdir(exist_ok=True)
+    aside.write_text("".join(heading) + f"# revision {revision + 1} {what}\n" + dump_config(config), encoding="utf-8")
+    (kept / f"{revision}.toml").write_text(before, encoding="utf-8")
+    aside.replace(file)

@@ -1,0 +1,68 @@
+"""What can be changed while a run goes on."""
+
+from __future__ import annotations
+
+import pytest
+
+from asyncrl.config.live import OF_CONTROLLER, OF_STEPS, changed, settings_of, value_at, with_settings, write_revision
+from asyncrl.config.load import load_config, parse_config, resolve_config
+from asyncrl.errors import ConfigError
+
+CONFIG = parse_config({"algorithm": {"kl": {"coefficient": 0.01}}})
+
+
+@pytest.mark.parametrize("field", [*OF_STEPS, *OF_CONTROLLER])
+def test_every_field_that_can_change_is_one_of_the_config(field):
+    new, changes = changed(CONFIG, {field: value_at(CONFIG, field) or 2})
+    assert value_at(new, field) == (value_at(CONFIG, field) or 2)
+    assert len(changes) == (not value_at(CONFIG, field))
+
+
+def test_settings_of_a_step_make_its_config_from_any_later_one():
+    later, _ = changed(CONFIG, {"learner.learning_rate": 1e-3, "num_steps": 7, "algorithm.dual_clip": 4.0})
+    assert with_settings(later, settings_of(CONFIG)) == CONFIG
+    assert with_settings(CONFIG, settings_of(later)) == later
+    assert with_settings(later, settings_of(later)) is later
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"learner.optimizer": "adamw", "algorithm.group_size": 2}, "learner.optimizer, algorithm.group_size cannot change"),
+        ({"learner.learning_rate": -1}, "learning_rate"),
+        ({"buffer.max_staleness": 1.5}, "max_staleness"),
+        ({"observe.alarms.no_such": "off"}, "alarms"),
+        ({"observe.alarms.reward.dead.deeper": "off"}, "alarms"),
+        ({"": 1}, "cannot change"),
+    ],
+)
+def test_what_cannot_change_or_is_not_allowed_is_refused(values, said):
+    with pytest.raises(ConfigError, match=said):
+        changed(CONFIG, values)
+
+
+def test_a_kl_coefficient_wants_a_reference():
+    with pytest.raises(ConfigError, match="no reference is loaded"):
+        changed(parse_config({}), {"algorithm.kl.coefficient": 0.1})
+
+
+def test_generators_cannot_be_more_or_fewer_where_they_share_a_device():
+    config = parse_config({"placement": {"kind": "colocated"}})
+    with pytest.raises(ConfigError, match="num_workers"):
+        changed(config, {"generate.num_workers": 3})
+
+
+def test_an_alarm_is_switched_by_its_name():
+    new, _ = changed(CONFIG, {"observe.alarms.reward.dead": "off"})
+    assert new.observe.alarms == {"reward.dead": "off"}
+
+
+def test_a_revision_keeps_the_one_before(tmp_path):
+    (tmp_path / "config.toml").write_text("# chosen\nnum_steps = 5\n")
+    for revision, steps in enumerate((6, 7)):
+        new = resolve_config(tmp_path / "config.toml", {"num_steps": steps})
+        write_revision(tmp_path, revision, new, f"to {steps}")
+    assert load_config(tmp_path / "config.toml").num_steps == 7
+    assert [load_config(tmp_path / "revisions" / f"{number}.toml").num_steps for number in (0, 1)] == [5, 6]
+    heading = (tmp_path / "config.toml").read_text().splitlines()[:3]
+    assert heading == ["# chosen", "# revision 1 to 6", "# revision 2 to 7"]

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from asyncrl.config.load import dump_config, resolve_config, set_value
+from asyncrl.config.load import dump_config, resolve_config
 from asyncrl.config.run import RunConfig
 from asyncrl.errors import ConfigError
 
@@ -70,11 +70,16 @@ class ChangeResult(msgspec.Struct, frozen=True):
 
 def value_at(config: object, field: str) -> Any:  # noqa: ANN401 - a value of the config
     """Return `a.b` of a config; None where `a` is not there."""
-    for name in field.split("."):
+    for name in _steps(field):
         if config is None:
             return None
         config = config.get(name) if isinstance(config, dict) else getattr(config, name)
     return config
+
+
+def _steps(field: str) -> list[str]:
+    """Return the names that lead to a field; that of an alarm has a dot of its own."""
+    return ["observe", "alarms", field.removeprefix(ALARMS)] if field.startswith(ALARMS) else field.split(".")
 
 
 def settings_of(config: RunConfig) -> Settings:
@@ -115,7 +120,11 @@ def changed(config: RunConfig, values: Mapping[str, Any]) -> tuple[RunConfig, tu
         )
     raw = msgspec.to_builtins(config)
     for field, value in values.items():
-        set_value(raw, field, value, f"{field} = {value!r}")
+        *parents, last = _steps(field)
+        table = raw
+        for name in parents:
+            table = table[name]
+        table[last] = value
     new = resolve_config(raw, source="the change")
     pairs = [(field, value_at(config, field), value_at(new, field)) for field in values]
     return new, tuple(Change(*pair) for pair in pairs if pair[1] != pair[2])

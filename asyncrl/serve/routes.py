@@ -37,7 +37,7 @@ from asyncrl.serve.pages import Login, Pages
 from asyncrl.serve.queue import in_order
 from asyncrl.serve.records import Answered, Records, Role, RunRecord, ServerEvent
 from asyncrl.serve.streams import Tail, json_response, last_event_id, stream
-from asyncrl.serve.submit import Label, Labels, Priority, RefusedError, Submission, resolve
+from asyncrl.serve.submit import Label, Labels, Priority, RefusedError, Submission, change_faults, resolve
 
 PRIVATE = frozenset({"keys", "api.json", "endpoint", "owner.sock"})
 """In a run's folder: what is not for download."""
@@ -392,7 +392,9 @@ class Service:
         """Change a live run's config; the answer says from which step on."""
         run, who, body = request.match_info["run"], request[WHO].name, await _body(request)
         decode = msgspec.json.decode if request.method == "PATCH" else msgspec.msgpack.decode
-        asked = decode(body, type=ConfigChange)
+        asked, file = decode(body, type=ConfigChange), self.records.run_folder(run) / "config.toml"
+        if file.exists() and (faults := change_faults(load_config(file), asked.values)):
+            raise RefusedError(faults)
         return _answer(request, await self.keeper.ask(run, "change", who, values=asked.values, who=who))
 
     async def files(self, request: web.Request) -> web.StreamResponse:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import re
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,6 +17,7 @@ import msgspec
 
 from asyncrl.config.check import faults_of
 from asyncrl.config.learner import PretrainedModel
+from asyncrl.config.live import changed
 from asyncrl.config.load import fault_of, find_config, lay_over, read_toml, resolve_config, set_value
 from asyncrl.config.run import RayLaunch, RunConfig
 from asyncrl.control.placement.gpu_share import check_phase_room
@@ -104,6 +105,17 @@ def resolve(submission: Submission, folder: Path, code_roots: Sequence[Path], th
     if faults:
         raise RefusedError(faults)
     return config, demand
+
+
+def change_faults(config: RunConfig, values: Mapping[str, Any]) -> list[Fault]:
+    """Return what is wrong with each change of a live run's config."""
+    faults = []
+    for field, value in values.items():
+        try:
+            changed(config, {field: value})
+        except ConfigError as error:
+            faults.append(Fault(field, value, str(error)))
+    return faults
 
 
 def _raw(submission: Submission) -> dict[str, Any]:

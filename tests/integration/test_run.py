@@ -139,3 +139,37 @@ async def test_a_run_that_cannot_learn_says_so_and_ends_where_its_config_says_so
     assert status.reason.startswith("alarm reward.equal: ")
     assert "asyncrl inspect" in status.reason
     assert "reward.equal" in [event.subject for event in read_events(run.run_folder) if event.kind == "alarm"]
+
+
+async def test_a_live_run_is_changed_from_a_named_step_on_and_repeats_earlier_steps_as_they_were(tiny, recorded_pids):
+    settings = {"eval__at_start": False, "eval__at_end": False, "learner__warmup_steps": 0, "checkpoint__every_steps": 0}
+    async with asyncrl.Run(tiny(num_steps=10_000, buffer__max_staleness=4, **settings)) as run:
+        async for report in run.steps():
+            if report.version == 6:
+                done = await run.change({"learner.learning_rate": 5e-4, "buffer.max_staleness": 1}, who="a test")
+            if report.version == 14:
+                # It repeats every step, those before the change too.
+                os.kill(recorded_pids(run.run_folder)["learner"], signal.SIGKILL)
+            if report.version == 20:
+                end = (await run.change({"num_steps": report.step + 10})).changes[0].after
+            if report.version == 21:
+                with pytest.raises(asyncrl.RunError, match="cannot change while the run goes on"):
+                    await run.change({"algorithm.group_size": 2})
+                assert (await run.change({"buffer.max_staleness": 1})).changes == ()
+        reports, status = [report async for report in run.steps()], await run.status()
+    assert (done.revision, [one.before for one in done.changes]) == (1, [1e-3, 4])
+    assert (status.phase, status.version) == ("stopped", end), status.reason
+    assert_balanced(status)
+    rows = [json.loads(line) for line in (run.run_folder / "metrics.jsonl").read_text().splitlines()]
+    rates = [
+        (row["step"] - 1, row["metrics"]["policy/learning_rate"]) for row in rows if "policy/learning_rate" in row["metrics"]
+    ]
+    assert len(rates) > end, "no step was repeated"
+    assert all(rate == (5e-4 if step >= done.step else 1e-3) for step, rate in rates)
+    assert max(report.staleness_max for report in reports if report.step >= done.step) <= 1
+    told = [event.text for event in read_events(run.run_folder) if event.kind == "change"]
+    assert told[0].startswith(f"from step {done.step} on: learner.learning_rate from 0.001 to 0.0005")
+    assert len(told) == 2
+    resumed = asyncrl.Run(resume=run.run_folder).config
+    assert (resumed.learner.learning_rate, resumed.buffer.max_staleness, resumed.num_steps) == (5e-4, 1, end)
+    assert asyncrl.load_config(run.run_folder / "revisions" / "0.toml").buffer.max_staleness == 4

@@ -119,8 +119,13 @@ async def test_the_queue_keeps_its_order_and_a_run_that_ended_goes_on(daemon, tm
             await server.submit(settings(tmp_path), name="second")
         with pytest.raises(asyncrl.RunError, match="only a queued run"):
             await server.cancel("first")
+        wrong = {"values": {"task.kind": "gsm8k", "buffer.max_staleness": -1, "eval.every_steps": 3}}
+        async with server._http.patch(f"{server._url}/v1/runs/first/config", json=wrong) as answer:
+            assert (answer.status, [fault["field"] for fault in (await answer.json())["faults"]]) == (422, [*wrong["values"]][:2])
         async with server.connect("first") as client:
+            assert (await client.change({"learner.learning_rate": 1e-4}, who="somebody else")).revision == 1
             status = await client.drain()
+        assert "revision 1 by " in (daemon.folder / "runs" / "first" / "config.toml").read_text()
         order = [record.id async for record in server.ended(["first", "second", "urgent"])]
         assert order.index("urgent") < order.index("second")
         assert (await server.show("first")).outcome == "stopped"

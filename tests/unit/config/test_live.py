@@ -47,7 +47,7 @@ def test_a_kl_coefficient_wants_a_reference():
 
 
 def test_generators_cannot_be_more_or_fewer_where_they_share_a_device():
-    config = parse_config({"placement": {"kind": "colocated"}})
+    config = parse_config({"placement": {"kind": "colocated"}, "buffer": {"max_staleness": 1}})
     with pytest.raises(ConfigError, match="num_workers"):
         changed(config, {"generate.num_workers": 3})
 

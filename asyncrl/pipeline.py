@@ -51,7 +51,7 @@ import msgspec
 from asyncrl.clock import Clock, SystemClock
 from asyncrl.config.broadcast import SharedStorageMedium
 from asyncrl.config.load import load_run_config
-from asyncrl.config.placement_rules import needs_of
+from asyncrl.config.places import needs_of
 from asyncrl.config.run import RayLaunch, RunConfig
 from asyncrl.control.launch import process_main as process
 from asyncrl.control.launch.lease import Ownership, own_by_input, own_by_lease

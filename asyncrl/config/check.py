@@ -14,8 +14,7 @@ from asyncrl.config.algorithm_table import algorithm_faults
 from asyncrl.config.broadcast import AutoMedium, CUDAIPCMedium, GlooMedium, NCCLMedium, SharedStorageMedium
 from asyncrl.config.generate import TransformersEngineConfig, VLLMServerEngineConfig, gpu_of
 from asyncrl.config.learner import ScratchModel
-from asyncrl.config.medium_choice import is_every_interface, is_loopback, places_of, shown
-from asyncrl.config.placement_rules import needs_of
+from asyncrl.config.places import is_every_interface, is_loopback, needs_of, places_of, shown
 from asyncrl.config.reward import OverlongPenalty, PreferenceReward, reward_names
 from asyncrl.config.run import RayLaunch, RunConfig
 from asyncrl.config.tasks import PreferencesTask

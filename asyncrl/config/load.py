@@ -17,7 +17,7 @@ import msgspec
 import tomli_w
 
 from asyncrl.config.check import faults_of
-from asyncrl.config.placement_rules import at_node
+from asyncrl.config.places import at_node
 from asyncrl.config.run import RunConfig
 from asyncrl.errors import ConfigError
 

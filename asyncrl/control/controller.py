@@ -33,7 +33,7 @@ from asyncrl.buffer.buffer import Buffer
 from asyncrl.clock import Clock
 from asyncrl.config.live import ChangeResult, changed, write_revision
 from asyncrl.config.load import dump_config
-from asyncrl.config.placement_rules import inference_takes_turns
+from asyncrl.config.places import inference_takes_turns
 from asyncrl.config.run import RunConfig
 from asyncrl.control.autoscaler import Autoscaler
 from asyncrl.control.batch_feeder import BatchFeeder, Checkpoints

@@ -36,7 +36,7 @@ from msgspec.structs import replace
 
 from asyncrl.config.broadcast import ZeroMQMedium
 from asyncrl.config.load import load_config
-from asyncrl.config.placement_rules import why_weights_do_not_reach
+from asyncrl.config.places import why_weights_do_not_reach
 from asyncrl.config.run import RunConfig, SupervisionConfig, TransportConfig
 from asyncrl.control.launch.local import ProcessSpec, child_environment
 from asyncrl.control.lifecycle.events import ProcessPlan

@@ -30,7 +30,7 @@ from typing import TypeVar
 import torch
 
 from asyncrl.clock import Clock
-from asyncrl.config.placement_rules import inference_takes_turns
+from asyncrl.config.places import inference_takes_turns
 from asyncrl.config.run import RunConfig
 from asyncrl.inference.batching import num_tokens, take_batch
 from asyncrl.inference.scorer import Scorer

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 
 from asyncrl.config.generate import gpu_of
-from asyncrl.config.medium_choice import places_of
+from asyncrl.config.places import places_of
 from asyncrl.config.run import RunConfig
 from asyncrl.control.launch.processes import num_threads, plan_processes
 from asyncrl.control.placement.gpu_share import usable_cores

@@ -30,8 +30,7 @@ from math import ceil, floor
 from msgspec.structs import replace
 
 from asyncrl.config.generate import VLLMEngineConfig
-from asyncrl.config.medium_choice import places_of
-from asyncrl.config.placement_rules import inference_shares_device, inference_takes_turns
+from asyncrl.config.places import inference_shares_device, inference_takes_turns, places_of
 from asyncrl.config.run import LocalLaunch, RunConfig
 from asyncrl.control.tools import memory
 from asyncrl.errors import ConfigError

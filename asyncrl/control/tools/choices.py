@@ -12,8 +12,7 @@ import psutil
 from msgspec.structs import replace
 
 from asyncrl.config.generate import TransformersEngineConfig, gpu_of
-from asyncrl.config.medium_choice import with_chosen_medium
-from asyncrl.config.placement_rules import with_launch_choices
+from asyncrl.config.places import with_chosen_medium, with_launch_choices
 from asyncrl.config.run import RunConfig
 from asyncrl.control.placement.gpu_share import gpu_memory_bytes
 from asyncrl.control.tools.memory import policy_shape

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from asyncrl.config.algorithm_table import doubts_about_algorithm
 from asyncrl.config.load import dump_config
-from asyncrl.config.medium_choice import doubts_about_medium
+from asyncrl.config.places import doubts_about_medium
 from asyncrl.config.run import RunConfig
 from asyncrl.control.launch.processes import plan_processes
 from asyncrl.control.placement import gpu_share

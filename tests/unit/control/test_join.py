@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.config.load import dump_config, parse_config
-from asyncrl.config.placement_rules import why_weights_do_not_reach
+from asyncrl.config.places import why_weights_do_not_reach
 from asyncrl.control.join import JoinRequest, Membership, joined, own_config, serve_until_told
 from asyncrl.control.lifecycle.events import ProcessPlan
 from asyncrl.errors import ConfigError, ConnectionClosed

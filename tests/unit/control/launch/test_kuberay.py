@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from asyncrl.config.load import load_config
-from asyncrl.config.placement_rules import needs_of
+from asyncrl.config.places import needs_of
 from asyncrl.config.run import RayLaunch, RunConfig
 from asyncrl.control.launch.processes import plan_processes
 

@@ -9,7 +9,7 @@ import pytest
 
 from asyncrl.config.broadcast import ZeroMQMedium
 from asyncrl.config.load import dump_config, load_config, load_run_config, parse_config
-from asyncrl.config.placement_rules import at_node, needs_of, with_launch_choices
+from asyncrl.config.places import at_node, needs_of, with_launch_choices
 from asyncrl.config.run import RayLaunch, RunConfig
 from asyncrl.errors import ConfigError
 

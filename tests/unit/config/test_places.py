@@ -1,7 +1,7 @@
 import pytest
 
 from asyncrl.config.load import parse_config
-from asyncrl.config.medium_choice import choose_medium, doubts_about_medium, with_chosen_medium
+from asyncrl.config.places import choose_medium, doubts_about_medium, with_chosen_medium
 from asyncrl.errors import ConfigError
 
 VLLM = {"kind": "vllm", "device": "cuda", "max_sequence_tokens": 512}

@@ -1,6 +1,6 @@
 """Where a run's processes are, and what follows: how weights travel, who shares a device, what a process asks of a node.
 
-`places_of` says where the processes are; `choose_medium` decides from that alone what `broadcast.medium.kind = "auto"` means. It is
+`places_of` says where the processes are; `choose_medium` decides from that alone what `broadcast.medium.kind = "auto"` is. It is
 chosen once, by whoever starts the run, before its config.toml is written. `node` in place of a host means the address by which
 other machines reach the one that a process runs on: whoever starts a run on several machines writes it into config.toml
 (`with_launch_choices`), and every process puts its own address there when it reads that (`at_node`). Pure.

@@ -24,6 +24,7 @@ from aiohttp import ClientPayloadError, http_exceptions, web
 
 from asyncrl import __version__
 from asyncrl.clock import Clock
+from asyncrl.config.live import ChangeResult
 from asyncrl.config.load import load_config, read_toml
 from asyncrl.control.api import MOST_BODY_BYTES, READ_TIMEOUT_S, ConfigChange, read_body
 from asyncrl.errors import AsyncRLError, ConfigError, RunError
@@ -388,14 +389,15 @@ class Service:
             raise ForbiddenError(404, "the run has no config")
         return web.Response(text=path.read_text(encoding="utf-8"), content_type="application/toml")
 
-    async def change(self, request: web.Request) -> web.StreamResponse:
+    async def change(self, request: web.Request) -> ChangeResult:
         """Change a live run's config; the answer says from which step on."""
         run, who, body = request.match_info["run"], request[WHO].name, await _body(request)
         decode = msgspec.json.decode if request.method == "PATCH" else msgspec.msgpack.decode
         asked, file = decode(body, type=ConfigChange), self.records.run_folder(run) / "config.toml"
         if file.exists() and (faults := change_faults(load_config(file), asked.values)):
             raise RefusedError(faults)
-        return _answer(request, await self.keeper.ask(run, "change", who, values=asked.values, who=who))
+        result: ChangeResult = await self.keeper.ask(run, "change", who, values=asked.values, who=who)
+        return result
 
     async def files(self, request: web.Request) -> web.StreamResponse:
         """Return a file (ranges and ETag are understood), or what is in a folder."""

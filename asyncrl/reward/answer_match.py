@@ -37,7 +37,7 @@ def build_answer_match(config: AnswerMatchReward) -> RewardFunction:
     extract = compile_extract(config.extract, "reward.functions answer_match extract")
     matchers: dict[str, Callable[[], Matcher]] = {
         "exact": lambda: str.__eq__,
-        "numeric": lambda: lambda answer, reference: same_quantity(answer, reference, config.tolerance),
+        "numeric": lambda: lambda answer, reference: answer == reference or same_quantity(answer, reference, config.tolerance),
         "regex": lambda: lambda answer, reference: matches_whole(answer, _reference_pattern(reference)),
         "math": build_math_match,
     }

@@ -23,7 +23,7 @@ BUDGET_S = 2.0
 _DIGITS, _SAME_DIGITS = 400, 150
 _MOST, _LEAST = 1e120, 1e-120
 _FLOAT_TOLERANCE = 2e-6
-"""Where one of them has a decimal fraction, as math-verify compares those."""
+"""Where one of them has a decimal fraction, as math-verify compares those; of values below 1, relative to them."""
 _POINTS = ((1.3171, 0.7193, 2.2361, 1.8437), (-0.8391, 1.6180, -1.4427, 0.5772), (2.0946, -1.2021, 0.3679, -2.5029))
 _LETTERS = re.compile(r"(?<![\\A-Za-z])([A-Za-z])\s+(?=[A-Za-z])")
 """Letters with blanks between them, which math-verify takes for words and leaves out."""
@@ -37,6 +37,9 @@ class _OutOfTime(BaseException):
 
 def within_budget(judge: Callable[[str, str], bool]) -> Callable[[str, str], bool]:
     """Return `judge`, which says False where it would take more than `BUDGET_S` of CPU time. Only in the main thread."""
+    import mpmath  # type: ignore[import-untyped] # noqa: PLC0415
+    from sympy.core.cache import clear_cache  # type: ignore[import-untyped] # noqa: PLC0415
+    from sympy.core.parameters import global_parameters  # type: ignore[import-untyped] # noqa: PLC0415
 
     def stop(*_: object) -> None:
         raise _OutOfTime
@@ -51,25 +54,17 @@ def within_budget(judge: Callable[[str, str], bool]) -> Callable[[str, str], boo
             return judge(answer, reference)
         except _OutOfTime:
             signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-            _forget_what_was_begun()
+            # The code that was interrupted may have left the global state of sympy and mpmath changed.
+            global_parameters.evaluate = True
+            mpmath.mp.dps = 15
+            clear_cache()
+            _parse.cache_clear()
             return False
         finally:
             signal.setitimer(signal.ITIMER_VIRTUAL, 0)
             signal.signal(signal.SIGVTALRM, before)
 
     return bounded
-
-
-def _forget_what_was_begun() -> None:
-    """Bring back the global state of sympy and mpmath, which code that was interrupted may have left changed."""
-    import mpmath  # type: ignore[import-untyped] # noqa: PLC0415
-    from sympy.core.cache import clear_cache  # type: ignore[import-untyped] # noqa: PLC0415
-    from sympy.core.parameters import global_parameters  # type: ignore[import-untyped] # noqa: PLC0415
-
-    global_parameters.evaluate = True
-    mpmath.mp.dps = 15
-    clear_cache()
-    _parse.cache_clear()
 
 
 def build_same_expression() -> Callable[[str, str], bool]:
@@ -187,7 +182,7 @@ def _same_values(given: Any, wanted: Any) -> bool | None:  # noqa: ANN401 - as a
             largest = max(abs(first), abs(second))
             close = mpmath.mpf(10) ** -_SAME_DIGITS * largest
             if evaluation.has_floats:
-                is_conclusive, close = False, max(mpmath.mpf(_FLOAT_TOLERANCE), mpmath.mpf(1e-9) * largest)
+                is_conclusive, close = False, max(_FLOAT_TOLERANCE * min(largest, 1), mpmath.mpf(1e-9) * largest)
             if abs(first - second) > close:
                 return False
             is_conclusive &= evaluation.is_conclusive

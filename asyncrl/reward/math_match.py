@@ -12,6 +12,7 @@ math-verify alone takes the last number or the last side of what it is given, so
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator
 
@@ -150,14 +151,17 @@ def _equal(answer: str, reference: str, verify: Equal, depth: int = 0) -> bool:
         return False
     if _is_text(reference) or _is_text(answer):
         return _folded(answer) == _folded(reference)
-    answer, reference, same_names = _without_names(answer, reference)
-    if not same_names:
+    # `x =` and `x \in` are taken off both; either may leave them out.
+    (given_name, answer), (wanted_name, reference) = _named(answer), _named(reference)
+    if given_name and wanted_name and given_name != wanted_name:
         return False
     wanted, given = parse_quantity(reference), parse_quantity(answer)
     if wanted and given:
         # A letter right behind a number may be a variable: it is a unit only where both have it.
         is_variable = given.unit != wanted.unit and any(map(_ATTACHED_LETTER.search, (answer, reference)))
-        return not is_variable and (same_quantity(answer, reference) or _same_percentage(answer, reference))
+        shares = {each.value / 100 if each.unit == "%" else each.value for each in (given, wanted)}
+        is_percentage = {given.unit, wanted.unit} == {"%", ""} and len(shares) == 1
+        return not is_variable and (is_percentage or same_quantity(answer, reference))
     given_items, wanted_items = _items(answer), _items(reference)
     if given_items is not None or wanted_items is not None:
         return given_items is not None and wanted_items is not None and _same_items(given_items, wanted_items, verify, depth)
@@ -169,14 +173,11 @@ def _equal(answer: str, reference: str, verify: Equal, depth: int = 0) -> bool:
 
 def _same_value(answer: str, reference: str, verify: Equal) -> bool:
     """Compare two expressions, or two equations by what is 0 in them: by solutions, those that have none would all be equal."""
-    if _relations(reference) == ["="]:
-        left, right = answer.split("=")
-        wanted_left, wanted_right = reference.split("=")
-        given_zero = f"({left})-({right})"
-        return any(
-            verify(given_zero, zero) for zero in (f"({wanted_left})-({wanted_right})", f"({wanted_right})-({wanted_left})")
-        )
-    return verify(answer, reference)
+    if _relations(reference) != ["="]:
+        return verify(answer, reference)
+    (left, right), (wanted_left, wanted_right) = answer.split("="), reference.split("=")
+    zeros = (f"({wanted_left})-({wanted_right})", f"({wanted_right})-({wanted_left})")
+    return any(verify(f"({left})-({right})", zero) for zero in zeros)
 
 
 def _squeezed(text: str) -> str:
@@ -196,21 +197,10 @@ def _folded(text: str) -> str:
     return re.sub(r"[\s.()]+", "", _TEXT.sub(r"\1", text)).casefold()
 
 
-def _without_names(answer: str, reference: str) -> tuple[str, str, bool]:
-    r"""Take `x =` and `x \in` off both; return the rest and whether the names agree (either may leave it out)."""
-    given, wanted = _NAME.fullmatch(answer), _NAME.fullmatch(reference)
-    given = given if given and not _RELATION.search(given["rest"]) else None
-    wanted = wanted if wanted and not _RELATION.search(wanted["rest"]) else None
-    same = given is None or wanted is None or _squeezed(given["name"]) == _squeezed(wanted["name"])
-    return given["rest"] if given else answer, wanted["rest"] if wanted else reference, same
-
-
-def _same_percentage(answer: str, reference: str) -> bool:
-    """Whether one of them is the other in per cent."""
-    given, wanted = parse_quantity(answer), parse_quantity(reference)
-    if given is None or wanted is None or {given.unit, wanted.unit} != {"%", ""}:
-        return False
-    return given.value == wanted.value * 100 if given.unit else given.value * 100 == wanted.value
+def _named(text: str) -> tuple[str, str]:
+    """Return the name in front of an answer, empty where it has none, and the rest."""
+    match = _NAME.fullmatch(text)
+    return (_squeezed(match["name"]), match["rest"]) if match and not _RELATION.search(match["rest"]) else ("", text)
 
 
 # -- containers --------------------------------------------------------------------------------------------------------------
@@ -231,14 +221,13 @@ def _items(text: str) -> tuple[str, list[str]] | None:
     elif text[:1] in ("(", "[") and text[-1:] in (")", "]") and _item(text, 0)[1] == len(text):
         brackets, inner = text[0] + text[-1], text[1:-1]
     items = [item.strip() for part in _split(inner, ",") for item in re.split(r" (?:or|and) |\\text\{ ?(?:or|and) ?\}", part)]
-    items = [each for item in items for each in _plus_minus(item)]
+    signs = [("+", "-") if item.count(r"\pm") == 1 else ("",) for item in items]
+    items = [
+        item.replace(r"\pm", sign).strip() if sign else item for item, both in zip(items, signs, strict=True) for sign in both
+    ]
     if len(items) > 1:
         return brackets, items
     return (brackets, items) if brackets in ("{}", "[]") else None
-
-
-def _plus_minus(item: str) -> list[str]:
-    return [item.replace(r"\pm", sign).strip() for sign in "+-"] if item.count(r"\pm") == 1 else [item]
 
 
 def _split(text: str, separator: str) -> list[str]:
@@ -307,16 +296,13 @@ def _one_expression(answer: str, reference: str) -> bool:
     for word in re.findall(r"(?<![\\A-Za-z])[A-Za-z]+", plain):
         if word not in _FUNCTIONS and not set(word) <= letters | {"e", "i"}:
             return False
-    return _bases(answer) == _bases(reference) and _is_small(answer)
+    # Subscripts of numbers, which math-verify ignores.
+    bases = [[_squeezed(found) for found in re.findall(r"[\d)}\]]\s*(_.{1,4})", text)] for text in (answer, reference)]
+    return bases[0] == bases[1] and _is_small(answer)
 
 
 def _letters(text: str) -> set[str]:
     return set(re.findall(r"[A-Za-z]", re.sub(r"\\[A-Za-z]+", " ", text)))
-
-
-def _bases(text: str) -> list[str]:
-    """Return the subscripts of numbers, which math-verify ignores."""
-    return [_squeezed(found) for found in re.findall(r"[\d)}\]]\s*(_.{1,4})", text)]
 
 
 def _relations(text: str) -> list[str]:
@@ -326,7 +312,7 @@ def _relations(text: str) -> list[str]:
 
 def _is_small(text: str) -> bool:
     """Whether digits, nesting, powers, factorials and binomials are bounded."""
-    if re.search(rf"\d{{{_MAX_DIGITS + 1}}}", text) or _has_power_in_exponent(text):
+    if re.search(rf"\d{{{_MAX_DIGITS + 1}}}", text):
         return False
     depth = deepest = 0
     for character in text:
@@ -345,15 +331,6 @@ def _is_small(text: str) -> bool:
     return _largest_power(text) <= (_MAX_LETTER_POWER if _letters(text) - {"e", "i"} else _MAX_NUMBER_POWER)
 
 
-def _has_power_in_exponent(text: str) -> bool:
-    """Whether an exponent has a power in it, or is raised itself."""
-    for match in re.finditer(r"\^\s*", text):
-        exponent, _ = _item(text, match.end())
-        if "^" in exponent.replace(r"^{\circ}", "") or re.match(r"\s*\^", text[match.end() + len(exponent) :]):
-            return True
-    return False
-
-
 def _item(text: str, start: int) -> tuple[str, int]:
     """Return the group, number or character that begins at `start`, and where it ends."""
     if text[start : start + 1] and text[start] in _OPENING:
@@ -368,15 +345,17 @@ def _item(text: str, start: int) -> tuple[str, int]:
     return match[0], match.end()
 
 
-def _largest_power(text: str) -> int:
-    """Return the largest power that a text raises anything to, nested groups multiplied."""
-    largest, position = 1, 0
+def _largest_power(text: str) -> float:
+    """Return the largest power that a text raises anything to, nested groups multiplied; of a power in an exponent, infinity."""
+    largest, position = 1.0, 0
     while position < len(text):
         item, position = _item(text, position)
-        size = _largest_power(item[1:-1]) if len(item) > 1 and item[0] in _OPENING else max(1, len(item) if item.isdigit() else 1)
+        size = _largest_power(item[1:-1]) if len(item) > 1 and item[0] in _OPENING else len(item) if item.isdigit() else 1
         after = re.compile(r"\s*\^\s*").match(text, position)
         if after is not None:
             exponent, position = _item(text, after.end())
+            if "^" in exponent.replace(r"^{\circ}", "") or text[position:].lstrip().startswith("^"):
+                return math.inf
             size *= max([1, *(int(number[:6]) for number in re.findall(r"\d+", exponent, re.ASCII))])
         largest = max(largest, size)
     return largest

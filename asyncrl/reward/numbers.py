@@ -139,7 +139,8 @@ def same_quantity(answer: str, reference: str, tolerance: float | None = None) -
     Args:
         answer: The model's.
         reference: The task's.
-        tolerance: Largest difference allowed, relative to max(1, |reference|); None: none for whole numbers, else 1e-6.
+        tolerance: Largest difference allowed, relative to max(1, |reference|); None: none for whole numbers, else 1e-6 relative
+            to the reference, however small it is.
 
     Returns:
         True where both are quantities, close enough, of one unit and under one name (either may leave these out).
@@ -151,8 +152,10 @@ def same_quantity(answer: str, reference: str, tolerance: float | None = None) -
     if (given.unit and wanted.unit and given.unit != wanted.unit) or (given.name and wanted.name and given.name != wanted.name):
         return False
     if tolerance is None:
-        tolerance = 0.0 if wanted.value.denominator == 1 else 1e-6
-    return abs(given.value - wanted.value) <= Fraction(tolerance) * max(Fraction(1), abs(wanted.value))
+        allowed = 0 if wanted.value.denominator == 1 else abs(wanted.value) / 10**6
+    else:
+        allowed = Fraction(tolerance) * max(Fraction(1), abs(wanted.value))
+    return abs(given.value - wanted.value) <= allowed
 
 
 def _unwrapped(text: str) -> tuple[str, str]:

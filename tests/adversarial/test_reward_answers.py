@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.config.reward import AnswerMatchReward, FormatCheckReward
+from asyncrl.config.reward import AnswerMatchReward, FormatCheckReward, ReasoningGymReward
 from asyncrl.errors import ConfigError, RewardError
 from asyncrl.reward.inputs import RewardInput
 from asyncrl.reward.registry import build_reward
@@ -124,6 +124,21 @@ def test_nothing_behind_an_answer_is_left_out(answer, reference):
     assert scorer("math")(answer, reference) == 0.0
 
 
+@pytest.mark.parametrize(("answer", "reference", "is_right"), [
+    ("0", "1e-7", 0), ("0", "6.63e-34", 0), ("1e-30", "6.63e-34", 0), ("0.0010009", "0.001", 0), ("6.63 \\times 10^{-34}", "6.63e-34", 1), ("6.6300001e-34", "6.63e-34", 1),
+    ("0.0000000", "1/10000000", 0), ("0.3333333", "1/3", 1), ("1e401", "1e401", 1),
+])  # fmt: skip
+def test_small_numbers_are_not_nothing(answer, reference, is_right):
+    assert scorer("numeric")(answer, reference) == is_right
+    assert scorer("math")(answer, reference) == is_right
+
+
+@pytest.mark.parametrize("answer", ["0.0", "0", "0.0\\pi", "10^{-12}", "0.0000000\\pi"])
+def test_small_expressions_are_not_nothing(answer):
+    assert scorer("math")(answer, "\\frac{\\pi}{10^{9}}") == 0.0
+    assert scorer("math")(answer, "0.000000001\\pi") == 0.0
+
+
 @pytest.mark.parametrize("mode", ["numeric", "math", "exact"])
 def test_no_answer_makes_a_judge_hang(mode):
     score = scorer(mode)
@@ -134,6 +149,34 @@ def test_no_answer_makes_a_judge_hang(mode):
             assert score(bomb, reference) == 0.0, bomb[:40]
             if time.process_time() - started_s > SECONDS:
                 slow.append(bomb[:40])
+    assert not slow
+
+
+@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
+@pytest.mark.parametrize(
+    "family",
+    ["simple_integration", "intermediate_integration", "polynomial_multiplication", "countdown", "fraction_simplification"],
+)
+def test_no_answer_makes_a_scorer_of_reasoning_gym_hang(family):
+    reasoning_gym = pytest.importorskip("reasoning_gym")
+    entry = json.loads(json.dumps(reasoning_gym.create_dataset(family, size=1, seed=3)[0], default=str))
+    reward, slow = build_reward(ReasoningGymReward()), []
+    for bomb in (
+        *BOMBS,
+        "9**9**9",
+        "(x+1)**100000",
+        "x**10**9",
+        "exp(exp(exp(exp(9))))",
+        "factorial(10**9)",
+        "9**99**9*x + C",
+        "10**(10**8)",
+    ):
+        started_s = time.process_time()
+        assert reward(RewardInput(Prompt("p", reference_json=json.dumps(entry)), f"<answer>{bomb}</answer>", "stop", 4)) == 0.0, (
+            bomb[:40]
+        )
+        if time.process_time() - started_s > SECONDS:
+            slow.append(bomb[:40])
     assert not slow
 
 

@@ -643,6 +643,29 @@ def test_what_is_printed_threads_and_tasks_reach_the_program():
     assert passed(TALKATIVE, *(f"{test}\nassert double(2) == 5" for test in tests)) == 0
 
 
+def test_modules_that_a_test_does_not_import_are_the_judge_s_own():
+    cheat = """
+class Yes:
+    def __getattr__(self, name): return lambda *_, **__: Yes()
+    def __eq__(self, other): return True
+    def __bool__(self): return True
+math = copy = re = statistics = collections = Yes()
+def area(r): return Yes()
+"""
+    tests = [
+        "assert math.isclose(area(2), 12.566, rel_tol=1e-3)",
+        "assert collections.Counter(area(2)) == collections.Counter('aab')",
+        "assert re.match('a+b', area(2)) and statistics.mean([area(2), 4]) == 5",
+        "def test_area():\n    assert math.isclose(area(1), math.pi)",
+    ]
+    assert passed(cheat, *tests) == 0
+    assert (
+        passed("def area(r): return 3.14159265358979 * r * r", tests[0], tests[3]) == 2
+    )  # it need not import what its tests use
+    own = "class Box:\n    def push(self, x): return x + 1\nheapq = Box()\ndef copy(x): return [*x]"
+    assert passed(own, "assert heapq.push(1) == 2", "assert copy([1]) == [1] and callable(copy)") == 2
+
+
 def test_tests_whose_arguments_have_defaults_are_called():
     test = "def test_add(a=2, *, b=3):\n    assert add(a, b) == 5"
     assert passed("def add(a, b): return a + b", test) == 1
@@ -722,6 +745,10 @@ class Q(NamedTuple):
             "import concurrent.futures as c\nwith c.ProcessPoolExecutor() as e:\n    assert e.submit(f, 1).result() == 1",
             "line 2: uses Proc",
         ),
+        ("r = f(1)\nassert r.__eq__(5)", "line 2: reads __eq__"),
+        ("assert isclose(f(1), 2.5)", "line 1: uses isclose without importing it"),
+        ("assert f(1) == pytest.approx(2.5)", "line 1: uses pytest without importing it"),
+        ("assert np.allclose(f(1), [2.5])", "line 1: uses np without importing it"),
         ("import os\nif os.fork() == 0:\n    f(1)", "line 2: uses fork"),
         ("def run_tests():\n    assert f(1) == 2", "line 1: run_tests is never called"),
         ("def test_out(capsys):\n    f(1)\n    assert capsys.readouterr().out == '2'", "line 1: test_out is never called"),
@@ -747,6 +774,7 @@ def test_error_classes_of_a_test_and_ordinary_code_are_not_refused():
                 "class Mine(ValueError):\n    pass\nassert type(f(1)).__name__ == 'int'",
                 "add = f\nassert add(1) == 2",
                 "from solution import fork\nassert f().fork() == fork() == 2",
+                "assert isclose(1, 1.0)",
             ]
         }),
         "p",

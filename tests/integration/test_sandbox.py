@@ -2,6 +2,7 @@
 # ruff: noqa: E501 - programs are quoted as they are
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -296,6 +297,45 @@ def apply(function):
     return None
 """
     assert passed(code, CodeTest(code="secret = 918273645\nassert apply(lambda: secret) is not None")) == 0
+
+
+@needs_sandbox
+def test_one_judge_serves_all_programs_and_is_replaced_where_it_hangs_or_dies():
+    sandbox, asked = make_sandbox(wall_s=2.0), [CodeTest(code="assert f(2) == 4"), CodeTest(code="assert f(3) == 6")]
+    double = "def f(x): return 2 * x"
+    assert run_tests(sandbox, double, asked) == 2
+    first = sandbox.judge().pid
+    assert (
+        run_tests(sandbox, "import os\nos.kill(os.getppid(), 9)", asked) == run_tests(sandbox, "def f(x): return 5", asked) == 0
+    )
+    assert run_tests(sandbox, "import time\ndef f(x): time.sleep(60)", asked) == 0
+    second = sandbox.judge().pid
+    assert run_tests(sandbox, double, asked) == 2
+    assert sandbox.judge().pid == second != first
+    os.kill(second, signal.SIGKILL)
+    assert wait_until(lambda: sandbox.judge().pid != second)
+    assert run_tests(sandbox, double, asked) == 2
+    third = sandbox.judge().pid
+    sandbox = None
+    assert not Path(f"/proc/{third}").exists()
+
+
+@needs_sandbox
+def test_a_process_that_a_program_leaves_in_its_session_says_nothing_in_the_next_one():
+    code = """
+import os
+def f(x):
+    if x == 0 and os.fork() == 0:
+        os.setsid()
+        while True:
+            for fd in range(3, 32):
+                try: os.write(fd, b'\\x0c\\x00\\x00\\x00{"value": 6}')
+                except OSError: pass
+    return 5
+"""
+    assert (
+        passed(code, CodeTest(code="f(0)"), CodeTest(code="assert f(2) == 6"), CodeTest(code="assert f(1) == 5"), wall_s=5.0) == 2
+    )
 
 
 # -- no sandbox ----------------------------------------------------------------------------------------------------------

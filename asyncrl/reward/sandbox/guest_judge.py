@@ -328,7 +328,8 @@ def passes(candidate: Pipe, frame: Frame) -> bool:
         sys.modules["solution"] = solution
         if "asyncio" in frame["code"]:
             _let_asyncio_run_handles()
-        namespace = {**{name: values[name] for name in frame["global_names"] if name in values}, "__name__": "__main__"}
+        namespace = {name: values[name] for name in frame["global_names"] if name in values}
+        namespace.update({name: __import__(name) for name in frame["modules"]}, __name__="__main__")
         exec(compile(frame["code"], "<test>", "exec", dont_inherit=True), namespace)
         for name in frame["test_functions"]:
             result = namespace[name]()

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import ast
 import builtins
+import importlib
 import symtable
 import sys
+from collections import Counter
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -19,9 +21,19 @@ _ERRORS = frozenset(
     name for name in _BUILT_IN if isinstance(vars(builtins)[name], type) and name.endswith(("Error", "Exception"))
 )
 _EVALUATES = frozenset({"eval", "exec", "compile", "__import__", "globals", "locals"})
+_COMPARISONS = frozenset({"__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__"})
+"""What they return of two that cannot be compared is not False."""
 _LOOKS_INSIDE = frozenset({"vars", "dir", "id"})
 _OWN_PROCESSES = frozenset({"multiprocessing", "ProcessPoolExecutor", "fork"})
 _LOADS_OBJECTS = frozenset({"pickle", "marshal", "shelve", "ctypes", "importlib", "inspect", "gc", "types", "dataclasses"})
+
+
+_MODULE_NAMES = """bisect cmath collections copy datetime decimal fractions functools heapq itertools json math operator re
+    statistics string"""
+_MODULES = frozenset(_MODULE_NAMES.split())
+"""A test that uses one of these without importing it, for its attributes alone, has the judge's own."""
+_JUDGES = frozenset({"isclose", "approx", "allclose", "pytest", "np", "numpy", "torch", "pd", "pandas"})
+"""Names by which tests compare, and that mean a verdict of the program's where the program gives them."""
 
 
 class Needs(NamedTuple):
@@ -33,6 +45,8 @@ class Needs(NamedTuple):
     """Those that the test finds as names of its own module."""
     test_functions: tuple[str, ...]
     """Functions `test_...` without arguments that nothing calls: the judge does, as pytest would."""
+    modules: tuple[str, ...]
+    """What the test uses of the standard library without importing it: a program's `math.isclose` would say yes."""
 
 
 class UnusableTest(Exception):  # noqa: N818 - of the data, told as such
@@ -53,6 +67,11 @@ def examine(code: str) -> Needs:
         raise UnusableTest(f"line {getattr(error, 'lineno', None) or 1}: is not Python: {error}") from error
     from_solution, as_solution = _imports_of_solution(tree)
     global_names = {name for name in own if name not in _BUILT_IN and not _is_dunder(name)}
+    uses = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)]
+    bare = Counter(node.id for node in ast.walk(tree) if isinstance(node, ast.Name))
+    bare.subtract(node.value.id for node in uses if isinstance(node.value, ast.Name) and _has(node.value.id, node.attr))
+    modules = {name for name in global_names & _MODULES if not bare[name]}
+    global_names -= modules
     names = global_names | {name for name in from_solution if not _is_dunder(name)}
     if not names:
         raise UnusableTest("line 1: uses nothing of the program, so every program would pass")
@@ -64,7 +83,11 @@ def examine(code: str) -> Needs:
     tests, never = _uncalled(tree, rooted)
     if never is not None:
         raise UnusableTest(f"line {never.lineno}: {never.name} is never called, so what it checks is never checked")
-    return Needs(tuple(sorted(names)), tuple(sorted(global_names)), tests)
+    return Needs(tuple(sorted(names)), tuple(sorted(global_names)), tests, tuple(sorted(modules)))
+
+
+def _has(module: str, attribute: str) -> bool:
+    return module in _MODULES and hasattr(importlib.import_module(module), attribute)
 
 
 def _is_dunder(name: str) -> bool:
@@ -127,13 +150,15 @@ def _complaint(node: ast.AST, rooted: set[str]) -> str:
             said = "uses async for or async with; of a program's object only `await` works"
         case ast.FunctionDef() | ast.AsyncFunctionDef() if any(_root(each) in rooted for each in node.decorator_list):
             said = f"decorates {node.name} with a function of the program, which may call it only while it is being passed"
-        case ast.Attribute(attr=name) if name.startswith("__") and _root(node.value) in rooted:
+        case ast.Attribute(attr=name) if name in _COMPARISONS or (name.startswith("__") and _root(node.value) in rooted):
             said = f"reads {name} of a program's object"
         case ast.Attribute(ctx=ast.Store()) | ast.Subscript(ctx=ast.Store()) if _root(node) in {"sys", "os", "builtins"}:
             place = ast.unparse(node)
             said = "" if place == "sys.stdout" else f"sets {place}, which changes the judge and not the program"
         case ast.Name(id=name) if name in _EVALUATES:
             said = f"uses {name}, which would let the program's text run in the judge"
+        case ast.Name(id=name) if name in _JUDGES and name in rooted and len(rooted) > 1:
+            said = f"uses {name} without importing it; the program's own would give the verdict"
         case ast.Name(id=name) | ast.Attribute(attr=name) if name in _OWN_PROCESSES and _root(node) not in rooted:
             said = f"uses {name}; a process of the test's own cannot use the program's objects, threads can"
         case ast.Name(id="redirect_stderr") | ast.Attribute(attr="redirect_stderr"):

@@ -84,6 +84,17 @@ def test_user_function_gets_prompt_and_text():
     assert reward(SAMPLE) is True
 
 
+def test_user_function_of_several_has_the_task_s_other_columns_at_hand(tmp_path, monkeypatch):
+    module = "def score_batch(prompts, texts):\n    return [float(p.columns['city'] == t) for p, t in zip(prompts, texts)]\n"
+    (tmp_path / "rewards_of_columns.py").write_text(module)
+    monkeypatch.syspath_prepend(tmp_path)
+    rewards = build_rewards(RewardConfig(functions=(PythonReward(path="rewards_of_columns:score_batch"),)))
+    items = [
+        (RewardInput(Prompt("p", reference_json=f'{{"city": "{city}"}}'), "Rome", "stop", 1), ()) for city in ("Rome", "Oslo")
+    ]
+    assert [outcome[0] for outcome in score_together(rewards, items, resolve)] == [1.0, 0.0]
+
+
 def test_program_time_must_fit_into_the_sample_time():
     config = RewardConfig(functions=(CodeExecReward(sandbox="none", wall_s=30.0),), timeout_s=30.0)
     with pytest.raises(ConfigError, match=r"wall_s \(30\) must be under timeout_s \(30\)"):

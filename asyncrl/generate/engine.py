@@ -198,12 +198,8 @@ class TokenStream:
             await self._news.wait()
         return chunk
 
-    async def aclose(self) -> None:
-        """Abort the request unless it is complete; nothing more comes out."""
-        self.close()
-
     def close(self) -> None:
-        """Do the same at once."""
+        """Abort the request unless it is complete; nothing more comes out."""
         if not self._is_closed and not self._is_complete:
             self._on_early_close()
         self._is_closed = True

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -16,22 +16,6 @@ from asyncrl.errors import GenerationError
 from asyncrl.schema.samples import PreferenceAnswers, Prompt, ids_from_bytes
 
 _answers_decoder = msgspec.json.Decoder(PreferenceAnswers)
-
-
-class PromptCodec(Protocol):
-    """Tokenises prompts and decodes completions."""
-
-    def encode(self, prompt: Prompt) -> tuple[int, ...]:
-        """Return the prompt's token ids. Raises GenerationError if it cannot be tokenised."""
-        ...
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Return a completion's text, without special tokens. Raises GenerationError where an id is none of the tokenizer's."""
-        ...
-
-    def answer(self, prompt: Prompt, index: int) -> tuple[int, ...]:
-        """Return the tokens that member `index` is to be given back, end of sequence included; none where they are generated."""
-        ...
 
 
 class TokenizerCodec:
@@ -45,7 +29,11 @@ class TokenizerCodec:
         self._decode: Callable[[list[int]], str]
 
     def encode(self, prompt: Prompt) -> tuple[int, ...]:
-        """Return `token_ids` as given, `messages` by the chat template, or `text` as the tokenizer does it."""
+        """Return the token ids: `token_ids` as given, `messages` by the chat template, or `text` as the tokenizer does it.
+
+        Raises:
+            GenerationError: The prompt cannot be tokenised.
+        """
         if prompt.token_ids:
             return tuple(ids_from_bytes(prompt.token_ids).tolist())
         tokenizer = self._loaded()
@@ -60,7 +48,11 @@ class TokenizerCodec:
         return tuple(ids)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text, special tokens left out and spaces left as they are."""
+        """Return a completion's text, special tokens left out and spaces left as they are.
+
+        Raises:
+            GenerationError: An id is none of the tokenizer's.
+        """
         self._loaded()
         try:
             text: str = self._decode(list(token_ids))
@@ -141,3 +133,7 @@ class ByteCodec:
     def answer(self, prompt: Prompt, index: int) -> tuple[int, ...]:  # noqa: ARG002 - the protocol's signature
         """Return nothing: completions are generated."""
         return ()
+
+
+PromptCodec = TokenizerCodec | ByteCodec
+"""What tokenises prompts and decodes completions."""

@@ -69,7 +69,7 @@ class Offload:
     """What the learner moves, and when.
 
     Example:
-        offload = open_offload(state, config, run_folder, model_folder, clock)
+        offload = open_offload(state, config, run_folder, clock)
         reached = offload.reach("rollout", 1)
     """
 

@@ -74,17 +74,13 @@ class ResidencyManager:
         self._device, self._clock, self._record = device, clock, record
         self._budget = Budget(device.budget_bytes, host_bytes)
         self._offload_to: OffloadTo = offload_to
-        self._phase: Phase | None = None
+        self.phase: Phase | None = None
+        """That was reached last; None before the first."""
         self._moved: list[ComponentMove] = []
         """Since the controller was last told."""
         self._peak_bytes = 0
         """Since then, besides what the device measures."""
         device.reset_peak()
-
-    @property
-    def phase(self) -> Phase | None:
-        """Return the phase that was reached last; None before the first."""
-        return self._phase
 
     @property
     def resident(self) -> dict[str, int]:
@@ -110,7 +106,7 @@ class ResidencyManager:
             component.look()
         moves = plan_switch(self._parts(), self._phases[phase], self._budget, self._offload_to)
         self._carry_out(moves, phase, number)
-        self._phase = phase
+        self.phase = phase
         reached = PhaseReached(
             self._process, phase, number, tuple(self._moved), self.resident, self._peak_bytes, self._clock.now()
         )
@@ -120,7 +116,7 @@ class ResidencyManager:
 
     def prefetch(self, phase: Phase) -> None:
         """Bring what a coming phase needs nearer while there is room; cheap where nothing is to be done."""
-        needs = self._phases.get(self._phase) if self._phase is not None else None
+        needs = self._phases.get(self.phase) if self.phase is not None else None
         if needs is not None:
             moves = plan_prefetch(self._parts(), needs, self._phases[phase], self._budget)
             self._carry_out(moves, needs.phase, OWN_SWITCH)
@@ -155,7 +151,7 @@ class ResidencyManager:
             if done or number != OWN_SWITCH:
                 line = MemoryLine(
                     self._process, phase, number, started_s, self._clock.now(), tuple(done), self.resident, peak_bytes,
-                    self._phase or "",
+                    self.phase or "",
                 )  # fmt: skip
                 if self._record is not None:
                     self._record(line)

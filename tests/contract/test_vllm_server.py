@@ -180,7 +180,7 @@ async def test_abort_and_early_close_free_the_server(engine: VLLMEngine, server:
     engine.abort("aborted")
     engine.abort("unknown")
     assert (await collect(aborted)).finish_reason == "abort"
-    await closed.aclose()
+    closed.close()
     assert engine.num_running == 0
     await until_running(server, 0)
 

@@ -171,7 +171,7 @@ async def test_what_has_no_seat_waits_here_and_meets_the_newest_weights(run) -> 
     await settle()
     assert set(run.backend.pieces) == {"b", "c", "e"}
     assert run.backend.salts["e"] != run.backend.salts["b"]
-    await streams["b"].aclose()
+    streams["b"].close()
     await settle()
     assert set(run.backend.pieces) == {"c", "e"}
 

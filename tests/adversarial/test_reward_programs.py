@@ -746,6 +746,8 @@ class Q(NamedTuple):
             "line 2: uses Proc",
         ),
         ("r = f(1)\nassert r.__eq__(5)", "line 2: reads __eq__"),
+        ("assert memo(lambda x: x * x)(3) == 9", "line 1: calls what came of a function of the test"),
+        ("def sq(x):\n    return x * x\nassert memo(sq, 2)(3) == 9", "line 3: calls what came of a function of the test"),
         ("assert isclose(f(1), 2.5)", "line 1: uses isclose without importing it"),
         ("assert f(1) == pytest.approx(2.5)", "line 1: uses pytest without importing it"),
         ("assert np.allclose(f(1), [2.5])", "line 1: uses np without importing it"),
@@ -775,6 +777,7 @@ def test_error_classes_of_a_test_and_ordinary_code_are_not_refused():
                 "add = f\nassert add(1) == 2",
                 "from solution import fork\nassert f().fork() == fork() == 2",
                 "assert isclose(1, 1.0)",
+                "assert add(1)(2) == 3",
             ]
         }),
         "p",

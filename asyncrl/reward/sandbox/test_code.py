@@ -76,8 +76,9 @@ def examine(code: str) -> Needs:
     if not names:
         raise UnusableTest("line 1: uses nothing of the program, so every program would pass")
     rooted = names | as_solution
+    functions = {node.name for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))}
     for node in ast.walk(tree):
-        complaint = _complaint(node, rooted)
+        complaint = _complaint(node, rooted, functions)
         if complaint:
             raise UnusableTest(f"line {node.lineno}: {complaint}")  # type: ignore[attr-defined]
     tests, never = _uncalled(tree, rooted)
@@ -108,20 +109,14 @@ def _names_of_others(code: str, tree: ast.Module) -> set[str]:
             used.add(symbol.get_name())
         if symbol.is_assigned() or symbol.is_imported() or symbol.is_namespace():
             bound.add(symbol.get_name())
-    first_store: dict[str, tuple[int, int]] = {}
-    loads: list[tuple[str, tuple[int, int]]] = []
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Name):
-            # In `f = wrap(f)` the right side is evaluated first, and stands behind.
-            place = (node.lineno, node.col_offset)
-            if isinstance(node.ctx, ast.Load):
-                loads.append((node.id, place))
-            else:
-                statement_end = (node.lineno, 1 << 20)
-                first_store[node.id] = min(first_store.get(node.id, statement_end), statement_end)
-    plainly_bound = {name for name in bound if name not in first_store}
-    early = {name for name, place in loads if name in first_store and place < first_store[name]}
-    return (used - bound) | ((used & early) - plainly_bound)
+    names = [node for node in ast.walk(tree) if isinstance(node, ast.Name)]
+    first_store: dict[str, int] = {}
+    for node in names:
+        if not isinstance(node.ctx, ast.Load):
+            first_store[node.id] = min(first_store.get(node.id, node.lineno), node.lineno)
+    # In `f = wrap(f)` the right side is evaluated first.
+    early = {node.id for node in names if isinstance(node.ctx, ast.Load) and node.lineno <= first_store.get(node.id, 0)}
+    return (used - bound) | (used & early)
 
 
 def _imports_of_solution(tree: ast.Module) -> tuple[set[str], set[str]]:
@@ -138,8 +133,8 @@ def _imports_of_solution(tree: ast.Module) -> tuple[set[str], set[str]]:
     return taken, modules
 
 
-def _complaint(node: ast.AST, rooted: set[str]) -> str:
-    """Return what is wrong with one node of a test; empty: nothing."""
+def _complaint(node: ast.AST, rooted: set[str], functions: set[str]) -> str:
+    """Return what is wrong with one node of a test, which defines these functions; empty: nothing."""
     said = ""
     match node:
         case ast.ClassDef() if not (node.bases and all(isinstance(base, ast.Name) and base.id in _ERRORS for base in node.bases)):
@@ -165,6 +160,10 @@ def _complaint(node: ast.AST, rooted: set[str]) -> str:
             said = "uses redirect_stderr; of what the program prints, only standard output reaches the test"
         case ast.Call(func=ast.Name(id=name), args=args) if name in _LOOKS_INSIDE and any(_root(each) in rooted for each in args):
             said = f"calls {name}() of a program's object"
+        case ast.Call(func=ast.Call(func=function, args=args)) if _root(function) in rooted and any(
+            isinstance(each, ast.Lambda) or (isinstance(each, ast.Name) and each.id in functions) for each in args
+        ):
+            said = "calls what came of a function of the test, which the program may call only while it is being passed"
         case ast.Call(args=[ast.Constant(value="sys.stdout"), *_]):
             pass
         case ast.Call(func=function) if "patch" in ast.unparse(function).split(".") and _root(function) not in rooted:

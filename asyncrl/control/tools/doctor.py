@@ -79,21 +79,40 @@ def diagnose(folder: Path | None = None) -> list[Finding]:
         asked = [each for each in importlib.metadata.requires("asyncrl") or [] if not each.startswith("vllm")]
     except importlib.metadata.PackageNotFoundError:
         asked = []
-    cores, limit_bytes = available_cores(), _control_group_number("memory.max")
+    cores = float(len(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else float(os.cpu_count() or 1)
+    quota, period = _control_group_number("cpu.max", 0), _control_group_number("cpu.max", 1)
+    cores = min(cores, quota / period) if quota and period else cores
+    memory_bytes, limit_bytes = psutil.virtual_memory().available, _control_group_number("memory.max")
+    limited = f", container limit {limit_bytes / GIB:.1f} GiB" if limit_bytes else ""
+    shared = Path("/dev/shm")  # noqa: S108 - the system's, not ours
+    free_shared = shutil.disk_usage(shared).free if shared.is_dir() else 0
     free_disk, files = shutil.disk_usage(folder or Path.cwd()).free, resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    sandbox = probe_sandbox()
+    sandbox, has_gpu = probe_sandbox(), shutil.which("nvidia-smi") is not None
+    has_mps = any(process.name().startswith("nvidia-cuda-mps") for process in psutil.process_iter(["name"]))
     return [
-        judge_python(sys.version_info[:3]),
+        Finding(
+            "python", sys.version_info[:2] >= LEAST_PYTHON, ".".join(map(str, sys.version_info[:3])),
+            f"install Python {'.'.join(map(str, LEAST_PYTHON))} or later",
+        ),
         Finding(
             "cores", cores >= LEAST_CORES, f"{cores:g} usable",
             f"give it {LEAST_CORES}: with one, generation and training take turns and nothing overlaps",
         ),
-        judge_memory(psutil.virtual_memory().available, limit_bytes),
+        Finding(
+            "memory", min(memory_bytes, limit_bytes or memory_bytes) >= LEAST_MEMORY_BYTES,
+            f"{memory_bytes / GIB:.1f} GiB available{limited}",
+            f"the quickstart wants {LEAST_MEMORY_BYTES / GIB:.0f} GiB; close something or lower generate.num_workers",
+        ),
         _judge_torch(),
         Finding("dtype auto", ok=True, detail="on this CPU {}: {}".format(*hardware_format("cpu"))),
         _judge_vllm(),
         judge_curve(),
-        judge_shared_memory(Path("/dev/shm")),  # noqa: S108 - the system's, not ours
+        Finding(
+            "shared memory", free_shared >= LEAST_SHARED_MEMORY_BYTES,
+            f"{free_shared / GIB:.1f} GiB free" if shared.is_dir() else f"no {shared}",
+            'a version of the weights takes twice the model: docker run --shm-size=8g, or broadcast.medium.kind = "files"',
+            required=False,
+        ),
         Finding(
             "open files", files < 0 or files >= LEAST_OPEN_FILES, f"at most {files if files >= 0 else 'any number'}",
             f"ulimit -n {LEAST_OPEN_FILES} (or LimitNOFILE= of the service)",
@@ -106,30 +125,13 @@ def diagnose(folder: Path | None = None) -> list[Finding]:
             "sandbox", sandbox.works, sandbox.reason, "only the code_exec reward needs it, and refuses to run without",
             required=False,
         ),
-        judge_mps(shutil.which("nvidia-smi") is not None, (process.name() for process in psutil.process_iter(["name"]))),
+        Finding(
+            "mps", has_mps or not has_gpu,
+            "no NVIDIA GPU" if not has_gpu else "its daemon runs" if has_mps else "a GPU, and its daemon does not run",
+            'only placement.kind = "async_hybrid" wants it: nvidia-cuda-mps-control -d, before the run', required=False,
+        ),
         *judge_packages(asked, installed_version),
     ]  # fmt: skip
-
-
-def judge_python(version: tuple[int, ...]) -> Finding:
-    """Judge the interpreter's version."""
-    wanted = ".".join(map(str, LEAST_PYTHON))
-    return Finding("python", version[:2] >= LEAST_PYTHON, ".".join(map(str, version)), f"install Python {wanted} or later")
-
-
-def available_cores() -> float:
-    """Return the cores this process may use: its affinity, or less where a container's quota is tighter."""
-    cores = float(len(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else float(os.cpu_count() or 1)
-    quota, period = _control_group_number("cpu.max", 0), _control_group_number("cpu.max", 1)
-    return min(cores, quota / period) if quota and period else cores
-
-
-def judge_memory(available_bytes: int, limit_bytes: int | None) -> Finding:
-    """Judge free memory, or a container's limit where that is lower."""
-    usable = min(available_bytes, limit_bytes) if limit_bytes else available_bytes
-    limited = f", container limit {limit_bytes / GIB:.1f} GiB" if limit_bytes else ""
-    advice = f"the quickstart wants {LEAST_MEMORY_BYTES / GIB:.0f} GiB; close something or lower generate.num_workers"
-    return Finding("memory", usable >= LEAST_MEMORY_BYTES, f"{available_bytes / GIB:.1f} GiB available{limited}", advice)
 
 
 def _judge_torch() -> Finding:
@@ -164,22 +166,6 @@ def judge_curve() -> Finding:
     detail = f"libzmq {told['version']}, " + ("CURVE works" if told["curve"] else "built without CURVE")
     advice = 'install pyzmq from its wheel, or set transport.encryption = "plain" on a machine that is yours alone'
     return Finding("zeromq curve", bool(told["curve"]), detail, advice)
-
-
-def judge_shared_memory(folder: Path) -> Finding:
-    """Judge how much a weight broadcast through shared memory may take: twice the model's bytes."""
-    free = shutil.disk_usage(folder).free if folder.is_dir() else 0
-    advice = 'docker run --shm-size=8g, or broadcast.medium.kind = "files"'
-    detail = f"{free / GIB:.1f} GiB free" if folder.is_dir() else f"no {folder}"
-    return Finding("shared memory", free >= LEAST_SHARED_MEMORY_BYTES, detail, advice, required=False)
-
-
-def judge_mps(has_gpu: bool, running: Iterable[str]) -> Finding:
-    """Judge by the programs that run whether generation beside training can be held to its share of a GPU's time."""
-    runs = any(name.startswith("nvidia-cuda-mps") for name in running)
-    detail = "no NVIDIA GPU" if not has_gpu else "its daemon runs" if runs else "a GPU, and its daemon does not run"
-    advice = 'only placement.kind = "async_hybrid" wants it: nvidia-cuda-mps-control -d, before the run'
-    return Finding("mps", runs or not has_gpu, detail, advice, required=False)
 
 
 def judge_packages(requirements: Iterable[str], version_of: Callable[[str], str | None]) -> list[Finding]:

@@ -19,6 +19,8 @@ from asyncrl.control.tools.inputs import examine
 from asyncrl.control.tools.memory import generator_parts, inference_parts, learner_parts, policy_shape, version_bytes
 from asyncrl.models.memory import Part
 
+MIB = 1 << 20
+
 
 def describe(config: RunConfig) -> tuple[str, list[str]]:
     """Return the resolved TOML and the derived quantities as text, and what a run would fail on.
@@ -45,13 +47,9 @@ def derived(config: RunConfig) -> dict[str, str]:
         ConfigError: A pretrained model's folder has no readable config.json, or another's no readable weights.
     """
     config, _ = with_choices(config)
-    others = {"processes": _processes(config), "weights travel by": config.broadcast.medium.kind}
-    return _counts(config) | _memory(config) | _shares(config) | others
-
-
-def _counts(config: RunConfig) -> dict[str, str]:
-    algorithm, engine = config.algorithm, config.generate.engine
-    return {
+    algorithm, engine, shape = config.algorithm, config.generate.engine, policy_shape(config.model)
+    adapters = shape.adapter_parameters(config.learner.lora)
+    lines = {
         "groups per step": f"{algorithm.groups_per_step}",
         "samples per step": f"{config.samples_per_step}  ({algorithm.groups_per_step} groups x {algorithm.members_per_group})",
         "most groups issued and not trained": (
@@ -61,13 +59,8 @@ def _counts(config: RunConfig) -> dict[str, str]:
         "slots over all generators": f"{config.generate.num_workers * engine.slots}",
         "samples the whole run trains": f"{config.samples_per_step * config.num_steps}",
         "most tokens of one sample": f"{engine.max_sequence_tokens}",
+        "parameters": f"{shape.parameters:,}" + (f"  (trained: {adapters:,} of the adapters)" if adapters else ""),
     }
-
-
-def _memory(config: RunConfig) -> dict[str, str]:
-    shape = policy_shape(config.model)
-    adapters = shape.adapter_parameters(config.learner.lora)
-    lines = {"parameters": f"{shape.parameters:,}" + (f"  (trained: {adapters:,} of the adapters)" if adapters else "")}
     if config.learner.kind == "builtin":
         where = "the learner" if config.learner.ranks == 1 else "each learner rank"
         lines |= {f"{name} on {where}": _shown(parts, config) for name, parts in learner_parts(config).items()}
@@ -75,7 +68,18 @@ def _memory(config: RunConfig) -> dict[str, str]:
         lines["memory of each generator"] = _sum(parts)
     if parts := inference_parts(config):
         lines["memory of each inference worker"] = _sum(parts, " + activations")
-    return lines | {"bytes of one weight version": _mib(version_bytes(config))}
+    counts = Counter(item.kind for item in plan_processes(config))
+    workers = {"generators": counts["generator"], "reward workers": counts["reward"], "inference workers": counts["inference"]}
+    ranks = f" of {config.learner.ranks} ranks" if config.learner.ranks > 1 else ""
+    learner = f"{counts['learner']} learner{ranks}" if counts["learner"] else "learner outside"
+    processes = ["1 controller", *(f"{count} {name}" for name, count in workers.items() if count), learner]
+    return {
+        **lines,
+        "bytes of one weight version": f"{version_bytes(config) / MIB:,.1f} MiB",
+        **_shares(config),
+        "processes": ", ".join(processes),
+        "weights travel by": config.broadcast.medium.kind,
+    }
 
 
 def _shares(config: RunConfig) -> dict[str, str]:
@@ -105,19 +109,7 @@ def _shown(parts: Sequence[Part], config: RunConfig) -> str:
     return "; ".join(places)
 
 
-def _processes(config: RunConfig) -> str:
-    counts: Counter[str] = Counter(item.kind for item in plan_processes(config))
-    names = {"generator": "generators", "reward": "reward workers", "inference": "inference workers"}
-    parts = ["1 controller", *(f"{counts[kind]} {plural}" for kind, plural in names.items() if counts[kind])]
-    ranks = f" of {config.learner.ranks} ranks" if config.learner.ranks > 1 else ""
-    return ", ".join([*parts, f"{counts['learner']} learner{ranks}" if counts["learner"] else "learner outside"])
-
-
 def _sum(parts: Sequence[Part], extra: str = "", ranks: int = 1) -> str:
     """Return how much parts come to, and their names."""
     total = sum(part.num_bytes for part in parts) / ranks
-    return f"{_mib(total)}{extra}  ({', '.join(part.name for part in parts)})"
-
-
-def _mib(count: float) -> str:
-    return f"{count / 2**20:,.1f} MiB"
+    return f"{total / MIB:,.1f} MiB{extra}  ({', '.join(part.name for part in parts)})"

@@ -42,24 +42,6 @@ class PreferenceInputs:
     """Pairs of the whole update: all micro-batches, all ranks."""
 
 
-@dataclass(frozen=True, slots=True)
-class PreferenceOutputs:
-    """The scalar to differentiate, and one number a pair, by rising pair id. All but `loss` are detached."""
-
-    loss: torch.Tensor
-    """float [], this micro-batch's share of the update's loss."""
-    losses: torch.Tensor
-    """float [P]."""
-    margins: torch.Tensor
-    """float [P], as the loss saw them: from sums, or from per-token averages."""
-    correct: torch.Tensor
-    """bool [P], the margin is positive: the policy prefers the chosen one more than the reference does."""
-    chosen_rewards: torch.Tensor
-    """float [P], beta (policy - reference), summed over the chosen sequence whatever the margins are made of."""
-    rejected_rewards: torch.Tensor
-    """float [P], the same of the rejected one."""
-
-
 MarginLoss = Callable[[torch.Tensor, PreferenceConfig], torch.Tensor]
 
 
@@ -105,37 +87,38 @@ PREFERENCE_LOSSES: dict[str, MarginLoss] = {"sigmoid": sigmoid, "robust": robust
 """By `algorithm.preference.loss`."""
 
 
-def preference_loss(inputs: PreferenceInputs, config: PreferenceConfig) -> PreferenceOutputs:
-    """Return the loss of one micro-batch of pairs, and what it says about them."""
+def preference_loss(inputs: PreferenceInputs, config: PreferenceConfig) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Return the loss of one micro-batch of pairs, and what it says about them.
+
+    Returns:
+        This micro-batch's share [] of the update's loss; and, by metric, one number a pair [P], by rising pair id, detached:
+        its loss; whether its margin is positive (the policy prefers the chosen one more than the reference does); the margin as
+        the loss saw it, from sums or from per-token averages; beta (policy - reference), summed over the chosen and over the
+        rejected sequence whatever the margins are made of.
+    """
     log_ratios_S = segment_sum(
         masked(inputs.logprobs - inputs.reference_logprobs, inputs.mask), inputs.sequence_ids, inputs.num_sequences
     )
     lengths_S = segment_sum(inputs.mask.to(log_ratios_S.dtype), inputs.sequence_ids, inputs.num_sequences).clamp(min=1.0)
     scores_S = log_ratios_S / lengths_S if config.average else log_ratios_S
-    chosen_P, rejected_P = _sides(inputs.pair_ids, inputs.is_chosen)
+    # The chosen and the rejected sequences, both by rising pair id.
+    sides = []
+    for of_side in (inputs.is_chosen, ~inputs.is_chosen):
+        sequences = (of_side & (inputs.pair_ids >= 0)).nonzero().flatten()
+        sides.append(sequences[inputs.pair_ids[sequences].argsort()])
+    chosen_P, rejected_P = sides
+    chosen_ids, rejected_ids = inputs.pair_ids[chosen_P].tolist(), inputs.pair_ids[rejected_P].tolist()
+    assert chosen_ids == rejected_ids == sorted(set(chosen_ids)), (
+        f"a pair needs one chosen and one rejected sequence, got pair ids {chosen_ids} and {rejected_ids}"
+    )
     margins_P = scores_S[chosen_P] - scores_S[rejected_P]
     losses_P = PREFERENCE_LOSSES[config.loss](margins_P, config)
     rewards_S = config.beta * log_ratios_S.detach()
-    return PreferenceOutputs(
-        loss=losses_P.sum() / inputs.num_pairs,
-        losses=losses_P.detach(),
-        margins=margins_P.detach(),
-        correct=margins_P.detach() > 0,
-        chosen_rewards=rewards_S[chosen_P],
-        rejected_rewards=rewards_S[rejected_P],
-    )
-
-
-def _sides(pair_ids: torch.Tensor, is_chosen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the sequences that are chosen [P] and rejected [P], both by rising pair id."""
-    sides = []
-    for of_side in (is_chosen, ~is_chosen):
-        sequences = (of_side & (pair_ids >= 0)).nonzero().flatten()
-        sides.append(sequences[pair_ids[sequences].argsort()])
-    chosen, rejected = sides
-    chosen_ids, rejected_ids = pair_ids[chosen].tolist(), pair_ids[rejected].tolist()
-    assert chosen_ids == rejected_ids, (
-        f"pairs need one chosen and one rejected sequence each, got {chosen_ids} and {rejected_ids}"
-    )
-    assert len(set(chosen_ids)) == len(chosen_ids), f"a pair has one chosen sequence, got pair ids {chosen_ids}"
-    return chosen, rejected
+    figures = {
+        "dpo/loss": losses_P.detach(),
+        "dpo/accuracy": margins_P.detach() > 0,
+        "dpo/margin": margins_P.detach(),
+        "dpo/chosen_reward": rewards_S[chosen_P],
+        "dpo/rejected_reward": rewards_S[rejected_P],
+    }
+    return losses_P.sum() / inputs.num_pairs, figures

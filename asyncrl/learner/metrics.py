@@ -28,7 +28,6 @@ from asyncrl.algorithms.diagnostics import (
     token_figures,
     weight_figures,
 )
-from asyncrl.algorithms.preference import PreferenceOutputs
 from asyncrl.algorithms.types import LossInputs, LossOutputs
 from asyncrl.config.algorithm import CorrectionConfig, TruncatedSequence, TruncatedToken
 from asyncrl.learner.ranks.group import Ranks
@@ -124,28 +123,6 @@ class StepTokens:
 
 def _where(columns: Columns, chosen: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> Columns:
     return columns if chosen.all() else {name: values[chosen] for name, values in columns.items()}
-
-
-class StepPairs:
-    """Collects what preference losses return over the rows and updates of a step."""
-
-    def __init__(self, *, ranks: Ranks | None = None) -> None:
-        """Begin a step, over these ranks; None: this process has all pairs."""
-        self._ranks = ranks or Ranks()
-        self._sums: list[torch.Tensor] = []
-
-    def add(self, outputs: PreferenceOutputs) -> None:
-        """Add one row of one update; every rank adds at least one, if of no pair."""
-        figures = (outputs.losses, outputs.correct, outputs.margins, outputs.chosen_rewards, outputs.rejected_rewards)
-        self._sums.append(torch.stack([values.double().sum() for values in (torch.ones_like(outputs.margins), *figures)]))
-
-    def metrics(self) -> dict[str, float]:
-        """Return the step's figures, the same on every rank; a collective call. Empty where there was no pair."""
-        pairs, *sums = self._ranks.sum(torch.stack(self._sums).sum(dim=0)).tolist()
-        if not pairs:
-            return {}
-        names = ("loss", "accuracy", "margin", "chosen_reward", "rejected_reward")
-        return {"dpo/pairs": pairs} | {f"dpo/{name}": value / pairs for name, value in zip(names, sums, strict=True)}
 
 
 def batch_metrics(batch: StepBatch, advantages: FloatArray | None) -> dict[str, float]:

@@ -49,12 +49,12 @@ def test_losses_from_tokens(case):
         is_chosen=torch.arange(2 * pairs) < pairs,
         num_pairs=pairs,
     )
-    outputs = preference_loss(inputs, config_of(case))
-    outputs.loss.backward()
+    loss, figures = preference_loss(inputs, config_of(case))
+    loss.backward()
     got = {
-        "loss": outputs.loss,
-        "chosen_rewards": outputs.chosen_rewards,
-        "rejected_rewards": outputs.rejected_rewards,
+        "loss": loss,
+        "chosen_rewards": figures["dpo/chosen_reward"],
+        "rejected_rewards": figures["dpo/rejected_reward"],
         **{f"grad_policy_{side}_logprobs": policy[side].grad for side in policy},
     }
     for name in case["expected"]:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from asyncrl.algorithms.preference import PreferenceInputs, preference_loss
 from asyncrl.algorithms.types import Denominators, LossInputs, LossOutputs
 from asyncrl.errors import LearnerError
-from asyncrl.learner.metrics import StepPairs, StepTokens
+from asyncrl.learner.metrics import StepTokens
 from asyncrl.learner.step.microbatch import PreparedBatch
 from asyncrl.learner.step.plan import Passes, StepPlan, run_policy
 from asyncrl.learner.train_state import TrainState
@@ -34,7 +34,8 @@ class PreferenceObjective:
         self._state = state
         self._plan = plan
         self._knows_sampler = any(logprobs_from_bytes(row.behaviour_logprobs).any() for row in plan.batch.rows)
-        self._pairs = StepPairs(ranks=state.ranks)
+        self._sums: list[dict[str, torch.Tensor]] = []
+        """Of figures over the pairs of each row that was trained."""
         self._tokens = StepTokens(len(plan.rows), ranks=state.ranks)
         references = iter(passes.reference)
         self._updates = [[(row, next(references)) for row in rows] for rows in plan.prepared.updates]
@@ -67,9 +68,10 @@ class PreferenceObjective:
             is_chosen=torch.tensor([samples[index].is_chosen for index in row.sample_index], device=logprobs.device),
             num_pairs=max(1, self._num_pairs[number]),
         )
-        computed = preference_loss(inputs, self._plan.algorithm.preference)
-        self._state.optimizer.backward(computed.loss)
-        self._pairs.add(computed)
+        loss, figures = preference_loss(inputs, self._plan.algorithm.preference)
+        self._state.optimizer.backward(loss)
+        counted = {"dpo/pairs": torch.ones_like(figures["dpo/margin"]), **figures}
+        self._sums.append({name: values.double().sum() for name, values in counted.items()})
         current = logprobs.detach()
         measured = LossInputs(
             logprobs=current,
@@ -89,8 +91,7 @@ class PreferenceObjective:
         nothing = torch.zeros_like(row.mask)
         without_loss = LossOutputs(torch.zeros(()), row.mask.to(current.dtype), nothing, nothing)
         self._tokens.add(measured, without_loss, proximal_is_learner=False, is_first_update=is_first_update)
-        loss = computed.loss.detach().double()
-        return torch.stack([loss, torch.zeros_like(loss)])
+        return torch.stack([loss.detach().double(), torch.zeros_like(loss, dtype=torch.float64)])
 
     def metrics(self) -> dict[str, float]:
         """Return the figures of tokens and pairs; every rank calls.
@@ -101,7 +102,10 @@ class PreferenceObjective:
         figures = self._tokens.metrics()
         if not self._knows_sampler:
             figures = {name: value for name, value in figures.items() if not name.startswith(("ratio/", "mismatch/"))}
-        return figures | self._pairs.metrics()
+        own = torch.stack([torch.stack(list(sums.values())) for sums in self._sums]).sum(dim=0)
+        pairs, *sums = self._state.ranks.sum(own).tolist()
+        means = zip(list(self._sums[0])[1:], sums, strict=True)
+        return figures | {"dpo/pairs": pairs} | {name: total / pairs for name, total in means}
 
 
 def whole_pairs(prepared: PreparedBatch) -> NDArray[np.int64]:

@@ -85,13 +85,13 @@ def test_values_gradients_and_figures_are_those_of_the_slow_reference_whatever_i
     for garbage in (math.nan, math.inf, 1e30):
         logprobs = torch.where(clean.mask, clean.logprobs.detach(), garbage).requires_grad_()
         reference = torch.where(clean.mask, clean.reference_logprobs, garbage)
-        outputs = preference_loss(replace(clean, logprobs=logprobs, reference_logprobs=reference), config)
-        outputs.loss.backward()
-        assert outputs.loss.item() == pytest.approx(total, rel=1e-9)
+        loss, figures = preference_loss(replace(clean, logprobs=logprobs, reference_logprobs=reference), config)
+        loss.backward()
+        assert loss.item() == pytest.approx(total, rel=1e-9)
         torch.testing.assert_close(logprobs.grad, gradient, rtol=1e-9, atol=1e-12)
-        assert outputs.margins.tolist() == pytest.approx(margins)
-        assert outputs.correct.tolist() == [margin > 0 for margin in margins]
-        assert list(zip(outputs.chosen_rewards.tolist(), outputs.rejected_rewards.tolist(), strict=True)) == [
+        assert figures["dpo/margin"].tolist() == pytest.approx(margins)
+        assert figures["dpo/accuracy"].tolist() == [margin > 0 for margin in margins]
+        assert list(zip(figures["dpo/chosen_reward"].tolist(), figures["dpo/rejected_reward"].tolist(), strict=True)) == [
             pytest.approx(pair) for pair in rewards
         ]
 

@@ -8,11 +8,9 @@ import pytest
 import torch
 
 from asyncrl.algorithms.diagnostics import token_figures
-from asyncrl.algorithms.preference import PreferenceOutputs
 from asyncrl.algorithms.types import Denominators, LossInputs, LossOutputs
 from asyncrl.config.algorithm import TruncatedSequence, TruncatedToken
-from asyncrl.learner.metrics import StepPairs, StepTokens
-from asyncrl.observe.metrics import unknown_names
+from asyncrl.learner.metrics import StepTokens
 
 LEARNER_VERSION = 12
 
@@ -203,30 +201,3 @@ def test_later_passes_count_for_clipping_and_not_for_the_policy_before_the_step(
     assert got["policy/clip_fraction"] == pytest.approx((before["policy/clip_fraction"] + 1) / 2)
     assert got["kl/current_k1"] == pytest.approx(before["kl/current_k1"] - 0.5)
     assert got["kl/mean"] == before["kl/mean"]
-
-
-def pair_outputs(seed, pairs):
-    random = torch.Generator().manual_seed(seed)
-    losses, margins, chosen, rejected = torch.randn(4, pairs, generator=random)
-    return PreferenceOutputs(losses.sum(), losses, margins, margins > 0, chosen, rejected)
-
-
-def test_pairs_are_averaged_over_rows_and_ranks():
-    rows = [pair_outputs(seed, seed) for seed in range(4)]
-
-    def collected(ranks, part):
-        pairs = StepPairs(ranks=ranks)
-        for row in part:
-            pairs.add(row)
-        return pairs.metrics()
-
-    one, other = on_ranks([lambda ranks, part=part: collected(ranks, part) for part in (rows[:1], rows[1:])])
-    assert one == other
-    assert unknown_names(one) == []
-    margins = torch.cat([row.margins for row in rows])
-    assert one["dpo/pairs"] == 6
-    assert one["dpo/margin"] == pytest.approx(margins.mean().item())
-    assert one["dpo/accuracy"] == pytest.approx((margins > 0).double().mean().item())
-    assert one["dpo/loss"] == pytest.approx(torch.cat([row.losses for row in rows]).mean().item())
-    assert one["dpo/chosen_reward"] == pytest.approx(torch.cat([row.chosen_rewards for row in rows]).mean().item())
-    assert one["dpo/rejected_reward"] == pytest.approx(torch.cat([row.rejected_rewards for row in rows]).mean().item())

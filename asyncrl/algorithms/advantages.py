@@ -33,7 +33,7 @@ def grpo(inputs: AdvantageInputs, config: AdvantageConfig) -> AdvantageOutputs:
     centred_S = groups.minus_mean(inputs.rewards)
     variance_S = groups.sum(centred_S**2) / np.maximum(groups.sizes - 1, 1)
     advantages_S = centred_S / (np.sqrt(variance_S) + config.epsilon)
-    return _of_groups(advantages_S, inputs, config, groups, singleton_scale=1.0 / (1.0 + config.epsilon))
+    return _of_samples(advantages_S, inputs, config, groups, singleton_scale=1.0 / (1.0 + config.epsilon))
 
 
 def grpo_batch(inputs: AdvantageInputs, config: AdvantageConfig) -> AdvantageOutputs:
@@ -43,7 +43,7 @@ def grpo_batch(inputs: AdvantageInputs, config: AdvantageConfig) -> AdvantageOut
     """
     groups = Groups.of(inputs.group_ids)
     deviation = inputs.rewards.std(ddof=1) if len(inputs.rewards) > 1 else 0.0
-    return _of_groups(groups.minus_mean(inputs.rewards) / (deviation + config.epsilon), inputs, config, groups)
+    return _of_samples(groups.minus_mean(inputs.rewards) / (deviation + config.epsilon), inputs, config, groups)
 
 
 def dr_grpo(inputs: AdvantageInputs, config: AdvantageConfig) -> AdvantageOutputs:
@@ -52,7 +52,7 @@ def dr_grpo(inputs: AdvantageInputs, config: AdvantageConfig) -> AdvantageOutput
     Source: Dr. GRPO (arXiv 2503.20783), section 3.2.
     """
     groups = Groups.of(inputs.group_ids)
-    return _of_groups(groups.minus_mean(inputs.rewards), inputs, config, groups)
+    return _of_samples(groups.minus_mean(inputs.rewards), inputs, config, groups)
 
 
 def rloo(inputs: AdvantageInputs, config: AdvantageConfig) -> AdvantageOutputs:
@@ -62,7 +62,7 @@ def rloo(inputs: AdvantageInputs, config: AdvantageConfig) -> AdvantageOutputs:
     """
     groups = Groups.of(inputs.group_ids)
     centred_S = groups.minus_mean(inputs.rewards)
-    return _of_groups(centred_S * groups.sizes / np.maximum(groups.sizes - 1, 1), inputs, config, groups)
+    return _of_samples(centred_S * groups.sizes / np.maximum(groups.sizes - 1, 1), inputs, config, groups)
 
 
 def opo(inputs: AdvantageInputs, config: AdvantageConfig) -> AdvantageOutputs:
@@ -72,7 +72,7 @@ def opo(inputs: AdvantageInputs, config: AdvantageConfig) -> AdvantageOutputs:
     """
     groups = Groups.of(inputs.group_ids)
     lengths_S = inputs.mask.sum(axis=1).astype(np.float64)
-    return _of_groups(groups.minus_mean(inputs.rewards, lengths_S), inputs, config, groups)
+    return _of_samples(groups.minus_mean(inputs.rewards, lengths_S), inputs, config, groups)
 
 
 def reinforce_pp(inputs: AdvantageInputs, config: AdvantageConfig) -> AdvantageOutputs:
@@ -92,7 +92,7 @@ def reinforce_pp_baseline(inputs: AdvantageInputs, config: AdvantageConfig) -> A
     """
     groups = Groups.of(inputs.group_ids)
     centred_S = groups.minus_mean(inputs.rewards)
-    return _of_groups(centred_S, inputs, config, groups, whiten=True)
+    return _of_samples(centred_S, inputs, config, groups, whiten=True)
 
 
 def remax(inputs: AdvantageInputs, config: AdvantageConfig) -> AdvantageOutputs:
@@ -101,7 +101,7 @@ def remax(inputs: AdvantageInputs, config: AdvantageConfig) -> AdvantageOutputs:
     Source: ReMax (arXiv 2310.10505), algorithm 1.
     """
     assert inputs.greedy_rewards is not None, "remax needs greedy_rewards"
-    return _broadcast(inputs.rewards - inputs.greedy_rewards, inputs, config)
+    return _of_samples(inputs.rewards - inputs.greedy_rewards, inputs, config)
 
 
 def reward(inputs: AdvantageInputs, config: AdvantageConfig) -> AdvantageOutputs:
@@ -109,7 +109,7 @@ def reward(inputs: AdvantageInputs, config: AdvantageConfig) -> AdvantageOutputs
 
     Source: REINFORCE without baseline (Williams 1992).
     """
-    return _broadcast(inputs.rewards, inputs, config)
+    return _of_samples(inputs.rewards, inputs, config)
 
 
 def gae(inputs: AdvantageInputs, config: AdvantageConfig) -> AdvantageOutputs:
@@ -180,28 +180,22 @@ def _fault_in(inputs: AdvantageInputs, outputs: AdvantageOutputs) -> str:
     return ""
 
 
-def _of_groups(
+def _of_samples(
     advantages_S: FloatArray,
     inputs: AdvantageInputs,
     config: AdvantageConfig,
-    groups: Groups,
+    groups: Groups | None = None,
     *,
     singleton_scale: float = 1.0,
     whiten: bool = False,
 ) -> AdvantageOutputs:
-    """Broadcast over trained tokens; groups of one get 0 and stay out of the whitening, or keep their reward."""
-    alone_S = groups.sizes == 1
-    if config.singleton_keeps_reward:
-        advantages_S = np.where(alone_S, inputs.rewards * singleton_scale, advantages_S)
-        told_ST = inputs.mask
-    else:
-        advantages_S = np.where(alone_S, 0.0, advantages_S)
-        told_ST = inputs.mask & ~alone_S[:, None]
+    """Broadcast over trained tokens; of `groups`, those of one get 0 and stay out of the whitening, or keep their reward."""
+    told_ST = inputs.mask
+    if groups is not None and config.singleton_keeps_reward:
+        advantages_S = np.where(groups.sizes == 1, inputs.rewards * singleton_scale, advantages_S)
+    elif groups is not None:
+        told_ST = inputs.mask & (groups.sizes > 1)[:, None]
     return AdvantageOutputs(_whitened_if_told(np.where(told_ST, advantages_S[:, None], 0.0), told_ST, config, always=whiten))
-
-
-def _broadcast(advantages_S: FloatArray, inputs: AdvantageInputs, config: AdvantageConfig) -> AdvantageOutputs:
-    return AdvantageOutputs(_whitened_if_told(np.where(inputs.mask, advantages_S[:, None], 0.0), inputs.mask, config))
 
 
 def _whitened_if_told(

@@ -123,17 +123,14 @@ def _k3(inputs: LossInputs) -> torch.Tensor:
     return torch.expm1(log_rho_N) - log_rho_N
 
 
-def _total_variation(inputs: LossInputs) -> torch.Tensor:
-    """Return |p - q|."""
-    return masked(inputs.proximal_logprobs.detach().exp() - inputs.behaviour_logprobs.detach().exp(), inputs.mask).abs()
-
-
 MEASURES: dict[str, Callable[[LossInputs], torch.Tensor]] = {
     "ratio": log_rho,
     "k1": lambda inputs: -log_rho(inputs),
     "k2": lambda inputs: 0.5 * log_rho(inputs).square(),
     "k3": _k3,
-    "tv": _total_variation,
+    "tv": lambda inputs: masked(
+        inputs.proximal_logprobs.detach().exp() - inputs.behaviour_logprobs.detach().exp(), inputs.mask
+    ).abs(),
     "binary_kl": _binary_kl,
 }
 """Of each token [N]; 0 where both policies agree (`ratio`: the logarithm)."""
@@ -283,10 +280,6 @@ def combined(first: CorrectionOutputs, second: CorrectionOutputs) -> CorrectionO
     return CorrectionOutputs(
         masked(first.weights * second.weights, kept),
         kept,
-        _narrower(first.clip_low, second.clip_low),
-        _narrower(first.clip_high, second.clip_high),
+        min((value for value in (first.clip_low, second.clip_low) if value is not None), default=None),
+        min((value for value in (first.clip_high, second.clip_high) if value is not None), default=None),
     )
-
-
-def _narrower(first: float | None, second: float | None) -> float | None:
-    return min((value for value in (first, second) if value is not None), default=None)

@@ -186,7 +186,12 @@ class LearnerWorker:
         self._initial = initial
         await self._on_thread(self._publish_version)
         if needs_offload(self._config):
-            await self._on_thread(self._start_offload)
+
+            def start_offload() -> Offload:
+                self._launcher.tell(Help("offload"))
+                return open_offload(initial.train_state, self._config, self._run_folder, self._clock)
+
+            self._offload = await self._on_thread(start_offload)
         checkpoint = str(initial.checkpoint or "")
         ready = LearnerReady(initial.version, str(initial.model_folder), initial.metrics, checkpoint)
         await self._stage.tell(ready)
@@ -233,8 +238,9 @@ class LearnerWorker:
                     waiting_from_s = self._clock.now()
                     continue
             self._news.clear()
-            if self._ready is not None and self._offload is not None:
-                await self._on_thread(self._prefetch_components)
+            if self._ready is not None and (offload := self._offload) is not None:
+                await self._on_thread(lambda: self._launcher.tell(Help("prefetch")))
+                await self._on_thread(offload.prefetch)
             await self._news.wait()
 
     async def _reach(self, wanted: SetPhase) -> None:
@@ -320,16 +326,6 @@ class LearnerWorker:
         return policy.checkpoint
 
     # -- small things ----------------------------------------------------------------------------------------------------
-
-    def _prefetch_components(self) -> None:
-        assert self._offload is not None
-        self._launcher.tell(Help("prefetch"))
-        self._offload.prefetch()
-
-    def _start_offload(self) -> None:
-        policy = self._policy
-        self._launcher.tell(Help("offload"))
-        self._offload = open_offload(policy.train_state, self._config, self._run_folder, self._clock)
 
     @property
     def _policy(self) -> InitialState:

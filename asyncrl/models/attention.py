@@ -237,6 +237,12 @@ def _attend(bucket: Sequence[torch.Tensor], shape: tuple[int, int], scaling: flo
     mask = None
     if window is not None and shape[1] > window:
         mask = torch.ones(shape[1], shape[1], dtype=torch.bool, device=query.device).tril().triu(1 - window)
+    if query.device.type == "cpu" and query.dtype == torch.float32 and mask is None and shape[1] <= SMALLEST_BUCKET:
+        # So short a sequence is little more than the kernel's overhead for each head.
+        scale, future = query.shape[-1] ** -0.5 if scaling is None else scaling, query.new_full((shape[1], shape[1]), -torch.inf)
+        queries, keys, values = (tensor.reshape(-1, *tensor.shape[2:]) for tensor in (query, key, value))
+        weights = torch.baddbmm(future.triu(1), queries, keys.transpose(1, 2), alpha=scale).softmax(-1)
+        return torch.bmm(weights, values).view(*query.shape[:3], -1).transpose(1, 2).flatten(0, 1)
     attended = torch.nn.functional.scaled_dot_product_attention(
         query, key, value, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=is_grouped
     )

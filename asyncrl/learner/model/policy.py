@@ -42,6 +42,8 @@ from asyncrl.schema.weights import Probe
 
 PAD, EOS = "<pad>", "<eos>"
 PROBE_TOKENS = 16
+MOST_FED = 0.9
+"""Share of a row's tokens beyond which leaving the others out saves less than it costs."""
 SMALL_LOGITS = 1 << 20
 """So many need no chunks, which cost a second forward of the output layer: 4 MiB in float32."""
 
@@ -221,16 +223,37 @@ def row_hidden(body: PreTrainedModel, row: Row) -> torch.Tensor:
     assert body.config._attn_implementation == PACKED_ATTENTION, "see use_packed_attention"  # noqa: SLF001
 
     def work() -> torch.Tensor:
-        output = body(
-            input_ids=row.input_ids.unsqueeze(0),
-            position_ids=row.position_ids.unsqueeze(0),
-            use_cache=False,
-            packed_layout=row.layout,
-        )
+        with _feed_only(body, torch.unique(row.hidden_index), len(row.input_ids)):
+            output = body(
+                input_ids=row.input_ids.unsqueeze(0),
+                position_ids=row.position_ids.unsqueeze(0),
+                use_cache=False,
+                packed_layout=row.layout,
+            )
         hidden: torch.Tensor = output.last_hidden_state[0].index_select(0, row.hidden_index)
         return hidden
 
     return run_inside(body, work)
+
+
+def _feed_only(body: PreTrainedModel, tokens: torch.Tensor, num_tokens: int) -> contextlib.ExitStack:
+    """Return a context in which the last block's feed-forward runs over `tokens` alone and gives 0 to the other tokens of a row.
+
+    After it nothing reads the others: most tokens of a prompt. Where blocks are compiled, run again in the backward or have
+    experts, and where few tokens would be left out, it runs over all.
+    """
+    context, kinds = contextlib.ExitStack(), body._no_split_modules or ()  # noqa: SLF001 - transformers' name for its repeated blocks
+    blocks = [one for one in body.modules() if type(one).__name__ in kinds]
+    feed_forward = getattr(blocks[-1], "mlp", None) if blocks and len(tokens) < MOST_FED * num_tokens else None
+    is_plain = not (body.is_gradient_checkpointing or hasattr(feed_forward, "experts"))
+    if feed_forward is not None and is_plain and blocks[-1]._compiled_call_impl is None:  # noqa: SLF001 - torch has no public reader
+
+        def scattered(_: torch.nn.Module, given: tuple[torch.Tensor], computed: torch.Tensor) -> torch.Tensor:
+            return computed.new_zeros(*given[0].shape[:1], num_tokens, computed.shape[-1]).index_copy(1, tokens, computed)
+
+        context.enter_context(feed_forward.register_forward_pre_hook(lambda _, given: (given[0].index_select(1, tokens),)))
+        context.enter_context(feed_forward.register_forward_hook(scattered))
+    return context
 
 
 class Reference:

@@ -59,10 +59,6 @@ class LossScale:
         self.value /= 2.0
         return True
 
-    def to_tensor(self) -> torch.Tensor:
-        """Return float64 [2], all there is to save."""
-        return torch.tensor([self.value, self.good_updates], dtype=torch.float64)
-
 
 def learning_rate_at(step: int, config: LearnerConfig, num_steps: int) -> float:
     """Return the learning rate of optimizer step `step` (0 is the first).
@@ -130,29 +126,21 @@ class PolicyOptimizer:
         self._host = HostGradients(buckets) if on_host else None
         self._adamw_of = {id(m.trained): adamw for bucket, adamw in zip(buckets, self._adamws, strict=True) for m in bucket}
         self._owns_scale = config.dtype == "float16" and shares_scale_of is None
-        self._scale = LossScale() if self._owns_scale else None
+        self.scale: LossScale | None = LossScale() if self._owns_scale else None
+        """One and the same for all whose gradients come from one backward pass; None but for float16."""
         if shares_scale_of is not None:
-            self._scale = shares_scale_of._scale  # noqa: SLF001 - the same class
-
-    @property
-    def scale(self) -> LossScale | None:
-        """What owns `loss_scale`, one and the same for all whose gradients come from one backward pass; None but for float16."""
-        return self._scale
-
-    @property
-    def loss_scale(self) -> float:
-        """What losses are multiplied by before the backward pass; 1 but for float16."""
-        return 1.0 if self._scale is None else self._scale.value
+            self.scale = shares_scale_of.scale
 
     def backward(self, loss: torch.Tensor) -> None:
         """Add the gradients of a loss."""
-        (loss if self._scale is None else loss * self._scale.value).backward()  # type: ignore[no-untyped-call]
+        (loss if self.scale is None else loss * self.scale.value).backward()  # type: ignore[no-untyped-call]
 
     def clip(self) -> float:
         """Scale the gradients to at most `max_grad_norm`; return the norm they had (not finite where a gradient was not)."""
         gradients = [gradient for master in self._masters.values() if (gradient := master.gradient) is not None]
-        norm = whole(get_total_norm(gradients)) / self.loss_scale
-        factor = (self._config.max_grad_norm / (norm + 1e-6)).clamp(max=1.0).item() / self.loss_scale
+        scale = 1.0 if self.scale is None else self.scale.value
+        norm = whole(get_total_norm(gradients)) / scale
+        factor = (self._config.max_grad_norm / (norm + 1e-6)).clamp(max=1.0).item() / scale
         if factor != 1.0:
             for gradient in gradients:
                 gradient.mul_(factor)
@@ -177,8 +165,8 @@ class PolicyOptimizer:
                 self._adamws[index].step()
         for master in self._masters.values():
             master.write_back()
-        if self._scale is not None and self._owns_scale:
-            self._scale.note_update()
+        if self.scale is not None and self._owns_scale:
+            self.scale.note_update()
         self.zero_grad()
         return rate
 
@@ -194,8 +182,8 @@ class PolicyOptimizer:
                 yield f"{_MASTER}/{name}", master.trained.detach()
             for kind, value in plain_state(self._adamw_of[id(master.trained)].state.get(master.trained, {})).items():
                 yield f"{kind}/{name}", value
-        if self._scale is not None and self._owns_scale:
-            yield f"{_SCALE}/", self._scale.to_tensor()
+        if self.scale is not None and self._owns_scale:
+            yield f"{_SCALE}/", torch.tensor([self.scale.value, self.scale.good_updates], dtype=torch.float64)
 
     def state_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield everything that it keeps between steps as the very tensors it works on; there is more after the first step.
@@ -227,8 +215,8 @@ class PolicyOptimizer:
             kind, _, name = key.partition("/")
             states.setdefault(name, {})[kind] = tensor
         scale = states.pop("", {})
-        if self._scale is not None and self._owns_scale and _SCALE in scale:
-            self._scale.value, self._scale.good_updates = float(scale[_SCALE][0]), int(scale[_SCALE][1])
+        if self.scale is not None and self._owns_scale and _SCALE in scale:
+            self.scale.value, self.scale.good_updates = float(scale[_SCALE][0]), int(scale[_SCALE][1])
         for name, state in states.items():
             try:
                 self._load_one(self._masters[name], state)

@@ -70,13 +70,6 @@ class Limit:
         """Return what a reason calls it."""
         return f"1 - {self.metric}" if self.is_one_minus else self.metric
 
-    def value(self, measured: Mapping[str, float]) -> float | None:
-        """Return the signal; infinite where the measurement is not a number, None where there is none."""
-        if self.metric not in measured:
-            return None
-        value = 1.0 - measured[self.metric] if self.is_one_minus else measured[self.metric]
-        return math.inf if math.isnan(value) else value
-
     def of(self, level: int) -> float:
         """Return the limit of a recipe, by its place in RECIPE_NAMES."""
         return (0.0, self.lagging, self.far)[level]
@@ -120,17 +113,23 @@ def choose(measured: Mapping[str, float], last: str) -> Choice:
     Returns:
         The recipe and the reason.
     """
-    asked, asking = _level(measured, 1.0)
-    if not any(limit.is_mismatch and limit.metric in measured for limit in LIMITS):
+    signals: dict[Limit, float] = {}
+    for limit in LIMITS:
+        if limit.metric in measured:
+            value = 1.0 - measured[limit.metric] if limit.is_one_minus else measured[limit.metric]
+            signals[limit] = math.inf if math.isnan(value) else value
+    asked, asking = _level(signals, 1.0)
+    if not any(limit.is_mismatch for limit in signals):
         recipe = RECIPE_NAMES[max(asked, RECIPE_NAMES.index(FIRST))]
         return Choice(recipe, f"recipe {recipe}: {f'{asking}, and ' if recipe != FIRST else ''}no mismatch measured yet")
+    asking = asking or ", ".join(f"{limit.name} {value:.3g} is not over {limit.lagging:g}" for limit, value in signals.items())
     if last not in RECIPES or asked >= RECIPE_NAMES.index(last):
-        return Choice(RECIPE_NAMES[asked], f"recipe {RECIPE_NAMES[asked]}: {asking or _all_under(measured)}")
-    held, holding = _level(measured, RETURN)
+        return Choice(RECIPE_NAMES[asked], f"recipe {RECIPE_NAMES[asked]}: {asking}")
+    held, holding = _level(signals, RETURN)
     level = min(held, RECIPE_NAMES.index(last))
     if level > asked:
         return Choice(RECIPE_NAMES[level], f"recipe {RECIPE_NAMES[level]} held: {holding} x {RETURN:g}")
-    return Choice(RECIPE_NAMES[asked], f"recipe {RECIPE_NAMES[asked]} instead of {last}: {asking or _all_under(measured)}")
+    return Choice(RECIPE_NAMES[asked], f"recipe {RECIPE_NAMES[asked]} instead of {last}: {asking}")
 
 
 def applied(algorithm: AlgorithmConfig, recipe: str) -> AlgorithmConfig:
@@ -149,20 +148,10 @@ def signals_of(metrics: Mapping[str, float]) -> dict[str, float]:
     return {name: metrics[name] for name in SIGNALS if name in metrics}
 
 
-def _level(measured: Mapping[str, float], share: float) -> tuple[int, str]:
+def _level(signals: Mapping[Limit, float], share: float) -> tuple[int, str]:
     """Return the most cautious level that a signal over `share` of its limit asks for, and which signals do."""
     for level in range(len(RECIPE_NAMES) - 1, 0, -1):
-        over = [
-            f"{limit.name} {value:.3g} is over {limit.of(level):g}"
-            for limit in LIMITS
-            if (value := limit.value(measured)) is not None and value > share * limit.of(level)
-        ]
+        over = [(limit, value) for limit, value in signals.items() if value > share * limit.of(level)]
         if over:
-            return level, ", ".join(over)
+            return level, ", ".join(f"{limit.name} {value:.3g} is over {limit.of(level):g}" for limit, value in over)
     return 0, ""
-
-
-def _all_under(measured: Mapping[str, float]) -> str:
-    signals = ((limit, limit.value(measured)) for limit in LIMITS)
-    under = [f"{limit.name} {value:.3g} is not over {limit.lagging:g}" for limit, value in signals if value is not None]
-    return ", ".join(under)

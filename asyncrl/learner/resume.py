@@ -6,11 +6,10 @@ a restart before the first checkpoint starts from it.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -178,20 +177,13 @@ def _make_model_folder(
     metrics: dict[str, float] = {}
     if config.model.warm_start is not None:
         made_ready(model, LearnerConfig(device=config.learner.device))
-        worked, started_s = tokenise(examples(), tokenizer), time.perf_counter()
-        with _all_cores():
+        worked, started_s, num_threads = tokenise(examples(), tokenizer), time.perf_counter(), torch.get_num_threads()
+        # All cores: before version 0 every other process only waits.
+        torch.set_num_threads(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+        try:
             metrics = warm_start(model, worked, config.model.warm_start, config.learner, config.seed, stopped)
+        finally:
+            torch.set_num_threads(num_threads)
         metrics["warm_start/seconds"] = time.perf_counter() - started_s
     write_folder(folder, lambda partial: save_model(model.cpu(), tokenizer, partial))
     return metrics
-
-
-@contextlib.contextmanager
-def _all_cores() -> Iterator[None]:
-    """Let torch use all cores for a while: before version 0 every other process only waits."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

@@ -59,21 +59,6 @@ class StepResult:
     """Why `kind = "auto"` changed its recipe; empty where it did not."""
 
 
-@dataclass(frozen=True, slots=True)
-class UpdateOutcome:
-    """What an update was like."""
-
-    loss: float
-    value_loss: float
-    grad_norm: float
-    """0 where the policy is not trained."""
-    value_grad_norm: float
-    learning_rate: float
-    """The policy's; 0 where it is not trained or the update was skipped."""
-    is_skipped: bool
-    """float16 gradients overflowed: no weights changed, and the loss scale is halved."""
-
-
 def train_step(
     state: TrainState, batch: StepBatch | PreparedBatch, config: RunConfig, *, failed_folder: Path | None = None
 ) -> StepResult:
@@ -99,17 +84,17 @@ def train_step(
         build = PreferenceObjective if plan.algorithm.kind == "dpo" else PolicyObjective
         objective: Objective = build(state, plan, passes)
         started_s = time.perf_counter()
-        outcomes: list[UpdateOutcome] = []
+        updates: list[dict[str, float]] = []
         for _ in range(config.learner.epochs):
             for number in range(len(plan.prepared.updates)):
-                outcomes.append(_train_update(state, plan, objective, number, not outcomes, failed_folder))
+                updates.append(_train_update(state, plan, objective, number, not updates, failed_folder))
         update_s = time.perf_counter() - started_s
     except torch.OutOfMemoryError as error:
         held = "all the learner has" if state.offload is None else state.offload.describe()
         raise LearnerError(
             f"step {plan.batch.step} is out of device memory: {error}; on the device: {held}; {OUT_OF_MEMORY_ADVICE}"
         ) from error
-    metrics = _metrics(plan, objective, outcomes)
+    metrics = _metrics(plan, objective, updates)
     reason = ""
     if plan.choice is not None:
         reason = plan.choice.reason if plan.choice.recipe != state.memory.recipe else ""
@@ -151,8 +136,12 @@ def _on_device(state: TrainState, batch: StepBatch | PreparedBatch, config: RunC
 
 def _train_update(
     state: TrainState, plan: StepPlan, objective: Objective, number: int, is_first: bool, failed_folder: Path | None
-) -> UpdateOutcome:
+) -> dict[str, float]:
     """Train one update of a pass over the batch: all of it, or nothing where a loss or gradient is not finite.
+
+    Returns:
+        What it was like, by metric. Where float16 gradients overflowed no weights changed, the loss scale is halved and the
+        learning rate told is 0.
 
     Raises:
         LearnerError: It is not finite; gradients are dropped and the batch is saved.
@@ -179,25 +168,25 @@ def _train_update(
             message += f"; the batch is in {path} (msgspec.msgpack, StepBatch); try a lower learning rate"
         raise LearnerError(message)
     state.bring("train")
-    rates = [own.step(plan.batch.step) for own in norms] if is_finite else []
-    rate = rates[0] if rates and plan.trains_policy else 0.0
-    return UpdateOutcome(loss, value_loss, norm, value_norm, rate, not is_finite)
-
-
-def _metrics(plan: StepPlan, objective: Objective, outcomes: Sequence[UpdateOutcome]) -> dict[str, float]:
-    advantages = objective.advantages if isinstance(objective, PolicyObjective) else None
-    metrics = batch_metrics(plan.batch, advantages) | objective.metrics() | {"policy/updates": float(len(outcomes))}
-
-    def mean(name: str) -> float:
-        return float(sum(getattr(outcome, name) for outcome in outcomes) / len(outcomes))
-
+    rates = [own.step(plan.batch.step) for own in norms] if is_finite else [0.0]
+    told: dict[str, float] = {}
     if plan.trains_policy:
-        metrics |= {"policy/loss": mean("loss"), "policy/grad_norm": mean("grad_norm")}
-        metrics["policy/learning_rate"] = outcomes[-1].learning_rate
+        told = {"policy/loss": loss, "policy/grad_norm": norm, "policy/learning_rate": rates[0]}
     if plan.learner.dtype == "float16":
-        metrics["policy/skipped_updates"] = float(sum(outcome.is_skipped for outcome in outcomes))
-    if plan.algorithm.critic is not None:
-        metrics |= {"value/loss": mean("value_loss"), "value/grad_norm": mean("value_grad_norm")}
+        told["policy/skipped_updates"] = float(not is_finite)
+    if state.critic is not None:
+        told |= {"value/loss": value_loss, "value/grad_norm": value_norm}
+    return told
+
+
+def _metrics(plan: StepPlan, objective: Objective, updates: Sequence[dict[str, float]]) -> dict[str, float]:
+    advantages = objective.advantages if isinstance(objective, PolicyObjective) else None
+    metrics = batch_metrics(plan.batch, advantages) | objective.metrics() | {"policy/updates": float(len(updates))}
+    metrics |= {name: sum(update[name] for update in updates) / len(updates) for name in updates[0]}
+    if plan.trains_policy:
+        metrics["policy/learning_rate"] = updates[-1]["policy/learning_rate"]
+    if plan.learner.dtype == "float16":
+        metrics["policy/skipped_updates"] *= len(updates)
     if plan.algorithm.kl is not None:
         metrics["kl/coefficient"] = plan.kl_coefficient
     if plan.choice is not None:

@@ -199,7 +199,7 @@ def test_an_overflow_halves_the_scale_it_happened_under_once(kit, kind, overflow
     ]
     skipped = train_step(train_state, kit.batch(kit.samples(), 40), config)
     assert skipped.metrics["policy/skipped_updates"] == 1
-    assert tuple(optimizer.loss_scale for optimizer in parts.values()) == after
+    assert tuple(optimizer.scale.value for optimizer in parts.values()) == after
     now = [parameter for module in (train_state.model, train_state.critic) for parameter in module.parameters()]
     assert all(torch.equal(old, new) for old, new in zip(before, now, strict=True))
     for optimizer in parts.values():

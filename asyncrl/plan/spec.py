@@ -80,10 +80,8 @@ def parse_cluster(text: str, gpus_per_node: int = 8) -> Cluster:
     match = re.fullmatch(r"(?:(\d+)x)?([A-Za-z0-9-]+)", text)
     known = {name.lower(): item for name, item in ACCELERATORS.items()}
     if match is None or match[2].lower() not in known or not 1 <= float(match[1] or 1) <= MOST_GPUS:
-        raise ConfigError(
-            f"hardware must be NUMBERxDEVICE, as 64xH100, at most {MOST_GPUS}, with one of {', '.join(ACCELERATORS)}; "
-            f"got {text!r}"
-        )
+        devices = f"at most {MOST_GPUS}, with one of {', '.join(ACCELERATORS)}"
+        raise ConfigError(f"hardware must be NUMBERxDEVICE, as 64xH100, {devices}; got {text!r}")
     return Cluster(known[match[2].lower()], int(match[1] or 1), gpus_per_node)
 
 
@@ -110,10 +108,8 @@ def find_model(text: str) -> ModelShape:
     try:
         return shape_of_json(json.loads(file.read_text(encoding="utf-8")), path.name)
     except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"model must be one of {', '.join(NAMED)}, a number of parameters (7B), or a config.json or its folder; "
-            f"got {text!r} ({error})"
-        ) from error
+        known = f"{', '.join(NAMED)}, a number of parameters (7B), or a config.json or its folder"
+        raise ConfigError(f"model must be one of {known}; got {text!r} ({error})") from error
 
 
 NAMED = {
@@ -183,10 +179,8 @@ class Question:
         if longest > self.tokens_per_row:
             raise ConfigError(f"tokens_per_row ({self.tokens_per_row}) must be at least max_sequence_tokens ({longest})")
         if self.num_generation_gpus >= self.cluster.num_gpus and self.placement == "disaggregated" and self.num_generation_gpus:
-            raise ConfigError(
-                f"num_generation_gpus must be under {self.cluster.num_gpus}, all there are, got {self.num_generation_gpus}: "
-                f"disaggregated training needs its own"
-            )
+            most = f"{self.cluster.num_gpus}, all there are, got {self.num_generation_gpus}"
+            raise ConfigError(f"num_generation_gpus must be under {most}: disaggregated training needs its own")
 
     @property
     def samples_per_step(self) -> int:

@@ -53,10 +53,8 @@ def standing(sweep: Sweep) -> tuple[dict[str, CellResult], dict[str, Begun]]:
     for line in read_results(sweep.results):
         cell = by_name.get((line.arm, line.seed))
         if cell is None or line.settings != cell.settings:
-            raise ConfigError(
-                f"{sweep.results} has {line.arm} seed {line.seed} of other settings than the sweep's file says now; "
-                "give other settings results of their own: --results NAME.jsonl"
-            )
+            other = f"{line.arm} seed {line.seed} of other settings than the sweep's file says now"
+            raise ConfigError(f"{sweep.results} has {other}; give them results of their own: --results NAME.jsonl")
         done[cell.id] = line
     for cell in sweep.cells:
         path = sweep.cells_folder / cell.id / CELL_FILE
@@ -89,17 +87,13 @@ async def run_sweep(sweep: Sweep, clock: Clock, say: Callable[[str], None], *, j
     with _locked(sweep.cells_folder) as lock:
         (done, begun), code = standing(sweep), code_now()
         if (done or begun) and not resumed:
-            raise ConfigError(
-                f"{len(done)} of {len(sweep.cells)} cells are in {sweep.results}, {len(begun)} more were begun: "
-                "`asyncrl sweep resume` goes on"
-            )
+            begun_too = f"{len(begun)} more were begun: `asyncrl sweep resume` goes on"
+            raise ConfigError(f"{len(done)} of {len(sweep.cells)} cells are in {sweep.results}, {begun_too}")
         for other in [line.code for line in done.values()] + [one.code for one in begun.values()]:
             if other.files != code.files:
-                raise ConfigError(
-                    f"{sweep.results} or {sweep.cells_folder} has cells of code {other.version} {other.commit} ({other.files}), "
-                    f"this is {code.version} {code.commit} ({code.files}). Results of two codes are not mixed: "
-                    "go on with that code, or begin anew with --results NAME.jsonl"
-                )
+                codes = f"{other.version} {other.commit} ({other.files}), this is {code.version} {code.commit} ({code.files})"
+                advice = "Results of two codes are not mixed: go on with that code, or begin anew with --results NAME.jsonl"
+                raise ConfigError(f"{sweep.results} or {sweep.cells_folder} has cells of code {codes}. {advice}")
         num_seeds, smallest_p = len(sweep.plan.seeds), sweep.plan.smallest_p
         if len(sweep.plan.arms) > 1 and smallest_p >= SIGNIFICANT:
             say(f"with {num_seeds} seeds nothing can be told apart: the smallest corrected p is {smallest_p:.2f}")

@@ -127,10 +127,8 @@ def build_jsonl(config: JsonlTask, seed: int) -> TaskData:
     else:
         held_out, train = pool[: config.held_out], pool[config.held_out :]
     if not train:
-        raise ConfigError(
-            f"{config.path}: {len(pool) + len(shots)} distinct problems leave none to train on after {len(shots)} shots and "
-            f"{len(held_out)} held out; lower task.held_out or task.shots"
-        )
+        taken = f"{len(shots)} shots and {len(held_out)} held out; lower task.held_out or task.shots"
+        raise ConfigError(f"{config.path}: {len(pool) + len(shots)} distinct problems leave none to train on after {taken}")
     opening: Messages = (ChatMessage("system", config.system_prompt),) if config.system_prompt else ()
     for shot in shots:
         opening += (ChatMessage("user", shot.question), ChatMessage("assistant", shot.solution))
@@ -204,10 +202,8 @@ def build_preferences(config: PreferencesTask, seed: int) -> TaskData:
         raise ConfigError(f"{config.path}: there are no preferences in it")
     prompts = list(dict.fromkeys(pair.prompt for pair in pairs))
     if len(prompts) <= config.held_out:
-        raise ConfigError(
-            f"{config.path}: {len(prompts)} distinct prompts leave none to train on after {config.held_out} held out; lower "
-            "task.held_out"
-        )
+        taken = f"{config.held_out} held out; lower task.held_out"
+        raise ConfigError(f"{config.path}: {len(prompts)} distinct prompts leave none to train on after {taken}")
     random.Random(derive_seed(seed, "preferences", "split")).shuffle(prompts)
     held = set(prompts[: config.held_out])
 

@@ -28,11 +28,9 @@ def build_reasoning_gym(config: ReasoningGymTask, seed: int) -> TaskData:
     entries = _distinct_entries(config, seed)
     needed = config.shots + config.held_out + 1
     if len(entries) < needed:
-        raise ConfigError(
-            f"task.family {config.family!r} gave {len(entries)} distinct problems of {config.size}, but {config.shots} shots, "
-            f"{config.held_out} held out and at least 1 to train need {needed}: raise task.size, widen task.family_options, or "
-            "lower task.held_out"
-        )
+        gave = f"{len(entries)} distinct problems of {config.size}, and shots, held_out and 1 to train need {needed}"
+        instead = "raise task.size, widen task.family_options, or lower task.held_out"
+        raise ConfigError(f"task.family {config.family!r} gave {gave}: {instead}")
     random.Random(derive_seed(seed, "reasoning_gym", "split")).shuffle(entries)
     opening: tuple[ChatMessage, ...] = (ChatMessage("system", config.system_prompt),) if config.system_prompt else ()
     for shot in entries[: config.shots]:  # the form that the strict reward reads
@@ -61,10 +59,8 @@ def _distinct_entries(config: ReasoningGymTask, seed: int) -> list[dict[str, Any
         raise ConfigError(f"reasoning-gym refused task.family_options {options} of {config.family!r}: {error}") from error
     first = entries[0]
     if first["answer"] is None or dataset.score_answer(str(first["answer"]), json.loads(_entry_json(first))) < 1:
-        raise ConfigError(
-            f"task.family {config.family!r} has no single reference answer that its own scorer takes as right; it cannot be "
-            "scored strictly, choose another family"
-        )
+        why = "no single reference answer that its own scorer takes as right, so nothing is scored strictly: choose another"
+        raise ConfigError(f"task.family {config.family!r} has {why}")
     return entries
 
 

@@ -55,7 +55,5 @@ def refuse_damaged(available: WeightsAvailable, found: bytes) -> None:
         raise BroadcastError(f"{len(found) // DIGEST_BYTES} buckets arrived, {len(announced) // DIGEST_BYTES} were announced")
     starts = range(0, len(found), DIGEST_BYTES)
     if damaged := [i // DIGEST_BYTES for i in starts if found[i : i + DIGEST_BYTES] != announced[i : i + DIGEST_BYTES]]:
-        raise BroadcastError(
-            f"version {available.version} arrived damaged: the fingerprints of {len(damaged)} of its "
-            f"{len(bucket_ends(available.manifest))} buckets differ, the first is bucket {damaged[0]}"
-        )
+        told = f"{len(damaged)} of its {len(bucket_ends(available.manifest))} buckets differ, the first is bucket {damaged[0]}"
+        raise BroadcastError(f"version {available.version} arrived damaged: the fingerprints of {told}")

@@ -78,10 +78,8 @@ class Slots:
             BroadcastError: The version is not newer than the last.
         """
         if version <= self.newest:
-            raise BroadcastError(
-                f"version {version} was published after version {self.newest}; versions only grow, a learner that goes back to a "
-                f"checkpoint needs a new publisher"
-            )
+            back = "versions only grow; a learner that goes back to a checkpoint needs a new publisher"
+            raise BroadcastError(f"version {version} was published after version {self.newest}: {back}")
         rank = {"free": 0, "staged": 1, "committed": 2}
         fillable = [index for index, phase in enumerate(self._phases) if phase in rank]
         chosen = min(fillable, key=lambda i: (rank[self._phases[i]], i in busy, self._versions[i], i))

@@ -79,10 +79,9 @@ def make_segment(run_folder: Path, num_bytes: int) -> tuple[Path, mmap.mmap]:
         except OSError as error:
             path.unlink(missing_ok=True)
             disown(path)
-            raise BroadcastError(
-                f"no room for {num_bytes >> 20} MiB of shared memory in {path.parent} ({error.strerror}); enlarge it "
-                f"(docker run --shm-size) or set broadcast.medium.kind to files"
-            ) from error
+            room = f"no room for {num_bytes >> 20} MiB of shared memory in {path.parent} ({error.strerror})"
+            instead = "enlarge it (docker run --shm-size) or set broadcast.medium.kind to files"
+            raise BroadcastError(f"{room}; {instead}") from error
         finally:
             os.close(handle)
 

@@ -198,10 +198,8 @@ def own_address(towards: str) -> str:
             probe.connect((host, int(port)))
             return str(probe.getsockname()[0])
     except OSError as error:
-        raise BroadcastError(
-            f"the learner's {host} is not reached from here ({error}); set broadcast.medium.host to an address of its machine "
-            f"that every generator reaches"
-        ) from error
+        instead = "set broadcast.medium.host to an address of its machine that every generator reaches"
+        raise BroadcastError(f"the learner's {host} is not reached from here ({error}); {instead}") from error
 
 
 def _from_rank_0() -> Any:  # noqa: ANN401

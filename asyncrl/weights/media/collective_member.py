@@ -140,10 +140,9 @@ class Member:
                     self._say(Answer(attempt, f"wants version {version}"))
                 case Refused(refused, reason) if refused == version:
                     raise VersionUnavailableError(f"version {version} can no longer be fetched: {reason}; fetch the newest")
-        raise VersionUnavailableError(
-            f"version {version} does not come: nothing from the learner at {self._address} for {self._timeout_s:g} s; is it "
-            f"alive and reachable (broadcast.medium.host), do the keys match?"
-        )
+        told = f"nothing from the learner at {self._address} for {self._timeout_s:g} s"
+        ask = "is it alive and reachable (broadcast.medium.host), do the keys match?"
+        raise VersionUnavailableError(f"version {version} does not come: {told}; {ask}")
 
     def _receive(
         self, begin: Begin, ends: tuple[int, ...], device: torch.device, cancelled: threading.Event

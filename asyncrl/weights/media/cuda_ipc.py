@@ -52,10 +52,8 @@ class CUDAIPCWriter(SharedMemoryWriter):
         try:
             slots = tuple(torch.zeros(manifest.total_bytes, dtype=torch.uint8, device=device) for _ in range(NUM_SLOTS))
         except torch.OutOfMemoryError as error:
-            raise BroadcastError(
-                f"{device} has no room for two versions of {manifest.total_bytes >> 20} MiB beside the learner; set "
-                f"broadcast.medium.kind to shared_memory"
-            ) from error
+            room = f"no room for two versions of {manifest.total_bytes >> 20} MiB beside the learner"
+            raise BroadcastError(f"{device} has {room}; set broadcast.medium.kind to shared_memory") from error
         for slot, place in zip(slots, super().open(_TICKETS), strict=True):
             write_ticket(slot, place)
         return slots
@@ -144,19 +142,17 @@ def open_ticket(
         raise BroadcastError(f"there is no handle of GPU memory in the learner's segment: {error}") from error
     handle, held_bytes, offset, *_ = ticket.shared
     if ticket.gpu != _gpu_id(device) or held_bytes < num_bytes:
-        raise BroadcastError(
-            f"the learner has {held_bytes} bytes on GPU {ticket.gpu}, this engine wants {num_bytes} on {_gpu_id(device)}: both "
-            f"have to be on one GPU; else use broadcast.medium.kind 'nccl' or 'shared_memory'"
-        )
+        gpus = f"the learner has {held_bytes} bytes on GPU {ticket.gpu}, this engine wants {num_bytes} on {_gpu_id(device)}"
+        raise BroadcastError(f"{gpus}: both have to be on one; else set broadcast.medium.kind to nccl or shared_memory")
     key = (handle, offset)
     if key not in opened:
         index = device.index if device.index is not None else torch.cuda.current_device()
         try:
             opened[key] = torch.UntypedStorage._new_shared_cuda(index, *ticket.shared)  # noqa: SLF001
         except RuntimeError as error:
+            takes = "one IPC namespace for both processes, and no expandable segments (PYTORCH_CUDA_ALLOC_CONF)"
             raise BroadcastError(
-                f"the learner's GPU memory cannot be opened here ({str(error).splitlines()[0]}); in containers both processes "
-                f"need the same IPC namespace, and expandable segments must be off (PYTORCH_CUDA_ALLOC_CONF)"
+                f"the learner's GPU memory is not opened: {str(error).splitlines()[0]}; it takes {takes}"
             ) from error
     return torch.empty(0, dtype=torch.uint8, device=device).set_(opened[key], 0, (num_bytes,))  # type: ignore[call-overload, no-any-return]
 

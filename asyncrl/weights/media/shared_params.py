@@ -171,10 +171,8 @@ class HybridSubscriber:
 
         def check() -> None:
             if int(header[_VERSION]) != available.version:
-                raise VersionUnavailableError(
-                    f"the learner has made version {int(header[_VERSION])} of the weights that were version {available.version}, "
-                    "while they were in use: phases did not keep training and sampling apart"
-                )
+                made = f"the learner made version {int(header[_VERSION])} of version {available.version} while that was in use"
+                raise VersionUnavailableError(f"{made}: phases did not keep training and sampling apart")
 
         check()
         refuse_damaged(available, _fingerprints(flat, available.manifest))

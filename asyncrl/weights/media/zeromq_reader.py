@@ -178,11 +178,9 @@ class _Fetch:
 
     def _leave_the_silent(self, now: float) -> None:
         if now - self._sign_s > self._reader.stalled_after_s:
-            raise VersionUnavailableError(
-                f"{self._what} stalled: nothing came for {self._reader.stalled_after_s:g} s from {self._location} or those "
-                f"that it names ({self._have} of {len(self._target)} bytes here); is the learner alive and reachable, do the "
-                "keys match?"
-            )
+            here = f"{self._have} of {len(self._target)} bytes here, nothing more for {self._reader.stalled_after_s:g} s"
+            ask = f"is the learner at {self._location} alive and reachable, do the keys match?"
+            raise VersionUnavailableError(f"{self._what} stalled: {here}; {ask}")
         is_silent, fed_s = now - self._part_s > SILENT_AFTER_S, now - self._fed_since_s
         is_slow = fed_s > SILENT_AFTER_S and self._have - self._fed_from < SLOW_BYTES_PER_S * fed_s
         if self.feeder and (is_silent or is_slow):

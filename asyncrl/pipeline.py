@@ -10,10 +10,10 @@ receiver's acknowledgements (`transport.window`); nothing is dropped for lack of
 |---|---|---|---|---|---|---|
 | 0 | LoadModel | controller -> generator, inference worker | control | a model folder | LearnerReady | received |
 | 1 | GroupWork | controller -> generator | data | a place under eta, free slots | VersionLive, a ready group | last sample sent |
-| 2 | Sample, SampleFailure | generator -> controller | data | the window | ledger commit | committed |
-| 3 | ScoreRequest | controller -> reward worker | data | the window | Score | its score is sent |
+| 2 | Samples, SampleFailure | generator -> controller | data | the window | ledger commit | committed |
+| 3 | ScoreRequest | controller -> reward worker | data | the window | Scores | its scores are sent |
 | 3b | InferRequest | controller -> inference worker | data | the window | InferResult | its result is sent |
-| 4 | Score, InferResult | 3, 3b -> controller | data | the window | ledger commit | committed (half a score: received) |
+| 4 | Scores, InferResult | 3, 3b -> controller | data | the window | ledger commit | committed (half a score: received) |
 | 5 | StepBatch | controller -> learner | data | B groups; one step ahead | Score, StepDone | the step is done |
 | 6 | StepDone, CheckpointDone | learner -> controller | control | nothing | | received |
 | 7 | WeightsAvailable | learner -> controller -> generators | control | nothing | | received |

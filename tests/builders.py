@@ -10,10 +10,11 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 
+from asyncrl.buffer.payloads import Receipt
 from asyncrl.errors import AsyncRLError
 from asyncrl.schema.codec import Message
 from asyncrl.schema.control import PROTOCOL, Hello
-from asyncrl.schema.samples import GroupWork, Sample, ids_to_bytes, logprobs_to_bytes
+from asyncrl.schema.samples import GroupWork, Sample, Samples, Score, Scores, ids_to_bytes, logprobs_to_bytes
 from asyncrl.transport.local import InProcessListener
 from asyncrl.transport.protocol import Connection, Lane
 
@@ -37,10 +38,22 @@ def make_sample(
 
 def answer_to(
     work: GroupWork, index: int = 0, generator: str = "generator-0", versions: Sequence[int] | int = 0, **more: Any
-) -> Sample:
+) -> Samples:
     """Return what a generator answers to a member of a group."""
     fields = {"attempt": work.attempt, "purpose": work.purpose, "text": "46", "generator": generator} | more
-    return make_sample(work.group_id, index, versions=versions, **fields)
+    return Samples.of([make_sample(work.group_id, index, versions=versions, **fields)])
+
+
+def score_of(group_id: int, index: int, reward: float = 1.0, parts: dict[str, float] | None = None, **more: Any) -> Scores:
+    """Return the score of one member; `more` are further fields of it and of the message."""
+    about = {name: more.pop(name) for name in tuple(more) if name in Scores.__struct_fields__}
+    made = Scores(group_id, 0, (Score(index, reward, parts or {}, **more),), started_s=1.0, finished_s=2.0)
+    return msgspec.structs.replace(made, **about)
+
+
+def outcome(receipt: Receipt) -> str:
+    """Return what became of what came in, in one word."""
+    return "stored" if receipt.stored else "refused" if receipt.refused else "duplicate"
 
 
 def hello(kind: str, name: str) -> Hello:
@@ -74,14 +87,14 @@ class Controller:
             pass
         return message
 
-    async def answers(self, num: int) -> list[Message]:
-        """Return the next so many results."""
-        found: list[Message] = []
+    async def answers(self, num: int) -> list[Any]:
+        """Return the next so many results, each sample by itself."""
+        found: list[Any] = []
         async with asyncio.timeout(30):
             while len(found) < num:
                 delivery = await self.connection.receive(Lane.DATA)
                 delivery.ack()
-                found.append(delivery.message)
+                found += delivery.message.members() if isinstance(delivery.message, Samples) else [delivery.message]
         return found
 
 

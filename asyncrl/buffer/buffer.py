@@ -24,11 +24,21 @@ from asyncrl.buffer.ledger.restore import Restored
 from asyncrl.buffer.payloads import HeldGroup, Receipt, ReturnedPrompt, TakenStep, Waiting, WorkOrder, without_reference
 from asyncrl.buffer.staleness import VersionCounts, staleness_figures
 from asyncrl.buffer.state import BufferState
-from asyncrl.buffer.validate import SampleRefusedError, examine, examine_all, group_error, largest_id, score_error
+from asyncrl.buffer.validate import examine, group_error, largest_id, score_error, version_counts
 from asyncrl.config.live import settings_of
 from asyncrl.config.run import RunConfig
 from asyncrl.errors import LedgerError
-from asyncrl.schema.samples import Prompt, Sample, SampleFailure, Score, ScoredGroup, ScoredSample, ScoreRequest
+from asyncrl.schema.samples import (
+    Prompt,
+    Sample,
+    SampleFailure,
+    Samples,
+    Score,
+    ScoredGroup,
+    ScoredSample,
+    ScoreRequest,
+    Scores,
+)
 
 
 class Buffer:
@@ -158,66 +168,76 @@ class Buffer:
 
     # -- samples and scores ----------------------------------------------------------------------------------------------
 
-    def check_sample(self, sample: Sample) -> VersionCounts:
-        """Check a sample's arrays and return its trained tokens by version.
+    def examine(self, samples: Samples) -> list[VersionCounts | str]:
+        """Return the trained tokens of each sample by version, or why it is refused (validate.py)."""
+        return examine(samples, newest_version=self.newest_version, max_tokens=self._tokens_per_row, vocab_size=self.vocab_size)
 
-        Raises:
-            SampleRefusedError: It is not what it says, or not of this run's model and versions.
-        """
-        return examine(sample, newest_version=self.newest_version, max_tokens=self._tokens_per_row, vocab_size=self.vocab_size)
-
-    def add_samples(self, samples: Sequence[Sample], now: float) -> list[Receipt]:
-        """Hold generated members and ask for their scores; return what became of each.
+    def add_samples(self, arrived: Sequence[Samples], now: float) -> list[Receipt]:
+        """Hold generated members and ask for their scores; return what became of those that came together.
 
         An invalid sample of a member that is still awaited fails that member, with the reason; the group goes on without it. But
         not where it is of an earlier attempt: the member is being generated again.
         """
         receipts, records = [], list[Record]()
-        checked = examine_all(
-            samples, newest_version=self.newest_version, max_tokens=self._tokens_per_row, vocab_size=self.vocab_size
-        )
-        for sample, counts in zip(samples, checked, strict=True):
-            group_id, index = sample.group_id, sample.index
-            standing = self.state.member_state(group_id, index)
-            if standing != "pending":
-                receipts.append(_not_wanted(group_id, index, standing))
-            elif isinstance(counts, SampleRefusedError):
-                reason, instructions = f"invalid sample from {sample.generator}: {counts}", list[BufferInstruction]()
-                if sample.attempt >= self.state.groups[group_id].attempt:
-                    failure = SampleFailure(group_id, index, sample.attempt, "generate", reason)
-                    instructions = self._fail(failure, now, records)
-                receipts.append(Receipt("refused", reason, instructions))
-            else:
-                event = ev.SampleFinished(group_id, index, counts, sample.finish_reason == "length")
-                instructions = self.state.handle(event, now)
-                self._held[group_id].samples[index] = sample
-                records.append(rec.SampleRecord(sample, counts[0][0], counts[-1][0], now))
-                self._note_moves(instructions, records, now)
-                receipts.append(Receipt("stored", "", instructions))
+        for samples in arrived:
+            group_id, group = samples.group_id, self.state.groups.get(samples.group_id)
+            standing = [self.state.member_state(group_id, index) for index in samples.indices]
+            refused = _unknown(group_id, samples.indices, standing)
+            instructions = list[BufferInstruction]()
+            if group is None or "pending" not in standing:
+                receipts.append(Receipt((), refused))
+                continue
+            valid: dict[int, VersionCounts] = {}
+            for index, state, counts in zip(samples.indices, standing, self.examine(samples), strict=True):
+                if state != "pending":
+                    continue
+                if not isinstance(counts, str):
+                    valid[index] = counts
+                    continue
+                reason = f"invalid sample from {samples.generator}: {counts}"
+                refused += (reason,)
+                if samples.attempt >= group.attempt:
+                    instructions += self._fail(SampleFailure(group_id, index, samples.attempt, "generate", reason), now, records)
+            if valid and group_id in self._held:
+                if len(valid) < len(samples.indices):
+                    samples = Samples.of([sample for sample in samples.members() if sample.index in valid])
+                self._held[group_id].samples.update((sample.index, sample) for sample in samples.members())
+                records.append(rec.SamplesRecord(samples, tuple(valid.values()), now))
+                cut_off = tuple([i for i, why in zip(samples.indices, samples.finish_reasons, strict=True) if why == "length"])
+                event = ev.SamplesFinished(group_id, samples.indices, tuple(valid.values()), cut_off)
+                instructions += self._handle(event, records, now)
+            receipts.append(Receipt(tuple(valid), refused, instructions))
         self._write(records, now)
         return receipts
 
-    def add_scores(self, scores: Sequence[Score], now: float) -> list[Receipt]:
-        """Enter rewards, or why there are none; return what became of each."""
+    def add_scores(self, arrived: Sequence[Scores], now: float) -> list[Receipt]:
+        """Enter rewards, or why there are none; return what became of those that came together."""
         receipts, records = [], list[Record]()
-        for score in scores:
-            group_id, index = score.group_id, score.index
-            standing = self.state.member_state(group_id, index)
-            if standing != "generated":
-                receipts.append(_not_wanted(group_id, index, standing))
-                continue
-            held = self._held[group_id]
-            sample = held.samples[index]
-            if error := score_error(score, sample.num_tokens, needs_reference=self._needs_reference):
-                kind = score.error_kind if score.error else ""
-                failure = SampleFailure(group_id, index, score.attempt, "reward", error, kind=kind)
-                instructions = self._fail(failure, now, records)
-            else:
-                held.scored[index] = ScoredSample(sample, score.reward, score.parts, score.reference_logprobs)
-                instructions = self.state.handle(ev.SampleScored(group_id, index, score.reward), now)
-                records.append(rec.ScoreRecord(score, now))
-                self._note_moves(instructions, records, now)
-            receipts.append(Receipt("stored", "", instructions))
+        for scores in arrived:
+            group_id, instructions, valid = scores.group_id, list[BufferInstruction](), list[Score]()
+            indices = [score.index for score in scores.scores]
+            standing = [self.state.member_state(group_id, index) for index in indices]
+            held = self._held.get(group_id)
+            for score, state in zip(scores.scores, standing, strict=True):
+                if state != "generated" or held is None:
+                    continue
+                sample = held.samples[score.index]
+                if error := score_error(score, sample.num_tokens, needs_reference=self._needs_reference):
+                    kind = score.error_kind if score.error else ""
+                    failure = SampleFailure(group_id, score.index, scores.attempt, "reward", error, kind=kind)
+                    instructions += self._fail(failure, now, records)
+                else:
+                    held.scored[score.index] = ScoredSample(sample, score.reward, score.parts, score.reference_logprobs)
+                    valid.append(score)
+            if valid:
+                if len(valid) < len(indices):
+                    scores = msgspec.structs.replace(scores, scores=tuple(valid))
+                records.append(rec.ScoresRecord(scores, now))
+                rewards = tuple([score.reward for score in valid])
+                event = ev.SamplesScored(group_id, tuple([score.index for score in valid]), rewards)
+                instructions += self._handle(event, records, now)
+            settled = tuple([index for index, state in zip(indices, standing, strict=True) if state == "generated"])
+            receipts.append(Receipt(settled, _unknown(group_id, indices, standing), instructions))
         self._write(records, now)
         return receipts
 
@@ -227,11 +247,11 @@ class Buffer:
         if standing == "pending" and failure.attempt < self.state.groups[failure.group_id].attempt:
             standing = "over"
         if standing not in {"pending", "generated"}:
-            return _not_wanted(failure.group_id, failure.index, standing)
+            return Receipt((), _unknown(failure.group_id, [failure.index], [standing]))
         records: list[Record] = []
         instructions = self._fail(failure, now, records)
         self._write(records, now)
-        return Receipt("stored", "", instructions)
+        return Receipt((failure.index,), (), instructions)
 
     def when_committed(self, callback: OnCommitted) -> None:
         """Call back once all that was entered so far is on disk: acknowledge what brought it there, and nowhere else."""
@@ -243,41 +263,38 @@ class Buffer:
         Group id and member indices in `samples` are replaced by new ones; the receipt names the group. It is refused, with
         nothing changed, where a sample is invalid or there is no place for a group as old as that.
         """
-        size, screen = len(samples), self.state.limits.screen
-        try:
-            counts = tuple(self.check_sample(sample) for sample in samples)
-        except SampleRefusedError as error:
-            return Receipt("refused", f"invalid sample from {submitter}: {error}")
+        size, screen, counts = len(samples), self.state.limits.screen, list[VersionCounts]()
+        for sample in samples:
+            checked = self.examine(Samples.of([sample]))[0]
+            if isinstance(checked, str):
+                return Receipt((), (f"invalid sample from {submitter}: {checked}",))
+            counts.append(checked)
         if reason := group_error(samples, screen, self._tokens_per_row):
-            return Receipt("refused", reason)
+            return Receipt((), (reason,))
         oldest = min(each[0][0] for each in counts)
         if not self.state.has_place(oldest):
-            return Receipt("refused", f"no place for a group with tokens of version {oldest} now; try again after the next step")
+            reason = f"no place for a group with tokens of version {oldest} now; try again after the next step"
+            return Receipt((), (reason,))
         group_id = self.state.next_group_id
         truncated = tuple(index for index, sample in enumerate(samples) if sample.finish_reason == "length")
-        instructions = self.state.handle(ev.ExternalGroupAdded(group_id, prompt.prompt_id, submitter, counts, truncated), now)
-        held = self._held[group_id] = HeldGroup(prompt)
-        for index, sample in enumerate(samples):
-            held.samples[index] = msgspec.structs.replace(
-                sample, group_id=group_id, index=index, generator=submitter, purpose="train"
-            )
-        issued = rec.IssuedRecord(group_id, prompt, submitter, oldest, size, now, cursor=self.cursor, external=True)
-        records: list[Record] = [issued]
-        records += [rec.SampleRecord(held.samples[index], each[0][0], each[-1][0], now) for index, each in enumerate(counts)]
-        self._write(records, now, instructions)
-        return Receipt("stored", "", instructions, group_id)
-
-    def score_request(self, group_id: int, index: int) -> ScoreRequest:
-        """Return the message that asks a reward worker for a member's score."""
-        held = self._held[group_id]
-        sample = held.samples[index]
-        return ScoreRequest(
-            group_id, index, sample.attempt, held.prompt, sample.text, sample.finish_reason, sample.num_tokens, sample.purpose
+        event = ev.ExternalGroupAdded(group_id, prompt.prompt_id, submitter, tuple(counts), truncated)
+        instructions = self.state.handle(event, now)
+        whole = msgspec.structs.replace(
+            Samples.of(samples), group_id=group_id, attempt=0, indices=tuple(range(size)), generator=submitter, purpose="train"
         )
+        self._held[group_id] = HeldGroup(prompt, {sample.index: sample for sample in whole.members()})
+        issued = rec.IssuedRecord(group_id, prompt, submitter, oldest, size, now, cursor=self.cursor, external=True)
+        self._write([issued, rec.SamplesRecord(whole, tuple(counts), now)], now, instructions)
+        return Receipt(whole.indices, (), instructions, group_id)
 
-    def sample(self, group_id: int, index: int) -> Sample:
-        """Return a held member that is generated and not taken yet."""
-        return self._held[group_id].samples[index]
+    def samples(self, group_id: int, indices: Sequence[int]) -> list[Sample]:
+        """Return held members that are generated and not taken yet."""
+        samples = self._held[group_id].samples
+        return [samples[index] for index in indices]
+
+    def score_request(self, group_id: int, indices: Sequence[int]) -> ScoreRequest:
+        """Return the message that asks a reward worker for members' scores."""
+        return ScoreRequest.of(self._held[group_id].prompt, self.samples(group_id, indices))
 
     def prompt_ids(self, group_id: int) -> bytes:
         """Return the token ids of a live group's prompt, as far as they are known: by the task, or by a member's sample."""
@@ -293,10 +310,6 @@ class Buffer:
         for group_id in wrong:
             self.drop_group(group_id, "token ids beyond the vocabulary", now)
         return wrong
-
-    def outstanding_scores(self) -> list[ScoreRequest]:
-        """Return a request for every member generated and not scored yet, by rules or by models: all that a resume asks again."""
-        return [self.score_request(member.group_id, member.index) for member in self.state.unscored()]
 
     def change(self, config: RunConfig, what: str, now: float) -> int:
         """Follow a config that was changed while the run goes on; return the first step that it holds for.
@@ -356,8 +369,7 @@ class Buffer:
         counts = []
         for group in groups:
             trained = trained_members(members_of(group), params.screen)
-            samples = [scored.sample for scored in group.members if scored.sample.index in trained]
-            counts += [examine(sample, newest_version=self.newest_version, max_tokens=0) for sample in samples]
+            counts += [version_counts(scored.sample) for scored in group.members if scored.sample.index in trained]
         figures = staleness_figures(step, counts, mask_below=decision.mask_below)
         return TakenStep(step, groups, params, decision.replay, figures)
 
@@ -448,11 +460,16 @@ class Buffer:
 
     def _fail(self, failure: SampleFailure, now: float, records: list[Record]) -> list[BufferInstruction]:
         """Fail a member, and add what the ledger is told of it to `records`."""
-        instructions = self.state.handle(ev.SampleFailed(failure.group_id, failure.index, failure.kind or failure.reason), now)
         records.append(rec.FailureRecord(failure.group_id, failure.index, failure.attempt, failure.stage, failure.reason, now))
-        self._note_moves(instructions, records, now)
+        event = ev.SampleFailed(failure.group_id, failure.index, failure.kind or failure.reason)
+        instructions = self._handle(event, records, now)
         if held := self._held.get(failure.group_id):
             held.samples.pop(failure.index, None)
+        return instructions
+
+    def _handle(self, event: ev.BufferEvent, records: list[Record], now: float) -> list[BufferInstruction]:
+        instructions = self.state.handle(event, now)
+        self._note_moves(instructions, records, now)
         return instructions
 
     def _note_moves(self, moves: Sequence[BufferInstruction], records: list[Record], now: float) -> None:
@@ -477,13 +494,8 @@ class Buffer:
             self.ledger.write(records, on_committed)
 
 
-def _not_wanted(group_id: int, index: int, standing: str) -> Receipt:
-    """Return the receipt of what came for a member that waits for something else, or for nothing any more."""
-    if standing == "unknown":
-        return Receipt("refused", f"there is no member g{group_id}.{index}")
-    if standing == "pending":
-        return Receipt("refused", f"g{group_id}.{index} has no sample yet that could be scored")
-    return _DUPLICATE
-
-
-_DUPLICATE = Receipt("duplicate")
+def _unknown(group_id: int, indices: Sequence[int], standing: Sequence[str]) -> tuple[str, ...]:
+    """Return why these members are refused, of which there are none; of others a repeat changes nothing."""
+    if "unknown" not in standing:
+        return ()
+    return tuple(f"there is no member g{group_id}.{i}" for i, state in zip(indices, standing, strict=True) if state == "unknown")

@@ -118,22 +118,24 @@ class ExternalGroupAdded(msgspec.Struct, frozen=True):
     """Members cut off by the length limit."""
 
 
-class SampleFinished(msgspec.Struct, frozen=True, gc=False):
-    """A member was generated and is held."""
+class SamplesFinished(msgspec.Struct, frozen=True, gc=False):
+    """Members were generated and are held."""
 
     group_id: int
-    index: int
-    version_counts: VersionCounts
-    truncated: bool = False
-    """Cut off by the length limit."""
+    indices: tuple[int, ...]
+    version_counts: tuple[VersionCounts, ...]
+    """One per member."""
+    truncated: tuple[int, ...] = ()
+    """Those cut off by the length limit."""
 
 
-class SampleScored(msgspec.Struct, frozen=True, gc=False):
-    """A member has its reward."""
+class SamplesScored(msgspec.Struct, frozen=True, gc=False):
+    """Members have their rewards."""
 
     group_id: int
-    index: int
-    reward: float = 0.0
+    indices: tuple[int, ...]
+    rewards: tuple[float, ...]
+    """One per member."""
 
 
 class SampleFailed(msgspec.Struct, frozen=True):
@@ -196,8 +198,8 @@ BufferEvent = (
     | GroupIssued
     | GroupPlaced
     | ExternalGroupAdded
-    | SampleFinished
-    | SampleScored
+    | SamplesFinished
+    | SamplesScored
     | SampleFailed
     | TakeStep
     | StepTrained
@@ -210,11 +212,11 @@ BufferEvent = (
 # -- instructions --------------------------------------------------------------------------------------------------------
 
 
-class ScoreMember(msgspec.Struct, frozen=True, gc=False):
-    """Ask a reward worker for this member's score."""
+class ScoreMembers(msgspec.Struct, frozen=True, gc=False):
+    """Ask for the scores of these members."""
 
     group_id: int
-    index: int
+    indices: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,4 +307,4 @@ class ScreenStands(msgspec.Struct, frozen=True):
     """Groups dropped one after the other, this one included."""
 
 
-BufferInstruction = ScoreMember | GroupMoved | ReturnPrompt | TakeGroups | Wait | NotEnough | ScreenLifted | ScreenStands
+BufferInstruction = ScoreMembers | GroupMoved | ReturnPrompt | TakeGroups | Wait | NotEnough | ScreenLifted | ScreenStands

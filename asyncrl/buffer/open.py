@@ -30,7 +30,7 @@ def open_buffer(
 ) -> Buffer:
     """Open the buffer of a run, new or resumed: whatever its ledger holds is there again.
 
-    After that, in this order: `learner_restarted` with the learner's version, `unplaced` to admission, `outstanding_scores` to
+    After that, in this order: `learner_restarted` with the learner's version, `unplaced` to admission, `state.unscored` to
     the reward workers.
 
     Args:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
 import msgspec
 
@@ -35,14 +34,14 @@ class ReturnedPrompt(msgspec.Struct, frozen=True):
     replaces: int
 
 
-class Receipt(msgspec.Struct, frozen=True):
-    """What became of something that came in; `on_committed` runs in every case, so acknowledge there and nowhere else."""
+class Receipt(msgspec.Struct, frozen=True, gc=False):
+    """What became of something that came in; of a repeat, nothing."""
 
-    status: Literal["stored", "duplicate", "refused"]
-    reason: str = ""
-    """Of `refused`."""
+    stored: tuple[int, ...] = ()
+    """Members of the group that it changed."""
+    refused: tuple[str, ...] = ()
+    """Why others could not be taken, one a member; the member of an invalid sample has failed."""
     instructions: Sequence[BufferInstruction] = ()
-    """Also with `refused`: the member of an invalid sample has failed."""
     group_id: int = -1
     """With `submit_group`: the id the group was given."""
 

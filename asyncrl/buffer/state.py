@@ -46,8 +46,8 @@ class BufferState:
         >>> state.next_issue()
         IssueGroup(generator='generator-0', version=0)
         >>> _ = state.handle(ev.GroupIssued(0, "p", 1, "generator-0", 0), now=0.0)
-        >>> _ = state.handle(ev.SampleFinished(0, 0, ((0, 5),)), now=1.0)
-        >>> _ = state.handle(ev.SampleScored(0, 0), now=2.0)
+        >>> _ = state.handle(ev.SamplesFinished(0, (0,), (((0, 5),),)), now=1.0)
+        >>> _ = state.handle(ev.SamplesScored(0, (0,), (1.0,)), now=2.0)
         >>> state.handle(ev.TakeStep(0), now=3.0)[-1].group_ids
         (0,)
     """
@@ -77,8 +77,8 @@ class BufferState:
             ev.GroupIssued: self._group_issued,
             ev.GroupPlaced: self._group_placed,
             ev.ExternalGroupAdded: self._external_group_added,
-            ev.SampleFinished: self._sample_finished,
-            ev.SampleScored: self._sample_scored,
+            ev.SamplesFinished: self._samples_finished,
+            ev.SamplesScored: self._samples_scored,
             ev.SampleFailed: self._sample_failed,
             ev.GeneratorGone: self._generator_gone,
             ev.TakeStep: self._take_step,
@@ -229,9 +229,9 @@ class BufferState:
             return "over" if 0 <= group_id < self.next_group_id else "unknown"
         return group.members[index] if 0 <= index < group.size else "unknown"
 
-    def unscored(self) -> list[ev.ScoreMember]:
-        """Return every member that is generated and has no score yet."""
-        return [ev.ScoreMember(group.group_id, index) for group in self.groups.values() for index in group.unscored]
+    def unscored(self) -> list[ev.ScoreMembers]:
+        """Return the members of each group that are generated and have no score yet."""
+        return [ev.ScoreMembers(group.group_id, unscored) for group in self.groups.values() if (unscored := group.unscored)]
 
     def steps_to_repeat(self) -> tuple[int, ...]:
         """Return the steps taken and not (or no longer) trained, in order."""
@@ -302,7 +302,7 @@ class BufferState:
             truncated=set(event.truncated),
         )
         self._enter(group)
-        return [*(ev.ScoreMember(group.group_id, index) for index in group.unscored), self._move(group, "scoring", now)]
+        return [ev.ScoreMembers(group.group_id, group.unscored), self._move(group, "scoring", now)]
 
     def _generator_gone(self, event: ev.GeneratorGone, now: float) -> list[BufferInstruction]:
         self.pool.remove(event.name)
@@ -327,22 +327,25 @@ class BufferState:
 
     # -- members ---------------------------------------------------------------------------------------------------------
 
-    def _sample_finished(self, event: ev.SampleFinished, now: float) -> list[BufferInstruction]:
-        group = self.groups.get(event.group_id)
-        if group is None or group.members[event.index] != "pending":
+    def _samples_finished(self, event: ev.SamplesFinished, now: float) -> list[BufferInstruction]:
+        if (group := self.groups.get(event.group_id)) is None:
             return []
-        group.members[event.index] = "generated"
-        group.version_counts[event.index] = event.version_counts
-        if event.truncated:
-            group.truncated.add(event.index)
-        return [ev.ScoreMember(event.group_id, event.index), *self._advance(group, now)]
+        fresh = []
+        for index, counts in zip(event.indices, event.version_counts, strict=True):
+            if group.members[index] == "pending":
+                group.members[index], group.version_counts[index] = "generated", counts
+                fresh.append(index)
+        group.truncated.update(set(event.truncated).intersection(fresh))
+        return [ev.ScoreMembers(event.group_id, tuple(fresh)), *self._advance(group, now)] if fresh else []
 
-    def _sample_scored(self, event: ev.SampleScored, now: float) -> list[BufferInstruction]:
-        group = self.groups.get(event.group_id)
-        if group is None or group.members[event.index] != "generated":
+    def _samples_scored(self, event: ev.SamplesScored, now: float) -> list[BufferInstruction]:
+        if (group := self.groups.get(event.group_id)) is None:
             return []
-        group.members[event.index] = "scored"
-        group.rewards[event.index] = event.reward
+        fresh = [pair for pair in zip(event.indices, event.rewards, strict=True) if group.members[pair[0]] == "generated"]
+        for index, reward in fresh:
+            group.members[index], group.rewards[index] = "scored", reward
+        if not fresh:
+            return []
         if self._is_past_saving(group):
             return self._end(group, "dropped", STALE, now)
         is_done = "pending" not in group.members and "generated" not in group.members

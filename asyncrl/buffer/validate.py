@@ -1,4 +1,4 @@
-"""Is this sample what it says? The checks that every sample and score passes before it is held, whoever made it.
+"""Are these samples what they say? The checks that every sample and score passes before it is held, whoever made it.
 
 Pure; they run on the controller's event loop, so they stay in the microseconds: samples that came together are looked at
 together, and one by one only where something is wrong with one of them.
@@ -11,100 +11,116 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from asyncrl.algorithms.screening import Screen
 from asyncrl.buffer.staleness import VersionCounts
-from asyncrl.schema.samples import Sample, Score, ids_from_bytes, logprobs_from_bytes
+from asyncrl.schema.samples import Sample, Samples, Score, ids_from_bytes, logprobs_from_bytes
 
 LOGPROB_SLACK = 1e-3
 """Log-probabilities may exceed 0 by this much: rounding of a log-softmax in low precision."""
-
 FEW_TOKENS = 128
 """Up to here versions are counted faster without numpy."""
 MAX_ATTEMPT = 2**31 - 1
 MAX_ID = 2**31
 
 
-class SampleRefusedError(ValueError):
-    """The sample contradicts itself; the message says how."""
-
-
-def examine_all(
-    samples: Sequence[Sample], *, newest_version: int, max_tokens: int, vocab_size: int = 0
-) -> list[VersionCounts | SampleRefusedError]:
-    """Return what `examine` says of each: its version counts, or why it is refused."""
-    try:
-        for sample in samples:
-            _check_lengths(sample, max_tokens)
-        largest = largest_id(samples)
-        logprobs = logprobs_from_bytes(b"".join([sample.logprobs for sample in samples]))
-        is_plain = largest < (vocab_size or MAX_ID) and _are_logprobs(logprobs)
-    except ValueError:  # of one of them, or there is none
-        is_plain = False
-    answers: list[VersionCounts | SampleRefusedError] = []
-    for sample in samples:
-        try:
-            counts = (
-                _checked_versions(sample, newest_version)
-                if is_plain
-                else examine(sample, newest_version=newest_version, max_tokens=max_tokens, vocab_size=vocab_size)
-            )
-            answers.append(counts)
-        except SampleRefusedError as error:
-            answers.append(error)
-    return answers
-
-
-def examine(sample: Sample, *, newest_version: int, max_tokens: int, vocab_size: int = 0) -> VersionCounts:
-    """Check a sample's arrays and count its trained tokens by version.
+def examine(samples: Samples, *, newest_version: int, max_tokens: int = 0, vocab_size: int = 0) -> list[VersionCounts | str]:
+    """Check samples that came together and count their trained tokens by version.
 
     Args:
-        sample: As it came in.
+        samples: As they came in.
         newest_version: No token can be of a later version: it does not exist yet.
         max_tokens: Most tokens of prompt and response together; 0: no limit.
         vocab_size: Of the model; 0: not known.
 
     Returns:
-        Version counts over the tokens with loss mask 1.
-
-    Raises:
-        SampleRefusedError: Lengths disagree, a value is impossible, or there is nothing to train.
+        For each, version counts over the tokens with loss mask 1; or why it is refused: lengths disagree, a value is impossible,
+        or there is nothing to train.
     """
-    _check_lengths(sample, max_tokens)
+    num, lengths = len(samples.indices), samples.lengths
+    if fault := _shape_fault(samples):
+        return [fault] * num
+    versions, first = samples.versions, int.from_bytes(samples.versions[:4], "little", signed=True)
+    room = max_tokens - len(samples.prompt_ids) // 4
+    if (
+        not samples.loss_mask
+        and (not max_tokens or max(lengths) <= room)
+        and 0 <= first <= newest_version
+        and versions == versions[:4] * (len(versions) // 4)
+        and _largest_id(samples.prompt_ids + samples.token_ids) < (vocab_size or MAX_ID)
+        and _are_logprobs(samples.logprobs)
+    ):
+        return [((first, length),) for length in lengths]
+    return [_examine(sample, newest_version, room if max_tokens else 0, vocab_size) for sample in samples.members()]
+
+
+def _shape_fault(samples: Samples) -> str:
+    num, lengths, prompt_bytes = len(samples.indices), samples.lengths, len(samples.prompt_ids)
+    num_tokens, arrays = sum(lengths), (samples.token_ids, samples.logprobs, samples.versions)
+    if not num or not num == len(lengths) == len(samples.finish_reasons) == len(samples.texts) or min(lengths) < 1:
+        return f"{num} samples with lengths {lengths[:8]}, {len(samples.texts)} texts; each has one token or more, and one text"
+    if any(len(array) != 4 * num_tokens for array in arrays):
+        sizes = ", ".join(f"{len(array) / 4:g}" for array in arrays)
+        return f"{num_tokens} tokens, but {sizes} token ids, logprobs and versions"
+    if prompt_bytes % 4 or not prompt_bytes:
+        return f"prompt_ids has {prompt_bytes} bytes; it must be 4 x tokens, 1 or more"
+    if samples.loss_mask and len(samples.loss_mask) != num_tokens:
+        return f"{num_tokens} tokens, but a loss mask of {len(samples.loss_mask)}"
+    if not 0 <= samples.attempt <= MAX_ATTEMPT:
+        return f"the attempt is {samples.attempt}; attempts are counted from 0"
+    if not math.isfinite(samples.started_s + samples.finished_s):
+        return f"the times are {samples.started_s} and {samples.finished_s} s; they must be finite"
+    return ""
+
+
+def _examine(sample: Sample, newest_version: int, room: int, vocab_size: int) -> VersionCounts | str:
+    """Check the values of one sample; `room`: most response tokens, 0: no limit."""
+    if room and sample.num_tokens > room:
+        total = sample.num_tokens + len(sample.prompt_ids) // 4
+        most = room + len(sample.prompt_ids) // 4
+        return f"{total} tokens with its prompt; at most {most} fit into a row (packing.tokens_per_row)"
     largest = largest_id([sample])
     if largest >= MAX_ID:
-        raise SampleRefusedError(f"token id {largest - 2 * MAX_ID} is negative")
+        return f"token id {largest - 2 * MAX_ID} is negative"
     if vocab_size and largest >= vocab_size:
-        raise SampleRefusedError(f"token id {largest} is beyond the model's vocabulary of {vocab_size}")
-    logprobs = logprobs_from_bytes(sample.logprobs)
-    if not _are_logprobs(logprobs):
-        raise SampleRefusedError(f"logprobs span {logprobs.min():g} to {logprobs.max():g}; they must be finite and at most 0")
-    return _checked_versions(sample, newest_version)
+        return f"token id {largest} is beyond the model's vocabulary of {vocab_size}"
+    if not _are_logprobs(sample.logprobs):
+        logprobs = logprobs_from_bytes(sample.logprobs)
+        return f"logprobs span {logprobs.min():g} to {logprobs.max():g}; they must be finite and at most 0"
+    mask = np.frombuffer(sample.loss_mask, dtype=np.uint8)
+    if len(mask) and mask.max() > 1:
+        return "the loss mask has values other than 0 and 1"
+    if not (counts := version_counts(sample)):
+        return "its loss mask is 0 everywhere: there is nothing to train"
+    if counts[0][0] < 0 or counts[-1][0] > newest_version:
+        return f"versions span {counts[0][0]} to {counts[-1][0]}, but only 0 to {newest_version} were ever published"
+    return counts
 
 
-def largest_id(samples: Sequence[Sample]) -> int:
+def version_counts(sample: Sample) -> VersionCounts:
+    """Return the trained tokens of a sample by version."""
+    if not sample.loss_mask and sample.num_tokens <= FEW_TOKENS:
+        return tuple(sorted(Counter(memoryview(sample.versions).cast("i")).items()))
+    versions = ids_from_bytes(sample.versions)
+    if sample.loss_mask:
+        versions = versions[np.frombuffer(sample.loss_mask, dtype=np.uint8) > 0]
+    values, counts = np.unique(versions, return_counts=True)
+    return tuple(zip(values.tolist(), counts.tolist(), strict=True))
+
+
+def largest_id(samples: Iterable[Sample]) -> int:
     """Return the largest token id of these samples; read without a sign, so that a negative one is MAX_ID or more."""
-    ids = [sample.token_ids for sample in samples]
-    return int(np.maximum.reduce(np.frombuffer(b"".join(ids + [sample.prompt_ids for sample in samples]), "<u4")))
+    return _largest_id(b"".join([ids for sample in samples for ids in (sample.prompt_ids, sample.token_ids)]))
 
 
-def _are_logprobs(logprobs: NDArray[np.float32]) -> bool:
+def _largest_id(ids: bytes) -> int:
+    return int(np.maximum.reduce(np.frombuffer(ids, "<u4")))
+
+
+def _are_logprobs(raw: bytes) -> bool:
+    logprobs = logprobs_from_bytes(raw)
     # NaN fails both comparisons: the reductions pass it on.
     return bool(np.maximum.reduce(logprobs) <= LOGPROB_SLACK and np.minimum.reduce(logprobs) > -math.inf)
-
-
-def _checked_versions(sample: Sample, newest_version: int) -> VersionCounts:
-    versions, num_tokens = sample.versions, sample.num_tokens
-    if not sample.loss_mask and versions == versions[:4] * num_tokens:
-        counts: VersionCounts = ((int.from_bytes(versions[:4], "little", signed=True), num_tokens),)
-    else:
-        counts = _count_versions(sample)
-    if counts[0][0] < 0 or counts[-1][0] > newest_version:
-        raise SampleRefusedError(
-            f"versions span {counts[0][0]} to {counts[-1][0]}, but only 0 to {newest_version} were ever published"
-        )
-    return counts
 
 
 def group_error(samples: Sequence[Sample], screen: Screen, tokens_per_row: int) -> str:
@@ -159,40 +175,3 @@ def score_error(score: Score, num_tokens: int, *, needs_reference: bool = False)
     if not np.isfinite(logprobs_from_bytes(score.reference_logprobs)).all():
         return "reference logprobs are not all finite"
     return ""
-
-
-def _check_lengths(sample: Sample, max_tokens: int) -> None:
-    num_bytes, prompt_bytes = len(sample.token_ids), len(sample.prompt_ids)
-    if num_bytes % 4 or prompt_bytes % 4 or not num_bytes or not prompt_bytes:
-        raise SampleRefusedError(
-            f"prompt_ids has {prompt_bytes} bytes and token_ids {num_bytes}; each must be 4 x tokens, 1 or more"
-        )
-    num_tokens = num_bytes // 4
-    if len(sample.logprobs) != num_bytes or len(sample.versions) != num_bytes:
-        raise SampleRefusedError(
-            f"{num_tokens} tokens, but {len(sample.logprobs) / 4:g} logprobs and {len(sample.versions) / 4:g} versions"
-        )
-    if sample.loss_mask and len(sample.loss_mask) != num_tokens:
-        raise SampleRefusedError(f"{num_tokens} tokens, but a loss mask of {len(sample.loss_mask)}")
-    total = num_tokens + prompt_bytes // 4
-    if max_tokens and total > max_tokens:
-        raise SampleRefusedError(f"{total} tokens with its prompt; at most {max_tokens} fit into a row (packing.tokens_per_row)")
-    if not 0 <= sample.attempt <= MAX_ATTEMPT:
-        raise SampleRefusedError(f"its attempt is {sample.attempt}; attempts are counted from 0")
-    if not math.isfinite(sample.started_s + sample.finished_s):
-        raise SampleRefusedError(f"its times are {sample.started_s} and {sample.finished_s} s; they must be finite")
-
-
-def _count_versions(sample: Sample) -> VersionCounts:
-    if not sample.loss_mask and sample.num_tokens <= FEW_TOKENS:
-        return tuple(sorted(Counter(memoryview(sample.versions).cast("i")).items()))
-    versions = ids_from_bytes(sample.versions)
-    if sample.loss_mask:
-        mask = np.frombuffer(sample.loss_mask, dtype=np.uint8)
-        if int(np.maximum.reduce(mask)) > 1:
-            raise SampleRefusedError("the loss mask has values other than 0 and 1")
-        versions = versions[mask > 0]
-        if not len(versions):
-            raise SampleRefusedError("its loss mask is 0 everywhere: there is nothing to train")
-    values, counts = np.unique(versions, return_counts=True)
-    return tuple(zip(values.tolist(), counts.tolist(), strict=True))

@@ -2,7 +2,7 @@
 
     loop             consumes                     produces                    waits for                unblocked by
     issue_groups     places, prompts              GroupWork                   a place, a slot          VersionLive, a ready group
-    receive          Sample, Score, StepDone ...  events, acknowledgements    a message                any peer
+    receive          Samples, Scores ...          events, acknowledgements    a message                any peer
     dispatch_scores  members without a score      ScoreRequest, InferRequest  a worker with room       Sample, Score
     feed_learner     ready groups                 StepBatch                   B groups, the learner    Score, StepDone
     follow_weights   WeightsAvailable             WeightsAvailable            a newer version          the learner, EngineReady
@@ -57,7 +57,7 @@ from asyncrl.observe.sinks import open_sinks
 from asyncrl.schema import control as msg
 from asyncrl.schema.batches import StepDone
 from asyncrl.schema.codec import Message
-from asyncrl.schema.samples import InferResult, Sample, SampleFailure, Score
+from asyncrl.schema.samples import InferResult, SampleFailure, Samples, Scores
 from asyncrl.schema.status import Alarm, Phase
 from asyncrl.schema.weights import VersionLive, WeightsAvailable
 from asyncrl.tasks.sampler import PromptSequence
@@ -361,12 +361,12 @@ class Controller:
     def handle(self, peer: Peer, kind: type[Message], messages: Sequence[Any]) -> None:
         """Take in messages of one kind that came together and that the edge has let in."""
         now = self.clock.now()
-        if kind is Sample:
+        if kind is Samples:
             awaited = self.dispatcher.take_samples(messages, peer.name)
             self.reporter.note_samples(awaited)
-            for purpose in {sample.purpose for sample in awaited}:
+            for purpose in {samples.purpose for samples in awaited}:
                 self.stall_detector.moved("evaluated" if purpose == "eval" else "generated", now)
-        elif kind is Score or kind is InferResult:
+        elif kind is Scores or kind is InferResult:
             self.reporter.note_answers(messages, self.dispatcher.take_answers(messages))
             for purpose in {answer.purpose for answer in messages}:
                 self.stall_detector.moved("evaluated" if purpose == "eval" else "scored", now)

@@ -14,11 +14,8 @@ import math
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 
-import msgspec
-
 from asyncrl.buffer import events as ev
 from asyncrl.buffer.buffer import Buffer
-from asyncrl.buffer.validate import SampleRefusedError
 from asyncrl.clock import Clock
 from asyncrl.config.run import RunConfig
 from asyncrl.control.evaluation import Evaluation, sampling_of
@@ -27,7 +24,18 @@ from asyncrl.control.lifecycle.failure_watch import FailureWatch
 from asyncrl.control.peers import Peers
 from asyncrl.control.scoring import ScoreDispatcher
 from asyncrl.schema.control import AbortGroup
-from asyncrl.schema.samples import GroupWork, InferRequest, InferResult, Prompt, Sample, SampleFailure, Score, ScoreRequest
+from asyncrl.schema.samples import (
+    GroupWork,
+    InferRequest,
+    InferResult,
+    Prompt,
+    Sample,
+    SampleFailure,
+    Samples,
+    Score,
+    ScoreRequest,
+    Scores,
+)
 from asyncrl.schema.status import ExternalGroup, SubmitResult
 from asyncrl.tasks.sampler import PromptSequence
 
@@ -70,8 +78,8 @@ class Dispatcher:
         self._has_turn = True
         self._outboxes: defaultdict[str, deque[GroupWork]] = defaultdict(deque)
         """Of the generators for which something waits, and of no others."""
-        self._out: defaultdict[str, set[tuple[int, int, int]]] = defaultdict(set)
-        """Members that a generator was given and has not answered: group, attempt, index."""
+        self._out: defaultdict[str, dict[tuple[int, int], set[int]]] = defaultdict(dict)
+        """Members that a generator was given and has not answered, by group and attempt."""
         self._guest_failures: Counter[str] = Counter()
         """Of each joined generator: its newest samples, as far as all of them failed."""
         self._spoiled: set[int] = set()
@@ -123,7 +131,7 @@ class Dispatcher:
 
     def _hand_out(self, generator: str, work: GroupWork) -> None:
         self._outboxes[generator].append(work)
-        self._out[generator].update((work.group_id, work.attempt, index) for index in work.indices)
+        self._out[generator][work.group_id, work.attempt] = set(work.indices)
 
     def _next_prompt(self, cursor: int) -> tuple[Prompt, int]:
         """Return the next prompt that is not set aside (any, where all are), and the cursor behind it."""
@@ -183,80 +191,87 @@ class Dispatcher:
 
     # -- what comes in ---------------------------------------------------------------------------------------------------
 
-    def take_samples(self, samples: Sequence[Sample], generator: str) -> list[Sample]:
-        """Store what a generator has finished and ask for its rewards; return the samples that somebody waited for."""
-        out, awaited, instructions = self._out[generator], list[Sample](), list[ev.BufferInstruction]()
-        num_out = len(out)
-        trained = [sample for sample in samples if sample.purpose == "train"]
+    def take_samples(self, arrived: Sequence[Samples], generator: str) -> list[Samples]:
+        """Store what a generator has finished and ask for its rewards; return what somebody waited for."""
+        out, awaited, num_freed = self._out[generator], list[Samples](), 0
+        trained = [samples for samples in arrived if samples.purpose == "train"]
         receipts = iter(self.buffer.add_samples(trained, self._clock.now()))
-        for sample in samples:
-            key = (sample.group_id, sample.attempt, sample.index)
-            is_awaited = key in out
-            out.discard(key)
-            if sample.purpose == "eval":
-                if is_awaited:
-                    self._note_guest(generator, self._evaluate(sample, generator))
+        for samples in arrived:
+            key = (samples.group_id, samples.attempt)
+            wanted = out.get(key, set()).intersection(samples.indices)
+            num_freed += len(wanted)
+            self._answered(out, key, wanted)
+            if samples.purpose == "eval":
+                if wanted:
+                    self._note_guest(generator, self._evaluate(samples, generator))
             else:
                 receipt = next(receipts)
-                is_awaited |= receipt.status == "stored"
-                if is_awaited:
-                    self._note_guest(generator, receipt.reason, sample.group_id)
-                if receipt.status == "refused":
-                    self._note_refused(receipt.reason)
-                instructions += receipt.instructions
-            if is_awaited:
-                awaited.append(sample)
-                self.generated_tokens += sample.num_tokens
-        self.follow(instructions)
-        self.tell(ev.MembersFinished(generator, num_out - len(out)))
+                wanted.update(receipt.stored)
+                if wanted:
+                    self._note_guest(generator, next(iter(receipt.refused), ""), samples.group_id, len(receipt.refused))
+                self._note_refused(receipt.refused)
+                self.follow(receipt.instructions)
+            if wanted:
+                awaited.append(samples)
+                self.generated_tokens += sum(samples.lengths)
+        self.tell(ev.MembersFinished(generator, num_freed))
         return awaited
+
+    @staticmethod
+    def _answered(out: dict[tuple[int, int], set[int]], key: tuple[int, int], indices: set[int]) -> None:
+        """Note that a generator has answered these members."""
+        if members := out.get(key):
+            members -= indices
+            if not members:
+                del out[key]
 
     def take_failure(self, failure: SampleFailure, generator: str) -> bool:
         """Note a member that will never come; return False where nobody waits for it: its group is over, or given out again."""
         is_awaited, why, out = True, failure.reason or "no reason given", self._out[generator]
         if failure.purpose == "eval":
-            is_awaited = (failure.group_id, failure.attempt, failure.index) in out
+            is_awaited = failure.index in out.get((failure.group_id, failure.attempt), ())
             if is_awaited and self.evaluation is not None:
-                self.evaluation.take_verdict(failure, generator)
+                self.evaluation.take_failure(failure.group_id, failure.index, generator)
             self._note_guest(generator, why)
         else:
             receipt = self.buffer.add_failure(failure, self._clock.now())
-            is_awaited = receipt.status == "stored"
+            is_awaited = bool(receipt.stored)
             if is_awaited:
                 self._note_failure(failure.stage, failure.kind, failure.reason, failure.trace)
                 self._note_guest(generator, why, failure.group_id)
-            elif receipt.status == "refused":
-                self._note_refused(receipt.reason)
+            self._note_refused(receipt.refused)
             self.follow(receipt.instructions)
-        num_out = len(out)
-        out.discard((failure.group_id, failure.attempt, failure.index))
-        self.tell(ev.MembersFinished(generator, num_out - len(out)))
+        key = (failure.group_id, failure.attempt)
+        freed = out.get(key, set()).intersection({failure.index})
+        self._answered(out, key, freed)
+        self.tell(ev.MembersFinished(generator, len(freed)))
         return is_awaited
 
-    def _evaluate(self, sample: Sample, generator: str) -> str:
-        """Ask for the reward of an evaluation's sample; return what is wrong with one that then counts as failed."""
-        request = self.evaluation.take_sample(sample) if self.evaluation is not None else None
-        if self.evaluation is None or request is None:
+    def _evaluate(self, samples: Samples, generator: str) -> str:
+        """Ask for the rewards of an evaluation's samples; return what is wrong with one that then counts as failed."""
+        evaluation = self.evaluation
+        if evaluation is None or not evaluation.awaits(samples):
             return ""
-        try:
-            self.buffer.check_sample(sample)
-        except SampleRefusedError as error:
-            fault = f"invalid sample from {sample.generator}: {error}"
-            self._note_refused(fault)
-            failure = SampleFailure(sample.group_id, sample.index, sample.attempt, "generate", fault)
-            self.evaluation.take_verdict(failure, generator)
+        fault, faults = "", self.buffer.examine(samples)
+        for index, counts in zip(samples.indices, faults, strict=True):
+            if isinstance(counts, str):
+                fault = f"invalid sample from {samples.generator}: {counts}"
+                self._note_refused([fault])
+                evaluation.take_failure(samples.group_id, index, generator)
+        if all(isinstance(counts, str) for counts in faults):
             return fault
-        self._ask_score(request, sample)
-        return ""
+        valid = [sample for sample, counts in zip(samples.members(), faults, strict=True) if not isinstance(counts, str)]
+        self._ask_scores(evaluation.take_samples(valid), valid)
+        return fault
 
-    def _note_guest(self, generator: str, fault: str, group_id: int = -1) -> None:
+    def _note_guest(self, generator: str, fault: str, group_id: int = -1, num_failed: int = 1) -> None:
         """Count failures in a row of a joined generator; a group that it spoiled is no failure of the run's."""
         if not generator.startswith(JOINED_PREFIX):
             return
         if not fault:
             self._guest_failures.pop(generator, None)
             return
-        self._guest_failures[generator] += 1
+        self._guest_failures[generator] += num_failed
         if group_id >= 0:
             self._spoiled.add(group_id)
 
@@ -266,9 +281,9 @@ class Dispatcher:
             return ""
         return f"{self._guest_failures.pop(generator)} of its samples in a row failed"
 
-    def take_answers(self, answers: Iterable[Score | InferResult]) -> list[Score]:
+    def take_answers(self, answers: Iterable[Scores | InferResult]) -> list[Scores]:
         """Take in what a reward or inference worker says; return the scores that are complete with that."""
-        complete = [score for answer in answers if (score := self.scores.take(answer)) is not None]
+        complete = [scores for answer in answers if (scores := self.scores.take(answer)) is not None]
         self._enter_scores(complete)
         self.changed()
         return complete
@@ -277,17 +292,16 @@ class Dispatcher:
         """Take in a group that outside code generated."""
         submitter = group.samples[0].generator if group.samples else "outside"
         receipt = self.buffer.submit_group(group.prompt, group.samples, submitter, self._clock.now())
-        if receipt.status == "refused":
+        if receipt.refused:
             self.refused_samples += len(group.samples)
-            return SubmitResult(group_id=-1, refused=receipt.reason)
+            return SubmitResult(group_id=-1, refused=receipt.refused[0])
         self.follow(receipt.instructions)
         self.changed()
         return SubmitResult(group_id=receipt.group_id)
 
     def pick_up(self) -> None:
         """After a resume: ask again for every score that had not come."""
-        for request in self.buffer.outstanding_scores():
-            self._ask_score(request, self.buffer.sample(request.group_id, request.index))
+        self.follow(self.buffer.state.unscored())
 
     # -- what the buffer wants -------------------------------------------------------------------------------------------
 
@@ -295,8 +309,8 @@ class Dispatcher:
         """Carry out what the buffer asks for."""
         for item in instructions:
             match item:
-                case ev.ScoreMember(group_id, index):
-                    self._ask_score(self.buffer.score_request(group_id, index), self.buffer.sample(group_id, index))
+                case ev.ScoreMembers(group_id, indices):
+                    self._ask_scores(self.buffer.score_request(group_id, indices), self.buffer.samples(group_id, indices))
                 case ev.GroupMoved(after="ready"):
                     self._spoiled.discard(item.group_id)
                     self.fruitless = ""
@@ -325,47 +339,53 @@ class Dispatcher:
                 case _:
                     pass
 
-    def _ask_score(self, request: ScoreRequest, sample: Sample) -> None:
-        """Ask the rules, the models, or both, as the config and the sample's purpose want it."""
-        models = None
-        if self._asks_models or (self._asks_reference and sample.purpose == "train"):
+    def _ask_scores(self, rules: ScoreRequest, samples: Sequence[Sample]) -> None:
+        """Ask the rules, the models, or both, as the config and the samples' purpose want it."""
+        requests: list[ScoreRequest | InferRequest] = [rules] if self._asks_rules else []
+        if self._asks_models or (self._asks_reference and rules.purpose == "train"):
             # The learner divides its logits by the temperature, and so must the reference.
-            models = InferRequest(
-                sample.group_id, sample.index, sample.attempt, sample.prompt_ids, sample.token_ids,
-                self._sampling.temperature, sample.purpose,
-            )  # fmt: skip
-        self.scores.ask(request if self._asks_rules else None, models, self._clock.now())
+            requests += [
+                InferRequest(
+                    sample.group_id, sample.index, sample.attempt, sample.prompt_ids, sample.token_ids,
+                    self._sampling.temperature, sample.purpose,
+                )
+                for sample in samples
+            ]  # fmt: skip
+        self.scores.ask(*requests, now=self._clock.now())
 
-    def _enter_scores(self, scores: Iterable[Score]) -> None:
+    def _enter_scores(self, complete: Sequence[Scores]) -> None:
         """Store rewards, or the reasons why there are none."""
-        trained, evaluated = list[Score](), list[Score]()
-        for score in scores:
-            if score.purpose == "eval" and not all(map(math.isfinite, (score.reward, *score.parts.values()))):
-                fault = "the reward of an evaluation is not finite"
-                score = msgspec.structs.replace(score, reward=0.0, parts={}, error=fault, error_kind=fault)
-            if score.error:
-                self._note_failure("reward", score.error_kind, score.error, score.trace)
-            elif self.failures.sample_scored(score.over_limit):
-                log.warning("a sample scored 0: %s", score.over_limit)
-            (trained if score.purpose == "train" else evaluated).append(score)
-        for score in evaluated:
-            if self.evaluation is not None:
-                self.evaluation.take_verdict(score)
-        instructions = list[ev.BufferInstruction]()
-        for receipt in self.buffer.add_scores(trained, self._clock.now()) if trained else ():
-            if receipt.status == "refused":
-                self._note_refused(receipt.reason)
-            instructions += receipt.instructions
-        self.follow(instructions)
+        fault = "the reward of an evaluation is not finite"
+        for scores in complete:
+            judged = scores.scores
+            if scores.purpose == "eval":
+                judged = tuple(
+                    score
+                    if all(map(math.isfinite, (score.reward, *score.parts.values())))
+                    else Score(score.index, 0.0, error=fault, error_kind=fault)
+                    for score in judged
+                )
+            for score in judged:
+                if score.error:
+                    self._note_failure("reward", score.error_kind, score.error, score.trace)
+                elif self.failures.sample_scored(score.over_limit):
+                    log.warning("a sample scored 0: %s", score.over_limit)
+            if scores.purpose == "eval" and self.evaluation is not None:
+                self.evaluation.take_scores(scores.group_id, judged)
+        trained = [scores for scores in complete if scores.purpose == "train"]
+        for receipt in self.buffer.add_scores(trained, self._clock.now()):
+            self._note_refused(receipt.refused)
+            self.follow(receipt.instructions)
 
     def _note_failure(self, stage: str, kind: str, reason: str, trace: str) -> None:
         """Count a failed sample; the first of its kind is logged with its traceback."""
         if self.failures.sample_failed(stage, kind, reason, trace):
             log.warning("a sample failed at %s (%s): %s%s", stage, kind or "no kind", reason, f"\n{trace}" if trace else "")
 
-    def _note_refused(self, reason: str) -> None:
-        self.refused_samples += 1
-        log.warning("refused a sample: %s", reason)
+    def _note_refused(self, reasons: Sequence[str]) -> None:
+        for reason in reasons:
+            self.refused_samples += 1
+            log.warning("refused a sample: %s", reason)
 
     def _abort(self, group_id: int, generator: str) -> None:
         """Have a generator stop at a group that is over; what it has begun comes back as failures, which free its slots."""
@@ -373,7 +393,7 @@ class Dispatcher:
         unsent = [work for work in outbox if work.group_id == group_id and work.purpose == "train"]
         for work in unsent:
             outbox.remove(work)
-            self._out[generator].difference_update((work.group_id, work.attempt, index) for index in work.indices)
+            self._out[generator].pop((work.group_id, work.attempt), None)
             self.tell(ev.MembersFinished(generator, len(work.indices)))
         peer = self._peers.get(generator)
         if peer is not None and not unsent:

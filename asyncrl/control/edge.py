@@ -5,7 +5,7 @@ is checked against what the controller knows: the groups, who was given them, th
 were sent. Numbers are finite and bounded, since they reach the ledger, the metrics and the clock of a resume. What fails is
 refused with a reason and counted by sender and kind; the third refusal in a minute ends that connection.
 
-What is checked where it is stored (a sample's arrays, a score's parts) is in buffer/validate.py. Nothing here changes the run.
+What is checked where it is stored (samples' arrays, a score's parts) is in buffer/validate.py. Nothing here changes the run.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ from asyncrl.schema.control import (
     PhaseReached,
     ProcessKind,
 )
-from asyncrl.schema.samples import InferResult, Sample, SampleFailure, Score
+from asyncrl.schema.samples import InferResult, SampleFailure, Samples, Scores
 from asyncrl.schema.weights import VersionLive, WeightsAvailable
 
 MAY_SEND: dict[ProcessKind, frozenset[type]] = {
     "generator": frozenset({
-        Sample, SampleFailure, EngineReady, EngineRoom, VersionLive, PhaseReached, Heartbeat, Fault
+        Samples, SampleFailure, EngineReady, EngineRoom, VersionLive, PhaseReached, Heartbeat, Fault
     }),
-    "reward": frozenset({Score, Heartbeat, Fault}),
+    "reward": frozenset({Scores, Heartbeat, Fault}),
     "inference": frozenset({InferResult, ModelsReady, PhaseReached, Heartbeat, Fault}),
     "learner": frozenset({LearnerReady, StepDone, WeightsAvailable, CheckpointDone, PhaseReached, Heartbeat, Fault}),
 }  # fmt: skip
@@ -62,7 +62,7 @@ MOST_VALUES = 4096
 """Of metrics or gauges in one message."""
 MOST_TEXT = 1 << 20
 """Characters of a reason."""
-CHECKED_ELSEWHERE = frozenset({"text", "reward", "parts", "rewards"})
+CHECKED_ELSEWHERE = frozenset({"reward", "parts", "rewards"})
 """Fields that are checked where they are stored. The values of `metrics` may be anything: those of a step that failed are."""
 
 
@@ -77,8 +77,8 @@ class Edge:
         self._buffer = dispatcher.buffer
         self._feeder = feeder
         self._checks: dict[type[Message], Callable[[Peer, Any], str]] = {
-            Sample: self._member_refusal, SampleFailure: self._member_refusal,
-            Score: self._answer_refusal, InferResult: self._answer_refusal,
+            Samples: self._member_refusal, SampleFailure: self._member_refusal,
+            Scores: self._answer_refusal, InferResult: self._answer_refusal,
         }  # fmt: skip
         """Of what comes often."""
         self._prompts: dict[int, bytes] = {}
@@ -137,19 +137,23 @@ class Edge:
                 refusal = self._folder_refusal(message.folder) or _beyond("version", message.version, 0, max(feeder.version, 0))
         return refusal
 
-    def _answer_refusal(self, peer: Peer, message: Score | InferResult) -> str:
+    def _answer_refusal(self, peer: Peer, message: Scores | InferResult) -> str:
         """Return why this peer cannot say that of a sample."""
         return _beyond("attempt", message.attempt, 0, MAX_ATTEMPT) or self._dispatcher.scores.refusal(message, peer.name)
 
     def _folder_refusal(self, folder: str) -> str:
         return "" if Path(folder).parent == self._checkpoints else f"{folder[:200]!r} is not in {self._checkpoints}"
 
-    def _member_refusal(self, peer: Peer, message: Sample | SampleFailure) -> str:
-        """Return why this peer cannot speak of that member; of a group that is over it may, and that changes nothing."""
-        if refusal := _beyond("attempt", message.attempt, 0, MAX_ATTEMPT):
-            return refusal
+    def _member_refusal(self, peer: Peer, message: Samples | SampleFailure) -> str:
+        """Return why this peer cannot speak of those members; of a group that is over it may, and that changes nothing."""
+        indices = message.indices if isinstance(message, Samples) else (message.index,)
+        refusal = _beyond("attempt", message.attempt, 0, MAX_ATTEMPT)
         if isinstance(message, SampleFailure) and message.stage != "generate":
-            return f"a generator cannot fail at {message.stage}"
+            refusal = f"a generator cannot fail at {message.stage}"
+        elif not indices or len(set(indices)) < len(indices):
+            refusal = f"its members are {indices[:8]}"
+        if refusal:
+            return refusal
         if message.purpose == "eval":
             evaluation = self._dispatcher.evaluation
             holder = evaluation.holders.get(message.group_id, peer.name) if evaluation is not None else peer.name
@@ -158,11 +162,11 @@ class Edge:
         group = state.groups.get(message.group_id)
         if group is None:
             return "" if 0 <= message.group_id < state.next_group_id else f"there is no group {message.group_id}"
-        if not 0 <= message.index < group.size:
-            return f"group {message.group_id} has no member {message.index}"
+        if min(indices) < 0 or max(indices) >= group.size:
+            return f"group {message.group_id} has no members {indices[:8]}"
         if group.holders.get(message.attempt) != peer.name or group.external:
             return f"attempt {message.attempt} of group {message.group_id} was not given to it"
-        if isinstance(message, Sample):
+        if isinstance(message, Samples):
             prompt_ids = self._buffer.prompt_ids(message.group_id)
             if (prompt_ids or self._prompts.setdefault(message.group_id, message.prompt_ids)) != message.prompt_ids:
                 return f"its prompt is not that of group {message.group_id}"
@@ -193,7 +197,7 @@ class _Fields:
     texts: Callable[[msgspec.Struct], tuple[str, ...]]
     tables: tuple[str, ...]
     parts: tuple[str, ...]
-    """Tuples, whose structs are looked at likewise."""
+    """Tuples of structs, which are looked at likewise."""
 
 
 @functools.cache
@@ -204,7 +208,8 @@ def _fields_of(kind: type[msgspec.Struct]) -> _Fields:
         return tuple(name for name, hint in hints.items() if name not in CHECKED_ELSEWHERE and _plain(hint) in types)
 
     speaker = next((name for name in ("name", "generator", "worker") if name in hints), "")
-    return _Fields(speaker, _getter(of(int, float, bool)), _getter(of(str)), of(dict), of(tuple))
+    parts = tuple(name for name in of(tuple) if hasattr(typing.get_args(hints[name])[0], "__struct_fields__"))
+    return _Fields(speaker, _getter(of(int, float, bool)), _getter(of(str)), of(dict), parts)
 
 
 def _plain(hint: object) -> object:
@@ -240,6 +245,6 @@ def odd_value(message: msgspec.Struct) -> str:
                 return f"{number} is no usable number"
     for field in fields.parts:
         for each in getattr(message, field):
-            if isinstance(each, msgspec.Struct) and (odd := odd_value(each)):
+            if odd := odd_value(each):
                 return odd
     return ""

@@ -17,7 +17,7 @@ from asyncrl.config.reward import verdict_weights
 from asyncrl.config.run import RunConfig
 from asyncrl.control.join import JOINED_PREFIX
 from asyncrl.observe.steps import EvalReport
-from asyncrl.schema.samples import GroupWork, Prompt, Sample, SampleFailure, SamplingParams, Score, ScoreRequest, derive_seed
+from asyncrl.schema.samples import GroupWork, Prompt, Sample, Samples, SamplingParams, Score, ScoreRequest, derive_seed
 
 RIGHT_FROM = 0.99
 
@@ -41,7 +41,8 @@ class Evaluation:
         self._pending = deque(self._by_group)
         self._failed_at_guest: dict[int, set[int]] = {}
         """Of each group: members that failed at a joined generator, which the run's own generators are given."""
-        self._missing = {group_id: set(range(config.eval.samples_per_prompt)) for group_id in self._by_group}
+        self._unsampled = {group_id: set(range(config.eval.samples_per_prompt)) for group_id in self._by_group}
+        self._unjudged = {group_id: set(members) for group_id, members in self._unsampled.items()}
         self._verdict_weights = verdict_weights(config.reward)
         self._rewards: list[float] = []
         self._num_right = 0
@@ -51,7 +52,7 @@ class Evaluation:
     @property
     def done(self) -> bool:
         """Return whether every sample has been judged or has failed."""
-        return not any(self._missing.values())
+        return not any(self._unjudged.values())
 
     def next_work(self, generator: str) -> GroupWork | None:
         """Take the next pending prompt for this generator; None when there is none."""
@@ -61,48 +62,56 @@ class Evaluation:
             return None
         self._pending.remove(group_id)
         self.holders[group_id] = generator
-        members = tuple(sorted(self._missing[group_id]))
+        members = tuple(sorted(self._unsampled[group_id]))
         return GroupWork(group_id, 1, self._by_group[group_id], members, self._sampling, self._seed, purpose="eval")
 
     def generator_lost(self, name: str) -> None:
         """Hand its prompts out again."""
         lost = [group_id for group_id, holder in self.holders.items() if holder == name]
-        self._pending.extend(group_id for group_id in lost if self._missing[group_id])
+        self._pending.extend(group_id for group_id in lost if self._unsampled[group_id])
         for group_id in lost:
             del self.holders[group_id]
 
-    def take_sample(self, sample: Sample) -> ScoreRequest | None:
-        """Turn a finished sample into a request for its reward; None where it is not awaited."""
-        if sample.index not in self._missing.get(sample.group_id, ()):
-            return None
-        return ScoreRequest(
-            sample.group_id, sample.index, sample.attempt, self._by_group[sample.group_id], sample.text,
-            sample.finish_reason, sample.num_tokens, purpose="eval",
-        )  # fmt: skip
+    def awaits(self, samples: Samples) -> bool:
+        """Return whether no sample of these members has come yet."""
+        return self._unsampled.get(samples.group_id, set()).issuperset(samples.indices)
 
-    def take_verdict(self, verdict: Score | SampleFailure, generator: str = "") -> None:
-        """Count a reward, or a failure as a wrong answer; one at a joined generator counts for nothing."""
-        group_id = verdict.group_id
-        awaited = self._missing.get(group_id, set())
-        if verdict.index not in awaited:
+    def take_samples(self, samples: Sequence[Sample]) -> ScoreRequest:
+        """Turn finished samples of one prompt, which are awaited, into a request for their rewards."""
+        group_id = samples[0].group_id
+        self._unsampled[group_id].difference_update(sample.index for sample in samples)
+        return ScoreRequest.of(self._by_group[group_id], samples)
+
+    def take_scores(self, group_id: int, scores: Sequence[Score]) -> None:
+        """Count rewards, those with an error as wrong answers."""
+        for score in scores:
+            if score.index in self._unjudged.get(group_id, ()):
+                self._rewards.append(0.0 if score.error else score.reward)
+                judged = sum(weight * score.parts.get(name, 0.0) for name, weight in self._verdict_weights.items())
+                self._num_right += not score.error and judged >= RIGHT_FROM
+                self._unsampled[group_id].discard(score.index)
+                self._unjudged[group_id].discard(score.index)
+        self._settle(group_id)
+
+    def take_failure(self, group_id: int, index: int, generator: str = "") -> None:
+        """Count a sample that failed as a wrong answer; one at a joined generator counts for nothing."""
+        if index not in self._unjudged.get(group_id, ()):
             return
-        is_again = isinstance(verdict, SampleFailure) and generator.startswith(JOINED_PREFIX)
-        if is_again:
-            self._failed_at_guest.setdefault(group_id, set()).add(verdict.index)
+        if generator.startswith(JOINED_PREFIX):
+            self._failed_at_guest.setdefault(group_id, set()).add(index)
         else:
-            awaited.discard(verdict.index)
-        if awaited == self._failed_at_guest.get(group_id, set()):  # Nothing else of the group is under way.
-            self.holders.pop(group_id, None)
-            if awaited and group_id not in self._pending:
-                self._pending.append(group_id)
-        if is_again:
-            return
-        if isinstance(verdict, SampleFailure) or verdict.error:
+            self._unsampled[group_id].discard(index)
+            self._unjudged[group_id].discard(index)
             self._rewards.append(0.0)
-            return
-        self._rewards.append(verdict.reward)
-        judged = sum(weight * verdict.parts.get(name, 0.0) for name, weight in self._verdict_weights.items())
-        self._num_right += judged >= RIGHT_FROM
+        self._settle(group_id)
+
+    def _settle(self, group_id: int) -> None:
+        """Take a prompt back from its generator where nothing of it is under way; hand out again what failed at a joined one."""
+        unjudged = self._unjudged.get(group_id, set())
+        if unjudged == self._failed_at_guest.get(group_id, set()) or not unjudged:
+            self.holders.pop(group_id, None)
+            if unjudged and group_id not in self._pending:
+                self._pending.append(group_id)
 
     def report(self, now: float) -> EvalReport:
         """Return the result; without rules that judge, no accuracy."""

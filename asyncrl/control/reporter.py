@@ -41,7 +41,7 @@ from asyncrl.observe.steps import (
 )
 from asyncrl.schema.batches import StepDone
 from asyncrl.schema.control import Heartbeat, ProcessKind
-from asyncrl.schema.samples import InferResult, Sample, Score
+from asyncrl.schema.samples import InferResult, Samples, Scores
 from asyncrl.schema.status import Alarm
 from asyncrl.schema.weights import VersionLive, WeightsAvailable
 
@@ -100,17 +100,18 @@ class Reporter:
             RunEvent(seq=self._num_events, time_s=now, kind=kind, subject=subject, text=text, version=version)
         )
 
-    def note_samples(self, samples: Sequence[Sample]) -> None:
+    def note_samples(self, arrived: Sequence[Samples]) -> None:
         """Record generated samples."""
-        self.note_spans(*(one for sample in samples for one in sp.spans_of(sample)))
-        trained = [sample.num_tokens for sample in samples if sample.purpose == "train"]
-        self._sums["generated"] += len(trained)
-        self._sums["generated tokens"] += sum(trained)
+        self.note_spans(*(one for samples in arrived for one in sp.spans_of(samples)))
+        trained = [samples.lengths for samples in arrived if samples.purpose == "train"]
+        self._sums["generated"] += sum(map(len, trained))
+        self._sums["generated tokens"] += sum(map(sum, trained))
 
-    def note_answers(self, answers: Iterable[Score | InferResult], scores: Iterable[Score]) -> None:
+    def note_answers(self, answers: Iterable[Scores | InferResult], complete: Iterable[Scores]) -> None:
         """Record what a worker did for samples' scores, and count the scores that are complete with that."""
         self.note_spans(*(one for answer in answers for one in sp.spans_of(answer)))
-        rewards = [score.reward for score in scores if score.purpose == "train" and not score.error]
+        trained = [scores.scores for scores in complete if scores.purpose == "train"]
+        rewards = [score.reward for scores in trained for score in scores if not score.error]
         self._sums["scored"] += len(rewards)
         self._sums["scored reward"] += sum(rewards)
 

@@ -1,9 +1,9 @@
-"""A sample's score: asked of rules (reward workers) and models (inference workers) at once, complete when both have answered.
+"""Samples' scores: asked of rules (reward workers) and models (inference workers) at once, complete when both have answered.
 
 Owns what is asked and not yet answered. Invariants:
 - A member has at most one score outstanding; asking again for it changes nothing, and neither does an answer that comes twice.
-- A half is waiting for a worker with room, out at one, or answered. What a dead worker held is asked again, first of all, and
-  given up (the sample fails) once `MOST_LOSSES` workers died with it.
+- A request is waiting for a worker with room, out at one, or answered, for all its members at once. What a dead worker held is
+  asked again, first of all, and given up (the samples fail) once `MOST_LOSSES` workers died with it.
 - A score's reward is the rules' sum plus weight x each reward model's score. An error of either half fails the sample with both
   reasons.
 
@@ -15,24 +15,28 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import msgspec
+
 from asyncrl.control.peers import Peers
-from asyncrl.schema.samples import InferRequest, InferResult, Purpose, Score, ScoreRequest
+from asyncrl.schema.samples import InferRequest, InferResult, Purpose, Score, ScoreRequest, Scores
 
 MOST_LOSSES = 3
-ScoreKey = tuple[Purpose, int, int]
+Member = tuple[Purpose, int, int]
+"""Purpose, group and index."""
 JudgeKind = Literal["reward", "inference"]
 JUDGES: tuple[JudgeKind, JudgeKind] = ("reward", "inference")
 
 
-@dataclass(slots=True)
-class _Half:
-    """What the workers of one kind are asked about a sample and have not answered."""
+@dataclass(slots=True, eq=False)
+class _Asked:
+    """What a worker is asked and has not answered."""
 
     request: ScoreRequest | InferRequest
+    members: list[Member]
     asked_s: float
     worker: str = ""
     """Who has it; empty: it waits."""
@@ -49,11 +53,11 @@ class ScoreDispatcher:
 
     def __init__(self, weights: Mapping[str, float] | None = None) -> None:
         self._weights = dict(weights or {})
-        self._open: dict[JudgeKind, dict[ScoreKey, _Half]] = {kind: {} for kind in JUDGES}
+        self._open: dict[JudgeKind, dict[Member, _Asked]] = {kind: {} for kind in JUDGES}
         """In the order they were asked for."""
-        self._answered: dict[ScoreKey, Score | InferResult] = {}
-        """Halves whose other half is open."""
-        self._waiting: dict[JudgeKind, deque[ScoreKey]] = {kind: deque() for kind in JUDGES}
+        self._answered: dict[Member, Scores] = {}
+        """Of one member each, whose other half is open."""
+        self._waiting: dict[JudgeKind, deque[_Asked]] = {kind: deque() for kind in JUDGES}
         """In the order they are sent; what was answered meanwhile is passed over."""
 
     def __len__(self) -> int:
@@ -62,128 +66,132 @@ class ScoreDispatcher:
         return len(rules.keys() | models.keys() if models else rules)
 
     def num_open(self, kind: JudgeKind) -> int:
-        """Return how many requests the workers of this kind have not answered."""
+        """Return how many samples the workers of this kind have not judged."""
         return len(self._open[kind])
 
     def open_since_s(self, kind: JudgeKind) -> float | None:
         """Return since when the oldest open request to this kind is waited for; None where there is none."""
-        return next((half.asked_s for half in self._open[kind].values()), None)
+        return next((asked.asked_s for asked in self._open[kind].values()), None)
 
-    def ask(self, rules: ScoreRequest | None, models: InferRequest | None, now: float) -> None:
-        """Ask for a sample's score, of the rules, of the models, or of both; `dispatch` sends the requests."""
-        request = rules or models
-        assert request is not None, "a score has at least one half"
-        key = key_of(request)
-        if key in self._open["reward"] or key in self._open["inference"]:
-            return
-        for kind, half in zip(JUDGES, (rules, models), strict=True):
-            if half is not None:
-                self._open[kind][key] = _Half(half, now)
-                self._waiting[kind].append(key)
+    def ask(self, *requests: ScoreRequest | InferRequest, now: float) -> None:
+        """Ask for samples' scores, of the rules, of the models, or of both; `dispatch` sends the requests."""
+        asked = [(_judge(request), _Asked(request, members_of(request), now)) for request in requests]
+        asked = [(kind, each) for kind, each in asked if each.members[0] not in self._open[kind]]
+        for kind, each in asked:
+            self._open[kind].update(dict.fromkeys(each.members, each))
+            self._waiting[kind].append(each)
 
     def dispatch(self, peers: Peers) -> None:
         """Send waiting requests, oldest first, to the worker with the least to do, while one has room."""
         for kind, waiting in self._waiting.items():
-            halves = self._open[kind]
             by_load = [(peer.connection.unacknowledged(), place, peer) for place, peer in enumerate(peers.of(kind))]
             heapq.heapify(by_load)
             while waiting and by_load:
-                half = halves.get(waiting[0])
-                if half is not None and not half.worker:
+                asked = waiting[0]
+                if not asked.worker and self._open[kind].get(asked.members[0]) is asked:
                     load, place, worker = by_load[0]
-                    if not worker.offer(half.request):
+                    if not worker.offer(asked.request):
                         heapq.heappop(by_load)
                         continue
                     heapq.heapreplace(by_load, (load + 1, place, worker))
-                    half.worker = worker.name
+                    asked.worker = worker.name
                 waiting.popleft()
 
-    def refusal(self, answer: Score | InferResult, worker: str) -> str:
+    def refusal(self, answer: Scores | InferResult, worker: str) -> str:
         """Return why this answer of this worker cannot be taken, or nothing; a repeated answer can, and changes nothing."""
-        half = self._open[_judge(answer)].get(key_of(answer))
-        if half is None:
-            return ""
-        if worker != half.worker and worker not in half.lost:
-            return f"g{answer.group_id}.{answer.index} was asked of another worker"
-        if isinstance(answer, InferResult):
+        members = members_of(answer)
+        requests = {asked for member in members if (asked := self._open[_judge(answer)].get(member)) is not None}
+        if not members or any(asked.members != members for asked in requests):
+            return f"group {answer.group_id}: its members are not those of a request"
+        for asked in requests:
+            if worker != asked.worker and worker not in asked.lost:
+                return f"g{answer.group_id}.{members[0][2]} was asked of another worker"
+        if requests and isinstance(answer, InferResult):
             expected = set() if answer.error else self._weights.keys()
             if answer.rewards.keys() != expected:
                 return f"it judges by {sorted(answer.rewards)}, expected are {sorted(expected)}"
         return ""
 
-    def take(self, answer: Score | InferResult) -> Score | None:
-        """Take one half in; return the score where it is complete now, None where it is not or the answer is not awaited."""
-        kind, key = _judge(answer), key_of(answer)
-        if self._open[kind].pop(key, None) is None:
+    def take(self, answer: Scores | InferResult) -> Scores | None:
+        """Take one half in; return the scores that are complete now, None where there is none or the answer is not awaited."""
+        members, is_rules = members_of(answer), isinstance(answer, Scores)
+        own, other = (self._open[kind] for kind in (JUDGES if is_rules else JUDGES[::-1]))
+        if members[0] not in own:
             return None
-        if key in self._open["inference" if kind == "reward" else "reward"]:
-            self._answered[key] = answer
-            return None
-        other = self._answered.pop(key, None)
-        if isinstance(answer, Score):
-            assert not isinstance(other, Score), "one half is of each kind"
-            return merge_score(answer, other, self._weights)
-        assert not isinstance(other, InferResult), "one half is of each kind"
-        return merge_score(other, answer, self._weights)
+        for member in members:
+            del own[member]
+        scores = answer if isinstance(answer, Scores) else self._scores_of(answer)
+        if not other and not self._answered:
+            return scores
+        complete, halves = [], [scores]
+        for member, score in zip(members, scores.scores, strict=True):
+            if member in other:
+                self._answered[member] = msgspec.structs.replace(scores, scores=(score,))
+            elif half := self._answered.pop(member, None):
+                halves.insert(0 if not is_rules else 1, half)
+                complete.append(_merge(score, half.scores[0]) if is_rules else _merge(half.scores[0], score))
+            else:
+                complete.append(score)
+        return (
+            msgspec.structs.replace(
+                scores,
+                scores=tuple(complete),
+                worker="+".join(dict.fromkeys(half.worker for half in halves if half.worker)),
+                started_s=min(half.started_s for half in halves),
+                finished_s=max(half.finished_s for half in halves),
+            )
+            if complete
+            else None
+        )
 
-    def worker_lost(self, name: str) -> list[Score]:
+    def worker_lost(self, name: str) -> list[Scores]:
         """Ask again what a dead worker had not answered; return the scores that are complete because a half is given up."""
         reason = f"{MOST_LOSSES} workers died while they held this sample, the last was {name}"
         complete = []
-        for kind, halves in self._open.items():
-            for key, half in reversed([item for item in halves.items() if item[1].worker == name]):
-                half.worker = ""
-                half.lost += (name,)
-                if len(half.lost) < MOST_LOSSES:
-                    self._waiting[kind].appendleft(key)
+        for kind, requests in self._open.items():
+            for asked in reversed(list(dict.fromkeys(each for each in requests.values() if each.worker == name))):
+                asked.worker = ""
+                asked.lost += (name,)
+                if len(asked.lost) < MOST_LOSSES:
+                    self._waiting[kind].appendleft(asked)
                     continue
-                of = (*key[1:], half.request.attempt)
+                request = asked.request
+                failed = tuple(Score(index, 0.0, error=reason) for _, _, index in asked.members)
                 complete.append(
                     self.take(
-                        Score(*of, 0.0, error=reason, purpose=key[0])
-                        if kind == "reward"
-                        else InferResult(*of, error=reason, purpose=key[0])
+                        Scores(request.group_id, request.attempt, failed, purpose=request.purpose)
+                        if isinstance(request, ScoreRequest)
+                        else InferResult(request.group_id, request.index, request.attempt, error=reason, purpose=request.purpose)
                     )
                 )
-        return [score for score in complete if score is not None]
+        return [scores for scores in complete if scores is not None]
+
+    def _scores_of(self, models: InferResult) -> Scores:
+        reward = sum(self._weights[name] * value for name, value in models.rewards.items())
+        score = Score(models.index, reward, models.rewards, models.error, models.reference_logprobs)
+        times = models.started_s, models.finished_s
+        return Scores(models.group_id, models.attempt, (score,), models.worker, *times, models.purpose)
 
 
-def _judge(answer: Score | InferResult) -> JudgeKind:
-    return "reward" if isinstance(answer, Score) else "inference"
+def _judge(message: ScoreRequest | InferRequest | Scores | InferResult) -> JudgeKind:
+    return "reward" if isinstance(message, ScoreRequest | Scores) else "inference"
 
 
-def merge_score(rules: Score | None, models: InferResult | None, weights: Mapping[str, float]) -> Score:
-    """Join what the rules and the models say about a sample; at least one of them is there.
-
-    Args:
-        rules: The rules' weighted sum and parts.
-        models: Each reward model's normalised score, and the reference's log-probabilities.
-        weights: Of the reward models.
-
-    Returns:
-        The sample's score: sums and parts added, reasons joined, from the first beginning to the last end.
-    """
-    if models is None:
-        assert rules is not None, "a score has at least one half"
-        return rules
-    reward = sum(weights[name] * value for name, value in models.rewards.items())
-    halves = [half for half in (rules, models) if half is not None]
-    return Score(
-        models.group_id,
-        models.index,
-        models.attempt,
-        reward + (rules.reward if rules else 0.0),
-        {**(rules.parts if rules else {}), **models.rewards},
-        "; ".join(half.error for half in halves if half.error),
-        "+".join(half.worker for half in halves if half.worker),
-        min(half.started_s for half in halves),
-        max(half.finished_s for half in halves),
-        models.purpose,
-        models.reference_logprobs,
-        *((rules.error_kind, rules.trace, rules.over_limit) if rules else ()),
+def _merge(rules: Score, models: Score) -> Score:
+    """Return the score of a sample: sums and parts added, reasons joined."""
+    return msgspec.structs.replace(
+        rules,
+        reward=rules.reward + models.reward,
+        parts={**rules.parts, **models.parts},
+        error="; ".join(half.error for half in (rules, models) if half.error),
+        reference_logprobs=models.reference_logprobs,
     )
 
 
-def key_of(message: ScoreRequest | InferRequest | Score | InferResult) -> ScoreKey:
-    """Return which member a request or an answer is about."""
-    return (message.purpose, message.group_id, message.index)
+def members_of(message: ScoreRequest | InferRequest | Scores | InferResult) -> list[Member]:
+    """Return which members a request or an answer is about."""
+    if isinstance(message, Scores):
+        indices: Sequence[int] = [score.index for score in message.scores]
+    else:
+        indices = message.indices if isinstance(message, ScoreRequest) else (message.index,)
+    return [(message.purpose, message.group_id, index) for index in indices]

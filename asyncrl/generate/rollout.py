@@ -1,7 +1,7 @@
-"""From a group of work to its samples: tokenise once, submit every member, hand each result on as it finishes.
+"""From a group of work to its samples: tokenise once, submit every member, hand on together what finishes together.
 
 Invariants:
-- Every member of the work gives exactly one Sample or SampleFailure, whatever the prompt, the tokenizer or the engine does.
+- Every member of the work is in exactly one Samples or SampleFailure, whatever the prompt, the tokenizer or the engine does.
 - The member `greedy_index` is drawn at temperature 0, all others as the work says.
 - A sample's ids are those the engine sampled; its text is only for rewards and people.
 - Members are submitted together, so that the engine prefills their prompt once.
@@ -10,7 +10,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -19,9 +19,9 @@ from asyncrl.clock import Clock
 from asyncrl.errors import EngineDied, GenerationError, kind_of, trace_of
 from asyncrl.generate.engine import Engine, EngineRequest, TokenStream
 from asyncrl.generate.tokenizer import PromptCodec
-from asyncrl.schema.samples import GroupWork, Sample, SampleFailure, derive_seed, ids_to_bytes, logprobs_to_bytes
+from asyncrl.schema.samples import FinishReason, GroupWork, SampleFailure, Samples, derive_seed, ids_to_bytes, logprobs_to_bytes
 
-SendResult = Callable[[Sample | SampleFailure], Awaitable[None]]
+SendResult = Callable[[Samples | SampleFailure], Awaitable[None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class Rollout:
             for index in work.indices:
                 await self.send(_failure(work, index, str(error), error))
             return
-        news, members = asyncio.Event(), list[_Member]()
+        news, members, started_s = asyncio.Event(), list[_Member](), self.clock.now()
         try:
             for index in work.indices:
                 if self.is_aborted(work):
@@ -60,7 +60,7 @@ class Rollout:
                     continue
                 try:
                     request = _request(work, index, prompt_ids, self.codec.answer(work.prompt, index))
-                    members.append(_Member(index, self.clock.now(), self.engine.submit(request, news)))
+                    members.append(_Member(index, self.engine.submit(request, news)))
                 except EngineDied:
                     raise
                 except GenerationError as error:
@@ -68,11 +68,17 @@ class Rollout:
             while members:
                 await news.wait()
                 news.clear()
+                finished = list[_Member]()
                 for member in tuple(members):
-                    result = self._result(work, prompt_ids, member)
-                    if result is not None:
+                    failure = self._take(work, member)
+                    if failure is not None or member.finish_reason is not None:
                         members.remove(member)
-                        await self.send(result)
+                    if failure is not None:
+                        await self.send(failure)
+                    elif member.finish_reason is not None:
+                        finished.append(member)
+                if finished:
+                    await self.send(self._samples(work, ids_to_bytes(prompt_ids), started_s, finished))
         finally:
             for member in members:
                 member.stream.close()
@@ -82,37 +88,39 @@ class Rollout:
         for index in work.indices:
             self.engine.abort(request_id_of(work, index))
 
-    def _result(self, work: GroupWork, prompt_ids: tuple[int, ...], member: _Member) -> Sample | SampleFailure | None:
-        """Take what came for a member; return its sample once it is over. Raises EngineDied."""
+    def _take(self, work: GroupWork, member: _Member) -> SampleFailure | None:
+        """Take what came for a member; return why it has failed, if it has. Raises EngineDied."""
         try:
-            finish_reason = None
-            while finish_reason is None and (chunk := member.stream.take()) is not None:
+            while member.finish_reason is None and (chunk := member.stream.take()) is not None:
                 self.count_tokens(len(chunk.token_ids))
                 member.token_ids += chunk.token_ids
                 member.logprobs += chunk.logprobs
                 member.versions += chunk.versions
-                finish_reason = chunk.finish_reason
-            if finish_reason is None:
-                return None
-            if finish_reason == "abort":
+                member.finish_reason = chunk.finish_reason
+            if member.finish_reason == "abort":
                 return _failure(work, member.index, f"aborted after {len(member.token_ids)} tokens")
-            text = self.codec.decode(member.token_ids)
+            if member.finish_reason is not None:
+                member.text = self.codec.decode(member.token_ids)
         except EngineDied:
             raise
         except GenerationError as error:
             return _failure(work, member.index, str(error), error)
-        return Sample(
+        return None
+
+    def _samples(self, work: GroupWork, prompt_ids: bytes, started_s: float, members: Sequence[_Member]) -> Samples:
+        return Samples(
             group_id=work.group_id,
-            index=member.index,
             attempt=work.attempt,
-            prompt_ids=ids_to_bytes(prompt_ids),
-            token_ids=ids_to_bytes(member.token_ids),
-            logprobs=logprobs_to_bytes(member.logprobs),
-            versions=ids_to_bytes(member.versions),
-            finish_reason=finish_reason,
-            text=text,
             generator=self.generator,
-            started_s=member.started_s,
+            prompt_ids=prompt_ids,
+            indices=tuple([member.index for member in members]),
+            lengths=tuple([len(member.token_ids) for member in members]),
+            token_ids=ids_to_bytes([token for member in members for token in member.token_ids]),
+            logprobs=logprobs_to_bytes([logprob for member in members for logprob in member.logprobs]),
+            versions=ids_to_bytes([version for member in members for version in member.versions]),
+            finish_reasons=tuple([member.finish_reason or "stop" for member in members]),
+            texts=tuple([member.text for member in members]),
+            started_s=started_s,
             finished_s=self.clock.now(),
             purpose=work.purpose,
         )
@@ -123,11 +131,13 @@ class _Member:
     """A sample that is being generated."""
 
     index: int
-    started_s: float
     stream: TokenStream
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    """None while it goes on."""
+    text: str = ""
 
 
 def request_id_of(work: GroupWork, index: int) -> str:

@@ -155,7 +155,7 @@ def _draw_lane(axes: Axes, lane: Lane, row: int, window: Window) -> None:
     shown_s = window[1] - window[0]
     if lane.kind == "reward":
         shown = [
-            Span(item.name, item.start_s, max(item.end_s, item.start_s + shown_s / 400), item.process)
+            Span(item.name, item.start_s, max(item.end_s, item.start_s + shown_s / 400), item.process, item.attributes)
             for item in lane.named(SCORE)
         ]
         _fill_occupancy(axes, shown, row, window, REWARD_COLOUR)
@@ -296,7 +296,7 @@ def lanes_of(spans: Iterable[Span]) -> list[Lane]:
 
 
 def occupancy(spans: Sequence[Span]) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-    """Return the step function of how many spans are open.
+    """Return the step function of how many spans are open; one of several samples counts as so many.
 
     Returns:
         Times [K] at which the number changes, and the number [K] from each time on.
@@ -304,7 +304,8 @@ def occupancy(spans: Sequence[Span]) -> tuple[NDArray[np.float64], NDArray[np.in
     starts = np.array([item.start_s for item in spans], dtype=np.float64)
     ends = np.array([item.end_s for item in spans], dtype=np.float64)
     times = np.concatenate([starts, ends])
-    change = np.concatenate([np.ones(len(starts), np.int64), -np.ones(len(ends), np.int64)])
+    samples = np.array([int(item.attributes.get("samples", 1)) for item in spans], dtype=np.int64)
+    change = np.concatenate([samples, -samples])
     order = np.argsort(times, kind="stable")
     return times[order], np.cumsum(change[order])
 

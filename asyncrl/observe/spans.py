@@ -15,7 +15,7 @@ import msgspec
 from asyncrl.observe.steps import read_lines
 from asyncrl.schema.batches import StepDone
 from asyncrl.schema.control import PhaseReached
-from asyncrl.schema.samples import InferResult, Sample, Score
+from asyncrl.schema.samples import InferResult, Samples, Scores
 from asyncrl.schema.weights import VersionLive, WeightsAvailable
 
 SPANS_FILE = "spans.jsonl"
@@ -52,21 +52,25 @@ def spans_of(message: object, process: str = "learner") -> list[Span]:
     """Return the work that a message tells of, in order; nothing where it tells of none.
 
     Args:
-        message: A Sample, Score, InferResult, StepDone, WeightsAvailable, VersionLive or PhaseReached.
+        message: Samples, Scores, InferResult, StepDone, WeightsAvailable, VersionLive or PhaseReached.
         process: Who sent it, where it does not say so itself.
     """
     match message:
-        case Sample():
-            first, num_tokens = message.versions[:4], message.num_tokens
+        case Samples():
+            first, num_tokens = message.versions[:4], sum(message.lengths)
             alike = first if message.versions == first * num_tokens else message.versions  # nearly always all are of one version
-            versions = memoryview(alike).cast("i") if num_tokens else [-1]
+            versions = memoryview(alike).cast("i") if alike and len(alike) % 4 == 0 else [-1]
             return [span(
-                GENERATE, message.started_s, message.finished_s, message.generator, group=message.group_id, index=message.index,
-                tokens=num_tokens, oldest_version=min(versions), newest_version=max(versions), purpose=message.purpose,
+                GENERATE, message.started_s, message.finished_s, message.generator, group=message.group_id,
+                samples=len(message.indices), tokens=num_tokens, oldest_version=min(versions), newest_version=max(versions),
+                purpose=message.purpose,
             )]  # fmt: skip
-        case Score() | InferResult():
-            reward = message.reward if isinstance(message, Score) else sum(message.rewards.values())
-            attributes = {"group": message.group_id, "index": message.index, "reward": reward}
+        case Scores() | InferResult():
+            if isinstance(message, Scores):
+                rewards = [score.reward for score in message.scores]
+            else:
+                rewards = [sum(message.rewards.values())]
+            attributes = {"group": message.group_id, "samples": len(rewards), "reward": sum(rewards) / len(rewards)}
             return [span(SCORE, message.started_s, message.finished_s, message.worker, **attributes)]
         case StepDone(step, version):
             begin, waited_s = message.started_s, message.waited_s

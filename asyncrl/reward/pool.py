@@ -1,7 +1,7 @@
 """Scores samples in child processes, so that no reward ever runs on an event loop, hangs a worker or takes it down.
 
 Invariants:
-- Every `score` returns a Score, with a reward or with the reason why there is none.
+- Every `score` returns a Score of each sample, with a reward or with the reason why there is none.
 - A sample's process is killed once `timeout_s` has passed since its turn came. A function that a sample makes run out of time or
   memory scores 0 for it and is counted, the other functions score it as ever: a sample that could fail its judge would escape the
   score it earns. So it is where a built-in function's process dies. Where a user's own function ends it, the sample fails.
@@ -27,7 +27,7 @@ from asyncrl.config.reward import PythonReward, RewardConfig, reward_names
 from asyncrl.errors import AsyncRLError
 from asyncrl.reward.inputs import RewardInput
 from asyncrl.reward.worker_process import Item, Judgement, PrintedOutput, ProcessDied, ScoringProcess
-from asyncrl.schema.samples import Score, ScoreRequest
+from asyncrl.schema.samples import Score, ScoreRequest, Scores
 
 log = logging.getLogger(__name__)
 
@@ -43,10 +43,20 @@ _MAX_LOST = 3
 
 
 @dataclass(slots=True, eq=False)
+class _Request:
+    done: asyncio.Future[None]
+    scores: list[Score | None]
+    """None where it is still to come."""
+    num_open: int
+
+
+@dataclass(slots=True, eq=False)
 class _Job:
-    request: ScoreRequest
-    done: asyncio.Future[Score]
-    started_s: float = 0.0
+    """One sample of a request."""
+
+    request: _Request
+    place: int
+    sample: RewardInput
     number: int = 0
     """Which of the samples it is that its process was sent, from 1."""
     skipped: tuple[int, ...] = ()
@@ -94,7 +104,7 @@ class RewardPool:
         self._stops: Counter[tuple[str, str]] = Counter()
         self._output_path = output
         self._config, self._clock, self._name = config, clock, name
-        self._waiting: asyncio.Queue[_Job] = asyncio.Queue(config.concurrency * MOST_TOGETHER)
+        self._waiting: asyncio.Queue[_Job] = asyncio.Queue()  # whoever calls `score` bounds it
         self._processes: set[ScoringProcess] = set()
         self._most_together = 1
         self._tasks = asyncio.TaskGroup()
@@ -102,7 +112,7 @@ class RewardPool:
 
     @property
     def capacity(self) -> int:
-        """Samples that are worth handing in at once; `score` waits beyond about twice as many."""
+        """Samples that are worth handing in at once."""
         return self._config.concurrency * (MOST_TOGETHER if self._most_together > 1 else MAX_BATCH)
 
     @property
@@ -110,15 +120,21 @@ class RewardPool:
         """Process ids of the scoring processes now alive."""
         return tuple(process.pid for process in self._processes)
 
-    async def score(self, request: ScoreRequest) -> Score:
-        """Score one sample.
+    async def score(self, request: ScoreRequest) -> Scores:
+        """Score samples of one prompt.
 
         Returns:
-            Its score; where `error` is set there is none, and the error says why.
+            A score of each, in order; where `error` is set there is none, and the error says why.
         """
-        job = _Job(request, asyncio.get_running_loop().create_future(), self._clock.now())
-        await self._waiting.put(job)
-        return await job.done
+        started_s, num = self._clock.now(), len(request.indices)
+        pending = _Request(asyncio.get_running_loop().create_future(), [None] * num, num)
+        told = zip(request.indices, request.texts, request.finish_reasons, request.lengths, strict=True)
+        for place, (index, text, finish_reason, length) in enumerate(told):
+            self._waiting.put_nowait(_Job(pending, place, RewardInput(request.prompt, text, finish_reason, length, index)))
+        await pending.done
+        scores = tuple([score for score in pending.scores if score is not None])
+        times = started_s, self._clock.now()
+        return Scores(request.group_id, request.attempt, scores, self._name, *times, request.purpose)
 
     async def __aenter__(self) -> Self:
         """Start all processes and wait until their rewards are built.
@@ -169,22 +185,25 @@ class RewardPool:
                 jobs.append(self._waiting.get_nowait())
             _send(process, jobs)
             while jobs:
-                jobs[0].started_s = self._clock.now()
-                stopped, judgement = "", Judgement()
+                stopped, judgements = "", tuple[Judgement, ...]()
                 try:
                     async with asyncio.timeout(self._config.timeout_s):
-                        judgement = await process.judgement()
+                        judgements = await process.judgements()
                 except TimeoutError:
                     stopped = "time"
                 except ProcessDied as died:
                     stopped = str(died)
-                if judgement.out_of_memory:
-                    stopped = "memory"
-                if not stopped:
+                for judgement in judgements:
+                    if judgement.out_of_memory:
+                        stopped = "memory"
+                        break
                     self._finish(jobs.popleft(), judgement)
                     mean_s = max(judgement.seconds, 0.7 * mean_s + 0.3 * judgement.seconds)
+                if not stopped:
                     continue
                 await self._stop(process)
+                while jobs and process.mark.sample > jobs[0].number and not process.mark.in_batch:
+                    jobs.rotate(-1)  # it was judged, and what was said of it did not get out: it is judged again
                 if (failure := self._blame(process, jobs, stopped)) is not None:
                     self._finish(jobs.popleft(), failure)
                 self.counts.replaced += 1
@@ -231,26 +250,14 @@ class RewardPool:
         self.counts.scored += not judgement.error
         self.counts.failed += bool(judgement.error)
         self.counts.busy_s += judgement.seconds
-        if job.done.done():
-            return
         request = job.request
-        job.done.set_result(
-            Score(
-                group_id=request.group_id,
-                index=request.index,
-                attempt=request.attempt,
-                reward=judgement.reward,
-                parts=judgement.parts,
-                error=judgement.error[:MAX_ERROR_CHARS],
-                error_kind=judgement.kind[:MAX_ERROR_CHARS],
-                trace=judgement.trace,
-                worker=self._name,
-                started_s=job.started_s,
-                finished_s=self._clock.now(),
-                purpose=request.purpose,
-                over_limit=job.over_limit,
-            )
-        )
+        request.scores[job.place] = Score(
+            job.sample.index, judgement.reward, judgement.parts, judgement.error[:MAX_ERROR_CHARS],
+            error_kind=judgement.kind[:MAX_ERROR_CHARS], trace=judgement.trace, over_limit=job.over_limit,
+        )  # fmt: skip
+        request.num_open -= 1
+        if not request.num_open and not request.done.done():
+            request.done.set_result(None)
 
     async def _start(self) -> ScoringProcess:
         process = ScoringProcess(self._output)
@@ -280,7 +287,7 @@ def _send(process: ScoringProcess, jobs: deque[_Job]) -> None:
     together: list[Item] = []
     for job in jobs:
         job.number = process.num_sent + len(together) + 1
-        item = Item(_input(job.request), job.skipped)
+        item = Item(job.sample, job.skipped)
         if job.is_alone:
             if together:
                 process.send(together)
@@ -290,10 +297,6 @@ def _send(process: ScoringProcess, jobs: deque[_Job]) -> None:
             together.append(item)
     if together:
         process.send(together)
-
-
-def _input(request: ScoreRequest) -> RewardInput:
-    return RewardInput(request.prompt, request.text, request.finish_reason, request.num_tokens, request.index)
 
 
 def _first_cause(error: BaseException) -> BaseException:

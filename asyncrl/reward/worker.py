@@ -1,11 +1,12 @@
 """The reward worker process: score requests in, scores out, as many at once as keep its scoring processes busy.
 
 Three loops over one connection:
-- requests (DATA): one task a request, at most `RewardPool.capacity`; a request is acknowledged once its Score is handed over;
+- requests (DATA): one task a request, at most about `RewardPool.capacity` samples; a request is acknowledged once its Scores are
+  handed over;
 - orders (CONTROL): Shutdown; what scores wait for is lost with it, and the ledger has them scored again at a resume;
 - heartbeat: what it does or waits for, and its gauges. It beats while the scoring processes still start.
 
-Invariant: every request ends in one Score, with a reward or with the reason why there is none; only a scoring process that
+Invariant: every request ends in one Scores, with rewards or with the reasons why there are none; only a scoring process that
 cannot be started ends the worker. Nothing is scored on this event loop: see pool.py.
 """
 
@@ -54,6 +55,8 @@ class RewardWorker:
         self._pool = RewardPool(config.reward, clock, name, printed)
         self._is_ready = False
         self._num_scoring = 0
+        """Samples."""
+        self._has_room = asyncio.Event()
 
     async def run(self) -> None:
         """Serve until the orders end."""
@@ -66,22 +69,22 @@ class RewardWorker:
     async def _serve_requests(self) -> None:
         async with self._pool as pool, asyncio.TaskGroup() as samples:
             self._is_ready = True
-            room = asyncio.Semaphore(pool.capacity)
-            await room.acquire()
             async for request, delivery in self._stage.requests(ScoreRequest):
-                samples.create_task(self._serve(request, delivery, room))
-                await room.acquire()
+                self._num_scoring += len(request.indices)
+                samples.create_task(self._serve(request, delivery))
+                while self._num_scoring >= pool.capacity:
+                    self._has_room.clear()
+                    await self._has_room.wait()
 
-    async def _serve(self, request: ScoreRequest, delivery: Delivery, room: asyncio.Semaphore) -> None:
-        self._num_scoring += 1
+    async def _serve(self, request: ScoreRequest, delivery: Delivery) -> None:
         try:
             with self._stage.idle.running():
-                score = await self._pool.score(request)
-                await self._stage.connection.send(score, Lane.DATA)
+                scores = await self._pool.score(request)
+                await self._stage.connection.send(scores, Lane.DATA)
                 delivery.ack()
         finally:
-            self._num_scoring -= 1
-            room.release()
+            self._num_scoring -= len(request.indices)
+            self._has_room.set()
 
     def _report(self) -> tuple[str, dict[str, float]]:
         counts, waiting_for = self._pool.counts, "" if self._num_scoring else "a sample to score"

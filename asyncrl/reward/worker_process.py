@@ -6,8 +6,8 @@ of memory or die: the pool notices and replaces it. It dies with its parent, hol
 never imports torch unless a user's reward does. Before each function it writes into a shared mark which sample and which
 function it is at, so that the pool knows what to blame.
 
-The two talk in msgpack over a socket pair: `Begin`, `Ready`, then for each `Work` one `Judgement` per sample, in order. A message
-is its length in 4 bytes, little-endian, and the payload.
+The two talk in msgpack over a socket pair: `Begin`, `Ready`, then for each `Work` one `Judgement` per sample, in order, as many
+at a time as are made in `TELL_EVERY_S`. A message is its length in 4 bytes, little-endian, and the payload.
 """
 
 from __future__ import annotations
@@ -38,6 +38,8 @@ from asyncrl.reward.inputs import RewardInput
 
 START_TIMEOUT_S = 120.0
 """Importing what rewards need, on a busy machine."""
+TELL_EVERY_S = 0.002
+"""What a process judges faster than this is told together."""
 MAX_PRINTED_BYTES = 1 << 20
 """Of what rewards print, in each of two files: the older is overwritten."""
 _PR_SET_PDEATHSIG = 1
@@ -106,10 +108,10 @@ class ProcessDied(Exception):  # noqa: N818 - an event to handle, not an error o
     """The scoring process is gone; the message says how it ended."""
 
 
-_judgements = msgspec.msgpack.Decoder(Judgement)
+_judgements = msgspec.msgpack.Decoder(tuple[Judgement, ...])
 
 
-def _message(message: msgspec.Struct) -> bytes:
+def _message(message: msgspec.Struct | list[Judgement]) -> bytes:
     payload = msgspec.msgpack.encode(message)
     return _LENGTH.pack(len(payload)) + payload
 
@@ -241,8 +243,8 @@ class ScoringProcess:
         self.num_sent += len(items)
         self._writer.write(_message(Work(tuple(items))))
 
-    async def judgement(self) -> Judgement:
-        """Return the next sample's judgement.
+    async def judgements(self) -> tuple[Judgement, ...]:
+        """Return the judgements of the next samples, one or more.
 
         Raises:
             ProcessDied: The child ended instead.
@@ -313,10 +315,7 @@ def main() -> None:
         while payload := _read_message(stream):
             items = [(item.sample, item.skipped) for item in decoder.decode(payload).items]
             outcomes = score_together(rewards, items, resolve, partial(_set_mark, mark, num_done + 1))
-            try:
-                _answer(pool, outcomes)
-            except MemoryError:
-                pool.sendall(_message(Judgement(out_of_memory=True)))
+            if not _answer(pool, outcomes):
                 return
             num_done += len(items)
 
@@ -325,20 +324,29 @@ def _set_mark(mark: mmap.mmap, first: int, index: int, function: int, in_batch: 
     _MARK.pack_into(mark, 0, first + index, function, in_batch)
 
 
-def _answer(pool: socket.socket, outcomes: Iterator[tuple[float, dict[str, float]] | RewardError]) -> None:
-    """Send a judgement of each sample as it is scored."""
-    started_s = time.monotonic()
-    for outcome in outcomes:
-        now_s = time.monotonic()
-        seconds, started_s = now_s - started_s, now_s
-        if isinstance(outcome, RewardError):
-            cause = outcome.__cause__ or outcome
-            judgement = Judgement(
-                error=str(outcome) or "RewardError", kind=kind_of(cause), trace=trace_of(cause), seconds=seconds
-            )
-        else:
-            judgement = Judgement(*outcome, seconds=seconds)
-        pool.sendall(_message(judgement))
+def _answer(pool: socket.socket, outcomes: Iterator[tuple[float, dict[str, float]] | RewardError]) -> bool:
+    """Send a judgement of each sample soon after it is scored; return False where the memory ran out over one."""
+    judgements, is_whole = list[Judgement](), True
+    told_s = started_s = time.monotonic()
+    try:
+        for outcome in outcomes:
+            now_s = time.monotonic()
+            seconds, started_s = now_s - started_s, now_s
+            if isinstance(outcome, RewardError):
+                cause = outcome.__cause__ or outcome
+                told = str(outcome) or "RewardError"
+                judgements.append(Judgement(error=told, kind=kind_of(cause), trace=trace_of(cause), seconds=seconds))
+            else:
+                judgements.append(Judgement(*outcome, seconds=seconds))
+            if now_s - told_s > TELL_EVERY_S:
+                pool.sendall(_message(judgements))
+                judgements, told_s = [], now_s
+    except MemoryError:
+        judgements.append(Judgement(out_of_memory=True))
+        is_whole = False
+    if judgements:
+        pool.sendall(_message(judgements))
+    return is_whole
 
 
 async def _await(pending: Awaitable[object]) -> object:

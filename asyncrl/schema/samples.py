@@ -1,4 +1,4 @@
-"""What travels between prompts, generators, reward workers and the ledger.
+"""What travels between prompts, generators, reward workers and the ledger: members of a group that finish together go together.
 
 Arrays are raw little-endian bytes: `token_ids` int32, `logprobs` float32, `versions` int32, `loss_mask` uint8; `ids_to_bytes`
 and friends convert. T below is the number of generated (response) tokens of a sample.
@@ -93,8 +93,8 @@ class GroupWork(Message, frozen=True, gc=False, tag="group_work"):
     """The member that is drawn greedily, as a baseline (ReMax); -1: none."""
 
 
-class Sample(Message, frozen=True, gc=False, tag="sample"):
-    """Generator to controller: one finished completion, with everything training needs to know about it."""
+class Sample(msgspec.Struct, frozen=True, gc=False):
+    """One finished completion, with everything training needs to know about it."""
 
     group_id: int
     index: int
@@ -125,6 +125,71 @@ class Sample(Message, frozen=True, gc=False, tag="sample"):
         return len(self.token_ids) // 4
 
 
+class Samples(Message, frozen=True, gc=False, tag="samples"):
+    """Generator to controller: members of one group that finished together, N tokens of theirs end to end."""
+
+    group_id: int
+    attempt: int
+    generator: str
+    """Name of the process that made them."""
+    prompt_ids: bytes
+    """As in `Sample`, of all of them."""
+    indices: tuple[int, ...]
+    """Which members they are."""
+    lengths: tuple[int, ...]
+    """Tokens of each; N in all."""
+    token_ids: bytes
+    """int32 [N]; this and what follows as in `Sample`."""
+    logprobs: bytes
+    """float32 [N]."""
+    versions: bytes
+    """int32 [N]."""
+    finish_reasons: tuple[FinishReason, ...]
+    texts: tuple[str, ...]
+    started_s: float
+    finished_s: float
+    loss_mask: bytes = b""
+    """uint8 [N], or empty: all ones."""
+    purpose: Purpose = "train"
+
+    @classmethod
+    def of(cls, samples: Sequence[Sample]) -> Samples:
+        """Return samples of one group and attempt together; the times are those of the first."""
+        first, masked = samples[0], any(sample.loss_mask for sample in samples)
+        return cls(
+            first.group_id,
+            first.attempt,
+            first.generator,
+            first.prompt_ids,
+            tuple([sample.index for sample in samples]),
+            tuple([sample.num_tokens for sample in samples]),
+            b"".join([sample.token_ids for sample in samples]),
+            b"".join([sample.logprobs for sample in samples]),
+            b"".join([sample.versions for sample in samples]),
+            tuple([sample.finish_reason for sample in samples]),
+            tuple([sample.text for sample in samples]),
+            first.started_s,
+            first.finished_s,
+            b"".join([sample.loss_mask or b"\1" * sample.num_tokens for sample in samples]) if masked else b"",
+            first.purpose,
+        )
+
+    def members(self) -> list[Sample]:
+        """Return each by itself."""
+        samples, start = list[Sample](), 0
+        for index, length, finish_reason, text in zip(self.indices, self.lengths, self.finish_reasons, self.texts, strict=True):
+            end = start + length
+            samples.append(
+                Sample(
+                    self.group_id, index, self.attempt, self.prompt_ids, self.token_ids[4 * start : 4 * end],
+                    self.logprobs[4 * start : 4 * end], self.versions[4 * start : 4 * end], finish_reason, text, self.generator,
+                    self.started_s, self.finished_s, self.loss_mask[start:end], self.purpose,
+                )
+            )  # fmt: skip
+            start = end
+        return samples
+
+
 class SampleFailure(Message, frozen=True, tag="sample_failure"):
     """A member that will never be trained, with the reason; data, not a crash."""
 
@@ -141,34 +206,45 @@ class SampleFailure(Message, frozen=True, tag="sample_failure"):
 
 
 class ScoreRequest(Message, frozen=True, gc=False, tag="score_request"):
-    """Controller to reward worker: judge this completion."""
+    """Controller to reward worker: judge these completions of one prompt; the answer is one `Scores`."""
 
     group_id: int
-    index: int
     attempt: int
     prompt: Prompt
-    text: str
-    finish_reason: FinishReason
-    num_tokens: int
+    indices: tuple[int, ...]
+    """Which members of the group they are."""
+    texts: tuple[str, ...]
+    finish_reasons: tuple[FinishReason, ...]
+    lengths: tuple[int, ...]
+    """Tokens of each."""
     purpose: Purpose = "train"
 
+    @classmethod
+    def of(cls, prompt: Prompt, samples: Sequence[Sample]) -> ScoreRequest:
+        """Return the request for samples of one group."""
+        first = samples[0]
+        return cls(
+            first.group_id,
+            first.attempt,
+            prompt,
+            tuple([sample.index for sample in samples]),
+            tuple([sample.text for sample in samples]),
+            tuple([sample.finish_reason for sample in samples]),
+            tuple([sample.num_tokens for sample in samples]),
+            first.purpose,
+        )
 
-class Score(Message, frozen=True, gc=False, tag="score"):
-    """Reward worker to controller: the judgement, or why there is none."""
 
-    group_id: int
+class Score(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
+    """The judgement of one member, or why there is none."""
+
     index: int
-    attempt: int
     reward: float
     """The weighted sum; 0.0 and meaningless where `error` is set."""
     parts: dict[str, float] = {}
     """Each configured reward by name, unweighted."""
     error: str = ""
     """Empty, or why the sample is failed: the reward raised, timed out, or its process died."""
-    worker: str = ""
-    started_s: float = 0.0
-    finished_s: float = 0.0
-    purpose: Purpose = "train"
     reference_logprobs: bytes = b""
     """float32 [T], from an inference worker's reference model; empty where the run has none there."""
     error_kind: str = ""
@@ -177,6 +253,18 @@ class Score(Message, frozen=True, gc=False, tag="score"):
     """As `SampleFailure.trace`."""
     over_limit: str = ""
     """Empty, or which function the sample made run out of time or memory; it counts 0 there."""
+
+
+class Scores(Message, frozen=True, gc=False, tag="scores"):
+    """Reward worker to controller: the judgements that a request asked for."""
+
+    group_id: int
+    attempt: int
+    scores: tuple[Score, ...]
+    worker: str = ""
+    started_s: float = 0.0
+    finished_s: float = 0.0
+    purpose: Purpose = "train"
 
 
 class InferRequest(Message, frozen=True, gc=False, tag="infer_request"):

@@ -36,7 +36,7 @@ from asyncrl.errors import LaunchError
 from asyncrl.observe.log import set_up_logging
 from asyncrl.packing.tensors import pack_step
 from asyncrl.pipeline import run_controller
-from asyncrl.schema.codec import decode, encode
+from asyncrl.schema.codec import encode
 from asyncrl.schema.samples import Prompt, Sample, ScoredGroup, ScoredSample
 from benchmarks.fake_cluster import MEASURED_TO, PROMPT_TOKENS, RESULT_FILE, Mark
 from benchmarks.harness import BenchResult, medians, ratio
@@ -88,8 +88,9 @@ def bare_cpu_s(folder: Path, num_tokens: int) -> float:
     """Return the CPU seconds a sample that decoding, one table and packing take."""
     sample = random_sample(num_tokens, PROMPT_TOKENS)
     num_samples = GROUPS_PER_STEP * GROUP_SIZE
+    encoder, decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(Sample)
     frames = [
-        encode(msgspec.structs.replace(sample, group_id=number // GROUP_SIZE, index=number % GROUP_SIZE))
+        encoder.encode(msgspec.structs.replace(sample, group_id=number // GROUP_SIZE, index=number % GROUP_SIZE))
         for number in range(num_samples)
     ]
     folder.mkdir()
@@ -101,8 +102,7 @@ def bare_cpu_s(folder: Path, num_tokens: int) -> float:
         for start in range(0, num_samples, BARE_BATCH):
             rows = []
             for frame in frames[start : start + BARE_BATCH]:
-                decoded = decode(frame)
-                assert isinstance(decoded, Sample)
+                decoded = decoder.decode(frame)
                 scored.append(ScoredSample(decoded, float(decoded.index % 2)))
                 rows.append((decoded.group_id << 20 | decoded.index, float(decoded.index % 2), frame))
             connection.execute("BEGIN")

@@ -38,7 +38,7 @@ from asyncrl.schema.control import (
     ProcessKind,
     Shutdown,
 )
-from asyncrl.schema.samples import GroupWork, Score, ScoreRequest, ids_to_bytes
+from asyncrl.schema.samples import GroupWork, Samples, Score, ScoreRequest, Scores, ids_to_bytes
 from asyncrl.schema.weights import VersionLive, WeightsAvailable, WeightsManifest
 from asyncrl.transport.protocol import Connection, Lane, new_hello
 from asyncrl.transport.zmq_client import open_connection
@@ -127,13 +127,12 @@ class Member:
             delivery = await self.connection.receive(Lane.DATA)
             match work := delivery.message:
                 case GroupWork():
-                    for index in work.indices:
-                        placed = {"group_id": work.group_id, "index": index, "attempt": work.attempt, "purpose": work.purpose}
-                        await self.connection.send(msgspec.structs.replace(self._sample, **placed))
+                    placed = {"group_id": work.group_id, "attempt": work.attempt, "purpose": work.purpose}
+                    members = [msgspec.structs.replace(self._sample, index=index, **placed) for index in work.indices]
+                    await self.connection.send(Samples.of(members))
                 case ScoreRequest():
-                    reward = float(work.index % 2)
-                    score = Score(work.group_id, work.index, work.attempt, reward, {"answer_match": reward}, "", self.name)
-                    await self.connection.send(score)
+                    scores = [Score(index, float(index % 2), {"answer_match": float(index % 2)}) for index in work.indices]
+                    await self.connection.send(Scores(work.group_id, work.attempt, tuple(scores), self.name))
                 case StepBatch(step):
                     now, metrics = time.monotonic(), {"data/samples": float(len(work.samples)), "reward/mean": 0.5}
                     await self._tell(_version(step + 1), StepDone(step, step + 1, metrics, now, now))

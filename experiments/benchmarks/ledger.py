@@ -18,7 +18,7 @@ import msgspec
 from asyncrl.buffer.ledger import records as rec
 from asyncrl.buffer.ledger.store import SqliteLedger
 from asyncrl.schema.codec import encode
-from asyncrl.schema.samples import Prompt, Score
+from asyncrl.schema.samples import Prompt, Samples, Score, Scores
 from benchmarks.harness import BenchResult, medians, ratio
 from benchmarks.samples import random_sample
 
@@ -41,21 +41,23 @@ def run(rounds: int = 0) -> BenchResult:
 
 def _long() -> dict[str, float]:
     sample = random_sample(LONG_TOKENS, 64)
-    samples = [msgspec.structs.replace(sample, group_id=number // 8, index=number % 8) for number in range(NUM_LONG)]
+    groups = [
+        Samples.of([msgspec.structs.replace(sample, group_id=group_id, index=index) for index in range(8)])
+        for group_id in range(NUM_LONG // 8)
+    ]
     with tempfile.TemporaryDirectory(prefix="asyncrl-") as folder:
         ledger = SqliteLedger(Path(folder) / "ledger.sqlite")
         written, started_s, cpu_s = _written_bytes(), time.perf_counter(), time.process_time()
-        for number, each in enumerate(samples):
-            if number % 8 == 0:
-                ledger.write((rec.IssuedRecord(each.group_id, Prompt(f"p{each.group_id}"), "g", 0, 8, 0.0),))
-            ledger.write((rec.SampleRecord(each, 0, 0, 0.0),))
+        for each in groups:
+            ledger.write((rec.IssuedRecord(each.group_id, Prompt(f"p{each.group_id}"), "g", 0, 8, 0.0),))
+            ledger.write((rec.SamplesRecord(each, (((0, LONG_TOKENS),),) * 8, 0.0),))
         ledger.sync()
         wall_s, cpu_s, wal = time.perf_counter() - started_s, time.process_time() - cpu_s, _wal_mb(ledger)
         ledger.close()
         return {
             "long_samples_per_s": NUM_LONG / wall_s,
             "long_cpu_us_per_sample": 1e6 * cpu_s / NUM_LONG,
-            "bytes_written_per_payload": (_written_bytes() - written) / (NUM_LONG * len(encode(sample))),
+            "bytes_written_per_payload": (_written_bytes() - written) / (sum(len(encode(each)) for each in groups)),
             "long_wal_mb": wal,
         }
 
@@ -72,10 +74,10 @@ def _short() -> dict[str, float]:
                 ledger.write((
                     rec.IssuedRecord(group_id, Prompt(f"p{group_id}", "1 + 1 =", answer="2"), "g", step, GROUP_SIZE, 0.0),
                 ))
-                for index in range(GROUP_SIZE):
-                    placed = msgspec.structs.replace(sample, group_id=group_id, index=index)
-                    ledger.write((rec.SampleRecord(placed, step, step, 0.0),))
-                    ledger.write((rec.ScoreRecord(Score(group_id, index, 0, 1.0, {"match": 1.0}, worker="r"), 0.0),))
+                members = [msgspec.structs.replace(sample, group_id=group_id, index=index) for index in range(GROUP_SIZE)]
+                ledger.write((rec.SamplesRecord(Samples.of(members), (((step, 4),),) * GROUP_SIZE, 0.0),))
+                scores = tuple(Score(index, 1.0, {"match": 1.0}) for index in range(GROUP_SIZE))
+                ledger.write((rec.ScoresRecord(Scores(group_id, 0, scores, "r"), 0.0),))
                 ledger.write((rec.MovedRecord(group_id, "running", "scoring", "", 0.0),))
                 ledger.write((rec.MovedRecord(group_id, "scoring", "ready", "", 0.0),))
                 time.sleep(max(0.0, begun_s + STEP_S * (step + (count + 1) / GROUPS_PER_STEP) - time.perf_counter()))

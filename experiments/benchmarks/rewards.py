@@ -111,12 +111,13 @@ def _pool(function: RewardFunctionConfig) -> RewardPool:
 async def _score(pool: RewardPool, requests: Sequence[ScoreRequest], count: int) -> list[float]:
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(pool.score(requests[index % len(requests)])) for index in range(count)]
-    failed = [task.result().error for task in tasks if task.result().error]
+    scores = [score for task in tasks for score in task.result().scores]
+    failed = [score.error for score in scores if score.error]
     if failed:
         raise RuntimeError(f"{len(failed)} samples were not judged, the first: {failed[0]}")
-    return [task.result().reward for task in tasks]
+    return [score.reward for score in scores]
 
 
 def _request(text: str, answer: str = "", tests: object = None) -> ScoreRequest:
     prompt = Prompt("p", answer=answer, reference_json=json.dumps(tests) if tests else "")
-    return ScoreRequest(1, 0, 1, prompt, text, "stop", 4)
+    return ScoreRequest(1, 1, prompt, (0,), (text,), ("stop",), (4,))

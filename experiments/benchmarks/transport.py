@@ -35,7 +35,7 @@ from asyncrl.buffer.ledger.store import SqliteLedger
 from asyncrl.buffer.state import BufferLimits, BufferState
 from asyncrl.config.run import TransportConfig
 from asyncrl.schema.codec import encode
-from asyncrl.schema.samples import Prompt, Sample
+from asyncrl.schema.samples import Prompt, Samples
 from asyncrl.transport.protocol import Arrival, new_hello
 from asyncrl.transport.zmq_client import open_connection
 from asyncrl.transport.zmq_server import open_listener
@@ -55,7 +55,8 @@ WINDOW = 256
 PLAIN = TransportConfig(encryption="plain", window=WINDOW)
 CURVE = TransportConfig(encryption="curve", window=WINDOW)
 
-SAMPLE = random_sample(NUM_TOKENS, 64)
+SAMPLE = Samples.of([random_sample(NUM_TOKENS, 64)])
+"""Each travels alone: what is compared is messages, not groups."""
 _TIMEOUT_S = 120.0
 
 
@@ -125,9 +126,9 @@ async def _receive_all(config: TransportConfig, folder: Path, is_durable: bool) 
             while number < NUM_SAMPLES:
                 arrival = await connection.receive_all()
                 started_s, number = started_s or loop.time(), number + len(arrival.messages)
-                samples = [message for message in arrival.messages if isinstance(message, Sample)]
+                samples = [message for message in arrival.messages if isinstance(message, Samples)]
                 receipts = buffer.add_samples(samples, loop.time())
-                assert all(receipt.status == "stored" for receipt in receipts), receipts
+                assert all(receipt.stored for receipt in receipts), receipts
                 buffer.when_committed(partial(_finish, arrival, committed if number == NUM_SAMPLES else None))
             finished_s = await asyncio.wait_for(committed, _TIMEOUT_S)
     finally:
@@ -160,7 +161,8 @@ def _producer(kind: str, address: str, folder: str) -> Iterator[None]:
 
 async def _produce_samples(config: TransportConfig, address: str, folder: Path) -> None:
     samples = [
-        msgspec.structs.replace(SAMPLE, group_id=number // GROUP_SIZE, index=number % GROUP_SIZE) for number in range(NUM_SAMPLES)
+        msgspec.structs.replace(SAMPLE, group_id=number // GROUP_SIZE, indices=(number % GROUP_SIZE,))
+        for number in range(NUM_SAMPLES)
     ]
     connection = await open_connection(address, new_hello("generator", "generator-0"), config, folder)
     for sample in samples:

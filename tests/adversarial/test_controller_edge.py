@@ -41,7 +41,6 @@ from asyncrl.schema.samples import (
     InferResult,
     Prompt,
     SampleFailure,
-    Score,
     ScoreRequest,
     ids_to_bytes,
     logprobs_to_bytes,
@@ -49,7 +48,7 @@ from asyncrl.schema.samples import (
 from asyncrl.schema.status import ExternalGroup
 from asyncrl.schema.weights import VersionLive, WeightsAvailable, WeightsManifest
 from asyncrl.transport.protocol import Lane
-from tests.builders import answer_to, hello, receive
+from tests.builders import answer_to, hello, receive, score_of
 from tests.unit.control.test_controller import World
 
 GUEST = "joined-b-7-0"
@@ -103,7 +102,7 @@ FROM_A_GUEST = [
     Heartbeat("learner", 0.0),
     Heartbeat(GUEST, float("nan")),
     PhaseReached("learner", "train", 0),
-    Score(0, 0, 0, 1.0),
+    score_of(0, 0),
     InferResult(0, 0, 0),
 ]
 
@@ -137,7 +136,10 @@ BAD_SAMPLES = {
     "an attempt that was not given out": {"attempt": 7},
     "a start that is no number": {"started_s": float("nan")},
     "an end that is no number": {"finished_s": float("inf")},
-    "no such member": {"index": 5},
+    "no such member": {"indices": (5,)},
+    "a member before the first": {"indices": (-1,)},
+    "no member at all": {"indices": ()},
+    "a member twice": {"indices": (1, 1)},
     "no such group": {"group_id": 10**6},
 }
 
@@ -157,7 +159,7 @@ async def test_a_sample_that_is_not_this_guests_own_is_refused(tmp_path, case):
         await guest.send(msgspec.structs.replace(answer_to(own, 1, GUEST), **changes))
         await settled(world, 1)
         assert group.members[1] == "pending"
-        assert world.controller.edge.refused == {(GUEST, "Sample"): 1}
+        assert world.controller.edge.refused == {(GUEST, "Samples"): 1}
 
 
 async def test_a_sample_of_another_prompt_than_its_group_is_refused(tmp_path):
@@ -219,7 +221,7 @@ async def test_a_score_of_a_worker_that_was_not_asked_is_refused(tmp_path):
                 await asyncio.sleep(0.005)
         asked = {peer.name for peer in world.controller.peers.of("reward") if peer.connection.unacknowledged()}
         liar = other if asked == {"reward-0"} else reward
-        await liar.send(Score(work.group_id, 0, work.attempt, 1.0))
+        await liar.send(score_of(work.group_id, 0, attempt=work.attempt))
         await settled(world, 1)
         assert world.buffer.state.member_state(work.group_id, 0) == "generated"
 
@@ -243,7 +245,7 @@ async def test_figures_of_a_step_that_are_not_finite_are_left_out_and_its_line_c
             for index in work.indices:
                 await generator.send(answer_to(work, index))
                 request = await receive(reward, ScoreRequest, Lane.DATA)
-                await reward.send(Score(request.group_id, request.index, request.attempt, 1.0, worker="reward-0"))
+                await reward.send(score_of(request.group_id, index, attempt=request.attempt, worker="reward-0"))
         batch = await receive(learner, StepBatch, Lane.DATA)
         await learner.send(StepDone(batch.step, batch.step + 1, {name: float("nan")}, 0.0, 1.0), Lane.CONTROL)
         async with asyncio.timeout(30):
@@ -293,7 +295,7 @@ async def test_a_submitted_group_with_token_ids_beyond_the_vocabulary_is_refused
     async with running(tmp_path) as world:
         work = GroupWork(0, 0, Prompt("mine"), (0,), None, 0)
         early = RunApi(world.controller)
-        beyond = ExternalGroup(Prompt("mine"), (answer_to(work, token_ids=ids_to_bytes([3, 500])),))
+        beyond = ExternalGroup(Prompt("mine"), tuple(answer_to(work, token_ids=ids_to_bytes([3, 500])).members()))
         assert early.submit(beyond).group_id == 0  # nothing is known of the model yet
         (tmp_path / "model").mkdir()
         (tmp_path / "model" / "config.json").write_text('{"vocab_size": 100}')
@@ -301,7 +303,7 @@ async def test_a_submitted_group_with_token_ids_beyond_the_vocabulary_is_refused
         assert world.buffer.counts().dropped == {"token ids beyond the vocabulary": 1}
         refused = early.submit(beyond)
         assert "token id 500 is beyond the model's vocabulary of 100" in refused.refused
-        assert early.submit(ExternalGroup(Prompt("mine"), (answer_to(work),))).group_id == 1
+        assert early.submit(ExternalGroup(Prompt("mine"), tuple(answer_to(work).members()))).group_id == 1
 
 
 async def test_an_outside_learner_cannot_announce_a_version_that_no_step_made(tmp_path):
@@ -321,7 +323,7 @@ async def test_a_batch_that_kills_the_learner_twice_is_set_aside_and_named(tmp_p
             for index in work.indices:
                 await generator.send(answer_to(work, index))
                 request = await receive(reward, ScoreRequest, Lane.DATA)
-                await reward.send(Score(request.group_id, request.index, request.attempt, 1.0, worker="reward-0"))
+                await reward.send(score_of(request.group_id, index, attempt=request.attempt, worker="reward-0"))
         for life in (1, 2):
             await receive(learner, StepBatch, Lane.DATA)
             (await world.launcher.started("learner", life)).exit(-9)

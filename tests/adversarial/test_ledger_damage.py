@@ -14,22 +14,22 @@ from asyncrl.buffer.ledger.reader import LedgerReader
 from asyncrl.buffer.open import open_buffer
 from asyncrl.config.load import parse_config
 from asyncrl.errors import LedgerError
-from asyncrl.schema.samples import Prompt, Score, logprobs_to_bytes
-from tests.builders import make_sample
+from asyncrl.schema.samples import Prompt, Samples, logprobs_to_bytes
+from tests.builders import make_sample, score_of
 
 CONFIG = parse_config({"algorithm": {"groups_per_step": 1, "group_size": 2}, "buffer": {"max_staleness": 7}})
 LONG = 600
 """Tokens of each sample: enough that payloads are compressed."""
 TRAINED_COLUMNS = [
-    ("payloads", "file"), ("payloads", "start"), ("payloads", "size"), ("payloads", "checksum"),
+    ("samples", "file"), ("samples", "start"), ("samples", "size"), ("samples", "checksum"),
     ("groups", "prompt"), ("groups", "prompt_id"),
-    ("groups", "size"), ("groups", "checksum"), ("samples", "reward"), ("samples", "parts"), ("samples", "score_checksum"),
-    ("reference_logprobs", "body"), ("steps", "group_ids"), ("steps", "params"), ("steps", "checksum"),
+    ("groups", "size"), ("groups", "checksum"), ("scores", "members"), ("scores", "checksum"),
+    ("scores", "reference"), ("steps", "group_ids"), ("steps", "params"), ("steps", "checksum"),
 ]  # fmt: skip
 OTHER_COLUMNS = [
     ("groups", "version"), ("groups", "attempt"), ("groups", "state"), ("groups", "retries"), ("groups", "returns"),
-    ("groups", "cursor"), ("groups", "issued_s"), ("samples", "state"), ("samples", "newest"), ("steps", "state"),
-    ("steps", "step"), ("steps", "max_staleness"), ("meta", "value"), ("samples", "failure"), ("groups", "generator"),
+    ("groups", "cursor"), ("groups", "issued_s"), ("samples", "members"), ("samples", "newest"), ("steps", "state"),
+    ("steps", "step"), ("steps", "max_staleness"), ("meta", "value"), ("scores", "worker"), ("groups", "generator"),
 ]  # fmt: skip
 VALUES = st.sampled_from([
     None,
@@ -55,10 +55,10 @@ def fill(folder):
     for group_id in range(5):
         buffer.issue(Prompt(f"p{group_id}", text="1+1="), "g0", version=0, group_size=2, now=0.0, cursor=group_id + 1)
         for index in range(2 if group_id < 4 else 1):
-            buffer.add_samples([make_sample(group_id, index, [5] * LONG)], 1.0)
+            buffer.add_samples([Samples.of([make_sample(group_id, index, [5] * LONG)])], 1.0)
             if group_id < 3:
                 reference = logprobs_to_bytes([-0.25] * LONG)
-                buffer.add_scores([Score(group_id, index, 0, 1.0 + index, {"a": 0.5}, reference_logprobs=reference)], 2.0)
+                buffer.add_scores([score_of(group_id, index, 1.0 + index, {"a": 0.5}, reference_logprobs=reference)], 2.0)
     buffer.take(0, 3.0)
     buffer.mark_trained(0, 3.0)
     buffer.take(1, 3.0)

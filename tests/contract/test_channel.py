@@ -13,11 +13,12 @@ import pytest
 from asyncrl.config.run import TransportConfig
 from asyncrl.errors import CodecError, ConnectionClosed, TransportError
 from asyncrl.schema.control import PROTOCOL, Heartbeat, Hello
-from asyncrl.schema.samples import Prompt, SampleFailure, Score, ScoredGroup
+from asyncrl.schema.samples import Prompt, SampleFailure, ScoredGroup
 from asyncrl.transport.local import InProcessListener
 from asyncrl.transport.protocol import GOODBYE, Connection, Lane, LinkLimits, Listener, new_hello
 from asyncrl.transport.zmq_client import open_connection
 from asyncrl.transport.zmq_server import open_listener
+from tests.builders import score_of
 
 WINDOW = 4
 LIMITS = LinkLimits(
@@ -250,7 +251,7 @@ async def test_a_peer_of_another_protocol_is_told_so_and_counted(channel):
 async def test_many_peers_share_one_listener(channel):
     pairs = [await open_pair(channel, f"generator-{number}") for number in range(5)]
     for number, (far, _) in enumerate(pairs):
-        await far.send(Score(group_id=number, index=0, attempt=1, reward=1.0))
+        await far.send(score_of(number, 0))
     assert [(await take(near)).group_id for _, near in pairs] == list(range(5))
     await pairs[2][0].close()
     with pytest.raises(ConnectionClosed):

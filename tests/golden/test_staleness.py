@@ -12,8 +12,8 @@ from asyncrl.buffer.events import (
     GeneratorReady,
     GroupDropped,
     GroupIssued,
-    SampleFinished,
-    SampleScored,
+    SamplesFinished,
+    SamplesScored,
     VersionIsLive,
 )
 from asyncrl.buffer.group import BufferLimits
@@ -85,8 +85,8 @@ def test_admission_issues_exactly_what_areal_would_still_allow(case):
             version = argument[0]
             state.handle(VersionIsLive("g", version), 0.0)
         elif event == "accept":
-            state.handle(SampleFinished(running[0], 0, ((version, 1),)), 0.0)
-            state.handle(SampleScored(running[0], 0), 0.0)
+            state.handle(SamplesFinished(running[0], (0,), (((version, 1),),)), 0.0)
+            state.handle(SamplesScored(running[0], (0,), (0.0,)), 0.0)
         else:
             state.handle(GroupDropped(running[0], "rejected"), 0.0)
         room = state.capacity(version)

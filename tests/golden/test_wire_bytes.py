@@ -57,15 +57,35 @@ _ROW = batches.PackedRow(
 
 MESSAGES = {
     "group_work": samples.GroupWork(17, 1, _PROMPT, (0, 1, 2, 3), _SAMPLING, seed=7, purpose="eval", greedy_index=3),
-    "sample": _SAMPLE,
+    "samples": samples.Samples(
+        17,
+        1,
+        "generator-0",
+        ids_to_bytes([5, 6, 7]),
+        (0, 3),
+        (1, 2),
+        ids_to_bytes([4, 8, 9]),
+        logprobs_to_bytes([-1.0, -0.5, -1.25]),
+        ids_to_bytes([1, 0, 1]),
+        ("length", "stop"),
+        ("4", "42"),
+        10.5,
+        11.25,
+        bytes([1, 1, 0]),
+    ),
     "sample_failure": samples.SampleFailure(17, 3, 2, "generate", "engine died"),
-    "score_request": samples.ScoreRequest(17, 3, 1, _PROMPT, "42", "stop", 2),
+    "score_request": samples.ScoreRequest(17, 1, _PROMPT, (0, 3), ("4", "42"), ("length", "stop"), (1, 2)),
     "infer_request": samples.InferRequest(17, 3, 1, ids_to_bytes([5, 6, 7]), ids_to_bytes([8, 9]), 0.7, "eval"),
     "infer_result": samples.InferResult(
         17, 3, 1, logprobs_to_bytes([-0.5, -1.0]), {"judge": 0.25}, "", "inference-0", 11.5, 11.75, "eval"
     ),
-    "score": samples.Score(
-        17, 3, 1, 1.0, {"exact": 1.0}, "", "reward-0", 11.5, 11.75, reference_logprobs=logprobs_to_bytes([-0.5, -1.0])
+    "scores": samples.Scores(
+        17,
+        1,
+        (samples.Score(0, 0.0, error="it raised"), samples.Score(3, 1.0, {"exact": 1.0}, "", logprobs_to_bytes([-0.5, -1.0]))),
+        "reward-0",
+        11.5,
+        11.75,
     ),
     "scored_group": _GROUP,
     "groups_taken": batches.GroupsTaken(5, (_GROUP,), 3),

@@ -19,8 +19,8 @@ from asyncrl.buffer.ledger.reader import LedgerReader
 from asyncrl.buffer.ledger.records import (
     IssuedRecord,
     MovedRecord,
-    SampleRecord,
-    ScoreRecord,
+    SamplesRecord,
+    ScoresRecord,
     StepParams,
     TakenRecord,
     TrainedRecord,
@@ -42,8 +42,8 @@ from asyncrl.observe.steps import (
     read_events,
     read_steps,
 )
-from asyncrl.schema.samples import Prompt, Score
-from tests.builders import make_sample
+from asyncrl.schema.samples import Prompt, Samples
+from tests.builders import make_sample, score_of
 from tests.integration.conftest import NO_MODEL, tiny_settings
 from tests.integration.test_serve import Daemon, settings
 
@@ -201,8 +201,9 @@ def recorded(tmp_path) -> Path:
             )
         )
         ledger.write([
-            IssuedRecord(step, Prompt(f"p{step}"), "g0", 0, 1, 1.0), SampleRecord(make_sample(step), step, step, 1.0),
-            ScoreRecord(Score(step, 0, 0, source.random()), 1.0), MovedRecord(step, "running", "ready", "", 1.0),
+            IssuedRecord(step, Prompt(f"p{step}"), "g0", 0, 1, 1.0),
+            SamplesRecord(Samples.of([make_sample(step)]), (((step, 2),),), 1.0),
+            ScoresRecord(score_of(step, 0, source.random()), 1.0), MovedRecord(step, "running", "ready", "", 1.0),
             TakenRecord(step, (step,), StepParams(0, 4096, 1.0), 0, 3.0), TrainedRecord(step, (step,), 4.0),
         ])  # fmt: skip
     ledger.write([IssuedRecord(6, Prompt("p6"), "g0", 0, 1, 1.0), MovedRecord(6, "running", "dropped", "stale", 2.0)])

@@ -31,7 +31,7 @@ def user_modules(monkeypatch):
 
 
 def request(text: str, index: int = 0, answer: str = "46") -> ScoreRequest:
-    return ScoreRequest(7, index, 1, Prompt("p", answer=answer), text, "stop", 3, "eval")
+    return ScoreRequest(7, 1, Prompt("p", answer=answer), (index,), (text,), ("stop",), (3,), "eval")
 
 
 def pool_of(*functions, **options) -> RewardPool:
@@ -41,7 +41,7 @@ def pool_of(*functions, **options) -> RewardPool:
 async def all_scores(pool: RewardPool, texts: list[str]) -> list[Score]:
     async with asyncio.timeout(60), asyncio.TaskGroup() as group:
         tasks = [group.create_task(pool.score(request(text, index))) for index, text in enumerate(texts)]
-    return [task.result() for task in tasks]
+    return [score for task in tasks for score in task.result().scores]
 
 
 async def test_scores_carry_sum_parts_and_identity():
@@ -52,18 +52,14 @@ async def test_scores_carry_sum_parts_and_identity():
         PythonReward(path="scoring_functions:slowly", weight=0.125, name="slow"),
     )
     async with pool_of(*functions) as pool:
-        right, wrong = await all_scores(pool, ["46", "45"])
+        both = ScoreRequest(7, 1, Prompt("p", answer="46"), (0, 1), ("46", "45"), ("stop", "stop"), (3, 3), "eval")
+        scores = await pool.score(both)
+    right, wrong = scores.scores
     assert right.reward == 3.0
     assert right.parts == {"answer_match": 1.0, "format_check": 1.0, "mine": 1.0, "slow": 2.0}
-    assert (right.group_id, right.index, right.attempt, right.purpose, right.worker, right.error) == (
-        7,
-        0,
-        1,
-        "eval",
-        "reward-9",
-        "",
-    )
-    assert 0 < right.started_s <= right.finished_s
+    assert (scores.group_id, scores.attempt, scores.purpose, scores.worker) == (7, 1, "eval", "reward-9")
+    assert (right.index, right.error) == (0, "")
+    assert 0 < scores.started_s <= scores.finished_s
     assert (wrong.reward, wrong.index) == (0.75, 1)
 
 
@@ -265,10 +261,11 @@ async def test_worker_scores_acknowledges_beats_and_shuts_down(tmp_path):
         await desk.report(Heartbeat, lambda beat: beat.waiting_for == "a sample to score")
         for index, text in enumerate(["fine", "raise", "die", "fine"]):
             await desk.connection.send(request(text, index))
-        scores = {score.index: score for score in await desk.answers(4)}
+        answers = await desk.answers(4)
+        scores = {score.index: score for answer in answers for score in answer.scores}
         assert sorted(scores) == [0, 1, 2, 3]
         assert [bool(scores[index].error) for index in range(4)] == [False, True, True, False]
-        assert all(score.worker == "reward-0" and score.purpose == "eval" for score in scores.values())
+        assert all(answer.worker == "reward-0" and answer.purpose == "eval" for answer in answers)
         assert await desk.connection.flush(30)
         beat = await desk.report(Heartbeat, lambda beat: beat.gauges["process/samples_scored"] == 2)
         assert beat.gauges["process/samples_failed"] == 2
@@ -284,7 +281,7 @@ async def test_worker_has_many_in_flight_but_not_more_than_its_bound(tmp_path):
                 await desk.connection.send(request("46", index))
 
         feeding = group.create_task(feed())
-        assert sorted(score.index for score in await desk.answers(300)) == list(range(300))
+        assert sorted(score.index for answer in await desk.answers(300) for score in answer.scores) == list(range(300))
         await feeding
         await desk.order(Shutdown())
 

@@ -19,8 +19,8 @@ from asyncrl.buffer.events import (
     MembersFinished,
     NotEnough,
     RoomChanged,
-    SampleFinished,
-    SampleScored,
+    SamplesFinished,
+    SamplesScored,
     StepTrained,
     TakeGroups,
     TakeStep,
@@ -94,8 +94,8 @@ class Schedule:
             newest_first = sorted(self.running, reverse=True)
             group_id = newest_first[number % len(newest_first)]
             generator, version = self.running.pop(group_id)
-            self.state.handle(SampleFinished(group_id, 0, ((version, 1),)), 0.0)
-            (moved,) = self.state.handle(SampleScored(group_id, 0), 0.0)
+            self.state.handle(SamplesFinished(group_id, (0,), (((version, 1),),)), 0.0)
+            (moved,) = self.state.handle(SamplesScored(group_id, (0,), (0.0,)), 0.0)
             assert isinstance(moved, GroupMoved)
             self.tell(MembersFinished(generator))
 

@@ -32,8 +32,8 @@ from asyncrl.buffer.events import (
 from asyncrl.buffer.open import open_buffer
 from asyncrl.buffer.payloads import TakenStep
 from asyncrl.config.load import parse_config
-from asyncrl.schema.samples import Prompt, SampleFailure, Score
-from tests.builders import make_sample
+from asyncrl.schema.samples import Prompt, SampleFailure, Samples, Score, Scores
+from tests.builders import make_sample, outcome, score_of
 
 SCREENED = {NO_SPREAD, NO_PAIR, TRUNCATED}
 
@@ -224,21 +224,24 @@ class RunLife(RuleBasedStateMachine):
 
     # -- rules -----------------------------------------------------------------------------------------------------------
 
-    @rule(number=st.integers(0, 99), first=st.integers(0, 3), second=st.integers(0, 3), cut=st.booleans())
+    @rule(number=st.integers(0, 99), first=st.integers(0, 3), second=st.integers(0, 3), cut=st.booleans(), both=st.booleans())
     @precondition(lambda self: self.orders)
-    def member_finishes(self, number, first, second, cut):
+    def members_finish(self, number, first, second, cut, both):
         key = self.pick(self.orders, number)
-        generator, attempt, version = self.orders.pop(key)
+        generator, attempt, version = order = self.orders[key]
         newest = self.live.get(generator, version)
         oldest = min(version + first, newest)
-        sample = self.sample(key, oldest, min(oldest + second, newest), attempt, generator, cut)
-        if cut and self.buffer.state.member_state(*key) == "pending":
-            self.cut.add(key)
-        receipt = self.buffer.add_samples([sample], self.now)[0]
-        self.buffer.when_committed(lambda: self.acknowledged.add(key))
-        assert receipt.status in {"stored", "duplicate"}, receipt
+        keys = [other for other, its in self.orders.items() if (other[0], its) == (key[0], order)] if both else [key]
+        samples = [self.sample(each, oldest, min(oldest + second, newest), attempt, generator, cut) for each in keys]
+        for each in keys:
+            del self.orders[each]
+            if cut and self.buffer.state.member_state(*each) == "pending":
+                self.cut.add(each)
+        receipt = self.buffer.add_samples([Samples.of(samples)], self.now)[0]
+        self.buffer.when_committed(lambda: self.acknowledged.update(keys))
+        assert outcome(receipt) in {"stored", "duplicate"}, receipt
         self.follow(receipt.instructions)
-        self.tell(MembersFinished(generator))
+        self.tell(MembersFinished(generator, len(keys)))
 
     @rule(number=st.integers(0, 99))
     @precondition(lambda self: self.orders)
@@ -255,32 +258,34 @@ class RunLife(RuleBasedStateMachine):
         key = self.pick(self.orders, number)
         generator, attempt, version = self.orders.pop(key)
         sample = msgspec.structs.replace(self.sample(key, version, version, attempt, generator), versions=b"\0\0\0\0")
-        receipt = self.buffer.add_samples([sample], self.now)[0]
-        assert receipt.status == "refused"
+        receipt = self.buffer.add_samples([Samples.of([sample])], self.now)[0]
+        assert outcome(receipt) == "refused"
         self.follow(receipt.instructions)
         self.tell(MembersFinished(generator))
 
     @rule(number=st.integers(0, 99), good=st.booleans(), reward=st.integers(0, 1))
     @precondition(lambda self: self.buffer.state.unscored())
     def score_comes(self, number, good, reward):
-        key = self.pick([(r.group_id, r.index) for r in self.buffer.outstanding_scores()], number)
+        key = self.pick([(asked.group_id, index) for asked in self.buffer.state.unscored() for index in asked.indices], number)
         self.score(key, "" if good else "raised", reward)
 
     @rule(equal=st.booleans())
     def all_scores_come(self, equal=True):
-        requests = self.buffer.outstanding_scores()
-        scores = [Score(r.group_id, r.index, 0, 1.0 if equal else float(r.index % 2)) for r in requests]
-        self.rewards |= {(score.group_id, score.index): score.reward for score in scores}
-        receipts = self.buffer.add_scores(scores, self.now)
+        arrived = []
+        for asked in self.buffer.state.unscored():
+            rewards = {index: 1.0 if equal else float(index % 2) for index in asked.indices}
+            self.rewards |= {(asked.group_id, index): reward for index, reward in rewards.items()}
+            arrived.append(Scores(asked.group_id, 0, tuple(Score(*pair) for pair in rewards.items())))
+        receipts = self.buffer.add_scores(arrived, self.now)
         # A group can be dropped as too old by the first of its scores; the others then come too late.
-        assert {receipt.status for receipt in receipts} <= ({"stored", "duplicate"} if self.policy == "drop" else {"stored"})
+        assert {outcome(receipt) for receipt in receipts} <= ({"stored", "duplicate"} if self.policy == "drop" else {"stored"})
         self.follow([item for receipt in receipts for item in receipt.instructions])
 
     def score(self, key, error="", reward=1):
         if not error:
             self.rewards[key] = float(reward)
-        receipt = self.buffer.add_scores([Score(*key, 0, float(reward), error=error)], self.now)[0]
-        assert receipt.status == "stored"
+        receipt = self.buffer.add_scores([score_of(*key, float(reward), error=error)], self.now)[0]
+        assert outcome(receipt) == "stored"
         self.follow(receipt.instructions)
 
     @rule(group_id=st.integers(-1, 30), index=st.integers(-1, 3))
@@ -289,9 +294,10 @@ class RunLife(RuleBasedStateMachine):
             return
         before = self.buffer.counts()
         sample = self.sample((group_id, index), 0, 0)
-        assert self.buffer.add_samples([sample], self.now)[0].status in {"duplicate", "refused"}
-        assert self.buffer.add_scores([Score(group_id, index, 0, 1.0)], self.now)[0].status in {"duplicate", "refused"}
-        assert self.buffer.add_failure(SampleFailure(group_id, index, 0, "reward", "x"), self.now).status != "stored"
+        receipts = self.buffer.add_samples([Samples.of([sample])], self.now)
+        receipts += self.buffer.add_scores([score_of(group_id, index)], self.now)
+        receipts.append(self.buffer.add_failure(SampleFailure(group_id, index, 0, "reward", "x"), self.now))
+        assert "stored" not in map(outcome, receipts)
         assert self.buffer.counts() == before
 
     @rule(number=st.integers(0, 9), behind=st.integers(0, 3))
@@ -394,7 +400,7 @@ class RunLife(RuleBasedStateMachine):
         version = max(0, self.learner_version - behind)
         samples = [self.sample((0, 0), version, version, generator="outside") for _ in range(size)]
         receipt = self.buffer.submit_group(Prompt("theirs"), samples, "outside", self.now)
-        if receipt.status == "stored":
+        if outcome(receipt) == "stored":
             self.follow(receipt.instructions)
 
     @rule(number=st.integers(0, 99))
@@ -486,7 +492,7 @@ class RunLife(RuleBasedStateMachine):
     def member_finishes_now(self):
         key = min(self.orders)
         generator, attempt, version = self.orders.pop(key)
-        receipt = self.buffer.add_samples([self.sample(key, version, version, attempt, generator)], self.now)[0]
+        receipt = self.buffer.add_samples([Samples.of([self.sample(key, version, version, attempt, generator)])], self.now)[0]
         self.follow(receipt.instructions)
         self.tell(MembersFinished(generator))
 

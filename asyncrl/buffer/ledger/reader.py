@@ -11,8 +11,8 @@ from typing import Any, Self
 
 import msgspec
 
-from asyncrl.buffer.ledger.schema import sample_key
-from asyncrl.buffer.ledger.store import connect_read_only, read_sample, reading
+from asyncrl.buffer.ledger.schema import rows_of, sample_key
+from asyncrl.buffer.ledger.store import connect_read_only, read_samples, reading
 from asyncrl.errors import LedgerError
 from asyncrl.schema.samples import Prompt, Sample
 
@@ -158,11 +158,12 @@ class LedgerReader:
     def prompts(self, limit: int = 50) -> list[PromptCount]:
         """Return the prompts issued most often first, then by id."""
         rows = self._rows(
-            "SELECT g.prompt_id, count(DISTINCT g.group_id), count(DISTINCT CASE g.state WHEN 'trained' THEN g.group_id END),"
-            " count(DISTINCT CASE g.state WHEN 'dropped' THEN g.group_id END),"
-            " count(DISTINCT CASE g.state WHEN 'failed' THEN g.group_id END), avg(s.reward), avg(nullif(s.num_tokens, 0))"
-            " FROM groups g LEFT JOIN samples s ON s.key >= (g.group_id << 20) AND s.key < ((g.group_id + 1) << 20)"
-            " GROUP BY g.prompt_id ORDER BY 2 DESC, 1 LIMIT ?",
+            "WITH lengths AS (SELECT samples.key >> 20 AS group_id, count(*) AS num, sum(json_extract(value, '$[3]')) AS tokens"
+            " FROM samples, json_each(members) GROUP BY 1), rewards AS (SELECT scores.key >> 20 AS group_id, count(*) AS num,"
+            " sum(json_extract(value, '$[1]')) AS reward FROM scores, json_each(members) GROUP BY 1)"
+            " SELECT prompt_id, count(*), sum(state = 'trained'), sum(state = 'dropped'), sum(state = 'failed'),"
+            " sum(reward) / sum(rewards.num), 1.0 * sum(tokens) / sum(lengths.num) FROM groups LEFT JOIN lengths USING (group_id)"
+            " LEFT JOIN rewards USING (group_id) GROUP BY prompt_id ORDER BY 2 DESC, 1 LIMIT ?",
             limit,
         )
         return [PromptCount(*row) for row in rows]
@@ -170,8 +171,12 @@ class LedgerReader:
     def versions(self) -> list[VersionCount]:
         """Return samples, tokens and reward by oldest version."""
         rows = self._rows(
-            "SELECT oldest, count(*), sum(num_tokens), avg(reward) FROM samples"
-            " WHERE oldest IS NOT NULL GROUP BY oldest ORDER BY oldest"
+            "WITH made AS (SELECT (samples.key >> 20 << 20) + json_extract(value, '$[0]') AS member,"
+            " json_extract(value, '$[1]') AS oldest, json_extract(value, '$[3]') AS tokens FROM samples, json_each(members)),"
+            " judged AS (SELECT (scores.key >> 20 << 20) + json_extract(value, '$[0]') AS member,"
+            " json_extract(value, '$[1]') AS reward FROM scores, json_each(members))"
+            " SELECT oldest, count(*), sum(tokens), avg(reward) FROM made LEFT JOIN judged USING (member)"
+            " GROUP BY oldest ORDER BY oldest"
         )
         return [VersionCount(*row) for row in rows]
 
@@ -208,9 +213,10 @@ class LedgerReader:
             row = next((row for row in group.samples if row.index == index), None)
             if row is None:
                 raise LedgerError(f"g{group_id}.{index} has neither sample nor failure yet; the group is {group.state}")
-            key = sample_key(group_id, index)
-            stored = connection.execute("SELECT checksum, file, start, size FROM payloads WHERE key = ?", (key,)).fetchone()
-        return SampleStory(group, row, read_sample(self.path, key, stored[0], stored[1:]) if stored else None)
+            is_there = all(file is not None for (file,) in rows_of(connection, "samples", "file", group_id))
+            made = [samples for _, samples in read_samples(self.path, connection, group_id)] if is_there else []
+        held = {sample.index: sample for samples in made for sample in samples.members()}
+        return SampleStory(group, row, None if row.failure else held.get(index))
 
     def _rows(self, query: str, *arguments: int) -> list[tuple[Any, ...]]:
         with connect_read_only(self.path) as connection:
@@ -219,25 +225,40 @@ class LedgerReader:
 
 def _group_story(connection: sqlite3.Connection, path: Path, group_id: int) -> GroupStory:
     row = connection.execute(
-        "SELECT prompt, state, reason, step, generator, version, attempt, size, replaces,"
-        " (SELECT group_id FROM groups r WHERE r.replaces = g.group_id) FROM groups g WHERE group_id = ?",
+        "SELECT prompt, g.state, reason, step, generator, version, attempt, size, replaces,"
+        " (SELECT group_id FROM groups r WHERE r.replaces = g.group_id), issued_s, ready_s, taken_s, trained_s"
+        " FROM groups g LEFT JOIN steps USING (step) WHERE group_id = ?",
         (group_id,),
     ).fetchone()
     if row is None:
         num_groups = connection.execute("SELECT count(*) FROM groups").fetchone()[0]
         raise LedgerError(f"{path} has no group {group_id}; {num_groups} were issued, numbered from 0")
-    events = connection.execute(
-        "SELECT at_s, what, detail FROM events WHERE group_id = ? ORDER BY at_s, id", (group_id,)
-    ).fetchall()
-    first = sample_key(group_id, 0)
-    samples = connection.execute(
-        "SELECT coalesce(parts, '{}'), key - ?, state, attempt, generator, oldest, newest, num_tokens, finish_reason, reward,"
-        " CASE WHEN failure <> '' THEN stage || ': ' || failure ELSE '' END, coalesce(worker, ''), started_s, finished_s,"
-        " stored_s, settled_s FROM samples WHERE key >= ? AND key < ? ORDER BY key",
-        (first, first, sample_key(group_id + 1, 0)),
-    ).fetchall()
+    prompt, *content, issued_s, ready_s, taken_s, trained_s = row
+    told = connection.execute("SELECT at_s, what, detail FROM events WHERE group_id = ?", (group_id,)).fetchall()
+    told += [(issued_s, "issued", f"{content[3]} v{content[4]}"), (ready_s, "ready", "")]
+    told += [(taken_s, "taken", f"step {content[2]}"), (trained_s, "trained", f"step {content[2]}")]
     with reading(path, "groups", group_id):
-        told = tuple(EventRow(*event) for event in events)
-        members = [[group_id, *row, msgspec.json.decode(parts, type=dict[str, float])] for parts, *row in samples]
-        content = [group_id, msgspec.msgpack.decode(row[0], type=Prompt), *row[1:], told, tuple(SampleRow(*m) for m in members)]
-        return GroupStory(*content)
+        events = sorted((EventRow(*event) for event in told if event[0] is not None), key=lambda event: event.at_s)
+        story = [group_id, msgspec.msgpack.decode(prompt, type=Prompt), *content, tuple(events)]
+        story.append(_sample_rows(connection, group_id))
+        return GroupStory(*story)
+
+
+def _sample_rows(connection: sqlite3.Connection, group_id: int) -> tuple[SampleRow, ...]:
+    first, rows = sample_key(group_id, 0), dict[int, SampleRow]()
+    columns = "attempt, generator, members, started_s, finished_s, stored_s"
+    for attempt, generator, members, *times in rows_of(connection, "samples", columns, group_id):
+        for index, *figures in msgspec.json.decode(members, type=list[tuple[int, int, int, int, str]]):
+            content = [group_id, index, "generated", attempt, generator, *figures, None, "", "", *times, None, {}]
+            rows[index] = SampleRow(*content)
+    for worker, members, settled_s in rows_of(connection, "scores", "worker, members, settled_s", group_id):
+        for index, reward, parts in msgspec.json.decode(members, type=list[tuple[int, float, dict[str, float]]]):
+            told = {"state": "scored", "reward": reward, "reward_worker": worker, "settled_s": settled_s, "parts": parts}
+            rows[index] = msgspec.structs.replace(rows[index], **told)
+    for key, attempt, stage, reason, settled_s in rows_of(
+        connection, "failures", "key, attempt, stage, reason, settled_s", group_id
+    ):
+        content = [group_id, key - first, "", attempt, "", None, None, 0, "", None, "", "", None, None, settled_s, None, {}]
+        made = rows.get(key - first) or SampleRow(*content)
+        rows[key - first] = msgspec.structs.replace(made, state="failed", failure=f"{stage}: {reason}", settled_s=settled_s)
+    return tuple(rows[index] for index in sorted(rows))

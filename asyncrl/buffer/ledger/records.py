@@ -13,8 +13,9 @@ import msgspec
 
 from asyncrl.algorithms.screening import Screen
 from asyncrl.buffer.events import GroupState
+from asyncrl.buffer.staleness import VersionCounts
 from asyncrl.errors import LedgerError
-from asyncrl.schema.samples import Prompt, Sample, Score, ScoredGroup
+from asyncrl.schema.samples import Prompt, Samples, ScoredGroup, Scores
 
 OnCommitted = Callable[[], None]
 
@@ -58,19 +59,19 @@ class PlacedRecord(msgspec.Struct, frozen=True):
     now: float
 
 
-class SampleRecord(msgspec.Struct, frozen=True, gc=False):
-    """A generated member, payload and all."""
+class SamplesRecord(msgspec.Struct, frozen=True, gc=False):
+    """Generated members, payload and all."""
 
-    sample: Sample
-    oldest: int
-    newest: int
+    samples: Samples
+    version_counts: tuple[VersionCounts, ...]
+    """One per member."""
     now: float
 
 
-class ScoreRecord(msgspec.Struct, frozen=True, gc=False):
-    """A member's reward, and its reference log-probabilities where the score brings some."""
+class ScoresRecord(msgspec.Struct, frozen=True, gc=False):
+    """Members' rewards, and their reference log-probabilities where the scores bring some."""
 
-    score: Score
+    scores: Scores
     now: float
 
 
@@ -155,8 +156,8 @@ class SetAsideRecord(msgspec.Struct, frozen=True):
 Record = (
     IssuedRecord
     | PlacedRecord
-    | SampleRecord
-    | ScoreRecord
+    | SamplesRecord
+    | ScoresRecord
     | FailureRecord
     | MovedRecord
     | TakenRecord

@@ -13,16 +13,15 @@ from pathlib import Path
 
 import msgspec
 
-from asyncrl.buffer.events import MemberState
 from asyncrl.buffer.group import Group
 from asyncrl.buffer.ledger.records import StepParams
-from asyncrl.buffer.ledger.schema import forgotten_before, sample_key, split_key
-from asyncrl.buffer.ledger.store import REMEDY, check_sum, connect_read_only, read_prompt, read_sample, read_scored, reading
+from asyncrl.buffer.ledger.schema import forgotten_before, keys_of, rows_of, sample_key
+from asyncrl.buffer.ledger.store import REMEDY, check_sum, connect_read_only, read_prompt, read_samples, read_scores, reading
 from asyncrl.buffer.payloads import HeldGroup
 from asyncrl.buffer.state import BufferState, StepRecord
 from asyncrl.buffer.validate import examine
 from asyncrl.errors import LedgerError
-from asyncrl.schema.samples import Prompt
+from asyncrl.schema.samples import Prompt, ScoredSample
 
 MOST_MEMBERS = 1 << 16
 """Of a group that is read: a damaged number must not become gigabytes."""
@@ -128,36 +127,29 @@ def _live_groups(path: Path, connection: sqlite3.Connection, newest: int) -> tup
 
 
 def _fill_members(path: Path, connection: sqlite3.Connection, group: Group, prompt: Prompt, newest: int) -> HeldGroup:
-    held = HeldGroup(prompt)
-    rows = connection.execute(
-        "SELECT s.key, s.state, s.failure, p.checksum, p.file, p.start, p.size, s.score_checksum, s.reward, s.parts, r.body"
-        " FROM samples s LEFT JOIN payloads p ON p.key = s.key LEFT JOIN reference_logprobs r ON r.key = s.key"
-        " WHERE s.key >= ? AND s.key < ?",
-        (sample_key(group.group_id, 0), sample_key(group.group_id + 1, 0)),
-    ).fetchall()
-    for key, state, failure, stored, file, start, size, *score in rows:
+    held, scores = HeldGroup(prompt), read_scores(path, connection, group.group_id)
+    for key, made in read_samples(path, connection, group.group_id):
+        checked = examine(made, newest_version=newest)
         with reading(path, "samples", key):
-            _, index = split_key(key)
-            group.members[index] = _MEMBER_STATES[state]
-            if state == "failed":
-                group.last_failure = str(failure)
-                continue
-            if stored is None:
-                raise ValueError("its payload is gone")
-            sample = read_sample(path, key, stored, (file, start, size))
-            if sample.finish_reason == "length":
-                group.truncated.add(index)
-            group.version_counts[index] = examine(sample, newest_version=newest, max_tokens=0)
-            held.samples[index] = sample
-            if state == "scored":
-                held.scored[index] = read_scored(path, key, sample, (score[0], score[1], score[2], score[3]))
-                group.rewards[index] = held.scored[index].reward
+            for sample, counts in zip(made.members(), checked, strict=True):
+                index = sample.index
+                if isinstance(counts, str) or not 0 <= index < group.size:
+                    raise ValueError(f"member {index}: {counts}")
+                group.members[index], group.version_counts[index], held.samples[index] = "generated", counts, sample
+                if sample.finish_reason == "length":
+                    group.truncated.add(index)
+    with reading(path, "scores", group.group_id):
+        for index, scored in scores.items():
+            held.scored[index] = ScoredSample(held.samples[index], *scored)
+            group.members[index], group.rewards[index] = "scored", held.scored[index].reward
+    for key, reason in rows_of(connection, "failures", "key, reason", group.group_id):
+        with reading(path, "failures", key):
+            index = key - sample_key(group.group_id, 0)
+            held.samples.pop(index, None)
+            group.members[index], group.last_failure = "failed", str(reason)
     group.refresh_age()
     group.state = "running" if group.pending else "scoring" if group.unscored else "ready"
     return held
-
-
-_MEMBER_STATES: dict[str, MemberState] = {"generated": "generated", "scored": "scored", "failed": "failed"}
 
 
 def _steps(path: Path, connection: sqlite3.Connection) -> tuple[list[StepRecord], dict[int, StepParams]]:
@@ -184,9 +176,5 @@ def _steps(path: Path, connection: sqlite3.Connection) -> tuple[list[StepRecord]
 
 
 def _lacks_reference(connection: sqlite3.Connection, group_ids: tuple[int, ...]) -> bool:
-    lacking = (
-        "SELECT 1 FROM samples s LEFT JOIN reference_logprobs r ON r.key = s.key"
-        " WHERE s.key >= ? AND s.key < ? AND s.state = 'scored' AND r.key IS NULL LIMIT 1"
-    )
-    keys = [(sample_key(group_id, 0), sample_key(group_id + 1, 0)) for group_id in group_ids]
-    return any(connection.execute(lacking, each).fetchone() for each in keys)
+    lacking = "SELECT 1 FROM scores WHERE key >= ? AND key < ? AND reference = x'' LIMIT 1"
+    return any(connection.execute(lacking, keys_of(group_id)).fetchone() for group_id in group_ids)

@@ -1,7 +1,8 @@
 """The tables of the ledger file, and how each kind of record becomes rows. See docs/buffer.md for what each column is for.
 
-Every record that a resume or a repeat reads carries a checksum (64 bits, xxh3) over its key and content: `checksum` of a group, a
-payload and a step when they are made, `score_checksum` of a sample when it is scored.
+Members that finished together are one row of `samples`, members that were scored together one row of `scores`; the key of both is
+that of the first of them. Every record that a resume or a repeat reads carries a checksum (64 bits, xxh3) over its key and
+content, made when the row is.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ import xxhash
 
 import asyncrl.buffer.ledger.records as rec
 from asyncrl.buffer.ledger.payload_files import PayloadFiles, Place
-from asyncrl.schema.samples import Sample
+from asyncrl.schema.samples import Samples
 
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 MAX_MEMBERS = 1 << 20
 """More than any group has; (group_id, index) is one integer key, so that rows of a group lie together."""
 ROWS_PER_STATEMENT = (32, 8, 1)
@@ -34,12 +35,14 @@ CREATE TABLE groups (
     step INTEGER, retries INTEGER NOT NULL, replaces INTEGER, returns INTEGER NOT NULL, cursor INTEGER NOT NULL,
     external INTEGER NOT NULL, issued_s REAL NOT NULL, ready_s REAL, checksum INTEGER NOT NULL, prompt BLOB NOT NULL);
 CREATE TABLE samples (
-    key INTEGER PRIMARY KEY, attempt INTEGER NOT NULL, generator TEXT NOT NULL, oldest INTEGER, newest INTEGER,
-    num_tokens INTEGER NOT NULL, finish_reason TEXT NOT NULL, state TEXT NOT NULL, reward REAL, parts TEXT, stage TEXT,
-    failure TEXT, worker TEXT, started_s REAL, finished_s REAL, stored_s REAL NOT NULL, settled_s REAL, score_checksum INTEGER);
-CREATE TABLE payloads (
-    key INTEGER PRIMARY KEY, checksum INTEGER NOT NULL, file INTEGER NOT NULL, start INTEGER NOT NULL, size INTEGER NOT NULL);
-CREATE TABLE reference_logprobs (key INTEGER PRIMARY KEY, body BLOB NOT NULL);
+    key INTEGER PRIMARY KEY, attempt INTEGER NOT NULL, generator TEXT NOT NULL, newest INTEGER NOT NULL, members TEXT NOT NULL,
+    started_s REAL NOT NULL, finished_s REAL NOT NULL, stored_s REAL NOT NULL, checksum INTEGER NOT NULL, file INTEGER,
+    start INTEGER NOT NULL, size INTEGER NOT NULL);
+CREATE TABLE scores (
+    key INTEGER PRIMARY KEY, worker TEXT NOT NULL, members TEXT NOT NULL, settled_s REAL NOT NULL, checksum INTEGER NOT NULL,
+    reference BLOB);
+CREATE TABLE failures (
+    key INTEGER PRIMARY KEY, attempt INTEGER NOT NULL, stage TEXT NOT NULL, reason TEXT NOT NULL, settled_s REAL NOT NULL);
 CREATE TABLE steps (
     step INTEGER PRIMARY KEY, group_ids TEXT NOT NULL, state TEXT NOT NULL, params TEXT NOT NULL, max_staleness INTEGER NOT NULL,
     trained_before INTEGER NOT NULL, taken_s REAL NOT NULL, trained_s REAL, checksum INTEGER NOT NULL);
@@ -48,11 +51,6 @@ CREATE TABLE events (id INTEGER PRIMARY KEY, at_s REAL NOT NULL, group_id INTEGE
 
 _EVENT = "INSERT INTO events (at_s, group_id, what, detail) VALUES {rows}"
 _OF_GROUPS = " WHERE group_id IN (SELECT value FROM json_each(?))"
-_FAILED = (
-    "INSERT INTO samples (key, attempt, generator, num_tokens, finish_reason, state, stage, failure, stored_s, settled_s)"
-    " VALUES (?, ?, '', 0, '', 'failed', ?, ?, ?, ?) ON CONFLICT (key) DO UPDATE SET"
-    " state = 'failed', stage = excluded.stage, failure = excluded.failure, settled_s = excluded.settled_s"
-)
 
 _encoder = msgspec.msgpack.Encoder()
 _json = msgspec.json.Encoder()
@@ -63,9 +61,15 @@ def sample_key(group_id: int, index: int) -> int:
     return group_id * MAX_MEMBERS + index
 
 
-def split_key(key: int) -> tuple[int, int]:
-    """Return (group_id, index) of a row key."""
-    return divmod(key, MAX_MEMBERS)
+def rows_of(connection: sqlite3.Connection, table: str, columns: str, group_id: int) -> list[tuple[Any, ...]]:
+    """Return these columns of a group's rows, in order of their keys."""
+    statement = f"SELECT {columns} FROM {table} WHERE key >= ? AND key < ? ORDER BY key"  # noqa: S608 - our own words
+    return connection.execute(statement, keys_of(group_id)).fetchall()
+
+
+def keys_of(group_id: int) -> tuple[int, int]:
+    """Return the first key of a group, and the first behind it."""
+    return sample_key(group_id, 0), sample_key(group_id + 1, 0)
 
 
 def checksum(*parts: int | float | str | bytes) -> int:
@@ -73,23 +77,24 @@ def checksum(*parts: int | float | str | bytes) -> int:
     return xxhash.xxh3_64_intdigest(_encoder.encode(parts)) >> 1
 
 
-def pack_sample(sample: Sample) -> bytes:
-    """Return a sample as it is stored: one byte for the form of its versions, then the content.
+def pack_samples(samples: Samples) -> bytes:
+    """Return samples as they are stored: one byte for the form of their versions, then the content.
 
     Versions are nearly always all alike: then one is stored (`u`). Others are compressed (`v`). Log-probabilities do not get
     smaller, and trying takes longer than writing them.
     """
-    versions, one = sample.versions, sample.versions[:4]
-    if versions == one * sample.num_tokens:
-        return b"u" + _encoder.encode(msgspec.structs.replace(sample, versions=one))
-    return b"v" + _encoder.encode(msgspec.structs.replace(sample, versions=zlib.compress(versions, 1)))
+    versions, one = samples.versions, samples.versions[:4]
+    if versions == one * (len(versions) // 4):
+        return b"u" + _encoder.encode(msgspec.structs.replace(samples, versions=one))
+    return b"v" + _encoder.encode(msgspec.structs.replace(samples, versions=zlib.compress(versions, 1)))
 
 
-def unpack_sample(stored: bytes) -> Sample:
-    """Return a sample from its stored form, once its checksum was right."""
-    sample = msgspec.msgpack.decode(memoryview(stored)[1:], type=Sample)
-    versions = sample.versions * sample.num_tokens if stored[:1] == b"u" else zlib.decompress(sample.versions)
-    return msgspec.structs.replace(sample, versions=versions)
+def unpack_samples(stored: bytes) -> Samples:
+    """Return samples from their stored form, once its checksum was right."""
+    samples = msgspec.msgpack.decode(memoryview(stored)[1:], type=Samples)
+    is_alike = stored[:1] == b"u"
+    versions = samples.versions * (len(samples.token_ids) // 4) if is_alike else zlib.decompress(samples.versions)
+    return msgspec.structs.replace(samples, versions=versions)
 
 
 def insert(connection: sqlite3.Connection, records: Iterable[rec.Record], payloads: PayloadFiles) -> None:
@@ -110,9 +115,9 @@ def insert(connection: sqlite3.Connection, records: Iterable[rec.Record], payloa
 
 
 def _insert_by_kind(connection: sqlite3.Connection, by_kind: dict[type, list[Any]], payloads: PayloadFiles) -> None:
-    if samples := by_kind.pop(rec.SampleRecord, None):
-        bodies = [pack_sample(record.sample) for record in samples]
-        by_kind[rec.SampleRecord] = list(zip(samples, bodies, payloads.append(bodies), strict=True))
+    if samples := by_kind.pop(rec.SamplesRecord, None):
+        bodies = [pack_samples(record.samples) for record in samples]
+        by_kind[rec.SamplesRecord] = list(zip(samples, bodies, payloads.append(bodies), strict=True))
     for kind, writer in _WRITERS:
         if of_kind := by_kind.get(kind):
             writer(connection, of_kind)
@@ -130,33 +135,38 @@ def _issued(connection: sqlite3.Connection, records: Sequence[rec.IssuedRecord])
         " external, issued_s, attempt, state, reason, returns) VALUES {rows}",
         [(*row, 0, "running", "", -1) for row in rows],
     )
-    _execute_for_all(connection, _EVENT, [(r.now, r.group_id, "issued", f"{r.generator} v{r.version}") for r in records])
 
 
 def _placed(connection: sqlite3.Connection, records: Sequence[rec.PlacedRecord]) -> None:
     connection.executemany(
-        "UPDATE groups SET generator = ?, version = min(version, ?), attempt = ? WHERE group_id = ?",
-        [(r.generator, r.version, r.attempt, r.group_id) for r in records],
+        "UPDATE groups SET version = min(version, ?), attempt = ? WHERE group_id = ?",
+        [(r.version, r.attempt, r.group_id) for r in records],
     )
     events = [(r.now, r.group_id, "issued again", f"{r.generator} v{r.version} attempt {r.attempt}") for r in records]
     _execute_for_all(connection, _EVENT, events)
 
 
-def _samples(connection: sqlite3.Connection, written: Sequence[tuple[rec.SampleRecord, bytes, Place]]) -> None:
-    rows, payloads = [], []
+def _samples(connection: sqlite3.Connection, written: Sequence[tuple[rec.SamplesRecord, bytes, Place]]) -> None:
+    rows = []
     for record, body, place in written:
-        sample = record.sample
-        key = sample_key(sample.group_id, sample.index)
-        payloads.append((key, checksum(key, body), *place))
-        made = (key, sample.attempt, sample.generator, record.oldest, record.newest, sample.num_tokens, sample.finish_reason)
-        rows.append((*made, sample.started_s, sample.finished_s, record.now, "generated"))
+        made = record.samples
+        key = sample_key(made.group_id, made.indices[0])
+        told = [
+            (index, counts[0][0], counts[-1][0], length, why)
+            for index, counts, length, why in zip(
+                made.indices, record.version_counts, made.lengths, made.finish_reasons, strict=True
+            )
+        ]
+        times = (made.started_s, made.finished_s, record.now)
+        members = _json.encode(told).decode()
+        newest = max(counts[-1][0] for counts in record.version_counts)
+        rows.append((key, made.attempt, made.generator, newest, members, *times, checksum(key, body), *place))
     _execute_for_all(
         connection,
-        "INSERT OR IGNORE INTO samples (key, attempt, generator, oldest, newest, num_tokens, finish_reason, started_s,"
-        " finished_s, stored_s, state) VALUES {rows}",
+        "INSERT OR IGNORE INTO samples (key, attempt, generator, newest, members, started_s, finished_s, stored_s, checksum,"
+        " file, start, size) VALUES {rows}",
         rows,
     )
-    _execute_for_all(connection, "INSERT OR IGNORE INTO payloads (key, checksum, file, start, size) VALUES {rows}", payloads)
 
 
 def _execute_for_all(connection: sqlite3.Connection, statement: str, rows: Sequence[tuple[Any, ...]]) -> None:
@@ -174,30 +184,24 @@ def _execute_for_all(connection: sqlite3.Connection, statement: str, rows: Seque
             start += size
 
 
-def _scores(connection: sqlite3.Connection, records: Sequence[rec.ScoreRecord]) -> None:
-    rows, references = [], []
+def _scores(connection: sqlite3.Connection, records: Sequence[rec.ScoresRecord]) -> None:
+    rows = []
     for record in records:
-        score, key = record.score, sample_key(record.score.group_id, record.score.index)
-        parts = _json.encode(score.parts).decode()
-        stored = checksum(key, float(score.reward), parts, score.reference_logprobs)
-        rows.append((score.reward, parts, score.worker, record.now, stored, key, record.now, 0, "", 0, "", "generated"))
-        if score.reference_logprobs:
-            references.append((key, score.reference_logprobs))
-    _execute_for_all(
-        connection,
-        # Every row is there: it is an update of many in one statement, also for an SQLite that has no UPDATE FROM (3.33).
-        "INSERT INTO samples (reward, parts, worker, settled_s, score_checksum, key, stored_s, attempt, generator, num_tokens,"
-        " finish_reason, state) VALUES {rows} ON CONFLICT (key) DO UPDATE SET state = 'scored', reward = excluded.reward,"
-        " parts = excluded.parts, worker = excluded.worker, settled_s = excluded.settled_s,"
-        " score_checksum = excluded.score_checksum WHERE state = 'generated'",
-        rows,
-    )
-    _execute_for_all(connection, "INSERT OR IGNORE INTO reference_logprobs (key, body) VALUES {rows}", references)
+        scores = record.scores
+        key = sample_key(scores.group_id, scores.scores[0].index)
+        members = _json.encode([(score.index, float(score.reward), score.parts) for score in scores.scores]).decode()
+        logprobs = [score.reference_logprobs for score in scores.scores]
+        reference = _encoder.encode(logprobs) if any(logprobs) else b""
+        rows.append((key, scores.worker, members, record.now, checksum(key, members, reference), reference))
+    statement = "INSERT OR IGNORE INTO scores (key, worker, members, settled_s, checksum, reference) VALUES {rows}"
+    _execute_for_all(connection, statement, rows)
 
 
 def _failures(connection: sqlite3.Connection, records: Sequence[rec.FailureRecord]) -> None:
-    rows = [(sample_key(r.group_id, r.index), r.attempt, r.stage, r.reason, r.now, r.now) for r in records]
-    connection.executemany(_FAILED, rows)
+    connection.executemany(
+        "INSERT OR IGNORE INTO failures (key, attempt, stage, reason, settled_s) VALUES (?, ?, ?, ?, ?)",
+        [(sample_key(r.group_id, r.index), r.attempt, r.stage, r.reason, r.now) for r in records],
+    )
 
 
 def _moved(connection: sqlite3.Connection, records: Sequence[rec.MovedRecord]) -> None:
@@ -206,8 +210,9 @@ def _moved(connection: sqlite3.Connection, records: Sequence[rec.MovedRecord]) -
         ready_s = ", ready_s = ?" if after == "ready" else ""
         values = (after, reason, returns, *((now,) if ready_s else ()), _ids(r.group_id for r in alike))
         connection.execute(f"UPDATE groups SET state = ?, reason = ?, returns = ?{ready_s}{_OF_GROUPS}", values)  # noqa: S608
-    _execute_for_all(connection, _EVENT, [(r.now, r.group_id, r.after, r.reason) for r in records])
-    _let_go(connection, [r.group_id for r in records if r.after in {"dropped", "failed"}])
+    ended = [r for r in records if r.after in {"dropped", "failed"}]
+    _execute_for_all(connection, _EVENT, [(r.now, r.group_id, r.after, r.reason) for r in ended])
+    _let_go(connection, [r.group_id for r in ended])
 
 
 def _ids(group_ids: Iterable[int]) -> str:
@@ -215,10 +220,10 @@ def _ids(group_ids: Iterable[int]) -> str:
 
 
 def _let_go(connection: sqlite3.Connection, group_ids: Iterable[int]) -> None:
-    """Delete what the samples of these groups hold; their rows stay."""
-    ranges = [(sample_key(group_id, 0), sample_key(group_id + 1, 0)) for group_id in group_ids]
-    connection.executemany("DELETE FROM payloads WHERE key >= ? AND key < ?", ranges)
-    connection.executemany("DELETE FROM reference_logprobs WHERE key >= ? AND key < ?", ranges)
+    """Forget what the samples of these groups hold; their rows stay."""
+    ranges = [keys_of(group_id) for group_id in group_ids]
+    connection.executemany("UPDATE samples SET file = NULL WHERE key >= ? AND key < ?", ranges)
+    connection.executemany("UPDATE scores SET reference = NULL WHERE key >= ? AND key < ? AND reference <> x''", ranges)
 
 
 def _taken(connection: sqlite3.Connection, r: rec.TakenRecord) -> None:
@@ -229,13 +234,11 @@ def _taken(connection: sqlite3.Connection, r: rec.TakenRecord) -> None:
         (r.step, group_ids, params, r.max_staleness, r.now, checksum(group_ids, params)),
     )
     connection.execute(f"UPDATE groups SET state = 'taken', step = ?{_OF_GROUPS}", (r.step, group_ids))  # noqa: S608
-    _execute_for_all(connection, _EVENT, [(r.now, group_id, "taken", f"step {r.step}") for group_id in r.group_ids])
 
 
 def _trained(connection: sqlite3.Connection, r: rec.TrainedRecord) -> None:
     connection.execute("UPDATE steps SET state = 'trained', trained_before = 1, trained_s = ? WHERE step = ?", (r.now, r.step))
     connection.execute(f"UPDATE groups SET state = 'trained'{_OF_GROUPS}", (_ids(r.group_ids),))  # noqa: S608
-    _execute_for_all(connection, _EVENT, [(r.now, group_id, "trained", f"step {r.step}") for group_id in r.group_ids])
 
 
 def _restarted(connection: sqlite3.Connection, r: rec.RestartedRecord) -> None:
@@ -249,20 +252,11 @@ def _restarted(connection: sqlite3.Connection, r: rec.RestartedRecord) -> None:
 def _rescore(connection: sqlite3.Connection, r: rec.RescoreRecord) -> None:
     live = connection.execute("SELECT group_id FROM groups WHERE state IN ('running', 'scoring', 'ready')").fetchall()
     for (group_id,) in live:
-        keys = sample_key(group_id, 0), sample_key(group_id + 1, 0)
-        num_again = connection.execute(
-            "UPDATE samples SET state = 'generated', reward = NULL, parts = NULL, worker = NULL, settled_s = NULL,"
-            " score_checksum = NULL"
-            " WHERE key >= ? AND key < ? AND state = 'scored' AND key NOT IN (SELECT key FROM reference_logprobs)",
-            keys,
-        ).rowcount
-        if num_again:
+        if connection.execute("DELETE FROM scores WHERE key >= ? AND key < ? AND reference = x''", keys_of(group_id)).rowcount:
             connection.execute(
                 "UPDATE groups SET state = 'scoring', ready_s = NULL WHERE group_id = ? AND state = 'ready'", (group_id,)
             )
-            _execute_for_all(
-                connection, _EVENT, [(r.now, group_id, "scored again", f"{num_again} samples without reference logprobs")]
-            )
+            _execute_for_all(connection, _EVENT, [(r.now, group_id, "scored again", "for reference logprobs")])
 
 
 def _forget(connection: sqlite3.Connection, r: rec.ForgetRecord) -> None:
@@ -302,8 +296,8 @@ def forgotten_before(connection: sqlite3.Connection) -> int:
 _WRITERS: tuple[tuple[type, Callable[[sqlite3.Connection, Any], None]], ...] = (
     (rec.IssuedRecord, _issued),
     (rec.PlacedRecord, _placed),
-    (rec.SampleRecord, _samples),
-    (rec.ScoreRecord, _scores),
+    (rec.SamplesRecord, _samples),
+    (rec.ScoresRecord, _scores),
     (rec.FailureRecord, _failures),
     (rec.MovedRecord, _moved),
 )

@@ -23,15 +23,15 @@ import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 
-from asyncrl.buffer.ledger.payload_files import PayloadFiles, Place, read_payload
-from asyncrl.buffer.ledger.records import ForgetRecord, OnCommitted, Record, SampleRecord, TakenRecord
-from asyncrl.buffer.ledger.schema import SCHEMA_VERSION, TABLES, checksum, insert, sample_key, unpack_sample
+from asyncrl.buffer.ledger.payload_files import PayloadFiles, read_payload
+from asyncrl.buffer.ledger.records import ForgetRecord, OnCommitted, Record, SamplesRecord, TakenRecord
+from asyncrl.buffer.ledger.schema import SCHEMA_VERSION, TABLES, checksum, insert, rows_of, sample_key, unpack_samples
 from asyncrl.errors import LedgerError
-from asyncrl.schema.samples import Prompt, Sample, ScoredGroup, ScoredSample
+from asyncrl.schema.samples import Prompt, Samples, ScoredGroup, ScoredSample
 
 COMMIT_EVERY_S = 0.05
 COMMIT_RECORDS = 512
@@ -116,7 +116,7 @@ class SqliteLedger:
                 self._queue.append((records, on_committed))
                 self._num_queued += len(records)
                 for record in records:
-                    if type(record) is SampleRecord:
+                    if type(record) is SamplesRecord:
                         self._queued_bytes += _payload_bytes(record)
                     elif type(record) is TakenRecord:
                         self._is_urgent = True
@@ -178,7 +178,7 @@ class SqliteLedger:
                 insert(self._connection, (record for records, _ in units for record in records), self._payloads)
                 self._connection.execute("COMMIT")
                 if any(type(record) is ForgetRecord for records, _ in units for record in records):
-                    used = self._connection.execute("SELECT DISTINCT file FROM payloads").fetchall()
+                    used = self._connection.execute("SELECT DISTINCT file FROM samples WHERE file IS NOT NULL").fetchall()
                     self._payloads.remove_all_but({number for (number,) in used})
             except _NOT_WRITTEN as error:
                 self._fail(error)
@@ -194,7 +194,7 @@ class SqliteLedger:
         num_bytes = num_units = 0
         while num_units < len(self._queue) and num_bytes <= COMMIT_BYTES:
             records, _ = self._queue[num_units]
-            num_bytes += sum(_payload_bytes(record) for record in records if type(record) is SampleRecord)
+            num_bytes += sum(_payload_bytes(record) for record in records if type(record) is SamplesRecord)
             num_units += 1
         units, self._queue = self._queue[:num_units], self._queue[num_units:]
         self._num_queued -= sum(len(records) for records, _ in units)
@@ -227,9 +227,9 @@ class SqliteLedger:
             self._deliver([functools.partial(self._on_failure, error)])
 
 
-def _payload_bytes(record: SampleRecord) -> int:
-    """Return about how much a sample's token ids, log-probabilities and text take."""
-    return 3 * len(record.sample.token_ids)
+def _payload_bytes(record: SamplesRecord) -> int:
+    """Return about how much the samples' token ids, log-probabilities and texts take."""
+    return 3 * len(record.samples.token_ids)
 
 
 @contextlib.contextmanager
@@ -315,24 +315,39 @@ def check_sum(path: Path, table: str, row: object, stored: object, *content: int
         raise LedgerError(f"{path}: table {table}, row {row}: the checksum is {found}, and {stored} was written; {REMEDY}")
 
 
-def read_sample(path: Path, key: int, stored: object, place: Place) -> Sample:
-    """Return the sample that a row of `payloads` names, once its checksum is right."""
-    with reading(path, "payloads", key):
-        body = read_payload(path, *place)
-    check_sum(path, "payloads", key, stored, key, body)
-    with reading(path, "payloads", key):
-        sample = unpack_sample(body)
-        if sample_key(sample.group_id, sample.index) != key:
-            raise ValueError(f"it holds g{sample.group_id}.{sample.index}")
-    return sample
+Scored = tuple[float, dict[str, float], bytes]
+"""Reward, parts and reference log-probabilities of a member."""
 
 
-def read_scored(path: Path, key: int, sample: Sample, score: tuple[object, Any, Any, Any]) -> ScoredSample:
-    """Return a sample with its score (checksum, reward, parts, reference log-probabilities), once that checksum is right."""
-    stored, reward, parts, reference = score
-    check_sum(path, "samples", key, stored, key, reward, parts, reference or b"")
-    with reading(path, "samples", key):
-        return ScoredSample(sample, reward, msgspec.json.decode(parts, type=dict[str, float]), reference or b"")
+def read_samples(path: Path, connection: sqlite3.Connection, group_id: int) -> Iterator[tuple[int, Samples]]:
+    """Yield the rows of a group's samples with what they name, once its checksum is right.
+
+    Raises:
+        LedgerError: It is damaged, or gone.
+    """
+    for key, stored, file, start, size in rows_of(connection, "samples", "key, checksum, file, start, size", group_id):
+        if file is None:
+            raise LedgerError(f"the payloads of group {group_id} are gone: it was trained before the oldest checkpoint kept")
+        with reading(path, "samples", key):
+            body = read_payload(path, file, start, size)
+        check_sum(path, "samples", key, stored, key, body)
+        with reading(path, "samples", key):
+            samples = unpack_samples(body)
+            if sample_key(samples.group_id, samples.indices[0]) != key:
+                raise ValueError(f"it holds g{samples.group_id}.{samples.indices[0]}")
+        yield key, samples
+
+
+def read_scores(path: Path, connection: sqlite3.Connection, group_id: int) -> dict[int, Scored]:
+    """Return the scores of a group's members, once their checksums are right."""
+    scores = dict[int, Scored]()
+    for key, stored, told, reference in rows_of(connection, "scores", "key, checksum, members, reference", group_id):
+        check_sum(path, "scores", key, stored, key, told, reference)
+        with reading(path, "scores", key):
+            members = msgspec.json.decode(told, type=list[tuple[int, float, dict[str, float]]])
+            logprobs = msgspec.msgpack.decode(reference, type=list[bytes]) if reference else [b""] * len(members)
+            scores.update((index, (reward, parts, own)) for (index, reward, parts), own in zip(members, logprobs, strict=True))
+    return scores
 
 
 def read_prompt(path: Path, group_id: int, prompt_id: str, prompt: bytes, size: int, stored: object) -> Prompt:
@@ -347,16 +362,7 @@ def _load_group(path: Path, connection: sqlite3.Connection, group_id: int) -> Sc
     if row is None:
         raise LedgerError(f"{path}: table groups has no row {group_id}; {REMEDY}")
     prompt = read_prompt(path, group_id, *row)
-    rows = connection.execute(
-        "SELECT s.key, p.checksum, p.file, p.start, p.size, s.score_checksum, s.reward, s.parts, r.body FROM samples s"
-        " LEFT JOIN payloads p ON p.key = s.key LEFT JOIN reference_logprobs r ON r.key = s.key"
-        " WHERE s.key >= ? AND s.key < ? AND s.state = 'scored' ORDER BY s.key",
-        (sample_key(group_id, 0), sample_key(group_id + 1, 0)),
-    ).fetchall()
-    if any(stored is None for _, stored, *_ in rows):
-        raise LedgerError(f"the payloads of group {group_id} are gone: it was trained before the oldest checkpoint kept")
-    members = tuple(
-        read_scored(path, key, read_sample(path, key, stored, (file, start, size)), (score[0], score[1], score[2], score[3]))
-        for key, stored, file, start, size, *score in rows
-    )
-    return ScoredGroup(group_id, prompt, members)
+    scores = read_scores(path, connection, group_id)
+    samples = {sample.index: sample for _, made in read_samples(path, connection, group_id) for sample in made.members()}
+    with reading(path, "scores", group_id):
+        return ScoredGroup(group_id, prompt, tuple(ScoredSample(samples[index], *scores[index]) for index in sorted(scores)))

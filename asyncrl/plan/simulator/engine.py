@@ -27,9 +27,9 @@ from asyncrl.buffer.events import (
     IssueGroup,
     MembersFinished,
     ReturnPrompt,
-    SampleFinished,
-    SampleScored,
-    ScoreMember,
+    SamplesFinished,
+    SamplesScored,
+    ScoreMembers,
     StepsForgotten,
     StepTrained,
     TakeGroups,
@@ -81,7 +81,7 @@ class Simulation:
         self._order = itertools.count()
         self._now_s = 0.0
         self._num_ready = self._num_scoring = 0
-        self._unscored: deque[ScoreMember] = deque()
+        self._unscored: deque[ScoreMembers] = deque()
         self._version = 0
         self._in_hand: deque[tuple[int, float]] = deque()
         self._training = False
@@ -159,13 +159,13 @@ class Simulation:
 
     def _sample_finished(self, name: str, member: Member, counts: VersionCounts) -> None:
         self._generated_tokens += member.num_tokens
-        self._enter(SampleFinished(member.group_id, member.index, counts))
+        self._enter(SamplesFinished(member.group_id, (member.index,), (counts,)))
         self._enter(MembersFinished(name))
 
     def _follow(self, instructions: Iterable[BufferInstruction]) -> None:
         for item in instructions:
             match item:
-                case ScoreMember():
+                case ScoreMembers():
                     self._unscored.append(item)
                     self._score()
                 case GroupMoved(group_id, before, after):
@@ -208,10 +208,11 @@ class Simulation:
             self._num_scoring += 1
             self._after(self._reward(), partial(self._scored, self._unscored.popleft()))
 
-    def _scored(self, member: ScoreMember) -> None:
+    def _scored(self, asked: ScoreMembers) -> None:
         """Free the worker and have the score entered."""
         self._num_scoring -= 1
-        self._after(2 * self._scenario.hop_s, lambda: self._enter(SampleScored(member.group_id, member.index, 1.0)))
+        scored = SamplesScored(asked.group_id, asked.indices, (1.0,) * len(asked.indices))
+        self._after(2 * self._scenario.hop_s, lambda: self._enter(scored))
         self._score()
 
     # -- the learner -----------------------------------------------------------------------------------------------------

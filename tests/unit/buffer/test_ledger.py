@@ -17,16 +17,16 @@ from asyncrl.buffer.ledger.records import (
     ForgetRecord,
     IssuedRecord,
     MovedRecord,
-    SampleRecord,
-    ScoreRecord,
+    SamplesRecord,
+    ScoresRecord,
     StepParams,
     TakenRecord,
     TrainedRecord,
 )
 from asyncrl.buffer.ledger.store import SqliteLedger
 from asyncrl.errors import LedgerError
-from asyncrl.schema.samples import Prompt, Score
-from tests.builders import make_sample
+from asyncrl.schema.samples import Prompt, Samples
+from tests.builders import make_sample, score_of
 
 PARAMS = StepParams(0, 4096, 1.0)
 
@@ -38,8 +38,8 @@ def _sample(group_id, index=0):
 def _ready(group_id, now=1.0):
     return [
         IssuedRecord(group_id, Prompt(f"p{group_id}", text="1+1="), "g0", 0, 1, now),
-        SampleRecord(_sample(group_id), 0, 0, now),
-        ScoreRecord(Score(group_id, 0, 0, 0.5, {"exact": 0.5}, worker="r0"), now),
+        SamplesRecord(Samples.of([_sample(group_id)]), (((0, 3),),), now),
+        ScoresRecord(score_of(group_id, 0, 0.5, {"exact": 0.5}, worker="r0"), now),
         MovedRecord(group_id, "running", "scoring", "", now),
         MovedRecord(group_id, "scoring", "ready", "", now),
     ]
@@ -189,16 +189,16 @@ CHILD = """
 import sys
 from pathlib import Path
 from asyncrl.buffer.ledger.store import SqliteLedger
-from asyncrl.buffer.ledger.records import IssuedRecord, MovedRecord, SampleRecord
-from asyncrl.schema.samples import Prompt, Sample
+from asyncrl.buffer.ledger.records import IssuedRecord, MovedRecord, SamplesRecord
+from asyncrl.schema.samples import Prompt, Samples
 ledger = SqliteLedger(Path(sys.argv[1]))
 tokens = bytes(4096)
 def acknowledged(group_id):
     sys.stdout.write(f"{group_id}\\n")
     sys.stdout.flush()
 for group_id in range(1_000_000):
-    sample = Sample(group_id, 0, 0, tokens, tokens, tokens, tokens, "stop", "", "g", 0.0, 1.0)
-    records = [IssuedRecord(group_id, Prompt("p"), "g", 0, 1, 0.0), SampleRecord(sample, 0, 0, 0.0)]
+    made = Samples(group_id, 0, "g", tokens, (0,), (1024,), tokens, tokens, tokens, ("stop",), ("",), 0.0, 1.0)
+    records = [IssuedRecord(group_id, Prompt("p"), "g", 0, 1, 0.0), SamplesRecord(made, (((0, 1024),),), 0.0)]
     records.append(MovedRecord(group_id, "running", "scoring", "", 0.0))
     ledger.write(records, lambda group_id=group_id: acknowledged(group_id))
 """
@@ -218,8 +218,7 @@ def test_killed_outright_it_holds_everything_acknowledged_and_only_whole_units(p
         whole = {
             row[0]
             for row in connection.execute(
-                "SELECT g.group_id FROM groups g JOIN samples s ON s.key = g.group_id << 20 JOIN payloads p USING (key)"
-                " WHERE g.state = 'scoring'"
+                "SELECT g.group_id FROM groups g JOIN samples s ON s.key = g.group_id << 20 WHERE g.state = 'scoring'"
             )
         }
         assert connection.execute("PRAGMA integrity_check").fetchone() == ("ok",)
@@ -241,7 +240,7 @@ def test_a_reader_answers_while_a_run_writes(path, ledger):
         assert [(v.version, v.samples, v.tokens, v.mean_reward) for v in reader.versions()] == [(0, 3, 9, 0.5)]
         assert [(s.step, s.state, s.group_ids, s.max_staleness) for s in reader.steps()] == [(0, "taken", (0, 1), 1)]
         story = reader.sample(0, 0)
-        assert [event.what for event in story.group.events] == ["issued", "scoring", "ready", "taken"]
+        assert [event.what for event in story.group.events] == ["issued", "ready", "taken"]
         assert (story.group.replaced_by, story.row.reward_worker, story.sample) == (3, "r0", _sample(0))
         assert reader.sample(3, 1).row.failure == "reward: raised"
         with pytest.raises(LedgerError, match="no group 9; 4 were issued"):

@@ -12,8 +12,8 @@ from asyncrl.buffer.events import (
     ReissueGroup,
     ReturnPrompt,
     SampleFailed,
-    SampleFinished,
-    SampleScored,
+    SamplesFinished,
+    SamplesScored,
     TakeGroups,
     TakeStep,
     Wait,
@@ -43,8 +43,8 @@ class Machine:
     def ready(self, version=0, size=1, oldest=None):
         group_id = self.issue(version, size)
         for index in range(size):
-            self(SampleFinished(group_id, index, ((version if oldest is None else oldest, 1),)))
-            self(SampleScored(group_id, index))
+            self(SamplesFinished(group_id, (index,), (((version if oldest is None else oldest, 1),),)))
+            self(SamplesScored(group_id, (index,), (0.0,)))
         return group_id
 
     def take(self, step):
@@ -54,7 +54,7 @@ class Machine:
 def test_a_dead_generators_members_are_missing_and_its_finished_ones_are_kept():
     machine = Machine()
     group = machine.issue(size=3, version=4)
-    machine(SampleFinished(group, 1, ((4, 1),)))
+    machine(SamplesFinished(group, (1,), (((4, 1),),)))
     assert machine(GeneratorGone("g0")) == []
     machine(GeneratorReady("behind", 8, 3))
     assert not isinstance(machine.state.next_issue(), ReissueGroup)
@@ -77,16 +77,16 @@ def test_wait_never_drops_and_names_the_groups_it_waits_for():
     assert isinstance(wait, Wait)
     assert wait.group_ids == (slow,)
     assert wait.reason == "step 1 is the last chance of 1 group not finished yet"
-    machine(SampleFinished(slow, 0, ((0, 1),)))
-    machine(SampleScored(slow, 0))
+    machine(SamplesFinished(slow, (0,), (((0, 1),),)))
+    machine(SamplesScored(slow, (0,), (0.0,)))
     assert machine.take(1).group_ids == (slow,)
 
 
-def _half_done(machine, **sample):
+def _half_done(machine, truncated=()):
     """Issue a group of two at version 0, of which the first member is scored and the second still being generated."""
     group = machine.issue(version=0, size=2)
-    machine(SampleFinished(group, 0, ((0, 3), (1, 2)), **sample))
-    return group, machine(SampleScored(group, 0))
+    machine(SamplesFinished(group, (0,), (((0, 3), (1, 2)),), truncated))
+    return group, machine(SamplesScored(group, (0,), (0.0,)))
 
 
 def test_drop_does_not_wait_for_the_rest_of_a_group_that_is_stale_whatever_comes():
@@ -99,7 +99,7 @@ def test_drop_does_not_wait_for_the_rest_of_a_group_that_is_stale_whatever_comes
     assert isinstance(taken, TakeGroups)
     late, dropped = _half_done(machine)
     assert dropped == [GroupMoved(late, "running", "dropped", "stale", "g0"), ReturnPrompt(late, f"p{late}")]
-    assert machine(SampleFinished(late, 1, ((1, 5),))) == []
+    assert machine(SamplesFinished(late, (1,), (((1, 5),),))) == []
 
 
 @pytest.mark.parametrize("limits", [
@@ -111,7 +111,7 @@ def test_drop_does_not_wait_for_the_rest_of_a_group_that_is_stale_whatever_comes
 def test_a_group_that_may_still_be_trained_is_generated_to_its_end(limits):
     machine = Machine(**{"max_staleness": 0, **limits})
     machine.state.restore((), (), next_group_id=1, dropped={}, failed={}, returned={}, forgotten_steps=1)
-    group, scored = _half_done(machine, truncated=True)
+    group, scored = _half_done(machine, truncated=(0,))
     assert scored == []
     assert machine.state.groups[group].state == "running"
 
@@ -131,7 +131,7 @@ def test_failed_prompts_come_back_a_limited_number_of_times():
 def test_impossible_events_raise_with_the_groups_story():
     machine = Machine()
     group = machine.ready()
-    with pytest.raises(AssertionError, match=r"SampleScored\(group_id=0, index=0, reward=0.0\)"):
+    with pytest.raises(AssertionError, match=r"SamplesScored\(group_id=0, indices=\(0,\), rewards=\(0.0,\)\)"):
         machine.state.handle(GroupPlaced(group, "g1", 0), 9.0)
     with pytest.raises(AssertionError, match="step 0 is next, not 3"):
         machine.state.handle(TakeStep(3), 9.0)
@@ -145,8 +145,8 @@ def test_impossible_events_raise_with_the_groups_story():
 def _scored_group(machine, rewards, truncated=(), version=0):
     group = machine.issue(version, size=len(rewards))
     for index, reward in enumerate(rewards):
-        machine(SampleFinished(group, index, ((version, 1),), index in truncated))
-        last = machine(SampleScored(group, index, reward))
+        machine(SamplesFinished(group, (index,), (((version, 1),),), tuple(truncated)))
+        last = machine(SamplesScored(group, (index,), (reward,)))
     return group, last
 
 
@@ -168,8 +168,8 @@ def test_a_group_without_its_greedy_member_fails_with_the_reason_of_that_member(
     group = machine.issue(size=3)
     machine(SampleFailed(group, 2, "out of memory"))
     machine(SampleFailed(group, 0, "timeout"))
-    machine(SampleFinished(group, 1, ((0, 1),)))
-    moved = machine(SampleScored(group, 1, 1.0))
+    machine(SamplesFinished(group, (1,), (((0, 1),),)))
+    moved = machine(SamplesScored(group, (1,), (1.0,)))
     assert moved == [
         GroupMoved(group, "scoring", "failed", "no greedy baseline: out of memory"),
         ReturnPrompt(group, f"p{group}"),
@@ -182,8 +182,8 @@ def test_tokens_that_are_not_trained_have_no_age():
     machine.take(0)
     group = machine.issue(size=3)
     for index, (version, truncated) in enumerate([(0, True), (1, False), (0, False)]):
-        machine(SampleFinished(group, index, ((version, 5),), truncated))
-        machine(SampleScored(group, index, float(index)))
+        machine(SamplesFinished(group, (index,), (((version, 5),),), (index,) if truncated else ()))
+        machine(SamplesScored(group, (index,), (float(index),)))
     assert (machine.state.groups[group].oldest, machine.state.groups[group].trained) == (1, (1,))
     figures = machine.take(1).staleness
     assert (figures.num_samples, figures.num_tokens, figures.token_max) == (1, 5, 0)

@@ -39,14 +39,13 @@ from asyncrl.schema.samples import (
     InferRequest,
     InferResult,
     Prompt,
-    Score,
     ScoreRequest,
 )
 from asyncrl.schema.weights import VersionLive, WeightsAvailable, WeightsManifest
 from asyncrl.tasks.task import TaskData
 from asyncrl.transport.local import InProcessListener
 from asyncrl.transport.protocol import Connection, Lane
-from tests.builders import answer_to, hello, receive
+from tests.builders import answer_to, hello, receive, score_of
 from tests.fake_launcher import FakeLauncher
 
 B = G = 2
@@ -144,7 +143,7 @@ async def _generate(generator: Connection, reward: Connection, count: int) -> li
         for index in work.indices:
             await generator.send(answer_to(work, index))
             request = await receive(reward, ScoreRequest, Lane.DATA)
-            await reward.send(Score(request.group_id, request.index, request.attempt, 1.0, worker="reward-0"))
+            await reward.send(score_of(request.group_id, index, attempt=request.attempt, worker="reward-0"))
     return group_ids
 
 

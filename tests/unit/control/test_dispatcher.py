@@ -30,19 +30,21 @@ from asyncrl.schema.samples import (
     SampleFailure,
     Score,
     ScoreRequest,
+    Scores,
     ids_to_bytes,
     logprobs_to_bytes,
 )
 from asyncrl.tasks.sampler import PromptSequence
 from asyncrl.transport.local import InProcessListener
 from asyncrl.transport.protocol import Lane
-from tests.builders import answer_to, hello
+from tests.builders import answer_to, hello, score_of
 
 B, G, ETA, NUM_STEPS = 2, 2, 1, 4
 
 
-def _score(request: ScoreRequest, reward: float = 1.0) -> Score:
-    return Score(request.group_id, request.index, request.attempt, reward, worker="reward-0", purpose=request.purpose)
+def _score(request: ScoreRequest, reward: float = 1.0, parts: dict[str, float] | None = None) -> Scores:
+    scores = tuple(Score(index, reward, parts or {}) for index in request.indices)
+    return Scores(request.group_id, request.attempt, scores, "reward-0", purpose=request.purpose)
 
 
 class Bench:
@@ -91,14 +93,15 @@ class Bench:
 
     def score_everything(self) -> None:
         """Answer every reward request that is waiting, as if a worker had."""
-        for request in self.buffer.outstanding_scores():
-            self.dispatcher.take_answers([_score(request)])
+        for asked in self.buffer.state.unscored():
+            for index in asked.indices:
+                self.dispatcher.take_answers([score_of(asked.group_id, index)])
 
     def answer(self, work, rewards, version=0):
         """Answer a group at once, samples and rewards."""
         for index, reward in zip(work.indices, rewards, strict=True):
             self.dispatcher.take_samples([answer_to(work, index, versions=version)], "generator-0")
-            self.dispatcher.take_answers([Score(work.group_id, index, work.attempt, reward)])
+            self.dispatcher.take_answers([score_of(work.group_id, index, reward)])
 
 
 async def _feed(feeder: BatchFeeder) -> None:
@@ -232,9 +235,12 @@ async def test_an_evaluation_survives_its_generator_and_never_enters_the_ledger(
     bench.peers.remove(bench.peers.get("generator-0"))
     bench.dispatcher.generator_dead("generator-0")
     for work in await _works(other, 3):
-        request = evaluation.take_sample(answer_to(work, 0, "generator-1"))
-        score = _score(request, reward=float(work.group_id == -1))
-        evaluation.take_verdict(msgspec.structs.replace(score, parts={"answer_match": score.reward}))
+        answer = answer_to(work, 0, "generator-1")
+        assert evaluation.awaits(answer)
+        assert evaluation.take_samples(answer.members()).indices == (0,)
+        assert not evaluation.awaits(answer)
+        reward = float(work.group_id == -1)
+        evaluation.take_scores(work.group_id, [Score(0, reward, {"answer_match": reward})])
     assert evaluation.done
     assert evaluation.report(2.0).accuracy == pytest.approx(1 / 3)
     assert bench.buffer.counts().issued == 0
@@ -253,7 +259,7 @@ async def test_an_evaluation_sample_with_token_ids_beyond_the_vocabulary_counts_
     bench.dispatcher.take_samples(
         [msgspec.structs.replace(answer_to(works[1], 0), token_ids=ids_to_bytes([3, 500]))], "generator-0"
     )
-    bench.dispatcher.take_answers([msgspec.structs.replace(_score(await _next(reward)), parts={"answer_match": 1.0})])
+    bench.dispatcher.take_answers([_score(await _next(reward), 1.0, {"answer_match": 1.0})])
     assert bench.dispatcher.evaluation.done
     assert bench.dispatcher.evaluation.report(1.0).accuracy == 0.5
     assert bench.dispatcher.refused_samples == 1
@@ -266,10 +272,10 @@ async def test_an_evaluation_s_reward_that_is_no_number_counts_as_a_failure():
     reward, _ = await bench.join("reward", "reward-0")
     bench.dispatcher.evaluation = evaluation = Evaluation(bench.config, [Prompt(name, answer="46") for name in "abc"], 0, 0.0)
     bench.dispatcher.changed()
-    wrong = ({"reward": math.nan}, {"parts": {"answer_match": math.inf}}, {"parts": {"answer_match": 1.0}})
+    wrong = ((math.nan, {}), (1.0, {"answer_match": math.inf}), (1.0, {"answer_match": 1.0}))
     for work, changes in zip(await _works(far, 3), wrong, strict=True):
         bench.dispatcher.take_samples([answer_to(work, 0)], "generator-0")
-        bench.dispatcher.take_answers([msgspec.structs.replace(_score(await _next(reward)), **changes)])
+        bench.dispatcher.take_answers([_score(await _next(reward), *changes)])
     assert evaluation.done
     report = evaluation.report(1.0)
     assert (report.num_samples, report.accuracy, report.reward_mean) == (3, pytest.approx(1 / 3), pytest.approx(1 / 3))
@@ -306,8 +312,8 @@ async def test_rules_and_models_are_asked_at_once_and_the_score_is_complete_when
             assert infer_request.temperature == bench.config.generate.sampling.temperature
             assert bench.dispatcher.take_answers([_score(score_request)]) == []
             assert bench.buffer.counts().ready == num_ready
-            (score,) = bench.dispatcher.take_answers([_result(infer_request)])
-            assert score.reward == 1.5
+            (scores,) = bench.dispatcher.take_answers([_result(infer_request)])
+            assert [score.reward for score in scores.scores] == [1.5]
     taken = bench.buffer.take(0, 0.0)
     for group in taken.groups:
         for member in group.members:

@@ -6,7 +6,7 @@ import pytest
 
 from asyncrl.config.load import parse_config
 from asyncrl.control.evaluation import Evaluation
-from asyncrl.schema.samples import Prompt, SampleFailure, Score
+from asyncrl.schema.samples import Prompt, Score
 
 MODEL = {"inference": {"reward_models": [{"name": "taste", "path": "m"}]}}
 LONG = {"kind": "overlong", "max_tokens": 64, "buffer_tokens": 16}
@@ -16,7 +16,7 @@ def report_of(verdicts, functions=None, **changes):
     rewards = {} if functions is None else {"reward": {"functions": functions}}
     evaluation = Evaluation(parse_config({**rewards, **changes}), [Prompt(f"h{i}") for i in range(len(verdicts))], 3, 0.0)
     for number, (reward, parts) in enumerate(verdicts):
-        evaluation.take_verdict(Score(-1 - number, 0, 0, reward, parts, purpose="eval"))
+        evaluation.take_scores(-1 - number, [Score(0, reward, parts)])
     assert evaluation.done
     return evaluation.report(1.0)
 
@@ -42,9 +42,9 @@ def test_without_a_rule_that_judges_there_is_a_reward_and_no_accuracy(functions)
 
 def test_a_sample_that_failed_or_has_an_error_is_wrong():
     evaluation = Evaluation(parse_config({}), [Prompt("a"), Prompt("b"), Prompt("c")], 0, 0.0)
-    evaluation.take_verdict(SampleFailure(-1, 0, 0, "generate", "gone", purpose="eval"))
-    evaluation.take_verdict(Score(-2, 0, 0, 1.0, {"answer_match": 1.0}, error="timeout", purpose="eval"))
-    evaluation.take_verdict(Score(-3, 0, 0, 1.0, {"answer_match": 1.0}, purpose="eval"))
+    evaluation.take_failure(-1, 0)
+    evaluation.take_scores(-2, [Score(0, 1.0, {"answer_match": 1.0}, error="timeout")])
+    evaluation.take_scores(-3, [Score(0, 1.0, {"answer_match": 1.0})])
     report = evaluation.report(1.0)
     assert (report.accuracy, report.num_samples) == (pytest.approx(1 / 3), 3)
     assert report.headline == ("accuracy", report.accuracy)
@@ -54,18 +54,18 @@ def test_what_fails_at_a_joined_generator_goes_to_one_of_the_run_s_own():
     evaluation = Evaluation(parse_config({"eval": {"samples_per_prompt": 2}}), [Prompt("a"), Prompt("b")], 0, 0.0)
     guest, own = "joined-x-1-0", "generator-0"
     first, second = evaluation.next_work(guest), evaluation.next_work(guest)
-    evaluation.take_verdict(SampleFailure(first.group_id, 0, 1, "generate", "no kernel", purpose="eval"), guest)
+    evaluation.take_failure(first.group_id, 0, guest)
     assert evaluation.next_work(own) is None  # the other member is still at work there
-    evaluation.take_verdict(Score(first.group_id, 1, 1, 1.0, {"answer_match": 1.0}, purpose="eval"))
+    evaluation.take_scores(first.group_id, [Score(1, 1.0, {"answer_match": 1.0})])
     assert evaluation.next_work(guest) is None
     assert evaluation.next_work(own).indices == (0,)
     assert evaluation.holders == {first.group_id: own, second.group_id: guest}
-    evaluation.take_verdict(SampleFailure(first.group_id, 0, 1, "generate", "gone", purpose="eval"), own)
-    evaluation.take_verdict(SampleFailure(second.group_id, 0, 1, "generate", "no kernel", purpose="eval"), guest)
+    evaluation.take_failure(first.group_id, 0, own)
+    evaluation.take_failure(second.group_id, 0, guest)
     evaluation.generator_lost(guest)
     assert evaluation.next_work(guest) is None
     assert evaluation.next_work(own).indices == (0, 1)
     for index in (0, 1):
-        evaluation.take_verdict(Score(second.group_id, index, 1, 1.0, {"answer_match": 1.0}, purpose="eval"))
+        evaluation.take_scores(second.group_id, [Score(index, 1.0, {"answer_match": 1.0})])
     assert evaluation.done
     assert (evaluation.report(1.0).accuracy, evaluation.report(1.0).num_samples) == (0.75, 4)

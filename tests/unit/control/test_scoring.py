@@ -9,18 +9,19 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from asyncrl.control.peers import Peers
-from asyncrl.control.scoring import MOST_LOSSES, ScoreDispatcher, merge_score
+from asyncrl.control.scoring import MOST_LOSSES, ScoreDispatcher
 from asyncrl.errors import ConnectionClosed
 from asyncrl.schema.control import PROTOCOL, Hello
 from asyncrl.schema.samples import (
     InferRequest,
     InferResult,
     Prompt,
-    Score,
     ScoreRequest,
+    Scores,
     ids_to_bytes,
     logprobs_to_bytes,
 )
+from tests.builders import score_of
 
 WINDOW = 2
 WEIGHTS = {"judge": 2.0, "style": -0.5}
@@ -30,7 +31,7 @@ def test_models_that_fail_give_no_rewards_and_others_give_theirs_and_no_more():
     scores, peers = ScoreDispatcher(WEIGHTS), Peers()
     connection = FakeConnection("inference", "inference-0")
     peers.add(connection)
-    scores.ask(None, _models(), 0.0)
+    scores.ask(_models(), now=0.0)
     scores.dispatch(peers)
     told = InferResult(1, 0, 0, b"", {"judge": 1.0, "style": 1.0}, "", "inference-0")
     for wrong in ({"error": "no memory"}, {"rewards": {"judge": 1.0}}, {"rewards": {"judge": 1.0, "style": 1.0, "other": 1.0}}):
@@ -59,16 +60,18 @@ class FakeConnection:
         return len(self.inbox)
 
 
-def _rules(member=0):
-    return ScoreRequest(1, member, 0, Prompt("p"), "x", "stop", 1)
+def _rules(*members):
+    num = len(members := members or (0,))
+    return ScoreRequest(1, 0, Prompt("p"), members, ("x",) * num, ("stop",) * num, (1,) * num)
 
 
 def _models(member=0):
     return InferRequest(1, member, 0, ids_to_bytes([1]), ids_to_bytes([2]))
 
 
-def _score(member=0, reward=1.0, error=""):
-    return Score(1, member, 0, reward, {"match": reward}, error, "reward-0", 1.0, 2.0)
+def _score(*members, reward=1.0, error=""):
+    each = [score_of(1, member, reward, {"match": reward}, error=error, worker="reward-0") for member in members or (0,)]
+    return msgspec.structs.replace(each[0], scores=tuple(score for one in each for score in one.scores))
 
 
 def _result(member=0, error=""):
@@ -79,35 +82,60 @@ def _result(member=0, error=""):
 @pytest.mark.parametrize("first", ["rules", "models"])
 def test_a_score_is_complete_when_both_have_answered_in_either_order(first):
     desk = ScoreDispatcher(WEIGHTS)
-    desk.ask(_rules(), _models(), 5.0)
+    desk.ask(_rules(), _models(), now=5.0)
     answers = [_score(), _result()] if first == "rules" else [_result(), _score()]
     assert desk.take(answers[0]) is None
     assert len(desk) == 1
-    score = desk.take(answers[1])
-    assert score is not None
+    scores = desk.take(answers[1])
+    assert scores is not None
+    (score,) = scores.scores
     assert score.reward == 1.0 + 2.0 * 0.25 - 0.5 * 1.0
     assert score.parts == {"match": 1.0, "judge": 0.25, "style": 1.0}
     assert score.reference_logprobs == logprobs_to_bytes([-0.5])
-    assert (score.started_s, score.finished_s, score.worker) == (1.0, 3.0, "reward-0+inference-0")
+    assert (scores.started_s, scores.finished_s, scores.worker) == (1.0, 3.0, "reward-0+inference-0")
     assert len(desk) == 0
 
 
-def test_an_error_of_either_half_fails_the_sample_with_both_reasons():
-    assert merge_score(_score(error="it raised"), _result(), WEIGHTS).error == "it raised"
-    assert merge_score(_score(), _result(error="too long"), WEIGHTS).error == "too long"
-    assert merge_score(_score(error="it raised"), _result(error="too long"), WEIGHTS).error == "it raised; too long"
-    assert merge_score(None, _result(error="too long"), WEIGHTS).error == "too long"
+def test_members_asked_for_together_are_complete_one_by_one_as_their_models_answer():
+    desk = ScoreDispatcher(WEIGHTS)
+    desk.ask(_rules(0, 1, 2), _models(0), _models(1), _models(2), now=0.0)
+    assert desk.take(_result(1)) is None
+    assert [score.index for score in desk.take(_score(0, 1, 2)).scores] == [1]
+    assert [score.index for score in desk.take(_result(2)).scores] == [2]
+    assert [score.index for score in desk.take(_result(0)).scores] == [0]
+    assert len(desk) == 0
+
+
+@pytest.mark.parametrize("members", [(0,), (0, 1, 2), (1, 0), (2, 0, 1), (0, 1, 1)])
+def test_an_answer_about_other_members_than_were_asked_for_is_refused(members):
+    desk, peers = ScoreDispatcher(), Peers()
+    peers.add(FakeConnection("reward", "reward-0"))
+    desk.ask(_rules(0, 1), now=0.0)
+    desk.dispatch(peers)
+    assert "not those of a request" in desk.refusal(_score(*members), "reward-0")
+    assert desk.refusal(_score(0, 1), "reward-0") == ""
+
+
+@pytest.mark.parametrize(
+    ("rules", "models"), [("it raised", ""), ("", "too long"), ("it raised", "too long"), (None, "too long")]
+)
+def test_an_error_of_either_half_fails_the_sample_with_both_reasons(rules, models):
+    desk = ScoreDispatcher(WEIGHTS)
+    desk.ask(*([] if rules is None else [_rules()]), _models(), now=0.0)
+    assert rules is None or desk.take(_score(error=rules)) is None
+    (score,) = desk.take(_result(error=models)).scores
+    assert score.error == "; ".join(filter(None, [rules, models]))
 
 
 def test_a_sample_that_kills_inference_workers_is_given_up_and_its_other_half_still_counts():
     desk, peers = ScoreDispatcher(WEIGHTS), Peers()
-    desk.ask(_rules(), _models(), 0.0)
+    desk.ask(_rules(), _models(), now=0.0)
     for _ in range(MOST_LOSSES):
         peers.add(FakeConnection("inference", "inference-0"))
         desk.dispatch(peers)
         assert desk.worker_lost("inference-0") == []
     assert desk.num_open("inference") == 0
-    score = desk.take(_score())
+    (score,) = desk.take(_score()).scores
     assert "3 workers died while they held this sample, the last was inference-0" in score.error
 
 
@@ -130,7 +158,7 @@ class DeskMachine(RuleBasedStateMachine):
         member = len(self.asked)
         has_models = has_models or not has_rules
         self.asked[member] = (has_rules, has_models)
-        self.desk.ask(_rules(member) if has_rules else None, _models(member) if has_models else None, 0.0)
+        self.desk.ask(*([_rules(member)] if has_rules else []), *([_models(member)] if has_models else []), now=0.0)
 
     @rule()
     def dispatch(self):
@@ -140,7 +168,8 @@ class DeskMachine(RuleBasedStateMachine):
     def answer(self, name, at):
         inbox = self.connections[name].inbox
         if at < len(inbox):
-            member = inbox.pop(at).index
+            asked = inbox.pop(at)
+            member = asked.indices[0] if isinstance(asked, ScoreRequest) else asked.index
             answer = _score(member) if name.startswith("reward") else _result(member)
             self.said.append(answer)
             self._note(self.desk.take(answer))
@@ -154,14 +183,14 @@ class DeskMachine(RuleBasedStateMachine):
     def die(self, name):
         self.peers.remove(self.peers.get(name))
         self.connections[name].is_open = False
-        for score in self.desk.worker_lost(name):
-            assert score.error
-            self._note(score)
+        for scores in self.desk.worker_lost(name):
+            assert all(score.error for score in scores.scores)
+            self._note(scores)
         self._start(name)
 
-    def _note(self, score):
-        if score is not None:
-            self.complete.append(score.index)
+    def _note(self, scores: Scores | None):
+        if scores is not None:
+            self.complete += [score.index for score in scores.scores]
 
     @invariant()
     def every_score_is_open_or_complete_once(self):

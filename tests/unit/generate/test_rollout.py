@@ -19,6 +19,7 @@ from asyncrl.schema.samples import (
     PreferenceAnswers,
     Prompt,
     SampleFailure,
+    Samples,
     SamplingParams,
     ids_from_bytes,
     logprobs_from_bytes,
@@ -41,7 +42,7 @@ async def results_of(engine, codec, work):
     results = []
 
     async def send(result):
-        results.append(result)
+        results.extend(result.members() if isinstance(result, Samples) else [result])
 
     await engine.start()
     await Rollout(engine, codec, VirtualClock(), "generator-0", send).run_group(work)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from asyncrl.errors import CodecError
 from asyncrl.schema.codec import decode, encode
 from asyncrl.schema.control import Heartbeat
-from asyncrl.schema.samples import Prompt, Sample, SampleFailure, ScoredGroup, ScoredSample
+from asyncrl.schema.samples import Prompt, Sample, SampleFailure, Samples, ScoredGroup, ScoredSample
 
 
 def make_sample(num_tokens: int, prompt_tokens: int = 3) -> Sample:
@@ -30,6 +30,10 @@ def make_sample(num_tokens: int, prompt_tokens: int = 3) -> Sample:
     )
 
 
+def make_samples(num_tokens: int) -> Samples:
+    return Samples.of([make_sample(num_tokens)])
+
+
 def make_group(*members: Sample) -> ScoredGroup:
     return ScoredGroup(1, Prompt("p", text="question"), tuple(ScoredSample(member, 1.0, {"a": 0.5}) for member in members))
 
@@ -41,15 +45,15 @@ def test_what_is_encoded_is_decoded(group_id, index, reason, stage):
 
 
 def test_a_message_over_the_limit_is_not_encoded():
-    with pytest.raises(CodecError, match=r"Sample takes 24\d\d\d\d bytes, the limit is 1000"):
-        encode(make_sample(20_000), max_bytes=1000)
+    with pytest.raises(CodecError, match=r"Samples takes 24\d\d\d\d bytes, the limit is 1000"):
+        encode(make_samples(20_000), max_bytes=1000)
     with pytest.raises(CodecError, match="limit is 100"):
-        encode(make_sample(100), max_bytes=100)
+        encode(make_samples(100), max_bytes=100)
 
 
 def test_a_message_over_the_limit_is_not_decoded():
     with pytest.raises(CodecError, match="limit is 100"):
-        decode(encode(make_sample(100)), max_bytes=100)
+        decode(encode(make_samples(100)), max_bytes=100)
 
 
 def test_what_cannot_travel_is_named():

@@ -50,7 +50,7 @@ from asyncrl.weights.subscriber import Subscriber
 from asyncrl.weights.tensors import DeferredTensors
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from benchmarks.smollm2 import smollm2_model
+from benchmarks.workload import smollm2_model
 
 from benchmarks.engine import Workload, engine_rate, rate_of
 

@@ -146,18 +146,20 @@ async def test_a_live_run_is_changed_from_a_named_step_on_and_repeats_earlier_st
     async with asyncrl.Run(tiny(num_steps=10_000, buffer__max_staleness=4, **settings)) as run:
         async for report in run.steps():
             if report.version == 6:
-                done = await run.change({"learner.learning_rate": 5e-4, "buffer.max_staleness": 1}, who="a test")
+                values = {"learner.learning_rate": 5e-4, "buffer.max_staleness": 1, "generate.num_workers": 2}
+                done = await run.change(values | {"generate.sampling.temperature": 0.9}, who="a test")
             if report.version == 14:
                 # It repeats every step, those before the change too.
                 os.kill(recorded_pids(run.run_folder)["learner"], signal.SIGKILL)
             if report.version == 20:
-                end = (await run.change({"num_steps": report.step + 10})).changes[0].after
+                end = report.step + 40
+                await run.change({"num_steps": end, "generate.num_workers": 1})
             if report.version == 21:
                 with pytest.raises(asyncrl.RunError, match="cannot change while the run goes on"):
                     await run.change({"algorithm.group_size": 2})
                 assert (await run.change({"buffer.max_staleness": 1})).changes == ()
         reports, status = [report async for report in run.steps()], await run.status()
-    assert (done.revision, [one.before for one in done.changes]) == (1, [1e-3, 4])
+    assert (done.revision, [one.before for one in done.changes]) == (1, [1e-3, 4, 1, 1.0])
     assert (status.phase, status.version) == ("stopped", end), status.reason
     assert_balanced(status)
     rows = [json.loads(line) for line in (run.run_folder / "metrics.jsonl").read_text().splitlines()]
@@ -171,5 +173,8 @@ async def test_a_live_run_is_changed_from_a_named_step_on_and_repeats_earlier_st
     assert told[0].startswith(f"from step {done.step} on: learner.learning_rate from 0.001 to 0.0005")
     assert len(told) == 2
     resumed = asyncrl.Run(resume=run.run_folder).config
+    generators = [process for process in status.processes if process.kind == "generator"]
+    assert [process.name for process in generators] == ["generator-0", "generator-1"]
+    assert generators[1].state in {"leaving", "left"}
     assert (resumed.learner.learning_rate, resumed.buffer.max_staleness, resumed.num_steps) == (5e-4, 1, end)
     assert asyncrl.load_config(run.run_folder / "revisions" / "0.toml").buffer.max_staleness == 4

@@ -50,9 +50,8 @@ from asyncrl.weights.subscriber import Subscriber
 from asyncrl.weights.tensors import DeferredTensors
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from benchmarks.workload import smollm2_model
-
 from benchmarks.engine import Workload, engine_rate, rate_of
+from benchmarks.workload import smollm2_model
 
 PEAK_FLOPS = 989e12
 """Dense bfloat16 of an H100 or H200 (SXM), by the vendor's datasheet."""

@@ -127,3 +127,11 @@ async def test_a_layout_that_does_not_fit_is_refused_before_anything_is_touched(
     assert await engine.score(IDS) == pytest.approx(expected(make_model(1)), abs=1e-5)
     await engine.load_weights(3, learner.publish(3, make_model(3)), "keep")
     assert await engine.score(IDS) == pytest.approx(expected(make_model(3)), abs=1e-5)
+
+
+async def test_a_version_that_is_gone_leaves_the_old_one_serving(engine, learner):
+    first = learner.publish(1, make_model(1))
+    await engine.load_weights(2, learner.publish(2, make_model(2)), "keep")
+    with pytest.raises(BroadcastError, match="fetch the newest"):
+        await engine.load_weights(3, first, "keep")
+    assert await engine.score(IDS) == pytest.approx(expected(make_model(2)), abs=1e-5)

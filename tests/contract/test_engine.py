@@ -563,3 +563,11 @@ async def test_nothing_is_sampled_from_weights_that_were_overwritten_while_they_
     await model_engine.load_weights(3, MappedTensors(manifest, flat), "keep")
     assert model_engine.version == 3
     assert len((await collect(model_engine.submit(make_request("b")))).token_ids) == 20
+
+
+async def test_weights_may_be_loaded_while_paused(engine: Engine) -> None:
+    await engine.pause()
+    stream = engine.submit(make_request("a", max_new_tokens=5))
+    await engine.load_weights(7, tensors_of(make_model(7)), "keep")
+    await engine.resume()
+    assert (await collect(stream)).versions == [7] * 5

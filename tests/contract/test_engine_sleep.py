@@ -7,15 +7,19 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
+from transformers import LlamaForCausalLM
 
 from asyncrl.clock import SystemClock
 from asyncrl.config.generate import FakeEngineConfig, TransformersEngineConfig
+from asyncrl.config.learner import LoRAConfig
 from asyncrl.errors import GenerationError
 from asyncrl.generate.doubles.fake import FakeEngine
 from asyncrl.generate.engine import Engine, EngineRequest
 from asyncrl.generate.transformers.engine import TransformersEngine
 from asyncrl.generate.transformers.model import SlotModel
 from asyncrl.generate.transformers.scheduler import InFlight, SlotDecoder
+from asyncrl.models.adapters import add_adapters
 from tests.contract.engine_cases import PROMPT, VOCABULARY, collect, make_model, make_request, reference_logprobs, tensors_of
 
 SLOTS = 4
@@ -208,3 +212,42 @@ async def test_level_2_gives_the_memory_back_to_the_system(tmp_path: Path) -> No
     await engine.load_weights(1, tensors, "keep")
     assert awake_bytes - process.memory_info().rss < 0.1 * LARGE_BYTES
     await engine.close()
+
+
+async def test_orders_that_need_weights_are_refused_asleep(engine: Engine) -> None:
+    await engine.sleep(1)
+    with pytest.raises(GenerationError, match="asleep; wake it first"):
+        await engine.load_weights(1, tensors_of(make_model(1)), "keep")
+    with pytest.raises(GenerationError, match="asleep; wake it first"):
+        await engine.score([1, 2, 3])
+    await engine.wake()
+    await engine.load_weights(1, tensors_of(make_model(1)), "keep")
+    assert engine.version == 1
+
+
+async def test_level_1_on_a_cpu_frees_the_cache_and_level_2_the_weights_too(transformers_engine) -> None:
+    awake = sum(transformers_engine.resident.values())
+    weights = sum(tensor.nbytes for tensor in tensors_of(make_model(0)).values())
+    await transformers_engine.sleep(1)
+    assert sum(transformers_engine.resident.values()) == weights
+    await transformers_engine.sleep(2)
+    assert sum(transformers_engine.resident.values()) == 0
+    await transformers_engine.wake()
+    assert sum(transformers_engine.resident.values()) == awake
+
+
+def test_level_2_keeps_the_base_that_adapters_stand_on(model_folder: Path) -> None:
+    model = SlotModel.load(model_folder, config_of(), lora=LoRAConfig(rank=2))
+    before = model.score([3, 9, 27, 11])
+    model.sleep(2)
+    model.wake()
+    model.load_weights(model_adapters(model_folder))
+    assert model.score([3, 9, 27, 11]) == pytest.approx(before, abs=1e-6)
+
+
+def model_adapters(folder: Path) -> dict[str, torch.Tensor]:
+    """Return fresh adapters' tensors: their product is zero, so they change nothing."""
+    model = LlamaForCausalLM.from_pretrained(folder)
+    add_adapters(model, LoRAConfig(rank=2), 0)
+    trainable = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items() if name in trainable}

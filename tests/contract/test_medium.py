@@ -536,3 +536,22 @@ async def test_a_fetch_cancelled_when_it_was_all_but_done_holds_no_slot(tmp_path
         assert learner.publisher._writer.busy_slots() == frozenset()
     assert "the subscriber is closed" in fetching.result()
     learner.publisher.close()
+
+
+def test_the_learner_may_change_its_weights_as_soon_as_publish_returns(config, tmp_path, learner):
+    tensors = tensors_of(1)
+    learner.publisher.publish(1, tensors)
+    for tensor in tensors.values():
+        tensor.fill_(99.0)
+    arrived = fetch(config, tmp_path, learner.announced.get(timeout=TIMEOUT_S))
+    assert all(torch.equal(arrived[name], expected) for name, expected in tensors_of(1).items())
+
+
+def test_a_shared_memory_location_of_another_run_is_refused(tmp_path):
+    config = BroadcastConfig()
+    learner = Learner(config, tmp_path / "one")
+    available = learner.publish(1)
+    with pytest.raises(BroadcastError, match="not a shared-memory segment of this run"):
+        fetch(config, tmp_path / "two", available)
+    learner.publisher.close()
+    assert remove_leftover_segments(tmp_path / "one") == []

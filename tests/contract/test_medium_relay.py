@@ -131,6 +131,12 @@ class Uplink:
         self.location = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
         self._start(self._accept)
 
+    def break_off(self) -> None:
+        """Break the connections that stand; later ones go through unhindered."""
+        self._left = 1 << 60
+        self._hang_up()
+        self._resumed.set()
+
     def close(self) -> None:
         self._closing.set()
         self._resumed.set()
@@ -383,3 +389,15 @@ def test_who_asks_and_never_reads_costs_a_queue_of_parts_and_holds_nobody_up(lea
     greedy.close(linger=0)
     context.term()
     modest.close()
+
+
+def test_a_break_costs_what_was_under_way_and_nothing_else(learner):
+    available = learner.publish(1)
+    reader = ZeroMQReader(MEDIUM)
+    with uplink(available.location, stop_after_bytes=MODEL_BYTES // 2) as link:
+        fetch = Fetch(reader, through(link, available))
+        wait_until_served(learner, MODEL_BYTES // 2)
+        link.break_off()
+        assert fetch.join() == {1.0}
+    assert learner.writer.server.served_bytes <= MODEL_BYTES + 4 * WINDOW_BYTES
+    reader.close()

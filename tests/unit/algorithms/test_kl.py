@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from asyncrl.algorithms.kl import KL_ESTIMATORS, interpolated_proximal, kl_penalty, next_coefficient
+from asyncrl.algorithms.kl import KL_ESTIMATORS, interpolated_proximal, kl_for_rewards, kl_penalty, next_coefficient
 from asyncrl.algorithms.losses import LOSSES
 from asyncrl.algorithms.types import Denominators, LossConfig, LossInputs
 from asyncrl.config.algorithm import KLConfig
@@ -107,3 +107,11 @@ def test_fresh_future_and_unknown_tokens_keep_the_behaviour_policy_and_masked_on
     got = interpolated_proximal(current, behaviour, torch.tensor([4, 6, -1, -1, 0]), mask, current_version=4)
     assert got.tolist() == [-1.0, -2.0, -3.0, 0.0, -1.25]
     assert not got.requires_grad
+
+
+def test_kl_for_rewards_is_detached_capped_and_zero_at_masked_tokens():
+    current = torch.tensor([-1.0, -40.0, float("nan")], requires_grad=True)
+    reference = torch.tensor([-3.0, -1.0, -1.0])
+    got = kl_for_rewards(current, reference, torch.tensor([True, True, False]), option("k1", "own", cap=10.0))
+    assert not got.requires_grad
+    assert got.tolist() == [2.0, -10.0, 0.0]

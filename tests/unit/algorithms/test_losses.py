@@ -270,3 +270,17 @@ def test_an_update_that_is_all_masked_rejected_or_empty_is_zero_everywhere(name,
         loss, slope = run(name, counted_for(inputs, config), config)
         assert loss == 0
         assert (slope == 0).all()
+
+
+def test_a_loss_is_told_what_the_config_says():
+    told = {
+        "vespo_positive": (1.0, 4.0),
+        "log_ratio_penalty": 0.3,
+        "dual_clip": 2.0,
+        "max_ratio": 9.0,
+        "aggregation": "token-sum",
+    }
+    config = LossConfig.of(kinds.AlgorithmConfig(**told, kl=kinds.KLConfig(coefficient=0.2)))
+    assert {name: getattr(config, name) for name in told} == told
+    assert config.kl_coefficient == 0.2
+    assert LossConfig.of(kinds.AlgorithmConfig(kl=kinds.KLConfig(where="reward")), 0.7).kl is None

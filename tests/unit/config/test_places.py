@@ -91,3 +91,9 @@ def test_deltas_of_float32_are_doubted_and_of_bfloat16_are_not():
     assert 'set broadcast.dtype = "bfloat16"' in doubt
     assert doubts_about_medium(config(broadcast={"delta": {}, "dtype": "bfloat16"})) == []
     assert doubts_about_medium(config()) == []
+
+
+def test_addresses_follow_the_host_that_the_run_is_open_on():
+    assert choose_medium(config(transport=NETWORK))[0].bind == "tcp://10.1.2.3:*"
+    assert choose_medium(config(VLLM, "cuda", transport=NETWORK))[0].host == "10.1.2.3"
+    assert choose_medium(config(VLLM, "cuda", launch=RAY))[0].host == "node"

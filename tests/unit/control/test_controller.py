@@ -24,6 +24,7 @@ from asyncrl.schema.control import (
     Checkpoint,
     CheckpointDone,
     EngineReady,
+    Fault,
     JoinTerms,
     LearnerReady,
     LoadModel,
@@ -340,3 +341,16 @@ async def test_a_generator_that_is_not_needed_finishes_what_it_holds_and_leaves_
         assert world.buffer.counts().running == 0
         world.controller.post(ProcessWanted("generator-0", "generator"))
         assert (await world.launcher.started("generator-0", 2)).spec.incarnation == 2
+
+
+async def test_a_joining_generator_that_cannot_go_on_does_not_end_the_run(tmp_path):
+    async with _running(tmp_path) as world:
+        await world.start()
+        await world.until("running")
+        guest = await world.let_in()
+        await guest.send(Fault("joined-b-7-0", "no such folder", fatal=True), Lane.CONTROL)
+        assert await guest.flush(30)
+        await guest.close()
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert world.controller.lifecycle.phase == "running"

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 
+from asyncrl.generate.counter_rng import seed_word, uniforms
 from asyncrl.generate.transformers.sampling import DRAW_FIELDS, SamplingBatch, sample
 from asyncrl.schema.samples import SamplingParams
 
@@ -41,3 +43,23 @@ def test_rows_keep_their_own_parameters() -> None:
         assert (tokens.tolist(), logprobs.tolist()) == ([together_tokens[row]], [together_logprobs[row]])
     assert together_tokens[:2].tolist() == logits[:2].argmax(-1).tolist()
     assert together_logprobs[:2].tolist() == [0.0, 0.0]
+
+
+def test_uniforms_are_spread_evenly_over_seeds_and_over_positions() -> None:
+    over_positions = uniforms(seed_word(7), np.arange(20_000, dtype=np.uint64))
+    over_seeds = uniforms(np.arange(20_000, dtype=np.uint64), np.zeros(1, dtype=np.uint64))
+    for draws in (over_positions, over_seeds):
+        assert draws.min() >= 0
+        assert draws.max() < 1
+        counts, _ = np.histogram(draws, bins=20, range=(0, 1))
+        assert abs(counts - 1000).max() < 150
+        assert abs(np.corrcoef(draws[:-1], draws[1:])[0, 1]) < 0.03
+
+
+def test_frequencies_follow_the_distribution() -> None:
+    rows = 20_000
+    logits = torch.tensor([[2.0, 1.0, 0.0, -1.0]]).repeat(rows, 1)
+    tokens, _ = sample(logits, sampling_batch([params(temperature=0.5)] * rows, range(rows)), ordinals(0, rows))
+    expected = torch.softmax(torch.tensor([2.0, 1.0, 0.0, -1.0]) / 0.5, -1)
+    seen = np.bincount(tokens, minlength=4) / rows
+    assert seen == pytest.approx(expected.tolist(), abs=0.012)

@@ -54,3 +54,11 @@ def test_a_folder_for_sockets_has_a_short_name_and_one_that_cannot_be_made_is_na
     monkeypatch.setenv("VLLM_RPC_BASE_PATH", "/tmp/no/such")
     with pytest.raises(GenerationError, match=r"/tmp/no/such: .* VLLM_RPC_BASE_PATH"):
         socket_folder()
+
+
+def test_a_gpu_keeps_its_threads_and_compilation() -> None:
+    added = environment(VLLMEngineConfig(), SOCKETS, on_cpu=False, present={"VLLM_LOGGING_LEVEL": "DEBUG"})
+    assert not {"TORCHDYNAMO_DISABLE", "OMP_NUM_THREADS"} & added.keys()
+    assert added["VLLM_LOGGING_LEVEL"] == "DEBUG"
+    assert added["VLLM_NO_USAGE_STATS"] == "1"
+    assert added["VLLM_RPC_BASE_PATH"] == added["TMPDIR"] == "/tmp/sockets"

@@ -2,11 +2,15 @@
 
 import math
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from asyncrl.config.load import parse_config
-from asyncrl.inference.scorer import Scorer
+from asyncrl.config.run import RewardModel
+from asyncrl.inference.scorer import ScoreNormaliser, Scorer
 
 
 def _config(folder, reference=True, **reward_model):
@@ -61,3 +65,33 @@ def test_a_score_that_is_no_number_fails_its_sample_and_is_not_remembered(kit, f
     assert well.error == ""
     assert math.isfinite(well.rewards["judge"])
     assert scorer._normalisers["judge"].count == 1
+
+
+scores_lists = st.lists(st.floats(-1e3, 1e3), min_size=2, max_size=40)
+
+
+def _normaliser(**settings):
+    return ScoreNormaliser(RewardModel(name="judge", path="", **settings))
+
+
+def test_running_figures_keep_their_digits_far_from_zero():
+    rewards = _normaliser(normalise="running").normalise([1e9 + 4, 1e9 + 7, 1e9 + 13, 1e9 + 16], [True] * 4)
+    assert rewards == pytest.approx([number / 30**0.5 for number in (-6, -3, 3, 6)])
+
+
+def test_fixed_figures_shift_scale_and_clip():
+    normaliser = _normaliser(mean=2.0, std=4.0, clip=1.5)
+    assert normaliser.normalise([2.0, 4.0, 10.0, -10.0], [True] * 4) == [0.0, 0.5, 1.5, -1.5]
+    assert normaliser.count == 0
+
+
+@given(scores_lists, scores_lists)
+def test_running_scores_come_after_the_fixed_figures_and_before_the_clip(first, second):
+    normaliser = _normaliser(normalise="running", mean=1.0, std=2.0, clip=0.7)
+    normaliser.normalise(first, [True] * len(first))
+    rewards = normaliser.normalise(second, [True] * len(second))
+    seen = (np.array(first + second) - 1.0) / 2.0
+    spread = np.std(seen, ddof=1)
+    expected = np.clip(((np.array(second) - 1.0) / 2.0 - seen.mean()) / (spread if spread > 0 else 1.0), -0.7, 0.7)
+    if spread > 1e-6:
+        assert rewards == pytest.approx(expected.tolist(), abs=1e-6)

@@ -13,7 +13,7 @@ from asyncrl.config.algorithm import AlgorithmConfig, CriticConfig, KLConfig
 from asyncrl.config.learner import LearnerConfig, LoRAConfig, PretrainedModel, ScratchModel
 from asyncrl.config.run import RunConfig
 from asyncrl.errors import LearnerError
-from asyncrl.learner.checkpoint import TrainerState, newest_checkpoint, save_checkpoint, save_shards, write_folder
+from asyncrl.learner.checkpoint import TrainerState, load_trainer, newest_checkpoint, save_checkpoint, save_shards, write_folder
 from asyncrl.learner.resume import build_train_state, load_or_make
 from asyncrl.learner.step.train_step import train_step
 from asyncrl.learner.train_state import StepMemory
@@ -207,3 +207,13 @@ def test_a_separate_critic_opens_a_folder_with_code_where_the_run_trusts_it(kit,
     config = kit.config({"advantage": "gae", "critic": critic}, model=model)
     train_state = build_train_state(config, folder)
     assert type(train_state.critic.body.config).__name__ == "OwnConfig"
+
+
+def test_random_state_is_restored(tmp_path):
+    initial = standing_in(tmp_path)
+    torch.manual_seed(5)
+    folder = save(tmp_path, initial)
+    expected = torch.rand(3)
+    torch.rand(100)
+    load_trainer(folder, initial.train_state)
+    assert torch.equal(torch.rand(3), expected)

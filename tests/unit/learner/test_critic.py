@@ -125,3 +125,16 @@ def test_another_critic_s_file_is_refused(kit, tmp_path):
         load_critic(critic_of(kit, "separate"), tmp_path / "critic.safetensors")
     with pytest.raises(LearnerError, match="was written without a critic"):
         load_critic(critic_of(kit, "head"), tmp_path / "step-000001" / "trainer" / "critic.safetensors")
+
+
+def test_an_advantage_without_returns_is_refused(kit, tmp_path):
+    (tmp_path / "own_advantage.py").write_text(
+        "from asyncrl.algorithms.advantage_types import AdvantageOutputs\n"
+        "def plain(inputs, config):\n"
+        "    return AdvantageOutputs(inputs.mask * inputs.rewards[:, None])\n"
+    )
+    own = f"{tmp_path / 'own_advantage.py'}:plain"
+    config = kit.config({"advantage": own, "critic": CriticConfig(kind="head")})
+    train_state = train_state_of(kit, kit.model(), critic_of(kit, "head"), config)
+    with pytest.raises(LearnerError, match="gives no returns to train the critic towards"):
+        train_step(train_state, kit.batch(kit.samples()), config)

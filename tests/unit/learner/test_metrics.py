@@ -9,7 +9,7 @@ import torch
 
 from asyncrl.algorithms.diagnostics import token_figures
 from asyncrl.algorithms.types import Denominators, LossInputs, LossOutputs
-from asyncrl.config.algorithm import TruncatedSequence, TruncatedToken
+from asyncrl.config.algorithm import StalenessMask, TruncatedSequence, TruncatedToken
 from asyncrl.learner.metrics import StepTokens
 
 LEARNER_VERSION = 12
@@ -201,3 +201,41 @@ def test_later_passes_count_for_clipping_and_not_for_the_policy_before_the_step(
     assert got["policy/clip_fraction"] == pytest.approx((before["policy/clip_fraction"] + 1) / 2)
     assert got["kl/current_k1"] == pytest.approx(before["kl/current_k1"] - 0.5)
     assert got["kl/mean"] == before["kl/mean"]
+
+
+def test_sequences_go_by_their_oldest_trained_token():
+    drawn = samples(count=30)
+    got = figures([drawn])
+    second_moments = {}
+    for member in drawn:
+        mask = member["mask"]
+        if mask.any():
+            age = LEARNER_VERSION - int(member["versions"][mask].min())
+            total = (member["proximal_logprobs"] - member["behaviour_logprobs"])[mask].double().sum().item()
+            second_moments.setdefault("9+" if age >= 9 else "5-8" if age >= 5 else "younger", []).append(math.exp(2 * total))
+    for bucket in ("5-8", "9+"):
+        assert got[f"ratio/chi2_sequence_by_staleness/{bucket}"] == pytest.approx(np.mean(second_moments[bucket]) - 1)
+
+
+def test_mismatch_is_of_version_gap_zero_alone():
+    drawn = samples(count=30)
+    got = figures([drawn])
+    fresh = trained(drawn, "versions") == LEARNER_VERSION
+    proximal, behaviour = trained(drawn, "proximal_logprobs")[fresh], trained(drawn, "behaviour_logprobs")[fresh]
+    assert got["mismatch/tokens"] == fresh.sum()
+    assert got["mismatch/kl_k3"] == pytest.approx(token_figures(proximal, behaviour)["kl/mean"])
+    assert got["mismatch/logprob_gap_max"] == pytest.approx(abs(proximal - behaviour).max())
+
+
+def test_sequence_truncation_counts_whole_sequences():
+    drawn = samples(count=20)
+    got = figures([drawn], corrections=(StalenessMask(), TruncatedSequence(cap=1.5)))
+    products, lengths = [], []
+    for member in drawn:
+        if member["mask"].any():
+            logs = (member["proximal_logprobs"] - member["behaviour_logprobs"])[member["mask"]]
+            products.append(math.exp(logs.double().sum().item()))
+            lengths.append(len(logs))
+    high = np.array(products) > 1.5
+    assert got["ratio/high_fraction"] == pytest.approx(high.mean())
+    assert got["ratio/capped_fraction"] == pytest.approx((high * lengths).sum() / sum(lengths))

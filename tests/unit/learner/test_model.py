@@ -171,3 +171,12 @@ def test_a_batch_where_one_row_lacks_them_asks_the_learner_s_own(kit):
     train_step(train_state, batch, config)
     with pytest.raises(LearnerError, match="needs log-probabilities of the reference"):
         train_step(train_state, msgspec.structs.replace(batch, rows=short, step=1), config)
+
+
+def test_dropout_is_switched_off():
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=20, n_embd=16, n_layer=1, n_head=2, n_positions=16))
+    made_ready(model, LearnerConfig())
+    ids = torch.arange(8)[None]
+    assert torch.equal(model(input_ids=ids).logits, model(input_ids=ids).logits)

@@ -14,6 +14,7 @@ from asyncrl.config.algorithm import (
     OffPolicySequenceMask,
     PythonCorrection,
     SecondMomentMask,
+    TruncatedToken,
 )
 from asyncrl.errors import LearnerError
 from asyncrl.learner.model.critic import ValueHead, build_critic_optimizer
@@ -213,3 +214,35 @@ def test_what_reads_the_current_policy_follows_it_beside_a_planned_correction(ki
     assert beside["policy/kept_fraction"] == alone["policy/kept_fraction"]
     for ours, theirs in zip(others, weights, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-7)
+
+
+def test_loglinear_proximal_lies_between_behaviour_and_current(kit):
+    """Version 2 of 6: alpha is (6 - 1 - 2) / (6 - 2); the first update's weight is then exp(0.75 (current - behaviour))."""
+    samples, start = kit.samples(groups=2, group_size=3), kit.model().double()
+    for sample in samples:
+        sample["versions"] = np.full(len(sample["response"]), 2)
+    config = kit.config({"proximal": "loglinear", "corrections": (TruncatedToken(10.0),)})
+    current = [values.detach() for values in kit.plain_logprobs(start, samples)]
+    weights = [
+        math.exp(0.75 * (logprobs[token].item() - float(sample["logprobs"][token])))
+        for sample, logprobs in zip(samples, current, strict=True)
+        for token in np.flatnonzero(sample["mask"])
+    ]
+    result = train_step(kit.train_state(start, config), kit.batch(samples, 45, step=6), config)
+    assert result.metrics["ratio/correction_mean"] == pytest.approx(sum(weights) / len(weights), rel=1e-5)
+
+
+def test_remax_takes_the_greedy_sample_s_reward_and_trains_none_of_it(kit):
+    samples = kit.samples(groups=2, group_size=3)
+    for sample in samples:
+        sample["is_greedy"] = sample["index"] == 2
+        if sample["is_greedy"]:
+            sample["mask"][:] = 0
+            sample["reward"] = 0.25
+    config, model = kit.config({"advantage": "remax"}), kit.model()
+    result = train_step(kit.train_state(model, config), kit.batch(samples), config)
+    rewards = [sample["reward"] for sample in samples if not sample["is_greedy"]]
+    assert result.metrics["advantage/mean"] == pytest.approx(np.mean(rewards) - 0.25)
+    assert result.metrics["reward/mean"] == pytest.approx(np.mean(rewards))
+    assert result.metrics["data/samples"] == 4
+    assert result.num_tokens == sum(int(sample["mask"].sum()) for sample in samples)

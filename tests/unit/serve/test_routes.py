@@ -327,3 +327,8 @@ async def test_samples_are_for_operators_unless_the_daemon_shows_them(service, c
     async with TestClient(TestServer(service.app())) as shown:
         answer = await shown.get("/v1/runs/r/samples", headers=bearer(tokens["viewer"]))
         assert await answer.json() == {"steps": [], "rows": []}
+
+
+async def test_what_is_only_looked_at_takes_no_orders(service, tokens):
+    service.read_only = True
+    assert {route.path for route in service.routes() if route.method != "GET"} == {"/v1/login", "/v1/logout"}

@@ -120,3 +120,25 @@ def test_what_a_killed_learner_left_is_removed_by_the_next(tmp_path):
     (weights / "notes.txt").write_text("the user's own")
     Learner(FilesMedium(), tmp_path)
     assert names_in(weights) == ["notes.txt"]
+
+
+def test_shards_of_another_learner_are_refused(tmp_path):
+    available = Learner(SHARDED, tmp_path).commit(1)
+    Learner(SHARDED, tmp_path, {name: tensor for name, tensor in TENSORS.items() if name != "norm"}).commit(1)
+    with pytest.raises(BroadcastError, match=r"is of version 1 with fingerprint .* announced was version 1 with"):
+        fetch(SHARDED, tmp_path, available)
+
+
+def test_a_version_being_read_stays_readable_when_it_is_removed(tmp_path):
+    """The reader has opened its files when it first asks whether it is cancelled."""
+    learner = Learner(FilesMedium(keep_last=1), tmp_path)
+    available = learner.commit(1)
+
+    class RemovedMeanwhile(threading.Event):
+        def is_set(self):
+            if not (tmp_path / "weights" / "version-00000002").exists():
+                learner.commit(2)
+            return False
+
+    assert torch.equal(fetch(FilesMedium(num_threads=1), tmp_path, available, RemovedMeanwhile()), learner.slots[0])
+    assert names_in(tmp_path / "weights") == ["version-00000002"]

@@ -9,7 +9,7 @@ import torch
 
 from asyncrl.clock import SystemClock
 from asyncrl.config.broadcast import BroadcastConfig
-from asyncrl.errors import BroadcastError
+from asyncrl.errors import BroadcastError, GenerationError
 from asyncrl.generate.transformers.weight_loader import WeightsInPlace
 from asyncrl.schema.weights import WeightsAvailable
 from asyncrl.weights.media.shared_params import HybridPublisher, HybridSubscriber
@@ -73,3 +73,27 @@ async def test_a_change_that_was_not_published_is_refused(ends):
         ends.model[0].bias.add_(1.0)
     with pytest.raises(BroadcastError, match="damaged"):
         await ends.subscriber.fetch(available)
+
+
+async def test_a_version_made_while_the_one_before_is_in_use_is_noticed(ends):
+    tensors = await ends.subscriber.fetch(ends.publish(0))
+    tensors.check()
+    ends.publish(1)
+    with pytest.raises(BroadcastError, match="phases did not keep training and sampling apart"):
+        tensors.check()
+
+
+def test_a_parameter_that_was_moved_away_cannot_be_published(ends):
+    ends.publish(0)
+    ends.model[0].weight.data = ends.model[0].weight.data.clone()
+    with pytest.raises(BroadcastError, match=r"0\.weight has left the memory"):
+        ends.publish(1)
+
+
+async def test_another_dtype_is_refused_and_nothing_is_adopted(ends):
+    engine = a_model().bfloat16()
+    before = engine[0].weight.data_ptr()
+    tensors = await ends.subscriber.fetch(ends.publish(0))
+    with pytest.raises(GenerationError, match=r"generate\.engine\.dtype"):
+        WeightsInPlace(engine).adopt(tensors)
+    assert engine[0].weight.data_ptr() == before

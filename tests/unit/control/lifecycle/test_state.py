@@ -162,3 +162,15 @@ def test_one_that_was_to_be_started_again_and_is_not_wanted_leaves_at_once() -> 
     life.handle(ev.ProcessExited("generator-1", 0, 2), 1.2)
     life.check_invariants()
     assert (life.processes["generator-1"].departures, len(life.processes["generator-1"].exit_codes)) == (1, 1)
+
+
+def test_drain_timeout_and_stall_end_badly() -> None:
+    told = Told().up()
+    told(ev.DrainRequested())
+    told.now += 119.0
+    assert told(ev.Tick())[-1:] != [ev.EndRun]
+    assert told.life.phase == "draining"
+    assert told(ev.Tick())[-1] == ev.EndRun(
+        ok=False, reason="draining took 121 s, longer than supervision.drain_timeout_s allows"
+    )
+    assert Told().up()(ev.Stalled("learner waits for a batch"))[-1] == ev.EndRun(ok=False, reason="learner waits for a batch")

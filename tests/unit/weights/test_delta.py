@@ -1,0 +1,63 @@
+import numpy as np
+import pytest
+import torch
+
+from asyncrl.models.layout import make_manifest, view_tensors
+from asyncrl.weights.delta import CHUNK_BYTES, apply_delta, encode_delta
+
+TENSORS = {
+    "a": torch.zeros(1000, dtype=torch.bfloat16),
+    "b": torch.zeros(7, 11, dtype=torch.float32),
+    "c": torch.zeros(3, dtype=torch.float64),
+    "d": torch.zeros(13, dtype=torch.int8),
+    "e": torch.zeros(5, dtype=torch.bool),
+}
+MANIFEST = make_manifest(TENSORS, bucket_bytes=64)
+
+
+def flat_of(manifest):
+    flat = torch.zeros(manifest.total_bytes, dtype=torch.uint8)
+    return flat, view_tensors(flat, manifest)
+
+
+def brought_up(manifest, base, current):
+    """Return `base` with the delta to `current` applied, what it touched, and the blob."""
+    blob = encode_delta(manifest, base.numpy().data, current.numpy().data)
+    changed = base.clone()
+    touched = apply_delta(manifest, blob, changed.numpy().data)
+    return changed, touched, blob
+
+
+@pytest.mark.parametrize("share", [0.0001, 0.01, 0.3, 1.0])
+def test_sparse_and_dense_changes_over_several_chunks_arrive(share):
+    manifest = make_manifest({"w": torch.zeros(CHUNK_BYTES + 1000, dtype=torch.bfloat16)})
+    base, old = flat_of(manifest)
+    current, new = flat_of(manifest)
+    random = np.random.default_rng(0)
+    old["w"].copy_(torch.from_numpy(random.standard_normal(CHUNK_BYTES + 1000, np.float32)))
+    is_changed = torch.from_numpy(random.random(CHUNK_BYTES + 1000) < share)
+    new["w"].copy_(torch.where(is_changed, old["w"] * 1.01, old["w"]))
+    new["w"][-1] = 5.0
+    changed, _, blob = brought_up(manifest, base, current)
+    assert torch.equal(changed, current)
+    assert len(blob) < 200 + 4 * (share * current.numel() / 2)
+
+
+def test_a_gap_of_exactly_the_escape_value_is_not_taken_for_an_escape():
+    manifest = make_manifest({"w": torch.zeros(600_000, dtype=torch.int8)})
+    for positions in ([255, 511, 766], [65_535, 131_071, 262_143], [254, 599_999]):
+        base, _ = flat_of(manifest)
+        current, new = flat_of(manifest)
+        new["w"][positions] = 1
+        new["w"][300_000:310_000] = 1
+        changed, _, _ = brought_up(manifest, base, current)
+        assert torch.equal(changed, current)
+
+
+def test_a_delta_larger_than_allowed_is_none():
+    base, _ = flat_of(MANIFEST)
+    current, new = flat_of(MANIFEST)
+    new["a"].copy_(torch.arange(1000))
+    size = len(encode_delta(MANIFEST, base.numpy().data, current.numpy().data))
+    assert encode_delta(MANIFEST, base.numpy().data, current.numpy().data, max_bytes=size) is not None
+    assert encode_delta(MANIFEST, base.numpy().data, current.numpy().data, max_bytes=size - 1) is None

@@ -26,11 +26,6 @@ from asyncrl.weights.publisher import Publisher
 from asyncrl.weights.tensors import DeferredTensors
 
 NUM_GPUS = torch.cuda.device_count()
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.filterwarnings("default"),  # torch warns of its own code on a GPU
-    pytest.mark.skipif(not NUM_GPUS, reason="not run on a GPU: there is none here"),
-]
 TIMEOUT_S = 60
 LEARNER = """
 import json, queue, sys

@@ -13,12 +13,6 @@ from asyncrl.generate.engine import EngineRequest
 from asyncrl.generate.transformers.engine import TransformersEngine
 from asyncrl.schema.samples import SamplingParams
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.filterwarnings("default"),  # torch warns of its own code on a GPU
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="not run on a GPU: there is none here"),
-]
-
 
 @pytest.fixture
 def model(tmp_path: Path) -> LlamaForCausalLM:

@@ -11,11 +11,6 @@ from asyncrl.learner.model.policy import made_ready
 from asyncrl.learner.optim.optimizer import PolicyOptimizer
 from asyncrl.models.logprobs import Float32Head, token_logprobs
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.filterwarnings("default"),  # torch warns of its own code on a GPU
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="not run on a GPU: there is none here"),
-]
 DEVICE = "cuda"
 NUM_STEPS = 5
 

@@ -29,12 +29,6 @@ from asyncrl.weights.publisher import Publisher
 from asyncrl.weights.subscriber import Subscriber
 from tests.builders import make_sample
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.filterwarnings("default"),  # torch warns of its own code on a GPU
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="not run on a GPU: there is none here"),
-]
-
 
 @pytest.fixture
 def model_folder(tmp_path: Path) -> Path:

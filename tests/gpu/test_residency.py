@@ -17,11 +17,6 @@ from asyncrl.residency.plan import PhaseNeeds
 from benchmarks.residency import run
 from benchmarks.workload import smollm2_model
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.filterwarnings("default"),  # torch warns of its own code on a GPU
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="not run on a GPU: there is none here"),
-]
 NAMES = ("policy", "policy optimizer")
 PHASES = (PhaseNeeds("rollout", gives_back=True), PhaseNeeds("train", now=NAMES))
 

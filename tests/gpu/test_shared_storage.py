@@ -7,19 +7,12 @@ import multiprocessing
 from pathlib import Path
 
 import msgspec
-import pytest
 import torch
 
 from asyncrl.clock import SystemClock
 from asyncrl.config.broadcast import BroadcastConfig
 from asyncrl.schema.weights import WeightsAvailable
 from asyncrl.weights.media.shared_params import HybridPublisher, HybridSubscriber
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.filterwarnings("default"),  # torch warns of its own code on a GPU
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="not run on a GPU: there is none here"),
-]
 
 
 def _read(run_folder: str, announced: bytes) -> list[float]:

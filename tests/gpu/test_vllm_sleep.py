@@ -18,11 +18,8 @@ from asyncrl.generate.vllm.engine import VLLMEngine
 from asyncrl.schema.samples import SamplingParams
 
 pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.filterwarnings("default"),  # torch warns of its own code on a GPU
     pytest.mark.asyncio(loop_scope="module"),
     pytest.mark.timeout(400),
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="not run on a GPU: there is none here"),
     pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed: see docs/vllm.md"),
 ]
 KV_GIB = 2.0

@@ -443,6 +443,6 @@ def test_a_score_without_the_reference_that_a_worker_owes_fails_the_member(reope
     buffer = reopen(algorithm=KL_ON_WORKER)
     group = _issue(buffer)
     buffer.add_samples([_sample(group, 0)], 1.0)
-    buffer.add_scores([Score(group, 0, 0, 1.0)], 2.0)
+    buffer.add_scores([score_of(group, 0, 1.0)], 2.0)
     assert buffer.state.member_state(group, 0) == "failed"
     assert "brings no reference logprobs" in buffer.state.groups[group].last_failure

@@ -435,14 +435,14 @@ def test_a_ledger_of_another_schema_is_refused_in_one_line(reopen, tmp_path, oth
 def test_a_group_from_outside_must_bring_its_greedy_baseline(tmp_path):
     buffer = open_buffer(_config(algorithm={"advantage": "remax"}, ledger="memory"), tmp_path)
     receipt = buffer.submit_group(Prompt("theirs"), [_sample(0, 0), _sample(0, 1)], "notebook", 1.0)
-    assert (receipt.status, buffer.counts().issued) == ("refused", 0)
-    assert "member 2 of a group is its greedy baseline" in receipt.reason
+    assert (outcome(receipt), buffer.counts().issued) == ("refused", 0)
+    assert "member 2 of a group is its greedy baseline" in receipt.refused[0]
 
 
 def test_a_score_without_the_reference_that_a_worker_owes_fails_the_member(reopen):
     buffer = reopen(algorithm=KL_ON_WORKER)
     group = _issue(buffer)
-    buffer.add_samples([_sample(group, 0)], 1.0)
+    buffer.add_samples([_samples(group, 0)], 1.0)
     buffer.add_scores([score_of(group, 0, 1.0)], 2.0)
     assert buffer.state.member_state(group, 0) == "failed"
     assert "brings no reference logprobs" in buffer.state.groups[group].last_failure

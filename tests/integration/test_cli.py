@@ -128,10 +128,13 @@ def test_two_interrupts_stop_at_once_and_as_a_kill_of_the_command_line_leave_not
     following = Following(endless)
     following.until(r"\b1/100000|version\D+1\b|step\D+1\b")
     family = following.family()
+    learner = read_pids(tmp_path / "tiny").processes["learner"].pid
+    os.kill(learner, signal.SIGSTOP)  # so that the drain cannot end
     os.kill(following.process.pid, signal.SIGINT)
     following.until("Ctrl-C again")
     os.kill(following.process.pid, signal.SIGINT)
     assert following.rest() == 3
+    os.kill(learner, signal.SIGCONT)
     assert not list((tmp_path / "tiny" / "checkpoints").glob("step-*")), "it waited for a drain"
     assert _all_gone(family)
     again = Following(tmp_path / "tiny", "resume")

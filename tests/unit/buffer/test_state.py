@@ -4,6 +4,7 @@ import pytest
 
 from asyncrl.algorithms.screening import Screen
 from asyncrl.buffer.events import (
+    BoundsChanged,
     GeneratorGone,
     GeneratorReady,
     GroupIssued,
@@ -14,10 +15,12 @@ from asyncrl.buffer.events import (
     SampleFailed,
     SamplesFinished,
     SamplesScored,
+    StepTrained,
     TakeGroups,
     TakeStep,
     Wait,
 )
+from asyncrl.buffer.group import MOST_REASONS, OTHER_REASONS
 from asyncrl.buffer.state import BufferLimits, BufferState
 from asyncrl.config.algorithm import PreferenceConfig
 
@@ -187,3 +190,69 @@ def test_tokens_that_are_not_trained_have_no_age():
     assert (machine.state.groups[group].oldest, machine.state.groups[group].trained) == (1, (1,))
     figures = machine.take(1).staleness
     assert (figures.num_samples, figures.num_tokens, figures.token_max) == (1, 5, 0)
+
+
+def test_drop_lets_go_of_groups_past_eta_and_returns_their_prompt():
+    machine = Machine(policy="drop", max_staleness=0)
+    machine.ready()
+    machine.take(0)
+    machine(StepTrained(0))
+    old, new = machine.ready(version=0), machine.ready(version=1)
+    *dropped, taken = machine(TakeStep(1))
+    assert dropped == [GroupMoved(old, "ready", "dropped", "stale"), ReturnPrompt(old, f"p{old}")]
+    assert taken.group_ids == (new,)
+
+
+def test_mask_trains_what_is_young_enough_and_drops_a_group_with_nothing_left():
+    machine = Machine(policy="mask", max_staleness=1)
+    for step in range(2):
+        machine.ready(version=step)
+        assert isinstance(machine.take(step), TakeGroups)
+        machine(StepTrained(step))
+    mixed = machine.issue(version=0)
+    machine(SamplesFinished(mixed, (0,), (((0, 5), (1, 3), (2, 1)),)))
+    machine(SamplesScored(mixed, (0,), (0.0,)))
+    gone = machine.ready(version=0)
+    *dropped, taken = machine(TakeStep(2))
+    assert dropped[0] == GroupMoved(gone, "ready", "dropped", "stale")
+    assert (taken.group_ids, taken.mask_below) == ((mixed,), 1)
+    assert (taken.staleness.masked_tokens, taken.staleness.token_max, taken.staleness.num_tokens) == (5, 1, 4)
+
+
+def test_a_group_is_ready_with_enough_scored_members_and_failed_with_fewer():
+    machine = Machine(min_group_members=2)
+    enough, short = machine.issue(size=3), machine.issue(size=3)
+    for group, failures in ((enough, 1), (short, 2)):
+        for index in range(failures):
+            machine(SampleFailed(group, index, "raised"))
+        left = tuple(range(failures, 3))
+        machine(SamplesFinished(group, left, (((0, 1),),) * len(left)))
+        last = machine(SamplesScored(group, left, (0.0,) * len(left)))
+        assert last[0].after == ("ready" if group == enough else "failed")
+
+
+def test_reasons_that_are_new_each_time_are_counted_together_from_some_number_on():
+    state = BufferState(BufferLimits(groups_per_step=1, max_staleness=200))
+    for group_id in range(2 * MOST_REASONS):
+        state.handle(GroupIssued(group_id, "p", 1, "generator-0", 0), now=0.0)
+        state.handle(SampleFailed(group_id, 0, f"cannot parse {group_id}"), now=0.0)
+    failed = state.counts().failed
+    assert len(failed) == MOST_REASONS + 1
+    assert failed[OTHER_REASONS] == MOST_REASONS
+    state.check_invariants()
+
+
+def test_a_bound_that_is_lowered_live_drops_what_is_too_old_and_one_that_is_raised_gives_places():
+    machine = Machine(max_staleness=2)
+    machine(GeneratorReady("g0", 8, 0))
+    for _ in range(3):
+        machine.ready(version=0)
+    assert machine.state.capacity(0) == 0
+    machine.take(0)
+    machine(StepTrained(0))
+    assert machine(BoundsChanged(max_staleness=0, max_groups=None)) == []
+    *dropped, answer = machine(TakeStep(1))
+    assert [(item.after, item.reason) for item in dropped if isinstance(item, GroupMoved)] == [("dropped", "stale")] * 2
+    assert not isinstance(answer, TakeGroups)
+    machine(BoundsChanged(max_staleness=1, max_groups=None))
+    assert machine.state.capacity(1) == 2

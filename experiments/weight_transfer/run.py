@@ -6,7 +6,6 @@ import argparse
 import json
 import os
 import platform
-import statistics
 import sys
 import time
 from pathlib import Path
@@ -22,7 +21,6 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
 
 from benchmarks.broadcast import chosen, run  # noqa: E402
-from benchmarks.weight_costs import changes, is_pretrained  # noqa: E402
 
 COUNTS = (1, 2, 4)
 PARTS = ("snapshot", "commit", "transfer", "load")
@@ -34,7 +32,6 @@ def main() -> None:
     started_s = time.perf_counter()
     results = run(options.rounds, options.media).to_dict()
     results["names"] = chosen(options.media)
-    results["deltas"] = measure_deltas(options.steps, options.limit_s)
     results |= {"machine": machine(), "seconds": time.perf_counter() - started_s, "command": " ".join(["run.py", *sys.argv[1:]])}
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "results.json").write_text(json.dumps(results, indent=1) + "\n")
@@ -47,29 +44,8 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--media", default="all", help="names with commas between; all")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=50, help="RL steps whose deltas are measured")
-    parser.add_argument("--limit-s", type=float, default=240, help="of those steps together; what was done by then is reported")
     parser.add_argument("--out", type=Path, default=HERE)
     return parser.parse_args()
-
-
-def measure_deltas(num_steps: int, limit_s: float) -> dict:
-    """Return shares and bit-identity over consecutive versions of real steps."""
-    if not num_steps:
-        return {}
-    steps, started_s = [], time.perf_counter()
-    for change in changes(num_steps):
-        steps.append(change)
-        print(f"version {len(steps)}: {change}", file=sys.stderr, flush=True)
-        if time.perf_counter() - started_s > limit_s:
-            break
-    return {
-        "pretrained": is_pretrained(),
-        "versions": len(steps),
-        "delta_share": [round(step.delta_share, 5) for step in steps],
-        "changed_share": [round(step.changed_share, 5) for step in steps],
-        "is_identical": all(step.is_identical for step in steps),
-    }
 
 
 def parts(figures: dict, name: str) -> list[float]:
@@ -92,7 +68,7 @@ def report(results: dict) -> str:
         "",
         f"`python experiments/weight_transfer/{results['command']}`, {results['machine']}, {results['seconds']:.0f} s. "
         f"{figures['model_bytes'] / 1e6:.0f} MB, medians of {figures['rounds']:.0f} rounds; one warm copy of the bytes took "
-        f"{figures['copy_ms']:.0f} ms. `torch_save` and `ray` verify nothing. Not run on a GPU or between machines.",
+        f"{figures['copy_ms']:.0f} ms. Not run on a GPU or between machines.",
         "",
         "| way | " + " | ".join(PARTS) + " | " + " | ".join(f"live, {count}" for count in COUNTS) + " | MB moved |",
         "|---|" + "---|" * (len(PARTS) + len(COUNTS) + 1),
@@ -114,21 +90,20 @@ def report(results: dict) -> str:
     ]
     for ratio, row in results["ratios"].items():
         lines.append(f"| `{ratio}` | {row['value']:.3g} | {row['goal']:g} | {'yes' if row['holds'] else 'no'} |")
-    return "\n".join([*lines, *delta_lines(results["deltas"]), "", "![chart](chart.png)", ""])
+    return "\n".join([*lines, *delta_lines(figures, results["ratios"]), "", "![chart](chart.png)", ""])
 
 
-def delta_lines(deltas: dict) -> list[str]:
-    if not deltas:
+def delta_lines(figures: dict, ratios: dict) -> list[str]:
+    if "delta_bytes" not in ratios:
         return []
-    shares = deltas["delta_share"]
-    model = "SmolLM2-135M-Instruct (de-quantised from Q4_1)" if deltas["pretrained"] else "random weights of SmolLM2-135M's shape"
-    identical = "bit-identical" if deltas["is_identical"] else "NOT bit-identical"
+    pretrained = "SmolLM2-135M-Instruct (de-quantised from Q4_1)"
+    model = pretrained if figures["delta_pretrained"] else "random weights of SmolLM2-135M's shape"
+    identical = "bit-identical" if figures["delta_identical"] else "NOT bit-identical"
     return [
         "",
-        f"Deltas of {deltas['versions']} versions in a row, {model}, learning rate 1e-6, bfloat16: "
-        f"{statistics.median(shares):.2%} of the whole (median; {min(shares):.2%} to {max(shares):.2%}), "
-        f"{statistics.median(deltas['changed_share']):.2%} of the elements changed; applied one after the other they are "
-        f"{identical} to what was sent.",
+        f"Deltas, {model}, learning rate 1e-6, bfloat16: {ratios['delta_bytes']['value']:.2%} of the whole (median), "
+        f"{figures['delta_changed_share']:.2%} of the elements changed; applied one after the other they are {identical} to what "
+        "was sent.",
     ]
 
 

@@ -1,7 +1,9 @@
-"""The scripts beside the package: their shell parses, and what one packs the other unpacks."""
+"""The scripts and experiments beside the package: shell parses, imports are there, and what one packs the other unpacks."""
 
 from __future__ import annotations
 
+import ast
+import importlib
 import json
 import os
 import subprocess
@@ -75,3 +77,14 @@ def test_pieces_are_small_and_named_where_they_are_missing_or_damaged(packed, tm
     damaged = bundle("unpack", packed, tmp_path / "site")
     assert damaged.returncode == 1
     assert "model.gguf.001 arrived damaged" in damaged.stdout
+
+
+def test_what_experiments_import_of_the_package_is_there():
+    """No type checker reads them."""
+    missing = []
+    for path in sorted((SCRIPTS.parent / "experiments").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in {"asyncrl", "benchmarks"}:
+                module = importlib.import_module(str(node.module))
+                missing += [f"{path}: {node.module}.{name.name}" for name in node.names if not hasattr(module, name.name)]
+    assert missing == []

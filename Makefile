@@ -50,7 +50,7 @@ browser: install
 
 # First, over PYTEST_JOBS processes (tests/conftest.py says how), all tests but those marked `timed`; then those, which are in these
 # folders, one after the other with nothing beside them. `make test PYTEST_ARGS="-k name"` passes on to both.
-PYTEST_JOBS ?= 2
+PYTEST_JOBS ?= 3
 PYTEST_ARGS ?=
 # Several hundred processes start: compiled once, and not by each of them, whatever the environment says.
 test: export PYTHONDONTWRITEBYTECODE =

@@ -1,9 +1,9 @@
 """What all tests share: how they are spread over processes, and a Hypothesis that neither measures the machine (no deadline) nor
 draws anew on each (`pytest --hypothesis-profile explore` does).
 
-`make test` runs first, over two processes and file by file, whatever is not marked `timed`. A file stays in one process, and so
-do all that start vLLM: they share engines, and two at a time would only wait for each other. Files of long tests begin first, so
-that no process is left with one at the end.
+`make test` runs first, over three processes (real runs wait a lot) and file by file, whatever is not marked `timed`. A file stays in
+one process, and so do all that start vLLM: they share engines, and two at a time would only wait for each other. Files of long
+tests begin first, so that no process is left with one at the end.
 
 Torch has one thread in a process of tests: what is computed is tiny, and threads that wait for a core that another has cost ten
 times what they save.
@@ -50,6 +50,10 @@ LONGEST = (
     "integration/test_rank_cases.py",
     "integration/test_synchronous_equality.py",
     "integration/test_switch_deaths.py",
+    "integration/test_ranks.py",
+    "integration/test_session.py",
+    "integration/test_detached.py",
+    "integration/test_full_disk.py",
     "integration/test_data_path.py",
 )
 

@@ -1,8 +1,8 @@
 """What all tests share: how they are spread over processes, and a Hypothesis that neither measures the machine (no deadline) nor
 draws anew on each (`pytest --hypothesis-profile explore` does).
 
-`make test` runs first, over three processes (real runs wait a lot) and file by file, whatever is not marked `timed`. A file stays in
-one process, and so do all that start vLLM: they share engines, and two at a time would only wait for each other. Files of long
+`make test` runs first, over three processes (real runs wait a lot) and file by file, whatever is not marked `timed`. A file stays
+in one process, and so do all that start vLLM: they share engines, and two at a time would only wait for each other. Files of long
 tests begin first, so that no process is left with one at the end.
 
 Torch has one thread in a process of tests: what is computed is tiny, and threads that wait for a core that another has cost ten

@@ -9,12 +9,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import shutil
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 
 import msgspec
+import psutil
 
 from asyncrl.buffer.payloads import TakenStep
 from asyncrl.clock import Clock
@@ -67,6 +69,7 @@ class Reporter:
         self.sinks = sinks
         self._config = config
         self._clock = clock
+        self._run_folder = run_folder
         self._steps_file: JsonLines[StepReport] = JsonLines(run_folder / STEPS_FILE)
         self._evals_file: JsonLines[EvalReport] = JsonLines(run_folder / EVAL_FILE)
         self._num_events = max((event.seq for event in read_events(run_folder)), default=0)
@@ -229,6 +232,8 @@ class Reporter:
             "queue/running": float(counts.running),
             "queue/scoring": float(counts.scoring),
             "refused/samples": float(dispatcher.refused_samples),
+            "disk/free_gb": shutil.disk_usage(self._run_folder).free / 1e9,
+            "memory/available_gb": psutil.virtual_memory().available / 1e9,
         })
         report = StepReport(
             step=done.step,

@@ -7,6 +7,7 @@ table, and a test compares.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -21,6 +22,8 @@ from asyncrl.schema.status import Alarm, AlarmLevel
 
 REMEMBERED = 50
 """Steps that a rule may look back on."""
+ROOM_S, LOOKS = 10.0, 12
+"""How often room on the disk and in memory is looked at, and over how many looks its pace is a median."""
 FIRST = 20
 """Steps from which a run's own beginning is known."""
 
@@ -91,6 +94,12 @@ RULES: tuple[Rule, ...] = (
     Rule("generation.starved", "info", 20, 20, "idle beside ready groups", gt, 0.5,
          "`idle/generators` > 0.5 and a step's groups are ready",
          "own: half of generation is unused", "fewer generators, or a lower buffer.max_staleness, cost nothing"),
+    Rule("disk.full", "warning", 3, 5, "hours of disk/free_gb", lt, 1, "the disk is full in less than an hour at this pace",
+         "own: time to make room",
+         "make room, or keep less: checkpoint.keep_last, observe.samples; a run on a full disk ends and can be resumed"),
+    Rule("memory.full", "warning", 3, 5, "hours of memory/available_gb", lt, 1,
+         "the machine's memory is full in less than an hour at this pace", "own: time to act",
+         "`memory/resident_gb/*` says which process grows: fewer slots or generators, or resume the run"),
 )  # fmt: skip
 
 
@@ -112,6 +121,10 @@ class Alarms:
         self._best = float("-inf")
         """Median reward over ten steps so far."""
         self._least, self._most = float("inf"), float("-inf")
+        self._rooms: dict[str, deque[tuple[float, float]]] = {
+            name: deque(maxlen=LOOKS) for name in ("disk/free_gb", "memory/available_gb")
+        }
+        """When, and how much there was."""
 
     def switch_off(self, names: Iterable[str]) -> None:
         """Look at all rules but these from now on."""
@@ -174,4 +187,16 @@ class Alarms:
             found["groups lost"] = lost / max(lost + self._groups_per_step * (last.step - steps[-FIRST].step), 1)
         if last.groups_ready >= self._groups_per_step:
             found["idle beside ready groups"] = last.generators_idle
+        return found | self._hours_left(last)
+
+    def _hours_left(self, last: StepReport) -> dict[str, float]:
+        """Return until when there is room at this pace, where it becomes less; a median: what goes at once is no pace."""
+        found = {}
+        for name, looks in self._rooms.items():
+            if name in last.metrics and (not looks or last.time_s - looks[-1][0] >= ROOM_S):
+                looks.append((last.time_s, last.metrics[name]))
+            if len(looks) == LOOKS:
+                pace = median((before - after) / (until - since) for (since, before), (until, after) in itertools.pairwise(looks))
+                if pace > 0:
+                    found[f"hours of {name}"] = last.metrics.get(name, 0.0) / pace / 3600
         return found

@@ -164,6 +164,8 @@ _ROWS = (
     ("memory/allocated_gb", "GB", "held by the learner: on its device, or resident on a CPU"),
     ("memory/peak_gb", "GB", "most the learner ever held"),
     ("memory/resident_gb/*", "GB", "resident memory of one process, by name"),
+    ("disk/free_gb", "GB", "free on the disk of the run's folder"),
+    ("memory/available_gb", "GB", "that the machine can still give"),
     ("deaths/*", "deaths", "processes that died since the run began, by kind"),
     ("refused/messages", "messages", "malformed, oversized or wrongly keyed messages since the run began"),
     ("refused/samples", "samples", "submitted by outside code and refused since the run began"),

@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 from typing import get_args
 
+import msgspec
 import pytest
 
 from asyncrl.config.run import AlarmRule
@@ -16,6 +17,7 @@ HEALTHY = {
     "ratio/mean": 1.0,
     "kl/reference_mean": 0.01, "data/response_tokens_mean": 4.0, "reward/min": 0.0, "reward/max": 1.0, "policy/entropy": 1.0,
     "reward/zero_spread_fraction": 0.2, "data/truncated_fraction": 0.01, "idle/learner": 0.1,
+    "disk/free_gb": 100.0, "memory/available_gb": 10.0,
 }  # fmt: skip
 
 
@@ -36,7 +38,19 @@ def healthy(steps=60):
     return [report(step, 0.1 + 0.85 * step / steps, **{"policy/entropy": 1.0 - 0.95 * step / steps}) for step in range(steps)]
 
 
+def filling(name):
+    """Steps ten seconds long, in which 2 MB of 1 GB that is free go each second: full after eight minutes."""
+
+    def of_step(step):
+        one = report(step, **{name: max(1.0 - 0.002 * 10 * (step - 60), 0.05)})
+        return msgspec.structs.replace(one, time_s=60 * 0.2 + 10.0 * (step - 60))
+
+    return of_step
+
+
 TROUBLE = {
+    "disk.full": filling("disk/free_gb"),
+    "memory.full": filling("memory/available_gb"),
     "weights.mismatch": lambda step: report(step, **{"mismatch/kl_k3": 0.02}),
     "weights.lag": lambda step: report(step, **{"weights/sync_ms": 1500.0}),
     "gradient.spike": lambda step: report(step, **{"policy/grad_norm": 50.0}),
@@ -60,6 +74,7 @@ def test_a_rule_is_raised_once_by_its_trouble_and_ends_with_it(rule):
     begun = [report(step, 0.6) for step in range(60)]
     trouble = [TROUBLE[rule.name](60 + step) for step in range(45)]
     end = [report(105 + step, 0.6, lost=trouble[-1].dropped.get("stale", 0)) for step in range(45)]
+    end = [msgspec.structs.replace(one, time_s=trouble[-1].time_s + 10.0 * step) for step, one in enumerate(end, 1)]
     told = [alarm for alarm in raised([*begun, *trouble, *end]) if alarm.rule == rule.name]
     assert [alarm.is_over for alarm in told] == [False, True]
     assert rule.advice in told[0].text

@@ -166,6 +166,7 @@ def _unpack_archive(paths: list[Path], site: Path) -> None:
     kept: dict[str, str] = {}
     brought: set[str] = set()
     with _Joined(paths) as joined, tarfile.open(fileobj=joined, mode="r|xz") as archive:
+        archive.extraction_filter = getattr(tarfile, "data_filter", lambda member, _: member)  # Python 3.11.4 has it
         for entry in archive:
             distribution, _, entry.name = entry.name.partition("/")
             if distribution not in brought and distribution not in kept:
@@ -175,7 +176,7 @@ def _unpack_archive(paths: list[Path], site: Path) -> None:
                 else:
                     kept[distribution] = own
             if distribution in brought:
-                archive.extract(entry, site, filter="data")
+                archive.extract(entry, site)
     print(f"{len(brought)} libraries are in {site}")
     print("kept as they are here:", ", ".join(f"{name} {version}" for name, version in sorted(kept.items())) or "none")
 

@@ -413,6 +413,7 @@ def test_lists_are_compared_in_order_and_numbers_by_type():
     cases = [
         ("set([1, 2])", [1, 2]), ("{1: 0, 2: 0}", [1, 2]), ("5000000001.0", 5000000000), ("5.0", 5), ("True", 1), ("'5'", 5), ("5", "5"), ("[1, 2.5]", [1, 2]),
         ("{'a': 1.0}", {"a": 1}), ("b'5'", "5"), ("(1,)", 1), ("frozenset([1])", [1]), ("float('inf')", 1e308),
+        ("0", 1e-12), ("0.0", [-5e-324]), ("2e-12", 1e-12), ("1e-8", 0.0), ("float('nan')", 0.0),
     ]  # fmt: skip
     tests = [{"function": "f", "args": [text], "expected": expected} for text, expected in cases]
     assert passed("def f(text): return eval(text)", *tests) == 0

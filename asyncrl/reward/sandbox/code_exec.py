@@ -59,7 +59,7 @@ class CodeTest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kwargs: dict[str, object] = {}
     expected: object = None
     tolerance: float = 1e-9
-    """Relative and absolute, where the expected value is a floating-point number; everything else is exact."""
+    """Relative to the expected value where that is a floating-point number; absolute where it is 0. Everything else is exact."""
     unordered: bool = False
     """Expected lists match in any order, and sets match them too."""
 
@@ -236,7 +236,7 @@ def _same(value: Any, expected: Any, test: CodeTest) -> bool:  # noqa: ANN401 - 
         # As a number of its own type: of the Decimal 1E+999999999, a Fraction would write out every digit.
         number: Any = decode(value, only_plain) if tag in _NUMBERS else None
         is_number = isinstance(number, Number) and not isinstance(number, bool)
-        return is_number and math.isclose(number, expected, rel_tol=test.tolerance, abs_tol=test.tolerance)
+        return is_number and math.isclose(number, expected, rel_tol=test.tolerance, abs_tol=0 if expected else test.tolerance)
     if isinstance(expected, list):
         is_list = type(inner) is list and (tag in {"", *_SEQUENCES} or (tag in _UNORDERED and test.unordered))
         if not is_list or len(inner) != len(expected):

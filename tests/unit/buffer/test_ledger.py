@@ -8,6 +8,7 @@ import sqlite3
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -25,7 +26,8 @@ from asyncrl.buffer.ledger.records import (
 )
 from asyncrl.buffer.ledger.store import SqliteLedger
 from asyncrl.errors import LedgerError
-from asyncrl.schema.samples import Prompt, Samples
+from asyncrl.schema.codec import encode
+from asyncrl.schema.samples import Prompt, Samples, Score, Scores
 from tests.builders import make_sample, score_of
 
 PARAMS = StepParams(0, 4096, 1.0)
@@ -106,6 +108,47 @@ def test_a_file_of_payloads_goes_once_no_row_points_into_it(path, monkeypatch):
     with contextlib.closing(SqliteLedger(path)) as again:
         again.write(_ready(3))
         assert [group.members[0].sample for group in again.load_groups([1, 2, 3])] == [_sample(1), _sample(2), _sample(3)]
+
+
+def _written_bytes() -> int:
+    return int(Path("/proc/self/io").read_text().split("wchar: ")[1].split()[0])
+
+
+def test_a_step_of_short_samples_writes_a_megabyte_at_most_and_the_log_stays_short(path):
+    """The quickstart's shape: 64 groups of 4 samples of 4 tokens a step, committed far more often than a run does."""
+    ledger, num_steps, longest = SqliteLedger(path), 80, 0
+    before = _written_bytes()
+    for step in range(num_steps):
+        group_ids = tuple(range(64 * step, 64 * step + 64))
+        for group_id in group_ids:
+            members = [make_sample(group_id, index, [5, 6, 7, 8], versions=step) for index in range(4)]
+            scores = Scores(group_id, 0, tuple(Score(index, 1.0, {"match": 1.0}) for index in range(4)), "r0")
+            ledger.write([
+                IssuedRecord(group_id, Prompt(f"p{group_id}", text="1 + 1 =", answer="2"), "g0", step, 4, 1.0),
+                SamplesRecord(Samples.of(members), (((step, 4),),) * 4, 1.0),
+                ScoresRecord(scores, 1.0),
+                MovedRecord(group_id, "running", "scoring", "", 1.0),
+                MovedRecord(group_id, "scoring", "ready", "", 1.0),
+            ])
+            if group_id % 2:
+                ledger.sync()
+        ledger.write([TakenRecord(step, group_ids, PARAMS, 0, 1.0), TrainedRecord(step, group_ids, 1.0)])
+        longest = max(longest, path.with_name(f"{path.name}-wal").stat().st_size)
+    ledger.close()
+    assert (_written_bytes() - before) / num_steps <= 1e6
+    assert longest <= 32 << 20
+
+
+def test_long_samples_are_written_twice_at_most(path):
+    ledger, payload, before = SqliteLedger(path), 0, _written_bytes()
+    for group_id in range(50):
+        members = Samples.of([make_sample(group_id, index, range(1000)) for index in range(8)])
+        payload += len(encode(members))
+        issued = IssuedRecord(group_id, Prompt(f"p{group_id}"), "g0", 0, 8, 1.0)
+        ledger.write([issued, SamplesRecord(members, (((0, 1000),),) * 8, 1.0)])
+        ledger.sync()
+    ledger.close()
+    assert _written_bytes() - before <= 2 * payload
 
 
 def test_a_second_run_on_the_same_folder_is_refused(path, ledger):
@@ -190,7 +233,7 @@ import sys
 from pathlib import Path
 from asyncrl.buffer.ledger.store import SqliteLedger
 from asyncrl.buffer.ledger.records import IssuedRecord, MovedRecord, SamplesRecord
-from asyncrl.schema.samples import Prompt, Samples
+from asyncrl.schema.samples import Prompt, Samples, Score, Scores
 ledger = SqliteLedger(Path(sys.argv[1]))
 tokens = bytes(4096)
 def acknowledged(group_id):

@@ -25,7 +25,6 @@ from asyncrl.config import (
     _Stage,
     _Variant,
 )
-from asyncrl.config.learner import LearnerConfig as LearnerConfig
 
 Level = Literal["token", "sum", "mean", "max", "geometric"]
 Weight = Literal["none", "token", "sequence", "geometric"]

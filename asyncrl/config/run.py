@@ -20,10 +20,10 @@ from asyncrl.config import (
     _Stage,
     _Variant,
 )
-from asyncrl.config.algorithm import AlgorithmConfig, LearnerConfig
+from asyncrl.config.algorithm import AlgorithmConfig
 from asyncrl.config.broadcast import BroadcastConfig
 from asyncrl.config.generate import GenerateConfig
-from asyncrl.config.learner import ModelConfig, ScratchModel
+from asyncrl.config.learner import LearnerConfig, ModelConfig, ScratchModel
 from asyncrl.config.reward import RewardConfig
 from asyncrl.config.tasks import AdditionTask, TaskConfig
 

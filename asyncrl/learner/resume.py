@@ -18,8 +18,8 @@ import msgspec
 import torch
 
 from asyncrl.algorithms.corrections import load_correction
-from asyncrl.config.algorithm import AlgorithmConfig, LearnerConfig, PythonCorrection
-from asyncrl.config.learner import PretrainedModel
+from asyncrl.config.algorithm import AlgorithmConfig, PythonCorrection
+from asyncrl.config.learner import LearnerConfig, PretrainedModel
 from asyncrl.config.run import RunConfig
 from asyncrl.learner.checkpoint import TrainerState, load_trainer, newest_checkpoint, rename_newer, write_folder
 from asyncrl.learner.model.critic import build_critic, build_critic_optimizer

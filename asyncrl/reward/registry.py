@@ -62,7 +62,7 @@ def build_rewards(config: RewardConfig) -> tuple[NamedReward, ...]:
     """Build every configured reward function, in order.
 
     Raises:
-        ConfigError: A name is taken twice, a pattern or path is wrong, or limits contradict each other.
+        ConfigError: A pattern or path is wrong, or limits contradict each other.
         RewardError: A package or tool that a reward needs is not there; the message says what to install.
     """
     for function in config.functions:

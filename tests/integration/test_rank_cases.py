@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from asyncrl.clock import SystemClock
-from asyncrl.config.algorithm import LearnerConfig
+from asyncrl.config.learner import LearnerConfig
 from asyncrl.config.run import RunConfig
 from asyncrl.learner.ranks.group import Ranks, host_store
 from asyncrl.learner.ranks.launch import RankLauncher
@@ -128,7 +128,7 @@ def test_what_two_ranks_publish_has_the_names_and_bytes_of_one_and_a_few_tensors
 THREE_RANKS = RunConfig(learner=LearnerConfig(ranks=3))
 LOST_RANK = """
 import os, subprocess, sys
-from asyncrl.config.algorithm import LearnerConfig
+from asyncrl.config.learner import LearnerConfig
 from asyncrl.config.run import RunConfig
 from asyncrl.learner.ranks.launch import RankLauncher
 from asyncrl.learner.ranks.group import join_store, joined_ranks

@@ -30,8 +30,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from asyncrl.config.algorithm import LearnerConfig
-from asyncrl.config.learner import ScratchModel
+from asyncrl.config.learner import LearnerConfig, ScratchModel
 from asyncrl.errors import ConfigError
 from asyncrl.learner.step.microbatch import Row
 from asyncrl.models.attention import PACKED_ATTENTION

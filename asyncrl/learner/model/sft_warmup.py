@@ -16,8 +16,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
-from asyncrl.config.algorithm import LearnerConfig
-from asyncrl.config.learner import WarmStart
+from asyncrl.config.learner import LearnerConfig, WarmStart
 from asyncrl.errors import ConfigError, LearnerError
 from asyncrl.learner.model.policy import run_row
 from asyncrl.learner.optim.optimizer import PolicyOptimizer

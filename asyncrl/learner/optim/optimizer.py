@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.nn.utils import get_total_norm
 
-from asyncrl.config.algorithm import LearnerConfig
+from asyncrl.config.learner import LearnerConfig
 from asyncrl.errors import LearnerError
 from asyncrl.learner.optim.low_bit import build_lowbit, plain_state, restore_state
 from asyncrl.learner.optim.master_weights import HostGradients, Master, buckets_of

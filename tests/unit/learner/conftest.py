@@ -8,7 +8,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from asyncrl.config.algorithm import AlgorithmConfig, LearnerConfig
+from asyncrl.config.algorithm import AlgorithmConfig
+from asyncrl.config.learner import LearnerConfig
 from asyncrl.config.run import RunConfig
 from asyncrl.learner.model.policy import made_ready
 from asyncrl.learner.optim.optimizer import PolicyOptimizer

@@ -179,7 +179,7 @@ def test_members_of_a_group_with_other_prompts_do_not_share(kit):
 def test_sliding_window_is_kept_in_packed_rows(kit):
     from transformers import MistralConfig, MistralForCausalLM
 
-    from asyncrl.config.algorithm import LearnerConfig
+    from asyncrl.config.learner import LearnerConfig
     from asyncrl.learner.model.policy import made_ready
 
     torch.manual_seed(0)

@@ -9,8 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from asyncrl.clock import SystemClock
-from asyncrl.config.algorithm import LearnerConfig
-from asyncrl.config.learner import ScratchModel, WarmStart
+from asyncrl.config.learner import LearnerConfig, ScratchModel, WarmStart
 from asyncrl.config.run import CheckpointConfig, PlacementConfig, RunConfig, SupervisionConfig
 from asyncrl.errors import LearnerError
 from asyncrl.learner.worker import run_learner

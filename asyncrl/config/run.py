@@ -262,7 +262,8 @@ class ObserveConfig(_Stage, frozen=True):
     alarms: dict[AlarmRule, Literal["off", "warn", "pause", "stop"]] = {}
     """By rule (docs/observability.md): whether its alarm is looked for, and what is done besides telling it. Left out: `warn`."""
     samples: NonNegativeInt = 32
-    """Samples of each step that are kept as text, with rewards and versions (samples.jsonl, wandb, TensorBoard); 0: none."""
+    """Samples of each step that are kept, with rewards and versions: as text (samples.jsonl, wandb, TensorBoard), and token by
+    token as the learner saw them (tokens.jsonl); 0: none."""
 
 
 class RunConfig(_Stage, frozen=True):

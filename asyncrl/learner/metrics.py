@@ -15,6 +15,7 @@ import math
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from asyncrl.algorithms.advantage_types import FloatArray
 from asyncrl.algorithms.diagnostics import (
@@ -31,8 +32,11 @@ from asyncrl.algorithms.diagnostics import (
 from asyncrl.algorithms.types import LossInputs, LossOutputs
 from asyncrl.config.algorithm import CorrectionConfig, TruncatedSequence, TruncatedToken
 from asyncrl.learner.ranks.group import Ranks
+from asyncrl.observe.samples import CLIPPED, KEPT, MOST_ROW_TOKENS, TRAINED, TokenRow, kept_members
 from asyncrl.schema.batches import StepBatch
+from asyncrl.schema.samples import ids_from_bytes, logprobs_from_bytes, logprobs_to_bytes
 
+Places = NDArray[np.int64]
 Columns = dict[str, FloatArray]
 """Some trained tokens of a step, none of them masked: [N] each, by the names that `StepTokens.add` gives."""
 
@@ -46,7 +50,9 @@ class StepTokens:
         metrics = tokens.metrics()
     """
 
-    def __init__(self, rows: int, *, corrections: tuple[CorrectionConfig, ...] = (), ranks: Ranks | None = None) -> None:
+    def __init__(
+        self, rows: int, *, corrections: tuple[CorrectionConfig, ...] = (), ranks: Ranks | None = None, keeps_tokens: bool = False
+    ) -> None:
         """Begin a step.
 
         Args:
@@ -54,7 +60,11 @@ class StepTokens:
                 first pass.
             corrections: Of the step; their cap is where a ratio counts as high.
             ranks: All ranks' tokens are measured together; None: this process has all of them.
+            keeps_tokens: Whether `first` is wanted; `add` then needs `places`.
         """
+        self.first: Columns = {}
+        """After `metrics`, where tokens are kept: the first pass over the batch."""
+        self._keeps_tokens = keeps_tokens
         self._rows = rows
         self._corrections = corrections
         self._ranks = ranks or Ranks()
@@ -65,7 +75,15 @@ class StepTokens:
         self._num_sequences = 0
 
     @torch.no_grad()
-    def add(self, inputs: LossInputs, outputs: LossOutputs, *, proximal_is_learner: bool, is_first_update: bool = True) -> None:
+    def add(
+        self,
+        inputs: LossInputs,
+        outputs: LossOutputs,
+        *,
+        proximal_is_learner: bool,
+        is_first_update: bool = True,
+        places: tuple[Places, Places] | None = None,
+    ) -> None:
         """Add one row of one update; in a step that trains the policy every rank adds at least one, if of no token.
 
         Args:
@@ -74,6 +92,7 @@ class StepTokens:
             proximal_is_learner: Whether the proximal policy is the learner before the step. Where it is not, the current policy
                 stands in, which is the learner before the step only in the first update.
             is_first_update: Whether the weights are still those from before the step.
+            places: [M] each, the sample of each token in the batch, and its place in the response.
         """
         current, mask = inputs.logprobs.detach(), inputs.mask
         versions = torch.full_like(inputs.sequence_ids, -1) if inputs.versions is None else inputs.versions
@@ -95,6 +114,9 @@ class StepTokens:
             "sequence_ids": inputs.sequence_ids + self._num_sequences,
             "is_first_pass": float(len(self._tables) < self._rows),
         }
+        if self._keeps_tokens and places is not None:
+            samples, offsets = (torch.from_numpy(each) for each in places)
+            columns |= {"advantages": inputs.advantages, "samples": samples, "offsets": offsets}
         dtype = torch.promote_types(current.dtype, torch.float32)
         table = current.new_full((len(columns), len(current)), math.nan, dtype=dtype)
         for line, values in zip(table, columns.values(), strict=True):
@@ -118,6 +140,7 @@ class StepTokens:
         if not len(every["mask"]):
             return {}
         first = _where(every, every["is_first_pass"] > 0)
+        self.first = first if self._keeps_tokens else {}
         return {name: value for name, value in step_figures(every, first, self._corrections).items() if not math.isnan(value)}
 
 
@@ -161,6 +184,48 @@ def batch_staleness(batch: StepBatch) -> dict[str, float]:
     """Return mean and largest staleness of the trained samples, each that of its oldest trained token; empty if there is none."""
     ages = [batch.step - sample.oldest_version for sample in batch.samples if sample.oldest_version >= 0]
     return {"staleness/mean": float(np.mean(ages)), "staleness/max": float(max(ages))} if ages else {}
+
+
+def token_rows(batch: StepBatch, first: Columns, most: int) -> list[TokenRow]:
+    """Return what the learner saw of the samples that are kept, without texts; see `kept_members`.
+
+    Args:
+        batch: Of the step.
+        first: `StepTokens.first`; empty where the policy was not trained.
+        most: `observe.samples`.
+    """
+    if not (most and first):
+        return []
+    order = np.argsort(first["samples"], kind="stable")
+    first = {name: values[order] for name, values in first.items()}
+    log_ratios = first["learner"] - first["behaviour"]
+    extremes = first["samples"][[int(log_ratios.argmin()), int(log_ratios.argmax())]].astype(int).tolist()
+    chosen = kept_members([(sample.group_id, sample.index, sample.reward) for sample in batch.samples], most)
+    rows = []
+    for place in dict.fromkeys([*chosen, *extremes]):
+        begin, end = np.searchsorted(first["samples"], [place, place + 1])
+        if begin == end:
+            continue  # none of its tokens is trained
+        sample = batch.samples[place]
+        row, start = batch.rows[sample.row], sample.start + sample.prompt_tokens
+        where = slice(start, start + sample.response_tokens)
+        ids, behaviour = ids_from_bytes(row.token_ids)[where], logprobs_from_bytes(row.behaviour_logprobs)[where]
+        versions = ids_from_bytes(row.versions)[where] if row.versions else np.full(len(ids), -1, dtype=np.int32)
+        values = np.full((4, len(ids)), np.nan, dtype=np.float32)
+        learner, weights, entropy, advantages = values
+        offsets, flags = first["offsets"][begin:end].astype(int), np.zeros(len(ids), dtype=np.uint8)
+        for line, name in zip(values, ("learner", "weights", "entropy", "advantages"), strict=True):
+            line[offsets] = first[name][begin:end]
+        clipped = (first["clipped"][begin:end] > 0) | (first["dual_clipped"][begin:end] > 0)
+        flags[offsets] = TRAINED + KEPT * (first["kept"][begin:end] > 0) + CLIPPED * clipped
+        for one in range(0, len(ids), MOST_ROW_TOKENS):
+            part = slice(one, one + MOST_ROW_TOKENS)
+            rows.append(TokenRow(
+                batch.step, sample.group_id, sample.index, sample.reward, one, ids[part].tobytes(), versions[part].tobytes(),
+                logprobs_to_bytes(behaviour[part]), logprobs_to_bytes(learner[part]), logprobs_to_bytes(weights[part]),
+                logprobs_to_bytes(entropy[part]), logprobs_to_bytes(advantages[part]), flags[part].tobytes(),
+            ))  # fmt: skip
+    return rows
 
 
 def _spread(name: str, values: FloatArray) -> dict[str, float]:

@@ -42,6 +42,7 @@ from asyncrl.learner.resume import Examples, InitialState, load_or_make
 from asyncrl.learner.step.microbatch import PreparedBatch, prepare
 from asyncrl.learner.step.train_step import StepResult, division_of, train_step
 from asyncrl.learner.train_state import Offload
+from asyncrl.observe.samples import TokenFile
 from asyncrl.schema.batches import StepBatch, StepDone
 from asyncrl.schema.control import (
     Checkpoint,
@@ -148,6 +149,9 @@ class LearnerWorker:
         """The next batch may be decoded."""
         self._done: dict[int, StepDone] = {}
         self._num_tokens = 0
+        self._token_file = TokenFile(
+            run_folder, lambda token: self._policy.tokenizer.decode([token], clean_up_tokenization_spaces=False)
+        )
         self._stage = Stage(connection, clock, NAME, config.supervision.heartbeat_s, self._report)
 
     async def run(self, examples: Examples, alphabet: str) -> bool:
@@ -169,6 +173,7 @@ class LearnerWorker:
         self._is_ending = True
         try:
             await asyncio.to_thread(self._thread.shutdown)
+            self._token_file.close()
             if self._offload is not None:
                 self._offload.close()
         finally:
@@ -297,6 +302,7 @@ class LearnerWorker:
         result = train_step(policy.train_state, prepared, self._config, failed_folder=failed)
         if result.recipe_reason:
             log.info("step %d trains by %s", result.version - 1, result.recipe_reason)
+        self._token_file.write(result.tokens)
         policy.version = result.version
         return result
 

@@ -1,21 +1,31 @@
-"""Recent samples as text: a table a step, in samples.jsonl and in every destination that shows text.
+"""Recent samples: as text in samples.jsonl, by the controller, and token by token in tokens.jsonl, by the learner.
 
-Of each step `observe.samples` members are kept, spread over its groups. The file is bounded: a full one is set behind
-(samples.old.jsonl) and the one before that goes.
+Of each step `observe.samples` members are kept, spread over its groups, and those with the lowest and highest reward; of the
+learner's view, those with the lowest and highest importance ratio of a token too. Both files are bounded: a full one is set
+behind (NAME.old.jsonl) and the one before that goes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
 
-from asyncrl.observe.steps import read_lines
+from asyncrl.observe.steps import JsonLines, read_lines
 from asyncrl.schema.samples import ScoredGroup, ids_from_bytes
 
+log = logging.getLogger(__name__)
+
 SAMPLES_FILE = "samples.jsonl"
+TOKENS_FILE = "tokens.jsonl"
 MOST_FILE_BYTES = 32 << 20
+MOST_ROW_TOKENS = 8192
+"""Of a `TokenRow`; a longer sample is several of them."""
+TRAINED, KEPT, CLIPPED = 1, 2, 4
+"""Bits of `TokenRow.flags`: it has a part in the loss; no correction dropped it; a clip holds its gradient back."""
 
 
 class SampleRow(msgspec.Struct, frozen=True):
@@ -47,12 +57,91 @@ class SampleRow(msgspec.Struct, frozen=True):
                 "parts": str(self.parts), "versions": versions}  # fmt: skip
 
 
+class TokenRow(msgspec.Struct, frozen=True):
+    """What the learner saw of T tokens of a trained sample before the step; arrays little-endian, in the file as base64."""
+
+    step: int
+    group_id: int
+    index: int
+    reward: float
+    first: int
+    """Place of the first of these tokens in the response."""
+    token_ids: bytes
+    """int32 [T]."""
+    versions: bytes
+    """int32 [T], which version sampled each; -1 where unknown."""
+    behaviour: bytes
+    """float32 [T], log-probability under the policy that sampled."""
+    learner: bytes
+    """float32 [T], the same under the learner. This and what follows is NaN at tokens that are not trained, or where unknown."""
+    weights: bytes
+    """float32 [T], of the off-policy correction."""
+    entropy: bytes
+    """float32 [T], nat, of the learner's distribution."""
+    advantages: bytes
+    """float32 [T]."""
+    flags: bytes
+    """uint8 [T]."""
+    texts: tuple[str, ...] = ()
+    """[T], each token by itself."""
+
+
+class TokenFile:
+    """Writes tokens.jsonl of a run, with each token as text. A full disk loses what is written then, and nothing else.
+
+    Args:
+        run_folder: Of the run.
+        decode: Turns one token into text; asked once for each.
+    """
+
+    def __init__(self, run_folder: Path, decode: Callable[[int], str]) -> None:
+        self._path, self._decode = run_folder / TOKENS_FILE, decode
+        self._file: JsonLines[TokenRow] | None = None
+        self._texts: dict[int, str] = {}
+
+    def write(self, rows: Sequence[TokenRow]) -> None:
+        """Append rows, which have no texts yet."""
+        told = []
+        for row in rows:
+            ids = ids_from_bytes(row.token_ids).tolist()
+            self._texts |= {token: self._decode(token) for token in set(ids) - self._texts.keys()}
+            told.append(msgspec.structs.replace(row, texts=tuple(map(self._texts.__getitem__, ids))))
+        try:
+            if told:
+                self._file = self._file or JsonLines(self._path, MOST_FILE_BYTES)
+                self._file.write(*told)
+        except OSError as error:
+            log.warning("%d rows for %s are lost: %s", len(told), self._path, error)
+
+    def close(self) -> None:
+        """Close the file; safe to repeat."""
+        if self._file is not None:
+            self._file.close()
+
+
+def kept_members(members: Sequence[tuple[int, int, float]], most: int) -> list[int]:
+    """Return which samples of a step are kept, as places in `members`, which are group, index and reward of each.
+
+    At most `most`: the first member of every group, then the second, and so on; and the lowest and the highest reward. None where
+    `most` is 0.
+    """
+    places = sorted(range(len(members)), key=lambda place: members[place][:2])
+    turns: Counter[int] = Counter()
+    turn_of: dict[int, int] = {}
+    for place in places:
+        turn_of[place] = turns[members[place][0]]
+        turns[members[place][0]] += 1
+    chosen = sorted(places, key=lambda place: turn_of[place])[:most]
+    extremes = [best(places, key=lambda place: members[place][2]) for best in (min, max)] if chosen else []
+    return list(dict.fromkeys([*chosen, *extremes]))
+
+
 def rows_of(step: int, groups: Sequence[ScoredGroup], most: int) -> list[SampleRow]:
-    """Return at most `most` rows of a step: the first member of every group, then the second, and so on, in that order."""
-    turns = max((len(group.members) for group in groups), default=0)
-    members = [(group, group.members[turn]) for turn in range(turns) for group in groups if turn < len(group.members)]
+    """Return the rows of a step that are kept; see `kept_members`."""
+    members = [(group, member) for group in groups for member in group.members]
+    kept = kept_members([(group.group_id, member.sample.index, member.reward) for group, member in members], most)
     rows = []
-    for group, member in members[:most]:
+    for group, member in (members[place] for place in kept):
         versions = ids_from_bytes(member.sample.versions)
         prompt = group.prompt.text or "\n".join(f"{turn.role}: {turn.content}" for turn in group.prompt.messages)
         rows.append(
@@ -77,6 +166,16 @@ def rows_of(step: int, groups: Sequence[ScoredGroup], most: int) -> list[SampleR
 def read_samples(run_folder: Path) -> Iterator[SampleRow]:
     """Yield the rows that are kept, oldest first."""
     return read_lines(run_folder / SAMPLES_FILE, SampleRow)
+
+
+def read_tokens(run_folder: Path, step: int) -> dict[tuple[int, int], list[TokenRow]]:
+    """Return the learner's view of a step's samples by group and index, in parts; of a repeated step that of the last time."""
+    found: dict[tuple[int, int], list[TokenRow]] = {}
+    for row in read_lines(run_folder / TOKENS_FILE, TokenRow):
+        if row.step == step:
+            parts = found.setdefault((row.group_id, row.index), [])
+            parts[:] = [*(part for part in parts if part.first < row.first), row]
+    return found
 
 
 def find_sample(run_folder: Path, group_id: int, index: int) -> SampleRow | None:

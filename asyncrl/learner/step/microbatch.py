@@ -80,9 +80,14 @@ class Row:
         """Bool [M], which targets count: all, or none of a filler."""
         return torch.full_like(self.target_ids, not self.is_filler, dtype=torch.bool)
 
+    @property
+    def places(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """[M] each, line and column of every target in a table."""
+        return self.target_samples, self.target_offsets
+
     def part_of(self, table: NDArray[Scalar]) -> torch.Tensor:
         """Return [M], the row's part of a table [S, T], on the row's device."""
-        return torch.from_numpy(table[self.target_samples, self.target_offsets]).to(self.target_ids.device)
+        return torch.from_numpy(table[self.places]).to(self.target_ids.device)
 
     def to(self, device: torch.device) -> Row:
         """Return the row on `device` (itself where it is there already)."""

@@ -82,7 +82,9 @@ class PolicyObjective:
             self._figures["value/explained_var"] = explained_variance(values, returns)
             self._figures |= {"value/mean": float(values.mean()), "value/returns_mean": float(returns.mean())}
         self._updates = plan_updates(plan, passes, outputs.advantages, state.ranks)
-        self._tokens = StepTokens(len(plan.rows), corrections=plan.algorithm.corrections, ranks=state.ranks)
+        self.tokens = StepTokens(
+            len(plan.rows), corrections=plan.algorithm.corrections, ranks=state.ranks, keeps_tokens=plan.kept_samples > 0
+        )
         self._values_clipped: list[torch.Tensor] = []
         """[2] a row: value targets that the clip holds, and all."""
 
@@ -111,7 +113,7 @@ class PolicyObjective:
             outputs = run_policy(state, plan, row, entropy_gradient=plan.algorithm.entropy_coefficient != 0.0)
             inputs, computed = self._policy_loss(row, place, update, outputs)
             is_learner = plan.algorithm.proximal == "recompute"
-            self._tokens.add(inputs, computed, proximal_is_learner=is_learner, is_first_update=is_first_update)
+            self.tokens.add(inputs, computed, proximal_is_learner=is_learner, is_first_update=is_first_update, places=row.places)
             loss = computed.loss
         if isinstance(critic, ValueHead):
             # One backward pass for both: the head's gradient goes on into the policy.
@@ -137,7 +139,7 @@ class PolicyObjective:
 
     def metrics(self) -> dict[str, float]:
         """Return the figures of tokens, critic and penalties; every rank calls."""
-        figures = self._figures | self._tokens.metrics()
+        figures = self._figures | self.tokens.metrics()
         if self._values_clipped:
             num_clipped, num_tokens = self._state.ranks.sum(torch.stack(self._values_clipped).sum(dim=0)).tolist()
             figures["value/clip_fraction"] = num_clipped / num_tokens

@@ -64,6 +64,8 @@ class StepPlan:
     """Whether the policy runs over the rows before the first update. Otherwise its first forward gives the same values."""
     needs_reference: bool
     """Whether reference log-probabilities are read."""
+    kept_samples: int
+    """So many samples are kept token by token; 0: none."""
 
 
 def make_plan(prepared: PreparedBatch, config: RunConfig, memory: StepMemory) -> StepPlan:
@@ -71,7 +73,7 @@ def make_plan(prepared: PreparedBatch, config: RunConfig, memory: StepMemory) ->
 
     Args:
         prepared: On the model's device.
-        config: `algorithm` and `learner` are read.
+        config: `algorithm`, `learner` and `observe` are read.
         memory: Of the steps before.
     """
     algorithm, learner, batch, choice = config.algorithm, config.learner, prepared.batch, None
@@ -108,6 +110,7 @@ def make_plan(prepared: PreparedBatch, config: RunConfig, memory: StepMemory) ->
         wants_log_ratios=wants_log_ratios,
         needs_proximal=algorithm.kind != "dpo" and (recomputes or has_token_kl or wants_log_ratios or plans_corrections),
         needs_reference=algorithm.needs_reference and (trains_policy or has_token_kl),
+        kept_samples=config.observe.samples,
     )
 
 

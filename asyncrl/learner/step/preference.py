@@ -36,7 +36,7 @@ class PreferenceObjective:
         self._knows_sampler = any(logprobs_from_bytes(row.behaviour_logprobs).any() for row in plan.batch.rows)
         self._sums: list[dict[str, torch.Tensor]] = []
         """Of figures over the pairs of each row that was trained."""
-        self._tokens = StepTokens(len(plan.rows), ranks=state.ranks)
+        self.tokens = StepTokens(len(plan.rows), ranks=state.ranks, keeps_tokens=plan.kept_samples > 0)
         references = iter(passes.reference)
         self._updates = [[(row, next(references)) for row in rows] for rows in plan.prepared.updates]
         self._pair_of_sample = whole_pairs(plan.prepared)
@@ -90,7 +90,7 @@ class PreferenceObjective:
         # There is no policy loss: weights 1, nothing clipped or dropped.
         nothing = torch.zeros_like(row.mask)
         without_loss = LossOutputs(torch.zeros(()), row.mask.to(current.dtype), nothing, nothing)
-        self._tokens.add(measured, without_loss, proximal_is_learner=False, is_first_update=is_first_update)
+        self.tokens.add(measured, without_loss, proximal_is_learner=False, is_first_update=is_first_update, places=row.places)
         return torch.stack([loss.detach().double(), torch.zeros_like(loss, dtype=torch.float64)])
 
     def metrics(self) -> dict[str, float]:
@@ -99,7 +99,7 @@ class PreferenceObjective:
         Figures of the policy that sampled are left out where none of its log-probabilities is known (0 throughout: data from a
         file).
         """
-        figures = self._tokens.metrics()
+        figures = self.tokens.metrics()
         if not self._knows_sampler:
             figures = {name: value for name, value in figures.items() if not name.startswith(("ratio/", "mismatch/"))}
         own = torch.stack([torch.stack(list(sums.values())) for sums in self._sums]).sum(dim=0)

@@ -28,7 +28,7 @@ from asyncrl.algorithms.auto import signals_of
 from asyncrl.algorithms.kl import next_coefficient
 from asyncrl.config.run import RunConfig
 from asyncrl.errors import LearnerError
-from asyncrl.learner.metrics import batch_metrics
+from asyncrl.learner.metrics import batch_metrics, token_rows
 from asyncrl.learner.optim.optimizer import skip_update
 from asyncrl.learner.step.microbatch import Division, PreparedBatch, prepare
 from asyncrl.learner.step.objective import PolicyObjective
@@ -36,6 +36,7 @@ from asyncrl.learner.step.plan import StepPlan, make_plan, run_passes
 from asyncrl.learner.step.preference import PreferenceObjective
 from asyncrl.learner.train_state import TrainState
 from asyncrl.models.causal import use_packed_attention
+from asyncrl.observe.samples import TokenRow
 from asyncrl.schema.batches import StepBatch
 
 Objective = PolicyObjective | PreferenceObjective
@@ -57,6 +58,8 @@ class StepResult:
     """By metric name."""
     recipe_reason: str = ""
     """Why `kind = "auto"` changed its recipe; empty where it did not."""
+    tokens: list[TokenRow] = field(default_factory=list, compare=False)
+    """What the learner saw of the samples that are kept (`observe.samples`), without texts."""
 
 
 def train_step(
@@ -68,7 +71,7 @@ def train_step(
         state: The policy at version `step` and what belongs to it; changed in place. The model is switched to packed attention
             if it has another.
         batch: As it came, or decoded already (`prepare` with `division_of(state, config)`).
-        config: `algorithm` and `learner` are read.
+        config: `algorithm`, `learner` and `observe` are read.
         failed_folder: Where the batch is saved if loss or gradient is not finite; None: nowhere.
 
     Returns:
@@ -110,7 +113,8 @@ def train_step(
             num_samples=len(plan.batch.samples),
         )
     timings_s = passes.timings_s | {"time/update_s": update_s}
-    return StepResult(plan.batch.step + 1, plan.batch.num_trained_tokens, metrics, timings_s, reason)
+    tokens = token_rows(plan.batch, objective.tokens.first, plan.kept_samples)
+    return StepResult(plan.batch.step + 1, plan.batch.num_trained_tokens, metrics, timings_s, reason, tokens)
 
 
 def division_of(state: TrainState, config: RunConfig) -> Division:

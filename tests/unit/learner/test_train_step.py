@@ -16,13 +16,16 @@ from asyncrl.config.algorithm import (
     SecondMomentMask,
     TruncatedToken,
 )
+from asyncrl.config.run import ObserveConfig
 from asyncrl.errors import LearnerError
 from asyncrl.learner.model.critic import ValueHead, build_critic_optimizer
 from asyncrl.learner.model.policy import Reference
 from asyncrl.learner.step.microbatch import prepare
 from asyncrl.learner.step.train_step import train_step
 from asyncrl.learner.train_state import StepMemory, TrainState
+from asyncrl.observe.samples import CLIPPED, KEPT, TRAINED
 from asyncrl.schema.batches import StepBatch
+from asyncrl.schema.samples import ids_from_bytes, logprobs_from_bytes
 
 
 def test_the_same_batch_gives_the_same_bits(kit):
@@ -50,6 +53,51 @@ def test_non_finite_loss_stops_with_the_batch_saved_and_the_weights_untouched(ki
     saved = msgspec.msgpack.decode((tmp_path / "failed" / "step-7.msgpack").read_bytes(), type=StepBatch)
     assert saved.rows == batch.rows
     assert saved.step == 7
+
+
+@pytest.mark.parametrize("tokens_per_row", [24, 400])
+def test_what_is_kept_of_the_tokens_adds_up_to_the_figures_of_the_step(kit, tokens_per_row):
+    config = kit.config({"corrections": (TruncatedToken(cap=1.05),)}, {"minibatches": 2}, observe=ObserveConfig(samples=100))
+    samples, model = kit.samples(), kit.model()
+    result = train_step(kit.train_state(model, config), kit.batch(samples, tokens_per_row, step=5), config)
+    rows = {(row.group_id, row.index): row for row in result.tokens}
+    assert len(rows) == len(samples)
+    trained = []
+    for sample in samples:
+        row = rows[sample["group_id"], sample["index"]]
+        flags, mask = np.frombuffer(row.flags, np.uint8), sample["mask"].astype(bool)
+        names = ("behaviour", "learner", "weights", "entropy", "advantages")
+        floats = np.stack([logprobs_from_bytes(getattr(row, name)) for name in names]).astype(float)
+        assert row.reward == sample["reward"]
+        assert ids_from_bytes(row.token_ids).tolist() == sample["response"].tolist()
+        assert floats[0].tolist() == sample["logprobs"].tolist()
+        assert ((flags & TRAINED) > 0).tolist() == mask.tolist()
+        assert np.isnan(floats[1:, ~mask]).all()
+        trained.append(np.concatenate([floats[:, mask], (flags[mask] & KEPT > 0)[None], (flags[mask] & CLIPPED > 0)[None]]))
+    behaviour, learner, weights, entropy, advantages, kept, clipped = np.concatenate(trained, axis=1)
+    figures = {
+        "ratio/max": np.exp(learner - behaviour).max(), "ratio/mean": np.exp(learner - behaviour).mean(),
+        "ratio/correction_mean": weights.mean(), "policy/entropy": entropy.mean(), "policy/kept_fraction": kept.mean(),
+        "policy/clip_fraction": clipped.mean(),
+    }  # fmt: skip
+    assert figures == pytest.approx({name: result.metrics[name] for name in figures}, rel=1e-5)
+    assert weights.max() == pytest.approx(1.05)
+    assert advantages.std() > 0.1
+
+
+def test_few_samples_are_kept_besides_the_extremes_and_none_where_none_is_wanted(kit):
+    samples, kept = kit.samples(), {}
+    for most in (0, 1, 100):
+        config, model = kit.config(observe=ObserveConfig(samples=most)), kit.model()
+        kept[most] = train_step(kit.train_state(model, config), kit.batch(samples, 40), config).tokens
+    assert not kept[0]
+    ratios = {
+        (row.group_id, row.index): logprobs_from_bytes(row.learner) - logprobs_from_bytes(row.behaviour) for row in kept[100]
+    }
+    by_ratio = [min(ratios, key=lambda key: np.nanmin(ratios[key])), max(ratios, key=lambda key: np.nanmax(ratios[key]))]
+    by_reward = [best(kept[100], key=lambda row: row.reward) for best in (min, max)]
+    wanted = [(0, 0), *((row.group_id, row.index) for row in by_reward), *by_ratio]
+    assert [(row.group_id, row.index) for row in kept[1]] == list(dict.fromkeys(wanted))
 
 
 def test_a_step_without_a_trained_token_is_refused(kit):

@@ -255,6 +255,20 @@ def inspect(
 
 
 @app.command()
+def replay(
+    folder: RunArgument = None,
+    until: Annotated[int | None, typer.Option(help="Stop behind this optimizer step.", metavar="STEP", min=0)] = None,
+) -> None:
+    """Replay a run that was recorded (observe.record): the same events again, and the first that is decided otherwise."""
+    from asyncrl.replay.decisions import replay_decisions
+
+    lives = replay_decisions(_newest(folder), until)
+    print("\n".join(life.text for life in lives))
+    if any(life.difference for life in lives):
+        sys.exit(FAILED)
+
+
+@app.command()
 def report(folder: RunArgument = None) -> None:
     """Draw reward.png and timeline.png of a run (done by itself at the end of one)."""
     from asyncrl.observe.report import write_report

@@ -108,6 +108,7 @@ async def run_controller(
     from asyncrl.control.launch.local import LocalLauncher
     from asyncrl.control.launch.processes import plan_processes
     from asyncrl.control.placement.gpu_share import check_shares, gpu_memory_bytes, usable_cores
+    from asyncrl.observe.decisions.journal import Recorder
     from asyncrl.reward.sandbox.code_exec import check_tests
     from asyncrl.weights.shm_segments import remove_leftover_segments
 
@@ -117,7 +118,13 @@ async def run_controller(
     check_tests(config.reward, task.held_out)
     call_soon = asyncio.get_running_loop().call_soon_threadsafe
     async with contextlib.AsyncExitStack() as leaving:
-        buffer = open_buffer(config, run_folder, call_soon=call_soon, on_failure=_ledger_failed, now=clock.now())
+        recorder = None if config.observe.record == "off" else Recorder(run_folder)
+        buffer = open_buffer(
+            config, run_folder, call_soon=call_soon, on_failure=_ledger_failed, now=clock.now(),
+            watch=recorder.note if recorder else None,
+        )  # fmt: skip
+        if recorder is not None:
+            leaving.callback(recorder.close)
         leaving.callback(buffer.close)
         leaving.callback(shutil.rmtree, run_folder / SWAP_FOLDER, ignore_errors=True)
         leaving.callback(remove_leftover_segments, run_folder)
@@ -129,7 +136,7 @@ async def run_controller(
             from asyncrl.control.launch.ray import open_launcher
 
             launcher = await open_launcher(config.launch, run_folder, partial(needs_of, config), planned)
-        parts = RunParts(config, run_folder, buffer, task, listener, launcher or LocalLauncher(), membership, clock)
+        parts = RunParts(config, run_folder, buffer, task, listener, launcher or LocalLauncher(), membership, clock, recorder)
         controller = Controller(parts)
         async with serve_api(RunApi(controller), run_folder):
             gc.freeze()  # what is there by now stays, and what messages leave behind is hardly ever a cycle

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-import msgspec
-
 from asyncrl.buffer.staleness import StalenessFigures, VersionCounts
+from asyncrl.observe.decisions.machine import Value
 
 GroupState = Literal["running", "scoring", "ready", "taken", "trained", "dropped", "failed"]
 MemberState = Literal["pending", "generated", "scored", "failed"]
@@ -15,7 +14,7 @@ MemberState = Literal["pending", "generated", "scored", "failed"]
 # -- events of generators -------------------------------------------------------------------------------------------------
 
 
-class GeneratorReady(msgspec.Struct, frozen=True):
+class GeneratorReady(Value, frozen=True):
     """A generator can take work. One known by that name before is replaced."""
 
     name: str
@@ -24,19 +23,19 @@ class GeneratorReady(msgspec.Struct, frozen=True):
     """Of the weights it samples with; -1: none yet, and no group is issued to it."""
 
 
-class GeneratorLeaving(msgspec.Struct, frozen=True):
+class GeneratorLeaving(Value, frozen=True):
     """A generator gets no more work. It finishes what it holds."""
 
     name: str
 
 
-class GeneratorGone(msgspec.Struct, frozen=True):
+class GeneratorGone(Value, frozen=True):
     """A generator died or left. What it held is handed out again or failed."""
 
     name: str
 
 
-class RoomChanged(msgspec.Struct, frozen=True):
+class RoomChanged(Value, frozen=True):
     """A generator's engine can run this many requests at once from now on; what it holds stays."""
 
     name: str
@@ -44,28 +43,28 @@ class RoomChanged(msgspec.Struct, frozen=True):
     """At least 1."""
 
 
-class VersionIsLive(msgspec.Struct, frozen=True):
+class VersionIsLive(Value, frozen=True):
     """A generator samples with this version from now on."""
 
     name: str
     version: int
 
 
-class MembersStarted(msgspec.Struct, frozen=True):
+class MembersStarted(Value, frozen=True):
     """Work that is no group (evaluation) holds slots of this generator."""
 
     name: str
     num_members: int
 
 
-class MembersFinished(msgspec.Struct, frozen=True):
+class MembersFinished(Value, frozen=True):
     """This many members hold no slot of this generator any more: finished, failed or never sent."""
 
     name: str
     num_members: int = 1
 
 
-class BoundsChanged(msgspec.Struct, frozen=True):
+class BoundsChanged(Value, frozen=True):
     """The run's config changed while it goes on."""
 
     max_staleness: int
@@ -74,18 +73,18 @@ class BoundsChanged(msgspec.Struct, frozen=True):
     """As `BufferLimits`."""
 
 
-class IssuePaused(msgspec.Struct, frozen=True):
+class IssuePaused(Value, frozen=True):
     """Hand out nothing until IssueResumed."""
 
 
-class IssueResumed(msgspec.Struct, frozen=True):
+class IssueResumed(Value, frozen=True):
     """Hand out groups again."""
 
 
 # -- events of groups and steps -------------------------------------------------------------------------------------------
 
 
-class GroupIssued(msgspec.Struct, frozen=True):
+class GroupIssued(Value, frozen=True):
     """A prompt was handed to a generator as a new group; ids are given out in order, without a gap."""
 
     group_id: int
@@ -98,7 +97,7 @@ class GroupIssued(msgspec.Struct, frozen=True):
     """The dropped or failed group whose prompt this is again."""
 
 
-class GroupPlaced(msgspec.Struct, frozen=True):
+class GroupPlaced(Value, frozen=True):
     """The missing members of a running group were handed out again."""
 
     group_id: int
@@ -106,7 +105,7 @@ class GroupPlaced(msgspec.Struct, frozen=True):
     version: int
 
 
-class ExternalGroupAdded(msgspec.Struct, frozen=True):
+class ExternalGroupAdded(Value, frozen=True):
     """Outside code submitted a whole generated group."""
 
     group_id: int
@@ -118,7 +117,7 @@ class ExternalGroupAdded(msgspec.Struct, frozen=True):
     """Members cut off by the length limit."""
 
 
-class SamplesFinished(msgspec.Struct, frozen=True, gc=False):
+class SamplesFinished(Value, frozen=True, gc=False):
     """Members were generated and are held."""
 
     group_id: int
@@ -129,7 +128,7 @@ class SamplesFinished(msgspec.Struct, frozen=True, gc=False):
     """Those cut off by the length limit."""
 
 
-class SamplesScored(msgspec.Struct, frozen=True, gc=False):
+class SamplesScored(Value, frozen=True, gc=False):
     """Members have their rewards."""
 
     group_id: int
@@ -138,7 +137,7 @@ class SamplesScored(msgspec.Struct, frozen=True, gc=False):
     """One per member."""
 
 
-class SampleFailed(msgspec.Struct, frozen=True):
+class SampleFailed(Value, frozen=True):
     """A member will never be trained."""
 
     group_id: int
@@ -146,38 +145,38 @@ class SampleFailed(msgspec.Struct, frozen=True):
     reason: str
 
 
-class TakeStep(msgspec.Struct, frozen=True):
+class TakeStep(Value, frozen=True):
     """The learner asks for the groups of this step (again, where the step was taken before and is to be replayed)."""
 
     step: int
 
 
-class StepTrained(msgspec.Struct, frozen=True):
+class StepTrained(Value, frozen=True):
     """The optimizer step that used the groups of this step is done."""
 
     step: int
 
 
-class LearnerRestarted(msgspec.Struct, frozen=True):
+class LearnerRestarted(Value, frozen=True):
     """The learner stands at this version again: steps from here on are to be repeated with the very same groups."""
 
     version: int
 
 
-class GroupDropped(msgspec.Struct, frozen=True):
+class GroupDropped(Value, frozen=True):
     """Somebody decided that this group will not be trained (at a drain, say)."""
 
     group_id: int
     reason: str
 
 
-class StepsForgotten(msgspec.Struct, frozen=True):
+class StepsForgotten(Value, frozen=True):
     """No checkpoint can ask for a replay of a step before this one any more."""
 
     before_step: int
 
 
-class StepSetAside(msgspec.Struct, frozen=True):
+class StepSetAside(Value, frozen=True):
     """The batch of this step ends the learner whenever it is tried: its groups are dropped, later steps move up by one."""
 
     step: int
@@ -212,7 +211,7 @@ BufferEvent = (
 # -- instructions --------------------------------------------------------------------------------------------------------
 
 
-class ScoreMembers(msgspec.Struct, frozen=True, gc=False):
+class ScoreMembers(Value, frozen=True, gc=False):
     """Ask for the scores of these members."""
 
     group_id: int
@@ -234,7 +233,7 @@ class GroupMoved:
     """Of a group that is over."""
 
 
-class IssueGroup(msgspec.Struct, frozen=True):
+class IssueGroup(Value, frozen=True):
     """Send the next prompt, as a new group of all members, to this generator, and enter it with GroupIssued."""
 
     generator: str
@@ -242,7 +241,7 @@ class IssueGroup(msgspec.Struct, frozen=True):
     """Live on the generator: no token of the group can be older."""
 
 
-class ReissueGroup(msgspec.Struct, frozen=True):
+class ReissueGroup(Value, frozen=True):
     """Send the missing members of this group to this generator, and enter that with GroupPlaced."""
 
     group_id: int
@@ -250,14 +249,14 @@ class ReissueGroup(msgspec.Struct, frozen=True):
     version: int
 
 
-class ReturnPrompt(msgspec.Struct, frozen=True):
+class ReturnPrompt(Value, frozen=True):
     """Issue the prompt of this dropped or failed group again, as a new group."""
 
     group_id: int
     prompt_id: str
 
 
-class TakeGroups(msgspec.Struct, frozen=True):
+class TakeGroups(Value, frozen=True):
     """Train exactly these, in this order."""
 
     step: int
@@ -272,7 +271,7 @@ class TakeGroups(msgspec.Struct, frozen=True):
     """None on a repeat."""
 
 
-class Wait(msgspec.Struct, frozen=True):
+class Wait(Value, frozen=True):
     """The step cannot be taken before these groups are finished: it is their last chance, or the places left run out."""
 
     step: int
@@ -280,7 +279,7 @@ class Wait(msgspec.Struct, frozen=True):
     reason: str
 
 
-class NotEnough(msgspec.Struct, frozen=True):
+class NotEnough(Value, frozen=True):
     """Fewer groups are ready than a step needs."""
 
     step: int
@@ -288,7 +287,7 @@ class NotEnough(msgspec.Struct, frozen=True):
     need: int
 
 
-class ScreenLifted(msgspec.Struct, frozen=True):
+class ScreenLifted(Value, frozen=True):
     """From this group on, groups are ready though the screen objects to them, until one comes that it likes."""
 
     group_id: int
@@ -298,7 +297,7 @@ class ScreenLifted(msgspec.Struct, frozen=True):
     """Groups dropped one after the other before."""
 
 
-class ScreenStands(msgspec.Struct, frozen=True):
+class ScreenStands(Value, frozen=True):
     """Many groups in a row could not be trained at all, this one included; sampling goes on."""
 
     group_id: int

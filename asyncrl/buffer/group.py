@@ -10,6 +10,7 @@ from typing import Literal
 from asyncrl.algorithms.screening import Member, Screen, surely_trained, trained_members
 from asyncrl.buffer.events import GroupState, MemberState
 from asyncrl.buffer.staleness import VersionCounts
+from asyncrl.observe.decisions.machine import Value
 
 MOST_REASONS = 32
 OTHER_REASONS = "other reasons"
@@ -59,6 +60,24 @@ class StepRecord:
     trained: bool = False
     trained_before: bool = False
     """It was trained at least once; repeating it is a replay."""
+
+
+class GroupsRestored(Value, frozen=True):
+    """Event: what a ledger held; the first that a machine is told, if at all."""
+
+    groups: tuple[Group, ...]
+    """Running, scoring and ready ones, by id."""
+    steps: tuple[StepRecord, ...]
+    """That may be repeated."""
+    next_group_id: int
+    dropped: dict[str, int]
+    """Groups by reason."""
+    failed: dict[str, int]
+    """Groups by reason."""
+    returned: dict[int, int]
+    """As `BufferState.returned`."""
+    forgotten_steps: int
+    """Steps before this one cannot be repeated."""
 
 
 @dataclass(frozen=True, slots=True)

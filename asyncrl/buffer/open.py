@@ -18,6 +18,7 @@ from asyncrl.buffer.validate import tokens_together
 from asyncrl.config.live import settings_of
 from asyncrl.config.run import RunConfig
 from asyncrl.errors import ConfigError, LedgerError
+from asyncrl.observe.decisions.machine import Watch
 
 
 def open_buffer(
@@ -27,6 +28,7 @@ def open_buffer(
     call_soon: CallSoon | None = None,
     on_failure: Callable[[LedgerError], None] | None = None,
     now: float = 0.0,
+    watch: Watch | None = None,
 ) -> Buffer:
     """Open the buffer of a run, new or resumed: whatever its ledger holds is there again.
 
@@ -39,26 +41,15 @@ def open_buffer(
         call_soon: `loop.call_soon_threadsafe`, where callbacks are to run on the event loop.
         on_failure: Called once, the same way, when the ledger cannot be written any more.
         now: Clock seconds.
+        watch: Told of every event of the state, from what the ledger held on.
 
     Raises:
         LedgerError: Another run has the ledger open, it belongs to another config, or it is damaged.
         ConfigError: The run is resumed with a row budget or a place of the reference that what it holds cannot be trained with.
     """
     algorithm = config.algorithm
-    limits = BufferLimits(
-        groups_per_step=algorithm.groups_per_step,
-        max_staleness=config.buffer.max_staleness,
-        policy=config.buffer.policy,
-        min_group_members=config.buffer.min_group_members,
-        max_group_retries=config.buffer.max_group_retries,
-        reissue_dropped=config.buffer.reissue_dropped,
-        screen=Screen.of(algorithm),
-        max_resamples=algorithm.max_resamples,
-        group_size=algorithm.members_per_group,
-        max_running_groups=config.buffer.max_running_groups,
-        max_groups=config.num_steps * algorithm.groups_per_step,
-    )
-    state = BufferState(limits)
+    state = BufferState(limits_of(config))
+    state.watch = watch
     ledger: Ledger
     restored = None
     if config.buffer.ledger == "memory":
@@ -70,7 +61,7 @@ def open_buffer(
             if config.has_reference_worker:
                 ledger.write((rec.RescoreRecord(now),))
                 ledger.sync()
-            restored = restore(ledger.path, state)
+            restored = restore(ledger.path, state, now)
             _check_resume(config, state, restored)
         except BaseException:
             ledger.close()
@@ -84,6 +75,24 @@ def open_buffer(
         needs_reference=config.has_reference_worker,
         settings=settings_of(config),
         restored=restored,
+    )
+
+
+def limits_of(config: RunConfig) -> BufferLimits:
+    """Return what a run's state machine is made with."""
+    algorithm = config.algorithm
+    return BufferLimits(
+        groups_per_step=algorithm.groups_per_step,
+        max_staleness=config.buffer.max_staleness,
+        policy=config.buffer.policy,
+        min_group_members=config.buffer.min_group_members,
+        max_group_retries=config.buffer.max_group_retries,
+        reissue_dropped=config.buffer.reissue_dropped,
+        screen=Screen.of(algorithm),
+        max_resamples=algorithm.max_resamples,
+        group_size=algorithm.members_per_group,
+        max_running_groups=config.buffer.max_running_groups,
+        max_groups=config.num_steps * algorithm.groups_per_step,
     )
 
 

@@ -17,7 +17,7 @@ plan/simulator.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -25,16 +25,17 @@ from asyncrl.algorithms.screening import NO_PAIR
 from asyncrl.buffer import events as ev
 from asyncrl.buffer.admission import Generator, GeneratorPool, capacity
 from asyncrl.buffer.events import BufferInstruction, GroupMoved, GroupState, MemberState
-from asyncrl.buffer.group import STALE, BufferLimits, Counts, Group, Policy, ReasonCounts, StepRecord
+from asyncrl.buffer.group import STALE, BufferLimits, Counts, Group, GroupsRestored, Policy, ReasonCounts, StepRecord
 from asyncrl.buffer.selection import ReadyGroups, Screening
 from asyncrl.buffer.staleness import staleness_figures
+from asyncrl.observe.decisions.machine import Machine
 
 __all__ = ["STALE", "BufferLimits", "BufferState", "Counts", "Policy", "StepRecord"]
 
 _NO_LIMIT = 1 << 62
 
 
-class BufferState:
+class BufferState(Machine[ev.BufferEvent | GroupsRestored, BufferInstruction]):
     """The state machine.
 
     Args:
@@ -51,6 +52,8 @@ class BufferState:
         >>> state.handle(ev.TakeStep(0), now=3.0)[-1].group_ids
         (0,)
     """
+
+    name = "buffer"
 
     def __init__(self, limits: BufferLimits) -> None:
         self.limits = limits
@@ -72,7 +75,7 @@ class BufferState:
         self._num_forgotten_groups = 0
         self._dropped = ReasonCounts()
         self._failed = ReasonCounts()
-        self._story: deque[tuple[float, ev.BufferEvent]] = deque(maxlen=256)
+        self._story: deque[tuple[float, ev.BufferEvent | GroupsRestored]] = deque(maxlen=256)
         self._handlers: dict[type, Callable[[Any, float], list[BufferInstruction]]] = {
             ev.GroupIssued: self._group_issued,
             ev.GroupPlaced: self._group_placed,
@@ -89,14 +92,8 @@ class BufferState:
             ev.StepSetAside: self._step_set_aside,
         }
 
-    def handle(self, event: ev.BufferEvent, now: float) -> list[BufferInstruction]:
-        """Take note of `event` and return what follows from it, in order.
-
-        Repeats are harmless: a sample, score or failure of a member that is past it, or of a group that is over, changes nothing.
-
-        Raises:
-            AssertionError: The event cannot follow what happened before; the message tells the group's recent story.
-        """
+    def _decide(self, event: ev.BufferEvent | GroupsRestored, now: float) -> list[BufferInstruction]:
+        """Repeats are harmless: what a member is past, or a group that is over, changes nothing."""
         if handler := self._handlers.get(type(event)):
             self._story.append((now, event))
             return handler(event, now)
@@ -118,30 +115,22 @@ class BufferState:
             case ev.BoundsChanged(max_staleness, max_groups):
                 self.limits = replace(self.limits, max_staleness=max_staleness, max_groups=max_groups)
                 self._ready.bound_by(self.limits)
+            case GroupsRestored():
+                self._restore(event)
             case _:
                 raise AssertionError(f"{event} is no event of the buffer")
         return []
 
-    def restore(
-        self,
-        groups: Iterable[Group],
-        steps: Iterable[StepRecord],
-        *,
-        next_group_id: int,
-        dropped: dict[str, int],
-        failed: dict[str, int],
-        returned: dict[int, int],
-        forgotten_steps: int,
-    ) -> None:
+    def _restore(self, held: GroupsRestored) -> None:
         """Fill an empty machine from a ledger; running groups are with nobody and are handed out again."""
-        assert self.next_group_id == 0, "restore is for an empty machine"
-        self.groups = {group.group_id: group for group in groups}
-        self.next_group_id = next_group_id
-        self.returned = dict(returned)
-        self.steps = {record.step: record for record in steps}
-        self.next_step = max(self.steps, default=forgotten_steps - 1) + 1
-        self._num_forgotten_groups = forgotten_steps * self.limits.groups_per_step
-        self._dropped, self._failed = ReasonCounts(dropped), ReasonCounts(failed)
+        assert self.next_group_id == 0, "only an empty machine is filled from a ledger"
+        self.groups = {group.group_id: replace(group) for group in held.groups}  # the event stays as it was told
+        self.next_group_id = held.next_group_id
+        self.returned = dict(held.returned)
+        self.steps = {record.step: replace(record) for record in held.steps}
+        self.next_step = max(self.steps, default=held.forgotten_steps - 1) + 1
+        self._num_forgotten_groups = held.forgotten_steps * self.limits.groups_per_step
+        self._dropped, self._failed = ReasonCounts(held.dropped), ReasonCounts(held.failed)
         for group in self.groups.values():
             if group.state == "running":
                 group.attempt, group.generator, group.holders = group.attempt + 1, "", {}

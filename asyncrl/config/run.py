@@ -261,6 +261,8 @@ class ObserveConfig(_Stage, frozen=True):
     log_level: Literal["DEBUG", "INFO", "WARNING"] = "INFO"
     alarms: dict[AlarmRule, Literal["off", "warn", "pause", "stop"]] = {}
     """By rule (docs/observability.md): whether its alarm is looked for, and what is done besides telling it. Left out: `warn`."""
+    record: Literal["off", "decisions", "batches"] = "off"
+    """Keep in RUN/record what `asyncrl replay` needs: every event that the controller decided by; also every step's batch."""
     samples: NonNegativeInt = 32
     """Samples of each step that are kept, with rewards and versions: as text (samples.jsonl, wandb, TensorBoard), and token by
     token as the learner saw them (tokens.jsonl); 0: none."""

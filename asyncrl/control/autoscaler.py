@@ -22,13 +22,29 @@ from asyncrl.control.dispatcher import Dispatcher
 from asyncrl.control.join import Membership
 from asyncrl.control.lifecycle.events import Event, ProcessUnwanted, ProcessWanted
 from asyncrl.control.peers import Peers
+from asyncrl.observe.decisions.machine import Machine, Value
 from asyncrl.schema.control import Shutdown
 
 log = logging.getLogger(__name__)
 
 
-@dataclass(slots=True)
-class ScalingRule:
+class Window(Value, frozen=True):
+    """Event: a window was measured; the instruction is how many generators the run now wants, where that is another number."""
+
+    learner_idle: float
+    """As in `ScalingRule.decide`."""
+    slots_used: float
+    num_ready: int
+
+
+class Told(Value, frozen=True):
+    """Event: somebody decided how many generators the run wants."""
+
+    wanted: int
+
+
+@dataclass
+class ScalingRule(Machine[Window | Told, int]):
     """The decision, and the little memory that steadies it.
 
     Example:
@@ -37,9 +53,19 @@ class ScalingRule:
         4
     """
 
+    name = "scaling"
+
     config: ElasticConfig
     wanted: int
     _agreed: list[int] = field(default_factory=list)
+
+    def _decide(self, event: Window | Told, _: float) -> list[int]:
+        before = self.wanted
+        if isinstance(event, Told):
+            self.wanted = event.wanted
+            return []
+        self.decide(event.learner_idle, event.slots_used, event.num_ready)
+        return [self.wanted] if self.wanted != before else []
 
     def decide(self, learner_idle: float, slots_used: float, num_ready: int) -> int:
         """Take one window in and return how many generators the run wants from now on.
@@ -138,19 +164,18 @@ class Autoscaler:
         if now - (self._began_s or now) >= self.scaler.config.decide_every_s:
             idle, used = (sum(values) / len(self._looks) for values in zip(*self._looks, strict=True))
             self._began_s = None
-            self._decide(self.scaler, idle, used, len(ready))
+            self._decide(self.scaler, Window(idle, used, len(ready)), now)
 
-    def _decide(self, scaler: ScalingRule, idle: float, used: float, num_ready: int) -> None:
+    def _decide(self, scaler: ScalingRule, window: Window, now: float) -> None:
         before = scaler.wanted
-        wanted = scaler.decide(idle, used, num_ready)
-        if wanted != before:
+        for wanted in scaler.handle(window, now):
             log.info(
                 "the learner is idle for %.0f %% of the time, generators use %.0f %% of their slots: %d -> %d generators",
-                100 * idle, 100 * used, before, wanted,
+                100 * window.learner_idle, 100 * window.slots_used, before, wanted,
             )  # fmt: skip
-            self.want(wanted)
+            self.want(wanted, now)
 
-    def want(self, number: int) -> None:
+    def want(self, number: int, now: float) -> None:
         """Have this many generators from now on; those with the highest numbers leave."""
         for added in range(self._wanted, number):
             self._membership.expect(f"generator-{added}", "generator")
@@ -159,7 +184,7 @@ class Autoscaler:
             self._post(ProcessUnwanted(f"generator-{spare}"))
         self._wanted = number
         if self.scaler is not None:
-            self.scaler.wanted = number
+            self.scaler.handle(Told(number), now)
 
     def leaves(self, name: str, now: float) -> None:
         """Give a generator nothing more, and tell it to go when it holds nothing; groups for its window still go out."""

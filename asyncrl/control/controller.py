@@ -53,6 +53,7 @@ from asyncrl.control.reporter import Reporter
 from asyncrl.control.scoring import JUDGES
 from asyncrl.control.stall_detector import SLOW_SCORE_S, StallDetector, Wait
 from asyncrl.errors import AsyncRLError, ConfigError, ConnectionClosed, LedgerError, RunError
+from asyncrl.observe.decisions.journal import Beginning, Recorder
 from asyncrl.observe.sinks import open_sinks
 from asyncrl.schema import control as msg
 from asyncrl.schema.batches import StepDone
@@ -86,6 +87,8 @@ class RunParts:
     membership: Membership
     """The one that the listener asks."""
     clock: Clock
+    recorder: Recorder | None = None
+    """Where observe.record is on; it has been told what the ledger held."""
 
 
 class Controller:
@@ -113,6 +116,11 @@ class Controller:
             evaluate_last=config.eval.at_end and bool(self._held_out),
             logs_folder=str(self.run_folder / "logs"),
         )
+        self.recorder = parts.recorder
+        if self.recorder is not None:
+            self.lifecycle.watch = self.recorder.note
+            evaluates = self.lifecycle.evaluate_first, self.lifecycle.evaluate_last
+            self.recorder.begin(Beginning(config, *evaluates, str(self.run_folder / "logs")))
         callbacks = SupervisorCallbacks(self._on_dead, self._on_phase, self._on_end, self._on_leave)
         spec_for = spec_maker(config, self.run_folder)
         self.supervisor = Supervisor(
@@ -128,6 +136,9 @@ class Controller:
                 self.peers, self.dispatcher, self.feeder, self.reporter, self.stall_detector, clock,
                 judges_too=inference_takes_turns(config),
             )  # fmt: skip
+        for machine in (self.autoscaler.scaler, self.switching.phases if self.switching else None):
+            if machine is not None and self.recorder is not None:
+                machine.watch = self.recorder.note
         self.weights: WeightsAvailable | None = None
         """The version that was announced last."""
         self.model_folder = ""
@@ -385,7 +396,8 @@ class Controller:
         match message:
             case msg.Heartbeat():
                 peer.heartbeat = message
-                self.lifecycle.heartbeats.beat(peer.name, now)
+                if peer.name in self.lifecycle.processes:
+                    self.post(ev.Heard(peer.name))
                 self.membership.heartbeats.beat(peer.name, now)
             case msg.Fault() if peer.name in self.membership.joined:
                 log.warning("%s cannot go on: %s", peer.name, message.reason)
@@ -486,6 +498,8 @@ class Controller:
         fresh = self.feeder.step_done(done)
         self.buffer.version_published(done.version)
         if fresh:
+            if self.recorder is not None:
+                self.recorder.end_chunk(done.step)
             done = done if self.switching is None else self.switching.figured(done)
             for alarm in self.reporter.note_step(done, self.dispatcher, self.peers):
                 self._act_on(alarm)
@@ -521,7 +535,7 @@ class Controller:
         self.dispatcher.change(config, f"{what} (by {who})")
         self.feeder.follow(config)
         self.reporter.follow(config)
-        self.autoscaler.want(config.generate.num_workers)
+        self.autoscaler.want(config.generate.num_workers, self.clock.now())
         self.reporter.note_event("change", who, f"from step {step} on: {what}", self.feeder.version)
         log.info("changed by %s from step %d on: %s", who, step, what)
         self._reach_goal()

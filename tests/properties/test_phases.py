@@ -34,7 +34,7 @@ class World:
         self.open: Phase | None = None
 
     def tell(self, event: PhaseEvent) -> None:
-        for item in self.phases.handle(event):
+        for item in self.phases.handle(event, 0.0):
             match item:
                 case Tell(name, order):
                     assert name in self.inbox, f"{name} is not there and was told"

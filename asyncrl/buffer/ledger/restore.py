@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from asyncrl.buffer.group import Group
+from asyncrl.buffer.group import Group, GroupsRestored
 from asyncrl.buffer.ledger.records import StepParams
 from asyncrl.buffer.ledger.schema import forgotten_before, keys_of, rows_of, sample_key
 from asyncrl.buffer.ledger.store import REMEDY, check_sum, connect_read_only, read_prompt, read_samples, read_scores, reading
@@ -43,7 +43,7 @@ class Restored:
     cursor: int = 0
 
 
-def restore(path: Path, state: BufferState) -> Restored:
+def restore(path: Path, state: BufferState, now: float = 0.0) -> Restored:
     """Fill `state` from the ledger at `path`.
 
     Raises:
@@ -78,15 +78,16 @@ def restore(path: Path, state: BufferState) -> Restored:
             forgotten_steps = forgotten_before(connection)
     try:
         with reading(path, "groups and steps", "together"):
-            state.restore(
-                groups,
-                steps,
+            held_groups = GroupsRestored(
+                tuple(groups),
+                tuple(steps),
                 next_group_id=next_group_id,
                 dropped=by_reason["dropped"],
                 failed=by_reason["failed"],
                 returned={group_id: returns for group_id, returns, *_ in returned},
                 forgotten_steps=forgotten_steps,
             )
+            state.handle(held_groups, now)
         state.check_invariants()
     except AssertionError as error:
         raise LedgerError(f"{path}: the tables groups, samples and steps do not balance: {error}; {REMEDY}") from error

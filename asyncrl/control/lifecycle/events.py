@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
+from asyncrl.observe.decisions.machine import Value
 from asyncrl.schema.control import ProcessKind
 from asyncrl.schema.status import Phase
 
@@ -24,28 +25,34 @@ class ProcessPlan(msgspec.Struct, frozen=True):
 # -- events --------------------------------------------------------------------------------------------------------------
 
 
-class Begin(msgspec.Struct, frozen=True):
+class Begin(Value, frozen=True):
     """Start the run; the first event, and only the first."""
 
 
-class Tick(msgspec.Struct, frozen=True):
+class Tick(Value, frozen=True):
     """Time passed: a heartbeat or the end of a drain may be overdue. Comes every `heartbeat_s`."""
 
 
-class ProcessStarted(msgspec.Struct, frozen=True):
+class Heard(Value, frozen=True):
+    """A heartbeat of a process came; of one that is not expected it is ignored."""
+
+    name: str
+
+
+class ProcessStarted(Value, frozen=True):
     """The launcher has a pid for this incarnation."""
 
     name: str
     incarnation: int
 
 
-class ProcessReady(msgspec.Struct, frozen=True):
+class ProcessReady(Value, frozen=True):
     """The process can do its work (learner: LearnerReady; generator: EngineReady; inference: ModelsReady; reward: hello)."""
 
     name: str
 
 
-class ProcessExited(msgspec.Struct, frozen=True):
+class ProcessExited(Value, frozen=True):
     """This incarnation is gone; the code is negative for a signal. `incarnation` 0 means the current one."""
 
     name: str
@@ -53,7 +60,7 @@ class ProcessExited(msgspec.Struct, frozen=True):
     incarnation: int = 0
 
 
-class ProcessFault(msgspec.Struct, frozen=True):
+class ProcessFault(Value, frozen=True):
     """The process says that it cannot go on; fatal: a restart would meet the same end."""
 
     name: str
@@ -61,52 +68,52 @@ class ProcessFault(msgspec.Struct, frozen=True):
     fatal: bool
 
 
-class ProcessWanted(msgspec.Struct, frozen=True):
+class ProcessWanted(Value, frozen=True):
     """The run could use one process more; one of that name that left comes back, one that is there stays."""
 
     name: str
     kind: ProcessKind
 
 
-class ProcessUnwanted(msgspec.Struct, frozen=True):
+class ProcessUnwanted(Value, frozen=True):
     """The run can do without this process: it finishes what it holds and goes."""
 
     name: str
 
 
-class EvaluationDone(msgspec.Struct, frozen=True):
+class EvaluationDone(Value, frozen=True):
     """The evaluation that the phase `evaluating` stands for is finished."""
 
 
-class StepsDone(msgspec.Struct, frozen=True):
+class StepsDone(Value, frozen=True):
     """The goal is reached: the last step's version exists, or there are no prompts left."""
 
 
-class PauseRequested(msgspec.Struct, frozen=True):
+class PauseRequested(Value, frozen=True):
     """A user wants generation to stand still."""
 
 
-class ResumeRequested(msgspec.Struct, frozen=True):
+class ResumeRequested(Value, frozen=True):
     """A user wants it to go on."""
 
 
-class DrainRequested(msgspec.Struct, frozen=True):
+class DrainRequested(Value, frozen=True):
     """A user (Ctrl-C), or the time limit, wants an orderly end with a checkpoint."""
 
     reason: str = "drain requested"
 
 
-class Drained(msgspec.Struct, frozen=True):
+class Drained(Value, frozen=True):
     """Everything that draining waits for is on disk."""
 
 
-class StopRequested(msgspec.Struct, frozen=True):
+class StopRequested(Value, frozen=True):
     """A user wants the end now."""
 
     reason: str = "stop requested"
 
 
-class Stalled(msgspec.Struct, frozen=True):
+class Stalled(Value, frozen=True):
     """The run cannot succeed: nothing moved for `stall_timeout_s`, or too many samples failed. The reason says which."""
 
     reason: str
@@ -114,12 +121,12 @@ class Stalled(msgspec.Struct, frozen=True):
 
 ProcessEvent = ProcessStarted | ProcessReady | ProcessExited | ProcessFault | ProcessWanted | ProcessUnwanted
 Request = PauseRequested | ResumeRequested | DrainRequested | StopRequested
-Event = Begin | Tick | ProcessEvent | EvaluationDone | StepsDone | Request | Drained | Stalled
+Event = Begin | Tick | Heard | ProcessEvent | EvaluationDone | StepsDone | Request | Drained | Stalled
 
 # -- instructions --------------------------------------------------------------------------------------------------------
 
 
-class StartProcess(msgspec.Struct, frozen=True):
+class StartProcess(Value, frozen=True):
     """Start this incarnation after `delay_s` seconds (back-off; 0 at first)."""
 
     name: str
@@ -128,14 +135,14 @@ class StartProcess(msgspec.Struct, frozen=True):
     delay_s: float
 
 
-class KillProcess(msgspec.Struct, frozen=True):
+class KillProcess(Value, frozen=True):
     """End the current incarnation at once; its exit is reported like any other."""
 
     name: str
     reason: str
 
 
-class RetireProcess(msgspec.Struct, frozen=True):
+class RetireProcess(Value, frozen=True):
     """Let the process finish what it holds and end; one that is not up yet is not started. Its exit is no death."""
 
     name: str
@@ -143,7 +150,7 @@ class RetireProcess(msgspec.Struct, frozen=True):
     incarnation: int
 
 
-class AnnounceDead(msgspec.Struct, frozen=True):
+class AnnounceDead(Value, frozen=True):
     """The process is gone: issue its groups again (generator, reward) or replay its steps (learner)."""
 
     name: str
@@ -151,13 +158,13 @@ class AnnounceDead(msgspec.Struct, frozen=True):
     reason: str
 
 
-class EnterPhase(msgspec.Struct, frozen=True):
+class EnterPhase(Value, frozen=True):
     """The run is now in this phase."""
 
     phase: Phase
 
 
-class EndRun(msgspec.Struct, frozen=True):
+class EndRun(Value, frozen=True):
     """Shut every process down; the run ended well or not, and why."""
 
     ok: bool

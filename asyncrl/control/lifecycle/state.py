@@ -21,6 +21,7 @@ from typing import Literal
 
 from asyncrl.config.run import SupervisionConfig
 from asyncrl.control.lifecycle import events as ev
+from asyncrl.observe.decisions.machine import Machine
 from asyncrl.schema.control import ProcessKind
 from asyncrl.schema.status import Phase
 
@@ -98,7 +99,7 @@ class Heartbeats:
         return late
 
 
-class Lifecycle:
+class Lifecycle(Machine[ev.Event, ev.Instruction]):
     """The state machine of one run.
 
     Example:
@@ -106,6 +107,8 @@ class Lifecycle:
         >>> life.handle(ev.Begin(), now=0.0)[0]
         EnterPhase(phase='starting')
     """
+
+    name = "lifecycle"
 
     def __init__(
         self,
@@ -131,12 +134,12 @@ class Lifecycle:
         self.processes = {item.name: ProcessRecord(item.name, item.kind) for item in planned}
         if len(self.processes) != len(planned):
             raise ValueError(f"process names must be unique, got {[item.name for item in planned]}")
-        self.heartbeats = Heartbeats(config)
+        self._heartbeats = Heartbeats(config)
         self.goal_reached = False
         """The last step's version has existed, even if a learner has gone back behind it since."""
         self._config = config
-        self._evaluate_first = evaluate_first
-        self._evaluate_last = evaluate_last
+        self.evaluate_first = evaluate_first
+        self.evaluate_last = evaluate_last
         self._logs_folder = logs_folder
         self._begun = False
         self._now = 0.0
@@ -161,19 +164,8 @@ class Lifecycle:
             return f"the run is over ({self.phase}: {self.reason})"
         return ""
 
-    def handle(self, event: ev.Event, now: float) -> list[ev.Instruction]:
-        """Take one event in and return what is to be done about it, in order.
-
-        Args:
-            event: What happened.
-            now: Clock seconds; never less than at the call before.
-
-        Returns:
-            Instructions for the supervisor; empty where nothing follows.
-
-        Raises:
-            IllegalTransitionError: The event cannot come now (a bug of the caller); the state is unchanged.
-        """
+    def _decide(self, event: ev.Event, now: float) -> list[ev.Instruction]:
+        """Raise IllegalTransitionError, with the state unchanged, where the event cannot come now."""
         if refused := self._cannot_come(event):
             raise IllegalTransitionError(f"{event} at {now:.3f}: {refused}\nrecent story:\n  " + "\n  ".join(self._story))
         self._now, self._out = now, []
@@ -185,7 +177,7 @@ class Lifecycle:
             self._process_event(event)
         else:
             self._run_event(event)
-        if self._out or not isinstance(event, ev.Tick):
+        if self._out or not isinstance(event, ev.Tick | ev.Heard):
             self._story.append(f"{now:.3f} {event} -> {self._out or 'nothing'} [{self.phase}]")
         return self._out
 
@@ -228,8 +220,10 @@ class Lifecycle:
                 for record in self.processes.values():
                     self._start(record, delay_s=0.0)
                 self._leave_start()
+            case ev.Heard(name):
+                self._heartbeats.beat(name, self._now)
             case ev.Tick():
-                for name, reason in self.heartbeats.overdue(self._now).items():
+                for name, reason in self._heartbeats.overdue(self._now).items():
                     self._kill(self.processes[name], reason)
                 waited_s = self._now - self._phase_since_s
                 if self.phase == "draining" and waited_s > self._config.drain_timeout_s:
@@ -238,7 +232,7 @@ class Lifecycle:
                     )  # fmt: skip
             case ev.StepsDone() if not self.goal_reached and self.phase != "draining":
                 self.goal_reached = True
-                self._advance("evaluating" if self._evaluate_last else "draining")
+                self._advance("evaluating" if self.evaluate_last else "draining")
             case ev.EvaluationDone() if self.phase != "draining":
                 self._advance("draining" if self.goal_reached else "running")
             case ev.PauseRequested() if self.phase != "paused":
@@ -263,7 +257,7 @@ class Lifecycle:
             self._enter("warming")
         ready = {record.kind for record in wanted if record.state == "ready"}
         if self.phase == "warming" and all(record.kind in ready for record in wanted):
-            self._enter("evaluating" if self._evaluate_first else "running")
+            self._enter("evaluating" if self.evaluate_first else "running")
 
     def _advance(self, phase: Phase) -> None:
         """Enter `phase`, or, while paused, remember to enter it when the run goes on."""
@@ -293,7 +287,7 @@ class Lifecycle:
             case ev.ProcessStarted(name, incarnation):
                 record = self.processes[name]
                 if incarnation == record.incarnation:
-                    self.heartbeats.expect(name, self._now)
+                    self._heartbeats.expect(name, self._now)
                     if record.state in {"starting", "restarting"}:
                         record.state = "up"
                 self._leave_start()
@@ -334,7 +328,7 @@ class Lifecycle:
         record = self.processes[event.name]
         if event.incarnation not in {0, record.incarnation} or record.state in {"planned", "left", "gone"}:
             return
-        self.heartbeats.forget(record.name)
+        self._heartbeats.forget(record.name)
         if self.over:
             record.state = "gone"
             return

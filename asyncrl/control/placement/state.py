@@ -12,7 +12,7 @@ Invariants (check_invariants, after every event in tests):
   stands still.
 - What was wanted before a learner came in is void: it goes back to its checkpoint, and has steps to train again.
 
-At the beginning the device is the learner's to take. `handle(event) -> list[instruction]`; switching.py carries them out.
+At the beginning the device is the learner's to take. switching.py carries them out.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Literal
 
-import msgspec
-
+from asyncrl.observe.decisions.machine import Machine, Value
 from asyncrl.schema.control import Phase, SetPhase
 
 Role = Literal["learner", "generator", "inference"]
@@ -31,46 +30,46 @@ HOLDER: dict[Phase, Role] = {"rollout": "generator", "inference": "inference", "
 """Which role has the device in a phase."""
 
 
-class Joined(msgspec.Struct, frozen=True):
+class Joined(Value, frozen=True):
     """A process is there and can be told. A learner has everything on the device, the others have nothing there yet."""
 
     name: str
     role: Role
 
 
-class Left(msgspec.Struct, frozen=True):
+class Left(Value, frozen=True):
     """A process is gone."""
 
     name: str
 
 
-class Reached(msgspec.Struct, frozen=True):
+class Reached(Value, frozen=True):
     """A process has done what it was told."""
 
     name: str
     number: int
 
 
-class Wanted(msgspec.Struct, frozen=True):
+class Wanted(Value, frozen=True):
     """The run would go on in this phase."""
 
     phase: Phase
 
 
-class LeavePhase(msgspec.Struct, frozen=True):
+class LeavePhase(Value, frozen=True):
     """The phase is over: hold what belongs to it."""
 
     phase: Phase
 
 
-class Tell(msgspec.Struct, frozen=True):
+class Tell(Value, frozen=True):
     """Send this order."""
 
     name: str
     order: SetPhase
 
 
-class EnterPhase(msgspec.Struct, frozen=True):
+class EnterPhase(Value, frozen=True):
     """The phase has begun: let go what belongs to it."""
 
     phase: Phase
@@ -89,20 +88,22 @@ class _Member:
     """It has not answered that."""
 
 
-class Phases:
+class Phases(Machine[PhaseEvent, PhaseInstruction]):
     """The state machine of one shared device.
 
     Example:
         >>> phases = Phases()
-        >>> phases.handle(Joined("learner", "learner"))
+        >>> phases.handle(Joined("learner", "learner"), now=0.0)
         [Tell(name='learner', order=SetPhase(phase='train', number=0))]
-        >>> phases.handle(Reached("learner", 0))
+        >>> phases.handle(Reached("learner", 0), now=1.0)
         [EnterPhase(phase='train')]
-        >>> phases.handle(Wanted("rollout"))
+        >>> phases.handle(Wanted("rollout"), now=2.0)
         [LeavePhase(phase='train'), Tell(name='learner', order=SetPhase(phase='rollout', number=1))]
-        >>> phases.handle(Reached("learner", 1))
+        >>> phases.handle(Reached("learner", 1), now=3.0)
         [EnterPhase(phase='rollout')]
     """
+
+    name = "phases"
 
     def __init__(self) -> None:
         self.phase: Phase = "train"
@@ -144,8 +145,7 @@ class Phases:
             return f"{names} to take the device for phase {self.phase}" if names else "a learner to be ready"
         return ""
 
-    def handle(self, event: PhaseEvent) -> list[PhaseInstruction]:
-        """Take one event in and return what is to be done, in order."""
+    def _decide(self, event: PhaseEvent, now: float) -> list[PhaseInstruction]:
         instructions: list[PhaseInstruction] = []
         match event:
             case Joined(name, role) if name not in self._members:
@@ -166,7 +166,7 @@ class Phases:
                 self.wanted = phase
         while self._advance(instructions):
             pass
-        self._story.append(f"{event} -> {instructions or 'nothing'} [{self.stage} {self.phase}]")
+        self._story.append(f"{now:.3f} {event} -> {instructions or 'nothing'} [{self.stage} {self.phase}]")
         return instructions
 
     def check_invariants(self) -> None:

@@ -167,7 +167,7 @@ class Switching:
     # -- carrying out ----------------------------------------------------------------------------------------------------
 
     def _handle(self, event: st.PhaseEvent) -> None:
-        for item in self.phases.handle(event):
+        for item in self.phases.handle(event, self._clock.now()):
             match item:
                 case st.LeavePhase(phase):
                     self._give_turn(phase, False)

@@ -20,7 +20,7 @@ from asyncrl.buffer.events import (
     TakeStep,
     Wait,
 )
-from asyncrl.buffer.group import MOST_REASONS, OTHER_REASONS
+from asyncrl.buffer.group import MOST_REASONS, OTHER_REASONS, GroupsRestored
 from asyncrl.buffer.state import BufferLimits, BufferState
 from asyncrl.config.algorithm import PreferenceConfig
 
@@ -113,7 +113,7 @@ def test_drop_does_not_wait_for_the_rest_of_a_group_that_is_stale_whatever_comes
 ])  # fmt: skip
 def test_a_group_that_may_still_be_trained_is_generated_to_its_end(limits):
     machine = Machine(**{"max_staleness": 0, **limits})
-    machine.state.restore((), (), next_group_id=1, dropped={}, failed={}, returned={}, forgotten_steps=1)
+    machine(GroupsRestored((), (), next_group_id=1, dropped={}, failed={}, returned={}, forgotten_steps=1))
     group, scored = _half_done(machine, truncated=(0,))
     assert scored == []
     assert machine.state.groups[group].state == "running"
@@ -158,9 +158,8 @@ def test_a_group_that_became_ready_before_pairs_were_asked_for_is_dropped_when_a
     without, _ = _scored_group(machine, [1.0, 1.0])
     paired, _ = _scored_group(machine, [1.0, 0.0])
     resumed = Machine(screen=Screen(preference=PreferenceConfig()), max_staleness=9)
-    resumed.state.restore(
-        machine.state.groups.values(), (), next_group_id=2, dropped={}, failed={}, returned={}, forgotten_steps=0
-    )
+    held = tuple(machine.state.groups.values())
+    resumed(GroupsRestored(held, (), next_group_id=2, dropped={}, failed={}, returned={}, forgotten_steps=0))
     dropped, taken = resumed(TakeStep(0))
     assert dropped == GroupMoved(without, "ready", "dropped", "no pair")
     assert taken.group_ids == (paired,)

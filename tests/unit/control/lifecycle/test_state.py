@@ -84,7 +84,7 @@ def beating(told: Told, seconds: int, *names: str) -> list[ev.Instruction]:
     instructions: list[ev.Instruction] = []
     for _ in range(seconds):
         for name in names:
-            told.life.heartbeats.beat(name, told.now)
+            told.life.handle(ev.Heard(name), told.now)
         instructions += told(ev.Tick())
     return instructions
 

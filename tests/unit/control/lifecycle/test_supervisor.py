@@ -13,6 +13,7 @@ import pytest
 from asyncrl.clock import VirtualClock
 from asyncrl.config.run import SupervisionConfig
 from asyncrl.control.launch.local import ProcessSpec
+from asyncrl.control.lifecycle import events as ev
 from asyncrl.control.lifecycle.events import ProcessPlan, StopRequested
 from asyncrl.control.lifecycle.state import Lifecycle
 from asyncrl.control.lifecycle.supervisor import Supervisor, SupervisorCallbacks
@@ -77,15 +78,15 @@ async def test_silent_process_is_terminated_then_killed(tmp_path: Path) -> None:
     async with running(world):
         generator = await world.launcher.started("generator-0")
         for name in ("generator-0", "learner"):
-            world.lifecycle.heartbeats.beat(name, world.clock.now())
+            world.lifecycle.handle(ev.Heard(name), world.clock.now())
         for _ in range(12):
             await world.advance(1.0)
-            world.lifecycle.heartbeats.beat("learner", world.clock.now())
+            world.lifecycle.handle(ev.Heard("learner"), world.clock.now())
         assert generator.terminated == 1
         assert generator.alive
         for _ in range(4):
             await world.advance(1.0)
-            world.lifecycle.heartbeats.beat("learner", world.clock.now())
+            world.lifecycle.handle(ev.Heard("learner"), world.clock.now())
         assert not generator.alive
         assert world.dead == ["generator-0"]
 

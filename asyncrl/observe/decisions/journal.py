@@ -1,0 +1,161 @@
+"""RUN/record/decisions-NNNN.bin: what entered the machines in one life of the controller, and what they said to it.
+
+The file is a row of chunks, each with its length before it. The first holds the `Beginning`; every further one the events up to
+the end of one optimizer step, compressed. Each carries a hash over itself and the hash before. So a file that was cut off holds
+up to its last whole chunk, and one that was changed says from where on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import zstandard
+
+from asyncrl.config.run import RunConfig
+
+log = logging.getLogger(__name__)
+
+RECORD_FOLDER = "record"
+MOST_EVENTS = 8192
+"""Of a chunk: what a long step brings is written in several."""
+MOST_CHUNK_BYTES = 1 << 30
+"""No longer one is read: a damaged length must not become gigabytes."""
+LENGTH_BYTES = 4
+Entry = tuple[str, float, msgspec.Raw, msgspec.Raw]
+"""Machine, clock seconds, event, and its instructions or the error."""
+
+
+class Beginning(msgspec.Struct, frozen=True):
+    """What the machines of one life of the controller were made from."""
+
+    config: RunConfig
+    evaluate_first: bool
+    evaluate_last: bool
+    logs_folder: str
+
+
+class Chunk(msgspec.Struct, frozen=True, array_like=True):
+    """Some events in a row."""
+
+    step: int
+    """The optimizer step that it ends with; -1: it ends within one."""
+    is_last: bool
+    """The controller closed the file."""
+    chain: bytes
+    """Of this chunk and all before."""
+    data: bytes
+    """msgpack, zstd: list[Entry], or the Beginning."""
+
+
+def chained(before: bytes, step: int, is_last: bool, data: bytes) -> bytes:
+    """Return the hash of a chunk behind another."""
+    return hashlib.sha256(b"%s %d %d " % (before, step, is_last) + data).digest()
+
+
+class Recorder:
+    """Records one life of a controller.
+
+    A disk that cannot be written ends the recording, with one log line, and not the run.
+
+    Args:
+        run_folder: Of the run.
+    """
+
+    def __init__(self, run_folder: Path) -> None:
+        self.folder = run_folder / RECORD_FOLDER
+        self.folder.mkdir(exist_ok=True)
+        self.life = len(list(self.folder.glob("decisions-*.bin")))
+        self._file = (self.folder / f"decisions-{self.life:04}.bin").open("xb", buffering=0)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._compressor = zstandard.ZstdCompressor(level=1)
+        self._chain = b""
+        self._begun = False
+        self._events = bytearray()
+        self._num_events = 0
+
+    def begin(self, beginning: Beginning) -> None:
+        """Write what the machines were made from; what is noted before, as when a ledger is restored, comes behind it."""
+        self._write(-1, self._encoder.encode(beginning), is_last=False)
+        self._begun = True
+
+    def note(self, machine: str, event: Any, now: float, instructions: Sequence[Any] | str) -> None:  # noqa: ANN401 - any machine's
+        """Note one event: a `Watch`."""
+        self._encoder.encode_into((machine, now, event, instructions), self._events, -1)
+        self._num_events += 1
+        if self._num_events >= MOST_EVENTS and self._begun:
+            self.end_chunk(-1)
+
+    def end_chunk(self, step: int, *, is_last: bool = False) -> None:
+        """Write what was noted since the chunk before; it ends with `step`."""
+        entries = b"\xdd" + self._num_events.to_bytes(4, "big") + self._events  # a msgpack array of that many
+        self._events.clear()
+        self._num_events = 0
+        self._write(step, entries, is_last=is_last)
+
+    def close(self) -> None:
+        """Write what is left, and that it is all. Safe to repeat."""
+        if not self._file.closed:
+            self.end_chunk(-1, is_last=True)
+            self._file.close()
+
+    def _write(self, step: int, content: bytes, *, is_last: bool) -> None:
+        if self._file.closed:
+            return
+        data = self._compressor.compress(content)
+        self._chain = chained(self._chain, step, is_last, data)
+        chunk = self._encoder.encode(Chunk(step, is_last, self._chain, data))
+        try:
+            self._file.write(len(chunk).to_bytes(LENGTH_BYTES, "little") + chunk)
+        except OSError as error:
+            log.error("%s cannot be written, and the run goes on without: %s", self._file.name, error)  # noqa: TRY400
+            self._file.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Journal:
+    """What a file holds."""
+
+    path: Path
+    beginning: Beginning
+    chunks: tuple[Chunk, ...]
+    """Behind the first."""
+    fault: str
+    """Why there is no more, in words; empty where the controller closed the file."""
+
+    @staticmethod
+    def entries(chunk: Chunk) -> list[Entry]:
+        """Return the events of a chunk."""
+        content = zstandard.ZstdDecompressor().decompress(chunk.data)
+        return msgspec.msgpack.decode(content, type=list[Entry])
+
+
+def read_journal(path: Path) -> Journal | None:
+    """Read as much of a file as is whole; None where not even its beginning is."""
+    content, place, chain, chunks = path.read_bytes(), 0, b"", list[Chunk]()
+    fault = "it was cut off: the controller was killed, is still running, or its disk was full"
+    while place + LENGTH_BYTES <= len(content):
+        start = place + LENGTH_BYTES
+        length = int.from_bytes(content[place:start], "little")
+        if length > MOST_CHUNK_BYTES or start + length > len(content):
+            break
+        try:
+            chunk = msgspec.msgpack.decode(content[start : start + length], type=Chunk)
+        except msgspec.MsgspecError:
+            chunk = None
+        if chunk is None or chunk.chain != chained(chain, chunk.step, chunk.is_last, chunk.data):
+            fault = f"what follows was changed: at byte {place} the hash is not that of the contents"
+            break
+        chunks.append(chunk)
+        place, chain = start + length, chunk.chain
+        if chunk.is_last:
+            fault = ""
+    if not chunks:
+        return None
+    beginning = msgspec.msgpack.decode(zstandard.ZstdDecompressor().decompress(chunks[0].data), type=Beginning)
+    return Journal(path, beginning, tuple(chunks[1:]), fault)

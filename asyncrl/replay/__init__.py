@@ -1,0 +1,1 @@
+"""A recorded run, once more: its decisions without torch, its learner's steps with it."""

@@ -1,0 +1,143 @@
+"""Level 1: every recorded event enters the machines again, in one process, without torch, sockets or a clock.
+
+The machines are made from what the recording begins with. After every event the instructions are compared, byte for byte, with
+those of the run; where a group was handed out, admission is asked first whether that is what it would do. The first event that
+differs is named.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from asyncrl.buffer.events import BufferEvent, GroupIssued, GroupPlaced, IssueGroup, ReissueGroup
+from asyncrl.buffer.group import GroupsRestored
+from asyncrl.buffer.open import limits_of
+from asyncrl.buffer.state import BufferState
+from asyncrl.control.autoscaler import ScalingRule, Told, Window
+from asyncrl.control.launch.processes import plan_processes
+from asyncrl.control.lifecycle.events import Event
+from asyncrl.control.lifecycle.state import Lifecycle
+from asyncrl.control.placement.state import PhaseEvent, Phases
+from asyncrl.errors import ConfigError
+from asyncrl.observe.decisions.journal import RECORD_FOLDER, Beginning, Entry, Journal, read_journal
+from asyncrl.observe.decisions.machine import Machine
+
+SHOWN_CHARACTERS = 400
+"""Of an event or its instructions, in a report."""
+
+
+@dataclass(frozen=True, slots=True)
+class LifeReplayed:
+    """What became of the recording of one life of the controller."""
+
+    path: Path
+    num_events: int
+    """That gave the same instructions."""
+    last_step: int
+    """The last optimizer step that is wholly in the recording; -1: none."""
+    lived_s: float
+    """Between the first and the last event, in the run."""
+    took_s: float
+    difference: str
+    """The first event that differs; empty where none does."""
+    fault: str
+    """As `Journal.fault`."""
+
+    @property
+    def text(self) -> str:
+        """Return it in words."""
+        until = f"up to step {self.last_step}" if self.last_step >= 0 else "before the first step was done"
+        same = f"{self.num_events} events {until} ({self.lived_s:.1f} s of the run in {self.took_s:.2f} s): the same instructions"
+        lines = [f"{self.path.name}: {same}"]
+        lines += [f"  it ends here: {self.fault}"] if self.fault else []
+        return "\n".join([*lines, *([self.difference] if self.difference else [])])
+
+
+def replay_decisions(run_folder: Path, until: int | None = None) -> list[LifeReplayed]:
+    """Replay every life of a run's controller.
+
+    Args:
+        run_folder: Of the run; nothing in it is changed.
+        until: Stop in front of the chunk that ends with a later step than this; None: go to the end.
+
+    Raises:
+        ConfigError: There is no recording.
+    """
+    paths = sorted((run_folder / RECORD_FOLDER).glob("decisions-*.bin"))
+    journals = [journal for path in paths if (journal := read_journal(path)) is not None]
+    if not journals:
+        raise ConfigError(f"{run_folder} has no recording: run it with --set observe.record=decisions")
+    return [_replay(journal, until) for journal in journals]
+
+
+def machines_of(beginning: Beginning) -> dict[str, Machine[Any, Any]]:
+    """Return the machines of a run as its controller made them, by name."""
+    config = beginning.config
+    machines: list[Machine[Any, Any]] = [
+        BufferState(limits_of(config)),
+        Lifecycle(
+            plan_processes(config), config.supervision, evaluate_first=beginning.evaluate_first,
+            evaluate_last=beginning.evaluate_last, logs_folder=beginning.logs_folder,
+        ),
+        Phases(),
+    ]  # fmt: skip
+    if config.launch.elastic is not None:
+        machines.append(ScalingRule(config.launch.elastic, config.generate.num_workers))
+    return {machine.name: machine for machine in machines}
+
+
+_DECODE: dict[str, Callable[[msgspec.Raw], Any]] = {
+    name: msgspec.msgpack.Decoder(kind).decode
+    for name, kind in {
+        "buffer": BufferEvent | GroupsRestored, "lifecycle": Event, "phases": PhaseEvent, "scaling": Window | Told,
+    }.items()
+}  # fmt: skip
+
+
+def _replay(journal: Journal, until: int | None) -> LifeReplayed:
+    machines, encoder = machines_of(journal.beginning), msgspec.msgpack.Encoder()
+    num_events, last_step, times_s, difference, started_s = 0, -1, list[float](), "", time.perf_counter()
+    for chunk in journal.chunks:
+        if until is not None and chunk.step > until:
+            break
+        for entry in journal.entries(chunk):
+            if difference := _difference(machines, entry, encoder):
+                difference = f"  event {num_events} is the first that differs: {difference}"
+                break
+            num_events += 1
+            times_s.append(entry[1])
+        if difference:
+            break
+        last_step = max(last_step, chunk.step)
+    lived_s = times_s[-1] - times_s[0] if times_s else 0.0
+    took_s = time.perf_counter() - started_s
+    return LifeReplayed(journal.path, num_events, last_step, lived_s, took_s, difference, journal.fault)
+
+
+def _difference(machines: dict[str, Machine[Any, Any]], entry: Entry, encoder: msgspec.msgpack.Encoder) -> str:
+    """Have one event enter its machine; return how what follows differs from the run, or nothing."""
+    name, now, raw, recorded = entry
+    event, machine = _DECODE[name](raw), machines[name]
+    if isinstance(machine, BufferState) and isinstance(event, GroupIssued | GroupPlaced):
+        to = (event.generator, event.version)
+        if (allowed := machine.next_issue()) != (
+            IssueGroup(*to) if isinstance(event, GroupIssued) else ReissueGroup(event.group_id, *to)
+        ):
+            return f"{name} at {now:.3f}: {event}\n    admission now says: {allowed}"
+    try:
+        instructions: list[Any] | str = machine.handle(event, now)
+    except AssertionError as error:
+        instructions = str(error)
+    if (encoded := encoder.encode(instructions)) == bytes(recorded):
+        return ""
+    was, became = msgspec.msgpack.decode(recorded), msgspec.msgpack.decode(encoded)
+    return (
+        f"{name} at {now:.3f}: {str(event)[:SHOWN_CHARACTERS]}\n"
+        f"    recorded: {str(was)[:SHOWN_CHARACTERS]}\n    replayed: {str(became)[:SHOWN_CHARACTERS]}"
+    )

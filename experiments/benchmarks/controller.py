@@ -11,6 +11,8 @@ heartbeats and reports.
 `cpu_vs_bare_4` and `_1000`: the same figure for samples of 4 and of 1,000 tokens with 8 generators, over that of a bare loop for
 the same samples in the same round: decode with msgspec, insert into SQLite in batches, pack. The bare loop has no socket, asks no
 reward workers, checks nothing and can repeat nothing. `rounds` 0 means 2.
+
+`recorded_cpu`: the same figure with `observe.record = "decisions"` over that without, samples of 256 tokens, 8 generators.
 """
 
 from __future__ import annotations
@@ -45,6 +47,7 @@ from benchmarks.samples import random_sample
 SIZES = (8, 64, 256)
 ROUNDS = 2
 GROWTH_GOAL = 1.3
+RECORDED_GOAL = 1.02
 NUM_TOKENS = 256
 VS_BARE_GOALS = {4: 3.0, 1000: 1.5}
 """By tokens of a sample."""
@@ -71,6 +74,8 @@ def run(rounds: int = 0) -> BenchResult:
                 bare_us = 1e6 * bare_cpu_s(folder / f"bare-{num_tokens}-{number}", num_tokens)
                 row |= {f"cpu_us_of_{num_tokens}_tokens": 1000 * figures[CPU], f"bare_cpu_us_of_{num_tokens}_tokens": bare_us}
                 row |= {f"cpu_vs_bare_{num_tokens}": 1000 * figures[CPU] / bare_us, f"lost_groups_{num_tokens}": figures[LOST]}
+            figures = asyncio.run(measure(folder / f"recorded-{number}", SIZES[0], record="decisions"))
+            row |= {f"{CPU}_recorded": figures[CPU], "recorded_cpu": figures[CPU] / row[f"{CPU}_{SIZES[0]}"]}
             measured.append(row)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -79,6 +84,7 @@ def run(rounds: int = 0) -> BenchResult:
     ratios = {"cpu_growth": ratio(round(growth, 3), GROWTH_GOAL, at_least=False)}
     for num_tokens, goal in VS_BARE_GOALS.items():
         ratios[f"cpu_vs_bare_{num_tokens}"] = ratio(round(middle.pop(f"cpu_vs_bare_{num_tokens}"), 2), goal, at_least=False)
+    ratios["recorded_cpu"] = ratio(round(middle.pop("recorded_cpu"), 3), RECORDED_GOAL, at_least=False)
     lost = sum(value for row in measured for name, value in row.items() if name.startswith(LOST))
     ratios["lost"] = ratio(lost, 0, at_least=False)
     return BenchResult("controller", middle, ratios)
@@ -116,14 +122,14 @@ def bare_cpu_s(folder: Path, num_tokens: int) -> float:
         return (time.process_time() - begun_s) / num_samples
 
 
-async def measure(run_folder: Path, num_workers: int, num_tokens: int = NUM_TOKENS) -> dict[str, float]:
+async def measure(run_folder: Path, num_workers: int, num_tokens: int = NUM_TOKENS, record: str = "off") -> dict[str, float]:
     """Host one run to its end and return its figures.
 
     Raises:
         LaunchError: The controller did not come up; RunError where its run failed.
     """
     (run_folder / "logs").mkdir(parents=True)
-    config = parse_config(_settings(run_folder, num_workers, num_tokens))
+    config = parse_config(_settings(run_folder, num_workers, num_tokens) | {"observe": {"record": record}})
     (run_folder / "config.toml").write_text(dump_config(config), encoding="utf-8")
     command = (sys.executable, "-m", "benchmarks.controller", str(run_folder))
     with (run_folder / "logs" / "controller.log").open("wb") as log:

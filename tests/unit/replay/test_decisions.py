@@ -1,0 +1,167 @@
+"""What entered the machines gives the same again; what was cut off, damaged or changed is named."""
+
+from __future__ import annotations
+
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from asyncrl.buffer import events as be
+from asyncrl.buffer.group import GroupsRestored
+from asyncrl.config.load import parse_config
+from asyncrl.control.autoscaler import Told, Window
+from asyncrl.control.lifecycle import events as le
+from asyncrl.control.lifecycle.state import IllegalTransitionError
+from asyncrl.control.placement import state as ps
+from asyncrl.errors import ConfigError
+from asyncrl.observe.decisions.journal import Beginning, Recorder, read_journal
+from asyncrl.replay.decisions import machines_of, replay_decisions
+
+NUM_STEPS = 6
+BEGINNING = Beginning(
+    parse_config({
+        "num_steps": NUM_STEPS,
+        "algorithm": {"groups_per_step": 2, "group_size": 2},
+        "buffer": {"max_staleness": 1, "policy": "drop"},
+        "generate": {"num_workers": 2},
+        "launch": {"kind": "local", "elastic": {"patience": 1}},
+    }),
+    True, False, "logs",
+)  # fmt: skip
+
+
+def live(recorder: Recorder, seed: int = 0) -> None:
+    """Have every machine decide what a small run brings, all of it recorded."""
+    machines, chance, now = machines_of(BEGINNING), random.Random(seed), 0.0
+    for machine in machines.values():
+        machine.watch = recorder.note
+    buffer, life, phases, scaling = (machines[name] for name in ("buffer", "lifecycle", "phases", "scaling"))
+    buffer.handle(GroupsRestored((), (), 0, {}, {}, {}, 0), now)
+    recorder.begin(BEGINNING)
+    life.handle(le.Begin(), now)
+    with pytest.raises(IllegalTransitionError):
+        life.handle(le.Drained(), now)
+    phases.handle(ps.Joined("learner", "learner"), now)
+    scaling.handle(Told(3), now)
+    for name in ("a", "b"):
+        buffer.handle(be.GeneratorReady(name, 4, 0), now)
+    for step in range(NUM_STEPS):
+        while True:
+            now += 1.0
+            while (issue := buffer.next_issue()) is not None:
+                issued = be.GroupIssued(buffer.next_group_id, "p", 2, issue.generator, issue.version)
+                placed = be.GroupPlaced(getattr(issue, "group_id", 0), issue.generator, issue.version)
+                buffer.handle(issued if isinstance(issue, be.IssueGroup) else placed, now)
+            group_id, version = chance.choice(list(buffer.groups)), max(step - chance.choice((0, 1, 1, 2)), 0)
+            buffer.handle(be.SamplesFinished(group_id, (0, 1), (((version, 3),), ((step, 2),))), now)
+            buffer.handle(be.MembersFinished(buffer.groups[group_id].generator, 2), now)
+            buffer.handle(be.SamplesScored(group_id, (0, 1), (1.0, 0.25)), now)
+            life.handle(le.Heard("learner"), now)
+            if isinstance(buffer.handle(be.TakeStep(step), now)[-1], be.TakeGroups):
+                break
+        buffer.handle(be.StepTrained(step), now)
+        for name in ("a", "b"):
+            buffer.handle(be.VersionIsLive(name, step + 1), now)
+        if step == 2:
+            buffer.handle(be.GeneratorGone("b"), now)
+            buffer.handle(be.GeneratorReady("b", 4, step + 1), now)
+        scaling.handle(Window(0.6, 0.9, 3), now)
+        life.handle(le.Tick(), now)
+        recorder.end_chunk(step)
+
+
+@pytest.fixture
+def recorded(tmp_path: Path) -> Path:
+    recorder = Recorder(tmp_path)
+    live(recorder)
+    recorder.close()
+    return tmp_path
+
+
+def flip(path: Path, wanted: int) -> int:
+    """Change one SamplesFinished of the recording, and all hashes with it; return the number of that event."""
+    journal = read_journal(path)
+    assert journal is not None
+    recorder, number, seen, flipped = Recorder(path.parent.parent), 0, 0, -1
+    recorder.begin(journal.beginning)
+    for chunk in journal.chunks:
+        for machine, now, raw, instructions in journal.entries(chunk):
+            event = msgspec.msgpack.decode(raw)
+            if event[0] == "SamplesFinished":
+                if seen == wanted:
+                    flipped, event = number, [*event[:2], [0], event[3][:1], []]
+                seen += 1
+            recorder.note(machine, event, now, msgspec.msgpack.decode(instructions))
+            number += 1
+        recorder.end_chunk(chunk.step)
+    recorder.close()
+    (path.parent / "decisions-0001.bin").replace(path)
+    return flipped
+
+
+def test_a_recording_gives_the_same_instructions_without_torch(recorded: Path) -> None:
+    (life,) = replay_decisions(recorded)
+    assert (life.difference, life.fault, life.last_step) == ("", "", NUM_STEPS - 1)
+    assert life.num_events > 100
+    program = (
+        "import sys; from pathlib import Path; from asyncrl.replay.decisions import replay_decisions; "
+        f"assert not replay_decisions(Path({str(recorded)!r}))[0].difference; "
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+def test_one_flipped_event_is_the_first_that_differs(recorded: Path) -> None:
+    number = flip(recorded / "record" / "decisions-0000.bin", 3)
+    (life,) = replay_decisions(recorded)
+    assert life.num_events == number > 0
+    assert f"event {number} is the first that differs: buffer" in life.difference
+    assert "SamplesFinished" in life.difference
+    assert "recorded: [['ScoreMembers'" in life.difference
+
+
+@pytest.mark.parametrize("kept_bytes", [-1, -200])
+def test_a_recording_that_was_cut_off_holds_up_to_its_last_whole_step(recorded: Path, kept_bytes: int) -> None:
+    path = recorded / "record" / "decisions-0000.bin"
+    path.write_bytes(path.read_bytes()[:kept_bytes])
+    (life,) = replay_decisions(recorded)
+    assert life.difference == ""
+    assert "was cut off" in life.fault
+    assert 0 <= life.last_step < NUM_STEPS
+    assert f"up to step {life.last_step}" in life.text
+
+
+def test_a_killed_controller_leaves_every_step_that_was_done(tmp_path: Path) -> None:
+    program = (
+        "import os, signal; from pathlib import Path; from tests.unit.replay.test_decisions import Recorder, live; "
+        f"live(Recorder(Path({str(tmp_path)!r}))); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == -signal.SIGKILL
+    (life,) = replay_decisions(tmp_path)
+    assert (life.difference, life.last_step) == ("", NUM_STEPS - 1)
+    assert "was cut off" in life.fault
+
+
+def test_a_damaged_byte_ends_the_replay_in_front_of_it(recorded: Path) -> None:
+    path = recorded / "record" / "decisions-0000.bin"
+    damaged = bytearray(path.read_bytes())
+    damaged[len(damaged) // 2] ^= 1
+    path.write_bytes(damaged)
+    (life,) = replay_decisions(recorded)
+    assert "was changed" in life.fault
+    assert (life.difference, life.last_step < NUM_STEPS - 1) == ("", True)
+
+
+def test_a_run_without_a_recording_says_how_to_get_one(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"observe\.record=decisions"):
+        replay_decisions(tmp_path)
+
+
+def test_a_replay_stops_behind_the_step_that_is_asked_for(recorded: Path) -> None:
+    (life,) = replay_decisions(recorded, until=2)
+    assert life.last_step == 2

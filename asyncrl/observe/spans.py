@@ -1,4 +1,4 @@
-"""Who did what from when to when: one `Span` a line in spans.jsonl, and the Chrome / Perfetto trace made of them.
+"""Who did what from when to when: one `Span` a line in spans.jsonl, the Chrome / Perfetto trace of them, and windows of them.
 
 The controller writes every span: generators, reward workers and the learner time themselves and say so in the messages they send
 anyway, so no process opens a second file, and all times are of clocks anchored alike (clock.py).
@@ -6,11 +6,17 @@ anyway, so no process opens a second file, and all times are of clocks anchored 
 
 from __future__ import annotations
 
+import contextlib
+import math
+import os
+import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Final
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from asyncrl.observe.steps import read_lines
 from asyncrl.schema.batches import StepDone
@@ -30,6 +36,7 @@ SWAP: Final = "swap"
 CHECKPOINT: Final = "checkpoint"
 EVALUATE: Final = "evaluate"
 PHASE: Final = "phase"
+IDLE: Final = "idle"
 
 
 class Span(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
@@ -134,3 +141,137 @@ def trace_events(spans: Iterable[Span]) -> list[TraceEvent]:
         start_us, length_us = (round(seconds * 1e6, 3) for seconds in (item.start_s - origin_s, item.end_s - item.start_s))
         events.append(TraceEvent(item.name, "X", pid, row, start_us, length_us, item.attributes))
     return events
+
+
+MOST_SHOWN_SPANS = 300
+"""Of one track; more are told as bins."""
+MOST_TRACKS = 200
+MAX_BINS = 4000
+
+Rows = NDArray[np.float64]
+"""Spans, a line each: start and end in seconds since the run's first, oldest and newest version, group, samples; -1: none."""
+
+
+class Track(msgspec.Struct, frozen=True):
+    """What one process did of one kind within a window."""
+
+    process: str
+    name: str
+    why: str
+    """What it waited for, where it did."""
+    spans: int
+    seconds: float
+    """Of them within the window, added up: of spans that overlap, more than the window has."""
+    oldest: int
+    newest: int
+    """Version; -1 where they have none."""
+    each: list[list[float]] | None
+    """`Rows`, where they are few."""
+    busy: list[float] | None
+    """Else how many samples (of what has none: spans) were open, a mean for each bin."""
+    version: list[int] | None
+    """And which version was live at its process in the middle of each bin."""
+
+
+class Timeline:
+    """The spans of one run in memory, read on as their file grows. Any thread may ask.
+
+    Args:
+        run_folder: Of the run.
+    """
+
+    def __init__(self, run_folder: Path) -> None:
+        self._path = run_folder / SPANS_FILE
+        self._inode, self._offset, self._first_s = 0, 0, math.inf
+        self._read: dict[tuple[str, str, str], Rows] = {}
+        self._lock = threading.Lock()
+
+    def window(self, from_s: float = -math.inf, to_s: float = math.inf, num_bins: int = 800) -> dict[str, object]:
+        """Return what happened in a window: `from_s` and `to_s`, `end_s` of the whole run, and tracks, the longest first."""
+        with self._lock:
+            self._follow()
+            end_s = max((float(rows[:, 1].max()) for rows in self._read.values()), default=0.0)
+            from_s, to_s = max(from_s, 0.0), min(to_s, end_s)
+            tracks = (
+                [self._track(key, from_s, max(to_s, from_s + 1e-6), num_bins) for key in self._read] if from_s < end_s else []
+            )
+        shown = sorted((track for track in tracks if track.spans), key=lambda track: -track.seconds)[:MOST_TRACKS]
+        return {"from_s": from_s, "to_s": to_s, "end_s": end_s, "first_s": self._first_s if shown else 0.0, "tracks": shown}
+
+    def _track(self, key: tuple[str, str, str], from_s: float, to_s: float, num_bins: int) -> Track:
+        whole = self._read[key]
+        rows = whole[(whole[:, 1] >= from_s) & (whole[:, 0] <= to_s)]
+        starts, ends = rows[:, 0].clip(from_s), rows[:, 1].clip(max=to_s)
+        oldest, newest = rows[rows[:, 2] >= 0, 2], rows[:, 3]
+        told = (*key, len(rows), float((ends - starts).sum()), int(oldest.min(initial=1e9)) if len(oldest) else -1)
+        newest_version = int(newest.max(initial=-1))
+        if len(rows) <= MOST_SHOWN_SPANS:
+            return Track(*told, newest_version, rows.tolist(), None, None)
+        weights, bin_s = rows[:, 5].clip(1), (to_s - from_s) / num_bins
+        area = _area(starts - from_s, weights, bin_s, num_bins) - _area(ends - from_s, weights, bin_s, num_bins)
+        swaps = self._read.get((key[0], SWAP, ""), whole)
+        middles = from_s + bin_s * (np.arange(num_bins) + 0.5)
+        live = np.searchsorted(swaps[:, 1], middles, side="right") - 1
+        versions = np.where(live >= 0, swaps[live, 3], -1).astype(int).tolist()
+        return Track(*told, newest_version, None, (np.diff(area) / bin_s).tolist(), versions)
+
+    def _follow(self) -> None:
+        """Read the whole lines that have come; a file that was set behind meanwhile is read to its end."""
+        old = self._path.with_suffix(".old.jsonl")
+        found: dict[tuple[str, str, str], list[tuple[float, ...]]] = {}
+        for path in (old, self._path):
+            with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+                inode = os.fstat(file.fileno()).st_ino
+                if path == old and self._inode and inode != self._inode:
+                    continue
+                file.seek(self._offset if inode == self._inode else 0)
+                text = file.read()
+                whole = text[: text.rfind(b"\n") + 1]
+                self._inode, self._offset = inode, file.tell() - len(text) + len(whole)
+                self._take(whole, found)
+        for key, rows in found.items():
+            before = self._read.get(key, np.empty((0, 6)))
+            self._read[key] = np.concatenate([before, np.array(rows)])
+
+    def _take(self, lines: bytes, found: dict[tuple[str, str, str], list[tuple[float, ...]]]) -> None:
+        decoder = msgspec.json.Decoder(_Line)
+        for line in lines.splitlines():
+            try:
+                one = decoder.decode(line)
+            except (msgspec.DecodeError, UnicodeDecodeError):
+                continue  # torn by a writer that was killed
+            about = one.attributes
+            if self._first_s == math.inf:
+                self._first_s = one.start_s
+            newest = about.newest_version if about.version is None else about.version
+            oldest = about.oldest_version if about.version is None else about.version
+            why = about.why or ("the batch of its next step" if one.name == WAIT else "")
+            row = (one.start_s - self._first_s, one.end_s - self._first_s, oldest, newest, about.group, about.samples)
+            found.setdefault((one.process, one.name, why), []).append(row)
+
+
+def _area(times_N: NDArray[np.float64], weights_N: NDArray[np.float64], bin_s: float, num_bins: int) -> NDArray[np.float64]:
+    """Return [bins + 1], for each edge: the seconds since those times that lie before it, weighted and added up."""
+    places = np.ceil(times_N / bin_s).astype(np.int64).clip(0, num_bins + 1)
+    count, total = (np.bincount(places, of, num_bins + 2)[: num_bins + 1].cumsum() for of in (weights_N, weights_N * times_N))
+    area: NDArray[np.float64] = count * bin_s * np.arange(num_bins + 1) - total
+    return area
+
+
+class _About(msgspec.Struct, gc=False):
+    version: float | None = None
+    oldest_version: float = -1
+    newest_version: float = -1
+    group: float = -1
+    samples: float = -1
+    why: str = ""
+
+
+class _Line(msgspec.Struct, gc=False):
+    """What a timeline needs of a `Span`."""
+
+    name: str
+    start_s: float
+    end_s: float
+    process: str
+    attributes: _About = msgspec.field(default_factory=_About)

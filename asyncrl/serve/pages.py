@@ -8,18 +8,26 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import io
+import math
 import tomllib
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
+import numpy as np
 from aiohttp import web
 
 from asyncrl.buffer.ledger.reader import LedgerReader
+from asyncrl.config.live import ALARMS, OF_CONTROLLER, settings_of, value_at
+from asyncrl.config.load import load_config
+from asyncrl.config.run import AlarmRule
 from asyncrl.control.api import READ_TIMEOUT_S, read_body
-from asyncrl.observe.samples import SampleRow, read_samples
+from asyncrl.errors import LedgerError
+from asyncrl.observe.samples import CLIPPED, KEPT, TRAINED, SampleRow, TokenRow, read_samples, read_tokens
+from asyncrl.observe.spans import MAX_BINS, Timeline
 from asyncrl.observe.steps import EVENTS_FILE, STEPS_FILE, StepReport
+from asyncrl.schema.samples import ids_from_bytes, logprobs_from_bytes
 from asyncrl.serve.guard import SESSION_S, ForbiddenError, Guard, cookie_name
 from asyncrl.serve.keeper import Keeper
 from asyncrl.serve.records import Records
@@ -31,6 +39,10 @@ MOST_LOGIN_BYTES = 4096
 MOST_RUNS = 500
 MOST_NAMES = 64
 MOST_STEPS = 1 << 40
+MOST_TIMELINES = 4
+"""Runs whose spans stay in memory: 50 MB for a million."""
+MOST_TOKENS = 2000
+"""Of one answer."""
 
 
 class Login(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -54,6 +66,7 @@ class Pages:
         self, records: Records, keeper: Keeper, guard: Guard, is_over: Callable[[str], bool], *, read_only: bool
     ) -> None:  # fmt: skip
         self._records, self._keeper, self._guard, self._is_over, self._read_only = records, keeper, guard, is_over, read_only
+        self._timelines: dict[str, Timeline] = {}
         self._files = {path.relative_to(FOLDER).as_posix(): path for path in FOLDER.rglob("*") if path.suffix in TYPES}
 
     def file(self, request: web.Request) -> web.FileResponse:
@@ -133,20 +146,49 @@ class Pages:
         names = [name for name in request.query.get("names", "").split(",") if name]
         if len(names) > MOST_NAMES:
             raise ForbiddenError(400, f"names has at most {MOST_NAMES} names, got {len(names)}")
-        return asyncio.to_thread(_series, self._records.run_folder(request.match_info["run"]), names)
+        return asyncio.to_thread(_series, self._folder(request), names)
 
     def ledger(self, request: web.Request) -> Awaitable[dict[str, Any]]:
         """Return counts of the ledger."""
-        path = self._records.run_folder(request.match_info["run"]) / "ledger.sqlite"
+        path = self._folder(request) / "ledger.sqlite"
         if not path.exists():
             raise ForbiddenError(404, "the run has no ledger on disk")
         return asyncio.to_thread(_ledger, path)
 
     def samples(self, request: web.Request) -> Awaitable[dict[str, Any]]:
         """Return the kept samples of a step, the newest where none is named."""
-        return asyncio.to_thread(
-            _samples, self._records.run_folder(request.match_info["run"]), _whole(request, "step", -1)
-        )  # fmt: skip
+        return asyncio.to_thread(_samples, self._folder(request), _whole(request, "step", -1))
+
+    def tokens(self, request: web.Request) -> Awaitable[dict[str, Any]]:
+        """Return what the learner saw of a sample, MOST_TOKENS tokens from one on, and its group's rewards; none: not kept."""
+        asked = (_whole(request, name) for name in ("step", "group", "index", "first"))
+        return asyncio.to_thread(_tokens, self._folder(request), *asked)
+
+    def timeline(self, request: web.Request) -> Awaitable[dict[str, object]]:
+        """Return the spans of a window, in bins where they are many; seconds are those since the first."""
+        limits = [request.query.get(name, "") for name in ("from", "to")]
+        try:
+            from_s, to_s = (float(given or default) for given, default in zip(limits, ("-inf", "inf"), strict=True))
+        except ValueError as error:
+            raise ForbiddenError(400, f"from and to must be seconds, got {limits}") from error
+        num_bins = _whole(request, "bins", 800)
+        if not (from_s <= to_s and 1 <= num_bins <= MAX_BINS):
+            raise ForbiddenError(400, f"from must not be behind to, and bins be from 1 to {MAX_BINS}")
+        run = request.match_info["run"]
+        known = self._timelines.pop(run, None) or Timeline(self._folder(request))
+        self._timelines[run] = known  # the newest is the last
+        if len(self._timelines) > MOST_TIMELINES:
+            del self._timelines[next(iter(self._timelines))]
+        return asyncio.to_thread(known.window, from_s, to_s, num_bins)
+
+    def changeable(self, request: web.Request) -> dict[str, Any]:
+        """Return what can change while a run goes on, with the values in force."""
+        config = load_config(self._folder(request) / "config.toml")
+        alarms = {f"{ALARMS}{rule}": config.observe.alarms.get(rule, "warn") for rule in get_args(AlarmRule)}
+        return {"fields": settings_of(config) | {name: value_at(config, name) for name in OF_CONTROLLER}, "alarms": alarms}
+
+    def _folder(self, request: web.Request) -> Path:
+        return self._records.run_folder(request.match_info["run"])
 
 
 def _whole(request: web.Request, name: str, default: int = 0) -> int:
@@ -194,7 +236,10 @@ def _ledger(path: Path) -> dict[str, Any]:
     with LedgerReader(path) as reader:
         steps = reader.steps(last=MOST_STEPS)
         trained = sum(len(step.group_ids) for step in steps if step.state == "trained")
-        return {"states": reader.counts(), "versions": reader.versions(), "steps": steps[-50:], "trained_in_steps": trained}
+        return {
+            "issued": reader.issued(), "states": reader.counts(), "prompts": reader.prompts(), "versions": reader.versions(),
+            "steps": steps[-50:], "trained_in_steps": trained,
+        }  # fmt: skip
 
 
 def _samples(folder: Path, step: int) -> dict[str, Any]:
@@ -207,4 +252,48 @@ def _samples(folder: Path, step: int) -> dict[str, Any]:
         steps.add(row.step)
         if row.step == step or step < 0:
             rows[row.group_id, row.index] = row
-    return {"steps": sorted(steps), "rows": list(rows.values())}
+    step = next(iter(rows.values())).step if rows else step
+    learned = {key: _columns(parts) for key, parts in read_tokens(folder, step).items()}
+    prompts = {row.group_id: (row.prompt_id, row.prompt) for row in rows.values()}
+    for key in learned.keys() - rows.keys():  # kept by the learner, for its ratios
+        texts, reward, trained = learned[key]["text"], learned[key]["reward"], learned[key]["trained"]
+        versions, about = learned[key]["version"][trained].tolist(), prompts.get(key[0], ("", ""))
+        rows[key] = SampleRow(step, *key, *about, "".join(texts), reward, {}, min(versions), max(versions), len(texts), "")
+    shown = []
+    for key, row in rows.items():
+        lag = step - row.oldest_version if row.oldest_version >= 0 else None
+        ratios = learned[key]["ratio"][learned[key]["trained"]] if key in learned else ()
+        p99 = float(np.quantile(ratios, 0.99)) if len(ratios) else None
+        shown.append({**msgspec.structs.asdict(row), "lag": lag, "ratio_p99": p99})
+    return {"steps": sorted(steps), "rows": shown}
+
+
+def _columns(parts: Sequence[TokenRow]) -> dict[str, Any]:
+    """Return what the learner saw of a sample: an array [T] by name, the texts, the reward."""
+    floats = ("behaviour", "learner", "weights", "entropy", "advantages")
+    columns: dict[str, Any] = {
+        name: np.concatenate([logprobs_from_bytes(getattr(part, name)) for part in parts]).astype(float) for name in floats
+    }
+    flags = np.frombuffer(b"".join(part.flags for part in parts), dtype=np.uint8)
+    columns |= {"trained": flags & TRAINED > 0, "kept": flags & KEPT > 0, "clipped": flags & CLIPPED > 0}
+    columns |= {"ratio": np.exp(columns["learner"] - columns["behaviour"]), "reward": parts[0].reward}
+    columns |= {"token": np.concatenate([ids_from_bytes(part.token_ids) for part in parts])}
+    columns |= {"version": np.concatenate([ids_from_bytes(part.versions) for part in parts])}
+    return columns | {"text": [text for part in parts for text in part.texts]}
+
+
+def _tokens(folder: Path, step: int, group: int, index: int, first: int) -> dict[str, Any]:
+    parts = read_tokens(folder, step).get((group, index))
+    if parts is None:
+        return {"num_tokens": 0}
+    columns, rewards = _columns(parts), list[dict[str, Any]]()
+    with contextlib.suppress(LedgerError), LedgerReader(folder) as reader:
+        members = reader.group(group).samples
+        rewards = [{"index": one.index, "state": one.state, "reward": one.reward, "tokens": one.num_tokens} for one in members]
+    window = {
+        name: [None if isinstance(value, float) and not math.isfinite(value) else value for value in column.tolist()]
+        for name, values in columns.items() if isinstance(values, np.ndarray)
+        for column in [values[first : first + MOST_TOKENS]]
+    }  # fmt: skip
+    texts = columns["text"]
+    return {"num_tokens": len(texts), "first": first, **window, "text": texts[first : first + MOST_TOKENS], "group": rewards}

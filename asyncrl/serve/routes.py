@@ -116,6 +116,7 @@ class Service:
         page = Pages(self.records, self.keeper, self.guard, self.is_over, read_only=self.read_only)
         run, known = "/v1/runs/{run}", self.records.runs
         steps, events = partial(self.follow, STEPS_FILE, "step", "step"), partial(self.follow, EVENTS_FILE, "seq", "event")
+        reads_text = "viewer" if self.show_samples else "operator"
         orders = ((name, partial(self.order, name)) for name in ORDERS)
         table = [
             Route("GET", "/", OPEN, page.file, "The page."),
@@ -142,9 +143,12 @@ class Service:
             Route("GET", f"{run}/events", "viewer", events, "What happened to a run, as a stream."),
             Route("GET", f"{run}/live", "viewer", page.live, "Status, steps, events as one stream: ?offset= &events=."),
             Route("GET", f"{run}/series", "viewer", page.series, "Values over all steps: ?names=reward_mean,ratio/ess."),
+            Route("GET", f"{run}/timeline", "viewer", page.timeline, "Spans of a window: ?from= &to= (seconds) &bins=."),
             Route("GET", f"{run}/ledger", "viewer", page.ledger, "Groups by state, and samples by version."),
-            Route("GET", f"{run}/samples", "viewer" if self.show_samples else "operator", page.samples, "Samples: ?step=."),
+            Route("GET", f"{run}/samples", reads_text, page.samples, "Samples: ?step=."),
+            Route("GET", f"{run}/tokens", reads_text, page.tokens, "One token by token: ?step= &group= &index= &first=."),
             Route("GET", f"{run}/config", "viewer", self.config, "A run's config, as TOML."),
+            Route("GET", f"{run}/changeable", "viewer", page.changeable, "What can change while a run goes on."),
             Route("PATCH", f"{run}/config", "operator", self.change, "Change a live run's config, field by field.", ConfigChange),
             Route("POST", f"{run}/change", "operator", self.change, "The same, as a run's client asks: msgpack.", ConfigChange),
             Route("GET", f"{run}/files/{{path:.*}}", "operator", self.files, "A file of a run's folder, or a folder's list."),

@@ -9,10 +9,12 @@ import os
 import random
 import re
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 
 from asyncrl.buffer.ledger.reader import LedgerReader
@@ -27,9 +29,20 @@ from asyncrl.buffer.ledger.records import (
 )
 from asyncrl.buffer.ledger.store import SqliteLedger
 from asyncrl.client import is_live, read_endpoint
-from asyncrl.config.load import dump_config, parse_config
+from asyncrl.config.load import dump_config, load_config, parse_config
 from asyncrl.observe.metrics import METRICS
-from asyncrl.observe.samples import SAMPLES_FILE, SampleRow, read_samples
+from asyncrl.observe.samples import (
+    CLIPPED,
+    KEPT,
+    MOST_ROW_TOKENS,
+    SAMPLES_FILE,
+    TOKENS_FILE,
+    TRAINED,
+    SampleRow,
+    TokenRow,
+    read_samples,
+    read_tokens,
+)
 from asyncrl.observe.steps import (
     EVAL_FILE,
     EVENTS_FILE,
@@ -42,7 +55,7 @@ from asyncrl.observe.steps import (
     read_events,
     read_steps,
 )
-from asyncrl.schema.samples import Prompt, Samples
+from asyncrl.schema.samples import Prompt, Samples, ids_from_bytes, logprobs_from_bytes
 from tests.builders import make_sample, score_of
 from tests.integration.conftest import NO_MODEL, tiny_settings
 from tests.integration.test_serve import Daemon, settings
@@ -57,6 +70,7 @@ pytestmark = [
     ),
 ]
 HOSTILE = "<script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">\0\u202eevil\u2066"
+HOSTILE_SHOWN = HOSTILE.replace("\0", "⟨U+0000⟩").replace("\u202e", "⟨U+202E⟩").replace("\u2066", "⟨U+2066⟩")
 REACHABLE = "a, button:enabled, input, select, summary, [tabindex='0']"
 NUM_STEPS = 10_000
 HEADINGS = {"/run/tiny": "tiny", "/run/tiny/samples": "tiny: samples", "/run/tiny/logs": "tiny: logs", "/": "Runs"}
@@ -104,7 +118,7 @@ async def numbers(page) -> dict[str, float]:
     return {f"{title}: {label}": None if len(text) == 1 and not text.isdigit() else float(text) for title, label, text in found}
 
 
-async def rows(page, caption: str) -> list[list[str]]:
+async def rows_of_table(page, caption: str) -> list[list[str]]:
     found = page.get_by_role("region", name=caption).locator("tbody tr")
     await found.first.wait_for()
     return await found.evaluate_all("all => all.map(row => [...row.cells].map(cell => cell.textContent))")
@@ -135,13 +149,27 @@ async def test_a_live_run_is_followed_and_takes_orders(page, tmp_path):
             await page.keyboard.press("Enter")
             await page.get_by_role("link", name="one", exact=True).click()
             await reached(page, 3)
+            await page.get_by_role("button", name="Change").click()
+            dialog = page.get_by_role("dialog")
+            await dialog.get_by_label("buffer.max_staleness").fill("-1")
+            await dialog.get_by_label("learner.learning_rate").fill("0.002")
+            await page.keyboard.press("Enter")
+            await dialog.get_by_text("Nothing was changed; see the fields.").wait_for()
+            assert "max_staleness" in await page.locator("[id='fault-buffer.max_staleness']").text_content()
+            assert await dialog.get_by_label("buffer.max_staleness").get_attribute("aria-invalid")
+            await dialog.get_by_label("buffer.max_staleness").fill("1")
+            await dialog.get_by_role("button", name="Change").click()
+            assert sorted(await rows_of_table(page, re.compile("Changed from step"))) == [
+                ["buffer.max_staleness", "2", "1"], ["learner.learning_rate", "0.001", "0.002"]
+            ]  # fmt: skip
+            assert load_config(folder / "config.toml").buffer.max_staleness == 1
             await page.get_by_role("button", name="Pause").click()
             await page.get_by_text("Pause: done").wait_for()
             await page.get_by_role("cell", name="paused", exact=True).wait_for()
             newest = read_steps(folder)[-1]
             await page.get_by_text(f"Every value of step {newest.step}").wait_for()
             assert (await numbers(page))["Reward: mean"] == newest.reward_mean
-            assert "generator-0" in [row[0] for row in await rows(page, "Who waits for whom")]
+            assert "generator-0" in [row[0] for row in await rows_of_table(page, "Who waits for whom")]
             await daemon.kill()  # the page finds the next daemon, with the same cookie
             port = url.rpartition(":")[2]
             async with await daemon.start("--port", port):
@@ -150,11 +178,11 @@ async def test_a_live_run_is_followed_and_takes_orders(page, tmp_path):
                 await reached(page, newest.version + 2)
                 await page.get_by_role("button", name="Stop").click()
                 await page.get_by_role("cell", name="stopped", exact=True).first.wait_for()
-                assert await orders(server, 3) == [(what, "admin") for what in ("pause", "resume", "stop")]
+                assert await orders(server, 4) == [(what, "admin") for what in ("change", "pause", "resume", "stop")]
                 await page.get_by_role("button", name="Log out").click()
                 await page.get_by_label("Token", exact=True).wait_for()
                 assert not await page.context.cookies()
-            own = ("401", "ERR_")  # of the browser itself: the wrong token, and while no daemon was there
+            own = ("401", "422", "ERR_")  # of the browser itself: the wrong token, the wrong value, and while no daemon was there
             page.troubles[:] = [said for said in page.troubles if not any(word in said for word in own)]
     finally:
         if daemon.process is not None and daemon.process.returncode is None:
@@ -221,7 +249,7 @@ async def test_every_page_has_the_numbers_of_the_files(page, recorded, tmp_path)
     steps, evals = read_steps(recorded), read_evals(recorded)
     async with viewed(page, recorded, copied) as url:
         await page.goto(url)
-        listed = await rows(page, "2 of 2 runs, newest first")
+        listed = await rows_of_table(page, "2 of 2 runs, newest first")
         assert [row[1:7] for row in listed] == [
             [name, "done", "6", "6", repr(evals[0].accuracy), repr(evals[-1].accuracy)] for name in ("copied", "tiny")
         ]
@@ -238,11 +266,11 @@ async def test_every_page_has_the_numbers_of_the_files(page, recorded, tmp_path)
         assert shown["Held-out evaluations: accuracy"] == evals[-1].accuracy
         figure = page.locator("figure", has=page.get_by_text("Reward", exact=True))
         await figure.get_by_text("Values").click()
-        assert [[float(cell) for cell in row] for row in await rows(page, "Reward: the newest 6")] == [
+        assert [[float(cell) for cell in row] for row in await rows_of_table(page, "Reward: the newest 6")] == [
             [step.step, step.reward_mean, step.reward_std] for step in reversed(steps)
         ]
         await page.get_by_text("Every value of step 5").click()
-        every = {name: float(value) for name, value in await rows(page, "Every value")}
+        every = {name: float(value) for name, value in await rows_of_table(page, "Every value")}
         plain = msgspec.to_builtins(newest)
         assert every == {k: v for k, v in {**plain, **newest.metrics}.items() if isinstance(v, (int, float))}
         assert not await page.get_by_role("button", name="Pause").count()
@@ -251,20 +279,26 @@ async def test_every_page_has_the_numbers_of_the_files(page, recorded, tmp_path)
         with LedgerReader(recorded) as ledger:
             counts = ledger.counts()
         total = sum(row.groups for row in counts)
-        assert (await page.locator("#sum").text_content()).startswith(f"issued {total} = ")
+        assert await page.locator("#sum").text_content() == (
+            f"issued {total} = running 0 + scoring 0 + ready 0 + taken 0 + trained 6 + dropped 1 + failed 0; sum holds: yes"
+        )
+        assert await rows_of_table(page, "Dropped and failed, by reason") == [["stale", "dropped", "1", repr(1 / 7)]]
+        assert [float(row[1]) for row in await rows_of_table(page, "At step 5")] == [
+            newest.metrics[name] for name in ("bias/length_ratio", "bias/reward_gap")
+        ]
         assert "the sums agree" in await page.locator("#trained").text_content()
-        assert await rows(page, "Groups by state") == [
+        assert await rows_of_table(page, "Groups by state") == [
             *([row.state, row.reason, str(row.groups)] for row in counts), ["all", "", str(total)]
         ]  # fmt: skip
         await page.get_by_role("link", name="samples").click()
         await page.get_by_label("Order").select_option("highest reward")
         kept = [row for row in read_samples(recorded) if row.step == 5]
-        rewards = await page.locator(".reward").all_text_contents()
-        assert [float(reward) for reward in rewards] == sorted((row.reward for row in kept), reverse=True)
+        rewards = [float(row[1]) for row in await rows_of_table(page, "4 samples of step 5")]
+        assert rewards == sorted((row.reward for row in kept), reverse=True)
         await page.get_by_role("link", name="events").click()
         await page.get_by_role("cell", name="stopped").wait_for()
         events = list(read_events(recorded))
-        assert [row[:1] + row[2:4] for row in await rows(page, "What happened, newest first")] == [
+        assert [row[:1] + row[2:4] for row in await rows_of_table(page, "What happened, newest first")] == [
             [str(event.seq), event.kind, event.subject] for event in reversed(events)
         ]
         await page.get_by_role("link", name="config").click()
@@ -281,16 +315,76 @@ async def test_every_page_has_the_numbers_of_the_files(page, recorded, tmp_path)
     assert before == {path: path.stat().st_mtime_ns for path in before}
 
 
+@pytest.fixture(scope="module")
+def real(tmp_path_factory) -> Path:
+    """The folder of a run of 6 steps on the fake engine, ended."""
+    folder = tmp_path_factory.mktemp("real")
+    (folder / "config.toml").write_text(dump_config(parse_config(tiny_settings(folder, num_steps=6, generate__engine=NO_MODEL))))
+    subprocess.run([sys.executable, "-m", "asyncrl", "run", folder / "config.toml"], check=True, capture_output=True)
+    return folder / "tiny"
+
+
+async def test_a_sample_is_shown_token_by_token_as_the_learner_saw_it(page, real):
+    kept = {(row.group_id, row.index): row for row in read_samples(real) if row.step == 4}
+    tokens = read_tokens(real, 4)
+    assert tokens.keys() >= kept.keys()
+    async with viewed(page, real) as url:
+        await page.goto(url)
+        await page.get_by_role("link", name="tiny").click()
+        await page.get_by_role("link", name="samples").click()
+        await page.get_by_label("Step (").fill("4")
+        await page.keyboard.press("Tab")
+        ratios = {}
+        for key, (part,) in tokens.items():
+            trained = np.frombuffer(part.flags, np.uint8) & TRAINED > 0
+            learner, behaviour = (logprobs_from_bytes(one).astype(float) for one in (part.learner, part.behaviour))
+            ratios[key] = float(np.quantile(np.exp(learner - behaviour)[trained], 0.99))
+        listed = {row[0]: row[1:6] for row in await rows_of_table(page, f"{len(tokens)} samples of step 4")}
+        for key, row in kept.items():
+            figures = (row.reward, row.num_tokens, 4 - row.oldest_version, ratios[key])
+            shown = listed[f"g{key[0]}.{key[1]}"]
+            assert [float(cell) for cell in (*shown[:2], *shown[3:])] == list(figures)
+        group, index = max(kept, key=lambda key: kept[key].num_tokens)
+        await page.get_by_role("button", name=f"g{group}.{index}", exact=True).click()
+        await page.get_by_role("listbox", name=f"Tokens of g{group}.{index}").focus()
+        (part,) = tokens[group, index]
+        ids, flags = ids_from_bytes(part.token_ids).tolist(), np.frombuffer(part.flags, np.uint8)
+        floats = [logprobs_from_bytes(getattr(part, name)).tolist() for name in ("weights", "entropy", "advantages")]
+        learner, behaviour = (logprobs_from_bytes(one).tolist() for one in (part.learner, part.behaviour))
+        for place, token in enumerate(ids):
+            (row,) = await rows_of_table(page, "The chosen token")
+            assert row[1] == (await page.locator(".tokens [aria-selected=true]").text_content())
+            assert [float(cell) for cell in row[3:6]] == [ids_from_bytes(part.versions)[place], behaviour[place], learner[place]]
+            assert (row[0], row[2], row[12]) == (str(place), str(token), "true")
+            assert float(row[6]) == np.exp(learner[place] - behaviour[place])
+            assert [float(row[7]), float(row[10]), float(row[11])] == [column[place] for column in floats]
+            assert row[8:10] == [str(bool(flags[place] & bit)).lower() for bit in (KEPT, CLIPPED)]
+            await page.keyboard.press("ArrowRight")
+        for colour in ("ratio", "advantage", "clipped"):
+            await page.get_by_label("Colour by").select_option(colour)
+            assert "shade" in await page.locator(".tokens span").first.get_attribute("class")
+        with LedgerReader(real) as ledger:
+            members = ledger.group(group).samples
+        assert [float(row[2]) for row in await rows_of_table(page, "Rewards of its group")] == [one.reward for one in members]
+
+
 async def test_ten_thousand_steps_and_hostile_text_do_not_hold_the_page(page, recorded, tmp_path):
     folder = shutil.copytree(recorded, tmp_path / "long", ignore=shutil.ignore_patterns("samples.jsonl"))
     newest, encoder = read_steps(recorded)[-1], msgspec.json.Encoder()
     with (folder / "steps.jsonl").open("ab") as file:
         for step in range(6, NUM_STEPS):
             file.write(encoder.encode(msgspec.structs.replace(newest, step=step, version=step + 1, reward_mean=step / 7)) + b"\n")
-    rows = [next(read_samples(recorded)), next(read_samples(recorded))]
+    rows, written = [next(read_samples(recorded)), next(read_samples(recorded))], JsonLines(folder / TOKENS_FILE)
     rows[0] = msgspec.structs.replace(rows[0], text=HOSTILE, prompt=HOSTILE, prompt_id=HOSTILE, parts={HOSTILE: 1.0})
     rows[1] = msgspec.structs.replace(rows[1], index=rows[0].index + 1, text="long " * 100_000)
     (folder / "samples.jsonl").write_bytes(b"".join(encoder.encode(row) + b"\n" for row in rows))
+    for row, num_tokens in zip(rows, (3, 100_000), strict=True):
+        for first in range(0, num_tokens, MOST_ROW_TOKENS):
+            size = min(MOST_ROW_TOKENS, num_tokens - first)
+            ids, floats = np.ones(size, "<i4").tobytes(), [np.full(size, -0.5, "<f4").tobytes()] * 5
+            texts = (HOSTILE,) * size
+            written.write(TokenRow(row.step, row.group_id, row.index, 1.0, first, ids, ids, *floats, b"\3" * size, texts))
+    written.close()
     (folder / "logs" / "learner.log").write_text(HOSTILE)
     async with viewed(page, folder) as url:
         await page.goto(url)
@@ -311,8 +405,15 @@ async def test_ten_thousand_steps_and_hostile_text_do_not_hold_the_page(page, re
             assert not await page.locator("main script, main img").count()
             assert "owned" not in await page.title()
         await page.get_by_role("link", name="samples").click()
+        await page.get_by_role("button", name=f"g{rows[1].group_id}.{rows[1].index}", exact=True).click()
         await page.get_by_role("button", name="Show all 500000 characters").click()
-        assert len(await page.get_by_label("Completion of").nth(1).text_content()) == 500_000
+        assert len(await page.get_by_label("Completion of").text_content()) == 500_000
+        await expect(page.locator(".tokens span")).to_have_count(2000)  # of its 10^5 tokens
+        await page.get_by_label("From token").fill("99999")
+        await page.keyboard.press("Tab")
+        await expect(page.locator(".tokens span")).to_have_count(1)
+        assert (await rows_of_table(page, "The chosen token"))[0][:2] == ["99999", HOSTILE_SHOWN]
+        assert not await page.locator("main script, main img").count()
 
 
 async def test_the_keyboard_reaches_everything(page, recorded):
@@ -323,6 +424,8 @@ async def test_the_keyboard_reaches_everything(page, recorded):
             await go(page, path)
             await expect(page.locator("h1")).to_have_text(heading)
             await expect(page.locator("main")).to_be_focused()
+            if path == "/":
+                await page.get_by_role("link", name="tiny").wait_for()
             wanted = await page.locator(REACHABLE).count()
             await page.evaluate("() => { document.activeElement?.blur(); window.reached = new Set() }")
             for _ in range(wanted + 2):

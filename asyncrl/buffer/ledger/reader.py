@@ -155,6 +155,10 @@ class LedgerReader:
         rows = self._rows("SELECT state, reason, count(*) FROM groups GROUP BY state, reason ORDER BY state, reason")
         return [StateCount(*row) for row in rows]
 
+    def issued(self) -> int:
+        """Return how many groups were ever issued, by their numbers."""
+        return int(self._rows("SELECT coalesce(max(group_id) + 1, 0) FROM groups")[0][0])
+
     def prompts(self, limit: int = 50) -> list[PromptCount]:
         """Return the prompts issued most often first, then by id."""
         rows = self._rows(

@@ -12,22 +12,22 @@ export function h(tag, attributes = {}, ...children) {
 }
 
 export class Refused extends Error {
-  constructor(status, text) {
+  constructor(status, text, faults) {
     super(text);
-    this.status = status;
+    Object.assign(this, { status, faults });
   }
 }
 
 async function checked(response) {
   if (response.ok) return response;
   const said = await response.json().catch(() => ({}));
-  throw new Refused(response.status, said.error || `the daemon answered ${response.status}`);
+  throw new Refused(response.status, said.error || `the daemon answered ${response.status}`, said.faults);
 }
 
 export const ask = async (path) => (await checked(await fetch(path))).json();
 export const askText = async (path, headers = {}) => (await checked(await fetch(path, { headers }))).text();
-export const order = async (path, body) =>
-  (await checked(await fetch(path, { method: "POST", body: body && JSON.stringify(body) }))).json();
+export const order = async (path, body, method = "POST") =>
+  (await checked(await fetch(path, { method, body: body && JSON.stringify(body) }))).json();
 
 // A number as the file has it: the shortest text that reads back as the same number.
 export const exact = (value) => (value == null ? "–" : String(value));

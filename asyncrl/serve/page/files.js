@@ -1,11 +1,11 @@
-// What a run has written: events, samples, ledger, config, logs.
+// What a run has written: events, ledger, config, logs.
 
-import { ask, askText, exact, h, longText, notice, Stream, table, time, visible } from "./dom.js";
+import { ask, askText, h, notice, Stream, table, time, visible } from "./dom.js";
 
 const MOST_EVENTS = 2000;
 const LOG_BYTES = 65536;
-const pathOf = (name) => `/v1/runs/${encodeURIComponent(name)}`;
-const titled = (name, what, ...children) => h("div", {}, h("h1", {}, `${name}: ${what}`), ...children);
+export const pathOf = (name) => `/v1/runs/${encodeURIComponent(name)}`;
+export const titled = (name, what, ...children) => h("div", {}, h("h1", {}, `${name}: ${what}`), ...children);
 
 export async function events(name) {
   const record = await ask(pathOf(name));
@@ -20,54 +20,33 @@ export async function events(name) {
   return { node: titled(name, "events", record.reason ? notice(record.reason) : null, shown), leave: () => stream.close() };
 }
 
-const SORTS = {
-  "as kept": () => 0,
-  "lowest reward": (a, b) => a.reward - b.reward,
-  "highest reward": (a, b) => b.reward - a.reward,
-  longest: (a, b) => b.num_tokens - a.num_tokens,
-  oldest: (a, b) => a.oldest_version - b.oldest_version,
-};
-
-export async function samples(name) {
-  let { steps, rows } = await ask(`${pathOf(name)}/samples`);
-  if (!rows.length) return { node: titled(name, "samples", notice("No samples are kept yet.")) };
-  const place = h("div");
-  const step = h("input", { type: "number", id: "step", min: steps[0], max: steps.at(-1), value: rows[0].step });
-  const sort = h("select", { id: "sort" }, Object.keys(SORTS).map((label) => h("option", {}, label)));
-  const draw = () => place.replaceChildren(h("p", { class: "soft", role: "status" }, `${rows.length} samples of step ${rows[0]?.step ?? step.value}`), ...[...rows].sort(SORTS[sort.value]).map(sample));
-  const load = async () => {
-    try {
-      ({ steps, rows } = await ask(`${pathOf(name)}/samples?step=${encodeURIComponent(step.value)}`));
-      draw();
-    } catch (error) {
-      place.replaceChildren(notice(error.message, true));
-    }
-  };
-  step.addEventListener("change", load);
-  sort.addEventListener("change", draw);
-  draw();
-  return { node: titled(name, "samples", h("div", { class: "bar" },
-    h("label", { for: "step" }, `Step (${steps[0]} to ${steps.at(-1)} are kept)`), step, h("label", { for: "sort" }, "Order"), sort), place) };
-}
-
-function sample(row) {
-  const id = `g${row.group_id}.${row.index}`;
-  const parts = Object.entries(row.parts).map(([part, value]) => `${part} ${exact(value)}`).join(", ");
-  return h("article", { "aria-label": `Sample ${id}` }, h("h3", {}, `${id}: reward `, h("span", { class: "reward" }, exact(row.reward))),
-    h("div", { class: "soft" }, visible(`${parts ? `${parts}; ` : ""}${row.num_tokens} tokens; versions ${row.oldest_version} to ${row.newest_version}; ended by ${row.finish_reason}; prompt ${row.prompt_id}`)),
-    h("div", {}, "Prompt"), longText(row.prompt, `Prompt of ${id}`), h("div", {}, "Completion"), longText(row.text, `Completion of ${id}`));
-}
+const STATES = ["running", "scoring", "ready", "taken", "trained", "dropped", "failed"];
+const SELECTION = [["bias/length_ratio", "Mean length trained over generated"], ["bias/reward_gap", "Mean reward trained minus scored"]];
 
 export async function ledger(name) {
-  const { states, versions, steps, trained_in_steps: inSteps } = await ask(`${pathOf(name)}/ledger`);
-  const sum = states.reduce((total, one) => total + one.groups, 0);
-  const trained = states.filter((one) => one.state === "trained").reduce((total, one) => total + one.groups, 0);
+  const [told, series] = await Promise.all(
+    [ask(`${pathOf(name)}/ledger`), ask(`${pathOf(name)}/series?names=${SELECTION.map(([metric]) => encodeURIComponent(metric))}`)]);
+  const { issued, states, prompts, versions, steps, trained_in_steps: inSteps } = told;
+  const groups = (rows) => rows.reduce((total, one) => total + one.groups, 0);
+  const of = (state) => groups(states.filter((one) => one.state === state));
+  const sum = STATES.reduce((total, state) => total + of(state), 0);
+  const lost = states.filter((one) => one.state === "dropped" || one.state === "failed");
+  const agrees = (isRight) => (isRight ? "" : "notice error");
+  const last = series.steps.length - 1;
   return { node: titled(name, "ledger",
-    h("p", { id: "sum" }, `issued ${sum} = ${states.map((one) => `${one.state}${one.reason ? ` (${visible(one.reason)})` : ""} ${one.groups}`).join(" + ")}`),
-    h("p", { id: "trained", class: trained === inSteps ? "" : "notice error" }, `trained ${trained}, groups of trained steps ${inSteps}: ${trained === inSteps ? "the sums agree" : "the sums do not agree"}`),
-    table("Groups by state", ["State", "Reason", "Groups"], [...states.map((one) => [one.state, one.reason, one.groups]), ["all", "", sum]]),
+    h("p", { id: "sum", class: agrees(sum === issued) },
+      `issued ${issued} = ${STATES.map((state) => `${state} ${of(state)}`).join(" + ")}; sum holds: ${sum === issued ? "yes" : `no, it is ${sum}`}`),
+    h("p", { id: "trained", class: agrees(of("trained") === inSteps) },
+      `trained ${of("trained")}, groups of trained steps ${inSteps}: ${of("trained") === inSteps ? "the sums agree" : "the sums do not agree"}`),
+    table("Groups by state", ["State", "Reason", "Groups"], [...states.map((one) => [one.state, one.reason, one.groups]), ["all", "", groups(states)]]),
+    h("h2", {}, "What was lost"), lost.length ? table("Dropped and failed, by reason", ["Reason", "State", "Groups", "Share of issued"],
+      lost.sort((a, b) => b.groups - a.groups).map((one) => [one.reason, one.state, one.groups, one.groups / issued])) : notice("No group was dropped or failed."),
+    h("h2", {}, "Selection, over the whole run"),
+    table(last < 0 ? "No step yet" : `At step ${series.steps[last]}`, ["Figure", "Value"], SELECTION.map(([metric, label]) => [label, series.columns[metric][last]])),
     h("h2", {}, "Samples by oldest version"), table(`The newest ${Math.min(versions.length, 200)} versions`, ["Version", "Samples", "Tokens", "Mean reward"],
       versions.slice(-200).reverse().map((one) => [one.version, one.samples, one.tokens, one.mean_reward])),
+    h("h2", {}, "Prompts"), table(`The ${prompts.length} prompts issued most often`, ["Prompt", "Groups", "Trained", "Dropped", "Failed", "Mean reward", "Mean tokens"],
+      prompts.map((one) => [one.prompt_id, one.groups, one.trained, one.dropped, one.failed, one.mean_reward, one.mean_tokens])),
     h("h2", {}, "Newest steps"), table(`The newest ${steps.length} steps`, ["Step", "State", "Groups", "Oldest staleness", "Taken", "Trained"],
       [...steps].reverse().map((one) => [one.step, one.state, one.group_ids.length, one.max_staleness, time(one.taken_s), time(one.trained_s)]))) };
 }

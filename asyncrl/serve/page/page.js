@@ -4,7 +4,8 @@ import { freeCharts } from "./charts.js";
 import { ask, h, notice, order, Refused } from "./dom.js";
 import { compare, runs } from "./runs.js";
 import { run } from "./run.js";
-import { config, events, ledger, logs, samples } from "./files.js";
+import { config, events, ledger, logs } from "./files.js";
+import { samples } from "./samples.js";
 
 const VIEWS = { run, events, samples, ledger, config, logs };
 const content = document.getElementById("content");

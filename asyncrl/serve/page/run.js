@@ -1,5 +1,6 @@
 // One run: who waits for whom, its charts, its processes, and the orders it takes.
 
+import { changeRun } from "./change.js";
 import { chart } from "./charts.js";
 import { ask, exact, h, notice, order, redraw, Stream, table, time } from "./dom.js";
 import { state } from "./runs.js";
@@ -45,10 +46,13 @@ class RunPage {
     this.every = h("details", { ontoggle: () => this.showNewest() });
     this.said = h("div", { role: "status" });
     this.orders = Object.fromEntries(Object.entries(ORDERS).map(([what, label]) => [what, h("button", { type: "button", onclick: () => this.order(what) }, label)]));
+    const change = () => changeRun(path, record.id, (answer) => this.said.replaceChildren(answer))
+      .catch((error) => this.said.replaceChildren(notice(error.message, true)));
+    this.change = h("button", { type: "button", onclick: change }, "Change");
     this.charts = CHARTS.map(([title, lines]) => chart(title, "step", this.steps, this.series(lines)));
     this.evaluations = chart("Held-out evaluations", "version", ...this.evalSeries(), { points: true });
     const mayOrder = !me.read_only && me.role !== "viewer";
-    this.node = h("div", {}, h("h1", {}, record.id), mayOrder ? h("div", { class: "bar", role: "group", "aria-label": "Orders" }, Object.values(this.orders)) : null,
+    this.node = h("div", {}, h("h1", {}, record.id), mayOrder ? h("div", { class: "bar", role: "group", "aria-label": "Orders" }, Object.values(this.orders), this.change) : null,
       this.said, this.top, h("h2", {}, "Over steps"), h("div", { class: "charts" }, this.charts[0], this.evaluations, this.charts.slice(1)), this.every, this.bottom);
     this.show();
     if (record.state !== "ended")
@@ -114,6 +118,7 @@ class RunPage {
       const isPaused = status.phase === "paused";
       button.disabled = what === "resume" ? !(isPaused || record.state === "ended") : record.state !== "live" || (what === "pause" && isPaused);
     }
+    this.change.disabled = record.state !== "live";
     const facts = [["State", state(record)], ["Phase", status.phase], ["Step", `${Math.max(record.version, newest?.version ?? 0)} of ${record.num_steps}`],
       ["Accuracy", `${exact(record.accuracy_before)} → ${exact(record.accuracy_after)}`], ["Started", time(record.started_s)], ["Ended", time(record.ended_s)],
       ["Project", record.project], ["Tags", record.tags.join(", ")], ["Forked from", record.parent], ["Checkpoint", status.checkpoint], ["Reason", status.reason || record.reason]];
